@@ -101,7 +101,7 @@ class Cells:
         shutil.rmtree(run_dir, ignore_errors=True)
         errors = [self._live(lives, seed, name, step) for step in self._kills(kind)]
         self._live(lives, seed, name, None)
-        found = tuple(map(int, re.findall(r"going on from step (\d+)", log.read_text())))
+        found = tuple(map(int, re.findall(r"resuming from step (\d+)", log.read_text())))
         if found != self._kills(kind):
             raise RuntimeError(
                 f"seed {seed}, {name}: restored at {found}, and {self._kills(kind)} was asked; see {log}"

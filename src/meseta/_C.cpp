@@ -1,4 +1,4 @@
-// The module only gathers: each operator binds itself in the cpu.cpp beside its reference.
+// The module of the compiled core. Each operator has its bindings in the cpu.cpp next to its reference.
 #include <nanobind/nanobind.h>
 
 void bind_allocator(nanobind::module_& m);

@@ -1,4 +1,7 @@
-"""Types of the compiled core."""
+"""Types of the compiled core.
+
+Functions that take addresses as integers raise ValueError if sizes or bounds do not match. `wide` means 64-bit ids.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +12,10 @@ from numpy.typing import NDArray
 def hash_categories(
     data: NDArray[np.uint8], offsets: NDArray[np.int32] | NDArray[np.int64], seed: int, out: NDArray[np.uint64]
 ) -> None:
-    """Write XXH64 of string i, data[offsets[i]:offsets[i + 1]], to out[i]; ValueError for offsets outside data."""
+    """Write the XXH64 hash of each string data[offsets[i]:offsets[i + 1]] to out[i].
+
+    Raises ValueError if an offset is out of range.
+    """
 
 def hash_categories_to_rows(
     data: NDArray[np.uint8],
@@ -18,10 +24,10 @@ def hash_categories_to_rows(
     num_rows: int,
     out: NDArray[np.int32] | NDArray[np.int64],
 ) -> None:
-    """As `hash_categories`, but write the high 64 bits of hash * num_rows, a row in 0..num_rows-1."""
+    """Map each string to a row in 0..num_rows-1, the high 64 bits of hash * num_rows. See `hash_categories`."""
 
 def scan_whole_numbers(data: NDArray[np.uint8], offsets: NDArray[np.int32] | NDArray[np.int64]) -> tuple[int, int]:
-    """Return how many strings `respell_whole_numbers` changes, and how many are no whole numbers."""
+    """Return (number of strings that `respell_whole_numbers` changes, number of strings that are not integers)."""
 
 def respell_whole_numbers(
     data: NDArray[np.uint8],
@@ -29,8 +35,10 @@ def respell_whole_numbers(
     out: NDArray[np.uint8],
     out_offsets: NDArray[np.int64],
 ) -> int:
-    """Write n strings, whole numbers in their usual spelling, to out by out_offsets [n + 1]. Return the bytes written;
-    a changed string needs room for 21."""
+    """Write all strings to `out` and `out_offsets` [n + 1], with integers in canonical form. Return the bytes written.
+
+    A changed string needs at most 21 bytes.
+    """
 
 def parse_tsv(
     raw: NDArray[np.uint8],
@@ -40,11 +48,14 @@ def parse_tsv(
     data: NDArray[np.uint8],
     firsts: NDArray[np.int64],
 ) -> bool:
-    """Cut lines of 1 + 13 + 26 fields into label [n], dense [13, n] with missing and negative numbers as 0, and strings
-    in data [len(raw)], those of feature k from firsts[k] on by offsets [26, n + 1]; False for an unusual line."""
+    """Parse n lines with 1 label, 13 dense numbers and 26 strings. Returns False for a line with another format.
+
+    Writes label [n] and dense [13, n], with missing and negative numbers as 0. The strings are written to data
+    [len(raw)], where those of feature k start at firsts[k] and have offsets[k] [n + 1].
+    """
 
 def random_bits(key: int, first_row: int, first_column: int, out: NDArray[np.int64], num_threads: int) -> None:
-    """Fill out [rows, columns] with the Philox4x32-10 words of its cells."""
+    """Fill out [rows, columns] with the Philox4x32-10 words of its elements."""
 
 def uniform_rows_at(
     key: int,
@@ -54,13 +65,13 @@ def uniform_rows_at(
     out: NDArray[np.float32] | NDArray[np.float64],
     num_threads: int,
 ) -> None:
-    """As `uniform_rows`, of any rows."""
+    """Fill out [len(rows), columns] with the values of `uniform_rows` for the given rows."""
 
 def start_heartbeat(descriptor: int, offset: int, interval_s: float) -> None:
-    """Begin a thread that writes (monotonic time, processor time) in ns to 16 bytes of an open file."""
+    """Start a thread that writes (monotonic time, processor time) in ns to 16 bytes of an open file."""
 
 def stop_heartbeat() -> None:
-    """End it, if there is one."""
+    """Stop the heartbeat thread, if it is running."""
 
 def coalesce_float32(
     ids: NDArray[np.int64],
@@ -72,7 +83,7 @@ def coalesce_float32(
     sums: NDArray[np.float32],
     num_threads: int,
 ) -> int:
-    """Write touched rows and their sums to the first U entries of rows [nnz] and sums [nnz, D]; return U."""
+    """Sum gradients by row. Writes the U distinct rows to rows[:U] and their sums to sums[:U], and returns U."""
 
 def coalesce_float64(
     ids: NDArray[np.int64],
@@ -84,7 +95,7 @@ def coalesce_float64(
     sums: NDArray[np.float64],
     num_threads: int,
 ) -> int:
-    """As `coalesce_float32`."""
+    """Sum float64 gradients by row, as `coalesce_float32`."""
 
 def gather_limit(
     tables: list[int],
@@ -95,17 +106,19 @@ def gather_limit(
     burst: int,
     num_threads: int,
 ) -> tuple[int, float]:
-    """Sum modulo 2^32 of the words of all rows read, and the seconds it took; `tables` has (address, bytes of a row,
-    rows) of each table. ValueError for bounds or ids outside."""
+    """Read all rows, and return (sum of their words modulo 2^32, seconds).
+
+    `tables` has (address, bytes per row, number of rows) for each table. Raises ValueError if bounds or ids are out of
+    range.
+    """
 
 def radix_sort(entries: NDArray[np.uint64], first_bit: int, last_bit: int) -> None:
-    """Sort by bits first_bit..last_bit-1 in place, keeping the order of equal ones (for tests of radix.h)."""
+    """Sort stably in place by bits first_bit..last_bit-1. Only tests of radix.h use this function."""
 
 def count_outside(
     ids: int, num_ids: int, wide: bool, bounds: list[int], num_rows: list[int], counts: int, num_threads: int
 ) -> None:
-    """Add to counts [F] how many ids[bounds[f]:bounds[f + 1]] are outside 0..num_rows[f]-1. ids and counts are
-    addresses, here and below; `wide`: 64-bit ids. ValueError for sizes that do not fit, here and below."""
+    """Add the number of ids[bounds[f]:bounds[f + 1]] that are outside 0..num_rows[f]-1 to counts[f]."""
 
 def fix_ids(
     ids: int,
@@ -117,40 +130,51 @@ def fix_ids(
     policies: list[int],
     outputs: list[int],
 ) -> int:
-    """Write ids, lengths, kept positions and (feature, sample, id) of the first refused one; return how many ids are
-    left."""
+    """Apply the id policies. Returns the number of remaining ids.
+
+    Writes ids, lengths, positions of the remaining ids, and (feature, sample, id) of the first rejected id.
+    """
 
 def row_lookup(
     tables: list[int], kind: int, ids: int, num_ids: int, wide: bool, bounds: list[int], num_threads: int
 ) -> None:
-    """Write the rows of each feature; `tables` has (address, rows, columns, address of the output) of each."""
+    """Copy the rows of each feature. `tables` has (address, rows, columns, output address) for each feature."""
 
 def weight_gradient(
     tables: list[int], kind: int, ids: list[int], offsets: list[int], gradient: int, out: int, num_threads: int
 ) -> None:
-    """Write a float for each id of a weighted feature; `tables` has (address, rows, columns, flags) of each, `ids`
-    (address, count, wide), `offsets` (address, bags of a feature)."""
+    """Write the gradient of the weight of each id of weighted features.
+
+    `tables` has (address, rows, columns, flags) for each feature, `ids` is (address, count, wide), and `offsets` is
+    (address, number of bags per feature).
+    """
 
 def bucketize(cuts: list[int], sizes: list[int], inputs: list[int], outputs: list[int], num_threads: int) -> None:
-    """inputs: addresses of ids and lengths, ids, bags of a feature, whether ids and lengths are wide; outputs:
-    addresses of local ids, lengths, order and totals."""
+    """Distribute ids to shards.
+
+    `inputs` is (address of ids, address of lengths, number of ids, bags per feature, wide ids, wide lengths), and
+    `outputs` has the addresses of local ids, lengths, order and totals.
+    """
 
 def hash_ids(
     ids: int, count: int, wide: bool, num_rows: int, seed: int, xxh: bool, rows: int, num_threads: int
 ) -> None:
-    """Write a row for each id."""
+    """Hash each id to a row."""
 
 def unique(ids: int, num_ids: int, wide: bool, bounds: list[int], outputs: list[int], num_threads: int) -> int:
-    """Write rows, inverse, counts and bounds of the distinct ids of each group; return how many there are."""
+    """Write rows, inverse, counts and bounds of the distinct ids of each group. Returns the number of distinct ids."""
 
 def permute_keys(arrays: list[int], bounds: list[int], order: list[int], num_threads: int) -> None:
-    """`arrays`: (address, bytes of an element, elements, address of the output) of each."""
+    """Reorder the features of arrays. `arrays` has (address, bytes per element, elements, output address) for each."""
 
 def place_columns(
     out: list[int], sources: list[int], moves: list[int], scale: float, wide: bool, num_threads: int
 ) -> None:
-    """Copy or add columns; `out` is (address, rows, columns, numbers from row to row), `sources` the same without rows,
-    `moves` (source, first column, first column of `out`, columns, whether to add) of each. `wide`: float64."""
+    """Copy or add columns of float32 matrices, or float64 if `wide` is set.
+
+    `out` is (address, rows, columns, row stride), `sources` has the same without rows, and `moves` has (source, first
+    column, first column of `out`, columns, whether to add).
+    """
 
 def encode_columns(
     out: list[int],
@@ -162,25 +186,28 @@ def encode_columns(
     counted: list[int],
     num_threads: int,
 ) -> None:
-    """Place columns and encode them; `out` is (address, rows, bytes of a row), `layout` codec, exponent, and the number
-    of pieces and their widths, `random` keys, first columns and the first row, or nothing, `counted` the addresses of
-    the numbers of rows and of the count of numbers that are too large, or 0."""
+    """Place columns as `place_columns`, and encode them.
+
+    `out` is (address, rows, bytes per row). `layout` has the codec, the exponent, the number of pieces and their
+    widths. `random` has keys, first columns and the first row, or is empty. `counted` has the addresses of the number
+    of rows and of the count of values that are too large, or 0.
+    """
 
 def decode_columns(
     out: list[int], sources: list[int], moves: list[int], layout: list[int], scale: float, num_threads: int
 ) -> None:
-    """The way back; `out` is (address, rows, columns, numbers from row to row), `sources` addresses."""
+    """Decode columns of `encode_columns`. `out` is (address, rows, columns, row stride), `sources` has addresses."""
 
 def lengths_to_offsets(lengths: int, count: int, wide: bool, offsets: int, num_threads: int) -> None:
-    """Write count + 1 offsets."""
+    """Write the count + 1 offsets of `count` lengths."""
 
 def quantize_rows(
     rows: int, kind: int, shape: list[int], format: int, adaptive: bool, origin: list[int], codes: int, num_threads: int
 ) -> None:
-    """Write the bytes of rows; `origin`: key, first row and first column of the random bits, or nothing."""
+    """Quantize rows. `origin` has the key, first row and first column of the random bits, or is empty."""
 
 def dequantize_rows(codes: int, shape: list[int], format: int, rows: int, num_threads: int) -> None:
-    """Write the floats of rows."""
+    """Restore rows from the codes of `quantize_rows`."""
 
 def uniform_rows(
     key: int,
@@ -190,7 +217,7 @@ def uniform_rows(
     out: NDArray[np.float32] | NDArray[np.float64],
     num_threads: int,
 ) -> None:
-    """Fill out [rows, columns] with scale * (2 u - 1), u the 24 high bits of the cell's word of `random_bits`."""
+    """Fill out [rows, columns] with scale * (2 u - 1), where u is made of the 24 high bits of `random_bits`."""
 
 def pooled_lookup(
     tables: list[int],
@@ -205,8 +232,10 @@ def pooled_lookup(
     out_stride: int,
     num_threads: int,
 ) -> None:
-    """Write the bags of each feature side by side; `tables` has (address, rows, columns, flags) of each, and num_bags
-    counts those of one feature."""
+    """Write the pooled embeddings of all features to adjacent columns of `out`.
+
+    `tables` has (address, rows, columns, flags) for each feature. `num_bags` is the number of bags per feature.
+    """
 
 def row_update(
     tables: list[int],
@@ -229,7 +258,7 @@ def row_update(
     step: int,
     num_threads: int,
 ) -> None:
-    """Step the rows that the batch touched; see read_tables and add_features in row_update/cpu.cpp for the lists."""
+    """Update the rows that a batch touched. See read_tables and add_features in row_update/cpu.cpp for the lists."""
 
 def row_apply(
     tables: list[int],
@@ -250,12 +279,12 @@ def row_apply(
     step: int,
     num_threads: int,
 ) -> None:
-    """Step the given rows of one table, or write the block sums of a stage where `summands` is not 0."""
+    """Update the given rows of one table, or write the block sums of a stage if `summands` is not 0."""
 
 def dot_interaction(
     num_samples: int, num_features: int, dim: int, bfloat: bool, x: int, pooled: int, out: int, num_threads: int
 ) -> None:
-    """Write x and the products of pairs; `bfloat`: x and out are bfloat16, here and below."""
+    """Write x and the dot products of all pairs to `out`. If `bfloat` is set, x and `out` are bfloat16."""
 
 def dot_interaction_backward(
     num_samples: int,
@@ -269,7 +298,7 @@ def dot_interaction_backward(
     pooled_gradient: int,
     num_threads: int,
 ) -> None:
-    """Write the gradients of x and of pooled."""
+    """Write the gradients of x and `pooled`. If `bfloat` is set, x and the output gradient are bfloat16."""
 
 def relu_backward(
     num_samples: int,
@@ -282,7 +311,7 @@ def relu_backward(
     bias_gradient: int,
     num_threads: int,
 ) -> None:
-    """Write the gradient before the ReLU, its transpose and its sum over samples; 0 for what is not wanted."""
+    """Write the gradient of the ReLU input, its transpose and its sum over samples. Address 0 skips an output."""
 
 def product(
     kind: int,
@@ -292,72 +321,83 @@ def product(
     b_strides: Sequence[int],
     num_threads: int,
 ) -> None:
-    """Write a b + bias; shape is (batch, rows, columns, terms), addresses are those of a, b, bias (0: none), result."""
+    """Write the matrix product a b + bias.
+
+    `shape` is (batch, rows, columns, terms), and `addresses` has a, b, bias (0 for none) and the result.
+    """
 
 def allocate(bytes: int, keep: bool) -> Any:
-    """A block on 2 MB pages, for torch.from_dlpack; `keep`: a freed one serves the next request."""
+    """Allocate a block on 2 MB pages for torch.from_dlpack. With `keep`, it is reused after it is freed."""
 
 def release_idle_memory() -> None:
-    """Freed blocks that were kept go to the system."""
+    """Return freed blocks that were kept to the system."""
 
 def keep_freed_memory() -> None:
-    """Tell glibc to keep what is freed."""
+    """Make glibc keep freed memory."""
 
 def slot_map(capacity: int, wide: bool) -> object:
-    """A map from 64-bit keys to slots; slots reach 2**32 - 2, `wide` 2**63 - 2."""
+    """Create a map from 64-bit keys to slots. Slots are at most 2**32 - 2, or 2**63 - 2 if `wide` is set."""
 
 def slot_map_find(directory: object, keys: NDArray[np.int64], slots: NDArray[np.int64], num_threads: int) -> None:
-    """Write the slot of each key, -1 where it is absent."""
+    """Write the slot of each key, or -1 if the key is not in the map."""
 
 def slot_map_insert(directory: object, keys: NDArray[np.int64], slots: NDArray[np.int64], num_threads: int) -> int:
-    """Put keys; how many are new."""
+    """Insert keys with their slots. Returns the number of new keys."""
 
 def slot_map_remove(directory: object, keys: NDArray[np.int64], slots: NDArray[np.int64], num_threads: int) -> None:
-    """Take keys out, and write the slot that each had."""
+    """Remove keys and write their former slots."""
 
 def slot_map_items(directory: object, keys: NDArray[np.int64], slots: NDArray[np.int64]) -> int:
-    """Write all keys and slots; how many there are."""
+    """Write all keys and slots. Returns their number."""
 
 def slot_map_size(directory: object) -> int: ...
 def slot_map_bytes(directory: object) -> int: ...
 def eviction(num_slots: int, num_ghosts: int, half_lives: list[int]) -> object:
-    """Scores of a cache and of rows that left it; half-lives in lookups, the first one until trials tell another."""
+    """Create the scores of cached rows and evicted rows.
+
+    `half_lives` are in lookups. The first one is used until trials favor another one.
+    """
 
 def eviction_touch(policy: object, slots: NDArray[np.int64], rows: NDArray[np.int64], num_lookups: int) -> None:
-    """Rows in slots were asked for."""
+    """Update the scores of the requested rows in `slots`."""
 
 def eviction_admit(policy: object, slots: NDArray[np.int64], rows: NDArray[np.int64]) -> None:
-    """Give slots the scores that were kept of rows."""
+    """Restore the ghost scores of rows that were fetched into `slots`."""
 
 def eviction_choose(policy: object, rows: NDArray[np.int64], pins: NDArray[np.int32], out: NDArray[np.int64]) -> bool:
-    """Write slots of least score and keep their scores; whether as many have no pin."""
+    """Write the unpinned slots with the lowest scores, and keep ghost scores. Returns False if there are too few."""
 
 def eviction_bytes(policy: object) -> int: ...
 def eviction_half_life(policy: object) -> int: ...
 def io_uring_error() -> int:
-    """0 where the system makes a ring for io_uring, else its error; -1 where the core was built without."""
+    """Return 0 if io_uring is available, its error number otherwise, or -1 if the core was built without io_uring."""
 
 def open_row_engine(io_uring: bool, depth: int, max_reads_per_s: float) -> object:
-    """An engine with that many reads in flight at most; 0 reads a second are no limit."""
+    """Create an I/O engine with at most `depth` reads in flight. A `max_reads_per_s` of 0 means no limit."""
 
 def limit_row_engine(engine: object, max_reads_per_s: float) -> None:
-    """Change the limit of an engine."""
+    """Change the maximum number of reads per second of an engine."""
 
 def row_engine_latencies(engine: object) -> list[int]:
-    """Reads by what they took: eight steps for each power of two of nanoseconds, from 8 on."""
+    """Return a histogram of read latencies, with eight bins per power of two of nanoseconds, from 8 ns."""
 
 def row_engine_bytes(engine: object) -> int:
-    """Memory of its buffers."""
+    """Return the size of an engine's buffers in bytes."""
 
 def open_row_log(engine: object, descriptor: int, rows: int, sizes: Sequence[int], salt: int) -> object:
-    """Rows in an open file, none so far; `sizes` are bytes of a record, of a block and, at least, of a segment."""
+    """Create an empty row file in an open file.
+
+    `sizes` has the bytes of a record, the bytes of a block and the minimum bytes of a segment.
+    """
 
 def write_rows(log: object, rows: NDArray[np.int64], values: Sequence[NDArray[np.uint8]]) -> list[int]:
-    """Put rows with their values, [n, bytes] each, which side by side are their records; a failure (see `wait_rows`),
-    and how many were taken."""
+    """Write rows. Their records are the concatenation of `values`, [n, bytes] each.
+
+    Returns the failure, as `wait_rows`, followed by the number of rows that were accepted.
+    """
 
 def read_rows(log: object, rows: NDArray[np.int64], out: NDArray[np.uint8], is_written: NDArray[np.bool_]) -> object:
-    """Begin to read rows into `out` and `is_written`."""
+    """Start to read rows into `out` and `is_written`. Wait with `wait_rows`."""
 
 def read_snapshot_rows(
     snapshot: object,
@@ -366,39 +406,44 @@ def read_snapshot_rows(
     values: Sequence[NDArray[np.uint8]],
     is_written: NDArray[np.bool_],
 ) -> object:
-    """Begin to read as many frozen rows as `is_written` has: from `first` on, or those that are listed; their values as
-    `write_rows` takes them."""
+    """Start to read the rows of a snapshot, consecutive ones from `first`, or those in `listed`.
+
+    The number of rows is the length of `is_written`. `values` has the layout of `write_rows`.
+    """
 
 def wait_rows(reading: object) -> list[int]:
-    """Wait for a read; its failure: kind, 0 for none, error of the system, row, byte of the file, whether written."""
+    """Wait for a read. Returns its failure: (kind or 0, system error, row, byte offset in file, whether written)."""
 
 def rows_are_read(reading: object) -> bool:
-    """Whether waiting would take no time."""
+    """Whether a read has completed, so that `wait_rows` would not block."""
 
 def snapshot_rows(log: object) -> object:
-    """The rows as they are, until this dies."""
+    """Create a snapshot of the current rows. It ends when the object is freed."""
 
 def flush_rows(log: object) -> list[int]:
-    """Send all to disk and wait; a failure as of `wait_rows`."""
+    """Write all rows to disk and wait. Returns the failure, as `wait_rows`."""
 
 def close_row_log(log: object) -> None:
-    """Wait for what is in flight; the file may be closed then."""
+    """Wait for all requests in flight. Afterwards the file may be closed."""
 
 def row_log_numbers(log: object) -> list[int]:
-    """Memory, bytes of the file, rows, and the counters."""
+    """Return the bytes of memory, the bytes of the file, the number of rows, and the counters."""
 
 def row_layout(record_bytes: int, block_bytes: int, segment_bytes: int) -> list[int]:
-    """Bytes of an entry and a group, entries of a group, bytes and entries of a segment, and the sum of the bytes that
-    are read for each entry of a segment alone."""
+    """Return the layout of a row file.
+
+    The result has the bytes of an entry, bytes of a group, entries per group, bytes of a segment, entries per segment,
+    and the total bytes read if each entry of a segment is read separately.
+    """
 
 def crc32c(data: NDArray[np.uint8], begin: int, by_table: bool) -> int:
-    """The checksum of bytes, begun with another; `by_table`: without the processor's instruction."""
+    """Continue the CRC-32C checksum `begin` with `data`. `by_table` avoids the processor's CRC instruction."""
 
 def file_backing_store(log: object) -> object:
-    """A file of rows as the far side of a cache."""
+    """Use a row file as backing store of a cache."""
 
 def memory_backing_store(records: NDArray[np.uint8], is_written: NDArray[np.bool_]) -> object:
-    """Memory of the caller as one."""
+    """Use the caller's memory as backing store of a cache."""
 
 def open_row_cache(
     rows: NDArray[np.int64],
@@ -408,7 +453,10 @@ def open_row_cache(
     backing_store: object,
     fields: list[tuple[int, int, int]],
 ) -> object:
-    """A cache; `rows` are those of its slots and of slots to read. Fields: address, bytes of a row, rows."""
+    """Create a cache. `rows` has the rows of its slots, including slots for read-only access.
+
+    `fields` has (address, bytes per row, number of rows) for each field of a record.
+    """
 
 def pin_rows(
     caches: list[object],
@@ -419,13 +467,19 @@ def pin_rows(
     read_only: bool,
     num_threads: int,
 ) -> tuple[object | None, list[int]]:
-    """Pin segments of rows, each in one cache. Or why not: cache, rows, missing ones, those of others; or cache and
-    failure (see `wait_rows`)."""
+    """Pin groups of rows, each in one cache. Returns (pinned rows, empty list), or (`None`, failure).
+
+    The failure is (cache, rows, missing rows, rows pinned by others) if there is too little space. Otherwise it is the
+    cache followed by a failure of `wait_rows`.
+    """
 
 def wait_for_rows(
     pinned: object, num_threads: int
 ) -> tuple[list[int], list[tuple[int, NDArray[np.int64], NDArray[np.int64]]]]:
-    """Cache and failure of the first that failed; caches, rows and slots of rows that were never written."""
+    """Wait for the fetches of pinned rows.
+
+    Returns (cache and failure of the first failed fetch, (cache, rows, slots) of rows that were never written).
+    """
 
 def cache_moves(
     pinned: object, index: int
@@ -437,10 +491,13 @@ def cache_moves(
     NDArray[np.uint8],
     NDArray[np.bool_],
 ]:
-    """Of a cache without fields: rows and slots that leave, those that come, records, which were ever written."""
+    """Return the row moves of a cache without fields, for the caller to execute.
+
+    The result is (evicted rows, their slots, fetched rows, their slots, records, whether each was ever written).
+    """
 
 def num_pinned_rows(pinned: object, index: int) -> tuple[int, int]:
-    """Distinct rows of a cache, and those that were missing."""
+    """Return (number of distinct rows of a cache, number of misses)."""
 
 def unpin_rows(pinned: object) -> None: ...
 def find_in_cache(cache: object, rows: NDArray[np.int64], slots: NDArray[np.int64], num_threads: int) -> None: ...
@@ -448,4 +505,4 @@ def dirty_slots(cache: object) -> NDArray[np.int64]: ...
 def write_back_slots(cache: object, slots: NDArray[np.int64]) -> list[int]: ...
 def clean_slots(cache: object, slots: NDArray[np.int64]) -> None: ...
 def row_cache_numbers(cache: object) -> list[int]:
-    """Bytes, slots that are pinned, and the numbers of CacheCounters."""
+    """Return the bytes of a cache, the number of pinned slots, and the values of `CacheCounters`."""

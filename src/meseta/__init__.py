@@ -1,9 +1,8 @@
-"""Meseta trains recommendation models whose embedding tables are larger than one device.
-
-The names below are imported when first used (PEP 562), so `import meseta` costs nothing and needs no torch.
-"""
+"""Training of recommendation models whose embedding tables are larger than one device."""
 
 import importlib
+
+# Public names are imported when first used (PEP 562), so that `import meseta` is fast and does not need torch.
 
 _LAZY_IMPORTS = {
     "TableSpec": "meseta.spec",
@@ -31,7 +30,9 @@ __version__ = "0.1.0"
 
 def __getattr__(name: str) -> object:
     if name not in _LAZY_IMPORTS:
-        raise AttributeError(f"module 'meseta' has no attribute {name!r}; it has {', '.join(sorted(_LAZY_IMPORTS))}")
+        raise AttributeError(
+            f"module 'meseta' has no attribute {name!r}; available: {', '.join(sorted(_LAZY_IMPORTS))}"
+        )
     return getattr(importlib.import_module(_LAZY_IMPORTS[name]), name)
 
 

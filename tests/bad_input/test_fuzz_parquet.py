@@ -145,13 +145,13 @@ def strings(values: list[bytes]) -> pa.Array:
 @pytest.mark.parametrize(
     ("column", "role", "values", "message"),
     [
-        ("city", "categorical: [city]", strings([b"x", BAD]), r"row 2, column 'city': 'K.xf6ln' is not UTF-8"),
+        ("city", "categorical: [city]", strings([b"x", BAD]), r"row 2, column 'city': 'K.xf6ln' is not valid UTF-8"),
         ("city", "categorical: [city]", pa.ListArray.from_arrays([0, 0, 2], strings([b"x", BAD])), "row 2, .*UTF-8"),
-        ("label", "categorical: [city]", strings([b"1", BAD]), r"row 2, column 'label': 'K.xf6ln' is not UTF-8"),
-        ("day", "time: day", strings([b"2026-01-01", BAD]), r"row 2, column 'day': 'K.xf6ln' is not UTF-8"),
-        ("day", "time: day", pa.array([0, 2**61], pa.timestamp("ms")), "row 2, column 'day': .* is no time"),
-        ("day", "time: day", pa.array([0, 2**31 - 1], pa.date32()), "row 2, column 'day': .* is no time"),
-        ("day", "group: day", strings([b"x", BAD]), r"row 2, column 'day': 'K.xf6ln' is not UTF-8"),
+        ("label", "categorical: [city]", strings([b"1", BAD]), r"row 2, column 'label': 'K.xf6ln' is not valid UTF-8"),
+        ("day", "time: day", strings([b"2026-01-01", BAD]), r"row 2, column 'day': 'K.xf6ln' is not valid UTF-8"),
+        ("day", "time: day", pa.array([0, 2**61], pa.timestamp("ms")), "row 2, column 'day': .* is not a time"),
+        ("day", "time: day", pa.array([0, 2**31 - 1], pa.date32()), "row 2, column 'day': .* is not a time"),
+        ("day", "group: day", strings([b"x", BAD]), r"row 2, column 'day': 'K.xf6ln' is not valid UTF-8"),
     ],
 )
 def test_bad_values_are_bad_rows(tmp_path: Path, column: str, role: str, values: pa.Array, message: str) -> None:

@@ -59,21 +59,21 @@ def test_the_offer_names_all_that_need_the_file(tiny: Path, trained: Path, run: 
     assert ended.code == 1 and line.startswith(f"error: checkpoint file '{step_path(run, 10) / ROWS}' must have the ch")
     newest = step_path(run, 14)
     assert line.endswith(
-        f"'{step_path(run, 8)}' is whole, and the same command takes it after `mv {newest} {newest}.damaged`, and "
-        "likewise of 'step-000000012' and 'step-000000010'"
+        f"'{step_path(run, 8)}' is intact; the same command resumes from it after `mv {newest} {newest}.damaged`, "
+        "and the same for 'step-000000012' and 'step-000000010'"
     )
     assert tree(run) == before
     for step in (10, 12, 14):
         os.rename(step_path(run, step), f"{step_path(run, step)}.damaged")
     ended = run_here("train", config(run, tiny, **EVERY_2))
-    assert ended.code == 0 and "going on from step 8" in ended.err
+    assert ended.code == 0 and "resuming from step 8" in ended.err
     assert final_checksum(run) == final_checksum(trained)
 
 
 def test_what_does_not_need_the_file_is_newest(tiny: Path, run: Path) -> None:
     flip_middle(step_path(run, 14) / ROWS)
     ended = run_here("eval", run)
-    assert ended.code == 1 and f"'{step_path(run, 12)}' is whole" in ended.err and "likewise" not in ended.err
+    assert ended.code == 1 and f"'{step_path(run, 12)}' is intact" in ended.err and "and the same for" not in ended.err
 
 
 @pytest.mark.parametrize("harm", ["content", "missing", "cut", "manifests", "another's"])
@@ -96,10 +96,10 @@ def test_it_goes_back_and_ends_with_the_same_bits(tiny: Path, trained: Path, run
     assert ended.code == 0, ended.err
     [note] = [line for line in ended.err.splitlines() if line.startswith("note: ")]
     assert note.endswith(
-        ": going back to step-000000008 (checkpoint.resume 'older'), and leaving step-000000014 and step-000000012 and "
-        "step-000000010 alone"
+        ": falling back to step-000000008 (checkpoint.resume 'older'), and quarantining step-000000014 "
+        "and step-000000012 and step-000000010"
     )
-    assert "going on from step 8," in ended.err
+    assert "resuming from step 8," in ended.err
     assert final_checksum(run) == final_checksum(trained)
     assert without_times(metrics(run)) == without_times(metrics(trained))
     assert not list(run.rglob(QUARANTINE_MARKER))
@@ -125,7 +125,7 @@ def test_what_was_passed_over_is_neither_taken_nor_counted_nor_deleted(tiny: Pat
 
     changes |= {"checkpoint__resume": "auto", "checkpoint__deltas": "rolling"}
     ended = run_here("train", config(run, tiny, **changes))
-    assert ended.code == 0 and "going on from step 11," in ended.err and "note: " not in ended.err
+    assert ended.code == 0 and "resuming from step 11," in ended.err and "note: " not in ended.err
     assert [listed.path.name[-2:] for listed in list_checkpoints(run)] == ["12", "14"]
     assert tree(step_path(run, 10)) == before[10]
     for step in (12, 14):  # saved anew
@@ -138,7 +138,7 @@ def test_none_is_whole(tiny: Path, run: Path) -> None:
     flip_middle(step_path(run, 2) / "tables/user/block-00000.arrow")
     before = tree(run)
     ended = run_here("train", config(run, tiny, **OLDER))
-    assert ended.code == 1 and ended.err.splitlines()[-1].endswith("no older one beside it is whole")
+    assert ended.code == 1 and ended.err.splitlines()[-1].endswith("no older checkpoint in its folder is intact")
     assert tree(run) == before
 
 
@@ -147,7 +147,7 @@ def test_going_back_is_refused_where_it_cannot_be_told(tiny: Path, run: Path) ->
     flip_middle(step_path(run, 14) / ROWS)
     (step_path(run, 14) / QUARANTINE_MARKER).symlink_to(run.parent / "elsewhere")
     ended = run_here("train", config(run, tiny, **OLDER))
-    assert ended.code == 0 and "going on from step 12" in ended.err and "note: " not in ended.err
+    assert ended.code == 0 and "resuming from step 12" in ended.err and "note: " not in ended.err
     assert not (run.parent / "elsewhere").exists()
 
 
@@ -156,7 +156,7 @@ def test_killed_while_it_goes_back(tiny: Path, trained: Path, run: Path) -> None
     flip_middle(step_path(run, 10) / ROWS)
     (step_path(run, 14) / QUARANTINE_MARKER).write_text("")
     ended = run_here("train", config(run, tiny, **OLDER))
-    assert ended.code == 0 and re.search("leaving step-000000012 and step-000000010 alone", ended.err)
+    assert ended.code == 0 and re.search("quarantining step-000000012 and step-000000010", ended.err)
     assert final_checksum(run) == final_checksum(trained)
 
 
@@ -171,13 +171,13 @@ def test_at_a_url(tiny: Path, trained: Path, tmp_path: Path) -> None:
     store.pipe_file(name, bytes(content))
     ended = run_here("train", config(run, tiny, **EVERY_2, checkpoint__dir=url))
     assert ended.code == 1
-    assert ended.errors[0].endswith("is whole, and the same command takes it with checkpoint.resume=older")
+    assert ended.errors[0].endswith("is intact; the same command resumes from it with checkpoint.resume=older")
     stopped = {**OLDER, "checkpoint__dir": url, "train__max_steps": 9}
     ended = run_here("train", config(run, tiny, **stopped))
-    assert ended.code == 0 and "going back to step-000000008" in ended.err, ended
+    assert ended.code == 0 and "falling back to step-000000008" in ended.err, ended
     assert [path.name[-2:] for path in make_store(url).list_candidates()] == ["02", "04", "06", "08", "09"]
     assert bytes(store.cat_file(name)) == content
     ended = run_here("train", config(run, tiny, **OLDER, checkpoint__dir=url))
-    assert ended.code == 0 and "going on from step 9," in ended.err, ended
+    assert ended.code == 0 and "resuming from step 9," in ended.err, ended
     assert verify(f"{url}/step-000000014") == final_checksum(trained)
     assert make_store(url).quarantined() == []

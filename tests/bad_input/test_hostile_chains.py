@@ -97,7 +97,7 @@ def put(*keys: Any, value: Any) -> Change:
     return change
 
 
-NEEDS = "which is no file of an older checkpoint, in order"
+NEEDS = "which must be a file of an older checkpoint, in ascending order of steps"
 WHOLE = "must begin at row 0 and hold"
 MANIFESTS: dict[str, tuple[Change, str]] = {
     "newer before older": (swapped(1, 2), NEEDS),
@@ -105,7 +105,10 @@ MANIFESTS: dict[str, tuple[Change, str]] = {
     "reversed": (chain(list.reverse), WHOLE),
     "no first file": (chain(lambda files: files.pop(0)), WHOLE),
     "rows alone": (chain(lambda files: (files.pop(0), files.pop(0))), WHOLE),
-    "its own file twice": (chain(lambda files: files.append(dict(files[-1]))), "block 0 has two files of its own"),
+    "its own file twice": (
+        chain(lambda files: files.append(dict(files[-1]))),
+        "block 0 has two files in this checkpoint",
+    ),
     "an older file twice": (chain(lambda files: files.insert(1, dict(files[1]))), NEEDS),
     "the block twice": (chain(lambda files: files.insert(1, dict(files[0]))), WHOLE),
     "of its own step": (at(1, path=f"../{NEWEST}/{ROWS}"), NEEDS),
@@ -134,10 +137,10 @@ MANIFESTS: dict[str, tuple[Change, str]] = {
     "as many rows as the block": (chain(lambda files: files[1].update(num_rows=files[0]["num_rows"])), WHOLE),
     "more rows than the block": (at(1, num_rows=1 << 40), WHOLE),
     "no rows": (at(1, num_rows=0), "num_rows"),
-    "another first row": (at(1, first_row=1), "must lie in"),
+    "another first row": (at(1, first_row=1), "must be in"),
     "rows of no number": (at(1, num_rows="3"), "num_rows"),
     "a path of no text": (at(1, path=7), "path"),
-    "more keys": (at(1, codes={}), "is no key of it"),
+    "more keys": (at(1, codes={}), "is an unknown key"),
     "no deltas": (lambda manifest: manifest.pop("deltas"), "'features'"),
     "deltas of nothing": (put("deltas", value=None), "deltas"),
     "deltas that it lacks": (put("features", value=["carried"]), "'features'"),
@@ -145,15 +148,15 @@ MANIFESTS: dict[str, tuple[Change, str]] = {
     "features that it lacks": (put("features", value=["carried", "deltas"]), "'features'"),
     "a feature of tomorrow": (
         put("features", value=["deltas", "folded"]),
-        "has the feature 'folded', and this version",
+        "feature 'folded' is not supported by this version",
     ),
-    "of the first format": (put("format", value="meseta.checkpoint/1"), "is no key of it"),
+    "of the first format": (put("format", value="meseta.checkpoint/1"), "is an unknown key"),
     "another policy": (put("deltas", "policy", value="whole"), "policy"),
     "no sizes": (put("deltas", "delta_bytes", value=[]), "delta_bytes"),
     "sizes below nothing": (put("deltas", "delta_bytes", value=[-1]), "delta_bytes"),
     "many sizes": (put("deltas", "delta_bytes", value=[0] * 70_000), "delta_bytes"),
-    "whole after it": (put("deltas", "whole_step", value=8), "must be before step 6"),
-    "whole itself": (put("deltas", "whole_step", value=6), "must be before step 6"),
+    "whole after it": (put("deltas", "whole_step", value=8), "must be less than step 6"),
+    "whole itself": (put("deltas", "whole_step", value=6), "must be less than step 6"),
     "whole after its files": (put("deltas", "whole_step", value=3), NEEDS),
     "a key beside": (put("deltas", "more", value=1), "'deltas.more'"),
     "a checksum too": (put("tables", "user", "checksum", value="0" * 64), "must have 'chain' instead of 'checksum'"),
@@ -166,7 +169,7 @@ MANIFESTS: dict[str, tuple[Change, str]] = {
         lambda manifest: manifest.update(checksum=manifest.pop("chain")),
         "the model must have 'chain' instead of 'checksum'",
     ),
-    "of another step": (put("step", value=7), "it is of step 7"),
+    "of another step": (put("step", value=7), "its step is 7"),
 }
 """By what is wrong in the manifest of step 6: how it is made, and what is said."""
 
@@ -210,9 +213,9 @@ def linked(name: str, target: str) -> Callable[[Path], None]:
 
 
 FILES: dict[str, tuple[Callable[[Path], None], str]] = {
-    "ids that fall": (with_ids(lambda ids: ids[::-1]), "must have ids that rise and are below"),
-    "an id twice": (with_ids(lambda ids: np.repeat(ids[:1], len(ids))), "must have ids that rise and are below"),
-    "an id outside": (with_ids(lambda ids: ids + 16), "must have ids that rise and are below"),
+    "ids that fall": (with_ids(lambda ids: ids[::-1]), "must have ascending ids below"),
+    "an id twice": (with_ids(lambda ids: np.repeat(ids[:1], len(ids))), "must have ascending ids below"),
+    "an id outside": (with_ids(lambda ids: ids + 16), "must have ascending ids below"),
     "ids of the table": (with_ids(lambda ids: ids, "int64"), "must have the columns"),
     "ids with a sign": (with_ids(lambda ids: ids, "int32"), "must have the columns"),
     "no state": (rewritten(lambda batch: batch.drop_columns(["sum"])), "must have"),

@@ -153,7 +153,7 @@ def test_going_back_on_two_ranks(place: Place, two_ranks: Callable[..., list[End
     write_config(place.folder / "c.yaml", config)
     ended = two_ranks(*command)
     assert [one.code for one in ended] == [0, 0], ended
-    assert "going back to step-000000008" in ended[0].err and "going on from step 8," in ended[0].err
+    assert "falling back to step-000000008" in ended[0].err and "resuming from step 8," in ended[0].err
     assert ended[1].err == ""
     listed = list_checkpoints(place.folder / "run")
     assert [(one.path.name[-2:], one.problem) for one in listed] == [("08", ""), ("14", "")]
@@ -162,4 +162,4 @@ def test_going_back_on_two_ranks(place: Place, two_ranks: Callable[..., list[End
     ended = two_ranks(*command)
     assert [one.code for one in ended] == [1, 1]
     for one in ended:
-        assert len(one.errors) == 1 and one.errors[0].endswith("no older one beside it is whole")
+        assert len(one.errors) == 1 and one.errors[0].endswith("no older checkpoint in its folder is intact")

@@ -45,20 +45,20 @@ def with_type(column: str, kind: pa.DataType) -> Callable[[pa.Table], pa.Table]:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (with_value("label", 701, 2.0), "row 701: 'label' is 2, and must be in 0..1;"),
-        (with_value("label", 0, -0.5), "row 0: 'label' is -0.5, and must be in 0..1;"),
-        (with_value("label", 3, float("nan")), "row 3: 'label' is nan, and must be in 0..1;"),
-        (with_value("label", 3, None), "row 3: column 'label' holds no value;"),
-        (with_value("price", 650, None), "row 650: column 'price' holds no value;"),
-        (with_value("user", 650, None), "row 650: column 'user' holds no value;"),
-        (with_value("tags", 650, None), "row 650: column 'tags' holds no value;"),
-        (with_value("tags", 650, [1, None]), "row 650: a list of column 'tags' holds no value;"),
-        (with_value("tags.weight", 650, [1.0] * 9), r"row 650: feature 'tags' has \d ids and 9 weights;"),
-        (lambda t: t.drop_columns(["price"]), "lacks column 'price';"),
-        (with_type("price", pa.string()), "column 'price' must hold numbers, but is string;"),
-        (with_type("user", pa.float32()), "column 'user' must hold whole numbers, but is float;"),
-        (with_type("tags", pa.int64()), "column 'tags' must hold lists of whole numbers, but is int64;"),
-        (with_type("label", pa.string()), "column 'label' must hold numbers, but is string;"),
+        (with_value("label", 701, 2.0), "row 701: 'label' must be in 0..1, got 2;"),
+        (with_value("label", 0, -0.5), "row 0: 'label' must be in 0..1, got -0.5;"),
+        (with_value("label", 3, float("nan")), "row 3: 'label' must be in 0..1, got nan;"),
+        (with_value("label", 3, None), "row 3: column 'label' has a missing value;"),
+        (with_value("price", 650, None), "row 650: column 'price' has a missing value;"),
+        (with_value("user", 650, None), "row 650: column 'user' has a missing value;"),
+        (with_value("tags", 650, None), "row 650: column 'tags' has a missing value;"),
+        (with_value("tags", 650, [1, None]), "row 650: a list of column 'tags' has a missing value;"),
+        (with_value("tags.weight", 650, [1.0] * 9), r"row 650: feature 'tags' has \d ids but 9 weights;"),
+        (lambda t: t.drop_columns(["price"]), "has no column 'price';"),
+        (with_type("price", pa.string()), "column 'price' must hold numbers, got string;"),
+        (with_type("user", pa.float32()), "column 'user' must hold whole numbers, got float;"),
+        (with_type("tags", pa.int64()), "column 'tags' must hold lists of whole numbers, got int64;"),
+        (with_type("label", pa.string()), "column 'label' must hold numbers, got string;"),
         (lambda t: t.slice(1), r"holds \d+ rows, but dataset.json says \d+;"),
     ],
 )
@@ -81,7 +81,7 @@ def test_a_weight_that_is_no_number(tiny: Path, tmp_path: Path) -> None:
     row = next(i for i, tags in enumerate(pq.read_table(data / PART)["tags"].to_pylist()) if i > 350 and len(tags) == 2)
     rewrite(data, with_value("tags.weight", row, [1.0, float("nan")]))
     ended = run_here("train", write_config(tmp_path / "c.yaml", settings(data, tmp_path / "run")))
-    assert f"row {row}: a weight of feature 'tags' is nan;" in ended.err and ended.code == 1
+    assert f"row {row}: weights of feature 'tags' must be finite, got nan;" in ended.err and ended.code == 1
 
 
 def test_wider_ids_in_one_of_two_files_are_read(tiny: Path, tmp_path: Path) -> None:

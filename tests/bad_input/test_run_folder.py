@@ -69,12 +69,12 @@ def test_a_damaged_checkpoint_is_refused_and_the_offer_works(
         [line] = ended.err.splitlines()
         assert line.startswith("error: checkpoint ") and str(newest) in line and name in line
         assert line.endswith(
-            f"{str(older)!r} is whole, and the same command takes it after `mv {newest} {newest}.damaged`"
+            f"{str(older)!r} is intact; the same command resumes from it after `mv {newest} {newest}.damaged`"
         )
         assert tree(run) == before
     os.rename(newest, f"{newest}.damaged")
     ended = run_here("train", config)
-    assert ended.code == 0 and "going on from step 12" in ended.err
+    assert ended.code == 0 and "resuming from step 12" in ended.err
     assert final_checksum(run) == final_checksum(trained)
 
 
@@ -82,7 +82,9 @@ def test_no_older_one_is_whole(tiny: Path, run: Path) -> None:
     for path in (run / "checkpoints").iterdir():
         cut(path / "dense.safetensors")
     ended = run_here("train", write_config(run.parent / "c.yaml", settings(tiny, run)))
-    assert ended.code == 1 and ended.err.strip().endswith("use an older one; no older one beside it is whole")
+    assert ended.code == 1 and ended.err.strip().endswith(
+        "use an older one; no older checkpoint in its folder is intact"
+    )
     assert len(ended.err.splitlines()) == 1
 
 
@@ -189,7 +191,7 @@ def test_a_lock_that_fails_is_an_error(tmp_path: Path, monkeypatch: pytest.Monke
         FolderLock(tmp_path).acquire()
     assert remove_leftovers(tmp_path) == [] and scratch.path.exists()
     before = sorted(tmp_path.iterdir())
-    with pytest.raises(MesetaError, match="table 'item': its file in"):
+    with pytest.raises(MesetaError, match="table 'item': cannot create a row file in"):
         ScratchFile(tmp_path, "other", "table 'item'")
     assert sorted(tmp_path.iterdir()) == before
 
@@ -371,7 +373,7 @@ def test_strange_names_among_checkpoints_are_named_and_left_alone(tiny: Path, tr
     ended = run_here("train", write_config(run.parent / "c.yaml", settings(tiny, run, **EVERY_4)))
     assert ended.code == 0
     told = [line for line in ended.err.splitlines() if line.startswith("note: ")]
-    assert sorted(told) == sorted(f"note: {str(parent / n)!r} is no checkpoint and is left alone" for n in names)
+    assert sorted(told) == sorted(f"note: {str(parent / n)!r} is no checkpoint and is ignored" for n in names)
     assert all((parent / name).exists() for name in names)
     assert final_checksum(run) == final_checksum(trained)
     listed = run_here("checkpoint", "list", run)
@@ -384,7 +386,7 @@ def test_a_file_in_the_place_of_a_checkpoint_is_not_replaced(tiny: Path, run: Pa
     path.write_text("mine")
     ended = run_here("train", write_config(run.parent / "c.yaml", settings(tiny, run, **EVERY_4)))
     assert ended.code == 1 and path.read_text() == "mine"
-    assert "step-000000014" in ended.errors[0] and "no folder" in ended.errors[0]
+    assert "step-000000014" in ended.errors[0] and "not a folder" in ended.errors[0]
 
 
 def test_a_lock_that_is_a_link_is_not_written_through(tiny: Path, run: Path) -> None:

@@ -102,7 +102,7 @@ def test_a_checkpoint_that_cannot_be_read_is_not_passed_over(
     ended, reads = attempt(run, tiny, "auto", unread(newest / "manifest.json"))
     opened = [read for read in reads if read.path == str(newest / "manifest.json") and read.kind == "open"]
     text = f"error: checkpoint file '{newest}/manifest.json' cannot be read (Input/output error); run the command again"
-    assert ended.code == 1 and ended.errors == [f"{text} once it can"] and len(opened) == 1
+    assert ended.code == 1 and ended.errors == [f"{text} when it can be read"] and len(opened) == 1
     ended, reads = attempt(run, tiny, "older", unread(newest / "manifest.json"))
     [line] = ended.errors
     assert ended.code == 1 and line.startswith(text)
@@ -111,7 +111,7 @@ def test_a_checkpoint_that_cannot_be_read_is_not_passed_over(
     assert tree(run) == before
     newest.rename(f"{newest}.unread")
     ended, _ = attempt(run, tiny, "older", lambda read: None)
-    assert ended.code == 0 and "going on from step 8," in ended.err
+    assert ended.code == 0 and "resuming from step 8," in ended.err
     assert not list(run.rglob(QUARANTINE_MARKER))
 
 

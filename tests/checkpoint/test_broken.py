@@ -92,8 +92,8 @@ def garbage(file: Path) -> None:
         (truncate, "dense.safetensors", "bytes, but has"),
         (truncate, "manifest.json", "is not JSON"),
         (flip_middle, BLOCK, "must have the checksum"),
-        (spoil_name, BLOCK, "is not a whole Arrow file"),
-        (garbage, BLOCK, "is not a whole Arrow file"),
+        (spoil_name, BLOCK, "is not a complete Arrow file"),
+        (garbage, BLOCK, "is not a complete Arrow file"),
         (garbage, "dense.safetensors", "is not a whole safetensors file"),
         (garbage, "manifest.json", "is not JSON"),
     ],
@@ -177,7 +177,7 @@ def with_nulls(batch: pa.RecordBatch) -> pa.RecordBatch:
     [
         (lambda b: [b.slice(0, 120)], "but has 1 record batches, the first of 120 rows"),
         (lambda b: [b.slice(0, 100), b.slice(100)], "but has 2 record batches"),
-        (lambda b: [with_column(b, 0, pa.array(np.arange(1, b.num_rows + 1)))], "its ids are others"),
+        (lambda b: [with_column(b, 0, pa.array(np.arange(1, b.num_rows + 1)))], "but has other ids"),
         (lambda b: [b.drop_columns(["sum"])], "must have the columns [id int64"),
         (lambda b: [with_nulls(b)], "must have the columns"),
     ],
@@ -190,10 +190,14 @@ def test_other_arrow_files(path: Path, change: Callable[[pa.RecordBatch], list[p
 @pytest.mark.parametrize(
     ("keys", "value", "says"),
     [
-        (["format"], "meseta.checkpoint/3", "has the format 'meseta.checkpoint/3', and this version reads"),
+        (
+            ["format"],
+            "meseta.checkpoint/3",
+            "format must be 'meseta.checkpoint/1' or 'meseta.checkpoint/2', got 'meseta.checkpoint/3'",
+        ),
         (["format"], "meseta.checkpoint/2", "'features': field required"),
-        (["features"], ["carried"], "'features' is no key of it"),
-        (["format"], None, "has the format None"),
+        (["features"], ["carried"], "'features' is an unknown key"),
+        (["format"], None, "got None; read the checkpoint with the version that wrote it"),
         (["tables", "user", "blocks", 0, "path"], "../../etc/passwd", f"must have the path '{BLOCK}', got '../../etc"),
         (["tables", "user", "blocks", 0, "path"], "/etc/passwd", f"must have the path '{BLOCK}', got '/etc/passwd'"),
         (["dense", "path"], "../x", "'dense.path': input should be 'dense.safetensors'"),
@@ -228,8 +232,12 @@ CARRIED = {"ids": torch.arange(5), "pooled": torch.rand(5, 24)}
 @pytest.mark.parametrize(
     ("keys", "value", "says"),
     [
-        (["features"], ["carried", "towers"], "has the feature 'towers', and this version knows 'carried'"),
-        (["features"], [7], "has the feature 7, and this version knows 'carried'"),
+        (
+            ["features"],
+            ["carried", "towers"],
+            "feature 'towers' is not supported by this version, which supports 'carried'",
+        ),
+        (["features"], [7], "feature 7 is not supported by this version, which supports 'carried'"),
         (["features"], [], "'features': list should have at least 1 item"),
         (["features"], "carried", "'features': input should be a valid list"),
         (["carried"], None, "'carried': input should be"),
@@ -237,7 +245,7 @@ CARRIED = {"ids": torch.arange(5), "pooled": torch.rand(5, 24)}
         (["carried", "path"], "dense.safetensors", "'carried.path': input should be 'carried.safetensors'"),
         (["carried", "num_bytes"], 7, "carried.safetensors' must have 7 bytes"),
         (["carried", "checksum"], "0" * 64, "carried.safetensors' must have the checksum 0000"),
-        (["format"], "meseta.checkpoint/1", "is no key of it"),
+        (["format"], "meseta.checkpoint/1", "is an unknown key"),
     ],
 )
 def test_answers_that_mislead(tmp_path: Path, keys: list[Any], value: Any, says: str) -> None:
@@ -291,7 +299,7 @@ def test_models_that_differ(path: Path, specs: list[TableSpec], says: str) -> No
 
 
 def test_the_directory_above_names_the_checkpoint_in_it(path: Path) -> None:
-    assert all(f"give one of them, such as {str(path)!r}" in message for message in refusals(path.parent))
+    assert all(f"choose one of them, such as {str(path)!r}" in message for message in refusals(path.parent))
 
 
 def test_no_checkpoint_at_all(tmp_path: Path) -> None:
@@ -410,7 +418,7 @@ def test_ranks_that_do_not_share_the_directory(tmp_path: Path) -> None:
             state={},
         ),
     )
-    assert all("choose a directory that all hosts share" in str(result) for result in results)
+    assert all("choose a folder that all hosts share" in str(result) for result in results)
 
 
 def test_a_copy_is_a_checkpoint(path: Path, tmp_path: Path) -> None:

@@ -349,8 +349,8 @@ def test_pruning_keeps_what_the_newest_needs(tmp_path: Path, error: int) -> None
     assert opened[0] >= 2
     [line] = tried.told
     assert line == (
-        f"checkpoint file '{manifest}' cannot be read ({os.strerror(error)}); run the command again once it can; no "
-        "checkpoint is deleted for now, and the next save tries again"
+        f"checkpoint file '{manifest}' cannot be read ({os.strerror(error)}); run the command again when it can "
+        "be read; no checkpoint is deleted for now, and the next save tries again"
     )
     assert [path.name[-1] for path in list_candidates(tried.folder)] == ["7", "8"]
     check_kept(tried)
@@ -375,8 +375,9 @@ def test_a_read_that_keeps_failing_ends_going_back(tmp_path: Path, monkeypatch: 
     assert len([read for read in reads if read.path == manifest and read.kind == "open"]) >= 3
     aside = f"{tried.folder}/step-000000002"
     assert str(raised.value) == (
-        f"{problem}; looking for one: checkpoint file '{manifest}' cannot be read (Input/output error); run the "
-        f"command again once it can (tried for 0.3 s), or set the checkpoint aside with `mv {aside} {aside}.unread`, "
+        f"{problem}; search for an older one failed: checkpoint file '{manifest}' cannot be read (Input/output "
+        f"error); run the command again when it can be read (tried for 0.3 s), or set the "
+        f"checkpoint aside with `mv {aside} {aside}.unread`, "
         "to resume from an older one"
     )
     assert not list(tried.folder.rglob(QUARANTINE_MARKER))

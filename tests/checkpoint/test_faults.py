@@ -259,7 +259,7 @@ def two_writers(folder: Path, draw: random.Random) -> None:
     refused = [result for result in results if not isinstance(result, Path)]
     assert len(refused) < 2
     for result in refused:
-        told([result], "another process writes a checkpoint there now")
+        told([result], "another process is writing a checkpoint to it")
     for path in list_candidates(folder):
         writers = [number for number in (0, 1) if results[number] == path]
         [(_, shards)] = loads(path, plan)  # type: ignore[misc]

@@ -137,10 +137,12 @@ def test_a_second_run_is_refused(s3: tuple[Proxy, Any], bucket: str) -> None:
     url = f"s3://{bucket}/run"
     save_step(url, 1)
     before = {key: client.get_object(Bucket=bucket, Key=key)["ETag"] for key in keys_of(client, bucket)}
-    with pytest.raises(MesetaError, match=r"step-000000001' is another run's, .*stop that one, or choose another"):
+    with pytest.raises(
+        MesetaError, match=r"step-000000001' was written by another run; stop that run, or choose another"
+    ):
         save_step(url, 1)
     mine, path = make_store(url), checkpoint_path(to_location(url), 1)
-    with pytest.raises(MesetaError, match=r"step-000000001/manifest.json' is another run's"):
+    with pytest.raises(MesetaError, match=r"step-000000001/manifest.json' was written by another run"):
         mine.commit(path, {**read_manifest(path), "reader": "another"})
     assert before == {key: client.get_object(Bucket=bucket, Key=key)["ETag"] for key in keys_of(client, bucket)}
 
@@ -154,7 +156,7 @@ def test_files_that_vanish_before_the_commit_are_told(memory: str, monkeypatch: 
         return really(root, *args)
 
     monkeypatch.setattr(saving, "write_tensors", vanish)
-    with pytest.raises(MesetaError, match=r"block-\d+.arrow' is another run's"):
+    with pytest.raises(MesetaError, match=r"block-\d+.arrow' was written by another run"):
         save_step(memory, 1)
     assert newest(memory) is None
     monkeypatch.undo()

@@ -177,10 +177,10 @@ def test_sizes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"codes": {"row": "int5"}}, "its column 'row' cannot be in int5"),
-        ({"codes": {"row": "bf16"}}, "its column 'row' cannot be in bf16"),
-        ({"codes": {"sum": "int4"}, "error": {"sum": 0.0}}, "its column 'sum' cannot be in int4"),
-        ({"error": {}}, "its codes and their errors must be of the same columns"),
+        ({"codes": {"row": "int5"}}, "its column 'row' cannot be encoded as int5"),
+        ({"codes": {"row": "bf16"}}, "its column 'row' cannot be encoded as bf16"),
+        ({"codes": {"sum": "int4"}, "error": {"sum": 0.0}}, "its column 'sum' cannot be encoded as int4"),
+        ({"error": {}}, "its codes and their errors must have the same columns"),
         ({"error": {"row": -1.0}}, "greater than or equal to 0"),
         ({"error": {"row": 1e9}}, "'quantised' must have the largest error"),
         ({"codes": {"row": "int2"}}, "must have the columns .id uint32, row fixed_size_list<item: uint8 not null>.9."),

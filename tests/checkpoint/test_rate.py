@@ -131,9 +131,11 @@ def test_a_lifted_limit_holds_nobody() -> None:
 def test_less_than_ranks_can_share_is_refused() -> None:
     rate = WriteRateLimiter(3 * MIN_BYTES_PER_S)
     rate.set_num_writers(3)
-    with pytest.raises(MesetaError, match=r"3,000,000 bytes a second for 4 ranks .* each have at least 1,000,000"):
+    with pytest.raises(
+        MesetaError, match=r"3,000,000 bytes per second is too low for 4 writing ranks; allow at least 1,000,000"
+    ):
         rate.set_num_writers(4)
-    with pytest.raises(MesetaError, match="1,000 bytes a second"):
+    with pytest.raises(MesetaError, match="1,000 bytes per second"):
         WriteRateLimiter(1000)
 
 
@@ -236,6 +238,6 @@ def test_slower_than_ranks_wait_for_each_other_is_refused(
     limits = train_saving.ProcessTimeouts.limits
     monkeypatch.setattr(train_saving.ProcessTimeouts, "limits", type(limits)(stall_timeout_s=stall_timeout_s))
     world = World(rank=1, size=2, device=torch.device("cpu"))
-    with pytest.raises(MesetaError, match=f"is 1,500,000, and must be at least {least} for each rank"):
+    with pytest.raises(MesetaError, match=f"is 1,500,000, but must be at least {least} per rank"):
         CheckpointManager(CheckpointConfig(max_bytes_per_s=1.5e6), tmp_path, world)
     CheckpointManager(CheckpointConfig(max_bytes_per_s=6e7), tmp_path, world)

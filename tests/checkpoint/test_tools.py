@@ -92,7 +92,7 @@ def test_a_summary_says_what_was_saved(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("place", ["nowhere", "."])
 def test_a_place_without_checkpoints_is_refused(tmp_path: Path, place: str) -> None:
-    with pytest.raises(MesetaError, match=r"is no directory|holds no checkpoint"):
+    with pytest.raises(MesetaError, match=r"is not a folder|holds no checkpoint"):
         find_checkpoint(tmp_path / place)
 
 
@@ -206,7 +206,7 @@ def test_only_the_tables_asked_for_and_no_states(tmp_path: Path) -> None:
 def test_what_cannot_be_exported_leaves_nothing(tmp_path: Path) -> None:
     path = write(tmp_path / "run", 1)
     (tmp_path / "there").mkdir()
-    with pytest.raises(MesetaError, match="exists; give a folder that does not"):
+    with pytest.raises(MesetaError, match="exists already; choose a new folder"):
         export(path, tmp_path / "there", "numpy")
     with pytest.raises(MesetaError, match=r"no table of checkpoint .* matches 'nope'"):
         export(path, tmp_path / "out", "numpy", tables=["nope"])

@@ -137,7 +137,7 @@ def check(url: str, results: list[MesetaError | None], steps: tuple[list[int], l
     """One run has ended, the other was refused, and what is there is whole; the newest is of the one."""
     assert all(error is None or isinstance(error, MesetaError) for error in results)
     [refused] = [error for error in results if error is not None]
-    assert "is another run's, which has written there; stop that one, or choose another checkpoint.dir" in str(refused)
+    assert "was written by another run; stop that run, or choose another checkpoint.dir" in str(refused)
     winner = results.index(None)
     found = list_checkpoints(url)
     assert [listed.problem for listed in found] == [""] * len(found)
@@ -207,8 +207,8 @@ def test_in_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: 
     for store in stores:
         store.open()
     save_step(stores[1], 2, STEPS[steps][1][0])
-    with pytest.raises(MesetaError, match="is another run's, which has written there"):
+    with pytest.raises(MesetaError, match="was written by another run"):
         save_step(stores[0], 1, STEPS[steps][0][0])
     save_step(stores[1], 2, STEPS[steps][1][1])
-    check(url, [MesetaError("is another run's, which has written there; stop that one, or choose another "
+    check(url, [MesetaError("was written by another run; stop that run, or choose another "
                             "checkpoint.dir"), None], STEPS[steps])  # fmt: skip

@@ -109,13 +109,13 @@ def test_prepared_files_are_taken_as_they_are_until_something_changes(
     assert "columns, as inferred" not in printed and Path("prepared/dataset.json").stat().st_mtime_ns == before
     command = ["train", "--data", "clicks.csv", *settings, "data.dir=prepared", "run_dir=runs/c"]
     (clicks.parent / "more.csv").write_text(clicks.read_text())
-    assert "more.csv' was not among its sources" in error_of(*command, "--data", "more.csv")
+    assert "more.csv' was not one of its sources" in error_of(*command, "--data", "more.csv")
     assert 'the option label was null and is "price" now' in error_of(*command, "--label", "price")
     os.utime(clicks, ns=(0, 0))
     refusal = error_of(*command)
-    assert "clicks.csv' has changed since" in refusal and "--force prepares it again" in refusal
+    assert "clicks.csv' has changed, or" in refusal and "use --force to prepare it again" in refusal
     (clicks.parent / "prepared/prepare.json").unlink()
-    assert "it does not say from which it was" in error_of(*command)
+    assert "it has no record of its sources" in error_of(*command)
     assert not Path("runs/c").exists()
     shutil.rmtree("prepared")
     output_of(*command)
@@ -147,7 +147,7 @@ def test_files_for_choosing_and_testing(clicks: Path, output_of: Output, error_o
     output_of(*command, "--valid-files", "day_1.csv")
     sizes = {name: split.num_rows for name, split in Dataset.load("runs/day/data").splits.items()}
     assert sizes == {"train": 600, "valid": 500, "test": 400}
-    assert "goes to another split" in error_of(*command)
+    assert "is in another split" in error_of(*command)
     output_of(*command, "--valid-fraction", "0", "run_dir=runs/none")
     assert list(Dataset.load("runs/none/data").splits) == ["train", "test"]
     assert "--valid-files, --split-by is for raw files" in error_of(

@@ -130,14 +130,14 @@ def test_another_try_with_other_columns_says_what_to_do_and_force_does_it(
     output_of("train", "--data", "log.csv", *settings)
     Path("runs/log/notes.txt").write_text("mine")
     refusal = error_of("train", "--data", "log.csv", "--sparse", "a", *settings)
-    assert 'the option sparse was [] and is ["a"] now' in refusal and "--force prepares it again" in refusal
+    assert 'the option sparse was [] and is ["a"] now' in refusal and "use --force to prepare it again" in refusal
     output_of("train", "--data", "log.csv", "--sparse", "a", "--ignore", "b", "--force", *settings)
     dataset = Dataset.load("runs/log/data")
     assert [feature.name for feature in dataset.sparse] == ["a"] and not dataset.dense
     assert Path("runs/log/notes.txt").read_text() == "mine"
     command = ["train", "--data", "log.csv", "--sparse", "a", "--ignore", "b", *settings, "model.dropout=0.5"]
     refusal = error_of(*command)
-    assert "trains another model" in refusal and "--force" in refusal
+    assert "has another model" in refusal and "--force" in refusal
     output_of(*command, "--force")
     assert yaml.safe_load(Path("runs/log/config.yaml").read_text())["model"]["dropout"] == 0.5
     assert "checkpoint.mirror" in error_of("train", "runs/log/config.yaml", "--force", "checkpoint.mirror=memory://x")

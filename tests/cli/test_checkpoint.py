@@ -86,9 +86,9 @@ def test_export(run: Run, trained: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("list", "nowhere"), "is no directory; give the directory of a run"),
+        (("list", "nowhere"), "is not a folder; choose a run folder"),
         (("verify", "."), "holds no checkpoint"),
-        (("diff", "nowhere", "nowhere"), "is no directory"),
+        (("diff", "nowhere", "nowhere"), "is not a folder"),
     ],
 )
 def test_wrong_paths_are_one_line(run: Run, tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:

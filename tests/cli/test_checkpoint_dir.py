@@ -48,7 +48,7 @@ def test_a_run_at_a_url(run: Run, tiny: Path, tmp_path: Path, url: str) -> None:
     assert {**evaluated[0], "run": ""} == {**evaluated[1], "run": ""}
     assert run("predict", tmp_path / "run", "--out", tmp_path / "p.parquet")[0] == 0
     code, _, err = run("checkpoint", "export", url, "--format", "torch-export", "--out", tmp_path / "program")
-    assert code == 1 and "lies in no run; give the run_dir of its training" in err
+    assert code == 1 and "is not in a run; pass the run_dir of its training" in err
     assert run("train", tmp_path / "c.yaml", "--force", "train.max_steps=4")[0] == 0
     assert [listed.path.name for listed in list_checkpoints(url)] == ["step-000000004"]
 
@@ -56,11 +56,11 @@ def test_a_run_at_a_url(run: Run, tiny: Path, tmp_path: Path, url: str) -> None:
 def test_dir_and_mirror_are_one_too_many(run: Run, tiny: Path, tmp_path: Path) -> None:
     document = settings(tiny, tmp_path / "run", checkpoint__dir=URL, checkpoint__mirror="memory://bucket/other")
     code, _, err = run("train", write_config(tmp_path / "c.yaml", document))
-    assert code == 1 and "what is written to a URL is not copied to another; leave one out" in err
+    assert code == 1 and "checkpoints at a URL are not copied; leave one out" in err
 
 
 @pytest.mark.parametrize("key", ["dir", "mirror"])
 def test_a_sweep_has_no_place_for_one(run: Run, tiny: Path, tmp_path: Path, key: str) -> None:
     config = write_config(tmp_path / "c.yaml", settings(tiny, tmp_path / "run", **{f"checkpoint__{key}": URL}))
     code, _, err = run("sweep", config, "seed=[1,2]", "--out", tmp_path / "sweep")
-    assert code == 1 and "all trials would write there; leave it out" in err
+    assert code == 1 and "would be shared by all trials; remove it" in err

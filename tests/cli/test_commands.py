@@ -59,7 +59,7 @@ def test_train_prints_the_result_and_where_the_report_is(run: Run, tiny: Path, t
     assert saved["train"]["epochs"] == 2 and saved["seed"] == 3
     again = run("train", config, "train.epochs=2", "seed=3")
     assert again[0] == 0 and again[1].splitlines()[0] == first
-    assert "going on from step 28" in again[2]
+    assert "resuming from step 28" in again[2]
 
 
 def test_the_teacher_and_ids_outside_are_printed(run: Run, tiny: Path, tmp_path: Path) -> None:
@@ -189,9 +189,9 @@ def test_interrupted(run: Run, tiny: Path, tmp_path: Path, monkeypatch: pytest.M
         code, out, err = run("train", config)
     assert code == 130 and out == ""
     saved = tmp_path / "run" / "checkpoints" / "step-000000010"
-    assert err.splitlines()[-1] == f"stopped after step 10, saved in {saved}; the same command goes on from there"
+    assert err.splitlines()[-1] == f"stopped after step 10, saved in {saved}; the same command resumes from there"
     code, _, err = run("train", config)
-    assert code == 0 and "going on from step 10" in err
+    assert code == 0 and "resuming from step 10" in err
 
 
 def test_threads_are_told_how_to_wait_before_torch_is_loaded() -> None:

@@ -41,7 +41,7 @@ def test_check_names_every_fault_and_ends_with_1(data: Path, run: Callable[..., 
     code, out, _ = run("data", "check", data)
     assert code == 1
     lines = out.splitlines()
-    assert lines[0] == "notes.txt: files must be named in dataset.json, got a stray file; move it away"
+    assert lines[0] == "notes.txt: files must be named in dataset.json, got an unknown file; move it away"
     assert lines[1].startswith("test/part-00000.parquet: the file must be readable, got no such file;")
     assert lines[2].startswith(f"{data}: 2 faults, ")
     code, out, _ = run("data", "check", data, "--json")

@@ -119,10 +119,10 @@ def test_what_is_no_record_is_refused(kind: str, error_of: Callable[..., str], t
     error = error_of("hang", tmp_path)
     words = {
         "nothing": "has no records of ranks in 'ranks'; give the run_dir of a training on several ranks",
-        "another number": "it is of rank 0 of 2, and does not belong to its name or to the others; move it away",
-        "another size": "it is of rank 0 of 2, and does not belong to its name or to the others; move it away",
+        "another number": "is of rank 0 of 2, which does not match its name or the other records; move it away",
+        "another size": "is of rank 0 of 2, which does not match its name or the other records; move it away",
         "a link": "Too many levels of symbolic links; move it away",
         "a folder": "Is a directory; move it away",
-        "short": "it has 1,000 bytes, and must have 36,864 at least",
+        "short": "its size must be at least 36,864 bytes, got 1,000",
     }
     assert words[kind] in error

@@ -194,7 +194,7 @@ def killed_and_gone_on(folder: Path, tiny: Path, size: int, moments: list[str], 
 def test_killed_twice(whole: Callable[[int], Path], tiny: Path, tmp_path: Path, size: int) -> None:
     moments = ["evaluating" if size == 1 else "training", "saving"]
     run_dir = killed_and_gone_on(tmp_path, tiny, size, moments, seed=size)
-    assert "going on from step" in (tmp_path / "last/err.txt").read_text()
+    assert "resuming from step" in (tmp_path / "last/err.txt").read_text()
     check_equal(run_dir, whole(size) / "run")
 
 
@@ -261,7 +261,7 @@ def test_a_dead_rank_and_a_dead_launcher(whole: Callable[[int], Path], tiny: Pat
 
     def last_lines(command: Command) -> list[str]:
         lines = command.err.read_text().splitlines()
-        return [line for line in lines if not line.startswith(("step ", "test at ", "going on "))]
+        return [line for line in lines if not line.startswith(("step ", "test at ", "resuming "))]
 
     dead_rank = start("dead rank", 8)
     os.kill(dead_rank.ranks()[1], signal.SIGKILL)
@@ -280,7 +280,7 @@ def test_a_dead_rank_and_a_dead_launcher(whole: Callable[[int], Path], tiny: Pat
     assert orphans.members() == []
 
     last = Command(tmp_path / "last", "train", config, "--nproc", 2).succeed()
-    assert "going on from step" in last.err.read_text()
+    assert "resuming from step" in last.err.read_text()
     check_equal(run_dir, whole(2) / "run")
     first_lines = [out.read_text().splitlines()[0] for out in (last.out, whole(2) / "out.txt")]
     assert first_lines[0] == first_lines[1]
@@ -305,7 +305,7 @@ def test_signals_save_and_the_run_goes_on(whole: Callable[[int], Path], tiny: Pa
         step = int(saved.name.removeprefix("step-"))
         assert step >= at
         last = command.err.read_text().splitlines()[-1]
-        assert last == f"stopped after step {step}, saved in {saved}; the same command goes on from there"
+        assert last == f"stopped after step {step}, saved in {saved}; the same command resumes from there"
     Command(tmp_path / "last", "train", config, "--nproc", size).succeed()
     check_equal(run_dir, whole(size) / "run")
 

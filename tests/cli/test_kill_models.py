@@ -29,5 +29,5 @@ def test_killed_with_dropout_and_norms(
     config = write_config(whole / "c.yaml", settings(tiny, whole / "run", **COMMON, **options))
     Command(whole, "train", config, "--nproc", size).succeed()
     run_dir = killed_and_gone_on(tmp_path / "killed", tiny, size, moments, seed=seed, **options)
-    assert "going on from step" in (tmp_path / "killed/last/err.txt").read_text()
+    assert "resuming from step" in (tmp_path / "killed/last/err.txt").read_text()
     check_equal(run_dir, whole / "run")

@@ -90,8 +90,8 @@ def test_a_disk_that_fills_up_is_named_on_all_ranks(tiny: Path, tmp_path: Path, 
         assert command.wait() == 1
         [line] = [line for line in command.err.read_text().splitlines() if line.startswith("error:")]
         assert re.fullmatch(
-            r"error: .*table 'user', rows \d+\.\.\d+: file '.*scratch/user[^']*'(, byte [\d,]+)?: it cannot be "
-            r"written: No space left on device; make room on the disk, or set storage.dir to another one.*",
+            r"error: .*table 'user', rows \d+\.\.\d+: file '.*scratch/user[^']*'(, byte [\d,]+)?: the file cannot be "
+            r"written: No space left on device; free space, or set storage.dir to another disk.*",
             line,
         ), line
         assert command.members() == [] and not [*(tmp_path / "scratch").glob(f"*{SUFFIX}")]

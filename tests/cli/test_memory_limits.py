@@ -54,7 +54,7 @@ def test_a_start_with_too_little(case: tuple[int, int], tmp_path: Path, tiny: Pa
             return
         assert code == 1 and len(errors) == 1 and "Traceback" not in command.err.read_text()
         # `meseta` checks the need of one rank first, then the launcher that of all.
-        refused = rf"error: the control group allows {megabytes} MB of memory, and a start on (1|{ranks}) ranks? needs"
+        refused = rf"error: the control group allows {megabytes} MB of memory, but a start on (1|{ranks}) ranks? needs"
         assert re.match(rf"{refused} \d+ MB before any table: raise|error: (rank 0: )?this run needs", errors[0])
         # Less than torch takes: such a start is refused in the first second.
         assert (group.peak_bytes() < 60 * MB) == ("before any table" in errors[0])
@@ -138,7 +138,7 @@ def test_the_tightest_group_counts(tmp_path: Path) -> None:
     assert found is not None and found.folder == outer and found.unclaimed_bytes == 30 * MB
     assert found.free_bytes == 20 * MB, "inactive cache alone is free"
     assert num_oom_kills(system) == 3
-    with pytest.raises(Exception, match="allows 200 MB of memory, and a start on 2 ranks needs 349 MB"):
+    with pytest.raises(Exception, match="allows 200 MB of memory, but a start on 2 ranks needs 349 MB"):
         check_start_memory(2, system)
     watch = MemoryWatch(system)
     assert watch.poll() == []

@@ -114,7 +114,7 @@ def test_a_model_that_cannot_be_built_is_left_out_and_said(run, files, tiny: Pat
     config = write_config(tmp_path / "config.yaml", document)
     code, _, err = run("plan", config, "--topology", topology(files), "--out", tmp_path / "p.json")
     assert code == 0 and (tmp_path / "p.json").exists()
-    assert "the dense part is left out, since model 'own_models:NeedsAFile' cannot be built here: " in err
+    assert "the plan ignores the dense part, because model 'own_models:NeedsAFile' cannot be built here: " in err
     assert "no weights.bin here" in err
 
 

@@ -55,7 +55,7 @@ def test_a_gpu_is_filled_to_its_data_sheet_and_not_beyond(run, files: Files, tmp
         )
         assert plan.exists() == (code == 0)
         if code:
-            assert "nothing fits" in ended[2] and "Traceback" not in ended[2]
+            assert "no plan fits" in ended[2] and "Traceback" not in ended[2]
         plan.unlink(missing_ok=True)
 
 

@@ -51,10 +51,10 @@ def test_bad_rows_are_left_out_and_told(
     log.write_text("label,city\n" + "1,a\n0,b\n" * 50 + "[7],c\n" * 6)
     assert "--bad-rows" not in error_of("prepare", log, "--out", out)
     skip = ("prepare", log, "--out", out, "--bad-rows", "skip")
-    assert "6 of 106 rows cannot be parsed, more than --max-bad-rows 0.01 allows" in error_of(*skip)
+    assert "6 of 106 rows cannot be parsed, but --max-bad-rows allows 0.01" in error_of(*skip)
     printed = output_of(*skip, "--max-bad-rows", "6", "--test-fraction", 0)
     assert "100 rows in" in printed and "6 rows could not be parsed and were left out:" in printed
-    assert f"source '{log}', line 102, column 'label': '[7]' is no label" in printed and "..." in printed
+    assert f"source '{log}', line 102, column 'label': '[7]' is not a label" in printed and "..." in printed
     assert bad_row_options("skip", "50%")["max_bad_rows"] == 0.5
     assert bad_row_options("skip", "1_000")["max_bad_rows"] == 1000
     assert "goes with --bad-rows skip" in error_of("prepare", log, "--out", out, "--max-bad-rows", "3")

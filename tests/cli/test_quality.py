@@ -116,7 +116,7 @@ def test_a_config_that_needs_other_data_is_refused_before_anything_is_trained(ru
 
 def test_a_suite_that_is_wrong_is_one_line(run: Run, tmp_path: Path) -> None:
     for document, words in (
-        ({"worlds": [{"world": "order"}]}, "no world 'order'; did you mean 'orders'?"),
+        ({"worlds": [{"world": "order"}]}, "unknown world 'order'; did you mean 'orders'?"),
         ({"worlds": [{"world": "orders", "strength": 2}]}, "key 'worlds.0.strength'"),
     ):
         code, out, err = run("quality", suite_of(tmp_path, **document), "--out", tmp_path / "out")

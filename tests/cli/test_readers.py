@@ -94,6 +94,6 @@ def test_a_dispatcher_prints_its_url(as_json: bool, tiny: Path) -> None:
 
 
 def test_local_readers_whose_dispatcher_does_not_start(tmp_path: Path) -> None:
-    refused = pytest.raises(MesetaError, match="the dispatcher did not start; see the line above")
+    refused = pytest.raises(MesetaError, match="the dispatcher did not start; see its error above")
     with refused, local_readers(tmp_path / "none", 1, 1):
         pytest.fail("there is no dataset")

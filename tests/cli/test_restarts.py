@@ -76,7 +76,7 @@ def lose_ranks(folder: Path, tiny: Path, seed: int, least_ranks: int) -> None:
     restarts = [RESTART.fullmatch(line) for line in command.err.read_text().splitlines() if line.startswith("note: ra")]
     one, two = [(int(own[3]), int(own[4] or 0)) for own in restarts if own]
     assert [one[0], two[0]] == [max(3, least_ranks), max(1, least_ranks)] and one[1] < two[1]
-    assert (f"going on from step {one[1]}," in command.err.read_text()) == (one[1] > 0)  # else nothing was saved yet
+    assert (f"resuming from step {one[1]}," in command.err.read_text()) == (one[1] > 0)  # else nothing was saved yet
 
     by_hand = copied_at(run_dir, folder / "one", one[1])
     at_second = f"checkpoints/step-{two[1]:09d}"

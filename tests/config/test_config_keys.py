@@ -74,9 +74,14 @@ def test_a_key_as_it_is_shown() -> None:
     [
         ("train.batch_size", (), (), "Samples of a global batch"),
         ("schedule.power", ("polynomial",), ("constant", "cosine", "step", "plateau"), "polynomial: exponent of"),
-        ("schedule.step_factor", ("step", "plateau"), ("constant", "polynomial", "cosine"), "step, plateau: what the"),
-        ("dense.optimizer.beta1", ("adam", "adamw", "lamb"), ("sgd", "adagrad"), "adam, adamw, lamb: decay of"),
-        ("dense.optimizer.eps", ("adagrad", "adam", "adamw", "lamb"), ("sgd",), "All but sgd: added to the root"),
+        (
+            "schedule.step_factor",
+            ("step", "plateau"),
+            ("constant", "polynomial", "cosine"),
+            "step, plateau: multiplier of",
+        ),
+        ("dense.optimizer.beta1", ("adam", "adamw", "lamb"), ("sgd", "adagrad"), "adam, adamw, lamb: decay rate of"),
+        ("dense.optimizer.eps", ("adagrad", "adam", "adamw", "lamb"), ("sgd",), "All but sgd: constant added to"),
         ("model.options", ("your own",), MODEL_NAMES, "your own: keyword arguments"),
     ],
 )

@@ -110,7 +110,7 @@ def test_a_resolved_config_reads_back(write: Any) -> None:
         ("train.max_steps=2.5", ["key 'train.max_steps'", "got 2.5"]),
         ("model.name=dlmr", ["key 'model.name'", "no model 'dlmr'; did you mean 'dlrm'?", "'package.module:Class'"]),
         ("model.name=a..b:C", ["key 'model.name'", "available: autoint, dcnv2"]),
-        ("model.options={a: 1}", ["key 'model'", "'options' are for a model of your own", "'dlrm'"]),
+        ("model.options={a: 1}", ["key 'model'", "'options' are for custom models", "'dlrm'"]),
         ("model.bottom_mlp=5", ["key 'model.bottom_mlp': input should be a list, got 5"]),
         ("model.bottom_mlp=[4, 0]", ["key 'model.bottom_mlp.1'", "got 0"]),
         ("embedding.optimizer.lr=.inf", ["key 'embedding.optimizer.lr'", "finite number", "got inf"]),
@@ -119,7 +119,7 @@ def test_a_resolved_config_reads_back(write: Any) -> None:
         ("embedding.tables=3", ["key 'embedding.tables': input should be a mapping, got 3"]),
         ("seed=9223372036854775808", ["key 'seed'", "less than"]),
         ("run_dir=", ["key 'run_dir'", "got None"]),
-        ("data=", ["key 'data': neither data.dir nor data.service.url is set; set data.dir to what `meseta prepare`"]),
+        ("data=", ["key 'data': neither data.dir nor data.service.url is set; set data.dir to a folder"]),
         ("data.dir=", ["key 'data': neither data.dir nor data.service.url is set"]),
         (
             "data.service.url=grpc://h:1",
@@ -127,7 +127,7 @@ def test_a_resolved_config_reads_back(write: Any) -> None:
         ),
         (
             "data.service.url=https://h:1",
-            ["key 'data.service.url': readers: an address is grpc://HOST:PORT, or"],
+            ["key 'data.service.url': readers: an address must be grpc://HOST:PORT, or"],
         ),
         ("data.service.url=grpc://h", ["key 'data.service.url'", "grpc+tls://HOST:PORT, got 'grpc://h'"]),
         ("data.service.url=grpc://h:port", ["key 'data.service.url'", "grpc://HOST:PORT"]),
@@ -186,7 +186,7 @@ def test_where_gradients_are_clipped_instead(write: Any) -> None:
     refused(path, ["dense.clip_norm=0"], "dense.clip_norm", "greater than 0")
     refused(path, ["embedding.optimizer.clip_normm=1.0"], "did you mean 'clip_norm'")
     refused(path, ["train.clip_norm=0"], "train.clip_norm", "greater than 0")
-    both = "train.clip_norm and dense.clip_norm: the norm of one holds the gradients of the other; leave one out"
+    both = "train.clip_norm and dense.clip_norm cannot be combined: both clip dense gradients; leave one out"
     refused(path, ["train.clip_norm=1", "dense.clip_norm=1"], both)
     config = load_config(path, ["dense.clip_norm=2", "dense.clip_value=1", "embedding.optimizer.clip_norm=3"])
     assert (config.dense.clip_norm, config.dense.clip_value, config.embedding.optimizer.clip_norm) == (2, 1, 3)
@@ -267,8 +267,8 @@ def test_what_is_hidden_is_a_word_or_a_list(write: Any) -> None:
     for value, expected in (("off", "off"), ("auto", "auto"), ("[ids, dense]", ["ids", "dense"]), ("[]", [])):
         assert load_config(write(f"{SMALL}pipeline: {{overlap: {value}}}\n"), []).pipeline.overlap == expected
         assert load_config(write(SMALL), [f"pipeline.overlap={value}"]).pipeline.overlap == expected
-    of_words = "'pipeline.overlap': 'idz' is none of ids, embeddings, gradients, dense, agree"
+    of_words = "'pipeline.overlap': 'idz' is not one of ids, embeddings, gradients, dense, agree"
     assert "twice" not in refused(write(SMALL), ["pipeline.overlap=[idz]"], of_words)
-    twice = "'pipeline.overlap': 'ids' stands there twice; name each once"
+    twice = "'pipeline.overlap': 'ids' is listed twice; list each name once"
     assert "none of" not in refused(write(SMALL), ["pipeline.overlap=[ids, ids]"], twice)
     refused(write(SMALL), ["pipeline.overlap=true"], "True is not 'auto', 'off' or a list of ids, answers")

@@ -63,7 +63,7 @@ def test_without_a_name_it_is_the_default() -> None:
         ({"botom_mlp": [3]}, "unknown key 'model.botom_mlp'; did you mean 'bottom_mlp'?"),
         ({"name": "a.b:C", "option": {}}, "unknown key 'model.option'; did you mean 'options'?"),
         ({"name": "xdeepfm", "cin_layers": []}, "key 'model.cin_layers': .* at least 1 item"),
-        ({"name": "fm", "options": {"a": 1}}, "'options' are for a model of your own, .*'fm' has keys of its own here"),
+        ({"name": "fm", "options": {"a": 1}}, "'options' are for custom models, .*set the keys of 'fm' directly"),
         ("dlrm", "key 'model': it is a section and must hold keys, got 'dlrm'"),
     ],
 )

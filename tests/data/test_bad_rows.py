@@ -149,7 +149,7 @@ def test_too_many_are_refused(tmp_path: Path, limit: float, is_enough: bool) -> 
         assert prepare(options).splits["train"].num_rows == 97
         return
     with pytest.raises(
-        MesetaError, match=rf"3 of 100 rows cannot be parsed, more than --max-bad-rows {limit}"
+        MesetaError, match=rf"3 of 100 rows cannot be parsed, but --max-bad-rows allows {limit}"
     ) as caught:
         prepare(options)
     assert "log.csv', line 7, column 'label': '3' is outside 0..1; if the column holds ratings" in str(caught.value)

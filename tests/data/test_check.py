@@ -77,11 +77,11 @@ def test_a_sound_dataset_has_no_faults(sound: Path) -> None:
     [
         ("label", put(250, 1.5), "row 250: labels must be in 0..1, got 1.5;"),
         ("label", put(3, float("nan")), "row 3: labels must be in 0..1, got nan;"),
-        ("label", put(7, None), "row 7: there must be no missing values, got a missing one;"),
+        ("label", put(7, None), "row 7: values must not be missing, got a missing value;"),
         ("price", put(0, float("inf"), 1.0, float("nan")), r"row 0: dense values must be finite, got inf \(2 such val"),
         ("shop", put(333, -1), r"row 333: ids must be in 0\.\.\d+, got -1;"),
         ("shop", put(99, 10**6, 10**6), r"row 99: ids must be in 0\.\.\d+, got 1000000 \(2 such values\);"),
-        ("sample_weight", put(8, -1.0), "row 8: weights of samples must be 0, or 1e-09 to 1e\\+09, got -1;"),
+        ("sample_weight", put(8, -1.0), "row 8: sample weights must be 0, or 1e-09 to 1e\\+09, got -1;"),
         ("sample_weight", put(8, 1e-12, float("nan")), r"got 1e-12 \(2 such values\);"),
         ("history.weight", put(5, [0.5] * 9), r"row 5: each id must have one weight, got 9 weights for \d ids;"),
     ],
@@ -107,19 +107,19 @@ def test_whole_numbers_are_labels_and_weights_too(data: Path) -> None:
         "must be" in str(fault) and "row" in str(fault) for fault in check_dataset(data).faults
     )
     change(data, "label", put(8, 2))
-    with pytest.raises(MesetaError, match=r"row 8: 'label' is 2, and must be in 0\.\.1;"):
+    with pytest.raises(MesetaError, match=r"row 8: 'label' must be in 0\.\.1, got 2;"):
         read()
     change(data, "label", put(8, 1))
     change(data, "sample_weight", put(9, -3))
-    with pytest.raises(MesetaError, match=r"row 9: 'sample_weight' is -3, and must be 0, or 1e-09 to 1e\+09;"):
+    with pytest.raises(MesetaError, match=r"row 9: 'sample_weight' must be 0, or 1e-09 to 1e\+09, got -3;"):
         read()
 
 
 @pytest.mark.parametrize("weight", [1e-12, 1e12, -1.0, float("nan")])
 def test_the_reader_refuses_the_weights_that_the_check_finds(data: Path, weight: float) -> None:
     change(data, "sample_weight", put(8, weight))
-    assert "row 8: weights of samples must be" in only_fault(data)
-    with pytest.raises(MesetaError, match=r"row 8: 'sample_weight' is .*, and must be 0, or 1e-09 to 1e\+09;"):
+    assert "row 8: sample weights must be" in only_fault(data)
+    with pytest.raises(MesetaError, match=r"row 8: 'sample_weight' must be 0, or 1e-09 to 1e\+09, got .*;"):
         next(Reader(data, "train", ReaderOptions(batch_size=16)).epoch())
     change(data, "sample_weight", put(8, 1e-9))  # in float32 a little less than the limit, which is rounded as well
     assert check_dataset(data).faults == ()
@@ -135,20 +135,23 @@ def test_a_bad_id_inside_a_list_names_its_row(data: Path) -> None:
 
 def test_totals_are_compared(data: Path) -> None:
     change(data, "label", lambda column: [1.0 - value for value in column])
-    assert "split 'train': dataset.json says that its labels 'label' add up to" in only_fault(data)
+    assert "split 'train': the sum of label 'label' must be" in only_fault(data)
 
 
 def test_frames_of_files(data: Path) -> None:
     path = data / PART
     table = pq.read_table(path)
     pq.write_table(table.slice(1), path)
-    assert f"{PART}: dataset.json says {table.num_rows} rows, got {table.num_rows - 1}; prepare" in only_fault(data)
+    assert (
+        f"{PART}: the file must have {table.num_rows} rows, as in dataset.json, got {table.num_rows - 1}; prepare"
+        in only_fault(data)
+    )
     pq.write_table(table.drop_columns(["price"]), path)
-    assert "column 'price': it must hold numbers, got no such column;" in only_fault(data)
+    assert "column 'price': the column must hold numbers, got no such column;" in only_fault(data)
     pq.write_table(table.append_column("extra", table["price"]), path)
-    assert "column 'extra': columns must be named in dataset.json, got a stray;" in only_fault(data)
+    assert "column 'extra': columns must be named in dataset.json, got an unknown column;" in only_fault(data)
     pq.write_table(table.set_column(table.column_names.index("shop"), "shop", table["shop"].cast(pa.float32())), path)
-    assert "column 'shop': it must hold whole numbers, got float;" in only_fault(data)
+    assert "column 'shop': the column must hold whole numbers, got float;" in only_fault(data)
     # Other programs may write the same values in other widths.
     pq.write_table(table.set_column(0, "label", table["label"].cast(pa.int8())), path)
     assert check_dataset(data).faults == ()
@@ -168,15 +171,21 @@ def test_flipped_bits_are_found_by_the_checksums_of_pages(data: Path) -> None:
 def test_files_that_nobody_named(data: Path) -> None:
     (data / "train" / "part-00007.parquet").touch()
     fault = only_fault(data)
-    assert fault == "train/part-00007.parquet: files must be named in dataset.json, got a stray file; move it away"
+    assert fault == "train/part-00007.parquet: files must be named in dataset.json, got an unknown file; move it away"
 
 
 @pytest.mark.parametrize(
     ("name", "rule"),
     [
-        ("../part.parquet", "'../part.parquet' is no name of a file in the folder of the dataset: it leads outside"),
-        (PART, f"files '{PART}' and '{PART}' are one"),
-        (PART.upper(), f"files '{PART}' and '{PART.upper()}' are one, or to file systems that ignore case"),
+        (
+            "../part.parquet",
+            "'../part.parquet' must be the path of a file in the folder of the dataset: it leads outside",
+        ),
+        (PART, f"files '{PART}' and '{PART}' are the same file"),
+        (
+            PART.upper(),
+            f"files '{PART}' and '{PART.upper()}' are the same file, at least on file systems that ignore case",
+        ),
     ],
 )
 def test_names_in_the_description(data: Path, name: str, rule: str) -> None:
@@ -191,9 +200,12 @@ def test_vocabularies(data: Path) -> None:
     path = data / "vocabulary" / "shop.parquet"
     table = pq.read_table(path)
     pq.write_table(table.slice(0, 5), path)
-    assert f"vocabulary/shop.parquet: dataset.json says {table.num_rows} rows, got 5;" in only_fault(data)
+    assert (
+        f"vocabulary/shop.parquet: the vocabulary must have {table.num_rows} rows, as in dataset.json, got 5;"
+        in only_fault(data)
+    )
     pq.write_table(table.take(pa.array([1, 0, *range(2, table.num_rows)])), path)
-    assert "its ids must be 0, 1, 2, ..." in only_fault(data)
+    assert "ids must be 0, 1, 2, ..." in only_fault(data)
     path.write_text("no Parquet")
     assert "vocabulary/shop.parquet: the file must be readable" in only_fault(data)
 
@@ -206,8 +218,8 @@ def test_bits_of_looked_up_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     path = tmp_path / "data/touched.parquet"
     table = pq.read_table(path)
     pq.write_table(table.set_column(1, table.schema.field(1), pa.array([b"x"], pa.large_binary())), path)
-    rule = "touched.parquet: it must have the bits of the tables of hashed features"
-    reason = f"dataset file {str(path)!r} has 1 bytes of feature 'shop', which is not what its table takes"
+    rule = "touched.parquet: the file must have the bits of hashed features"
+    reason = f"dataset file {str(path)!r} has 1 bytes for feature 'shop', which do not match the size of its table"
     assert only_fault(tmp_path / "data") == f"{rule}, got {reason}; prepare the dataset again"
 
     def refuse(dataset: Dataset) -> None:

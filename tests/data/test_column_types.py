@@ -170,7 +170,7 @@ def check_refused(folder: Path, **options: Any) -> None:
         run(folder, **options)
     types = [re.escape(str(pq.read_schema(folder / name).field("shop_id").type)) for name in ("a.parquet", "b.parquet")]
     places = [re.escape(repr(f"{folder}/{name}")) for name in ("a.parquet", "b.parquet")]
-    pattern = rf"source {places[1]}: column 'shop_id' is {types[1]}, and {types[0]} in {places[0]}; write both files .*"
+    pattern = rf"source {places[1]}: column 'shop_id' is {types[1]}, but {types[0]} in {places[0]}; write both files .*"
     assert re.fullmatch(pattern, str(refused.value)), refused.value
     assert not (folder / "out").exists()
 
@@ -180,7 +180,7 @@ def test_three_files_of_which_one_is_null(tmp_path: Path) -> None:
     write(tmp_path / "a.parquet", pa.nulls(NUM_ROWS))
     write(tmp_path / "b.parquet", pa.array(values_of("string", 0)))
     write(tmp_path / "c.parquet", pa.array(values_of("int64", 0), pa.int64()))
-    with pytest.raises(MesetaError, match=r"c.parquet': column 'shop_id' is int64, and string in .*b.parquet'"):
+    with pytest.raises(MesetaError, match=r"c.parquet': column 'shop_id' is int64, but string in .*b.parquet'"):
         prepare(PrepareOptions(sources=[f"{tmp_path}/*.parquet"], out=tmp_path / "out"))
     assert [feature.name for feature in run(tmp_path).sparse] == ["city", "shop_id"]
 
@@ -266,7 +266,7 @@ def test_numbers_beyond_float64_are_refused_among_doubles(
     ids = read_split(tmp_path / "out", "train").column("shop_id").to_pylist()
     assert len(set(ids)) == 2  # the same number is the same id, or the same value
     write(tmp_path / f"{wide}.parquet", pa.array([*[1] * (NUM_ROWS - 1), largest + 1], kind))
-    message = rf"{wide}.parquet': column 'shop_id' is .*, and double in '.*{double}.parquet'; .* has more digits than"
+    message = rf"{wide}.parquet': column 'shop_id' is .*, but double in '.*{double}.parquet'; .* has more digits than"
     with pytest.raises(MesetaError, match=message):
         run(tmp_path, schema=tmp_path / "schema.yaml", force=True)
     for name in (wide, double):

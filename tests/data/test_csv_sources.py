@@ -183,14 +183,17 @@ def test_a_schema_overrides(tmp_path: Path) -> None:
         ("lable: Click", "unknown key 'lable'; did you mean 'label'"),
         ("labels: Click", "key 'labels': input should be a valid list"),
         ("dense: [price]", "key 'label': field required"),
-        ("label: Click\nlabels: [Click]", "both are given; give one of 'label' and 'labels'"),
+        ("label: Click\nlabels: [Click]", "both are given; specify either 'label' or 'labels'"),
         ("label: Click\ndense: price", "key 'dense': "),
         ("label: Click\ndense: [prize]", "has no column 'prize'; did you mean 'price'"),
         ("label: Click\nignore: [cities]", "has no column 'cities'"),
         ("label: Click\ndense: [price]\nignore: [price]", "column 'price' is named twice"),
-        ("label: Click", "has no feature beside the label"),
-        ("label: Click\ncategorical: [city]\nweights: {city: price}", "a field of CSV holds one value"),
-        ("label: Click\nweights: {city: price}", "which is not under categorical"),
+        ("label: Click", "has no feature besides the label"),
+        (
+            "label: Click\ncategorical: [city]\nweights: {city: price}",
+            "is not multi-valued; list it under multi_valued",
+        ),
+        ("label: Click\nweights: {city: price}", "is not under categorical"),
         ("- a", "must contain a mapping"),
         ("label: [", "is not YAML"),
     ],
@@ -209,24 +212,24 @@ BODY = 'label,price,city\n0,1,"two\nlines"\n1,,b\n'  # lines 1, 2-3, 4
     ("text", "message"),
     [
         (BODY + "2,1,c\n", r"log.csv', line 5, column 'label': '2' is outside 0..1"),
-        (BODY + ",1,c\n", r"line 5, column 'label': '' is no label"),
-        (BODY + "ja,1,c\n", r"line 5, column 'label': 'ja' is no label"),
+        (BODY + ",1,c\n", r"line 5, column 'label': '' is not a label"),
+        (BODY + "ja,1,c\n", r"line 5, column 'label': 'ja' is not a label"),
         (BODY + "0,dear,c\n", r"line 5, column 'price': 'dear' is not a number; .*--schema"),
         (BODY + "0,1\n", "line 5: 2 fields, but the header has 3"),
         (BODY + "0,1,2,3\n0,1,a\n", "line 5: 4 fields, but the header has 3"),
         (BODY + "\n0,1,a\n", "line 5: 0 fields, but the header has 3"),
         (BODY + '0,1,"c\n0,1,d\n', "line 5: a quote is not closed"),
-        (BODY + '0,1,5" pipe\n0,1,d\n', "line 5: a quote is not closed, or stands in a field that is not quoted"),
-        ("label,price\n", "holds no rows"),
+        (BODY + '0,1,5" pipe\n0,1,d\n', "line 5: a quote is not closed, or it is inside a field without quotes"),
+        ("label,price\n", "contains no rows"),
         ("label\n1\n", "the header has 1 column"),
         ("label:price\n1:2\n", "the header has 1 column"),
-        ("a,b\n1,2\n", "none of 'a', 'b' has the name of a label; name it with --label"),
+        ("a,b\n1,2\n", "none of 'a', 'b' has the name of a label; choose one with --label"),
         ("label,b,b\n1,2,3\n", "'b' is the name of two columns"),
-        ("label,b\n", "holds no rows"),
-        ("label,0\n", "holds no rows"),
-        ("0,2,x\n1,2,y\n2,2,z\n", "'column_1', 'column_2', 'column_3'; no single one of them holds 0 and 1 alone"),
+        ("label,b\n", "contains no rows"),
+        ("label,0\n", "contains no rows"),
+        ("0,2,x\n1,2,y\n2,2,z\n", "'column_1', 'column_2', 'column_3'; no single one of them contains only 0 and 1"),
         ("\xff,b\n1,2\n", "header is not UTF-8"),
-        ('label,b"\n1,2"\n1,2\n', "line 1: the header .*a quote is not closed, or stands in a field that is not"),
+        ('label,b"\n1,2"\n1,2\n', "line 1: the header .*a quote is not closed, or it is inside a field without quotes"),
     ],
 )
 @pytest.mark.parametrize("block_bytes", [8 << 20, 24])
@@ -250,12 +253,12 @@ def test_stray_quotes_never_cut_a_field(tmp_path: Path, monkeypatch: pytest.Monk
     expected = [hashed("city", row[2]) for row in csv.reader(io.StringIO(text, newline=""))][1:]
     assert read_split(tmp_path / "out", "train").column("city").to_pylist() == expected
     monkeypatch.setattr(text_format, "BLOCK_BYTES", 24)
-    with pytest.raises(MesetaError, match="line 2: a quote is not closed, or stands in a field that is not quoted"):
+    with pytest.raises(MesetaError, match="line 2: a quote is not closed, or it is inside a field without quotes"):
         run(tmp_path, force=True)
 
 
 def test_options_and_schema_exclude_each_other(tmp_path: Path) -> None:
-    with pytest.raises(MesetaError, match="exclude each other"):
+    with pytest.raises(MesetaError, match="--schema cannot be used with"):
         PrepareOptions(sources=["x"], out=tmp_path, schema=tmp_path / "s", label="a")
 
 
@@ -274,7 +277,7 @@ def test_a_label_that_is_no_word_and_no_number_is_named(
 ) -> None:
     monkeypatch.setattr(text_format, "BLOCK_BYTES", block_bytes)
     for first, last, problem in (
-        ("true", "maybe", "is no label: .* or true or false"),
+        ("true", "maybe", "is not a label: .* or true or false"),
         ("yes", "2", "is outside 0..1"),
     ):
         (tmp_path / "log.csv").write_text(f"clicked,age\n{first},1\n" + "0,2\nNo,4\n" * 30 + f"{last},3\n")

@@ -175,26 +175,29 @@ def test_the_schema_that_is_printed_holds_all(tmp_path: Path) -> None:
         ("buckets: {age: [3, 2]}", r"'buckets.age': \[3.0, 2.0\] must be boundaries in ascending order"),
         ("buckets: {age: []}", "must be boundaries in ascending order"),
         ("buckets: {age: [.nan]}", "must be boundaries in ascending order"),
-        ("buckets: {age: 1}", r"or a number of buckets, 2..1000"),
+        ("buckets: {age: 1}", r"or a number of buckets in 2..1000"),
         ("buckets: {age: old}", "key 'buckets.age': input should be"),
         ("buckets: {town: [1]}", "no column 'town'"),
-        ("buckets: {city: [1]}", "'buckets.city': the column is under categorical; numbers are cut"),
+        ("buckets: {city: [1]}", "'buckets.city': the column is under categorical too; buckets are"),
         ("buckets: {user: [1]}\ncrosses: {user.bucket: [city, user]}", "column 'user.bucket' is used twice"),
-        ("crosses: {x: [city]}", "'crosses.x': .* must be two or more different columns"),
-        ("crosses: {x: [city, city]}", "must be two or more different columns"),
+        ("crosses: {x: [city]}", "'crosses.x': .* must be at least two different columns"),
+        ("crosses: {x: [city, city]}", "must be at least two different columns"),
         ("crosses: {x: [city, click]}", "column 'click' has another role"),
-        ("crosses: {x: [city, genres]}\nmulti_valued: {genres: '|'}", "column 'genres' has several values in a row"),
-        ("crosses: {x: [city, age]}", "column 'age' is dense; cut it under buckets, or make it categorical"),
+        (
+            "crosses: {x: [city, genres]}\nmulti_valued: {genres: '|'}",
+            "column 'genres' is multi-valued and cannot be crossed",
+        ),
+        ("crosses: {x: [city, age]}", "column 'age' is dense; list it under buckets or categorical"),
         ("crosses: {x: [city, town]}", "no column 'town'"),
         ("crosses: {city: [tags, user]}", "column 'city' is used twice"),
-        ("multi_valued: {user: '|'}", "multi_valued are given for 'user', which is not under categorical"),
+        ("multi_valued: {user: '|'}", "key 'multi_valued': column 'user' is not under categorical"),
         ("multi_valued: {genres: '||'}", "'multi_valued.genres': '||' must be one character"),
         (
             "multi_valued: {genres: ':'}\nweights: {genres: ':'}",
-            "must be one character, no quote, line end or sign of weights",
+            "must be one character, and not a quote, a line break or the separator",
         ),
         ("delimiter: ';;;;;;;;;'", "key 'delimiter': string should have at most 8 char"),
-        ("delimiter: '\"'", "key 'delimiter': '\"' must be 1 to 8 characters, and no quote"),
+        ("delimiter: '\"'", "key 'delimiter': '\"' must be 1 to 8 characters without a quote or a line end"),
     ],
 )
 def test_bad_schemas_are_named(tmp_path: Path, text: str, message: str) -> None:
@@ -206,9 +209,9 @@ def test_bad_schemas_are_named(tmp_path: Path, text: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("place", "value", "message"),
     [
-        (5, "a:1 b", "line 3, column 'tags': 'a:1 b' has a value without ':' and a weight"),
-        (5, "a:x", "line 3, column 'tags': 'a:x' has a weight that is no finite number"),
-        (5, "a:1e39", "has a weight that is no finite number"),
+        (5, "a:1 b", "line 3, column 'tags': 'a:1 b' contains a value without ':' and a weight"),
+        (5, "a:x", "line 3, column 'tags': 'a:x' has a weight that is not a finite number"),
+        (5, "a:1e39", "has a weight that is not a finite number"),
         (1, "old", "line 3, column 'age': 'old' is not a number"),
     ],
 )
@@ -223,7 +226,7 @@ def test_bad_values_are_named(tmp_path: Path, place: int, value: str, message: s
 def test_parquet_has_its_own_rules(tmp_path: Path) -> None:
     pq.write_table(pa.table({"click": [0, 1], "age": [1.0, 2.0], "bag": [["a"], ["b"]]}), tmp_path / "log.parquet")
     for text, message in (
-        ("categorical: [bag]\nmulti_valued: {bag: '|'}", "multi_valued is for CSV"),
+        ("categorical: [bag]\nmulti_valued: {bag: '|'}", "multi_valued applies only to CSV"),
         ("categorical: [bag]\ncrosses: {x: [bag, age]}", "'bag' must hold strings or whole numbers to be crossed"),
         ("categorical: [bag]\nbuckets: {age: [1]}\ncrosses: {x: [age, bag]}", "'bag' must hold strings or whole"),
         ("buckets: {bag: [1]}", "column 'bag' must be a number, but is list"),

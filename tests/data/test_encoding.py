@@ -145,12 +145,12 @@ def test_a_vocabulary_that_was_changed_behind_the_description(tmp_path: Path) ->
     values = pa.array([v if v is None else swapped(v) for v in table["value"].to_pylist()], pa.large_string())
     pq.write_table(table.set_column(0, "value", values), file)
     [fault] = check_dataset(tmp_path / "a/data").faults
-    assert "vocabulary/city.parquet: dataset.json says that its values have the SHA-256" in str(fault)
+    assert "vocabulary/city.parquet: the SHA-256 of the values must be" in str(fault)
     with pytest.raises(MesetaError, match=r"city.parquet' is not the one that the ids of 'city' were made with"):
         RowFilter("city == 'c0'", dataset)
 
 
 def test_what_is_no_encoding_is_refused() -> None:
     for document in (3, {}, {"labels": ["a"], "dense": [{"name": 1}], "sparse": []}):
-        with pytest.raises(MesetaError, match=r"checkpoint 'x': encoding: .*; use an older one"):
+        with pytest.raises(MesetaError, match=r"checkpoint 'x': encoding: .*; use an older file"):
             DatasetEncoding.from_dict(document, "checkpoint 'x'")

@@ -114,22 +114,22 @@ def test_ranks_see_what_the_first_one_sees(days: Path, tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_one_stream(days: Path, tmp_path: Path) -> None:
-    with pytest.raises(MesetaError, match="is not a directory; make it"):
+    with pytest.raises(MesetaError, match="is not a directory; create it"):
         FollowingReader(tmp_path / "nowhere", OPTIONS)
     grow(days, tmp_path, "day_1")
     reader = FollowingReader(tmp_path, OPTIONS)
     assert len(list(reader.batches())) == 2
     grow(days, tmp_path, "day_0")
-    with pytest.raises(MesetaError, match=r"part 'day_0' .* came after 'day_1' was read"):
+    with pytest.raises(MesetaError, match=r"part 'day_0' .* was added after 'day_1' was read"):
         list(reader.batches())
     source = str(write_tsv(tmp_path / "x.tsv", LINES["day_2"]))
     prepare(PrepareOptions(sources=[source], out=tmp_path / "day_3", hash_rows=500))
     shutil.rmtree(tmp_path / "day_0")
-    with pytest.raises(MesetaError, match=r"part 'day_3' .* differs from the first one in sparse: .*500"):
+    with pytest.raises(MesetaError, match=r"part 'day_3' .* differs from the first part in sparse: .*500"):
         list(reader.batches())
     shutil.rmtree(tmp_path / "day_3")
     prepare(PrepareOptions(sources=[source], out=tmp_path / "day_4", vocabulary=True))
-    with pytest.raises(MesetaError, match=r"part 'day_4' .* has a vocabulary of its own"):
+    with pytest.raises(MesetaError, match=r"part 'day_4' .* has its own vocabulary"):
         list(reader.batches())
     with pytest.raises(MesetaError, match="state of format None"):
         reader.set_state({})

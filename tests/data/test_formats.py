@@ -131,5 +131,5 @@ def test_killed_and_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_log_of_two_formats_is_refused(tmp_path: Path) -> None:
     sources = [write_toy(tmp_path / "log.kv"), write_csv(tmp_path / "log.csv")]
-    with pytest.raises(MesetaError, match=r"is text of names and values and .* is CSV; give one kind at a time"):
+    with pytest.raises(MesetaError, match=r"is text of names and values and .* is CSV; prepare one format at a time"):
         prepare(PrepareOptions(sources=sources, out=tmp_path / "out"))

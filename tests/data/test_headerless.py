@@ -88,8 +88,8 @@ def test_lines_are_counted_from_the_first(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (SCHEMA.replace("clicked, age, city", "clicked"), "key 'header': .* must name all columns, two or more"),
-        (SCHEMA.replace("clicked, age", "clicked, ''"), "and none by nothing"),
+        (SCHEMA.replace("clicked, age, city", "clicked"), "key 'header': .* must name all columns, at least two"),
+        (SCHEMA.replace("clicked, age", "clicked, ''"), "and no name may be empty"),
         (SCHEMA.replace("[clicked, age, city]", "names"), "key 'header': input should be a valid list"),
         (SCHEMA.replace("dense: [age]", "dense: [aeg]"), "has no column 'aeg'; did you mean 'age'"),
         (SCHEMA.replace("clicked, age", "clicked, city"), "'city' is the name of two columns|has no column 'age'"),
@@ -103,8 +103,8 @@ def test_bad_headers_are_named(tmp_path: Path, text: str, message: str) -> None:
 
 def test_other_files_have_names_of_their_own(tmp_path: Path) -> None:
     pq.write_table(pa.table({"clicked": [1, 0], "age": [1, 2], "city": ["a", "b"]}), tmp_path / "log.parquet")
-    with pytest.raises(MesetaError, match="header and delimiter of the --schema file are for text"):
+    with pytest.raises(MesetaError, match="header and delimiter of the --schema file apply only to text"):
         run(tmp_path, "log.parquet", SCHEMA)
     write_tsv(tmp_path / "day_0", make_lines(3))
-    with pytest.raises(MesetaError, match="if it has their names under header, as the one that --print-schema prints"):
+    with pytest.raises(MesetaError, match="that lists all names under header, as --print-schema prints it"):
         run(tmp_path, "day_0", "label: label\ndense: [int_0]\n")

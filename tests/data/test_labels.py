@@ -120,7 +120,7 @@ def test_another_number_among_signs_is_an_error(tmp_path: Path, form: str, tail:
     """The sample, which is judged first, has only -1 and 1."""
     columns = {"click": [-1.0, 1.0] * 20_000 + tail, "city": ["a", "b"] * 20_000 + ["b"]}
     place = "line 40002" if form == "csv" else "row 40001"
-    with pytest.raises(MesetaError, match=f"{place}, column 'click': .* is no label: it must be -1 or 1"):
+    with pytest.raises(MesetaError, match=f"{place}, column 'click': .* is not a label: labels must be -1 or 1"):
         labels_of(tmp_path, columns, ["click"], form)
 
 
@@ -145,7 +145,7 @@ def test_further_rows_take_the_decision_of_the_first_ones(tmp_path: Path) -> Non
     table = pq.read_table(tmp_path / "more" / "test")
     assert table["click"].to_pylist() == [1, 1, 0] and table["liked"].to_pylist() == [0, 1, 1]
     new = write(tmp_path / "new.parquet", {"click": [1.0, 0.0], "rating": [3, 4], "city": ["a", "b"]})
-    with pytest.raises(MesetaError, match=r"row 2, column 'click': 0\.0 is no label: it must be -1 or 1"):
+    with pytest.raises(MesetaError, match=r"row 2, column 'click': 0\.0 is not a label: labels must be -1 or 1"):
         prepare_like(PrepareLikeOptions(sources=[str(new)], out=tmp_path / "more", like=tmp_path / "out", force=True))
 
 
@@ -164,7 +164,7 @@ def test_a_column_that_makes_a_label_has_no_other_role(tmp_path: Path, role: str
     source = write(tmp_path / "log.csv", {"rating": list(range(100)), "city": ["a", "b"] * 50})
     text = f"label: rating >= 4\n{role}: {'[rating]' if role == 'dense' else 'rating'}\ncategorical: [city]\n"
     (tmp_path / "schema.yaml").write_text(text)
-    with pytest.raises(MesetaError, match="column 'rating' makes label 'rating >= 4', and has another role"):
+    with pytest.raises(MesetaError, match="column 'rating' makes label 'rating >= 4' and also has another role"):
         prepare(PrepareOptions(sources=[str(source)], out=tmp_path / "out", schema=tmp_path / "schema.yaml"))
 
 
@@ -183,7 +183,7 @@ def test_runs_on_other_conditions_are_told_apart(tmp_path: Path) -> None:
 def test_leaving_rows_out_is_advised_for_few_rows_alone(tmp_path: Path, num_bad: int, is_advised: bool) -> None:
     ratings = [5 if row < num_bad else row % 2 for row in range(5_000)]
     np.random.default_rng(2).shuffle(ratings)
-    with pytest.raises(MesetaError, match="name a condition such as --label 'rating >= 5'") as caught:
+    with pytest.raises(MesetaError, match="specify a condition such as --label 'rating >= 5'") as caught:
         labels_of(tmp_path, {"rating": ratings, "city": ["a", "b"] * 2_500}, ["rating"], "csv")
     assert ("--bad-rows skip" in str(caught.value)) == is_advised
 

@@ -143,10 +143,10 @@ def test_what_cannot_be_told_is_said(tmp_path: Path) -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[Table], Table], str]] = {
-    "features": (lambda t: without(t, "price", "shop"), "lacks 'shop', 'price'; the model was trained on all features"),
+    "features": (lambda t: without(t, "price", "shop"), "lacks 'shop', 'price'; the model needs all features"),
     "crossed": (lambda t: without(t, "age"), "lacks 'age'; the model"),
-    "weight": (lambda t: without(t, "importance"), "lacks 'importance'; it is the weight of samples, which goes with"),
-    "twice": (lambda t: {**t, " city": t["city"]}, "'city' is the name of two columns"),
+    "weight": (lambda t: without(t, "importance"), "lacks 'importance'; it is the sample weight, which is needed with"),
+    "twice": (lambda t: {**t, " city": t["city"]}, "two columns have the name 'city'"),
     "text": (lambda t: {**t, "price": ["dear"] * 150}, "line 2, column 'price': 'dear' is not a number"),
     "label": (lambda t: {**t, "click": [7] * 150}, "line 2, column 'click': '7' is outside 0..1"),
 }  # fmt: skip
@@ -168,7 +168,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     lines = write_lines(tmp_path / "old.ffm", svm_lines(fields=True))
     prepare(PrepareOptions(sources=[str(lines)], out=tmp_path / "ffm"))
     with pytest.raises(
-        MesetaError, match=r"is CSV, and dataset .* was prepared from libffm text; give rows of that form"
+        MesetaError, match=r"is CSV, but dataset .* was prepared from libffm text; use files of that form"
     ):
         like(tmp_path, tmp_path / "test.csv", tmp_path / "ffm")
 
@@ -179,7 +179,7 @@ def test_one_of_two_labels_is_too_few(tmp_path: Path) -> None:
     source = write_csv(tmp_path / "two.csv", small)
     options = PrepareOptions(sources=[str(source)], out=tmp_path / "data", label=["click", "buy"])
     prepare(options)
-    with pytest.raises(MesetaError, match="has no column 'buy', and other labels are there; give all labels, or none"):
+    with pytest.raises(MesetaError, match="has no column 'buy', but other labels are present; provide all labels"):
         like(tmp_path, write_csv(tmp_path / "one.csv", without(small, "buy")), tmp_path / "data")
     bare = like(tmp_path, write_csv(tmp_path / "none.csv", without(small, "buy", "click")), tmp_path / "data")
     assert bare.labels == ("click", "buy") and not bare.has_labels and bare.splits["test"].positives == {}
@@ -217,7 +217,7 @@ def test_an_interrupt_leaves_nothing_and_force_replaces(tmp_path: Path) -> None:
         prepare_like(options, interrupt)
     assert not list(tmp_path.glob("like*"))
     prepare_like(options)
-    with pytest.raises(MesetaError, match="exists; choose another --out, or --force"):
+    with pytest.raises(MesetaError, match="exists; choose another --out, or replace it with --force"):
         prepare_like(options)
     like(tmp_path, tmp_path / "test.csv", data, force=True)
 

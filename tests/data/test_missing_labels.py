@@ -61,7 +61,7 @@ def test_without_missing_labels_nothing_new_is_written(tmp_path: Path) -> None:
 
 def test_a_single_label_must_be_there(tmp_path: Path) -> None:
     source = write(tmp_path / "log.parquet", columns())
-    with pytest.raises(MesetaError, match="column 'click': a missing value is no label"):
+    with pytest.raises(MesetaError, match="column 'click': a missing value is not a label"):
         prepare(PrepareOptions(sources=[source], out=tmp_path / "out", label="click", ignore=["row", "bought"]))
 
 
@@ -72,11 +72,11 @@ def test_other_missing_values_and_wrong_counts_are_faults(tmp_path: Path) -> Non
     document["splits"]["train"]["known"]["click"] -= 1
     description.write_text(json.dumps(document))
     [fault] = check_dataset(tmp_path / "out").faults
-    assert "samples have label 'click'" in str(fault)
+    assert "samples must have label 'click'" in str(fault)
     del document["splits"]["train"]["known"]
     description.write_text(json.dumps(document))
-    assert {"there must be no missing values"} == {fault.rule for fault in check_dataset(tmp_path / "out").faults}
-    with pytest.raises(MesetaError, match="column 'click' holds no value"):
+    assert {"values must not be missing"} == {fault.rule for fault in check_dataset(tmp_path / "out").faults}
+    with pytest.raises(MesetaError, match="column 'click' has a missing value"):
         list(Reader(tmp_path / "out", "train", ReaderOptions(batch_size=8)).epoch())
 
 

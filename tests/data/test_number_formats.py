@@ -280,14 +280,14 @@ def test_printed_columns_name_the_key_and_keep_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ("thousands: '.'", "key 'thousands': '.' is the decimal sign too; give another 'decimal'"),
+        ("thousands: '.'", "key 'thousands': '.' is also the decimal sign; use another 'decimal'"),
         ("decimal: ',,'", "key 'decimal': ',,' must be one character"),
         ("decimal: ''", "key 'decimal': '' must be one character"),
-        ("decimal: '5'", "key 'decimal': '5' must be one character, no letter, digit, sign, quote or line end"),
+        ("decimal: '5'", "key 'decimal': '5' must be one character other than a letter, digit, sign, quote"),
         ("decimal: ' '", "key 'decimal': ' ' must not be a space"),
         ("thousands: '-'", "key 'thousands': '-' must be one character"),
-        ("strip: '€1'", "key 'strip': '€1' has '1', which is a part of numbers"),
-        ("strip: '.'", "key 'strip': '.' has '.', which is a part of numbers"),
+        ("strip: '€1'", "key 'strip': '€1' has '1', which can be part of a number"),
+        ("strip: '.'", "key 'strip': '.' has '.', which can be part of a number"),
     ],
 )
 def test_bad_keys_are_named(tmp_path: Path, keys: str, message: str) -> None:

@@ -175,11 +175,14 @@ def test_archives_of_no_single_plain_file_are_named(tmp_path: Path) -> None:
         for name in ("a.csv", "b.csv", "c.csv", "d.csv"):
             archive.writestr(name, b"click,x\n1,2\n")
     message = refused(tmp_path, "several.zip", several.getvalue())
-    assert "is a zip archive of 4 files ('a.csv', 'b.csv', 'c.csv', ...), and must hold one; unpack it" in message
-    assert "is a zip archive of no file" in refused(tmp_path, "none.zip", zipped(b"", "folder/"))
+    assert (
+        "is a zip archive with 4 files ('a.csv', 'b.csv', 'c.csv', ...), but must contain exactly one; unpack it"
+        in message
+    )
+    assert "is a zip archive with no file" in refused(tmp_path, "none.zip", zipped(b"", "folder/"))
     for method, number in ((zipfile.ZIP_LZMA, 14), (zipfile.ZIP_BZIP2, 12)):
         message = refused(tmp_path, f"method{number}.zip", zipped(b"click,x\n1,2\n", method=method))
-        assert f"'log.csv' in this zip archive is compressed by method {number}" in message
+        assert f"'log.csv' in this zip archive has compression method {number}" in message
     locked = bytearray(zipped(b"click,x\n1,2\n"))
     for magic, offset in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):
         locked[locked.index(magic) + offset] |= 1
@@ -188,7 +191,7 @@ def test_archives_of_no_single_plain_file_are_named(tmp_path: Path) -> None:
     with zipfile.ZipFile(many, "w") as archive:
         for number in range(65):
             archive.writestr(zipfile.ZipInfo(f"{number:0>65000}"), b"")
-    assert "is a zip archive of many files" in refused(tmp_path, "many.zip", many.getvalue())
+    assert "is a zip archive with too many files" in refused(tmp_path, "many.zip", many.getvalue())
 
 
 @pytest.mark.parametrize("kind", ["zstd", "zip", "zip, stored"])
@@ -215,7 +218,7 @@ def test_decoders_have_a_limit_of_memory(tmp_path: Path) -> None:
     header[4] = 36  # 1 GiB
     header[-4:] = struct.pack("<I", zlib.crc32(bytes(header[:-4])))
     message = refused(tmp_path, "huge.csv.xz", plain[:12] + bytes(header) + plain[24:])
-    assert "needs more than 256 MB to be decompressed" in message
+    assert "needs more than 256 MB for decompression" in message
     frame = b"\x28\xb5\x2f\xfd\x00" + bytes([(28 - 10) << 3]) + b"\x01\x00\x00"
     message = refused(tmp_path, "huge.csv.zst", frame)
     assert "was compressed by zstd with a window of more than 128 MB" in message
@@ -232,7 +235,9 @@ def tar(name: str, form: int, mode: str = "w") -> bytes:
 
 def test_other_archives_and_binary_files_are_recognized(tmp_path: Path) -> None:
     for number, form in enumerate((tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT)):
-        assert "is a tar archive, which is not read; unpack it" in refused(tmp_path, f"log{number}.csv", tar("a", form))
+        assert "is a tar archive, which is not supported; unpack it" in refused(
+            tmp_path, f"log{number}.csv", tar("a", form)
+        )
     for mode in ("gz", "bz2", "xz"):
         data = tar("a", tarfile.GNU_FORMAT, f"w:{mode}")
         assert "is a tar archive" in refused(tmp_path, f"log.tar.{mode}", data)
@@ -243,19 +248,19 @@ def test_other_archives_and_binary_files_are_recognized(tmp_path: Path) -> None:
     assert "is a tar archive" in refused(tmp_path, "old.tar", bytes(old))
     for number, (magic, what, remedy) in enumerate(compression._UNSUPPORTED_FORMATS):
         message = refused(tmp_path, f"file{number}.csv", magic + bytes(600))
-        assert f"is {what}, which is not read; {remedy}" in message
+        assert f"is {what}, which is not supported; {remedy}" in message
     assert "is compressed twice" in refused(tmp_path, "twice.csv.gz", gzip.compress(bz2.compress(b"click,x\n1,2\n")))
     table = io.BytesIO()
     pq.write_table(pa.table({"click": [0, 1]}), table)
-    assert "holds compressed Parquet" in refused(tmp_path, "log.parquet.gz", gzip.compress(table.getvalue()))
+    assert "contains compressed Parquet" in refused(tmp_path, "log.parquet.gz", gzip.compress(table.getvalue()))
 
 
 @pytest.mark.parametrize("compress", [lambda data: data, gzip.compress], ids=["plain", "gzip"])
 def test_lines_that_end_in_cr_alone_are_named(tmp_path: Path, compress: Callable[[bytes], bytes]) -> None:
     data = csv_bytes(make_rows()).replace(b"\n", b"\r")
-    assert "has lines that end in CR alone" in refused(tmp_path, "mac.csv", compress(data))
+    assert "has lines that end with a carriage return alone" in refused(tmp_path, "mac.csv", compress(data))
     data = json_bytes(make_rows()).replace(b"\n", b"\r")
-    assert "has lines that end in CR alone" in refused(tmp_path, "mac.jsonl", compress(data))
+    assert "has lines that end with a carriage return alone" in refused(tmp_path, "mac.jsonl", compress(data))
 
 
 @pytest.mark.parametrize("ending", ["", ".zst", ".zip"])
@@ -310,29 +315,29 @@ def test_columns_of_json_that_are_no_feature_are_named(tmp_path: Path) -> None:
     assert layout.reasons["spans"].startswith("no feature holds such lists")
     assert layout.reasons["mixed"] == "lists in some rows, and single values in others"
     message = refused(tmp_path, "log.json", path.read_bytes(), sparse=["device"])
-    assert "line 1, column 'device' must be a single value, and is an object with 'os', 'ram'; write its" in message
+    assert "line 1, column 'device' must be a single value, but is an object with 'os', 'ram'; write its" in message
 
 
 GOOD = b'{"label": 0, "n": 0.5, "c": "x"}\n{"label": 1, "n": 2, "c": "y"}\n' * 20
 BAD_ROWS = {
-    b'{"label": 0, "n": 1, "c": "x", "c": "y"}': "key 'c' is there twice",
-    b'{"label": 0, "n": 1, "other": {"a": 1, "a": 2}}': "key 'a' is there twice",
+    b'{"label": 0, "n": 1, "c": "x", "c": "y"}': "key 'c' occurs twice",
+    b'{"label": 0, "n": 1, "other": {"a": 1, "a": 2}}': "key 'a' occurs twice",
     b'{"label": 0, "n": 18446744073709551616}': "the integer 18446744073709551616 needs more than 64 bits",
     b'{"label": 0, "n": -9223372036854775809}': "the integer -9223372036854775809 needs more than 64 bits",
     b'{"label": 0, "n": ' + b"9" * 5000 + b"}": "needs more than 64 bits; write it as a string",
-    b'{"label": 0, "n": 1} {}': "it is not JSON (Extra data)",
-    b'{"label": 0, "n": 01}': "it is not JSON (",
-    b"": "it is not JSON (",
-    b"[1]": "it must hold one object, and holds a list",
-    b"null": "it must hold one object, and holds null",
+    b'{"label": 0, "n": 1} {}': "the row is not valid JSON (Extra data)",
+    b'{"label": 0, "n": 01}': "the row is not valid JSON (",
+    b"": "the row is not valid JSON (",
+    b"[1]": "the row must be an object, but is a list",
+    b"null": "the row must be an object, but is null",
     b'{"label": 0, "c": "\xff"}': "byte 20 is not UTF-8",
-    b'{"label": 0, "c": "\\ud800"}': "column 'c': '\\ud800' is not Unicode",
-    b'{"label": 0, "a": ' + b"[" * 100_000 + b"}": "its values are nested too deeply",
-    b'{"label": 0, "c": "' + b"x" * (1 << 20) + b'"}': "and may have 1,048,576",
+    b'{"label": 0, "c": "\\ud800"}': "column 'c': '\\ud800' is not valid Unicode",
+    b'{"label": 0, "a": ' + b"[" * 100_000 + b"}": "the values of the row are nested too deeply",
+    b'{"label": 0, "c": "' + b"x" * (1 << 20) + b'"}': "but at most 1,048,576",
     b'{"label": 0, "n": "many"}': "column 'n': 'many' is not a number",
     b'{"label": 3, "n": 1}': "column 'label': '3' is outside 0..1",
-    b'{"n": 1}': "column 'label': '' is no label",
-    b'{"label": 0, "n": [1]}': "column 'n' must be a single value, and is a list",
+    b'{"n": 1}': "column 'label': '' is not a label",
+    b'{"label": 0, "n": [1]}': "column 'n' must be a single value, but is a list",
 }
 
 
@@ -374,9 +379,9 @@ def test_rows_are_decoded_as_by_the_json_module(value: Any) -> None:
 
 def test_documents_of_several_lines_are_named(tmp_path: Path) -> None:
     rows = [{"label": row % 2, "c": row % 3} for row in range(10)]
-    assert "is one list of JSON; write one object a line" in refused(tmp_path, "a.json", json.dumps(rows).encode())
-    assert "is one list of JSON" in refused(tmp_path, "b.txt", json.dumps(rows, indent=2).encode())
-    assert "has objects of several lines" in refused(tmp_path, "c.json", json.dumps(rows[0], indent=2).encode())
+    assert "is a single JSON list; write one object a line" in refused(tmp_path, "a.json", json.dumps(rows).encode())
+    assert "is a single JSON list" in refused(tmp_path, "b.txt", json.dumps(rows, indent=2).encode())
+    assert "has objects that span several lines" in refused(tmp_path, "c.json", json.dumps(rows[0], indent=2).encode())
 
 
 def test_json_needs_no_name_and_may_begin_with_the_mark_of_utf8(tmp_path: Path) -> None:
@@ -440,7 +445,7 @@ def test_the_delimiter_of_any_file_is_found(tmp_path: Path, delimiter: str) -> N
 
 def test_text_without_a_delimiter_is_told_what_is_read(tmp_path: Path) -> None:
     message = refused(tmp_path, "notes.txt", b"some words here\nand more\nor\n" * 9)
-    assert "is it a Criteo click log? Other data can come as Parquet, JSON lines, libsvm or libffm" in message
+    assert "is it a Criteo click log? Other data may be Parquet, JSON lines, libsvm, libffm" in message
 
 
 RECBOLE = "user_id:token\titem_id:token\tlabel:float\tprice:float\ttags:token_seq\tvector:float_seq\ttimestamp:float\n"
@@ -533,7 +538,7 @@ def test_recipes_make_the_rows_or_refuse_to_shuffle(tmp_path: Path, name: str) -
         )
     else:
         with pytest.raises(
-            MesetaError, match=r"log.* is compressed, or not in UTF-8, so its rows can be read in order alone"
+            MesetaError, match=r"log.* is compressed, or not in UTF-8, so its rows can only be read in order"
         ):
             list(Reader(made, "train", shuffled).epoch())
 
@@ -551,5 +556,5 @@ def test_new_rows_of_other_kinds(tmp_path: Path) -> None:
         expected = expected or parts(out)
         assert parts(out) == expected
     path.write_bytes(json_bytes(rows).replace(b"city", b"town"))
-    with pytest.raises(MesetaError, match="lacks 'city'; the model was trained on all features"):
+    with pytest.raises(MesetaError, match="lacks 'city'; the model needs all features"):
         prepare_like(PrepareLikeOptions(sources=[str(path)], out=tmp_path / "none", like=earlier.dir))

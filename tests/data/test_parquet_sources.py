@@ -111,12 +111,12 @@ def test_the_reader_takes_it_from_here(tmp_path: Path) -> None:
     ("column", "values", "message"),
     [
         ("click", [0.0, 1.5], r"row 2, column 'click': 1.5 is outside 0..1"),
-        ("click", [0.0, None], r"row 2, column 'click': a missing value is no label: it must be"),
+        ("click", [0.0, None], r"row 2, column 'click': a missing value is not a label: labels must be"),
         ("click", [[0], [1]], "column 'click' must hold numbers or words, to be a label, but is list"),
-        ("click", ["0", "maybe"], "row 2, column 'click': 'maybe' is no label: it must be"),
-        ("bag.weight", [[1.0], [1.0, 2.0]], r"row 2, column 'bag.weight': a list must be as long as that of 'bag'"),
+        ("click", ["0", "maybe"], "row 2, column 'click': 'maybe' is not a label: labels must be"),
+        ("bag.weight", [[1.0], [1.0, 2.0]], r"row 2, column 'bag.weight': a list must be as long as the list of 'bag'"),
         ("bag.weight", [[1.0], [None]], r"row 2, column 'bag.weight': a weight is missing or not finite"),
-        ("bag.weight", [1.0, 2.0], "'bag.weight' must hold lists of numbers, but is double"),
+        ("bag.weight", [1.0, 2.0], "'bag.weight' must contain lists of numbers, but is double"),
     ],
 )
 def test_bad_values_are_named(tmp_path: Path, column: str, values: list[Any], message: str) -> None:
@@ -134,14 +134,14 @@ def test_unknown_columns_are_named(tmp_path: Path) -> None:
         run(tmp_path, table, label="label")
     with pytest.raises(MesetaError, match="column 'price' is named by --ignore and as a feature"):
         run(tmp_path, table, dense=["price"], ignore=["price"])
-    with pytest.raises(MesetaError, match="has no feature beside the label"):
+    with pytest.raises(MesetaError, match="has no feature besides the label"):
         run(tmp_path, {"click": [0.0, 1.0]})
 
 
 def test_files_with_other_columns_are_named(tmp_path: Path) -> None:
     pq.write_table(pa.table({"label": [0.0], "a": [1.0]}), tmp_path / "a.parquet")
     pq.write_table(pa.table({"label": [0.0], "a": [1.0], "b": ["x"]}), tmp_path / "b.parquet")
-    with pytest.raises(MesetaError, match=r"b.parquet' has other columns than .*it has 'b' besides"):
+    with pytest.raises(MesetaError, match=r"b.parquet' has other columns than .*column 'b' is extra"):
         prepare(PrepareOptions(sources=[f"{tmp_path}/*.parquet"], out=tmp_path / "out"))
 
 
@@ -206,8 +206,8 @@ def test_codes_are_categories_and_the_schema_tells_the_types(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("weights", "history", "message"),
     [
-        ("{history: times}", [[("a", 1.0)], [("b", 2.0)]], "has weights in its lists, and 'times' besides"),
-        ("{history: times}", ["a", "b"], "has weights, so it must hold lists, but is string"),
+        ("{history: times}", [[("a", 1.0)], [("b", 2.0)]], "has weights in its lists and in 'times'; remove one"),
+        ("{history: times}", ["a", "b"], "has weights, so it must contain lists, but is string"),
         ("{}", [[("a", 1.0)], [("b", None)]], "row 2, column 'history': a weight is missing or not finite"),
         ("{}", [[("a", "x")], [("b", "y")]], r"or lists of \(id, weight\), but is"),
     ],

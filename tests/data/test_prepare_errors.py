@@ -72,14 +72,14 @@ def test_missing_empty_doubled_and_mixed_sources(tmp_path: Path) -> None:
     (tmp_path / "log.tsv").touch()
     refuse(tmp_path, "log.tsv' is empty")
     (tmp_path / "log.tsv").write_bytes(gzip.compress(b""))
-    refuse(tmp_path, "expected 40|holds no rows")
+    refuse(tmp_path, "expected 40|contains no rows")
     write_tsv(tmp_path / "log.tsv", GOOD)
-    refuse(tmp_path, "given twice", "log.tsv", "*.tsv")
+    refuse(tmp_path, "listed twice", "log.tsv", "*.tsv")
     (tmp_path / "folder").mkdir()
     refuse(tmp_path, "is a folder without files", "folder")
     refuse(tmp_path, "no source is left for training", "log.tsv", test_files=[f"{tmp_path}/log.tsv"])
     pq.write_table(pa.table({"label": [0.0], "c": ["x"]}), tmp_path / "log.parquet")
-    refuse(tmp_path, "one kind at a time", "log.*")
+    refuse(tmp_path, "one format at a time", "log.*")
 
 
 def test_truncated_files(tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_bad_options(tmp_path: Path) -> None:
     refuse(tmp_path, "exclude each other", test_fraction=0.1, test_files=["x"])
     refuse(tmp_path, "did you mean 'cat_1'", hash_rows_by_feature={"cat-1": 5})
     refuse(tmp_path, "--hash-rows of all features must be in", hash_rows=0)
-    refuse(tmp_path, "are for CSV and Parquet", dense=["int_0"])
+    refuse(tmp_path, "do not apply to Criteo logs", dense=["int_0"])
     write_tsv(tmp_path / "one.tsv", GOOD[:1])
     refuse(tmp_path, "none of 1 rows is left for training", "one.tsv", test_fraction=0.9999999)
 
@@ -110,7 +110,7 @@ def test_existing_folder_needs_force(tmp_path: Path) -> None:
     write_tsv(tmp_path / "log.tsv", GOOD)
     run(tmp_path, "log.tsv")
     before = (tmp_path / "out" / "dataset.json").read_bytes()
-    with pytest.raises(MesetaError, match="exists; choose another --out, or --force"):
+    with pytest.raises(MesetaError, match="exists; choose another --out, or replace it with --force"):
         run(tmp_path, "log.tsv")
     run(tmp_path, "log.tsv", force=True, seed=1)
     assert (tmp_path / "out" / "dataset.json").read_bytes() != before
@@ -124,7 +124,7 @@ def test_only_our_own_leftover_is_removed(tmp_path: Path) -> None:
     leftover = tmp_path / "out.tmp"
     leftover.mkdir()
     (leftover / "precious").touch()
-    with pytest.raises(MesetaError, match="was not made by prepare"):
+    with pytest.raises(MesetaError, match="must not exist, because prepare did not make it"):
         run(tmp_path, "log.tsv")
     assert (leftover / "precious").exists()
     (leftover / "meseta-prepare-unfinished.json").touch()

@@ -244,8 +244,8 @@ def test_states_of_other_orders_are_refused(dataset: Dataset) -> None:
     refuse_state(reader, "saved with seed 1, but this reader has 0", seed=1)
     refuse_state(reader, "saved with window_rows 5", window_rows=5)
     refuse_state(reader, "saved with num_rows 3", num_rows=3)
-    refuse_state(reader, "is no position", row=NUM_ROWS + 1)
-    refuse_state(reader, "is no position", epoch=-1)
+    refuse_state(reader, "is not a position", row=NUM_ROWS + 1)
+    refuse_state(reader, "is not a position", epoch=-1)
     with pytest.raises(MesetaError, match="key 'format' is missing"):
         reader.set_state({})
 
@@ -286,7 +286,7 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
         read_all(tmp_path / "data")
     table = pq.read_table(pa.BufferReader(whole))
     pq.write_table(table.drop_columns(["d1"]), path)
-    with pytest.raises(MesetaError, match="lacks column 'd1'"):
+    with pytest.raises(MesetaError, match="has no column 'd1'"):
         read_all(tmp_path / "data")
     pq.write_table(table.slice(1), path)
     with pytest.raises(MesetaError, match=r"holds 149 rows, but dataset.json says 150"):

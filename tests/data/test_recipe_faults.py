@@ -55,14 +55,16 @@ def touch(path: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "problem"),
     [(cut, "has changed since the recipe was made"), (replace, "has changed since the recipe was made"),
-     (touch, "has changed since the recipe was made"), (os.unlink, r"cannot be read any more \(No such file .*\)")],
+     (touch, "has changed since the recipe was made"), (os.unlink, r"can no longer be read \(No such file .*\)")],
 )  # fmt: skip
 def test_a_source_that_is_another(
     tmp_path: Path, small: None, kind: str, spoil: Callable[[Path], None], problem: str
 ) -> None:
     recipe = prepare(PrepareOptions(out=tmp_path / "out", recipe_only=True, **asked(tmp_path, kind, "drawn", {})))
     source = tmp_path / f"raw/2.{kind}"
-    message = rf"^source '{source}' {problem}: bring it back, or make it anew with `meseta prepare --recipe-only`$"
+    message = (
+        rf"^source '{source}' {problem}: restore it, or make the recipe again with `meseta prepare --recipe-only`$"
+    )
     reader = Reader(recipe, "train", OPTIONS)
     with_open_files = iter(reader.epoch())
     next(with_open_files)
@@ -88,13 +90,13 @@ def test_rows_that_are_others_although_nothing_tells(tmp_path: Path, small: None
 
 def test_what_wants_files(tmp_path: Path, small: None) -> None:
     recipe = prepare(PrepareOptions(out=tmp_path / "out", recipe_only=True, **asked(tmp_path, "tsv", "drawn", {})))
-    way_out = "wants them in files; prepare it without --recipe-only"
+    way_out = "needs them; prepare it without --recipe-only"
     for call in (
         lambda: check_dataset(recipe.dir),
         lambda: describe(recipe),
         lambda: KeyColumns(recipe, "test", ["cat_1"]),
     ):
-        with pytest.raises(MesetaError, match=f"is a recipe, whose rows are made as they are read, and .* {way_out}"):
+        with pytest.raises(MesetaError, match=f"is a recipe without Parquet files, but .* {way_out}"):
             call()
     assert KeyColumns(recipe, "test", []).take(5).num_rows == 0
 
@@ -140,11 +142,13 @@ def test_damaged_files(sound: Path, tmp_path: Path, name: str) -> None:
         place = draw.randrange(len(content))
         file.write_bytes(content[:place] + bytes([content[place] ^ 1 << draw.randrange(8)]) + content[place + 1 :])
         with pytest.raises(
-            MesetaError, match=r"is not the one that .* was written with; make it anew with `meseta prep"
+            MesetaError, match=r"does not match the checksum in .*; make the recipe again with `meseta prep"
         ):
             Reader(tmp_path / "out", "valid", OPTIONS)
     file.unlink()
-    with pytest.raises(MesetaError, match=r"cannot be read .*; make it anew with `meseta prepare --recipe-only`"):
+    with pytest.raises(
+        MesetaError, match=r"cannot be read .*; make the recipe again with `meseta prepare --recipe-only`"
+    ):
         Reader(tmp_path / "out", "valid", OPTIONS)
     file.write_bytes(content)
     assert batches(Dataset.load(tmp_path / "out"), "valid") == expected
@@ -187,8 +191,8 @@ def test_a_hostile_index_ends_in_one_line(sound: Path, tmp_path: Path, seed: int
     ("change", "message"),
     [
         ({"group_rows": 0}, "'group_rows': Input should be greater"),
-        ({"splits": ["train", "other"]}, "is no split"),
-        ({"splits": ["train"]}, "tells of other splits than dataset.json"),
+        ({"splits": ["train", "other"]}, "is not a split"),
+        ({"splits": ["train"]}, "has other splits than dataset.json"),
         ({"sources": []}, "'sources': Tuple should have at least 1 item"),
         ({"surprise": 1}, "'surprise': Extra inputs"),
         ({"format": "meseta.recipe/9"}, "'format': Input should be 'meseta.recipe/1'"),
@@ -199,5 +203,5 @@ def test_a_recipe_of_another_form(sound: Path, tmp_path: Path, change: dict[str,
     path = tmp_path / "out" / RECIPE_FILE
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     sealed(tmp_path / "out")
-    with pytest.raises(MesetaError, match=f"recipe .*{message}.*; make it anew"):
+    with pytest.raises(MesetaError, match=f"recipe .*{message}.*; make the recipe again"):
         Reader(tmp_path / "out", "train", OPTIONS)

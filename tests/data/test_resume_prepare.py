@@ -203,8 +203,8 @@ def test_a_replacement_goes_on_too(tmp_path: Path, small: None) -> None:
 
 @pytest.mark.parametrize(
     ("number", "reason", "is_kept"),
-    [(errno.EIO, "Input/output error; once that is mended, the same command goes on where it was", True),
-     (errno.ENOSPC, "No space left on device; make room there, or choose another --out", False)],
+    [(errno.EIO, "Input/output error; after this is fixed, run the same command to resume", True),
+     (errno.ENOSPC, "No space left on device; free space there, or choose another --out", False)],
 )  # fmt: skip
 def test_a_disk_that_fails_keeps_what_is_done_and_a_full_one_does_not(
     tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch, number: int, reason: str, is_kept: bool
@@ -229,7 +229,7 @@ def test_a_disk_that_fails_keeps_what_is_done_and_a_full_one_does_not(
 def test_two_at_work_on_one_folder(tmp_path: Path) -> None:
     options = options_of(tmp_path)
     with staged_folder(options.out, {}, force=False) as staging:
-        with pytest.raises(MesetaError, match=r"another process is at work on .*out\.tmp'; wait for it, or choose"):
+        with pytest.raises(MesetaError, match=r"another process is writing .*out\.tmp'; wait for it, or choose"):
             prepare(options)
         assert staging.folder.exists()
 

@@ -200,7 +200,9 @@ def test_groups_of_libsvm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block
 def test_a_block_without_groups_after_one_with_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_format, "BLOCK_BYTES", 12)
     (tmp_path / "log.svm").write_text("1 qid:3 1:1\n" * 3 + "0 1:1\n" * 9)
-    with pytest.raises(MesetaError, match=r"log.svm', line \d+: .*of every row, or of none; here is none"):
+    with pytest.raises(
+        MesetaError, match=r"log.svm', line \d+: .*either all rows or none must have a qid .*; this row has none"
+    ):
         run(tmp_path, "log.svm")
 
 
@@ -243,13 +245,13 @@ GOOD = ["1", "0", "1", "a", "2", "2026-01-01"]
     ("place", "value", "message"),
     [
         (1, "2", "line 3, column 'buy': '2' is outside 0..1"),
-        (1, "soon", "line 3, column 'buy': 'soon' is no label"),
-        (2, "-1", "line 3, column 'weight': '-1' is no weight of a sample: it must be 0, or 1e-09 to 1e.09"),
-        (2, "", "column 'weight': '' is no weight"),
-        (2, "inf", "column 'weight': 'inf' is no weight"),
+        (1, "soon", "line 3, column 'buy': 'soon' is not a label"),
+        (2, "-1", "line 3, column 'weight': '-1' is not a sample weight: weights must be 0, or 1e-09 to 1e.09"),
+        (2, "", "column 'weight': '' is not a sample weight"),
+        (2, "inf", "column 'weight': 'inf' is not a sample weight"),
         (2, "heavy", "column 'weight': 'heavy' is not a number"),
-        (5, "soon", "line 3, column 'time': 'soon' is no time: it must be as 2026-01-31 23:59:59"),
-        (5, "12", "line 3, column 'time': '12' is no time"),
+        (5, "soon", "line 3, column 'time': 'soon' is not a time: write times as 2026-01-31 23:59:59"),
+        (5, "12", "line 3, column 'time': '12' is not a time"),
     ],
 )
 def test_bad_values_are_named(tmp_path: Path, place: int, value: str, message: str) -> None:
@@ -266,9 +268,9 @@ def test_bad_values_are_named(tmp_path: Path, place: int, value: str, message: s
     ("column", "values", "message"),
     [
         ("weight", ["a", "b"], "column 'weight' must be a number, but is string"),
-        ("weight", [1.0, None], "row 2, column 'weight': a missing value is no weight"),
+        ("weight", [1.0, None], "row 2, column 'weight': a missing value is not a sample weight"),
         ("time", [[1], [2]], "column 'time' must be a time, but is list"),
-        ("time", ["2026-01-01", "x"], "row 2, column 'time': 'x' is no time"),
+        ("time", ["2026-01-01", "x"], "row 2, column 'time': 'x' is not a time"),
         ("group", [0.0, 1.5], "row 2, column 'group': 1.5 is not a whole number"),
         ("group", [[1], [2]], "column 'group' must hold strings or integers, but is list"),
     ],
@@ -322,7 +324,7 @@ def test_a_column_of_times_may_be_named(tmp_path: Path) -> None:
     assert (layout.time, layout.other_times) == (None, ())
     assert split(test_after="2026-01-04") == {"train": 72, "test": 24}
     assert split(test_after="2026-01-04 12:00", time=["seen"]) == {"train": 84, "test": 12}
-    for time, problem in ((["s*", "ts"], "rows have one time"), (["gone"], "has no column 'gone'")):
+    for time, problem in ((["s*", "ts"], "but rows have only one time"), (["gone"], "has no column 'gone'")):
         with pytest.raises(MesetaError, match=problem):
             read_layout(PrepareOptions(sources=[str(tmp_path / "log.csv")], out=tmp_path, time=time))
     with pytest.raises(MesetaError, match="named by --time and as a feature"):

@@ -86,7 +86,7 @@ def test_a_batch_without_them_has_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize("role", ["labels", "weight", "group"])
 def test_a_file_without_such_a_column_is_refused(tmp_path: Path, role: str) -> None:
     roles = {**ROLES, role: ("click", "gone") if role == "labels" else "gone"}
-    with pytest.raises(MesetaError, match=r"lacks column 'gone'; prepare the dataset again"):
+    with pytest.raises(MesetaError, match=r"has no column 'gone'; prepare the dataset again"):
         Reader(make(tmp_path / "data", **roles), "train", ReaderOptions(batch_size=10))
 
 
@@ -120,6 +120,9 @@ def test_some_labels_of_several(tmp_path: Path) -> None:
     assert batch.label.tolist() == [float(row % 3 == 0) for row in batch.dense[:, 0].tolist()]
     swapped = next(iter(Reader(dataset.with_labels(["buy", "click"]), "train", ReaderOptions(batch_size=4)).epoch()))
     assert swapped.label.tolist() == [[float(row % 3 == 0), row % 2] for row in swapped.dense[:, 0].tolist()]
-    for names, message in ((["bye"], "names 'bye', .* did you mean 'buy'"), (["buy", "buy"], "'buy' 2 times")):
+    for names, message in (
+        (["bye"], "'bye' is not a label .* did you mean 'buy'"),
+        (["buy", "buy"], "'buy' occurs 2 times"),
+    ):
         with pytest.raises(MesetaError, match=message):
             dataset.with_labels(names)

@@ -131,9 +131,9 @@ def test_what_was_surveyed_is_taken_up(tmp_path: Path, monkeypatch: pytest.Monke
         ({"split_by": "user"}, "--split-by must be 'time' or 'group', got 'user'"),
         ({"split_by": "time", "test_files": ["x"]}, "--split-by time and --test-files exclude each other"),
         ({"split_by": "group", "test_after": "1"}, "--split-by group and --test-after exclude each other"),
-        ({"test_after": "1", "test_fraction": 0.1}, "exclude each other; give one of them"),
-        ({"test_after": "soon"}, "--test-after 'soon' is no time; give one as 2026-01-31"),
-        ({"test_after": ""}, "--test-after '' is no time"),
+        ({"test_after": "1", "test_fraction": 0.1}, "exclude each other; use one of them"),
+        ({"test_after": "soon"}, "--test-after 'soon' is not a time; use the form 2026-01-31"),
+        ({"test_after": ""}, "--test-after '' is not a time"),
         ({"test_after": "2000-01-01"}, "column 'age' has no value in the training rows"),
     ],
 )
@@ -146,10 +146,10 @@ def test_bad_splits_are_named(tmp_path: Path, options: dict[str, Any], message: 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"ts": ""}, "log-0.csv', row 1: without a time it is neither before nor after"),
-        ({"ts": "soon"}, "line 2, column 'ts': 'soon' is no time"),
-        ({"ts": "7"}, "prepare: the last 0.5 of the rows all have the time 7, as rows before them have"),
-        ({"age": ""}, "column 'age' has no value in the training rows; leave it out of buckets"),
+        ({"ts": ""}, "log-0.csv', row 1: the row has no time, so it cannot be split by time"),
+        ({"ts": "soon"}, "line 2, column 'ts': 'soon' is not a time"),
+        ({"ts": "7"}, "prepare: the last 0.5 of the rows have the same time 7 as rows before them"),
+        ({"age": ""}, "column 'age' has no value in the training rows; remove its buckets"),
     ],
 )
 def test_bad_columns_are_named(tmp_path: Path, change: dict[str, str], message: str) -> None:
@@ -162,5 +162,5 @@ def test_bad_columns_are_named(tmp_path: Path, change: dict[str, str], message: 
 def test_data_without_the_column(tmp_path: Path) -> None:
     write_tsv(tmp_path / "log.tsv", make_lines(5))
     for by in ("time", "group"):
-        with pytest.raises(MesetaError, match=f"--split-by {by} needs a column for it, and there is none"):
+        with pytest.raises(MesetaError, match=f"--split-by {by} needs a column, but none has this role"):
             prepare(PrepareOptions(sources=[f"{tmp_path}/log.tsv"], out=tmp_path / "out", split_by=by))

@@ -113,10 +113,10 @@ def test_features_can_be_chosen(tmp_path: Path) -> None:
         run(tmp_path, "*.ffm", force=True, sparse=["field_3"])
     with pytest.raises(MesetaError, match="'field_1' is used twice"):
         run(tmp_path, "*.ffm", force=True, sparse=["field_1", "field_1"])
-    with pytest.raises(MesetaError, match="nothing is dense"):
+    with pytest.raises(MesetaError, match="there are no dense features"):
         run(tmp_path, "*.ffm", force=True, dense=["field_1"])
     (tmp_path / "schema.yaml").write_text("label: label\n")
-    with pytest.raises(MesetaError, match="names no categorical feature"):
+    with pytest.raises(MesetaError, match="has no categorical feature"):
         run(tmp_path, "*.ffm", force=True, schema=tmp_path / "schema.yaml")
 
 
@@ -126,24 +126,27 @@ SVM, FFM = "1 3:0.5\n0 1:1\n", "1 0:3:0.5\n0 1:1:1\n"
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (SVM + "2 1:1\n", r"log.txt', line 3: label '2' must be a number from 0 to 1, or -1"),
+        (SVM + "2 1:1\n", r"log.txt', line 3: label '2' must be a number in 0..1, or -1"),
         (SVM + "nan 1:1\n", "line 3: label 'nan' must be"),
         (SVM + "yes 1:1\n", "line 3: label 'yes' must be"),
-        (SVM + "\n1 1:1\n", "line 3: there is no label on it"),
-        (SVM + "# note\n1 1:1\n", "line 3: there is no label on it"),
+        (SVM + "\n1 1:1\n", "line 3: the line has no label"),
+        (SVM + "# note\n1 1:1\n", "line 3: the line has no label"),
         (SVM + "1 1:1 4\n", "line 3: '4' must be index:value"),
         (SVM + "1 1:2:3\n", "line 3: '1:2:3' must be index:value"),
-        (SVM + "1 a:2\n", "line 3: 'a:2' must be index:value, with whole numbers before a finite value"),
+        (SVM + "1 a:2\n", "line 3: 'a:2' must be index:value, with integers before a finite value"),
         (SVM + "1 1.5:2\n", "line 3: '1.5:2' must be"),
         (SVM + "1 99999999999999999999:2\n", "line 3: '99999999999999999999:2' must be"),
         (SVM + "1 1:\n", "line 3: '1:' must be"),
         (SVM + "1 1:inf\n", "line 3: '1:inf' must be"),
         (SVM + "1 1:1e39\n", "line 3: '1:1e39' must be"),
-        (SVM + "1 \xff:1\n", "line 3: it is not text in UTF-8"),
-        (SVM + "1 qid:3 1:1\n", "line 3: a qid must stand behind the label of every row, or of none; here is one"),
-        ("1 qid:3 1:1\n0 qid:3\n0 1:1\n", "line 3: a qid must stand behind .*; here is none"),
+        (SVM + "1 \xff:1\n", "line 3: the line is not valid UTF-8"),
+        (SVM + "1 qid:3 1:1\n", "line 3: either all rows or none must have a qid after the label; this row has one"),
+        (
+            "1 qid:3 1:1\n0 qid:3\n0 1:1\n",
+            "line 3: either all rows or none must have a qid after the label; this row has none",
+        ),
         ("1 qid:3 1:1\n0 1:1 qid:3\n", "line 2: "),
-        ("1 qid:3 1:1\n0 qid:a 1:1\n", "line 2: 'qid:a' must be qid:group, with a whole number"),
+        ("1 qid:3 1:1\n0 qid:a 1:1\n", "line 2: 'qid:a' must be qid:group, where group is an integer"),
         ("1 qid:3 qid:4\n", "line 1: 'qid:4' must be index:value"),
         (FFM + "1 2:1\n", "line 3: '2:1' must be field:index:value"),
         (FFM + "1 1:b:1\n", "line 3: '1:b:1' must be field:index:value"),
@@ -164,8 +167,8 @@ def test_bad_rows_are_named(
 def test_too_many_fields_and_mixed_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(svm_layout, "MAX_LIBFFM_FIELDS", 2)
     (tmp_path / "log.txt").write_text("1 0:1:1 1:1:1\n0 2:1:1\n")
-    with pytest.raises(MesetaError, match="more than 2 fields up to line 2; are fields and indices exchanged"):
+    with pytest.raises(MesetaError, match="more than 2 fields up to line 2; are fields and indices swapped"):
         run(tmp_path)
     (tmp_path / "other.txt").write_text("1 0:1\n")
-    with pytest.raises(MesetaError, match=r"other.txt' is libsvm text; give one kind at a time"):
+    with pytest.raises(MesetaError, match=r"other.txt' is libsvm text; prepare one format at a time"):
         run(tmp_path, "log.txt", "other.txt")

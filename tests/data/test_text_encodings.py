@@ -139,7 +139,7 @@ def test_utf16_is_recognized_by_its_mark(tmp_path: Path, case: dict[str, str]) -
 def test_what_is_no_encoding_of_files_is_named(tmp_path: Path, name: str) -> None:
     message = refused(tmp_path, "log.csv", b"click,x\n0,1\n", encoding=name)
     assert message.startswith(f"encoding {name!r} ")
-    with pytest.raises(MesetaError, match="give one such as latin-1, cp1252, utf-16 or shift_jis"):
+    with pytest.raises(MesetaError, match="use one such as latin-1, cp1252, utf-16 or shift_jis"):
         check_encoding(name)
 
 
@@ -150,7 +150,8 @@ def test_an_encoding_is_for_text(tmp_path: Path) -> None:
     buffer = io.BytesIO()
     pq.write_table(pa.table({"label": [0, 1]}), buffer)
     message = refused(tmp_path, "log.parquet", buffer.getvalue(), encoding="cp1252")
-    assert "an encoding is for text, and " in message and message.endswith("log.parquet' is Parquet")
+    assert "an encoding is for text, but " in message
+    assert message.endswith("log.parquet' is Parquet; remove the encoding")
 
 
 BAD = csv_text().encode().replace("Köln".encode(), "Köln".encode("cp1252"))
@@ -191,7 +192,7 @@ def test_bytes_that_an_encoding_does_not_define_are_bad_rows(tmp_path: Path) -> 
     """Even if what is around them would be UTF-8."""
     data = csv_text("cp1252").encode("cp1252").replace(b"Paris", b"Par\x81is", 1)
     message = refused(tmp_path, "log.csv", data, encoding="cp1252")
-    assert "column 'city': it has bytes that cp1252 does not define" in message
+    assert "column 'city': the value has bytes that cp1252 does not define" in message
     for codec in ("shift_jis", "ascii", "utf-16-le", "utf-7"):
         text = csv_text(codec)
         at = len("click,price,city\n0,0.5,".encode(codec))

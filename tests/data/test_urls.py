@@ -86,7 +86,7 @@ def test_what_cannot_be_read_is_named(tmp_path: Path, memory: str, monkeypatch: 
     assert "no file matches" in refused(tmp_path, f"{memory}/*.tsv")
     assert "cut.csv.gz' is truncated" in refused(tmp_path, memory)  # all files of the folder are read
     assert "empty.csv' is empty" in refused(tmp_path, f"{memory}/empty.csv")
-    assert "given twice" in refused(tmp_path, f"{memory}/a.csv", f"{memory}/a*.csv")
+    assert "listed twice" in refused(tmp_path, f"{memory}/a.csv", f"{memory}/a*.csv")
     assert "truncated or damaged" in refused(tmp_path, f"{memory}/cut.csv.gz")
     assert "cut.parquet' cannot be read" in refused(tmp_path, f"{memory}/cut.parquet")
     assert "Protocol not known: nosuch" in refused(tmp_path, "nosuch://x/y.csv")

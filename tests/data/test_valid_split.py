@@ -217,38 +217,38 @@ def test_a_file_for_testing_and_the_last_rows_of_the_others(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"valid_fraction": 0.1, "valid_files": ["x"]}, "--valid-fraction and --valid-files exclude each other; give"),
-        ({"valid_after": "1", "valid_files": ["x"]}, "--valid-files and --valid-after exclude each other; give one"),
+        ({"valid_fraction": 0.1, "valid_files": ["x"]}, "--valid-fraction and --valid-files exclude each other; use"),
+        ({"valid_after": "1", "valid_files": ["x"]}, "--valid-files and --valid-after exclude each other; use one"),
         (
             {"test_fraction": 0.5, "valid_fraction": 0.5},
             "--test-fraction 0.5 and --valid-fraction 0.5 leave no row for",
         ),
-        ({"valid_fraction": 0.9}, "--test-fraction 0.1 and --valid-fraction 0.9 leave no row for training; lower one"),
+        ({"valid_fraction": 0.9}, "--test-fraction 0.1 and --valid-fraction 0.9 leave no row for training; decrease"),
         ({"valid_fraction": -0.1}, r"--valid-fraction must be in \[0, 1\), got -0.1"),
-        ({"valid_after": "1", "split_by": "group"}, "--split-by group and --valid-after exclude each other; give one"),
+        ({"valid_after": "1", "split_by": "group"}, "--split-by group and --valid-after exclude each other; use one"),
         (
             {"valid_files": ["x"], "test_files": ["y"], "split_by": "group"},
-            "--split-by group and --test-files and --valid-files exclude each other; give one",
+            "--split-by group and --test-files and --valid-files exclude each other; use one",
         ),
-        ({"valid_after": "soon"}, "--valid-after 'soon' is no time"),
+        ({"valid_after": "soon"}, "--valid-after 'soon' is not a time"),
         (
             {"valid_after": "9", "test_after": "9"},
-            "--valid-after is 9 in seconds, but the test split begins at 9 already",
+            "--valid-after is 9 in seconds, but the test split begins at 9; use",
         ),
-        ({"valid_after": "1700000049"}, "but the test split begins at 17000000.. already; give an earlier one"),
+        ({"valid_after": "1700000049"}, "but the test split begins at 17000000..; use an earlier --valid-after"),
         (
             {"test_after": "1700000001", "valid_fraction": 0.5},
-            "before the test split there are .* give a smaller --valid-f",
+            ".* before the test split; use a smaller --valid-f",
         ),
         (
             {"valid_fraction": 1e-9},
-            "none of 400 rows falls to the valid split; raise --valid-fraction, or go without it",
+            "none of 400 rows is in the valid split; raise --valid-fraction, or omit the split",
         ),
         ({"valid_after": "1", "test_after": "2"}, "column 'age' has no value in the training rows"),
-        ({"valid_files": ["{log}-*.csv"]}, "no source is left for training; every file is named by --valid-files"),
+        ({"valid_files": ["{log}-*.csv"]}, "no source is left for training; every file is in --valid-files"),
         (
             {"valid_files": ["{log}-0.csv"], "test_files": ["{log}-?.csv"]},
-            "log-0.csv' is named by --valid-files and by --test-files; give it to one",
+            "log-0.csv' is in --valid-files and in --test-files; remove it from one",
         ),
     ],
 )
@@ -278,7 +278,7 @@ def test_no_row_for_training(tmp_path: Path, options: dict[str, Any], way_out: s
 def test_times_too_equal_to_be_parted(tmp_path: Path) -> None:
     write(tmp_path, [{**row, "ts": 7 + (row["row"] >= 390)} for row in make_rows()])
     message = (
-        "the last 0.1 of the rows before the test split all have the time 7, .* larger --valid-fraction, --valid-a"
+        "the last 0.1 of the rows before the test split have the same time 7 .* larger --valid-fraction or --valid-a"
     )
     with pytest.raises(MesetaError, match=message):
         run(tmp_path, split_by="time", valid_fraction=0.1)

@@ -346,9 +346,9 @@ def test_lists_of_whole_doubles_are_ids_and_others_are_left_out(tmp_path: Path, 
 @pytest.mark.parametrize(
     ("schema", "message"),
     [
-        ({"whole_numbers": ["price"]}, "column 'price' holds no category and no group; name it under categorical"),
+        ({"whole_numbers": ["price"]}, "column 'price' is no category and not the group; list it under categorical"),
         ({"whole_numbers": ["user", "user"]}, "key 'whole_numbers': column 'user' is named twice"),
-        ({"whole_numbers": ["click"]}, "column 'click' holds no category and no group"),
+        ({"whole_numbers": ["click"]}, "column 'click' is no category and not the group"),
     ],
 )
 def test_bad_keys_are_named(tmp_path: Path, schema: dict[str, Any], message: str) -> None:

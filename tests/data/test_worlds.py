@@ -258,9 +258,9 @@ def test_command(tmp_path: Path) -> None:
     [
         (["--world", "order"], "data synth: world 'order' is unknown; did you mean 'orders'?"),
         (["--world", "moon"], "data synth: world 'moon' is unknown; available: orders, pairs"),
-        (["--strength", "1.5"], "data synth: strength must lie in 0..1, got 1.5; 1 is all that is planted"),
-        (["--strength", "-0.1"], "data synth: strength must lie in 0..1, got -0.1; 1 is all that is planted"),
-        (["--strength", "nan"], "data synth: strength must lie in 0..1, got nan; 1 is all that is planted"),
+        (["--strength", "1.5"], "data synth: strength must be in 0..1, got 1.5; 1 keeps all planted effects"),
+        (["--strength", "-0.1"], "data synth: strength must be in 0..1, got -0.1; 1 keeps all planted effects"),
+        (["--strength", "nan"], "data synth: strength must be in 0..1, got nan; 1 keeps all planted effects"),
     ],
 )
 def test_unknown_worlds_and_strengths_outside_are_refused(arguments: list[str], message: str, tmp_path: Path) -> None:

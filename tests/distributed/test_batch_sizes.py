@@ -186,7 +186,7 @@ def test_parts_of_a_batch_equal_the_whole(ranks: Ranks, sharding: str) -> None:
 def test_what_has_no_size() -> None:
     table = TableSpec(name="t", num_embeddings=5, embedding_dim=16, optimizer=OptimizerSpec(name="sgd", lr=0.1))
     spec = FeatureSpec(name="a", table="t", batch="users")
-    with pytest.raises(MesetaError, match="leave `batch` out at one feature at least"):
+    with pytest.raises(MesetaError, match="leave `batch` out for at least one feature"):
         EmbeddingBagCollection([table], [spec])
     collection = EmbeddingBagCollection([table], [spec, replace(spec, name="b", batch="")])
     out = collection(KeyedJaggedTensor.from_lists({"a": [[1]], "b": [[1], [2, 3], []]}))

@@ -209,9 +209,9 @@ def refused_here(spoil: str, plan: dict[str, Any]) -> str:
     ("spoil", "words"),
     [
         ("shared", "modules 'first' and 'second' share a parameter"),
-        ("dtypes", "module 'second' has parameters of several dtypes"),
-        ("nothing", "has no module with parameters beside its tables"),
-        ("hosts", "hosts of 1 leave nothing to cut"),
+        ("dtypes", "module 'second' must have parameters of one dtype"),
+        ("nothing", "has no module with parameters that can be sharded"),
+        ("hosts", "requires hosts of at least two devices, got 2 ranks on hosts of 1"),
     ],
 )
 def test_models_that_cannot_be_cut(ranks: Ranks, spoil: str, words: str) -> None:

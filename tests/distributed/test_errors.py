@@ -144,7 +144,7 @@ def wrong_plans() -> list[str]:
 
 def test_plans_that_do_not_fit_are_refused(ranks: Ranks) -> None:
     for texts in ranks(2).run(wrong_plans):
-        for_other_ranks = "for 4 ranks, but this run has 2"
+        for_other_ranks = " 4 ranks, but this run has 2"
         expected = [for_other_ranks] * 3 + ["'item' is not placed", "not the collection itself"]
         assert all(part in text for part, text in zip(expected, texts, strict=True)), texts
 

@@ -170,8 +170,8 @@ def test_gradients_weighed_by_another_batch_are_refused(ranks: Ranks) -> None:
     """Layers that are cut add their gradients before autograd has come to the tables of the batch."""
     for text in ranks(2).run(cut_and_not_in_hand):
         assert text == (
-            "a backward pass goes through a batch whose ranks have [5, 3] samples, and has weighed gradients by "
-            "[2, 6]; run the passes of batches one by one, each in embeddings.active_batch(flight)"
+            "a backward pass reached a batch of [5, 3] samples per rank after it weighted dense gradients for [2, 6]; "
+            "run one backward pass per batch, each in embeddings.active_batch(flight)"
         )
 
 
@@ -201,7 +201,7 @@ def wrong_uses() -> tuple[list[str], float]:
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_batch_goes_through_each_stage_once(ranks: Ranks, size: int) -> None:
-    told = "a batch under way is {} and cannot be {}, which comes once and after {}; {}"
+    told = "a batch in stage '{}' cannot enter stage '{}', which follows stage '{}'; {}"
     expected = [
         told.format("started", "finished", "looked up", "exchange it next"),
         told.format("exchanged", "exchanged", "started", "finish it next"),
@@ -226,12 +226,12 @@ def other_order() -> tuple[list[str], float]:
 
 def test_ranks_that_start_batches_in_another_order_are_told(ranks: Ranks) -> None:
     astray = (
-        "rank 1 is at another batch than rank 0; every rank must start the same batches in the same order, and take "
-        "each stage of them in one order"
+        "rank 1 is at another batch than rank 0; start the same batches on all ranks in the same order, and run their "
+        "stages in the same order"
     )
     for texts, loss in ranks(2).run(other_order):
         assert texts[:2] == [astray, astray] and 0 < loss < 10
-        assert texts[2].startswith("a batch under way is dropped and cannot be finished")
+        assert texts[2].startswith("a batch in stage 'dropped' cannot enter stage 'finished'")
 
 
 def other_order_of_ends() -> tuple[list[str], float]:
@@ -252,7 +252,7 @@ def test_ranks_that_finish_batches_in_another_order_are_told(ranks: Ranks) -> No
         for text in texts[:2]:
             assert text.startswith(f"rank {rank} is at 'embeddings' of batch ") and "of tables t0, t1" in text
             assert f"with rank {1 - rank}, which is at 'embeddings' of batch " in text and 0 < loss < 10
-        assert texts[2].startswith("a batch under way is dropped and cannot be finished")
+        assert texts[2].startswith("a batch in stage 'dropped' cannot enter stage 'finished'")
 
 
 def refused_on_one() -> tuple[str, str, float]:

@@ -56,7 +56,7 @@ def test_every_rank_is_told(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
     for source, keys, message in (
         (tmp_path / "less.parquet", [], "lacks 'user'"),
         (tiny.parent / "tiny.parquet", ["usr"], "has no column 'usr'"),
-        (tiny.parent / "tiny.parquet", ["tags"], "CSV cannot hold"),
+        (tiny.parent / "tiny.parquet", ["tags"], "CSV does not support"),
     ):
         told = ranks(2).run(message_here, tmp_path / "run", source, out, keys)
         assert len(told) == 2 and all(message in one for one in told), told

@@ -54,7 +54,7 @@ SPOILS: dict[str, tuple[Change, str]] = {
     ),
 }  # fmt: skip
 OTHER_ROWS: dict[str, tuple[Change, str]] = {
-    "rows": (lambda d: d["splits"]["train"].update(num_positives=1), "other rows, as splits in dataset.json tells"),
+    "rows": (lambda d: d["splits"]["train"].update(num_positives=1), "other rows, as splits in dataset.json shows"),
     "statistics": (lambda d: feature(d, "city")["statistics"].update(num_uniques=1), "other rows, as statistics in"),
 }
 """What other data may have to be evaluated, but not to go on with."""
@@ -172,7 +172,7 @@ def test_the_commands_say_what_differs_and_the_way_out(
         main()
     assert left.value.code == 1
     error = capfd.readouterr().err
-    way_out = "choose another run_dir, or begin this one anew with --force"
+    way_out = "choose another run_dir, or start from the beginning with --force"
     if command in ("eval", "predict"):
         way_out = f"prepare them in one call with the sources of '{data}', as --test-files"
     digest = json.loads((data / "dataset.json").read_text())["sparse"][0]["vocabulary_digest"]
@@ -244,7 +244,7 @@ def test_an_older_run_is_compared_as_far_as_its_data_tell(
     capsys.readouterr()
     assert load_trained(run, "test", World.single(), source).step == 2
     told = capsys.readouterr().err
-    assert "note: the name of the label cannot be compared, since an older version did not keep it" in told
+    assert "note: the name of the label cannot be compared, because an older version did not record it" in told
     shutil.rmtree(source)  # and with it the vocabularies
     assert load_trained(run, "test", World.single(), data).step == 2
     assert "note: the name of the label and 2 more cannot be compared" in capsys.readouterr().err
@@ -259,4 +259,4 @@ def open_apart(run_dir: Path, data: Path, other: Path) -> str:
 def test_ranks_with_other_data_are_refused_on_all(ranks: Ranks, data: Path, run: Path, tmp_path: Path) -> None:
     [other] = spoilt(data, tmp_path, {"rows": OTHER_ROWS["statistics"]})
     for text in ranks(2).run(open_apart, run, data, other):
-        assert "rank 1 reads another dataset.json there than rank 0" in text
+        assert "rank 1 and rank 0 have different files dataset.json" in text

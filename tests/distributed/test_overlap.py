@@ -303,11 +303,11 @@ def fail_ahead(what: str) -> tuple[list[int], str]:
 
 
 def test_a_bad_batch_ahead_is_told_at_its_turn(ranks: Ranks) -> None:
-    for what, told in (("disk", "the disk is gone"), ("none", "a batch must have `sparse`")):
+    for what, told in (("disk", "the disk is gone"), ("none", "`sparse` of a batch must be")):
         found = ranks(2).run(fail_ahead, what)
         assert [came for came, _ in found] == [[0, 1]] * 2
         assert all(told in text for _, text in found)
-    with pytest.raises(MesetaError, match="must have one EmbeddingBagCollection, found 0"):
+    with pytest.raises(MesetaError, match="must have one EmbeddingBagCollection, got 0"):
         next(meseta.ahead([], torch.nn.Linear(1, 1)))
 
 
@@ -346,10 +346,10 @@ def test_one_rank_hides_nothing_and_says_so() -> None:
     )
     alone = choose_overlap("auto", model, World.single())
     assert alone.hidden == () and set(alone.excluded) == set(OVERLAPS)
-    with pytest.raises(MesetaError, match=r"pipeline\.overlap 'ids' cannot be: one rank sends nothing"):
+    with pytest.raises(MesetaError, match=r"pipeline\.overlap 'ids' is not possible: one rank sends nothing"):
         choose_overlap(["ids"], model, World.single())
     two = World(rank=0, size=2, device=torch.device("cpu"))
     assert "computes nothing from dense inputs alone" in choose_overlap("auto", model, two).excluded["embeddings"]
-    with pytest.raises(MesetaError, match="'embeddings' cannot be: OwnScore"):
+    with pytest.raises(MesetaError, match="'embeddings' is not possible: OwnScore"):
         choose_overlap(["embeddings"], model, two)
     assert "embeddings" not in choose_overlap("auto", model, two, accumulate_steps=2).excluded

@@ -66,8 +66,8 @@ def test_a_norm_that_no_rank_knows_is_refused_by_plan_and_run(
     (tmp_path / "machines.yaml").write_text(yaml.safe_dump(FILES["topology"]))
     document = settings(tiny, tmp_path / "run", train__clip_norm=1.0, planner__topology=str(tmp_path / "machines.yaml"))
     said = (
-        "config: train.clip_norm is one norm over layers and tables, which one process knows, but this run has 2 "
-        "ranks; run it with --nproc 1, or set dense.clip_norm and embedding.optimizer.clip_norm"
+        "config: train.clip_norm clips by a norm over layers and tables, which requires one process, but this run has "
+        "2 ranks; use --nproc 1, or set dense.clip_norm and embedding.optimizer.clip_norm"
     )
     assert ranks(2).run(refusal, document) == [said, said]
     with pytest.raises(MesetaError) as refused:

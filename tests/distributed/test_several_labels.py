@@ -98,5 +98,5 @@ def test_one_label_of_two(clicks_and_buys: Path, tmp_path: Path) -> None:
     with pytest.raises(MesetaError, match="labels, which were 'click' and are 'buy' now"):
         train(settings(clicks_and_buys, tmp_path / "click", **short, data__labels=["buy"]))
     assert load_trained(tmp_path / "buy", "test", World.single()).reader.dataset.labels == ("buy",)
-    with pytest.raises(MesetaError, match=r"data.labels names 'clic', .*did you mean 'click'"):
+    with pytest.raises(MesetaError, match=r"data.labels: 'clic' .*did you mean 'click'"):
         train(settings(clicks_and_buys, tmp_path / "typo", data__labels=["clic"]))

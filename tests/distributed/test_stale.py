@@ -124,7 +124,7 @@ def test_answers_for_another_batch_are_refused_on_all_ranks(ranks: Ranks) -> Non
     [first, second] = ranks(2).run(give_other_batch)
     assert (
         first == second
-        and "another one than that whose answers were carried" in first
+        and "differs from that of the prefetched embeddings" in first
         and "pipeline.staleness=0" in first
     )
 
@@ -209,5 +209,5 @@ def test_what_carries_nothing_that_can_be_used_is_refused(tiny: Path, tmp_path: 
     written["carried"] |= {"num_bytes": size, "checksum": digest.hash_tensors(tensors)}
     written["manifest_checksum"] = digest.hash_manifest(written)
     (folder / "manifest.json").write_text(json.dumps(written))
-    with pytest.raises(MesetaError, match=r"it carries pooled embeddings \[3, 2\].*must be \[B, 128\]"):
+    with pytest.raises(MesetaError, match=r"prefetched embeddings must be \[B, 128\].*got \[3, 2\]"):
         train({**document, "train": {**document["train"], "max_steps": 8}})

@@ -72,7 +72,7 @@ def test_all_ranks_are_told_of_one_that_has_no_room(ranks: Ranks, tmp_path: Path
     scenario = Scenario("row_wise", "sum", False, "sgd", tier="cached", cache_rows=1)
     first, second = ranks(2).run(fails, scenario)
     assert first == second and first.startswith("rank 0: table 'small', rows 0..3: a batch looks up ")
-    assert "but 1 rows lie near; give the table cache_rows" in first
+    assert "but the cache has 1 slots; set cache_rows of the table" in first
 
 
 def document(tiny: Path, run: Path, size: int, tier: str, lookahead: Any, **changes: Any) -> dict[str, Any]:

@@ -417,7 +417,7 @@ def test_a_plan_that_does_not_fit(ranks: Ranks, tiny: Path, tmp_path: Path, plan
 @pytest.mark.parametrize(
     ("key", "document", "message"),
     [
-        ("topology", {"num_hosts": 2, "devices_per_host": 1}, "but this run has 2 ranks, 2 on a host"),
+        ("topology", {"num_hosts": 2, "devices_per_host": 1}, "but this run has 2 ranks, 2 per host"),
         ("topology", {"devices_per_host": 2, "hbm_byte": 5}, "unknown key 'hbm_byte'; did you mean 'hbm_bytes'?"),
         ("topology", {"devices_per_host": 2, "hbm_bytes": 1000}, "hbm"),
         ("cost_model", {"device": "cpu"}, "its format is unknown"),

@@ -156,9 +156,9 @@ def test_drop_ends_all_with_the_shortest_and_says_what_is_left(ranks: Ranks, siz
     found = ranks(size).run(ahead_of, SLICES[size], "drop", 1, lookahead)
     assert [own[:2] for own in found] == [own[:2] for own in ranks(size).run(ahead_of, EVEN[size], "error")]
     told = {
-        2: "rank 1 has run out after 2 batches, and the loop ends there; 2 batches of others are left untrained "
+        2: "rank 1 is exhausted after 2 batches, so the loop ends; 2 batches of other ranks are not trained "
         "(rank 0: 2)",
-        4: "rank 2 has run out after 1 batch, and the loop ends there; 6 batches of others are left untrained "
+        4: "rank 2 is exhausted after 1 batch, so the loop ends; 6 batches of other ranks are not trained "
         "(rank 0: 1, rank 1: 3, rank 3: 2)",
     }
     assert [text for *_, text in found] == [f"note: meseta.ahead: {told[size]}\n", *[""] * (size - 1)]
@@ -182,7 +182,7 @@ def endless() -> str:
 
 def test_batches_without_end_are_counted_for_a_moment(ranks: Ranks) -> None:
     told = ranks(2).run(endless)[0]
-    assert "rank 0 has run out after 3 batches, and the loop ends there; at least " in told
+    assert "rank 0 is exhausted after 3 batches, so the loop ends; at least " in told
     assert "(rank 1: at least " in told
 
 
@@ -200,16 +200,16 @@ def refused(slices: Slices, ways: tuple[str, ...]) -> tuple[int, str]:
 
 def test_error_names_the_first_that_ran_out(ranks: Ranks) -> None:
     told = (
-        "meseta.ahead: rank 2 has run out after 1 batch, and not all ranks have; give each as many, or say "
-        "uneven='join', to train what the others have too, or uneven='drop'"
+        "meseta.ahead: rank 2 is exhausted after 1 batch, but others have more; give all ranks the same number of "
+        "batches, or set uneven='join' to train the others too, or uneven='drop' to skip them"
     )
     assert ranks(4).run(refused, SLICES[4], ("error",) * 4) == [(1, told)] * 4
 
 
 def test_a_rank_without_any_batch_cannot_join(ranks: Ranks) -> None:
     told = (
-        "meseta.ahead: rank 1 has no batch at all, so that none without samples can be made like its last one; give it "
-        "one, which may be empty, or say uneven='drop'"
+        "meseta.ahead: rank 1 has no batches, but uneven='join' needs one as a template for empty batches; give the "
+        "rank at least one batch, which may be empty, or set uneven='drop'"
     )
     assert ranks(2).run(refused, ((2, 2), ()), ("join",) * 2) == [(0, told)] * 2
     assert [sizes for _, sizes, _ in ranks(2).run(ahead_of, ((), ()), "join")] == [[], []]
@@ -218,7 +218,7 @@ def test_a_rank_without_any_batch_cannot_join(ranks: Ranks) -> None:
 
 def test_ranks_that_mean_different_ends_are_told(ranks: Ranks) -> None:
     for came, text in ranks(2).run(refused, ((2,), (2,)), ("join", "drop")):
-        assert came == 1 and text.startswith("meseta.ahead: uneven is '") and text.endswith("give all ranks the same")
+        assert came == 1 and text.startswith("meseta.ahead: uneven must be equal") and text.endswith("on another rank")
 
 
 def passed_over(how: str) -> tuple[int, str, bool]:
@@ -245,9 +245,9 @@ def passed_over(how: str) -> tuple[int, str, bool]:
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_batch_that_was_looked_up_and_passed_over_is_named(ranks: Ranks, size: int) -> None:
     told = (
-        "meseta.ahead: batch 1, counted from 0, was looked up and then passed over, so that the next one has not "
-        "begun; give what look_up has returned to model.embeddings(...), pass batches over before it, and let errors "
-        "end the loop"
+        "meseta.ahead: batch 1 (counted from 0) was looked up and then skipped, so the next batch was not started; "
+        "pass the result of look_up to model.embeddings(...), skip batches only before look_up, and let errors end "
+        "the loop"
     )
     assert ranks(size).run(passed_over, "passed over") == [(2, told, True)] * size
     assert ranks(size).run(passed_over, "left") == [(2, "nothing", True)] * size

@@ -94,7 +94,7 @@ def test_lengths_that_do_not_add_up_to_the_ids(lengths: list[int]) -> None:
 
 def test_features_with_different_batch_sizes() -> None:
     features = [FeatureSpec(name=n, table="item") for n in ("a", "b")]
-    with pytest.raises(MesetaError, match="'a' has 1 samples and 'b' 2, but both are of batch ''"):
+    with pytest.raises(MesetaError, match="'a' has 1 samples and 'b' 2, but both have batch ''"):
         EmbeddingBagCollection([TABLE], features)(KeyedJaggedTensor.from_lists({"a": [[1]], "b": [[1], [2]]}))
 
 
@@ -126,9 +126,9 @@ def test_specs_that_do_not_fit(tables: list[TableSpec], features: list[FeatureSp
 
 
 def test_shard_wants_one_collection_inside_a_model() -> None:
-    with pytest.raises(MesetaError, match="must have one EmbeddingBagCollection, found 0"):
+    with pytest.raises(MesetaError, match="must have exactly one EmbeddingBagCollection, got 0"):
         shard(torch.nn.Linear(1, 1))
-    with pytest.raises(MesetaError, match="found 2"):
+    with pytest.raises(MesetaError, match="got 2"):
         shard(torch.nn.ModuleList([collection(), collection()]))
     # Refused on one process too: what runs alone must run under torchrun.
     with pytest.raises(MesetaError, match="not the collection itself"):
@@ -142,5 +142,5 @@ def test_one_process_returns_the_model_itself() -> None:
 
 def test_a_plan_for_another_number_of_ranks() -> None:
     plan = Plan.from_dict({"tables": {"*": "row_wise"}}, [TABLE], 2)
-    with pytest.raises(MesetaError, match="for 2 ranks, but this run has 1"):
+    with pytest.raises(MesetaError, match="requires 2 ranks, but this run has 1"):
         ShardedEmbeddingBagCollection(collection(), plan, World.single())

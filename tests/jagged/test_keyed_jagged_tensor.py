@@ -134,17 +134,17 @@ GOOD: dict[str, Any] = {"keys": ("a", "b"), "values": torch.tensor([1, 2, 3]), "
     ("keys", "words"),
     [
         ({"lengths": torch.tensor([1, 1, 1])}, ["3 lengths cannot be split over 2 keys", "batch_sizes"]),
-        ({"batch_sizes": (2,)}, ["batch_sizes [2] do not fit 2 keys"]),
-        ({"batch_sizes": (2, 1)}, ["batch_sizes [2, 1] do not fit", "2 lengths"]),
+        ({"batch_sizes": (2,)}, ["batch_sizes [2] do not match 2 keys"]),
+        ({"batch_sizes": (2, 1)}, ["batch_sizes [2, 1] do not match", "2 lengths"]),
         ({"keys": ("a", "a")}, ["keys ['a', 'a'] name a feature twice"]),
-        ({"weights": torch.ones(2)}, ["2 weights for 3 values"]),
+        ({"weights": torch.ones(2)}, ["2 weights do not match 3 values"]),
         ({"weights": torch.ones(3, dtype=torch.int64)}, ["weights must be floating-point numbers", "int64"]),
         ({"values": torch.ones(3)}, ["values must be a 1-d tensor of int32 or int64", "float32"]),
         ({"values": torch.ones(3, 1, dtype=torch.int64)}, ["values must be a 1-d tensor", "[3, 1]"]),
         ({"lengths": torch.tensor([2.0, 1.0])}, ["lengths must be a 1-d tensor of int32 or int64", "float32"]),
         ({"lengths": torch.tensor([4, -1])}, ["a length is negative"]),
         ({"lengths": torch.tensor([2, 2])}, ["lengths add up to 4", "3 values"]),
-        ({"keys": ()}, ["batch_sizes [] do not fit 0 keys and 2 lengths"]),
+        ({"keys": ()}, ["batch_sizes [] do not match 0 keys and 2 lengths"]),
     ],
 )
 def test_what_does_not_fit_together_is_named(keys: dict[str, Any], words: list[str]) -> None:
@@ -163,7 +163,7 @@ def test_other_errors_are_named() -> None:
         (lambda: kjt.select(["item", "usr"]), "no key 'usr'"),
         (lambda: kjt.select(["item", "item"]), "name a feature twice"),
         (lambda: kjt.batch_size, "different batch sizes [1, 2]"),
-        (lambda: KeyedJaggedTensor.from_lists({"a": [[1.5]]}), "ids must be whole numbers, got 1.5"),  # type: ignore[list-item]
+        (lambda: KeyedJaggedTensor.from_lists({"a": [[1.5]]}), "ids must be integers, got 1.5"),  # type: ignore[list-item]
     ]
     for make_bad, words in bad:
         with pytest.raises(MesetaError) as caught:

@@ -50,8 +50,8 @@ def test_the_best_prefetches_are_distinct() -> None:
     [
         ([0, 1, 4, 2], [0, 4], PrefetchHint(1, 2), "id 4 at 2 is outside 0..3"),
         ([0, 1, -1, 2], [0, 4], PrefetchHint(1, 2), "id -1 at 2 is outside"),
-        ([0, 1], [0, 3], PrefetchHint(1, 2), "bounds must begin with 0 and end with the number of ids"),
-        ([0, 1], [0, 2, 1, 2], PrefetchHint(1, 2), "bounds must not fall"),
+        ([0, 1], [0, 3], PrefetchHint(1, 2), "bounds must start at 0 and end with the number of ids"),
+        ([0, 1], [0, 2, 1, 2], PrefetchHint(1, 2), "bounds must not decrease"),
         ([0, 1], [], PrefetchHint(1, 2), "bounds must have one entry more"),
         ([0, 1], [0, 2], PrefetchHint(4, 2), "level 1, 2 or 3"),
         ([0, 1], [0, 2], PrefetchHint(1, -1), "distance must not be negative"),

@@ -180,9 +180,11 @@ def test_a_hidden_layer_is_linear_norm_relu_dropout(relu_last: bool) -> None:
 def test_a_stack_that_is_not_told_where_its_samples_lie() -> None:
     for options in (MLPOptions(dropout=0.5), MLPOptions(batch_norm=True)):
         stack = MLP([3, 4, 1], relu_last=False, options=options, name="deep")
-        with pytest.raises(MesetaError, match=r"deep: .* where the 2 samples lie .* are told of nothing; look up"):
+        with pytest.raises(
+            MesetaError, match=r"deep: .* the position of the 2 samples .* got that of nothing; look up"
+        ):
             stack(torch.zeros(2, 3))
-        with pytest.raises(MesetaError, match="told of 5 samples"):
+        with pytest.raises(MesetaError, match="got that of 5 samples"):
             stack(torch.zeros(2, 3), one_rank(5))
         assert stack.eval()(torch.zeros(2, 3)).shape == (2, 1)
     assert MLP([3, 4, 1], relu_last=False)(torch.zeros(2, 3)).shape == (2, 1)
@@ -213,7 +215,7 @@ def test_every_model_with_an_mlp_has_them(name: str, dtype: Any) -> None:
 
 def test_models_without_a_hidden_layer_refuse_them() -> None:
     for changes in ({"dropout": 0.1}, {"batch_norm": True}):
-        with pytest.raises(MesetaError, match="'autoint' has no hidden layer here"):
+        with pytest.raises(MesetaError, match="'autoint' has no hidden layers"):
             make_model(ModelConfig(name="autoint", deep_mlp=(), **changes), OneRowEach([16]), 2, 0)
         for name in ("logistic_regression", "fm", "own_models:Plain"):
             with pytest.raises(ValueError, match=rf"{name}': model\.(dropout 0.1|batch_norm True) is for the hidden"):

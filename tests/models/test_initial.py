@@ -61,10 +61,10 @@ def test_patterns_decide_how_parameters_start(tiny: Path, tmp_path: Path) -> Non
 
 
 def test_patterns_that_meet_nothing_are_refused(tiny: Path, tmp_path: Path) -> None:
-    with pytest.raises(MesetaError, match=r"^config: dense.init 'top_mlp.0.wight' meets no parameter; did you mean "):
+    with pytest.raises(MesetaError, match=r"^config: dense.init 'top_mlp.0.wight' matches no parameter; did you mean "):
         dense_part(tiny, tmp_path, dense__init={"top_mlp.0.wight": {"scale": 0.1}})
     with pytest.raises(
-        MesetaError, match=r"^config: dense.init 'Q' meets no parameter; available: bottom_mlp.0.bias, "
+        MesetaError, match=r"^config: dense.init 'Q' matches no parameter; available: bottom_mlp.0.bias, "
     ):
         dense_part(tiny, tmp_path, dense__init={"Q": {"scale": 0.1}})
 
@@ -78,7 +78,7 @@ def test_an_outline_has_no_numbers_and_the_same_refusals(tiny: Path, tmp_path: P
 
     kinds = {"*weight": {"kind": "normal", "scale": 1}, "*bias": {"kind": "constant", "scale": 1}}
     assert all(parameter.is_meta for parameter in outline(kinds).parameters())
-    with pytest.raises(MesetaError, match="meets no parameter"):
+    with pytest.raises(MesetaError, match="matches no parameter"):
         outline({"nothing": {"scale": 1}})
 
 

@@ -216,8 +216,8 @@ def test_what_does_not_fit_is_named() -> None:
         refused(lambda k=key: made(k, deep_mlp=(0,)), "deep_mlp must be at least 1")
     refused(lambda: made("dcnv2 full", cross=CrossShape(num_layers=0)), "DCNv2: widths in cross", "[0, 64, 4]")
     refused(lambda: made("gdcn", cross_layers=0), "GDCN: widths in cross_layers")
-    refused(lambda: made("masknet serial", shape=MaskShape(widths=())), "MaskNet: blocks are empty")
-    refused(lambda: made("masknet serial", deep_mlp=(3,)), "deep_mlp [3] stands on parallel blocks alone")
+    refused(lambda: made("masknet serial", shape=MaskShape(widths=())), "MaskNet: blocks must not be empty")
+    refused(lambda: made("masknet serial", deep_mlp=(3,)), "deep_mlp [3] requires structure 'parallel'")
     for name, model in (("masknet serial", "MaskNet"), ("final", "FinalNet"), ("wukong", "Wukong"), ("dhen", "DHEN")):
         refused(lambda n=name: made(n, embeddings=OneRowEach([4, 3])), f"{model}: feature 'f1'", "embedding_dim=4")
 
@@ -228,12 +228,18 @@ def test_streams_that_do_not_fit_are_named() -> None:
 
     refused(lambda: made("finalmlp", streams=streams(mlp=())), "FinalMLP: stream 2 has no layer")
     refused(
-        lambda: made("finalmlp", streams=streams(mlp=(6, 5)), num_heads=2), "last layer of stream 2 has 5", "2 heads"
+        lambda: made("finalmlp", streams=streams(mlp=(6, 5)), num_heads=2),
+        "last layer of stream 2 must be a multiple",
+        "got 5 and 2",
     )
-    refused(lambda: made("finalmlp", streams=streams(context=("g0",))), "no feature: 'g0'", "available: f0, f1, f2")
-    refused(lambda: made("final", blocks=((6, 5),)), "a layer of 5 outputs", "residual 'sum'")
-    refused(lambda: made("final", blocks=((6,), ())), "the layers of one block, or of two")
-    refused(lambda: made("final", blocks=((6,),) * 3), "the layers of one block, or of two")
+    refused(
+        lambda: made("finalmlp", streams=streams(context=("g0",))),
+        "context 'g0' of a gate is not a feature",
+        "available: f0, f1, f2",
+    )
+    refused(lambda: made("final", blocks=((6, 5),)), "must be even for residual 'concat', got 5", "residual 'sum'")
+    refused(lambda: made("final", blocks=((6,), ())), "layer widths of one or two blocks")
+    refused(lambda: made("final", blocks=((6,),) * 3), "layer widths of one or two blocks")
 
 
 def test_interactions_that_do_not_meet_are_named() -> None:
@@ -244,8 +250,12 @@ def test_interactions_that_do_not_meet_are_named() -> None:
         uneven = shape(interactions={"dot": 8, "linear": 16}, ensemble=ensemble)
         refused(lambda s=uneven: made("dhen", shape=s), f"ensemble '{ensemble}'", "'dot' 8, 'linear' 16", "'concat'")
     odd = shape(interactions={"self_attention": 2}, num_heads=3)
-    refused(lambda: made("dhen", shape=odd), "'self_attention' has 3 heads", "width 4")
-    refused(lambda: made("dhen", shape=shape(interactions={"dot": 1})), "'dot' multiplies pairs", "reads one vector")
+    refused(lambda: made("dhen", shape=odd), "the 3 heads of 'self_attention'", "got 4")
+    refused(
+        lambda: made("dhen", shape=shape(interactions={"dot": 1})),
+        "'dot' requires layers with at least two input vectors",
+        "has only one",
+    )
     assert made("dhen", shape=shape(interactions={"dot": 1}, num_layers=1))
-    refused(lambda: made("dhen", shape=shape(interactions={})), "interactions are empty")
+    refused(lambda: made("dhen", shape=shape(interactions={})), "interactions must not be empty")
     refused(lambda: made("dhen", shape=shape(interactions={"dot": 0})), "interactions, num_heads", "[2, 0, 2, 4]")

@@ -312,7 +312,9 @@ def refused(make: Any, *words: str) -> None:
 
 def test_widths_that_do_not_fit_are_named() -> None:
     mlps: Any = {"num_dense": 2, "bottom_mlp": (3, 4), "top_mlp": (3,)}
-    refused(lambda: DLRM(OneRowEach([4, 5]), **mlps), "feature 'f1' has embedding_dim 5", "ends with 4", "interaction=")
+    refused(
+        lambda: DLRM(OneRowEach([4, 5]), **mlps), "feature 'f1' has embedding_dim 5", "output width 4", "interaction="
+    )
     assert DLRM(OneRowEach([4, 5]), interaction="none", **mlps)
     refused(lambda: LogisticRegression(OneRowEach([1, 2]), num_dense=2), "feature 'f1'", "embedding_dim=1")
     refused(lambda: DLRM(OneRowEach([4], pooling="none"), **mlps), "feature 'f0' has pooling 'none'", "'mean'")
@@ -321,7 +323,7 @@ def test_widths_that_do_not_fit_are_named() -> None:
         [TableSpec(name="t", num_embeddings=2, embedding_dim=4)],
         [FeatureSpec(name="a", table="t"), FeatureSpec(name="b", table="t", batch="users")],
     )
-    refused(lambda: DLRM(apart, **mlps), "feature 'b' is of batch 'users'", "leave `batch` out")
+    refused(lambda: DLRM(apart, **mlps), "feature 'b' has batch 'users'", "remove `batch`")
     for model in (DLRM, DLRMDCNv2):
         refused(lambda m=model: m(OneRowEach([4]), **{**mlps, "bottom_mlp": ()}), "bottom_mlp is empty")
         refused(lambda m=model: m(OneRowEach([4]), **{**mlps, "top_mlp": (3, 0)}), "at least 1", "[3, 4, 3, 0]")
@@ -337,7 +339,7 @@ def test_widths_that_do_not_fit_are_named() -> None:
     mmoe = partial(MMoE, OneRowEach([4]), num_dense=2, tower_mlp=())
     refused(lambda: mmoe(num_tasks=0, experts=[(3,)]), "num_tasks", "[0, 1]")
     refused(lambda: mmoe(num_tasks=2, experts=[]), "number of experts", "[2, 0]")
-    refused(lambda: mmoe(num_tasks=2, experts=[(3,), (3, 2)]), "[[3], [3, 2]]", "end with the same width")
+    refused(lambda: mmoe(num_tasks=2, experts=[(3,), (3, 2)]), "[[3], [3, 2]]", "all must have the same output width")
 
 
 def test_several_labels_want_a_model_for_several() -> None:

@@ -41,16 +41,16 @@ def test_it_gets_what_the_page_says_and_starts_from_the_seed() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("own_model_s:Plain", "there is no module 'own_model_s'; write it as"),
-        ("own_models.deeper:Plain", "there is no module 'own_models.deeper'|'own_models' is not a package"),
+        ("own_model_s:Plain", "module 'own_model_s' does not exist; write"),
+        ("own_models.deeper:Plain", "module 'own_models.deeper' does not exist|'own_models' is not a package"),
         ("own_models:Plane", "module 'own_models' has no 'Plane'; did you mean 'Plain'"),
-        ("own_models:number", "'number' is no class of torch.nn.Module"),
-        ("own_models:NoModule", "'NoModule' is no class of torch.nn.Module"),
+        ("own_models:number", "'number' is not a subclass of torch.nn.Module"),
+        ("own_models:NoModule", "'NoModule' is not a subclass of torch.nn.Module"),
         ("own_models:NoScore", r"has no method score\(dense, pooled\); see docs/own_model.md"),
-        ("own_models:Forgets", "must keep the tables that it is given as self.embeddings"),
-        ("own_models:NotSqueezed", r"logits \[2\] for 2 samples and 1 labels, but gave float32 \[2, 1\]"),
-        ("own_models:FlatForTwo", r"logits \[1\] for 1 samples and 1 labels, but gave float32 \[\]"),
-        ("own_models:Listed", "but gave list"),
+        ("own_models:Forgets", "must store its argument embeddings as self.embeddings"),
+        ("own_models:NotSqueezed", r"logits \[2\] for 2 samples and 1 labels, but returned float32 \[2, 1\]"),
+        ("own_models:FlatForTwo", r"logits \[1\] for 1 samples and 1 labels, but returned float32 \[\]"),
+        ("own_models:Listed", "but returned list"),
         (
             "own_models:BeforeAlone",
             "score of what forward_dense has returned, on 2 samples of zeros, failed with Attribute",
@@ -118,5 +118,5 @@ def test_options_that_it_does_not_take_and_modules_that_do_not_load(
 
 
 def test_the_type_of_the_dense_part_is_its_own_business() -> None:
-    with pytest.raises(MesetaError, match=r"dense.dtype 'bfloat16' is for the models of this package"):
+    with pytest.raises(MesetaError, match=r"dense.dtype 'bfloat16' applies only to models of this package"):
         make_model(ModelConfig(name="own_models:Plain"), OneRowEach([4]), 3, 0, "bfloat16")

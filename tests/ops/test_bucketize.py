@@ -126,7 +126,7 @@ def test_many_ids_on_several_threads(count: int) -> None:
         ([0, 1], [3, -1], [[0, 4]], r"lengths\[0\] is 3"),
         ([0, 1], [-1, 3], [[0, 4]], r"lengths\[0\] is -1"),
         ([0, 1], [1], [[0, 4]], "add up to 1, but there are 2 ids"),
-        ([0, 1], [2], [[0, 4, 2]], "fall from 4 to 2"),
+        ([0, 1], [2], [[0, 4, 2]], "decrease from 4 to 2"),
         ([0, 1], [2], [0], "has 0 owners"),
         ([0, 1], [2], [[0]], "at least one row range"),
         ([0, 1], [2], [2, 2], "1 lengths of torch.int64 for 2 features"),

@@ -163,7 +163,7 @@ def test_sources_outside_the_gradient_are_refused(source: list[int], message: st
 
 def test_tensors_of_other_lengths_are_refused() -> None:
     zeros = torch.zeros(2, dtype=torch.int64)
-    with pytest.raises(MesetaError, match="one length, got 2, 1 and 2"):
+    with pytest.raises(MesetaError, match="the same length, got 2, 1 and 2"):
         torch.ops.meseta.coalesce(zeros, zeros[:1], zeros, torch.zeros(3, 4), None)
 
 

@@ -162,16 +162,16 @@ def encode(**changed: Any) -> None:
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"codec": CODECS["fp32"]}, "encode_columns: fp32 numbers travel as they are; call .*place_columns"),
-        ({"sources": [torch.ones(2, 3).double()]}, r"matrix 0 is torch.float64 \[2, 3\]; codecs take float32"),
+        ({"codec": CODECS["fp32"]}, "encode_columns: fp32 needs no encoding; call .*place_columns"),
+        ({"sources": [torch.ones(2, 3).double()]}, r"matrix 0 is torch.float64 \[2, 3\], but codecs need float32"),
         ({"sources": [torch.ones(3, 3)]}, r"matrix 0 is torch.float32 \[3, 3\]"),
         ({"sources": []}, "source 0 is outside 0..-1"),
-        ({"moves": (0, 1, 0, 3, 0)}, "3 columns from 1 of 3 cannot go to 0 of 3"),
-        ({"moves": (0, 0, 1, 3, 0)}, "3 columns from 0 of 3 cannot go to 1 of 3"),
-        ({"moves": (0, 0)}, "2 numbers of moves; give the 5"),
+        ({"moves": (0, 1, 0, 3, 0)}, "3 columns from column 1 of 3 cannot move to column 0 of 3"),
+        ({"moves": (0, 0, 1, 3, 0)}, "3 columns from column 0 of 3 cannot move to column 1 of 3"),
+        ({"moves": (0, 0)}, "moves have 2 numbers, not 5 per move"),
         ({"pieces": (4,)}, r"rows of pieces \[4\] need contiguous uint8 \[2, 6\]|int8 rows"),
         ({"pieces": (5,)}, r"need contiguous uint8 \[2, 8\] at an even address"),
-        ({"pieces": (-1, 4)}, "pieces are .*none of them negative"),
+        ({"pieces": (-1, 4)}, "pieces are .*at least 0"),
         ({"out": torch.zeros(2, 6)}, "the encoded matrix is torch.float32"),
         ({"out": torch.zeros(6, 2, dtype=torch.uint8).t()}, "with strides"),
         ({"out": torch.zeros(13, dtype=torch.uint8)[1:].view(2, 6)}, "at an even address"),
@@ -181,13 +181,13 @@ def encode(**changed: Any) -> None:
         ({"rounding": StochasticRounding((1, 2), (0,), 0)}, "rounding has 3 keys and columns for 1 pieces"),
         (
             {"rounding": StochasticRounding((1,), (8,), 0)},
-            "begins with column 8 of its table; blocks need a multiple of 16",
+            "rounding.columns contains 8; a piece must start at a multiple of 16",
         ),
         ({"rounding": StochasticRounding((1,), (0,), -1)}, "the first row has number -1"),
         ({"rounding": StochasticRounding((1,), (0,), torch.zeros(3, dtype=torch.int64))}, "numbers of rows are"),
         (
             {"codec": CODECS["bf16"], "rounding": StochasticRounding((1,), (0,), 0)},
-            "bf16 rounds to the nearest; give no rounding",
+            "bf16 has no stochastic rounding; pass no rounding",
         ),
     ],
 )
@@ -200,7 +200,7 @@ def test_calls_that_do_not_fit_are_refused(changed: dict[str, Any], words: str) 
 
 def test_decoding_refuses_what_does_not_fit() -> None:
     out, codes, whole, int8 = torch.zeros(2, 3), torch.zeros(2, 6, dtype=torch.uint8), (0, 0, 0, 3, 0), CODECS["int8"]
-    with pytest.raises(MesetaError, match="fp32 numbers travel"):
+    with pytest.raises(MesetaError, match="fp32 needs no encoding"):
         decode_columns(out, [codes], whole, CODECS["fp32"], [(3,)])
     with pytest.raises(MesetaError, match="2 lists of pieces for 1 matrices"):
         decode_columns(out, [codes], whole, int8, [(3,), (3,)])
@@ -210,7 +210,7 @@ def test_decoding_refuses_what_does_not_fit() -> None:
         decode_columns(out, [codes[:, :5]], whole, int8, [(3,)])
     with pytest.raises(MesetaError, match="columns must be contiguous"):
         decode_columns(torch.zeros(3, 2).t(), [codes], whole, int8, [(3,)])
-    with pytest.raises(MesetaError, match="3 columns from 2 of 3"):
+    with pytest.raises(MesetaError, match="3 columns from column 2 of 3"):
         decode_columns(out, [codes], (0, 2, 0, 3, 0), int8, [(3,)])
 
 
@@ -258,7 +258,7 @@ def test_triton_decodes_the_same_numbers(
 def test_triton_refuses_columns_outside() -> None:
     triton, codes = triton_implementation(), torch.zeros(2, 6, dtype=torch.uint8)
     layout = pack_layouts(CODECS["int8"], 0, [(3,)])
-    with pytest.raises(MesetaError, match="3 columns from 1 of 3 cannot go to 0 of 3"):
+    with pytest.raises(MesetaError, match="3 columns from column 1 of 3 cannot move to column 0 of 3"):
         triton.encode_columns(codes, [torch.ones(2, 3)], [0, 1, 0, 3, 0], layout, 1.0, [], None, None)
     with pytest.raises(MesetaError, match="source 1 is outside"):
         triton.decode_columns(torch.ones(2, 3), [codes], [1, 0, 0, 3, 0], layout, 1.0)

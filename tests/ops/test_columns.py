@@ -59,10 +59,10 @@ def test_neighbours_move_together() -> None:
     ("move", "words"),
     [
         (ColumnMove(1, 0, 0, 1), "source 1 is outside 0..0"),
-        (ColumnMove(0, 2, 0, 2), "2 columns from 2 of 3"),
-        (ColumnMove(0, 0, 4, 1), "cannot go to 4 of 4"),
+        (ColumnMove(0, 2, 0, 2), "2 columns from column 2 of 3"),
+        (ColumnMove(0, 0, 4, 1), "cannot move to column 4 of 4"),
         (ColumnMove(0, 0, 0, -1), "-1 columns"),
-        (ColumnMove(0, -1, 0, 1), "from -1 of 3"),
+        (ColumnMove(0, -1, 0, 1), "from column -1 of 3"),
     ],
 )
 def test_columns_outside_are_refused(move: ColumnMove, words: str) -> None:

@@ -133,9 +133,9 @@ def test_strided_inputs_are_read_as_they_are() -> None:
 @pytest.mark.parametrize("shapes", [((2, 3), (2, 7)), ((2, 3), (1, 6)), ((2, 0), (2, 0)), ((2,), (2, 4))])
 def test_shapes_that_do_not_fit_are_named(shapes: Any) -> None:
     x, pooled = (torch.zeros(shape) for shape in shapes)
-    with pytest.raises(MesetaError, match="no whole number of vectors"):
+    with pytest.raises(MesetaError, match="not a whole number of vectors"):
         torch.ops.meseta.dot_interaction(x, pooled)
-    with pytest.raises(MesetaError, match="no whole number of vectors"):
+    with pytest.raises(MesetaError, match="not a whole number of vectors"):
         torch.ops.meseta.dot_interaction_backward(torch.zeros(2, 5), x, pooled)
-    with pytest.raises(MesetaError, match=r"the gradient is torch.float32 \(2, 5\), the result was .* \(2, 6\)"):
+    with pytest.raises(MesetaError, match=r"the gradient is torch.float32 \(2, 5\), but the result was .* \(2, 6\)"):
         torch.ops.meseta.dot_interaction_backward(torch.zeros(2, 5), torch.zeros(2, 3), torch.zeros(2, 6))

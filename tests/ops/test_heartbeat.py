@@ -56,7 +56,7 @@ def test_places_outside_are_refused(file: int, place: int) -> None:
 
 def test_what_is_no_file_is_refused() -> None:
     reader, writer = os.pipe()
-    with pytest.raises(ValueError, match="too short for this offset, or is none"):
+    with pytest.raises(ValueError, match="too short for this offset, or is not a regular file"):
         start_heartbeat(reader, 0)
     os.close(reader)
     os.close(writer)

@@ -200,7 +200,7 @@ HOSTILE_OFFSETS = [
 @pytest.mark.parametrize("offsets", HOSTILE_OFFSETS, ids=str)
 @pytest.mark.parametrize("dtype", TYPES[:3], ids=str)
 def test_offsets_that_fall_or_leave_the_ids_are_refused(offsets: list[int], dtype: torch.dtype) -> None:
-    with pytest.raises(MesetaError, match=r"pooled_lookup: offsets\[\d\] is .*must lie in 0\.\.3"):
+    with pytest.raises(MesetaError, match=r"pooled_lookup: offsets\[\d\] is .*must be in 0\.\.3"):
         pooled_lookup([torch.ones(5, 4, dtype=dtype)], torch.tensor([0, 1, 2]), torch.tensor(offsets))
 
 

@@ -178,17 +178,19 @@ def test_rows_of_a_cache_that_moves_no_values() -> None:
 def test_what_cannot_be_is_told() -> None:
     far = memory_backing_store(torch.zeros(9, 8, dtype=torch.uint8), torch.zeros(9, dtype=torch.bool))
     cache = RowCache(2, 1, 9, far)
-    with pytest.raises(MesetaError, match=r"rows\[1\] is 9, which there is not"):
+    with pytest.raises(MesetaError, match=r"rows\[1\] is 9, which does not exist"):
         pin_rows([cache], [(0, torch.tensor([1, 9]))])
     with pytest.raises(MesetaError, match="there is no cache 1"):
         pin_rows([cache], [(1, torch.tensor([1]))])
     with pytest.raises(MesetaError, match="cache 1 is given twice"):
         pin_rows([cache, cache], [(0, torch.tensor([1]))])
-    with pytest.raises(CacheFullError, match="looks up 2 rows, 2 of which do not lie near, and others need 0 slots"):
+    with pytest.raises(
+        CacheFullError, match="looks up 2 rows, of which 2 are not cached, while other batches need 0 slots"
+    ):
         pin_rows([cache], [(0, torch.tensor([1, 2]))], read_only=True)
-    with pytest.raises(MesetaError, match="has not a row for each slot"):
+    with pytest.raises(MesetaError, match="does not have one row per slot"):
         RowCache(2, 1, 9, far, [torch.zeros(2, 8, dtype=torch.uint8)])
-    with pytest.raises(MesetaError, match="has 4 bytes near, and 8 far"):
+    with pytest.raises(MesetaError, match="has 4 bytes in the cache, but 8 in the backing store"):
         RowCache(2, 1, 9, far, [torch.zeros(3, 4, dtype=torch.uint8)])
     with pytest.raises(MesetaError, match="0 slots"):
         RowCache(0, 1, 9, far)

@@ -252,20 +252,20 @@ def test_what_is_wrong_is_named(engine: DiskEngine) -> None:
         file.read(torch.tensor([10]), out)
     with pytest.raises(MesetaError, match=r"rows\[0\] is -1"):
         file.write(torch.tensor([-1]), out)
-    with pytest.raises(MesetaError, match="there are 2 rows, and values of 1"):
+    with pytest.raises(MesetaError, match="there are 2 rows, but values of 1"):
         file.write(torch.tensor([0, 1]), out)
-    with pytest.raises(MesetaError, match="values of a row have 6 bytes; its record has 8"):
+    with pytest.raises(MesetaError, match="values of a row have 6 bytes, but its record has 8"):
         file.write(torch.tensor([0]), out[:, :3].contiguous(), out[:, :3].contiguous())
     frozen = file.snapshot()
-    with pytest.raises(MesetaError, match="not among the 10 frozen rows"):
+    with pytest.raises(MesetaError, match="not among the 10 rows of the snapshot"):
         frozen.read(10, out)
     file.close()
     file.close()
     with pytest.raises(MesetaError, match="is closed"):
         file.flush()
-    with pytest.raises(MesetaError, match="cut it into shards"):
+    with pytest.raises(MesetaError, match="split them into shards"):
         RowFile(engine, "t", num_rows=(1 << 31) + 1, record_bytes=8)
-    with pytest.raises(MesetaError, match="cut its columns into shards"):
+    with pytest.raises(MesetaError, match="split its columns into shards"):
         RowFile(engine, "t", num_rows=1, record_bytes=1 << 20)
     with pytest.raises(MesetaError, match="max_reads_per_s"):
         DiskEngine(engine.folder, max_reads_per_s=0)

@@ -90,7 +90,7 @@ def test_an_older_state_of_the_file_is_not_taken_for_the_present_one(file: RowFi
 def test_a_file_that_was_cut_is_named(file: RowFile) -> None:
     file.flush()
     os.truncate(file.path, 8192)
-    with pytest.raises(MesetaError, match=named(file, "it ends early")):
+    with pytest.raises(MesetaError, match=named(file, "the file ends early")):
         read(file, torch.arange(ROWS))
 
 
@@ -118,13 +118,13 @@ def test_reads_that_are_under_way_end_before_the_file_is_closed(file: RowFile, t
             assert reading.wait().all() and torch.equal(out, expected[rows])
             ended += 1
         except MesetaError as error:
-            assert "it is closed" in str(error)
+            assert "the file is closed" in str(error)
     assert ended > 0
-    with pytest.raises(MesetaError, match="it is closed"):
+    with pytest.raises(MesetaError, match="the file is closed"):
         frozen.read(0, torch.empty(ROWS, WIDTH, dtype=torch.uint8)).wait()
     with pytest.raises(BackingStoreError) as failed:
         cache.write_back(cache.dirty_slots())
-    assert "it is closed, and its rows are gone" in str(file.explain(failed.value.failure))
+    assert "the file is closed and its rows are gone" in str(file.explain(failed.value.failure))
     with pytest.raises(BackingStoreError):
         pin_rows([cache], [(0, torch.arange(100, 108))])
     assert os.fstat(other).st_size == 0
@@ -133,7 +133,10 @@ def test_reads_that_are_under_way_end_before_the_file_is_closed(file: RowFile, t
 
 def test_an_error_of_the_system_is_named_and_the_rest_goes_on(file: RowFile, tmp_path: Path) -> None:
     file.flush()
-    with in_its_place(file, str(tmp_path)), pytest.raises(MesetaError, match=named(file, "it cannot be read: .*direc")):
+    with (
+        in_its_place(file, str(tmp_path)),
+        pytest.raises(MesetaError, match=named(file, "the file cannot be read: .*direc")),
+    ):
         read(file, torch.arange(ROWS))
     if file.engine.info.engine == THREADS:  # /proc/self/mem has no byte there
         with in_its_place(file, "/proc/self/mem"), pytest.raises(MesetaError, match="Input/output error"):
@@ -146,7 +149,7 @@ def test_rows_that_a_full_disk_has_not_taken_are_kept(file: RowFile) -> None:
     newer = records_of(ROWS, WIDTH, 1)
     file.write(torch.arange(10), newer[:10])  # begins a segment
     with in_its_place(file, "/dev/full"):
-        with pytest.raises(MesetaError, match=named(file, "it cannot be written: No space left.*make room")):
+        with pytest.raises(MesetaError, match=named(file, "the file cannot be written: No space left.*free space")):
             file.flush()
         with pytest.raises(MesetaError, match="No space left"):
             file.write(torch.arange(10, 20), newer[10:20])
@@ -290,13 +293,13 @@ def test_threads_serve_where_the_system_forbids_io_uring(tmp_path: Path) -> None
     child = subprocess.run(
         [sys.executable, "-c", FORBIDDEN, str(tmp_path)], check=False, capture_output=True, text=True
     )
-    assert child.stdout.startswith("threads (the system forbids io_uring, as profiles of containers")
-    assert "MesetaError: storage: engine 'io_uring' is not to be had: the system forbids io_uring" in child.stderr
+    assert child.stdout.startswith("threads (the system forbids io_uring, for example by a container profile")
+    assert "MesetaError: storage: engine 'io_uring' is unavailable: the system forbids io_uring" in child.stderr
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(MesetaError, match=r"storage: '.*file/tier' cannot be made .*; set storage.dir"):
+    with pytest.raises(MesetaError, match=r"storage: '.*file/tier' cannot be created .*; set storage.dir"):
         DiskEngine(tmp_path / "file" / "tier")
     with pytest.raises(MesetaError, match="engine 'fast' is unknown"):
         probe_engine(tmp_path, "fast")

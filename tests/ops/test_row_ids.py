@@ -81,7 +81,7 @@ def test_stages(optimizer: str, dtype: torch.dtype) -> None:
 def test_row_ids_that_do_not_fit_are_named() -> None:
     call = update_case(make_row_optimizer(SPECS["sgd"]), 4, dims=(16,))
     for row_ids, told in (
-        ([torch.arange(3)], r"row ids are torch\.int64 \[3\]; give contiguous int64"),
+        ([torch.arange(3)], r"row ids are torch\.int64 \[3\]; pass contiguous int64"),
         ([torch.arange(len(call.tables[0])).int()], "row ids are torch.int32"),
         ([], "for each table, or for none"),
     ):

@@ -178,9 +178,9 @@ def test_rows_of_a_log_are_marked_when_it_is_full_and_when_somebody_asks(num_thr
     ("marks", "told"),
     [
         ([torch.zeros(1, dtype=torch.int64)], "marks are torch.int64"),
-        ([torch.zeros(1, dtype=torch.int32)], r"marks are torch.int32 \[1\]; give contiguous int32 \[3\]"),
-        ([torch.zeros(6, dtype=torch.int32)[::2]], "give contiguous int32"),
-        ([], "there must be marks for each table, or for none"),
+        ([torch.zeros(1, dtype=torch.int32)], r"marks are torch.int32 \[1\]; pass contiguous int32 \[3\]"),
+        ([torch.zeros(6, dtype=torch.int32)[::2]], "pass contiguous int32"),
+        ([], "pass marks for each table, or for none"),
     ],
 )
 def test_marks_that_do_not_fit_are_named(marks: list[Tensor], told: str) -> None:
@@ -194,7 +194,7 @@ def test_a_row_outside_the_marks_is_named() -> None:
     """Where rows lie in slots, only they tell how many there are."""
     call = update_case(make_row_optimizer(SPECS["sgd"]), 4, dims=(16,))
     far = torch.full((len(call.tables[0]),), 16)
-    with pytest.raises(MesetaError, match="row 16 lies outside the marks of 16 rows"):
+    with pytest.raises(MesetaError, match="row 16 is outside the marks of 16 rows"):
         by_the_operator(replace(call, row_ids=[far], marks=[torch.zeros(1, dtype=torch.int32)]))
 
 

@@ -270,7 +270,7 @@ def keep(w: Any, g: Any, state: Any, stats: Any, h: Any) -> Any:
     ("optimizer", "words"),
     [
         (optimizer_of(lambda w, g, s, t, h: w), "update must return (new rows, new state by name)"),
-        (optimizer_of(lambda w, g, s, t, h: (w, {}), init=element), "returns the state [], but init ['s']"),
+        (optimizer_of(lambda w, g, s, t, h: (w, {}), init=element), "returns states [], but init ['s']"),
         (optimizer_of(lambda w, g, s, t, h: (w, {"s": g}), init=row), "state 's' is one number per row"),
         (
             optimizer_of(lambda w, g, s, t, h: (w, {"s": None}), init=row),
@@ -279,11 +279,11 @@ def keep(w: Any, g: Any, state: Any, stats: Any, h: Any) -> Any:
         (optimizer_of(keep, lambda w, g, s, t, h: g * g), "must return summands by name"),
         (optimizer_of(keep, lambda w, g, s, t, h: {"x": s["s"]}, init=row), "summand 'x' must be a value per element"),
         (optimizer_of(keep, lambda w, g, s, t, h: {"x": 1.0}), "summand 'x' must be a value per element"),
-        (optimizer_of(keep, *[lambda w, g, s, t, h: {"x": g}] * 2), "two stages of row_stats give 'x'"),
+        (optimizer_of(keep, *[lambda w, g, s, t, h: {"x": g}] * 2), "two stages of row_stats return 'x'"),
         (optimizer_of(keep, init=lambda weight: {"row": weight}), "'row' must be an identifier other than 'id'"),
         (optimizer_of(keep, init=lambda weight: {"a b": weight}), "'a b' must be an identifier"),
-        (optimizer_of(keep, init=lambda weight: {"s": weight[0]}), "is torch.float32 [3], and must be"),
-        (optimizer_of(keep, init=lambda weight: {"s": weight.double()}), "is torch.float64 [2, 3], and must be"),
+        (optimizer_of(keep, init=lambda weight: {"s": weight[0]}), "is torch.float32 [3], but must be"),
+        (optimizer_of(keep, init=lambda weight: {"s": weight.double()}), "is torch.float64 [2, 3], but must be"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -303,7 +303,7 @@ def test_too_many_values_at_once() -> None:
             total = total * value
         return total, state
 
-    with pytest.raises(MesetaError, match="values per element and 0 per row at once, and 64 of each are possible"):
+    with pytest.raises(MesetaError, match="values per element and 0 per row at the same time, but at most 64 of each"):
         trace(optimizer_of(update))
 
 

@@ -155,7 +155,7 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
     with pytest.raises(MesetaError, match="weights for"):
         kernel.row_update(replace(call, weights=torch.ones(1)))
     pooled = next(f for f in range(0, 24, 6) if not call.features[f + 4])
-    for field, value, match in ((0, 99, "lies outside"), (0, -1, "lies outside"), (3, 10**6, "needs 9 gradients")):
+    for field, value, match in ((0, 99, "is outside"), (0, -1, "is outside"), (3, 10**6, "needs 9 gradients")):
         features = call.features[pooled : pooled + 6]
         features[field] = value
         with pytest.raises(MesetaError, match=match):

@@ -58,6 +58,6 @@ BAD_INITS: dict[str, Callable[[Tensor], RowState]] = {
 
 @pytest.mark.parametrize("init", BAD_INITS.values(), ids=BAD_INITS.keys())
 def test_an_init_that_looks_at_several_rows_is_refused(init: Callable[[Tensor], RowState]) -> None:
-    told = r"table 'users': .* `init` of optimizer 'mine:make' gives a row another state alone .* in 'hbm'"
+    told = r"table 'users': .* `init` of optimizer 'mine:make' the state of a row depends on other rows; .* in 'hbm'"
     with pytest.raises(MesetaError, match=told):
         check_row_init(table(), own(init))

@@ -188,6 +188,6 @@ def test_gradients_that_are_no_numbers_move_nothing() -> None:
     ours = Ours(dict.fromkeys(ROWS, OptimizerSpec(name="sgd", lr=0.3)))
     rows = [shard.weight.clone() for shard in ours.embeddings.shards]
     ours.head.weight.register_hook(lambda gradient: gradient * float("inf"))
-    with pytest.raises(MesetaError, match=r"^the gradients are not finite, so that train.clip_norm cannot scale them;"):
+    with pytest.raises(MesetaError, match=r"^the gradients are not finite, so train.clip_norm cannot scale them;"):
         pipeline(ours, torch.optim.SGD(ours.parameters(), lr=0.3))(batch(0))
     assert all(torch.equal(a, shard.weight) for a, shard in zip(rows, ours.embeddings.shards, strict=True))

@@ -95,11 +95,15 @@ def test_a_term_of_that_name_stands_in_place_of_the_cross_entropy() -> None:
 @pytest.mark.parametrize(
     ("names", "terms", "message"),
     [
-        (["first"], {}, r"Wrong.loss_terms is \['first'\]; give a tuple of names"),
-        (("a", "a"), {}, "loss_terms has a name twice: a, a"),
-        (("a",), {"b": torch.zeros(5)}, r"gave the terms \['b'\], but its names are \['a'\]"),
-        (("a",), [torch.zeros(5)], "gave the terms list, but"),
-        (("a",), {"a": torch.zeros(())}, r"the term 'a' is \[\] for logits \[5\]; give one number for each sample"),
+        (["first"], {}, r"Wrong.loss_terms must be a tuple of names such as \('block',\), got \['first'\]"),
+        (("a", "a"), {}, "loss_terms must not contain duplicates, got a, a"),
+        (("a",), {"b": torch.zeros(5)}, r"a tensor for each of the terms \['a'\], got \['b'\]"),
+        (("a",), [torch.zeros(5)], "got list"),
+        (
+            ("a",),
+            {"a": torch.zeros(())},
+            r"the term 'a' has shape \[\] for logits \[5\]; return one number for each sample",
+        ),
     ],
 )
 def test_terms_that_are_not_those_of_the_model_are_refused(names: Any, terms: Any, message: str) -> None:
@@ -154,11 +158,14 @@ def test_a_loss_of_the_whole_batch_is_added_to_the_mean_over_it(weight: list[flo
 def test_a_loss_of_the_whole_batch_is_refused_where_it_is_cut_into_parts_and_where_it_is_no_number() -> None:
     model = made(cls=GlobalLoss)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    with pytest.raises(MesetaError, match=r"global_loss_terms, .* which train.accumulate_steps 3 cuts into parts; set"):
+    with pytest.raises(MesetaError, match=r"global_loss_terms, .* but train.accumulate_steps is 3; set"):
         Pipeline(model, optimizer, World.single(), accumulate_steps=3)
     model.global_losses = lambda logits, label, weight: {"calibration": logits, "pairs": logits.sum()}
-    with pytest.raises(MesetaError, match=r"the term 'calibration' is \[5\]; give one number for the whole batch"):
+    with pytest.raises(
+        MesetaError,
+        match=r"the term 'calibration' must be a scalar, got shape \[5\]; return one number for the whole batch",
+    ):
         Pipeline(model, optimizer, World.single())(batch())
     model.loss_terms, model.score_with_losses = ("pairs",), None.__init__
-    with pytest.raises(MesetaError, match="loss_terms and global_loss_terms share a name"):
+    with pytest.raises(MesetaError, match="loss_terms and global_loss_terms must have different names"):
         Pipeline(model, optimizer, World.single())

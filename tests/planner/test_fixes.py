@@ -54,7 +54,7 @@ def test_a_table_that_constraints_keep_whole_may_be_cut() -> None:
         {"tables": {"*": {"sharding": "table_wise", "dtypes": [largest.dtype]}}, "max_tables_per_rank": 3}
     )
     error = refused(workload, topology, constraints)
-    assert f"{largest.name!r}" in error.certificate and "larger than the room of a device" in error.certificate
+    assert f"{largest.name!r}" in error.certificate and "larger than the memory of a device" in error.certificate
     assert any("row_wise" in fix.description and largest.name in fix.description for fix in error.fixes)
     assert not any("float16" in fix.description for fix in error.fixes)
     check_promises(error)

@@ -318,7 +318,7 @@ def test_tables_that_memory_has_no_room_for_lie_on_the_disk() -> None:
 def test_a_disk_is_a_way_out() -> None:
     tables = tuple(replace(table, num_embeddings=4_000_000) for table in made("adam"))
     topology = Topology(hbm_bytes=2_000_000_000)
-    with pytest.raises(DoesNotFitError, match=r"let tables lie on .* of disk on each host \(disk_bytes; storage.dir"):
+    with pytest.raises(DoesNotFitError, match=r"store tables on .* of disk on each host \(disk_bytes; storage.dir"):
         find_plan(workload(tables), topology)
     found = find_plan(workload(tables), replace(topology, disk_bytes=20_000_000_000))
     assert "disk" in {shard.tier for entry in found.plan.tables for shard in entry.shards}

@@ -167,7 +167,7 @@ def test_the_only_reader_keeps_what_it_has(clock: Clock) -> None:
 def test_ranks_of_a_former_attempt_are_turned_away(table: LeaseTable) -> None:
     of(table, 0, attempt=3)
     of(table, 0, attempt=4)
-    with pytest.raises(MesetaError, match="rank 1 belongs to a former attempt at run 'run'"):
+    with pytest.raises(MesetaError, match="rank 1 belongs to an earlier attempt of run 'run'"):
         of(table, 0, attempt=3, rank=1)
     of(table, 0, attempt=3, run="another")
 
@@ -204,7 +204,7 @@ def test_what_is_remembered_has_a_limit(table: LeaseTable, monkeypatch: pytest.M
         of(table, 7, run=run, troubles=(ReaderFailure(window=7, reader=reader, kind="failed", what="broken"),))
     assert num_leases(table) == 3
     table.record_heartbeat(beat("d"))
-    with pytest.raises(MesetaError, match="there are 4 readers, the most that a dispatcher knows"):
+    with pytest.raises(MesetaError, match="a dispatcher has at most 4 readers"):
         table.record_heartbeat(beat("e"))
     table.record_heartbeat(beat("d"))
     assert len(table.readers()) == 4

@@ -49,7 +49,7 @@ def test_zipped_sources_come_in_order_alone(tmp_path: Path, monkeypatch: pytest.
     whole, recipe = both(tmp_path, sources=[f"{tmp_path}/raw/*"], hash_rows=300)
     plain, shuffled = (ReaderOptions(batch_size=21, window_rows=70, shuffle=shuffle) for shuffle in (False, True))
     message = (
-        r"0.tsv.gz' is compressed, or not in UTF-8, so its rows can be read in order alone, and not shuffled: "
+        r"0.tsv.gz' is compressed, or not in UTF-8, so its rows can only be read in order and not shuffled: "
         r"convert it and make"
     )
     with running({"log": recipe.dir}, 2) as tier:
@@ -69,8 +69,6 @@ def test_a_source_that_changes_ends_all_in_one_line(tmp_path: Path, monkeypatch:
         next(batches)
         for path in sorted((tmp_path / "raw").glob("*.tsv")):
             path.write_bytes(path.read_bytes()[:-1000])
-        with pytest.raises(
-            MesetaError, match=r"'.*\.tsv' has changed since the recipe was made: bring it back, or make"
-        ):
+        with pytest.raises(MesetaError, match=r"'.*\.tsv' has changed since the recipe was made: restore it, or make"):
             list(batches)
         batches.close()

@@ -169,6 +169,6 @@ def test_a_status_that_is_none_is_refused() -> None:
     for change in ('"num_again":{"why":1}', '"busy_s":-1', '"reader":""', '"rows_per_s":1e999'):
         key = change.partition(":")[0]
         content = re.sub(key + r":(\{[^}]*\}|[^,}]+)", change.replace("\\", ""), STATUS.model_dump_json(), count=1)
-        with pytest.raises(MesetaError, match="dispatcher sent what is no ReaderServiceStatus"):
+        with pytest.raises(MesetaError, match="dispatcher sent an invalid ReaderServiceStatus"):
             ReaderServiceStatus.from_bytes(content.encode(), "dispatcher")
     assert ReaderServiceStatus.from_bytes(STATUS.to_bytes(), "dispatcher") == STATUS

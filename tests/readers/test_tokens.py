@@ -120,7 +120,9 @@ def test_a_dispatcher_of_another_user(tmp_path: Path, folder: Path) -> None:
         ):
             DispatcherClient(server.url).status()
         stored = PortToken(server.port).store()
-        with pytest.raises(MesetaError, match=rf"takes another token than that in '{folder}/{server.port}.token': ano"):
+        with pytest.raises(
+            MesetaError, match=rf"expects another token than that in '{folder}/{server.port}.token', because ano"
+        ):
             DispatcherClient(server.url).status()
         for text in (repr(stored), repr(secret), repr(server), repr(DispatcherClient(server.url)), str(secret)):
             assert secret.current_token().decode() not in text and stored.current_token().decode() not in text
@@ -161,13 +163,13 @@ def folder_given_away(path: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "why"),
     [
-        (readable, "7.token' may be read by others, and is a secret; chmod 600 "),
+        (readable, "7.token' is a secret, but others may read it; chmod 600 "),
         (give_away, "7.token' belongs to another user; remove it"),
-        (linked, "7.token' cannot be read .it is a device, no regular file.; remove it"),
-        (emptied, "7.token' has 0 characters, and must have 43 or more"),
-        (short, "7.token' has 42 characters, and must have 43 or more"),
+        (linked, "7.token' cannot be read .it is a device, not a regular file.; remove it"),
+        (emptied, "7.token' must have 43 or more characters, all of them letters, digits, - and _, got 0"),
+        (short, "7.token' must have 43 or more characters, all of them letters, digits, - and _, got 42"),
         (folder_open, "others may enter it; chmod 700 "),
-        (folder_linked, "it is no folder; remove it"),
+        (folder_linked, "it is not a folder; remove it"),
         (folder_given_away, "it belongs to another user; remove it"),
     ],
 )
@@ -190,7 +192,7 @@ def test_no_folder_to_store_in(folder: Path) -> None:
 @pytest.mark.parametrize("content", [b"", b"A" * 42, b"A" * 43 + b" B", b"\xff" * 50, b"A" * 1025])
 def test_contents_that_are_no_token(content: bytes) -> None:
     with pytest.raises(
-        MesetaError, match=r"the file has \d+ characters, and must have 43 or more.*; do that$"
+        MesetaError, match=r"the file must have 43 or more characters.*, got \d+ characters; do that$"
     ) as refused:
         parse_token(content, "the file", "do that")
     assert str(refused.value).isprintable()

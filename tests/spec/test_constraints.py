@@ -63,7 +63,7 @@ def test_plans_keep_to_all_rules() -> None:
         ({"tables": {"t0": {"ranks": [4]}}}, "ranks must be in 0..3, got 4"),
         ({"tables": {"t0": {"tiers": ["disk"]}}}, "the topology has none of its tiers disk"),
         ({"tables": {"t0": {"ranks": [1], "sharding": "data_parallel"}}}, "need all; allow another sharding type"),
-        ({"tables": {"t0": {"ranks": [1], "sharding": "column_wise"}}}, "nothing is left for 't0'"),
+        ({"tables": {"t0": {"ranks": [1], "sharding": "column_wise"}}}, "no placement is possible for 't0'"),
         ({"together": [["t0", "t1"]], "apart": [["t0", "t1"]]}, "must not be both together and apart"),
         ({"together": [["t0", "t1"], ["t1", "t2"]]}, "in two groups of together"),
         ({"together": [["t0", "t1"]], "tables": {"t0": {"ranks": 1}, "t1": {"ranks": 2}}}, "share no allowed rank"),

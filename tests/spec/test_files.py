@@ -33,7 +33,9 @@ def test_a_failed_write_leaves_the_old_file(
     for step in ("replace", "fsync"):
         with monkeypatch.context() as patch:
             patch.setattr(os, step, full)
-            with pytest.raises(MesetaError, match="file' cannot be written: No space left on device; choose another"):
+            with pytest.raises(
+                MesetaError, match="file' cannot be written: No space left on device; choose another file"
+            ):
                 write(place)
         assert place.read_text() == "old" and [path.name for path in tmp_path.iterdir()] == ["file"]
     write(place)
@@ -45,8 +47,8 @@ def test_places_that_cannot_become_a_file(tmp_path: Path) -> None:
     for place, reason in (
         (tmp_path, "is a folder; name a file"),
         (tmp_path / "no" / "f", "folder does not exist"),
-        (tmp_path / "round", "Too many levels of symbolic links; name another"),
-        (tmp_path / "round" / "f", "Too many levels of symbolic links; name another"),
+        (tmp_path / "round", "Too many levels of symbolic links; choose another file"),
+        (tmp_path / "round" / "f", "Too many levels of symbolic links; choose another file"),
     ):
         with pytest.raises(MesetaError, match=reason):
             PLAN.save(place)

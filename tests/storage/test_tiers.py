@@ -233,7 +233,9 @@ def test_a_save_in_the_background_lets_its_copies_go(tmp_path: Path, monkeypatch
 
 def test_a_batch_that_does_not_fit_is_named(tmp_path: Path) -> None:
     tiered = placed("cached", {"big": 4, "small": 36}, "sgd", "float32", tmp_path)
-    told = r"table 'big', rows 0\.\.499: a batch looks up \d+ distinct rows, but 4 rows lie near; give the table cache_"
+    told = (
+        r"table 'big', rows 0\.\.499: a batch looks up \d+ distinct rows, but the cache has 4 slots; set cache_rows of"
+    )
     with pytest.raises(MesetaError, match=told):
         loss_of(tiered, batch(0))
     assert same(contents(tiered), contents(collection("sgd", "float32")))
@@ -321,7 +323,7 @@ def test_an_optimizer_whose_states_cannot_be_made_row_by_row_is_named() -> None:
         lambda weight: {"first": row_state(weight)} if len(weight) > 3 else {},
     ):
         with pytest.raises(
-            MesetaError, match=r"table 'big': .* `init` of optimizer 'adam' gives a row another state alone"
+            MesetaError, match=r"table 'big': .* `init` of optimizer 'adam' the state of a row depends on other rows"
         ):
             check_row_init(spec, replace(sound, init=init))
 
@@ -379,5 +381,5 @@ def test_a_loop_of_ones_own_reads_ahead(
             of_model.append(float(loss.detach()))
         losses.append((of_model, contents(made)))
     assert losses[0][0] == losses[1][0] and same(losses[0][1], losses[1][1])
-    said = capfd.readouterr().err.count("note: rows of fewer than 8 batches are brought ahead")
+    said = capfd.readouterr().err.count("note: fewer than 8 batches are prefetched")
     assert said == int((lookahead, near) == (8, 40))

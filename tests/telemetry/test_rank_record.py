@@ -115,17 +115,17 @@ def test_it_outlives_a_process_that_is_killed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("at", "bytes_there", "words"),
     [
-        (0, b"PK", "it does not begin as one"),
-        (8, struct.pack("<I", 9), "it is of version 9"),
-        (20, b"\7", "its head does not match its checksum"),
+        (0, b"PK", "its first bytes are not those"),
+        (8, struct.pack("<I", 9), "its version is 9"),
+        (20, b"\7", "its header does not match its checksum"),
     ],
 )
 def test_what_is_no_record_is_refused(file: int, at: int, bytes_there: bytes, words: str) -> None:
     RankRecord(file, 0, 2)
     os.pwrite(file, bytes_there, at)
-    with pytest.raises(MesetaError, match=f"record of a rank 'here': {words}.*move it away"):
+    with pytest.raises(MesetaError, match=f"rank record 'here': {words}.*move it away"):
         parse_record(content(file), "here")
-    with pytest.raises(MesetaError, match="it has 10 bytes"):
+    with pytest.raises(MesetaError, match="got 10;"):
         parse_record(content(file)[:10], "here")
 
 
@@ -149,7 +149,7 @@ def test_no_spoiled_byte_is_believed(file: int) -> None:
 
 def test_impossible_ranks_are_refused(file: int) -> None:
     RankRecord(file, 5, 2)
-    with pytest.raises(MesetaError, match="it is of rank 5 of 2"):
+    with pytest.raises(MesetaError, match="its header names rank 5 of 2"):
         parse_record(content(file), "here")
     head = content(file)[:200]
     assert crc32(head) != 0

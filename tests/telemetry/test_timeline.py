@@ -168,8 +168,8 @@ def test_a_clock_that_rounds_leaves_no_overlap() -> None:
 @pytest.mark.parametrize(
     ("text", "rule"),
     [("", "must be FIRST:LAST, as 101:110, got ''"), ("3-5", "got '3-5'"), ("3:", "got '3:'"), (":5", "got ':5'"),
-     ("-1:5", "got '-1:5'"), ("1:2:3", "got '1:2:3'"), ("0:4", "must count up from 1"), ("5:4", "must count up from 1"),
-     ("1:101", "are 101 steps; a timeline has 100 at most"), ("9" * 100, "must be FIRST:LAST"), ("²:3", "got '²:3'")],
+     ("-1:5", "got '-1:5'"), ("1:2:3", "got '1:2:3'"), ("0:4", "1 <= FIRST <= LAST"), ("5:4", "1 <= FIRST <= LAST"),
+     ("1:101", "are 101 steps, but a timeline"), ("9" * 100, "must be FIRST:LAST"), ("²:3", "got '²:3'")],
 )  # fmt: skip
 def test_steps_that_cannot_be_profiled(text: str, rule: str) -> None:
     with pytest.raises(MesetaError) as caught:

@@ -37,7 +37,7 @@ def test_a_gpu_for_each_rank(two_gpus: pytest.MonkeyPatch, capsys: pytest.Captur
 
 def test_more_ranks_than_gpus(two_gpus: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     two_gpus.setenv("LOCAL_WORLD_SIZE", "3")
-    told = "note: 3 ranks on this host and 2 GPU(s): all ranks take the CPU; --nproc 2 takes the GPUs\n"
+    told = "note: this host has 3 ranks and only 2 GPU(s), so all ranks use the CPU; --nproc 2 uses the GPUs\n"
     for rank, err in (("0", told), ("2", "")):
         two_gpus.setenv("RANK", rank)
         two_gpus.setenv("LOCAL_RANK", rank)

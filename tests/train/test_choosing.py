@@ -273,7 +273,7 @@ def test_more_epochs_go_on_from_the_last_weights(
     capsys.readouterr()
     longer = {**FIRST_IS_BEST, "train__epochs": 3}
     summary = train(settings(data, tmp_path / "cut", **longer))
-    assert "going on from step 22 (the last; the best so far is step 6)" in capsys.readouterr().err
+    assert "resuming from step 22 (the last; the best so far is step 6)" in capsys.readouterr().err
     oracle = train(settings(data, tmp_path / "whole", **longer))
     assert final_checksum(tmp_path / "cut") == final_checksum(tmp_path / "whole")
     assert without_times([summary["test"], summary["best"]]) == without_times([oracle["test"], oracle["best"]])
@@ -296,7 +296,7 @@ def test_best_weights_that_were_not_kept_are_told(data: Path, tmp_path: Path) ->
     train(settings(data, tmp_path / "run", **last, train__max_steps=16))
     before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
     with pytest.raises(
-        MesetaError, match=r"step 6 was the best so far, but its checkpoint was not kept; set train\.fin"
+        MesetaError, match=r"needs the checkpoint of step 6, the best so far, which was not kept; set train\.fin"
     ):
         train(settings(data, tmp_path / "run", **FIRST_IS_BEST))
     assert {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()} == before
@@ -306,7 +306,7 @@ def test_best_weights_that_were_not_kept_are_told(data: Path, tmp_path: Path) ->
 def test_a_lost_checkpoint_of_the_best_is_told(ended: Path, tmp_path: Path) -> None:
     shutil.copytree(ended, tmp_path / "run")
     shutil.rmtree(tmp_path / "run/checkpoints/step-000000006")
-    with pytest.raises(MesetaError, match=r"has ended with the weights of step 6, and .* is not there"):
+    with pytest.raises(MesetaError, match=r"ended with the weights of step 6, but .* does not exist"):
         load_trained(tmp_path / "run", "test", World.single())
 
 
@@ -331,13 +331,13 @@ def test_other_rates_after_an_early_stop(data: Path, tmp_path: Path, capsys: pyt
         capsys.readouterr()
         assert train(settings(data, tmp_path / "run", **stops, **early, **OTHER_RATES))["num_steps"] == 12
         [note] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note:")]
-        assert "stopped early at step 12, since 2 evaluations in a row were no better than ne" in note
-        assert "its weights, figures and config are kept" in note and "dense.optimizer.lr was 0.01, is 0.02" in note
-        assert "--force, to train so from the start, or raise train.early_stopping.patience to go on so" in note
+        assert "stopped early at step 12: 2 evaluations in a row were no better than ne" in note
+        assert "its weights, metrics and config are kept" in note and "dense.optimizer.lr was 0.01, is 0.02" in note
+        assert "with --force; to continue with them, raise train.early_stopping.patience" in note
         assert (tmp_path / "run/config.yaml").read_text() == config and metrics(tmp_path / "run") == lines
     patient = {"train__early_stopping": {"patience": 3, "min_delta": 10.0}}
     summary = train(settings(data, tmp_path / "run", **stops, **patient, **OTHER_RATES))
-    assert "from here on the run learns as the config says now" in capsys.readouterr().err
+    assert "the run continues with changed settings" in capsys.readouterr().err
     assert summary["num_steps"] == 16
     assert yaml.safe_load((tmp_path / "run/config.yaml").read_text())["dense"]["optimizer"]["lr"] == 0.02
 
@@ -347,7 +347,7 @@ def test_other_rates_after_the_last_step(tiny: Path, tmp_path: Path, capsys: pyt
     capsys.readouterr()
     train(settings(tiny, tmp_path / "run", train__max_steps=3, schedule={"warmup_steps": 2}))
     [note] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note:")]
-    assert "has done its 3 steps" in note and "or raise train.max_steps to go on" in note
+    assert "has done its 3 steps" in note and "to continue with them, raise train.max_steps" in note
     assert "dense.schedule.warmup_steps was 0, is 2; embedding.schedule.warmup_steps was 0, is 2" in note
 
 
@@ -359,7 +359,7 @@ def test_a_schedule_that_moves_to_the_top_is_no_change(
     train(settings(tiny, tmp_path / "run", train__max_steps=3, **parts))
     train(settings(tiny, tmp_path / "run", train__max_steps=5, schedule=schedule))
     train(settings(tiny, tmp_path / "once", train__max_steps=5, **parts))
-    assert "learns as the config says" not in capsys.readouterr().err
+    assert "continues with changed settings" not in capsys.readouterr().err
     written = yaml.safe_load((tmp_path / "run/config.yaml").read_text())
     assert written["schedule"]["kind"] == "cosine" and written["dense"]["schedule"] is None
 

@@ -148,10 +148,10 @@ def test_what_was_chosen_on_test_is_told() -> None:
 @pytest.mark.parametrize(
     ("document", "words"),
     [
-        ({"train": {"finish": "best"}}, "finish 'best' needs evaluations on the way"),
-        ({"schedule": {"kind": "plateau"}}, "schedule.kind 'plateau' needs evaluations on the way"),
-        ({"dense": {"schedule": {"kind": "plateau"}}}, "schedule.kind 'plateau' needs evaluations on the way"),
-        ({"train": {"eval_every_steps": 2, "eval_every_epochs": 1}}, "say the same in two ways; leave one out"),
+        ({"train": {"finish": "best"}}, "finish 'best' needs evaluations during training"),
+        ({"schedule": {"kind": "plateau"}}, "schedule.kind 'plateau' needs evaluations during training"),
+        ({"dense": {"schedule": {"kind": "plateau"}}}, "schedule.kind 'plateau' needs evaluations during training"),
+        ({"train": {"eval_every_steps": 2, "eval_every_epochs": 1}}, "cannot be combined; leave one out"),
         ({"train": {"eval_every_epochs": 0}}, "greater than 0"),
         ({"train": {"eval_every_epochs": math.inf}}, "finite"),
     ],

@@ -81,7 +81,7 @@ def test_tables_that_step_all_rows_are_whole(tiny: Path, tmp_path: Path, capsys:
     for name, where in (("all", "embedding__optimizer"), ("one", "embedding__tables__user__optimizer")):
         changes = {f"{where}__{key}": value for key, value in (("weight_decay", 0.1), ("stepped_rows", "all"))}
         with_deltas(tiny, tmp_path / name, "rolling", **changes)
-        assert "and is saved whole" in capsys.readouterr().err
+        assert "so each delta has all of them" in capsys.readouterr().err
         train(settings(tiny, tmp_path / f"{name}-whole", **STEPS | changes))
         for listed in list_checkpoints(tmp_path / name):
             assert list(compare(listed.path, tmp_path / f"{name}-whole" / "checkpoints" / listed.path.name)) == []

@@ -92,7 +92,7 @@ def test_running_statistics_stand_for_those_of_a_batch(tiny: Path, tmp_path: Pat
 def test_errors_leave_nothing(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, _ = trained_run(tiny, tmp_path / "run")
     (tmp_path / "there").mkdir()
-    with pytest.raises(MesetaError, match="exists; give a folder that does not"):
+    with pytest.raises(MesetaError, match="exists; choose a new one"):
         export_dense(path, tmp_path / "there", "onnx")
 
     def missing(*_: object, **__: object) -> None:

@@ -153,7 +153,7 @@ def test_a_table_beyond_all_memory_is_refused_with_numbers(tmp_path: Path, tiny:
 def test_ranks_of_a_host_share_its_memory(tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = RunConfig.model_validate(settings(tiny, tmp_path / "run"))
     monkeypatch.setattr(memory, "available_bytes", lambda device: 1000)
-    with pytest.raises(MesetaError, match=r"and 1\.00 kB are free"):
+    with pytest.raises(MesetaError, match=r"but 1\.00 kB are free"):
         make_sharded_model(config, Dataset.load(tiny), World.current())
     make_sharded_model(config.model_copy(update={"check_memory": False}), Dataset.load(tiny), World.current())
     monkeypatch.setattr(memory, "available_bytes", lambda device: None)

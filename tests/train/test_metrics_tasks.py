@@ -89,5 +89,5 @@ def test_states_go_through_a_checkpoint_and_are_merged() -> None:
     [(TASKS, (4,), (4,)), (TASKS, (4, 2), (4, 3)), (TASKS, (4, 3), (4,)), (("label",), (4, 2), (4, 2))],
 )
 def test_other_numbers_of_tasks_are_refused(tasks: tuple[str, ...], logits: tuple, labels: tuple) -> None:
-    with pytest.raises(MesetaError, match="another number of outputs than the dataset has labels"):
+    with pytest.raises(MesetaError, match="use a model with one output per label of the dataset"):
         TaskWindows(tasks, LifetimeWindow).add(np.zeros(logits), np.zeros(labels))

@@ -109,7 +109,7 @@ def test_columns_of_parquet_keep_their_types(case: Path, tmp_path: Path) -> None
     assert found.select(["row", "prediction", "label"]).equals(pq.read_table(case / "before.parquet"))
     out = tmp_path / "out.csv"
     ended = run_here("predict", case / "run", "--data", tmp_path / "new.parquet", "--out", out, "--keys", "lists")
-    assert ended.code == 1 and "CSV cannot hold" in ended.err and not out.exists()
+    assert ended.code == 1 and "CSV does not support" in ended.err and not out.exists()
 
 
 def test_with_labels_there_are_metrics_as_eval_has_them(case: Path, tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_with_labels_there_are_metrics_as_eval_has_them(case: Path, tmp_path: Pa
     rows = {**new_rows(case), "click": [0.5] * NUM_NEW}
     write_csv(tmp_path / "half.csv", rows)
     ended = run_here("predict", case / "run", "--data", tmp_path / "half.csv", "--out", tmp_path / "p.csv")
-    assert ended.code == 0 and "note: there are no figures: metrics" in ended.err
+    assert ended.code == 0 and "note: no metrics: metrics" in ended.err
 
 
 def test_a_prediction_does_not_depend_on_its_batch(case: Path, tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_a_prepared_dataset_without_labels(case: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path / "c.yaml", settings(tmp_path / "data", tmp_path / "other"))
     for arguments in (["eval", case / "run", "--data", tmp_path / "data"], ["train", config]):
         ended = run_here(*arguments)
-        assert ended.code == 1 and len(ended.errors) == 1 and "has no labels, so nothing can be" in ended.errors[0]
+        assert ended.code == 1 and len(ended.errors) == 1 and "has no labels, so it cannot be" in ended.errors[0]
     assert run_here("data", "stats", tmp_path / "data").code == 0
 
 
@@ -161,7 +161,7 @@ def test_what_is_refused_leaves_nothing(case: Path, tmp_path: Path) -> None:
     (tmp_path / "files/cut.csv.gz").write_bytes(gzip.compress((case / "test.csv").read_bytes())[:-200])
     files = tmp_path / "files"
     for source, more, message in (
-        (files / "less.csv", [], "lacks 'shop', 'city'; the model was trained on all features, so each must be there"),
+        (files / "less.csv", [], "lacks 'shop', 'city'; the model needs all features on which it was trained"),
         (files / "bad.csv", [], "line 151, column 'price': 'dear' is not a number"),
         (files / "cut.csv.gz", [], "is truncated or damaged"),
         (files / "none.csv", [], "no such file"),

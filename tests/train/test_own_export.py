@@ -168,7 +168,7 @@ def test_on_the_command_line(run: Path, tiny: Path, tmp_path: Path) -> None:
     assert [one.pop("step") for one in figures] == [0, 3] and all(one.pop("run") for one in figures)
     assert figures[0] == figures[1]
     ended = run_here(*arguments)
-    assert ended.code == 1 and "has a checkpoint" in ended.err and len(ended.err.splitlines()) == 1
+    assert ended.code == 1 and "already has a checkpoint" in ended.err and len(ended.err.splitlines()) == 1
     assert run_here("train", config).code == 0
 
 
@@ -178,7 +178,7 @@ def test_on_the_command_line(run: Path, tiny: Path, tmp_path: Path) -> None:
         (["--from", "mesta"], "--from 'mesta' is unknown; did you mean 'meseta'?"),
         (["--from", "torch", "--states"], "--states is for --from meseta alone"),
         (["--from", "meseta", "--rename", "a=b"], "--rename and --ignore are not for --from meseta"),
-        (["--from", "torch"], "is an export of `meseta checkpoint export`; say --from meseta"),
+        (["--from", "torch"], "is an export of `meseta checkpoint export`; use --from meseta"),
     ],
 )
 def test_wrong_options(run: Path, tiny: Path, tmp_path: Path, arguments: list[str], message: str) -> None:
@@ -197,20 +197,20 @@ def change(document: Any, path: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        ("format", "meseta.export/2", "this version reads 'meseta.export/1'"),
-        ("format", ["x"], "this version reads"),
+        ("format", "meseta.export/2", "format of export.json must be 'meseta.export/1'"),
+        ("format", ["x"], "format of export.json must be"),
         ("files", "pickle", "'files': input should be"),
         ("step", -1, "'step': input should be greater"),
         ("step", 1.5, "'step'"),
         ("embedding_step", 1 << 60, "'embedding_step': input should be less"),
         ("embedding_step", None, "has no optimizer states"),
-        ("dense_optimizer", "SGD", "trained with SGD, but the config asks for Adam"),
-        ("states", False, "has no optimizer states; export the checkpoint of a run with --states"),
+        ("dense_optimizer", "SGD", "trained with SGD, but the config has Adam"),
+        ("states", False, "has no optimizer states; export the checkpoint again with --states"),
         ("states", "yes", "'states'"),
-        ("more", 1, "'more' is no key of it"),
+        ("more", 1, "'more' is an unknown key"),
         ("tables", [], "'tables'"),
         ("tables/user", None, "'tables.user.'"),
-        ("tables/user/path", "/etc/passwd", "'tables.user.path' is no key of it"),
+        ("tables/user/path", "/etc/passwd", "'tables.user.path' is an unknown key"),
         ("tables/../../x", {}, "'tables.../../x"),
         ("tables/user/num_embeddings", 10**15, "num_embeddings 1000000000000000 there, but 300 in the model"),
         ("tables/user/embedding_dim", 8, "has embedding_dim 8 there, but 4"),
@@ -243,14 +243,14 @@ def test_what_is_missing(run: Path, config: Callable[..., RunConfig], tmp_path: 
     for name, states, message in (
         ("bare", True, "has no optimizer states"),
         ("some", False, "table 'city' is missing in the export, which has item, user"),
-        ("run", False, "give a folder that `meseta checkpoint export`"),
-        ("nowhere", False, "give a folder that `meseta checkpoint export`"),
+        ("run", False, "choose a folder that `meseta checkpoint export`"),
+        ("nowhere", False, "choose a folder that `meseta checkpoint export`"),
     ):
         with pytest.raises(MesetaError, match=message):
             import_export(run.parent / name, config(), states=states)
-    with pytest.raises(MesetaError, match="say --from meseta"):
+    with pytest.raises(MesetaError, match="use --from meseta"):
         import_model(run.parent / "bare", "torch", config())
-    with pytest.raises(MesetaError, match=r"export '.*'model.top_mlp.0.bias' is \(8,\) there and \(9,\)"):
+    with pytest.raises(MesetaError, match=r"export '.*'model.top_mlp.0.bias' has shape \(8,\), but \(9,\)"):
         import_export(run.parent / "bare", config(model__top_mlp=[9]))
     assert list(tmp_path.iterdir()) == []
     import_export(run.parent / "bare", config(embedding__optimizer__name="sgd", dense__optimizer__name="sgd"))
@@ -275,9 +275,17 @@ def spoil_safetensors(file: Path, name: str, change: Callable[[Tensor], Tensor |
         ),
         ("user: exp_avg_sq", lambda t: t + float("inf"), "'exp_avg_sq' has values that are not finite"),
         ("model.top_mlp.0.bias", lambda t: t * float("nan"), "'model.top_mlp.0.bias' has values that are not finite"),
-        ("model.top_mlp.0.bias", lambda t: None, "is nothing there and (8,) in the model"),
-        ("optimizer.top_mlp.0.bias.exp_avg", lambda t: None, "'optimizer.top_mlp.0.bias.exp_avg' is missing"),
-        ("optimizer.top_mlp.0.bias.exp_avg", lambda t: t[:3].clone(), "is torch.float32 [3], and must be"),
+        ("model.top_mlp.0.bias", lambda t: None, "is saved as nothing, but the model has (8,)"),
+        (
+            "optimizer.top_mlp.0.bias.exp_avg",
+            lambda t: None,
+            "'optimizer.top_mlp.0.bias.exp_avg' must be floating-point [8], but is missing",
+        ),
+        (
+            "optimizer.top_mlp.0.bias.exp_avg",
+            lambda t: t[:3].clone(),
+            "must be floating-point [8], but is torch.float32 [3]",
+        ),
         ("optimizer.top_mlp.0.bias.step", lambda t: t.reshape(1).clone(), "must be floating-point []"),
         ("optimizer.top_mlp.0.bias.step", lambda t: t.long(), "is torch.int64 []"),
     ],
@@ -307,7 +315,8 @@ def test_links_and_other_arrays(run: Path, config: Callable[..., RunConfig], tmp
     rows = np.load(run.parent / "numpy/tables/user/row.npy")
     for number, (inner, message) in enumerate((
         ("tables/user/row.npy", "a link leads out"), ("tables/item/row.npy", "object"),
-        ("dense.npz", "no uncompressed .npy"), ("tables/user/row.npy", "some values are no bfloat16"),
+        ("dense.npz", "not an uncompressed .npy file"),
+        ("tables/user/row.npy", "some values are not representable as bfloat16"),
     )):  # fmt: skip
         copy = Path(shutil.copytree(run.parent / "numpy", tmp_path / str(number)))
         file = copy / inner

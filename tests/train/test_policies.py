@@ -97,8 +97,8 @@ def test_a_filter_holds_for_training_and_evaluation_but_not_for_predictions(tiny
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"data__filter": "age < 0"}, "no rows to train on: data.filter and data.negative_keep leave none"),
-        ({"data__last_batch": "drop", "train__batch_size": 5000}, "no rows .* 'drop' leaves out all of its"),
+        ({"data__filter": "age < 0"}, "no rows to train on: data.filter and data.negative_keep exclude all rows"),
+        ({"data__last_batch": "drop", "train__batch_size": 5000}, "no rows .* 'drop' excludes all of its"),
         ({"data__filter": "agee < 3"}, "there is no column 'agee'; did you mean 'age'"),
     ],
 )

@@ -98,11 +98,11 @@ def test_on_the_command_line(tiny: Path, run_dir: Path, tmp_path: Path) -> None:
     [
         ("score=predicton", "has no column 'predicton'; .*; the column of predictions is 'prediction'"),
         ("usr", "has no column 'usr'; did you mean 'user'"),
-        ("prediction.click", "there is no column 'prediction.click'; did you mean 'prediction'"),
-        ("label.x,row", "there is no column 'label.x'; did you mean 'label'"),
-        ("a=user,a=city", "names two columns 'a'; name one of them otherwise, as in 'a_2=city'"),
-        ("row,row", "names two columns 'row'"),
-        ("user,=prediction", "'=prediction' lacks a name; write NEW=OLD"),
+        ("prediction.click", "unknown column 'prediction.click'; did you mean 'prediction'"),
+        ("label.x,row", "unknown column 'label.x'; did you mean 'label'"),
+        ("a=user,a=city", "has two columns with the name 'a'; rename one, for example 'a_2=city'"),
+        ("row,row", "has two columns with the name 'row'"),
+        ("user,=prediction", "'=prediction' lacks a name; use NEW=OLD"),
         ("user,score=", "'score=' lacks a name"),
     ],
 )
@@ -120,19 +120,19 @@ def test_only_the_error_of_a_missing_key_names_a_similar_column_of_the_predictio
     for other in (
         UnknownColumnError("keys: 'log'", "user", ["price", "predicton"]),
         UnknownColumnError("keys: 'log'", "label", ["price", "user"]),
-        MesetaError("source 'b': column 'predicton' is string, and int64 in 'a'; write both files with one type"),
+        MesetaError("source 'b': column 'predicton' is string, but int64 in 'a'; write both files with the same type"),
     ):
         assert columns.explain_missing(other) is other
 
 
 def test_choices_that_lose_something(tiny: Path, run_dir: Path, tmp_path: Path) -> None:
     ended = run_here("predict", run_dir, "--out", tmp_path / "p.csv", "--columns", "row", "--keys", "user")
-    assert ended.code == 1 and "--keys names 'user', and --columns leaves it out" in ended.err
+    assert ended.code == 1 and "--keys has 'user', but --columns does not" in ended.err
     raw = pq.read_table(tiny.parent / "tiny.parquet").slice(0, 50)
     pq.write_table(raw.drop_columns("label"), tmp_path / "new.parquet")
     ended = run_here("predict", run_dir, "--data", tmp_path / "new.parquet", "--out", tmp_path / "p.csv",
                      "--columns", "prediction,label")  # fmt: skip
-    assert ended.code == 1 and "there is no column 'label'; the rows have no labels" in ended.err
+    assert ended.code == 1 and "unknown column 'label'; the rows have no labels" in ended.err
     assert [path.name for path in tmp_path.iterdir()] == ["new.parquet"]
 
 

@@ -65,9 +65,12 @@ def test_a_run_that_has_begun_goes_on_and_says_so(
     assert "slowly" not in "".join(capsys.readouterr())
     on(PLAIN)
     train({**first, "train": {**first["train"], "max_steps": 2}})
-    assert "note: the dense part computes in bfloat16, as it was trained, and slowly: Old 1" in capsys.readouterr().err
+    assert (
+        "note: the dense part computes in bfloat16, as in training, which is slow here: Old 1"
+        in capsys.readouterr().err
+    )
     with open_trained(tmp_path / "run", "test"):
-        assert "slowly: Old 1" in capsys.readouterr().err
+        assert "slow here: Old 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("begun_on", "dtype"), [(FAST, "bfloat16"), (PLAIN, "float32")])

@@ -95,7 +95,7 @@ def test_what_is_refused(tiny: Path, run_dir: Path, tmp_path: Path) -> None:
     data, out = with_keys(tiny, tmp_path / "data"), tmp_path / "p.parquet"
     with pytest.raises(MesetaError, match=r"has no column 'nmae'; did you mean 'name'\?"):
         predict(run_dir, data, out, "nmae")
-    with pytest.raises(MesetaError, match="'prediction' is a column of the predictions themselves"):
+    with pytest.raises(MesetaError, match="'prediction' is also a column of predictions"):
         predict(run_dir, data, out, "prediction")
     with pytest.raises(MesetaError, match="cannot be written"):
         predict(run_dir, data, tmp_path / "absent" / "p.parquet")
@@ -103,7 +103,7 @@ def test_what_is_refused(tiny: Path, run_dir: Path, tmp_path: Path) -> None:
     table = pq.read_table(path)
     for broken, message in (
         (table.set_column(table.column_names.index("name"), "name", pa.array([{"a": 1}])), "keys: .*name"),
-        (table.append_column("name", pa.array(["x"])), "has column 'name' twice"),
+        (table.append_column("name", pa.array(["x"])), "has two columns 'name'"),
     ):
         pq.write_table(broken, path)
         with pytest.raises(MesetaError, match=message):
@@ -118,7 +118,7 @@ def test_a_prediction_that_is_not_finite(tiny: Path, run_dir: Path, tmp_path: Pa
     prices = table["price"].to_numpy().copy()
     prices[40] = np.nan
     pq.write_table(table.set_column(table.column_names.index("price"), "price", pa.array(prices)), path)
-    with pytest.raises(MesetaError, match="that of row 141 is not finite"):
+    with pytest.raises(MesetaError, match="row 141 has a logit that is not finite"):
         predict(run_dir, data, tmp_path / "p.parquet")
     assert not list(tmp_path.glob("*p.parquet*"))
 
@@ -138,7 +138,7 @@ def test_nothing_is_left_where_prediction_fails(tiny: Path, run_dir: Path, tmp_p
 def test_a_reader_that_does_not_give_every_row_in_order(tiny: Path, run_dir: Path, tmp_path: Path) -> None:
     trained = load_trained(run_dir, "test", World.single(), tiny)
     reader = Reader(trained.reader.dataset, "test", ReaderOptions(batch_size=100, shuffle=True))
-    with pytest.raises(MesetaError, match="must give every row once"):
+    with pytest.raises(MesetaError, match="must return every row once"):
         write_predictions(trained.model, reader, trained.world, tmp_path / "p.parquet")
 
 

@@ -12,6 +12,6 @@ def test_an_evaluation_of_no_samples_says_that_it_has_no_figures(capsys: pytest.
     progress.log(line)
     progress.log(EvalLine(step=1, num_samples=1200, logloss=0.5, auc=0.75))
     assert capsys.readouterr().err.splitlines() == [
-        "test at step 1: no figures, 0 samples",
+        "test at step 1: no metrics, 0 samples",
         "test at step 1: logloss 0.5000  AUC 0.7500, 1,200 samples",
     ]

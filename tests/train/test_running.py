@@ -92,10 +92,10 @@ def test_segments_of_the_test_split_are_measured_apart(tmp_path: Path, tiny: Pat
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"metrics__segments": ["citty"]}, "'citty' is no sparse feature; did you mean 'city'?"),
-        ({"metrics__segments": ["tags"]}, "a sample has several ids of 'tags'"),
-        ({"train__early_stopping": {"metric": "gauc"}}, "the data have no groups"),
-        ({"train__early_stopping": {"task": "labl"}}, "'labl' is no label; did you mean 'label'?"),
+        ({"metrics__segments": ["citty"]}, "'citty' is not a sparse feature; did you mean 'city'?"),
+        ({"metrics__segments": ["tags"]}, "cannot segment by 'tags': it is multi-valued"),
+        ({"train__early_stopping": {"metric": "gauc"}}, "the data has no groups"),
+        ({"train__early_stopping": {"task": "labl"}}, "'labl' is not a label; did you mean 'label'?"),
     ],
 )
 def test_what_no_evaluation_has_is_refused_before_the_first_step(

@@ -95,7 +95,7 @@ def test_a_run_goes_on_without_a_checkpoint_that_failed(
     capsys.readouterr()
     train(settings(tiny, tmp_path / "full", **changes))
     told = capsys.readouterr().err
-    assert told.count("No space left on device") == 2 and "training goes on (checkpoint.on_failure)" in told
+    assert told.count("No space left on device") == 2 and "training continues (checkpoint.on_failure)" in told
     assert [path.name[-2:] for path in sorted((tmp_path / "full" / "checkpoints").iterdir())] == [
         "02",
         "08",
@@ -194,7 +194,7 @@ def test_a_mirror_takes_a_run_to_another_machine(tiny: Path, tmp_path: Path) -> 
     assert final_checksum(tmp_path / "second") == final_checksum(tmp_path / "whole")
     assert {found.name for found in Mirror(mirror).checkpoints()} == {"step-000000006", "step-000000008"}
     assert run_id(tmp_path / "second", 8) == run_id(tmp_path / "first", 5) != run_id(tmp_path / "whole", 8)
-    with pytest.raises(MesetaError, match=r"holds checkpoints and checkpoint\.resume is 'never'"):
+    with pytest.raises(MesetaError, match=r"has checkpoints, but checkpoint\.resume is 'never'"):
         train(settings(tiny, tmp_path / "third", checkpoint__resume="never", **changes))
 
 
@@ -232,7 +232,7 @@ def test_a_mirror_that_is_away_for_a_while(
     train(settings(tiny, tmp_path / "run", train__max_steps=6, checkpoint__every_steps=2, checkpoint__mirror=mirror))
     assert refused == ["step-000000002"]
     told = capsys.readouterr().err
-    assert told.count("(timeout)") == 1 and "training goes on, and the next checkpoint tries again" in told
+    assert told.count("(timeout)") == 1 and "training continues, and the next checkpoint tries again" in told
     assert {found.name for found in Mirror(mirror).checkpoints()} == {"step-000000004", "step-000000006"}
 
 

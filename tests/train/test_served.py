@@ -273,7 +273,7 @@ def test_a_vocabulary_that_has_changed_is_refused(tmp_path: Path) -> None:
         path = data / "vocabulary/city.parquet"
         table = pq.read_table(path)
         pq.write_table(table.set_column(0, "value", [table["value"].to_pylist()[::-1]]), path)
-        with pytest.raises(MesetaError, match="the vocabulary of 'city' that has come is not the one that its ids"):
+        with pytest.raises(MesetaError, match="'city' from the dispatcher is not the one that its ids"):
             train(served(tier, tmp_path / "run", train__eval_every_steps=None))
     assert not list((tmp_path / "run").rglob(".*.tmp"))
 
@@ -295,7 +295,7 @@ def test_a_file_has_a_bound(tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(dispatcher_client, "MAX_TABLE_BYTES", 10)
     dispatcher = DispatcherClient(tier.dispatcher.url)
     digest = dispatcher.describe(None).digest
-    with pytest.raises(MesetaError, match="sends a file of more than 10 bytes"):
+    with pytest.raises(MesetaError, match="sent a file of more than 10 bytes"):
         list(dispatcher.fetch_table(TableRequest(dataset="click", digest=digest, feature=None)))
 
 
@@ -312,7 +312,7 @@ def refused(ended: Ended, *words: str) -> None:
 def test_predictions_of_a_split_are_made_where_it_lies(run: Path, tier: Tier, data: Path, tmp_path: Path) -> None:
     out = tmp_path / "p.parquet"
     ended = run_here("predict", run, "--out", out)
-    refused(ended, f"the readers of {tier.dispatcher.url}", "name their folder with --data DIR", "--data FILE")
+    refused(ended, f"the readers of {tier.dispatcher.url}", "pass their folder with --data DIR", "--data FILE")
     assert not out.exists()
     assert run_here("predict", run, "--out", out, "--data", data).code == 0
 
@@ -334,7 +334,7 @@ def test_what_the_dispatcher_does_not_have(tier: Tier, tmp_path: Path) -> None:
         return write_config(tmp_path / "c.yaml", served(tier, tmp_path / "run", **changes))
 
     refused(run_here("train", config(), "data.service.dataset=clik"), "no dataset 'clik'; did you mean 'click'?")
-    refused(run_here("train", config(data__labels=["buy"])), "no label of dataset 'click at 127.0.0.1:")
+    refused(run_here("train", config(data__labels=["buy"])), "is not a label of dataset 'click at 127.0.0.1:")
     refused(run_here("train", config(data__filter="size > 3")), "size")
     refused(run_here("train", config(), "--data", "x.csv"), "--data 'x.csv' and data.service.url", "leave one out")
     assert not (tmp_path / "run").exists()
@@ -344,7 +344,7 @@ def test_data_that_change_while_a_command_begins(tier: Tier, tmp_path: Path) -> 
     config = RunConfig.model_validate(served(tier, tmp_path / "run"))
     dataset = make_row_source(config.data).dataset()
     assert make_reader(config, dataset, "test", World.single()).num_rows == 279
-    with pytest.raises(MesetaError, match="has been prepared anew since this command began"):
+    with pytest.raises(MesetaError, match="was prepared again while this command ran"):
         make_reader(config, dataset.model_copy(update={"seed": 5}), "test", World.single())
 
 

@@ -88,9 +88,7 @@ def test_the_best_checkpoint_is_kept_and_loaded(tiny: Path, tmp_path: Path) -> N
     newest, best = (load_trained(tmp_path / "run", "test", World.single(), best=b).step for b in (False, True))
     assert (newest, best) == (12, 4)
     shutil.rmtree(tmp_path / "run" / "checkpoints" / kept[0])
-    with pytest.raises(
-        MesetaError, match=r"step 4 was its best, and no checkpoint has it; train with checkpoint\.keep"
-    ):
+    with pytest.raises(MesetaError, match=r"the best step is 4, but it has no checkpoint; train with checkpoint\.keep"):
         load_trained(tmp_path / "run", "test", World.single(), best=True)
 
 
@@ -109,7 +107,7 @@ def test_a_run_that_was_cut_off_stops_where_one_that_was_not_does(tiny: Path, tm
 
 def test_patience_without_evaluations_is_refused(tmp_path: Path) -> None:
     document = settings(tmp_path, tmp_path / "run", train__early_stopping={"patience": 2})
-    with pytest.raises(MesetaError, match=r"patience needs evaluations on the way; set train\.eval_every_steps"):
+    with pytest.raises(MesetaError, match=r"patience needs evaluations during training; set train\.eval_every_steps"):
         load_config(write_config(tmp_path / "config.yaml", document))
 
 

@@ -53,16 +53,16 @@ def test_what_is_searched_and_what_is_fixed() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        (["seed=3"], "nothing is searched"),
+        (["seed=3"], "no setting is searched"),
         (["seed=[]"], "has no values"),
         (["seed=[1,2"], "is not a list"),
         (["seed=[2020-01-01]"], "is not a list"),
-        (["seed=[1]", "seed=[2]"], "given twice"),
+        (["seed=[1]", "seed=[2]"], "occurs twice"),
         (["lr=uniform(a,b)"], "two numbers"),
         (["lr=uniform(2,1)"], "lower bound first"),
         (["lr=uniform(0,inf)"], "lower bound first"),
-        (["lr=loguniform(0,1)"], "more than 0"),
-        (["n=randint(0.5,2)"], "whole numbers"),
+        (["lr=loguniform(0,1)"], "must be above 0"),
+        (["n=randint(0.5,2)"], "integers as bounds"),
     ],
 )
 def test_a_space_that_is_none_is_refused(settings: list[str], words: str) -> None:
@@ -112,9 +112,9 @@ def test_a_folder_is_taken_up_again_and_another_sweep_is_refused(config: Path, t
     settings = load_config(plan.config, plan.trials[1].overrides)
     assert (settings.seed, settings.train.epochs, settings.run_dir) == (2, 2, out / "trial-001")
     assert open_sweep(out, config, ["train.epochs=2"], two, allow_growth=False) == plan
-    with pytest.raises(MesetaError, match="another sweep, whose config differ"):
+    with pytest.raises(MesetaError, match="has a sweep with different config"):
         open_sweep(out, config, ["train.epochs=3"], two, allow_growth=False)
-    with pytest.raises(MesetaError, match="another sweep, whose trials differ"):
+    with pytest.raises(MesetaError, match="has a sweep with different trials"):
         open_sweep(out, config, ["train.epochs=2"], two[:1], allow_growth=False)
     more = [*two, {"seed": 3}]
     assert len(open_sweep(out, config, ["train.epochs=2"], more, allow_growth=True).trials) == 3

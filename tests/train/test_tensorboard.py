@@ -95,7 +95,7 @@ def test_a_disk_that_fills_is_told_once_and_keeps_whole_lines(tmp_path: Path) ->
     pytest.importorskip("tensorboard")
     board, num_lines = TensorBoardWriter(tmp_path), 0
     board.begin([])
-    with small_files(300), pytest.raises(MesetaError, match=r"cannot be written: File too large; make room"):
+    with small_files(300), pytest.raises(MesetaError, match=r"cannot be written: File too large; free space"):
         while num_lines < 100:
             board.add(TrainLine(step=num_lines, num_samples=1, loss=0.5))
             num_lines += 1

@@ -305,10 +305,10 @@ def six_steps(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ({"checkpoint__resume": "never"}, "checkpoint.resume is 'never'"),
         ({"model__embedding_dim": 8}, "table 'user' has embedding_dim 4 there, but 8 in the model"),
-        ({"model__top_mlp": [9]}, "dense tensor 'model.top_mlp.0.bias' is (8,) there and (9,) in the model"),
+        ({"model__top_mlp": [9]}, "dense tensor 'model.top_mlp.0.bias' is saved as (8,), but the model has (9,)"),
         ({"embedding__optimizer__name": "sgd"}, "row optimizer 'rowwise_adagrad'"),
-        ({"dense__optimizer__name": "sgd"}, "the dense part was trained with Adam, but the config asks for SGD"),
-        ({"train__max_steps": 3}, "is at step 6, beyond the 3 that the config asks for"),
+        ({"dense__optimizer__name": "sgd"}, "the dense part was trained with Adam, but the config has SGD"),
+        ({"train__max_steps": 3}, "is at step 6, beyond the 3 steps of the config"),
         ({"seed": 5}, "it was saved with seed 0, but this reader has 5"),
     ],
 )
@@ -446,7 +446,7 @@ def test_a_run_dir_that_is_a_file_is_refused(tiny: Path, tmp_path: Path) -> None
 
 def test_unknown_table_settings_are_refused(tiny: Path, tmp_path: Path) -> None:
     text = refusal(settings(tiny, tmp_path / "run", embedding__tables={"usr": {}}))
-    assert "embedding.tables names 'usr'" in text and "user" in text
+    assert "embedding.tables has 'usr'" in text and "user" in text
 
 
 def test_a_table_of_its_own_kind(tiny: Path, tmp_path: Path) -> None:
@@ -476,7 +476,7 @@ def test_predictions_of_broken_rows_are_refused(tiny: Path, six_steps: Path, tmp
     broken = copy_of(tiny, tmp_path / "broken")
     spoil(broken, "test", "age", 140, float("inf"))
     trained = load_trained(six_steps, "test", World.single(), broken)
-    with pytest.raises(MesetaError, match="that of row 140 is not finite"):
+    with pytest.raises(MesetaError, match="row 140 has a logit that is not finite"):
         write_predictions(trained.model, trained.reader, trained.world, tmp_path / "p.parquet")
     assert list(tmp_path.glob("*p.parquet*")) == []
 

@@ -335,5 +335,6 @@ def test_descriptions(case: Path, tmp_path: Path) -> None:
     (tmp_path / "data/dataset.json").write_text(json.dumps(document))
     [fault] = check_dataset(tmp_path / "data").faults
     assert (
-        str(fault) == "split 'test': dataset.json says 201 ids of feature 'never', got 200; prepare the dataset again"
+        str(fault)
+        == "split 'test': feature 'never' must have 201 ids, as in dataset.json, got 200; prepare the dataset again"
     )

@@ -35,7 +35,7 @@ KEYWORDS = set(_KEYWORDS.split())
 # Statements and calls whose strings are messages.
 JOINS = ("+", "<<", ",")
 NO_TYPES = {"return", "throw", "new", "delete", "else", "case", "goto", "sizeof", "operator", "not"}
-MESSAGE_STARTS = {"throw", "static_assert", "refuse", "fail"}
+MESSAGE_STARTS = {"throw", "static_assert", "refuse", "fail", "throw_invalid_argument", "need"}
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Checkpoints: a directory of Arrow files and a JSON manifest, readable with pyarrow alone, loadable under any plan."""
+"""Checkpoints: folders of Arrow files with a JSON manifest, readable with pyarrow and loadable under any plan."""
 
 from meseta.checkpoint.compacting import compact
 from meseta.checkpoint.difference import CheckpointDifference, compare

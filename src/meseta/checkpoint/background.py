@@ -1,4 +1,4 @@
-"""Saving while training goes on: it waits only until its tables and dense tensors are copied."""
+"""Saves that run in a thread. Training waits only until tables and dense tensors are copied."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from meseta.storage import SelectedRows, TableStorage
 
 
 class BackgroundSaver:
-    """Saves of one run, one at a time, each from a copy; every rank has one and calls it alike.
+    """Saves copies of the tables of one run in the background, one save at a time.
 
-    The copies take as much memory as what is saved of this rank's tables and states, and are kept for the next save.
-    Blocks travel between ranks over connections of their own.
+    Each rank has one, and all ranks make the same calls. The copies take as much memory as the saved rows and states of
+    this rank, and are reused by the next save. Blocks are exchanged in process groups separate from those of training.
     """
 
     def __init__(self, world: World) -> None:
@@ -35,7 +35,7 @@ class BackgroundSaver:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the last save met an error here, which `wait` raises."""
+        """Whether the last save failed on this rank. `wait` raises its error."""
         return self._error is not None
 
     def start(
@@ -48,15 +48,24 @@ class BackgroundSaver:
         on_saved: Callable[[World], object],
         **known: Any,
     ) -> None:
-        """Copy `shards`, or of each these `rows`, and `dense`, then call `save` with them and what else it takes (step,
-        plan, state), and `on_saved` with the ranks that saved, in a thread. Collective; waits for the save before, and
-        raises what that one met.
+        """Copy the tables, then save the copies in a thread.
+
+        Collective. Waits for the previous save first, and raises its error.
+
+        Args:
+            parent: Folder or store of the checkpoints, as for `save`.
+            shards: Shards of this rank.
+            dense: Tensors of the dense part.
+            rows: Rows to save, for each shard. `None` saves all rows.
+            on_saved: Called after the save, with the `World` of the thread.
+            known: Further arguments of `save`, such as `step`, `plan` and `state`.
         """
         self.wait()
         if self._save_world is None:
             self._save_world = self._world.new_background_world()
         self._copies = run_on_all_ranks(self._world, lambda: copy_shards(shards, rows, self._copies))
         frozen = {name: tensor.detach().to("cpu", copy=True) for name, tensor in dense.items()}
+        # A separate world keeps the collectives of the thread apart from those of training.
         apart = self._save_world
 
         def run() -> None:
@@ -74,13 +83,15 @@ class BackgroundSaver:
         self._thread.start()
 
     def wait(self) -> None:
-        """Until no save is on its way; raises, on all ranks, what the last one met. Collective."""
+        """Wait until no save is in progress. Collective. If the last save failed on any rank, raises its error on all
+        ranks."""
         self.join()
         error, self._error = self._error, None
         self._world.raise_on_all_ranks(error)
 
     def join(self) -> None:
-        """Until this rank's part of the save is over; raises nothing, and is not collective."""
+        """Wait until this rank has finished its part of the save. Raises no error of the save, and is not
+        collective."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -91,7 +102,10 @@ def copy_shards(
     rows: Sequence[RowSet] | None,
     former: Sequence[TableStorage | SelectedRows] = (),
 ) -> list[TableStorage | SelectedRows]:
-    """Pieces, or some rows of each, which training does not change, in the memory of `former` ones where it fits."""
+    """Copy the shards, or the given rows of each shard, so that training can continue to change the originals.
+
+    The memory of `former` copies is reused if it fits.
+    """
     copies: list[TableStorage | SelectedRows] = []
     try:
         for number, piece in enumerate(shards):
@@ -110,7 +124,7 @@ def copy_shards(
 def select_in_place(
     shards: Sequence[TableStorage], rows: Sequence[RowSet], held: ExitStack
 ) -> list[TableStorage | SelectedRows]:
-    """Some rows of each piece, to be read while nothing changes them; `held` ends the reading."""
+    """Select rows of each shard without copying them. The rows must not change until `held` closes the selections."""
     pieces: list[TableStorage | SelectedRows] = []
     for piece, of_piece in zip(shards, rows, strict=True):
         pieces.append(piece.select_in_place(of_piece))

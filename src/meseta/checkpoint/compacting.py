@@ -1,4 +1,4 @@
-"""One whole checkpoint of a chain, block by block: a table never has to fit memory."""
+"""Merge a delta checkpoint and its base checkpoints block by block, so that no table has to fit in memory."""
 
 from __future__ import annotations
 
@@ -25,30 +25,33 @@ from meseta.spec.checkpoint_blocks import NUM_PARALLEL_CHAIN_READS
 def compact(
     path: Location | str, out: Location | str, *, on_rows: Callable[[int], object] = lambda num_rows: None
 ) -> Location:
-    """Write the checkpoint at `path`, a delta or not, as a whole one to `out/step-...`, and return where it is. It has
-    the bytes that the run would have written there without deltas. `on_rows` is told of rows as they are written.
+    """Write a full checkpoint with the content of the checkpoint at `path`, and return its location in `out`.
 
-    Raises MesetaError where there is one of that step already, where a file of `path` is damaged or cannot be read, and
-    on a full disk; then nothing stays.
+    The files are identical to those that the run would have written without deltas. `on_rows` receives the number of
+    rows of each written block.
+
+    Raises MesetaError if `out` has a checkpoint of this step, a file is damaged or unreadable, or the disk is full. The
+    unfinished checkpoint is then deleted.
     """
     path, store = to_location(path), make_store(out)
     manifest = read_manifest(path)
     place = checkpoint_path(store.parent, manifest["step"])
     with wrap_read_errors(place):
         if location_exists(place):
-            raise MesetaError(f"checkpoint {str(place)!r} exists; give another folder")
+            raise MesetaError(f"checkpoint {str(place)!r} exists already; choose another output folder")
     try:
         with store.lock():
             return _write_full_checkpoint(path, store, manifest, on_rows)
     except OSError as error:
         reason = error.strerror or error
-        raise MesetaError(f"checkpoint {str(store.parent)!r}: {reason}; make room there") from None
+        raise MesetaError(
+            f"checkpoint folder {str(store.parent)!r} cannot be written: {reason}; free disk space"
+        ) from None
 
 
 def _write_full_checkpoint(
     path: Location, store: CheckpointStore, manifest: dict[str, Any], on_rows: Callable[[int], object]
 ) -> Location:
-    """All files of the whole one, and the commit."""
     growing = store.staging_path(manifest["step"])
     try:
         store.begin(manifest["step"], [table_folder(name) for name in manifest["tables"]])
@@ -68,7 +71,7 @@ def _write_full_checkpoint(
 def _write_table(
     path: Location, growing: Location, name: str, table: dict[str, Any], on_rows: Callable[[int], object]
 ) -> dict[str, Any]:
-    """Its blocks, each in one file; its entry in the manifest of a whole checkpoint."""
+    """Write each block to one file. Return the table's entry for the manifest of a full checkpoint."""
     schema = BlockSchema.from_dict(table)
 
     def write(files: list[FileEntry]) -> dict[str, Any]:
@@ -78,6 +81,7 @@ def _write_table(
         on_rows(entry["num_rows"])
         return entry
 
+    # The number of threads limits memory, because each block takes a multiple of its size.
     with ThreadPoolExecutor(NUM_PARALLEL_CHAIN_READS) as pool:
         blocks = list(pool.map(write, group_files_by_block(table)))
         list(pool.map(partial(sync_block, growing), [entry["path"] for entry in blocks]))

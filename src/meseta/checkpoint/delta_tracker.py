@@ -1,4 +1,4 @@
-"""Which rows of this rank's tables the next save holds: marks are taken as it begins, and given back where it fails."""
+"""Choice of the rows that the next save writes. A save clears their change marks, and restores them if it fails."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from meseta.storage import TableStorage
 
 
 class DeltaTracker:
-    """Of the saves of one run; every rank has one and calls it alike."""
+    """Selects the rows of each save of one run. Each rank has one, and all ranks make the same calls."""
 
     def __init__(self, folder: Location, world: World, policy: Literal["none"] | DeltaPolicy, max_chain: int) -> None:
         self._folder, self._world, self._max_chain = folder, world, max_chain
         self._policy = None if policy == "none" else policy
         self._cleared_marks: Sequence[RowSet] | None = None
-        """Marks that the save under way has cleared, by shard."""
+        """Changed rows whose marks the current save has cleared, for each shard. `None` if it has cleared none."""
 
     def begin_save(
         self,
@@ -35,13 +35,23 @@ class DeltaTracker:
         *,
         full: bool = False,
     ) -> tuple[DeltaBase | None, Sequence[RowSet] | None]:
-        """What a save in `bits` after that of `step` (0: there is none) stands on, and the rows of each shard that it
-        holds, with those that `DeltaBase` asks for; None and None for a whole one, as one that must be. Collective."""
+        """Return (base, rows) for the next save. Collective.
+
+        `rows` has the rows to save of each shard: changed rows, and the blocks that the base requires in full. Both are
+        `None` for a full checkpoint. Change marks that this save makes obsolete are cleared.
+
+        Args:
+            step: Step of the previous checkpoint, or 0 if there is none.
+            shards: Shards of this rank.
+            bits: Number of bits per value of quantized rows, by table.
+            full: Whether the checkpoint must be full.
+        """
         self._cleared_marks = None
         if self._policy is None:
             return None, None
         base = None if full else self._choose_base(self._policy, step, shards, bits or {})
         changed = [piece.marks.marked_set(Consumer.CHECKPOINTS) for piece in shards]
+        # Cumulative deltas write all rows changed since the last full checkpoint, so their marks are kept.
         if base is None or not is_cumulative(self._policy):
             self._cleared_marks = changed
             for piece in shards:
@@ -51,13 +61,13 @@ class DeltaTracker:
         return base, [self._select_rows(base, piece, rows) for piece, rows in zip(shards, changed, strict=True)]
 
     def restore_marks(self, shards: Sequence[TableStorage]) -> None:
-        """The save has failed: the next one holds its rows too."""
+        """Mark the rows of a failed save as changed again, so that the next save includes them."""
         for piece, rows in zip(shards, self._cleared_marks or (), strict=False):
             piece.marks.add_set(rows, Consumer.CHECKPOINTS)
         self._cleared_marks = None
 
     def full_tables_note(self, shards: Sequence[TableStorage]) -> str | None:
-        """What is to be said of tables all rows of which are saved each time, if there are any. Collective."""
+        """Return a note about tables of which every save writes all rows, or `None` if there are none. Collective."""
         if self._policy is None:
             return None
         here = sorted({piece.spec.name for piece in shards if steps_all_rows(piece)})
@@ -66,16 +76,16 @@ class DeltaTracker:
             return None
         more = f" and {len(names) - 1:,} more" if len(names) > 1 else ""
         return (
-            f"checkpoint.deltas {self._policy!r}: table {names[0]!r}{more} steps all rows in each step (stepped_rows "
-            "'all'), and is saved whole"
+            f"checkpoint.deltas {self._policy!r}: each step changes all rows of table {names[0]!r}{more} "
+            "(stepped_rows 'all'), so each delta has all of them"
         )
 
     def _choose_base(
         self, policy: DeltaPolicy, step: int, shards: Sequence[TableStorage], bits: Mapping[str, RowBits]
     ) -> DeltaBase | None:
-        """What rank 0 decides; others are told what they need of it."""
         base = None
-        if all(self._world.all_gather_object(all(map(steps_all_rows, shards)))):  # also of ranks that have none
+        # Ranks without shards also take part, because the gather is collective.
+        if all(self._world.all_gather_object(all(map(steps_all_rows, shards)))):
             return None
         if self._world.rank == 0 and step > 0:
             path = checkpoint_path(self._folder, step)
@@ -84,12 +94,13 @@ class DeltaTracker:
                 if base is not None:
                     check_files(path, file_entries(base.manifest))
             except MesetaError:
-                base = None  # somebody has deleted or damaged it: nothing can stand on it
-        told: DeltaBase | None = self._world.all_gather_object(base and base.for_other_ranks())[0]
-        return base or told
+                base = None  # The checkpoint was deleted or damaged, so a full one has to follow.
+        # Other ranks receive only the parts of the base that they need.
+        received: DeltaBase | None = self._world.all_gather_object(base and base.for_other_ranks())[0]
+        return base or received
 
     def _select_rows(self, base: DeltaBase, piece: TableStorage, changed: RowSet) -> RowSet:
-        """Rows of a piece that a delta holds; those of replicas come from the first rank."""
+        """Return the rows of a shard that a delta writes. Of replicas, only the first rank writes rows."""
         if piece.shard.ranks[0] != self._world.rank:
             return RowSet(piece.shard.num_rows)
         if steps_all_rows(piece):
@@ -98,5 +109,5 @@ class DeltaTracker:
 
 
 def steps_all_rows(piece: TableStorage) -> bool:
-    """Whether a step changes rows that no batch has looked up."""
+    """Whether each training step changes all rows of a shard, including rows that no batch looked up."""
     return piece.spec.optimizer.stepped_rows == "all"

@@ -1,4 +1,4 @@
-"""How two checkpoints differ: in their steps, tables, rows and dense tensors."""
+"""Comparison of two checkpoints by tables, rows and dense tensors."""
 
 from __future__ import annotations
 
@@ -22,21 +22,22 @@ from meseta.machine.remote import Location, to_location
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointDifference:
-    """One thing in which two checkpoints differ."""
+    """Difference between two checkpoints in one table column, table property or tensor."""
 
     name: str
-    """For example "table 'user_id'"."""
+    """Table or tensor that differs, for example "table 'user_id'"."""
     description: str
-    """How."""
+    """Text that describes the difference."""
 
 
 def compare(first: Location | str, second: Location | str) -> Iterator[CheckpointDifference]:
-    """The differences of two checkpoints in what was learned; none: the same model, whatever step and plan.
+    """Yield the differences between the models in two checkpoints. Step and plan may differ.
 
-    Blocks of the same files, by their checksums, are looked for, but not read; of the others, and of other tensors, it
-    is told how many rows (elements) differ, which is the first, and by how much at most. Every file that is read is
-    checked. Bits are compared, so 0 and -0 differ by 0. Raises MesetaError, naming the file, for a checkpoint that is
-    damaged.
+    Blocks whose files have equal checksums must exist, but are not read. For all other blocks and tensors, a difference
+    states the number of differing rows or elements and the largest difference, and for rows also the first one. Values
+    are compared bit by bit, so 0 and -0 differ, by 0.
+
+    Raises MesetaError if a checkpoint is damaged. Each file that is read is checked.
     """
     roots = to_location(first), to_location(second)
     manifests = read_manifest(roots[0]), read_manifest(roots[1])
@@ -54,6 +55,7 @@ def compare(first: Location | str, second: Location | str) -> Iterator[Checkpoin
     for key in ("dense", PREFETCHED):
         sums = [manifest.get(key, {}).get("checksum") for manifest in manifests]
         if sums[0] != sums[1]:
+            # Checkpoints without prefetched embeddings lack the key.
             each = zip(roots, manifests, strict=True)
             one, other = (read_tensors(root, manifest[key]) if key in manifest else {} for root, manifest in each)
             yield from _compare_tensors(key, roots, one, other)
@@ -72,6 +74,7 @@ def _compare_tables(
     schema = BlockSchema.from_dict(entries[0])
     for one, other in zip(group_files_by_block(entries[0]), group_files_by_block(entries[1]), strict=True):
         if [file["checksum"] for file in one] != [file["checksum"] for file in other]:
+            # The next `read_chain` of this thread may overwrite the values, so copy them.
             values = read_chain(roots[0], schema, one, copy=True)
             _count_differences(counts, schema, one[0]["first_row"], values, read_chain(roots[1], schema, other))
     total = entries[0]["num_embeddings"]
@@ -83,7 +86,7 @@ def _compare_tables(
 
 @dataclass
 class _DifferenceCount:
-    """Rows that differ so far."""
+    """Differing rows of one column, counted over blocks."""
 
     num_different: int = 0
     first_row: int = -1
@@ -99,7 +102,6 @@ class _DifferenceCount:
 def _count_differences(
     counts: Mapping[str, _DifferenceCount], schema: BlockSchema, first_row: int, one: Values, other: Values
 ) -> None:
-    """Add what two blocks of the same rows differ in."""
     for column in schema.columns:
         a, b = (
             np.ascontiguousarray(values[column.name]).reshape(len(values[column.name]), -1) for values in (one, other)
@@ -118,17 +120,18 @@ def _count_differences(
 
 
 def _to_float64(stored: np.ndarray, dtype: str) -> np.ndarray:
-    """As float64; the stored bits of a bfloat16 are the upper half of a float32."""
+    """Convert stored values to float64. A stored bfloat16 has the upper half of the bits of a float32."""
     if dtype == "bfloat16":
         stored = widen_bfloat16(stored)
-    with np.errstate(invalid="ignore"):  # signalling NaNs among the bits
+    with np.errstate(invalid="ignore"):  # Arbitrary bits may be signaling NaNs.
         return stored.astype(np.float64)
 
 
 def _max_abs_difference(a: np.ndarray, b: np.ndarray) -> float:
-    """Largest absolute difference; inf where one is no number and the other is."""
+    """Return the largest absolute difference. It is infinite if only one of two values is NaN."""
     with np.errstate(invalid="ignore"):
         distance = np.abs(a - b)
+    # Equal infinities have the difference NaN, which counts as 0.
     distance[np.isnan(a) & np.isnan(b) | (a == b)] = 0.0
     distance[np.isnan(distance)] = np.inf
     return float(distance.max(initial=0.0))

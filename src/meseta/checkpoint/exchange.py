@@ -1,5 +1,7 @@
-"""Pieces of blocks travel to the ranks that write them; every size follows from the plan, and of a delta from how many
-rows each shard has selected of each block, which ranks tell each other once."""
+"""Exchange of parts of blocks with the ranks that write them.
+
+All sizes follow from the plan. For a delta, ranks first exchange how many rows each shard has selected in each block.
+"""
 
 from __future__ import annotations
 
@@ -23,61 +25,62 @@ from meseta.storage import SelectedRows, TableStorage, as_stored
 
 LocalShards = Mapping[Shard, TableStorage | SelectedRows]
 SelectedCounts = Mapping[Shard, Mapping[int, int]]
-"""By shard and by first row of a block, how many rows of the block the shard has selected; those without any are left
-out."""
+"""Number of selected rows by shard and by first row of a block. Blocks without selected rows are left out."""
 ID_COLUMN = Column(name=ID, kind="row", dtype="uint32")
-"""Of some rows of a block, counted from its first."""
+"""Column of the selected rows of a block, numbered from the first row of the block."""
 
 
 @dataclass(frozen=True)
 class ShardSlice:
-    """What one shard gives to one block: its columns of the rows first..last-1, or of those that are selected, and
-    their state."""
+    """Part of a block that one shard holds: its columns and optimizer state of all or of the selected rows in
+    `rows`."""
 
     shard: Shard
     rows: tuple[int, int]
     schema: BlockSchema
     num_rows: int
-    """Of them."""
+    """Number of rows in this slice: all of the range `rows`, or the selected ones."""
     block_start: int | None = None
-    """Where rows are selected, the first row of the block, from which ids count."""
+    """First row of the block, from which row ids are counted. `None` if the block is written completely."""
 
     @property
     def sender(self) -> int:
-        """The owner; of replicas the first, so that a checkpoint is what one rank really held."""
+        """Rank that sends the slice: the owner, or the first rank that holds a replica."""
+        # One rank for all replicas, so that the checkpoint has rows as they were on one rank.
         return self.shard.ranks[0]
 
     @cached_property
     def segments(self) -> tuple[tuple[Column, tuple[int, ...], int], ...]:
-        """(column, shape, bytes rounded up to 8, so that every segment is aligned) in the order they are sent.
+        """Tuples (column, shape, bytes) in the order in which the columns are sent.
 
-        What a row has one of is sent by the shard that holds its first column.
+        Bytes are rounded up to a multiple of 8, so that all segments are aligned. The shard with the first table column
+        also sends the columns that have one value per row.
         """
         rows = self.num_rows
-        found: list[tuple[Column, tuple[int, ...], int]] = []
+        entries: list[tuple[Column, tuple[int, ...], int]] = []
         for column in (*([] if self.block_start is None else [ID_COLUMN]), *self.schema.columns):
             if column.kind == "element" or self.shard.columns[0] == 0:
                 shape: tuple[int, ...] = (rows, self.shard.num_columns) if column.kind == "element" else (rows,)
-                found.append((column, shape, -(-np.dtype(column.stored_dtype).itemsize * math.prod(shape) // 8) * 8))
-        return tuple(found)
+                entries.append((column, shape, -(-np.dtype(column.stored_dtype).itemsize * math.prod(shape) // 8) * 8))
+        return tuple(entries)
 
     @cached_property
     def num_bytes(self) -> int:
-        """Of all segments."""
         return sum(num_bytes for _, _, num_bytes in self.segments)
 
 
 @dataclass(frozen=True)
 class BlockJob:
-    """One block to be written, or the selected rows of one, and the pieces that it is made of, ordered by sender."""
+    """Block of a table, or its selected rows, to be written by one rank."""
 
     layout: TableLayout
     rows: tuple[int, int]
     writer: int
-    """The rank that writes it. Its own pieces are not sent: it reads them where they lie."""
+    """Rank that writes the block. It reads its own slices from its shards instead of sending them."""
     slices: tuple[ShardSlice, ...]
+    """Parts of the block, ordered by sender."""
     num_rows: int
-    """That are written of the block."""
+    """Number of rows to write."""
 
     @staticmethod
     def from_plan(
@@ -87,8 +90,11 @@ class BlockJob:
         plan: TablePlan,
         selected: SelectedCounts | None = None,
     ) -> BlockJob:
-        """The block of these rows when the table lies as `plan` says. A block of which all rows are selected is one
-        like any other. Raises MesetaError where shards of the same rows have selected other numbers of them."""
+        """Create the job of one block under `plan`. If all rows of a block are selected, it is written like a block of
+        a full checkpoint.
+
+        Raises MesetaError if shards of the same rows have selected different numbers of rows.
+        """
         counts: dict[tuple[int, int], int] = {}
         pieces = []
         for shard in plan.shards:
@@ -98,9 +104,9 @@ class BlockJob:
             num_rows = overlap[1] - overlap[0] if selected is None else selected[shard].get(rows[0], 0)
             if counts.setdefault(overlap, num_rows) != num_rows:
                 raise MesetaError(
-                    f"checkpoint: table {layout.spec.name!r}: of the rows {overlap[0]}..{overlap[1] - 1}, "
-                    f"{counts[overlap]} have changed in some columns and {num_rows} in others; save whole checkpoints "
-                    "(deltas 'none')"
+                    f"checkpoint: table {layout.spec.name!r}, rows {overlap[0]}..{overlap[1] - 1}: column shards must "
+                    f"have the same changed rows, got {counts[overlap]} and {num_rows} rows; set checkpoint.deltas to "
+                    "'none' to save full checkpoints"
                 )
             if num_rows:
                 pieces.append(ShardSlice(shard=shard, rows=overlap, schema=layout.schema, num_rows=num_rows))
@@ -112,20 +118,20 @@ class BlockJob:
 
     @property
     def is_full(self) -> bool:
-        """Whether all rows of the block are written."""
         return self.num_rows == self.rows[1] - self.rows[0]
 
     def slices_sent_by(self, rank: int) -> list[ShardSlice]:
-        """Pieces that travel from this rank to the writer."""
+        """Return the slices that `rank` sends to the writer."""
         return [piece for piece in self.slices if piece.sender == rank != self.writer]
 
 
 def group_into_rounds(jobs: Sequence[BlockJob], limit_bytes: int) -> list[list[BlockJob]]:
-    """Consecutive jobs that are exchanged at once, ordered by writer: as many as have no more than `limit_bytes` for
-    each writer and from each sender, at least one. A model of thousands of small tables would else wait for the ranks
-    at every table.
+    """Group consecutive jobs into rounds that are exchanged together. Each round is ordered by writer.
+
+    A round has at most `limit_bytes` for each writer and from each sender, but at least one job.
     """
-    found: list[list[BlockJob]] = []
+    groups: list[list[BlockJob]] = []
+    # Without rounds of several jobs, a model of thousands of small tables would wait for all ranks once per table.
     written, sent = Counter[int](), Counter[int]()
     for job in jobs:
         size = sum(piece.num_bytes for piece in job.slices)
@@ -133,17 +139,20 @@ def group_into_rounds(jobs: Sequence[BlockJob], limit_bytes: int) -> list[list[B
         for piece in job.slices:
             sends[piece.sender] += piece.num_bytes if piece.sender != job.writer else 0
         is_full = written[job.writer] + size > limit_bytes and written[job.writer] > 0
-        if not found or is_full or any(sent[rank] and sent[rank] + sends[rank] > limit_bytes for rank in sends):
-            found.append([])
+        if not groups or is_full or any(sent[rank] and sent[rank] + sends[rank] > limit_bytes for rank in sends):
+            groups.append([])
             written, sent = Counter(), Counter()
-        found[-1].append(job)
+        groups[-1].append(job)
         written[job.writer] += size
         sent += sends
-    return [sorted(together, key=lambda job: job.writer) for together in found]
+    return [sorted(together, key=lambda job: job.writer) for together in groups]
 
 
 def pack(world: World, jobs: Sequence[BlockJob], local: LocalShards) -> Tensor:
-    """[bytes] uint8 on the world's device: what this rank sends of all jobs, which are ordered by writer."""
+    """Pack the slices that this rank sends for all jobs into a uint8 buffer of shape [bytes] on the world's device.
+
+    Jobs must be ordered by writer.
+    """
     pieces = [piece for job in jobs for piece in job.slices_sent_by(world.rank)]
     buffer = empty((sum(piece.num_bytes for piece in pieces),), torch.uint8, world.device, keep=False)
     offset = 0
@@ -156,30 +165,37 @@ def pack(world: World, jobs: Sequence[BlockJob], local: LocalShards) -> Tensor:
 
 
 def exchange(world: World, jobs: Sequence[BlockJob], packed: Tensor) -> list[tuple[BlockJob, list[Tensor]]]:
-    """The jobs of this rank, each with [bytes] uint8 on the CPU of every piece that other ranks send for it."""
+    """Send and receive the slices of all jobs. Collective.
+
+    Return the jobs that this rank writes, each with one uint8 CPU tensor of shape [bytes] for each slice from another
+    rank.
+    """
     send_splits, receive_splits = [0] * world.size, [0] * world.size
-    mine = [job for job in jobs if job.writer == world.rank]
+    local_jobs = [job for job in jobs if job.writer == world.rank]
     for job in jobs:
         send_splits[job.writer] += sum(piece.num_bytes for piece in job.slices_sent_by(world.rank))
     sent = [
         (index, piece)
         for rank in range(world.size)
-        for index, job in enumerate(mine)
+        for index, job in enumerate(local_jobs)
         for piece in job.slices_sent_by(rank)
     ]
     for _, piece in sent:
         receive_splits[piece.sender] += piece.num_bytes
     blocks = world.all_to_all(packed, send_splits, receive_splits, "checkpoint blocks", keep=False)
     received = blocks.wait().cpu()
-    parts: list[list[Tensor]] = [[] for _ in mine]
+    parts: list[list[Tensor]] = [[] for _ in local_jobs]
     for (index, _), part in zip(sent, received.split([piece.num_bytes for _, piece in sent]), strict=True):
         parts[index].append(part)
-    return list(zip(mine, parts, strict=True))
+    return list(zip(local_jobs, parts, strict=True))
 
 
 def unpack(job: BlockJob, received: Sequence[Tensor], local: LocalShards) -> dict[str, np.ndarray]:
-    """Columns of the block by name, [rows, D] or [rows]; no copy where they come in one piece. Of a block of which not
-    all rows are written, ids are among them."""
+    """Combine the slices of a block into its columns by name, of shape [rows, D] or [rows].
+
+    Columns are not copied if the block consists of one slice. If only some rows are written, the result includes their
+    ids.
+    """
     schema = job.layout.schema
     columns = schema.columns if job.is_full else (ID_COLUMN, *schema.columns)
     whole = len(job.slices) == 1
@@ -204,7 +220,6 @@ def unpack(job: BlockJob, received: Sequence[Tensor], local: LocalShards) -> dic
 
 
 def _read_local(local: LocalShards, piece: ShardSlice) -> dict[str, Tensor]:
-    """A piece's rows by column, as this rank keeps them, in the types that files have."""
     first, storage = piece.shard.rows[0], local[piece.shard]
     begin, end = piece.rows[0] - first, piece.rows[1] - first
     values = {name: as_stored(value) for name, value in storage.read(begin, end).items()}
@@ -215,7 +230,6 @@ def _read_local(local: LocalShards, piece: ShardSlice) -> dict[str, Tensor]:
 
 
 def _column_views(piece: ShardSlice, packed: Tensor) -> dict[str, Tensor]:
-    """Views of the columns of a piece in the bytes that travel."""
     columns, offset = {}, 0
     for column, shape, num_bytes in piece.segments:
         columns[column.name] = _view_as_column(packed[offset : offset + num_bytes], column, shape)
@@ -224,6 +238,6 @@ def _column_views(piece: ShardSlice, packed: Tensor) -> dict[str, Tensor]:
 
 
 def _view_as_column(segment: Tensor, column: Column, shape: tuple[int, ...]) -> Tensor:
-    """A view of bytes [n] as values [shape], leaving out the padding."""
+    """View the bytes of a segment as values of the given shape, without the padding."""
     dtype: torch.dtype = getattr(torch, column.stored_dtype)
     return segment[: dtype.itemsize * math.prod(shape)].view(dtype).view(shape)

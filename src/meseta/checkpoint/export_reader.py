@@ -1,4 +1,4 @@
-"""What `export` has written, read again block by block. Neither its manifest nor its files are trusted."""
+"""Block-wise reader for folders that `export` wrote. Manifest and files are untrusted input."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ ExportFormat = Literal["safetensors", "numpy"]
 EXPORT_FORMAT = "meseta.export/1"
 EXPORT_PATH = "export.json"
 ARCHIVE_PATH = "dense.npz"
-"""The dense tensors in format numpy."""
+"""Archive of the dense tensors in format `numpy`."""
 SAFETENSORS_TYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64"}
+# Exceptions that libraries raise for damaged files.
 _READ_ERRORS = (SafetensorError, BadZipFile, OSError, EOFError, ValueError, KeyError, TypeError, RuntimeError,
                 MemoryError,
            OverflowError, SyntaxError, TokenError)  # fmt: skip
-"""Exceptions that libraries raise for damaged files."""
 
 
 class _ExportedTable(ManifestPart):
@@ -66,8 +66,10 @@ class _ExportManifest(ManifestPart):
 
 
 def export_manifest(manifest: Mapping[str, Any], form: ExportFormat, tables: Sequence[str], *, states: bool) -> str:
-    """Return the text of export.json, for an export of some tables from the checkpoint of `manifest`. Columns and
-    optimizers are those of the checkpoint, with or without `states`."""
+    """Return the text of export.json for an export of some tables of a checkpoint.
+
+    The entries keep all columns and optimizers of the checkpoint, with or without `states`.
+    """
     state = manifest["state"]
     kept = ("num_embeddings", "embedding_dim", "dtype", "optimizer", "columns")
     entries = {name: {key: manifest["tables"][name][key] for key in kept} for name in tables}
@@ -85,38 +87,37 @@ def export_manifest(manifest: Mapping[str, Any], form: ExportFormat, tables: Seq
 
 @dataclass(frozen=True)
 class ExportReader:
-    """A folder that `export` has made, with its checked manifest."""
+    """Reader for a folder that `export` wrote, with a checked manifest."""
 
     root: Path
     file_format: ExportFormat
     has_states: bool
-    """Whether it has the states of row optimizers."""
+    """Whether the export has the states of the row optimizers."""
     embedding_step: int | None
-    """Steps that row optimizers have counted for bias correction; `None` if the checkpoint had no training state."""
+    """Number of steps that row optimizers use for bias correction. `None` if the checkpoint had no training state."""
     dense_optimizer: str | None
-    """Class of the optimizer of the dense part, likewise."""
+    """Class of the dense optimizer. `None` if the checkpoint had no training state."""
     tables: Mapping[str, Mapping[str, Any]]
-    """Entries by table, as in the manifest of a checkpoint but without blocks."""
+    """Entries of the tables, as in the manifest of a checkpoint but without blocks."""
 
     @staticmethod
     def open(root: Path) -> ExportReader:
-        """Read and check export.json. Raises MesetaError if it is missing, damaged, or of another format."""
+        """Read and check export.json. Raises MesetaError if it is missing, damaged, or has another format."""
         where = f"export {str(root)!r}"
         try:
             document = parse_json(read_inner_file(root, EXPORT_PATH))
         except OSError as error:
             raise MesetaError(
-                f"{where}: {EXPORT_PATH}: {error.strerror or error}; give a folder that `meseta checkpoint export` of "
-                "this version has made in format safetensors or numpy"
+                f"{where}: cannot read {EXPORT_PATH}: {error.strerror or error}; choose a folder that "
+                "`meseta checkpoint export` of this version wrote in format safetensors or numpy"
             ) from None
         except ValueError as error:
             raise MesetaError(f"{where}: {EXPORT_PATH} is not JSON ({error}); export again") from None
-        found = document.get("format") if isinstance(document, dict) else None
-        if found != EXPORT_FORMAT:
+        file_format = document.get("format") if isinstance(document, dict) else None
+        if file_format != EXPORT_FORMAT:
             raise MesetaError(
-                f"{where}: {EXPORT_PATH} has the format {format_value(found)}, and this version reads "
-                f"{EXPORT_FORMAT!r}; "
-                "import it with the version that wrote it"
+                f"{where}: format of {EXPORT_PATH} must be {EXPORT_FORMAT!r}, got {format_value(file_format)}; import "
+                "the folder with the version that wrote it"
             )
         problem = invalid_value_reason("", document, _ExportManifest)
         for name, entry in document["tables"].items() if problem is None else ():
@@ -132,9 +133,12 @@ class ExportReader:
 
     @contextmanager
     def open_table(self, layout: TableLayout) -> Iterator[Callable[[int, int], Values]]:
-        """Context manager with `read(first, stop)`, which returns the columns of `layout` for some rows, as they are
-        stored. It and `read` raise MesetaError unless the files have exactly these shapes and types, and finite
-        values."""
+        """Context manager that yields a function `read(first, stop)`, which returns the columns of `layout` for a range
+        of rows.
+
+        The context manager and `read` raise MesetaError unless the files have exactly the shapes and types of `layout`,
+        and finite values.
+        """
         name, num_rows = layout.spec.name, layout.spec.num_embeddings
         columns = {column.name: column for column in layout.schema.columns}
         with ExitStack() as opened:
@@ -157,8 +161,10 @@ class ExportReader:
             yield read
 
     def read_dense(self) -> dict[str, Tensor]:
-        """Return the dense tensors by name, on the CPU. Raises MesetaError for a missing or damaged file, and for
-        values that are not finite."""
+        """Return the dense tensors by name, on the CPU.
+
+        Raises MesetaError if the file is missing or damaged, or has values that are not finite.
+        """
         path = self.root / (DENSE_PATH if self.file_format == "safetensors" else ARCHIVE_PATH)
         with _wrap_read_errors(path):
             file = self._file(path)
@@ -179,29 +185,29 @@ class ExportReader:
 
 
 def array_file_name(column: str) -> str:
-    """Name of a column's file in the folder of its table, in format numpy."""
+    """Return the file name of a column in format `numpy`, inside the folder of its table."""
     return f"{to_file_name(column)}.npy"
 
 
 def array_dtype(column: Column) -> np.dtype[Any]:
-    """Type of a column in format numpy, which has no bfloat16 and widens it."""
+    """Return the dtype of a column in format `numpy`. Columns of bfloat16, which numpy lacks, are stored as float32."""
     return np.dtype("float32" if column.dtype == "bfloat16" else column.stored_dtype)
 
 
 @contextmanager
 def _wrap_read_errors(path: Path) -> Iterator[None]:
-    """Context manager that names the file in what libraries raise for untrusted content."""
+    """Context manager that converts exceptions for damaged content to MesetaError with the name of the file."""
     try:
         yield
     except MesetaError:
         raise
     except _READ_ERRORS as error:
         why = getattr(error, "strerror", None) or error_summary(error)
-        raise MesetaError(f"export file {str(path)!r} is not what its manifest says ({why}); export again") from None
+        raise MesetaError(f"export file {str(path)!r} does not match its manifest ({why}); export again") from None
 
 
 RowReader = Callable[[int, int], np.ndarray]
-"""Rows first..stop-1 of a column, as they are stored."""
+"""Function (first, stop) that returns the rows first..stop-1 of a column as stored."""
 
 
 @contextmanager
@@ -222,9 +228,9 @@ def _open_numpy(path: Path, column: Column, shape: tuple[int, ...]) -> Iterator[
     yield lambda first, stop: narrow_to_bfloat16(rows[first:stop]) if column.dtype == "bfloat16" else rows[first:stop]
 
 
-def _check_dtype_and_shape(column: Column, found: object, expected: object) -> None:
-    if found != expected:
-        raise ValueError(f"type and shape of {column.name!r} must be {expected}, got {found}")
+def _check_dtype_and_shape(column: Column, actual: object, expected: object) -> None:
+    if actual != expected:
+        raise ValueError(f"type and shape of {column.name!r} must be {expected}, got {actual}")
 
 
 def _check_finite(column: Column, values: np.ndarray) -> None:
@@ -236,8 +242,9 @@ def _read_archive(path: Path) -> dict[str, Tensor]:
     tensors = {}
     with ZipFile(path) as archive:
         for member in archive.infolist():
+            # `export` writes only uncompressed .npy files.
             if member.compress_type != ZIP_STORED or not member.filename.endswith(".npy"):
-                raise ValueError(f"{format_value(member.filename)} is no uncompressed .npy")
+                raise ValueError(f"{format_value(member.filename)} is not an uncompressed .npy file")
             with archive.open(member) as file:
                 array = np.lib.format.read_array(file, allow_pickle=False)
             tensors[member.filename.removesuffix(".npy")] = torch.from_numpy(array)

@@ -1,4 +1,4 @@
-"""A checkpoint's tables and dense tensors in other formats, block by block: a table never has to fit memory."""
+"""Export of tables and dense tensors to other formats, block by block, so that no table has to fit in memory."""
 
 from __future__ import annotations
 
@@ -47,20 +47,32 @@ def export(
     states: bool = False,
     on_rows: Callable[[int], None] = lambda num_rows: None,
 ) -> list[Path]:
-    """Write the tables that match `tables` (shell patterns) and the dense tensors of a checkpoint to a new folder.
+    """Write tables and dense tensors of a checkpoint to a new folder, and return its files.
 
-    'safetensors' gives tables/TABLE.safetensors with a tensor 'row' [R, D], and with `states` one per state of the row
-    optimizer, and dense.safetensors; 'numpy' gives tables/TABLE/row.npy, tables/TABLE/STATE.npy and dense.npz, with
-    bfloat16 widened to float32. Names of tables are escaped as in the checkpoint. export.json says which checkpoint and
-    optimizers they are of, for `meseta checkpoint import --from meseta`. `on_rows` is told of rows as they are written.
-    The folder appears by one rename when all is written and checked; returns its files.
-    Raises MesetaError for a folder that exists, a pattern that matches nothing, and a damaged checkpoint.
+        files            safetensors                 numpy
+        rows             tables/TABLE.safetensors    tables/TABLE/row.npy
+        state columns    tables/TABLE.safetensors    tables/TABLE/STATE.npy
+        dense tensors    dense.safetensors           dense.npz
+
+    The tensor `row` has the shape [num_embeddings, embedding_dim]. Format `numpy` stores bfloat16 as float32. Table
+    names are escaped as in the checkpoint. export.json describes tables and optimizers for `meseta checkpoint import
+    --from meseta`. The folder appears atomically after all files are written and checked.
+
+    Args:
+        path: Checkpoint to export.
+        out: Folder to create.
+        form: Format of the files.
+        tables: Shell patterns of the tables to export.
+        states: Whether to export the states of the row optimizers.
+        on_rows: Called with the number of rows of each written block.
+
+    Raises MesetaError if the folder exists, a pattern matches no table, or the checkpoint is damaged.
     """
     path, out = to_location(path), Path(out)
     manifest = read_manifest(path)
     names = _select_tables(path, manifest["tables"], tables)
     if out.exists():
-        raise MesetaError(f"export: {str(out)!r} exists; give a folder that does not")
+        raise MesetaError(f"export: {str(out)!r} exists already; choose a new folder")
     with atomic_folder(out) as folder:
         (folder / "tables").mkdir()
         for name in names:
@@ -102,16 +114,15 @@ def _export_table(
 
 
 @dataclass(frozen=True)
+# A write to a full disk raises OSError. Through a memory map, it would kill the process.
 class _ArrayFile:
-    """The numbers of a column in a file, row after row. They are written, not mapped: where a disk is full, a write
-    raises OSError, and a mapping ends the process."""
+    """File with the rows of one column, one after the other."""
 
     file: BinaryIO
     offset: int
-    """Bytes of the file before the first row."""
+    """Position of the first row in the file, in bytes."""
 
     def write(self, first_row: int, values: np.ndarray) -> None:
-        """Write the rows from `first_row` on."""
         if values.size:
             self.file.seek(self.offset + first_row * (values.nbytes // len(values)))
             self.file.write(np.ascontiguousarray(values).data.cast("B"))
@@ -121,7 +132,6 @@ class _ArrayFile:
 def _create_numpy_files(
     stem: Path, schema: BlockSchema, columns: Sequence[Column], num_rows: int
 ) -> Iterator[dict[str, _ArrayFile]]:
-    """Files of numpy's own format."""
     stem.mkdir()
     arrays: dict[str, _ArrayFile] = {}
     with ExitStack() as files:
@@ -138,15 +148,15 @@ def _create_numpy_files(
 def _create_safetensors_file(
     stem: Path, schema: BlockSchema, columns: Sequence[Column], num_rows: int
 ) -> Iterator[dict[str, _ArrayFile]]:
-    """One file, written here: the library writes tensors from memory alone. Its format is eight bytes with the length
-    of a JSON header, the header, and the numbers."""
+    # The safetensors library writes tensors from memory only, so the file is written here. Its format is 8 bytes with
+    # the length of the JSON header, the header, and the numbers.
     header: dict[str, Any] = {}
     at = 0
     for column in columns:
         shape = schema.shape(column, num_rows)
         size = int(np.prod(shape, dtype=np.int64)) * np.dtype(column.stored_dtype).itemsize
         if column.dtype not in SAFETENSORS_TYPES:
-            raise MesetaError(f"export: safetensors has no type {column.dtype}; export with --format numpy")
+            raise MesetaError(f"export: safetensors does not support dtype {column.dtype}; use --format numpy")
         header[column.name] = {
             "dtype": SAFETENSORS_TYPES[column.dtype],
             "shape": list(shape),
@@ -170,13 +180,15 @@ def _export_dense(root: Location, entry: Mapping[str, Any], out: Path, form: Exp
         name: (tensor.float() if str(tensor.dtype) == "torch.bfloat16" else tensor).numpy()
         for name, tensor in tensors.items()
     }
-    packed = io.BytesIO()  # into memory, since zipfile that meets a full disk tells of it once more when it is freed
-    with ZipFile(packed, "w") as archive:  # np.savez takes no array of the name 'file'
+    # Pack in memory: after a failed write to a full disk, ZipFile reports the error a second time when it is freed.
+    packed = io.BytesIO()
+    # np.savez rejects an array named 'file', so use ZipFile.
+    with ZipFile(packed, "w") as archive:
         for name, array in arrays.items():
             if fault := invalid_relative_path_reason(f"{name}.npy"):
                 way_out = "export with --format safetensors"
                 raise MesetaError(
-                    f"export: dense tensor {format_value(name)} names no file of an archive: {fault}; {way_out}"
+                    f"export: dense tensor {format_value(name)} cannot name a file of an archive: {fault}; {way_out}"
                 )
             with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
                 np.lib.format.write_array(file, np.asanyarray(array), allow_pickle=False)

@@ -1,5 +1,5 @@
-"""How a file that cannot be trusted, or written, is reported; and one rank's failure is every rank's: nobody is left
-waiting in a collective."""
+"""Errors of checkpoint files, and their propagation to all ranks, so that no rank waits in a collective for a failed
+one."""
 
 from __future__ import annotations
 
@@ -21,40 +21,42 @@ T = TypeVar("T")
 
 
 class DamagedCheckpoint(MesetaError):
-    """A checkpoint that is not what was saved; an older one may be."""
+    """Damage of a checkpoint. An older checkpoint may be intact."""
 
     files: frozenset[Location] = frozenset()
-    """Those of it that are known to be damaged or missing, beside its manifest."""
+    """Files of the checkpoint that are known to be damaged or missing, without its manifest."""
 
 
 def damaged_file_error(path: Location, what: str) -> DamagedCheckpoint:
-    """The error that names a file and what is wrong with it."""
+    """Return the error for a damaged file. `what` states the problem and follows the path in the message."""
     problem = DamagedCheckpoint(f"checkpoint file {str(path)!r} {what}; copy the checkpoint again, or use an older one")
     problem.files = frozenset([path])
     return problem
 
 
 def malformed_manifest_error(where: str, what: str) -> DamagedCheckpoint:
-    """The error that names a manifest, or a part of it, and what it must not say."""
+    """Return the error for a manifest, or a part of it, with invalid content. `what` states the problem."""
     return DamagedCheckpoint(f"{where} is malformed ({what}); use an older checkpoint")
 
 
 def read_error(path: Location, error: OSError) -> MesetaError:
-    """Return the error for a read of a checkpoint that raised `error`.
+    """Return the error for a failed read of a checkpoint.
 
-    It is DamagedCheckpoint if the file is missing or must not be read. Otherwise it is StorageError: whether the
-    checkpoint is damaged is unknown, and nothing may be deleted, replaced or chosen because of it.
+    It is DamagedCheckpoint if the file is missing or must not be read. Otherwise it is StorageError: the checkpoint may
+    be intact, so the caller must not delete, replace or select a checkpoint because of this error.
     """
     if is_read_failure(error):
         name = error.filename if isinstance(error.filename, str) else str(path)
         reason = error.strerror or str(error)
-        return StorageError(f"checkpoint file {name!r} cannot be read ({reason}); run the command again once it can")
+        return StorageError(
+            f"checkpoint file {name!r} cannot be read ({reason}); run the command again when it can be read"
+        )
     return damaged_file_error(path, f"cannot be read ({error.strerror})")
 
 
 @contextmanager
 def wrap_read_errors(path: Location) -> Iterator[None]:
-    """Context manager that turns an OSError into `read_error`."""
+    """Context manager that converts an OSError to the error that `read_error` returns."""
     try:
         yield
     except OSError as error:
@@ -62,9 +64,10 @@ def wrap_read_errors(path: Location) -> Iterator[None]:
 
 
 def read_with_retry(root: Location | None, path: Location, action: Callable[[], T]) -> T:
-    """Return what `action` reads of `path`, a part of the checkpoint `root`; `None` for a folder of checkpoints.
+    """Return the result of `action`, which reads `path` of the checkpoint `root`. `root` is `None` for a folder of
+    checkpoints.
 
-    A failed read is repeated inside `retry_reads`. Raises what `read_error` returns.
+    Repeats a failed read inside `retry_reads`. Raises the error that `read_error` returns.
     """
 
     def attempt() -> T:
@@ -75,14 +78,16 @@ def read_with_retry(root: Location | None, path: Location, action: Callable[[], 
 
 
 def has_file(root: Location, name: str) -> bool:
-    """Whether the checkpoint at `root` has a file of this name. Raises StorageError if that cannot be told."""
+    """Whether the checkpoint at `root` has a file of this name. Raises StorageError if reading fails."""
     return read_with_retry(root, root / name, lambda: location_exists(root / name))
 
 
 def locate_file(root: Location, entry: Mapping[str, Any]) -> Location:
-    """Where the file of an entry in a checked manifest is. Raises DamagedCheckpoint where it is missing, no regular
-    file, led out of its checkpoint by a link, or of another size than the manifest says; StorageError where that cannot
-    be told."""
+    """Return the location of a file that a checked manifest names.
+
+    Raises DamagedCheckpoint if the file is missing, not a regular file, outside its checkpoint because of a link, or
+    has another size than the manifest states. Raises StorageError if reading fails.
+    """
     path = root / entry["path"]
     folder, inner = split_path(entry["path"])
     if not isinstance(root, Path) or not isinstance(path, Path):
@@ -98,7 +103,7 @@ def locate_file(root: Location, entry: Mapping[str, Any]) -> Location:
 
 
 def check_files(root: Location, entries: Iterable[Mapping[str, Any]]) -> None:
-    """Raise what `locate_file` raises for any of the entries; at a URL, each folder is listed once."""
+    """Check the files of all entries as `locate_file` does, and raise its errors."""
     if isinstance(root, Path):
         for entry in entries:
             locate_file(root, entry)
@@ -107,6 +112,7 @@ def check_files(root: Location, entries: Iterable[Mapping[str, Any]]) -> None:
     for entry in entries:
         folder, inner = split_path(entry["path"])
         if folder not in sizes:
+            # List each folder once, instead of one request per file.
             holder = root if folder is None else root.parent / folder
             sizes[folder] = read_with_retry(root, holder, holder.files)
         if inner not in sizes[folder]:
@@ -120,32 +126,33 @@ def _check_size(path: Location, expected_bytes: int, found_bytes: int) -> None:
 
 
 def concurrent_writer_error(path: Location) -> MesetaError:
-    """The error of a file, or a checkpoint, at a URL, which is there, or has changed, while one of its name is
-    written."""
+    """Return the error for a file or checkpoint at a URL that another process created or changed during a save."""
     return MesetaError(
-        f"checkpoint {str(path)!r} is another run's, which has written there; stop that one, or choose another "
-        "checkpoint.dir"
+        f"checkpoint {str(path)!r} was written by another run; stop that run, or choose another checkpoint.dir"
     )
 
 
 def check_no_concurrent_saves(checkpoints: Iterable[Location], known_names: Collection[str] | None) -> None:
-    """Raise MesetaError if a checkpoint has none of the `known_names` names: another run has saved it. `None` allows
+    """Raise MesetaError if a checkpoint is not in `known_names`, because another run has saved it. `None` allows
     all."""
     for path in checkpoints:
         if known_names is not None and path.name not in known_names:
             raise concurrent_writer_error(path)
 
 
-def check_checksum(path: Location, expected: str, found: str) -> None:
-    """Raise MesetaError when the content of a file has another digest than the manifest says."""
-    if found != expected:
-        raise damaged_file_error(path, f"must have the checksum {expected}, but its content has {found}")
+def check_checksum(path: Location, expected: str, actual: str) -> None:
+    """Raise DamagedCheckpoint if the checksum of a file differs from the one in the manifest."""
+    if actual != expected:
+        raise damaged_file_error(path, f"must have the checksum {expected}, but its content has {actual}")
 
 
 @contextmanager
 def wrap_write_errors(path: Location) -> Iterator[None]:
-    """Raise MesetaError, naming the file, where the system refuses to write it, for example on a full disk, and where
-    there is one at a URL."""
+    """Context manager that converts an OSError of a write, such as a full disk, to MesetaError with the name of the
+    file.
+
+    At a URL, an existing file means that another run writes there.
+    """
     try:
         yield
     except OSError as error:
@@ -158,7 +165,7 @@ def wrap_write_errors(path: Location) -> Iterator[None]:
 
 
 def run_on_all_ranks(world: World, action: Callable[[], T]) -> T:
-    """Run `action` on every rank; when it fails on any, raise MesetaError on all."""
+    """Run `action` on each rank and return its result. If it fails on any rank, raises MesetaError on all ranks."""
     error: Exception | None = None
     try:
         result = action()
@@ -169,13 +176,13 @@ def run_on_all_ranks(world: World, action: Callable[[], T]) -> T:
         error = caught
     try:
         world.raise_on_all_ranks(error)
-    except DamagedCheckpoint as told:  # on all ranks alike
-        own = error.files if isinstance(error, DamagedCheckpoint) else told.files
-        told.files = frozenset(file for files in world.all_gather_object(own) for file in files)
+    except DamagedCheckpoint as damage:  # It is raised on all ranks, so all reach the gather.
+        damaged_files = error.files if isinstance(error, DamagedCheckpoint) else damage.files
+        damage.files = frozenset(file for files in world.all_gather_object(damaged_files) for file in files)
         raise
     return result
 
 
 def run_on_rank_0(world: World, action: Callable[[], object]) -> None:
-    """Run `action` on rank 0 alone; when it fails there, raise MesetaError on all ranks."""
+    """Run `action` on rank 0. If it fails, raises MesetaError on all ranks."""
     run_on_all_ranks(world, action if world.rank == 0 else lambda: None)

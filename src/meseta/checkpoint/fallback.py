@@ -1,4 +1,4 @@
-"""The way back from a damaged checkpoint: the newest one before it that is whole."""
+"""Fallback from a damaged checkpoint to the newest intact one before it."""
 
 from __future__ import annotations
 
@@ -17,35 +17,36 @@ from meseta.machine.remote import Location
 from meseta.spec import MesetaError
 
 _MAX_LISTED = 4
-"""Checkpoints to be moved away that a message names, beside the first."""
+"""Maximum number of unusable checkpoints that a message names in addition to the first one."""
 
 
 class FallbackCheckpointError(DamagedCheckpoint):
-    """A damaged checkpoint, and what to go on with."""
+    """Damage of a checkpoint, with the checkpoint from which the run can resume instead."""
 
     problem: str
-    """What is wrong with it."""
+    """Description of the damage."""
     fallback: Location | None
-    """The newest checkpoint before it every byte of which is whole; None where there is none."""
+    """Newest older checkpoint whose files are all intact. `None` if there is none."""
     unusable: tuple[Location, ...]
-    """The damaged one and those between, the newest first: they are damaged, or need a file that is."""
+    """The damaged checkpoint and all between it and the fallback, newest first. All are damaged or need a damaged
+    file."""
 
 
 def fallback_checkpoint_error(problem: DamagedCheckpoint, path: Location) -> FallbackCheckpointError:
-    """The same error with the newest checkpoint before `path` whose every byte is whole, and how to go on from it.
+    """Find the newest intact checkpoint before `path`, and return an error that says how to resume from it.
 
-    Of those that need a file which is known to be damaged, the manifest alone is read. Raises StorageError where a read
-    fails: what cannot be read may be whole.
+    Raises StorageError if a read fails, because an unreadable checkpoint may be intact.
     """
     passed, damaged = [path], {_resolve_links(file) for file in problem.files}
     for other in reversed([other for other in list_candidates(path.parent) if parse_step(other) < parse_step(path)]):
         try:
+            # Reads only the manifest of checkpoints that need a file already known to be damaged.
             _check_not_damaged(other, damaged)
             verify(other)
         except DamagedCheckpoint as another:
             damaged |= {_resolve_links(file) for file in another.files}
         except StorageError as unread:
-            raise StorageError(f"{problem}; looking for one: {unread}") from None
+            raise StorageError(f"{problem}; search for an older one failed: {unread}") from None
         except MesetaError:
             pass
         else:
@@ -55,7 +56,6 @@ def fallback_checkpoint_error(problem: DamagedCheckpoint, path: Location) -> Fal
 
 
 def _check_not_damaged(path: Location, damaged: Collection[Location]) -> None:
-    """Raise DamagedCheckpoint where a checkpoint needs one of these files."""
     for entry in file_entries(read_manifest(path)):
         if _resolve_links(resolve_file(path, entry["path"])) in damaged:
             raise DamagedCheckpoint(f"checkpoint {str(path)!r} needs {entry['path']!r}, which is damaged")
@@ -63,20 +63,21 @@ def _check_not_damaged(path: Location, damaged: Collection[Location]) -> None:
 
 def _make_error(problem: DamagedCheckpoint, path: Location | None, passed: list[Location]) -> FallbackCheckpointError:
     if path is None:
-        offer = FallbackCheckpointError(f"{problem}; no older one beside it is whole")
+        offer = FallbackCheckpointError(f"{problem}; no older checkpoint in its folder is intact")
     else:
-        first, *others = passed
-        more = [repr(other.name) for other in others[:_MAX_LISTED]]
-        more += [f"{len(others) - _MAX_LISTED:,} more"] * (len(others) > _MAX_LISTED)
-        likewise = f", and likewise of {' and '.join(filter(None, [', '.join(more[:-1]), *more[-1:]]))}" if more else ""
+        first, *remaining = passed
+        more = [repr(other.name) for other in remaining[:_MAX_LISTED]]
+        more += [f"{len(remaining) - _MAX_LISTED:,} more"] * (len(remaining) > _MAX_LISTED)
+        likewise = (
+            f", and the same for {' and '.join(filter(None, [', '.join(more[:-1]), *more[-1:]]))}" if more else ""
+        )
         way = f"after `mv {first} {first}.damaged`{likewise}"
-        if not isinstance(first, Path):  # a store has no names to change
+        if not isinstance(first, Path):  # Object stores have no rename.
             way = "with checkpoint.resume=older"
-        offer = FallbackCheckpointError(f"{problem}: {str(path)!r} is whole, and the same command takes it {way}")
+        offer = FallbackCheckpointError(f"{problem}: {str(path)!r} is intact; the same command resumes from it {way}")
     offer.problem, offer.fallback, offer.unusable = str(problem), path, tuple(passed)
     return offer
 
 
 def _resolve_links(file: Location) -> Location:
-    """The same whatever links lead there."""
     return Path(os.path.realpath(file)) if isinstance(file, Path) else file

@@ -1,4 +1,4 @@
-"""What is in a folder of checkpoints, and what is in one of them, by their manifests alone."""
+"""Summaries of the checkpoints in a folder, read from their manifests only."""
 
 from __future__ import annotations
 
@@ -28,106 +28,110 @@ from meseta.storage import ROW
 
 @dataclass(frozen=True, kw_only=True)
 class TableSummary:
-    """One table of a checkpoint."""
+    """Size, optimizer and checksum of one table of a checkpoint."""
 
     name: str
     num_embeddings: int
     embedding_dim: int
     dtype: str
-    """Of the rows, for example 'float32'."""
+    """Data type of the rows, such as 'float32'."""
     optimizer: str
     """Name of the row optimizer."""
     states: tuple[str, ...]
-    """Names of its states."""
+    """Names of the states of the row optimizer."""
     num_blocks: int
     num_bytes: int
-    """Of its files, those of older checkpoints among them."""
+    """Size of the table's files, including files of older checkpoints that a delta needs."""
     row_error: float
-    """The largest error of a value of a row; 0 where all are exact."""
+    """Largest quantization error of a value of a row, or 0 if all rows are exact."""
     checksum: str | None
-    """SHA-256 of rows and states, as the format defines it; None of a delta, whose files tell it together: see
-    `verify`."""
+    """SHA-256 checksum of rows and states. `None` for a delta, whose checksum `verify` computes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSummary:
-    """One checkpoint; nothing but its manifest and the sizes of its files was read."""
+    """Content of one checkpoint, from its manifest and the sizes of its files."""
 
     path: Location
     step: int
-    """Steps that were trained."""
+    """Number of steps trained."""
     saved_at_s: float
-    """When the manifest was written, in seconds of the Unix clock."""
+    """Time at which the manifest was written, in seconds since the Unix epoch."""
     num_ranks: int
-    """Ranks that saved it; any number can load it."""
+    """Number of ranks that saved the checkpoint. Any number of ranks can load it."""
     tables: tuple[TableSummary, ...]
-    """By name."""
+    """Tables, sorted by name."""
     dense_bytes: int
-    """Of the file of dense tensors."""
+    """Size of the file with dense tensors."""
     carried_bytes: int
-    """Of that of answers to the batch to come; 0 where there is none."""
+    """Size of the file with prefetched embeddings, or 0 if there is none."""
     reader: dict[str, Any] | None
-    """Position in the data."""
+    """Position in the training data."""
     checksum: str | None
-    """SHA-256 that names the model: tables and dense tensors; None of a delta, whose files tell it together: see
-    `verify`."""
+    """SHA-256 checksum of the model: tables and dense tensors. `None` for a delta, whose checksum `verify` computes."""
     chain: str | None
-    """Of a delta, SHA-256 over the digests of its files instead."""
+    """SHA-256 digest over the digests of a delta's files. `None` for a full checkpoint."""
     policy: str | None
-    """Of a delta, see `checkpoint.deltas`."""
+    """Delta policy, see `checkpoint.deltas`. `None` for a full checkpoint."""
     own_bytes: int
-    """Of its own files but the manifest."""
+    """Size of the files in this checkpoint's folder, without the manifest."""
     needs: tuple[int, ...]
-    """Steps of the older checkpoints whose files it needs."""
+    """Steps of the older checkpoints whose files this one needs."""
     longest_chain: int
-    """The most files that any row needs."""
+    """Largest number of files that any block needs."""
 
     @property
     def num_bytes(self) -> int:
-        """Of all files but the manifest, those of older checkpoints among them."""
+        """Size of all files, including files of older checkpoints, without the manifest."""
         return self.dense_bytes + self.carried_bytes + sum(table.num_bytes for table in self.tables)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointInfo:
-    """One name in a folder of checkpoints."""
+    """Checkpoint in a folder, possibly damaged."""
 
     path: Location
     summary: CheckpointSummary | None
-    """None where the checkpoint is damaged or cannot be read."""
+    """Content of the checkpoint. `None` if it is damaged or unreadable."""
     problem: str
-    """What is wrong with it; empty where nothing is known to be."""
+    """Reason why there is no summary, or an empty string."""
     is_readable: bool = True
-    """False if a read failed, so that nobody knows whether the checkpoint is damaged."""
+    """`False` if a read failed, so that it is unknown whether the checkpoint is damaged."""
 
 
 def find_checkpoint_folder(path: Location | str) -> Location:
-    """The folder of checkpoints that `path` is or, as the directory of a run, has; raises MesetaError for neither."""
+    """Return the folder of checkpoints at `path`, or that of the run folder at `path`.
+
+    Raises MesetaError if neither holds a checkpoint.
+    """
     path = to_location(path)
     for folder in (path, checkpoint_location(path) if isinstance(path, Path) else path / "checkpoints"):
         if list_candidates(folder):
             return folder
     if not isinstance(path, Path):
         raise MesetaError(f"checkpoint {str(path)!r} holds no checkpoint; check the URL")
-    what = "holds no checkpoint" if read_with_retry(None, path, lambda: location_is_folder(path)) else "is no directory"
-    raise MesetaError(f"checkpoint {str(path)!r} {what}; give the directory of a run, or one with step-... in it")
+    what = "holds no checkpoint" if read_with_retry(None, path, lambda: location_is_folder(path)) else "is not a folder"
+    raise MesetaError(f"checkpoint {str(path)!r} {what}; choose a run folder, or a folder that contains step-...")
 
 
 def find_checkpoint(path: Location | str) -> Location:
-    """`path` itself where it is a checkpoint, else the newest one, whole or not, of the run or folder that it is."""
+    """Return `path` if it is a checkpoint, else the newest checkpoint of the run or folder, which may be damaged."""
     path = to_location(path)
     if has_file(path, MANIFEST_PATH):
         return path
     folder = find_checkpoint_folder(path)
-    found = newest(folder)
-    if found is None:
+    newest_path = newest(folder)
+    if newest_path is None:
         raise MesetaError(f"checkpoint {str(folder)!r} holds no checkpoint; see `meseta checkpoint list`")
-    return found
+    return newest_path
 
 
 def summarize(path: Location | str) -> CheckpointSummary:
-    """What a checkpoint holds. Raises MesetaError for a damaged manifest, and a file that lacks or has another size;
-    StorageError where that cannot be read."""
+    """Summarize a checkpoint.
+
+    Raises MesetaError if the manifest is damaged, or if a file is missing or has another size. Raises StorageError if
+    reading fails.
+    """
     path = to_location(path)
     manifest = read_manifest(path)
     check_files(path, file_entries(manifest))
@@ -169,13 +173,15 @@ def summarize(path: Location | str) -> CheckpointSummary:
 
 
 def list_checkpoints(path: Location | str) -> list[CheckpointInfo]:
-    """All checkpoints of a run or folder, the oldest first, with those that are damaged or cannot be read. Raises
-    MesetaError for another path, and StorageError where the folder itself cannot be read."""
-    found = []
+    """List all checkpoints of a run or folder, oldest first, including damaged and unreadable ones.
+
+    Raises MesetaError if `path` holds no checkpoint, and StorageError if the folder cannot be read.
+    """
+    infos = []
     for inner in list_candidates(find_checkpoint_folder(path)):
         try:
-            found.append(CheckpointInfo(path=inner, summary=summarize(inner), problem=""))
+            infos.append(CheckpointInfo(path=inner, summary=summarize(inner), problem=""))
         except MesetaError as error:
             is_readable = not isinstance(error, StorageError)
-            found.append(CheckpointInfo(path=inner, summary=None, problem=str(error), is_readable=is_readable))
-    return found
+            infos.append(CheckpointInfo(path=inner, summary=None, problem=str(error), is_readable=is_readable))
+    return infos

@@ -1,4 +1,4 @@
-"""Reading a checkpoint into the shards of any plan, on any number of ranks."""
+"""Loading of a checkpoint into the shards of any plan, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -33,42 +33,45 @@ from meseta.spec.optimizer import USED_FIELDS
 from meseta.storage import ROW, TableStorage
 
 FillJob = tuple[BlockSchema, list[FileEntry], bool, list[TableStorage]]
-"""Columns of a block, its files, oldest first, whether all its rows have changed since the last whole checkpoint, and
-the shards that it fills."""
+"""A block and the shards to fill from it: (schema, files of the block from oldest to newest, whether all its rows
+changed since the last full checkpoint, shards)."""
 ChangedRowsByShard = list[tuple[TableStorage, Tensor]]
-"""Rows of a block, ascending, that have changed since the last whole checkpoint, by shard."""
+"""Pairs of a shard and its changed rows in ascending order: those of one block changed since the last full
+checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedCheckpoint:
-    """What a checkpoint holds beside the tables."""
+    """Content of a checkpoint except its tables."""
 
     step: int
-    """Steps that were trained."""
+    """Number of steps trained."""
     dense: dict[str, Tensor]
-    """Dense tensors by name, on the CPU."""
+    """Tensors of the dense part by name, on the CPU."""
     prefetched_embeddings: dict[str, Tensor] | None
-    """Answers to the batch to come, likewise; None where it has none."""
+    """Embeddings of the next batch by name, on the CPU. `None` if the checkpoint has none."""
     state: dict[str, Any]
-    """What the trainer gave to `save`, as JSON gives it back (tuples are lists, keys are strings)."""
+    """State that the trainer passed to `save`, after a round trip through JSON: tuples are lists, and keys are
+    strings."""
     manifest: dict[str, Any]
-    """The whole manifest; 'checksum' names the model, 'plan' is the plan it was saved under."""
+    """Complete manifest, including the plan under which the checkpoint was saved and the checksum of the model."""
 
 
 def load(
     path: Location | str, *, world: World, shards: Sequence[TableStorage], mark_changes_since_full: bool = False
 ) -> LoadedCheckpoint:
-    """Fill `shards`, this rank's pieces under any plan, in place; collective, called on every rank.
+    """Fill `shards`, this rank's shards under any plan, in place. Collective.
 
-    Each rank reads the blocks that overlap its rows, takes its columns, and checks the checksum of what it reads.
-    Together the ranks must hold pieces of exactly the tables of the checkpoint. The constants of the row optimizer
-    (learning rate, eps ...) may differ from those saved; its name, and so its state, may not. For the consumer
-    'checkpoints' no row is marked as changed then; with `mark_changes_since_full` those are that have changed since the
-    last whole checkpoint, as this one says.
+    Each rank reads and verifies the blocks that overlap its rows. The shards of all ranks must cover exactly the tables
+    of the checkpoint. Row optimizers must have the same names as in the checkpoint, but may have other constants, such
+    as the learning rate.
 
-    Raises MesetaError, on all ranks together, for a file that is missing, truncated or changed, a format of another
-    version, and tables that the model and the checkpoint do not share; StorageError where a file cannot be read. The
-    shards may then be partly filled.
+    Change marks of the consumer 'checkpoints' are cleared. With `mark_changes_since_full`, rows that changed between
+    the last full checkpoint and this one are marked.
+
+    Raises MesetaError on all ranks if a file is missing, truncated or changed, the format is of another version, or the
+    tables of the model differ. Raises StorageError if a file cannot be read. Shards may be partly filled after an
+    error.
     """
     path = to_location(path)
     with track_activity(f"loading {path.name}"):
@@ -92,11 +95,10 @@ def _load(path: Location, world: World, shards: Sequence[TableStorage], marks_si
 
 
 def verify(path: Location | str) -> str:
-    """Read every file of a checkpoint in this process and check it; returns the checksum that names the model, of a
-    delta too: that of the whole checkpoint with the same content.
+    """Read and check all files of a checkpoint in this process, and return the checksum of the model.
 
-    Raises DamagedCheckpoint, naming the file, for one that is missing, truncated or changed; StorageError for one that
-    cannot be read.
+    For a delta, it is the checksum of a full checkpoint with the same content. Raises DamagedCheckpoint if a file is
+    missing, truncated or changed, and StorageError if a file cannot be read.
     """
     path = to_location(path)
     with track_activity(f"verifying {path.name}"):
@@ -119,12 +121,13 @@ def _verify(path: Location) -> str:
 
 
 def _num_reader_threads(blocks: Sequence[Sequence[FileEntry]]) -> int:
+    # Merging files and decoding rows takes additional memory per thread.
     is_plain = all(len(files) == 1 and is_block_path(files[0]["path"]) for files in blocks)
     return NUM_PARALLEL_READS if is_plain else NUM_PARALLEL_CHAIN_READS
 
 
 def _block_checksum(path: Location, schema: BlockSchema, files: Sequence[FileEntry]) -> dict[str, str]:
-    """Read a block; the checksum that it has, or would have, in one file."""
+    """Read a block, and return the checksum that it has when stored exactly in a single file."""
     values = read_chain(path, schema, files)
     if len(files) == 1 and is_block_path(files[0]["path"]):
         return {"checksum": files[0]["checksum"]}
@@ -132,12 +135,11 @@ def _block_checksum(path: Location, schema: BlockSchema, files: Sequence[FileEnt
 
 
 def _find_manifest(path: Location) -> dict[str, Any]:
-    """The manifest; raises MesetaError, with the nearest checkpoint when `path` is a directory above it."""
     is_folder = read_with_retry(path, path, lambda: location_is_folder(path))
     below = latest_complete(path) if is_folder and not has_file(path, MANIFEST_PATH) else None
     if below is not None:
         raise MesetaError(
-            f"checkpoint {str(path)!r} is a directory of checkpoints; give one of them, such as {str(below)!r}"
+            f"checkpoint {str(path)!r} is a folder of checkpoints; choose one of them, such as {str(below)!r}"
         )
     return read_manifest(path)
 
@@ -151,8 +153,16 @@ def check_tables(
     *,
     states: bool = True,
 ) -> None:
-    """Raise MesetaError unless the model, whose tables are `held`, and the entries of a checkpoint or an export have
-    the same tables, and those of `shards` the same layout; without `states`, whatever their optimizers."""
+    """Raise MesetaError unless the model has the tables of a checkpoint or export, in the same layout.
+
+    Args:
+        kind: Name of the source of `tables` in messages.
+        path: Location of the source.
+        tables: Manifest entries of the tables by name.
+        held: Names of the model's tables on all ranks.
+        shards: Shards of this rank.
+        states: Whether row optimizers and their states must match too.
+    """
     where = f"{kind} {str(path)!r}"
     for name in sorted(set(held) ^ set(tables)):
         missing, there = (kind, tables) if name in held else ("model", held)
@@ -162,26 +172,27 @@ def check_tables(
         )
     for piece in shards:
         saved = tables[piece.spec.name]
-        wanted = TableLayout.from_values(piece.spec, piece.values).to_dict()
+        expected = TableLayout.from_values(piece.spec, piece.values).to_dict()
         for field in ("num_embeddings", "embedding_dim", "dtype"):
-            if saved[field] != wanted[field]:
+            if saved[field] != expected[field]:
                 raise MesetaError(
-                    f"{where}: table {piece.spec.name!r} has {field} {saved[field]} there, but {wanted[field]} in the "
-                    f"model; set it to {saved[field]} in the model, or start without this {kind}"
+                    f"{where}: table {piece.spec.name!r} has {field} {saved[field]} there, but {expected[field]} in "
+                    f"the model; set it to {saved[field]} in the model, or start without this {kind}"
                 )
-        is_other = saved["optimizer"]["name"] != wanted["optimizer"]["name"] or saved["columns"] != wanted["columns"]
+        is_other = (
+            saved["optimizer"]["name"] != expected["optimizer"]["name"] or saved["columns"] != expected["columns"]
+        )
         if states and is_other:
             raise MesetaError(
                 f"{where}: table {piece.spec.name!r} was trained with {_describe_optimizer(saved)}, but the model uses "
-                f"{_describe_optimizer(wanted)}; use the same in the model{_freeze_hint(saved, wanted)}, or start "
-                f"without "
-                f"this {kind}"
+                f"{_describe_optimizer(expected)}; use the same row optimizer in the model"
+                f"{_freeze_hint(saved, expected)}, or start without this {kind}"
             )
 
 
-def _freeze_hint(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
-    before, now = (entry["optimizer"]["name"] for entry in (saved, wanted))
-    # With lr=0, FTRL still solves for its rows by other penalties; what a user's own optimizer does is not known.
+def _freeze_hint(saved: Mapping[str, Any], expected: Mapping[str, Any]) -> str:
+    before, now = (entry["optimizer"]["name"] for entry in (saved, expected))
+    # With lr=0, FTRL still changes rows if its penalties changed. For custom optimizers the effect is unknown.
     keeps_rows = before in USED_FIELDS and before != "ftrl"
     return " with lr=0, which freezes its rows" if now == "frozen" and keeps_rows else ""
 
@@ -194,8 +205,7 @@ def _describe_optimizer(entry: Mapping[str, Any]) -> str:
 def _fill_shards(
     path: Location, manifest: Mapping[str, Any], shards: Sequence[TableStorage], since_whole: bool
 ) -> dict[str, Tensor]:
-    """Fill the shards of this rank from the blocks that they overlap, and set their marks; returns the dense
-    tensors."""
+    """Fill the shards of this rank and set their change marks. Return the dense tensors."""
     jobs: list[FillJob] = []
     for name, entry in manifest["tables"].items():
         schema = BlockSchema.from_dict(entry)
@@ -221,8 +231,8 @@ def _fill_shards(
 
 
 def _fill_shards_from_block(path: Location, since_whole: bool, job: FillJob) -> ChangedRowsByShard:
-    """Read and check a block and fill its shards; which of their rows have changed since the last whole one, if that is
-    asked for."""
+    """Read and verify a block, and fill its shards. With `since_whole`, return their rows that changed since the last
+    full checkpoint, otherwise an empty list."""
     schema, files, is_new, pieces = job
     first_row, num_rows = files[0]["first_row"], files[0]["num_rows"]
     is_changed = np.full(num_rows, is_new) if since_whole else None
@@ -238,8 +248,7 @@ def _fill_shards_from_block(path: Location, since_whole: bool, job: FillJob) -> 
 
 
 def fill_shard(piece: TableStorage, schema: BlockSchema, first_row: int, values: Values) -> None:
-    """Copy the rows and columns that a block and a shard share; of a column that is not in `values` what is there
-    stays."""
+    """Copy the rows and columns that a block and a shard share. Columns that are not in `values` remain unchanged."""
     num_rows = len(values[ROW])
     first, last = max(first_row, piece.shard.rows[0]), min(first_row + num_rows, piece.shard.rows[1])
     shared = {}

@@ -1,4 +1,4 @@
-"""manifest.json: what a checkpoint holds. It is written last and says how everything else is checked."""
+"""Manifest of a checkpoint, `manifest.json`. It is written last, and has the checksums of all other files."""
 
 from __future__ import annotations
 
@@ -42,33 +42,33 @@ from meseta.spec.tables import TableDtype, invalid_table_name_reason
 
 CHECKPOINT_FORMAT = "meseta.checkpoint/1"
 CHECKPOINT_FORMAT_WITH_FEATURES = "meseta.checkpoint/2"
-"""Of those that hold more than the first: they name it, so that a version that lacks it says so."""
+"""Format of checkpoints with optional features. It lists them, so that older versions can report a feature they
+lack."""
 PREFETCHED = "carried"
-"""The feature, and the key, of answers that were looked up before the last update."""
+"""Feature name and manifest key of prefetched embeddings."""
 DELTAS = "deltas"
-"""The feature, and the key, of checkpoints that need files of older ones."""
+"""Feature name and manifest key of deltas, which need files of older checkpoints."""
 QUANTIZED = "quantised"
-"""The feature, and the key, of checkpoints with rows in codes: by table and column the largest error of any file."""
+"""Feature name and manifest key of quantized rows. The value has the largest quantization error by table and column."""
 FEATURES = (PREFETCHED, DELTAS, QUANTIZED)
-"""That this version has."""
+"""Optional features that this version supports."""
 MANIFEST_PATH = "manifest.json"
 RUN_ID = "run_id"
-"""Key of the state: the random id of the run that saved the checkpoint. Earlier versions wrote none."""
+"""State key of the random id of the run that saved the checkpoint. Checkpoints of early versions lack it."""
 MAX_DELTAS = 1 << 16
-"""After a whole checkpoint: a manifest has the size of each."""
+"""Maximum number of deltas after a full checkpoint. A manifest lists the size of each."""
 Count = Annotated[int, Field(ge=0, lt=1 << 53)]
 PositiveCount = Annotated[int, Field(ge=1, lt=1 << 53)]
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 _RUN_ID_PATTERN = re.compile("[0-9a-f]{32}")
 _OPTIONAL: Any = None
-"""Default of a key that may be missing; where it is there, it must have its type."""
+"""Default of an optional key. If the key is present, its value must have the declared type."""
 
 
+# Entries of which a manifest may have a million are validated one by one, because pydantic collects all errors before
+# it reports the first.
 class ManifestPart(BaseModel):
-    """Of a manifest, with all keys that every version has written, and no others.
-
-    What there may be a million of is validated one by one: pydantic gathers every fault before it tells the first.
-    """
+    """Base class of manifest entries. All keys without a default are required, and unknown keys are rejected."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -95,7 +95,7 @@ class _PrefetchedEntry(_FileEntry):
 
 
 class ColumnEntry(ManifestPart):
-    """One column of a table."""
+    """Manifest entry of a table column."""
 
     name: str
     kind: Literal["row", "element"]
@@ -103,7 +103,7 @@ class ColumnEntry(ManifestPart):
 
 
 class OptimizerEntry(ManifestPart, extra="allow"):
-    """The row optimizer of a table, with its constants."""
+    """Manifest entry of a row optimizer and its constants."""
 
     name: str
 
@@ -161,10 +161,18 @@ def build_manifest(
     plan: Plan,
     state: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The manifest of a checkpoint whose files are written; fills in the checksums of tables, model and manifest.
+    """Build the manifest of a checkpoint whose files are written, including the checksums of tables, model and
+    manifest.
 
-    `deltas`, of a checkpoint that is one, are its policy, the step of the last whole one and the bytes of each since.
-    The key 'reader' of the trainer's state, the position in the data, stands on its own in the manifest.
+    Args:
+        step: Number of steps trained.
+        tables: Entries of the tables with their blocks, by name.
+        dense: Entry of the file with dense tensors.
+        prefetched: Entry of the file with prefetched embeddings, if there is one.
+        deltas: Policy, step of the last full checkpoint, and sizes of the deltas since then. `None` for a full
+            checkpoint.
+        plan: Plan of the run.
+        state: State of the trainer. The manifest stores its key 'reader', the position in the data, separately.
     """
     manifest: dict[str, Any] = {
         "format": CHECKPOINT_FORMAT,
@@ -181,8 +189,7 @@ def build_manifest(
 
 
 def full_manifest(manifest: Mapping[str, Any], tables: Mapping[str, Any]) -> dict[str, Any]:
-    """The manifest of the whole checkpoint that holds what `manifest` does, of `tables` whose blocks are in one file
-    each."""
+    """Build the manifest of a full checkpoint with the content of `manifest`. `tables` have one file per block."""
     entries = {}
     for name, table in sorted(tables.items()):
         entry = {key: value for key, value in table.items() if key not in ("checksum", "chain")}
@@ -193,19 +200,17 @@ def full_manifest(manifest: Mapping[str, Any], tables: Mapping[str, Any]) -> dic
 
 
 def _finalize_manifest(manifest: dict[str, Any], features: Mapping[str, Mapping[str, Any] | None]) -> dict[str, Any]:
-    """With what it holds beside the first format, and its digests."""
     held = {name: dict(value) for name, value in features.items() if value is not None}
     if held:
         manifest |= {"format": CHECKPOINT_FORMAT_WITH_FEATURES, "features": sorted(held), **held}
     manifest |= _model_digest(manifest)
-    # What is read back is what was meant: tuples become lists and keys strings before they are summed.
+    # Convert tuples to lists and keys to strings first, so that the checksum is that of the manifest as read.
     manifest = to_json_types(manifest, finite=True)
     manifest["manifest_checksum"] = digest.hash_manifest(manifest)
     return manifest
 
 
 def _max_quantization_errors(manifest: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """By table and column, of all files in codes."""
     largest: dict[str, dict[str, float]] = {}
     for name, table in manifest["tables"].items():
         for file in table["blocks"]:
@@ -216,12 +221,12 @@ def _max_quantization_errors(manifest: Mapping[str, Any]) -> dict[str, dict[str,
 
 
 def full_step(manifest: Mapping[str, Any]) -> int:
-    """Of the newest whole checkpoint that this one stands on, or is."""
+    """Return the step of the newest full checkpoint among this one and its base checkpoints."""
     return int(manifest[DELTAS]["whole_step"] if DELTAS in manifest else manifest["step"])
 
 
 def _table_digest(entry: Mapping[str, Any]) -> dict[str, str]:
-    """Its checksum, where each block is in one file that holds it as it is, else the digest of its chain."""
+    """Return the checksum of a table with one exact file per block, or else the digest of its chain."""
     blocks = group_files_by_block(entry)
     if all(len(files) == 1 and is_block_path(files[0]["path"]) for files in blocks):
         return {"checksum": digest.hash_table(entry)}
@@ -229,13 +234,12 @@ def _table_digest(entry: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _model_digest(manifest: Mapping[str, Any]) -> dict[str, str]:
-    """As `_table_digest`, of all tables and the dense tensors."""
     is_known = all("checksum" in entry for entry in manifest["tables"].values())
     return {"checksum" if is_known else "chain": digest.hash_model(manifest)}
 
 
 def check_state(state: Mapping[str, Any]) -> None:
-    """Raise MesetaError for a trainer's state that JSON cannot hold, naming the key."""
+    """Raise MesetaError if JSON cannot represent a value of the trainer's state."""
     for key, value in state.items():
         try:
             json.dumps(value, allow_nan=False)
@@ -247,21 +251,26 @@ def check_state(state: Mapping[str, Any]) -> None:
 
 
 def write_manifest(root: Location, manifest: Mapping[str, Any], rate: WriteRateLimiter | None = None) -> None:
-    """Write and fsync; at a URL, if there is none. Raises MesetaError, for example on a full disk, and for more than
-    what is read of one."""
+    """Write and sync the manifest. At a URL it must not exist.
+
+    Raises MesetaError if writing fails, for example on a full disk, or if the manifest is too large to be read again.
+    """
     path = root / MANIFEST_PATH
     content = format_json(manifest).encode()
     try:
         check_json_limits(content)
     except ValueError as error:
-        raise MesetaError(f"checkpoint file {str(path)!r} would not be read again: {error}") from None
+        raise MesetaError(f"checkpoint file {str(path)!r} exceeds the limits of a manifest: {error}") from None
     with wrap_write_errors(path):
         write_buffered(path, content, rate)
 
 
 def read_manifest(root: Location) -> dict[str, Any]:
-    """Read and check. Raises DamagedCheckpoint if it is missing, of another step, malformed or changed; MesetaError if
-    it is of another format; StorageError if reading failed, so that nobody knows."""
+    """Read and check a manifest.
+
+    Raises DamagedCheckpoint if the manifest is missing, malformed, changed, or of another step, MesetaError if it has
+    another format, and StorageError if reading fails.
+    """
     path = root / MANIFEST_PATH
     where = f"checkpoint file {str(path)!r}"
     manifest = check_manifest(
@@ -269,7 +278,7 @@ def read_manifest(root: Location) -> dict[str, Any]:
     )
     name = CHECKPOINT_NAME_PATTERN.fullmatch(root.name)
     if name is not None and int(name["step"]) != manifest["step"]:
-        raise malformed_manifest_error(where, f"it is of step {manifest['step']}")
+        raise malformed_manifest_error(where, f"its step is {manifest['step']}")
     return manifest
 
 
@@ -280,60 +289,59 @@ def _read_manifest_bytes(root: Location) -> bytes:
         if is_read_failure(error):
             raise
         reason = f"{MANIFEST_PATH}: {error.strerror}"
-        raise DamagedCheckpoint(f"checkpoint {str(root)!r}: {reason}; give a directory step-...") from None
+        raise DamagedCheckpoint(f"checkpoint {str(root)!r}: {reason}; choose a folder step-...") from None
 
 
 def parse_manifest(where: str, content: bytes) -> dict[str, Any]:
-    """What was written as a manifest, and not changed since; all else in it is for `check_manifest` to say.
+    """Parse a manifest and verify its own checksum. `check_manifest` checks its content.
 
-    Raises MesetaError for another format, DamagedCheckpoint for what is cut off or changed.
+    Raises MesetaError if the format is unknown, and DamagedCheckpoint if the manifest is truncated or changed.
     """
     try:
         manifest = parse_json(content)
-        del content  # which may be long, as what the digest is over
+        del content  # Free memory: both the content and the text to be hashed may be large.
     except ValueError as error:
         raise DamagedCheckpoint(f"{where} is not JSON ({error}); use an older checkpoint") from None
-    found = manifest.get("format") if isinstance(manifest, dict) else None
-    if found not in (CHECKPOINT_FORMAT, CHECKPOINT_FORMAT_WITH_FEATURES):
+    file_format = manifest.get("format") if isinstance(manifest, dict) else None
+    if file_format not in (CHECKPOINT_FORMAT, CHECKPOINT_FORMAT_WITH_FEATURES):
         raise MesetaError(
-            f"{where} has the format {format_value(found)}, and this version reads {CHECKPOINT_FORMAT!r} and "
-            f"{CHECKPOINT_FORMAT_WITH_FEATURES!r}; "
-            "read it with the version that wrote it"
+            f"{where}: format must be {CHECKPOINT_FORMAT!r} or {CHECKPOINT_FORMAT_WITH_FEATURES!r}, got "
+            f"{format_value(file_format)}; read the checkpoint with the version that wrote it"
         )
-    features = manifest.get("features") if found == CHECKPOINT_FORMAT_WITH_FEATURES else []
+    features = manifest.get("features") if file_format == CHECKPOINT_FORMAT_WITH_FEATURES else []
     for name in features if isinstance(features, list) else ():
         if not isinstance(name, str) or name not in FEATURES:
             raise MesetaError(
-                f"{where} has the feature {format_value(name)}, and this version knows "
-                f"{', '.join(map(repr, FEATURES))}; read "
-                "it with the version that wrote it"
+                f"{where}: feature {format_value(name)} is not supported by this version, which supports "
+                f"{', '.join(map(repr, FEATURES))}; read the checkpoint with the version that wrote it"
             )
     _check_checksum(where, "manifest_checksum", manifest.get("manifest_checksum"), digest.hash_manifest(manifest))
     return dict(manifest)
 
 
 def check_manifest(where: str, manifest: dict[str, Any]) -> dict[str, Any]:
-    """The manifest itself. Raises DamagedCheckpoint unless its fields have the types and ranges of _Manifest, blocks
-    and files are those that such tables have, and the digests of tables and model those of their blocks.
+    """Check the content of a manifest and return it. Call it before any other use of an untrusted manifest.
 
-    To be called before anything that a manifest says is used: its checksum is right whoever wrote it.
+    Raises DamagedCheckpoint unless all values have the declared types and ranges, the files match the shapes of the
+    tables, and the checksums of tables and model match those of their blocks.
     """
+    # Anyone can write a manifest whose own checksum is valid.
     _validate(where, "", manifest, _Manifest if manifest.get("format") == CHECKPOINT_FORMAT else _ManifestWithFeatures)
     features = sorted(key for key in FEATURES if manifest.get(key) is not None)
     if manifest.get("features", []) != features or any(key in manifest for key in FEATURES if key not in features):
         raise malformed_manifest_error(
-            where, f"'features': it must be {features}, got {format_value(manifest.get('features'))}"
+            where, f"'features' must be {features}, got {format_value(manifest.get('features'))}"
         )
     if odd := manifest["tables"].keys() ^ manifest["plan"]["tables"].keys():
         raise malformed_manifest_error(where, f"its tables and those of its plan differ in {format_value(min(odd))}")
-    alike = first_name_collision(table_folder(name) for name in manifest["tables"])
-    if alike:
+    collision = first_name_collision(table_folder(name) for name in manifest["tables"])
+    if collision:
         raise malformed_manifest_error(
-            where, f"file systems that ignore case take {alike[0]!r} and {alike[1]!r} for one"
+            where, f"folders {collision[0]!r} and {collision[1]!r} have the same name on file systems that ignore case"
         )
     oldest, newest = full_step(manifest), manifest["step"]
     if DELTAS in manifest and oldest >= newest:
-        raise malformed_manifest_error(where, f"'deltas.whole_step': it must be before step {newest}, got {oldest}")
+        raise malformed_manifest_error(where, f"'deltas.whole_step' must be less than step {newest}, got {oldest}")
     for name, entry in manifest["tables"].items():
         _validate(where, f"tables.{name}.", entry, _TableEntry)
         fault = invalid_table_name_reason(name) or _invalid_table_reason(where, name, entry, oldest, newest)
@@ -349,7 +357,7 @@ def check_manifest(where: str, manifest: dict[str, Any]) -> dict[str, Any]:
 
 
 def file_entries(manifest: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Of every file of a checkpoint but the manifest, with its path, num_bytes and checksum."""
+    """Yield the entries (path, num_bytes and checksum) of all files of a checkpoint except the manifest."""
     yield manifest["dense"]
     if PREFETCHED in manifest:
         yield manifest[PREFETCHED]
@@ -358,27 +366,29 @@ def file_entries(manifest: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def get_run_id(manifest: Mapping[str, Any]) -> str | None:
-    """Return the id of the run that saved a checkpoint, or `None` if its state has no valid one."""
+    """Return the id of the run that saved a checkpoint, or `None` if its state has no valid id."""
     value = manifest["state"].get(RUN_ID)
     return value if isinstance(value, str) and _RUN_ID_PATTERN.fullmatch(value) else None
 
 
 def own_file_entries(manifest: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Those of `file_entries` that lie in the checkpoint itself."""
+    """Yield the entries of files in the checkpoint's own folder."""
     return (entry for entry in file_entries(manifest) if split_path(entry["path"])[0] is None)
 
 
 def _validate(where: str, place: str, value: Any, kind: type[ManifestPart]) -> None:
-    """Raise DamagedCheckpoint, naming the key below `place`, unless a value has the types and ranges of `kind`."""
+    """Raise DamagedCheckpoint unless `value` has the types and ranges of `kind`. `place` is the prefix of keys in the
+    message."""
     if problem := invalid_value_reason(place, value, kind):
         raise malformed_manifest_error(where, problem)
 
 
 def invalid_value_reason(place: str, value: Any, kind: type[ManifestPart]) -> str | None:
-    """Return which key below `place` breaks the types and ranges of `kind`; `None` if none does."""
+    """Return the key of `value` that violates the types and ranges of `kind`, with the reason. `None` if all keys are
+    valid."""
     unknown = value.keys() - kind.model_fields.keys() if isinstance(value, dict) else ()
     if unknown:
-        return f"{format_value(place + min(unknown))} is no key of it"
+        return f"{format_value(place + min(unknown))} is an unknown key"
     try:
         kind.model_validate(value)
     except ValidationError as error:
@@ -388,16 +398,16 @@ def invalid_value_reason(place: str, value: Any, kind: type[ManifestPart]) -> st
     return None
 
 
-def _check_checksum(where: str, name: str, expected: object, found: str) -> None:
-    if expected != found:
+def _check_checksum(where: str, name: str, expected: object, actual: str) -> None:
+    if expected != actual:
         raise DamagedCheckpoint(
-            f"{where} was changed: {name} must be {format_value(expected)}, but its content has {found!r}; "
+            f"{where} was changed: {name} must be {format_value(expected)}, but its content has {actual!r}; "
             "copy the checkpoint again, or use an older one"
         )
 
 
 def _check_digest(where: str, part: str, entry: Mapping[str, Any], expected: Mapping[str, str]) -> None:
-    """Raise DamagedCheckpoint unless an entry has the one digest that its files have, and no other."""
+    """Raise DamagedCheckpoint unless the entry has exactly one digest, `expected`."""
     [(key, value)] = expected.items()
     for other in {"checksum", "chain"} - {key}:
         if other in entry:
@@ -406,13 +416,16 @@ def _check_digest(where: str, part: str, entry: Mapping[str, Any], expected: Map
 
 
 def _invalid_table_reason(where: str, name: str, entry: Mapping[str, Any], oldest: int, newest: int) -> str | None:
-    """In what a table's entry, whose files are of the checkpoints of these steps, of a whole one both the same, is not
-    that of a table of its shape; None where it is."""
+    """Return the reason why a table's entry is invalid, or `None`.
+
+    `oldest` and `newest` are the first and last step of the checkpoints that may contain its files. They are equal for
+    a full checkpoint.
+    """
     schema = BlockSchema.from_dict(entry)
     if fault := schema.invalid_reason():
         return fault
     if schema.columns[0].dtype != entry["dtype"]:
-        return f"its dtype is {entry['dtype']}, and its rows are {schema.columns[0].dtype}"
+        return f"its dtype is {entry['dtype']}, but its rows are {schema.columns[0].dtype}"
     rows, total = entry["block_rows"], entry["num_embeddings"]
     if rows > schema.block_rows or rows & (rows - 1):
         return f"block_rows must be a power of two of at most {schema.block_rows}, got {rows}"
@@ -420,7 +433,7 @@ def _invalid_table_reason(where: str, name: str, entry: Mapping[str, Any], oldes
         _validate(where, f"tables.{name}.blocks.{number}.", block, _BlockEntry)
     blocks, num_blocks = group_files_by_block(entry), -(-total // rows)
     if len(blocks) != num_blocks or (oldest == newest and len(entry["blocks"]) != num_blocks):
-        return f"its {total} rows must lie in {num_blocks} blocks, got {len(entry['blocks'])}"
+        return f"its {total} rows must be in {num_blocks} blocks, got {len(entry['blocks'])}"
     frame_bytes = schema.max_frame_bytes
     for number, files in enumerate(blocks):
         span = number * rows, min(rows, total - number * rows)
@@ -434,14 +447,15 @@ def _invalid_table_reason(where: str, name: str, entry: Mapping[str, Any], oldes
             step = newest if folder is None else parse_folder_step(folder)
             if step is None or (folder is not None and not former < step < newest):
                 return (
-                    f"block {number} needs {format_value(file['path'])}, which is no file of an older checkpoint, "
-                    f"in order"
+                    f"block {number} needs {format_value(file['path'])}, which must be a file of an older checkpoint, "
+                    f"in ascending order of steps"
                 )
             if former == newest:
-                return f"block {number} has two files of its own"
+                return f"block {number} has two files in this checkpoint"
             former = step
             codes = file.get("codes", {})
             row_bytes = schema.row_bytes if is_block_path(file["path"]) else quantized_row_bytes(schema, codes)
+
             least = file["num_rows"] * row_bytes
             if not least <= file["num_bytes"] <= least + frame_bytes:
                 return f"block {number} must have {least} to {least + frame_bytes} bytes, got {file['num_bytes']}"
@@ -451,7 +465,7 @@ def _invalid_table_reason(where: str, name: str, entry: Mapping[str, Any], oldes
 def _invalid_file_reason(
     name: str, number: int, span: tuple[int, int], file: Mapping[str, Any], *, is_first: bool
 ) -> str | None:
-    """In what a file is not one of this block, from row span[0] on with span[1] rows; None where it may be."""
+    """Return the reason why a file cannot hold rows of this block, or `None`. `span` is (first row, number of rows)."""
     first, num_rows = span
     _, inner = split_path(file["path"])
     if file["first_row"] != first or (file["num_rows"] == num_rows) != is_first or file["num_rows"] > num_rows:
@@ -459,6 +473,7 @@ def _invalid_file_reason(
             f"block {number} must begin at row {first} and hold {num_rows}"
             f"{'' if is_first else ', and fewer in later files'}, got {file['first_row']} and {file['num_rows']}"
         )
+    # Quantized files have the name of changed rows even if they hold all rows of a block.
     paths = possible_block_paths(name, number) if is_first and "codes" not in file else (rows_path(name, number),)
     if inner not in paths:
         return f"block {number} must have the path {paths[0]!r}, got {format_value(file['path'])}"

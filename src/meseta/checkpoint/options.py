@@ -1,4 +1,4 @@
-"""What a save holds beside the model, and how it is written."""
+"""Options of a save."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from meseta.config.row_bits import RowBits
 
 @dataclass(frozen=True, kw_only=True)
 class SaveOptions:
-    """The same on all ranks."""
+    """Options of one save, equal on all ranks except for the rate limiter."""
 
     prefetched_embeddings: Mapping[str, Tensor] | None = None
-    """Answers to the batch to come, where that was looked up before the last update; those of rank 0 are written."""
+    """Embeddings of the next batch, looked up before the last update. Only rank 0 writes them. `None` if there are
+    none."""
     base: DeltaBase | None = None
-    """What a delta stands on; None: the save is whole."""
+    """Base checkpoint of a delta. `None` saves a full checkpoint."""
     bits: Mapping[str, RowBits] = field(default_factory=dict)
-    """Of the rows that are written, by table; the other tables stay exact."""
+    """Number of bits per value of quantized rows, by table. Tables that are not listed are saved exactly."""
     rate_limiter: WriteRateLimiter | None = None
-    """How fast; each rank has one of its own, for all of its saves. None: as fast as it goes."""
+    """Limiter of the write rate, shared by all saves of this rank. `None` writes without a limit."""
 
 
 DEFAULT_OPTIONS = SaveOptions()
-"""The model alone, whole and exact."""
+"""Options of an exact full checkpoint without prefetched embeddings."""

@@ -1,5 +1,7 @@
-"""Whether a save is whole or a delta, and which blocks a delta writes whole: decided from the newest manifest alone, so
-that a run which is resumed goes on as one that never stopped."""
+"""Policies that choose between full and delta checkpoints, and the blocks that a delta writes in full.
+
+A policy depends only on the newest manifest, so a resumed run saves the same checkpoints as a run that never stopped.
+"""
 
 from __future__ import annotations
 
@@ -20,34 +22,36 @@ from meseta.ops.row_marks.row_set import RowSet
 from meseta.spec import MesetaError, Shard
 
 _MAX_ENTRY_BYTES = 512
-"""The most that a manifest says of a file, beside its path."""
+"""Upper bound for the size of a file's entry in a manifest, without its path."""
 DeltaPolicy = Literal["one_shot", "consecutive", "intermittent", "rolling"]
 FilesByBlock = Mapping[str, Mapping[int, Sequence[FileEntry]]]
-"""Files by table and first row of a block, oldest first."""
+"""Files of each block, oldest first, by table and first row of the block."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaBase:
-    """What a delta stands on."""
+    """Base checkpoint of a delta."""
 
     policy: DeltaPolicy
     full_blocks: Mapping[str, Sequence[tuple[int, int]]]
-    """Rows of the blocks that the delta writes whole, by table, ascending."""
+    """Row ranges of the blocks that the delta writes in full, by table, in ascending order."""
     manifest: Mapping[str, Any] = field(default_factory=dict)
-    """Of the checkpoint before; rank 0 alone needs it."""
+    """Manifest of the previous checkpoint. Empty on ranks other than 0."""
     files: FilesByBlock = field(default_factory=dict)
-    """Those of its files that the delta needs as well, as they are named in a sibling; rank 0 alone needs them."""
+    """Files of older checkpoints that the delta needs, with paths relative to its folder. Empty on ranks other than
+    0."""
     full_step: int = 0
-    """Of the last whole checkpoint; likewise."""
+    """Step of the last full checkpoint. Only valid on rank 0."""
     delta_bytes: tuple[int, ...] = ()
-    """Of the files that each delta since then has written; likewise."""
+    """Size of each delta since the last full checkpoint, in bytes. Empty on ranks other than 0."""
 
     def for_other_ranks(self) -> DeltaBase:
-        """What other ranks than the first need."""
+        """Return a copy with only the fields that ranks other than 0 need."""
         return DeltaBase(policy=self.policy, full_blocks=self.full_blocks)
 
     def select_rows(self, shard: Shard, changed: RowSet) -> RowSet:
-        """Return the rows of a shard that the delta writes: changed ones, and all of blocks that it writes whole."""
+        """Return the rows of a shard that the delta writes: changed rows, and all rows of blocks that are written in
+        full."""
         selected = changed.copy()
         for first, stop in self.full_blocks.get(shard.table, ()):
             begin, end = (min(max(row - shard.rows[0], 0), shard.num_rows) for row in (first, stop))
@@ -55,14 +59,17 @@ class DeltaBase:
         return selected
 
     def manifest_entry(self, written: Mapping[str, Sequence[FileEntry]]) -> dict[str, Any]:
-        """What the manifest of a delta says of itself, which has `written` files."""
+        """Return the entry `deltas` of the delta's manifest. `written` has the files that the delta wrote, by table."""
         own_bytes = sum(file["num_bytes"] for files in written.values() for file in files)
-        told = {"policy": self.policy, "whole_step": self.full_step}
-        return {**told, "delta_bytes": [*self.delta_bytes, own_bytes]}
+        base_entry = {"policy": self.policy, "whole_step": self.full_step}
+        return {**base_entry, "delta_bytes": [*self.delta_bytes, own_bytes]}
 
     def chain_files(self, written: Mapping[str, Sequence[FileEntry]]) -> dict[str, list[FileEntry]]:
-        """All files that the delta needs, by table, in the order of a manifest: of each block those of the base, and
-        the one written, which stands alone where it has all rows."""
+        """Return all files that the delta needs, by table, in the order of a manifest.
+
+        For each block, the files of the base precede the file that the delta wrote. A written file with all rows of the
+        block replaces them.
+        """
         chains: dict[str, list[FileEntry]] = {}
         for name, blocks in self.files.items():
             new = {file["first_row"]: file for file in written.get(name, ())}
@@ -74,20 +81,29 @@ class DeltaBase:
 
 
 def is_cumulative(policy: str) -> bool:
-    """Whether a delta holds what has changed since the last whole checkpoint, not since the one before."""
+    """Whether a delta has the rows changed since the last full checkpoint, instead of those changed since the previous
+    one."""
     return policy in ("one_shot", "intermittent")
 
 
 def choose_base(
     path: Location, policy: DeltaPolicy, max_chain: int, bits: Mapping[str, RowBits] | None = None
 ) -> DeltaBase | None:
-    """What a delta after the checkpoint at `path` stands on, with at most `max_chain` files for any row; None where a
-    whole checkpoint is due. `bits` are those that it writes. Raises MesetaError where the manifest cannot be read.
+    """Return the base of a delta that follows the checkpoint at `path`, or `None` if a full checkpoint is due.
 
-    'one_shot', 'consecutive' and 'intermittent' are those of Check-N-Run (arXiv 2010.08679, section 5.1): what has
-    changed since the last whole checkpoint, since the one before, and as the first, with a whole one as soon as that is
-    predicted to be cheaper. 'rolling' is as 'consecutive', and each delta writes the blocks whole whose first file is
-    the oldest, until they have 1 / (max_chain - 1) of all bytes: no row ever needs more files, and no save is large.
+    `max_chain` limits the number of files that any block needs. `bits` are the bits per value of quantized rows, by
+    table. Policies 'one_shot', 'consecutive' and 'intermittent' are those of Check-N-Run (arXiv 2010.08679, section
+    5.1):
+
+        one_shot        rows changed since the last full checkpoint
+        consecutive     rows changed since the previous checkpoint
+        intermittent    as one_shot, with a new full checkpoint as soon as it is predicted to be cheaper
+        rolling         as consecutive, and each delta also writes the blocks with the oldest first file in full
+
+    A rolling delta rewrites blocks with at least 1 / (max_chain - 1) of all bytes, if as many have several files. No
+    chain then exceeds `max_chain`, and no save is large.
+
+    Raises MesetaError if the manifest cannot be read.
     """
     manifest = read_manifest(path)
     tables = {name: group_files_by_block(entry) for name, entry in manifest["tables"].items()}
@@ -98,7 +114,7 @@ def choose_base(
     delta_bytes = tuple(manifest[DELTAS]["delta_bytes"]) if DELTAS in manifest else ()
     rewritten: dict[str, list[tuple[int, int]]] = {}
     if any(schemas[name].block_rows != entry["block_rows"] for name, entry in manifest["tables"].items()):
-        return None  # a former version cut blocks otherwise
+        return None  # An earlier version divided tables into other blocks.
     if len(delta_bytes) == MAX_DELTAS or not _fits_in_manifest(tables):
         return None
     if max_chain < 2 or (policy == "consecutive" and longest >= max_chain):
@@ -107,6 +123,7 @@ def choose_base(
         return None
     if policy == "rolling":
         rewritten = _choose_full_blocks(manifest, tables, row_bytes, max_chain)
+    # A cumulative delta replaces all earlier deltas, so it needs only the first file of each block.
     num_needed = 1 if is_cumulative(policy) else None
     files = {
         name: {
@@ -120,7 +137,7 @@ def choose_base(
 
 
 def _fits_in_manifest(tables: Mapping[str, Sequence[Sequence[FileEntry]]]) -> bool:
-    """Whether the manifest of a delta is read again, in which each block has a file more than here."""
+    """Whether the manifest of a delta stays small enough to be read. It has up to one more file per block."""
     num_bytes = sum(
         (len(files) + 1) * (len(files[0]["path"]) + _MAX_ENTRY_BYTES) for blocks in tables.values() for files in blocks
     )
@@ -128,13 +145,12 @@ def _fits_in_manifest(tables: Mapping[str, Sequence[Sequence[FileEntry]]]) -> bo
 
 
 def check_base(base: DeltaBase, step: int, layouts: Mapping[str, TableLayout]) -> None:
-    """Raise MesetaError unless the checkpoint that a delta of `step` stands on is older, and has tables of these
-    layouts."""
+    """Raise MesetaError unless the base is older than `step` and has tables with the same layouts."""
     before = base.manifest["tables"]
     if base.manifest["step"] >= step:
         raise MesetaError(
-            f"checkpoint: a delta of step {step} cannot stand on the checkpoint of step {base.manifest['step']}; save "
-            "a whole one (deltas 'none')"
+            f"checkpoint: the base of a delta must be older than step {step}, got step {base.manifest['step']}; set "
+            "checkpoint.deltas to 'none' to save full checkpoints"
         )
     for name in sorted(before.keys() | layouts.keys()):
         entries = before.get(name), layouts[name].to_dict() if name in layouts else None
@@ -142,14 +158,19 @@ def check_base(base: DeltaBase, step: int, layouts: Mapping[str, TableLayout]) -
             entries[0] is None or entries[1] is None or entries[0][key] != entries[1][key] for key in TABLE_SHAPE_KEYS
         ):
             raise MesetaError(
-                f"checkpoint: a delta stands on that of step {base.manifest['step']}, which has another table "
-                f"{name!r}; save a whole one (deltas 'none')"
+                f"checkpoint: a delta must have the tables of its base, the checkpoint of step "
+                f"{base.manifest['step']}, but table {name!r} differs; set checkpoint.deltas to 'none' to save full "
+                "checkpoints"
             )
 
 
 def _is_full_cheaper(shares: Sequence[float]) -> bool:
-    """Of a whole checkpoint's bytes, what each delta since the last one had: whether to write one now, and deltas as
-    those after it, is expected to write less than to go on with deltas of the last one's share, or more."""
+    """Whether a full checkpoint is predicted to write fewer bytes than further deltas.
+
+    `shares` has the size of each delta since the last full checkpoint, relative to a full one.
+    """
+    # Section 5.1 of the paper: compare a full checkpoint and deltas like those since the last full one with as many
+    # deltas of at least the size of the last one.
     return bool(shares) and 1 + sum(shares) <= (len(shares) + 1) * shares[-1]
 
 
@@ -159,7 +180,6 @@ def _choose_full_blocks(
     row_bytes: Mapping[str, int],
     max_chain: int,
 ) -> dict[str, list[tuple[int, int]]]:
-    """Rows of the blocks that a rolling delta writes whole, by table."""
     blocks = []
     total_bytes = 0
     for name, table in tables.items():
@@ -171,6 +191,7 @@ def _choose_full_blocks(
                 blocks.append((len(files) < max_chain, step, name, first, first + num_rows, num_rows * row_bytes[name]))
     rewritten: dict[str, list[tuple[int, int]]] = {}
     num_bytes = 0
+    # Blocks with chains of maximum length come first, then those with the oldest first file.
     for is_short, _, name, first, stop, size in sorted(blocks):
         if is_short and num_bytes * (max_chain - 1) >= total_bytes:
             break

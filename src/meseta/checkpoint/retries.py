@@ -1,4 +1,4 @@
-"""Reads that are repeated for a while if they fail, for a run that chooses the checkpoint to resume by itself."""
+"""Repeated reads for a run that selects the checkpoint to resume from by itself."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from meseta.errors import StorageError
 from meseta.machine.remote import Location
 
 READ_RETRY_WINDOW_S = 10.0
-"""Seconds for which a failed read is repeated inside `retry_reads`."""
+"""Seconds for which failed reads are repeated inside `retry_reads`."""
 _BACKOFF_S = 0.05, 1.0
-"""First and longest wait between two attempts."""
+"""Shortest and longest delay between two attempts."""
 T = TypeVar("T")
 
 
 class _RetryState:
-    """State of this process: blocks are read by several threads."""
+    """State of this process, shared by the threads that read blocks."""
 
     window_s = 0.0
     has_timed_out = False
-    """Whether some read has failed for the whole window. Other reads then fail at once, so that the command ends."""
+    """Whether any read has failed for the whole window."""
 
 
 @contextmanager
 def retry_reads() -> Iterator[None]:
-    """Context manager in which this process repeats each failed read of a checkpoint for READ_RETRY_WINDOW_S.
+    """Context manager in which this process repeats failed reads of checkpoints for `READ_RETRY_WINDOW_S`.
 
-    A read that still fails raises StorageError, which then says how to set the checkpoint aside.
+    A read that fails for this long raises StorageError, which explains how to set the checkpoint aside.
     """
     _RetryState.window_s, _RetryState.has_timed_out = READ_RETRY_WINDOW_S, False
     try:
@@ -41,7 +41,11 @@ def retry_reads() -> Iterator[None]:
 
 
 def retry(root: Location | None, attempt: Callable[[], T]) -> T:
-    """Return what `attempt` returns; it reads a part of the checkpoint `root` and raises StorageError if that fails."""
+    """Return the result of `attempt`, which reads a part of the checkpoint `root` and raises StorageError if that
+    fails.
+
+    Repeats it inside `retry_reads` only.
+    """
     end_s, (wait_s, longest_s) = time.monotonic() + _RetryState.window_s, _BACKOFF_S
     while True:
         try:
@@ -50,6 +54,7 @@ def retry(root: Location | None, attempt: Callable[[], T]) -> T:
             left_s = end_s - time.monotonic()
             if _RetryState.window_s == 0:
                 raise
+            # Other threads then fail immediately, so that the command ends.
             if left_s <= 0 or _RetryState.has_timed_out:
                 _RetryState.has_timed_out = True
                 raise StorageError(f"{error} (tried for {_RetryState.window_s:g} s){_set_aside_hint(root)}") from None

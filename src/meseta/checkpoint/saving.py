@@ -1,4 +1,4 @@
-"""Writing a checkpoint: block by block, over all ranks, committed by its store."""
+"""Writing of checkpoints, block by block and by all ranks."""
 
 from __future__ import annotations
 
@@ -47,21 +47,26 @@ def save(
     state: Mapping[str, Any],
     options: SaveOptions = DEFAULT_OPTIONS,
 ) -> Location:
-    """Write `parent/step-000000500` and return its path; collective, to be called on every rank.
+    """Write the checkpoint `parent/step-...` and return its location. Collective.
 
-    `shards` are the pieces on this rank and `plan` places all of them. `dense` and `state` (anything JSON can hold; its
-    key 'reader' is the position in the data) are the same on all ranks, and those of rank 0 are written. A process
-    killed at any moment leaves the former checkpoints and either nothing or the whole of the new one; an existing
-    checkpoint of the same step is replaced. `parent` must be a directory that all ranks share and one run uses, or a
-    URL of fsspec, to which every rank uploads the blocks that it writes, and where a checkpoint of the same step, which
-    is another run's, is an error.
+    A process that is killed at any time leaves the previous checkpoints, and the new one completely or not at all. With
+    `options.base`, the checkpoint is a delta, and `parent` must contain its base.
 
-    With `options.base` the save is a delta: shards are the selected rows of each piece (`TableStorage.select`, or
-    `select_in_place`), those that have changed since the base and those that it asks for. The base must still lie in
-    `parent`.
+    Args:
+        parent: A folder that all ranks share, an fsspec URL, or a store. Only one run may use it. In a folder, a
+            checkpoint of the same step is replaced. At a URL it raises an error, because another run wrote it.
+        world: Ranks that save.
+        step: Number of steps trained.
+        plan: Placement of all shards.
+        shards: Shards of this rank. For a delta, the selected rows of each shard: those that changed since the base,
+            and those that the base requires.
+        dense: Tensors of the dense part, equal on all ranks. Rank 0 writes them.
+        state: State of the trainer that JSON can represent, equal on all ranks. Key 'reader' is the position in the
+            data.
+        options: Options of the save.
 
-    Raises MesetaError, on all ranks together, when shards and plan do not agree, the state is no JSON, or a file
-    cannot be written, for example on a full disk; what was written so far is then deleted.
+    Raises MesetaError on all ranks if shards and plan do not match, JSON cannot represent the state, or a file cannot
+    be written. The unfinished checkpoint is then deleted.
     """
     store = make_store(parent)
     local: dict[Shard, TableStorage | SelectedRows] = {piece.shard: piece for piece in shards}
@@ -85,11 +90,10 @@ def _save(
     dense: Mapping[str, Tensor],
     options: SaveOptions,
 ) -> Location:
-    """`save`, of pieces that are read in order."""
     step, plan = document["step"], document["plan"]
     base = options.base
-    own = run_on_all_ranks(world, lambda: _local_layouts(world, plan, local, document["state"]))
-    layouts = _merge_layouts(plan, world.all_gather_object(own))
+    local_layouts = run_on_all_ranks(world, lambda: _local_layouts(world, plan, local, document["state"]))
+    layouts = _merge_layouts(plan, world.all_gather_object(local_layouts))
     selected = None if base is None else _count_selected(world, layouts, local)
     if base is not None:
         run_on_rank_0(world, lambda: check_base(base, step, layouts))
@@ -111,7 +115,6 @@ def _write(
     dense: Mapping[str, Tensor],
     options: SaveOptions,
 ) -> None:
-    """All files, and the commit; nothing becomes a checkpoint where it fails."""
     step, base = document["step"], options.base
     folders = sorted({table_folder(job.layout.spec.name) for job in jobs})
     growing = store.staging_path(step)
@@ -125,16 +128,17 @@ def _write(
         tables = {name: {**layouts[name].to_dict(), "blocks": entries} for name, entries in blocks.items()}
         run_on_rank_0(world, partial(_commit, store, growing, {**document, "tables": tables}, dense, options))
     except Exception as error:
-        if world.size > 1 and not isinstance(error, MesetaError):  # the loss of a rank, with which nobody can meet
+        # Other errors mean that a rank is lost, so a barrier would block.
+        if world.size > 1 and not isinstance(error, MesetaError):
             raise
-        world.barrier()  # raised on every rank: wait until none writes any more
+        world.barrier()  # A MesetaError is raised on all ranks. Wait until no rank writes anymore.
         if world.rank == 0:
             store.abort(growing)
         raise
 
 
 def _local_layouts(world: World, plan: Plan, local: LocalShards, state: Mapping[str, Any]) -> dict[str, TableLayout]:
-    """Layouts of the tables of which this rank holds a piece; raises MesetaError unless it holds what the plan says."""
+    """Return the layouts of the tables of this rank's shards. Raises MesetaError unless the shards match the plan."""
     check_state(state)
     if plan.num_ranks != world.size:
         raise MesetaError(f"checkpoint: the plan is for {plan.num_ranks} ranks, but {world.size} are saving")
@@ -150,7 +154,7 @@ def _local_layouts(world: World, plan: Plan, local: LocalShards, state: Mapping[
     for shard, piece in local.items():
         layout = TableLayout.from_values(piece.spec, piece.values)
         if layouts.setdefault(piece.spec.name, layout) != layout:
-            raise MesetaError(f"checkpoint: the shards of table {piece.spec.name!r} disagree about its spec or state")
+            raise MesetaError(f"checkpoint: the shards of table {piece.spec.name!r} must have the same spec and state")
         for name, tensor in piece.values.items():
             if tuple(tensor.shape) not in ((shard.num_rows, shard.num_columns), (shard.num_rows,)):
                 raise MesetaError(
@@ -161,18 +165,17 @@ def _local_layouts(world: World, plan: Plan, local: LocalShards, state: Mapping[
 
 
 def _merge_layouts(plan: Plan, gathered: Sequence[Mapping[str, TableLayout]]) -> dict[str, TableLayout]:
-    """Layouts of all tables, by name; every rank has the same input here, so every rank raises or none."""
+    """Return the layouts of all tables by name. The input is equal on all ranks, so either all ranks raise or none."""
     layouts: dict[str, TableLayout] = {}
-    for own in gathered:
-        for name, layout in own.items():
+    for local_layouts in gathered:
+        for name, layout in local_layouts.items():
             if layouts.setdefault(name, layout) != layout:
-                raise MesetaError(f"checkpoint: ranks disagree about the spec or the state of table {name!r}")
+                raise MesetaError(f"checkpoint: ranks must have the same spec and state of table {name!r}")
     plan.check([layout.spec for layout in layouts.values()])
     return dict(sorted(layouts.items()))
 
 
 def _count_selected(world: World, layouts: Mapping[str, TableLayout], local: LocalShards) -> SelectedCounts:
-    """How many rows are selected of each block, by shard, on all ranks."""
     counts: dict[Shard, dict[int, int]] = {}
     for shard, piece in local.items():
         if not isinstance(piece, SelectedRows) or shard.ranks[0] != world.rank:
@@ -190,8 +193,10 @@ def _count_selected(world: World, layouts: Mapping[str, TableLayout], local: Loc
 def _assign_jobs(
     world: World, plan: Plan, layouts: Mapping[str, TableLayout], selected: SelectedCounts | None, writes_near: bool
 ) -> list[BlockJob]:
-    """All blocks of which rows are written: the ranks in turns, and each its next one, or, where `writes_near` says so,
-    its next one of those of which it holds the most bytes."""
+    """Assign a writer to each block that has rows to write.
+
+    With `writes_near`, it is the rank that holds most bytes of the block. Otherwise blocks are assigned round-robin.
+    """
     blocks = [(layout, span) for layout in layouts.values() for span in layout.block_ranges()]
     jobs = [BlockJob.from_plan(layout, span, 0, plan[layout.spec.name], selected) for layout, span in blocks]
     jobs = [job for job in jobs if job.num_rows]
@@ -210,28 +215,33 @@ def _assign_jobs(
 def _write_blocks(
     world: World, growing: Location, jobs: Sequence[BlockJob], local: LocalShards, options: SaveOptions
 ) -> dict[str, list[dict[str, Any]]]:
-    """Write all blocks, in rounds of a block, or of as many small ones, per rank; returns their entries in the manifest
-    by table, on all ranks."""
+    """Write all blocks in rounds, each with one large block or several small ones per rank.
+
+    Return the manifest entries of all written files by table, on all ranks.
+    """
     if options.rate_limiter is not None:
         options.rate_limiter.set_num_writers(min(world.size, len(jobs)) or 1)
     with ThreadPoolExecutor(NUM_PENDING_WRITES) as pool:
         writer = _BlockWriter(growing, pool, local, options)
         for round_jobs in group_into_rounds(jobs, BLOCK_BYTES):
-            # Nothing here keeps what was packed while the next round is.
+            # Without a variable, the packed bytes are freed before the next round is packed.
             writer.submit(
                 exchange(world, round_jobs, run_on_all_ranks(world, partial(writer.pack_next, world, round_jobs)))
             )
         run_on_all_ranks(world, writer.finish)
     trim_heap()
     entries: dict[str, list[dict[str, Any]]] = {}
-    for own in world.all_gather_object(writer.written):
-        for name, entry in own:
+    for local_entries in world.all_gather_object(writer.written):
+        for name, entry in local_entries:
             entries.setdefault(name, []).append(entry)
-    return {name: sorted(found, key=lambda entry: entry["first_row"]) for name, found in entries.items()}
+    return {
+        name: sorted(unsorted_entries, key=lambda entry: entry["first_row"])
+        for name, unsorted_entries in entries.items()
+    }
 
 
 class _BlockWriter:
-    """Writes the blocks of one rank in threads, while the next ones are exchanged."""
+    """Writes the blocks of one rank in threads, while the next blocks are exchanged."""
 
     def __init__(self, growing: Location, pool: Executor, local: LocalShards, options: SaveOptions) -> None:
         self.written: list[tuple[str, dict[str, Any]]] = []
@@ -242,29 +252,28 @@ class _BlockWriter:
         self._in_flight: deque[Future[list[tuple[str, dict[str, Any]]]]] = deque()
 
     def pack_next(self, world: World, jobs: Sequence[BlockJob]) -> Tensor:
-        """Make room for one more round, then pack this rank's pieces of it."""
+        """Wait until another round may be submitted, then pack this rank's slices of it."""
         self.wait_for_writes(NUM_PENDING_WRITES - 1)
         return pack(world, jobs, self._local)
 
     def submit(self, received: Sequence[tuple[BlockJob, Sequence[Tensor]]]) -> None:
-        """Begin to write the blocks of a round, each with the bytes that came for it."""
+        """Start writing the blocks of a round. Each block comes with the slices received from other ranks."""
         if not received:
             return
         self._in_flight.append(self._pool.submit(lambda: [self._write(job, parts) for job, parts in received]))
 
     def wait_for_writes(self, limit: int) -> None:
-        """Wait until the blocks of at most `limit` rounds are being written; raises what writing raised."""
+        """Wait until the blocks of at most `limit` rounds are being written. Raises the first error of a write."""
         while len(self._in_flight) > limit:
             self.written += self._in_flight.popleft().result()
 
     def finish(self) -> None:
-        """Wait until all blocks are on the disk; raises what writing raised."""
         self.wait_for_writes(0)
         for synced in [self._pool.submit(sync_block, self._growing, entry["path"]) for _, entry in self.written]:
             synced.result()
 
     def _write(self, job: BlockJob, received: Sequence[Tensor]) -> tuple[str, dict[str, Any]]:
-        """One block; its table, and its entry in the manifest."""
+        """Write one block. Return (table, entry in the manifest)."""
         name, schema = job.layout.spec.name, job.layout.schema
         number = job.rows[0] // schema.block_rows
         values = unpack(job, received, self._local)
@@ -283,7 +292,7 @@ def _commit(
     dense: Mapping[str, Tensor],
     options: SaveOptions,
 ) -> None:
-    """Write the tensors beside the tables, and commit with the manifest; no other rank writes any more."""
+    """Write the tensors outside the tables, then commit with the manifest. All other ranks have finished writing."""
     carried, rate = options.prefetched_embeddings, options.rate_limiter
     if rate is not None:
         rate.set_num_writers(1)

@@ -39,8 +39,7 @@ from meseta.machine.environment_variables import environ
 from meseta.machine.processes import exit_immediately, remove_scratch_files
 from meseta.machine.rendezvous import RENDEZVOUS_VARIABLE
 from meseta.machine.wait_policy import set_wait_policy
-from meseta.telemetry.rank_record import RANK_RECORD_VARIABLE as RANK_RECORD
-from meseta.telemetry.rank_record import CurrentRankRecord
+from meseta.telemetry.rank_record import RANK_RECORD_VARIABLE, CurrentRankRecord
 from meseta.telemetry.watching.memory_watch import check_start_memory
 from meseta.telemetry.watching.stalls import StallReporter
 
@@ -122,10 +121,10 @@ def main() -> None:
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, _raise_interrupt)
     rank = environ.get("RANK", "0")
-    _configure_warnings(is_quiet=rank != "0" or RANK_RECORD in environ)
+    _configure_warnings(is_quiet=rank != "0" or RANK_RECORD_VARIABLE in environ)
     where = ERROR_PREFIX if rank == "0" else f"{ERROR_PREFIX}rank {rank}: "
     try:
-        if RANK_RECORD in environ:  # of a rank that `--nproc` has started, which has torch
+        if RANK_RECORD_VARIABLE in environ:  # of a rank that `--nproc` has started, which has torch
             from meseta.comm.recording import start_record
 
             start_record()

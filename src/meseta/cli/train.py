@@ -33,8 +33,8 @@ from meseta.cli.prepare import (
     ValidFractionOption,
     bad_row_options,
     column_options,
+    run_prepare,
 )
-from meseta.cli.prepare import run_prepare as prepare
 from meseta.cli.restarts import RestartPolicy, run_with_restarts
 from meseta.errors import MesetaError, format_value
 from meseta.machine.ranks import is_distributed, is_first_rank
@@ -277,7 +277,7 @@ def _ensure_prepared(options: PrepareOptions) -> Dataset:
     prepares = is_first_rank()
     while (dataset := _load_prepared(options)) is None:
         if prepares:
-            return prepare(options, command="`meseta prepare FILE --out DIR`")
+            return run_prepare(options, command="`meseta prepare FILE --out DIR`")
         time.sleep(0.2)  # Where the first rank fails, its launcher ends this one too.
     return dataset
 

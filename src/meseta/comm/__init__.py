@@ -1,4 +1,4 @@
-"""Every collective of the package. Code elsewhere asks a `World`; it never calls torch.distributed."""
+"""Collective communication. Other packages use `World` and never call torch.distributed."""
 
 from meseta.comm.batch_slice import BatchSlice, BatchTotals
 from meseta.comm.dense import DenseGradients

@@ -1,4 +1,4 @@
-"""Where a rank's samples stand in the global batch."""
+"""Sizes of a global batch, and the slice of it that one rank trains."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from meseta.comm.world import World
 
 @dataclass(frozen=True)
 class BatchTotals:
-    """Of the samples of one rank in a global batch, or of all of them."""
+    """Sizes of a global batch, or of the part that one rank has."""
 
     num_samples: int
-    """Those that only fill the batch up, too."""
+    """Number of samples, including padding."""
     num_padding: int
-    """Those that only fill the batch up."""
+    """Number of samples that only pad the batch to its full size."""
     weight: float
-    """The sum of their weights."""
+    """Sum of the sample weights."""
 
     @staticmethod
     def sum_over_ranks(totals: Sequence[BatchTotals], per_host: int) -> BatchTotals:
-        """Of a global batch, from those of its ranks; weights are added in the order of `meseta.comm.sums`."""
-        weights = torch.tensor([own.weight for own in totals], dtype=torch.float64)
+        """Return the totals of a global batch, given those of each rank. Weights are added by `ordered_sum`."""
+        weights = torch.tensor([entry.weight for entry in totals], dtype=torch.float64)
         weight = weights.new_empty(1)
         ordered_sum(list(weights.split(1)), weight, per_host)
         return BatchTotals(sum(t.num_samples for t in totals), sum(t.num_padding for t in totals), weight.item())
@@ -33,27 +33,28 @@ class BatchTotals:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSlice:
-    """This rank's slice of a global batch: what a layer must know to compute as if there were one rank."""
+    """Slice of a global batch that one rank trains, with all that a layer needs to compute as in one process."""
 
     world: World
     step: int
-    """Steps trained before."""
+    """Number of steps before this one."""
     batch_size_per_rank: tuple[int, ...]
-    """Samples of each rank; their sum is the global batch, or the micro-batch where gradients are accumulated."""
+    """Number of samples of each rank in the global batch, or in the micro-batch with gradient accumulation."""
     offset: int | None = None
-    """Place of this rank's first sample in the global batch; None: behind the samples of the ranks before."""
+    """Index of the first sample of this rank in the global batch. `None` if the slices of the ranks follow each other
+    in rank order."""
 
     @property
     def num_samples(self) -> int:
-        """Over all ranks."""
         return sum(self.batch_size_per_rank)
 
     @property
     def first_sample(self) -> int:
-        """Place of this rank's first sample in the global batch."""
         return sum(self.batch_size_per_rank[: self.world.rank]) if self.offset is None else self.offset
 
     @property
     def local_share(self) -> float:
-        """B_local / B_global: a gradient on this rank times this is its part of the gradient of the global mean."""
+        """Share of this rank in the samples of all ranks. It weights a mean over this rank's samples in the global
+        mean."""
+        # All ranks may be without samples.
         return self.batch_size_per_rank[self.world.rank] / max(self.num_samples, 1)

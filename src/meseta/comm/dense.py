@@ -1,4 +1,4 @@
-"""Data-parallel gradients of the dense parameters, in a buffer whose layout the model fixes once."""
+"""Data-parallel reduction of the gradients of dense parameters, in buffers with a fixed layout."""
 
 from __future__ import annotations
 
@@ -19,41 +19,42 @@ from meseta.ops.memory import empty
 from meseta.spec import COLUMN_BLOCK, MesetaError
 
 BUCKET_BYTES = 2**20
-"""What is worth an exchange of its own: 1 MiB takes 0.1 ms at 10 GB/s, some times as long as its messages wait."""
+"""Minimum size of a bucket. 1 MiB takes 0.1 ms at 10 GB/s, a multiple of the latency of its messages."""
 
 
-@runtime_checkable  # beartype asks for it where the tests check every call
+@runtime_checkable  # required by beartype, with which tests check calls
 class BackwardContext(Protocol):
-    """What is known of the backward pass that runs."""
+    """State of the current backward pass, as needed by the reduction of dense gradients."""
 
     accumulated_dense: list[Tensor]
-    """What earlier passes of its step have left to be added over ranks, by bucket; dropped with the step."""
+    """Weighted gradients of earlier micro-batches of the step, by bucket. Dropped if the step is abandoned."""
 
     @property
     def local_share(self) -> float:
-        """B_local / B_global of its batch: what local means weigh in the global mean."""
+        """Share of this rank's samples in the global batch, by which its mean gradients are weighted."""
 
     @property
     def accumulates_gradients(self) -> bool:
-        """Whether its gradients wait for those of the next."""
+        """Whether another micro-batch of the step follows, so that gradients are kept instead of reduced."""
 
 
 class DenseGradients:
-    """Adds dense gradients over ranks at the end of a backward pass: of each, or of the last of a step.
+    """All-reduce of the dense gradients at the end of a backward pass, or of the last one of a step.
 
-    Where sums go on behind the pass they begin inside it, in buckets: autograd comes to the last parameters first, and
-    a bucket is on its way when it has all of its gradients and those before it are. With two buckets
-
-        parameters     | bottom MLP       | top MLP          |
-        buffers        | bucket 1 | counts |   | bucket 0     |     begun when the pass ends; in its middle
-
-    no number of the sum is another: each is added by itself, in blocks of its own where it is encoded.
-
-    DistributedDataParallel rebuilds its buckets after the first step, so a resumed run sums in another order and
-    differs in its last bits. Here the buffer holds the parameters in the order given, for ever, followed by one
-    count per parameter: a parameter without gradient on every rank keeps `grad is None`, as in one process. It is added
-    in the order of `meseta.comm.sums`.
+    With `overlaps_update`, buckets of parameters are reduced while the backward pass continues, and `finish` waits for
+    them. A parameter that has no gradient on any rank keeps `grad is None`, as in one process. The sums do not depend
+    on the buckets, and have the fixed order of `meseta.comm.sums`.
     """
+
+    # The backward pass reaches the last parameters first. A bucket is reduced as soon as it has all of its gradients
+    # and the buckets before it are being reduced. With two buckets:
+    #
+    #     parameters     | bottom MLP       | top MLP          |
+    #     buffers        | bucket 1 | counts |   | bucket 0    |
+    #     reduced          at the end of pass      during the pass
+    #
+    # The layout never changes. DistributedDataParallel rebuilds its buckets after the first step, so that a resumed run
+    # adds in another order and differs in the last bits.
 
     def __init__(
         self,
@@ -62,7 +63,11 @@ class DenseGradients:
         passes: BackwardContext,
         make_coding: Callable[[int], SumCodec] | None = None,
     ) -> None:
-        """`make_coding` says how so many numbers cross hosts in this step; then each parameter begins a block."""
+        """Register a hook on each parameter. `make_coding(n)` returns the codec for `n` elements in this step.
+
+        With a codec, each parameter starts a new block. Raises MesetaError if the parameters have several dtypes, or
+        are float64 and there is a codec.
+        """
         self.world = world
         self._make_codec = make_coding
         self.backward_context = passes
@@ -70,28 +75,30 @@ class DenseGradients:
         dtypes = {p.dtype for p in self.parameters}
         if len(dtypes) > 1:
             raise MesetaError(
-                f"dense parameters must have one dtype, got {sorted(map(str, dtypes))}; they share one buffer"
+                f"dense parameters must have one dtype, got {sorted(map(str, dtypes))}; convert them, because they "
+                "share a buffer"
             )
         sizes = [p.numel() for p in self.parameters]
         self._padded_sizes = sizes if make_coding is None else [round_up_to_blocks(size) for size in sizes]
         if make_coding is not None and torch.float64 in dtypes:
-            raise MesetaError("comm: dense parameters of float64 travel as they are; leave comm.dense at 'fp32'")
+            raise MesetaError("comm.dense: float64 parameters cannot be encoded; set comm.dense to 'fp32'")
         self._parameter_indices: dict[Tensor, int] = {
             parameter: place for place, parameter in enumerate(self.parameters)
         }
         self._graph_task_id = -1
         self.overlaps_update = False
-        """Whether sums go on behind the backward pass, until `finish`; to be set before the first."""
+        """Whether reductions continue after the backward pass, until `finish`. Set it before the first pass."""
         self._missing_gradients: list[set[int]] = []
-        """Places of gradients that each bucket still waits for, in the pass that runs."""
+        """Indices of the parameters of each bucket that have no gradient yet in the current pass."""
         self._pending_sums: list[PendingCollective] = []
-        """Of each bucket that is on its way."""
+        """Reduction of each bucket that was started, in bucket order."""
         self._has_gradient: list[bool] = []
-        """Of each parameter whose bucket has been filled."""
+        """Whether each parameter had a gradient when its bucket was packed."""
         if world.size > 1:
             on_gradient = WeakMethod(self._on_gradient)
 
-            def hook(parameter: Tensor) -> None:  # autograd's nodes hold it where no collector looks
+            # autograd's nodes keep the hook alive, and the garbage collector does not see this reference.
+            def hook(parameter: Tensor) -> None:
                 if (method := on_gradient()) is not None:
                     method(parameter)
 
@@ -99,7 +106,7 @@ class DenseGradients:
                 parameter.register_post_accumulate_grad_hook(hook)
 
     def _on_gradient(self, parameter: Tensor) -> None:
-        # Told apart by the number of the pass, since one that raised never came to `_reduce`.
+        # A pass that raised an error has not reached `_reduce`, so a new pass is recognized by its task id.
         backward = torch._C._current_graph_task_id()
         if backward != self._graph_task_id:
             self._graph_task_id, self._pending_sums = backward, []
@@ -110,8 +117,8 @@ class DenseGradients:
         index = next(i for i, bucket in enumerate(self._buckets) if place in bucket)
         if index < len(self._pending_sums):
             raise MesetaError(
-                f"a backward pass came twice to dense parameter {place} {list(parameter.shape)}, whose gradient is on "
-                "its way to other ranks; run the passes through it one by one, or set pipeline.overlap without dense"
+                f"dense parameter {place} {list(parameter.shape)} received a second gradient while its first one is "
+                "being reduced; run backward passes one after the other, or remove 'dense' from pipeline.overlap"
             )
         self._missing_gradients[index].discard(place)
         if not self.backward_context.accumulates_gradients:
@@ -123,8 +130,7 @@ class DenseGradients:
 
     @cached_property
     def _buckets(self) -> list[range]:
-        """Places of parameters, those that come first in a backward pass before others; the last one has what is
-        left."""
+        """Parameter indices of each bucket, last parameters first. The last bucket has the remaining parameters."""
         bounds, num_bytes = [len(self.parameters)], 0
         for place in reversed(range(1, len(self.parameters) if self.overlaps_update else 0)):
             num_bytes += self._padded_sizes[place] * self.parameters[0].element_size()
@@ -134,7 +140,7 @@ class DenseGradients:
         return [range(a, b) for b, a in pairwise([*bounds, 0])]
 
     def _reduce(self) -> None:
-        """[gradients | in the last bucket, one count per parameter], each bucket: kept, or summed over ranks."""
+        # A buffer has the gradients of a bucket. The last buffer also has one count per parameter.
         if self.backward_context.accumulates_gradients:
             buffers = [self._pack_bucket(index) for index in range(len(self._buckets))]
             self.backward_context.accumulated_dense[:] = buffers
@@ -146,7 +152,6 @@ class DenseGradients:
             self.finish()
 
     def _start_bucket(self, index: int) -> None:
-        """Begin the sum of a bucket."""
         buffer, bucket, coding = self._pack_bucket(index), self._buckets[index], None
         if self._make_codec is not None:
             num_coded = sum(self._padded_sizes[place] for place in bucket)
@@ -159,13 +164,14 @@ class DenseGradients:
         )
 
     def finish(self) -> None:
-        """Wait for the sums that were begun last, and give each parameter its gradient; nothing where none is open."""
+        """Wait for the reductions of the last backward pass and set the gradients. Does nothing if there are none."""
         pending, self._pending_sums = self._pending_sums, []
         if not pending:
             return
-        sums = [of_bucket.wait() for of_bucket in pending]
+        sums = [pending_sum.wait() for pending_sum in pending]
         counts: Sequence[float] = [1.0] * len(self.parameters)
-        if not all(self._has_gradient):  # what has a gradient here is known to have one: no GPU is waited for
+        # Reading the counts waits for the GPU. A parameter with a gradient on this rank does not need its count.
+        if not all(self._has_gradient):
             counts = sums[-1][-len(self.parameters) :].tolist()
         for bucket, total in zip(self._buckets, sums, strict=True):
             slots = total[: sum(self._padded_sizes[place] for place in bucket)].split(
@@ -177,10 +183,11 @@ class DenseGradients:
                     parameter.grad = slot[: parameter.numel()].view_as(parameter)
 
     def _pack_bucket(self, index: int) -> Tensor:
-        """What this rank gives to a bucket, which its parameters no longer hold: gradients times what its samples
-        weigh, and at the end of the last bucket a 1 for each that there is; with what earlier passes of the step left.
+        """Return weighted gradients plus those accumulated in the step, and clear `grad` of the parameters.
+
+        The buffer of the last bucket ends with a 1 for each parameter that has a gradient, and a 0 for each other one.
         """
-        first, share, kept = (
+        first, share, accumulated = (
             self.parameters[0],
             self.backward_context.local_share,
             self.backward_context.accumulated_dense,
@@ -191,7 +198,7 @@ class DenseGradients:
         buffer = empty((sum(sizes) + num_counts,), first.dtype, first.device)
         for place, slot in zip(bucket, buffer[: sum(sizes)].split(sizes), strict=True):
             parameter = self.parameters[place]
-            if parameter.grad is None or share == 0:  # The mean over a rank without samples is NaN; it weighs nothing.
+            if parameter.grad is None or share == 0:  # The mean over a rank without samples is NaN and has weight 0.
                 slot.zero_()
             else:
                 torch.mul(parameter.grad.reshape(-1), share, out=slot[: parameter.numel()])
@@ -199,8 +206,8 @@ class DenseGradients:
             self._has_gradient[place] = parameter.grad is not None
             parameter.grad = None
         if is_last:
-            there = [float(has_gradient) for has_gradient in self._has_gradient]
-            buffer[sum(sizes) :].copy_(copy_to_device(there, torch.float32, first.device))
-        if kept:
-            buffer += kept[index]
+            has_gradient_values = [float(has_gradient) for has_gradient in self._has_gradient]
+            buffer[sum(sizes) :].copy_(copy_to_device(has_gradient_values, torch.float32, first.device))
+        if accumulated:
+            buffer += accumulated[index]
         return buffer

@@ -1,4 +1,4 @@
-"""Dense parameters cut over the ranks of a host and replicated across hosts, by torch's `fully_shard`."""
+"""Hybrid sharding of dense parameters with `fully_shard`: sharded inside each host and replicated across hosts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from meseta.comm.world import PendingCollective, World
 from meseta.spec import MesetaError
 
 CONTAINER_MODULES = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-"""Modules that are not called themselves, or do nothing but call their children."""
+"""Module types that are never called themselves, or only call their children."""
 
 
 def shard_dense(
@@ -26,18 +26,25 @@ def shard_dense(
     passes: BackwardContext,
     make_coding: Callable[[int], SumCodec] | None = None,
 ) -> list[nn.Parameter]:
-    """Cut the dense parameters of `model`, which holds `tables`, over the ranks of each host, in place; returns those
-    that stay whole on every rank.
+    """Shard the dense parameters of `model` inside each host with FSDP2, and return the parameters that stay whole.
 
-    What is cut is each largest module without tables that is called as one: it is gathered while its `forward` or its
-    way back runs, and a rank keeps 1 / ranks_per_host of its parameters, gradients and moments (FSDP2; Zhao et al.,
-    arXiv 2304.11277; across hosts the hybrid of section 3.2.2). Its gradients are added over ranks, each times its
-    rank's `passes.local_share`, as in `meseta.comm.sums`, after each pass: a rank has no room to keep what is whole.
-    Parameters of modules that hold tables, and those without a dimension, stay whole. `make_coding` says how so many
-    numbers of such a sum cross hosts.
+    The model is changed in place. A unit is a largest module that contains no tables and is called. Its parameters are
+    gathered for its forward and backward pass; otherwise a rank holds 1 / ranks_per_host of them, of their gradients
+    and of their moments. Modules that contain `tables` and parameters without a dimension stay whole. The scheme is
+    that of section 3.2.2 of Zhao et al. (arXiv 2304.11277).
 
-    Collective. Raises MesetaError, alike on all ranks, for hosts of one device, for a model without such a module, or
-    one in which a parameter belongs to several of them, or that mixes dtypes.
+    Collective. All ranks raise the same MesetaError if hosts have one device, or no unit exists, or a parameter belongs
+    to several units, or a unit has several dtypes.
+
+    Args:
+        model: Model on the CPU or the device of `world`.
+        tables: Module with the embedding tables, contained in `model`.
+        world: All ranks. `ranks_per_host` is the number of shards.
+        passes: State of the backward pass. Gradients are reduced after each pass, weighted by `local_share`.
+        make_coding: Returns the codec of inter-host sums for a number of elements. `None` sends float32.
+
+    Returns:
+        Parameters that are not sharded.
     """
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
@@ -45,20 +52,20 @@ def shard_dense(
     devices_per_host = world.ranks_per_host
     if devices_per_host < 2 or world.size % devices_per_host:
         raise MesetaError(
-            f"dense 'fsdp': {world.size} ranks on hosts of {devices_per_host} leave nothing to cut a parameter over; "
-            "it needs hosts of two devices or more, as the plan (devices_per_host) or the launcher tells them; or use "
-            "dense 'replicated'"
+            f"dense 'fsdp': requires hosts of at least two devices, got {world.size} ranks on hosts of "
+            f"{devices_per_host}; set devices_per_host in the plan or use a launcher that sets it, or use dense "
+            "'replicated'"
         )
     units = dict(sharded_modules(model, tables))
     _check_modules(model, units)
-    # A mesh of this host alone: what torch would add across hosts has an order of its own.
+    # The mesh has only the ranks of this host. torch would add across hosts in another order.
     mesh = DeviceMesh.from_group(world.new_host_group(), world.device.type, mesh_dim_names=("shard",))
     cut: set[nn.Parameter] = set()
     for unit in units.values():
         scalars = {parameter for parameter in unit.parameters() if parameter.dim() == 0}
         cut |= set(unit.parameters()) - scalars
         sharded = fully_shard(unit, mesh=mesh, reshard_after_forward=True, ignored_params=scalars)
-        # By default gradients are averaged, as if the ranks had equal slices of the batch.
+        # By default, gradients are averaged as if all ranks had slices of equal size.
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
         parts = [parameter for parameter in unit.parameters() if is_sharded(parameter)]
@@ -70,10 +77,10 @@ def shard_dense(
 
 
 class WeightedReduceScatter:
-    """How `fully_shard` adds gradients of a module over all ranks: each times what its rank's samples weigh.
+    """Reduce-scatter for `fully_shard` that weights gradients by each rank's share of the samples.
 
-    What is added in the host crosses to others while the backward pass goes on to the modules before it, where nobody
-    reads it until then: the pass waits for it at its end.
+    The sum inside a host is added to those of other hosts while the backward pass continues. The end of the pass waits
+    for the result.
     """
 
     def __init__(
@@ -83,22 +90,20 @@ class WeightedReduceScatter:
         passes: BackwardContext,
         make_coding: Callable[[int], SumCodec] | None = None,
     ) -> None:
-        """`parameters` of the module, cut."""
+        """Create the reduction for one unit with the sharded `parameters`."""
         self._parameters, self._world, self._backward_context, self._make_codec = parameters, world, passes, make_coding
         self._pending_inter_host: PendingCollective | None = None
-        """The sum of the last pass, until it is waited for."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for what is sent or received."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
-        """`input_tensor` holds the gradients of all parts and is the caller's to overwrite."""
+        """Reduce the gradients in `input_tensor` to this rank's shard in `output_tensor`. Overwrites `input_tensor`."""
         self._finish()
         share, world = self._backward_context.local_share, self._world
         if share:
             input_tensor.mul_(share)
-        else:  # The mean over a rank without samples is NaN; it weighs nothing.
+        else:  # The mean over a rank without samples is NaN and has weight 0.
             input_tensor.zero_()
         pieces, total = input_tensor.view(world.ranks_per_host, -1), output_tensor.view(-1)
         world.reduce_scatter_intra_host(total, pieces, "gradients of parameters")
@@ -110,24 +115,23 @@ class WeightedReduceScatter:
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
 
     def _is_read_immediately(self, total: Tensor) -> bool:
-        """Whether it is added to other gradients, a hook of a parameter has it, or a stream waits for it and the host
-        does not."""
+        # FSDP adds the result to existing gradients, a hook receives it, or a stream reads it without the host.
         return total.device.type != "cpu" or any(
             parameter.grad is not None or getattr(parameter, "_post_accumulate_grad_hooks", None)
             for parameter in self._parameters
         )
 
     def _finish(self) -> None:
-        """Wait for what crosses."""
-        crossing, self._pending_inter_host = self._pending_inter_host, None
-        if crossing is not None:
-            crossing.wait()
+        pending, self._pending_inter_host = self._pending_inter_host, None
+        if pending is not None:
+            pending.wait()
 
 
 def sharded_modules(module: nn.Module, tables: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Largest modules below `module` that hold parameters and no tables, and are called as one; with their names."""
-    for own, child in module.named_children():
-        path = f"{name}.{own}" if name else own
+    """Yield (name, module) of each largest module below `module` that has parameters, contains no tables and is
+    called."""
+    for child_name, child in module.named_children():
+        path = f"{name}.{child_name}" if name else child_name
         if child is tables or isinstance(child, (nn.ParameterList, nn.ParameterDict)):
             continue
         holds_tables = any(inner is tables for inner in child.modules())
@@ -140,37 +144,37 @@ def sharded_modules(module: nn.Module, tables: nn.Module, name: str = "") -> Ite
 def _check_modules(model: nn.Module, units: dict[str, nn.Module]) -> None:
     if not units:
         raise MesetaError(
-            f"dense 'fsdp': {type(model).__name__} has no module with parameters beside its tables that could be cut; "
-            "put its parameters into modules that it calls, or use dense 'replicated'"
+            f"dense 'fsdp': {type(model).__name__} has no module with parameters that can be sharded; move its "
+            "parameters into modules that it calls, or use dense 'replicated'"
         )
     owner: dict[nn.Parameter, str] = {}
     for name, unit in units.items():
         dtypes = {parameter.dtype for parameter in unit.parameters()}
         if len(dtypes) > 1:
             raise MesetaError(
-                f"dense 'fsdp': module {name!r} has parameters of several dtypes ({sorted(map(str, dtypes))}), which "
-                "cannot be gathered together; give them one, or use dense 'replicated'"
+                f"dense 'fsdp': module {name!r} must have parameters of one dtype, got {sorted(map(str, dtypes))}; "
+                "convert the module to one dtype, or use dense 'replicated'"
             )
         for parameter in unit.parameters():
             if owner.setdefault(parameter, name) != name:
                 raise MesetaError(
-                    f"dense 'fsdp': modules {owner[parameter]!r} and {name!r} share a parameter, so that neither can "
-                    "be cut by itself; put both into one module that calls them, or use dense 'replicated'"
+                    f"dense 'fsdp': modules {owner[parameter]!r} and {name!r} share a parameter and cannot be sharded "
+                    "separately; put both into one module that calls them, or use dense 'replicated'"
                 )
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether this rank holds a part of the tensor alone."""
+    """Whether the tensor is a DTensor, of which this rank holds one shard."""
     return hasattr(tensor, "full_tensor")
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """All of a tensor, on every rank; collective where it is cut."""
+    """Return the complete tensor on every rank. Collective if the tensor is sharded."""
     return cast(Any, tensor).full_tensor() if is_sharded(tensor) else tensor
 
 
 def distribute_like(value: Tensor, model_tensor: Tensor) -> Tensor:
-    """`value`, which is the same on all ranks, placed as `model_tensor` is, if it has its shape. Nothing is sent."""
+    """Shard `value`, which is equal on all ranks, like `model_tensor` if their shapes agree. No communication."""
     if not is_sharded(model_tensor) or value.shape != model_tensor.shape:
         return value
     from torch.distributed.tensor import distribute_tensor
@@ -181,8 +185,10 @@ def distribute_like(value: Tensor, model_tensor: Tensor) -> Tensor:
 
 
 def make_shard_sum(parameters: Iterable[Tensor], world: World) -> Callable[[float], float] | None:
-    """A sum over the ranks that hold the parts of a cut parameter, in one order on all; None where none is cut.
-    `world` has them all."""
+    """Return a function that sums a number over the ranks with shards of a parameter, in the same order on all ranks.
+
+    Returns `None` if no parameter is sharded. `world` has all ranks.
+    """
     first = next((cast(Any, parameter) for parameter in parameters if is_sharded(parameter)), None)
     if first is None:
         return None
@@ -199,13 +205,13 @@ def make_shard_sum(parameters: Iterable[Tensor], world: World) -> Callable[[floa
 
 @contextmanager
 def fsdp_parameter_error_context() -> Iterator[None]:
-    """Say in one line what a model did to a cut parameter, where torch says it of its own types."""
+    """Context manager that replaces torch's errors about sharded parameters by one line without DTensor internals."""
     try:
         yield
     except RuntimeError as error:
         if "DTensor" not in str(error) and "sharding strategy" not in str(error):
             raise
         raise MesetaError(
-            "dense 'fsdp': the model uses parameters of a module without calling it, so that they were not gathered; "
+            "dense 'fsdp': the model uses parameters of a module without calling it, so they are still sharded; "
             f"call the module, or use dense 'replicated' ({str(error).splitlines()[0]})"
         ) from None

@@ -1,4 +1,4 @@
-"""Whether the list of transfers, which plans are priced by, knows a collective."""
+"""Check that collectives are listed in `meseta.spec.transfer`, from which the planner predicts times."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from meseta.spec.transfer import NON_STEP_TRANSFERS, STEP_TRANSFERS
 
 
 class UnknownCollectives:
-    """Collectives of this process that are in no list: no plan's costs know them. A model of one's own may have such.
+    """Counter of collectives in this process whose names are not listed, such as those of a custom model.
 
-    Tests set `is_fatal`, and then they are refused.
+    Predictions of the planner do not include them. Tests set `is_fatal` to raise an error instead.
     """
 
     count: int = 0
@@ -17,10 +17,10 @@ class UnknownCollectives:
 
 
 def check_known_collective(name: str) -> None:
-    """Count a collective whose name is none of a transfer."""
+    """Count a collective whose name is not listed. Raises MesetaError if `UnknownCollectives.is_fatal` is set."""
     if name not in STEP_TRANSFERS and name not in NON_STEP_TRANSFERS:
         UnknownCollectives.count += 1
         if UnknownCollectives.is_fatal:
             raise MesetaError(
-                f"a collective is called {name!r}, which meseta.spec.transfer does not list; name it there"
+                f"collective {name!r} is not listed in meseta.spec.transfer; add a transfer with this name"
             )

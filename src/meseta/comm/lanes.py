@@ -1,13 +1,6 @@
-"""Lanes: exchanges of several phases, which go on by themselves while a rank computes and let urgent ones pass.
+"""Queues of collectives that make progress while a rank computes, and give way to urgent collectives.
 
-    lane     process group    carries                                      lets pass
-    ------   --------------   ------------------------------------------   -----------------------------------
-    rows     the run's        ids, rows and their gradients, in the        -
-                              thread that needs them
-    sums     its own          sums of what every rank has alike, in        rows that this rank is waiting for,
-                              pieces, in a thread of its own               before each piece
-
-A lane does one thing after the other, in the order in which they were begun: alike on all ranks.
+All ranks submit the same collectives to a lane in the same order.
 """
 
 from __future__ import annotations
@@ -23,14 +16,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# lane     process group    collectives                                  gives way to
+# ------   --------------   ------------------------------------------   -----------------------------------------
+# rows     the run's        ids, rows and their gradients, in the        -
+#                           calling thread
+# sums     its own          all-reduce of data that all ranks have, in   row exchanges that this rank waits for,
+#                           chunks, in a background thread               before each chunk
+
 JOIN_TIMEOUT_S = 5.0
-"""How long a lane may take to end when a group is left."""
+"""Seconds to wait for the thread of a lane at shutdown."""
 YIELD_TIMEOUT_S = 0.5
-"""How long a piece holds back at most: ranks that take turns in waiting never wait in a circle."""
+"""Maximum seconds for which a chunk gives way. The limit prevents deadlocks between ranks that take turns in
+waiting."""
 
 
 class RowPriority:
-    """Whether a rank stands still for rows, so that sums hold back."""
+    """Counter of the row exchanges that this rank waits for, to which sums give way. Thread-safe."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -38,7 +39,7 @@ class RowPriority:
 
     @contextmanager
     def row_wait(self) -> Iterator[None]:
-        """While this rank waits for rows."""
+        """Context manager to enter while this rank waits for a row exchange."""
         with self._changed:
             self._num_waiting += 1
         try:
@@ -49,56 +50,60 @@ class RowPriority:
                 self._changed.notify_all()
 
     def yield_to_row_exchange(self) -> None:
-        """Return when this rank waits for no rows, or after PASS_S."""
+        """Block until this rank waits for no row exchange, at most `YIELD_TIMEOUT_S` seconds."""
         with self._changed:
             self._changed.wait_for(lambda: not self._num_waiting, YIELD_TIMEOUT_S)
 
 
 class LaneWork:
-    """What a lane has begun."""
+    """Result of `Lane.submit`."""
 
     def __init__(self, lane: Lane, carry: Callable[[], None]) -> None:
         self.done_s: float | None = None
-        """When it was done, by time.perf_counter(); None until then."""
+        """Time at which the work finished, by `time.perf_counter`. `None` until then."""
         self._lane, self._function = lane, carry
         self._error: BaseException | None = None
 
     def wait(self) -> None:
-        """Block until it is done; raise what it has raised. What its lane has not come to is done in this thread."""
+        """Block until the work is done, and raise its error. Runs the queued work of the lane in this thread."""
         while self.done_s is None:
             self._lane.advance(self)
         if self._error is not None:
             raise self._error
 
     def run(self) -> None:
-        """Do it."""
         try:
             self._function()
         except BaseException as error:
             self._error = error
-            self._lane.discard_scratch()  # the transport may still write there
-        del self._function  # what it sends and receives is the caller's alone
+            # After an error, the transport may still write to the scratch memory.
+            self._lane.discard_scratch()
+        # Release the buffers that the function refers to, so that only the caller holds them.
+        del self._function
         self.done_s = time.perf_counter()
 
 
 class Lane:
-    """Exchanges of one kind over a process group of their own, one after the other."""
+    """Thread-safe queue of collectives in one process group. They run one at a time, in the order of submission."""
 
     def __init__(self, name: str, group: Any) -> None:
-        """`group` is that of torch.distributed."""
+        """Create a lane that uses process group `group` of torch.distributed."""
         self.name, self.group = name, group
         self._queue: deque[LaneWork] = deque()
-        """In their order; whoever comes when nothing is under way takes the first."""
+        """Work that has not started. Any thread may run the first entry if the lane is idle."""
         self._changed = threading.Condition()
         self._is_busy = False
         self._wakeups: SimpleQueue[bool] = SimpleQueue()
-        """For the thread: to go on, or to end."""
+        """True to run the next entry in the lane's thread, False to stop the thread."""
         self._thread: threading.Thread | None = None
         self._scratch: Tensor | None = None
 
     def scratch(self, count: int, like: Tensor) -> Tensor:
-        """[count] numbers as those of `like`: memory for what comes in, until this is called again. It is kept, since
-        fresh pages cost as much as a sum does."""
+        """Return memory for `count` received elements with the dtype and device of `like`.
+
+        On CPUs, the next call returns the same memory.
+        """
+        # Memory is reused because touching fresh pages takes as long as a sum.
         if like.device.type != "cpu":
             return like.new_empty(count)
         num_bytes = count * like.element_size()
@@ -107,7 +112,7 @@ class Lane:
         return self._scratch[:num_bytes].view(like.dtype)
 
     def submit(self, carry: Callable[[], None], *, in_background: bool = True) -> LaneWork:
-        """Do `carry` after what was begun before: in a thread of this lane, or by whoever waits for it first."""
+        """Queue `carry`. It runs in the thread of this lane, or else in the first thread that waits for the result."""
         work = LaneWork(self, carry)
         self._queue.append(work)
         if in_background:
@@ -118,8 +123,11 @@ class Lane:
         return work
 
     def advance(self, awaited: LaneWork | None = None) -> None:
-        """Do the next thing, when none is under way. Who waits for `awaited` is not kept by what comes behind it: other
-        ranks may be held up for this one meanwhile."""
+        """Run the next entry of the queue in this thread, as soon as the lane is idle.
+
+        Returns when `awaited` is done, even if later entries are running.
+        """
+        # Other ranks may wait for this rank while a later entry runs.
         with self._changed:
             self._changed.wait_for(lambda: not self._is_busy or (awaited is not None and awaited.done_s is not None))
             if self._is_busy or not self._queue or (awaited is not None and awaited.done_s is not None):
@@ -133,11 +141,10 @@ class Lane:
                 self._changed.notify_all()
 
     def discard_scratch(self) -> None:
-        """Take other memory from here."""
         self._scratch = None
 
     def shutdown(self) -> None:
-        """Take nothing more. Where it waits for ranks that do not come, it is left behind."""
+        """Stop the thread of this lane. If it waits for ranks that do not respond, it is abandoned."""
         if self._thread is not None:
             self._wakeups.put(False)
             self._thread.join(JOIN_TIMEOUT_S)

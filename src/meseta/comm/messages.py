@@ -1,12 +1,6 @@
-"""Messages between two ranks, of which every exchange is made, and what is told before them.
+"""Point-to-point messages, of which exchanges consist, and the announcements that precede them.
 
-gloo fills a part of the memory without a word where a message is too short, and ends the process where one is too long.
-So each rank tells each other one, in the order in which it takes part in exchanges, what it sends and what it expects;
-and the number of a message is made of all that both must agree on, so that nothing else is taken for it, nor what is
-left of an exchange that ranks did not agree on:
-
-    rank 0    announcement ---------------->    rank 1: checked before a byte is used
-              message (number of it) ------>            received where both agree, else never
+Announcements detect ranks that take part in different exchanges, or disagree on sizes, before data is used.
 """
 
 from __future__ import annotations
@@ -37,45 +31,53 @@ DTYPES = (
     torch.uint8,
     torch.bool,
 )
+# With gloo, a message that is too short fills a part of the buffer without an error, and one that is too long ends the
+# process. Each rank therefore announces to each peer the size that it sends and expects. The tag of a message is a hash
+# of all that both must agree on. A message of another exchange, or one left over from a failed exchange, does not
+# match:
+#
+#     rank 0    announcement ---------------->    rank 1: checks it before data is used
+#               message (tag) --------------->            received only if both agree
+
 ANNOUNCEMENT_TAG = 0
-"""Number of the messages that announce others; theirs are larger."""
+"""Tag of announcements. Other messages have larger tags."""
 _TRANSFER_CODES = {name: crc32(name.encode()) for name in (*sorted(STEP_TRANSFERS), *sorted(NON_STEP_TRANSFERS))}
 _TRANSFER_NAMES = {code: repr(name) for name, code in _TRANSFER_CODES.items()}
 
 
 class Announcement(NamedTuple):
-    """What one rank sends another in one exchange, and expects from it: 6 numbers of 64 bits."""
+    """Description of the messages between two ranks in one exchange, as six int64 values."""
 
     sequence_number: int
-    """Which one of the two ranks it is, counted from 0."""
+    """Number of earlier exchanges between the two ranks in this process group."""
     transfer_code: int
-    """Of its name, alike on all ranks."""
+    """CRC-32 of the transfer's name."""
     batch_tag: int
-    """Tells the batch that it belongs to from others, or below 0 the length of a sum; 0 where it belongs to none."""
+    """Batch tag, which identifies the batch of the exchange. For a sum, the negative number of elements. Otherwise
+    0."""
     dtype_code: int
-    """Of its numbers: place in DTYPES."""
+    """Index of the dtype in `DTYPES`."""
     num_sent: int
-    """Numbers to that rank."""
+    """Number of elements that the sender of the announcement sends."""
     num_expected: int
-    """Numbers from it."""
+    """Number of elements that the sender of the announcement expects."""
 
     @staticmethod
     def from_transfer(place: int, name: str, batch: int, dtype: torch.dtype, sent: int, expected: int) -> Announcement:
-        """Of a transfer, see `meseta.spec.transfer`."""
+        """Create the announcement of a transfer that `meseta.spec.transfer` describes."""
         code = _TRANSFER_CODES[name] if name in _TRANSFER_CODES else crc32(name.encode())
         return Announcement(place, code, batch, DTYPES.index(dtype), sent, expected)
 
     @property
     def expected_reply(self) -> Announcement:
-        """What the other rank says, where both agree."""
+        """Announcement that the peer sends if it agrees."""
         return self._replace(num_sent=self.num_expected, num_expected=self.num_sent)
 
     def tag(self) -> int:
-        """Of the message that this rank sends: others than the one that is expected have others."""
+        """Return the tag of the message that this rank sends. It is a hash of all fields except `num_expected`."""
         return max(crc32(b"%d %d %d %d %d" % self[:5]) & 0x7FFFFFFF, ANNOUNCEMENT_TAG + 1)
 
     def describe(self) -> str:
-        """For people."""
         name = _TRANSFER_NAMES.get(self.transfer_code, "an unlisted transfer")
         dtype = str(DTYPES[self.dtype_code]).removeprefix("torch.") if 0 <= self.dtype_code < len(DTYPES) else "unknown"
         step, number = divmod(self.batch_tag, MAX_TAGS)
@@ -87,7 +89,7 @@ class Announcement(NamedTuple):
 
 @dataclass(frozen=True)
 class Peer:
-    """What goes to another rank, and what comes from it."""
+    """Data that is sent to a peer, and the buffer for the data that it sends."""
 
     rank: int
     send: Tensor
@@ -96,35 +98,32 @@ class Peer:
 
 @dataclass(eq=False)
 class PendingExchange:
-    """Messages under way, to and from some peers; what they hold stays referenced until they are there."""
+    """Exchange in flight between this rank and its peers. Keeps references to its buffers until it is complete."""
 
     rank: int
     peers: Sequence[Peer]
-    """Those that announce something."""
+    """Peers to which this exchange was announced."""
     sent_announcements: Sequence[Announcement]
-    """What this rank announces to them."""
     tables: Sequence[str]
     received_announcements: Tensor
-    """[peers, 6]: what they announce."""
+    """Buffer [peers, 6] for the announcements of the peers."""
     pending_announcements: list[Any]
-    """Those that come in."""
     pending_messages: list[Any]
     row_priority: RowPriority | None
     buffers: object
-    """What the transport reads and writes."""
 
     def wait(self) -> None:
-        """Block until all is here and may be used. Raises MesetaError where a peer is at another transfer than this
-        rank, or at one of another size."""
+        """Block until all data has arrived. Raises MesetaError if a peer announced another transfer or size."""
         with nullcontext() if self.row_priority is None else self.row_priority.row_wait():
             for work in self.pending_announcements:
                 work.wait()
-            for peer, announced, told in zip(
+            for peer, announced, received in zip(
                 self.peers, self.sent_announcements, self.received_announcements.tolist(), strict=True
             ):
-                if told != [*announced.expected_reply]:
+                if received != [*announced.expected_reply]:
+                    # The transport may still access the buffers of this exchange.
                     retain_until_exit(self)
-                    raise _diverged_error(self.rank, peer.rank, announced, Announcement(*told), self.tables)
+                    raise _diverged_error(self.rank, peer.rank, announced, Announcement(*received), self.tables)
             for work in self.pending_messages:
                 work.wait()
 
@@ -140,21 +139,20 @@ def start_exchange(
     row_priority: RowPriority | None = None,
     announced_peers: set[int] | None = None,
 ) -> PendingExchange:
-    """Begin to send each peer something, and to receive something from it; all of them name this rank as a peer.
-
-    On GPUs nothing is announced: a rank would stand still for it.
+    """Start to exchange data with `peers`, which must start the same exchange with this rank.
 
     Args:
-        rank: this one.
-        peers: the tensors are contiguous and of one type.
-        name: of the transfer, see `meseta.spec.transfer`.
-        batch_tag: tells the batch that this belongs to from others, or below 0 the length of a sum, alike on all ranks.
-        tables: whose rows travel, for the error.
-        group: of torch.distributed.
-        row_priority: is told while this rank waits for it.
-        announced_peers: peers that have announced an exchange of which all that follow are made, as the pieces of a sum
-            of one length are; they announce nothing more. Those of this one are added.
+        rank: This rank.
+        peers: Data to send and buffers to fill. The tensors must be contiguous and have one dtype.
+        name: Name of the transfer, see `meseta.spec.transfer`.
+        batch_tag: Tag of the batch, or for a sum the negative number of elements. It must be equal on all ranks.
+        tables: Tables whose rows are exchanged, for error messages.
+        group: Process group of torch.distributed. `None` is the default group.
+        row_priority: Counter to increment while this rank waits for the exchange.
+        announced_peers: Ranks to which an earlier exchange has announced this one too, as for the chunks of a sum. This
+            exchange is not announced to them. The other peers are added to the set.
     """
+    # On GPUs nothing is announced, because the host would have to wait for the announcements.
     if peers and peers[0].send.device.type == "cuda":
         operations = [dist.P2POp(dist.isend, p.send, group=group, group_peer=p.rank) for p in peers if p.send.numel()]
         operations += [
@@ -165,44 +163,44 @@ def start_exchange(
     group = dist.group.WORLD if group is None else group
     dtype = peers[0].send.dtype if peers else torch.uint8
     places = _sequence_numbers.setdefault(group, Counter())
-    unknown, said = list[Peer](), list[Announcement]()
+    new_peers, outgoing = list[Peer](), list[Announcement]()
     messages, sends = list[Any](), list[tuple[Tensor, int, int]]()
     for p in peers:
         out = Announcement.from_transfer(places[p.rank], name, batch_tag, dtype, p.send.numel(), p.receive.numel())
         places[p.rank] += 1
         if announced_peers is None or p.rank not in announced_peers:
-            unknown.append(p)
-            said.append(out)
+            new_peers.append(p)
+            outgoing.append(out)
         if out.num_expected:
             messages.append(group.recv([p.receive], p.rank, out.expected_reply.tag()))
         if out.num_sent:
             sends.append((p.send, p.rank, out.tag()))
     if announced_peers is not None:
-        announced_peers.update(p.rank for p in unknown)
-    lines, told = torch.tensor(said), torch.empty(len(said), len(Announcement._fields), dtype=torch.int64)
-    announcements = [group.recv([told[i]], p.rank, ANNOUNCEMENT_TAG) for i, p in enumerate(unknown)]
-    messages += [group.send([lines[i]], p.rank, ANNOUNCEMENT_TAG) for i, p in enumerate(unknown)]
+        announced_peers.update(p.rank for p in new_peers)
+    rows, incoming = torch.tensor(outgoing), torch.empty(len(outgoing), len(Announcement._fields), dtype=torch.int64)
+    announcements = [group.recv([incoming[i]], p.rank, ANNOUNCEMENT_TAG) for i, p in enumerate(new_peers)]
+    messages += [group.send([rows[i]], p.rank, ANNOUNCEMENT_TAG) for i, p in enumerate(new_peers)]
     messages += [group.send([tensor], peer, number) for tensor, peer, number in sends]
-    return PendingExchange(rank, unknown, said, tables, told, announcements, messages, row_priority, (peers, lines))
+    return PendingExchange(
+        rank, new_peers, outgoing, tables, incoming, announcements, messages, row_priority, (peers, rows)
+    )
 
 
 _sequence_numbers: WeakKeyDictionary[Any, Counter[int]] = WeakKeyDictionary()
-"""Exchanges with each other rank of a process group so far."""
+"""Number of exchanges with each peer, by process group."""
 _retained: list[object] = []
 
 
 def retain_until_exit(underway: object) -> None:
-    """Keep what nobody waits for any more: the transport still knows its memory."""
+    """Keep a reference to an abandoned exchange, because the transport may still access its memory."""
     _retained.append(underway)
 
 
 def _diverged_error(
-    rank: int, peer: int, announced: Announcement, told: Announcement, tables: Sequence[str]
+    rank: int, peer: int, sent: Announcement, received: Announcement, tables: Sequence[str]
 ) -> MesetaError:
-    of_tables = f" of tables {', '.join(tables)}" if tables else ""
+    tables_text = f" of tables {', '.join(tables)}" if tables else ""
     return MesetaError(
-        f"rank {rank} is at {announced.describe()}{of_tables} with rank {peer}, which is at {told.describe()} with "
-        f"rank "
-        f"{rank}; every rank must have the same tables and plan, and take the same batches, and their stages, in the "
-        "same order"
+        f"rank {rank} is at {sent.describe()}{tables_text} with rank {peer}, which is at {received.describe()} with "
+        f"rank {rank}; use the same tables and plan on all ranks, and run the same batches and stages in the same order"
     )

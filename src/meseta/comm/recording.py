@@ -1,4 +1,4 @@
-"""The record of this rank: begun with the process, and told of every transfer, see meseta.telemetry.rank_record."""
+"""Record of this rank, which lists its transfers. See `meseta.telemetry.rank_record`."""
 
 from __future__ import annotations
 
@@ -30,18 +30,19 @@ from meseta.telemetry.rank_record import (
 )
 
 STACKS_SIGNAL = signal.SIGRTMIN + 6 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
-"""Asks a rank for its Python stacks; signals that users know are left to them."""
+"""Signal that makes a rank write its Python stacks to its record. It leaves signals that users know unused."""
 NULL_RECORDING: AbstractContextManager[None] = nullcontext()
-"""A transfer of a process that has no record."""
+"""Context manager for transfers of a process without a record."""
 
 
 def start_record(folder: Path | None = None) -> None:
-    """Keep a record of this process from now on, with a heartbeat, and write its Python stacks there at a signal.
+    """Start the record of this process and its heartbeat, and write Python stacks to it on `STACKS_SIGNAL`.
 
-    Where its launcher has made one, that; else, with `folder`, one in the file system of that. Does nothing in a
-    process that is no rank, or has one. Raises OSError where the system refuses.
+    Uses the record file that the launcher created, or else creates one in the file system of `folder`. Does nothing in
+    a process that is not a rank of several or already has a record. Raises OSError if the system refuses.
     """
-    path = environ.pop(RANK_RECORD_VARIABLE, None)  # not that of processes which this one starts
+    # Child processes must not use the record of this process.
+    path = environ.pop(RANK_RECORD_VARIABLE, None)
     if CurrentRankRecord.record is not None or not is_distributed() or (path is None and folder is None):
         return
     descriptor = None
@@ -58,7 +59,8 @@ def start_record(folder: Path | None = None) -> None:
 
 
 def publish_record(run_dir: Path, first_step: int) -> None:
-    """Let `meseta hang` find the record of this rank in the folder of its run, which goes on after `first_step`."""
+    """Link the record of this rank into `run_dir`, where `meseta hang` reads it. `first_step` is the number of steps
+    before this process."""
     if CurrentRankRecord.record is not None:
         CurrentRankRecord.record.num_previous_steps = first_step
         link_tmpfile(CurrentRankRecord.record.descriptor, record_path(run_dir, CurrentRankRecord.record.rank))
@@ -67,13 +69,13 @@ def publish_record(run_dir: Path, first_step: int) -> None:
 def record_transfer(
     group: Any, sending: TransferInfo, step: int | None = None, lane: str = "rows"
 ) -> AbstractContextManager[None]:
-    """Record that a transfer begins; what is returned is entered while this rank waits for it.
+    """Record the start of a transfer. Returns a context manager to enter while this rank waits for the transfer.
 
     Args:
-        group: of torch.distributed; None: the run's.
-        sending: what travels.
-        step: those of this process that were done before the one it belongs to; None: it belongs to none.
-        lane: 'rows' or 'sums', see meseta.comm.lanes.
+        group: Process group of torch.distributed. `None` is the default group.
+        sending: Description of the transfer.
+        step: Number of earlier steps of this process, or `None` if the transfer belongs to no step.
+        lane: Lane of the transfer, 'rows' or 'sums'. See `meseta.comm.lanes`.
     """
     return (
         NULL_RECORDING
@@ -84,7 +86,7 @@ def record_transfer(
 
 @cache
 def dtype_name(dtype: torch.dtype) -> str:
-    """'float32'."""
+    """Return the name of a dtype without the module, such as 'float32'."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -93,17 +95,18 @@ _lane_numbers = count(1)
 
 
 def _get_lane(group: Any, name: str) -> tuple[int, str]:
-    """(number, name): numbers are those of the first use, which has one order on all ranks; 0: the run's own."""
+    """Return (number, name) of a lane. The default group's lane of rows is number 0."""
     if group is None or group is dist.group.WORLD:
         if name == "rows":
             return 0, name
         group = dist.group.WORLD
     names = _lanes.setdefault(group, {})
+    # Lanes are numbered at their first use. All ranks use new lanes in the same order, so the numbers agree.
     if name not in names:
         names[name] = next(_lane_numbers), name
     return names[name]
 
 
 def register_lane(group: Any, name: str) -> None:
-    """Number the lane of a group that is used by another thread, in the order in which groups are made."""
+    """Assign a number to the lane of a new group. All ranks must create groups in the same order."""
     _lanes.setdefault(group, {})["rows"] = next(_lane_numbers), name

@@ -1,4 +1,4 @@
-"""How the numbers of a sum are written where they cross hosts."""
+"""Encoding of inter-host sums."""
 
 from __future__ import annotations
 
@@ -16,47 +16,53 @@ from meseta.spec.codecs import Codec
 ONE_BLOCK = (COLUMN_BLOCK,)
 _COPY_BLOCK = pack_moves([ColumnMove(0, 0, 0, COLUMN_BLOCK)])
 DENSE_FP16_EXPONENT = 10
-"""Dense gradients in fp16 are multiplied by 2 to this: 6e-8 is still exact to 11 bits, and 63 fits."""
+"""Exponent k of the factor 2^k for dense gradients in fp16. 6e-8 keeps 11 bits of precision, and 63 does not
+overflow."""
 
 
 @dataclass(frozen=True)
 class SumCodec:
-    """Of one buffer, in blocks of COLUMN_BLOCK numbers from its beginning, float32."""
+    """Codec of a float32 buffer, which is encoded in blocks of `COLUMN_BLOCK` elements."""
 
     codec: Codec
     num_encoded: int
-    """Leading numbers that are encoded, a multiple of COLUMN_BLOCK; those behind travel as they are."""
+    """Number of leading elements that are encoded, a multiple of `COLUMN_BLOCK`. The others are sent as float32."""
     rounding_key: tuple[int, int, str]
-    """Seed, step and name that stochastic rounding is drawn by."""
+    """Seed, step and name from which stochastic rounding is derived."""
     half_range: HalfRange
-    """Of fp16."""
+    """Range of values in fp16. Other codecs ignore it."""
     block_ids: Int[Tensor, " blocks"] | None = None
-    """What each block is drawn by; None: its place."""
+    """Number of each block in the key of stochastic rounding. `None` means the index of the block in the buffer."""
 
     @property
     def encoded_block_bytes(self) -> int:
-        """Of an encoded block."""
         return self.codec.row_bytes(ONE_BLOCK)
 
     def encoded_bytes(self, count: int) -> int:
-        """Of so many numbers, whole blocks."""
+        """Return the encoded size of `count` elements, a multiple of `COLUMN_BLOCK`."""
         return count // COLUMN_BLOCK * self.encoded_block_bytes
 
     def encode(self, piece: Tensor, out: Tensor, first: int, host: int | None) -> None:
-        """Write a piece [n] of the buffer that begins at number `first` to `out`, uint8 [bytes]: what a host has, or
-        where `host` is None, the sum of all."""
+        """Encode `piece` [n] into `out`, uint8 [bytes].
+
+        Args:
+            piece: Part of the buffer.
+            out: Memory for the encoded piece.
+            first: Index of the first element of the piece in the buffer.
+            host: Host whose sum is encoded, or `None` for the total of all hosts.
+        """
         view, half = out.view(-1, self.encoded_block_bytes), self.half_range if self.codec.name == "fp16" else None
         rounding = self._make_rounding(first // COLUMN_BLOCK, view.shape[0], host) if self.codec.scale_bytes else None
         sources = [piece.view(-1, COLUMN_BLOCK)]
         encode_columns(view, sources, _COPY_BLOCK, self.codec, ONE_BLOCK, rounding=rounding, half_range=half)
 
     def decode(self, coded: Tensor, out: Tensor) -> None:
-        """The way back, to `out` [n]."""
+        """Decode elements into `out` [n]."""
         view, matrix = coded.view(-1, self.encoded_block_bytes), out.view(-1, COLUMN_BLOCK)
         decode_columns(matrix, [view], _COPY_BLOCK, self.codec, [ONE_BLOCK], exponent=self.half_range.exponent)
 
     def _make_rounding(self, first: int, count: int, host: int | None) -> StochasticRounding:
-        """Sums of hosts are drawn apart from each other and from their total, whose errors would else add up."""
+        # Errors would add up if the sums of hosts and the total were rounded with the same random numbers.
         numbers = first if self.block_ids is None else self.block_ids[first : first + count]
         seed, step, name = self.rounding_key
         key = rounding_key(seed, step, name if host is None else f"{name} of host {host}")
@@ -64,11 +70,11 @@ class SumCodec:
 
 
 def round_up_to_blocks(count: int) -> int:
-    """Numbers up to the end of a block."""
+    """Round a number of elements up to a multiple of the block size."""
     return -(-count // COLUMN_BLOCK) * COLUMN_BLOCK
 
 
 def pad_to_blocks(buffer: Tensor) -> Tensor:
-    """[n] -> [n or a few more], the last ones 0."""
+    """Return `buffer` [n] padded with zeros to a whole number of blocks."""
     missing = round_up_to_blocks(buffer.numel()) - buffer.numel()
     return buffer if not missing else torch.cat([buffer, buffer.new_zeros(missing)])

@@ -1,29 +1,4 @@
-"""Sums over ranks in one order of additions, whatever way the numbers take.
-
-What a rank adds is x[host, place]. Every number of the sum is
-
-    (x[0,0] + x[0,1] + ...) + (x[1,0] + x[1,1] + ...) + ...
-
-left to right over the ranks of a host, then left to right over hosts. Who adds it, and over which links its terms come,
-changes no bit of it; and neither do the bounds of pieces. Of a buffer on two hosts of two ranks:
-
-    flat         pieces to their owners     | a | b | c | d |   each from all four ranks
-                 added, and back to all
-
-    hierarchical inside a host              |   a   |   b   |   each from the two ranks of the host
-                 among twins                | a | a'|           host sums of both cross-host peers ("cross_host"),
-                 or along a chain                               or handed on from host to host
-                 inside a host, back        |   a   |   b   |
-
-(arXiv 2104.05158, section 4.2.1; the two levels are those of a hierarchical all-reduce). Two ranks alone send each
-other all they have, where it is short, and both add: the same bytes in one phase.
-
-With a codec what crosses hosts is rounded, always by the way of twins: the sum of each host is encoded once, what it
-decodes to is added in the order of hosts by the owner of a piece, and the total is encoded once more. All ranks keep
-what that decodes to, the owner and those of one host too:
-
-    total = decode(encode(decode(encode(host 0)) + decode(encode(host 1)) + ...))
-"""
+"""All-reduce and reduce-scatter with a fixed order of additions, so that the algorithm does not change the result."""
 
 from __future__ import annotations
 
@@ -38,33 +13,58 @@ from meseta.comm.messages import Peer, PendingExchange
 from meseta.comm.sum_codec import SumCodec, pad_to_blocks
 from meseta.spec.codecs import NUM_CHAIN_CHUNKS, AllReduceAlgorithm
 
+# Let x[host, place] be the data of a rank. Each element of the sum is
+#
+#     (x[0,0] + x[0,1] + ...) + (x[1,0] + x[1,1] + ...) + ...
+#
+# The ranks of a host are added from left to right, and then the hosts. The result does not depend on the rank that
+# adds, on the links that are used, or on the bounds of pieces. Example with a buffer on two hosts of two ranks:
+#
+#     flat            pieces to their owners     | a | b | c | d |   each from all four ranks
+#                     sums to all ranks
+#
+#     hierarchical    inside a host              |   a   |   b   |   each from the two ranks of the host
+#                     between hosts              | a | a'|           sums of hosts, exchanged between cross-host peers
+#                                                                    or passed along a chain of hosts
+#                     inside a host              |   a   |   b   |   sums to all ranks of the host
+#
+# See section 4.2.1 of arXiv 2104.05158. Two ranks exchange a short buffer as a whole, and both add. This takes the same
+# number of bytes in one phase.
+#
+# With a codec, data between hosts is rounded, and cross-host peers exchange it directly. The sum of each host is
+# encoded once. The owner of a piece decodes the sums, adds them in the order of hosts, and encodes the total. All ranks
+# keep the decoded total, including the owner:
+#
+#     total = decode(encode(decode(encode(host 0)) + decode(encode(host 1)) + ...))
+
 CHUNK_ALIGNMENT = 16
-"""Pieces begin at multiples of so many numbers."""
+"""Pieces start at multiples of this number of elements."""
 CHUNK_BYTES = 2**20
-"""Of each rank's part in a buffer so much is added before other exchanges may pass; half as much of a long one."""
+"""Bytes per rank of a chunk of a buffer. Other exchanges may start between two chunks."""
 LARGE_BUFFER_BYTES = 2**24
-"""More is long: what passes it waits for half a piece on average, and pieces cost it little."""
+"""Buffers above this size have chunks of half the size. A waiting exchange waits for half a chunk on average, and the
+overhead per chunk is small relative to a large buffer."""
 MAX_ONE_PHASE_BYTES = 2**16
-"""What two ranks send each other whole, and both add: the same bytes as in two phases of halves, and one latency."""
+"""Maximum size of a buffer that two ranks exchange as a whole. Both add it, which saves one latency."""
 
 
 @dataclass(frozen=True)
 class OrderedSum:
-    """Adds buffers over `size` ranks on hosts of `per_host`."""
+    """Collectives of one sum over `size` ranks on hosts of `ranks_per_host` ranks."""
 
     rank: int
     size: int
     ranks_per_host: int
     algorithm: AllReduceAlgorithm
     start_exchange: Callable[[Sequence[Peer]], PendingExchange]
-    """Begins to send each peer something, and to receive something from it."""
+    """Function that starts an exchange with the given peers."""
     scratch: Callable[[int, Tensor], Tensor]
-    """[n] numbers as those of a tensor, until it is asked again: memory for what comes in."""
+    """Function that returns memory for a number of elements like a tensor. The next call may return the same memory."""
     codec: SumCodec | None = None
-    """How numbers cross hosts; None: as they are."""
+    """Codec between hosts. `None` sends elements unchanged."""
 
     def all_reduce(self, buffer: Tensor) -> None:
-        """[n], in place: the sum, on every rank. In chunks."""
+        """Sum `buffer` [n] over all ranks in place, chunk by chunk."""
         num_coded = 0 if self.codec is None else self.codec.num_encoded
         first = 0
         for chunk in buffer[:num_coded].split(self._chunk_size(buffer)) if num_coded else ():
@@ -74,11 +74,12 @@ class OrderedSum:
             self._reduce_chunk(chunk)
 
     def reduce_scatter_intra_host(self, total: Tensor, pieces: Tensor) -> None:
-        """[m] and [per_host, m]: the sum over this host of the piece of this rank's place."""
+        """Sum row i of `pieces` [ranks_per_host, m] over this host into `total` [m], with i the local index of this
+        rank."""
         ordered_sum(self._exchange_chunks(self._host_ranks, [*pieces]), total)
 
     def all_reduce_inter_host(self, total: Tensor) -> None:
-        """[m], in place: the sum over the ranks at this place of all hosts."""
+        """Sum `total` [m] over the cross-host peers in place."""
         if self.codec is None:
             self._reduce_inter_host(total)
             return
@@ -97,7 +98,6 @@ class OrderedSum:
         return range(self.rank % self.ranks_per_host, self.size, self.ranks_per_host)
 
     def _chunk_size(self, buffer: Tensor) -> int:
-        """Numbers of a chunk."""
         num_bytes = CHUNK_BYTES if buffer.nbytes <= LARGE_BUFFER_BYTES else CHUNK_BYTES // 2
         return max(self.size * num_bytes // buffer.element_size() // CHUNK_ALIGNMENT, 1) * CHUNK_ALIGNMENT
 
@@ -111,81 +111,81 @@ class OrderedSum:
             return
         place, host = self.rank % self.ranks_per_host, self._host_ranks
         cuts = split_aligned(buffer, len(host))
-        mine = self._reduce_scatter(host, cuts, len(host))
-        self._reduce_inter_host(mine)
-        self._exchange([Peer(r, mine, cuts[i]) for i, r in enumerate(host) if r != self.rank])
-        assert mine.data_ptr() == cuts[place].data_ptr()
+        piece = self._reduce_scatter(host, cuts, len(host))
+        self._reduce_inter_host(piece)
+        self._exchange([Peer(r, piece, cuts[i]) for i, r in enumerate(host) if r != self.rank])
+        assert piece.data_ptr() == cuts[place].data_ptr()
 
     def _reduce_encoded_chunk(self, buffer: Tensor, first: int) -> None:
-        """A part of the buffer that begins at number `first`."""
+        """Reduce a chunk with the codec. `first` is the index of its first element in the buffer."""
         host = self._host_ranks
         if len(host) == 1:
             self._reduce_encoded_inter_host(buffer, first)
             return
         cuts = split_aligned(buffer, len(host))
-        mine = self._reduce_scatter(host, cuts, len(host))
+        piece_sum = self._reduce_scatter(host, cuts, len(host))
         before = sum(piece.numel() for piece in cuts[: self.rank - host.start])
-        self._reduce_encoded_inter_host(mine, first + before)
-        self._exchange([Peer(r, mine, cuts[i]) for i, r in enumerate(host) if r != self.rank])
+        self._reduce_encoded_inter_host(piece_sum, first + before)
+        self._exchange([Peer(r, piece_sum, cuts[i]) for i, r in enumerate(host) if r != self.rank])
 
     def _reduce_encoded_inter_host(self, buffer: Tensor, first: int) -> None:
-        """Add what the ranks at this place have, in place, encoded on both ways; `buffer` begins at number `first`."""
-        coding, twins, place = self.codec, self._cross_host_peers, self.rank // self.ranks_per_host
+        """Sum a buffer over the cross-host peers in place, with the codec. `first` is the index of its first
+        element."""
+        coding, peer_ranks, place = self.codec, self._cross_host_peers, self.rank // self.ranks_per_host
         assert coding is not None
-        pieces = split_aligned(buffer, len(twins))
+        pieces = split_aligned(buffer, len(peer_ranks))
         firsts = [first, *accumulate((piece.numel() for piece in pieces), initial=first)][1:]
         sizes = [coding.encoded_bytes(piece.numel()) for piece in pieces]
-        memory = self.scratch(sum(sizes) + len(twins) * sizes[place], buffer.new_empty(0, dtype=torch.uint8))
-        coded, came = memory[: sum(sizes)].split(sizes), memory[sum(sizes) :].view(len(twins), sizes[place])
+        memory = self.scratch(sum(sizes) + len(peer_ranks) * sizes[place], buffer.new_empty(0, dtype=torch.uint8))
+        coded, received = memory[: sum(sizes)].split(sizes), memory[sum(sizes) :].view(len(peer_ranks), sizes[place])
         for piece, out, number in zip(pieces, coded, firsts, strict=False):
             coding.encode(piece, out, number, place)
-        came[place] = coded[place]
-        self._exchange([Peer(r, coded[i], came[i]) for i, r in enumerate(twins) if r != self.rank])
-        mine, term = pieces[place], torch.empty_like(pieces[place])
-        coding.decode(came[0], mine)
-        for of_host in came[1:]:
-            coding.decode(of_host, term)
-            mine += term
-        coding.encode(mine, coded[place], firsts[place], None)
-        self._exchange([Peer(r, coded[place], coded[i]) for i, r in enumerate(twins) if r != self.rank])
+        received[place] = coded[place]
+        self._exchange([Peer(r, coded[i], received[i]) for i, r in enumerate(peer_ranks) if r != self.rank])
+        piece_total, term = pieces[place], torch.empty_like(pieces[place])
+        coding.decode(received[0], piece_total)
+        for encoded in received[1:]:
+            coding.decode(encoded, term)
+            piece_total += term
+        coding.encode(piece_total, coded[place], firsts[place], None)
+        self._exchange([Peer(r, coded[place], coded[i]) for i, r in enumerate(peer_ranks) if r != self.rank])
         for piece, out in zip(pieces, coded, strict=True):
             coding.decode(out, piece)
 
     def _reduce_inter_host(self, buffer: Tensor) -> None:
-        """Add what the ranks at this place have, in place; each has the sum of its host."""
+        """Sum a buffer, which has the sum of this host, over the cross-host peers in place."""
         if self.algorithm == "chain":
             self._reduce_along_chain(self._cross_host_peers, buffer)
         else:
             self._reduce_among(self._cross_host_peers, buffer, 1)
 
     def _reduce_among(self, ranks: range, buffer: Tensor, per_host: int) -> None:
-        """Add what these ranks have, in place; `per_host` of them that follow each other are one host."""
+        """Sum a buffer over `ranks` in place. Each `per_host` consecutive ranks are on one host."""
         if len(ranks) == 1:
             return
         if len(ranks) == 2 and buffer.nbytes <= MAX_ONE_PHASE_BYTES:
             ordered_sum(self._exchange_chunks(ranks, [buffer, buffer]), buffer)
             return
         cuts = split_aligned(buffer, len(ranks))
-        mine = self._reduce_scatter(ranks, cuts, per_host)
-        self._exchange([Peer(r, mine, piece) for r, piece in zip(ranks, cuts, strict=True) if r != self.rank])
+        piece_sum = self._reduce_scatter(ranks, cuts, per_host)
+        self._exchange([Peer(r, piece_sum, piece) for r, piece in zip(ranks, cuts, strict=True) if r != self.rank])
 
     def _reduce_scatter(self, ranks: range, cuts: Sequence[Tensor], per_host: int) -> Tensor:
-        """The piece of this rank, added over `ranks`, in place."""
-        mine = cuts[ranks.index(self.rank)]
-        ordered_sum(self._exchange_chunks(ranks, cuts), mine, per_host)
-        return mine
+        own_cut = cuts[ranks.index(self.rank)]
+        ordered_sum(self._exchange_chunks(ranks, cuts), own_cut, per_host)
+        return own_cut
 
     def _exchange_chunks(self, ranks: range, pieces: Sequence[Tensor]) -> list[Tensor]:
-        """This rank's piece as each of `ranks` has it; each of them gets its own."""
-        mine = pieces[ranks.index(self.rank)]
-        parts = [*self.scratch(len(ranks) * mine.numel(), mine).view(len(ranks), mine.numel())]
-        parts[ranks.index(self.rank)] = mine
+        """Send each piece to its rank in `ranks`, and return the versions of this rank's piece from all of them."""
+        local_piece = pieces[ranks.index(self.rank)]
+        parts = [*self.scratch(len(ranks) * local_piece.numel(), local_piece).view(len(ranks), local_piece.numel())]
+        parts[ranks.index(self.rank)] = local_piece
         self._exchange([Peer(r, pieces[i], parts[i]) for i, r in enumerate(ranks) if r != self.rank])
         return parts
 
     def _reduce_along_chain(self, ranks: range, buffer: Tensor) -> None:
-        """Add what these ranks have, in place: from each to the next, and the sum back. A piece is on its way from one
-        rank to the next while the piece after it is added."""
+        """Sum a buffer over `ranks` in place along a chain. A piece is sent while the next piece is added."""
+        # Partial sums go from the first rank to the last one. The totals go back.
         place, nothing = ranks.index(self.rank), buffer.new_empty(0)
         before = ranks[place - 1] if place else None
         after = ranks[place + 1] if place + 1 < len(ranks) else None
@@ -211,14 +211,16 @@ class OrderedSum:
 
 
 def split_aligned(buffer: Tensor, count: int) -> list[Tensor]:
-    """Views of `buffer` [n], one after the other, as equal as bounds at multiples of PIECE allow."""
+    """Split `buffer` [n] into views of nearly equal size that start at multiples of `CHUNK_ALIGNMENT`."""
     bounds = [i * buffer.numel() // count // CHUNK_ALIGNMENT * CHUNK_ALIGNMENT for i in range(count)] + [buffer.numel()]
     return [buffer[a:b] for a, b in pairwise(bounds)]
 
 
 def ordered_sum(parts: Sequence[Tensor], out: Tensor, per_host: int | None = None) -> None:
-    """Add parts of one shape left to right, `per_host` of them (None: all) to the sum of a host, and those left to
-    right. `out` may be one of them."""
+    """Sum tensors of one shape into `out`, which may be one of them.
+
+    Each `per_host` consecutive parts are added from left to right, and then their sums. `None` means all parts.
+    """
     count = len(parts) if per_host is None else per_host
     if count == 1 or count == len(parts):
         _sum_left_to_right(parts, out)
@@ -230,7 +232,6 @@ def ordered_sum(parts: Sequence[Tensor], out: Tensor, per_host: int | None = Non
 
 
 def _sum_left_to_right(parts: Sequence[Tensor], out: Tensor) -> None:
-    """Left to right."""
     if len(parts) == 1:
         out.copy_(parts[0])
     elif len(parts) == 2:

@@ -1,4 +1,4 @@
-"""How long torch waits in a collective, a store or a meeting of ranks."""
+"""Timeouts of torch.distributed in collectives, stores and rendezvous."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from meseta.machine.time_limits import TimeLimits
 
 
 class ProcessTimeouts:
-    """Of this process, for groups that are yet to come."""
+    """Time limits of this process, for process groups created from now on."""
 
     limits: TimeLimits = TimeLimits()
 
 
 def transport_timeout() -> timedelta:
-    """Of torch, in every group: longer than a run goes on that is stuck, which is told in better words."""
+    """Return the timeout of process groups."""
+    # It is longer than the limits of the launcher and the watchdog, whose messages say more than those of torch.
     return timedelta(seconds=ProcessTimeouts.limits.transport_timeout_s)

@@ -14,8 +14,8 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-# torch imports this on its way to other things. Once there is a group, its default arguments would hold it for ever,
-# and the threads of a group that is never freed abort a process that ends, now and then.
+# torch imports this module later anyway. If a group already exists then, the default arguments of the module keep it
+# alive for ever, and the threads of a group that is never freed sometimes abort a process that ends.
 import torch.distributed.nn
 from torch import Tensor
 
@@ -45,29 +45,32 @@ from meseta.telemetry.transfers import TransferSpan, TransferTimes
 ResultT = TypeVar("ResultT")
 
 
-@runtime_checkable  # beartype asks for it where the tests check every call
+@runtime_checkable  # required by beartype, with which tests check calls
 class Work(Protocol):
-    """What is under way: a collective of torch.distributed, messages, or what a lane does."""
+    """Operation in flight: a collective of torch.distributed, an exchange, or work of a lane."""
 
     def wait(self) -> object:
-        """Block until it is done (on a GPU: until the stream may go on)."""
+        """Block until the operation is complete. On a GPU, only the current stream waits for it."""
 
 
 @dataclass(eq=False)
 class PendingCollective:
-    """A collective in flight. `send` stays referenced until `wait`, since the transport reads it."""
+    """Collective in flight."""
 
     received: Tensor
     send: Tensor
+    """Sent data. The transport reads it until `wait` returns."""
     work: Work | None
     end_span: Callable[[float, float | None], None] | None = None
-    """Ends its span, told since when this rank has waited, and when it was done where that is known."""
+    """Ends the timed span, given the start of `wait` and the time of completion if it is known."""
     recording: AbstractContextManager[None] = NULL_RECORDING
-    """Its place in the record of this rank."""
+    """Context manager that records this rank as waiting for the collective."""
 
     def wait(self) -> Tensor:
-        """Block until the data is here (on a GPU: until the stream may use it) and return it. Raises MesetaError where
-        another rank takes part in another exchange."""
+        """Block until the data has arrived, and return it. On a GPU, only the current stream waits for it.
+
+        Raises MesetaError if another rank takes part in another exchange.
+        """
         if self.work is not None:
             start_s = time.perf_counter()
             work, self.work = self.work, None
@@ -80,14 +83,14 @@ class PendingCollective:
 
 @dataclass(frozen=True)
 class ExchangeScope:
-    """Between whom an exchange takes place, and of what."""
+    """Ranks, tables and batch of an exchange."""
 
     ranks: Sequence[int] | None = None
-    """Those that meet, this one among them: all of them name the same, and nothing goes to others. None: all ranks."""
+    """Ranks that take part, including this rank. Each of them passes the same ranks. `None` means all ranks."""
     tables: Sequence[str] = ()
-    """Whose rows travel, for errors."""
+    """Names of the tables whose rows are exchanged, for error messages."""
     batch_tag: int = 0
-    """Tells the batch that it belongs to from others, alike on all ranks; 0 where it belongs to none."""
+    """Batch tag, which identifies the batch in flight and is equal on all ranks. 0 if the exchange has no batch."""
 
 
 ALL_RANKS = ExchangeScope()
@@ -95,42 +98,43 @@ ALL_RANKS = ExchangeScope()
 
 @dataclass(frozen=True)
 class World:
-    """This rank among `size` ranks. With one rank every collective returns its input and touches no network."""
+    """This rank and its collectives with the other ranks. With one rank, collectives return their input without using a
+    network."""
 
     rank: int
     size: int
     device: torch.device
     group: Any = None
-    """Process group of torch.distributed; None: the one that `current` began."""
+    """Process group of torch.distributed. `None` is the default group."""
     plan_ranks_per_host: int | None = None
-    """Ranks of a host, where a plan says it; None: as they were launched."""
+    """Number of ranks per host according to the plan. `None` means as launched."""
     sum_algorithm: AllReduceAlgorithm = "cross_host"
-    """Over which links sums go."""
+    """Algorithm of sums without a codec."""
     transfers: TransferTimes = field(default_factory=TransferTimes, compare=False, repr=False)
-    """What this rank has sent."""
 
     @staticmethod
     def single(device: torch.device | str = "cpu") -> World:
-        """One rank alone."""
         return World(rank=0, size=1, device=torch.device(device))
 
     @staticmethod
     def current(device: torch.device | str = "cpu") -> World:
-        """The initialised process group, else that of a `Rendezvous`, else the one that torchrun's variables describe,
-        else one rank alone.
+        """Return the world of the default process group, which is initialized if necessary.
 
-        Where torchrun's ranks compute on CPUs, and there are enough for all their threads, each keeps to its share.
+        The group is initialized from a `Rendezvous`, or else from the environment variables of torchrun. Without them
+        the world has one rank. On CPUs with enough processors for the threads of all local ranks, each rank is bound to
+        its share of the processors.
         """
         if not dist.is_initialized() and int(environ.get("WORLD_SIZE", "1")) <= 1:
             return World.single(device)
-        with batch_scheduled_threads(TRANSPORT_THREAD_NAMES):  # of a group that somebody else has begun, too
+        # A group that the caller initialized has transport threads too.
+        with batch_scheduled_threads(TRANSPORT_THREAD_NAMES):
             if not dist.is_initialized():
                 _init_process_group(device)
         return World(rank=dist.get_rank(), size=dist.get_world_size(), device=torch.device(device))
 
     @property
     def ranks_per_host(self) -> int:
-        """As a plan says, else as torchrun tells every rank; all of them, where nobody did."""
+        """Number of ranks per host according to the plan, or else to torchrun. By default all ranks share a host."""
         if self.plan_ranks_per_host is not None:
             return self.plan_ranks_per_host
         count = int(environ.get("LOCAL_WORLD_SIZE", self.size))
@@ -138,20 +142,20 @@ class World:
 
     @property
     def is_one_cpu_host(self) -> bool:
-        """Whether nothing leaves a host, and the processors that compute copy what travels in it."""
+        """Whether all ranks are on one host and compute on CPUs, which then also copy the exchanged data."""
         return self.device.type == "cpu" and self.ranks_per_host == self.size
 
     def with_plan(self, plan: Plan) -> World:
-        """The same, on the hosts of a plan, with sums over the links that it names."""
+        """Return this world with the hosts and the sum algorithm of a plan."""
         path = all_reduce_algorithm(plan.exchange, plan.dense_exchange, FP32)
         return replace(self.with_ranks_per_host(plan.devices_per_host), sum_algorithm=path)
 
     def with_ranks_per_host(self, per_host: int | None) -> World:
-        """The same, on hosts of so many ranks, as a plan says it; None: as they were launched."""
+        """Return this world with `per_host` ranks per host. `None` leaves it unchanged."""
         return self if per_host is None else replace(self, plan_ranks_per_host=per_host)
 
     def new_background_world(self) -> World:
-        """The same ranks over gloo and on CPUs, for another thread: its collectives never meet those of this one.
+        """Return a world of the same ranks on CPUs with a new gloo group, for collectives of another thread.
         Collective."""
         cpu = torch.device("cpu")
         if self.size == 1:
@@ -163,7 +167,7 @@ class World:
 
     @staticmethod
     def destroy_process_group() -> None:
-        """End the process group, if there is one; the process may use all its processors again."""
+        """Destroy the default process group, if there is one, and undo the binding to processors."""
         while _sum_lanes:
             _sum_lanes.popitem()[1].shutdown()
         if dist.is_initialized():
@@ -181,15 +185,17 @@ class World:
         scope: ExchangeScope = ALL_RANKS,
         keep: bool = True,
     ) -> PendingCollective:
-        """Begin to send `send_splits[r]` leading entries of `send` [n, ...] to rank r; entries arrive ordered by rank.
+        """Start to send `send_splits[r]` consecutive entries of `send` [n, ...] to each rank r.
+
+        Received entries are ordered by rank.
 
         Args:
-            send: its shape behind the first dimension, and its type, are those of all ranks.
-            send_splits: by rank.
-            receive_splits: by rank; what each of them sends to this one.
-            name: of the transfer, here and below; see `meseta.spec.transfer`.
-            scope: between whom, and of what.
-            keep: what comes in leaves its memory for the next step, see `meseta.ops.memory.empty`.
+            send: Entries. Their shape and dtype are equal on all ranks.
+            send_splits: Number of entries for each rank.
+            receive_splits: Number of entries from each rank.
+            name: Name of the transfer, see `meseta.spec.transfer`.
+            scope: Ranks, tables and batch of the exchange.
+            keep: Whether the next step may reuse the memory of the received data, see `meseta.ops.memory.empty`.
         """
         if self.size == 1:
             return PendingCollective(received=send, send=send, work=None)
@@ -197,16 +203,18 @@ class World:
         received = empty((sum(receive_splits), *send.shape[1:]), send.dtype, send.device, keep=keep)
         send = send.contiguous()
         host = self.rank - self.rank % self.ranks_per_host
-        inside = sum(send_splits[host : host + self.ranks_per_host]) - send_splits[self.rank]
-        across = sum(send_splits) - send_splits[self.rank] - inside
+        intra_host_entries = sum(send_splits[host : host + self.ranks_per_host]) - send_splits[self.rank]
+        inter_host_entries = sum(send_splits) - send_splits[self.rank] - intra_host_entries
         entry_bytes = send[:1].nbytes
         ranks = range(self.size) if scope.ranks is None else scope.ranks
-        end = self._start_span(name, inside * entry_bytes, across * entry_bytes, len(ranks) - 1)
-        kept = self._record_transfer(name, send, "rows", scope, (inside + across) * entry_bytes)
+        end = self._start_span(name, intra_host_entries * entry_bytes, inter_host_entries * entry_bytes, len(ranks) - 1)
+        recording = self._record_transfer(
+            name, send, "rows", scope, (intra_host_entries + inter_host_entries) * entry_bytes
+        )
         if send.device.type == "cuda":
             splits = list(receive_splits), list(send_splits)
             work = dist.all_to_all_single(received, send, *splits, self.group, async_op=True)
-            return PendingCollective(received=received, send=send, work=work, end_span=end, recording=kept)
+            return PendingCollective(received=received, send=send, work=work, end_span=end, recording=recording)
         there, here = send.split(list(send_splits)), received.split(list(receive_splits))
         peers = [Peer(r, there[r], here[r]) for r in ranks if r != self.rank]
         messages = start_exchange(
@@ -219,24 +227,26 @@ class World:
             row_priority=_row_priority,
         )
         here[self.rank].copy_(there[self.rank])
-        return PendingCollective(received=received, send=send, work=messages, end_span=end, recording=kept)
+        return PendingCollective(received=received, send=send, work=messages, end_span=end, recording=recording)
 
     def start_all_reduce(
         self, tensor: Tensor, name: str = "", coding: SumCodec | None = None, *, in_background: bool = True
     ) -> PendingCollective:
-        """Begin to sum over ranks, in place, in one order of additions: see `meseta.comm.sums`. `coding` says how
-        numbers cross hosts; unless it goes on `in_background`, whoever waits for it carries it."""
+        """Start to sum `tensor` over all ranks in place, in the order of `meseta.comm.sums`.
+
+        `coding` encodes data between hosts. If not `in_background`, the sum runs in the thread that waits.
+        """
         if self.size == 1:
             return PendingCollective(received=tensor, send=tensor, work=None)
         check_known_collective(name)
         end, buffer = self._start_replicated_span(name, tensor, "sum", coding), tensor.view(-1)
-        kept = self._record_transfer(name, tensor, lane="sums")
+        recording = self._record_transfer(name, tensor, lane="sums")
         work = self._submit_sum(name, lambda sums: sums.all_reduce(buffer), buffer, coding, in_background=in_background)
-        return PendingCollective(received=tensor, send=tensor, work=work, end_span=end, recording=kept)
+        return PendingCollective(received=tensor, send=tensor, work=work, end_span=end, recording=recording)
 
     def reduce_scatter_intra_host(self, total: Tensor, pieces: Tensor, name: str = "") -> None:
-        """[m] and [ranks_per_host, m]: the sum over the ranks of this host of the piece of this rank's place; in the
-        same order."""
+        """Sum row i of `pieces` [ranks_per_host, m] over this host into `total` [m], with i the local index of this
+        rank."""
         check_known_collective(name)
         end, start_s = self._start_span(name, (self.ranks_per_host - 1) * total.nbytes, 0.0), time.perf_counter()
         with self._record_transfer(name, total, lane="sums"):
@@ -248,24 +258,26 @@ class World:
     def start_all_reduce_inter_host(
         self, total: Tensor, name: str = "", coding: SumCodec | None = None
     ) -> PendingCollective:
-        """Begin the sum of [m], in place, over the ranks at this place of all hosts; in the same order. It goes on by
-        itself."""
+        """Start to sum `total` [m] over the cross-host peers in place. The sum runs in the background."""
         if self.ranks_per_host == self.size:
             return PendingCollective(received=total, send=total, work=None)
         check_known_collective(name)
-        way: CollectiveKind = "hosts chain" if self.sum_algorithm == "chain" and coding is None else "hosts sum"
-        _, far = traffic_factors(way, self.size, self.ranks_per_host, self.rank // self.ranks_per_host)
+        kind: CollectiveKind = "hosts chain" if self.sum_algorithm == "chain" and coding is None else "hosts sum"
+        _, inter_host_factor = traffic_factors(kind, self.size, self.ranks_per_host, self.rank // self.ranks_per_host)
         num_bytes = total.nbytes if coding is None else coding.encoded_bytes(coding.num_encoded)
-        end, kept = self._start_span(name, 0.0, far * num_bytes), self._record_transfer(name, total, lane="sums")
+        end, recording = (
+            self._start_span(name, 0.0, inter_host_factor * num_bytes),
+            self._record_transfer(name, total, lane="sums"),
+        )
         work = self._submit_sum(name, lambda sums: sums.all_reduce_inter_host(total), total, coding, in_background=True)
-        return PendingCollective(received=total, send=total, work=work, end_span=end, recording=kept)
+        return PendingCollective(received=total, send=total, work=work, end_span=end, recording=recording)
 
     def all_reduce(self, tensor: Tensor, name: str = "", coding: SumCodec | None = None) -> Tensor:
-        """Sum over ranks, in place, in the same order."""
+        """Sum `tensor` over all ranks in place, in the order of `meseta.comm.sums`, and return it."""
         return self.start_all_reduce(tensor, name, coding, in_background=False).wait()
 
     def new_host_group(self) -> Any:
-        """The process group of the ranks of this host. Collective."""
+        """Return a process group of the ranks of this host. Collective."""
         with batch_scheduled_threads(), self._record_transfer("new group"):
             group, _ = dist.new_subgroups(group_size=self.ranks_per_host, timeout=transport_timeout())
         return group
@@ -279,27 +291,27 @@ class World:
         *,
         in_background: bool,
     ) -> Work:
-        """Begin a sum of `buffer` in the lane of sums; on a GPU it is begun in the order of the calls, in their
-        stream."""
-        on_cpu, known = buffer.device.type == "cpu", set[int]()
+        # A GPU has no lane thread: its sums start in the order of the calls, in their stream.
+        on_cpu, announced_peers = buffer.device.type == "cpu", set[int]()
         lane = _get_sum_lane(self.group) if on_cpu else Lane("sums", self.group)
 
         def begin(peers: Sequence[Peer]) -> PendingExchange:
             _row_priority.yield_to_row_exchange()
             return start_exchange(
-                self.rank, peers, name, batch_tag=-buffer.numel(), group=lane.group, announced_peers=known
+                self.rank, peers, name, batch_tag=-buffer.numel(), group=lane.group, announced_peers=announced_peers
             )
 
-        path = self.sum_algorithm if coding is None else "cross_host"  # what is never encoded goes the same way
+        # With a codec, there is one inter-host algorithm. Elements that are never encoded use it too.
+        path = self.sum_algorithm if coding is None else "cross_host"
         sums = OrderedSum(self.rank, self.size, self.ranks_per_host, path, begin, lane.scratch, coding)
         return lane.submit(lambda: add_up(sums), in_background=in_background and on_cpu)
 
     def all_reduce_small(self, numbers: Tensor, name: str = "") -> Tensor:
-        """The same sum of a few numbers, of which every rank sends all to all others."""
+        """Return the sum of a few numbers over all ranks. Each rank sends its numbers directly to all other ranks."""
         return self.start_all_reduce_small(numbers, name)()
 
     def start_all_reduce_small(self, numbers: Tensor, name: str = "") -> Callable[[], Tensor]:
-        """Begin it; what is returned waits for it."""
+        """Start to sum a few numbers over all ranks. Returns a function that waits for the sum."""
         pending, total = self.start_all_gather(numbers, name), torch.empty_like(numbers)
 
         def wait() -> Tensor:
@@ -309,33 +321,33 @@ class World:
         return wait
 
     def all_gather(self, tensor: Tensor, name: str = "") -> Tensor:
-        """[size, *shape]: the tensors of all ranks, which have one shape."""
+        """Return the tensors of all ranks [size, *shape], which must have one shape."""
         return self.start_all_gather(tensor, name).wait().view(self.size, *tensor.shape)
 
     def start_all_gather(self, tensor: Tensor, name: str = "") -> PendingCollective:
-        """Begin it: [size, numbers]."""
-        mine = tensor.contiguous().view(-1)
+        """Start to gather tensors as [size, numel]."""
+        flat = tensor.contiguous().view(-1)
         if self.size == 1:
-            return PendingCollective(received=mine.unsqueeze(0), send=mine, work=None)
+            return PendingCollective(received=flat.unsqueeze(0), send=flat, work=None)
         check_known_collective(name)
         end, gathered = (
             self._start_replicated_span(name, tensor, "gather"),
             tensor.new_empty((self.size, tensor.numel())),
         )
-        kept = self._record_transfer(name, tensor)
+        recording = self._record_transfer(name, tensor)
         work: Work
         if tensor.device.type == "cuda":
-            work = dist.all_gather_into_tensor(gathered.view(-1), mine, self.group, async_op=True)
+            work = dist.all_gather_into_tensor(gathered.view(-1), flat, self.group, async_op=True)
         else:
-            peers = [Peer(r, mine, gathered[r]) for r in range(self.size) if r != self.rank]
+            peers = [Peer(r, flat, gathered[r]) for r in range(self.size) if r != self.rank]
             work = start_exchange(self.rank, peers, name, group=self.group, row_priority=_row_priority)
-            gathered[self.rank] = mine
-        return PendingCollective(received=gathered, send=mine, work=work, end_span=end, recording=kept)
+            gathered[self.rank] = flat
+        return PendingCollective(received=gathered, send=flat, work=work, end_span=end, recording=recording)
 
     def _start_span(
         self, name: str, intra_host_bytes: float, inter_host_bytes: float, num_peers: int | None = None
     ) -> Callable[[float, float | None], None]:
-        """Begin a span of a transfer with so many other ranks, all where None; what is returned ends it."""
+        """Start a timed span with `num_peers` peers, or all if `None`. Returns a function that ends it."""
         begin_s, transfers = time.perf_counter(), self.transfers
         step, peers = transfers.step, self.size - 1 if num_peers is None else num_peers
 
@@ -355,8 +367,7 @@ class World:
         scope: ExchangeScope | None = None,
         sent: float = 0.0,
     ) -> AbstractContextManager[None]:
-        """The place of a transfer that begins in the record of this rank; numbers as those of `like`, as many on all
-        ranks unless there is a `scope`."""
+        """Record the start of a transfer of elements like `like`. Without `scope`, all ranks send the same number."""
         if CurrentRankRecord.record is None:
             return NULL_RECORDING
         dtype, numbers = ("", None) if like is None else (dtype_name(like.dtype), like.numel())
@@ -371,25 +382,27 @@ class World:
     def _start_replicated_span(
         self, name: str, tensor: Tensor, way: Literal["sum", "gather"], coding: SumCodec | None = None
     ) -> Callable[[float, float | None], None]:
-        """The same of what every rank has alike, by the bytes that a plan is predicted to send."""
-        per_host, across = self.ranks_per_host, float(tensor.nbytes)
-        near, far = traffic_factors(way, self.size, per_host)
+        """Start a span of a collective on data of equal size on all ranks, with the bytes that the planner predicts."""
+        per_host, inter_host_bytes = self.ranks_per_host, float(tensor.nbytes)
+        intra_host_factor, inter_host_factor = traffic_factors(way, self.size, per_host)
         if way == "sum":
             path = self.sum_algorithm if coding is None else "cross_host"
-            near, far = all_reduce_traffic_factors(path, self.size, per_host, self.rank // per_host)
+            intra_host_factor, inter_host_factor = all_reduce_traffic_factors(
+                path, self.size, per_host, self.rank // per_host
+            )
         if coding is not None:
-            across += coding.encoded_bytes(coding.num_encoded) - coding.num_encoded * tensor.element_size()
-        return self._start_span(name, near * tensor.nbytes, far * across)
+            inter_host_bytes += coding.encoded_bytes(coding.num_encoded) - coding.num_encoded * tensor.element_size()
+        return self._start_span(name, intra_host_factor * tensor.nbytes, inter_host_factor * inter_host_bytes)
 
     def broadcast(self, tensor: Tensor) -> Tensor:
-        """Rank 0's values, in place on every other rank."""
+        """Copy the values of rank 0 to all ranks in place."""
         if self.size > 1:
             with self._record_transfer("broadcast", tensor):
                 dist.broadcast(tensor, 0, self.group)
         return tensor
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """One picklable object of each rank, on every rank."""
+        """Return the picklable objects of all ranks, in rank order."""
         if self.size == 1:
             return [value]
         gathered: list[Any] = [None] * self.size
@@ -398,13 +411,12 @@ class World:
         return gathered
 
     def barrier(self) -> None:
-        """Wait for all ranks."""
         if self.size > 1:
             with self._record_transfer("barrier"):
                 dist.barrier(self.group)
 
     def run_on_rank_0(self, action: Callable[[], object]) -> None:
-        """Run `action` on rank 0 alone; a MesetaError or OSError there is raised on all ranks. Collective."""
+        """Call `action` on rank 0 only. Its MesetaError or OSError is raised on all ranks. Collective."""
         problem: Exception | None = None
         if self.rank == 0:
             try:
@@ -414,10 +426,11 @@ class World:
         self.raise_on_all_ranks(problem)
 
     def broadcast_from_rank_0(self, think: Callable[[], ResultT]) -> ResultT:
-        """What `think` returns on rank 0, on every rank; a MesetaError there is raised on all, with its class and its
-        attributes, and the system's error on the others as a MesetaError. Collective.
+        """Return on all ranks the result of calling `think` on rank 0. The result must be picklable. Collective.
 
-        For what other ranks would find too, and keep rank 0's processor busy meanwhile. The answer is picklable.
+        A MesetaError of `think` is raised on all ranks with its class and attributes. An OSError is raised as it is on
+        rank 0, and as a MesetaError on the other ranks. Use this method if the other ranks would compute the same
+        result and compete with rank 0 for processors.
         """
         answer: ResultT | None = None
         problem: Exception | None = None
@@ -426,16 +439,18 @@ class World:
                 answer = think()
             except (MesetaError, OSError) as error:
                 problem = error
-        [(answer, told), *_] = self.all_gather_object((answer, None if problem is None else _as_meseta_error(problem)))
-        if told is not None:
-            raise told if problem is None else problem
+        [(answer, remote_error), *_] = self.all_gather_object(
+            (answer, None if problem is None else _as_meseta_error(problem))
+        )
+        if remote_error is not None:
+            raise remote_error if problem is None else problem
         return cast(ResultT, answer)
 
     def raise_on_all_ranks(self, error: BaseException | None) -> None:
-        """Raise on every rank when any rank met an error, so that none waits for ranks that have stopped.
+        """Raise an error on all ranks if any rank passes one, so that no rank waits for one that failed. Collective.
 
-        The message is the error of the lowest such rank, and names it, if an error that all ranks were told before
-        does not name its own; its class and its attributes are kept where it is a MesetaError.
+        The lowest failing rank determines the error, and its message starts with that rank, unless it already names the
+        rank that raised it. The class and the attributes of a MesetaError are kept. Other errors become a MesetaError.
         """
         if self.size == 1:
             if error is not None:
@@ -443,27 +458,26 @@ class World:
             return
         for rank, problem in enumerate(self.all_gather_object(None if error is None else _as_meseta_error(error))):
             if problem is not None:
-                told = problem.with_prefix("" if problem.rank is not None else f"rank {rank}: ")
-                told.rank = rank if problem.rank is None else problem.rank
-                raise told from error
+                named_error = problem.with_prefix("" if problem.rank is not None else f"rank {rank}: ")
+                named_error.rank = rank if problem.rank is None else problem.rank
+                raise named_error from error
 
 
 def _as_meseta_error(error: BaseException) -> MesetaError:
     return error if isinstance(error, MesetaError) else MesetaError(str(error))
 
 
+# The gloo_tcp_loop thread reads and writes, and spins for the locks of the other threads without sleeping.
 TRANSPORT_THREAD_NAMES = ("gloo_tcp_loop", "pt_gloo_runloop")
-"""As gloo and torch call those that carry messages: the first reads and writes, and tries for the locks of the others
-without sleeping."""
+"""Names that gloo and torch give to their transport threads."""
 _num_groups = itertools.count()
 
 
 def _init_process_group(device: torch.device | str) -> None:
-    """Begin the process group that the launcher's variables describe."""
     backend = "cpu:gloo,cuda:nccl" if torch.device(device).type == "cuda" else "gloo"
     if backend == "gloo":
         _bind_to_cpu_share()
-    # Of a rank of -1 torch says which variables are missing.
+    # Given rank -1, torch reports which variables are missing.
     size, rank = int(environ["WORLD_SIZE"]), int(environ.get("RANK", "-1"))
     with record_transfer(None, TransferInfo("join")):
         dist.init_process_group(
@@ -472,24 +486,22 @@ def _init_process_group(device: torch.device | str) -> None:
 
 
 def _make_store(size: int) -> dist.Store | None:
-    """Where the ranks of this machine meet; None where torchrun's variables say it."""
+    """Return the file store of the local ranks, or `None` if torchrun's variables describe a store."""
     path = environ.get(RENDEZVOUS_VARIABLE)
     if path is None:
         return None
-    # The file keeps what former groups of these processes wrote.
+    # The file still has the keys of earlier groups of these processes.
     store = dist.PrefixStore(str(next(_num_groups)), dist.FileStore(path, size))
     store.set_timeout(transport_timeout())
     return store
 
 
 _row_priority = RowPriority()
-"""Of this process."""
 _sum_lanes: WeakKeyDictionary[Any, Lane] = WeakKeyDictionary()
-"""The lane of sums of a process group."""
 
 
 def _get_sum_lane(group: Any) -> Lane:
-    """Made at the first sum. Collective."""
+    """Return the lane of sums of a group, creating it at the first sum. Collective."""
     group = dist.group.WORLD if group is None else group
     if group not in _sum_lanes:
         with batch_scheduled_threads(), record_transfer(group, TransferInfo("new group")):
@@ -498,15 +510,12 @@ def _get_sum_lane(group: Any) -> Lane:
 
 
 _previous_affinity: list[set[int]] = []
-"""What this process might use before it kept to its share."""
+"""Processors of this process before `_bind_to_cpu_share`, if it bound the process."""
 
 
 def _bind_to_cpu_share() -> None:
-    """Bind this process to its part of the processors that the ranks of this machine share.
-
-    A thread of the transport else wakes up beside another rank's computation and waits for its slice to end, some
-    milliseconds in every collective.
-    """
+    # Otherwise a transport thread wakes up on a processor on which another rank computes, and waits for the end of its
+    # time slice. This takes some milliseconds in every collective.
     num_ranks, rank = (int(environ.get(name, "0")) for name in ("LOCAL_WORLD_SIZE", "LOCAL_RANK"))
     if not hasattr(os, "sched_setaffinity") or not 0 <= rank < num_ranks:
         return

@@ -1,4 +1,4 @@
-"""Typed configs of a run. No torch here."""
+"""Typed config of a run. Importing it does not import torch."""
 
 from meseta.config.embedding import EmbeddingConfig, TableConfig
 from meseta.config.load import load_config, read_config_document, set_default, validate_document

@@ -1,4 +1,4 @@
-"""The section `embedding` of a run's config: how tables begin and learn."""
+"""Config section `embedding`: initialization, row optimizers and options of tables."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meseta.spec.tables import InitKind, Pooling, TableDtype
 
 
 class RowOptimizerConfig(Section):
-    """See meseta.OptimizerSpec for the meaning of the constants."""
+    """See meseta.OptimizerSpec for the meaning of the keys."""
 
     keys_described_by = OptimizerSpec
     name: str = "rowwise_adagrad"
@@ -41,12 +41,12 @@ class RowOptimizerConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> RowOptimizerConfig:
-        OptimizerSpec(**self.model_dump())
+        OptimizerSpec(**self.model_dump())  # The constructor checks the values.
         return self
 
 
 class InitConfig(Section):
-    """See meseta.InitSpec."""
+    """See meseta.InitSpec for the meaning of the keys."""
 
     keys_described_by = InitSpec
     kind: InitKind = "uniform"
@@ -54,70 +54,75 @@ class InitConfig(Section):
 
 
 class PartialSection(Section):
-    """Holds what is given; the rest comes from elsewhere, so that it is not written down either."""
+    """Section of which only the keys set by the user are stored. The other values come from another section."""
 
     @model_serializer(mode="wrap")
     def _dump_set_fields(self, write: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+        # A saved default would override the value of the other section when the config is loaded again.
         return {key: value for key, value in write(self).items() if key in self.model_fields_set}
 
 
 class TableOptimizerConfig(PartialSection, RowOptimizerConfig):
-    """Constants that are not given are those of `embedding.optimizer`, or, where `name` says another one, its
-    defaults. See meseta.OptimizerSpec for their meaning."""
+    """Row optimizer of one table. The keys are described at meseta.OptimizerSpec.
+
+    Missing keys are those of `embedding.optimizer`. If `name` differs from its name, they have their defaults.
+    """
 
     @model_validator(mode="after")
     def _check(self) -> TableOptimizerConfig:
-        return self  # what is given here is checked with the rest
+        return self  # `EmbeddingConfig` checks the merged keys.
 
 
 class TableInitConfig(PartialSection, InitConfig):
-    """What is not given is that of `embedding.init`, or, where `kind` says another one, its default. See
-    meseta.InitSpec."""
+    """Initial values of the rows of one table. The keys are described at meseta.InitSpec.
+
+    Missing keys are those of `embedding.init`. If `kind` differs from its kind, they have their defaults.
+    """
 
 
 class TableConfig(Section):
-    """What one table has of its own; the rest comes from `embedding`."""
+    """Options of one table, which override those of `embedding`."""
 
     optimizer: TableOptimizerConfig | None = None
-    """Row optimizer: what differs from `embedding.optimizer`; another `name` begins from its own defaults."""
+    """Keys of the row optimizer that differ from `embedding.optimizer`. If `name` differs, missing keys have their
+    defaults."""
     init: TableInitConfig | None = None
-    """Initial rows: what differs from `embedding.init`; another `kind` begins from its own default."""
+    """Keys of the initial values that differ from `embedding.init`. If `kind` differs, missing keys have their
+    defaults."""
     embedding_dim: Width | None = None
-    """Numbers of the vectors of this table; None: model.embedding_dim. Models that need one width for all refuse
-    another."""
+    """Embedding dimension of this table; None: model.embedding_dim. Models that need equal dimensions reject others."""
     pooling: Pooling | None = None
-    """How bags of this feature are reduced, with 'none' not at all, for a model of your own that reads rows; None:
-    embedding.pooling."""
+    """Pooling of bags of this feature; None: embedding.pooling. With 'none', a custom model reads the rows."""
 
 
 class RegularizationConfig(Section):
-    """Penalties that are added to the loss of every step, by their gradients."""
+    """Penalties on rows. In every step their gradients are added to those of the loss."""
 
     l2: float = Field(default=0.0, ge=0)
-    """l2 / 2 * (sum of squares of the rows)."""
+    """Factor of the penalty l2 / 2 * (sum of squares of the rows)."""
     l1: float = Field(default=0.0, ge=0)
-    """l1 * (sum of absolute values of the rows)."""
+    """Factor of the penalty l1 * (sum of absolute values of the rows)."""
     rows: SteppedRows = "touched"
-    """Rows that are penalised: those that a batch reads, each once ('touched') or once for each of its lookups in the
-    global batch ('looked_up'), or 'all' of the table, which steps every row in every step."""
+    """Penalized rows. 'touched' penalizes each row of a global batch once, and 'looked_up' once for each lookup. 'all'
+    penalizes all rows of the table, and updates them in every step."""
 
 
 class EmbeddingConfig(Section):
     dtype: TableDtype = "float32"
-    """Type of the rows: 'float16' and 'bfloat16' take half the memory, and are updated in float32 and rounded
-    stochastically; 'float64' makes the whole run float64, for verification."""
+    """Data type of rows. 'float16' and 'bfloat16' need half the memory of 'float32'. Their updates are computed in
+    float32 and rounded stochastically. With 'float64' the whole run uses float64, for verification."""
     optimizer: RowOptimizerConfig = RowOptimizerConfig()
     """Row optimizer of all tables."""
     schedule: ScheduleConfig | None = None
-    """Learning-rate schedule of all tables, where it is not that of the section schedule; replaces all of its keys."""
+    """Learning-rate schedule of all tables. It replaces all keys of the section schedule; None: that section."""
     regularization: RegularizationConfig = RegularizationConfig()
     """Penalties on the rows of all tables that learn."""
     init: InitConfig = InitConfig()
-    """Initial rows of all tables."""
+    """Initial values of the rows of all tables."""
     pooling: Literal["sum", "mean"] = "sum"
-    """How bags with several ids are reduced."""
+    """Pooling of bags."""
     id_policy: Literal["error", "drop", "clamp", "hash"] = "error"
-    """What happens to an id outside its table."""
+    """Handling of ids that are out of range for their table."""
     tables: dict[str, TableConfig] = Field(default={})
     """Per-table settings, by the name of the feature."""
 
@@ -139,28 +144,28 @@ class EmbeddingConfig(Section):
             raise ValueError(f"{where}{error}") from None
 
     def table_optimizer(self, table: str) -> dict[str, Any]:
-        """The constants of a table's row optimizer, without `regularization`."""
-        own = self.tables.get(table)
-        return _merge_overrides(self.optimizer, own.optimizer if own else None, "name")
+        """Return the arguments of a table's OptimizerSpec, without `regularization`."""
+        overrides = self.tables.get(table)
+        return _merge_overrides(self.optimizer, overrides.optimizer if overrides else None, "name")
 
     def table_pooling(self, table: str) -> Pooling:
-        """How bags of a feature are reduced."""
-        own = self.tables.get(table)
-        return self.pooling if own is None or own.pooling is None else own.pooling
+        """Return the pooling of a feature."""
+        overrides = self.tables.get(table)
+        return self.pooling if overrides is None or overrides.pooling is None else overrides.pooling
 
     def table_embedding_dim(self, table: str) -> int | None:
-        """Numbers of a table's vectors; None: as many as the model says."""
-        own = self.tables.get(table)
-        return None if own is None else own.embedding_dim
+        """Return the embedding dimension of a table. `None` means that of the model."""
+        overrides = self.tables.get(table)
+        return None if overrides is None else overrides.embedding_dim
 
     def table_init(self, table: str) -> dict[str, Any]:
-        """How a table's rows start."""
-        own = self.tables.get(table)
-        return _merge_overrides(self.init, own.init if own else None, "kind")
+        """Return the arguments of a table's InitSpec."""
+        overrides = self.tables.get(table)
+        return _merge_overrides(self.init, overrides.init if overrides else None, "kind")
 
 
-def _merge_overrides(common: Section, own: PartialSection | None, kind: str) -> dict[str, Any]:
-    """The keys of `common` under those that `own` gives; where `own` says another `kind`, those it gives alone."""
-    given = {} if own is None else own.model_dump()
-    is_other = given.get(kind, getattr(common, kind)) != getattr(common, kind)
-    return given if is_other else {**common.model_dump(), **given}
+def _merge_overrides(common: Section, overrides: PartialSection | None, kind: str) -> dict[str, Any]:
+    set_keys = {} if overrides is None else overrides.model_dump()
+    # Constants of one optimizer or initialization have no meaning for another.
+    is_other = set_keys.get(kind, getattr(common, kind)) != getattr(common, kind)
+    return set_keys if is_other else {**common.model_dump(), **set_keys}

@@ -1,4 +1,4 @@
-"""A whole config file for a model: every key that matters to it, at its default, under its meaning."""
+"""Example config files, with all keys of a model, their defaults and descriptions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WIDTH = 110
 
 
 def example_config(name: str) -> str:
-    """The text of the file, as YAML. Raises MesetaError for a name that is no model of this package."""
+    """Return a complete config for a built-in model as YAML text. Raises MesetaError if `name` is unknown."""
     if name not in MODEL_NAMES:
         raise MesetaError(f"config: there is no model {name!r}; {suggest(name, MODEL_NAMES)}")
     config = RunConfig(run_dir=f"runs/{name}", data={"dir": "data/prepared"}, model={"name": name})  # type: ignore[arg-type]
@@ -32,7 +32,6 @@ def example_config(name: str) -> str:
 
 
 def _lines(section: Section, depth: int) -> Iterator[str]:
-    """The keys of a section that have an effect."""
     values = section.model_dump(mode="json")
     for name in type(section).model_fields:
         key, value = make_key(type(section), name, name), getattr(section, name)
@@ -48,7 +47,7 @@ def _lines(section: Section, depth: int) -> Iterator[str]:
 
 
 def _has_effect(section: Section, key: ConfigKey) -> bool:
-    """Whether a key has an effect with the section's `name` or `kind`."""
+    """Whether a key has an effect for the section's `name` or `kind`."""
     if isinstance(section, RowOptimizerConfig):
         return key.path in ("name", *USED_FIELDS[section.name])
     return not key.used_by or getattr(section, "name", getattr(section, "kind", None)) in key.used_by
@@ -60,5 +59,5 @@ def _comment(text: str, depth: int) -> list[str]:
 
 
 def _yaml(value: Any) -> str:
-    """A value in one line."""
+    # A large width keeps the value in one line.
     return yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("...\n").strip()

@@ -1,4 +1,4 @@
-"""Every key of a run's config with its kind, default and meaning, made from the classes that check it."""
+"""Descriptions of all config keys, derived from the config classes."""
 
 from __future__ import annotations
 
@@ -29,30 +29,30 @@ BOUND_SIGNS = (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<"))
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigKey:
-    """One key of the config."""
+    """Description of a config key."""
 
     path: str
-    """With dots; <feature> stands for a name that the user chooses."""
+    """Dotted path of the key. `<feature>` is a placeholder for a feature name."""
     kind: str
-    """Values that it takes, as Markdown."""
+    """Type and allowed values of the key, in Markdown."""
     default: str
-    """As Markdown."""
+    """Default value in Markdown."""
     description: str
-    """What it means."""
     is_required: bool = False
-    """Whether a config has to give it."""
+    """Whether the key has no default."""
     used_by: tuple[str, ...] = ()
-    """Models, or values of its section's `name` or `kind`, for which it has an effect; empty if it always has one."""
+    """Models, or values of the section's `name` or `kind`, for which the key has an effect. Empty if it always has
+    one."""
     not_used_by: tuple[str, ...] = ()
-    """The remaining models or values."""
+    """Models or values for which the key has no effect, if `used_by` is not empty."""
 
     @property
     def full_text(self) -> str:
-        """What it means, after the names in `used_by`."""
+        """Description with a prefix of the names in `used_by`."""
         if not self.used_by:
             return self.description
         users = ", ".join(self.used_by)
-        # A few exceptions among many are shorter to read than the many.
+        # A few exceptions are shorter than a long list.
         if len(self.not_used_by) <= _MAX_EXCLUDED_MODELS and 2 * len(self.not_used_by) < len(self.used_by):
             users = f"All but {' and '.join(self.not_used_by)}" if self.not_used_by else "All"
         begins_with_word = self.description[1:2].islower()
@@ -63,28 +63,32 @@ class ConfigKey:
 
 
 def all_keys() -> list[ConfigKey]:
-    """All keys that hold a value, sections apart."""
-    return [key for _, found in key_sections() for key in found]
+    """Return all keys except sections."""
+    return [key for _, keys in key_sections() for key in keys]
 
 
 def find_keys(name: str) -> list[ConfigKey]:
-    """The keys that `name` means: one, all of a section, those that match a pattern such as '*.lr', or those that have
-    it in their names. Any name stands for <feature>. Raises MesetaError where there is none."""
+    """Return the keys that match `name`, which is a key, a section, a pattern such as '*.lr' or a part of a path.
+
+    Any feature name matches <feature>. Raises MesetaError if no key matches.
+    """
     name, keys = current_key(name), all_keys()
+    # The first rule that matches any key decides.
     for rule in (_is_in_section, _matches_pattern, _contains):
-        if found := [key for key in keys if rule(key, name)]:
-            return found
+        if matches := [key for key in keys if rule(key, name)]:
+            return matches
+    # Compare with full paths and with the last names of paths.
     nicknames = {key.path.rpartition(".")[2]: key.path for key in keys} | {key.path: key.path for key in keys}
-    close = dict.fromkeys(nicknames[near] for near in get_close_matches(name, nicknames, n=3))
+    close = dict.fromkeys(nicknames[match] for match in get_close_matches(name, nicknames, n=3))
     asked = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
     raise MesetaError(f"config: there is no key {name!r}; {asked}`meseta config` lists all")
 
 
 def _is_in_section(key: ConfigKey, name: str) -> bool:
-    """Whether a key is the one called so, or lies in the section called so."""
-    there, wanted = key.path.split("."), name.split(".")
-    fits = all(one in (other, "<feature>") for one, other in zip(there, wanted, strict=False))
-    return fits and (len(wanted) <= len(there) or key.kind == "section")
+    """Whether `name` is the key or one of its parent sections."""
+    path, prefix = key.path.split("."), name.split(".")
+    fits = all(one in (other, "<feature>") for one, other in zip(path, prefix, strict=False))
+    return fits and (len(prefix) <= len(path) or key.kind == "section")
 
 
 def _matches_pattern(key: ConfigKey, name: str) -> bool:
@@ -96,31 +100,31 @@ def _contains(key: ConfigKey, name: str) -> bool:
 
 
 def key_sections() -> Iterator[tuple[str, list[ConfigKey]]]:
-    """The keys at the top, then each section with all that lies in it."""
+    """Yield (title, keys) for the top-level keys, and then for each section."""
     fields = RunConfig.model_fields
     yield "The run", [make_key(RunConfig, n, n) for n, f in fields.items() if _find_section(f.annotation) is None]
     for name, field in fields.items():
         section = _find_section(field.annotation)
         if section is not None:
-            found = _model_keys(name) if section is ModelConfig else list(_walk_keys(section, name, ()))
-            yield f"{name}: {_decapitalize(field.description)}", found
+            keys = _model_keys(name) if section is ModelConfig else list(_walk_keys(section, name, ()))
+            yield f"{name}: {_decapitalize(field.description)}", keys
 
 
 def _model_keys(path: str) -> list[ConfigKey]:
-    """The keys of all models; what a key is where it means the same in several stands once, with their names."""
+    """Return the keys of all models. A key that several models define identically occurs once, with their names."""
     classes: dict[str, type[Section]] = {**model_sections(), "your own": CustomModelConfig}
     named = make_key(ModelConfig, "name", f"{path}.name")
-    told = (f"{name!r}: {make_key(section, 'name', '').description}" for name, section in model_sections().items())
+    models = (f"{name!r}: {make_key(section, 'name', '').description}" for name, section in model_sections().items())
     owners: dict[ConfigKey, list[str]] = {}
     for name, section in classes.items():
         for key in _walk_keys(section, path, ()):
             if key.path != named.path:
                 owners.setdefault(key, []).append(name)
-    found = [replace(named, description=" ".join([named.description, *told]))]
+    keys = [replace(named, description=" ".join([named.description, *models]))]
     for key, names in owners.items():
-        others = tuple(name for name in classes if name not in names)
-        found.append(replace(key, used_by=tuple(names), not_used_by=others))
-    return found
+        remaining = tuple(name for name in classes if name not in names)
+        keys.append(replace(key, used_by=tuple(names), not_used_by=remaining))
+    return keys
 
 
 def _walk_keys(section: type[Section], prefix: str, above: tuple[type[Section], ...]) -> Iterator[ConfigKey]:
@@ -133,7 +137,7 @@ def _walk_keys(section: type[Section], prefix: str, above: tuple[type[Section], 
             continue
         if get_origin(field.annotation) is tuple:
             yield from _walk_keys(inner, f"{path}.<number>", (*above, section))
-        elif any(issubclass(inner, one) for one in above):
+        elif any(issubclass(inner, one) for one in above):  # The same section was listed before.
             key = make_key(section, name, path)
             yield replace(key, description=f"{key.description} Keys as above.")
         else:
@@ -143,7 +147,7 @@ def _walk_keys(section: type[Section], prefix: str, above: tuple[type[Section], 
 
 
 def make_key(section: type[Section], name: str, path: str) -> ConfigKey:
-    """The key `name` of a section, called `path` in the whole."""
+    """Describe the key `name` of a section, whose full path is `path`."""
     field = section.model_fields[name]
     text = field.description or _referenced_descriptions(section).get(name, inspect.cleandoc(section.__doc__ or ""))
     is_section = _find_section(field.annotation) and get_origin(field.annotation) is not tuple
@@ -161,13 +165,13 @@ def make_key(section: type[Section], name: str, path: str) -> ConfigKey:
 
 
 def _choices(section: type[Section]) -> tuple[str, ...]:
-    """Return the values that the `name`, or else the `kind`, of a section can have."""
+    """Return the allowed values of the section's `name`, or of its `kind` if it has no name."""
     fields = section.model_fields
     return get_args(fields["name" if "name" in fields else "kind"].annotation)
 
 
 def _find_section(annotation: Any) -> type[Section] | None:
-    """The section that a field holds, directly, by name, or unless it is None."""
+    """Return the section class in a field's type, which may be optional or a mapping from names to sections."""
     for candidate in (annotation, *get_args(annotation)):
         if isinstance(candidate, type) and issubclass(candidate, Section):
             return candidate
@@ -176,10 +180,11 @@ def _find_section(annotation: Any) -> type[Section] | None:
 
 @cache
 def _referenced_descriptions(section: type[Section]) -> dict[str, str]:
-    """Texts of the fields of the class that describes the keys of a section."""
+    """Return the field docstrings of `section.keys_described_by` by field name."""
     source = section.keys_described_by
     if source is None:
         return {}
+    # Field docstrings are not available at run time.
     tree = ast.parse(Path(inspect.getfile(source)).read_text(encoding="utf-8"))
     [body] = [node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == source.__name__]
     texts = {}
@@ -191,7 +196,7 @@ def _referenced_descriptions(section: type[Section]) -> dict[str, str]:
 
 
 def _format_type(annotation: Any, limits: list[Any]) -> str:
-    """A type as a person writes values of it in YAML."""
+    """Describe the YAML values of a type in Markdown."""
     origin, inside = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _format_type(
@@ -199,7 +204,7 @@ def _format_type(annotation: Any, limits: list[Any]) -> str:
         )
     if origin is Literal:
         return " or ".join(f"`{value}`" for value in inside)
-    if origin in (Union, types.UnionType):
+    if origin in (Union, types.UnionType):  # None is shown as the default "none".
         return " or ".join(_format_type(part, limits) for part in inside if part is not type(None))
     if origin in (tuple, list):
         return f"list: {_format_type(inside[0], [])}"
@@ -218,7 +223,7 @@ def _format_type(annotation: Any, limits: list[Any]) -> str:
 
 
 def strip_markdown(markdown: str) -> str:
-    """Kind or default of a key without the marks of Markdown."""
+    """Remove the Markdown markup from a key's kind or default."""
     return markdown.replace("`", "").replace("\N{NO-BREAK SPACE}", " ")
 
 
@@ -230,7 +235,7 @@ def _format_default(field: FieldInfo) -> str:
     if field.is_required():
         return "must be given"
     value = field.default
-    if isinstance(value, Section):
+    if isinstance(value, Section):  # Its keys have their own defaults.
         return ""
     if value is None:
         return "none"
@@ -242,7 +247,6 @@ def _format_default(field: FieldInfo) -> str:
 
 
 def _format_item(value: Any) -> str:
-    """One of a list."""
     if not isinstance(value, Section):
         return str(value)
     keys = ", ".join(f"{name}: {_format_default(FieldInfo(default=one)).strip('`')}" for name, one in value)

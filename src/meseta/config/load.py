@@ -1,4 +1,4 @@
-"""From a YAML file and key=value overrides to a RunConfig, with errors a person can act on."""
+"""Loading of a RunConfig from a YAML file and key=value overrides."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ AnySection = TypeVar("AnySection", bound=BaseModel)
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read `path` and apply overrides such as `train.batch_size=4096` (values are YAML).
+    """Load a config file and apply overrides such as `train.batch_size=4096`, whose values are YAML.
 
-    Raises MesetaError for a missing file, an unknown key (with the nearest valid name) or an ill-typed value.
+    Raises MesetaError if the file is missing, a key is unknown or a value is invalid.
     """
     return validate_document(read_config_document(path, overrides), path)
 
 
 def read_config_document(path: str | Path | None, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """What a config file and overrides say, unchecked; of `path` None, the overrides alone.
+    """Read a config file and overrides without validation. If `path` is `None`, read the overrides only.
 
-    Raises MesetaError for a missing file, or an override that cannot be read.
+    Raises MesetaError if the file or an override cannot be read.
     """
     try:
         document = {} if path is None else read_mapping(path)
@@ -47,41 +47,45 @@ def read_config_document(path: str | Path | None, overrides: Sequence[str] = ())
 
 
 def checkpoint_location(run_dir: Path) -> Location:
-    """Where the checkpoints of a run lie: at the URL that its config names, else in it. A config that is not valid
-    names none. Raises StorageError if a config cannot be read: it may name a URL."""
+    """Return the URL or folder of the checkpoints of the run in `run_dir`.
+
+    If its config is missing or invalid, the location is `run_dir/checkpoints`. Raises StorageError if reading fails.
+    """
     try:
         url = get_value(read_config_document(run_dir / "config.yaml"), "checkpoint.dir")
         if isinstance(url, str) and is_url(url):
             return to_location(url)
-    except StorageError:
+    except StorageError:  # The config may name a URL.
         raise
     except MesetaError:
-        pass  # there is none, or none that this version understands
+        pass  # The config is missing, or invalid for this version.
     return run_dir / "checkpoints"
 
 
 def set_default(document: dict[str, Any], key: str, value: Any) -> None:
-    """Give `key`, such as train.batch_size, a value where the document has none; what is ill-typed is left alone."""
+    """Set `key`, such as train.batch_size, unless the document has it or a parent of the key is not a section."""
     *parents, last = key.split(".")
     with suppress(_NotASectionError):
         _get_or_make_section(document, parents).setdefault(last, value)
 
 
 def get_value(document: Any, key: str) -> Any:
-    """What a document has at `key`, such as train.batch_size; None where it has nothing."""
+    """Return the value of `key`, such as train.batch_size, or `None` if the document does not have it."""
     for name in key.split("."):
         document = document.get(name) if isinstance(document, dict) else None
     return document
 
 
 def validate_document(document: Mapping[str, Any], path: str | Path | None = None) -> RunConfig:
-    """The config that a document holds; `path` names it in errors. Raises MesetaError as `load_config` does."""
+    """Convert a document to a config. Raises MesetaError, with `path`, if a key is unknown or a value is invalid."""
     return validate_section(RunConfig, document, "config" if path is None else f"config {str(path)!r}")
 
 
 def validate_section(form: type[AnySection], document: Any, where: str) -> AnySection:
-    """The sections of `form` that a document holds. Raises MesetaError, which begins with `where`, naming each key that
-    is wrong, and for an unknown one the nearest that is known."""
+    """Convert a document to a section of class `form`.
+
+    Raises MesetaError for all invalid keys together. The message starts with `where`.
+    """
     try:
         return form.model_validate(document)
     except ValidationError as error:
@@ -102,7 +106,7 @@ def _apply_override(document: dict[str, Any], override: str) -> None:
 
 
 class _NotASectionError(Exception):
-    """`name` holds a value where a section is wanted."""
+    """Key `name` has a value, but a section is required."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -110,7 +114,6 @@ class _NotASectionError(Exception):
 
 
 def _get_or_make_section(document: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """The section below `names`, made where there is none; raises _NotASectionError."""
     section: Any = document
     for name in names:
         if section.get(name) is None:
@@ -122,27 +125,27 @@ def _get_or_make_section(document: dict[str, Any], names: Sequence[str]) -> dict
 
 
 def _explain_all(error: ValidationError, form: type[BaseModel], document: Any) -> list[str]:
-    """One sentence per key: pydantic reports each alternative of `plan` on its own."""
+    # Pydantic reports an error for each alternative type of `plan`. Their explanations are equal.
     return list(dict.fromkeys(_explain(entry, form, document) for entry in error.errors()))
 
 
 def _explain(error: Mapping[str, Any], form: type[BaseModel], document: Any) -> str:
-    """One sentence for one pydantic error about a document of a `form`."""
+    """Describe a pydantic error of a document for section `form` in one sentence."""
     location = [str(part) for part in error["loc"]]
     key = ".".join(location)
     if error["type"] == "extra_forbidden":
-        if _is_clipping_key(location[-1]):
+        if _is_clipping_key(location[-1]):  # The name may come from another library, such as max_norm.
             if location[0] == "dense":
                 return f"unknown key {key!r}; set dense.clip_norm (of all gradients together) or dense.clip_value"
             if location[-2:-1] != ["optimizer"]:
                 return f"unknown key {key!r}; {CLIPPING_HINT}"
-        known = _valid_keys(error["loc"][:-1], form, document)
-        return f"unknown key {key!r}; {suggest(location[-1], known)}"
+        valid_keys = _valid_keys(error["loc"][:-1], form, document)
+        return f"unknown key {key!r}; {suggest(location[-1], valid_keys)}"
     if error["type"] == "missing":
         return f"key {key!r} is missing"
-    if not location:  # about several sections
+    if not location:  # The error is about keys of several sections.
         return str(error["ctx"]["error"])
-    if location[0] == "plan":
+    if location[0] == "plan":  # Pydantic's messages describe the alternative types separately.
         return f"key 'plan': it must be 'auto', a path, or a mapping with the key 'tables', got {error['input']!r}"
     if error["type"] == "model_type":
         return f"key {key!r}: it is a section and must hold keys, got {error['input']!r}"
@@ -163,10 +166,11 @@ def _is_clipping_key(key: str) -> bool:
 
 
 def _valid_keys(parents: Sequence[str | int], section: type[BaseModel], document: Any) -> list[str]:
-    """Valid keys of the section at `parents` of a document, from its outermost `section` on."""
+    """Return the valid keys of the subsection at path `parents` below `section`."""
     is_free_name = False
     for name in parents:
-        if is_free_name or isinstance(name, int):  # of a table, which may be that of a field as well; in a list
+        # Skip list indices, and keys of a mapping such as table names, which may be equal to the name of a field.
+        if is_free_name or isinstance(name, int):
             is_free_name = False
             continue
         annotation = section.model_fields[str(name)].annotation

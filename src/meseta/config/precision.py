@@ -1,4 +1,6 @@
-"""The type that a config's dense part computes in. No torch here: `meseta plan` starts at once."""
+"""Data type in which the dense part of a model is computed."""
+
+# This module must not import torch, so that `meseta plan` starts quickly.
 
 from __future__ import annotations
 
@@ -9,8 +11,11 @@ from meseta.spec.tables import DenseDtype
 
 
 def dense_dtype(config: RunConfig, is_fast: bool | None = None) -> DenseDtype:
-    """What dense.dtype names. 'auto' is bfloat16 where that `is_fast` (None: where this processor multiplies it), but
-    float32 for models of the user's own and for float64 rows, whose dense part has a type of its own."""
+    """Return the data type of the dense part.
+
+    'auto' selects bfloat16 if `is_fast`, by default if this processor has bfloat16 instructions. For custom models and
+    float64 tables, 'auto' selects float32.
+    """
     if config.dense.dtype != "auto":
         return config.dense.dtype
     if config.model.name not in MODEL_NAMES or config.embedding.dtype == "float64":

@@ -1,4 +1,4 @@
-"""Bits that a checkpoint keeps of each value of a table's rows, and files that say how many."""
+"""Number of bits per row value in checkpoints, and files that set it for each table."""
 
 from __future__ import annotations
 
@@ -11,50 +11,50 @@ from meseta.spec.documents import load_document, parse_dataclass, strip_format, 
 
 BITS_FORMAT = "meseta.bits/1"
 RowBits = Literal[8, 4, 3, 2]
-"""Widths of the codes of quantised rows."""
+"""Number of bits per value of quantized rows."""
 BitsSetting = Literal["exact", "auto", 8, 4, 3, 2]
-"""What a config asks for."""
+"""Setting of `checkpoint.bits`. `exact` does not quantize, and `auto` depends on the expected number of restores."""
 ROW_BIT_WIDTHS: tuple[RowBits, ...] = get_args(RowBits)
-"""From the widest down."""
+"""All numbers of bits in descending order."""
 MAX_RESTORES: Mapping[RowBits, int] = {2: 1, 3: 3, 4: 20}
-"""Restores that a run of each width may see, from the narrowest up; 8 bits stand any number."""
+"""Maximum number of restores of a run for each number of bits, in ascending order. 8 bits have no maximum."""
 
 
 def min_bits_for_restores(restores: int) -> RowBits:
-    """The fewest bits that stand so many restores."""
+    """Return the smallest number of bits that allows this number of restores."""
     return next((bits for bits, most in MAX_RESTORES.items() if restores <= most), 8)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TableBits:
-    """Of one table."""
+    """Quantization of one table."""
 
     bits: Literal["exact", 8, 4, 3, 2]
-    """Of each value of its rows, for example 4."""
+    """Number of bits per row value."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BitsFile:
-    """What `meseta checkpoint advise` writes, and `checkpoint.tables` takes."""
+    """File of bits per table, which `meseta checkpoint advise` writes and `checkpoint.tables` reads."""
 
     tables: Mapping[str, TableBits]
-    """By name."""
+    """Quantization of each table by name."""
     run: str | None = None
-    """Whose checkpoint was measured."""
+    """Run whose checkpoint was measured."""
     split: str | None = None
-    """Of its data, on which."""
+    """Split on which the checkpoint was measured."""
     restores: int | None = None
-    """How many the forecast is for."""
+    """Number of restores assumed in the prediction."""
     ne_loss: float | None = None
-    """By what part the normalised entropy rises, all tables together."""
+    """Predicted relative increase of the normalized entropy if all tables are quantized."""
 
     def write(self, path: Path) -> None:
-        """Raises MesetaError where it cannot be written."""
+        """Write the file. Raises MesetaError if that fails."""
         write_yaml(path, {"format": BITS_FORMAT, **asdict(self)})
 
     @staticmethod
     def load(path: str | Path) -> BitsFile:
-        """Raises MesetaError, naming the file, for one that is none."""
+        """Load a file of bits. Raises MesetaError with the file's name if it is missing or invalid."""
 
         def parse(document: dict[Any, Any]) -> BitsFile:
             return parse_dataclass("bits", BitsFile, strip_format("bits", document, BITS_FORMAT, required=True))

@@ -1,4 +1,4 @@
-"""The config of one training run; every key has a default, a unit and a docstring."""
+"""Config of a training run."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from meseta.spec.tiers import MAX_LOOKAHEAD, EngineName, StorageOptions
 
 class ServiceConfig(Section):
     url: str | None = None
-    """Address of a dispatcher, such as grpc://127.0.0.1:7077; None: data.dir is read."""
+    """Address of a dispatcher, such as grpc://127.0.0.1:7077; None: read data.dir."""
     keys: LocalPath | None = None
-    """Folder of keys, as `meseta readers keys` makes it, by which the address is grpc+tls://HOST:PORT."""
+    """Folder of keys created by `meseta readers keys`. With keys, the address must be grpc+tls://HOST:PORT."""
     dataset: str | None = Field(default=None, min_length=1, max_length=1024)
-    """Name of the dataset there; None: the only one."""
+    """Name of a dataset of the readers; None: their only one."""
     reader_timeout_s: float = Field(default=300.0, gt=0)
-    """Seconds after which a run ends for which no reader decodes rows."""
+    """Seconds after which a run stops if no reader decodes rows for it."""
 
     @field_validator("url")
     @classmethod
@@ -63,29 +63,31 @@ class ServiceConfig(Section):
 
 class DataConfig(Section):
     dir: LocalPath | None = None
-    """Directory written by `meseta prepare`; this or data.service.url must be given, and not both."""
+    """Folder written by `meseta prepare`. Set either this or data.service.url."""
     labels: tuple[str, ...] | None = Field(default=None, min_length=1)
-    """Labels to learn, of those that the dataset has; None: all. Most models predict one."""
+    """Labels of the dataset to learn; None: all. Most models predict one label."""
     shuffle: bool = True
-    """Shuffle training rows, by row groups and inside windows; the order is a function of the seed alone."""
+    """Whether to shuffle training rows, by row group and inside windows. The order depends on the seed only."""
     shuffle_window_rows: PositiveInt = 262_144
-    """Rows held in memory and permuted together."""
+    """Number of rows that are held in memory and permuted together."""
     prefetch_batches: NonNegativeInt = 4
-    """Batches made ahead by a background thread; 0 reads in the training loop."""
+    """Number of batches that a background thread prepares in advance; 0: read in the training loop."""
     last_batch: Literal["keep", "drop", "pad"] = "keep"
-    """The last training batch of an epoch where it is short: as it is, left out, or filled with samples of weight 0,
-    which change nothing but the shape."""
+    """Handling of an incomplete last training batch of an epoch. 'pad' adds samples of weight 0, which only change the
+    shape."""
     filter: str | None = None
-    """Condition on the rows to train and to evaluate on, such as "age >= 18 and country != 'ES'", with at most 4,096
+    """Condition on rows for training and evaluation, such as "age >= 18 and country != 'ES'", with at most 4,096
     constants; None: all rows."""
     negative_keep: float = Field(default=1.0, gt=0, le=1)
-    """Share of the negatives to train on; predictions are corrected for it. Needs one label, 0 or 1."""
+    """Share of the negative samples to train on. Predictions are corrected for it. Requires a single label of 0 or
+    1."""
     service: ServiceConfig = ServiceConfig()
-    """Readers that decode the rows, instead of this process, and send them."""
+    """Readers that decode rows and send them, in place of this process."""
 
     @field_validator("dir", mode="before")
     @classmethod
     def _check_dir(cls, value: Any) -> Any:
+        # Runs before validation, because Path would convert s3:// to s3:/.
         if isinstance(value, str) and "://" in value:
             raise ValueError(f"it must be a folder on this machine, got {value!r}; copy the dataset there first")
         return value
@@ -95,13 +97,13 @@ class DataConfig(Section):
         url = self.service.url
         if self.dir is None and url is None:
             raise ValueError(
-                "neither data.dir nor data.service.url is set; set data.dir to what `meseta prepare` wrote, or "
-                "data.service.url to the address of a dispatcher"
+                "neither data.dir nor data.service.url is set; set data.dir to a folder that `meseta prepare` wrote, "
+                "or data.service.url to the address of a dispatcher"
             )
         if self.dir is not None and url is not None:
             raise ValueError(
-                f"data.dir is {str(self.dir)!r} and data.service.url is {url!r}, and rows come from one of them; set "
-                "data.dir=null to take those of the readers, or data.service.url=null"
+                f"data.dir is {str(self.dir)!r} and data.service.url is {url!r}, but rows are read from only one of "
+                "them; set data.dir=null to use the readers, or data.service.url=null to use the folder"
             )
         return self
 
@@ -111,22 +113,24 @@ DenseOptimizerName = Literal["sgd", "adagrad", "adam", "adamw", "lamb"]
 
 class DenseOptimizerConfig(Section):
     name: DenseOptimizerName = "adam"
-    """Optimizer of the dense parameters: those of torch.optim, and LAMB (arXiv 1904.00962)."""
+    """Optimizer of dense parameters, from torch.optim, or LAMB (arXiv 1904.00962)."""
     lr: float = Field(default=0.001, ge=0)
     """Base learning rate."""
     weight_decay: float = Field(default=0.0, ge=0)
-    """As in torch.optim; lamb adds weight_decay * parameter to its direction, as published."""
+    """Weight decay as in torch.optim. For lamb, weight_decay * parameter is added to the update direction, as in the
+    paper."""
     momentum: Annotated[float, UsedBy("sgd")] = Field(default=0.0, ge=0, lt=1)
-    """Decay of the velocity; 0 keeps none."""
+    """Decay rate of the velocity; 0: no momentum."""
     beta1: Annotated[float, UsedBy("adam", "adamw", "lamb")] = Field(default=0.9, ge=0, lt=1)
-    """Decay of the first moment."""
+    """Decay rate of the first moment."""
     beta2: Annotated[float, UsedBy("adam", "adamw", "lamb")] = Field(default=0.999, ge=0, lt=1)
-    """Decay of the second moment."""
+    """Decay rate of the second moment."""
     eps: Annotated[float | None, UsedBy("adagrad", "adam", "adamw", "lamb")] = Field(default=None, ge=0)
-    """Added to the root in the denominator; None: 1e-8 (adagrad 1e-10, lamb 1e-6)."""
+    """Constant added to the square root in the denominator; None: 1e-8 (adagrad 1e-10, lamb 1e-6)."""
 
     @model_validator(mode="after")
     def _check(self) -> DenseOptimizerConfig:
+        # A key at its default is accepted, because the config.yaml of a run lists all keys.
         fields = {key: field for key, field in type(self).model_fields.items() if used_by(field)}
         used = [key for key, field in fields.items() if self.name in used_by(field)]
         for key, field in fields.items():
@@ -140,105 +144,108 @@ class DenseOptimizerConfig(Section):
 
 class DenseInitConfig(Section):
     kind: InitKind = "uniform"
-    """'uniform' in [-scale, scale), 'normal' with standard deviation `scale`, or 'constant' equal to `scale`."""
+    """Distribution: 'uniform' in [-scale, scale), 'normal' with standard deviation `scale`, or 'constant' with value
+    `scale`."""
     scale: float
-    """Width, or value."""
+    """Scale of the distribution, see `kind`."""
 
     @model_validator(mode="after")
     def _check(self) -> DenseInitConfig:
-        InitSpec(kind=self.kind, scale=self.scale)
+        InitSpec(kind=self.kind, scale=self.scale)  # The constructor checks the values.
         return self
 
 
 class DenseConfig(Section):
     sharding: Literal["replicated", "fsdp"] = "replicated"
-    """'replicated' holds all of the dense part on every rank; 'fsdp' cuts its parameters, gradients and moments over
-    the ranks of each host and replicates them across hosts, for dense parts larger than a device."""
+    """'replicated' holds the dense part on every rank. 'fsdp' shards its parameters, gradients and moments across the
+    ranks of each host, and replicates them across hosts. Use it if the dense part does not fit on a device."""
     dtype: Literal["float32", "bfloat16", "auto"] = "float32"
-    """'bfloat16' computes MLPs and cross layers in bfloat16, on float32 parameters and with float32 logits: faster
-    where the processor multiplies bfloat16. 'float32' follows the embeddings; float64 rows make all of it float64.
-    'auto' is bfloat16 where every rank's processor (AVX512_BF16, AMX, BF16 of ARM) or GPU (compute capability 8.0)
-    multiplies it, and float32 else: chosen when the run begins, written to its config.yaml, and kept."""
+    """Data type of MLPs and cross layers. 'bfloat16' keeps parameters and logits in float32, and is faster on
+    processors with bfloat16 instructions. 'float32' becomes float64 if rows are float64. 'auto' selects bfloat16 if
+    every rank's processor (AVX512_BF16, AMX, BF16 of ARM) or GPU (compute capability 8.0) has instructions for it, and
+    float32 otherwise. The choice is made at the start of the run and stored in its config.yaml."""
     check_speed: bool = True
-    """Refuse to begin a run in bfloat16 where a rank's processor or GPU has no instructions for it, which makes it
-    many times slower than float32."""
+    """Whether to refuse a run in bfloat16 if a rank's processor or GPU has no instructions for it. It would be many
+    times slower than in float32."""
     optimizer: DenseOptimizerConfig = DenseOptimizerConfig()
-    """Optimizer of everything that is not a table."""
+    """Optimizer of all parameters that are not in tables."""
     init: dict[str, DenseInitConfig] = Field(default={})
-    """How parameters start whose names a pattern meets, such as 'top_mlp.*.weight', where it is not as the model has
-    it; the last pattern counts of those that meet one. See docs/models.md."""
+    """Initialization of parameters by patterns of their names, such as 'top_mlp.*.weight', in place of that of the
+    model. If several patterns match a name, the last one applies. See docs/models.md."""
     schedule: ScheduleConfig | None = None
-    """Its learning-rate schedule, where it is not that of the section schedule; replaces all of its keys."""
+    """Learning-rate schedule of the dense part. It replaces all keys of the section schedule; None: that section."""
     clip_value: float | None = Field(default=None, gt=0)
-    """Every element of its gradients is limited to -clip_value..clip_value; None: no limit."""
+    """Limit to which each element of dense gradients is clipped, in -clip_value..clip_value; None: no limit."""
     clip_norm: float | None = Field(default=None, gt=0)
-    """All its gradients together are scaled to this norm where theirs is larger; None: no limit. Rows of tables have
-    limits of their own, embedding.optimizer.clip_value and clip_norm."""
+    """Maximum norm of all dense gradients together; None: no limit. The limits for rows of tables are
+    embedding.optimizer.clip_value and clip_norm."""
 
 
 class MetricsConfig(Section):
     ndcg_k: PositiveInt | None = None
-    """Ranks that NDCG looks at, where the data have groups; None: all."""
+    """Cutoff k of NDCG, for data with groups; None: no cutoff."""
     segments: tuple[str, ...] = ()
-    """Sparse features with one id per sample: evaluations measure the samples of each of their values apart."""
+    """Single-valued sparse features. Evaluations compute separate metrics for the samples of each value."""
     max_segments: PositiveInt = 10
-    """Values of each of `segments` that are listed, those with most samples; the others are measured together."""
+    """Number of values per feature of `segments` that are listed, most frequent first. All other values form one
+    segment."""
 
 
 class EarlyStoppingConfig(Section):
     metric: Literal["ne", "logloss", "auc", "pr_auc", "gauc", "ndcg"] = "ne"
-    """Figure that says which evaluation is the best, of the split valid, or, where the data have none, of test; 'gauc'
-    and 'ndcg' need data with groups."""
+    """Metric that selects the best evaluation, on the split valid, or on test if there is no valid. 'gauc' and 'ndcg'
+    require data with groups."""
     task: str | None = None
-    """Label whose figure it is, where the data have several; None: the first."""
+    """Label for which the metric is computed; None: the first."""
     patience: PositiveInt | None = None
-    """Stop after this many evaluations in a row that are no better; None: train to the end."""
+    """Number of successive evaluations without improvement after which training stops; None: train to the end."""
     min_delta: float = Field(default=0.0, ge=0)
-    """An evaluation is better if it gains more than this."""
+    """Minimum change of the metric that counts as an improvement."""
 
 
 class TrainConfig(Section):
     batch_size: BatchSize = 2048
     """Samples of a global batch, over all ranks."""
     clip_norm: float | None = Field(default=None, gt=0)
-    """The gradients of layers and tables together, each row's summed over the batch, are scaled to this norm where
-    theirs is larger, as torch's clip_grad_norm_ does; in one process, and not beside dense.clip_norm. Limits of the row
-    optimizers come after it. None: no limit."""
+    """Maximum norm of the gradients of layers and tables together, as in torch's clip_grad_norm_; None: no limit. The
+    gradient of a row is its sum over the batch. Requires a single process, and cannot be combined with dense.clip_norm.
+    Limits of row optimizers apply afterwards."""
     accumulate_steps: MicroBatchCount = 1
-    """Parts in which each rank takes its slice of a global batch, one after the other, with one step of all optimizers
-    after the last: the memory of activations becomes that of a part, the result is that of the whole batch."""
+    """Number of micro-batches into which each rank divides its slice of a global batch. Optimizers step once, after the
+    last one. Activations need the memory of one micro-batch, and the result is that of the whole batch."""
     epochs: PositiveInt = 1
-    """Passes over the training split."""
+    """Number of passes over the training split."""
     task_weights: dict[str, Annotated[float, Field(ge=0)]] = Field(default={})
-    """What the loss of a label is multiplied by, by the name of the label; those that are not named keep 1."""
+    """Weight of the loss of each label; labels without an entry have weight 1."""
     max_steps: PositiveInt | None = None
-    """Stop after this many steps; None: after `epochs`."""
+    """Number of steps after which training stops; None: after `epochs`."""
     log_every_steps: PositiveInt = 50
-    """Steps between lines of metrics.jsonl."""
+    """Number of steps between lines of metrics.jsonl."""
     tensorboard: bool = False
-    """Also write the figures of metrics.jsonl to run_dir/tensorboard; needs the extra 'tensorboard'."""
+    """Whether to also write the values of metrics.jsonl to run_dir/tensorboard. Requires the extra 'tensorboard'."""
     eval_every_steps: PositiveInt | None = None
-    """Steps between evaluations, of the split valid where the data have one, else of test; None: see
+    """Number of steps between evaluations on the split valid, or on test if there is no valid; None: see
     eval_every_epochs."""
     eval_every_epochs: float | None = Field(default=None, gt=0)
-    """The same in epochs, whole or a part such as 0.5; not beside eval_every_steps. Neither: only at the end."""
+    """Number of epochs between evaluations, which may be fractional such as 0.5. Cannot be combined with
+    eval_every_steps; None for both: evaluate only at the end."""
     eval_batch_size: BatchSize = 8192
     """Samples of a global batch in evaluation and prediction."""
     early_stopping: EarlyStoppingConfig = EarlyStoppingConfig()
-    """What the best evaluation is, and when to stop; needs eval_every_steps or eval_every_epochs."""
+    """Choice of the best evaluation, and condition for stopping. Requires eval_every_steps or eval_every_epochs."""
     finish: Literal["last", "best"] = "last"
-    """Weights that the run ends with, which the test split, the report, `eval`, `predict` and exports take: the last,
-    or those of the best evaluation by early_stopping, whose checkpoint is then kept as by checkpoint.keep_best."""
+    """Final weights of the run, for the test split, the report, `eval`, `predict` and exports: the last ones, or those
+    of the best evaluation by early_stopping. 'best' keeps that checkpoint, as checkpoint.keep_best does."""
 
     @property
     def evaluates_during_training(self) -> bool:
-        """Whether there are evaluations before the end."""
+        """Whether evaluations take place before the end of training."""
         return self.eval_every_steps is not None or self.eval_every_epochs is not None
 
     @model_validator(mode="after")
     def _check(self) -> TrainConfig:
         if self.eval_every_steps is not None and self.eval_every_epochs is not None:
-            raise ValueError("eval_every_steps and eval_every_epochs say the same in two ways; leave one out")
+            raise ValueError("eval_every_steps and eval_every_epochs cannot be combined; leave one out")
         if self.early_stopping.patience is not None:
             self.require_evaluations("early_stopping.patience")
         if self.finish == "best":
@@ -246,80 +253,82 @@ class TrainConfig(Section):
         return self
 
     def require_evaluations(self, what: str) -> None:
-        """Raise ValueError where there are none on the way, which `what` needs."""
+        """Raise ValueError if no evaluations take place during training. `what` is the setting that requires them."""
         if not self.evaluates_during_training:
             raise ValueError(
-                f"{what} needs evaluations on the way; set train.eval_every_steps or train.eval_every_epochs"
+                f"{what} needs evaluations during training; set train.eval_every_steps or train.eval_every_epochs"
             )
 
 
 class TableCheckpointConfig(Section):
-    """What one table has of its own in checkpoints."""
+    """Checkpoint options of one table."""
 
     bits: BitsSetting
-    """As `checkpoint.bits`."""
+    """Number of bits per value for this table, in place of `checkpoint.bits`."""
 
 
 class CheckpointConfig(Section):
     every_steps: PositiveInt | None = None
-    """Steps between checkpoints; None: not by steps. The end, and SIGTERM or Ctrl-C, always make one."""
+    """Number of steps between checkpoints; None: no limit. A checkpoint is always saved at the end and after SIGTERM or
+    Ctrl-C."""
     every_minutes: float | None = Field(default=None, gt=0)
-    """Minutes between checkpoints, by the clock of rank 0; None: not by time."""
+    """Minutes between checkpoints, by the clock of rank 0; None: no limit."""
     background: Literal["auto", "always", "never"] = "auto"
-    """Write while training goes on, from a copy that takes as much memory as the tables and states of a rank. 'auto'
-    does so where every rank has twice that free; else training waits until all is written."""
+    """Whether training continues during a save, which needs a copy of the tables and states of each rank in memory.
+    'auto' does so if every rank has twice this memory free."""
     deltas: Literal["none", "one_shot", "consecutive", "intermittent", "rolling"] = "none"
-    """Which checkpoints hold but the rows that have changed, and need files of older ones. 'none': each is whole.
-    'one_shot': what has changed since the last whole one; 'consecutive': since the one before; 'intermittent': as
-    'one_shot', and a whole one as soon as that is expected to be cheaper; 'rolling': as 'consecutive', and each writes
-    a part of all rows anew, so that none is large."""
+    """Delta policy. A delta checkpoint holds only changed rows and needs files of older checkpoints. 'none': all
+    checkpoints are full; 'one_shot': rows changed since the last full one; 'consecutive': rows changed since the
+    previous one; 'intermittent': as 'one_shot', with a full one as soon as it is expected to cost less; 'rolling': as
+    'consecutive', but each also rewrites a part of all rows, so that none is large."""
     max_chain: int = Field(default=8, ge=2, le=1024)
-    """The most files that any row needs."""
+    """Maximum number of files that hold the rows of one block."""
     on_failure: Literal["stop", "continue"] = "stop"
-    """What a save that fails does to the run, as on a full disk: 'stop' ends it, 'continue' says so and trains on until
-    the next save. The last one, and that of a signal, end it in any case."""
+    """Reaction to a failed save, for example on a full disk: 'stop' ends the run, and 'continue' prints a warning and
+    trains until the next save. A failure of the last save or of one after a signal always ends the run."""
     max_bytes_per_s: float | None = Field(default=None, gt=0)
-    """Bytes that all ranks together write of checkpoints in any second, at least a million for each rank; None: no
-    limit. It holds for every save but that of a signal, whose sender waits."""
+    """Maximum bytes of checkpoints that all ranks together write per second, at least a million per rank; None: no
+    limit. It does not apply to a save after a signal, whose sender waits."""
     bits: BitsSetting = "exact"
-    """Bits that a checkpoint keeps of each value of a row, see docs/checkpoints.md; those that end a run are exact.
-    'auto' takes the fewest that stand `expected_restores`."""
+    """Number of bits per row value in checkpoints, see docs/checkpoints.md. The last checkpoint of a run is exact.
+    'auto' selects the smallest number that allows `expected_restores`."""
     tables: dict[str, TableCheckpointConfig] = Field(default={})
-    """Per-table settings, by the name of the feature; or a file with them, as `meseta checkpoint advise` writes it."""
+    """Per-table settings, by the name of the feature, or a file of `meseta checkpoint advise` with these settings."""
     expected_restores: NonNegativeInt = 20
-    """Times that bits 'auto' expects this run to be taken up from a checkpoint; where they become more, later
-    checkpoints are wider."""
+    """Number of times that bits 'auto' expects this run to be resumed. If it is resumed more often, later checkpoints
+    use more bits."""
     on_signal: Literal["exact", "delta"] = "exact"
-    """What a signal saves where rows have fewer bits: a whole exact checkpoint, or, in less time, one as those
-    before."""
+    """Checkpoint after a signal, if rows are stored with fewer bits: a full exact one, or, in less time, one like the
+    previous ones."""
     keep_last: PositiveInt = 2
-    """Checkpoints kept; older ones are removed."""
+    """Number of checkpoints to keep; older ones are removed."""
     keep_best: bool = False
-    """Save a checkpoint after every evaluation that is the best so far, by train.early_stopping.metric, and keep the
-    last of these beside `keep_last` others."""
+    """Whether to save a checkpoint after each evaluation that is the best so far by train.early_stopping.metric. The
+    latest of these is kept in addition to `keep_last` others."""
     dir: Url | None = None
-    """URL of fsspec, such as s3://bucket/run, to which checkpoints are written instead of run_dir, by every rank its
-    blocks, and from which a run_dir without any goes on; None: run_dir/checkpoints."""
+    """URL of fsspec, such as s3://bucket/run, for checkpoints; None: run_dir/checkpoints. Every rank writes its blocks
+    there, and a run_dir without checkpoints resumes from there."""
     mirror: Url | None = None
-    """URL of fsspec, such as s3://bucket/run, that holds the same checkpoints as run_dir: each is copied there, and a
-    run_dir that has none begins with the newest there. One run per mirror."""
+    """URL of fsspec, such as s3://bucket/run, to which each checkpoint of run_dir is copied. A run_dir without
+    checkpoints resumes from the newest one there. A mirror belongs to one run."""
     resume: Literal["auto", "older", "never"] = "auto"
-    """'auto' goes on from the newest checkpoint of run_dir, and ends where that is damaged; 'older' goes back to the
-    newest that is whole then, and repeats a read that fails for 10 s; 'never' refuses a run_dir that has one."""
+    """'auto' resumes from the newest checkpoint of run_dir, and fails if it is damaged. 'older' then resumes from the
+    newest undamaged one, and retries failed reads for 10 s. 'never' refuses a run_dir with checkpoints."""
 
     @model_validator(mode="after")
     def _check(self) -> CheckpointConfig:
         if self.dir is not None and not is_url(self.dir):
             raise ValueError(f"dir must be a URL such as s3://bucket/run or file:///folder, got {self.dir!r}")
         if self.dir is not None and self.mirror is not None:
-            raise ValueError("dir and mirror: what is written to a URL is not copied to another; leave one out")
+            raise ValueError("dir and mirror cannot be combined: checkpoints at a URL are not copied; leave one out")
         if self.dir is not None and self.max_bytes_per_s is not None:
-            raise ValueError("dir and max_bytes_per_s: parts of an upload are not held apart; leave one out")
+            raise ValueError("dir and max_bytes_per_s cannot be combined: uploads are not limited; leave one out")
         return self
 
     @field_validator("tables", mode="before")
     @classmethod
     def _load_tables_file(cls, tables: object) -> object:
+        # The content becomes part of the config, so that a resumed run does not read the file again.
         if not isinstance(tables, str | Path):
             return tables
         try:
@@ -328,26 +337,26 @@ class CheckpointConfig(Section):
             raise ValueError(str(error)) from None
 
     def table_bits(self, table: str, restores: int) -> RowBits | None:
-        """Of a run that was taken up so many times; None: its rows stay exact."""
+        """Return the number of bits for a table of a run with this number of restores. `None` means exact rows."""
         bits = self.tables[table].bits if table in self.tables else self.bits
-        if bits == "auto":
+        if bits == "auto":  # A run that is resumed more often than expected needs more bits.
             return min_bits_for_restores(max(self.expected_restores, restores))
         return None if bits == "exact" else bits
 
 
 class PlannerConfig(Section):
-    """What plan 'auto' is made for."""
+    """Inputs of the search for plan 'auto'."""
 
     topology: LocalPath | None = None
-    """File with the machines, see `meseta topology detect`; None: those at hand."""
+    """File of the topology, see `meseta topology detect`; None: the machines of this run."""
     cost_model: LocalPath | None = None
-    """File that `meseta calibrate` has written; None: documented constants of the kind of device."""
+    """File written by `meseta calibrate`; None: documented constants for the type of device."""
     constraints: LocalPath | None = None
-    """File with what the plan has to keep to; None: nothing."""
+    """File with constraints for the plan; None: no constraints."""
 
 
 class CommConfig(Section):
-    """See meseta.Communication for the meaning of the keys."""
+    """Codecs and exchange algorithms, and timeouts. See meseta.Communication for the first ones."""
 
     keys_described_by = Communication
     precision: Precision = "fp32"
@@ -357,71 +366,72 @@ class CommConfig(Section):
     exchange: Literal["auto", ExchangeAlgorithm] = "auto"
     dense_exchange: Literal["auto", CrossHostAlgorithm] = "auto"
     heartbeat_timeout_s: float = TimeLimits.heartbeat_timeout_s
-    """Seconds without a sign of life of a rank, which comes each second, after which the run is ended and the rank
-    named: it is stopped, swapping, or held up by a disk."""
+    """Seconds without a heartbeat of a rank after which the run is stopped and the rank reported. Heartbeats are sent
+    every second, unless the rank is stopped, swapping or blocked by a disk."""
     stall_timeout_s: float = TimeLimits.stall_timeout_s
-    """Seconds for which a rank may wait for one and the same transfer, or be in one stage of a step; then the run is
-    ended, and the rank named that keeps the others waiting. A warning comes after 30."""
+    """Seconds in one transfer, or in one stage of a step, after which the run is stopped. The rank that the others wait
+    for is reported. A warning is printed after 30 s."""
 
     @model_validator(mode="after")
     def _check(self) -> CommConfig:
-        _ = self.communication, self.time_limits
+        _ = self.communication, self.time_limits  # Their constructors check the values.
         return self
 
     @property
     def communication(self) -> Communication:
-        """How ranks write and route."""
+        """Codecs and exchange algorithms."""
         return Communication(**self.model_dump(exclude=set(TimeLimits.__dataclass_fields__)))
 
     @property
     def time_limits(self) -> TimeLimits:
-        """How long they wait."""
+        """Timeouts for ranks."""
         return TimeLimits(heartbeat_timeout_s=self.heartbeat_timeout_s, stall_timeout_s=self.stall_timeout_s)
 
 
 class PipelineConfig(Section):
     overlap: Literal["auto", "off"] | list[Overlap] = "auto"
-    """What travels between ranks while they compute, of ids, embeddings, gradients, dense and agree, see
-    docs/pipeline.md; no number depends on it. 'auto': all that can."""
+    """Exchanges that overlap with computation: ids, embeddings, gradients, dense and agree, see docs/pipeline.md. The
+    results do not depend on it. 'auto': all that can overlap."""
 
     staleness: Literal[0, 1] = 0
-    """Updates that a lookup does not see. With 1 every batch is looked up before the update of the one before, so that
-    rows and bags travel while that one is computed: other numbers than with 0, alike on any number of ranks; see
-    docs/pipeline.md for what they cost."""
+    """Number of updates that a lookup does not see. With 1, each batch is looked up before the update of the previous
+    batch, so that embeddings are exchanged during its computation. Results differ from those with 0, and do not depend
+    on the number of ranks. For the effect on quality see docs/pipeline.md."""
 
     @field_validator("overlap", mode="before")
     @classmethod
     def _check(cls, overlap: object) -> object:
-        if overlap is False:  # what YAML makes of off
+        if overlap is False:  # YAML 1.1 reads `off` as false.
             return "off"
         if not isinstance(overlap, list | tuple) and overlap not in ("auto", "off"):
             raise ValueError(f"{overlap!r} is not 'auto', 'off' or a list of {', '.join(OVERLAPS)}")
         for name in overlap if isinstance(overlap, list | tuple) else ():
             if name not in OVERLAPS:
-                raise ValueError(f"{name!r} is none of {', '.join(OVERLAPS)}")
+                raise ValueError(f"{name!r} is not one of {', '.join(OVERLAPS)}")
             if list(overlap).count(name) > 1:
-                raise ValueError(f"{name!r} stands there twice; name each once")
+                raise ValueError(f"{name!r} is listed twice; list each name once")
         return overlap
 
 
 class StorageConfig(Section):
     dir: LocalPath | None = None
-    """Folder on a local disk for rows of tier 'disk', in scratch files that a run removes; None: none lies there."""
+    """Folder on a local disk for rows of tier 'disk', in scratch files that a run removes; None: the tier is not
+    used."""
     cache_bytes: Literal["auto"] | PositiveInt = "auto"
-    """Memory of each rank for rows of tiers 'cached' and 'disk' that lie near, shared out to the pieces of tables for
-    which the plan has no cache_rows, by what the next row saves. 'auto': the least with which a step is predicted to
-    take no more than 3 % longer than with all that there is."""
+    """Memory of each rank for caches of tiers 'cached' and 'disk'. It is divided among the shards for which the plan
+    has no cache_rows, by the benefit of the next row. 'auto': the smallest memory for which a step is predicted to take
+    at most 3 % longer than with all available memory."""
     lookahead: Literal["auto"] | Annotated[int, Field(ge=0, le=MAX_LOOKAHEAD)] = "auto"
-    """Batches whose rows are brought from far before their turn; 0: rows come when they are looked up. 'auto': 2 where
-    rows lie on a disk, else 1."""
+    """Number of batches whose rows are prefetched from the backing store; 0: rows are fetched when they are looked up.
+    'auto': 2 if rows are on a disk, otherwise 1."""
     engine: EngineName = "auto"
-    """What reads and writes the disk; 'auto' takes io_uring where the system allows it, else threads."""
+    """I/O engine for row files. 'auto' selects io_uring if the system allows it, otherwise threads."""
     max_reads_per_s: float | None = Field(default=None, gt=0)
-    """Reads of the disk a second that each rank makes at most; None: no limit."""
+    """Maximum number of disk reads per second of each rank; None: no limit."""
 
     @property
     def options(self) -> StorageOptions:
-        """The same for `meseta.shard`."""
+        """Storage options for `meseta.shard`."""
         return StorageOptions(
             dir=self.dir,
             cache_bytes=None if self.cache_bytes == "auto" else self.cache_bytes,
@@ -433,57 +443,57 @@ class StorageConfig(Section):
 
 class RunConfig(Section):
     run_dir: LocalPath
-    """Where everything of this run goes."""
+    """Folder for all files of the run."""
     seed: NonNegativeInt = 0
-    """Order of data, initial rows and weights."""
+    """Random seed for the order of data, initial rows and weights."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """'auto' takes GPUs where each rank of the host can have one."""
+    """Device for training. 'auto' selects GPUs if there is one for each rank of the host."""
     num_threads: int | None = Field(default=None, ge=1, le=1024)
-    """CPU threads of each rank, fewer while other programs use the processors and that is faster; None: cores divided
-    by ranks on this host."""
+    """Number of CPU threads of each rank; None: cores divided by ranks on this host. Fewer are used while other
+    programs compete for the processors, if that is faster."""
     check_memory: bool = True
-    """Refuse to start a run that is predicted to need more memory than is free."""
+    """Whether to refuse a run that is predicted to need more memory than is free."""
     data: DataConfig
-    """What is read."""
+    """Dataset and order of its rows."""
     model: SerializeAsAny[ModelConfig] = ModelConfig()
-    """What is trained."""
+    """Model and its sizes."""
     embedding: EmbeddingConfig = EmbeddingConfig()
-    """How tables learn."""
+    """Initialization and optimizers of embedding tables."""
     schedule: ScheduleConfig = ScheduleConfig()
-    """Learning-rate schedule of tables and dense part, where embedding.schedule and dense.schedule are not given."""
+    """Learning-rate schedule of tables and the dense part, unless embedding.schedule or dense.schedule is set."""
     dense: DenseConfig = DenseConfig()
-    """How the rest learns."""
+    """Data type, sharding and optimizer of the dense part."""
     train: TrainConfig = TrainConfig()
-    """How long and how often."""
+    """Batch size, duration and evaluations of training."""
     metrics: MetricsConfig = MetricsConfig()
-    """What evaluations measure."""
+    """Metrics of evaluations."""
     checkpoint: CheckpointConfig = CheckpointConfig()
-    """What survives."""
+    """Saving and resuming."""
     plan: Literal["auto"] | LocalPath | dict[str, Any] = "auto"
-    """'auto' searches the plan with the shortest predicted step; else a plan file, or a plan written here (the short
-    form of meseta.Plan.from_dict)."""
+    """Plan file, or an inline plan in the short form of meseta.Plan.from_dict. 'auto' searches for the plan with the
+    shortest predicted step."""
     planner: PlannerConfig = PlannerConfig()
-    """What plan 'auto' is made for."""
+    """Inputs of the search for plan 'auto'."""
     storage: StorageConfig = StorageConfig()
-    """Room for rows that the plan puts into tiers 'cached' and 'disk'."""
+    """Memory and disk of tiers 'cached' and 'disk'."""
     comm: CommConfig = CommConfig()
-    """How ranks write and route what they send each other."""
+    """Communication between ranks, and its timeouts."""
     pipeline: PipelineConfig = PipelineConfig()
-    """What of that is hidden behind computation."""
+    """Overlap of communication with computation."""
 
     @property
     def checkpoint_location(self) -> Location:
-        """Where checkpoints lie."""
+        """Folder or URL of the checkpoints."""
         return self.run_dir / "checkpoints" if self.checkpoint.dir is None else to_location(self.checkpoint.dir)
 
     @property
     def embedding_schedule(self) -> ScheduleConfig:
-        """The one that tables learn by."""
+        """Learning-rate schedule of tables."""
         return self.schedule if self.embedding.schedule is None else self.embedding.schedule
 
     @property
     def dense_schedule(self) -> ScheduleConfig:
-        """The one that the dense part learns by."""
+        """Learning-rate schedule of the dense part."""
         return self.schedule if self.dense.schedule is None else self.dense.schedule
 
     @property
@@ -496,16 +506,16 @@ class RunConfig(Section):
         if "plateau" in (self.embedding_schedule.kind, self.dense_schedule.kind):
             self.train.require_evaluations("schedule.kind 'plateau'")
         if self.train.clip_norm is not None and self.dense.clip_norm is not None:
-            raise ValueError("train.clip_norm and dense.clip_norm: the norm of one holds the gradients of the other; "
+            raise ValueError("train.clip_norm and dense.clip_norm cannot be combined: both clip dense gradients; "
                              "leave one out")  # fmt: skip
         if self.data.last_batch == "pad" and getattr(self.model, "batch_norm", False):
-            raise ValueError("data.last_batch 'pad' and model.batch_norm: padding would count in the statistics of a "
-                             "batch; set data.last_batch to 'keep' or 'drop'")  # fmt: skip
+            raise ValueError("data.last_batch 'pad' and model.batch_norm cannot be combined: padding would change the "
+                             "batch statistics; set data.last_batch to 'keep' or 'drop'")  # fmt: skip
         if self.embedding.dtype == "float64" and any(
             bits != "exact" for bits in (self.checkpoint.bits, *(t.bits for t in self.checkpoint.tables.values()))
         ):
-            raise ValueError("checkpoint.bits and embedding.dtype 'float64': rows of float64 have no codes; set "
-                             "checkpoint.bits to 'exact', or embedding.dtype to 'float32'")  # fmt: skip
+            raise ValueError("checkpoint.bits and embedding.dtype 'float64' cannot be combined: float64 rows cannot be "
+                             "quantized; set checkpoint.bits to 'exact', or embedding.dtype to 'float32'")  # fmt: skip
         for pattern, init in self.dense.init.items():
             dtype: TableDtype = "float64" if self.embedding.dtype == "float64" else "float32"
             InitSpec(kind=init.kind, scale=init.scale).check_range(f"dense.init {format_value(pattern)}", dtype)

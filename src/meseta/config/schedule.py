@@ -1,4 +1,4 @@
-"""The config of a learning-rate schedule."""
+"""Config of a learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ from meseta.config.section import NonNegativeInt, PositiveInt, Section, UsedBy
 
 
 class ScheduleConfig(Section):
-    """Factor on the base learning rate: linear warm-up, then constant, then decay to end_factor."""
+    """Factor on the base learning rate, with a linear warm-up, a constant phase and a decay to end_factor."""
 
     kind: Literal["constant", "polynomial", "cosine", "step", "plateau"] = "constant"
-    """After the warm-up: 'constant', 'polynomial' or 'cosine' decay between two steps, 'step': a fall by
-    `step_factor` every `step_every` steps, or 'plateau': a fall by `step_factor` where evaluations gain no more."""
+    """Schedule after the warm-up. 'polynomial' and 'cosine' decay between two steps. 'step' multiplies the factor by
+    `step_factor` every `step_every` steps, and 'plateau' whenever evaluations stop improving."""
     warmup_steps: NonNegativeInt = 0
-    """Steps over which the factor rises linearly to 1."""
+    """Number of steps over which the factor rises linearly to 1."""
     decay_start_step: NonNegativeInt = 0
-    """Step, counted from 0, at which the decay begins, but not before the end of the warm-up; plateau: evaluations
-    before it do not count."""
+    """Step, counted from 0, at which the decay starts, but not before the end of the warm-up. Kind 'plateau' ignores
+    earlier evaluations."""
     decay_steps: NonNegativeInt = 0
     """Length of the decay in steps; 0: until the end of training."""
     power: Annotated[float, UsedBy("polynomial")] = Field(default=2.0, gt=0)
     """Exponent of the decay."""
     end_factor: float = Field(default=0.0, ge=0)
-    """Factor at and after the end of the decay; under 'step' and 'plateau', the least factor."""
+    """Factor after the decay. For 'step' and 'plateau' it is the smallest factor."""
     step_factor: Annotated[float, UsedBy("step", "plateau")] = Field(default=0.1, gt=0, lt=1)
-    """What the factor is multiplied by at each fall."""
+    """Multiplier of the factor at each reduction."""
     step_every: Annotated[PositiveInt | None, UsedBy("step")] = None
-    """Steps between falls, counted from the start of the decay."""
+    """Number of steps between reductions, from the start of the decay."""
     plateau_patience: Annotated[PositiveInt, UsedBy("plateau")] = 2
-    """Evaluations in a row without gain, by the metric and min_delta of train.early_stopping, that make the factor
-    fall; counted anew after a fall."""
+    """Number of successive evaluations without improvement after which the factor is reduced. The metric and min_delta
+    of train.early_stopping define an improvement. The count restarts after a reduction."""
 
     @model_validator(mode="after")
     def _check(self) -> ScheduleConfig:
         if self.kind == "step" and self.step_every is None:
-            raise ValueError("kind 'step' needs step_every, the steps between falls of the rate; set it")
+            raise ValueError("kind 'step' needs step_every, the number of steps between reductions; set it")
         return self

@@ -1,4 +1,4 @@
-"""What every part of a config is made of."""
+"""Base class and common types of config sections."""
 
 from __future__ import annotations
 
@@ -21,49 +21,50 @@ def _reject_control_characters(value: Name) -> Name:
     return value
 
 
+# Paths are printed in messages.
 LocalPath = Annotated[Path, AfterValidator(_reject_control_characters)]
-"""Path of a file or folder."""
+"""Path of a local file or folder, without control characters."""
 Url = Annotated[str, AfterValidator(_reject_control_characters)]
-"""URL of a folder."""
+"""URL of a folder, without control characters."""
 
 Width = Annotated[int, Field(ge=1, le=2**20)]
-"""Outputs of one layer, up to a million."""
+"""Number of outputs of a layer."""
 Depth = Annotated[int, Field(ge=1, le=1024)]
-"""Layers, or parts beside each other."""
+"""Number of layers, or of parallel parts such as experts."""
+# Tensors with a row per sample then have sizes that fit into 63 bits.
 BatchSize = Annotated[int, Field(ge=1, lt=2**31)]
-"""Samples of a batch: tensors with a row for each have sizes that fit into 63 bits."""
+"""Number of samples of a batch."""
+# Each micro-batch takes time even if it has no samples.
 MicroBatchCount = Annotated[int, Field(ge=1, le=2**16)]
-"""Parts of a step, each of which takes time even if it has no sample."""
+"""Number of micro-batches of a step."""
+# Values that are only counted and compared need no smaller limit.
 PositiveInt = Annotated[int, Field(ge=1, lt=2**63)]
-"""Rows, steps and the like, which are only counted and compared."""
 NonNegativeInt = Annotated[int, Field(ge=0, lt=2**63)]
-"""0, 1, 2 and so on."""
 
 
 class UsedBy:
-    """Metadata of a key that has an effect only for some values of its section's `name`, or of its `kind`."""
+    """Annotation of a key that has an effect only for some values of its section's `name` or `kind`."""
 
     def __init__(self, *values: str) -> None:
-        """`values`: those for which it has one."""
         self.values = values
 
 
 def used_by(field: FieldInfo) -> tuple[str, ...]:
-    """Return the values of `UsedBy`; empty if the key always has an effect."""
+    """Return the values in the key's `UsedBy` annotation, or an empty tuple if it has none."""
     return next((entry.values for entry in field.metadata if isinstance(entry, UsedBy)), ())
 
 
 class Section(BaseModel):
-    """A part of the config: frozen, and an unknown key is an error."""
+    """Base class of config sections. Sections are frozen, and unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
     keys_described_by: ClassVar[type | None] = None
-    """Class whose docstrings of fields describe the keys of the same names that have none here."""
+    """Class with field docstrings for keys that have none in this section."""
 
     @field_validator("*")
     @classmethod
     def _fits_float32(cls, value: Any) -> Any:
-        """Optimizers and losses take numbers as float32."""
+        # Optimizers and losses convert numbers to float32.
         if isinstance(value, float) and abs(value) > MAX_VALUE["float32"]:
             raise ValueError(f"it must be at most {MAX_VALUE['float32']:.5g}, got {value}")
         return value
@@ -71,5 +72,5 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _empty_means_defaults(cls, value: Any) -> Any:
-        """A section whose keys are all commented out reads as null in YAML."""
+        # A YAML section whose keys are all commented out is null.
         return {} if value is None else value

@@ -1,6 +1,6 @@
-"""From raw click logs to batches: `prepare` writes a dataset directory, `Reader` streams it.
+"""Data pipeline from raw click logs to batches: `prepare` writes a dataset directory and `Reader` reads it.
 
-Names are imported when first used (PEP 562): preparing data needs no torch, only Batch and Reader do.
+Names are imported on first use (PEP 562), because only Batch and Reader need torch.
 """
 
 import importlib
@@ -27,6 +27,6 @@ __all__ = ["Batch", "Dataset", "PrepareOptions", "Reader", "ReaderOptions"]
 def __getattr__(name: str) -> object:
     if name not in _LAZY_IMPORTS:
         raise AttributeError(
-            f"module 'meseta.data' has no attribute {name!r}; it has {', '.join(sorted(_LAZY_IMPORTS))}"
+            f"module 'meseta.data' has no attribute {name!r}; available: {', '.join(sorted(_LAZY_IMPORTS))}"
         )
     return getattr(importlib.import_module(_LAZY_IMPORTS[name]), name)

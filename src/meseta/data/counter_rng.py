@@ -1,7 +1,8 @@
-"""Counter-based random numbers: element i is a function of (key, i) alone, on every machine and numpy version.
+"""Counter-based random numbers that are identical on every machine and for every numpy version.
 
-The mixer is the finaliser of SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number generators",
-OOPSLA 2014), a bijection of 64-bit words; so distinct counters never collide.
+A number is a function of a key and a counter. The mixer is the finalizer of SplitMix64 (Steele, Lea, Flood: "Fast
+splittable pseudorandom number generators", OOPSLA 2014). It is a bijection of 64-bit words, so distinct counters have
+distinct words.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ _MASK = 2**64 - 1
 
 
 def random_words(counters: NDArray[np.integer], *key: int) -> NDArray[np.uint64]:
-    """One uint64 per counter, all distinct for distinct counters; `key` is any tuple of integers."""
+    """Return one uint64 per counter. Distinct counters give distinct words. `key` is any tuple of integers."""
     base = 0
     for part in key:
         base = int(_splitmix64(np.array([(base ^ (part & _MASK)) + _GOLDEN_GAMMA & _MASK], np.uint64))[0])
@@ -22,7 +23,8 @@ def random_words(counters: NDArray[np.integer], *key: int) -> NDArray[np.uint64]
 
 
 def permutation(size: int, *key: int) -> NDArray[np.int64]:
-    """A random order of 0..size-1, int64 [size]: the counters sorted by their random words."""
+    """Return a random order of 0..size-1, int64 [size]."""
+    # The words are distinct, so there are no ties.
     return np.argsort(random_words(np.arange(size), *key))
 
 

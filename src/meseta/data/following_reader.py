@@ -1,4 +1,4 @@
-"""A folder that grows: prepared datasets appear in it, one beside the other, and are read as one stream."""
+"""Reader of a folder to which prepared datasets are added over time. It reads them as one stream."""
 
 from __future__ import annotations
 
@@ -22,22 +22,24 @@ FOLLOW_FORMAT = "meseta.follow/1"
 Value = TypeVar("Value")
 
 
-def _identity(found: Value) -> Value:
-    return found
+def _identity(value: Value) -> Value:
+    return value
 
 
 class FollowingReader:
-    """One pass over the datasets ("parts") of a folder in the order of their names, also those that come meanwhile.
+    """Reader of the datasets ("parts") of a folder in order of their names, including parts that are added later.
 
         reader = FollowingReader("data/days", ReaderOptions(batch_size=2048))   # data/days/2026-01-01, ...
-        for batch in reader.batches(idle_timeout_s=3600):    # ends when no part came for an hour
+        for batch in reader.batches(idle_timeout_s=3600):    # ends after an hour without a new part
             ...
             state = reader.get_state()               # JSON-able; on a new reader: reader.set_state(state)
 
-    A part is a folder that `meseta prepare --out FOLDER/NAME` made, which appears whole. Parts must have the same
-    features, and hash their ids with the same seed. Their dense columns, each standardised by its own means, are
-    brought to those of the first part. No batch has rows of two parts: the options hold for each part by itself, so its
-    batches are a function of its files and the options, however many ranks there are.
+    A part is a folder made by `meseta prepare --out FOLDER/NAME`, which appears as a whole. All parts must have the
+    same features and hash seeds. Dense columns of later parts are rescaled to the means and deviations of the first
+    part.
+
+    Each part is read once. A batch has rows of one part only, so it depends on the files of that part and on the
+    options, not on the number of ranks.
     """
 
     def __init__(
@@ -51,14 +53,24 @@ class FollowingReader:
         broadcast: Callable[[Any], Any] = _identity,
         poll_interval_s: float = 1.0,
     ) -> None:
-        """`broadcast` gives every rank what rank 0 passes to it, such as
-        `lambda found: world.all_gather_object(found)[0]`: ranks must see a part at the same moment. It is called
-        between parts, by the thread that asks for batches. `poll_interval_s`: seconds between looks at the folder.
-        Raises MesetaError where `folder` is no directory.
+        """Create a reader of the parts in `folder`.
+
+        Args:
+            folder: Folder to which parts are added.
+            options: Options of the reader of each part.
+            split: Split to read.
+            rank: Rank whose slices are returned.
+            num_ranks: Number of ranks.
+            broadcast: Returns rank 0's argument on all ranks, such as `lambda x: world.all_gather_object(x)[0]`.
+                Ranks must notice a part at the same time. The thread that requests batches calls it between parts.
+            poll_interval_s: Seconds between two checks for a new part.
+
+        Raises:
+            MesetaError: `folder` is not a directory.
         """
         self.folder = Path(folder)
         if not self.folder.is_dir():
-            raise MesetaError(f"follow: {str(folder)!r} is not a directory; make it, and prepare datasets inside it")
+            raise MesetaError(f"follow: {str(folder)!r} is not a directory; create it, and prepare datasets inside it")
         self.options = options
         self._split = split
         self._rank, self._num_ranks = rank, num_ranks
@@ -70,11 +82,10 @@ class FollowingReader:
         self._first_schema: dict[str, Any] | None = None
 
     def batches(self, idle_timeout_s: float | None = 0.0) -> Iterator[Batch]:
-        """Batches from the present position on. Ends when no part has come for `idle_timeout_s` seconds, None: never;
-        the next call goes on where this one ended or was left.
+        """Yield batches from the current position on. The next call continues after the last batch.
 
-        Raises MesetaError for a part that does not fit the first one, and for one that came too late: its name stands
-        before one that was begun.
+        The iterator ends when no part was added for `idle_timeout_s` seconds. `None` means never. Raises MesetaError if
+        a part does not match the first one, or if its name sorts before that of a part which was read already.
         """
         since_s = time.monotonic()
         while True:
@@ -94,7 +105,7 @@ class FollowingReader:
             since_s = time.monotonic()
 
     def get_state(self) -> dict[str, Any]:
-        """The position after the last batch handed over, as plain data for JSON; the same on every rank."""
+        """Return the position after the last batch as plain data for JSON. It is the same on all ranks."""
         return {
             "format": FOLLOW_FORMAT,
             "done": list(self._finished_parts),
@@ -104,12 +115,15 @@ class FollowingReader:
         }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Go on where `get_state` was called, to the row; parts that were read to the end may be gone.
+        """Restore the result of `get_state`. Parts that were read completely may be deleted.
 
-        Raises MesetaError for what `get_state` did not return, and where the part at hand is missing or has changed.
+        Raises MesetaError if the state is invalid, or if the current part is missing or has changed.
         """
         if state.get("format") != FOLLOW_FORMAT:
-            raise MesetaError(f"follow: state of format {state.get('format')!r}; pass what get_state returned")
+            raise MesetaError(
+                f"follow: cannot restore a state of format {state.get('format')!r}; use the result of get_state"
+            )
+        # Reading continues at the same row. Parts that were read completely are not opened again and may be deleted.
         self._finished_parts, self._first_schema = list(state["done"]), state["first"]
         self._part, self._reader = None, None
         if state["part"] is not None:
@@ -118,7 +132,7 @@ class FollowingReader:
             self._reader.set_state(state["reader"])
 
     def _open_next(self) -> bool:
-        """Open the first part that was not read; False where there is none."""
+        """Open the next part and return whether there is one."""
         names = [path.parent.name for path in self.folder.glob(f"*/{DATASET_FILE}") if path.parent.suffix != ".tmp"]
         waiting = self._broadcast(sorted(set(names) - set(self._finished_parts)))
         if not waiting:
@@ -126,8 +140,8 @@ class FollowingReader:
         last = max(self._finished_parts, default="")
         if waiting[0] < last:
             raise MesetaError(
-                f"follow: part {waiting[0]!r} of {str(self.folder)!r} came after {last!r} was read; parts are read in "
-                "the order of their names, so give it a later one"
+                f"follow: part {waiting[0]!r} of {str(self.folder)!r} was added after {last!r} was read, but parts are "
+                "read in order of their names; use a later name"
             )
         self._open(waiting[0])
         return True
@@ -137,38 +151,41 @@ class FollowingReader:
         kind = _part_schema(dataset)
         if any(feature.encoding == "vocabulary" for feature in dataset.sparse):
             raise MesetaError(
-                f"follow: part {name!r} of {str(self.folder)!r} has a vocabulary of its own, whose rows are no other "
-                "part's; prepare all parts with --hash-rows"
+                f"follow: part {name!r} of {str(self.folder)!r} has its own vocabulary, so its rows do not match those "
+                "of other parts; prepare all parts with --hash-rows"
             )
         self._first_schema = self._first_schema or kind
         for key in kind:
-            mine, theirs = self._first_schema.get(key, []), kind[key]  # former versions kept no whole numbers
+            # States of earlier versions lack whole_numbers.
+            expected, actual = self._first_schema.get(key, []), kind[key]
             if key == "dense":
-                mine, theirs = ([column[0] for column in columns] for columns in (mine, theirs))
-            if mine != theirs:
+                expected, actual = ([column[0] for column in columns] for columns in (expected, actual))
+            if expected != actual:
                 raise MesetaError(
-                    f"follow: part {name!r} of {str(self.folder)!r} differs from the first one in {key}: {theirs} "
-                    f"instead of {mine}; prepare all parts with the same options and --seed"
+                    f"follow: part {name!r} of {str(self.folder)!r} differs from the first part in {key}: {actual} "
+                    f"instead of {expected}; prepare all parts with the same options and --seed"
                 )
         self._reader = Reader(dataset, self._split, self.options, rank=self._rank, num_ranks=self._num_ranks)
         self._part = name
 
     def _rescale(self, batch: Batch, dataset: Dataset) -> Batch:
-        """Dense columns as they would be with the means and standard deviations of the first part."""
+        """Rescale the dense columns to the means and standard deviations of the first part."""
         assert self._first_schema is not None
-        own = [[feature.mean, feature.std] for feature in dataset.dense]
+        moments = [[feature.mean, feature.std] for feature in dataset.dense]
         first = [column[1:] for column in self._first_schema["dense"]]
-        if own == first:
+        if moments == first:
             return batch
-        (mean, std), (first_mean, first_std) = (torch.tensor(m, dtype=torch.float64).T for m in (own, first))
+        (mean, std), (first_mean, first_std) = (torch.tensor(m, dtype=torch.float64).T for m in (moments, first))
         dense = ((batch.dense.double() * std + mean - first_mean) / first_std).float()
         num_real = batch.batch_size - batch.num_padding
+        # Padding samples are all zeros.
         dense[num_real:] = 0.0
         return replace(batch, dense=dense)
 
 
 def _part_schema(dataset: Dataset) -> dict[str, Any]:
-    """What parts must have in common, as JSON gives it back, and the means and deviations of the dense columns."""
+    """Return the properties that all parts must share, and the means and deviations of dense columns, in the types of
+    JSON."""
     return {
         "labels": list(dataset.labels),
         "weight": dataset.weight,

@@ -1,4 +1,4 @@
-"""The layout of raw files: what each column is, as inferred or as a schema file says."""
+"""Layout of raw files: the role of each column, either inferred or defined by a schema file."""
 
 from __future__ import annotations
 
@@ -10,151 +10,155 @@ from meseta.data.dataset.dataset import LabelRule
 from meseta.data.number_format import NumberFormat
 
 MAX_BUCKETS = 1000
-"""Most buckets that quantiles may cut a column into."""
+"""Maximum number of buckets with quantiles as boundaries."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BucketRule:
-    """How a column of numbers is cut: bucket 0 for missing values, then one more than the boundaries."""
+    """Buckets of a numeric column. Bucket 0 is for missing values, and n boundaries give n + 1 further buckets."""
 
     column: str
-    """The column that is cut."""
+    """Numeric column that is bucketized."""
     boundaries: tuple[float, ...] = ()
-    """Ascending; a value is in bucket 1 + (boundaries that it reaches or exceeds)."""
+    """Boundaries in ascending order. A value is in bucket 1 + the number of boundaries that are not above it."""
     num_quantiles: int | None = None
-    """Buckets of about equal size, whose boundaries the training rows decide; None: as given."""
+    """Number of buckets of about equal size, with boundaries computed from the training rows. `None` means that
+    `boundaries` is fixed."""
 
     @property
     def num_rows(self) -> int:
-        """Rows that the feature takes in its table."""
+        """Number of table rows of the feature."""
         return len(self.boundaries) + 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class SparseColumn:
-    """One sparse feature, from a column of the raw files, from its buckets or from a cross of columns."""
+    """Sparse feature made from a raw column, from the buckets of a column, or from a cross of columns."""
 
     name: str
     multi_valued: bool = False
-    """A list per sample."""
+    """Whether each sample has a list of values."""
     weighted: bool = False
     """Whether each value has a weight."""
     weight: str | None = None
-    """Column that holds the weights; None where there are none, or where they stand beside the values."""
+    """Raw column with the weights. `None` without weights, or if weights are written next to the values."""
     separator: str | None = None
-    """CSV: what parts the values of a field, where it holds several."""
+    """Separator of the values in a CSV field. `None` if each field has one value."""
     weight_separator: str | None = None
-    """CSV: what parts a value from its weight."""
+    """Separator of a value and its weight in CSV. `None` without weights."""
     buckets: BucketRule | None = None
-    """For numbers that are cut into buckets."""
+    """Buckets, if the feature is a bucketized number."""
     cross: tuple[str, ...] = ()
-    """Columns whose values are joined to one."""
+    """Columns whose combined values are the values of a cross. Empty for other features."""
     column: str | None = None
-    """The raw column, where the feature has another name."""
+    """Raw column, if the feature has another name."""
     is_empty: bool = False
-    """Whether no sample has a value: see NO_CATEGORY."""
+    """Whether no sample has a value, as in NO_CATEGORY."""
 
     @property
     def has_row_ids(self) -> bool:
-        """Whether its values are rows of its table already, and neither hashed nor looked up."""
+        """Whether the values are table rows already, and are neither hashed nor looked up."""
         return self.is_empty or self.buckets is not None
 
     @property
     def raw_column(self) -> str:
-        """The raw column of a feature that is neither cut into buckets nor a cross."""
+        """Raw column of a feature that is neither bucketized nor a cross."""
         return self.column or self.name
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The raw columns that it is made of, apart from that of the weights."""
+        """Raw columns from which the feature is made, without the weight column."""
         if self.is_empty:
             return ()
         return (self.buckets.column,) if self.buckets else self.cross or (self.raw_column,)
 
     @property
     def made_of(self) -> tuple[str, ...]:
-        """Those columns where the feature has another name."""
+        """Raw columns from which the feature is made. Empty if the only one has the name of the feature."""
         return () if self.columns == (self.name,) else self.columns
 
 
 NO_CATEGORY = SparseColumn(name="no_category", multi_valued=True, is_empty=True)
-"""The feature of data without categories: all bags are empty, so that it adds nothing to any model, and models, plans
-and checkpoints need no case for data without tables."""
+"""Feature of data without categorical columns. All bags are empty, so it adds nothing to any model, and models, plans
+and checkpoints need no special case for data without tables."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RawLayout:
-    """Columns of the raw files: names of labels, dense and sparse features, and of what a sample has beside."""
+    """Names and roles of the columns of raw files."""
 
     labels: tuple[str, ...]
-    """Names of the labels: raw columns, except for those with a rule."""
+    """Names of the labels. A label without a rule is a raw column."""
     dense: tuple[str, ...]
+    """Names of the dense features, which are raw columns."""
     sparse: tuple[SparseColumn, ...]
+    """Sparse features."""
     label_rules: tuple[LabelRule, ...] = ()
-    """How the labels that are not columns of labels are made."""
+    """Rules of the labels that are made from other columns."""
     signed: tuple[str, ...] = ()
-    """Dense columns whose negative values count; those of others are taken for 0."""
+    """Dense columns whose negative values are kept. In other columns, negative values become 0."""
     whole_numbers: tuple[str, ...] = ()
-    """Raw columns of categories or of the group in which every spelling of a whole number is one value."""
+    """Raw columns of categories or groups in which all spellings of a whole number are one value."""
     number_format: NumberFormat | None = None
-    """How text spells numbers; `None`: as 1234.5."""
+    """Format of numbers in text. `None` means numbers such as 1234.5."""
     weight: str | None = None
-    """Weights of the samples."""
+    """Column of the sample weights."""
     group: str | None = None
-    """Group of each sample, such as a user or a request; it may be a feature too."""
+    """Column of the group of each sample, such as a user or a request. It may also be a feature."""
     time: str | None = None
-    """When it happened."""
+    """Column of the time of each sample."""
     surveyed_columns: tuple[str, ...] = ()
-    """Columns of which the numbers themselves are wanted, before anything is known of them."""
+    """Columns whose raw numbers are needed by the survey before encoding."""
     ignored: tuple[str, ...] = field(default=(), compare=False)
     """Columns that are not read."""
     other_times: tuple[str, ...] = field(default=(), compare=False)
-    """Ignored columns of times, each of which `--time` can make the one that splits go by; inferred."""
+    """Ignored columns of times, any of which `--time` can select. They are inferred."""
     reasons: Mapping[str, str] = field(default_factory=dict, compare=False)
-    """Why a column was taken for what it is, where that was inferred."""
+    """Reason for the inferred role of each column."""
     delimiter: str = field(default=",", compare=False)
-    """Of the first CSV file, for the schema that is printed."""
+    """Delimiter of the first CSV file, for the printed schema."""
     header: tuple[str, ...] = field(default=(), compare=False)
-    """Names of the columns of text that has no header, for that schema as well."""
+    """Column names of text without a header line, for the printed schema."""
     encoding: str | None = field(default=None, compare=False)
-    """Encoding of the text; `None`: its bytes are taken as they are, as former versions did."""
+    """Encoding of the text. `None` means that categories are stored as bytes without decoding, as earlier versions
+    did."""
 
     partition_keys: tuple[str, ...] = field(default=(), compare=False)
-    """Columns that folders such as `date=2026-01-31` make."""
+    """Columns from partition folders such as `date=2026-01-31`."""
 
     @property
     def labels_without_rule(self) -> list[str]:
-        """The labels that are raw columns of labels."""
+        """Labels that are raw columns."""
         return [name for name in self.labels if self.label_rule(name) is None]
 
     @property
     def raw_label_columns(self) -> list[str]:
-        """The raw columns that labels are made from, once."""
+        """Distinct raw columns from which labels are made."""
         rules = {name: self.label_rule(name) for name in self.labels}
         return list(dict.fromkeys(name if rule is None else rule.column for name, rule in rules.items()))
 
     @property
     def columns(self) -> list[str]:
-        """Every raw column that is read, once."""
+        """Distinct raw columns that are read."""
         samples = [name for name in (*self.raw_label_columns, self.weight, self.group, self.time) if name is not None]
         return list(dict.fromkeys([*samples, *self.feature_columns, *self.surveyed_columns]))
 
     @property
     def numeric_columns(self) -> list[str]:
-        """The raw columns that are read as numbers."""
+        """Distinct raw columns that are read as numbers."""
         buckets = [column.buckets.column for column in self.sparse if column.buckets]
         weight = [] if self.weight is None else [self.weight]
         return list(dict.fromkeys([*self.raw_label_columns, *weight, *self.dense, *buckets, *self.surveyed_columns]))
 
     @property
     def text_columns(self) -> list[str]:
-        """The raw columns that are read as text, some of them as numbers too."""
+        """Raw columns that are read as text. Some of them are read as numbers too."""
         parts = [name for column in self.encoded_features for name in column.columns if self.get_buckets(name) is None]
         return [name for name in (self.group, self.time, *parts) if name is not None]
 
     @property
     def encoded_features(self) -> list[SparseColumn]:
-        """The sparse features whose values are hashed or looked up."""
+        """Sparse features whose values are hashed or looked up in a vocabulary."""
         return [column for column in self.sparse if not column.has_row_ids]
 
     @property
@@ -164,43 +168,43 @@ class RawLayout:
 
     @property
     def feature_columns(self) -> list[str]:
-        """The raw columns that features are made of, once, with those of the weights of ids."""
+        """Distinct raw columns from which features are made, and the columns of id weights."""
         sparse = [name for column in self.sparse for name in column.columns]
         weights = [column.weight for column in self.sparse if column.weight is not None]
         return list(dict.fromkeys([*self.dense, *sparse, *weights]))
 
     @property
     def label_columns(self) -> tuple[str, ...]:
-        """Columns of the labels in the dataset."""
+        """Label columns of the dataset. A single label is named "label"."""
         return ("label",) if len(self.labels) == 1 else self.labels
 
     @property
     def group_column(self) -> str | None:
-        """Column of the group in the dataset, beside a feature of the same name."""
+        """Group column of the dataset. It has the suffix ".group" if a feature has the same name."""
         return f"{self.group}.group" if self.group in self.feature_names else self.group
 
     @property
     def sample_columns(self) -> list[str]:
-        """Columns of the dataset that are no features."""
+        """Columns of the dataset that are not features."""
         return [name for name in (*self.label_columns, self.weight, self.group_column, self.time) if name is not None]
 
     def label_rule(self, name: str) -> LabelRule | None:
-        """Return how a label is made; None if it is a raw column of labels."""
+        """Return the rule of a label, or `None` if the label is a raw column."""
         return next((rule for rule in self.label_rules if rule.name == name), None)
 
     def get_buckets(self, column: str) -> BucketRule | None:
-        """How a raw column is cut, if it is."""
+        """Return the buckets of a raw column, or `None` if it is not bucketized."""
         return self._buckets.get(column)
 
     def is_signed(self, dense: str) -> bool:
-        """Whether negative values of a dense column count."""
+        """Whether negative values of a dense column are kept."""
         return dense in self._signed
 
     def has_whole_numbers(self, column: str) -> bool:
-        """Whether every spelling of a whole number in a raw column is one value."""
+        """Whether all spellings of a whole number in a raw column are one value."""
         return column in self._whole_numbers
 
-    # Asked once for each of thousands of columns.
+    # Cached, because the lookups run once for each of thousands of columns.
     @cached_property
     def _buckets(self) -> dict[str, BucketRule]:
         return {s.buckets.column: s.buckets for s in reversed(self.sparse) if s.buckets}
@@ -214,7 +218,7 @@ class RawLayout:
         return frozenset(self.signed)
 
     def with_boundaries(self, boundaries: Mapping[str, tuple[float, ...]]) -> RawLayout:
-        """The same with the boundaries of each column's quantiles."""
+        """Return a copy with the boundaries of the columns that are divided by quantiles."""
         sparse = tuple(
             replace(
                 column, buckets=BucketRule(column=column.buckets.column, boundaries=boundaries[column.buckets.column])

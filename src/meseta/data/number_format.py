@@ -1,4 +1,4 @@
-"""How text spells numbers: decimal comma, thousands separators, currency signs."""
+"""Formats of numbers in text: decimal comma, thousands separators, currency signs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MAX_NUMBER_LENGTH = 100
 _MIN_PARSED_SHARE = 0.95
 _MIN_CANDIDATE_SHARE = 0.8
 _NUM_FIRST_VALUES, _MAX_HINT_VALUES = 20, 500
-"""Distinct values that are looked at before and while formats of numbers are tried."""
+"""Number of distinct values that are checked before the formats are tried, and at most while they are tried."""
 _DECIMAL_SIGNS = (".", ",")
 _THOUSANDS_SEPARATORS = ("", ".", ",", "'", "\u2019", " ", "\u00a0", "\u202f")
 _NUMBER_CHARACTERS = {*_DECIMAL_SIGNS, *_THOUSANDS_SEPARATORS, *"+-eE"}
@@ -24,42 +24,44 @@ _NUMBER_CHARACTERS = {*_DECIMAL_SIGNS, *_THOUSANDS_SEPARATORS, *"+-eE"}
 
 @dataclass(frozen=True, kw_only=True)
 class NumberFormat:
-    """The signs with which text spells numbers, where it is not as in 1234.5."""
+    """Characters with which text spells numbers, if they differ from those in 1234.5."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
     decimal: str = "."
-    """Before the fraction."""
+    """Decimal sign, before the fraction."""
     thousands: str = ""
-    """Between groups of digits, of which the last has three; empty: none."""
+    """Separator of groups of digits. The last group has three digits. Empty means none."""
     strip: str = ""
-    """Characters around a number that are left out, such as currency signs; spaces always are."""
+    """Characters around a number that are ignored, such as currency signs. Spaces are always ignored."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError for signs that leave the value of a number open."""
+        """Raise ValueError if the value of a number would be ambiguous."""
         for key in ("decimal", "thousands"):
             sign = getattr(self, key)
             if len(sign) > 1 or (key == "decimal" and not sign) or sign.isalnum() or sign in tuple('+-"\r\n\x1f'):
-                raise ValueError(f"{key!r}: {sign!r} must be one character, no letter, digit, sign, quote or line end")
+                raise ValueError(
+                    f"{key!r}: {sign!r} must be one character other than a letter, digit, sign, quote or line end"
+                )
         if self.decimal in _SPACES:
-            raise ValueError(f"'decimal': {self.decimal!r} must not be a space; give a comma or a point")
+            raise ValueError(f"'decimal': {self.decimal!r} must not be a space; use a comma or a point")
         if self.decimal == self.thousands:
-            raise ValueError(f"'thousands': {self.thousands!r} is the decimal sign too; give another 'decimal'")
+            raise ValueError(f"'thousands': {self.thousands!r} is also the decimal sign; use another 'decimal'")
         for sign in self.strip:
             if sign.isdigit() or sign in (*'+-"\r\n\x1f', self.decimal, self.thousands):
-                raise ValueError(f"'strip': {self.strip!r} has {sign!r}, which is a part of numbers; leave it out")
+                raise ValueError(f"'strip': {self.strip!r} has {sign!r}, which can be part of a number; remove it")
 
     @property
     def schema_lines(self) -> list[str]:
-        """Lines of a schema file that ask for this format."""
+        """Lines of a schema file that define this format."""
         usual = asdict(NumberFormat())
         return [
             f"{key}: {json.dumps(sign, ensure_ascii=False)}" for key, sign in asdict(self).items() if sign != usual[key]
         ]
 
     def is_number(self, text: str) -> bool:
-        """Whether a text is a number in this format."""
-        # Python's re needs quadratic time for many spaces.
+        """Whether `text` is a number in this format."""
+        # The time of Python's re is quadratic in the number of spaces.
         return len(text) <= _MAX_NUMBER_LENGTH and self._compiled.fullmatch(text) is not None
 
     @cached_property
@@ -68,10 +70,10 @@ class NumberFormat:
 
     @cached_property
     def pattern(self) -> str:
-        """Of a whole text, for Python and RE2, with groups: sign, integer part, fraction, fraction alone, exponent.
-
-        Signs are alternatives, not classes, so that those of several bytes are matched in bytes too.
-        """
+        """Regular expression for a whole text, valid in Python and RE2. Its groups are sign, integer part, fraction,
+        fraction alone and exponent."""
+        # Match the characters of `strip` as alternatives, not as a class, so that multi-byte characters also match in
+        # bytes.
         around = f"(?:{'|'.join(map(re.escape, (*_SPACES, *dict.fromkeys(self.strip))))})*"
         separator, decimal = re.escape(self.thousands), re.escape(self.decimal)
         groups = rf"\d{{1,3}}(?:{separator}\d{{2,3}})*{separator}\d{{3}}|" if self.thousands else ""
@@ -82,7 +84,7 @@ class NumberFormat:
 def format_hint(values: Sequence[str]) -> str | None:
     """Return the keys of a schema file with which almost all of these texts are numbers, or `None`.
 
-    `values` are not missing. `None` also if no key makes more of them numbers.
+    `values` are not missing. `None` also means that no format makes more of them numbers than the default.
     """
     distinct = list(dict.fromkeys(values))
     chosen = distinct[:: -(-len(distinct) // _MAX_HINT_VALUES)]
@@ -111,6 +113,6 @@ def _is_strippable(sign: str) -> bool:
 
 
 def _looks_numeric(value: str) -> bool:
-    """Whether it has digits, and besides them nothing but signs that numbers have."""
+    """Whether `value` consists of digits and of characters that occur in numbers."""
     rest = [sign for sign in value if not sign.isdigit()]
     return len(rest) < len(value) and all(sign in _NUMBER_CHARACTERS or _is_strippable(sign) for sign in rest)

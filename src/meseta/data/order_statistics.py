@@ -1,4 +1,4 @@
-"""Exact order statistics of more numbers than memory holds."""
+"""Exact order statistics of sequences that are larger than memory."""
 
 from __future__ import annotations
 
@@ -8,26 +8,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 Chunks = Callable[[], Iterator[NDArray[np.float64]]]
-"""Gives all numbers anew at each call, some at a time."""
+"""Returns an iterator over all numbers, in chunks. It is called once per pass."""
 
 _DIGIT_BITS = (13, 13, 13, 13, 12)
-"""Bits of a key that a pass over the numbers decides, the highest first: 64 KiB of counters for each rank."""
+"""Number of bits of the sort key that each pass determines, the highest bits first. The counters of 13 bits take 64 KiB
+per rank."""
 _SIGN_BIT = np.uint64(1 << 63)
 
 
 def order_statistics(chunks: Chunks, ranks: Sequence[int]) -> list[float]:
-    """The numbers at the given places (from 0) of the sorted sequence without NaN, in five passes.
+    """Return the numbers at positions `ranks` (from 0) of the sorted sequence without NaN, in five passes.
 
-    Every place must be less than the count of the numbers.
+    Each rank must be less than the number of numbers.
     """
     prefixes = np.zeros(len(ranks), np.uint64)
+    # A radix selection: each pass determines further bits of all results.
     left = np.array(ranks, np.int64)
     shift = 64
     for width in _DIGIT_BITS:
         shift -= width
-        known = np.unique(prefixes)
-        counts = _count_digits(chunks, known, shift, width)
-        rows = np.cumsum(counts, axis=1)[np.searchsorted(known, prefixes)]
+        distinct_prefixes = np.unique(prefixes)
+        counts = _count_digits(chunks, distinct_prefixes, shift, width)
+        rows = np.cumsum(counts, axis=1)[np.searchsorted(distinct_prefixes, prefixes)]
         digits = np.array([np.searchsorted(row, place, side="right") for row, place in zip(rows, left, strict=True)])
         below = np.where(digits > 0, rows[np.arange(len(left)), digits - 1], 0)
         left, prefixes = left - below, prefixes << np.uint64(width) | digits.astype(np.uint64)
@@ -35,16 +37,16 @@ def order_statistics(chunks: Chunks, ranks: Sequence[int]) -> list[float]:
 
 
 def count_numbers(chunks: Chunks) -> int:
-    """How many there are without NaN."""
+    """Return how many numbers are not NaN."""
     return sum(int(np.count_nonzero(~np.isnan(chunk))) for chunk in chunks())
 
 
 def _count_digits(chunks: Chunks, known: NDArray[np.uint64], shift: int, width: int) -> NDArray[np.int64]:
-    """For each of the `known` prefixes, how many numbers that begin with it go on with each digit."""
+    """Count the next digits [prefixes, digits] of the sort keys that start with each of the prefixes `known`."""
     counts = np.zeros((known.size, 1 << width), np.int64)
     for chunk in chunks():
         keys = _to_sort_keys(chunk[~np.isnan(chunk)])
-        # All bits at once cannot be shifted out.
+        # NumPy cannot shift a uint64 by 64 bits.
         prefixes = keys >> np.uint64(shift) >> np.uint64(width)
         places = np.minimum(np.searchsorted(known, prefixes), known.size - 1)
         ours = known[places] == prefixes
@@ -54,7 +56,7 @@ def _count_digits(chunks: Chunks, known: NDArray[np.uint64], shift: int, width: 
 
 
 def _to_sort_keys(values: NDArray[np.float64]) -> NDArray[np.uint64]:
-    """Words that sort as the numbers do; both zeros have one."""
+    """Return uint64 keys with the same order as the numbers. Both zeros have the same key."""
     bits = (values + 0.0).view(np.uint64)
     return np.where(bits & _SIGN_BIT, ~bits, bits | _SIGN_BIT)
 

@@ -1,4 +1,4 @@
-"""Where a reader stands."""
+"""Position of a reader in the data."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 
 class Position(NamedTuple):
-    """Where a reader stands: before this row, in the order of this epoch."""
+    """Position of a reader: the next row in the order of an epoch."""
 
     epoch: int
-    """From 0."""
+    """Number of the epoch, from 0."""
     row: int
-    """From 0; 0 where the epoch begins."""
+    """Number of the row in the epoch, from 0."""

@@ -1,4 +1,4 @@
-"""Memory of Arrow strings, for the compiled core."""
+"""Buffers of Arrow strings, for the compiled core."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from meseta.spec import MesetaError
 
 
 def string_buffers(strings: pa.Array) -> tuple[NDArray[np.uint8], NDArray[np.int32] | NDArray[np.int64]]:
-    """Return the bytes and the n + 1 offsets of n strings, without a copy if none is null; a null is an empty string.
+    """Return (bytes, n + 1 offsets) of n strings. Nulls become empty strings. Without nulls nothing is copied.
 
-    Raises MesetaError for an array that is neither string nor binary, nor one of their large forms.
+    Raises MesetaError if the array is not a string or binary array, or one of their large forms.
     """
     kind = strings.type
     if pa.types.is_string(kind) or pa.types.is_binary(kind):

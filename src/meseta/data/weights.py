@@ -1,4 +1,4 @@
-"""The weights that a sample may have."""
+"""Valid weights of samples."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 MIN_WEIGHT, MAX_WEIGHT = 1e-9, 1e9
-"""A weight of a sample is 0 or between these, so that no sum or product of weights overflows or vanishes."""
+"""Range of nonzero sample weights. No sum or product of weights overflows or vanishes within it."""
 WEIGHT_RULE = f"0, or {MIN_WEIGHT:g} to {MAX_WEIGHT:g}"
 
 
 def is_weight(weights: NDArray[Any]) -> NDArray[np.bool_]:
-    """Whether each weight [n] is 0 or within the limits, as its own type rounds them; NaN (missing) is not."""
+    """Whether each weight [n] is 0 or in the valid range. NaN (missing) is not."""
+    # The limits are rounded to the type of the weights, so the float32 value of 1e-9 is valid.
     return (weights == 0) | ((weights >= MIN_WEIGHT) & (weights <= MAX_WEIGHT))

@@ -1,4 +1,4 @@
-"""Work on blocks by several threads, whose results come in the order of the blocks."""
+"""Parallel jobs with results in order."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Result = TypeVar("Result")
 
 
 def run_in_order(pool: ThreadPoolExecutor, jobs: Iterator[Callable[[], Result]], num_ahead: int) -> Iterator[Result]:
-    """Results of `jobs` in their order, at most `num_ahead` of them begun and not yet taken."""
+    """Run `jobs` in `pool` and yield their results in order. At most `num_ahead` jobs run ahead of the consumer."""
     running: deque[Future[Result]] = deque()
     for job in jobs:
         running.append(pool.submit(job))

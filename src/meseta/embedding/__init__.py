@@ -1,4 +1,4 @@
-"""Embedding tables in one process, or sharded over the ranks of a plan."""
+"""Collections of embedding tables, in one process or sharded over ranks."""
 
 from meseta.embedding.collection import EmbeddingBagCollection
 from meseta.embedding.sharded import ShardedEmbeddingBagCollection

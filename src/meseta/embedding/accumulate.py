@@ -1,4 +1,4 @@
-"""Gradients of several backward passes, put together as if one batch had come back."""
+"""Accumulated gradients of several backward passes, arranged as those of one batch."""
 
 from __future__ import annotations
 
@@ -18,26 +18,23 @@ from meseta.ops.row_update import Bags
 
 @dataclass(frozen=True)
 class GradientSegment:
-    """Ids of a micro-batch and the upstream gradients that their rows receive.
+    """Ids of a micro-batch and the gradients of their bags or rows."""
 
-    What is kept is the gradient of each bag beside its ids, not one of each row: the rows of a bag share it, and their
-    contributions can still be added in the order that a whole batch has.
-    """
+    # Gradients are kept per bag and not per row. The rows of a bag share its gradient, and can still be added in the
+    # order of the whole batch.
 
     ids: OwnedIds
-    """By route (in one process: by feature), each ordered by (rank, sample, position)."""
+    """Ids by route, or by feature in one process, each ordered by (rank, sample, position)."""
     batch_size_per_rank: tuple[int, ...]
-    """Samples from each rank."""
     counts: tuple[tuple[int, ...], ...]
-    """counts[r][k]: ids from rank r for route k."""
+    """Number of ids by rank and route."""
     gradients: tuple[Tensor, ...]
-    """[B, columns] of one matrix or more of bags, and [ids, D] of each route of `unpooled`."""
+    """Gradients of bags as one or more matrices [B, columns], then one matrix [ids, D] per unpooled route."""
     unpooled_routes: tuple[int, ...]
-    """Routes whose gradients are per id."""
 
 
 def local_segment(ids: KeyedJaggedTensor, gradients: Sequence[Tensor], unpooled: Sequence[int]) -> GradientSegment:
-    """Of the samples of one rank, by feature."""
+    """Return the segment of one rank's samples, by feature."""
     sizes = tuple(b - a for a, b in pairwise(ids.key_offsets))
     bags = Bags(ids.values, ids.offsets, ids.batch_size, ids.weights)
     return GradientSegment(
@@ -50,15 +47,13 @@ def local_segment(ids: KeyedJaggedTensor, gradients: Sequence[Tensor], unpooled:
 
 
 def merge_micro_batches(segments: Sequence[GradientSegment]) -> GradientSegment:
-    """One segment, its samples ordered by (rank, micro-batch, sample).
-
-    A rank's micro-batches are consecutive parts of its slice, so this is the order of the whole batch.
-    """
+    """Merge micro-batches into one segment with samples ordered by (rank, micro-batch, sample)."""
+    # This is the order of the whole batch, because the micro-batches of a rank are consecutive parts of its slice.
     if len(segments) == 1:
         return segments[0]
     ranks, routes = range(len(segments[0].batch_size_per_rank)), range(len(segments[0].ids.sizes))
-    # Pieces lie by (micro-batch, route, rank).
-    at = [
+    # Segments of ids are ordered by (micro-batch, route, rank). The new order is (route, rank, micro-batch).
+    order = [
         (i * len(routes) + route) * len(ranks) + rank
         for route in routes
         for rank in ranks
@@ -66,16 +61,20 @@ def merge_micro_batches(segments: Sequence[GradientSegment]) -> GradientSegment:
     ]
     num_ids = [s.counts[rank][route] for s in segments for route in routes for rank in ranks]
     num_bags = [s.batch_size_per_rank[rank] for s in segments for _ in routes for rank in ranks]
-    ids = permute_segments(torch.cat([s.ids.bags.ids for s in segments]), num_ids, at)
-    lengths = permute_segments(torch.cat([s.ids.lengths for s in segments]), num_bags, at)
-    given = [s.ids.bags.weights for s in segments]
+    ids = permute_segments(torch.cat([s.ids.bags.ids for s in segments]), num_ids, order)
+    lengths = permute_segments(torch.cat([s.ids.lengths for s in segments]), num_bags, order)
+    weights_per_segment = [s.ids.bags.weights for s in segments]
     weights = (
-        permute_segments(torch.cat([w for w in given if w is not None]), num_ids, at) if given[0] is not None else None
+        permute_segments(torch.cat([w for w in weights_per_segment if w is not None]), num_ids, order)
+        if weights_per_segment[0] is not None
+        else None
     )
     num_bag_matrices = len(segments[0].gradients) - len(segments[0].unpooled_routes)
     sizes_of: list[list[tuple[int, ...]]] = [[s.batch_size_per_rank for s in segments]] * num_bag_matrices
     sizes_of += [[tuple(n[route] for n in s.counts) for s in segments] for route in segments[0].unpooled_routes]
-    gradients = [_interleave_by_rank([s.gradients[m] for s in segments], own) for m, own in enumerate(sizes_of)]
+    gradients = [
+        _interleave_by_rank([s.gradients[m] for s in segments], part_sizes) for m, part_sizes in enumerate(sizes_of)
+    ]
     bags = Bags(ids, lengths_to_offsets(lengths), sum(sum(s.batch_size_per_rank) for s in segments), weights)
     sizes = tuple(sum(s.ids.sizes[route] for s in segments) for route in routes)
     return GradientSegment(
@@ -88,36 +87,42 @@ def merge_micro_batches(segments: Sequence[GradientSegment]) -> GradientSegment:
 
 
 def merge_groups(segments: Sequence[GradientSegment]) -> tuple[OwnedIds, tuple[Tensor, ...]]:
-    """Ids and gradients of groups of features with batch sizes of their own, as those of one batch: routes and matrices
-    one group after the other, where the smaller ones have empty bags at the end."""
+    """Merge feature groups with different batch sizes into one batch, and return its ids and gradients.
+
+    Routes and matrices of the groups follow each other. Smaller groups are padded with empty bags at the end.
+    """
     if len(segments) == 1:
         return segments[0].ids, segments[0].gradients
     num_samples = max(s.ids.bags.num_samples for s in segments)
     lengths, gradients, weights = [], [], []
     is_weighted = any(s.ids.bags.weights is not None for s in segments)
     for s in segments:
-        own = s.ids.bags
-        missing = num_samples - own.num_samples
-        lengths.append(pad(s.ids.lengths.view(len(s.ids.sizes), own.num_samples), (0, missing)).view(-1))
+        segment_bags = s.ids.bags
+        missing = num_samples - segment_bags.num_samples
+        lengths.append(pad(s.ids.lengths.view(len(s.ids.sizes), segment_bags.num_samples), (0, missing)).view(-1))
         num_bag_matrices = len(s.gradients) - len(s.unpooled_routes)
         gradients += [pad(matrix, (0, 0, 0, missing)) for matrix in s.gradients[:num_bag_matrices]]
         gradients += s.gradients[num_bag_matrices:]
         if is_weighted:
-            weights.append(s.gradients[0].new_ones(own.ids.numel()) if own.weights is None else own.weights)
+            weights.append(
+                s.gradients[0].new_ones(segment_bags.ids.numel())
+                if segment_bags.weights is None
+                else segment_bags.weights
+            )
     dtype = max((s.ids.bags.ids.dtype for s in segments), key=lambda dtype: dtype.itemsize)
     ids = torch.cat([s.ids.bags.ids.to(dtype) for s in segments])
-    whole = torch.cat([own.to(dtype) for own in lengths])
+    whole = torch.cat([segment_lengths.to(dtype) for segment_lengths in lengths])
     bags = Bags(ids, lengths_to_offsets(whole), num_samples, torch.cat(weights) if is_weighted else None)
     sizes = tuple(size for s in segments for size in s.ids.sizes)
     return OwnedIds(bags=bags, lengths=whole, sizes=sizes), tuple(gradients)
 
 
 def merge_backward_passes(passes: Sequence[Sequence[GradientSegment]]) -> tuple[OwnedIds, tuple[Tensor, ...]]:
-    """Ids and gradients of all backward passes, each of which has a segment for every group of features."""
-    return merge_groups([merge_micro_batches(of_group) for of_group in zip(*passes, strict=True)])
+    """Merge backward passes, each with one segment per feature group. Returns the ids and gradients of one batch."""
+    return merge_groups([merge_micro_batches(group_segments) for group_segments in zip(*passes, strict=True)])
 
 
 def _interleave_by_rank(matrices: Sequence[Tensor], sizes: Sequence[Sequence[int]]) -> Tensor:
-    """Rows of several matrices that lie by rank, as one matrix by (rank, matrix)."""
-    parts = [matrix.split(list(of_ranks)) for matrix, of_ranks in zip(matrices, sizes, strict=True)]
-    return torch.cat([part for of_rank in zip(*parts, strict=True) for part in of_rank])
+    """Merge matrices with rows ordered by rank into one with rows ordered by (rank, matrix)."""
+    parts = [matrix.split(list(sizes_per_rank)) for matrix, sizes_per_rank in zip(matrices, sizes, strict=True)]
+    return torch.cat([part for rank_parts in zip(*parts, strict=True) for part in rank_parts])

@@ -1,4 +1,4 @@
-"""A batch under way: all that belongs to it, from its ids to the update of their rows."""
+"""State of a batch in flight, from its ids to the update of their rows."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from meseta.storage import Lease
 
 BatchStage = Literal["started", "exchanged", "looked up", "finished", "used", "dropped"]
 StageTimer = Callable[[StageName], AbstractContextManager[None]]
-"""Called with the name of a stage of a step, and entered while it lasts."""
+"""Function that returns a context manager, which is entered during the named stage of a step."""
 Clip = Callable[[Sequence[Tensor]], float]
-"""Takes the gradients [U, D] of all rows of a step, and returns what they are to be multiplied by."""
+"""Function that returns the factor of all row gradients of a step, given the gradients [U, D] of each table."""
 NEXT_STAGE_HINTS: dict[BatchStage, str] = {
     "started": "exchange it next",
     "exchanged": "finish it next",
@@ -30,51 +30,50 @@ NEXT_STAGE_HINTS: dict[BatchStage, str] = {
     "used": "start another of the same ids",
     "dropped": "its error was raised: start another",
 }
-"""The way on from each stage."""
+"""Remedy in error messages, by the current stage."""
 
 
 def null_timer(stage: StageName) -> AbstractContextManager[None]:
-    """Nobody times it."""
+    """Return a context manager that measures nothing."""
     return nullcontext()
 
 
 def no_op() -> None:
-    """Nothing is waited for."""
+    """Do nothing."""
 
 
 class OutOfRangeIds:
-    """Ids outside their table, counted over batches (after the policies drop, clamp and hash)."""
+    """Counter of out-of-range ids, which id policies drop, clamp or hash."""
 
     def __init__(self) -> None:
         self.counts: Int[Tensor, " F"] | None = None
-        """Per feature; None before any batch."""
+        """Number of ids per feature, or `None` before the first batch."""
 
     def add(self, counts: Int[Tensor, " F"]) -> None:
-        """Those of one batch."""
         self.counts = counts if self.counts is None else self.counts + counts
 
 
 UNEVEN_POLICIES = ("error", "join", "drop")
-"""What may come of a loop whose ranks run out of batches unevenly: it ends with an error, goes on without the samples
-of those that have none, or ends for all."""
+"""Policies for a loop in which some ranks have batches left. `error` ends the loop with an error. `join` continues
+without samples of exhausted ranks. `drop` ends the loop on all ranks."""
 
 
 @dataclass(frozen=True)
 class ExhaustedInput:
-    """Stands for the ids of a rank that has no batch left: it takes part without samples, and tells so with its
-    counts."""
+    """Placeholder for the ids of a rank without batches, which takes part in exchanges without samples."""
+
+    # The header of the counts informs the other ranks.
 
     num_batches: int
-    """Those that it has had."""
+    """Number of batches that the rank has processed."""
     policy: str
 
     def to_header(self, device: torch.device) -> Int[Tensor, " 3"]:
-        """[feature, sample, id] of its header."""
+        """Return the fields (feature, sample, id) of the `CountsHeader`."""
         return torch.tensor([EXHAUSTED, UNEVEN_POLICIES.index(self.policy), self.num_batches], device=device)
 
     @staticmethod
     def from_headers(headers: Sequence[CountsHeader]) -> dict[int, ExhaustedInput]:
-        """By rank: those that have none left."""
         return {
             rank: ExhaustedInput(header.id, UNEVEN_POLICIES[header.sample])
             for rank, header in enumerate(headers)
@@ -87,96 +86,97 @@ GroupStateT = TypeVar("GroupStateT")
 
 @dataclass(eq=False, kw_only=True)
 class BatchContext(Generic[GroupStateT]):
-    """One batch on its way through a collection, made by `start` and carried on by the other stages:
+    """Batch in flight through a collection, created by `start_input_dist`.
 
-        start        exchange     look_up       finish            backward
-        ids -------> counts ----> rows -------> rows, pooled ---> gradients, update
-          "started"    "exchanged"  "looked up"   "finished"        "used"
-
-    Several may be open at once; every rank takes the stages of all its batches in the same order. One whose ids are
-    refused, on any rank, is dropped.
+    Several batches may be in flight if all ranks run the stages of all batches in the same order. A batch with invalid
+    ids on any rank is dropped.
     """
 
+    # start_input_dist   input_dist     lookup         output_dist       backward
+    # counts ----------> ids ---------> rows --------> embeddings -----> gradients, update
+    #          "started"    "exchanged"   "looked up"     "finished"       "used"
+
     index: int = 0
-    """Batches that its collection has started before."""
+    """Number of batches that the collection started before this one."""
     lr_factor: float | None = None
-    """What every table's learning rate is multiplied by in its update; None: the collection's when that begins."""
+    """Factor of the learning rates of all tables. `None` means that of the collection at the update."""
     step: int | None = None
-    """Steps trained before it; None until `look_up` asks the collection."""
+    """Number of steps before this batch. `None` means that of the collection at the lookup."""
     local_totals: BatchTotals | None = None
-    """Of the samples of this rank in the global batch, of which it may be a micro-batch; None: of its own, each of
-    weight 1."""
+    """Totals of this rank's samples in the global batch. `None` means the samples of this batch, with weight 1."""
     slice_offset: int = 0
-    """Of its first sample among these."""
+    """Index of the first sample of this micro-batch within the rank's slice."""
     global_totals: BatchTotals | None = None
-    """Of the global batch; None until it is exchanged."""
+    """Totals of the global batch. `None` before `input_dist`."""
     exhausted_ranks: Mapping[int, ExhaustedInput] = field(default_factory=dict)
-    """By rank: those that have no batch left; of all ranks once it is exchanged."""
+    """Ranks without batches, by rank. All of them are known after `input_dist`."""
     accumulates_gradients: bool | None = None
-    """Whether its gradients are kept for the last part of the same global batch; None: whether its backward pass runs
-    in `accumulate_gradients`."""
+    """Whether gradients are kept for the last micro-batch. `None` means whether the backward pass runs in
+    `accumulate_gradients`."""
     overlaps_gradient_dist: bool = False
-    """Whether its gradients travel while the rest of the backward pass is computed, and its rows move at its end."""
+    """Whether gradients are sent during the rest of the backward pass. Rows are then updated at its end."""
     output_dist_callback: Callable[[], object] = no_op
-    """Called by `finish` while its rows and bags are on their way."""
+    """Function that `output_dist` calls while embeddings are in flight."""
     pre_update_hook: Callable[[], object] = no_op
-    """Called on several ranks when all gradients are there, before the first row moves; none does where it raises."""
+    """Function that is called on several ranks between the arrival of all gradients and the update. If it raises an
+    error, no row is updated."""
     clip: Clip | None = None
-    """Called in one process before the first row moves; None: gradients are taken as they are."""
+    """Gradient clipping in one process. `None` means no clipping."""
     found_inf: Float[Tensor, ""] | None = None
-    """On the device of the rows, float32: no row moves where it is not 0, and the host need not know. None: all
-    move."""
+    """Device scalar (float32). If nonzero, kernels skip the row update without a host sync. `None` means always
+    update."""
     stage_timer: StageTimer = null_timer
-    """Told of 'output_dist', 'gradient_dist' and 'table_update'."""
+    """Timer of the stages 'output_dist', 'gradient_dist' and 'table_update'."""
     out_of_range_ids: OutOfRangeIds = field(default_factory=OutOfRangeIds)
-    """Counts its ids outside their table when it is finished."""
+    """Counter to which `output_dist` adds the out-of-range ids of this batch."""
     num_out_of_range: Int[Tensor, " F"] | None = None
-    """The same of this batch alone; None where its ids were refused."""
+    """Number of out-of-range ids of this batch per feature. `None` if its ids were rejected."""
     lease: Lease | None = None
-    """Rows that are lent from its lookup to the end of its backward pass."""
+    """Rows acquired from the lookup to the end of the backward pass."""
     embeddings: Sequence[Tensor] | None = None
-    """Of each group, pooled [B_local, sum of D] and the rows of each unpooled feature, once they are here; where they
-    are before `look_up`, of an earlier lookup of the same ids, it takes these."""
+    """Embeddings of each group: pooled [B_local, sum of D], then one tensor of rows per unpooled feature. If they are
+    set before `lookup`, from an earlier lookup of the same ids, they are used instead of a new lookup."""
     group_states: tuple[GroupStateT, ...] = ()
-    """What each group of features has on the way; let go with the backward pass."""
+    """State of each feature group. Released in the backward pass."""
     batch_slice: BatchSlice | None = None
-    """Where its samples lie in the global batch; None until it is looked up."""
+    """Slice of this rank in the global batch. `None` before the lookup."""
     stage: BatchStage = "started"
 
     @property
     def batch_tag(self) -> int:
-        """What ranks compare to see that they are at the same batch: its number from 1, and its step where it brought
-        one, in 15 bits each."""
+        """Tag that ranks compare to detect different batches. It combines the batch number, counted from 1, with the
+        step if that was passed. Both have 15 bits."""
         return 1 + self.index % (MAX_TAGS - 1) + (0 if self.step is None else (1 + self.step) % MAX_TAGS) * MAX_TAGS
 
     @property
     def batch_size_per_rank(self) -> tuple[int, ...]:
-        """Samples of each rank, once it is looked up."""
+        """Number of samples of each rank. Empty before the lookup."""
         return () if self.batch_slice is None else self.batch_slice.batch_size_per_rank
 
     def enter_stage(self, stage: BatchStage, *, after: BatchStage) -> None:
-        """Go on from stage `after`; raises MesetaError, alike on all ranks that are at one place, for another one."""
+        """Enter `stage`. Raises MesetaError if the batch is not in stage `after`, on all ranks that are in the same
+        stage."""
         if self.stage != after:
             raise MesetaError(
-                f"a batch under way is {self.stage} and cannot be {stage}, which comes once and after {after}; "
+                f"a batch in stage '{self.stage}' cannot enter stage '{stage}', which follows stage '{after}'; "
                 f"{NEXT_STAGE_HINTS[self.stage]}"
             )
         self.stage = stage
 
     def pop_embeddings(self) -> Sequence[Tensor]:
-        """Its answers, which it holds no longer."""
+        """Return the embeddings and drop the reference to them."""
         assert self.embeddings is not None
         answers, self.embeddings = self.embeddings, None
         return answers
 
     def pop_group_states(self) -> tuple[GroupStateT, ...]:
-        """Its parts, which it holds no longer."""
+        """Return the group states and drop the reference to them."""
         parts, self.group_states = self.group_states, ()
         return parts
 
     @contextmanager
     def drop_on_error(self) -> Iterator[None]:
-        """Whatever raises inside drops the batch."""
+        """Context manager that drops the batch if an error is raised."""
         try:
             yield
         except BaseException:
@@ -184,11 +184,9 @@ class BatchContext(Generic[GroupStateT]):
             raise
 
     def drop(self) -> None:
-        """Let go of all that it has."""
         self.stage, self.group_states, self.embeddings = "dropped", (), None
         self.release()
 
     def release(self) -> None:
-        """End the lease of rows, if there is one."""
         if self.lease is not None:
             self.lease.release()

@@ -1,4 +1,4 @@
-"""EmbeddingBagCollection: all tables in one process."""
+"""Embedding collection in one process."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from meseta.storage import TableStorage, make_storages
 
 
 class LocalLookup:
-    """The features of one group, all of whose tables are whole and here."""
+    """Lookup of one feature group whose tables are completely in this process."""
 
     def __init__(self, group: FeatureGroup, weights: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-        """`weights` holds the rows of each table."""
+        """Create the lookup, given the rows of each table."""
         self.group = group
         self._dtype = dtype
         pooled = group.pooled_features
@@ -47,7 +47,7 @@ class LocalLookup:
         self._unpooled_tables = [weights[f.table] for f in group.unpooled_features]
 
     def __call__(self, ids: KeyedJaggedTensor) -> list[Tensor]:
-        """[pooled [B, sum of D], rows of each unpooled feature ...]."""
+        """Return pooled embeddings [B, sum of D], then the rows of each unpooled feature."""
         if self.group.pooled_features:
             bags = ids.select(self.group.pooled_names)
             pooled = lookup_group(self._pooled_tables, bags.values, bags.offsets, bags.weights)
@@ -59,22 +59,24 @@ class LocalLookup:
         return [pooled, *row_lookup(self._unpooled_tables, single.values, single.key_offsets)]
 
     def segment(self, ids: KeyedJaggedTensor, gradients: Sequence[Tensor], step: int) -> GradientSegment:
-        """Ids and what their rows receive in a step, for the gradients of what a lookup returned."""
-        of_bags, *of_rows = gradients
+        """Return the segment of a batch, given its ids and the gradients of its embeddings."""
+        bag_gradient, *row_gradients = gradients
         return local_segment(
-            ids, (self.group.to_sum_gradient(of_bags, ids.lengths), *of_rows), self.group.unpooled_indices
+            ids, (self.group.to_sum_gradient(bag_gradient, ids.lengths), *row_gradients), self.group.unpooled_indices
         )
 
     def weight_gradient(self, ids: KeyedJaggedTensor, pooled: Tensor) -> Tensor | None:
-        """[nnz] in the order of `ids`, by the rows as they were looked up; None where nobody asks for it."""
+        """Return the gradient [nnz] of the weights of ids, or `None` if they need none. Uses the looked-up rows."""
         if ids.weights is None or not ids.weights.requires_grad:
             return None
         bags = ids.select(self.group.pooled_names)
         tables = self._pooled_tables
-        own = weight_gradient(tables.tables, bags.values, bags.offsets, pooled, tables.weighted, tables.mean)
+        bag_weight_gradients = weight_gradient(
+            tables.tables, bags.values, bags.offsets, pooled, tables.weighted, tables.mean
+        )
         whole = torch.zeros_like(ids.weights)
         sizes = [b - a for a, b in pairwise(bags.key_offsets)]
-        for f, part in zip(self.group.pooled_names, own.split(sizes), strict=True):
+        for f, part in zip(self.group.pooled_names, bag_weight_gradients.split(sizes), strict=True):
             start = ids.key_offsets[ids.keys.index(f)]
             whole[start : start + part.numel()] = part
         return whole
@@ -82,15 +84,15 @@ class LocalLookup:
 
 @dataclass(frozen=True)
 class EmulatedRounding:
-    """What one process rounds as several ranks do."""
+    """Rounding that emulates a run on several ranks."""
 
     comm: Communication
     replicated_tables: frozenset[str]
-    """Tables that every rank holds whole, whose rows do not travel."""
+    """Tables that are replicated on all ranks, so that their rows are not encoded."""
 
 
 class RoundedLookup(LocalLookup):
-    """The same, rounded where several ranks round what they send, so that they can be held against it."""
+    """Lookup that rounds data as several ranks do in exchanges, as a reference for them."""
 
     def __init__(
         self,
@@ -101,7 +103,8 @@ class RoundedLookup(LocalLookup):
         seed: int,
     ) -> None:
         super().__init__(group, weights, dtype)
-        self._pooled_tables = replace(self._pooled_tables, mean=(False,) * len(group.pooled_features))  # sums travel
+        # Ranks send sums and divide them later.
+        self._pooled_tables = replace(self._pooled_tables, mean=(False,) * len(group.pooled_features))
         self._comm, self._seed = rounds.comm, seed
         self._is_sent = [
             f.table not in rounds.replicated_tables for f in (*group.pooled_features, *group.unpooled_features)
@@ -110,39 +113,39 @@ class RoundedLookup(LocalLookup):
     def __call__(self, ids: KeyedJaggedTensor) -> list[Tensor]:
         pooled, *rows = super().__call__(ids)
         wire = MessageFormat(self._dtype, pooled.device, self._comm.codec("forward"))
-        of_features = pooled.split(self.group.pooled_dims, dim=1)
-        bags, single = self._is_sent[: len(of_features)], self._is_sent[len(of_features) :]
+        exact_by_feature = pooled.split(self.group.pooled_dims, dim=1)
+        bags, single = self._is_sent[: len(exact_by_feature)], self._is_sent[len(exact_by_feature) :]
         sent = wire.round_trip(pooled, self.group.pooled_dims).split(self.group.pooled_dims, dim=1)
-        each_bag = zip(sent, of_features, bags, strict=True)
-        sums = torch.cat([pooled[:, :0], *(one if travels else exact for one, exact, travels in each_bag)], dim=1)
+        each_bag = zip(sent, exact_by_feature, bags, strict=True)
+        sums = torch.cat([pooled[:, :0], *(values if is_sent else exact for values, exact, is_sent in each_bag)], dim=1)
         lengths = ids.lengths.view(len(self.group.features), -1)
         each = zip(rows, single, strict=True)
-        rounded = [wire.round_trip(one, (one.shape[1],)) if travels else one for one, travels in each]
+        rounded = [wire.round_trip(values, (values.shape[1],)) if is_sent else values for values, is_sent in each]
         return [self.group.divide_means(sums, lengths), *rounded]
 
     def segment(self, ids: KeyedJaggedTensor, gradients: Sequence[Tensor], step: int) -> GradientSegment:
-        of_bags, *of_rows = gradients
+        bag_gradient, *row_gradients = gradients
         half = HalfRange(gradient_exponent(ids.batch_size))
-        wire = MessageFormat(self._dtype, of_bags.device, self._comm.codec("backward"), half_range=half)
+        wire = MessageFormat(self._dtype, bag_gradient.device, self._comm.codec("backward"), half_range=half)
         names = tuple(feature.name for feature in self.group.features)
         draw = GradientRounding(self._seed, step, names, 0, ids.lengths) if wire.codec.scale_bytes else None
         features = [f for f in range(len(names)) if f not in self.group.unpooled_indices]
         rounding = None if draw is None else draw.bag_rounding([(f, 0) for f in features])
-        sums = self.group.to_sum_gradient(of_bags, ids.lengths)
+        sums = self.group.to_sum_gradient(bag_gradient, ids.lengths)
         rounded = [wire.round_trip(sums, self.group.pooled_dims, rounding)]
-        for f, gradient in zip(self.group.unpooled_indices, of_rows, strict=True):
+        for f, gradient in zip(self.group.unpooled_indices, row_gradients, strict=True):
             rounding = None if draw is None else draw.row_rounding(f, 0, draw.row_positions(f))
             rounded.append(wire.round_trip(gradient, (gradient.shape[1],), rounding))
         return local_segment(ids, rounded, self.group.unpooled_indices)
 
 
 def _unsharded_plan(table: TableSpec, pieces: Sequence[Shard] = ()) -> TablePlan:
-    """A table in one piece on rank 0, in the tier of its pieces. Raises MesetaError where they have several."""
+    """Return a plan of one shard on rank 0 with the tier of `pieces`. Raises MesetaError if their tiers differ."""
     tiers = sorted({piece.tier for piece in pieces}) or [HBM]
     if len(tiers) > 1:
         raise MesetaError(
-            f"plan: table {table.name!r} has rows in tiers {', '.join(tiers)}, and lies in one piece in one process; "
-            "name one tier for all of it"
+            f"plan: table {table.name!r} must have one tier in one process, got {', '.join(tiers)}; use one tier for "
+            "all of its rows"
         )
     cache_rows = [piece.cache_rows for piece in pieces if piece.cache_rows is not None]
     whole = Shard(
@@ -157,15 +160,15 @@ def _unsharded_plan(table: TableSpec, pieces: Sequence[Shard] = ()) -> TablePlan
 
 
 class EmbeddingBagCollection(BaseEmbeddingCollection[CheckedIds]):
-    """Embedding tables whose rows learn inside `loss.backward()`, one optimizer step per touched row.
+    """Embedding tables whose rows are updated inside `loss.backward()`, once per touched row.
 
         tables = [TableSpec(name="item", num_embeddings=1000, embedding_dim=16)]
         features = [FeatureSpec(name="clicked", table="item"), FeatureSpec(name="shown", table="item", pooling="mean")]
         embeddings = EmbeddingBagCollection(tables, features)
         out = embeddings(kjt)          # out.pooled.values [B, 32], out["shown"] [B, 16]
 
-    Memory is taken at the first use, so a collection larger than this machine can be built and then sharded with
-    `meseta.shard`. Raises MesetaError for specs that do not fit together and for ids outside their table.
+    Memory is allocated at the first use. A collection that is larger than this machine can therefore be created and
+    then sharded with `meseta.shard`. Raises MesetaError for inconsistent specs and for invalid ids.
     """
 
     def __init__(
@@ -185,28 +188,30 @@ class EmbeddingBagCollection(BaseEmbeddingCollection[CheckedIds]):
 
     @cached_property
     def shards(self) -> tuple[TableStorage, ...]:
-        """One whole shard per table, in the order of the tables."""
+        """Storage of each table, in the order of the tables. Allocated at the first access."""
         pieces = [(table, self.plan[table.name].shards[0]) for table in self.tables]
         return make_storages(pieces, seed=self.seed, device=self.device, options=self.storage)
 
     def apply_plan(self, plan: Plan, storage: StorageOptions | None = None) -> None:
-        """Put the rows into the tiers of a plan, before they are used; the pieces of a table are one here.
+        """Move the rows to the tiers of a plan. All shards of a table become one.
 
-        Raises MesetaError where the plan does not fit the tables, or `storage` has no room for it.
+        Call before the first use of the rows. Raises MesetaError if the rows are in use, the plan does not fit the
+        tables, or `storage` does not allow it.
         """
         plan.check(self.tables)
         storage = storage or StorageOptions()
         plan.check_storage(storage)
+        # One process has all rows, so each table becomes one shard.
         whole = Plan(
             num_ranks=1, tables=tuple(_unsharded_plan(table, plan[table.name].shards) for table in self.tables)
         )
         if whole != self.plan and "shards" in self.__dict__:
-            raise MesetaError("meseta.shard: the rows of these tables are in use; place them before the first batch")
+            raise MesetaError("meseta.shard: the rows of these tables are in use; call it before the first batch")
         self._set_plan(whole, storage)
 
     @property
     def local_share(self) -> float:
-        """B_local / B_global of the batch in hand."""
+        """Share of this rank in the samples of the active batch."""
         return 1.0
 
     def _start_input_dist(
@@ -220,12 +225,12 @@ class EmbeddingBagCollection(BaseEmbeddingCollection[CheckedIds]):
         flight.num_out_of_range = self.count_out_of_range(flight.group_states)
 
     def input_dist(self, flight: BatchContext[CheckedIds]) -> BatchContext[CheckedIds]:
-        """Nothing travels in one process; refused ids raise here."""
+        """Raise MesetaError for invalid ids. One process has no exchange."""
         flight.enter_stage("exchanged", after="started")
         with flight.drop_on_error():
-            for group, own in zip(self.groups, flight.group_states, strict=True):
-                if own.first_error is not NO_ERROR:
-                    feature, sample, row = own.first_error.tolist()
+            for group, group_ids in zip(self.groups, flight.group_states, strict=True):
+                if group_ids.first_error is not NO_ERROR:
+                    feature, sample, row = group_ids.first_error.tolist()
                     if feature >= 0:
                         raise group.out_of_range_error(feature, sample, row)
             batch_size = flight.group_states[0].kjt.batch_size
@@ -233,7 +238,6 @@ class EmbeddingBagCollection(BaseEmbeddingCollection[CheckedIds]):
         return flight
 
     def lookup(self, flight: BatchContext[CheckedIds]) -> BatchContext[CheckedIds]:
-        """Borrow the rows, and look up."""
         flight.enter_stage("looked up", after="exchanged")
         assert flight.global_totals is not None
         sizes = (flight.group_states[0].kjt.batch_size,)
@@ -251,38 +255,40 @@ class EmbeddingBagCollection(BaseEmbeddingCollection[CheckedIds]):
         self._acquire_rows(flight)
 
     def _acquire_rows(self, flight: BatchContext[CheckedIds]) -> None:
-        """Borrow rows where ids become the places of their rows, unless that was done before."""
+        """Acquire offloaded rows and replace ids by slots, unless this was done before."""
         if flight.lease is not None:
             return
         looked_up = []
-        for group, own in zip(self.groups, flight.group_states, strict=True):
-            ids = own.kjt.values.split([b - a for a, b in pairwise(own.kjt.key_offsets)])
+        for group, group_ids in zip(self.groups, flight.group_states, strict=True):
+            ids = group_ids.kjt.values.split([b - a for a, b in pairwise(group_ids.kjt.key_offsets)])
             looked_up += [(self._shard_index[f.table], rows) for f, rows in zip(group.features, ids, strict=True)]
-        places = iter(self._acquire_lease(flight, looked_up))
+        slots = iter(self._acquire_lease(flight, looked_up))
         parts = []
-        for group, own in zip(self.groups, flight.group_states, strict=True):
-            values = torch.cat([next(places) for _ in group.features])
-            parts.append(replace(own, kjt=own.kjt.with_values(values)))
+        for group, group_ids in zip(self.groups, flight.group_states, strict=True):
+            values = torch.cat([next(slots) for _ in group.features])
+            parts.append(replace(group_ids, kjt=group_ids.kjt.with_values(values)))
         flight.group_states = tuple(parts)
 
     @cached_property
     def _shard_index(self) -> dict[str, int]:
-        """Index of each table's."""
         return {shard.spec.name: index for index, shard in enumerate(self.shards)}
 
     def _assemble_embeddings(self, flight: BatchContext[CheckedIds]) -> Sequence[Tensor]:
         each = zip(self._lookups, flight.group_states, strict=True)
-        return [tensor for lookup, own in each for tensor in lookup(own.kjt)]
+        return [tensor for lookup, group_ids in each for tensor in lookup(group_ids.kjt)]
 
     def _output_dist(self, flight: BatchContext[CheckedIds]) -> Embeddings:
-        ids = [own.kjt for own in flight.group_states]
+        ids = [group_ids.kjt for group_ids in flight.group_states]
         answers, update = flight.pop_embeddings(), partial(self._run_backward, flight)
-        found = OptimizerInBackward.apply(self._anchor, answers, update, *(own.weights for own in ids))
-        return self._make_embeddings(flight, ids, found)
+        outputs = OptimizerInBackward.apply(self._anchor, answers, update, *(group_ids.weights for group_ids in ids))
+        return self._make_embeddings(flight, ids, outputs)
 
     def emulate_rounding(self, comm: Communication, at_home: Iterable[str] = ()) -> None:
-        """Round in training what several ranks under `comm` round before they send it: bags and rows, but of the tables
-        `at_home`, and the gradients of all. What ranks add up, as those of replicas, is not rounded so."""
+        """Round data in training as several ranks with `comm` do before sending it.
+
+        This applies to embeddings except of the replicated tables `at_home`, and to all gradients. Sums over ranks,
+        such as those of replicas, are not rounded.
+        """
         comm.check_dtype(self.tables[0].dtype)
         self._rounding, self._acquired_rows = EmulatedRounding(comm, frozenset(at_home)), None
 
@@ -292,45 +298,49 @@ class EmbeddingBagCollection(BaseEmbeddingCollection[CheckedIds]):
         return RoundedLookup(group, weights, self.dtype, self._rounding, self.seed)
 
     def _bind_rows(self, rows: Sequence[TableRows]) -> None:
-        weights = {shard.spec.name: lent.weight for shard, lent in zip(self.shards, rows, strict=True)}
+        weights = {shard.spec.name: shard_rows.weight for shard, shard_rows in zip(self.shards, rows, strict=True)}
         self._lookups = tuple(self._make_lookup(group, weights) for group in self.groups)
         """One per group."""
         self._fused_shards = group_shards(self.shards, rows, self._gradient_layout)
 
     @cached_property
     def _gradient_layout(self) -> list[FeatureGradient]:
-        """Of each group, gradients of pooled features come side by side in a matrix, others one by one."""
-        places, position, matrix = {}, 0, 0
+        # The gradients of the pooled features of a group form one matrix. Each unpooled feature has its own matrix.
+        layout, position, matrix = {}, 0, 0
         for group in self.groups:
             pooled, column = matrix, 0
-            for at, feature, width in zip(group.feature_indices, group.features, group.dims, strict=True):
+            for feature_index, feature, width in zip(group.feature_indices, group.features, group.dims, strict=True):
                 shard = self._shard_index[feature.table]
                 if feature.pooling == "none":
                     matrix += 1
-                    places[at] = FeatureGradient(position, shard, matrix, per_id=True)
+                    layout[feature_index] = FeatureGradient(position, shard, matrix, per_id=True)
                 else:
-                    places[at] = FeatureGradient(position, shard, pooled, column, weighted=feature.weighted)
+                    layout[feature_index] = FeatureGradient(position, shard, pooled, column, weighted=feature.weighted)
                     column += width
                 position += 1
             matrix += 1
-        return [places[at] for at in sorted(places)]
+        return [layout[feature_index] for feature_index in sorted(layout)]
 
     def _start_gradient_dist(
         self, flight: BatchContext[CheckedIds], *gradients: Tensor
     ) -> tuple[list[Tensor | None], Callable[[], None]]:
-        ids = [own.kjt for own in flight.pop_group_states()]
-        given = list(zip(self._lookups, ids, self.split_by_group(gradients), strict=True))
-        of_weights = [lookup.weight_gradient(own, pooled) for lookup, own, (pooled, *_) in given]
+        ids = [group_ids.kjt for group_ids in flight.pop_group_states()]
+        lookups = list(zip(self._lookups, ids, self.split_by_group(gradients), strict=True))
+        weight_gradients = [lookup.weight_gradient(group_ids, pooled) for lookup, group_ids, (pooled, *_) in lookups]
         assert flight.batch_slice is not None
         step = flight.batch_slice.step
-        segments = [lookup.segment(own, moved, step) for lookup, own, moved in given]
+        segments = [
+            lookup.segment(group_ids, output_gradients, step) for lookup, group_ids, output_gradients in lookups
+        ]
         self._accumulated_segments.append(lambda: segments)
-        return of_weights, (lambda: None) if self._accumulates_gradients(flight) else partial(self._update, flight)
+        return weight_gradients, (lambda: None) if self._accumulates_gradients(flight) else partial(
+            self._update, flight
+        )
 
     def _update(self, flight: BatchContext[CheckedIds]) -> None:
-        """Add up what each row gets, and step its optimizer."""
+        """Update the rows with the gradients of all micro-batches."""
         with flight.stage_timer("table_update"):
-            whole, moved = merge_backward_passes([kept() for kept in self._accumulated_segments])
+            whole, moved = merge_backward_passes([get_segments() for get_segments in self._accumulated_segments])
             self._discard_row_gradients()
             if flight.clip is not None:
                 self._update_clipped(flight, flight.clip, whole, moved)
@@ -342,13 +352,18 @@ class EmbeddingBagCollection(BaseEmbeddingCollection[CheckedIds]):
     def _update_clipped(
         self, flight: BatchContext[CheckedIds], clip: Clip, whole: OwnedIds, moved: Sequence[Tensor]
     ) -> None:
-        """The same by gradients that are added up first, since `clip` takes their norm over all rows."""
+        """Update the rows with clipped gradients. They are summed first, because `clip` needs the norm over all
+        rows."""
         assert flight.lease is not None
-        places = [at for at in self._gradient_layout if self.shards[at.table].spec.optimizer.name != "frozen"]
+        places = [place for place in self._gradient_layout if self.shards[place.table].spec.optimizer.name != "frozen"]
         sums = sum_gradients(self.shards, flight.lease.rows, places, whole, moved)
-        is_refused = flight.found_inf is not None and bool(flight.found_inf.item())  # no row moves, as is told later
-        factor = 1.0 if is_refused else clip([own.gradient for own in sums.values()])
+        # With a nonzero flag no row is updated. The deferred check of the loss reports the error.
+        is_refused = flight.found_inf is not None and bool(flight.found_inf.item())
+        factor = 1.0 if is_refused else clip([row_gradient.gradient for row_gradient in sums.values()])
         used, rows = [self.shards[i] for i in sums], [flight.lease.rows[i] for i in sums]
         hypers = [Hyper(self.lr(flight, s.spec), self.step + 1, s.spec.embedding_dim) for s in used]
-        scaled = [own if factor == 1.0 else replace(own, gradient=own.gradient * factor) for own in sums.values()]
+        scaled = [
+            row_gradient if factor == 1.0 else replace(row_gradient, gradient=row_gradient.gradient * factor)
+            for row_gradient in sums.values()
+        ]
         update_rows(used, rows, scaled, hypers, found_inf=flight.found_inf)

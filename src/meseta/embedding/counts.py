@@ -1,4 +1,4 @@
-"""The exchange of counts: how many ids each rank asks for on each route, before the ids themselves travel."""
+"""Exchange of the number of ids per route. It precedes the exchange of ids, because receivers allocate buffers."""
 
 from __future__ import annotations
 
@@ -22,36 +22,38 @@ from meseta.spec.transfer import BATCH_SIZE_RADIX, NUM_BATCH_FIELDS, NUM_HEADER_
 
 @dataclass(frozen=True)
 class ExchangedCounts:
-    """What all ranks have told of their ids."""
+    """Id counts of all ranks."""
 
     headers: Sequence[CountsHeader]
-    """By rank."""
     ids_per_route: RouteCounts
     rows_per_route: RouteCounts
-    """The same as `ids_on`, but where each row is asked for once."""
+    """Number of requested rows. It differs from `ids_per_route` if each distinct row is requested once."""
     range_counts: list[list[int]]
-    """Ids of this rank by feature and row range."""
+    """Number of ids of this rank, by feature and row range."""
     sent_counts: Sequence[Sequence[int]]
-    """By rank: ids of each of the slots that go there at first."""
+    """Number of ids in each bucket that is sent to a rank in the first hop, by rank."""
     received_counts: Mapping[int, Sequence[int]]
-    """By rank that this one meets first: ids of what comes from it."""
+    """Number of ids in each received bucket or route, by the sending rank of the first hop."""
 
 
 class CountsExchange:
-    """What a rank knows lies in one tensor, and what goes to each rank that it meets first is one gather of it:
+    """Exchange of id counts of one feature group.
 
-        known   [mark and batch size, | ids of each | feature, sample, id of | ids of each row range of | rows of
-                 the rank's totals      feature       the first refused id     the features that are cut  `row_buckets`
-                 0 ... 3                4 ... F + 3   F + 4 ... F + 6          F + 7 ...                  ...]
-
-        to r    [CountsHeader: 0 ... 3, F + 4 ... F + 6 | ids of each slot that is sent to r | their rows]
-
-    With two levels these are twins, who hand on to each rank of their host what concerns it, see
+    With a hierarchical exchange, the first hop is between cross-host peers. They forward counts inside their hosts, see
     `HierarchicalExchange`.
     """
 
+    # All local counts are in one tensor. One gather selects the data for all ranks of the first hop:
+    #
+    #     index     0 ... 3               4 ... F + 3   F + 4 ... F + 6       F + 7 ...            ...
+    #     value     batch tag and size,   ids of each   feature, sample, id   ids of each row      rows of each
+    #               totals of this rank   feature       of the first error    range of row-sharded entry in
+    #                                                                         features             `row_buckets`
+    #
+    #     to r      [CountsHeader: 0 ... 3, F + 4 ... F + 6 | ids of each bucket for r | rows of these buckets]
+
     def __init__(self, routing: Routing, world: World, tables: Sequence[str], num_features: int) -> None:
-        """`tables` are those whose rows travel."""
+        """Create the exchange. `tables` are the names of the tables in error messages."""
         self._routing, self._world, self._tables = routing, world, tables
         self._bucket_positions = {(f, 0): NUM_BATCH_FIELDS + f for f in range(num_features)}
         ranges = [(f, n) for f in routing.row_sharded_features for n in range(len(routing.range_bounds[f]) - 1)]
@@ -62,11 +64,11 @@ class CountsExchange:
         }
         header = (*range(NUM_BATCH_FIELDS), *range(NUM_BATCH_FIELDS + num_features, NUM_HEADER_FIELDS + num_features))
         self.hierarchical = HierarchicalExchange(routing, world, tables) if routing.is_hierarchical else None
-        """None: all goes straight to the owners."""
+        """Forwarding inside the host, or `None` if the exchange is flat."""
         self.first_hop_ranks = range(world.size) if self.hierarchical is None else self.hierarchical.cross_host_peers
-        """The ranks that ids go to first."""
+        """Ranks with which ids are exchanged in the first hop."""
         self.send_layout = routing.send_layout(world.rank)
-        """By rank: which ids go there."""
+        """Buckets that are sent to each rank in the first hop."""
         counts_at = [
             [
                 *header,
@@ -80,28 +82,26 @@ class CountsExchange:
 
     def pack_local_counts(
         self,
-        mark: int,
+        batch_tag: int,
         totals: BatchTotals,
         ids: KeyedJaggedTensor,
         first_error: Int[Tensor, " 3"],
-        cut: Buckets | None,
+        buckets: Buckets | None,
         distinct: DistinctRows | None,
     ) -> Int[Tensor, " n"]:
-        """What this rank knows of a batch, on its device; `totals` are of all its samples in the global batch. No host
-        sync."""
+        """Return the local counts of a batch on the device, without a host sync. `totals` are those of this rank."""
         leading = (
-            mark * BATCH_SIZE_RADIX + ids.batch_size,
+            batch_tag * BATCH_SIZE_RADIX + ids.batch_size,
             totals.num_samples,
             totals.num_padding,
             float_bits(totals.weight),
         )
         counts = [*leading, *(b - a for a, b in pairwise(ids.key_offsets))]
         parts = [copy_to_device(counts, torch.int64, self._world.device), first_error]
-        parts += [] if cut is None else [cut.totals]
+        parts += [] if buckets is None else [buckets.totals]
         return torch.cat(parts if distinct is None else [*parts, distinct.counts])
 
     def start(self, known: Int[Tensor, " n"]) -> PendingCollective:
-        """Begin to tell it."""
         send, receive = [0] * self._world.size, [0] * self._world.size
         for rank, size in zip(self.first_hop_ranks, self._num_sent, strict=True):
             send[rank], receive[rank] = size, self._num_received
@@ -110,72 +110,89 @@ class CountsExchange:
 
     @property
     def _num_received(self) -> int:
-        """Numbers that each rank that this one meets first tells."""
         if self.hierarchical is not None:
             return self.hierarchical.num_peer_counts
         return NUM_HEADER_FIELDS + len(self._routing.routes_by_owner[self._world.rank])
 
-    def wait(self, known: Int[Tensor, " n"], pending: PendingCollective) -> ExchangedCounts:
-        """Wait for what all ranks tell; the one host sync of a step, behind which the loss of the one
-        before is read."""
-        received, relay = pending.wait(), self.hierarchical
-        parts = [known, received] + ([] if relay is None else [relay.forward_counts_within_host(received).wait()])
-        numbers = torch.cat(parts).tolist()  # The host sync.
-        stop = known.numel() + received.numel()
-        mine, first, last = numbers[: known.numel()], numbers[known.numel() : stop], numbers[stop:]
-        asked = self._counts_by_owner(lambda slot: mine[self._bucket_positions[slot]])
-        sent = [[mine[self._bucket_positions[slot]] for slot in slots] for slots in self.send_layout]
+    def wait(self, local_counts: Int[Tensor, " n"], pending: PendingCollective) -> ExchangedCounts:
+        """Wait for the counts of all ranks. This is the only host sync of a step."""
+        received, hierarchical = pending.wait(), self.hierarchical
+        parts = [local_counts, received] + (
+            [] if hierarchical is None else [hierarchical.forward_counts_within_host(received).wait()]
+        )
+        # The host sync. The loss of the previous step is read after it.
+        numbers = torch.cat(parts).tolist()
+        stop = local_counts.numel() + received.numel()
+        local_values, first, last = (
+            numbers[: local_counts.numel()],
+            numbers[local_counts.numel() : stop],
+            numbers[stop:],
+        )
+        requested = self._counts_by_owner(lambda slot: local_values[self._bucket_positions[slot]])
+        sent = [[local_values[self._bucket_positions[slot]] for slot in slots] for slots in self.send_layout]
         range_counts = [
-            [mine[self._bucket_positions[f, n]] for n in range(len(cuts) - 1)]
+            [local_values[self._bucket_positions[f, n]] for n in range(len(cuts) - 1)]
             for f, cuts in enumerate(self._routing.range_bounds)
         ]
-        if relay is None:
-            told = dict(enumerate(_split_evenly(first, self._num_received)))
-            answered = {rank: tuple(of_rank[NUM_HEADER_FIELDS:]) for rank, of_rank in told.items()}
-            counts = RouteCounts(asked, answered, {self._world.rank: asked})
-            return ExchangedCounts(_parse_headers(told), counts, counts, range_counts, sent, answered)
-        told = dict(zip(relay.arrival_order, _split_evenly(last, relay.num_rank_counts[self._world.rank]), strict=True))
-        of_twins = dict(zip(relay.cross_host_peers, _split_evenly(first, relay.num_peer_counts), strict=True))
-        ids_on, rows_on = self._hierarchical_counts(relay, mine, told, of_twins)
-        came = {twin: relay.bucket_counts(by_owner) for twin, by_owner in ids_on.forwarded.items()}
-        return ExchangedCounts(_parse_headers(told), ids_on, rows_on, range_counts, sent, came)
+        if hierarchical is None:
+            values_by_rank = dict(enumerate(_split_evenly(first, self._num_received)))
+            served = {rank: tuple(rank_values[NUM_HEADER_FIELDS:]) for rank, rank_values in values_by_rank.items()}
+            counts = RouteCounts(requested, served, {self._world.rank: requested})
+            return ExchangedCounts(_parse_headers(values_by_rank), counts, counts, range_counts, sent, served)
+        values_by_rank = dict(
+            zip(
+                hierarchical.arrival_order,
+                _split_evenly(last, hierarchical.num_rank_counts[self._world.rank]),
+                strict=True,
+            )
+        )
+        values_by_peer = dict(
+            zip(hierarchical.cross_host_peers, _split_evenly(first, hierarchical.num_peer_counts), strict=True)
+        )
+        ids_on, rows_on = self._hierarchical_counts(hierarchical, local_values, values_by_rank, values_by_peer)
+        received_counts = {peer: hierarchical.bucket_counts(by_owner) for peer, by_owner in ids_on.forwarded.items()}
+        return ExchangedCounts(_parse_headers(values_by_rank), ids_on, rows_on, range_counts, sent, received_counts)
 
     def _hierarchical_counts(
         self,
-        relay: HierarchicalExchange,
-        mine: Sequence[int],
-        told: Mapping[int, Sequence[int]],
-        of_twins: Mapping[int, Sequence[int]],
+        hierarchical: HierarchicalExchange,
+        local_values: Sequence[int],
+        values_by_rank: Mapping[int, Sequence[int]],
+        values_by_peer: Mapping[int, Sequence[int]],
     ) -> tuple[RouteCounts, RouteCounts]:
-        """Ids and rows, of what this rank knows, what all tell of its routes, and twins of those of its host."""
+        """Return the number of ids and of rows per route, given local values, those of all ranks and those of peers."""
         ids, rows = dict[int, dict[int, tuple[int, ...]]](), dict[int, dict[int, tuple[int, ...]]]()
-        stop = NUM_HEADER_FIELDS + len(relay.host_buckets)
-        for twin, of_twin in of_twins.items():
-            ids_of = dict(zip(relay.host_buckets, of_twin[NUM_HEADER_FIELDS:stop], strict=True))
-            rows_of = ids_of | dict(zip(relay.select_row_buckets(relay.host_buckets), of_twin[stop:], strict=True))
-            ids[twin] = self._counts_by_owner(ids_of.__getitem__, relay.host_ranks)
-            rows[twin] = self._counts_by_owner(rows_of.__getitem__, relay.host_ranks)
+        stop = NUM_HEADER_FIELDS + len(hierarchical.host_buckets)
+        for peer, peer_values in values_by_peer.items():
+            ids_of = dict(zip(hierarchical.host_buckets, peer_values[NUM_HEADER_FIELDS:stop], strict=True))
+            rows_of = ids_of | dict(
+                zip(hierarchical.select_row_buckets(hierarchical.host_buckets), peer_values[stop:], strict=True)
+            )
+            ids[peer] = self._counts_by_owner(ids_of.__getitem__, hierarchical.host_ranks)
+            rows[peer] = self._counts_by_owner(rows_of.__getitem__, hierarchical.host_ranks)
         rank = self._world.rank
         pooled, stop = (
             self._routing.host_reduced[rank].stop,
             NUM_HEADER_FIELDS + len(self._routing.routes_by_owner[rank]),
         )
-        answered = {asker: tuple(of_rank[NUM_HEADER_FIELDS:stop]) for asker, of_rank in told.items()}
-        rows_answered = {asker: (*answered[asker][:pooled], *of_rank[stop:]) for asker, of_rank in told.items()}
-        asked = self._counts_by_owner(lambda slot: mine[self._bucket_positions[slot]])
-        rows_asked = self._counts_by_owner(lambda slot: mine[self._row_bucket_positions[slot]])
-        return RouteCounts(asked, answered, ids), RouteCounts(rows_asked, rows_answered, rows)
+        served = {asker: tuple(rank_values[NUM_HEADER_FIELDS:stop]) for asker, rank_values in values_by_rank.items()}
+        rows_answered = {
+            asker: (*served[asker][:pooled], *rank_values[stop:]) for asker, rank_values in values_by_rank.items()
+        }
+        requested = self._counts_by_owner(lambda slot: local_values[self._bucket_positions[slot]])
+        rows_asked = self._counts_by_owner(lambda slot: local_values[self._row_bucket_positions[slot]])
+        return RouteCounts(requested, served, ids), RouteCounts(rows_asked, rows_answered, rows)
 
     def _counts_by_owner(
         self, count: Callable[[BucketKey], int], owners: Sequence[int] | None = None
     ) -> dict[int, tuple[int, ...]]:
-        """By owner: the count of each of its routes."""
+        """Return the counts of all routes of each owner."""
         ranks = range(self._world.size) if owners is None else owners
         return {owner: tuple(count(route.bucket) for route in self._routing.routes_by_owner[owner]) for owner in ranks}
 
 
-def _parse_headers(told: Mapping[int, Sequence[int]]) -> list[CountsHeader]:
-    return [CountsHeader(*told[rank][:NUM_HEADER_FIELDS]) for rank in range(len(told))]
+def _parse_headers(values_by_rank: Mapping[int, Sequence[int]]) -> list[CountsHeader]:
+    return [CountsHeader(*values_by_rank[rank][:NUM_HEADER_FIELDS]) for rank in range(len(values_by_rank))]
 
 
 def _split_evenly(numbers: Sequence[int], size: int) -> list[Sequence[int]]:

@@ -1,4 +1,4 @@
-"""The way back: gradients to the owners of rows, statistics between column shards."""
+"""Exchange of gradients with the owners of rows, and of row statistics between column shards."""
 
 from __future__ import annotations
 
@@ -24,23 +24,21 @@ from meseta.storage import TableStorage
 
 @dataclass(eq=False)
 class GradientDist:
-    """The gradients of one batch on their way to the owners of rows: begun when this is made."""
+    """Gradients of one batch in flight to the owners of rows. The exchange starts when the object is created."""
 
     routing: Routing
     world: World
     unpooled_features: Sequence[int]
-    """Features that are not pooled."""
     input_dist: InputDist
     formats: MessageFormats
     rounding: GradientRounding | None
-    """Of stochastic rounding, where numbers are rounded so."""
+    """Stochastic rounding, or `None` if the codec does not use it."""
     gradients: Sequence[Tensor]
-    """Of the bags of all features, and of each feature of `unpooled`."""
+    """Gradients of the bags of all pooled features, then of the rows of each unpooled feature."""
     scale: float
-    """What all are multiplied by."""
 
     _wait_for_first_hop: Callable[[], InterHostGradients] | None = field(init=False, default=None)
-    """Waits for what crosses hosts first, where something does."""
+    """Waits for the first hop between hosts. `None` if there is none."""
     _pending: PendingCollective | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -50,58 +48,65 @@ class GradientDist:
             self._pending = self._send_to_owners(InterHostGradients(torch.empty(0), {}, {}))
 
     def wait(self) -> Tensor:
-        """What came to this rank, as the owner of rows."""
+        """Return the gradients that this rank received as an owner of rows."""
         if self._wait_for_first_hop is not None:
             take, self._wait_for_first_hop = self._wait_for_first_hop, None
             self._pending = self._send_to_owners(take())
         assert self._pending is not None
         return self._pending.wait()
 
-    def _send_to_owners(self, of_host: InterHostGradients) -> PendingCollective:
-        """The mirror of the answers: begin to send to every owner the gradient of its direct bags [B_local, columns],
-        to a mate also that of its partial bags, and [ids, D] of its routes that are not pooled."""
+    def _send_to_owners(self, inter_host: InterHostGradients) -> PendingCollective:
+        """Start to send gradients of bags [B_local, columns] and of unpooled rows [ids, D] to all owners.
+
+        Owners in this host also receive the gradients of partial bags. The layout is that of the embeddings.
+        """
         routing, world, x, wire = self.routing, self.world, self.input_dist, self.formats.direct
-        ranks, mates = range(world.size), routing.host_ranks(world.rank)
-        met = mates if routing.is_hierarchical else ranks
+        ranks, host_ranks = range(world.size), routing.host_ranks(world.rank)
+        exchange_ranks = host_ranks if routing.is_hierarchical else ranks
         send = [
             routing.output_message(
-                r, world.rank, x.batch_size_per_rank, x.ids_per_route.forwarded_to(r) if r in met else {}
+                r, world.rank, x.batch_size_per_rank, x.ids_per_route.forwarded_to(r) if r in exchange_ranks else {}
             )
             for r in ranks
         ]
         receive = [routing.output_message(world.rank, r, x.batch_size_per_rank, x.ids_per_route.served) for r in ranks]
         buffer = wire.empty(send)
         for r, (direct, host_reduced, *rows) in enumerate(wire.views(buffer, send)):
-            of_direct, of_reduced, *of_routes = send[r]
+            direct_layout, reduced_layout, *route_layouts = send[r]
             if direct.numel() and routing.is_hierarchical:
-                direct.copy_(of_host.direct[r])
+                direct.copy_(inter_host.direct[r])
             elif direct.numel():
-                self._write_bags(wire, direct, of_direct, routing.gradient_moves[r], routing.direct_pieces[r])
+                self._write_bags(wire, direct, direct_layout, routing.gradient_moves[r], routing.direct_pieces[r])
             if host_reduced.numel():
-                wire.write(host_reduced, of_reduced, [of_host.bags], routing.host_reduced_gradient_moves[r])
-            for k, (out, matrix) in enumerate(zip(rows, of_routes, strict=True), start=routing.host_reduced[r].stop):
+                wire.write(host_reduced, reduced_layout, [inter_host.bags], routing.host_reduced_gradient_moves[r])
+            for k, (out, matrix) in enumerate(
+                zip(rows, route_layouts, strict=True), start=routing.host_reduced[r].stop
+            ):
                 if not routing.is_hierarchical:
                     self._write_rows(wire, out, matrix, routing.routes_by_owner[r][k])
-                elif r in mates:
-                    out.copy_(of_host.rows[r, k])
-        scope = ExchangeScope(met, batch_tag=x.batch_tag)
+                elif r in host_ranks:
+                    out.copy_(inter_host.rows[r, k])
+        scope = ExchangeScope(exchange_ranks, batch_tag=x.batch_tag)
         return world.all_to_all(buffer, wire.message_sizes(send), wire.message_sizes(receive), "gradients", scope=scope)
 
     def _start_first_hop(self) -> Callable[[], InterHostGradients]:
-        """Begin to give each host the gradients of its bags and rows; what is returned takes those of this host."""
+        """Start to send gradients to hosts. Returns a function that waits for the gradients of this host."""
         routing, x, wire = self.routing, self.input_dist, self.formats.inter_host
         batch_size, hosts = x.batch_size_per_rank[self.world.rank], range(len(routing.host_widths))
         messages = [routing.cross_host_message(host, batch_size, x.ids_per_route.requested) for host in hosts]
         buffer = wire.empty(messages)
-        for host, (bags, *others) in enumerate(wire.views(buffer, messages)):
-            owners, (of_bags, *of_others) = routing.forwarding_ranks(host), messages[host]
-            self._write_bags(wire, bags, of_bags, routing.host_gradient_moves[host], routing.host_pieces[host])
-            for r, out, matrix in zip(owners, others, of_others, strict=False):
+        for host, (bags, *other_views) in enumerate(wire.views(buffer, messages)):
+            owners, (bag_layout, *other_layouts) = routing.forwarding_ranks(host), messages[host]
+            self._write_bags(wire, bags, bag_layout, routing.host_gradient_moves[host], routing.host_pieces[host])
+            for r, out, matrix in zip(owners, other_views, other_layouts, strict=False):
                 self._write_bags(wire, out, matrix, routing.gradient_moves[r], routing.direct_pieces[r])
-            of_routes = zip(
-                routing.host_unpooled_routes[host], others[len(owners) :], of_others[len(owners) :], strict=True
+            routes = zip(
+                routing.host_unpooled_routes[host],
+                other_views[len(owners) :],
+                other_layouts[len(owners) :],
+                strict=True,
             )
-            for (r, k), out, matrix in of_routes:
+            for (r, k), out, matrix in routes:
                 self._write_rows(wire, out, matrix, routing.routes_by_owner[r][k])
         return send_gradients_to_cross_host_peers(routing, self.world, x, buffer, wire)
 
@@ -113,14 +118,13 @@ class GradientDist:
         moves: Sequence[int],
         pieces: Sequence[tuple[int, int]],
     ) -> None:
-        """Gradients of bags; `pieces` are (feature, first column)."""
+        """Write gradients of bags. `pieces` are pairs (feature, first column)."""
         if not out.numel():
             return
         rounding = None if self.rounding is None else self.rounding.bag_rounding(pieces)
         wire.write(out, matrix, self.gradients[:1], moves, self.scale, rounding)
 
     def _write_rows(self, wire: MessageFormat, out: Tensor, matrix: MatrixLayout, route: Route) -> None:
-        """Gradients of a route that is not pooled."""
         rows, rounding = select_row_gradients(self.unpooled_features, self.input_dist, self.gradients, route), None
         if self.rounding is not None:
             numbers = select_range(self.input_dist, self.rounding.row_positions(route.feature), route)
@@ -129,12 +133,13 @@ class GradientDist:
 
 
 def select_row_gradients(unpooled: Sequence[int], x: InputDist, gradients: Sequence[Tensor], route: Route) -> Tensor:
-    """[ids, D]: gradients of the rows of one row range, of a feature that is not pooled, in the order of the range."""
+    """Return the gradients [ids, D] of an unpooled feature for the row range of a route, in the order of the range."""
     return select_range(x, gradients[1 + unpooled.index(route.feature)], route)
 
 
 def select_range(x: InputDist, values: Tensor, route: Route) -> Tensor:
-    """[ids, any]: of what each id of a feature has, that of one row range, in the order of the range."""
+    """Select values [ids, ...] of the row range of a route from the values of its feature, in the order of the
+    range."""
     f = route.feature
     moved = values if f not in x.bucketize_permute else values[x.bucketize_permute[f]]
     return moved.split(x.range_counts[f])[route.row_range]
@@ -143,8 +148,10 @@ def select_range(x: InputDist, values: Tensor, route: Route) -> Tensor:
 def receive_gradients(
     routing: Routing, world: World, x: InputDist, sent: GradientDist, wire: MessageFormat
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Of this owner: [B_global, columns] of its direct and of its partial bags, and [ids, D] of each route that is
-    not pooled."""
+    """Return the gradients of this owner as (direct bags, partial bags, rows of each unpooled route).
+
+    The shapes are [B_global, columns] for bags and [ids, D] for rows.
+    """
     rank, buffer = world.rank, sent.wait()
     routes = routing.routes_by_owner[rank]
     messages = [
@@ -152,11 +159,12 @@ def receive_gradients(
     ]
     host_reduced = torch.empty(x.num_samples, routing.host_reduced[rank].width, dtype=wire.dtype, device=wire.device)
     columns = routing.direct_columns[rank]
+    # With direct bags only, the messages of all ranks form one matrix.
     if len(messages[0]) == 2 and not (routing.is_hierarchical or wire.is_mixed):
         whole = MatrixLayout(x.num_samples, columns)
         [[view]] = wire.views(buffer, [[whole]])
         return wire.decode(view, whole), host_reduced, []
-    direct, partial, *rows = (list(of_ranks) for of_ranks in zip(*wire.views(buffer, messages), strict=True))
+    direct, partial, *rows = (list(rank_parts) for rank_parts in zip(*wire.views(buffer, messages), strict=True))
     if host_reduced.numel():
         torch.cat(order_by_cross_host_peer(routing, rank, partial, x.batch_size_per_rank), out=host_reduced)
     bags = wire.decode_all(order_by_rank(routing, rank, direct, x.batch_size_per_rank), columns)
@@ -170,34 +178,34 @@ def receive_gradients(
 def gather_column_stats(
     plan: Plan, world: World, dtype: torch.dtype, shards: Sequence[TableStorage], stats: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
-    """[n U, blocks of this shard] -> [n U, blocks of the whole row], blocks ordered by column, for n statistics of
-    `dtype`.
+    """Gather the statistics of each shard [n U, blocks of the shard] to those of whole rows [n U, blocks of the row].
 
-    All column shards of a row range see the same ids, so they know each other's U and no size is exchanged.
+    There are n statistics of `dtype`. Blocks are ordered by column.
     """
-    known = {shard.shard: stat for shard, stat in zip(shards, stats, strict=True) if stat is not None}
-    groups = column_groups(list(known), plan)
+    # Column shards of a row range receive the same ids, so each rank knows the U of the others without an exchange.
+    stats_by_shard = {shard.shard: stat for shard, stat in zip(shards, stats, strict=True) if stat is not None}
+    groups = column_groups(list(stats_by_shard), plan)
     send, splits, expected, sizes = [], [], [], []
     for rank in range(world.size):
         shared = [g for g in groups if rank != world.rank and any(s.ranks[0] == rank for s in g)]
-        pieces = [known[s].reshape(-1) for group in shared for s in group if s in known]
+        pieces = [stats_by_shard[s].reshape(-1) for group in shared for s in group if s in stats_by_shard]
         send += pieces
         splits.append(sum(piece.numel() for piece in pieces))
-        theirs = [(s, _num_rows(group, known)) for group in shared for s in group if s.ranks[0] == rank]
-        expected += theirs
-        sizes.append(sum(num_rows * _num_blocks(s) for s, num_rows in theirs))
+        remote_shards = [(s, _num_rows(group, stats_by_shard)) for group in shared for s in group if s.ranks[0] == rank]
+        expected += remote_shards
+        sizes.append(sum(num_rows * _num_blocks(s) for s, num_rows in remote_shards))
     flat = torch.cat(send) if send else torch.empty(0, dtype=dtype, device=world.device)
     received = world.all_to_all(flat, splits, sizes, "row statistics").wait()
     pieces = received.split([num_rows * _num_blocks(s) for s, num_rows in expected])
     for (shard, num_rows), piece in zip(expected, pieces, strict=True):
-        known[shard] = piece.view(num_rows, _num_blocks(shard))
-    whole = {s: torch.cat([known[piece] for piece in group], dim=1) for group in groups for s in group}
-    return [whole.get(shard.shard) for shard in shards]
+        stats_by_shard[shard] = piece.view(num_rows, _num_blocks(shard))
+    gathered = {s: torch.cat([stats_by_shard[piece] for piece in group], dim=1) for group in groups for s in group}
+    return [gathered.get(shard.shard) for shard in shards]
 
 
 def _num_blocks(shard: Shard) -> int:
     return -(-shard.num_columns // COLUMN_BLOCK)
 
 
-def _num_rows(group: Sequence[Shard], known: Mapping[Shard, Tensor]) -> int:
-    return next(known[s].shape[0] for s in group if s in known)
+def _num_rows(group: Sequence[Shard], stats_by_shard: Mapping[Shard, Tensor]) -> int:
+    return next(stats_by_shard[s].shape[0] for s in group if s in stats_by_shard)

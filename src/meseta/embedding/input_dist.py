@@ -1,4 +1,4 @@
-"""What travels when ids go to their owners, and the way there: sorted, packed, unpacked."""
+"""Data of the input_dist stage: ids sorted by row range, packed for their owners, and unpacked by the owners."""
 
 from __future__ import annotations
 
@@ -23,101 +23,98 @@ from meseta.spec import MesetaError
 
 @dataclass(frozen=True)
 class PendingCounts:
-    """The exchange of counts is in flight."""
+    """Local ids and the exchange of their counts in flight."""
 
     batch_tag: int
-    """Tells the batch from others, alike on all ranks."""
+    """Tag that identifies the batch and is equal on all ranks."""
     ids: KeyedJaggedTensor
-    """Valid ids of all features."""
+    """Valid ids of all features of the group."""
     buckets: Buckets | None
-    """Ids of the features whose tables are cut by rows, sorted by row range."""
+    """Ids of row-sharded features, sorted by row range."""
     local_counts: Int[Tensor, " n"]
-    """What this rank has to say: batch size, ids of each feature, first refused id, ids of each row range of the
-    features that are cut."""
+    """Counts of this rank, see `CountsExchange`."""
     pending: PendingCollective
     distinct_rows: DistinctRows | None = None
-    """Of features that are not pooled, where each row is asked for once; else None."""
+    """Distinct rows of unpooled features, if each row is requested once."""
     error: MesetaError | None = None
-    """Why this rank cannot take part; `exchange` raises it on all ranks."""
+    """Error that prevents this rank from taking part. `input_dist` raises it on all ranks."""
 
 
 @dataclass(frozen=True)
 class DistinctRows:
-    """What features that are not pooled ask for, each row once, ascending."""
+    """Distinct rows of unpooled features, in ascending order. Each row is requested once."""
 
     rows: dict[int, Int[Tensor, " U"]]
-    """By feature."""
     inverse: dict[int, Int[Tensor, " nnz"]]
-    """By feature: which of them each id of the batch is."""
+    """Index of each id of the batch within the distinct rows of its feature."""
     counts: Int[Tensor, " n"]
-    """How many are in each of `Routing.row_buckets`."""
+    """Number of rows in each bucket of `Routing.row_buckets`."""
 
     @staticmethod
     def from_batch(ids: KeyedJaggedTensor, routing: Routing) -> DistinctRows | None:
-        """Of a batch; None where no feature asks so. On a GPU the host waits: their number depends on the ids."""
+        """Return the distinct rows of a batch, or `None` if no feature requires them."""
+        # On a GPU this waits, because the number of distinct rows depends on the ids.
         if not routing.row_buckets:
             return None
         features = sorted({f for f, _ in routing.row_buckets})
-        asked = permute(ids, [ids.keys[f] for f in features])
-        found = unique(asked.values, asked.key_offsets)
-        stops, sizes = found.bounds.tolist(), [b - a for a, b in pairwise(asked.key_offsets)]
-        rows = dict(zip(features, (found.rows[a:b] for a, b in pairwise(stops)), strict=True))
-        inverse = zip(features, found.inverse.split(sizes), stops, strict=False)
+        selected = permute(ids, [ids.keys[f] for f in features])
+        distinct = unique(selected.values, selected.key_offsets)
+        stops, sizes = distinct.bounds.tolist(), [b - a for a, b in pairwise(selected.key_offsets)]
+        rows = dict(zip(features, (distinct.rows[a:b] for a, b in pairwise(stops)), strict=True))
+        inverse = zip(features, distinct.inverse.split(sizes), stops, strict=False)
         cuts = [rows[f].new_tensor(routing.range_bounds[f]) for f in features]
-        counts = [torch.searchsorted(rows[f], own).diff() for f, own in zip(features, cuts, strict=True)]
+        counts = [torch.searchsorted(rows[f], bounds).diff() for f, bounds in zip(features, cuts, strict=True)]
         return DistinctRows(rows, {f: places - first for f, places, first in inverse}, torch.cat(counts))
 
 
 @dataclass(frozen=True)
 class RouteCounts:
-    """How many ids, or rows, there are on each route; tuples are by route of an owner."""
+    """Numbers of ids or rows per route, as one tuple per owner."""
 
     requested: Mapping[int, tuple[int, ...]]
-    """By owner: what this rank asks of it."""
+    """Counts that this rank requests, by owner."""
     served: Mapping[int, tuple[int, ...]]
-    """By rank: what it asks of this one."""
+    """Counts that other ranks request from this rank, by rank."""
     forwarded: Mapping[int, Mapping[int, tuple[int, ...]]]
-    """By rank whose ids and rows pass through this one, by owner: what it asks of it. With two levels these are twins,
-    and owners of this host; else this rank alone, and all owners."""
+    """Counts that pass through this rank, by requesting rank and owner. In a flat exchange these are the requests of
+    this rank. In a hierarchical exchange, cross-host peers send requests for owners in this host."""
 
     def forwarded_to(self, owner: int) -> dict[int, tuple[int, ...]]:
-        """By rank: what it asks of an owner by way of this one."""
+        """Return the counts that each rank requests from `owner` through this rank."""
         return {rank: by_owner[owner] for rank, by_owner in self.forwarded.items()}
 
 
 @dataclass(eq=False)
 class InputDist:
-    """The counts are known, and the exchange of lengths and ids is in flight."""
+    """Known counts of a batch, and the exchange of its lengths and ids in flight."""
 
     batch_tag: int
-    """As in `PendingCounts`."""
+    """Tag that identifies the batch and is equal on all ranks."""
     ids: KeyedJaggedTensor
     replicated_ids: KeyedJaggedTensor | None
-    """Ids of rows that every rank holds, by feature of the routes that stay at home; None where there are none."""
+    """Ids of replicated rows, by feature, or `None` if no table is replicated."""
     bucketize_permute: dict[int, Int[Tensor, " nnz"]]
-    """Of unpooled features that are cut by rows: where each sorted id stood among the ids of its feature."""
+    """Original position of each sorted id within the ids of its feature, for unpooled row-sharded features."""
     distinct_rows: DistinctRows | None
-    """As in `PendingCounts`."""
+    """Distinct rows of unpooled features, if each row is requested once."""
     batch_size_per_rank: tuple[int, ...]
-    """Samples of each rank; their sum is the global batch, or a micro-batch of it."""
     totals_per_rank: tuple[BatchTotals, ...]
-    """Of the samples of each rank in the global batch."""
+    """Totals of each rank in the global batch."""
     exhausted_ranks: Mapping[int, ExhaustedInput]
-    """Ranks that have no batch left."""
     ids_per_route: RouteCounts
-    """Ids on each route."""
     rows_per_route: RouteCounts
-    """Rows that come back on each route that is not pooled: of each id, or where `distinct` is there, once."""
+    """Number of rows that unpooled routes return. It differs from the number of ids if each distinct row is requested
+    once."""
     range_counts: list[list[int]]
-    """Ids of the local slice per feature and row range."""
+    """Number of ids of this rank by feature and row range."""
     pending_ids: PendingCollective
     pending_weights: PendingCollective | None
     second_hop: tuple[PendingCollective, PendingCollective | None] | None = None
-    """The same on their second level, once that is under way."""
+    """Second hop of ids and weights, or `None` before its start or in a flat exchange."""
 
     @property
     def last_hop(self) -> tuple[PendingCollective, PendingCollective | None]:
-        """Lengths and ids, and weights, on the level that is under way."""
+        """The last hop in flight, as (lengths and ids, weights)."""
         return self.second_hop or (self.pending_ids, self.pending_weights)
 
     @property
@@ -125,7 +122,7 @@ class InputDist:
         return sum(self.batch_size_per_rank)
 
     def wait(self) -> None:
-        """Until lengths, ids and weights are there."""
+        """Block until lengths, ids and weights have arrived."""
         payload, weights = self.last_hop
         payload.wait()
         if weights is not None:
@@ -134,57 +131,55 @@ class InputDist:
 
 @dataclass(frozen=True)
 class OwnedIds:
-    """Ids of the global batch that this rank looks up, one route after the other."""
+    """Ids of the global batch that this rank looks up, ordered by route."""
 
     bags: Bags
     """Ids of each route, ordered by (global sample, position)."""
     lengths: Int[Tensor, " routes_times_B"]
-    """Ids per global sample of each route."""
+    """Number of ids per route and global sample."""
     sizes: tuple[int, ...]
-    """Ids of each route."""
     rows: Int[Tensor, " nnz"] | None = None
-    """Row of each id, where ids are the places of their rows; None: ids are rows."""
+    """Row of each id, if the ids are cache slots. `None` if the ids are rows."""
 
     def with_slots(self, places: Sequence[Int[Tensor, " n"]]) -> OwnedIds:
-        """The same, by route, with the places of the rows as ids."""
+        """Return a copy with cache slots as ids, given the slots of each route."""
         ids = torch.cat([self.bags.ids[:0], *places])
         return replace(self, bags=replace(self.bags, ids=ids), rows=self.bags.ids)
 
     def ids_by_route(self) -> tuple[Tensor, ...]:
-        """By route."""
         return self.bags.ids.split(self.sizes)
 
     def route_bags(self, routes: RouteRange) -> Bags:
-        """Of consecutive routes."""
         n = self.bags.num_samples
         offsets = self.bags.offsets[routes.first * n : routes.stop * n + 1]
         return Bags(self.bags.ids, offsets, n, self.bags.weights)
 
 
 def bucketize_features_by_row(ids: KeyedJaggedTensor, routing: Routing) -> Buckets | None:
-    """Ids of the features that are cut by rows, sorted by row range; None where no feature is."""
+    """Sort the ids of row-sharded features by row range. Returns `None` if there are no such features."""
     if not routing.row_sharded_features:
         return None
-    own = permute(ids, [ids.keys[f] for f in routing.row_sharded_features])
-    return bucketize_features(own.values, own.lengths, [routing.range_bounds[f] for f in routing.row_sharded_features])
+    selected = permute(ids, [ids.keys[f] for f in routing.row_sharded_features])
+    return bucketize_features(
+        selected.values, selected.lengths, [routing.range_bounds[f] for f in routing.row_sharded_features]
+    )
 
 
 @dataclass(frozen=True)
 class BucketizedIds:
-    """What the local slice has for each (feature, row range)."""
+    """Local ids by (feature, row range)."""
 
     ids: dict[BucketKey, Tensor]
-    """Rows, counted from the first of their range."""
+    """Rows relative to the first row of their range."""
     lengths: dict[BucketKey, Tensor]
-    """Ids per sample."""
     weights: dict[BucketKey, Tensor]
-    """One per id; empty where the batch has none."""
+    """Weight of each id. Empty if the batch has no weights."""
 
     @staticmethod
     def from_counts(
         x: PendingCounts, routing: Routing, range_counts: Sequence[Sequence[int]], dtype: torch.dtype
     ) -> BucketizedIds:
-        """Ids and lengths as numbers of `dtype`: what is whole, and what was sorted by row range."""
+        """Collect ids and lengths of `dtype` for whole features and for row ranges, given the size of each range."""
         sizes = [b - a for a, b in pairwise(x.ids.key_offsets)]
         whole = [(f, 0) for f in range(len(sizes))]
         ids = dict(zip(whole, x.ids.values.to(dtype).split(sizes), strict=True))
@@ -201,20 +196,21 @@ class BucketizedIds:
         return BucketizedIds(ids, lengths, weights)
 
     def pack_ids(self, sent: Sequence[Sequence[BucketKey]], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """For each rank: the lengths of all slots that are `sent` to it, then their ids."""
+        """Pack lengths and then ids of the buckets for each rank, ordered by rank."""
         parts = [numbers[slot] for slots in sent for numbers in (self.lengths, self.ids) for slot in slots]
         return torch.cat(parts) if parts else torch.empty(0, dtype=dtype, device=device)
 
     def pack_weights(self, sent: Sequence[Sequence[BucketKey]], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """One weight for each id that `pack_ids` packs."""
+        """Pack one weight per id in the order of `pack_ids`."""
         parts = [self.weights[slot] for slots in sent for slot in slots]
         return torch.cat(parts).to(dtype) if parts else torch.empty(0, dtype=dtype, device=device)
 
     def replicated_ids(self, routing: Routing, ids: KeyedJaggedTensor) -> KeyedJaggedTensor | None:
-        """The ids of `ids` that stay at home; None where no table is replicated."""
+        """Return the ids of replicated rows, or `None` if no table is replicated."""
         if not routing.replicated:
             return None
         keys = tuple(ids.keys[r.feature] for r in routing.replicated)
+        # Whole tables are replicated, so their ids are not selected by row range.
         if all(len(routing.range_bounds[r.feature]) == 2 for r in routing.replicated):
             return permute(ids, keys)
         weights = torch.cat([self.weights[r.bucket] for r in routing.replicated]) if self.weights else None
@@ -228,27 +224,34 @@ class BucketizedIds:
 
 
 def bucketize_permutes(x: PendingCounts, routing: Routing) -> dict[int, Tensor]:
-    """For each unpooled feature that is cut by rows: where each sorted id stood among the ids of the feature."""
+    """Return the original position of each sorted id within its feature, for unpooled row-sharded features."""
     if x.buckets is None:
         return {}
     sizes = [x.ids.key_offsets[f + 1] - x.ids.key_offsets[f] for f in routing.row_sharded_features]
-    found = zip(routing.row_sharded_features, x.buckets.order.split(sizes), accumulate(sizes, initial=0), strict=False)
-    return {f: own - first for f, own, first in found if f not in routing.output_columns}
+    orders = zip(routing.row_sharded_features, x.buckets.order.split(sizes), accumulate(sizes, initial=0), strict=False)
+    return {f: order - first for f, order, first in orders if f not in routing.output_columns}
 
 
 def unpack_ids(
     x: InputDist, num_routes: int, arrival: Sequence[int], payload: Tensor, weights: Tensor | None
 ) -> OwnedIds:
-    """From (rank, lengths | ids) and (rank, weights), ranks in the order of `arrival`, to one list per route in the
-    order of global samples."""
+    """Unpack received ids into one list per route, ordered by global sample.
+
+    Args:
+        x: State of the batch.
+        num_routes: Number of routes that this rank serves.
+        arrival: Ranks in the order of their data in `payload` and `weights`.
+        payload: Lengths and then ids of each rank.
+        weights: Weights of each rank, or `None`.
+    """
     k, counts = num_routes, [x.ids_per_route.served[r] for r in arrival]
     places = [arrival.index(rank) for rank in range(len(x.batch_size_per_rank))]
     sizes = [s for r, n in zip(arrival, counts, strict=True) for s in (*[x.batch_size_per_rank[r]] * k, *n)]
-    by_route = [2 * k * at + first + route for first in (0, k) for route in range(k) for at in places]
+    by_route = [2 * k * place + first + route for first in (0, k) for route in range(k) for place in places]
     both = permute_segments(payload, sizes, by_route)
     lengths, ids = both[: k * x.num_samples], both[k * x.num_samples :]
     if weights is not None:
-        by_route = [k * at + route for route in range(k) for at in places]
+        by_route = [k * place + route for route in range(k) for place in places]
         weights = permute_segments(weights, [number for n in counts for number in n], by_route)
     bags = Bags(ids, lengths_to_offsets(lengths), x.num_samples, weights)
     return OwnedIds(bags=bags, lengths=lengths, sizes=tuple(sum(n[route] for n in counts) for route in range(k)))

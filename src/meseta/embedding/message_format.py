@@ -1,14 +1,4 @@
-"""How the matrices of an exchange lie in what ranks send each other: as numbers, or in the bytes of a codec.
-
-A message to one rank is some matrices, one behind the other. Without a codec a buffer has numbers:
-
-    | direct bags [B, columns] | partial bags [n, columns] | rows of a route [ids, columns] | ...
-
-and with one it has bytes. What stays inside a host travels as it was computed; it comes first, where its numbers are
-aligned:
-
-    | partial bags, float32 | direct bags, encoded | rows of a route, encoded | ... | up to 3 empty bytes
-"""
+"""Layout of the matrices of an exchange in messages between ranks, as numbers or encoded by a codec."""
 
 from __future__ import annotations
 
@@ -26,18 +16,26 @@ from meseta.ops.columns import ColumnMove, pack_moves, place_columns
 from meseta.ops.memory import empty
 from meseta.spec.codecs import FP32, Codec
 
+# A message is a sequence of matrices. Without a codec, a buffer has numbers:
+#
+#     | direct bags [B, columns] | partial bags [n, columns] | rows of a route [ids, columns] | ...
+#
+# With a codec, a buffer has bytes. Data that stays inside a host is not encoded. It comes first, where it is aligned:
+#
+#     | partial bags, float32 | direct bags, encoded | rows of a route, encoded | ... | up to 3 padding bytes
+
 MAX_BAG_SIZE = 2**31
-"""More than the ids of any bag."""
+"""Exclusive upper bound of the number of ids in a bag."""
 
 
 class MatrixLayout(NamedTuple):
-    """One matrix of a message."""
+    """Shape and encoding of one matrix in a message."""
 
     num_rows: int
     pieces: tuple[int, ...]
-    """Columns of what lies side by side, each in blocks of its own."""
+    """Number of columns of each adjacent piece. Each piece starts a new block of the codec."""
     is_intra_host: bool = False
-    """Whether it travels inside a host alone, as it was computed."""
+    """Whether the matrix is only sent inside a host, and therefore not encoded."""
 
     @property
     def width(self) -> int:
@@ -53,24 +51,22 @@ MessageLayout = Sequence[MatrixLayout]
 
 @dataclass(frozen=True)
 class MessageFormat:
-    """How one kind of matrices is written."""
+    """Format of messages of one kind."""
 
     dtype: torch.dtype
-    """Of numbers as they are computed."""
+    """Dtype of numbers that are not encoded."""
     device: torch.device
     codec: Codec = FP32
     is_mixed: bool = False
-    """Whether messages have matrices that stay inside beside others."""
+    """Whether a message may have both intra-host matrices and others."""
     half_range: HalfRange = field(default_factory=HalfRange)
-    """Of fp16."""
 
     @property
     def is_lossless(self) -> bool:
-        """Whether all travels as it was computed."""
         return self.codec.is_lossless
 
     def message_sizes(self, messages: Sequence[MessageLayout]) -> list[int]:
-        """Entries of each message in a buffer: numbers, or bytes."""
+        """Return the number of entries of each message in a buffer. An entry is a number, or a byte with a codec."""
         return [self._message_size(message) for message in messages]
 
     def _message_size(self, message: MessageLayout) -> int:
@@ -79,28 +75,30 @@ class MessageFormat:
         return sum(self._matrix_bytes(message))
 
     def _order(self, message: MessageLayout) -> Sequence[int]:
-        """In which the matrices of a message lie, where there is a codec."""
+        """Return the order of matrices in a message with a codec. Intra-host matrices come first."""
         places = range(len(message))
         return sorted(places, key=lambda index: not message[index].is_intra_host) if self.is_mixed else places
 
     def _matrix_bytes(self, message: MessageLayout) -> list[int]:
-        """Bytes of each matrix in this order, and those that are empty behind them."""
+        """Return the size of each matrix in a message with a codec. With mixed matrices, the size of the padding
+        follows."""
         lengths = [message[index].num_rows * self.row_bytes(message[index]) for index in self._order(message)]
         return [*lengths, -sum(lengths) % 4] if self.is_mixed else lengths
 
     def row_bytes(self, matrix: MatrixLayout) -> int:
-        """Of a row of a matrix, where there is a codec."""
         if matrix.is_intra_host:
             return matrix.width * self.dtype.itemsize
         return self.codec.row_bytes(matrix.pieces)
 
     def empty(self, messages: Sequence[MessageLayout]) -> Tensor:
-        """A buffer for messages, one behind the other."""
+        """Allocate a buffer for consecutive messages."""
         return empty((sum(self.message_sizes(messages)),), self.dtype if self.is_lossless else torch.uint8, self.device)
 
     def views(self, buffer: Tensor, messages: Sequence[MessageLayout]) -> list[list[Tensor]]:
-        """Of a buffer, for each message its matrices: [rows, columns] of numbers, or uint8 [rows, bytes] where they are
-        encoded."""
+        """Return views of the matrices of each message in a buffer.
+
+        A view is [rows, columns] of numbers, or uint8 [rows, bytes] if the matrix is encoded.
+        """
         if self.is_lossless:
             pieces = iter(buffer.split([m.num_rows * m.width for message in messages for m in message]))
             return [[next(pieces).view(matrix.shape) for matrix in message] for message in messages]
@@ -110,11 +108,11 @@ class MessageFormat:
             places = {index: self._view(next(pieces), message[index]) for index in self._order(message)}
             views.append([places[index] for index in range(len(message))])
             if self.is_mixed:
-                next(pieces)
+                next(pieces)  # padding
         return views
 
     def _view(self, piece: Tensor, matrix: MatrixLayout) -> Tensor:
-        if not piece.numel():  # may lie where no number could
+        if not piece.numel():  # An empty piece may have an unaligned address.
             return self._empty_view(matrix)
         if matrix.is_intra_host:
             return piece.view(self.dtype).view(matrix.shape)
@@ -133,8 +131,10 @@ class MessageFormat:
         scale: float = 1.0,
         rounding: StochasticRounding | None = None,
     ) -> None:
-        """Write columns of the sources, [rows, any], times `scale` to a matrix of a buffer; without `moves`, all of the
-        one source."""
+        """Write columns of the sources [rows, ...] times `scale` to a matrix in a buffer.
+
+        `moves` of `None` writes all columns of a single source.
+        """
         moves = full_row_move(matrix.width) if moves is None else moves
         if self.is_lossless or matrix.is_intra_host:
             place_columns(view, sources, moves, scale)
@@ -145,7 +145,7 @@ class MessageFormat:
             )
 
     def pack(self, matrix: MatrixLayout, sources: Sequence[Tensor], moves: Sequence[int] | None = None) -> Tensor:
-        """A buffer of one matrix alone, by its rows; without `moves`, of all of the one source."""
+        """Write one matrix to a new buffer, and return its view. `moves` of `None` writes all columns of one source."""
         if moves is None and self.is_lossless:
             return sources[0]
         buffer = self.empty([[matrix]])
@@ -156,8 +156,7 @@ class MessageFormat:
     def decode_into(
         self, out: Tensor, views: Sequence[Tensor], matrices: Sequence[MatrixLayout], moves: Sequence[int]
     ) -> None:
-        """Write columns of matrices of a buffer to `out`, [rows, any]; none of them stays inside, where others do
-        not."""
+        """Write columns of received matrices to `out` [rows, ...]. With a codec, all matrices must be encoded."""
         if self.is_lossless:
             place_columns(out, views, moves)
         else:
@@ -165,7 +164,7 @@ class MessageFormat:
             decode_columns(out, views, moves, self.codec, pieces, exponent=self.half_range.exponent)
 
     def decode(self, view: Tensor, matrix: MatrixLayout) -> Tensor:
-        """[rows, columns]: a matrix of a buffer as numbers."""
+        """Return a received matrix as numbers [rows, columns]."""
         if self.is_lossless or matrix.is_intra_host:
             return view
         out = empty(matrix.shape, self.dtype, self.device)
@@ -173,12 +172,12 @@ class MessageFormat:
         return out
 
     def decode_all(self, views: Sequence[Tensor], pieces: tuple[int, ...]) -> Tensor:
-        """[all rows, columns]: matrices of a buffer, of the same columns, as one of numbers."""
+        """Concatenate received matrices with the same columns, and return them as numbers [all rows, columns]."""
         joined = torch.cat(list(views))
         return self.decode(joined, MatrixLayout(joined.shape[0], pieces))
 
     def round_trip(self, values: Tensor, pieces: tuple[int, ...], rounding: StochasticRounding | None = None) -> Tensor:
-        """[rows, columns] as they come out where they have been sent."""
+        """Encode and decode `values` [rows, columns], as an exchange does."""
         if self.is_lossless:
             return values
         matrix = MatrixLayout(values.shape[0], pieces)
@@ -189,50 +188,51 @@ class MessageFormat:
 
 
 class MessageFormats(NamedTuple):
-    """How what goes straight between ranks and owners is written, and what goes between twins."""
+    """Formats of the messages of one exchange."""
 
     direct: MessageFormat
-    """Beside it may be what stays inside a host."""
+    """Format between owners and requesting ranks. Its messages may have intra-host matrices."""
     inter_host: MessageFormat
+    """Format between cross-host peers."""
 
 
 def gradient_exponent(num_samples: int) -> int:
-    """Gradients of the mean over so many samples are small by their number; fp16 has them times 2 to this."""
+    """Return the exponent k of the factor 2^k for gradients in fp16. A mean over many samples has small gradients."""
     return max(num_samples - 1, 0).bit_length()
 
 
 def full_row_move(width: int) -> tuple[int, ...]:
-    """All columns, where they are."""
+    """Return the move that copies all columns of one source."""
     return pack_moves([ColumnMove(0, 0, 0, width)])
 
 
 @dataclass(frozen=True)
 class GradientRounding:
-    """What the stochastic rounding of the gradients of one batch is drawn by: seed, step and feature; global sample and
-    column; of what is not pooled, place in the bag too. Where a table lies and which way a number takes does not
-    matter."""
+    """Stochastic rounding of the gradients of one batch, independent of the plan and the exchange algorithm."""
+
+    # Random numbers are derived from the seed, the step, the feature, the global sample and the column. For unpooled
+    # features they also depend on the position in the bag.
 
     seed: int
     step: int
     feature_names: Sequence[str]
-    """Of the features."""
     first_sample: int
-    """Place in the global batch of this rank's first sample."""
+    """Index of the first sample of this rank in the global batch."""
     lengths: Int[Tensor, " F_times_B"]
-    """Ids of each bag of this rank, feature after feature."""
+    """Length of each bag of this rank, ordered by (feature, sample)."""
 
     @cached_property
     def keys(self) -> tuple[int, ...]:
-        """By feature."""
         return tuple(rounding_key(self.seed, self.step, name) for name in self.feature_names)
 
     def bag_rounding(self, pieces: Sequence[tuple[int, int]]) -> StochasticRounding:
-        """Of a matrix of bags of this rank's samples, whose pieces are (feature, first column)."""
+        """Return the rounding of bags of this rank. `pieces` are pairs (feature, first column)."""
         keys = tuple(self.keys[feature] for feature, _ in pieces)
         return StochasticRounding(keys, tuple(column for _, column in pieces), self.first_sample)
 
     def row_positions(self, feature: int) -> Int[Tensor, " nnz"]:
-        """Of each id of a feature that is not pooled: its sample and its place in the bag."""
+        """Return a number for each id of an unpooled feature that combines its global sample and its position in the
+        bag."""
         lengths = self.lengths.view(len(self.feature_names), -1)[feature].to(torch.int64)
         firsts = lengths.cumsum(0) - lengths
         samples = self.first_sample + torch.arange(lengths.numel(), device=lengths.device)
@@ -240,5 +240,5 @@ class GradientRounding:
         return bag_numbers + torch.arange(bag_numbers.numel(), device=lengths.device)
 
     def row_rounding(self, feature: int, column: int, numbers: Tensor) -> StochasticRounding:
-        """Of rows of a feature that is not pooled, whose `row_numbers` are these."""
+        """Return the rounding of rows of an unpooled feature. `numbers` are selected from `row_positions`."""
         return StochasticRounding((self.keys[feature],), (column,), numbers)

@@ -1,4 +1,4 @@
-"""Tables that every rank holds whole: looked up at home, their gradients added over ranks."""
+"""Replicated rows: local lookups, and gradients that are summed over ranks."""
 
 from __future__ import annotations
 
@@ -34,57 +34,61 @@ def _add_gradient(rows: Value, gradient: Value, state: Values, stats: Values, hy
 
 
 MakeSumCodec = Callable[[int], SumCodec]
-"""How so many numbers cross hosts in this step."""
+"""Function that returns the codec of inter-host sums for a number of elements in this step."""
 SUM_OPTIMIZER = RowOptimizer(name="sum", init=_init_rank_count, update=_add_gradient)
-"""Adds gradients up instead of learning, and counts the ranks whose batches have the row."""
+"""Row optimizer that adds gradients to the rows, and counts the ranks that touched each row."""
 
 
 @dataclass(frozen=True)
 class ReplicaGradients:
-    """Gradients of replicas, added over the samples of one rank and then over ranks, in one buffer."""
+    """Gradients of all replicated rows, summed over the samples of a rank and then over ranks."""
 
     buffer: Tensor
-    """[gradients of all rows | ranks that touched each]; kept from step to step."""
+    """Buffer with the gradients of all rows, then the number of ranks that touched each row. It is reused in each
+    step."""
     gradients: list[Tensor]
-    """[rows, D] of each table."""
+    """View [rows, D] of `buffer` for each table."""
     rank_counts: list[Tensor]
-    """[rows] of each table."""
+    """View [rows] of `buffer` with the number of ranks for each table."""
     group: UpdateGroup
-    """Adds to them."""
 
 
 class ReplicatedRows:
-    """The step of the rows that every rank holds: whole tables, and the hot rows of others."""
+    """Update of replicated rows, which are whole tables or the hot rows of tables."""
 
     def __init__(
         self, lookups: Sequence[ShardedLookup], shards: Sequence[TableStorage], plan: Plan, world: World
     ) -> None:
-        """`shards` are all of this rank."""
+        """Create the update, given the lookups of all feature groups and all shards of this rank."""
         self.world = world
         self._lookups = lookups
-        held = {s.shard.table: s for s in shards if plan[s.shard.table].is_replica(s.shard)}
-        read = dict.fromkeys(route.shard.table for look in lookups for route in look.routing.replicated)
-        self._trained_shards = [held[table] for table in read if held[table].spec.optimizer.name != "frozen"]
+        shards_by_table = {s.shard.table: s for s in shards if plan[s.shard.table].is_replica(s.shard)}
+        table_names = dict.fromkeys(route.shard.table for look in lookups for route in look.routing.replicated)
+        self._trained_shards = [
+            shards_by_table[table] for table in table_names if shards_by_table[table].spec.optimizer.name != "frozen"
+        ]
         self._fused_shards: tuple[FusedShards, ...] = ()
         self.selects_on_device = world.device.type == "cuda" and all(
             s.dtype in DTYPE_CODES for s in self._trained_shards
         )
-        """Whether the kernels themselves leave out the rows that nobody has touched; else the host counts these."""
+        """Whether kernels skip untouched rows. Otherwise the host counts the touched rows."""
 
     @property
     def has_trained_tables(self) -> bool:
-        """Whether a table is replicated that is not frozen."""
         return bool(self._trained_shards)
 
     def start_update(
         self, replicated: OwnedIds, gradients: Sequence[Tensor], share: float, make_coding: MakeSumCodec | None
     ) -> PendingCollective:
-        """Add up what each row gets from this rank's samples, times `share`, and begin to add over ranks; `replicated`
-        and `gradients` are of the groups that read replicas, one after the other."""
+        """Add the gradients of this rank's samples, weighted by `share`, and start to sum them over ranks.
+
+        `replicated` and `gradients` are those of the groups with replicated rows, group by group.
+        """
         sums = self._gradients
         sums.buffer.zero_()
         row_update(sums.group, 1.0, 1, replicated.bags, gradients)
-        sums.buffer[: -sum(own.numel() for own in sums.rank_counts)] *= share
+        # The counts of ranks at the end of the buffer are not weighted.
+        sums.buffer[: -sum(rank_counts.numel() for rank_counts in sums.rank_counts)] *= share
         self._add_penalties(sums, replicated.bags)
         if make_coding is None:
             return self.world.start_all_reduce(sums.buffer, "replicas")
@@ -94,7 +98,7 @@ class ReplicatedRows:
         return self.world.start_all_reduce(self._pad(sums), "replicas", coding)
 
     def _add_penalties(self, sums: ReplicaGradients, bags: Bags) -> None:
-        """Add those of lookups, of which each rank knows its own."""
+        """Add the gradients of penalties for the lookups of this rank."""
         penalised = [shard.spec.optimizer.stepped_rows == "looked_up" for shard in self._trained_shards]
         if not any(penalised) or not bags.num_samples:
             return
@@ -106,11 +110,11 @@ class ReplicatedRows:
 
     @cached_property
     def _padded_gradients(self) -> list[Tensor]:
-        """[rows, whole blocks] of each table, one behind the other in a buffer that ends with the ranks."""
+        """Views [rows, columns rounded up to blocks] of a buffer for each table. The counts of ranks follow."""
         sums = self._gradients
         widths = [round_up_to_blocks(gradient.shape[1]) for gradient in sums.gradients]
         sizes = [gradient.shape[0] * width for gradient, width in zip(sums.gradients, widths, strict=True)]
-        num_ranks = sum(own.numel() for own in sums.rank_counts)
+        num_ranks = sum(rank_counts.numel() for rank_counts in sums.rank_counts)
         self._padded_buffer = (
             sums.buffer
             if sum(sizes) + num_ranks == sums.buffer.numel()
@@ -121,30 +125,31 @@ class ReplicatedRows:
 
     @cached_property
     def _block_ids(self) -> Tensor:
-        """What the blocks of each table are drawn by: its name, and their place in it."""
+        """Number of each block in the key of stochastic rounding. It combines the table name and the index in the
+        table."""
         numbers = []
-        for held, whole in zip(self._trained_shards, self._padded_gradients, strict=True):
-            first = (crc32(held.spec.name.encode()) & 0x7FFF) << 48
+        for shard, whole in zip(self._trained_shards, self._padded_gradients, strict=True):
+            first = (crc32(shard.spec.name.encode()) & 0x7FFF) << 48
             numbers.append(first + torch.arange(whole.numel() // COLUMN_BLOCK, device=whole.device))
         return torch.cat(numbers)
 
     def _pad(self, sums: ReplicaGradients) -> Tensor:
-        """The buffer with the columns of each row rounded up to whole blocks."""
+        """Copy the gradients to a buffer whose rows have whole blocks, if necessary, and return it."""
         whole = self._padded_gradients
         if self._padded_buffer is not sums.buffer:
             for gradient, blocks in zip(sums.gradients, whole, strict=True):
                 blocks[:, : gradient.shape[1]] = gradient
-            num_ranks = sum(own.numel() for own in sums.rank_counts)
+            num_ranks = sum(rank_counts.numel() for rank_counts in sums.rank_counts)
             self._padded_buffer[-num_ranks:] = sums.buffer[-num_ranks:]
         return self._padded_buffer
 
     def _unpad(self, received: Tensor, sums: ReplicaGradients) -> None:
-        """Columns of whole blocks, where they were added."""
+        """Copy received gradients without padding to `sums`."""
         if received is sums.buffer:
             return
         for gradient, blocks in zip(sums.gradients, self._padded_gradients, strict=True):
             gradient.copy_(blocks[:, : gradient.shape[1]])
-        num_ranks = sum(own.numel() for own in sums.rank_counts)
+        num_ranks = sum(rank_counts.numel() for rank_counts in sums.rank_counts)
         sums.buffer[-num_ranks:] = received[-num_ranks:]
 
     def finish_update(
@@ -154,44 +159,50 @@ class ReplicatedRows:
         step: int,
         found_inf: Float[Tensor, ""] | None = None,
     ) -> None:
-        """Wait for the sums of all ranks, and step each replica alike; none where `found_inf` is not 0."""
+        """Wait for the sums over all ranks, and update the replicas equally on all ranks.
+
+        No row is updated if `found_inf` is nonzero.
+        """
         if pending is None:
             return
         sums = self._gradients
         self._unpad(pending.wait(), sums)
-        for shard, own in zip(self._trained_shards, sums.rank_counts, strict=True):
+        for shard, rank_counts in zip(self._trained_shards, sums.rank_counts, strict=True):
+            # These optimizers update untouched rows too.
             if shard.spec.optimizer.stepped_rows == "all":
-                own.fill_(1)
+                rank_counts.fill_(1)
         bags, gradients = self._touched_rows(sums)
         for fused in self._fused_shards:
             row_update(fused.group, lr(fused.spec), step, bags, gradients, found_inf)
 
     def _touched_rows(self, sums: ReplicaGradients) -> tuple[Bags, list[Tensor]]:
-        """Rows of each table that a rank has touched, as one sample has them, and what each gets."""
-        first_rows = list(accumulate((own.numel() for own in sums.rank_counts), initial=0))
+        """Return the touched rows of each table as bags of one sample, and their gradients."""
+        first_rows = list(accumulate((rank_counts.numel() for rank_counts in sums.rank_counts), initial=0))
         if self.selects_on_device:
-            each = [torch.arange(own.numel(), device=own.device) for own in sums.rank_counts]
-            marked = [torch.where(own > 0, rows, -1) for own, rows in zip(sums.rank_counts, each, strict=True)]
+            # Kernels skip ids of -1, so the host need not wait for the number of touched rows.
+            each = [torch.arange(rank_counts.numel(), device=rank_counts.device) for rank_counts in sums.rank_counts]
+            marked = [
+                torch.where(rank_counts > 0, rows, -1) for rank_counts, rows in zip(sums.rank_counts, each, strict=True)
+            ]
             bounds = device_constant(tuple(first_rows), sums.buffer.device)
             return Bags(torch.cat(marked), bounds, 1), sums.gradients
         touched = torch.cat(sums.rank_counts).nonzero().squeeze(1)
         bounds = torch.searchsorted(touched, torch.tensor(first_rows, device=touched.device))
         stops = bounds.tolist()
         rows = [touched[a:b] - first for (a, b), first in zip(pairwise(stops), first_rows, strict=False)]
-        gradients = [total[own] for total, own in zip(sums.gradients, rows, strict=True)]
+        gradients = [total[touched_rows] for total, touched_rows in zip(sums.gradients, rows, strict=True)]
         return Bags(torch.cat(rows), bounds, 1), gradients
 
     def bind_rows(self, rows: Mapping[Shard, TableRows]) -> None:
-        """Step the rows of these shards from now on; what each touched row gets is one row of its table's matrix."""
+        """Update the rows of these shards from now on. The gradients of a table are one matrix, with one row per id."""
         places = [FeatureGradient(index, index, index, per_id=True) for index in range(len(self._trained_shards))]
-        lent = [rows[held.shard] for held in self._trained_shards]
-        self._weights = [own.weight for own in lent]
-        """Of each table that learns."""
-        self._fused_shards = group_shards(self._trained_shards, lent, places)
+        shard_rows = [rows[shard.shard] for shard in self._trained_shards]
+        self._weights = [table_rows.weight for table_rows in shard_rows]
+        self._fused_shards = group_shards(self._trained_shards, shard_rows, places)
 
     @cached_property
     def _gradients(self) -> ReplicaGradients:
-        shapes = [(held.shard.num_rows, held.shard.num_columns) for held in self._trained_shards]
+        shapes = [(shard.shard.num_rows, shard.shard.num_columns) for shard in self._trained_shards]
         sizes = [*(rows * columns for rows, columns in shapes), *(rows for rows, _ in shapes)]
         dtype = compute_dtype(self._trained_shards[0].dtype)
         buffer = torch.zeros(sum(sizes), dtype=dtype, device=self.world.device)
@@ -200,7 +211,7 @@ class ReplicatedRows:
         ranks = list(pieces[len(shapes) :])
         group = UpdateGroup(
             optimizer=SUM_OPTIMIZER,
-            tables=tuple(TableRows(total, {"ranks": own}) for total, own in zip(gradients, ranks, strict=True)),
+            tables=tuple(TableRows(total, {"ranks": counts}) for total, counts in zip(gradients, ranks, strict=True)),
             embedding_dims=tuple(shape[1] for shape in shapes),
             features=self._gradient_layout,
         )
@@ -208,14 +219,14 @@ class ReplicatedRows:
 
     @property
     def _gradient_layout(self) -> tuple[FeatureGradient, ...]:
-        """Where gradients lie in what `start_update` is given, ordered by feature as in one process."""
+        """Position of the gradients in the arguments of `start_update`, ordered by feature as in one process."""
         tables = {shard.spec.name: index for index, shard in enumerate(self._trained_shards)}
-        found: dict[int, FeatureGradient] = {}
+        places: dict[int, FeatureGradient] = {}
         position = matrix = 0
         for look in self._lookups:
             replicated = look.routing.replicated
             if replicated:
-                found |= look.replica_gradient_layout(tables, position, matrix)
+                places |= look.replica_gradient_layout(tables, position, matrix)
                 position += len(replicated)
                 matrix += 1 + len(replicated) - len(look.routing.pooled_replicated)
-        return tuple(found[at] for at in sorted(found))
+        return tuple(places[feature] for feature in sorted(places))

@@ -1,4 +1,4 @@
-"""The sharded embedding: start, exchange, finish, and the step of the rows that a rank holds."""
+"""Sharded embedding collection: stages of a distributed lookup, and updates of the rows of this rank."""
 
 from __future__ import annotations
 
@@ -36,24 +36,25 @@ from meseta.storage import TableStorage, make_storages
 
 @dataclass(eq=False)
 class GroupState:
-    """What one group of features has of a batch under way; each field is there once its stage has been."""
+    """State of one feature group in a batch. Each field is set by its stage."""
 
     lookup: ShardedLookup
     pending_counts: PendingCounts
     input_dist: InputDist = field(init=False)
     owned_ids: OwnedIds = field(init=False)
     output_dist: OutputDist | None = field(init=False, default=None)
-    """None where none are on the way."""
+    """Embeddings in flight, or `None` if there are none."""
     gradients: Sequence[Tensor] = field(init=False)
-    """Of the bags [B_local, sum of D] and of the rows of each unpooled feature, before they travel."""
+    """Gradients of bags [B_local, sum of D], then of the rows of each unpooled feature, before they are sent."""
 
 
 class ShardedEmbeddingBagCollection(BaseEmbeddingCollection[GroupState]):
-    """An EmbeddingBagCollection whose tables lie on the ranks that a plan names.
+    """Embedding collection whose tables are sharded over ranks by a plan.
 
-    `forward` is `finish(look_up(exchange(start(kjt))))`; a pipeline calls these itself. Every rank gives its contiguous
-    slice of the global batch and gets the embeddings of that slice. Gradients are of the local mean of the loss: they
-    are scaled by B_local / B_global here. All ranks must call forward and backward in the same order.
+    `forward` calls `start_input_dist`, `input_dist`, `lookup` and `output_dist`. A pipeline calls these itself. Each
+    rank passes its contiguous slice of the global batch, and receives the embeddings of that slice. Gradients must be
+    those of the mean loss over the slice. They are scaled by B_local / B_global here. All ranks must call forward and
+    backward in the same order.
     """
 
     def __init__(
@@ -64,18 +65,27 @@ class ShardedEmbeddingBagCollection(BaseEmbeddingCollection[GroupState]):
         comm: Communication | None = None,
         storage: StorageOptions | None = None,
     ) -> None:
-        """Allocate this rank's shards of `source`'s tables; the plan must fit the tables and the world. `comm` says how
-        ranks write what they send; which way it takes is the plan's. `storage` has room for rows that lie far."""
+        """Allocate the shards of this rank for the tables of `source`.
+
+        Raises MesetaError if the plan does not fit the tables or `world`.
+
+        Args:
+            source: Collection with the tables and features.
+            plan: Placement of the tables, and exchange algorithms.
+            world: Ranks of the plan.
+            comm: Codecs of exchanges.
+            storage: Memory limits for offloaded rows.
+        """
         super().__init__(source.tables, source.features, source.seed)
         plan.check(self.tables)
         comm = comm or Communication()
         comm.check_dtype(self.tables[0].dtype)
         self.comm = comm
-        """How ranks write what they send."""
+        """Codecs of exchanges."""
         if any(comm.codec(direction).name == "fp16" for direction in DIRECTIONS):
             self.num_clamped = torch.zeros(1, dtype=torch.int64, device=world.device)
         if plan.num_ranks != world.size:
-            raise MesetaError(f"plan: it is for {plan.num_ranks} ranks, but this run has {world.size}; make a new plan")
+            raise MesetaError(f"plan: requires {plan.num_ranks} ranks, but this run has {world.size}; make a new plan")
         storage = storage or StorageOptions()
         plan.check_storage(storage)
         self._set_plan(plan, storage)
@@ -86,14 +96,13 @@ class ShardedEmbeddingBagCollection(BaseEmbeddingCollection[GroupState]):
         self.lookups = tuple(
             ShardedLookup(group, self.tables, plan, self.dtype, world, comm, self.num_clamped) for group in self.groups
         )
-        """One per group of features."""
         stages = [
             len(make_row_optimizer(t.optimizer).row_stats)
             for t in self.tables
             if len({s.columns for s in plan[t.name].shards}) > 1
         ]
         self.num_stat_exchanges = max(stages, default=0)
-        """Stages of sums over rows that lie in column shards: every rank exchanges so many times per step."""
+        """Number of exchanges of row statistics per step, equal on all ranks. Optimizers of column shards need them."""
         self.replicas = ReplicatedRows(self.lookups, self.shards, plan, world)
         self._accumulated_replica_segments: list[list[GradientSegment]] = []
 
@@ -103,22 +112,21 @@ class ShardedEmbeddingBagCollection(BaseEmbeddingCollection[GroupState]):
 
     @property
     def shards(self) -> tuple[TableStorage, ...]:
-        """The pieces of tables on this rank."""
         return self._shards
 
     def _bind_rows(self, rows: Sequence[TableRows]) -> None:
-        by_shard = {shard.shard: lent for shard, lent in zip(self.shards, rows, strict=True)}
+        by_shard = {shard.shard: shard_rows for shard, shard_rows in zip(self.shards, rows, strict=True)}
         for look in self.lookups:
             look.bind_rows(by_shard)
         self.replicas.bind_rows(by_shard)
-        places = [place for place in self._gradient_layout if place.table not in self._staged_shards]
-        self._fused_shards = group_shards(self.shards, rows, places)
-        """Shards that need nothing from other ranks."""
+        layout = [place for place in self._gradient_layout if place.table not in self._staged_shards]
+        self._fused_shards = group_shards(self.shards, rows, layout)
+        """Shards that are updated without data of other ranks."""
 
     def _start_input_dist(
         self, flight: BatchContext[GroupState], kjt: KeyedJaggedTensor | ExhaustedInput | Exception
     ) -> None:
-        """Sort the ids by owner, begin the exchange of counts. No host sync, unless ids are dropped."""
+        """Sort the ids by owner, and start the exchange of counts. Waits for a GPU only if ids are dropped."""
         checked: Sequence[CheckedIds | MesetaError]
         try:
             if isinstance(kjt, Exception):
@@ -128,59 +136,62 @@ class ShardedEmbeddingBagCollection(BaseEmbeddingCollection[GroupState]):
             checked = accepted = self.check_ids(ids)
             flight.num_out_of_range = self.count_out_of_range(accepted)
             if isinstance(kjt, ExhaustedInput):
-                checked = [replace(own, first_error=kjt.to_header(self.world.device)) for own in accepted]
-        except MesetaError as error:  # Raised here alone, it would leave the other ranks waiting.
+                checked = [replace(group_ids, first_error=kjt.to_header(self.world.device)) for group_ids in accepted]
+        # If only this rank raised the error, the other ranks would wait for it.
+        except MesetaError as error:
             checked = [error] * len(self.lookups)
         size = 0 if isinstance(checked[0], MesetaError) else checked[0].kjt.batch_size
         totals = flight.local_totals or BatchTotals(size, 0, float(size))
         started = [
-            look.start_input_dist(own, flight.batch_tag, totals)
-            for look, own in zip(self.lookups, checked, strict=True)
+            look.start_input_dist(group_ids, flight.batch_tag, totals)
+            for look, group_ids in zip(self.lookups, checked, strict=True)
         ]
-        flight.group_states = tuple(GroupState(look, own) for look, own in zip(self.lookups, started, strict=True))
+        flight.group_states = tuple(
+            GroupState(look, group_ids) for look, group_ids in zip(self.lookups, started, strict=True)
+        )
 
     def _check_supported(self, kjt: KeyedJaggedTensor) -> None:
-        """Raise MesetaError for a batch that cannot be looked up here."""
+        """Raise MesetaError if a batch is too large, or needs gradients that are not computed here."""
         if kjt.values.numel() > MAX_INT32:
             raise MesetaError(
-                f"the batch has {kjt.values.numel()} ids on one rank, at most {MAX_INT32} can be; cut it up"
+                f"the batch must have at most {MAX_INT32} ids per rank, got {kjt.values.numel()}; use a smaller batch"
             )
         if any(group.is_weighted for group in self.groups) and kjt.weights is not None and kjt.weights.requires_grad:
             raise MesetaError(
                 "the weights of the batch require a gradient, which a sharded lookup does not send back; detach them, "
-                "or set pooling='none' and apply them to the returned rows"
+                "or set pooling='none' and multiply the returned rows by the weights"
             )
 
     @property
     def local_share(self) -> float:
-        """B_local / B_global of the batch in hand, see `batch_slice`."""
+        """Share of this rank in the samples of the active batch, see `batch_slice`."""
         batch_slice = self.batch_slice
         return 1.0 / self.world.size if batch_slice is None else batch_slice.local_share
 
     def input_dist(self, flight: BatchContext[GroupState]) -> BatchContext[GroupState]:
-        """Read the counts, agree on errors, begin the exchange of lengths and ids."""
+        """Wait for the counts, raise errors on all ranks, and start to exchange lengths and ids."""
         flight.enter_stage("exchanged", after="started")
         with flight.drop_on_error():
-            for leg in flight.group_states:
-                leg.input_dist = leg.lookup.input_dist(leg.pending_counts)
-                del leg.pending_counts
+            for state in flight.group_states:
+                state.input_dist = state.lookup.input_dist(state.pending_counts)
+                del state.pending_counts
             exchanged = flight.group_states[0].input_dist
             flight.global_totals = BatchTotals.sum_over_ranks(exchanged.totals_per_rank, self.world.ranks_per_host)
             flight.exhausted_ranks = exchanged.exhausted_ranks
         return flight
 
     def drop(self, flight: BatchContext[GroupState]) -> None:
-        for leg in flight.group_states:
+        for state in flight.group_states:
             if flight.stage == "started":
-                leg.pending_counts.pending.wait()
+                state.pending_counts.pending.wait()
             elif flight.stage == "exchanged":
-                leg.input_dist.wait()
+                state.input_dist.wait()
         if flight.stage == "looked up":
             self.wait_for_embeddings(flight)
         super().drop(flight)
 
     def lookup(self, flight: BatchContext[GroupState]) -> BatchContext[GroupState]:
-        """Look up what this rank owns, begin to return it to the ranks that asked."""
+        """Look up the rows that this rank owns, and start to send them to the requesting ranks."""
         flight.enter_stage("looked up", after="exchanged")
         with flight.drop_on_error():
             exchanged = flight.group_states[0].input_dist
@@ -193,14 +204,15 @@ class ShardedEmbeddingBagCollection(BaseEmbeddingCollection[GroupState]):
                 self._acquire_lease(flight)
             is_evaluation = not torch.is_grad_enabled()
             with torch.no_grad():
-                for leg in flight.group_states if flight.embeddings is None else ():
-                    leg.output_dist = leg.lookup.lookup(leg.input_dist, leg.owned_ids, is_evaluation=is_evaluation)
+                for state in flight.group_states if flight.embeddings is None else ():
+                    state.output_dist = state.lookup.lookup(
+                        state.input_dist, state.owned_ids, is_evaluation=is_evaluation
+                    )
         return flight
 
     def _wait_for_ids(self, flight: BatchContext[GroupState]) -> None:
-        """Wait for the ids that this rank looks up."""
-        for leg in flight.group_states:
-            leg.owned_ids = leg.lookup.wait_for_ids(leg.input_dist)
+        for state in flight.group_states:
+            state.owned_ids = state.lookup.wait_for_ids(state.input_dist)
 
     def _begin_fetch(self, flight: BatchContext[GroupState]) -> None:
         if self._offloaded_shards and flight.lease is None:
@@ -208,19 +220,19 @@ class ShardedEmbeddingBagCollection(BaseEmbeddingCollection[GroupState]):
             self._acquire_rows(flight)
 
     def _acquire_rows(self, flight: BatchContext[GroupState]) -> None:
-        """Borrow rows where ids become the places of their rows, unless that was done before."""
+        """Acquire offloaded rows and replace ids by slots, unless this was done before."""
         if flight.lease is not None:
             return
         looked_up = []
-        for leg in flight.group_states:
-            of_routes = zip(leg.lookup.routes, leg.owned_ids.ids_by_route(), strict=True)
-            looked_up += [(self._shard_index[route.shard], rows) for route, rows in of_routes]
-        places = iter(self._acquire_lease(flight, looked_up))
-        for leg in flight.group_states:
-            leg.owned_ids = leg.owned_ids.with_slots([next(places) for _ in leg.lookup.routes])
+        for state in flight.group_states:
+            route_ids = zip(state.lookup.routes, state.owned_ids.ids_by_route(), strict=True)
+            looked_up += [(self._shard_index[route.shard], rows) for route, rows in route_ids]
+        slots = iter(self._acquire_lease(flight, looked_up))
+        for state in flight.group_states:
+            state.owned_ids = state.owned_ids.with_slots([next(slots) for _ in state.lookup.routes])
 
     def _fetch_offloaded(self, flight: BatchContext[GroupState]) -> None:
-        """The same, and wait for them. What keeps a rank from having its rows is raised on all. Collective."""
+        """Acquire offloaded rows and wait for them. If any rank fails, all ranks raise its error. Collective."""
         problem = None
         try:
             self._acquire_rows(flight)
@@ -228,59 +240,62 @@ class ShardedEmbeddingBagCollection(BaseEmbeddingCollection[GroupState]):
             flight.lease.wait()
         except MesetaError as error:
             problem = error
+        # The other ranks would wait for the embeddings of a rank that failed here.
         failures = torch.tensor([0.0 if problem is None else 1.0])
         if self.world.all_reduce_small(failures.to(self.world.device), "agree").item():
             self.world.raise_on_all_ranks(problem)
 
     @cached_property
     def _shard_index(self) -> dict[Shard, int]:
-        """Index of each."""
         return {storage.shard: index for index, storage in enumerate(self.shards)}
 
     def start_second_hop(self, flight: BatchContext[GroupState]) -> None:
         is_exchanged = flight.stage == "exchanged"
         with flight.stage_timer("input_dist" if is_exchanged else "output_dist"):
-            for leg in flight.group_states:
+            for state in flight.group_states:
                 if is_exchanged:
-                    leg.lookup.forward_ids_within_host(leg.input_dist)
-                elif leg.output_dist is not None:
-                    leg.lookup.start_second_hop(leg.input_dist, leg.output_dist)
+                    state.lookup.forward_ids_within_host(state.input_dist)
+                elif state.output_dist is not None:
+                    state.lookup.start_second_hop(state.input_dist, state.output_dist)
 
     def _assemble_embeddings(self, flight: BatchContext[GroupState]) -> Sequence[Tensor]:
-        """Put what all ranks have answered together."""
+        """Return the embeddings of this rank's samples from the data of all owners."""
         each = [
-            leg.lookup.output_dist(leg.input_dist, leg.output_dist)
-            for leg in flight.group_states
-            if leg.output_dist is not None
+            state.lookup.output_dist(state.input_dist, state.output_dist)
+            for state in flight.group_states
+            if state.output_dist is not None
         ]
-        for leg in flight.group_states:
-            leg.output_dist = None
-        return [tensor for of_group in each for tensor in of_group]
+        for state in flight.group_states:
+            state.output_dist = None
+        return [tensor for group_outputs in each for tensor in group_outputs]
 
     def _output_dist(self, flight: BatchContext[GroupState]) -> Embeddings:
         with flight.stage_timer("output_dist"):
             self.wait_for_embeddings(flight)
             update = partial(self._run_backward, flight)
-            found = OptimizerInBackward.apply(self._anchor, flight.pop_embeddings(), update)
-        return self._make_embeddings(flight, [leg.input_dist.ids for leg in flight.group_states], found)
+            outputs = OptimizerInBackward.apply(self._anchor, flight.pop_embeddings(), update)
+        return self._make_embeddings(flight, [state.input_dist.ids for state in flight.group_states], outputs)
 
     def _start_gradient_dist(
         self, flight: BatchContext[GroupState], *gradients: Tensor
     ) -> tuple[Sequence[Tensor | None], Callable[[], None]]:
-        """Begin to send upstream gradients to the owners of the rows."""
         assert flight.batch_slice is not None
-        legs, share = flight.pop_group_states(), flight.batch_slice.local_share
-        for leg, (of_bags, *of_rows) in zip(legs, self.split_by_group(gradients), strict=True):
-            leg.gradients = [leg.lookup.group.to_sum_gradient(of_bags, leg.input_dist.ids.lengths), *of_rows]
+        states, share = flight.pop_group_states(), flight.batch_slice.local_share
+        for state, (bag_gradient, *row_gradients) in zip(states, self.split_by_group(gradients), strict=True):
+            state.gradients = [
+                state.lookup.group.to_sum_gradient(bag_gradient, state.input_dist.ids.lengths),
+                *row_gradients,
+            ]
         with flight.stage_timer("gradient_dist"):
             sent = [
-                leg.lookup.start_gradient_dist(leg.input_dist, leg.gradients, flight.batch_slice, self.seed)
-                for leg in legs
+                state.lookup.start_gradient_dist(state.input_dist, state.gradients, flight.batch_slice, self.seed)
+                for state in states
             ]
-        take = partial(self._finish_gradient_dist, legs, sent, flight.stage_timer)
+        take = partial(self._finish_gradient_dist, states, sent, flight.stage_timer)
         if not self._accumulates_gradients(flight):
-            return (), partial(self._update, flight, self._start_replica_update(legs, share), take)
-        self._accumulate_replica_gradients(legs, share)
+            return (), partial(self._update, flight, self._start_replica_update(states, share), take)
+        self._accumulate_replica_gradients(states, share)
+        # Without overlap, the gradients are received here.
         self._accumulated_segments.append(take if flight.overlaps_gradient_dist else partial(list, take()))
         return (), lambda: None
 
@@ -290,49 +305,54 @@ class ShardedEmbeddingBagCollection(BaseEmbeddingCollection[GroupState]):
         replicated: PendingCollective | None,
         take: Callable[[], list[GradientSegment]],
     ) -> None:
-        """Step every shard once, by what came for it."""
-        received = [*(kept() for kept in self._accumulated_segments), take()]
+        """Update each shard once with the gradients of all micro-batches."""
+        received = [*(get_segments() for get_segments in self._accumulated_segments), take()]
         flight.pre_update_hook()
         with flight.stage_timer("table_update"):
-            whole, moved = merge_backward_passes(received)
+            whole, row_gradients = merge_backward_passes(received)
             self._discard_row_gradients()
             for fused in self._fused_shards:
-                step_shards(fused, self.lr(flight, fused.spec), self.step + 1, whole.bags, moved, flight.found_inf)
-            self._update_staged(flight, whole, moved)
+                step_shards(
+                    fused, self.lr(flight, fused.spec), self.step + 1, whole.bags, row_gradients, flight.found_inf
+                )
+            self._update_staged(flight, whole, row_gradients)
             self.replicas.finish_update(replicated, partial(self.lr, flight), self.step + 1, flight.found_inf)
         self.step += 1
 
     def _finish_gradient_dist(
-        self, legs: Sequence[GroupState], sent: Sequence[GradientDist], stage_timer: StageTimer
+        self, states: Sequence[GroupState], sent: Sequence[GradientDist], stage_timer: StageTimer
     ) -> list[GradientSegment]:
-        """What came to the rows of this rank."""
         with stage_timer("gradient_dist"):
-            each = zip(legs, sent, strict=True)
-            return [leg.lookup.finish_gradient_dist(leg.input_dist, leg.owned_ids, pending) for leg, pending in each]
+            each = zip(states, sent, strict=True)
+            return [
+                state.lookup.finish_gradient_dist(state.input_dist, state.owned_ids, pending) for state, pending in each
+            ]
 
-    def _replica_segments(self, legs: Sequence[GroupState], scale: float = 1.0) -> list[GradientSegment]:
-        """What this rank's samples give to rows that every rank holds, of the groups that read such, times `scale`."""
-        found = []
-        for leg in legs:
-            scaled = leg.gradients if scale == 1.0 else [gradient * scale for gradient in leg.gradients]
-            found.append(leg.lookup.replicated_segment(leg.input_dist, scaled))
-        return [segment for segment in found if segment is not None]
+    def _replica_segments(self, states: Sequence[GroupState], scale: float = 1.0) -> list[GradientSegment]:
+        """Return the gradients of replicated rows times `scale`, for each group that has such rows."""
+        segments = []
+        for state in states:
+            scaled = state.gradients if scale == 1.0 else [gradient * scale for gradient in state.gradients]
+            segments.append(state.lookup.replicated_segment(state.input_dist, scaled))
+        return [segment for segment in segments if segment is not None]
 
-    def _start_replica_update(self, legs: Sequence[GroupState], share: float) -> PendingCollective | None:
-        """Begin to add up what the rows get that every rank holds."""
+    def _start_replica_update(self, states: Sequence[GroupState], share: float) -> PendingCollective | None:
         if not self.replicas.has_trained_tables:
             return None
-        exponent = gradient_exponent(legs[0].input_dist.num_samples)
+        exponent = gradient_exponent(states[0].input_dist.num_samples)
         make_coding = self.make_sum_codec("backward", "replicas", exponent)
         if not self._accumulated_replica_segments:
             return self.replicas.start_update(
-                *merge_backward_passes([self._replica_segments(legs)]), share, make_coding
+                *merge_backward_passes([self._replica_segments(states)]), share, make_coding
             )
-        self._accumulate_replica_gradients(legs, share)
+        self._accumulate_replica_gradients(states, share)
         return self.replicas.start_update(*merge_backward_passes(self._accumulated_replica_segments), 1.0, make_coding)
 
     def make_sum_codec(self, direction: Direction, name: str, exponent: int) -> Callable[[int], SumCodec] | None:
-        """What tells how so many numbers of a sum cross hosts in the step of the batch in hand; None: as they are."""
+        """Return a function that creates the codec of a sum for a number of elements, or `None` without a codec.
+
+        Rounding depends on the step of the active batch.
+        """
         codec = self.comm.codec(direction)
         if codec.is_lossless:
             return None
@@ -343,13 +363,14 @@ class ShardedEmbeddingBagCollection(BaseEmbeddingCollection[GroupState]):
 
         return make
 
-    def _accumulate_replica_gradients(self, legs: Sequence[GroupState], share: float) -> None:
-        """Keep what the replicas get from this rank's samples; micro-batches may differ in `share`."""
+    def _accumulate_replica_gradients(self, states: Sequence[GroupState], share: float) -> None:
+        # Gradients are weighted here, because `share` may differ between micro-batches.
         if self.replicas.has_trained_tables:
-            self._accumulated_replica_segments.append(self._replica_segments(legs, share))
+            self._accumulated_replica_segments.append(self._replica_segments(states, share))
 
     def discard_accumulated(self) -> None:
         if self._accumulated_segments:
+            # The transport may still write to the buffers of pending exchanges.
             retain_until_exit(list(self._accumulated_segments))
         super().discard_accumulated()
 
@@ -359,18 +380,18 @@ class ShardedEmbeddingBagCollection(BaseEmbeddingCollection[GroupState]):
 
     @cached_property
     def _gradient_layout(self) -> tuple[FeatureGradient, ...]:
-        """Where the gradient of each route comes, ordered by feature as in one process."""
-        found: dict[int, list[FeatureGradient]] = {}
+        """Position of the gradients of each route, ordered by feature as in one process."""
+        places_by_feature: dict[int, list[FeatureGradient]] = {}
         position = matrix = 0
         for look in self.lookups:
-            found |= look.gradient_layout(self._shard_index, position, matrix)
+            places_by_feature |= look.gradient_layout(self._shard_index, position, matrix)
             position += len(look.routes)
             matrix += 2 + len(look.routes) - look.routing.host_reduced[self.world.rank].stop
-        return tuple(place for at in sorted(found) for place in found[at])
+        return tuple(place for feature in sorted(places_by_feature) for place in places_by_feature[feature])
 
     @cached_property
     def _staged_shards(self) -> frozenset[int]:
-        """Shards that hold some columns of rows whose optimizer needs sums over whole rows."""
+        """Column shards whose optimizers need sums over whole rows."""
         return frozenset(
             index
             for index, shard in enumerate(self.shards)
@@ -378,11 +399,11 @@ class ShardedEmbeddingBagCollection(BaseEmbeddingCollection[GroupState]):
         )
 
     def _update_staged(self, flight: BatchContext[GroupState], owned: OwnedIds, gradients: Sequence[Tensor]) -> None:
-        """Step column shards; ranks exchange the statistics of rows between the stages."""
+        """Update column shards. Ranks exchange row statistics between the stages."""
         if not self.num_stat_exchanges:
             return
         assert flight.lease is not None
-        places = [at for at in self._gradient_layout if at.table in self._staged_shards]
+        places = [place for place in self._gradient_layout if place.table in self._staged_shards]
         sums = sum_gradients(self.shards, flight.lease.rows, places, owned, gradients)
         used = [self.shards[i] for i in sums]
         hypers = [Hyper(self.lr(flight, s.spec), self.step + 1, s.spec.embedding_dim) for s in used]

@@ -1,4 +1,4 @@
-"""One exchange of ids for rows: the features of one batch size, over the ranks of a plan."""
+"""Distributed lookup of one feature group over the ranks of a plan."""
 
 from __future__ import annotations
 
@@ -49,27 +49,29 @@ from meseta.spec.codecs import FP32, Codec, Communication
 from meseta.spec.transfer import BATCH_REJECTED, CountsHeader, id_bytes, max_range_rows
 
 ID_DTYPES = {4: torch.int32, 8: torch.int64}
-"""By bytes of an id on the way: it is a row of its range, so half the bits are enough for most."""
+"""Dtype of ids in exchanges, by their size in bytes. Ids are relative to their row range, so that 4 bytes often
+suffice."""
 
 
 @dataclass(eq=False)
 class OutputDist:
-    """What owners have looked up, on its way to the ranks of the samples."""
+    """Embeddings in flight from owners to the ranks of the samples."""
 
     formats: MessageFormats
     message_layouts: Sequence[MessageLayout]
-    """Of what each owner answers to this rank, or with two levels each rank of its host."""
+    """Layouts of the messages to this rank from all owners. With a hierarchical exchange, only ranks of this host send
+    messages."""
     pending: PendingCollective
     replicated_bags: Tensor | None
-    """Of rows that every rank holds."""
     wait_for_second_hop: Callable[[], InterHostEmbeddings] | None = None
-    """Waits for what comes from other hosts, once that is under way."""
+    """Waits for embeddings from other hosts. `None` before the second hop."""
 
 
 class ShardedLookup:
-    """The way of one feature group's ids to the ranks that hold their rows, of the rows back, and of gradients there.
+    """Distributes the ids of one feature group to the ranks that own the rows, and returns the looked-up rows.
 
-    Every rank calls the same methods in the same order.
+    The backward pass sends gradients along the same routes in reverse. All ranks must call the same methods in the same
+    order.
     """
 
     def __init__(
@@ -82,8 +84,10 @@ class ShardedLookup:
         comm: Communication,
         clamped: Tensor | None,
     ) -> None:
-        """What a lookup returns is of `dtype`; it reads what `bind_rows` was given. `clamped` counts numbers that are
-        too large for fp16."""
+        """Create a lookup that returns embeddings of `dtype`. Call `bind_rows` before the first lookup.
+
+        `clamped` [1] counts values that overflow fp16.
+        """
         self.group = group
         self.world = world
         self.comm = comm
@@ -92,56 +96,61 @@ class ShardedLookup:
         self.routing = make_routing(tables, group.features, plan)
         self.routes = self.routing.routes_by_owner[world.rank]
         self.tables = tuple(dict.fromkeys(feature.table for feature in group.features))
-        """Whose rows travel."""
+        """Names of the tables in error messages of exchanges."""
         self._rows: Mapping[Shard, TableRows] = {}
         self._counts_exchange = CountsExchange(self.routing, world, self.tables, len(group.features))
         self._hierarchical = self._counts_exchange.hierarchical
         self._id_dtype = ID_DTYPES[id_bytes(max_range_rows(tables, plan))]
 
     def bind_rows(self, rows: Mapping[Shard, TableRows]) -> None:
-        """Read the rows of these shards, all of this rank, from now on."""
+        """Use the given rows of this rank's shards from now on."""
         self._rows = rows
         owned, replicated = self.routing.routes_by_owner[self.world.rank], self.routing.pooled_replicated
         sides = (self.routing.direct[self.world.rank], self.routing.host_reduced[self.world.rank])
         self._lookup_groups = {side: self._make_lookup_group(owned[side.first : side.stop]) for side in sides}
-        """Of both kinds of bags that this rank owns."""
+        """Operator arguments for the direct bags and the partial bags that this rank owns."""
         self._replicated_lookup_group = self._make_lookup_group(replicated)
-        """Of the pooled features that stay at home."""
+        """Operator arguments for the pooled features with replicated rows."""
 
     def _make_lookup_group(self, routes: Sequence[Route]) -> LookupGroup:
         weighted = tuple(self.group.features[route.feature].weighted for route in routes)
         return LookupGroup(tuple(self._rows[route.shard].weight for route in routes), weighted)
 
     def start_input_dist(self, checked: CheckedIds | MesetaError, mark: int, totals: BatchTotals) -> PendingCounts:
-        """Sort the ids by owner, begin the exchange of counts, of the batch's mark and of the `totals` of this rank. No
-        host sync.
+        """Sort the ids by owner, and start to exchange counts with the batch tag `mark` and the totals of this rank.
 
-        An error is told to all ranks on the way; `exchange` raises it.
+        Does not wait for a GPU, unless distinct rows are counted. An error in `checked` is sent to all ranks, and
+        `input_dist` raises it.
         """
         failed = checked if isinstance(checked, MesetaError) else None
-        own = self._refused_batch() if isinstance(checked, MesetaError) else checked
-        cut, distinct = bucketize_features_by_row(own.kjt, self.routing), DistinctRows.from_batch(own.kjt, self.routing)
-        known = self._counts_exchange.pack_local_counts(mark, totals, own.kjt, own.first_error, cut, distinct)
+        valid_ids = self._refused_batch() if isinstance(checked, MesetaError) else checked
+        buckets, distinct = (
+            bucketize_features_by_row(valid_ids.kjt, self.routing),
+            DistinctRows.from_batch(valid_ids.kjt, self.routing),
+        )
+        local_counts = self._counts_exchange.pack_local_counts(
+            mark, totals, valid_ids.kjt, valid_ids.first_error, buckets, distinct
+        )
         return PendingCounts(
             batch_tag=mark,
-            ids=own.kjt,
-            buckets=cut,
-            local_counts=known,
-            pending=self._counts_exchange.start(known),
+            ids=valid_ids.kjt,
+            buckets=buckets,
+            local_counts=local_counts,
+            pending=self._counts_exchange.start(local_counts),
             distinct_rows=distinct,
             error=failed,
         )
 
     def _refused_batch(self) -> CheckedIds:
-        """No samples, and the mark that tells the other ranks."""
+        """Return a batch without samples, whose header marks it as rejected."""
         keys = tuple(f.name for f in self.group.features)
         mark = torch.tensor([BATCH_REJECTED, 0, 0], device=self.world.device)
         ids = KeyedJaggedTensor(keys=keys, values=mark[:0], lengths=mark[:0])
         return CheckedIds(kjt=ids, num_outside=mark.new_zeros(len(keys)), first_error=mark)
 
     def input_dist(self, x: PendingCounts) -> InputDist:
-        """Read the counts, agree on errors, begin the exchange of lengths and ids."""
-        counts, met, sent_slots = (
+        """Wait for the counts, raise errors on all ranks, and start to exchange lengths and ids."""
+        counts, first_hop_ranks, sent_slots = (
             self._counts_exchange.wait(x.local_counts, x.pending),
             self._counts_exchange.first_hop_ranks,
             self._counts_exchange.send_layout,
@@ -150,14 +159,15 @@ class ShardedLookup:
         batch_sizes = tuple(header.batch_size for header in counts.headers)
         slots = BucketizedIds.from_counts(x, self.routing, counts.range_counts, self._id_dtype)
         send, receive = [0] * self.world.size, [0] * self.world.size
-        for rank in met:
+        for rank in first_hop_ranks:
             send[rank] = x.ids.batch_size * len(counts.sent_counts[rank]) + sum(counts.sent_counts[rank])
             receive[rank] = batch_sizes[rank] * len(counts.received_counts[rank]) + sum(counts.received_counts[rank])
         packed, scope = (
             slots.pack_ids(sent_slots, self._id_dtype, self.world.device),
-            ExchangeScope(met, self.tables, x.batch_tag),
+            ExchangeScope(first_hop_ranks, self.tables, x.batch_tag),
         )
         payload = self.world.all_to_all(packed, send, receive, "ids", scope=scope)
+        # Weights have another dtype than ids, so they are sent separately.
         weights = None
         if self.group.is_weighted:
             packed = slots.pack_weights(sent_slots, self.dtype, self.world.device)
@@ -183,22 +193,23 @@ class ShardedLookup:
         )
 
     def _check_headers(self, x: PendingCounts, headers: Sequence[CountsHeader]) -> None:
-        """Raise MesetaError, on all ranks alike, where a rank is at another batch, or its ids are refused."""
-        astray = [rank for rank, header in enumerate(headers) if header.batch_tag != headers[0].batch_tag]
-        if astray:
+        """Raise MesetaError on all ranks if a rank has another batch, or ids were rejected."""
+        diverged = [rank for rank, header in enumerate(headers) if header.batch_tag != headers[0].batch_tag]
+        if diverged:
             raise MesetaError(
-                f"rank {astray[0]} is at another batch than rank 0; every rank must start the same batches in the same "
-                "order, and take each stage of them in one order"
+                f"rank {diverged[0]} is at another batch than rank 0; start the same batches on all ranks in the same "
+                "order, and run their stages in the same order"
             )
         if any(header.feature == BATCH_REJECTED for header in headers):
             self.world.raise_on_all_ranks(x.error)
         for rank, header in enumerate(headers):
             if header.feature >= 0:
-                before = sum(of_rank.batch_size for of_rank in headers[:rank])
+                before = sum(other.batch_size for other in headers[:rank])
                 raise self.group.out_of_range_error(header.feature, before + header.sample, header.id)
 
     def forward_ids_within_host(self, x: InputDist) -> None:
-        """Where ids have two levels, wait for those of twins and begin to give each rank of this host its own."""
+        """Start the second hop of ids after the first one arrived. Does nothing if the exchange is flat or it has
+        started."""
         if self._hierarchical is not None and x.second_hop is None:
             payload = self._hierarchical.forward_ids_within_host(x)
             x.second_hop = (
@@ -207,46 +218,47 @@ class ShardedLookup:
             )
 
     def wait_for_ids(self, x: InputDist) -> OwnedIds:
-        """Wait for the ids that this rank looks up."""
         self.forward_ids_within_host(x)
-        payload, of_ids = x.last_hop
+        payload, pending_weights = x.last_hop
         arrival = range(self.world.size) if self._hierarchical is None else self._hierarchical.arrival_order
-        weights = None if of_ids is None else of_ids.wait()
+        weights = None if pending_weights is None else pending_weights.wait()
         return unpack_ids(x, len(self.routes), arrival, payload.wait(), weights)
 
     def lookup(self, x: InputDist, owned: OwnedIds, *, is_evaluation: bool = False) -> OutputDist:
-        """Look up what this rank owns, and begin to send it to the ranks of the samples; in an evaluation it travels as
-        it is."""
+        """Look up the rows that this rank owns, and start to send them to the ranks of the samples.
+
+        Evaluation uses no codec.
+        """
         wires = self._make_formats(FP32 if is_evaluation else self.comm.codec("forward"))
         messages = self._expected_messages(x)
         pending = self._lookup_and_send(x, owned, wires.direct, wires.direct.message_sizes(messages))
-        return OutputDist(
-            wires, messages, pending, self._lookup_replicated_bags(x.replicated_ids)
-        )  # while the answers travel
+        # Replicated rows are looked up while embeddings are in flight.
+        return OutputDist(wires, messages, pending, self._lookup_replicated_bags(x.replicated_ids))
 
     def start_second_hop(self, x: InputDist, answers: OutputDist) -> None:
-        """Where answers have two levels, wait for those of this host and begin to give its twins theirs."""
+        """Start the second hop of embeddings after the first one arrived. Does nothing without a hop between hosts, or
+        if it has started."""
         if self.routing.reduces_across_hosts and answers.wait_for_second_hop is None:
             views = answers.formats.direct.views(answers.pending.wait(), answers.message_layouts)
             far = answers.formats.inter_host
             answers.wait_for_second_hop = send_to_cross_host_peers(self.routing, self.world, x, views, far, self.tables)
 
     def output_dist(self, x: InputDist, answers: OutputDist) -> list[Tensor]:
-        """[pooled [B_local, sum of D], rows of each unpooled feature ...] for the local slice, of what all ranks have
-        answered."""
+        """Wait for the embeddings of the local slice: pooled [B_local, sum of D], then rows of each unpooled
+        feature."""
         self.start_second_hop(x, answers)
         wires, take = answers.formats, answers.wait_for_second_hop
         views = wires.direct.views(answers.pending.wait(), answers.message_layouts)
-        came = InterHostEmbeddings(self._empty_host_bags(x), {}, {}) if take is None else take()
-        direct = [of_owner[0] for of_owner in views]
+        inter_host = InterHostEmbeddings(self._empty_host_bags(x), {}, {}) if take is None else take()
+        direct = [owner_views[0] for owner_views in views]
         if self._hierarchical is not None:
-            direct = [came.direct[owner] for owner in range(self.world.size)]
+            direct = [inter_host.direct[owner] for owner in range(self.world.size)]
         rows = (
-            came.rows
+            inter_host.rows
             if self._hierarchical is not None
             else self._decode_rows(wires.direct, views, answers.message_layouts)
         )
-        pooled = self._assemble_pooled(x, wires.inter_host, direct, came.bags, answers.replicated_bags)
+        pooled = self._assemble_pooled(x, wires.inter_host, direct, inter_host.bags, answers.replicated_bags)
         return [pooled, *(self._assemble_unpooled(x, f, rows) for f in self.group.unpooled_indices)]
 
     def _assemble_pooled(
@@ -257,24 +269,25 @@ class ShardedLookup:
         whole: Sequence[Tensor],
         local_bags: Tensor | None,
     ) -> Tensor:
-        """[B_local, sum of D]: bags of the owners, of hosts, and at home."""
+        """Return pooled embeddings [B_local, sum of D] from the bags of owners and hosts and the replicated bags."""
         batch_size, routing = x.batch_size_per_rank[self.world.rank], self.routing
         pooled = empty((batch_size, routing.output_width), self.dtype, self.world.device)
         local = [] if local_bags is None else [local_bags]
         if wire.is_lossless:
             place_columns(pooled, [*direct, *whole, *local], routing.output_moves)
         else:
-            if local:  # rows that every rank holds come first in their table
+            if local:  # Replicated rows are the first rows of their tables, and rows are added in ascending order.
                 place_columns(pooled, local, routing.replicated_moves)
             matrices = [MatrixLayout(batch_size, columns) for columns in routing.direct_columns]
             matrices += [routing.host_bag_layout(host, batch_size) for host in range(len(whole))]
             nothing = torch.empty(batch_size, 0, dtype=torch.uint8, device=self.world.device)
-            came = [view if matrix.width else nothing for view, matrix in zip([*direct, *whole], matrices, strict=True)]
-            wire.decode_into(pooled, came, matrices, routing.received_moves)
+            received = [
+                view if matrix.width else nothing for view, matrix in zip([*direct, *whole], matrices, strict=True)
+            ]
+            wire.decode_into(pooled, received, matrices, routing.received_moves)
         return self.group.divide_means(pooled, x.ids.lengths.view(len(self.group.features), -1))
 
     def _make_formats(self, codec: Codec, half: HalfRange | None = None) -> MessageFormats:
-        """How bags and rows, or their gradients, are written by a codec."""
         far = MessageFormat(
             self.dtype, self.world.device, codec, half_range=half or HalfRange(num_clamped=self._num_clamped)
         )
@@ -283,18 +296,20 @@ class ShardedLookup:
     def _decode_rows(
         self, wire: MessageFormat, answers: Sequence[Sequence[Tensor]], messages: Sequence[MessageLayout]
     ) -> RouteRows:
-        """By owner and route: rows of those that are not pooled, as owners have answered."""
-        found = RouteRows()
+        """Return the rows of each unpooled route from the messages of owners."""
+        rows_by_route = RouteRows()
         for r, (views, message) in enumerate(zip(answers, messages, strict=True)):
             for i, (view, matrix) in enumerate(zip(views[2:], message[2:], strict=True)):
-                found[r, self.routing.host_reduced[r].stop + i] = wire.decode(view, matrix)
-        return found
+                rows_by_route[r, self.routing.host_reduced[r].stop + i] = wire.decode(view, matrix)
+        return rows_by_route
 
     def _lookup_and_send(
         self, x: InputDist, owned: OwnedIds, wire: MessageFormat, expected: Sequence[int]
     ) -> PendingCollective:
-        """Look up what this rank owns, and begin to send each rank the answers for its samples; `expected` are the
-        sizes of those that come."""
+        """Look up the rows that this rank owns, and start to send them.
+
+        `expected` are the sizes of the received messages.
+        """
         rank, routing = self.world.rank, self.routing
         direct, host_reduced = routing.direct[rank], routing.host_reduced[rank]
         bags = self._lookup_bags(x, owned, direct)
@@ -307,13 +322,13 @@ class ShardedLookup:
             send = bags.view(-1)
         else:
             partial = dict(enumerate(self._lookup_bags(x, owned, host_reduced).split(x.batch_size_per_rank)))
-            rows, of_ranks = self._lookup_rows(x, owned, wire), bags.split(x.batch_size_per_rank)
+            rows, bags_per_rank = self._lookup_rows(x, owned, wire), bags.split(x.batch_size_per_rank)
             send = wire.empty(messages)
             for r, views in enumerate(wire.views(send, messages)):
-                askers = routing.requesting_ranks(rank, r)
+                requesting_ranks = routing.requesting_ranks(rank, r)
                 peers = routing.cross_host_peers(r) if r in routing.host_ranks(rank) else ()
-                parts = [[of_ranks[asker] for asker in askers], [partial[peer] for peer in peers]]
-                parts += [[of_route[asker] for asker in askers] for of_route in rows]
+                parts = [[bags_per_rank[asker] for asker in requesting_ranks], [partial[peer] for peer in peers]]
+                parts += [[route_rows[asker] for asker in requesting_ranks] for route_rows in rows]
                 for view, part in zip(views, parts, strict=True):
                     if view.numel():
                         torch.cat(part, out=view)
@@ -323,7 +338,7 @@ class ShardedLookup:
         return self.world.all_to_all(send, wire.message_sizes(messages), expected, "embeddings", scope=scope)
 
     def _lookup_rows(self, x: InputDist, owned: OwnedIds, wire: MessageFormat) -> list[tuple[Tensor, ...]]:
-        """Of each route that is not pooled: the rows for each rank, [rows, columns], as they are written."""
+        """Return the encoded rows [rows, columns] for each rank, for each unpooled route of this rank."""
         first = self.routing.host_reduced[self.world.rank].stop
         if first == len(self.routes):
             return []
@@ -334,6 +349,7 @@ class ShardedLookup:
         begin = sum(owned.sizes[:first])
         ids = owned.bags.ids[begin:]
         if x.distinct_rows is not None:
+            # Each row is looked up and sent once per requesting rank.
             rows = ids if owned.rows is None else owned.rows[begin:]
             sizes = [
                 x.ids_per_route.served[r][k] for k in range(first, len(self.routes)) for r in range(self.world.size)
@@ -345,30 +361,34 @@ class ShardedLookup:
                 if owned.rows is None
                 else torch.empty_like(distinct.rows).index_copy_(0, distinct.inverse, ids.to(torch.int64))
             )
-        bounds = list(accumulate((sum(of_route) for of_route in counts), initial=0))
-        found = zip(row_lookup(tables, ids, bounds), counts, strict=True)
-        return [wire.pack(MatrixLayout(rows.shape[0], (rows.shape[1],)), [rows]).split(sizes) for rows, sizes in found]
+        bounds = list(accumulate((sum(route_counts) for route_counts in counts), initial=0))
+        rows_and_sizes = zip(row_lookup(tables, ids, bounds), counts, strict=True)
+        return [
+            wire.pack(MatrixLayout(rows.shape[0], (rows.shape[1],)), [rows]).split(sizes)
+            for rows, sizes in rows_and_sizes
+        ]
 
-    def _check_distinct_counts(self, counted: Sequence[int], told: Sequence[Sequence[int]]) -> None:
-        """Raise MesetaError where a rank has told another number of rows than its ids have."""
-        for place, (number, expected) in enumerate(zip(counted, (n for own in told for n in own), strict=True)):
+    def _check_distinct_counts(self, actual: Sequence[int], announced: Sequence[Sequence[int]]) -> None:
+        """Raise MesetaError if a rank announced another number of distinct rows than its ids have."""
+        for place, (number, expected) in enumerate(
+            zip(actual, (n for route_counts in announced for n in route_counts), strict=True)
+        ):
             if number != expected:
                 rank = place % self.world.size
                 raise MesetaError(
-                    f"rank {rank} asks rank {self.world.rank} for {expected} rows of tables {', '.join(self.tables)}, "
-                    f"but its ids name {number}; every rank must run the same version and plan"
+                    f"rank {rank} requested {expected} rows of tables {', '.join(self.tables)} from rank "
+                    f"{self.world.rank}, but sent ids of {number} rows; run the same version and plan on all ranks"
                 )
 
     def _lookup_bags(self, x: InputDist, owned: OwnedIds, side: RouteRange) -> Tensor:
-        """[B_global, columns] of the routes of one matrix."""
+        """Look up the bags [B_global, columns] of the routes of one matrix."""
         if side.first == side.stop:
             return torch.empty(x.num_samples, 0, dtype=self.dtype, device=self.world.device)
         bags = owned.route_bags(side)
         return lookup_group(self._lookup_groups[side], bags.ids, bags.offsets, bags.weights)
 
     def _lookup_replicated_bags(self, replicated: KeyedJaggedTensor | None) -> Tensor | None:
-        """[B, columns of the pooled features side by side] of ids whose rows every rank holds; None where there are
-        none."""
+        """Look up the bags of replicated rows [B, sum of columns], or return `None` if there are none."""
         num_pooled = len(self.routing.pooled_replicated)
         if replicated is None or not num_pooled:
             return None
@@ -376,16 +396,16 @@ class ShardedLookup:
         return lookup_group(self._replicated_lookup_group, bags.values, bags.offsets, bags.weights)
 
     def _lookup_replicated_rows(self, replicated: KeyedJaggedTensor, feature: int) -> Tensor:
-        """[nnz_f, D] of the ids at home of a feature that is not pooled."""
+        """Look up the replicated rows [nnz_f, D] of an unpooled feature."""
         [shard] = (r.shard for r in self.routing.replicated if r.feature == feature)
         values = replicated[self.group.features[feature].name].values
         return row_lookup([self._rows[shard].weight], values, [0, values.numel()])[0]
 
     def _expected_messages(self, x: InputDist) -> list[list[MatrixLayout]]:
-        """Of what each owner answers to this rank."""
+        """Return the layouts of the messages from all owners to this rank."""
         rank, ranks = self.world.rank, range(self.world.size)
-        mates = ranks if self._hierarchical is None else self._hierarchical.host_ranks
-        through = {r: x.rows_per_route.forwarded_to(r) if r in mates else {} for r in ranks}
+        host_ranks = ranks if self._hierarchical is None else self._hierarchical.host_ranks
+        through = {r: x.rows_per_route.forwarded_to(r) if r in host_ranks else {} for r in ranks}
         return [self.routing.output_message(r, rank, x.batch_size_per_rank, through[r]) for r in ranks]
 
     def _empty_host_bags(self, x: InputDist) -> list[Tensor]:
@@ -393,7 +413,7 @@ class ShardedLookup:
         return [nothing] * len(self.routing.host_widths)
 
     def _assemble_unpooled(self, x: InputDist, feature: int, rows: RouteRows) -> Tensor:
-        """[nnz_f, D]: rows back in the order of the batch."""
+        """Return the rows [nnz_f, D] of an unpooled feature in the order of the batch."""
         ranges, is_distinct = [], x.distinct_rows is not None and feature in x.distinct_rows.rows
         for number, pieces in enumerate(self.routing.routes_by_range[feature]):
             if not pieces:
@@ -407,22 +427,21 @@ class ShardedLookup:
         return grouped if order is None else torch.empty_like(grouped).index_copy_(0, order, grouped)
 
     def _lookup_replicated_range(self, x: InputDist, feature: int, number: int, is_distinct: bool) -> Tensor:
-        """Rows of a range that every rank holds: of each id, or of each distinct row."""
+        """Look up a replicated row range of an unpooled feature, for each id or for each distinct row."""
         assert x.replicated_ids is not None
         if x.distinct_rows is None or not is_distinct:
             return self._lookup_replicated_rows(x.replicated_ids, feature)
         [shard] = (r.shard for r in self.routing.replicated if r.bucket == (feature, number))
         first, stop = self.routing.range_bounds[feature][number : number + 2]
-        asked = x.distinct_rows.rows[feature]
-        bounds = torch.searchsorted(asked, asked.new_tensor([first, stop])).tolist()
-        ids = asked[bounds[0] : bounds[1]] - first
+        distinct = x.distinct_rows.rows[feature]
+        bounds = torch.searchsorted(distinct, distinct.new_tensor([first, stop])).tolist()
+        ids = distinct[bounds[0] : bounds[1]] - first
         return row_lookup([self._rows[shard].weight], ids, [0, ids.numel()])[0]
 
     def start_gradient_dist(
         self, x: InputDist, gradients: Sequence[Tensor], batch: BatchSlice, seed: int
     ) -> GradientDist:
-        """Begin to send gradients of what a lookup returned, times the share of this rank's samples, to the owners of
-        the rows."""
+        """Start to send gradients, weighted by the share of this rank's samples, to the owners of the rows."""
         wires, draw = self._gradient_formats(x), None
         if wires.inter_host.codec.scale_bytes:
             first = batch.first_sample if self.group.batch_name == "" else sum(x.batch_size_per_rank[: self.world.rank])
@@ -436,7 +455,6 @@ class ShardedLookup:
         return self._make_formats(self.comm.codec("backward"), half)
 
     def finish_gradient_dist(self, x: InputDist, owned: OwnedIds, sent: GradientDist) -> GradientSegment:
-        """What came to the rows of this rank."""
         wire = self._gradient_formats(x).direct
         direct, host_reduced, rows = receive_gradients(self.routing, self.world, x, sent, wire)
         unpooled = tuple(range(self.routing.host_reduced[self.world.rank].stop, len(self.routes)))
@@ -446,22 +464,30 @@ class ShardedLookup:
     def gradient_layout(
         self, by_shard: Mapping[Shard, int], position: int, matrix: int
     ) -> dict[int, list[FeatureGradient]]:
-        """By index in the collection: where the gradients of a feature's routes come in a `received` segment, of the
-        shards that `by_shard` numbers, when its routes and its matrices are counted from `position` and `matrix`."""
+        """Return the positions of the gradients of each feature's routes in the segment of `finish_gradient_dist`.
+
+        Args:
+            by_shard: Index of each shard of this rank.
+            position: Index of the first route of this group.
+            matrix: Index of the first matrix of this group.
+
+        Returns:
+            Positions by the feature's index in the collection.
+        """
         direct, host_reduced = self.routing.direct[self.world.rank], self.routing.host_reduced[self.world.rank]
-        found: dict[int, list[FeatureGradient]] = {}
+        places: dict[int, list[FeatureGradient]] = {}
         for k, route in enumerate(self.routes):
             weighted, shard = self.group.features[route.feature].weighted, by_shard[route.shard]
             if k < host_reduced.stop:
-                own = matrix if k < direct.stop else matrix + 1
-                place = FeatureGradient(position + k, shard, own, route.column, weighted=weighted)
+                gradient_matrix = matrix if k < direct.stop else matrix + 1
+                place = FeatureGradient(position + k, shard, gradient_matrix, route.column, weighted=weighted)
             else:
                 place = FeatureGradient(position + k, shard, matrix + 2 + k - host_reduced.stop, per_id=True)
-            found.setdefault(self.group.feature_indices[route.feature], []).append(place)
-        return found
+            places.setdefault(self.group.feature_indices[route.feature], []).append(place)
+        return places
 
     def replicated_segment(self, x: InputDist, gradients: Sequence[Tensor]) -> GradientSegment | None:
-        """What this rank's samples give to rows that every rank holds; None where there are none."""
+        """Return the gradients of replicated rows from this rank's samples, or `None` if there are no such rows."""
         if x.replicated_ids is None:
             return None
         first = len(self.routing.pooled_replicated)
@@ -474,8 +500,9 @@ class ShardedLookup:
     def replica_gradient_layout(
         self, tables: Mapping[str, int], position: int, matrix: int
     ) -> dict[int, FeatureGradient]:
-        """The same as `places` for an `replicated_segment` segment, of the tables that `tables` numbers."""
-        found, first = {}, len(self.routing.pooled_replicated)
+        """Return positions like `gradient_layout` in the segment of `replicated_segment`, given the index of each
+        table."""
+        places, first = {}, len(self.routing.pooled_replicated)
         for k, route in enumerate(self.routing.replicated):
             if route.shard.table in tables:
                 table, weighted = tables[route.shard.table], self.group.features[route.feature].weighted
@@ -484,5 +511,5 @@ class ShardedLookup:
                     place = FeatureGradient(position + k, table, matrix, column, weighted=weighted)
                 else:
                     place = FeatureGradient(position + k, table, matrix + 1 + k - first, per_id=True)
-                found[self.group.feature_indices[route.feature]] = place
-        return found
+                places[self.group.feature_indices[route.feature]] = place
+        return places

@@ -1,4 +1,4 @@
-"""`meseta.shard`: the one call between a user's model and several ranks."""
+"""`meseta.shard`, which distributes a model over ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from meseta.spec.tiers import StorageOptions
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 DENSE_SHARDINGS = ("replicated", "fsdp")
-"""How dense parameters may lie on the ranks."""
+"""Ways to place dense parameters: a copy on each rank, or sharded by FSDP."""
 
 
 def shard(
@@ -34,36 +34,36 @@ def shard(
     comm: Communication | None = None,
     storage: StorageOptions | None = None,
 ) -> ModelT:
-    """Place the model's EmbeddingBagCollection on the ranks of this run; the same code runs on one process.
+    """Distribute a model with an EmbeddingBagCollection over the ranks of this run.
 
-    Started plainly, the model is returned as it is, its rows in the tiers of `plan` where there is one. Under torchrun
-    the collection is replaced by a sharded one (by `plan`: a Plan, a plan document, a plan file, or None for the
-    planner's), dense parameters are taken from rank 0, and from then on `loss.backward()` leaves every rank with the
-    gradient of the global mean of the loss, when each rank's loss is the mean over its slice of the batch.
+    With several ranks, the collection is replaced by a sharded one, and dense parameters are copied from rank 0. Then
+    `loss.backward()` computes the gradient of the global mean loss, if the loss of each rank is the mean over its slice
+    of the batch. With one rank, the model is returned with its rows in the tiers of `plan`.
 
-    With `dense` 'fsdp' the dense parameters are cut over the ranks of each host (`devices_per_host` of the plan; as
-    the ranks were launched where it has none) and replicated across hosts, see docs/several_ranks.md: optimizers are
-    then made of `model.parameters()` after this call, and the model may be on the CPU until it is cut.
+    Args:
+        model: Model with one EmbeddingBagCollection. It is changed in place and returned.
+        plan: Plan, plan document or plan file. `None` lets the planner choose.
+        world: Ranks of the run. By default, `World.current`.
+        dense: 'replicated', or 'fsdp' for hybrid sharding, see docs/several_ranks.md. With 'fsdp', create optimizers
+            after this call. The model may be on the CPU before it.
+        comm: Codecs and exchange algorithms between ranks, see docs/communication.md. Evaluation uses no codecs.
+        storage: Memory limits for offloaded rows, see docs/tiers.md.
 
-    `comm` says in how many bits ranks write what they send, and which way it takes between hosts, see
-    docs/communication.md; evaluations travel as they are. `storage` has room for rows that lie far, see docs/tiers.md.
-
-    Raises MesetaError when the model has no EmbeddingBagCollection, or several, the plan does not fit, or the dense
-    parameters cannot be cut.
+    Raises MesetaError if the model has no or several collections, or the plan or the dense parameters do not fit.
     """
     if dense not in DENSE_SHARDINGS:
         raise MesetaError(f"meseta.shard: dense {dense!r} is unknown; {suggest(dense, DENSE_SHARDINGS)}")
-    found = [(name, m) for name, m in model.named_modules() if isinstance(m, EmbeddingBagCollection)]
-    if len(found) != 1:
+    collections = [(name, m) for name, m in model.named_modules() if isinstance(m, EmbeddingBagCollection)]
+    if len(collections) != 1:
         raise MesetaError(
-            f"meseta.shard: the model must have one EmbeddingBagCollection, found {len(found)}; "
+            f"meseta.shard: the model must have exactly one EmbeddingBagCollection, got {len(collections)}; "
             "put all tables into one collection"
         )
-    name, collection = found[0]
+    name, collection = collections[0]
     if name == "":
         raise MesetaError(
-            "meseta.shard: give the model that holds the EmbeddingBagCollection, not the collection itself; "
-            "the gradients of its dense parameters are summed over ranks too"
+            "meseta.shard: the argument must be the model that contains the EmbeddingBagCollection, not the collection "
+            "itself; the gradients of its dense parameters are summed over ranks too"
         )
     world = world or World.current(collection.device)
     if world.size == 1:
@@ -93,10 +93,10 @@ def resolve_plan(
     world: World,
     comm: Communication | None = None,
 ) -> Plan:
-    """A checked Plan from whatever the user gave.
+    """Return a checked plan, given an argument of `shard`.
 
-    For None it is searched for batches of 2,048 samples with one id per feature, and for these a way between hosts is
-    chosen where neither plan nor `comm` says one; who knows more of the ids gives a Workload to `make_plan`.
+    `None` searches a plan for batches of 2048 samples with one id per feature. The same workload selects an exchange
+    algorithm if neither the plan nor `comm` has one. For other workloads, pass one to `make_plan`.
     """
     num_ranks, comm = world.size, comm or Communication()
     workload = Workload(tables=collection.tables, features=collection.features, batch_size=2048, comm=comm)
@@ -108,7 +108,7 @@ def resolve_plan(
     elif isinstance(plan, Mapping):
         plan = Plan.from_dict(plan, collection.tables, num_ranks)
     if plan.num_ranks != num_ranks:
-        raise MesetaError(f"plan: it is for {plan.num_ranks} ranks, but this run has {num_ranks}; make a new plan")
+        raise MesetaError(f"plan: requires {plan.num_ranks} ranks, but this run has {num_ranks}; make a new plan")
     plan.check(collection.tables)
     hosts = Topology(num_hosts=num_ranks // plan.ranks_per_host, devices_per_host=plan.ranks_per_host)
     return choose_exchange_algorithms(plan, workload, hosts)

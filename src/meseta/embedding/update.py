@@ -1,4 +1,4 @@
-"""From upstream gradients to updated rows: one fused pass where rows are whole; else coalesce, statistics, update."""
+"""Row updates from upstream gradients: fused for whole rows, or in stages with row statistics for column shards."""
 
 from __future__ import annotations
 
@@ -21,21 +21,20 @@ from meseta.storage import TableStorage
 
 @dataclass(frozen=True)
 class FusedShards:
-    """Shards of one row optimizer that are stepped by one operator call."""
+    """Shards with the same row optimizer that one operator call updates."""
 
     spec: TableSpec
-    """One of their tables; all have its optimizer."""
+    """Spec of one of the tables. All of them have the same optimizer."""
     group: UpdateGroup
 
 
 def group_shards(
     shards: Sequence[TableStorage], rows: Sequence[TableRows], features: Sequence[FeatureGradient]
 ) -> tuple[FusedShards, ...]:
-    """The shards that `features` name by index, by their row optimizer; those of optimizer 'frozen' are left out.
-    `rows` are those that each has lent.
+    """Group the shards that `features` name by index by row optimizer. Frozen shards are left out.
 
-    Contributions will be added in the order of `features`. Shards must hold whole rows, or have an optimizer without
-    statistics of rows.
+    `rows` are the acquired rows of all shards. Contributions are added in the order of `features`. Shards must have
+    whole rows, or an optimizer without row statistics.
     """
     members: dict[OptimizerSpec, list[int]] = {}
     for index in dict.fromkeys(feature.table for feature in features):
@@ -62,36 +61,42 @@ def step_shards(
     gradients: Sequence[Tensor],
     found_inf: Float[Tensor, ""] | None = None,
 ) -> None:
-    """Step the rows that the bags touch, or every row where the optimizer asks for it; none where `found_inf` is not
-    0."""
-    group, moved, optimizer = fused.group, list(gradients), fused.spec.optimizer
+    """Update the rows that the bags touch, or all rows if the optimizer requires it.
+
+    No row is updated if `found_inf` is nonzero.
+    """
+    group, output_gradients, optimizer = fused.group, list(gradients), fused.spec.optimizer
     if optimizer.stepped_rows == "looked_up" and bags.num_samples:
         looked_up = ids_by_table(group.features, bags, len(group.tables))
-        more = [
+        extra_rows = [
             lookup_penalty(optimizer, table.weight, ids) for table, ids in zip(group.tables, looked_up, strict=True)
         ]
-        sizes = torch.tensor([rows.numel() for rows, _ in more], device=bags.offsets.device)
-        group, bags, moved = _append_rows(group, bags, moved, more, sizes)
+        sizes = torch.tensor([rows.numel() for rows, _ in extra_rows], device=bags.offsets.device)
+        group, bags, output_gradients = _append_rows(group, bags, output_gradients, extra_rows, sizes)
     if optimizer.stepped_rows == "all" and bags.num_samples:
         sizes = device_constant(tuple(table.weight.shape[0] for table in group.tables), bags.offsets.device)
-        group, bags, moved = _append_rows(group, bags, moved, [_all_rows(t, moved[0]) for t in group.tables], sizes)
-    row_update(group, lr, step, bags, moved, found_inf)
+        group, bags, output_gradients = _append_rows(
+            group, bags, output_gradients, [_all_rows(t, output_gradients[0]) for t in group.tables], sizes
+        )
+    row_update(group, lr, step, bags, output_gradients, found_inf)
 
 
 def ids_by_table(features: Sequence[FeatureGradient], bags: Bags, num_tables: int) -> list[Int[Tensor, " nnz"]]:
-    """What the features of each table look up."""
+    """Return the ids that the features of each table look up."""
     bounds = bags.offsets[:: bags.num_samples].tolist()
     ids: list[list[Tensor]] = [[] for _ in range(num_tables)]
     for feature in features:
         ids[feature.table].append(bags.ids[bounds[feature.position] : bounds[feature.position + 1]])
-    return [torch.cat(own) for own in ids]
+    return [torch.cat(table_ids) for table_ids in ids]
 
 
 def lookup_penalty(
     optimizer: OptimizerSpec, weight: Float[Tensor, "rows D"], ids: Int[Tensor, " nnz"]
 ) -> tuple[Int[Tensor, " U"], Float[Tensor, "U D"]]:
-    """The rows that `ids` look up, ascending, and the gradient of their penalties: that of
-    weight_decay / 2 * |row|^2 + l1 * (sum of |row|), times the lookups of the row."""
+    """Return the looked-up rows in ascending order, and the gradients of their penalties.
+
+    The penalty of a row is weight_decay / 2 * |row|^2 + l1 * sum(|row|), times its number of lookups.
+    """
     rows, counts = torch.unique(ids, return_counts=True)
     looked_up = weight[rows].to(compute_dtype(weight.dtype))
     each = optimizer.weight_decay * looked_up + optimizer.l1 * looked_up.sign()
@@ -99,7 +104,7 @@ def lookup_penalty(
 
 
 def _all_rows(table: TableRows, like: Tensor) -> tuple[Tensor, Tensor]:
-    """All rows of a shard, and zeros: one row that is read again and again."""
+    # All gradients are the same row of zeros, to save memory.
     num_rows = table.weight.shape[0]
     return torch.arange(num_rows, device=like.device), like.new_zeros(1, table.weight.shape[1]).expand(num_rows, -1)
 
@@ -107,11 +112,11 @@ def _all_rows(table: TableRows, like: Tensor) -> tuple[Tensor, Tensor]:
 def _append_rows(
     group: UpdateGroup, bags: Bags, gradients: list[Tensor], more: Sequence[tuple[Tensor, Tensor]], sizes: Tensor
 ) -> tuple[UpdateGroup, Bags, list[Tensor]]:
-    """The same with one more feature per table, whose first sample has rows `more` of it, each with its gradient;
-    `sizes` says how many.
+    """Append one feature per table, whose first sample has the rows and gradients of `more`.
 
-    They come last, so the sums of other contributions keep their bits.
+    `sizes` has the number of rows per table.
     """
+    # The new rows come last, so that the sums of other contributions keep their bits.
     num_features = (bags.offsets.numel() - 1) // bags.num_samples
     ends = bags.ids.numel() + sizes.cumsum(0)
     places = [
@@ -128,7 +133,7 @@ def _append_rows(
 
 
 def zero_contribution(shard: TableStorage) -> GradientContribution:
-    """Zeros for all rows of a shard, so that every one of them is stepped; listed behind all other contributions."""
+    """Return zero gradients for all rows of a shard, so that all rows are updated. Append it to other contributions."""
     device, num_rows, width = shard.device, shard.shard.num_rows, shard.shard.num_columns
     nothing = torch.zeros(num_rows, dtype=torch.int64, device=device)
     zeros = torch.zeros(1, width, dtype=compute_dtype(shard.dtype), device=device)
@@ -138,7 +143,7 @@ def zero_contribution(shard: TableStorage) -> GradientContribution:
 def penalty_contribution(
     shard: TableStorage, rows: TableRows, parts: Sequence[GradientContribution]
 ) -> GradientContribution:
-    """What the penalties of each lookup of `parts` add to the gradient of a shard; listed behind them."""
+    """Return the gradients of penalties for each lookup in `parts`. Append it to these contributions."""
     looked_up, penalty = lookup_penalty(shard.spec.optimizer, rows.weight, torch.cat([part.ids for part in parts]))
     source = torch.arange(looked_up.numel(), device=looked_up.device)
     return GradientContribution(looked_up, torch.zeros_like(source), penalty, source)
@@ -146,18 +151,16 @@ def penalty_contribution(
 
 @dataclass(frozen=True)
 class GradientContribution:
-    """What one feature adds to the gradient of one table shard."""
+    """Contribution of one feature to the gradient of one shard."""
 
     ids: Int[Tensor, " nnz"]
     """Rows of the shard, ordered by (global sample, position)."""
     sample: Int[Tensor, " nnz"]
-    """Global sample of each id."""
     gradient: Float[Tensor, "G D"]
-    """Upstream gradient, one row per bag or per id."""
+    """Upstream gradient with one row per bag or per id."""
     source: Int[Tensor, " nnz"]
-    """Row of `gradient` that each id receives."""
+    """Row of `gradient` for each id."""
     scale: Float[Tensor, " nnz"] | None = None
-    """Weight of each id."""
 
 
 @dataclass(frozen=True)
@@ -165,25 +168,22 @@ class RowGradient:
     """Gradient of the touched rows of one shard."""
 
     rows: Int[Tensor, " U"]
-    """Touched rows, ascending."""
+    """Touched rows in ascending order."""
     gradient: Float[Tensor, "U D"]
-    """Sum of all contributions."""
 
 
 def sample_indices(ids: Sequence[Tensor], lengths: Sequence[Tensor], num_samples: int) -> tuple[Tensor, ...]:
-    """The sample of each id, for several features of `num_samples` samples each: [0, 0, 1] for lengths [2, 1].
-
-    One call for all features, since each call of a kernel with several threads has to wake them.
-    """
+    """Return the sample index of each id for several features, such as [0, 0, 1] for lengths [2, 1]."""
+    # One call for all features is faster, because each call of a kernel wakes its threads.
     if not ids:
         return ()
     samples = torch.arange(num_samples, device=ids[0].device).repeat(len(ids))
-    sizes = [own.numel() for own in ids]
+    sizes = [feature_ids.numel() for feature_ids in ids]
     return torch.repeat_interleave(samples, torch.cat(list(lengths)), output_size=sum(sizes)).split(sizes)
 
 
 def sum_contributions(shard: TableStorage, parts: Sequence[GradientContribution], num_samples: int) -> RowGradient:
-    """Coalesce the contributions of all features that read a shard, in the order of the features."""
+    """Sum the contributions of features to a shard, in the order of the features."""
     if len(parts) == 1:
         [part] = parts
         return RowGradient(*coalesce(part.ids, part.source, part.sample // BLOCK_SAMPLES, part.gradient, part.scale))
@@ -192,6 +192,7 @@ def sum_contributions(shard: TableStorage, parts: Sequence[GradientContribution]
     for index, part in enumerate(parts):
         ids.append(part.ids)
         sources.append(part.source + first_row)
+        # Blocks of different features have different numbers, so contributions are added in the order of features.
         blocks.append(part.sample // BLOCK_SAMPLES + index * num_blocks)
         first_row += part.gradient.shape[0]
     scale = None
@@ -212,23 +213,25 @@ def sum_gradients(
     owned: OwnedIds,
     gradients: Sequence[Tensor],
 ) -> dict[int, RowGradient]:
-    """What each row gets, of the shards that `places` name by index, with what their optimizers ask for beside: every
-    row, or the penalties of lookups. `rows` are those that each shard has lent."""
+    """Return the gradients of the shards that `places` name by index, with contributions that their optimizers require.
+
+    These are zeros for all rows, or penalties of lookups. `rows` are the acquired rows of all shards.
+    """
     num_samples, ids = owned.bags.num_samples, owned.ids_by_route()
     lengths = owned.lengths.split(num_samples) if num_samples else [owned.lengths] * len(ids)
     samples, weights = sample_indices(ids, lengths, num_samples), owned.bags.weights
     parts: dict[int, list[GradientContribution]] = {}
-    for at in places:
-        width, k = shards[at.table].shard.num_columns, at.position
-        source = torch.arange(ids[k].numel(), device=ids[k].device) if at.per_id else samples[k]
-        scale = weights.split(owned.sizes)[k] if at.weighted and weights is not None else None
-        gradient = gradients[at.gradient][:, at.column : at.column + width]
-        parts.setdefault(at.table, []).append(GradientContribution(ids[k], samples[k], gradient, source, scale))
-    for index, own in parts.items():
+    for place in places:
+        width, k = shards[place.table].shard.num_columns, place.position
+        source = torch.arange(ids[k].numel(), device=ids[k].device) if place.per_id else samples[k]
+        scale = weights.split(owned.sizes)[k] if place.weighted and weights is not None else None
+        gradient = gradients[place.gradient][:, place.column : place.column + width]
+        parts.setdefault(place.table, []).append(GradientContribution(ids[k], samples[k], gradient, source, scale))
+    for index, contributions in parts.items():
         if shards[index].spec.optimizer.stepped_rows == "all":
-            own.append(zero_contribution(shards[index]))
+            contributions.append(zero_contribution(shards[index]))
         elif shards[index].spec.optimizer.stepped_rows == "looked_up":
-            own.append(penalty_contribution(shards[index], rows[index], own))
+            contributions.append(penalty_contribution(shards[index], rows[index], contributions))
     return {index: sum_contributions(shards[index], parts[index], num_samples) for index in sorted(parts)}
 
 
@@ -241,20 +244,27 @@ def update_rows(
     num_exchanges: int = 0,
     found_inf: Float[Tensor, ""] | None = None,
 ) -> None:
-    """Apply each shard's optimizer once to its touched rows, in place, but not where `found_inf` is not 0; `rows` are
-    those that each has lent.
+    """Update the touched rows of each shard once in place. No row is updated if `found_inf` is nonzero.
 
-    `gather_stats` turns the statistics of this rank's shards, [n U, blocks] each for n statistics, into those of whole
-    rows; it is called for each of the first `num_exchanges` stages, on every rank alike. They are listed by row, since
-    ranks may have the columns of a row in slots of other order.
+    Args:
+        shards: Shards to update.
+        rows: Acquired rows of each shard.
+        gradients: Gradients of the touched rows of each shard.
+        hypers: Hyperparameters of each shard.
+        gather_stats: Turns the statistics of this rank's shards, [n U, blocks] each for n statistics, into those of
+            whole rows. Called on all ranks in each of the first `num_exchanges` stages.
+        num_exchanges: Number of stages with an exchange.
+        found_inf: Flag that prevents the update.
     """
+    # Statistics are exchanged in the order of rows, because the slots of rows may differ between ranks.
     touched = [
-        TouchedRows(lent, g.rows, g.gradient, hyper) for lent, g, hyper in zip(rows, gradients, hypers, strict=True)
+        TouchedRows(shard_rows, g.rows, g.gradient, hyper)
+        for shard_rows, g, hyper in zip(rows, gradients, hypers, strict=True)
     ]
     stats = [g.gradient.new_empty(0, g.rows.numel()) for g in gradients]
     orders = [
-        None if lent.row_ids is None else lent.row_ids[g.rows].argsort()
-        for lent, g in zip(rows, gradients, strict=True)
+        None if shard_rows.row_ids is None else shard_rows.row_ids[g.rows].argsort()
+        for shard_rows, g in zip(rows, gradients, strict=True)
     ]
     for stage in range(max([num_exchanges, *(len(shard.optimizer.row_stats) for shard in shards)])):
         sums: list[Tensor | None] = [
@@ -263,16 +273,17 @@ def update_rows(
             else None
             for k, shard in enumerate(shards)
         ]
-        of_rows = [
-            own if own is None or order is None else own[:, order] for own, order in zip(sums, orders, strict=True)
+        sums_by_row = [
+            shard_sums if shard_sums is None or order is None else shard_sums[:, order]
+            for shard_sums, order in zip(sums, orders, strict=True)
         ]
-        parts = [None if own is None else own.flatten(0, 1) for own in of_rows]
+        parts = [None if shard_sums is None else shard_sums.flatten(0, 1) for shard_sums in sums_by_row]
         for k, part in enumerate(gather_stats(parts) if stage < num_exchanges else parts):
-            own = sums[k]
-            if part is not None and own is not None:
-                whole, order = sum_across_blocks(part).view(own.shape[:2]), orders[k]
-                whole = whole if order is None else torch.empty_like(whole).index_copy_(1, order, whole)
-                stats[k] = torch.cat([stats[k], whole])
+            shard_sums = sums[k]
+            if part is not None and shard_sums is not None:
+                row_sums, order = sum_across_blocks(part).view(shard_sums.shape[:2]), orders[k]
+                row_sums = row_sums if order is None else torch.empty_like(row_sums).index_copy_(1, order, row_sums)
+                stats[k] = torch.cat([stats[k], row_sums])
     for shard, touched_rows, stat in zip(shards, touched, stats, strict=True):
         if shard.spec.optimizer.name != "frozen":
             update_with_stats(shard.optimizer, touched_rows, stat, found_inf)

@@ -1,4 +1,4 @@
-"""Jagged tensors: several ids per sample and feature, and the dense tensors that come back."""
+"""Jagged tensors for ids, and dense tensors for their embeddings."""
 
 from meseta.jagged.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from meseta.jagged.keyed_tensor import Embeddings, KeyedTensor

@@ -1,4 +1,4 @@
-"""JaggedTensor and KeyedJaggedTensor: the sparse inputs of a batch in one feature-major layout."""
+"""Jagged tensors for sparse features, with a variable number of ids per sample."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _offsets(lengths: Tensor) -> Tensor:
 
 
 def _contiguous_runs(order: Sequence[int]) -> list[tuple[int, int]]:
-    """Neighbours among the numbers together, as (first, last + 1): [4, 5, 1] -> [(4, 6), (1, 2)]."""
+    # [4, 5, 1] gives [(4, 6), (1, 2)].
     runs: list[tuple[int, int]] = []
     for f in order:
         if runs and runs[-1][1] == f:
@@ -35,7 +35,7 @@ def _contiguous_runs(order: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _check_types(kjt: KeyedJaggedTensor) -> None:
-    """Raise MesetaError for tensors of the wrong type, and on the CPU, where it costs no sync, for wrong lengths."""
+    """Raise MesetaError for wrong dtypes. On the CPU, also check the lengths and store `key_offsets`."""
     for name, tensor in (("values", kjt.values), ("lengths", kjt.lengths)):
         if tensor.dim() != 1 or tensor.dtype not in (torch.int32, torch.int64):
             raise MesetaError(
@@ -44,11 +44,11 @@ def _check_types(kjt: KeyedJaggedTensor) -> None:
             )
     if kjt.weights is not None and not kjt.weights.is_floating_point():
         raise MesetaError(f"KeyedJaggedTensor: weights must be floating-point numbers, got {kjt.weights.dtype}")
-    if kjt.lengths.device.type == "cpu":
-        # In numpy, because torch would wake a team of threads for it, one more in the reader's background thread.
+    if kjt.lengths.device.type == "cpu":  # Reading the lengths on another device would synchronize with it.
+        # Use numpy, because torch would wake a pool of threads, and another one in the reader's background thread.
         lengths = kjt.lengths.numpy()
         if lengths.min(initial=0) < 0:
-            raise MesetaError("KeyedJaggedTensor: a length is negative; lengths count the ids of each (key, sample)")
+            raise MesetaError("KeyedJaggedTensor: a length is negative; give the number of ids of each (key, sample)")
         if len(set(kjt.batch_sizes)) == 1:
             per_key = lengths.reshape(len(kjt.keys), -1).sum(1, dtype=np.int64).tolist()
         else:
@@ -63,24 +63,22 @@ def _check_types(kjt: KeyedJaggedTensor) -> None:
 
 @dataclass(frozen=True, eq=False)
 class JaggedTensor:
-    """Values of one feature, `lengths[b]` of them for sample b, one sample after the other."""
+    """Values of one feature, with `lengths[b]` values for sample b. Values of a sample are adjacent."""
 
     values: Shaped[Tensor, "nnz *D"]  # noqa: F821
-    """Ids [nnz], or one row per id [nnz, D]."""
+    """Ids [nnz], or their embedding rows [nnz, D]."""
     lengths: Int[Tensor, " B"]
-    """How many values each sample has."""
     weights: Float[Tensor, " nnz"] | None = None
-    """One weight per value."""
 
     @cached_property
     def offsets(self) -> Int[Tensor, " B_plus_1"]:
-        """Sample b owns values[offsets[b] : offsets[b + 1]]."""
+        """Start of each sample in `values`. Sample b has values[offsets[b] : offsets[b + 1]]."""
         return _offsets(self.lengths)
 
 
 @dataclass(frozen=True, eq=False)
 class KeyedJaggedTensor:
-    """Ids of F features for B samples; feature-major: all samples of the first key, then of the second.
+    """Ids of F features for B samples. All samples of the first feature come first, then those of the second.
 
          sample 0   sample 1
     "a"  [10, 11]   []            values  = [10, 11, 20, 21]
@@ -88,15 +86,14 @@ class KeyedJaggedTensor:
     """
 
     keys: tuple[str, ...]
-    """Names of the F features."""
     values: Int[Tensor, " nnz"]
-    """Ids, int32 or int64."""
+    """Ids (int32 or int64), feature by feature."""
     lengths: Int[Tensor, " F_times_B"]
-    """Ids per (feature, sample), feature-major."""
+    """Number of ids of each (feature, sample), feature by feature."""
     weights: Float[Tensor, " nnz"] | None = None
-    """One weight per id; read by weighted features only."""
+    """Weight of each id. Only weighted features use it."""
     batch_sizes: tuple[int, ...] = ()
-    """Samples of each feature [F]; empty: all the same, from `lengths`."""
+    """Number of samples of each feature. By default all features have the same number."""
 
     def __post_init__(self) -> None:
         if not self.batch_sizes:
@@ -106,6 +103,7 @@ class KeyedJaggedTensor:
                     f"KeyedJaggedTensor: {self.lengths.numel()} lengths cannot be split over {len(self.keys)} keys; "
                     "give one length per (key, sample), or batch_sizes"
                 )
+            # The dataclass is frozen.
             object.__setattr__(self, "batch_sizes", (self.lengths.numel() // num_keys,) * len(self.keys))
         object.__setattr__(self, "keys", tuple(self.keys))
         object.__setattr__(self, "batch_sizes", tuple(self.batch_sizes))
@@ -113,23 +111,23 @@ class KeyedJaggedTensor:
             raise MesetaError(f"KeyedJaggedTensor: keys {list(self.keys)} name a feature twice; keys must be unique")
         if len(self.batch_sizes) != len(self.keys) or sum(self.batch_sizes) != self.lengths.numel():
             raise MesetaError(
-                f"KeyedJaggedTensor: batch_sizes {list(self.batch_sizes)} do not fit {len(self.keys)} keys "
-                f"and {self.lengths.numel()} lengths"
+                f"KeyedJaggedTensor: batch_sizes {list(self.batch_sizes)} do not match {len(self.keys)} keys "
+                f"and {self.lengths.numel()} lengths; give one size per key, with the number of lengths as their sum"
             )
         if self.weights is not None and self.weights.shape != self.values.shape:
             raise MesetaError(
-                f"KeyedJaggedTensor: {self.weights.numel()} weights for {self.values.numel()} values; "
-                "give one per value"
+                f"KeyedJaggedTensor: {self.weights.numel()} weights do not match {self.values.numel()} values; "
+                "give one weight per value"
             )
         _check_types(self)
 
     @staticmethod
     def from_lists(samples: Mapping[str, Sequence[Sequence[int]]]) -> KeyedJaggedTensor:
-        """Small batches by hand: `from_lists({"a": [[10, 11], []], "b": [[20], [21]]})`."""
+        """Create a batch from lists of ids, such as `from_lists({"a": [[10, 11], []], "b": [[20], [21]]})`."""
         bags = [bag for feature in samples.values() for bag in feature]
         for value in (value for bag in bags for value in bag):
             if not isinstance(value, Integral):
-                raise MesetaError(f"KeyedJaggedTensor.from_lists: ids must be whole numbers, got {value!r}")
+                raise MesetaError(f"KeyedJaggedTensor.from_lists: ids must be integers, got {value!r}")
         return KeyedJaggedTensor(
             keys=tuple(samples),
             values=torch.tensor([i for bag in bags for i in bag], dtype=torch.int64),
@@ -139,13 +137,16 @@ class KeyedJaggedTensor:
 
     @staticmethod
     def from_single_ids(keys: Sequence[str], values: Tensor) -> KeyedJaggedTensor:
-        """A batch on the CPU in which each of the F features has one id per sample: `values` [F * B], int32 or int64,
-        feature-major. It has no lengths that must be checked. Raises MesetaError for ids that do not fit the keys."""
+        """Create a CPU batch in which each of the F features has one id per sample.
+
+        `values` [F * B] (int32 or int64) is feature-major. Raises MesetaError if its dtype or size does not match.
+        """
+        # All lengths are 1, so they need no check.
         size, left = divmod(values.numel(), max(len(keys), 1))
         if left or values.dim() != 1 or values.dtype not in (torch.int32, torch.int64):
             raise MesetaError(
-                f"KeyedJaggedTensor.from_single_ids: {values.dtype} {list(values.shape)} is not one id per sample of "
-                f"{len(keys)} keys; give int32 or int64 [{len(keys)} * B]"
+                f"KeyedJaggedTensor.from_single_ids: values must have one id per sample for each of {len(keys)} keys, "
+                f"got {values.dtype} {list(values.shape)}; give int32 or int64 [{len(keys)} * B]"
             )
         return KeyedJaggedTensor._unchecked(
             keys=tuple(keys),
@@ -158,27 +159,27 @@ class KeyedJaggedTensor:
 
     @property
     def batch_size(self) -> int:
-        """B; raises MesetaError where features have different batch sizes."""
+        """Number of samples. Raises MesetaError if features have different batch sizes."""
         if len(set(self.batch_sizes)) > 1:
             raise MesetaError(f"KeyedJaggedTensor: features have different batch sizes {list(self.batch_sizes)}")
         return self.batch_sizes[0] if self.batch_sizes else 0
 
     @cached_property
     def offsets(self) -> Int[Tensor, " F_times_B_plus_1"]:
-        """Bag g, counted feature-major, owns values[offsets[g] : offsets[g + 1]]."""
+        """Start of each bag in `values`, feature by feature."""
         return _offsets(self.lengths)
 
     @cached_property
     def key_offsets(self) -> tuple[int, ...]:
-        """Key f owns values[key_offsets[f] : key_offsets[f + 1]], F + 1 numbers.
+        """Start of each feature in `values` [F + 1]. Feature f has values[key_offsets[f] : key_offsets[f + 1]].
 
-        Waits for the device, unless the batch came there by `to`, which has counted on the way.
+        Synchronizes with the device, unless the batch was moved there by `to`.
         """
         return tuple(self.offsets[torch.tensor(self._bag_offsets, device=self.offsets.device)].tolist())
 
     @cached_property
     def _bag_offsets(self) -> tuple[int, ...]:
-        """Key f owns lengths[first_bags[f] : first_bags[f + 1]]."""
+        """Start of each feature in `lengths` [F + 1]."""
         return tuple(accumulate(self.batch_sizes, initial=0))
 
     @cached_property
@@ -186,7 +187,7 @@ class KeyedJaggedTensor:
         return {key: index for index, key in enumerate(self.keys)}
 
     def __getitem__(self, key: str) -> JaggedTensor:
-        """Ids of one feature (views, no copy)."""
+        """Return one feature as views of the tensors of this batch."""
         index = self._key_index.get(key)
         if index is None:
             raise MesetaError(f"KeyedJaggedTensor: no key {key!r}; {suggest(key, self.keys)}")
@@ -198,7 +199,7 @@ class KeyedJaggedTensor:
         )
 
     def key_indices(self, keys: Sequence[str]) -> list[int]:
-        """Where the named features stand; raises MesetaError for one that is missing or named twice."""
+        """Return the indices of features. Raises MesetaError if a key is missing or occurs twice."""
         missing = [key for key in keys if key not in self._key_index]
         if missing:
             raise MesetaError(f"KeyedJaggedTensor: no key {missing[0]!r}; {suggest(missing[0], self.keys)}")
@@ -207,11 +208,14 @@ class KeyedJaggedTensor:
         return [self._key_index[key] for key in keys]
 
     def select(self, keys: Sequence[str]) -> KeyedJaggedTensor:
-        """The named features in the given order; self where nothing changes, views where they stand side by side."""
+        """Return a batch with the features `keys` in this order.
+
+        The result is `self` if nothing changes, and has views if the selected features are adjacent.
+        """
         if tuple(keys) == self.keys:
             return self
         order = self.key_indices(keys)
-        runs = _contiguous_runs(order)
+        runs = _contiguous_runs(order)  # One slice per run. A single run needs no copy.
 
         def pick(tensor: Tensor, bounds: Sequence[int]) -> Tensor:
             pieces = [tensor[bounds[first] : bounds[last]] for first, last in runs]
@@ -224,7 +228,7 @@ class KeyedJaggedTensor:
     def with_permuted_tensors(
         self, order: Sequence[int], values: Int[Tensor, " nnz"], lengths: Int[Tensor, " bags"], weights: Tensor | None
     ) -> KeyedJaggedTensor:
-        """Keys order[0], order[1] ... of this batch, whose tensors the caller has already put in that order."""
+        """Return a batch of features order[0], order[1] and so on, with tensors that are already in this order."""
         sizes = (self.key_offsets[f + 1] - self.key_offsets[f] for f in order)
         return self._unchecked(
             keys=tuple(self.keys[f] for f in order),
@@ -237,13 +241,13 @@ class KeyedJaggedTensor:
 
     @staticmethod
     def _unchecked(**fields: Any) -> KeyedJaggedTensor:
-        """A batch made of one that was checked, so that lengths are not read again."""
-        made = object.__new__(KeyedJaggedTensor)
-        made.__dict__.update(fields)
-        return made
+        # Checking fields of a checked batch again would read its lengths, which synchronizes with a device.
+        batch = object.__new__(KeyedJaggedTensor)
+        batch.__dict__.update(fields)
+        return batch
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> KeyedJaggedTensor:
-        """The same on another device."""
+        """Return the batch on `device`, with the `key_offsets` of this batch."""
         if torch.device(device) == self.values.device:
             return self
         weights = None if self.weights is None else self.weights.to(device, non_blocking=non_blocking)
@@ -253,7 +257,7 @@ class KeyedJaggedTensor:
     def with_tensors(
         self, values: Int[Tensor, " nnz"], lengths: Int[Tensor, " bags"], weights: Float[Tensor, " nnz"] | None
     ) -> KeyedJaggedTensor:
-        """The same whose tensors the caller has copied, as to another device; nothing is counted anew."""
+        """Return a batch with copies of the tensors, for example on another device. Keeps `key_offsets`."""
         return self._unchecked(
             keys=self.keys,
             values=values,
@@ -264,10 +268,10 @@ class KeyedJaggedTensor:
         )
 
     def with_values(self, values: Int[Tensor, " nnz"]) -> KeyedJaggedTensor:
-        """The same bags with other ids."""
+        """Return a batch with other ids and the same lengths and weights."""
         if values.shape != self.values.shape or values.dtype not in (torch.int32, torch.int64):
             raise MesetaError(
-                f"KeyedJaggedTensor.with_values: got {values.dtype} {list(values.shape)} for {self.values.numel()} "
-                "ids; give one int32 or int64 per id"
+                f"KeyedJaggedTensor.with_values: values {values.dtype} {list(values.shape)} do not replace "
+                f"{self.values.numel()} ids; give one int32 or int64 per id"
             )
         return self._unchecked(**{**self.__dict__, "values": values})

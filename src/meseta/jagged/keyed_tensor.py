@@ -1,4 +1,4 @@
-"""What comes back from an embedding: pooled features side by side, and rows of the features that are not pooled."""
+"""Output of an embedding collection: pooled embeddings, and rows of features that are not pooled."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ from meseta.spec import MesetaError, suggest
 
 @dataclass(frozen=True, eq=False)
 class KeyedTensor:
-    """Pooled features side by side: feature `keys[f]` holds `dims[f]` columns."""
+    """Pooled embeddings of several features in one tensor."""
 
     keys: tuple[str, ...]
-    """Feature names."""
     dims: tuple[int, ...]
-    """Columns of each feature."""
+    """Number of columns of each feature."""
     values: Float[Tensor, "B sum_of_dims"]
-    """All features in one tensor, ready for a matrix product."""
+    """Pooled embeddings, in the order of `keys`."""
 
     def __getitem__(self, key: str) -> Float[Tensor, "B D"]:
-        """Columns of one feature (a view)."""
+        """Return the pooled embeddings of one feature as a view."""
         if key not in self.keys:
             raise MesetaError(f"KeyedTensor: no key {key!r}; {suggest(key, self.keys)}")
         index = self.keys.index(key)
@@ -34,14 +33,17 @@ class KeyedTensor:
 
 @dataclass(frozen=True, eq=False)
 class Embeddings:
-    """Output of an embedding collection: `out["feature"]` is [B, D] when pooled, a JaggedTensor of rows when not."""
+    """Output of an embedding collection.
+
+    `embeddings[name]` is a tensor [B, D] if the feature is pooled, and a JaggedTensor of rows otherwise.
+    """
 
     pooled: KeyedTensor
     """Features of batch '' with pooling 'sum' or 'mean', in the order of their FeatureSpecs."""
     rows: Mapping[str, JaggedTensor] = field(default_factory=dict)
-    """Features with pooling 'none': one row [D] per id."""
+    """Features with pooling 'none' by name, with one row [D] per id."""
     pooled_by_batch: Mapping[str, KeyedTensor] = field(default_factory=dict)
-    """Pooled features of other batch sizes, by `FeatureSpec.batch`."""
+    """Pooled features of batches other than '', by `FeatureSpec.batch`."""
 
     def __getitem__(self, key: str) -> Tensor | JaggedTensor:
         if key in self.rows:
@@ -49,5 +51,6 @@ class Embeddings:
         for keyed in (self.pooled, *self.pooled_by_batch.values()):
             if key in keyed.keys:
                 return keyed[key]
-        known = [name for keyed in (self.pooled, *self.pooled_by_batch.values()) for name in keyed.keys]
-        raise MesetaError(f"Embeddings: no feature {key!r}; {suggest(key, [*known, *self.rows])}")
+        # Suggestions cover features of all batches, pooled or not.
+        names = [name for keyed in (self.pooled, *self.pooled_by_batch.values()) for name in keyed.keys]
+        raise MesetaError(f"Embeddings: no feature {key!r}; {suggest(key, [*names, *self.rows])}")

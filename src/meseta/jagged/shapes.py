@@ -1,4 +1,4 @@
-"""Shapes in signatures: jaxtyping where it is installed, plain tensors where it is not (a GPU machine's bare torch)."""
+"""Types for tensors with shapes. Without jaxtyping, as on GPU machines with only torch, shapes are not checked."""
 
 from typing import TYPE_CHECKING, Any
 

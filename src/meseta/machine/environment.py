@@ -1,4 +1,4 @@
-"""What figures of this process depend on: versions, the commit, the processor."""
+"""Versions, commit and processor of this process, which are recorded with measurements."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meseta.machine.processors import read_processor
 
 
 def package_version(package: str) -> str:
-    """As it is installed."""
+    """Return the installed version of a package, or "not installed"."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -20,25 +20,25 @@ def package_version(package: str) -> str:
 
 
 def git_commit() -> str:
-    """Of this source tree; empty outside a checkout."""
+    """Return the short hash of the checked-out commit. It is empty outside a git checkout."""
     return _run_git("rev-parse", "--short", "HEAD")[1]
 
 
 def git_version() -> str:
-    """`commit`, with '+' where the source was changed since."""
+    """Return `git_commit()`, followed by '+' if the source has uncommitted changes."""
     return git_commit() + "+" * (_run_git("diff", "--quiet", "HEAD", "--", ".")[0] == 1)
 
 
 def _run_git(*arguments: str) -> tuple[int | None, str]:
-    """Exit code, and what it prints where that is 0; None where there is no git, or it does not answer."""
     try:
-        done = run_program(["git", *arguments], cwd=Path(__file__).resolve().parents[1], timeout_s=10.0)
+        # Run in the package's folder. The current folder may belong to another repository.
+        process = run_program(["git", *arguments], cwd=Path(__file__).resolve().parents[1], timeout_s=10.0)
     except (OSError, subprocess.SubprocessError):
         return None, ""
-    return done.returncode, done.stdout.strip() if done.returncode == 0 else ""
+    return process.returncode, process.stdout.strip() if process.returncode == 0 else ""
 
 
 def hardware_summary() -> str:
-    """The processor's own name where the system tells it, its threads, and the instructions that products may use."""
+    """Return the processor's name, number of threads and widest instruction set for matrix products."""
     processor = read_processor()
     return f"{processor.name}, {os.cpu_count() or 1} threads, {processor.instruction_set()}"

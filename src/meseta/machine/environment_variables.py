@@ -1,4 +1,4 @@
-"""Variables of this process's environment; nothing else reads them."""
+"""Access to environment variables. No other module reads `os.environ`."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ import os
 from collections.abc import MutableMapping
 
 environ: MutableMapping[str, str] = os.environ
-"""As they are now: a change is one of the process."""
+"""Current environment variables of this process. Changes apply to the process and its children."""

@@ -1,4 +1,4 @@
-"""Files that commands and objects write: whole, or not at all; and files of strangers: regular, inside, bounded."""
+"""Atomic writes, and checked reads of untrusted files."""
 
 from __future__ import annotations
 
@@ -20,23 +20,28 @@ from urllib.parse import quote
 
 from meseta.errors import MesetaError, StorageError
 
+# Enough for the manifest of a model of several terabytes, or of 10,000 tables.
 MAX_DOCUMENT_BYTES = 32 << 20
-"""The longest document that is read: the manifest of a model of several terabytes, or of 10,000 tables."""
+"""Maximum size of a JSON or YAML document that is read."""
+# A parsed value takes many times the memory of its text.
 MAX_DOCUMENT_VALUES = 1_000_000
-"""The most values in it, by its commas and opening brackets: each takes memory many times its text."""
+"""Maximum number of values in a document, counted by commas and opening brackets."""
 MAX_DOCUMENT_DEPTH = 64
-"""How deeply a document may be nested."""
+"""Maximum nesting depth of a document."""
+# Names, digests and states of random generators are far shorter.
 MAX_STRING_LENGTH = 1 << 20
-"""The longest string in it: names, digests and states of generators are far shorter."""
+"""Maximum number of characters of a string in a document."""
+# Each number within these two limits, also in hexadecimal, can be converted to float64.
 MAX_NUMBER_LENGTH = 250
-"""The longest number in a text, in characters: each one, hexadecimal ones too, can become a float64."""
+"""Maximum number of characters of a number in YAML."""
 MAX_INTEGER_BITS = 1000
-"""The longest whole number in a JSON text, for the same reason."""
+"""Maximum number of bits of an integer in JSON."""
 DEVICE_BLOCK_SIZES = (512, 1024, 2048, 4096)
-"""Of devices, in bytes."""
+"""Possible logical block sizes of disks, in bytes."""
 _MAX_NAME_BYTES, _MAX_PATH_BYTES = 255, 4096
+# Leaves space for a prefix and a suffix, also on file systems that encrypt names.
 _MAX_STEM_BYTES = 150
-"""The longest name that `to_file_name` gives: room for a prefix and a suffix, also where file systems encrypt names."""
+"""Maximum length of a result of `to_file_name`."""
 _SPECIAL_FILE_KINDS = (
     (stat.S_ISFIFO, "a FIFO"),
     (stat.S_ISSOCK, "a socket"),
@@ -46,23 +51,22 @@ _SPECIAL_FILE_KINDS = (
 
 
 class UnsafeFileError(OSError):
-    """The error of a file that must not be read: it is not regular, a link leads out of its folder, or it is too
-    long."""
+    """Refusal to read a file that is not regular, is too large, or is a link to another folder."""
 
 
 def is_read_failure(error: OSError) -> bool:
-    """Whether a read failed without saying anything about what is stored: the disk, the network, a limit of the process
-    or a permission is at fault, and the same read may succeed later. False for a file that is missing or refused."""
+    """Whether `error` says nothing about the stored data, so that the same read may succeed later.
+
+    Such errors come from the disk, the network, a process limit or a permission. A missing or refused file is no read
+    failure.
+    """
     absent = (UnsafeFileError, FileNotFoundError, NotADirectoryError, IsADirectoryError)
     return not isinstance(error, absent) and error.errno != errno.ELOOP
 
 
 def stat_if_exists(path: str | Path, *, follow: bool = True) -> os.stat_result | None:
-    """Return the status of what is at a path, `None` if nothing is there.
-
-    Raises OSError if the system cannot tell. `os.path.exists` and its relatives then answer that nothing is there, and
-    so do those of Path, depending on the error and the version of Python.
-    """
+    """Return the status of a file or folder, or `None` if the path does not exist. Raises OSError if `stat` fails."""
+    # os.path.exists returns False if stat fails. So does Path.exists, depending on the error and the Python version.
     try:
         return os.stat(path, follow_symlinks=follow)
     except OSError as error:
@@ -72,24 +76,24 @@ def stat_if_exists(path: str | Path, *, follow: bool = True) -> os.stat_result |
 
 
 def path_exists(path: str | Path) -> bool:
-    """Whether a path leads to anything. Raises OSError if the system cannot tell."""
+    """Whether a path exists. Raises OSError if `stat` fails."""
     return stat_if_exists(path) is not None
 
 
 def is_folder(path: str | Path) -> bool:
-    """Whether a path leads to a folder. Raises OSError if the system cannot tell."""
+    """Whether a path is a folder or a link to one. Raises OSError if `stat` fails."""
     status = stat_if_exists(path)
     return status is not None and stat.S_ISDIR(status.st_mode)
 
 
 def is_link(path: str | Path) -> bool:
-    """Whether a path is a symbolic link. Raises OSError if the system cannot tell."""
+    """Whether a path is a symbolic link. Raises OSError if `stat` fails."""
     status = stat_if_exists(path, follow=False)
     return status is not None and stat.S_ISLNK(status.st_mode)
 
 
 def list_names(folder: Path) -> list[str]:
-    """Return the names in a folder, none if there is no such folder. Raises OSError if the system cannot tell."""
+    """Return the sorted names in a folder, or an empty list if it does not exist. Raises OSError if reading fails."""
     try:
         return sorted(os.listdir(folder))
     except OSError as error:
@@ -99,8 +103,8 @@ def list_names(folder: Path) -> list[str]:
 
 
 def walk_files(folder: Path) -> Iterator[Path]:
-    """Yield all that is below a folder and is no folder itself; links are not followed. Raises OSError if some of it
-    cannot be listed, which `Path.rglob` and `os.walk` leave out."""
+    """Yield all files below a folder without following links. Raises OSError if a folder cannot be listed."""
+    # Path.rglob and os.walk skip folders that they cannot list.
     with os.scandir(folder) as entries:
         for entry in sorted(entries, key=lambda entry: entry.name):
             if entry.is_dir(follow_symlinks=False):
@@ -110,12 +114,15 @@ def walk_files(folder: Path) -> Iterator[Path]:
 
 
 def open_regular(path: str | Path, flags: int = 0) -> int:
-    """A descriptor to read a regular file by. Raises OSError, and has not opened it, for a FIFO, whose opening waits
-    for a writer, a device, a socket and a folder."""
-    _check_regular(path, os.stat(path))
+    """Open a regular file for reading and return its descriptor.
+
+    Raises OSError for a folder, FIFO, device or socket, without opening it.
+    """
+    _check_regular(path, os.stat(path))  # Opening a FIFO would wait for a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | flags)
     try:
-        _check_regular(path, os.fstat(descriptor))  # what has taken its place meanwhile, and was not waited for
+        # Another process may have replaced the file after the first check. O_NONBLOCK keeps open from waiting.
+        _check_regular(path, os.fstat(descriptor))
     except BaseException:
         os.close(descriptor)
         raise
@@ -127,11 +134,11 @@ def _check_regular(path: str | Path, status: os.stat_result) -> None:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not stat.S_ISREG(status.st_mode):
         kind = next((name for is_kind, name in _SPECIAL_FILE_KINDS if is_kind(status.st_mode)), "something else")
-        raise UnsafeFileError(errno.EINVAL, f"it is {kind}, no regular file", str(path))
+        raise UnsafeFileError(errno.EINVAL, f"it is {kind}, not a regular file", str(path))
 
 
 def read_bounded(path: str | Path, max_bytes: int = MAX_DOCUMENT_BYTES) -> bytes:
-    """A regular file, whole. Raises OSError as `open_regular` does, and for one of more than `max_bytes`."""
+    """Read a regular file. Raises OSError if it is not regular, or has more than `max_bytes` bytes."""
     with open(open_regular(path), "rb") as file:
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
@@ -140,8 +147,8 @@ def read_bounded(path: str | Path, max_bytes: int = MAX_DOCUMENT_BYTES) -> bytes
 
 
 def read_if_exists(path: Path) -> bytes | None:
-    """Return the content of a regular file, `None` if there is none that may be read. Raises StorageError if reading
-    failed: what depends on the content must then not go on as if there were none."""
+    """Return the content of a file, or `None` if it is missing or refused. Raises StorageError if reading fails."""
+    # A caller must not treat a failed read as a missing file.
     try:
         return read_bounded(path)
     except OSError as error:
@@ -151,12 +158,12 @@ def read_if_exists(path: Path) -> bytes | None:
 
 
 def file_too_long_error(path: str, most_bytes: int) -> OSError:
-    """The error of a file that goes on after the most that is read of it."""
-    return UnsafeFileError(errno.EFBIG, f"it has more than {most_bytes:,} bytes, the most that is read", path)
+    """Return the error for a file that exceeds the size limit."""
+    return UnsafeFileError(errno.EFBIG, f"it has more than {most_bytes:,} bytes, the maximum that is read", path)
 
 
 def resolve_inside(root: str | Path, inner: str) -> Path:
-    """`root/inner`: a regular file in the folder, to which no link leads on a way outside. Raises OSError."""
+    """Return `root/inner`. Raises OSError if it is not a regular file, or resolves to a path outside `root`."""
     path, base = Path(root, inner), os.path.realpath(root, strict=True)
     real = os.path.realpath(path, strict=True)
     if os.path.commonpath([real, base]) != base:
@@ -166,10 +173,10 @@ def resolve_inside(root: str | Path, inner: str) -> Path:
 
 
 def invalid_relative_path_reason(path: str) -> str | None:
-    """Why a text is no name of a file inside a folder, the only one of this file; None where it is one.
+    """Return why `path` is not a canonical path relative to a folder, or `None` if it is.
 
-    Parts are separated by '/', and none is empty, '.', '..', ends in a dot or a space, or has a backslash, a colon or a
-    control character.
+    Parts are separated by '/'. A part must not be empty, '.' or '..', end in a dot or a space, or contain a backslash,
+    a colon or a control character.
     """
     parts = path.split("/")
     if not path or path.startswith("/"):
@@ -186,19 +193,22 @@ def invalid_relative_path_reason(path: str) -> str | None:
 
 
 def has_control_characters(text: str) -> bool:
-    """Whether it has characters that act on a terminal or on lines of text, or halves of surrogate pairs."""
+    """Whether a text contains control characters, line separators or unpaired surrogates."""
     return any(unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp") for character in text)
 
 
 def escape(text: str) -> str:
-    """A text in one line: the characters of `has_control_characters` as Python writes them, such as \\n."""
+    """Escape control characters of a text as in a Python string, so that it prints in one line."""
     if not has_control_characters(text):
         return text
     return "".join(c.encode("unicode_escape").decode() if has_control_characters(c) else c for c in text)
 
 
 def to_file_name(name: str) -> str:
-    """The name of a table or feature as one safe part of a path: 'a/b' gives 'a%2Fb'; a long one ends in a digest."""
+    """Convert the name of a table or feature to a file name, such as 'a%2Fb' for 'a/b'.
+
+    Long names are truncated and end in a digest.
+    """
     quoted = quote(name, safe="")
     if quoted.endswith("."):
         quoted = f"{quoted[:-1]}%2E"
@@ -209,13 +219,14 @@ def to_file_name(name: str) -> str:
 
 
 def legacy_file_name(name: str) -> str:
-    """What `to_file_name` gave before names could be longer than those of files."""
+    """Return the result of an earlier version of `to_file_name`, which did not truncate long names."""
     quoted = quote(name, safe="")
     return quoted if quoted.strip(".") else quoted.replace(".", "%2E")
 
 
 def first_name_collision(names: Iterable[str]) -> tuple[str, str] | None:
-    """The first two names that some file system takes for one: equal, or but for case and Unicode's spellings."""
+    """Return the first two names that are equal up to case and Unicode normalization, or `None`."""
+    # Some file systems treat such names as the same file.
     seen: dict[str, str] = {}
     for name in names:
         key = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", name).casefold())
@@ -226,17 +237,26 @@ def first_name_collision(names: Iterable[str]) -> tuple[str, str] | None:
 
 
 def count_json_values(content: bytes) -> int:
-    """The values in a JSON text, by its commas and opening brackets."""
+    """Return an upper bound on the number of values in a JSON text, from its commas and opening brackets."""
     return sum(map(content.count, (b",", b"[", b"{")))
 
 
 def parse_json(content: bytes, *, finite: bool = True, max_values: int = MAX_DOCUMENT_VALUES) -> Any:
-    """The plain data in a JSON text. Raises ValueError where it is none, gives a key twice, has a number that is not
-    finite (with `finite`), half a surrogate pair, more than `max_values` values, a string over MAX_STRING_LENGTH, a
-    whole number over MAX_INTEGER_BITS or a depth over MAX_DOCUMENT_DEPTH."""
+    """Parse an untrusted JSON text.
+
+    Args:
+        content: UTF-8 text.
+        finite: Whether to reject inf and nan.
+        max_values: Maximum number of values.
+
+    Raises:
+        ValueError: The text is not JSON, has a duplicate key or an unpaired surrogate, or exceeds `max_values`,
+            `MAX_STRING_LENGTH`, `MAX_INTEGER_BITS` or `MAX_DOCUMENT_DEPTH`.
+    """
     if count_json_values(content) > max_values:
         raise ValueError(f"it has more than {max_values:,} values")
-    if len(content) > MAX_DOCUMENT_BYTES // 8 and not content.isascii():  # whose characters may take four bytes each
+    # Python may store a text with a non-ASCII character in four bytes per character.
+    if len(content) > MAX_DOCUMENT_BYTES // 8 and not content.isascii():
         raise ValueError(f"it has more than {MAX_DOCUMENT_BYTES // 8:,} bytes, and some characters that are not ASCII")
     try:
         document = json.loads(content.decode(), object_pairs_hook=_unique_keys)
@@ -251,11 +271,11 @@ def parse_json(content: bytes, *, finite: bool = True, max_values: int = MAX_DOC
                 if len(value) > MAX_STRING_LENGTH:
                     raise ValueError(f"it has a string of more than {MAX_STRING_LENGTH:,} characters")
                 if not value.isascii():
-                    value.encode()
+                    value.encode()  # Raises UnicodeEncodeError for an unpaired surrogate.
             elif finite and isinstance(value, float) and not math.isfinite(value):
-                raise ValueError(f"{value} is no number")
+                raise ValueError(f"{value} is not a finite number")
             elif isinstance(value, int) and value.bit_length() > MAX_INTEGER_BITS:
-                raise ValueError(f"it has a whole number of more than {MAX_INTEGER_BITS:,} bits")
+                raise ValueError(f"it has an integer of more than {MAX_INTEGER_BITS:,} bits")
         containers = [value for value in level if isinstance(value, dict | list)]
         level = [inner for c in containers for inner in ((*c, *c.values()) if isinstance(c, dict) else c)]
         depth += 1
@@ -263,21 +283,23 @@ def parse_json(content: bytes, *, finite: bool = True, max_values: int = MAX_DOC
 
 
 def check_json_limits(content: bytes) -> None:
-    """Raise ValueError if a JSON text that is about to be written exceeds what is read of a document."""
+    """Raise ValueError if a JSON text exceeds the limits of `parse_json`. Call it before writing the text."""
     if len(content) > MAX_DOCUMENT_BYTES:
         raise ValueError(f"it has {len(content):,} bytes, and at most {MAX_DOCUMENT_BYTES:,} are read")
     parse_json(content)
 
 
 def to_json_types(value: Any, *, finite: bool = False) -> Any:
-    """The value as JSON gives it back: tuples as lists, keys as text, and what JSON has no form for as its text. Raises
-    ValueError, with `finite`, for a number that is not."""
+    """Return `value` after a round trip through JSON: tuples become lists, and keys and unknown types become strings.
+
+    Raises ValueError for inf and nan if `finite` is set.
+    """
     return json.loads(json.dumps(value, default=str, allow_nan=not finite))
 
 
 def format_json(document: Any, *, levels: int = 2) -> str:
-    """JSON for programs and people: a line for each entry of the outermost `levels` levels, and deeper ones in the line
-    of theirs. The standard library indents all levels or none, and all by code that is not compiled."""
+    """Format JSON with one line for each entry of the outermost `levels` levels. Deeper levels are not indented."""
+    # json.dumps indents either all levels or none, and indents in Python code, not in C.
     return _format_levels(document, levels, "\n") + "\n"
 
 
@@ -296,26 +318,30 @@ def _format_levels(value: Any, levels: int, margin: str) -> str:
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    document: dict[str, Any] = {}
     for key, value in pairs:
-        if key in found:
+        if key in document:
             raise ValueError(f"key {key!r} is given twice")
-        found[key] = value
-    return found
+        document[key] = value
+    return document
 
 
 def anonymous_file(name: str) -> IO[bytes]:
-    """A scratch file that lies in no folder: in memory where the system has that, since /tmp may be full. `name` is for
-    those who list a process's open files."""
+    """Create a scratch file without a path, in memory if the system supports it.
+
+    `name` is shown in listings of the process's open files.
+    """
     if hasattr(os, "memfd_create"):
-        return os.fdopen(os.memfd_create(name), "w+b")
+        return os.fdopen(os.memfd_create(name), "w+b")  # The disk of /tmp may be full.
     return tempfile.TemporaryFile()
 
 
 def open_tmpfile(folder: Path) -> int:
-    """An open file, to be read, written at its end and mapped, that `link_tmpfile` may put below `folder`, which need
-    not be there yet: it lies in its file system, without a name, and goes with its last user. Where the system has none
-    of this kind, one that gets no name. It is inherited by programs that a process becomes."""
+    """Open an unnamed file for reading, appending and mapping, which `link_tmpfile` can link below `folder`.
+
+    `folder` may be created later. The file is freed with its last descriptor, which programs started by exec inherit.
+    On a system without O_TMPFILE, the file cannot be linked.
+    """
     flags = os.O_TMPFILE | os.O_RDWR | os.O_APPEND if hasattr(os, "O_TMPFILE") else 0
     place = next((above for above in (folder, *folder.resolve().parents) if above.is_dir()), folder)
     with suppress(OSError):
@@ -326,13 +352,13 @@ def open_tmpfile(folder: Path) -> int:
 
 
 def link_tmpfile(descriptor: int, path: Path) -> bool:
-    """Let an `open_tmpfile` be found under a path, whose former file goes; whether the system can."""
+    """Link a file of `open_tmpfile` to a path, and replace an existing file there. Returns whether it succeeded."""
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         if path.exists() and os.path.samestat(path.stat(), os.fstat(descriptor)):
             return True
         path.unlink(missing_ok=True)
-        # A folder to begin at makes Python follow the link, as the kernel asks for here; the source is absolute.
+        # The link of /proc must be followed, which Python does only if src_dir_fd is given. The source is absolute.
         os.link(f"/proc/self/fd/{descriptor}", path, src_dir_fd=folder, follow_symlinks=True)
     except OSError:
         return False
@@ -342,18 +368,18 @@ def link_tmpfile(descriptor: int, path: Path) -> bool:
 
 
 def is_disk_full(error: OSError) -> bool:
-    """Whether the system had no room for a write: on the disk, in the user's share of it, or in one file."""
+    """Whether a write failed because the disk is full, or a quota or the maximum file size is exceeded."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def move(source: str | Path, place: str | Path) -> None:
-    """Rename, so that a reader finds what was there before or what comes, and nothing between. Raises OSError."""
+    """Atomically rename `source` to `place`, and replace a file there. Raises OSError."""
     os.replace(source, place)
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk; raises OSError, as where some file systems find out
-    late that the disk is full."""
+    """Wait until a file, or the entries of a folder, are on the disk. Raises OSError if that fails."""
+    # Some file systems report a full disk only here.
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -362,7 +388,7 @@ def sync(path: Path) -> None:
 
 
 def sync_all(folder: Path) -> None:
-    """`sync` every file under a folder, and the names in every folder of it."""
+    """Sync all files and folders below `folder`, and then `folder`."""
     for inner, _, names in walk_bottom_up(folder):
         for name in names:
             sync(inner / name)
@@ -370,7 +396,7 @@ def sync_all(folder: Path) -> None:
 
 
 def walk_bottom_up(folder: Path) -> Iterator[tuple[Path, list[str], list[str]]]:
-    """`os.walk` from the innermost folders up. Raises OSError if one cannot be listed."""
+    """Walk a folder from the innermost folders up, as `os.walk`. Raises OSError if a folder cannot be listed."""
 
     def fail(error: OSError) -> None:
         raise error
@@ -381,9 +407,9 @@ def walk_bottom_up(folder: Path) -> Iterator[tuple[Path, list[str], list[str]]]:
 
 @contextmanager
 def atomic_folder(out: Path) -> Iterator[Path]:
-    """A folder to write into, which becomes `out` by one rename at the end, when its files are on the disk.
+    """Context manager that yields a temporary folder, and renames it to `out` once its files are on the disk.
 
-    Nothing of it is left after an error. Raises MesetaError where the system refuses to write.
+    The temporary folder is removed after an error. Raises MesetaError if writing fails.
     """
     temporary = out.with_name(f".tmp-{out.name}")
     try:
@@ -400,27 +426,30 @@ def atomic_folder(out: Path) -> Iterator[Path]:
 
 
 def check_writable_path(path: str | Path) -> None:
-    """Raise MesetaError, before a long command begins, where `path` cannot become a file."""
+    """Raise MesetaError if `path` cannot be written as a file. Call it before a long computation."""
     path = Path(path)
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
         pass
-    except OSError as error:  # such as a link to itself
-        raise MesetaError(f"{str(path)!r} cannot be written: {error.strerror}; name another") from None
+    except OSError as error:  # For example a link to itself.
+        raise MesetaError(f"{str(path)!r} cannot be written: {error.strerror}; choose another file") from None
     if path.is_dir():
         raise MesetaError(f"{str(path)!r} is a folder; name a file")
-    if path.exists() and not path.is_file():
+    if path.exists() and not path.is_file():  # For example /dev/stdout, which `write_atomic` writes directly.
         return
     folder = path.resolve().parent
     if not folder.is_dir():
-        raise MesetaError(f"{str(path)!r} cannot be written: its folder does not exist; make it first")
+        raise MesetaError(f"{str(path)!r} cannot be written: its folder does not exist; create it first")
     if not os.access(folder, os.W_OK):
-        raise MesetaError(f"{str(path)!r} cannot be written: its folder takes no new files; name another")
+        raise MesetaError(f"{str(path)!r} cannot be written: its folder is read-only; choose another folder")
 
 
 def append_atomic(file: IO[bytes], content: bytes) -> None:
-    """Add to the end of an unbuffered file, or add nothing. Raises OSError where there is no room."""
+    """Append `content` to an unbuffered file. If that fails, the file is truncated to its former size.
+
+    Raises OSError, for example if the disk is full.
+    """
     start, rest = file.tell(), memoryview(content)
     try:
         while rest:
@@ -431,15 +460,14 @@ def append_atomic(file: IO[bytes], content: bytes) -> None:
 
 
 def write_atomic(path: str | Path, text: str) -> None:
-    """Write `text` in UTF-8, so that a reader, an interruption or a full disk finds the old file or the new one.
+    """Atomically replace a file by `text` in UTF-8. Unpaired surrogates become question marks.
 
-    A link keeps its place, and the file that it names is replaced. What is no plain file, such as /dev/stdout, is
-    written to as it stands. Characters that UTF-8 does not have become question marks. Raises MesetaError where the
-    file cannot be written, and leaves the former one.
+    If `path` is a link, its target is replaced. A special file such as /dev/stdout is written directly. Raises
+    MesetaError if writing fails, and keeps the former file.
     """
     check_writable_path(path)
     place, content = Path(path).resolve(), text.encode("utf-8", errors="replace")
-    # Runs delete what ends like this in their folder, should a kill leave it there.
+    # A run deletes files with this suffix from its folder, because a killed process leaves them behind.
     unfinished = place.with_name(f".meseta-{os.getpid()}.tmp")
     try:
         if place.exists() and not place.is_file():
@@ -455,15 +483,17 @@ def write_atomic(path: str | Path, text: str) -> None:
             unfinished.unlink(missing_ok=True)
         if isinstance(error, OSError):
             reason = error.strerror or error
-            raise MesetaError(f"{str(path)!r} cannot be written: {reason}; choose another") from None
+            raise MesetaError(f"{str(path)!r} cannot be written: {reason}; choose another file") from None
         raise
 
 
 def direct_io_block_bytes(folder: Path) -> tuple[int, str | None]:
-    """The least that can be read directly from a file in a folder, found by trying; and why nothing can, where nothing
-    can. Raises OSError where the folder cannot be written."""
+    """Return (block size, reason) for direct I/O on files of a folder, determined with a test file.
+
+    `reason` says why direct I/O is not available, or is `None` if it is. Raises OSError if the folder is not writable.
+    """
     if not hasattr(os, "O_DIRECT"):
-        return DEVICE_BLOCK_SIZES[0], "this system has no direct transfers"
+        return DEVICE_BLOCK_SIZES[0], "this system has no direct I/O"
     with tempfile.NamedTemporaryFile(dir=folder) as file, mmap.mmap(-1, DEVICE_BLOCK_SIZES[-1]) as memory:
         file.write(bytes(2 * DEVICE_BLOCK_SIZES[-1]))
         file.flush()
@@ -471,7 +501,7 @@ def direct_io_block_bytes(folder: Path) -> tuple[int, str | None]:
         try:
             descriptor = os.open(file.name, os.O_RDONLY | os.O_DIRECT)
         except OSError as error:
-            return DEVICE_BLOCK_SIZES[0], f"its file system has no direct transfers: {error.strerror}"
+            return DEVICE_BLOCK_SIZES[0], f"its file system has no direct I/O: {error.strerror}"
         try:
             for block in DEVICE_BLOCK_SIZES:
                 if _can_read_block(descriptor, memory, block):
@@ -482,7 +512,7 @@ def direct_io_block_bytes(folder: Path) -> tuple[int, str | None]:
 
 
 def _can_read_block(descriptor: int, memory: mmap.mmap, block: int) -> bool:
-    """Whether the second block can be read alone."""
+    # Read the second block, whose offset is aligned to `block` only.
     try:
         with memoryview(memory) as view, view[:block] as part:
             return os.preadv(descriptor, [part], block) == block

@@ -1,4 +1,5 @@
-"""SIGTERM and Ctrl-C while training: the first asks for an end in good order, a second one ends the process at once."""
+"""Handling of SIGTERM and Ctrl-C during training. The first signal stops training after the current step, and a second
+one ends the process immediately."""
 
 from __future__ import annotations
 
@@ -11,16 +12,16 @@ from typing import Any
 
 from meseta.machine.processes import exit_immediately
 
+# A rank may receive one Ctrl-C twice: a terminal sends it to all processes of a group, and the launcher forwards it.
 DEBOUNCE_WINDOW_S = 1.0
-"""Signals this soon after the first are the same call: a terminal or a service tells all processes of a group, and the
-launcher passes it on to its ranks as well."""
+"""Seconds after the first signal during which further signals are ignored."""
 
+# No signal has number 0.
 _STOP_BYTE = b"\0"
-"""No signal has this number."""
 
 
 class TrainingInterrupt(Exception):
-    """Training was ended by a signal, on all ranks after the same step, and everything up to there is saved."""
+    """Stop of training by a signal, after the same step on all ranks and a checkpoint of that step."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name}")
@@ -28,12 +29,14 @@ class TrainingInterrupt(Exception):
 
 
 class SignalListener:
-    """While entered, `number` is the signal that came, if one did.
+    """Context manager that records the first SIGTERM or SIGINT in `signal_number`.
 
-    The main thread notes the first, so that the step at hand is the last one however late other threads get the
-    processor; a thread waits for signals too, so that the second one is heard even while a collective waits for another
-    rank. Entered in another thread than the main one, which alone may set handlers, it hears nothing.
+    A second signal ends the process immediately. In a thread other than the main thread it does nothing, because only
+    the main thread may set signal handlers.
     """
+
+    # A Python handler in the main thread records the first signal without waiting for another thread to be scheduled.
+    # The second one is received by a thread, because the main thread may be blocked in a collective.
 
     def __init__(self) -> None:
         self.signal_number: int | None = None
@@ -49,7 +52,7 @@ class SignalListener:
             self._previous_wakeup_fd = signal.set_wakeup_fd(self._wakeup_fd, warn_on_full_buffer=False)
             for number in (signal.SIGTERM, signal.SIGINT):
                 if (former := signal.getsignal(number)) is not signal.SIG_IGN:
-                    # Whoever started this process may have told it to ignore Ctrl-C, as the launcher does.
+                    # Keep ignoring a signal that the parent process ignores for this one, as the launcher does.
                     signal.signal(number, self._record_signal)
                     self._previous_handlers[number] = signal.SIG_DFL if former is None else former
             self._thread = threading.Thread(target=self._listen, args=(reader,), name="meseta-signals", daemon=True)
@@ -64,7 +67,8 @@ class SignalListener:
                 signal.signal(number, former)
             signal.set_wakeup_fd(self._previous_wakeup_fd)
             assert self._thread is not None
-            os.write(self._wakeup_fd, _STOP_BYTE)  # a process forked meanwhile may hold it open
+            # Closing the pipe would not end the thread if a forked process has inherited it.
+            os.write(self._wakeup_fd, _STOP_BYTE)
             self._thread.join()
             os.close(self._wakeup_fd)
             self._wakeup_fd = -1

@@ -1,4 +1,4 @@
-"""What the kernel says of this machine in /proc and /sys, and the limits of its control groups."""
+"""Memory, limits and clocks of this machine, read from /proc, /sys and control groups."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+# The scheduler gives niceness 10 about a tenth of the processor time of niceness 0.
 _NICENESS = 10
-"""A tenth of the processor time that a thread has which does not give way."""
+# In thousandths of the memory. A child that was just forked uses less memory than its parent, which imported torch.
 _OOM_SCORE_STEP, _MAX_OOM_SCORE = 500, 1000
-"""Thousandths of the memory: a process that has just been forked holds less than the one that has imported torch."""
+# Constants of glibc's malloc.h.
 _M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8
-"""As malloc.h has them."""
 
 
 @dataclass(frozen=True)
 class KernelFiles:
-    """Files of the kernel."""
+    """Reader of kernel files below /proc and /sys."""
 
     root: Path = Path("/")
-    """Where /proc and /sys are."""
+    """Folder that contains `proc` and `sys`."""
 
     def read(self, path: str) -> str | None:
-        """The text of a file such as 'proc/meminfo'; None where it cannot be read."""
+        """Return the text of a file such as 'proc/meminfo', or `None` if it cannot be read."""
         try:
             return (self.root / path).read_text(errors="replace").strip()
         except OSError:
             return None
 
     def read_int(self, path: str) -> int | None:
-        """The whole number that a file holds; None where it holds another thing, such as 'max'."""
+        """Return the integer in a file, or `None` if the file holds anything else, such as 'max'."""
         text = self.read(path) or ""
         return int(text) if text.lstrip("-").isdigit() else None
 
     def read_field(self, path: str, name: str) -> str | None:
-        """The value in the first line 'name: value', or 'name value', of a file."""
+        """Return the value of the first line 'name: value' or 'name value' of a file, or `None`."""
         for line in (self.read(path) or "").splitlines():
             key, _, value = line.partition(":" if ":" in line else " ")
             if key.strip() == name:
@@ -47,30 +47,32 @@ class KernelFiles:
         return None
 
     def read_bytes_field(self, path: str, name: str) -> int | None:
-        """A field in kB, as in /proc/meminfo, in bytes."""
+        """Return a field in kB, such as those of /proc/meminfo, in bytes."""
         words = (self.read_field(path, name) or "").split()
         return int(words[0]) * 1024 if words and words[0].isdigit() else None
 
 
 def lower_priority() -> None:
-    """Let the scheduler prefer other threads to this one and to those that it starts, as on Linux; each has its own
-    niceness there."""
+    """Lower the scheduling priority of this thread and the threads that it starts. Does nothing outside Linux."""
+    # On Linux each thread has its own niceness. Elsewhere this would change the whole process.
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
 
 
 def boot_id(system: KernelFiles | None = None) -> str:
-    """Of this kernel since it was started: containers share it; empty where the kernel does not tell."""
+    """Return an id of the running kernel since its boot, which containers share. It is empty if unknown."""
     return (system or KernelFiles()).read("proc/sys/kernel/random/boot_id") or ""
 
 
 def clock_id(system: KernelFiles | None = None) -> str:
-    """Processes that read one CLOCK_MONOTONIC, which time.perf_counter() is, have one: those of a kernel, in a
-    namespace of time (time_namespaces(7)). Empty where the kernel does not tell."""
+    """Return an id of CLOCK_MONOTONIC, which `time.perf_counter` reads. It is empty if unknown.
+
+    Processes of one kernel and time namespace (time_namespaces(7)) have the same clock.
+    """
     system = system or KernelFiles()
     try:
         namespace = os.readlink(system.root / "proc/self/ns/time")
-    except OSError:  # a kernel without them
+    except OSError:  # The kernel has no time namespaces.
         namespace = ""
     boot = boot_id(system)
     return boot and f"{boot} {namespace}"
@@ -78,17 +80,18 @@ def clock_id(system: KernelFiles | None = None) -> str:
 
 @dataclass(frozen=True)
 class CgroupLimits:
-    """What control groups leave to this process; None: no limit."""
+    """Limits of this process by control groups. `None` means no limit."""
 
     num_cores: float | None
-    """Processor seconds per second."""
+    """CPU quota in processor seconds per second."""
     memory_bytes: int | None
+    # The kernel reclaims inactive page cache first.
     memory_free_bytes: int | None
-    """Of `memory_bytes`; the page cache, which the kernel takes back, counts as free."""
+    """Free part of `memory_bytes`. Inactive page cache counts as free."""
 
 
 def read_cgroup_limits(system: KernelFiles) -> CgroupLimits:
-    """The tightest limits of the group of this process and of all groups around it, versions 1 and 2."""
+    """Return the lowest limits among this process's control group and its parents, for cgroups v1 and v2."""
     cores = [
         cores for folder in _cgroup_folders(system, "cpu") if (cores := _read_cpu_quota(system, folder)) is not None
     ]
@@ -102,26 +105,30 @@ def read_cgroup_limits(system: KernelFiles) -> CgroupLimits:
 
 @dataclass(frozen=True)
 class CgroupMemory:
-    """Memory of a control group that has a limit, in bytes."""
+    """Memory of a control group with a limit."""
 
     folder: str
-    """Path of the group's files."""
+    """Folder of the group's files below `KernelFiles.root`."""
     limit_bytes: int
     free_bytes: int
-    """Of the limit; inactive page cache, which the kernel reclaims first, counts as free."""
+    """Free memory below the limit. Inactive page cache counts as free."""
     unclaimed_bytes: int
-    """Of the limit; the whole page cache counts as free. The kernel kills a process when none is left."""
+    """Free memory below the limit if all page cache counts as free. At 0 the kernel kills a process."""
 
 
 def tightest_cgroup(system: KernelFiles) -> CgroupMemory | None:
-    """Return the group with the fewest unclaimed bytes, of this process's and all around it; None if none has a
-    limit."""
+    """Return the group with the least unclaimed memory among this process's group and its parents.
+
+    The result is `None` if no group has a limit.
+    """
     return min(_limited_cgroups(system), key=lambda memory: memory.unclaimed_bytes, default=None)
 
 
 def num_oom_kills(system: KernelFiles) -> int:
-    """Return how many processes the kernel has killed for lack of memory in the control group of this process, or on
-    this machine if the groups do not count them."""
+    """Return the number of out-of-memory kills in this process's control group.
+
+    If control groups do not count them, return the number of kills on this machine.
+    """
     for folder in _cgroup_folders(system, "memory"):
         for name in ("memory.events", "memory.oom_control"):
             if (count := system.read_field(f"{folder}/{name}", "oom_kill")) is not None:
@@ -130,30 +137,30 @@ def num_oom_kills(system: KernelFiles) -> int:
 
 
 def raise_oom_score(path: Path = Path("/proc/self/oom_score_adj")) -> None:
-    """Let the kernel kill this process before the one that started it if memory runs out, as on Linux."""
+    """Make the kernel kill this process before its parent if memory runs out. Does nothing outside Linux."""
     with suppress(OSError, ValueError):
         score = int(path.read_text())
         path.write_text(str(min(score + _OOM_SCORE_STEP, _MAX_OOM_SCORE)))
 
 
 def total_memory_bytes(system: KernelFiles, limits: CgroupLimits) -> int | None:
-    """Memory of this machine, or what a control group grants of it. None where the system does not tell."""
-    found = [system.read_bytes_field("proc/meminfo", "MemTotal"), limits.memory_bytes]
-    return min((value for value in found if value is not None), default=None)
+    """Return the memory of this machine or of its control group, whichever is smaller, or `None` if unknown."""
+    candidates = [system.read_bytes_field("proc/meminfo", "MemTotal"), limits.memory_bytes]
+    return min((value for value in candidates if value is not None), default=None)
 
 
 def free_memory_bytes(system: KernelFiles, limits: CgroupLimits) -> int | None:
-    """Memory that this process may still take: what the machine has available, and no control group forbids. None
-    where the system does not tell."""
-    found = [system.read_bytes_field("proc/meminfo", "MemAvailable"), limits.memory_free_bytes]
-    return min((value for value in found if value is not None), default=None)
+    """Return the memory that this process can still allocate, or `None` if unknown.
+
+    It is the smaller of the machine's available memory and the free memory of the control group.
+    """
+    candidates = [system.read_bytes_field("proc/meminfo", "MemAvailable"), limits.memory_free_bytes]
+    return min((value for value in candidates if value is not None), default=None)
 
 
 def _cgroup_folders(system: KernelFiles, controller: str) -> Iterator[str]:
-    """Folders that may hold a controller's files, the innermost first.
-
-    A container may see its own group as the root while /proc names it as the host does; walking up finds it.
-    """
+    # In a container, /proc may name the group by its path on the host, while the mount shows the group as the root.
+    # One of the parents of the path is then right.
     for line in (system.read("proc/self/cgroup") or "").splitlines():
         _, names, path = [*line.split(":", 2), "", ""][:3]
         if names and controller not in names.split(","):
@@ -171,12 +178,11 @@ def _read_cpu_quota(system: KernelFiles, folder: str) -> float | None:
         quota = system.read(f"{folder}/cpu.cfs_quota_us") or ""
         period = system.read(f"{folder}/cpu.cfs_period_us") or ""
     if not (quota.isdigit() and period.isdigit() and int(period) > 0):
-        return None  # 'max' and -1 are no limits
+        return None  # The kernel writes 'max' (v2) or -1 (v1) if there is no limit.
     return int(quota) / int(period)
 
 
 def _limited_cgroups(system: KernelFiles) -> list[CgroupMemory]:
-    """Return the groups with a limit, the innermost first."""
     return [
         memory
         for folder in _cgroup_folders(system, "memory")
@@ -190,7 +196,7 @@ def _read_cgroup_memory(system: KernelFiles, folder: str) -> CgroupMemory | None
         limit, counter, prefix = system.read_int(f"{folder}/memory.limit_in_bytes"), "memory.usage_in_bytes", "total_"
     total = system.read_bytes_field("proc/meminfo", "MemTotal")
     if limit is None or (total is not None and limit >= total):
-        return None  # version 1 writes "no limit" as a number beyond all memory
+        return None  # Version 1 writes a number larger than any memory if there is no limit.
     used = system.read_int(f"{folder}/{counter}") or 0
     inactive, active = (
         int(system.read_field(f"{folder}/memory.stat", f"{prefix}{kind}_file") or 0) for kind in ("inactive", "active")
@@ -204,15 +210,16 @@ def _read_cgroup_memory(system: KernelFiles, folder: str) -> CgroupMemory | None
 
 
 def trim_heap() -> None:
-    """Hand what this process has freed back to the system, where the C library keeps it (glibc): after large work that
-    does not come again soon."""
+    """Return freed heap memory to the system if the C library is glibc. Call it after large, infrequent work."""
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)
 
 
 def disable_heap_caching() -> None:
-    """From now on hand blocks of 2 MB and more back to the system as soon as they are freed, and let all threads share
-    two heaps, where the C library asks (glibc): for a process of many threads that hold much for moments."""
+    """Make glibc return freed blocks of 2 MB or more immediately, and use at most two heaps for all threads.
+
+    This suits processes whose many threads briefly hold large blocks. It does nothing with another C library.
+    """
     if set_option := getattr(ctypes.CDLL(None), "mallopt", None):
         set_option(_M_MMAP_THRESHOLD, 2 << 20)
         set_option(_M_ARENA_MAX, 2)

@@ -1,4 +1,4 @@
-"""Locks that the system gives back when their process ends, however it ends: flock(2)."""
+"""Locks on folders with flock(2), which the system releases when their process ends."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from meseta.errors import MesetaError
 
 LOCK_FILE = ".lock"
 
+# NFS returns EBADF for a folder.
 _UNSUPPORTED_ERRNOS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF)
-"""What flock(2) answers on file systems without locks; EBADF is NFS about a folder."""
+"""Errors of flock(2) on file systems without locks."""
 
 
 def try_lock(descriptor: int, *, if_unsupported: bool = True) -> bool:
-    """Try to lock an open file or folder with flock(2); returns False if another process holds the lock.
+    """Try to lock an open file or folder with flock(2). Returns False if another process holds the lock.
 
-    Returns `if_unsupported` on a file system without locks. Raises OSError if the call fails otherwise, as with EIO:
-    then it is not known whether another process holds the lock.
+    Returns `if_unsupported` on a file system without locks. Raises OSError if the call fails for another reason.
     """
+    # After such an error, for example EIO, it is unknown whether another process holds the lock.
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -37,32 +38,34 @@ def try_lock(descriptor: int, *, if_unsupported: bool = True) -> bool:
 
 
 class FolderLock:
-    """A lock on a folder: on the file `.lock` in it, so that one which a killed process has left behind locks
-    nothing."""
+    """Lock on a folder by its file `.lock`. A file left behind by a killed process does not lock the folder."""
 
     def __init__(self, folder: Path, in_use: Callable[[str], str] | None = None) -> None:
-        """`in_use` words the refusal, given who holds the lock."""
+        """Create a lock without acquiring it.
+
+        Args:
+            folder: Folder to lock.
+            in_use: Function from the lock's holder to an error message, for the case that the folder is locked.
+        """
         self._path = folder / LOCK_FILE
-        self._format_refusal = (
-            in_use or f"{str(folder)!r} is in use: {{}} is at work in it; wait until it has ended".format
-        )
+        self._format_refusal = in_use or f"{str(folder)!r} is in use by {{}}; wait until it has ended".format
         self._descriptor: int | None = None
 
     def acquire(self) -> None:
-        """Lock the folder, unless this object has done so already. A file system that has no locks is not locked.
+        """Lock the folder. Does nothing if this object holds the lock, or on a file system without locks.
 
-        Raises MesetaError, naming the process, where another one holds the lock, and OSError where the folder cannot be
-        written.
+        Raises MesetaError with the name of the process if another one holds the lock, and OSError if the folder cannot
+        be written.
         """
         while self._descriptor is None:
-            # Through a link it would be another file that is written.
+            # O_NOFOLLOW, because a link could lead to a file elsewhere, which would be overwritten.
             descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
             try:
                 if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                    raise OSError(errno.EINVAL, f"{LOCK_FILE} is no regular file", str(self._path))
+                    raise OSError(errno.EINVAL, f"{LOCK_FILE} is not a regular file", str(self._path))
                 if not self._try_acquire(descriptor):
                     continue
-                with contextlib.suppress(OSError):  # on a full disk the lock holds without a name
+                with contextlib.suppress(OSError):  # The disk may be full. The lock works without a name.
                     os.ftruncate(descriptor, 0)
                     os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
                 self._descriptor = descriptor
@@ -78,7 +81,7 @@ class FolderLock:
             self._descriptor = None
 
     def _try_acquire(self, descriptor: int) -> bool:
-        """Whether the lock is held now; not where its file was removed, by the former holder, before it was locked."""
+        """Try to lock an open lock file. Returns False if the former holder removed the file in the meantime."""
         if not try_lock(descriptor):
             holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another process"
             raise MesetaError(self._format_refusal(holder))

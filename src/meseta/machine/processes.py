@@ -1,9 +1,9 @@
-"""Processes that this one starts, watches and stops: forks of it, and programs.
+"""Child processes: forks of this process, and programs.
 
-this process: imports torch, computes nothing, starts no thread of its own
+this process: imports torch, computes nothing, starts no thread
      |-- fork --> rank 0: `meseta train ...`
      |-- fork --> rank 1: `meseta train ...`
-     '- lifeline ----^ ends them when this process ends, however it does
+     '- lifeline ----^ ends the children when this process ends for any reason
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from meseta.machine.environment_variables import environ
 from meseta.machine.kernel import raise_oom_score
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-"""Signals that ask a process to end."""
+"""Signals that request the end of a process."""
+# The kernel truncates longer names in /proc/PID/comm.
 _MAX_NAME_BYTES = 15
 _scratch_files: dict[Path, int] = {}
-"""Files that go with the process that made them, which stands beside each."""
+"""Process that owns each scratch file. The file is removed when the process ends."""
 Program = subprocess.Popen[bytes]
-"""One that runs, or has ended."""
 
 
 def fork(
@@ -41,18 +41,18 @@ def fork(
     stdout_fd: int = 1,
     stderr_fd: int = 2,
 ) -> BaseProcess:
-    """Do `work` in a process of its own, a fork of this one, and return that.
+    """Run `work` in a fork of this process, and return the new process.
 
-    It ignores Ctrl-C, which a terminal sends to it too, and dies with this process. If memory runs out, the kernel
-    kills it before this one, which can then report the loss. This one may have threads that
-    wait for something, and must not have computed on several: OpenMP's do not survive in a fork.
+    The child ignores Ctrl-C and ends when this process ends. If memory runs out, the kernel kills the child first, so
+    that this process can report it. Call this function before OpenMP has started threads, because they do not survive a
+    fork. Threads that only wait are allowed.
 
     Args:
-        work: what it does.
-        name: what `top` shows; 15 characters of it.
-        extra_environ: to the variables of its environment.
-        stdout_fd: open descriptor of its standard output.
-        stderr_fd: open descriptor of its standard error.
+        work: Function to run.
+        name: Name of the process in `top`, truncated to 15 bytes.
+        extra_environ: Environment variables to add.
+        stdout_fd: Descriptor that becomes the child's standard output.
+        stderr_fd: Descriptor that becomes the child's standard error.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -60,7 +60,7 @@ def fork(
         target=_run_child, name=name, args=(work, dict(extra_environ or {}), stdout_fd, stderr_fd)
     )
     _lifeline_pipe()
-    # A signal that comes before the new process has said what it does with signals waits until then.
+    # Block signals until the new process has installed its handlers.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         process.start()
@@ -70,9 +70,9 @@ def fork(
 
 
 def exec_module(module: str, arguments: Sequence[str]) -> NoReturn:
-    """Be `python -P -m MODULE ARGUMENTS` from now on."""
+    """Replace this process by `python -P -m MODULE ARGUMENTS`."""
     sys.stdout.flush()
-    # -P: the folder that the user stands in may hold a torch.py
+    # -P excludes the current folder from the search path, because it may contain a file such as torch.py.
     os.execv(sys.executable, [sys.executable, "-P", "-m", module, *arguments])
 
 
@@ -85,8 +85,10 @@ def start_program(
     stdout: int | IO[bytes],
     stderr: int | IO[bytes],
 ) -> Program:
-    """Start a program with some variables beside those of this process, and with open files that it inherits; the rest
-    is as in subprocess.Popen. Raises OSError where the system starts none."""
+    """Start a program with additional environment variables and inherited file descriptors.
+
+    The other parameters are those of subprocess.Popen. Raises OSError if the program cannot be started.
+    """
     environment = {**environ, **extra_environ}
     return subprocess.Popen(
         command, env=environment, pass_fds=pass_fds, stdin=stdin, stdout=stdout, stderr=stderr, bufsize=0
@@ -96,21 +98,20 @@ def start_program(
 def run_program(
     command: Sequence[str], *, cwd: Path | None = None, timeout_s: float | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program to its end. Raises OSError where the system starts none, and subprocess.TimeoutExpired."""
+    """Run a program until it ends. Raises OSError if it cannot be started, and subprocess.TimeoutExpired."""
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=timeout_s, check=False)
 
 
 @cache
 def _lifeline_pipe() -> tuple[int, int]:
-    """(end that the others read, end that this process holds until it is gone and never writes)."""
+    """Return (end that the children read, end that this process keeps open and never writes)."""
     return os.pipe()
 
 
 def _run_child(work: Callable[[], object], added: Mapping[str, str], out: int, err: int) -> None:
-    """In the new process: the work."""
     read, write = _lifeline_pipe()
     os.close(write)
-    _lifeline_pipe.cache_clear()  # what this process starts hangs on this process
+    _lifeline_pipe.cache_clear()  # Children of this process get a lifeline to this process.
     threading.Thread(target=_exit_with_parent, args=(read,), name="meseta-lifeline", daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -124,31 +125,30 @@ def _run_child(work: Callable[[], object], added: Mapping[str, str], out: int, e
 
 
 def _exit_with_parent(lifeline: int) -> None:
-    """End this process when the one that started it dies: nobody would stop it otherwise."""
-    os.read(lifeline, 1)
+    os.read(lifeline, 1)  # Returns when the parent's end of the pipe is closed, also if the parent was killed.
     exit_immediately(1)
 
 
 def register_scratch_file(path: Path) -> None:
-    """A file that goes with this process, unless `remove_scratch_file` comes first."""
+    """Register a file to be removed when this process ends."""
     _scratch_files[path] = os.getpid()
 
 
 def remove_scratch_file(path: Path) -> None:
-    """Remove such a file; where it cannot be removed it stays."""
+    """Remove a scratch file. Errors are ignored."""
     _scratch_files.pop(path, None)
     with contextlib.suppress(OSError):
         path.unlink(missing_ok=True)
 
 
 def remove_scratch_files() -> None:
-    """Of this process, at its end; what it was forked from keeps its own."""
+    """Remove the scratch files of this process. A fork does not remove those of its parent."""
     for path, process in tuple(_scratch_files.items()):
         if process == os.getpid():
             remove_scratch_file(path)
 
 
 def exit_immediately(code: int) -> NoReturn:
-    """End this process without taking the interpreter apart; its scratch files go."""
+    """Exit this process without shutting down the interpreter. Scratch files are removed first."""
     remove_scratch_files()
     os._exit(code)

@@ -1,6 +1,6 @@
-"""What this process is among its ranks, by the variables of torchrun, before there is a process group. No torch here.
+"""Rank of this process, read from torchrun's environment variables. Needs neither torch nor a process group.
 
-All raise MesetaError where a variable is no number.
+All functions raise MesetaError if a variable is not an integer.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ def is_first_rank() -> bool:
 
 
 def global_rank() -> int:
-    """Of this process; 0 where it is the only one."""
+    """Return the rank of this process. It is 0 if this is the only process."""
     return _read_int("RANK", 0)
 
 
 def num_ranks() -> int:
-    """Of all hosts together."""
+    """Return the number of ranks on all hosts."""
     return _read_int("WORLD_SIZE", 1)
 
 
 def print_note(text: str, *, all_ranks: bool = False) -> None:
-    """A line on standard error, of the first rank alone, or of each that calls."""
+    """Print a note to standard error, by default on the first rank only."""
     if all_ranks or is_first_rank():
         print(f"note: {text}", file=sys.stderr, flush=True)
 
 
 def local_rank() -> int:
-    """Among those of this host."""
+    """Return the index of this rank among those of its host."""
     return _read_int("LOCAL_RANK", 0)
 
 
 def num_local_ranks() -> int:
-    """On this host."""
+    """Return the number of ranks on this host."""
     return _read_int("LOCAL_WORLD_SIZE", 1)
 
 
 def is_distributed() -> bool:
-    """Whether it is one of several, which torchrun or `run_ranks` has started."""
+    """Whether torchrun or `run_ranks` has started this process as one of several ranks."""
     return "RANK" in environ and num_ranks() > 1
 
 
@@ -53,5 +53,5 @@ def _read_int(name: str, default: int) -> int:
         return int(text)
     except ValueError:
         raise MesetaError(
-            f"the environment variable {name} is {text!r}, and must be a whole number, as torchrun sets it; unset it"
+            f"environment variable {name} must be an integer, as set by torchrun, got {text!r}; unset it"
         ) from None

@@ -1,5 +1,7 @@
-"""Files by name: on this machine, or by URL through fsspec (s3://, gs://, hdfs://, https://, memory://, ...); and
-addresses of dispatchers and readers."""
+"""Local files, and files at URLs of fsspec (s3://, gs://, hdfs://, https://, memory://, ...).
+
+The module also parses the addresses of dispatchers and readers.
+"""
 
 from __future__ import annotations
 
@@ -45,13 +47,13 @@ _CHANGE_STAMP_KEYS = (
     "etag",
     "created",
 )
-"""What file systems call the time of the last change, or something else that changes with the content."""
+"""Keys under which file systems of fsspec report the modification time of a file, or its ETag."""
 
 PLAIN_SCHEME, ENCRYPTED_SCHEME = "grpc", "grpc+tls"
-"""Schemes of addresses without and with keys."""
+"""Schemes of addresses without and with encryption."""
 HOST_LABEL_PATTERN = "[A-Za-z0-9_][A-Za-z0-9_-]{0,62}"
 """Pattern of one part of a host name."""
-# Not urlsplit: it removes tabs and newlines, and keeps other control characters in the host.
+# urlsplit would remove tabs and newlines, and accept other control characters in the host.
 _ADDRESS_PATTERN = re.compile(
     rf"(?:{PLAIN_SCHEME}|{re.escape(ENCRYPTED_SCHEME)})://"
     rf"(?P<host>{HOST_LABEL_PATTERN}(?:\.{HOST_LABEL_PATTERN})*|\[(?P<ipv6>[0-9A-Fa-f:.]+)\]):(?P<port>[0-9]{{1,5}})"
@@ -61,57 +63,64 @@ _LOCALHOST = "localhost"
 
 
 def is_url(name: object) -> bool:
-    """Whether fsspec reads it; anything else is a path on this machine."""
+    """Whether `name` is a URL for fsspec. Any other name is a local path."""
     return "://" in str(name)
 
 
 def validate_address(url: str) -> str:
-    """Return an address such as grpc://127.0.0.1:7077, or grpc+tls://host7:7077 with keys, as it is.
+    """Return `url` if it is a valid address, such as grpc://127.0.0.1:7077 or grpc+tls://host7:7077.
 
-    Raises MesetaError for anything else.
+    Raises MesetaError otherwise.
     """
     parse_address(url)
     return url
 
 
 def parse_address(url: str) -> tuple[str, int]:
-    """Host, without brackets, and port of an address. Raises MesetaError like `validate_address`."""
+    """Return (host without brackets, port) of an address. Raises MesetaError if it is invalid."""
     match = _ADDRESS_PATTERN.fullmatch(url) if len(url) <= _MAX_ADDRESS_LENGTH else None
     if match is not None and 0 < int(match["port"]) < 1 << 16 and (not match["ipv6"] or _is_ip(match["ipv6"])):
         return match["ipv6"] or match["host"], int(match["port"])
     raise MesetaError(
-        f"readers: an address is {PLAIN_SCHEME}://HOST:PORT, or {ENCRYPTED_SCHEME}://HOST:PORT, got {format_value(url)}"
+        f"readers: an address must be {PLAIN_SCHEME}://HOST:PORT, or {ENCRYPTED_SCHEME}://HOST:PORT, got "
+        f"{format_value(url)}"
     )
 
 
 def check_encryption(url: str, *, has_keys: bool) -> None:
-    """Raise MesetaError unless an address is encrypted where there are keys, and only there."""
+    """Raise MesetaError if an address is encrypted without keys, or unencrypted with keys."""
     if url.startswith(f"{ENCRYPTED_SCHEME}://") == has_keys:
         return
     if has_keys:
         way = (
-            f"with keys an address is {ENCRYPTED_SCHEME}://HOST:PORT; start it with --keys, or leave the keys out here"
+            f"with keys an address must be {ENCRYPTED_SCHEME}://HOST:PORT; start the process at this address with "
+            "--keys, or leave the keys out here"
         )
     else:
-        way = "it takes keys; name their folder, by --keys DIR or data.service.keys=DIR (`meseta readers keys`)"
+        way = (
+            "an encrypted address needs keys; set their folder with --keys DIR or data.service.keys=DIR (`meseta "
+            "readers keys` creates one)"
+        )
     raise MesetaError(f"readers: {format_value(url)}: {way}")
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a host."""
+    """Whether a host name or IP address is loopback, which only this machine can reach."""
     return host == _LOCALHOST or (_is_ip(host) and ip_address(host).is_loopback)
 
 
 def check_reachable(url: str, *, has_keys: bool) -> None:
-    """Raise MesetaError unless an address is valid, encrypted as it must be, and of this machine if there are no
-    keys."""
+    """Raise MesetaError if an address is invalid, or does not match `has_keys`.
+
+    With keys the address must be encrypted. Without keys it must be unencrypted and on this machine.
+    """
     host, _ = parse_address(url)
     check_encryption(url, has_keys=has_keys)
     if not has_keys and not is_loopback(host):
         raise MesetaError(
-            f"readers: {format_value(url)}: without keys an address is one of this machine, such as 127.0.0.1; make "
+            f"readers: {format_value(url)}: without keys an address must be on this machine, such as 127.0.0.1; create "
             f"keys with "
-            "`meseta readers keys DIR`, and give --keys DIR, or data.service.keys=DIR"
+            "`meseta readers keys DIR`, and set --keys DIR, or data.service.keys=DIR"
         )
 
 
@@ -127,8 +136,15 @@ def _is_ip(text: str) -> bool:
 def wrap_remote_errors(
     what: str, url: str, verb: str, *, passthrough: tuple[type[Exception], ...] = ()
 ) -> Iterator[None]:
-    """Turn what file systems raise for the `url` of `what`, such as a source that cannot be `verb` "read", into one
-    MesetaError that names it; each file system has exceptions of its own. Those of `passthrough` stay what they are."""
+    """Context manager that converts errors of file systems to MesetaError, or StorageError if an access failed.
+
+    Args:
+        what: Kind of object for the message, such as "source".
+        url: URL of the object.
+        verb: Participle for the message "cannot be `verb`", such as "read".
+        passthrough: Exceptions that are not converted.
+    """
+    # Each file system of fsspec has its own exceptions.
     try:
         yield
     except MesetaError:
@@ -150,46 +166,47 @@ def wrap_remote_errors(
 
 @dataclass(frozen=True)
 class FileStatus:
-    """What is known of a file before it is read."""
+    """Metadata of a file or folder."""
 
     size_bytes: int | None
-    """None where its server does not tell."""
+    """Size in bytes. `None` if the server does not report it."""
     change_stamp: str
-    """When it was written last, as its file system tells; may be empty."""
+    """Modification time or ETag, as reported by the file system. Empty if it reports none."""
     is_folder: bool
 
 
 class MatchedFile(NamedTuple):
-    """A file that a name or a pattern means."""
+    """File found by `find_files`."""
 
     name: str
     relative_path: str
-    """Its path below the folder that was named, or that the pattern names before its first wildcard; empty if the file
-    was named itself."""
+    """Path below the searched folder, or below the folders of a pattern before its first wildcard. Empty if the search
+    was for this file."""
 
 
 def find_files(pattern: str) -> list[MatchedFile]:
-    """Return the file of this name or all files in the folder of this name, else those that match it as a pattern, in
-    order of path; URLs for a URL.
+    """Return the file with this name, all files below the folder with this name, or those that match the pattern.
 
-    Below folders, names that begin with _ or . are skipped, as by Hive and Spark.
-    Raises MesetaError if its file system cannot be reached or is not installed, OSError for an unreadable local folder.
+    Files are sorted by name, and names are URLs if `pattern` is a URL. Below folders, names that start with _ or . are
+    skipped. Raises MesetaError if the file system is unreachable or not installed, and OSError if a local folder is
+    unreadable.
     """
+    # Hive and Spark skip these names as well.
     if is_url(pattern):
         with wrap_remote_errors("source", pattern, "read"):
             return sorted({*_find_remote(pattern)})
-    # A name that exists is itself, even where it holds the signs of a pattern.
+    # An existing name is not a pattern, even if it contains wildcard characters.
     if Path(pattern).exists():
         matches, start = [pattern], len(pattern)
     else:
         matches, start = glob.glob(pattern, recursive=True), len(_literal_prefix(pattern))
-    found: set[MatchedFile] = set()
+    files: set[MatchedFile] = set()
     for match in matches:
         paths: Iterable[str] = [match]
         if os.path.isdir(match):
             paths = _walk_files(match) if match == pattern or not _is_hidden(match) else ()
-        found.update(MatchedFile(path, path[start:].strip("/")) for path in paths)
-    return sorted(found)
+        files.update(MatchedFile(path, path[start:].strip("/")) for path in paths)
+    return sorted(files)
 
 
 def _find_remote(url: str) -> Iterator[MatchedFile]:
@@ -213,7 +230,6 @@ def _find_remote(url: str) -> Iterator[MatchedFile]:
 
 
 def _literal_prefix(pattern: str) -> str:
-    """The folders of a pattern before its first wildcard."""
     parts = pattern.split("/")
     return "/".join(itertools.takewhile(lambda part: not glob.has_magic(part), parts))
 
@@ -223,7 +239,7 @@ def _is_hidden(path: str) -> bool:
 
 
 def _walk_files(folder: str) -> Iterator[str]:
-    """Files in a folder and in those below it, each folder once. Links to folders elsewhere are followed."""
+    """Yield all files below a folder. Links to folders are followed, and no folder is visited twice."""
 
     def fail(error: OSError) -> None:
         raise error
@@ -244,10 +260,10 @@ def _walk_files(folder: str) -> Iterator[str]:
 
 
 def file_status(name: str) -> FileStatus:
-    """Size and time of change. Raises OSError of a local file, MesetaError of a URL."""
+    """Return the metadata of a file. Raises OSError for a local file, and MesetaError for a URL."""
     if not is_url(name):
-        found = Path(name).stat()
-        return FileStatus(found.st_size, str(found.st_mtime_ns), Path(name).is_dir())
+        status = Path(name).stat()
+        return FileStatus(status.st_size, str(status.st_mtime_ns), Path(name).is_dir())
     with wrap_remote_errors("source", name, "read"):
         system, path = _filesystem(name)
         info = system.info(path)
@@ -256,9 +272,9 @@ def file_status(name: str) -> FileStatus:
 
 
 def open_file(name: str) -> Any:
-    """A file to read, in bytes and from any place of it.
+    """Open a seekable binary file for reading.
 
-    Raises OSError, or of a URL what its file system raises: see `wrap_remote_errors`.
+    Raises OSError for a local file. For a URL, wrap the call in `wrap_remote_errors`.
     """
     if not is_url(name):
         return open(name, "rb")
@@ -267,11 +283,12 @@ def open_file(name: str) -> Any:
 
 
 def check_not_url(what: str, path: Path) -> None:
-    """Raises MesetaError where a URL was given for a folder that must be local; Path has made s3:/ of s3://."""
+    """Raise MesetaError if `path` was created from a URL."""
+    # Path has converted s3:// to s3:/.
     if re.match(r"[A-Za-z][\w+.-]+:/", str(path)):
         raise MesetaError(
-            f"{what} must be a folder on this machine, got {str(path)!r}: sources may be URLs, datasets are written "
-            "and read locally; choose a local folder, and copy it afterwards if need be"
+            f"{what} must be a folder on this machine, got {str(path)!r}: sources may be URLs, but datasets are "
+            "written and read locally; choose a local folder, and copy it afterwards if necessary"
         )
 
 
@@ -283,11 +300,13 @@ def _filesystem(url: str) -> tuple[Any, str]:
 
 
 Location = Union["Path", "RemotePath"]
-"""A folder or file of this machine, or at a URL."""
+"""Local or remote file or folder."""
+# Object stores require at least 5 MiB.
 UPLOAD_PART_BYTES = 8 << 20
-"""Of a larger file, uploaded at a time, several at once; object stores take no smaller ones than 5 MiB."""
+"""Part size of multipart uploads. Several parts are uploaded in parallel."""
+# Many file systems of fsspec retry as well.
 RETRY_DELAYS_S = (1.0, 2.0, 4.0)
-"""Between attempts, beside those that a file system makes by itself."""
+"""Seconds before each retry of a failed request."""
 _PERMANENT_ERRORS = (
     FileNotFoundError,
     FileExistsError,
@@ -296,12 +315,12 @@ _PERMANENT_ERRORS = (
     NotADirectoryError,
     ImportError,
 )
-"""What comes again however often a request is sent; so do errors of arguments and values."""
+"""OSErrors for which a request is not retried."""
 _PERMANENT_ERRNOS = (errno.EINVAL, errno.ENOSYS, errno.EPERM)
 
 
 def to_location(name: Path | RemotePath | str) -> Location:
-    """A path of this machine, which file:// names too, or at another URL."""
+    """Convert a name to a local path or a remote one. URLs with file:// become local paths."""
     if isinstance(name, Path | RemotePath):
         return name
     if re.match(r"(file|local)://", name):
@@ -310,8 +329,11 @@ def to_location(name: Path | RemotePath | str) -> Location:
 
 
 def read_inner_file(root: Location, inner: str) -> bytes:
-    """A file in a folder, whole. Raises OSError, as where a link leads out of the folder, and for one that has more
-    than MAX_DOCUMENT_BYTES; MesetaError where a URL is out of reach."""
+    """Read a file in a folder.
+
+    Raises OSError if the file is missing or larger than `MAX_DOCUMENT_BYTES`, or if a link leads out of the folder.
+    Raises MesetaError if a URL is unreachable.
+    """
     if isinstance(root, Path):
         return read_bounded(resolve_inside(root, inner))
     content = (root / inner).read(0, MAX_DOCUMENT_BYTES + 1)
@@ -321,17 +343,17 @@ def read_inner_file(root: Location, inner: str) -> bytes:
 
 
 def location_exists(place: Location) -> bool:
-    """Whether a file or folder is there. Raises OSError or StorageError if that cannot be told."""
+    """Whether a file or folder exists. Raises OSError or StorageError if that cannot be determined."""
     return path_exists(place) if isinstance(place, Path) else place.exists()
 
 
 def location_is_folder(place: Location) -> bool:
-    """Whether a folder is there. Raises OSError or StorageError if that cannot be told."""
+    """Whether a folder exists. Raises OSError or StorageError if that cannot be determined."""
     return is_folder(place) if isinstance(place, Path) else place.is_dir()
 
 
 def modification_time_s(file: Location) -> float:
-    """When a file was written, in seconds of the Unix clock; 0 where its store does not tell. Raises OSError."""
+    """Return the modification time of a file in Unix seconds, or 0 if its store does not report it. Raises OSError."""
     if isinstance(file, Path):
         return file.stat().st_mtime
     info = file.info()
@@ -345,15 +367,15 @@ def modification_time_s(file: Location) -> float:
 
 @dataclass(frozen=True, order=True)
 class RemotePath:
-    """A folder or file at a URL of fsspec, named as a Path names one of this machine.
+    """File or folder at a URL of fsspec, with an interface like that of Path.
 
-    Stores of objects have no folders: one is there while a file below it is. Every request is sent again, a few times,
-    where the network or the store fails; then MesetaError is raised, which names the URL. FileNotFoundError and
-    FileExistsError are raised as they come.
+    In an object store, a folder exists as long as a file below it exists. Failed requests are retried as in
+    `RETRY_DELAYS_S`, then MesetaError with the URL is raised. FileNotFoundError and FileExistsError are raised
+    unchanged.
     """
 
     url: str
-    """Without a slash at its end."""
+    """URL without a trailing slash."""
 
     def __truediv__(self, inner: str) -> RemotePath:
         at = self
@@ -366,77 +388,79 @@ class RemotePath:
 
     @property
     def name(self) -> str:
-        """The last part."""
+        """Last component of the URL."""
         return self.url.rpartition("/")[2]
 
     @property
     def parent(self) -> RemotePath:
-        """The folder that it is in."""
+        """Folder that contains this file or folder."""
         return RemotePath(self.url.rpartition("/")[0])
 
     def check_installed(self) -> None:
-        """Raise MesetaError, naming the package, where the file system of such URLs is not installed."""
+        """Raise MesetaError with the package to install if the file system of this URL is not installed."""
         _checked_filesystem(self.url)
 
     def exists(self) -> bool:
-        """Whether a file or folder is there."""
+        """Whether the file or folder exists."""
         return self._kind() is not None
 
     def is_dir(self) -> bool:
-        """Whether it is a folder, with something in it."""
+        """Whether this is a folder with at least one entry."""
         return self._kind() == "directory"
 
     def _kind(self) -> str | None:
-        """What the store calls it, `None` if nothing is there. `exists` and `isdir` of many file systems take any error
-        for an absence."""
+        # `exists` and `isdir` of many file systems return False after any error.
         with suppress(FileNotFoundError):
             return str(self.info().get("type", "file"))
         return None
 
     def num_bytes(self) -> int:
-        """Of a file. Raises FileNotFoundError, IsADirectoryError."""
+        """Return the size of a file. Raises FileNotFoundError or IsADirectoryError."""
         info = self.info()
         if info.get("type") == "directory":
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), self.url)
         return int(info["size"])
 
     def entries(self) -> dict[str, bool]:
-        """Whether each entry of this folder is a folder itself, by name; empty if this folder is missing."""
+        """Return the entries of this folder: name -> whether it is a folder. Empty if this folder does not exist."""
         with suppress(FileNotFoundError):
             listed = self._request("read", lambda system, path: system.ls(path, detail=True))
             return {_base_name(entry["name"]): entry.get("type") == "directory" for entry in listed}
         return {}
 
     def folders(self) -> list[str]:
-        """Names of the folders in this one; none where it is not there."""
+        """Return the sorted names of subfolders. Empty if this folder does not exist."""
         return sorted(name for name, is_folder in self.entries().items() if is_folder)
 
     def files(self) -> dict[str, int]:
-        """Bytes of every file below this folder, by its path from here; none where it is not there."""
+        """Return the sizes of all files below this folder by relative path. Empty if this folder does not exist."""
         return {name: size for name, (size, _) in self.files_with_stamps().items()}
 
     def files_with_stamps(self) -> dict[str, tuple[int, str]]:
-        """Return (bytes, stamp) of every file below this folder, by path from here.
+        """Return (size in bytes, stamp) of all files below this folder by relative path.
 
-        A file whose stamp is unchanged has not been written since. A store that reports neither a time nor an ETag
-        gives empty stamps.
+        The stamp of a file changes whenever the file is written. It is empty if the store reports neither a time nor an
+        ETag.
         """
         with suppress(FileNotFoundError):
-            found: dict[str, Any] = self._request("read", _find_files)
+            entries: dict[str, Any] = self._request("read", _find_files)
             start = len(_checked_filesystem(self.url)[1].strip("/")) + 1
             return {
                 name.strip("/")[start:]: (int(info.get("size") or 0), _change_stamp(info))
-                for name, info in found.items()
+                for name, info in entries.items()
             }
         return {}
 
     def read(self, start: int, end: int) -> bytes:
-        """Bytes start..end-1 of a file, fewer where it ends before. Raises FileNotFoundError."""
+        """Return bytes start..end-1 of a file, or fewer if the file ends earlier. Raises FileNotFoundError."""
         return bytes(self._request("read", lambda system, path: system.cat_file(path, start=start, end=end)))
 
     def create(self, content: bytes | memoryview) -> None:
-        """Make a file, in parts where it is large, unless one is there: that raises FileExistsError, but for one of
-        this very content, which may be what an attempt has made whose answer was lost."""
+        """Create a file, with a multipart upload if it is large.
+
+        Raises FileExistsError if a file with other content exists.
+        """
+        # A file with the same content may be the result of an attempt whose response was lost.
         whole = bytes(content)
 
         def put(system: Any, path: str) -> None:
@@ -452,7 +476,7 @@ class RemotePath:
                 if not self._has_content(whole):
                     raise
                 return
-            except FileNotFoundError as error:  # the upload has ended before: it was made whole, or given up
+            except FileNotFoundError as error:  # The multipart upload no longer exists: it was completed or aborted.
                 if self._has_content(whole):
                     return
                 gone = error
@@ -461,13 +485,12 @@ class RemotePath:
             raise gone
 
     def _has_content(self, content: bytes) -> bool:
-        """Whether a file is there, and what is in it."""
         with suppress(FileNotFoundError):
             return self.num_bytes() == len(content) and self.read(0, len(content)) == content
         return False
 
     def delete(self, *, recursive: bool = False) -> None:
-        """A file, or with `recursive` a folder and all in it; nothing where it is not there."""
+        """Delete a file, or with `recursive` a folder and its contents. Does nothing if it does not exist."""
         with suppress(FileNotFoundError):
             if recursive:
                 self._request("written", lambda system, path: system.rm(path, recursive=True))
@@ -475,15 +498,15 @@ class RemotePath:
                 self._request("written", lambda system, path: system.rm_file(path))
 
     def abort_uploads(self) -> None:
-        """Give up all uploads of files below this folder that nobody has finished; the parts of one take up room, and
-        stay for ever, where a store of S3's kind is not told to remove them."""
+        """Abort all unfinished multipart uploads below this folder. Does nothing unless the store is S3-compatible."""
+        # The parts of an unfinished upload occupy storage until it is aborted.
         system, path = _checked_filesystem(self.url)
         if not hasattr(system, "call_s3"):
             return
         bucket, _, prefix = path.strip("/").partition("/")
         page = {"Bucket": bucket, "Prefix": f"{prefix}/"}
         while True:
-            with suppress(FileNotFoundError):  # a bucket that is not there is told when a file is written
+            with suppress(FileNotFoundError):  # Writing a file reports a missing bucket.
                 listed = self._call_s3("list_multipart_uploads", page)
                 for upload in listed.get("Uploads", ()):
                     with suppress(FileNotFoundError):
@@ -498,17 +521,16 @@ class RemotePath:
         return dict(self._request("written", lambda system, path: system.call_s3(name, **arguments)))
 
     def info(self) -> dict[str, Any]:
-        """What the store tells of a file; each has names of its own. Raises FileNotFoundError."""
+        """Return the metadata of a file, whose keys depend on the store. Raises FileNotFoundError."""
         return dict(self._request("read", lambda system, path: system.info(path)))
 
     def _request(self, verb: str, send: Callable[[Any, str], Any]) -> Any:
-        """What `send` returns of the file system and the path in it; tried again where that may help."""
         with wrap_remote_errors(
             "checkpoint", self.url, verb, passthrough=(FileNotFoundError, FileExistsError, IsADirectoryError)
         ):
             system, path = _checked_filesystem(self.url)
             for wait_s in (*RETRY_DELAYS_S, None):
-                system.invalidate_cache()  # others write there too
+                system.invalidate_cache()  # Other processes may have changed the folder.
                 try:
                     with track_request(self.url, "read" if verb == "read" else "write", _transfer_thread(system)):
                         return send(system, path)
@@ -529,11 +551,8 @@ def _checked_filesystem(url: str) -> tuple[Any, str]:
 
 
 def _find_files(system: Any, path: str) -> dict[str, Any]:
-    """Return what `info` says of each file below a folder, by its whole path.
-
-    Stores of objects list all of them in one request. The `find` that other file systems inherit leaves out folders
-    that it cannot list.
-    """
+    # Object stores override `find` and list all files in one request. The inherited `find` of other file systems omits
+    # folders that it cannot list, so list them one by one.
     from fsspec import AbstractFileSystem
     from fsspec.asyn import AsyncFileSystem
 
@@ -541,19 +560,19 @@ def _find_files(system: Any, path: str) -> dict[str, Any]:
     lists_all = getattr(kind, "_find", AsyncFileSystem._find) is not AsyncFileSystem._find
     if lists_all or kind.find is not AbstractFileSystem.find:
         return dict(system.find(path, detail=True))
-    found: dict[str, Any] = {}
+    files: dict[str, Any] = {}
     for entry in system.ls(path, detail=True):
         name = entry["name"]
         if entry.get("type") != "directory":
-            found[name] = entry
+            files[name] = entry
         elif name.strip("/") != path.strip("/"):
-            with suppress(FileNotFoundError):  # deleted since it was listed
-                found |= _find_files(system, name)
-    return found
+            with suppress(FileNotFoundError):  # Deleted after it was listed.
+                files |= _find_files(system, name)
+    return files
 
 
 def _transfer_thread(system: Any) -> int | None:
-    """Native id of the thread that transfers the bytes of requests; None: the one that calls."""
+    """Return the native id of the thread that transfers the bytes of requests. `None` means the calling thread."""
     from fsspec import asyn
 
     thread = asyn.iothread[0] if system.async_impl else None
@@ -569,14 +588,13 @@ def _base_name(name: object) -> str:
 
 
 def _is_permanent(error: Exception) -> bool:
-    """Whether the same request would meet the same error again."""
     if isinstance(error, OSError):
         return isinstance(error, _PERMANENT_ERRORS) or error.errno in _PERMANENT_ERRNOS
     return isinstance(error, ImportError | ValueError | TypeError | KeyError | NotImplementedError | AttributeError)
 
 
 def _is_exists_error(error: Exception) -> bool:
-    """Whether a store refused to create a file since there is one: some say so by the number of HTTP alone."""
+    # Some file systems report this case only by the HTTP status 412 (precondition failed).
     response = getattr(error.__cause__, "response", None)
     if isinstance(error, FileExistsError) or not isinstance(response, dict):
         return isinstance(error, FileExistsError)

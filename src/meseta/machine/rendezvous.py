@@ -1,4 +1,4 @@
-"""Where the ranks of one machine meet: in a file without a name, and on sockets of loopback alone. No torch here."""
+"""Rendezvous of the ranks of one machine through an unnamed file. Ranks communicate over loopback. Needs no torch."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ from types import TracebackType
 from meseta.machine.files import anonymous_file
 
 RENDEZVOUS_VARIABLE = "MESETA_RENDEZVOUS"
-"""Names the file to a rank. Where it is not set, torchrun's variables, or the user's, say where the others are."""
+"""Environment variable with the path of the rendezvous file. If it is not set, ranks use torchrun's variables."""
+# Loopback is the first interface that a system creates. Its name differs between systems.
 LOOPBACK_INTERFACE_INDEX = 1
-"""Number of the loopback interface, whatever its name: the first that a system makes."""
 
 
 class Rendezvous:
-    """A place where processes of this machine become the ranks of one group; a context manager around their start.
+    """Unnamed file through which processes of this machine form a process group.
 
-    It is a file that lies in no folder. Each rank inherits it as an open descriptor and makes torch's FileStore of it:
-    nothing listens for ranks, nobody else can come in, no port has to be free, and nothing is left behind.
+    Each rank inherits the file as an open descriptor and uses it for torch's FileStore. Exit the context manager after
+    starting the ranks.
     """
+
+    # No process listens on a port, other users cannot connect, and no file has to be removed.
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
@@ -26,11 +28,11 @@ class Rendezvous:
 
     @property
     def descriptor(self) -> int:
-        """What a rank inherits: `pass_fds` of its subprocess."""
+        """Descriptor that each rank has to inherit, for example with `pass_fds` of `start_program`."""
         return self._file.fileno()
 
     def environment(self, rank: int) -> dict[str, str]:
-        """What a rank finds in its environment, in the words of torchrun."""
+        """Return the environment variables of a rank, which include those of torchrun."""
         loopback = _loopback()
         return {
             "RANK": str(rank),
@@ -39,7 +41,7 @@ class Rendezvous:
             "LOCAL_WORLD_SIZE": str(self._num_ranks),
             RENDEZVOUS_VARIABLE: f"/proc/self/fd/{self.descriptor}",
             "GLOO_SOCKET_IFNAME": loopback,
-            "NCCL_SOCKET_IFNAME": f"={loopback}",  # nccl takes a name alone for the beginning of names
+            "NCCL_SOCKET_IFNAME": f"={loopback}",  # Without "=", NCCL treats the name as a prefix.
         }
 
     def __enter__(self) -> Rendezvous:
@@ -52,5 +54,5 @@ class Rendezvous:
 def _loopback() -> str:
     try:
         return socket.if_indextoname(LOOPBACK_INTERFACE_INDEX)
-    except OSError:  # a system that tells no names
+    except OSError:  # The system does not report interface names.
         return "lo"

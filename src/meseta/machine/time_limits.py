@@ -1,4 +1,4 @@
-"""How long the processes of a run wait for each other before it is ended."""
+"""Timeouts after which a run with an unresponsive or stuck rank is stopped."""
 
 from __future__ import annotations
 
@@ -8,23 +8,25 @@ from dataclasses import dataclass
 from meseta.errors import MesetaError
 
 HANG_EXIT_CODE = 76
-"""Exit code of a command that was ended because its ranks did not go on."""
+"""Exit code of a command whose ranks were unresponsive or stuck."""
 WARN_DELAY_S = 30.0
-"""A rank that has waited so long is told of, where it may wait that long."""
+"""Maximum seconds that a rank waits before a warning is printed."""
+# The run is stopped first, because its diagnosis says more than torch's timeout error.
 TRANSPORT_GRACE_S = 120.0
-"""How much longer than `stall_timeout_s` torch waits: by then a run has ended, with more words than torch has."""
+"""Seconds added to `stall_timeout_s` for the timeout of torch's process groups."""
+# Some of torch's timers count milliseconds in 32 bits.
 MAX_TIMEOUT_S = 7 * 86400.0
-"""The longest limit: some of torch's clocks count milliseconds in 32 bits."""
+"""Maximum of all timeouts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TimeLimits:
-    """When a rank counts as silent or stuck, in seconds. Raises MesetaError for limits that are none."""
+    """Timeouts for ranks. Raises MesetaError if a timeout is out of range."""
 
     heartbeat_timeout_s: float = 15.0
-    """Without a heartbeat, which comes each second."""
+    """Seconds without a heartbeat after which a rank is unresponsive. Heartbeats are sent every second."""
     stall_timeout_s: float = 600.0
-    """Waiting for one and the same transfer, or in one stage of a step without any."""
+    """Seconds in one transfer, or in one stage of a step, after which a run is stuck."""
 
     def __post_init__(self) -> None:
         for name, least_s in (("heartbeat_timeout_s", 2.0), ("stall_timeout_s", 1.0)):
@@ -34,10 +36,10 @@ class TimeLimits:
 
     @property
     def warn_delay_s(self) -> float:
-        """When to warn."""
+        """Seconds that a rank waits before a warning is printed."""
         return min(WARN_DELAY_S, self.stall_timeout_s / 2)
 
     @property
     def transport_timeout_s(self) -> float:
-        """For torch, in every group."""
+        """Timeout of torch's process groups in seconds."""
         return self.stall_timeout_s + TRANSPORT_GRACE_S

@@ -1,4 +1,4 @@
-"""Code of the user's own that a config names by its import path: run only where that is meant, and told beforehand."""
+"""Import of user modules that a config names. The user is informed before their code runs."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from meseta.machine.ranks import is_first_rank, print_note
 
 
 def import_custom(what: str, module_name: str) -> ModuleType:
-    """The module, found as Python finds it, and in the current folder; `what` names the key, as in `log_user_code`.
+    """Import a user module, which may be in the current folder. Errors of the import are passed on.
 
-    Raises what importing raises.
+    `what` is the config key and its value, for the note that `log_user_code` prints.
     """
     log_user_code(what, module_name)
     add_current_folder_to_path()
@@ -21,9 +21,9 @@ def import_custom(what: str, module_name: str) -> ModuleType:
 
 
 def log_user_code(what: str, module_name: str) -> None:
-    """Tell, on the first rank, which files will run where a module is imported; nothing where it was before.
+    """Print which files run when `module_name` is imported: its own and those of its parent packages.
 
-    The files of the packages that it lies in run as well. Nothing is run to find them.
+    Only the first rank prints. Nothing is printed if the module was imported before. No user code runs here.
     """
     if module_name in sys.modules or not is_first_rank():
         return
@@ -34,16 +34,17 @@ def log_user_code(what: str, module_name: str) -> None:
 
 
 def add_current_folder_to_path() -> None:
-    """Let Python look in the current folder too, after all other places: `meseta` is no script of this folder."""
+    """Append the current folder to Python's search path."""
+    # Python adds the folder of a script, and the script `meseta` is in another one.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
 
 
 def _module_files(module_name: str) -> list[str]:
-    """Those that importing the module runs first: of its packages, then its own."""
-    found, places, parts = [], None, module_name.split(".")
+    # importlib.util.find_spec would import the parent packages.
+    files, places, parts = [], None, module_name.split(".")
     if not all(parts):
-        return []  # no name of a module, as importing says
+        return []  # Invalid name. The import raises an error.
     for depth in range(1, len(parts) + 1):
         name = ".".join(parts[:depth])
         specs = (finder.find_spec(name, places, None) for finder in sys.meta_path)
@@ -51,8 +52,8 @@ def _module_files(module_name: str) -> list[str]:
         if spec is None:
             break
         if spec.has_location and spec.origin and name not in sys.modules:
-            found.append(spec.origin)
+            files.append(spec.origin)
         if spec.submodule_search_locations is None:
             break
         places = list(spec.submodule_search_locations)
-    return found
+    return files

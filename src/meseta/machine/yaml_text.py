@@ -1,5 +1,4 @@
-"""YAML as people write it: plain data alone, keys once, numbers as in YAML 1.2. Needs PyYAML, which a machine with bare
-torch lacks."""
+"""Parsing of untrusted YAML to plain data, with unique keys and numbers as in YAML 1.2."""
 
 from __future__ import annotations
 
@@ -11,14 +10,15 @@ import yaml
 from meseta.errors import MesetaError
 from meseta.machine.files import MAX_DOCUMENT_DEPTH, MAX_DOCUMENT_VALUES, MAX_NUMBER_LENGTH
 
+# A value takes more time and memory to parse than in JSON.
 MAX_YAML_VALUES = 400_000
-"""The most values in a YAML text, by its separators: each takes more time and memory to parse than one of JSON."""
+"""Maximum number of values in a YAML text, counted by separators."""
 
 _NUMBER_TAGS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """PyYAML keeps the last of two equal keys; here the second one is an error."""
+    """YAML loader that rejects duplicate keys. PyYAML keeps the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -30,18 +30,21 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
-# YAML 1.1, which PyYAML reads, takes 2e-9 for text, since it has no point; YAML 1.2 and people take it for a number.
+# PyYAML implements YAML 1.1, in which 2e-9 is a string because it has no decimal point. In YAML 1.2 it is a number.
 _EXPONENT_PATTERN = re.compile(r"[-+]?(?:\.[0-9]+|[0-9][0-9_]*(?:\.[0-9_]*)?)[eE][-+]?[0-9]+$")
 _UniqueKeyLoader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT_PATTERN, list("-+.0123456789"))
 
 
 def parse_yaml(text: str) -> Any:
-    """The plain data in a YAML or JSON text. Raises MesetaError where it is none, gives a key twice, has a number over
-    MAX_NUMBER_LENGTH, or is larger or deeper than a document may be, as its aliases count up to."""
+    """Parse a YAML or JSON text to plain data.
+
+    Raises MesetaError if the text is invalid, has a duplicate key or a number over `MAX_NUMBER_LENGTH`, or exceeds
+    `MAX_DOCUMENT_VALUES` or `MAX_DOCUMENT_DEPTH` after expansion of aliases.
+    """
     if sum(map(text.count, (",", "[", "{", ":", "\n"))) > MAX_YAML_VALUES:
         raise MesetaError(f"it has more than {MAX_YAML_VALUES:,} values")
     try:
-        loader = _UniqueKeyLoader(text)  # a SafeLoader: it builds plain data only
+        loader = _UniqueKeyLoader(text)
         try:
             node = loader.get_single_node()
             if node is None:
@@ -55,13 +58,15 @@ def parse_yaml(text: str) -> Any:
     except RecursionError:
         raise MesetaError("it is not YAML: it is nested too deeply") from None
     except (yaml.YAMLError, ValueError, KeyError, AttributeError, TypeError, OverflowError) as error:
-        # PyYAML lets through what int, float and datetime say of a value like 2020-13-01, !!bool x or 1:59:59:....5.
+        # PyYAML passes on the errors of int, float and datetime for values like 2020-13-01, !!bool x or 1:59:59:....5.
         raise MesetaError(f"it is not YAML: {' '.join(str(error).split())}") from None
 
 
 def _check_size(node: yaml.Node, known: dict[int, tuple[int, int]]) -> tuple[int, int]:
-    """The number of values of a node and its depth, where every alias stands for all of what it names; `known` caches
-    both by the id of the node. Raises MesetaError for too many, too deep ones, and for a number that is too long."""
+    """Return (number of values, depth) of a node with all aliases expanded.
+
+    `known` caches results by node id. Raises MesetaError for too many or too deeply nested values, or a long number.
+    """
     if not isinstance(node, yaml.CollectionNode):
         if node.tag in _NUMBER_TAGS and len(node.value) > MAX_NUMBER_LENGTH:
             raise MesetaError(
@@ -70,14 +75,15 @@ def _check_size(node: yaml.Node, known: dict[int, tuple[int, int]]) -> tuple[int
             )
         return 1, 0
     if id(node) not in known:
-        known[id(node)] = (MAX_DOCUMENT_VALUES, 0)  # what is met on the way down again holds itself
+        # A node that contains an alias of itself finds this entry and is rejected.
+        known[id(node)] = (MAX_DOCUMENT_VALUES, 0)
         inner = [i for pair in node.value for i in pair] if isinstance(node, yaml.MappingNode) else node.value
         measured = [_check_size(i, known) for i in inner]
         depth = 1 + max((depth for _, depth in measured), default=0)
         known[id(node)] = (1 + sum(count for count, _ in measured), depth)
     count, depth = known[id(node)]
     if count > MAX_DOCUMENT_VALUES:
-        raise MesetaError(f"it is not YAML: its aliases stand for more than {MAX_DOCUMENT_VALUES:,} values")
+        raise MesetaError(f"it is not YAML: its aliases expand to more than {MAX_DOCUMENT_VALUES:,} values")
     if depth > MAX_DOCUMENT_DEPTH:
         raise MesetaError("it is not YAML: it is nested too deeply")
     return count, depth

@@ -1,4 +1,4 @@
-"""Recommendation models: from the linear baseline to DHEN, and MMoE for several labels."""
+"""Recommendation models, from logistic regression to DHEN, and MMoE for several labels."""
 
 from meseta.models.cross import CrossShape
 from meseta.models.factory import make_model

@@ -12,10 +12,10 @@ from meseta.ops.sums import softmax
 
 
 class InteractingLayer(nn.Module):
-    """Multi-head self-attention over fields, arXiv 1810.11921, section 4.4, equations 5 to 8.
+    """Multi-head self-attention over fields (arXiv 1810.11921, section 4.4, equations 5 to 8).
 
     a_mk = softmax over k of <W_Q e_m, W_K e_k>       in each head, without a scale
-    e'_m = ReLU(heads of sum_k a_mk W_V e_k, side by side, + W_R e_m)
+    e'_m = ReLU(concat over heads of sum_k a_mk W_V e_k + W_R e_m)
     """
 
     def __init__(self, num_inputs: int, num_heads: int, head_width: int) -> None:
@@ -27,11 +27,10 @@ class InteractingLayer(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        """Shown with the module."""
         return f"num_heads={self.num_heads}"
 
     def forward(self, fields: Float[Tensor, "B M N"]) -> Float[Tensor, "B M width"]:
-        """Each field after it has looked at all."""
+        """Return the fields after attention to all fields of their sample."""
         num_samples, num_fields, _ = fields.shape
         flat = fields.flatten(0, 1)
         shape = num_samples, num_fields, self.num_heads, self.query.out_features // self.num_heads
@@ -44,5 +43,4 @@ class InteractingLayer(nn.Module):
 
 
 def _batched_matmul(a: Float[Tensor, "B heads M K"], b: Float[Tensor, "B heads K N"]) -> Float[Tensor, "B heads M N"]:
-    """a b of each sample and head."""
     return batched_product(a.flatten(0, 1), b.flatten(0, 1)).unflatten(0, a.shape[:2])

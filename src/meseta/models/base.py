@@ -1,4 +1,4 @@
-"""What a model of this package is: embeddings that are looked up first, and a dense part that scores."""
+"""Base class of the models of this package: embeddings, and a dense part that computes logits."""
 
 from __future__ import annotations
 
@@ -20,37 +20,40 @@ from meseta.spec import MesetaError, TableSpec
 
 @dataclass(frozen=True)
 class ModelBuildArgs:
-    """What a model of this package is built from, beside its section of a config."""
+    """Arguments of a model of this package besides its config section."""
 
     embeddings: nn.Module
-    """With `tables` and `features`."""
+    """Module with `tables` and `features`."""
     num_dense: int
-    """Dense inputs of a sample."""
+    """Number of dense inputs per sample."""
     num_tasks: int
-    """Labels to predict."""
+    """Number of labels to predict."""
     seed: int
-    """Key of the initial weights."""
+    """Seed of the initial weights."""
     options: MLPOptions
-    """Of all MLPs."""
+    """Options of all MLPs."""
 
 
 @dataclass(frozen=True)
 class DenseActivations:
-    """What a model has made of its dense inputs alone, for `score`."""
+    """Activations of a model's dense inputs, which `score` accepts in place of the dense inputs."""
 
     value: Any
-    """As `ScoringModel.encode_dense` returns it."""
+    """Result of `ScoringModel.encode_dense`."""
 
 
 class ScoringModel(nn.Module, ABC):
-    """`forward` looks up and scores; a pipeline looks up by itself and calls `forward_dense` while embeddings travel,
-    and `score` when they are there."""
+    """Model that looks up embeddings and computes logits from pooled embeddings and dense inputs.
+
+    `forward` does both. A pipeline performs the lookup itself: it calls `forward_dense` while embeddings are exchanged,
+    and `score` when they have arrived.
+    """
 
     def __init__(self, embeddings: nn.Module, num_dense: int) -> None:
-        """Hold `embeddings`, a module with `tables` and `features` whose call returns an object with `pooled.values`
-        [B, sum of D_f].
+        """Create a model on `embeddings`, a module with `tables` and `features`.
 
-        Raises MesetaError for a feature without pooling.
+        A call of `embeddings` must return an object with `pooled.values` of shape [B, sum of D_f]. Raises MesetaError
+        if a feature is not pooled.
         """
         super().__init__()
         self.embeddings = embeddings
@@ -63,14 +66,16 @@ class ScoringModel(nn.Module, ABC):
     def forward(
         self, dense: Float[Tensor, "B num_dense"], sparse: KeyedJaggedTensor | BatchContext[Any]
     ) -> Float[Tensor, " B *T"]:
-        """Logits of the click probability; dense inputs are cast to the type of the embeddings. `sparse` may be what
-        `meseta.ahead` puts in its place."""
+        """Return the logits of the click probability. Dense inputs are cast to the type of the embeddings.
+
+        `sparse` may also be a `BatchContext` from `meseta.ahead`.
+        """
         return self.score(dense, select_score_input(self, self.embeddings(sparse)))
 
     def forward_dense(self, dense: Float[Tensor, "B num_dense"]) -> DenseActivations:
-        """What needs no embeddings, computed while they travel; `score` takes it in place of the dense inputs.
+        """Compute the activations that need no embeddings. `score` accepts the result in place of the dense inputs.
 
-        Raises MesetaError for inputs of another width than the model was built for.
+        Raises MesetaError if the number of dense inputs differs from that of the model.
         """
         check_dense(type(self).__name__, dense, self.num_dense)
         return DenseActivations(self.encode_dense(dense.to(self._pooled_dtype)))
@@ -78,17 +83,17 @@ class ScoringModel(nn.Module, ABC):
     def score(
         self, dense: Float[Tensor, "B num_dense"] | DenseActivations, pooled: Float[Tensor, "B sum_of_D"]
     ) -> Float[Tensor, " B *T"]:
-        """Logits from embeddings that were looked up: [B], or [B, T] where a model has several tasks. `dense` are the
-        inputs themselves, or what `forward_dense` made of them.
+        """Compute logits from pooled embeddings. The shape is [B], or [B, T] for a model with several tasks.
 
-        Raises MesetaError for inputs of other widths than the model was built for.
+        `dense` has the dense inputs, or the result of `forward_dense`. Raises MesetaError if a width differs from that
+        of the model.
         """
         return self.logits(self.resolve_dense(dense, pooled), pooled)
 
     def resolve_dense(
         self, dense: Float[Tensor, "B num_dense"] | DenseActivations, pooled: Float[Tensor, "B sum_of_D"]
     ) -> Any:
-        """What `logits` reads beside `pooled`, of either that `score` takes. Raises MesetaError as it does."""
+        """Return the first argument of `logits` for either type of `dense`. Raises MesetaError if a width is wrong."""
         check_pooled(type(self).__name__, pooled, self.pooled_width)
         if isinstance(dense, DenseActivations):
             return dense.value
@@ -97,22 +102,22 @@ class ScoringModel(nn.Module, ABC):
 
     @property
     def has_dense_layers(self) -> bool:
-        """Whether the model has layers that read dense inputs alone; without such inputs none has."""
+        """Whether the model has layers that read only dense inputs."""
         return self.num_dense > 0 and type(self).encode_dense is not ScoringModel.encode_dense
 
     def encode_dense(self, dense: Float[Tensor, "B num_dense"]) -> Any:
-        """What layers that read dense inputs alone make of them, given in the type of the embeddings; the inputs
-        themselves where a model has no such layer."""
+        """Apply the layers that read only dense inputs, given in the type of the embeddings. Returns the inputs by
+        default."""
         return dense
 
     @property
     def batch_slice(self) -> BatchSlice | None:
-        """Where the samples that were looked up last lie in the global batch, for dropout and batch norm."""
+        """Position of the last looked-up samples in the global batch, for dropout and batch norm. `None` if unknown."""
         return cast("BatchSlice | None", getattr(self.embeddings, "batch_slice", None))
 
     @abstractmethod
     def logits(self, x: Any, pooled: Float[Tensor, "B sum_of_D"]) -> Float[Tensor, " B *T"]:
-        """What `score` returns, of what `encode_dense` has returned."""
+        """Compute the logits from `x`, the result of `encode_dense`, and pooled embeddings."""
 
 
 def find_dense_forward(model: Any) -> Callable[[Tensor], Any] | None:
@@ -143,36 +148,40 @@ def find_dense_forward(model: Any) -> Callable[[Tensor], Any] | None:
 
 
 def select_score_input(model: Any, embeddings: Any) -> Any:
-    """What `score` of a model reads of Embeddings: the pooled vectors side by side [B, sum of D_f], or, where it has
-    `reads_embeddings`, all that was looked up, with the rows of features that are not pooled."""
+    """Return the embeddings that `score` of a model reads.
+
+    They are the pooled embeddings of shape [B, sum of D_f], or all embeddings if the model has `reads_embeddings`.
+    """
     return embeddings if getattr(model, "reads_embeddings", False) else embeddings.pooled.values
 
 
 def check_reads_pooled(what: str, model: Any) -> None:
-    """Raise MesetaError, in which `what` cannot be done, where a model reads more than pooled vectors."""
+    """Raise MesetaError if the model reads other than pooled embeddings. `what` names the unsupported operation."""
     if getattr(model, "reads_embeddings", False):
         raise MesetaError(
-            f"{what}: {type(model).__name__} has reads_embeddings, and this knows pooled vectors alone; give the model "
-            "a score(dense, pooled) of pooled vectors"
+            f"{what}: {type(model).__name__} has reads_embeddings, but only pooled embeddings are supported; define "
+            "score(dense, pooled) for pooled embeddings"
         )
 
 
 GLOBAL_LOSS_HOOKS = ("global_loss_terms", "global_losses(logits, label, weight)")
-"""Names of the terms of a loss of the global batch, and what makes them."""
+"""Attribute with the names of loss terms of the global batch, and the method that computes them."""
 
 
 def loss_term_names(
     model: Any, attribute: str = "loss_terms", method: str = "score_with_losses(dense, pooled, label)"
 ) -> tuple[str, ...]:
-    """`model.loss_terms`: of what a model adds to the cross-entropy; none where it has none. Raises MesetaError for
-    what are no names, and where the method that makes the terms is missing."""
+    """Return the names of the terms that a model adds to the cross-entropy, from its `attribute`. Empty if it has none.
+
+    Raises MesetaError if the names are invalid or the model lacks the method that computes the terms.
+    """
     names, who = getattr(model, attribute, ()), type(model).__name__
     if not isinstance(names, tuple) or not all(isinstance(name, str) and name for name in names):
-        raise MesetaError(f"{who}.{attribute} is {names!r}; give a tuple of names, such as ('block',)")
+        raise MesetaError(f"{who}.{attribute} must be a tuple of names such as ('block',), got {names!r}")
     if len(set(names)) < len(names):
-        raise MesetaError(f"{who}.{attribute} has a name twice: {', '.join(names)}; give each once")
+        raise MesetaError(f"{who}.{attribute} must not contain duplicates, got {', '.join(names)}")
     if names and not callable(getattr(model, method.partition("(")[0], None)):
         raise MesetaError(
-            f"{who} has {attribute}, but no method {method} that makes them; write it, or leave {attribute} out"
+            f"{who} has {attribute}, but no method {method} that computes them; define it, or remove {attribute}"
         )
     return names

@@ -1,4 +1,4 @@
-"""Cross networks: layers that multiply the inputs with a linear function of what came before."""
+"""Cross networks. Each layer multiplies the network's input with a linear function of the previous layer."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {"tanh": torch.ta
 
 @dataclass(frozen=True, kw_only=True)
 class CrossShape:
-    """What a cross network of DCN-V2 is made of."""
+    """Shape of a cross network of DCN-V2."""
 
     kind: CrossKind = "full"
-    """Matrices of full rank, of low rank, or a mixture of experts of low rank."""
+    """Type of the layers: full-rank matrices, low-rank matrices, or mixtures of low-rank experts."""
     num_layers: int = 3
     low_rank: int = 64
-    """low_rank, mixture: rank of each matrix."""
+    """Rank of each matrix of kinds `low_rank` and `mixture`."""
     num_experts: int = 4
-    """mixture: experts of a layer."""
+    """Number of experts per layer of kind `mixture`."""
     activation: Activation = "tanh"
-    """mixture: g, between the matrices of an expert."""
+    """Activation between the matrices of an expert of kind `mixture`."""
 
     def check(self, model: str) -> None:
-        """Raise MesetaError, naming `model`, unless all counts are at least 1."""
+        """Raise MesetaError unless all counts are at least 1. `model` is its name in the message."""
         check_widths(model, "cross", [self.num_layers, self.low_rank, self.num_experts])
 
 
 def make_cross(num_inputs: int, shape: CrossShape) -> nn.Module:
-    """The network over `num_inputs` columns: [B, N] -> [B, N]. Its weights are to be set."""
+    """Create a cross network from [B, num_inputs] to [B, num_inputs]. The caller has to initialize its weights."""
     if shape.kind == "full":
         return FullCross(num_inputs, shape.num_layers)
     if shape.kind == "low_rank":
@@ -62,7 +62,7 @@ class FullCross(nn.Module):
 
 
 class LowRankCross(nn.Module):
-    """Cross layers of low rank (arXiv 2008.13535, section 3): x_{l+1} = x_0 * (U_l (V_l x_l) + b_l) + x_l."""
+    """Low-rank cross layers (arXiv 2008.13535, section 3): x_{l+1} = x_0 * (U_l (V_l x_l) + b_l) + x_l."""
 
     def __init__(self, num_inputs: int, num_layers: int, low_rank: int) -> None:
         super().__init__()
@@ -77,12 +77,10 @@ class LowRankCross(nn.Module):
 
 
 class MixtureCross(nn.Module):
-    """Cross layers as mixtures of experts of low rank (arXiv 2008.13535, section 3, equations 3 and 4).
+    """Cross layers with mixtures of low-rank experts (arXiv 2008.13535, section 3, equations 3 and 4).
 
-        x_{l+1} = sum_i G_i(x_l) E_i(x_l) + x_l          G = softmax of a linear function, of each layer its own
-        E_i(x) = x_0 * (U_i g(C_i g(V_i x)) + b)         b is one for all experts of a layer
-
-    Gates add up to 1, so that the U of all experts, side by side, are one matrix over gated g(C_i g(V_i x)).
+    x_{l+1} = sum_i G_i(x_l) E_i(x_l) + x_l          G = softmax of a linear function of x_l
+    E_i(x) = x_0 * (U_i g(C_i g(V_i x)) + b)         all experts of a layer share b
     """
 
     def __init__(self, num_inputs: int, shape: CrossShape) -> None:
@@ -96,12 +94,12 @@ class MixtureCross(nn.Module):
         self.up = nn.ModuleList(SkipInitLinear(experts * rank, num_inputs) for _ in layers)
 
     def extra_repr(self) -> str:
-        """Shown with the module."""
         return f"activation={self.activate.__name__}"
 
     def forward(self, x0: Float[Tensor, "B N"]) -> Float[Tensor, "B N"]:
         x = x0
         for gates, down, inner, up in zip(self.gates, self.down, self.inner, self.up, strict=True):
+            # Gates sum to 1, so the concatenated matrices U of all experts can be applied to the gated activations.
             seen = self.activate(down(x)).split(self.rank, dim=1)
             inside = [self.activate(mlp(v, [c], [None], relu_last=False)) for v, c in zip(seen, inner, strict=True)]
             gated = torch.stack(inside, dim=1) * softmax(gates(x))[..., None]  # [B, experts, rank]
@@ -109,7 +107,7 @@ class MixtureCross(nn.Module):
         return x
 
     def fill_inner(self, seed: int, name: str) -> None:
-        """Initial weights of the matrices C, as `fill_linear` has those of layers; `name` is that of the network."""
+        """Initialize the matrices C like those of `fill_linear`. `name` is the path of the network in its model."""
         for index, inner in enumerate(self.inner):
             fill_normal(inner, math.sqrt(1.0 / self.rank), seed, f"{name}.inner.{index}")
 

@@ -1,4 +1,4 @@
-"""A user's own model by its import path."""
+"""Custom models, loaded by their import path."""
 
 from __future__ import annotations
 
@@ -22,12 +22,15 @@ CONTRACT_HINT = "see docs/own_model.md for what a model must have"
 def make_custom_model(
     path: str, embeddings: nn.Module, *, num_dense: int, labels: Sequence[str], seed: int, options: Mapping[str, Any]
 ) -> nn.Module:
-    """`Class(embeddings, num_dense=..., labels=..., seed=..., **options)` for `path` "module:Class", tried on zeros.
+    """Create a custom model from `path` "module:Class", and check it on zeros.
 
-    The module is found as Python finds it, and in the current folder; its files are told before they run. Whatever the
-    constructor draws from torch's global generator is a function of `seed`. Raises MesetaError where the module or the
-    class cannot be had, where the class is no nn.Module, takes other arguments or keeps no `embeddings`, and where
-    `score(dense, pooled)` fails or gives anything but logits [B], or [B, T] for T > 1 labels.
+    The constructor is called as `Class(embeddings, num_dense=..., labels=..., seed=..., **options)`. `seed` also seeds
+    torch's global generator during the call. The module is imported from Python's path or the current folder, and its
+    files are reported before they run.
+
+    Raises MesetaError if the module or class cannot be imported, the class is not an nn.Module, rejects the arguments
+    or does not store `embeddings`, or if `score(dense, pooled)` fails or does not return logits [B], or [B, T] for T >
+    1 labels.
     """
     cls = load_custom_model_class(path)
     with torch.random.fork_rng(devices=[]):
@@ -38,7 +41,7 @@ def make_custom_model(
         )
         if getattr(model, "embeddings", None) is not embeddings:
             raise MesetaError(
-                f"model.name {path!r}: the constructor must keep the tables that it is given as "
+                f"model.name {path!r}: the constructor must store its argument embeddings as "
                 f"self.embeddings; {CONTRACT_HINT}"
             )
         for batch_size in (2, 1):
@@ -47,7 +50,7 @@ def make_custom_model(
 
 
 def load_custom_model_class(path: str) -> type[nn.Module]:
-    """The class, whose module is imported. Raises MesetaError where it cannot be had, or cannot be a model."""
+    """Import the module and return the class. Raises MesetaError if that fails, or if the class cannot be a model."""
     module_name, _, class_name = path.partition(":")
     module = _call_custom_code(
         f"model.name {path!r}: importing {module_name!r}", lambda: _import_module(path, module_name)
@@ -59,7 +62,7 @@ def load_custom_model_class(path: str) -> type[nn.Module]:
             f"model.name {path!r}: module {module_name!r} has no {class_name!r}; {suggest(class_name, classes)}"
         )
     if not isinstance(cls, type) or not issubclass(cls, nn.Module):
-        raise MesetaError(f"model.name {path!r}: {class_name!r} is no class of torch.nn.Module; {CONTRACT_HINT}")
+        raise MesetaError(f"model.name {path!r}: {class_name!r} is not a subclass of torch.nn.Module; {CONTRACT_HINT}")
     if not callable(getattr(cls, "score", None)):
         raise MesetaError(
             f"model.name {path!r}: class {class_name!r} has no method score(dense, pooled); {CONTRACT_HINT}"
@@ -71,16 +74,17 @@ def _import_module(path: str, module_name: str) -> ModuleType:
     try:
         return import_custom(f"model.name {path!r}", module_name)
     except ModuleNotFoundError as error:
+        # Another module, which the custom module imports, is missing.
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise
         raise MesetaError(
-            f"model.name {path!r}: there is no module {error.name!r}; write it as package.module:Class, and start "
-            "from the folder that holds it, install it, or add its folder to PYTHONPATH"
+            f"model.name {path!r}: module {error.name!r} does not exist; write package.module:Class, and start in the "
+            "folder of the module, install it, or add its folder to PYTHONPATH"
         ) from None
 
 
 def _check_on_zeros(path: str, model: nn.Module, shape: tuple[int, int], num_labels: int) -> None:
-    """Score zeros of `shape` [B, num_dense], as in evaluation, and look at what comes out."""
+    """Score zeros in evaluation mode and check the logits. `shape` is [B, num_dense]."""
     batch_size = shape[0]
     pooled = _zero_embeddings(model, batch_size)
     was_training = [(module, module.training) for module in model.modules()]
@@ -104,12 +108,12 @@ def _check_on_zeros(path: str, model: nn.Module, shape: tuple[int, int], num_lab
             logits.append(_call_custom_code(of_losses, lambda: losses(torch.zeros(shape), pooled, label)[0]))
     for module, training in was_training:
         module.training = training
-    for found in logits:
-        _check_logits(path, found, batch_size, num_labels)
+    for result in logits:
+        _check_logits(path, result, batch_size, num_labels)
 
 
 def _zero_embeddings(model: nn.Module, batch_size: int) -> Any:
-    """What `score` reads, of zeros: one row of each feature that is not pooled for each sample."""
+    """Return zeros in place of the embeddings that `score` reads. Features without pooling have one row per sample."""
     embeddings: Any = model.get_submodule("embeddings")
     width = {table.name: table.embedding_dim for table in embeddings.tables}
     dims = {feature.name: width[feature.table] for feature in embeddings.features}
@@ -125,19 +129,18 @@ def _zero_embeddings(model: nn.Module, batch_size: int) -> Any:
 
 
 def _check_logits(path: str, logits: Any, batch_size: int, num_labels: int) -> None:
-    wanted = (batch_size,) if num_labels == 1 else (batch_size, num_labels)
-    if not isinstance(logits, torch.Tensor) or logits.shape != wanted or not logits.is_floating_point():
-        found = type(logits).__name__
+    expected_shape = (batch_size,) if num_labels == 1 else (batch_size, num_labels)
+    if not isinstance(logits, torch.Tensor) or logits.shape != expected_shape or not logits.is_floating_point():
+        actual = type(logits).__name__
         if isinstance(logits, torch.Tensor):
-            found = f"{str(logits.dtype).removeprefix('torch.')} {list(logits.shape)}"
+            actual = f"{str(logits.dtype).removeprefix('torch.')} {list(logits.shape)}"
         raise MesetaError(
-            f"model.name {path!r}: score must give floating-point logits {list(wanted)} for {batch_size} samples and "
-            f"{num_labels} labels, but gave {found}; {CONTRACT_HINT}"
+            f"model.name {path!r}: score must return floating-point logits {list(expected_shape)} for {batch_size} "
+            f"samples and {num_labels} labels, but returned {actual}; {CONTRACT_HINT}"
         )
 
 
 def _call_custom_code(what: str, call: Callable[[], Any]) -> Any:
-    """The result of the user's code, or where and why it failed, in one line."""
     try:
         return call()
     except MesetaError:
@@ -145,6 +148,6 @@ def _call_custom_code(what: str, call: Callable[[], Any]) -> Any:
     except Exception as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         raise MesetaError(
-            f"{what} failed with {type(error).__name__}: {error} ({frame.filename}:{frame.lineno}); mend it, or "
+            f"{what} failed with {type(error).__name__}: {error} ({frame.filename}:{frame.lineno}); fix it, or "
             f"{CONTRACT_HINT}"
         ) from error

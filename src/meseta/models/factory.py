@@ -1,4 +1,4 @@
-"""From the model section of a config to a model."""
+"""Creation of models from the model section of a config."""
 
 from __future__ import annotations
 
@@ -24,17 +24,27 @@ def make_model(
     dtype: DenseDtype = "float32",
     labels: Sequence[str] = ("label",),
 ) -> nn.Module:
-    """The model that `config` names, on the CPU in float32; its tables stay under `model.embeddings`.
+    """Create the model of a config section on the CPU, with a float32 dense part. `model.embeddings` holds the tables.
 
-    `dtype` is the type of the dense part's activations; models that have no MLP do without. The weights are a function
-    of (seed, parameter name, shape) alone. Raises MesetaError where several labels meet a model that predicts one,
-    as the constructors do, and as `make_custom_model` does for a name that is an import path.
+    The initial weights of a parameter depend only on the seed and on its name and shape. Custom models are created by
+    `make_custom_model`.
+
+    Args:
+        config: Config section of the model.
+        embeddings: Module with `tables` and `features`.
+        num_dense: Number of dense inputs per sample.
+        seed: Seed of the initial weights.
+        dtype: Data type of the activations of MLPs.
+        labels: Names of the labels to predict.
+
+    Raises MesetaError if the model cannot predict all labels, or an option has no effect on it, and as the constructors
+    do.
     """
     if isinstance(config, CustomModelConfig):
         if dtype != "float32":
             raise MesetaError(
-                f"model.name {config.name!r}: dense.dtype {dtype!r} is for the models of this package; a model of your "
-                "own decides by itself, for example by model.options"
+                f"model.name {config.name!r}: dense.dtype {dtype!r} applies only to models of this package; a custom "
+                "model chooses its dtype itself, for example from model.options"
             )
         return make_custom_model(
             config.name, embeddings, num_dense=num_dense, labels=labels, seed=seed, options=config.options
@@ -52,7 +62,7 @@ def make_model(
     num_hidden = sum(part.num_hidden for part in model.modules() if isinstance(part, HiddenLayers))
     if not num_hidden and (options.dropout or options.batch_norm):
         raise MesetaError(
-            f"model.name {config.name!r} has no hidden layer here, so that model.dropout and model.batch_norm change "
-            "nothing; leave them out, or give its MLPs hidden layers"
+            f"model.name {config.name!r} has no hidden layers, so model.dropout and model.batch_norm have no effect; "
+            "remove them, or add hidden layers to its MLPs"
         )
     return model

@@ -1,4 +1,4 @@
-"""Fields: every dense input and every sparse feature as a vector of one width, with a weight of its own in a sum."""
+"""Fields: dense inputs and sparse features as vectors of equal width, and their first-order weights."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from meseta.ops.sums import repeat
 from meseta.spec import MesetaError
 
 INITIAL_STD = 0.1
-"""Spread of the vectors of dense inputs at the start, as in libFM."""
+"""Standard deviation of the initial vectors of dense inputs, as in libFM."""
 
 
 class FieldVectors(nn.Module):
-    """The vectors of all fields: dense input j is x_j v_j with a learned v_j, a sparse feature its pooled rows."""
+    """Vectors of all fields: x_j v_j with a learned v_j for dense input j, and pooled rows for a sparse feature."""
 
     def __init__(self, num_dense: int, num_sparse: int, width: int, seed: int) -> None:
         super().__init__()
@@ -31,24 +31,27 @@ class FieldVectors(nn.Module):
         fill_normal(self.dense_vectors, INITIAL_STD, seed, "fields.dense_vectors")
 
     def forward(self, dense: Float[Tensor, "B num_dense"]) -> Float[Tensor, "B num_dense D"]:
-        """Those of the dense inputs; those of sparse features come behind them."""
+        """Return the vectors of the dense inputs, which precede those of sparse features."""
         return dense[..., None] * repeat(self.dense_vectors, dense.shape[0])
 
     def concat_sparse(
         self, of_dense: Float[Tensor, "B num_dense D"], pooled: Float[Tensor, "B sum_of_D"]
     ) -> Float[Tensor, "B M D"]:
-        """The vectors of all fields."""
+        """Concatenate the vectors of dense inputs and sparse features."""
         return torch.cat([of_dense, pooled.unflatten(1, (self.num_sparse, self.width))], dim=1)
 
 
 class DenseVector(nn.Module):
-    """All dense inputs as one vector of the width of the embeddings, by an MLP with ReLU after every layer; where there
-    are no dense inputs there is none."""
+    """MLP that maps all dense inputs to one vector of the width of the embeddings, with ReLU after each layer.
+
+    Without dense inputs there is no vector.
+    """
 
     def __init__(
         self, num_dense: int, hidden: Sequence[int], width: int, options: MLPOptions | None, name: str
     ) -> None:
-        """`hidden` are the widths of the MLP's layers before the last, `name` is its place in the model."""
+        """Create the MLP. `hidden` has the widths of all layers but the last, and `name` is the path of this module in
+        its model."""
         super().__init__()
         self.num_vectors = min(num_dense, 1)
         self.width = width
@@ -57,7 +60,7 @@ class DenseVector(nn.Module):
         )
 
     def forward(self, dense: Float[Tensor, "B num_dense"], batch: BatchSlice | None) -> Float[Tensor, "B one D"]:
-        """The vector, in the type of the inputs."""
+        """Return the vector, in the type of the inputs. Its shape is [B, 0, D] without dense inputs."""
         if self.mlp is None:
             return dense.new_empty(dense.shape[0], 0, self.width)
         return cast(Tensor, self.mlp(dense, batch)).to(dense.dtype)[:, None]
@@ -74,15 +77,15 @@ class FieldMixer(nn.Module):
         return self.mix_columns(fields).transpose(1, 2)
 
     def mix_columns(self, fields: Float[Tensor, "B M D"]) -> Float[Tensor, "B D L"]:
-        """The same with combinations as columns."""
+        """Return the combinations as columns of a matrix per sample."""
         rows = fields.transpose(1, 2)
         return cast(Tensor, self.linear(rows.flatten(0, 1))).unflatten(0, rows.shape[:2])
 
 
 class FirstOrderTerm(nn.Module):
-    """A bias, a weight per dense input and a weight per id, all added up: a logistic regression inside another model.
+    """First-order term of a model: a bias, a weight per dense input, and a weight per id.
 
-    Weights of dense inputs and bias start at zero.
+    The weights of dense inputs and the bias are initialized to zero.
     """
 
     def __init__(self, num_dense: int) -> None:
@@ -93,21 +96,20 @@ class FirstOrderTerm(nn.Module):
             self.dense.bias.zero_()
 
     def forward(self, dense: Float[Tensor, "B num_dense"]) -> Float[Tensor, " B"]:
-        """The weighted sum of dense inputs, and the bias; the weights of ids are added to it."""
+        """Return the bias plus the weighted sum of the dense inputs. The caller adds the weights of ids."""
         return cast(Tensor, self.dense(dense)).squeeze(1)
 
 
 def common_width(model: str, dims: Mapping[str, int], min_width: int = 1) -> int:
-    """The one width of all features. Raises MesetaError, naming `model`, where they differ or fall below
-    `min_width`."""
+    """Return the width that all features have. Raises MesetaError if they differ or are below `min_width`."""
     widest = max(dims, key=lambda feature: dims[feature])
     width = dims[widest]
     for feature, dim in dims.items():
         if dim != width or dim < min_width:
             other = f" and {widest!r} {width}" if dim != width else ""
             raise MesetaError(
-                f"{model}: feature {feature!r} has embedding_dim {dim}{other}, but all must have one width, at least "
-                f"{min_width}; give all tables embedding_dim={max(width, min_width)}"
+                f"{model}: feature {feature!r} has embedding_dim {dim}{other}, but all must have the same width, at "
+                f"least {min_width}; set embedding_dim={max(width, min_width)} for all tables"
             )
     return width
 
@@ -115,9 +117,8 @@ def common_width(model: str, dims: Mapping[str, int], min_width: int = 1) -> int
 def split_weights(
     pooled: Float[Tensor, "B sum_of_D"], num_sparse: int
 ) -> tuple[Float[Tensor, "B num_sparse D"], Float[Tensor, "B num_sparse"]]:
-    """Pooled rows of width D + 1 as (vectors, first-order weights): the weight of an id is the last column of its row.
-
-    One row holds both, so that a plan places them together, one lookup reads them and one update writes them.
-    """
+    """Split pooled rows of width D + 1 into (vectors, first-order weights). The weight of an id is the last column of
+    its row."""
+    # Vector and weight share a row, so that one lookup reads them and one update writes them.
     rows = pooled.unflatten(1, (num_sparse, -1))
     return rows[..., :-1], rows[..., -1]

@@ -1,5 +1,7 @@
-"""Dropout, batch norm and layer norm whose bits follow the global batch: the number of ranks changes neither masks nor
-statistics, that of threads no sum."""
+"""Dropout, batch norm and layer norm that do not depend on the number of ranks and threads.
+
+Masks and statistics follow the global batch.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +18,18 @@ from meseta.ops.random_rows import random_bits, table_key
 from meseta.ops.sums import column_sums
 
 DROPOUT_RESOLUTION = 1 << 16
-"""Rates are multiples of one over this: every 32 random bits decide about two values."""
+"""Inverse of the smallest step of dropout rates, which are rounded to it. 32 random bits decide about two values."""
 MOMENTUM = 0.1
-"""Share of the batch in running statistics, torch's own."""
+"""Weight of the batch in running statistics, the default of torch."""
 EPS = 1e-5
-"""Added to variances, torch's own."""
+"""Constant that is added to variances, the default of torch."""
 
 
 def dropout_mask(rate: float, seed: int, layer: str, batch: BatchSlice, width: int) -> Bool[Tensor, "B width"]:
-    """Which values of this rank's samples dropout keeps, each with probability 1 - rate, to within 1 / 2^17.
+    """Return which values of this rank's samples dropout keeps, each with probability 1 - rate up to 1 / 2^17.
 
-    A function of (seed, layer, step, place of the sample in the global batch, column) alone: Philox4x32-10, see
-    meseta.ops.random_rows, under a key of the first three.
+    The mask depends only on seed, layer, step, position of the sample in the global batch, and column. It comes from
+    Philox4x32-10, see `meseta.ops.random_rows`.
     """
     key = table_key(seed, f"dropout/{layer}/{batch.step}")
     first, size = batch.first_sample, batch.batch_size_per_rank[batch.world.rank]
@@ -38,32 +40,33 @@ def dropout_mask(rate: float, seed: int, layer: str, batch: BatchSlice, width: i
 
 
 def dropout(x: Float[Tensor, "B N"], rate: float, seed: int, layer: str, batch: BatchSlice) -> Float[Tensor, "B N"]:
-    """x where `dropout_mask` keeps it, divided by the probability of that, and 0 elsewhere (Srivastava et al., JMLR
-    2014, section 10). NaN stays NaN."""
+    """Apply `dropout_mask`, and divide the kept values by their probability (Srivastava et al., JMLR 2014, section 10).
+
+    NaN stays NaN.
+    """
     kept = dropout_mask(rate, seed, layer, batch, x.shape[1])
     return x * (kept.to(x.dtype) * (DROPOUT_RESOLUTION / (DROPOUT_RESOLUTION - _drop_threshold(rate))))
 
 
 def _drop_threshold(rate: float) -> int:
-    """Of DROPOUT_RESOLUTION numbers, how many mean that a value is dropped; never all."""
+    """Return the number of the `DROPOUT_RESOLUTION` random numbers that drop a value. Never all of them."""
     return min(round(rate * DROPOUT_RESOLUTION), DROPOUT_RESOLUTION - 1)
 
 
 class LayerNorm(nn.Module):
-    """Layer normalisation (Ba, Kiros and Hinton, arXiv 1607.06450, equation 4) of the last dimension, torch's own eps.
+    """Layer normalization of the last dimension (Ba, Kiros and Hinton, arXiv 1607.06450, equation 4), with torch's eps.
 
-    Weights and biases are those of one such vector, or of each of several that stand side by side in a sample. Where x
-    has another type, it is computed in that of the parameters.
+    It computes in the type of the parameters.
     """
 
     def __init__(self, *shape: int) -> None:
-        """`shape` is [N], or [M, N] for M vectors of a sample with weights of their own."""
+        """Create the layer. `shape` is [N], or [M, N] for M vectors per sample with separate weights."""
         super().__init__()
         self.weight = nn.Parameter(torch.ones(shape))
         self.bias = nn.Parameter(torch.zeros(shape))
 
     def forward(self, x: Float[Tensor, "B *M N"]) -> Float[Tensor, "B *M N"]:
-        """x of the shape that was given, with any dimensions before it."""
+        """Normalize `x`, which ends with the dimensions of the parameters."""
         normal = _normalize(x.to(self.weight.dtype))
         if x.device.type != "cpu" or torch.compiler.is_exporting():
             return (normal * self.weight + self.bias).to(x.dtype)
@@ -76,8 +79,6 @@ def _normalize(x: Tensor) -> Tensor:
 
 
 class _AffineFunction(torch.autograd.Function):
-    """normal * weight + bias; the sums of the way back are those of whole columns."""
-
     @staticmethod
     def forward(ctx: Any, normal: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         ctx.save_for_backward(normal, weight)
@@ -87,6 +88,7 @@ class _AffineFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         normal, weight = ctx.saved_tensors
+        # Sums of whole columns do not depend on the number of threads.
         of_weight, of_bias = (
             column_sums(of_each.reshape(-1, weight.numel())).view(weight.shape)
             for of_each in (gradient * normal, gradient)
@@ -95,15 +97,16 @@ class _AffineFunction(torch.autograd.Function):
 
 
 class SyncBatchNorm(nn.Module):
-    """Batch normalisation (Ioffe and Szegedy, arXiv 1502.03167, algorithms 1 and 2), statistics over the global batch.
+    """Batch normalization with statistics of the global batch (Ioffe and Szegedy, arXiv 1502.03167, algorithms 1 and
+    2).
 
-    Every rank sends mean and sum of squared deviations of its samples; they are joined in float64 in the order of ranks
-    (Chan, Golub and LeVeque, 1979), and so are the two sums of the way back. In evaluation the running statistics stand
-    for those of the batch. They are buffers, as torch.nn.BatchNorm1d has them (momentum 0.1, unbiased variance), and
-    move in the backward pass, so that a step which is given up for a loss that is not finite leaves them alone.
-    Statistics and normalisation are computed in the type of the parameters.
+    Evaluation uses running statistics, which are buffers as in torch.nn.BatchNorm1d, with momentum 0.1 and unbiased
+    variance. The layer computes in the type of the parameters.
     """
 
+    # Each rank sends the mean and the sum of squared deviations of its samples. They are merged in float64 in the order
+    # of ranks (Chan, Golub and LeVeque, 1979), and so are the two sums of the backward pass. Running statistics are
+    # updated in the backward pass, so that a step with a non-finite loss does not change them.
     running_mean: Tensor
     running_var: Tensor
 
@@ -115,7 +118,10 @@ class SyncBatchNorm(nn.Module):
         self.register_buffer("running_var", torch.ones(width))
 
     def forward(self, x: Float[Tensor, "B N"], batch: BatchSlice | None) -> Float[Tensor, "B N"]:
-        """Normalised columns; `batch` says where x lies while training, and is None otherwise. Collective with it."""
+        """Normalize the columns of `x`. `batch` is the position of its samples in training, and `None` in evaluation.
+
+        Collective in training.
+        """
         if batch is None:
             scale = self.weight * torch.rsqrt(self.running_var + EPS)
             return ((x.to(scale.dtype) - self.running_mean) * scale + self.bias).to(x.dtype)
@@ -123,7 +129,7 @@ class SyncBatchNorm(nn.Module):
         return result
 
     def update_running_stats(self, mean: Float[Tensor, " N"], unbiased: Float[Tensor, " N"]) -> None:
-        """Take a global batch into the running statistics."""
+        """Update the running statistics with those of a global batch."""
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), MOMENTUM)
         self.running_var.lerp_(unbiased.to(self.running_var.dtype), MOMENTUM)
 
@@ -146,8 +152,8 @@ class _BatchNormFunction(torch.autograd.Function):
         batch: BatchSlice = ctx.batch
         wide = gradient.to(normal.dtype)
         sums = torch.stack([column_sums(wide), column_sums(wide * normal)])
-        # What comes in is of the local mean of the loss. In units of the global mean it is `local_share` of that,
-        # and what goes back is in local units again.
+        # The incoming gradient is that of the local mean of the loss. `local_share` scales it to the global mean. The
+        # result is scaled back to the local mean.
         share = batch.local_share
         every = batch.world.all_gather(sums.double() * share, "gradients of batch norm")
         total = every[0].clone()
@@ -161,7 +167,7 @@ class _BatchNormFunction(torch.autograd.Function):
 
 
 def _global_moments(x: Tensor, batch: BatchSlice) -> tuple[Tensor, Tensor]:
-    """Mean and sum of squared deviations of each column over all ranks, float64 [N]."""
+    """Return (mean, sum of squared deviations) of each column over all ranks, as float64 of shape [N]."""
     mean = column_sums(x) / max(len(x), 1)
     squares = column_sums((x - mean).square_())
     every = batch.world.all_gather(torch.stack([mean, squares]).double(), "batch norm")

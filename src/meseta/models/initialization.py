@@ -1,4 +1,4 @@
-"""Initial dense weights: one random stream per parameter name, so that neither order, rank nor global state matters."""
+"""Initial weights of the dense part. Each parameter name has its own random stream."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from meseta.spec import InitSpec, MesetaError, suggest
 
 
 def _make_generator(seed: int, name: str) -> torch.Generator:
-    """The generator that belongs to (seed, name); always on the CPU, so that a GPU run starts from the same bits."""
+    """Return the CPU generator of a parameter. Runs on a GPU start from the same bits."""
+    # With a stream per name, weights do not depend on the order of parameters, the rank or global random state.
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
 @torch.no_grad()
 def fill_normal(parameter: Float[Tensor, " *shape"], std: float, seed: int, name: str) -> None:
-    """Overwrite with draws from N(0, std squared), made in float64 and then rounded to the parameter's type.
+    """Fill with draws from N(0, std squared), made in float64 and rounded to the type of the parameter.
 
-    Here as in `fill_uniform`, a parameter on torch's meta device, which has no numbers, stays as it is.
+    A parameter on the meta device is left unchanged.
     """
     if not parameter.is_meta:
         draws = torch.randn(parameter.shape, dtype=torch.float64, generator=_make_generator(seed, name))
@@ -32,7 +33,10 @@ def fill_normal(parameter: Float[Tensor, " *shape"], std: float, seed: int, name
 
 @torch.no_grad()
 def fill_uniform(parameter: Float[Tensor, " *shape"], bound: float, seed: int, name: str) -> None:
-    """Overwrite with draws from [-bound, bound), made in float64 and then rounded to the parameter's type."""
+    """Fill with draws from [-bound, bound), made in float64 and rounded to the type of the parameter.
+
+    A parameter on the meta device is left unchanged.
+    """
     if not parameter.is_meta:
         draws = torch.rand(parameter.shape, dtype=torch.float64, generator=_make_generator(seed, name))
         parameter.copy_(draws.mul_(2.0).sub_(1.0).mul_(bound))
@@ -40,18 +44,19 @@ def fill_uniform(parameter: Float[Tensor, " *shape"], bound: float, seed: int, n
 
 @torch.no_grad()
 def fill_by_pattern(model: nn.Module, inits: Mapping[str, InitSpec], seed: int) -> None:
-    """Overwrite the parameters whose names a pattern of `inits` meets (fnmatch, case counts), the last such pattern
-    deciding. Each has a `scale`. Numbers are a function of (seed, name, shape) and of its kind and scale alone.
+    """Fill the parameters whose names match a pattern of `inits`, with case-sensitive fnmatch. The last matching
+    pattern wins.
 
-    Raises MesetaError for a pattern that meets none.
+    Each `InitSpec` must have a `scale`. The numbers depend only on seed, name, shape, kind and scale. Raises
+    MesetaError if a pattern matches no parameter.
     """
     parameters = dict(model.named_parameters())
     chosen: dict[str, InitSpec] = {}
     for pattern, init in inits.items():
-        met = [name for name in parameters if fnmatchcase(name, pattern)]
-        if not met:
-            raise MesetaError(f"config: dense.init {pattern!r} meets no parameter; {suggest(pattern, parameters)}")
-        chosen |= dict.fromkeys(met, init)
+        targets = [name for name in parameters if fnmatchcase(name, pattern)]
+        if not targets:
+            raise MesetaError(f"config: dense.init {pattern!r} matches no parameter; {suggest(pattern, parameters)}")
+        chosen |= dict.fromkeys(targets, init)
     for name, init in chosen.items():
         assert init.scale is not None
         if init.kind == "normal":

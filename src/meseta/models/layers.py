@@ -1,4 +1,4 @@
-"""What the models share: stacks of linear layers, and the widths of the pooled embeddings that they read."""
+"""Layers that the models share, and checks of input widths."""
 
 from __future__ import annotations
 
@@ -21,14 +21,13 @@ from meseta.spec import FeatureSpec, MesetaError, TableSpec
 from meseta.spec.tables import DenseDtype
 
 
+# torch's initialization would draw from the global random state. With `meseta.ops.mlp`, results do not depend on the
+# number of threads.
 class SkipInitLinear(nn.Linear):
-    """A linear layer whose weights the model sets: torch's own start would draw from the global random state.
-
-    It computes in the type of its input, by meseta.ops.mlp, where the number of threads changes no bit.
-    """
+    """Linear layer whose initial weights the model sets. It computes in the type of its input."""
 
     def reset_parameters(self) -> None:
-        """Leave the memory as it is."""
+        pass  # The model initializes the weights.
 
     def forward(self, x: Float[Tensor, "B N"]) -> Float[Tensor, "B outputs"]:
         return mlp(x, [self.weight], [self.bias], relu_last=False)
@@ -36,33 +35,32 @@ class SkipInitLinear(nn.Linear):
 
 @dataclass(frozen=True, kw_only=True)
 class MLPOptions:
-    """What all stacks of layers of a model have in common."""
+    """Options of all MLPs of a model."""
 
     dtype: DenseDtype = "float32"
-    """Type of the activations. 'bfloat16': layers compute in bfloat16 on parameters that stay as they are; logits are
-    float32."""
+    """Data type of the activations. With bfloat16, parameters and logits remain float32."""
     dropout: float = 0.0
-    """Share of the outputs of hidden layers that is dropped in training, after ReLU; at least 0, below 1."""
+    """Share of the outputs of hidden layers that is dropped in training after ReLU, at least 0 and below 1."""
     batch_norm: bool = False
-    """Normalise the outputs of hidden layers, before ReLU."""
+    """Whether to normalize the outputs of hidden layers before ReLU."""
     seed: int = 0
-    """Key of the dropout masks."""
+    """Seed of the dropout masks."""
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.dropout < 1.0:
             raise MesetaError(f"MLPOptions: dropout must be at least 0 and below 1, got {self.dropout}")
 
     def cast(self, x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-        """x in the type of the activations."""
+        """Cast `x` to the data type of the activations."""
         return x.to(torch.bfloat16) if self.dtype == "bfloat16" else x
 
 
 class HiddenLayers(nn.Module):
-    """A stack of layers, and what its options do to the outputs of those that are hidden."""
+    """Base class of layer stacks, which applies dropout and batch norm to hidden layers."""
 
     def set_hidden_layers(self, widths: Sequence[int], options: MLPOptions | None, name: str) -> None:
-        """Hidden layers have `widths` outputs; `name` is the place of the stack in its model, and with the seed the key
-        of its dropout masks."""
+        """Set the output widths of the hidden layers. `name` is the path of the stack in its model. It seeds the
+        dropout masks."""
         self.options = options or MLPOptions()
         self.name = name
         self.num_hidden = len(widths)
@@ -70,38 +68,38 @@ class HiddenLayers(nn.Module):
             self.norms = nn.ModuleList(SyncBatchNorm(width) for width in widths)
 
     def normalize(self, index: int, x: Float[Tensor, "B N"], batch: BatchSlice | None) -> Float[Tensor, "B N"]:
-        """Outputs of hidden layer `index` after batch norm, if the options say so; `batch` is what `place` returns."""
+        """Apply batch norm to the outputs of hidden layer `index` if enabled. `batch` is the result of
+        `resolve_batch_slice`."""
         return cast(SyncBatchNorm, self.norms[index])(x, batch) if self.options.batch_norm else x
 
     def apply_dropout(self, index: int, x: Float[Tensor, "B N"], batch: BatchSlice | None) -> Float[Tensor, "B N"]:
-        """Outputs of hidden layer `index` after dropout, if the options say so; `batch` is what `place` returns."""
+        """Apply dropout to the outputs of hidden layer `index` if enabled. `batch` is the result of
+        `resolve_batch_slice`."""
         if not self.options.dropout or batch is None:
             return x
         return dropout(x, self.options.dropout, self.options.seed, f"{self.name}.{index}", batch)
 
     def resolve_batch_slice(self, batch: BatchSlice | None, x: Float[Tensor, "B N"]) -> BatchSlice | None:
-        """`batch` while training, where dropout and batch norm read where the samples of x lie, and None otherwise.
+        """Return `batch` if dropout or batch norm need the position of the samples in training, otherwise `None`.
 
-        Raises MesetaError where they need it and are not told.
+        Raises MesetaError if they need it, but `batch` is missing or has another number of samples.
         """
         if not self.training or not (self.options.dropout or self.options.batch_norm):
             return None
         if batch is None or batch.batch_size_per_rank[batch.world.rank] != len(x):
             known = "nothing" if batch is None else f"{batch.batch_size_per_rank[batch.world.rank]} samples"
             raise MesetaError(
-                f"{self.name}: dropout and batch norm must know where the {len(x)} samples lie in the global batch, "
-                f"and are told of {known}; look up their embeddings and give embeddings.batch_slice, or call eval()"
+                f"{self.name}: dropout and batch norm need the position of the {len(x)} samples in the global batch, "
+                f"but got that of {known}; look up their embeddings and pass embeddings.batch_slice, or call eval()"
             )
         return batch
 
 
 class MLP(HiddenLayers, nn.Sequential):
-    """Linear layers `widths[0] -> widths[1] -> ...` with ReLU between them, and after the last one if asked for.
+    """Linear layers `widths[0] -> widths[1] -> ...` with ReLU between them, and on request after the last one.
 
-    Computes in the type of its input, or in bfloat16 if the options say so. The last layer of a bfloat16 stack without
-    ReLU, which gives the logits, is computed in float32. Every layer but the last is hidden, and the last one where
-    another stands behind it in the model: linear, batch norm, ReLU, dropout, the second and the last of these only if
-    the options say so; a linear layer before batch norm has no bias.
+    It computes in the type of its input, or in bfloat16 if the options request it. The last layer of a bfloat16 MLP
+    without `relu_last` is computed in float32. In a hidden layer, batch norm precedes ReLU and dropout follows it.
     """
 
     def __init__(
@@ -113,13 +111,21 @@ class MLP(HiddenLayers, nn.Sequential):
         options: MLPOptions | None = None,
         name: str = "mlp",
     ) -> None:
-        """`name` is the place of the stack in its model, and with the seed the key of its dropout masks;
-        `last_is_hidden` goes with `relu_last` alone."""
+        """Create the layers.
+
+        Args:
+            widths: Widths of the input and of each layer's output.
+            relu_last: Whether ReLU follows the last layer.
+            last_is_hidden: Whether the last layer is hidden too, because another layer follows in the model. Requires
+                `relu_last`.
+            options: Options of the hidden layers.
+            name: Path of the MLP in its model, which also seeds the dropout masks.
+        """
         options = options or MLPOptions()
         num_hidden = len(widths) - 1 if last_is_hidden else len(widths) - 2
         layers: list[nn.Module] = []
         for index, (num_inputs, num_outputs) in enumerate(pairwise(widths)):
-            # Batch norm takes a bias away again: its gradient would be rounding alone, which Adam makes into steps.
+            # Batch norm cancels a bias. Its gradient would be rounding errors, which Adam turns into steps.
             has_bias = index == num_hidden or not options.batch_norm
             layers += [SkipInitLinear(num_inputs, num_outputs, bias=has_bias), nn.ReLU()]
         super().__init__(*(layers if relu_last else layers[:-1]))
@@ -127,9 +133,9 @@ class MLP(HiddenLayers, nn.Sequential):
         self.set_hidden_layers(widths[1 : num_hidden + 1], options, name)
 
     def forward(self, x: Float[Tensor, "B N"], batch: BatchSlice | None = None) -> Float[Tensor, "B outputs"]:
-        """The outputs. In training, dropout and batch norm read from `batch` where the samples lie; collective with it.
+        """Return the outputs. In training, dropout and batch norm need `batch`, and batch norm is collective.
 
-        Raises MesetaError where they need it and there is none.
+        Raises MesetaError if they need `batch` and it is missing.
         """
         x = self.options.cast(x)
         layers = [layer for layer in self if isinstance(layer, nn.Linear)]
@@ -144,7 +150,6 @@ class MLP(HiddenLayers, nn.Sequential):
         return cast(Tensor, head(mlp(x, weights, biases, relu_last=True).to(head.weight.dtype)))
 
     def _hidden_layer(self, index: int, x: Tensor, layer: nn.Linear, batch: BatchSlice | None) -> Tensor:
-        """One hidden layer."""
         x = mlp(x, [layer.weight], [layer.bias], relu_last=not self.options.batch_norm)
         if self.options.batch_norm:
             x = functional.relu(self.normalize(index, x, batch))
@@ -152,14 +157,17 @@ class MLP(HiddenLayers, nn.Sequential):
 
 
 def fill_glorot(stack: MLP, seed: int) -> None:
-    """Initial weights as `fill_linear` has them; the stream of each layer is that of the stack's name."""
+    """Initialize an MLP as `fill_linear` does."""
     fill_linear(stack, seed, stack.name)
 
 
 @torch.no_grad()
 def fill_linear(module: nn.Module, seed: int, name: str = "") -> None:
-    """Initial weights of all SkipInitLinear layers in `module`, which is called `name` in its model: N(0, 2 / (inputs +
-    outputs)) (Glorot and Bengio, AISTATS 2010, equation 12), biases zero. The stream of each is that of its name."""
+    """Initialize all SkipInitLinear layers: weights from N(0, 2 / (inputs + outputs)), biases with zeros.
+
+    The weights follow Glorot and Bengio (AISTATS 2010, equation 12). `name` is the path of `module` in its model. Each
+    weight has its own random stream, by its path.
+    """
     for path, layer in module.named_modules(prefix=name):
         if isinstance(layer, SkipInitLinear):
             fill_normal(layer.weight, math.sqrt(2.0 / sum(layer.weight.shape)), seed, f"{path}.weight")
@@ -168,10 +176,10 @@ def fill_linear(module: nn.Module, seed: int, name: str = "") -> None:
 
 
 def pooled_dims(model: str, embeddings: nn.Module) -> dict[str, int]:
-    """Width of each pooled feature, in the order of `embeddings.features`, read from `embeddings.tables`.
+    """Return the width of each pooled feature, in the order of `embeddings.features`.
 
-    Raises MesetaError for a feature with pooling 'none', whose rows per sample vary, and for one with a batch size of
-    its own: these models need one vector of fixed width per sample.
+    Raises MesetaError if a feature has pooling 'none' or its own batch size, because the models need one vector per
+    sample.
     """
     tables = cast(Sequence[TableSpec], embeddings.tables)
     features = cast(Sequence[FeatureSpec], embeddings.features)
@@ -184,32 +192,32 @@ def pooled_dims(model: str, embeddings: nn.Module) -> dict[str, int]:
             )
         if feature.batch:
             raise MesetaError(
-                f"{model}: feature {feature.name!r} is of batch {feature.batch!r}, but the model needs one vector per "
-                "sample; leave `batch` out, or take the vectors in a model of your own"
+                f"{model}: feature {feature.name!r} has batch {feature.batch!r}, but the model needs one vector per "
+                "sample; remove `batch`, or use a custom model"
             )
     return {feature.name: width[feature.table] for feature in features}
 
 
 def check_widths(model: str, names: str, widths: Sequence[int]) -> None:
-    """Raise MesetaError unless every width is at least 1."""
+    """Raise MesetaError unless all `widths` are at least 1. `names` are their names in the message."""
     for width in widths:
         if width < 1:
             raise MesetaError(f"{model}: widths in {names} must be at least 1, got {list(widths)}")
 
 
 def check_dense(model: str, dense: Float[Tensor, "B num_dense"], num_dense: int) -> None:
-    """Raise MesetaError unless dense inputs have the width that the model was built for."""
+    """Raise MesetaError unless the number of dense inputs is that of the model."""
     if dense.shape[1] != num_dense:
         raise MesetaError(
             f"{model}: {dense.shape[1]} dense inputs, but the model was built with num_dense={num_dense}; "
-            f"give a tensor [B, {num_dense}]"
+            f"pass a tensor [B, {num_dense}]"
         )
 
 
 def check_pooled(model: str, pooled: Float[Tensor, "B sum_of_D"], pooled_width: int) -> None:
-    """Raise MesetaError unless embeddings have the width that the model was built for."""
+    """Raise MesetaError unless the width of the pooled embeddings is that of the model."""
     if pooled.shape[1] != pooled_width:
         raise MesetaError(
             f"{model}: pooled embeddings have {pooled.shape[1]} columns, but the model was built for {pooled_width}; "
-            "give the pooled output of the embeddings that the model was built on"
+            "pass the pooled output of the embeddings that the model was built on"
         )

@@ -1,4 +1,4 @@
-"""Every model of this package: its section of a config, and what builds it. One entry per model."""
+"""Registry of the models of this package, by the class of their config section."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ from meseta.models.ranking.xdeepfm import make_xdeepfm
 
 @dataclass(frozen=True)
 class ModelEntry:
-    """One model."""
+    """Registered model."""
 
     build: Callable[[Any, ModelBuildArgs], ScoringModel]
-    """Of an object of the section's class."""
+    """Function that creates the model from an object of its config section's class."""
     predicts_all_labels: bool = False
-    """Whether its logits are [B, T]; those of all others are [B], of one label."""
+    """Whether logits have the shape [B, T]. Other models predict one label, with logits of shape [B]."""
 
 
 MODELS: dict[type[ModelConfig], ModelEntry] = {
@@ -73,4 +73,4 @@ MODELS: dict[type[ModelConfig], ModelEntry] = {
     MaskNetConfig: ModelEntry(make_masknet),
     WukongConfig: ModelEntry(make_wukong),
 }
-"""By the class of its section of a config."""
+"""Models by the class of their config section."""

@@ -1,1 +1,1 @@
-"""Operators: one folder each, with a public function, a short reference in plain torch, and faster forms beside it."""
+"""Operators, one subpackage each: a public function, a reference in plain PyTorch, and faster kernels."""

@@ -1,4 +1,4 @@
-"""The compiled core, loaded at its first use with torch's OpenMP runtime, and named when it is missing."""
+"""Loading of the compiled core, with the build that matches the instruction set of the processor."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meseta.machine.environment_variables import environ
 from meseta.spec import MesetaError, suggest
 
 MODULES = {"avx512": "meseta._C_avx512", "avx2": "meseta._C_avx2", "baseline": "meseta._C"}
-"""One module per instruction set, all from the same sources and with the same results, the fastest first."""
+# All modules are built from the same sources and return bitwise identical results. Order: fastest first.
 
 
 class InstructionSetError(MesetaError):
@@ -23,15 +23,19 @@ class InstructionSetError(MesetaError):
 
 @cache
 def core() -> ModuleType:
-    """The compiled core for this machine's instruction set; MESETA_ISA=avx512, avx2 or baseline chooses another.
+    """Return the compiled core for the instruction set of this machine.
 
-    Raises MesetaError where it was not built (the references and GPUs work without it).
+    The environment variable `MESETA_ISA` selects another one: avx512, avx2 or baseline. Raises MesetaError if the core
+    was not built. References and GPU kernels do not need it.
     """
     return _load(MODULES[instruction_set()])
 
 
 def baseline_core() -> ModuleType:
-    """The compiled core for any processor, for processes that never load torch. Raises MesetaError as `core` does."""
+    """Return the compiled core that every processor supports, for processes that do not import torch.
+
+    Raises MesetaError if it was not built.
+    """
     return _load(MODULES["baseline"])
 
 
@@ -47,16 +51,17 @@ def _load(name: str) -> ModuleType:
 
 @cache
 def load_openmp() -> None:
-    """Load the OpenMP runtime that torch brings, whether or not torch is loaded, so that both share its threads.
+    """Load the OpenMP runtime that torch uses, even if torch is not imported, so that both share its threads.
 
-    On Linux the core needs the functions of GNU's runtime and names no library: torch's wheels carry it under several
-    file names, and a second one would have threads that torch's settings do not reach. Where torch brings none, it
-    takes the system's, and so do we. Raises MesetaError where there is none.
+    Does nothing except on Linux. Raises MesetaError if no runtime can be loaded.
     """
+    # The core needs functions of GNU's runtime but is linked to no library. Torch wheels contain that runtime under
+    # varying file names. A second copy would have threads that torch's settings do not affect.
     if sys.platform != "linux" or hasattr(ctypes.CDLL(None), "GOMP_parallel"):
         return
     spec = find_spec("torch")
     packages = Path(spec.origin).parents[1] if spec is not None and spec.origin is not None else Path()
+    # A torch without its own runtime uses the one of the system.
     beside_torch = [*packages.glob("torch/lib/libgomp*.so*"), *packages.glob("torch.libs/libgomp*.so*")]
     failures = []
     for library in [*map(str, beside_torch), "libgomp.so.1"]:
@@ -66,13 +71,16 @@ def load_openmp() -> None:
         except OSError as error:
             failures.append(str(error))
     raise MesetaError(
-        f"the compiled core needs GNU's OpenMP runtime, which torch brings or the system has; "
-        f"neither loads ({'; '.join(failures)}): install torch again with pip, or libgomp1 with the system's packages"
+        "the compiled core needs GNU's OpenMP runtime, but it can be loaded neither from torch nor from the system "
+        f"({'; '.join(failures)}); install torch again with pip, or libgomp1 with the system's package manager"
     )
 
 
 def instruction_set() -> str:
-    """'avx512', 'avx2' or 'baseline': what MESETA_ISA says, else the best that this processor runs."""
+    """Return the value of `MESETA_ISA`, or the best instruction set of this processor.
+
+    Raises InstructionSetError if the value is unknown or unsupported.
+    """
     best = best_instruction_set()
     chosen = environ.get("MESETA_ISA", best)
     if chosen not in MODULES:
@@ -83,11 +91,11 @@ def instruction_set() -> str:
 
 
 def best_instruction_set() -> str:
-    """'avx512', 'avx2' or 'baseline': the best that this processor runs."""
+    """Return the best instruction set of this processor: 'avx512', 'avx2' or 'baseline'."""
     return {"AVX512": "avx512", "AVX2": "avx2"}.get(_cpu_capability(), "baseline")
 
 
 def _cpu_capability() -> str:
-    import torch  # here alone: readers of text load the baseline in processes without it
+    import torch  # Not at the top: readers of text formats load the baseline core in processes without torch.
 
     return torch.backends.cpu.get_cpu_capability()

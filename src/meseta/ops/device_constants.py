@@ -1,5 +1,4 @@
-"""Small tensors that go to a GPU or come from it while the host goes on: tables of integers that kernels read, such as
-addresses, sizes and flags of many tensors; numbers of a step; and what is learned of it."""
+"""Copies of small tensors between host and GPU that do not block the host."""
 
 from __future__ import annotations
 
@@ -14,19 +13,19 @@ from meseta.spec import MesetaError
 
 
 def device_constant(words: tuple[int, ...], device: torch.device) -> Tensor:
-    """int64 [len(words)] on the device, copied at the first use of these words and kept.
+    """Return an int64 tensor of `words` on `device`. It is copied at the first call and then cached.
 
-    The copy comes from pinned memory, so the host does not wait. Raises MesetaError at the first use inside the
-    capture of a CUDA graph, where such a copy has no place.
+    The host does not wait, because the copy comes from pinned memory. Raises MesetaError if the first call is within
+    the capture of a CUDA graph, which cannot contain this copy.
     """
-    found = _make_constant(words, device)
+    constant = _make_constant(words, device)
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        _GRAPH_CONSTANTS[words, device] = found
-    return found
+        _GRAPH_CONSTANTS[words, device] = constant
+    return constant
 
 
 _GRAPH_CONSTANTS: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
-"""Graphs hold the addresses of these for ever."""
+"""Constants whose addresses a CUDA graph holds. They are never freed."""
 
 
 @lru_cache(maxsize=1024)
@@ -35,27 +34,27 @@ def _make_constant(words: tuple[int, ...], device: torch.device) -> Tensor:
         return torch.tensor(words, dtype=torch.int64, device=device)
     if torch.cuda.is_current_stream_capturing():
         raise MesetaError(
-            "a CUDA graph is being captured, and an operator sees its tables for the first time: run the same call "
-            "once before the capture, with the same tables"
+            "an operator was called with new tables while a CUDA graph is captured; run the same call, with the same "
+            "tables, once before the capture"
         )
     return torch.tensor(words, dtype=torch.int64, pin_memory=True).to(device, non_blocking=True)
 
 
 def copy_to_device(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[len(numbers)] on the device, for numbers that are others in every step. The host does not wait."""
+    """Copy numbers to a 1-d tensor on `device` without blocking the host. For numbers that change in every step."""
     if device.type != "cuda":
         return torch.tensor(numbers, dtype=dtype, device=device)
     return torch.tensor(numbers, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
 
 
 class AsyncHostCopy:
-    """A tensor on its way to the memory of the host, behind the work of the current stream.
+    """Asynchronous copy of a tensor to host memory, ordered after the previous work of the current stream.
 
-    Who has waited for later work of that stream meanwhile, for whatever reason, reads it without waiting.
+    Reading does not block if the caller has already waited for later work of the same stream.
     """
 
     def __init__(self, tensor: Tensor) -> None:
-        """On a CPU it is there at once: the same memory."""
+        """Start the copy. A CPU tensor is not copied, and `read` then returns the tensor itself."""
         self._host = tensor
         self._copied_event: Any = None
         if tensor.device.type == "cuda":
@@ -64,7 +63,7 @@ class AsyncHostCopy:
             self._copied_event = torch.cuda.current_stream(tensor.device).record_event()
 
     def read(self) -> Tensor:
-        """The tensor, on the CPU, once the stream has come to it."""
+        """Return the tensor in host memory. Waits until the copy is complete."""
         if self._copied_event is not None:
             self._copied_event.synchronize()
             self._copied_event = None

@@ -1,4 +1,5 @@
-"""Where operators are registered with torch: define/impl, which costs a few microseconds a call."""
+"""Registration of operators with PyTorch."""
+# `define` and `impl` cost a few microseconds per call.
 
 from __future__ import annotations
 
@@ -9,16 +10,15 @@ import torch
 from torch import Tensor
 
 LIBRARY = torch.library.Library("meseta", "FRAGMENT")
-"""All operators of this package, as torch.ops.meseta.NAME."""
+"""Library of all operators. They are available as torch.ops.meseta.NAME."""
 FLOPS: dict[Any, Callable[..., int]] = {}
-"""Of operators that multiply matrices, what torch.utils.flop_counter counts of a call, as its `custom_mapping`."""
+"""Functions that count the floating-point operations of an operator, for the `custom_mapping` of
+`torch.utils.flop_counter.FlopCounterMode`."""
 
 
 def can_bypass_dispatcher(tensor: Tensor) -> bool:
-    """Whether a call may go to the compiled core at once: it is run, on a CPU, and nobody traces it.
-
-    An operator's way through torch costs as much as a small batch when it takes a hundred tables along.
-    """
+    """Whether a call may go directly to the compiled core: eager execution on a CPU with a plain tensor."""
+    # With a hundred tables as arguments, the dispatcher costs as much as the work of a small batch.
     return type(tensor) is Tensor and tensor.is_cpu and not torch.compiler.is_compiling()
 
 
@@ -30,11 +30,14 @@ def register(
     cuda: Callable[..., Any] | None = None,
     flops: Callable[..., int] | None = None,
 ) -> Any:
-    """Define `schema` with its kernels and return the callable operator.
+    """Define an operator with its kernels and return it.
 
-    `fake` gives shapes and types alone, for torch.compile and torch.export. Without `cuda` the CPU's function, which
-    then has to be plain torch, serves every device. `flops` gives the operations of its products, of the arguments of a
-    call: two for a product that is added to a sum.
+    Args:
+        schema: PyTorch schema of the operator.
+        cpu: Kernel for the CPU. Without `cuda` it is used on all devices, and must then be plain PyTorch.
+        fake: Function that returns outputs with shapes and dtypes only, for torch.compile and torch.export.
+        cuda: Kernel for CUDA devices.
+        flops: Counts the operations of matrix products from the arguments of a call. A multiply-add counts as two.
     """
     name = schema.partition("(")[0]
     LIBRARY.define(schema)
@@ -50,7 +53,7 @@ def register(
 
 
 def _with_tensor_arguments(flops: Callable[..., int]) -> Callable[..., int]:
-    """The same as torch's counter calls it: with the result too, and with tensors in place of their shapes."""
+    # `_get_raw` makes torch's counter pass the result and the tensors themselves instead of their shapes.
 
     def counted(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
         return flops(*args, **kwargs)

@@ -1,4 +1,4 @@
-// 64-bit mixing functions of ids.
+// 64-bit hash functions of ids.
 #pragma once
 
 #include <cstdint>
@@ -14,14 +14,14 @@ inline uint64_t splitmix64(uint64_t x) {
   return x ^ (x >> 31);
 }
 
-// The x of which splitmix64 is this: its multipliers are odd, and its shifts leave the upper bits as they were.
+// The inverse of splitmix64. It exists because multipliers are odd, and shifts keep the upper bits.
 inline uint64_t inverse_splitmix64(uint64_t x) {
   x = (x ^ (x >> 31) ^ (x >> 62)) * 0x319642B2D24D8EC3u;
   x = (x ^ (x >> 27) ^ (x >> 54)) * 0x96DE1B173F119089u;
   return (x ^ (x >> 30) ^ (x >> 60)) - 0x9E3779B97F4A7C15u;
 }
 
-// XXH64 of the eight bytes of x, least significant first ("xxHash fast digest algorithm", version 0.1.1).
+// XXH64 of the eight bytes of x, least significant byte first ("xxHash fast digest algorithm", version 0.1.1).
 inline uint64_t xxh64_of_word(uint64_t x, uint64_t seed) {
   constexpr uint64_t kPrime1 = 0x9E3779B185EBCA87u, kPrime2 = 0xC2B2AE3D27D4EB4Fu, kPrime3 = 0x165667B19E3779F9u,
                      kPrime4 = 0x85EBCA77C2B2AE63u, kPrime5 = 0x27D4EB2F165667C5u;
@@ -33,7 +33,7 @@ inline uint64_t xxh64_of_word(uint64_t x, uint64_t seed) {
   return hash ^ (hash >> 32);
 }
 
-// The high 64 bits of hash * size, for sizes below 2^32 by 32-bit products, which vectorise.
+// The upper 64 bits of hash * size. For sizes below 2^32 it uses 32-bit products, which vectorize.
 inline uint64_t reduce_small(uint64_t hash, uint64_t size) {
   return ((hash >> 32) * size + ((hash & 0xFFFFFFFFu) * size >> 32)) >> 32;
 }

@@ -1,4 +1,4 @@
-// Ids and their positions as entries of a radix sort: one word for both where 64 bits are enough, else two.
+// Ids and their positions as entries of a radix sort: one word if 64 bits are enough, else two.
 #pragma once
 
 #include <array>
@@ -9,7 +9,7 @@
 
 namespace meseta {
 
-// Rows are counted from the smallest id, modulo 2^64.
+// Packs ids and positions into words. Rows are numbered from the smallest id, modulo 2^64.
 struct Packing {
   uint64_t first;
   int row_bits, position_bits;

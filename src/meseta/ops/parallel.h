@@ -1,8 +1,9 @@
-// Threads of the compiled core: OpenMP's, which torch shares, and no other use of OpenMP anywhere.
+// Threads of the compiled core. They are OpenMP's, which torch shares. OpenMP is used nowhere else.
 //
-// MESETA_GOMP: on Linux the threads are asked of GNU's runtime by the call that gcc makes of the pragma, and no library
-// is linked for it, since torch brings one (meseta.ops.core). What clang makes of the pragma needs LLVM's runtime, and
-// two of them in a process, whose idle threads spin while the other ones work, make a step take twice as long.
+// With MESETA_GOMP, on Linux, threads are requested from GNU's runtime by the call that gcc generates for the pragma. No
+// library is linked for it, because torch contains one (meseta.ops.core). Code that clang generates for the pragma needs
+// LLVM's runtime. With two runtimes in a process, idle threads of one spin while the other one works, and a step takes
+// twice as long.
 #pragma once
 
 #include <atomic>
@@ -20,7 +21,7 @@ int omp_get_num_threads(void);
 
 namespace meseta {
 
-// body(thread) on `num_threads` threads. An exception of any thread is rethrown on the caller's.
+// Run body(thread) on `num_threads` threads. An exception of any thread is rethrown in the caller's thread.
 template <typename Body>
 void parallel(int num_threads, Body&& body) {
   if (num_threads <= 1) {
@@ -38,7 +39,7 @@ void parallel(int num_threads, Body&& body) {
     }
   };
 #if defined(MESETA_GOMP)
-  auto share = [&] {  // the runtime may give fewer threads than it was asked for
+  auto share = [&] {  // The runtime may provide fewer threads than requested.
     for (int thread = omp_get_thread_num(); thread < num_threads; thread += omp_get_num_threads()) guarded(thread);
   };
   GOMP_parallel([](void* data) { (*static_cast<decltype(share)*>(data))(); }, &share, unsigned(num_threads), 0);
@@ -49,7 +50,7 @@ void parallel(int num_threads, Body&& body) {
   if (failed) std::rethrow_exception(failed);
 }
 
-// body(task) for every task in 0..num_tasks-1, each on whichever thread is free: the result must not depend on it.
+// Run body(task) for each task in 0..num_tasks-1, each on any free thread. The result must not depend on the thread.
 template <typename Body>
 void parallel_tasks(int num_threads, int64_t num_tasks, Body&& body) {
   std::atomic<int64_t> next{0};

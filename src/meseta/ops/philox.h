@@ -1,4 +1,4 @@
-// Philox4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011), many counters side by side.
+// Philox4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011) for many counters in parallel.
 #pragma once
 
 #include <algorithm>
@@ -12,18 +12,18 @@
 
 namespace meseta {
 
-// ---- one word of several counters
+// ---- One word of several counters
 
 #if defined(__AVX512F__)
-constexpr int kWide = 8, kWides = 4;  // counters in a vector, and vectors that fill the pipelines
+constexpr int kWide = 8, kWides = 4;  // Counters per vector, and number of vectors that fill the pipelines.
 #elif defined(__AVX2__)
 constexpr int kWide = 4, kWides = 4;
 #else
 constexpr int kWide = 2, kWides = 4;
 #endif
 
-// A word is the lower half of a lane, as the multiplications want it; the upper half may hold anything. Lanes hold
-// counters in the order that puts the sixteen bytes of each where they belong by two shuffles.
+// A word is the lower half of a lane, as multiplications need it. The upper half is undefined. The order of counters in
+// lanes is such that two shuffles put the sixteen bytes of each counter into place.
 typedef uint64_t Wide __attribute__((vector_size(8 * kWide)));
 typedef int64_t SignedWide __attribute__((vector_size(8 * kWide)));
 
@@ -34,19 +34,19 @@ inline Wide high(Wide a) { return a >> 32; }
 
 #if defined(__AVX512F__)
 
-// Zeroing forms with all lanes set: see simd.h.
+// Zeroing intrinsics with all lanes set: see simd.h.
 inline Wide positions() { return Wide{0, 4, 1, 5, 2, 6, 3, 7}; }
 inline Wide product(Wide a, Wide b) { return Wide(_mm512_maskz_mul_epu32(0xFF, __m512i(a), __m512i(b))); }
 inline Wide exclusive_or(Wide a, Wide b, Wide c) {
   return Wide(_mm512_ternarylogic_epi64(__m512i(a), __m512i(b), __m512i(c), 0x96));
 }
-// Lanes of `group` that have come to `groups` go on in the next row.
+// Move lanes whose `group` has reached `groups` to the next row.
 inline void wrap(Wide& group, Wide& row, Wide groups) {
   const __mmask8 past = _mm512_cmpge_epi64_mask(__m512i(group), __m512i(groups));
   group = Wide(_mm512_mask_sub_epi64(__m512i(group), past, __m512i(group), __m512i(groups)));
   row = Wide(_mm512_mask_add_epi64(__m512i(row), past, __m512i(row), _mm512_set1_epi64(1)));
 }
-// rows[at], at < kWide; nothing is read behind the `left` rows, and a lane that would gets any number.
+// Return rows[at], at < kWide. Nothing is read after the `left` rows. Lanes that would read there are undefined.
 inline Wide pick(const int64_t* rows, int64_t left, Wide at) {
   const int there = int(std::clamp<int64_t>(left, 0, kWide));
   const __m512i all = _mm512_maskz_loadu_epi64(__mmask8((1u << there) - 1), rows);
@@ -63,7 +63,7 @@ inline void store_counters(char* out, Wide a, Wide b, Wide c, Wide d) {
 
 inline Wide exclusive_or(Wide a, Wide b, Wide c) { return a ^ (b ^ c); }
 inline void wrap(Wide& group, Wide& row, Wide groups) {
-  const Wide past = Wide(SignedWide(group) >= SignedWide(groups));  // all bits, that is -1, or none
+  const Wide past = Wide(SignedWide(group) >= SignedWide(groups));  // All bits set, which is -1, or 0.
   group -= past & groups;
   row -= past;
 }
@@ -75,7 +75,7 @@ inline Wide product(Wide a, Wide b) { return Wide(_mm256_mul_epu32(__m256i(a), _
 inline Wide pick(const int64_t* rows, int64_t left, Wide at) {
   const Wide there = Wide(SignedWide{0, 1, 2, 3} < SignedWide(spread(uint64_t(left))));
   const __m256i all = _mm256_maskload_epi64(reinterpret_cast<const long long*>(rows), __m256i(there));
-  const Wide halves = (at << 1 | at << 33) + spread(uint64_t{1} << 32);  // words 2 at and 2 at + 1
+  const Wide halves = (at << 1 | at << 33) + spread(uint64_t{1} << 32);  // Words 2 at and 2 at + 1.
   return Wide(_mm256_permutevar8x32_epi32(all, __m256i(halves)));
 }
 inline void store_counters(char* out, Wide a, Wide b, Wide c, Wide d) {
@@ -109,9 +109,9 @@ inline void store_counters(char* out, Wide a, Wide b, Wide c, Wide d) {
 #endif
 #endif
 
-// ---- all their words
+// ---- All words
 
-constexpr int kCounters = kWide * kWides;  // side by side: 32, 16 or 8
+constexpr int kCounters = kWide * kWides;  // Counters in parallel: 32, 16 or 8.
 
 inline void philox(Wide (&a)[kWides], Wide (&b)[kWides], Wide (&c)[kWides], Wide (&d)[kWides], uint64_t key) {
   const Wide first = spread(0xD2511F53u), second = spread(0xCD9E8D57u);
@@ -130,7 +130,7 @@ inline void philox(Wide (&a)[kWides], Wide (&b)[kWides], Wide (&c)[kWides], Wide
   }
 }
 
-// Walks over the (row, group) of [num_rows, groups], kWide at a time.
+// Iterates over (row, group) in [num_rows, groups], kWide pairs at a time.
 class Walk {
  public:
   Walk(const int64_t* rows, int64_t num_rows, int64_t groups)
@@ -151,20 +151,20 @@ class Walk {
   }
 
  private:
-  const int64_t* rows_;  // from the row of the first lane on
+  const int64_t* rows_;  // Rows from that of the first lane on.
   int64_t left_, groups_, rows_on_, groups_on_, group_ = 0;
   Wide groups_at_ = positions(), rows_at_ = spread(0);
 };
 
-// What counters are made of, beside their rows.
+// Parts of counters that do not depend on the row.
 struct CounterRange {
   uint64_t key;
-  uint64_t first_row;    // added to every row
-  uint32_t first_group;  // third word of the first counter of a row; the others follow
-  uint32_t last;         // fourth word
+  uint64_t first_row;    // Added to every row.
+  uint32_t first_group;  // Third word of the first counter of a row. Further counters of the row count up from it.
+  uint32_t last;         // Fourth word.
 };
 
-// The four words of each counter (low and high word of the row, group, last): [num_rows, groups, 4] at `out`.
+// Write the four words of each counter (low and high word of the row, group, last) to `out` [num_rows, groups, 4].
 inline void philox_words(const CounterRange& range, const int64_t* rows, int64_t num_rows, int64_t groups, void* out) {
   const int64_t count = num_rows * groups;
   Walk walk(rows, num_rows, groups);
@@ -185,12 +185,12 @@ inline void philox_words(const CounterRange& range, const int64_t* rows, int64_t
   }
 }
 
-// The words of cells (first_row + r, first_column + c), r < num_rows, c < num_columns, at out[r * num_columns + c]: the
-// counter is (low and high word of the row, column / 4, 0), and a cell takes word column % 4, converted.
+// Write the converted word of each cell (first_row + r, first_column + c) to out[r * num_columns + c]. The counter is
+// (low and high word of the row, column / 4, 0), and a cell uses word column % 4.
 template <typename T, typename Convert>
 void random_words(uint64_t key, uint64_t first_row, int64_t num_rows, uint64_t first_column, int64_t num_columns, T* out,
                   Convert convert) {
-  constexpr int64_t kMost = 256;  // counters at a time
+  constexpr int64_t kMost = 256;  // Counters at a time.
   static constexpr std::array<int64_t, kMost> kRows = [] {
     std::array<int64_t, kMost> rows{};
     for (int64_t r = 0; r < kMost; ++r) rows[size_t(r)] = r;
@@ -204,7 +204,7 @@ void random_words(uint64_t key, uint64_t first_row, int64_t num_rows, uint64_t f
     for (int64_t r = 0; r < num_rows; r += most_rows) {
       const int64_t n = std::min(most_rows, num_rows - r);
       philox_words({key, first_row + uint64_t(r), uint32_t(column / 4), 0}, kRows.data(), n, groups, words);
-      if (cells == groups * 4 && cells == num_columns) {  // one after the other, as they are
+      if (cells == groups * 4 && cells == num_columns) {  // Rows are contiguous.
         std::transform(words, words + n * num_columns, out + r * num_columns, convert);
         continue;
       }
@@ -217,7 +217,7 @@ void random_words(uint64_t key, uint64_t first_row, int64_t num_rows, uint64_t f
   }
 }
 
-// Those of one row, as they are.
+// Write the words of one row without conversion.
 inline void random_words(uint64_t key, uint64_t row, uint64_t first_column, int64_t count, uint32_t* out) {
   random_words(key, row, 1, first_column, count, out, [](uint32_t word) { return word; });
 }

@@ -9,7 +9,7 @@
 
 namespace meseta {
 
-// For keys that leave no room for a position beside them.
+// Entry with separate words, for keys that leave no bits for a position.
 struct KeyedEntry {
   uint64_t key, value;
 };
@@ -17,10 +17,10 @@ struct KeyedEntry {
 inline uint64_t sort_key(uint64_t entry) { return entry; }
 inline uint64_t sort_key(const KeyedEntry& entry) { return entry.key; }
 
-constexpr size_t kInsertionSize = 24;  // below this a radix pass costs more in clearing its counts
-constexpr int kMaxDigitBits = 11;      // 2048 open ends still fit the second-level TLB
+constexpr size_t kInsertionSize = 24;  // For fewer entries, clearing the counts of a radix pass costs more.
+constexpr int kMaxDigitBits = 11;      // 2048 write positions still fit into the second-level TLB.
 
-// The bits of [first_bit, last_bit) in which any two entries differ.
+// Return the bits of [first_bit, last_bit) in which any two entries differ.
 template <typename Entry>
 uint64_t varying_bits(const Entry* entries, size_t n, int first_bit, int last_bit) {
   if (n < 2 || last_bit <= first_bit) return 0;
@@ -42,7 +42,7 @@ void insertion_sort(Entry* entries, size_t n, uint64_t mask) {
   }
 }
 
-// How a span of bits is cut into digits: as few as the counts of `n` entries justify, of equal width.
+// Division of a range of bits into digits of equal width: as few as the counting cost for `n` entries justifies.
 struct DigitWidth {
   int num_passes, bits;
   DigitWidth(int num_bits, size_t n) {
@@ -52,18 +52,18 @@ struct DigitWidth {
   }
 };
 
-// The digits of the span of `varying` bits.
+// Digits of the range of `varying` bits.
 struct Digits {
   int low, high, bits;
   Digits(uint64_t varying, size_t n)
       : low(std::countr_zero(varying)), high(64 - std::countl_zero(varying)), bits(DigitWidth(high - low, n).bits) {}
-  // The last digit ends with the span: bits above it may differ, but are not to be sorted by.
+  // The last digit ends with the range. Bits above it may differ, but must not be sorted by.
   uint64_t mask(int shift) const { return (uint64_t{1} << std::min(bits, high - shift)) - 1; }
 };
 
-// Sort `n` entries by their bits [first_bit, last_bit), 0 <= first_bit, last_bit <= 64, keeping the order of equal ones.
-// Least significant digit first; bits and digits that all entries share cost nothing. Returns the buffer that holds the
-// result, `entries` or `scratch` (room for n each); the other one then holds rubbish.
+// Sort `n` entries by their bits [first_bit, last_bit), 0 <= first_bit, last_bit <= 64. Equal entries keep their order.
+// The least significant digit is first. Digits that all entries share are skipped. Returns the buffer with the result,
+// `entries` or `scratch` (n entries each). The other buffer then has undefined content.
 template <typename Entry>
 Entry* radix_sort(Entry* entries, Entry* scratch, size_t n, int first_bit, int last_bit) {
   const uint64_t varying = varying_bits(entries, n, first_bit, last_bit);

@@ -1,4 +1,4 @@
-// The cache lines in which the rows of a table lie, to be fetched before the rows are read.
+// Cache lines of the rows of a table, for prefetching.
 #pragma once
 
 #include <algorithm>
@@ -8,13 +8,13 @@
 
 namespace meseta {
 
-// A table of rows of 96 bytes, from the beginning of a line on:
+// Example: a table with rows of 96 bytes that starts at a line:
 //
 //   lines  |       0       |       1       |       2       |
 //   rows   |           0           |           1           |
 //
-// Both end in a second line. A row that does not begin with a line may end in one line more than its bytes fill, so that
-// its last byte is asked for too.
+// Both rows end in a second line. A row that does not start at a line may extend into one line more than its size
+// suggests. The line of its last byte is therefore also fetched.
 class RowLines {
  public:
   RowLines(const void* table, int64_t row_bytes)
@@ -23,12 +23,13 @@ class RowLines {
         lines_((row_bytes + kBytes - 1) / kBytes),
         straddles_(row_bytes > 0 && row_bytes % kBytes != 0 && kBytes % row_bytes != 0) {}
 
-  // The lines that a row fills.
+  // Number of lines that a row fills.
   int64_t lines() const { return lines_; }
-  // How many rows before its turn one is fetched, by loops that fetch one row for each that they read.
+  // Number of rows by which prefetching should run ahead in a loop that reads one row per iteration.
   int64_t ahead() const { return std::clamp<int64_t>(64 / std::max<int64_t>(lines_, 1), 8, 32); }
 
-  // Any row: one outside the table is fetched from nowhere. It is known to fill `kAtLeast` lines.
+  // Prefetch a row that is known to fill at least `kAtLeast` lines. Any row number is valid: prefetching an invalid
+  // address has no effect.
   template <int kAtLeast = 0>
   void fetch(int64_t row) const {
     const uintptr_t first = table_ + uintptr_t(row) * uintptr_t(row_bytes_);

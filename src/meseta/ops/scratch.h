@@ -1,4 +1,4 @@
-// Working memory that each thread keeps: fresh pages cost the kernel a fault and a clearing each, in every step.
+// Scratch memory that each thread keeps. New pages in every step would cost page faults and clearing.
 #pragma once
 
 #include <cstddef>
@@ -6,7 +6,7 @@
 
 namespace meseta {
 
-// Room for `count` values, uninitialised, valid until this thread asks for the same type and slot again.
+// Return uninitialized memory for `count` values. It is valid until this thread requests the same type and slot again.
 template <typename T, int kSlot = 0>
 T* scratch(size_t count) {
   thread_local std::unique_ptr<T[]> kept;

@@ -1,5 +1,5 @@
-// Sixteen float lanes on every instruction set: one AVX-512 register, two of AVX2, or plain loops. No fused
-// multiply-add anywhere, and sums over lanes as one fixed tree, so all three give the same bits.
+// Sixteen float lanes for every instruction set: one AVX-512 register, two AVX2 registers, or plain loops. There is no
+// fused multiply-add, and lanes are summed as a fixed tree, so that all three give bitwise identical results.
 #pragma once
 
 #include <cmath>
@@ -14,7 +14,7 @@ namespace meseta {
 
 constexpr int kLanes = 16;
 
-// Storage types of rows beside float.
+// Storage types of rows other than float.
 struct Half {
   uint16_t bits;
 };
@@ -22,7 +22,7 @@ struct Bfloat {
   uint16_t bits;
 };
 
-// ---- one number
+// ---- One number
 
 inline float bits_to_float(uint32_t bits) {
   float value;
@@ -37,28 +37,28 @@ inline uint32_t float_to_bits(float value) {
 inline float to_float(float value) { return value; }
 inline float to_float(Bfloat value) { return bits_to_float(uint32_t(value.bits) << 16); }
 inline float to_float(Half value) {
-  // The exponent is moved by a multiplication, which is exact, for subnormal halves too.
+  // A multiplication adjusts the exponent. It is exact, also for subnormal halves.
   const uint32_t sign = uint32_t(value.bits & 0x8000u) << 16, magnitude = value.bits & 0x7FFFu;
   if (magnitude >= 0x7C00u) return bits_to_float(sign | 0x7F800000u | (magnitude & 0x3FFu) << 13);
   return bits_to_float(sign | float_to_bits(bits_to_float(magnitude << 13) * 0x1p112f));
 }
-// The half of a float that is one already, or that is cut towards zero.
+// Convert a float that is exactly representable as a half. Other floats are rounded towards zero.
 inline Half to_half_exact(float value) {
   const uint32_t bits = float_to_bits(value), sign = bits >> 16 & 0x8000u, magnitude = bits & 0x7FFFFFFFu;
   if (magnitude > 0x7F800000u) return {uint16_t(sign | 0x7E00u)};
-  if (magnitude >= 0x47800000u) return {uint16_t(sign | 0x7C00u)};  // 2^16 and above
+  if (magnitude >= 0x47800000u) return {uint16_t(sign | 0x7C00u)};  // 2^16 and above.
   if (magnitude < 0x38800000u) return {uint16_t(sign | uint32_t(bits_to_float(magnitude) * 0x1p24f))};
   return {uint16_t(sign | (magnitude - 0x38000000u) >> 13)};
 }
 
-// ---- sixteen numbers
+// ---- Sixteen numbers
 
 #if defined(__AVX512F__)
 
 struct Vec {
   __m512 v;
 };
-// Zeroing forms with all lanes set: gcc warns of the plain ones' undefined source (its bug 105593).
+// Use the zeroing intrinsics with all lanes set. gcc warns about the undefined source of the plain ones (bug 105593).
 constexpr __mmask16 kAll = 0xFFFF;
 inline Vec operator+(Vec a, Vec b) { return {_mm512_add_ps(a.v, b.v)}; }
 inline Vec operator-(Vec a, Vec b) { return {_mm512_sub_ps(a.v, b.v)}; }
@@ -75,8 +75,9 @@ inline Vec load(const Half* p) {
   return {_mm512_maskz_cvtph_ps(kAll, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
 }
 inline Vec load(const Bfloat* p) { return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
-// The first n lanes, the others zero; with no wider access than they need, since one that runs into the next line waits for
-// it, though all of its lanes there are masked: rows of 4 numbers in memory took 18 ns instead of 7.
+// Load the first n lanes, with zeros in the others. The access is only as wide as needed: a masked access that crosses
+// into the next cache line waits for that line, although all its lanes there are masked. With wide accesses, rows of 4
+// numbers took 18 ns instead of 7.
 inline Vec load(const float* p, int n) {
   const unsigned mask = (1u << n) - 1;
   if (n <= 4) return {_mm512_zextps128_ps512(_mm_maskz_loadu_ps(__mmask8(mask), p))};
@@ -104,7 +105,7 @@ inline void store(float* p, Vec a, int n) {
     _mm512_mask_storeu_ps(p, __mmask16(mask), a.v);
   }
 }
-// Past the caches, to 64-byte aligned memory; stream_fence before another thread may read it.
+// Store to 64-byte aligned memory, bypassing the caches. Call stream_fence before another thread reads it.
 inline void stream(float* p, Vec a) { _mm512_stream_ps(p, a.v); }
 inline void stream_fence() { _mm_sfence(); }
 inline Vec sqrt(Vec a) { return {_mm512_maskz_sqrt_ps(kAll, a.v)}; }
@@ -112,18 +113,18 @@ inline Vec abs(Vec a) { return {_mm512_abs_ps(a.v)}; }
 inline Vec negate(Vec a) {
   return {_mm512_castsi512_ps(_mm512_xor_si512(_mm512_castps_si512(a.v), _mm512_set1_epi32(int(0x80000000u))))};
 }
-// NaN of either operand stays NaN, as in torch.maximum.
+// NaN in either operand gives NaN, as in torch.maximum.
 inline Vec maximum(Vec a, Vec b) {
   return {_mm512_mask_mov_ps(_mm512_maskz_max_ps(kAll, a.v, b.v), _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q), a.v)};
 }
 inline Vec minimum(Vec a, Vec b) {
   return {_mm512_mask_mov_ps(_mm512_maskz_min_ps(kAll, a.v, b.v), _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q), a.v)};
 }
-// Numbers alone: what becomes of NaN differs.
+// Operands must not be NaN, because its result differs between instruction sets.
 inline Vec clamp(Vec a, Vec low, Vec high) {
   return {_mm512_maskz_min_ps(kAll, _mm512_maskz_max_ps(kAll, a.v, low.v), high.v)};
 }
-// The largest power of two that is not above |a|; 0 of subnormal numbers.
+// The largest power of two that is at most |a|. It is 0 for subnormal numbers.
 inline Vec power_part(Vec a) {
   return {_mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(a.v), _mm512_set1_epi32(0x7F800000)))};
 }
@@ -133,7 +134,7 @@ inline Vec greater(Vec a, Vec b) {
 inline Vec where_positive(Vec c, Vec a, Vec b) {
   return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(c.v, _mm512_setzero_ps(), _CMP_GT_OQ), b.v, a.v)};
 }
-// (0..7) + (8..15), and so on down to one.
+// Add lanes 0..7 and 8..15, and so on down to one.
 inline float sum_lanes(Vec a) {
   const __m256 low = _mm512_maskz_extractf32x8_ps(0xFF, a.v, 0), high = _mm512_extractf32x8_ps(a.v, 1);
   const __m256 eight = _mm256_add_ps(low, high);
@@ -141,19 +142,19 @@ inline float sum_lanes(Vec a) {
   const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
   return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
 }
-// The sums of the lanes of sixteen vectors that lie one after the other: the additions of sum_lanes, several at once.
+// Sum the lanes of each of sixteen consecutive vectors. The additions are those of sum_lanes.
 inline Vec sum_lanes16(const float* p) {
   const auto at = [p](int i) { return _mm512_loadu_ps(p + 16 * i); };
   __m512 eights[8], fours[4], twos[2];
-  for (int i = 0; i < 8; ++i) {  // of vectors i and i + 8, eight lanes each
+  for (int i = 0; i < 8; ++i) {  // Eight lanes each of vectors i and i + 8.
     const __m512 a = at(i), b = at(i + 8);
     eights[i] = _mm512_add_ps(_mm512_maskz_shuffle_f32x4(kAll, a, b, 0x44), _mm512_maskz_shuffle_f32x4(kAll, a, b, 0xEE));
   }
-  for (int i = 0; i < 4; ++i) {  // i, i + 8, i + 4, i + 12
+  for (int i = 0; i < 4; ++i) {  // Vectors i, i + 8, i + 4, i + 12.
     const __m512 a = eights[i], b = eights[i + 4];
     fours[i] = _mm512_add_ps(_mm512_maskz_shuffle_f32x4(kAll, a, b, 0x88), _mm512_maskz_shuffle_f32x4(kAll, a, b, 0xDD));
   }
-  for (int i = 0; i < 2; ++i) {  // two lanes of i, two of i + 2, and so on
+  for (int i = 0; i < 2; ++i) {  // Two lanes of vector i, two of i + 2, and so on.
     const __m512 a = fours[i], b = fours[i + 2];
     const __m512d low = _mm512_maskz_unpacklo_pd(0xFF, _mm512_castps_pd(a), _mm512_castps_pd(b));
     const __m512d high = _mm512_maskz_unpackhi_pd(0xFF, _mm512_castps_pd(a), _mm512_castps_pd(b));
@@ -161,7 +162,7 @@ inline Vec sum_lanes16(const float* p) {
   }
   const __m512 even = _mm512_maskz_shuffle_ps(kAll, twos[0], twos[1], 0x88);
   const __m512 odd = _mm512_maskz_shuffle_ps(kAll, twos[0], twos[1], 0xDD);
-  // Lanes are now the vectors 0 2 1 3, 8 10 9 11, 4 6 5 7, 12 14 13 15.
+  // Lanes now belong to vectors 0 2 1 3, 8 10 9 11, 4 6 5 7, 12 14 13 15.
   const __m512i order = _mm512_setr_epi32(0, 2, 1, 3, 8, 10, 9, 11, 4, 6, 5, 7, 12, 14, 13, 15);
   return {_mm512_maskz_permutexvar_ps(kAll, order, _mm512_add_ps(even, odd))};
 }
@@ -318,8 +319,8 @@ inline Vec sum_lanes16(const float* p) {
 
 inline Vec sign(Vec a) { return greater(a, zero()) - greater(zero(), a); }
 
-// Into the second-level cache: the first has too few miss buffers. As assembly, since gcc takes a function that only
-// prefetches for one without effect and drops its calls.
+// Prefetch into the second-level cache, because the first-level cache has too few miss buffers. It is assembly, because
+// gcc treats a function that only prefetches as free of effects and drops calls to it.
 inline void prefetch(const void* p) {
 #if defined(__x86_64__)
   asm volatile("prefetcht1 %0" : : "m"(*static_cast<const char*>(p)));
@@ -328,7 +329,7 @@ inline void prefetch(const void* p) {
 #endif
 }
 
-// The same for memory that will be written.
+// Prefetch memory that will be written.
 inline void prefetch_write(const void* p) {
 #if defined(__x86_64__)
   asm volatile("prefetchw %0" : : "m"(*static_cast<const char*>(p)));

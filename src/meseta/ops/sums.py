@@ -1,4 +1,4 @@
-"""Sums whose bits do not depend on the number of threads."""
+"""Sums and other reductions that are bitwise identical for any number of threads."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch.nn import functional
 from meseta.jagged.shapes import Float
 
 MAX_SERIAL_TERMS = 16384
-"""Numbers that torch adds in one thread where the sum is a single number; of 32,768 it gives some to each."""
+"""Maximum number of elements that torch sums to a scalar in one thread. It splits 32,768 elements between threads."""
 
 
 def total(x: Float[Tensor, " *shape"]) -> Float[Tensor, ""]:
-    """The sum of all numbers: as torch has it where one thread makes it, else of pieces that one thread each makes."""
+    """Return the sum of all elements. Large tensors are summed in chunks, so that torch uses one thread per chunk."""
     flat = x.reshape(-1)
     while len(flat) > MAX_SERIAL_TERMS:
         flat = torch.stack([piece.sum() for piece in flat.split(MAX_SERIAL_TERMS)])
@@ -24,12 +24,13 @@ def total(x: Float[Tensor, " *shape"]) -> Float[Tensor, ""]:
 
 
 def column_sums(x: Float[Tensor, "B N"]) -> Float[Tensor, " N"]:
-    """The sum of each column: torch gives a thread whole columns, but for a single one, see `total`."""
+    """Return the sum of each column."""
+    # Torch sums each column in one thread, unless there is only one column.
     return total(x)[None] if x.shape[1] == 1 else x.sum(dim=0)
 
 
 def repeat(x: Float[Tensor, " *shape"], count: int | torch.SymInt) -> Float[Tensor, "_count ..."]:
-    """x as each of `count` items; its gradient is the sum of theirs by `column_sums`. Differentiable once."""
+    """Repeat `x` along a new first dimension. The gradient is summed by `column_sums`. Differentiable once."""
     if torch.compiler.is_exporting():
         return x.expand(count, *x.shape)
     result: Tensor = _Repeat.apply(x, count)
@@ -37,7 +38,8 @@ def repeat(x: Float[Tensor, " *shape"], count: int | torch.SymInt) -> Float[Tens
 
 
 def softmax(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """Softmax of the last dimension, differentiable once on a CPU: torch's own way back tells one thread from two."""
+    """Return the softmax over the last dimension. On a CPU it is differentiable once."""
+    # The bits of torch's own CPU backward depend on the number of threads.
     if x.device.type != "cpu" or torch.compiler.is_exporting():
         return functional.softmax(x, dim=-1)
     result: Tensor = _Softmax.apply(x)
@@ -45,10 +47,8 @@ def softmax(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
 
 
 def add_product(x: Float[Tensor, "*shape"], a: Float[Tensor, "*shape"], b: Float[Tensor, "*shape"]) -> Tensor:
-    """x + a * b of three tensors of one shape, in one pass, with two on the way back. Differentiable once.
-
-    torch.addcmul takes four: it multiplies both gradients by the 1 that it multiplies the product with. Same bits.
-    """
+    """Return x + a * b, bitwise identical to `torch.addcmul`. All shapes must be equal. Differentiable once."""
+    # The backward of addcmul also multiplies both gradients by its factor 1, which takes four passes instead of two.
     if torch.compiler.is_exporting():
         return torch.addcmul(x, a, b)
     result: Tensor = _AddProduct.apply(x, a, b)

@@ -1,5 +1,4 @@
-// Transposes of 16 x 16 floats, the step between rows of samples and lanes of samples. They move bits and compute
-// nothing.
+// Transposes of 16 x 16 floats, which convert between rows and columns of samples. They move bits and compute nothing.
 #pragma once
 
 #include <cstdint>
@@ -20,23 +19,23 @@ struct alignas(64) Line {
 };
 inline float* lines(std::vector<Line>& memory) { return reinterpret_cast<float*>(memory.data()); }
 
-// Rounded to nearest, ties to even.
+// Round to nearest, ties to even.
 inline Bfloat to_bfloat(float value) {
   const uint32_t bits = float_to_bits(value), rounded = bits + 0x7FFFu + (bits >> 16 & 1u);
   return {uint16_t(value != value ? 0x7FC0u : rounded >> 16)};
 }
 
-// `count` floats, at most sixteen, in the type of the destination.
+// Write `count` floats, at most sixteen, in the type of the destination.
 inline void write(float* to, const float* from, int64_t count) { std::memcpy(to, from, size_t(count) * sizeof(float)); }
 inline void write(Bfloat* to, const float* from, int64_t count) {
   for (int64_t i = 0; i < count; ++i) to[i] = to_bfloat(from[i]);
 }
 
-// to[c * to_stride + r] = from[r * from_stride + c] for r and c in 0..15.
+// Set to[c * to_stride + r] = from[r * from_stride + c] for r and c in 0..15.
 inline void transpose(const float* from, int64_t from_stride, float* to, int64_t to_stride) {
 #if defined(__AVX512F__)
   for (int c = 0; c < 16; c += 4) {
-    // Row r of four holds rows r, r + 4, r + 8, r + 12 side by side, so that 4 x 4 transposes inside lanes do it all.
+    // Vector r has rows r, r + 4, r + 8 and r + 12, so that 4 x 4 transposes within 128-bit lanes are sufficient.
     const auto four = [&](int r) {
       const float* p = from + r * from_stride + c;
       const int64_t step = 4 * from_stride;
@@ -46,7 +45,7 @@ inline void transpose(const float* from, int64_t from_stride, float* to, int64_t
       return _mm512_insertf32x4(v, _mm_loadu_ps(p + 3 * step), 3);
     };
     const __m512 a = four(0), b = four(1), d = four(2), e = four(3);
-    // The zeroing forms with all lanes set: gcc warns of the plain ones' undefined source (its bug 105593).
+    // Use the zeroing intrinsics with all lanes set. gcc warns about the undefined source of the plain ones (bug 105593).
     const __m512d ab_low = _mm512_castps_pd(_mm512_maskz_unpacklo_ps(0xFFFF, a, b));
     const __m512d ab_high = _mm512_castps_pd(_mm512_maskz_unpackhi_ps(0xFFFF, a, b));
     const __m512d de_low = _mm512_castps_pd(_mm512_maskz_unpacklo_ps(0xFFFF, d, e));
@@ -76,7 +75,7 @@ inline void transpose(const float* from, int64_t from_stride, float* to, int64_t
 #endif
 }
 
-// The same with only `rows` rows and `columns` columns to read, of any storage type; the rest of `to` becomes zero.
+// Transpose `rows` x `columns` values of any storage type. The rest of `to` becomes zero.
 template <typename T>
 inline void transpose_in(const T* from, int64_t from_stride, int rows, int columns, float* to, int64_t to_stride) {
   if constexpr (sizeof(T) == sizeof(float)) {

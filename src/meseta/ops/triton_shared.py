@@ -1,4 +1,5 @@
-"""Pieces of Triton that several operators use. Triton reads these functions: nothing may wrap them to check types."""
+"""Triton functions shared by several operators."""
+# Triton parses the source of its functions, so that no decorator that checks types may wrap them.
 
 from __future__ import annotations
 
@@ -12,13 +13,13 @@ from torch import Tensor
 
 ROW_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 VECTOR_BYTES = 16
-"""What one lane loads at once where rows allow it."""
+"""Bytes that one lane loads with one instruction, if the alignment of rows allows it."""
 ADDRESSES_PER_LAUNCH = 7
-"""Tensors of one launch of `_write`."""
+"""Maximum number of tensors per launch of `_write_addresses`."""
 
 
 class TensorMetadata(NamedTuple):
-    """What of a tensor decides how kernels are launched on it."""
+    """Properties of a tensor on which the launch of a kernel depends."""
 
     address: int
     dtype: torch.dtype
@@ -27,23 +28,23 @@ class TensorMetadata(NamedTuple):
 
 
 def tensor_metadata(tensors: Sequence[Tensor]) -> tuple[TensorMetadata, ...]:
-    """Each tensor as part of a key, by which what follows from the tables of a model is found again in every step."""
+    """Return the metadata of each tensor, as a cache key for launch parameters derived from a model's tables."""
     return tuple(TensorMetadata(t.data_ptr(), t.dtype, tuple(t.shape), t.is_contiguous()) for t in tensors)
 
 
 def write_addresses(out: Tensor, tensors: Sequence[Tensor]) -> None:
-    """int64 out[k] = where tensors[k] lies; `out` has room for the next multiple of ADDRESSES.
+    """Write the address of each tensor to the int64 tensor `out`.
 
-    For tensors that lie elsewhere in every step: a kernel writes the addresses, so the host does not wait, and a CUDA
-    graph repeats it.
+    `out` must have `padded_address_count(len(tensors))` elements. The host does not wait for the device.
     """
+    # A kernel writes the addresses, because these tensors are reallocated in every step. CUDA graphs can replay it.
     for first in range(0, len(tensors), ADDRESSES_PER_LAUNCH):
         some = tensors[first : first + ADDRESSES_PER_LAUNCH]
         _write_addresses[(1,)](out[first:], *some, *[some[-1]] * (ADDRESSES_PER_LAUNCH - len(some)), num_warps=1)
 
 
 def padded_address_count(count: int) -> int:
-    """`count`, rounded up to a multiple of ADDRESSES."""
+    """Return `count` rounded up to a multiple of `ADDRESSES_PER_LAUNCH`."""
     return int(triton.cdiv(count, ADDRESSES_PER_LAUNCH)) * ADDRESSES_PER_LAUNCH
 
 
@@ -62,7 +63,10 @@ def _write_addresses(out, a, b, c, d, e, f, g):
 @triton.jit
 @no_type_check
 def find_last_at_most(values, first, count, wanted, live):
-    """The last index in [first, first + count) whose value is not above `wanted`; values ascend, the first one fits."""
+    """Find the last index in [first, first + count) whose value is at most `wanted`.
+
+    Values must be sorted in ascending order, and the first one must be at most `limit`.
+    """
     low, high = first, first + count
     width = count
     while width > 1:
@@ -77,7 +81,8 @@ def find_last_at_most(values, first, count, wanted, live):
 @triton.jit
 @no_type_check
 def sum_16(values):
-    """[n, 16] -> [n]: the contract's tree. Sums of two numbers have one order, whatever the compiler makes of them."""
+    """Sum rows of 16 values: [n, 16] -> [n]. The order of additions is a fixed tree."""
+    # Each step adds two numbers, whose sum has the same bits in either order.
     N: tl.constexpr = values.shape[0]
     eight = tl.sum(tl.reshape(values, [N, 2, 8]), axis=1)
     four = tl.sum(tl.reshape(eight, [N, 2, 4]), axis=1)
@@ -88,14 +93,14 @@ def sum_16(values):
 @triton.jit
 @no_type_check
 def low_word(value):
-    """The lower half of an int64, uint32."""
+    """Return the lower 32 bits of an int64 as uint32."""
     return (value & 0xFFFFFFFF).to(tl.uint32)
 
 
 @triton.jit
 @no_type_check
 def philox(c0, c1, c2, c3, k0, k1):
-    """Philox4x32-10 (Salmon et al., SC 2011): the four words, uint32, of each counter under its key."""
+    """Return the four uint32 words that Philox4x32-10 (Salmon et al., SC 2011) generates from a counter and a key."""
     a = tl.zeros_like(c0) + 0xD2511F53
     b = tl.zeros_like(c0) + 0xCD9E8D57
     for _ in tl.static_range(10):

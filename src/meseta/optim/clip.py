@@ -1,4 +1,4 @@
-"""Clipping of gradients, with bits that do not depend on the number of threads."""
+"""Gradient clipping, bitwise identical for any number of threads."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from torch import Tensor
 from meseta.spec import MesetaError
 
 NORM_EPSILON = 1e-6
-"""Added to a norm that is divided by, as torch.nn.utils.clip_grad_norm_ does."""
+"""Added to a norm before division, as in torch.nn.utils.clip_grad_norm_."""
 CHUNK_ELEMENTS = 4096
-"""Numbers whose norm is taken by one thread."""
+"""Number of elements per norm. Torch computes such a norm in one thread."""
 
 
 SumOverRanks = Callable[[float], float]
-"""Adds a number over the ranks that hold the parts of cut tensors; the same bits on all."""
+"""Function that sums a number over the ranks that hold shards of tensors. All ranks get bitwise identical results."""
 
 
 def to_local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor that may be cut over ranks; the same memory."""
+    """Return the local shard of a sharded tensor, or the tensor itself. Shares its memory."""
     return cast(Any, tensor).to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def global_norm(tensors: Iterable[Tensor], sum_over_ranks: SumOverRanks | None = None) -> float:
-    """The Euclidean norm of all numbers of the tensors together, in float64; of tensors that are cut over ranks,
-    `sum_over_ranks` adds what each rank has, and every rank calls this alike.
+    """Return the Euclidean norm of all tensors together, computed in float64.
 
-    torch cuts a sum to one number over its threads, and the last bits with it. Here only norms of chunks are torch's,
-    and their squares are added exactly.
+    `sum_over_ranks` is used for sharded tensors. All ranks must then call this function together.
     """
+    # Torch splits a sum to a scalar between its threads, which changes the last bits. Therefore torch computes only
+    # norms of chunks, and their squares are added exactly.
     tensors = list(tensors)
     cut = [tensor for tensor in tensors if hasattr(tensor, "to_local")]
     square = _sum_of_squares(tensor for tensor in tensors if not hasattr(tensor, "to_local"))
@@ -43,7 +43,7 @@ def global_norm(tensors: Iterable[Tensor], sum_over_ranks: SumOverRanks | None =
 
 
 def rows_norm(matrices: Iterable[Tensor]) -> float:
-    """That of all numbers of the matrices together, whatever the order of their rows."""
+    """Return the Euclidean norm of all matrices together. It does not depend on the order of rows."""
     return math.sqrt(_add_squares(matrices))
 
 
@@ -58,7 +58,7 @@ def _sum_of_squares(tensors: Iterable[Tensor]) -> float:
 
 
 def _add_squares(matrices: Iterable[Tensor]) -> float:
-    """NaN where a number is not finite."""
+    """Return the sum of the squares of all elements, or NaN if an element is not finite."""
     squares: list[float] = []
     for matrix in matrices:
         squares += torch.linalg.vector_norm(matrix, dim=1, dtype=torch.float64).square().tolist()
@@ -67,23 +67,25 @@ def _add_squares(matrices: Iterable[Tensor]) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class GradientClipper:
-    """What limits the gradients of dense parameters, and by one norm those of rows too; the value is applied before
-    the norm."""
+    """Clipping of dense gradients, optionally with one norm that includes gradients of embedding rows.
+
+    Values are clipped before the norm is computed.
+    """
 
     value: float | None = None
-    """Every element is limited to -value..value."""
+    """Limit for each element: -value..value. `None` means no limit."""
     norm: float | None = None
-    """All gradients together are scaled to this norm where theirs is larger (arXiv 1211.5063, algorithm 1)."""
+    """Maximum norm of all gradients together (arXiv 1211.5063, algorithm 1). `None` means no limit."""
     includes_rows: bool = False
-    """Whether gradients of rows of tables are among them, each that of its row, summed over the batch."""
+    """Whether row gradients are part of the norm. The gradient of a row is its sum over the batch."""
     sum_over_ranks: SumOverRanks | None = None
-    """Of gradients that are cut over ranks."""
+    """Sum for gradients that are sharded over ranks."""
 
     def __call__(self, parameters: Iterable[Tensor], rows: Sequence[Tensor] = ()) -> float:
-        """Limit the gradients in place; raises MesetaError where one is not finite and a norm is asked for. Returns
-        what they were multiplied by, which those of `rows`, that count in the norm, are to be as well.
+        """Clip the gradients in place and return the factor applied by `norm`. The caller must scale `rows` by it.
 
-        Gradients that are the same on all ranks stay so, and all ranks raise alike.
+        Replicated gradients stay identical on all ranks. Raises MesetaError, on all ranks, if `norm` is set and a
+        gradient is not finite.
         """
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         local = [to_local(gradient) for gradient in gradients]
@@ -96,8 +98,8 @@ class GradientClipper:
         if not math.isfinite(norm):
             whose, key = ("", "train") if self.includes_rows else (" of the dense part", "dense")
             raise MesetaError(
-                f"the gradients{whose} are not finite, so that {key}.clip_norm cannot scale them; "
-                "lower the learning rates, or set dense.clip_value, which limits each element"
+                f"the gradients{whose} are not finite, so {key}.clip_norm cannot scale them; "
+                "lower the learning rates, or set dense.clip_value to limit each element"
             )
         if norm <= self.norm:
             return 1.0

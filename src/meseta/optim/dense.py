@@ -1,4 +1,4 @@
-"""Optimizers of the dense parameters: torch.optim and LAMB, with bits that do not depend on the number of threads."""
+"""Optimizers of the dense parameters: those of torch.optim and LAMB."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from meseta.optim.lamb import Lamb
 def make_dense_optimizer(
     config: DenseOptimizerConfig, parameters: Iterable[nn.Parameter], sum_over_ranks: SumOverRanks | None = None
 ) -> torch.optim.Optimizer:
-    """The optimizer that `config` names, with torch's own constants where the config has none.
+    """Create the optimizer of `config`. Constants missing in `config` have torch's defaults.
 
-    Those of torch are its fused forms: elementwise, without atomics, and on a CPU up to ten times faster than the plain
-    ones. Adagrad is fused on CPUs only, which is where torch has it. Parameters that are cut over ranks are a group of
-    their own, since torch takes no list of both kinds; LAMB adds up their norms by `sum_over_ranks`.
+    All are bitwise identical for any number of threads. LAMB sums the norms of sharded parameters by `sum_over_ranks`.
     """
-    given = list(parameters)
-    cut = [parameter for parameter in given if hasattr(parameter, "to_local")]
-    whole = [parameter for parameter in given if not hasattr(parameter, "to_local")]
+    # Fused optimizers are elementwise without atomics, and up to ten times faster on a CPU than the plain ones. Torch
+    # has a fused Adagrad for CPUs only. Sharded parameters are a separate group, because torch accepts no list of both
+    # kinds.
+    all_parameters = list(parameters)
+    cut = [parameter for parameter in all_parameters if hasattr(parameter, "to_local")]
+    whole = [parameter for parameter in all_parameters if not hasattr(parameter, "to_local")]
     groups = [{"params": group} for group in (cut, whole) if group]
-    is_fused = not cut  # of SGD and Adagrad torch has no fused form for parts
+    is_fused = not cut  # Torch has no fused SGD and Adagrad for sharded parameters.
     common: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
     if config.name == "sgd":
         form = {"fused": True} if is_fused else {"foreach": False}
@@ -34,7 +35,7 @@ def make_dense_optimizer(
     if config.eps is not None:
         common["eps"] = config.eps
     if config.name == "adagrad":
-        on_cpu = all(parameter.device.type == "cpu" for parameter in given)
+        on_cpu = all(parameter.device.type == "cpu" for parameter in all_parameters)
         return torch.optim.Adagrad(groups, fused=on_cpu and is_fused, foreach=None if is_fused else False, **common)
     common["betas"] = (config.beta1, config.beta2)
     if config.name == "adam":
@@ -45,20 +46,19 @@ def make_dense_optimizer(
 
 
 def dense_parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """All that it steps."""
+    """Return all parameters of an optimizer."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def step_if_finite(optimizer: torch.optim.Optimizer, found_inf: Tensor) -> Callable[[], None]:
-    """Step, but where `found_inf`, one float32 beside the parameters, is 1 and not 0: there parameters, moments and
-    counts of steps keep their bits. No wait for the device.
+    """Run an optimizer step unless `found_inf`, a device scalar (float32), is nonzero. There is no host sync.
 
-    What is returned undoes what the host alone keeps of a step: moments that were not there before it, and counts that
-    lie on the CPU. It is to be called where the host learns that `found_inf` was 1.
-
-    torch's fused forms read such a number themselves, as torch.amp.GradScaler gives it. Of others, which step
-    all the same, everything is copied before, and put back by the device.
+    If it is nonzero, parameters, moments and step counts keep their bits. The returned function undoes the changes that
+    only the host can undo: moments created by this step, and step counts on the CPU. Call it once the host knows that
+    `found_inf` was nonzero.
     """
+    # Fused optimizers read `found_inf` themselves, as with torch.amp.GradScaler. Other optimizers always step, so their
+    # tensors are copied before and restored on the device.
     parameters = dense_parameters(optimizer)
     fresh = [parameter for parameter in parameters if not optimizer.state.get(parameter)]
 

@@ -1,4 +1,4 @@
-"""LAMB for dense parameters."""
+"""LAMB optimizer for dense parameters."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from meseta.optim.clip import SumOverRanks, global_norm
 class Lamb(torch.optim.Optimizer):
     """LAMB (arXiv 1904.00962, algorithm 2): Adam's direction, scaled to the norm of each parameter tensor.
 
-        direction = Adam's mean / (root + eps) + weight_decay * parameter
-        parameter -= lr * |parameter| / |direction| * direction
-
-    phi is the identity, and the quotient of norms is 1 where either is 0, as the authors' code has it.
+    The ratio of norms is not transformed (phi is the identity). It is 1 if a norm is 0, as in the authors' code.
     """
+
+    # direction = Adam's mean / (root + eps) + weight_decay * parameter
+    # parameter -= lr * |parameter| / |direction| * direction
 
     def __init__(
         self,
@@ -29,13 +29,13 @@ class Lamb(torch.optim.Optimizer):
         weight_decay: float = 0.0,
         sum_over_ranks: SumOverRanks | None = None,
     ) -> None:
-        """`sum_over_ranks` adds the squares of parameters that are cut over ranks."""
+        """Create the optimizer. `sum_over_ranks` sums squared norms of parameters that are sharded over ranks."""
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self._sum_over_ranks = sum_over_ranks
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Step every parameter that has a gradient. `closure` is called before, as in torch.optim."""
+        """Update every parameter that has a gradient. `closure` is called first, as in torch.optim."""
         if closure is not None:
             with torch.enable_grad():
                 closure()

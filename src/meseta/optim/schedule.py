@@ -1,4 +1,4 @@
-"""Learning-rate schedules, as a factor on the base rate."""
+"""Learning-rate schedules as a factor of the base rate."""
 
 from __future__ import annotations
 
@@ -8,15 +8,21 @@ from meseta.config import ScheduleConfig
 
 
 def learning_rate_factor(schedule: ScheduleConfig, step: int, num_steps: int, num_falls: int = 0) -> float:
-    """Factor for `step`, counted from 0, in a training of `num_steps` steps.
+    """Return the factor of the learning rate for `step`, which starts at 0.
 
-    As in MLPerf's DLRM: the factor rises linearly to 1 over the warm-up, stays there until the decay begins, and then
-    falls, 'polynomial' as (1 - progress) ** power, 'cosine' as (1 + cos(pi * progress)) / 2 (arXiv 1608.03983, equation
-    5, without restarts), here from 1 to `end_factor`. The decay never begins inside the warm-up, the first step of the
-    decay still has factor 1, and steps after the decay have `end_factor`. 'step' multiplies by `step_factor` every
-    `step_every` steps of the decay, down to `end_factor`; 'plateau' has done so `num_falls` times, which evaluations
-    decide.
+    As in MLPerf's DLRM, the factor rises linearly to 1 during the warm-up, stays 1 until the decay starts, and then
+    decreases. The first step of the decay still has factor 1. Steps after the decay have `end_factor`.
+
+    Args:
+        schedule: Shape of the decay. 'polynomial' is (1 - progress) ** power. 'cosine' is (1 + cos(pi * progress)) / 2
+            (arXiv 1608.03983, equation 5, without restarts). Both are scaled to end at `end_factor`. 'step' multiplies
+            by `step_factor` every `step_every` steps, and 'plateau' after evaluations without progress, both down to
+            `end_factor`.
+        step: Index of the step.
+        num_steps: Number of steps of the training, at which the decay ends by default.
+        num_falls: Number of decreases so far, for 'plateau'.
     """
+    # The decay never starts during the warm-up.
     if step < schedule.warmup_steps:
         return (step + 1) / schedule.warmup_steps
     decay_start_step = max(schedule.decay_start_step, schedule.warmup_steps)

@@ -1,4 +1,4 @@
-"""Training steps as named stages, timed, one behind the other or hidden behind each other."""
+"""Training steps in timed stages, with communication overlapped by computation."""
 
 from meseta.pipeline.pipeline import Pipeline, StepResult
 from meseta.pipeline.prefetch import ahead

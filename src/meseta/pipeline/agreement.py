@@ -1,4 +1,4 @@
-"""The loss of a global batch: each rank's sum, and what all ranks agree on."""
+"""Sum of the loss over all ranks, and the checks that depend on it."""
 
 from __future__ import annotations
 
@@ -19,23 +19,22 @@ from meseta.spec import MesetaError
 
 
 class NonFiniteLoss(MesetaError):
-    """The loss of a global batch is no number; raised on all ranks before any update."""
+    """Non-finite loss of a global batch. Raised on all ranks before any update."""
 
 
 class LateNonFiniteLoss(NonFiniteLoss):
-    """That of the step before the one under way, or of the last one between steps: the device has known it in time, and
-    updated nothing."""
+    """Non-finite loss that the host detects one step late. The device has detected it in time and skipped the
+    update."""
 
 
 @dataclass(eq=False)
 class LossAgreement:
-    """The sum of the losses of all ranks, on its way."""
+    """Asynchronous sum of losses and votes over all ranks."""
 
     global_totals: BatchTotals
-    """Of the global batch."""
     wait: Callable[[], Tensor]
     term_names: tuple[str, ...] = ()
-    """Of the terms of the loss, whose sums stand behind it."""
+    """Names of the loss terms, whose sums follow the sum of the loss."""
     _copy: AsyncHostCopy | None = field(default=None, init=False)
     _sums: list[float] | None = field(default=None, init=False)
 
@@ -43,21 +42,29 @@ class LossAgreement:
     def start(
         world: World, whole: BatchTotals, losses: Tensor, votes: Sequence[float], names: tuple[str, ...] = ()
     ) -> LossAgreement:
-        """Begin to add this rank's `losses`, float64 sums of the loss and of its terms, which have `names`, and `votes`
-        to those of the others."""
-        mine = torch.cat([losses, copy_to_device(votes, torch.float64, world.device)])
-        return LossAgreement(whole, world.start_all_reduce_small(mine, "agree"), names)
+        """Start the all-reduce.
+
+        Args:
+            world: All ranks.
+            whole: Totals of the global batch.
+            losses: float64 sums of the loss and its terms over the samples of this rank.
+            votes: Votes of this rank.
+            names: Names of the terms.
+        """
+        local_sums = torch.cat([losses, copy_to_device(votes, torch.float64, world.device)])
+        return LossAgreement(whole, world.start_all_reduce_small(local_sums, "agree"), names)
 
     def found_inf(self) -> Float[Tensor, ""]:
-        """float32 on the device: 1 where `check` will raise NonFiniteLoss, else 0. Waits on the device alone; a copy of
-        the sums is then on its way to the host, for `check`."""
+        """Return a float32 device scalar, 1 if `check` will raise NonFiniteLoss, else 0. The host does not wait.
+
+        Also starts copying the sums to the host for `check`.
+        """
         sums = self.wait()
         self._copy = AsyncHostCopy(sums)
         return (~sums[0].isfinite() | (not math.isfinite(self.global_totals.weight))).float()
 
     def check(self) -> list[float]:
-        """Wait for the sums of the loss, of its terms and of the votes; raises NonFiniteLoss where the loss is no
-        number."""
+        """Wait for the sums of the loss, its terms and the votes. Raises NonFiniteLoss if the loss is not finite."""
         if self._sums is None:
             self._sums = (self.wait() if self._copy is None else self._copy.read()).tolist()
         loss_sum, weight = self._sums[0], self.global_totals.weight
@@ -70,12 +77,12 @@ class LossAgreement:
 
     @property
     def loss(self) -> float:
-        """Weighted mean over the global batch; 0 where all weights are 0. Waits and raises as `check` does."""
+        """Weighted mean over the global batch, or 0 if all weights are 0. Waits and raises as `check` does."""
         return self.check()[0] / (self.global_totals.weight or 1.0)
 
     @property
     def terms(self) -> dict[str, float]:
-        """Weighted means over the global batch of the terms of the loss, by name. Waits and raises as `check` does."""
+        """Weighted means of the loss terms over the global batch, by name. Waits and raises as `check` does."""
         return {
             name: one / (self.global_totals.weight or 1.0)
             for name, one in zip(self.term_names, self.check()[1:], strict=False)
@@ -83,26 +90,26 @@ class LossAgreement:
 
     @property
     def votes(self) -> tuple[float, ...]:
-        """Sums of the votes. Waits and raises as `check` does."""
+        """Sums of the votes over all ranks. Waits and raises as `check` does."""
         return tuple(self.check()[1 + len(self.term_names) :])
 
 
 @dataclass(eq=False)
 class DeferredLossCheck:
-    """A step of which the host does not know yet whether its loss is a number; its update has begun."""
+    """Check of a loss that the host completes one step later. The update of its step has already started."""
 
     agreement: LossAgreement
     found_inf: Float[Tensor, ""]
-    """The same on the device, see `Agreement.found_inf`."""
+    """Device scalar, see `LossAgreement.found_inf`."""
     batch: Batch | None
-    """What it was of."""
+    """Batch of the step."""
     step: int
-    """Steps of the tables before it."""
+    """Step counter of the tables before the step."""
     undo: Callable[[], None] = no_op
-    """Puts back what of its update the host has done, where the device has done nothing."""
+    """Function that reverts the part of the update that ran on the host, if the device has skipped the rest."""
 
     def votes(self) -> tuple[float, ...]:
-        """Those of the step. Raises LateNonFiniteLoss where its loss is no number."""
+        """Return the votes of the step. Raises LateNonFiniteLoss if its loss is not finite."""
         try:
             return self.agreement.votes
         except NonFiniteLoss as error:
@@ -111,7 +118,10 @@ class DeferredLossCheck:
 
 
 def make_batch_totals(batch: Batch) -> BatchTotals:
-    """Of the samples of one rank, before they are cut into micro-batches. A sample without any known label weighs 0."""
+    """Return the totals of a rank's slice before it is divided into micro-batches.
+
+    A sample without any known label has the weight 0.
+    """
     if batch.label_mask_2d is None:
         weight = float(batch.batch_size if batch.weight is None else total(batch.weight.double()))
     else:
@@ -120,30 +130,32 @@ def make_batch_totals(batch: Batch) -> BatchTotals:
 
 
 def known_label_weights(batch: Batch) -> list[float]:
-    """Sum of the weights of the samples whose label is known, for each of T tasks, over the samples of one rank."""
+    """Return the total weight of a rank's samples whose label is known, for each of T tasks."""
     assert batch.label_mask_2d is not None
-    return [_sum_weights(batch, known) for known in batch.label_mask_2d.unbind(1)]
+    return [_sum_weights(batch, is_known) for is_known in batch.label_mask_2d.unbind(1)]
 
 
 def _sum_weights(batch: Batch, is_counted: Tensor) -> float:
-    """Sum of the weights of some samples [B], in the order in which all of them are added."""
+    """Sum the weights of selected samples. `is_counted` has the shape [B]."""
+    # Sum in the same order as over all samples, so that the results are equal if all are selected.
     return float(total(is_counted.double() if batch.weight is None else batch.weight.double() * is_counted))
 
 
 def start_task_factors(world: World, batch: Batch | None, num_tasks: int) -> Callable[[float], Float[Tensor, " T"]]:
-    """Begin to add up the weights of the known labels of a global batch, and return what gives the factor of each task.
+    """Start summing the weights of known labels over all ranks. Return a function from W to the factors of the tasks.
 
-    A factor is W / W_t: W is the weight of all samples, and W_t the weight of those whose label of task t is known.
-    A loss that is divided by W then becomes the mean over known labels. The factor of a task without known labels is 0.
-    If all labels are known, the factors are exactly 1. The result waits for the other ranks once, and is called with W.
+    The factor of task t is W / W_t. W is the weight of all samples in the global batch, and W_t that of the samples
+    whose label of task t is known. A loss that is divided by W then becomes the mean over known labels. The factor is 0
+    for a task without known labels, and exactly 1 if all labels are known. The first call of the function waits for the
+    other ranks.
 
     Args:
-        world: all ranks; every rank calls this for the same batches in the same order.
-        batch: this rank's slice; None if it could not be read.
-        num_tasks: T.
+        world: All ranks. Each calls this for the same batches in the same order.
+        batch: Slice of this rank, or `None` if it could not be read.
+        num_tasks: Number of tasks, T.
     """
-    known = [0.0] * num_tasks if batch is None else known_label_weights(batch)
-    wait = world.start_all_reduce_small(copy_to_device(known, torch.float64, world.device), "label weights")
+    known_weights = [0.0] * num_tasks if batch is None else known_label_weights(batch)
+    wait = world.start_all_reduce_small(copy_to_device(known_weights, torch.float64, world.device), "label weights")
     sums: list[Tensor] = []
 
     def factors(weight: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""Batches that are copied to a GPU on a stream of their own, beside the one that computes."""
+"""Copies of batches to a GPU on a separate stream, while another batch is computed."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from meseta.data.batch import Batch
 from meseta.telemetry.span import StageTimes
 
 ALIGNMENT = 256
-"""Bytes: where a tensor may begin in the memory that several share, as in torch's own allocator."""
+"""Alignment in bytes of tensors that share a buffer, as in torch's allocator."""
 
 
 class DeviceCopier:
-    """Begins copies that wait for nothing that is computed, and lets the computation wait for each where it needs it:
-    no wait of the host."""
+    """Copies batches to a device asynchronously. The computation waits for each copy on the device, so the host never
+    waits."""
 
     def __init__(
         self,
@@ -29,14 +29,21 @@ class DeviceCopier:
         cuda: Any = torch.cuda,
         new_buffer: Callable[[int], Tensor] | None = None,
     ) -> None:
-        """`times` is told of each copy. `cuda` has what is used of torch.cuda; `new_buffer` gives so many bytes that
-        the device reads by itself, from other memory the host would copy; None: pinned memory of torch's."""
+        """Create a copier.
+
+        Args:
+            device: Target device.
+            times: Records the time of each copy.
+            cuda: Replacement for torch.cuda, for tests.
+            new_buffer: Allocates host memory that the device can read directly. `None` uses torch's pinned memory.
+        """
         self._device, self._times, self._cuda = device, times, cuda
         self._new_buffer = new_buffer or partial(torch.empty, dtype=torch.uint8, pin_memory=True)
         self._stream = cuda.Stream(device)
 
     def start(self, batch: Batch) -> Callable[[], Batch]:
-        """Begin to copy a batch; what is returned gives it, for the stream that is then the current one."""
+        """Start copying a batch. Return a function that makes the then current stream wait for the copy, and returns
+        the batch."""
         buffer, places = self._pack(batch.tensors)
         with self._cuda.stream(self._stream):
             with self._times.time_copy(buffer.nbytes, self._stream):
@@ -49,7 +56,7 @@ class DeviceCopier:
         return partial(self._wait, batch.with_tensors(tensors), on_device, arrived)
 
     def _pack(self, tensors: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
-        """All tensors in one buffer, which is one copy, and where each begins."""
+        """Return (buffer with all tensors, position of each tensor), so that one copy suffices."""
         places, size = list[int](), 0
         for tensor in tensors:
             places.append(size)
@@ -65,5 +72,6 @@ class DeviceCopier:
     def _wait(self, batch: Batch, on_device: Tensor, arrived: Any) -> Batch:
         stream = self._cuda.current_stream(self._device)
         stream.wait_event(arrived)
-        on_device.record_stream(stream)  # its memory is of the other stream, which would give it to a later batch
+        # Without this, the copy stream, which allocated the memory, could reuse it for a later batch too early.
+        on_device.record_stream(stream)
         return batch

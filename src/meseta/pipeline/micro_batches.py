@@ -1,4 +1,4 @@
-"""A rank's slice of a global batch in consecutive parts."""
+"""Division of a rank's slice into micro-batches."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from meseta.spec import MesetaError
 
 
 def split_batch(batch: Batch, num_parts: int) -> list[Batch]:
-    """`num_parts` batches of consecutive samples, as even as can be; the first ones are empty where samples lack.
+    """Split a batch into `num_parts` micro-batches of consecutive samples, as equal in size as possible.
 
-    So no part is empty on all ranks behind one that is not. Dense inputs, labels, weights and groups are views, ids are
-    copies.
+    Ids are copied. All other tensors are views.
     """
     if num_parts == 1:
         return [batch]
+    # The first parts are smaller, or empty. Therefore no part that is empty on all ranks follows a non-empty one.
     share, more = divmod(batch.batch_size, num_parts)
     sizes = [share + (part >= num_parts - more) for part in range(num_parts)]
     bounds = torch.tensor([0, *sizes]).cumsum(0)
@@ -60,7 +60,10 @@ def split_batch(batch: Batch, num_parts: int) -> list[Batch]:
 
 @contextmanager
 def micro_batch_error_context(index: int, num_parts: int) -> Iterator[None]:
-    """What goes wrong with one of several micro-batches is told with its number; not what is of the step before."""
+    """Context manager that prefixes errors with the index of the micro-batch that raised them.
+
+    Errors deferred from the previous step pass through unchanged.
+    """
     try:
         yield
     except LateNonFiniteLoss:

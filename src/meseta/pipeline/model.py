@@ -1,4 +1,4 @@
-"""What a training step needs of a model."""
+"""Interface of a model in a training step."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ from meseta.embedding.base import BaseEmbeddingCollection
 from meseta.jagged.shapes import Float
 
 
-@runtime_checkable  # beartype asks for it where the tests check every call
+@runtime_checkable  # Required by beartype, with which tests check all calls.
 class Model(Protocol):
-    """Tables that are looked up first, and a dense part that scores.
+    """Model with embeddings, and a dense part that computes logits from them.
 
-    It may have a method `forward_dense(dense)` too: what needs dense inputs alone, which is computed while embeddings
-    travel. `score` then gets what that returns in place of the dense inputs, and takes these themselves as well. With
-    an attribute `reads_embeddings` that is true, `score` gets Embeddings in place of pooled vectors.
+    A model may also have a method `forward_dense(dense)` with the computations that read only dense inputs. They run
+    while embeddings are exchanged. `score` then receives its result in place of the dense inputs, but must accept dense
+    inputs too. If the attribute `reads_embeddings` is true, `score` receives `Embeddings` in place of pooled
+    embeddings.
     """
 
-    if TYPE_CHECKING:  # a module answers for its parts by __getattr__, which checks at runtime pass by from 3.12 on
+    # Modules provide submodules by __getattr__, which runtime checks ignore since Python 3.12.
+    if TYPE_CHECKING:
         embeddings: BaseEmbeddingCollection[Any]
 
     def score(self, dense: Float[Tensor, "B num_dense"], pooled: Float[Tensor, "B sum_of_D"]) -> Float[Tensor, " B *T"]:
-        """Logits from dense inputs and pooled embeddings: [B], or [B, T] for T > 1 tasks."""
+        """Compute logits from dense inputs and pooled embeddings. The shape is [B], or [B, T] for T > 1 tasks."""

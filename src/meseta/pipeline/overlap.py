@@ -1,4 +1,4 @@
-"""Which parts of a step travel while a rank computes, in a run."""
+"""Selection of the transfers that a run overlaps with computation."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from meseta.spec.stages import OVERLAPS, Overlap
 
 @dataclass(frozen=True)
 class OverlapChoice:
-    """What is hidden in a run, and what is not."""
+    """Overlaps of a run, and the reasons for those that are left out."""
 
     hidden: tuple[Overlap, ...]
-    """In the order of OVERLAPS."""
+    """Selected overlaps, in the order of `OVERLAPS`."""
     excluded: Mapping[Overlap, str]
-    """Why each that was to be chosen cannot be."""
+    """Reason why an overlap is not possible, for each one that `auto` left out."""
 
 
 def choose_overlap(
     asked: Literal["auto", "off"] | Collection[Overlap], model: Model, world: World, accumulate_steps: int = 1
 ) -> OverlapChoice:
-    """What is asked for; 'auto': all that a model on these ranks lets hide.
+    """Select the overlaps of a run with a placed model. 'auto' selects all that are possible.
 
-    Raises MesetaError where one is asked for by name that cannot be.
+    Raises MesetaError if an overlap requested by name is not possible.
     """
     sums_dense = getattr(model, "dense_gradients", None) is not None
     copies = world.is_one_cpu_host
@@ -46,9 +46,16 @@ def predict_overlap(
     has_dense_gradients: bool,
     is_one_cpu_host: bool,
 ) -> OverlapChoice:
-    """The same for a model, or its outline, that is not placed yet, on so many ranks. `has_dense_gradients`: whether
-    there will be dense gradients that every rank has whole. `is_one_cpu_host`: whether nothing leaves a host, and the
-    processors that compute copy what travels in it."""
+    """Select the overlaps as `choose_overlap` does, for a model that may not be placed yet.
+
+    Args:
+        asked: Setting `pipeline.overlap`.
+        model: Model, or an outline of it.
+        num_ranks: Number of ranks.
+        accumulate_steps: Number of micro-batches.
+        has_dense_gradients: Whether each rank will have complete dense gradients.
+        is_one_cpu_host: Whether all ranks run on the CPUs of one host, whose cores also copy the transferred data.
+    """
     if asked == "off":
         return OverlapChoice((), {})
     reasons: dict[Overlap, str] = {}
@@ -58,15 +65,15 @@ def predict_overlap(
         if find_dense_forward(model) is None and accumulate_steps == 1:
             reasons["embeddings"] = (
                 f"{type(model).__name__} computes nothing from dense inputs alone (it has no method `forward_dense`), "
-                f"and "
-                "there are no micro-batches"
+                "and there are no micro-batches"
             )
         if not has_dense_gradients:
             reasons["dense"] = "there are no dense gradients that every rank has whole"
     if asked != "auto":
         for name in (name for name in OVERLAPS if name in asked and name in reasons):
             raise MesetaError(
-                f"pipeline.overlap {name!r} cannot be: {reasons[name]}; leave it out, or set pipeline.overlap=auto"
+                f"pipeline.overlap {name!r} is not possible: {reasons[name]}; remove this overlap, or set "
+                "pipeline.overlap=auto"
             )
         return OverlapChoice(tuple(name for name in OVERLAPS if name in asked), {})
     if is_one_cpu_host:

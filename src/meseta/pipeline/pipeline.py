@@ -1,5 +1,5 @@
-"""Batches in, steps out: copy, input_dist, lookup, dense forward, agreement on the loss, backward, update; what travels
-goes on while something is computed, where `meseta.spec.stages` lists it."""
+"""Training pipeline. The stages of a step are copy, input_dist, lookup, dense forward, agreement, backward and
+update."""
 
 from __future__ import annotations
 
@@ -40,66 +40,64 @@ from meseta.telemetry.span import DeviceClock, StageTimes
 
 @dataclass(frozen=True)
 class StepResult:
-    """What is left of a step."""
+    """Result of one training step."""
 
     agreement: LossAgreement = field(repr=False)
-    """What all ranks have agreed on, with the terms of the loss that the model names."""
+    """Loss, loss terms and votes over all ranks."""
     num_samples: int
-    """Samples of the global batch, without those that only fill it up."""
+    """Number of samples in the global batch, without padding."""
     logits: Float[Tensor, " B_local *T"]
-    """This rank's predictions, made before the update."""
+    """Logits of this rank's slice, computed before the update."""
     batch: Batch
-    """What they are of."""
+    """The batch that produced `logits`."""
     votes: tuple[float, ...] = ()
-    """Sums over all ranks of what each gave; on a GPU those of the step before, and none in the first."""
+    """Sums of the votes over all ranks. On a GPU they are those of the previous step, and empty in the first step."""
 
     @property
     def loss(self) -> float:
-        """Weighted mean over the global batch; 0 where all weights are 0. On a GPU, which is waited for, raises
-        NonFiniteLoss where it is no number."""
+        """Weighted mean over the global batch, or 0 if all weights are 0. Waits for a GPU. Raises NonFiniteLoss if not
+        finite."""
         return self.agreement.loss
 
 
 @dataclass(eq=False)
 class _MicroBatch:
-    """A micro-batch on its way."""
-
     batch: Batch | None
-    """On its device; None where it could not be read."""
+    """Micro-batch on its device. `None` if reading failed."""
     context: BatchContext[Any]
 
     @property
     def device_batch(self) -> Batch:
-        """The samples; a batch that could not be read has raised before."""
+        """Micro-batch on its device. Reading must have succeeded: a failure was raised before."""
         assert self.batch is not None
         return self.batch
 
 
 @dataclass(eq=False)
 class QueuedBatch:
-    """A batch that was read."""
+    """Batch that was read, possibly ahead of its step."""
 
     batch: Batch | None
-    """None where it could not be read."""
+    """`None` if reading failed."""
     error: Exception | None = None
-    """Why."""
+    """Exception raised while reading."""
     deferred_error: MesetaError | None = None
-    """What all ranks were told is wrong with it before its step has come, which raises it."""
+    """Error of the batch that all ranks detected before its step, which raises it."""
     pending_copies: list[Callable[[], Batch]] = field(default_factory=list)
-    """Gives each micro-batch on the device; empty until copies are begun."""
+    """Functions that return each micro-batch on the device. Empty until its copies are started."""
     micro_batches: list[_MicroBatch] = field(default_factory=list)
-    """Empty until it is begun."""
+    """Empty until the input_dist of the batch is started."""
     task_factors: Callable[[float], Tensor] | None = None
-    """Factors of the tasks, see `start_task_factors`; `None` until it is begun, or if all labels are known."""
+    """Function that returns the factors of the tasks, see `start_task_factors`. `None` if all labels are known."""
 
 
 class Pipeline:
-    """Trains on batches one after the other; every rank gives its slice of the same global batches.
+    """Training pipeline. Each rank provides its slice of the same global batches.
 
-    The loss is sum(w_i * l_i) / sum(w_i) over the samples of the global batch, where w_i is the weight of a sample (1
-    where the batch has none) and l_i the binary cross-entropy, summed over tasks, and what the model adds to it, see
-    meseta.pipeline.losses. If labels may be missing, the mean of each task is over the samples whose label is known. A
-    batch whose weights add up to 0 changes nothing, and counts as no step of any optimizer.
+    The loss is sum(w_i * l_i) / sum(w_i) over the samples of the global batch. w_i is the weight of a sample, by
+    default 1. l_i is its binary cross-entropy, summed over tasks, plus the loss terms of the model (see
+    `meseta.pipeline.losses`). If labels may be missing, the mean of each task is over samples with a known label. A
+    batch with total weight 0 changes nothing, and does not count as a step of any optimizer.
     """
 
     def __init__(
@@ -113,62 +111,66 @@ class Pipeline:
         accumulate_steps: int = 1,
         overlap: Collection[Overlap] = (),
     ) -> None:
-        """`optimizer` holds the dense parameters; the tables step inside the backward pass. `task_weights` multiply
-        the losses of the tasks, in the order of the labels; None: all 1. `clip` limits the dense gradients.
-        With `accumulate_steps` k each rank takes its slice in k parts, forward and back one after the other, and every
-        optimizer steps once after the last: the memory of activations is that of a part. `overlap` says what travels
-        while something is computed; it changes no bit.
+        """Create a pipeline.
 
-        On a CPU this process keeps the memory that its steps free, see meseta.ops.allocator.
+        Args:
+            model: Model to train. Its tables are updated inside the backward pass.
+            optimizer: Optimizer of the dense parameters.
+            world: All ranks.
+            task_weights: Factors of the task losses, in the order of the labels. `None` means 1.
+            clip: Clipper of the dense gradients.
+            accumulate_steps: Number of micro-batches, which limit memory. All optimizers step after the last one.
+            overlap: Transfers to overlap with computation. They do not change any result.
         """
         self.model = model
         self.optimizer = optimizer
-        # That of sharded tables knows the hosts of their plan.
+        # The world of sharded tables knows the hosts of their plan.
         self.world = getattr(model.embeddings, "world", world)
         weights = None if task_weights is None else torch.tensor(task_weights, device=world.device)
         self._losses = BatchLosses(model, weights, accumulate_steps)
         self.clip = clip
         self.accumulate_steps = accumulate_steps
         self.num_masked_tasks = 0
-        """Number of tasks if batches have a mask of known labels, else 0; to be set before the first step."""
+        """Number of tasks if batches have a mask of known labels, else 0. Set it before the first step."""
         self.overlap = frozenset(overlap)
         self.uses_stale_embeddings = False
-        """Whether every batch is looked up before the update of the one before moves a row, so that answers too travel
-        a batch ahead; to be set before the first step."""
+        """Whether each batch is looked up before the update of the previous batch. Set it before the first step."""
         self.prefetched_embeddings: PrefetchedEmbeddings | None = None
-        """Answers of the batch to come, which it takes, where it was looked up before this loop."""
+        """Embeddings of the next batch if it was looked up before this loop. The next step uses them."""
+        # With a deferred check, the device itself skips the update after a non-finite loss.
         self.defers_loss_check = world.device.type != "cpu"
-        """Whether the device itself keeps all as it is where a loss is no number, while the host learns of it, and of
-        the votes, in the next step or in `synchronize`; to be set before the first step."""
+        """Whether the host learns loss and votes in the next step or in `synchronize`. Set it before the first step."""
         self._deferred_check: DeferredLossCheck | None = None
         self._resolved_votes: tuple[float, ...] = ()
-        """Votes that no step has given out yet."""
+        """Votes that no `StepResult` has returned yet."""
         is_gpu = world.device.type == "cuda"
         self.stage_times = StageTimes(_make_device_clock() if is_gpu else None)
         self.device_copier = DeviceCopier(world.device, self.stage_times) if is_gpu else None
-        """Copy each batch to the device while the one before is computed; None: each is copied when its step comes."""
+        """Copies batches to the GPU during the previous step. `None` copies each batch in its step."""
         self.batch: Batch | None = None
-        """The one that is trained, or was trained last."""
+        """Current batch, or the last one after a step."""
         self._forward_dense = find_dense_forward(model)
         self._dense_gradients: DenseGradients | None = getattr(model, "dense_gradients", None)
         if self._dense_gradients is not None:
             self._dense_gradients.overlaps_update = "dense" in self.overlap
         self._queue: deque[QueuedBatch] = deque()
-        """Batches that were read before their steps."""
+        """Batches read ahead of their steps."""
         self._has_pending_dense_update = False
-        """Whether the dense update of the last step is still to come."""
+        """Whether the dense update of the last step has not been applied yet."""
+        # Steps reuse the memory that earlier steps have freed.
         if world.device.type == "cpu":
             keep_freed_memory()
 
     def __call__(self, batch: Batch, *, lr_factor: float | None = None, votes: Sequence[float] = ()) -> StepResult:
-        """Train on one batch alone, with all updates in place when it returns.
+        """Train on a single batch. All updates are applied when the call returns, which waits for a GPU.
 
-        `lr_factor` multiplies the learning rates of the tables; None: as their collection says when they are updated.
-        `votes` are numbers that travel with the loss and are summed over ranks; as many on every rank. On a GPU it is
-        waited for.
+        Args:
+            batch: Slice of this rank.
+            lr_factor: Factor of the tables' learning rates. `None` uses that of the collection.
+            votes: Numbers to sum over ranks together with the loss. Their number must be equal on all ranks.
 
-        Raises NonFiniteLoss on all ranks, before any update, when the loss is not finite, and MesetaError for ids
-        outside their table.
+        Raises NonFiniteLoss on all ranks, before any update, if the loss is not finite. Raises MesetaError if an id is
+        outside its table.
         """
         [step] = self.steps(iter([batch]), schedule=lambda: lr_factor, votes=lambda: votes)
         if self.defers_loss_check:
@@ -182,18 +184,18 @@ class Pipeline:
         schedule: Callable[[], float | None] = lambda: None,
         votes: Callable[[], Sequence[float]] = tuple,
     ) -> Generator[StepResult, None, None]:
-        """Train on one batch after the other; what is wrong with one, or keeps a rank from reading it, is raised at its
-        step, on all ranks.
+        """Train on batches and yield the result of each step.
 
-        A step is given out when its rows have moved, on a GPU when their update has begun; `synchronize` puts all else
-        in place. Leaving the loop early closes what is open; every rank must leave it after the same step. On a GPU a
-        loss that is no number is raised in the step behind it, or by `synchronize`, as LateNonFiniteLoss.
+        A result is yielded when the rows are updated, or on a GPU when their update has started. `synchronize` waits
+        for all updates. An error in a batch, or in reading it, is raised in its step on all ranks. On a GPU, a
+        non-finite loss raises LateNonFiniteLoss in the next step, or in `synchronize`. Leaving the loop early drops all
+        open batches. All ranks must leave it after the same step.
 
         Args:
-            batches: as many on every rank.
-            schedule: called in each step when the updates before it are in place: sets the rates of `optimizer`, and
-                returns what multiplies those of tables; None: as their collection says.
-            votes: called in each step for what `__call__` takes under this name.
+            batches: Slices of this rank. All ranks must have the same number.
+            schedule: Called in each step after all previous updates. It sets the learning rates of `optimizer`, and
+                returns the factor of the tables' learning rates, or `None` for that of the collection.
+            votes: Called in each step for the votes, see `__call__`.
         """
         self.stage_times.begin_step()
         coming = self._read(batches)
@@ -202,17 +204,18 @@ class Pipeline:
                 self.batch = coming.batch
                 with self.world.transfers.track_step():
                     step = self._train_step(coming, batches, schedule, votes)
-                coming = None  # nothing holds a batch while the next one is waited for
+                coming = None  # Free the batch before waiting for the next one.
                 yield step
                 self.stage_times.begin_step()
                 del step
                 coming = self._queue.popleft() if self._queue else None if self._queue_size else self._read(batches)
-        except (GeneratorExit, LateNonFiniteLoss):  # all ranks leave alike
+        except (GeneratorExit, LateNonFiniteLoss):  # All ranks leave at the same step.
             for begun in (coming, *self._queue):
                 for part in [] if begun is None else begun.micro_batches:
                     self.model.embeddings.drop(part.context)
             raise
         except BaseException:
+            # The transport may still use the memory of open batches.
             retain_until_exit((coming, *self._queue))
             raise
         finally:
@@ -220,33 +223,39 @@ class Pipeline:
             self.synchronize()
 
     def synchronize(self) -> None:
-        """Wait until every update of the last step is in place: before weights are looked at. Raises LateNonFiniteLoss
-        where there is none, since its loss is no number."""
+        """Wait until all updates of the last step are applied. Call it before reading weights.
+
+        Raises LateNonFiniteLoss if the loss of the last step was not finite, so that there is no update.
+        """
         self._finish_dense_update()
         self._resolve_deferred_loss()
 
     def _resolve_deferred_loss(self) -> None:
-        """What all ranks agreed on in the step before; where its loss is no number, raises, and all is as before it."""
-        unheard, self._deferred_check = self._deferred_check, None
-        if unheard is None:
+        """Complete the deferred loss check of the previous step.
+
+        If that loss was not finite, restore the state before the step and raise LateNonFiniteLoss.
+        """
+        pending_check, self._deferred_check = self._deferred_check, None
+        if pending_check is None:
             return
         try:
             with self.stage_times.stage("agree"):
-                self._resolved_votes = unheard.votes()
+                self._resolved_votes = pending_check.votes()
         except LateNonFiniteLoss:
-            self.model.embeddings.step, self.batch = unheard.step, unheard.batch
+            self.model.embeddings.step, self.batch = pending_check.step, pending_check.batch
             raise
 
     def _finish_dense_update(self) -> None:
-        """Step the dense part, where that is still to come."""
         if not self._has_pending_dense_update:
             return
         self._has_pending_dense_update = False
         with self.stage_times.stage("dense_update"):
             if self._dense_gradients is not None:
                 self._dense_gradients.finish()
-            if self.clip is not None and not self.clip.includes_rows:  # else it was called in the backward pass
-                if self.clip.norm is not None:  # which the host reads, and refuses where it is no number
+            # A clipper that includes rows has already run in the backward pass.
+            if self.clip is not None and not self.clip.includes_rows:
+                # The host reads the norm and raises an error if it is not finite, so check the loss first.
+                if self.clip.norm is not None:
                     self._resolve_deferred_loss()
                 self.clip(dense_parameters(self.optimizer))
             if self._deferred_check is None:
@@ -255,8 +264,11 @@ class Pipeline:
                 self._deferred_check.undo = step_if_finite(self.optimizer, self._deferred_check.found_inf)
 
     def snapshot_prefetched(self) -> PrefetchedEmbeddings | None:
-        """Between two steps, the answers of the batch to come that were looked up before the last update, on rank 0 of
-        all ranks; None where there are none. Later loops begin with them. Collective."""
+        """Return the prefetched embeddings of the next batch on rank 0, and each rank's slice on others. `None` if
+        there are none.
+
+        Call it between two steps. Collective. Later loops start with these embeddings.
+        """
         coming = self._queue[0] if self._queue else None
         if (
             self.uses_stale_embeddings
@@ -275,13 +287,11 @@ class Pipeline:
 
     @property
     def _queue_size(self) -> int:
-        """Batches that are read before their steps."""
         if self._prefetches_ids or self.device_copier is not None:
             return max(self.model.embeddings.lookahead, 1)
         return 0
 
     def _read(self, batches: Iterator[Batch]) -> QueuedBatch | None:
-        """The next batch; None at their end."""
         try:
             with self.stage_times.stage("data"):
                 return QueuedBatch(next(batches))
@@ -291,7 +301,6 @@ class Pipeline:
             return QueuedBatch(None, error)
 
     def _start_copy(self, coming: QueuedBatch) -> None:
-        """Begin to copy a batch to its device, where that was not done before."""
         if coming.batch is None or coming.pending_copies:
             return
         with self.stage_times.stage("copy"):
@@ -300,7 +309,7 @@ class Pipeline:
                 coming.pending_copies.append(now if self.device_copier is None else self.device_copier.start(part))
 
     def _start_input_dist(self, coming: QueuedBatch) -> None:
-        """Copy a batch to its device, and begin to tell the owners of rows how many ids come to them."""
+        """Copy a batch to its device, and start sending the id counts to the owners of the rows."""
         batch, error, start = coming.batch, coming.error, self.model.embeddings.start_input_dist
         if self.num_masked_tasks:
             coming.task_factors = start_task_factors(self.world, batch, self.num_masked_tasks)
@@ -327,7 +336,6 @@ class Pipeline:
         coming.pending_copies.clear()
 
     def _use_prefetched_embeddings(self, carried: PrefetchedEmbeddings, coming: QueuedBatch) -> None:
-        """Give a batch the answers of an earlier lookup."""
         for part in coming.micro_batches:
             self._input_dist(part)
         assert coming.batch is not None
@@ -336,7 +344,8 @@ class Pipeline:
             part.context.embeddings = [answers[part.context.slice_offset :][: part.device_batch.batch_size]]
 
     def _fill_queue(self, batches: Iterator[Batch]) -> None:
-        """Read batches ahead, where ids, rows or copies travel ahead. All ranks stop at one that cannot be trained."""
+        """Read batches ahead if ids, rows or copies are prefetched. All ranks stop at a batch that cannot be
+        trained."""
         while len(self._queue) < self._queue_size:
             if self._queue:
                 self._for_each_queued(self._input_dist)
@@ -354,7 +363,10 @@ class Pipeline:
                 self._start_copy(coming)
 
     def _for_each_queued(self, carry_on: Callable[[_MicroBatch], object], count: int | None = None) -> None:
-        """Carry on with the first ones ahead; None: with all. What is wrong with one is raised at its step."""
+        """Call `carry_on` with each micro-batch of the first `count` queued batches. `None` means all batches.
+
+        An error is deferred to the step of its batch.
+        """
         for coming in list(self._queue)[:count]:
             if coming.deferred_error is None:
                 try:
@@ -364,7 +376,7 @@ class Pipeline:
                     coming.deferred_error = error
 
     def _prefetch_rows(self, parts: Sequence[_MicroBatch]) -> None:
-        """Begin to bring the rows of the batch in hand and of those ahead, in their order, as far as there is room."""
+        """Start prefetching offloaded rows for the current batch, then for the queued ones, until the cache is full."""
         if self.model.embeddings.lookahead:
             with self.stage_times.stage("lookup"):
                 for part in (*parts, *(part for coming in self._queue for part in coming.micro_batches)):
@@ -372,18 +384,16 @@ class Pipeline:
                         break
 
     def _lookup_queued(self, step: int, part: _MicroBatch) -> None:
-        """Look up a batch whose step comes after `step` others, of which one is under way."""
         part.context.step = step
         self._lookup(part)
 
     def _input_dist(self, part: _MicroBatch) -> None:
-        """Begin to send ids to the owners of rows, where that was not done before."""
+        # The batch may have been exchanged ahead of its step.
         if part.context.stage == "started":
             with self.stage_times.stage("input_dist"):
                 self.model.embeddings.input_dist(part.context)
 
     def _lookup(self, part: _MicroBatch) -> None:
-        """Begin to send rows and bags to the ranks of the samples, likewise."""
         self._input_dist(part)
         if part.context.stage == "exchanged":
             with self.stage_times.stage("lookup"):
@@ -396,7 +406,6 @@ class Pipeline:
         schedule: Callable[[], float | None],
         votes: Callable[[], Sequence[float]],
     ) -> StepResult:
-        """One step; the batch after it is begun on the way where ids travel ahead."""
         carried, self.prefetched_embeddings = self.prefetched_embeddings, None
         if not coming.micro_batches:
             self._start_input_dist(coming)
@@ -411,6 +420,7 @@ class Pipeline:
                 is_last = index == len(parts) - 1
                 with micro_batch_error_context(index, len(parts)):
                     self._lookup(part)
+                    # The input_dist of later batches runs during the rest of this step.
                     if index == 0:
                         self._fill_queue(batches)
                     if "embeddings" in self.overlap:
@@ -447,7 +457,7 @@ class Pipeline:
         )
 
     def _record_agreement(self, agreement: LossAgreement, coming: QueuedBatch, former_step: int) -> None:
-        """The votes of a step, where the host waits for them; else it is told later, see `_hear`."""
+        """Record the votes of a step. With a deferred check, `_resolve_deferred_loss` does it later."""
         flight = coming.micro_batches[-1].context
         self._set_update_guard(agreement, flight)
         if flight.found_inf is None:
@@ -456,7 +466,7 @@ class Pipeline:
             self._deferred_check = DeferredLossCheck(agreement, flight.found_inf, coming.batch, former_step)
 
     def _num_steps_after(self, part: _MicroBatch) -> int:
-        """Steps trained when the one of a batch that was looked up is over."""
+        """Return the number of steps after that of a looked-up batch."""
         assert part.context.global_totals is not None and part.context.batch_slice is not None
         return part.context.batch_slice.step + (part.context.global_totals.weight > 0)
 
@@ -467,7 +477,8 @@ class Pipeline:
     def _score(
         self, coming: QueuedBatch, part: _MicroBatch, following: _MicroBatch | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Logits of a micro-batch and sums of its losses, see BatchLosses; `following` is looked up meanwhile."""
+        """Return (logits, loss, sums of losses) of a micro-batch, see `BatchLosses`. Starts the lookup of `following`
+        meanwhile."""
         embeddings, stage, batch = self.model.embeddings, self.stage_times.stage, part.device_batch
         hides = "embeddings" in self.overlap
         with embeddings.active_batch(part.context):
@@ -478,7 +489,8 @@ class Pipeline:
             with stage("lookup"):
                 pooled = select_score_input(self.model, embeddings.output_dist(part.context))
             self._for_each_queued(self._input_dist)
-            self._resolve_deferred_loss()  # behind the counts, for which the host has waited
+            # The host has just waited for id counts, so this check hardly waits.
+            self._resolve_deferred_loss()
             if hides and following is not None:
                 self._lookup(following)
             with stage("dense_forward"), fsdp_parameter_error_context():
@@ -489,7 +501,8 @@ class Pipeline:
                 return self._losses(dense, pooled, batch, part.context, factors)
 
     def _start_agreement(self, part: _MicroBatch, local_losses: Tensor, votes: Sequence[float]) -> LossAgreement:
-        """Begin to agree on the loss of a global batch, of which this is the last part; nothing moves before that."""
+        """Start the agreement on the loss of a global batch with the last micro-batch `part`. No row is updated before
+        it."""
         assert part.context.global_totals is not None
         with self.stage_times.stage("agree"):
             agreement = LossAgreement.start(
@@ -501,7 +514,7 @@ class Pipeline:
         return agreement
 
     def _set_update_guard(self, agreement: LossAgreement, flight: BatchContext[Any]) -> None:
-        """Tell a flight whether its rows may move: the host, or the device alone."""
+        """Prevent the update of rows after a non-finite loss: by an error on the host, or by a flag on the device."""
         with self.stage_times.stage("agree"):
             if not self.defers_loss_check:
                 agreement.check()
@@ -509,7 +522,7 @@ class Pipeline:
                 flight.found_inf = agreement.found_inf()
 
     def _backward(self, part: _MicroBatch, summed: Tensor, *, is_first: bool) -> None:
-        """Gradients of a micro-batch; the last one's update of rows."""
+        """Compute the gradients of a micro-batch. The last one also updates rows."""
         flight = part.context
         assert flight.global_totals is not None
         weight, num_samples = flight.global_totals.weight, sum(flight.batch_size_per_rank)
@@ -518,17 +531,15 @@ class Pipeline:
         with self.model.embeddings.active_batch(flight), self.stage_times.stage("backward"):
             if is_first:
                 self.optimizer.zero_grad(set_to_none=True)
-            # The tables and the dense gradients weigh this by B_local / B_global, so that it is divided by the sum of
-            # weights in the end. Without weights the divisor is the local batch size, to the bit.
-            if (
-                self.clip is not None and self.clip.includes_rows
-            ):  # at the end of the pass, when all gradients are there
+            # Tables and dense gradients scale the loss by B_local / B_global, so it is finally divided by the total
+            # weight. Without weights, the divisor is exactly the local batch size.
+            if self.clip is not None and self.clip.includes_rows:
+                # Clip at the end of the backward pass, when all gradients are available.
                 flight.overlaps_gradient_dist, flight.clip = True, partial(self.clip, dense_parameters(self.optimizer))
             divisor = part.device_batch.batch_size * weight / max(num_samples, 1)
             (summed / (divisor or 1.0)).backward()
 
 
 def _make_device_clock() -> DeviceClock:
-    """Of this rank's GPU."""
     new_event = partial(torch.cuda.Event, enable_timing=True)
     return DeviceClock(new_event, torch.cuda.current_stream, torch.cuda.synchronize)

@@ -1,4 +1,4 @@
-"""Ids that travel ahead in a loop of one's own."""
+"""Prefetching of ids and rows in a user's training loop."""
 
 from __future__ import annotations
 
@@ -23,42 +23,40 @@ AnyBatch = TypeVar("AnyBatch")
 
 @dataclass(eq=False)
 class _PrefetchedBatch:
-    """A batch whose ids are on their way."""
-
     batch: Any
-    """Where a rank has run out, one without samples; None where it never had any."""
+    """Batch to yield. On an exhausted rank it has no samples, and is `None` if the rank never had a batch."""
     index: int
-    """Counted from 0, on this rank."""
+    """Index of the batch on this rank, counted from 0."""
     context: BatchContext[Any] | None = None
     error: Exception | None = None
-    """Raised when its turn comes."""
+    """Error to raise when the loop reaches the batch."""
 
 
 def ahead(batches: Iterable[AnyBatch], model: nn.Module, *, uneven: str = "error") -> Generator[AnyBatch, None, None]:
-    """Each batch with its `sparse` replaced by a flight, whose ids travel while the batch before is computed:
+    """Yield each batch with `sparse` replaced by a `BatchContext`, whose ids are exchanged during the previous batch.
 
         for batch in meseta.ahead(batches, model):
             logits = model(batch.dense, batch.sparse)
 
-    The model's EmbeddingBagCollection takes the flight as it takes a KeyedJaggedTensor, once, and begins the next batch
-    when it has looked this one up. Its gradients travel while the rest of the backward pass is computed. No bit is
-    another than without it. What is wrong with a batch, or keeps a rank from reading it, is raised at its turn, on all
-    ranks. Leaving the loop early closes what is open; every rank must leave it at the same batch.
+    The model's EmbeddingBagCollection accepts a `BatchContext` once, in place of a KeyedJaggedTensor. After its lookup,
+    it starts the exchange for the next batch. Gradients of embeddings are exchanged during the rest of the backward
+    pass. All results are bitwise identical to those without `ahead`.
 
-    Whether a rank has a batch is told with the counts of its ids, so that all end the loop together:
+    An error in a batch, or in reading it, is raised on all ranks when the loop reaches it. All ranks must leave the
+    loop at the same batch. They also end it together:
 
-        uneven      where some ranks run out before others
-        "error"     raise, and name the first of them
-        "join"      train each sample once: who has none left gets batches without samples, like its last one
-        "drop"      end with the first that runs out, and say how many batches are left
+        uneven      if some ranks run out of batches before others
+        "error"     raise an error that names the first exhausted rank
+        "join"      train each sample once; exhausted ranks yield batches without samples, made from their last batch
+        "drop"      end the loop with the first exhausted rank, and print how many batches are skipped
 
     Args:
-        batches: of this rank; objects with an attribute `sparse`, of which copies are given out.
-        model: with one EmbeddingBagCollection, sharded or not.
-        uneven: what comes of it where ranks have more batches than others; alike on all ranks.
+        batches: Batches of this rank: objects with an attribute `sparse`. The loop yields copies.
+        model: Model with exactly one EmbeddingBagCollection, sharded or not.
+        uneven: Policy for ranks with different numbers of batches, equal on all ranks.
 
-    Raises MesetaError for a model without one, for a batch without `sparse`, for one that was looked up by hand and
-    passed over, and with "join" where a rank has no batch at all.
+    Raises MesetaError if the model does not have one collection, a batch has no `sparse`, a batch was looked up
+    explicitly and then skipped, or a rank has no batch with "join".
     """
     check_choice("meseta.ahead", "uneven", uneven, UNEVEN_POLICIES)
     loop = _PrefetchLoop(iter(batches), _find_collection(model), uneven)
@@ -72,45 +70,44 @@ def ahead(batches: Iterable[AnyBatch], model: nn.Module, *, uneven: str = "error
         loop.close(coming)
         raise
     except BaseException:
+        # The transport may still use the memory of open batches.
         retain_until_exit(list(loop.queue))
         raise
 
 
 def _find_collection(model: nn.Module) -> BaseEmbeddingCollection[Any]:
-    found = [module for module in model.modules() if isinstance(module, BaseEmbeddingCollection)]
-    if len(found) != 1:
+    collections = [module for module in model.modules() if isinstance(module, BaseEmbeddingCollection)]
+    if len(collections) != 1:
         raise MesetaError(
-            f"meseta.ahead: the model must have one EmbeddingBagCollection, found {len(found)}; put all tables into one"
+            f"meseta.ahead: the model must have one EmbeddingBagCollection, got {len(collections)}; put all tables "
+            "into one"
         )
-    return found[0]
+    return collections[0]
 
 
 @dataclass(eq=False)
 class _PrefetchLoop:
-    """What is open in a loop."""
-
     batches: Iterator[Any]
     embeddings: BaseEmbeddingCollection[Any]
     uneven: str
     queue: deque[_PrefetchedBatch] = field(default_factory=deque)
-    """Those that have begun and were not given out: one, and as many more as storage asks for."""
+    """Batches that were started but not yielded: one, or the lookahead of the storage if it is larger."""
     is_next_started: bool = False
-    """Whether the batch that was given out has begun another."""
+    """Whether the batch after the yielded one was started."""
     num_read: int = 0
-    """Batches that this rank has had."""
+    """Number of batches that this rank has read."""
     _last_batch: Any = None
-    """The last of them, as it was given out."""
+    """Last batch that this rank has read, with its `BatchContext`."""
     _batch_sizes: tuple[int, ...] = ()
-    """Samples of its features."""
+    """Batch sizes of the features of the last batch."""
 
     def fill(self) -> None:
-        """Begin the first batches, up to one that cannot be trained."""
         for _ in range(max(self.embeddings.lookahead, 1)):
             self.start_next()
 
     def start_next(self) -> None:
-        """Read one batch more, unless one that ends the loop is the last, and bring rows of all that are ahead, in
-        their order, as far as there is room."""
+        """Start one more batch unless the loop ends, and prefetch rows of the queued batches in order until the cache
+        is full."""
         self.is_next_started = True
         if not self.queue or not self._is_last(self.queue[-1]):
             self._start_one()
@@ -119,7 +116,7 @@ class _PrefetchLoop:
                 break
 
     def _start_one(self) -> None:
-        """Read a batch, and begin to send its ids; where there is none, tell the other ranks."""
+        """Read a batch and start sending its ids. If there is none, notify the other ranks."""
         number = self.num_read
         batch, ids = self._read()
         coming = _PrefetchedBatch(batch, number)
@@ -141,11 +138,11 @@ class _PrefetchLoop:
             self._batch_sizes = ids.batch_sizes
 
     def _is_last(self, coming: _PrefetchedBatch) -> bool:
-        """Whether none follows: it cannot be trained, or all ranks have run out with it."""
+        """Whether no batch follows, because this one cannot be trained or all ranks are exhausted."""
         return coming.context is None or len(coming.context.exhausted_ranks) == self.embeddings.num_ranks
 
     def _read(self) -> tuple[Any, KeyedJaggedTensor | ExhaustedInput | Exception]:
-        """A copy of the next batch, and its ids, or why there are none."""
+        """Return (copy of the next batch, its ids). On failure or exhaustion, the second item is the reason."""
         try:
             batch = next(self.batches)
         except StopIteration:
@@ -156,22 +153,22 @@ class _PrefetchLoop:
         if not isinstance(getattr(batch, "sparse", None), KeyedJaggedTensor):
             what = type(getattr(batch, "sparse", None)).__name__
             return None, MesetaError(
-                f"meseta.ahead: a batch must have `sparse`, a KeyedJaggedTensor, but that of a "
-                f"{type(batch).__name__} is a {what}; give batches as meseta.data.Reader makes them"
+                f"meseta.ahead: `sparse` of a batch must be a KeyedJaggedTensor, but that of a "
+                f"{type(batch).__name__} is a {what}; use batches like those of meseta.data.Reader"
             )
         return copy.copy(batch), batch.sparse
 
     def _make_empty_batch(self) -> tuple[Any, ExhaustedInput | Exception]:
-        """One without samples, like the last."""
+        """Return (batch without samples, made from the last batch; notification for other ranks)."""
         self.batches = iter(())
         try:
             empty = None if self._last_batch is None else make_empty_batch(self._last_batch, self._batch_sizes)
-        except Exception as error:  # of a class of the user's
+        except Exception as error:  # The class of the batch is the user's, so copying it may raise anything.
             return None, error
         return empty, ExhaustedInput(self.num_read, self.uneven)
 
     def pop(self) -> _PrefetchedBatch | None:
-        """The batch that was begun; None at the end of the loop, which is that of all ranks."""
+        """Return the next started batch, or `None` at the end of the loop, which is the same on all ranks."""
         coming, self.is_next_started = self.queue.popleft(), False
         if coming.error is not None:
             raise coming.error
@@ -182,7 +179,7 @@ class _PrefetchLoop:
         return coming
 
     def _is_end(self, flight: BatchContext[Any]) -> bool:
-        """Whether the loop ends where some ranks have run out; raises MesetaError where it should not come to that."""
+        """Whether the loop ends because ranks are exhausted. Raises MesetaError if the policy does not allow it."""
         ran_out, num_ranks = flight.exhausted_ranks, self.embeddings.num_ranks
         refused = find_uneven_error(ran_out, self.uneven, num_ranks)
         if refused is None and self.uneven == "join" and len(ran_out) < num_ranks:
@@ -200,23 +197,22 @@ class _PrefetchLoop:
         return True
 
     def finish_batch(self, taken: _PrefetchedBatch) -> None:
-        """Begin the next batch, where this one was passed over."""
+        """Start the next batch if the yielded one was skipped."""
         if self.is_next_started:
             return
         assert taken.context is not None
         stage = taken.context.stage
         self._drop(taken.context)
         if stage != "exchanged":
-            what = "was looked up and then passed over" if stage == "looked up" else "has failed"
+            what = "was looked up and then skipped" if stage == "looked up" else "has failed"
             raise MesetaError(
-                f"meseta.ahead: batch {taken.index}, counted from 0, {what}, so that the next one has not begun; give "
-                "what look_up has returned to model.embeddings(...), pass batches over before it, and let errors end "
+                f"meseta.ahead: batch {taken.index} (counted from 0) {what}, so the next batch was not started; pass "
+                "the result of look_up to model.embeddings(...), skip batches only before look_up, and let errors end "
                 "the loop"
             )
         self.start_next()
 
     def close(self, taken: _PrefetchedBatch | None) -> None:
-        """Give up what is open, where the loop is left early."""
         for one in (taken, *self.queue):
             if one is not None and one.context is not None:
                 self._drop(one.context)

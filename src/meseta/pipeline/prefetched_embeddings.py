@@ -1,4 +1,4 @@
-"""Answers that a checkpoint carries: of the batch to come, which was looked up before the last update."""
+"""Prefetched embeddings in checkpoints: those of the next batch, looked up before the last update."""
 
 from __future__ import annotations
 
@@ -20,85 +20,88 @@ from meseta.spec import MesetaError
 _POOLED_KEY, _IDS_KEY = "pooled", "ids"
 """Names of the tensors in a checkpoint."""
 _HASH_MULTIPLIERS = (-7046029254386353131, -4417276706812531889)
-"""Odd numbers of 64 bits (2^64 / golden ratio, and one of xxHash64), by which ids are told from one another."""
+"""Odd 64-bit multipliers of the id hash: 2^64 / golden ratio, and one of xxHash64."""
 
 
 @dataclass(frozen=True, eq=False)
 class PrefetchedEmbeddings:
-    """By sample, in the order of the global batch: any number of ranks, under any plan, takes its slice."""
+    """Embeddings of a batch in the order of the global batch, from which any number of ranks under any plan take their
+    slices."""
 
     pooled: Float[Tensor, "B_global sum_of_D"]
-    """What the lookup gave."""
+    """Pooled embeddings of all samples."""
     id_digests: Int[Tensor, " B_global"]
-    """A digest of each sample's ids, int64, by which the batch is known again."""
+    """int64 hash of each sample's ids, by which the batch is recognized."""
     first_sample: int = 0
-    """Place of the first of them in the global batch: ranks other than 0 hold their slice alone."""
+    """Index of the first sample in the global batch. Ranks other than 0 may hold only their slice."""
 
     @staticmethod
     def gather(world: World, batch: Batch, pooled: Float[Tensor, "B_local sum_of_D"]) -> PrefetchedEmbeddings:
-        """On rank 0, of all ranks; on others, theirs alone. Collective."""
-        mine = PrefetchedEmbeddings(pooled.detach().clone(), sample_digests(batch.sparse).to(pooled.device))
+        """Gather the embeddings of all ranks on rank 0. Other ranks keep only their slice. Collective."""
+        local_part = PrefetchedEmbeddings(pooled.detach().clone(), sample_digests(batch.sparse).to(pooled.device))
         if world.size == 1:
-            return mine
+            return local_part
         sizes = world.all_gather_object(batch.batch_size)
 
         def whole(tensor: Tensor) -> Tensor:
             width = tensor.shape[1] if tensor.dim() == 2 else 1
             send = [tensor.numel(), *[0] * (world.size - 1)]
             receive = [size * width if world.rank == 0 else 0 for size in sizes]
-            came = world.all_to_all(tensor.reshape(-1), send, receive, "prefetched embeddings").wait()
-            return came.view(-1, *tensor.shape[1:])
+            received = world.all_to_all(tensor.reshape(-1), send, receive, "prefetched embeddings").wait()
+            return received.view(-1, *tensor.shape[1:])
 
-        pooled_of_all, ids_of_all = whole(mine.pooled), whole(mine.id_digests)
+        pooled_of_all, ids_of_all = whole(local_part.pooled), whole(local_part.id_digests)
         if world.rank == 0:
             return PrefetchedEmbeddings(pooled_of_all, ids_of_all)
-        return replace(mine, first_sample=sum(sizes[: world.rank]))
+        return replace(local_part, first_sample=sum(sizes[: world.rank]))
 
     def local_slice(self, world: World, batch: Batch) -> Float[Tensor, "B_local sum_of_D"]:
-        """Those of this rank's samples. Collective; raises MesetaError, on all ranks, where they are of other ids."""
+        """Return the embeddings of this rank's samples. Collective.
+
+        Raises MesetaError on all ranks if the ids of the batch differ.
+        """
         sizes = world.all_gather_object(batch.batch_size)
         first = sum(sizes[: world.rank]) - self.first_sample
-        mine = slice(first, first + batch.batch_size)
+        local_range = slice(first, first + batch.batch_size)
         is_last = world.rank == world.size - 1
-        is_same = first >= 0 and torch.equal(self.id_digests[mine].cpu(), sample_digests(batch.sparse).cpu())
+        is_same = first >= 0 and torch.equal(self.id_digests[local_range].cpu(), sample_digests(batch.sparse).cpu())
         problem = None
-        if not is_same or (is_last and mine.stop != len(self.id_digests)):
+        if not is_same or (is_last and local_range.stop != len(self.id_digests)):
             problem = MesetaError(
-                "the batch that comes is another one than that whose answers were carried, which was looked up before "
-                "the last update; give the data and train.batch_size that the run had, or look it up anew with "
-                "pipeline.staleness=0"
+                "the next batch differs from that of the prefetched embeddings in the checkpoint; use the data and the "
+                "train.batch_size of the saved run, or set pipeline.staleness=0 to ignore prefetched embeddings"
             )
         world.raise_on_all_ranks(problem)
-        return self.pooled[mine].to(world.device)
+        return self.pooled[local_range].to(world.device)
 
     def to_tensors(self) -> dict[str, Tensor]:
-        """By name, for a checkpoint."""
+        """Return the tensors of a checkpoint by name."""
         return {_POOLED_KEY: self.pooled, _IDS_KEY: self.id_digests}
 
     @staticmethod
     def from_tensors(
         path: Location, tensors: Mapping[str, Tensor], embeddings: BaseEmbeddingCollection[Any]
     ) -> PrefetchedEmbeddings:
-        """Undo `tensors`, of the checkpoint `path`; raises MesetaError for others than of such `embeddings`."""
+        """Create it from the tensors of the checkpoint at `path`. Raises MesetaError if they do not match
+        `embeddings`."""
         width, dtype = sum(embeddings.groups[0].pooled_dims), embeddings.dtype
         pooled, ids = tensors.get(_POOLED_KEY), tensors.get(_IDS_KEY)
         if tensors.keys() != {_POOLED_KEY, _IDS_KEY} or pooled is None or ids is None:
             raise MesetaError(
-                f"checkpoint {str(path)!r}: it carries tensors {sorted(tensors)}, which must be {_IDS_KEY!r} and "
-                f"{_POOLED_KEY!r}; use an older one"
+                f"checkpoint {str(path)!r}: tensors of prefetched embeddings must be {_IDS_KEY!r} and {_POOLED_KEY!r}, "
+                f"got {sorted(tensors)}; use an older checkpoint"
             )
         shapes = (list(pooled.shape), pooled.dtype, list(ids.shape), ids.dtype)
         if shapes != ([len(ids), width], dtype, [len(ids)], torch.int64):
             raise MesetaError(
-                f"checkpoint {str(path)!r}: it carries pooled embeddings {shapes[0]} ({shapes[1]}) and digests "
-                f"{shapes[2]} ({shapes[3]}), which must be [B, {width}] ({dtype}) and [B] (torch.int64); use an older "
-                "one"
+                f"checkpoint {str(path)!r}: prefetched embeddings must be [B, {width}] ({dtype}) and their digests [B] "
+                f"(torch.int64), got {shapes[0]} ({shapes[1]}) and {shapes[2]} ({shapes[3]}); use an older checkpoint"
             )
         return PrefetchedEmbeddings(pooled, ids)
 
 
 def sample_digests(ids: KeyedJaggedTensor) -> Int[Tensor, " B"]:
-    """A number of 64 bits for each sample, of its ids, their features and places."""
+    """Return a 64-bit hash of each sample's ids, including their features and positions."""
     batch_size = ids.batch_size
     bags = torch.arange(len(ids.keys) * batch_size, device=ids.values.device)
     bag = bags.repeat_interleave(ids.lengths)

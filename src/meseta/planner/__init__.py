@@ -1,4 +1,4 @@
-"""From tables and machines to a plan, and what a plan will cost. No torch here."""
+"""Planner that chooses a sharding plan for a workload and predicts its time and memory. Does not need torch."""
 
 from meseta.planner.cost.documented import documented_cost_model
 from meseta.planner.cost.predict import Prediction, predict

@@ -1,4 +1,4 @@
-"""From a workload to the plan with the shortest predicted step."""
+"""Search for the plan with the shortest predicted step."""
 
 from __future__ import annotations
 
@@ -31,28 +31,25 @@ from meseta.spec.constraints import Constraints
 from meseta.spec.tiers import Tier
 
 MAX_COST_ERROR_RATIO = 0.02
-"""How far the search's own cost of a plan may be from its prediction before the search is repeated."""
+"""Maximum relative difference between the cost in the search and the prediction, above which the search is repeated."""
 
 
 MAX_UNITS_TO_REPEAT = 300
-"""Units of which a search is repeated, and made for each way between hosts."""
+"""Maximum number of units for which a search is repeated, and run for each exchange algorithm."""
 EXCHANGES: tuple[ExchangeAlgorithm, ...] = get_args(ExchangeAlgorithm)
 DENSE_PATHS: tuple[CrossHostAlgorithm, ...] = get_args(CrossHostAlgorithm)
 
 
 class DoesNotFitError(MesetaError):
-    """No plan keeps to the room of the machines and to the constraints.
-
-    The text says what is too much, and the cheapest changes after which a plan exists.
-    """
+    """No plan satisfies the memory limits and constraints. The message suggests changes with their predicted step."""
 
     def __init__(self, certificate: str, fixes: Sequence[Fix]) -> None:
         ways_out = "; or ".join(f"{fix.description} ({1e3 * fix.step_s:.3g} ms a step)" for fix in fixes)
         super().__init__(certificate, remedy=ways_out or "use more or larger machines, or smaller tables")
         self.certificate = certificate
-        """Which tables and bytes are too much."""
+        """Reason: tables and bytes that exceed the limits."""
         self.fixes = tuple(fixes)
-        """Changes of one kind each, the cheapest first."""
+        """Changes, each of which makes a plan possible. Changes of the topology are last."""
 
 
 def make_plan(
@@ -61,25 +58,19 @@ def make_plan(
     cost_model: CostModel | None = None,
     constraints: Constraints | None = None,
 ) -> Plan:
-    """Choose a scheme, a tier and ranks for every table, so that the predicted step is as short as found.
+    """Return the plan with the shortest predicted step that the search finds.
 
-    Ranks that several hosts share choose between both exchanges, see `meseta.spec.Plan`, unless `workload.comm` names
-    one: under each a plan is searched; for many tables one for the flat one, which is held against both, unless it does
-    not fit under the other.
+    The same input gives the same plan. With several ranks on each of several hosts, the plan also chooses the exchange
+    algorithms, unless `workload.comm` specifies them. Tiers other than `hbm` are used only if `hbm` is too small, or if
+    constraints ask for them.
 
-    Searched are all sharding types; tiers beside 'hbm' where that is too small, or constraints ask for them. The best
-    of several constructions, a beam search and local improvement is taken (`meseta.planner.search.search`). Where the
-    cost model has networks, they judge the last few assignments and changes of them, which the constants alone have led
-    to. The same input gives the same plan.
+    Raises MesetaError if constraints are invalid or contradict each other, and DoesNotFitError if no plan fits.
 
     Args:
-        workload: tables, features, batch size, and what is known of the ids.
-        topology: the machines; where `hbm_bytes` is given, no rank holds more in any phase of a run.
-        cost_model: constants of the devices; None: as documented for their kind.
-        constraints: what the plan has to keep to; None: nothing.
-
-    Raises MesetaError for constraints that name what does not exist or contradict each other, and DoesNotFitError where
-    nothing fits, which says what is too much and what to change.
+        workload: Tables, features and batch size.
+        topology: Hosts and devices. No rank exceeds `hbm_bytes` in any phase of a run, if it is set.
+        cost_model: Constants and networks. `None` uses the documented constants of the device.
+        constraints: Constraints of the plan. `None` means no constraints.
     """
     return find_plan(workload, topology, cost_model, constraints).plan
 
@@ -92,8 +83,10 @@ def find_plan(
     run: RunBytes | None = None,
     excluded_tiers: tuple[Tier, ...] = (),
 ) -> PlanResult:
-    """`make_plan`, with the prediction, the runners-up and the bound beside the plan. `run` is what a run adds to the
-    memory of its plan, `excluded_tiers` names tiers that it cannot train from."""
+    """Find a plan as `make_plan` does, and return it with its prediction and search problem.
+
+    `run` is the memory that a run needs in addition to its plan. `excluded_tiers` are tiers that the run cannot use.
+    """
     task = PlanTask(
         workload=workload,
         topology=topology,
@@ -103,33 +96,36 @@ def find_plan(
         excluded_tiers=excluded_tiers,
     )
     task.constraints.check(workload.tables, topology)
-    found = _find_best(task)
-    if isinstance(found, PlanResult):
-        return _with_cache_rows(found)
-    raise DoesNotFitError(explain_infeasibility(found), find_fixes(task, _predicted_step_s))
+    result = _find_best(task)
+    if isinstance(result, PlanResult):
+        return _with_cache_rows(result)
+    raise DoesNotFitError(explain_infeasibility(result), find_fixes(task, _predicted_step_s))
 
 
-def _with_cache_rows(found: PlanResult) -> PlanResult:
-    """With the room that is left on each rank shared out among its rows that lie near and far."""
-    problem = found.problem
+def _with_cache_rows(result: PlanResult) -> PlanResult:
+    """Return the result with caches that use the remaining memory of each rank."""
+    problem = result.problem
     machines = problem.topology, problem.cost_model
-    plan = reallocate_cache_rows(found.plan, problem.loads, *machines, problem.run)
-    if plan == found.plan:
-        return found
+    plan = reallocate_cache_rows(result.plan, problem.loads, *machines, problem.run)
+    if plan == result.plan:
+        return result
     prediction = predict(plan, problem.workload, *machines, loads=problem.loads, run=problem.run)
-    return replace(found, plan=plan, prediction=prediction)
+    return replace(result, plan=plan, prediction=prediction)
 
 
 def _predicted_step_s(task: PlanTask) -> float | None:
-    found = _find_best(task)
-    return _with_cache_rows(found).prediction.step_s if isinstance(found, PlanResult) else None
+    result = _find_best(task)
+    return _with_cache_rows(result).prediction.step_s if isinstance(result, PlanResult) else None
 
 
 def choose_exchange_algorithms(
     plan: Plan, workload: Workload, topology: Topology, cost_model: CostModel | None = None, run: RunBytes | None = None
 ) -> Plan:
-    """A given plan with the ways between hosts that `workload.comm` asks for; for 'auto' those that it has, else those
-    with the shorter predicted step. As it is where ranks of several hosts do not share them."""
+    """Return the plan with exchange algorithms between hosts.
+
+    Algorithms are those of `workload.comm`. If that is `auto`, they are those of the plan, or else the ones with the
+    shortest predicted step. The plan is unchanged on a single host, and with one rank per host.
+    """
     comm, per_host = workload.comm, topology.devices_per_host
     if not 1 < per_host < topology.num_ranks:
         return plan
@@ -151,7 +147,7 @@ def choose_exchange_algorithms(
 
 
 def _find_best(task: PlanTask) -> PlanResult | PlacementProblem:
-    """The best plan; where nothing fits, the problem that was searched last."""
+    """Return the best plan, or the last search problem if no plan fits."""
     comm, loads = task.workload.comm, WorkloadLoads(task.workload)
     if not 1 < task.topology.devices_per_host < task.topology.num_ranks:
         first = _search(task, loads, (None, None))
@@ -160,6 +156,8 @@ def _find_best(task: PlanTask) -> PlanResult | PlacementProblem:
     options: list[AlgorithmPair] = [("flat", None), ("hierarchical", path)]
     if comm.exchange != "auto":
         options = [ways for ways in options if ways[0] == comm.exchange]
+    # A plan is searched for each exchange algorithm. For many tables, only the first one is searched, and its placement
+    # is also predicted with the second algorithm.
     first = _search(task, loads, options[0])
     if len(options) == 1 or isinstance(first, PlacementProblem):
         best = first if len(options) == 1 else _search(task, loads, options[1])
@@ -182,24 +180,26 @@ def _find_best(task: PlanTask) -> PlanResult | PlacementProblem:
 
 @dataclass(frozen=True)
 class _SearchResult:
-    """What one search found."""
+    """Result of one search."""
 
     plan_result: PlanResult
     rebuild_problem: Callable[..., PlacementProblem]
-    """The problem, with other prices."""
+    """Function that creates the search problem again with changed arguments."""
 
     @property
     def step_s(self) -> float:
-        """Predicted."""
+        """Predicted seconds per step."""
         return self.plan_result.prediction.step_s
 
     def repeat_search(self) -> PlanResult:
-        """Searched once more, where that may help."""
         return _repeat_search(self.plan_result, self.rebuild_problem)
 
     def with_algorithms(self, ways: AlgorithmPair) -> _SearchResult | None:
-        """The same pieces on the same ranks with other ways between hosts, where that is predicted to take less; else
-        this. None where it would take less and does not fit."""
+        """Return the same placement with other exchange algorithms if its predicted step is shorter, otherwise this
+        result.
+
+        Returns `None` if it would be shorter, but does not fit.
+        """
         planned, problem = self.plan_result, self.plan_result.problem
         plan = replace(planned.plan, exchange=ways[0], dense_exchange=ways[1])
         prediction = predict(
@@ -211,7 +211,7 @@ class _SearchResult:
         prices = ShardCostEstimator(problem.loads, problem.topology, problem.cost_model, None, problem.run, ways)
         changed = self.rebuild_problem(estimator=prices)
         choice = _match_options(changed, problem, before)
-        if None in choice:  # other ways have other options: a table that has lost its own stays as it is
+        if None in choice:  # Options depend on the algorithms. Tables without a matching option keep their placement.
             lost = [i for unit, option in enumerate(choice) if option is None for i in problem.units[unit]]
             entries = {problem.workload.tables[i].name: planned.plan.tables[i] for i in lost}
             changed = self.rebuild_problem(estimator=prices, kept_tables={**problem.kept_tables, **entries})
@@ -228,8 +228,8 @@ class _SearchResult:
 
 
 def _match_options(changed: PlacementProblem, problem: PlacementProblem, assignment: Assignment) -> list[int | None]:
-    """By unit: the option of another problem with the scheme that an assignment has chosen, else the one that keeps its
-    pieces; None where there is neither."""
+    """Return the option of each unit in `changed` with the scheme that the assignment chose, or that keeps its
+    placement. `None` if there is neither."""
     numbers = {key: number for number, key in enumerate(zip(changed.options.unit_index, changed.schemes, strict=True))}
     chosen = (problem.schemes[int(option)] for option in assignment.option)
     return [numbers.get((unit, scheme), numbers.get((unit, None))) for unit, scheme in enumerate(chosen)]
@@ -238,8 +238,8 @@ def _match_options(changed: PlacementProblem, problem: PlacementProblem, assignm
 def _search(
     task: PlanTask, loads: WorkloadLoads, ways: AlgorithmPair, than_s: float = math.inf
 ) -> _SearchResult | PlacementProblem:
-    """The best plan with these ways between hosts; where nothing fits, or no plan can take less than `than_s`, the
-    problem that was searched last."""
+    """Return the best plan with these exchange algorithms, or the last search problem if no plan fits or can be faster
+    than `than_s`."""
     workload, topology, constraints = task.workload, task.topology, task.constraints
     kept = {} if constraints.keep is None else load_kept_tables(constraints.keep, workload.tables, topology)
     while True:
@@ -256,40 +256,43 @@ def _search(
                 estimator=ShardCostEstimator(loads, topology, task.cost_model, None, task.run, ways),
             )
             problem = make()
-            # What networks correct, the bound does not know.
+            # The bound does not apply to the predictions of networks.
             if than_s < math.inf and task.cost_model.neural is None and lower_bound(problem).step_s >= than_s:
                 is_hopeless = True
                 continue
-            found = _select_best_plan(problem)
-            if found is not None:
-                return _SearchResult(found, make)
+            result = _select_best_plan(problem)
+            if result is not None:
+                return _SearchResult(result, make)
         if is_hopeless or not kept:
             return problem
+        # Without a plan that fits, one more table may move.
         kept = release_one_table(kept, workload.tables, int(problem.cluster.rank_capacity[0, 0]))
 
 
-def _repeat_search(found: PlanResult, make: Callable[..., PlacementProblem]) -> PlanResult:
-    """Search once more with the cache of the busiest rank, where that is another one than an average rank has."""
-    expected_s = found.assignment.cost + found.problem.fixed_s
-    if len(found.problem.units) > MAX_UNITS_TO_REPEAT:
-        return found
-    if abs(found.constants_step_s - expected_s) <= MAX_COST_ERROR_RATIO * expected_s:
-        return found
-    problem = found.problem
-    placement = Placement.from_plan(found.plan, problem.loads, problem.topology.devices_per_host)
+def _repeat_search(result: PlanResult, make: Callable[..., PlacementProblem]) -> PlanResult:
+    """Search again with the hardware cache of the busiest rank, if the prediction differs from the cost in the
+    search."""
+    # The search assumes the hardware cache of an average rank.
+    expected_s = result.assignment.cost + result.problem.fixed_s
+    if len(result.problem.units) > MAX_UNITS_TO_REPEAT:
+        return result
+    if abs(result.constants_step_s - expected_s) <= MAX_COST_ERROR_RATIO * expected_s:
+        return result
+    problem = result.problem
+    placement = Placement.from_plan(result.plan, problem.loads, problem.topology.devices_per_host)
     cache_bytes = problem.cost_model.cache.cache_bytes
     held = problem.loads.hardware_cached_samples(placement.sharded, placement.owner, placement.num_ranks, cache_bytes)
-    held_samples = float(held[found.prediction.bottleneck])
+    held_samples = float(held[result.prediction.bottleneck])
     prices = ShardCostEstimator(
         problem.loads, problem.topology, problem.cost_model, held_samples, problem.run, problem.algorithms
     )
     other = _select_best_plan(make(estimator=prices))
-    return other if other is not None and other.prediction.step_s < found.prediction.step_s else found
+    return other if other is not None and other.prediction.step_s < result.prediction.step_s else result
 
 
 def _select_best_plan(problem: PlacementProblem) -> PlanResult | None:
-    """The assignment whose plan is predicted to take least, of those that the search found; where networks correct the
-    constants, of those that it becomes by changes that shorten the prediction, too."""
+    """Return the assignment of the search with the shortest predicted step. If networks correct the constants,
+    assignments are refined before."""
     best = None
     for candidate in search_assignments(problem):
         assignment, origin = candidate.assignment, candidate.origin
@@ -297,7 +300,7 @@ def _select_best_plan(problem: PlacementProblem) -> PlanResult | None:
             prediction = _predict_assignment(problem, assignment)
         else:
             assignment, prediction = refine_by_prediction(assignment, partial(_predict_assignment, problem))
-            origin = origin if assignment is candidate.assignment else f"{origin}, changed as the networks say"
+            origin = origin if assignment is candidate.assignment else f"{origin}, refined by networks"
         if best is None or prediction.step_s < best.prediction.step_s:
             best = PlanResult(
                 plan=problem.to_plan(assignment),

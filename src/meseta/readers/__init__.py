@@ -1,1 +1,1 @@
-"""Processes that decode rows for trainers, and the one that tells these whom to ask. None of them loads torch."""
+"""Reader processes that decode rows for trainers, and the dispatcher that assigns windows to them. None loads torch."""

@@ -1,4 +1,4 @@
-"""A dispatcher's thread that looks how readers and trainings fare, and says how many readers there should be."""
+"""Background thread of a dispatcher that measures the load and adjusts the number of readers."""
 
 from __future__ import annotations
 
@@ -15,30 +15,32 @@ POLL_INTERVAL_S = 1.0
 
 @contextmanager
 def run_autoscaler(scale: ReaderAutoscaler, leases: LeaseTable, readers: LocalReaders | None) -> Iterator[None]:
-    """Look every POLL_INTERVAL_S while this is entered; `readers`: those that are to follow, None: somebody else sees
-    to that. They end with it."""
-    is_over = threading.Event()
+    """Context manager that updates `scale` every `POLL_INTERVAL_S` seconds.
 
-    def look() -> None:
-        while not is_over.is_set():
-            wanted = scale.update(measure_load(leases))
+    Scales `readers` to the target, and stops them on exit. `None` means that another system starts and stops readers.
+    """
+    should_stop = threading.Event()
+
+    def update() -> None:
+        while not should_stop.is_set():
+            target = scale.update(measure_load(leases))
             if readers is not None:
-                readers.scale_to(wanted)
-            is_over.wait(POLL_INTERVAL_S)
+                readers.scale_to(target)
+            should_stop.wait(POLL_INTERVAL_S)
 
-    thread = threading.Thread(target=look, name="meseta-scale", daemon=True)
+    thread = threading.Thread(target=update, name="meseta-scale", daemon=True)
     thread.start()
     try:
         yield
     finally:
-        is_over.set()
+        should_stop.set()
         thread.join()
         if readers is not None:
             readers.stop()
 
 
 def measure_load(leases: LeaseTable) -> ReaderLoad:
-    """What is seen now."""
+    """Return the recent load of readers and training runs."""
     readers = [reader for reader in leases.readers() if not reader.is_leaving]
     num_windows = sum(reader.num_windows for reader in readers)
     return ReaderLoad(

@@ -1,4 +1,4 @@
-"""Work for a call ends when its caller has cancelled it, or its deadline has passed."""
+"""Cancellation of work for a call that its caller has cancelled or whose deadline has passed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CHECK_INTERVAL_S = 0.5
 
 
 class CancelledCall(Exception):
-    """The caller has cancelled the call."""
+    """Error that ends the work for a cancelled call."""
 
 
 def cancellation_check(context: flight.ServerCallContext) -> CancellationCheck:

@@ -1,4 +1,4 @@
-"""The dispatcher over Arrow Flight: what there is to read, and who reads it."""
+"""Dispatcher, an Arrow Flight server that describes datasets and assigns windows to readers."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ ACTIONS = ("describe", "count", "table", "lease", "beat", "status")
 
 
 class DispatchServer(EndpointServer):
-    """Answers trainers and readers."""
+    """Flight server that answers requests of trainers and heartbeats of readers."""
 
     def __init__(
         self, endpoint: Endpoint, catalog: Catalog, leases: LeaseTable, scale: ReaderAutoscaler | None = None
     ) -> None:
-        """`scale`: what says how many readers there should be; None: nothing does."""
+        """Start the server. With `scale`, its status includes the target number of readers."""
         super().__init__(endpoint)
         self._catalog, self._leases, self._autoscaler = catalog, leases, scale
 
     def do_action(self, context: flight.ServerCallContext, action: flight.Action) -> Iterator[bytes]:
-        """One of ACTIONS, whose body is a Message."""
+        """Handle one of `ACTIONS`. The body is a serialized `Message`."""
         try:
             answer = self._handle(action.type, action.body.to_pybytes(), context)
         except Exception as error:
@@ -51,12 +51,12 @@ class DispatchServer(EndpointServer):
         return iter([answer]) if isinstance(answer, bytes) else answer
 
     def status(self) -> ReaderServiceStatus:
-        """What there is."""
-        scale, wanted = self._autoscaler, None
+        """Return the status of datasets, readers and sessions."""
+        scale, target = self._autoscaler, None
         if scale is not None:
-            wanted = ScaleTarget(wanted=scale.target_readers, least=scale.min_readers, most=scale.max_readers)
+            target = ScaleTarget(wanted=scale.target_readers, least=scale.min_readers, most=scale.max_readers)
         return ReaderServiceStatus(
-            scale=wanted,
+            scale=target,
             datasets=self._catalog.folders,
             readers=tuple(self._leases.readers()),
             sessions=tuple(self._leases.sessions()),
@@ -81,4 +81,4 @@ class DispatchServer(EndpointServer):
                 return HeartbeatReply(datasets=self._catalog.folders)
             case "status":
                 return self.status()
-        raise MesetaError(f"{sender} asks for {what[:80]!r}; there are {', '.join(ACTIONS)}")
+        raise MesetaError(f"{sender} sent unknown action {what[:80]!r}; known actions: {', '.join(ACTIONS)}")

@@ -1,5 +1,4 @@
-"""Where dispatchers and readers listen, and whom they let in: whoever shows the token, on this machine alone unless
-there are keys."""
+"""Base class of dispatchers and readers: listen address, authentication by token or TLS, and a limit of calls."""
 
 from __future__ import annotations
 
@@ -22,21 +21,21 @@ from meseta.machine.remote import ENCRYPTED_SCHEME, PLAIN_SCHEME, check_reachabl
 from meseta.spec import MesetaError
 
 MAX_CALLS = 4096
-"""Calls that are answered at a time: each rank has a stream for each window that it asks for ahead."""
+"""Maximum number of concurrent calls. Each rank has one stream per window that it prefetches."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Endpoint:
-    """Where a server listens, and how it is reached."""
+    """Listen address and credentials of a server."""
 
     host: str = "127.0.0.1"
     port: int = 0
-    """0: any that is free."""
+    """Port to listen on. 0 selects a free port."""
     advertised_host: str = "127.0.0.1"
-    """The host, as others call it."""
+    """Host name or address by which clients reach the server."""
     credentials: Credentials | None = None
-    """What callers show, `TlsServerKeys` to encrypt; `None` makes a token for the port, stored for callers of this
-    user."""
+    """Credentials that clients must present. `TlsServerKeys` encrypt connections. `None` stores a new token for the
+    port, which programs of the same user can read."""
 
     @property
     def keys(self) -> TlsServerKeys | None:
@@ -50,29 +49,33 @@ class Endpoint:
     def from_options(
         listen: str, advertise: str | None = None, keys: Path | None = None, credentials: Credentials | None = None
     ) -> Endpoint:
-        """From options of a command; `credentials`: those without keys. Raises MesetaError for what is no HOST:PORT, an
-        address that others reach without keys, and keys that do not cover the host."""
-        host, sign, port = listen.rpartition(":")
-        if not (sign and host and ":" not in host and port.isascii() and port.isdigit() and int(port) < 1 << 16):
-            raise MesetaError(f"readers: --listen is HOST:PORT, such as 127.0.0.1:7077, got {format_value(listen)}")
+        """Create an endpoint from options of a command. `credentials` are used if there are no keys.
+
+        Raises MesetaError if `listen` is not HOST:PORT, other machines can reach it and there are no keys, or the keys
+        do not cover the host.
+        """
+        host, separator, port = listen.rpartition(":")
+        if not (separator and host and ":" not in host and port.isascii() and port.isdigit() and int(port) < 1 << 16):
+            raise MesetaError(
+                f"readers: --listen must be HOST:PORT, such as 127.0.0.1:7077, got {format_value(listen)}"
+            )
         host = "127.0.0.1" if host == "localhost" else host
         if keys is None:
             if not is_loopback(host):
                 raise MesetaError(
-                    f"readers: --listen {format_value(listen)}: others reach it, and without keys it must be "
-                    f"127.0.0.1; make "
-                    "some with `meseta readers keys DIR`, and give --keys DIR"
+                    f"readers: the host of --listen must be 127.0.0.1 without keys, got {format_value(listen)}; create "
+                    "keys with `meseta readers keys DIR`, and pass --keys DIR"
                 )
             check_reachable(f"{PLAIN_SCHEME}://{advertise or host}:1", has_keys=False)
             return Endpoint(host=host, port=int(port), advertised_host=advertise or host, credentials=credentials)
-        reached_as = advertise or (socket.gethostname() if _is_wildcard(host) else host)
+        advertised_host = advertise or (socket.gethostname() if _is_wildcard(host) else host)
         loaded = TlsServerKeys.load(keys)
-        loaded.check_host(reached_as)
-        return Endpoint(host=host, port=int(port), advertised_host=reached_as, credentials=loaded)
+        loaded.check_host(advertised_host)
+        return Endpoint(host=host, port=int(port), advertised_host=advertised_host, credentials=loaded)
 
 
 def _is_wildcard(host: str) -> bool:
-    """Whether it stands for all addresses of the machine."""
+    """Whether the host is 0.0.0.0 or ::, which clients cannot connect to."""
     try:
         return ip_address(host).is_unspecified
     except ValueError:
@@ -80,37 +83,37 @@ def _is_wildcard(host: str) -> bool:
 
 
 class AdmissionMiddlewareFactory(flight.ServerMiddlewareFactory):
-    """Lets calls with the token in, and not too many at a time, before what they ask is read."""
+    """Middleware that rejects calls without a valid token or above `MAX_CALLS`, before their request is read."""
 
     def __init__(self, credentials: Credentials | None) -> None:
         self.credentials = credentials
-        """`None` refuses every call."""
+        """Expected credentials. `None` rejects all calls."""
         self._num_calls = 0
         self._lock = threading.Lock()
 
     def start_call(self, info: flight.CallInfo, headers: dict[str, list[str]]) -> flight.ServerMiddleware:
-        """Raises the error that the caller is told."""
-        shown_header = next(iter(headers.get(TOKEN_HEADER, ())), "")
-        sent = shown_header if isinstance(shown_header, bytes) else shown_header.encode()
+        """Count an accepted call. Raises the error that the caller receives if the call is rejected."""
+        header = next(iter(headers.get(TOKEN_HEADER, ())), "")
+        sent = header if isinstance(header, bytes) else header.encode()
         if not self._has_valid_token(sent):
             raise flight.FlightUnauthenticatedError(
-                f"a call has {TOKEN_HEADER}: Bearer TOKEN, and the TOKEN of this service"
+                f"the call must have the header {TOKEN_HEADER}: Bearer TOKEN, with the TOKEN of this service"
             )
         with self._lock:
             if self._num_calls >= MAX_CALLS:
-                raise flight.FlightServerError(f"{MAX_CALLS:,} calls are being answered, the most at a time")
+                raise flight.FlightServerError(f"{MAX_CALLS:,} calls are in progress, the maximum of this server")
             self._num_calls += 1
         return _CountedCall(self)
 
     def _has_valid_token(self, header: bytes) -> bool:
-        with suppress(MesetaError):  # the token is not stored yet
+        with suppress(MesetaError):  # The token is not stored yet.
             return self.credentials is not None and hmac.compare_digest(
                 header, self.credentials.header_value().encode()
             )
         return False
 
     def release(self) -> None:
-        """A call has ended."""
+        """Count the end of a call."""
         with self._lock:
             self._num_calls -= 1
 
@@ -124,18 +127,19 @@ class _CountedCall(flight.ServerMiddleware):
 
 
 class EndpointServer(flight.FlightServerBase):
-    """A server at an endpoint."""
+    """Flight server that accepts calls with the credentials of its endpoint."""
 
     def __init__(self, endpoint: Endpoint) -> None:
-        """Raises MesetaError if its token cannot be stored."""
+        """Start the server. Raises MesetaError if its token cannot be stored."""
         credentials = endpoint.credentials
-        if credentials is None and endpoint.port:  # before anybody is refused who waits for this server
+        # Store the token before the port is open, so that no waiting client is rejected.
+        if credentials is None and endpoint.port:
             credentials = PortToken(endpoint.port).store()
         doorkeeper = AdmissionMiddlewareFactory(credentials)
         options: dict[str, Any] = {"middleware": {"doorkeeper": doorkeeper}}
         if endpoint.keys is not None:
-            # Who has no certificate is refused before a byte of a message is taken: gRPC reads one whole, however
-            # large, before it asks anybody what to do with it.
+            # gRPC receives a whole message, however large, before it calls middleware. With client certificates,
+            # unknown clients fail in the TLS handshake.
             options |= {
                 "tls_certificates": [(endpoint.keys.certificate, endpoint.keys.key)],
                 "verify_client": True,
@@ -143,11 +147,11 @@ class EndpointServer(flight.FlightServerBase):
             }
         super().__init__(f"{endpoint.scheme}://{endpoint.host}:{endpoint.port}", **options)
         self.url = f"{endpoint.scheme}://{endpoint.advertised_host}:{self.port}"
-        """Where it is reached."""
+        """URL of the server for clients."""
         self.credentials = doorkeeper.credentials = credentials or PortToken(self.port).store()
 
     def stop(self) -> None:
-        """Serve nobody any more."""
+        """Stop serving."""
         self.shutdown()
 
 
@@ -156,11 +160,11 @@ Server = TypeVar("Server", bound=EndpointServer)
 
 @contextmanager
 def run_server(make: Callable[[], Server], listen: str) -> Iterator[Server]:
-    """A server while it is used. Raises MesetaError where it cannot listen there."""
+    """Context manager that creates a server and stops it on exit. Raises MesetaError if it cannot listen."""
     try:
         server = make()
     except (OSError, ValueError, flight.FlightError) as error:
-        if isinstance(error, MesetaError):
+        if isinstance(error, MesetaError):  # A subclass of ValueError with a complete message.
             raise
         raise MesetaError(
             f"readers: cannot listen on {listen} ({error_summary(error)[:200]}); choose another port"

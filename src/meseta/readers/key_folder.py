@@ -1,4 +1,4 @@
-"""Makes a folder of keys: see meseta.data.read.served.keys for what is in it."""
+"""Creation of key folders, which `meseta.data.read.served.keys` reads."""
 
 from __future__ import annotations
 
@@ -35,16 +35,18 @@ _KEY_USAGE = x509.KeyUsage(
     decipher_only=False,
 )
 HOST_PATTERN = re.compile(rf"{HOST_LABEL_PATTERN}(\.{HOST_LABEL_PATTERN})*|\*(\.{HOST_LABEL_PATTERN}){{2,}}")
-"""A name of DNS; below a domain, the first part of it may be any."""
+"""DNS name of a host. The first label may be `*` if at least two labels follow."""
 
 
 def make_keys(folder: Path, hosts: Sequence[str], days: float) -> None:
-    """Keys for dispatchers and readers on these hosts, names or addresses, valid for so many days, and from a day ago
-    on, since clocks differ. Raises MesetaError for a folder that is there, what is
-    no name of a host, and where the system refuses to write."""
+    """Create a folder with certificates for dispatchers and readers on `hosts`, a client certificate and a token.
+
+    `hosts` are names or addresses. Certificates are valid for `days`. Raises MesetaError if the folder exists, a host
+    is invalid, or the folder cannot be written.
+    """
     names = [_subject_name(host) for host in hosts]
     if folder.exists() or folder.is_symlink():
-        raise MesetaError(f"keys: {str(folder)!r} is there, and is not written over; name another folder, or remove it")
+        raise MesetaError(f"keys: folder {str(folder)!r} already exists; choose another folder, or remove it")
     certificate, key = _make_certificate(ExtendedKeyUsageOID.SERVER_AUTH, days, names)
     client = b"".join(_make_certificate(ExtendedKeyUsageOID.CLIENT_AUTH, days))
     with atomic_folder(folder) as inside:
@@ -52,11 +54,11 @@ def make_keys(folder: Path, hosts: Sequence[str], days: float) -> None:
         write_secret(inside / KEY_FILE, key)
         write_secret(inside / CLIENT_FILE, client)
         write_secret(inside / TOKEN_FILE, new_token() + b"\n")
-        TlsServerKeys.load(inside)
+        TlsServerKeys.load(inside)  # Check the files before the folder gets its name.
 
 
 def local_hosts() -> list[str]:
-    """What this machine is reached by."""
+    """Return names and addresses by which this machine is reached."""
     return list(dict.fromkeys(["localhost", "127.0.0.1", socket.gethostname()]))
 
 
@@ -65,20 +67,20 @@ def _subject_name(host: str) -> x509.GeneralName:
         return x509.IPAddress(ip_address(host))
     except ValueError:
         if len(host) > 253 or not HOST_PATTERN.fullmatch(host):
-            raise MesetaError(f"keys: --host is a name or an address of a host, got {format_value(host)}") from None
+            raise MesetaError(f"keys: --host must be a host name or an IP address, got {format_value(host)}") from None
         return x509.DNSName(host)
 
 
 def _make_certificate(
     usage: x509.ObjectIdentifier, days: float, hosts: Sequence[x509.GeneralName] = ()
 ) -> tuple[bytes, bytes]:
-    """One that vouches for itself, and for no other, and its key; in PEM."""
+    """Return a self-signed certificate, which cannot sign others, and its private key, both in PEM."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"meseta readers {secrets.token_hex(8)}")])
     now = datetime.now(UTC)
     builder = (
         x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
-        .not_valid_before(now - timedelta(days=1))
+        .not_valid_before(now - timedelta(days=1))  # Clocks of hosts differ.
         .not_valid_after(now + timedelta(days=days))
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(_KEY_USAGE, critical=True)

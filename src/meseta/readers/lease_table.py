@@ -1,5 +1,4 @@
-"""Who reads which window. Nothing of it has to be right for rows to be: any reader answers any ticket with the same
-bytes, so a table that is lost, or that two ranks saw differently, costs work and no row."""
+"""Assignment of windows to readers."""
 
 from __future__ import annotations
 
@@ -26,23 +25,26 @@ from meseta.readers.sessions import Sessions
 from meseta.readers.window_store import evict_oldest
 from meseta.spec import MesetaError
 
+# Correctness does not depend on the table, because all readers return the same bytes for a ticket. If the table is
+# lost, or ranks disagree about it, windows are decoded twice.
+
 HEARTBEAT_TIMEOUT_S = 5.0
-"""A reader that has been silent for so long is taken to be gone."""
+"""Seconds without a heartbeat after which a reader is unresponsive and loses its leases."""
 READER_BACKOFF_S = 10.0
-"""A reader at which a rank met trouble is given nothing more of that run for so long, where there is another."""
+"""Seconds for which a failing reader receives no leases from the same run, provided another reader is available."""
 NUM_RETAINED_WINDOWS = 64
-"""Windows before the one that is asked for whose leases are kept, for ranks that come later."""
+"""Number of windows before the requested ones whose leases are kept for slower ranks."""
 MAX_RUNS = 1024
-"""Attempts, and orders of rows, that are remembered."""
+"""Maximum number of runs in the table. The same limit applies to epochs."""
 MAX_LEASES = 2048
-"""Windows of an order that are remembered: those that were leased last."""
+"""Maximum number of leases per epoch. The oldest leases are dropped."""
 MAX_READERS = 4096
-"""That are known at a time."""
+"""Maximum number of readers with heartbeats."""
 
 
 @dataclass(frozen=True)
 class _EpochKey:
-    """Whose windows they are."""
+    """Identity of an epoch of one run."""
 
     run: str
     attempt: int
@@ -52,20 +54,20 @@ class _EpochKey:
 
 @dataclass
 class ReaderState:
-    """What is known of a reader."""
+    """State of a reader with heartbeats."""
 
     heartbeat: Heartbeat
     heartbeat_s: float
     backoff_until_s: dict[str, float] = field(default_factory=dict)
-    """By run."""
+    """Time at which this reader's backoff ends, by run."""
     last_lease_number: int = -1
-    """When it was given a window, counted over all windows."""
+    """Number of the reader's last lease, counted over all readers. -1 before the first lease."""
     counters: CounterHistory = field(default_factory=CounterHistory)
-    """Of rows decoded, and of seconds in which it decoded."""
+    """History of the number of decoded rows and of the seconds of decoding."""
 
 
 class LeaseTable:
-    """Readers that are there, and their windows. Threads may share it."""
+    """Thread-safe table of readers and the windows leased to them."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -76,59 +78,62 @@ class LeaseTable:
         self._leases: dict[_EpochKey, dict[int, str]] = {}
         self._sessions = Sessions(clock)
         self.num_reassigned = Counter[MoveReason]()
-        """Windows that went to another reader, by why."""
+        """Number of windows that moved to another reader, by reason."""
 
     def record_heartbeat(self, beat: Heartbeat) -> None:
-        """A reader is there. Raises MesetaError where there are too many."""
+        """Add or update a reader. Raises MesetaError if there are `MAX_READERS` other readers."""
         with self._lock:
             if beat.reader not in self._readers and len(self._live_readers()) >= MAX_READERS:
-                raise MesetaError(f"there are {MAX_READERS:,} readers, the most that a dispatcher knows; start another")
+                raise MesetaError(f"a dispatcher has at most {MAX_READERS:,} readers; start another dispatcher")
             reader = self._readers.setdefault(beat.reader, ReaderState(beat, 0.0))
             reader.heartbeat, reader.heartbeat_s = beat, self._clock()
             reader.counters.update(reader.heartbeat_s, beat.num_rows, beat.busy_s)
 
     def readers(self) -> list[ReaderStatus]:
-        """Those that are there, by URL."""
+        """Return the status of each reader with heartbeats, sorted by URL."""
         with self._lock:
-            held = Counter(url for leases in self._leases.values() for url in leases.values())
-            return [_status(self._readers[url], held[url]) for url in self._live_readers()]
+            num_leases = Counter(url for leases in self._leases.values() for url in leases.values())
+            return [_status(self._readers[url], num_leases[url]) for url in self._live_readers()]
 
     def sessions(self) -> list[SessionStatus]:
-        """Who reads, and how much of the time it waits."""
+        """Return the status of all sessions."""
         with self._lock:
             return self._sessions.status()
 
     def training_waiting_shares(self) -> list[float]:
-        """Of the last RATE_WINDOW_S, for which trainings have waited for batches; of those that are known for so
-        long."""
+        """Return the waiting share of each training run, see `Sessions.training_waiting_shares`."""
         with self._lock:
             return self._sessions.training_waiting_shares()
 
     def lease(self, request: LeaseRequest) -> Leases:
-        """Give windows to readers; the same answer to every rank, while that reader is there and nobody has trouble
-        with it. Raises MesetaError for a rank of a former attempt."""
+        """Assign the requested windows to readers. A window without an available reader is missing in the result.
+
+        All ranks receive the same reader for a window, until that reader becomes unresponsive or a rank reports it.
+        Raises MesetaError if the rank belongs to an earlier attempt of the run.
+        """
         with self._lock:
             self._check_attempt(request.session)
             self._sessions.record_request(request)
-            at_work = self._live_readers()
+            live_readers = self._live_readers()
             leases = self._get_leases(request)
+            # Several ranks may report one failure. Only the first report revokes the lease.
             for trouble in request.troubles:
                 if leases.get(trouble.window) == trouble.reader:
-                    why: MoveReason = "slow" if trouble.kind == "slow" else "lost"
-                    self._revoke(request.session.run, leases, trouble.window, why)
-            answer, turn = [], self._readers_in_turn(request.session.run, at_work)
+                    reason: MoveReason = "slow" if trouble.kind == "slow" else "lost"
+                    self._revoke(request.session.run, leases, trouble.window, reason)
+            granted, candidates = [], self._readers_in_turn(request.session.run, live_readers)
             for window in request.windows:
                 if leases.get(window) not in self._readers:
                     if window in leases:
                         self.num_reassigned["silent"] += 1
-                    if not turn:
+                    if not candidates:
                         continue
-                    leases[window] = turn[0]
-                    self._readers[turn[0]].last_lease_number = next(self._lease_numbers)
-                    turn.rotate(-1)
-                answer.append(WindowLease(window=window, reader=leases[window]))
+                    leases[window] = candidates[0]
+                    self._readers[candidates[0]].last_lease_number = next(self._lease_numbers)
+                    candidates.rotate(-1)
+                granted.append(WindowLease(window=window, reader=leases[window]))
             evict_oldest(leases, MAX_LEASES)
-            return Leases(leases=tuple(answer), num_readers=len(self._accepting_readers(at_work)))
+            return Leases(leases=tuple(granted), num_readers=len(self._accepting_readers(live_readers)))
 
     def _live_readers(self) -> list[str]:
         now_s = self._clock()
@@ -138,40 +143,42 @@ class LeaseTable:
 
     def _check_attempt(self, session: Session) -> None:
         newest = self._attempts.pop(session.run, session.attempt)
-        self._attempts[session.run] = max(newest, session.attempt)  # the last of them, which is forgotten last
+        # Inserted again at the end, so that this run is dropped last.
+        self._attempts[session.run] = max(newest, session.attempt)
         evict_oldest(self._attempts, MAX_RUNS)
         if session.attempt < newest:
             raise MesetaError(
-                f"rank {session.rank} belongs to a former attempt at run {session.run!r}, which has been begun again; "
-                "end what is left of it"
+                f"rank {session.rank} belongs to an earlier attempt of run {session.run!r}, which has been restarted; "
+                "stop the processes of the earlier attempt"
             )
 
     def _get_leases(self, request: LeaseRequest) -> dict[int, str]:
         session = request.session
-        order = _EpochKey(session.run, session.attempt, session.rows, request.epoch)
-        leases = self._leases.pop(order, {})
+        key = _EpochKey(session.run, session.attempt, session.rows, request.epoch)
+        leases = self._leases.pop(key, {})
         first = min(request.windows, default=0) - NUM_RETAINED_WINDOWS
-        self._leases[order] = leases = {window: url for window, url in leases.items() if window >= first}
+        self._leases[key] = leases = {window: url for window, url in leases.items() if window >= first}
         evict_oldest(self._leases, MAX_RUNS)
         return leases
 
     def _revoke(self, run: str, leases: dict[int, str], window: int, why: MoveReason) -> None:
-        """Take a window, and those behind it, from its reader, where there is another."""
+        """Start a backoff of the window's reader for this run. Revoke its lease if another reader is available."""
         url = leases[window]
         if url in self._readers:
-            shunned = self._readers[url].backoff_until_s
-            shunned[run] = self._clock() + READER_BACKOFF_S
-            evict_oldest(shunned, MAX_RUNS)
+            backoffs = self._readers[url].backoff_until_s
+            backoffs[run] = self._clock() + READER_BACKOFF_S
+            evict_oldest(backoffs, MAX_RUNS)
         if url not in self._readers or self._accepting_readers(self._readers.keys() - {url}):
             del leases[window]
             self.num_reassigned[why] += 1
 
-    def _readers_in_turn(self, run: str, at_work: list[str]) -> deque[str]:
-        """Readers that stay, and that nobody of this run shuns if there are such, in the order in which they were given
-        their last windows: whoever has just come is next, and does not have to catch up."""
-        now_s, staying = self._clock(), self._accepting_readers(at_work)
-        welcome = [url for url in staying if self._readers[url].backoff_until_s.get(run, now_s) <= now_s]
-        return deque(sorted(welcome or staying, key=lambda url: self._readers[url].last_lease_number))
+    def _readers_in_turn(self, run: str, live_readers: list[str]) -> deque[str]:
+        """Return the accepting readers, least recently leased first. Readers in backoff are left out if there are
+        others."""
+        # The order does not depend on the number of leases, so that a new reader need not catch up.
+        now_s, accepting = self._clock(), self._accepting_readers(live_readers)
+        preferred = [url for url in accepting if self._readers[url].backoff_until_s.get(run, now_s) <= now_s]
+        return deque(sorted(preferred or accepting, key=lambda url: self._readers[url].last_lease_number))
 
     def _accepting_readers(self, urls: Iterable[str]) -> list[str]:
         return [url for url in urls if not self._readers[url].heartbeat.is_leaving]

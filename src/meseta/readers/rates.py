@@ -1,4 +1,4 @@
-"""How fast counters of others have grown lately, and for how long this process has been busy."""
+"""Recent rates of counters that peers report, and the busy time of this process."""
 
 from __future__ import annotations
 
@@ -9,40 +9,42 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 RATE_WINDOW_S = 10.0
-"""Over so long, or as long as they are known, counters are looked at."""
+"""Length in seconds of the sliding window over which rates are computed."""
 
 
 class CounterHistory:
-    """Counters that one peer tells now and then."""
+    """Sliding window over the counters that one peer reports."""
 
     def __init__(self) -> None:
         self._samples: deque[tuple[float, tuple[float, ...]]] = deque()
 
     def update(self, now_s: float, *counters: float) -> None:
-        """They stand so now; where one has fallen, they have begun anew."""
+        """Add a report of all counters."""
+        # A counter that decreases belongs to a restarted peer.
         if self._samples and any(new < old for new, old in zip(counters, self._samples[-1][1], strict=True)):
             self._samples.clear()
         self._samples.append((now_s, counters))
+        # One report from before the window is kept, so that the history spans the whole window.
         while len(self._samples) > 2 and self._samples[1][0] <= now_s - RATE_WINDOW_S:
             self._samples.popleft()
 
     def recent_increase(self) -> tuple[float, ...]:
-        """By how much each has grown over the last RATE_WINDOW_S, or since they are known."""
+        """Return the increase of each counter within the window. Empty before the first report."""
         if not self._samples:
             return ()
-        (_, before), (_, now) = self._samples[0], self._samples[-1]
-        return tuple(new - old for new, old in zip(now, before, strict=True))
+        (_, first), (_, last) = self._samples[0], self._samples[-1]
+        return tuple(new - old for new, old in zip(last, first, strict=True))
 
     def rates(self) -> tuple[float, ...]:
-        """The same of each second; 0 where they were told once."""
+        """Return the mean increase of each counter per second. It is 0 after one report."""
         if not self._samples:
             return ()
         seconds = self._samples[-1][0] - self._samples[0][0]
-        return tuple(grown / seconds if seconds else 0.0 for grown in self.recent_increase())
+        return tuple(increase / seconds if seconds else 0.0 for increase in self.recent_increase())
 
 
 class BusyTime:
-    """Seconds in which at least one thread was at work. Threads may share it."""
+    """Thread-safe timer of the seconds in which at least one thread was busy."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -52,7 +54,7 @@ class BusyTime:
 
     @contextmanager
     def track(self) -> Iterator[None]:
-        """While this thread is."""
+        """Context manager in which the calling thread is busy."""
         with self._lock:
             if not self._num_active:
                 self._since_s = self._clock()
@@ -67,6 +69,6 @@ class BusyTime:
 
     @property
     def seconds(self) -> float:
-        """Up to now."""
+        """Busy time in seconds until now."""
         with self._lock:
             return self._seconds + (self._clock() - self._since_s if self._num_active else 0.0)

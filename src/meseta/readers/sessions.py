@@ -1,4 +1,4 @@
-"""Who trains on rows of these readers, and for how much of its time it waits for them."""
+"""Sessions of the ranks that read, and the share of time for which they wait for batches."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from meseta.readers.rates import RATE_WINDOW_S, CounterHistory
 from meseta.readers.window_store import evict_oldest
 
 SESSION_TIMEOUT_S = 20.0
-"""A rank that has asked for nothing for so long reads no more."""
+"""Seconds without a request after which a rank's session expires."""
 TRAIN_SPLIT = "train"
-"""The split that trainings read."""
+"""Split that training runs read."""
 MAX_SESSIONS = 65_536
-"""Ranks that are known, at most."""
+"""Maximum number of ranks with sessions."""
 
 
 @dataclass
@@ -22,28 +22,28 @@ class _SessionRank:
     session: Session
     last_request_s: float = 0.0
     wait_counters: CounterHistory = field(default_factory=CounterHistory)
-    """Seconds that it has waited, and that have passed."""
+    """History of the seconds that the rank has waited, and of the elapsed seconds."""
 
     @property
     def waiting_share(self) -> float:
-        waited_s, passed_s = self.wait_counters.recent_increase()
-        return min(waited_s / passed_s, 1.0) if passed_s else 0.0
+        waited_s, elapsed_s = self.wait_counters.recent_increase()
+        return min(waited_s / elapsed_s, 1.0) if elapsed_s else 0.0
 
     @property
     def has_full_window(self) -> bool:
-        """Whether it has told of RATE_WINDOW_S and more."""
+        """Whether the reports span at least `RATE_WINDOW_S` seconds."""
         return self.wait_counters.recent_increase()[1] >= RATE_WINDOW_S
 
 
 class Sessions:
-    """Ranks that read. Whoever shares it between threads sees to a lock."""
+    """Sessions of ranks. Not thread-safe."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._ranks: dict[tuple[str, str, str, int], _SessionRank] = {}
 
     def record_request(self, request: LeaseRequest) -> None:
-        """A rank has asked for windows, and told how it fares."""
+        """Record a request of a rank, with its waiting time."""
         session, now_s = request.session, self._clock()
         key = (session.run, session.rows.dataset, session.rows.split, session.rank)
         rank = self._ranks.pop(key, None)
@@ -55,8 +55,11 @@ class Sessions:
         evict_oldest(self._ranks, MAX_SESSIONS)
 
     def training_waiting_shares(self) -> list[float]:
-        """Of every run and dataset whose split train is read: the share of the rank that waits most, for which the
-        others wait. Evaluations, which do nothing but read, do not count."""
+        """Return the waiting share of each training run and dataset, which is the maximum over its ranks.
+
+        Ranks without a full window are excluded.
+        """
+        # The slowest rank delays the others. Evaluations always wait, because they only read.
         shares: dict[tuple[str, str], float] = {}
         for (run, dataset, split, _), rank in self._active_ranks().items():
             if split == TRAIN_SPLIT and rank.has_full_window:
@@ -71,11 +74,11 @@ class Sessions:
         return self._ranks
 
     def status(self) -> list[SessionStatus]:
-        """Of every run and split that is read now."""
-        found: dict[tuple[str, str, str], dict[int, _SessionRank]] = {}
+        """Return the status of each run and split with active ranks."""
+        ranks_by_session: dict[tuple[str, str, str], dict[int, _SessionRank]] = {}
         for (*reading, number), rank in sorted(self._active_ranks().items()):
             run, dataset, split = reading
-            found.setdefault((run, dataset, split), {})[number] = rank
+            ranks_by_session.setdefault((run, dataset, split), {})[number] = rank
         return [
             SessionStatus(
                 run=run,
@@ -84,5 +87,5 @@ class Sessions:
                 num_ranks=max(rank.session.num_ranks for rank in ranks.values()),
                 waiting_shares={str(number): rank.waiting_share for number, rank in ranks.items()},
             )
-            for (run, dataset, split), ranks in found.items()
+            for (run, dataset, split), ranks in ranks_by_session.items()
         ]

@@ -1,4 +1,4 @@
-"""What a dispatcher knows, as people read it, and as Prometheus does."""
+"""Status of a dispatcher as text, and in the text format of Prometheus."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ REASSIGN_REASONS = {"silent": "of one that fell silent", "lost": "after trouble"
 
 
 def status_lines(status: ReaderServiceStatus) -> Iterator[str]:
-    """A line for each dataset, reader and run, and one of all."""
+    """Yield a line for each dataset, reader and session, and a summary."""
     for name, folder in status.datasets.items():
         yield f"dataset {format_value(name)}: {format_value(folder)}"
     yield from map(_reader_line, status.readers)
     yield from map(_session_line, status.sessions)
-    wanted = status.scale and f", {status.scale.wanted} wanted (of {status.scale.least} to {status.scale.most})"
+    target = status.scale and f", {status.scale.wanted} wanted (of {status.scale.least} to {status.scale.most})"
     moved = _format_reasons(status.num_moved, REASSIGN_REASONS) or "none"
-    yield f"{format_quantity(len(status.readers), 'reader')}{wanted or ''}; windows that went to another one: {moved}"
+    yield f"{format_quantity(len(status.readers), 'reader')}{target or ''}; windows that went to another one: {moved}"
 
 
 def _reader_line(reader: ReaderStatus) -> str:
-    held = f"{format_bytes(reader.held_bytes)} of {format_bytes(reader.buffer_bytes)} held"
+    buffered = f"{format_bytes(reader.held_bytes)} of {format_bytes(reader.buffer_bytes)} held"
     pace = f"{format_si(reader.rows_per_s)} rows/s, busy {format_percent(reader.busy_share)}"
     done = f"{format_count(reader.num_rows)} rows in {format_quantity(reader.num_windows, 'window')} decoded"
     again = _format_reasons(reader.num_again, REDECODE_REASONS)
     return (
         f"reader {format_value(reader.reader)}{', leaving' * reader.is_leaving}: {pace}; "
-        f"{format_quantity(reader.num_leases, 'window')} leased, {held}; {done}"
+        f"{format_quantity(reader.num_leases, 'window')} leased, {buffered}; {done}"
         + (f", of them again {again}" if again else "")
     )
 
@@ -52,7 +52,7 @@ def _format_reasons(numbers: Mapping[Any, int], words: Mapping[str, str]) -> str
 
 
 def prometheus_text(status: ReaderServiceStatus) -> str:
-    """The text format of Prometheus, version 0.0.4, for the textfile collector of its node exporter.
+    """Format a status as text format 0.0.4 of Prometheus, for the textfile collector of its node exporter.
 
     Source: https://prometheus.io/docs/instrumenting/exposition_formats/
     """
@@ -82,7 +82,7 @@ def _reader_family(name: str, kind: str, help_: str, values: Mapping[str, float]
 
 
 def _format_family(name: str, kind: str, help_: str, samples: list[tuple[dict[str, str], float]]) -> str:
-    """Of one metric; nothing where there is no sample."""
+    """Format one metric. Returns an empty string if there are no samples."""
     if not samples:
         return ""
     lines = [f"# HELP meseta_{name} {help_}.", f"# TYPE meseta_{name} {kind}"]

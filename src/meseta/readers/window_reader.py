@@ -1,4 +1,4 @@
-"""A reader: decodes the windows that ranks ask it for, and sends each rank its rows."""
+"""Reader, an Arrow Flight server that decodes windows and sends each rank its rows."""
 
 from __future__ import annotations
 
@@ -33,32 +33,31 @@ from meseta.readers.window_store import WindowStore, evict_oldest
 from meseta.spec import MesetaError
 
 HEARTBEAT_INTERVAL_S = 1.0
-"""Between signs of life."""
+"""Seconds between two heartbeats."""
 DRAIN_GRACE_S = 3.0
-"""A reader that leaves has nothing left to give when it has held no window for so long, in which all have come to know
-that it leaves."""
+"""Seconds without buffered windows after which a draining reader exits. By then, all ranks know that it is draining."""
 DRAIN_TIMEOUT_S = 120.0
-"""It leaves after that in any case."""
+"""Maximum seconds for draining."""
 DEFAULT_BUFFER_BYTES = 512 << 20
-"""Of decoded windows, where nobody says more."""
+"""Default capacity of the buffer of decoded windows."""
 MIN_SLICE_ROWS = 256
-"""Rows, on average, that are copied as slices; shorter ones are gathered row by row."""
+"""Minimum mean number of consecutive rows for copying slices. Otherwise rows are gathered one by one."""
 MAX_OPEN_SPLITS = 16
-"""Splits, and choices of their rows, that are held open."""
+"""Maximum number of open splits. Each row selection counts."""
 
 
 @dataclass(frozen=True)
 class DecodedWindow:
-    """A window as it is held for the ranks."""
+    """Decoded rows of a window, with their order and timings."""
 
     window: Window
     rows: Rows
     times: WindowTimer
     decoded_s: float
-    """On the clock of time.monotonic()."""
+    """Time at which decoding finished, by `time.monotonic`."""
 
     def timings(self) -> WindowTimings:
-        """What ranks are told of it now."""
+        """Return the timings of decoding, and for how long the window has been buffered."""
         times, ready_s = self.times, time.monotonic() - self.decoded_s
         return WindowTimings(
             storage_s=times.storage_s, decode_s=times.decode_s, transform_s=times.transform_s, ready_s=ready_s
@@ -67,7 +66,7 @@ class DecodedWindow:
 
 @dataclass(frozen=True)
 class OpenSplit:
-    """A split whose windows can be decoded."""
+    """Split whose windows can be decoded."""
 
     dataset: Dataset
     split_rows: SplitRows
@@ -75,21 +74,24 @@ class OpenSplit:
 
 
 def disable_allocator_caching() -> None:
-    """Let this process hold windows and little else: Arrow's own allocator, and the C library's, keep what they are
-    given back. To be called before threads are made."""
+    """Return freed memory to the OS, so that this process holds little more than its windows.
+
+    Call before threads are started.
+    """
+    # Arrow's default allocator and that of the C library keep freed memory.
     disable_heap_caching()
     pa.set_memory_pool(pa.system_memory_pool())
 
 
 class WindowReader:
-    """Decodes windows and cuts them for ranks. Threads share it."""
+    """Thread-safe decoder of windows that selects the rows of each rank."""
 
     def __init__(self, dispatcher: DispatcherClient, buffer_bytes: int = DEFAULT_BUFFER_BYTES) -> None:
         self.windows: WindowStore[DecodedWindow] = WindowStore(buffer_bytes, lambda held: rows_num_bytes(held.rows))
         self.num_rows = 0
-        """Decoded since it began."""
+        """Number of decoded rows."""
         self.busy_time = BusyTime()
-        """While it decodes."""
+        """Time spent decoding."""
         self._dispatcher = dispatcher
         self._folders: dict[str, Path] = {}
         self._splits: dict[RowOrder, OpenSplit] = {}
@@ -97,25 +99,29 @@ class WindowReader:
         self._count_lock = threading.Lock()
 
     def set_folders(self, folders: dict[str, Path]) -> None:
-        """Where the datasets lie, by name."""
+        """Set the folder of each dataset by name."""
         self._folders = folders
 
     def schema(self, rows: RowOrder, check: CancellationCheck = never_cancelled) -> pa.Schema:
-        """Of the record batches of `read`. Raises what `read` raises."""
+        """Return the schema of the record batches of `read`. Raises the errors of `read`."""
         return self._get_split(rows, check).schema
 
     def read(
         self, ticket: WindowTicket, check: CancellationCheck = never_cancelled
     ) -> Iterator[tuple[pa.RecordBatch, WindowTimings | None]]:
-        """A rank's rows of a window, those that it has had left out; the first of them with how they came about. Raises
-        MesetaError for rows that there are not, and for a damaged file, and what `check` raises, unless another rank
-        waits for the window."""
+        """Yield record batches with the rows of one rank in a window, without the first `ticket.num_had` rows.
+
+        Only the first record batch comes with timings. Raises MesetaError if the ticket is out of range or a file is
+        damaged. Raises the error of `check`, unless another rank waits for the window.
+        """
         session = ticket.session
         split = self._get_split(session.rows, check)
         order = epoch_order(split.split_rows.group_rows, session.rows.options, ticket.epoch, is_served=True)
         rank = session.rank
         if not (ticket.window < len(order) and rank < session.num_ranks and ticket.begin < order.num_rows):
-            raise MesetaError(f"rank {rank} of {session.num_ranks} asks for window {ticket.window} of {len(order)}")
+            raise MesetaError(
+                f"invalid ticket: rank {rank} of {session.num_ranks}, window {ticket.window} of {len(order)}"
+            )
         start, stop = order.bounds(ticket.window)
         cut = BatchSlicer(
             num_rows=order.num_rows,
@@ -135,14 +141,15 @@ class WindowReader:
             lambda check: self._decode(split, order, ticket.window, check, by_row=session.rows.shuffle),
             check,
         ) as content:
-            places = cut.rows_between(ticket.begin, start, stop)[ticket.num_had :] - start
-            for at in range(0, places.size, MAX_RECORD_BATCH_ROWS):
-                # No name here holds the window while a trainer takes its time.
-                taken, made = (
-                    _copy_rows(content(), places[at : at + MAX_RECORD_BATCH_ROWS]),
-                    None if at else content().timings(),
+            positions = cut.rows_between(ticket.begin, start, stop)[ticket.num_had :] - start
+            for first in range(0, positions.size, MAX_RECORD_BATCH_ROWS):
+                # No local variable refers to the window during the yield. A slow trainer would otherwise keep it in
+                # memory after its eviction.
+                rows, timings = (
+                    _copy_rows(content(), positions[first : first + MAX_RECORD_BATCH_ROWS]),
+                    None if first else content().timings(),
                 )
-                yield to_record_batch(taken, split.dataset, split.schema), made
+                yield to_record_batch(rows, split.dataset, split.schema), timings
 
     def _decode(
         self, split: OpenSplit, order: EpochOrder, index: int, check: CancellationCheck, *, by_row: bool
@@ -163,35 +170,38 @@ class WindowReader:
 
     def _open_split(self, rows: RowOrder) -> OpenSplit:
         if rows.dataset not in self._folders:
-            raise UnreachableError(f"this reader does not know dataset {rows.dataset!r} yet")
+            # The reply to the first heartbeat has the folders. Trainers retry after an UnreachableError.
+            raise UnreachableError(f"this reader has not received the folder of dataset {rows.dataset!r} yet")
         dataset = Dataset.load(self._folders[rows.dataset])
         if describe_dataset(rows.dataset, dataset).digest != rows.digest:
             raise MesetaError(
-                f"dataset {rows.dataset!r} in {str(dataset.dir)!r} is another than the dispatcher's; copy it anew"
+                f"dataset {rows.dataset!r} in {str(dataset.dir)!r} differs from that of the dispatcher; copy it again"
             )
         counts = self._dispatcher.count(CountRequest(rows=rows))
         files = open_split(dataset, rows, group_row_counts=dict(zip(counts.groups, counts.group_rows, strict=True)))
         if files.group_rows != list(counts.group_rows):
-            raise MesetaError(f"dataset {rows.dataset!r} in {str(dataset.dir)!r} has other row groups; copy it anew")
-        described = dataset.with_labels(rows.labels)
-        return OpenSplit(described, files, record_batch_schema(described, counts.wide_features))
+            raise MesetaError(
+                f"dataset {rows.dataset!r} in {str(dataset.dir)!r} has other row groups than that of the dispatcher; "
+                "copy it again"
+            )
+        labeled_dataset = dataset.with_labels(rows.labels)
+        return OpenSplit(labeled_dataset, files, record_batch_schema(labeled_dataset, counts.wide_features))
 
 
-def _copy_rows(decoded: DecodedWindow, places: NDArray[np.int64]) -> Rows:
-    """Rows of a window by their places in its order, in memory of their own; those that lie side by side in one
-    piece."""
+def _copy_rows(decoded: DecodedWindow, positions: NDArray[np.int64]) -> Rows:
+    """Copy the rows at `positions` in the order of the window. Consecutive rows are copied as slices."""
     rows, order = decoded.rows, decoded.window.rows
     if order is not None:
-        return rows.take(order[places])
-    breaks = np.flatnonzero(np.diff(places) != 1) + 1
-    if breaks.size * MIN_SLICE_ROWS > places.size:
-        return rows.take(places)
-    runs = [rows.take(slice(int(run[0]), int(run[-1]) + 1)) for run in np.split(places, breaks)]
+        return rows.take(order[positions])
+    breaks = np.flatnonzero(np.diff(positions) != 1) + 1
+    if breaks.size * MIN_SLICE_ROWS > positions.size:
+        return rows.take(positions)
+    runs = [rows.take(slice(int(run[0]), int(run[-1]) + 1)) for run in np.split(positions, breaks)]
     return concatenate_rows(runs) if breaks.size else runs[0].copy()
 
 
 def _estimate_row_bytes(dataset: Dataset) -> int:
-    """About what a decoded row takes."""
+    """Return the expected size of a decoded row in bytes."""
     plain = 4 * (len(dataset.labels) + len(dataset.dense)) + 16
     return plain + sum(
         8 + round((12 if f.weighted else 8) * f.statistics.mean_pooling_factor) if f.multi_valued else 8
@@ -200,14 +210,14 @@ def _estimate_row_bytes(dataset: Dataset) -> int:
 
 
 def rows_num_bytes(rows: Rows) -> int:
-    """Of decoded rows."""
+    """Return the size of decoded rows in bytes."""
     plain = [rows.label, rows.dense, rows.single_ids, rows.weight, rows.group]
     lists = [array for bags in rows.bags for array in (bags.lengths, bags.values, bags.weights)]
     return sum(array.nbytes for array in [*plain, *lists] if array is not None)
 
 
 class ReadServer(EndpointServer):
-    """Serves a WindowReader over Arrow Flight, and tells the dispatcher that it is there."""
+    """Flight server for a `WindowReader`, which sends heartbeats to the dispatcher."""
 
     def __init__(self, endpoint: Endpoint, reader: WindowReader, dispatcher: DispatcherClient) -> None:
         super().__init__(endpoint)
@@ -219,11 +229,13 @@ class ReadServer(EndpointServer):
         threading.Thread(target=self._send_heartbeats, name="meseta-beat", daemon=True).start()
 
     def do_get(self, context: flight.ServerCallContext, ticket: flight.Ticket) -> flight.FlightDataStream:
-        """A WindowTicket's rows."""
+        """Stream the rows of a serialized `WindowTicket`."""
         try:
-            asked = WindowTicket.from_bytes(ticket.ticket, f"trainer {context.peer()}")
+            window_ticket = WindowTicket.from_bytes(ticket.ticket, f"trainer {context.peer()}")
             check = cancellation_check(context)
-            return flight.GeneratorStream(self._reader.schema(asked.session.rows, check), self._stream(asked, check))
+            return flight.GeneratorStream(
+                self._reader.schema(window_ticket.session.rows, check), self._stream(window_ticket, check)
+            )
         except Exception as error:
             raise to_flight_error(error) from None
 
@@ -231,13 +243,13 @@ class ReadServer(EndpointServer):
         self, ticket: WindowTicket, check: CancellationCheck
     ) -> Iterator[pa.RecordBatch | tuple[pa.RecordBatch, bytes]]:
         try:
-            for batch, made in self._reader.read(ticket, check):
-                yield batch if made is None else (batch, made.to_bytes())
+            for batch, timings in self._reader.read(ticket, check):
+                yield batch if timings is None else (batch, timings.to_bytes())
         except Exception as error:
             raise to_flight_error(error) from None
 
     def _send_heartbeats(self) -> None:
-        is_told = False
+        is_reported = False
         while not self._should_stop.is_set():
             windows = self._reader.windows
             beat = Heartbeat(
@@ -251,41 +263,46 @@ class ReadServer(EndpointServer):
                 is_leaving=self._is_draining,
             )
             try:
-                answer = self._dispatcher.send_heartbeat(beat)
-                self._reader.set_folders({name: Path(folder) for name, folder in answer.datasets.items()})
-                self._refusal, is_told = None, False
+                reply = self._dispatcher.send_heartbeat(beat)
+                self._reader.set_folders({name: Path(folder) for name, folder in reply.datasets.items()})
+                self._refusal, is_reported = None, False
                 self._has_reply.set()
             except MesetaError as error:
                 is_refused = not isinstance(error, UnreachableError)
                 if is_refused:
                     self._refusal = error
                     self._has_reply.set()
-                if not is_told:
+                # A failure is reported once, not with each heartbeat.
+                if not is_reported:
                     print(f"readers: {error}{'' if is_refused else '; trying again'}", flush=True)
-                is_told = True
+                is_reported = True
             self._should_stop.wait(HEARTBEAT_INTERVAL_S)
             trim_heap()
 
     def wait_for_dispatcher(self, timeout_s: float | None = None) -> bool:
-        """Wait until the dispatcher has answered this reader; returns whether it has. Raises MesetaError where it has
-        refused to."""
-        is_answered = self._has_reply.wait(timeout_s)
+        """Wait for the first reply of the dispatcher. Returns whether it has arrived.
+
+        Raises MesetaError if the dispatcher refuses this reader.
+        """
+        has_reply = self._has_reply.wait(timeout_s)
         if self._refusal is not None:
             raise self._refusal
-        return is_answered
+        return has_reply
 
     def drain(self) -> None:
-        """Take on no more windows, and come back when those that were asked for have been given, or after
-        DRAIN_TIMEOUT_S; what is not given then, another reader makes."""
+        """Accept no more windows, and wait until the requested windows were sent, at most `DRAIN_TIMEOUT_S` seconds.
+
+        Other readers decode the remaining windows.
+        """
         self._is_draining = True
-        until_s = time.monotonic() + DRAIN_TIMEOUT_S
-        quiet_since_s = time.monotonic()
-        while time.monotonic() < min(until_s, quiet_since_s + DRAIN_GRACE_S):
+        deadline_s = time.monotonic() + DRAIN_TIMEOUT_S
+        idle_since_s = time.monotonic()
+        while time.monotonic() < min(deadline_s, idle_since_s + DRAIN_GRACE_S):
             if self._reader.windows.num_buffered:
-                quiet_since_s = time.monotonic()
+                idle_since_s = time.monotonic()
             time.sleep(0.1)
 
     def stop(self) -> None:
-        """Serve nobody any more."""
+        """Stop heartbeats and serving."""
         self._should_stop.set()
         super().stop()

@@ -1,4 +1,4 @@
-"""Decoded windows that ranks are being sent: decoded once for all of them, within a bound on their bytes."""
+"""Bounded buffer of decoded windows, in which each window is decoded once for all ranks."""
 
 from __future__ import annotations
 
@@ -15,67 +15,70 @@ from meseta.data.read.served.messages import RedecodeReason
 from meseta.readers.cancellation import CHECK_INTERVAL_S, CancelledCall
 
 IDLE_TIMEOUT_S = 5.0
-"""A window that nobody is being sent makes room for others after so long."""
+"""Seconds after which a window that is not being sent may be evicted for a window of another order."""
 STALLED_TIMEOUT_S = 30.0
-"""So does one after so long of which nobody has taken rows who is being sent it: a trainer that stands still, or whose
-machine has gone, of which a server is not told for hours."""
-
+"""Seconds without progress after which a window may be evicted although it is being sent."""
 MAX_UNFINISHED = 65_536
-"""Windows that are remembered as decoded and not had by all."""
+"""Maximum number of decoded windows that are remembered because some rank has not read them."""
 
 Content = TypeVar("Content")
 
 
 @dataclass
 class _WindowEntry(Generic[Content]):
+    """Window that is buffered or being decoded."""
+
     position: tuple[int, int]
     num_bytes: int
-    """As estimated, then as it is."""
+    """Estimated size, or the actual size after decoding."""
     ranks: Collection[int]
-    """Ranks that will ask for it."""
+    """Ranks that read the window."""
     finished_ranks: set[int] = field(default_factory=set)
-    """Those of them that have had all of it."""
+    """Ranks that have read the window to its end."""
     content: Content | None = None
     error: Exception | None = None
     num_streams: int = 0
-    """Ranks that are being sent it."""
+    """Number of ranks to which the window is being sent."""
     last_progress_s: float = field(default_factory=time.monotonic)
-    """When rows of it were taken last."""
+    """Time at which a rank last took rows."""
 
 
 def evict_oldest(entries: dict[Any, Any], most: int) -> None:
-    """Leave so many entries, those that were put in last."""
+    """Remove the entries that were inserted first until at most `most` remain."""
     while len(entries) > most:
         entries.pop(next(iter(entries)))
 
 
 class WindowStore(Generic[Content]):
-    """Keeps a window from when a rank first asks for it until every rank has had it.
+    """Thread-safe buffer that keeps a window from the first request until all ranks have read it.
 
-    A new one waits until there is room, but for one that lies before all others of its order that are held: ranks go
-    forward together, so that those others will not go before it came. One more than the bound is thus held at most.
+    A new window waits for space, unless it precedes all buffered windows of its order. The buffer may therefore exceed
+    its capacity by one window.
     """
+
+    # Ranks advance together. The windows after a missing one are not released before it is read, so that waiting for
+    # their space would be a deadlock.
 
     def __init__(self, most_bytes: int, size_of: Callable[[Content], int]) -> None:
         self.max_bytes = most_bytes
         self.num_decoded = 0
         self.num_redecoded = Counter[RedecodeReason]()
-        """Windows that were decoded once more before all ranks had them, by why they were let go."""
+        """Number of windows that were decoded again before all ranks had read them, by reason of their eviction."""
         self._size_of = size_of
         self._entries: dict[tuple[Hashable, tuple[int, int]], _WindowEntry[Content]] = {}
         self._unfinished: dict[tuple[Hashable, tuple[int, int]], RedecodeReason | None] = {}
-        """Why it was let go; None while it is held."""
+        """Reason of eviction of each decoded window that some rank has not read. `None` while it is buffered."""
         self._changed = threading.Condition()
 
     @property
     def buffered_bytes(self) -> int:
-        """Of all windows that are held."""
+        """Total size of buffered windows, with estimates for those being decoded."""
         with self._changed:
-            return sum(held.num_bytes for held in self._entries.values())
+            return sum(entry.num_bytes for entry in self._entries.values())
 
     @property
     def num_buffered(self) -> int:
-        """Windows that are held, or being decoded."""
+        """Number of windows that are buffered or being decoded."""
         with self._changed:
             return len(self._entries)
 
@@ -90,32 +93,44 @@ class WindowStore(Generic[Content]):
         decode: Callable[[CancellationCheck], Content],
         check: CancellationCheck = never_cancelled,
     ) -> Iterator[Callable[[], Content]]:
-        """The window at `place`, (epoch, number), of an order, decoded unless it is held: what is given is asked for it
-        whenever rows are taken, and decodes it once more where it has made room meanwhile. `takers`: the ranks that
-        will ask for it; `taker` has had it when this is left without an exception. Raises what `decode` raises, and
-        `CancelledCall` of `check`; `decode` is given a check that raises it too, unless others wait for the window."""
+        """Context manager that sends a window to one rank. Yields a function that returns the decoded window.
+
+        Call the function again for each group of rows and keep no reference to its result. If the window was evicted,
+        the function decodes it again. Leaving the context without an exception means that the rank has read the window.
+        Raises the error of `decode`, and the `CancelledCall` of `check`.
+
+        Args:
+            order: Identity of the order of rows.
+            place: Epoch, and index of the window within it.
+            takers: Ranks that read the window.
+            taker: Rank to which the window is sent.
+            num_bytes: Estimated size of the decoded window.
+            decode: Function that decodes the window. It is given a check that raises `CancelledCall`, unless other
+                ranks wait for the window.
+            check: Function that raises `CancelledCall` if this call was cancelled.
+        """
         key = (order, place)
 
-        def join() -> _WindowEntry[Content]:
+        def open_stream() -> _WindowEntry[Content]:
             return self._open_stream(key, takers, num_bytes, decode, check)
 
-        held = join()
+        entry = open_stream()
 
         def content() -> Content:
-            nonlocal held
+            nonlocal entry
             while True:
                 with self._changed:
-                    held.last_progress_s = time.monotonic()
-                    if held.content is not None:
-                        return held.content
-                held = join()
+                    entry.last_progress_s = time.monotonic()
+                    if entry.content is not None:
+                        return entry.content
+                entry = open_stream()
 
         try:
             yield content
-            if taker in held.ranks:
-                held.finished_ranks.add(taker)
+            if taker in entry.ranks:
+                entry.finished_ranks.add(taker)
         finally:
-            self._close_stream(key, held)
+            self._close_stream(key, entry)
 
     def _open_stream(
         self,
@@ -125,104 +140,108 @@ class WindowStore(Generic[Content]):
         decode: Callable[[CancellationCheck], Content],
         check: CancellationCheck,
     ) -> _WindowEntry[Content]:
-        """Begin to be sent a window, which is there then."""
+        """Count the caller as a stream of a window, and return its decoded entry."""
         while True:
             check()
-            held, is_new = self._reserve(key, takers, num_bytes, check)
+            entry, is_new = self._reserve(key, takers, num_bytes, check)
             try:
                 if is_new:
-                    self._decode(key, held, decode, check)
-                if self._wait_until_decoded(key, held, check):
-                    return held
+                    self._decode(key, entry, decode, check)
+                if self._wait_until_decoded(key, entry, check):
+                    return entry
             except CancelledCall:
-                self._close_stream(key, held)
+                self._close_stream(key, entry)
                 raise
-            self._close_stream(key, held)
-            if held.error is not None and not isinstance(held.error, CancelledCall):  # of another caller
-                raise held.error
+            self._close_stream(key, entry)
+            # After the cancellation of another caller, this one decodes the window.
+            if entry.error is not None and not isinstance(entry.error, CancelledCall):
+                raise entry.error
 
     def _reserve(
         self, key: tuple[Hashable, tuple[int, int]], takers: Collection[int], num_bytes: int, check: CancellationCheck
     ) -> tuple[_WindowEntry[Content], bool]:
-        """A window, once there is room, and whether it is a new one."""
+        """Wait for space, and return (entry, is_new). The caller decodes a new entry."""
         order, place = key
         with self._changed:
-            held = self._entries.get(key)
-            while held is None and not self._evict_for(order, place, num_bytes):
+            entry = self._entries.get(key)
+            while entry is None and not self._evict_for(order, place, num_bytes):
                 self._changed.wait(CHECK_INTERVAL_S)
                 check()
-                held = self._entries.get(key)
-            is_new = held is None
-            if held is None:
-                held = self._entries[key] = _WindowEntry(place, num_bytes, takers)
-            held.num_streams += 1
-            return held, is_new
+                entry = self._entries.get(key)
+            is_new = entry is None
+            if entry is None:
+                entry = self._entries[key] = _WindowEntry(place, num_bytes, takers)
+            entry.num_streams += 1
+            return entry, is_new
 
     def _wait_until_decoded(
-        self, key: tuple[Hashable, tuple[int, int]], held: _WindowEntry[Content], check: CancellationCheck
+        self, key: tuple[Hashable, tuple[int, int]], entry: _WindowEntry[Content], check: CancellationCheck
     ) -> bool:
-        """Wait until somebody has decoded a window; whether it is there, and has neither failed nor made room."""
+        """Wait for the thread that decodes the window. Returns False if decoding failed or the entry was evicted."""
         with self._changed:
-            while held.content is None and self._entries.get(key) is held:
+            while entry.content is None and self._entries.get(key) is entry:
                 self._changed.wait(CHECK_INTERVAL_S)
                 check()
-            return held.content is not None
+            return entry.content is not None
 
-    def _close_stream(self, key: tuple[Hashable, tuple[int, int]], held: _WindowEntry[Content]) -> None:
+    def _close_stream(self, key: tuple[Hashable, tuple[int, int]], entry: _WindowEntry[Content]) -> None:
         with self._changed:
-            held.num_streams -= 1
-            held.last_progress_s = time.monotonic()
-            if not held.num_streams and len(held.finished_ranks) == len(held.ranks):
-                self._remove(key, held)
+            entry.num_streams -= 1
+            entry.last_progress_s = time.monotonic()
+            if not entry.num_streams and len(entry.finished_ranks) == len(entry.ranks):
+                self._remove(key, entry)
                 self._unfinished.pop(key, None)
             self._changed.notify_all()
 
     def _decode(
         self,
         key: tuple[Hashable, tuple[int, int]],
-        held: _WindowEntry[Content],
+        entry: _WindowEntry[Content],
         decode: Callable[[CancellationCheck], Content],
         check: CancellationCheck,
     ) -> None:
         def is_wanted() -> None:
-            if held.num_streams == 1:  # this one; others take what it decodes, whether it wants it or not
+            if entry.num_streams == 1:  # Other streams need the window even if this call was cancelled.
                 check()
 
         try:
             content = decode(is_wanted)
         except Exception as error:
             with self._changed:
-                held.error = error
-                self._remove(key, held)
+                entry.error = error
+                self._remove(key, entry)
                 self._changed.notify_all()
             return
         with self._changed:
-            held.content, held.num_bytes, held.last_progress_s = content, self._size_of(content), time.monotonic()
+            entry.content, entry.num_bytes, entry.last_progress_s = content, self._size_of(content), time.monotonic()
             self.num_decoded += 1
-            if why := self._unfinished.pop(key, None):
-                self.num_redecoded[why] += 1
+            if reason := self._unfinished.pop(key, None):
+                self.num_redecoded[reason] += 1
             self._unfinished[key] = None
             evict_oldest(self._unfinished, MAX_UNFINISHED)
             self._changed.notify_all()
 
-    def _remove(self, key: tuple[Hashable, tuple[int, int]], held: _WindowEntry[Content]) -> None:
-        if self._entries.get(key) is held:
+    def _remove(self, key: tuple[Hashable, tuple[int, int]], entry: _WindowEntry[Content]) -> None:
+        if self._entries.get(key) is entry:
             del self._entries[key]
 
     def _evict_for(self, order: Hashable, place: tuple[int, int], num_bytes: int) -> bool:
-        """Make room for a window, if that takes none that somebody is being sent, or waits for before it."""
+        """Evict idle and stalled windows until a new window fits. Returns whether it may be decoded."""
         now_s = time.monotonic()
-        mine = [held for (its_order, _), held in self._entries.items() if its_order == order]
-        if all(held.position > place for held in mine):
+        same_order = [entry for (entry_order, _), entry in self._entries.items() if entry_order == order]
+        # See the class for a window that precedes all others.
+        if all(entry.position > place for entry in same_order):
             return True
-        for key, held in sorted(self._entries.items(), key=lambda item: item[1].position, reverse=True):
-            if sum(each.num_bytes for each in self._entries.values()) + num_bytes <= self.max_bytes:
+        # Windows that are needed last are evicted first.
+        for key, entry in sorted(self._entries.items(), key=lambda item: item[1].position, reverse=True):
+            if sum(other.num_bytes for other in self._entries.values()) + num_bytes <= self.max_bytes:
                 break
-            is_behind, still_s = key[0] == order and held.position > place, now_s - held.last_progress_s
-            is_idle = not held.num_streams and (is_behind or still_s > IDLE_TIMEOUT_S)
-            if is_idle or (held.content is not None and still_s > STALLED_TIMEOUT_S):
+            is_later, idle_s = key[0] == order and entry.position > place, now_s - entry.last_progress_s
+            is_idle = not entry.num_streams and (is_later or idle_s > IDLE_TIMEOUT_S)
+            # A server learns only after hours that the machine of a trainer is gone.
+            if is_idle or (entry.content is not None and idle_s > STALLED_TIMEOUT_S):
                 del self._entries[key]
-                held.content = None
+                entry.content = None
                 if key in self._unfinished:
-                    self._unfinished[key] = "room" if is_behind else "idle"
-        return sum(held.num_bytes for held in self._entries.values()) + num_bytes <= self.max_bytes
+                    self._unfinished[key] = "room" if is_later else "idle"
+        return sum(entry.num_bytes for entry in self._entries.values()) + num_bytes <= self.max_bytes

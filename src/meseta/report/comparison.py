@@ -296,8 +296,7 @@ def _comparability_notes(runs: Sequence[ComparedRun], split: str) -> list[str]:
     if others:
         notes.append(
             f"{_join_labels(others)} {_was_or_were(others)} trained with another processor, device or number of cores "
-            f"than "
-            f"{first.label}: their speeds do not compare."
+            f"than {first.label}: their speeds do not compare."
         )
     return notes
 

@@ -42,9 +42,8 @@ def _sparse_table(dataset: Dataset) -> str:
     window = f"{dataset.sparse[0].statistics.reuse.window_samples:,} samples"
     intro = (
         f"{len(dataset.sparse)} sparse features with {format_count(total)} rows in all. The bars show how often a row "
-        f"is "
-        f"used within {window}: once, twice, 3–4 times, 5–8 and so on, from left to right. The tallest bar has its "
-        "share and its uses beside it. Lookups far to the right of the rows mean that few rows take most lookups."
+        f"is used within {window}: once, twice, 3–4 times, 5–8 and so on, from left to right. The tallest bar has "
+        "its share and its uses beside it. Lookups far to the right of the rows mean that few rows take most lookups."
     )
     drawn = sorted(dataset.sparse, key=lambda feature: -feature.num_embeddings)[:MAX_DRAWN_FEATURES]
     if len(drawn) < len(dataset.sparse):

@@ -10,8 +10,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from meseta.config.load import get_value
-from meseta.data.dataset.dataset import DATASET_FILE as DATASET_NAME
-from meseta.data.dataset.dataset import Dataset
+from meseta.data.dataset.dataset import DATASET_FILE, Dataset
 from meseta.machine.files import parse_json, read_bounded
 from meseta.machine.yaml_text import parse_yaml
 from meseta.spec import MesetaError, Plan
@@ -21,7 +20,7 @@ from meseta.telemetry.summary import ENVIRONMENT_FILE, SUMMARY_FILE, BestEvaluat
 from meseta.telemetry.timeline import TIMELINE_FILE, Timeline
 from meseta.telemetry.trace_events import TraceDocument
 
-RUN_FILES = ("config.yaml", DATASET_NAME, PLAN_FILE, ENVIRONMENT_FILE, METRICS_FILE, SUMMARY_FILE)
+RUN_FILES = ("config.yaml", DATASET_FILE, PLAN_FILE, ENVIRONMENT_FILE, METRICS_FILE, SUMMARY_FILE)
 _RUN_MARKER_FILES = ("config.yaml", PLAN_FILE, METRICS_FILE, SUMMARY_FILE)  # no prepared dataset has these
 
 
@@ -94,7 +93,7 @@ def read_run(run_dir: Path) -> RunRecord:
         name=run_dir.resolve().name,
         config_text=config_text,
         config=_parse_config(config_text, problems),
-        dataset=_read_record(run_dir, DATASET_NAME, Dataset, problems),
+        dataset=_read_record(run_dir, DATASET_FILE, Dataset, problems),
         plan=_read_plan(run_dir, problems),
         environment=_read_record(run_dir, ENVIRONMENT_FILE, RunEnvironment, problems),
         summary=_read_record(run_dir, SUMMARY_FILE, RunSummary, problems),

@@ -1,4 +1,4 @@
-"""Where rows live: in the memory of the rank's device, or near and far."""
+"""Storage of table shards: in device memory, or in a backing store with a cache in front."""
 
 from __future__ import annotations
 
@@ -38,39 +38,46 @@ def make_storages(
     device: torch.device | str,
     options: StorageOptions | None = None,
 ) -> tuple[TableStorage, ...]:
-    """Place new pieces of tables, with the initial values of (seed, table, row, column), in their tiers.
+    """Create the storage of each new shard in its tier.
 
-    Tier 'host' is the memory of the rank where that computes on a CPU. Raises MesetaError for an optimizer whose states
-    cannot lie far, and where `options` has no room, or no disk.
+    The initial value of an element depends on (seed, table, row, column) only, and not on the sharding or the tier.
+
+    Raises MesetaError if the device does not support a tier, a disk cannot be used, the cache does not fit into
+    `options`, or the optimizer of an offloaded shard cannot initialize rows one at a time.
     """
     options, is_cpu = options or StorageOptions(), torch.device(device).type == "cpu"
-    far = [number for number, (_, shard) in enumerate(pieces) if shard.tier in OFFLOADED_TIERS]
+    offloaded_indices = [index for index, (_, shard) in enumerate(pieces) if shard.tier in OFFLOADED_TIERS]
     optimizers = [make_row_optimizer(spec.optimizer) for spec, _ in pieces]
-    bytes_of = {n: RecordLayout(meta_values(*pieces[n], optimizers[n])).num_bytes for n in far}
-    shared = [number for number in far if pieces[number][1].cache_rows is None]
+    record_bytes = {n: RecordLayout(meta_values(*pieces[n], optimizers[n])).num_bytes for n in offloaded_indices}
+    # Shards without a cache size in the plan share the memory of `options`.
+    auto_sized = [index for index in offloaded_indices if pieces[index][1].cache_rows is None]
     counts = options.allocate_cache_rows(
-        [bytes_of[number] + CACHE_SLOT_OVERHEAD_BYTES for number in shared],
-        [pieces[number][1].num_rows for number in shared],
-        index_bytes=sum(row_index_bytes(pieces[number][1].tier, pieces[number][1].num_rows) for number in shared),
+        [record_bytes[index] + CACHE_SLOT_OVERHEAD_BYTES for index in auto_sized],
+        [pieces[index][1].num_rows for index in auto_sized],
+        index_bytes=sum(row_index_bytes(pieces[index][1].tier, pieces[index][1].num_rows) for index in auto_sized),
     )
-    cache_rows = {number: pieces[number][1].cache_rows for number in far} | dict(zip(shared, counts, strict=True))
+    num_slots_by_index = {index: pieces[index][1].cache_rows for index in offloaded_indices} | dict(
+        zip(auto_sized, counts, strict=True)
+    )
     engine: DiskEngine | None = None
     storages: list[TableStorage] = []
-    for number, ((spec, shard), optimizer) in enumerate(zip(pieces, optimizers, strict=True)):
+    for index, ((spec, shard), optimizer) in enumerate(zip(pieces, optimizers, strict=True)):
         if not is_cpu and shard.tier in (HOST, DISK):
             raise MesetaError(
-                f"plan: table {spec.name!r} has rows in tier {shard.tier!r}, which is for ranks that compute on a CPU; "
-                "place them in 'cached' or 'hbm'"
+                f"plan: table {spec.name!r}: tier {shard.tier!r} requires ranks on CPUs; use tier 'cached' or 'hbm' on "
+                "GPUs"
             )
-        num_slots = cache_rows.get(number)
+        num_slots = num_slots_by_index.get(index)
+        # Tiers 'hbm' and 'host' have no cache. A rank on a CPU has both in host memory.
         if num_slots is None:
             storages.append(TableShard.create(spec, shard, optimizer, seed=seed, device=device))
             continue
-        rows: BackingStore = HostBackingStore(shard.num_rows, bytes_of[number])
+        store: BackingStore = HostBackingStore(shard.num_rows, record_bytes[index])
         if shard.tier == DISK:
             assert options.dir is not None
+            # The shards of a rank share one engine, because `max_reads_per_s` limits the rank.
             engine = engine or DiskEngine(options.dir, options.engine, max_reads_per_s=options.max_reads_per_s)
-            sizes = {"num_rows": shard.num_rows, "record_bytes": bytes_of[number]}
-            rows = RowFile(engine, spec.name, **sizes, owner=shard.label)
-        storages.append(TieredShard(spec, shard, optimizer, rows, num_slots=num_slots, seed=seed, device=device))
+            sizes = {"num_rows": shard.num_rows, "record_bytes": record_bytes[index]}
+            store = RowFile(engine, spec.name, **sizes, owner=shard.label)
+        storages.append(TieredShard(spec, shard, optimizer, store, num_slots=num_slots, seed=seed, device=device))
     return tuple(storages)

@@ -1,4 +1,4 @@
-"""Where rows lie that are not near: records by row, read and written some at a time."""
+"""Backing stores of offloaded shards: all rows of a shard as records, in host memory or in a file."""
 
 from __future__ import annotations
 
@@ -17,56 +17,65 @@ from meseta.ops.row_file import RowFileSnapshot
 from meseta.spec import MesetaError
 
 
-@runtime_checkable  # beartype asks for it where the tests check every call
+@runtime_checkable  # required by beartype, with which tests check calls
 class PendingRead(Protocol):
-    """A read on its way."""
+    """Asynchronous read of records."""
 
     def wait(self) -> Bool[Tensor, " n"]:
-        """Wait for it: which of the rows were ever written; records of others mean nothing. Raises MesetaError where
-        the rows cannot be had."""
+        """Wait for the read, and return which rows have ever been written. Raises MesetaError if the read failed.
+
+        The contents of records of unwritten rows are undefined.
+        """
 
 
-@runtime_checkable  # beartype asks for it where the tests check every call
+@runtime_checkable
 class BackingStoreSnapshot(Protocol):
-    """Rows as they were at one moment."""
+    """Read-only view of a backing store at one point in time."""
 
     def read(self, first: int, stop: int) -> tuple[Sequence[Shaped[Tensor, "n _"]], Bool[Tensor, " n"]]:
-        """Records of rows first..stop-1, uint8 [n, bytes], in one piece or cut into values, and which of the rows were
-        ever written; only those of others may be written to. Raises MesetaError where they cannot be had."""
+        """Return (records, is_written) of rows first..stop-1.
+
+        Records are uint8 [n, bytes], as one tensor or as one tensor per value. The caller may overwrite the records of
+        unwritten rows only. Raises MesetaError if the read failed.
+        """
 
     def close(self) -> None:
-        """They are needed no longer."""
+        """Release the resources of the snapshot."""
 
 
-@runtime_checkable  # beartype asks for it where the tests check every call
+@runtime_checkable
 class BackingStore(Protocol):
-    """Records of rows 0..n-1, uint8, in the memory of the host or on a disk. One that was never written is absent."""
+    """Records (uint8) of rows 0..n-1 in host memory or on disk."""
 
     @property
     def handle(self) -> object:
-        """What meseta.ops.row_cache takes."""
+        """Native handle for `meseta.ops.row_cache.RowCache`."""
 
     @property
     def disk_bytes(self) -> tuple[int, int]:
-        """Read from a disk, and written to it, so far."""
+        """Total bytes (read from disk, written to disk)."""
 
     def explain(self, failure: Sequence[int]) -> MesetaError:
-        """What to say of a failure that the cache was told of."""
+        """Return the error for a failure code that the row cache reported."""
 
     def read(self, rows: Int[Tensor, " n"], out: Shaped[Tensor, "n bytes"]) -> PendingRead:
-        """Begin to read rows into `out`, which is left alone until that is waited for; what was written before is
-        seen."""
+        """Start to read the records of `rows` into `out`. The read sees all earlier writes.
+
+        `out` must not be accessed until the read is complete.
+        """
 
     def write(self, rows: Int[Tensor, " n"], *values: Tensor | NDArray[np.uint8]) -> None:
-        """Put rows with their values, uint8 [n, bytes] each, which are copied; side by side they are records. Raises
-        MesetaError where they cannot be kept; then none is lost that was there before."""
+        """Copy `values`, uint8 [n, bytes] each, into the records of `rows`. Concatenated on axis 1, they are records.
+
+        Raises MesetaError if the write failed. Rows that were written before are not lost then.
+        """
 
     def snapshot(self) -> BackingStoreSnapshot | RowFileSnapshot:
-        """The rows as they are now, whatever is written later."""
+        """Return a snapshot of the current records, which later writes do not change."""
 
 
 class _CompletedRead:
-    """A read that took no time."""
+    """Result of a synchronous read."""
 
     def __init__(self, present: Tensor) -> None:
         self._is_written = present
@@ -76,17 +85,18 @@ class _CompletedRead:
 
 
 class HostBackingStore:
-    """Rows in the memory of the host; a page that no row was written to takes none."""
+    """Backing store in host memory."""
 
     def __init__(self, num_rows: int, record_bytes: int) -> None:
+        # The OS commits pages at the first write, so a page without written rows takes no memory.
         self._records = empty((num_rows, record_bytes), torch.uint8, keep=False)
         self._is_written = torch.zeros(num_rows, dtype=torch.bool)
         self.handle: object = memory_backing_store(self._records, self._is_written)
         self.disk_bytes = (0, 0)
 
     def explain(self, failure: Sequence[int]) -> MesetaError:
-        """Memory does not fail."""
-        return MesetaError(f"rows in the memory of the host cannot be had: {list(failure)}")
+        # Host memory reports no failures.
+        return MesetaError(f"host backing store: unexpected failure {list(failure)}; please report this as a bug")
 
     def read(self, rows: Tensor, out: Tensor) -> _CompletedRead:
         torch.index_select(self._records, 0, rows, out=out)
@@ -101,7 +111,7 @@ class HostBackingStore:
 
 
 class HostBackingStoreSnapshot:
-    """A copy of them."""
+    """Copy of the records of a `HostBackingStore`."""
 
     def __init__(self, records: Tensor, is_present: Tensor) -> None:
         self._records, self._is_written = records, is_present

@@ -1,4 +1,4 @@
-"""Rows that a batch has on loan, and how those of tiered shards come."""
+"""Leases of table rows for one batch. Rows of offloaded shards are fetched into the cache and pinned."""
 
 from __future__ import annotations
 
@@ -19,13 +19,20 @@ from meseta.storage.tiered import CacheCapacityError, PendingFetch, TieredShard
 
 
 class RowFetch(PendingFetch):
-    """Rows of tiered shards that a batch needs; they stay near until it is over."""
+    """Fetch of the rows that a batch looks up in offloaded shards. They stay pinned until `release`."""
 
     def __init__(
         self, shards: Sequence[TieredShard], looked_up: Sequence[tuple[int, Tensor]], *, read_only: bool
     ) -> None:
-        """`looked_up` are rows, each with the index of its shard. Raises MesetaError where there is no room for them,
-        or others cannot be pushed out."""
+        """Pin the rows, and start to fetch those that are not in the cache.
+
+        Raises CacheCapacityError if the rows do not fit, and MesetaError if evicted rows cannot be written.
+
+        Args:
+            shards: Offloaded shards.
+            looked_up: Pairs (index into `shards`, rows).
+            read_only: Whether the rows are not updated. They then evict no other rows.
+        """
         self._shards = shards
         self._error: MesetaError | None = None
         self._has_waited = False
@@ -36,7 +43,7 @@ class RowFetch(PendingFetch):
         except BackingStoreError as error:
             raise shards[error.cache_index].backing_store_error(error) from None
         self.slots = self._pinned.slots
-        """Where each of the rows lies in what is lent, int64 on the CPU."""
+        """Cache slot of each row, int64 on the CPU, one tensor per entry of `looked_up`."""
         self._earlier_fetches = tuple(dict.fromkeys(other for shard in shards for other in shard.pending_fetches))
         for index, shard in enumerate(shards):
             shard.start_fetch(self._pinned, index, self)
@@ -44,21 +51,23 @@ class RowFetch(PendingFetch):
     def wait(self) -> None:
         if not self._has_waited:
             self._has_waited = True
-            after, self._earlier_fetches = self._earlier_fetches, ()
-            for other in after:  # may bring rows that this batch needs too
+            earlier_fetches, self._earlier_fetches = self._earlier_fetches, ()
+            # An earlier fetch may bring rows that this batch has pinned too.
+            for other in earlier_fetches:
                 try:
                     other.wait()
                 except MesetaError as error:
                     self._error = error
-            self._complete()  # in any case: others may need these rows, and they are near when the batch is over
+            # Complete this fetch even if an earlier one failed, because later batches find its rows in the cache.
+            self._complete()
         if self._error is not None:
             raise self._error
 
     def _complete(self) -> None:
-        begun = perf_counter()
+        start_s = perf_counter()
         try:
-            for absent in self._pinned.wait():
-                self._shards[absent.cache_index].initialize_rows(absent.rows, absent.slots)
+            for unwritten in self._pinned.wait():
+                self._shards[unwritten.cache_index].initialize_rows(unwritten.rows, unwritten.slots)
             for index, shard in enumerate(self._shards):
                 shard.finish_fetch(self._pinned, index)
         except BackingStoreError as error:
@@ -66,19 +75,21 @@ class RowFetch(PendingFetch):
         finally:
             for shard in self._shards:
                 shard.pending_fetches.remove(self)
-                shard.wait_s += (perf_counter() - begun) / len(self._shards)
+                shard.wait_s += (perf_counter() - start_s) / len(self._shards)
 
     def release(self) -> None:
-        """The batch is over, once. That rows could not be had is told to who waits for them."""
+        """Unpin the rows. Call once, at the end of the batch. Only `wait` raises the error of a failed fetch."""
+        # A dropped batch waits too, because later batches read its rows from the cache.
         with suppress(MesetaError):
-            self.wait()  # who comes next takes what lies there
+            self.wait()
         self._pinned.unpin()
 
 
 @dataclass(frozen=True)
 class _CapacityMessage:
-    """What to say of a batch that looks up too many rows; worked out when somebody is told, since batches ahead ask for
-    room again and again."""
+    """Message of a `CacheCapacityError`, formatted on demand."""
+
+    # Prefetching tries again and again and drops these errors, and counting distinct rows takes time.
 
     shards: Sequence[TieredShard]
     looked_up: Sequence[tuple[int, Tensor]]
@@ -88,7 +99,7 @@ class _CapacityMessage:
         return self.shards[self.error.cache_index].capacity_message(self.error, self._min_cache_bytes())
 
     def _min_cache_bytes(self) -> int:
-        """Of memory with which rows of this batch, and of another as large, may lie near."""
+        """Return the cache size in bytes that holds this batch and another one of the same size."""
         num_bytes = 0
         for index, shard in enumerate(self.shards):
             ids = [rows.to("cpu") for number, rows in self.looked_up if number == index]
@@ -97,40 +108,51 @@ class _CapacityMessage:
 
 
 class Lease:
-    """Pieces whose rows are lent together, until `end` or until nobody has the lease any more."""
+    """Access to the rows of some shards for one batch, until `release` or garbage collection."""
 
     def __init__(
         self, shards: Sequence[TableStorage], looked_up: Sequence[tuple[int, Tensor]] = (), *, read_only: bool = False
     ) -> None:
-        """`looked_up` are rows of pieces that lie far, each with the index of its piece. Those that are looked up
-        `read_only` are not stepped, and push none out. Raises MesetaError as RowFetch does."""
+        """Acquire all shards, and start to fetch rows of offloaded shards.
+
+        Raises CacheCapacityError if the rows do not fit, and MesetaError if evicted rows cannot be written.
+
+        Args:
+            shards: Shards of any tier.
+            looked_up: Pairs (index into `shards`, rows) of offloaded shards.
+            read_only: Whether the rows are not updated. They then evict no other rows.
+        """
         self._acquired: Sequence[TableStorage] = ()
         self._fetch: RowFetch | None = None
         self.slots: Sequence[Int[Tensor, " _"]] = ()
-        """Where each of them lies in what is lent."""
+        """Index of each row of `looked_up` in the tensors of `rows`, one tensor per entry of `looked_up`."""
         if looked_up:
-            far = {index: number for number, index in enumerate(dict.fromkeys(index for index, _ in looked_up))}
-            tiered = [shard for shard in map(shards.__getitem__, far) if isinstance(shard, TieredShard)]
-            self._fetch = RowFetch(tiered, [(far[index], rows) for index, rows in looked_up], read_only=read_only)
+            tiered_indices = {
+                index: number for number, index in enumerate(dict.fromkeys(index for index, _ in looked_up))
+            }
+            tiered = [shard for shard in map(shards.__getitem__, tiered_indices) if isinstance(shard, TieredShard)]
+            self._fetch = RowFetch(
+                tiered, [(tiered_indices[index], rows) for index, rows in looked_up], read_only=read_only
+            )
             self.slots = self._fetch.slots
         self.rows = tuple(shard.acquire() for shard in shards)
-        """Of each piece."""
+        """Rows and optimizer states of each shard, as operators take them."""
         self._acquired = shards
 
     def wait(self) -> None:
-        """Until the rows that are looked up lie where they are lent. Raises MesetaError where they cannot be had."""
+        """Wait until the fetched rows are in their slots. Raises MesetaError if the fetch failed."""
         if self._fetch is not None:
             self._fetch.wait()
 
     def release(self) -> None:
-        """Give all back, once."""
-        lent, self._acquired = self._acquired, ()
-        under_way, self._fetch = self._fetch, None
-        if under_way is not None:
-            under_way.release()
-        for shard in lent:
+        """Unpin the rows and release all shards. Further calls do nothing."""
+        acquired, self._acquired = self._acquired, ()
+        fetch, self._fetch = self._fetch, None
+        if fetch is not None:
+            fetch.release()
+        for shard in acquired:
             shard.release()
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not is_finalizing():  # at the very end modules are gone, and this one with them
+        if not is_finalizing():  # Module globals may be gone at the exit of the interpreter.
             self.release()

@@ -1,9 +1,4 @@
-"""A row with its optimizer state side by side, as far sides keep it: one record of bytes.
-
-    | row [columns] | state [columns] | ... | state, one number | ... |
-
-in the order of the names, each as it lies in memory.
-"""
+"""Byte layout of the records in a backing store. A record is one row and its optimizer state."""
 
 from __future__ import annotations
 
@@ -20,21 +15,25 @@ from meseta.jagged.shapes import Shaped
 from meseta.ops.memory import empty
 
 
+# A record has the values in the order of their names, without padding:
+#
+#     | row [columns] | state [columns] | ... | state with one number per row | ... |
 class _Field(NamedTuple):
-    """Where a value lies in a record."""
+    """Byte range, type and shape of one value in a record."""
 
     first: int
     stop: int
     dtype: torch.dtype
     shape: tuple[int, ...]
-    """Of one row."""
+    """Shape of the value of one row: (columns,), or () for one number per row."""
 
 
 class RecordLayout:
-    """How rows with their values by name lie in records."""
+    """Conversion between named values of rows and records."""
 
     def __init__(self, values: Mapping[str, Tensor]) -> None:
-        """Of such values, [rows, ...] each, on any device; numbers do not matter."""
+        """Derive the layout from the dtypes and shapes of `values` [rows, ...]. Their device and contents do not
+        matter."""
         self._fields: dict[str, _Field] = {}
         first = 0
         for name, value in values.items():
@@ -43,25 +42,30 @@ class RecordLayout:
             self._fields[name] = _Field(first, stop, value.dtype, shape)
             first = stop
         self.num_bytes = first
-        """Of a record."""
+        """Size of a record in bytes."""
 
     @property
     def widths(self) -> list[int]:
-        """Bytes of each value of a row."""
+        """Size of each value of a record in bytes."""
         return [field.stop - field.first for field in self._fields.values()]
 
     def to_bytes(self, values: Mapping[str, NDArray[Any]]) -> list[NDArray[np.uint8]]:
-        """Values of n rows, as files have them, as [n, bytes] each, which side by side are their records; copies of
-        what is not contiguous."""
+        """Return each value of n rows as uint8 [n, bytes]. Concatenated on axis 1, they are the records.
+
+        Arrays must have the dtypes of `as_stored`. Contiguous arrays are not copied.
+        """
         arrays = [values[name].reshape(-1, prod(field.shape)) for name, field in self._fields.items()]
         return [np.ascontiguousarray(array).view(np.uint8) for array in arrays]
 
-    def from_bytes(self, bits: Sequence[Shaped[Tensor, "n _"]]) -> dict[str, Tensor]:
-        """The way back, also of whole records: values of n rows by name; copies of what is not contiguous."""
+    def from_bytes(self, columns: Sequence[Shaped[Tensor, "n _"]]) -> dict[str, Tensor]:
+        """Return the named values of n rows, given whole records or the result of `to_bytes`.
+
+        Contiguous tensors are not copied.
+        """
         values = {}
-        if len(bits) == 1:
-            bits = bits[0].split(self.widths, dim=1)
-        for own, (name, field) in zip(bits, self._fields.items(), strict=True):
-            whole = own if own.is_contiguous() else empty(own.shape, torch.uint8).copy_(own)
-            values[name] = whole.view(field.dtype).view(len(own), *field.shape)
+        if len(columns) == 1:
+            columns = columns[0].split(self.widths, dim=1)
+        for column, (name, field) in zip(columns, self._fields.items(), strict=True):
+            contiguous = column if column.is_contiguous() else empty(column.shape, torch.uint8).copy_(column)
+            values[name] = contiguous.view(field.dtype).view(len(column), *field.shape)
         return values

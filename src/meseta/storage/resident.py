@@ -1,4 +1,4 @@
-"""A shard whose rows and optimizer state lie whole in the memory of the rank's device."""
+"""Shards in the memory of the rank's device."""
 
 from __future__ import annotations
 
@@ -26,45 +26,46 @@ from meseta.storage.table import ROW, TableStorage, as_stored
 
 @dataclass(frozen=True)
 class TableShard(TableStorage):
-    """One placed piece of a table on this rank; its tensors are updated in place."""
+    """Shard in device memory. Operators update its tensors in place."""
 
     spec: TableSpec
-    """The whole table."""
+    """Spec of the whole table."""
     shard: Shard
-    """Which rows and columns of it are here."""
+    """Rows and columns of the table that this shard holds."""
     weight: Float[Tensor, "rows columns"]
-    """The rows."""
+    """Embedding rows."""
     state: dict[str, Tensor]
-    """Optimizer state by name: [rows, columns], or [rows] for what a row has one of.
-    Column shards of one table hold equal copies of the latter."""
+    """Optimizer states by name, [rows, columns] or [rows]. Column shards of a table have equal copies of the latter."""
     optimizer: RowOptimizer
-    """What updates the rows."""
     seed: int = 0
-    """Key, with the table's name, of the random bits that round 16-bit rows."""
+    """Seed of stochastic rounding to 16-bit rows, combined with the name of the table."""
 
     def __post_init__(self) -> None:
         if ROW in self.state:
-            raise MesetaError(f"table {self.spec.name!r}: the state name {ROW!r} is reserved; rename it")
+            raise MesetaError(f"table {self.spec.name!r}: optimizer state name {ROW!r} is reserved; rename the state")
 
     @staticmethod
     def create(
         spec: TableSpec, shard: Shard, optimizer: RowOptimizer, *, seed: int, device: torch.device | str
     ) -> TableShard:
-        """Allocate and fill with the initial values of (seed, table, row, column), whatever the shard's borders."""
-        with torch.inference_mode(False):  # Tensors made in inference mode could never be trained.
+        """Allocate a shard and initialize its rows.
+
+        The initial value of an element depends on (seed, table, row, column) only, and not on the sharding.
+        """
+        with torch.inference_mode(False):  # Inference tensors could not be updated in place later.
             weight = initial_rows(spec, rows=shard.rows, columns=shard.columns, seed=seed, device=device)
             state = optimizer.init(weight)
         return TableShard(spec=spec, shard=shard, weight=weight, state=state, optimizer=optimizer, seed=seed)
 
     @cached_property
     def marks(self) -> RowMarks:  # type: ignore[override]
-        """Beside the rows."""
+        """Rows changed by a step or by `write`, for each consumer. Stored on the device of the rows."""
         with torch.inference_mode(False):
             return RowMarks(self.shard.num_rows, self.device)
 
     @cached_property
     def rows(self) -> TableRows:
-        """The shard as the fused update takes it."""
+        """Argument of fused updates for this shard."""
         return TableRows(
             weight=self.weight,
             state=self.state,
@@ -76,7 +77,7 @@ class TableShard(TableStorage):
 
     @property
     def values(self) -> Mapping[str, Tensor]:
-        """The tensors themselves."""
+        """Row and optimizer state tensors of this shard, without copies."""
         return {ROW: self.weight, **self.state}
 
     @property
@@ -84,21 +85,20 @@ class TableShard(TableStorage):
         return self.weight.device
 
     def acquire(self) -> TableRows:
-        """`rows`: they lie where operators need them."""
         return self.rows
 
     def release(self) -> None:
-        """Nothing is to be brought back."""
+        pass  # Operators update the tensors themselves.
 
     def read(self, first: int, stop: int) -> dict[str, Tensor]:
-        """Views."""
+        """Return views of rows first..stop-1."""
         return {name: value.detach()[first:stop] for name, value in self.values.items()}
 
     def write(self, first: int, values: Mapping[str, NDArray[Any]]) -> None:
         self.marks.add_range(first, first + max(map(len, values.values()), default=0))
         for name, source in values.items():
             target = as_stored(self.values[name].detach())[first : first + len(source)]
-            if target.device.type == "cpu":  # `source` may be read-only, which torch does not take
+            if target.device.type == "cpu":  # `source` may be read-only, which torch tensors cannot be.
                 np.copyto(target.numpy(), source, casting="no")
             else:
                 target.copy_(torch.from_numpy(source.copy()))
@@ -110,17 +110,19 @@ class TableShard(TableStorage):
         return copy
 
     def gather(self, rows: Int[Tensor, " n"]) -> dict[str, Tensor]:
-        where = rows.to(self.device)
-        return {name: value.detach()[where].cpu() for name, value in self.values.items()}
+        indices = rows.to(self.device)
+        return {name: value.detach()[indices].cpu() for name, value in self.values.items()}
 
     def select(self, rows: RowSet, reuse: SelectedRows | None = None) -> CopiedRows:
         return CopiedRows(self.spec, self.shard, self.values, rows, buffers=copy_rows(self.values, rows, reuse))
 
     def _allocate_host_copy(self) -> TableShard:
-        """A shard of the same shape in the memory of the host."""
+        """Return a shard of the same shape in host memory, with undefined contents."""
 
-        def like(tensor: Tensor) -> Tensor:
+        def empty_on_host(tensor: Tensor) -> Tensor:
             with torch.inference_mode(False):
                 return empty(tensor.shape, tensor.dtype, keep=False)
 
-        return replace(self, weight=like(self.weight), state={name: like(t) for name, t in self.state.items()})
+        return replace(
+            self, weight=empty_on_host(self.weight), state={name: empty_on_host(t) for name, t in self.state.items()}
+        )

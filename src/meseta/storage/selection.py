@@ -1,4 +1,4 @@
-"""Some rows of a shard as they were at one moment, for a save of what has changed."""
+"""Snapshots of some rows of a shard, for delta checkpoints."""
 
 from __future__ import annotations
 
@@ -14,61 +14,62 @@ from meseta.ops.row_marks.row_set import RowSet
 from meseta.spec import Shard, TableSpec
 
 BUFFER_GROWTH_FACTOR, MAX_BUFFER_RATIO = 1.125, 1.3
-"""A buffer has room for so many times the rows that it is made for, since the next ones may be some more; it is used
-again for others that it has room for, unless that is so many times what they need."""
+"""Limits for the reuse of buffers. A new buffer has room for `BUFFER_GROWTH_FACTOR` times its rows, because later
+selections may be larger. A buffer that is more than `MAX_BUFFER_RATIO` times as large as necessary is not reused."""
 
 
 class SelectedRows(ABC):
-    """Rows of one placed piece of a table, ascending, counted from its first; they are read from the first to the last,
-    and training does not change them."""
+    """Snapshot of some rows of a shard, which training does not change. Callers read it once, in ascending order.
+
+    Row indices are relative to the first row of the shard.
+    """
 
     def __init__(self, spec: TableSpec, shard: Shard, like: Mapping[str, Tensor], rows: RowSet) -> None:
         self.spec = spec
-        """The whole table."""
+        """Spec of the whole table."""
         self.shard = shard
-        """Which rows and columns of it the piece has."""
+        """Rows and columns of the table that the shard holds."""
         self.values = like
-        """By name a tensor of the type and the shape that the values of all its rows have."""
+        """Tensors with the dtype and shape of each value for all rows of the shard, by name."""
         self.rows = rows
-        """Those selected."""
+        """Selected rows."""
 
     @abstractmethod
     def read(self, first: int, stop: int) -> dict[str, Tensor]:
-        """The selected rows of first..stop-1 by name, on the CPU; not to be written to."""
+        """Return the selected rows in first..stop-1 by name, on the CPU. Do not modify the tensors."""
 
     @abstractmethod
     def close(self) -> None:
-        """They are read no more."""
+        """Release the resources of the snapshot."""
 
 
 class CopiedRows(SelectedRows):
-    """Rows in memory of their own."""
+    """Selected rows, copied into buffers in host memory."""
 
     def __init__(self, *of: Any, buffers: Mapping[str, Tensor]) -> None:
-        """`buffers` [n or more, ...] by name begin with them."""
+        """Take buffers [n or more, ...] by name, which start with the values of the selected rows."""
         super().__init__(*of)
         self.buffers = buffers
 
     def read(self, first: int, stop: int) -> dict[str, Tensor]:
-        """Views."""
+        """Return views of the buffers."""
         begin = self.rows.count(0, first)
         end = begin + self.rows.count(first, stop)
         return {name: value[begin:end] for name, value in self.buffers.items()}
 
     def close(self) -> None:
-        """Their memory is kept for the next ones."""
+        pass  # The buffers are kept because the next selection may reuse them.
 
 
 class LazyRows(SelectedRows):
-    """Rows that are read where they are stored, a block at a time."""
+    """Selected rows that are read from storage in blocks."""
 
     def __init__(self, *of: Any, read: Callable[[int, int], dict[str, Tensor]], close: Callable[[], None]) -> None:
-        """`read(first, stop)` returns the selected rows among first..stop-1, at least one."""
+        """Take `read(first, stop)`, which returns the selected rows in first..stop-1 if there is at least one."""
         super().__init__(*of)
         self._read, self._close = read, close
 
     def read(self, first: int, stop: int) -> dict[str, Tensor]:
-        """Of a block without a selected row, nothing is read."""
         if self.rows.count(first, stop):
             return self._read(first, stop)
         return {name: value.new_empty((0, *value.shape[1:]), device="cpu") for name, value in self.values.items()}
@@ -78,20 +79,21 @@ class LazyRows(SelectedRows):
 
 
 def allocate_buffers(like: Mapping[str, Tensor], num_rows: int, reuse: SelectedRows | None) -> dict[str, Tensor]:
-    """Buffers [num_rows or more, ...] by name in the memory of the host, those of `reuse` where they fit."""
-    former = reuse.buffers if isinstance(reuse, CopiedRows) else {}
+    """Return a buffer [num_rows or more, ...] in host memory for each value. Buffers of `reuse` are reused if they
+    fit."""
+    reusable = reuse.buffers if isinstance(reuse, CopiedRows) else {}
     buffers = {}
     for name, value in like.items():
-        room = former.get(name)
-        if room is None or not num_rows <= len(room) <= max(MAX_BUFFER_RATIO * num_rows, 1024):
+        buffer = reusable.get(name)
+        if buffer is None or not num_rows <= len(buffer) <= max(MAX_BUFFER_RATIO * num_rows, 1024):
             with torch.inference_mode(False):
-                room = empty((int(BUFFER_GROWTH_FACTOR * num_rows), *value.shape[1:]), value.dtype, keep=False)
-        buffers[name] = room
+                buffer = empty((int(BUFFER_GROWTH_FACTOR * num_rows), *value.shape[1:]), value.dtype, keep=False)
+        buffers[name] = buffer
     return buffers
 
 
 def copy_rows(values: Mapping[str, Tensor], rows: RowSet, reuse: SelectedRows | None) -> dict[str, Tensor]:
-    """Buffers of `allocate_buffers` that begin with copies of some rows of `values`."""
+    """Copy `rows` of `values` to the start of buffers from `allocate_buffers`, and return the buffers."""
     buffers, end = allocate_buffers(values, len(rows), reuse), 0
     for part in rows.parts():
         begin, end = end, end + len(part)

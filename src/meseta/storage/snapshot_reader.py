@@ -1,5 +1,4 @@
-"""Rows of a file that are read from the first to the last, as saves read them: a part of the file at a time, at the
-disk's sequential rate."""
+"""Sequential reading of row files for checkpoints. Whole parts are read, at the sequential rate of the disk."""
 
 from __future__ import annotations
 
@@ -17,12 +16,12 @@ from meseta.spec.tiers import NUM_PREFETCHED_PARTS
 
 
 class _SnapshotChunk:
-    """The selected ones of consecutive rows, in memory."""
+    """Buffers for the selected rows of one part of the file, which is read asynchronously."""
 
     def __init__(self, frozen: RowFileSnapshot, widths: Sequence[int], selected: RowSet, first: int) -> None:
         self.first, self.stop = first, min(first + frozen.part_rows, frozen.num_rows)
         self.num_unread_rows = num_rows = selected.count(self.first, self.stop)
-        """Selected rows that nobody has taken yet."""
+        """Number of selected rows that `SnapshotReader.read` has not returned yet."""
         self._values = [empty((num_rows, width), torch.uint8) for width in widths]
         rows = first if num_rows == self.stop - first else selected.rows(first, self.stop)
         self._pending_read: PendingRowRead | None = frozen.read(rows, *self._values)
@@ -30,56 +29,62 @@ class _SnapshotChunk:
         self._lock = threading.Lock()
 
     def read(self, begin: int, end: int) -> tuple[list[Tensor], Tensor]:
-        """Return the values of the selected rows number begin..end-1 of the part, and which were ever written."""
+        """Return (values, is_written) of the selected rows numbered begin..end-1 within the part."""
         with self._lock:
             if self._pending_read is not None:
                 self._is_written = self._pending_read.wait()
-                self._pending_read = None  # it has lists of all rows
+                # Free the lists of row indices that the pending read holds.
+                self._pending_read = None
         assert self._is_written is not None
         return [value[begin:end] for value in self._values], self._is_written[begin:end]
 
 
 class SnapshotReader:
-    """Sequential reader of the selected rows of a frozen file. It reads upcoming parts ahead, passes over parts without
-    a selected row, and frees a part once all its selected rows have been taken."""
+    """Thread-safe sequential reader of selected rows in a snapshot of a row file.
+
+    It prefetches parts, skips parts without a selected row, and frees a part when all its selected rows were read.
+    """
 
     def __init__(self, frozen: RowFileSnapshot, widths: Sequence[int], selected: RowSet | None = None) -> None:
-        """Each row has values of `widths` bytes; `None` selects all rows. Each selected row is to be taken once."""
+        """Read rows with one value of each size in `widths`, in bytes. `selected` of `None` means all rows."""
         selected = RowSet.all(frozen.num_rows) if selected is None else selected
         self._snapshot, self._widths, self._selected = frozen, widths, selected
         firsts = range(0, frozen.num_rows, frozen.part_rows)
-        self._chunk_starts = [at for at in firsts if selected.count(at, min(at + frozen.part_rows, frozen.num_rows))]
-        """First rows of the parts that have selected rows."""
+        self._chunk_starts = [
+            chunk_start
+            for chunk_start in firsts
+            if selected.count(chunk_start, min(chunk_start + frozen.part_rows, frozen.num_rows))
+        ]
+        """First rows of the parts with selected rows."""
         self._last_started = -1
         self._chunks: dict[int, _SnapshotChunk] = {}
-        """Parts in memory, by first row."""
+        """Parts in memory, by their first rows."""
         self._lock = threading.Lock()
 
     def read(self, first: int, stop: int) -> tuple[list[Tensor], Tensor]:
-        """Return the values of the selected rows among first..stop-1, of which there is at least one, and which of them
-        were ever written; several threads may call."""
+        """Return (values, is_written) of the selected rows in first..stop-1. There must be at least one."""
         size = self._snapshot.part_rows
-        taken = []
-        for at in range(first // size * size, stop, size):
-            begin, end = max(first, at), min(stop, at + size)
+        chunks = []
+        for chunk_start in range(first // size * size, stop, size):
+            begin, end = max(first, chunk_start), min(stop, chunk_start + size)
             if count := self._selected.count(begin, end):
-                part, before = self._get_chunk(at), self._selected.count(at, begin)
-                taken.append(part.read(before, before + count))
-                self._record_read(part, count)
-        if len(taken) == 1:
-            return taken[0]
-        values, present = zip(*taken, strict=True)
+                chunk, before = self._get_chunk(chunk_start), self._selected.count(chunk_start, begin)
+                chunks.append(chunk.read(before, before + count))
+                self._record_read(chunk, count)
+        if len(chunks) == 1:
+            return chunks[0]
+        values, present = zip(*chunks, strict=True)
         return [torch.cat(parts) for parts in zip(*values, strict=True)], torch.cat(present)
 
     def close(self) -> None:
-        """They are needed no longer."""
+        """Release the parts and the snapshot, and return idle memory to the OS."""
         with self._lock:
             self._chunks.clear()
         self._snapshot.close()
         release_idle_memory()
 
     def _get_chunk(self, at: int) -> _SnapshotChunk:
-        """The one that begins there; the next ones are on their way too."""
+        # Each part is prefetched once. An earlier part may be in memory, or was read completely.
         with self._lock:
             number = bisect_left(self._chunk_starts, at)
             for first in self._chunk_starts[number : number + NUM_PREFETCHED_PARTS + 1]:
@@ -90,7 +95,6 @@ class SnapshotReader:
             return self._chunks[at]
 
     def _record_read(self, part: _SnapshotChunk, num_rows: int) -> None:
-        """So many more rows of it were taken."""
         with self._lock:
             part.num_unread_rows -= num_rows
             if part.num_unread_rows <= 0:

@@ -1,4 +1,4 @@
-"""The seam between rows and all that uses them: operators borrow them, everything else reads and writes them here."""
+"""Interface of table storage. Operators update rows in place. All other code reads and writes copies."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ from meseta.spec import Shard, TableSpec
 from meseta.storage.selection import LazyRows, SelectedRows
 
 ROW = "row"
-"""Name of the rows among the optimizer's states."""
+"""Name of the embedding row in mappings that also contain optimizer states."""
 
 
 class TableStorage(ABC):
-    """One placed piece of a table on this rank, wherever its rows and their state are kept.
+    """Shard of a table on this rank, with its optimizer states.
 
-    A row has values by name: ROW [columns], and the optimizer's states, [columns] or one number. Rows are counted from
-    the first of the piece.
+    A row has named values: `ROW` [columns] and optimizer states, which are [columns] or one number. Row indices are
+    relative to the first row of the shard.
     """
 
     spec: TableSpec
-    """The whole table."""
+    """Spec of the whole table."""
     shard: Shard
-    """Which rows and columns of it are here."""
+    """Rows and columns of the table that this storage holds."""
     optimizer: RowOptimizer
-    """What updates the rows."""
     seed: int
-    """Key, with the table's name, of the random bits that round 16-bit rows."""
+    """Seed of stochastic rounding to 16-bit rows, combined with the name of the table."""
     marks: RowMarks
-    """Which rows were changed, by a step or by `write`, since each consumer asked."""
+    """Rows changed by a step or by `write`, for each consumer."""
 
     def take_changed_rows(self, consumer: Consumer) -> Int[Tensor, " n"]:
-        """Rows that were changed since this consumer asked, ascending; they are marked for it no longer.
+        """Return the rows changed since the previous call for `consumer`, in ascending order, and clear their marks.
 
-        To be called while no operator steps rows. Where it fails, `marks.add(rows, consumer)` gives them back.
+        No operator may update rows during the call. A consumer that fails to process the rows restores the marks with
+        `marks.add(rows, consumer)`.
         """
         rows = self.marks.marked_rows(consumer)
         self.marks.clear(consumer)
@@ -52,48 +52,56 @@ class TableStorage(ABC):
     @property
     @abstractmethod
     def values(self) -> Mapping[str, Tensor]:
-        """By name a tensor of the type and the shape that the values of all rows have; its numbers mean nothing."""
+        """Tensors with the dtype and shape of each value for all rows, by name. Their contents are undefined."""
 
     @property
     @abstractmethod
     def device(self) -> torch.device:
-        """Where operators borrow the rows."""
+        """Device on which operators access the rows."""
 
     @abstractmethod
     def acquire(self) -> TableRows:
-        """Lend the rows to operators, which read them and step them in place, until as many `end` have come. The same
-        record every time while any is lent."""
+        """Return the rows for operators to read and update in place, until the matching `release`.
+
+        Calls may nest. Until the last `release`, each call returns the same object.
+        """
 
     @abstractmethod
     def release(self) -> None:
-        """Undo one `begin`; what operators have written is the table's."""
+        """Undo one `acquire`. Updates of operators are kept."""
 
     is_offloaded: bool = False
-    """Whether rows are lent only while they are pinned, in places that are told then; else all are, each at its own."""
+    """Whether operators access a row only while it is pinned, in the cache slot that pinning returned. Otherwise all
+    rows are accessible at their own indices."""
 
     def close(self) -> None:  # noqa: B027  (most hold nothing)
-        """Of what `freeze` or `in_order` have made: it is read no more, until it is given to `freeze` again."""
+        """Release a storage that `snapshot` or `sequential_view` returned. It may only be passed to `snapshot`
+        again."""
 
     @abstractmethod
     def read(self, first: int, stop: int) -> dict[str, Tensor]:
-        """Rows first..stop-1 by name, on any device. Not to be written to; may be what lies there, not a copy."""
+        """Return rows first..stop-1 by name, on any device. The tensors may be views. Do not modify them."""
 
     @abstractmethod
     def write(self, first: int, values: Mapping[str, NDArray[Any]]) -> None:
-        """Put consecutive rows from `first` on; of a name that is not given what is there stays. Bits are copied:
-        arrays have the type of the values, bfloat16 as uint16, see `as_stored`."""
+        """Copy `values` into consecutive rows from row `first`. Values that are not passed remain unchanged.
+
+        Arrays must have the dtypes of `as_stored`, such as uint16 for bfloat16.
+        """
 
     @abstractmethod
     def snapshot(self, reuse: TableStorage | None = None) -> TableStorage:
-        """A copy in the memory of the host, which training does not change. `reuse` is one that was made before and is
-        needed no longer."""
+        """Return a snapshot of all rows, which training does not change.
+
+        `reuse` is an earlier snapshot that is no longer needed. Its memory may be reused.
+        """
 
     def select(self, rows: RowSet, reuse: SelectedRows | None = None) -> SelectedRows:
-        """Some rows, which training does not change. `reuse` is one that was made before and is needed no longer."""
+        """Return a snapshot of `rows`. `reuse` is an earlier selection, whose memory may be reused."""
         return self.snapshot().select_in_place(rows)
 
     def select_in_place(self, rows: RowSet) -> SelectedRows:
-        """Some rows, to be read from the first to the last while nothing changes them; no copy of them is kept."""
+        """Return a selection of `rows` without copying them all. The rows must not change until it was read."""
 
         def read(first: int, stop: int) -> dict[str, Tensor]:
             return self.gather(rows.rows(first, stop))
@@ -101,29 +109,29 @@ class TableStorage(ABC):
         return LazyRows(self.spec, self.shard, self.values, rows, read=read, close=self.close)
 
     def sequential_view(self) -> TableStorage:
-        """The rows, to be read from the first to the last while nothing changes them, until `close`."""
+        """Return a storage for fast reading in row order. The rows must not change until its `close`."""
         return self
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the rows."""
+        """Dtype of the rows. Optimizer states may have other dtypes."""
         return self.values[ROW].dtype
 
     def num_bytes(self) -> int:
-        """Of all rows and states, once."""
+        """Return the size of all rows and optimizer states, without caches and indices."""
         return sum(value.numel() * value.element_size() for value in self.values.values())
 
     @abstractmethod
     def gather(self, rows: Int[Tensor, " n"]) -> dict[str, Tensor]:
-        """Copies of some rows, ascending, by name, in the memory of the host."""
+        """Return copies of `rows` by name, in host memory. The rows must be in ascending order."""
 
 
 def from_stored(array: NDArray[Any], dtype: torch.dtype) -> Tensor:
-    """The way back, of an array that can be written to; a view."""
+    """Return a view of a writable array as a tensor of `dtype`. Inverse of `as_stored`."""
     tensor = torch.from_numpy(array)
     return tensor.view(dtype) if dtype == torch.bfloat16 else tensor
 
 
 def as_stored(tensor: Tensor) -> Tensor:
-    """The same bits in a type that numpy and files have; a view."""
+    """Return a view with the same bits in a dtype that numpy and files support, such as uint16 for bfloat16."""
     return tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor

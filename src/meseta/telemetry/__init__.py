@@ -1,1 +1,1 @@
-"""What a run tells of itself: measured times, and the records of its files. No torch here."""
+"""Measured times, metrics and other records of a run. Importing it does not import torch."""

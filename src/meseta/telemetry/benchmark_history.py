@@ -1,4 +1,4 @@
-"""Figures as lines of a CSV file that keeps history: what, how much, beside whom, on what."""
+"""History of benchmark results in a CSV file, each compared with another program."""
 
 from __future__ import annotations
 
@@ -28,30 +28,31 @@ HISTORY_COLUMNS = (
 
 @dataclass(frozen=True, kw_only=True)
 class PeerComparison:
-    """One figure beside another of the same run."""
+    """Measurement of Meseta and of another program in the same benchmark run."""
 
     benchmark: str
-    """'ops', 'e2e', 'ingest', ..."""
+    """Name of the benchmark, such as 'ops', 'e2e' or 'ingest'."""
     case: str
-    """What was measured: configuration, dtype, threads."""
+    """Measured case, for example configuration, dtype and number of threads."""
     metric: str
     value: float
     unit: str
     peer: str
-    """Whose figure stands beside it."""
+    """Name of the other program."""
     peer_value: float
     versions: Mapping[str, str]
-    """Package -> version, of both."""
+    """Versions of the packages of both programs by package name."""
 
     @property
     def ratio(self) -> float:
-        """Above 1 where ours is better: times, sizes and costs are better when smaller, rates when larger."""
+        """Ratio of the two values, above 1 if Meseta is better."""
+        # Rates are better when larger. All other units are better when smaller.
         better_when_small = self.unit in ("s", "ms", "s/GB", "MB", "GB", "of one", "of theirs", "misses a lookup")
         return self.peer_value / self.value if better_when_small else self.value / self.peer_value
 
 
 def append_comparisons(path: Path, comparisons: Sequence[PeerComparison]) -> None:
-    """Add a line per comparison; a new file begins with the names of the columns."""
+    """Append a line per comparison. A new file starts with the column names."""
     is_new = not path.exists()
     about = (datetime.date.today().isoformat(), git_version()), hardware_summary()
     with path.open("a", newline="") as file:

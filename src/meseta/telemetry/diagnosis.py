@@ -1,11 +1,11 @@
-"""From the records of all ranks to the one that keeps the others waiting, and why.
+"""Diagnosis of a run that does not progress, from the records of its ranks."""
 
-    silent    its heart has not beaten for heartbeat_timeout_s: it does not run
-    astray    it is at another transfer than the others are, at the same place of a lane
-    stuck     for stall_timeout_s a rank has waited for one transfer, or is in one stage of a step
-
-Only ranks are compared that have a record; a transfer that is not kept any more is not judged.
-"""
+# kind     condition
+# silent   no heartbeat of the rank for heartbeat_timeout_s seconds
+# astray   the rank has diverged: its transfer differs from that of its peers at the same position of a lane
+# stuck    for stall_timeout_s seconds a rank has waited for one transfer, or has been in one stage of a step
+#
+# Ranks without a record are not compared, and neither are transfers that have left the record.
 
 from __future__ import annotations
 
@@ -22,44 +22,45 @@ from meseta.telemetry.formatting import format_duration
 from meseta.telemetry.rank_record import RankState, RecordedTransfer, Wait
 
 RankStates = Mapping[int, RankState]
-"""By rank."""
+"""Record of each rank."""
+# Most diverged ranks raise an error themselves within milliseconds.
 DIVERGENCE_GRACE_S = 3.0
-"""How long ranks are left alone that are at different transfers."""
+"""Seconds before a divergence is reported."""
 MISSED_HEARTBEAT_TIMEOUT_S = 3.0
-"""A heart that has not beaten for so long has missed beats: the system is slow, or the rank does not run."""
+"""Seconds without a heartbeat after which at least one heartbeat is missing."""
 BACKGROUND_LANE = "background"
-"""Lane of a thread beside the one that trains."""
+"""Lane of a background thread, which does not block training."""
 _NS = 1e9
 _SAME_ORDER_RULE = "every rank must take the same transfers, of the same types and lengths, in the same order"
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Why a run does not go on."""
+    """Reason why a run does not progress."""
 
     kind: Literal["silent", "astray", "stuck"]
     ranks: tuple[int, ...]
-    """Those to blame."""
+    """Ranks that cause the problem."""
     text: str
-    """In one line, without what is done about it."""
+    """Description in one line, without a remedy."""
     sequence_number: int | None = None
-    """Number in its lane of the transfer that ranks are at other ones than; `None` unless they are astray."""
+    """Position in the lane at which ranks diverged. `None` for other kinds."""
 
     @property
     def identity(self) -> tuple[object, ...]:
-        """Value that stays the same while the trouble lasts, unlike the text."""
+        """Value that is equal in successive diagnoses of the same problem. The text changes with time."""
         return (self.kind, self.ranks, self.sequence_number)
 
 
 class DivergenceGracePeriod:
-    """Ranks that are astray are given the time to say so themselves, which most do within milliseconds."""
+    """Filter that delays the report of a divergence, so that the ranks can raise an error themselves."""
 
     def __init__(self) -> None:
         self._identity: tuple[object, ...] | None = None
         self._since_s = 0.0
 
     def filter_diagnosis(self, trouble: Diagnosis | None, now_s: float) -> Diagnosis | None:
-        """What is to be told of what was found now."""
+        """Return the diagnosis to report at time `now_s`, or `None` for a divergence within the grace period."""
         if trouble is None or trouble.kind != "astray":
             self._identity = None
             return trouble
@@ -69,8 +70,11 @@ class DivergenceGracePeriod:
 
 
 def find_unresponsive(states: RankStates, silent: Mapping[int, float], heartbeat_timeout_s: float) -> Diagnosis | None:
-    """The rank whose heart has not beaten for longest, of those for which that is longer than `heartbeat_timeout_s`;
-    `silent` holds the seconds of each."""
+    """Return a diagnosis of the rank with the oldest heartbeat.
+
+    Returns `None` if no heartbeat is older than `heartbeat_timeout_s`. `silent` maps each rank to the seconds since
+    its last heartbeat.
+    """
     rank = max(silent, key=lambda r: silent[r], default=None)
     if rank is None or silent[rank] <= heartbeat_timeout_s:
         return None
@@ -78,8 +82,11 @@ def find_unresponsive(states: RankStates, silent: Mapping[int, float], heartbeat
 
 
 def find_diverged(states: RankStates) -> Diagnosis | None:
-    """Ranks that are at another transfer than most are, at the first place of a lane where they differ, or have been
-    before; else ranks that wait for each other in a circle."""
+    """Return a diagnosis of diverged ranks, or of ranks that wait for each other in a cycle, or `None`.
+
+    The diverged ranks are the minority at the first recorded position of a lane where transfers differ. If only earlier
+    transfers differed, their hashes reveal it.
+    """
     kept: dict[tuple[int, int], dict[int, RecordedTransfer]] = {}
     for rank, state in states.items():
         for transfer in state.transfers:
@@ -89,21 +96,22 @@ def find_diverged(states: RankStates) -> Diagnosis | None:
     if by_rank is None:
         return _find_wait_cycle(states)
     usual = Counter(transfer.history_hash for transfer in by_rank.values()).most_common(1)[0][0]
-    others = [rank for rank, transfer in by_rank.items() if transfer.history_hash == usual]
-    blamed = tuple(rank for rank in by_rank if rank not in others)
-    text = _diverged_text(states, by_rank, blamed[0], others)
+    majority = [rank for rank, transfer in by_rank.items() if transfer.history_hash == usual]
+    blamed = tuple(rank for rank in by_rank if rank not in majority)
+    text = _diverged_text(states, by_rank, blamed[0], majority)
     return Diagnosis("astray", blamed, text, sequence_number=by_rank[blamed[0]].sequence_number)
 
 
 def _find_wait_cycle(states: RankStates) -> Diagnosis | None:
-    """Ranks of which each waits for a transfer that the next one has not begun, since it waits, too. Transfers of other
-    threads than the main one do not count: the rank that waits for one goes on."""
+    """Find ranks of which each waits for a transfer that the next one, also waiting, has not started."""
+    # Background threads are ignored, because their rank continues while they wait.
     waits = {rank: wait for rank, state in states.items() for wait in [_main_wait(state)] if wait is not None}
     behind = {r: [o for o in _ranks_behind(states, r, wait) if o in waits] for r, wait in waits.items()}
-    while True:  # those that wait for ranks which are not in a circle, or which nobody in one waits for, are left out
-        awaited = {o for others in behind.values() for o in others}
-        left = {r: [o for o in others if o in behind] for r, others in behind.items() if r in awaited}
-        left = {r: others for r, others in left.items() if others}
+    # Repeatedly remove ranks for which no remaining rank waits, or that wait for no remaining rank.
+    while True:
+        awaited = {o for peers in behind.values() for o in peers}
+        left = {r: [o for o in peers if o in behind] for r, peers in behind.items() if r in awaited}
+        left = {r: peers for r, peers in left.items() if peers}
         if left == behind:
             break
         behind = left
@@ -118,7 +126,7 @@ def _find_wait_cycle(states: RankStates) -> Diagnosis | None:
     text = (
         f"{describe_rank(states, rank)} is at {describe_position(states[rank])}{_transfer_clause(states[rank])}, "
         f"number {waits[rank].sequence_number} of its "
-        f"lane, which others do not begin before it comes to theirs{_waiting_clause(states, (rank,))}; "
+        f"lane, which its peers start only after it has started theirs{_waiting_clause(states, (rank,))}; "
         f"{_SAME_ORDER_RULE}"
     )
     return Diagnosis("astray", blamed, text, sequence_number=waits[rank].sequence_number)
@@ -127,13 +135,16 @@ def _find_wait_cycle(states: RankStates) -> Diagnosis | None:
 def find_unreachable_hosts(
     states: RankStates, silent: Mapping[int, float], own: int, heartbeat_timeout_s: float
 ) -> Diagnosis | None:
-    """Hosts of which this one, that of rank `own`, hears no rank any more; `silent` holds the seconds of each other
-    rank. Where the hosts have one rank each, a rank that is stopped looks the same as a link that is cut."""
+    """Return a diagnosis of hosts from whose ranks the host of rank `own` receives no heartbeats, or `None`.
+
+    `silent` maps each other rank to the seconds since its last heartbeat. If hosts have a single rank, a stopped rank
+    cannot be distinguished from a failed link.
+    """
     hosts: dict[str, list[int]] = {}
     for rank in silent:
         hosts.setdefault(states[rank].host, []).append(rank)
     here = hosts.pop(states[own].host, None)
-    # Beats come once a second, so that of one cut some hosts are heard for a little longer than others.
+    # Heartbeats are sent once per second, so hosts behind the same failed link time out at slightly different moments.
     nearly_s = max(heartbeat_timeout_s - MISSED_HEARTBEAT_TIMEOUT_S, heartbeat_timeout_s / 2)
     unheard = {host: ranks for host, ranks in hosts.items() if min(silent[rank] for rank in ranks) > nearly_s}
     is_told = any(
@@ -156,8 +167,10 @@ def find_unreachable_hosts(
 
 
 def find_stuck(states: RankStates, now_ns: int | None, after_s: float) -> Diagnosis | None:
-    """What keeps ranks waiting for one transfer, or a rank in one stage of a step, for longer than `after_s`. Without
-    `now_ns`, of ranks of several hosts, each is asked up to its last heartbeat."""
+    """Return a diagnosis of ranks that have been in one transfer or stage for longer than `after_s`, or `None`.
+
+    Without `now_ns`, waits are measured up to the last heartbeat of each rank, because hosts have different clocks.
+    """
     until = {rank: state.heartbeat_ns if now_ns is None else now_ns for rank, state in states.items()}
     waits = {rank: wait for rank, state in states.items() for wait in [_longest_wait(state)] if wait is not None}
     waited = {rank: (until[rank] - wait.since_ns) / _NS for rank, wait in waits.items()}
@@ -179,8 +192,11 @@ def find_stuck(states: RankStates, now_ns: int | None, after_s: float) -> Diagno
 
 
 def diagnose_exit(states: RankStates) -> Diagnosis | None:
-    """What has ended ranks of which none is there any more, as far as their records tell: the one whose heart stopped
-    before those of the others, or that was astray, or that others waited for."""
+    """Return a diagnosis of why all ranks have ended, from their records.
+
+    The cause is a rank whose heartbeats stopped before those of its peers, a diverged rank, or one that others waited
+    for. The result is `None` if the records do not show a cause.
+    """
     last_ns = max(max(state.heartbeat_ns, state.last_progress_ns) for state in states.values())
     silent = {rank: (last_ns - state.heartbeat_ns) / _NS for rank, state in states.items()}
     return (
@@ -191,7 +207,7 @@ def diagnose_exit(states: RankStates) -> Diagnosis | None:
 
 
 def describe_state(state: RankState, now_ns: int | None) -> str:
-    """Where a rank is, and what it waits for, with how long where its clock is known."""
+    """Describe the position of a rank and its current wait. The duration is included if `now_ns` is given."""
     since = "" if now_ns is None else f", for {format_duration((now_ns - state.last_progress_ns) / _NS)}"
     return f"{describe_position(state)}{_transfer_clause(state)}{since}"
 
@@ -199,7 +215,7 @@ def describe_state(state: RankState, now_ns: int | None) -> str:
 def diagnose(
     states: RankStates, silent: Mapping[int, float], now_ns: int | None, limits: TimeLimits
 ) -> Diagnosis | None:
-    """The first of these, in the order of this page."""
+    """Return the first diagnosis of an unresponsive, diverged or stuck rank, or `None`."""
     return (
         find_unresponsive(states, silent, limits.heartbeat_timeout_s)
         or find_diverged(states)
@@ -208,13 +224,13 @@ def diagnose(
 
 
 def describe_rank(states: RankStates, rank: int) -> str:
-    """Rank, host and process."""
+    """Describe a rank with its host and process, if it has a record."""
     state = states.get(rank)
     return f"rank {rank}" if state is None else f"rank {rank} on {state.host} (process {state.pid})"
 
 
 def describe_position(state: RankState) -> str:
-    """Step and stage."""
+    """Describe the step and stage of a rank."""
     if not state.stage:
         last = next((kept.step for kept in reversed(state.transfers) if kept.step is not None), None)
         return "the beginning of its run" if last is None else f"a place after step {last}, outside of its stages"
@@ -222,12 +238,12 @@ def describe_position(state: RankState) -> str:
 
 
 def awaited_transfer(state: RankState, wait: Wait) -> RecordedTransfer | None:
-    """What it waits for."""
+    """Return the transfer of a wait, or `None` if it has left the record."""
     return state.find_transfer(wait.lane, wait.sequence_number)
 
 
 def describe_waiting_ranks(states: RankStates, blamed: Iterable[int]) -> str:
-    """Which other ranks wait, and for what; '' where none does."""
+    """Describe the waits of ranks that are not in `blamed`. The text is empty if none of them waits."""
     by_transfer: dict[str, list[int]] = {}
     left_out = set(blamed)
     for rank, state in sorted(states.items()):
@@ -239,7 +255,7 @@ def describe_waiting_ranks(states: RankStates, blamed: Iterable[int]) -> str:
 
 
 def format_waiting_ranks(ranks: Sequence[int]) -> str:
-    """rank 3 waits; ranks 0, 1, 2 wait."""
+    """Format ranks as "rank 3 waits" or "ranks 0, 1, 2 wait"."""
     if len(ranks) == 1:
         return f"rank {ranks[0]} waits"
     listed = ", ".join(map(str, ranks[:8])) + f" and {len(ranks) - 8} more" * (len(ranks) > 8)
@@ -251,7 +267,7 @@ def _longest_wait(state: RankState) -> Wait | None:
 
 
 def _main_wait(state: RankState) -> Wait | None:
-    """Of the thread that trains."""
+    # Only waits of the training thread.
     waits = [wait for wait in state.waits.values() if _lane_name(state, wait) != BACKGROUND_LANE]
     return min(waits, key=lambda wait: wait.since_ns, default=None)
 
@@ -262,15 +278,18 @@ def _lane_name(state: RankState, wait: Wait) -> str:
 
 
 def _ranks_behind(states: RankStates, rank: int, wait: Wait) -> list[int]:
-    """The other ranks that take part in what a rank waits for, and have not begun it."""
+    """Return the participants of the awaited transfer that have not started it."""
     transfer = awaited_transfer(states[rank], wait)
-    others = [r for r in states if r != rank and (transfer is None or transfer.includes_rank(r))]
-    return [r for r in others if states[r].num_started(wait.lane) < wait.sequence_number]
+    peers = [r for r in states if r != rank and (transfer is None or transfer.includes_rank(r))]
+    return [r for r in peers if states[r].num_started(wait.lane) < wait.sequence_number]
 
 
 def _late_ranks(states: RankStates, rank: int, wait: Wait) -> tuple[int, ...]:
-    """The ranks that another one waits for: those that have not begun its transfer; else those that have not come to
-    wait for it, and stand still for nothing else."""
+    """Return the ranks that `rank` waits for.
+
+    They are the participants that have not started its transfer, or all other ranks if all have started it. Ranks that
+    do not wait themselves are preferred.
+    """
     behind = _ranks_behind(states, rank, wait)
     free = [r for r in behind or states if r != rank and not states[r].waits]
     return tuple(free or behind)
@@ -290,7 +309,6 @@ def _unresponsive_text(states: RankStates, rank: int, seconds: float) -> str:
 
 
 def _transfer_clause(state: RankState) -> str:
-    """The transfer that it waits for, or has begun last."""
     wait = _longest_wait(state)
     transfer = None if wait is None else awaited_transfer(state, wait)
     if transfer is not None:
@@ -304,21 +322,22 @@ def _waiting_clause(states: RankStates, blamed: Sequence[int]) -> str:
 
 
 def _diverged_text(
-    states: RankStates, by_rank: Mapping[int, RecordedTransfer], blamed: int, others: Sequence[int]
+    states: RankStates, by_rank: Mapping[int, RecordedTransfer], blamed: int, majority: Sequence[int]
 ) -> str:
-    mine, its = by_rank[blamed], by_rank[others[0]]
-    rest = f"rank{'s' * (len(others) > 1)} {', '.join(map(str, others[:8]))}{' and others' * (len(others) > 8)}"
+    diverged, usual = by_rank[blamed], by_rank[majority[0]]
+    rest = f"rank{'s' * (len(majority) > 1)} {', '.join(map(str, majority[:8]))}{' and others' * (len(majority) > 8)}"
     at = f"{describe_rank(states, blamed)} is at {describe_position(states[blamed])}"
-    if mine.signature == its.signature:
+    if diverged.signature == usual.signature:
         where = (
-            f"and has taken other transfers of lane {mine.lane_name} than {rest} before its number "
-            f"{mine.sequence_number}"
+            f"and has taken other transfers of lane {diverged.lane_name} than {rest} before its number "
+            f"{diverged.sequence_number}"
         )
     else:
         where = (
-            f"where transfer {mine.sequence_number} of lane {mine.lane_name} is {mine.describe_signature()}, and on "
+            f"where transfer {diverged.sequence_number} of lane {diverged.lane_name} is "
+            f"{diverged.describe_signature()}, and on "
             f"{rest} "
-            f"{its.describe_signature()}"
+            f"{usual.describe_signature()}"
         )
     return f"{at}, {where}{_waiting_clause(states, (blamed,))}; {_SAME_ORDER_RULE}"
 

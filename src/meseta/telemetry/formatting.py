@@ -1,27 +1,27 @@
-"""Numbers as people read them."""
+"""Formatting of numbers for reports and messages."""
 
 from __future__ import annotations
 
 import math
 
 Number = int | float
-"""A quantity to show: counts are whole, coordinates and metrics are not."""
-
 NO_VALUE = "–"
+"""Text for a missing or non-finite value."""
 
 
 def is_drawable(value: Number | None) -> bool:
-    """Whether there is a value to draw: metrics may be null or nan, and a run that diverged gives absurd ones."""
+    """Whether a value can be drawn in a chart."""
+    # Metrics may be nan, and huge after divergence of the loss.
     return value is not None and abs(value) < 1e30
 
 
 def format_count(value: Number | None) -> str:
-    """Whole number with thousands separated: 1,234,567."""
+    """Format an integer with thousands separators, such as 1,234,567."""
     return f"{value:,.0f}" if value is not None and math.isfinite(value) else NO_VALUE
 
 
 def format_si(value: Number | None) -> str:
-    """Three significant digits with a decimal prefix: 1.23M."""
+    """Format three significant digits with an SI prefix, such as 1.23M."""
     if value is None or not math.isfinite(value):
         return NO_VALUE
     for factor, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -31,14 +31,14 @@ def format_si(value: Number | None) -> str:
 
 
 def format_decimal(value: Number | None, decimals: int = 4) -> str:
-    """A metric with fixed decimals; very large values, of a run that diverged, in powers of ten."""
+    """Format a metric with a fixed number of decimals. Very large values use exponents."""
     if value is None or not math.isfinite(value):
         return NO_VALUE
     return f"{value:.{decimals}f}" if abs(value) < 1e6 else f"{value:.{decimals}g}"
 
 
 def format_bytes(value: Number) -> str:
-    """Decimal units, as disks and devices are sold, with three significant digits: 1.20 GB."""
+    """Format bytes in decimal units with three significant digits, such as 1.20 GB."""
     for factor, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if value >= factor:
             scaled = value / factor
@@ -47,7 +47,7 @@ def format_bytes(value: Number) -> str:
 
 
 def format_duration(seconds: Number | None) -> str:
-    """3.2 s, 2 min 31 s, 5 h 12 min."""
+    """Format a duration, such as 3.2 s, 2 min 31 s or 5 h 12 min."""
     if seconds is None or not math.isfinite(seconds):
         return NO_VALUE
     if seconds < 60:
@@ -59,7 +59,7 @@ def format_duration(seconds: Number | None) -> str:
 
 
 def format_percent(value: Number | None) -> str:
-    """A share as a percentage with two significant digits: 3.4%."""
+    """Format a share as a percentage with about two significant digits, such as 3.4%."""
     if value is None or not math.isfinite(value):
         return NO_VALUE
     percent = 100.0 * value
@@ -68,13 +68,14 @@ def format_percent(value: Number | None) -> str:
 
 
 def format_quantity(amount: int, noun: str) -> str:
-    """1 table, 2 tables."""
+    """Format a count with its noun, such as 1 table or 2 tables."""
     return f"{amount:,} {noun}" if amount == 1 else f"{amount:,} {noun}s"
 
 
 def format_difference(value: Number, decimals: int = 4) -> str:
-    """A difference with its sign: +0.0012; one that rounds to nothing but is not nothing in powers of ten."""
+    """Format a difference with its sign, such as +0.0012."""
     if value == 0:
         return "="
+    # A small difference that rounds to zero is shown with an exponent.
     shown = f"{value:+.{decimals}f}"
     return shown if any(digit in shown for digit in "123456789") else f"{value:+.0e}"

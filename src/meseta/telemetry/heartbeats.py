@@ -1,15 +1,16 @@
-"""How long ago each rank was heard, by whoever listens to their heartbeats."""
+"""Time since the last heartbeat of each rank."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+# After a longer pause the monitor itself did not run, for example because of Ctrl-Z.
 MAX_PAUSE_S = 3.0
-"""Looks further apart than this say that the listener itself did not run, as after Ctrl-Z: nobody is blamed for it."""
+"""Maximum seconds between polls that count as time without a heartbeat."""
 
 
 class HeartbeatMonitor:
-    """Heartbeats of ranks, as a listener finds them about once a second. All times in seconds of its own clock."""
+    """Monitor of rank heartbeats, which is polled about once per second. All times are seconds on one local clock."""
 
     def __init__(self, ranks: Iterable[int], now_s: float) -> None:
         self._polled_s = now_s
@@ -17,7 +18,10 @@ class HeartbeatMonitor:
         self._heartbeats = dict.fromkeys(self._last_heartbeat_s, 0)
 
     def update(self, beats: Mapping[int, int], now_s: float) -> dict[int, float]:
-        """Take what the hearts say now, those of `beats` alone; returns for each rank how long it has been silent."""
+        """Update the heartbeats, and return the seconds since the last heartbeat of each rank.
+
+        `beats` maps ranks to their current heartbeat values. A rank without an entry has sent none.
+        """
         passed_s, self._polled_s = now_s - self._polled_s, now_s
         for rank in self._last_heartbeat_s:
             beat = beats.get(rank, 0)
@@ -28,5 +32,5 @@ class HeartbeatMonitor:
         return {rank: now_s - heard_s for rank, heard_s in self._last_heartbeat_s.items()}
 
     def has_heartbeat(self, rank: int) -> bool:
-        """Whether a rank was ever heard."""
+        """Whether the rank has sent a heartbeat."""
         return self._heartbeats[rank] != 0

@@ -1,4 +1,4 @@
-"""The figures of an evaluation that pages show: one entry each, and every table and chart has it."""
+"""Metrics of evaluations that tables, charts and the terminal show."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from meseta.telemetry.metrics_file import EvalMetrics
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
-    """One figure of an evaluation."""
+    """Metric of an evaluation."""
 
     key: str
-    """Its name in an evaluation's line."""
+    """Name of the metric in metrics.jsonl."""
     name: str
-    """As a table's head shows it."""
+    """Name of the metric in tables."""
     better_direction: Literal["lower", "higher", "one"]
-    """Which of two values is the better one; 'one': that nearer to 1."""
+    """Better direction of the metric. For 'one', values closer to 1 are better."""
     decimals: int = 4
     is_main: bool = False
-    """Whether it has a column without being there, a chart, and a place in the terminal."""
+    """Whether the metric has a table column even without values, a chart, and a place in the terminal."""
 
     def value_in(self, line: EvalMetrics | None) -> float | None:
-        """Its value in a line; None where the line does not have it, or nothing that could be shown."""
+        """Return the value in a line, or `None` if it is missing or cannot be drawn."""
         value = line.metric(self.key) if line else None
         return value if is_drawable(value) else None
 
     def to_loss(self, value: float) -> float:
-        """A number that is the smaller the better the value is."""
+        """Convert a value to a number that is smaller for better values."""
         return {"lower": value, "higher": -value, "one": abs(value - 1.0)}[self.better_direction]
 
 
@@ -45,10 +45,10 @@ METRICS = (
 )
 
 HIGHER_IS_BETTER = frozenset(metric.key for metric in METRICS if metric.better_direction == "higher")
-"""Figures of which more is better; of the others less is."""
+"""Keys of the metrics for which higher values are better."""
 
 
 def metrics_in(lines: Iterable[EvalMetrics | None]) -> list[Metric]:
-    """The main metrics, and the others that at least one line has."""
+    """Return the main metrics, and all other metrics with a value in at least one line."""
     lines = list(lines)
     return [metric for metric in METRICS if metric.is_main or any(metric.value_in(line) is not None for line in lines)]

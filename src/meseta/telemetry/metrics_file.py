@@ -1,4 +1,4 @@
-"""metrics.jsonl: a line per log and evaluation of a run, as typed records; a spoiled line is named and left alone."""
+"""Typed records of metrics.jsonl, which has a line per log and evaluation of a run."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ from meseta.telemetry.row_waits import RowWait
 from meseta.telemetry.transfers import TransferMeans
 
 METRICS_FILE = "metrics.jsonl"
+# A million lines of a kilobyte.
 MAX_METRICS_BYTES = 1 << 30
-"""The longest file that is read: a million lines of a kilobyte."""
+"""Maximum size of a file that is read."""
 _MAX_LISTED_LINES = 5
-"""Numbers of lines that a message lists."""
+"""Maximum number of line numbers in a message."""
 
 Count = Annotated[int, Field(ge=0, le=10**18)]
 
@@ -47,17 +48,17 @@ RowWaits = dict[str, Annotated[RowWait, renames(row_waits.FORMER_KEYS)]]
 
 
 class Entry(BaseModel):
-    """Part of a file of a run, its keys in their order there. Keys that another version has written stay."""
+    """Base class of records in files of a run. Field order is that of the file, and unknown keys are kept."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON, of what was given alone: what a run does not have, its file has no key for."""
+        """Convert to plain data for JSON. Fields that were not set are omitted."""
         return self.model_dump(exclude_unset=True)
 
 
 class LifetimeEntry(Entry):
-    """Figures over the whole run so far."""
+    """Metrics over all training samples of the run so far."""
 
     logloss: float | None = None
     ne: float | None = None
@@ -67,7 +68,7 @@ class LifetimeEntry(Entry):
 
 
 class TaskProgress(Entry):
-    """Figures of one label since the line before, each sample measured before the model learned from it."""
+    """Training metrics of one label since the previous line. Predictions are made before the update."""
 
     logloss: float | None = None
     ne: float | None = None
@@ -76,7 +77,7 @@ class TaskProgress(Entry):
 
 
 class TrainLine(Entry):
-    """What happened since the line before."""
+    """Training metrics and measurements since the previous line."""
 
     kind: Literal["train"] = "train"
     step: Count
@@ -84,36 +85,37 @@ class TrainLine(Entry):
     time_s: float | None = None
     loss: float | None = None
     loss_terms: dict[str, float] = {}
-    """Means of what the model adds to the loss, by its names; `loss` is without them."""
+    """Mean of each loss term of the model, by name. `loss` does not include them."""
     logloss: float | None = None
-    """Of the first label; None where it is the only one, and this the loss."""
+    """Log loss of the first label. `None` if there is a single label, whose log loss is `loss`."""
     ne: float | None = None
     auc: float | None = None
     lifetime: LifetimeEntry = LifetimeEntry()
     tasks: dict[str, TaskProgress] = {}
-    """By label, where there are several."""
+    """Metrics by label, if there are several."""
     samples_per_s: float | None = None
     seconds_per_step: float | None = None
     lr_dense: float | None = None
     lr_sparse: float | None = None
     stages_s: StageSeconds = {}
+    """Seconds per step of each stage."""
     transfers: Transfers = {}
-    """What rank 0 sent, by the name of the transfer; nothing where there is one rank."""
+    """Transfers of rank 0 by name. Empty with a single rank."""
     ids_outside: dict[str, Count] = {}
-    """Ids outside their table in the run so far, by feature."""
+    """Number of out-of-range ids in the run so far, by feature."""
     row_traffic: dict[str, Annotated[RowTraffic, renames(row_traffic.FORMER_KEYS)]] = {}
-    """Per step, of tables whose rows lie far, over all ranks."""
+    """Cache traffic per step over all ranks, by offloaded table."""
     row_waits: RowWaits = {}
-    """Per step of rank 0, by reader that was waited for; nothing where this process decodes."""
+    """Waits per step of rank 0, by reader. Empty if this process decodes rows itself."""
 
     @property
     def label_loss(self) -> float | None:
-        """Log loss of the first label, as evaluations and the whole run's figures have it."""
+        """Log loss of the first label, which corresponds to `logloss` of evaluations."""
         return self.loss if self.logloss is None else self.logloss
 
 
 class ReliabilityPoint(Entry):
-    """One bin of a reliability curve."""
+    """Bin of a reliability curve."""
 
     mean_prediction: float
     mean_label: float
@@ -121,7 +123,7 @@ class ReliabilityPoint(Entry):
 
 
 class GroupMean(Entry):
-    """Mean of a figure over groups of samples."""
+    """Mean of a metric over groups of samples."""
 
     value: float | None = None
     num_groups: Count | None = None
@@ -131,7 +133,7 @@ class GroupMean(Entry):
 
 
 class EvalMetrics(Entry):
-    """Figures over a set of samples."""
+    """Metrics over a set of samples."""
 
     num_samples: Count | None = None
     num_positives: Count | None = None
@@ -146,26 +148,27 @@ class EvalMetrics(Entry):
     reliability: list[ReliabilityPoint] = []
 
     def metric(self, name: str) -> float | None:
-        """One of them by its name, of groups their mean; None where it is not defined, or not there."""
+        """Return a metric by name, or `None` if it is undefined or missing. For groups it is the mean."""
         value = getattr(self, name, None)
         return value.value if isinstance(value, GroupMean) else value
 
 
 class FeatureValue(Entry):
-    """What the samples of a segment share."""
+    """Feature value that defines a segment."""
 
     value: int | None = None
-    """Id of the value's row; None for all values that are not listed."""
+    """Id of the feature. `None` means all values that are not listed."""
 
 
+# Pydantic places the fields of the last base class first, which is the order in the file.
 class SegmentMetrics(EvalMetrics, FeatureValue):
-    """Figures over the samples that share a value of a feature; fields of the last base come first."""
+    """Metrics over the samples of a segment, which share a feature value."""
 
     tasks: dict[str, EvalMetrics] = {}
 
 
 class EvalContext(Entry):
-    """What an evaluation is of."""
+    """Step and split of an evaluation."""
 
     kind: Literal["eval"] = "eval"
     step: Count = 0
@@ -173,14 +176,14 @@ class EvalContext(Entry):
 
 
 class EvalLine(EvalMetrics, EvalContext):
-    """Figures over a whole split; fields of the last base come first."""
+    """Metrics over a whole split."""
 
     tasks: dict[str, EvalMetrics] = {}
-    """By label, where there are several."""
+    """Metrics by label, if there are several."""
     segments: dict[str, list[SegmentMetrics]] = {}
-    """By feature."""
+    """Metrics of segments, by feature."""
     ids_outside: dict[str, Count] = {}
-    """Ids outside their table, by feature."""
+    """Number of out-of-range ids, by feature."""
     time_s: float | None = None
     num_samples_trained: Count | None = None
 
@@ -191,25 +194,24 @@ _LINE_CLASSES: dict[str, type[Line]] = {"train": TrainLine, "eval": EvalLine}
 
 @dataclass(frozen=True, kw_only=True)
 class MetricsLine:
-    """One line of the file."""
+    """Line of metrics.jsonl."""
 
     number: int
-    """From 1."""
+    """Line number, counted from 1."""
     content: bytes
-    """As the file has it, without its end."""
+    """Raw content without the newline."""
     is_complete: bool
-    """Whether it has an end; a kill may have cut off the last one."""
+    """Whether the line ends in a newline. A killed process may leave an incomplete last line."""
     is_corrupt: bool
-    """Whether nobody can tell what it says."""
+    """Whether the line cannot be parsed."""
     record: Line | None
-    """None where it is spoiled, or of a kind that another version writes."""
+    """Parsed line. `None` if it is corrupt, or of a kind that only another version knows."""
 
 
 def read_metrics_lines(path: Path) -> Iterator[MetricsLine]:
-    """The lines of metrics.jsonl that are not blank, in their order.
+    """Yield the lines of metrics.jsonl that are not blank. Corrupt lines are marked.
 
-    Raises OSError where there is none, for what is no regular file, and for one that is longer than MAX_METRICS_BYTES
-    or has a line longer than a document.
+    Raises OSError if the file is missing or not regular, or if the file or a line is too long.
     """
     with open(open_regular(path), "rb") as file:
         if os.fstat(file.fileno()).st_size > MAX_METRICS_BYTES:
@@ -220,29 +222,29 @@ def read_metrics_lines(path: Path) -> Iterator[MetricsLine]:
             if len(line) > MAX_DOCUMENT_BYTES:
                 raise file_too_long_error(f"line {number} of {path}", MAX_DOCUMENT_BYTES)
             if line.strip():
-                content, is_spoiled, record = line.removesuffix(b"\n"), False, None
+                content, is_corrupt, record = line.removesuffix(b"\n"), False, None
                 try:
                     record = _parse_line(line)
-                except (ValueError, KeyError, TypeError):  # pydantic's ValidationError is a ValueError
-                    is_spoiled = True
+                except (ValueError, KeyError, TypeError):  # Pydantic's ValidationError is a ValueError.
+                    is_corrupt = True
                 yield MetricsLine(
-                    number=number, content=content, is_complete=content != line, is_corrupt=is_spoiled, record=record
+                    number=number, content=content, is_complete=content != line, is_corrupt=is_corrupt, record=record
                 )
 
 
 def format_line(line: Line) -> str:
-    """A line as the file has it."""
+    """Format a line of metrics.jsonl with its newline."""
     return json.dumps(line.to_dict()) + "\n"
 
 
 def _parse_line(line: bytes) -> Line | None:
-    """None for a kind that this version does not know."""
+    """Parse a line. The result is `None` for an unknown kind."""
     document = parse_json(line, finite=False)
     kind = document["kind"]
     return _LINE_CLASSES[kind].model_validate(document) if kind in _LINE_CLASSES else None
 
 
 def corrupt_lines_message(numbers: Sequence[int]) -> str:
-    """The subject and verb of a sentence about spoiled lines."""
+    """Return the first words of a sentence about corrupt lines, up to "and are"."""
     shown = ", ".join(map(str, numbers[:_MAX_LISTED_LINES])) + (" ..." if len(numbers) > _MAX_LISTED_LINES else "")
     return f"{len(numbers)} of its lines cannot be read (line {shown}) and are"

@@ -1,4 +1,4 @@
-"""The records of a run's ranks, as its folder has them, and the Python stacks that its ranks are asked for."""
+"""Rank records in the folder of a run, and collection of Python stacks from its ranks."""
 
 from __future__ import annotations
 
@@ -18,33 +18,34 @@ from meseta.telemetry.rank_record import RANKS_FOLDER, RECORD_BYTES, RankState, 
 
 _RECORD_NAME_PATTERN = re.compile(r"rank-(\d{5,9})\.record")
 STACKS_TIMEOUT_S = 3.0
-"""Seconds that ranks have to write their stacks."""
+"""Maximum seconds to wait for the stacks of ranks."""
 STACKS_IDLE_TIMEOUT_S = 0.2
-"""A rank that has written nothing for so long has written them all."""
+"""Seconds without new output after which the stacks of ranks are complete."""
 MAX_STACKS_BYTES = 1 << 18
-"""The most that is read of the stacks of a rank."""
+"""Maximum bytes of stacks that are read per rank."""
 
 
 @dataclass(frozen=True)
 class RankProcess:
-    """A rank of a run."""
+    """Record of a rank, with the state of its process."""
 
     path: Path
+    """File of the rank record."""
     state: RankState
     is_local: bool
-    """Whether it is, or was, a process of this host."""
+    """Whether the rank's process runs, or ran, on this host."""
     is_alive: bool
-    """Whether that process is still there."""
+    """Whether the process still exists. False for processes of other hosts."""
     blocked_reason: str
-    """Why it does not run, where the system says so, ready to stand in a sentence."""
+    """Description of why the process cannot run, as in `ProcessState.blocked_reason`."""
     is_stopped: bool
-    """Whether that is a signal, so that the process continues at SIGCONT."""
+    """Whether a signal has stopped the process. SIGCONT continues it."""
 
 
 def read_rank_records(run_dir: Path) -> dict[int, RankProcess]:
-    """Those that have left a record in the folder of a run, by rank.
+    """Read the rank records in the folder of a run, by rank.
 
-    Raises MesetaError where there is none, and for what is no record, or not of these ranks.
+    Raises MesetaError if there are none, or if a record is invalid or belongs to another run.
     """
     folder = run_dir / RANKS_FOLDER
     try:
@@ -61,15 +62,15 @@ def read_rank_records(run_dir: Path) -> dict[int, RankProcess]:
             f"ranks, "
             "on a file system of its hosts"
         )
-    found = {rank: _read_rank_record(path) for rank, path in sorted(paths.items())}
-    sizes = {rank.state.num_ranks for rank in found.values()}
-    for number, rank in found.items():
+    records = {rank: _read_rank_record(path) for rank, path in sorted(paths.items())}
+    sizes = {rank.state.num_ranks for rank in records.values()}
+    for number, rank in records.items():
         if rank.state.rank != number or len(sizes) > 1:
             raise MesetaError(
-                f"record of a rank {str(rank.path)!r}: it is of rank {rank.state.rank} of {rank.state.num_ranks}, and "
-                "does not belong to its name or to the others; move it away"
+                f"rank record {str(rank.path)!r} is of rank {rank.state.rank} of {rank.state.num_ranks}, which does "
+                "not match its name or the other records; move it away"
             )
-    return found
+    return records
 
 
 def _read_rank_record(path: Path) -> RankProcess:
@@ -80,7 +81,7 @@ def _read_rank_record(path: Path) -> RankProcess:
         finally:
             os.close(descriptor)
     except OSError as error:
-        raise MesetaError(f"record of a rank {str(path)!r}: {error.strerror}; move it away") from None
+        raise MesetaError(f"rank record {str(path)!r} cannot be read: {error.strerror}; move it away") from None
     is_here = state.host == socket.gethostname()
     process = read_process_state(state.pid) if is_here else None
     if process is None or process.start_ticks != state.start_ticks or process.has_ended:
@@ -90,22 +91,23 @@ def _read_rank_record(path: Path) -> RankProcess:
 
 
 def collect_stacks(ranks: Mapping[int, RankProcess]) -> dict[int, str]:
-    """Python stacks of the threads of ranks that are alive on this host; '' of one that does not answer.
+    """Return the Python stacks of all ranks that are alive on this host. A stack is empty if its rank did not respond.
 
-    A signal goes to a process alone that began when the record says so, and that does something of its own at it.
+    Ranks write their stacks after a signal. Only processes with a handler for this signal receive it.
     """
     asked: dict[int, tuple[int, int]] = {}
-    texts = {rank: "" for rank, found in ranks.items() if found.is_alive}
+    # `is_alive` compares start times, so the signal cannot reach another process with the same pid.
+    texts = {rank: "" for rank, process in ranks.items() if process.is_alive}
     try:
         for number in texts:
-            found, state = ranks[number], ranks[number].state
-            if found.blocked_reason or not has_signal_handler(state.pid, state.signal):
+            process, state = ranks[number], ranks[number].state
+            if process.blocked_reason or not has_signal_handler(state.pid, state.signal):
                 continue
-            descriptor = open_regular(found.path, os.O_NOFOLLOW)
+            descriptor = open_regular(process.path, os.O_NOFOLLOW)
             asked[number] = descriptor, os.fstat(descriptor).st_size
             try:
                 os.kill(state.pid, state.signal)
-            except OSError:  # it has ended, or is another user's
+            except OSError:  # The process has ended, or belongs to another user.
                 continue
         quiet_s = time.monotonic()
         sizes, deadline = dict[int, int](), quiet_s + STACKS_TIMEOUT_S
@@ -127,7 +129,7 @@ def collect_stacks(ranks: Mapping[int, RankProcess]) -> dict[int, str]:
 
 
 def _strip_outer_frames(text: str) -> str:
-    """Stacks without the frames outside of the command that is run, alike in all of them."""
+    # Frames outside of the command are the same in all stacks.
     lines, is_outside = list[str](), False
     for line in "".join(c for c in text if c == "\n" or not has_control_characters(c)).splitlines():
         is_outside = is_outside and line.startswith("  ")
@@ -138,5 +140,5 @@ def _strip_outer_frames(text: str) -> str:
 
 
 def _all_responded(asked: Mapping[int, tuple[int, int]], sizes: Mapping[int, int], deadline: float) -> bool:
-    """Whether every rank has begun to answer, or has had its time."""
+    """Whether every rank has written some output, or the deadline has passed."""
     return time.monotonic() > deadline or all(sizes.get(number, 0) > size for number, (_, size) in asked.items())

@@ -1,19 +1,21 @@
-"""What a rank does, in a file that outlives it: its stage, what it waits for, and its last transfers.
+"""Rank record: a memory-mapped file with the stage, waits and last transfers of a rank.
 
-    byte         what                                               written
-    ---------    -----------------------------------------------    ------------------------------------------
-    0 ...        head: which rank of how many, process, host        as it begins
-    512          heartbeat: the time, processor time                each second, by a thread of the core
-    576          place: stage, step                                 with each stage
-    1024 ...     waits: for each lane, what is waited for           with each wait
-    1536 ...     activities: phases and requests to storage         with each, see meseta.machine.waits.activity
-    4096 ...     ring: the last transfers                           with each transfer
-    SIZE ...     Python stacks, one after the other                 when `meseta hang` asks for them
-
-The file is mapped, so that what was written is there however the process ends; nothing is flushed, and no system call
-made. What the rank itself writes ends in a CRC-32: who reads in the middle of a write sees that, and what is damaged is
-not believed. Times are of CLOCK_MONOTONIC in nanoseconds, which all processes of a host share.
+The record remains readable after the process has ended for any reason. All times are nanoseconds on CLOCK_MONOTONIC,
+which all processes of a host share.
 """
+
+# byte          content                                      written
+# ------------  -------------------------------------------  --------------------------------------------------
+# 0             header: rank, number of ranks, pid, host     at the start
+# 512           heartbeat: time, processor time              every second, by a thread of the compiled core
+# 576           position: stage, step                        at each change of the stage
+# 1024          awaited transfer of each lane                at each wait
+# 1536          activities: phases, requests to storage      at each change, see meseta.machine.waits.activity
+# 4096          ring buffer of the last transfers            at each transfer
+# RECORD_BYTES  Python stacks, appended                      at a request of `meseta hang`
+#
+# Writing to the mapped file needs no system call and no flush. Each part except the heartbeat ends in a CRC-32, so that
+# readers detect partly written and damaged parts.
 
 from __future__ import annotations
 
@@ -44,19 +46,19 @@ from meseta.machine.waits.checked_memory import (
 )
 
 RANK_RECORD_VARIABLE = "MESETA_RANK_RECORD"
-"""Names the file to a rank whose launcher has made it."""
+"""Environment variable with the record file of a rank, set by its launcher."""
 RANKS_FOLDER = "ranks"
-"""In the folder of a run."""
+"""Subfolder of a run folder with the rank records."""
 RECORD_MAGIC = b"MESETARR"
 RECORD_VERSION = 1
 HEARTBEAT_OFFSET = 512
-"""Where the core writes two int64: the time and the processor time."""
+"""Offset at which the compiled core writes the heartbeat, two int64 with the time and the processor time."""
 _POSITION_OFFSET, _WAITS_OFFSET, _ACTIVITIES_OFFSET, _RING_OFFSET = 576, 1024, 1536, 4096
 NUM_LANES = 8
-"""Lanes whose waits are kept; later ones take the places of earlier ones."""
+"""Number of lanes in a record. Further lanes overwrite the entries of earlier ones."""
 _WAIT_BYTES = 64
 NUM_RECORDED_TRANSFERS = 128
-"""Transfers that are kept."""
+"""Number of transfers in the ring buffer."""
 _TRANSFER_BYTES = 256
 RECORD_BYTES = _RING_OFFSET + NUM_RECORDED_TRANSFERS * _TRANSFER_BYTES
 
@@ -73,72 +75,72 @@ _NONE = -1
 
 
 class TransferInfo(NamedTuple):
-    """What a rank sends, as a transfer begins."""
+    """Description of a transfer at its start."""
 
     name: str
     dtype: str = ""
     num_elements: int | None = None
-    """Numbers, where all ranks have as many."""
+    """Number of elements. `None` if it differs between ranks."""
     batch_tag: int = 0
-    """Tells the batch that it belongs to from others, alike on all ranks; 0: it belongs to none."""
+    """Tag of the batch, equal on all ranks. 0 means no batch."""
     num_bytes: float = 0.0
-    """That this rank sends."""
+    """Number of bytes that this rank sends."""
     num_peers: int = 0
-    """Other ranks that take part."""
+    """Number of other participating ranks."""
     tables: Sequence[str] = ()
-    """Whose rows travel."""
+    """Names of the tables whose rows are transferred."""
     ranks: Sequence[int] | None = None
-    """Between whom; None: all."""
+    """Participating ranks. `None` means all ranks."""
 
 
 @dataclass(frozen=True)
 class RecordedTransfer:
-    """A transfer that a rank has begun."""
+    """Transfer in a rank record."""
 
     index: int
-    """Of all that it has begun."""
+    """Number of this transfer among all that the rank has started."""
     lane: int
-    """Group of ranks that it is of."""
+    """Number of the lane."""
     sequence_number: int
-    """Which one of its lane, counted from 1; alike on all ranks."""
+    """Position in the lane, counted from 1. It is equal on all ranks."""
     name: str
     step: int | None
-    """The one under way, counted from 1; None between steps."""
+    """Step in which the transfer started, counted from 1. `None` between steps."""
     batch_tag: int
-    """Tells the batch from others, alike on all ranks; 0 where there is none."""
+    """Tag of the batch, equal on all ranks. 0 means no batch."""
     dtype: str
     num_elements: int | None
-    """Numbers, where all ranks have as many."""
+    """Number of elements. `None` if it differs between ranks."""
     num_bytes: int
-    """That this rank sends."""
+    """Number of bytes that this rank sends."""
     num_peers: int
-    """Other ranks that take part."""
+    """Number of other participating ranks."""
     tables: str
-    """Whose rows travel."""
+    """Names of the tables whose rows are transferred."""
     ranks: str
-    """Between whom, where not all; "..." at the end if they are too many for the record."""
+    """Participating ranks. Empty means all, and a truncated list ends in "..."."""
     lane_name: str
     history_hash: int
-    """Of it and all before it in its lane, by what all ranks have alike: ranks that ever differed have others."""
+    """Hash of the signatures of this transfer and all earlier ones of its lane. It differs if ranks ever diverged."""
     start_ns: int
     done_ns: int
-    """0 where it is not done."""
+    """Time at which the transfer ended, or 0 if it has not ended."""
 
     @property
     def signature(self) -> tuple[object, ...]:
-        """What all ranks have alike."""
+        """Values that must be equal on all ranks."""
         return (self.name, self.step, self.batch_tag, self.dtype, self.num_elements)
 
     def includes_rank(self, rank: int) -> bool:
-        """Whether a rank takes part. If the record does not name all ranks, any may."""
+        """Whether a rank may take part. If the list of ranks is truncated, every rank may."""
         return not self.ranks or self.ranks.endswith("...") or str(rank) in self.ranks.split(", ")
 
     def describe(self) -> str:
-        """'ids' of tables user, item."""
+        """Describe the transfer, such as "'ids' of tables user, item"."""
         return f"{self.name!r}" + (f" of tables {self.tables}" if self.tables else "")
 
     def describe_signature(self) -> str:
-        """With what ranks must have alike."""
+        """Describe the transfer with its dtype, number of elements and step."""
         numbers = (
             ""
             if not self.dtype
@@ -152,64 +154,68 @@ class RecordedTransfer:
 
 @dataclass(frozen=True)
 class Wait:
-    """What a rank stands still for."""
+    """Wait of a rank for a transfer."""
 
     lane: int
     sequence_number: int
+    """Position of the transfer in its lane."""
     since_ns: int
 
 
 @dataclass(frozen=True)
 class RankState:
-    """A record, as it was read."""
+    """Content of a rank record."""
 
     rank: int
     num_ranks: int
     pid: int
     start_ticks: int
-    """When the process began, as the kernel counts it: another one of this number has another."""
+    """Start time of the process in clock ticks since boot, as in `ProcessState.start_ticks`."""
     host: str
     command: str
     signal: int
-    """To ask it for its stacks."""
+    """Signal that makes the rank write its Python stacks."""
     heartbeat_ns: int
-    """0 where its heart has not begun."""
+    """Time of the last heartbeat, or 0 if there was none."""
     stage: str
-    """'' outside of stages."""
+    """Current stage. Empty outside of stages."""
     step: int | None
-    """Of its place."""
+    """Current step, counted from 1. `None` outside of stages."""
     position_since_ns: int
-    """When it came to its place."""
+    """Time at which the rank entered its current stage and step."""
     waits: Mapping[int, Wait]
-    """By lane."""
+    """Current wait of each lane."""
     transfers: Sequence[RecordedTransfer]
-    """The last ones, in the order in which they began."""
+    """Last transfers, ordered by their start."""
     activities: Sequence[Activity] = ()
     """Current phases and requests to storage, oldest first."""
 
     def num_started(self, lane: int) -> int:
-        """Transfers of a lane that it has begun, as far as they are kept."""
+        """Return the number of transfers that the rank has started in a lane, or 0 if none of them is recorded."""
         return max((kept.sequence_number for kept in self.transfers if kept.lane == lane), default=0)
 
     def find_transfer(self, lane: int, place: int) -> RecordedTransfer | None:
-        """One of its transfers, where it is still kept."""
+        """Return the transfer at position `place` of a lane, or `None` if it is not recorded."""
         return next((kept for kept in self.transfers if (kept.lane, kept.sequence_number) == (lane, place)), None)
 
     @property
     def last_progress_ns(self) -> int:
-        """When it came to where it is, or began or ended a transfer, last."""
+        """Time of the last start or end of a stage, wait or transfer."""
         times = (max(kept.start_ns, kept.done_ns) for kept in self.transfers)
         return max([self.position_since_ns, *(wait.since_ns for wait in self.waits.values()), *times])
 
 
 class RankRecord:
-    """What this process writes; every call costs a microsecond or two."""
+    """Writer of the record of this process. A call takes one or two microseconds."""
 
     def __init__(self, descriptor: int, rank: int, num_ranks: int, signal: int = 0) -> None:
-        """In an open file of SIZE bytes, whose descriptor is kept. Raises OSError where it cannot be mapped."""
+        """Map an open file of `RECORD_BYTES` bytes and write the header. Raises OSError if it cannot be mapped.
+
+        The record keeps `descriptor`. `signal` is the signal that makes this process write its stacks.
+        """
         self.descriptor, self.rank = descriptor, rank
         self.num_previous_steps = 0
-        """Steps that the run had done when this process began."""
+        """Number of steps of the run before this process started."""
         self._memory = mmap.mmap(descriptor, RECORD_BYTES)
         self._next_index = count(1)
         self._sequence_numbers, self._history_hashes = [0] * NUM_LANES, [0] * NUM_LANES
@@ -223,11 +229,16 @@ class RankRecord:
         current_activities.move_to(
             memoryview(self._memory)[_ACTIVITIES_OFFSET : _ACTIVITIES_OFFSET + ACTIVITY_TABLE_BYTES]
         )
-        self._write(0, head)
+        self._write(0, head)  # The header is last, because readers check it first.
 
     def start_transfer(self, lane: tuple[int, str], step: int | None, sending: TransferInfo) -> ActiveTransfer:
-        """Keep a transfer that begins, in a lane by number and name; `step` counts those that this process has done
-        before the one that it belongs to."""
+        """Record the start of a transfer.
+
+        Args:
+            lane: Number and name of the lane.
+            step: Number of steps that this process has completed, or `None` between steps.
+            sending: Description of the transfer.
+        """
         index, number = next(self._next_index), lane[0] % NUM_LANES
         self._sequence_numbers[number] = place = self._sequence_numbers[number] + 1
         kind, about = _pack_description(
@@ -243,29 +254,28 @@ class RankRecord:
         return ActiveTransfer(self, lane[0], place, index)
 
     def record_wait(self, lane: int, place: int) -> None:
-        """This rank stands still for a transfer; 0: for none of this lane."""
+        """Record that this rank waits for the transfer at position `place` of a lane. 0 means that it does not wait."""
         at = _WAITS_OFFSET + lane % NUM_LANES * _WAIT_BYTES
         self._write(at, _WAIT.pack(lane, place, time.monotonic_ns()))
 
     def end_transfer(self, index: int) -> None:
-        """A transfer is done; where its place was taken meanwhile, nobody asks for it any more."""
+        """Record the end of a transfer, unless newer transfers have overwritten its entry."""
         at = _RING_OFFSET + index % NUM_RECORDED_TRANSFERS * _TRANSFER_BYTES
         if self._memory[at : at + 8] == index.to_bytes(8, "little"):
             _DONE.pack_into(self._memory, at + _DONE_OFFSET, time.monotonic_ns())
 
     def enter_stage(self, stage: str, step: int) -> None:
-        """A stage of a step begins, of this process's steps, from 0."""
+        """Record the start of a stage. `step` counts the steps of this process from 0."""
         self._stages.append((stage.encode(), self.num_previous_steps + step + 1))
         self._write(_POSITION_OFFSET, _POSITION.pack(*self._stages[-1], time.monotonic_ns()))
 
     def leave_stage(self) -> None:
-        """It ends; the one around it goes on."""
+        """Record the end of the current stage. The enclosing stage becomes current."""
         self._stages.pop()
         stage, step = self._stages[-1] if self._stages else (b"", _NONE)
         self._write(_POSITION_OFFSET, _POSITION.pack(stage, step, time.monotonic_ns()))
 
     def _write(self, at: int, content: bytes, more: bytes = b"") -> None:
-        """With its checksum, and what comes behind that."""
         whole = append_checksum(content) + more
         self._memory[at : at + len(whole)] = whole
 
@@ -275,7 +285,7 @@ _NOT_DONE = bytes(_TRANSFER_BYTES - _TRANSFER.size - CHECKSUM_BYTES)
 
 
 class ActiveTransfer:
-    """A transfer under way: a context manager around the wait for it."""
+    """Context manager that records the wait for a started transfer, and its end."""
 
     __slots__ = ("_index", "_lane", "_record", "_sequence_number")
 
@@ -291,30 +301,34 @@ class ActiveTransfer:
 
 
 def create_record_file(folder: Path) -> int:
-    """An `open_tmpfile` with room for a record, which `record_path` may name. Raises OSError where there is none."""
+    """Create an unnamed file for a record, and return its descriptor. Raises OSError if that fails.
+
+    `link_tmpfile` can later link it below `folder`.
+    """
     descriptor = open_tmpfile(folder)
     os.ftruncate(descriptor, RECORD_BYTES)
     return descriptor
 
 
 def record_path(run_dir: Path, rank: int) -> Path:
-    """Of a rank of a run; its folder is not made."""
+    """Return the path of a rank's record in a run folder. The subfolder is not created."""
     return run_dir / RANKS_FOLDER / f"rank-{rank:05d}.record"
 
 
 class CurrentRankRecord:
-    """The record of this process; None where it keeps none."""
+    """Holder of the record of this process."""
 
     record: RankRecord | None = None
+    """Record of this process. `None` if it writes none."""
 
 
 def _pack_description(
     lane: tuple[int, str], name: str, dtype: str, num_peers: int, tables: Sequence[str], ranks: Sequence[int] | None
 ) -> tuple[bytes, bytes]:
-    """(what all ranks agree on, the rest) of what a transfer has alike in all steps."""
+    """Return (name and dtype, other fields) of a transfer in packed form. They do not depend on the step."""
     try:
         return _pack_cached(lane, name, dtype, num_peers, tables, ranks)
-    except TypeError:  # lists have no hash
+    except TypeError:  # Lists are not hashable.
         return _pack_cached(lane, name, dtype, num_peers, tuple(tables), None if ranks is None else tuple(ranks))
 
 
@@ -329,7 +343,7 @@ def _pack_cached(
 
 @lru_cache(maxsize=4096)
 def _unpack_description(kind: bytes, about: bytes) -> tuple[str, str, int, int, str, str, str]:
-    """The way back, of each kind of transfer once: name, dtype, lane, other ranks, name of the lane, tables, ranks."""
+    """Return (name, dtype, lane, number of peers, lane name, tables, ranks) of a packed transfer."""
     name, dtype = map(decode_text, _KIND.unpack(kind))
     lane, num_peers, *texts = _DETAILS.unpack(about)
     lane_name, tables, ranks = map(decode_text, texts)
@@ -341,32 +355,32 @@ def _encode_list(names: Sequence[object], length: int) -> bytes:
 
 
 def is_initialized(content: bytes) -> bool:
-    """Whether a rank has written anything into its record."""
+    """Whether a rank has started to write its record."""
     return any(content[: len(RECORD_MAGIC)])
 
 
 def parse_record(content: bytes, source: str) -> RankState:
-    """Of the first SIZE bytes of a record. Raises MesetaError, naming `source`, where they are none."""
+    """Parse the first `RECORD_BYTES` bytes of a record. Raises MesetaError, with the file `source`, if invalid."""
 
     def refuse(reason: str) -> MesetaError:
-        return MesetaError(f"record of a rank {source!r}: {reason}; it is no such record, or damaged: move it away")
+        return MesetaError(f"rank record {source!r}: {reason}; the file is damaged or no rank record, move it away")
 
     if len(content) < RECORD_BYTES:
-        raise refuse(f"it has {len(content):,} bytes, and must have {RECORD_BYTES:,} at least")
+        raise refuse(f"its size must be at least {RECORD_BYTES:,} bytes, got {len(content):,}")
     if content[: len(RECORD_MAGIC)] != RECORD_MAGIC:
-        raise refuse("it does not begin as one")
+        raise refuse("its first bytes are not those of a rank record")
     version, size = struct.unpack_from("<II", content, len(RECORD_MAGIC))
     if (version, size) != (RECORD_VERSION, RECORD_BYTES):
         raise refuse(
-            f"it is of version {version} with {size:,} bytes, and this program reads {RECORD_VERSION} with "
+            f"its version is {version} with {size:,} bytes, but this program reads version {RECORD_VERSION} with "
             f"{RECORD_BYTES:,}"
         )
     head = unpack_checked(content, 0, _HEADER)
     if head is None:
-        raise refuse("its head does not match its checksum")
+        raise refuse("its header does not match its checksum")
     _, _, _, rank, num_ranks, pid, start, signal, _, _, host, command = head
     if not (0 <= rank < num_ranks and pid > 0):
-        raise refuse(f"it is of rank {rank} of {num_ranks}, process {pid}")
+        raise refuse(f"its header names rank {rank} of {num_ranks}, process {pid}")
     beat_ns, _ = _HEARTBEAT.unpack_from(content, HEARTBEAT_OFFSET)
     stage, step, since_ns = unpack_checked(content, _POSITION_OFFSET, _POSITION) or (b"", _NONE, 0)
     waits = (unpack_checked(content, _WAITS_OFFSET + n * _WAIT_BYTES, _WAIT) for n in range(NUM_LANES))
@@ -389,8 +403,8 @@ def parse_record(content: bytes, source: str) -> RankState:
 
 
 def _parse_transfers(content: bytes) -> tuple[RecordedTransfer, ...]:
-    """Those of the ring that are whole, in the order of their beginnings."""
-    found = []
+    # The ring buffer overwrites the oldest entry. Partly written entries are skipped.
+    transfers = []
     for number in range(NUM_RECORDED_TRANSFERS):
         at = _RING_OFFSET + number * _TRANSFER_BYTES
         entry = unpack_checked(content, at, _TRANSFER)
@@ -417,5 +431,5 @@ def _parse_transfers(content: bytes) -> tuple[RecordedTransfer, ...]:
             start_ns=begun_ns,
             done_ns=_DONE.unpack_from(content, at + _DONE_OFFSET)[0],
         )
-        found.append(kept)
-    return tuple(sorted(found, key=lambda kept: kept.index))
+        transfers.append(kept)
+    return tuple(sorted(transfers, key=lambda kept: kept.index))

@@ -1,4 +1,4 @@
-"""What rows that lie far come to: how many a step asks for, how many come and go, and what is waited for."""
+"""Traffic between the caches and backing stores of offloaded tables."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ FORMER_KEYS = {"waited_s": "wait_s", "num_pushed_out": "num_evicted", "pushed_by
 
 @dataclass(frozen=True)
 class RowTraffic:
-    """Of a table, over its pieces on all ranks: per step, or in all."""
+    """Cache traffic of a table over its shards on all ranks, per step or in total."""
 
     num_rows: float = 0.0
-    """Distinct rows of batches."""
+    """Number of distinct rows of batches."""
     num_misses: float = 0.0
-    """Those of them that did not lie near; the others are hits."""
+    """Number of distinct rows that were not in the cache."""
     wait_s: float = 0.0
-    """Seconds that ranks stood still for them."""
+    """Seconds that ranks were blocked by row fetches."""
     read_bytes: float = 0.0
-    """Of the disk, those of evaluations and saves among them."""
+    """Bytes read from disk, including evaluations and saves."""
     num_evicted: float = 0.0
-    """Changed rows that went to the far side."""
+    """Number of changed rows written to the backing store."""
     evicted_bytes: float = 0.0
-    """Of these rows, with their states."""
+    """Bytes of changed rows written to the backing store, including optimizer states."""
     written_bytes: float = 0.0
-    """To the disk: these and what holds them together, and rows that were moved to make room."""
+    """Bytes written to disk, including metadata and rows moved by cleaning."""
 
     @property
     def write_amplification(self) -> float | None:
-        """Bytes that the disk was sent for each of a row that was pushed out; None where it was sent none."""
+        """Bytes written to disk per byte of an evicted row. `None` if nothing was written to disk."""
         return self.written_bytes / self.evicted_bytes if self.written_bytes and self.evicted_bytes else None
 
     def __add__(self, other: RowTraffic) -> RowTraffic:
@@ -40,5 +40,5 @@ class RowTraffic:
         return self + other.scaled(-1.0)
 
     def scaled(self, factor: float) -> RowTraffic:
-        """So many times that."""
+        """Return all values multiplied by `factor`."""
         return RowTraffic(*(value * factor for value in vars(self).values()))

@@ -1,4 +1,4 @@
-"""What a rank waits for rows that readers decode: seconds by reader and by cause."""
+"""Waiting times of a rank for readers, by reader and cause."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from operator import add
 
 NO_READER = "no reader"
-"""Stands for the reader where there is none."""
+"""Key for waiting time without a reader."""
 
 
 FORMER_KEYS = {"wire_s": "transfer_s"}
@@ -16,34 +16,34 @@ FORMER_KEYS = {"wire_s": "transfer_s"}
 
 @dataclass(frozen=True)
 class RowWait:
-    """Seconds for which a rank stood still for the rows of a reader: per step, or in all."""
+    """Time that a rank was blocked waiting for rows of a reader, per step or in total."""
 
     storage_s: float = 0.0
-    """While the reader waited for the bytes of files."""
+    """Seconds while the reader waited for storage."""
     decode_s: float = 0.0
-    """While it decoded prepared data."""
+    """Seconds while the reader decoded prepared data."""
     transform_s: float = 0.0
-    """While it parsed and encoded raw rows."""
+    """Seconds while the reader parsed and encoded raw rows."""
     transfer_s: float = 0.0
-    """All else while a reader was there: rows on their way, a reader that was busy with others, or stood still."""
+    """Seconds for all other causes with an assigned reader: transmission, or a reader that was busy or blocked."""
     no_lease_s: float = 0.0
-    """While the dispatcher named no reader, or was being asked."""
+    """Seconds without an assigned reader, including requests to the dispatcher."""
 
     @property
     def total_s(self) -> float:
-        """By all causes."""
+        """Seconds for all causes."""
         return sum(vars(self).values())
 
     def __add__(self, other: RowWait) -> RowWait:
         return RowWait(*map(add, vars(self).values(), vars(other).values()))
 
     def scaled(self, factor: float) -> RowWait:
-        """So many times that."""
+        """Return all values multiplied by `factor`."""
         return RowWait(*(value * factor for value in vars(self).values()))
 
 
 class RowWaits:
-    """Seconds by reader, added up since the last `take`."""
+    """Sums of waiting times by reader, since the last `pop_means` and in total."""
 
     def __init__(self) -> None:
         self._sums: dict[str, RowWait] = {}
@@ -51,12 +51,12 @@ class RowWaits:
         self._num_steps = 0
 
     def add(self, waits: Mapping[str, RowWait], share: float = 1.0) -> None:
-        """So much of these, by reader."""
+        """Add the share `share` of each wait in `waits`, by reader."""
         for reader, wait in waits.items():
             self._sums[reader] = self._sums.get(reader, RowWait()) + wait.scaled(share)
 
     def pop_means(self, num_steps: int) -> dict[str, RowWait]:
-        """Means over the steps since the last call, of each reader that was waited for."""
+        """Return the mean waits per step since the last call, by reader. `num_steps` is the number of these steps."""
         sums, self._sums = self._sums, {}
         self._num_steps += num_steps
         for reader, wait in sums.items():
@@ -64,7 +64,7 @@ class RowWaits:
         return _per_step(sums, num_steps)
 
     def lifetime_means(self) -> dict[str, RowWait]:
-        """Means over all steps, of what was taken."""
+        """Return the mean waits per step, by reader, over all steps passed to `pop_means`."""
         return _per_step(self._lifetime_sums, self._num_steps)
 
 

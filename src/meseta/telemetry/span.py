@@ -1,4 +1,4 @@
-"""Measured pieces of a step's time."""
+"""Timing of the stages of a step, on the host or on a device stream."""
 
 from __future__ import annotations
 
@@ -13,61 +13,67 @@ from meseta.telemetry.rank_record import CurrentRankRecord
 
 
 class Span(NamedTuple):
-    """One piece of measured time."""
+    """Timed stage, or whole step."""
 
     stage: StageName | Literal["step"]
-    """'step': a whole one, from the moment when it was asked for."""
+    """Name of the stage. 'step' is a whole step from `begin_step` to `end_step`."""
     step: int
-    """Steps that were timed before it."""
+    """Number of steps that were timed before this one."""
     begin_s: float
-    """On the clock of time.perf_counter()."""
+    """Start time on the clock of time.perf_counter()."""
     end_s: float
     nested_s: float
-    """Of its seconds, those of the spans inside it."""
+    """Total seconds of the spans inside this one."""
 
     @property
     def self_s(self) -> float:
-        """Seconds that no span inside it has."""
+        """Seconds of this span without the spans inside it."""
         return self.end_s - self.begin_s - self.nested_s
 
 
 class CopySpan(NamedTuple):
-    """A batch on its way to a device, beside what that computes."""
+    """Timed copy of a batch to a device, which overlaps with computation."""
 
     step: int
-    """Steps that were timed before the one in which it began."""
+    """Number of steps that were timed before the step in which the copy started."""
     num_bytes: int
     begin_s: float
-    """On the clock of time.perf_counter()."""
+    """Start time on the clock of time.perf_counter()."""
     end_s: float
 
 
 class DeviceClock:
-    """Of a stream of a device, whose work is only begun by the lines of a stage: a mark is an event in the stream, and
-    is read when the device has passed it anyway. Nobody waits in a step, but at the very first mark.
+    """Clock that measures stages with events in a device stream.
 
-    A stage is as long as its stream took between its two events, so that what a busy device hides takes no time, and a
-    device that stands idle while the host does something counts as that.
+    Events are read only after the device has passed them. The host therefore waits at the first event only.
     """
+
+    # The length of a stage is the time between its two events. Host work that a busy device hides takes no time, and
+    # host work for which the device is idle counts.
 
     def __init__(
         self, new_event: Callable[[], Any], current_stream: Callable[[], Any], wait: Callable[[], object]
     ) -> None:
-        """`new_event` makes an event as torch.cuda.Event(enable_timing=True) does; `wait` waits for the device. The
-        current stream is asked for once in a step: to ask takes longer than to mark."""
+        """Create a clock that is not aligned yet.
+
+        Args:
+            new_event: Function that returns a new event, such as torch.cuda.Event(enable_timing=True).
+            current_stream: Function that returns the current stream. It is called once per step.
+            wait: Function that synchronizes with the device.
+        """
         self._new_event, self._current_stream, self.wait = new_event, current_stream, wait
         self._stream: Any = None
         self._last: Any = None
         self._last_s = 0.0
         self._reference: tuple[Any, float] = None, 0.0
-        """The event by which it was set, and when that was."""
+        """Event at the last alignment, and its time in seconds."""
 
     def begin_step(self) -> None:
-        """Mark the stream that is the current one now, until the next step."""
-        self._stream = self._current_stream()
+        """Use the current stream for all marks until the next call."""
+        self._stream = self._current_stream()  # This takes longer than recording an event.
 
     def mark(self, stream: Any = None) -> Any:
-        """An event in a stream, by default that of the step."""
+        """Record an event in a stream, by default that of the step, and return it."""
         if self._last is None:
             self.align()
         event = self._new_event()
@@ -75,8 +81,8 @@ class DeviceClock:
         return event
 
     def align(self) -> None:
-        """Set it by the host's clock, when all that was marked is told: an idle stream passes an event at once."""
-        self.wait()
+        """Align the clock with the host's clock. All earlier marks must have been read."""
+        self.wait()  # An idle stream passes an event immediately.
         self.begin_step()
         self._last = self._new_event()
         self._last.record(self._stream)
@@ -84,24 +90,24 @@ class DeviceClock:
         self._reference = self._last, self._last_s
 
     def has_passed(self, mark: Any) -> bool:
-        """Whether the device has passed it."""
+        """Whether the device has passed an event."""
         return bool(mark.query())
 
     def to_seconds(self, mark: Any) -> float:
-        """By the event that was asked for before: differences between events are in 32 bits, and few seconds fit."""
+        """Return the time of an event in the step's stream. Call it in the order of the events."""
+        # Differences between events are float32, which is precise for few seconds only. Add up short differences.
         self._last_s += 1e-3 * self._last.elapsed_time(mark)
         self._last = mark
         return self._last_s
 
     def to_seconds_any_stream(self, mark: Any) -> float:
-        """Of an event in any stream, in any order, by the event that the clock was set by last, which is not long
-        ago."""
+        """Return the time of an event in any stream, in any order. The last alignment must be recent."""
         event, at_s = self._reference
         return at_s + 1e-3 * float(event.elapsed_time(mark))
 
 
 class _MarkedSpan:
-    """A stage, or a step, whose moments are marked: in seconds, or by events of a device."""
+    # `begin` and `end` are seconds, or events of a device.
 
     __slots__ = ("begin", "end", "nested", "stage")
 
@@ -111,29 +117,28 @@ class _MarkedSpan:
 
 
 class StageTimes:
-    """Seconds by stage, added up over spans since the last `take`. The time of a stage inside another is not the
-    other's."""
+    """Timer of stages. Time of a nested stage is not counted for the enclosing one."""
 
     def __init__(self, clock: DeviceClock | None = None) -> None:
-        """`clock` is that of the device that computes; None: the host does, where a stage ends with its last line."""
+        """Create a timer that uses the clock of a device, by default the host's clock."""
         self._recording: list[Span] | None = None
         self._copies: list[tuple[int, int, Any, Any]] = []
-        """Those since `record`: the fields of a CopySpan, with marks in place of seconds."""
+        """Copies since `start_recording`: fields of `CopySpan`, with marks in place of seconds."""
         self._clock = clock
         self._pending_steps: deque[list[_MarkedSpan]] = deque()
-        """What is not added up yet: of each step what lies in no other stage, in the order of their ends, then it."""
+        """Steps that are not accumulated yet. Each has its outermost stages, ordered by their end, and then itself."""
         self._open_spans: list[_MarkedSpan] = []
-        """Where a stage goes when it has ended: of the stage, or the step, under way."""
+        """Completed spans inside the current stage or step."""
         self._step_begin: Any = None
         self._seconds: dict[str, float] = {}
         self._lifetime_seconds: dict[str, float] = {}
         self._num_steps = self._num_reported_steps = 0
         self._step_spans: list[Span] = []
-        """Stages, in no other, since the step that was added up last."""
+        """Outermost stages since the last accumulated step."""
 
     @contextmanager
     def stage(self, name: StageName) -> Iterator[None]:
-        """Time a stage; one that raises counts for nothing, but for what has ended in it."""
+        """Context manager that times a stage. If it raises, only stages that were completed inside it count."""
         timed, record = _MarkedSpan(name, self._mark()), CurrentRankRecord.record
         outer, self._open_spans = self._open_spans, timed.nested
         if record is not None:
@@ -152,20 +157,20 @@ class StageTimes:
 
     @contextmanager
     def time_copy(self, num_bytes: int, stream: Any) -> Iterator[None]:
-        """Time a copy in a stream beside that of the stages; kept since `record`."""
+        """Context manager that times a copy in another stream. Copies are only timed while recording."""
         begin = None if self._recording is None else self._mark(stream)
         yield
         if begin is not None:
             self._copies.append((self._num_steps + len(self._pending_steps), num_bytes, begin, self._mark(stream)))
 
     def begin_step(self) -> None:
-        """A step is asked for; what was timed since the end of the one before lies between them."""
+        """Start a step. Stages since the end of the previous step are not part of it."""
         if self._clock is not None:
             self._clock.begin_step()
         self._step_begin = self._mark()
 
     def end_step(self) -> None:
-        """One more step is behind us."""
+        """Finish the current step."""
         end = self._mark()
         self._open_spans.append(_MarkedSpan("step", end if self._step_begin is None else self._step_begin, end))
         self._pending_steps.append(self._open_spans)
@@ -173,8 +178,10 @@ class StageTimes:
         self._accumulate_ended()
 
     def pop_means(self) -> dict[str, float]:
-        """Mean seconds per step of each stage since the last call; of a device, over the steps that it has ended. To be
-        called between steps."""
+        """Return the mean seconds per step of each stage since the last call.
+
+        Steps that a device has not completed yet count in a later call. Call it between steps.
+        """
         self._accumulate_rest()
         num_steps, self._num_reported_steps = self._num_steps - self._num_reported_steps, self._num_steps
         seconds, self._seconds = self._seconds, {}
@@ -183,24 +190,24 @@ class StageTimes:
         return {name: spent_s / max(num_steps, 1) for name, spent_s in seconds.items()}
 
     def lifetime_means(self) -> dict[str, float]:
-        """Mean seconds per step of each stage, over all that was taken."""
+        """Return the mean seconds per step of each stage, over all steps that `pop_means` has returned."""
         return {name: spent_s / max(self._num_reported_steps, 1) for name, spent_s in self._lifetime_seconds.items()}
 
     def start_recording(self) -> None:
-        """Keep spans from now on, until `recorded`. Both are to be called between steps, and wait for a device."""
+        """Start to record spans. Call it between steps. Waits for the device."""
         self._accumulate_all()
         if self._clock is not None:
             self._clock.align()
         self._recording = []
 
     def stop_recording(self) -> list[Span]:
-        """Those since `record`, stages and steps, what lies in another before it."""
+        """Stop recording and return the spans, nested ones first. Call it between steps. Waits for the device."""
         self._accumulate_all()
         spans, self._recording = self._recording or [], None
         return spans
 
     def pop_recorded_copies(self) -> list[CopySpan]:
-        """The copies of the same time; to be called behind `recorded`."""
+        """Return the recorded copies. Call it after `stop_recording`."""
         copies, self._copies = self._copies, []
         seconds = self._to_seconds if self._clock is None else self._clock.to_seconds_any_stream
         return [CopySpan(step, size, seconds(begin), seconds(end)) for step, size, begin, end in copies]
@@ -220,7 +227,7 @@ class StageTimes:
         self._accumulate_rest()
 
     def _accumulate_ended(self) -> None:
-        """What is known of steps that have ended."""
+        # Steps that the device has not completed stay pending, so that the host does not wait.
         while self._pending_steps and self._has_passed(self._pending_steps[0][-1].end):
             for timed in self._pending_steps.popleft():
                 if timed.stage == "step":
@@ -229,14 +236,14 @@ class StageTimes:
                     self._step_spans.append(self._accumulate_stage(timed))
 
     def _accumulate_rest(self) -> None:
-        """The same, and what was timed since the last one, where nothing is under way."""
+        """Accumulate completed steps, and the stages after the last step if all steps are complete."""
         self._accumulate_ended()
         if not self._pending_steps and self._open_spans and self._has_passed(self._open_spans[-1].end):
             self._step_spans += map(self._accumulate_stage, self._open_spans)
             self._open_spans = []
 
     def _accumulate_stage(self, timed: _MarkedSpan) -> Span:
-        """Count a stage, and before it those inside."""
+        # Nested stages are converted between the two ends, because `to_seconds` needs the order of the events.
         begin_s, inside_s = self._to_seconds(timed.begin), 0.0
         for inner in timed.nested:
             span = self._accumulate_stage(inner)
@@ -248,7 +255,6 @@ class StageTimes:
         return span
 
     def _accumulate_step(self, timed: _MarkedSpan) -> None:
-        """Count a step."""
         begin_s, end_s = self._to_seconds(timed.begin), self._to_seconds(timed.end)
         inside_s = sum(span.end_s - span.begin_s for span in self._step_spans if span.begin_s >= begin_s)
         if self._recording is not None:

@@ -1,4 +1,4 @@
-"""Which split of the data decides, and what is said of figures that decided. Imports nothing."""
+"""Names of splits, and the choice of the validation split."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Collection
 
 TEST, VALID = "test", "valid"
 EVALUATED_SPLITS = (TEST, VALID)
-"""Splits that runs evaluate, the one of the headline first."""
+"""Splits that runs evaluate. The first one is shown in headlines."""
 
 
 def validation_split(splits: Collection[str]) -> str:
-    """The one that is evaluated on the way and decides: valid, so that test stays untouched until the end; test where
-    there is no valid."""
+    """Return the split that is evaluated during training and selects models: valid if it exists, otherwise test."""
+    # With a split valid, test is not used before the end.
     return VALID if VALID in splits else TEST
 
 
 def selection_on_test_warning(split: str | None, chosen: Collection[str]) -> str:
-    """A line for what was `chosen` by figures of the test split; empty where there is nothing to say."""
+    """Return a warning if the choices `chosen` were made on the test split, or an empty text."""
     if split != TEST or not chosen:
         return ""
     return (

@@ -1,4 +1,4 @@
-"""summary.json and environment.json: what a run leaves when it has ended, and what its figures depend on."""
+"""Typed records of summary.json and environment.json, which a run writes at its end."""
 
 from __future__ import annotations
 
@@ -21,62 +21,64 @@ OverlapName = Annotated[str, BeforeValidator(lambda name: rename_value(name, FOR
 
 
 class BestEvaluation(Entry):
-    """The best evaluation."""
+    """Best evaluation by `train.early_stopping`."""
 
     metric: str | None = None
     task: str | None = None
-    """Label that the metric is of, where the config names one."""
+    """Label for which the metric was computed, if the config sets one."""
     split: str = "test"
     step: Count | None = None
     value: float | None = None
 
 
 class SelectionRecord(Entry):
-    """What evaluations decided."""
+    """Decisions that were based on evaluations."""
 
     split: str
     what: list[str]
+    """Descriptions of the decisions."""
 
 
 class TeacherSummary(Entry):
-    """The best figures that synthetic data allows."""
+    """Best metrics that are possible on synthetic data."""
 
     auc: float | None = None
     ne: float | None = None
 
 
 class PredictedStep(Entry):
-    """What the cost model said of a step."""
+    """Step time predicted by the cost model."""
 
     step_s: float
     seconds: Annotated[dict[str, list[float]], renames(FORMER_COMPONENTS)]
-    """Of each component on every rank."""
+    """Predicted seconds of each component on every rank."""
     constants: str
-    """Where they are from."""
+    """Origin of the constants of the cost model."""
     transfers_by_rank: list[Transfers] = Field(default=[])
-    """What each rank sends per step and waits for, by the name of the transfer."""
+    """Predicted transfers per step of each rank, by name."""
     misses: dict[str, float] = Field(default={})
-    """Rows of a step that do not lie near, by table with rows that lie far."""
+    """Predicted cache misses per step, by offloaded table."""
     overlap: list[OverlapName] | None = None
-    """What it takes to be hidden behind computation; None in summaries of former versions, which hid nothing and told
-    no waiting."""
+    """Exchanges that are predicted to overlap with computation. `None` in summaries of earlier versions, which had no
+    overlap and predicted no waits."""
 
 
 class OverlapSummary(Entry):
-    """What a run lets travel while it computes, by the names of meseta.spec.stages."""
+    """Overlap of exchanges with computation. Names are those of meseta.spec.stages."""
 
     hidden: list[OverlapName] = Field(default=[])
+    """Exchanges that overlap with computation."""
     excluded: Annotated[dict[str, str], renames(FORMER_OVERLAPS)] = Field(
         default={}, validation_alias=AliasChoices("excluded", "left_out")
     )
-    """What 'auto' leaves out, and why."""
+    """Exchanges that 'auto' does not overlap, each with the reason."""
 
 
 class RunSummary(Entry):
-    """What a run leaves when it has ended."""
+    """Summary of a completed run."""
 
     valid: EvalLine | None = None
-    """Of the same weights as `test`, where the data have that split."""
+    """Evaluation of the split valid, if it exists, with the same weights as `test`."""
     test: EvalLine | None = None
     best: BestEvaluation = BestEvaluation()
     chosen: SelectionRecord | None = None
@@ -89,42 +91,44 @@ class RunSummary(Entry):
     unknown_collectives: Count | None = Field(
         default=None, validation_alias=AliasChoices("unknown_collectives", "unlisted")
     )
-    """Collectives that no list of transfers names."""
+    """Number of collectives that are not listed as transfers."""
     clamped: Count | None = None
-    """Numbers that were too large for fp16 on their way between ranks, over all ranks; None where none travelled so."""
+    """Number of values that exceeded the range of fp16 in transfers, over all ranks. `None` if none were sent in
+    fp16."""
     ids_outside: dict[str, Count] = Field(default={})
-    """Of training, by feature."""
+    """Number of out-of-range ids in training, by feature."""
     excluded_rows: dict[str, Count] = Field(default={}, validation_alias=AliasChoices("excluded_rows", "rows_left_out"))
-    """By reason."""
+    """Number of excluded rows, by reason."""
     checkpoint: str | None = None
-    """Of the weights that the run has ended with."""
+    """Checkpoint with the final weights of the run."""
     stages_s_by_rank: list[StageSeconds] = Field(default=[])
+    """Seconds per step of each stage, for each rank."""
     transfers_by_rank: list[Transfers] = Field(default=[])
-    """What each rank sent per step, by the name of the transfer."""
+    """Transfers per step of each rank, by name."""
     row_waits_by_rank: list[RowWaits] = Field(default=[])
-    """What each rank waited for per step, by reader."""
+    """Waits per step of each rank, by reader."""
     overlap: OverlapSummary | None = None
-    """None where one rank runs alone."""
+    """Overlap with computation. `None` for a single rank."""
     predicted: PredictedStep | None = None
 
     @property
     def timings(self) -> dict[str, Any]:
-        """What it says of the steps' time, measured and predicted, by name."""
+        """Measured and predicted times of steps, by field name."""
         names = {"stages_s_by_rank", "transfers_by_rank", "row_waits_by_rank", "predicted"} & self.model_fields_set
         return {name: getattr(self, name) for name in names}
 
     def evaluation(self, split: str) -> EvalLine | None:
-        """Of a split at the end; None where it was not evaluated."""
+        """Return the final evaluation of a split, or `None` if it was not evaluated."""
         return {VALID: self.valid, TEST: self.test}.get(split)
 
     @property
     def evaluated_splits(self) -> tuple[str, ...]:
-        """Those that were evaluated at the end."""
+        """Splits with a final evaluation."""
         return tuple(split for split in EVALUATED_SPLITS if self.evaluation(split))
 
 
 class PackageVersions(Entry):
-    """Of this package and those that figures depend on."""
+    """Versions of Python, Meseta and the packages that results depend on."""
 
     python: str | None = None
     meseta: str | None = None
@@ -134,7 +138,7 @@ class PackageVersions(Entry):
 
 
 class RunEnvironment(Entry):
-    """What a figure of a run depends on."""
+    """Software and hardware of a run."""
 
     versions: PackageVersions = PackageVersions()
     num_cores: Count | None = None
@@ -143,13 +147,13 @@ class RunEnvironment(Entry):
     device: str | None = None
     num_ranks: Count | None = None
     commit: str | None = None
-    """Of the source tree; None outside one."""
+    """Commit of the source tree. `None` outside a git checkout."""
     row_files: str | None = None
-    """How tables on a disk are read, and why not better; None where none lies there."""
+    """Description of the I/O engine for row files. `None` if no table is in tier 'disk'."""
 
 
 def read_summary(run_dir: Path) -> RunSummary | None:
-    """None while the run has not ended, and for a file that is no summary. Raises StorageError if reading failed."""
+    """Read the summary of a run. Returns `None` if it is missing or invalid. Raises StorageError if reading fails."""
     content = read_if_exists(run_dir / SUMMARY_FILE)
     try:
         return None if content is None else RunSummary.model_validate(parse_json(content, finite=False))

@@ -1,15 +1,15 @@
-"""Some steps of a run as tracks of slices: what each rank did at every moment, and what travelled meanwhile.
+"""Timeline of some steps of a run: stages, transfers and copies of each rank.
 
     rank 0    step             |  step 11                                        |between steps|  step 12
               lookup           |    ███                                                             ███
               backward         |                     ████      ████                                           ...
               table_update     |                         ██████
               in no stage      | ▌     ▌           ▌                █
-              ids under way    |        ──────────────────────────                     of batch 12, while 11 is computed
-              answers under way|       ──────▓▓▓▓                                      ▓ waiting
+              ids under way    |        ──────────────────────────                   (ids of batch 12, during step 11)
+              answers under way|       ──────▓▓▓▓                                    (▓ waiting)
 
-A rank is in one stage at a time: a stage is drawn without what lies in others inside it, and "in no stage" is what is
-left of a step. So the slices of a rank's stages in a step add up to it.
+Slices of stages do not include nested stages, and "in no stage" is the rest of a step. The slices of all stages of a
+rank therefore add up to the step.
 """
 
 from __future__ import annotations
@@ -27,36 +27,39 @@ from meseta.telemetry.transfers import TransferSpan
 TIMELINE_FILE = "timeline.json"
 STEP, BETWEEN_STEPS, OUTSIDE_STAGES, WAITING = "step", "between steps", "in no stage", "waiting"
 UNDER_WAY = " under way"
-"""Part of the names of tracks of transfers and copies."""
+"""Suffix of the names of tracks of transfers and copies."""
 COPIES = f"copies{UNDER_WAY}"
-"""Of batches to a GPU, on a stream of their own, where one is after the other."""
+"""Track of copies of batches to a GPU. They have their own stream, so they do not overlap."""
 HOST_BYTES, OTHER_HOSTS_BYTES, DEVICE_BYTES = "bytes to its host", "bytes to other hosts", "bytes to the device"
-"""Keys of `Slice.args` of transfers and copies."""
+"""Keys of `Slice.args` for transfers and copies."""
+# A step has some thousand slices on eight ranks.
 MAX_TIMELINE_STEPS = 100
-"""Of a timeline: some thousand slices a step on eight ranks."""
+"""Maximum number of steps of a timeline."""
+# The first steps of a process are longer, because memory is allocated and threads are started.
 DEFAULT_NUM_STEPS, NUM_WARM_UP_STEPS = 10, 10
-"""Steps of a timeline where nothing else is asked for, and steps before them: the first ones of a process are longer,
-since memory is taken and threads are started."""
+"""Default number of steps of a timeline, and number of steps skipped before it."""
 Kind = Literal["step", "stage", "transfer"]
 
 
 class Slice(NamedTuple):
-    """A piece of time on a track."""
+    """Time interval on a track."""
 
     name: str
     begin_ns: int
-    """On the clock of rank 0."""
+    """Start time on the clock of rank 0."""
     end_ns: int
     step: int | None
-    """Its number in the run, from 1: of a transfer, that in which it began; None between steps."""
+    """Step in which the slice starts, counted from 1 in the run. `None` between steps."""
     args: Mapping[str, float] = {}
-    """Bytes and the like, by name."""
+    """Measurements of the slice by name, such as bytes."""
 
 
 @dataclass(frozen=True)
 class Track:
-    """Slices of one kind of one rank, in the order of their beginnings. They do not overlap, but that the last part of
-    a transfer may be a slice of its own, WAITING, behind it."""
+    """Slices of one kind of one rank, ordered by start time.
+
+    Slices do not overlap, except that a slice `WAITING` may cover the end of the transfer before it.
+    """
 
     rank: int
     name: str
@@ -66,66 +69,70 @@ class Track:
 
 @dataclass(frozen=True)
 class RankClock:
-    """The clock of a rank."""
+    """Clock of a rank, relative to that of rank 0."""
 
     host: str
-    """Where it is, as that calls itself."""
+    """Host name of the rank."""
     offset_s: float
-    """What is added to its time.perf_counter() to have that of rank 0."""
+    """Seconds to add to the rank's time.perf_counter() to get the time of rank 0."""
     error_s: float
-    """How far that may be off; 0 where both are one clock."""
+    """Maximum error of `offset_s`. It is 0 if both ranks have the same clock."""
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """What all ranks did in some steps."""
+    """Timeline of all ranks for a range of steps."""
 
     first: int
-    """Of these steps, by their number in the run, from 1."""
+    """First step, counted from 1 in the run."""
     last: int
+    """Last step, counted from 1 in the run."""
     ranks: tuple[RankClock, ...]
+    """Clock of each rank."""
     tracks: tuple[Track, ...] = field(repr=False)
 
     def select_tracks(self, rank: int, kind: Kind) -> list[Track]:
-        """Tracks of a rank."""
+        """Return the tracks of one kind of a rank."""
         return [track for track in self.tracks if (track.rank, track.kind) == (rank, kind)]
 
     def steps(self, rank: int) -> list[Slice]:
-        """The steps of a rank, without what lies between them."""
+        """Return the slices of a rank's steps, without the gaps between steps."""
         return [one for track in self.select_tracks(rank, "step") for one in track.slices if one.name != BETWEEN_STEPS]
 
 
 class StepRange(NamedTuple):
-    """Steps of a run, by their number from 1, both ends among them."""
+    """Inclusive range of steps of a run, counted from 1."""
 
     first: int
     last: int
 
     @staticmethod
     def parse(text: str) -> StepRange:
-        """Of "FIRST:LAST", or of one number. Raises MesetaError for anything else, and for too many."""
+        """Parse "FIRST:LAST", or a single number. Raises MesetaError if the text is invalid or has too many steps."""
         first, colon, last = text.partition(":")
         numbers = [part for part in (first, last if colon else first) if part.isascii() and part.isdigit()]
         if len(numbers) < 2 or len(text) > 40:
             raise MesetaError(f"--profile-steps must be FIRST:LAST, as 101:110, got {text[:40]!r}")
         steps = StepRange(*map(int, numbers))
         if not 1 <= steps.first <= steps.last:
-            raise MesetaError(f"--profile-steps must count up from 1, got {text!r}; name the first step, then the last")
+            raise MesetaError(
+                f"--profile-steps must satisfy 1 <= FIRST <= LAST, got {text!r}; give the first step, then the last"
+            )
         if steps.num_steps > MAX_TIMELINE_STEPS:
             raise MesetaError(
-                f"--profile-steps {text} are {steps.num_steps:,} steps; a timeline has {MAX_TIMELINE_STEPS} at most"
+                f"--profile-steps {text} are {steps.num_steps:,} steps, but a timeline has at most "
+                f"{MAX_TIMELINE_STEPS}; choose a shorter range"
             )
         return steps
 
     @property
     def num_steps(self) -> int:
-        """How many."""
+        """Number of steps in the range."""
         return self.last - self.first + 1
 
     @staticmethod
     def default_after(done: int, num_steps: int) -> StepRange:
-        """Those that are profiled where nothing else is asked for, of a process that does the steps behind `done` up to
-        `num_steps`: behind its first ones, which are longer."""
+        """Return the default range for a process that executes the steps after `done` up to `num_steps`."""
         warm_up = min(NUM_WARM_UP_STEPS, (num_steps - done) // 2)
         return StepRange(done + warm_up + 1, min(done + warm_up + DEFAULT_NUM_STEPS, num_steps))
 
@@ -138,15 +145,15 @@ def make_rank_tracks(
     first: int = 0,
     copies: Sequence[CopySpan] = (),
 ) -> list[Track]:
-    """The tracks of one rank, those without slices left out.
+    """Return all tracks of one rank that have slices.
 
     Args:
-        rank: whose.
-        spans: stages and steps as `StageTimes.stop_recording` gives them.
-        transfers: as `TransferTimes.stop_recording` gives them.
-        offset_s: added to all times.
-        first: steps of the run before the one that counts as 0 in spans and transfers.
-        copies: as `StageTimes.pop_recorded_copies` gives them.
+        rank: Rank of the tracks.
+        spans: Result of `StageTimes.stop_recording`.
+        transfers: Result of `TransferTimes.stop_recording`.
+        offset_s: Seconds to add to all times.
+        first: Number of steps of the run before step 0 of `spans` and `transfers`.
+        copies: Result of `StageTimes.pop_recorded_copies`.
     """
 
     def ns(seconds: float) -> int:
@@ -169,7 +176,7 @@ def make_rank_tracks(
     of_transfers: dict[str, list[Slice]] = {}
     for one in sorted(transfers, key=lambda one: one.begin_s):
         slices = of_transfers.setdefault(one.name, [])
-        figures = {
+        measurements = {
             HOST_BYTES: one.intra_host_bytes,
             OTHER_HOSTS_BYTES: one.inter_host_bytes,
             "other ranks": one.num_peers,
@@ -177,7 +184,7 @@ def make_rank_tracks(
         }
         number = None if one.step is None else first + one.step + 1
         begin_ns, end_ns = ns(one.begin_s), ns(max(one.done_s, one.begin_s))
-        slices.append(Slice(one.name, begin_ns, end_ns, number, figures))
+        slices.append(Slice(one.name, begin_ns, end_ns, number, measurements))
         waiting_ns = max(ns(one.done_s - one.wait_s), begin_ns)
         if waiting_ns < end_ns:
             slices.append(Slice(WAITING, waiting_ns, end_ns, number))
@@ -190,8 +197,10 @@ def make_rank_tracks(
 
 
 def split_nested(timed: Iterable[Slice]) -> list[Slice]:
-    """Each slice without those inside it, in pieces that do not overlap, in the order of time; what lies inside another
-    one comes before it."""
+    """Split nested slices into pieces that do not overlap, ordered by time.
+
+    A nested slice has to come before the enclosing one in `timed`.
+    """
     pieces: list[Slice] = []
     opened: list[Slice] = []
     order = sorted(enumerate(timed), key=lambda entry: (entry[1].begin_ns, -entry[1].end_ns, -entry[0]))
@@ -214,14 +223,14 @@ def split_nested(timed: Iterable[Slice]) -> list[Slice]:
     for _, one in order:
         close(one.begin_ns)
         reached_ns = max(reached_ns, one.begin_ns)
-        # What the clock of a device rounds may end a little behind what it lies in.
+        # With the rounding of a device clock, a slice may end slightly after the enclosing one.
         opened.append(one._replace(end_ns=min(one.end_ns, opened[-1].end_ns)) if opened else one)
     close(None)
     return pieces
 
 
 def _insert_gaps(steps: Sequence[Slice]) -> Iterator[Slice]:
-    """Steps, and what lies between them."""
+    """Yield the steps, and a slice for each gap between them."""
     before: Slice | None = None
     for step in steps:
         if before is not None and before.end_ns < step.begin_ns:
@@ -231,11 +240,15 @@ def _insert_gaps(steps: Sequence[Slice]) -> Iterator[Slice]:
 
 
 def _split_overlapping(slices: Sequence[Slice]) -> list[list[Slice]]:
-    """Slices by track so that those of one do not overlap: as few tracks as can be. A waiting goes with its own."""
+    """Distribute slices to as few tracks as possible so that they do not overlap.
+
+    A slice `WAITING` stays in the track of its transfer.
+    """
     tracks: list[list[Slice]] = []
     place = 0
     for one in slices:
         if one.name != WAITING:
+            # The last two slices may be a transfer and its waiting.
             ends = [max(other.end_ns for other in track[-2:]) for track in tracks]
             place = next((index for index, end_ns in enumerate(ends) if end_ns <= one.begin_ns), len(tracks))
             if place == len(tracks):

@@ -1,14 +1,16 @@
-"""A timeline as the JSON that ui.perfetto.dev and chrome://tracing open, and back.
+"""Conversion of timelines to and from Chrome's Trace Event Format, which ui.perfetto.dev and chrome://tracing open."""
 
-The format is Chrome's, "Trace Event Format", in the form of a JSON object. A rank is a process there and a track a
-thread; a slice is a complete event (ph X), whose times are microseconds; names and the order of tracks are metadata (ph
-M); an arrow from the stage that began a transfer to the moment when it was waited for is a flow (ph s and f):
-
-    {"ph": "X", "name": "ids", "cat": "transfer", "pid": 1, "tid": 1015, "ts": 120.5, "dur": 900.25,
-     "args": {"step": 11, "bytes to its host": 4096.0, "ms waited for": 0.0}}
-
-Threads have numbers of their own over all processes, 0 is nobody's. Time begins with the first slice.
-"""
+# trace event               timeline
+# process                   rank
+# thread                    track
+# complete event (X)        slice, with times in microseconds
+# metadata (M)              names and order of tracks
+# flow (s and f)            arrow from the stage that started a transfer to the wait for it
+#
+# {"ph": "X", "name": "ids", "cat": "transfer", "pid": 1, "tid": 1015, "ts": 120.5, "dur": 900.25,
+#  "args": {"step": 11, "bytes to its host": 4096.0, "ms waited for": 0.0}}
+#
+# Thread ids are unique across processes and start at 1. Time 0 is the start of the first slice.
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ from meseta.telemetry.timeline import WAITING, RankClock, Slice, Timeline, Track
 
 TIMELINE_FORMAT = "meseta.timeline/1"
 _MAX_TRACKS_PER_RANK = 1000
-"""Numbers of threads that a rank has; no more than some dozens are used."""
+"""Number of thread ids reserved for each rank. Some dozens are used."""
 _Microseconds = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]
 
 
@@ -42,7 +44,7 @@ class _TimelineInfo(Entry):
 
 class _EventArgs(Entry):
     name: str = ""
-    """Of metadata: that of the process or thread."""
+    """Name of the process or thread, in metadata events."""
     step: Count | None = None
 
 
@@ -58,13 +60,16 @@ class _TraceEvent(Entry):
 
 
 class TraceDocument(Entry):
-    """The file, as it is read again."""
+    """Content of a timeline file."""
 
     otherData: _TimelineInfo
     traceEvents: list[_TraceEvent]
 
     def to_timeline(self) -> Timeline:
-        """What was written, but for where time begins. Tracks without a name, and what is of no rank, are left out."""
+        """Convert to a timeline whose times are relative to its first slice.
+
+        Tracks without a name, and events of unknown ranks, are ignored.
+        """
         about = self.otherData
         names = {
             (event.pid, event.tid): event.args.name
@@ -77,12 +82,12 @@ class TraceDocument(Entry):
             thread = event.pid, event.tid
             if event.ph == "X" and thread in names and event.cat in ("step", "stage", "transfer"):
                 begin_ns = round(1e3 * event.ts)
-                figures = {
+                measurements = {
                     name: float(value)
                     for name, value in (event.args.model_extra or {}).items()
                     if isinstance(value, int | float)
                 }
-                one = Slice(event.name, begin_ns, begin_ns + round(1e3 * event.dur), event.args.step, figures)
+                one = Slice(event.name, begin_ns, begin_ns + round(1e3 * event.dur), event.args.step, measurements)
                 slices[thread].append(one)
                 kinds.setdefault(thread, event.cat)
         return Timeline(
@@ -90,15 +95,15 @@ class TraceDocument(Entry):
             about.last_step,
             tuple(RankClock(one.host, one.clock_offset_s, one.clock_error_s) for one in about.ranks),
             tuple(
-                Track(thread[0] - 1, names[thread], kinds[thread], tuple(found))
-                for thread, found in slices.items()
-                if found
+                Track(thread[0] - 1, names[thread], kinds[thread], tuple(of_thread))
+                for thread, of_thread in slices.items()
+                if of_thread
             ),
         )
 
 
 def to_trace_document(timeline: Timeline) -> dict[str, Any]:
-    """Plain data for JSON."""
+    """Convert a timeline to plain data for JSON."""
     begin_ns = min((one.begin_ns for track in timeline.tracks for one in track.slices), default=0)
     events: list[dict[str, Any]] = []
     for rank, place in enumerate(timeline.ranks):
@@ -119,7 +124,6 @@ def _thread_id(rank: int, index: int) -> int:
 
 
 def _metadata_events(rank: int, thread: int, what: str, name: str, place: int) -> list[dict[str, Any]]:
-    """Metadata: a name, and its place among others."""
     at = {"ph": "M", "pid": rank + 1, "tid": thread}
     return [
         {**at, "name": f"{what}_name", "args": {"name": name}},
@@ -142,7 +146,7 @@ def _slice_event(rank: int, thread: int, track: Track, one: Slice, begin_ns: int
 
 
 def _flow_events(rank: int, tracks: list[Track], begin_ns: int) -> Iterator[dict[str, Any]]:
-    """From the stage in which a transfer was begun to where it is waited for."""
+    """Yield the two events of an arrow from each stage that started a transfer to the wait for it."""
     stages = sorted(
         (one.begin_ns, one.end_ns, _thread_id(rank, index))
         for index, track in enumerate(tracks)
@@ -160,7 +164,7 @@ def _flow_events(rank: int, tracks: list[Track], begin_ns: int) -> Iterator[dict
                 continue
             place = bisect_right(stages, (begun_ns, float("inf"), 0)) - 1
             if place < 0 or stages[place][1] <= begun_ns:
-                continue  # by no stage
+                continue  # The transfer started outside of stages.
             number += 1
             flow = {"name": "waited for", "cat": "flow", "id": number, "pid": rank + 1}
             yield {**flow, "ph": "s", "tid": stages[place][2], "ts": (begun_ns - begin_ns) / 1e3}

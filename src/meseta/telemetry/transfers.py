@@ -1,4 +1,4 @@
-"""What travelled: a span for each collective, and their sums by the name of the transfer."""
+"""Measurements of transfers: a span for each collective, and sums by the transfer's name."""
 
 from __future__ import annotations
 
@@ -19,43 +19,45 @@ FORMER_KEYS = {
 }
 """Current name of each former key in metrics.jsonl and summary.json."""
 NUM_RECENT_SPANS = 4096
-"""Spans that are at hand; older ones are in the sums alone."""
+"""Number of recent spans that are kept. Older spans only count in the sums."""
 
 
 class TransferSpan(NamedTuple):
-    """One collective of this rank, from its beginning to the moment when what came in was used."""
+    """Collective of this rank, from its start to the use of the received data."""
 
     name: str
-    """Of the transfer, see meseta.spec.transfer."""
+    """Name of the transfer, see meseta.spec.transfer."""
     step: int | None
-    """Steps that had ended before the one in which it began; None between steps, as in an evaluation."""
+    """Number of steps completed before the step in which the collective started. `None` between steps, for example in
+    an evaluation."""
     num_peers: int
-    """Other ranks that took part."""
+    """Number of other participating ranks."""
     intra_host_bytes: float
-    """Sent to ranks of the same host."""
+    """Bytes sent to ranks of the same host."""
     inter_host_bytes: float
-    """Sent to ranks of other hosts."""
+    """Bytes sent to ranks of other hosts."""
     begin_s: float
-    """On the clock of time.perf_counter()."""
+    """Start time on the clock of time.perf_counter()."""
     done_s: float
-    """When it was known to be done: at the latest when it was waited for."""
+    """Time at which the end was detected, at the latest in the wait for the collective."""
     wait_s: float
-    """How long this rank stood still for it. On a GPU the stream waits, and the rank does not."""
+    """Seconds that this rank was blocked by the collective. On a GPU the stream waits, not the rank."""
 
 
 @dataclass(frozen=True)
 class TransferMeans:
-    """What one rank had of one transfer, per step; or, over one step, in all."""
+    """Measurements of one transfer of a rank, per step or in total."""
 
     num_calls: float
+    """Number of collectives."""
     intra_host_bytes: float
-    """Sent to ranks of the same host."""
+    """Bytes sent to ranks of the same host."""
     inter_host_bytes: float
-    """Sent to ranks of other hosts."""
+    """Bytes sent to ranks of other hosts."""
     seconds: float
-    """From the beginning to the moment when it was known to be done."""
+    """Seconds from the start of the transfer to the detection of its end."""
     wait_s: float
-    """How long the rank stood still for it."""
+    """Seconds that the rank was blocked by the transfer."""
 
     def __add__(self, other: TransferMeans) -> TransferMeans:
         return TransferMeans(*map(add, vars(self).values(), vars(other).values()))
@@ -65,13 +67,13 @@ class TransferMeans:
 
 
 class TransferTimes:
-    """Bytes and seconds by transfer, added up over the spans of steps since the last `take`."""
+    """Sums of bytes and seconds by transfer, since the last `pop_means` and in total. Only spans of steps count."""
 
     def __init__(self) -> None:
         self.recent_spans: deque[TransferSpan] = deque(maxlen=NUM_RECENT_SPANS)
-        """The last spans, in the order of their ends."""
+        """Last spans, ordered by their end."""
         self.step: int | None = None
-        """Steps that ended before the one under way; None where none is."""
+        """Number of steps completed before the current one. `None` between steps."""
         self._recording: list[TransferSpan] | None = None
         self._num_steps = 0
         self._sums: dict[str, TransferMeans] = {}
@@ -80,7 +82,7 @@ class TransferTimes:
 
     @contextmanager
     def track_step(self) -> Iterator[None]:
-        """While a step is under way; one that raises does not count as one."""
+        """Context manager around a step. A step that raises is not counted."""
         self.step = self._num_steps
         try:
             yield
@@ -89,7 +91,7 @@ class TransferTimes:
             self.step = None
 
     def add(self, span: TransferSpan) -> None:
-        """One that has ended."""
+        """Add a completed span."""
         self.recent_spans.append(span)
         if self._recording is not None:
             self._recording.append(span)
@@ -99,16 +101,16 @@ class TransferTimes:
             _add_to_sums(self._sums, span.name, one)
 
     def start_recording(self) -> None:
-        """Keep all spans from now on, until `recorded`."""
+        """Start to record spans."""
         self._recording = []
 
     def stop_recording(self) -> list[TransferSpan]:
-        """Those that have ended since `record`, in the order of their ends."""
+        """Stop recording and return the recorded spans, ordered by their end."""
         spans, self._recording = self._recording or [], None
         return spans
 
     def pop_means(self) -> dict[str, TransferMeans]:
-        """Means per step of each transfer since the last call."""
+        """Return the means per step of each transfer since the last call."""
         num_steps, self._num_reported_steps = self._num_steps - self._num_reported_steps, self._num_steps
         sums, self._sums = self._sums, {}
         for name, one in sums.items():
@@ -116,7 +118,7 @@ class TransferTimes:
         return _per_step(sums, num_steps)
 
     def lifetime_means(self) -> dict[str, TransferMeans]:
-        """Means per step of each transfer, over all that was taken."""
+        """Return the means per step of each transfer, over all steps that `pop_means` has returned."""
         return _per_step(self._lifetime_sums, self._num_reported_steps)
 
 

@@ -1,1 +1,1 @@
-"""A training run from config to report."""
+"""Training, evaluation and prediction with a config."""

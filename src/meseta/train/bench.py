@@ -1,4 +1,4 @@
-"""DLRM training as users get it, as a contender of `meseta bench e2e`, and the check that comes before."""
+"""Targets of `meseta bench e2e` that train a DLRM, and a check of the losses."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ TOLERANCE = 1e-5
 
 
 class MesetaTraining(BenchmarkTarget):
-    """A Pipeline on a DLRM, as `meseta train` has it; on several ranks through `meseta.shard`."""
+    """Trains a DLRM with a Pipeline like `meseta train`. On several ranks it uses `meseta.shard`."""
 
     def __init__(self, workload: dict[str, Any], optimizer: str, dense_dtype: str = "float32") -> None:
         super().__init__()
         self.training = DlrmWorkload.from_json(workload)
         self.world = World.current()
-        # Constant rows are quick to make, and as fast as any others.
+        # Constant rows are created quickly, and their values do not affect the speed.
         model = make_model(self.training, optimizer, dense_dtype, LR, InitSpec(kind="constant", scale=INIT_VALUE))
         samples = make_training_batches(self.training, self.world.rank, self.world.size)
         self.steps = make_pipeline(model, LR, self.world).steps(map(make_batch, cycle(samples)))
@@ -60,37 +60,40 @@ class MesetaTraining(BenchmarkTarget):
 
 
 class TrainingCheck(BenchmarkTarget):
-    """Answers `check`."""
+    """Compares losses with plain PyTorch."""
 
     def facts(self) -> dict[str, Any]:
         return {"actions": []}
 
     def check(self, workload: dict[str, Any]) -> list[str]:
-        """Losses of ours and of plain PyTorch from equal weights, both with SGD: a line where they differ."""
+        """Train both models with SGD from equal weights. Return a message for each step in which their losses
+        differ."""
         shape = DlrmWorkload.from_json(workload)
-        # Sums as large for long bags as for single ids: large logits would blow up what rounding leaves.
+        # Scale rows such that sums of long bags are not larger. Large logits would amplify rounding errors.
         init = InitSpec(kind="uniform", scale=0.1 / math.sqrt(shape.lookups.bag_size))
         model = make_model(shape, "sgd", "float32", CHECK_LR, init)
-        twin = _make_reference_model(model, shape)
+        reference = _make_reference_model(model, shape)
         step, optimizer = (
             make_pipeline(model, CHECK_LR, World.single()),
-            torch.optim.SGD(twin.parameters(), lr=CHECK_LR),
+            torch.optim.SGD(reference.parameters(), lr=CHECK_LR),
         )
         wrong = []
         for index, samples in enumerate(make_training_batches(shape)[:NUM_CHECKED_STEPS], start=1):
-            ours = step(make_batch(samples)).loss
+            loss_of_step = step(make_batch(samples)).loss
             optimizer.zero_grad()
-            logits = twin(torch.from_numpy(samples.dense), torch.from_numpy(samples.ids))
+            logits = reference(torch.from_numpy(samples.dense), torch.from_numpy(samples.ids))
             loss = nn.functional.binary_cross_entropy_with_logits(logits, torch.from_numpy(samples.label))
             loss.backward()
             optimizer.step()
-            if not abs(ours - loss.item()) <= TOLERANCE:
-                wrong.append(f"{shape.name}, step {index}: our loss is {ours!r}, plain PyTorch's {loss.item()!r}")
+            if not abs(loss_of_step - loss.item()) <= TOLERANCE:
+                wrong.append(
+                    f"{shape.name}, step {index}: our loss is {loss_of_step!r}, plain PyTorch's {loss.item()!r}"
+                )
         return wrong
 
 
 def make_model(training: DlrmWorkload, optimizer: str, dense_dtype: str, lr: float, init: InitSpec) -> DLRM:
-    """A DLRM of this shape; `dense_dtype` is what its layers compute in."""
+    """Create a DLRM of this shape. `dense_dtype` is the compute dtype of its layers."""
     spec = OptimizerSpec(name=optimizer, lr=lr)
     tables = [
         TableSpec(name=f"t{f}", num_embeddings=rows, embedding_dim=training.dim, init=init, optimizer=spec)
@@ -109,14 +112,14 @@ def make_model(training: DlrmWorkload, optimizer: str, dense_dtype: str, lr: flo
 def make_pipeline(
     model: DLRM, lr: float, world: World, plan: Plan | None = None, storage: StorageOptions | None = None
 ) -> Pipeline:
-    """One that trains it with SGD, its tables placed by a plan."""
+    """Shard the model by `plan`, and create a Pipeline that trains it with SGD."""
     placed = cast(Any, shard(model, plan, world=world, storage=storage))
     optimizer = make_dense_optimizer(DenseOptimizerConfig(name="sgd", lr=lr), model.parameters())
     return Pipeline(placed, optimizer, world, overlap=choose_overlap("auto", placed, world).hidden)
 
 
 def make_batch(samples: TrainingBatch) -> Batch:
-    """As the reader gives it: the KeyedJaggedTensor is new in every step."""
+    """Create a new Batch from samples, as the reader does in each step."""
     num_features, batch_size, bag_size = samples.ids.shape
     keys, values = tuple(f"f{f}" for f in range(num_features)), torch.from_numpy(samples.ids.reshape(-1))
     if bag_size == 1:
@@ -129,13 +132,12 @@ def make_batch(samples: TrainingBatch) -> Batch:
 
 @torch.no_grad()
 def _make_reference_model(model: DLRM, training: DlrmWorkload) -> PlainDLRM:
-    """Plain PyTorch with the same weights."""
-    twin = PlainDLRM(training)
+    reference = PlainDLRM(training)
     shards = cast(EmbeddingBagCollection, model.embeddings).shards
     tables = [shard.read(0, shard.shard.num_rows)[ROW] for shard in shards]
-    for table, weight in zip(twin.tables.parameters(), tables, strict=True):
+    for table, weight in zip(reference.tables.parameters(), tables, strict=True):
         table.copy_(weight)
-    for theirs, ours in ((twin.bottom, cast(MLP, model.bottom_mlp)), (twin.top, model.top_mlp)):
-        for target, source in zip(theirs.parameters(), ours.parameters(), strict=True):
+    for target_mlp, source_mlp in ((reference.bottom, cast(MLP, model.bottom_mlp)), (reference.top, model.top_mlp)):
+        for target, source in zip(target_mlp.parameters(), source_mlp.parameters(), strict=True):
             target.copy_(source)
-    return twin
+    return reference

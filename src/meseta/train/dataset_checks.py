@@ -1,4 +1,4 @@
-"""What a run was trained on, held against the data that it meets."""
+"""Checks that a run is resumed or evaluated on the data that it was trained on."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from meseta.spec import MesetaError
 from meseta.train.run_dir import RunDir
 from meseta.train.setup.source import make_row_source
 
-_OTHER_RUN_HINT = "choose another run_dir, or begin this one anew with --force"
+_OTHER_RUN_HINT = "choose another run_dir, or start from the beginning with --force"
 ENCODING_KEY = "encoding"
-"""Of a checkpoint's state: the encoding that the model was trained on."""
+"""Key of the data encoding in the state of a checkpoint."""
 
 
 def open_dataset(config: RunConfig, world: World, data: Path | None = None) -> Dataset:
-    """The data of a config, or `data`, with the labels of the config; the same on every rank. Collective.
+    """Open the dataset of a config, or the folder `data`, with the labels of the config. Collective.
 
-    Raises MesetaError where it cannot be read, and, on all ranks, where ranks find different ones there.
+    Raises MesetaError if it cannot be read, or, on all ranks, if they read different datasets.
     """
     source = make_row_source(config.data, data)
     dataset = world.broadcast_from_rank_0(source.dataset) if source.is_served else source.dataset()
@@ -37,9 +37,8 @@ def open_dataset(config: RunConfig, world: World, data: Path | None = None) -> D
         for rank, digest in enumerate(digests):
             if digest != digests[0]:
                 raise MesetaError(
-                    f"dataset {str(dataset.dir)!r}: rank {rank} reads another {DATASET_FILE} there than rank 0; copy "
-                    f"the "
-                    "same folder to all hosts"
+                    f"dataset {str(dataset.dir)!r}: rank {rank} and rank 0 have different files {DATASET_FILE}; copy "
+                    "the same folder to all hosts"
                 )
     return dataset
 
@@ -47,8 +46,11 @@ def open_dataset(config: RunConfig, world: World, data: Path | None = None) -> D
 def check_same_encoding(
     run: RunDir, checkpoint: Location | None, dataset: Dataset, world: World, way_out: str = _OTHER_RUN_HINT
 ) -> None:
-    """Raise MesetaError, on all ranks, unless ids and dense columns of `dataset` mean what they meant to the model of
-    `checkpoint`, or, where that is of an older version or None, of the run. What was not kept is told. Collective.
+    """Raise MesetaError, on all ranks, if ids or dense columns of `dataset` have another meaning than in training.
+    Collective.
+
+    The encoding of training is that in `checkpoint`, or in the run folder if `checkpoint` is `None` or of an older
+    version. A note lists properties that were not recorded.
     """
     problem: Exception | None = None
     notes = []
@@ -57,8 +59,8 @@ def check_same_encoding(
         now = DatasetEncoding.from_dataset(dataset)
         if before is None:
             notes = ["the data that it was trained on"] if checkpoint is not None else []
-        elif (differs := encoding_difference(before, now)) is not None:
-            problem = _other_data_error(run, dataset, differs, way_out)
+        elif (difference := encoding_difference(before, now)) is not None:
+            problem = _other_data_error(run, dataset, difference, way_out)
         else:
             notes = uncomparable_parts(before, now)
     except (MesetaError, OSError) as error:
@@ -66,13 +68,15 @@ def check_same_encoding(
     world.raise_on_all_ranks(problem)
     if notes and world.rank == 0:
         more = f" and {len(notes) - 1:,} more" if len(notes) > 1 else ""
-        print(f"note: {notes[0]}{more} cannot be compared, since an older version did not keep it; taken to be that of "
-              f"{str(dataset.dir)!r}", file=sys.stderr)  # fmt: skip
+        print(f"note: {notes[0]}{more} cannot be compared, because an older version did not record it; assuming that "
+              f"of {str(dataset.dir)!r}", file=sys.stderr)  # fmt: skip
 
 
 def check_same_rows(run: RunDir, dataset: Dataset, world: World) -> None:
-    """Raise MesetaError, on all ranks, where the run's folder tells of other rows than those of `dataset`, as far as
-    their numbers, their files and what was counted of them say. Collective."""
+    """Raise MesetaError, on all ranks, if the run was trained on other rows than those of `dataset`. Collective.
+
+    Compares numbers of rows, files and statistics.
+    """
     problem: Exception | None = None
     try:
         if path_exists(run.path / DATASET_FILE):
@@ -90,8 +94,8 @@ def _other_data_error(run: RunDir, dataset: Dataset, differs: str, way_out: str)
 
 
 def load_encoding(checkpoint: Location) -> DatasetEncoding | None:
-    """What the model of a checkpoint was trained on; None where it does not say. Raises MesetaError for a damaged
-    one."""
+    """Return the encoding of a checkpoint's data, or `None` if it is not recorded. Raises MesetaError if it is
+    damaged."""
     state = read_manifest(checkpoint)["state"]
     return (
         DatasetEncoding.from_dict(state[ENCODING_KEY], f"checkpoint {str(checkpoint)!r}")
@@ -101,27 +105,29 @@ def load_encoding(checkpoint: Location) -> DatasetEncoding | None:
 
 
 def _load_recorded_encoding(run: RunDir, checkpoint: Location | None) -> DatasetEncoding | None:
-    """What was kept of the data: in the checkpoint, else in the run's folder; None where neither has it."""
+    """Return the encoding recorded in the checkpoint, else in the run folder, else `None`."""
     if checkpoint is not None:
-        with suppress(DamagedCheckpoint):  # whoever loads it is told, with what to do
-            found = load_encoding(checkpoint)
-            if found is not None:
-                return found
+        with suppress(DamagedCheckpoint):  # Loading the checkpoint raises the error with a remedy.
+            encoding = load_encoding(checkpoint)
+            if encoding is not None:
+                return encoding
     if not path_exists(run.path / DATASET_FILE):
         return None
     return DatasetEncoding.from_dataset(_with_source_digests(run, Dataset.load(run.path)))
 
 
 def _with_source_digests(run: RunDir, kept: Dataset) -> Dataset:
-    """A run's description of its data. Vocabularies that it did not keep are read where they lay, if the features there
-    are those that it tells of, statistics and all."""
+    """Add missing vocabulary digests to the description in a run folder, from the data source.
+
+    A digest is used only if the rest of the feature, including its statistics, is equal.
+    """
     if all(feature.vocabulary_digest or feature.encoding != "vocabulary" for feature in kept.sparse):
         return kept
     try:
         source = make_row_source(run.load_config().data).dataset()
     except MesetaError:
         return kept
-    uncompared = {"vocabulary_digest": None, "test_lookups": None}  # which older versions did not keep
+    uncompared = {"vocabulary_digest": None, "test_lookups": None}  # Older versions did not record these.
     there = {feature.name: feature.model_copy(update=uncompared) for feature in source.sparse}
     digests = {feature.name: feature.vocabulary_digest for feature in source.sparse}
     sparse = [

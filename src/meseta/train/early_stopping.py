@@ -1,4 +1,4 @@
-"""The best evaluation so far, and when to stop because none has been better for a while."""
+"""Early stopping: the best evaluation so far, and when to stop because none was better for a while."""
 
 from __future__ import annotations
 
@@ -16,39 +16,40 @@ _GROUPED_METRICS = {"gauc", "ndcg"}
 
 
 def check_early_stopping(config: EarlyStoppingConfig, dataset: Dataset) -> None:
-    """Raises MesetaError for a figure that no evaluation of the dataset has."""
+    """Raise MesetaError if evaluations of the dataset do not have the configured metric or label."""
     where = "config: train.early_stopping"
     if config.task is not None and config.task not in dataset.labels:
-        raise MesetaError(f"{where}.task {config.task!r} is no label; {suggest(config.task, list(dataset.labels))}")
+        raise MesetaError(f"{where}.task {config.task!r} is not a label; {suggest(config.task, list(dataset.labels))}")
     if config.metric in _GROUPED_METRICS and dataset.group is None:
         raise MesetaError(
-            f"{where}.metric is {config.metric!r}, but the data have no groups; name their column when you prepare "
-            "them, or choose 'ne', 'logloss', 'auc' or 'pr_auc'"
+            f"{where}.metric is {config.metric!r}, but the data has no groups; set a group column when preparing "
+            "the data, or choose 'ne', 'logloss', 'auc' or 'pr_auc'"
         )
 
 
 class EarlyStopping:
-    """Fed with every evaluation; a function of them alone, so a resumed run stops where one never stopped does."""
+    """Early stopping over the evaluations of a run. It depends on the evaluations only, so a resumed run stops
+    identically."""
 
     def __init__(self, config: EarlyStoppingConfig, split: str = "test") -> None:
         self.config = config
         self._split = split
         self.best_step: int | None = None
-        """Step of the best evaluation; None before any that has a figure."""
+        """Step of the best evaluation. `None` before the first evaluation with a defined metric."""
         self.best_value: float | None = None
-        """Its metric."""
+        """Metric of the best evaluation."""
         self.num_without_improvement = 0
-        """Evaluations since then."""
+        """Number of evaluations since the best one."""
 
     def update(self, line: EvalLine, *, count_patience: bool = True) -> bool:
-        """Take in an evaluation, as metrics.jsonl has it; returns whether it is the best so far.
+        """Process an evaluation. Return whether it is the best so far.
 
-        A figure that is not defined (one class only) is no better than any. Better by less than `min_delta` than the
-        best counts as stale, where `count_patience` says so, and leaves the best where it is.
+        An evaluation is better only if its metric is defined and improves by more than `min_delta`. Without
+        `count_patience`, an evaluation that is not better has no effect.
         """
-        # The figures of a single label stand in the line itself.
-        figures = line.tasks.get(self.config.task) if self.config.task and line.tasks else line
-        value = None if figures is None else figures.metric(self.config.metric)
+        # Metrics of a single label are in the line itself.
+        metrics = line.tasks.get(self.config.task) if self.config.task and line.tasks else line
+        value = None if metrics is None else metrics.metric(self.config.metric)
         if value is not None and math.isfinite(value) and self._is_better(value):
             self.best_step, self.best_value, self.num_without_improvement = line.step, value, 0
             return True
@@ -63,7 +64,7 @@ class EarlyStopping:
 
     @property
     def should_stop(self) -> bool:
-        """Whether `patience` evaluations in a row were no better."""
+        """Whether the last `patience` evaluations were not better."""
         return self.config.patience is not None and self.num_without_improvement >= self.config.patience
 
     def __str__(self) -> str:
@@ -72,7 +73,7 @@ class EarlyStopping:
 
     @property
     def best_text(self) -> str:
-        """The best evaluation in words."""
+        """Description of the best evaluation for messages."""
         return f"{self.config.metric} {self.best_value:.6g} at step {self.best_step}"
 
     @property
@@ -85,7 +86,7 @@ class EarlyStopping:
         }
 
     def get_state(self) -> dict[str, Any]:
-        """For a checkpoint."""
+        """Return the state for a checkpoint."""
         return {
             **self._metric_state,
             "step": self.best_step,
@@ -94,8 +95,7 @@ class EarlyStopping:
         }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Undo `get_state`; what was kept of another metric, or on another split, says nothing of this one, and is
-        left."""
+        """Restore a state of `get_state`. A state of another metric, label or split is ignored."""
         if {name: state[name] for name in ("metric", "task", "split") if name in state} == self._metric_state:
             self.best_step, self.best_value, self.num_without_improvement = (
                 state["step"],

@@ -1,4 +1,4 @@
-"""Every row of a split once, over all ranks: metrics, or predictions in the order of the rows."""
+"""Evaluation and prediction over a split, in which every row is read once over all ranks."""
 
 from __future__ import annotations
 
@@ -30,24 +30,27 @@ from meseta.train.metrics.tasks import WindowT
 from meseta.train.state import sum_out_of_range_ids
 
 MIN_PADDED_ROWS = 64
-"""Rows from which on the products of a model are computed alike for any number of them."""
+"""Smallest number of rows for which the logit of a row does not depend on the number of rows of its batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """Figures over all rows of a split."""
+    """Metrics over all rows of a split."""
 
     tasks: dict[str, Metrics]
-    """By label, in the order of the dataset."""
+    """Metrics by label, in the order of the dataset."""
     segments: dict[str, list[Segment]] = field(default_factory=dict)
-    """Feature to figures by its values."""
+    """Metrics by feature, for segments of its values."""
     num_out_of_range: dict[str, int] = field(default_factory=dict)
-    """Ids outside their table, by feature."""
+    """Number of out-of-range ids by feature."""
 
     def to_dict(self, *, include_reliability: bool = True) -> dict[str, Any]:
-        """Plain data for JSON: the figures of the first label, those of all under "tasks" where there are several,
-        "segments" and "ids_outside" where there are any; the reliability curves may be left out."""
-        segments = {feature: [one.to_dict() for one in found] for feature, found in self.segments.items()}
+        """Convert to plain data for JSON, optionally without reliability curves.
+
+        The result has the metrics of the first label. "tasks" has those of each of several labels. "segments" and
+        "ids_outside" are omitted if they are empty.
+        """
+        segments = {feature: [one.to_dict() for one in segment_list] for feature, segment_list in self.segments.items()}
         return {
             **task_metrics(self.tasks, () if include_reliability else ("reliability",)),
             **({"segments": segments} if segments else {}),
@@ -62,22 +65,28 @@ def predict(
     logit_shift: float = 0.0,
     outside: OutOfRangeIds | None = None,
 ) -> Iterator[tuple[NDArray[Any], Batch]]:
-    """This rank's slice of each global batch, in CPU memory, with its logits [B] or [B, T]; without any update,
-    and with the model in evaluation mode: no dropout, running statistics.
+    """Yield (logits [B] or [B, T], batch) for this rank's slice of each global batch, in CPU memory.
 
-    `logit_shift` is added to the logits, see meseta.data.read.selection.calibration_shift; `outside` counts ids outside
-    their table, those of training are left as they were. A row's logit does not depend on the
-    rows beside it: slices of a few rows are filled up, since products of few rows add in another order.
+    The model is in evaluation mode and is not updated. The logit of a row does not depend on the other rows of its
+    batch.
+
+    Args:
+        model: Trained model.
+        reader: Reader of the split.
+        world: Ranks of the run.
+        logit_shift: Value added to the logits, see meseta.data.read.selection.calibration_shift.
+        outside: Counts out-of-range ids. The counts of training are unchanged.
     """
     step_threads, outside = StepThreads(), outside or OutOfRangeIds()
     with torch.no_grad(), evaluation_mode(model), closing(reader.epoch()) as batches:
         for batch in batches:
             num_rows = batch.batch_size
             with step_threads:
-                enough = pad_batch(batch, MIN_PADDED_ROWS) if 0 < num_rows < MIN_PADDED_ROWS else batch
-                on_device = enough.to(world.device, non_blocking=True)
-                flight = model.embeddings.start_input_dist(on_device.sparse, out_of_range_ids=outside)
-                pooled = select_score_input(model, model.embeddings(model.embeddings.input_dist(flight)))
+                # Matrix products of few rows add in another order, so pad small slices.
+                padded = pad_batch(batch, MIN_PADDED_ROWS) if 0 < num_rows < MIN_PADDED_ROWS else batch
+                on_device = padded.to(world.device, non_blocking=True)
+                context = model.embeddings.start_input_dist(on_device.sparse, out_of_range_ids=outside)
+                pooled = select_score_input(model, model.embeddings(model.embeddings.input_dist(context)))
                 logits = model.score(on_device.dense, pooled)
                 scores = logits[:num_rows].cpu().numpy()
             yield (scores + scores.dtype.type(logit_shift) if logit_shift else scores), batch
@@ -85,7 +94,7 @@ def predict(
 
 @contextmanager
 def evaluation_mode(model: Model) -> Iterator[None]:
-    """All modules in evaluation mode; afterwards each as it was."""
+    """Context manager that puts all modules in evaluation mode, and restores the mode of each afterwards."""
     modules = list(cast(nn.Module, model).modules())
     was_training = [module.training for module in modules]
     for module in modules:
@@ -100,11 +109,11 @@ def evaluation_mode(model: Model) -> Iterator[None]:
 def evaluate(
     model: Model, reader: BatchReader, world: World, config: MetricsConfig | None = None, logit_shift: float = 0.0
 ) -> Evaluation:
-    """Figures over all rows of the reader's split, the same on every rank and for any number of ranks; `logit_shift` is
-    added to the logits.
+    """Return the metrics over all rows of the reader's split. They are identical on all ranks and for any number of
+    ranks.
 
-    Samples count by their weights where the data have them, and groups are measured where they have those. Raises
-    MesetaError for a segment that is no feature with one id per sample.
+    Samples are weighted if the data has weights, and grouped if it has groups. `logit_shift` is added to the logits.
+    Raises MesetaError if a segment is not a single-valued feature.
     """
     config = config or MetricsConfig()
     reader.dataset.check_has_labels()
@@ -113,39 +122,41 @@ def evaluate(
     keys: dict[str, list[NDArray[np.int64]]] = {feature: [] for feature in config.segments}
     with track_activity(f"evaluating the {reader.split} split"):
         for logits, batch in predict(model, reader, world, logit_shift, outside):
-            known = _to_numpy(batch.label_mask)
-            windows.add(logits, batch.label.numpy(), _to_numpy(batch.weight), _to_numpy(batch.group), label_mask=known)
+            label_mask = _to_numpy(batch.label_mask)
+            windows.add(
+                logits, batch.label.numpy(), _to_numpy(batch.weight), _to_numpy(batch.group), label_mask=label_mask
+            )
             for feature, parts in keys.items():
                 parts.append(batch.sparse[feature].values.numpy())
-    together = gather_windows(windows, world)
+    merged = gather_windows(windows, world)
     segments = {
-        feature: segment_metrics(together, gather_rows(_concatenate(parts), world), config.max_segments)
+        feature: segment_metrics(merged, gather_rows(_concatenate(parts), world), config.max_segments)
         for feature, parts in keys.items()
     }
-    metrics = {task: together[task].compute(config.ndcg_k) for task in together.tasks}
+    metrics = {task: merged[task].compute(config.ndcg_k) for task in merged.tasks}
     counts = sum_out_of_range_ids(model.embeddings.features, outside.counts, world)
     return Evaluation(tasks=metrics, segments=segments, num_out_of_range=counts)
 
 
 def check_segments(dataset: Dataset, segments: Sequence[str]) -> None:
-    """Raises MesetaError for a segment that is no feature of the dataset with one id per sample."""
+    """Raise MesetaError if a segment is not a single-valued sparse feature of the dataset."""
     features = {feature.name: feature for feature in dataset.sparse}
     for name in segments:
         if name not in features:
-            raise MesetaError(f"metrics: the segment {name!r} is no sparse feature; {suggest(name, list(features))}")
+            raise MesetaError(f"metrics: segment {name!r} is not a sparse feature; {suggest(name, list(features))}")
         if features[name].multi_valued:
             raise MesetaError(
-                f"metrics: a sample has several ids of {name!r}, so it makes no segments; take a feature with one"
+                f"metrics: cannot segment by {name!r}: it is multi-valued; choose a single-valued feature"
             )
 
 
 def gather_windows(windows: TaskWindows[WindowT], world: World) -> TaskWindows[WindowT]:
-    """The samples of all ranks, in the order of ranks."""
+    """Gather the samples of all ranks, in the order of ranks."""
     return windows.merge(world.all_gather_object(windows.get_state()))
 
 
 def gather_rows(parts: NDArray[Any], world: World) -> NDArray[Any]:
-    """The slices of all ranks, put together in the order of ranks."""
+    """Gather and concatenate the slices of all ranks, in the order of ranks."""
     return np.concatenate(world.all_gather_object(parts))
 
 

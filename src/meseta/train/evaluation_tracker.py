@@ -1,5 +1,6 @@
-"""When a run is evaluated and what that decides: the best weights, when training ends, how far rates have fallen.
-Imports no torch."""
+"""Schedule of evaluations, and the decisions that follow from them: best weights, early stopping and learning rates."""
+
+# Imports no torch.
 
 from __future__ import annotations
 
@@ -14,20 +15,22 @@ from meseta.train.early_stopping import EarlyStopping
 
 
 def is_evaluation_due(config: TrainConfig, step: int, num_read: int, num_batches: int) -> bool:
-    """Whether the config asks for an evaluation after `step` steps and `num_read` batches, `num_batches` an epoch.
+    """Whether to evaluate after `step` steps.
 
-    By epochs, after the first step that completes another `eval_every_epochs` of the training split.
+    With `eval_every_epochs`, an evaluation is due after the first step that completes another multiple of it.
+    `num_read` batches have been trained, and an epoch has `num_batches`.
     """
     if config.eval_every_steps is not None:
         return step % config.eval_every_steps == 0
     if config.eval_every_epochs is None or num_batches == 0:
         return False
-    batches = Fraction(str(config.eval_every_epochs)) * num_batches  # as it was written: 0.1 is a tenth
+    batches = Fraction(str(config.eval_every_epochs)) * num_batches  # Exact decimal: 0.1 is a tenth.
     return num_read // batches > (num_read - 1) // batches
 
 
 def decisions_from_evaluations(config: RunConfig) -> list[str]:
-    """What evaluations on the way decide in a run, in words; their figures of the split that decides are flattered."""
+    """List the decisions of a run that depend on evaluations during training."""
+    # Metrics of the split that decides are too optimistic, so reports name these decisions.
     chosen = {
         "early stopping": config.train.early_stopping.patience is not None,
         "the best weights": config.keeps_best and config.train.evaluates_during_training,
@@ -37,7 +40,7 @@ def decisions_from_evaluations(config: RunConfig) -> list[str]:
 
 
 class PlateauTracker:
-    """How often one rate has fallen, since so many evaluations in a row gained nothing."""
+    """Counts the reductions of one learning rate. A reduction follows a number of evaluations without improvement."""
 
     def __init__(self, schedule: ScheduleConfig) -> None:
         self.num_reductions = 0
@@ -45,7 +48,8 @@ class PlateauTracker:
         self._schedule = schedule
 
     def update(self, step: int, *, improved: bool) -> None:
-        """Take in an evaluation after `step` steps; those in the warm-up, or before the decay begins, do not count."""
+        """Process an evaluation after `step` steps. Evaluations during warm-up, or before the decay starts, are
+        ignored."""
         schedule = self._schedule
         if schedule.kind != "plateau" or step < max(schedule.warmup_steps, schedule.decay_start_step):
             return
@@ -54,54 +58,55 @@ class PlateauTracker:
             self._num_without_improvement, self.num_reductions = 0, self.num_reductions + 1
 
     def get_state(self) -> dict[str, int]:
-        """For a checkpoint."""
+        """Return the state for a checkpoint."""
         return {"num_falls": self.num_reductions, "num_stale": self._num_without_improvement}
 
     def set_state(self, state: Mapping[str, int]) -> None:
-        """Undo `get_state`."""
+        """Restore a state of `get_state`."""
         self.num_reductions, self._num_without_improvement = state.get("num_falls", 0), state.get("num_stale", 0)
 
 
 class EvaluationTracker:
-    """Fed with every evaluation of a run, and a function of them alone: a run that is cut off and goes on decides as
-    one that never was."""
+    """Tracks all evaluations of a run. It depends on the evaluations only, so a resumed run makes identical
+    decisions."""
 
     def __init__(self, config: RunConfig, splits: Collection[str]) -> None:
         self.split = validation_split(splits)
-        """The one whose evaluations count."""
+        """Split whose evaluations are tracked."""
         self.early_stopping = EarlyStopping(config.train.early_stopping, self.split)
         self._plateaus = {
             "embedding": PlateauTracker(config.embedding_schedule),
             "dense": PlateauTracker(config.dense_schedule),
         }
+        # Step of the newest tracked evaluation.
         self._last_evaluated_step = 0
-        """Step of the newest evaluation that was taken in."""
 
     @property
     def num_reductions(self) -> tuple[int, int]:
-        """Of the rates of tables and of the dense part."""
+        """Number of reductions of the rates of (tables, dense part)."""
         return self._plateaus["embedding"].num_reductions, self._plateaus["dense"].num_reductions
 
     def update(self, line: EvalLine, *, scheduled: bool) -> None:
-        """Take in an evaluation, as metrics.jsonl has it; once, and only of the split that decides.
+        """Process an evaluation of metrics.jsonl. Other splits and repeated evaluations are ignored.
 
-        One that is not `scheduled`, made since a run ended there, may be the best, and counts for nothing else: a run
-        that goes on from there has evaluations where one that never ended has them.
+        `scheduled` is false for an evaluation that was made only because a run ended. It may be the best, but does not
+        count as one without improvement.
         """
         if line.split != self.split or line.step <= self._last_evaluated_step:
             return
         self._last_evaluated_step = line.step
-        gained = self.early_stopping.update(line, count_patience=scheduled)
+        # A run that is resumed from there must decide as if it had never ended.
+        improved = self.early_stopping.update(line, count_patience=scheduled)
         for plateau in self._plateaus.values() if scheduled else ():
-            plateau.update(line.step, improved=gained)
+            plateau.update(line.step, improved=improved)
 
     def get_state(self) -> dict[str, Any]:
-        """For a checkpoint."""
+        """Return the state for a checkpoint."""
         plateaus = {name: plateau.get_state() for name, plateau in self._plateaus.items()}
         return {"best": self.early_stopping.get_state(), "evaluated": self._last_evaluated_step, "plateaus": plateaus}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Undo `get_state`; `state` has the `step` of the checkpoint too, which is all that older versions kept."""
+        """Restore a state of `get_state`. Older versions stored only the `step` of the checkpoint."""
         self.early_stopping.set_state(state.get("best") or {})
         self._last_evaluated_step = state.get("evaluated", state["step"])
         for name, plateau in self._plateaus.items():

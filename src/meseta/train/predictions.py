@@ -1,4 +1,4 @@
-"""Predictions as a CSV or Parquet file, written by rank 0 while they are made."""
+"""Predictions as a CSV or Parquet file, which rank 0 writes while all ranks predict."""
 
 from __future__ import annotations
 
@@ -42,39 +42,45 @@ def write_predictions(
     windows: TaskWindows[MetricWindow] | None = None,
     columns: OutputColumns = _ALL_COLUMNS,
 ) -> int:
-    """Write a line for every row of the reader's split, in order; returns the number of rows.
+    """Write one line per row of the reader's split, in order. Return the number of rows.
 
-    `logit_shift` is added to the logits. `windows` take this rank's predictions too, where the rows have labels.
+    The columns are "row" (int64), `keys`, group and time of the dataset, "prediction" and "label" (float32). Group,
+    time and label are omitted if the dataset has none. With several labels, "prediction.NAME" and "label.NAME" replace
+    the last two. A missing label is null, or an empty field. The file appears only when it is complete. All ranks
+    predict, and rank 0 holds one global batch at a time.
+    Raises MesetaError, on all ranks, if a column is unknown, the file cannot be written, or a prediction is not finite.
 
-    Its columns are "row" (int64), then the columns of the dataset named by `keys`, then its group and time where it has
-    them, then "prediction" and, if there are labels, "label" (float32), or "prediction.NAME" and "label.NAME" for each
-    of several labels. A label that a sample lacks is null, or an empty field. Of raw rows, the keys are those that they
-    were opened with, and no others. `columns` may choose, order and rename them; `keys` must then hold `columns.keys`,
-    and group and time are left out unless named.
-    Rank 0 writes while all ranks predict, and holds a global batch at a time.
-    The file appears whole or not at all. Raises MesetaError, on all ranks, for columns that there are not, a file
-    that cannot be written, and a prediction that is not finite.
+    Args:
+        model: Trained model.
+        reader: Reader of the split, or of raw rows.
+        world: Ranks of the run.
+        out: File to write.
+        keys: Dataset columns to copy. Raw rows have the keys that they were opened with instead.
+        logit_shift: Value added to the logits.
+        windows: Windows that also receive this rank's predictions, if the rows have labels.
+        columns: Selection, order and names of columns. `keys` must include `columns.keys`. Group and time are omitted
+            unless they are selected.
     """
     file = _PredictionFile(out, reader, keys, columns) if world.rank == 0 else None
     world.raise_on_all_ranks(file.error if file is not None else None)
     num_rows = 0
     try:
-        for own_logits, batch in predict(model, reader, world, logit_shift):
+        for logits, batch in predict(model, reader, world, logit_shift):
             more = (batch.weight, batch.group, batch.label_mask)
-            weight, group, known = (None if column is None else column.numpy() for column in more)
+            weight, group, label_mask = (None if column is None else column.numpy() for column in more)
             label = batch.label.numpy()
             if windows is not None and reader.dataset.has_labels:
-                windows.add(own_logits, label, weight, group, label_mask=known)
-            shown = label if known is None else np.where(known, label, np.float32(np.nan))
-            own = own_logits.astype(np.float64), shown, file is not None and file.error is not None
-            parts = world.all_gather_object(own)
-            if parts[0][2]:  # nothing more can be written, so nothing more is computed
+                windows.add(logits, label, weight, group, label_mask=label_mask)
+            shown = label if label_mask is None else np.where(label_mask, label, np.float32(np.nan))
+            local_part = logits.astype(np.float64), shown, file is not None and file.error is not None
+            parts = world.all_gather_object(local_part)
+            if parts[0][2]:  # Rank 0 cannot write any more.
                 break
             scores, labels = (np.concatenate([part[i] for part in parts]) for i in (0, 1))
             if file is not None:
                 file.add(num_rows, scores, labels)
             num_rows += len(scores)
-    except BaseException:  # Ctrl-C too
+    except BaseException:  # Including KeyboardInterrupt.
         if file is not None:
             file.discard()
         raise
@@ -84,14 +90,14 @@ def write_predictions(
 
 @dataclass(frozen=True, kw_only=True)
 class PredictionSummary:
-    """What is to tell of raw rows that were predicted."""
+    """Result of predicting raw rows."""
 
     num_rows: int
     unseen: UnseenValues
     metrics: dict[str, dict[str, Any]]
-    """By label, plain data; empty where the rows have none."""
+    """Metrics by label as plain data. Empty if the rows have no labels."""
     note: str | None
-    """Why there are no figures, though there are labels."""
+    """Reason why there are no metrics although there are labels."""
 
 
 def write_raw_predictions(
@@ -102,22 +108,21 @@ def write_raw_predictions(
     logit_shift: float = 0.0,
     columns: OutputColumns = _ALL_COLUMNS,
 ) -> PredictionSummary:
-    """`write_predictions` of raw rows, with the keys that they were opened with, and what there is to tell of them; the
-    same on every rank."""
+    """Write predictions of raw rows, see `write_predictions`. Return a summary that is equal on all ranks."""
     windows = TaskWindows(batches.dataset.labels, MetricWindow)
     num_rows = write_predictions(model, batches, world, out, logit_shift=logit_shift, windows=windows, columns=columns)
-    figures, note = {}, None
+    metrics, note = {}, None
     if batches.dataset.has_labels:
-        together = gather_windows(windows, world)
+        merged = gather_windows(windows, world)
         try:
-            figures = {label: together[label].compute().to_dict() for label in together.tasks}
-        except MesetaError as error:  # labels between 0 and 1 have none
-            note = f"there are no figures: {error}"
-    return PredictionSummary(num_rows=num_rows, unseen=batches.rows.unseen, metrics=figures, note=note)
+            metrics = {label: merged[label].compute().to_dict() for label in merged.tasks}
+        except MesetaError as error:  # Metrics are undefined for labels between 0 and 1.
+            note = f"no metrics: {error}"
+    return PredictionSummary(num_rows=num_rows, unseen=batches.rows.unseen, metrics=metrics, note=note)
 
 
 class _PredictionFile:
-    """A growing file under a temporary name; keeps the first problem until all ranks meet."""
+    """File that is written under a temporary name. It stores the first error until all ranks are synchronized."""
 
     def __init__(
         self, out: Path, reader: BatchReader | NewBatches, keys: Sequence[str], columns: OutputColumns
@@ -132,8 +137,8 @@ class _PredictionFile:
         self._value_columns = [(f"{kind}.{name}" if len(labels) > 1 else kind) for kind in kinds for name in labels]
         with self._record_errors():
             self._keys = _open_key_columns(reader, keys, (ROW, *self._value_columns), with_roles=not columns.pairs)
-            figures = [pa.field(name, pa.float32()) for name in self._value_columns]
-            self._schema = pa.schema([pa.field(ROW, pa.int64()), *self._keys.schema, *figures])
+            value_fields = [pa.field(name, pa.float32()) for name in self._value_columns]
+            self._schema = pa.schema([pa.field(ROW, pa.int64()), *self._keys.schema, *value_fields])
             columns.check(self._schema.names)
             self._output_columns = columns.pairs or tuple((name, name) for name in self._schema.names)
             written = pa.schema([self._schema.field(old).with_name(new) for new, old in self._output_columns])
@@ -142,7 +147,7 @@ class _PredictionFile:
             self.discard()
 
     def add(self, first_row: int, scores: NDArray[np.float64], labels: NDArray[Any]) -> None:
-        """Write the rows of one global batch, whose logits are `scores` [B] or [B, T]."""
+        """Write the rows of one global batch with logits `scores` [B] or [B, T]."""
         if self.error is not None or self._writer is None:
             return
         num_rows = len(scores)
@@ -150,22 +155,22 @@ class _PredictionFile:
         bad = ~np.isfinite(scores).all(axis=1)
         if bad.any():
             self.error = MesetaError(
-                f"predictions: that of row {first_row + int(np.flatnonzero(bad)[0])} is not finite; look for broken "
-                "values in its dense features"
+                f"predictions: row {first_row + int(np.flatnonzero(bad)[0])} has a logit that is not finite; look for "
+                "invalid values in its dense features"
             )
             return
         with self._record_errors():
             keys = self._keys.take(num_rows)
-            figures = [*logistic(scores).astype(np.float32).T, *(labels.T if self._has_labels else ())]
+            values = [*logistic(scores).astype(np.float32).T, *(labels.T if self._has_labels else ())]
             rows = np.arange(first_row, first_row + num_rows)
             # A missing label is NaN in `labels` and null in the file.
-            arrays = [pa.array(np.ascontiguousarray(one), from_pandas=True) for one in figures]
+            arrays = [pa.array(np.ascontiguousarray(one), from_pandas=True) for one in values]
             table = pa.table([pa.array(rows), *keys.columns, *arrays], schema=self._schema)
             news, olds = zip(*self._output_columns, strict=True)
             self._writer.write_table(table.select(olds).rename_columns(news))
 
     def finish(self) -> MesetaError | None:
-        """Give the file its name, or delete it where something went wrong; returns what that was."""
+        """Rename the file to its final name, or delete it after an error. Return the error, if there is one."""
         with self._record_errors():
             if self._writer is not None:
                 self._writer.close()
@@ -177,7 +182,7 @@ class _PredictionFile:
         return self.error
 
     def discard(self) -> None:
-        """Leave nothing behind."""
+        """Close and delete the temporary file."""
         with contextlib.suppress(OSError):
             if self._writer is not None:
                 self._writer.close()
@@ -192,14 +197,16 @@ class _PredictionFile:
             self.error = error
         except OSError as error:
             reason = os.strerror(error.errno) if error.errno else str(error)
-            self.error = MesetaError(f"predictions {str(self._out)!r} cannot be written: {reason}; choose another")
+            self.error = MesetaError(f"predictions {str(self._out)!r} cannot be written: {reason}; choose another file")
 
 
 def _open_key_columns(
     reader: BatchReader | NewBatches, keys: Sequence[str], taken: Sequence[str], *, with_roles: bool
 ) -> KeyColumns | NewBatches:
-    """The columns to hand through, a global batch at a time; `taken` are those of the predictions themselves, and
-    `with_roles` adds the group and the time of a prepared dataset."""
+    """Open the columns to copy, one global batch at a time.
+
+    `taken` are the columns of the predictions. `with_roles` adds the group and time of a prepared dataset.
+    """
     if isinstance(reader, BatchReader):
         _check_reader_options(reader.options)
         dataset = reader.dataset
@@ -212,19 +219,19 @@ def _open_key_columns(
 
 def _check_not_reserved(name: str, taken: Sequence[str]) -> None:
     if name in taken:
-        raise MesetaError(f"keys: {name!r} is a column of the predictions themselves; rename it in the data")
+        raise MesetaError(f"keys: {name!r} is also a column of predictions; rename it in the data")
 
 
 def _check_reader_options(options: ReaderOptions) -> None:
     if options.shuffle or options.filter is not None or options.negative_keep < 1 or options.last_batch != "keep":
         raise MesetaError(
-            "predictions: the reader must give every row once, in the order of the files, for keys to stay with their "
-            "rows; leave out shuffle, filter, negative_keep and last_batch"
+            "predictions: the reader must return every row once, in the order of the files, so that keys match their "
+            "rows; remove shuffle, filter, negative_keep and last_batch"
         )
 
 
 def _key_names(keys: Sequence[str], taken: Sequence[str]) -> list[str]:
-    """The columns to hand through, none twice."""
+    """Return the distinct columns to copy. Raises MesetaError if a name is taken."""
     names = [name for name in dict.fromkeys(keys) if name != LABEL or name not in taken]
     for name in names:
         _check_not_reserved(name, taken)

@@ -1,4 +1,4 @@
-"""What a person sees while training: a live line on a terminal, plain lines elsewhere."""
+"""Progress of training: a live bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meseta.telemetry.metrics_file import Line, TrainLine
 
 
 class TrainProgress:
-    """Steps done, samples/s, loss, NE, AUC and time left, on standard error; silent on ranks other than 0."""
+    """Prints steps, samples/s, loss, NE, AUC and remaining time to stderr, on rank 0 only."""
 
     def __init__(self, num_steps: int, *, first_step: int, visible: bool) -> None:
         self._console = Console(stderr=True)
@@ -39,15 +39,15 @@ class TrainProgress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._is_live:  # a bar that was not shown leaves an empty line in some versions of rich
+        if self._is_live:  # Stopping a bar that was not shown prints an empty line in some versions of rich.
             self._bar.stop()
 
     def step(self, step: int) -> None:
-        """Move the bar to `step` steps done."""
+        """Set the number of steps done."""
         self._bar.update(self._task, completed=step)
 
     def log(self, line: Line) -> None:
-        """Show the figures of one line of metrics.jsonl."""
+        """Show the metrics of a line of metrics.jsonl."""
         if not self._is_visible:
             return
         if isinstance(line, TrainLine):
@@ -57,21 +57,22 @@ class TrainProgress:
             if not self._is_live:
                 self.print_line(f"step {line.step}/{self._num_steps}  {figures}  {left_s:.0f} s left")
         else:
-            figures = _format_metrics(line) or "no figures"  # of an empty split
+            figures = _format_metrics(line) or "no metrics"  # Empty split.
             self.print_line(f"{line.split} at step {line.step}: {figures}, {line.num_samples:,} samples")
 
     def print_line(self, text: str) -> None:
-        """One line above the bar, as it is: rich would break it at 80 columns and read [brackets] as markup."""
+        """Print a line above the bar."""
         if self._is_visible:
+            # Otherwise rich would wrap the line at 80 columns and interpret [brackets] as markup.
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def warn(self, notes: Iterable[str]) -> None:
-        """Say each note as a warning."""
+        """Print each note as a warning."""
         for note in notes:
             self.print_line(f"warning: {note}")
 
 
 def _format_metrics(line: Line) -> str:
     names = (("loss", "loss"), ("logloss", "logloss"), ("ne", "NE"), ("auc", "AUC"), ("calibration", "calibration"))
-    found = [(label, value) for key, label in names if (value := getattr(line, key, None)) is not None]
-    return "  ".join(f"{label} {value:.4f}" for label, value in found)
+    values = [(label, value) for key, label in names if (value := getattr(line, key, None)) is not None]
+    return "  ".join(f"{label} {value:.4f}" for label, value in values)

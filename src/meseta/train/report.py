@@ -1,4 +1,4 @@
-"""Where `write_report` was; it is in meseta.report."""
+"""Old location of `write_report`, which is now in meseta.report."""
 
 from meseta.report import write_report
 

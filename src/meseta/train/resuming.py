@@ -1,4 +1,4 @@
-"""What may be another config in the middle of a run, and what may not."""
+"""Resume of a run: checks of its config, and the choice of its checkpoint."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ from meseta.spec.plan_document import PLAN_FILE, read_explicit_plan
 from meseta.train.early_stopping import EarlyStopping
 from meseta.train.run_dir import RunDir
 
+# Config keys or sections that define the model.
 _MODEL_KEYS = ("model", "embedding.pooling")
-"""Keys, or sections of them, that say what is trained."""
+# Config keys that define how the model learns. Constants of row optimizers are in the checkpoint instead.
 _LEARNING_KEYS = (
     "dense.optimizer",
     "dense.schedule",
@@ -38,52 +39,53 @@ _LEARNING_KEYS = (
     "embedding.schedule",
     "pipeline.staleness",
 )
-"""Keys that say how; those of row optimizers stand, table by table, in the checkpoint. A schedule is the one that
-holds, wherever it is written."""
+# Sections with these keys, except for `train`, which also has the length of the run.
 _LEARNING_SECTIONS = ("embedding", "dense", "schedule", "pipeline")
-"""Sections that these keys are in, but for that of train, which says how long as well."""
+# Maximum number of changes, and of tables per change, in a message.
 _MAX_LISTED = 4
-"""Changes, and tables of one, that a message lists."""
 
 
 def check_same_model(run: RunDir, config: RunConfig, world: World) -> None:
-    """Raise MesetaError, on all ranks, where the config that `run` was trained with says another model. Shapes of
-    tensors do not tell all: a dropout, a pooling, how columns are parted into heads. Collective."""
+    """Raise MesetaError, on all ranks, if the config defines another model than the one that `run` was trained with.
+    Collective."""
+    # Tensor shapes do not reveal a different dropout, pooling or number of heads.
     before = _load_previous_config(run)
     changes = [] if before is None else [*_diff_configs(before, config, _MODEL_KEYS), *_diff_poolings(before, config)]
     problem = None
     if changes:
         key, was, now = changes[0]
         problem = MesetaError(
-            f"run_dir {str(run.path)!r} trains another model: {key} was {was!r} and is {now!r} now; set it back, "
-            "choose another run_dir, or begin this one anew with --force"
+            f"run_dir {str(run.path)!r} has another model: {key} was {was!r} and is {now!r} now; set it back, "
+            "choose another run_dir, or start from the beginning with --force"
         )
     world.raise_on_all_ranks(problem)
 
 
 @dataclass(frozen=True)
 class CompletionReason:
-    """Why a run that is taken up has no step left."""
+    """Reason why a resumed run has no step left."""
 
     description: str
-    """In words, after its name."""
+    """Text that follows the name of the run in a message, such as "has done its 10 steps"."""
     config_key: str
-    """Of the config, which gives it more steps where it is raised."""
+    """Config key that gives the run more steps if it is raised."""
 
     @staticmethod
     def find(config: RunConfig, step: int, num_steps: int, best: EarlyStopping) -> CompletionReason | None:
-        """Of a run that has done `step` of `num_steps`; None where there are steps left."""
+        """Return the reason for a run that has done `step` of `num_steps` steps, or `None` if steps are left."""
         if step == num_steps:
             key = "train.epochs" if config.train.max_steps is None else "train.max_steps"
             return CompletionReason(f"has done its {step:,} steps", key)
         if best.should_stop:
-            return CompletionReason(f"stopped early at step {step:,}, since {best}", "train.early_stopping.patience")
+            return CompletionReason(f"stopped early at step {step:,}: {best}", "train.early_stopping.patience")
         return None
 
 
 def seek_reader(reader: BatchReader, path: Location | None) -> dict[str, Any] | None:
-    """Let the reader begin where the checkpoint that is to be gone on with ended; returns that place. None where there
-    is no such checkpoint, or one that is refused when it is taken up."""
+    """Set the reader to the position of the checkpoint at `path`. Return the position.
+
+    Returns `None` if there is no checkpoint, or it is invalid and will be refused when it is loaded.
+    """
     if path is None:
         return None
     with suppress(MesetaError, KeyError, TypeError):
@@ -94,35 +96,38 @@ def seek_reader(reader: BatchReader, path: Location | None) -> dict[str, Any] | 
 
 
 def retry_reads(config: RunConfig) -> AbstractContextManager[None]:
-    """Context manager for what a run reads before its first step: with checkpoint.resume 'older' failed reads of
-    checkpoints are repeated for a while."""
+    """Context manager that retries failed reads of checkpoints if `checkpoint.resume` is 'older'."""
     return retries.retry_reads() if config.checkpoint.resume == "older" else nullcontext()
 
 
 def find_newest_checkpoint(run: RunDir) -> Location | None:
-    """The newest checkpoint, whole or not, where the config says that they lie. Raises MesetaError where there is none,
-    and the run in run_dir has its checkpoints elsewhere."""
+    """Return the newest checkpoint at the location of the config, whether it is complete or not.
+
+    Raises MesetaError if there is none, but the run in run_dir has checkpoints at another location.
+    """
     path, before = newest(run.checkpoints), checkpoint_location(run.path)
     if path is None and run.has_begun and before != run.checkpoints and newest(before) is not None:
         raise MesetaError(
             f"run_dir {str(run.path)!r} has its checkpoints at {str(before)!r}, and there are none at "
-            f"{str(run.checkpoints)!r}; copy them there, leave checkpoint.dir as it was, or choose another run_dir"
+            f"{str(run.checkpoints)!r}; copy them there, set checkpoint.dir back, or choose another run_dir"
         )
     return path
 
 
 def check_resume_allowed(config: RunConfig, path: Location) -> None:
-    """Raise MesetaError where a run_dir has the checkpoint `path`, and the config says that none is taken up."""
+    """Raise MesetaError if `checkpoint.resume` is 'never'. `path` is the checkpoint of run_dir."""
     if config.checkpoint.resume == "never":
         raise MesetaError(
-            f"run_dir {str(config.run_dir)!r} holds a checkpoint ({path.name}) and checkpoint.resume is 'never'; "
-            "choose another run_dir, begin this one anew with --force, or set checkpoint.resume=auto"
+            f"run_dir {str(config.run_dir)!r} has a checkpoint ({path.name}), but checkpoint.resume is 'never'; "
+            "choose another run_dir, start from the beginning with --force, or set checkpoint.resume=auto"
         )
 
 
 def quarantine_damaged(config: RunConfig, damaged: FallbackCheckpointError, world: World) -> None:
-    """Where checkpoint.resume is 'older', let the newest checkpoint that is whole be the newest one, and say so; else,
-    and where none is whole, raise what is wrong. Collective."""
+    """Quarantine damaged checkpoints, so that the newest undamaged one is resumed, and print a note. Collective.
+
+    Raises the error if `checkpoint.resume` is not 'older', or no checkpoint is undamaged.
+    """
     if config.checkpoint.resume != "older" or damaged.fallback is None:
         raise damaged
 
@@ -133,20 +138,19 @@ def quarantine_damaged(config: RunConfig, damaged: FallbackCheckpointError, worl
     run_on_rank_0(world, pass_all)
     if world.rank == 0:
         names = " and ".join(path.name for path in damaged.unusable)
-        print(f"note: {damaged.problem}: going back to {damaged.fallback.name} (checkpoint.resume 'older'), and "
-              f"leaving "
-              f"{names} alone", file=sys.stderr)  # fmt: skip
+        print(f"note: {damaged.problem}: falling back to {damaged.fallback.name} (checkpoint.resume 'older'), and "
+              f"quarantining "
+              f"{names}", file=sys.stderr)  # fmt: skip
 
 
 def check_best_checkpoint(run: RunDir, best_step: int | None, step: int, world: World) -> None:
-    """Raise MesetaError, on all ranks, where a run that is to end with its best weights did not keep those that are the
-    best so far. Collective."""
+    """Raise MesetaError, on all ranks, if the best checkpoint was not kept. Collective."""
 
     def check() -> None:
         if best_step not in (None, step) and not location_is_folder(checkpoint_path(run.checkpoints, best_step)):
             raise MesetaError(
-                f"run_dir {str(run.path)!r}: train.finish is 'best', and step {best_step} was the best so far, but its "
-                "checkpoint was not kept; set train.finish=last, or choose another run_dir"
+                f"run_dir {str(run.path)!r}: train.finish 'best' needs the checkpoint of step {best_step}, the best so "
+                "far, which was not kept; set train.finish=last, or choose another run_dir"
             )
 
     world.run_on_rank_0(check)
@@ -159,27 +163,26 @@ def reconcile_config(
     tables: Sequence[TableSpec],
     over: CompletionReason | None,
 ) -> RunConfig:
-    """Say in one line what learns otherwise from here on, or, of a run that is `over`, what would, and what to do;
-    `optimizers` are those of the tables in the checkpoint, as plain data. For rank 0 alone.
+    """Print a note about settings that change how the model learns. Return the config to record. Only for rank 0.
 
-    Returns the config to record, which says how the weights have learned: as before where nothing learns anew.
+    If the run is `over`, the note says that the changes have no effect, and the recorded config keeps the old settings.
+    `optimizers` are the row optimizers in the checkpoint by table, as plain data.
     """
     before = _load_previous_config(run)
-    found = [*_diff_row_optimizers(optimizers, tables)]
+    differences = [*_diff_row_optimizers(optimizers, tables)]
     if before is not None:
-        found += [f"{k} was {was!r}, is {now!r}" for k, was, now in _diff_configs(before, config, _LEARNING_KEYS)]
-    if not found:
+        differences += [f"{k} was {was!r}, is {now!r}" for k, was, now in _diff_configs(before, config, _LEARNING_KEYS)]
+    if not differences:
         return config
-    changes = "; ".join(found[:_MAX_LISTED]) + (
-        f"; and {len(found) - _MAX_LISTED:,} more" if len(found) > _MAX_LISTED else ""
+    changes = "; ".join(differences[:_MAX_LISTED]) + (
+        f"; and {len(differences) - _MAX_LISTED:,} more" if len(differences) > _MAX_LISTED else ""
     )
     if over is None:
-        print(f"note: from here on the run learns as the config says now: {changes}", file=sys.stderr)
+        print(f"note: the run continues with changed settings: {changes}", file=sys.stderr)
         return config
-    print(f"note: run_dir {str(run.path)!r} {over.description}: its weights, figures and config are kept, and nothing "
-          f"learns "
-          f"by what is new ({changes}); choose another run_dir, or begin this one anew with --force, to train so from "
-          f"the start, or raise {over.config_key} to go on so from there", file=sys.stderr)  # fmt: skip
+    print(f"note: run_dir {str(run.path)!r} {over.description}: its weights, metrics and config are kept, and changed "
+          f"settings have no effect ({changes}); to train with them, choose another run_dir or start from the "
+          f"beginning with --force; to continue with them, raise {over.config_key}", file=sys.stderr)  # fmt: skip
     if before is None:
         return config
     train = config.train.model_copy(update={"clip_norm": before.train.clip_norm})
@@ -187,18 +190,20 @@ def reconcile_config(
 
 
 def report_topology_change(run: RunDir, plan: Plan) -> None:
-    """Say in one line where numbers are added over other ranks, or hosts, than until now. For rank 0 alone."""
-    with suppress(MesetaError):  # of a version that wrote none, or another one
+    """Print a note if the ranks over which values are summed changed. Only for rank 0."""
+    with suppress(MesetaError):  # An older version wrote no plan, or another format.
         before, _ = load_document("plan", run.path / PLAN_FILE, read_explicit_plan)
         if before.ranks_text != plan.ranks_text:
-            print(f"note: from here on sums are added over {plan.ranks_text}, until now over {before.ranks_text}: the "
-                  f"run goes "
-                  "on to tolerance, not to the bit, as one that did not change", file=sys.stderr)  # fmt: skip
+            print(f"note: from now on sums are computed over {plan.ranks_text}, before over {before.ranks_text}: "
+                  "results agree with those of an unchanged run within tolerance, not bit for bit",
+                  file=sys.stderr)  # fmt: skip
 
 
 def _load_previous_config(run: RunDir) -> RunConfig | None:
-    """The config that the run went by until now; None where there is none that this version understands. Raises
-    StorageError if it cannot be read: what it forbids, and what is written in its place, depends on it."""
+    """Return the config that the run used so far, or `None` if this version cannot parse it.
+
+    Raises StorageError if it cannot be read, because later checks depend on it.
+    """
     try:
         return run.load_config()
     except StorageError:
@@ -208,7 +213,7 @@ def _load_previous_config(run: RunDir) -> RunConfig | None:
 
 
 def _diff_configs(before: RunConfig, now: RunConfig, keys: Sequence[str]) -> Iterator[tuple[str, Any, Any]]:
-    """(key, value before, value now) of those that differ."""
+    """Yield (key, value before, value now) for each key with different values."""
     documents = [_to_document(config) for config in (before, now)]
     for key in keys:
         one, other = (get_value(document, key) for document in documents)
@@ -220,7 +225,6 @@ def _diff_configs(before: RunConfig, now: RunConfig, keys: Sequence[str]) -> Ite
 
 
 def _diff_poolings(before: RunConfig, now: RunConfig) -> Iterator[tuple[str, Any, Any]]:
-    """The same of features with a pooling of their own."""
     for table in {**before.embedding.tables, **now.embedding.tables}:
         one, other = (config.embedding.table_pooling(table) for config in (before, now))
         if one != other:
@@ -228,7 +232,7 @@ def _diff_poolings(before: RunConfig, now: RunConfig) -> Iterator[tuple[str, Any
 
 
 def _to_document(config: RunConfig) -> dict[str, Any]:
-    """Plain data, with each schedule where it holds."""
+    # A schedule may be written in several places, so resolve both of them.
     document = config.model_dump(mode="json")
     for part, schedule in (("embedding", config.embedding_schedule), ("dense", config.dense_schedule)):
         document[part]["schedule"] = schedule.model_dump(mode="json")
@@ -236,7 +240,7 @@ def _to_document(config: RunConfig) -> dict[str, Any]:
 
 
 def _diff_row_optimizers(optimizers: Mapping[str, Any], tables: Sequence[TableSpec]) -> Iterator[str]:
-    """Constants of row optimizers, tables that changed alike together."""
+    """Yield a description of each changed constant of row optimizers. Tables with the same change are combined."""
     changed: dict[tuple[str, str, str], list[str]] = {}
     for table in tables:
         before, now = optimizers[table.name], asdict(table.optimizer)

@@ -1,4 +1,4 @@
-"""The files of a run: config, data description, plan, environment, metrics, summary, checkpoints, report."""
+"""Files of a run folder: config, dataset description, plan, environment, metrics, summary, checkpoints and report."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ from meseta.telemetry.timeline import TIMELINE_FILE
 from meseta.train.setup.source import make_row_source
 
 TRIALS_FOLDER = "trials"
-"""Folder of short runs before a run, see meseta.train.sweep.trials."""
+"""Folder of the trials before a run, see meseta.train.sweep.trials."""
 
 
 class RunDir:
-    """A directory that only rank 0 writes to, apart from checkpoints, which may lie elsewhere."""
+    """Run folder, which only rank 0 writes to. Checkpoints may be stored elsewhere."""
 
     def __init__(self, path: Path, checkpoints: Location | None = None) -> None:
-        """`checkpoints`: where they lie; None: where the run in the directory has them."""
+        """Create an object for the folder `path`. `checkpoints` defaults to the location in the config of the run."""
         self.path = path
         self.checkpoints = checkpoint_location(path) if checkpoints is None else checkpoints
         self._metrics_path = path / METRICS_FILE
@@ -65,10 +65,11 @@ class RunDir:
         )
 
     def begin(self, config: RunConfig, dataset: Dataset, plan: Mapping[str, Any], device: str) -> None:
-        """Lock the directory and write what is known before the first step, with what encoding further rows takes.
+        """Lock the folder, and write the files that are known before the first step.
 
-        Raises MesetaError where the directory cannot be written, or another run has it, and where what encoding takes
-        does not come from a dispatcher.
+        They include the files required to encode new rows.
+        Raises MesetaError if the folder cannot be written, another run uses it, or a dispatcher does not send the
+        files.
         """
         with self._wrap_write_errors():
             self.path.mkdir(parents=True, exist_ok=True)
@@ -77,16 +78,16 @@ class RunDir:
                 self.checkpoints.mkdir(parents=True, exist_ok=True)
             else:
                 check_writable(self.checkpoints)
-            for path in (self.path / RANKS_FOLDER).glob("*.record"):  # of the ranks before
+            for path in (self.path / RANKS_FOLDER).glob("*.record"):  # Records of the previous start.
                 path.unlink()
             if plan["num_ranks"] > 1:
                 (self.path / RANKS_FOLDER).mkdir(exist_ok=True)
-            for path in self.path.glob(".*.tmp"):  # what killed runs left half-written
+            for path in self.path.glob(".*.tmp"):  # Incomplete files of killed runs.
                 if not path.is_dir():
                     path.unlink()
             dataset = make_row_source(config.data).keep_tables(dataset, self.path)
         for path in make_store(self.checkpoints).unrecognized_entries():
-            self._print_once(f"{str(path)!r} is no checkpoint and is left alone")
+            self._print_once(f"{str(path)!r} is no checkpoint and is ignored")
         document = config.model_dump(mode="json")
         self.write("config.yaml", yaml.safe_dump(document, sort_keys=False))
         self.write_json(DATASET_FILE, dataset.to_dict())
@@ -94,25 +95,25 @@ class RunDir:
         noted = describe_environment(device, plan["num_ranks"])
         if any(shard["tier"] == DISK for entry in plan["tables"].values() for shard in entry["shards"]):
             assert config.storage.dir is not None
-            facts = DiskEngine(config.storage.dir, config.storage.engine).info  # which makes the folder
+            facts = DiskEngine(config.storage.dir, config.storage.engine).info  # Creates the folder.
             noted = noted.model_copy(update={"row_files": facts.summary})
         self.write_json(ENVIRONMENT_FILE, noted.to_dict())
 
     @property
     def has_begun(self) -> bool:
-        """Whether a run has come as far as its first step."""
+        """Whether a run in this folder has reached its first step."""
         return path_exists(self._metrics_path)
 
     def lock(self) -> None:
-        """Keep other runs out of a directory that exists, until `unlock`. Raises MesetaError where one is in it."""
+        """Lock the folder, if it exists, until `unlock`. Raises MesetaError if another run uses it."""
         if is_folder(self.path):
             with self._wrap_write_errors():
                 self._lock.acquire()
 
     def clear(self) -> None:
-        """Remove the checkpoints of a run and what it has measured, so that another one may begin; all else stays.
+        """Remove checkpoints, metrics and results of a run, so that another one may start. Other files are kept.
 
-        Raises MesetaError where another run is in the directory.
+        Raises MesetaError if another run uses the folder.
         """
         if not is_folder(self.path):
             return
@@ -127,11 +128,10 @@ class RunDir:
             self.unlock()
 
     def unlock(self) -> None:
-        """Let other runs in."""
+        """Release the lock of the folder."""
         self._lock.release()
 
     def _print_once(self, text: str) -> None:
-        """A line on the terminal of rank 0, once."""
         if text not in self._printed_notes:
             print_note(text)
         self._printed_notes.add(text)
@@ -142,12 +142,11 @@ class RunDir:
             yield
         except OSError as error:
             raise MesetaError(
-                f"run_dir {str(self.path)!r} cannot be written: {error.strerror}; make room there, or choose another"
+                f"run_dir {str(self.path)!r} cannot be written: {error.strerror}; free space there, or choose another"
             ) from None
 
     def write(self, name: str, text: str | bytes) -> None:
-        """Replace a file by one rename, so that a reader never sees half of it. Raises MesetaError where it cannot be
-        written, and leaves the former one."""
+        """Replace a file atomically. Raises MesetaError if it cannot be written, and then keeps the old file."""
         temporary = self.path / f".{name}.tmp"
         with self._wrap_write_errors():
             try:
@@ -158,17 +157,19 @@ class RunDir:
                 raise
 
     def write_json(self, name: str, document: Mapping[str, Any]) -> None:
-        """As `write`."""
+        """Replace a JSON file. See `write`."""
         self.write(name, format_json(document))
 
     def append_metrics(self, line: Line) -> None:
-        """Add one line to metrics.jsonl, or nothing. Raises MesetaError where it cannot be written."""
+        """Append one line to metrics.jsonl, atomically. Raises MesetaError if it cannot be written."""
         with self._wrap_write_errors(), self._metrics_path.open("ab", buffering=0) as file:
             append_atomic(file, format_line(line).encode())
 
     def truncate_metrics(self, step: int, num_steps: int) -> None:
-        """Drop the lines that a run resumed at `step` writes again, what a finished run wrote at its end, all that came
-        after those, and what a kill has cut off. Other lines that nobody can read are named, and stay."""
+        """Remove the lines of metrics.jsonl that a run resumed at `step` writes again, and lines truncated by a kill.
+
+        The final evaluations of a finished run are removed too. Other corrupt lines are reported and kept.
+        """
 
         def stays(line: MetricsLine) -> bool:
             if isinstance(line.record, TrainLine):
@@ -185,20 +186,22 @@ class RunDir:
         self.write(METRICS_FILE, b"".join(line.content + b"\n" for line in kept if stays(line)))
 
     def final_checkpoint(self) -> Location | None:
-        """The checkpoint that stands for the run: the newest one, whole or not, or, of a run that has ended with its
-        best weights, theirs. None where there is none at all; raises MesetaError where that of the best is gone."""
+        """Return the checkpoint with the final weights of the run, or `None` if there is none.
+
+        It is the newest one, whether complete or not. If the run ended with its best weights, it is the one with these.
+        Raises MesetaError if the best checkpoint is missing.
+        """
         last = newest(self.checkpoints)
         best = None if last is None else self._best_step()
         path = last if best is None else checkpoint_path(self.checkpoints, best)
         if path is not None and not location_is_folder(path):
             raise MesetaError(
-                f"run {str(self.path)!r} has ended with the weights of step {best}, and {str(path)!r} is not there; "
-                "set train.finish to last in its config.yaml to take the newest"
+                f"run {str(self.path)!r} ended with the weights of step {best}, but {str(path)!r} does not exist; "
+                "set train.finish to last in its config.yaml to use the newest checkpoint"
             )
         return path
 
     def _best_step(self) -> int | None:
-        """Step of the weights that a run has ended with, where train.finish says the best."""
         try:
             if self.load_config().train.finish == "best":
                 summary = read_summary(self.path)
@@ -207,15 +210,15 @@ class RunDir:
         except StorageError:
             raise
         except MesetaError:
-            pass  # its config is of another version
+            pass  # The config is of another version.
         return None
 
     def lines(self) -> list[Line]:
-        """The lines of metrics.jsonl that logs and evaluations wrote. Raises MesetaError where it cannot be read."""
+        """Return the log and evaluation lines of metrics.jsonl. Raises MesetaError if it cannot be read."""
         return [line.record for line in self._read_lines() if line.record is not None]
 
     def evaluations(self) -> list[EvalLine]:
-        """Those of `lines` that evaluations wrote."""
+        """Return the evaluation lines of metrics.jsonl. Raises MesetaError if it cannot be read."""
         return [line for line in self.lines() if isinstance(line, EvalLine)]
 
     def _read_lines(self) -> list[MetricsLine]:
@@ -233,28 +236,28 @@ class RunDir:
         return lines
 
     def load_config(self) -> RunConfig:
-        """The config that the run was started with. Raises MesetaError where there is none."""
+        """Load the config with which the run was started. Raises MesetaError if there is none."""
         file = self.path / "config.yaml"
         if not path_exists(file):
-            raise MesetaError(f"{str(self.path)!r} is not a run: it has no config.yaml; give the run_dir of a training")
+            raise MesetaError(f"{str(self.path)!r} is not a run: it has no config.yaml; pass the run_dir of a training")
         return load_config(file)
 
 
 def clear_run(config: RunConfig, world: World) -> None:
-    """Remove what a run has left in run_dir, see `RunDir.clear`. Collective.
+    """Remove the results of a run from run_dir, see `RunDir.clear`. Collective.
 
-    Raises MesetaError where there is a mirror, from which the run would come back.
+    Raises MesetaError if there is a mirror, from which the run would be restored.
     """
     if config.checkpoint.mirror is not None:
         raise MesetaError(
-            f"--force: checkpoint.mirror {config.checkpoint.mirror!r} may hold the run too, which --force does not "
-            "remove; choose another mirror and run_dir"
+            f"--force: checkpoint.mirror {config.checkpoint.mirror!r} may have the run too, and --force does not "
+            "clear mirrors; choose another mirror and run_dir"
         )
     world.run_on_rank_0(RunDir(config.run_dir, config.checkpoint_location).clear)
 
 
 def describe_environment(device: str, num_ranks: int) -> RunEnvironment:
-    """What a figure of this run depends on."""
+    """Return the software and hardware that measurements of this run depend on."""
     versions = {package: package_version(package) for package in ("meseta", "torch", "numpy", "pyarrow")}
     processor = read_processor()
     return RunEnvironment(

@@ -1,4 +1,4 @@
-"""What the lines of training say of the model: figures since the line before, and over the run so far."""
+"""Metrics in the log lines of training: over the samples since the previous line, and over the run so far."""
 
 from __future__ import annotations
 
@@ -23,84 +23,90 @@ from meseta.train.metrics import LifetimeMetrics, LifetimeWindow, Metrics, Metri
 
 
 class TrainingClock:
-    """Seconds that a run has trained, evaluations and checkpoints apart, in laps from one line to the next."""
+    """Clock of the training time of a run, without evaluations and checkpoints. A lap lasts from one log line to the
+    next."""
 
     def __init__(self) -> None:
         self.train_s = 0.0
-        """Up to the end of the last lap."""
+        """Seconds up to the end of the last lap."""
         self._begin_s = time.perf_counter()
 
     @property
     def lap_s(self) -> float:
-        """Of the lap under way."""
+        """Seconds of the current lap."""
         return time.perf_counter() - self._begin_s
 
     def start(self) -> None:
-        """Begin a lap."""
+        """Start a lap."""
         self._begin_s = time.perf_counter()
 
     def lap(self) -> float:
-        """End it; returns its seconds."""
+        """End the lap. Return its seconds."""
         seconds = self.lap_s
         self.train_s += seconds
         return seconds
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """While something is done whose time is not training time."""
+        """Context manager that excludes its duration from the training time."""
         start_s = time.perf_counter()
         yield
         self._begin_s += time.perf_counter() - start_s
 
 
 class RunningMetrics:
-    """Fed with the predictions of every step, which were made before its update: each sample is measured unseen."""
+    """Metrics of the predictions of all training steps.
+
+    Predictions are computed before the update of the step, so each sample is new to the model.
+    """
 
     def __init__(self, tasks: Sequence[str], task_weights: Sequence[float] | None, world: World) -> None:
-        """Figures of `tasks`, the labels of the dataset; the loss adds them by `task_weights` [T], or as they are."""
+        """Create metrics of `tasks`, the labels of the dataset. The loss is the sum of task losses, weighted by
+        `task_weights` [T]."""
         self.tasks = tuple(tasks)
         self._task_weights = [1.0] * len(self.tasks) if task_weights is None else list(task_weights)
         self._world = world
         self._window = TaskWindows(tasks, MetricWindow)
+        # Weighted sum of each additional loss term of the model since the previous line. See `_loss_terms_weight`.
         self._loss_term_sums: dict[str, float] = {}
-        """Sums over samples since the line before of what the model adds to the loss, by name, and of their weights."""
         self._loss_terms_weight = 0.0
         self._pending: tuple[AsyncHostCopy, Batch, LossAgreement | None] | None = None
-        # Rank 0 alone knows the run so far, as the others know of the line before: the sums are of whole numbers.
+        # Only rank 0 has samples of earlier lines, which were gathered there. Integer sums make the order irrelevant.
         self._lifetime = TaskWindows(tasks, LifetimeWindow)
+        # Total row traffic up to the previous line, by table.
         self._row_traffic: dict[str, RowTraffic] = {}
-        """Up to the line before."""
 
     def add(self, logits: Tensor, batch: Batch, agreement: LossAgreement | None = None) -> None:
-        """Add a step: this rank's logits [B] or [B, T], its slice of the batch, and what all ranks have agreed on, with
-        the terms of the loss that the model names."""
+        """Add this rank's logits [B] or [B, T] of a step, with its slice and the loss terms that all ranks agreed
+        on."""
         self._process_pending()
         self._pending = AsyncHostCopy(logits[: batch.batch_size - batch.num_padding]), batch, agreement
+        # Logits of a GPU are copied asynchronously and processed one step later.
         if logits.device.type == "cpu":
             self._process_pending()
 
     def _process_pending(self) -> None:
-        """Take in the step before, whose predictions have come from the device meanwhile."""
-        unread, self._pending = self._pending, None
-        if unread is None:
+        pending, self._pending = self._pending, None
+        if pending is None:
             return
-        logits, batch, agreement = unread
+        logits, batch, agreement = pending
         if agreement is not None and agreement.term_names:
             weight_of_all = agreement.global_totals.weight
             for name, mean in agreement.terms.items():
                 self._loss_term_sums[name] = self._loss_term_sums.get(name, 0.0) + mean * weight_of_all
             self._loss_terms_weight += weight_of_all
         num_real = batch.batch_size - batch.num_padding
-        weight, known = (
+        weight, label_mask = (
             None if column is None else column[:num_real].numpy() for column in (batch.weight, batch.label_mask)
         )
-        self._window.add(logits.read().numpy(), batch.label[:num_real].numpy(), weight, label_mask=known)
+        self._window.add(logits.read().numpy(), batch.label[:num_real].numpy(), weight, label_mask=label_mask)
 
     def pop_metrics(self) -> dict[str, Any]:
-        """The figures of a line, plain data for JSON; the next line begins. Collective, the same on every rank.
+        """Return the metrics of a log line as plain data for JSON, and start the next line. Collective, equal on all
+        ranks.
 
-        "ne", "auc" and, where it is not the loss, "logloss" are the first task's, "lifetime" holds what is known over
-        the whole run, and "tasks" each task's own where there are several.
+        "ne", "auc" and "logloss" are those of the first task. "logloss" is omitted for a single task, because it equals
+        "loss". "lifetime" has the metrics of the whole run, and "tasks" the metrics of each of several tasks.
         """
         self._process_pending()
         window = gather_windows(self._window, self._world)
@@ -121,15 +127,14 @@ class RunningMetrics:
         return {"loss": total, **terms, **{name: value for name, value in first.items() if name != "logloss"}}
 
     def _pop_loss_terms(self) -> dict[str, Any]:
-        """Means of the terms of the loss, by name; nothing where there are none. Where a run was resumed, rank 0 alone
-        knows of what was before."""
+        # After a resume, only rank 0 has the sums from before.
         means = {name: one / (self._loss_terms_weight or 1.0) for name, one in self._loss_term_sums.items()}
         self._loss_term_sums, self._loss_terms_weight = {}, 0.0
         return {"loss_terms": means} if means else {}
 
     def pop_row_traffic(self, embeddings: BaseEmbeddingCollection[Any], num_steps: int) -> dict[str, Any]:
-        """Of tables whose rows lie far, per step since the line before, over all ranks; nothing where there are none.
-        Collective, the same on every rank."""
+        """Return the row traffic per step of offloaded tables since the previous line, over all ranks. Collective,
+        equal on all ranks."""
         if not embeddings.has_offloaded_rows:
             return {}
         before, self._row_traffic = self._row_traffic, dict[str, RowTraffic]()
@@ -144,13 +149,13 @@ class RunningMetrics:
         }
 
     def get_tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint keeps, `window.<task>.<column>` and `lifetime.<task>.<column>`; on rank 0, of all ranks.
+        """Return the state for a checkpoint: `window.TASK.COLUMN`, `lifetime.TASK.COLUMN` and `terms.NAME`. Collective.
 
-        Collective. The window is sorted: its figures do not depend on the order of samples, and a run that was resumed
-        in the middle of a window holds them in another order than one that was not.
+        Rank 0 returns the samples of all ranks.
         """
         self._process_pending()
         window = gather_windows(self._window, self._world).get_state()
+        # A run that was resumed within a window has its samples in another order, so sort them to get the same file.
         kept = {"window": {task: _sort_samples(state) for task, state in window.items()}, "lifetime": {}}
         if self._world.rank == 0:
             kept["lifetime"] = self._lifetime.get_state()
@@ -166,7 +171,7 @@ class RunningMetrics:
         return {**columns, **terms}
 
     def set_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Undo `tensors`; every rank may call it, and rank 0 keeps what there is."""
+        """Restore the state of `get_tensors`. All ranks may call it, and rank 0 keeps the state."""
         if self._world.rank != 0:
             return
         kept: dict[str, dict[str, dict[str, NDArray[Any]]]] = {"window": {}, "lifetime": {}}
@@ -186,13 +191,13 @@ def _float64_tensor(*numbers: float) -> Tensor:
 
 
 def _select_metrics(metrics: Metrics) -> dict[str, Any]:
-    figures = metrics.to_dict()
-    return {name: figures[name] for name in ("logloss", "ne", "auc")}
+    document = metrics.to_dict()
+    return {name: document[name] for name in ("logloss", "ne", "auc")}
 
 
 def _select_lifetime_metrics(metrics: LifetimeMetrics) -> dict[str, Any]:
-    figures = metrics.to_dict()
-    return {name: figures[name] for name in ("logloss", "ne", "auc_binned", "auc_error_bound", "calibration")}
+    document = metrics.to_dict()
+    return {name: document[name] for name in ("logloss", "ne", "auc_binned", "auc_error_bound", "calibration")}
 
 
 def _sort_samples(state: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:

@@ -1,4 +1,4 @@
-"""The beginning and the end of a process that trains or evaluates."""
+"""Start and end of a process that trains or evaluates."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ from meseta.train.setup.build import choose_device
 
 @contextmanager
 def session(config: RunConfig) -> Iterator[World]:
-    """The ranks of this run, with threads, device and time limits as the config says; leaves the process group at a
-    good end.
+    """Context manager that sets up threads, device and timeouts of the config, and yields the ranks of the run.
 
-    After an error the group is left as it is: the other ranks may be anywhere, and the process is about to end.
+    It destroys the process group, unless an error is raised.
     """
     num_threads = config.num_threads or max(1, num_cores() // num_local_ranks())
     torch.set_num_threads(num_threads)
@@ -35,6 +34,7 @@ def session(config: RunConfig) -> Iterator[World]:
         num_threads, min_threads=1 if _is_thread_count_invariant(config, num_threads) else num_threads
     ):
         yield world
+    # After an error this is not reached, because other ranks may never arrive at the barrier.
     world.barrier()
     if watch is not None:
         watch.stop()
@@ -42,5 +42,8 @@ def session(config: RunConfig) -> Iterator[World]:
 
 
 def _is_thread_count_invariant(config: RunConfig, num_threads: int) -> bool:
-    """What docs/design.md holds of threads: of all but products in bfloat16 on 16 of them and more."""
+    """Whether results do not depend on the number of threads, see docs/design.md.
+
+    bfloat16 products on 16 or more threads do.
+    """
     return num_threads < 16 or config.dense.dtype not in {"bfloat16", "auto"}

@@ -1,4 +1,4 @@
-"""What a checkpoint holds beside the tables: dense parameters, optimizer moments and positions."""
+"""State of a checkpoint besides the tables: dense parameters, optimizer moments and positions."""
 
 from __future__ import annotations
 
@@ -40,8 +40,6 @@ class _PlateauState(_StateModel):
 
 
 class _TrainerState(_StateModel):
-    """What a run goes on from, beside its tensors."""
-
     num_samples: Count
     embedding_step: Count
     ids_outside: dict[str, Count]
@@ -57,9 +55,9 @@ class _TrainerState(_StateModel):
 
 
 def dense_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> dict[str, Tensor]:
-    """`model.<parameter>` and `optimizer.<parameter>.<moment>`, flat, whole whatever they are cut into. Collective.
+    """Return `model.PARAMETER` and `optimizer.PARAMETER.MOMENT` tensors by name. Collective.
 
-    Those that are cut are put together one by one, and kept by rank 0 alone, on the CPU.
+    Sharded tensors are gathered one at a time. Only rank 0 keeps the result, on the CPU.
     """
     tensors = {f"model.{name}": value.detach() for name, value in model.state_dict().items()}
     for name, parameter in model.named_parameters():
@@ -73,15 +71,15 @@ def dense_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, world: Wor
 
 
 def set_dense_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
-    """Undo `dense_tensors`. Raises MesetaError where a parameter is missing or has another shape."""
+    """Restore the tensors of `dense_tensors`. Raises MesetaError if a parameter is missing or its shape differs."""
     set_dense_parameters(model, tensors)
     fused = {p for group in optimizer.param_groups if group.get("fused") for p in group["params"]}
     for name, parameter in model.named_parameters():
         prefix = f"optimizer.{name}."
         moments = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
         if moments:
-            # Moments lie beside their parameter, and torch keeps step counters on the CPU unless a fused kernel reads
-            # them.
+            # Moments are on the device of their parameter. torch keeps step counters on the CPU, unless a fused kernel
+            # reads them.
             optimizer.state[parameter] = {
                 key: distribute_like(
                     value.to("cpu" if key == "step" and parameter not in fused else parameter.device, copy=True),
@@ -92,14 +90,14 @@ def set_dense_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, tensor
 
 
 def set_dense_parameters(model: nn.Module, tensors: Mapping[str, Tensor], where: str = "checkpoint") -> None:
-    """Fill the dense parameters alone. Raises MesetaError where one is missing or has another shape."""
+    """Restore the dense parameters only. Raises MesetaError if one is missing or its shape differs."""
     expected = {f"model.{name}": value for name, value in model.state_dict().items()}
     saved = {name: value for name, value in tensors.items() if name.startswith("model.")}
     for name in sorted(expected.keys() | saved.keys()):
         shapes = [tuple(t[name].shape) if name in t else "nothing" for t in (saved, expected)]
         if shapes[0] != shapes[1]:
             raise MesetaError(
-                f"{where}: dense tensor {name!r} is {shapes[0]} there and {shapes[1]} in the model; "
+                f"{where}: dense tensor {name!r} is saved as {shapes[0]}, but the model has {shapes[1]}; "
                 "use the config that it was trained with"
             )
     model.load_state_dict(
@@ -110,33 +108,38 @@ def set_dense_parameters(model: nn.Module, tensors: Mapping[str, Tensor], where:
 def add_step_context(
     error: MesetaError, done: int, batch: Batch | None, dataset: Dataset, folder: Location, world: World
 ) -> MesetaError:
-    """What went wrong behind `done` steps, with the number of its step, what `batch` has to do with it, and the way
-    back to the checkpoints of `folder`. Collective."""
+    """Extend an error of the step after `done` steps by its step number, its cause in `batch`, and the last checkpoint.
+
+    Collective.
+    """
     cause = None
     if isinstance(error, NonFiniteLoss) and batch is not None:
         cause = find_non_finite_input(batch, dataset, world)
     try:
         saved = checkpoint.latest_complete(folder)
         back = "there is no checkpoint yet" if saved is None else f"the last checkpoint is {str(saved)!r}"
-    except StorageError as unread:  # less than what is to be told
+    except StorageError as unread:  # The original error is more important than this one.
         back = str(unread)
+    # A deferred check reports the loss of the step before.
     number = done if isinstance(error, LateNonFiniteLoss) else done + 1
     return MesetaError(f"step {number}: {cause or error} ({back})")
 
 
 def random_state() -> str:
-    """torch's CPU generator, as text for the manifest."""
+    """Return the state of torch's CPU generator as hexadecimal text."""
     return bytes(torch.get_rng_state().tolist()).hex()
 
 
 def set_random_state(text: str) -> None:
-    """Undo `random_state`."""
+    """Restore the result of `random_state`."""
     torch.set_rng_state(torch.tensor(list(bytes.fromhex(text)), dtype=torch.uint8))
 
 
 def sum_out_of_range_ids(features: Sequence[FeatureSpec], counts: Tensor | None, world: World) -> dict[str, int]:
-    """Ids outside their table that a policy has dropped, clamped or hashed, by feature, over all ranks; features
-    without any are left out. `counts` [F] are this rank's, None before any batch. Collective."""
+    """Return the number of ids that a policy dropped, clamped or hashed, by feature, over all ranks. Collective.
+
+    `counts` [F] are those of this rank, or `None` before the first batch. Features without such ids are omitted.
+    """
     if counts is None:
         counts = torch.zeros(len(features), dtype=torch.int64, device=world.device)
     total = world.all_reduce_small(counts, "out-of-range ids").tolist()
@@ -144,8 +147,10 @@ def sum_out_of_range_ids(features: Sequence[FeatureSpec], counts: Tensor | None,
 
 
 def sum_clamped(clamped: Tensor | None, world: World) -> int | None:
-    """Numbers that were too large for fp16 on their way between ranks, over all ranks; None where none travelled so.
-    `clamped` [1] are this rank's. Collective."""
+    """Return the number of values clamped to the range of fp16 in exchanges, over all ranks. Collective.
+
+    `clamped` [1] is the number of this rank. It is `None`, and so is the result, if the exchanges do not use fp16.
+    """
     return None if clamped is None else int(world.all_reduce_small(clamped, "clamped elements"))
 
 
@@ -157,13 +162,13 @@ def restore(
     *,
     mark_changes_since_full: bool = False,
 ) -> dict[str, Any]:
-    """Fill model and optimizer from a checkpoint, under any plan; returns its state with `step`, `dense`, `carried`
-    and, by table, the constants of the row `optimizers`; `restores` counts this one where its rows were in codes.
+    """Restore model and optimizer from a checkpoint of any plan. Return its state.
 
-    Without an optimizer, for a model that does not train on, its moments are left in the file. Rows are marked as
-    `checkpoint.load` says. Raises MesetaError, on
-    all ranks, where the checkpoint is damaged, with the newest older one that is not, and where it is of another model
-    or dense optimizer.
+    The state has additional keys: `step`, `dense` and `carried` tensors, row `optimizers` by table, and the number of
+    `restores` from quantized rows including this one. `optimizer` is `None` for a model that is not trained further.
+    `mark_changes_since_full` is an argument of `checkpoint.load`.
+    Raises MesetaError, on all ranks, if the checkpoint is damaged, or is of another model or dense optimizer. For a
+    damaged checkpoint it is a FallbackCheckpointError.
     """
     try:
         shards = model.embeddings.shards
@@ -179,9 +184,9 @@ def restore(
         set_dense_tensors(model, optimizer, loaded.dense)
     embeddings = model.embeddings
     counts = None
-    if world.rank == 0:  # they are sums over ranks
-        told = [loaded.state["ids_outside"].get(feature.name, 0) for feature in embeddings.features]
-        counts = torch.tensor(told, device=world.device)
+    if world.rank == 0:  # The saved counts are sums over ranks.
+        saved_counts = [loaded.state["ids_outside"].get(feature.name, 0) for feature in embeddings.features]
+        counts = torch.tensor(saved_counts, device=world.device)
     embeddings.set_resume_state(loaded.state["embedding_step"], counts)
     optimizers = {name: entry["optimizer"] for name, entry in loaded.manifest["tables"].items()}
     tensors = {"dense": loaded.dense, "carried": loaded.prefetched_embeddings}
@@ -190,57 +195,66 @@ def restore(
 
 
 def _check_state(path: Location, state: Mapping[str, Any]) -> None:
-    """Raise MesetaError for a state that no run has written; a checkpoint's own checks do not know what is in it."""
+    """Raise MesetaError if no run can have written the state. Checks of the checkpoint itself ignore its content."""
     try:
         saved = _TrainerState.model_validate({**state, "best": state.get("best") or None})
     except ValidationError as error:
         problem = error.errors()[0]
         key = ".".join(map(str, problem["loc"]))
         raise MesetaError(
-            f"checkpoint {str(path)!r}: state {format_value(key)}: {problem['msg'].lower()}; use one of `meseta train`"
+            f"checkpoint {str(path)!r}: state {format_value(key)}: {problem['msg'].lower()}; use a checkpoint of "
+            "`meseta train`"
         ) from None
     if len(saved.random) != len(random_state()):
-        raise MesetaError(f"checkpoint {str(path)!r}: state 'random' is that of another generator; use an older one")
+        raise MesetaError(
+            f"checkpoint {str(path)!r}: state 'random' has the wrong length for this generator; use an older checkpoint"
+        )
 
 
 def check_dense_optimizer(
     where: str, optimizer: torch.optim.Optimizer, saved: str, dense: Mapping[str, Tensor], num_steps: int
 ) -> None:
-    """Raise MesetaError where the dense part was trained with another one than `optimizer`, `saved` being the class of
-    the former, for `num_steps`."""
-    wanted = type(optimizer).__name__
-    if saved != wanted:
+    """Raise MesetaError if the dense part was trained with another optimizer than `optimizer`.
+
+    Args:
+        where: Start of the message.
+        optimizer: Optimizer of the config.
+        saved: Class name of the saved optimizer.
+        dense: Saved dense tensors by name.
+        num_steps: Number of steps of the saved model.
+    """
+    configured = type(optimizer).__name__
+    if saved != configured:
         raise MesetaError(
-            f"{where}: the dense part was trained with {saved}, but the config asks for {wanted}; "
+            f"{where}: the dense part was trained with {saved}, but the config has {configured}; "
             "set dense.optimizer.name back, or choose another run_dir"
         )
     moments = [name for name in dense if name.startswith("optimizer.")]
-    if num_steps or moments:  # an imported model has made no step, and has none yet
+    if num_steps or moments:  # An imported model has no steps and no moments.
         _check_momentum(where, optimizer, moments)
 
 
 def _check_momentum(where: str, optimizer: torch.optim.Optimizer, moments: Sequence[str]) -> None:
-    """Raise MesetaError where SGD's velocities would be lost, or begin from nothing in the middle of a run."""
+    """Raise MesetaError if velocities of SGD would be lost, or start at zero in the middle of a run."""
     saved = any(name.endswith(".momentum_buffer") for name in moments)
-    wanted = any(group.get("momentum") for group in optimizer.param_groups)
-    if isinstance(optimizer, torch.optim.SGD) and saved != wanted:
+    has_momentum = any(group.get("momentum") for group in optimizer.param_groups)
+    if isinstance(optimizer, torch.optim.SGD) and saved != has_momentum:
         raise MesetaError(
-            f"{where}: the dense part was trained {'with' if saved else 'without'} momentum, and the "
-            f"config asks for {'some' if wanted else 'none'}; set dense.optimizer.momentum back, or choose another "
+            f"{where}: the dense part was trained {'with' if saved else 'without'} momentum, but the "
+            f"config has {'some' if has_momentum else 'none'}; set dense.optimizer.momentum back, or choose another "
             "run_dir"
         )
 
 
 def find_non_finite_input(batch: Batch, dataset: Dataset, world: World) -> str | None:
-    """Of a loss that is not finite: the first dense value of the global batch that is not, in words; None where all
-    are. Collective."""
+    """Return the cause of a non-finite loss if it is a dense value of the global batch, else `None`. Collective."""
     start = 0
     for batch_size, place in world.all_gather_object((batch.batch_size, batch.find_non_finite())):
         if place is not None:
             sample, column, value = place
             return (
                 f"the loss is not finite, and nothing was updated: dense feature {dataset.dense[column].name!r} of "
-                f"sample {start + sample} is {value}; fix the data, or prepare them again"
+                f"sample {start + sample} is {value}; fix the data, or prepare it again"
             )
         start += batch_size
     return None

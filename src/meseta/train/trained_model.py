@@ -1,4 +1,4 @@
-"""A trained model, ready to evaluate: the newest checkpoint of a run, on any number of ranks."""
+"""Load a trained model from a checkpoint of a run, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -43,19 +43,19 @@ ReaderT = TypeVar("ReaderT", BatchReader, NewBatches)
 
 @dataclass(frozen=True)
 class TrainedModel(Generic[ReaderT]):
-    """A model and the rows to apply it to."""
+    """Model with the rows to apply it to."""
 
     model: Any
     reader: ReaderT
     world: World
     step: int
-    """Steps that the checkpoint was trained for."""
+    """Number of training steps of the checkpoint."""
     config: RunConfig
-    """Of the run."""
+    """Config of the run, with a plan for these ranks."""
 
     @property
     def logit_shift(self) -> float:
-        """What to add to its logits, since it may have seen only a share of the negatives."""
+        """Value to add to logits if the model was trained on a sample of the negatives."""
         return calibration_shift(self.config.data.negative_keep)
 
 
@@ -69,7 +69,7 @@ def open_trained(
     ignore_filter: bool = False,
     storage_dir: Path | None = None,
 ) -> Iterator[TrainedModel[BatchReader]]:
-    """`load_trained` on the ranks of this process; raises what it raises."""
+    """Context manager around `load_trained`, on the ranks of this process."""
     with session(RunDir(run_dir).load_config()) as world:
         yield load_trained(run_dir, split, world, data, best=best, ignore_filter=ignore_filter, storage_dir=storage_dir)
 
@@ -85,7 +85,7 @@ def open_for_raw_rows(
     encoding: str | None = None,
     allow_unseen: bool = False,
 ) -> Iterator[TrainedModel[NewBatches]]:
-    """`load_for_raw_rows` on the ranks of this process; raises what it raises."""
+    """Context manager around `load_for_raw_rows`, on the ranks of this process."""
     options: dict[str, Any] = {"keys": keys, "best": best, "storage_dir": storage_dir, "encoding": encoding}
     with session(RunDir(run_dir).load_config()) as world:
         yield load_for_raw_rows(run_dir, patterns, world, allow_unseen=allow_unseen, **options)
@@ -101,22 +101,28 @@ def load_trained(
     ignore_filter: bool = False,
     storage_dir: Path | None = None,
 ) -> TrainedModel[BatchReader]:
-    """Load the checkpoint that stands for `run_dir` (its newest, or what train.finish says), or that of its best
-    evaluation. A plan made for another number of ranks
-    gives way to one for this rank. Tables lie in the tiers that they had, or all on the disk of `storage_dir`. The rows
-    are those that data.filter leaves, or all where `ignore_filter` says so, for predictions beside columns of their
-    files.
+    """Load the final checkpoint of a run, or the one of its best evaluation, with a reader of `split`.
 
-    Raises MesetaError where there is no run, no checkpoint, no such split, data that were encoded otherwise than
-    those of the run, and, with `ignore_filter`, rows that come from a dispatcher.
+    Tables get a plan for these ranks, with the tiers that they had in training.
+    Raises MesetaError if there is no run, checkpoint or split, the data has another encoding than that of the run, or
+    `ignore_filter` is set and rows come from a dispatcher.
+
+    Args:
+        run_dir: Run folder.
+        split: Split to read.
+        world: Ranks that evaluate.
+        data: Dataset folder. `None` means that of the run.
+        best: Whether to load the checkpoint of the best evaluation.
+        ignore_filter: Whether to ignore `data.filter`, so that predictions match all rows of the files.
+        storage_dir: Folder for all tables in tier 'disk'. `None` keeps the tiers.
     """
     run = RunDir(run_dir)
     config, path = _find_checkpoint(run, best=best)
     source = make_row_source(config.data, data)
     if ignore_filter and source.is_served:
         raise MesetaError(
-            f"predict: the rows of run {str(run_dir)!r} come from the readers of {source}, and a split is predicted "
-            "where its files are; name their folder with --data DIR, or raw files with --data FILE"
+            f"predict: the rows of run {str(run_dir)!r} come from the readers of {source}, but predicting a split "
+            "needs its files; pass their folder with --data DIR, or raw files with --data FILE"
         )
     dataset = open_dataset(config, world, data)
     way_out = f"prepare them in one call with the sources of {str(make_row_source(config.data))!r}, as --test-files"
@@ -141,18 +147,27 @@ def load_for_raw_rows(
     encoding: str | None = None,
     allow_unseen: bool = False,
 ) -> TrainedModel[NewBatches]:
-    """The same model, and the rows of raw files, which are encoded as those that it was trained on; `keys`: columns of
-    these files to hand through, for rank 0; `encoding`: of text, if not that of the earlier files. Without
-    `allow_unseen`, reading them ends with a MesetaError if training has not seen their values.
+    """Load a checkpoint like `load_trained`, with a reader of raw files, which are encoded like the training data.
 
-    Raises MesetaError, on all ranks, where there is no run or checkpoint, where nothing was kept of how its data were
-    encoded, and as NewRows does.
+    Raises MesetaError, on all ranks, if there is no run or checkpoint, the run has not recorded how its data was
+    encoded, or the files are invalid. If values are new to the model and `allow_unseen` is not set, reading raises
+    MesetaError at its end.
+
+    Args:
+        run_dir: Run folder.
+        patterns: Files or patterns.
+        world: Ranks that predict.
+        keys: Columns of the files to copy, on rank 0.
+        best: Whether to load the checkpoint of the best evaluation.
+        storage_dir: Folder for all tables in tier 'disk'. `None` keeps the tiers.
+        encoding: Text encoding. `None` means that of the training files.
+        allow_unseen: Whether values new to the model are allowed.
     """
     run = RunDir(run_dir)
     config, path = _find_checkpoint(run, best=best)
     earlier = world.broadcast_from_rank_0(lambda: with_vocabulary_digests(_load_training_dataset(run, config)))
     check_same_encoding(
-        run, path, earlier.with_labels(config.data.labels), world, "it cannot be told how to read new rows"
+        run, path, earlier.with_labels(config.data.labels), world, "the encoding of new rows is unknown"
     )
     rows, problem = None, None
     try:
@@ -176,7 +191,6 @@ def load_for_raw_rows(
 
 
 def _find_checkpoint(run: RunDir, *, best: bool) -> tuple[RunConfig, Location]:
-    """The config, and the checkpoint that stands for the run or is its best."""
     config = run.load_config().model_copy(update={"plan": "auto"})
     path = _find_best_checkpoint(run, config) if best else run.final_checkpoint()
     if path is None:
@@ -185,7 +199,10 @@ def _find_checkpoint(run: RunDir, *, best: bool) -> tuple[RunConfig, Location]:
 
 
 def _load_training_dataset(run: RunDir, config: RunConfig) -> Dataset:
-    """What the run keeps of its data; where an older version did not, the data themselves, if they are still there."""
+    """Return the dataset description in the run folder.
+
+    An older version recorded less. Then the training data itself is described, if it still exists.
+    """
     kept = Dataset.load(run.path)
     vocabularies = [feature.vocabulary for feature in kept.sparse if feature.vocabulary is not None]
     if kept.source_form is None or not all(path_exists(run.path / path) for path in vocabularies):
@@ -196,17 +213,17 @@ def _load_training_dataset(run: RunDir, config: RunConfig) -> Dataset:
 
 
 def _check_same_files(rows: NewRows, world: World) -> None:
-    """Raise MesetaError, on all ranks, where they find other files under the same names."""
     sizes = [source.size_bytes for source in rows.sources]
     for rank, other in enumerate(world.all_gather_object(sizes)):
         if other != sizes:
-            raise MesetaError(f"rank {rank} finds other files of new rows than rank {world.rank}; copy the same to all")
+            raise MesetaError(
+                f"new rows: rank {rank} has other files than rank {world.rank}; copy the same to all ranks"
+            )
 
 
 def _restore_model(
     config: RunConfig, path: Location, dataset: Dataset, reader: ReaderT, world: World
 ) -> TrainedModel[ReaderT]:
-    """The model of a checkpoint for data such as `dataset`."""
     if (note := bfloat16_note(config, world)) and world.rank == 0:
         print(note, file=sys.stderr)
     model = make_sharded_model(config, dataset, world).eval()
@@ -216,7 +233,7 @@ def _restore_model(
 
 
 def _with_plan(config: RunConfig, path: Location, storage_dir: Path | None, world: World) -> RunConfig:
-    """With a plan for the ranks at hand. Collective."""
+    """Replace the plan of a config by one for the current ranks. Collective."""
     if storage_dir is None:
         return config.model_copy(
             update={"plan": world.broadcast_from_rank_0(lambda: _plan_with_saved_tiers(path, world.size))}
@@ -227,10 +244,13 @@ def _with_plan(config: RunConfig, path: Location, storage_dir: Path | None, worl
 
 
 def _plan_with_saved_tiers(path: Location, num_ranks: int) -> Any:
-    """For a config: tables lie far that did when the checkpoint was saved, cut by rows; 'auto' where none did."""
+    """Return a plan for a config in which tables keep the tiers of the checkpoint.
+
+    Offloaded tables are split by rows. The plan is 'auto' if no table was offloaded.
+    """
     try:
-        plan, far = read_manifest(path)["plan"], dict[str, Any]()
-    except checkpoint.DamagedCheckpoint:  # whoever loads it is told, with what to do
+        plan, offloaded = read_manifest(path)["plan"], dict[str, Any]()
+    except checkpoint.DamagedCheckpoint:  # Loading the checkpoint raises the error with a remedy.
         return "auto"
     for name, entry in plan["tables"].items():
         for stored_shard in entry["shards"]:
@@ -238,14 +258,17 @@ def _plan_with_saved_tiers(path: Location, num_ranks: int) -> Any:
             if shard["tier"] in OFFLOADED_TIERS:
                 sharding = "table_wise" if num_ranks == 1 else "row_wise"
                 is_same = num_ranks == plan["num_ranks"] == 1 and "cache_rows" in shard
-                near = {"cache_rows": shard["cache_rows"]} if is_same else {}
-                far[name] = {"sharding": sharding, "tier": shard["tier"], **near}
-    rest = {} if len(far) == len(plan["tables"]) else {"*": "table_wise"}
-    return {"tables": {**far, **rest}} if far else "auto"
+                cache_rows = {"cache_rows": shard["cache_rows"]} if is_same else {}
+                offloaded[name] = {"sharding": sharding, "tier": shard["tier"], **cache_rows}
+    rest = {} if len(offloaded) == len(plan["tables"]) else {"*": "table_wise"}
+    return {"tables": {**offloaded, **rest}} if offloaded else "auto"
 
 
 def _find_best_checkpoint(run: RunDir, config: RunConfig) -> Location | None:
-    """The checkpoint of the best evaluation; None where the run has none at all."""
+    """Return the checkpoint of the best evaluation, or `None` if the run has no checkpoint.
+
+    Raises MesetaError if there was no evaluation, or its checkpoint was not kept.
+    """
     if checkpoint.latest_complete(run.checkpoints) is None:
         return None
     lines = run.evaluations()
@@ -262,9 +285,9 @@ def _find_best_checkpoint(run: RunDir, config: RunConfig) -> Location | None:
     what = (
         "there was no evaluation"
         if best.best_step is None
-        else f"step {best.best_step} was its best, and no checkpoint has it"
+        else f"the best step is {best.best_step}, but it has no checkpoint"
     )
     raise MesetaError(
         f"run {str(run.path)!r}: {what}; train with checkpoint.keep_best=true and train.eval_every_steps or "
-        "train.eval_every_epochs, or leave --best out"
+        "train.eval_every_epochs, or remove --best"
     )

@@ -1,4 +1,4 @@
-"""The training run: read, step, log, evaluate, save; and go on where a run was cut off."""
+"""Training run: read, train, log, evaluate and save, with resume from a checkpoint."""
 
 from __future__ import annotations
 
@@ -74,25 +74,29 @@ from meseta.train.state import (
 )
 
 REQUIRED_EVAL_FIELDS = {"auc", "ne", "logloss", "calibration", "num_samples"}
-"""Of an evaluation, at the end of a run."""
+"""Fields that a logged evaluation needs to be reused at the end of a run."""
 
 
 class Trainer:
-    """One run of one config. Every rank builds one and calls `run`."""
+    """One run of one config. Every rank creates a trainer and calls `run`."""
 
     def __init__(
         self, config: RunConfig, world: World, *, with_test: bool = True, profile: StepRange | bool = False
     ) -> None:
-        """Open the data, place the tables, take up the newest checkpoint of run_dir if there is one.
+        """Open the data, shard the tables, and resume from the newest checkpoint of run_dir if there is one.
 
-        Unless `with_test`, the test split is left alone where the data have a split valid, which then decides. Of some
-        steps, where `profile` says so, a timeline is written.
-        Raises MesetaError, on all ranks, for data, plans or checkpoints that do not fit the config, for a new run in
-        bfloat16 where that does not pay, and for a run_dir in which another run is at work.
+        Raises MesetaError, on all ranks, if data, plan or checkpoint do not fit the config, bfloat16 is slow, or
+        another run uses run_dir.
+
+        Args:
+            config: Config of the run.
+            world: Ranks of the run.
+            with_test: Whether to evaluate the test split even if there is a validation split.
+            profile: Steps to write a timeline of. `True` selects some automatically.
         """
         torch.manual_seed(config.seed)
         self._num_unknown_collectives_before = UnknownCollectives.count
-        with resuming.retry_reads(config), ExitStack() as held:  # released when the run ends or is refused
+        with resuming.retry_reads(config), ExitStack() as held:  # Released when the run ends or is refused.
             self.config = config = resolve_dense_dtype(config, world)
             self.world, self.run_dir = world, RunDir(config.run_dir, config.checkpoint_location)
             self.dataset = open_dataset(config, world)
@@ -103,18 +107,18 @@ class Trainer:
             self._attempt = make_row_source(config.data).new_attempt(config.run_dir, world)
             self.reader = make_reader(self.config, self.dataset, "train", self.world, self._attempt)
             self._start_position = resuming.seek_reader(self.reader, self._checked_checkpoint)
+            # Position of the reader after the last trained batch. The reader itself may be ahead.
             self._trained_position = self.reader.position
-            """Where the reader stands after the last batch that was trained; it may have read further."""
             self.step = 0
             self.num_samples = 0
             self.clock = TrainingClock()
             self._best_position: tuple[int, int] | None = None
             self._lr_factor = 1.0
             held.callback(self.run_dir.unlock)
-            # Before anything is read: who is refused turns nobody away at the dispatcher.
+            # Lock before reading, so that a refused run does not replace the running one at the dispatcher.
             self.world.run_on_rank_0(self.run_dir.lock)
-            held.callback(lambda: self._batches.close())  # noqa: PLW0108  `_resume` may begin others
-            self._batches = self._start_reading()  # while the model is made
+            held.callback(lambda: self._batches.close())  # noqa: PLW0108  `_resume` may replace the iterator.
+            self._batches = self._start_reading()  # Reads while the model is created.
             self._build(with_test)
             held.callback(self.checkpoint_manager.close)
             if self.tensorboard is not None:
@@ -128,7 +132,6 @@ class Trainer:
         self.clock.start()
 
     def _build(self, with_test: bool) -> None:
-        """Model, step, metrics, saver."""
         config, world = self.config, self.world
         planner, plan = plan_model(config, self.dataset, world)
         self._predicted_step = planner.predict(plan)
@@ -166,19 +169,19 @@ class Trainer:
         self.checkpoint_manager = CheckpointManager(kept, self.run_dir.checkpoints, world)
 
     def run(self) -> dict[str, Any]:
-        """Train to the end, save, evaluate, write the report; returns what summary.json holds.
+        """Train to the end, save, evaluate and write the report. Return the content of summary.json.
 
-        Raises MesetaError, on all ranks and naming the step, for what training meets: ids outside their table, a loss
-        that is not finite, files that cannot be read or written; and Stopped, on all ranks and with everything saved,
-        when SIGTERM or SIGINT came to any of them.
+        Raises MesetaError, on all ranks and with the number of the step, if training fails. Raises TrainingInterrupt,
+        on all ranks and after a checkpoint, if any rank receives SIGTERM or SIGINT.
         """
         with self._resources:
             return self._run().to_dict()
 
     def run_trial(self, *, best: bool) -> EvalLine:
-        """Train to the end, and return the best or the last evaluation of the split that decides.
+        """Train to the end without saving the final weights. Return the best or the last evaluation of the validation
+        split.
 
-        For a trial: no weights are saved but those that the config asks for on the way. Raises as `run` does.
+        Raises the same errors as `run`.
         """
         with self._resources:
             self.world.run_on_rank_0(self._prepare_run_dir)
@@ -193,9 +196,9 @@ class Trainer:
         return lines[0] if lines else line
 
     def save_initial_checkpoint(self, fill: Callable[[Any], None]) -> Location:
-        """Write the first checkpoint of a run, of the model as `fill` leaves it; `run` goes on from there.
+        """Write the first checkpoint of a run, with the model that `fill` has modified. `run` resumes from it.
 
-        Nothing is written where `fill` raises.
+        Nothing is written if `fill` raises an error.
         """
         with self._resources:
             fill(self.model)
@@ -214,7 +217,7 @@ class Trainer:
             if first:
                 is_past_best = self.config.train.finish == "best" and self.early_stopping.best_step not in (None, first)
                 other = f" (the last; the best so far is step {self.early_stopping.best_step})" if is_past_best else ""
-                progress.print_line(f"going on from step {first}{other}, {self.run_dir.checkpoints}")
+                progress.print_line(f"resuming from step {first}{other}, {self.run_dir.checkpoints}")
             if note := bfloat16_note(self.config, self.world):
                 progress.print_line(note)
             with self.checkpoint_manager.signal_listener:
@@ -227,7 +230,7 @@ class Trainer:
                 self.checkpoint_manager.sync_mirror()
                 saved = checkpoint.latest_complete(self.run_dir.checkpoints)
                 progress.print_line(
-                    f"stopped after step {self.step}, saved in {saved}; the same command goes on from there"
+                    f"stopped after step {self.step}, saved in {saved}; the same command resumes from there"
                 )
                 raise self.checkpoint_manager.make_interrupt()
             outside = self._sum_out_of_range_ids()
@@ -236,10 +239,10 @@ class Trainer:
         life = zip(*self.world.all_gather_object([part.lifetime_means() for part in parts]), strict=True)
         stages, transfers, waits = map(list, life)
         if any(stages):
-            known = {"transfers_by_rank": transfers, "row_waits_by_rank": waits}
-            sent = {name: of_ranks for name, of_ranks in known.items() if any(of_ranks)}
+            by_rank = {"transfers_by_rank": transfers, "row_waits_by_rank": waits}
+            sent = {name: of_ranks for name, of_ranks in by_rank.items() if any(of_ranks)}
             timed: dict[str, Any] = {"stages_s_by_rank": stages, **sent, "predicted": self._predicted_step}
-        else:  # all steps were done before, and timed then
+        else:  # All steps were done, and timed, by a previous start.
             timed = {} if former is None or former.num_steps != self.step else former.timings
         summary = self._summary(evaluations, outside, timed)
         self.world.run_on_rank_0(lambda: self.run_dir.write_json(SUMMARY_FILE, summary.to_dict()))
@@ -248,7 +251,8 @@ class Trainer:
         return summary
 
     def _prepare_run_dir(self) -> None:
-        """What is known before the first step, and the metrics up to it."""
+        """Write the files that are known before the first step, and truncate metrics.jsonl to that step. Only for rank
+        0."""
         config, former, embeddings = self.config, self._saved_optimizers, self.model.embeddings
         tables, plan = embeddings.tables, embeddings.plan
         if former is not None:
@@ -261,35 +265,34 @@ class Trainer:
             self.tensorboard.begin(self.run_dir.lines())
 
     def _evaluate_final_weights(self, progress: TrainProgress) -> dict[str, EvalLine]:
-        """The evaluations, by split, of the weights that the run ends with: the last, or the best that were
-        evaluated."""
+        """Return the evaluations of the final weights by split. These are the last weights, or the best evaluated
+        ones."""
         self._get_evaluation(self.evaluation_tracker.split, progress)
         if self.config.train.finish == "best" and self.early_stopping.best_step not in (None, self.step):
             path = checkpoint_path(self.run_dir.checkpoints, self.early_stopping.best_step)
-            state = restore(path, self.model, None, self.world)  # training does not go on from there
+            state = restore(path, self.model, None, self.world)  # Without moments, because training has ended.
             self._best_position = state["step"], state["num_samples"]
             progress.print_line(
-                f"took the best weights: {self.evaluation_tracker.split} {self.early_stopping.best_text}"
+                f"restored the best weights: {self.evaluation_tracker.split} {self.early_stopping.best_text}"
             )
         return {split: self._get_evaluation(split, progress) for split in self.eval_readers}
 
     @property
     def _position(self) -> tuple[int, int]:
-        """Steps and samples that the weights have learned from."""
+        """(steps, samples) that the current weights were trained on."""
         return self._best_position or (self.step, self.num_samples)
 
     def _get_evaluation(self, split: str, progress: TrainProgress) -> EvalLine:
-        """Of the weights as they are: the line of metrics.jsonl, made now where it is not there."""
+        # After a resume, the current weights may have been evaluated already.
         made = self.world.broadcast_from_rank_0(lambda: self._logged_evaluations(split, self._position[0]))
         return made[0] if made else self._evaluate(split, progress)
 
     def _logged_evaluations(self, split: str, step: int) -> list[EvalLine]:
-        """Lines of metrics.jsonl, the newest first, about the weights after `step` steps."""
+        """Return the evaluations of a split after `step` steps in metrics.jsonl, newest first."""
         lines = [line for line in self.run_dir.evaluations() if line.model_fields_set >= REQUIRED_EVAL_FIELDS]
         return [line for line in reversed(lines) if (line.split, line.step) == (split, step)]
 
     def _train(self, progress: TrainProgress) -> None:
-        """The loop over steps."""
         self._last_logged = (self.step, self.num_samples)
         self.clock.start()
         batches = islice(self._batches, self.num_steps - self.step + self.config.pipeline.staleness)
@@ -321,7 +324,6 @@ class Trainer:
             progress.print_line(f"stopped at step {self.step}: {self.early_stopping}")
 
     def _set_learning_rates(self) -> float:
-        """Those of the step that comes; returns what multiplies those of tables."""
         falls = self.evaluation_tracker.num_reductions
         self._lr_factor = set_learning_rates(self.config, self.optimizer, self.step, self.num_steps, falls)
         return self._lr_factor
@@ -331,7 +333,6 @@ class Trainer:
         return is_evaluation_due(self.config.train, self.step, num_read, self.reader.num_batches)
 
     def _run_step(self, steps: Iterator[StepResult]) -> StepResult:
-        """One step; what goes wrong in it is told with its number and the way back."""
         try:
             with self._step_threads:
                 result = next(steps)
@@ -341,7 +342,7 @@ class Trainer:
             raise self._add_step_context(error) from None
 
     def _synchronize(self) -> None:
-        """Put every update in place; raises MesetaError where a GPU has left out the last one."""
+        """Finish all pending updates. Raises MesetaError if a GPU skipped the last one because of a non-finite loss."""
         try:
             self.pipeline.synchronize()
         except LateNonFiniteLoss as error:
@@ -359,24 +360,23 @@ class Trainer:
         self._trained_position = result.batch.position or self._trained_position
 
     def _log(self, progress: TrainProgress) -> None:
-        """One line of metrics.jsonl over the samples since the last one."""
         self._synchronize()
-        figures = self.running_metrics.pop_metrics()
-        # A window that was taken up from a checkpoint is older than the clock.
+        metrics = self.running_metrics.pop_metrics()
+        # A metrics window restored from a checkpoint has samples from before this start. Only later ones are timed.
         first_step, first_sample = self._last_logged
         elapsed_s, num_steps = self.clock.lap(), self.step - first_step
         if outside := self._sum_out_of_range_ids():
-            figures["ids_outside"] = outside
+            metrics["ids_outside"] = outside
         if self.world.size > 1:
-            figures["transfers"] = self.world.transfers.pop_means()
-        figures |= self.running_metrics.pop_row_traffic(self.model.embeddings, num_steps)
-        figures |= {"row_waits": waits} if (waits := self.reader.row_waits.pop_means(num_steps)) else {}
+            metrics["transfers"] = self.world.transfers.pop_means()
+        metrics |= self.running_metrics.pop_row_traffic(self.model.embeddings, num_steps)
+        metrics |= {"row_waits": waits} if (waits := self.reader.row_waits.pop_means(num_steps)) else {}
         line = TrainLine(
             kind="train",
             step=self.step,
             num_samples=self.num_samples,
             time_s=self.clock.train_s,
-            **figures,
+            **metrics,
             samples_per_s=(self.num_samples - first_sample) / elapsed_s,
             seconds_per_step=elapsed_s / max(num_steps, 1),
             lr_dense=self.optimizer.param_groups[0]["lr"],
@@ -388,17 +388,16 @@ class Trainer:
         self.clock.start()
 
     def _evaluate(self, split: str, progress: TrainProgress) -> EvalLine:
-        """Metrics over a whole split, one line of metrics.jsonl."""
         start_s = time.perf_counter()
         self._synchronize()
         shift = calibration_shift(self.config.data.negative_keep)
-        found = evaluate(self.model, self.eval_readers[split], self.world, self.config.metrics, shift)
+        evaluation = evaluate(self.model, self.eval_readers[split], self.world, self.config.metrics, shift)
         step, num_samples = self._position
         line = EvalLine(
             kind="eval",
             step=step,
             split=split,
-            **found.to_dict(),
+            **evaluation.to_dict(),
             time_s=time.perf_counter() - start_s,
             num_samples_trained=num_samples,
         )
@@ -407,7 +406,6 @@ class Trainer:
         return line
 
     def _track_evaluation(self, line: EvalLine) -> None:
-        """What follows from an evaluation after the steps done."""
         self.evaluation_tracker.update(line, scheduled=self._is_evaluation_due())
 
     def _write(self, line: Line, progress: TrainProgress) -> None:
@@ -418,12 +416,11 @@ class Trainer:
         progress.log(line)
 
     def _sum_out_of_range_ids(self) -> dict[str, int]:
-        """Of training, by feature, over all ranks. Collective."""
         embeddings = self.model.embeddings
         return sum_out_of_range_ids(embeddings.features, embeddings.num_out_of_range, self.world)
 
     def _save(self) -> None:
-        """A checkpoint that goes on bit for bit, in the middle of an epoch and of a metric window too."""
+        """Save a checkpoint from which training resumes bit for bit, also within an epoch or a metrics window."""
         embeddings = self.model.embeddings
         self._synchronize()
         state = {
@@ -448,20 +445,19 @@ class Trainer:
         )
 
     def _check_dataset_matches(self, path: Location | None) -> None:
-        """Raise MesetaError, on all ranks, where the checkpoint that is to be gone on with is of other data."""
         self._checked_checkpoint = path
         if self._checked_checkpoint is not None:
             check_same_encoding(self.run_dir, self._checked_checkpoint, self.dataset, self.world)
             check_same_rows(self.run_dir, self.dataset, self.world)
 
     def _resume(self) -> dict[str, Any] | None:
-        """Take up the newest checkpoint, if there is one; returns the row optimizers that tables had there."""
+        """Resume from the newest checkpoint if there is one. Return the row optimizers in it by table."""
         self.world.run_on_rank_0(self.checkpoint_manager.fetch_from_mirror)
         path = self.world.broadcast_from_rank_0(lambda: checkpoint.newest(self.run_dir.checkpoints))
         if path is None:
             return None
         resuming.check_resume_allowed(self.config, path)
-        if path != self._checked_checkpoint:  # a mirror had it, or it is an older one
+        if path != self._checked_checkpoint:  # From the mirror, or an older one after quarantine.
             self._check_dataset_matches(path)
         since_whole = self.checkpoint_manager.marks_since_full
         try:
@@ -473,7 +469,8 @@ class Trainer:
         self.step = self.checkpoint_manager.resume_from(state)
         self.num_samples = state["num_samples"]
         self.clock.train_s = state["train_s"]
-        if state["reader"] != self._start_position:  # another checkpoint than was met first, or it is refused here
+        # Reading has started at the position of the first checkpoint found. Start again if another one is resumed.
+        if state["reader"] != self._start_position:
             self._batches.close()
             self.reader.set_state(state["reader"])
             self._trained_position = self.reader.position
@@ -488,7 +485,7 @@ class Trainer:
         for line in self.world.broadcast_from_rank_0(
             lambda: self._logged_evaluations(self.evaluation_tracker.split, self.step)
         ):
-            self._track_evaluation(line)  # the one that ended the run which goes on from here
+            self._track_evaluation(line)  # Evaluation at the end of the previous start.
         if self.config.train.finish == "best":
             resuming.check_best_checkpoint(self.run_dir, self.early_stopping.best_step, self.step, self.world)
         return dict(state["optimizers"])
@@ -497,7 +494,7 @@ class Trainer:
         return resuming.CompletionReason.find(self.config, self.step, self.num_steps, self.early_stopping)
 
     def _start_reading(self) -> BatchIterator:
-        """The batches of the run; where lookups are one update late, and one more."""
+        """Start reading the batches of the run. With stale embeddings, the reader is one batch ahead at the end."""
         return self.reader.epochs(self.config.train.epochs + self.config.pipeline.staleness)
 
     def _summary(

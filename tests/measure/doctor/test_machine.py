@@ -114,7 +114,7 @@ def test_a_processor_without_a_name(make: Make) -> None:
     [
         (FAST, {}, "ok", "AVX-512 BF16: dense.dtype=bfloat16 pays"),
         ("avx2 fma", {}, "ok", "auto takes float32, and a new run in bfloat16 is refused"),
-        (FAST, {"ONEDNN_MAX_CPU_ISA": "AVX2"}, "note", "leaves it AVX2"),
+        (FAST, {"ONEDNN_MAX_CPU_ISA": "AVX2"}, "note", "limits it to AVX2"),
     ],
 )  # fmt: skip
 def test_bfloat16(make: Make, flags: str, variables: dict[str, str], state: str, words: str) -> None:

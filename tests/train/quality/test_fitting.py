@@ -74,7 +74,7 @@ def test_truth_of_other_rows_is_refused_and_leaves_no_score(tiny: Path, tmp_path
     Trainer(load_config(run.config, run.overrides), World.current(), with_test=False).run()
     num_rows = Dataset.load(data).splits["test"].num_rows
     np.savez(truth / TRUTH_FILE, labels=np.full(num_rows, 1), probabilities=np.full(num_rows, 0.5))
-    with pytest.raises(MesetaError, match="are not those whose truth lies beside them; delete"):
+    with pytest.raises(MesetaError, match="differ from those of the true probabilities; delete"):
         score_run(run)
     assert not run.score_file.exists()
     (truth / TRUTH_FILE).unlink()

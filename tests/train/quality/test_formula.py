@@ -63,8 +63,8 @@ def test_with_the_numbers_of_the_law_it_gives_the_laws_logits(world: str) -> Non
     ("width", "changes", "words"),
     [
         (4, {}, "set model.embedding_dim to 5"),
-        (5, {"num_dense": 3}, "are not those of world 'pairs'"),
-        (5, {"labels": ("a", "b")}, "are not those of world 'pairs'"),
+        (5, {"num_dense": 3}, "data of world 'pairs' must have"),
+        (5, {"labels": ("a", "b")}, "data of world 'pairs' must have"),
         (5, {"world": "pears"}, "did you mean 'pairs'"),
     ],
 )

@@ -40,7 +40,7 @@ def test_the_truth_has_none_and_a_confident_error_costs_what_it_costs() -> None:
 
 @pytest.mark.parametrize(
     ("logits", "probabilities", "words"),
-    [([0.0], [0.1, 0.2], "1 logits have 2"), ([0.0], [1.0], "strictly"), ([math.inf], [0.5], "not finite")],
+    [([0.0], [0.1, 0.2], "got 1 logits and 2"), ([0.0], [1.0], "strictly"), ([math.inf], [0.5], "must be finite")],
 )
 def test_what_has_no_regret_is_refused(logits: list[float], probabilities: list[float], words: str) -> None:
     with pytest.raises(MesetaError, match=words):

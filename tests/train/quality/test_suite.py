@@ -75,23 +75,23 @@ def test_fresh_seeds_are_none_of_the_trials(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"worlds": [{"world": "pair"}]}, "key 'worlds.0.world': no world 'pair'; did you mean 'pairs'?"),
+        ({"worlds": [{"world": "pair"}]}, "key 'worlds.0.world': unknown world 'pair'; did you mean 'pairs'?"),
         ({"worlds": [{"world": "pairs", "strength": 1.5}]}, "less than or equal to 1"),
         ({"worlds": [{"world": "pairs", "strength": -0.1}]}, "greater than or equal to 0"),
         ({"worlds": [{"world": "pairs", "strenght": 1}]}, "unknown key 'worlds.0.strenght'; did you mean 'strength'?"),
-        ({"worlds": [{"world": "pairs"}, {"world": "pairs", "rows": 5000}]}, "'pairs-S1' is there twice"),
-        ({"worlds": None}, "nothing to train on"),
+        ({"worlds": [{"world": "pairs"}, {"world": "pairs", "rows": 5000}]}, "'pairs-S1' is listed twice"),
+        ({"worlds": None}, "a suite needs data to train on"),
         ({"worlds": None, "datasets": [{"dir": "nowhere"}]}, "cannot read dataset.json"),
         ({"configs": {"a": {}}}, "configs"),
         ({"config": {}}, "unknown key 'config'; did you mean 'configs'?"),
         ({"base": None}, "config 'a' has no 'base'"),
         ({"reference": "c"}, "reference 'c' is no config; available: a, b"),
-        ({"tune": None}, "config 'a' has nothing to tune, but every config gets 4 trials"),
+        ({"tune": None}, "config 'a' has no keys to tune, but trials is 4"),
         ({"trials": 0}, "config 'a' has keys to tune, but trials is 0"),
         ({"tune": {"dense.optimizer.lr": [0.1, 0.2]}}, "config 'a': 'tune' has 2 combinations for 4 trials"),
-        ({"tune": {"dense.optimizer.lr": "0.1"}}, "neither a list nor a range"),
-        ({"set": {"seed": 3}}, "config 'a' has seed, which a suite sets itself"),
-        ({"set": {"data.dir": "x"}}, "config 'a' has data.dir, which a suite sets itself"),
+        ({"tune": {"dense.optimizer.lr": "0.1"}}, "must have a list or a range"),
+        ({"set": {"seed": 3}}, "config 'a' must not set seed, which the suite sets"),
+        ({"set": {"data.dir": "x"}}, "config 'a' must not set data.dir, which the suite sets"),
         ({"set": {"model.nam": "x"}}, "config 'a' (dense.optimizer.lr="),
         ({"set": {"model.nam": "x"}}, "did you mean 'name'?"),
         ({"tune": {"dense.optimizer.lr": [1, 2, 3, -4]}}, "greater than or equal to 0"),
@@ -110,9 +110,9 @@ def test_a_folder_is_taken_up_again_and_other_trainings_are_refused(tmp_path: Pa
     study().open()
     study(seeds=9, trials=6).open()  # more of the same
     study(configs={**WHOLE["configs"], "c": {}}).open()  # type: ignore[dict-item]
-    with pytest.raises(MesetaError, match="pairs-S1/a' holds what was trained otherwise; delete it"):
+    with pytest.raises(MesetaError, match="pairs-S1/a' has results of other settings; delete it"):
         study(set={"train.batch_size": 128}).open()
-    with pytest.raises(MesetaError, match="pairs-S1' holds what was trained otherwise"):
+    with pytest.raises(MesetaError, match="pairs-S1' has results of other settings"):
         study(worlds=[{"world": "pairs", "rows": 4000, "scale": 0.001}]).open()
 
 
@@ -122,7 +122,7 @@ def test_a_run_of_other_settings_is_not_taken_for_done(tmp_path: Path) -> None:
     [entry] = study.suite.entries
     study.tuning_round(entry).pending_runs()
     other = Study(suite_of(tmp_path, tune={"dense.optimizer.lr": "uniform(1, 2)"}), "suite", tmp_path / "out")
-    with pytest.raises(MesetaError, match="holds what was trained otherwise"):
+    with pytest.raises(MesetaError, match="has results of other settings"):
         other.tuning_round(entry).pending_runs()
 
 

@@ -1,1 +1,1 @@
-"""The files of a checkpoint: blocks of tables, dense tensors, and their checksums."""
+"""Files of a checkpoint: blocks of tables, dense tensors, and their checksums."""

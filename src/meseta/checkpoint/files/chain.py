@@ -1,12 +1,4 @@
-"""A block of a table, put together from the files that hold its rows.
-
-    block-00003.arrow of step 500     all rows of the block
-    rows-00003.arrow of step 600      those that have changed by then
-    rows-00003.arrow of step 700      ...; of a row that several files hold, the newest is the row
-
-The first file of a block holds all its rows; where they are quantised, its name begins with rows- too. A checkpoint
-that is whole and exact has one file per block.
-"""
+"""Blocks of a table, merged from the chain of files that hold their rows."""
 
 from __future__ import annotations
 
@@ -24,12 +16,20 @@ from meseta.checkpoint.files.paths import is_block_path
 from meseta.machine.remote import Location
 from meseta.ops.memory import empty
 
+# Example of a chain:
+#
+# block-00003.arrow of step 500     all rows of the block
+# rows-00003.arrow of step 600      rows changed since then
+# rows-00003.arrow of step 700      rows changed since then; the newest version of each row is valid
+#
+# The first file of a block has all its rows. If they are quantized, its name also starts with rows-. A full checkpoint
+# without quantization has one block-... file per block.
 FileEntry = Mapping[str, Any]
-"""Of a file in a manifest."""
+"""Entry of a file in a manifest."""
 
 
 def group_files_by_block(table: Mapping[str, Any]) -> list[list[FileEntry]]:
-    """The files of each block, oldest first, of a table's entry in a manifest."""
+    """Return the files of each block, oldest first, from a table's entry in a manifest."""
     return [list(files) for _, files in groupby(table["blocks"], key=lambda entry: entry["first_row"])]
 
 
@@ -41,14 +41,14 @@ def read_chain(
     *,
     copy: bool = False,
 ) -> Values:
-    """All rows of a block, of its files from the oldest to the newest; `is_changed` [rows] becomes true where a file
-    behind the first has the row.
+    """Read all rows of a block from its files, which are ordered from oldest to newest.
 
-    They lie in memory that this thread's next call may use again, unless they are to be kept. Raises what `read_block`
-    raises.
+    Without `copy`, the next call of this thread may overwrite the result. If `is_changed` of shape [rows] is passed, it
+    is set to true for each row in a file after the first. Raises the errors of `read_block`.
     """
     block = _read_full_file(root, schema, files[0])
     num_rows = files[0]["num_rows"]
+    # Values read from a URL are read-only, but later files overwrite rows.
     if copy or (len(files) > 1 and not all(value.flags.writeable for value in block.values())):
         values = block
         block = {
@@ -67,13 +67,14 @@ def read_chain(
 
 
 def _read_full_file(root: Location, schema: BlockSchema, entry: FileEntry) -> Values:
-    """All rows of a block, of a file that holds them as they are or in codes."""
+    """Read a file with all rows of a block, exact or quantized."""
     if is_block_path(entry["path"]):
         return read_block(root, schema, entry, buffer="block")
-    return read_rows(root, schema, entry, entry["num_rows"], buffer="block")[1]  # so many ids that rise are all
+    # The ids are not needed: num_rows ascending ids below num_rows are all rows.
+    return read_rows(root, schema, entry, entry["num_rows"], buffer="block")[1]
 
 
 def allocate_transient(shape: tuple[int, ...], stored: str) -> np.ndarray:
-    """An array whose memory goes back to the system with it: a process would keep that of every block."""
+    """Allocate an array outside the caching allocator, so that its memory is returned to the OS when it is freed."""
     array: np.ndarray = empty(shape, getattr(torch, stored), keep=False).numpy()
     return array

@@ -1,8 +1,4 @@
-"""Files of many megabytes, written and read through one buffer per thread and past the page cache.
-
-Copying through the page cache costs a core several times what a direct transfer does, and on few cores that time is
-missing for the checksums. The buffers live as long as their thread: new memory costs more than what is done with it.
-"""
+"""Direct I/O for large files, with one reused buffer per thread."""
 
 from __future__ import annotations
 
@@ -21,23 +17,26 @@ from meseta.checkpoint.files.rate_limit import WriteRateLimiter
 from meseta.machine.files import open_regular
 from meseta.machine.remote import Location, RemotePath
 
+# Copying through the page cache costs a core several times the time of a direct transfer. With few cores, this time is
+# missing for checksums. Buffers live as long as their thread, because allocating memory costs more than using it.
 PAGE_BYTES = 4096
-"""Memory, positions and lengths of a direct transfer are multiples of this."""
+"""Alignment of memory, positions and lengths in direct transfers."""
 MIN_DIRECT_BYTES = 1 << 20
-"""Smaller files go through the page cache: a direct transfer waits for the disk."""
+"""Minimum size of a file for direct transfers. Smaller files use the page cache, because a direct transfer waits for
+the disk."""
 MAX_TRANSFER_BYTES = 1 << 20
-"""Transferred at a time: more would be no faster, and rows that a batch waits for would wait behind it."""
+"""Maximum size of a single transfer. Larger ones are not faster, and would delay reads of rows for training."""
 COPY_CHUNK_BYTES = 16 << 20
-"""Copied at a time from one store to another."""
+"""Number of bytes copied at a time from one store to another."""
 BufferName = Literal["file", "block"]
-"""What memory is for: the file that is written or read at the moment, or a block that files are put together in."""
+"""Use of a buffer: 'file' for a file that is read or written, and 'block' for a block that is merged from files."""
 T = TypeVar("T")
 _thread_buffers = threading.local()
 
 
 def scratch_buffer(num_bytes: int, use: BufferName = "file") -> memoryview:
-    """Writable memory of this thread, of `num_bytes` rounded up to whole pages; the next call for this use gives it
-    again."""
+    """Return writable memory of this thread, of `num_bytes` rounded up to whole pages. The next call for this use
+    returns the same memory."""
     size = -(-max(num_bytes, 1) // PAGE_BYTES) * PAGE_BYTES
     buffer: mmap.mmap | None = getattr(_thread_buffers, use, None)
     if buffer is None or len(buffer) < size:
@@ -49,10 +48,11 @@ def scratch_buffer(num_bytes: int, use: BufferName = "file") -> memoryview:
 
 
 def write_direct(path: Location, content: memoryview, num_bytes: int, rate: WriteRateLimiter | None = None) -> None:
-    """Make a file of the first `num_bytes` of `content`, which `scratch` gave; raises OSError. At a URL it must be new.
+    """Write the first `num_bytes` of `content`, a scratch buffer, to a file. At a URL it must not exist. Raises
+    OSError.
 
-    It is not synced: a sync per file waits for the journal, time and again, and `sync` of all of them waits once. What
-    a `rate` lets through is on its way to the disk when the next piece begins, so that none piles up in the page cache.
+    The file is not synced, because one sync per file would wait for the journal each time. With a `rate`, each chunk is
+    sent to the disk before the next one, so that none accumulate in the page cache.
     """
 
     if isinstance(path, RemotePath):
@@ -72,8 +72,8 @@ def write_direct(path: Location, content: memoryview, num_bytes: int, rate: Writ
                 if start + count <= done:
                     raise OSError(errno.EINVAL, "a direct transfer ended inside a page")
                 done = start + count
-            # The rest of the last page goes through the page cache. To write all of the page and cut the file to its
-            # length would read the page back, behind all that the disk is still to write.
+            # The rest of the last page uses the page cache. Writing the complete page and truncating the file would
+            # read the page back, after all pending writes of the disk.
             if direct:
                 fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~direct)
             _write_buffered(descriptor, content[:num_bytes], done, rate)
@@ -84,7 +84,7 @@ def write_direct(path: Location, content: memoryview, num_bytes: int, rate: Writ
 
 
 def write_buffered(path: Location, content: bytes | memoryview, rate: WriteRateLimiter | None = None) -> None:
-    """Make a file of any memory, through the page cache, and sync it; raises OSError. At a URL it must be new."""
+    """Write memory to a file through the page cache, and sync it. At a URL the file must not exist. Raises OSError."""
     if isinstance(path, RemotePath):
         path.create(content)
         return
@@ -97,7 +97,6 @@ def write_buffered(path: Location, content: bytes | memoryview, rate: WriteRateL
 
 
 def _write_buffered(descriptor: int, content: memoryview, done: int, rate: WriteRateLimiter | None) -> None:
-    """Write what follows the first `done` bytes."""
     while done < len(content):
         piece = content[done : done + _chunk_bytes(rate, len(content))]
         with _throttle(rate, len(piece)):
@@ -115,7 +114,8 @@ def _throttle(rate: WriteRateLimiter | None, num_bytes: int) -> AbstractContextM
 
 
 def read_direct(path: Location, num_bytes: int, use: BufferName = "file") -> memoryview:
-    """The first `num_bytes` of a file, fewer when it ends before, in this thread's `scratch`; raises OSError."""
+    """Read the first `num_bytes` of a file, or fewer if it is shorter, into this thread's scratch buffer. Raises
+    OSError."""
     if isinstance(path, RemotePath):
         return memoryview(path.read(0, num_bytes))
     content = scratch_buffer(num_bytes, use)
@@ -140,9 +140,12 @@ def read_direct(path: Location, num_bytes: int, use: BufferName = "file") -> mem
 
 
 def copy_file(source: Location, target: Location, num_bytes: int) -> None:
-    """Make a file of another one, of `num_bytes`. Raises OSError where the target cannot be written, DamagedCheckpoint
-    where the source is no regular file or has another size: of a stranger's, no more is read. Raises StorageError where
-    the source cannot be read."""
+    """Copy a file of `num_bytes`.
+
+    Raises OSError if the target cannot be written, DamagedCheckpoint if the source is not a regular file or has another
+    size, and StorageError if it cannot be read.
+    """
+    # Of an untrusted source, read no more than shows that its size is wrong.
     content = _read_checkpoint_chunks(source, num_bytes + 1)
     if isinstance(target, RemotePath):
         whole = b"".join(content)
@@ -157,7 +160,8 @@ def copy_file(source: Location, target: Location, num_bytes: int) -> None:
 
 
 def read_chunks(source: Location, start: int, stop: int) -> Iterator[bytes]:
-    """Yield bytes start..stop-1 of a file, fewer if it ends before, COPY_CHUNK_BYTES at a time. Raises OSError."""
+    """Yield bytes start..stop-1 of a file in chunks of `COPY_CHUNK_BYTES`, or fewer if it is shorter. Raises
+    OSError."""
     if isinstance(source, Path):
         with os.fdopen(open_regular(source), "rb") as file:
             file.seek(start)
@@ -172,24 +176,22 @@ def read_chunks(source: Location, start: int, stop: int) -> Iterator[bytes]:
 
 
 def _read_checkpoint_chunks(source: Location, num_bytes: int) -> Iterator[bytes]:
-    """`parts` from the beginning, with the errors of reading a checkpoint."""
     with wrap_read_errors(source):
         yield from read_chunks(source, 0, num_bytes)
 
 
 def _check_copied_bytes(source: Location, num_bytes: int, copied: int) -> None:
     if copied != num_bytes:
-        has = f"has {copied}" if copied < num_bytes else "goes on"
+        has = f"has {copied}" if copied < num_bytes else "has more"
         raise damaged_file_error(source, f"must have {num_bytes} bytes, but {has}")
 
 
 def _round_down_to_page(done: int) -> int:
-    """Where to go on after a transfer that was cut short inside a page: at its beginning."""
     return done // PAGE_BYTES * PAGE_BYTES
 
 
 def _with_direct_io(num_bytes: int, transfer: Callable[[int], T]) -> T:
-    """Call with the flag for direct transfers; without it for small files, and where the file system knows none."""
+    """Call `transfer` with the flag for direct I/O, or with 0 for small files and file systems without direct I/O."""
     if num_bytes >= MIN_DIRECT_BYTES:
         try:
             return transfer(getattr(os, "O_DIRECT", 0))

@@ -1,4 +1,4 @@
-"""What a table's blocks hold and where they begin: a function of the table alone, never of ranks or plan."""
+"""Layout of a table's blocks. It depends on the table only, never on the ranks or the plan."""
 
 from __future__ import annotations
 
@@ -20,29 +20,28 @@ StoredType = Literal[
     "float64", "float32", "float16", "bfloat16",
     "int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8",
 ]  # fmt: skip
-"""What a column's values may be."""
+"""Data types that a column of a checkpoint can have."""
 MAX_ROW_BYTES = BLOCK_BYTES
-"""A row with its id and states may have no more: a block is read whole."""
+"""Maximum size of a row with its id and states. Blocks are read as a whole, and have at least one row."""
 STORED_TYPES = get_args(StoredType)
 ID = "id"
-"""Arrow column of logical row numbers, which every block has before those of ROW, the rows of the table, and of the
-states."""
+"""Name of the Arrow column with row ids. It precedes the column `ROW` and the columns of the states."""
 
 
 @dataclass(frozen=True)
 class Column:
-    """One checksummed column of a block."""
+    """Checksummed column of a block."""
 
     name: str
-    """'row' for the embedding itself, else the name of an optimizer state."""
+    """'row' for the embeddings, or the name of an optimizer state."""
     kind: Literal["row", "element"]
-    """Whether there is one value per row [rows], or one per element [rows, D]."""
+    """'row' for one value per row, of shape [rows], and 'element' for one value per element, of shape [rows, D]."""
     dtype: str
-    """Type of the values, for example 'float32'."""
+    """Data type of the values, such as 'float32'."""
 
     @property
     def stored_dtype(self) -> str:
-        """Type of the values in files: neither numpy nor Arrow has bfloat16, whose bits are kept as uint16."""
+        """Data type in files. bfloat16 is stored as uint16 with the same bits, because numpy and Arrow lack it."""
         return "uint16" if self.dtype == "bfloat16" else self.dtype
 
 
@@ -51,76 +50,77 @@ class BlockSchema:
     """Columns of the blocks of one table."""
 
     embedding_dim: int
-    """D, the width of columns of kind 'element'."""
     columns: tuple[Column, ...]
-    """The rows first, then the optimizer states by name."""
+    """Column of the rows, followed by those of the optimizer states in the order of their names."""
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one logical row with its id and state."""
+        """Size of a row with its id and states."""
         return GLOBAL_ROW_ID_BYTES + self.value_bytes
 
     @property
     def value_bytes(self) -> int:
-        """Of one row and its state, without its id."""
+        """Size of a row with its states, without its id."""
         return sum(np.dtype(c.stored_dtype).itemsize * self.width(c) for c in self.columns)
 
     @property
     def block_rows(self) -> int:
-        """Rows of every block but the last."""
+        """Number of rows in each block. The last block may have fewer."""
         return rows_per_block(self.row_bytes, BLOCK_BYTES)
 
     @property
     def max_frame_bytes(self) -> int:
-        """The most bytes that the file of a block has beside its rows."""
-        schema_bytes: int = self.to_arrow().serialize().size  # It stands at the beginning, and in the footer again.
+        """Upper bound for the size of a block's file without its rows."""
+        schema_bytes: int = self.to_arrow().serialize().size  # The header and the footer both contain the schema.
         return 2 * schema_bytes + 4096 + 512 * (1 + len(self.columns))
 
     def width(self, column: Column) -> int:
-        """Values per row."""
+        """Return the number of values per row."""
         return self.embedding_dim if column.kind == "element" else 1
 
     def invalid_reason(self) -> str | None:
-        """Why no table has such columns; None where one may."""
+        """Return the reason why no table can have these columns, or `None`."""
         first, *states = self.columns
         if (first.name, first.kind) != (ROW, "element"):
             return f"its first column must be {ROW!r}, one value per element"
         names = [state.name for state in states]
         if names != sorted({*names} - {ID, ROW}):
-            return "the names of its states must rise, and none may be given twice or reserved"
+            return "the names of its states must be in ascending order, without duplicates and reserved names"
         if any(not name or has_control_characters(name) for name in names):
             return "a state's name is empty or has control characters"
         if unknown := [column.dtype for column in self.columns if column.dtype not in STORED_TYPES]:
-            return f"values of type {unknown[0]}, and files have {', '.join(STORED_TYPES)}"
+            return f"dtype {unknown[0]} is not supported; supported: {', '.join(STORED_TYPES)}"
         if self.row_bytes > MAX_ROW_BYTES:
-            return f"a row with its states has {self.row_bytes:,} bytes, and may have {MAX_ROW_BYTES:,}"
+            return f"a row with its states has {self.row_bytes:,} bytes, more than the limit of {MAX_ROW_BYTES:,}"
         return None
 
     def shape(self, column: Column, num_rows: int) -> tuple[int, ...]:
-        """[rows, D] or [rows]."""
+        """Return the shape of a column: [rows, D] or [rows]."""
         return (num_rows, self.embedding_dim) if column.kind == "element" else (num_rows,)
 
     def to_arrow(self) -> pa.Schema:
-        """Of a block: id int64, then fixed-size lists of D values, or plain values for what a row has one of.
+        """Return the Arrow schema of a complete block, with int64 row ids.
 
-        A field whose stored type is not the column's has that in its metadata: {'dtype': 'bfloat16'}.
+        Columns with one value per element are fixed-size lists. If the stored type of a column differs from its data
+        type, the metadata of its field has the latter, such as {'dtype': 'bfloat16'}.
         """
         return _to_arrow(self, pa.int64())
 
     def rows_to_arrow(self) -> pa.Schema:
-        """Of some rows of a block: id uint32, counted from the first row of the block, then as `to_arrow`."""
+        """Return the Arrow schema of a file with some rows of a block. The uint32 ids count from the first row of the
+        block."""
         return _to_arrow(self, pa.uint32())
 
     @staticmethod
     def from_dict(entry: Mapping[str, Any]) -> BlockSchema:
-        """Read a table's entry in a manifest; raises KeyError or TypeError when it is malformed."""
+        """Parse a table's entry in a manifest. Raises KeyError or TypeError if it is malformed."""
         columns = tuple(Column(name=c["name"], kind=c["kind"], dtype=c["dtype"]) for c in entry["columns"])
         return BlockSchema(embedding_dim=entry["embedding_dim"], columns=columns)
 
 
+# Many tables have equal schemas.
 @lru_cache(64)
 def _to_arrow(schema: BlockSchema, id_type: pa.DataType) -> pa.Schema:
-    """Made once for all tables that are alike."""
     fields = [pa.field(ID, id_type, nullable=False)]
     for column in schema.columns:
         kind = pa.from_numpy_dtype(np.dtype(column.stored_dtype))
@@ -133,15 +133,15 @@ def _to_arrow(schema: BlockSchema, id_type: pa.DataType) -> pa.Schema:
 
 @dataclass(frozen=True)
 class TableLayout:
-    """One table of a checkpoint."""
+    """Table specification with the columns of its blocks."""
 
     spec: TableSpec
     schema: BlockSchema
 
     @staticmethod
     def from_values(spec: TableSpec, values: Mapping[str, Tensor]) -> TableLayout:
-        """The layout that any shard of the table implies, of its values by name; raises MesetaError for a state that
-        cannot be stored."""
+        """Return the layout for a table with these values of a shard by name. Raises MesetaError if a state cannot be
+        stored."""
         columns = [Column(name=ROW, kind="element", dtype=spec.dtype)]
         held = _dtype(values[ROW])
         if held != spec.dtype:
@@ -158,12 +158,12 @@ class TableLayout:
         return TableLayout(spec=spec, schema=schema)
 
     def block_ranges(self) -> list[tuple[int, int]]:
-        """First row and the row after the last of every block."""
+        """Return the row ranges (first, stop) of all blocks."""
         step, total = self.schema.block_rows, self.spec.num_embeddings
         return [(first, min(first + step, total)) for first in range(0, total, step)]
 
     def to_dict(self) -> dict[str, Any]:
-        """The table's entry in a manifest, without its blocks."""
+        """Return the table's entry in a manifest, without its blocks."""
         return {
             "num_embeddings": self.spec.num_embeddings,
             "embedding_dim": self.spec.embedding_dim,
@@ -175,15 +175,16 @@ class TableLayout:
 
 
 def widen_bfloat16(stored: np.ndarray) -> np.ndarray:
-    """float32 of a bfloat16's stored bits, which are its upper half."""
+    """Convert stored bfloat16 values to float32. Their bits are the upper half of those of the float32."""
     return (stored.astype(np.uint32) << 16).view(np.float32)
 
 
 def narrow_to_bfloat16(values: np.ndarray) -> np.ndarray:
-    """Undo `widen_bfloat16`. Raises ValueError for a float32 that is no bfloat16."""
+    """Convert float32 values to stored bfloat16 values. Raises ValueError if a value is not representable as
+    bfloat16."""
     bits = np.ascontiguousarray(values).view(np.uint32)
     if (bits & 0xFFFF).any():
-        raise ValueError("some values are no bfloat16")
+        raise ValueError("some values are not representable as bfloat16")
     return (bits >> 16).astype(np.uint16)
 
 

@@ -1,9 +1,4 @@
-"""Where the files of a checkpoint lie: inside it, or inside an older one beside it.
-
-step-000000600/manifest.json
-               tables/user_id/rows-00003.arrow          its own: tables/user_id/rows-00003.arrow
-step-000000500/tables/user_id/block-00003.arrow         ../step-000000500/tables/user_id/block-00003.arrow
-"""
+"""Paths of files inside a checkpoint and of files in older checkpoints."""
 
 from __future__ import annotations
 
@@ -13,49 +8,54 @@ from typing import Any
 
 from meseta.machine.files import legacy_file_name, to_file_name
 
+# file                                                path in the manifest of step 600
+# -------------------------------------------------   ----------------------------------------------------
+# step-000000600/tables/user_id/rows-00003.arrow      tables/user_id/rows-00003.arrow
+# step-000000500/tables/user_id/block-00003.arrow     ../step-000000500/tables/user_id/block-00003.arrow
 CHECKPOINT_NAME_PATTERN = re.compile(r"(?P<old>\.old-)?step-(?P<step>[0-9]{9}|[1-9][0-9]{9,15})")
-"""Of the folder of a checkpoint: one name for each step, of digits that are ASCII; with '.old-' while a new one of its
-step takes its place."""
+"""Folder name of a checkpoint. Each step has exactly one name. While a new checkpoint of its step replaces it, a former
+one has the prefix '.old-'."""
 
 
 def table_folder(table: str) -> str:
-    """Of a table's blocks, inside the checkpoint, for example 'tables/user_id'."""
+    """Return the folder of a table's blocks inside the checkpoint, such as 'tables/user_id'."""
     return f"tables/{to_file_name(table)}"
 
 
 def possible_block_paths(table: str, number: int) -> tuple[str, str]:
-    """Where a table's block may be: as blocks are named now, and as they were."""
+    """Return the paths at which a table's block may be: its current name, and the name in earlier versions."""
     now = block_path(table, number)
     return now, f"tables/{legacy_file_name(table)}/{now.rpartition('/')[2]}"
 
 
 def block_path(table: str, number: int) -> str:
-    """Of a table's block, inside the checkpoint, for example 'tables/user_id/block-00003.arrow'."""
+    """Return the path of a complete block inside the checkpoint, such as 'tables/user_id/block-00003.arrow'."""
     return f"{table_folder(table)}/block-{number:05d}.arrow"
 
 
 def rows_path(table: str, number: int) -> str:
-    """Of some rows of a table's block, inside the checkpoint, for example 'tables/user_id/rows-00003.arrow'."""
+    """Return the path of a file with some or quantized rows of a block, such as 'tables/user_id/rows-00003.arrow'."""
     return f"{table_folder(table)}/rows-{number:05d}.arrow"
 
 
 def relative_to_sibling(entry: Mapping[str, Any], step: int) -> dict[str, Any]:
-    """The entry of a file as another checkpoint has it, which lies beside that of `step`."""
+    """Return a copy of a file entry from the checkpoint of `step`, with the path that other checkpoints use for the
+    file."""
     return {**entry, "path": sibling_path(entry_step(entry, step), split_path(entry["path"])[1])}
 
 
 def is_block_path(path: str) -> bool:
-    """Whether a file holds all rows of a block as they are."""
+    """Whether the file holds all rows of a block exactly."""
     return path.rpartition("/")[2].startswith("block-")
 
 
 def sibling_path(step: int, path: str) -> str:
-    """Of a file of another checkpoint that lies beside, for example '../step-000000500/tables/...'."""
+    """Return the path of a file in another checkpoint's folder, such as '../step-000000500/tables/...'."""
     return f"../step-{step:09d}/{path}"
 
 
 def split_path(path: str) -> tuple[str | None, str]:
-    """The folder beside a checkpoint that the path of a file leads to, None for its own, and the path inside."""
+    """Return (name of the other checkpoint's folder, or `None` for the checkpoint itself; path inside that folder)."""
     if not path.startswith("../"):
         return None, path
     folder, _, inner = path[3:].partition("/")
@@ -63,12 +63,14 @@ def split_path(path: str) -> tuple[str | None, str]:
 
 
 def parse_folder_step(folder: str) -> int | None:
-    """Of the checkpoint in a folder of this name; None where none that stays is called so."""
+    """Return the step of the checkpoint in a folder of this name, or `None` if the name is not that of a current
+    checkpoint."""
     name = CHECKPOINT_NAME_PATTERN.fullmatch(folder)
     return None if name is None or name["old"] else int(name["step"])
 
 
 def entry_step(entry: Mapping[str, Any], step: int) -> int:
-    """Of the checkpoint that has written a file, in the manifest of one of `step`."""
+    """Return the step of the checkpoint that contains a file. The entry is from the manifest of a checkpoint of
+    `step`."""
     folder, _ = split_path(entry["path"])
     return step if folder is None else int(folder.removeprefix("step-"))

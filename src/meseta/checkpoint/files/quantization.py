@@ -1,9 +1,6 @@
-"""Values of a table in fewer bits, as a quantised file stores them.
+"""Quantization of rows and optimizer states in files of a checkpoint.
 
-Rows have the codes of meseta.ops.quantize, each row on its own adaptive scale (Check-N-Run, NSDI 2022, section 5).
-States with one number per row stay as they are. A state with one number per element is kept in bf16, whatever the rows
-are in: a row's second moments lie decades apart, and codes on one scale for all of them would make zeros of the small
-ones, by whose roots steps are divided.
+Rows are quantized as in Check-N-Run (NSDI 2022, section 5), with an adaptive scale per row.
 """
 
 from __future__ import annotations
@@ -31,40 +28,47 @@ _ROW_FORMATS: Mapping[RowBits, tuple[RowFormat, ...]] = {
     3: ("int3", "int8"),
     2: ("int2", "int8"),
 }
-"""Of rows: the first one that takes all values of a file."""
+"""Formats of rows by bits per value. The first format that can represent all values of a file is used."""
+# States with one value per element are stored as bf16. The second moments of a row differ by orders of magnitude. With
+# one scale for the row, small ones would become 0, and steps are divided by their roots. States with one value per row
+# stay exact.
 _STATE_FORMAT: RowFormat = "bf16"
 _CHUNK_VALUES = 1 << 18
-"""Values that are restored and compared at a time."""
+"""Number of values that are dequantized and compared at a time."""
 
 
 ColumnFormats = Mapping[str, RowFormat]
-"""By column; those that are not there are exact."""
+"""Formats of quantized columns by name. Columns that are not listed are exact."""
 
 
 class StoredRows(NamedTuple):
-    """Some rows as a file stores them."""
+    """Rows in the encoding of a file."""
 
     values: dict[str, np.ndarray]
-    """By column, as `StoredColumn` has them."""
+    """Encoded values by column, see `StoredColumn.values`."""
     formats: dict[str, RowFormat]
+    """Formats of the quantized columns, by name."""
     errors: dict[str, float]
-    """Of each column in codes."""
+    """Largest quantization error of each quantized column."""
 
 
 class StoredColumn(NamedTuple):
-    """The values of one column in a quantised file."""
+    """Column in the encoding of a quantized file."""
 
     values: np.ndarray
-    """uint8 [n, bytes of a row], or, without codes, the values themselves."""
+    """uint8 array of shape [n, bytes per row] if quantized, otherwise the exact values."""
     row_format: RowFormat | None
-    """What the bytes are; None: the values are exact."""
+    """Format of the bytes. `None` if the values are exact."""
     error: float
-    """The largest |value - restored value|, at least."""
+    """Upper bound of |value - dequantized value| over the column."""
 
 
 def candidate_formats(schema: BlockSchema, column: Column, bits: RowBits) -> tuple[RowFormat, ...]:
-    """What a column may be stored in, the best first; each takes fewer bytes than the values do, so there may be
-    none."""
+    """Return the formats in which a column may be stored, in order of preference. All take fewer bytes than exact
+    values.
+
+    The result is empty if the column is always exact.
+    """
     if column.kind == "row" or column.dtype not in ("float32", "float16", "bfloat16"):
         return ()
     formats = _ROW_FORMATS[bits] if column.name == ROW else (_STATE_FORMAT,)
@@ -73,7 +77,8 @@ def candidate_formats(schema: BlockSchema, column: Column, bits: RowBits) -> tup
 
 
 def estimate_row_bytes(schema: BlockSchema, bits: RowBits | None) -> int:
-    """Bytes of a row with its id and states in a file of so many bits; None: in a block."""
+    """Estimate the size of a row with its id and states at `bits` bits per value. `None` means exact rows in a
+    block."""
     if bits is None:
         return schema.row_bytes
     forms = {column.name: candidate_formats(schema, column, bits) for column in schema.columns}
@@ -81,7 +86,7 @@ def estimate_row_bytes(schema: BlockSchema, bits: RowBits | None) -> int:
 
 
 def quantized_row_bytes(schema: BlockSchema, codes: ColumnFormats) -> int:
-    """Bytes of a row with its id and states in a file of such codes."""
+    """Return the size of a row with its id and states in a file with these formats."""
     return LOCAL_ROW_ID_BYTES + sum(
         row_bytes(codes[column.name], schema.embedding_dim)
         if column.name in codes
@@ -91,8 +96,11 @@ def quantized_row_bytes(schema: BlockSchema, codes: ColumnFormats) -> int:
 
 
 def quantized_schema(schema: BlockSchema, codes: ColumnFormats) -> pa.Schema:
-    """As `BlockSchema.rows_to_arrow`; a column in codes is a list of the bytes of a row, and its field's metadata say
-    what it means: {'dtype': 'float32', 'codes': 'int4'}."""
+    """Return the Arrow schema of a file with some rows of a block and these formats.
+
+    A quantized column is a list of the bytes of each row. The metadata of its field have data type and format, such as
+    {'dtype': 'float32', 'codes': 'int4'}.
+    """
     fields = schema.rows_to_arrow()
     for place, column in enumerate(schema.columns, start=1):
         if form := codes.get(column.name):
@@ -106,25 +114,24 @@ def quantized_schema(schema: BlockSchema, codes: ColumnFormats) -> pa.Schema:
 
 
 def invalid_formats_reason(schema: BlockSchema, entry: Mapping[str, Any]) -> str | None:
-    """In what a file's entry in a manifest has other codes than a column may have, or states no error of them; None
-    where nothing is wrong, as where there are none."""
+    """Return the reason why the formats and errors in a file's manifest entry are invalid, or `None`."""
     codes, errors = entry.get("codes"), entry.get("error")
     if codes is None and errors is None:
         return None
     if not codes or codes.keys() != (errors or {}).keys():
-        return "its codes and their errors must be of the same columns, at least of one"
-    known = {
+        return "its codes and their errors must have the same columns, and at least one"
+    allowed = {
         column.name: {form for bits in ROW_BIT_WIDTHS for form in candidate_formats(schema, column, bits)}
         for column in schema.columns
     }
     for name, form in codes.items():
-        if form not in known.get(name, ()):
-            return f"its column {format_value(name)} cannot be in {form}"
+        if form not in allowed.get(name, ()):
+            return f"its column {format_value(name)} cannot be encoded as {form}"
     return None
 
 
 def encode_rows(schema: BlockSchema, values: Mapping[str, np.ndarray], bits: RowBits | None) -> StoredRows:
-    """All columns of some rows; of `bits` None exact."""
+    """Encode all columns of some rows. If `bits` is `None`, the values stay exact."""
     if bits is None:
         return StoredRows(dict(values), {}, {})
     stored = {column.name: encode_column(schema, column, values[column.name], bits) for column in schema.columns}
@@ -137,7 +144,7 @@ def encode_rows(schema: BlockSchema, values: Mapping[str, np.ndarray], bits: Row
 
 
 def decode_rows(schema: BlockSchema, stored: Mapping[str, np.ndarray], codes: ColumnFormats) -> dict[str, np.ndarray]:
-    """The way back, with the exact types of all columns."""
+    """Decode rows of a file to the exact types of all columns."""
     return {
         column.name: decode_column(schema, column, stored[column.name], codes[column.name])
         if column.name in codes
@@ -147,12 +154,15 @@ def decode_rows(schema: BlockSchema, stored: Mapping[str, np.ndarray], codes: Co
 
 
 def encode_column(schema: BlockSchema, column: Column, values: np.ndarray, bits: RowBits) -> StoredColumn:
-    """The values of a column, [n, D] or [n], in about `bits` bits each. Where a value is beyond what codes of this
-    width take, the column has int8, and where that cannot hold it either (a NaN, an infinity), it is exact."""
+    """Encode a column of shape [n, D] or [n] with `bits` bits per value.
+
+    If a value is outside the range of the format, the column is stored as int8. If int8 cannot represent a value, such
+    as a NaN, the column stays exact.
+    """
     for form in candidate_formats(schema, column, bits):
         try:
             codes, error = _quantize(column, np.ascontiguousarray(values), form)
-        except MesetaError:  # a value that this format does not take
+        except MesetaError:  # A value is outside the range of this format.
             continue
         if np.isfinite(error):
             return StoredColumn(codes, form, error)
@@ -160,13 +170,13 @@ def encode_column(schema: BlockSchema, column: Column, values: np.ndarray, bits:
 
 
 def decode_column(schema: BlockSchema, column: Column, stored: np.ndarray, codes: RowFormat) -> np.ndarray:
-    """Values [n, D] of the column's type, bfloat16 as uint16, of codes [n, bytes of a row]."""
+    """Dequantize a column of shape [n, bytes per row] to [n, D] in the column's stored type."""
     rows = dequantize_rows(torch.from_numpy(_ensure_writable(stored)), codes, schema.embedding_dim)
     return as_stored(rows.to(getattr(torch, column.dtype))).numpy()
 
 
 def _quantize(column: Column, values: np.ndarray, form: RowFormat) -> tuple[np.ndarray, float]:
-    """Codes of all rows, and the largest error; raises MesetaError for values that the format does not take."""
+    """Return (quantized rows, largest error). Raises MesetaError if a value is outside the range of the format."""
     num_rows, dim = values.shape
     dtype: torch.dtype = getattr(torch, column.dtype)
     codes, errors = np.empty((num_rows, row_bytes(form, dim)), np.uint8), []
@@ -176,8 +186,8 @@ def _quantize(column: Column, values: np.ndarray, form: RowFormat) -> tuple[np.n
         codes[part] = quantised.numpy()
         restored = dequantize_rows(quantised, form, dim).to(dtype)
         errors.append((rows.double() - restored.double()).abs().amax().item())
-    error = float(np.max(errors, initial=0.0))  # a NaN where there is one
-    # Differences of numbers that are many powers of two apart are rounded, to the nearest: the next one is no less.
+    error = float(np.max(errors, initial=0.0))  # NaN if any error is NaN.
+    # The difference of two numbers of very different magnitude is rounded to nearest. The next float is a bound.
     return codes, float(np.nextafter(error, np.inf)) if error else 0.0
 
 
@@ -187,5 +197,5 @@ def _chunks(num_rows: int, dim: int) -> Iterator[slice]:
 
 
 def _ensure_writable(array: np.ndarray) -> np.ndarray:
-    """The same values where torch takes them: it warns of arrays that may not be written to."""
+    # torch warns about arrays that are not writable.
     return array if array.flags.writeable else array.copy()

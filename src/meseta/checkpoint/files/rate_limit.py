@@ -1,4 +1,4 @@
-"""How fast a save writes: so many bytes in any second, whichever second that is, over all ranks of a run."""
+"""Limit of the write rate of saves, over all ranks of a run."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from contextlib import contextmanager
 
 from meseta.errors import MesetaError
 
+# A rank writes one chunk at a time, and starts the next one after the time that the last one takes at 0.95 of the
+# rank's share. In any second, all chunks except the first and the last therefore have at most 0.95 of the share, even
+# if a write is late. If the shares change within the second, the total is at most 0.95 + 4/128 of the limit.
 CHUNKS_PER_S = 128
-"""A rank writes no more at once than its share of a second holds of these."""
+"""Number of chunks into which a rank divides its share of a second."""
 TARGET_SHARE = 0.95
-"""Of the limit, by the pieces' distances; the rest is for the first and the last piece of a second."""
+"""Share of the limit that the distances of chunks allow. The rest is for the first and last chunk of a second."""
 MIN_BYTES_PER_S = 1_000_000
-"""Of each rank: pieces are whole pages then, and a block is written in half a minute."""
+"""Minimum share of each rank in bytes per second. At this rate, chunks are whole pages, and a block takes half a
+minute."""
 
 
 class WriteRateLimiter:
-    """Holds what the threads of one rank write apart, so that all ranks write at most `max_bytes_per_s` in any second.
+    """Limiter of the writes of one rank, so that all ranks write at most `max_bytes_per_s` in any second.
 
-    A rank writes one piece at a time, of at most 1/128 of what it may write in a second, and begins the next when its
-    predecessor has had the time that it takes at 0.95 of the rank's share. Of the pieces that a second meets, all but
-    the first and the last therefore hold at most 0.95 of the share, however late a write is; and where ranks were given
-    other shares within that second, 0.95 + 4/128 of the limit is the most.
+    Thread-safe.
     """
 
     def __init__(
@@ -34,14 +35,15 @@ class WriteRateLimiter:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
-        """
-        Args:
-            max_bytes_per_s: of all ranks together.
-            is_disabled: asked at each piece; from then on writes are as fast as they go.
-            clock: seconds.
-            sleep: waits so many.
+        """Create a limiter for a single writing rank.
 
-        Raises MesetaError for less than MIN_BYTES_PER_S.
+        Args:
+            max_bytes_per_s: Limit for all ranks together.
+            is_disabled: Called before each chunk. Once it returns true, writes are not limited anymore.
+            clock: Function that returns the time in seconds.
+            sleep: Function that sleeps for a number of seconds.
+
+        Raises MesetaError if the limit is below `MIN_BYTES_PER_S`.
         """
         self._max_bytes_per_s = max_bytes_per_s
         self.set_num_writers(1)
@@ -50,22 +52,25 @@ class WriteRateLimiter:
         self._lock = threading.Lock()
 
     def set_num_writers(self, num_writers: int) -> None:
-        """Let this rank be one of so many that write, with equal shares. Raises MesetaError for less than
-        MIN_BYTES_PER_S."""
+        """Set the number of ranks that write, which have equal shares of the limit.
+
+        Raises MesetaError if a share is below `MIN_BYTES_PER_S`.
+        """
         self._rank_bytes_per_s = self._max_bytes_per_s / num_writers
         if not self._rank_bytes_per_s >= MIN_BYTES_PER_S:
             raise MesetaError(
-                f"checkpoint: {self._max_bytes_per_s:,.0f} bytes a second for {num_writers} ranks that write; let each "
-                f"have at least {MIN_BYTES_PER_S:,}"
+                f"checkpoint: a limit of {self._max_bytes_per_s:,.0f} bytes per second is too low for {num_writers} "
+                f"writing ranks; allow at least {MIN_BYTES_PER_S:,} for each"
             )
 
     def chunk_bytes(self, most: int) -> int:
-        """How much may be written at once, of `most` bytes."""
+        """Return the number of bytes to write at a time, at most `most`."""
         return most if self._is_disabled() else min(most, int(self._rank_bytes_per_s / CHUNKS_PER_S))
 
     @contextmanager
     def throttle(self, num_bytes: int) -> Iterator[None]:
-        """The time in which a piece of at most `chunk_bytes` is written."""
+        """Context manager in which a chunk of at most `chunk_bytes` is written. Waits first until the chunk may
+        start."""
         if self._is_disabled():
             yield
             return

@@ -1,4 +1,4 @@
-"""Named tensors of a checkpoint: a safetensors file for the dense part, and one for answers that it carries."""
+"""Files with named tensors in safetensors format: the dense part, and prefetched embeddings."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DENSE_PATH: DenseFileName = "dense.safetensors"
 PrefetchedFileName = Literal["carried.safetensors"]
 PREFETCHED_PATH: PrefetchedFileName = "carried.safetensors"
 _MAX_HEADER_BYTES = 16 << 20
-"""The most for names, types and shapes: the library takes memory many times their text."""
+"""Maximum size of the header with names, types and shapes. Parsing it takes a multiple of its size in memory."""
 
 
 def write_tensors(
@@ -39,31 +39,32 @@ def write_tensors(
     tensors: Mapping[str, Tensor],
     rate: WriteRateLimiter | None = None,
 ) -> dict[str, Any]:
-    """Write and fsync the file of this name; returns its entry in the manifest. Raises MesetaError, for example on a
-    full disk."""
-    # The format refuses tensors that share memory; a clone of each has its own.
-    own = {key: tensor.detach().cpu().contiguous().clone() for key, tensor in tensors.items()}
+    """Write and sync a file of tensors, and return its entry in the manifest. Raises MesetaError if writing fails."""
+    # The format rejects tensors that share memory, so clone all.
+    clones = {key: tensor.detach().cpu().contiguous().clone() for key, tensor in tensors.items()}
     path = root / name
     if isinstance(path, RemotePath):
-        content = save(own)
+        content = save(clones)
         with wrap_write_errors(path):
             path.create(content)
-        return {"path": name, "num_bytes": len(content), "checksum": digest.hash_tensors(own)}
+        return {"path": name, "num_bytes": len(content), "checksum": digest.hash_tensors(clones)}
     try:
         if rate is None:
-            save_file(own, path)
+            save_file(clones, path)
             sync(path)
-        else:  # the library writes files in one go, and their content takes memory
-            write_buffered(path, save(own), rate)
+        else:  # The library cannot limit the rate. Serializing first takes more memory.
+            write_buffered(path, save(clones), rate)
         num_bytes = path.stat().st_size
     except (SafetensorError, OSError) as error:
         raise MesetaError(f"checkpoint file {str(path)!r} cannot be written ({error}); make room there") from None
-    return {"path": name, "num_bytes": num_bytes, "checksum": digest.hash_tensors(own)}
+    return {"path": name, "num_bytes": num_bytes, "checksum": digest.hash_tensors(clones)}
 
 
 def read_tensors(root: Location, entry: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Tensors by name, on the CPU. Raises DamagedCheckpoint if the file is missing, truncated or has other content, and
-    StorageError if it cannot be read."""
+    """Read the tensors of a file by name, on the CPU.
+
+    Raises DamagedCheckpoint if the file is missing, truncated or changed, and StorageError if it cannot be read.
+    """
     path = locate_file(root, entry)
     try:
         tensors = _parse_tensors(read_with_retry(root, path, lambda: _read_content(path, entry["num_bytes"])))
@@ -78,15 +79,15 @@ def read_tensors(root: Location, entry: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a local file, on the CPU. Raises what safetensors raises, and ValueError as `check_header`
-    does."""
+    """Load the tensors of a local file, on the CPU. Raises ValueError as `check_header` does, and errors of
+    safetensors."""
     check_header(path)
     tensors: dict[str, Tensor] = load_file(path)
     return tensors
 
 
 def check_header(path: Path) -> None:
-    """Raise ValueError for a file whose header is too long to be read."""
+    """Raise ValueError if the header of a file is too long."""
     with path.open("rb") as file:
         _check_header_bytes(file.read(8))
 
@@ -94,15 +95,15 @@ def check_header(path: Path) -> None:
 def _check_header_bytes(begin: bytes) -> None:
     header_bytes = int.from_bytes(begin, "little")
     if header_bytes > _MAX_HEADER_BYTES:
-        raise ValueError(f"its header has {header_bytes:,} bytes, over {_MAX_HEADER_BYTES:,}")
+        raise ValueError(f"its header has {header_bytes:,} bytes, more than the limit of {_MAX_HEADER_BYTES:,}")
 
 
 def _read_content(path: Location, num_bytes: int) -> bytes:
-    # Not mapped: a page that cannot be read would end the process.
+    # With a memory map, an unreadable page would kill the process.
     return read_bounded(path, num_bytes) if isinstance(path, Path) else path.read(0, num_bytes)
 
 
 def _parse_tensors(content: bytes) -> dict[str, Tensor]:
     _check_header_bytes(content[:8])
-    # `load` gives them in an order that differs from process to process, and ranks exchange them one by one.
+    # `load` returns tensors in an order that differs between processes, but ranks exchange them one by one.
     return dict(sorted(load(content).items()))

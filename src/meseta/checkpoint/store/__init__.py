@@ -1,1 +1,1 @@
-"""Where checkpoints lie: directories of this machine, and copies at a URL."""
+"""Stores of checkpoints: local folders and URLs, and mirrors that copy one store to another."""

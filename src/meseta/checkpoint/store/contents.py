@@ -1,4 +1,4 @@
-"""Files of a store, and the manifests that name them. A manifest is read again only if it has changed."""
+"""Cached view of the files in a store and of the manifests that name them."""
 
 from __future__ import annotations
 
@@ -20,27 +20,28 @@ from meseta.machine.files import is_link
 from meseta.machine.remote import Location
 
 FileKey = tuple[int, str]
-"""Bytes and checksum of a file, as a manifest states them."""
+"""Size in bytes and checksum of a file, as stated in a manifest."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointFiles:
-    """The part of a manifest that identifies a checkpoint and its files."""
+    """Part of a manifest that identifies a checkpoint and its files."""
 
     name: str
-    """For example 'step-000000500'."""
+    """Folder name of the checkpoint, such as 'step-000000500'."""
     step: int
     run_id: str | None
-    """`None` if the version that wrote the checkpoint had no run ids."""
+    """Id of the run that saved the checkpoint. `None` if an early version without run ids wrote it."""
     content_digest: str
-    """Checksum or chain of the model."""
+    """Checksum of the model, or the digest of its chain for a delta."""
     manifest_checksum: str
     files: Mapping[str, FileKey]
-    """By path below the store, such as 'step-000000500/dense.safetensors'. Includes files of older checkpoints."""
+    """Files by path below the store, such as 'step-000000500/dense.safetensors', including files of older
+    checkpoints."""
 
     @staticmethod
     def from_manifest(name: str, manifest: Mapping[str, Any]) -> CheckpointFiles:
-        """Extract it from a checked manifest."""
+        """Create it from a checked manifest."""
         return CheckpointFiles(
             name=name,
             step=manifest["step"],
@@ -51,8 +52,11 @@ class CheckpointFiles:
         )
 
     def conflicts_with(self, other: CheckpointFiles) -> bool:
-        """Whether the files of both cannot be in one store: a path differs in content, or is missing in a folder that
-        `other` writes whole."""
+        """Whether both checkpoints cannot be in one store.
+
+        They conflict if a common file differs in content, or if this one needs a file in the folder of `other` that
+        `other` does not write.
+        """
         if self.name == other.name:
             return False
         for path, key in self.files.items():
@@ -63,21 +67,23 @@ class CheckpointFiles:
 
 
 class StoreContents:
-    """Contents of one store at the last `refresh`."""
+    """Contents of a store at the last `refresh`."""
 
     def __init__(self, store: CheckpointStore) -> None:
         self.store = store
         self.checkpoints: dict[str, CheckpointFiles] = {}
-        """Those with an intact manifest, by name, oldest first."""
+        """Checkpoints with an intact manifest by name, oldest first."""
         self.damaged: dict[str, DamagedCheckpoint] = {}
-        """Those whose manifest is missing or damaged."""
+        """Errors of the checkpoints whose manifest is missing or damaged, by name."""
         self._stamps: dict[str, str] = {}
-        """Stamp of the manifest that `checkpoints` holds, by name."""
+        """Stamps of the manifests of `checkpoints`, by name."""
         self._listings: dict[str, Mapping[str, tuple[int, str]]] = {}
 
     def refresh(self) -> None:
-        """List the store again, and read the manifests that have changed. Raises MesetaError for a manifest of another
-        version, about whose files nothing is known."""
+        """List the store again, and read the manifests that have changed.
+
+        Raises MesetaError if a manifest is of another version, because its files are unknown.
+        """
         former, self.checkpoints, self.damaged, self._listings = self.checkpoints, {}, {}, {}
         for path in checkpoints_without_links(self.store):
             stamp = self._stamp(path.name)
@@ -91,30 +97,30 @@ class StoreContents:
                 self.damaged[path.name] = problem
 
     def invalidate(self, names: Iterable[str]) -> None:
-        """Drop checkpoints that are gone, and list files again when they are asked for."""
+        """Remove checkpoints that were deleted, and list files again when needed."""
         self._listings = {}
         for name in names:
             self.checkpoints.pop(name, None)
             self.damaged.pop(name, None)
 
     def add(self, checkpoint: CheckpointFiles) -> None:
-        """Register a checkpoint that this process has written."""
+        """Add a checkpoint that this process has written."""
         self.invalidate([checkpoint.name])
         # If listing its files fails, the next refresh reads the manifest.
         self._stamps[checkpoint.name] = self._stamp(checkpoint.name)
         self.checkpoints[checkpoint.name] = checkpoint
 
     def has_file(self, path: str, key: FileKey) -> bool:
-        """Whether a file has this size, and an intact manifest gives it this checksum."""
+        """Whether a file has this size, and an intact manifest states this checksum for it."""
         return self.num_bytes(path) == key[0] and any(c.files.get(path) == key for c in self.checkpoints.values())
 
     def num_bytes(self, path: str) -> int | None:
-        """Size of a file, or `None` if it is missing."""
+        """Return the size of a file, or `None` if it is missing."""
         folder, _, inner = path.partition("/")
         return self._list_folder(folder).get(inner, (None, ""))[0]
 
     def incomplete_files(self, checkpoint: CheckpointFiles) -> list[str]:
-        """Paths of its files that are missing or have another size."""
+        """Return the paths of the checkpoint's files that are missing or have another size."""
         return [path for path, key in checkpoint.files.items() if self.num_bytes(path) != key[0]]
 
     def _stamp(self, name: str) -> str:
@@ -127,26 +133,28 @@ class StoreContents:
 
 
 def checkpoints_without_links(store: CheckpointStore) -> Iterator[Location]:
-    """Names that may be checkpoints, oldest first, without links to other places."""
+    """Yield the locations that may be checkpoints, oldest first, without links."""
     for path in store.list_candidates():
         if path.name.startswith("step-") and not (isinstance(path, Path) and is_link(path)):
             yield path
 
 
 def path_in_store(name: str, entry: Mapping[str, Any]) -> str:
-    """Path below the store of a file that the manifest of checkpoint `name` names."""
+    """Return the path below the store of a file that the manifest of checkpoint `name` names."""
     folder, inner = split_path(entry["path"])
     return f"{folder or name}/{inner}"
 
 
 def file_key(entry: Mapping[str, Any]) -> FileKey:
-    """Bytes and checksum of a file in a manifest."""
+    """Return (bytes, checksum) of a manifest entry."""
     return entry["num_bytes"], entry["checksum"]
 
 
 def check_content(root: Location, manifest: Mapping[str, Any], files: Collection[str]) -> None:
-    """Read some files of a checkpoint, by path below its store. Raises DamagedCheckpoint for one whose content does not
-    have the checksum in the manifest."""
+    """Read and verify files of a checkpoint. `files` has their paths below the store.
+
+    Raises DamagedCheckpoint if a file does not have the checksum in the manifest.
+    """
     for key in ("dense", PREFETCHED):
         if key in manifest and path_in_store(root.name, manifest[key]) in files:
             read_tensors(root, manifest[key])

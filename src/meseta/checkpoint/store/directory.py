@@ -1,16 +1,4 @@
-"""A directory of checkpoints on this machine: each appears by one rename.
-
-Three kinds of names lie in it:
-
-    step-000000500          a checkpoint; only a rename makes one, so it is always whole. Or files of one that was
-                            pruned, which newer ones need: then it has pruned.json instead of manifest.json
-    .tmp-...                work in progress, or being deleted; never read, removed by the next save
-    .old-step-000000500     the former checkpoint of a step, while a new one of the same step takes its place
-
-One with quarantined.txt in it is none any more either (names.QUARANTINE_MARKER), and is left as it is.
-
-Whatever else lies there is somebody else's and stays as it is.
-"""
+"""Store of checkpoints in a folder. Each checkpoint appears by a rename."""
 
 from __future__ import annotations
 
@@ -45,42 +33,52 @@ from meseta.machine.files import (
 from meseta.machine.locks import try_lock
 from meseta.spec import MesetaError
 
+# Entries of the folder:
+#
+# step-000000500          checkpoint, complete because only a rename creates it. If it contains pruned.json instead of
+#                         manifest.json, it was pruned, and newer checkpoints need its files. If it contains
+#                         QUARANTINE_MARKER, it is quarantined and not changed.
+# .tmp-...                checkpoint that is being written or deleted. It is never read, and the next save removes it.
+# .old-step-000000500     former checkpoint of a step, while a new checkpoint of the step replaces it
+#
+# All other entries belong to the user, and are not changed.
 _TEMPORARY_PREFIX, _OLD_PREFIX = ".tmp-", ".old-"
 PRUNED_MARKER = "pruned.json"
-"""The manifest of a checkpoint that is none any more, whose files newer ones need."""
+"""Manifest of a pruned checkpoint, whose remaining files newer checkpoints need."""
 _UNFINISHED_PATTERN = re.compile(rf"\.tmp-(deleted-)?{CHECKPOINT_NAME_PATTERN.pattern}")
 
 
 class DirectoryStore:
-    """Checkpoints in a directory. Its methods raise OSError where the system refuses, and StorageError where it cannot
-    tell what is there."""
+    """Store of checkpoints in a folder. Methods raise OSError if a system call fails, and StorageError if reads
+    fail."""
 
     writes_locally = False
 
     def __init__(self, parent: Path) -> None:
         self.parent = parent
         self._known_names: set[str] | None = None
-        """Names of checkpoints that this store found when it was opened or has written; `None` if it was not opened."""
+        """Names of checkpoints that existed at `open` or that this store wrote. `None` before `open`."""
 
     def open(self) -> None:
-        """Register the checkpoints that are there now. From then on a new one of another process is an error."""
         self._known_names = {path.name for path in (*self.list_candidates(), *self.quarantined())}
 
     def staging_path(self, step: int) -> Path:
-        """Where a checkpoint grows before its commit."""
         return self.parent / f"{_TEMPORARY_PREFIX}{checkpoint_name(step)}"
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """Keep other processes from writing a checkpoint here, but where the file system has no locks. Raises
-        MesetaError where one does so now, or has saved here since `open`."""
+        """Context manager that keeps other processes from writing a checkpoint, unless the file system does not support
+        locks.
+
+        Raises MesetaError if another process is writing a checkpoint, or has saved one since `open`.
+        """
         self._make_folder()
         descriptor = os.open(self.parent, os.O_RDONLY)
         try:
             if not try_lock(descriptor):
                 raise MesetaError(
-                    f"checkpoint {str(self.parent)!r}: another process writes a checkpoint there now; one run at a "
-                    "time may, so stop it, or choose another directory"
+                    f"checkpoint folder {str(self.parent)!r}: another process is writing a checkpoint to it; stop that "
+                    "run, or choose another folder"
                 )
             check_no_concurrent_saves(
                 self.list_candidates() if self._known_names is not None else (), self._known_names
@@ -91,18 +89,20 @@ class DirectoryStore:
 
     def _make_folder(self) -> None:
         if not is_folder(self.parent):
-            self.parent.mkdir(parents=True, exist_ok=True)  # another process may make it too
+            self.parent.mkdir(parents=True, exist_ok=True)  # Another process may create it too.
             sync(self.parent.parent)
 
     def begin(self, step: int, folders: Sequence[str]) -> Path:
-        """Clean up after killed runs and make a fresh temporary directory with `folders` in it."""
+        """Clean up after killed runs, and create an empty staging folder with `folders` in it. Return the staging
+        folder."""
         self._make_folder()
         growing = self.staging_path(step)
         for path in (self.parent / checkpoint_name(step), growing):
             if is_link(path) or (path_exists(path) and not is_folder(path)):
-                raise FileExistsError(errno.EEXIST, "there is something of that name that is no folder", str(path))
+                raise FileExistsError(errno.EEXIST, "the path exists and is not a folder", str(path))
         for path in self._unfinished_folders():
             shutil.rmtree(path)
+        # A run was killed while it replaced a checkpoint. Finish the replacement, or undo it if the new one is missing.
         for path in [path for path in self._checkpoint_folders() if path.name.startswith(_OLD_PREFIX)]:
             current = self.parent / path.name.removeprefix(_OLD_PREFIX)
             if path_exists(current):
@@ -115,33 +115,35 @@ class DirectoryStore:
         return growing
 
     def check_shared(self, growing: Path) -> None:
-        """Raise MesetaError where this rank does not see what rank 0 has begun."""
         if not is_folder(growing):
             raise MesetaError(
-                f"checkpoint {str(self.parent)!r}: this rank does not see what rank 0 made there; "
-                "choose a directory that all hosts share"
+                f"checkpoint folder {str(self.parent)!r}: this rank does not see the files of rank 0; choose a folder "
+                "that all hosts share"
             )
 
     def list_files(self, folder: str) -> dict[str, tuple[int, str]]:
-        """Return (bytes, stamp) of the files of a checkpoint, or of what is left of one, by path inside it.
+        """Return (bytes, stamp) of the files of a checkpoint by path inside it. Also works for a pruned checkpoint.
 
-        A file whose stamp is unchanged has not been written since.
+        A file with an unchanged stamp has not been written since.
         """
         home = self.parent / folder
-        found = {path: stat_if_exists(path) for path in (walk_files(home) if is_folder(home) else ())}
+        statuses = {path: stat_if_exists(path) for path in (walk_files(home) if is_folder(home) else ())}
         return {
             path.relative_to(home).as_posix(): (
                 status.st_size,
                 f"{status.st_mtime_ns} {status.st_ctime_ns} {status.st_ino}",
             )
-            for path, status in found.items()
+            for path, status in statuses.items()
             if status and stat.S_ISREG(status.st_mode)
         }
 
     @contextlib.contextmanager
     def replacement_path(self, folder: str, inner: str) -> Iterator[Path]:
-        """Where to write a file of an older checkpoint, which one that grows needs; it appears by a rename, in a folder
-        that is no checkpoint where there is none of the name."""
+        """Context manager that yields a path at which to write a new version of a file of an older checkpoint.
+
+        The file then appears by a rename. If the checkpoint's folder is missing, it is created as that of a pruned
+        checkpoint.
+        """
         home = self.parent / folder
         if not path_exists(home):
             begun = self.parent / f"{_TEMPORARY_PREFIX}{folder}"
@@ -152,7 +154,7 @@ class DirectoryStore:
         if os.path.realpath(target.parent) != os.path.join(
             os.path.realpath(self.parent), folder, *inner.split("/")[:-1]
         ):
-            raise OSError(errno.EPERM, "a link leads elsewhere", str(target.parent))
+            raise OSError(errno.EPERM, "a link leads out of the checkpoint folder", str(target.parent))
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary = target.with_name(f"{_TEMPORARY_PREFIX}{target.name}")
         temporary.unlink(missing_ok=True)
@@ -161,15 +163,13 @@ class DirectoryStore:
         sync(target.parent)
 
     def commit(self, growing: Path, manifest: Mapping[str, Any], rate: WriteRateLimiter | None = None) -> Path:
-        """Write the manifest of a checkpoint whose files are written and synced, and give it its final name, durably.
-
-        A former checkpoint of the same step steps aside first. Killed between the two renames, `latest` finds it there.
-        """
+        """Write the manifest, sync all folders, and rename the checkpoint to its final name."""
         write_manifest(growing, manifest, rate)
         for directory, _, _ in walk_bottom_up(growing):
             sync(directory)
         final = self.parent / growing.name.removeprefix(_TEMPORARY_PREFIX)
         former = self.parent / (_OLD_PREFIX + final.name)
+        # After a kill between the renames, the former checkpoint is found under its temporary name.
         if path_exists(final):
             move(final, former)
         move(growing, final)
@@ -181,12 +181,12 @@ class DirectoryStore:
         return final
 
     def abort(self, growing: Path) -> None:
-        """Delete what has not become a checkpoint; what cannot be deleted now, the next save deletes."""
+        """Delete an unfinished checkpoint. If that fails, the next save deletes it."""
         with contextlib.suppress(OSError):
             self.discard(growing)
 
     def discard(self, path: Path) -> None:
-        """Delete a checkpoint so that a kill in between leaves nothing that looks like one."""
+        """Delete a checkpoint. A kill during the deletion leaves nothing that looks like a checkpoint."""
         doomed = (
             path
             if path.name.startswith(_TEMPORARY_PREFIX)
@@ -198,8 +198,10 @@ class DirectoryStore:
         shutil.rmtree(doomed)
 
     def delete(self, doomed: Sequence[Path]) -> None:
-        """Delete checkpoints, and of those pruned before, but the files that others need. Nothing is deleted before all
-        is read that this depends on."""
+        """Delete checkpoints and unneeded files of pruned checkpoints, but keep files that other checkpoints need.
+
+        Everything that this depends on is read before the first deletion.
+        """
         needed = referenced_files([path for path in self.list_candidates() if path not in doomed])
         pruned = [
             path
@@ -209,14 +211,14 @@ class DirectoryStore:
         files = {path: read_with_retry(path, path, partial(_list_files, path)) for path in (*doomed, *pruned)}
         for path in doomed:
             if needed is None or any(isinstance(file, Path) and file.is_relative_to(path) for file in needed):
-                move(path / MANIFEST_PATH, path / PRUNED_MARKER)  # it is a checkpoint no more
+                move(path / MANIFEST_PATH, path / PRUNED_MARKER)  # From now on it is not a checkpoint.
                 pruned.append(path)
             else:
                 self.discard(path)
         if needed is None:
             return
         for path in pruned:
-            rest = files[path] - {path / PRUNED_MARKER, path / MANIFEST_PATH}  # one of them in either case
+            rest = files[path] - {path / PRUNED_MARKER, path / MANIFEST_PATH}  # Exactly one of these two exists.
             if rest.isdisjoint(needed):
                 self.discard(path)
                 continue
@@ -224,19 +226,19 @@ class DirectoryStore:
                 file.unlink()
 
     def remove_all(self) -> None:
-        """Delete all checkpoints, and what killed runs left of others."""
         for path in self._checkpoint_folders() + self._unfinished_folders():
             if not _test_path(is_link, path):
                 self.discard(path)
 
     def list_candidates(self) -> list[Path]:
-        """Directories named as checkpoints, by rising step; a former one only while nothing has taken its place, and
-        none that was passed over."""
+        """Return the folders that have the name of a checkpoint, ordered by step, without pruned and quarantined ones.
+
+        Includes a former checkpoint only while no new checkpoint of its step exists.
+        """
         paths = [path for path in self._checkpoint_folders() if _test_path(_is_checkpoint, path)]
         return sorted(paths, key=lambda path: (parse_step(path), path))
 
     def quarantine(self, path: Path, why: str) -> None:
-        """Let a damaged checkpoint be none any more, with all that it has, until a new one takes its place."""
         marker = path / QUARANTINE_MARKER
         with wrap_write_errors(marker):
             with marker.open("x") as file:
@@ -245,11 +247,11 @@ class DirectoryStore:
             sync(path)
 
     def quarantined(self) -> list[Path]:
-        """Those, by name."""
+        """Return the quarantined checkpoints, ordered by name."""
         return sorted(path for path in self._checkpoint_folders() if _test_path(_is_quarantined, path))
 
     def unrecognized_entries(self) -> list[Path]:
-        """What lies here beside checkpoints and what becomes of them: it is never read, moved or deleted."""
+        """Return the entries that do not belong to checkpoints. They are never read, moved or deleted."""
         known = {*self._checkpoint_folders(), *self._unfinished_folders()}
         return sorted(self.parent / name for name in self._list_names() if self.parent / name not in known)
 
@@ -266,12 +268,11 @@ class DirectoryStore:
 
 
 def _test_path(question: Callable[[Path], bool], path: Path) -> bool:
-    """Return the answer to a question about the checkpoint at `path`."""
     return read_with_retry(path, path, lambda: question(path))
 
 
 def _list_files(path: Path) -> set[Path]:
-    return {file for file in walk_files(path) if not is_folder(file)}  # no links to folders
+    return {file for file in walk_files(path) if not is_folder(file)}  # Excludes links to folders.
 
 
 def _is_checkpoint(path: Path) -> bool:
@@ -284,5 +285,5 @@ def _is_quarantined(path: Path) -> bool:
 
 
 def _is_pruned(path: Path) -> bool:
-    """Whether a folder holds but files that newer checkpoints need, or did."""
+    """Whether a folder has only files that newer checkpoints need, or needed."""
     return path_exists(path / PRUNED_MARKER) and not path_exists(path / MANIFEST_PATH)

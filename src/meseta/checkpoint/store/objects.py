@@ -1,13 +1,4 @@
-"""Checkpoints at a URL, where nothing can be renamed: each appears with its manifest, which is written last.
-
-All files of a checkpoint are made only where there are none, so that two runs that write to one place meet: the second
-is refused. Deleting takes the manifest first. What a killed run leaves is a folder without a manifest, a file that no
-manifest names, parts of an upload, or its lock; the next save collects it.
-
-A save holds a lock, a file `.writing-000001` next to the checkpoints that only one process can create. Nobody can tell
-whether the holder of a lock still runs. Therefore a store regards locks that it found when it was opened as left
-behind, and creates the next number instead; the holder of a lower number no longer commits.
-"""
+"""Store of checkpoints at a URL. Each checkpoint appears when its manifest is written, which is the last file."""
 
 from __future__ import annotations
 
@@ -30,35 +21,43 @@ from meseta.errors import StorageError
 from meseta.machine.remote import RETRY_DELAYS_S, RemotePath
 from meseta.spec import MesetaError
 
+# Object stores have no rename. A file is created only if it does not exist, so the second of two runs that write to the
+# same place fails. A deletion removes the manifest first. A killed run may leave a folder without a manifest, a file
+# that no manifest names, parts of an upload, or a lock. The next save collects them.
+#
+# A save holds a lock: a file `.writing-000001` next to the checkpoints, which only one process can create. Whether the
+# holder of a lock still runs is unknown. Therefore a store regards all locks that exist at `open` as left behind, and
+# creates a lock with the next number. The holder of a lower number no longer commits.
 _LOCK_PATTERN = re.compile(r"\.writing-([0-9]{6})")
 
 
 class ObjectStore:
-    """Checkpoints below a URL. Its methods raise MesetaError, naming it, where it cannot be reached, or refuses."""
+    """Store of checkpoints at a URL. Methods raise MesetaError if the URL cannot be reached or rejects a request."""
 
     writes_locally = True
 
     def __init__(self, parent: RemotePath) -> None:
         self.parent = parent
         self._known_names: set[str] | None = None
-        """Names of checkpoints that this store found when it was opened or has written; `None` if it was not opened."""
+        """Names of checkpoints that existed at `open` or that this store wrote. `None` before `open`."""
         self._stale_tokens: set[bytes] | None = None
-        """Contents of locks that nobody holds: those found when this store was opened, and its own."""
+        """Contents of locks that no process holds: those that existed at `open`, and those of this store. `None` before
+        `open`."""
         self._lock: RemotePath | None = None
         self._token = b""
-        """Content of `_lock`."""
 
     def open(self) -> None:
-        """Register what is there now. From then on a new checkpoint or lock of another process is an error."""
+        """Record the existing checkpoints and locks. Afterwards, a new one from another process is an error."""
         self._stale_tokens = {self._read_token(lock) for lock in self._list_locks()}
         self._known_names = {path.name for path in (*self.list_candidates(), *self.quarantined())}
 
     def staging_path(self, step: int) -> RemotePath:
-        """Where a checkpoint grows before its commit: in its place, unseen without a manifest."""
+        """Return the final location of the checkpoint. It is not visible as a checkpoint before its manifest is
+        written."""
         return self.parent / checkpoint_name(step)
 
     def begin(self, step: int, folders: Sequence[str]) -> RemotePath:
-        """Clean up after killed runs; raises MesetaError where a checkpoint of this step is there."""
+        """Clean up after killed runs. Raises MesetaError if a checkpoint of this step exists."""
         growing = self.staging_path(step)
         if _is_quarantined(growing):
             self.discard(growing)
@@ -67,7 +66,8 @@ class ObjectStore:
         try:
             self.collect_garbage()
         except StorageError:
-            if growing.files():  # they would be taken for another run's
+            # Leftover files would look like those of another run.
+            if growing.files():
                 raise
         return growing
 
@@ -84,13 +84,14 @@ class ObjectStore:
             )
             yield
         finally:
-            own, self._lock = self._lock, None
-            with contextlib.suppress(MesetaError):  # a lock that stays is known to be left behind
-                if own is not None and self._read_token(own) == self._token:
-                    own.delete()
+            current, self._lock = self._lock, None
+            # If the deletion fails, the next run finds the lock at `open` and regards it as left behind.
+            with contextlib.suppress(MesetaError):
+                if current is not None and self._read_token(current) == self._token:
+                    current.delete()
 
     def _acquire(self) -> list[RemotePath]:
-        """Create a lock; returns those that are left behind. Waits a few seconds for a holder that may be refused."""
+        """Create a lock, and return the locks that were left behind. Waits a few seconds for another holder."""
         for wait_s in (*RETRY_DELAYS_S, None):
             locks = self._list_locks()
             number = max((int(lock.name[-6:]) for lock in locks), default=0) + 1
@@ -108,7 +109,7 @@ class ObjectStore:
         return self._stale_tokens is None or self._read_token(lock) in self._stale_tokens
 
     def _create_lock(self, lock: RemotePath) -> bool:
-        """Whether this process has created the lock, not another one."""
+        """Create a lock. Returns `False` if another process has created it."""
         self._token = secrets.token_hex(16).encode()
         try:
             lock.create(self._token)
@@ -119,7 +120,6 @@ class ObjectStore:
         return True
 
     def _list_locks(self) -> list[RemotePath]:
-        """By rising number."""
         names = [
             name for name, is_folder in self.parent.entries().items() if not is_folder and _LOCK_PATTERN.fullmatch(name)
         ]
@@ -132,21 +132,20 @@ class ObjectStore:
         return b""
 
     def _check_lock_held(self) -> None:
-        """Raise MesetaError if another process has taken the lock from this one."""
         if self._lock is not None and (
             self._list_locks() != [self._lock] or self._read_token(self._lock) != self._token
         ):
             raise concurrent_writer_error(self._lock)
 
     def check_shared(self, growing: RemotePath) -> None:
-        """Every rank writes to the same URL."""
+        pass  # All ranks write to the same URL.
 
     def list_files(self, folder: str) -> dict[str, tuple[int, str]]:
-        """Return (bytes, stamp) of the files of a checkpoint, or of what is left of one, by path inside it."""
+        """Return (bytes, stamp) of the files of a checkpoint by path inside it. Also works for a pruned checkpoint."""
         return (self.parent / folder).files_with_stamps()
 
     def replacement_path(self, folder: str, inner: str) -> AbstractContextManager[RemotePath]:
-        """Where to write a file of an existing checkpoint: in its place, once a former one is deleted."""
+        """Delete the file, and return a context manager that yields its path."""
         path = self.parent / folder / inner
         path.delete()
         return nullcontext(path)
@@ -154,16 +153,18 @@ class ObjectStore:
     def commit(
         self, growing: RemotePath, manifest: Mapping[str, Any], rate: WriteRateLimiter | None = None
     ) -> RemotePath:
-        """Write the manifest of a checkpoint whose files are there, if there is none: from then on it is one."""
+        """Write the manifest, which makes the files a checkpoint. Raises MesetaError if the manifest exists or a file
+        differs."""
         there = growing.files()
         for entry in own_file_entries(manifest):
             if there.get(entry["path"]) != entry["num_bytes"]:
                 raise concurrent_writer_error(growing / entry["path"])
-        self._check_lock_held()  # after the listing, which therefore shows this process's files
+        # Check after the listing: if this process still holds the lock, the listed files are its own.
+        self._check_lock_held()
         write_manifest(growing, manifest, rate)
         try:
             self._check_lock_held()
-        except MesetaError:  # whoever took the lock may be deleting the files
+        except MesetaError:  # The process that took the lock may be deleting the files.
             (growing / MANIFEST_PATH).delete()
             raise
         if self._known_names is not None:
@@ -171,11 +172,13 @@ class ObjectStore:
         return growing
 
     def abort(self, growing: RemotePath) -> None:
-        """Leave what has not become a checkpoint to the next save: the store may be out of reach, or another run's."""
+        pass  # The next save deletes the files. The store may be unreachable now, or in use by another run.
 
     def delete(self, doomed: Sequence[RemotePath]) -> None:
-        """Delete checkpoints, their manifests first, but the files that others need. Nothing is deleted before all is
-        read that this depends on."""
+        """Delete checkpoints, their manifests first, but keep files that other checkpoints need.
+
+        Everything that this depends on is read before the first deletion.
+        """
         with nullcontext() if self._lock is not None else self.lock():
             unneeded = self._unreferenced_files(doomed)
             for path in doomed:
@@ -183,12 +186,12 @@ class ObjectStore:
             self._remove_files(unneeded)
 
     def discard(self, path: RemotePath) -> None:
-        """Delete a checkpoint, its manifest first, whoever may need its files."""
+        """Delete a checkpoint, its manifest first, including files that other checkpoints need."""
         (path / MANIFEST_PATH).delete()
         path.delete(recursive=True)
 
     def remove_all(self) -> None:
-        """Delete all checkpoints, and what killed runs left of others."""
+        """Delete all checkpoints, locks and unfinished uploads."""
         for path in self._checkpoint_folders():
             self.discard(path)
         for lock in self._list_locks():
@@ -196,7 +199,8 @@ class ObjectStore:
         self.parent.abort_uploads()
 
     def list_candidates(self) -> list[RemotePath]:
-        """Folders named as checkpoints that have a manifest, by rising step; none that was passed over."""
+        """Return the folders that have the name of a checkpoint and a manifest, ordered by step, without quarantined
+        ones."""
         listed = {path: read_with_retry(path, path, path.entries) for path in self._checkpoint_folders()}
         return [
             path
@@ -205,37 +209,37 @@ class ObjectStore:
         ]
 
     def quarantine(self, path: RemotePath, why: str) -> None:
-        """Let a damaged checkpoint be none any more, with all that it has, until a new one takes its place."""
         (path / QUARANTINE_MARKER).create(f"{why}\n".encode())
 
     def quarantined(self) -> list[RemotePath]:
-        """Those, by rising step."""
         return [path for path in self._checkpoint_folders() if _is_quarantined(path)]
 
     def unrecognized_entries(self) -> list[RemotePath]:
-        """None are told of: a store may hold anything beside."""
+        """Return an empty list, because a URL may contain any other files."""
         return []
 
     def collect_garbage(self) -> None:
-        """Delete what killed runs left: unfinished uploads, and files of checkpoints that no manifest names. Nothing is
-        deleted of a checkpoint that is damaged, and no file where one is of a later version."""
+        """Delete unfinished uploads and files that no manifest names, which killed runs have left.
+
+        Keeps all files of damaged checkpoints. Keeps all files if a later version wrote a checkpoint.
+        """
         self._remove_files(self._unreferenced_files())
 
     def _unreferenced_files(self, doomed: Collection[RemotePath] = ()) -> dict[RemotePath, set[RemotePath] | None]:
-        """Files that no manifest but those of `doomed` names, by folder; `None` for a folder with no other file."""
+        """Return the files that no manifest names, except those of `doomed` checkpoints, by folder. `None` means all
+        files of a folder."""
         paths = self._checkpoint_folders()
         files = {path: {path / inner for inner in read_with_retry(path, path, path.files)} for path in paths}
-        paths = [
-            path for path in paths if files[path].isdisjoint(path / name for name in QUARANTINE_MARKERS)
-        ]  # others are left alone
+        paths = [path for path in paths if files[path].isdisjoint(path / name for name in QUARANTINE_MARKERS)]
         checkpoints = [path for path in paths if path / MANIFEST_PATH in files[path] and path not in doomed]
         needed = referenced_files(checkpoints)
         if needed is None:
             return {}
         unneeded: dict[RemotePath, set[RemotePath] | None] = {}
         for path in paths:
+            # `referenced_files` skips damaged checkpoints, so none of their files is in `needed`.
             if path in checkpoints and path / DENSE_PATH not in needed:
-                continue  # damaged
+                continue
             is_whole = files[path].isdisjoint(needed)
             unneeded[path] = None if is_whole else files[path] - needed - {path / MANIFEST_PATH}
         return unneeded

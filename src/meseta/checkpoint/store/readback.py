@@ -1,4 +1,4 @@
-"""Comparison of mirrored files with their originals, a part with each save, least recently checked files first."""
+"""Read-back of mirrored files: comparison with their originals, a limited number of bytes per save."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from meseta.spec import MesetaError
 
 
 class ReadbackQueue:
-    """Order in which the files of one mirror are compared.
+    """Order in which the files of one mirror are compared, least recently sent or checked first.
 
-    It is kept in a file, so that it outlives the process. If that is lost, the files of the oldest checkpoints come
-    first.
+    The order is stored in a file to outlive the process. If the file is lost, the oldest checkpoints come first.
     """
 
     def __init__(self, state_file: Path | None = None) -> None:
@@ -26,7 +25,7 @@ class ReadbackQueue:
         self._queue: deque[str] = deque()
         """Paths of files, least recently sent or checked first."""
         self._offset = 0
-        """Number of bytes of the first file that are compared already."""
+        """Number of bytes of the first file that were already compared."""
         if state_file is not None:
             with suppress(OSError, ValueError, TypeError, KeyError):
                 self._restore(parse_json(read_bounded(state_file)))
@@ -34,10 +33,10 @@ class ReadbackQueue:
     def find_differences(
         self, originals: Location, copies: Location, sizes: Mapping[str, int], num_bytes: int
     ) -> Iterator[str]:
-        """Compare the next `num_bytes` of the files in `sizes`, and yield the path of each file that differs.
+        """Compare the next `num_bytes` of the files, and yield the path of each file that differs.
 
-        `sizes` has the bytes of all files, by path below both folders. Raises MesetaError or OSError if a file cannot
-        be read; the next call then begins with that file.
+        `sizes` has the bytes of all files, by path below `originals` and `copies`. Raises MesetaError or OSError if a
+        file cannot be read. The next call then starts with that file.
         """
         first, known = next(iter(self._queue), None), set(self._queue)
         self._queue = deque(path for path in self._queue if path in sizes)
@@ -65,12 +64,12 @@ class ReadbackQueue:
 
     def _save(self) -> None:
         if self._state_file is not None:
-            with suppress(MesetaError):  # such as on a full disk: a lost order costs time alone
+            with suppress(MesetaError):  # A lost order, as on a full disk, only costs time.
                 write_atomic(self._state_file, format_json({"offset": self._offset, "files": [*self._queue]}))
 
 
 def _is_equal(original: Location, copies: Location, path: str, start: int, stop: int) -> bool:
-    """Whether bytes start..stop-1 of the copy are those of the original."""
+    """Whether the copy has the same bytes start..stop-1 as the original."""
     folder, _, inner = path.partition("/")
     try:
         copy = resolve_inside(copies / folder, inner) if isinstance(copies, Path) else copies / path

@@ -1,4 +1,4 @@
-"""Which files checkpoints need: their own, and those of older ones beside them."""
+"""Files that checkpoints reference, in their own folders and in those of older checkpoints."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from meseta.spec import MesetaError
 
 
 def referenced_files(checkpoints: Iterable[Location]) -> set[Location] | None:
-    """Files that these checkpoints need, their own and others'; None where one is of a later version, of which nobody
-    here knows what it needs. A damaged one needs nothing any more. Raises StorageError if a manifest cannot be read:
-    then any file may be needed."""
+    """Return all files that the checkpoints need, or `None` if a later version wrote one of them, so that its files are
+    unknown.
+
+    Damaged checkpoints need no files. Raises StorageError if a manifest cannot be read, because any file may be needed.
+    """
     needed: set[Location] = set()
     for path in checkpoints:
         try:
@@ -31,7 +33,7 @@ def referenced_files(checkpoints: Iterable[Location]) -> set[Location] | None:
 
 
 def resolve_file(path: Location, inner: str) -> Location:
-    """Where a file of the checkpoint at `path` is, in the folder of all."""
+    """Return the location of a file that the manifest of the checkpoint at `path` names."""
     folder, inner = split_path(inner)
     if folder is None:
         return path / inner

@@ -1,4 +1,4 @@
-"""Where the checkpoints of a run lie: a directory, or a URL. What is asked of either is asked here."""
+"""Common interface of the stores of checkpoints: folders and URLs."""
 
 from __future__ import annotations
 
@@ -22,71 +22,77 @@ from meseta.spec import MesetaError
 
 @runtime_checkable
 class CheckpointStore(Protocol):
-    """Checkpoints side by side, each there whole or not at all, killed whenever a run may be.
+    """Store of checkpoints that appear atomically, even if a run is killed at any time.
 
-    A save is `begin` on one rank, files that all ranks write below `growing`, `commit` on one rank.
+    To save, one rank calls `begin`, all ranks write files below its result `growing`, and one rank calls `commit`.
     """
 
     parent: Any
-    """Where they lie."""
+    """Location that contains the checkpoints."""
     writes_locally: bool
-    """Whether a save waits for the links of ranks, so that each writes what it holds; or for a disk."""
+    """Whether each rank should write the blocks that it holds. Otherwise the disk is the bottleneck, and ranks take
+    turns."""
 
     def open(self) -> None:
-        """Register what is there now. From then on a new checkpoint of another process is an error."""
+        """Record the existing checkpoints. Afterwards, a new checkpoint from another process is an error."""
 
     def staging_path(self, step: int) -> Any:
-        """Where a checkpoint grows before its commit; known to every rank."""
+        """Return the location in which a checkpoint is written before its commit. It is the same on all ranks."""
 
     def begin(self, step: int, folders: Sequence[str]) -> Any:
-        """Clean up after killed runs, and make room for a checkpoint, with `folders` in it; returns `growing`."""
+        """Clean up after killed runs, and prepare a checkpoint with `folders` in it. Return its staging path."""
 
     def lock(self) -> AbstractContextManager[None]:
-        """Keep other processes from writing a checkpoint here. Raises MesetaError where one does so now, or has saved
-        here since `open`."""
+        """Context manager that keeps other processes from writing a checkpoint to this store.
+
+        Raises MesetaError if another process is writing one, or has saved one since `open`.
+        """
 
     def check_shared(self, growing: Any) -> None:
-        """Raise MesetaError where this rank does not see what rank 0 has begun."""
+        """Raise MesetaError if this rank cannot see the staging path that rank 0 created."""
 
     def list_files(self, folder: str) -> dict[str, tuple[int, str]]:
-        """Return (bytes, stamp) of the files of a checkpoint, or of what is left of one, by path inside it.
+        """Return (bytes, stamp) of the files of a checkpoint by path inside it. Also works for a pruned checkpoint.
 
-        A file whose stamp is unchanged has not been written since; an empty stamp says nothing.
+        A file with an unchanged stamp has not been written since. An empty stamp means that nothing is known.
         """
 
     def replacement_path(self, folder: str, inner: str) -> AbstractContextManager[Any]:
-        """Where to write a file of an existing checkpoint, whose former file is replaced; it appears whole."""
+        """Context manager that yields a path at which to write a new version of a file of an existing checkpoint.
+
+        The file appears atomically.
+        """
 
     def commit(self, growing: Any, manifest: Mapping[str, Any], rate: WriteRateLimiter | None = None) -> Any:
-        """Make a checkpoint of what has grown; returns where it lies."""
+        """Turn the files below `growing` into a checkpoint, and return its location."""
 
     def abort(self, growing: Any) -> None:
-        """What has grown becomes no checkpoint."""
+        """Discard an unfinished checkpoint."""
 
     def delete(self, doomed: Sequence[Any]) -> None:
-        """Delete checkpoints, but the files that others need."""
+        """Delete checkpoints, but keep files that other checkpoints need."""
 
     def discard(self, path: Any) -> None:
-        """Delete a checkpoint, whoever may need its files."""
+        """Delete a checkpoint, including files that other checkpoints need."""
 
     def remove_all(self) -> None:
-        """Delete all of them."""
+        """Delete all checkpoints."""
 
     def list_candidates(self) -> list[Any]:
-        """What is named as a checkpoint and may be one, by rising step."""
+        """Return the locations that have the name of a checkpoint and may be complete, ordered by step."""
 
     def quarantine(self, path: Any, why: str) -> None:
-        """Let a damaged checkpoint be none any more, with all that it has, until a new one takes its place."""
+        """Mark a damaged checkpoint as quarantined, and keep its files. A new checkpoint of its step replaces it."""
 
     def quarantined(self) -> list[Any]:
-        """Those, by rising step."""
+        """Return the quarantined checkpoints, ordered by step."""
 
     def unrecognized_entries(self) -> list[Any]:
-        """What is known to lie there beside them."""
+        """Return the known entries of the store that are not checkpoints."""
 
 
 def make_store(parent: Location | str | CheckpointStore) -> CheckpointStore:
-    """The store of a directory or URL; `parent` itself if it is a store."""
+    """Return the store of a folder or URL. If `parent` is a store, return it unchanged."""
     if isinstance(parent, CheckpointStore):
         return parent
     parent = to_location(parent)
@@ -94,16 +100,15 @@ def make_store(parent: Location | str | CheckpointStore) -> CheckpointStore:
 
 
 def list_candidates(parent: Location | str) -> list[Location]:
-    """What is named as a checkpoint there and may be one, by rising step."""
+    """Return the locations in `parent` that have the name of a checkpoint and may be complete, ordered by step."""
     return make_store(parent).list_candidates()
 
 
 def latest_complete(parent: Location | str) -> Location | None:
-    """The checkpoint of the highest step in `parent`, None when there is none; only looks, changes nothing.
+    """Return the checkpoint with the highest step that has all its files, or `None` if there is none. Changes nothing.
 
-    Temporary directories, and directories that lack their manifest or a file, are passed over. One whose manifest
-    cannot be understood (damaged, or of another version) is not: `load` then says so, which is better than going back
-    in silence. Raises StorageError where a read fails, so that nobody knows which one is newest.
+    A checkpoint with a damaged or unknown manifest counts as complete, so that `load` reports it instead of silently
+    loading an older one. Raises StorageError if a read fails, because the newest checkpoint is then unknown.
     """
     for path in reversed(list_candidates(parent)):
         if has_file(path, MANIFEST_PATH):
@@ -119,10 +124,10 @@ def latest_complete(parent: Location | str) -> Location | None:
 
 
 def newest(parent: Location | str) -> Location | None:
-    """The checkpoint of the highest step in `parent`, whole or not, None when there is none.
+    """Return the checkpoint with the highest step, which may be damaged, or `None` if there is none.
 
-    What a run goes on from: `load` refuses it where it is damaged, and nothing goes back to an older one in silence.
-    Raises StorageError where a read fails, so that nobody knows which one is newest.
+    A run resumes from it. `load` rejects a damaged one, instead of silently loading an older one. Raises StorageError
+    if a read fails, because the newest checkpoint is then unknown.
     """
     for path in reversed(list_candidates(parent)):
         if not isinstance(path, Path) or read_with_retry(path, path, partial(list_names, path)):
@@ -131,18 +136,21 @@ def newest(parent: Location | str) -> Location | None:
 
 
 def prune(parent: Location | str | CheckpointStore, keep_last: int, keep_step: int | None = None) -> list[Location]:
-    """Delete all but the newest `keep_last` checkpoints in `parent`; returns those deleted, oldest first.
+    """Delete all but the newest `keep_last` checkpoints, and return the deleted ones, oldest first.
 
-    The one of step `keep_step` is neither counted nor deleted. Only whole checkpoints count and are deleted. Files that
-    others need stay until those are gone. To be called by one rank. Raises MesetaError when `keep_last` is below 1 or a
-    checkpoint cannot be deleted, and StorageError, having deleted no file of any, when a read fails.
+    Only complete checkpoints are counted and deleted. The checkpoint of step `keep_step` is neither. Files that
+    remaining checkpoints need are kept until those are deleted. Call it on one rank.
+
+    Raises MesetaError if `keep_last` is less than 1 or a checkpoint cannot be deleted. Raises StorageError before any
+    deletion if a read fails.
     """
     if keep_last < 1:
         raise MesetaError(f"checkpoint: keep_last must be at least 1, got {keep_last}")
     store = make_store(parent)
     kept = None if keep_step is None else checkpoint_path(store.parent, keep_step)
     others = [path for path in store.list_candidates() if path != kept]
-    if len(others) <= keep_last:  # whole or not, which takes reading their manifests
+    # Return early, without reading manifests.
+    if len(others) <= keep_last:
         return []
     doomed = [path for path in others if _is_complete(path)][:-keep_last]
     try:
@@ -153,7 +161,8 @@ def prune(parent: Location | str | CheckpointStore, keep_last: int, keep_step: i
 
 
 def check_writable(parent: Location) -> None:
-    """Raise MesetaError where files at a URL cannot be made and deleted; a directory tells when it is made."""
+    """Raise MesetaError if files at a URL cannot be created and deleted. Folders are not checked."""
+    # A folder that is not writable fails when it is created.
     if isinstance(parent, RemotePath):
         trial = parent / ".tmp-trial"
         trial.delete()
@@ -162,7 +171,6 @@ def check_writable(parent: Location) -> None:
 
 
 def _has_all_files(path: Location, manifest: Mapping[str, Any]) -> bool:
-    """Whether every file that the manifest names is there with its size."""
     try:
         check_files(path, file_entries(manifest))
     except DamagedCheckpoint:

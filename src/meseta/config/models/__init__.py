@@ -1,4 +1,4 @@
-"""The section `model`: one class of keys for each model, found by the value of `name`."""
+"""Config section `model`, with a class for each model."""
 
 from meseta.config.models import classic, interactions
 from meseta.config.models.base import (
@@ -11,9 +11,9 @@ from meseta.config.models.base import (
 )
 
 SECTION_MODULES = (classic, interactions)
-"""Modules whose classes are the sections of this package's models."""
+"""Modules with the sections of the built-in models."""
 MODEL_NAMES = tuple(model_sections())
-"""Models of this package."""
+"""Names of the built-in models."""
 
 __all__ = [
     "MODEL_NAMES",

@@ -1,4 +1,4 @@
-"""Sections of the models that lead published comparisons of interactions since 2020, and of DHEN."""
+"""Sections of models with explicit feature interactions, published since 2020."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from meseta.config.models.base import LayeredModelConfig
 from meseta.config.section import Depth, Width
 
 Structure = Literal["stacked", "parallel"]
-"""An MLP on a cross network, or beside it."""
+"""`stacked` runs the MLP on the output of the cross network. `parallel` runs both on the input."""
 CrossKind = Literal["full", "low_rank", "mixture"]
 Activation = Literal["tanh", "relu"]
 MaskStructure = Literal["serial", "parallel"]
@@ -20,57 +20,57 @@ Ensemble = Literal["concat", "sum", "weighted"]
 
 
 class DCNv2Config(LayeredModelConfig):
-    """Cross layers, and an MLP on them or beside them (DCN-V2, arXiv 2008.13535)."""
+    """DCN-V2, cross layers and a stacked or parallel MLP (arXiv 2008.13535)."""
 
     small_sizes: ClassVar = {"cross_layers": 2, "cross_low_rank": 16, "deep_mlp": [128, 64]}
     name: Literal["dcnv2"] = "dcnv2"
     structure: Structure = "stacked"
-    """The MLP on the cross network, or beside it."""
+    """`stacked` runs the MLP on the output of the cross network. `parallel` runs both on the input."""
     cross: CrossKind = "full"
-    """Matrices of the cross layers: of full rank, of low rank, or mixtures of experts of low rank."""
+    """Matrices of cross layers: full rank, low rank, or a mixture of low-rank experts."""
     cross_layers: Depth = 3
     """Number of cross layers."""
     cross_low_rank: Width = 64
-    """Of cross 'low_rank' and 'mixture': rank of each matrix."""
+    """Rank of each matrix, for cross 'low_rank' and 'mixture'."""
     cross_experts: Depth = 4
-    """Of cross 'mixture': experts of each layer."""
+    """Number of experts per layer, for cross 'mixture'."""
     cross_activation: Activation = "tanh"
-    """Of cross 'mixture': function between the matrices of an expert."""
+    """Activation between the matrices of an expert, for cross 'mixture'."""
     deep_mlp: tuple[Width, ...] = (512, 256)
-    """Hidden widths of the MLP; stacked, the single output is added, and there may be none."""
+    """Widths of the hidden layers of the MLP. A 'stacked' MLP may be empty, and gets a last layer with one output."""
 
 
 class GDCNConfig(LayeredModelConfig):
-    """Cross layers whose outputs pass a gate, and an MLP on them or beside them (GDCN, arXiv 2311.04635)."""
+    """GDCN, gated cross layers and a stacked or parallel MLP (arXiv 2311.04635)."""
 
     small_sizes: ClassVar = {"cross_layers": 2, "deep_mlp": [128, 64]}
     name: Literal["gdcn"] = "gdcn"
     structure: Structure = "parallel"
-    """The MLP on the cross network (GDCN-S), or beside it (GDCN-P)."""
+    """`stacked` (GDCN-S) runs the MLP on the output of the cross network, `parallel` (GDCN-P) on the input."""
     cross_layers: Depth = 3
     """Number of gated cross layers."""
     deep_mlp: tuple[Width, ...] = (400, 400, 400)
-    """Hidden widths of the MLP; stacked, the single output is added, and there may be none."""
+    """Widths of the hidden layers of the MLP. A 'stacked' MLP may be empty, and gets a last layer with one output."""
 
 
 class MaskNetConfig(LayeredModelConfig):
-    """Hidden layers whose inputs are multiplied by masks that the sample makes (MaskNet, arXiv 2102.07619)."""
+    """MaskNet, hidden layers with instance-guided masks on their inputs (arXiv 2102.07619)."""
 
     small_sizes: ClassVar = {"mask_blocks": [64, 64], "deep_mlp": [64]}
     name: Literal["masknet"] = "masknet"
     structure: MaskStructure = "parallel"
-    """MaskBlocks one on the other, or side by side under an MLP."""
+    """`serial` stacks the MaskBlocks. `parallel` runs all of them on the input, followed by an MLP."""
     mask_blocks: tuple[Width, ...] = Field(default=(64, 64, 64), min_length=1)
-    """Outputs of each MaskBlock."""
+    """Number of outputs of each MaskBlock."""
     mask_reduction: float = Field(default=2.0, gt=0, le=64)
-    """Width of a mask's inner layer over that of the mask."""
+    """Width of a mask's hidden layer, relative to the width of the mask."""
     deep_mlp: tuple[Width, ...] = (400, 400, 400)
-    """Of structure 'parallel', and empty for 'serial': hidden widths of the MLP on the blocks; the single output is
-    added."""
+    """Widths of the hidden layers of the MLP after the blocks, for structure 'parallel'. A last layer with one output
+    is appended. Empty for 'serial'."""
 
 
 class FinalMLPConfig(LayeredModelConfig):
-    """Two MLPs over differently weighed inputs, fused by products of their outputs (FinalMLP, arXiv 2304.00902)."""
+    """FinalMLP, two MLPs with separately gated inputs, fused by products of their outputs (arXiv 2304.00902)."""
 
     small_sizes: ClassVar = {"first_mlp": [64], "second_mlp": [64], "gate_mlp": [32]}
     name: Literal["finalmlp"] = "finalmlp"
@@ -79,45 +79,46 @@ class FinalMLPConfig(LayeredModelConfig):
     second_mlp: tuple[Width, ...] = Field(default=(400, 400, 400), min_length=1)
     """Widths of the layers of the second stream."""
     feature_gates: bool = True
-    """Whether each stream weighs its inputs by a gate of its own."""
+    """Whether each stream has a gate that weights its inputs."""
     gate_mlp: tuple[Width, ...] = (64,)
-    """Hidden widths of the MLP of each gate."""
+    """Widths of the hidden layers of the MLP of each gate."""
     first_context: tuple[str, ...] = ()
-    """Features that the first stream's gate reads; empty: it is the same for all samples."""
+    """Input features of the first stream's gate; empty: the gate is the same for all samples."""
     second_context: tuple[str, ...] = ()
-    """Features that the second stream's gate reads; empty: it is the same for all samples."""
+    """Input features of the second stream's gate; empty: the gate is the same for all samples."""
     fusion_heads: Depth = 1
-    """Heads of the products of both outputs; divides the width of both last layers."""
+    """Number of heads of the product of both outputs. It must divide the widths of both last layers."""
 
 
 class FinalNetConfig(LayeredModelConfig):
-    """Layers that multiply two linear functions of their inputs (FinalNet, Zhu et al., SIGIR 2023)."""
+    """FinalNet, layers that multiply two linear functions of their inputs (Zhu et al., SIGIR 2023)."""
 
     small_sizes: ClassVar = {"first_block": [64, 32], "second_block": [64, 32]}
     name: Literal["final"] = "final"
     first_block: tuple[Width, ...] = Field(default=(400, 400), min_length=1)
-    """Widths of the layers of the first block; even ones, unless residual is 'sum'."""
+    """Widths of the layers of the first block. They must be even unless residual is 'sum'."""
     second_block: tuple[Width, ...] = (400, 400)
-    """Widths of the layers of the second block; empty: there is one block."""
+    """Widths of the layers of the second block; empty: a single block."""
     residual: Residual = "concat"
-    """How a layer's linear function and its product stand together: halves side by side, or added."""
+    """Combination of a layer's linear function and its product: concatenated halves, or their sum."""
     block_relu: bool = True
     """Whether each layer of a block ends with ReLU."""
     field_gate: bool = True
-    """Whether the first block reads gated fields beside the fields."""
+    """Whether the first block reads gated fields in addition to the fields."""
     mutual_loss: bool = True
-    """Whether each of two blocks also learns what both say together."""
+    """Whether each of two blocks also learns from the joint prediction of both."""
 
 
 class _VectorLayers(LayeredModelConfig):
     bottom_mlp: tuple[Width, ...] = (256,)
-    """Hidden widths of the bottom MLP, which makes one vector of all dense inputs; its last layer is added."""
+    """Widths of the hidden layers of the bottom MLP, which maps all dense inputs to one vector. A last layer is
+    appended."""
     top_mlp: tuple[Width, ...] = (256, 128)
-    """Hidden widths of the top MLP; the single output is added."""
+    """Widths of the hidden layers of the top MLP. A last layer with one output is appended."""
 
 
 class WukongConfig(_VectorLayers):
-    """Stacked layers of factorization machines and linear compression (Wukong, arXiv 2403.02545)."""
+    """Wukong, stacked layers of factorization machines and linear compression (arXiv 2403.02545)."""
 
     small_sizes: ClassVar = {
         "bottom_mlp": [32],
@@ -132,27 +133,27 @@ class WukongConfig(_VectorLayers):
     layers: Depth = 3
     """Number of layers."""
     fm_vectors: Width = 16
-    """Vectors that a layer's factorization machine makes, n_F of the paper."""
+    """Number of output vectors of a layer's factorization machine, n_F of the paper."""
     linear_vectors: Width = 16
-    """Vectors that a layer's linear compression makes, n_L of the paper."""
+    """Number of output vectors of a layer's linear compression, n_L of the paper."""
     fm_rank: Width = 24
-    """Columns of the factorization machine's projection, k of the paper."""
+    """Number of columns of the factorization machine's projection, k of the paper."""
     fm_mlp: tuple[Width, ...] = (256,)
-    """Hidden widths of the MLP of the factorization machine."""
+    """Widths of the hidden layers of the factorization machine's MLP."""
 
 
 class DHENConfig(_VectorLayers):
-    """Layers that are ensembles of interactions of several kinds (DHEN, arXiv 2203.11014)."""
+    """DHEN, layers that are ensembles of several kinds of interactions (arXiv 2203.11014)."""
 
     small_sizes: ClassVar = {"bottom_mlp": [32], "interactions": {"dot": 8, "linear": 8}, "top_mlp": [64]}
     name: Literal["dhen"] = "dhen"
     layers: Depth = 2
     """Number of layers."""
     interactions: dict[Interaction, Width] = Field(default={"dot": 16, "linear": 16}, min_length=1)
-    """Modules of each layer, and how many vectors each makes: self_attention, cross, dot, linear, convolution."""
+    """Modules of each layer with their numbers of output vectors: self_attention, cross, dot, linear, convolution."""
     ensemble: Ensemble = "concat"
-    """Vectors of all modules one under the other, added, or added with learned weights."""
+    """Combination of the vectors of all modules: concatenation, sum, or sum with learned weights."""
     attention_heads: Depth = 2
-    """Of interaction 'self_attention': heads, which divide embedding_dim."""
+    """Number of heads for interaction 'self_attention'. It must divide embedding_dim."""
     convolution_channels: Depth = 4
-    """Of interaction 'convolution': channels that it makes."""
+    """Number of output channels for interaction 'convolution'."""

@@ -1,1 +1,1 @@
-"""A prepared dataset: what its dataset.json says, the rules for its values, and whether its files keep them."""
+"""Prepared datasets: description in dataset.json, rules for values, statistics and checks of the files."""

@@ -1,4 +1,4 @@
-"""Does a prepared dataset hold what its dataset.json says? Reads every value, on all cores."""
+"""Check of a prepared dataset against its dataset.json. It reads every value, on all cores."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from meseta.machine.processors import num_cores
 from meseta.spec import MesetaError
 
 STATISTICS_PAGE = "statistics.html"
-"""Where `meseta data stats` writes its page, beside the data."""
+"""Name of the page that `meseta data stats` writes into the dataset folder."""
 PREPARE_AGAIN = "prepare the dataset again"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One rule that one object breaks, once or more often."""
+    """Rule that an object breaks, once or several times."""
 
     object: str
-    """File, with the column and the row (from 0) of the first value that breaks the rule."""
+    """File, column and row (counted from 0) of the first value that breaks the rule."""
     rule: str
     value: str
-    """What was found instead."""
+    """Value that breaks the rule."""
     count: int = 1
-    """Values of this column and file that break the rule."""
+    """Number of values in this column and file that break the rule."""
     way_out: str = PREPARE_AGAIN
 
     def __str__(self) -> str:
@@ -51,36 +51,33 @@ class Fault:
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What `check` found."""
+    """Result of the check of a dataset."""
 
     num_rows: int
-    """Rows that were read."""
     num_files: int
-    """Parquet files with rows that dataset.json names."""
     faults: tuple[Fault, ...]
-    """Empty for a sound dataset; in the order of the files."""
+    """Faults in the order of the files. Empty for a valid dataset."""
 
 
 @dataclass
 class _GroupCheck:
-    """What one row group adds to the findings."""
+    """Faults and totals of one row group."""
 
     num_rows: int = 0
     faults: dict[tuple[str, str], Fault] = field(default_factory=dict)
-    """By column and rule."""
+    """First fault for each (column, rule)."""
     sums: dict[str, float] = field(default_factory=dict)
-    """Sum of each label."""
     label_counts: Counter[str] = field(default_factory=Counter)
-    """Samples that have each label."""
+    """Number of samples that have each label."""
     lookups: Counter[str] = field(default_factory=Counter)
-    """Ids of each sparse feature."""
+    """Number of ids of each sparse feature."""
 
 
 def check_dataset(path: str | Path, on_rows: Callable[[int, int], None] | None = None) -> CheckResult:
-    """Hold every file and every value of the dataset in `path` against its dataset.json.
+    """Check every file and every value of the dataset in `path` against its dataset.json.
 
-    `on_rows` is called with the rows just read and the rows in all. Raises MesetaError where dataset.json itself
-    cannot be read, or is that of a recipe; all else that is wrong is in the result.
+    `on_rows` receives the number of rows just read and the total number of rows. Raises MesetaError if dataset.json
+    cannot be read or describes a recipe. The result contains all other faults.
     """
     dataset = Dataset.load(path)
     dataset.check_has_files("`meseta data check`")
@@ -93,24 +90,25 @@ def check_dataset(path: str | Path, on_rows: Callable[[int, int], None] | None =
             in_split: list[Fault] = []
             for file in split.files:
                 metadata, problems = _open_file(dataset, file)
-                found: dict[tuple[str, str], Fault] = {}
+                file_faults: dict[tuple[str, str], Fault] = {}
                 if metadata is not None:
+                    # At most this many row groups are in memory.
                     for group in run_in_order(pool, _jobs(dataset, file, metadata), 2 * num_cores()):
                         seen.sums = {key: seen.sums.get(key, 0.0) + more for key, more in group.sums.items()}
                         seen.label_counts += group.label_counts
                         seen.lookups += group.lookups
                         num_rows += group.num_rows
-                        _merge_faults(found, group.faults)
+                        _merge_faults(file_faults, group.faults)
                         if on_rows is not None:
                             on_rows(group.num_rows, total)
-                in_split += [*problems, *found.values()]
-            # Where values are missing or wrong, their totals are too.
+                in_split += [*problems, *file_faults.values()]
+            # Totals are checked only if all values are valid. Missing or invalid values would make the totals wrong
+            # too.
             faults += in_split or _sum_faults(dataset, name, seen)
     return CheckResult(num_rows, sum(len(split.files) for split in dataset.splits.values()), tuple(faults))
 
 
 def _stray_files(dataset: Dataset) -> Iterator[Fault]:
-    """Files that nothing in dataset.json names."""
     named = [file.path for split in dataset.splits.values() for file in split.files]
     known = {
         DATASET_FILE,
@@ -124,12 +122,15 @@ def _stray_files(dataset: Dataset) -> Iterator[Fault]:
     for name in (path.relative_to(dataset.dir).as_posix() for path in present):
         if name not in known:
             yield Fault(
-                object=name, rule=f"files must be named in {DATASET_FILE}", value="a stray file", way_out="move it away"
+                object=name,
+                rule=f"files must be named in {DATASET_FILE}",
+                value="an unknown file",
+                way_out="move it away",
             )
 
 
 def _open_file(dataset: Dataset, file: DataFile) -> tuple[pq.FileMetaData | None, list[Fault]]:
-    """The metadata of one file, None where its rows cannot be read as they are; and what is wrong with its frame."""
+    """Return the metadata of a file and its faults. The metadata is `None` if the rows cannot be read."""
     try:
         with open_part(resolve_inside(dataset.dir, file.path)) as opened:
             metadata, schema = opened.metadata, opened.schema_arrow
@@ -138,26 +139,33 @@ def _open_file(dataset: Dataset, file: DataFile) -> tuple[pq.FileMetaData | None
     faults = []
     if metadata.num_rows != file.num_rows:
         faults.append(
-            Fault(object=file.path, rule=f"{DATASET_FILE} says {file.num_rows} rows", value=f"{metadata.num_rows}")
+            Fault(
+                object=file.path,
+                rule=f"the file must have {file.num_rows} rows, as in {DATASET_FILE}",
+                value=f"{metadata.num_rows}",
+            )
         )
     columns = dataset_columns(dataset)
     is_readable = True
     for column in columns:
         kinds = [schema.field(place).type for place in schema.get_all_field_indices(column.name)]
+        # Every row group would fail, so report the column once and do not read the file.
         if len(kinds) != 1 or not column.accepts_type(kinds[0]):
-            found = ", ".join(map(str, kinds)) or "no such column"
+            types = ", ".join(map(str, kinds)) or "no such column"
             faults.append(
                 Fault(
                     object=f"{file.path}, column {column.name!r}",
-                    rule=f"it must hold {column.expected_type}",
-                    value=found,
+                    rule=f"the column must hold {column.expected_type}",
+                    value=types,
                 )
             )
             is_readable = False
     for name in sorted(set(schema.names) - {column.name for column in columns}):
         faults.append(
             Fault(
-                object=f"{file.path}, column {name!r}", rule=f"columns must be named in {DATASET_FILE}", value="a stray"
+                object=f"{file.path}, column {name!r}",
+                rule=f"columns must be named in {DATASET_FILE}",
+                value="an unknown column",
             )
         )
     return (metadata if is_readable else None), faults
@@ -171,7 +179,6 @@ def _jobs(dataset: Dataset, file: DataFile, metadata: pq.FileMetaData) -> Iterat
 
 
 def _check_group(dataset: Dataset, path: str, metadata: pq.FileMetaData, index: int, first_row: int) -> _GroupCheck:
-    """Look at every value of one row group, which begins with row `first_row` of its file."""
     group = _GroupCheck()
     columns = dataset_columns(dataset)
     try:
@@ -186,12 +193,13 @@ def _check_group(dataset: Dataset, path: str, metadata: pq.FileMetaData, index: 
         array = pa.concat_arrays(chunked.chunks) if chunked.num_chunks else pa.array([], chunked.type)
         rows = None
         if column.can_be_missing:
+            # Rows of the values that remain, to locate faults among them.
             rows = np.flatnonzero(array.is_valid().to_numpy(zero_copy_only=False))
             array = array.drop_null()
         nulls = array.null_count + (array.values.null_count if column.is_list else 0)
         if nulls:
             where = _locate(path, column.name, first_row + _first_null(array))
-            fault = Fault(object=where, rule="there must be no missing values", value="a missing one", count=nulls)
+            fault = Fault(object=where, rule="values must not be missing", value="a missing value", count=nulls)
             group.faults[column.name, "null"] = fault
             continue
         values = (array.flatten() if column.is_list else array).to_numpy()
@@ -219,7 +227,6 @@ def _check_group(dataset: Dataset, path: str, metadata: pq.FileMetaData, index: 
 
 
 def _check_lengths(group: _GroupCheck, feature: SparseFeature, table: pa.Table, path: str, first_row: int) -> None:
-    """Each id has one weight."""
     if not feature.multi_valued or not table.num_rows:
         return
     name = f"{feature.name}.weight"
@@ -236,7 +243,8 @@ def _check_lengths(group: _GroupCheck, feature: SparseFeature, table: pa.Table, 
 
 
 def _offsets(array: pa.ListArray) -> NDArray[np.int64]:
-    """Where each row's values begin in `array.flatten()`, and where the last ends [n + 1]."""
+    """Return the offsets [n + 1] of the rows in `array.flatten()`."""
+    # A sliced array keeps the offsets of the whole array.
     offsets = array.offsets.to_numpy().astype(np.int64)
     return offsets - offsets[0]
 
@@ -248,35 +256,34 @@ def _first_null(array: pa.Array) -> int:
     return int(np.searchsorted(_offsets(array), inside, side="right")) - 1
 
 
-def _merge_faults(found: dict[tuple[str, str], Fault], more: dict[tuple[str, str], Fault]) -> None:
-    """The first place where a rule is broken, and how often it is in all."""
+def _merge_faults(faults: dict[tuple[str, str], Fault], more: dict[tuple[str, str], Fault]) -> None:
+    """Merge the faults of one row group. The first location is kept, and the counts are added."""
     for key, fault in more.items():
-        found[key] = replace(found[key], count=found[key].count + fault.count) if key in found else fault
+        faults[key] = replace(faults[key], count=faults[key].count + fault.count) if key in faults else fault
 
 
 def _sum_faults(dataset: Dataset, name: str, seen: _GroupCheck) -> Iterator[Fault]:
-    """Totals of a whole split against those of dataset.json."""
     split = dataset.splits[name]
     stated = split.positives or {dataset.labels[0]: split.num_positives}
     for label, total in stated.items():
+        # Preparation adds the labels in another order, so the sums may differ by rounding.
         if label in seen.sums and abs(seen.sums[label] - total) > 1e-6 * max(total, 1.0):
-            rule = f"{DATASET_FILE} says that its labels {label!r} add up to {total:.8g}"
+            rule = f"the sum of label {label!r} must be {total:.8g}, as in {DATASET_FILE}"
             yield Fault(object=f"split {name!r}", rule=rule, value=f"{seen.sums[label]:.8g}")
     for label, number in split.known.items():
         if label in seen.sums and number != seen.label_counts[label]:
-            rule = f"{DATASET_FILE} says that {number} samples have label {label!r}"
+            rule = f"{number} samples must have label {label!r}, as in {DATASET_FILE}"
             yield Fault(object=f"split {name!r}", rule=rule, value=str(seen.label_counts[label]))
     for feature in dataset.sparse:
         # A dataset without training rows has the test_lookups of the dataset that it was prepared like.
         test_lookups = feature.test_lookups if "train" in dataset.splits else None
         counted = {"train": feature.statistics, "test": test_lookups}.get(name)
         if counted is not None and counted.num_lookups != seen.lookups[feature.name]:
-            rule = f"{DATASET_FILE} says {counted.num_lookups} ids of feature {feature.name!r}"
+            rule = f"feature {feature.name!r} must have {counted.num_lookups} ids, as in {DATASET_FILE}"
             yield Fault(object=f"split {name!r}", rule=rule, value=str(seen.lookups[feature.name]))
 
 
 def _vocabulary_faults(dataset: Dataset) -> Iterator[Fault]:
-    """A vocabulary numbers its values 0, 1, ...; row 0, and no other, has no value."""
     for feature in dataset.sparse:
         if feature.encoding != "vocabulary":
             continue
@@ -291,27 +298,30 @@ def _vocabulary_faults(dataset: Dataset) -> Iterator[Fault]:
             continue
         missing = [name for name in ("value", "id", "count") if name not in table.column_names]
         if missing:
-            yield Fault(object=where, rule="it must have the columns value, id and count", value=f"no {missing[0]!r}")
+            yield Fault(
+                object=where,
+                rule="the vocabulary must have the columns value, id and count",
+                value=f"no {missing[0]!r}",
+            )
         elif table.num_rows != feature.num_embeddings:
-            rule = f"{DATASET_FILE} says {feature.num_embeddings} rows"
+            rule = f"the vocabulary must have {feature.num_embeddings} rows, as in {DATASET_FILE}"
             yield Fault(object=where, rule=rule, value=str(table.num_rows))
         elif not np.array_equal(table["id"].to_numpy(), np.arange(table.num_rows)):
-            yield Fault(object=where, rule="its ids must be 0, 1, 2, ...", value="others")
+            yield Fault(object=where, rule="ids must be 0, 1, 2, ...", value="others")
         elif table["value"].slice(1).null_count:
             yield Fault(object=where, rule="only row 0 may be without a value", value="others")
         elif feature.vocabulary_digest is not None:
             digest = values_digest(combine_chunks(table["value"].slice(1)))
             if digest != feature.vocabulary_digest:
-                rule = f"{DATASET_FILE} says that its values have the SHA-256 {feature.vocabulary_digest[:16]}..."
+                rule = f"the SHA-256 of the values must be {feature.vocabulary_digest[:16]}..., as in {DATASET_FILE}"
                 yield Fault(object=where, rule=rule, value=f"{digest[:16]}...")
 
 
 def _touched_faults(dataset: Dataset) -> Iterator[Fault]:
-    """Whether it can be read, and is of these tables."""
     try:
         read_touched(dataset)
     except MesetaError as error:
-        rule = "it must have the bits of the tables of hashed features"
+        rule = "the file must have the bits of hashed features"
         yield Fault(object=dataset.touched or DATASET_FILE, rule=rule, value=error.reason)
 
 

@@ -1,4 +1,4 @@
-"""The columns of a prepared dataset's Parquet files: what each one is for, and the values that it may hold."""
+"""Columns of the Parquet files of a prepared dataset, with their roles and valid values."""
 
 from __future__ import annotations
 
@@ -20,44 +20,45 @@ class DataColumn:
     name: str
     role: DataColumnRole
     is_list: bool = False
-    """Whether a sample has a list of values."""
+    """Whether each sample has a list of values."""
     num_embeddings: int = 0
-    """Of ids: the rows of their table."""
+    """Number of rows of the embedding table, if the column holds ids."""
     can_be_missing: bool = False
-    """Whether a sample may have no value, which is null in the file."""
+    """Whether values may be missing. Missing values are null in the file."""
 
     @property
     def expected_type(self) -> str:
-        """What it must hold, in words. Other programs than prepare may write files, with numbers of other widths."""
+        """Description of the values that the column must hold, for error messages."""
         numbers = "whole numbers" if self.role in ("ids", "group") else "numbers"
         return f"lists of {numbers}" if self.is_list else numbers
 
     def accepts_type(self, kind: pa.DataType) -> bool:
-        """Whether an Arrow type holds that."""
+        """Whether an Arrow type can hold the values of this column."""
         if self.is_list:
             if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
                 return False
             kind = kind.value_type
+        # Other programs may write the files with numbers of other widths, so any width is accepted.
         if self.role in ("ids", "group"):
             return bool(pa.types.is_signed_integer(kind))
         return bool(pa.types.is_floating(kind) or pa.types.is_integer(kind))
 
     @property
     def rule(self) -> str:
-        """What holds for each of its values."""
+        """Rule for valid values, for error messages."""
         return {
             "label": "labels must be in 0..1",
             "dense": "dense values must be finite",
             "ids": f"ids must be in 0..{self.num_embeddings - 1}",
-            "id weights": "weights of ids must be finite",
-            "weight": f"weights of samples must be {WEIGHT_RULE}",
-            "group": "keys of groups must be whole numbers",
+            "id weights": "id weights must be finite",
+            "weight": f"sample weights must be {WEIGHT_RULE}",
+            "group": "group keys must be whole numbers",
             "time": "times must be numbers",
         }[self.role]
 
 
 def dataset_columns(dataset: Dataset) -> tuple[DataColumn, ...]:
-    """Every column that the files of `dataset` have: labels, weight, group, time, dense, ids, weights of ids."""
+    """Return all columns of the files of `dataset`: labels, weight, group, time, dense features, ids, id weights."""
     masked = dataset.masked_labels
     columns = [DataColumn(name=name, role="label", can_be_missing=name in masked) for name in dataset.label_columns]
     samples: list[tuple[str | None, DataColumnRole]] = [

@@ -1,4 +1,4 @@
-"""What a prepared dataset holds: the typed form of dataset.json."""
+"""Description of a prepared dataset: the typed form of dataset.json."""
 
 from __future__ import annotations
 
@@ -27,62 +27,62 @@ from meseta.spec import MesetaError, Reuse, suggest
 DATASET_FORMAT: Literal["meseta.dataset/1"] = "meseta.dataset/1"
 DATASET_FILE = "dataset.json"
 SPLITS = ("train", "valid", "test")
-"""Splits that `meseta prepare` makes, 'valid' where it is asked for, in the order in which they are written."""
+"""Names of the splits in the order in which they are written. Only some datasets have 'valid'."""
 
 
 def _check_inner_path(path: str) -> str:
     if fault := invalid_relative_path_reason(path):
-        raise ValueError(f"{format_value(path)} is no name of a file in the folder of the dataset: {fault}")
+        raise ValueError(f"{format_value(path)} must be the path of a file in the folder of the dataset: {fault}")
     return path
 
 
 SourceSplit = Literal["train", "valid", "test", "both"]
-"""Where the rows of a file go; 'both': each row by itself, drawn by seed or cut by time."""
+"""Split to which the rows of a raw file go. 'both' assigns each row by itself, randomly by seed or by time."""
 Count = Annotated[int, Field(ge=0, lt=1 << 53)]
 InnerPath = Annotated[str, AfterValidator(_check_inner_path)]
 
 
 class FrozenRecord(BaseModel):
-    """A part of a description: frozen, and an unknown key is an error."""
+    """Immutable part of dataset.json. Unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class DenseFeature(FrozenRecord):
+    """Numeric input feature, standardized."""
+
     name: str
-    """Column of the Parquet files, float32."""
+    """Column of the Parquet files (float32)."""
     fill: float
-    """Stands for a missing value, before the logarithm."""
+    """Raw value that replaces a missing one, before the logarithm."""
     signed: bool = False
-    """Whether negative values count: a value x is sign(x) * log1p(|x|), and log1p(max(x, 0)) where not."""
+    """Whether negative values are kept. The feature is sign(x) * log1p(|x|) if true, log1p(max(x, 0)) if false."""
     mean: float
-    """Mean of that over the training split, subtracted."""
+    """Mean of the logarithms over the training split. It is subtracted."""
     std: float = Field(gt=0)
-    """Its standard deviation over the training split, divided by; 1 where the feature is constant."""
+    """Standard deviation of the logarithms over the training split, by which they are divided. 1 if the feature is
+    constant."""
 
 
 class SparseStatistics(FrozenRecord):
-    """Counted on the training split."""
+    """Statistics of a sparse feature, counted on the training split."""
 
     num_rows: Count
-    """Samples."""
     num_lookups: Count
-    """Ids, over all samples."""
+    """Number of ids in all samples."""
     num_uniques: Count
-    """Distinct ids, after hashing or the vocabulary."""
+    """Number of distinct ids, after hashing or the lookup in the vocabulary."""
     mean_pooling_factor: float = Field(ge=0)
-    """Ids per sample."""
     reuse: Reuse
-    """How often rows come again within a window of samples, summed over windows, of which the last may be shorter."""
+    """Reuse histogram within windows of samples, summed over all windows. The last window may be shorter."""
 
 
 class LookupCounts(FrozenRecord):
-    """Lookups of a sparse feature in one split, counted as meseta.data.dataset.unseen_values says."""
+    """Lookups of a sparse feature in one split. `meseta.data.dataset.unseen_values` defines unseen values."""
 
     num_lookups: int = Field(ge=1, lt=1 << 53)
-    """Ids, over all samples."""
     num_unseen: Count
-    """Ids of values that training has not seen."""
+    """Number of ids whose values do not occur in training."""
 
     @property
     def unseen_share(self) -> float:
@@ -96,68 +96,75 @@ class LookupCounts(FrozenRecord):
 
 
 class SparseEncoding(FrozenRecord):
-    """How values of a sparse feature became ids."""
+    """Encoding of the values of a sparse feature as ids."""
 
     name: str
-    """Column of the Parquet files: int32 or int64, or a list of them."""
+    """Column of the Parquet files with ids (int32 or int64) or lists of ids."""
     num_embeddings: int = Field(ge=1, lt=1 << 53)
-    """Ids are in 0..num_embeddings-1."""
+    """Number of rows of the embedding table. Ids are in 0..num_embeddings-1."""
     encoding: Literal["hash", "vocabulary", "buckets"]
-    """'hash': row = high 64 bits of XXH64(value, hash_seed) * num_embeddings. 'vocabulary': see the file. 'buckets': 0
-    for a missing number, else 1 + the boundaries that are not above it."""
+    """Rule that maps values to ids.
+
+    'hash': the high 64 bits of XXH64(value, hash_seed) * num_embeddings. 'vocabulary': the id in the vocabulary file.
+    'buckets': 0 for a missing number, otherwise 1 + the number of boundaries that are less than or equal to it.
+    """
     multi_valued: bool = False
-    """Whether a sample has a list of ids."""
     weighted: bool = False
     """Whether the column '<name>.weight' holds one weight per id."""
     hash_seed: str | None = Field(default=None, pattern="^0x[0-9a-f]{1,16}$")
-    """Seed of the hash in hexadecimal; None for vocabularies."""
+    """Seed of the hash function in hexadecimal. `None` if the encoding is not 'hash'."""
     vocabulary_digest: str | None = Field(default=None, pattern="^[0-9a-f]{64}$")
-    """SHA-256 of the vocabulary's values in the order of their ids; None for others, and where it was not kept."""
+    """SHA-256 of the vocabulary's values in order of their ids. `None` without a vocabulary, or if it was not
+    recorded."""
     boundaries: tuple[float, ...] | None = None
-    """Ascending, where the encoding is 'buckets'."""
+    """Bucket boundaries in ascending order. `None` if the encoding is not 'buckets'."""
     made_of: tuple[str, ...] = ()
-    """Columns of the sources that a bucketised feature or a cross is made of; empty for a column of the same name."""
+    """Raw columns from which a feature with another name is made, such as a cross. Empty for a column of the same
+    name."""
 
 
 class SparseFeature(SparseEncoding):
+    """Sparse feature with its encoding and statistics."""
+
     vocabulary: InnerPath | None = None
-    """Parquet file with the columns value, id and count, relative to the dataset; None for others."""
+    """Path of a Parquet file with the columns value, id and count, relative to the dataset. `None` without a
+    vocabulary."""
     statistics: SparseStatistics
-    """For the planner."""
     test_lookups: LookupCounts | None = None
-    """Counts of the test split that was made with the training split of `statistics`; `None` if it has no ids, or if
-    unseen values cannot be counted."""
+    """Lookups in the test split that was made with the training split of `statistics`. `None` if that split has no ids,
+    or if unseen values cannot be counted."""
 
 
 class DataFile(FrozenRecord):
+    """Parquet file of a split."""
+
     path: InnerPath
-    """Relative to the dataset."""
     num_rows: Count
-    """Samples in it."""
 
 
 class Split(FrozenRecord):
+    """One split, with its totals."""
+
     num_rows: Count
-    """Samples."""
     num_positives: float = Field(ge=0)
-    """Sum of the labels; of the first label where there are several."""
+    """Sum of the labels. With several labels, sum of the first one."""
     positives: dict[str, float] = {}
-    """Sum of each label, where there are several."""
+    """Sum of each label. Empty if there is only one label."""
     known: dict[str, Count] = {}
-    """Samples that have each label; empty if all samples have all labels."""
+    """Number of samples that have each label. Empty if all samples have all labels."""
     files: tuple[DataFile, ...]
-    """Parquet files, in the order of their rows; none where a recipe makes them."""
+    """Parquet files in the order of their rows. Empty if the dataset is a recipe."""
 
     @property
     def base_rates(self) -> dict[str, float]:
-        """Mean of each label over the samples that have it; of a single label under ''. 0 without samples."""
+        """Mean of each label over the samples that have it, or 0 without samples. The key of a single label is ''."""
         sums = self.positives or {"": self.num_positives}
         return {label: total / max(self.known.get(label, self.num_rows), 1) for label, total in sums.items()}
 
     @model_validator(mode="after")
     def _check(self) -> Split:
         if any(number > self.num_rows for number in self.known.values()):
-            raise ValueError(f"it has {self.num_rows} rows, but known says that more have a label")
+            raise ValueError(f"known must be at most num_rows ({self.num_rows}) for each label")
         total = sum(file.num_rows for file in self.files)
         if total != self.num_rows and self.files:
             raise ValueError(f"its files hold {total} rows, but num_rows is {self.num_rows}")
@@ -165,31 +172,32 @@ class Split(FrozenRecord):
 
 
 class SourceFile(FrozenRecord):
+    """Raw file from which the dataset was made."""
+
     path: str
-    """As found."""
+    """Path as found when the sources were listed."""
     split: SourceSplit
-    """Where its rows went; 'both': drawn by seed, or cut by time."""
+    """Split to which the rows went. 'both' assigned each row by itself, randomly by seed or by time."""
     num_rows: Count
-    """Samples in it."""
 
 
 class BadRows(FrozenRecord):
-    """Rows of the raw files that could not be parsed and were left out."""
+    """Skipped rows of the raw files that could not be parsed."""
 
     num_rows: int = Field(ge=0)
-    """How many."""
     first: tuple[str, ...]
-    """File, line and fault of the first few."""
+    """File, line and error of the first few skipped rows."""
 
 
 def _check_separator(text: str) -> str:
     if not text.isascii() or text in '"\r\n':
-        raise ValueError(f"{format_value(text)} must be an ASCII character, and no quote or line end")
+        raise ValueError(f"{format_value(text)} must be one ASCII character other than a quote or a line end")
     return text
 
 
 def _check_format_name(kind: object) -> object:
-    from meseta.data.formats.registry import FORMATS  # above this module, and the only owner of the names
+    # A late import: the registry imports this module, and it alone defines the names of the formats.
+    from meseta.data.formats.registry import FORMATS
 
     names = [raw_format.name for raw_format in FORMATS]
     if kind not in names:
@@ -199,7 +207,7 @@ def _check_format_name(kind: object) -> object:
 
 
 def _check_encoding(name: str) -> str:
-    from meseta.data.formats.encodings import check_encoding  # above this module
+    from meseta.data.formats.encodings import check_encoding  # A late import: encodings imports this module.
 
     return check_encoding(name)
 
@@ -216,21 +224,20 @@ ColumnName = Annotated[str, Field(min_length=1)]
 
 
 class LabelRule(FrozenRecord):
-    """How the numbers in a raw column become a label of 0 and 1, unless they are labels already."""
+    """Rule that makes a label of 0 and 1 from a raw column that is not a label itself."""
 
     name: ColumnName
-    """Name of the label."""
     column: ColumnName
-    """Raw column that it is made from."""
+    """Raw column from which the label is made."""
     operator: Literal[">=", "<=", "==", "!=", ">", "<"] | None = None
-    """The label is 1 if the value compares so with `threshold`; None: by `is_signed`."""
+    """Comparison of the value with `threshold`. The label is 1 if it holds. `None` if the rule is `is_signed`."""
     threshold: float = 0.0
     is_signed: bool = False
-    """Whether the column holds 1, and -1 for a label of 0."""
+    """Whether the raw column holds 1 for positives and -1 for negatives."""
 
     @property
     def condition(self) -> str:
-        """`COLUMN OPERATOR NUMBER`, or the column alone if there is no operator."""
+        """Text `COLUMN OPERATOR NUMBER`, or the column alone if there is no operator."""
         if self.operator is None:
             return self.column
         whole = self.threshold.is_integer() and abs(self.threshold) < 1e15
@@ -238,122 +245,125 @@ class LabelRule(FrozenRecord):
 
     @property
     def entry(self) -> str:
-        """What a schema or --label says to make this label."""
+        """Text that defines this label in a schema file or in `--label`."""
         return self.condition if self.name == self.condition else f"{self.name}={self.condition}"
 
     @model_validator(mode="after")
     def _check(self) -> LabelRule:
         if (self.operator is None) != self.is_signed:
-            raise ValueError("a label is made by an operator or from -1 and 1")
+            raise ValueError("a label rule must have either an operator or is_signed")
         return self
 
 
 class SourceForm(FrozenRecord):
-    """How the raw files said what the columns of the dataset say: what must be known to read others like them."""
+    """Format of the raw files and of their columns, for reading further files of the same form."""
 
     kind: Annotated[str, BeforeValidator(_check_format_name)]
-    """Of the files. 'tsv' is Criteo's."""
+    """Name of the file format. 'tsv' is the format of the Criteo data sets."""
     labels: tuple[ColumnName, ...] = Field(min_length=1)
-    """Names of all labels: columns, except for those with a rule."""
+    """Names of all labels. A label without a rule is a raw column."""
     label_rules: tuple[LabelRule, ...] = ()
-    """How the labels that are not columns of labels are made."""
+    """Rules of the labels that are made from other columns."""
     group: ColumnName | None = None
-    """Column of the groups, whatever the dataset calls it."""
+    """Raw column with the group keys. The column in the dataset may have another name."""
     delimiter: Delimiter = ","
-    """CSV: the delimiter of the fields."""
     header: tuple[str, ...] = ()
-    """CSV: names of all columns, where files do not begin with them."""
+    """Names of all columns of CSV files without a header. Empty if the files have one."""
     encoding: Annotated[str, AfterValidator(_check_encoding)] | None = None
-    """Text: its encoding; `None`: categories are bytes, whatever they encode, as former versions took them."""
+    """Encoding of text files. `None` means that categories are stored as bytes without decoding, as earlier versions
+    did."""
     whole_numbers: tuple[ColumnName, ...] = ()
-    """Raw columns in which every spelling of a whole number is one value; in others, as of former versions, each
-    spelling in text is a separate value."""
+    """Raw columns in which all spellings of a whole number are one value. In other columns, each spelling in text is a
+    separate value, as in earlier versions."""
     number_format: NumberFormat | None = None
-    """How text spells numbers; `None`: as 1234.5."""
+    """Format of numbers in text. `None` means numbers such as 1234.5."""
     partition_keys: tuple[ColumnName, ...] = ()
-    """Columns that folders such as `date=2026-01-31` made."""
+    """Columns from partition folders such as `date=2026-01-31`."""
     separators: dict[str, Sign] = {}
-    """CSV: feature -> the separator of its values."""
+    """Separator of the values in a CSV field, by multi-valued feature."""
     weights: dict[str, ColumnName] = {}
-    """Feature -> the sign before its weights in CSV, or the column that holds them in Parquet."""
+    """Position of the weights, by weighted feature: the character before each weight in CSV, or the weight column in
+    Parquet."""
 
 
 class TeacherMetrics(FrozenRecord):
-    """The best reachable metrics on the test split, where the data are synthetic."""
+    """Best reachable metrics on the test split of synthetic data."""
 
     auc: float
-    """Area under the ROC curve of the true probabilities."""
     ne: float
-    """Normalised entropy of the true probabilities."""
 
 
 class Dataset(FrozenRecord):
-    """A directory written by `meseta prepare`, described by its dataset.json."""
+    """Dataset directory written by `meseta prepare`, described by its dataset.json."""
 
     format: Literal["meseta.dataset/1"] = DATASET_FORMAT
-    """Version of this description."""
     labels: tuple[str, ...] = Field(default=("label",), min_length=1)
-    """Columns of the labels, float32, 0 to 1. A single one is called 'label', whatever its name in the sources."""
+    """Columns of the labels, float32 in 0..1. A single label is named 'label', whatever its name in the sources."""
     label_source: str | None = None
-    """Name of a single label in the sources; None: of several, which keep theirs, and where it was not kept."""
+    """Name of a single label in the sources. `None` if there are several labels, which keep their names, or if it was
+    not recorded."""
     has_labels: bool = True
-    """Whether the files have these columns; rows without are there to be predicted."""
+    """Whether the files contain label columns. Rows without labels can only be predicted."""
     weight: str | None = None
-    """Column of the weights of the samples, float32, 0 or more; None: all weigh 1."""
+    """Column of the sample weights, float32 and not negative. `None` means that all weights are 1."""
     group: str | None = None
-    """Column of the keys of groups, int64: whole numbers as they are, all else by its XXH64; None: no groups."""
+    """Column of the group keys (int64). Whole numbers are stored unchanged, all other values as their XXH64. `None` if
+    there are no groups."""
     time: str | None = None
-    """Column of the time, float64 seconds since 1970-01-01 UTC, for splits; None: no time."""
+    """Column of the time by which splits are made, as float64 seconds since 1970-01-01 UTC. `None` if there is none."""
     dense: tuple[DenseFeature, ...]
-    """Dense features, in the order of Batch.dense's columns."""
+    """Dense features in the order of the columns of Batch.dense."""
     sparse: tuple[SparseFeature, ...]
-    """Sparse features, in the order of the KeyedJaggedTensor's keys."""
+    """Sparse features in the order of the keys of the KeyedJaggedTensor."""
     splits: dict[str, Split] = Field(min_length=1)
-    """'train' and 'test', and 'valid' where there is one."""
+    """Splits by name: 'train', 'valid' and 'test', or fewer."""
     teacher: TeacherMetrics | None = None
-    """Taken from the teacher.json that `meseta data synth` writes."""
+    """Best reachable metrics, copied from the teacher.json of `meseta data synth`. `None` if the data is not
+    synthetic."""
     seed: int = 0
-    """Seed of the hashes and of the split."""
     test_fraction: float | None = Field(default=None, ge=0, lt=1)
-    """Share of rows, or of groups, in the test split; None: split by files, or at a given time."""
+    """Share of the rows, or of the groups, in the test split. `None` if files or a point in time define the split."""
     valid_fraction: float | None = Field(default=None, ge=0, lt=1)
-    """The same of the valid split; None where there is none, too."""
+    """Share of the rows, or of the groups, in the valid split. `None` if files or a point in time define the split, or
+    if there is none."""
     split_by: Literal["time", "group"] | None = None
-    """What these splits were drawn or cut off by; None: by rows, or by files."""
-    test_from: float | None = None
-    """Split by time: the first second of the test split, since 1970-01-01 UTC."""
-    valid_from: float | None = None
-    """Split by time: the first second of the valid split, which ends where the test split begins."""
-    sources: tuple[SourceFile, ...] = ()
-    """The raw files, in the order in which they were read."""
-    not_finite: dict[str, Count] = {}
-    """Dense feature -> its values in the sources that are inf or nan, which count as missing."""
-    num_unlabelled: Count = 0
-    """Rows of the sources that were left out because they have none of several labels."""
-    bad_rows: BadRows | None = None
-    """Rows that were left out; None: a bad row would have been an error."""
-    source_form: SourceForm | None = None
-    """For further rows of the same kind; None where it was not kept. Labels may have been changed by others since."""
-    touched: InnerPath | None = None
-    """Parquet file with the rows of hashed features that training looks up, see meseta.data.dataset.touched_rows; None:
-    unknown."""
-    recipe: str | None = Field(default=None, pattern="^[0-9a-f]{64}$")
-    """SHA-256 of recipe.json, by which rows are made from the raw files as they are read, see meseta.data.recipe; None:
-    they lie in the files of the splits."""
-    can_lack_labels: bool = Field(default=False, exclude=True)
-    """Whether samples may lack labels though no split says so, as new rows that nobody has counted; not part of the
+    """Column that decides the split of a row: its time or its group. `None` if rows were drawn one by one or split by
     file."""
+    test_from: float | None = None
+    """First second of the test split, since 1970-01-01 UTC. `None` if rows are not split by time."""
+    valid_from: float | None = None
+    """First second of the valid split, since 1970-01-01 UTC. `None` if there is no valid split by time."""
+    sources: tuple[SourceFile, ...] = ()
+    """Raw files in the order in which they were read."""
+    not_finite: dict[str, Count] = {}
+    """Number of inf and NaN values in the sources, by dense feature. They count as missing."""
+    num_unlabelled: Count = 0
+    """Number of source rows that were skipped because they have none of several labels."""
+    bad_rows: BadRows | None = None
+    """Skipped rows that could not be parsed. `None` if a bad row would have been an error."""
+    source_form: SourceForm | None = None
+    """Form of the sources, for reading further rows of the same kind. `None` if it was not recorded. The labels of this
+    description may have been reduced since."""
+    touched: InnerPath | None = None
+    """Parquet file with the rows of hashed tables that training looks up, see `meseta.data.dataset.touched_rows`.
+    `None` if they are unknown."""
+    recipe: str | None = Field(default=None, pattern="^[0-9a-f]{64}$")
+    """SHA-256 of recipe.json, if readers make the rows from the raw files, see `meseta.data.recipe`. `None` if the
+    splits have Parquet files."""
+    can_lack_labels: bool = Field(default=False, exclude=True)
+    """Whether samples may lack labels that the counts of the splits do not show, as in new rows. It is not stored in
+    the file."""
     dir: Path = Field(default=Path(), exclude=True)
-    """Where it was loaded from; not part of the file."""
+    """Directory from which the dataset was loaded. It is not stored in the file."""
 
     @property
     def label_columns(self) -> tuple[str, ...]:
-        """The labels that the Parquet files have: all, or none."""
+        """Label columns of the Parquet files: all labels, or none."""
         return self.labels if self.has_labels else ()
 
     @property
     def masked_labels(self) -> tuple[str, ...]:
-        """The labels that some samples lack: null in the Parquet files."""
+        """Labels that some samples lack. They are null in the Parquet files."""
         if self.can_lack_labels:
             return self.label_columns
         short = [split for split in self.splits.values() if split.known]
@@ -363,54 +373,55 @@ class Dataset(FrozenRecord):
 
     @property
     def num_masked_tasks(self) -> int:
-        """Number of labels if samples may lack some of them, so that batches have a mask; else 0."""
+        """Number of labels if batches have a label mask, because samples may lack labels. 0 otherwise."""
         return len(self.labels) if self.masked_labels else 0
 
     @property
     def columns(self) -> list[str]:
-        """Columns of the Parquet files that make a batch."""
+        """Columns of the Parquet files from which batches are made."""
         samples = [name for name in (*self.label_columns, self.weight, self.group) if name is not None]
         features = [*(d.name for d in self.dense), *(s.name for s in self.sparse)]
         return [*samples, *features, *(f"{s.name}.weight" for s in self.sparse if s.weighted)]
 
     @property
     def num_training_rows(self) -> int:
-        """Rows that statistics, means and vocabularies were counted on, be they of this dataset or of another."""
+        """Number of rows from which statistics, means and vocabularies were computed. They may be rows of another
+        dataset."""
         if "train" in self.splits:
             return self.splits["train"].num_rows
         return max((feature.statistics.num_rows for feature in self.sparse), default=0)
 
     def check_has_labels(self) -> None:
-        """Raise MesetaError where the rows have no labels."""
+        """Raise MesetaError if the rows have no labels."""
         if not self.has_labels:
             raise MesetaError(
-                f"dataset {str(self.dir)!r} has no labels, so nothing can be trained or measured on it; "
-                "`meseta predict` gives its rows predictions"
+                f"dataset {str(self.dir)!r} has no labels, so it cannot be used for training or evaluation; "
+                "use `meseta predict`"
             )
 
     def check_has_files(self, what: str) -> None:
-        """Raise MesetaError where the rows lie in no files: `what` reads these."""
+        """Raise MesetaError if the dataset is a recipe, which has no Parquet files. `what` names the caller in the
+        message."""
         if self.recipe is not None:
             raise MesetaError(
-                f"dataset {str(self.dir)!r} is a recipe, whose rows are made as they are read, and {what} wants them "
-                "in files; prepare it without --recipe-only"
+                f"dataset {str(self.dir)!r} is a recipe without Parquet files, but {what} needs them; "
+                "prepare it without --recipe-only"
             )
 
     def with_labels(self, names: Sequence[str] | None) -> Dataset:
-        """The same rows with these labels alone, in this order; None: with all.
+        """Return a description with only the given labels, in the given order. `None` selects all labels.
 
-        Raises MesetaError for a name that is no label of the dataset, or is there twice.
+        Raises MesetaError if a name is not a label of the dataset, or occurs twice.
         """
         if names is None:
             return self
         for name in names:
             if name not in self.labels:
                 raise MesetaError(
-                    f"data.labels names {name!r}, which is no label of dataset {str(self.dir)!r}; "
-                    f"{suggest(name, self.labels)}"
+                    f"data.labels: {name!r} is not a label of dataset {str(self.dir)!r}; {suggest(name, self.labels)}"
                 )
             if names.count(name) > 1:
-                raise MesetaError(f"data.labels names {name!r} {names.count(name)} times; name each label once")
+                raise MesetaError(f"data.labels: {name!r} occurs {names.count(name)} times; name each label once")
         splits = {
             key: split.model_copy(update={"num_positives": split.positives.get(names[0], split.num_positives)})
             for key, split in self.splits.items()
@@ -430,33 +441,37 @@ class Dataset(FrozenRecord):
             self._check_form(self.source_form)
         for name, split in self.splits.items():
             if split.files and self.recipe is not None:
-                raise ValueError(f"split {format_value(name)} has files, and a recipe makes its rows")
+                raise ValueError(f"split {format_value(name)} must not have files, because the dataset is a recipe")
             if not split.files and split.num_rows and self.recipe is None:
                 raise ValueError(f"split {format_value(name)}: its files hold 0 rows, but num_rows is {split.num_rows}")
-        if alike := first_name_collision([DATASET_FILE, *files, *dict.fromkeys(vocabularies)]):
-            raise ValueError(f"files {alike[0]!r} and {alike[1]!r} are one, or to file systems that ignore case")
+        if collision := first_name_collision([DATASET_FILE, *files, *dict.fromkeys(vocabularies)]):
+            raise ValueError(
+                f"files {collision[0]!r} and {collision[1]!r} are the same file, at least on file systems that ignore "
+                "case"
+            )
         return self
 
     def _check_form(self, form: SourceForm) -> None:
         names = {feature.name for feature in self.sparse}
         for name in (*form.separators, *form.weights):
             if name not in names:
-                raise ValueError(
-                    f"source_form tells how values of {format_value(name)} are written, which is no feature"
-                )
+                raise ValueError(f"source_form: separators and weights name {format_value(name)}, which is no feature")
         if not self.accepts_source_labels(form.labels):
             raise ValueError(
                 f"source_form.labels are {format_value(form.labels)}, which are no columns of these labels"
             )
 
     def accepts_source_labels(self, labels: Sequence[str]) -> bool:
-        """Whether these are columns of its labels in the raw files; it may have been reduced to some of them."""
+        """Whether raw columns `labels` are the source of the labels of this description, which may be reduced to some
+        of them."""
         known = ("label",) if len(labels) == 1 else labels
         return set(self.labels) <= set(known) and self.label_source in (None, *labels)
 
     def resolve_file(self, path: str) -> Path:
-        """Where a file of this description is. Raises MesetaError where it is missing, no regular file, or led out of
-        the folder by a link."""
+        """Return the location of a file that the description names.
+
+        Raises MesetaError if the file is missing, is not a regular file, or is outside of the folder because of a link.
+        """
         try:
             return resolve_inside(self.dir, path)
         except OSError as error:
@@ -465,7 +480,7 @@ class Dataset(FrozenRecord):
 
     @staticmethod
     def load(path: str | Path) -> Dataset:
-        """Read `path`/dataset.json. Raises MesetaError where it is missing, not JSON or not valid."""
+        """Load `path`/dataset.json. Raises MesetaError if it is missing or invalid."""
         path = Path(path)
         file = path / DATASET_FILE
         try:
@@ -480,17 +495,20 @@ class Dataset(FrozenRecord):
 
     @staticmethod
     def from_dict(document: Any, dir: str | Path = "") -> Dataset:
-        """Check plain data against this description. Raises MesetaError naming the key, the rule and the value."""
+        """Validate plain data. Raises MesetaError that names the key, the rule and the value. `dir` is the directory of
+        the files."""
         where = f"dataset {str(dir)!r}: {DATASET_FILE}"
         if not isinstance(document, dict) or document.get("format") != DATASET_FORMAT:
-            found = document.get("format") if isinstance(document, dict) else type(document).__name__
+            document_format = document.get("format") if isinstance(document, dict) else type(document).__name__
             raise MesetaError(
-                f"{where}: format must be {DATASET_FORMAT!r}, got {format_value(found)}; prepare the dataset again"
+                f"{where}: format must be {DATASET_FORMAT!r}, got {format_value(document_format)}; prepare the dataset "
+                "again"
             )
-        # Before there could be several labels, their column stood there as "label": "label".
+        # Before there could be several labels, dataset.json had the entry "label": "label".
         document = {key: value for key, value in document.items() if (key, value) != ("label", "label")}
         try:
-            # As JSON, where whole numbers are those alone, lists stand for tuples, and true is no number.
+            # Validate JSON text, not Python objects: strict mode then accepts lists for tuples, and rejects true and
+            # 1.0 for integers.
             dataset = Dataset.model_validate_json(json.dumps({**document, "dir": str(dir)}), strict=True)
         except ValidationError as error:
             problem = error.errors()[0]
@@ -500,9 +518,9 @@ class Dataset(FrozenRecord):
         return dataset
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data; `from_dict` reads it back."""
+        """Return plain data for JSON, which `from_dict` reads."""
         document: dict[str, Any] = self.model_dump(mode="json", exclude={"recipe"} if self.recipe is None else None)
-        # Earlier versions refuse keys that they do not know, so later keys are left out if they say nothing.
+        # Earlier versions refuse unknown keys, so newer keys are left out if they are empty.
         parts = [(document, "num_unlabelled"), *((split, "known") for split in document["splits"].values())]
         parts += [(feature, "test_lookups") for feature in document["sparse"]]
         if self.source_form is not None:
@@ -513,18 +531,18 @@ class Dataset(FrozenRecord):
         return document
 
     def save(self, dir: str | Path) -> None:
-        """Write `dir`/dataset.json. Raises MesetaError if `load` would refuse its size."""
+        """Write `dir`/dataset.json. Raises MesetaError if it is larger than `load` accepts."""
         text = format_json(self.to_dict())
         try:
             check_json_limits(text.encode())
         except ValueError as error:
             raise MesetaError(
-                f"dataset {str(dir)!r}: {DATASET_FILE} would not be read again: {error}; prepare fewer columns or files"
+                f"dataset {str(dir)!r}: {DATASET_FILE} is too large to load: {error}; prepare fewer columns or files"
             ) from None
         (Path(dir) / DATASET_FILE).write_text(text)
 
     def split(self, name: str) -> Split:
-        """The split called `name`; MesetaError where there is none."""
+        """Return the split `name`. Raises MesetaError if there is none."""
         if name not in self.splits:
             raise MesetaError(f"dataset {str(self.dir)!r} has no split {name!r}; {suggest(name, self.splits)}")
         return self.splits[name]

@@ -1,4 +1,4 @@
-"""What a prepared dataset holds: figures of every column, counted on all cores, one column per thread."""
+"""Summary of the columns of a prepared dataset, computed on all cores with one column per thread."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ RowsReadCallback = Callable[[float], None]
 
 @dataclass(frozen=True, kw_only=True)
 class ValueSummary:
-    """Numbers of one column."""
+    """Moments and extremes of one column."""
 
     mean: float
     std: float
@@ -44,100 +44,97 @@ class ValueSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class SplitSummary:
-    """Rows, and what belongs to them, of one split."""
+    """Row counts, labels, weights, groups and times of one split."""
 
     num_rows: int
     labels: dict[str, float]
-    """Sum of each label."""
     base_rates: dict[str, float | None]
-    """Mean of each label over the samples that have it; None if there are none."""
+    """Mean of each label over the samples that have it. `None` if no sample has it."""
     weights: ValueSummary | None
-    """Of the samples; None where they have none."""
+    """Summary of the sample weights. `None` without weights."""
     num_groups: int | None
-    """Distinct keys of groups; None where there are none."""
     max_group_rows: int | None
-    """Rows of the largest group."""
+    """Number of rows of the largest group. `None` without groups."""
     time_range: tuple[float, float] | None
-    """First and last time in seconds since 1970-01-01 UTC; None where the data have no time."""
+    """First and last time in seconds since 1970-01-01 UTC. `None` if there are no times."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DenseSummary:
-    """One dense feature over all splits, in the unit of the source: the scaling of `meseta prepare` is undone."""
+    """Summary of one dense feature over all splits, in raw units: the scaling of `meseta prepare` is reversed."""
 
     name: str
+    # Preparation maps missing values to 0, and negative ones too unless the feature is signed.
     values: ValueSummary
-    """`share_zero` counts what prepare takes for zero too: missing values and, unless signed, those below zero."""
+    """Moments and extremes of the raw values. `share_zero` includes missing values and, if the feature is unsigned,
+    negative ones."""
     bins: tuple[int, ...]
-    """Values in equal intervals of log(1 + x), below zero of -log(1 - x), from the smallest to the largest [24]."""
+    """Histogram with 24 equal intervals of sign(x) * log(1 + |x|) from the smallest to the largest value."""
     test_shift: float | None
-    """Mean of log(1 + x) in the test split less that in training, in standard deviations; None: no test rows."""
+    """Difference between the mean logarithms of the test and training splits, in standard deviations of the training
+    split. `None` if one of them has no rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FrequentId:
-    """One of the most frequent ids."""
+    """One of the most frequent ids of a feature."""
 
     id: int
     value: str | None
-    """What the vocabulary calls it; None for hashes, and for row 0 of a vocabulary."""
+    """Value that belongs to the id in the vocabulary. `None` for hashed ids, and for row 0 of a vocabulary."""
     count: int
-    """Lookups in the training split."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SparseSummary:
-    """One sparse feature, in the training split unless said otherwise."""
+    """Summary of one sparse feature in the training split."""
 
     name: str
     num_embeddings: int
-    """Rows of its table."""
     num_lookups: int
     num_uniques: int
-    """Distinct ids."""
     coverage: float
-    """Share of the table's rows that occur."""
+    """Share of the table's rows that are looked up."""
     mean_pooling_factor: float
-    """Ids per sample."""
     max_pooling_factor: int
     share_empty: float
-    """Samples without an id."""
     top: tuple[FrequentId, ...]
-    """The five most frequent ids; among equals, the smaller id first."""
+    """The five most frequent ids, in order of decreasing count and then of increasing id."""
     top_shares: tuple[float, float, float]
-    """Share of the lookups that the most frequent id takes, the 10, and the 100 most frequent ones."""
+    """Shares of the lookups that belong to the most frequent id, the 10 most frequent and the 100 most frequent ids."""
     num_half: int
-    """Fewest ids that take half of the lookups."""
+    """Smallest number of ids that have at least half of the lookups."""
     unseen_lookups: float | None
-    """Share of the lookups of the test split whose id training has not seen; None: it has no lookups."""
+    """Share of the lookups of the test split whose ids do not occur in training. `None` if the test split has no
+    lookups."""
     unseen_uniques: float | None
-    """Share of the distinct ids of the test split that training has not seen."""
+    """Share of the distinct ids of the test split that do not occur in training. `None` if the test split has no
+    lookups."""
     reuse: Reuse
-    """As counted by `meseta prepare`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetSummary:
-    """What `describe` found."""
+    """Summary of a prepared dataset."""
 
     splits: dict[str, SplitSummary]
     dense: tuple[DenseSummary, ...]
     sparse: tuple[SparseSummary, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON; the reuse histograms, which dataset.json has, are left out."""
+        """Return plain data for JSON. Reuse histograms are left out, because dataset.json contains them."""
         document = asdict(self)
-        for figures in document["sparse"]:
-            del figures["reuse"]
+        for feature in document["sparse"]:
+            del feature["reuse"]
         return document
 
 
 def describe(dataset: Dataset, on_rows: RowsReadCallback | None = None) -> DatasetSummary:
-    """Read all of `dataset` and count.
+    """Read all rows of `dataset` and summarize its columns.
 
-    Memory holds, per core, 4 bytes for each table row that occurs, or 8 for each group. `on_rows` is called with the
-    rows read since the last call, a column counting as its share of a row. Raises MesetaError for files that cannot be
-    read, for ids outside their table and for a recipe; `meseta data check` says all that is wrong.
+    Each core needs 4 bytes for each table row that occurs, or 8 bytes for each group. `on_rows` receives the rows read
+    since the last call, where each column counts as a fraction of a row. Raises MesetaError if a file cannot be read,
+    an id is out of range or the dataset is a recipe.
     """
     dataset.check_has_files("`meseta data stats`")
     jobs: list[Callable[[], Any]] = [partial(_summarize_sparse, dataset, feature) for feature in dataset.sparse]
@@ -152,6 +149,7 @@ def describe(dataset: Dataset, on_rows: RowsReadCallback | None = None) -> Datas
                 if on_rows is not None:
                     on_rows(num_rows / len(jobs))
         finally:
+            # After an error, do not start the remaining columns.
             pool.shutdown(cancel_futures=True)
     results: Iterator[Any] = (future.result() for future in futures)
     return DatasetSummary(
@@ -162,7 +160,6 @@ def describe(dataset: Dataset, on_rows: RowsReadCallback | None = None) -> Datas
 
 
 def _read_column(dataset: Dataset, split: str, column: str) -> Iterator[pa.Array]:
-    """One column of a split, row group by row group."""
     for file in dataset.splits[split].files if split in dataset.splits else ():
         path = dataset.dir / file.path
         try:
@@ -174,7 +171,7 @@ def _read_column(dataset: Dataset, split: str, column: str) -> Iterator[pa.Array
             reason = error_summary(error)
             raise MesetaError(
                 f"dataset file {str(path)!r}: column {column!r} cannot be read ({reason}); "
-                f"`meseta data check {dataset.dir}` says all that is wrong"
+                f"run `meseta data check {dataset.dir}` for a list of all faults"
             ) from None
 
 
@@ -184,7 +181,7 @@ def _read_numbers(dataset: Dataset, split: str, column: str) -> Iterator[NDArray
 
 
 class _RunningSums:
-    """Values of one column, added up block by block."""
+    """Sums, extremes and zeros of one column, accumulated over blocks."""
 
     def __init__(self) -> None:
         self.count, self.zeros = 0, 0
@@ -193,9 +190,9 @@ class _RunningSums:
         self._shift = 0.0
 
     def add(self, values: NDArray[np.float64], num_zeros: int) -> None:
-        """Sums are of the distances from the first value, so that the variance keeps its digits."""
         if not values.size:
             return
+        # Sum the distances from the first value. Sums of the values themselves would cancel in the variance.
         if not self.count:
             self._shift = float(values[0])
         away = values - self._shift
@@ -206,7 +203,7 @@ class _RunningSums:
         self.min, self.max = min(self.min, float(values.min())), max(self.max, float(values.max()))
 
     def result(self) -> ValueSummary:
-        """Zeros where there was no value."""
+        """Return the summary, or zeros if there are no values."""
         if not self.count:
             return ValueSummary(mean=0.0, std=0.0, min=0.0, max=0.0, share_zero=0.0)
         mean = self.total / self.count
@@ -232,11 +229,13 @@ def _summarize_split(dataset: Dataset, name: str) -> SplitSummary:
     sums = {
         label: sum(float(np.nansum(v)) for v in _read_numbers(dataset, name, label)) for label in dataset.label_columns
     }
-    known = {label: split.known.get(label, split.num_rows) for label in sums}
+    label_counts = {label: split.known.get(label, split.num_rows) for label in sums}
     return SplitSummary(
         num_rows=split.num_rows,
         labels=sums,
-        base_rates={label: total / known[label] if known[label] else None for label, total in sums.items()},
+        base_rates={
+            label: total / label_counts[label] if label_counts[label] else None for label, total in sums.items()
+        },
         weights=None if dataset.weight is None else weights.result(),
         num_groups=None if sizes is None else sizes.size,
         max_group_rows=None if sizes is None else int(sizes.max(initial=0)),
@@ -245,7 +244,7 @@ def _summarize_split(dataset: Dataset, name: str) -> SplitSummary:
 
 
 def _group_sizes(dataset: Dataset, split: str) -> NDArray[np.int64] | None:
-    """Rows of each group; equal keys are merged whenever what waits has outgrown what is merged."""
+    """Return the number of rows of each group, or `None` without groups."""
     if dataset.group is None:
         return None
     keys, sizes = np.zeros(0, np.int64), np.zeros(0, np.int64)
@@ -254,6 +253,7 @@ def _group_sizes(dataset: Dataset, split: str) -> NDArray[np.int64] | None:
     for array in _read_column(dataset, split, dataset.group):
         waiting.append(np.unique(array.to_numpy(zero_copy_only=False), return_counts=True))
         num_waiting += waiting[-1][0].size
+        # Merge only when the pending keys outgrow the merged ones, so that each key takes part in few merges.
         if num_waiting > max(keys.size, 1 << 20):
             keys, sizes = _merge_counts([(keys, sizes), *waiting])
             waiting, num_waiting = [], 0
@@ -268,7 +268,6 @@ def _merge_counts(parts: list[tuple[NDArray[Any], NDArray[Any]]]) -> tuple[NDArr
 
 
 def _summarize_dense(dataset: Dataset, feature: DenseFeature) -> DenseSummary:
-    """Two passes: the bins need the extremes."""
     raw, scaled = _RunningSums(), {name: _RunningSums() for name in dataset.splits}
     for name in dataset.splits:
         for stored in _read_numbers(dataset, name, feature.name):
@@ -276,6 +275,7 @@ def _summarize_dense(dataset: Dataset, feature: DenseFeature) -> DenseSummary:
             scaled[name].add(stored, 0)
             raw.add(signed_expm1(logs), int((logs == 0).sum()))
     values = raw.result()
+    # A second traversal: the range of the bins is known only now.
     bins = np.zeros(NUM_BINS, np.int64)
     low, high = signed_log1p(np.array([values.min, values.max])).tolist()
     for name in dataset.splits if high > low else ():
@@ -293,7 +293,8 @@ def _summarize_dense(dataset: Dataset, feature: DenseFeature) -> DenseSummary:
 
 
 def _unscale(feature: DenseFeature, stored: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Logarithms of the values as they came; exactly 0 for what prepare wrote for 0."""
+    """Reverse the scaling. The result is exactly 0 for values that were 0 before scaling."""
+    # The stored value of 0 was rounded to float32, so the formula below may give a small number instead of 0.
     zero = np.float32(-feature.mean / feature.std)
     logs = stored * feature.std + feature.mean
     if feature.signed:
@@ -302,7 +303,7 @@ def _unscale(feature: DenseFeature, stored: NDArray[np.float64]) -> NDArray[np.f
 
 
 def _summarize_sparse(dataset: Dataset, feature: SparseFeature) -> SparseSummary:
-    counts = np.zeros(feature.num_embeddings, np.uint32)  # pages that no id touches are never given memory
+    counts = np.zeros(feature.num_embeddings, np.uint32)  # The OS allocates only pages that ids touch.
     num_rows, num_lookups, longest, num_empty = 0, 0, 0, 0
     for array in _read_column(dataset, "train", feature.name):
         ids, lengths = _read_ids(dataset, feature, array)
@@ -344,12 +345,12 @@ def _summarize_sparse(dataset: Dataset, feature: SparseFeature) -> SparseSummary
 def _read_ids(
     dataset: Dataset, feature: SparseFeature, array: pa.Array
 ) -> tuple[NDArray[np.integer], NDArray[np.int64] | None]:
-    """The ids of one row group, and how many each sample has; None: one."""
+    """Return (ids, ids per sample) of one array. The second is `None` if each sample has one id."""
     ids = (array.flatten() if feature.multi_valued else array).to_numpy(zero_copy_only=False)
     if ids.size and not (ids.min() >= 0 and ids.max() < feature.num_embeddings):
         raise MesetaError(
-            f"dataset {str(dataset.dir)!r}: ids of {feature.name!r} must be in 0..{feature.num_embeddings - 1}, but "
-            f"there are some in {ids.min()}..{ids.max()}; `meseta data check {dataset.dir}` says where"
+            f"dataset {str(dataset.dir)!r}: ids of {feature.name!r} must be in 0..{feature.num_embeddings - 1}, got "
+            f"ids in {ids.min()}..{ids.max()}; run `meseta data check {dataset.dir}` to locate them"
         )
     return ids, np.diff(array.offsets.to_numpy()).astype(np.int64) if feature.multi_valued else None
 
@@ -357,7 +358,8 @@ def _read_ids(
 def _unseen_shares(
     dataset: Dataset, feature: SparseFeature, counts: NDArray[np.uint32]
 ) -> tuple[float | None, float | None]:
-    """Shares of the test split's lookups, and of its distinct ids, that are not in `counts`."""
+    """Return the unseen shares of (lookups, distinct ids) in the test split. `counts` are the lookups of each row in
+    training."""
     seen = np.zeros(counts.size, bool)
     num_lookups, num_new = 0, 0
     for array in _read_column(dataset, "test", feature.name):
@@ -371,7 +373,6 @@ def _unseen_shares(
 
 
 def _vocabulary_values(dataset: Dataset, feature: SparseFeature, ids: NDArray[np.int64]) -> list[str | None]:
-    """What the vocabulary calls these ids."""
     if feature.vocabulary is None:
         return [None] * ids.size
     try:
@@ -379,6 +380,6 @@ def _vocabulary_values(dataset: Dataset, feature: SparseFeature, ids: NDArray[np
     except IndexError:
         raise MesetaError(
             f"vocabulary {feature.vocabulary!r} lacks ids of feature {feature.name!r}; "
-            f"`meseta data check {dataset.dir}` says what is wrong"
+            f"run `meseta data check {dataset.dir}` for a list of all faults"
         ) from None
     return [None if value is None else value.decode(errors="replace") for value in values]

@@ -1,4 +1,4 @@
-"""What the numbers of a dataset mean: all that encoding used, compared where a run meets data."""
+"""Encoding of a dataset: everything that determines the ids and numbers of a value. Runs compare it with their data."""
 
 from __future__ import annotations
 
@@ -25,31 +25,27 @@ _PART_NAMES = {
     "num_embeddings": "number of rows",
     "vocabulary_digest": "vocabulary",
 }
-"""Keys of a column in words, what tells most first."""
+"""Keys of a column in words, the most informative first."""
 _SPELLING_TEXTS = {True: "one value", False: "two values"}
 _MAX_SHOWN_CHARACTERS = 40
-"""Characters of a value that a message shows."""
+"""Maximum number of characters of a value in a message."""
 
 
 class DatasetEncoding(FrozenRecord):
-    """What a run keeps of the data that it was trained on; equal ones give the same numbers to the same values."""
+    """Encoding of the data with which a run was trained. Equal encodings map equal values to equal numbers."""
 
     labels: tuple[str, ...]
-    """As `Dataset.labels`."""
     label_source: str | None = None
-    """As `Dataset.label_source`."""
     label_rules: tuple[LabelRule, ...] = ()
-    """As `SourceForm.label_rules`, of these labels."""
+    """Rules of these labels, as in `SourceForm.label_rules`."""
     whole_numbers: tuple[str, ...] = ()
-    """As `SourceForm.whole_numbers`, of the columns that features are made of, in order of name."""
+    """Columns of features in which all spellings of a whole number are one value, sorted by name."""
     dense: tuple[DenseFeature, ...]
-    """In the order of the batch's columns."""
     sparse: tuple[SparseEncoding, ...]
-    """In the order of the batch's keys."""
 
     @staticmethod
     def from_dataset(dataset: Dataset) -> DatasetEncoding:
-        """That of a dataset, whose files are not looked at."""
+        """Return the encoding of a dataset without reading its files."""
         keys = SparseEncoding.model_fields
         sparse = [SparseEncoding(**{key: getattr(feature, key) for key in keys}) for feature in dataset.sparse]
         form = dataset.source_form
@@ -65,22 +61,26 @@ class DatasetEncoding(FrozenRecord):
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data without what is as by default; `from_dict` reads it back."""
+        """Return plain data without default values, which `from_dict` reads."""
         return self.model_dump(mode="json", exclude_defaults=True)
 
     @staticmethod
     def from_dict(document: Any, where: str) -> DatasetEncoding:
-        """Undo `to_dict`. Raises MesetaError, which begins with `where`, for anything else."""
+        """Restore the result of `to_dict`. Raises MesetaError if it is invalid. `where` starts the message."""
         try:
             return DatasetEncoding.model_validate(document)
         except ValidationError as error:
             problem = error.errors()[0]
             key = ".".join(map(str, problem["loc"]))
-            raise MesetaError(f"{where}: encoding: {key or 'document'}: {problem['msg']}; use an older one") from None
+            raise MesetaError(f"{where}: encoding: {key or 'document'}: {problem['msg']}; use an older file") from None
 
 
 def with_vocabulary_digests(dataset: Dataset) -> Dataset:
-    """The same, with the digests that `prepare` did not write yet taken from the files, where these can be read."""
+    """Return a copy with all vocabulary digests. Digests that earlier versions did not store are computed from the
+    files.
+
+    Vocabularies that cannot be read remain without a digest.
+    """
     sparse = list(dataset.sparse)
     for place, feature in enumerate(sparse):
         if feature.encoding == "vocabulary" and feature.vocabulary and feature.vocabulary_digest is None:
@@ -93,44 +93,52 @@ def with_vocabulary_digests(dataset: Dataset) -> Dataset:
 
 
 def encoding_difference(before: DatasetEncoding, now: DatasetEncoding) -> str | None:
-    """The first difference in words, with the number of others; None where there is none. What one of both did not
-    keep is taken to be equal, see `unknown`."""
-    found = [*_label_differences(before, now), *_column_differences("dense column", before.dense, now.dense)]
-    found += _column_differences("sparse feature", before.sparse, now.sparse)
-    found += [
+    """Describe the first difference and the number of further ones, or return `None` if there is none.
+
+    A part that one of the encodings did not record counts as equal, see `uncomparable_parts`.
+    """
+    differences = [*_label_differences(before, now), *_column_differences("dense column", before.dense, now.dense)]
+    differences += _column_differences("sparse feature", before.sparse, now.sparse)
+    differences += [
         f"column {name!r}, in which 12 and 12.0 were {_SPELLING_TEXTS[name in before.whole_numbers]} and are "
         f"{_SPELLING_TEXTS[name in now.whole_numbers]} now"
         for name in sorted({*before.whole_numbers} ^ {*now.whole_numbers})
     ]
-    if not found:
+    if not differences:
         return None
-    return found[0] if len(found) == 1 else f"{found[0]} (and {len(found) - 1:,} other differences)"
+    return (
+        differences[0]
+        if len(differences) == 1
+        else f"{differences[0]} (and {len(differences) - 1:,} other differences)"
+    )
 
 
 def uncomparable_parts(before: DatasetEncoding, now: DatasetEncoding) -> list[str]:
-    """What cannot be compared, since one of both did not keep it: by older versions, or without the files."""
-    found = []
+    """Return the parts that cannot be compared because one of the encodings did not record them."""
+    parts = []
     if before.labels == now.labels and (before.label_source is None) != (now.label_source is None):
-        found.append("the name of the label")
-    found += [
+        parts.append("the name of the label")
+    parts += [
         f"the vocabulary of {one.name!r}"
         for one, other in zip(before.sparse, now.sparse, strict=False)
         if "vocabulary" in (one.encoding, other.encoding)
         and (one.vocabulary_digest is None) != (other.vocabulary_digest is None)
     ]
-    return found
+    return parts
 
 
 def row_difference(before: Dataset, now: Dataset) -> str | None:
-    """What tells that two datasets of one encoding hold other rows, in words: their files and numbers, and what was
-    counted of them; None where nothing does. A recipe has no files, and gives the rows that others have in theirs."""
+    """Describe how the rows of two datasets with the same encoding differ, or return `None` if no difference is known.
+
+    Files, row counts and statistics are compared. A recipe has the same rows as a dataset with files.
+    """
     if before.recipe or now.recipe:
         before, now = (_without_files(dataset) for dataset in (before, now))
     for name in ("splits", "weight", "group"):
         if getattr(before, name) != getattr(now, name):
-            return f"other rows, as {name} in {DATASET_FILE} tells"
+            return f"other rows, as {name} in {DATASET_FILE} shows"
     counted = ({feature.name: feature.statistics for feature in dataset.sparse} for dataset in (before, now))
-    return f"other rows, as statistics in {DATASET_FILE} tells" if next(counted) != next(counted) else None
+    return f"other rows, as statistics in {DATASET_FILE} shows" if next(counted) != next(counted) else None
 
 
 def _without_files(dataset: Dataset) -> Dataset:
@@ -150,7 +158,6 @@ def _label_differences(before: DatasetEncoding, now: DatasetEncoding) -> Iterato
 
 
 def _describe_rule(name: str, rule: LabelRule | None) -> str:
-    """How a label is made, in words."""
     if rule is None:
         return f"column {name!r}"
     return "made from -1 and 1" if rule.is_signed else rule.condition
@@ -159,28 +166,29 @@ def _describe_rule(name: str, rule: LabelRule | None) -> str:
 def _column_differences(
     kind: str, before: Sequence[DenseFeature | SparseEncoding], now: Sequence[DenseFeature | SparseEncoding]
 ) -> Iterator[str]:
-    """Differences of columns of one kind; their places are compared where all are there."""
-    mine, theirs = ({column.name: column for column in columns} for columns in (before, now))
-    yield from (f"{kind} {name!r} is missing now" for name in mine if name not in theirs)
-    yield from (f"{kind} {name!r} was not there before" for name in theirs if name not in mine)
-    if mine.keys() == theirs.keys() and list(mine) != list(theirs):
-        place, (was, now_there) = _first_change(mine, theirs)
+    """Yield the differences of columns of one kind. Their order is compared only if both have the same columns."""
+    old_columns, new_columns = ({column.name: column for column in columns} for columns in (before, now))
+    yield from (f"{kind} {name!r} is missing now" for name in old_columns if name not in new_columns)
+    yield from (f"{kind} {name!r} is new" for name in new_columns if name not in old_columns)
+    if old_columns.keys() == new_columns.keys() and list(old_columns) != list(new_columns):
+        place, (was, now_there) = _first_change(old_columns, new_columns)
         yield f"order of the {kind}s: number {place} was {was!r} and is {now_there!r} now"
-    for name in [name for name in mine if name in theirs]:
-        for key in (key for key in _PART_NAMES if key in type(mine[name]).model_fields):
-            one, other = getattr(mine[name], key), getattr(theirs[name], key)
+    for name in [name for name in old_columns if name in new_columns]:
+        for key in (key for key in _PART_NAMES if key in type(old_columns[name]).model_fields):
+            one, other = getattr(old_columns[name], key), getattr(new_columns[name], key)
+            # A digest that one side did not record counts as equal.
             if one != other and not (key == "vocabulary_digest" and None in (one, other)):
                 yield f"{kind} {name!r}: {_describe_change(key, one, other)}"
 
 
 def _first_change(before: Iterable[Any], now: Iterable[Any]) -> tuple[int, tuple[Any, Any]]:
-    """Where two of one length begin to differ, from 1, and what stands there."""
+    """Return (position, counted from 1, and the pair of values) of the first difference between sequences of equal
+    length."""
     pairs = enumerate(zip(before, now, strict=True), start=1)
     return next((place, pair) for place, pair in pairs if pair[0] != pair[1])
 
 
 def _describe_change(key: str, one: Any, other: Any) -> str:
-    """What became of a key."""
     if key == "vocabulary_digest":
         return f"vocabulary, whose SHA-256 was {one[:8]}... and is {other[:8]}... now"
     if key == "boundaries" and one and other:

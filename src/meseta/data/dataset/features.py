@@ -1,4 +1,4 @@
-"""The description of a prepared dataset, from what preparing found."""
+"""Descriptions of features and sources in dataset.json, made from the results of preparation."""
 
 from __future__ import annotations
 
@@ -18,39 +18,41 @@ from meseta.spec import MesetaError
 
 @dataclass(frozen=True, kw_only=True)
 class FeatureTables:
-    """How the sparse features become rows of tables."""
+    """Encodings and statistics of the sparse features, by name."""
 
     num_embeddings: Mapping[str, int]
-    """Table rows of every feature."""
     hash_seeds: Mapping[str, int]
     vocabularies: Mapping[str, Vocabulary]
-    """Of the features that have one; the others are hashed, or cut into buckets."""
+    """Vocabularies of the features that have one. All other features are hashed or bucketized."""
     statistics: Mapping[str, FeatureStatistics]
     test_lookups: Mapping[str, LookupCounter]
     """Counters of the test split, for the features whose unseen values can be counted."""
 
 
 MAX_DENSE_VALUES, MAX_SPARSE_VALUES, MAX_SOURCE_VALUES = 8, 80, 4
-"""Most values of a feature, or of a source, in dataset.json, as its reader counts them. Boundaries are extra."""
+"""Maximum number of JSON values that one feature or one source takes in dataset.json. Boundaries are extra."""
 MAX_DENSE_BYTES, MAX_SPARSE_BYTES, MAX_SOURCE_BYTES, MAX_BOUNDARY_BYTES = 256, 2048, 128, 32
-"""Most bytes, without names."""
+"""Maximum number of bytes of such an entry, without names."""
 MAX_NAME_OCCURRENCES = 4
-"""Times that dataset.json may hold the name of a column."""
+"""Maximum number of times that dataset.json contains the name of a column."""
 RESERVED_VALUES, RESERVED_BYTES = 20_000, 1 << 20
-"""Room for the rest, above all the files of the splits: two values for each 524,288 rows."""
+"""Reserve for the rest of dataset.json, mainly the files of the splits. They take two values per 524,288 rows."""
 MAX_CATEGORICAL_FEATURES, MAX_NUMERIC_FEATURES = (
     int(round((MAX_DOCUMENT_VALUES - RESERVED_VALUES) / values, -3)) for values in (MAX_SPARSE_VALUES, MAX_DENSE_VALUES)
 )
-"""Features that fit if all are of one kind, in thousands."""
+"""Number of features that fit if all are of one kind, rounded to thousands."""
 
 
 def check_description_size(where: str, layout: RawLayout, paths: Sequence[str]) -> None:
-    """Raise MesetaError, beginning with `where`, if what describes a layout and the sources at `paths` may exceed what
-    is read of a dataset.json."""
+    """Raise MesetaError if dataset.json could exceed the limits for JSON documents.
+
+    `where` starts the message. `paths` are those of the sources.
+    """
     num_dense, num_sparse, num_sources = len(layout.dense), len(layout.sparse), len(paths)
     cuts = [column.buckets for column in layout.sparse if column.buckets]
     num_boundaries = sum(max(cut.num_quantiles or 0, len(cut.boundaries)) for cut in cuts)
     made_of = [name for column in layout.sparse for name in column.made_of]
+    # As JSON, because escaped characters make names longer.
     names = json.dumps(
         "".join([*layout.sample_columns, *layout.feature_names, *made_of, *layout.header, *paths])
     ).encode()
@@ -63,16 +65,15 @@ def check_description_size(where: str, layout: RawLayout, paths: Sequence[str]) 
     if num_values > MAX_DOCUMENT_VALUES or num_bytes > MAX_DOCUMENT_BYTES:
         raise MesetaError(
             f"{where}: {num_dense:,} numeric and {num_sparse:,} categorical features are too many for one dataset; "
-            f"dataset.json may hold {MAX_DOCUMENT_VALUES:,} values in {MAX_DOCUMENT_BYTES:,} bytes, and would have up "
-            f"to "
-            f"{num_values:,} in {num_bytes:,}: about {MAX_CATEGORICAL_FEATURES:,} categorical or "
-            f"{MAX_NUMERIC_FEATURES:,} numeric "
-            "features fit. Leave columns out with --ignore, or name those to read in a --schema file"
+            f"dataset.json would have up to {num_values:,} values in {num_bytes:,} bytes, but may have "
+            f"{MAX_DOCUMENT_VALUES:,} in {MAX_DOCUMENT_BYTES:,}, which is enough for about "
+            f"{MAX_CATEGORICAL_FEATURES:,} categorical or {MAX_NUMERIC_FEATURES:,} numeric "
+            "features. Leave columns out with --ignore, or select columns with a --schema file"
         )
 
 
 def describe_dense(layout: RawLayout, moments: Moments) -> tuple[DenseFeature, ...]:
-    """The dense features in the layout's order."""
+    """Describe the dense features in the order of the layout."""
     columns = zip(layout.dense, moments.mean.tolist(), moments.std.tolist(), strict=True)
     return tuple(
         DenseFeature(name=name, fill=0.0, signed=layout.is_signed(name), mean=mean, std=std)
@@ -81,12 +82,12 @@ def describe_dense(layout: RawLayout, moments: Moments) -> tuple[DenseFeature, .
 
 
 def describe_sparse(layout: RawLayout, tables: FeatureTables) -> tuple[SparseFeature, ...]:
-    """The sparse features in the layout's order."""
+    """Describe the sparse features in the order of the layout."""
     return tuple(_describe(column, tables) for column in layout.sparse)
 
 
 def make_source_form(layout: RawLayout, raw_format: RawFormat) -> SourceForm:
-    """What the features alone do not say of the files that they come from."""
+    """Describe the properties of the raw files that the features do not contain."""
     weights = {column.name: column.weight or column.weight_separator for column in layout.sparse}
     return SourceForm(
         kind=raw_format.name,

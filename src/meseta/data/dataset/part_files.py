@@ -1,4 +1,4 @@
-"""The one way to open the Parquet files of a dataset."""
+"""Functions that open the Parquet files of a dataset. All code uses them."""
 
 from __future__ import annotations
 
@@ -14,17 +14,20 @@ import pyarrow.parquet as pq
 from meseta.errors import error_summary, reading_error
 
 PART_ERRORS = (pa.ArrowException, OSError)
-"""What reading a damaged or missing file raises."""
+"""Exceptions that reading a damaged or missing file raises."""
 
 
 def open_part(path: Path, metadata: pq.FileMetaData | None = None, *, checks_pages: bool = False) -> pq.ParquetFile:
-    """A file to read from, which closes as a context; `metadata`: its footer, where that was read before. With
-    `checks_pages` what is read is held against its checksums. Raises PART_ERRORS, as reading from it does."""
+    """Open a file for reading. Use the result as a context manager to close it.
+
+    `metadata` is the footer, if it was read before. `checks_pages` verifies the checksums of pages. Raises PART_ERRORS,
+    as reading from the file does.
+    """
     return pq.ParquetFile(path, metadata=metadata, page_checksum_verification=checks_pages)
 
 
 class _TimedFile(io.BufferedReader):
-    """A file that tells how long each of its reads took."""
+    """File that reports the seconds of each read."""
 
     def __init__(self, path: Path, on_read: Callable[[float], None]) -> None:
         super().__init__(io.FileIO(path))
@@ -41,8 +44,10 @@ class _TimedFile(io.BufferedReader):
 def open_part_or_raise(
     path: Path, metadata: pq.FileMetaData | None = None, on_read: Callable[[float], None] | None = None
 ) -> Iterator[pq.ParquetFile]:
-    """As `open_part`, where what cannot be read is a MesetaError that names the file. `on_read` is told the seconds of
-    each read, one after the other, whatever thread it is of."""
+    """Context manager that opens a file for reading. Raises MesetaError that names the file if it cannot be read.
+
+    `on_read` receives the seconds of each read. Calls do not overlap, but may come from any thread.
+    """
     try:
         if on_read is None:
             with open_part(path, metadata) as file:

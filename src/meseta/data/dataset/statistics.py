@@ -1,4 +1,4 @@
-"""Statistics for the planner: distinct rows, pooling factors and how soon rows come again."""
+"""Statistics of sparse features for the planner: distinct rows, pooling factors and reuse."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from meseta.spec import Reuse
 WINDOW_SAMPLES = 65_536
 REUSE_EDGES = (0, *(2**i for i in range(16)))
 MAX_BITMAP_ROWS = 1 << 30
-"""Rows of the largest table whose rows have a bit each."""
+"""Largest table for which the distinct rows are counted with one bit per row."""
 
 
 @runtime_checkable  # beartype asks for it where the tests check every call
 class WindowCounter(Protocol):
-    """Adds up windows of one sparse feature; windows may come in any order and from several threads."""
+    """Thread-safe counter of the ids of one sparse feature. Windows may be added in any order."""
 
     def add_window(self, ids: NDArray[np.integer], num_samples: int) -> None:
         """Count the ids [nnz] of `num_samples` consecutive samples."""
 
     def get_state(self) -> tuple[list[int], bytes]:
-        """Return the counts; `set_state` of another counter continues from them."""
+        """Return the counts, from which `set_state` of another counter continues."""
 
     def set_state(self, numbers: Sequence[int], seen: bytes) -> None:
-        """Continue from what `get_state` returned."""
+        """Restore the result of `get_state`."""
 
 
 class FeatureStatistics:
-    """Adds up windows of one sparse feature; windows may come in any order and from several threads.
+    """Thread-safe statistics of one sparse feature. Windows may be added in any order.
 
-    Keeps one bit per row of the table, whatever the number of samples; of tables beyond 2**30 rows, eight bytes per
-    distinct row.
+    The memory does not depend on the number of samples: one bit per row of the table, or 8 bytes per distinct row if
+    the table has more than 2**30 rows.
     """
 
     def __init__(self, num_embeddings: int) -> None:
@@ -49,11 +49,12 @@ class FeatureStatistics:
         self._lock = threading.Lock()
 
     def add_window(self, ids: NDArray[np.integer], num_samples: int) -> None:
-        """Count the ids [nnz] of `num_samples` consecutive samples, at most 65,536 of them."""
+        """Count the ids [nnz] of at most 65,536 consecutive samples."""
         uniques, counts = _count_ids(ids, self._num_embeddings)
         bins = np.searchsorted(REUSE_EDGES[1:], counts, side="left")
         rows = np.bincount(bins, minlength=len(REUSE_EDGES))
         lookups = np.bincount(bins, weights=counts, minlength=len(REUSE_EDGES)).astype(np.int64)
+        # Only the updates need the lock. The sorting above runs in parallel.
         with self._lock:
             self._seen.add(uniques)
             self._num_samples += num_samples
@@ -62,24 +63,25 @@ class FeatureStatistics:
             self._lookups += lookups
 
     def get_state(self) -> tuple[list[int], bytes]:
-        """What was counted, as plain data and bytes; `set_state` of another one takes it up."""
+        """Return (numbers as plain data, state of the distinct rows as bytes). `set_state` continues from both."""
         with self._lock:
             numbers = [self._num_samples, self._num_lookups, *self._rows.tolist(), *self._lookups.tolist()]
             return numbers, self._seen.get_state()
 
     def set_state(self, numbers: Sequence[int], seen: bytes) -> None:
-        """Go on from what `get_state` gave."""
         self._num_samples, self._num_lookups = numbers[:2]
         self._rows, self._lookups = np.array(numbers[2:], np.int64).reshape(2, len(REUSE_EDGES))
         self._seen.set_state(seen)
 
     def touched_bits(self) -> NDArray[np.uint8] | None:
-        """A bit per row of the table, set where it was looked up, the first row in the lowest bit of the first byte;
-        None where no such bits are kept."""
+        """Return one bit per row of the table, set if the row was looked up. The lowest bit of the first byte is row 0.
+
+        Returns `None` for tables without a bitmap. The result is not a copy.
+        """
         return self._seen.bits if isinstance(self._seen, _Bitmap) else None
 
     def result(self) -> SparseStatistics:
-        """The statistics of all windows added so far."""
+        """Return the statistics of all windows added so far."""
         return SparseStatistics(
             num_rows=self._num_samples,
             num_lookups=self._num_lookups,
@@ -95,15 +97,17 @@ class FeatureStatistics:
 
 
 class _Bitmap:
-    """Rows seen so far, a bit each."""
+    """Set of distinct rows with one bit per row of the table."""
 
     def __init__(self, num_rows: int) -> None:
         self.bits = np.zeros(-(-num_rows // 8), np.uint8)
         self._count = 0
 
     def add(self, rows: NDArray[np.integer]) -> None:
-        """Distinct rows, ascending."""
+        """Add distinct rows in ascending order."""
         byte = rows >> 3
+        # Several rows may share a byte. Combine their bits first, because an indexed assignment keeps only the last
+        # write to a byte.
         first = _run_starts(byte)
         if first.size:
             bits = np.left_shift(1, rows & 7).astype(np.uint8)
@@ -124,14 +128,14 @@ class _Bitmap:
 
 
 class _SortedRows:
-    """Rows seen so far, in sorted runs of which each is more than twice as long as the next."""
+    """Set of distinct rows in sorted runs. Each run is more than twice as long as the next."""
 
     def __init__(self) -> None:
         self._runs: list[NDArray[np.int64]] = []
 
     def add(self, rows: NDArray[np.integer]) -> None:
-        """Distinct rows, ascending."""
         self._runs.append(rows.astype(np.int64))
+        # Each row then takes part in a logarithmic number of merges.
         while len(self._runs) > 1 and len(self._runs[-2]) <= 2 * len(self._runs[-1]):
             self._runs.append(np.union1d(self._runs.pop(), self._runs.pop()))
 
@@ -149,7 +153,7 @@ class _SortedRows:
 
 
 class Moments:
-    """Mean and standard deviation of several columns, merged window by window.
+    """Mean and standard deviation of several columns, accumulated over windows.
 
     Source: Chan, Golub, LeVeque, "Algorithms for computing the sample variance", 1983.
     """
@@ -160,7 +164,8 @@ class Moments:
         self._squares = np.zeros(num_columns)
 
     def add(self, columns: list[NDArray[np.float32]]) -> None:
-        """Add one window: float32 [n] per column. The order of windows decides the last bits."""
+        """Add one window of samples, as one float32 array [n] per column. The order of windows affects the last
+        bits."""
         if not columns or not columns[0].size:
             return
         count = columns[0].size
@@ -173,11 +178,10 @@ class Moments:
         self._count = total
 
     def get_state(self) -> dict[str, Any]:
-        """Plain data that JSON keeps to the last bit; `set_state` of another one takes it up."""
+        """Return plain data that JSON stores without rounding. `set_state` of another object continues from it."""
         return {"count": self._count, "mean": self._mean.tolist(), "squares": self._squares.tolist()}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `get_state` gave."""
         self._count = state["count"]
         self._mean, self._squares = np.array(state["mean"], np.float64), np.array(state["squares"], np.float64)
 
@@ -187,14 +191,14 @@ class Moments:
 
     @property
     def std(self) -> NDArray[np.float64]:
-        """Population standard deviation; 1 where a column is constant."""
+        """Population standard deviation of each column, or 1 if the column is constant."""
         std = np.sqrt(self._squares / max(self._count, 1))
         return np.where(std > 0, std, 1.0)
 
 
 def _count_ids(ids: NDArray[np.integer], num_embeddings: int) -> tuple[NDArray[np.integer], NDArray[np.int64]]:
-    """Distinct ids, ascending, and how often each occurs."""
-    if num_embeddings <= 4 * ids.size:  # a counter per row is then cheaper than sorting
+    """Return (distinct ids in ascending order, number of occurrences of each)."""
+    if num_embeddings <= 4 * ids.size:  # One counter per row is then cheaper than sorting.
         per_row = np.bincount(ids, minlength=num_embeddings)
         uniques = np.flatnonzero(per_row)
         return uniques, per_row[uniques]
@@ -204,7 +208,6 @@ def _count_ids(ids: NDArray[np.integer], num_embeddings: int) -> tuple[NDArray[n
 
 
 def _run_starts(ordered: NDArray[np.integer]) -> NDArray[np.int64]:
-    """Where each run of equal numbers begins."""
     if not ordered.size:
         return np.zeros(0, np.int64)
     return np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]]))

@@ -1,4 +1,4 @@
-"""Rows of hashed tables that training looks up, a bit each: by them a new value is known."""
+"""Rows of hashed tables that training looks up, one bit per row, for the detection of unseen values."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from meseta.spec import MesetaError
 
 TOUCHED_ROWS_FILE = "touched.parquet"
 MAX_TOUCHED_TABLE_ROWS = 1 << 26
-"""Rows of the largest table whose bits are kept: 8 MiB."""
+"""Largest number of table rows for which the bits are stored. They take 8 MiB."""
 
 
 def write_touched(folder: Path, bits: Mapping[str, NDArray[np.uint8] | None]) -> str | None:
-    """Write `folder`/touched.parquet, with the columns feature and bits, of all tables that are not too large; returns
-    its name, or None where there are none."""
+    """Write `folder`/touched.parquet with the columns feature and bits, and return its name.
+
+    Tables that are too large are left out. Returns `None`, and writes nothing, if no table remains.
+    """
     kept = {name: one for name, one in bits.items() if one is not None and one.size <= MAX_TOUCHED_TABLE_ROWS // 8}
     if not kept:
         return None
@@ -32,9 +34,9 @@ def write_touched(folder: Path, bits: Mapping[str, NDArray[np.uint8] | None]) ->
 
 
 def read_touched(dataset: Dataset) -> dict[str, NDArray[np.uint8]]:
-    """Feature -> the bits of its table, [ceil(rows / 8)]; of hashed features alone, and of some none.
+    """Return the bits [ceil(rows / 8)] of each table whose bits are stored. Only hashed features have them.
 
-    Raises MesetaError for a file that cannot be read or that has bits of another table.
+    Raises MesetaError if the file cannot be read, or if the bits do not fit their table.
     """
     if dataset.touched is None:
         return {}
@@ -51,8 +53,8 @@ def read_touched(dataset: Dataset) -> dict[str, NDArray[np.uint8]]:
     for name, one in bits.items():
         if one.size != sizes.get(name):
             raise MesetaError(
-                f"dataset file {str(path)!r} has {one.size} bytes of feature {name!r}, which is not what its table "
-                "takes",
+                f"dataset file {str(path)!r} has {one.size} bytes for feature {name!r}, which do not match the size of "
+                "its table",
                 remedy="prepare the dataset again",
             )
     return bits

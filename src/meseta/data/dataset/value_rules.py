@@ -1,6 +1,6 @@
-"""Whether Parquet files hold what dataset.json says: types by their footer, values as they are read.
+"""Checks of Parquet files against dataset.json: column types from the footer, and values as they are read.
 
-Files may be written by other programs than `meseta prepare`, and a value that means nothing must not be trained on.
+Other programs than `meseta prepare` may write the files, and training on invalid values must be prevented.
 """
 
 from __future__ import annotations
@@ -23,40 +23,42 @@ _PREPARE_AGAIN = "prepare the dataset again"
 
 
 def check_types(path: Path, schema: pa.Schema, dataset: Dataset) -> None:
-    """Raise MesetaError, naming the file and the column, for one that is missing or of a type that cannot be read."""
+    """Raise MesetaError if a column of the file is missing, ambiguous or has a type that cannot be read."""
     types: dict[str, list[pa.DataType]] = {}
     for field in schema:
         types.setdefault(field.name, []).append(field.type)
     for column in _batch_columns(dataset):
         name = column.name
         if name not in types:
-            raise MesetaError(f"dataset file {str(path)!r} lacks column {name!r}; {_PREPARE_AGAIN}")
+            raise MesetaError(f"dataset file {str(path)!r} has no column {name!r}; {_PREPARE_AGAIN}")
         if len(types[name]) > 1:
-            raise MesetaError(f"dataset file {str(path)!r} has two columns {name!r}; {_PREPARE_AGAIN}")
+            raise MesetaError(f"dataset file {str(path)!r} has several columns {name!r}; {_PREPARE_AGAIN}")
         [data_type] = types[name]
         if not column.accepts_type(data_type):
             raise MesetaError(
-                f"dataset file {str(path)!r}: column {name!r} must hold {column.expected_type}, but is {data_type}; "
+                f"dataset file {str(path)!r}: column {name!r} must hold {column.expected_type}, got {data_type}; "
                 f"{_PREPARE_AGAIN}"
             )
 
 
 def check_values(path: Path, first_row: int, table: pa.Table, dataset: Dataset) -> None:
-    """Raise MesetaError for values that no type excludes: none at all, labels outside 0..1, weights of samples that
-    are no such weights, and weights of ids that are not finite or not one per id.
+    """Raise MesetaError if the table has invalid values: missing values, invalid labels, sample weights or id weights.
 
-    The message names file, column and row, counted from 0 in the file; `first_row` is that of the table's first.
+    The message names file, column and row, counted from 0. `first_row` is the number of the table's first row in the
+    file.
     """
     where = f"dataset file {str(path)!r}, row"
     for data_column in _batch_columns(dataset):
         name, column = data_column.name, table.column(data_column.name)
         if column.null_count and not data_column.can_be_missing:
             row = first_row + pc.index(pc.is_null(column), True).as_py()
-            raise MesetaError(f"{where} {row}: column {name!r} holds no value; fill it, or {_PREPARE_AGAIN}")
+            raise MesetaError(f"{where} {row}: column {name!r} has a missing value; fill it, or {_PREPARE_AGAIN}")
         values = pc.list_flatten(column) if data_column.is_list else column
         if data_column.is_list and values.null_count:
             row = first_row + pc.list_parent_indices(column).filter(pc.is_null(values))[0].as_py()
-            raise MesetaError(f"{where} {row}: a list of column {name!r} holds no value; fill it, or {_PREPARE_AGAIN}")
+            raise MesetaError(
+                f"{where} {row}: a list of column {name!r} has a missing value; fill it, or {_PREPARE_AGAIN}"
+            )
     for role in ("label", "weight"):
         for column in _batch_columns(dataset):
             if column.role == role:
@@ -67,10 +69,8 @@ def check_values(path: Path, first_row: int, table: pa.Table, dataset: Dataset) 
 
 
 def find_violations(column: DataColumn, values: NDArray[Any]) -> NDArray[np.bool_] | None:
-    """Where values [n] break the rule of their column, `DataColumn.rule`; None where none does.
-
-    Labels are 0 to 1, weights of samples as `meseta.data.weights` has it, ids rows of their table, all else finite.
-    """
+    """Return which values [n] violate the rule of their column, or `None` if none does. `DataColumn.rule` states the
+    rules."""
     if not values.size or column.role in ("group", "time"):
         return None
     if column.role == "weight":
@@ -78,14 +78,13 @@ def find_violations(column: DataColumn, values: NDArray[Any]) -> NDArray[np.bool
         return None if fits.all() else ~fits
     finite = (-np.finfo(np.float32).max, np.finfo(np.float32).max)
     low, high = {"label": (0, 1), "ids": (0, column.num_embeddings - 1)}.get(column.role, finite)
-    # NaN fails both comparisons, and makes both extremes NaN.
+    # NaN fails both comparisons. The minimum and maximum of an array with NaN are NaN.
     if values.min() >= low and values.max() <= high:
         return None
     return ~((values >= low) & (values <= high))
 
 
 def _check_numbers(where: str, first_row: int, table: pa.Table, column: DataColumn) -> None:
-    """Whether each number of a label, or of the weights of samples, fits."""
     array = table.column(column.name)
     present = array.is_valid().to_numpy() if array.null_count else None
     values = array.drop_null().to_numpy()
@@ -95,19 +94,18 @@ def _check_numbers(where: str, first_row: int, table: pa.Table, column: DataColu
         place = bad_place if present is None else int(np.flatnonzero(present)[bad_place])
         rule = WEIGHT_RULE if column.role == "weight" else "in 0..1"
         raise MesetaError(
-            f"{where} {first_row + place}: {column.name!r} is {values[bad_place]:g}, and must be {rule}; "
+            f"{where} {first_row + place}: {column.name!r} must be {rule}, got {values[bad_place]:g}; "
             f"fix the data, or {_PREPARE_AGAIN}"
         )
 
 
 def _check_weights(where: str, first_row: int, table: pa.Table, name: str) -> None:
-    """As many weights as ids, and all of them finite."""
     ids, weights = table.column(name), table.column(f"{name}.weight")
     counts = [pc.list_value_length(column).to_numpy() for column in (ids, weights)]
     if not np.array_equal(*counts):
         place = int(np.flatnonzero(counts[0] != counts[1])[0])
         raise MesetaError(
-            f"{where} {first_row + place}: feature {name!r} has {counts[0][place]} ids and {counts[1][place]} weights; "
+            f"{where} {first_row + place}: feature {name!r} has {counts[0][place]} ids but {counts[1][place]} weights; "
             f"give one weight per id, or {_PREPARE_AGAIN}"
         )
     values = pc.list_flatten(weights).to_numpy()
@@ -115,11 +113,10 @@ def _check_weights(where: str, first_row: int, table: pa.Table, name: str) -> No
         bad = int(np.flatnonzero(~np.isfinite(values))[0])
         place = int(np.searchsorted(np.cumsum(counts[1]), bad, side="right"))
         raise MesetaError(
-            f"{where} {first_row + place}: a weight of feature {name!r} is {values[bad]}; fix the data, or "
-            f"{_PREPARE_AGAIN}"
+            f"{where} {first_row + place}: weights of feature {name!r} must be finite, got {values[bad]}; fix the "
+            f"data, or {_PREPARE_AGAIN}"
         )
 
 
 def _batch_columns(dataset: Dataset) -> Iterator[DataColumn]:
-    """Each column that makes a batch."""
     return (column for column in dataset_columns(dataset) if column.role != "time")

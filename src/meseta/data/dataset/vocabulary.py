@@ -1,4 +1,4 @@
-"""Vocabularies: count the values of the training split in bounded memory, give the frequent ones their own rows."""
+"""Vocabularies: count the values of the training split in bounded memory and assign rows to the frequent ones."""
 
 from __future__ import annotations
 
@@ -27,21 +27,22 @@ _NUM_PARTITIONS = 32
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Rows of one feature: 0 for everything out of the vocabulary, then the kept values, the most frequent first."""
+    """Map from the values of one feature to rows. Values outside the vocabulary have row 0, the most frequent one row
+    1."""
 
     num_embeddings: int
-    """Kept values + 1."""
     path: str
-    """Parquet file with value, id and count, relative to the dataset."""
+    """Path of the Parquet file with the columns value, id and count, relative to the dataset."""
     hashes: NDArray[np.uint64]
-    """Hashes of the kept values, ascending [num_embeddings - 1]."""
+    """Hashes [num_embeddings - 1] of the values in ascending order."""
     ids: NDArray[np.int64]
-    """Their rows [num_embeddings - 1]."""
+    """Rows [num_embeddings - 1] of the values in the order of `hashes`."""
     digest: str
-    """`values_digest` of the kept values, in the order of their rows."""
+    """`values_digest` of the values in the order of their rows."""
 
     def lookup(self, hashes: NDArray[np.uint64]) -> NDArray[np.int64]:
-        """Rows of hashed values, int64 [nnz]. An unknown value is taken for a known one with odds of V / 2**64."""
+        """Return the rows of hashed values, int64 [nnz]."""
+        # Only hashes are compared, so another value gets a wrong row with probability V / 2**64 for V values.
         if not self.hashes.size:
             return np.zeros(hashes.size, np.int64)
         at = np.minimum(np.searchsorted(self.hashes, hashes), self.hashes.size - 1)
@@ -49,15 +50,16 @@ class Vocabulary:
 
 
 def count_values(values: pa.Array) -> pa.Table:
-    """Distinct values of a block and how often each occurs: value large_binary, count int64."""
+    """Count the distinct values of a block. Columns of the result: value (large_binary) and count (int64)."""
     counted = pc.value_counts(values.cast(pa.large_binary()))
     return pa.table([counted.field("values"), counted.field("counts")], schema=_COUNTED_SCHEMA)
 
 
 def read_vocabulary_values(folder: Path, feature: SparseFeature) -> pa.Array:
-    """The values of a vocabulary by row, large_binary [num_embeddings]; row 0 is null. `folder` is the dataset's.
+    """Return the values of a vocabulary as large_binary [num_embeddings]. Row 0 is null. `folder` is the dataset
+    folder.
 
-    Raises MesetaError for a file that cannot be read, and for one that the ids were not made with.
+    Raises MesetaError if the file cannot be read, or if its values are not those from which the ids were made.
     """
     path = folder / (feature.vocabulary or "")
     try:
@@ -76,8 +78,8 @@ def read_vocabulary_values(folder: Path, feature: SparseFeature) -> pa.Array:
 
 
 def values_digest(values: pa.Array) -> str:
-    """SHA-256 in hexadecimal of n values in their order: their lengths in bytes, int64 little-endian, then all their
-    bytes. Text counts by its UTF-8."""
+    """Return the SHA-256 of values in their order, in hexadecimal. Text is hashed as UTF-8."""
+    # The hash covers the lengths in bytes (int64, little-endian) first, so that ["ab", "c"] and ["a", "bc"] differ.
     whole = values.cast(pa.large_binary()).fill_null(b"")
     lengths = pc.binary_length(whole).to_numpy(zero_copy_only=False).astype("<i8")
     digest = hashlib.sha256(lengths)
@@ -89,32 +91,35 @@ def values_digest(values: pa.Array) -> str:
 
 
 def load_vocabulary(folder: Path, feature: SparseFeature, hash_seed: int) -> Vocabulary:
-    """That of an earlier dataset in `folder`, for values that are hashed with `hash_seed`.
+    """Load the vocabulary of an earlier dataset in `folder`, for values that are hashed with `hash_seed`.
 
-    Raises MesetaError for a file that cannot be read, or is not that of the feature."""
+    Raises MesetaError if the file cannot be read, or does not belong to the feature.
+    """
     values = read_vocabulary_values(folder, feature)
     if len(values) != feature.num_embeddings or values.null_count != 1 or values[0].is_valid:
         raise MesetaError(
-            f"vocabulary {str(folder / (feature.vocabulary or ''))!r} must have {feature.num_embeddings} rows, none "
-            "of them without a value but the first; prepare the dataset again"
+            f"vocabulary {str(folder / (feature.vocabulary or ''))!r} must have {feature.num_embeddings} rows, and "
+            "only the first one without a value; prepare the dataset again"
         )
     return _make_vocabulary(feature.name, feature.vocabulary or "", values[1:], hash_seed)
 
 
 def _make_vocabulary(feature: str, path: str, values: pa.Array, hash_seed: int) -> Vocabulary:
-    """Of the kept `values` in the order of their rows. Raises MesetaError where two share their 64-bit hash."""
+    """Create a vocabulary of `values` in the order of their rows. Raises MesetaError if two have the same 64-bit
+    hash."""
     hashes = hash_categories(values, hash_seed)
+    # Sorted for the binary search in `lookup`.
     order = np.argsort(hashes)
     if (np.diff(hashes[order]) == 0).any():
-        raise MesetaError(f"vocabulary of {feature!r}: two values share their hash; choose another --seed")
+        raise MesetaError(f"vocabulary of {feature!r}: two values have the same hash; choose another --seed")
     return Vocabulary(len(values) + 1, path, hashes[order], order + 1, values_digest(values))
 
 
 class VocabularyCounter:
-    """Adds up the counted blocks of one feature.
+    """Counter of the values of one feature in bounded memory.
 
-    Equal values are merged when the pending tables have doubled; above `budget_bytes` they go to disk, partitioned by
-    hash, so memory is bounded by the budget and by the values that are kept in the end.
+    Tables of counts are merged when the size of the pending tables has doubled. Above `budget_bytes` they are spilled
+    to disk, partitioned by hash. The memory is bounded by the budget and the final vocabulary.
     """
 
     def __init__(self, feature: str, spill_dir: Path, budget_bytes: int) -> None:
@@ -125,10 +130,10 @@ class VocabularyCounter:
         self._pending_bytes = 0
         self._merged_bytes = 0
         self._spills: list[str] = []
-        """Files in `spill_dir`, each with one batch per partition."""
+        """Names of the files in `spill_dir`. Each has one record batch per partition."""
 
     def add(self, counted: pa.Table) -> None:
-        """Add one table of `count_values`."""
+        """Add a table from `count_values`."""
         self._pending.append(counted)
         self._pending_bytes += counted.nbytes
         if self._pending_bytes > max(2 * self._merged_bytes, self._budget_bytes // 4):
@@ -138,34 +143,37 @@ class VocabularyCounter:
                 self._spill(merged)
 
     def finish(self, dataset_dir: Path, min_count: int, hash_seed: int) -> Vocabulary:
-        """Write `dataset_dir`/vocabulary/<feature>.parquet and return it; values seen less often go to row 0.
+        """Write `dataset_dir`/vocabulary/<feature>.parquet and return the vocabulary.
 
-        Row 0 stands in the file with a null value and the number of training lookups that fell to it.
-        Raises MesetaError where two kept values share their 64-bit hash.
+        Values with a count below `min_count` are left out. Row 0 of the file has a null value and the number of
+        training lookups of all these values. Raises MesetaError if two values in the vocabulary have the same 64-bit
+        hash.
         """
         num_lookups = 0
         kept = [_COUNTED_SCHEMA.empty_table()]
+        # Equal values are in the same partition, so one partition at a time is enough to decide which values to keep.
         for tables in self._partitions():
             merged = _merge(tables)
             num_lookups += pc.sum(merged["count"]).as_py() or 0
             kept.append(merged.filter(pc.greater_equal(merged["count"], min_count)))
+        # Ties are sorted by value, so that the rows do not depend on the order of the blocks.
         table = pa.concat_tables(kept).sort_by([("count", "descending"), ("value", "ascending")]).combine_chunks()
         path = f"{VOCABULARY_FOLDER}/{to_file_name(self._feature)}.parquet"
         _write(dataset_dir / path, table, num_lookups)
         return _make_vocabulary(self._feature, path, combine_chunks(table["value"]), hash_seed)
 
     def get_state(self) -> list[str]:
-        """Put all that was counted on disk, and name the files; `set_state` of another counter takes them up."""
+        """Spill all counts to disk and return the names of the files. `set_state` of another counter continues from
+        them."""
         if self._pending:
             self._spill(_merge(self._pending))
         return list(self._spills)
 
     def set_state(self, state: Sequence[str]) -> None:
-        """Go on from what `get_state` gave."""
         self._spills = list(state)
 
     def _partitions(self) -> Iterator[list[pa.Table]]:
-        """All counted tables, those with equal values together."""
+        """Yield all tables of counts by partition. Equal values are in the same partition."""
         if not self._spills:
             yield self._pending
             return
@@ -187,7 +195,6 @@ class VocabularyCounter:
 
 
 def _merge(tables: list[pa.Table]) -> pa.Table:
-    """Equal values once, their counts added."""
     if not tables:
         return _COUNTED_SCHEMA.empty_table()
     summed = pa.concat_tables(tables).group_by("value", use_threads=False).aggregate([("count", "sum")])
@@ -200,15 +207,15 @@ def _read(path: Path, partition: int) -> pa.Table:
 
 
 def combine_chunks(column: pa.ChunkedArray) -> pa.Array:
-    """The column as one array."""
+    """Return the column as a single array."""
     combined = column.combine_chunks()
     return pa.concat_arrays(combined.chunks) if isinstance(combined, pa.ChunkedArray) else combined
 
 
 def _write(path: Path, kept: pa.Table, num_lookups: int) -> None:
-    """Values are written as strings where they are valid UTF-8, which click logs' are, else as bytes."""
     path.parent.mkdir(exist_ok=True)
     value = pa.concat_arrays([pa.nulls(1, pa.large_binary()), combine_chunks(kept["value"])])
+    # Store valid UTF-8, as in click logs, as strings, and other values as bytes.
     with contextlib.suppress(pa.ArrowInvalid):
         value = value.cast(pa.large_string())
     unknown = num_lookups - (pc.sum(kept["count"]).as_py() or 0)

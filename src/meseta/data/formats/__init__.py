@@ -1,1 +1,1 @@
-"""Raw files: one module for each format that `meseta prepare` reads, and what several formats share."""
+"""Raw file formats that `meseta prepare` reads, one module per format, and the code that they share."""

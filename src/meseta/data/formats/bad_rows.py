@@ -1,6 +1,6 @@
-"""Rows that cannot be parsed: found by halving the block they stand in, left out, counted, and too many refused.
+"""Isolation of rows that cannot be parsed, by bisection of their block, and a limit on their number.
 
-So whatever a parser refuses is left out, row by row, and nothing else is; a block without such rows costs nothing.
+Exactly the rows that a parser rejects are skipped. A block without bad rows is parsed only once.
 """
 
 from __future__ import annotations
@@ -17,29 +17,34 @@ from meseta.spec import MesetaError
 
 Result = TypeVar("Result")
 MAX_ERROR_EXAMPLES = 5
-"""Rows whose place and fault are kept."""
+"""Maximum number of error messages to keep, with the position of each bad row."""
 MAX_RARE_SHARE = 0.01
-"""Share of the rows above which leaving out bad ones is no remedy: they are a class of rows, not damage."""
+"""Maximum share of bad rows for which skipping them is reasonable. A larger share is a whole class of rows rather than
+random damage."""
 MAX_SAMPLED_ROWS = 1_000
-"""Rows of a block by which the share of bad ones is estimated."""
+"""Maximum number of rows of a block on which the share of bad rows is estimated."""
 MIN_CHECKED_ROWS = 100_000
-"""Rows from which on a share is held against its limit while the work goes on; before, only at the end."""
+"""Number of rows from which a limit given as a share is checked during the run. Below it, only at the end."""
 
 
 @dataclass
 class ParsedRows(Generic[Result]):
-    """What was made of a block without its bad rows."""
+    """Results for the good rows of a block, and the errors of its bad rows."""
 
     results: list[Result] = field(default_factory=list)
-    """One for each stretch of good rows, in order."""
+    """Results of each contiguous range of good rows, in order."""
     num_good: int = 0
     num_bad: int = 0
     first_errors: list[str] = field(default_factory=list)
-    """What is wrong with the first few of them, and where."""
+    """Messages of the first errors, at most `MAX_ERROR_EXAMPLES`. Each names the position of its row."""
 
 
 def parse_good_rows(block: Block, work: Callable[[Block], Result]) -> ParsedRows[Result]:
-    """`work` on the whole block, else on its halves and theirs; a single row for which it raises MesetaError is bad."""
+    """Apply `work` to as much of a block as possible, and skip the bad rows.
+
+    If `work` raises MesetaError, the block is halved recursively. A row is bad if `work` raises MesetaError for it
+    alone.
+    """
     try:
         return ParsedRows([work(block)], block.num_rows)
     except MesetaError:
@@ -50,8 +55,9 @@ def parse_good_rows(block: Block, work: Callable[[Block], Result]) -> ParsedRows
 
 
 def are_bad_rows_rare(block: Block, work: Callable[[Block], object]) -> bool:
-    """Whether at most 1 % of the rows of a block, in a sample of it, raise MesetaError in `work`."""
+    """Whether `work` raises MesetaError for at most 1 % of the rows of a block. Evaluates a sample of the rows."""
     ends = block.source.format.row_ends(block)
+    # Equally spaced rows, at most `MAX_SAMPLED_ROWS`.
     rows = range(0, len(ends), -(-len(ends) // MAX_SAMPLED_ROWS))
     num_bad = 0
     for row in rows:
@@ -65,7 +71,7 @@ def are_bad_rows_rare(block: Block, work: Callable[[Block], object]) -> bool:
 
 
 def _slice_block(block: Block, ends: Sequence[int], first: int, stop: int) -> Block:
-    """Rows first..stop-1 of a block whose rows end at `ends`."""
+    """Return rows first..stop-1 of a block. `ends` is the result of `RawFormat.row_ends`."""
     start = ends[first - 1] if first else 0
     return replace(
         block,
@@ -87,7 +93,7 @@ def _bisect(
     work: Callable[[Block], Result],
     parsed: ParsedRows[Result],
 ) -> None:
-    """Add what `work` makes of rows first..stop-1 to `parsed`."""
+    """Apply `work` to rows first..stop-1 of a block, and add the results and errors to `parsed`."""
     try:
         result = work(_slice_block(block, ends, first, stop))
     except MesetaError as error:
@@ -105,43 +111,43 @@ def _bisect(
 
 
 class BadRowCounter:
-    """Adds up bad rows and stops the work when there are too many."""
+    """Counter of bad rows that raises an error if there are too many."""
 
     def __init__(self, limit: int | float) -> None:
-        """`limit`: rows as an int, or their share of all rows as a float."""
+        """Create a counter. `limit` is a number of rows if it is an int, and a share of all rows if it is a float."""
         self._limit = limit
         self._num_good = 0
         self._num_bad = 0
         self._first_errors: list[str] = []
 
     def add(self, parts: ParsedRows[Any]) -> None:
-        """Count the rows of one more block. Raises MesetaError as `check`."""
+        """Count the rows of one more block. Raises MesetaError if the limit is exceeded."""
         self._num_good += parts.num_good
         self._num_bad += parts.num_bad
         self._first_errors += parts.first_errors[: MAX_ERROR_EXAMPLES - len(self._first_errors)]
+        # A share is not meaningful until enough rows were read.
         if isinstance(self._limit, int) or self._num_good + self._num_bad >= MIN_CHECKED_ROWS:
             self.check()
 
     def check(self) -> None:
-        """Raises MesetaError where more rows are bad than the limit allows."""
+        """Raise MesetaError if there are more bad rows than the limit allows."""
         num_rows = self._num_good + self._num_bad
         if self._num_bad > (self._limit if isinstance(self._limit, int) else self._limit * num_rows):
             more = ", or allow more" if self._num_bad <= MAX_RARE_SHARE * num_rows else ""
             raise MesetaError(
-                f"prepare: {self._num_bad:,} of {num_rows:,} rows cannot be parsed, more than --max-bad-rows "
-                f"{self._limit} allows; mend the files, or say what the columns are{more}: "
-                + "; ".join(self._first_errors)
+                f"prepare: {self._num_bad:,} of {num_rows:,} rows cannot be parsed, but --max-bad-rows allows "
+                f"{self._limit}; fix the files, or specify the columns{more}: " + "; ".join(self._first_errors)
             )
 
     @property
     def bad_rows(self) -> BadRows:
-        """How many there were, and the first of them."""
+        """Number of bad rows and the first errors."""
         return BadRows(num_rows=self._num_bad, first=tuple(self._first_errors))
 
     def get_state(self) -> dict[str, Any]:
-        """Plain data; `set_state` of another one takes it up."""
+        """Return the counts as plain data, to be restored by `set_state`."""
         return {"num_good": self._num_good, "num_bad": self._num_bad, "first": self._first_errors}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `get_state` gave."""
+        """Restore the counts that `get_state` returned."""
         self._num_good, self._num_bad, self._first_errors = state["num_good"], state["num_bad"], list(state["first"])

@@ -1,4 +1,4 @@
-"""Compressed files and archives, recognized by their first bytes and decompressed as streams in bounded memory."""
+"""Compressed files and archives, detected by their first bytes and decompressed as streams in bounded memory."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ import pyarrow as pa
 from meseta.errors import MesetaError, error_summary, format_value
 
 MAX_XZ_BYTES = 256 << 20
-"""Memory that a decoder of xz may take; `xz -9` needs 65 MB."""
+"""Memory limit of an xz decoder. A file compressed by `xz -9` needs 65 MB."""
+# The directory of an archive with one member takes less than 200 KB.
 _MAX_ZIP_DIRECTORY_BYTES = 4 << 20
-"""Of a zip archive with one member, the directory takes less than 200 KB."""
 _CHUNK_BYTES = 256 << 10
 _SUFFIXES = (".gz", ".bz2", ".xz", ".zst", ".zstd", ".zip")
 _MAGIC_NUMBERS = (
@@ -34,6 +34,7 @@ _MAGIC_NUMBERS = (
 _UNPACK = "unpack it and give the files in it"
 _TO_PARQUET = "convert it to Parquet or CSV"
 _RECOMPRESS = "decompress it, or compress it with gzip, bz2, xz or zstd"
+# (first bytes, description, remedy) of formats that are recognized in order to reject them.
 _UNSUPPORTED_FORMATS = (
     (b"7z\xbc\xaf\x27\x1c", "a 7z archive", _UNPACK),
     (b"Rar!\x1a\x07", "a RAR archive", _UNPACK),
@@ -51,24 +52,24 @@ _UNSUPPORTED_FORMATS = (
     (b"\x93NUMPY", "a NumPy file", _TO_PARQUET),
     (b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "a Microsoft Office document", _TO_PARQUET),
 )
-"""First bytes of what is recognized and not read, what it is, and the remedy."""
 
 DECOMPRESSION_ERRORS = (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError, zipfile.BadZipFile)
-"""Errors that decompressors raise for truncated or damaged content, apart from OSError."""
+"""Errors other than OSError that decompressors raise for truncated or damaged content."""
 
 
 @runtime_checkable  # beartype asks for it where the tests check every call
 class ByteStream(Protocol):
-    """Content of a text file, decompressed."""
+    """Decompressed content of a text file."""
 
     def read(self, size: int = -1, /) -> bytes:
-        """Read up to `size` bytes, or the rest."""
+        """Read up to `size` bytes, or all remaining ones if `size` is negative."""
 
     def readline(self, size: int = -1, /) -> bytes:
-        """Read a line with its end, or its first `size` bytes; empty at the end."""
+        """Read a line including its line break, or its first `size` bytes. Returns no bytes at the end of the
+        content."""
 
     def seek(self, offset: int, whence: int = 0, /) -> int:
-        """Move to a byte of the decompressed content."""
+        """Move to `offset` in the decompressed content, and return the new position."""
 
     def tell(self) -> int:
         """Return the position in the decompressed content."""
@@ -78,16 +79,16 @@ class DecompressedContent(NamedTuple):
     """Content of a file that may be compressed."""
 
     stream: ByteStream
-    """The stored file itself if it is not compressed."""
+    """Decompressed content. If the file is not compressed, this is the stored file itself."""
     member: str = ""
-    """Name of the file in a zip archive; never used as a path."""
+    """Name of the file in a zip archive, never used as a path. Empty for all other files."""
 
 
 def decompress(path: str, stored: IO[bytes]) -> DecompressedContent:
     """Return the decompressed content of `stored`, the file at `path`.
 
-    Raises MesetaError if a zip archive does not hold exactly one plain or deflated file without encryption, and
-    what `DECOMPRESSION_ERRORS` lists or OSError for damaged content, here or while the content is read.
+    Raises MesetaError if a zip archive does not contain exactly one file, stored or deflated and not encrypted. Damaged
+    content raises OSError or one of `DECOMPRESSION_ERRORS`, here or while the content is read.
     """
     kind = _detect_compression(stored.read(10))
     stored.seek(0)
@@ -105,41 +106,44 @@ def decompress(path: str, stored: IO[bytes]) -> DecompressedContent:
 
 
 def _detect_compression(magic: bytes) -> str | None:
-    """Return the compression of a file by its first 10 bytes, or `None`."""
+    """Return the name of the compression, or `None`. `magic` is the first 10 bytes of the file."""
     if magic.startswith(b"BZh") and magic[4:] in (b"1AY&SY", b"\x17rE8P\x90"):
         return "bz2"
-    if magic[1:4] == b"\x2a\x4d\x18" and 0x50 <= magic[0] <= 0x5F:  # a skippable frame before others
+    # Other frames may follow a skippable frame.
+    if magic[1:4] == b"\x2a\x4d\x18" and 0x50 <= magic[0] <= 0x5F:
         return "zstd"
     return next((name for start, name in _MAGIC_NUMBERS if magic.startswith(start)), None)
 
 
 def strip_compression_suffix(path: str) -> str:
-    """Return `path` without the ending of a compressed file, such as .gz."""
+    """Return `path` without a suffix of compressed files such as .gz."""
     ending = next((ending for ending in _SUFFIXES if path.lower().endswith(ending)), "")
     return path[: len(path) - len(ending)]
 
 
 def check_content(path: str, head: bytes) -> None:
-    """Raise MesetaError if `head`, the first bytes of the decompressed content, is an archive or a known binary file
-    that no format reads."""
+    """Raise MesetaError if the content is an archive or a known binary format that cannot be read.
+
+    `head` is the beginning of the decompressed content.
+    """
     where = f"source {path!r}"
     for magic, what, remedy in _UNSUPPORTED_FORMATS:
         if head.startswith(magic):
-            raise MesetaError(f"{where} is {what}, which is not read; {remedy}")
+            raise MesetaError(f"{where} is {what}, which is not supported; {remedy}")
     if head.startswith(b"PAR1"):
-        raise MesetaError(f"{where} holds compressed Parquet, which is not read; decompress it")
+        raise MesetaError(f"{where} contains compressed Parquet, which is not supported; decompress it")
     if _detect_compression(head[:10]):
         raise MesetaError(f"{where} is compressed twice; decompress it once")
     try:
         tarfile.TarInfo.frombuf(head[:512], "utf-8", "surrogateescape")
     except (tarfile.HeaderError, ValueError):
         return
-    raise MesetaError(f"{where} is a tar archive, which is not read; {_UNPACK}")
+    raise MesetaError(f"{where} is a tar archive, which is not supported; {_UNPACK}")
 
 
 @runtime_checkable  # beartype asks for it where the tests check every call
 class _Decompressor(Protocol):
-    """What the decompressors of bz2 and lzma share."""
+    """Common interface of the decompressors of bz2 and lzma."""
 
     eof: bool
     needs_input: bool
@@ -149,7 +153,7 @@ class _Decompressor(Protocol):
 
 
 class _MemberReader:
-    """Reader over all members of a file of bz2 or xz. Zero bytes behind a member are padding."""
+    """Sequential reader over all members of a bz2 or xz file. Zero bytes after a member are padding."""
 
     def __init__(self, stored: IO[bytes], make: Callable[[], Any]) -> None:
         stored.seek(0)
@@ -182,7 +186,7 @@ def _xz_reader(path: str, stored: IO[bytes]) -> Callable[[int], bytes]:
             if "limit" not in str(error):
                 raise
             raise MesetaError(
-                f"source {path!r} needs more than {MAX_XZ_BYTES >> 20} MB to be decompressed; compress it with a "
+                f"source {path!r} needs more than {MAX_XZ_BYTES >> 20} MB for decompression; compress it with a "
                 "smaller dictionary, such as that of xz -9"
             ) from None
 
@@ -191,7 +195,7 @@ def _xz_reader(path: str, stored: IO[bytes]) -> Callable[[int], bytes]:
 
 def _zstd_reader(path: str, stored: IO[bytes]) -> Callable[[int], bytes]:
     stored.seek(0)
-    # Arrow closes the files that it is given, and this one is read again after seeking back.
+    # Arrow closes its input file, but seeking back reads this one again.
     stream = pa.CompressedInputStream(pa.PythonFile(_UnclosableFile(stored), mode="r"), "zstd")
 
     def read(size: int) -> bytes:
@@ -201,7 +205,7 @@ def _zstd_reader(path: str, stored: IO[bytes]) -> Callable[[int], bytes]:
             if "too much memory" not in str(error):
                 raise
             raise MesetaError(
-                f"source {path!r} was compressed by zstd with a window of more than 128 MB; compress it with "
+                f"source {path!r} was compressed by zstd with a window of more than 128 MB; compress it again with "
                 "--long=27 or less"
             ) from None
 
@@ -209,7 +213,7 @@ def _zstd_reader(path: str, stored: IO[bytes]) -> Callable[[int], bytes]:
 
 
 class _UnclosableFile(io.RawIOBase):
-    """A file that stays open when its user closes it."""
+    """View of a file whose `close` does not close the file."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -231,25 +235,26 @@ class _UnclosableFile(io.RawIOBase):
 
 
 class _ZipFile(_UnclosableFile):
-    """A zip archive whose directory is refused before it fills the memory."""
+    """Stored zip archive that rejects a large directory before zipfile loads it into memory."""
 
     def __init__(self, file: IO[bytes], path: str) -> None:
         super().__init__(file)
         self._path = path
         self.has_read_directory = False
-        """Whether the directory has been read; then reads are those of the member, whose size the caller limits."""
+        """Whether zipfile has read the directory. Later reads are content of the member, and the caller limits their
+        size."""
 
     def read(self, size: int = -1) -> bytes:
         if self.has_read_directory:
             return self._file.read(size)
         data = self._file.read(_MAX_ZIP_DIRECTORY_BYTES + 1 if size < 0 else min(size, _MAX_ZIP_DIRECTORY_BYTES + 1))
         if len(data) > _MAX_ZIP_DIRECTORY_BYTES:
-            raise MesetaError(f"source {self._path!r} is a zip archive of many files; {_UNPACK}")
+            raise MesetaError(f"source {self._path!r} is a zip archive with too many files; {_UNPACK}")
         return data
 
 
 class _RestartableStream(io.RawIOBase):
-    """A stream that only reads forward, made seekable: seeking back starts it again."""
+    """Seekable stream over a forward-only reader. Seeking back starts the reader again."""
 
     def __init__(self, start: Callable[[], Callable[[int], bytes]]) -> None:
         self._start = start
@@ -283,9 +288,10 @@ class _RestartableStream(io.RawIOBase):
 
 
 def restartable_stream(start: Callable[[], Callable[[int], bytes]]) -> ByteStream:
-    """Return a seekable stream over content that can only be read forward; seeking back starts it again.
+    """Return a seekable stream over content that can only be read forward. Seeking back starts again.
 
-    `start`: begins again, and returns a function that reads up to `size` bytes and is empty at the end.
+    `start` begins at the first byte and returns a function that reads up to `size` bytes. At the end of the content,
+    the function returns no bytes.
     """
     return io.BufferedReader(_RestartableStream(start), _CHUNK_BYTES)
 
@@ -302,18 +308,20 @@ def _open_zip_member(path: str, stored: IO[bytes]) -> DecompressedContent:
             names = ", ".join(format_value(member.filename) for member in members[:3])
             names += ", ..." if len(members) > 3 else ""
             what = f"{len(members):,} files ({names})" if members else "no file"
-            raise MesetaError(f"{where} is a zip archive of {what}, and must hold one; {_UNPACK}")
+            raise MesetaError(f"{where} is a zip archive with {what}, but must contain exactly one; {_UNPACK}")
         [member] = members
         name = format_value(member.filename)
+        # Bit 0 marks encryption, bit 6 strong encryption.
         if member.flag_bits & 0x41:
             raise MesetaError(f"{where}: {name} in this zip archive is encrypted; decrypt it")
         if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
             raise MesetaError(
-                f"{where}: {name} in this zip archive is compressed by method {member.compress_type}, and must be "
+                f"{where}: {name} in this zip archive has compression method {member.compress_type}, but must be "
                 "stored or deflated; unpack it"
             )
         return DecompressedContent(archive.open(member), member.filename)
     except MesetaError:
         raise
+    # zipfile raises these for damaged archives.
     except (NotImplementedError, struct.error, ValueError, OverflowError, RuntimeError) as error:
         raise zipfile.BadZipFile(error_summary(error)) from None

@@ -1,4 +1,4 @@
-"""CSV (RFC 4180) with any delimiter, and with names of its columns in front or without."""
+"""CSV (RFC 4180) with any delimiter, with or without a header."""
 
 from __future__ import annotations
 
@@ -55,15 +55,19 @@ from meseta.machine.remote import is_url
 from meseta.spec import MesetaError
 
 MAX_RECORD_LINES = 1000
-"""Lines that a record may have, where one is looked for among bad rows."""
+"""Maximum number of lines of a record in a block with bad rows."""
+# Rows with which the first line is compared to decide whether it is a header.
 _NUM_HEADER_CHECK_ROWS = 100
-"""Rows beside which the first line is judged."""
 _DELIMITERS = (",", "\t", ";", "|")
 _TSV_SUFFIXES = (".tsv", ".tab")
 
 
 class Csv(TextFormat):
-    """Told by what options or the name say; a file named as TSV is CSV where it is not as Criteo's logs are."""
+    """Text with a single-character delimiter and quotes as in RFC 4180.
+
+    The options, the name of the file or a common delimiter of its first lines identify it. A .tsv file is CSV unless it
+    has the form of a Criteo log.
+    """
 
     name = "csv"
     title = "CSV"
@@ -71,48 +75,47 @@ class Csv(TextFormat):
     unterminated_row_hint = "is a quote not closed?"
 
     def detect(self, head: FileHead) -> TextDialect | None:
-        """With the delimiter as given, else the most frequent one of the first line, or that of all first lines."""
         if head.delimiter is not None:
             return self.text_dialect(head, head.delimiter)
         if head.is_declared_csv:
+            # Delimiters inside quotes do not count.
             first = re.sub(rb'"[^"]*"', b"", head.text).partition(b"\n")[0]
-            delimiter = max(_DELIMITERS, key=lambda sign: first.count(sign.encode()))  # the first of equals
+            delimiter = max(_DELIMITERS, key=lambda sign: first.count(sign.encode()))  # The first one wins a tie.
             return self.text_dialect(head, delimiter)
         if head.has_suffix(_TSV_SUFFIXES):
             fields = head.text.partition(b"\n")[0].rstrip(b"\r").decode(errors="replace").split("\t")
             if len(fields) > 1 and (is_header(fields) or len(fields) not in CRITEO_FIELD_COUNTS):
                 return self.text_dialect(head, "\t")
             return None
-        found = find_delimiter(head.text)
-        return None if found is None else self.text_dialect(head, found)
+        common_delimiter = find_delimiter(head.text)
+        return None if common_delimiter is None else self.text_dialect(head, common_delimiter)
 
     def text_dialect(self, head: FileHead, delimiter: str) -> TextDialect:
-        """How the file writes its columns with this delimiter: whether its header has types."""
+        """Return the dialect of a file with this delimiter, including whether its header has column types."""
         first = head.text.removeprefix(BOM_UTF8).partition(b"\n")[0].rstrip(b"\r").decode(errors="replace")
         is_typed = not head.header and is_typed_header(first.split(delimiter))
         return TextDialect(delimiter, head.header, is_typed)
 
     def columns(self, source: Source) -> tuple[str, ...]:
-        """Those given, else the fields of its first record."""
         if source.header:
             return source.header
         with wrap_source_errors(source.path), open_text(source) as (stream, _):
             return self.read_header(source, stream.readline)[0]
 
     def layout(self, sources: Sequence[Source], asked: ColumnRequest) -> RawLayout:
-        """As the schema says, else as named; what that leaves open is inferred from a sample."""
         source = sources[0]
         where = f"source {str(source.path)!r}"
         names = self.columns(source)
         if len(names) < 2:
             raise MesetaError(
-                f"{where}, line 1: the header has {len(names)} column; CSV needs several, parted by commas, tabs, ';' "
-                "or '|', or by the delimiter of a --schema file"
+                f"{where}, line 1: the header has {len(names)} column, but CSV needs at least two; separate them by "
+                "commas, tabs, ';' or '|', or name the delimiter in a --schema file"
             )
         names = self.all_columns(source)
         if asked.schema:
             layout = text_layout_from_schema(where, asked.schema, names)
             check_names(where, layout.columns, names)
+            # Only labels without a rule need values. All other roles are in the schema.
             sample = self._sample(sources, layout.labels_without_rule) if layout.labels_without_rule else {}
         else:
             sample = self._sample(sources, names)
@@ -132,11 +135,9 @@ class Csv(TextFormat):
         )
 
     def parse(self, block: Block, layout: RawLayout) -> RawRows:
-        """As described by `RawFormat.parse`."""
         return self.check_text(block, parse_csv(block, raw_text(block), layout), layout)
 
     def with_header(self, sources: Sequence[Source]) -> tuple[Source, ...]:
-        """Columns of files that begin with a row are called column_1, column_2 and so on."""
         first = sources[0]
         if first.header:
             return tuple(sources)
@@ -149,10 +150,12 @@ class Csv(TextFormat):
         return tuple(replace(source, header=header) for source in sources)
 
     def with_header_from(self, source: Source, layout: RawLayout) -> Source:
-        """One that does not begin with names has those of all columns, or of all but the labels.
+        """Return `source` with column names from `layout` if it has no header.
 
-        Former datasets have the names of a typed header with the types."""
+        The file then has all columns of the earlier files, or all except the labels.
+        """
         columns = source.file_columns(layout.feature_columns)
+        # Datasets of former versions keep the types of a header as part of the names.
         if source.is_typed and not set(columns) <= set(self.columns(source)):
             source = replace(source, is_typed=False)
         if not layout.header:
@@ -165,27 +168,29 @@ class Csv(TextFormat):
             if len(header) == len(first):
                 return replace(source, header=header)
         raise MesetaError(
-            f"source {source.path!r} has {len(first)} columns and no names for them; the earlier files had "
+            f"source {source.path!r} has {len(first)} columns without names, but the earlier files had "
             f"{len(layout.header)}, or {len(rest)} without the label"
         )
 
     def key_schema(self, where: str, source: Source, names: Sequence[str]) -> pa.Schema:
-        """Strings."""
         check_names(where, names, self.columns(source))
         return pa.schema([pa.field(name, pa.string()) for name in names])
 
     def key_columns(self, block: Block, names: Sequence[str], schema: pa.Schema) -> pa.RecordBatch:
-        """Fields as they stand there, without quotes."""
+        """Return fields as text without their quotes."""
         texts = read_texts(raw_text(block), block.header, names, delimiter=block.source.delimiter, is_quoted=True)
         return pa.record_batch(texts, schema)
 
     def find_empty_columns(self, sources: Sequence[Source], names: Sequence[str]) -> set[str]:
-        """Those in whose fields nothing stands, or a word for it."""
+        """Return the columns whose sampled values are all empty or a word for a missing value."""
         texts = self._sample(sources, names)
         return {name for name, values in texts.items() if values and all(value in MISSING_TEXTS for value in values)}
 
     def read_header(self, source: Source, read_line: Callable[[int], bytes]) -> tuple[tuple[str, ...], bytes]:
-        """The first record, where the names are not given; one that is used must be there once: the layout checks."""
+        """Return (names, bytes read). The names come from `source`, or else from the first record.
+
+        Names may be empty or repeated. The layout checks those that it uses.
+        """
         if source.header:
             return source.header, b""
         raw = read_header(read_line)
@@ -199,27 +204,25 @@ class Csv(TextFormat):
             ) from None
 
     def count_rows(self, raw: bytes) -> int:
-        """Records."""
         return count_records(raw)
 
     def split_complete_rows(self, before: bytes, data: bytes) -> tuple[bytes, bytes]:
-        """The whole records of both together, and the rest."""
         data = before + data
         end = complete_records_size(data)
         return data[:end], data[end:]
 
     def parsed_row_ends(self, block: Block) -> NDArray[np.int64]:
-        """By the quotes, which are closed unless the block was cut out from among bad rows."""
         ends = record_ends(raw_text(block))
+        # Quotes are balanced unless the block was cut out from among bad rows.
         return ends if ends.size == block.num_rows else np.array(self.row_ends(block), np.int64)
 
     def row_ends(self, block: Block) -> Sequence[int]:
-        """A quote too many makes lines up to the next one look like one record; where such a record is not whole, its
-        first line is taken for a row, and the next one begins another."""
         raw = raw_text(block)
         ends = line_ends(raw)
         if b'"' not in raw:
             return ends
+        # A stray quote joins the lines up to the next quote into one apparent record. If that record is not
+        # well-formed, take its first line as a row and continue with the next line.
         record_ends = []
         at = 0
         while at < len(ends):
@@ -238,18 +241,21 @@ class Csv(TextFormat):
     def _typed_roles(
         self, source: Source, sample: Mapping[str, Sequence[str]]
     ) -> tuple[Mapping[str, ColumnRole], Sequence[str]]:
-        """Roles that a typed header gives, and columns of lists."""
+        """Return (roles, list columns) from the types in the header."""
         if not source.is_typed:
             return {}, ()
         return typed_header_roles(self.columns(replace(source, is_typed=False)), sample)
 
     def _sample(self, sources: Sequence[Source], names: Sequence[str]) -> dict[str, list[str]]:
-        """Column -> its fields in the sampled rows of files that have it, in the order of the rows; `names` are those
-        of the first file. Raises MesetaError for a damaged file."""
+        """Return the sampled fields of each column, in row order. A file contributes to the columns that it has.
+
+        `names` are the columns of the first file. Raises MesetaError for a damaged file.
+        """
         chosen = sample_sources(sources)
         columns: dict[str, list[str]] = {name: [] for name in names}
         for source in chosen:
             header, rows = self._sampled_rows(source, rows_per_file(len(names), len(chosen)), len(chosen))
+            # The first of several columns with the same name counts.
             places = {name: place for place, name in reversed(list(enumerate(header)))}
             for name, values in columns.items():
                 place = places.get(name)
@@ -258,8 +264,11 @@ class Csv(TextFormat):
         return columns | {name: partitions[name] for name in names if name in partitions}
 
     def _sampled_rows(self, source: Source, num_rows: int, num_files: int) -> tuple[tuple[str, ...], list[list[str]]]:
-        """The header, and rows of pieces that begin all over a file; of one that is zipped, remote or small, from its
-        beginning."""
+        """Return (header, sampled rows).
+
+        Rows are read from several places of the file. A compressed, remote or small file is read only from its
+        beginning.
+        """
         with wrap_source_errors(source.path), open_text(source) as (stream, stored):
             header, raw_header = self.read_header(source, stream.readline)
             begin, size = len(raw_header), source.size_bytes
@@ -272,27 +281,28 @@ class Csv(TextFormat):
                     rows = self.read_records(
                         source, _read_lines(stream, num_bytes // NUM_PIECES, stop), -(-num_rows // NUM_PIECES)
                     )
+                # A later piece may begin within a quoted field.
                 except MesetaError:
                     if is_first:
                         raise
                     continue
-                # A piece that begins within a quoted field is cut wrongly.
+                # A piece that begins within a quoted field splits records at the wrong places.
                 if is_first or all(len(row) == len(header) for row in rows):
                     sampled += rows
             return header, sampled
 
     def read_records(self, source: Source, lines: Iterator[str], num_rows: int) -> list[list[str]]:
-        """Fields of up to `num_rows` records. Raises MesetaError for a field that is no CSV."""
+        """Return the fields of up to `num_rows` records. Raises MesetaError if a field is not valid CSV."""
         try:
             return list(itertools.islice(csv.reader(lines, delimiter=source.delimiter), num_rows))
         except csv.Error as error:
             raise MesetaError(
-                f"source {source.path!r}: a field among the sampled rows is no CSV ({error}); is a quote not closed?"
+                f"source {source.path!r}: a sampled field is not valid CSV ({error}); is a quote not closed?"
             ) from None
 
 
 def _read_lines(stream: ByteStream, num_bytes: int, stop: int | None = None) -> Iterator[str]:
-    """Lines that begin before `stop`, and in the next `num_bytes`."""
+    """Yield the lines that begin within the next `num_bytes`, and before position `stop` if it is given."""
     place = 0 if stop is None else stream.tell()
     last = place + num_bytes if stop is None else min(stop, place + num_bytes)
     while place < last and (line := stream.readline(BLOCK_BYTES)):

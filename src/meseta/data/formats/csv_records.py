@@ -1,4 +1,4 @@
-"""Where the records of CSV begin and end: a line end inside quotes ends none (RFC 4180)."""
+"""Boundaries of CSV records. A line break inside quotes does not end a record (RFC 4180)."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-csv.field_size_limit(max(csv.field_size_limit(), 1 << 30))  # a field may be as long as a row: see sources.BLOCK_BYTES
+# A field may be as long as a block: see text.BLOCK_BYTES.
+csv.field_size_limit(max(csv.field_size_limit(), 1 << 30))
 
 MAX_HEADER_BYTES = 8 << 20
-"""Of a header; one whose quotes are not closed before is refused."""
+"""Maximum size of a header. A header whose quotes are not closed within it is rejected."""
 _QUOTE, _NEWLINE = ord('"'), ord("\n")
 
 
 def complete_records_size(data: bytes) -> int:
-    """Bytes of the whole records at the front of `data`, which begins with one; 0 where none is whole.
+    """Return the size of the complete records at the beginning of `data`, 0 if there are none.
 
-    A quote within quotes is doubled, so a line end stands outside where the quotes before it are even in number.
+    `data` must begin at the start of a record.
     """
     if b'"' not in data:
         return data.rfind(b"\n") + 1
@@ -28,12 +29,12 @@ def complete_records_size(data: bytes) -> int:
 
 
 def count_records(data: bytes) -> int:
-    """Whole records in `data`, which begins with one."""
+    """Return the number of complete records in `data`, which must begin at the start of a record."""
     return data.count(b"\n") if b'"' not in data else int(record_ends(data).size)
 
 
 def read_header(read_line: Callable[[int], bytes]) -> bytes:
-    """The first record with its line end, from the `readline` of a stream; what follows it is read next."""
+    """Read the first record with its line break. `read_line` is the `readline` of a stream, which then is after it."""
     header = read_line(MAX_HEADER_BYTES)
     while header.count(b'"') % 2 and len(header) < MAX_HEADER_BYTES and (line := read_line(MAX_HEADER_BYTES)):
         header += line
@@ -41,15 +42,16 @@ def read_header(read_line: Callable[[int], bytes]) -> bytes:
 
 
 def parse_header(header: bytes, delimiter: str) -> list[str]:
-    """Names in the first record, without spaces around them. Raises ValueError or csv.Error where it is no CSV."""
+    """Return the names in the first record, stripped of spaces. Raises ValueError or csv.Error if it is not valid
+    CSV."""
     rows = list(csv.reader(io.StringIO(header.decode("utf-8-sig"), newline=""), delimiter=delimiter))
     if len(rows) > 1:
-        raise csv.Error("a quote is not closed, or stands in a field that is not quoted")
+        raise csv.Error("a quote is not closed, or it is inside a field without quotes")
     return [name.strip() for name in rows[0]] if rows else []
 
 
 def iter_records(data: bytes, delimiter: str) -> Iterator[tuple[int, bytes, list[str]]]:
-    """The line on which each record begins, from 0, its bytes and its fields. Raises csv.Error for a field too long."""
+    """Yield (index of the first line, bytes, fields) for each record. Raises csv.Error if a field is too long."""
     lines = data.split(b"\n")[:-1]
     reader = csv.reader((line.decode(errors="replace") + "\n" for line in lines), delimiter=delimiter)
     first = 0
@@ -59,7 +61,7 @@ def iter_records(data: bytes, delimiter: str) -> Iterator[tuple[int, bytes, list
 
 
 def is_record(data: bytes, delimiter: str, num_fields: int) -> bool:
-    """Whether `data` is one whole record with so many fields."""
+    """Whether `data` is exactly one complete record with `num_fields` fields."""
     try:
         rows = list(
             csv.reader(io.StringIO(data.decode(errors="replace"), newline=""), delimiter=delimiter, strict=True)
@@ -70,9 +72,10 @@ def is_record(data: bytes, delimiter: str, num_fields: int) -> bool:
 
 
 def record_ends(data: bytes) -> NDArray[np.int64]:
-    """Where the whole records in `data`, which begins with one, end: behind the line ends that stand outside quotes."""
+    """Return the end offsets of the complete records in `data`, which must begin at the start of a record."""
     array = np.frombuffer(data, np.uint8)
     newlines = np.flatnonzero(array == _NEWLINE)
+    # A quote inside quotes is doubled. So a line break is outside of quotes if an even number of quotes precedes it.
     quotes_before = np.searchsorted(np.flatnonzero(array == _QUOTE), newlines)
     ends: NDArray[np.int64] = newlines[quotes_before % 2 == 0] + 1
     return ends

@@ -1,4 +1,4 @@
-"""Text whose delimiter has several characters, such as `::`, and no quotes."""
+"""Text without quotes, and with a delimiter of several characters such as `::`."""
 
 from __future__ import annotations
 
@@ -21,23 +21,22 @@ from meseta.data.raw_rows import RawRows
 
 
 class DelimitedText(Csv):
-    """Each line is split at its delimiter; blocks are converted to CSV when they are parsed."""
+    """Text whose lines are split at a delimiter of several characters. Blocks are converted to CSV for parsing."""
 
     name = "delimited"
     title = "text with a delimiter of several characters"
     unterminated_row_hint = "does it have lines?"
 
     def detect(self, head: FileHead) -> TextDialect | None:
-        """By the delimiter that the options give, else by the first lines."""
         delimiter = head.delimiter
         if delimiter is None and find_delimiter(head.text) == "::":
+            # The delimiter `::` may also occur inside the fields of a .csv file with another delimiter.
             first = head.text.partition(b"\n")[0]
             is_other_csv = head.has_suffix((".csv", ".tsv", ".tab")) and any(sign in first for sign in b",\t;|")
             delimiter = None if is_other_csv else "::"
         return None if delimiter is None or len(delimiter.encode()) == 1 else self.text_dialect(head, delimiter)
 
     def read_header(self, source: Source, read_line: Callable[[int], bytes]) -> tuple[tuple[str, ...], bytes]:
-        """The first line, if the names are not given."""
         if source.header:
             return source.header, b""
         raw = read_line(MAX_HEADER_BYTES)
@@ -45,32 +44,26 @@ class DelimitedText(Csv):
         return super().read_header(_as_csv_source(source), io.BytesIO(converted).readline)[0], raw
 
     def read_records(self, source: Source, lines: Iterator[str], num_rows: int) -> list[list[str]]:
-        """Fields of lines."""
         return [line.rstrip("\r\n").split(source.delimiter) for line in itertools.islice(lines, num_rows)]
 
     def parse(self, block: Block, layout: RawLayout) -> RawRows:
-        """As described by `RawFormat.parse`."""
         rows = super().parse(_as_csv_block(block), replace(layout, encoding=None))
         return self.check_text(block, rows, layout)
 
     def key_columns(self, block: Block, names: Sequence[str], schema: pa.Schema) -> pa.RecordBatch:
-        """Fields as they are."""
         return super().key_columns(_as_csv_block(block), names, schema)
 
     def count_rows(self, raw: bytes) -> int:
-        """Lines."""
+        # A row is a line, because quotes have no meaning here.
         return TextFormat.count_rows(self, raw)
 
     def split_complete_rows(self, before: bytes, data: bytes) -> tuple[bytes, bytes]:
-        """Lines."""
         return TextFormat.split_complete_rows(self, before, data)
 
     def row_ends(self, block: Block) -> Sequence[int]:
-        """Ends of lines."""
         return TextFormat.row_ends(self, block)
 
     def parsed_row_ends(self, block: Block) -> NDArray[np.int64]:
-        """Ends of lines."""
         return TextFormat.parsed_row_ends(self, block)
 
 

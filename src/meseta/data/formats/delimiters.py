@@ -1,4 +1,4 @@
-"""Delimiters and column types of text, found in its first lines."""
+"""Detection of delimiters, and of column types in headers, in the first lines of text."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _QUOTED = re.compile(rb'"[^"]*"')
 def find_delimiter(head: bytes) -> str | None:
     """Return the delimiter of the lines at the beginning of a file, or `None`.
 
-    Each of the first lines, at least two, has it equally often. It is none of Criteo's logs, which have no header.
+    At least two lines must contain the delimiter equally often. Returns `None` for Criteo logs, which have no header.
     """
     lines = [_QUOTED.sub(b"", line) for line in head.split(b"\n")[:_MAX_LINES]]
-    lines = lines[:-1]  # the last one is empty, or may be cut
+    lines = lines[:-1]  # The last element is empty, or an incomplete line.
     if len(lines) < 2:
         return None
     for sign in _CANDIDATES:
@@ -33,21 +33,22 @@ def find_delimiter(head: bytes) -> str | None:
 
 
 def is_typed_header(names: Sequence[str]) -> bool:
-    """Whether all names have the types of RecBole's atomic files, as `user_id:token`."""
+    """Whether all names have a type of RecBole's atomic files, such as `user_id:token`."""
     return len(names) > 1 and all(map(_TYPED_NAME.fullmatch, names))
 
 
 def strip_types(names: Sequence[str]) -> tuple[str, ...]:
-    """Return the names of a typed header."""
+    """Return the names of a typed header without their types."""
     return tuple(name.rpartition(":")[0] for name in names)
 
 
 def typed_header_roles(
     names: Sequence[str], columns: Mapping[str, Sequence[str]]
 ) -> tuple[dict[str, ColumnRole], list[str]]:
-    """Return the roles that a typed header gives to its columns, and those that hold lists.
+    """Return (roles, list columns) of a typed header. Roles are by column name without its type.
 
-    `columns`: sampled values of each column. Times, weights and groups under their usual names keep these roles.
+    `columns` has sampled values of each column. A column recognized as time, weight or group by its name keeps that
+    role.
     """
     types = {name.rpartition(":")[0]: name.rpartition(":")[2] for name in names}
     guesses = {}
@@ -63,7 +64,7 @@ def typed_header_roles(
 
 
 def convert_to_csv(lines: bytes, delimiter: str) -> bytes:
-    """Convert whole lines, in which quotes have no meaning, to CSV with UNIT_SEPARATOR."""
+    """Convert complete lines to CSV with the delimiter `UNIT_SEPARATOR`. Quotes in the lines have no meaning."""
     sign = delimiter.encode()
     if b"\r" in lines:
         lines = lines.replace(b"\r\n", b"\n")

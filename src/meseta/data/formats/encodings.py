@@ -1,4 +1,4 @@
-"""Text encodings: text that is not UTF-8 is converted to it as a stream, before it is split into fields."""
+"""Text encodings. Text in another encoding is converted to UTF-8 as a stream, before it is split into fields."""
 
 from __future__ import annotations
 
@@ -23,43 +23,44 @@ _BYTE_ORDER_MARKS = (
     (codecs.BOM_UTF16_BE, "utf-16"),
 )
 _HOST_NAME_CODECS = ("idna", "punycode")
+# Replaces bytes that the encoding does not define. UTF-8 never contains this byte, so the row becomes a bad one.
 _INVALID_BYTE = b"\xff"
-"""Takes the place of bytes that an encoding does not define: it is never part of UTF-8, so that its row is bad."""
 _ERROR_HANDLER = "meseta.invalid"
 
 
 def check_encoding(name: str) -> str:
-    """Return Python's name of a text encoding. Raises MesetaError for an unknown one, and for a codec that is none."""
-    advice = "give one such as latin-1, cp1252, utf-16 or shift_jis"
+    """Return Python's name of a text encoding. Raises MesetaError if it is unknown, or no encoding of files."""
+    advice = "use one such as latin-1, cp1252, utf-16 or shift_jis"
     try:
-        known = codecs.lookup(name)
+        codec = codecs.lookup(name)
         with suppress(UnicodeDecodeError):
             b"a".decode(name)
-    except (LookupError, ValueError):  # a codec that is none of text, or an unknown one
-        raise MesetaError(f"encoding {name!r} is no encoding of text that Python knows; {advice}") from None
-    if known.name in _HOST_NAME_CODECS or known.incrementaldecoder is None:
-        raise MesetaError(f"encoding {name!r} does not encode files; {advice}")
-    return known.name
+    except (LookupError, ValueError):  # Python raises LookupError also for a codec that is no text encoding.
+        raise MesetaError(f"encoding {name!r} is not a text encoding of Python; {advice}") from None
+    if codec.name in _HOST_NAME_CODECS or codec.incrementaldecoder is None:
+        raise MesetaError(f"encoding {name!r} cannot decode files; {advice}")
+    return codec.name
 
 
 def detect_bom_encoding(head: bytes) -> str:
-    """Return the encoding of a file that begins so: that of its byte order mark, else UTF-8."""
+    """Return the encoding of the byte order mark at the beginning of `head`, or UTF-8."""
     return next((name for mark, name in _BYTE_ORDER_MARKS if head.startswith(mark)), UTF_8)
 
 
 def transcode_to_utf8(stream: ByteStream, encoding: str) -> ByteStream:
-    """Return a stream of the same text in UTF-8, in which bytes that the encoding does not define are 0xff.
+    """Return a stream of the same text in UTF-8. If the encoding is UTF-8, this is `stream` itself.
 
-    The stream itself if it is in UTF-8.
+    Bytes that the encoding does not define become 0xff, which is invalid UTF-8.
     """
     return stream if encoding == UTF_8 else restartable_stream(lambda: _utf8_reader(stream, encoding))
 
 
 def check_text(rows: RawRows, raw: bytes, layout: RawLayout, error: Callable[[int, str, str], MesetaError]) -> None:
-    """Raise `error(row, column, problem)` for the first category among rows parsed of `raw` that is not text.
+    """Check that the categories of parsed rows are valid text, unless the dataset keeps raw bytes.
 
-    Datasets of former versions take bytes as they are.
+    Raises `error(row, column, problem)` for the first invalid value. `raw` is the text of the rows.
     """
+    # Datasets of former versions keep bytes as they are. They have no encoding.
     if layout.encoding is None or raw.isascii():
         return
     for column, values in zip(layout.sparse, rows.sparse, strict=True):
@@ -69,21 +70,21 @@ def check_text(rows: RawRows, raw: bytes, layout: RawLayout, error: Callable[[in
             row = find_value_row(fault.position, values.lengths)
             problem = f"{fault.preview} is not UTF-8"
             if layout.encoding != UTF_8:
-                problem = f"it has bytes that {layout.encoding} does not define"
+                problem = f"the value has bytes that {layout.encoding} does not define"
             problem += "; name the encoding of the file with --encoding, or as encoding in a --schema file"
             raise error(row, "', '".join(column.columns), problem)
 
 
 class InvalidUtf8(NamedTuple):
-    """A value that is not UTF-8."""
+    """Value that is not valid UTF-8."""
 
     position: int
     preview: str
-    """Its beginning, for messages."""
+    """First 40 bytes of the value, escaped for error messages."""
 
 
 def find_invalid_utf8(values: pa.Array) -> InvalidUtf8 | None:
-    """Return the first of strings or binary [n] that is not UTF-8, `None` if all are."""
+    """Return the first invalid value of a string or binary array, or `None` if all are valid UTF-8."""
     is_large = pa.types.is_large_string(values.type) or pa.types.is_large_binary(values.type)
     contents = values.cast(pa.large_binary() if is_large else pa.binary())
     try:

@@ -1,6 +1,7 @@
-"""What a raw format is: how its files are told, sampled, laid out, cut into blocks, parsed and explained.
+"""Base class of raw formats, and the files, blocks and positions that they work on.
 
-`registry` lists all formats, each in a module of its own; nothing outside of this folder asks which one a file has.
+`registry` lists all formats, each defined in its own module. No code outside this folder depends on the format of a
+file.
 """
 
 from __future__ import annotations
@@ -36,53 +37,53 @@ from meseta.errors import MesetaError, error_summary, reading_error
 from meseta.machine.remote import is_url, open_file, wrap_remote_errors
 
 MAX_HEAD_BYTES = 64 << 10
-"""Bytes of text that a format is told by."""
+"""Maximum number of bytes of decompressed text from which a format is detected."""
 FIX_LINE = "fix or remove the line"
-"""Remedy of errors that name a line of text."""
+"""Remedy of errors that name a line of a text file."""
 
 ScanProgress = Callable[[int, float], None]
-"""Called with the rows scanned so far, and the share of the bytes that they take, 0 to 1."""
+"""Callback that receives the number of rows scanned so far, and the scanned share of all bytes (0 to 1)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """One raw file."""
+    """Raw file with its format and dialect."""
 
     path: str
-    """As found: a path on this machine, or a URL."""
+    """Path of a local file, or a URL."""
     split: SourceSplit
-    """Where its rows go."""
+    """Split that receives the rows of this file, or the rule by which they are distributed."""
     format: RawFormat
     size_bytes: int
-    """As stored, compressed or not."""
+    """Size of the stored file, which may be compressed."""
     changed: str
-    """When it was written last, as its file system tells."""
+    """Modification time as the file system reports it."""
     delimiter: str = ","
-    """What separates the fields of a line, where the format leaves that open."""
+    """Separator of the fields of a line. Only delimited formats use it."""
     header: tuple[str, ...] = ()
-    """Names of the columns of text that could begin with them and does not."""
+    """Column names of a text file without a header. Empty if the file contains its own names."""
     is_typed: bool = False
-    """Whether the names in its header have types, as `user_id:token`, which are no part of them."""
+    """Whether names in the header have a type, as in `user_id:token`. The type is not part of the column name."""
     encoding: str = UTF_8
-    """Of its text."""
+    """Encoding of the text."""
     partition: Partition = field(default_factory=dict, hash=False)
-    """Columns that the folders of the file make, with their values."""
+    """Columns from the folders of the file, with their values."""
 
     def file_columns(self, names: Sequence[str]) -> list[str]:
-        """Those of `names` that are not made by folders."""
+        """Return those of `names` that are columns of the file itself. The others come from its folders."""
         return [name for name in names if name not in self.partition]
 
 
 @dataclass(frozen=True, kw_only=True)
 class FilePosition:
-    """Where a row of a file begins."""
+    """Position of the beginning of a row in a file."""
 
     row: int = 0
-    """Rows before it."""
+    """Number of rows before this one."""
     line: int = 0
-    """Lines before it, in a text file."""
+    """Number of lines before this row. 0 if the file is not text."""
     offset: int = 0
-    """Bytes of text before it, unzipped."""
+    """Offset of this row in the decompressed text, in bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,38 +92,42 @@ class Block:
 
     source: Source
     first_row: int
-    """Rows of the file before this block."""
+    """Number of rows of the file before this block."""
     first_line: int = 0
-    """Lines of a text file before this block."""
+    """Number of lines of a text file before this block."""
     first_offset: int = 0
-    """Bytes of text before this block, unzipped."""
+    """Offset of this block in the decompressed text, in bytes."""
     num_rows: int
     raw: bytes | pa.RecordBatch
-    """Whole lines (of CSV, whole records), or columns of a Parquet file."""
+    """Complete lines of text (in CSV, complete records), or columns of a Parquet file."""
     header: tuple[str, ...] = ()
-    """Names of the columns of a file that begins with them, or of which they were given."""
+    """Column names of a CSV or TSV file. Empty for other formats."""
     end: FilePosition
-    """Where the next row begins."""
+    """Position of the row after this block."""
     position_bytes: int
-    """How far the stored file has been read, for progress."""
+    """Number of bytes of the stored file that were read up to the end of this block. Used to report progress."""
 
     @property
     def start(self) -> FilePosition:
-        """Where its first row begins."""
+        """Position of the first row of this block."""
         return FilePosition(row=self.first_row, line=self.first_line, offset=self.first_offset)
 
 
 @runtime_checkable  # beartype asks for it where the tests check every call
 class RowCursor(Protocol):
-    """An open file, of which some rows are read, and then others; dearer where these stand before the former ones. One
-    thread at a time may use it."""
+    """Open file from which ranges of rows are read. Not thread-safe.
+
+    Reading backwards is more expensive than reading forwards.
+    """
 
     row: int
-    """Of the file, before which it stands."""
+    """Index of the next row that can be read without seeking."""
 
     def read(self, start: FilePosition, stop: FilePosition) -> Block:
-        """The rows from one position to another, where both lie in one block of `RawFormat.blocks`. Raises MesetaError
-        where the file ends before, and what `wrap_source_errors` turns into one."""
+        """Read the rows from `start` up to `stop`, both within one block of `RawFormat.blocks`.
+
+        Raises MesetaError if the file ends before `stop`, or if an error occurs that `wrap_source_errors` converts.
+        """
 
     def close(self) -> None:
         """Close the file."""
@@ -130,31 +135,31 @@ class RowCursor(Protocol):
 
 @dataclass
 class FileHead:
-    """What a format is told by: the beginning of a file, its name, and what the options say of it."""
+    """Beginning of a file, its name and the options for it, from which its format is detected."""
 
     path: str
     magic: bytes
-    """The first four bytes as stored."""
+    """First four bytes of the stored file."""
     delimiter: str | None = None
-    """That of its fields, where the options give one."""
+    """Delimiter from the options. `None` if they do not specify one."""
     header: tuple[str, ...] = ()
-    """Names of its columns, where the options give them."""
+    """Column names from the options. Empty if they do not specify any."""
     requested_encoding: str | None = None
-    """That of its text, if the options give one."""
+    """Encoding from the options. `None` if they do not specify one."""
 
     @cached_property
     def text(self) -> bytes:
-        """The first 64 KiB, decompressed, in UTF-8. Raises MesetaError for a damaged file."""
+        """First 64 KiB of the content, decompressed and in UTF-8. Raises MesetaError if the file is damaged."""
         return self._content[0]
 
     @property
     def encoding(self) -> str:
-        """That of its text: as the options say, else by its byte order mark."""
+        """Encoding from the options, or else from the byte order mark."""
         return self._content[2]
 
     @cached_property
     def _content(self) -> tuple[bytes, str, str]:
-        """The text, the name of the file in a zip archive, and the encoding."""
+        """Tuple (text, name of the file in a zip archive, encoding)."""
         with wrap_source_errors(self.path), open_file(self.path) as stored:
             stream, member = decompress(self.path, stored)
             head = stream.read(MAX_HEAD_BYTES)
@@ -162,155 +167,173 @@ class FileHead:
             return transcode_to_utf8(io.BytesIO(head), encoding).read(MAX_HEAD_BYTES), member, encoding
 
     def has_suffix(self, endings: tuple[str, ...]) -> bool:
-        """Whether the name of the file, or of that in a zip archive, ends so before .gz and the like, in any case."""
+        """Whether the name of the file, or of the file in a zip archive, has one of the suffixes `endings`.
+
+        Ignores case and suffixes of compressed files such as .gz.
+        """
         names = (strip_compression_suffix(self.path), self._content[1])
         return any(name.lower().endswith(endings) for name in names)
 
     @property
     def is_declared_csv(self) -> bool:
-        """Whether the options or the name of the file leave no other text."""
+        """Whether the options or the name of the file exclude all text formats other than CSV."""
         return self.delimiter is not None or bool(self.header) or self.has_suffix((".csv",))
 
     def check_text(self) -> None:
-        """Raise MesetaError if the content is not text of lines: an archive, or lines that end in CR alone."""
+        """Raise MesetaError if the content is empty or binary, or if its lines end with a carriage return alone."""
         if not self.text:
-            raise MesetaError(f"source {self.path!r} holds no rows; leave it out, or fetch it again")
+            raise MesetaError(f"source {self.path!r} contains no rows; leave it out, or fetch it again")
         check_content(self.path, self.text)
         if b"\n" not in self.text and self.text.rstrip(b"\r").count(b"\r"):
             raise MesetaError(
-                f"source {self.path!r} has lines that end in CR alone, as old Macs wrote them; convert them, as by "
-                "tr '\\r' '\\n'"
+                f"source {self.path!r} has lines that end with a carriage return alone, as on old Macs; convert them, "
+                "for example with tr '\\r' '\\n'"
             )
 
 
 @dataclass(frozen=True)
 class TextDialect:
-    """How a file writes its columns, where the format leaves that open."""
+    """Conventions by which a text file stores its columns."""
 
     delimiter: str = ","
     header: tuple[str, ...] = ()
-    """As `Source.header`."""
+    """Same as `Source.header`."""
     is_typed: bool = False
-    """As `Source.is_typed`."""
+    """Same as `Source.is_typed`."""
 
 
 @dataclass(frozen=True)
 class ColumnRequest:
-    """What options say of the columns, and how the rows may be looked at."""
+    """Options for the columns of raw files, and for scanning their rows."""
 
     named_columns: NamedColumns = field(default_factory=NamedColumns)
     schema: Schema | None = None
     on_scan: ScanProgress = lambda rows, share: None
     skip_bad_rows: bool = False
-    """Whether a row that cannot be parsed is passed over."""
+    """Whether to skip rows that cannot be parsed."""
 
 
 class RawFormat(ABC):
-    """One raw format; it has no state. What a method raises for a file is a MesetaError that names it."""
+    """Stateless base class of raw formats. Errors about a file are raised as MesetaError and name the file."""
 
     name: ClassVar[str] = ""
-    """As dataset.json has it."""
+    """Name of the format in dataset.json."""
     title: ClassVar[str] = ""
-    """For people."""
+    """Name of the format in messages."""
     is_delimited: ClassVar[bool] = False
-    """Whether its files choose a delimiter, may leave names out, and write several values into one field."""
+    """Whether files choose a delimiter, may have no header, and may hold several values in one field."""
     is_text: ClassVar[bool] = False
-    """Whether its files have an encoding."""
+    """Whether files have a text encoding."""
     has_named_columns: ClassVar[bool] = True
-    """Whether values stand in named columns, so that another format with such columns may hold the same rows."""
+    """Whether files have named columns, so that another format with named columns can contain the same rows."""
 
     @abstractmethod
     def detect(self, head: FileHead) -> TextDialect | None:
-        """How the file writes its columns, or None where it is of another format."""
+        """Return the dialect of a file of this format, or `None` if the file has another format."""
 
     def check_content(self, head: FileHead) -> None:
-        """Raise MesetaError for a file of this format by its name, or for want of another, that cannot be read."""
-        return
+        """Raise MesetaError if a file cannot be read, although its name or the lack of alternatives selects this
+        format."""
+        return  # Only some formats have something to check.
 
     @abstractmethod
     def columns(self, source: Source) -> tuple[str, ...]:
-        """Names of the columns of a file."""
+        """Return the column names of a file."""
 
     def all_columns(self, source: Source) -> tuple[str, ...]:
-        """Names of the columns of a file and of those that its folders make. Raises MesetaError if one is both."""
+        """Return the column names of a file, followed by those from its folders.
+
+        Raises MesetaError if a column is in the file and a folder.
+        """
         names = self.columns(source)
         check_partition(f"source {source.path!r}", source.partition, names)
         return (*names, *source.partition)
 
     @abstractmethod
     def layout(self, sources: Sequence[Source], asked: ColumnRequest) -> RawLayout:
-        """The common layout of all files: as asked, else inferred."""
+        """Return the common layout of all files.
+
+        The schema or the options in `asked` determine the roles of columns, and the other roles are inferred.
+        """
 
     @abstractmethod
     def blocks(self, source: Source, columns: Sequence[str], start: FilePosition) -> Iterator[Block]:
-        """Blocks of one file in order, from `start` on, which is where one ends; at least `columns` of them are read.
+        """Yield the blocks of a file in order, beginning at `start`, which must be the end of a block.
 
-        Where a block ends is a function of the file alone, and not of where the reading began."""
+        Blocks contain at least `columns`. Their boundaries depend only on the file, not on `start`.
+        """
 
     @abstractmethod
     def cursor(self, source: Source, columns: Sequence[str]) -> RowCursor:
-        """Opens one file, to read rows anywhere in it; at least `columns` of them are read. Raises as a cursor does."""
+        """Open a file to read ranges of rows with at least `columns`. Raises MesetaError as `RowCursor.read` does."""
 
     @abstractmethod
     def is_seekable(self, source: Source) -> bool:
-        """Whether rows in the middle of a file can be read without those before them."""
+        """Whether rows in the middle of a file can be read without reading the rows before them."""
 
     @abstractmethod
     def row_position(self, block: Block, row: int) -> FilePosition:
-        """Where a row of a block begins, counted from 0; the block was parsed."""
+        """Return the position of a row in a parsed block. `row` counts from 0."""
 
     @abstractmethod
     def parse(self, block: Block, layout: RawLayout) -> RawRows:
-        """Parse and check every row of a block. Raises MesetaError naming the file, the line or row, and the field."""
+        """Parse and check all rows of a block. Raises MesetaError naming the file, the line or row, and the field."""
 
     @abstractmethod
     def row_ends(self, block: Block) -> Sequence[int]:
-        """Where each row of a block ends: in bytes of text, or in rows [num_rows]."""
+        """Return the end of each row of a block [num_rows]: a byte offset in text, or a row index in Parquet."""
 
     @abstractmethod
     def filter_rows(self, block: Block, mask: NDArray[np.bool_]) -> Block:
-        """Those rows of a block without bad ones for which `mask` [num_rows] is set; where they stand is not told."""
+        """Return the rows of a block for which `mask` [num_rows] is set. The block must not have bad rows.
+
+        The result does not keep the positions of the rows.
+        """
 
     @abstractmethod
     def key_schema(self, where: str, source: Source, names: Sequence[str]) -> pa.Schema:
-        """Types of some columns as they stand in a file. Raises MesetaError, beginning with `where`, for one that it
-        lacks or has twice."""
+        """Return the stored types of the columns `names`.
+
+        Raises MesetaError if the file lacks a column or has it twice. The message starts with `where`.
+        """
 
     @abstractmethod
     def key_columns(self, block: Block, names: Sequence[str], schema: pa.Schema) -> pa.RecordBatch:
-        """Those columns of a block that was parsed, with `schema`."""
+        """Return the columns `names` of a parsed block, with the types of `schema`."""
 
     def with_header(self, sources: Sequence[Source]) -> tuple[Source, ...]:
-        """The same files; where the first begins with a row instead of names, all get such."""
+        """Return the files with column names if the first one has no header. Otherwise returns them unchanged."""
         return tuple(sources)
 
     def with_header_from(self, source: Source, layout: RawLayout) -> Source:
-        """The same file with the names that an earlier `layout` gave to columns that had none."""
+        """Return the file with column names from an earlier `layout`, if the file has no header."""
         return source
 
     def columns_for(self, source: Source, layout: RawLayout) -> Sequence[str]:
-        """Columns that rows of a file may have, those of `layout` where the file does not name its own."""
+        """Return the columns of a file. If it does not name its columns, these are the columns of `layout`."""
         return self.columns(source)
 
     def can_hold(self, layout: RawLayout, earlier: RawFormat | None) -> bool:
-        """Whether files of this format can hold rows of a `layout` whose first files were of the format `earlier`, None
-        where that is not known."""
+        """Whether files of this format can contain rows of a `layout`.
+
+        `earlier` is the format of the first files of the dataset, or `None` if it is unknown.
+        """
         has_lists = any(column.multi_valued and not column.is_empty for column in layout.sparse)
         return earlier is self or (not has_lists and (earlier is None or earlier.has_named_columns))
 
     def find_empty_columns(self, sources: Sequence[Source], names: Sequence[str]) -> set[str]:
-        """Those of some columns that have no value in a sample of the rows."""
+        """Return those of the columns `names` that have no value in a sample of rows."""
         return set()
 
     def check_types(self, source: Source, layout: RawLayout, earlier_dir: Path) -> None:
-        """Raise MesetaError where types of columns do not fit their roles in the `layout` of an earlier dataset."""
-        return
+        """Raise MesetaError if the types of columns do not fit their roles in the `layout` of an earlier dataset."""
+        return  # Text has no types.
 
 
 def read_blocks(source: Source, columns: Sequence[str], start: FilePosition | None = None) -> Iterator[Block]:
-    """Blocks of one file in order, from `start` on; `columns` are those wanted of a file that can be read by columns.
+    """Yield the blocks of one file in order, beginning at `start`.
 
-    Raises MesetaError for a truncated or damaged file.
+    Formats that store columns separately read only `columns`. Raises MesetaError if the file is truncated or damaged.
     """
     with wrap_source_errors(source.path):
         yield from source.format.blocks(source, columns, start or FilePosition())
@@ -318,15 +341,18 @@ def read_blocks(source: Source, columns: Sequence[str], start: FilePosition | No
 
 @contextmanager
 def open_text(source: Source) -> Iterator[tuple[ByteStream, IO[bytes]]]:
-    """Context manager that opens a text file. It yields the decompressed content in UTF-8 and the stored file under
-    it, which are one object if nothing is to be converted."""
+    """Context manager that opens a text file and yields (content, stored file).
+
+    The content is decompressed and in UTF-8. Both are the same object if the file needs no conversion.
+    """
     with open_file(source.path) as stored:
         yield transcode_to_utf8(decompress(source.path, stored).stream, source.encoding), stored
 
 
 @contextmanager
 def wrap_source_errors(path: str) -> Iterator[None]:
-    """Context manager that turns errors of decompressors, Parquet and file systems into one that names the file."""
+    """Context manager that converts errors of decompressors, Arrow and file systems into a MesetaError that names the
+    file."""
     try:
         yield
     except MesetaError:
@@ -337,6 +363,7 @@ def wrap_source_errors(path: str) -> Iterator[None]:
         text = f"source {path!r} cannot be read ({error_summary(error)}); fetch it again"
         raise reading_error(error, text) from None
     except Exception:
+        # Libraries for remote files raise errors of their own classes.
         if not is_url(path):
             raise
         with wrap_remote_errors("source", path, "read"):

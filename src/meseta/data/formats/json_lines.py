@@ -1,4 +1,4 @@
-"""JSON lines: one object a line, whose keys are the columns."""
+"""JSON lines: one object per line, whose keys are column names."""
 
 from __future__ import annotations
 
@@ -44,18 +44,19 @@ from meseta.machine.remote import is_url
 from meseta.spec import MesetaError
 
 _SUFFIXES = (".jsonl", ".ndjson", ".json", ".jsonlines")
+# Keys that a row lacks take no bytes in the file, but memory in a block. So files with many keys must not be sparser
+# than this share of keys per row.
 _MAX_SPARSE_KEYS = 200
 _MIN_DENSITY = 0.02
-"""Share of the keys that a row has. A key that it lacks takes no bytes in the file, but memory in a block."""
+# Items of a list that show whether it contains whole numbers.
 _MAX_SAMPLED_ITEMS = 50
-"""Values of a list that show whether it holds whole numbers."""
+# Blocks are smaller than those of other text, because rows are decoded to Python objects.
 _MAX_BLOCK_BYTES = 1 << 20
-"""Of a block, whose rows are decoded to objects of Python."""
 _ONE_PER_LINE_REMEDY = "write one object a line, as by jq -c"
 
 
 class JsonLines(TextFormat):
-    """Told by an object at the beginning, or by the name of the file."""
+    """JSON lines, detected by an object at the beginning of the file or by the name of the file."""
 
     name = "jsonl"
     title = "JSON lines"
@@ -63,31 +64,28 @@ class JsonLines(TextFormat):
 
     @property
     def block_bytes(self) -> int:
-        """Fewer than of other text."""
         return min(_MAX_BLOCK_BYTES, super().block_bytes)
 
     def detect(self, head: FileHead) -> TextDialect | None:
-        """Text that begins as an object, or as a list of them, does, and any text in a file named as JSON."""
         if head.delimiter is None and not head.header and head.has_suffix(_SUFFIXES):
             return TextDialect()
+        # A list of objects is detected as well, so that `check_content` can explain what to do.
         begin = head.text.removeprefix(BOM_UTF8)[:4096].translate(None, b" \t\r\n")
         return TextDialect() if begin.startswith((b'{"', b"{}", b"[{")) else None
 
     def check_content(self, head: FileHead) -> None:
-        """Also raise for one document of several lines."""
         super().check_content(head)
         text = head.text.removeprefix(BOM_UTF8).lstrip()
         if text.startswith(b"["):
-            raise MesetaError(f"source {head.path!r} is one list of JSON; {_ONE_PER_LINE_REMEDY} '.[]'")
+            raise MesetaError(f"source {head.path!r} is a single JSON list; {_ONE_PER_LINE_REMEDY} '.[]'")
         if text.partition(b"\n")[0].strip() == b"{":
-            raise MesetaError(f"source {head.path!r} has objects of several lines; {_ONE_PER_LINE_REMEDY} .")
+            raise MesetaError(f"source {head.path!r} has objects that span several lines; {_ONE_PER_LINE_REMEDY} .")
 
     def columns(self, source: Source) -> tuple[str, ...]:
-        """Keys of the sampled rows."""
+        """Return the keys of the sampled rows."""
         return tuple(self._sample([replace(source, partition={})]).texts)
 
     def layout(self, sources: Sequence[Source], asked: ColumnRequest) -> RawLayout:
-        """As the schema says, else as named; what that leaves open is inferred from a sample."""
         where = f"source {sources[0].path!r}"
         sample = self._sample(sources)
         names = list(sample.texts)
@@ -105,21 +103,19 @@ class JsonLines(TextFormat):
         return replace(layout, ignored=tuple(name for name in names if name not in used), encoding=sources[0].encoding)
 
     def read_header(self, source: Source, read_line: Callable[[int], bytes]) -> tuple[tuple[str, ...], bytes]:
-        """There is none, but for the mark of UTF-8."""
+        # There is no header, but a byte order mark has to be skipped.
         start = read_line(len(BOM_UTF8))
         return (), start if start == BOM_UTF8 else b""
 
     def parse(self, block: Block, layout: RawLayout) -> RawRows:
-        """As described by `RawFormat.parse`."""
         return parse_json_lines(block, raw_text(block), layout)
 
     def key_schema(self, where: str, source: Source, names: Sequence[str]) -> pa.Schema:
-        """Strings."""
         check_names(where, names, self.columns(source))
         return pa.schema([pa.field(name, pa.string()) for name in names])
 
     def key_columns(self, block: Block, names: Sequence[str], schema: pa.Schema) -> pa.RecordBatch:
-        """Single values as text; lists and objects as JSON."""
+        """Return single values as text, and lists and objects as JSON."""
         decode = JsonRowDecoder().decode
         rows = [decode(line) for line in raw_text(block).split(b"\n")[:-1]]
         columns = [[_key_text(row.get(name)) for row in rows] for name in names]
@@ -127,12 +123,15 @@ class JsonLines(TextFormat):
         return pa.record_batch([array.cast(pa.string()) for array in arrays], schema)
 
     def find_empty_columns(self, sources: Sequence[Source], names: Sequence[str]) -> set[str]:
-        """Those that are null or missing, or hold a word for it."""
+        """Return the columns that are null or missing in all sampled rows, or hold a word for a missing value."""
         texts = self._sample(sources).texts
         return {name for name in names if name in texts and all(value in MISSING_TEXTS for value in texts[name])}
 
     def _sample(self, sources: Sequence[Source]) -> _JsonSample:
-        """Raises MesetaError for a damaged file, and where no sampled row is an object."""
+        """Return a sample of all files.
+
+        Raises MesetaError if a file is damaged, or if none of its sampled rows is a JSON object.
+        """
         sample = _JsonSample()
         chosen = sample_sources(sources)
         for source in chosen:
@@ -150,14 +149,15 @@ class JsonLines(TextFormat):
                     break
             if fault and not sample.num_rows:
                 raise MesetaError(
-                    f"source {source.path!r}: no sampled row is an object of JSON: {fault}; {_ONE_PER_LINE_REMEDY}"
+                    f"source {source.path!r}: no sampled row is a JSON object: {fault}; {_ONE_PER_LINE_REMEDY}"
                 )
         sample.finish(f"source {sources[0].path!r}")
         sample.texts |= sample_partitions([source.partition for source in sources])
         return sample
 
     def _sample_lines(self, source: Source, num_rows: int) -> Iterator[bytes]:
-        """Lines of pieces that begin all over a file; of one that is compressed, remote or small, from its start."""
+        """Yield lines from several places of the file. A compressed, remote or small file is read only from its
+        beginning."""
         with wrap_source_errors(source.path), open_text(source) as (stream, stored):
             begin, size = len(self.read_header(source, stream.readline)[1]), source.size_bytes
             stream.seek(begin)
@@ -179,21 +179,22 @@ _SAMPLE_DECODER = JsonRowDecoder(NumberLiteral)
 
 @dataclass
 class _JsonSample:
-    """Values of sampled rows by column, in the order in which their keys come first."""
+    """Values of sampled rows by column, in the order in which their keys first occur."""
 
     texts: dict[str, list[str]] = field(default_factory=dict)
-    """Single values; of lists and objects empty texts."""
+    """Single values by column, one per row. Empty for lists, objects and missing values."""
     lists: dict[str, bool] = field(default_factory=dict)
-    """Column of lists -> whether all their values are ids."""
+    """Whether all values are ids, for each column with lists."""
+    # Dictionaries serve as ordered sets.
     items: dict[str, dict[str, None]] = field(default_factory=dict)
-    """Column of lists -> the first values of each of its lists, once."""
+    """First distinct items of the lists, for each column with lists."""
     objects: dict[str, str] = field(default_factory=dict)
-    """Column -> what an object or list is in it, or in a list in it."""
+    """Description of a nested object or list, for each column that contains one."""
     num_rows: int = 0
     num_values: int = 0
 
     def add(self, row: dict[str, Any]) -> None:
-        """Add a row; a key that it lacks is missing, as is one that former rows lack."""
+        """Add a row. Keys that only this row or only earlier rows have are missing values in the other rows."""
         for name, value in row.items():
             texts = self.texts.setdefault(name, [])
             texts += [""] * (self.num_rows - len(texts))
@@ -206,22 +207,24 @@ class _JsonSample:
 
     @property
     def num_fields(self) -> int:
-        """Of all columns in all rows, missing values among them."""
+        """Number of fields of all rows and columns, including missing values."""
         return self.num_rows * len(self.texts)
 
     def finish(self, where: str) -> _JsonSample:
-        """Fill in what is missing in the last rows. Raises MesetaError for rows with hardly any of the keys."""
+        """Complete the columns that the last rows lack. Raises MesetaError if rows have only a small share of the
+        keys."""
         if len(self.texts) > _MAX_SPARSE_KEYS and self.num_values < _MIN_DENSITY * self.num_fields:
             raise MesetaError(
-                f"{where} has {len(self.texts):,} different keys in {self.num_rows:,} sampled rows, of which a row has "
-                f"{self.num_values / self.num_rows:.1f}; write what differs from row to row as values, not as keys"
+                f"{where} has {len(self.texts):,} different keys in {self.num_rows:,} sampled rows, but a row has only "
+                f"{self.num_values / self.num_rows:.1f} of them on average; store varying data as values instead of "
+                "keys"
             )
         for texts in self.texts.values():
             texts.extend([""] * (self.num_rows - len(texts)))
         return self
 
     def inferred_roles(self) -> dict[str, ColumnRole]:
-        """Roles of the columns that do not hold single values alone."""
+        """Return the roles of columns that contain lists or objects."""
         guesses = {}
         for name, holds_ids in self.lists.items():
             if any(self.texts[name]):
@@ -251,14 +254,16 @@ class _JsonSample:
 
 def _layout_from_schema(where: str, schema: Schema, sample: _JsonSample) -> RawLayout:
     if schema.header or schema.delimiter:
-        raise MesetaError("prepare: header and delimiter of the --schema file are not for JSON; leave them out")
+        raise MesetaError("prepare: header and delimiter of the --schema file do not apply to JSON; remove them")
     for name, weight in schema.weights.items():
         check_names(where, [weight], list(sample.texts))
         if name not in sample.lists or weight not in sample.lists:
-            raise MesetaError(f"{where}: weights: {name!r} and {weight!r} must be lists of the same length")
+            raise MesetaError(
+                f"{where}: weights: columns {name!r} and {weight!r} must contain lists of the same length"
+            )
     for name in schema.multi_valued:
         if name in sample.lists:
-            raise MesetaError(f"{where}: column {name!r} holds lists already; take it from multi_valued")
+            raise MesetaError(f"{where}: column {name!r} already contains lists; remove it from multi_valued")
     layout = text_layout_from_schema(where, schema.model_copy(update={"weights": {}}), list(sample.texts))
     layout = add_list_columns(layout, dict.fromkeys(sample.lists))
     sparse = tuple(

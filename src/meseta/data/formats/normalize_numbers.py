@@ -1,4 +1,4 @@
-"""Columns of text in which numbers lose the signs of their format."""
+"""Conversion of numbers in text columns from a number format to plain decimal notation."""
 
 from __future__ import annotations
 
@@ -7,25 +7,28 @@ import pyarrow.compute as pc
 
 from meseta.data.number_format import NumberFormat
 
+# Stands for the decimal sign while thousands separators are removed, because a separator may be a point.
 _POINT_PLACEHOLDER = "\x1f"
-"""Replaces the decimal sign while thousands separators are removed, which may be points."""
 
 
 def normalize_formatted_numbers(number_format: NumberFormat, texts: pa.Array) -> pa.Array:
-    """Return n strings, large_binary [n], of which those in the format are spelled as 1234.5; a null is empty."""
+    """Return texts [n] as large_binary, with numbers in the format spelled as 1234.5. Nulls become empty."""
     texts = _as_binary(texts)
     return pc.if_else(pc.match_substring_regex(texts, number_format.pattern), _convert(number_format, texts), texts)
 
 
 def normalize_numbers_strictly(number_format: NumberFormat, texts: pa.Array) -> pa.Array:
-    """Return the same, in which others that have digits, such as numbers in another format, are no numbers."""
+    """Return texts [n] as `normalize_formatted_numbers` does, but replace all other texts that contain a digit.
+
+    The replacement is not a number, so that numbers in a different format are rejected later.
+    """
     texts = _as_binary(texts)
     others = pc.if_else(pc.match_substring_regex(texts, r"\d"), b"?", texts)
     return pc.if_else(pc.match_substring_regex(texts, number_format.pattern), _convert(number_format, texts), others)
 
 
 def normalize_number(number_format: NumberFormat, text: str) -> str:
-    """As `normalize_formatted_numbers`, of one text."""
+    """Return one text as `normalize_numbers_strictly` does."""
     strings = pa.array([text.encode(errors="replace")], pa.large_binary())
     number: bytes = normalize_numbers_strictly(number_format, strings)[0].as_py()
     return number.decode()
@@ -35,6 +38,7 @@ def _convert(number_format: NumberFormat, texts: pa.Array) -> pa.Array:
     numbers = pc.replace_substring_regex(texts, number_format.pattern, rf"\1\2{_POINT_PLACEHOLDER}\3\4\5")
     if number_format.thousands:
         numbers = pc.replace_substring(numbers, number_format.thousands, "")
+    # A decimal sign without a fraction is dropped.
     numbers = pc.replace_substring_regex(numbers, rf"{_POINT_PLACEHOLDER}(\D|$)", r"\1")
     return pc.replace_substring(numbers, _POINT_PLACEHOLDER, ".")
 

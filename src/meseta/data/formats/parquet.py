@@ -1,4 +1,4 @@
-"""Parquet: columns by name and type, read by row groups."""
+"""Parquet files, whose columns have names and types and are read by row groups."""
 
 from __future__ import annotations
 
@@ -42,81 +42,75 @@ from meseta.spec import MesetaError
 
 
 class Parquet(RawFormat):
-    """Told by its magic or its name."""
+    """Parquet, detected by its magic bytes or its file name."""
 
     name = "parquet"
     title = "Parquet"
 
     def detect(self, head: FileHead) -> TextDialect | None:
-        """By the first four bytes; a file named so that begins otherwise is a damaged one."""
         return TextDialect() if head.magic == b"PAR1" or head.path.endswith(".parquet") else None
+        # A .parquet file without the magic bytes is damaged. Opening it raises an error that says so.
 
     def columns(self, source: Source) -> tuple[str, ...]:
-        """Those at the top."""
+        """Return the names of the top-level columns."""
         return tuple(parquet_schema(source).names)
 
     def layout(self, sources: Sequence[Source], asked: ColumnRequest) -> RawLayout:
-        """As the schema says, else as named, else by types, names and a sample of the rows."""
         if asked.schema and (asked.schema.header or asked.schema.delimiter):
             raise MesetaError(
-                "prepare: header and delimiter of the --schema file are for text; leave them out for Parquet"
+                "prepare: header and delimiter of the --schema file apply only to text; remove them for Parquet files"
             )
-        # Rows of text may follow in this dataset, and their categories must be text.
+        # Text files may be added to this dataset later, so categories must be valid text.
         return replace(infer_parquet_layout(sources, asked.named_columns, asked.schema), encoding=UTF_8)
 
     def blocks(self, source: Source, columns: Sequence[str], start: FilePosition) -> Iterator[Block]:
-        """Row groups before the one with `start` are passed over."""
+        """Yield blocks of `BLOCK_ROWS` rows from `start` on. Row groups before `start` are not read."""
         with closing(ParquetCursor(source, columns)) as cursor:
             if not cursor.num_rows:
-                raise MesetaError(f"source {source.path!r} holds no rows; leave it out, or fetch it again")
+                raise MesetaError(f"source {source.path!r} contains no rows; leave it out, or fetch it again")
             while start.row < cursor.num_rows:
                 yield (block := cursor.read(start, FilePosition(row=min(start.row + BLOCK_ROWS, cursor.num_rows))))
                 start = block.end
 
     def cursor(self, source: Source, columns: Sequence[str]) -> ParquetCursor:
-        """Goes to the beginning of the row group with a row, and passes over those before it."""
         return ParquetCursor(source, columns)
 
     def is_seekable(self, source: Source) -> bool:
-        """By row groups."""
         return True
 
     def row_position(self, block: Block, row: int) -> FilePosition:
-        """Its number."""
         return FilePosition(row=block.first_row + row)
 
     def parse(self, block: Block, layout: RawLayout) -> RawRows:
-        """As described by `RawFormat.parse`."""
         return parse_parquet(block, _batch(block), layout)
 
     def filter_rows(self, block: Block, mask: NDArray[np.bool_]) -> Block:
-        """As described by `RawFormat.filter_rows`."""
         rows = _batch(block).filter(pa.array(mask))
         return replace(block, raw=rows, num_rows=rows.num_rows)
 
     def row_ends(self, block: Block) -> Sequence[int]:
-        """Rows."""
         return range(1, block.num_rows + 1)
 
     def key_schema(self, where: str, source: Source, names: Sequence[str]) -> pa.Schema:
-        """As they are stored."""
+        """Return the types as they are stored."""
         schema = parquet_schema(source)
         check_names(where, names, schema.names)
         return pa.schema([schema.field(name) for name in names])
 
     def key_columns(self, block: Block, names: Sequence[str], schema: pa.Schema) -> pa.RecordBatch:
-        """Values as they are stored, in the types common to all files."""
+        """Return stored values, converted to the types common to all files."""
         batch = _batch(block).select(list(names))
         arrays = [cast_key_column(block, name, batch.column(name), schema.field(name).type) for name in names]
         return pa.record_batch(arrays, schema)
 
     def find_empty_columns(self, sources: Sequence[Source], names: Sequence[str]) -> set[str]:
-        """Those with nulls alone, of numbers NaN too."""
+        """Return the columns that are null in all sampled rows. NaN counts as null."""
         sample = sample_parquet(sources, names)
         return {name for name, arrays in sample.items() if any(map(len, arrays)) and all(map(_has_only_nulls, arrays))}
 
     def check_types(self, source: Source, layout: RawLayout, earlier_dir: Path) -> None:
-        """Lists stay lists, with or without weights, and numbers numbers."""
+        """Raise MesetaError unless lists are still lists, with or without weights as before, and numbers are
+        numbers."""
         plain = [column for column in layout.encoded_features if not column.cross]
         schema = Schema.model_construct(
             labels=layout.raw_label_columns,
@@ -135,6 +129,7 @@ class Parquet(RawFormat):
         for now, before in zip(present.sparse, layout.sparse, strict=True):
             if (now.multi_valued, now.weighted) != (before.multi_valued, before.weighted):
                 kind = source_schema(source).field(before.raw_column).type
+                # A column without values fits either kind.
                 if pa.types.is_null(kind) or (
                     before.multi_valued and is_list(kind) and pa.types.is_null(kind.value_type)
                 ):
@@ -149,8 +144,10 @@ class Parquet(RawFormat):
 
 
 class ParquetCursor:
-    """Reads some columns of the rows between two, on from where it stands, or else from the beginning of their row
-    group."""
+    """Reader of some columns of a file, sequential within a row group.
+
+    Seeking backwards, or forward to another row group, starts at the beginning of the target row group.
+    """
 
     def __init__(self, source: Source, columns: Sequence[str]) -> None:
         self.row = 0
@@ -161,17 +158,17 @@ class ParquetCursor:
             self._file = stack.enter_context(open_parquet(source.path))
             sizes = [self._file.metadata.row_group(group).num_rows for group in range(self._file.num_row_groups)]
             self._group_ends = np.cumsum(sizes, dtype=np.int64)
+            # Reading at least one column gives the number of rows.
             self._columns = self._columns or self._file.schema_arrow.names[:1]
             self._resources = stack.pop_all()
         self.num_rows = self._file.metadata.num_rows
-        """Of the file."""
+        """Number of rows of the file."""
 
     def read(self, start: FilePosition, stop: FilePosition) -> Block:
-        """As described by `RowCursor.read`."""
         if stop.row > self.num_rows:
             raise MesetaError(
-                f"source {self._source.path!r} has {self.num_rows:,} rows and none of number {stop.row:,}; fetch it "
-                "again"
+                f"source {self._source.path!r} has {self.num_rows:,} rows, but row {stop.row:,} was requested; fetch "
+                "the file again"
             )
         with wrap_source_errors(self._source.path):
             self._seek(start.row)
@@ -186,7 +183,6 @@ class ParquetCursor:
         )
 
     def close(self) -> None:
-        """Close the file."""
         self._resources.close()
 
     def _seek(self, row: int) -> None:
@@ -202,14 +198,14 @@ class ParquetCursor:
             self.row += passed.num_rows
 
     def _take(self, num_rows: int) -> pa.RecordBatch:
-        """The next rows, without a copy where they are decoded together."""
+        """Return the next rows. They are not copied if they were decoded together."""
         self._decode(num_rows)
         self.row += num_rows
         [rows] = self._decoded.take(num_rows).combine_chunks().to_batches()
         return rows
 
     def _decode(self, num_rows: int) -> None:
-        """Decode so many rows, unless they are waiting."""
+        """Decode until at least `num_rows` rows are buffered."""
         while self._decoded.num_rows < num_rows:
             batch = next(self._batches or iter(()), None)
             if batch is None:

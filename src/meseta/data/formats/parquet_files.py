@@ -1,4 +1,4 @@
-"""Raw Parquet files: opening them, their columns and a sample of their rows."""
+"""Functions to open raw Parquet files and to read their schemas and samples of their rows."""
 
 from __future__ import annotations
 
@@ -20,46 +20,46 @@ from meseta.machine.remote import is_url, open_file
 from meseta.spec import MesetaError
 
 BLOCK_ROWS = 32_768
-"""Rows of a block."""
+"""Maximum number of rows of a block."""
+# float64 represents every integer up to this absolute value exactly.
 _MAX_EXACT_INTEGER = 2**53
-"""Up to this size, float64 holds every whole number."""
+# Different decimals with at most this many digits are different in float64.
 _MAX_EXACT_DIGITS = 15
-"""Decimals with up to this many digits remain distinct as float64."""
 
 
 @contextmanager
 def open_parquet(path: str) -> Iterator[pq.ParquetFile]:
-    """Context manager that opens a file, a local one by Arrow itself, whose threads then read it without Python.
-
-    Raises pyarrow.ArrowException if it is damaged."""
+    """Context manager that opens a local or remote file. Raises pyarrow.ArrowException if the file is damaged."""
     with ExitStack() as stack:
+        # Arrow opens local files itself, so that its threads read them without Python.
         stored = stack.enter_context(open_file(path)) if is_url(path) else path
         try:
             file = stack.enter_context(pq.ParquetFile(stored))
-            len(file.schema_arrow.names)  # decodes them
+            len(file.schema_arrow.names)  # Decodes the names.
         except UnicodeDecodeError as error:
             raise pa.ArrowInvalid(f"the name of a column is not UTF-8: {error}") from None
         yield file
 
 
 def parquet_schema(source: Source) -> pa.Schema:
-    """Columns of a file. Raises MesetaError for a damaged one."""
+    """Return the columns of a file. Raises MesetaError if the file is damaged."""
     with wrap_source_errors(source.path), open_parquet(source.path) as file:
         return file.schema_arrow
 
 
 def partition_types(sources: Sequence[Source]) -> dict[str, pa.DataType]:
-    """Types of the columns that folders make, inferred from their values in all `sources`."""
+    """Return the types of columns from folders, inferred from their values in all `sources`."""
     names = dict.fromkeys(name for source in sources for name in source.partition)
     values = {name: list(dict.fromkeys(source.partition.get(name) or "" for source in sources)) for name in names}
     return {name: partition_type(values[name]) for name in names}
 
 
 def source_schema(source: Source, types: Mapping[str, pa.DataType] | None = None) -> pa.Schema:
-    """Columns of a file and those that its folders make; their `types` are inferred from the values of this file if
-    they are not given.
+    """Return the columns of a file followed by those from its folders.
 
-    Raises MesetaError for a damaged file, and for a column that is both."""
+    `types` are the types of the columns from folders. The default infers them from the values of this file. Raises
+    MesetaError if the file is damaged, or if a column is in the file and a folder.
+    """
     schema = parquet_schema(source)
     check_partition(f"source {source.path!r}", source.partition, schema.names)
     types = partition_types([source]) if types is None else types
@@ -71,10 +71,16 @@ def source_schema(source: Source, types: Mapping[str, pa.DataType] | None = None
 def sample_parquet(
     sources: Sequence[Source], columns: Sequence[str], max_rows: int = MAX_SAMPLE_ROWS
 ) -> dict[str, list[pa.Array]]:
-    """Column -> its values in up to about `max_rows` sampled rows of files that have it, each in its own type; of
-    dictionaries the values. Columns that folders make are sampled from all files.
+    """Return sampled values of each column, as one array per batch.
 
-    Raises MesetaError for a damaged file."""
+    Arrays keep the types of their files, but dictionaries are decoded. A file contributes to the columns that it has,
+    and columns from folders are sampled from all files. Raises MesetaError if a file is damaged.
+
+    Args:
+        sources: Files to sample from. Only some of them are read.
+        columns: Names of the columns.
+        max_rows: Approximate maximum number of rows to sample.
+    """
     chosen = sample_sources(sources)
     num_rows = min(rows_per_file(len(columns), len(chosen)), -(-max_rows // len(chosen)))
     sample: dict[str, list[pa.Array]] = {name: [] for name in columns}
@@ -90,16 +96,18 @@ def sample_parquet(
 def read_batches(
     file: pq.ParquetFile, groups: Sequence[int], columns: Sequence[str], num_rows: int = BLOCK_ROWS
 ) -> Iterator[pa.RecordBatch]:
-    """Some columns of row groups, in batches of up to `num_rows` rows. Raises pyarrow.ArrowException for what no sound
-    file holds, except for text that is not UTF-8."""
-    for group in groups:  # one by one: Arrow cannot join the dictionaries of lists in several
+    """Yield some columns of row groups in batches of up to `num_rows` rows.
+
+    Raises pyarrow.ArrowException if the content is invalid. Text that is not UTF-8 is accepted.
+    """
+    for group in groups:  # One at a time, because Arrow cannot concatenate dictionaries inside lists.
         for batch in file.iter_batches(num_rows, row_groups=[group], columns=list(columns)):
             _check_batch(batch)
             yield batch
 
 
 def _sample_batches(source: Source, columns: Sequence[str], num_rows: int) -> Iterator[pa.RecordBatch]:
-    """From row groups at equal distances."""
+    """Yield batches from equally spaced row groups."""
     with wrap_source_errors(source.path), open_parquet(source.path) as file:
         present = {*file.schema_arrow.names}
         names = [name for name in columns if name in present]
@@ -115,6 +123,7 @@ def _check_batch(batch: pa.RecordBatch) -> None:
             column.validate(full=True)
         except pa.ArrowInvalid:
             if not _holds_text(column.type):
+                # Text that is not UTF-8 is a bad row rather than a damaged file, so check only the indices.
                 raise
             _check_dictionaries(column)
 
@@ -139,7 +148,7 @@ def _check_dictionaries(array: pa.Array) -> None:
 
 
 def decode_values(array: pa.Array) -> pa.Array:
-    """Values of dictionaries instead of indices, and contiguous text instead of views."""
+    """Decode dictionaries, and convert string or binary views to contiguous arrays. Returns other arrays unchanged."""
     kind = array.type
     if pa.types.is_dictionary(kind):
         return decode_values(array.dictionary_decode())
@@ -149,28 +158,30 @@ def decode_values(array: pa.Array) -> pa.Array:
 
 
 def check_exact_in_float64(sources: Sequence[Source], types: ColumnTypes, columns: Sequence[str]) -> None:
-    """Raise MesetaError for an integer or a decimal with more digits than float64 keeps, in a column that other files
-    hold as such."""
+    """Raise MesetaError if a value has more digits than float64 keeps.
+
+    Only columns are checked that are integers or decimals in some files and floating point in others.
+    """
     kinds = {field.name: field.type for field in types.common_schema}
     mixed = [name for name in columns if any(can_lose_precision(kind, kinds[name]) for kind in types.get_types(name))]
     for source in sources if mixed else ():
         with wrap_source_errors(source.path), open_parquet(source.path) as file:
             schema = file.schema_arrow
-            own = source.file_columns(mixed)
-            names = [name for name in own if can_lose_precision(schema.field(name).type, kinds[name])]
+            file_columns = source.file_columns(mixed)
+            names = [name for name in file_columns if can_lose_precision(schema.field(name).type, kinds[name])]
             for batch in read_batches(file, range(file.num_row_groups if names else 0), names):
                 for name, array in zip(batch.schema.names, batch.columns, strict=True):
                     value = _find_inexact(array, kinds[name])
                     if value is not None:
                         raise MesetaError(
-                            f"source {source.path!r}: column {name!r} is {array.type}, and "
+                            f"source {source.path!r}: column {name!r} is {array.type}, but "
                             f"{_exact_type(types, name)}; {value} has more digits than float64 keeps: write both "
-                            "files with one type"
+                            "files with the same type"
                         )
 
 
 def _exact_type(types: ColumnTypes, name: str) -> str:
-    """The first type of a column that its common type holds, and a file with it."""
+    """Return the first type of a column that its common type represents exactly, and a file that has this type."""
     common = types.common_schema.field(name).type
     return next(
         f"{kind} in {path!r}" for kind, path in types.get_types(name).items() if not can_lose_precision(kind, common)
@@ -192,7 +203,7 @@ def _field_types(kind: pa.DataType) -> list[pa.DataType]:
 
 
 def _find_inexact(array: pa.Array, common: pa.DataType) -> Mapping[str, Any] | Any:
-    """A value of an array that the common type does not keep, or None."""
+    """Return a value that the common type cannot represent exactly, or `None`."""
     array = decode_values(array)
     if is_list(array.type):
         return _find_inexact(array.flatten(), common.value_type)

@@ -1,4 +1,4 @@
-"""The layout of Parquet files, from the types of their columns and a sample of their rows."""
+"""Inference of the layout of Parquet files from the types of columns and a sample of rows."""
 
 from __future__ import annotations
 
@@ -45,18 +45,20 @@ from meseta.data.schema.roles import NamedColumns, other_times_of, role_reasons,
 from meseta.data.schema.schema import Schema, check_names, layout_from_schema
 from meseta.spec import MesetaError
 
+# Columns in which pandas stores the index of a data frame.
 _PANDAS_INDEX = re.compile(r"__index_level_\d+__")
-"""Columns in which pandas keeps the labels of rows."""
+# Number of sampled rows for columns with lists.
 _MAX_LIST_ROWS = 1000
-"""Sampled rows of columns of lists."""
 
 
 def infer_parquet_layout(sources: Sequence[Source], named: NamedColumns, schema: Schema | None) -> RawLayout:
-    """The common layout of all files: as the schema says, else as `named` says, else by types, names and a sample;
-    weights of ids by their name beside that of a list.
+    """Return the common layout of all files.
 
-    Raises MesetaError for a missing column, one of a wrong type, one of different kinds in two files, and a file that
-    has other columns.
+    The schema determines the roles of columns. Without a schema, `named` does, and other roles are inferred from types,
+    names and sampled rows. A column of weights is recognized by its name and belongs to a column of lists.
+
+    Raises MesetaError if a column is missing or has a wrong type, if its types in two files are incompatible, or if a
+    file has other columns than the first one.
     """
     first = sources[0]
     where = f"source {str(first.path)!r}"
@@ -83,8 +85,11 @@ def infer_parquet_layout(sources: Sequence[Source], named: NamedColumns, schema:
 
 
 def _column_types(sources: Sequence[Source], schema: Schema | None) -> ColumnTypes:
-    """Types of the columns in all files. Raises MesetaError for a file without a column that `schema` names, and
-    without a schema for one that has other columns than the first file."""
+    """Return the types of columns in all files.
+
+    Raises MesetaError if a file lacks a column that `schema` names. Without a schema, all files must have the columns
+    of the first one.
+    """
     first = sources[0]
     types, folders = ColumnTypes(), partition_types(sources)
     expected: Sequence[str] = ()
@@ -103,13 +108,13 @@ def _column_types(sources: Sequence[Source], schema: Schema | None) -> ColumnTyp
 def _check_same_columns(source: Source, first: Source, expected: Sequence[str], names: Sequence[str]) -> None:
     where = f"source {str(source.path)!r} has other columns than {str(first.path)!r}"
     for name in _exclude(expected, names)[:1]:
-        raise MesetaError(f"{where}: it lacks {name!r}; name the columns that you want in a --schema file")
+        raise MesetaError(f"{where}: column {name!r} is missing; choose the columns to use in a --schema file")
     for name in _exclude(names, expected)[:1]:
-        raise MesetaError(f"{where}: it has {name!r} besides; name the columns that you want in a --schema file")
+        raise MesetaError(f"{where}: column {name!r} is extra; choose the columns to use in a --schema file")
 
 
 def _exclude(names: Iterable[str], known: Iterable[str]) -> list[str]:
-    """Names without those that are known, in their order."""
+    """Return `names` without those in `known`, in order."""
     present = {*known}
     return [name for name in names if name not in present]
 
@@ -117,7 +122,7 @@ def _exclude(names: Iterable[str], known: Iterable[str]) -> list[str]:
 def _infer_schema(
     sources: Sequence[Source], types: ColumnTypes, named: NamedColumns
 ) -> tuple[Schema, dict[str, ColumnRole], dict[str, list[str]]]:
-    """The schema, the roles of the columns, and sampled values of them."""
+    """Return (schema, roles by column, sampled values by column)."""
     schema = types.common_schema
     where = f"source {str(sources[0].path)!r}"
     labels = named.labels(where, schema.names) or (infer_label(schema.names) or "label",)
@@ -154,7 +159,10 @@ def _infer_schema(
 
 
 def _role_from_name(name: str, weighed: str | None) -> ColumnRole | None:
-    """Of a column that is left out whatever it holds; `weighed`: the column whose weights it holds."""
+    """Return the role of a column that is ignored because of its name, or `None`.
+
+    If the column holds weights, `weighed` is the column that they apply to.
+    """
     if not name:
         return UNNAMED_COLUMN
     if _PANDAS_INDEX.fullmatch(name):
@@ -163,8 +171,10 @@ def _role_from_name(name: str, weighed: str | None) -> ColumnRole | None:
 
 
 def _infer_role(field: pa.Field, types: ColumnTypes, texts: Sequence[str] | None) -> ColumnRole:
-    """Of one column, from its sampled values, or those in its lists. Raises MesetaError for one of different kinds that
-    is a feature or a time in some file."""
+    """Infer the role of a column from its type and `texts`, its sampled values or list items.
+
+    Raises MesetaError if types are incompatible, and one of them can be a feature or a time.
+    """
     kind = field.type
     are_whole = is_list(kind) and holds_whole_numbers(texts or ())
     if any(
@@ -199,7 +209,7 @@ def _infer_role(field: pa.Field, types: ColumnTypes, texts: Sequence[str] | None
 
 
 def _to_texts(arrays: Sequence[pa.Array]) -> list[str]:
-    """Sampled values as CSV has them; a whole number without a point, also where the type has fractions."""
+    """Return sampled values as CSV spells them. Whole numbers have no decimal point, whatever their type is."""
     texts: list[str] = []
     for array in arrays:
         if pa.types.is_boolean(array.type) or is_fractional(array.type):
@@ -215,24 +225,25 @@ def _to_texts(arrays: Sequence[pa.Array]) -> list[str]:
 
 
 def _distinct_items(lists: pa.Array) -> pa.Array:
-    """Values in lists, or the first fields of pairs."""
-    if not is_list(lists.type):  # nothing but nulls
+    """Return the distinct items of lists. Of (id, weight) pairs, return the ids."""
+    if not is_list(lists.type):  # Only nulls.
         return lists
     items = decode_values(pc.list_flatten(lists))
     return pc.unique(decode_values(pc.struct_field(items, [0])) if is_weighted_id(items.type) else items)
 
 
 def parquet_layout_from_schema(source: Source, wanted: Schema) -> RawLayout:
-    """The layout of one file that a schema gives. Raises MesetaError for a missing column or one of a wrong type."""
+    """Return the layout of one file that a schema specifies. Raises MesetaError if a column is missing or has a wrong
+    type."""
     return _layout_from_schema(f"source {str(source.path)!r}", source_schema(source), wanted)
 
 
-def _layout_from_schema(where: str, schema: pa.Schema, wanted: Schema) -> RawLayout:
-    if wanted.multi_valued:
-        raise MesetaError(f"{where}: multi_valued is for CSV; in Parquet, lists hold several values")
-    check_names(where, [*wanted.weights.values(), *wanted.columns], schema.names)
-    sparse = [_sparse_column(where, schema, name, wanted.weights.get(name)) for name in wanted.categorical]
-    layout = layout_from_schema(where, wanted, sparse, schema.names)
+def _layout_from_schema(where: str, schema: pa.Schema, requested: Schema) -> RawLayout:
+    if requested.multi_valued:
+        raise MesetaError(f"{where}: multi_valued applies only to CSV; in Parquet, use lists for several values")
+    check_names(where, [*requested.weights.values(), *requested.columns], schema.names)
+    sparse = [_sparse_column(where, schema, name, requested.weights.get(name)) for name in requested.categorical]
+    layout = layout_from_schema(where, requested, sparse, schema.names)
     check_names(where, layout.columns, schema.names)
     crossed = [name for c in layout.sparse for name in c.cross if layout.get_buckets(name) is None]
     rules: list[tuple[Iterable[str | None], Callable[[pa.DataType], bool], str]] = [
@@ -267,7 +278,9 @@ def _sparse_column(where: str, schema: pa.Schema, name: str, weight: str | None)
     multi_valued = is_list(kind) or (is_null and weight is not None)
     if is_list(kind) and is_weighted_id(kind.value_type):
         if weight is not None:
-            raise MesetaError(f"{where}: column {name!r} has weights in its lists, and {weight!r} besides; drop one")
+            raise MesetaError(
+                f"{where}: column {name!r} has weights in its lists and in {weight!r}; remove one of them"
+            )
         return SparseColumn(name=name, multi_valued=True, weighted=True)
     if not (can_be_feature(kind) or is_null):
         raise MesetaError(
@@ -277,14 +290,17 @@ def _sparse_column(where: str, schema: pa.Schema, name: str, weight: str | None)
     if weight is not None:
         weight_type = schema.field(weight).type
         if not multi_valued:
-            raise MesetaError(f"{where}: column {name!r} has weights, so it must hold lists, but is {kind}")
+            raise MesetaError(f"{where}: column {name!r} has weights, so it must contain lists, but is {kind}")
         if not (_holds_weights(weight_type) or pa.types.is_null(weight_type)):
-            raise MesetaError(f"{where}: column {weight!r} must hold lists of numbers, but is {weight_type}")
+            raise MesetaError(f"{where}: column {weight!r} must contain lists of numbers, but is {weight_type}")
     return SparseColumn(name=name, multi_valued=multi_valued, weighted=weight is not None, weight=weight)
 
 
 def _find_weight(types: Mapping[str, pa.DataType], name: str) -> str | None:
-    """The column of the weights of `name`: '<name>.weight', or lists of numbers called '<name>_weight(s)'."""
+    """Return the column with the weights of `name`, or `None`.
+
+    It is '<name>.weight' or, if it contains lists of numbers, '<name>_weight' or '<name>_weights'.
+    """
     if not is_list(types[name]) or is_weighted_id(types[name].value_type):
         return None
     if f"{name}.weight" in types:

@@ -1,4 +1,4 @@
-"""Types of Parquet columns, and the common type of a column in several files."""
+"""Predicates for Arrow types, and the common type of a column in several files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meseta.spec import MesetaError
 
 
 class ColumnTypes:
-    """Types of the columns of several files, and the first file with each."""
+    """Types of the columns of several files, with the first file that has each type."""
 
     def __init__(self) -> None:
         self._paths: dict[str, dict[pa.DataType, str]] = {}
@@ -20,9 +20,11 @@ class ColumnTypes:
         self._last = pa.schema([])
 
     def add(self, path: str, schema: pa.Schema) -> None:
-        """The columns of one more file."""
+        """Add the columns of one more file."""
+        # Consecutive files usually have the same columns.
         if schema.equals(self._last):
             return
+        # The first of several columns with the same name counts.
         first = {field.name: field.type for field in reversed(list(schema))}
         for field in schema:
             self._paths.setdefault(field.name, {}).setdefault(first[field.name], path)
@@ -31,27 +33,31 @@ class ColumnTypes:
         self._last = schema
 
     def get_types(self, name: str) -> Mapping[pa.DataType, str]:
-        """Types of one column, and the first file with each."""
+        """Return the types of one column, each with the first file that has it."""
         return self._paths[name]
 
     @cached_property
     def common_schema(self) -> pa.Schema:
-        """The columns of the first file, each with its common type; if there is none, with the first one."""
+        """Columns of the first file with their common types. A column without a common type has its first type."""
         return pa.schema([pa.field(name, self._common_type(name)) for name in self._names])
 
     def check_compatible(self, name: str, *, as_ids: bool = False, of_fractions: bool = True) -> None:
-        """Raise MesetaError if a column has different kinds of types.
+        """Raise MesetaError if the types of a column in different files are incompatible.
 
-        With `as_ids`, booleans and numbers are of different kinds, as they are spelled differently, and so are types
-        that can be a feature and a common type that cannot; `of_fractions` is that of `can_be_feature`."""
+        Args:
+            name: Column to check. Unknown columns are accepted.
+            as_ids: Also reject pairs of a boolean and a number, which are spelled differently as ids. Reject a common
+                type that cannot be a feature if one of the types can.
+            of_fractions: Argument of `can_be_feature`.
+        """
         kinds = self._paths.get(name, {})
         for (one, path), (other, other_path) in itertools.combinations(kinds.items(), 2):
             common = common_type(one, other, as_text=as_ids)
             were_features = as_ids and any(can_be_feature(kind, of_fractions=of_fractions) for kind in (one, other))
             if common is None or (were_features and not can_be_feature(common, of_fractions=of_fractions)):
                 raise MesetaError(
-                    f"source {other_path!r}: column {name!r} is {other}, and {one} in {path!r}; write both files with "
-                    "one type, or leave the column out"
+                    f"source {other_path!r}: column {name!r} is {other}, but {one} in {path!r}; write both files with "
+                    "the same type, or leave the column out"
                 )
 
     def _common_type(self, name: str) -> pa.DataType:
@@ -63,11 +69,12 @@ class ColumnTypes:
 
 
 def common_type(one: pa.DataType, other: pa.DataType, *, as_text: bool = False) -> pa.DataType | None:
-    """Return a type for what columns of two types hold, `None` if they are of different kinds.
+    """Return a type that can represent the values of both types, or `None` if they are incompatible.
 
-    Null goes with any type, a dictionary with its values, text with bytes, any number with any other, and times with
-    dates. Lists match lists, and structs match structs with as many fields, if their items or fields do. A number may
-    have too many digits for the common type. With `as_text`, booleans are no numbers: they are spelled true and false.
+    Null is compatible with any type, and a dictionary with the type of its values. Text is compatible with bytes, any
+    number with any other, and timestamps with dates. Lists are compatible if their items are. Structs are compatible if
+    they have the same number of fields, and their fields are. The common type may have fewer digits than a number. With
+    `as_text`, booleans are incompatible with numbers, because they are spelled true and false.
     """
     one, other = dictionary_value_type(one), dictionary_value_type(other)
     if one == other or pa.types.is_null(other):
@@ -87,12 +94,12 @@ def common_type(one: pa.DataType, other: pa.DataType, *, as_text: bool = False) 
 
 
 def dictionary_value_type(kind: pa.DataType) -> pa.DataType:
-    """Return the type without dictionaries at its top."""
+    """Return the type of the values of a dictionary, and any other type unchanged."""
     return dictionary_value_type(kind.value_type) if pa.types.is_dictionary(kind) else kind
 
 
 def is_text(kind: pa.DataType) -> bool:
-    """Whether values of a type are text or bytes, or a dictionary of these."""
+    """Whether a type is text or bytes, or a dictionary of either."""
     kind = dictionary_value_type(kind)
     return is_string(kind) or any(
         holds(kind) for holds in (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_binary_view)
@@ -100,42 +107,42 @@ def is_text(kind: pa.DataType) -> bool:
 
 
 def is_string(kind: pa.DataType) -> bool:
-    """Whether values of a type are text, which is UTF-8."""
+    """Whether a type is a string type, which requires UTF-8."""
     return any(holds(kind) for holds in (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view))
 
 
 def is_number(kind: pa.DataType) -> bool:
-    """Whether values of a type are numbers or booleans."""
+    """Whether a type is numeric or boolean."""
     return is_integral(kind) or pa.types.is_boolean(kind) or is_fractional(kind)
 
 
 def is_integral(kind: pa.DataType) -> bool:
-    """Whether values of a type are integers, or decimals without a fraction."""
+    """Whether a type is an integer type, or a decimal type without fraction digits."""
     return pa.types.is_integer(kind) or (pa.types.is_decimal(kind) and kind.scale <= 0)
 
 
 def is_fractional(kind: pa.DataType) -> bool:
-    """Whether values of a type are numbers that may have a fraction."""
+    """Whether a type is numeric and has fractions."""
     return pa.types.is_floating(kind) or (pa.types.is_decimal(kind) and kind.scale > 0)
 
 
 def is_timestamp_or_date(kind: pa.DataType) -> bool:
-    """Whether values of a type are times or dates."""
+    """Whether a type is a timestamp or date type."""
     return pa.types.is_timestamp(kind) or pa.types.is_date(kind)
 
 
 def is_list(kind: pa.DataType) -> bool:
-    """Whether values of a type are lists."""
+    """Whether a type is a list type."""
     return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
 
 
 def is_id(kind: pa.DataType) -> bool:
-    """Whether values of a type are text or whole numbers."""
+    """Whether a type is text or an integer."""
     return is_text(kind) or is_integral(kind)
 
 
 def is_weighted_id(kind: pa.DataType) -> bool:
-    """Whether values of a type are structs of an id (text or integer) and a weight (number)."""
+    """Whether a type is a struct of an id (text or integer) and a weight (number)."""
     return (
         pa.types.is_struct(kind)
         and kind.num_fields == 2
@@ -145,8 +152,11 @@ def is_weighted_id(kind: pa.DataType) -> bool:
 
 
 def can_be_feature(kind: pa.DataType, *, of_fractions: bool = True) -> bool:
-    """Whether a column of a type can be a feature. `of_fractions`: whether lists of fractions can, because all of them
-    are whole numbers."""
+    """Whether a column of this type can be a feature.
+
+    With `of_fractions`, lists of fractional numbers can be features too. This is for lists that only contain whole
+    numbers.
+    """
     kind = dictionary_value_type(kind)
     if is_list(kind):
         item = dictionary_value_type(kind.value_type)
@@ -159,7 +169,7 @@ def _common_text(one: pa.DataType, other: pa.DataType) -> pa.DataType:
 
 
 def _common_number(one: pa.DataType, other: pa.DataType) -> pa.DataType:
-    """The type of the larger range; float64 if it is not of one of both."""
+    """Return the type with the larger range, or float64 if no integer or decimal type holds both."""
     if pa.types.is_boolean(one) or pa.types.is_boolean(other):
         return other if pa.types.is_boolean(one) else one
     if pa.types.is_floating(one) or pa.types.is_floating(other):
@@ -172,7 +182,7 @@ def _common_number(one: pa.DataType, other: pa.DataType) -> pa.DataType:
 
 
 def _common_decimal(one: pa.DataType, other: pa.DataType) -> pa.DataType:
-    """A decimal with all digits of both."""
+    """Return a decimal type with all digits of both types."""
     digits = [(kind.precision, kind.scale) if pa.types.is_decimal(kind) else (20, 0) for kind in (one, other)]
     scale = max(scale for _, scale in digits)
     precision = max(precision - scale for precision, scale in digits) + scale
@@ -184,9 +194,9 @@ def _common_timestamp(one: pa.DataType, other: pa.DataType) -> pa.DataType:
     return pa.timestamp("ns", zones[0] if zones else None)
 
 
+# Predicates of the kinds of single values, and functions for the common type of two types of one kind.
 _KINDS: tuple[tuple[Callable[[pa.DataType], bool], Callable[[pa.DataType, pa.DataType], pa.DataType]], ...] = (
     (is_text, _common_text),
     (is_number, _common_number),
     (is_timestamp_or_date, _common_timestamp),
 )
-"""Kinds of single values, and the common type of two of one kind."""

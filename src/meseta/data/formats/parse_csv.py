@@ -1,4 +1,4 @@
-"""One block of CSV to numbers and strings, with errors that name file, line and column."""
+"""Parser of one block of CSV. Its errors name the file, line and column."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from meseta.spec import MesetaError
 
 
 def parse_csv(block: Block, raw: bytes, layout: RawLayout) -> RawRows:
-    """Parse and check every row. Raises MesetaError naming the file, the line and the column."""
-    # Columns go by place: names of columns that are not read may be empty, or come twice.
+    """Parse and check all rows. Raises MesetaError naming the file, the line and the column."""
+    # Address columns by position, because names of unused columns may be empty or occur twice.
     first = {name: place for place, name in reversed(list(enumerate(block.header)))}
     columns = block.source.file_columns(layout.columns) or block.header[:1]
     places = {name: f"f{first[name]}" for name in columns}
@@ -42,7 +42,8 @@ def parse_csv(block: Block, raw: bytes, layout: RawLayout) -> RawRows:
         except pa.ArrowInvalid:
             if words or not layout.labels_without_rule:
                 raise
-            table = _read(block, raw, layout, places, labels_are_words=True)  # a label further down may be a word
+            # A later label may be a word, although the first one is a number.
+            table = _read(block, raw, layout, places, labels_are_words=True)
     except pa.ArrowInvalid as error:
         raise _locate_error(block, raw, layout, error_summary(error)) from None
     if table.num_rows != block.num_rows + 1 or table.column(0)[-1].as_py() not in (None, b""):
@@ -51,18 +52,18 @@ def parse_csv(block: Block, raw: bytes, layout: RawLayout) -> RawRows:
 
 
 def _read(block: Block, raw: bytes, layout: RawLayout, places: dict[str, str], *, labels_are_words: bool) -> pa.Table:
-    """The columns of a block, and a row of missing values at its end. Raises pyarrow.ArrowInvalid."""
+    """Return the columns of a block, followed by one row of missing values. Raises pyarrow.ArrowInvalid."""
     texts = {*layout.text_columns, *(layout.labels_without_rule if labels_are_words else ())}
     texts.update(() if layout.number_format is None else layout.numeric_columns)
     numbers = {*layout.numeric_columns} - texts
     types = {place: pa.float64() if name in numbers else pa.binary() for name, place in places.items()}
-    # The row at the end shows that the last one ends where the block does: a quote in a field without quotes misleads
-    # the cut, and the parser takes a field that is never closed for one that is.
+    # The added row proves that the last record ends at the end of the block. A quote in an unquoted field may move
+    # block boundaries, and the parser accepts a quoted field that is never closed.
     delimiter = block.source.delimiter
     guarded = raw + delimiter.encode() * (len(block.header) - 1) + b"\n"
     return arrow_csv.read_csv(
         pa.BufferReader(guarded),
-        # One block per call: the caller has cut the file, and parallel calls use the cores.
+        # One block per call: the caller divides the file, and parallel calls use all cores.
         arrow_csv.ReadOptions(
             use_threads=False, block_size=len(guarded) + 1, column_names=[f"f{i}" for i in range(len(block.header))]
         ),
@@ -76,8 +77,18 @@ def _read(block: Block, raw: bytes, layout: RawLayout, places: dict[str, str], *
 def read_texts(
     raw: bytes, header: Sequence[str], names: Sequence[str], *, delimiter: str = "\t", is_quoted: bool = False
 ) -> list[pa.Array]:
-    """Fields of some columns as they stand in lines, or in records of CSV, that were parsed; string [n] each. Bytes
-    that are not UTF-8 become question marks."""
+    """Return the fields of some columns as text, one string array [n] per column.
+
+    The rows must have been parsed before. Bytes that are not UTF-8 become question marks.
+
+    Args:
+        raw: Lines, or records of CSV.
+        header: Names of all columns.
+        names: Columns to return.
+        delimiter: Separator of fields.
+        is_quoted: Whether quotes have a meaning, as in CSV.
+    """
+    # The first of several columns with the same name counts.
     first = {name: place for place, name in reversed(list(enumerate(header)))}
     places = [f"f{first[name]}" for name in names]
     table = arrow_csv.read_csv(
@@ -107,14 +118,14 @@ def _as_text(column: pa.Array) -> pa.Array:
 
 @dataclass(frozen=True)
 class CsvColumns:
-    """The columns of one block, for `read_rows`."""
+    """Columns of one parsed block, as `convert_rows` reads them."""
 
     block: Block
     raw: bytes
     layout: RawLayout
     table: pa.Table
     table_names: dict[str, str]
-    """Name of each column to that in the table."""
+    """Name of each column in `table`."""
 
     def numbers(self, name: str) -> pa.Array:
         column = self.raw_numbers(name)
@@ -130,11 +141,11 @@ class CsvColumns:
             raise self.locate_error(error_summary(error)) from None
 
     def raw_numbers(self, name: str) -> pa.Array:
-        """Return numbers float64 [n], or binary [n] as they are spelled."""
+        """Return numbers as float64 [n], or as binary [n] in the spelling of the file."""
         return self.table.column(self.table_names[name]).chunk(0)
 
     def normalize_numbers(self, texts: pa.Array) -> pa.Array:
-        """Return numbers, string [n], without the signs of the format."""
+        """Return number texts [n] in plain decimal notation, without the characters of the number format."""
         number_format = self.layout.number_format
         return texts if number_format is None else normalize_numbers_strictly(number_format, texts).cast(pa.string())
 
@@ -151,7 +162,7 @@ class CsvColumns:
         lists = pc.split_pattern(texts, column.separator)
         values = lists.flatten()
         owner = np.repeat(np.arange(len(texts)), pc.list_value_length(lists).to_numpy())
-        # Nothing between two separators, or in the whole field, is no value.
+        # An empty text between separators, or an empty field, is not a value.
         present = pc.not_equal(values, pa.scalar(b"", values.type))
         values, owner = values.filter(present), owner[present.to_numpy(zero_copy_only=False)]
         lengths = np.bincount(owner, minlength=len(texts)).astype(np.int64)
@@ -161,36 +172,36 @@ class CsvColumns:
         alone = np.flatnonzero(pc.list_value_length(parts).to_numpy() != 2)
         if alone.size:
             raise self.error(
-                int(owner[alone[0]]), column.name, f"has a value without {column.weight_separator!r} and a weight"
+                int(owner[alone[0]]), column.name, f"contains a value without {column.weight_separator!r} and a weight"
             )
         flat = parts.flatten()
         return RawSparse(flat[0::2], lengths, self.weights(column.name, flat[1::2], owner))
 
     def weights(self, name: str, texts: pa.Array, owner: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Finite, one per value [nnz], whose samples are `owner` [nnz]."""
+        """Return finite weights, one per value [nnz]. `owner` [nnz] has the row of each value, for errors."""
         try:
             texts = self.normalize_numbers(texts.cast(pa.string()))
             numbers = texts.cast(pa.float64()).to_numpy()
         except pa.ArrowInvalid:
             numbers = np.array([_parse_number(text) for text in texts.cast(pa.binary()).to_pylist()], np.float64)
-        with np.errstate(over="ignore"):  # what overflows is not finite
+        with np.errstate(over="ignore"):  # Overflow yields infinity, which is rejected below.
             weights = numbers.astype(np.float32)
         bad = np.flatnonzero(~np.isfinite(weights))
         if bad.size:
-            raise self.error(int(owner[bad[0]]), name, "has a weight that is no finite number")
+            raise self.error(int(owner[bad[0]]), name, "has a weight that is not a finite number")
         return weights
 
     def locate_error(self, detail: str) -> MesetaError:
-        """Name the first value that is no number."""
+        """Return an error that names the first value that is not a number."""
         return _locate_error(self.block, self.raw, self.layout, detail)
 
     def error(self, row: int, name: str, problem: str) -> MesetaError:
-        """Goes through the records up to that of the row, for its line."""
+        """Return an error for a value. Reads all records up to `row` to find its line."""
         source, place = f"source {str(self.block.source.path)!r}", int(self.table_names[name][1:])
-        with contextlib.suppress(csv.Error):  # a field that is too long for the csv module
+        with contextlib.suppress(csv.Error):  # A field may be too long for the csv module.
             for line, _, fields in itertools.islice(iter_records(self.raw, self.block.source.delimiter), row, row + 1):
                 where = f"{source}, line {self.block.first_line + line + 1}"
-                if len(fields) != len(self.block.header):  # a blank line, which gives missing values
+                if len(fields) != len(self.block.header):  # A blank line is parsed as missing values.
                     return MesetaError(f"{where}: {_field_count_reason(self.block, fields)}", remedy=FIX_LINE)
                 return MesetaError(f"{where}, column {name!r}: {fields[place][:40]!r} {problem}", remedy=FIX_LINE)
         where = f"{source}, row {row + 1} after line {self.block.first_line}"
@@ -198,7 +209,7 @@ class CsvColumns:
 
 
 def _has_word_label(block: Block, raw: bytes, layout: RawLayout) -> bool:
-    """Whether a label of the first record is a word, as true or false: then those behind it are, most likely."""
+    """Whether a label of the first record is a word such as true. Later labels then most likely are words too."""
     with contextlib.suppress(csv.Error, ValueError):
         fields = parse_header(read_header(io.BytesIO(raw).readline), block.source.delimiter)
         if len(fields) == len(block.header):
@@ -211,7 +222,7 @@ def _is_label_word(text: str) -> bool:
 
 
 def _parse_number(text: bytes) -> float:
-    """What a text says, or NaN."""
+    """Return the number that a text spells, or NaN."""
     try:
         return math.nan if b"_" in text else float(text)
     except ValueError:
@@ -219,7 +230,7 @@ def _parse_number(text: bytes) -> float:
 
 
 def _locate_error(block: Block, raw: bytes, layout: RawLayout, detail: str) -> MesetaError:
-    """Go through the records of a block that did not parse and name the first bad field."""
+    """Return an error that names the first bad field of a block that could not be parsed."""
     source = f"source {str(block.source.path)!r}"
     first = block.first_line + 1
     try:
@@ -234,9 +245,9 @@ def _locate_error(block: Block, raw: bytes, layout: RawLayout, detail: str) -> M
 
 
 def _invalid_record_reason(block: Block, layout: RawLayout, record: bytes, fields: list[str]) -> str | None:
-    """What is wrong with a record, to follow the number of its line, or None."""
+    """Return the rest of an error message for an invalid record, which follows the line number, or `None`."""
     if record.count(b'"') % 2:
-        return ": a quote is not closed, or stands in a field that is not quoted"
+        return ": a quote is not closed, or it is inside a field without quotes"
     if len(fields) != len(block.header):
         return f": {_field_count_reason(block, fields)}"
     for name in block.source.file_columns(layout.numeric_columns):
@@ -254,7 +265,7 @@ def _field_count_reason(block: Block, fields: list[str]) -> str:
 
 
 def invalid_number_reason(text: str, *, is_label: bool, number_format: NumberFormat | None) -> str | None:
-    """The rule that a number does not keep as a text; that of its size is checked where it is one."""
+    """Return the rule that a text of a numeric column breaks, or `None`. Does not check the range of numbers."""
     if text in MISSING_TEXTS or (is_label and _is_label_word(text)):
         return None
     plain = text if number_format is None else normalize_number(number_format, text)
@@ -262,8 +273,8 @@ def invalid_number_reason(text: str, *, is_label: bool, number_format: NumberFor
     if math.isnan(number):
         hint = format_hint([text])
         if hint is not None:
-            return f"is not a number, unless a --schema file says {hint}"
+            return f"is not a number, unless a --schema file specifies {hint}"
         if is_label:
-            return f"is no label: it must be {LABEL_RULE}"
-        return "is not a number; if the column holds categories, say so with --sparse or in a --schema file"
+            return f"is not a label: labels must be {LABEL_RULE}"
+        return "is not a number; if the column holds categories, declare it with --sparse or in a --schema file"
     return None

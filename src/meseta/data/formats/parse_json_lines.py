@@ -1,4 +1,4 @@
-"""One block of JSON lines to numbers and strings, with errors that name file, line and column."""
+"""Parser of one block of JSON lines. Its errors name the file, line and column."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from meseta.spec import MesetaError
 
 
 def parse_json_lines(block: Block, raw: bytes, layout: RawLayout) -> RawRows:
-    """Parse and check every row. Raises MesetaError naming the file, the line and the column."""
+    """Parse and check all rows. Raises MesetaError naming the file, the line and the column."""
     lists = list_columns(layout)
     names = block.source.file_columns(layout.columns)
     number_format = layout.number_format
@@ -36,13 +36,14 @@ def parse_json_lines(block: Block, raw: bytes, layout: RawLayout) -> RawRows:
     table = pa.table({name: to_binary_array(block, name, columns[name]) for name in singles})
     places = {name: name for name in singles}
     lists_of = {name: columns[name] for name in lists}
-    # JSON numbers have no signs of a format; those of numbers in strings were removed above.
+    # JSON numbers do not follow the number format, and numbers in strings were normalized above.
     plain = replace(layout, number_format=None)
     return convert_rows(_JsonColumns(block, raw, plain, table, places, lists_of, numbers), layout, block)
 
 
 def _normalize_numbers(texts: Sequence[str], number_format: NumberFormat) -> list[str]:
-    """Return texts of numbers without the signs of the format; numbers of JSON have none."""
+    """Return number texts in plain decimal notation. JSON numbers are unchanged, because they do not follow the
+    format."""
     spelled = pa.array([text.encode(errors="surrogatepass") for text in texts], pa.binary())
     plain = normalize_numbers_strictly(number_format, spelled).to_pylist()
     return [
@@ -52,7 +53,7 @@ def _normalize_numbers(texts: Sequence[str], number_format: NumberFormat) -> lis
 
 
 def list_columns(layout: RawLayout) -> list[str]:
-    """Return the columns of a layout whose values are lists of JSON."""
+    """Return the columns of a layout whose values are JSON lists."""
     lists = [column for column in layout.encoded_features if column.multi_valued and column.separator is None]
     return [name for column in lists for name in (column.raw_column, column.weight) if name is not None]
 
@@ -60,9 +61,10 @@ def list_columns(layout: RawLayout) -> list[str]:
 def decode_columns(
     block: Block, raw: bytes, names: Sequence[str], lists: Sequence[str], decoder: JsonRowDecoder
 ) -> dict[str, list[Any]]:
-    """Return the texts [num_rows] of each column, or a list of texts for each row; a key that a row lacks is missing.
+    """Return the values of each column: a text per row or, for `lists`, a list of texts per row.
 
-    Raises MesetaError naming the file, the line and, of a value of another kind, the column.
+    A key that a row lacks is a missing value. Raises MesetaError naming the file and the line. If a value has the wrong
+    kind, the message also names the column.
     """
     decode, partition = decoder.decode, block.source.partition
     columns: dict[str, list[Any]] = {name: [] for name in names}
@@ -79,29 +81,30 @@ def decode_columns(
             value = take(row.get(name))
             if value is None:
                 rule = "must be a list of single values" if name in lists else "must be a single value"
-                raise _error(block, number, f"column {name!r} {rule}, and is {describe_kind(row[name])}")
+                raise _error(block, number, f"column {name!r} {rule}, but is {describe_kind(row[name])}")
             values.append(value)
     return columns
 
 
 def to_binary_array(block: Block, name: str, texts: Sequence[str]) -> pa.Array:
-    """Return texts as binary. Raises MesetaError for one that UTF-8 cannot hold."""
+    """Return texts as a binary array. Raises MesetaError if a text cannot be encoded in UTF-8."""
     try:
         return pa.array(texts, pa.binary())
     except UnicodeEncodeError:
         for number, text in enumerate(texts, start=block.first_line + 1):
             if any("\ud800" <= sign <= "\udfff" for sign in text):
-                raise _error(block, number, f"column {name!r}: {text[:40]!a} is not Unicode") from None
+                raise _error(block, number, f"column {name!r}: {text[:40]!a} is not valid Unicode") from None
         raise
 
 
 @dataclass(frozen=True)
 class _JsonColumns(CsvColumns):
-    """The columns of one block, for `read_rows`."""
+    """Columns of one block, as `convert_rows` reads them."""
 
     lists: dict[str, list[list[str]]]
+    # The texts of each list, by column and row.
     number_texts: dict[str, pa.Array]
-    """Column -> its numbers, binary [n], if they are spelled otherwise in the file."""
+    """Binary [n] array of numbers for each column whose spelling differs from the file."""
 
     def raw_numbers(self, name: str) -> pa.Array:
         return self.number_texts[name] if name in self.number_texts else super().raw_numbers(name)
@@ -116,7 +119,7 @@ class _JsonColumns(CsvColumns):
             return RawSparse(values, lengths)
         unequal = np.flatnonzero(lengths != [len(row) for row in self.lists[column.weight]])
         if unequal.size:
-            raise self.error(int(unequal[0]), column.weight, f"must be as long as that of {column.name!r}")
+            raise self.error(int(unequal[0]), column.weight, f"must be as long as the list of {column.name!r}")
         owner = np.repeat(np.arange(len(rows)), lengths)
         return RawSparse(values, lengths, self.weights(column.weight, self._flatten(column.weight), owner))
 
@@ -125,7 +128,7 @@ class _JsonColumns(CsvColumns):
         try:
             return pa.array([text for row in rows for text in row], pa.binary())
         except UnicodeEncodeError:
-            to_binary_array(self.block, name, ["".join(row) for row in rows])
+            to_binary_array(self.block, name, ["".join(row) for row in rows])  # Raises an error with the line.
             raise
 
     def error(self, row: int, name: str, problem: str) -> MesetaError:

@@ -1,4 +1,4 @@
-"""One block of Parquet to numbers and strings, with errors that name file, row and column."""
+"""Parser of one block of Parquet. Its errors name the file, row and column."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from meseta.spec import MesetaError
 
 
 def parse_parquet(block: Block, batch: pa.RecordBatch, layout: RawLayout) -> RawRows:
-    """Check and convert every row. Raises MesetaError naming the file, the row and the column."""
+    """Check and convert all rows. Raises MesetaError naming the file, the row and the column."""
     return convert_rows(_ParquetColumns(block, batch, layout), layout, block)
 
 
 @dataclass(frozen=True)
 class _ParquetColumns:
-    """The columns of one batch, for `read_rows`."""
+    """Columns of one batch, as `convert_rows` reads them."""
 
     block: Block
     batch: pa.RecordBatch
@@ -41,7 +41,8 @@ class _ParquetColumns:
 
     def numbers(self, name: str) -> pa.Array:
         column = self._values(name)
-        if is_text(column.type):  # the layout allows that for labels, and if a format of numbers is given
+        # The layout accepts text for labels, and for all numbers if there is a number format.
+        if is_text(column.type):
             number_format = self.layout.number_format
             if name in self.layout.labels_without_rule:
                 return _parse_numbers(_as_strings(column), number_format)
@@ -81,10 +82,10 @@ class _ParquetColumns:
             weight_array = self._lists(column.weight)
             unequal = np.flatnonzero(lengths != _list_lengths(weight_array))
             if unequal.size:
-                problem = f"a list must be as long as that of {column.name!r}"
+                problem = f"a list must be as long as the list of {column.name!r}"
                 raise self._error(int(unequal[0]), weight_name, problem)
             weights = weight_array.flatten()
-        with np.errstate(over="ignore"):  # what overflows is not finite, and told below
+        with np.errstate(over="ignore"):  # Overflow yields infinity, which is rejected below.
             numbers = _to_float64(decode_values(weights)).astype(np.float32)
         if not np.isfinite(numbers).all():
             owner = find_value_row(int(np.flatnonzero(~np.isfinite(numbers))[0]), lengths)
@@ -97,14 +98,14 @@ class _ParquetColumns:
         return self._error(row, name, f"{shown} {problem}")
 
     def _values(self, name: str) -> pa.Array:
-        """Single values. Raises MesetaError for text that is not UTF-8."""
+        """Return single values. Raises MesetaError if text is not valid UTF-8."""
         array = decode_values(self.batch.column(name))
         self._check_text(name, array)
         return array
 
     def _lists(self, name: str) -> pa.Array:
         array = self.batch.column(name)
-        return array if is_list(array.type) else array.cast(pa.list_(pa.null()))  # a file may hold nothing but nulls
+        return array if is_list(array.type) else array.cast(pa.list_(pa.null()))  # All values of a file may be null.
 
     def _texts_of_lists(self, name: str, values: pa.Array, lengths: NDArray[np.int64]) -> pa.Array:
         values = decode_values(values)
@@ -118,7 +119,7 @@ class _ParquetColumns:
     def _check_text(self, name: str, values: pa.Array, lengths: NDArray[np.int64] | None = None) -> None:
         if is_string(values.type) and (fault := find_invalid_utf8(values)):
             row = find_value_row(fault.position, lengths)
-            raise self._error(row, name, f"{fault.preview} is not UTF-8, which Parquet strings are")
+            raise self._error(row, name, f"{fault.preview} is not valid UTF-8, as Parquet strings must be")
 
     def _error(self, row: int, name: str, problem: str) -> MesetaError:
         where = f"source {str(self.block.source.path)!r}, row {self.block.first_row + row + 1}"
@@ -126,19 +127,21 @@ class _ParquetColumns:
 
 
 def cast_key_column(block: Block, name: str, array: pa.Array, kind: pa.DataType) -> pa.Array:
-    """Return values as they are, in a type common to all files. Raises MesetaError for one that it does not hold, and
-    for text that is not UTF-8."""
+    """Convert values to the type common to all files.
+
+    Raises MesetaError if the type cannot represent a value, or if text is not valid UTF-8.
+    """
     try:
         values = array if array.type == kind else decode_values(array).cast(kind)
         values.validate(full=True)
     except pa.ArrowInvalid as error:
         where = f"source {block.source.path!r}, from row {block.first_row + 1} on, column {name!r}"
-        raise MesetaError(f"keys: {where}: {error_summary(error)}; leave that column out") from None
+        raise MesetaError(f"keys: {where}: {error_summary(error)}; leave the column out") from None
     return values
 
 
 def _parse_numbers(texts: pa.Array, number_format: NumberFormat | None) -> pa.Array:
-    """float64, missing values as null and texts that spell neither a number nor a label as infinity."""
+    """Parse texts as float64. Missing values become null or NaN, and invalid texts become infinity."""
     try:
         texts = replace_label_words(texts.cast(pa.string()))
         texts = texts if number_format is None else normalize_numbers_strictly(number_format, texts).cast(pa.string())
@@ -154,27 +157,29 @@ def _parse_numbers(texts: pa.Array, number_format: NumberFormat | None) -> pa.Ar
 
 
 def _to_float64(column: pa.Array) -> NDArray[np.float64]:
-    """float64, null as NaN."""
     return column.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
 
 
 def _list_lengths(array: pa.Array) -> NDArray[np.int64]:
-    """int64 [n]; a missing list is an empty one."""
+    """Return the length of each list as int64 [n]. Missing lists are empty."""
     return pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False).astype(np.int64)
 
 
 def _format_value(value: pa.Scalar) -> str:
-    """A value for messages; Python has none for some times."""
+    """Format a value for error messages."""
     try:
         return repr(value.as_py())
     except (ValueError, OverflowError):
+        # Python cannot represent all timestamps.
         return str(value.cast(pa.string()).as_py())
 
 
 def _to_texts(array: pa.Array, *, is_exact: bool) -> tuple[pa.Array, int | None]:
-    """Values as text, missing ones as the empty string; and the place of the first number that is not whole.
+    """Return (values as text, None), or (array, index) of the first number that is not whole.
 
-    With `is_exact`, doubles up to 2^64 are kept, and decimals without rounding to double first, as they once were."""
+    Missing values become empty strings. With `is_exact`, doubles up to 2^64 and all digits of decimals are kept.
+    Otherwise decimals are rounded to double, as former versions did.
+    """
     if not is_fractional(array.type):
         return _as_strings(array), None
     values = _to_float64(array)
@@ -197,7 +202,7 @@ def _to_texts(array: pa.Array, *, is_exact: bool) -> tuple[pa.Array, int | None]
 
 
 def _as_strings(array: pa.Array) -> pa.Array:
-    """Integers as decimal text, missing values as the empty string."""
+    """Return integers as decimal text and text as it is. Missing values become empty."""
     if not is_text(array.type):
         array = array.cast(pa.string())
     return array.fill_null(b"" if "binary" in str(array.type) else "") if array.null_count else array

@@ -1,4 +1,4 @@
-"""Hive partitions: columns that folders named KEY=VALUE make of the files below them."""
+"""Hive partitions: columns whose values come from folders named KEY=VALUE."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import pyarrow as pa
 from meseta.data.schema.infer import MIN_EVIDENCE_ROWS, ColumnRole, infer_role, parse_number
 from meseta.spec import MesetaError
 
+# Folder values that stand for a missing value.
 _MISSING_VALUES = ("", "__HIVE_DEFAULT_PARTITION__")
-"""Values that mean none."""
 
 Partition = Mapping[str, str | None]
-"""Columns that the folders of a file make, and its value in each; `None` if that is missing."""
+"""Value of a file for each column from its folders. `None` if the value is missing."""
 
 
 def parse_partition(path: str, inner: str) -> dict[str, str | None]:
-    """Return the columns that the folders in `inner`, the end of `path`, make.
+    """Return the columns from the folders in `inner`, which is the end of `path`.
 
-    Raises MesetaError for a key that is there twice, and for names that are not UTF-8.
+    Raises MesetaError if a key occurs twice, or if a name is not valid UTF-8.
     """
     partition: dict[str, str | None] = {}
     for folder in inner.split("/")[:-1]:
@@ -29,28 +29,33 @@ def parse_partition(path: str, inner: str) -> dict[str, str | None]:
             continue
         try:
             key, value = (unquote(text, errors="strict") for text in (key, value))
+            # Raises UnicodeError for surrogates, which stand for undecodable bytes of a path.
             f"{key}{value}".encode()
         except UnicodeError:
-            raise MesetaError(f"source {path!r}: folder {folder!r} is not UTF-8; rename it") from None
+            raise MesetaError(f"source {path!r}: folder {folder!r} is not valid UTF-8; rename it") from None
         if key in partition:
-            raise MesetaError(f"source {path!r}: two of its folders give a value of {key!r}; rename one")
+            raise MesetaError(f"source {path!r}: two of its folders have a value for {key!r}; rename one")
         partition[key] = None if value in _MISSING_VALUES else value
     return partition
 
 
 def check_partition(where: str, partition: Partition, names: Collection[str]) -> None:
-    """Raise MesetaError, beginning with `where`, if one of the columns `names` of a file is a key of its folders."""
+    """Raise MesetaError if a key of `partition` is also in `names`, the columns of the file.
+
+    The message starts with `where`.
+    """
     for key, value in partition.items():
         if key in names:
             raise MesetaError(
-                f"{where} has a column {key!r} and is in a folder '{key}={value}'; rename one, or name the files "
-                "themselves, whose folders are no columns"
+                f"{where} has column {key!r}, but is also in folder '{key}={value}'; rename one of them, or name the "
+                "files instead of a folder, so that folders are no columns"
             )
 
 
 def sample_partitions(partitions: Sequence[Partition]) -> dict[str, list[str]]:
-    """Return column -> its values in all files, each as often as rows are needed to judge it."""
+    """Return values of each column from folders, as many as are needed to infer its role."""
     keys = dict.fromkeys(key for partition in partitions for key in partition)
+    # Role inference requires a minimum number of rows, so repeat the value of each file.
     return {
         key: [partition[key] or "" for partition in partitions if key in partition for _ in range(MIN_EVIDENCE_ROWS)]
         for key in keys
@@ -58,7 +63,7 @@ def sample_partitions(partitions: Sequence[Partition]) -> dict[str, list[str]]:
 
 
 def infer_partition_role(name: str, values: Sequence[str]) -> ColumnRole:
-    """The role of a column by its name and values as of `sample_partitions`."""
+    """Infer the role of a column from its name and its values, as returned by `sample_partitions`."""
     guess = infer_role(name, values)
     if guess.role == "ignore" and len({*values}) == 1:
         return ColumnRole("ignore", f"a folder, and the same for all files: {values[0]!r}")
@@ -66,7 +71,7 @@ def infer_partition_role(name: str, values: Sequence[str]) -> ColumnRole:
 
 
 def partition_type(values: Sequence[str]) -> pa.DataType:
-    """Return int64 or float64 if all values that are there are numbers, and string otherwise."""
+    """Return int64 or float64 if all present values are numbers, null if there are none, and string otherwise."""
     present = [value for value in values if value]
     numbers = [parse_number(value) for value in present]
     if not present:

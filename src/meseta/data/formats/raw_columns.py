@@ -1,4 +1,4 @@
-"""Columns of raw files as they stand there, for those who want to know whose row it is."""
+"""Raw columns of files that identify rows, such as user ids."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from meseta.data.formats.parquet_types import ColumnTypes
 
 
 class RawKeyColumns:
-    """Some columns of files of one format: of text the fields, of Parquet the values."""
+    """Selected columns of files of one format. Values are fields of text, or stored values of Parquet."""
 
     def __init__(self, sources: Sequence[Source], names: Sequence[str]) -> None:
-        """Raises MesetaError for a column that a file lacks or has twice, and for types without a common one."""
+        """Determine the types. Raises MesetaError if a file lacks a column or has it twice, or if types are
+        incompatible."""
         self._names = list(dict.fromkeys(names))
         types = ColumnTypes()
         for source in sources:
-            own = source.file_columns(self._names)
-            schema = source.format.key_schema(f"keys: source {source.path!r}", source, own)
+            file_columns = source.file_columns(self._names)
+            schema = source.format.key_schema(f"keys: source {source.path!r}", source, file_columns)
             made = [pa.field(name, pa.string()) for name in self._names if name in source.partition]
             types.add(source.path, pa.schema([*schema, *made]))
         for name in self._names:
@@ -27,15 +28,15 @@ class RawKeyColumns:
         self.schema = pa.schema([types.common_schema.field(name) for name in self._names])
 
     def extract(self, block: Block) -> pa.RecordBatch:
-        """The rows of a block, with `schema`."""
-        own, partition = block.source.file_columns(self._names), block.source.partition
-        if len(own) == len(self._names):
-            return block.source.format.key_columns(block, own, self.schema)
-        schema = pa.schema([self.schema.field(name) for name in own])
-        batch = block.source.format.key_columns(block, own, schema)
+        """Return the columns of a block, with the types of `schema`."""
+        file_columns, partition = block.source.file_columns(self._names), block.source.partition
+        if len(file_columns) == len(self._names):
+            return block.source.format.key_columns(block, file_columns, self.schema)
+        schema = pa.schema([self.schema.field(name) for name in file_columns])
+        batch = block.source.format.key_columns(block, file_columns, schema)
         columns = [
             batch[name]
-            if name in own
+            if name in file_columns
             else pa.repeat(pa.scalar(partition[name], self.schema.field(name).type), block.num_rows)
             for name in self._names
         ]

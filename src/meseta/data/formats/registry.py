@@ -1,4 +1,4 @@
-"""All raw formats, in the order in which a file is asked whether it is of them."""
+"""Registry of raw formats."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from meseta.data.formats.parquet import Parquet
 from meseta.data.formats.svm import Libffm, Libsvm
 from meseta.data.formats.tsv import CriteoTsv
 
+# Detection takes the first format that accepts a file. `CriteoTsv` accepts any text, so it is last.
 FORMATS: tuple[RawFormat, ...] = (Parquet(), JsonLines(), Libsvm(), Libffm(), DelimitedText(), Csv(), CriteoTsv())
 
 
 def find_format(name: str) -> RawFormat:
-    """The format that dataset.json calls `name`, which must be one."""
+    """Return the format called `name` in dataset.json, which must exist."""
     return next(entry for entry in FORMATS if entry.name == name)

@@ -1,4 +1,5 @@
-"""Text of libsvm and libffm: a label, then pairs or triples whose index is an id and whose value is its weight."""
+"""Libsvm and libffm text: a label, then pairs or triples of an index and a value. The index is an id, the value its
+weight."""
 
 from __future__ import annotations
 
@@ -19,67 +20,68 @@ from meseta.spec import MesetaError
 
 
 class Libsvm(TextFormat):
-    """`label index:value ...`, with `qid:group` behind the labels where rows have groups."""
+    """Text with lines `label index:value ...`. If rows have groups, `qid:group` follows the label."""
 
     name = "libsvm"
     title = "libsvm text"
     has_named_columns = False
     pair: ClassVar[re.Pattern[bytes]] = re.compile(rb"(-?\d+|qid):[^:]+")
-    """What follows the first label."""
+    """Pattern of the first token after the label."""
     has_fields: ClassVar[bool] = False
-    """Whether a field stands in front of each index."""
+    """Whether each index has a field before it."""
 
     def detect(self, head: FileHead) -> TextDialect | None:
-        """By the first pair, since the files have no usual names."""
         if head.is_declared_csv:
+            # File names have no common suffix, so the first pair decides. A row without pairs has only a label.
             return None
         lines = (line.partition(b"#")[0].split() for line in head.text.splitlines())
-        first = next((tokens for tokens in lines if len(tokens) > 1), None)  # a label alone is a row without pairs
-        is_delimited = first and (b"::" in first[0] or any(sign in first[0] for sign in b",;|"))  # beside a time
+        first = next((tokens for tokens in lines if len(tokens) > 1), None)
+        # Delimited text may contain times, which look like pairs.
+        is_delimited = first and (b"::" in first[0] or any(sign in first[0] for sign in b",;|"))
         return TextDialect() if first and self.pair.fullmatch(first[1]) and not is_delimited else None
 
     def columns(self, source: Source) -> tuple[str, ...]:
-        """Raises MesetaError: there are none."""
+        """Raise MesetaError, because the format has no columns."""
         raise MesetaError(f"source {source.path!r} is {self.title}, which has no columns")
 
     def layout(self, sources: Sequence[Source], asked: ColumnRequest) -> RawLayout:
-        """By all rows; options and schema may choose some of the features."""
+        """Return the layout, inferred from all rows. Options and schema may select some of the features."""
         layout = infer_svm_layout(
             sources, _chosen_features(asked), asked.on_scan, skip_bad=asked.skip_bad_rows, has_fields=self.has_fields
         )
         return replace(layout, encoding=sources[0].encoding)
 
     def columns_for(self, source: Source, layout: RawLayout) -> Sequence[str]:
-        """The features, and label and group where the first line has such."""
+        """Return the features, and the labels and the group if the first line has them."""
         line = read_first_line(source)
         labels = layout.labels if starts_with_label(line) else ()
         group = [layout.group] if layout.group is not None and b"qid:" in line else []
         return [*labels, *group, *layout.feature_columns]
 
     def can_hold(self, layout: RawLayout, earlier: RawFormat | None) -> bool:
-        """Rows of the same format alone."""
+        """Whether the rows of `layout` have the same format, or an unknown one."""
         return earlier in (self, None)
 
     def parse(self, block: Block, layout: RawLayout) -> RawRows:
-        """As described by `RawFormat.parse`; without labels, lines begin with a pair."""
         has_labels = bool(layout.labels)
         raw = raw_text(block) if has_labels else prepend_field(raw_text(block), b"0 ")
+        # The parser requires a label.
         rows = parse_svm(block, raw, layout, has_fields=self.has_fields)
         return rows if has_labels else replace(rows, labels=[])
 
     def key_schema(self, where: str, source: Source, names: Sequence[str]) -> pa.Schema:
-        """The group of libsvm alone."""
+        """Return the type of the group of libsvm, which is the only key column."""
         if self.has_fields or set(names) != {QID_COLUMN}:
-            raise MesetaError(f"{where} has no columns to hand through; of libsvm there is {QID_COLUMN!r}")
+            raise MesetaError(f"{where} has no columns to pass through; libsvm has only {QID_COLUMN!r}")
         return pa.schema([pa.field(name, pa.int64()) for name in names])
 
     def key_columns(self, block: Block, names: Sequence[str], schema: pa.Schema) -> pa.RecordBatch:
-        """Groups."""
+        """Return the groups."""
         return pa.record_batch([_groups(block, raw_text(block)) for _ in names], schema)
 
 
 class Libffm(Libsvm):
-    """`label field:index:value ...`."""
+    """Text with lines `label field:index:value ...`."""
 
     name = "libffm"
     title = "libffm text"
@@ -88,7 +90,7 @@ class Libffm(Libsvm):
 
 
 def _chosen_features(asked: ColumnRequest) -> Sequence[str]:
-    """The features that the options or the schema choose of libsvm or libffm; empty for all."""
+    """Return the features that the options or the schema select, all features if this is empty."""
     named, schema = asked.named_columns, asked.schema
     known = {"label", "categorical", "ignore", "group"}
     if (
@@ -99,17 +101,19 @@ def _chosen_features(asked: ColumnRequest) -> Sequence[str]:
         or (schema and (schema.label != "label" or schema.model_fields_set - known))
     ):
         raise MesetaError(
-            "prepare: of libsvm and libffm, --sparse or the categorical of a --schema file may choose features; the "
-            "label is called 'label', nothing is dense, weights are as found, and qid is the group"
+            "prepare: for libsvm and libffm, only --sparse or categorical in a --schema file may select features; the "
+            "label is called 'label', there are no dense features, weights are as in the file, and qid is the group"
         )
     if schema and not schema.categorical:
-        raise MesetaError("prepare: the --schema file names no categorical feature; there is nothing to learn from")
+        raise MesetaError(
+            "prepare: the --schema file has no categorical feature; add one, so that there is something to learn from"
+        )
     return schema.categorical if schema else named.sparse
 
 
 def _groups(block: Block, raw: bytes) -> pa.Array:
-    """What stands behind qid: in each row."""
+    """Return the group after `qid:` in each row. Raises MesetaError if a row has none."""
     groups = re.findall(rb"^(?:[^\s#]+[ \t]+)?qid:(-?\d+)", raw, re.MULTILINE)
     if len(groups) != block.num_rows:
-        raise MesetaError(f"keys: source {block.source.path!r}: not every row has a qid; leave it out of the keys")
+        raise MesetaError(f"keys: source {block.source.path!r}: not all rows have a qid; remove it from the keys")
     return pa.array([int(group) for group in groups], pa.int64())

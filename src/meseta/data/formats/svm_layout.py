@@ -1,4 +1,4 @@
-"""The layout of libsvm and libffm text: a pass over all rows tells the fields, and which of them have weights."""
+"""Inference of the layout of libsvm and libffm text. One scan over all rows finds the fields and which have weights."""
 
 from __future__ import annotations
 
@@ -20,18 +20,26 @@ from meseta.data.workers import run_in_order
 from meseta.machine.processors import num_cores
 from meseta.spec import MesetaError
 
+# Each field becomes a table. More fields than this indicate a mistake, such as indices in place of fields.
 MAX_LIBFFM_FIELDS = 1000
-"""More fields than this are taken for a mistake, such as indices where fields belong: each would be a table."""
 
 
 def infer_svm_layout(
     sources: Sequence[Source], chosen: Sequence[str], on_rows: ScanProgress, *, skip_bad: bool, has_fields: bool
 ) -> RawLayout:
-    """One multi-valued feature for each field, in the order of their numbers, or those that are `chosen`.
+    """Return a layout with one multi-valued feature per field, in numeric order, or with the `chosen` features.
 
-    A feature has weights where any of its values is not 1. With `skip_bad` a row that cannot be parsed is passed over.
-    Raises MesetaError for a row that cannot be parsed, for a
-    chosen feature that no row has, and for more than 1,000 fields.
+    A feature has weights if any of its values is not 1.
+
+    Args:
+        sources: Files to scan.
+        chosen: Names of the features to use. Empty for all.
+        on_rows: Progress callback.
+        skip_bad: Whether to skip rows that cannot be parsed.
+        has_fields: Whether the format is libffm.
+
+    Raises:
+        MesetaError: A row cannot be parsed, no row has a chosen feature, or there are more than 1,000 fields.
     """
     weighted_fields, has_groups = _scan(
         sources, on_rows, partial(_scan_block, skip_bad=skip_bad, has_fields=has_fields)
@@ -42,7 +50,7 @@ def infer_svm_layout(
     else:
         weighted = {LIBSVM_FEATURE: any(weighted_fields.values())} if weighted_fields else {}
     if not weighted:
-        raise MesetaError(f"{where}: no row has a feature beside its label; there is nothing to learn from")
+        raise MesetaError(f"{where}: rows have only labels and no features; there is nothing to learn from")
     check_names(where, chosen, list(weighted))
     sparse = tuple(SparseColumn(name=name, multi_valued=True, weighted=weighted[name]) for name in chosen or weighted)
     return RawLayout(
@@ -57,19 +65,19 @@ def infer_svm_layout(
 
 @dataclass(frozen=True)
 class _BlockScan:
-    """What one block tells."""
+    """Fields, weights and groups of one block."""
 
     block: Block
     weighted: dict[int, bool]
-    """Field to whether any of its values is not 1; libsvm is one field 0."""
+    """Whether any value is not 1, for each field. Libsvm has the single field 0."""
     has_groups: bool
-    """Whether rows have a qid."""
+    """Whether the rows have a qid."""
 
 
 def _scan(
     sources: Sequence[Source], on_rows: ScanProgress, scan_block: Callable[[Block], list[_BlockScan]]
 ) -> tuple[dict[int, bool], bool]:
-    """Fields and whether any value of theirs is not 1; and whether rows have groups."""
+    """Return (whether each field has weights, whether rows have groups)."""
     weighted: dict[int, bool] = {}
     total_bytes = sum(source.size_bytes for source in sources)
     done_bytes: dict[str, int] = {}
@@ -80,18 +88,19 @@ def _scan(
     try:
         for scanned in chain.from_iterable(run_in_order(pool, jobs, num_cores() + 1)):
             block = scanned.block
+            # The first block determines whether rows have groups.
             has_groups = scanned.has_groups if num_rows == 0 else has_groups
             if scanned.has_groups != has_groups:
                 raise MesetaError(
-                    f"source {str(block.source.path)!r}, line {block.first_line + 1}: a qid must stand behind the "
-                    f"label of every row, or of none; here is {'none' if has_groups else 'one'}, unlike before"
+                    f"source {str(block.source.path)!r}, line {block.first_line + 1}: either all rows or none must "
+                    f"have a qid after the label; this row has {'none' if has_groups else 'one'}, unlike earlier rows"
                 )
             for field, has_weights in scanned.weighted.items():
                 weighted[field] = weighted.get(field, False) or has_weights
             if len(weighted) > MAX_LIBFFM_FIELDS:
                 raise MesetaError(
                     f"source {str(block.source.path)!r}: more than {MAX_LIBFFM_FIELDS} fields up to line "
-                    f"{block.first_line + block.num_rows}; are fields and indices exchanged in field:index:value?"
+                    f"{block.first_line + block.num_rows}; are fields and indices swapped in field:index:value?"
                 )
             num_rows += block.num_rows
             done_bytes[block.source.path] = block.position_bytes
@@ -102,7 +111,7 @@ def _scan(
 
 
 def _scan_block(block: Block, *, skip_bad: bool, has_fields: bool) -> list[_BlockScan]:
-    """The whole block, or each stretch of rows between bad ones."""
+    """Scan a block as a whole, or each range of rows between bad ones."""
     scan_rows = partial(_scan_rows, has_fields=has_fields)
     return parse_good_rows(block, scan_rows).results if skip_bad else [scan_rows(block)]
 

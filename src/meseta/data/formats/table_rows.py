@@ -1,4 +1,4 @@
-"""Rows of files with named columns, CSV or Parquet: each column to what the layout takes it for, and checked."""
+"""Conversion of rows with named columns to the values that a layout requires, with checks."""
 
 from __future__ import annotations
 
@@ -32,27 +32,28 @@ from meseta.spec import MesetaError
 
 @runtime_checkable  # beartype asks for it where the tests check every call
 class BlockColumns(Protocol):
-    """The columns of one block of n rows."""
+    """Columns of one block of n rows."""
 
     def numbers(self, name: str) -> pa.Array:
-        """float64 [n], missing as null; others may say that they are no number."""
+        """Return float64 [n] with missing values as null. Invalid numbers may be infinite, or raise MesetaError."""
 
     def times(self, name: str) -> pa.Array:
-        """Text, numbers or times [n]."""
+        """Return text, numbers or timestamps [n]."""
 
     def texts(self, name: str) -> pa.Array:
-        """Strings or binary [n], missing as the empty string."""
+        """Return strings or binary [n] with missing values as empty strings."""
 
     def sparse(self, column: SparseColumn) -> RawSparse:
-        """The values of a feature that is a column of its own."""
+        """Return the values of a feature that is stored in one column, with an optional column of weights."""
 
     def error(self, row: int, name: str, problem: str) -> MesetaError:
-        """What to raise for a value; `row` counts from 0 in the block, `problem` follows the value."""
+        """Return an error for a value. `row` counts from 0 in the block, and `problem` follows the value in the
+        message."""
 
 
 @dataclass(frozen=True)
 class _PartitionedColumns:
-    """The columns of a block, and those that the folders of its file make."""
+    """Columns of a block, together with those from the folders of its file."""
 
     columns: BlockColumns
     block: Block
@@ -102,7 +103,7 @@ class _PartitionedColumns:
 
 
 def convert_rows(columns: BlockColumns, layout: RawLayout, block: Block) -> RawRows:
-    """Check and convert the rows of a block. Raises MesetaError naming the file, the row or line, and the column."""
+    """Convert and check the rows of a block. Raises MesetaError naming the file, the row or line, and the column."""
     if block.source.partition:
         columns = _PartitionedColumns(columns, block, layout)
     dense = [_dense(columns, layout, name) for name in layout.dense]
@@ -126,26 +127,27 @@ def _label(columns: BlockColumns, layout: RawLayout, name: str) -> NDArray[np.fl
     else:
         labels, requirement = apply_label_rule(rule, values)
     is_good = is_label(labels)
+    # With several labels, any of them may be missing.
     if len(layout.labels) > 1:
         is_good |= np.isnan(values)
     bad = np.flatnonzero(~is_good)
     if bad.size:
         first = int(bad[0])
-        problem = f"is no label: it must be {requirement}"
+        problem = f"is not a label: labels must be {requirement}"
         if rule is None and np.isfinite(values[first]):
             condition = f"{name} >= {values[first]:.6g}"
-            problem = f"is outside 0..1; if the column holds ratings, name a condition such as --label {condition!r}"
+            problem = f"is outside 0..1; if the column holds ratings, specify a condition such as --label {condition!r}"
         raise columns.error(first, name if rule is None else rule.column, problem)
     return labels.astype(np.float32)
 
 
 def _to_float64(numbers: pa.Array) -> NDArray[np.float64]:
-    """Missing as NaN."""
+    """Return numbers with missing values as NaN."""
     return numbers.to_numpy(zero_copy_only=False)
 
 
 def _dense(columns: BlockColumns, layout: RawLayout, name: str) -> tuple[NDArray[np.float32], int]:
-    """Logarithms [n], and how many values are there and not finite."""
+    """Return (logarithms [n], number of values that are not finite). Missing values do not count."""
     numbers = columns.numbers(name)
     values = _non_finite_to_nan(_to_float64(numbers))
     num_not_finite = int(np.count_nonzero(np.isnan(values))) - numbers.null_count
@@ -153,7 +155,7 @@ def _dense(columns: BlockColumns, layout: RawLayout, name: str) -> tuple[NDArray
 
 
 def _non_finite_to_nan(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """What is missing or not finite as NaN, in memory of its own."""
+    """Return a copy in which missing and non-finite values are NaN."""
     return np.where(np.isfinite(values), values, np.nan)
 
 
@@ -165,7 +167,7 @@ def _weight(columns: BlockColumns, name: str) -> NDArray[np.float32]:
     weight = _to_float64(columns.numbers(name))
     bad = np.flatnonzero(~is_weight(weight))
     if bad.size:
-        rule = f"is no weight of a sample: it must be {WEIGHT_RULE}"
+        rule = f"is not a sample weight: weights must be {WEIGHT_RULE}"
         raise columns.error(int(bad[0]), name, rule)
     return weight.astype(np.float32)
 
@@ -177,7 +179,7 @@ def _time(columns: BlockColumns, layout: RawLayout, name: str) -> NDArray[np.flo
             return column_to_seconds(normalize_formatted_numbers(layout.number_format, column))
         return column_to_seconds(column)
     except pa.ArrowInvalid:
-        rule = "is no time: it must be as 2026-01-31 23:59:59, or a number where the others are; or name the column "
+        rule = "is not a time: write times as 2026-01-31 23:59:59, or all of them as numbers, or list the column "
         rule += "under ignore in a --schema file"
         raise columns.error(find_invalid_time(column), name, rule) from None
 
@@ -187,6 +189,7 @@ def _sparse(columns: BlockColumns, layout: RawLayout, column: SparseColumn, num_
         return RawSparse(bucket_rows(_read_finite(columns, column.buckets.column), column.buckets.boundaries))
     if column.is_empty:
         return RawSparse(pa.array([], pa.int32()), np.zeros(num_rows, np.int64))
+    # Only `NO_CATEGORY` has no values.
     if column.cross:
         return RawSparse(cross_columns([_read_crossed(columns, layout, name) for name in column.cross]))
     sparse = columns.sparse(column)

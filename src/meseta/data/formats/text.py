@@ -1,4 +1,4 @@
-"""What all formats of text share: cutting a file, compressed or not, into blocks of whole rows."""
+"""Base class of text formats. It divides a file, compressed or not, into blocks of complete rows."""
 
 from __future__ import annotations
 
@@ -25,60 +25,58 @@ from meseta.data.raw_rows import RawRows
 from meseta.spec import MesetaError
 
 BLOCK_BYTES = 8 << 20
-"""Bytes of text read at once; a block ends with the last whole line in it."""
+"""Number of bytes of text per read. A block ends after the last complete line in them."""
 
 
 class TextFormat(RawFormat):
-    """A format whose rows are lines; one whose rows are not, or that begins with names, overrides what differs."""
+    """Text whose rows are lines. Subclasses with other rows or with a header override the methods that differ."""
 
     is_text = True
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of text read at once."""
+        """Number of bytes of text per read."""
         return BLOCK_BYTES
 
     @property
     def unterminated_row_hint(self) -> str:
-        """What is wrong, most likely, where no row ends."""
+        """Most likely cause if no row ends."""
         return f"this is not {self.title}"
 
     def check_content(self, head: FileHead) -> None:
-        """By the first bytes."""
         head.check_text()
 
     def read_header(self, source: Source, read_line: Callable[[int], bytes]) -> tuple[tuple[str, ...], bytes]:
-        """Names of the columns, and what was read of the file for them by the `readline` of its stream."""
+        """Return (column names, bytes read). `read_line` is the `readline` of the stream at the start of the file."""
         return source.header, b""
 
     def count_rows(self, raw: bytes) -> int:
-        """Rows in whole lines."""
+        """Return the number of rows in complete lines."""
         return raw.count(b"\n")
 
     def split_complete_rows(self, before: bytes, data: bytes) -> tuple[bytes, bytes]:
-        """The whole rows of `before`, which holds none, and `data`; and the rest. Copies a large `data` once."""
+        """Return (complete rows, rest) of the concatenation of `before`, which has no complete row, and `data`."""
         end = data.rfind(b"\n") + 1
         if not end:
             return b"", before + data
+        # Avoids a second copy of `data`, which may be large.
         return b"".join((before, memoryview(data)[:end])), data[end:]
 
     def row_ends(self, block: Block) -> Sequence[int]:
-        """Where each row of a block ends, in bytes [num_rows]."""
         return line_ends(raw_text(block))
 
     def parsed_row_ends(self, block: Block) -> NDArray[np.int64]:
-        """The same of a block that was parsed, sooner where that can be."""
+        """Return the same as `row_ends` for a parsed block, as an array and faster if possible."""
         return line_end_offsets(raw_text(block))
 
     def filter_rows(self, block: Block, mask: NDArray[np.bool_]) -> Block:
-        """As described by `RawFormat.filter_rows`."""
         raw, ends = raw_text(block), self.parsed_row_ends(block)
         starts = np.concatenate([[0], ends[:-1]])
         rows = [raw[start:end] for start, end in zip(starts[mask].tolist(), ends[mask].tolist(), strict=True)]
         return replace(block, raw=b"".join(rows), num_rows=len(rows))
 
     def check_text(self, block: Block, rows: RawRows, layout: RawLayout) -> RawRows:
-        """Return the rows of a block that was parsed. Raises MesetaError for a category that is not text."""
+        """Return the rows of a parsed block. Raises MesetaError if a category is not valid text."""
 
         def error(row: int, column: str, problem: str) -> MesetaError:
             line = self.row_position(block, row).line + 1
@@ -89,23 +87,22 @@ class TextFormat(RawFormat):
         return rows
 
     def cursor(self, source: Source, columns: Sequence[str]) -> TextCursor:
-        """Goes to the bytes of a row."""
+        """Open a file to read ranges of rows by their byte offsets."""
         return TextCursor(self, source)
 
     def is_seekable(self, source: Source) -> bool:
-        """Unless it is compressed, or not in UTF-8."""
+        """Whether the file is neither compressed nor in an encoding other than UTF-8."""
         with wrap_source_errors(source.path), open_text(source) as (stream, stored):
             return stream is stored
 
     def row_position(self, block: Block, row: int) -> FilePosition:
-        """By the ends of the rows before it."""
         end = int(self.parsed_row_ends(block)[row - 1]) if row else 0
         line = block.first_line + raw_text(block).count(b"\n", 0, end)
         return FilePosition(row=block.first_row + row, line=line, offset=block.first_offset + end)
 
     def blocks(self, source: Source, columns: Sequence[str], start: FilePosition) -> Iterator[Block]:
-        """Holds back one block, so that blank lines at the very end of the file can be dropped."""
         held = rest = b""
+        # One block is held back, so that blank lines at the very end of the file can be dropped.
         position_bytes = 0
 
         def block(raw: bytes) -> Block:
@@ -129,6 +126,7 @@ class TextFormat(RawFormat):
                 start = FilePosition(line=raw_header.count(b"\n"), offset=len(raw_header))
             stream.seek(start.offset)
             at = start.offset
+            # Reads end at multiples of the block size, so that block boundaries do not depend on `start`.
             while data := stream.read(self.block_bytes - at % self.block_bytes):
                 at += len(data)
                 whole, rest = self.split_complete_rows(rest, data)
@@ -151,11 +149,11 @@ class TextFormat(RawFormat):
             if held:
                 yield block(held + b"\n")
             elif not start.row:
-                raise MesetaError(f"source {source.path!r} holds no rows; leave it out, or fetch it again")
+                raise MesetaError(f"source {source.path!r} contains no rows; leave it out, or fetch it again")
 
 
 class TextCursor:
-    """Reads the bytes between two rows of a file of text; one that is compressed is decompressed up to them."""
+    """Reader of ranges of rows of a text file. A compressed file is decompressed up to the requested rows."""
 
     def __init__(self, form: TextFormat, source: Source) -> None:
         self.row = 0
@@ -166,7 +164,6 @@ class TextCursor:
             self._resources = stack.pop_all()
 
     def read(self, start: FilePosition, stop: FilePosition) -> Block:
-        """As described by `RowCursor.read`."""
         with wrap_source_errors(self._source.path):
             self._stream.seek(start.offset)
             raw = self._stream.read(stop.offset - start.offset)
@@ -177,7 +174,7 @@ class TextCursor:
                 "fetch it again"
             )
         self.row = stop.row
-        raw = raw if raw.endswith(b"\n") else raw + b"\n"  # the last line of a file may have no end
+        raw = raw if raw.endswith(b"\n") else raw + b"\n"  # The last line of a file may lack a line break.
         return Block(
             source=self._source,
             first_row=start.row,
@@ -191,33 +188,32 @@ class TextCursor:
         )
 
     def close(self) -> None:
-        """Close the file."""
         self._resources.close()
 
 
 def raw_text(block: Block) -> bytes:
-    """The lines of a block of text."""
+    """Return the bytes of a text block."""
     assert isinstance(block.raw, bytes)
     return block.raw
 
 
 def line_ends(raw: bytes) -> list[int]:
-    """Where each line ends, in bytes."""
+    """Return the end offset of each line as a list."""
     ends: list[int] = line_end_offsets(raw).tolist()
     return ends
 
 
 def line_end_offsets(raw: bytes) -> NDArray[np.int64]:
-    """Where each line ends, in bytes [number of lines]."""
+    """Return the end offset of each line as an array."""
     return np.flatnonzero(np.frombuffer(raw, np.uint8) == ord("\n")) + 1
 
 
 def read_first_line(source: Source) -> bytes:
-    """The first line of a text file, without its end. Raises MesetaError for a damaged file."""
+    """Return the first line of a text file without its line break. Raises MesetaError if the file is damaged."""
     with wrap_source_errors(source.path), open_text(source) as (stream, _):
         return stream.readline(BLOCK_BYTES).rstrip(b"\r\n")
 
 
 def prepend_field(lines: bytes, field: bytes) -> bytes:
-    """Lines with something more in front of each, such as the label that their parser expects."""
+    """Return `lines` with `field` inserted at the beginning of each line, such as a label that the parser requires."""
     return field + lines[:-1].replace(b"\n", b"\n" + field) + b"\n"

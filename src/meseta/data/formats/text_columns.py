@@ -1,4 +1,4 @@
-"""Roles of named columns of text, of which the schema says nothing or all: guessed from names and a sample."""
+"""Layout of text with named columns, from a schema or inferred from names and sampled values."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from meseta.spec import MesetaError
 
 
 def text_layout_from_schema(where: str, schema: Schema, names: Sequence[str]) -> RawLayout:
-    """Return the layout of text with the columns `names` that a schema describes.
+    """Return the layout that a schema describes for text with the columns `names`.
 
-    Raises MesetaError for weights of a column that is not multi-valued, and as `layout_from_schema` does.
+    Raises MesetaError if a column has weights but is not multi-valued, and as `layout_from_schema` does.
     """
     for name in schema.weights:
         if name not in schema.multi_valued:
             raise MesetaError(
-                f"prepare: the schema has weights for {name!r}, but a field of CSV holds one value, unless it is under "
-                "multi_valued; then weights name the sign between a value and its weight"
+                f"prepare: weights of the --schema file contain {name!r}, which is not multi-valued; list it under "
+                "multi_valued, and name under weights the separator between a value and its weight"
             )
     plain = (
         SparseColumn(
@@ -45,12 +45,23 @@ def infer_text_layout(
     has_names: bool,
     known: Mapping[str, ColumnRole] | None = None,
 ) -> RawLayout:
-    """As `named` says, else as `known`, else from the names of the columns and their fields in a sample of the rows;
-    `has_names`: whether the file has the names. Raises MesetaError, beginning with `where`, where that leaves the label
-    open."""
+    """Return the layout of text columns.
+
+    Roles are taken from `named`, then from `known`, and otherwise inferred from names and sampled values.
+
+    Args:
+        where: Prefix of error messages.
+        columns: Sampled values of each column.
+        named: Roles from the options.
+        has_names: Whether the file has a header.
+        known: Roles that do not need to be inferred.
+
+    Raises:
+        MesetaError: No label can be determined.
+    """
     names = list(columns)
     if not any(columns.values()):
-        raise MesetaError(f"{where} holds no rows; leave it out, or fetch it again")
+        raise MesetaError(f"{where} contains no rows; leave it out, or fetch it again")
     labels = named.labels(where, names) or _infer_labels(where, columns, has_names=has_names)
     raw_labels = raw_label_columns(where, labels, names)
     check_names(where, raw_labels, names)
@@ -68,7 +79,10 @@ def infer_text_layout(
 
 
 def add_list_columns(layout: RawLayout, separators: Mapping[str, str | None]) -> RawLayout:
-    """Return the layout in which these categorical columns are multi-valued; `None`: their values are lists already."""
+    """Return `layout` with the columns in `separators` as multi-valued ones.
+
+    A separator of `None` means that the values are already lists.
+    """
     sparse = tuple(
         replace(column, multi_valued=True, separator=separators[column.raw_column])
         if column.raw_column in separators and not column.has_row_ids and not column.cross
@@ -82,13 +96,12 @@ def _infer_labels(where: str, columns: Mapping[str, Sequence[str]], *, has_names
     label = infer_label(list(columns)) if has_names else infer_label_from_values(columns)
     if label is None and has_names:
         raise MesetaError(
-            f"{where}: none of {_format_names(list(columns))} has the name of a label; name it with --label"
+            f"{where}: none of {_format_names(list(columns))} has the name of a label; choose one with --label"
         )
     if label is None:
         raise MesetaError(
-            f"{where}: its first line has no names, so its columns are called {_format_names(list(columns))}; no "
-            f"single one "
-            "of them holds 0 and 1 alone, so name the label with --label"
+            f"{where}: its first line has no names, so its columns are called {_format_names(list(columns))}; "
+            f"no single one of them contains only 0 and 1, so choose the label with --label"
         )
     return (label,)
 

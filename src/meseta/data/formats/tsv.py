@@ -1,4 +1,4 @@
-"""Criteo's logs, Kaggle and 1TB: tab-separated text of a label, 13 integers and 26 categories, without names."""
+"""Criteo click logs (Kaggle and 1TB): tab-separated label, 13 integers and 26 categories, without a header."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ CRITEO_LAYOUT = RawLayout(
     delimiter="\t",
     header=("label", *_DENSE_NAMES, *_SPARSE_NAMES),
 )
-"""Both Criteo layouts, Kaggle and 1TB: label, 13 integers, 26 categories."""
+"""Layout of both Criteo click logs, Kaggle and 1TB."""
 CRITEO_FIELD_COUNTS = (40, 39)
-"""Fields of a line of Criteo's logs, with a label and without."""
+"""Number of fields in a line of a Criteo log: with a label, and without one."""
 _COLUMN_TYPES = {
     **{name: pa.float32() for name in CRITEO_LAYOUT.labels},
     **{name: pa.int64() for name in CRITEO_LAYOUT.dense},
@@ -41,57 +41,59 @@ _INTEGER = re.compile(rb"-?\d{1,18}")
 
 
 class CriteoTsv(TextFormat):
-    """Text that no other format claims is taken for it; the number of fields in its first line decides."""
+    """Criteo click logs, the fallback for text that no other format accepts. The first line must have 40 or 39
+    fields."""
 
     name = "tsv"
     title = "tab-separated text"
 
     def detect(self, head: FileHead) -> TextDialect | None:
-        """Any text."""
         return TextDialect()
 
     def columns(self, source: Source) -> tuple[str, ...]:
-        """Those of Criteo's logs, with a label or without. Raises MesetaError for another number of fields in the first
-        line."""
+        """Return the columns of a Criteo log, with or without a label. Raises MesetaError if the number of fields
+        differs."""
         num_fields = read_first_line(source).count(b"\t") + 1
         if num_fields not in CRITEO_FIELD_COUNTS:
             raise MesetaError(
                 f"source {source.path!r} has {num_fields} tab-separated fields in its first line, expected 40 with a "
-                "label in front, or 39 without"
+                "label, or 39 without"
             )
         return CRITEO_LAYOUT.header[-num_fields:]
 
     def layout(self, sources: Sequence[Source], asked: ColumnRequest) -> RawLayout:
-        """Criteo's. Raises MesetaError where something else is asked for, and for a file with other fields."""
+        """Return the layout of Criteo logs.
+
+        Raises MesetaError if options or schema require another one, or if the first line of a file does not have 40
+        fields.
+        """
         for source in sources:
             _check_first_line(source)
         if asked.named_columns or asked.schema:
             raise MesetaError(
-                "prepare: --label, --dense, --sparse, --ignore, --time are for CSV and Parquet, and this TSV has the "
-                "columns of Criteo's logs; a --schema gives them other roles if it has their names under header, as "
-                "the one that --print-schema prints, or a delimiter where the file has names of its own in its first "
-                "line"
+                "prepare: --label, --dense, --sparse, --ignore and --time do not apply to Criteo logs, whose columns "
+                "are fixed; to change their roles, use a --schema file that lists all names under header, as "
+                "--print-schema prints it; for other TSV with a header, use a --schema file with a delimiter"
             )
         return replace(CRITEO_LAYOUT, encoding=sources[0].encoding)
 
     def can_hold(self, layout: RawLayout, earlier: RawFormat | None) -> bool:
-        """Rows of Criteo's logs alone."""
+        """Whether the rows of `layout` have the columns of Criteo logs."""
         return earlier in (self, None) and replace(layout, labels=CRITEO_LAYOUT.labels) == CRITEO_LAYOUT
 
     def parse(self, block: Block, layout: RawLayout) -> RawRows:
-        """As described by `RawFormat.parse`; without labels, lines have 39 fields."""
         has_labels = bool(layout.labels)
         raw = raw_text(block) if has_labels else prepend_field(raw_text(block), b"0\t")
+        # The parser requires a label.
         rows = self.check_text(block, _parse_tsv(block, raw, has_labels=has_labels), layout)
         return rows if has_labels else replace(rows, labels=[])
 
     def key_schema(self, where: str, source: Source, names: Sequence[str]) -> pa.Schema:
-        """Strings."""
         check_names(where, names, self.columns(source))
         return pa.schema([pa.field(name, pa.string()) for name in names])
 
     def key_columns(self, block: Block, names: Sequence[str], schema: pa.Schema) -> pa.RecordBatch:
-        """Fields as they stand there."""
+        """Return fields as text."""
         raw = raw_text(block)
         header = CRITEO_LAYOUT.header[-(raw.partition(b"\n")[0].count(b"\t") + 1) :]
         return pa.record_batch(read_texts(raw, header, names), schema)
@@ -103,15 +105,15 @@ def _check_first_line(source: Source) -> None:
     if num_fields == without:
         raise MesetaError(
             f"source {str(source.path)!r} has 39 fields in its first line: rows without a label, as in the test.txt of "
-            "the Kaggle contest, can be neither trained on nor evaluated; give files with a label in front (40), "
-            "or let a trained model score these: meseta predict RUN --data"
+            "the Kaggle contest, cannot be used for training or evaluation; use files with a label (40 fields), or "
+            "let a trained model score these: meseta predict RUN --data"
         )
     if num_fields != with_label:
         raise MesetaError(
             f"source {str(source.path)!r} has {num_fields} tab-separated fields in its first line, expected 40: "
-            "label, 13 integers, 26 categories; is it a Criteo click log? Other data can come as Parquet, JSON lines, "
-            "libsvm or libffm, as CSV or TSV with a header in files named *.csv or *.tsv, or with any name, delimiter "
-            "and header that a --schema file gives"
+            "label, 13 integers, 26 categories; is it a Criteo click log? Other data may be Parquet, JSON lines, "
+            "libsvm, libffm, or CSV or TSV with a header in files named *.csv or *.tsv. A --schema file can specify "
+            "the delimiter and header of files with other names"
         )
 
 
@@ -129,7 +131,7 @@ def _parse_tsv(block: Block, raw: bytes, *, has_labels: bool) -> RawRows:
 
 
 def _locate_error(block: Block, raw: bytes, detail: str, *, has_labels: bool) -> MesetaError:
-    """Go through the lines of a block that did not parse and name the first bad field."""
+    """Return an error that names the first bad field of a block that could not be parsed."""
     names = list(_COLUMN_TYPES)
     left_out = 0 if has_labels else 1
     for number, line in enumerate(raw.split(b"\n")[:-1], start=block.first_row + 1):

@@ -1,4 +1,4 @@
-"""Times, keys of groups, buckets and crosses from the values of columns."""
+"""Conversion of column values to times, group keys, buckets and crosses."""
 
 from __future__ import annotations
 
@@ -13,16 +13,20 @@ from meseta.data.hash_categories import hash_categories
 from meseta.data.schema.infer import FALSE_WORDS, MISSING_TEXTS, TRUE_WORDS
 
 CROSS_SEPARATOR = "\x1f"
-"""Stands between the values of a cross: the unit separator of ASCII, which no click log uses."""
+"""Separator between the values of a cross, the ASCII unit separator. Click logs do not contain it."""
 
+# (smallest absolute value, units per second) of numbers that are nano-, micro- and milliseconds. As seconds, the
+# smallest one would be after the year 5138.
 _TIME_UNITS = ((1e17, 1e9), (1e14, 1e6), (1e11, 1e3))
-"""Numbers from so large on are nano-, micro- and milliseconds: as seconds, they would lie beyond the year 5138."""
 _INTEGER_PATTERN = r"^(0|-?[1-9][0-9]{0,17})$"
 _ZONED_PATTERN = r":.*(Z|[+-]\d\d(:?\d\d)?)$"
 
 
 def to_seconds(numbers: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Seconds since 1970 [n] of such, or of milli-, micro- or nanoseconds, told by their size; NaN stays."""
+    """Convert times [n] to seconds since 1970. NaN is unchanged.
+
+    The size of a number determines whether it is in seconds, milli-, micro- or nanoseconds.
+    """
     result = numbers.copy()
     size = np.abs(numbers)
     for least, per_second in reversed(_TIME_UNITS):
@@ -32,16 +36,17 @@ def to_seconds(numbers: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def replace_label_words(texts: pa.Array) -> pa.Array:
-    """Return texts [n] in which each word that means a label of 1 or 0, such as true or no, is that digit."""
+    """Return texts [n] in which words for a label of 1 or 0, such as true or no, are replaced by that digit."""
     words = pc.utf8_lower(pc.utf8_trim_whitespace(texts))
     numbers = pc.if_else(pc.is_in(words, pa.array(TRUE_WORDS)), "1", texts)
     return pc.if_else(pc.is_in(words, pa.array(FALSE_WORDS)), "0", numbers)
 
 
 def parse_times(texts: pa.Array) -> NDArray[np.float64]:
-    """Seconds since 1970-01-01 UTC [n] of times in ISO 8601, without a zone UTC, or of numbers; NaN where missing.
+    """Return seconds since 1970-01-01 UTC [n] for texts that are all ISO 8601 times or all numbers.
 
-    Raises pyarrow.ArrowInvalid where one is neither; times and numbers do not mix.
+    Times without a zone are in UTC, and missing values become NaN. Raises pyarrow.ArrowInvalid if a text is neither, or
+    if both kinds are mixed.
     """
     texts = texts.cast(pa.string())
     present = pc.if_else(pc.is_in(texts, pa.array(MISSING_TEXTS)), None, texts)
@@ -56,7 +61,10 @@ def parse_times(texts: pa.Array) -> NDArray[np.float64]:
 
 
 def column_to_seconds(column: pa.Array) -> NDArray[np.float64]:
-    """The same of an Arrow column of numbers, times, dates or text. Raises pyarrow.ArrowInvalid as that does."""
+    """Return seconds since 1970-01-01 UTC [n] for numbers, timestamps, dates or text.
+
+    Raises pyarrow.ArrowInvalid as `parse_times` does.
+    """
     if pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()
     if _is_timestamp_or_date(column):
@@ -67,9 +75,13 @@ def column_to_seconds(column: pa.Array) -> NDArray[np.float64]:
 
 
 def find_invalid_time(column: pa.Array) -> int:
-    """The place of the first value that is no time, or no number where an earlier one is; for errors."""
+    """Return the index of the value that caused an error of `column_to_seconds`.
+
+    This is the first value that is not a time, or whose kind differs from earlier ones.
+    """
     first: type | None = None
-    if _is_timestamp_or_date(column):  # beyond the years 1677 to 2262, nanoseconds do not fit into 64 bits
+    # The range of int64 nanoseconds is the years 1677 to 2262.
+    if _is_timestamp_or_date(column):
         wrapped = column.cast(_nanosecond_type(column), safe=False).cast(column.type, safe=False)
         return int(pc.index(pc.not_equal(wrapped, column), True).as_py())
     for place, value in enumerate(column.to_pylist()):
@@ -81,7 +93,8 @@ def find_invalid_time(column: pa.Array) -> int:
 
 
 def group_keys(texts: pa.Array) -> NDArray[np.int64]:
-    """Keys [n]: a whole number of at most 18 digits is its own, anything else has its XXH64 with seed 0."""
+    """Return int64 keys [n]. An integer of at most 18 digits is its own key, and any other text is hashed (XXH64, seed
+    0)."""
     keys = hash_categories(texts).view(np.int64)
     whole = pc.match_substring_regex(texts, _INTEGER_PATTERN)
     if not pc.any(whole).as_py():
@@ -92,13 +105,13 @@ def group_keys(texts: pa.Array) -> NDArray[np.int64]:
 
 
 def bucket_rows(values: NDArray[np.float64], boundaries: Sequence[float]) -> pa.Array:
-    """int32 [n]: 0 for a missing value, else 1 + (boundaries that are not above it)."""
+    """Return int32 rows [n]: 0 for a missing value, otherwise 1 plus the number of boundaries <= value."""
     rows = np.searchsorted(np.array(boundaries, np.float64), values, side="right").astype(np.int32) + 1
     return pa.array(np.where(np.isnan(values), np.int32(0), rows))
 
 
 def cross_columns(columns: Sequence[pa.Array]) -> pa.Array:
-    """The values of several columns [n] of text, binary or integers, joined to one value each, binary [n]."""
+    """Join the values of several text, binary or integer columns [n] into one binary value per row [n]."""
     texts = [(c.cast(pa.string()) if pa.types.is_integer(c.type) else c).cast(pa.binary()) for c in columns]
     return pc.binary_join_element_wise(*texts, CROSS_SEPARATOR.encode())
 
@@ -120,7 +133,7 @@ def _parse_iso_times(texts: pa.Array) -> NDArray[np.float64]:
 
 
 def _timestamps_to_seconds(column: pa.Array) -> NDArray[np.float64]:
-    """float64 [n] of timestamps in nanoseconds, missing as NaN."""
+    """Return float64 seconds [n] of nanosecond timestamps. Missing values become NaN."""
     whole = column.cast(pa.int64())
     values = pc.fill_null(whole, 0).to_numpy().astype(np.float64) / 1e9
     values[pc.is_null(whole).to_numpy(zero_copy_only=False)] = np.nan
@@ -128,7 +141,7 @@ def _timestamps_to_seconds(column: pa.Array) -> NDArray[np.float64]:
 
 
 def _time_kind(value: object) -> type | None:
-    """float for a number, str for ISO 8601, NoneType for a missing value, None for what is no time."""
+    """Return the kind of a value: float (number), str (ISO 8601), NoneType (missing), or `None` if it is not a time."""
     text = value if isinstance(value, str | bytes) else str(value)
     try:
         if np.isnan(parse_times(pa.array([text]))[0]):

@@ -1,4 +1,4 @@
-"""Strings to 64-bit hashes or to table rows: XXH64 with a seed, the same on every machine."""
+"""Hashes of strings as 64-bit integers or table rows: seeded XXH64, identical on every machine."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["feature_seed", "hash_categories", "hash_to_rows"]
 
 
 def hash_categories(strings: pa.Array, seed: int = 0) -> NDArray[np.uint64]:
-    """XXH64 of each of n strings, uint64 [n].
+    """Return the XXH64 of each string, uint64 [n].
 
-    `strings` is an Arrow string or binary array (or their large forms); a null hashes like the empty string.
-    `seed` is in 0..2**64-1. Raises MesetaError for another type or where the compiled core is missing.
+    `strings` is an Arrow string or binary array (or their large forms). A null hashes like the empty string. `seed` is
+    in 0..2**64-1. Raises MesetaError if the type is unsupported or the compiled core is missing.
     """
     data, offsets = string_buffers(strings)
     out = np.empty(len(strings), np.uint64)
@@ -28,10 +28,10 @@ def hash_categories(strings: pa.Array, seed: int = 0) -> NDArray[np.uint64]:
 
 
 def hash_to_rows(strings: pa.Array, num_rows: int, seed: int = 0) -> NDArray[np.int32] | NDArray[np.int64]:
-    """The row 0..num_rows-1 of each of n strings: the high 64 bits of XXH64 * num_rows.
+    """Return a row in 0..num_rows-1 for each string: the high 64 bits of XXH64 * num_rows.
 
-    int32 [n] where num_rows is at most 2**31, else int64. Raises MesetaError as `hash_categories` does, and for
-    num_rows outside 1..2**63.
+    The result is int32 [n] if num_rows is at most 2**31, otherwise int64. Raises MesetaError as `hash_categories` does,
+    or if num_rows is not in 1..2**63.
     """
     if not 1 <= num_rows <= 2**63:
         raise MesetaError(f"hash_to_rows: num_rows must be in 1..2**63, got {num_rows}")
@@ -42,5 +42,6 @@ def hash_to_rows(strings: pa.Array, num_rows: int, seed: int = 0) -> NDArray[np.
 
 
 def feature_seed(feature: str, seed: int) -> int:
-    """The hash seed of one feature: XXH64 of its name with the run's seed, so that features collide independently."""
+    """Return the hash seed of a feature: the XXH64 of its name with the run's seed."""
+    # Different seeds make the collisions of features independent.
     return int(hash_categories(pa.array([feature]), seed)[0])

@@ -1,5 +1,5 @@
-// XXH64 of every string of an Arrow binary array, written from the algorithm's published specification
-// (Y. Collet, "xxHash fast digest algorithm", version 0.1.1).
+// XXH64 of every string of an Arrow binary array, implemented from the published specification (Y. Collet, "xxHash fast
+// digest algorithm", version 0.1.1).
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
@@ -76,7 +76,7 @@ inline uint64_t xxh64(const uint8_t* p, size_t length, uint64_t seed) {
 template <typename T>
 using Array = nb::ndarray<T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-// Hash every string, turn the hash into an `Out` by `finish`, write it to `out`. The GIL is released meanwhile.
+// Hash every string, convert the hash to an `Out` by `finish`, and write it to `out`. Releases the GIL.
 template <typename Offset, typename Out, typename Finish>
 void hash_all(Array<const uint8_t> data, Array<const Offset> offsets, uint64_t seed, Array<Out> out, Finish finish) {
   const size_t count = out.shape(0);
@@ -105,7 +105,7 @@ void hash_strings(Array<const uint8_t> data, Array<const Offset> offsets, uint64
   hash_all<Offset, uint64_t>(data, offsets, seed, out, [](uint64_t hash) { return hash; });
 }
 
-// The high 64 bits of hash * num_rows: as even as a modulo, without its division.
+// The row is the upper 64 bits of hash * num_rows, which is distributed as evenly as a modulo, without a division.
 template <typename Offset, typename Out>
 void rows(Array<const uint8_t> data, Array<const Offset> offsets, uint64_t seed, uint64_t num_rows, Array<Out> out) {
   hash_all<Offset, Out>(data, offsets, seed, out, [num_rows](uint64_t hash) {

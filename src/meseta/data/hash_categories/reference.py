@@ -1,4 +1,4 @@
-"""The same hashes in plain Python integers, for tests. Written from the specification of XXH64, version 0.1.1."""
+"""Reference hashes in plain Python, written from the specification of XXH64, version 0.1.1."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ _MASK = 2**64 - 1
 
 
 def hash_categories(strings: Iterable[str | bytes | None], seed: int = 0) -> NDArray[np.uint64]:
-    """XXH64 of each string, uint64 [n]; None hashes like the empty string."""
+    """Return the XXH64 of each string, uint64 [n]. `None` hashes like the empty string."""
     encoded = (s.encode() if isinstance(s, str) else s or b"" for s in strings)
     return np.array([xxh64(s, seed) for s in encoded], np.uint64)
 
 
 def hash_to_rows(strings: Iterable[str | bytes | None], num_rows: int, seed: int = 0) -> NDArray[np.int64]:
-    """The high 64 bits of hash * num_rows, int64 [n]."""
+    """Return the high 64 bits of hash * num_rows for each string, int64 [n]."""
     return np.array([int(h) * num_rows >> 64 for h in hash_categories(strings, seed)], np.int64)
 
 
 def xxh64(data: bytes, seed: int) -> int:
-    """XXH64 of one string."""
+    """Return the XXH64 of one string."""
     p1, p2, p3, p4, p5 = _PRIMES
     position = 0
     if len(data) >= 32:

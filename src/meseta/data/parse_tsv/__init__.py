@@ -1,4 +1,4 @@
-"""Criteo's lines to columns: by the compiled core as they usually are, else by pyarrow."""
+"""Parser of Criteo's TSV lines. The compiled core parses regular blocks, pyarrow all others."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ __all__ = ["parse_tsv"]
 
 
 def parse_tsv(raw: bytes, num_rows: int, types: Mapping[str, pa.DataType]) -> RawRows:
-    """Columns of `num_rows` lines: a label, 13 whole numbers and 26 strings, parted by tabs, any of them empty but the
-    label. `types` names them for pyarrow.
+    """Parse `num_rows` lines into columns: a label, 13 whole numbers and 26 strings, separated by tabs.
 
-    The core takes blocks whose labels are 0 or 1 and whose numbers have up to 18 digits. Raises pyarrow.ArrowInvalid
-    for a line with another number of fields, or a field of another type.
+    All fields but the label may be empty. `types` has the names and types of the columns for pyarrow. The core parses
+    blocks whose labels are 0 or 1 and whose numbers have at most 18 digits. Raises pyarrow.ArrowInvalid if a line has
+    another number of fields, or a field has another type.
     """
     return _parse_with_core(raw, num_rows) or reference(raw, types)
 
 
 def _parse_with_core(raw: bytes, num_rows: int) -> RawRows | None:
-    """None where a line is not as usual, or there is no compiled core."""
+    """Return `None` if a line is not regular, or if there is no compiled core."""
     try:
         core = baseline_core()
     except MesetaError:

@@ -1,5 +1,5 @@
-// Criteo's lines to columns: label, 13 whole numbers, 26 strings. Takes lines as they usually are and tells of any other,
-// so that one parser alone, the reference, decides what is refused.
+// Parser of Criteo's lines: label, 13 whole numbers, 26 strings. It handles lines in their usual form and reports all others,
+// so that only one parser, the reference, decides what is invalid.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
@@ -18,28 +18,28 @@ constexpr int kNumDense = 13, kNumSparse = 26, kMaxDigits = 18;
 template <typename T, int dims>
 using Array = nb::ndarray<T, nb::ndim<dims>, nb::c_contig, nb::device::cpu>;
 
-// Whether one of eight bytes is below 16, as tab, line feed and carriage return are; says yes for some others as well.
+// Whether one of eight bytes is below 16, as tab, line feed and carriage return are. May return true for other bytes too.
 inline bool may_contain_field_end(const uint8_t* p) {
   uint64_t word;
   std::memcpy(&word, p, 8);
   return ((word - 0x1010101010101010ULL) & 0x8080808080808080ULL) != 0;
 }
 
-// The first byte at or after `p` that ends a field. The text ends with a line feed.
+// Return the first byte at or after `p` that ends a field. The text must end with a line feed.
 inline const uint8_t* field_end(const uint8_t* p, const uint8_t* end) {
   while (end - p >= 8 && !may_contain_field_end(p)) p += 8;
   while (*p != '\t' && *p != '\n' && *p != '\r') ++p;
   return p;
 }
 
-// Reads "0" or "1" before a tab; null where there is another thing.
+// Read "0" or "1" before a tab. Returns null for anything else.
 inline const uint8_t* read_label(const uint8_t* p, const uint8_t* end, float& label) {
   if (end - p < 2 || (p[0] != '0' && p[0] != '1') || p[1] != '\t') return nullptr;
   label = float(p[0] - '0');
   return p + 2;
 }
 
-// Reads nothing, or an optional sign and at most 18 digits, before a tab; negative and missing numbers are 0.
+// Read an optional sign and at most 18 digits, or nothing, before a tab. Negative and missing numbers are 0.
 inline const uint8_t* read_number(const uint8_t* p, double& number) {
   const bool is_negative = *p == '-';
   p += is_negative;
@@ -56,7 +56,7 @@ inline const uint8_t* read_number(const uint8_t* p, double& number) {
 
 constexpr int64_t kBlock = 256;
 
-// Rows on their way to the columns, which lie too far apart to be written one row at a time.
+// Rows that are buffered before they are written to the columns, which are too far apart for writing single rows.
 struct Block {
   float label[kBlock];
   double dense[kNumDense][kBlock];
@@ -66,9 +66,9 @@ struct Block {
 
 struct Columns {
   float* label;
-  double* dense;     // [13, n]
-  int32_t* offsets;  // [26, n + 1]; lengths at first
-  uint32_t* starts;  // [26, n], into the text
+  double* dense;     // [13, n].
+  int32_t* offsets;  // [26, n + 1], initially lengths.
+  uint32_t* starts;  // [26, n], offsets into the text.
   int64_t num_rows;
 
   void take(const Block& block, int64_t first, int64_t count) const {
@@ -81,7 +81,7 @@ struct Columns {
   }
 };
 
-// Fills one row of a block; null where the line is none that can be taken.
+// Read a line into one row of a block. Returns null if the line does not have the usual form.
 const uint8_t* read_line(const uint8_t* p, const uint8_t* text, const uint8_t* end, int64_t row, Block& block) {
   p = read_label(p, end, block.label[row]);
   for (int k = 0; p != nullptr && k < kNumDense; ++k) p = read_number(p, block.dense[k][row]);
@@ -98,7 +98,7 @@ const uint8_t* read_line(const uint8_t* p, const uint8_t* text, const uint8_t* e
   return p;
 }
 
-// Strings of one feature side by side, from `at` on; returns where they end.
+// Concatenate the strings of one feature, from `at` on. Returns their end.
 int64_t gather(const uint8_t* text, const Columns& c, int feature, uint8_t* data, int64_t at) {
   int32_t* const offsets = c.offsets + feature * (c.num_rows + 1);
   const uint32_t* const starts = c.starts + feature * c.num_rows;
@@ -117,8 +117,8 @@ int64_t gather(const uint8_t* text, const Columns& c, int feature, uint8_t* data
   return at;
 }
 
-// Whether all lines could be taken. `data` [size of the text] gets the strings, feature after feature; those of feature k
-// begin at firsts[k], and offsets[k] count from there.
+// Parse lines. Returns whether all had the usual form. `data` [size of the text] receives the strings, feature by feature.
+// Those of feature k start at firsts[k], to which offsets[k] are relative.
 bool parse_tsv(Array<const uint8_t, 1> raw, Array<float, 1> label, Array<double, 2> dense, Array<int32_t, 2> offsets,
                Array<uint8_t, 1> data, Array<int64_t, 1> firsts) {
   const auto num_rows = static_cast<int64_t>(label.shape(0));

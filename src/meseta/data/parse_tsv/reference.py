@@ -1,4 +1,4 @@
-"""Criteo's lines by pyarrow; it alone decides what is a row."""
+"""Reference parser of Criteo's TSV lines with pyarrow. It defines which lines are valid."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from meseta.data.raw_rows import RawRows, RawSparse, log_transform
 
 
 def parse_tsv(raw: bytes, types: Mapping[str, pa.DataType]) -> RawRows:
-    """Columns of the lines in `raw`, of which `types` gives names and types: one label, whole numbers, then strings.
+    """Parse the lines in `raw` into columns: a label, then whole numbers, then strings. `types` has their names and
+    types.
 
-    Raises pyarrow.ArrowInvalid for a line with another number of fields, or a field of another type.
+    Raises pyarrow.ArrowInvalid if a line has another number of fields, or a field has another type.
     """
     table = csv.read_csv(
         pa.BufferReader(raw),
-        # One block per call: the caller has cut the file, and parallel calls use the cores.
+        # The caller already splits the file into blocks and parses them in parallel.
         csv.ReadOptions(use_threads=False, block_size=len(raw) + 1, column_names=list(types)),
         csv.ParseOptions(delimiter="\t", quote_char=False, ignore_empty_lines=False),
         csv.ConvertOptions(column_types=dict(types), null_values=[""], strings_can_be_null=False),

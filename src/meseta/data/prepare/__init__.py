@@ -1,4 +1,4 @@
-"""`meseta prepare`: raw click logs to a dataset directory. Names are imported when first used (PEP 562)."""
+"""`meseta prepare`: make a dataset directory from raw click logs. Names are imported on first use (PEP 562)."""
 
 import importlib
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""The files that encoding further rows takes, beside a description of another folder: a run's, or new rows'."""
+"""Copies of the files with which further rows are encoded, for a run or for new rows."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ from meseta.machine.files import first_name_collision, move, to_file_name
 from meseta.spec import MesetaError
 
 Fetch = Callable[[str | None], Iterable[bytes]]
-"""The vocabulary of a feature, or of None the bits of the rows that training looks up, as a file in pieces."""
+"""Returns the content of a file in chunks: the vocabulary of a feature, or the bits of trained rows for `None`."""
 
 
 def copy_tables(dataset: Dataset, folder: Path, fetch: Fetch | None = None) -> Dataset:
-    """Vocabularies, and the bits of the rows that training looks up, in `folder` too, under the names that `prepare`
-    gives them: hard links where the file system has them, else copies; of a dataset that lies elsewhere, what `fetch`
-    gives. Returns the description of the dataset with these names; of a file that is not there, or is none of the
-    dataset's folder, it has the former one.
+    """Copy the vocabularies and the bits of trained rows to `folder`, and return the description with the new paths.
 
-    A file of such a name is replaced. Raises OSError where the folder cannot be written, what `fetch` raises, and
-    MesetaError for a vocabulary from there that is not the one that ids were made with.
+    Files are hard links if the file system allows it, otherwise copies. If the dataset is on another machine, `fetch`
+    returns their content. Existing files are replaced. Files that are missing or outside of the dataset folder keep
+    their paths.
+
+    Raises OSError if the folder cannot be written, any error of `fetch`, and MesetaError if a fetched vocabulary is not
+    the one with which the ids were made.
     """
     names = {
         f.name: f"{VOCABULARY_FOLDER}/{to_file_name(f.name)}.parquet"
         for f in dataset.sparse
         if f.vocabulary is not None
     }
-    if first_name_collision(names.values()):  # prepare makes none such
+    if first_name_collision(names.values()):  # Not made by prepare.
         return dataset
 
     def keep(path: str, name: str, feature: SparseFeature | None = None) -> str:
@@ -64,7 +65,7 @@ def _link_or_copy(dataset: Dataset, path: str, folder: Path, name: str) -> str:
     def fill(temporary: Path) -> None:
         try:
             os.link(source, temporary)
-        except OSError:  # another file system, or one without links
+        except OSError:  # Another file system, or one without links.
             shutil.copyfile(source, temporary)
 
     _replace_atomically(target, fill)
@@ -72,7 +73,7 @@ def _link_or_copy(dataset: Dataset, path: str, folder: Path, name: str) -> str:
 
 
 def _store_fetched(fetch: Fetch, feature: SparseFeature | None, folder: Path, name: str) -> None:
-    """Unless it is there already, which the digest of a vocabulary tells."""
+    """Store a fetched file, unless the folder already has the vocabulary with the right digest."""
     if feature is not None and feature.vocabulary_digest is not None:
         with suppress(MesetaError):
             read_vocabulary_values(folder, feature.model_copy(update={"vocabulary": name}))
@@ -88,17 +89,18 @@ def _store_fetched(fetch: Fetch, feature: SparseFeature | None, folder: Path, na
                 read_vocabulary_values(folder, feature.model_copy(update={"vocabulary": inner}))
             except MesetaError:
                 raise MesetaError(
-                    f"the vocabulary of {feature.name!r} that has come is not the one that its ids were made with; "
-                    "prepare the dataset again where the dispatcher reads it"
+                    f"the vocabulary of {feature.name!r} from the dispatcher is not the one that its ids were made "
+                    "with; prepare the dataset again on the host of the dispatcher"
                 ) from None
 
     _replace_atomically(folder / name, fill)
 
 
 def _replace_atomically(target: Path, fill: Callable[[Path], None]) -> None:
-    """Let a file be what `fill` makes at another name, whole or not at all."""
+    """Create or replace a file atomically. `fill` writes the content to a temporary path."""
     target.parent.mkdir(exist_ok=True)
     temporary = target.with_name(f".{target.name[-100:]}.tmp")
+    # Remove the leftover of an interrupted call, because a hard link cannot replace a file.
     temporary.unlink(missing_ok=True)
     try:
         fill(temporary)

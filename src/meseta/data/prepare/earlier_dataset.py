@@ -1,4 +1,4 @@
-"""The columns of an earlier dataset, to be found again in further raw files."""
+"""Find the columns of an earlier dataset in further raw files."""
 
 from __future__ import annotations
 
@@ -27,19 +27,23 @@ from meseta.spec import MesetaError
 
 
 def layout_from_dataset(dataset: Dataset) -> RawLayout:
-    """The layout that it was prepared with. Raises MesetaError where dataset.json does not tell it, as those of older
-    versions do not tell all, or tells what no layout is."""
+    """Return the layout with which the dataset was prepared.
+
+    Raises MesetaError if dataset.json does not describe a valid layout. Descriptions of older versions may be
+    incomplete.
+    """
     where = f"dataset {str(dataset.dir)!r}"
     form = dataset.source_form
     features = [*(f.name for f in dataset.dense), *(f.name for f in dataset.sparse)]
     group = dataset.group if form is None else form.group
+    # Earlier versions did not record the column of the group. It has the suffix if a feature has the same name.
     if form is None and group is not None and group not in features:
         group = group.removesuffix(".group") if group.removesuffix(".group") in features else group
     for column in dataset.dense:
         if column.fill != 0:
             raise MesetaError(
-                f"{where}: missing values of {column.name!r} were filled with {column.fill:g}, and prepare fills with "
-                "0; prepare the new rows as the others were"
+                f"{where}: missing values of {column.name!r} were filled with {column.fill:g}, but prepare fills with "
+                "0; encode the new rows with the program that made the dataset"
             )
     layout = RawLayout(
         labels=_label_columns(where, dataset),
@@ -59,7 +63,7 @@ def layout_from_dataset(dataset: Dataset) -> RawLayout:
     )
     check_features(where, layout)
     if cut := duplicates(column.buckets.column for column in layout.sparse if column.buckets):
-        raise MesetaError(f"{where}: column {sorted(cut)[0]!r} is cut into buckets twice; {_PREPARE_AGAIN}")
+        raise MesetaError(f"{where}: two features have buckets of column {sorted(cut)[0]!r}; {_PREPARE_AGAIN}")
     if layout.group_column != dataset.group:
         raise MesetaError(
             f"{where}: the group is column {dataset.group!r}, and source_form tells of another; " + _PREPARE_AGAIN
@@ -71,13 +75,13 @@ _PREPARE_AGAIN = "prepare the dataset again"
 
 
 def _label_columns(where: str, dataset: Dataset) -> tuple[str, ...]:
-    """Columns of all labels, also where the dataset was reduced to some."""
+    """Return the names of all labels, even if the description was reduced to some of them."""
     labels: tuple[str, ...] = (dataset.label_source,) if dataset.label_source is not None else dataset.labels
     if dataset.source_form is not None:
         labels = dataset.source_form.labels
     if not dataset.accepts_source_labels(labels):
         raise MesetaError(
-            f"{where}: which columns its labels {', '.join(dataset.labels)} were is not kept; {_PREPARE_AGAIN}"
+            f"{where}: the raw columns of its labels {', '.join(dataset.labels)} are not recorded; {_PREPARE_AGAIN}"
         )
     return labels
 
@@ -97,8 +101,8 @@ def _sparse_column(where: str, feature: SparseFeature, form: SourceForm | None) 
         return NO_CATEGORY
     if form is None and feature.multi_valued and not name.startswith(("field_", "features")):
         raise MesetaError(
-            f"{where} was prepared by an older version, which did not keep how the lists of {name!r} are written; "
-            "prepare it again, and train on that"
+            f"{where} was prepared by an older version, which did not record the format of the lists of {name!r}; "
+            "prepare it again, and train on the new dataset"
         )
     weight, separator = (form.weights.get(name), form.separators.get(name)) if form else (None, None)
     is_text = form is not None and find_format(form.kind).is_delimited
@@ -120,10 +124,9 @@ def _sparse_column(where: str, feature: SparseFeature, form: SourceForm | None) 
 def make_encoders(
     dataset: Dataset, layout: RawLayout, splitter: Splitter, *, keep_unlabeled: bool = False
 ) -> tuple[Encoder, RowFinalizer]:
-    """What makes of raw rows what they became, or would have become, in `dataset`; both hold no state that changes.
-    `keep_unlabeled` is as of `Encoder`.
+    """Return the encoder and the finalizer that encode raw rows like those of `dataset`. Both are thread-safe.
 
-    Raises MesetaError for a vocabulary that is missing or damaged.
+    `keep_unlabeled` is passed to `Encoder`. Raises MesetaError if a vocabulary is missing or damaged.
     """
     hashed = {f.name: f.num_embeddings for f in dataset.sparse if f.encoding == "hash"}
     seeds = {
@@ -143,17 +146,20 @@ def make_encoders(
 def find_matching_sources(
     dataset: Dataset, patterns: Sequence[str], encoding: str | None = None
 ) -> tuple[tuple[Source, ...], RawLayout]:
-    """Raw files with the columns of an earlier dataset, in any order and among others; and the layout of their rows.
+    """Return (raw files, layout of their rows) for files that have the columns of an earlier dataset.
 
-    It has no labels where no file has them, or none but empty ones, and then no weight; a group and a time are left out
-    where a file lacks them, if there are no labels, for which groups count. All rows are for testing. Text has the
-    `encoding` of the earlier files, if no other is given.
-    Raises MesetaError as `find_sources` does, and for a feature or one of several labels that a file lacks, for
-    files of another kind, and for columns of types that no longer fit.
+    The columns may be in any order, and other columns may be present. If no file has labels, or all labels are empty,
+    the layout has neither labels nor a weight, and the group is left out if a file lacks it. The time is left out if a
+    file lacks it. All rows belong to the test split. `encoding` is that of the text, by default that of the earlier
+    files.
+
+    Raises MesetaError as `find_sources` does, if a file lacks a feature or one of several labels, if the files have
+    another format, or if the types of columns do not fit.
     """
     layout, form = layout_from_dataset(dataset), dataset.source_form
     delimiter = layout.delimiter if form and find_format(form.kind).is_delimited else None
-    if encoding is None and layout.encoding != UTF_8:  # UTF-16 is told by its mark, also after files in UTF-8
+    # UTF-16 is recognized by its byte order mark, even if the earlier files were in UTF-8.
+    if encoding is None and layout.encoding != UTF_8:
         encoding = layout.encoding
     sources = find_sources(patterns, {}, split_rest=False, delimiter=delimiter, encoding=encoding)
     sources = tuple(replace(source, split="test") for source in sources)
@@ -173,7 +179,8 @@ def find_matching_sources(
 
 
 def _prefer_file_columns(source: Source, layout: RawLayout) -> Source:
-    """The file, whose columns go before those that its folders make, as they did in files of former versions."""
+    """Return the source without the partition columns that the file has too."""
+    # Columns of the file take precedence, because datasets of earlier versions did not use partition columns.
     names = source.format.columns_for(source, layout) if source.partition else ()
     made = {key: value for key, value in source.partition.items() if key in layout.partition_keys}
     check_partition(f"source {source.path!r}", made, names)
@@ -181,18 +188,18 @@ def _prefer_file_columns(source: Source, layout: RawLayout) -> Source:
 
 
 def _check_format(dataset: Dataset, layout: RawLayout, source: Source) -> None:
-    """Raise MesetaError where files of this format cannot hold the rows."""
     earlier = find_format(dataset.source_form.kind) if dataset.source_form else None
     if not source.format.can_hold(layout, earlier):
-        known = earlier.title if earlier else "files with other columns"
+        expected = earlier.title if earlier else "files with other columns"
         raise MesetaError(
-            f"source {source.path!r} is {source.format.title}, and dataset {str(dataset.dir)!r} was prepared from "
-            f"{known}; give rows of that form"
+            f"source {source.path!r} is {source.format.title}, but dataset {str(dataset.dir)!r} was prepared from "
+            f"{expected}; use files of that form"
         )
 
 
 def _drop_missing_labels(sources: Sequence[Source], names: Sequence[Sequence[str]], layout: RawLayout) -> RawLayout:
-    """The layout without the labels, if no file has any, and without what goes with them."""
+    """Return the layout without labels and weight if no file has labels. A group or time that a file lacks is left out
+    too."""
     lacking = {
         name: source.path for source, present in zip(sources, names, strict=True) for name in layout.raw_label_columns
         if name not in present
@@ -202,8 +209,8 @@ def _drop_missing_labels(sources: Sequence[Source], names: Sequence[Sequence[str
     if any(name in present for present in names for name in layout.raw_label_columns):
         name, path = next(iter(lacking.items()))
         raise MesetaError(
-            f"source {path!r} has no column {name!r}, and other labels are there; give all labels, or none of them to "
-            "predict without"
+            f"source {path!r} has no column {name!r}, but other labels are present; provide all labels, or none of "
+            "them to predict without labels"
         )
     common = _common_columns(names)
     group, time = (name if name in common else None for name in (layout.group, layout.time))
@@ -219,18 +226,20 @@ def _check_columns(source: Source, present: Sequence[str], layout: RawLayout) ->
     lacking = [name for name in layout.columns if name not in times]
     if lacking:
         shown = ", ".join(map(repr, lacking[:8])) + (f" and {len(lacking) - 8} more" if len(lacking) > 8 else "")
-        roles = {layout.weight: "the weight of samples", layout.group: "the group"}
+        roles = {layout.weight: "the sample weight", layout.group: "the group"}
         features = {*layout.feature_columns}
         only = [name for name in lacking if name not in features]
         made = [name for name in lacking if name in layout.partition_keys]
         if made:
-            way_out = f"files of the earlier dataset were in folders '{made[0]}=...'; give the folder above them"
+            way_out = (
+                f"the files of the earlier dataset were in folders '{made[0]}=...'; use the folder that contains them"
+            )
         elif len(only) == len(lacking):
             role = roles.get(only[0], "no feature")
-            way_out = f"it is {role}, which goes with labels: give it, or leave the labels out"
+            way_out = f"it is {role}, which is needed with labels: add it, or remove the labels"
         else:
-            way_out = "the model was trained on all features, so each must be there"
+            way_out = "the model needs all features on which it was trained; add the columns"
         raise MesetaError(f"source {source.path!r} lacks {shown}; {way_out}")
     for name in layout.columns:
         if times[name] > 1:
-            raise MesetaError(f"source {source.path!r}: {name!r} is the name of two columns; rename one")
+            raise MesetaError(f"source {source.path!r}: two columns have the name {name!r}; rename one")

@@ -1,4 +1,4 @@
-"""Parsed rows to columns of numbers: hashed rows at once, values of a vocabulary as hashes until it is complete."""
+"""Encoding of parsed rows as numbers. Values of a vocabulary become hashes until the vocabulary is complete."""
 
 from __future__ import annotations
 
@@ -20,28 +20,29 @@ from meseta.data.raw_rows import RawRows, RawSparse
 from meseta.spec import MesetaError
 
 MAX_PREFILTER_SHARE = 0.5
-"""Of the rows of a block: where fewer are wanted, to take them out and parse them alone costs less than all."""
+"""Maximum share of a block's rows for which selecting their lines before parsing is cheaper than parsing all lines."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EncodedBlock:
-    """The rows of one block, parted into the splits."""
+    """Encoded rows of one block by split."""
 
     splits: dict[str, pa.RecordBatch]
-    """Those of SPLITS that have rows of it."""
+    """Rows by name of the split. Splits without rows are left out."""
     value_counts: dict[str, pa.Table]
-    """Values in the training rows of each feature that gets a vocabulary, and their counts."""
+    """Values in the training rows and their counts, for each feature with a vocabulary."""
     num_non_finite: tuple[int, ...]
-    """As `RawRows.num_non_finite`."""
+    """Number of inf and NaN values in each dense feature, as in `RawRows.num_non_finite`."""
     num_unlabeled: int
-    """Rows that were left out because they have none of several labels."""
+    """Number of rows that were left out because they have none of several labels."""
     block: Block
+    """Block of raw rows."""
     split_ids: NDArray[np.int8]
-    """Place in SPLITS of the split that each row goes to [num_rows]; NO_SPLIT if it was left out."""
+    """Index in SPLITS of the split of each row [num_rows], or NO_SPLIT if the row was left out."""
 
 
 class Encoder:
-    """Turns blocks into numbers; holds no state that changes, so any number of threads may call it."""
+    """Thread-safe, stateless encoder of blocks."""
 
     def __init__(
         self,
@@ -52,8 +53,15 @@ class Encoder:
         hash_rows: Mapping[str, int],
         keep_unlabeled: bool = False,
     ) -> None:
-        """`hash_seeds`: of each sparse feature; `hash_rows`: table rows of those that are hashed to them, the
-        others have vocabularies. `keep_unlabeled` keeps rows that have none of several labels, for prediction."""
+        """Create an encoder.
+
+        Args:
+            layout: Layout of the raw files.
+            splitter: Assigns rows to splits.
+            hash_seeds: Seed of the hash function of each sparse feature.
+            hash_rows: Number of table rows of each hashed feature. Other features have vocabularies.
+            keep_unlabeled: Whether rows without any of several labels are kept, for prediction.
+        """
         self.layout = layout
         self.hash_rows = hash_rows
         self.hash_seeds = hash_seeds
@@ -62,12 +70,12 @@ class Encoder:
 
     @property
     def fixed_num_rows(self) -> dict[str, int]:
-        """Table rows of the sparse features without a vocabulary."""
+        """Number of table rows of each sparse feature without a vocabulary."""
         cut = {c.name: c.buckets.num_rows if c.buckets else 1 for c in self.layout.sparse if c.has_row_ids}
         return {**cut, **self.hash_rows}
 
     def encode(self, block: Block, first_global_row: int) -> EncodedBlock:
-        """Parse, split and encode one block, whose first row is row `first_global_row` of all sources."""
+        """Parse, split and encode one block. `first_global_row` is the number of its first row in all sources."""
         rows = block.source.format.parse(block, self.layout)
         split = self._assign_splits(block, first_global_row, rows)
         batch = self._record_batch(rows)
@@ -75,6 +83,7 @@ class Encoder:
         for place, name in enumerate(SPLITS):
             mask = split == place
             if mask.all():
+                # Filtering would copy the batch.
                 splits[name] = batch
             elif mask.any():
                 splits[name] = batch.filter(pa.array(mask))
@@ -95,15 +104,17 @@ class Encoder:
         )
 
     def encode_split(self, block: Block, first_global_row: int, split: str, *, prefilter: bool) -> pa.RecordBatch:
-        """The rows of one split alone, as `encode` gives them; none where the block has none. `prefilter`: whether
-        others need not be parsed where they can be told before, as in blocks without bad rows. Raises MesetaError as
-        `encode` does."""
+        """Return the rows of one split, encoded as by `encode`. The result may have no rows.
+
+        With `prefilter`, rows of other splits may be dropped without parsing them. Use it only for blocks without bad
+        rows. Raises MesetaError as `encode` does.
+        """
         place = SPLITS.index(split)
-        if prefilter and (known := self.splitter.assign_splits_by_number(block, first_global_row)) is not None:
-            mask = known == place
+        if prefilter and (split_ids := self.splitter.assign_splits_by_number(block, first_global_row)) is not None:
+            mask = split_ids == place
             if 0 < mask.sum() < MAX_PREFILTER_SHARE * mask.size:
                 raw_format = block.source.format
-                with suppress(MesetaError):  # which would not tell the row
+                with suppress(MesetaError):  # Parsing the whole block below raises it with the row.
                     rows = raw_format.parse(raw_format.filter_rows(block, mask), self.layout)
                     batch = self._record_batch(rows)
                     return batch.filter(pa.array(~rows.unlabeled_mask)) if self._drops_unlabeled else batch
@@ -117,9 +128,9 @@ class Encoder:
         return np.where(rows.unlabeled_mask, np.int8(NO_SPLIT), split) if self._drops_unlabeled else split
 
     def _record_batch(self, rows: RawRows) -> pa.RecordBatch:
-        labels = [pa.array(label, from_pandas=True) for label in rows.labels]  # NaN, a missing one, becomes null
-        others = [pa.array(part) for part in (rows.weight, rows.group, rows.time) if part is not None]
-        columns = dict(zip(self.layout.sample_columns, [*labels, *others], strict=True))
+        labels = [pa.array(label, from_pandas=True) for label in rows.labels]  # NaN means missing and becomes null.
+        sample_values = [pa.array(part) for part in (rows.weight, rows.group, rows.time) if part is not None]
+        columns = dict(zip(self.layout.sample_columns, [*labels, *sample_values], strict=True))
         for name, values in zip(self.layout.dense, rows.dense, strict=True):
             columns[name] = pa.array(values)
         for column, sparse in zip(self.layout.sparse, rows.sparse, strict=True):
@@ -137,7 +148,7 @@ class Encoder:
 
 
 def to_list_array(values: pa.Array, lengths: NDArray[np.int64] | None) -> pa.Array:
-    """`values` themselves, or cut into lists of the given lengths."""
+    """Return `values` split into lists of the given lengths, or unchanged if `lengths` is `None`."""
     if lengths is None:
         return values
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)

@@ -1,4 +1,5 @@
-"""The first pass of `meseta prepare`: blocks of raw files to encoded rows of splits; it goes on where it was killed."""
+"""First pass of `meseta prepare`: encode blocks of raw files and assign their rows to splits. It resumes when
+killed."""
 
 from __future__ import annotations
 
@@ -26,44 +27,45 @@ from meseta.data.workers import run_in_order
 from meseta.spec import MesetaError
 
 Progress = Callable[[str, int, float], None]
-"""Called with the stage ('scan', 'read', 'write' or 'count'), its rows so far, and how much of it is done, 0 to 1.
+"""Called with the stage ('scan', 'read', 'write' or 'count'), its number of rows so far and its completed share, 0 to
+1.
 
-Only libsvm and libffm are scanned, for their fields and weights, and files that are split by time or have quantiles.
-The rows are read and then written. With a recipe alone, only what the first pass left open is counted."""
+'scan' occurs if columns or limits must be found before encoding: for libsvm and libffm, splits by time, and quantiles.
+'read' and 'write' are the two passes. A recipe has 'count' in place of 'write'.
+"""
 
 _VOCABULARY_BUDGET_BYTES = 384 << 20
 
 
 @dataclass(frozen=True)
 class ReadProgress:
-    """How far the first pass has come."""
+    """Progress of the first pass."""
 
     source: int
-    """Number of the file at hand; that of files, at the end."""
+    """Index of the current file, or the number of files at the end."""
     num_rows: int
-    """Rows of all files so far."""
     place: FilePosition
-    """Where the next row of that file begins."""
+    """Position of the next row in the current file."""
     position_bytes: int
-    """How far the stored file has been read."""
+    """Number of bytes of the stored file that have been read."""
 
 
 @runtime_checkable
 class BlockObserver(Protocol):
-    """What is told of every block beside its rows."""
+    """Observer of the encoded blocks of the first pass."""
 
     def add(self, source: int, block: Block, parts: ParsedRows[EncodedBlock]) -> None:
-        """One more block of the source of this number, in order, and what was made of it."""
+        """Receive the next block of source number `source`, with the results of encoding it."""
 
     def get_state(self) -> Any:
-        """Plain data; `set_state` of another one takes it up."""
+        """Return plain data from which `set_state` of another observer continues."""
 
     def set_state(self, state: Any) -> None:
-        """Go on from what `get_state` gave."""
+        """Restore the result of `get_state`."""
 
 
 class FirstPass:
-    """Reads all sources once: rows go to the tallies of their splits, values to the counters of vocabularies."""
+    """Reads all sources once. Rows are added to the totals of their splits, values to the counters of vocabularies."""
 
     def __init__(
         self,
@@ -75,7 +77,7 @@ class FirstPass:
         tallies: Mapping[str, SplitTally],
         observer: BlockObserver | None = None,
     ) -> None:
-        """`tallies`: one for each split of the options."""
+        """Create the pass. `tallies` has one entry for each split of the options."""
         self.options = options
         self.sources = sources
         self.encoder = encoder
@@ -96,9 +98,11 @@ class FirstPass:
         }
 
     def read(self, pool: ThreadPoolExecutor, num_threads: int) -> None:
-        """Workers encode blocks, this thread reads ahead of them and takes their results in order.
+        """Read all sources, or the rest of them after an interruption. Workers encode blocks, and this thread merges
+        them in order.
 
-        Raises MesetaError for a row that cannot be parsed, for too many of them, and for a split that stays empty."""
+        Raises MesetaError if a row cannot be parsed, too many rows are skipped, or a split has no rows.
+        """
         at = self._resume()
         total_bytes = sum(source.size_bytes for source in self.sources)
         done_bytes = sum(source.size_bytes for source in self.sources[: at.source])
@@ -119,8 +123,10 @@ class FirstPass:
             self._commit(replace(at, source=len(self.sources), place=FilePosition(), position_bytes=0))
 
     def tables(self, folder: Path, statistics: Mapping[str, FeatureStatistics]) -> FeatureTables:
-        """Tables of all features once all is read, whose vocabularies are written to `folder`; with these statistics,
-        and empty ones of the other features."""
+        """Write the vocabularies to `folder` and return the tables of all features. Call it after `read`.
+
+        Features that are not in `statistics` get empty statistics.
+        """
         vocabularies = {
             name: counter.finish(folder, self.options.min_count, self.encoder.hash_seeds[name])
             for name, counter in self.counters.items()
@@ -142,7 +148,7 @@ class FirstPass:
     def describe(
         self, tables: FeatureTables, splits: dict[str, Split], touched: str | None, recipe: str | None = None
     ) -> Dataset:
-        """The description of the dataset; `touched` and `recipe` as there."""
+        """Return the description of the dataset. `touched` and `recipe` are its fields of these names."""
         options, layout, splitter = self.options, self.layout, self.encoder.splitter
         return Dataset(
             labels=layout.label_columns,
@@ -172,7 +178,6 @@ class FirstPass:
         )
 
     def _add_block(self, source: int, block: Block, parts: ParsedRows[EncodedBlock]) -> None:
-        """Take what was made of one block."""
         for encoded in parts.results:
             for name, batch in encoded.splits.items():
                 self.tallies[name].add(batch)
@@ -185,7 +190,6 @@ class FirstPass:
             self.observer.add(source, block, parts)
 
     def _check_splits(self, num_rows: int) -> None:
-        """Raise MesetaError where a split that training or choosing needs has no row."""
         if not self.tallies["train"].num_rows:
             change = {"fraction": "lower", "after": "give a later", "files": "give fewer"}
             rules = [(split, self.options.split_rule(split)) for split in self.options.splits if split != "train"]
@@ -195,12 +199,12 @@ class FirstPass:
             change = {"fraction": "raise", "after": "give an earlier", "files": "give other"}
             rule = self.options.split_rule("valid") or "fraction"
             raise MesetaError(
-                f"prepare: none of {num_rows} rows falls to the valid split; {change[rule]} --valid-{rule}, or go "
-                "without it: --valid-fraction 0"
+                f"prepare: none of {num_rows} rows is in the valid split; {change[rule]} --valid-{rule}, or omit the "
+                "split with --valid-fraction 0"
             )
 
     def _jobs(self, at: ReadProgress) -> Iterator[Callable[[], tuple[int, Block, ParsedRows[EncodedBlock]]]]:
-        """Each gives the number of its source and the block beside what was made of it."""
+        """Yield jobs that encode one block each. A job returns (index of its source, block, results)."""
         first_row = at.num_rows
         for index, source in enumerate(self.sources[at.source :], at.source):
             for block in read_blocks(source, self.layout.columns, at.place if index == at.source else None):
@@ -223,7 +227,7 @@ class FirstPass:
             raise error.with_suffix(", or leave such rows out with --bad-rows skip") from None
 
     def _resume(self) -> ReadProgress:
-        """Take up what was committed."""
+        """Restore the last committed state and return its progress."""
         state = self.staging.state.get("read")
         if state is None:
             return ReadProgress(0, 0, FilePosition(), 0)

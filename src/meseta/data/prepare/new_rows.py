@@ -1,4 +1,4 @@
-"""Rows of raw files, encoded as those of an earlier dataset: one pass, block by block, in the order of the files."""
+"""Encode the rows of raw files like those of an earlier dataset, in one pass and in the order of the files."""
 
 from __future__ import annotations
 
@@ -23,28 +23,30 @@ from meseta.machine.processors import num_cores
 from meseta.spec import MesetaError
 
 NewRowsProgress = Callable[[int, float], None]
-"""Called with the rows so far, and how much of the files is read, 0 to 1."""
+"""Called with the number of rows so far and the share of the files that has been read, 0 to 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EncodedRows:
-    """Consecutive rows, all of one block."""
+    """Consecutive rows of one block, encoded."""
 
     batch: pa.RecordBatch
-    """As the files of a dataset have them."""
+    """Rows in the form of the Parquet files of a dataset."""
     keys: pa.RecordBatch | None
-    """Raw columns of the same rows, where some are wanted."""
+    """Raw key columns of the same rows. `None` if no keys were requested."""
     unseen: UnseenValues
+    """Numbers of unseen values among these rows."""
     num_non_finite: tuple[int, ...]
+    """Number of inf and NaN values in each dense feature."""
 
 
 class NewRows:
-    """Raw files whose rows become what they would have become beside those of `earlier`.
+    """Rows of raw files, encoded like the rows of `earlier`.
 
     rows = NewRows(Dataset.load("data/june"), ["july.csv"])
     for encoded in rows.read():
         encoded.batch           # columns of rows.dataset
-    rows.unseen.shares()        # once all are read
+    rows.unseen.shares()        # after all rows are read
     """
 
     def __init__(
@@ -57,11 +59,19 @@ class NewRows:
         encoding: str | None = None,
         allow_unseen: bool = True,
     ) -> None:
-        """`keys`: raw columns to hand through; `max_bad_rows`: rows that cannot be parsed, or their share, up to which
-        they are left out; None: the first is an error; `encoding`: of text, if not that of the earlier files;
-        `allow_unseen`: whether `read` ends without `Unseen.check`.
+        """Find the files and check that they have the columns of `earlier`.
 
-        Raises MesetaError for files without the columns of `earlier`, and for what is missing or damaged of it.
+        Args:
+            earlier: The dataset whose encoding is used.
+            patterns: Files, folders, URLs or patterns of raw files.
+            keys: Raw columns that are returned unchanged with the encoded rows.
+            max_bad_rows: Number or share of rows that may be skipped because they cannot be parsed. `None` means
+                that the first one is an error.
+            encoding: Encoding of the text, if it differs from that of the earlier files.
+            allow_unseen: Whether `read` accepts any share of unseen values.
+
+        Raises:
+            MesetaError: The files lack columns of `earlier`, or files of `earlier` are missing or damaged.
         """
         self.sources, self.layout = find_matching_sources(earlier, patterns, encoding)
         self._keys = RawKeyColumns(self.sources, keys) if keys else None
@@ -77,15 +87,15 @@ class NewRows:
         )
         self._allow_unseen = allow_unseen
         self.num_rows = dict.fromkeys((source.path for source in self.sources), 0)
-        """Of each file, as far as they are read."""
+        """Number of rows of each file that have been read so far."""
         self.non_finite: Counter[str] = Counter()
         self.bad_rows = None if max_bad_rows is None else BadRowCounter(max_bad_rows)
         self._earlier = earlier
 
     @property
     def dataset(self) -> Dataset:
-        """The description of these rows, as far as they are read, without the files of a split. If there are several
-        labels, a row may lack any of them, or all."""
+        """Description of the rows read so far, without splits. With several labels, rows may lack some or all
+        labels."""
         has_labels, layout = bool(self.layout.labels), self.layout
         form = self._earlier.source_form
         labels = self._earlier.labels if form is None else ("label",) if len(form.labels) == 1 else form.labels
@@ -111,12 +121,15 @@ class NewRows:
 
     @property
     def key_schema(self) -> pa.Schema:
-        """Names and types of `EncodedRows.keys`."""
+        """Schema of `EncodedRows.keys`."""
         return pa.schema([]) if self._keys is None else self._keys.schema
 
     def read(self, progress: NewRowsProgress | None = None, num_threads: int | None = None) -> Generator[EncodedRows]:
-        """All rows, which several threads encode, a few blocks ahead. Raises MesetaError for a row that cannot be
-        parsed, for too many of them, and for a damaged file; at the end also for too many unseen values."""
+        """Yield all rows in order. Worker threads encode a few blocks ahead.
+
+        Raises MesetaError if a file is damaged, a row cannot be parsed, too many rows are skipped, or, after the last
+        row, if too many values are unseen.
+        """
         num_threads = num_threads or num_cores()
         total_bytes = sum(source.size_bytes for source in self.sources)
         if progress is not None:
@@ -135,11 +148,14 @@ class NewRows:
                     before = sum(source.size_bytes for source in self.sources[:index])
                     progress(sum(self.num_rows.values()), (before + block.position_bytes) / total_bytes)
         finally:
+            # The caller may stop early. Do not start further blocks then.
             pool.shutdown(cancel_futures=True)
         if self.bad_rows is not None:
             self.bad_rows.check()
         if not any(self.num_rows.values()):
-            raise MesetaError("prepare: no row is left; all of them could not be parsed")
+            raise MesetaError(
+                "prepare: all rows were skipped, because none of them can be parsed; check the format of the files"
+            )
         if not self._allow_unseen:
             self.unseen.check()
 

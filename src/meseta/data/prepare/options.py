@@ -1,4 +1,4 @@
-"""What `meseta prepare` is asked for."""
+"""Options of `meseta prepare`."""
 
 from __future__ import annotations
 
@@ -13,71 +13,76 @@ from meseta.machine.remote import check_not_url
 from meseta.spec import MesetaError
 
 HELD_OUT_SPLITS = ("test", "valid")
-"""Splits that are parted from the training rows."""
+"""Splits other than the training split."""
 SPLIT_RULES = ("fraction", "files", "after")
-"""What may part them, as in the names of the options."""
+"""Rules that can define a held-out split. They are the second parts of option names such as --test-fraction."""
 DEFAULT_TEST_FRACTION = 0.1
-"""Share of the test split where nothing says what makes it."""
+"""Share of the test split if no option defines it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareOptions:
-    """What `prepare` reads and how."""
+    """Options of `prepare`."""
 
     sources: Sequence[str]
-    """Files, folders, URLs or patterns: CSV, JSON lines, Criteo TSV, libsvm or libffm, compressed or not, or
-    Parquet."""
+    """Files, folders, URLs or patterns of raw files: CSV, JSON lines, Criteo TSV, libsvm or libffm, optionally
+    compressed, or Parquet."""
     out: Path
-    """Folder to make."""
     test_files: Sequence[str] = ()
-    """Files or patterns whose rows make the test split; they may be among the sources."""
+    """Files or patterns whose rows form the test split. They may be among the sources."""
     test_fraction: float | None = None
-    """Share of rows that make the test split; None: 0.1 where neither test_files nor test_after are given."""
+    """Share of rows in the test split. `None` means 0.1 unless test_files or test_after is set."""
     test_after: str | None = None
-    """Rows from this time on make the test split, as a number or in ISO 8601; it implies split_by 'time'."""
+    """Time (a number, or ISO 8601) at which the test split starts. It implies split_by 'time'."""
     valid_files: Sequence[str] = ()
-    """Files or patterns whose rows make the valid split; they may be among the sources, not among test_files."""
+    """Files or patterns whose rows form the valid split. They may be among the sources, but not among test_files."""
     valid_fraction: float | None = None
-    """Share of rows that make the valid split; None and 0: there is none, unless by valid_files or valid_after."""
+    """Share of rows in the valid split. `None` and 0 mean no valid split, unless valid_files or valid_after is set."""
     valid_after: str | None = None
-    """Rows from this time on, up to the test split, make the valid split; it implies split_by 'time'."""
+    """Time (a number, or ISO 8601) at which the valid split starts. It ends at the test split. It implies split_by
+    'time'."""
     split_by: str | None = None
-    """What makes those shares: None: rows drawn by seed; 'group': whole groups, drawn by seed; 'time': the last rows,
-    for testing, and those just before them."""
+    """Rule for splits that are shares. `None` draws rows by `seed`. 'group' draws whole groups by `seed`. 'time' uses
+    the last rows as test split and the rows before them as valid split."""
     seed: int = 0
-    """Seed of the split and of the hashes, 0..2**63-1."""
+    """Seed of the random split and of the hashes, in 0..2**63-1."""
     hash_rows: int = 100_000
-    """Table rows that each feature is hashed to."""
+    """Number of table rows of each hashed feature."""
     hash_rows_by_feature: Mapping[str, int] = field(default_factory=dict)
-    """Exceptions, such as {"cat_2": 5_000_000}."""
+    """Number of table rows by feature, for exceptions such as {"cat_2": 5_000_000}."""
     vocabulary: bool = False
-    """Give each frequent value its own row instead of hashing."""
+    """Whether each frequent value has its own row. Otherwise values are hashed."""
     min_count: int = 10
-    """Occurrences in the training split that earn a row; rarer and unseen values share row 0."""
+    """Minimum count in the training split for a separate row. Less frequent and unseen values share row 0."""
     label: str | Sequence[str] | None = None
-    """CSV and Parquet: column of the label, or several, or patterns such as 'is_*'; None: by its name."""
+    """Label columns of CSV and Parquet, as names or patterns such as 'is_*'. `None` finds the label by its name."""
     dense: Sequence[str] = ()
-    """CSV and Parquet: columns that are numbers, by name or pattern; what no option names is inferred."""
+    """Numeric columns of CSV and Parquet, as names or patterns. The roles of columns that no option names are
+    inferred."""
     sparse: Sequence[str] = ()
-    """Columns that are categories; one that is dense too is both. Of libffm and libsvm: the only fields that count."""
+    """Categorical columns, as names or patterns. A column may be dense and sparse. For libffm and libsvm, only these
+    fields are used."""
     ignore: Sequence[str] = ()
-    """CSV and Parquet: columns that are left out; a name goes before a pattern, a feature's pattern before this one."""
+    """Columns of CSV and Parquet that are left out. Names take precedence over patterns, and patterns of features over
+    these patterns."""
     time: Sequence[str] = ()
-    """CSV and Parquet: the column of times, by which `test_after` and `valid_after` split; empty: by its name."""
+    """Column of CSV and Parquet with the times by which `test_after` and `valid_after` split. Empty finds it by its
+    name."""
     schema: Path | None = None
-    """A file that says what the columns are, instead of the five options above; not for TSV."""
+    """File that describes the columns, in place of the five options above. It cannot be used with TSV."""
     encoding: str | None = None
-    """Encoding of the text, as Python names it; `None`: as the schema says, else by a byte order mark, else UTF-8."""
+    """Encoding of the text, as a Python codec name. `None` means that of the schema, of a byte order mark, or UTF-8."""
     bad_rows: str = "error"
-    """A row that cannot be parsed: 'error' stops the work there, 'skip' leaves it out and counts it."""
+    """Treatment of rows that cannot be parsed: 'error' stops at the first one, 'skip' leaves them out and counts
+    them."""
     max_bad_rows: int | float = 0.01
-    """With 'skip', more of them stop the work: an int of rows, or a float, their share of all rows."""
+    """Maximum number (int) or share (float) of skipped rows. More are an error."""
     recipe_only: bool = False
-    """Write no rows, but what they are made by as they are read from the sources, see meseta.data.recipe."""
+    """Whether to write a recipe without rows, see `meseta.data.recipe`. Readers then make the rows from the sources."""
     force: bool = False
-    """Replace `out` where it is a prepared dataset."""
     num_threads: int | None = None
-    """Worker threads; None: the cores this process may use. The result does not depend on it."""
+    """Number of worker threads. `None` means one per core that the process may use. The result does not depend on
+    it."""
 
     def __post_init__(self) -> None:
         check_not_url("prepare: --out", self.out)
@@ -85,8 +90,8 @@ class PrepareOptions:
         self._check_split_by()
         if self.schema is not None and self.named_columns:
             raise MesetaError(
-                "prepare: --schema and --label, --dense, --sparse, --ignore, --time exclude each other; give one or "
-                "the others"
+                "prepare: --schema cannot be used with --label, --dense, --sparse, --ignore or --time; use either the "
+                "schema or these options"
             )
         if not 0 <= self.seed < 2**63:
             raise MesetaError(f"prepare: --seed must be in 0..2**63-1, got {self.seed}")
@@ -105,7 +110,7 @@ class PrepareOptions:
 
     @property
     def named_columns(self) -> NamedColumns:
-        """Columns by name."""
+        """Columns that options name, by role."""
         label = [self.label] if isinstance(self.label, str) else self.label or ()
         return NamedColumns(label=label, dense=self.dense, sparse=self.sparse, ignore=self.ignore, time=self.time)
 
@@ -115,14 +120,15 @@ class PrepareOptions:
                 f"--{split}-{rule}" for rule in SPLIT_RULES if getattr(self, f"{split}_{rule}") not in (None, (), [])
             ]
             if len(options) > 1:
-                raise MesetaError(f"prepare: {' and '.join(options)} exclude each other; give one of them")
+                raise MesetaError(f"prepare: {' and '.join(options)} exclude each other; use one of them")
             share = getattr(self, f"{split}_fraction")
             if share is not None and not 0 <= share < 1:
                 raise MesetaError(f"prepare: --{split}-fraction must be in [0, 1), got {share}")
         test, valid = self.split_fraction("test") or 0.0, self.split_fraction("valid") or 0.0
         if test + valid >= 1:
             raise MesetaError(
-                f"prepare: --test-fraction {test:g} and --valid-fraction {valid:g} leave no row for training; lower one"
+                f"prepare: --test-fraction {test:g} and --valid-fraction {valid:g} leave no row for training; decrease "
+                "one"
             )
 
     def _check_split_by(self) -> None:
@@ -131,13 +137,13 @@ class PrepareOptions:
         options = {f"--{split}-{rule}": rule for split in HELD_OUT_SPLITS if (rule := self.split_rule(split))}
         after = [option for option, rule in options.items() if rule == "after"]
         if self.split_by == "group" and after:
-            raise MesetaError(f"prepare: --split-by group and {after[0]} exclude each other; give one")
+            raise MesetaError(f"prepare: --split-by group and {after[0]} exclude each other; use one")
         if self.split_by is not None and set(options.values()) == {"files"}:
             other = " and ".join(options)
-            raise MesetaError(f"prepare: --split-by {self.split_by} and {other} exclude each other; give one")
+            raise MesetaError(f"prepare: --split-by {self.split_by} and {other} exclude each other; use one")
 
     def split_rule(self, split: str) -> Literal["fraction", "files", "after"] | None:
-        """Which option makes the test or the valid split; None: there is no valid split."""
+        """Return the rule that defines the test or valid split. `None` means that there is no valid split."""
         if getattr(self, f"{split}_files"):
             return "files"
         if getattr(self, f"{split}_after") is not None:
@@ -145,7 +151,7 @@ class PrepareOptions:
         return "fraction" if split == "test" or self.valid_fraction else None
 
     def split_fraction(self, split: str) -> float | None:
-        """Share of rows, or of groups, for the test or the valid split; None: by files, at a given time, or none."""
+        """Return the share of rows, or of groups, in the test or valid split. `None` if no fraction defines it."""
         if self.split_rule(split) != "fraction":
             return None
         share: float | None = getattr(self, f"{split}_fraction")
@@ -153,5 +159,5 @@ class PrepareOptions:
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """Names of the splits that are made, in the order of SPLITS."""
+        """Names of the splits to make, in the order of SPLITS."""
         return tuple(split for split in SPLITS if split == "train" or self.split_rule(split))

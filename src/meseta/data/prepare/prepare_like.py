@@ -1,4 +1,4 @@
-"""`meseta prepare --like`: raw rows to a dataset that is encoded as an earlier one."""
+"""`meseta prepare --like`: make a dataset from raw rows with the encoding of an earlier dataset."""
 
 from __future__ import annotations
 
@@ -27,38 +27,37 @@ from meseta.data.row_queue import RowQueue
 from meseta.machine.remote import check_not_url
 
 TARGET_SPLIT = "test"
-"""Where all rows go."""
+"""Split that receives all rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareLikeOptions:
-    """What `prepare_like` reads and how."""
+    """Options of `prepare_like`."""
 
     sources: Sequence[str]
-    """Files, folders, URLs or patterns, of the kind that the earlier ones were of; CSV and Parquet may stand for each
-    other."""
+    """Files, folders, URLs or patterns. They must have the form of the earlier sources, but CSV may replace Parquet and
+    vice versa."""
     out: Path
-    """Folder to make."""
     like: Path
-    """A dataset, or a run that keeps what is needed of its own."""
+    """Folder of a dataset, or of a run that keeps a copy of the encoding of its dataset."""
     bad_rows: str = "error"
-    """As of PrepareOptions."""
     max_bad_rows: int | float = 0.01
-    """As of PrepareOptions."""
     encoding: str | None = None
-    """Encoding of the text; `None`: that of the earlier files."""
+    """Encoding of the text. `None` means that of the earlier files."""
     force: bool = False
-    """Replace `out` where it is a prepared dataset."""
+    """Whether `out` is replaced if it is a prepared dataset."""
     num_threads: int | None = None
-    """Worker threads; None: the cores this process may use. The result does not depend on it."""
+    """Number of worker threads. `None` means one per core that the process may use. The result does not depend on
+    it."""
 
 
 def prepare_like(options: PrepareLikeOptions, progress: NewRowsProgress | None = None) -> tuple[Dataset, UnseenValues]:
-    """Write the dataset directory `options.out`, all of whose rows are its test split, in the order of the files;
-    returns its description, and how many values are new.
+    """Write the dataset directory `options.out` with all rows in the test split, and return (description, unseen
+    values).
 
-    It has no labels where the files have none. The folder appears by one rename when everything is written; an error
-    or an interrupt leaves nothing behind. Raises MesetaError as NewRows does, and for an existing `out`.
+    Rows are in the order of the files. The dataset has no labels if the files have none. The folder appears with one
+    rename after everything is written, and nothing remains after an error or an interrupt. Raises MesetaError as
+    `NewRows` does, or if `out` exists.
     """
     check_not_url("prepare: --out", options.out)
     earlier = Dataset.load(options.like)
@@ -77,6 +76,7 @@ def prepare_like(options: PrepareLikeOptions, progress: NewRowsProgress | None =
             try:
                 with closing(rows.read(progress, options.num_threads)) as parts:
                     for part in parts:
+                        # Rows without any of several labels are left out, as in `prepare`.
                         labelled = _drop_unlabeled(part.batch, labels)
                         num_unlabelled += part.batch.num_rows - labelled.num_rows
                         writer.add(labelled)
@@ -85,23 +85,23 @@ def prepare_like(options: PrepareLikeOptions, progress: NewRowsProgress | None =
                 writer.close()
             described = copy_tables(rows.dataset, staging.folder)
             teacher = find_teacher(rows.sources) if described.has_labels else None
-            found = {"splits": {TARGET_SPLIT: split}, "teacher": teacher, "num_unlabelled": num_unlabelled}
-            described.model_copy(update=found).save(staging.folder)
+            counts = {"splits": {TARGET_SPLIT: split}, "teacher": teacher, "num_unlabelled": num_unlabelled}
+            described.model_copy(update=counts).save(staging.folder)
     return Dataset.load(options.out), rows.unseen
 
 
 def _drop_unlabeled(batch: pa.RecordBatch, labels: Sequence[str]) -> pa.RecordBatch:
-    """The rows that have one of the labels; all if there are no labels."""
+    """Return the rows that have at least one label. Without label columns, all rows are returned."""
     if not any(batch[name].null_count for name in labels):
         return batch
     return batch.filter(pa.array(np.any([batch[name].is_valid() for name in labels], axis=0)))
 
 
 class _PartFileWriter:
-    """The growing files of the split: row groups of 32,768 rows, 16 of them in a file."""
+    """Writer of the part files of a split. A file has at most 16 row groups of 32,768 rows."""
 
     def __init__(self, out: Path, labels: Sequence[str]) -> None:
-        """`out`: folder of the dataset; `labels`: columns of the labels that its rows have."""
+        """Create the writer. `out` is the dataset folder, `labels` are the label columns of the rows."""
         self._out = out
         self._positives, self._label_counts = dict.fromkeys(labels, 0.0), dict.fromkeys(labels, 0)
         self._unwritten = RowQueue()
@@ -109,13 +109,13 @@ class _PartFileWriter:
         self._files: list[DataFile] = []
 
     def add(self, batch: pa.RecordBatch) -> None:
-        """Rows that follow the former ones."""
+        """Append rows."""
         self._unwritten.add(batch)
         while self._unwritten.num_rows >= ROW_GROUP_ROWS:
             self._write(ROW_GROUP_ROWS)
 
     def finish(self) -> Split:
-        """Write what is left; returns the split."""
+        """Write the remaining rows and return the description of the split."""
         if self._unwritten.num_rows:
             self._write(self._unwritten.num_rows)
         self.close()
@@ -129,13 +129,12 @@ class _PartFileWriter:
         )
 
     def close(self) -> None:
-        """End the file at hand."""
+        """Close the current file."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None
 
     def _write(self, num_rows: int) -> None:
-        """One row group."""
         group = self._unwritten.take(num_rows)
         if self._writer is None:
             path = f"{TARGET_SPLIT}/part-{len(self._files):05d}.parquet"
@@ -148,5 +147,6 @@ class _PartFileWriter:
             self._label_counts[label] += values.size
         rows_of_part = self._files[-1].num_rows + num_rows
         self._files[-1] = self._files[-1].model_copy(update={"num_rows": rows_of_part})
+        # The files have the same size as those of `prepare`.
         if rows_of_part == NUM_PART_WINDOWS * WINDOW_SAMPLES:
             self.close()

@@ -1,4 +1,4 @@
-"""From which files, and with which options, a dataset was prepared: `prepare.json` beside its dataset.json."""
+"""Record of the sources and options of a dataset: `prepare.json`, stored next to dataset.json."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ _IRRELEVANT_OPTIONS = {"sources", "test_files", "valid_files", "out", "force", "
 
 
 def make_record(options: PrepareOptions, sources: Sequence[Source]) -> dict[str, Any]:
-    """All that the rows of a dataset depend on, as plain data: files by name, size and time of change, and options.
+    """Return everything that determines the rows of a dataset as plain data: the options, and the files with size and
+    change time.
 
-    A schema file counts by its text. Raises MesetaError where that cannot be read.
+    A schema file is recorded with its content. Raises MesetaError if it cannot be read.
     """
     chosen = {f.name: getattr(options, f.name) for f in fields(options) if f.name not in _IRRELEVANT_OPTIONS}
-    chosen["valid_fraction"] = options.valid_fraction or None  # a share of 0 is no valid split
+    chosen["valid_fraction"] = options.valid_fraction or None  # Both mean that there is no valid split.
+    # Earlier versions did not have these options, so their records agree if the option is not used.
     for name in ("recipe_only", "encoding"):
         if not chosen[name]:
             del chosen[name]
@@ -39,8 +41,9 @@ def make_record(options: PrepareOptions, sources: Sequence[Source]) -> dict[str,
 
 
 def source_entries(sources: Sequence[Source]) -> dict[str, dict[str, Any]]:
-    """Files by their whole names, with what changes when they do."""
+    """Return the recorded properties of each file by absolute path or URL."""
     return {
+        # Absolute paths, so that a file matches from another working directory.
         (source.path if is_url(source.path) else os.path.abspath(source.path)): {
             "split": source.split,
             "size_bytes": source.size_bytes,
@@ -57,8 +60,8 @@ def save_record(record: Mapping[str, Any], folder: Path) -> None:
 
 
 def load_record(folder: Path) -> dict[str, Any] | None:
-    """What `save_record` has written; None where there is no such file, or something else in it. Raises StorageError
-    if reading failed."""
+    """Return the record of a folder, or `None` if there is none or it is invalid. Raises StorageError if reading
+    fails."""
     content = read_if_exists(folder / PREPARE_RECORD_FILE)
     try:
         record = parse_json(content or b"", finite=False)
@@ -68,23 +71,23 @@ def load_record(folder: Path) -> dict[str, Any] | None:
 
 
 def record_difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    """The first difference between two records, for people; None where they agree."""
+    """Describe the first difference between two records, or return `None` if they agree."""
     for name, entry in now["sources"].items():
         if name not in before["sources"]:
-            return f"{name!r} was not among its sources"
+            return f"{name!r} was not one of its sources"
         former = before["sources"][name]
-        # Former versions made no columns of folders.
+        # Earlier versions did not make columns from folders.
         if {key: entry[key] for key in entry if key != "partition" or key in former} != former:
-            return f"{name!r} has changed since, or goes to another split"
+            return f"{name!r} has changed, or is in another split"
     for name in before["sources"]:
         if name not in now["sources"]:
-            return f"its source {name!r} is not given now"
+            return f"{name!r} is not one of the sources now"
     if list(before["sources"]) != list(now["sources"]):
-        return "its sources were given in another order"
+        return "its sources were in another order"
     for name in {**before["options"], **now["options"]}:
-        was, wanted = before["options"].get(name), now["options"].get(name)
-        if was != wanted and (was or wanted):  # options of later versions are missing in records of earlier ones
-            return f"the option {name} was {_format_value(was)} and is {_format_value(wanted)} now"
+        was, now_value = before["options"].get(name), now["options"].get(name)
+        if was != now_value and (was or now_value):  # Records of earlier versions lack newer options.
+            return f"the option {name} was {_format_value(was)} and is {_format_value(now_value)} now"
     return None
 
 

@@ -1,4 +1,4 @@
-"""Raw files: finding them, and telling their formats."""
+"""Find raw files and detect their formats."""
 
 from __future__ import annotations
 
@@ -27,13 +27,19 @@ def find_sources(
     header: Sequence[str] = (),
     encoding: str | None = None,
 ) -> tuple[Source, ...]:
-    """Files in the given order, what a folder holds or a pattern matches in order of path; those of `split_files`
-    go there as a whole and come last, and the rest to training, or is parted row by row.
+    """Return the raw files in the order of `patterns`. Files of a folder or pattern are sorted by path.
 
-    Where a `delimiter` is given, all text is CSV with it; where a `header` is, it is CSV without one. Text has the
-    `encoding`, if one is given, else that of its byte order mark, else UTF-8.
-    Raises MesetaError for a missing, unreadable, empty or doubled file, for a prepared dataset, and for two kinds of
-    files.
+    Args:
+        patterns: Files, folders, URLs or patterns.
+        split_files: Patterns of the files that form a whole split. These files come last in the result.
+        split_rest: Whether each row of the other files gets its own split. Otherwise they are training rows.
+        delimiter: Delimiter of CSV. If it is set, all text is parsed as CSV.
+        header: Column names of CSV without a header line. If it is set, all text is parsed as CSV.
+        encoding: Encoding of text. `None` means that of the byte order mark, or UTF-8.
+
+    Raises:
+        MesetaError: A file is missing, unreadable, empty or listed twice, a folder is a prepared dataset, or the files
+            have different formats.
     """
     whole: dict[str, SourceSplit] = {}
     partitions: dict[str, Partition] = {}
@@ -42,17 +48,21 @@ def find_sources(
             partitions[path] = partition
             if path in whole:
                 raise MesetaError(
-                    f"prepare: {path!r} is named by --{whole[path]}-files and by --{split}-files; give it to one"
+                    f"prepare: {path!r} is in --{whole[path]}-files and in --{split}-files; remove it from one of them"
                 )
             whole[path] = split
     rest: SourceSplit = "both" if split_rest else "train"
-    given = _expand(patterns)
-    splits = {path: rest for path in given if path not in whole}
-    # A file for testing that is named itself is also below the folder of the others, and has their columns.
-    partitions = {path: max(partitions.get(path, {}), given.get(path, {}), key=len) for path in partitions | given}
+    training_partitions = _expand(patterns)
+    splits = {path: rest for path in training_partitions if path not in whole}
+    # A test file may be listed by name and also be below the folder of the others, which determines its partition
+    # columns.
+    partitions = {
+        path: max(partitions.get(path, {}), training_partitions.get(path, {}), key=len)
+        for path in partitions | training_partitions
+    }
     if not splits:
         options = " or ".join(f"--{split}-files" for split, named in split_files.items() if named)
-        raise MesetaError(f"prepare: no source is left for training; every file is named by {options}")
+        raise MesetaError(f"prepare: no source is left for training; every file is in {options}")
     encoding = None if encoding is None else check_encoding(encoding)
     sources = tuple(
         replace(_make_source(path, split, delimiter, tuple(header), encoding), partition=partitions[path])
@@ -61,17 +71,18 @@ def find_sources(
     formats = {source.format: source.path for source in sources}
     if len(formats) > 1:
         shown = " and ".join(f"{path!r} is {raw_format.title}" for raw_format, path in formats.items())
-        raise MesetaError(f"prepare: {shown}; give one kind at a time")
+        raise MesetaError(f"prepare: all sources must have the same format, but {shown}; prepare one format at a time")
     return sources
 
 
 def find_teacher(sources: Sequence[Source]) -> TeacherMetrics | None:
-    """What the teacher.json beside synthetic sources says of the test split, or None where it does not cover it.
+    """Return the teacher's metrics for the test split from the teacher.json of synthetic sources.
 
-    A test split of one whole file takes that file's figures; one drawn from all rows takes those of all files.
+    If the test split is one file, the metrics of this file are returned. If its rows are drawn from all files, those of
+    all files are returned. `None` means that teacher.json is missing or does not cover the test split.
     """
     folders = {Path(source.path).parent for source in sources}
-    path = next(iter(folders)) / "teacher.json"  # no URL has one
+    path = next(iter(folders)) / "teacher.json"  # URLs have no teacher.json.
     if len(folders) != 1 or not path.exists():
         return None
     try:
@@ -82,40 +93,39 @@ def find_teacher(sources: Sequence[Source]) -> TeacherMetrics | None:
         else:
             drawn_from = {Path(source.path).name for source in sources if source.split == "both"}
             entry = document["all"] if drawn_from == set(document["files"]) else None
-        # Without positives, or negatives, the teacher has no AUC either.
+        # The teacher has no AUC if there are no positives or no negatives.
         return TeacherMetrics(auc=entry["auc"], ne=entry["ne"]) if entry and entry["auc"] is not None else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise MesetaError(
-            f"{str(path)!r} is not what `meseta data synth` writes ({error!r}); remove or repair it"
+            f"{str(path)!r} is not a valid teacher.json of `meseta data synth` ({error!r}); remove or repair it"
         ) from None
 
 
 def _expand(patterns: Sequence[str]) -> dict[str, Partition]:
-    """Files, and the columns that their folders make."""
+    """Return the files that match `patterns`, with the columns that their partition folders define."""
     partitions: dict[str, Partition] = {}
     for pattern in patterns:
         try:
-            found = find_files(pattern)
+            matches = find_files(pattern)
         except OSError as error:
             raise MesetaError(f"source {error.filename or pattern!r}: {error.strerror}") from None
-        if not found:
+        if not matches:
             if not is_url(pattern) and Path(pattern).is_dir():
                 raise MesetaError(
                     f"source {pattern!r} is a folder without files, except for names that begin with _ or ., which are "
-                    "skipped; give a folder with raw files"
+                    "skipped; choose a folder with raw files"
                 )
             raise MesetaError(f"source {pattern!r}: no such file, and no file matches it as a pattern")
-        for name, inner in found:
+        for name, inner in matches:
             path = name if is_url(name) else str(Path(name))
             is_below_folder = "/" in inner or (inner and not has_magic(pattern))
             if is_below_folder and path.endswith(f"/{DATASET_FILE}"):
                 raise MesetaError(
-                    f"source {path.removesuffix(f'/{DATASET_FILE}')!r} is a dataset that `meseta prepare` wrote, and "
-                    f"not "
-                    "raw files; train on it with data.dir"
+                    f"source {path.removesuffix(f'/{DATASET_FILE}')!r} is a dataset of `meseta prepare`, not a folder "
+                    "of raw files; train on it with data.dir"
                 )
             if path in partitions:
-                raise MesetaError(f"source {name!r} is given twice; its rows would count double")
+                raise MesetaError(f"source {name!r} is listed twice, so its rows would count twice; list it once")
             partitions[path] = parse_partition(path, inner)
     return partitions
 
@@ -126,9 +136,9 @@ def _make_source(
     try:
         stat = file_status(path)
         if stat.is_folder:
-            raise MesetaError(f"source {path!r} is a folder; give files or a pattern such as '{path}/*.tsv'")
+            raise MesetaError(f"source {path!r} is a folder; use files or a pattern such as '{path}/*.tsv'")
         if stat.size_bytes == 0:
-            raise MesetaError(f"source {path!r} is empty; leave it out, or fetch it again")
+            raise MesetaError(f"source {path!r} is empty; leave it out, or download it again")
         with wrap_source_errors(path), open_file(path) as file:
             magic = file.read(4)
     except OSError as error:
@@ -139,12 +149,13 @@ def _make_source(
         if form is not None:
             break
     else:
-        raise AssertionError("the last format takes any file")
+        raise AssertionError("the last format accepts any file")
     raw_format.check_content(head)
     return Source(
         path=path,
         split=split,
         format=raw_format,
+        # If a server does not report the size, the progress counts the file as one byte.
         size_bytes=stat.size_bytes or 1,
         changed=stat.change_stamp,
         delimiter=form.delimiter,

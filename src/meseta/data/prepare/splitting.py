@@ -1,4 +1,4 @@
-"""Which rows make the test split and the valid split."""
+"""Assignment of rows to the training, valid and test splits."""
 
 from __future__ import annotations
 
@@ -16,34 +16,36 @@ from meseta.spec import MesetaError
 
 SplitBy = Literal["time", "group"]
 TRAIN, VALID, TEST = range(len(SPLITS))
-"""Places in SPLITS."""
+"""Indices of the splits in SPLITS."""
 NO_SPLIT = -1
-"""Stands for the split of a row that is left out."""
+"""Split of a row that is left out."""
 _GROUPS_KEY = 1
-"""Key of the words drawn for groups, so that they do not repeat those of rows."""
+"""Key of the random words of groups, so that they differ from those of row numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Splitter:
-    """Tells each row its split, by itself."""
+    """Assigns each row to a split, independently of other rows."""
 
     seed: int
     test_fraction: float = 0.0
-    """Share of rows, or of groups, drawn by seed; by time, of the last rows."""
+    """Share of the rows, or of the groups, in the test split. They are drawn by `seed`, or are the last rows if split
+    by time."""
     valid_fraction: float = 0.0
-    """The same of the valid split; by time, of the rows just before the test split."""
+    """Share of the rows, or of the groups, in the valid split. They are drawn by `seed`, or precede the test split if
+    split by time."""
     by: SplitBy | None = None
-    """None: by the number of the row."""
+    """Column that decides the split. `None` means that the row number decides."""
     test_from: float | None = None
-    """By time: the first second of the test split; None: there is no test split, or it is not known yet."""
+    """First second of the test split. `None` if it is unknown yet, or if there is no test split by time."""
     valid_from: float | None = None
-    """By time: the first second of the valid split, which ends where the test split begins; None: as above."""
+    """First second of the valid split. `None` if it is unknown yet, or if there is no valid split by time."""
 
     def assign_splits(self, block: Block, first_global_row: int, rows: RawRows) -> NDArray[np.int8]:
-        """TRAIN, VALID or TEST for the rows [n] of a block, whose first is row `first_global_row` of all sources.
+        """Return TRAIN, VALID or TEST for each row [n] of a block. `first_global_row` is its first row in all sources.
 
-        A function of the file, the time, the seed and the group, or the seed and the row's number, however files are
-        cut into blocks. Raises MesetaError for a row without a time where that decides.
+        The split of a row depends on its file, its time, or the seed with its group or row number. It does not depend
+        on the block size. Raises MesetaError if a row without a time is split by time.
         """
         if block.source.split != "both":
             return np.full(block.num_rows, SPLITS.index(block.source.split), np.int8)
@@ -57,16 +59,16 @@ class Splitter:
         return self._by_number(block, first_global_row)
 
     def assign_splits_by_number(self, block: Block, first_global_row: int) -> NDArray[np.int8] | None:
-        """The same where the numbers of rows tell it alone; None elsewhere."""
+        """Return the splits of `assign_splits` if row numbers alone decide them, or `None` otherwise."""
         is_drawn = block.source.split == "both" and self.by is None
         return self._by_number(block, first_global_row) if is_drawn else None
 
     def check_order(self) -> None:
-        """Raise MesetaError where the valid split begins no sooner than the test split."""
+        """Raise MesetaError unless the valid split starts before the test split."""
         if self.valid_from is not None and self.test_from is not None and self.valid_from >= self.test_from:
             raise MesetaError(
                 f"prepare: --valid-after is {self.valid_from:.17g} in seconds, but the test split begins at "
-                f"{self.test_from:.17g} already; give an earlier one"
+                f"{self.test_from:.17g}; use an earlier --valid-after"
             )
 
     def _by_time(self, time: NDArray[np.float64]) -> NDArray[np.int8]:
@@ -82,11 +84,12 @@ class Splitter:
         return self._by_word(random_words(numbers, self.seed))
 
     def _by_word(self, words: NDArray[np.uint64]) -> NDArray[np.int8]:
-        """The least words are for testing and those above them for validation, so that the rows for testing are the
-        same with and without a valid split."""
+        # Test rows have the smallest words and valid rows the next ones. The test split is then the same with and
+        # without a valid split.
         test, valid = (int(share * 2**64) for share in (self.test_fraction, self.valid_fraction))
         splits = np.full(words.size, TRAIN, np.int8)
         for limit, place in ((test + valid, VALID), (test, TEST)):
+            # A limit of 2**64 does not fit into uint64.
             splits[words < np.uint64(min(limit, 2**64 - 1))] = place
         return splits
 
@@ -94,6 +97,6 @@ class Splitter:
         missing = np.flatnonzero(np.isnan(time))
         if missing.size:
             raise MesetaError(
-                f"source {str(block.source.path)!r}, row {block.first_row + int(missing[0]) + 1}: without a time it is "
-                "neither before nor after; fill it, remove the row, or split otherwise than by time"
+                f"source {str(block.source.path)!r}, row {block.first_row + int(missing[0]) + 1}: the row has no time, "
+                "so it cannot be split by time; add the time, remove the row, or use another split"
             )

@@ -1,4 +1,4 @@
-"""Encoded rows after the first pass: what is told of a split, and an Arrow stream of it, by windows of equal size."""
+"""Intermediate files of encoded rows between the two passes, and running totals of a split by window."""
 
 from __future__ import annotations
 
@@ -16,18 +16,21 @@ from meseta.data.row_queue import RowQueue
 
 
 def partial_label_counts(known: Mapping[str, int], num_rows: int) -> dict[str, int]:
-    """Return the samples that have each label, for a description; empty if all of them have all."""
+    """Return the number of samples per label for the description of a split, or nothing if all samples have all
+    labels."""
     return dict(known) if any(number < num_rows for number in known.values()) else {}
 
 
 class SplitTally:
-    """Takes record batches of any size, in order, and adds up windows of exactly 65,536 rows (the last may be shorter).
+    """Running totals of a split, computed over windows of exactly 65,536 rows. The last window may be shorter.
 
-    So everything computed per window depends on the rows alone, not on how the sources were cut into blocks.
+    Record batches of any size are added in order. All totals depend on the rows alone, not on the block size of the
+    sources.
     """
 
     def __init__(self, path: Path, dense: tuple[str, ...], labels: tuple[str, ...]) -> None:
-        """`path`: a name for files in a folder for such; rows short of a window go beside it."""
+        """Create empty totals. `path` is a file name in a scratch folder, which also stores the rows of an incomplete
+        window."""
         self._path = path
         self._labels = labels
         self._dense = dense
@@ -35,9 +38,8 @@ class SplitTally:
         self._state_files: list[Path] = []
         self.num_rows = 0
         self.positives = dict.fromkeys(labels, 0.0)
-        """Sum of each label."""
         self.label_counts = dict.fromkeys(labels, 0)
-        """Samples that have each label."""
+        """Number of samples that have each label."""
         self.moments = Moments(len(dense))
 
     @property
@@ -45,7 +47,7 @@ class SplitTally:
         return -(-self.num_rows // WINDOW_SAMPLES)
 
     def describe_split(self, files: Sequence[DataFile]) -> Split:
-        """The description of a split with these rows."""
+        """Return the description of a split with these rows and the given files."""
         return Split(
             num_rows=self.num_rows,
             num_positives=next(iter(self.positives.values())),
@@ -60,23 +62,24 @@ class SplitTally:
             self._take(WINDOW_SAMPLES)
 
     def close(self) -> None:
-        """Add up what is left."""
+        """Process the rows of the last, incomplete window."""
         if self._pending.num_rows:
             self._take(self._pending.num_rows)
 
     def get_state(self) -> dict[str, Any]:
-        """Plain data with which `set_state` of another one takes up this file; rows short of a window go beside it."""
+        """Return plain data from which `set_state` of another object resumes. Rows of an incomplete window are saved to
+        a file."""
         pending = None
         if self._pending.num_rows:
             path = self._path.with_name(f"{self._path.stem}-{self.num_rows + self._pending.num_rows}.arrow")
-            if path not in self._state_files:  # else no row has come since, as of a split that other files make
+            if path not in self._state_files:  # An unchanged split is not written again.
                 batches = self._pending.batches
                 with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, batches[0].schema) as writer:
                     for batch in batches:
                         writer.write_batch(batch)
                 self._state_files.append(path)
             pending = path.name
-        while len(self._state_files) > 2:  # the last state but one is no longer spoken of
+        while len(self._state_files) > 2:  # Only the last two states may still be needed.
             self._state_files.pop(0).unlink(missing_ok=True)
         return {
             "pending": pending,
@@ -87,7 +90,6 @@ class SplitTally:
         }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `get_state` gave."""
         self.num_rows, self.positives = state["num_rows"], dict(state["positives"])
         self.label_counts = dict(state["known"])
         self.moments.set_state(state["moments"])
@@ -108,28 +110,28 @@ class SplitTally:
         self.moments.add([window.column(name).to_numpy() for name in self._dense])
 
     def _process_window(self, window: pa.RecordBatch) -> None:
-        """What else is to be done with a window."""
+        """Process a complete window. Subclasses override it."""
 
 
 class Spool(SplitTally):
-    """Writes the windows to a file, too, from which they can be read again."""
+    """Totals of a split that also write its windows to a file, for the second pass."""
 
     def __init__(self, path: Path, dense: tuple[str, ...], labels: tuple[str, ...]) -> None:
         super().__init__(path, dense, labels)
         self._sink: pa.NativeFile | None = None
         self._writer: pa.ipc.RecordBatchStreamWriter | None = None
         self._spans: list[tuple[int, int]] = []
-        """Where each window begins and ends in the file."""
+        """Start and end of each window in the file."""
 
     def close(self) -> None:
-        """Write what is left."""
         super().close()
         if self._writer is not None and self._sink is not None:
             self._writer.close()
             self._sink.close()
 
     def windows(self, first: int, stop: int) -> Iterator[pa.RecordBatch]:
-        """Windows first..stop-1, read into fresh memory one by one: a mapped file would count as ours."""
+        """Yield windows first..stop-1, each in newly allocated memory."""
+        # Memory-mapped pages would count as memory of this process.
         with pa.OSFile(str(self._path), "rb") as file:
             schema = pa.ipc.read_schema(file)
             for start, end in self._spans[first:stop]:
@@ -137,11 +139,11 @@ class Spool(SplitTally):
                 yield pa.ipc.read_record_batch(pa.py_buffer(file.read(end - start)), schema)
 
     def get_state(self) -> dict[str, Any]:
-        """With where the windows lie."""
+        """Return the state with the positions of the windows in the file."""
         return {"spans": self._spans, **super().get_state()}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `get_state` gave; what was written to the file since is dropped."""
+        """Restore the result of `get_state`. The file is truncated to the windows in that state."""
         super().set_state(state)
         self._spans = [(start, end) for start, end in state["spans"]]
         if self._path.exists():
@@ -151,7 +153,8 @@ class Spool(SplitTally):
         if self._writer is None:
             self._sink = pa.OSFile(str(self._path), "ab" if self._spans else "wb")
             self._writer = pa.ipc.new_stream(self._sink, window.schema)
-            # The schema is written with the first batch; an empty one keeps it out of the windows.
+            # The first batch is preceded by the schema. Writing an empty batch keeps the schema out of the first
+            # window.
             self._writer.write_batch(window.slice(0, 0))
         assert self._sink is not None
         start = self._sink.tell()

@@ -1,4 +1,4 @@
-"""A folder that appears whole or not at all, and whose making goes on where it was cut off."""
+"""Folders that appear completely or not at all, and whose preparation resumes after an interruption."""
 
 from __future__ import annotations
 
@@ -21,25 +21,27 @@ from meseta.spec import MesetaError
 
 JOURNAL_FILE = "meseta-prepare-unfinished.json"
 COMMIT_INTERVAL_S = 20.0
-"""Seconds between two entries of the journal: what a kill costs, about."""
+"""Minimum interval in seconds between two commits to the journal. About this much work is lost if the process is
+killed."""
 
 
 class Staging:
-    """The unfinished form of a folder, with a journal of what in it can be relied on."""
+    """Temporary folder with a journal of the work that is complete."""
 
     def __init__(self, folder: Path, key: Mapping[str, Any]) -> None:
-        """`key`: all that the work depends on; a journal with another one is of other work."""
+        """Load the journal of `folder`. `key` is everything that the work depends on. A journal with another key is
+        ignored."""
         self.folder = folder
         self.scratch = folder / "spool"
-        """For files that the finished folder does not have."""
-        # What was written before a machine went down may not have reached the disk: such a leftover is not used.
+        """Folder for temporary files that are not part of the finished folder."""
+        # Files that were written before a crash of the machine may not have reached the disk, so they are not reused.
         self._key = to_json_types({**key, "boot": boot_id()})
         self.state: dict[str, Any] = self._load()
-        """What was committed last, by this process or the one that was cut off; empty: nothing."""
+        """State of the last commit of this process or of the interrupted one. Empty if nothing was committed."""
         self._committed_s = time.monotonic()
 
     def _load(self) -> dict[str, Any]:
-        content = read_if_exists(self.folder / JOURNAL_FILE)  # of which a failed read must not look like no work so far
+        content = read_if_exists(self.folder / JOURNAL_FILE)  # Raises if reading fails, so that no work is discarded.
         try:
             journal = parse_json(content or b"", finite=False)
             return dict(journal["state"]) if journal["key"] == self._key else {}
@@ -47,7 +49,11 @@ class Staging:
             return {}
 
     def commit(self, state: Mapping[str, Any]) -> None:
-        """From here on the work goes on from `state`, plain data; files that it speaks of are written already."""
+        """Record `state` (plain data) as the point at which an interrupted preparation resumes.
+
+        All files that the state refers to must be written already.
+        """
+        # Written by a rename, so that an interruption never leaves a partial journal.
         temporary = self.folder / f"{JOURNAL_FILE}.tmp"
         temporary.write_text(json.dumps({"key": self._key, "state": state}))
         move(temporary, self.folder / JOURNAL_FILE)
@@ -56,16 +62,16 @@ class Staging:
 
     @property
     def is_commit_due(self) -> bool:
-        """Whether what was done since the last commit is worth another one."""
+        """Whether the last commit is old enough for another one."""
         return time.monotonic() - self._committed_s >= COMMIT_INTERVAL_S
 
     @property
     def is_complete(self) -> bool:
-        """Whether all is written, and only the tidying up and the rename are left: the journal goes first."""
+        """Whether all files are written and only cleanup and rename remain. `finish` removes the journal first."""
         return not (self.folder / JOURNAL_FILE).exists() and load_record(self.folder) == self._key["record"]
 
     def begin(self) -> None:
-        """Remove what no journal of this work speaks of."""
+        """Start or resume the work. All files are removed if the journal has no state of this work."""
         if not self.state:
             for path in self.folder.iterdir():
                 _remove(path)
@@ -73,8 +79,9 @@ class Staging:
         self.scratch.mkdir(exist_ok=True)
 
     def finish(self) -> None:
-        """Leave nothing but the finished folder in it; can be cut off and called again."""
+        """Remove everything that is not part of the finished folder. Calling it again after an interruption is safe."""
         if (self.folder / JOURNAL_FILE).exists():
+            # `is_complete` relies on this order: first the record, then the removal of the journal.
             save_record(self._key["record"], self.folder)
             (self.folder / JOURNAL_FILE).unlink()
         shutil.rmtree(self.scratch, ignore_errors=True)
@@ -82,16 +89,18 @@ class Staging:
 
 @contextmanager
 def staged_folder(out: Path, record: Mapping[str, Any], *, force: bool, columns: str = "") -> Iterator[Staging]:
-    """Gives `out`.tmp to write into and renames it to `out` at the end; `record` ends up in it as prepare.json.
+    """Context manager that yields a staging folder `out`.tmp and renames it to `out` at the end.
 
-    `columns`: the schema that was inferred, which another version may infer otherwise.
+    `record` is stored in the folder as prepare.json. `columns` is the inferred schema, which other versions may infer
+    differently.
 
-    A MesetaError and a full disk remove it. After anything else (an interrupt, a kill, a read that fails) it stays if
-    something was committed, and the next call with equal `record`, `columns` and `force`, on a machine that was not
-    restarted since, is given it with that state. It may be complete already; then there is nothing to write.
+    After a MesetaError or a full disk the staging folder is removed. After any other failure, such as an interrupt, a
+    kill or a failed read, it remains if something was committed. The next call with equal `record`, `columns` and
+    `force` resumes it, unless the machine was restarted. The resumed folder may be complete, so that nothing is left to
+    write.
 
-    Raises MesetaError where `out` exists, unless `force` and it is a prepared dataset or empty, where `out`.tmp is not
-    a leftover of an earlier run, and where another process is at work on it.
+    Raises MesetaError if `out` exists (unless `force` is set and it is a prepared dataset or empty), if `out`.tmp is
+    not a leftover of an earlier run, or if another process is writing it.
     """
     _restore_replaced(out)
     _check_replaceable(out, force=force)
@@ -100,7 +109,7 @@ def staged_folder(out: Path, record: Mapping[str, Any], *, force: bool, columns:
         with _folder_lock(tmp):
             if any(tmp.iterdir()) and not ((tmp / DATASET_FILE).exists() or list(tmp.glob(f"{JOURNAL_FILE}*"))):
                 raise MesetaError(
-                    f"prepare: {str(tmp)!r} is in the way and was not made by prepare; move it or change --out"
+                    f"prepare: {str(tmp)!r} must not exist, because prepare did not make it; move it, or change --out"
                 )
             staging = Staging(tmp, {"record": record, "force": force, "columns": columns})
             with _discard_on_failure(staging):
@@ -111,8 +120,8 @@ def staged_folder(out: Path, record: Mapping[str, Any], *, force: bool, columns:
                 sync_all(tmp)
                 _replace(out, tmp)
     except OSError as error:
-        kept = "once that is mended, the same command goes on where it was"
-        way_on = kept if tmp.exists() else "make room there, or choose another --out"
+        kept = "after this is fixed, run the same command to resume"
+        way_on = kept if tmp.exists() else "free space there, or choose another --out"
         raise MesetaError(f"prepare: cannot write {str(tmp)!r}: {error.strerror or error}; {way_on}") from None
 
 
@@ -121,8 +130,9 @@ def _discard_on_failure(staging: Staging) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        is_told = isinstance(error, MesetaError) and not isinstance(error, StorageError)  # it would come again
-        useless = is_told or (isinstance(error, OSError) and is_disk_full(error))
+        # A MesetaError about the content would be raised again, but a failed read may succeed.
+        is_permanent = isinstance(error, MesetaError) and not isinstance(error, StorageError)
+        useless = is_permanent or (isinstance(error, OSError) and is_disk_full(error))
         if useless or not (staging.state or staging.is_complete):
             shutil.rmtree(staging.folder, ignore_errors=True)
         raise
@@ -130,18 +140,18 @@ def _discard_on_failure(staging: Staging) -> Iterator[None]:
 
 @contextmanager
 def _folder_lock(folder: Path) -> Iterator[None]:
-    """Make `folder` if need be and hold it against other processes; the lock ends with this one, however it ends."""
+    """Context manager that creates `folder` if necessary and locks it. The OS releases the lock if the process dies."""
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         try:
-            # Finished and renamed in between, it is another one.
+            # Another process may have finished and renamed the folder between the two calls.
             taken = not try_lock(descriptor) or not os.path.samestat(os.fstat(descriptor), folder.stat())
         except FileNotFoundError:
             taken = True
         if taken:
             raise MesetaError(
-                f"prepare: another process is at work on {str(folder)!r}; wait for it, or choose another --out"
+                f"prepare: another process is writing {str(folder)!r}; wait for it, or choose another --out"
             )
         yield
     finally:
@@ -152,7 +162,7 @@ def _check_replaceable(out: Path, *, force: bool) -> None:
     if not (out.exists() or out.is_symlink()):
         return
     if not force:
-        raise MesetaError(f"prepare: {str(out)!r} exists; choose another --out, or --force to replace it")
+        raise MesetaError(f"prepare: {str(out)!r} exists; choose another --out, or replace it with --force")
     if not out.is_dir() or (any(out.iterdir()) and not (out / DATASET_FILE).exists()):
         raise MesetaError(f"prepare: {str(out)!r} is not a prepared dataset, so --force does not replace it")
 
@@ -162,13 +172,15 @@ def _replace(out: Path, tmp: Path) -> None:
         move(tmp, out)
         return
     old = _replaced_path(out)
+    # A rename cannot replace a folder with files, so move the old one aside. `_restore_replaced` handles an
+    # interruption between the two renames.
     move(out, old)
     move(tmp, out)
     shutil.rmtree(old)
 
 
 def _restore_replaced(out: Path) -> None:
-    """Undo, or complete, a replacement that was cut off."""
+    """Revert or complete a replacement that was interrupted."""
     old = _replaced_path(out)
     if not ((old / DATASET_FILE).exists() or (old.is_dir() and not any(old.iterdir()))):
         return

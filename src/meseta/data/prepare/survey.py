@@ -1,7 +1,7 @@
-"""What must be known of all rows before the first is encoded: where splits begin in time, and quantiles.
+"""Survey of all rows before encoding: start times of splits, and quantiles.
 
-A pass over the columns that decide it, which go to the disk as plain numbers; what is found there is exact, and memory
-does not grow with the rows.
+One pass over the columns needed writes their numbers to disk. The results are exact, and the memory does not grow with
+the number of rows.
 """
 
 from __future__ import annotations
@@ -29,89 +29,84 @@ from meseta.spec import MesetaError
 _CHUNK_ROWS = 1 << 20
 
 _ParsedPart = tuple[RawRows, NDArray[np.int8]]
-"""Rows, and their splits as far as these are known."""
+"""Parsed rows, and the splits of these rows as far as they are known."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Survey:
-    """What was found; plain data."""
+    """Result of a survey as plain data."""
 
     test_from: float | None = None
-    """First second of the test split."""
+    """First second of the test split, since 1970-01-01 UTC. `None` if rows are not split by time."""
     valid_from: float | None = None
-    """First second of the valid split."""
+    """First second of the valid split, since 1970-01-01 UTC. `None` if rows are not split by time."""
     boundaries: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    """Of each column that is cut by its quantiles."""
+    """Bucket boundaries of each column that is divided by its quantiles."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data; `from_dict` reads it back."""
         return asdict(self)
 
     @staticmethod
     def from_dict(document: Mapping[str, Any]) -> Survey:
-        """The inverse of `to_dict`."""
         boundaries = {name: tuple(values) for name, values in document["boundaries"].items()}
         return Survey(**{**document, "boundaries": boundaries})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Surveyor:
-    """Finds what a layout and a splitter leave open."""
+    """Determines the start times of splits and the quantiles that a layout and a splitter leave open."""
 
     sources: Sequence[Source]
     layout: RawLayout
     splitter: Splitter
     scratch: Path
-    """Folder for 8 bytes per row and column."""
+    """Folder for temporary files with 8 bytes per row and column."""
     pool: ThreadPoolExecutor
     num_threads: int
     on_rows: ScanProgress
     skip_bad_rows: bool
-    """Whether rows that cannot be parsed are passed over; a column that is not read here can make them bad, too."""
+    """Whether rows that cannot be parsed are skipped. All columns are then parsed, because any of them can make a row
+    bad."""
 
     @property
     def _needs_split_times(self) -> bool:
-        """Whether a split is a share of the time whose first second is not known."""
         s = self.splitter
         shares = ((s.test_fraction, s.test_from), (s.valid_fraction, s.valid_from))
         return s.by == "time" and any(share > 0 and first is None for share, first in shares)
 
     @property
     def _quantile_counts(self) -> dict[str, int]:
-        """Column to its number of buckets."""
         cut = {c.buckets.column: c.buckets.num_quantiles for c in self.layout.sparse if c.buckets}
         return {column: number for column, number in cut.items() if number is not None}
 
     @property
     def is_unnecessary(self) -> bool:
-        """Whether there is nothing to find."""
         return not (self._quantile_counts or self._needs_split_times)
 
     def survey(self) -> Survey:
-        """Read the sources once, if anything is left open.
+        """Read the sources once, unless the survey is unnecessary, and return the results.
 
-        Raises MesetaError where times are too equal to be parted, and for a column without a value in training.
+        Raises MesetaError if times are too equal to be split, or if a column has no value in the training rows.
         """
-        wanted = self._quantile_counts
+        quantile_counts = self._quantile_counts
         if self.is_unnecessary:
             return Survey(test_from=self.splitter.test_from, valid_from=self.splitter.valid_from)
-        self._read(self._reduced_layout(list(wanted)))
+        self._read(self._reduced_layout(list(quantile_counts)))
         splitter = self._resolve_split_times() if self._needs_split_times else self.splitter
         ends = [first for first in (splitter.valid_from, splitter.test_from) if first is not None]
         train_until = min(ends) if self._needs_split_times and ends else None
         boundaries = {
             column: self._quantiles(column, place, number, train_until)
-            for place, (column, number) in enumerate(wanted.items())
+            for place, (column, number) in enumerate(quantile_counts.items())
         }
-        for path in [self._path("time"), *(self._path(place) for place in range(len(wanted)))]:
+        for path in [self._path("time"), *(self._path(place) for place in range(len(quantile_counts)))]:
             path.unlink(missing_ok=True)
         return Survey(test_from=splitter.test_from, valid_from=splitter.valid_from, boundaries=boundaries)
 
     def _reduced_layout(self, columns: Sequence[str]) -> RawLayout:
-        """The layout of the columns that this pass reads."""
         several = self.layout.labels if len(self.layout.labels) > 1 else ()
         return RawLayout(
-            labels=several,  # rows without any are left out
+            labels=several,  # To leave out rows that have none of them.
             label_rules=self.layout.label_rules if several else (),
             dense=(),
             sparse=(),
@@ -126,7 +121,7 @@ class Surveyor:
         return self.scratch / f"survey-{name}.f64"
 
     def _read(self, layout: RawLayout) -> None:
-        """Write the times, and the numbers of the training rows as far as these are known."""
+        """Write the times, and the numbers of rows that may be training rows, to temporary files."""
         total_bytes, done_bytes = sum(source.size_bytes for source in self.sources), dict.fromkeys(self.sources, 0)
         num_rows = 0
         with ExitStack() as stack:
@@ -135,9 +130,10 @@ class Surveyor:
             for block, parts in run_in_order(self.pool, self._jobs(layout), self.num_threads + 1):
                 for rows, split in parts:
                     for file, numbers in zip(files, rows.surveyed_values, strict=True):
+                        # Only training rows count, and NaN is ignored.
                         numbers[split != TRAIN] = np.nan
                         numbers.tofile(file)
-                    if rows.time is not None:  # those of files that go to one split as a whole do not count
+                    if rows.time is not None:  # Files with a fixed split do not count.
                         counts = split != NO_SPLIT if block.source.split == "both" else np.False_
                         time = np.where(counts, rows.time, np.nan)
                         time.tofile(times)
@@ -177,7 +173,7 @@ class Surveyor:
                 yield chunk
 
     def _resolve_split_times(self) -> Splitter:
-        """The splitter with the first seconds of both splits: test's last rows, and valid's just before them."""
+        """Return the splitter with the first seconds of both splits. The valid split precedes the test split."""
         splitter = self.splitter
         if splitter.test_from is None:
             splitter = replace(splitter, test_from=self._find_split_start("test", splitter.test_fraction, None))
@@ -188,7 +184,8 @@ class Surveyor:
         return splitter
 
     def _find_split_start(self, split: str, share: float, until: float | None) -> float | None:
-        """The first time of the last rows before `until`, which are at most this share of all rows; None for no row."""
+        """Return the first time of the last rows before `until` that are at most `share` of all rows, or `None` for no
+        row."""
 
         def times() -> Iterator[NDArray[np.float64]]:
             for chunk in self._read_chunks("time"):
@@ -199,22 +196,28 @@ class Surveyor:
             return None
         if num_wanted >= num_rows:
             raise MesetaError(
-                f"prepare: before the test split there are {num_rows} rows, of which the valid split would take "
-                f"{num_wanted}; give a smaller --valid-fraction"
+                f"prepare: the valid split would take {num_wanted} rows, but there are {num_rows} before the test "
+                "split; use a smaller --valid-fraction"
             )
+        # Rows with equal times stay together, so the split starts at the first time after that of the last training
+        # row.
         [last] = order_statistics(times, [num_rows - num_wanted - 1])
         later = [float(chunk[chunk > last].min()) for chunk in times() if (chunk > last).any()]
         if not later:
             where = "" if until is None else " before the test split"
             raise MesetaError(
-                f"prepare: the last {share:g} of the rows{where} all have the time {last:.17g}, as rows before them "
-                f"have; give a larger --{split}-fraction, --{split}-after, or split otherwise"
+                f"prepare: the last {share:g} of the rows{where} have the same time {last:.17g} as rows before them; "
+                f"use a larger --{split}-fraction or --{split}-after, or do not split by time"
             )
         return min(later)
 
     def _quantiles(self, column: str, place: int, number: int, train_until: float | None) -> tuple[float, ...]:
-        """Boundaries of `number` buckets: value floor(k * n / number) of the n sorted training values, each once.
-        `train_until`: the time from which on rows are not for training; None: the others have no value already."""
+        """Return the boundaries of `number` buckets: the distinct values at places floor(k * n / number) of n sorted
+        values.
+
+        Only training rows count. They are the rows before the time `train_until`. `None` means that other rows are NaN
+        already.
+        """
 
         def training() -> Iterator[NDArray[np.float64]]:
             if train_until is None:
@@ -225,5 +228,5 @@ class Surveyor:
 
         count = count_numbers(training)
         if not count:
-            raise MesetaError(f"prepare: column {column!r} has no value in the training rows; leave it out of buckets")
+            raise MesetaError(f"prepare: column {column!r} has no value in the training rows; remove its buckets")
         return tuple(sorted(set(order_statistics(training, [k * count // number for k in range(1, number)]))))

@@ -1,4 +1,4 @@
-"""The two passes of `meseta prepare`, blocks to spooled numbers to Parquet; both go on where they were killed."""
+"""Two-pass preparation: blocks are encoded and spooled, then written as Parquet. Both passes resume when killed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from meseta.data.prepare.write import RowFinalizer, SplitWriter
 
 
 class TwoPassPreparation:
-    """One call of `prepare`: the state between its two passes."""
+    """State of one call of `prepare` across its two passes."""
 
     def __init__(
         self,
@@ -48,7 +48,6 @@ class TwoPassPreparation:
         return self.first_pass.describe(tables, splits, write_touched(self.staging.folder, touched))
 
     def _write(self, pool: ThreadPoolExecutor, tables: FeatureTables) -> dict[str, Split]:
-        """Pass 2: one worker per part file."""
         total_rows = sum(spool.num_rows for spool in self.spools.values())
         done = self.staging.state.get("write", {})
         files = {name: [DataFile(**file) for file in done.get(name, ())] for name in self.spools}
@@ -65,7 +64,7 @@ class TwoPassPreparation:
         moments = self.spools["train"].moments
         finisher = RowFinalizer(self.layout, moments.mean, moments.std, tables.vocabularies)
         splits = {}
-        # The training split is written first: the counters of the test split compare with its statistics.
+        # Write the training split first, because the counters of the test split compare with its statistics.
         counters: dict[str, Mapping[str, WindowCounter]] = {"train": tables.statistics, "test": tables.test_lookups}
         for name, spool in self.spools.items():
             splits[name] = SplitWriter(
@@ -81,7 +80,7 @@ class TwoPassPreparation:
         return splits
 
     def _commit_writing(self, files: Mapping[str, Sequence[DataFile]]) -> None:
-        """The parts that are written, now and then; what was counted on the way is counted again."""
+        # Counts of ids are not committed. A resumed process counts the ids of the finished files again.
         if self.staging.is_commit_due:
             done = {name: [file.model_dump() for file in parts] for name, parts in files.items()}
             self.staging.commit({**self.staging.state, "write": done})

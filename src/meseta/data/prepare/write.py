@@ -1,4 +1,4 @@
-"""The second pass: spooled rows to standardised Parquet parts, with statistics."""
+"""Second pass of `meseta prepare`: spooled rows are standardized, counted and written as Parquet."""
 
 from __future__ import annotations
 
@@ -21,24 +21,25 @@ from meseta.data.prepare.encode import to_list_array
 from meseta.data.prepare.spool import Spool
 
 NUM_PART_WINDOWS = 8
-"""Windows of 65,536 rows in a part file: 524,288 rows."""
+"""Maximum number of windows (of 65,536 rows) in a part file."""
 ROW_GROUP_ROWS = 32_768
-"""Rows of a Parquet row group, the unit that the reader shuffles."""
+"""Number of rows of a Parquet row group, the unit that readers shuffle."""
 
 
 @dataclass(frozen=True)
 class RowFinalizer:
-    """Turns encoded rows into those of the dataset, each by itself."""
+    """Converts encoded rows to rows of the dataset. Each row is converted independently."""
 
     layout: RawLayout
     mean: NDArray[np.float64]
-    """Of the dense columns of the training split, in the layout's order."""
+    """Mean of each dense column over the training split, in the order of the layout."""
     std: NDArray[np.float64]
+    """Standard deviation of each dense column over the training split, in the order of the layout."""
     vocabularies: Mapping[str, Vocabulary]
-    """Empty where ids are hashed."""
+    """Vocabularies by feature. Hashed and bucketized features have none."""
 
     def finalize(self, rows: pa.RecordBatch) -> pa.RecordBatch:
-        """Standardise the dense columns and look up vocabularies."""
+        """Standardize dense columns and replace hashes of vocabulary values by rows."""
         columns: dict[str, pa.Array] = {name: rows.column(name) for name in self.layout.sample_columns}
         for name, mean, std in zip(self.layout.dense, self.mean, self.std, strict=True):
             values = rows.column(name).to_numpy().astype(np.float64)
@@ -59,26 +60,25 @@ class RowFinalizer:
 
 @dataclass(frozen=True, kw_only=True)
 class SplitWriter:
-    """Writes the parts of one split; parts are independent, so threads may write them at the same time."""
+    """Writer of the part files of one split. Several threads write different files at the same time."""
 
     layout: RawLayout
     spool: Spool
     finalizer: RowFinalizer
     counters: Mapping[str, WindowCounter]
-    """Where to count the ids of features; empty if nothing of the split is counted."""
+    """Counters of the ids of features. Empty if nothing is counted in this split."""
     out: Path
-    """Folder of the dataset."""
     name: str
-    """Name of the split, and of its folder."""
     on_rows: Callable[[int], None]
-    """Called with the rows of each window written."""
+    """Called with the number of rows of each window after it is written."""
     files: list[DataFile]
-    """The parts that are written; grows."""
+    """Finished part files. `write` appends to this list."""
 
     def write(self, pool: ThreadPoolExecutor, on_part: Callable[[], None]) -> Split:
-        """Write the parts that are left, and call `on_part` after each, in their order."""
+        """Write the remaining part files in order, and call `on_part` after each."""
         (self.out / self.name).mkdir(exist_ok=True)
         if self.counters:
+            # Consume the iterator, so that errors are raised here.
             list(pool.map(self._count_part, self.files))
         starts = range(0, self.spool.num_windows, NUM_PART_WINDOWS)
         for file in pool.map(self._write_part, starts[len(self.files) :]):
@@ -87,7 +87,7 @@ class SplitWriter:
         return self.spool.describe_split(self.files)
 
     def _count_part(self, file: DataFile) -> None:
-        """Count a part that an earlier process has written."""
+        """Count the ids of a part file that an earlier process has written."""
         table = pq.read_table(self.out / file.path, columns=[column.name for column in self.layout.sparse])
         for first in range(0, table.num_rows, WINDOW_SAMPLES):
             count_window(self.counters, table.slice(first, WINDOW_SAMPLES).to_batches())
@@ -111,7 +111,7 @@ class SplitWriter:
 
 
 def count_window(counters: Mapping[str, WindowCounter], batches: Sequence[pa.RecordBatch]) -> None:
-    """Add the finished rows of one window, of at most 65,536, to the counters of some features."""
+    """Add the finished rows of one window (at most 65,536) to the counters of features."""
     num_rows = sum(batch.num_rows for batch in batches)
     assert num_rows <= WINDOW_SAMPLES
     for name, counter in counters.items():
@@ -120,12 +120,12 @@ def count_window(counters: Mapping[str, WindowCounter], batches: Sequence[pa.Rec
 
 
 def open_part_writer(path: Path, schema: pa.Schema) -> pq.ParquetWriter:
-    """For one file of a dataset."""
+    """Open a writer for a part file with page checksums and LZ4 compression."""
     return pq.ParquetWriter(path, schema, compression="lz4", write_page_checksum=True)
 
 
 def flatten_lists(array: pa.Array) -> tuple[NDArray[Any], NDArray[np.int64] | None]:
-    """Values, one row after the other, and how many each row has; None: one each."""
+    """Return (values of all rows, number of values per row). The second is `None` if each row has one value."""
     if not pa.types.is_list(array.type):
         return array.to_numpy(), None
     return array.flatten().to_numpy(), np.diff(array.offsets.to_numpy()).astype(np.int64)

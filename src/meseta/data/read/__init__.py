@@ -1,1 +1,1 @@
-"""From a prepared dataset to batches: the order of its rows, decoding, cutting."""
+"""Readers of prepared datasets: row order, decoding, and slicing into batches."""

@@ -1,5 +1,4 @@
-"""What training, evaluation and prediction ask of a reader, whoever decodes: batches by position, the same for any
-number of ranks."""
+"""Base class of readers: batches by position, identical for any number of ranks and wherever rows are decoded."""
 
 from __future__ import annotations
 
@@ -28,25 +27,24 @@ READER_FORMAT = "meseta.reader/1"
 
 @runtime_checkable
 class EpochRowSource(Protocol):
-    """Rows of one epoch by their place in its order."""
+    """Rows of one epoch in the order of the epoch."""
 
     def take(self, first: int, last: int) -> Rows:
-        """Rows first..last-1 of the epoch; calls come in ascending order."""
+        """Return rows first..last-1 of the epoch. Calls must be in ascending order."""
         ...
 
     def take_next_epoch(self) -> EpochRowSource | None:
-        """The rows of the epoch that follows, where reading ahead has come to them; they are no more closed with
-        these."""
+        """Return the rows of the next epoch if reading ahead has reached them, else `None`. The caller must close
+        them."""
         ...
 
     def close(self) -> None:
-        """End what reads ahead."""
+        """Stop reading ahead."""
         ...
 
 
 class WaitTracker:
-    """What a thread that reads ahead waits by, so that who closes it need not wait as well; and what it has waited
-    for."""
+    """Cancellable waits of the thread that reads ahead, and statistics of these waits and of those of the consumer."""
 
     def __init__(self) -> None:
         self._cancelled = threading.Event()
@@ -56,28 +54,31 @@ class WaitTracker:
         self._wait_s = 0.0
 
     def cancel(self) -> None:
-        """Nobody waits any more."""
+        """Cancel the current wait and all later ones. May be called from any thread."""
         self._cancelled.set()
 
     def sleep(self, seconds: float) -> None:
-        """Wait so long. Raises WaitCancelled where that is ended meanwhile."""
+        """Sleep. Raises WaitCancelled if `cancel` is called before or during the sleep."""
         if self._cancelled.wait(seconds):
             raise WaitCancelled
 
     def record(self, reader: str, wait: RowWait) -> None:
-        """Rows of a reader were waited for."""
+        """Add a wait for rows of a reader to the statistics of the next batch."""
         self._pending[reader] = self._pending.get(reader, RowWait()) + wait
 
     def begin_wait(self) -> None:
-        """Whoever takes the batches waits from now on."""
+        """Record that the consumer starts to wait for a batch."""
         self._wait_start_s = time.monotonic()
 
     def end_wait(self, making_s: float) -> float:
-        """It has a batch, for which rows were waited for so long; returns the share of that for which it has stood
-        still as well."""
+        """Record that the consumer has a batch that took `making_s` seconds of waiting for rows to make.
+
+        Returns the share of `making_s` for which the consumer waited too.
+        """
         now_s = time.monotonic()
         waited_s = 0.0 if self._wait_start_s is None else now_s - self._wait_start_s
         self._wait_start_s = None
+        # Reading ahead hides the rest of the time.
         share = min(waited_s / making_s, 1.0) if making_s else 0.0
         if self._first_batch_s is None:
             self._first_batch_s = now_s
@@ -86,8 +87,8 @@ class WaitTracker:
         return share
 
     def wait_totals(self) -> tuple[float, float]:
-        """For how long whoever takes the batches has stood still for rows since it had the first one, and how long ago
-        that was. Of any thread."""
+        """Return (seconds the consumer waited for rows, seconds elapsed) since its first batch. May be called from any
+        thread."""
         since_s, first_s, now_s = self._wait_start_s, self._first_batch_s, time.monotonic()
         if first_s is None:
             return 0.0, 0.0
@@ -95,25 +96,28 @@ class WaitTracker:
         return min(self._wait_s + still_s, now_s - first_s), now_s - first_s
 
     def pop_waits(self) -> dict[str, RowWait]:
-        """What was counted since the last call, by reader."""
+        """Return and reset the waits of each reader since the last call."""
         waits, self._pending = self._pending, {}
         return waits
 
 
 class WaitCancelled(Exception):
-    """Nobody wants what was waited for."""
+    """A wait was cancelled because its result is not needed any more."""
 
 
 class TimedBatch(NamedTuple):
-    """A batch, and what was waited for to make it."""
+    """Batch with the waits for rows that making it took."""
 
     batch: Batch
     waits: dict[str, RowWait]
-    """By reader; nothing where this process decodes."""
+    """Waits by reader. Empty if this process decodes the rows."""
 
 
 class BatchIterator(Iterator[Batch]):
-    """Batches in the order of a reader, which moves on with each; reading ahead ends when this is closed or dropped."""
+    """Iterator over the batches of a reader. Each batch advances the position of the reader.
+
+    Reading ahead stops when the iterator is closed or deleted.
+    """
 
     def __init__(
         self,
@@ -121,39 +125,40 @@ class BatchIterator(Iterator[Batch]):
         move_on: Callable[[TimedBatch, WaitTracker], Batch],
         waits: WaitTracker,
     ) -> None:
-        """`move_on` is given each batch when it has come; `waits` is what the thread that reads ahead waits by."""
+        """Create the iterator. `move_on` is called with each batch that is taken, and `waits` is used by the read-ahead
+        thread."""
         self._prefetch, self._on_batch, self._waits = ahead, move_on, waits
 
     def __next__(self) -> Batch:
         self._waits.begin_wait()
-        return self._on_batch(next(self._prefetch), self._waits)  # no name here holds a batch until the next one
+        return self._on_batch(next(self._prefetch), self._waits)  # No variable here keeps the batch alive.
 
     def close(self) -> None:
-        """End the thread that reads ahead; no batch comes any more."""
+        """Stop the read-ahead thread. The iterator has no further batches."""
         self._waits.cancel()
         self._prefetch.close()
 
     def __del__(self) -> None:
-        self._waits.cancel()  # the thread ends with its Prefetch
+        self._waits.cancel()  # The thread ends when its PrefetchIterator is deleted.
 
 
 def check_rank(rank: int, num_ranks: int) -> None:
-    """Raise MesetaError for a rank that there is not."""
+    """Raise MesetaError if `rank` is not in 0..num_ranks-1."""
     if not 0 <= rank < num_ranks:
         raise MesetaError(f"reader: rank must be in 0..{num_ranks - 1}, got {rank}")
 
 
 class BatchReader(ABC):
-    """Batches of one split for one rank, from a position on.
+    """Reader of the batches of one split for one rank, starting at any position.
 
-        for batch in reader.epochs(3):      # or `for batch in reader.epoch():` for what is left of one
+        for batch in reader.epochs(3):      # or `for batch in reader.epoch():` for the rest of one epoch
             ...
             state = reader.get_state()      # JSON-able; on a new reader: reader.set_state(state)
 
-    Global batch k of an epoch is a function of the files, the options but for prefetch, epoch and k alone. Rank r gets
-    its r-th contiguous slice, and the first batch_size % num_ranks ranks one sample more; a slice may be empty, so that
-    all ranks see the same number of batches. Every row comes exactly once per epoch, save those that the filter,
-    negative_keep and last_batch leave out.
+    Global batch k of an epoch depends only on the files, the options without prefetch_batches, the epoch and k. Rank r
+    gets its r-th contiguous slice, and the first batch_size % num_ranks ranks get one more sample. A slice may be
+    empty, so that all ranks have the same number of batches. An epoch contains every row exactly once, except rows that
+    filter, negative_keep or last_batch exclude.
     """
 
     def __init__(
@@ -169,18 +174,15 @@ class BatchReader(ABC):
     ) -> None:
         self.dataset = dataset
         self.split = split
-        """Name of the split."""
         self.options = options
         self.num_rows = num_rows
-        """Rows of an epoch."""
         self.excluded_rows = excluded_rows
-        """Rows of the split that the options leave out of every epoch."""
+        """Number of rows of the split that the options exclude from every epoch."""
         self.position = Position(0, 0)
-        """After the last batch handed over."""
+        """Position after the last returned batch."""
         self.row_waits = RowWaits()
-        """For how long whoever takes the batches has stood still for rows of other processes: of the time that each
-        batch was waited for, what making it waited for, so that reading ahead that hides a wait leaves none; nothing
-        where this process decodes."""
+        """Time for which the consumer of the batches waited for rows of other processes. A wait that reading ahead
+        hides does not count. Empty if this process decodes the rows."""
         self._slicer = BatchSlicer(
             num_rows=num_rows,
             batch_size=options.batch_size,
@@ -191,45 +193,47 @@ class BatchReader(ABC):
 
     @abstractmethod
     def _rows(self, epoch: int, row: int, waits: WaitTracker, num_epochs: int) -> EpochRowSource:
-        """The rows of an epoch, of which this rank's slices of the batches from `row` on will be taken; `num_epochs`
-        bounds reading ahead."""
+        """Return the rows of an epoch for this rank's slices of all batches from `row` on. Only `num_epochs` epochs are
+        read ahead."""
 
     @property
     def num_batches(self) -> int:
-        """Global batches of a whole epoch, the same on every rank."""
+        """Number of global batches in a whole epoch. It is the same on all ranks."""
         return self._slicer.num_batches_from(0)
 
     @property
     def num_remaining_batches(self) -> int:
-        """Global batches from the present position to the end of its epoch."""
+        """Number of global batches from the current position to the end of its epoch."""
         return self._slicer.num_batches_from(self.position.row)
 
     @property
     def epoch_index(self) -> int:
-        """Number of the epoch that the next batch belongs to, from 0."""
+        """Number of the epoch of the next batch, from 0."""
         return self.position.epoch
 
     def num_batches_until(self, position: Position) -> int:
-        """Global batches from the beginning of the first epoch up to a position."""
+        """Return the number of global batches from the start of the first epoch to a position."""
         return (position.epoch + 1) * self.num_batches - self._slicer.num_batches_from(position.row)
 
     def epoch(self) -> BatchIterator:
-        """The batches from the present position to the end of its epoch."""
+        """Return the batches from the current position to the end of its epoch."""
         return self.epochs(self.position.epoch + 1)
 
     def epochs(self, num_epochs: int) -> BatchIterator:
-        """The batches from the present position until `num_epochs` epochs, counted from the first, are complete.
+        """Return the batches from the current position to the end of epoch `num_epochs`, counted from the first epoch.
 
-        Reading begins at once. The position moves on when a batch is handed over, so what prefetch holds does not count
-        as consumed; leave the loop early and the next call goes on with the following batch.
+        Reading starts immediately. The position advances when a batch is returned, so prefetched batches do not count
+        as consumed. If the loop ends early, the next call continues with the next batch.
         """
         waits = WaitTracker()
         batches = self._produce(*self.position, num_epochs, waits)
         return BatchIterator(PrefetchIterator(batches, self.options.prefetch_batches), self._advance, waits)
 
     def get_state(self, position: Position | None = None) -> dict[str, Any]:
-        """A position, or the one after the last batch handed over, as plain data for JSON; the same on every rank and
-        for every reader of the same rows."""
+        """Return a position as plain data for JSON, by default the one after the last returned batch.
+
+        The state is the same on all ranks and for every reader of the same rows.
+        """
         epoch, row = position or self.position
         chosen = {"filter": self.options.filter, "negative_keep": self.options.negative_keep}
         return {
@@ -245,23 +249,24 @@ class BatchReader(ABC):
         }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Go on where `get_state` was called, to the row; batch_size and num_ranks may differ, the order may not.
+        """Continue at the row of a state from `get_state`. batch_size and num_ranks may differ, but the row order may
+        not.
 
-        Raises MesetaError where the state is of another split, seed, shuffle, window_rows or choice of rows.
+        Raises MesetaError if the split, seed, shuffle, window_rows or the selection of rows differ.
         """
-        mine, all_rows = self.get_state(), {"filter": None, "negative_keep": 1.0}
-        for key, value in {**all_rows, **mine}.items():
+        own_state, all_rows = self.get_state(), {"filter": None, "negative_keep": 1.0}
+        for key, value in {**all_rows, **own_state}.items():
             if key not in state and key not in all_rows:
-                raise MesetaError(f"reader state: key {key!r} is missing; pass what get_state returned")
+                raise MesetaError(f"reader state: key {key!r} is missing; use the result of get_state")
             saved = state.get(key, all_rows.get(key))
             if key not in ("epoch", "row") and saved != value:
                 raise MesetaError(
-                    f"reader state: it was saved with {key} {saved!r}, but this reader has {value!r}, so its rows "
-                    "come in another order; use the same data and options, or begin anew"
+                    f"reader state: it was saved with {key} {saved!r}, but this reader has {value!r}, so the order of "
+                    "the rows differs; use the same data and options, or start again"
                 )
         epoch, row = state["epoch"], state["row"]
         if not (isinstance(epoch, int) and isinstance(row, int) and epoch >= 0 and 0 <= row <= self.num_rows):
-            raise MesetaError(f"reader state: epoch {epoch!r}, row {row!r} is no position among {self.num_rows} rows")
+            raise MesetaError(f"reader state: epoch {epoch!r}, row {row!r} is not a position in {self.num_rows} rows")
         self.position = Position(epoch, row)
 
     def _advance(self, made: TimedBatch, waits: WaitTracker) -> Batch:
@@ -276,6 +281,7 @@ class BatchReader(ABC):
         while epoch < num_epochs:
             with closing(following or self._rows(epoch, row, waits, num_epochs)) as rows:
                 for left in range(self._slicer.num_batches_from(row), 0, -1):
+                    # The position after the last batch of an epoch is the start of the next epoch.
                     after = (epoch, row + self.options.batch_size) if left > 1 else (epoch + 1, 0)
                     yield TimedBatch(replace(self._make_batch(rows, row), position=Position(*after)), waits.pop_waits())
                     row += self.options.batch_size
@@ -283,7 +289,6 @@ class BatchReader(ABC):
             epoch, row = epoch + 1, 0
 
     def _make_batch(self, rows: EpochRowSource, row: int) -> Batch:
-        """This rank's part of the global batch that begins at `row`."""
         first, last, num_padding = self._slicer.slice_at(row)
         batch = to_batch(self.dataset, rows.take(first, last))
         is_short = self.options.last_batch == "pad" and row + self.options.batch_size > self.num_rows

@@ -1,4 +1,4 @@
-"""The part files of a split, decoded row group by row group."""
+"""Decoding of the Parquet files of a split, by row group."""
 
 from __future__ import annotations
 
@@ -25,21 +25,20 @@ from meseta.spec import MesetaError
 @dataclass(frozen=True)
 class _RowGroup:
     number: int
-    """In the split."""
+    """Number of the row group in the split."""
     file: int
     """Number of the file in the split."""
     index: int
-    """Number of the group in the file."""
+    """Number of the row group in the file."""
     first_row: int
-    """Rows of the file before it."""
+    """Number of rows before the group in the file."""
     first_split_row: int
-    """Rows of the split before it."""
+    """Number of rows before the group in the split."""
     num_rows: int
-    """Rows of it that are read."""
 
 
 class SplitFiles:
-    """The row groups of a split that have rows to read."""
+    """Row groups with selected rows in the Parquet files of a split."""
 
     def __init__(
         self,
@@ -49,11 +48,18 @@ class SplitFiles:
         group_row_counts: Mapping[int, int] | None = None,
         check_cancelled: CancellationCheck = never_cancelled,
     ) -> None:
-        """Opens every file's footer, and reads the columns that the selection looks at, to count rows; unless others
-        have `group_row_counts` them: the rows that are read of each row group that has any, by its number in the split.
-        `check_cancelled` is called before each row group is counted, and may raise to end that.
+        """Open the footers of all files and, if the selection depends on columns, count the selected rows.
 
-        Raises MesetaError for a file that is missing, damaged or not what dataset.json says.
+        Args:
+            dataset: The dataset.
+            split: Name of the split.
+            selection: Rule that selects rows.
+            group_row_counts: Number of selected rows by number of the row group, if they were counted before. Groups
+                without selected rows are left out.
+            check_cancelled: Called before the rows of each row group are counted. It may raise to stop.
+
+        Raises:
+            MesetaError: A file is missing, damaged or differs from dataset.json.
         """
         files = dataset.split(split).files
         self._dataset = dataset
@@ -63,7 +69,6 @@ class SplitFiles:
             _read_footer(path, file.num_rows, dataset) for path, file in zip(self._paths, files, strict=True)
         ]
         self.excluded_rows = ExcludedRows()
-        """Rows of the split that the selection leaves out."""
         self._groups = list(_row_groups(self._metadata))
         if group_row_counts is not None:
             self._groups = [
@@ -74,19 +79,16 @@ class SplitFiles:
 
     @property
     def group_row_counts(self) -> dict[int, int]:
-        """Rows that are read of each row group that has any, by its number in the split."""
         return {group.number: group.num_rows for group in self._groups}
 
     @property
     def int64_features(self) -> list[str]:
-        """Sparse features whose ids are int64 in some file, and not int32 as otherwise."""
         schemas = [metadata.schema.to_arrow_schema() for metadata in self._metadata]
         kinds = {f.name: [schema.field(f.name).type for schema in schemas] for f in self._dataset.sparse}
-        return [name for name, found in kinds.items() if any(getattr(k, "value_type", k) == pa.int64() for k in found)]
+        return [name for name, types in kinds.items() if any(getattr(k, "value_type", k) == pa.int64() for k in types)]
 
     @property
     def group_rows(self) -> list[int]:
-        """Rows that are read of each row group."""
         return [group.num_rows for group in self._groups]
 
     def read(
@@ -97,9 +99,6 @@ class SplitFiles:
         times: WindowTimer | None = None,
         check_cancelled: CancellationCheck = never_cancelled,
     ) -> Rows:
-        """Decode row groups, by their place in `group_rows`; `by_row`: whether rows will be taken one by one. What that
-        takes is added to `times`. `check_cancelled` is called before each row group. Raises MesetaError for a damaged
-        file, and what `check_cancelled` raises."""
         if times is None:
             return self._read(groups, by_row, None, check_cancelled)
         with times.time_decoding():
@@ -129,7 +128,7 @@ class SplitFiles:
             return file.read_row_group(group.index, columns=columns)
 
     def _select(self, groups: list[_RowGroup], check: CancellationCheck) -> list[_RowGroup]:
-        """Row groups with the numbers of their rows that are read, those without any left out; on all cores."""
+        """Count the selected rows of row groups on all cores, and return the groups that have any."""
 
         def count_of(group: _RowGroup) -> tuple[int, ExcludedRows]:
             check()
@@ -147,7 +146,6 @@ class SplitFiles:
 
 
 def _read_footer(path: Path, num_rows: int, dataset: Dataset) -> pq.FileMetaData:
-    """The metadata of one file, checked against dataset.json."""
     with open_part_or_raise(path) as file:
         metadata, schema = file.metadata, file.schema_arrow
     if metadata.num_rows != num_rows:

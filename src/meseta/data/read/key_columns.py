@@ -1,4 +1,4 @@
-"""Columns of a split as they lie in its files, in the order of the rows: what says whose a prediction is."""
+"""Raw columns of a split in the order of its rows, to identify predictions."""
 
 from __future__ import annotations
 
@@ -13,20 +13,23 @@ from meseta.errors import UnknownColumnError
 from meseta.spec import MesetaError
 
 MAX_BATCH_ROWS = 8192
-"""Rows decoded at a time."""
+"""Number of rows that are decoded at a time."""
 
 
 class KeyColumns:
-    """Some columns of a split, read a few rows at a time.
+    """Selected columns of a split, read a few rows at a time.
 
     keys = KeyColumns(dataset, "test", ["user"])
-    keys.schema                # of what `take` returns
+    keys.schema                # of the tables that `take` returns
     keys.take(8192)            # the next rows; fewer at the end
     """
 
     def __init__(self, dataset: Dataset, split: str, names: Sequence[str]) -> None:
-        """Opens the footer of every file. Raises MesetaError for a column that a file lacks, or that has types without
-        a common one, for a damaged file, and for a recipe."""
+        """Open the footers of all files.
+
+        Raises MesetaError if a file lacks a column or is damaged, the types of a column have no common type, or the
+        dataset is a recipe.
+        """
         if names:
             dataset.check_has_files("a prediction with keys")
         self._paths = [dataset.resolve_file(file.path) for file in dataset.split(split).files]
@@ -39,26 +42,27 @@ class KeyColumns:
                     error = UnknownColumnError(f"keys: {str(path)!r}", name, schema.names)
                     raise error.with_suffix(", or keep it when preparing the data")
                 if schema.names.count(name) > 1:
-                    raise MesetaError(f"keys: {str(path)!r} has column {name!r} twice; prepare the data again")
+                    raise MesetaError(f"keys: {str(path)!r} has two columns {name!r}; prepare the data again")
             schemas.append(pa.schema([schema.field(name) for name in names]))
-        try:  # ids of one file may be wider than those of another
+        try:  # Files may have ids of different widths.
             self.schema = pa.unify_schemas(schemas, promote_options="permissive") if schemas else pa.schema([])
         except pa.ArrowException as error:
-            raise MesetaError(f"keys: {error}; leave that column out, or prepare the data again") from None
+            raise MesetaError(f"keys: {error}; remove this column from the keys, or prepare the data again") from None
         self.schema = self.schema.remove_metadata()
         self._batches = self._read()
         self._remainder: list[pa.RecordBatch] = []
 
     def take(self, num_rows: int) -> pa.Table:
-        """The next rows, with `schema`."""
+        """Return the next `num_rows` rows, or fewer at the end, with `schema`."""
         if not self._names:
             return pa.table({})
-        parts, wanted = [], num_rows
-        while wanted > 0 and (batch := self._next()) is not None:
-            parts.append(batch.slice(0, wanted))
-            if batch.num_rows > wanted:
-                self._remainder.append(batch.slice(wanted))
-            wanted -= parts[-1].num_rows
+        parts, remaining = [], num_rows
+        while remaining > 0 and (batch := self._next()) is not None:
+            parts.append(batch.slice(0, remaining))
+            if batch.num_rows > remaining:
+                # The rest of the batch is returned by the next call.
+                self._remainder.append(batch.slice(remaining))
+            remaining -= parts[-1].num_rows
         return pa.Table.from_batches(parts, self.schema)
 
     def _next(self) -> pa.RecordBatch | None:

@@ -1,4 +1,4 @@
-"""Raw rows as a stream of batches, the same stream for any number of ranks: nothing of them goes to the disk."""
+"""Batches of new raw rows, encoded on the fly without temporary files."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from meseta.data.row_queue import RowQueue
 
 
 class NewBatches:
-    """Batches of `rows` for one rank, in the order of the files; as those of a Reader of their prepared form.
+    """Batches of new rows for one rank, in the order of the files. They equal those of a Reader of the prepared rows.
 
-    Each rank encodes all rows and takes its slice of each global batch. Rows come once.
+    Each rank encodes all rows and takes its slice of each global batch. The rows can be read once.
     """
 
     def __init__(
@@ -34,7 +34,8 @@ class NewBatches:
         rank: int = 0,
         num_ranks: int = 1,
     ) -> None:
-        """`dataset`: the description of the rows, with the labels that are wanted; `batch_size`: over all ranks."""
+        """Create the batches. `dataset` is the description of the rows with the labels to return. `batch_size` is over
+        all ranks."""
         self.dataset = dataset
         self.rows = rows
         self._batch_size = batch_size
@@ -43,16 +44,17 @@ class NewBatches:
         self._keys: deque[pa.Table] = deque()
 
     def epoch(self) -> PrefetchIterator[Batch]:
-        """This rank's slice of each global batch. Raises what `NewRows.read` raises."""
+        """Return this rank's slice of each global batch. Iteration raises the errors of `NewRows.read`."""
         return PrefetchIterator(self._batches(), self._prefetch_batches)
 
     @property
     def schema(self) -> pa.Schema:
-        """Of what `take` returns."""
+        """Schema of the tables that `take` returns."""
         return self.rows.key_schema
 
     def take(self, num_rows: int) -> pa.Table:
-        """The key columns of the next global batch, which has `num_rows` rows and has been handed over."""
+        """Return the key columns of the next global batch. It must have been returned already and have `num_rows`
+        rows."""
         if not self.schema.names:
             return pa.table({})
         keys = self._keys.popleft()
@@ -67,7 +69,6 @@ class NewBatches:
             yield to_batch(self.dataset, decode_rows(self.dataset, [table]).take(slice(start, stop)))
 
     def _global_batches(self) -> Iterator[tuple[pa.Table, pa.Table | None]]:
-        """Encoded rows cut anew, and their keys likewise."""
         waiting, keys = RowQueue(), RowQueue()
 
         def front(num_rows: int) -> tuple[pa.Table, pa.Table | None]:

@@ -1,4 +1,4 @@
-"""How a split is read."""
+"""Options of readers."""
 
 from __future__ import annotations
 
@@ -10,33 +10,36 @@ from meseta.spec import MesetaError
 
 LastBatch = Literal["keep", "drop", "pad"]
 CancellationCheck = Callable[[], None]
-"""Called between pieces of work. It raises if nobody waits for the result any more."""
+"""Called between units of work. Raises if the result is not needed any more."""
 
 
 def never_cancelled() -> None:
-    """Let work go on to its end."""
+    """Never cancel."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReaderOptions:
-    """How a split is read; the same on all ranks."""
+    """Options for reading a split. They must be the same on all ranks."""
 
     batch_size: int
-    """Samples of a global batch, over all ranks."""
+    """Number of samples of a global batch, over all ranks."""
     shuffle: bool = False
-    """Permute row groups, and rows within windows, anew in each epoch; else the order of the files."""
+    """Whether row groups, and rows within windows, are permuted in each epoch. Otherwise rows are in the order of the
+    files."""
     seed: int = 0
-    """Of the shuffle."""
+    """Seed of the permutations and of the negatives that are read."""
     window_rows: int = 262_144
-    """Rows decoded and permuted together; a larger row group makes a window of its own."""
+    """Maximum number of rows that are decoded and permuted together. A larger row group is a window by itself."""
     prefetch_batches: int = 4
-    """Batches made ahead by a background thread, while another one decodes the next window; 0: neither."""
+    """Number of batches that a background thread makes ahead. Another thread then decodes the next window. 0 disables
+    both."""
     last_batch: LastBatch = "keep"
-    """The last global batch of an epoch where it is short: as it is, left out, or filled with samples of weight 0."""
+    """Treatment of an incomplete last batch: kept as it is, dropped, or padded with samples of weight 0."""
     filter: str | None = None
-    """Condition on the rows that are read, see meseta.data.read.row_filter; None: all."""
+    """Condition on the rows to read, see `meseta.data.read.row_filter`. `None` reads all rows."""
     negative_keep: float = 1.0
-    """Share of the negatives that is read, drawn by (seed, number of the row in the split), the same in each epoch."""
+    """Share of the negatives to read. They are drawn by (seed, number of the row in the split) and are the same in all
+    epochs."""
 
     def __post_init__(self) -> None:
         if self.last_batch not in ("keep", "drop", "pad"):
@@ -47,5 +50,5 @@ class ReaderOptions:
 
     @property
     def excludes_rows(self) -> bool:
-        """Whether rows may be left out."""
+        """Whether the options may exclude rows."""
         return self.filter is not None or self.negative_keep < 1

@@ -1,4 +1,4 @@
-"""The order of rows in an epoch, a function of (seed, epoch) and of the files alone."""
+"""Order of the rows in an epoch. It depends only on the seed, the epoch and the files."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from numpy.typing import NDArray
 from meseta.data.counter_rng import permutation
 from meseta.data.read.options import ReaderOptions
 
-_GROUPS_KEY, _ROWS_KEY = 0, 1  # keys of the two kinds of permutation
+_GROUPS_KEY, _ROWS_KEY = 0, 1  # Keys of the two kinds of permutations.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Window:
-    """Row groups that are in memory and shuffled together."""
+    """Row groups that are decoded and shuffled together."""
 
     start: int
-    """Rows of the epoch before it."""
+    """Number of rows of the epoch before the window."""
     num_rows: int
     groups: tuple[int, ...]
-    """Row groups, by their number in the split, in the order of reading."""
+    """Numbers of the row groups in the split, in the order of reading."""
     rows: NDArray[np.int64] | None
-    """Row at each place of the window [num_rows]; None: as read."""
+    """Index of the decoded row at each position of the window [num_rows]. `None` keeps the decoded order."""
 
 
 def group_into_windows(group_rows: Sequence[int], window_rows: int) -> list[list[int]]:
-    """Cut consecutive row groups into windows of at most `window_rows` rows, or of one group where that is larger.
+    """Divide consecutive row groups into windows of at most `window_rows` rows, or of one larger group.
 
-    Returns the places of the groups per window.
+    Returns the indices of the groups of each window.
     """
     windows: list[list[int]] = []
     held = 0
@@ -46,10 +46,11 @@ def group_into_windows(group_rows: Sequence[int], window_rows: int) -> list[list
 
 
 class EpochOrder:
-    """Windows of one epoch: row groups permuted by (seed, epoch), rows inside a window by (seed, epoch, window)."""
+    """Windows of one epoch. Row groups are permuted by (seed, epoch), rows within a window by (seed, epoch, window)."""
 
     def __init__(self, group_rows: Sequence[int], window_rows: int, shuffle_key: tuple[int, int] | None) -> None:
-        """`group_rows`: rows of each row group; `shuffle_key`: (seed, epoch), or None for the order of the files."""
+        """Create the order. `group_rows` are the sizes of the row groups. `shuffle_key` is (seed, epoch), or `None` to
+        keep the order of the files."""
         groups = np.arange(len(group_rows))
         if shuffle_key is not None:
             groups = permutation(len(group_rows), *shuffle_key, _GROUPS_KEY)
@@ -60,23 +61,22 @@ class EpochOrder:
         self._starts = list(accumulate(sizes, initial=0))
 
     def find_window(self, row: int) -> int:
-        """The window that holds a row of the epoch."""
+        """Return the index of the window that contains a row of the epoch."""
         return bisect_right(self._starts, row) - 1
 
     @property
     def num_rows(self) -> int:
-        """Rows of the epoch."""
         return self._starts[-1]
 
     def __len__(self) -> int:
         return len(self._windows)
 
     def bounds(self, index: int) -> tuple[int, int]:
-        """The first row of the epoch in window `index`, and the one after its last."""
+        """Return (first row of window `index` in the epoch, row after its last one)."""
         return self._starts[index], self._starts[index + 1]
 
     def window(self, index: int) -> Window:
-        """Window `index`, with its permutation worked out."""
+        """Return window `index` with its permutation."""
         start, stop = self.bounds(index)
         rows = None if self._shuffle_key is None else permutation(stop - start, *self._shuffle_key, _ROWS_KEY, index)
         return Window(start=start, num_rows=stop - start, groups=tuple(self._windows[index]), rows=rows)
@@ -85,8 +85,8 @@ class EpochOrder:
 def epoch_order(
     group_rows: Sequence[int], options: ReaderOptions, epoch: int, *, is_served: bool = False
 ) -> EpochOrder:
-    """The order of rows in one epoch. Where they are not shuffled, and are decoded where they are used, each row group
-    is a window, which stays in the caches; what is served (`is_served`) costs something for each window."""
+    """Return the order of the rows in one epoch. `is_served` means that reader processes decode the rows."""
     if options.shuffle:
         return EpochOrder(group_rows, options.window_rows, (options.seed, epoch))
+    # Without shuffling, a window of one row group stays in the CPU caches. Served windows have an overhead per window.
     return EpochOrder(group_rows, options.window_rows if is_served else 1, None)

@@ -1,4 +1,4 @@
-"""Items made ahead by a background thread."""
+"""Iterator whose items a background thread makes ahead."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ T = TypeVar("T")
 
 
 class PrefetchIterator(Generic[T]):
-    """The same items in the same order; the thread makes them from now on, at most `num_ahead` of them waiting.
+    """Iterator over the same items in the same order, made by a background thread that starts immediately.
 
-    With `num_ahead` 0 there is no thread, and each is made when it is asked for. An exception of `items` is raised
-    here as it is, after the items before it. The thread ends when the last item was taken, and when this iterator is
-    closed or dropped. Nothing here holds an item that was taken: to free a batch while the thread wakes to make the
-    next one is to wait for the interpreter's lock, several times.
+    At most `num_ahead` items are buffered. With 0 there is no thread, and items are made on request. An exception of
+    `items` is raised here unchanged, after the items before it. The thread ends after the last item, and when this
+    iterator is closed or deleted.
     """
 
     def __init__(self, items: Iterator[T], num_ahead: int) -> None:
@@ -44,23 +43,24 @@ class PrefetchIterator(Generic[T]):
             raise StopIteration
         made = self._ready.get()
         if isinstance(made, list):
+            # The box must not keep the item alive.
             return made.pop()
         self.close()
         raise StopIteration if isinstance(made, _EndOfItems) else made
 
     def close(self) -> None:
-        """End the thread; what it has made is lost, and no item comes any more."""
+        """Stop the thread. Buffered items are lost, and the iterator has no further items."""
         self._stopped.set()
         self._items = iter(()) if self._items is not None else None
         if self._thread is not None:
-            with contextlib.suppress(queue.Empty):  # room, for the thread may wait for it
+            with contextlib.suppress(queue.Empty):  # The thread may wait for free space in the queue.
                 while True:
                     self._ready.get_nowait()
             self._thread.join()
             self._thread = None
 
     def __del__(self) -> None:
-        # When the interpreter ends, the thread does not come to run any more, and from Python 3.13 on is waited for.
+        # At interpreter shutdown the thread does not run any more, and since Python 3.13 join would wait for it.
         if not sys.is_finalizing():
             self.close()
 
@@ -69,13 +69,15 @@ class _EndOfItems(Exception):
     """Marks the end of the items."""
 
 
+# A list from which the consumer removes the item. If the producing thread kept the item alive, it would free the batch
+# later, and freeing takes the interpreter lock several times.
 def _box(item: T) -> list[T]:
-    """A list to take the item out of, so that the thread that made it does not hold it."""
     return [item]
 
 
 def _produce(items: Iterator[T], ready: queue.Queue[list[T] | BaseException], stopped: threading.Event) -> None:
-    """Whoever sets `stopped` makes room afterwards, so that no put waits for ever."""
+    """Put items into the queue until `stopped` is set. Whoever sets it must empty the queue, so that `put` never blocks
+    forever."""
     try:
         for made in map(_box, items):
             ready.put(made)

@@ -1,4 +1,4 @@
-"""The reader: a prepared dataset as a stream of batches, decoded where they are used."""
+"""Reader that decodes a prepared dataset in its own process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meseta.data.read.split import open_split_rows
 
 
 class Reader(BatchReader):
-    """Batches of one split for one rank, which decodes every window but gathers only its own rows.
+    """Reader of the batches of one split for one rank. It decodes every window, but gathers only the rows of its rank.
 
     reader = Reader("data/criteo", "train", ReaderOptions(batch_size=2048, shuffle=True), rank=0, num_ranks=2)
     """
@@ -23,11 +23,10 @@ class Reader(BatchReader):
     def __init__(
         self, dataset: Dataset | str | Path, split: str, options: ReaderOptions, *, rank: int = 0, num_ranks: int = 1
     ) -> None:
-        """Opens every file's footer, and reads the columns that a filter or negative_keep look at, to count rows; of a
-        recipe, makes all rows for that.
+        """Open the footers of all files. If a filter or negative_keep is set, also read their columns to count rows.
 
-        Raises MesetaError for a bad rank, for a filter that does not fit the data, and for a file that is missing,
-        damaged or not what dataset.json says.
+        With a recipe, counting makes all rows once. Raises MesetaError if the rank is invalid, the filter does not
+        match the data, or a file is missing, damaged or differs from dataset.json.
         """
         check_rank(rank, num_ranks)
         dataset = dataset if isinstance(dataset, Dataset) else Dataset.load(dataset)

@@ -1,4 +1,4 @@
-"""The rows of a split as a recipe makes them, row group by row group."""
+"""Rows of a split that a recipe makes from raw files, by row group."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from meseta.spec import MesetaError
 
 
 class RecipeRows:
-    """The row groups of a split that have rows to read, of a dataset whose rows are made as they are read."""
+    """Row groups with selected rows in a split of a recipe."""
 
     def __init__(
         self,
@@ -32,12 +32,21 @@ class RecipeRows:
         num_threads: int | None = None,
         check_cancelled: CancellationCheck = never_cancelled,
     ) -> None:
-        """Holds the sources against the recipe, and makes all rows once where the selection looks at columns, to count
-        those that are read; unless others have `group_row_counts` them. `shuffle`: whether groups will be read in any
-        order; `num_threads`: None: the cores this process may use. `check_cancelled` is called before each row group is
-        counted, and may raise to end that.
+        """Check the sources against the recipe and, if the selection depends on columns, count the selected rows.
 
-        Raises MesetaError for a file that is missing, damaged or has changed, and for one that cannot be shuffled.
+        Args:
+            dataset: The dataset with a recipe.
+            split: Name of the split.
+            selection: Rule that selects rows.
+            group_row_counts: Number of selected rows of each row group, if they were counted before. Counting them
+                makes all rows once.
+            shuffle: Whether groups will be read in any order.
+            num_threads: Number of worker threads. `None` means one per core that the process may use.
+            check_cancelled: Called before the rows of each row group are counted. It may raise to stop.
+
+        Raises:
+            MesetaError: A file is missing, damaged or has changed, or it cannot be read in any order, but `shuffle` is
+                set.
         """
         dataset.split(split)
         recipe = Recipe.load(dataset)
@@ -48,9 +57,9 @@ class RecipeRows:
         sizes = self._maker.group_rows(split)
         self._first_rows = list(accumulate(sizes, initial=0))
         self.excluded_rows = ExcludedRows()
-        """Rows of the split that the selection leaves out."""
         self.group_row_counts = dict(enumerate(sizes))
-        """Rows that are read of each row group that has any, by its number in the split."""
+        """Number of selected rows by number of the row group in the split. Groups without selected rows are left
+        out."""
         if group_row_counts is not None:
             self.group_row_counts = {
                 number: group_row_counts[number] for number in self.group_row_counts if number in group_row_counts
@@ -61,12 +70,10 @@ class RecipeRows:
 
     @property
     def int64_features(self) -> list[str]:
-        """Sparse features whose ids are int64, and not int32 as otherwise."""
         return [feature.name for feature in self._dataset.sparse if feature.num_embeddings > 2**31]
 
     @property
     def group_rows(self) -> list[int]:
-        """Rows that are read of each row group."""
         return list(self.group_row_counts.values())
 
     def read(
@@ -77,9 +84,6 @@ class RecipeRows:
         times: WindowTimer | None = None,
         check_cancelled: CancellationCheck = never_cancelled,
     ) -> Rows:
-        """Make the rows of row groups, by their place in `group_rows`; `by_row`: whether rows will be taken one by one.
-        What that takes is added to `times`. `check_cancelled` is called before each row group. Raises MesetaError for a
-        file that is damaged or has changed, and what `check_cancelled` raises."""
         numbers = [self._groups[place] for place in groups]
         begin_s, work = time.perf_counter(), RowMakerTimes()
         tables = [table for table, _ in self._select_rows(numbers, check_cancelled, work)]
@@ -91,7 +95,7 @@ class RecipeRows:
     def _select_rows(
         self, numbers: Sequence[int], check: CancellationCheck, work: RowMakerTimes | None = None
     ) -> Iterator[tuple[pa.Table, ExcludedRows]]:
-        """The rows that are read of some row groups, and how many are not."""
+        """Yield (selected rows, number of excluded rows) of each row group."""
         for number, table in zip(numbers, self._maker.make_groups(self._split, numbers, work), strict=True):
             check()
             if not self._selection.columns:
@@ -101,7 +105,6 @@ class RecipeRows:
             yield table.filter(pa.array(mask)), left_out
 
     def _count_selected(self, check: CancellationCheck) -> dict[int, int]:
-        """Rows that are read of each row group, those without any left out."""
         counted = {}
         for number, (table, left_out) in zip(
             self.group_row_counts, self._select_rows(list(self.group_row_counts), check), strict=True
@@ -119,7 +122,7 @@ def _check_seekable(recipe: Recipe, split: str) -> None:
     for source in recipe.sources:
         if not source.can_enter and source.split in ("both", split):
             raise MesetaError(
-                f"source {source.path!r} is compressed, or not in UTF-8, so its rows can be read in order alone, and "
-                "not shuffled: convert it and make the recipe anew, prepare without --recipe-only, or set "
+                f"source {source.path!r} is compressed, or not in UTF-8, so its rows can only be read in order and not "
+                "shuffled: convert it and make the recipe again, prepare without --recipe-only, or set "
                 "data.shuffle=false"
             )

@@ -1,8 +1,8 @@
-"""Conditions on rows, such as "age >= 18 and country != 'ES'": parsed into comparisons of columns, never run as code.
+"""Filters of rows, such as "age >= 18 and country != 'ES'". They are parsed, and never run as code.
 
-A condition speaks of the values of the sources. Dense columns hold scaled logarithms and sparse ones rows of tables,
-so constants go the way that `meseta prepare` took the values, and are compared there: exactly for dense columns, since
-scaling keeps their order, and as exactly as hashing can for sparse ones.
+A condition refers to raw values, but dense columns contain scaled logarithms and sparse columns contain table rows.
+Constants are therefore encoded as `meseta prepare` encodes values. Comparisons of dense columns are exact, because
+scaling preserves the order. Comparisons of sparse columns are exact up to hash collisions.
 """
 
 from __future__ import annotations
@@ -40,33 +40,32 @@ _COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
 }  # fmt: skip
 _KEYWORDS = ("and", "or", "not", "in")
 MAX_CONSTANTS = 4096
-"""Maximum number of constants in a condition, in its comparisons and lists together: it bounds the time to read one and
-to apply it to a row."""
+"""Maximum number of constants in a condition. It bounds the time to parse a condition and to apply it to a row."""
 _MAX_DEPTH = 50
 
 
 @dataclass(frozen=True)
 class _Token:
     kind: str
-    """'number', 'name', 'text', 'sign' (words too) or 'end'."""
+    """'number', 'name', 'text', 'sign' (including keywords) or 'end'."""
     text: str
     offset: int
-    """Where it begins."""
+    """Position of the first character in the condition."""
 
 
 class RowFilter:
-    """A condition, ready to be asked of tables."""
+    """Parsed condition that can be applied to tables."""
 
     def __init__(self, condition: str, dataset: Dataset) -> None:
-        """Reads `condition` for the columns of `dataset`.
+        """Parse `condition` for the columns of `dataset`.
 
-        condition := comparison, joined by `and`, `or`, `not` and parentheses, in the usual order
-        comparison := column (== != < <= > >=) constant, or column [not] in [constant, ...]
-        column := a name, in backticks where it is not made of letters, digits, dots and underscores
-        constant := a number, or a text in single or double quotes
+            condition := comparison, joined by `and`, `or`, `not` and parentheses, with the usual precedence
+            comparison := column (== != < <= > >=) constant, or column [not] in [constant, ...]
+            column := a name, in backticks unless it consists of letters, digits, dots and underscores
+            constant := a number, or a text in single or double quotes
 
-        Raises MesetaError, with the place, for what is no condition, for unknown columns, and for comparisons that a
-        column does not allow.
+        Raises MesetaError with the position if the condition is invalid, a column is unknown, or a column does not
+        allow the comparison.
         """
         self.condition = condition
         self._dataset = dataset
@@ -82,11 +81,11 @@ class RowFilter:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Columns that it looks at."""
+        """Columns that occur in the condition."""
         return tuple(dict.fromkeys(self._used_columns))
 
     def __call__(self, table: pa.Table) -> Mask:
-        """Which rows of a table with at least those columns fulfil it [n]."""
+        """Return the mask [n] of the rows that satisfy the condition. The table needs at least `columns`."""
         return self._predicate(table)
 
     def _tokenize(self) -> Iterator[_Token]:
@@ -98,11 +97,11 @@ class RowFilter:
                 rest = text[at:].lstrip()
                 self._fail(f"cannot read {rest[:10]!r}", len(text) - len(rest))
             kind = str(match.lastgroup)
-            found = match[kind]
+            token_text = match[kind]
             begin = match.start(kind)
-            if kind == "name" and found in _KEYWORDS:
+            if kind == "name" and token_text in _KEYWORDS:
                 kind = "sign"
-            yield _Token("name" if kind == "quoted" else kind, found, begin)
+            yield _Token("name" if kind == "quoted" else kind, token_text, begin)
             at = match.end()
         while True:
             yield _Token("end", "the end", len(text))
@@ -122,7 +121,7 @@ class RowFilter:
     def _parse_unary(self) -> Predicate:
         self._depth += 1
         if self._depth > _MAX_DEPTH:
-            self._fail(f"more than {_MAX_DEPTH} parentheses or 'not' inside each other")
+            self._fail(f"parentheses or 'not' are nested more than {_MAX_DEPTH} levels deep")
         if self._accept("not"):
             part = self._parse_unary()
             node: Predicate = lambda table: ~part(table)  # noqa: E731
@@ -176,7 +175,6 @@ class RowFilter:
         return token
 
     def _encode_constants(self, column: DataColumn, sign: str, tokens: Sequence[_Token]) -> list[Any]:
-        """Constants as the column would hold them."""
         if column.role == "ids":
             return self._encode_ids(column, sign, tokens)
         return [self._encode_constant(column, token) for token in tokens]
@@ -188,19 +186,20 @@ class RowFilter:
                 moment = datetime.fromisoformat(text)
             except ValueError:
                 self._fail(
-                    f"{format_value(text)} is no time; write it as '2026-01-31 12:00', or in seconds", token.offset
+                    f"{format_value(text)} is not a time; write it as '2026-01-31 12:00', or in seconds", token.offset
                 )
             return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
         if token.kind == "text":
             self._fail(
-                f"column {column.name!r} holds numbers, so compare it with a number, not {format_value(text)}",
+                f"column {column.name!r} holds numbers; compare it with a number, not with {format_value(text)}",
                 token.offset,
             )
         if column.role == "id weights":
-            self._fail(f"column {column.name!r} holds weights of ids, several per row", token.offset)
+            self._fail(f"column {column.name!r} holds several id weights per row and cannot be compared", token.offset)
         number = float(text)
         if column.role == "group":
-            # Whole numbers above 2**53 are told apart; those that int64 has not are compared as floats.
+            # Keep whole numbers as int, because a float cannot represent all above 2**53. Numbers beyond int64 are
+            # compared as floats.
             return (
                 int(text) if abs(number) < 2.0**63 and number.is_integer() and text.lstrip("+-").isdigit() else number
             )
@@ -210,22 +209,22 @@ class RowFilter:
             return np.float32(number)
         feature = next(feature for feature in self._dataset.dense if feature.name == column.name)
         if number < 0 and not feature.signed:
-            return np.float32(-np.inf)  # below all values, which prepare took for zero where they were negative
+            return np.float32(-np.inf)  # Below all values: preparation maps negative values to 0.
         return np.float32(
             (float(log_transform(np.array([number]), signed=feature.signed)[0]) - feature.mean) / feature.std
         )
 
     def _encode_ids(self, column: DataColumn, sign: str, tokens: Sequence[_Token]) -> list[int]:
-        """Rows of the table of a column, of all constants together: its vocabulary may be a large file."""
         place = tokens[0].offset
         if column.is_list:
-            self._fail(f"column {column.name!r} holds several ids per row; take one with a single id", place)
+            self._fail(f"column {column.name!r} holds several ids per row; use a column with one id per row", place)
         if sign not in ("==", "!="):
-            self._fail(f"categories have no order: compare {column.name!r} by ==, != or in", place)
+            self._fail(f"categories have no order; compare {column.name!r} with ==, != or in", place)
         feature = next(feature for feature in self._dataset.sparse if feature.name == column.name)
         if feature.made_of:
             parts = " and ".join(map(repr, feature.made_of))
-            self._fail(f"column {column.name!r} is made of {parts}; compare those", place)
+            self._fail(f"column {column.name!r} is made of {parts}; compare these columns", place)
+        # All constants are looked up together, because the vocabulary may be a large file.
         texts = [_constant_text(token) for token in tokens]
         values = pa.array([text.encode() for text in texts], pa.large_binary())
         form = self._dataset.source_form
@@ -238,7 +237,7 @@ class RowFilter:
         for token, text, row in zip(tokens, texts, rows, strict=True):
             if row is None:
                 self._fail(
-                    f"the vocabulary of {column.name!r} does not hold {format_value(text)}, so its rows cannot be told",
+                    f"{format_value(text)} is not in the vocabulary of {column.name!r}, so its rows cannot be selected",
                     token.offset,
                 )
         return rows
@@ -263,12 +262,11 @@ class RowFilter:
 
 
 def _constant_text(token: _Token) -> str:
-    """What a constant says, without quotes and the underscores of numbers."""
     return token.text[1:-1] if token.kind == "text" else token.text.replace("_", "")
 
 
 def _combine(join: np.ufunc, parts: Sequence[Predicate]) -> Predicate:
-    """All parts by `join`, with one mask at a time beside the result."""
+    """Combine predicates with `join`. At most one mask is allocated in addition to the result."""
     if len(parts) == 1:
         return parts[0]
 

@@ -1,4 +1,4 @@
-"""Decoded rows in numpy: read from row groups, gathered by index. No torch: who only decodes starts without it."""
+"""Decoded rows as numpy arrays. Processes that only decode start quickly, because this module does not import torch."""
 
 from __future__ import annotations
 
@@ -17,14 +17,12 @@ RowIndex = NDArray[np.int64] | slice
 
 @dataclass(frozen=True)
 class IdLists:
-    """Ids of one multi-valued feature, one sample after the other."""
+    """Ids of one multi-valued feature, sample by sample."""
 
     lengths: NDArray[np.int64]
-    """Ids per sample [n]."""
     values: NDArray[Any]
-    """Ids [nnz]."""
     weights: NDArray[np.float32] | None
-    """One per id [nnz], or None."""
+    """Weight of each id [nnz]. `None` without weights."""
 
     def take(self, index: RowIndex) -> IdLists:
         offsets = np.concatenate([[0], np.cumsum(self.lengths)])
@@ -44,26 +42,27 @@ class IdLists:
 
 @dataclass(frozen=True)
 class Rows:
-    """n decoded samples."""
+    """Decoded samples."""
 
     label: NDArray[np.float32]
-    """[n], or [n, T] where there are T > 1 labels; NaN where the dataset has none, or the sample lacks it."""
+    """Labels [n], or [n, T] with T > 1 labels. NaN if the dataset has no labels, or if a sample lacks one."""
     dense: NDArray[np.float32]
-    """[n, num_dense]."""
+    """Dense inputs [n, num_dense]."""
     single_ids: NDArray[Any]
-    """Ids of the single-valued features [num_single, n], int32 or int64, in any order in memory."""
+    """Ids of the single-valued features [num_single, n], int32 or int64. The memory order may be by row or by
+    feature."""
     bags: tuple[IdLists, ...]
-    """The multi-valued features, in order."""
+    """Multi-valued features in the order of the dataset."""
     weight: NDArray[np.float32] | None = None
-    """Weights of the samples [n], or None."""
+    """Sample weights [n]. `None` without weights."""
     group: NDArray[np.int64] | None = None
-    """Keys of their groups [n], or None."""
 
     def take(self, index: RowIndex) -> Rows:
-        """The rows at `index`; views where it is a slice."""
+        """Return the rows at `index`. A slice returns views."""
         if isinstance(index, slice):
             dense, single = self.dense[index], self.single_ids[:, index]
         else:
+            # Transposed, so that ids which are adjacent in memory are gathered together.
             dense, single = self.dense.take(index, axis=0), self.single_ids.T.take(index, axis=0).T
         return Rows(
             self.label[index],
@@ -75,7 +74,7 @@ class Rows:
         )
 
     def copy(self) -> Rows:
-        """The same, in memory of their own: views keep all that they were taken from."""
+        """Return a copy. Views keep the whole arrays alive from which they were taken."""
         return Rows(
             self.label.copy(),
             self.dense.copy(),
@@ -87,19 +86,21 @@ class Rows:
 
 
 def decode_rows(dataset: Dataset, tables: Sequence[pa.Table], *, by_row: bool = False) -> Rows:
-    """Columns of one or more row groups, one after the other. With `by_row` the ids of a row lie side by side, which is
-    dearer to write and much cheaper to gather from.
+    """Decode the columns of row groups, one group after the other.
+
+    With `by_row` the ids of a row are adjacent in memory. This costs more to write, but makes taking single rows much
+    cheaper.
     """
     num_rows = sum(table.num_rows for table in tables)
     dense = np.empty((num_rows, len(dataset.dense)), np.float32)
     singles = [feature for feature in dataset.sparse if not feature.multi_valued]
-    # Ids of one file may be wider than those of another.
+    # Files may have ids of different widths.
     wide = any(table.schema.field(feature.name).type == pa.int64() for feature in singles for table in tables)
     shape = (num_rows, len(singles)) if by_row else (len(singles), num_rows)
     single = np.empty(shape, np.int64 if wide else np.int32)
     single = single.T if by_row else single
     start = 0
-    for table in tables:  # group by group, whose columns fit into the caches
+    for table in tables:  # Group by group, so that the columns fit into the CPU caches.
         stop = start + table.num_rows
         for place, column in enumerate(dataset.dense):
             dense[start:stop, place] = table.column(column.name).to_numpy()
@@ -119,7 +120,7 @@ def decode_rows(dataset: Dataset, tables: Sequence[pa.Table], *, by_row: bool = 
 
 
 def concatenate_rows(parts: Sequence[Rows]) -> Rows:
-    """Rows of several parts, one after the other."""
+    """Return the rows of all parts in order."""
     if len(parts) == 1:
         return parts[0]
     return Rows(

@@ -1,4 +1,4 @@
-"""Cutting an epoch: into global batches, these into slices of ranks, and windows into the rows of a rank."""
+"""Division of an epoch into global batches and of batches into the slices of ranks."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from meseta.data.read.rows import Rows, concatenate_rows
 
 
 class EpochRows:
-    """Rows of one epoch by their place in its order; keeps the last decoded window, and decodes the next one ahead."""
+    """Rows of one epoch in its order. The last decoded window is kept, and the next one is decoded ahead."""
 
     def __init__(self, order: EpochOrder, read: Callable[[tuple[int, ...]], Rows], *, prefetch: bool) -> None:
-        """`read` decodes row groups by their number; `prefetch`: whether a thread decodes the next window."""
+        """Create the rows. `read` decodes row groups by number. `prefetch` decodes the next window in a thread."""
         self._order = order
         self._read = read
         self._index = -1
@@ -30,7 +30,6 @@ class EpochRows:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="meseta-decode")
 
     def take(self, first: int, last: int) -> Rows:
-        """Rows first..last-1 of the epoch; calls come in ascending order."""
         parts: list[Rows] = []
         at = first
         while at < last or not parts:
@@ -43,10 +42,9 @@ class EpochRows:
         return concatenate_rows(parts)
 
     def take_next_epoch(self) -> None:
-        """Reading ahead ends with the epoch."""
+        """Return `None`, because reading ahead ends with the epoch."""
 
     def close(self) -> None:
-        """End the thread that decodes ahead; what it has begun is waited for."""
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
 
@@ -56,6 +54,7 @@ class EpochRows:
         ahead = self._prefetched.pop(index, None)
         self._window, self._rows = self._decode(index) if ahead is None else ahead.result()
         self._index = index
+        # Decode the next window while rows of this one are taken.
         if self._pool is not None and index + 1 < len(self._order):
             self._prefetched = {index + 1: self._pool.submit(self._decode, index + 1)}
 
@@ -66,14 +65,14 @@ class EpochRows:
 
 @dataclass(frozen=True)
 class RankRanges(Collection[int]):
-    """A set of ranks, as a few ranges."""
+    """Set of ranks, stored as ranges."""
 
     ranges: tuple[range, ...]
-    """Disjoint, ascending, each of step 1."""
+    """Disjoint ranges with step 1, in ascending order."""
 
     @staticmethod
     def union(ranges: Iterable[range]) -> RankRanges:
-        """Return the ranks that are in any of some ranges of step 1."""
+        """Return the union of ranges with step 1."""
         merged: list[range] = []
         for one in sorted(filter(len, ranges), key=lambda one: one.start):
             if merged and one.start <= merged[-1].stop:
@@ -93,72 +92,74 @@ class RankRanges(Collection[int]):
 
 
 class RankSlice(NamedTuple):
-    """A rank's part of a global batch: rows first..last-1 of the epoch, and samples that fill it up."""
+    """Part of a global batch that belongs to one rank: rows first..last-1 of the epoch, and padding samples."""
 
     first: int
     last: int
     num_padding: int
+    """Number of padding samples after the rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSlicer:
-    """How the rows of an epoch become global batches, and these the slices of ranks.
+    """Division of the rows of an epoch into global batches and of these into slices of ranks.
 
         row   0        4        8   10          num_rows 10, batch_size 4, 2 ranks: rank 0 has a, rank 1 b
-              a a b b  a a b b  a b             last_batch keep: the last batch has 2 samples, drop: there is none,
-                                a a . .         pad: it is filled up before it is cut
+              a a b b  a a b b  a b             last_batch "keep": the last batch has 2 samples; "drop": it is omitted;
+                                a a . .         "pad": it is padded before it is divided
 
-    The first batch begins where its reader begins, which is row 0 but for one that goes on in the middle.
+    The first batch starts at the reader's position, which is row 0 unless it resumes in the middle of an epoch.
     """
 
     num_rows: int
-    """Of the epoch."""
+    """Number of rows of the epoch."""
     batch_size: int
-    """Samples of a global batch."""
     last_batch: LastBatch
     rank: int
     num_ranks: int
 
     def num_batches_from(self, row: int) -> int:
-        """Global batches from a row to the end of the epoch."""
+        """Return the number of global batches from a row to the end of the epoch."""
         left = self.num_rows - row
         return left // self.batch_size if self.last_batch == "drop" else -(-left // self.batch_size)
 
     def slice_at(self, row: int) -> RankSlice:
-        """This rank's part of the global batch that begins at `row`."""
+        """Return this rank's slice of the global batch that starts at `row`."""
         stop = min(row + self.batch_size, self.num_rows)
         size = self.batch_size if self.last_batch == "pad" else stop - row
         first, last = rank_range(self.rank, self.num_ranks, row, row + size)
         return RankSlice(min(first, stop), min(last, stop), max(last, stop) - max(first, stop))
 
     def rows_between(self, begin: int, first: int, last: int) -> NDArray[np.int64]:
-        """Which of the rows first..last-1 are this rank's [n], ascending, where batches begin at row `begin`."""
+        """Return this rank's rows [n] among first..last-1, in ascending order. `begin` is the first row of the first
+        batch."""
         starts, lengths = self._runs_between(begin, first, last)
         before = np.cumsum(lengths) - lengths
         return np.repeat(starts - before, lengths) + np.arange(lengths.sum())
 
     def num_rows_between(self, begin: int, first: int, last: int) -> int:
-        """How many those are."""
         return int(self._runs_between(begin, first, last)[1].sum())
 
     def ranks_between(self, begin: int, first: int, last: int) -> RankRanges:
-        """Return the ranks, whichever `rank` is, that have any of the rows first..last-1. Takes the same time for any
-        number of ranks, rows and batches."""
+        """Return all ranks that have any of the rows first..last-1.
+
+        The time does not depend on the number of ranks, rows and batches.
+        """
         first, last = max(first, begin), min(last, self._end(begin))
         if first >= last:
             return RankRanges(())
         low, high = (first - begin) // self.batch_size, (last - 1 - begin) // self.batch_size
-        # All batches between the outermost two are whole and of one size, so that one stands for all.
+        # All batches between the first and the last one are complete, so one of them is enough.
         return RankRanges.union(
             self._ranks_in_batch(begin + number * self.batch_size, first, last)
             for number in {low, min(low + 1, high), high}
         )
 
     def _ranks_in_batch(self, start: int, first: int, last: int) -> range:
-        """Ranks that have any of the rows first..last-1 in the batch that begins at row `start`."""
+        """Return the ranks that have any of the rows first..last-1 in the batch that starts at row `start`."""
         stop = min(start + self.batch_size, self.num_rows)
         share, more = divmod(self.batch_size if self.last_batch == "pad" else stop - start, self.num_ranks)
-        longer = more * (share + 1)  # rows of the ranks that have one more, as in slice_of
+        longer = more * (share + 1)  # Rows of the ranks with one more row, as in rank_range.
 
         def rank_of(place: int) -> int:
             return place // (share + 1) if place < longer else more + (place - longer) // share
@@ -166,12 +167,10 @@ class BatchSlicer:
         return range(rank_of(max(first, start) - start), rank_of(min(last, stop) - 1 - start) + 1)
 
     def _end(self, begin: int) -> int:
-        """The row after the last one in a batch."""
         return begin + min(self.num_batches_from(begin) * self.batch_size, self.num_rows - begin)
 
     def _runs_between(self, begin: int, first: int, last: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """This rank's slice of each batch that has any of the rows first..last-1: where it begins among them, and how
-        many of them it has."""
+        """Return (first row, number of rows) of this rank in each batch that has any of the rows first..last-1."""
         first, last = max(first, begin), min(last, self._end(begin))
         batches = np.arange((first - begin) // self.batch_size, -(-(last - begin) // self.batch_size))
         start = begin + batches * self.batch_size
@@ -180,7 +179,7 @@ class BatchSlicer:
             if self.last_batch == "pad"
             else np.minimum(self.batch_size, self.num_rows - start)
         )
-        share, more = np.divmod(sizes, self.num_ranks)  # as slice_of
+        share, more = np.divmod(sizes, self.num_ranks)  # As in rank_range.
         starts = start + self.rank * share + np.minimum(self.rank, more)
         stops = np.clip(starts + share + (self.rank < more), first, max(first, last))
         starts = np.clip(starts, first, max(first, last))
@@ -188,7 +187,10 @@ class BatchSlicer:
 
 
 def rank_range(rank: int, num_ranks: int, start: int, stop: int) -> tuple[int, int]:
-    """The rank's contiguous share of rows start..stop-1; the first ranks get one more where it does not divide."""
+    """Return (first row, row after the last one) of a rank in rows start..stop-1.
+
+    Slices are contiguous. The first ranks get one more row if the number of rows is not divisible.
+    """
     share, more = divmod(stop - start, num_ranks)
     first = start + rank * share + min(rank, more)
     return first, first + share + (rank < more)

@@ -1,4 +1,4 @@
-"""One split as readers see it, wherever its rows come from."""
+"""Rows of one split, from Parquet files or from a recipe."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from meseta.data.read.selection import ExcludedRows, RowSelection
 from meseta.data.read.window_times import WindowTimer
 
 
-@runtime_checkable  # beartype asks for it where the tests check every call
+@runtime_checkable  # Tests check all calls with beartype, which needs it.
 class SplitRows(Protocol):
-    """The row groups of a split that have rows to read. Threads may share it."""
+    """Thread-safe access to the row groups of a split that have selected rows."""
 
     excluded_rows: ExcludedRows
-    """Rows of the split that the selection leaves out."""
 
     @property
     def group_row_counts(self) -> dict[int, int]:
-        """Rows that are read of each row group that has any, by its number in the split."""
+        """Number of selected rows by number of the row group in the split. Groups without selected rows are left
+        out."""
 
     @property
     def int64_features(self) -> list[str]:
-        """Sparse features whose ids are int64 somewhere, and not int32 as otherwise."""
+        """Sparse features whose ids are int64 in some file. The ids of other features are int32."""
 
     @property
     def group_rows(self) -> list[int]:
-        """Rows that are read of each row group."""
+        """Number of selected rows of each row group."""
 
     def read(
         self,
@@ -41,9 +41,11 @@ class SplitRows(Protocol):
         times: WindowTimer | None = None,
         check_cancelled: CancellationCheck = never_cancelled,
     ) -> Rows:
-        """Decode row groups, by their place in `group_rows`; `by_row`: whether rows will be taken one by one. What that
-        takes is added to `times`. `check_cancelled` is called before each row group. Raises MesetaError for a damaged
-        file, and what `check_cancelled` raises."""
+        """Decode row groups, given by their indices in `group_rows`.
+
+        `by_row` optimizes the result for taking single rows. The time spent is added to `times`. `check_cancelled` is
+        called before each row group. Raises MesetaError if a file is damaged, and any error of `check_cancelled`.
+        """
 
 
 def open_split_rows(
@@ -55,9 +57,19 @@ def open_split_rows(
     shuffle: bool,
     check_cancelled: CancellationCheck = never_cancelled,
 ) -> SplitRows:
-    """The rows in the files of a dataset, or those that its recipe makes; `group_row_counts`: rows that are read of
-    each row group, where others have counted them; `shuffle`: whether groups will be read in any order;
-    `check_cancelled` is called before each row group is counted. Raises MesetaError as SplitFiles and RecipeRows do."""
+    """Open the rows of a split, from Parquet files or from a recipe.
+
+    Args:
+        dataset: The dataset.
+        split: Name of the split.
+        selection: Rule that selects rows.
+        group_row_counts: Number of selected rows of each row group, if they were counted before.
+        shuffle: Whether groups will be read in any order.
+        check_cancelled: Called before the rows of each row group are counted. It may raise to stop.
+
+    Raises:
+        MesetaError: As `SplitFiles` and `RecipeRows`.
+    """
     if dataset.recipe is not None:
         return RecipeRows(dataset, split, selection, group_row_counts, shuffle=shuffle, check_cancelled=check_cancelled)
     return SplitFiles(dataset, split, selection, group_row_counts, check_cancelled)

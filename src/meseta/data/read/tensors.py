@@ -1,4 +1,4 @@
-"""Decoded rows as tensors: a Batch, and how it is filled up."""
+"""Conversion of decoded rows to batches of tensors, and padding of batches."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from meseta.jagged import KeyedJaggedTensor
 
 
 def to_batch(dataset: Dataset, rows: Rows) -> Batch:
-    """Tensors of these rows; ids and lengths are int64, feature-major. Views of other arrays are copied, arrays that
-    own their memory are taken over.
+    """Return the rows as tensors. Ids and lengths are int64, feature by feature.
+
+    Arrays that own their memory are used without a copy, so the batch takes them over. Views of other arrays are
+    copied.
     """
     keys = tuple(feature.name for feature in dataset.sparse)
     if not rows.bags:
@@ -34,22 +36,23 @@ def to_batch(dataset: Dataset, rows: Rows) -> Batch:
             weights=None if weights is None else torch.from_numpy(weights),
             batch_sizes=(len(rows.label),) * len(keys),
         )
-    label, known = rows.label, None
+    label, label_mask = rows.label, None
     if dataset.masked_labels:
-        known = ~np.isnan(label)
-        label = np.where(known, label, np.float32(0))
+        label_mask = ~np.isnan(label)
+        # A NaN would make the masked loss NaN too.
+        label = np.where(label_mask, label, np.float32(0))
     return Batch(
         dense=_owned_tensor(rows.dense),
         sparse=sparse,
         label=_owned_tensor(label),
-        label_mask=None if known is None else torch.from_numpy(known),
+        label_mask=None if label_mask is None else torch.from_numpy(label_mask),
         weight=None if rows.weight is None else _owned_tensor(rows.weight),
         group=None if rows.group is None else _owned_tensor(rows.group),
     )
 
 
 def pad_batch(batch: Batch, batch_size: int) -> Batch:
-    """The batch, filled up to `batch_size` samples that have weight 0, no ids, zeros for all else."""
+    """Return a copy with padding up to `batch_size` samples. Padding has weight 0, no ids, and zeros otherwise."""
     more = batch_size - batch.batch_size
     sparse, num_keys = batch.sparse, len(batch.sparse.keys)
     lengths = functional.pad(sparse.lengths.view(num_keys, batch.batch_size), (0, more)).reshape(-1)
@@ -72,14 +75,13 @@ def pad_batch(batch: Batch, batch_size: int) -> Batch:
 
 
 def _pad_labels(labels: Tensor, more: int) -> Tensor:
-    """Labels [B] or [B, T], or their mask, with `more` samples of zeros."""
     return functional.pad(labels, (*(0, 0) * (labels.dim() - 1), 0, more))
 
 
 def _interleave(
     dataset: Dataset, rows: Rows
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32] | None]:
-    """Values, lengths and weights of single- and multi-valued features in the dataset's order."""
+    """Return (values, lengths, weights) of all features in the order of the dataset."""
     singles, bags = iter(rows.single_ids), iter(rows.bags)
     ones = np.ones(len(rows.label), np.int64)
     parts = [next(bags) if f.multi_valued else IdLists(ones, next(singles), None) for f in dataset.sparse]

@@ -1,1 +1,1 @@
-"""Recipes: rows of a dataset that are made from its raw files as they are read, by what prepare found out of them."""
+"""Recipes: datasets without Parquet files, whose rows are computed from the raw files while they are read."""

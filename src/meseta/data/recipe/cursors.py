@@ -1,4 +1,4 @@
-"""Open raw files, taken by who reads rows of them and given back, so that reading on costs no opening."""
+"""Pool of open raw files, so that consecutive reads do not open a file again."""
 
 from __future__ import annotations
 
@@ -14,32 +14,36 @@ from meseta.errors import MesetaError, reading_error
 from meseta.machine.remote import file_status
 
 MAX_IDLE_CURSORS = 32
-"""Files that are held open while nobody reads them."""
+"""Maximum number of unused files that are kept open."""
+# A compressed file is read sequentially. With several cursors, readers that are slightly out of order each continue at
+# a position close to theirs.
 MAX_IDLE_CURSORS_PER_FILE = 4
-"""Of one file: where it cannot be entered, readers that come a little out of order each go on from where one stands."""
+"""Maximum number of unused cursors of one file."""
 
 
 class CursorPool:
-    """The raw files of a recipe. Threads may share them."""
+    """Thread-safe pool of cursors on the raw files of a recipe."""
 
     def __init__(self, sources: Sequence[Source], columns: Sequence[str]) -> None:
-        """`columns`: those that are read of a file that can be read by columns."""
+        """Create an empty pool. Formats that store columns separately read only `columns`."""
         self._sources, self._columns = sources, columns
         self._idle: list[tuple[int, RowCursor]] = []
-        """The number of its source with each, those that were used last at the end."""
+        """Pairs of a source index and an unused cursor, most recently used last."""
         self._lock = threading.Lock()
         weakref.finalize(self, _close_all, self._idle)
 
     def read(self, stretch: RowRange) -> Block:
-        """The rows of a stretch. Raises MesetaError for a file that is damaged, or another than it was."""
+        """Read the rows of a range. Raises MesetaError if the file is damaged or was changed since the recipe was
+        made."""
         source = self._sources[stretch.source]
         try:
             with self._acquired(stretch) as cursor:
                 block = cursor.read(stretch.start, stretch.stop)
         except MesetaError:
+            # A damaged file may be one that was changed, which is the more helpful error.
             check_unchanged(source)
             raise
-        check_unchanged(source)  # what changed before has not been read unseen
+        check_unchanged(source)  # After reading, so that an earlier change cannot be missed.
         return block
 
     @contextmanager
@@ -57,7 +61,8 @@ class CursorPool:
             spare.close()
 
     def _acquire(self, stretch: RowRange) -> RowCursor:
-        """The one nearest before the stretch, else a new one, unless there are enough of this file."""
+        """Return the idle cursor that is closest before the range, or a new one."""
+        # Going backwards is expensive. A cursor behind the range is used only if the file has the maximum of idle ones.
         with self._lock:
             idle = [entry for entry in self._idle if entry[0] == stretch.source]
             before = [entry for entry in idle if entry[1].row <= stretch.start.row]
@@ -75,12 +80,12 @@ def _close_all(idle: list[tuple[int, RowCursor]]) -> None:
 
 
 def check_unchanged(source: Source) -> None:
-    """Raise MesetaError where a raw file is not the one that it was, StorageError where it cannot be seen."""
-    where, way_out = f"source {source.path!r}", f"bring it back, or {REMAKE_REMEDY}"
+    """Raise MesetaError if a raw file was changed, or StorageError if it cannot be accessed."""
+    where, way_out = f"source {source.path!r}", f"restore it, or {REMAKE_REMEDY}"
     try:
         now = file_status(source.path)
     except OSError as error:
-        text = f"{where} cannot be read any more ({error.strerror}): {way_out}"
+        text = f"{where} can no longer be read ({error.strerror}): {way_out}"
         raise reading_error(error, text) from None
     if (now.size_bytes or 1, now.change_stamp) != (source.size_bytes, source.changed):
         raise MesetaError(f"{where} has changed since the recipe was made: {way_out}")

@@ -1,15 +1,18 @@
-"""Where the rows of each split lie in the raw files: the blocks in which these were read, and where in them the row
-groups of a split begin.
+"""Index of the rows of each split in the raw files.
 
-    blocks.parquet  source  row  line  offset  num_rows  num_bytes  train  valid  test     a row for each block
-    groups.parquet  split  block  row  line  offset                                        one for each row group
+It consists of two Parquet files:
 
-All numbers are int64 and count from 0: `source` in the recipe, `row` and `line` in the file, `offset` in bytes of
-unzipped text, `split` in the recipe's splits, `block` in the first table. A block has `num_rows` rows in the numbers
-by which splits are drawn, and so many of each split; of Parquet lines and bytes are 0.
+    blocks.parquet  source  row  line  offset  num_rows  num_bytes  train  valid  test     one row per block
+    groups.parquet  split  block  row  line  offset                                        one row per row group
 
-A row group is read from its first row to that of the next one, block by block: each part is parsed from the very
-bytes that were parsed together when the recipe was made, so that it becomes the same rows, also beside bad ones.
+All numbers are int64 and count from 0. `source` is an index in the recipe's sources, `split` one in its splits, and
+`block` one in the first table. `row` and `line` count within the file, and `offset` counts bytes of decompressed text.
+For Parquet, lines and bytes are 0.
+
+`num_rows` includes bad rows. `train`, `valid` and `test` are the numbers of rows of each split in the block.
+
+A row group extends from its first row to the first row of the next group, block by block. Rows are always parsed
+together with the same bytes as when the recipe was made, so that they are identical even next to bad rows.
 """
 
 from __future__ import annotations
@@ -30,33 +33,39 @@ from meseta.errors import error_summary
 from meseta.machine.files import read_bounded, resolve_inside
 from meseta.spec import MesetaError
 
+# One column per split follows.
 BLOCK_COLUMNS = ("source", "row", "line", "offset", "num_rows", "num_bytes")
-"""Before one for each split."""
 GROUP_COLUMNS = ("split", "block", "row", "line", "offset")
+# Maximum size of an index file. It can describe petabytes of raw files.
 _MAX_BYTES = 1 << 32
-"""Of one of the files, which may tell of petabytes."""
 
 Columns = Mapping[str, NDArray[np.int64]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowRange:
-    """Consecutive rows of a file that lie in one block."""
+    """Consecutive rows of a file, all in one block."""
 
     source: int
-    """Number of the file in the recipe."""
+    """Index of the file in the recipe's sources."""
     start: FilePosition
     stop: FilePosition
     first_global_row: int
-    """Rows of all sources before it."""
+    """Number of rows of all sources before this range."""
 
 
 class SourceIndex:
-    """The rows of all splits, row group by row group."""
+    """Positions of the rows of all splits, by row group."""
 
     def __init__(self, blocks: Columns, groups: Columns, splits: Sequence[str], group_rows: int) -> None:
-        """`blocks`: columns [number of blocks] by BLOCK_COLUMNS and splits; `groups`: those of GROUP_COLUMNS [number of
-        groups], split by split; `group_rows`: rows of a row group."""
+        """Create an index from its two tables.
+
+        Args:
+            blocks: Columns `BLOCK_COLUMNS` and one per split, each [num_blocks].
+            groups: Columns `GROUP_COLUMNS`, each [num_groups], ordered by split.
+            splits: Names of the splits.
+            group_rows: Number of rows per row group.
+        """
         self._blocks, self._groups = blocks, groups
         self._splits, self._group_rows = tuple(splits), group_rows
         self._first_group = {split: int((groups["split"] < place).sum()) for place, split in enumerate(splits)}
@@ -64,16 +73,16 @@ class SourceIndex:
         self._rows_before = np.cumsum(rows_of_source) - rows_of_source
 
     def num_rows(self, split: str) -> int:
-        """Of a split."""
         return int(self._blocks[split].sum())
 
     def group_rows(self, split: str) -> list[int]:
-        """Rows of each row group of a split."""
+        """Return the number of rows of each row group of a split."""
         num_rows, size = self.num_rows(split), self._group_rows
         return [min(size, num_rows - first) for first in range(0, num_rows, size)]
 
     def row_ranges(self, split: str, group: int) -> list[RowRange]:
-        """Where the rows of a row group lie, in order; rows of other splits are among them."""
+        """Return the ranges that contain the rows of a row group, in order. They may contain rows of other splits
+        too."""
         first, last = self._group_start(split, group), self._group_start(split, group + 1)
         stretches = []
         for block in range(first[0], last[0] + 1):
@@ -86,7 +95,8 @@ class SourceIndex:
         return stretches
 
     def _group_start(self, split: str, group: int) -> tuple[int, FilePosition]:
-        """The block of a group's first row, and where that begins; behind the last group, the end of all blocks."""
+        """Return (block, position) of the first row of a group."""
+        # The group after the last one starts at the end of all blocks.
         if group * self._group_rows >= self.num_rows(split):
             last = self._blocks["source"].size - 1
             return last, self._block_end(last)
@@ -105,67 +115,67 @@ class SourceIndex:
 
     @staticmethod
     def load(recipe: Recipe, dataset: Dataset) -> SourceIndex:
-        """Read the files of a recipe. Raises MesetaError for one that is missing, or not what the recipe speaks of."""
+        """Load the index of a recipe. Raises MesetaError if a file is missing or does not match the recipe."""
         block_columns = (*BLOCK_COLUMNS, *recipe.splits)
         blocks = _read_columns(dataset, recipe.blocks, block_columns)
         groups = _read_columns(dataset, recipe.groups, GROUP_COLUMNS)
         rows = {name: split.num_rows for name, split in dataset.splits.items()}
         if fault := _invalid_index_reason(blocks, groups, recipe, rows):
             where = f"index {str(dataset.dir / recipe.groups.path)!r}"
-            raise MesetaError(f"{where} cannot be that of these files: {fault}; {REMAKE_REMEDY}")
+            raise MesetaError(f"{where} does not match the raw files: {fault}; {REMAKE_REMEDY}")
         return SourceIndex(blocks, groups, recipe.splits, recipe.group_rows)
 
 
 def _read_columns(dataset: Dataset, file: IndexFile, names: Sequence[str]) -> dict[str, NDArray[np.int64]]:
-    """The columns of one file."""
     where = f"index {str(dataset.dir / file.path)!r}"
     try:
         content = read_bounded(resolve_inside(dataset.dir, file.path), _MAX_BYTES)
         if sha256(content).hexdigest() != file.sha256:
-            raise MesetaError(f"{where} is not the one that the recipe was written with; {REMAKE_REMEDY}")
+            raise MesetaError(f"{where} does not match the checksum in the recipe; {REMAKE_REMEDY}")
         table = pq.read_table(pa.BufferReader(content))
         if table.schema.names != list(names) or any(kind != pa.int64() for kind in table.schema.types):
-            raise MesetaError(f"{where} has other columns than {', '.join(names)}; {REMAKE_REMEDY}")
+            raise MesetaError(f"{where} must have the int64 columns {', '.join(names)}; {REMAKE_REMEDY}")
         if any(column.null_count for column in table.columns):
-            raise MesetaError(f"{where} has values missing; {REMAKE_REMEDY}")
+            raise MesetaError(f"{where} has missing values; {REMAKE_REMEDY}")
     except (pa.ArrowException, OSError) as error:
         raise MesetaError(f"{where} cannot be read ({error_summary(error)}); {REMAKE_REMEDY}") from None
     return {name: table.column(name).to_numpy() for name in names}
 
 
 def _invalid_index_reason(blocks: Columns, groups: Columns, recipe: Recipe, rows: Mapping[str, int]) -> str | None:
-    """What no index can be; None where nothing is."""
+    """Return the rule that the tables break, or `None`. `rows` has the number of rows per split."""
     source, number = blocks["source"], blocks["source"].size
+    # Numbers below 2^53 cannot overflow when they are added.
     numbers = [*blocks.values(), *groups.values()]
     if not number or any((column < 0).any() or (column >= 1 << 53).any() for column in numbers):
-        return "it has no blocks, or numbers out of bounds"
+        return "it has no blocks, or numbers out of range"
     is_first = np.concatenate([[True], source[1:] != source[:-1]])
     if (np.diff(source) < 0).any() or source[-1] >= len(recipe.sources) or blocks["row"][is_first].any():
-        return "its blocks do not go through the sources in order"
+        return "its blocks are not in the order of the sources"
     for begin, size in (("row", "num_rows"), ("offset", "num_bytes")):
         ends = blocks[begin] + blocks[size]
         if (blocks[begin][1:] != ends[:-1])[~is_first[1:]].any():
-            return "its blocks do not follow each other"
+            return "its blocks are not contiguous"
     if (np.diff(groups["split"]) < 0).any() or (groups["split"] >= len(recipe.splits)).any():
-        return "its row groups do not go through the splits in order"
+        return "its row groups are not in the order of the splits"
     if (groups["block"] >= number).any():
-        return "a row group begins in no block"
+        return "a row group begins in a block that does not exist"
     return _invalid_groups_reason(blocks, groups, recipe, rows)
 
 
 def _invalid_groups_reason(blocks: Columns, groups: Columns, recipe: Recipe, rows: Mapping[str, int]) -> str | None:
     for place, split in enumerate(recipe.splits):
-        mine = {name: column[groups["split"] == place] for name, column in groups.items()}
+        starts = {name: column[groups["split"] == place] for name, column in groups.items()}
         until = np.cumsum(blocks[split])
         if until[-1] != rows[split]:
-            return f"it has {until[-1]} rows of split {split!r}, and dataset.json {rows[split]}"
+            return f"it has {until[-1]} rows of split {split!r}, but dataset.json has {rows[split]}"
         firsts = np.arange(0, rows[split], recipe.group_rows)
-        if not np.array_equal(mine["block"], np.searchsorted(until, firsts, side="right")):
+        if not np.array_equal(starts["block"], np.searchsorted(until, firsts, side="right")):
             return f"row groups of split {split!r} begin in other blocks than their rows"
-        inside_block = mine["row"] >= blocks["row"][mine["block"]]
-        inside_block &= mine["offset"] >= blocks["offset"][mine["block"]]
-        ends = (blocks["offset"] + blocks["num_bytes"])[mine["block"]]
-        same = mine["block"][1:] == mine["block"][:-1]
-        if not inside_block.all() or (mine["offset"] > ends).any() or (np.diff(mine["row"])[same] <= 0).any():
-            return f"a row group of split {split!r} begins outside of its block"
+        inside_block = starts["row"] >= blocks["row"][starts["block"]]
+        inside_block &= starts["offset"] >= blocks["offset"][starts["block"]]
+        ends = (blocks["offset"] + blocks["num_bytes"])[starts["block"]]
+        same = starts["block"][1:] == starts["block"][:-1]
+        if not inside_block.all() or (starts["offset"] > ends).any() or (np.diff(starts["row"])[same] <= 0).any():
+            return f"a row group of split {split!r} begins outside its block"
     return None

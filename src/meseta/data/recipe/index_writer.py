@@ -1,4 +1,4 @@
-"""Writing the index of a recipe while the sources are read."""
+"""Writer of the index of a recipe, used while the sources are read."""
 
 from __future__ import annotations
 
@@ -23,17 +23,16 @@ _FOLDER = "index"
 
 
 class IndexWriter:
-    """Notes where blocks, and the row groups of splits in them, begin; see meseta.data.recipe.index."""
+    """Block observer that records the positions of blocks and row groups. See `meseta.data.recipe.index`."""
 
     def __init__(self, scratch: Path, splits: Sequence[str], group_rows: int) -> None:
-        """`scratch`: folder for what was noted so far."""
+        """Create a writer. Intermediate files are stored in the folder `scratch`."""
         self._splits, self._group_rows = tuple(splits), group_rows
         self._num_rows = dict.fromkeys(splits, 0)
         self._blocks = _AppendOnlyTable(scratch / "blocks.i64", len(BLOCK_COLUMNS) + len(splits))
         self._groups = _AppendOnlyTable(scratch / "groups.i64", len(GROUP_COLUMNS))
 
     def add(self, source: int, block: Block, parts: ParsedRows[EncodedBlock]) -> None:
-        """As described by `BlockObserver.add`."""
         before = dict(self._num_rows)
         for encoded in parts.results:
             for split, batch in encoded.splits.items():
@@ -44,7 +43,6 @@ class IndexWriter:
         self._blocks.add([source, start.row, start.line, start.offset, block.num_rows, num_bytes, *counts])
 
     def get_state(self) -> dict[str, Any]:
-        """As described by `BlockObserver.get_state`."""
         return {
             "num_rows": self._num_rows,
             "blocks": self._blocks.flush(),
@@ -52,15 +50,15 @@ class IndexWriter:
         }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """As described by `BlockObserver.set_state`."""
         self._num_rows = dict(state["num_rows"])
         self._blocks.truncate(state["blocks"])
         self._groups.truncate(state["groups"])
 
     def finish(self, folder: Path) -> tuple[IndexFile, IndexFile]:
-        """Write the two files of the index of the dataset in `folder`."""
+        """Write the two index files to the dataset in `folder`."""
         (folder / _FOLDER).mkdir(exist_ok=True)
         groups = self._groups.read()
+        # Blocks contain rows of several splits, but the index is ordered by split.
         groups = groups[np.argsort(groups[:, 0], kind="stable")]
         return (
             _write(folder, "blocks", (*BLOCK_COLUMNS, *self._splits), self._blocks.read()),
@@ -68,7 +66,7 @@ class IndexWriter:
         )
 
     def _add_groups(self, split: str, encoded: EncodedBlock, num_rows: int) -> None:
-        """Those of a split that begin among its next `num_rows` rows, which stand in `encoded`."""
+        # `encoded` contains the next `num_rows` rows of the split. Record the row groups that begin in them.
         before = self._num_rows[split]
         self._num_rows[split] += num_rows
         first = -(-before // self._group_rows) * self._group_rows
@@ -83,13 +81,13 @@ class IndexWriter:
 
 
 class _AppendOnlyTable:
-    """Rows of whole numbers, most of them in a file."""
+    """Table of integers whose rows are appended to a file."""
 
     def __init__(self, path: Path, num_columns: int) -> None:
         self.num_rows = 0
         self._path, self._num_columns = path, num_columns
         self._num_written = 0
-        """Rows in the file; what else it has is of work that was cut off."""
+        """Number of rows in the file. Any further content comes from an interrupted run."""
         self._unwritten: list[list[int]] = []
 
     def add(self, row: list[int]) -> None:
@@ -97,7 +95,7 @@ class _AppendOnlyTable:
         self.num_rows += 1
 
     def flush(self) -> int:
-        """Write all to the file; returns the rows in it."""
+        # The file may have further rows, from an interrupted run.
         with self._path.open("ab") as file:
             file.truncate(self._num_written * self._num_columns * 8)
             np.array(self._unwritten, np.int64).tofile(file)
@@ -105,11 +103,10 @@ class _AppendOnlyTable:
         return self.num_rows
 
     def truncate(self, num_rows: int) -> None:
-        """Go on behind so many rows of the file."""
+        # The next `flush` truncates the file to `num_rows` rows.
         self.num_rows = self._num_written = num_rows
 
     def read(self) -> NDArray[np.int64]:
-        """All rows [num_rows, num_columns]."""
         self.flush()
         return np.fromfile(self._path, np.int64).reshape(-1, self._num_columns)
 

@@ -1,6 +1,6 @@
-"""recipe.json beside dataset.json: from which files, and how, the rows of a dataset are made as they are read.
+"""The file recipe.json of a dataset: the raw files from which rows are computed, and the checksums of their index.
 
-What the values become is told by dataset.json alone; here stand the files, and what the index of their rows must be.
+The encoding of the rows is described by dataset.json alone.
 """
 
 from __future__ import annotations
@@ -26,69 +26,69 @@ from meseta.spec import MesetaError
 
 RECIPE_FORMAT: Literal["meseta.recipe/1"] = "meseta.recipe/1"
 RECIPE_FILE = "recipe.json"
-REMAKE_REMEDY = "make it anew with `meseta prepare --recipe-only`"
+REMAKE_REMEDY = "make the recipe again with `meseta prepare --recipe-only`"
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
 def _check_split(name: str) -> str:
     if name not in SPLITS:
-        raise ValueError(f"{format_value(name)} is no split")
+        raise ValueError(f"{format_value(name)} is not a split")
     return name
 
 
 class RecipeSource(FrozenRecord):
-    """One raw file as it was when the recipe was made."""
+    """Raw file, with its size and modification time when the recipe was made."""
 
     path: str
-    """An absolute path on this machine, or a URL."""
+    """Absolute path on this machine, or a URL."""
     split: SourceSplit
-    """Where its rows go."""
+    """Split that receives the rows of this file, or the rule by which they are distributed."""
     size_bytes: Count
-    """As stored."""
+    """Size of the stored file, which may be compressed."""
     changed: str
-    """When it was written last, as its file system tells."""
+    """Modification time as the file system reports it."""
     delimiter: Delimiter
-    """What separates the fields of a line, where the format leaves that open."""
+    """Separator of the fields of a line. Only delimited formats use it."""
     header: tuple[str, ...]
-    """Names of its columns, where it could begin with them and does not."""
+    """Column names of a text file without a header. Empty if the file contains its own names."""
     is_typed: bool = False
-    """Whether the names in its header have types, which are no part of them."""
+    """Whether names in the header have a type, which is not part of the column name."""
     encoding: Annotated[str, AfterValidator(check_encoding)] = UTF_8
-    """Of its text."""
+    """Encoding of the text."""
     partition: dict[str, str | None] = Field(default_factory=dict)
-    """Columns that the folders of the file make, with their values."""
+    """Columns from the folders of the file, with their values."""
     can_enter: bool
-    """Whether rows in its middle can be read without those before them."""
+    """Whether rows in the middle can be read without reading the rows before them."""
 
 
 class IndexFile(FrozenRecord):
-    """A Parquet file of the index."""
+    """Parquet file of the index."""
 
     path: InnerPath
-    """Relative to the dataset."""
+    """Path relative to the dataset."""
     sha256: Digest
-    """Of its bytes."""
+    """SHA-256 of the content of the file."""
 
 
 class Recipe(FrozenRecord):
-    """The files of a dataset whose rows are made as they are read."""
+    """Raw files of a dataset whose rows are computed while they are read."""
 
     format: Literal["meseta.recipe/1"] = RECIPE_FORMAT
     sources: tuple[RecipeSource, ...] = Field(min_length=1)
-    """In the order in which their rows come."""
+    """Raw files in the order of their rows."""
     skips_bad_rows: bool
-    """Whether a row that cannot be parsed is left out, and otherwise an error."""
+    """Whether rows that cannot be parsed are skipped. Otherwise they are errors."""
     group_rows: int = Field(ge=1, le=WINDOW_SAMPLES)
-    """Rows of a row group, but for the last one of a split."""
+    """Number of rows per row group. The last group of a split may have fewer."""
     splits: tuple[Annotated[str, AfterValidator(_check_split)], ...] = Field(min_length=1)
-    """Those that the index tells of."""
+    """Splits in the index."""
     blocks: IndexFile
-    """Where the blocks of the files begin, see meseta.data.recipe.index."""
+    """File of the positions of blocks. See `meseta.data.recipe.index`."""
     groups: IndexFile
-    """Where the row groups of the splits begin."""
+    """File of the positions of row groups."""
 
     def to_sources(self, dataset: Dataset) -> tuple[Source, ...]:
-        """The files as the formats want them."""
+        """Return the files as sources of their raw format."""
         assert dataset.source_form is not None
         raw_format = find_format(dataset.source_form.kind)
         return tuple(
@@ -108,21 +108,21 @@ class Recipe(FrozenRecord):
         )
 
     def save(self, folder: Path) -> str:
-        """Write `folder`/recipe.json; returns what dataset.json has to say of it."""
+        """Write recipe.json to `folder`, and return its SHA-256 for dataset.json."""
         content = (json.dumps(self.model_dump(mode="json"), indent=1) + "\n").encode()
         (folder / RECIPE_FILE).write_bytes(content)
         return sha256(content).hexdigest()
 
     @staticmethod
     def load(dataset: Dataset) -> Recipe:
-        """That of a dataset. Raises MesetaError where it is missing, or not the one that dataset.json speaks of."""
+        """Load the recipe of a dataset. Raises MesetaError if it is missing or does not match dataset.json."""
         where = f"recipe {str(dataset.dir / RECIPE_FILE)!r}"
         try:
             content = read_bounded(resolve_inside(dataset.dir, RECIPE_FILE))
         except OSError as error:
             raise MesetaError(f"{where} cannot be read ({error.strerror}); {REMAKE_REMEDY}") from None
         if sha256(content).hexdigest() != dataset.recipe:
-            raise MesetaError(f"{where} is not the one that dataset.json was written with; {REMAKE_REMEDY}")
+            raise MesetaError(f"{where} does not match the checksum in dataset.json; {REMAKE_REMEDY}")
         try:
             document: Any = parse_json(content)
             recipe = Recipe.model_validate_json(json.dumps(document), strict=True)
@@ -133,12 +133,12 @@ class Recipe(FrozenRecord):
         except ValueError as error:
             raise MesetaError(f"{where} is not JSON: {error}; {REMAKE_REMEDY}") from None
         if dataset.source_form is None or set(recipe.splits) != set(dataset.splits):
-            raise MesetaError(f"{where} tells of other splits than dataset.json; {REMAKE_REMEDY}")
+            raise MesetaError(f"{where} has other splits than dataset.json; {REMAKE_REMEDY}")
         return recipe
 
 
 def recipe_sources(sources: Sequence[Source]) -> tuple[RecipeSource, ...]:
-    """The files as a recipe names them. Raises MesetaError for one that cannot be read any more."""
+    """Return the raw files as entries of a recipe. Raises MesetaError if a file cannot be read."""
     return tuple(
         RecipeSource(
             path=source.path if is_url(source.path) else os.path.abspath(source.path),

@@ -1,8 +1,9 @@
-"""`meseta prepare --recipe-only`: all that the first pass finds out, and where rows begin; no row goes to the disk.
+"""Implementation of `meseta prepare --recipe-only`. It collects statistics and the positions of rows, but writes no
+rows.
 
-Features whose rows are known at once are counted on the way. Those with vocabularies are when these are complete: the
-training rows are then made once more, through the recipe itself. So are the rows of the test split, whose unseen values
-are known once all training rows are.
+Features whose rows are known immediately are counted in the first pass. Features with vocabularies are counted
+afterwards, when the vocabularies are complete, from training rows that the recipe itself produces. The test split is
+read the same way to count its unseen values, which requires all training rows.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ from meseta.spec import MesetaError
 
 
 class StatisticsFiles:
-    """Counters of features, saved in files of a folder that a journal refers to."""
+    """Files with the states of feature counters. A journal refers to them by name."""
 
     def __init__(self, folder: Path, stem: str) -> None:
         self._folder, self._stem = folder, stem
         self._paths: list[Path] = []
 
     def save(self, counters: Mapping[str, WindowCounter], num_windows: int) -> str:
-        """Write a file, named by what was counted, and return its name; the last but one is removed."""
+        """Write the counters to a file, and return its name. Files before the previous one are deleted."""
         path = self._folder / f"{self._stem}-{num_windows}.arrow"
         states = [one.get_state() for one in counters.values()]
         numbers = pa.array([numbers for numbers, _ in states], pa.list_(pa.int64()))
@@ -51,12 +52,13 @@ class StatisticsFiles:
             writer.write_batch(batch)
         if path not in self._paths:
             self._paths.append(path)
+        # The journal may still refer to the previous file.
         while len(self._paths) > 2:
             self._paths.pop(0).unlink(missing_ok=True)
         return path.name
 
     def load(self, name: str, counters: Mapping[str, WindowCounter]) -> None:
-        """Go on from a file that `save` wrote, of the same features in the same order."""
+        """Restore the counters from a file that `save` wrote. They must be of the same features in the same order."""
         self._paths = [self._folder / name]
         with pa.OSFile(str(self._folder / name), "rb") as file:
             batch = pa.ipc.open_stream(file).read_next_batch()
@@ -65,7 +67,7 @@ class StatisticsFiles:
 
 
 class TrainingTally(SplitTally):
-    """Counts the features whose rows are known, too."""
+    """Tally of the training split that also counts the features whose rows are known."""
 
     def __init__(
         self,
@@ -79,11 +81,10 @@ class TrainingTally(SplitTally):
         self._files = StatisticsFiles(path.parent, "statistics")
 
     def get_state(self) -> dict[str, Any]:
-        """With the name of a file that has the statistics."""
+        # The state contains the name of the file with the statistics.
         return {**super().get_state(), "statistics": self._files.save(self._statistics, self.num_windows)}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `get_state` gave."""
         super().set_state(state)
         self._files.load(state["statistics"], self._statistics)
 
@@ -92,7 +93,7 @@ class TrainingTally(SplitTally):
 
 
 class RecipePreparation:
-    """One call of `prepare` that makes a recipe."""
+    """One run of `prepare` that makes a recipe."""
 
     def __init__(
         self,
@@ -117,7 +118,8 @@ class RecipePreparation:
         self.first_pass = FirstPass(options, sources, encoder, staging, progress, self.tallies, self.index)
 
     def run(self, pool: ThreadPoolExecutor, num_threads: int) -> Dataset:
-        """Everything but dataset.json itself."""
+        """Write everything except dataset.json, and return its content."""
+        # The first pass writes no rows. It finds their positions, their splits and the vocabularies.
         folder = self.staging.folder
         self.first_pass.read(pool, num_threads)
         tables = self.first_pass.tables(folder, self.known_statistics)
@@ -134,6 +136,7 @@ class RecipePreparation:
         splits = {name: tally.describe_split(()) for name, tally in self.tallies.items()}
         touched = {name: self.known_statistics[name].touched_bits() for name in self.encoder.hash_rows}
         touched_name = write_touched(folder, touched)
+        # Reading rows through the recipe requires a dataset that does not have all statistics yet.
         uncounted = self.first_pass.describe(tables, splits, touched_name, digest)
         dataset = uncounted.model_copy(update={"dir": folder})
         self._check_reproducible(dataset)
@@ -141,15 +144,15 @@ class RecipePreparation:
         return self.first_pass.describe(tables, splits, touched_name, digest)
 
     def _check_reproducible(self, dataset: Dataset) -> None:
-        """Whether dataset.json tells all that the rows are made by."""
+        """Raise MesetaError if dataset.json does not fully describe how rows are computed."""
         if (
             layout_from_dataset(dataset) != self.encoder.layout
             or splitter_from_dataset(dataset) != self.encoder.splitter
         ):
-            raise MesetaError("prepare: no recipe can tell of these columns yet; prepare them without --recipe-only")
+            raise MesetaError("prepare: a recipe cannot describe these columns yet; prepare them without --recipe-only")
 
     def _count_remaining(self, dataset: Dataset, recipe: Recipe, tables: FeatureTables, num_threads: int) -> None:
-        """Count what the first pass could not: training rows for vocabularies, and the test split."""
+        """Count the values that the first pass could not count: training rows for vocabularies, and the test split."""
         counters: dict[str, Mapping[str, WindowCounter]] = {
             "train": {name: tables.statistics[name] for name in tables.vocabularies},
             "test": tables.test_lookups,
@@ -176,9 +179,10 @@ class RecipePreparation:
     def _count_split(
         self, maker: RowMaker, recipe: Recipe, split: str, counters: Mapping[str, WindowCounter]
     ) -> Iterator[int]:
-        """Count a split window by window, and yield the number of windows so far."""
+        """Count a split window by window, and yield the number of windows counted so far."""
         files = StatisticsFiles(self.staging.scratch, f"counted-{split}")
         done = self.staging.state.get("count", {}).get(split, {"num_windows": 0})
+        # Continue after the windows that an interrupted run has counted.
         if done["num_windows"]:
             files.load(done["file"], counters)
         first = done["num_windows"]
@@ -192,7 +196,7 @@ class RecipePreparation:
 
 
 def _make_windows(maker: RowMaker, recipe: Recipe, split: str, first: int) -> Iterator[list[pa.RecordBatch]]:
-    """Rows of a split from window `first` on, window by window of 65,536."""
+    # A window has `WINDOW_SAMPLES` rows. The last one of a split may have fewer.
     of_window = WINDOW_SAMPLES // recipe.group_rows
     groups = range(first * of_window, len(maker.group_rows(split)))
     batches: list[pa.RecordBatch] = []

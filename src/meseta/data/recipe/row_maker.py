@@ -1,4 +1,4 @@
-"""Rows of a split, made from the raw files where they are asked for."""
+"""Computation of the rows of a split from raw files, on request."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from meseta.spec import MesetaError
 
 @dataclass
 class RowMakerTimes:
-    """What threads have done to make rows. They share it."""
+    """Measured times of the threads that compute rows. The threads share one instance."""
 
     range_times: list[tuple[float, float]] = field(default_factory=list)
-    """Seconds that each stretch of a file was waited for, and that rows were made of it."""
+    """Pairs (seconds spent waiting for the file, seconds spent computing rows), one per range of rows."""
 
     @property
     def read_share(self) -> float:
-        """Of the time of these threads, that they waited for files."""
+        """Share of the measured time that was spent waiting for files."""
         read_s, made_s = (
             (sum(seconds) for seconds in zip(*self.range_times, strict=True)) if self.range_times else (0, 0)
         )
@@ -42,7 +42,7 @@ class RowMakerTimes:
 
 
 class RowMaker:
-    """Makes row groups of a split. Threads may share it; several of its own parse what one call asks for."""
+    """Thread-safe producer of the row groups of a split. Each call parses in parallel, in the object's own threads."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class RowMaker:
         skips_bad_rows: bool,
         num_threads: int | None = None,
     ) -> None:
-        """`num_threads`: None: the cores this process may use."""
+        """Create a producer. `num_threads` of `None` means the number of cores available to this process."""
         self._sources, self._index = sources, index
         self._encoder, self._finalizer = encoder, finisher
         self._skips_bad_rows = skips_bad_rows
@@ -64,7 +64,10 @@ class RowMaker:
 
     @staticmethod
     def from_recipe(dataset: Dataset, recipe: Recipe, num_threads: int | None = None) -> RowMaker:
-        """By the recipe of a dataset. Raises MesetaError for files of either that are missing, damaged or changed."""
+        """Create a producer from the recipe of a dataset.
+
+        Raises MesetaError if a file of the dataset or a raw file is missing, damaged or changed.
+        """
         sources = recipe.to_sources(dataset)
         for source in sources:
             check_unchanged(source)
@@ -74,14 +77,19 @@ class RowMaker:
         return RowMaker(sources, index, encoder, finisher, skips_bad_rows=skips, num_threads=num_threads)
 
     def group_rows(self, split: str) -> list[int]:
-        """Rows of each row group of a split."""
+        """Return the number of rows of each row group of a split."""
         return self._index.group_rows(split)
 
     def make_groups(self, split: str, groups: Sequence[int], work: RowMakerTimes | None = None) -> Iterator[pa.Table]:
-        """The columns of a dataset's files in some row groups of a split, group by group; `work` is told what each
-        stretch of a file takes.
+        """Compute row groups of a split, and yield one table per group with the columns of the dataset's files.
 
-        Raises MesetaError for a file that has changed since the recipe was made, or is damaged."""
+        Raises MesetaError if a raw file is damaged or was changed since the recipe was made.
+
+        Args:
+            split: Split to read.
+            groups: Indices of the row groups.
+            work: Object that collects the times of each range of rows.
+        """
         work = work or RowMakerTimes()
         sizes = self._index.group_rows(split)
         parts = {group: self._index.row_ranges(split, group) for group in groups}
@@ -95,13 +103,12 @@ class RowMaker:
             if num_rows != sizes[group]:
                 path = self._sources[parts[group][0].source].path
                 raise MesetaError(
-                    f"source {path!r} gives {num_rows:,} rows of split {split!r} where it gave {sizes[group]:,} when "
-                    f"the recipe was made; {REMAKE_REMEDY}"
+                    f"source {path!r} has {num_rows:,} rows of split {split!r}, but had {sizes[group]:,} when the "
+                    f"recipe was made; {REMAKE_REMEDY}"
                 )
             yield pa.Table.from_batches(batches)
 
     def _make(self, split: str, stretch: RowRange, work: RowMakerTimes) -> list[pa.RecordBatch]:
-        """Finished rows of a split in a stretch of a file."""
         begin_s = time.perf_counter()
         block = self._cursors.read(stretch)
         read_s = time.perf_counter()
@@ -118,7 +125,7 @@ class RowMaker:
 
 
 def splitter_from_dataset(dataset: Dataset) -> Splitter:
-    """What parts the rows of a dataset."""
+    """Return the splitter of a dataset."""
     return Splitter(
         seed=dataset.seed,
         test_fraction=dataset.test_fraction or 0.0,

@@ -1,1 +1,1 @@
-"""What the columns of raw files are: as a schema file or options say, else guessed from names and values."""
+"""Roles of raw columns: from a schema file, from options, or inferred from names and values."""

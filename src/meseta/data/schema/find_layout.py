@@ -1,4 +1,4 @@
-"""Which raw columns are the label, the dense and the sparse features, for all sources together."""
+"""Common layout of all sources: which raw columns are labels, dense features and sparse features."""
 
 from __future__ import annotations
 
@@ -24,12 +24,22 @@ def find_layout(
     *,
     skip_bad: bool = False,
 ) -> RawLayout:
-    """The common layout of all sources: as `schema` says, else as `named` says, else inferred.
+    """Return the common layout of all sources.
 
-    TSV is Criteo's. CSV and Parquet are judged by the names of columns, their types and a sample of the rows, libsvm
-    and libffm by all rows, which `on_scan` follows; with `skip_bad`, by those that can be parsed.
-    Raises MesetaError for a file with other columns, a missing column or one of a wrong type, for a name that no table
-    can have, and for more columns than a dataset can describe.
+    The roles of columns come from `schema`, or else from `named`. Other roles are inferred: those of CSV, JSON and
+    Parquet from names, types and a sample of rows, those of libsvm and libffm from all rows. Criteo TSV has a fixed
+    layout.
+
+    Args:
+        sources: Files to read. All have the same format.
+        named: Roles from the options.
+        schema: Roles from a schema file.
+        on_scan: Progress callback for scans over all rows.
+        skip_bad: Whether such a scan skips rows that cannot be parsed.
+
+    Raises:
+        MesetaError: A file has other columns, a column is missing or has a wrong type, a name cannot be the name of a
+            table, or the columns are too many for one dataset.
     """
     asked = ColumnRequest(named_columns=named or NamedColumns(), schema=schema, skip_bad_rows=skip_bad)
     if on_scan is not None:
@@ -47,19 +57,21 @@ def find_layout(
 
 
 def _add_partition_keys(where: str, sources: Sequence[Source], layout: RawLayout) -> RawLayout:
-    """The layout that says which of its columns folders make, and which of these it leaves out.
+    """Return `layout` with the columns from folders that it uses, and with the unused ones as ignored columns.
 
-    Raises MesetaError for one of these columns that should hold several values."""
+    Raises MesetaError if a column from a folder should be multi-valued.
+    """
     keys = dict.fromkeys(key for source in sources for key in source.partition)
     used, ignored = {*layout.columns}, {*layout.ignored}
     for column in layout.sparse:
         if column.multi_valued and column.raw_column in keys:
             raise MesetaError(
-                f"{where}: column {column.raw_column!r} is made by a folder, which holds one value, and no list"
+                f"{where}: column {column.raw_column!r} comes from a folder name, which is a single value and not a "
+                "list"
             )
     left_out = [key for key in keys if key not in used and key not in ignored]
     in_all = {key for key in keys if all(key in source.partition for source in sources)}
-    why = f"a folder, and {sources[0].format.title} has no columns beside its own"
+    why = f"a folder, and {sources[0].format.title} has no columns besides its own"
     reasons = {key: why if key in in_all else "a folder that not every file is in" for key in left_out}
     return replace(
         layout,
@@ -70,21 +82,25 @@ def _add_partition_keys(where: str, sources: Sequence[Source], layout: RawLayout
 
 
 def check_features(where: str, layout: RawLayout) -> None:
-    """Raise MesetaError, naming `where`, for a layout without features, and for names that meet in the dataset."""
+    """Raise MesetaError if a layout has no features, or if two of its columns have the same name in the dataset.
+
+    The message starts with `where`.
+    """
     if not layout.feature_names:
         labels = ", ".join(map(repr, layout.labels))
         left_out = [f"{name!r}: {layout.reasons[name]}" for name in layout.ignored if name in layout.reasons]
         why = f" ({'; '.join(left_out[:3])}{'; ...' if len(left_out) > 3 else ''})" if left_out else ""
         raise MesetaError(
-            f"{where} has no feature beside the label {labels}{why}; name some with --dense and --sparse, or in a "
-            "--schema file"
+            f"{where} has no feature besides the label {labels}{why}; choose features with --dense and --sparse, or in "
+            "a --schema file"
         )
     others = (layout.weight, layout.time, *layout.feature_columns)
+    # A feature from the column of a label rule would reveal the label.
     for rule in layout.label_rules:
         if rule.column in others:
             raise MesetaError(
-                f"{where}: column {rule.column!r} makes label {rule.name!r}, and has another role as well, which would "
-                "give the answer away; take it from the features, the weight and the time"
+                f"{where}: column {rule.column!r} makes label {rule.name!r} and also has another role, which would "
+                "reveal the label; remove the column from the features, the weight and the time"
             )
     weights = [f"{column.name}.weight" for column in layout.sparse if column.weighted]
     written = [*layout.sample_columns, *layout.feature_names, *weights]
@@ -95,8 +111,8 @@ def check_features(where: str, layout: RawLayout) -> None:
                 f"{where}: column {name!r} is used twice (label {layout.labels[0]!r} is written as "
                 f"{layout.label_columns[0]!r}); rename it"
             )
-    if alike := first_name_collision(column.name for column in layout.sparse):
+    if collision := first_name_collision(column.name for column in layout.sparse):
         raise MesetaError(
-            f"{where}: columns {alike[0]!r} and {alike[1]!r} are one name to file systems that ignore case or spell "
-            "accents otherwise, and files are named after them; rename one"
+            f"{where}: columns {collision[0]!r} and {collision[1]!r} would have the same file name on file systems "
+            "that ignore case or normalize accents; rename one"
         )

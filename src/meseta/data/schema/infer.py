@@ -1,4 +1,4 @@
-"""What a column is likely to be, by its name and a sample of its values."""
+"""Inference of the role of a column from its name and a sample of its values."""
 
 from __future__ import annotations
 
@@ -17,58 +17,59 @@ Role = Literal["dense", "categorical", "both", "weight", "group", "time", "ignor
 
 
 class ColumnRole(NamedTuple):
-    """What a column was taken for."""
+    """Role of a column, with the reason for it."""
 
     role: Role
-    """'both': a category and a measurement."""
+    """Role of the column. "both" means categorical and dense."""
     reason: str
-    """In a few words, on one line."""
+    """Short explanation, on one line."""
     is_named: bool = False
-    """Whether an option says so."""
+    """Whether an option specifies the role."""
     is_time: bool = False
-    """Whether its values are times, which splits can go by."""
+    """Whether the values are times, by which rows can be split."""
 
 
 UNNAMED_COLUMN = ColumnRole("ignore", "it has no name")
 
 MISSING_TEXTS = ("", "NA", "N/A", "NaN", "nan", "null", "NULL", "None", "\\N")
-"""Texts that mean a missing number."""
+"""Texts that stand for a missing number."""
+# Texts for a missing number that do not spell NaN. NaN counts as a non-finite number.
 NULL_TEXTS = tuple(text for text in MISSING_TEXTS if text.lower() != "nan")
-"""Those of them that say no more than that; the others are counted with what is infinite."""
+# Words for a label of 1 and of 0, in lower case. Upper case is accepted too.
 TRUE_WORDS, FALSE_WORDS = ("true", "t", "yes", "y"), ("false", "f", "no", "n")
-"""Words that labels may be, in any case."""
+# Common names of labels in lower case, most likely first. Upper case is accepted too.
 LABEL_NAMES = (
     *("label", "click", "clicked", "is_click", "is_clicked", "target", "y"),
     *("conversion", "converted", "is_attributed", "purchase", "purchased", "is_purchase"),
 )
-"""Names of labels, the likeliest first; case does not matter."""
 
 MAX_SAMPLE_ROWS = 20_000
-"""Rows of all files that values are judged by, fewer where there are many columns."""
+"""Maximum number of sampled rows of all files. Fewer are sampled if there are many columns."""
+# Names of further labels. Another column with such a name is an outcome, and would reveal the label as a feature.
 SECONDARY_LABEL_NAMES = frozenset({*LABEL_NAMES} - {"label", "target", "y"})
-"""A second column of such a name is an outcome too: as a feature it would give the answer away."""
 WEIGHT_NAMES = ("sample_weight", "example_weight", "instance_weight", "row_weight", "weight")
 TIME_NAMES = ("timestamp", "event_timestamp", "datetime", "event_time", "time", "date", "ts", "unixtime", "unix_time")
 GROUP_NAMES = ("qid",)
 
+# Numbers are times only from March 1973 on. Smaller numbers are more likely durations or days.
 _MIN_TIMESTAMP_S = 1e8
-"""Numbers are taken for times from March 1973 on: smaller ones under such a name are likelier durations or days."""
+# Minimum number of rows from which a constant or a key is inferred.
 MIN_EVIDENCE_ROWS = 50
-"""Fewer rows prove neither a constant nor a key."""
+# Share of distinct values above which a column is a key, unless it has the name of a category.
 _MIN_KEY_SHARE = 0.995
-"""A share of distinct values from which on a column is a key, unless its name is that of a category."""
+# Above it, float64 does not represent all integers.
 _MAX_EXACT_INTEGER = 2**53
-"""Beyond it float64 has gaps between whole numbers."""
+# Share of distinct values above which concentrated whole numbers are measurements.
 _MIN_DISTINCT_SHARE = 0.5
-"""A share of distinct values above which whole numbers are taken for measurements, if they crowd together."""
+# Interquartile range of concentrated values, as a share of their range. It is one half for evenly spread values.
 _MAX_IQR_RATIO = 0.25
-"""Of the range, what the middle half of crowded values takes; that of evenly spread ones takes a half."""
 
 _ROW_NUMBER_NAME = re.compile(r"(row_?)?(id|index|number|no)|unnamed: 0|row", re.IGNORECASE)
 _TIME_PATTERN = re.compile(r"\d{4}-\d\d-\d\d([ T]\d\d:\d\d(:\d\d(\.\d+)?)?)?(Z|[+-]\d\d:?\d\d)?")
 _ZERO_PADDED = re.compile(r"-?0\d+")
 
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[^\W\d_A-Z]+|\d+")
+# Last words of the names of categories.
 _CATEGORY_WORDS = re.compile(
     r"ad|advertiser|airport|app|artist|author|banner|brand|browser|campaign|carrier|cat|category|"
     r"channel|city|class|cluster|code|codes|country|creative|currency|customer|device|domain|dow|"
@@ -77,7 +78,7 @@ _CATEGORY_WORDS = re.compile(
     r"publisher|region|segment|seller|sex|shop|site|sku|slot|song|state|station|status|store|team|"
     r"track|type|types|user|video|visitor|weekday|zip"
 )
-"""Last words of the names of categories."""
+# Last words of the names of measurements. Some are first words too, as in num_clicks and days_since.
 _MEASUREMENT_WORDS = re.compile(
     r"age|amount|amt|area|avg|average|balance|bid|budget|bytes|clicks|cnt|comments|cost|count|"
     r"counts|ctr|days|depth|dist|distance|duration|fee|followers|frequency|friends|height|hours|"
@@ -86,8 +87,8 @@ _MEASUREMENT_WORDS = re.compile(
     r"ratio|recency|revenue|salary|sales|score|sec|seconds|sessions|shares|size|speed|spend|std|sum|"
     r"tax|temp|temperature|tenure|total|value|views|visits|volume|weight|weeks|width|years"
 )
-"""Last words of the names of measurements, and first ones of such as num_clicks and days_since."""
 _MEASUREMENT_PREFIXES = re.compile(r"avg|count|days|hours|max|mean|min|minutes|n|nb|num|pct|ratio|seconds|sum|total")
+# Words that are followed by a number, as C14 and I3 in Criteo logs.
 _SERIES_PREFIXES = {
     "c": "categorical",
     "cat": "categorical",
@@ -95,20 +96,19 @@ _SERIES_PREFIXES = {
     "i": "dense",
     "int": "dense",
 }
-"""Words with a number behind them, as C14 and I3 of Criteo's logs."""
 
 
 def infer_label(names: Sequence[str]) -> str | None:
-    """The likeliest label among the columns, or None."""
+    """Return the most likely label among the columns, or `None`."""
     by_name = {name.lower(): name for name in reversed(names)}
     return next((by_name[name] for name in LABEL_NAMES if name in by_name), None)
 
 
 def is_header(first: Sequence[str], rows: Sequence[Sequence[str]] = ()) -> bool:
-    """Whether the first record of CSV names the columns, beside the records that follow it.
+    """Whether the first record of a CSV file is a header. `rows` are the records that follow it.
 
-    It does where it holds no number, or numbers that count the columns, or is alone and names a label. Else numbers in
-    all columns that hold numbers further down make it a row like the others.
+    A record without numbers is a header, and so is one that counts the columns. A single record is a header if it has
+    the name of a label. Otherwise, some text in the record must be in a column that only contains numbers in `rows`.
     """
     if not rows and infer_label(first) is not None:
         return True
@@ -125,7 +125,10 @@ def is_header(first: Sequence[str], rows: Sequence[Sequence[str]] = ()) -> bool:
 
 
 def infer_label_from_values(columns: Mapping[str, Sequence[str]]) -> str | None:
-    """Of columns without names of their own, one that holds 0 and 1 alone: the first, else the last, else the only."""
+    """Return the column that contains only 0 and 1, for columns without names.
+
+    The first column takes precedence, then the last one. Returns `None` if several other columns qualify, or none.
+    """
     names = list(columns)
     binary = [name for name in names if columns[name] and {parse_number(text) for text in columns[name]} <= {0.0, 1.0}]
     return next((name for name in (names[0], names[-1]) if name in binary), binary[0] if len(binary) == 1 else None)
@@ -133,13 +136,16 @@ def infer_label_from_values(columns: Mapping[str, Sequence[str]]) -> str | None:
 
 def has_negative(values: Sequence[str]) -> bool:
     """Whether any value is a negative number."""
+    # Joining finds a minus sign much faster than a check of each value.
     signed = [value for value in values if value.startswith("-")] if "\n-" in "\n" + "\n".join(values) else []
     return any((number := parse_number(value)) is not None and number < 0 for value in signed)
 
 
 def role_from_name(name: str) -> Literal["categorical", "dense"] | None:
-    """What whole numbers in a column of this name are: user_id, zip, C1 are categories, age and num_clicks are
-    measurements; None where the name does not tell."""
+    """Return the role of whole numbers in a column with this name, or `None` if the name is inconclusive.
+
+    For example, user_id, zip and C1 are categories, and age and num_clicks are measurements.
+    """
     words = [word.lower() for word in _WORDS.findall(name)]
     spoken = [word for word in words if not word.isdigit()]
     if not spoken:
@@ -156,14 +162,14 @@ def role_from_name(name: str) -> Literal["categorical", "dense"] | None:
 
 
 def secondary_label_role(name: str) -> ColumnRole | None:
-    """Says of a second label that it is ignored, and why; None for other columns."""
+    """Return the role that ignores a second label, or `None` if the name is not that of a label."""
     if name.lower() not in SECONDARY_LABEL_NAMES:
         return None
     return ColumnRole("ignore", "the name of a label; to learn it too, list both under labels")
 
 
 def keep_one_per_role(guesses: Mapping[str, ColumnRole]) -> dict[str, ColumnRole]:
-    """The same, but a sample has one weight, one group and one time: further columns of such a name are ignored."""
+    """Return the roles with at most one weight, group and time. Further columns with these roles are ignored."""
     taken: dict[Role, str] = {guess.role: name for name, guess in guesses.items() if guess.is_named}
     result: dict[str, ColumnRole] = {}
     for name, guess in guesses.items():
@@ -174,7 +180,7 @@ def keep_one_per_role(guesses: Mapping[str, ColumnRole]) -> dict[str, ColumnRole
 
 
 def infer_numeric_role(name: str, values: Sequence[float]) -> ColumnRole | None:
-    """Whether numbers [n] of a sample are weights, times or groups by their name and size; None where they are not."""
+    """Return the role of numbers whose name and size mark them as a sample weight, time or group, or else `None`."""
     shown = _format_examples([f"{value:.15g}" for value in values])
     known = name.lower()
     if known in WEIGHT_NAMES and values and all(v == 0 or MIN_WEIGHT <= v <= MAX_WEIGHT for v in values):
@@ -187,14 +193,14 @@ def infer_numeric_role(name: str, values: Sequence[float]) -> ColumnRole | None:
 
 
 def infer_time_role(name: str, shown: str) -> ColumnRole:
-    """The role of a column of times; `shown` follows "a time"."""
+    """Return the role of a column of times. `shown` is appended to "a time" in the reason."""
     if name.lower() in TIME_NAMES:
         return ColumnRole("time", f"a time{shown}; only for splits", is_time=True)
     return ColumnRole("ignore", f"a time{shown}; --time {name} makes it the one that splits go by", is_time=True)
 
 
 def infer_role(name: str, values: Sequence[str]) -> ColumnRole:
-    """The role of a column by its name and its values [n] in a sample of the rows, in their order, as text."""
+    """Infer the role of a column from its name and sampled values [n], which are texts in row order."""
     present = [value for value in values if value not in MISSING_TEXTS]
     if not name:
         return UNNAMED_COLUMN
@@ -219,14 +225,14 @@ def infer_role(name: str, values: Sequence[str]) -> ColumnRole:
 
 @dataclass(frozen=True)
 class _ColumnSample:
-    """A column with a value in some sampled rows."""
+    """Sampled values of a column that has at least one value."""
 
     name: str
     values: Sequence[str]
     present: Sequence[str]
-    """Those that are not missing."""
+    """Values that are not missing."""
     finite_numbers: Mapping[str, float]
-    """Distinct texts of finite numbers, and these."""
+    """Finite number for each distinct text that spells one."""
 
     @cached_property
     def num_distinct(self) -> int:
@@ -234,11 +240,12 @@ class _ColumnSample:
 
     @property
     def uninformative_role(self) -> ColumnRole | None:
-        """What says that it is a constant or a key, if it is, whatever it holds."""
+        """Role that ignores the column because it is a constant or a key, or `None`."""
         num_rows, num_present = len(self.values), len(self.present)
         if num_rows < MIN_EVIDENCE_ROWS:
             return None
-        if self.num_distinct == 1 and num_present == num_rows:  # missing values among equal ones tell something
+        # Missing values among equal ones carry information.
+        if self.num_distinct == 1 and num_present == num_rows:
             return ColumnRole("ignore", f"the same in {num_rows:,} rows: {_format_examples(self.present)}")
         has_name = role_from_name(self.name) is not None and not _ROW_NUMBER_NAME.fullmatch(self.name)
         if num_present < MIN_EVIDENCE_ROWS or self.num_distinct <= _MIN_KEY_SHARE * num_present:
@@ -249,12 +256,10 @@ class _ColumnSample:
 
     @property
     def numbers(self) -> list[float]:
-        """The finite values [n], in the order of the rows."""
         return [self.finite_numbers[text] for text in self.present if text in self.finite_numbers]
 
 
 def _infer_role_of_numbers(column: _ColumnSample) -> ColumnRole:
-    """Of a column whose values are all numbers, finite or not."""
     numbers = column.numbers
     shown = _format_examples([text for text in column.present if text in column.finite_numbers])
     if not numbers:
@@ -289,41 +294,39 @@ def _infer_role_of_numbers(column: _ColumnSample) -> ColumnRole:
 
 
 def _are_codes(texts: Collection[str], largest: float) -> bool:
-    """Whether whole numbers cannot be measurements: with zeros in front, or too large for float64."""
+    # Numbers with leading zeros, or too large for float64, cannot be measurements.
     return largest > _MAX_EXACT_INTEGER or any(map(_ZERO_PADDED.fullmatch, texts))
 
 
 def _is_increasing(numbers: Sequence[float]) -> bool:
-    """Whether each number is larger than the one before."""
     return all(one < other for one, other in itertools.pairwise(numbers))
 
 
 def _is_concentrated(numbers: Sequence[float]) -> bool:
-    """Whether most values lie close together, beside their range."""
+    # Most values are close together, relative to their range.
     ordered = sorted(numbers)
     quarter = len(ordered) // 4
     return ordered[-1 - quarter] - ordered[quarter] < _MAX_IQR_RATIO * (ordered[-1] - ordered[0])
 
 
 def _time_unit(number: float) -> str:
-    """The unit in which a number of such a size is a time, as `values.seconds` takes it."""
+    # Same thresholds as `to_seconds`.
     return next((name for least, name in ((1e17, "ns"), (1e14, "us"), (1e11, "ms")) if number >= least), "seconds")
 
 
 def _format_examples(values: Sequence[str]) -> str:
-    """The first two distinct values, on one line."""
     first = list(dict.fromkeys(values))[:2]
     return ", ".join(repr(value if len(value) <= 20 else value[:17] + "...") for value in first)
 
 
 def _are_all_numbers(values: Sequence[str]) -> bool:
-    """Whether there are numbers, and nothing else but missing values."""
+    # False if all values are missing.
     present = [value for value in values if value not in MISSING_TEXTS]
     return bool(present) and all(parse_number(value) is not None for value in present)
 
 
 def parse_number(value: str) -> float | None:
-    """Return the number that `value` spells, infinite if it is too large; None if it spells no number."""
+    """Return the number that `value` spells, or `None`. The number is infinite if it is too large for a float."""
     try:
         return None if "_" in value else float(value)
     except ValueError:

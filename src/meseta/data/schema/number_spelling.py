@@ -1,4 +1,4 @@
-"""How columns of text spell numbers, as far as a sample of their values shows it."""
+"""Detection of text columns that contain only whole numbers, from sampled values."""
 
 from __future__ import annotations
 
@@ -10,23 +10,22 @@ from meseta.data.schema.infer import MISSING_TEXTS
 from meseta.data.whole_numbers import are_whole_numbers
 
 _MISSING = frozenset(MISSING_TEXTS)
+# Values to check before all others. The first one is enough for most columns with other text.
 _NUM_FIRST_VALUES = 20
-"""Values that are checked before all others: for most text columns the first one decides."""
 
 
 def holds_whole_numbers(values: Iterable[str]) -> bool:
-    """Whether there are values that are not missing, and all of them are whole numbers."""
+    """Whether all values except missing ones are whole numbers. False if all values are missing."""
     present = list(set(values) - _MISSING)
     first = present[:_NUM_FIRST_VALUES]
     return bool(first) and are_whole_numbers(first) and are_whole_numbers(present)
 
 
 def add_whole_numbers(layout: RawLayout, sample: Mapping[str, Iterable[str]]) -> RawLayout:
-    """Return `layout` with `RawLayout.whole_numbers` as the sampled values of its categories and groups show.
+    """Return `layout` with `RawLayout.whole_numbers` inferred for its categories and groups.
 
-    Args:
-        layout: a layout that was inferred.
-        sample: values of raw columns as text; of lists, their items, or fields that `SparseColumn.separator` splits.
+    `sample` contains values of raw columns as texts. Those of list columns are items, or fields to split at the
+    separator.
     """
     names = {column.raw_column: column.separator for column in layout.encoded_features if not column.cross}
     if layout.group is not None:

@@ -1,4 +1,4 @@
-"""The roles of columns: as options name them, or as inferred where they do not."""
+"""Roles of columns from options, and the schema that follows from the roles of all columns."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from meseta.spec import MesetaError
 
 @dataclass(frozen=True, kw_only=True)
 class NamedColumns:
-    """Columns by name, or by patterns of the shell such as 'C*', with the roles that a user gives them."""
+    """Roles that options assign to columns, by names or shell patterns such as 'C*'."""
 
     label: Sequence[str] = ()
     dense: Sequence[str] = ()
     sparse: Sequence[str] = ()
-    """A column that is here and under `dense` is both."""
+    """Categorical columns. A column that is in `dense` as well becomes two features."""
     ignore: Sequence[str] = ()
     time: Sequence[str] = ()
 
@@ -28,9 +28,9 @@ class NamedColumns:
         return bool(self.label or self.dense or self.sparse or self.ignore or self.time)
 
     def labels(self, where: str, names: Sequence[str]) -> tuple[str, ...]:
-        """Return the labels: columns among `names`, and conditions on them for `resolve_labels`.
+        """Return the labels, which are columns in `names` or conditions for `resolve_labels`.
 
-        Raises MesetaError, naming `where`, for a column that is not there.
+        Raises MesetaError if a column does not exist. The message starts with `where`.
         """
         known = {*names}
         chosen = [
@@ -43,10 +43,10 @@ class NamedColumns:
         return tuple(dict.fromkeys(chosen))
 
     def roles(self, where: str, names: Sequence[str]) -> dict[str, ColumnRole]:
-        """Those of `names` that are named -> their role.
+        """Return the role of each column in `names` that an option selects.
 
-        A name goes before a pattern, and a pattern of features before one of `ignore`. Raises MesetaError, naming
-        `where`, for a name or pattern without a column, and for a column that is named for two ends.
+        A name takes precedence over a pattern, and patterns of features over those of `ignore`. Raises MesetaError if a
+        name or pattern matches no column, or if a column has conflicting roles. The message starts with `where`.
         """
         known = {*names}
         by_name: dict[str, set[str]] = {}
@@ -62,7 +62,7 @@ class NamedColumns:
                     raise MesetaError(f"{where}: column {name!r} is named by --{alone} and as a feature; name it once")
         times = [name for name in names if "time" in by_name.get(name, by_pattern.get(name, ()))]
         if len(times) > 1:
-            raise MesetaError(f"{where}: --time names {times[0]!r} and {times[1]!r}; rows have one time")
+            raise MesetaError(f"{where}: --time selects {times[0]!r} and {times[1]!r}, but rows have only one time")
         chosen = {
             name: by_name.get(name) or by_pattern[name] for name in names if name in by_name or name in by_pattern
         }
@@ -70,15 +70,14 @@ class NamedColumns:
 
 
 def _matches(where: str, entry: str, names: Sequence[str], known: Collection[str]) -> list[str]:
-    """Those of `names` that an option's entry means; `known` is their set."""
     matching = [entry] if entry in known else fnmatch.filter(names, entry)
     if not matching:
         raise UnknownColumnError(where, entry, names)
     return matching
 
 
+# Role for each option. If several options select a column, the first one in this order wins.
 _ROLES: dict[str, Role] = {"dense": "dense", "sparse": "categorical", "time": "time", "ignore": "ignore"}
-"""Options that name columns -> roles; the first that names a column counts."""
 
 
 def _merge_roles(roles: set[str]) -> ColumnRole:
@@ -91,11 +90,11 @@ def _merge_roles(roles: set[str]) -> ColumnRole:
 def schema_from_roles(
     labels: Sequence[str], guesses: Mapping[str, ColumnRole], columns: Mapping[str, Sequence[str]]
 ) -> Schema:
-    """Return the schema of the guessed roles. `columns` holds sampled values of columns, as text."""
+    """Return a schema with the inferred roles. `columns` contains sampled values as texts."""
     guesses = keep_one_per_role(guesses)
     dense = [name for name, guess in guesses.items() if guess.role in ("dense", "both")]
     single = {guess.role: name for name, guess in guesses.items() if guess.role in ("weight", "group", "time")}
-    # Not validated: roles are disjoint, and names that a file has twice are told with the file.
+    # Not validated: roles are disjoint, and duplicate names are reported later together with the file.
     return Schema.model_construct(
         label=labels[0] if len(labels) == 1 else None,
         labels=list(labels) if len(labels) > 1 else [],
@@ -109,11 +108,11 @@ def schema_from_roles(
 
 
 def other_times_of(guesses: Mapping[str, ColumnRole]) -> tuple[str, ...]:
-    """The columns of times that are ignored."""
+    """Return the ignored columns that contain times."""
     guesses = keep_one_per_role(guesses)
     return tuple(name for name, guess in guesses.items() if guess.role == "ignore" and guess.is_time)
 
 
 def role_reasons(guesses: Mapping[str, ColumnRole]) -> dict[str, str]:
-    """Column -> why it was taken for what it is."""
+    """Return the reason for the role of each column."""
     return {name: guess.reason for name, guess in keep_one_per_role(guesses).items()}

@@ -1,4 +1,4 @@
-"""The schema file: what the columns of raw files are, instead of what would be inferred."""
+"""Schema files, which specify the roles of raw columns so that nothing is inferred."""
 
 from __future__ import annotations
 
@@ -30,66 +30,71 @@ from meseta.spec.documents import read_mapping
 
 
 class Schema(BaseModel):
-    """A schema file: what the columns are, instead of what would be inferred."""
+    """Schema file: roles of raw columns, and the text format of raw files."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     label: str | None = None
-    """Column of the label, 0 to 1, or a condition on a column, such as 'rating >= 4'."""
+    """Column of the label, a number in 0..1, or a condition on a column, such as 'rating >= 4'."""
     labels: list[str] = []
-    """Columns of several labels, instead of `label`, or conditions; one with a name is such as 'liked=rating >= 4'."""
+    """Columns or conditions of several labels, in place of `label`. A condition may have a name: 'liked=rating >=
+    4'."""
     weight: str | None = None
-    """Column of the weights of the samples: 0, or 1e-9 to 1e9."""
+    """Column of sample weights, which are 0 or in 1e-9..1e9."""
     group: str | None = None
-    """Column that tells which samples belong together; it may be under `categorical` too."""
+    """Column that identifies related samples, such as a user. It may be listed under `categorical` too."""
     time: str | None = None
-    """Column of times: ISO 8601, or seconds since 1970, or milli-, micro- or nanoseconds, by their size."""
+    """Column of times: ISO 8601, or seconds, milli-, micro- or nanoseconds since 1970, distinguished by their size."""
     dense: list[str] = []
-    """Columns of numbers."""
+    """Columns with numbers."""
     signed: list[str] = []
-    """Columns under `dense` whose negative values count; those of others are taken for 0."""
+    """Columns under `dense` that keep negative values. Negative values of other columns count as 0."""
     categorical: list[str] = []
-    """Columns of categories, or of lists of them; one that is under `dense` too is both, as NAME and NAME.category."""
+    """Columns with categories or lists of categories. A column NAME that is under `dense` too is also NAME.category."""
     whole_numbers: list[str] = []
-    """Columns of categories, or of the group, in which 12, 12.0, +12 and 1.2e1 are one value."""
+    """Columns of categories, or of the group, in which 12, 12.0, +12 and 1.2e1 are the same value."""
     decimal: str | None = None
-    """Text: the sign before the fraction of a number, such as ","."""
+    """Decimal sign of numbers in text, such as ","."""
     thousands: str | None = None
-    """Text: the sign between groups of digits of a number, such as "."."""
+    """Thousands separator of numbers in text, such as "."."""
     strip: str | None = None
-    """Text: characters around a number that are left out, such as "€%"."""
+    """Characters to remove around numbers in text, such as "€%"."""
     multi_valued: dict[str, str] = {}
-    """CSV: categorical column with several values in a field to what parts them, such as {genres: "|"}."""
+    """Separator of the values in a field, for each multi-valued column of CSV, such as {genres: "|"}."""
     weights: dict[str, str] = {}
-    """Categorical column to its weights. Parquet: the column of lists that holds them; CSV: the sign before them."""
+    """Weights of categorical columns. In Parquet and JSON, the column of lists with the weights. In CSV, the separator
+    between a value and its weight."""
     buckets: dict[str, list[float] | int] = {}
-    """Column of numbers to the ascending boundaries at which it is cut, or to a number of buckets of equal size."""
+    """Bucket boundaries of columns with numbers, in ascending order, or the number of buckets of equal size."""
     crosses: dict[str, list[str]] = {}
-    """New categorical feature to the columns whose values are joined to its value."""
+    """Columns whose values are combined, for each new categorical feature."""
     ignore: list[str] = []
-    """Columns that are not read; a column that the file does not name is not read either."""
+    """Columns to leave out. Columns that are not listed in any key are left out too."""
     delimiter: str | None = Field(default=None, min_length=1, max_length=MAX_DELIMITER_LENGTH)
-    """Text: the delimiter of the fields; without it, the first lines tell it. Of several characters: without quotes."""
+    """Delimiter of fields in text. `None` detects it in the first lines. With several characters, quotes have no
+    meaning."""
     encoding: str | None = None
-    """Text: its encoding, as Python names it; None: UTF-16 by its byte order mark, else UTF-8."""
+    """Python name of the text encoding. `None` means UTF-16 or UTF-32 if there is a byte order mark, otherwise
+    UTF-8."""
     header: list[str] = []
-    """Names of all columns of text that does not begin with a line of them, in order."""
+    """Names of all columns, in order, of text files that have no header."""
 
     @property
     def label_names(self) -> tuple[str, ...]:
-        """The labels, however many."""
+        """Names or conditions of all labels."""
         return tuple(self.labels) if self.label is None else (self.label,)
 
     @property
     def number_format(self) -> NumberFormat | None:
-        """How text spells numbers. Raises ValueError for signs that leave the value of a number open."""
+        """Number format of text, or `None` for the default. Raises ValueError if the characters make numbers
+        ambiguous."""
         keys = {key: sign for key in ("decimal", "thousands", "strip") if (sign := getattr(self, key)) is not None}
         number_format = NumberFormat(**keys)
         return None if number_format == NumberFormat() else number_format
 
     @property
     def columns(self) -> list[str]:
-        """Every raw column that is named, except for labels and weights of ids."""
+        """Distinct raw columns in the schema, without labels and weights of ids."""
         crossed = [name for names in self.crosses.values() for name in names]
         samples = [name for name in (self.weight, self.group, self.time) if name is not None]
         features = [*self.dense, *self.categorical, *self.buckets, *crossed]
@@ -97,18 +102,18 @@ class Schema(BaseModel):
 
     @staticmethod
     def load(path: str | Path) -> Schema:
-        """Read a YAML file. Raises MesetaError naming the key and the rule, and for a column with two roles."""
+        """Load a YAML file. Raises MesetaError naming the key and the rule, also if a column has two roles."""
         where = f"schema {str(path)!r}"
         try:
             document = read_mapping(path)
         except MesetaError as error:
             raise MesetaError(f"{where}: {error}") from None
         try:
-            # An empty key means none of them, as elsewhere in YAML.
+            # As usual in YAML, an empty key has the default value.
             schema = Schema.model_validate({key: value for key, value in document.items() if value is not None})
         except ValidationError as error:
-            # An unknown key first: where 'lable' is given, the fault is not that 'label' is missing.
-            problem = min(error.errors(), key=lambda found: found["type"] != "extra_forbidden")
+            # Report an unknown key first. For 'lable', the problem is not that 'label' is missing.
+            problem = min(error.errors(), key=lambda details: details["type"] != "extra_forbidden")
             key = ".".join(map(str, problem["loc"][:2]))
             if problem["type"] == "extra_forbidden":
                 raise MesetaError(f"{where}: unknown key {key!r}; {suggest(key, list(Schema.model_fields))}") from None
@@ -119,7 +124,7 @@ class Schema(BaseModel):
         return schema
 
     def derived_columns(self) -> tuple[SparseColumn, ...]:
-        """The features that buckets and crosses make."""
+        """Return the sparse features from buckets and crosses."""
         cut = [
             BucketRule(column=name, num_quantiles=how)
             if isinstance(how, int)
@@ -131,10 +136,9 @@ class Schema(BaseModel):
 
 
 def _invalid_schema_reason(schema: Schema) -> str | None:
-    """Which rule the keys break together, or None."""
     if bool(schema.labels) == (schema.label is not None):
         both = "both are given" if schema.labels else "field required, or 'labels' for several"
-        return f"key 'label': {both}; give one of 'label' and 'labels'"
+        return f"key 'label': {both}; specify either 'label' or 'labels'"
     if problem := _invalid_dense_reason(schema):
         return problem
     features = list(dict.fromkeys([*schema.dense, *schema.categorical]))
@@ -150,12 +154,13 @@ def _invalid_schema_reason(schema: Schema) -> str | None:
     for key in ("multi_valued", "weights"):
         for name in getattr(schema, key):
             if name not in categorical:
-                return f"{key} are given for {name!r}, which is not under categorical"
+                return f"key '{key}': column {name!r} is not under categorical"
     for name, separator in schema.multi_valued.items():
         weight = schema.weights.get(name)
         if len(separator) != 1 or separator in '"\r\n' or weight == separator:
             return (
-                f"key 'multi_valued.{name}': {separator!r} must be one character, no quote, line end or sign of weights"
+                f"key 'multi_valued.{name}': {separator!r} must be one character, and not a quote, a line break or the "
+                "separator of weights"
             )
     if schema.delimiter is not None and (problem := invalid_delimiter_reason(schema.delimiter)):
         return f"key 'delimiter': {schema.delimiter!r} {problem}"
@@ -164,7 +169,7 @@ def _invalid_schema_reason(schema: Schema) -> str | None:
     except ValueError as error:
         return f"key {error}"
     if len(schema.header) == 1 or not all(schema.header):
-        return f"key 'header': {schema.header} must name all columns, two or more, and none by nothing"
+        return f"key 'header': {schema.header} must name all columns, at least two, and no name may be empty"
     return _invalid_buckets_reason(schema) or _invalid_crosses_reason(schema)
 
 
@@ -178,7 +183,9 @@ def _invalid_dense_reason(schema: Schema) -> str | None:
             return f"key 'signed': column {name!r} is not under dense"
     for name in schema.dense:
         if name in schema.multi_valued or name in schema.weights:
-            return f"column {name!r} is under dense, so it holds one number a row; take it from multi_valued or weights"
+            return (
+                f"column {name!r} is under dense, so it has one value per row; remove it from multi_valued or weights"
+            )
     return None
 
 
@@ -187,7 +194,7 @@ def _invalid_whole_numbers_reason(schema: Schema) -> str | None:
     values = crossed | {*schema.categorical, schema.group}
     for name in schema.whole_numbers:
         if name not in values:
-            return f"key 'whole_numbers': column {name!r} holds no category and no group; name it under categorical"
+            return f"key 'whole_numbers': column {name!r} is no category and not the group; list it under categorical"
     return None
 
 
@@ -195,7 +202,7 @@ def _invalid_buckets_reason(schema: Schema) -> str | None:
     categorical = {*schema.categorical}
     for name, how in schema.buckets.items():
         if name in categorical:
-            return f"key 'buckets.{name}': the column is under categorical; numbers are cut, categories are not"
+            return f"key 'buckets.{name}': the column is under categorical too; buckets are only for numbers"
         if isinstance(how, int):
             good = 2 <= how <= MAX_BUCKETS
         else:
@@ -204,7 +211,7 @@ def _invalid_buckets_reason(schema: Schema) -> str | None:
         if not good:
             return (
                 f"key 'buckets.{name}': {how} must be boundaries in ascending order, such as [18, 25, 35], or a number "
-                f"of buckets, 2..{MAX_BUCKETS}"
+                f"of buckets in 2..{MAX_BUCKETS}"
             )
     return None
 
@@ -214,26 +221,33 @@ def _invalid_crosses_reason(schema: Schema) -> str | None:
     numbers = {*schema.dense} - {*schema.buckets, *schema.categorical}
     for name, columns in schema.crosses.items():
         if len(columns) < 2 or len(set(columns)) < len(columns):
-            return f"key 'crosses.{name}': {columns} must be two or more different columns"
+            return f"key 'crosses.{name}': {columns} must be at least two different columns"
         for column in columns:
             if column in closed:
                 return f"key 'crosses.{name}': column {column!r} has another role"
             if column in schema.multi_valued:
-                return f"key 'crosses.{name}': column {column!r} has several values in a row, which have no cross"
+                return f"key 'crosses.{name}': column {column!r} is multi-valued and cannot be crossed"
             if column in numbers:
-                return f"key 'crosses.{name}': column {column!r} is dense; cut it under buckets, or make it categorical"
+                return f"key 'crosses.{name}': column {column!r} is dense; list it under buckets or categorical"
     return None
 
 
 def layout_from_schema(where: str, schema: Schema, plain: Iterable[SparseColumn], names: Sequence[str]) -> RawLayout:
-    """Return the layout of files with the columns `names` that a schema describes.
+    """Return the layout that a schema describes for files with the columns `names`.
 
-    `plain` are the features that its categorical columns make. Raises MesetaError, beginning with `where`, for a column
-    that is not among `names` or is there twice, and as `resolve_labels` does.
+    Args:
+        where: Prefix of error messages.
+        schema: Schema to apply.
+        plain: Features of the columns under `categorical`.
+        names: Columns of the files.
+
+    Raises:
+        MesetaError: A column is missing or occurs twice, or `resolve_labels` fails.
     """
     check_names(where, schema.columns, names)
     labels, rules = resolve_labels(where, schema.label_names, names)
     dense, signed = {*schema.dense}, {*schema.signed}
+    # A column that is dense and categorical needs a second name for the category.
     named = (
         replace(column, name=f"{column.name}.category", column=column.name) if column.name in dense else column
         for column in plain
@@ -253,7 +267,7 @@ def layout_from_schema(where: str, schema: Schema, plain: Iterable[SparseColumn]
 
 
 def format_schema(layout: RawLayout) -> str:
-    """The schema file that says what `layout` says, with the reasons as comments."""
+    """Return the text of a schema file that describes `layout`, with the reasons for roles as comments."""
     reasons = layout.reasons
     entries = {
         name: _format_scalar(name if (rule := layout.label_rule(name)) is None else rule.entry)
@@ -300,12 +314,12 @@ def format_schema(layout: RawLayout) -> str:
 
 
 def _mapping_lines(pairs: Mapping[str, Mapping[str, str | None]]) -> list[str]:
-    """Lines of the keys that hold mappings, without what is None."""
+    # Entries that are `None` are left out.
     lines = []
     for key, values in pairs.items():
-        given = {name: value for name, value in values.items() if value is not None}
-        lines += [f"{key}:"] if given else []
-        for name, value in given.items():
+        entries = {name: value for name, value in values.items() if value is not None}
+        lines += [f"{key}:"] if entries else []
+        for name, value in entries.items():
             lines.append(
                 f"  {_format_scalar(name)}: {value if key in ('buckets', 'crosses') else _format_scalar(value)}"
             )
@@ -323,14 +337,16 @@ def _format_line(text: str, reason: str | None) -> str:
 
 
 def _format_scalar(name: str) -> str:
-    """A name as YAML reads it back: plain where that is safe, else quoted as in JSON, which YAML understands."""
+    # Plain if YAML reads it back unchanged, otherwise quoted as in JSON, which YAML accepts.
     plain = re.fullmatch(r"[^\W\d][\w. -]*\w|[^\W\d]", name) is not None and parse_yaml(name) == name
     return name if plain else json.dumps(name, ensure_ascii=False)
 
 
 def check_names(where: str, wanted: Sequence[str], known: Sequence[str]) -> None:
-    """Raises UnknownColumnError for a column that is not there, and MesetaError for one that is there twice; both name
-    `where`."""
+    """Check that each column in `wanted` occurs exactly once in `known`. Messages start with `where`.
+
+    Raises UnknownColumnError if a column is missing, and MesetaError if it occurs twice.
+    """
     times = Counter(known)
     for name in wanted:
         if name not in times:

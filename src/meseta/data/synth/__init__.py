@@ -1,4 +1,4 @@
-"""A synthetic click log with a known teacher, laid out as Criteo's."""
+"""Synthetic click logs in the format of Criteo's, with known click probabilities."""
 
 from meseta.data.synth.click_log import (
     ClickLog,

@@ -1,7 +1,7 @@
-"""A Criteo-shaped click log with a known teacher, as raw TSV: label, 13 integers, 26 hexadecimal categories.
+"""Synthetic click log in the format of Criteo's: TSV with a label, 13 integers and 26 hexadecimal categories.
 
-Row i is a function of (seed, scale, world, strength, i) alone: rows are drawn in fixed chunks, each from its own
-counter-based stream.
+Row i depends only on (seed, scale, world, strength, i). Rows are drawn in fixed chunks, each from its own counter-based
+random stream.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from meseta.data.synth.worlds import SynthWorld, find_world
 from meseta.machine.files import move, sync
 from meseta.spec import MesetaError
 
+# Chunk index for the calibration of the teacher. No log is long enough to contain it.
 _CALIBRATION_CHUNK = 2**64 - 1
 
 
@@ -47,17 +48,17 @@ class LogRows:
     """Consecutive rows of a log."""
 
     label: NDArray[np.int8]
-    """[n] 0 or 1."""
+    """Labels [n], 0 or 1."""
     dense: NDArray[np.int32]
-    """[13, n] counts; MISSING_COUNT where missing."""
+    """Counts [13, n], or `MISSING_COUNT` for missing values."""
     ids: NDArray[np.int64]
-    """[26, n] popularity ranks, 0 the most frequent; -1 where missing."""
+    """Popularity ranks [26, n], from 0 for the most frequent value. -1 means missing."""
     bins: NDArray[np.int32]
-    """[n] bins of the true logits."""
+    """Bins of the true logits [n]."""
 
     @property
     def probability(self) -> NDArray[np.float64]:
-        """[n] true click probabilities."""
+        """True click probabilities [n]."""
         return PROBABILITIES[self.bins]
 
     def __len__(self) -> int:
@@ -69,55 +70,55 @@ class LogRows:
 
 @dataclass(frozen=True)
 class ClickLog:
-    """An endless log: its rows are a function of these fields. Raises MesetaError where one of them cannot be met."""
+    """Unlimited log whose rows depend only on these fields. Raises MesetaError if a field is out of range."""
 
     seed: int = 0
     scale: float = 0.01
-    """Factor on CARDINALITIES, above 0 and at most 1."""
+    """Factor for `CARDINALITIES`, above 0 and at most 1."""
     world: str = "pairs"
-    """Name of the law that clicks follow, of WORLDS."""
+    """Name of the world in `WORLDS`, which determines how clicks depend on features."""
     strength: float = 1.0
-    """Factor on the planted part of the logit, from 0 to 1; at 0 worlds differ in their columns alone."""
+    """Factor for the planted part of the logit, in 0..1. With 0, worlds differ only in the distribution of columns."""
 
     def __post_init__(self) -> None:
         find_world(self.world)
         if not 0 <= self.seed < 2**63:
-            raise MesetaError(f"data synth: seed must lie in 0..2**63-1, got {self.seed}")
+            raise MesetaError(f"data synth: seed must be in 0..2**63-1, got {self.seed}")
         if not 0 < self.scale <= 1:
             raise MesetaError(f"data synth: scale must be above 0 and at most 1, got {self.scale}; try 0.01")
         if not 0 <= self.strength <= 1:
-            raise MesetaError(f"data synth: strength must lie in 0..1, got {self.strength}; 1 is all that is planted")
+            raise MesetaError(f"data synth: strength must be in 0..1, got {self.strength}; 1 keeps all planted effects")
 
     @cached_property
     def synth_world(self) -> SynthWorld:
-        """The world, by its name."""
         return find_world(self.world)
 
     @cached_property
     def cardinalities(self) -> tuple[int, ...]:
-        """Ids per sparse feature: scaled, but at least 3 (or the true number where that is smaller)."""
+        """Number of ids per sparse feature: scaled, but at least 3, or fewer if the feature has fewer."""
         return tuple(max(min(3, n), round(n * self.scale)) for n in CARDINALITIES)
 
     @cached_property
     def teacher(self) -> Teacher:
-        """Calibrated on rows that are never written."""
+        """Teacher, calibrated on rows that are never part of a log."""
         dense, ids, _ = self._inputs(_CALIBRATION_CHUNK)
         return Teacher(self.seed, self.synth_world, self.strength, self.cardinalities, dense, ids)
 
     def chunk(self, index: int) -> LogRows:
-        """Rows index * CHUNK_ROWS to (index + 1) * CHUNK_ROWS - 1."""
+        """Return rows index * CHUNK_ROWS to (index + 1) * CHUNK_ROWS - 1."""
         dense, ids, uniform = self._inputs(index)
         bins = self.teacher.bins(dense, ids)
         return LogRows((uniform < PROBABILITIES[bins]).astype(np.int8), dense, ids, bins)
 
     def rows(self, begin: int, end: int) -> Iterator[LogRows]:
-        """Rows begin to end - 1, in pieces that lie inside one chunk."""
+        """Yield rows begin to end - 1 in parts that do not cross chunk boundaries."""
         for index in range(begin // CHUNK_ROWS, -(-end // CHUNK_ROWS)):
             first = index * CHUNK_ROWS
             yield self.chunk(index)[max(begin - first, 0) : min(end - first, CHUNK_ROWS)]
 
     def _inputs(self, chunk: int) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.float64]]:
-        """dense [13, n], ids [26, n] and one uniform per row [n], from a stream of this chunk alone."""
+        """Return (dense [13, n], ids [26, n], uniform random numbers [n])."""
+        # The random stream belongs to this chunk only, so that chunks can be computed in any order.
         stream = np.random.Philox(key=np.array([self.seed, chunk], np.uint64))
         dense = draw_counts(stream)
         categories, missing = draw_categories(stream)
@@ -127,7 +128,8 @@ class ClickLog:
 
 
 def category_codes(feature: int, ids: NDArray[np.int64]) -> NDArray[np.uint32]:
-    """The 32-bit number that stands for each rank, distinct within a feature (MurmurHash3's finaliser, a bijection)."""
+    """Return the 32-bit code of each rank, distinct within a feature."""
+    # The finalizer of MurmurHash3, a bijection.
     x = ids.astype(np.uint32) ^ np.uint32(0x9E3779B9 * (feature + 1) & 0xFFFFFFFF)
     x = (x ^ (x >> np.uint32(16))) * np.uint32(0x85EBCA6B)
     x = (x ^ (x >> np.uint32(13))) * np.uint32(0xC2B2AE35)
@@ -136,13 +138,14 @@ def category_codes(feature: int, ids: NDArray[np.int64]) -> NDArray[np.uint32]:
 
 @lru_cache(maxsize=1)
 def _text_tables() -> tuple[NDArray[np.uint64], NDArray[np.uint32]]:
-    """Text of a tab and each count -1..MAX_COUNT as 8 bytes, and of each 16-bit number as 4 hexadecimal digits."""
+    # The text of a tab and each count -1..MAX_COUNT in 8 bytes, and the 4 hexadecimal digits of each 16-bit number.
     counts = np.array([b"\t%d" % n for n in range(-1, MAX_COUNT + 1)], "S8").view(np.uint64)
     return counts, np.array([b"%04x" % n for n in range(65_536)], "S4").view(np.uint32)
 
 
 def encode_tsv(rows: LogRows) -> bytes:
-    """The rows as lines of text: each field in a slot of fixed width padded with NUL, then all NULs removed."""
+    """Return the rows as lines of text."""
+    # Each field is written to a slot of fixed width padded with NUL. All NULs are removed at the end.
     counts, hexadecimal = _text_tables()
     words = np.zeros((len(rows), 2 + 2 * NUM_DENSE + 3 * NUM_SPARSE), np.uint32)
     text = words.view(np.uint8)
@@ -164,26 +167,28 @@ def encode_tsv(rows: LogRows) -> bytes:
 
 @dataclass(frozen=True, kw_only=True)
 class SynthOptions:
-    """What to write; raises MesetaError where a value cannot be met."""
+    """Options of `write_click_log`. Raises MesetaError if a value is out of range."""
 
     out: Path
     """Directory for day_0.tsv, day_1.tsv, ... and teacher.json."""
     num_rows: int
     num_files: int = 1
-    """Files of equal length, to within a row."""
+    """Number of files. Their numbers of rows differ by at most one."""
     log: ClickLog = ClickLog()
     gzip: bool = False
-    """Write day_0.tsv.gz and so on."""
+    """Whether to compress the files to day_0.tsv.gz and so on."""
     probabilities: bool = False
-    """Write day_0.probability.parquet and so on: label (int8) and true probability (float64) of each row."""
+    """Whether to write day_0.probability.parquet and so on, with the label (int8) and true probability (float64) of
+    each row."""
     force: bool = False
-    """Replace an earlier log in `out`; other files there stay."""
+    """Whether to replace an earlier log in `out`. Other files there are kept."""
 
     def __post_init__(self) -> None:
         if self.num_files < 1 or self.num_rows < self.num_files:
             raise MesetaError(
-                f"data synth: every file needs a row, but rows is {self.num_rows} and files is {self.num_files}; "
-                "give at least one file, and at least as many rows as files"
+                f"data synth: each file must have at least one row, but rows is {self.num_rows} and files is "
+                f"{self.num_files}; "
+                "specify at least one file, and at least as many rows as files"
             )
 
     @property
@@ -192,14 +197,17 @@ class SynthOptions:
 
 
 def write_click_log(options: SynthOptions, on_rows: Callable[[int], None] | None = None) -> dict[str, Any]:
-    """Write the log, then teacher.json, whose presence says that the log is whole; returns its content.
+    """Write the log and then teacher.json, which marks it as complete. Return the content of teacher.json.
+
+    Each file appears under its name when it is complete. An interrupted run leaves no partial files.
 
     Args:
-        options: what to write.
-        on_rows: called with the number of rows of each piece written.
+        options: Log and files to write.
+        on_rows: Callback that receives the number of rows of each part written.
 
-    Raises MesetaError for a directory in use without `force`, and where writing fails, which leaves nothing of the log.
-    Each file appears under its name when it is whole; an interrupted run leaves no piece of one behind.
+    Raises:
+        MesetaError: The directory is not empty and `force` is not set, or writing fails. Then no file of the log
+            remains.
     """
     out = options.out
     try:
@@ -243,7 +251,6 @@ _LOG_FILE_PATTERN = re.compile(r"\.?(teacher\.json|day_\d+\.(tsv(\.gz)?|probabil
 
 @contextmanager
 def _remove_log_on_error(out: Path, *, force: bool) -> Iterator[None]:
-    """Where the system refuses to write, nothing stays of what was written."""
     is_new = not out.exists()
     _prepare_folder(out, force=force)
     try:
@@ -257,7 +264,7 @@ def _remove_log_on_error(out: Path, *, force: bool) -> Iterator[None]:
 
 
 def _prepare_folder(out: Path, *, force: bool) -> None:
-    """Make `out`, or with `force` take the files of an earlier log out of it, teacher.json first."""
+    # teacher.json is removed first, because it marks a log as complete.
     if out.exists() and not out.is_dir():
         raise MesetaError(f"data synth: {str(out)!r} is not a directory; choose another --out")
     if out.is_dir() and any(out.iterdir()):
@@ -277,7 +284,7 @@ def _remove_log(out: Path) -> None:
 
 
 def _split_into_files(options: SynthOptions) -> Iterator[tuple[int, LogRows]]:
-    """(file, rows) in order, cut where a file or a chunk ends."""
+    """Yield (file index, rows) in order, divided at the ends of files and chunks."""
     bounds = [k * options.num_rows // options.num_files for k in range(options.num_files + 1)]
     file = 0
     for index in range(-(-options.num_rows // CHUNK_ROWS)):
@@ -298,7 +305,7 @@ def _write_file(
         file = stack.enter_context(_atomic_file(options.out / name))
         write: Callable[[bytes], object] = file.write
         if options.gzip:
-            # No name and no time in the header: the same log gives the same bytes.
+            # Without a file name and time in the header, the same log has the same bytes.
             write = stack.enter_context(gzip.GzipFile("", "wb", compresslevel=6, fileobj=file, mtime=0)).write
         sidecar = None
         if options.probabilities:
@@ -319,7 +326,7 @@ def _write_file(
 
 @contextmanager
 def _atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """A file that takes its name when it is whole, and leaves nothing behind on any error or interrupt."""
+    """Context manager that opens a temporary file and renames it to `path` on success. It is deleted on any error."""
     tmp = path.with_name(f".{path.name}.tmp")
     try:
         with tmp.open("wb") as file:

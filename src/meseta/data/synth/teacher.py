@@ -1,4 +1,4 @@
-"""The known teacher behind a synthetic click log: true click probabilities, and the best AUC and NE to be reached."""
+"""Teacher of a synthetic click log: true click probabilities, and the best possible AUC and NE."""
 
 from __future__ import annotations
 
@@ -10,35 +10,36 @@ from numpy.typing import NDArray
 from meseta.data.synth.columns import id_probabilities
 from meseta.data.synth.worlds import SynthWorld, planted_sum
 
+# Step of true logits. Counting labels per multiple of it gives an exact AUC in bounded memory.
 LOGIT_STEP = 2.0**-12
-"""True logits are multiples of this, so that counting labels per logit gives an exact AUC in bounded memory."""
+# Largest absolute value of true logits. Larger ones are clipped.
 MAX_LOGIT = 16.0
-"""True logits are clipped to +-MAX_LOGIT."""
 NUM_BINS = int(2 * MAX_LOGIT / LOGIT_STEP) + 1
 
+# Pairs of dense features whose products are part of the logit.
 DENSE_PRODUCTS = ((0, 4), (2, 6), (5, 12), (7, 10))
-"""Planted products of two dense inputs."""
 
+# Standard deviations of the three parts of the logit at strength 1.
 DENSE_STD, MAIN_STD, PLANTED_STD = 0.65, 0.85, 1.15
-"""Standard deviations of the three parts of the logit, at strength 1."""
 CLICK_RATE = 0.25
+# Popularity rank at which the effect of an id is halved. It is proportional to 1 / (1 + rank / HEAD_IDS).
 HEAD_IDS = 20.0
-"""The effect of the id of popularity rank r shrinks as 1 / (1 + r / HEAD_IDS): what is seen rarely matters little."""
 
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 
 
 def sigmoid(logit: NDArray[np.floating]) -> NDArray[np.float64]:
-    """1 / (1 + exp(-logit)) in float64."""
+    """Return 1 / (1 + exp(-logit)) in float64."""
     return np.asarray(1.0 / (1.0 + np.exp(-np.asarray(logit, np.float64))))
 
 
 PROBABILITIES: NDArray[np.float64] = sigmoid((np.arange(NUM_BINS) - NUM_BINS // 2) * LOGIT_STEP)
-"""[NUM_BINS] true click probability of each logit bin."""
+"""True click probability of each logit bin [NUM_BINS]."""
 
 
 def splitmix64(keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """A well mixed 64-bit hash of each key: the finaliser of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014)."""
+    """Return a 64-bit hash of each key."""
+    # The finalizer of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014).
     x = keys + np.uint64(_GOLDEN_GAMMA)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -46,11 +47,13 @@ def splitmix64(keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 class Teacher:
-    """logit = bias + dense part + one main effect per id + strength * the world's products of latent vectors.
+    """Model that computes the true click probabilities.
 
-    Effects of an id are hashed from (seed, feature, id), so nothing is stored per id. A calibration sample fixes, per
-    seed, the mean and scale of every effect (each centred, so that a product holds no effect of fewer features), the
-    standard deviations of the three parts and the click rate.
+    The logit is the sum of a bias, a dense part, one main effect per id and `strength` times the products of latent
+    vectors of the world. The effects of an id are hashed from (seed, feature, id), so they take no memory.
+
+    A calibration sample determines the mean and scale of each effect, the standard deviations of the three parts and
+    the click rate. Effects are centered, so that a product contains no effects of fewer features.
     """
 
     def __init__(
@@ -62,7 +65,7 @@ class Teacher:
         dense: NDArray[np.int32],
         ids: NDArray[np.int64],
     ) -> None:
-        """Calibrate on `dense` [num_dense, n] and `ids` [num_sparse, n] (popularity ranks; -1: missing)."""
+        """Calibrate on `dense` [num_dense, n] and `ids` [num_sparse, n], which are popularity ranks or -1 (missing)."""
         self.world = world
         num_sparse, num_dense = len(ids), len(dense)
         self._keys = splitmix64(np.arange(num_sparse, dtype=np.uint64) + np.uint64(seed) * np.uint64(1_000_003))
@@ -81,7 +84,7 @@ class Teacher:
         for f in range(num_sparse):
             raw = self._effects(f, ids[f])
             variance = raw.var(axis=1)
-            variance[1:] = variance[1:].mean()  # one scale for the whole latent vector
+            variance[1:] = variance[1:].mean()  # The latent vector has one scale.
             self._offsets[f] = raw.mean(axis=1)
             self._scales[f] = 1.0 / np.sqrt(np.maximum(variance, 1e-4))
         if world.is_centered_by_distribution:
@@ -95,7 +98,7 @@ class Teacher:
         self.bias = _solve_bias(self._logits(dense, ids), CLICK_RATE)
 
     def _center_by_distribution(self, feature: int, cardinality: int) -> None:
-        """Mean 0 and variance 1 for the latents of a feature, over all of its ids by their probabilities."""
+        # The latents get mean 0 and variance 1, weighted by the probabilities of all ids.
         every_id, probabilities = id_probabilities(feature, cardinality)
         latents = self._effects(feature, every_id)[1:].astype(np.float64)
         means = latents @ probabilities
@@ -104,7 +107,7 @@ class Teacher:
         self._scales[feature, 1:] = 1.0 / np.sqrt(max(variance, 1e-4))
 
     def bins(self, dense: NDArray[np.int32], ids: NDArray[np.int64]) -> NDArray[np.int32]:
-        """[n] the bin of each sample's logit; its probability is PROBABILITIES[bin]."""
+        """Return the bin of the logit of each sample [n]. The click probability is `PROBABILITIES[bin]`."""
         logits = np.clip(self._logits(dense, ids), -MAX_LOGIT, MAX_LOGIT)
         return np.rint(logits / LOGIT_STEP).astype(np.int32) + NUM_BINS // 2
 
@@ -115,7 +118,7 @@ class Teacher:
         return logits
 
     def _parts(self, dense: NDArray[np.int32], ids: NDArray[np.int64]) -> tuple[NDArray[np.float32], ...]:
-        """The three parts of the logit before gains: dense, main effects, planted products; each [n]."""
+        """Return the three parts of the logit without gains, each [n]."""
         standard = [
             np.clip((_log_counts(column) - mean) * scale, -2.5, 2.5)
             for column, mean, scale in zip(dense, self._dense_mean, self._dense_scale, strict=True)
@@ -135,7 +138,8 @@ class Teacher:
         return dense_part, main_part, planted_sum(self.world.planted, latents)
 
     def _effects(self, feature: int, ids: NDArray[np.int64]) -> NDArray[np.float32]:
-        """[1 + latent_dim, n] main effect and latent vector of each id, before centring; -1 is an id like any other."""
+        """Return the main effect and latent vector of each id [1 + latent_dim, n], before centering."""
+        # The missing id -1 has effects like any other id.
         hashed = splitmix64(ids.view(np.uint64) * np.uint64(_GOLDEN_GAMMA) + self._keys[feature])
         size = np.float32(1.0) / (np.float32(1.0) + np.maximum(ids, 0).astype(np.float32) / np.float32(HEAD_IDS))
         effects = _hashed_uniforms(hashed)[: 1 + self.world.latent_dim]
@@ -147,18 +151,18 @@ _PART_STDS = (DENSE_STD, MAIN_STD, PLANTED_STD)
 
 
 def _hashed_uniforms(hashed: NDArray[np.uint64]) -> NDArray[np.float32]:
-    """[8, n] uniforms of mean 0 and variance 1 from the eight bytes of each hash."""
+    # Each byte of a hash gives a uniform with mean 0 and variance 1.
     parts = hashed.astype("<u8", copy=False).view(np.uint8).reshape(-1, 8).T.astype(np.float32)
     return np.asarray((parts - np.float32(127.5)) * np.float32(3**0.5 / 128), np.float32)
 
 
 def _log_counts(column: NDArray[np.int32]) -> NDArray[np.float32]:
-    """log(1 + x), as `meseta prepare` sees a count: missing (the smallest int32) and negative values count as 0."""
+    # Like `meseta prepare`: missing values are the smallest int32, so they count as 0.
     return np.log1p(np.maximum(column, 0).astype(np.float32))
 
 
 def _solve_bias(logits: NDArray[np.float32], rate: float) -> float:
-    """The bias at which the mean probability is `rate`, by bisection."""
+    # Bisection for the bias with a mean probability of `rate`.
     low, high = -30.0, 30.0
     for _ in range(50):
         middle = (low + high) / 2
@@ -168,7 +172,7 @@ def _solve_bias(logits: NDArray[np.float32], rate: float) -> float:
 
 @dataclass
 class Tally:
-    """Labels counted per logit bin; from it, AUC, logloss and NE of the true probabilities, exact for these rows."""
+    """Label counts per logit bin, for the exact AUC, log loss and NE of the true probabilities."""
 
     negatives: NDArray[np.int64]
     positives: NDArray[np.int64]
@@ -178,21 +182,18 @@ class Tally:
         return cls(np.zeros(NUM_BINS, np.int64), np.zeros(NUM_BINS, np.int64))
 
     def add(self, bins: NDArray[np.int32], labels: NDArray[np.int8]) -> None:
-        """Count samples by their bin [n] and label [n] (0 or 1)."""
+        """Count samples with the given bins [n] and labels [n] (0 or 1)."""
         counts = np.bincount(bins * 2 + labels, minlength=2 * NUM_BINS).reshape(NUM_BINS, 2)
         self.negatives += counts[:, 0]
         self.positives += counts[:, 1]
 
     def merge(self, other: Tally) -> None:
-        """Add the counts of `other`."""
         self.negatives += other.negatives
         self.positives += other.positives
 
     def summary(self) -> dict[str, float | int | None]:
-        """Metrics of the teacher on these rows, and (`expected_*`) over all labels that these rows could have had.
-
-        None where a metric is undefined, as AUC and NE are when all labels are equal.
-        """
+        """Return the metrics of the teacher on these rows, and their expectations over random labels (`expected_*`).
+        Undefined metrics are `None`."""
         num_rows = self.negatives + self.positives
         actual = _metrics(self.negatives.astype(np.float64), self.positives.astype(np.float64))
         expected = _metrics(num_rows * (1 - PROBABILITIES), num_rows * PROBABILITIES)
@@ -205,7 +206,8 @@ class Tally:
 
 
 def _metrics(negatives: NDArray[np.float64], positives: NDArray[np.float64]) -> dict[str, float | None]:
-    """AUC (ties count half), logloss, and NE (logloss over the entropy of the base rate), from weights per bin."""
+    """Return AUC, log loss and NE from counts per bin."""
+    # Ties count half in AUC. NE is the log loss over the entropy of the base rate.
     num_negatives, num_positives = float(negatives.sum()), float(positives.sum())
     num_rows = num_negatives + num_positives
     if num_rows == 0:

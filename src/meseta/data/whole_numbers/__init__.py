@@ -1,4 +1,4 @@
-"""One spelling for each whole number: 12 for 12.0, +12, 1.2e1 and 12 between spaces."""
+"""Normal form of whole numbers in text: 12 for 12.0, +12, 1.2e1 and 12 between spaces."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from meseta.ops.core import baseline_core
 __all__ = ["are_whole_numbers", "respell_whole_numbers"]
 
 _MAX_BYTES = 21
-"""Bytes of a whole number of 64 bits with its sign."""
+"""Maximum number of bytes of a 64-bit whole number with its sign."""
 
 
 def respell_whole_numbers(strings: pa.Array) -> pa.Array:
-    """Return n strings, each of which that spells a whole number from -2^63 to 2^64-1 as its sign and digits alone.
+    """Return the strings with whole numbers in -2^63..2^64-1 replaced by their sign and digits.
 
-    `strings` is an Arrow string or binary array (or their large forms); a null becomes an empty string. Strings with
-    zeros in front, such as 012, and all that spell no such number stay as they are. The result is `strings` itself if
-    nothing changes, else large_binary.
-    Raises MesetaError for another type or if the compiled core is missing.
+    `strings` is an Arrow string or binary array (or their large forms). A null becomes an empty string. Strings with
+    leading zeros, such as 012, and strings that are not such numbers are unchanged. The result is `strings` itself if
+    nothing changes, otherwise large_binary. Raises MesetaError if the type is unsupported or the compiled core is
+    missing.
     """
     data, offsets = string_buffers(strings)
     core = baseline_core()
@@ -37,10 +37,10 @@ def respell_whole_numbers(strings: pa.Array) -> pa.Array:
 
 
 def are_whole_numbers(texts: Sequence[str]) -> bool:
-    """Whether all texts spell whole numbers, among them those with zeros in front and those beyond 64 bits."""
+    """Whether all texts are whole numbers. Leading zeros and numbers beyond 64 bits count as whole numbers."""
     try:
         strings = pa.array(texts, pa.large_string())
-    except UnicodeEncodeError:  # surrogates, which JSON can hold
+    except UnicodeEncodeError:  # Surrogates, which JSON can contain.
         return False
     data, offsets = string_buffers(strings)
     _, num_others = baseline_core().scan_whole_numbers(data, offsets)

@@ -1,4 +1,4 @@
-// One spelling for each whole number in the strings of an Arrow array: 12 for 12.0, +12, 1.2e1 and " 12 ".
+// Canonical spelling of whole numbers in the strings of an Arrow array: 12 for 12.0, +12, 1.2e1 and " 12 ".
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/pair.h>
@@ -19,12 +19,12 @@ namespace {
 template <typename T>
 using Array = nb::ndarray<T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-constexpr int kMaxDigits = 20;  // of 2^64 - 1
+constexpr int kMaxDigits = 20;  // Digits of 2^64 - 1.
 constexpr int64_t kExponentLimit = int64_t{1} << 40;
 
 enum class Kind {
-  kOther,      // no whole number
-  kUnchanged,  // its usual spelling, or one that is kept: zeros in front, beyond 64 bits
+  kOther,      // Not a whole number.
+  kUnchanged,  // Canonical, or kept: leading zeros, more than 64 bits.
   kRespelled,
 };
 
@@ -38,19 +38,19 @@ inline bool is_digit(uint8_t byte) { return uint8_t(byte - '0') < 10; }
 
 inline bool is_space(uint8_t byte) { return byte == ' ' || uint8_t(byte - '\t') < 5; }
 
-// Whether the first 1 to 8 bytes are digits. 8 bytes can be read.
+// Whether the first 1 to 8 bytes are digits. 8 bytes must be readable.
 inline bool are_digits(const uint8_t* p, int64_t num_bytes) {
   static_assert(std::endian::native == std::endian::little);
   constexpr uint64_t kHigh = 0xF0F0F0F0F0F0F0F0, kSixes = 0x0606060606060606, kThrees = 0x3333333333333333;
   uint64_t word;
   std::memcpy(&word, p, sizeof(word));
-  // A digit has 3 in its high half, also after 6 was added. A carry reaches only bytes after one that is no digit.
+  // A digit has 3 in its upper half, also after 6 was added. A carry affects only bytes after one that is not a digit.
   const uint64_t halves = (word & kHigh) | ((word + kSixes) & kHigh) >> 4;
   return ((halves ^ kThrees) << (64 - 8 * num_bytes)) == 0;
 }
 
-// Whether it is the usual spelling of a number of up to 18 digits, as most values are. False for some that are, such as
-// negative ones and the last bytes before `limit`, up to which bytes can be read.
+// Whether the text is the canonical spelling of a number of up to 18 digits, as most values are. Returns false for some
+// canonical texts, such as negative numbers and the last bytes before `limit`, which is the end of readable memory.
 inline bool is_canonical(const uint8_t* p, const uint8_t* end, const uint8_t* limit) {
   const int64_t num_bytes = end - p;
   if (uint64_t(num_bytes - 1) >= 18 || (*p == '0' && num_bytes > 1)) return false;
@@ -61,14 +61,14 @@ inline bool is_canonical(const uint8_t* p, const uint8_t* end, const uint8_t* li
   return are_digits(end - 8, 8);
 }
 
-// The digits of a number, without the decimal point and zeros at either end; its value is digits * 10^exponent.
+// Digits of a number without decimal point, leading and trailing zeros. Its value is digits * 10^exponent.
 struct Digits {
-  const uint8_t *first, *point, *last;  // `point` is where the point is, or `last`
+  const uint8_t *first, *point, *last;  // `point` is the position of the decimal point, or `last`.
   int64_t exponent;
 
   int64_t size() const { return last - first - (point > first && point < last ? 1 : 0); }
 
-  // False if the value needs more than 64 bits.
+  // Compute the value without its sign. Returns false if it needs more than 64 bits.
   bool magnitude(uint64_t& value) const {
     if (size() + exponent > kMaxDigits) return false;
     value = 0;
@@ -85,7 +85,7 @@ struct Digits {
   }
 };
 
-// Reads [eE][+-]digits up to `end`; false for anything else. Large exponents are cut: no text has as many digits.
+// Read [eE][+-]digits up to `end`. Returns false for anything else. Large exponents are limited: no text has as many digits.
 inline bool read_exponent(const uint8_t* p, const uint8_t* end, int64_t& exponent) {
   if (p == end) return true;
   if ((*p | 0x20) != 'e' || ++p == end) return false;
@@ -134,7 +134,7 @@ Text read_text(const uint8_t* p, const uint8_t* end, const uint8_t* limit) {
   if (!is_zero && !digits.magnitude(magnitude)) return {Kind::kUnchanged};
   if (has_minus && magnitude > uint64_t{1} << 63) return {Kind::kUnchanged};
   const bool is_negative = has_minus && !is_zero;
-  // Digits alone, from the first byte to the last, are the usual spelling.
+  // Text that consists of digits only is canonical.
   const bool has_usual_sign = has_minus ? is_negative && whole == begin + 1 : whole == begin;
   if (has_usual_sign && point == begin + num_bytes) return {Kind::kUnchanged};
   return {Kind::kRespelled, is_negative, magnitude};
@@ -166,7 +166,7 @@ std::pair<int64_t, int64_t> scan(Array<const uint8_t> data, Array<const Offset> 
 template <typename Offset>
 int64_t respell(Array<const uint8_t> data, Array<const Offset> offsets, Array<uint8_t> out, Array<int64_t> out_offsets) {
   if (out_offsets.shape(0) != offsets.shape(0)) {
-    throw std::invalid_argument("whole_numbers: n strings have n + 1 offsets, before and after");
+    throw std::invalid_argument("whole_numbers: n strings need n + 1 offsets, before and after");
   }
   char* const begin = reinterpret_cast<char*>(out.data());
   char* const end = begin + out.shape(0);

@@ -1,4 +1,4 @@
-"""The same in Python's decimal arithmetic, for tests."""
+"""Reference for the normal form of whole numbers, with Python's decimal arithmetic."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MAX_DIGITS = 20
 
 
 def respell_whole_numbers(strings: Sequence[bytes]) -> list[bytes]:
-    """Return n strings, each of which that spells a whole number of 64 bits as its sign and digits alone."""
+    """Return the strings with 64-bit whole numbers replaced by their sign and digits."""
     return [_respell(string) for string in strings]
 
 
@@ -23,7 +23,7 @@ def _respell(string: bytes) -> bytes:
         return string
     try:
         number = Decimal(text.decode())
-    except decimal.InvalidOperation:  # no digits, or an exponent of more than 18 digits
+    except decimal.InvalidOperation:  # No digits, or an exponent of more than 18 digits.
         digits = re.match(rb"[+-]?([\d.]*)", text)
         return b"0" if digits and digits[1].strip(b".") and not digits[1].strip(b"0.") else string
     if number and number.adjusted() >= _MAX_DIGITS:

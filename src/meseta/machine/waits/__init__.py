@@ -1,1 +1,1 @@
-"""Waits of threads for storage: what a process does, and the system calls in which the kernel holds it."""
+"""Waits of threads for storage: current activities of a process, and blocked system calls."""

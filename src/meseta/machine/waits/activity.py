@@ -1,7 +1,7 @@
-"""Activities of this process that wait for storage, in memory that a watcher of stalls reads.
+"""Activities of this process that wait for storage, for detection of stalls.
 
-An activity without a target names a phase such as 'saving step 40'. One with a target is a single request, such as the
-upload of a file to a URL: its thread waits for nothing else, so a thread that does not wake up has stalled.
+An activity without a target is a phase such as 'saving step 40'. One with a target is a single request, such as the
+upload of a file to a URL. The thread of a request waits for nothing else, so a thread that never wakes up has stalled.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ ACTIVITY_TABLE_BYTES = _NUM_SLOTS * _SLOT_BYTES
 
 
 class Activity(NamedTuple):
-    """One entry of the table."""
+    """Entry of an `ActivityTable`."""
 
     thread_id: int
-    """Native id of the thread that began it."""
+    """Native id of the thread that started the activity."""
     worker_thread_id: int
-    """Native id of the thread whose progress is the activity's."""
+    """Native id of the thread that does the work of the activity."""
     since_ns: int
-    """Begin, on CLOCK_MONOTONIC."""
+    """Start time in ns on CLOCK_MONOTONIC."""
     name: str
     target: str
-    """URL or file; '' for a phase."""
+    """URL or file of a request. Empty for a phase."""
 
 
 class ActivityTable:
@@ -44,18 +44,18 @@ class ActivityTable:
         self._lock = threading.Lock()
 
     def move_to(self, memory: memoryview) -> None:
-        """Keep the table in `memory`, TABLE_BYTES long, from now on."""
+        """Move the table to `memory`, which has `ACTIVITY_TABLE_BYTES` bytes."""
         with self._lock:
             memory[:] = self._memory
             self._memory = memory
 
     def content(self) -> bytes:
-        """Return a copy, for `read_activities`."""
+        """Return a copy of the table for `read_activities`."""
         return bytes(self._memory)
 
     @contextmanager
     def record(self, name: str, target: str, worker: int | None) -> Iterator[None]:
-        """Context manager that records an activity of the calling thread."""
+        """Context manager that records an activity of the calling thread. `worker` is as in `track_request`."""
         thread = threading.get_native_id()
         record = _LAYOUT.pack(
             thread, thread if worker is None else worker, time.monotonic_ns(), encode_text(name, 48),
@@ -83,21 +83,24 @@ current_activities = ActivityTable()
 
 @contextmanager
 def track_activity(name: str) -> Iterator[None]:
-    """Context manager that names what this process does, as 'saving step 40', in reports of stalls."""
+    """Context manager that records a phase, such as 'saving step 40', for reports of stalls."""
     with current_activities.record(name, "", None):
         yield
 
 
 @contextmanager
 def track_request(target: str, name: str, worker: int | None = None) -> Iterator[None]:
-    """Context manager around one request to `target`, as the 'upload' to a URL. `worker` is the native id of the thread
-    that transfers its bytes; None: the calling thread."""
+    """Context manager that records one request to `target`, for example the 'upload' to a URL.
+
+    `worker` is the native id of the thread that transfers the bytes, by default the calling thread.
+    """
     with current_activities.record(name, target, worker):
         yield
 
 
 def read_activities(content: bytes) -> list[Activity]:
     """Return the activities in a copy of a table, oldest first."""
+    # A slot that is being written has a wrong checksum and is skipped.
     entries = (unpack_checked(content, slot * _SLOT_BYTES, _LAYOUT) for slot in range(_NUM_SLOTS))
-    found = [Activity(*entry[:3], *map(decode_text, entry[3:])) for entry in entries if entry is not None]
-    return sorted(found, key=lambda one: one.since_ns)
+    activities = [Activity(*entry[:3], *map(decode_text, entry[3:])) for entry in entries if entry is not None]
+    return sorted(activities, key=lambda one: one.since_ns)

@@ -1,5 +1,7 @@
-"""System calls on files in which threads of a process are blocked, as /proc shows them. Nothing here touches the files:
-a watcher that did would block too."""
+"""System calls on files in which threads of a process are blocked, read from /proc.
+
+The functions never access the files themselves, because that could block the caller as well.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ _FD_CALL_NUMBERS = {
         "pwritev2": 287,
     },
 }  # fmt: skip
-"""Numbers of the calls whose first argument is a descriptor, by architecture."""
+"""Numbers of the system calls whose first argument is a file descriptor, by architecture."""
 _PATH_CALL_NUMBERS = {
     "x86_64": {
         "open": 2, "stat": 4, "lstat": 6, "access": 21, "truncate": 76, "rename": 82, "mkdir": 83, "rmdir": 84,
@@ -35,7 +37,7 @@ _PATH_CALL_NUMBERS = {
     },
     "aarch64": {"statfs": 43, "truncate": 45},
 }  # fmt: skip
-"""Numbers of the calls whose first argument is a path."""
+"""Numbers of the system calls whose first argument is a path, by architecture."""
 _PATH_AT_CALL_NUMBERS = {
     "x86_64": {
         "open": 257, "mkdir": 258, "stat": 262, "unlink": 263, "rename": 264, "link": 265, "readlink": 267,
@@ -46,7 +48,7 @@ _PATH_AT_CALL_NUMBERS = {
         "utimens": 88, "renameat2": 276, "statx": 291, "faccessat2": 439,
     },
 }  # fmt: skip
-"""Numbers of the calls whose second argument is a path."""
+"""Numbers of the system calls whose second argument is a path, by architecture."""
 
 
 def _by_number(tables: dict[str, dict[str, int]]) -> dict[int, str]:
@@ -58,20 +60,23 @@ _FD_CALLS, _PATH_CALLS, _PATH_AT_CALLS = map(_by_number, (_FD_CALL_NUMBERS, _PAT
 
 @dataclass(frozen=True)
 class BlockedCall:
-    """A thread that sleeps in a system call on a file, or in uninterruptible sleep outside of any call."""
+    """System call on a file in which a thread sleeps, or uninterruptible sleep outside of a system call."""
 
     thread_id: int
-    """Native id."""
+    """Native id of the thread."""
     call: str
-    """Name of the system call; '' for a page fault."""
+    """Name of the system call. Empty for a page fault."""
     path: str
-    """Absolute; '' if it is unknown."""
+    """Absolute path of the file. Empty if it is unknown."""
     arguments: str
-    """Tells this call from the next one of the same thread."""
+    """Raw arguments and registers, which differ between successive calls of a thread."""
 
 
 def blocked_calls(process: int) -> list[BlockedCall]:
-    """Return the calls of a process, in the order of its threads; empty if it has ended or the kernel hides them."""
+    """Return the blocked calls of a process, ordered by thread id.
+
+    The list is empty if the process has ended or the kernel hides its calls.
+    """
     folder = _PROC / str(process)
     try:
         threads = sorted(map(int, os.listdir(folder / "task")))
@@ -81,26 +86,25 @@ def blocked_calls(process: int) -> list[BlockedCall]:
 
 
 def is_blocked(process: int) -> bool:
-    """Whether a process sleeps in a call on a file or in uninterruptible sleep, and is not stopped."""
+    """Whether a running process has a thread that sleeps in a call on a file or in uninterruptible sleep."""
     state = read_process_state(process)
     return state is not None and state.state_code not in "TtZX" and bool(blocked_calls(process))
 
 
 def blocked_text(process: int, state: ProcessState) -> str:
-    """Return why a process does not run, as `ProcessState.blocked_reason`, with the call and the file that it waits
-    for."""
+    """Return `ProcessState.blocked_reason`, followed by the system call and the file that block the process."""
     calls = [call for call in blocked_calls(process) if call.path] if state.state_code == "D" else []
     return state.blocked_reason + (f", in {calls[0].call} of {calls[0].path!r}" if calls else "")
 
 
 def num_wakeups(process: int, thread: int) -> int:
-    """Return how often a thread was scheduled, which a blocked one never is; 0 if the kernel does not tell."""
+    """Return how often a thread was scheduled, or 0 if unknown. The count of a blocked thread does not change."""
     text = _read(_PROC / str(process) / "task" / str(thread) / "schedstat").split()
     return int(text[2]) if len(text) > 2 else 0
 
 
 def find_mount(path: str) -> tuple[str, str]:
-    """Return where the file system of an absolute path is mounted, and its type and device, for a message."""
+    """Return (mount point, description) of a path's file system, such as ("/data", "ext4 on /dev/sda1")."""
     best, about = "/", ""
     for line in _read(_PROC / "self/mountinfo").splitlines():
         before, _, behind = line.partition(" - ")
@@ -116,10 +120,10 @@ def find_mount(path: str) -> tuple[str, str]:
 def _read_blocked_call(folder: Path, thread: int) -> BlockedCall | None:
     text = _read(folder / "task" / str(thread) / "syscall").strip()
     number, _, arguments = text.partition(" ")
-    if not number.lstrip("-").isdigit():  # 'running', or hidden from this process
+    if not number.lstrip("-").isdigit():  # The thread is running, or the kernel hides its call.
         return None
     values = [int(word, 16) for word in arguments.split()[:6]]
-    if number == "-1":
+    if number == "-1":  # Blocked outside of a system call.
         state = read_process_state(thread)
         held = state is not None and state.state_code == "D"
         return BlockedCall(thread, "", "", text) if held else None
@@ -131,17 +135,16 @@ def _read_blocked_call(folder: Path, thread: int) -> BlockedCall | None:
         path = _read_path(folder, values[1], values[0])
     else:
         return None
-    # Pipes, sockets and terminals may keep a thread for as long as they like.
+    # Waiting for a pipe, socket or terminal is normal.
     is_file = path.startswith("/") and not path.startswith(("/dev/", "/proc/", "/memfd:"))
     return BlockedCall(thread, name, path.removesuffix(" (deleted)"), text) if is_file else None
 
 
 def _read_path(folder: Path, address: int, base: int | None) -> str:
-    """The path in the memory of a process, from the root."""
     try:
         with (folder / "mem").open("rb", buffering=0) as memory:
             memory.seek(address)
-            room = _MAX_PATH_BYTES - address % _MAX_PATH_BYTES  # the next page may not be there
+            room = _MAX_PATH_BYTES - address % _MAX_PATH_BYTES  # The next page may not be mapped.
             content = memory.read(room)
             if b"\0" not in content:
                 content += memory.read(_MAX_PATH_BYTES)
@@ -150,7 +153,7 @@ def _read_path(folder: Path, address: int, base: int | None) -> str:
     path = os.fsdecode(content.partition(b"\0")[0])
     if path.startswith("/"):
         return path
-    is_open = base is not None and base < 1 << 31  # AT_FDCWD is negative
+    is_open = base is not None and base < 1 << 31  # AT_FDCWD is negative.
     return os.path.normpath(f"{_read_link(folder / (f'fd/{base}' if is_open else 'cwd'))}/{path}")
 
 

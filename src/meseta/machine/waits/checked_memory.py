@@ -1,4 +1,7 @@
-"""Records in memory that several processes map. Each ends in a CRC-32, so that a reader detects a half-written one."""
+"""Records in memory that several processes map.
+
+Each record ends in a CRC-32, with which a reader detects a partly written record.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,12 @@ CHECKSUM_BYTES = 4
 
 
 def append_checksum(content: bytes) -> bytes:
-    """Return the record to write."""
+    """Return `content` followed by its CRC-32."""
     return content + crc32(content).to_bytes(CHECKSUM_BYTES, "little")
 
 
 def unpack_checked(memory: bytes, at: int, layout: struct.Struct) -> tuple[Any, ...] | None:
-    """Return the fields of the record at byte `at`; None if it is half-written, or was never written."""
+    """Return the fields of the record at byte `at`, or `None` if it is partly written or was never written."""
     content = memory[at : at + layout.size]
     if int.from_bytes(memory[at + layout.size : at + layout.size + CHECKSUM_BYTES], "little") != crc32(content):
         return None
@@ -25,7 +28,7 @@ def unpack_checked(memory: bytes, at: int, layout: struct.Struct) -> tuple[Any, 
 
 
 def encode_text(text: str, num_bytes: int) -> bytes:
-    """Return a text in at most `num_bytes` of UTF-8; a longer one ends in '...'."""
+    """Encode a text as UTF-8. A text of more than `num_bytes` bytes is truncated and ends in '...'."""
     encoded = text.encode(errors="replace")
     if len(encoded) <= num_bytes:
         return encoded
@@ -33,7 +36,7 @@ def encode_text(text: str, num_bytes: int) -> bytes:
 
 
 def decode_text(field: bytes) -> str:
-    """Return the text of a field; control characters, which may come from untrusted input, become question marks."""
+    """Decode a text field. Control characters become question marks, because they may come from untrusted input."""
     text = field.rstrip(b"\0").decode(errors="replace")
     return (
         text if not has_control_characters(text) else "".join(c if not has_control_characters(c) else "?" for c in text)

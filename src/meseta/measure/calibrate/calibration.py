@@ -17,8 +17,7 @@ from meseta.measure.calibrate.collectives import CollectiveTimer
 from meseta.measure.calibrate.combinations import OPTIMIZERS, random_combination
 from meseta.measure.calibrate.fit import Floats, fit_relative, relative_errors
 from meseta.measure.calibrate.rank_timer import RankTimer
-from meseta.measure.calibrate.staged import STAGED_COSTS as STAGED
-from meseta.measure.calibrate.staged import measure_staged, with_staged
+from meseta.measure.calibrate.staged import STAGED_COSTS, measure_staged, with_staged
 from meseta.measure.calibrate.tasks import ShardingTask, TaskShard
 from meseta.measure.cpu_usage import read_cpu_time
 from meseta.measure.harness.worker_group import TargetSpec, WorkerGroup
@@ -208,7 +207,7 @@ def fit_operators(
         found, predicted = [], []
         for took, terms in zip(seconds, (lookup_terms, update_terms), strict=True):
             totals = [{name: float(term.sum()) for name, term in terms(own).items()} for own in loads]
-            names = [name for name in dict.fromkeys(name for total in totals for name in total) if name not in STAGED]
+            names = [*dict.fromkeys(name for total in totals for name in total if name not in STAGED_COSTS)]
             matrix = np.array([[1.0, *(total.get(name, 0.0) for name in names)] for total in totals])
             constants = fit_relative(matrix[~unseen], took[~unseen])
             found.append(dict(zip(["call_s", *names], constants.tolist(), strict=True)))

@@ -1,4 +1,4 @@
-// How many rows a second this memory gives: read whole rows at given ids, prefetching ahead, and do nothing else.
+// Measurement of the rows per second that memory delivers: reads whole rows at given ids with prefetching, nothing else.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/pair.h>
@@ -22,7 +22,7 @@ namespace {
 
 using Ids = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-// Integers, because any bits may be added at full speed: halves read as floats would meet subnormals.
+// Integers, because any bits can be added at full speed. Halves read as floats would include subnormals.
 using Line = uint32_t __attribute__((vector_size(64), aligned(4), may_alias));
 using HalfLine = uint32_t __attribute__((vector_size(32), aligned(4), may_alias));
 
@@ -41,15 +41,15 @@ struct Piece {
 template <int kHint, int kBytes>
 inline void fetch(const char* row, int64_t bytes) {
   for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(row + at, 0, kHint);
-  if (kBytes == 0) __builtin_prefetch(row + bytes - 1, 0, kHint);  // a row may end in one more line
+  if (kBytes == 0) __builtin_prefetch(row + bytes - 1, 0, kHint);  // A row may end in one more line.
 }
 
-// Sum of the 32-bit words of the rows, modulo 2^32; an odd half word at the end counts as 16 bits. kBytes 0: row_bytes.
+// Sum the 32-bit words of the rows, modulo 2^32. An odd half word at the end counts as 16 bits. kBytes 0 means row_bytes.
 template <int kHint, int kBytes>
 uint32_t gather(const Piece& piece, int64_t distance, int64_t burst) {
   const int64_t bytes = kBytes > 0 ? kBytes : piece.table.row_bytes;
   const auto row_of = [&](int64_t i) { return piece.table.rows + piece.ids[i] * bytes; };
-  // Four sums, so that no addition waits for the one before it.
+  // Four sums, so that additions do not depend on the previous one.
   Line sum[4] = {};
   HalfLine half_sum = {};
   uint32_t rest = 0;
@@ -109,7 +109,7 @@ uint32_t gather_rows(const Piece& piece, int level, int64_t distance, int64_t bu
   return gather_rows<1>(piece, distance, burst);
 }
 
-// Segment s reads table s % F. Cut so that each thread has several pieces, as the lookup's tasks.
+// Segment s reads table s % F. It is divided such that each thread has several pieces, as the tasks of the lookup.
 std::vector<Piece> cut(const std::vector<UpdateTable>& tables, const int64_t* ids, const std::vector<int64_t>& bounds,
                        int num_threads) {
   const int64_t longest = std::max<int64_t>((bounds.back() - bounds.front()) / (32 * int64_t(num_threads)), 1024);
@@ -126,9 +126,9 @@ void check(const std::vector<UpdateTable>& tables, Ids ids, const std::vector<in
   for (const UpdateTable& table : tables)
     if (table.row_bytes < 1 || table.num_rows < 1) throw std::invalid_argument("a table has no rows or no columns");
   if (bounds.front() != 0 || bounds.back() != int64_t(ids.shape(0)))
-    throw std::invalid_argument("bounds must begin with 0 and end with the number of ids");
+    throw std::invalid_argument("bounds must start at 0 and end with the number of ids");
   for (size_t s = 0; s + 1 < bounds.size(); ++s) {
-    if (bounds[s] > bounds[s + 1]) throw std::invalid_argument("bounds must not fall");
+    if (bounds[s] > bounds[s + 1]) throw std::invalid_argument("bounds must not decrease");
     const uint64_t num_rows = uint64_t(tables[s % tables.size()].num_rows);
     for (int64_t i = bounds[s]; i < bounds[s + 1]; ++i)
       if (uint64_t(ids.data()[i]) >= num_rows)
@@ -137,8 +137,8 @@ void check(const std::vector<UpdateTable>& tables, Ids ids, const std::vector<in
   }
 }
 
-// `tables`: (address, bytes of a row, rows) of each; the caller keeps them alive. Everything is checked before the clock
-// starts.
+// Measure reading. `tables` has (address, bytes per row, rows) of each table, which the caller keeps alive. All checks
+// precede the start of the clock.
 std::pair<uint32_t, double> gather_limit(const std::vector<int64_t>& tables, Ids ids,
                                          const std::vector<int64_t>& bounds, int level, int64_t distance,
                                          int64_t burst, int num_threads) {

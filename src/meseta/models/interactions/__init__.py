@@ -1,1 +1,1 @@
-"""Models that lead published comparisons of interactions, and DHEN."""
+"""Models with explicit feature interactions that lead published comparisons, and DHEN."""

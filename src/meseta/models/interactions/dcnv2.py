@@ -1,4 +1,4 @@
-"""DCN-V2: cross layers with matrices of full rank, of low rank, or mixtures of them, and an MLP (arXiv 2008.13535)."""
+"""DCN-V2: cross layers with full-rank or low-rank matrices or mixtures of experts, and an MLP (arXiv 2008.13535)."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from meseta.models.layers import MLPOptions
 
 
 class DCNv2(DeepCrossModel):
-    """DCN-V2, arXiv 2008.13535, section 3.
+    """DCN-V2 (arXiv 2008.13535, section 3).
 
-        x_0 = dense, e_1, ..., e_F side by side
-        x_{l+1} = x_0 * (W_l x_l + b_l) + x_l                  or of low rank, or a mixture of experts, see `CrossShape`
-        logit = MLP(x_L), or w . (x_L, MLP(x_0)) + b           stacked, and parallel
-
-    Matrices with n inputs and m outputs start from N(0, 2 / (m + n)), biases at zero.
+    x_0 = concat(dense, e_1, ..., e_F)
+    x_{l+1} = x_0 * (W_l x_l + b_l) + x_l                  for other kinds see `CrossShape`
+    logit = MLP(x_L)                                       structure 'stacked'
+    logit = w . concat(x_L, MLP(x_0)) + b                  structure 'parallel'
     """
 
     def __init__(
@@ -34,18 +33,19 @@ class DCNv2(DeepCrossModel):
         options: MLPOptions | None = None,
         seed: int = 0,
     ) -> None:
-        """Build on `embeddings`, a module with `tables` and `features`; widths of tables may differ.
+        """Create the model on `embeddings`, see `ScoringModel`. Tables may have different widths.
 
         Args:
-            embeddings: called with the sparse inputs, returns an object whose `pooled.values` is [B, sum of D_f].
-            num_dense: number of dense inputs.
-            cross: the cross network.
-            structure: the MLP on the cross network, or beside it.
-            deep_mlp: hidden widths of the MLP, for example (768, 768); stacked, the layer with the one output is added.
-            options: of the MLP; cross layers compute in the type of its activations.
-            seed: key of the initial weights.
+            embeddings: Module with `tables` and `features`.
+            num_dense: Number of dense inputs.
+            cross: Shape of the cross network.
+            structure: `stacked` runs the MLP on the output of the cross network, `parallel` runs both on the input.
+            deep_mlp: Hidden widths of the MLP, such as (768, 768). A stacked MLP also has an output layer of width 1.
+            options: Options of the MLP. Cross layers compute in the type of its activations.
+            seed: Seed of the initial weights.
 
-        Raises MesetaError for a width below 1, no MLP to stand beside, or a feature without pooling.
+        Raises MesetaError if a width is below 1, the MLP of structure 'parallel' has no layers, or a feature is not
+        pooled.
         """
         cross.check("DCNv2")
         super().__init__(
@@ -62,7 +62,7 @@ class DCNv2(DeepCrossModel):
 
 
 def make_dcnv2(config: DCNv2Config, request: ModelBuildArgs) -> DCNv2:
-    """The model of a config."""
+    """Build DCN-V2 from its config section."""
     cross = CrossShape(
         kind=config.cross,
         num_layers=config.cross_layers,

@@ -1,4 +1,4 @@
-"""A cross network with an MLP, one on the other or side by side: what DCN-V2 and GDCN have in common."""
+"""Base class of DCN-V2 and GDCN: a cross network and an MLP, stacked or parallel."""
 
 from __future__ import annotations
 
@@ -16,12 +16,10 @@ from meseta.spec import MesetaError
 
 
 class DeepCrossModel(ScoringModel):
-    """A cross network and an MLP over x_0 = dense, e_1, ..., e_F side by side; widths of tables may differ.
+    """Cross network and MLP over x_0 = concat(dense, e_1, ..., e_F). Tables may have different widths.
 
-        stacked     logit = MLP(cross(x_0))                                        the MLP ends with the logit
-        parallel    logit = w . (cross(x_0), MLP(x_0) side by side) + b            all its layers are hidden
-
-    Matrices with n inputs and m outputs start from N(0, 2 / (m + n)), biases at zero.
+    stacked     logit = MLP(cross(x_0))                             the MLP has an output layer of width 1
+    parallel    logit = w . concat(cross(x_0), MLP(x_0)) + b        all layers of the MLP are hidden
     """
 
     def __init__(
@@ -35,14 +33,15 @@ class DeepCrossModel(ScoringModel):
         options: MLPOptions | None,
         seed: int,
     ) -> None:
-        """`make_cross` makes the network over so many columns; for the rest see the models."""
+        """Create the model. `make_cross(num_inputs)` creates the cross network. All other arguments are those of
+        `DCNv2`."""
         super().__init__(embeddings, num_dense)
         name = type(self).__name__
         check_widths(name, "deep_mlp", deep_mlp)
         if structure == "parallel" and not deep_mlp:
             raise MesetaError(
-                f"{name}: deep_mlp is empty, but in structure 'parallel' an MLP stands beside the cross network; give "
-                "it layers, or take structure 'stacked'"
+                f"{name}: deep_mlp is empty, but structure 'parallel' requires an MLP with at least one layer; add "
+                "layers, or choose structure 'stacked'"
             )
         self.options = options or MLPOptions()
         num_inputs = num_dense + self.pooled_width
@@ -56,13 +55,14 @@ class DeepCrossModel(ScoringModel):
             name="deep_mlp",
         )
         self.head = SkipInitLinear(num_inputs + deep_mlp[-1], 1) if parallel else None
+        # Weights from N(0, 2 / (inputs + outputs)), biases with zeros.
         fill_linear(self, seed)
 
     def logits(self, x: Tensor, pooled: Float[Tensor, "B sum_of_D"]) -> Float[Tensor, " B"]:
-        """The logits above; networks compute in the type of `options`, the last layer in that of its weights."""
         x0 = self.options.cast(torch.cat([x, pooled], dim=1))
         crossed = self.cross(x0)
         if self.head is None:
             return cast(Tensor, self.deep_mlp(crossed, self.batch_slice)).squeeze(1)
+        # The cross network and the MLP compute in the type of `options`, the last layer in that of its weights.
         both = torch.cat([crossed, self.deep_mlp(x0, self.batch_slice)], dim=1)
         return cast(Tensor, self.head(both.to(self.head.weight.dtype))).squeeze(1)

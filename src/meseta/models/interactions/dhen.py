@@ -1,4 +1,4 @@
-"""DHEN: layers that are ensembles of interactions of several kinds (arXiv 2203.11014)."""
+"""DHEN: layers that are ensembles of several kinds of interactions (arXiv 2203.11014)."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ from meseta.ops.sums import repeat
 from meseta.spec import MesetaError
 
 KERNEL_SIZE = 3
-"""Vectors, and elements of a vector, that a convolution sees at once."""
+"""Height and width of the convolution kernel, in vectors and in elements of a vector."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DHENShape:
-    """What the layers of a DHEN are made of; all are alike."""
+    """Shape of the layers of a DHEN, which all have the same shape."""
 
     num_layers: int = 2
     interactions: Mapping[Interaction, int] = field(default_factory=lambda: {"dot": 16, "linear": 16})
-    """Modules of a layer, and the vectors that each makes."""
+    """Number of vectors that each interaction module of a layer computes, by kind."""
     ensemble: Ensemble = "concat"
-    """What is made of all modules: their vectors one under the other, added, or added with learned weights."""
+    """Combination of the modules' vectors: concatenated, summed, or summed with learned weights."""
     num_heads: int = 2
-    """self_attention: heads."""
+    """Number of heads of `self_attention`."""
     num_channels: int = 4
-    """convolution: output channels."""
+    """Number of output channels of `convolution`."""
 
 
 class AttentionModule(nn.Module):
-    """Vectors that have attended to each other, combined: W_m u with u a layer of `InteractingLayer`."""
+    """Interaction by self-attention: linear combinations W_m u of u, the output of an `InteractingLayer`."""
 
     def __init__(self, num_inputs: int, width: int, num_outputs: int, num_heads: int) -> None:
         super().__init__()
@@ -57,7 +57,8 @@ class AttentionModule(nn.Module):
 
 
 class CrossModule(nn.Module):
-    """A cross layer of full rank over all vectors side by side, combined: W_m u with u = x * (W x + b) + x."""
+    """Interaction by a full-rank cross layer over the concatenated vectors: linear combinations W_m u of u = x * (W x +
+    b) + x."""
 
     def __init__(self, num_inputs: int, width: int, num_outputs: int) -> None:
         super().__init__()
@@ -69,7 +70,8 @@ class CrossModule(nn.Module):
 
 
 class DotModule(nn.Module):
-    """Dot products of all pairs of vectors, the first vector beside them as in DLRM: W u + b as vectors."""
+    """Interaction by dot products of all pairs of vectors: W u + b, where u also contains the first vector, as in
+    DLRM."""
 
     def __init__(self, num_inputs: int, width: int, num_outputs: int) -> None:
         super().__init__()
@@ -81,7 +83,8 @@ class DotModule(nn.Module):
 
 
 class ConvolutionModule(nn.Module):
-    """A convolution over vectors and their elements, padded with zeros, all channels combined: W_m conv(X)."""
+    """Interaction by a zero-padded convolution over vectors and their elements: linear combinations W_m of all
+    channels."""
 
     def __init__(self, num_inputs: int, num_outputs: int, num_channels: int) -> None:
         super().__init__()
@@ -99,7 +102,8 @@ class ConvolutionModule(nn.Module):
 
 
 def make_interaction(kind: Interaction, num_inputs: int, width: int, num_outputs: int, shape: DHENShape) -> nn.Module:
-    """The module that makes [B, num_outputs, width] of [B, num_inputs, width]. Its weights are to be set."""
+    """Create the interaction module from [B, num_inputs, width] to [B, num_outputs, width]. The caller has to
+    initialize its weights."""
     match kind:
         case "self_attention":
             return AttentionModule(num_inputs, width, num_outputs, shape.num_heads)
@@ -113,10 +117,10 @@ def make_interaction(kind: Interaction, num_inputs: int, width: int, num_outputs
 
 
 class DHENLayer(nn.Module):
-    """A layer, arXiv 2203.11014, section 3.2, equations 1 and 2: Norm(Ensemble_i(module_i(X)) + ShortCut(X)).
+    """Layer of a DHEN (arXiv 2203.11014, section 3.2, equations 1 and 2): Norm(Ensemble_i(module_i(X)) + ShortCut(X)).
 
-    The shortcut is X, or W X where the number of vectors changes; the norm is over each vector. Learned weights of the
-    ensemble start at one. Under `dense.sharding: fsdp` a layer is gathered as one.
+    The shortcut is X, or W X if the number of vectors changes. The norm is over each vector. Learned weights of the
+    ensemble are initialized with ones. Under `dense.sharding: fsdp`, a layer is gathered as one unit.
     """
 
     def __init__(self, num_inputs: int, width: int, shape: DHENShape) -> None:
@@ -135,7 +139,7 @@ class DHENLayer(nn.Module):
         self.norm = LayerNorm(width)
 
     def forward(self, fields: Float[Tensor, "B M D"], batch: BatchSlice | None) -> Float[Tensor, "B L D"]:
-        """Nothing here reads where the samples lie in `batch`."""
+        """Compute the layer. `batch` is not used."""
         made = [interaction(fields) for interaction in self.interactions.values()]
         shortcut = fields if self.shortcut is None else self.shortcut(fields)
         return cast(Tensor, self.norm(self._combine(made) + shortcut))
@@ -150,14 +154,13 @@ class DHENLayer(nn.Module):
 
 
 class DHEN(VectorStack):
-    """Deep and hierarchical ensemble network, arXiv 2203.11014, section 3.
+    """Deep and hierarchical ensemble network (arXiv 2203.11014, section 3).
 
-        X_0 = MLP(dense), e_1, ..., e_F                     vectors of width d; no MLP where there are no dense inputs
+        X_0 = MLP(dense), e_1, ..., e_F                     vectors of width d, no MLP without dense inputs
         X_{n+1} = Norm(Ensemble_i(module_i(X_n)) + ShortCut(X_n))
-        logit = MLP(vectors of the last layer side by side)
+        logit = MLP(concat of the last layer's vectors)
 
-    Self-attention is AutoInt's layer, where the paper has a transformer's encoder layer. Matrices with n inputs and m
-    outputs start from N(0, 2 / (m + n)), biases at zero.
+    Self-attention is the layer of AutoInt, while the paper uses the encoder layer of a transformer.
     """
 
     def __init__(
@@ -171,19 +174,19 @@ class DHEN(VectorStack):
         options: MLPOptions | None = None,
         seed: int = 0,
     ) -> None:
-        """Build on `embeddings`, a module with `tables` of one width and `features`.
+        """Create the model on `embeddings`, see `ScoringModel`. All tables must have the same width.
 
         Args:
-            embeddings: called with the sparse inputs, returns an object whose `pooled.values` is [B, F * D].
-            num_dense: number of dense inputs.
-            bottom_mlp: hidden widths of the MLP over dense inputs; the layer of the tables' width is added.
-            shape: of the layers.
-            top_mlp: hidden widths of the MLP over the last layer; the layer with the one output is added.
-            options: of the MLPs; layers compute in the type of the embeddings.
-            seed: key of the initial weights.
+            embeddings: Module with `tables` and `features`.
+            num_dense: Number of dense inputs.
+            bottom_mlp: Hidden widths of the MLP over dense inputs. A layer with the width of the tables follows.
+            shape: Shape of the layers.
+            top_mlp: Hidden widths of the MLP over the last layer. An output layer of width 1 follows.
+            options: Options of the MLPs. Layers compute in the type of the embeddings.
+            seed: Seed of the initial weights.
 
-        Raises MesetaError for tables of several widths, modules whose vectors cannot be added, heads that do not divide
-        the width, dot products of one vector, a width below 1, or a feature without pooling.
+        Raises MesetaError if tables have different widths, vectors of modules cannot be summed, heads do not divide the
+        width, dot products have only one vector, a width is below 1, or a feature is not pooled.
         """
         check_widths("DHEN", "bottom_mlp and top_mlp", [*bottom_mlp, *top_mlp])
         super().__init__(embeddings, num_dense=num_dense, bottom_mlp=bottom_mlp, options=options)
@@ -200,31 +203,31 @@ class DHEN(VectorStack):
 def _check_shape(shape: DHENShape, num_vectors: int, width: int) -> None:
     outputs = shape.interactions
     if not outputs:
-        raise MesetaError("DHEN: interactions are empty; give at least one, such as {dot: 16}")
+        raise MesetaError("DHEN: interactions must not be empty; set at least one, such as {dot: 16}")
     counts = [shape.num_layers, *outputs.values(), shape.num_heads, shape.num_channels]
     check_widths("DHEN", "num_layers, interactions, num_heads and num_channels", counts)
     if shape.ensemble != "concat" and len(set(outputs.values())) > 1:
         each = ", ".join(f"{kind!r} {number}" for kind, number in outputs.items())
         raise MesetaError(
-            f"DHEN: ensemble {shape.ensemble!r} adds the vectors of all interactions, which do not meet: {each}; give "
-            "all one number, or take ensemble 'concat'"
+            f"DHEN: with ensemble {shape.ensemble!r}, all interactions must have the same number of vectors, got "
+            f"{each}; make them equal, or choose ensemble 'concat'"
         )
     if "self_attention" in outputs and width % shape.num_heads:
         raise MesetaError(
-            f"DHEN: 'self_attention' has {shape.num_heads} heads, which do not divide vectors of width {width}; take "
-            "heads that do, or another embedding_dim"
+            f"DHEN: the {shape.num_heads} heads of 'self_attention' must divide embedding_dim, got {width}; change the "
+            "number of heads, or embedding_dim"
         )
     made = sum(outputs.values()) if shape.ensemble == "concat" else next(iter(outputs.values()))
     read = min(num_vectors, made) if shape.num_layers > 1 else num_vectors
     if "dot" in outputs and read < 2:
         raise MesetaError(
-            "DHEN: 'dot' multiplies pairs of vectors, and a layer here reads one vector alone; give interactions more "
-            "vectors, or leave 'dot' out"
+            "DHEN: 'dot' requires layers with at least two input vectors, but a layer has only one; give interactions "
+            "more vectors, or remove 'dot'"
         )
 
 
 def make_dhen(config: DHENConfig, request: ModelBuildArgs) -> DHEN:
-    """The model of a config."""
+    """Build DHEN from its config section."""
     return DHEN(
         request.embeddings,
         num_dense=request.num_dense,

@@ -20,31 +20,34 @@ from meseta.ops.sums import add_product
 from meseta.spec import MesetaError
 
 MUTUAL_LOSS_TERMS = ("first_block", "second_block")
-"""Names of the terms of the mutual loss."""
+"""Names of the mutual loss terms."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FinalShape:
-    """What a FinalNet is made of, beside the widths of its blocks."""
+    """Shape of a FinalNet, without the widths of its blocks."""
 
     residual: Residual = "concat"
-    """How a layer's linear function and its product stand together: halves side by side, or added."""
+    """Combination of a layer's linear function and its product: concatenated halves, or a sum."""
     relu: bool = True
-    """Whether a layer ends with ReLU, as in the authors' runs."""
+    """Whether layers end with ReLU, as in the authors' experiments."""
     field_gate: bool = True
-    """Whether the first block reads gated fields beside the fields."""
+    """Whether the first block reads gated fields in addition to the fields."""
     mutual_loss: bool = True
-    """Whether each of two blocks also learns what both say together."""
+    """Whether each of two blocks also learns the prediction of both together."""
 
 
 class FinalBlock(HiddenLayers):
-    """Factorized interaction layers: of a = W_1 x + b_1 and g = W_2 x + b_2 the outputs a and a * g, side by side
-    ('concat') or added ('sum'); then batch norm, ReLU if asked for, and dropout. Each layer doubles the degree."""
+    """Factorized interaction layers. Each layer doubles the degree.
+
+    A layer computes a = W_1 x + b_1 and g = W_2 x + b_2. Its output is concat(a, a * g) for residual 'concat', and a +
+    a * g for 'sum'. Batch norm, optional ReLU and dropout follow.
+    """
 
     def __init__(
         self, num_inputs: int, widths: Sequence[int], *, shape: FinalShape, options: MLPOptions, name: str
     ) -> None:
-        """`widths` are the outputs of the layers, even for 'concat'."""
+        """Create the layers. `widths` has the output width of each layer, which must be even for residual 'concat'."""
         super().__init__()
         self.shape = shape
         self.layers = nn.ModuleList(
@@ -55,11 +58,10 @@ class FinalBlock(HiddenLayers):
         self.set_hidden_layers(widths, options, name)
 
     def extra_repr(self) -> str:
-        """Shown with the module."""
         return f"residual={self.shape.residual}, relu={self.shape.relu}"
 
     def forward(self, x: Float[Tensor, "B N"], batch: BatchSlice | None) -> Float[Tensor, " B"]:
-        """The block's logit, w . (outputs of the last layer) + b."""
+        """Return the logit of the block, w . (output of the last layer) + b."""
         placed = self.resolve_batch_slice(batch, x)
         for index, layer in enumerate(self.layers):
             a, g = layer(x).chunk(2, dim=1)
@@ -70,9 +72,9 @@ class FinalBlock(HiddenLayers):
 
 
 class FieldGate(nn.Module):
-    """The vectors e_m, and beside them e_m * g_m with g = W e + b over fields, element by element of the vectors.
+    """Concatenates the vectors e_m with e_m * g_m, where g = W e + b over fields, element by element of the vectors.
 
-    W starts at zero and b at one.
+    W is initialized with zeros and b with ones.
     """
 
     def __init__(self, num_fields: int) -> None:
@@ -84,21 +86,22 @@ class FieldGate(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Set the initial weights."""
         self.gates.linear.weight.zero_()
         self.gates.linear.bias.fill_(1.0)
 
 
 class FinalNet(ScoringModel):
-    """FinalNet, Zhu et al., "FINAL: Factorized Interaction Layer for CTR Prediction", SIGIR 2023.
+    """FinalNet (Zhu et al., "FINAL: Factorized Interaction Layer for CTR Prediction", SIGIR 2023).
 
-        e = x_m v_m of dense inputs, pooled rows of features; each of width D
+        e = x_m v_m for dense inputs, pooled rows for features, each of width D
         one block      logit = block_1(e, or its gated fields)
         two blocks     logit = (block_1(e, or its gated fields) + block_2(e)) / 2
 
-    With two blocks the loss of a sample is L(y, p) + L(p, p_1) + L(p, p_2), the mutual loss: L is the cross-entropy,
-    p_b what block b says and p what both say together, without a gradient in the last two. Matrices with n inputs and m
-    outputs start from N(0, 2 / (m + n)), biases at zero, vectors of dense inputs from N(0, 0.1 squared).
+    With two blocks, the loss of a sample is L(y, p) + L(p, p_1) + L(p, p_2), the mutual loss. L is the cross-entropy,
+    p_b the prediction of block b, and p that of both blocks, through which the last two terms have no gradient.
+
+    Matrices with n inputs and m outputs are initialized from N(0, 2 / (m + n)), biases with zeros, and vectors of dense
+    inputs from N(0, 0.1 squared).
     """
 
     def __init__(
@@ -111,29 +114,31 @@ class FinalNet(ScoringModel):
         options: MLPOptions | None = None,
         seed: int = 0,
     ) -> None:
-        """Build on `embeddings`, a module with `tables` of one width and `features`.
+        """Create the model on `embeddings`, see `ScoringModel`. All tables must have the same width.
 
         Args:
-            embeddings: called with the sparse inputs, returns an object whose `pooled.values` is [B, F * D].
-            num_dense: number of dense inputs.
-            blocks: widths of the layers of one block, or of two.
-            shape: all else.
-            options: of the blocks.
-            seed: key of the initial weights.
+            embeddings: Module with `tables` and `features`.
+            num_dense: Number of dense inputs.
+            blocks: Widths of the layers of one or two blocks.
+            shape: Shape of the blocks.
+            options: Options of the blocks.
+            seed: Seed of the initial weights.
 
-        Raises MesetaError for tables of several widths, another number of blocks, a block without layers, a width
-        below 1, or an odd one under 'concat', or a feature without pooling.
+        Raises MesetaError if tables have different widths, there are not one or two blocks, a block has no layers, a
+        width is below 1 or odd with residual 'concat', or a feature is not pooled.
         """
         super().__init__(embeddings, num_dense)
         if len(blocks) not in (1, 2) or not all(blocks):
-            raise MesetaError(f"FinalNet: blocks {[list(b) for b in blocks]}; give the layers of one block, or of two")
+            raise MesetaError(
+                f"FinalNet: blocks must have the layer widths of one or two blocks, got {[list(b) for b in blocks]}"
+            )
         for widths in blocks:
             check_widths("FinalNet", "blocks", widths)
             for width in widths:
                 if shape.residual == "concat" and width % 2:
                     raise MesetaError(
-                        f"FinalNet: a layer of {width} outputs in blocks {[list(b) for b in blocks]}; residual "
-                        "'concat' puts two halves together: make it even, or take residual 'sum'"
+                        f"FinalNet: layer widths must be even for residual 'concat', got {width} in blocks "
+                        f"{[list(b) for b in blocks]}; change the width, or choose residual 'sum'"
                     )
         self.options = options or MLPOptions()
         width = common_width("FinalNet", self.dims)
@@ -156,17 +161,17 @@ class FinalNet(ScoringModel):
             self.field_gate.init_weights()
 
     def encode_dense(self, dense: Float[Tensor, "B num_dense"]) -> Tensor:
-        """Their vectors."""
+        """Return the vectors of the dense inputs."""
         return cast(Tensor, self.fields(dense))
 
     def logits(self, x: Tensor, pooled: Float[Tensor, "B sum_of_D"]) -> Float[Tensor, " B"]:
-        """The mean of what the blocks say."""
+        """Return the mean of the block logits."""
         return self.block_logits(x, pooled).mean(dim=1)
 
     def score_with_losses(
         self, dense: Float[Tensor, "B num_dense"] | DenseActivations, pooled: Float[Tensor, "B sum_of_D"], label: Tensor
     ) -> tuple[Float[Tensor, " B"], dict[str, Float[Tensor, " B"]]]:
-        """What `score` returns, and the terms of the mutual loss, which need no label."""
+        """Return (result of `score`, terms of the mutual loss by name). The label is not used."""
         of_blocks = self.block_logits(self.resolve_dense(dense, pooled), pooled)
         logits = of_blocks.mean(dim=1)
         together = logits.detach().sigmoid()
@@ -176,7 +181,7 @@ class FinalNet(ScoringModel):
         }
 
     def block_logits(self, x: Tensor, pooled: Float[Tensor, "B sum_of_D"]) -> Float[Tensor, "B blocks"]:
-        """The logit of each block, of what `of_dense` has returned."""
+        """Return the logit of each block. `x` is the result of `encode_dense`."""
         fields = self.options.cast(self.fields.concat_sparse(x, pooled))
         inputs = [fields if self.field_gate is None else self.field_gate(fields), fields]
         return torch.stack(
@@ -185,7 +190,7 @@ class FinalNet(ScoringModel):
 
 
 def make_final(config: FinalNetConfig, request: ModelBuildArgs) -> FinalNet:
-    """The model of a config."""
+    """Build FinalNet from its config section."""
     return FinalNet(
         request.embeddings,
         num_dense=request.num_dense,

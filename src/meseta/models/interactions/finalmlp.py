@@ -1,4 +1,4 @@
-"""FinalMLP: two MLPs over differently weighed inputs, fused by products of their outputs (arXiv 2304.00902)."""
+"""FinalMLP: two MLPs over gated inputs, combined by products of their outputs (arXiv 2304.00902)."""
 
 from __future__ import annotations
 
@@ -25,26 +25,27 @@ from meseta.spec import MesetaError, suggest
 
 @dataclass(frozen=True, kw_only=True)
 class StreamShape:
-    """One of the two streams."""
+    """Shape of one of the two streams."""
 
     mlp: Sequence[int] = (400, 400, 400)
-    """Widths of its layers, at least one."""
+    """Widths of the stream's layers, at least one."""
     gate_mlp: Sequence[int] = (64,)
-    """Hidden widths of its gate."""
+    """Hidden widths of the gate."""
     context: Sequence[str] = ()
-    """Features whose pooled rows its gate reads; none: a learned vector, the same for all samples."""
+    """Features whose pooled rows the gate reads. If empty, it reads a learned vector."""
 
 
 class FeatureGate(nn.Module):
-    """Stream-specific feature selection, arXiv 2304.00902, section 3.2: 2 sigmoid(Gate(c)) * e, Gate an MLP.
+    """Stream-specific feature selection (arXiv 2304.00902, section 3.2): 2 sigmoid(Gate(c)) * e, where Gate is an MLP.
 
-    c are the pooled rows of features that are named, or a learned vector, which starts from N(0, 0.1 squared).
+    The context c has the pooled rows of selected features, or is a learned vector, initialized from N(0, 0.1 squared).
     """
 
     def __init__(
         self, columns: Sequence[slice], width: int, num_inputs: int, hidden: Sequence[int], options: MLPOptions
     ) -> None:
-        """`columns` of the pooled rows are those of the context; none: the learned vector has `width` numbers."""
+        """Create the gate. `columns` selects the context from the pooled rows. If empty, a vector of length `width` is
+        learned."""
         super().__init__()
         self.columns = columns
         self.vector = None if columns else nn.Parameter(torch.empty(width))
@@ -52,16 +53,17 @@ class FeatureGate(nn.Module):
         self.mlp = MLP([num_context, *hidden, num_inputs], relu_last=False, options=MLPOptions(dtype=options.dtype))
 
     def forward(self, e: Float[Tensor, "B N"], context: Float[Tensor, "B C"] | None) -> Float[Tensor, "B N"]:
-        """`e` are the inputs of the stream; no `context`: the learned vector."""
+        """Return the gated inputs of the stream. `context` is `None` for the learned vector."""
         if context is None:
             context = repeat(cast(Tensor, self.vector), 1)
         return 2.0 * torch.sigmoid(self.mlp(context)).to(e.dtype) * e
 
 
 class BilinearFusion(nn.Module):
-    """Stream-level fusion with heads, arXiv 2304.00902, section 3.3: b + w_1 . o_1 + w_2 . o_2 + sum_j o_1j W_j o_2j.
+    """Stream-level fusion with heads (arXiv 2304.00902, section 3.3): b + w_1 . o_1 + w_2 . o_2 + sum_j o_1j W_j o_2j.
 
-    o_1j and o_2j are the j-th of equal pieces of o_1 and o_2; equations 10 and 11 with one bias for all heads.
+    o_1j and o_2j are the j-th of equal parts of o_1 and o_2. Equations 10 and 11 of the paper, with one bias for all
+    heads.
     """
 
     def __init__(self, widths: tuple[int, int], num_heads: int) -> None:
@@ -82,14 +84,12 @@ class BilinearFusion(nn.Module):
 
 
 class FinalMLP(ScoringModel):
-    """FinalMLP, arXiv 2304.00902, section 3.
+    """FinalMLP (arXiv 2304.00902, section 3).
 
-        e = dense, e_1, ..., e_F side by side
-        h_s = 2 sigmoid(Gate_s(c_s)) * e                                     stream s = 1, 2; without gates e itself
-        o_s = MLP_s(h_s)                                                     ReLU after every layer, all hidden
-        logit = b + w_1 . o_1 + w_2 . o_2 + sum_j o_1j W_j o_2j              heads j
-
-    Matrices with n inputs and m outputs start from N(0, 2 / (m + n)), biases at zero.
+    e = concat(dense, e_1, ..., e_F)
+    h_s = 2 sigmoid(Gate_s(c_s)) * e                                stream s = 1, 2; without gates, h_s = e
+    o_s = MLP_s(h_s)                                                ReLU after every layer, all hidden
+    logit = b + w_1 . o_1 + w_2 . o_2 + sum_j o_1j W_j o_2j         heads j
     """
 
     def __init__(
@@ -103,19 +103,19 @@ class FinalMLP(ScoringModel):
         options: MLPOptions | None = None,
         seed: int = 0,
     ) -> None:
-        """Build on `embeddings`, a module with `tables` and `features`; widths of tables may differ.
+        """Create the model on `embeddings`, see `ScoringModel`. Tables may have different widths.
 
         Args:
-            embeddings: called with the sparse inputs, returns an object whose `pooled.values` is [B, sum of D_f].
-            num_dense: number of dense inputs.
-            streams: the two MLPs and their gates.
-            feature_gates: whether there are gates.
-            num_heads: heads of the fusion; divides the width of both streams' last layers.
-            options: of the streams; gates compute in their type, the fusion in that of its weights.
-            seed: key of the initial weights.
+            embeddings: Module with `tables` and `features`.
+            num_dense: Number of dense inputs.
+            streams: Shapes of the two streams.
+            feature_gates: Whether streams have gates.
+            num_heads: Number of heads of the fusion. It divides the width of both streams' last layers.
+            options: Options of the streams. Gates compute in their type, the fusion in that of its weights.
+            seed: Seed of the initial weights.
 
-        Raises MesetaError for a width below 1, a stream without layers, heads that do not divide the last one, a
-        context that is no feature, or a feature without pooling.
+        Raises MesetaError if a width is below 1, a stream has no layers, the heads do not divide the width of a
+        stream's last layer, a context is not a feature, or a feature is not pooled.
         """
         super().__init__(embeddings, num_dense)
         self.options = options or MLPOptions()
@@ -142,7 +142,6 @@ class FinalMLP(ScoringModel):
         self._set_initial_weights(seed)
 
     def logits(self, x: Tensor, pooled: Float[Tensor, "B sum_of_D"]) -> Float[Tensor, " B"]:
-        """The logits above."""
         e = self.options.cast(torch.cat([x, pooled], dim=1))
         weighed = [gate(e, self._gate_context(cast(FeatureGate, gate), pooled)) for gate in self.gates] or [e, e]
         first, second = (
@@ -152,18 +151,17 @@ class FinalMLP(ScoringModel):
         return cast(Tensor, self.fusion(first, second))
 
     def _gate_context(self, gate: FeatureGate, pooled: Tensor) -> Tensor | None:
-        """What the gate reads of the pooled rows."""
         return torch.cat([pooled[:, part] for part in gate.columns], dim=1) if gate.columns else None
 
     def _context_columns(self, stream: StreamShape) -> list[slice]:
-        """Where the pooled rows of the stream's context stand."""
         ends = dict(zip(self.dims, accumulate(self.dims.values()), strict=True))
         for feature in stream.context:
             if feature not in ends:
-                raise MesetaError(f"FinalMLP: a gate's context is no feature: {feature!r}; {suggest(feature, ends)}")
+                raise MesetaError(f"FinalMLP: context {feature!r} of a gate is not a feature; {suggest(feature, ends)}")
         return [slice(ends[feature] - self.dims[feature], ends[feature]) for feature in stream.context]
 
     def _set_initial_weights(self, seed: int) -> None:
+        # Weights from N(0, 2 / (inputs + outputs)), biases with zeros.
         fill_linear(self, seed)
         fill_normal(self.fusion.heads, math.sqrt(2.0 / sum(self.fusion.heads.shape[1:])), seed, "fusion.heads")
         for index, gate in enumerate(self.gates):
@@ -175,16 +173,16 @@ class FinalMLP(ScoringModel):
 def _check_stream(name: str, stream: StreamShape, num_heads: int) -> None:
     check_widths("FinalMLP", f"{name}: mlp, gate_mlp and num_heads", [*stream.mlp, *stream.gate_mlp, num_heads])
     if not stream.mlp:
-        raise MesetaError(f"FinalMLP: {name} has no layer; give the widths of at least one")
+        raise MesetaError(f"FinalMLP: {name} has no layers; set the width of at least one")
     if stream.mlp[-1] % num_heads:
         raise MesetaError(
-            f"FinalMLP: the last layer of {name} has {stream.mlp[-1]} outputs, which {num_heads} heads do not divide; "
-            "make one a multiple of the other"
+            f"FinalMLP: the width of the last layer of {name} must be a multiple of the number of heads, got "
+            f"{stream.mlp[-1]} and {num_heads}; change one of them"
         )
 
 
 def make_finalmlp(config: FinalMLPConfig, request: ModelBuildArgs) -> FinalMLP:
-    """The model of a config."""
+    """Build FinalMLP from its config section."""
     return FinalMLP(
         request.embeddings,
         num_dense=request.num_dense,

@@ -1,4 +1,4 @@
-"""GDCN: cross layers whose outputs pass a gate, and an MLP (arXiv 2311.04635)."""
+"""GDCN: gated cross layers and an MLP (arXiv 2311.04635)."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from meseta.models.layers import MLPOptions, check_widths
 
 
 class GDCN(DeepCrossModel):
-    """Gated deep and cross network, arXiv 2311.04635, section 3.
+    """Gated deep and cross network (arXiv 2311.04635, section 3).
 
-        c_0 = dense, e_1, ..., e_F side by side
-        c_{l+1} = c_0 * (W_l c_l + b_l) * sigmoid(V_l c_l) + c_l                   gated cross layers
-        logit = MLP(c_L), or w . (c_L, MLP(c_0)) + b                               GDCN-S and GDCN-P
-
-    Matrices with n inputs and m outputs start from N(0, 2 / (m + n)), biases at zero.
+    c_0 = concat(dense, e_1, ..., e_F)
+    c_{l+1} = c_0 * (W_l c_l + b_l) * sigmoid(V_l c_l) + c_l        gated cross layers
+    logit = MLP(c_L)                                                GDCN-S, structure 'stacked'
+    logit = w . concat(c_L, MLP(c_0)) + b                           GDCN-P, structure 'parallel'
     """
 
     def __init__(
@@ -34,11 +33,13 @@ class GDCN(DeepCrossModel):
         options: MLPOptions | None = None,
         seed: int = 0,
     ) -> None:
-        """Build on `embeddings`, a module with `tables` and `features`; widths of tables may differ.
+        """Create the model on `embeddings`, see `ScoringModel`. Tables may have different widths.
 
-        `cross_layers` is the number of gated cross layers, `deep_mlp` are the hidden widths of the MLP, (400, 400, 400)
-        in the paper; `structure`, `options` and `seed` are those of `DCNv2`. Raises MesetaError for a width below 1, no
-        MLP to stand beside, or a feature without pooling.
+        `cross_layers` is the number of gated cross layers. `deep_mlp` has the hidden widths of the MLP, (400, 400, 400)
+        in the paper. All other arguments are those of `DCNv2`.
+
+        Raises MesetaError if a width is below 1, the MLP of structure 'parallel' has no layers, or a feature is not
+        pooled.
         """
         check_widths("GDCN", "cross_layers", [cross_layers])
         super().__init__(
@@ -53,7 +54,7 @@ class GDCN(DeepCrossModel):
 
 
 def make_gdcn(config: GDCNConfig, request: ModelBuildArgs) -> GDCN:
-    """The model of a config."""
+    """Build GDCN from its config section."""
     return GDCN(
         request.embeddings,
         num_dense=request.num_dense,

@@ -1,4 +1,4 @@
-"""MaskNet: hidden layers whose inputs are multiplied by masks that the sample's vectors make (arXiv 2102.07619)."""
+"""MaskNet: hidden layers whose inputs are multiplied by masks computed from the sample (arXiv 2102.07619)."""
 
 from __future__ import annotations
 
@@ -23,25 +23,26 @@ from meseta.spec import MesetaError
 
 @dataclass(frozen=True, kw_only=True)
 class MaskShape:
-    """What the MaskBlocks of a MaskNet are."""
+    """Shape of the MaskBlocks of a MaskNet."""
 
     structure: MaskStructure = "serial"
-    """One on the other, or side by side under an MLP."""
+    """`serial` chains the blocks. `parallel` runs all on the input, followed by an MLP."""
     widths: Sequence[int]
-    """Outputs of each."""
+    """Output width of each block."""
     reduction: float = 2.0
-    """Width of a mask's inner layer over that of the mask."""
+    """Ratio of the width of a mask's hidden layer to that of the mask."""
 
 
 class MaskBlock(nn.Module):
-    """A masked hidden layer, arXiv 2102.07619, sections 3.3 and 3.4.
+    """Masked hidden layer (arXiv 2102.07619, sections 3.3 and 3.4).
 
-    mask = W_d2 ReLU(W_d1 v + b_d1) + b_d2           the instance-guided mask, of all vectors v of the sample
+    mask = W_d2 ReLU(W_d1 v + b_d1) + b_d2           instance-guided mask from all vectors v of the sample
     block(v, x) = ReLU(LN(W (mask * x)))
     """
 
     def __init__(self, num_vectors: int, num_inputs: int, num_outputs: int, reduction: float) -> None:
-        """v has `num_vectors` numbers, x has `num_inputs`; W_d1 has `reduction` times the latter, at least 1."""
+        """Create the layers. v has the length `num_vectors` and x the length `num_inputs`. The hidden layer of the mask
+        has `reduction` times the width of x, at least 1."""
         super().__init__()
         self.aggregation = SkipInitLinear(num_vectors, max(1, round(reduction * num_inputs)))
         self.projection = SkipInitLinear(self.aggregation.out_features, num_inputs)
@@ -55,7 +56,7 @@ class MaskBlock(nn.Module):
 
 
 class MaskBlocks(HiddenLayers):
-    """MaskBlocks one on the other, or side by side; in training, dropout behind each."""
+    """Serial or parallel MaskBlocks. In training, dropout follows each."""
 
     def __init__(self, num_vectors: int, shape: MaskShape, options: MLPOptions) -> None:
         super().__init__()
@@ -72,7 +73,7 @@ class MaskBlocks(HiddenLayers):
     def forward(
         self, v: Float[Tensor, "B M_D"], x: Float[Tensor, "B M_D"], batch: BatchSlice | None
     ) -> Float[Tensor, "B outputs"]:
-        """`v` are the vectors of a sample side by side, x the same normalised."""
+        """Apply all blocks. `v` has the concatenated vectors of each sample, and `x` their normalized values."""
         placed = self.resolve_batch_slice(batch, x)
         outputs = []
         for index, block in enumerate(self.blocks):
@@ -83,15 +84,15 @@ class MaskBlocks(HiddenLayers):
 
 
 class MaskNet(ScoringModel):
-    """MaskNet, arXiv 2102.07619, section 3.
+    """MaskNet (arXiv 2102.07619, section 3).
 
-        v = x_m v_m of dense inputs, pooled rows of features, side by side; each of width D
-        x = LN of every vector, with weights of its own
+        v = concat(x_m v_m for dense inputs, pooled rows for features), each of width D
+        x = LN of every vector, with separate weights
         serial      logit = w . block_L(v, ... block_2(v, block_1(v, x))) + b
-        parallel    logit = MLP(block_1(v, x), ..., block_L(v, x) side by side)
+        parallel    logit = MLP(concat(block_1(v, x), ..., block_L(v, x)))
 
-    Matrices with n inputs and m outputs start from N(0, 2 / (m + n)), biases at zero, vectors of dense inputs from
-    N(0, 0.1 squared).
+    Matrices with n inputs and m outputs are initialized from N(0, 2 / (m + n)), biases with zeros, and vectors of dense
+    inputs from N(0, 0.1 squared).
     """
 
     def __init__(
@@ -104,33 +105,33 @@ class MaskNet(ScoringModel):
         options: MLPOptions | None = None,
         seed: int = 0,
     ) -> None:
-        """Build on `embeddings`, a module with `tables` of one width and `features`.
+        """Create the model on `embeddings`, see `ScoringModel`. All tables must have the same width.
 
         Args:
-            embeddings: called with the sparse inputs, returns an object whose `pooled.values` is [B, F * D].
-            num_dense: number of dense inputs.
-            shape: of the MaskBlocks.
-            deep_mlp: parallel: hidden widths of the MLP; the layer with the one output is added.
-            options: dropout behind blocks and in the MLP, batch norm in the MLP alone; all compute in its type.
-            seed: key of the initial weights.
+            embeddings: Module with `tables` and `features`.
+            num_dense: Number of dense inputs.
+            shape: Shape of the MaskBlocks.
+            deep_mlp: Hidden widths of the MLP on parallel blocks. An output layer of width 1 follows.
+            options: Options of the MLP. Dropout also applies to the blocks, which compute in the type of the MLP.
+            seed: Seed of the initial weights.
 
-        Raises MesetaError for tables of several widths, a width below 1, no block, layers on serial blocks, batch
-        norm without layers for it, or a feature without pooling.
+        Raises MesetaError if tables have different widths, a width is below 1, there are no blocks, serial blocks have
+        an MLP, batch norm has no layers to apply to, or a feature is not pooled.
         """
         super().__init__(embeddings, num_dense)
         check_widths("MaskNet", "blocks and deep_mlp", [*shape.widths, *deep_mlp])
         if not shape.widths:
-            raise MesetaError("MaskNet: blocks are empty; give the width of at least one MaskBlock")
+            raise MesetaError("MaskNet: blocks must not be empty; set the width of at least one MaskBlock")
         if shape.structure == "serial" and deep_mlp:
             raise MesetaError(
-                f"MaskNet: deep_mlp {list(deep_mlp)} stands on parallel blocks alone; leave it empty, or take "
+                f"MaskNet: deep_mlp {list(deep_mlp)} requires structure 'parallel'; leave deep_mlp empty, or choose "
                 "structure 'parallel'"
             )
         self.options = options or MLPOptions()
         if self.options.batch_norm and not deep_mlp:
             raise MesetaError(
-                "MaskNet: batch_norm is for hidden layers of the MLP on parallel blocks; there are none, so that it "
-                "would change nothing; MaskBlocks have layer norms: leave it out"
+                "MaskNet: batch_norm applies only to hidden layers of the MLP on parallel blocks, but there are none; "
+                "remove batch_norm (MaskBlocks have layer norms)"
             )
         width = common_width("MaskNet", self.dims)
         self.fields = FieldVectors(num_dense, len(self.dims), width, seed)
@@ -142,18 +143,17 @@ class MaskNet(ScoringModel):
         fill_linear(self, seed)
 
     def encode_dense(self, dense: Float[Tensor, "B num_dense"]) -> Tensor:
-        """Their vectors."""
+        """Return the vectors of the dense inputs."""
         return cast(Tensor, self.fields(dense))
 
     def logits(self, x: Tensor, pooled: Float[Tensor, "B sum_of_D"]) -> Float[Tensor, " B"]:
-        """The logits above."""
         vectors = self.options.cast(self.fields.concat_sparse(x, pooled))
         hidden = self.blocks(vectors.flatten(1), self.norm(vectors).flatten(1), self.batch_slice)
         return cast(Tensor, self.deep_mlp(hidden, self.batch_slice)).squeeze(1)
 
 
 def make_masknet(config: MaskNetConfig, request: ModelBuildArgs) -> MaskNet:
-    """The model of a config."""
+    """Build MaskNet from its config section."""
     return MaskNet(
         request.embeddings,
         num_dense=request.num_dense,

@@ -22,23 +22,23 @@ from meseta.ops.product import batched_product
 
 @dataclass(frozen=True, kw_only=True)
 class WukongShape:
-    """What the layers of a Wukong are made of; all are alike."""
+    """Shape of the layers of a Wukong, which all have the same shape."""
 
     num_layers: int = 3
     fm_vectors: int = 16
-    """n_F, vectors that the factorization machine block of a layer makes."""
+    """Number of vectors from the factorization machine block of a layer, n_F."""
     linear_vectors: int = 16
-    """n_L, vectors that its linear compression block makes."""
+    """Number of vectors from the linear compression block of a layer, n_L."""
     rank: int = 24
-    """k, columns of the projection Y."""
+    """Number of columns of the projection Y, k."""
     fm_mlp: Sequence[int] = (256,)
-    """Hidden widths of the MLP of the factorization machine block."""
+    """Hidden widths of the MLP in the factorization machine block."""
 
 
 class FactorizationMachineBlock(nn.Module):
-    """FMB, arXiv 2403.02545, sections 3.3 and 3.5: reshape(MLP(LN(flatten(X X^T Y)))), n_F vectors of width d.
+    """Factorization machine block (FMB): reshape(MLP(LN(flatten(X X^T Y)))), n_F vectors of width d.
 
-    Y [n, k] is learned; X (X^T Y) takes n d k operations where X X^T would take n^2 d.
+    Y [n, k] is a learned projection. Source: arXiv 2403.02545, sections 3.3 and 3.5.
     """
 
     def __init__(self, num_inputs: int, width: int, shape: WukongShape, options: MLPOptions | None, name: str) -> None:
@@ -49,15 +49,16 @@ class FactorizationMachineBlock(nn.Module):
         self.mlp = MLP(widths, relu_last=False, options=options, name=f"{name}.mlp")
 
     def forward(self, fields: Float[Tensor, "B N D"], batch: BatchSlice | None) -> Float[Tensor, "B n_F D"]:
+        # X (X^T Y) takes n d k operations, while X X^T would take n^2 d.
         products = batched_product(fields, self.projection.mix_columns(fields))
         made = self.mlp(self.norm(products.flatten(1)), batch)
         return cast(Tensor, made).to(fields.dtype).unflatten(1, (-1, fields.shape[2]))
 
 
 class WukongLayer(nn.Module):
-    """A layer, arXiv 2403.02545, section 3.2: X_{i+1} = LN(FMB(X_i) and W_L X_i, one under the other, + X_i).
+    """Layer of a Wukong (arXiv 2403.02545, section 3.2): X_{i+1} = LN(concat(FMB(X_i), W_L X_i) + X_i).
 
-    Where the number of vectors changes, X_i is compressed to it by a matrix of its own. LN is over each vector.
+    If the number of vectors changes, another learned matrix compresses X_i in the sum. LN is over each vector.
     """
 
     def __init__(self, num_inputs: int, width: int, shape: WukongShape, options: MLPOptions | None, name: str) -> None:
@@ -74,13 +75,11 @@ class WukongLayer(nn.Module):
 
 
 class Wukong(VectorStack):
-    """Wukong, arXiv 2403.02545, section 3.
+    """Wukong (arXiv 2403.02545, section 3).
 
-        X_0 = MLP(dense), e_1, ..., e_F                     vectors of width d; no MLP where there are no dense inputs
-        X_{i+1} = LN(concat(FMB(X_i), LCB(X_i)) + X_i)      layers
-        logit = MLP(vectors of the last layer side by side)
-
-    Matrices with n inputs and m outputs start from N(0, 2 / (m + n)), biases at zero.
+    X_0 = MLP(dense), e_1, ..., e_F                     vectors of width d, no MLP without dense inputs
+    X_{i+1} = LN(concat(FMB(X_i), LCB(X_i)) + X_i)      layers
+    logit = MLP(concat of the last layer's vectors)
     """
 
     def __init__(
@@ -94,18 +93,18 @@ class Wukong(VectorStack):
         options: MLPOptions | None = None,
         seed: int = 0,
     ) -> None:
-        """Build on `embeddings`, a module with `tables` of one width and `features`.
+        """Create the model on `embeddings`, see `ScoringModel`. All tables must have the same width.
 
         Args:
-            embeddings: called with the sparse inputs, returns an object whose `pooled.values` is [B, F * D].
-            num_dense: number of dense inputs.
-            bottom_mlp: hidden widths of the MLP over dense inputs; the layer of the tables' width is added.
-            shape: of the layers.
-            top_mlp: hidden widths of the MLP over the last layer; the layer with the one output is added.
-            options: of the MLPs; the rest computes in the type of the embeddings.
-            seed: key of the initial weights.
+            embeddings: Module with `tables` and `features`.
+            num_dense: Number of dense inputs.
+            bottom_mlp: Hidden widths of the MLP over dense inputs. A layer with the width of the tables follows.
+            shape: Shape of the layers.
+            top_mlp: Hidden widths of the MLP over the last layer. An output layer of width 1 follows.
+            options: Options of the MLPs. All other parts compute in the type of the embeddings.
+            seed: Seed of the initial weights.
 
-        Raises MesetaError for tables of several widths, a width below 1, or a feature without pooling.
+        Raises MesetaError if tables have different widths, a width is below 1, or a feature is not pooled.
         """
         check_widths("Wukong", "bottom_mlp, top_mlp and fm_mlp", [*bottom_mlp, *top_mlp, *shape.fm_mlp])
         counts = [shape.num_layers, shape.fm_vectors, shape.linear_vectors, shape.rank]
@@ -121,7 +120,7 @@ class Wukong(VectorStack):
 
 
 def make_wukong(config: WukongConfig, request: ModelBuildArgs) -> Wukong:
-    """The model of a config."""
+    """Build Wukong from its config section."""
     return Wukong(
         request.embeddings,
         num_dense=request.num_dense,

@@ -1,1 +1,1 @@
-"""Models that score a sample of dense inputs and embeddings: one file each."""
+"""Classic recommendation models, one module per architecture."""

@@ -1,4 +1,4 @@
-"""AutoInt: fields attend to each other in several layers (arXiv 1810.11921)."""
+"""AutoInt: several layers of self-attention over fields (arXiv 1810.11921)."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from meseta.models.layers import MLP, MLPOptions, SkipInitLinear, check_widths, 
 
 
 class AutoInt(ScoringModel):
-    """AutoInt, arXiv 1810.11921, section 4; with hidden layers in `deep_mlp` AutoInt+ (section 5.5), an MLP beside it.
+    """AutoInt (arXiv 1810.11921, section 4), or AutoInt+ (section 5.5) if `deep_mlp` has hidden layers.
 
-        fields e_m: x_m v_m of dense inputs, pooled rows of features      section 4.3
-        interacting layers, one after the other                           section 4.4
-        logit = w . (fields side by side) + b [+ MLP(e_1, ..., e_M)]      section 4.5
+        fields e_m: x_m v_m for dense inputs, pooled rows for features      section 4.3
+        interacting layers, one after the other                             section 4.4
+        logit = w . concat(fields) + b [+ MLP(e_1, ..., e_M)]               section 4.5
 
-    Matrices with n inputs and m outputs start from N(0, 2 / (m + n)), biases at zero, vectors of dense inputs from
-    N(0, 0.1 squared). Attention is computed in the type of the embeddings.
+    Matrices with n inputs and m outputs are initialized from N(0, 2 / (m + n)), biases with zeros, and vectors of dense
+    inputs from N(0, 0.1 squared). Attention is computed in the type of the embeddings.
     """
 
     def __init__(
@@ -39,17 +39,17 @@ class AutoInt(ScoringModel):
         options: MLPOptions | None = None,
         seed: int = 0,
     ) -> None:
-        """Build on `embeddings`, a module with `tables` of one width and `features`.
+        """Create the model on `embeddings`, see `ScoringModel`. All tables must have the same width.
 
         Args:
-            embeddings: called with the sparse inputs, returns an object whose `pooled.values` is [B, F * D].
-            num_dense: number of dense inputs.
-            attention: number of layers, heads of each, columns of each head.
-            deep_mlp: hidden widths of the MLP beside; empty: there is none.
-            options: of that MLP.
-            seed: key of the initial weights.
+            embeddings: Module with `tables` and `features`.
+            num_dense: Number of dense inputs.
+            attention: Number of layers, number of heads per layer, width of each head.
+            deep_mlp: Hidden widths of the MLP. If empty, there is no MLP.
+            options: Options of the MLP.
+            seed: Seed of the initial weights.
 
-        Raises MesetaError for tables of several widths, a feature without pooling, or a width below 1.
+        Raises MesetaError if tables have different widths, a feature is not pooled, or a width is below 1.
         """
         super().__init__(embeddings, num_dense)
         check_widths("AutoInt", "deep_mlp", deep_mlp)
@@ -65,11 +65,10 @@ class AutoInt(ScoringModel):
         self._set_initial_weights(seed)
 
     def encode_dense(self, dense: Float[Tensor, "B num_dense"]) -> Tensor:
-        """Their vectors."""
+        """Return the vectors of the dense inputs."""
         return cast(Tensor, self.fields(dense))
 
     def logits(self, x: Tensor, pooled: Float[Tensor, "B sum_of_D"]) -> Float[Tensor, " B"]:
-        """The sum above."""
         fields = attended = torch.cat([x, pooled.view(pooled.shape[0], len(self.dims), self.fields.width)], dim=1)
         for layer in self.interacting:
             attended = layer(attended)
@@ -88,7 +87,7 @@ class AutoInt(ScoringModel):
 
 
 def make_autoint(config: AutoIntConfig, request: ModelBuildArgs) -> AutoInt:
-    """The model of a config."""
+    """Build AutoInt from its config section."""
     return AutoInt(
         request.embeddings,
         num_dense=request.num_dense,

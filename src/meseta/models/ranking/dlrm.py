@@ -1,4 +1,4 @@
-"""DLRM: dense inputs and embeddings meet in pairwise dot products (arXiv 1906.00091)."""
+"""DLRM: pairwise dot products of dense inputs and embeddings (arXiv 1906.00091)."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from meseta.spec import MesetaError
 
 
 class DLRMBase(ScoringModel):
-    """What DLRM and DLRM-DCNv2 have in common: dense inputs pass a bottom MLP, which is not built where there are none,
-    and a top MLP gives the logits."""
+    """Base class of DLRM and DLRM-DCNv2 with a bottom MLP for dense inputs, if there are any, and a top MLP for
+    logits."""
 
     top_mlp: MLP
 
     def set_bottom_mlp(self, widths: Sequence[int], options: MLPOptions | None) -> None:
-        """`widths` are those of the bottom MLP's layers, ReLU after each."""
+        """Create the bottom MLP with layers of the given widths, and ReLU after each."""
         self.bottom_mlp = (
             MLP([self.num_dense, *widths], relu_last=True, options=options, name="bottom_mlp")
             if self.num_dense
@@ -33,11 +33,11 @@ class DLRMBase(ScoringModel):
         )
 
     def encode_dense(self, dense: Float[Tensor, "B num_dense"]) -> Tensor:
-        """What the bottom MLP makes of them."""
+        """Apply the bottom MLP."""
         return dense if self.bottom_mlp is None else cast(Tensor, self.bottom_mlp(dense, self.batch_slice))
 
     def mlp_layers(self) -> Iterator[tuple[str, nn.Linear]]:
-        """The linear layers of both MLPs, by their names in the model."""
+        """Yield (name in the model, layer) of the linear layers of both MLPs."""
         for stack in filter(None, (self.bottom_mlp, self.top_mlp)):
             for index, layer in stack.named_children():
                 if isinstance(layer, nn.Linear):
@@ -45,17 +45,18 @@ class DLRMBase(ScoringModel):
 
 
 class DLRM(DLRMBase):
-    """Deep learning recommendation model, arXiv 1906.00091, sections 2.1 and 2.2.
+    """Deep learning recommendation model (arXiv 1906.00091, sections 2.1 and 2.2).
 
         dense [B, num_dense] -> bottom MLP -> x [B, D]
         ids                  -> embeddings -> e [B, F, D]
-        interaction: x beside the dot products of all pairs out of (x, e_1, ..., e_F), each pair once  [B, D + F(F+1)/2]
+        interaction: concat(x, dot products of all pairs of x, e_1, ..., e_F)  [B, D + F(F+1)/2]
         top MLP              -> logits [B]
 
-    Without dense inputs there is no bottom MLP and no x: the top MLP reads the products of pairs of embeddings, or the
-    only one there is.
-    The weights of a layer with n inputs and m outputs start from N(0, 2 / (m + n)), its biases from N(0, 1 / m), as in
-    the published code.
+    Without dense inputs there is no bottom MLP and no x. The top MLP then reads the products of all pairs of
+    embeddings, or the embedding itself if there is only one.
+
+    Weights of a layer with n inputs and m outputs are initialized from N(0, 2 / (m + n)), its biases from N(0, 1 / m),
+    as in the published code.
     """
 
     def __init__(
@@ -69,23 +70,25 @@ class DLRM(DLRMBase):
         options: MLPOptions | None = None,
         seed: int = 0,
     ) -> None:
-        """Build on `embeddings`, a module with `tables` and `features`; all other parameters are dense.
+        """Create the model on `embeddings`, see `ScoringModel`.
 
         Args:
-            embeddings: called with the sparse inputs, returns an object whose `pooled.values` is [B, sum of D_f].
-            num_dense: number of dense inputs; 0: `bottom_mlp` says how wide the embeddings are, and is not built.
-            bottom_mlp: widths of the bottom MLP's layers, ReLU after each; the last is D, as in (512, 256, 64, 16).
-            top_mlp: hidden widths of the top MLP, for example (512, 256); the layer with the one output is added.
-            interaction: 'dot', or 'none' to concatenate x and the embeddings without any product.
-            options: of both MLPs; in bfloat16, pairwise products are added in float32.
-            seed: key of the initial weights.
+            embeddings: Module with `tables` and `features`.
+            num_dense: Number of dense inputs. With 0, `bottom_mlp` only states the width of the embeddings.
+            bottom_mlp: Widths of the bottom MLP's layers, with ReLU after each. The last one is D, as in (512, 256, 64,
+                16).
+            top_mlp: Hidden widths of the top MLP, such as (512, 256). An output layer of width 1 follows.
+            interaction: 'dot', or 'none' to concatenate x and the embeddings without products.
+            options: Options of both MLPs. With bfloat16, pairwise products are summed in float32.
+            seed: Seed of the initial weights.
 
-        Raises MesetaError where 'dot' meets embeddings of different widths, or a last bottom layer of another width.
+        Raises MesetaError if 'dot' is used with embeddings of different widths, or with a last bottom layer of another
+        width.
         """
         super().__init__(embeddings, num_dense)
         check_widths("DLRM", "bottom_mlp and top_mlp", [*bottom_mlp, *top_mlp])
         if not bottom_mlp:
-            raise MesetaError("DLRM: bottom_mlp is empty; it needs at least one layer, as wide as the embeddings")
+            raise MesetaError("DLRM: bottom_mlp is empty; add at least one layer with the width of the embeddings")
         self.interaction = interaction
         self.set_bottom_mlp(bottom_mlp, options)
         width = bottom_mlp[-1] if num_dense else 0
@@ -98,16 +101,15 @@ class DLRM(DLRMBase):
         self._set_initial_weights(seed)
 
     def logits(self, x: Tensor, pooled: Float[Tensor, "B sum_of_D"]) -> Float[Tensor, " B"]:
-        """What the top MLP makes of x and its interactions."""
         return self.top_mlp(self._interact(x, pooled), self.batch_slice).squeeze(1)
 
     def _interact(self, x: Tensor, pooled: Tensor) -> Tensor:
-        """What the top MLP reads."""
         if not self.has_pairs:
             return torch.cat([x, pooled.to(x.dtype)], dim=1)
         if self.bottom_mlp is not None:
             return dot_interaction(x, pooled)
         width = self.pooled_width // len(self.dims)
+        # The operator computes pairs with its first argument too, and returns a copy of it, which is dropped.
         first, others = pooled.split([width, self.pooled_width - width], dim=1)
         return dot_interaction(first, others)[:, width:]
 
@@ -123,13 +125,13 @@ def _check_equal_widths(dims: dict[str, int], width: int) -> None:
     for feature, dim in dims.items():
         if dim != width:
             raise MesetaError(
-                f"DLRM: the dot interaction needs vectors of one width, but feature {feature!r} has embedding_dim "
-                f"{dim} and the bottom MLP ends with {width}; make them equal, or use interaction='none'"
+                f"DLRM: the dot interaction needs vectors of equal width, but feature {feature!r} has embedding_dim "
+                f"{dim} and the bottom MLP has the output width {width}; make them equal, or use interaction='none'"
             )
 
 
 def make_dlrm(config: DLRMConfig, request: ModelBuildArgs) -> DLRM:
-    """The model of a config."""
+    """Build DLRM from its config section."""
     return DLRM(
         request.embeddings,
         num_dense=request.num_dense,

@@ -1,4 +1,4 @@
-"""DLRM-DCNv2: DLRM with low-rank cross layers in place of dot products, the model of MLPerf Training since v3.0."""
+"""DLRM-DCNv2: DLRM with low-rank cross layers instead of dot products, the model of MLPerf Training since v3.0."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from meseta.spec import MesetaError
 
 
 class DLRMDCNv2(DLRMBase):
-    """DLRM with a low-rank cross network (DCN-V2, arXiv 2008.13535), put together as in MLPerf Training v4.0.
+    """DLRM with a low-rank cross network (DCN-V2, arXiv 2008.13535), as in MLPerf Training v4.0.
 
         dense [B, num_dense] -> bottom MLP -> x [B, D]
         ids                  -> embeddings -> e [B, sum of D_f]
-        cross layers over x beside e  [B, D + sum of D_f]
+        cross layers over concat(x, e)  [B, D + sum of D_f]
         top MLP              -> logits [B]
 
     Without dense inputs there is no bottom MLP and no x.
 
-    Initial weights as in MLPerf's reference: U and V from N(0, 2 / (inputs + outputs)), cross biases zero, weights and
-    biases of the MLPs uniform within 1 / sqrt(inputs), torch's own default.
+    Initial weights are those of MLPerf's reference: U and V from N(0, 2 / (inputs + outputs)), cross biases zero,
+    weights and biases of the MLPs uniform within 1 / sqrt(inputs), the default of torch.
     """
 
     def __init__(
@@ -43,25 +43,24 @@ class DLRMDCNv2(DLRMBase):
         options: MLPOptions | None = None,
         seed: int = 0,
     ) -> None:
-        """Build on `embeddings`, a module with `tables` and `features`; all other parameters are dense.
+        """Create the model on `embeddings`, see `ScoringModel`.
 
         Args:
-            embeddings: called with the sparse inputs, returns an object whose `pooled.values` is [B, sum of D_f].
-            num_dense: number of dense inputs; 0: there is no bottom MLP.
-            bottom_mlp: widths of the bottom MLP's layers, for example (512, 256, 128). ReLU after each.
-            top_mlp: hidden widths of the top MLP, for example (1024, 1024, 512, 256); the layer with the one output
-                is added.
-            cross: number of cross layers, and rank of each one's matrix U V.
-            options: of the MLPs; cross layers compute in the type of their activations.
-            seed: key of the initial weights.
+            embeddings: Module with `tables` and `features`.
+            num_dense: Number of dense inputs. With 0 there is no bottom MLP.
+            bottom_mlp: Widths of the bottom MLP's layers, such as (512, 256, 128), with ReLU after each.
+            top_mlp: Hidden widths of the top MLP, such as (1024, 1024, 512, 256). An output layer of width 1 follows.
+            cross: Number of cross layers, and rank of each layer's matrix U V.
+            options: Options of the MLPs. Cross layers compute in the type of their activations.
+            seed: Seed of the initial weights.
 
-        Raises MesetaError for a width below 1 or a feature without pooling.
+        Raises MesetaError if a width is below 1 or a feature is not pooled.
         """
         super().__init__(embeddings, num_dense)
         check_widths("DLRMDCNv2", "bottom_mlp and top_mlp", [*bottom_mlp, *top_mlp])
         check_widths("DLRMDCNv2", "cross", cross)
         if not bottom_mlp:
-            raise MesetaError("DLRMDCNv2: bottom_mlp is empty; it needs at least one layer")
+            raise MesetaError("DLRMDCNv2: bottom_mlp is empty; add at least one layer")
         num_crossed = bottom_mlp[-1] * bool(num_dense) + self.pooled_width
         self.set_bottom_mlp(bottom_mlp, options)
         self.cross = LowRankCross(num_crossed, *cross)
@@ -69,7 +68,6 @@ class DLRMDCNv2(DLRMBase):
         self._set_initial_weights(seed)
 
     def logits(self, x: Tensor, pooled: Float[Tensor, "B sum_of_D"]) -> Float[Tensor, " B"]:
-        """What the top MLP makes of the crossed inputs."""
         return self.top_mlp(self.cross(torch.cat([x, pooled.to(x.dtype)], dim=1)), self.batch_slice).squeeze(1)
 
     def _set_initial_weights(self, seed: int) -> None:
@@ -82,7 +80,7 @@ class DLRMDCNv2(DLRMBase):
 
 
 def make_dlrm_dcnv2(config: DLRMDCNv2Config, request: ModelBuildArgs) -> DLRMDCNv2:
-    """The model of a config."""
+    """Build DLRM-DCNv2 from its config section."""
     return DLRMDCNv2(
         request.embeddings,
         num_dense=request.num_dense,

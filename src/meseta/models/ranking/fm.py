@@ -15,7 +15,7 @@ from meseta.models.layers import MLP, MLPOptions, check_widths, fill_glorot
 
 
 def sum_over_pairs(vectors: Float[Tensor, "B M D"]) -> Float[Tensor, " B"]:
-    """The dot products of all pairs i < j, added up in linear time: 1/2 sum_d ((sum_i v_id)^2 - sum_i v_id^2).
+    """Sum the dot products of all pairs i < j in linear time: 1/2 sum_d ((sum_i v_id)^2 - sum_i v_id^2).
 
     Rendle 2010, lemma 3.1.
     """
@@ -23,19 +23,19 @@ def sum_over_pairs(vectors: Float[Tensor, "B M D"]) -> Float[Tensor, " B"]:
 
 
 class FM(ScoringModel):
-    """Factorization machine of degree 2, Rendle, ICDM 2010, section III, equation 1.
+    """Factorization machine of degree 2 (Rendle, ICDM 2010, section III, equation 1) over dense inputs and features.
 
         logit = w_0 + sum_i w_i x_i + sum_{i < j} <v_i, v_j> x_i x_j
 
-    over dense inputs and features. The row of an id is (v_1, ..., v_D, w): tables have D + 1 columns. A feature with
-    several ids enters with the pooled vector and the pooled weight of its bag, so that pairs are pairs of features; two
-    ids of one bag form none. The w of dense inputs start at zero, their v from N(0, 0.1 squared).
+    The row of an id is (v_1, ..., v_D, w), so tables have D + 1 columns. A feature with several ids contributes the
+    pooled vector and weight of its bag. Pairs are formed between features, not between ids of one bag. For dense
+    inputs, w is initialized to zero, and v from N(0, 0.1 squared).
     """
 
     def __init__(self, embeddings: nn.Module, *, num_dense: int, seed: int = 0) -> None:
-        """Build on `embeddings`, a module with `tables` of one width D + 1 >= 2 and `features`.
+        """Create the model on `embeddings`, whose tables must all have width D + 1 >= 2. See `ScoringModel`.
 
-        Raises MesetaError for tables of other widths and for a feature without pooling.
+        Raises MesetaError if a table has another width or a feature is not pooled.
         """
         super().__init__(embeddings, num_dense)
         width = common_width("FM", self.dims, min_width=2) - 1
@@ -43,23 +43,22 @@ class FM(ScoringModel):
         self.first_order = FirstOrderTerm(num_dense)
 
     def encode_dense(self, dense: Float[Tensor, "B num_dense"]) -> tuple[Tensor, Tensor]:
-        """Their weighted sum, and their vectors."""
+        """Return (weighted sum of the dense inputs, their vectors)."""
         return self.first_order(dense), self.fields(dense)
 
     def logits(self, x: tuple[Tensor, Tensor], pooled: Float[Tensor, "B sum_of_D"]) -> Float[Tensor, " B"]:
-        """The sum above."""
         vectors, weights = split_weights(pooled, len(self.dims))
         weighted, of_dense = x
         return weighted + weights.sum(dim=1) + sum_over_pairs(torch.cat([of_dense, vectors], dim=1))
 
 
 class DeepFM(FM):
-    """DeepFM, arXiv 1703.04247, section 2.1: a factorization machine and an MLP on the same vectors, added up.
+    """DeepFM: sum of a factorization machine and an MLP on the same vectors (arXiv 1703.04247, section 2.1).
 
-        logit = FM(x, v, w) + MLP(x_1 v_1, ..., x_M v_M side by side)
+        logit = FM(x, v, w) + MLP(concat(x_1 v_1, ..., x_M v_M))
 
-    Tables have D + 1 columns as for FM. Weights of an MLP's layer start from N(0, 2 / (inputs + outputs)), its biases
-    at zero; the rest as in FM.
+    Tables have D + 1 columns as for `FM`. Weights of the MLP are initialized from N(0, 2 / (inputs + outputs)), its
+    biases with zeros, and all other weights as in `FM`.
     """
 
     def __init__(
@@ -71,10 +70,11 @@ class DeepFM(FM):
         options: MLPOptions | None = None,
         seed: int = 0,
     ) -> None:
-        """Build on `embeddings`, a module with `tables` of one width D + 1 >= 2 and `features`.
+        """Create the model on `embeddings`, whose tables must all have width D + 1 >= 2. See `ScoringModel`.
 
-        `deep_mlp` are the hidden widths, for example (400, 400, 400); the layer with the one output is added. Raises
-        MesetaError for tables of other widths, a feature without pooling, or a width below 1.
+        `deep_mlp` has the hidden widths of the MLP, such as (400, 400, 400). An output layer of width 1 follows.
+
+        Raises MesetaError if a table has another width, a feature is not pooled, or a width is below 1.
         """
         super().__init__(embeddings, num_dense=num_dense, seed=seed)
         check_widths("DeepFM", "deep_mlp", deep_mlp)
@@ -83,16 +83,16 @@ class DeepFM(FM):
         fill_glorot(self.deep_mlp, seed)
 
     def logits(self, x: tuple[Tensor, Tensor], pooled: Float[Tensor, "B sum_of_D"]) -> Float[Tensor, " B"]:
-        """The sum above; the MLP in the type of `options`, the rest in that of the embeddings."""
         vectors, weights = split_weights(pooled, len(self.dims))
         weighted, of_dense = x
+        # Only the MLP computes in the type of `options`.
         fields = torch.cat([of_dense, vectors], dim=1)
         shallow = weighted + weights.sum(dim=1) + sum_over_pairs(fields)
         return shallow + self.deep_mlp(fields.flatten(1), self.batch_slice).squeeze(1)
 
 
 def make_fm(config: FMConfig, request: ModelBuildArgs) -> FM:
-    """The model of a config."""
+    """Build FM from its config section."""
     return FM(
         request.embeddings,
         num_dense=request.num_dense,
@@ -101,7 +101,7 @@ def make_fm(config: FMConfig, request: ModelBuildArgs) -> FM:
 
 
 def make_deepfm(config: DeepFMConfig, request: ModelBuildArgs) -> DeepFM:
-    """The model of a config."""
+    """Build DeepFM from its config section."""
     return DeepFM(
         request.embeddings,
         num_dense=request.num_dense,

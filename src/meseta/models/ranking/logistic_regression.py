@@ -1,4 +1,4 @@
-"""Hashed logistic regression: the baseline that a model with interactions has to beat."""
+"""Logistic regression, the baseline for models with interactions."""
 
 from __future__ import annotations
 
@@ -15,16 +15,11 @@ from meseta.spec import MesetaError
 
 
 class LogisticRegression(ScoringModel):
-    """One weight per id (a table with embedding_dim 1), one per dense input and a bias, all added up.
-
-    The dense weights start at zero; the loss is convex, so a random start would help nothing.
-    """
+    """Sum of one weight per id (a table with embedding_dim 1), one weight per dense input, and a bias."""
 
     def __init__(self, embeddings: nn.Module, *, num_dense: int) -> None:
-        """Build on `embeddings`, a module with `tables` and `features`; all other parameters are dense.
-
-        Raises MesetaError for a table whose embedding_dim is not 1.
-        """
+        """Create the model on `embeddings`, see `ScoringModel`. Raises MesetaError if a table has an embedding_dim
+        other than 1."""
         super().__init__(embeddings, num_dense)
         for feature, dim in self.dims.items():
             if dim != 1:
@@ -33,21 +28,21 @@ class LogisticRegression(ScoringModel):
                     "weight per id; set embedding_dim=1"
                 )
         self.linear = SkipInitLinear(num_dense, 1)
+        # The loss is convex, so random initial weights would not help.
         with torch.no_grad():
             self.linear.weight.zero_()
             self.linear.bias.zero_()
 
     def encode_dense(self, dense: Float[Tensor, "B num_dense"]) -> Float[Tensor, "B 1"]:
-        """Their weighted sum, and the bias."""
+        """Return the weighted sum of the dense inputs plus the bias."""
         return cast(Tensor, self.linear(dense))
 
     def logits(self, x: Float[Tensor, "B 1"], pooled: Float[Tensor, "B num_features"]) -> Float[Tensor, " B"]:
-        """The sum of all weights."""
         return x.squeeze(1) + pooled.sum(dim=1)
 
 
 def make_logistic_regression(config: LogisticRegressionConfig, request: ModelBuildArgs) -> LogisticRegression:
-    """The model of a config."""
+    """Build logistic regression from its config section."""
     return LogisticRegression(
         request.embeddings,
         num_dense=request.num_dense,

@@ -1,4 +1,4 @@
-"""MMoE: several tasks share experts, and each mixes them with a gate of its own (Ma et al., KDD 2018)."""
+"""MMoE: several tasks share experts, and each has a gate that mixes them (Ma et al., KDD 2018)."""
 
 from __future__ import annotations
 
@@ -17,16 +17,18 @@ from meseta.spec import MesetaError
 
 
 class MMoE(ScoringModel):
-    """Multi-gate mixture of experts, Ma et al., "Modeling Task Relationships in Multi-task Learning with Multi-gate
-    Mixture-of-Experts", KDD 2018, section 4.2, equations 6 to 8.
+    """Multi-gate mixture of experts.
 
-        x = dense, e_1, ..., e_F side by side
+    Ma et al., "Modeling Task Relationships in Multi-task Learning with Multi-gate Mixture-of-Experts", KDD 2018,
+    section 4.2, equations 6 to 8.
+
+        x = concat(dense, e_1, ..., e_F)
         f_i(x)                                     experts, each an MLP with ReLU after every layer
-        g_k(x) = softmax(W_k x)                    a gate per task
-        logit_k = tower_k(sum_i g_k(x)_i f_i(x))   an MLP per task
+        g_k(x) = softmax(W_k x)                    one gate per task
+        logit_k = tower_k(sum_i g_k(x)_i f_i(x))   one MLP per task
 
-    Logits are [B, T], or [B] for one task. Matrices with n inputs and m outputs start from N(0, 2 / (m + n)), biases at
-    zero.
+    Logits have the shape [B, T], or [B] for one task. Matrices with n inputs and m outputs are initialized from N(0, 2
+    / (m + n)), biases with zeros.
     """
 
     def __init__(
@@ -40,19 +42,19 @@ class MMoE(ScoringModel):
         options: MLPOptions | None = None,
         seed: int = 0,
     ) -> None:
-        """Build on `embeddings`, a module with `tables` and `features`; widths of tables may differ.
+        """Create the model on `embeddings`, see `ScoringModel`. Tables may have different widths.
 
         Args:
-            embeddings: called with the sparse inputs, returns an object whose `pooled.values` is [B, sum of D_f].
-            num_dense: number of dense inputs.
-            num_tasks: number of labels, T.
-            experts: widths of each expert's layers; all must end with the same width.
-            tower_mlp: hidden widths of each task's tower; the layer with the one output is added.
-            options: of all MLPs.
-            seed: key of the initial weights.
+            embeddings: Module with `tables` and `features`.
+            num_dense: Number of dense inputs.
+            num_tasks: Number of labels, T.
+            experts: Widths of the layers of each expert. All experts must have the same output width.
+            tower_mlp: Hidden widths of each task's tower. An output layer of width 1 follows.
+            options: Options of all MLPs.
+            seed: Seed of the initial weights.
 
-        Raises MesetaError where there is no task or no expert, experts of several output widths or without layers, a
-        feature without pooling, or a width below 1.
+        Raises MesetaError if there is no task or no expert, experts have no layers or different output widths, a
+        feature is not pooled, or a width is below 1.
         """
         super().__init__(embeddings, num_dense)
         check_widths("MMoE", "num_tasks, number of experts and tower_mlp", [num_tasks, len(experts), *tower_mlp])
@@ -60,8 +62,8 @@ class MMoE(ScoringModel):
             check_widths("MMoE", "experts", widths)
             if not widths or widths[-1] != experts[0][-1]:
                 raise MesetaError(
-                    f"MMoE: experts have layers of {[list(w) for w in experts]} outputs; each needs at least one "
-                    "layer, and all must end with the same width"
+                    "MMoE: each expert must have at least one layer, and all must have the same output width, got "
+                    f"layer widths {[list(w) for w in experts]}"
                 )
         num_inputs = num_dense + self.pooled_width
         self.experts = nn.ModuleList(
@@ -76,11 +78,11 @@ class MMoE(ScoringModel):
         self._set_initial_weights(seed)
 
     def logits(self, x: Tensor, pooled: Float[Tensor, "B sum_of_D"]) -> Float[Tensor, " B *T"]:
-        """The logits above; gates in the type of the embeddings, MLPs in that of `options`."""
         x = torch.cat([x, pooled], dim=1)
         seen = torch.stack([expert(x, self.batch_slice) for expert in self.experts], dim=1)  # [B, experts, outputs]
         logits = []
         for gate, tower in zip(self.gates, self.towers, strict=True):
+            # Gates compute in the type of the embeddings, MLPs in that of `options`.
             share = softmax(gate(x)).to(seen.dtype)
             logits.append(tower((share[..., None] * seen).sum(dim=1), self.batch_slice))
         return torch.cat(logits, dim=1) if len(logits) > 1 else logits[0].squeeze(1)
@@ -95,7 +97,7 @@ class MMoE(ScoringModel):
 
 
 def make_mmoe(config: MMoEConfig, request: ModelBuildArgs) -> MMoE:
-    """The model of a config."""
+    """Build MMoE from its config section."""
     return MMoE(
         request.embeddings,
         num_dense=request.num_dense,

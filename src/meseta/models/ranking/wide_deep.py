@@ -15,14 +15,14 @@ from meseta.models.layers import MLP, MLPOptions, check_widths, fill_glorot
 
 
 class WideDeep(ScoringModel):
-    """Wide & Deep learning, arXiv 1606.07792, sections 3.1 to 3.3.
+    """Wide & Deep learning (arXiv 1606.07792, sections 3.1 to 3.3).
 
-        logit = w_0 + sum_i w_i x_i + MLP(dense, e_1, ..., e_F side by side)
+        logit = w_0 + sum_i w_i x_i + MLP(concat(dense, e_1, ..., e_F))
 
-    The wide part weighs every dense input and every id; crossed columns of the dataset are features like others. The
-    row of an id is (e_1, ..., e_D, w): tables have D + 1 columns, and one row optimizer for both parts, where the paper
-    has FTRL and AdaGrad. Weights of an MLP's layer start from N(0, 2 / (inputs + outputs)), all biases and the w of
-    dense inputs at zero.
+    The wide part has a weight for each dense input and each id. Crosses are ordinary features of the dataset. The row
+    of an id is (e_1, ..., e_D, w), so tables have D + 1 columns, and one row optimizer for both parts. The paper uses
+    FTRL and AdaGrad. Weights of the MLP are initialized from N(0, 2 / (inputs + outputs)), all biases and the w of
+    dense inputs with zeros.
     """
 
     def __init__(
@@ -34,10 +34,11 @@ class WideDeep(ScoringModel):
         options: MLPOptions | None = None,
         seed: int = 0,
     ) -> None:
-        """Build on `embeddings`, a module with `tables` of one width D + 1 >= 2 and `features`.
+        """Create the model on `embeddings`, whose tables must all have width D + 1 >= 2. See `ScoringModel`.
 
-        `deep_mlp` are the hidden widths, (1024, 512, 256) in the paper; the layer with the one output is added. Raises
-        MesetaError for tables of other widths, a feature without pooling, or a width below 1.
+        `deep_mlp` has the hidden widths of the MLP, (1024, 512, 256) in the paper. An output layer of width 1 follows.
+
+        Raises MesetaError if a table has another width, a feature is not pooled, or a width is below 1.
         """
         super().__init__(embeddings, num_dense)
         check_widths("WideDeep", "deep_mlp", deep_mlp)
@@ -49,19 +50,19 @@ class WideDeep(ScoringModel):
         fill_glorot(self.deep_mlp, seed)
 
     def encode_dense(self, dense: Float[Tensor, "B num_dense"]) -> tuple[Tensor, Tensor]:
-        """Their weighted sum, and they themselves."""
+        """Return (weighted sum of the dense inputs, dense inputs)."""
         return self.first_order(dense), dense
 
     def logits(self, x: tuple[Tensor, Tensor], pooled: Float[Tensor, "B sum_of_D"]) -> Float[Tensor, " B"]:
-        """The sum above; the MLP in the type of `options`, the rest in that of the embeddings."""
         vectors, weights = split_weights(pooled, len(self.dims))
         weighted, dense = x
+        # Only the MLP computes in the type of `options`.
         deep = torch.cat([dense, vectors.flatten(1)], dim=1)
         return weighted + weights.sum(dim=1) + self.deep_mlp(deep, self.batch_slice).squeeze(1)
 
 
 def make_wide_deep(config: WideDeepConfig, request: ModelBuildArgs) -> WideDeep:
-    """The model of a config."""
+    """Build Wide & Deep from its config section."""
     return WideDeep(
         request.embeddings,
         num_dense=request.num_dense,

@@ -1,4 +1,4 @@
-"""xDeepFM: a compressed interaction network beside a linear part and an MLP (arXiv 1803.05170)."""
+"""xDeepFM: sum of a linear part, a compressed interaction network and an MLP (arXiv 1803.05170)."""
 
 from __future__ import annotations
 
@@ -19,18 +19,16 @@ from meseta.models.layers import MLP, MLPOptions, SkipInitLinear, check_widths, 
 from meseta.ops.product import product
 
 MAX_CHUNK_ELEMENTS = 1 << 19
-"""Of a layer's products or sums at a time: 2 MiB in float32."""
+"""Maximum number of products or sums of a layer to compute at a time. In float32 they take 2 MiB."""
 MIN_CHUNK_SAMPLES = 16
-"""At a time, however wide the layer is."""
+"""Minimum number of samples to compute at a time, for wide layers."""
 
 
 class CompressedInteraction(nn.Module):
-    """Compressed interaction network (CIN), arXiv 1803.05170, section 3.1, equations 6 and 8; no activation.
+    """Compressed interaction network (CIN) without activation (arXiv 1803.05170, section 3.1, equations 6 and 8).
 
-        X^k_h = sum_{i,j} W^{k,h}_{ij} X^{k-1}_i * X^0_j      rows X_h are vectors of width D, * is by element
-        p^k_h = sum over the D elements of X^k_h
-
-    A layer is `compress`.
+    X^k_h = sum_{i,j} W^{k,h}_{ij} X^{k-1}_i * X^0_j      rows X_h are vectors of width D, * is element-wise
+    p^k_h = sum over the D elements of X^k_h
     """
 
     def __init__(self, num_fields: int, widths: Sequence[int]) -> None:
@@ -41,7 +39,7 @@ class CompressedInteraction(nn.Module):
         )
 
     def forward(self, fields: Float[Tensor, "B M D"]) -> Float[Tensor, "B sum_of_H"]:
-        """p of all layers, side by side."""
+        """Return the concatenated p of all layers."""
         first = x = fields.transpose(1, 2).contiguous()
         sums = []
         for weight in self.weights:
@@ -53,10 +51,10 @@ class CompressedInteraction(nn.Module):
 def cin_layer(
     x: Float[Tensor, "B D H"], first: Float[Tensor, "B D M"], weight: Float[Tensor, "outputs H_times_M"]
 ) -> Float[Tensor, "B D outputs"]:
-    """A layer of a CIN: out_o = sum_ij W_o,ij (x_i * first_j), in the type of x; differentiable once.
+    """Compute a layer of a CIN in the type of `x`: out_o = sum_ij W_o,ij (x_i * first_j). Differentiable once.
 
-    The smaller of two arrays is made: all products, [B, D, H M] numbers, or all sums over j, [B, D, outputs H] numbers.
-    It is made again on the way back; on a CPU for some samples at a time, so that it stays in the cache.
+    It materializes either all products, [B, D, H M] numbers, or all sums over j, [B, D, outputs H] numbers, whichever
+    is smaller.
     """
     if torch.compiler.is_exporting():
         return (_products(x, first) @ weight.to(x.dtype).t()).view(*x.shape[:2], len(weight))
@@ -64,6 +62,8 @@ def cin_layer(
     return result
 
 
+# The backward pass computes the array again. On a CPU both passes process a few samples at a time, so that it fits in
+# the processor's cache.
 class _CINLayerFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, first: Tensor, weight: Tensor) -> Tensor:
@@ -88,14 +88,14 @@ class _CINLayerFunction(torch.autograd.Function):
 
 
 def _select_method(first: Tensor, weight: Tensor) -> tuple[Callable[..., Tensor], Callable[..., tuple[Tensor, ...]]]:
-    """That whose array is the smaller one, and its way back."""
+    """Return the forward and backward functions of the method with the smaller array."""
     if len(weight) < first.shape[2]:
         return _sums_first, _sums_first_backward
     return _products_first, _products_first_backward
 
 
 def _sample_chunks(x: Tensor, first: Tensor, weight: Tensor) -> list[slice]:
-    """Those that are computed at a time, all of them. The meta device stands for a CPU."""
+    """Return the samples that are computed at a time, over the whole batch. The meta device is treated as a CPU."""
     num_samples = at_a_time = len(x)
     if x.device.type in {"cpu", "meta"}:
         of_sample = math.prod(x.shape[1:]) * min(len(weight), first.shape[2])
@@ -104,7 +104,7 @@ def _sample_chunks(x: Tensor, first: Tensor, weight: Tensor) -> list[slice]:
 
 
 def _products_first(x: Tensor, first: Tensor, weight: Tensor) -> Tensor:
-    """Of products x_i * first_j, by one product of matrices."""
+    """Compute all products x_i * first_j, then reduce them with one matrix product."""
     return product(_products(x, first), weight.t()).view(*x.shape[:2], len(weight))
 
 
@@ -122,7 +122,7 @@ def _products_first_backward(
 
 
 def _sums_first(x: Tensor, first: Tensor, weight: Tensor) -> Tensor:
-    """Of sums over j, each multiplied by its x_i."""
+    """Compute the sums over j, then multiply each by its x_i."""
     return (_sums(x, first, weight) * x[:, :, None, :]).sum(dim=3)
 
 
@@ -139,13 +139,14 @@ def _sums_first_backward(gradient: Tensor, x: Tensor, first: Tensor, weight: Ten
 
 
 class XDeepFM(ScoringModel):
-    """xDeepFM, arXiv 1803.05170, section 3.2, equation 9.
+    """xDeepFM (arXiv 1803.05170, section 3.2, equation 9).
 
-        logit = w_0 + sum_i w_i x_i + w_cin . CIN(fields) + MLP(fields side by side)
+        logit = w_0 + sum_i w_i x_i + w_cin . CIN(fields) + MLP(concat(fields))
 
-    Fields are x_m v_m of dense inputs and pooled rows of features. The row of an id is (v_1, ..., v_D, w): tables have
-    D + 1 columns as for FM. Matrices with n inputs and m outputs start from N(0, 2 / (m + n)), biases and the w of
-    dense inputs at zero, vectors of dense inputs from N(0, 0.1 squared). CIN is computed in the type of the embeddings.
+    Fields are x_m v_m for dense inputs and pooled rows for features. The row of an id is (v_1, ..., v_D, w), so tables
+    have D + 1 columns as for `FM`. Matrices with n inputs and m outputs are initialized from N(0, 2 / (m + n)), biases
+    and the w of dense inputs with zeros, and vectors of dense inputs from N(0, 0.1 squared). The CIN is computed in the
+    type of the embeddings.
     """
 
     def __init__(
@@ -158,11 +159,12 @@ class XDeepFM(ScoringModel):
         options: MLPOptions | None = None,
         seed: int = 0,
     ) -> None:
-        """Build on `embeddings`, a module with `tables` of one width D + 1 >= 2 and `features`.
+        """Create the model on `embeddings`, whose tables must all have width D + 1 >= 2. See `ScoringModel`.
 
-        `cin_layers` are the rows H_k of the CIN's layers, (200, 200, 200) in the paper; `deep_mlp` the hidden widths of
-        the MLP, whose layer with the one output is added. Raises MesetaError for tables of other widths, a feature
-        without pooling, or a width below 1.
+        `cin_layers` has the number of rows H_k of each CIN layer, (200, 200, 200) in the paper. `deep_mlp` has the
+        hidden widths of the MLP. An output layer of width 1 follows.
+
+        Raises MesetaError if a table has another width, a feature is not pooled, or a width is below 1.
         """
         super().__init__(embeddings, num_dense)
         check_widths("XDeepFM", "cin_layers and deep_mlp", [*cin_layers, *deep_mlp])
@@ -178,20 +180,20 @@ class XDeepFM(ScoringModel):
             fill_normal(weight, math.sqrt(2.0 / sum(weight.shape)), seed, name)
 
     def encode_dense(self, dense: Float[Tensor, "B num_dense"]) -> tuple[Tensor, Tensor]:
-        """Their weighted sum, and their vectors."""
+        """Return (weighted sum of the dense inputs, their vectors)."""
         return self.first_order(dense), self.fields(dense)
 
     def logits(self, x: tuple[Tensor, Tensor], pooled: Float[Tensor, "B sum_of_D"]) -> Float[Tensor, " B"]:
-        """The sum above; the MLP in the type of `options`, the rest in that of the embeddings."""
         vectors, weights = split_weights(pooled, len(self.dims))
         weighted, of_dense = x
         fields = torch.cat([of_dense, vectors], dim=1)
+        # Only the MLP computes in the type of `options`.
         linear = weighted + weights.sum(dim=1) + self.cin_head(self.cin(fields)).squeeze(1)
         return linear + self.deep_mlp(fields.flatten(1), self.batch_slice).squeeze(1)
 
 
 def make_xdeepfm(config: XDeepFMConfig, request: ModelBuildArgs) -> XDeepFM:
-    """The model of a config."""
+    """Build xDeepFM from its config section."""
     return XDeepFM(
         request.embeddings,
         num_dense=request.num_dense,

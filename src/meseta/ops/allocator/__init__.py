@@ -1,4 +1,4 @@
-"""The C library's allocator, told that a training step asks for the same memory again and again."""
+"""Setting of the C library's allocator for training."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from meseta.ops.core import core
 
 @cache
 def keep_freed_memory() -> None:
-    """Let this process keep blocks below 32 MB that it frees, up to 2 GB of them, for its next requests.
+    """Keep freed memory blocks of this process for reuse instead of returning them to the operating system.
 
-    By default glibc gives the activations of a step back to the system when they are freed; the next step then meets
-    fresh pages, which the system clears one by one: up to a quarter of the time of a step on a CPU. Training calls this
-    when it starts; an import never does. With another C library it does nothing.
+    Applies to blocks below 32 MB and up to 2 GB in total. Training calls it at its start. Does nothing if the C library
+    is not glibc.
     """
+    # By default glibc returns the activations of a step to the system. The next step then faults in new pages, which
+    # the kernel clears. That took up to a quarter of the time of a step on a CPU.
     core().keep_freed_memory()

@@ -1,4 +1,4 @@
-// How the C library's allocator treats memory that a step frees.
+// Settings of the C library's allocator.
 #include <nanobind/nanobind.h>
 
 #include <climits>
@@ -12,10 +12,10 @@ namespace nb = nanobind;
 
 namespace {
 
-// What is freed stays with the process, up to 2 GB at the end of the heap, for the next step to take again.
+// Keep freed memory in the process, up to 2 GB at the end of the heap, for reuse by the next step.
 void keep_freed_memory() {
 #if defined(__GLIBC__)
-  mallopt(M_MMAP_THRESHOLD, 32 << 20);  // the most that glibc takes; larger blocks still come and go
+  mallopt(M_MMAP_THRESHOLD, 32 << 20);  // The maximum in glibc. Larger blocks are still mapped and unmapped.
   mallopt(M_TRIM_THRESHOLD, INT_MAX);
   mallopt(M_TOP_PAD, 64 << 20);
 #endif

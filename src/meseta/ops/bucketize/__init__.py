@@ -1,4 +1,4 @@
-"""Sort the ids of a batch by the owner of their row."""
+"""Grouping of the ids of a batch by the owners of their rows."""
 
 from __future__ import annotations
 
@@ -16,34 +16,43 @@ from meseta.ops.memory import empty
 from meseta.ops.tables import contiguous_ids
 from meseta.spec import MesetaError
 
+# Each owner takes memory for every sample, so that a wrong number must not reach the allocator.
 MAX_OWNERS = 1 << 20
-"""Of all features together: each takes memory for every sample, so a wrong number must not reach the allocator."""
+"""Maximum total number of owners of all features."""
 
 
 @dataclass(frozen=True)
 class Buckets:
-    """Ids of all features; feature after feature, in each owner after owner, in each as they came."""
+    """Ids of all features, ordered by feature, owner and position in the batch."""
 
     ids: Int[Tensor, " nnz"]
-    """Rows, counted from the first of their owner."""
+    """Rows relative to the first row of their owner."""
     lengths: Int[Tensor, "owners B"]
-    """Ids per (feature and owner, sample)."""
+    """Number of ids per (feature and owner, sample)."""
     order: Int[Tensor, " nnz"]
-    """Entry i came from position order[i] of the batch."""
+    """Position in the batch of each id."""
     totals: Int[Tensor, " owners"]
-    """Ids per feature and owner."""
+    """Number of ids per feature and owner."""
 
 
 def bucketize(
     ids: Int[Tensor, " nnz"], lengths: Int[Tensor, " B"], cuts: Sequence[int]
 ) -> tuple[Int[Tensor, " nnz"], Int[Tensor, "num_ranges B"], Int[Tensor, " nnz"]]:
-    """Group ids of one feature by row range, keeping their order inside each range; ids become local to their range.
+    """Group the ids of one feature by row range. The order within a range is kept.
 
-    Range n holds rows cuts[n] .. cuts[n + 1] - 1. Returns the local ids, the ids per (range, sample), and `order`:
-    entry i of the result came from position order[i]. No host sync. Raises MesetaError, on a CPU, for lengths that do
-    not add up and for an id outside all ranges.
+    Example: ids [5, 1, 7], lengths [2, 1] and cuts [0, 4, 8] return [1, 1, 3], [[1, 0], [1, 1]] and [1, 0, 2].
 
-        ids = [5, 1, 7], lengths = [2, 1], cuts = [0, 4, 8]   ->   [1, 1, 3], [[1, 0], [1, 1]], [1, 0, 2]
+    Args:
+        ids: Row ids.
+        lengths: Number of ids per sample.
+        cuts: Range n has rows cuts[n]..cuts[n + 1]-1.
+
+    Returns:
+        Ids relative to their range, number of ids per (range, sample), and the original position of each id. There is
+        no host sync.
+
+    Raises:
+        MesetaError: On a CPU, lengths do not match the number of ids, or an id is outside all ranges.
     """
     buckets = bucketize_features(ids, lengths, [cuts])
     return buckets.ids, buckets.lengths, buckets.order
@@ -52,37 +61,50 @@ def bucketize(
 def bucketize_features(
     ids: Int[Tensor, " nnz"], lengths: Int[Tensor, " F_times_B"], owners: Sequence[Sequence[int] | int]
 ) -> Buckets:
-    """Group the ids of F features, which come feature-major, by the owners of their rows.
+    """Group the ids of F features by the owners of their rows.
 
-    `owners[f]` is either the cuts of row ranges, as in `bucketize`, or a number n of hash classes: then id i has the
-    row i // n of owner (i + (SplitMix64(i // n) * n >> 64)) % n, so that each n neighbouring ids have n owners in an
-    order that a hash chooses. Ids and lengths are int32 or int64, and so are those that come back. With several
-    features on a GPU the host waits for their sizes.
+    Args:
+        ids: int32 or int64 ids, in feature-major order.
+        lengths: int32 or int64 number of ids per feature and sample. With several features on a GPU the host waits for
+            the number of ids per feature.
+        owners: For each feature the cuts of row ranges as for `bucketize`, or the number of hash classes.
 
-    Raises MesetaError as `bucketize` does.
+    Raises:
+        MesetaError: On a CPU, lengths do not match the number of ids, or an id is outside all ranges.
     """
+    # With n hash classes, id i is row i // n of owner (i + (SplitMix64(i // n) * n >> 64)) % n. Any n adjacent ids have
+    # n different owners, in an order that a hash determines.
     cuts = [[one] if isinstance(one, int) else list(one) for one in owners]
-    for f, own in enumerate(cuts):
-        if len(own) < 1 or (len(own) == 1 and not isinstance(owners[f], int)):
-            raise MesetaError(f"bucketize: feature {f} has the cuts {own}; give at least one row range, [0, rows]")
+    for f, feature_cuts in enumerate(cuts):
+        if len(feature_cuts) < 1 or (len(feature_cuts) == 1 and not isinstance(owners[f], int)):
+            raise MesetaError(
+                f"bucketize: feature {f} has the cuts {feature_cuts}; pass at least one row range, [0, rows]"
+            )
     if lengths.dtype not in (torch.int32, torch.int64) or not cuts or lengths.numel() % len(cuts):
         raise MesetaError(
-            f"bucketize: {lengths.numel()} lengths of {lengths.dtype} for {len(cuts)} features; give int32 or int64, "
-            "one per feature and sample, and at least one feature"
+            f"bucketize: {lengths.numel()} lengths of {lengths.dtype} for {len(cuts)} features; pass int32 or int64, "
+            "one length per feature and sample, and at least one feature"
         )
-    return Buckets(*_operator(ids, lengths, [cut for own in cuts for cut in own], [len(own) for own in cuts]))
+    return Buckets(
+        *_operator(
+            ids,
+            lengths,
+            [cut for feature_cuts in cuts for cut in feature_cuts],
+            [len(feature_cuts) for feature_cuts in cuts],
+        )
+    )
 
 
 def _cpu(ids: Tensor, lengths: Tensor, cuts: list[int], sizes: list[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     ids, lengths = contiguous_ids("bucketize", ids), contiguous_ids("bucketize", lengths, "lengths")
     if not sizes or min(sizes) < 1 or sum(sizes) != len(cuts) or lengths.numel() % len(sizes):
         raise MesetaError(
-            f"bucketize: {lengths.numel()} lengths and {len(cuts)} cuts in parts of {sizes}; give at least one "
-            "feature, a length per feature and sample, and the cuts of each"
+            f"bucketize: {lengths.numel()} lengths and {len(cuts)} cuts in parts of {sizes}; pass at least one "
+            "feature, a length per feature and sample, and the cuts of each feature"
         )
     num_owners = _num_owners(cuts, sizes)
     if num_owners > MAX_OWNERS:
-        raise MesetaError(f"bucketize: {num_owners} owners in all features; there may be {MAX_OWNERS} at most")
+        raise MesetaError(f"bucketize: {num_owners} owners in all features; use at most {MAX_OWNERS}")
     num_samples = lengths.numel() // len(sizes)
     local, order = empty((ids.numel(),), ids.dtype), empty((ids.numel(),), torch.int64)
     counts = empty((num_owners, num_samples), lengths.dtype)
@@ -102,6 +124,7 @@ def _cpu(ids: Tensor, lengths: Tensor, cuts: list[int], sizes: list[int]) -> tup
 
 
 def _num_owners(cuts: Sequence[int], sizes: Sequence[int]) -> int:
+    # A single number is a number of hash classes. Otherwise there is one more cut than ranges.
     total, at = 0, 0
     for size in sizes:
         total += max(cuts[at], 0) if size == 1 else size - 1

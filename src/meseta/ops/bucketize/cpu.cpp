@@ -1,4 +1,4 @@
-// Ids of several features dealt out to the owners of their rows: one pass counts, one pass places.
+// Grouping of the ids of several features by the owners of their rows. One pass counts, and a second one places.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/vector.h>
@@ -21,34 +21,34 @@ using namespace meseta;
 
 namespace {
 
-constexpr int64_t kPiece = 16384;  // ids of a piece; pieces of one feature run on several threads
+constexpr int64_t kPiece = 16384;  // Number of ids per piece. Several threads handle the pieces of a feature.
 
-// The owners of one table's rows: contiguous ranges, or (no cuts) classes of a hash.
+// Owners of the rows of a table: contiguous ranges, or hash classes if `cuts` is null.
 struct Owners {
   const int64_t* cuts;
   int64_t count;
   bool hashed;
-  int64_t first_row;  // of the output, in the lengths
+  int64_t first_row;  // First row in the output lengths.
 };
 
 struct Piece {
   size_t feature;
-  int64_t first_bag, last_bag;  // of the feature
-  int64_t first, last;          // ids
-  size_t counts;                // its place among the counts per (piece, owner)
+  int64_t first_bag, last_bag;  // Bags of the feature.
+  int64_t first, last;          // Ids.
+  size_t counts;                // Position of the piece among the counts per (piece, owner).
 };
 
 struct Batch {
   const void* ids;
   void* local;
   const void* lengths;
-  void* counts;  // ids per (owner, bag)
+  void* counts;  // Number of ids per (owner, bag).
   int64_t* order;
-  uint32_t* owner;  // of each id, from the first pass for the second
-  int64_t num_bags;  // of a feature
+  uint32_t* owner;  // Owner of each id. The first pass stores it for the second one.
+  int64_t num_bags;  // Bags per feature.
 };
 
-// Owner of an id, or -1 where it has none; the id becomes local to its owner.
+// Return the owner of an id, or -1 if it has none. The id becomes local to its owner.
 inline int64_t find_owner(const Owners& owners, int64_t& id) {
   if (owners.hashed) {
     if (id < 0) return -1;
@@ -73,7 +73,7 @@ void count_piece(const Owners& owners, const Batch& batch, const Piece& piece, i
   const Id* ids = static_cast<const Id*>(batch.ids);
   const Length* lengths = static_cast<const Length*>(batch.lengths) + int64_t(piece.feature) * batch.num_bags;
   Length* out = static_cast<Length*>(batch.counts) + owners.first_row * batch.num_bags;
-  // Of its own, since other threads count in the same lines of memory.
+  // Count in local memory, because other threads count in the same cache lines.
   std::vector<int64_t> total(size_t(owners.count) + 8, 0);
   int64_t at = piece.first;
   for (int64_t n = 0; n < owners.count; ++n)
@@ -110,7 +110,7 @@ void place_piece(const Owners& owners, const Batch& batch, const Piece& piece, c
   }
 }
 
-// Whole bags, about kPiece ids each; also checks the lengths.
+// Divide the batch into pieces of whole bags with about kPiece ids each, and check the lengths.
 template <typename Length>
 std::vector<Piece> cut(const std::vector<Owners>& owners, const Batch& batch, int64_t num_ids) {
   const Length* lengths = static_cast<const Length*>(batch.lengths);
@@ -178,15 +178,15 @@ std::vector<Owners> read_owners(const std::vector<int64_t>& cuts, const std::vec
   size_t at = 0;
   for (size_t f = 0; f < sizes.size(); ++f) {
     if (sizes[f] < 1 || size_t(sizes[f]) > cuts.size() - at)
-      throw_invalid_argument("sizes[", f, "] is ", sizes[f], "; it must be at least 1, and all must add up to ", cuts.size());
+      throw_invalid_argument("sizes[", f, "] is ", sizes[f], ", but must be at least 1, and all must add up to ", cuts.size());
     const int64_t* own = cuts.data() + at;
     at += size_t(sizes[f]);
     const bool hashed = sizes[f] == 1;
     if (hashed && (own[0] < 1 || own[0] > std::numeric_limits<int32_t>::max()))
-      throw_invalid_argument("feature ", f, " has ", own[0], " owners; it needs 1..2^31-1");
-    if (own[0] < 0) throw_invalid_argument("the cuts of feature ", f, " begin at ", own[0], "; rows are counted from 0");
+      throw_invalid_argument("feature ", f, " has ", own[0], " owners, but needs 1..2^31-1");
+    if (own[0] < 0) throw_invalid_argument("the cuts of feature ", f, " start at ", own[0], "; start at row 0 or later");
     for (int64_t n = 1; n < sizes[f]; ++n)
-      if (own[n] < own[n - 1]) throw_invalid_argument("the cuts of feature ", f, " fall from ", own[n - 1], " to ", own[n]);
+      if (own[n] < own[n - 1]) throw_invalid_argument("the cuts of feature ", f, " decrease from ", own[n - 1], " to ", own[n]);
     const int64_t count = hashed ? own[0] : sizes[f] - 1;
     owners.push_back({own, count, hashed, row});
     row += count;
@@ -194,9 +194,10 @@ std::vector<Owners> read_owners(const std::vector<int64_t>& cuts, const std::vec
   return owners;
 }
 
-// `cuts` has, for each feature, sizes[f] numbers: the first rows of its ranges and its number of rows, or just how many
-// owners a hash chooses from. `inputs`: addresses of ids and lengths, how many ids, bags of a feature, whether ids and
-// lengths have 64 bits. `outputs`: addresses of local ids, lengths per (owner, bag), order, ids per owner.
+// Bucketize ids. `cuts` has sizes[f] numbers for each feature: the first rows of its ranges and its number of rows, or only
+// its number of hash classes. `inputs` is (address of ids, address of lengths, ids, bags per feature, whether ids are
+// int64, whether lengths are int64). `outputs` has the addresses of local ids, lengths per (owner, bag), order, ids per
+// owner.
 void bucketize(const std::vector<int64_t>& cuts, const std::vector<int64_t>& sizes, std::array<int64_t, 6> inputs,
                std::array<int64_t, 4> outputs, int num_threads) {
   nb::gil_scoped_release unlocked;

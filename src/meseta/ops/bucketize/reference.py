@@ -1,4 +1,4 @@
-"""Bucketize in plain torch, one feature after the other."""
+"""Reference of `bucketize` in plain PyTorch, one feature at a time."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from meseta.ops.hash_ids.reference import multiply_high, splitmix64
 def bucketize(
     ids: Tensor, lengths: Tensor, cuts: Sequence[int], sizes: Sequence[int]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(local ids, lengths [owners, B], order, ids per owner) of all features; see meseta.ops.bucketize.
+    """Implement the operator `bucketize` in plain PyTorch.
 
-    Feature f has sizes[f] of `cuts`: the first rows of its ranges and its number of rows, or one, the number of hash
-    classes.
+    Returns (local ids, lengths [owners, B], order, number of ids per owner).
+    Feature f has the next sizes[f] numbers of `cuts`: the cuts of its row ranges, or its number of hash classes.
     """
     num_samples = lengths.numel() // max(len(sizes), 1)
-    found, at = [], 0
-    # One feature needs no length on the host, so nothing waits for a device.
+    pieces, at = [], 0
+    # A single feature needs no length on the host, so that the host does not wait for the device.
     per_feature = [ids.numel()] if len(sizes) == 1 else lengths.view(len(sizes), num_samples).sum(1).tolist()
-    own_lengths = lengths.split([num_samples] * len(sizes))
+    sample_lengths = lengths.split([num_samples] * len(sizes))
     starts = torch.tensor([0, *per_feature]).cumsum(0).tolist()
-    for f, (own, of_samples) in enumerate(zip(ids.split(per_feature), own_lengths, strict=True)):
-        local, counts, order = _bucketize_feature(own, of_samples, list(cuts[at : at + sizes[f]]))
-        found.append((local, counts, order + starts[f]))
+    for f, (feature_ids, of_samples) in enumerate(zip(ids.split(per_feature), sample_lengths, strict=True)):
+        local, counts, order = _bucketize_feature(feature_ids, of_samples, list(cuts[at : at + sizes[f]]))
+        pieces.append((local, counts, order + starts[f]))
         at += sizes[f]
-    counts = torch.cat([counts for _, counts, _ in found])
-    order = torch.cat([order for *_, order in found])
-    return torch.cat([local for local, *_ in found]), counts, order, counts.sum(1, dtype=torch.int64)
+    counts = torch.cat([counts for _, counts, _ in pieces])
+    order = torch.cat([order for *_, order in pieces])
+    return torch.cat([local for local, *_ in pieces]), counts, order, counts.sum(1, dtype=torch.int64)
 
 
 def assign_owners(ids: Tensor, cuts: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Owner of each id and its row there: a range of rows, or, of one number n, a class of n."""
+    """Return (owner, row of the owner) of each id. `cuts` are row ranges, or one number of hash classes."""
     if len(cuts) == 1:
         block = torch.div(ids, cuts[0], rounding_mode="floor")
         return (ids % cuts[0] + multiply_high(splitmix64(block.to(torch.int64)), cuts[0])) % cuts[0], block

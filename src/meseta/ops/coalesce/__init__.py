@@ -1,4 +1,4 @@
-"""Add up the contributions of a batch to each touched row, in the contract's order."""
+"""Summation of the gradient contributions of a batch to each touched row, in a fixed order."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meseta.ops.tables import contiguous_ids
 from meseta.spec import MesetaError
 
 BLOCK_SAMPLES = 256
-"""Contributions are summed from left to right inside blocks of this many global samples; block sums are added after."""
+"""Number of global samples per block. Contributions are summed within blocks before block sums are added."""
 
 
 def coalesce(
@@ -24,17 +24,22 @@ def coalesce(
     gradient: Float[Tensor, "G D"],
     scale: Float[Tensor, " nnz"] | None = None,
 ) -> tuple[Int[Tensor, " U"], Float[Tensor, "U D"]]:
-    """Touched rows in ascending order, and for each the sum of `scale[i] * gradient[source[i]]` over its ids.
+    """Return the touched rows in ascending order, and the sum of `scale[i] * gradient[source[i]]` for each row.
 
-    Contribution i belongs to row `ids[i]`; contributions come ordered by (feature, global sample, position), and
-    `block` [nnz] grows with (feature, global sample // 256). Contributions to a row are summed left to right inside a
-    block, then the block sums are added left to right, so the result does not depend on threads or plans. Products are
-    rounded before they are added. `gradient` may be a strided view whose last dim is contiguous.
+    Contributions to a row are summed from left to right within a block, and then the block sums from left to right. The
+    result therefore does not depend on threads or plans. GPUs use the reference.
 
-        ids = [7, 3, 7], source = [0, 1, 2]   ->   rows = [3, 7], sums = [g1, g0 + g2]
+    Example: ids [7, 3, 7] and source [0, 1, 2] return rows [3, 7] and sums [g1, g0 + g2].
 
-    Float32 or float64; runs on the CPU's compiled core, on the reference elsewhere. Raises MesetaError for tensors of
-    unequal length and, on a CPU, for a source outside the gradient.
+    Args:
+        ids: Row of each contribution. Contributions are ordered by (feature, global sample, position).
+        source: Row of `gradient` of each contribution.
+        block: Block of each contribution. It increases with (feature, global sample // BLOCK_SAMPLES).
+        gradient: float32 or float64. It may be a strided view whose last dimension is contiguous.
+        scale: Factor of each contribution. Products are rounded before they are added.
+
+    Raises:
+        MesetaError: Tensors have different lengths or, on a CPU, a source is outside the gradient.
     """
     rows, sums = _operator(ids, source, block, gradient, scale)
     return rows, sums
@@ -42,13 +47,13 @@ def coalesce(
 
 def _cpu(ids: Tensor, source: Tensor, block: Tensor, gradient: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
     if gradient.dim() != 2 or gradient.dtype not in (torch.float32, torch.float64):
-        raise MesetaError(f"coalesce: gradient is {gradient.dtype} {list(gradient.shape)}; give float32 or 64 [G, D]")
+        raise MesetaError(f"coalesce: gradient is {gradient.dtype} {list(gradient.shape)}; pass float32 or 64 [G, D]")
     if gradient.stride(-1) != 1:
         gradient = gradient.contiguous()
     ids, source = contiguous_ids("coalesce", ids), contiguous_ids("coalesce", source, "source").to(torch.int64)
     block = contiguous_ids("coalesce", block, "block").to(torch.int64)
     if scale is not None and scale.shape != ids.shape:
-        raise MesetaError(f"coalesce: scale is {list(scale.shape)} for {ids.numel()} ids; give one number per id")
+        raise MesetaError(f"coalesce: scale is {list(scale.shape)} for {ids.numel()} ids; pass one number per id")
     scale = None if scale is None else scale.to(gradient.dtype).contiguous()
     rows = empty((ids.numel(),), torch.int64)
     sums = empty((ids.numel(), gradient.shape[1]), gradient.dtype)

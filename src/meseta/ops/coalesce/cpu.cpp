@@ -1,4 +1,4 @@
-// Sums of gradient contributions per touched row, in the order that reference.py defines.
+// Sums of the gradient contributions to each touched row, in the order that reference.py defines.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
@@ -28,8 +28,8 @@ using OutRows = nb::ndarray<T, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 template <typename T>
 using Scale = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-constexpr int64_t kMinParallelContributions = 4096;  // contributions below which threads cost more than they save
-constexpr int64_t kPrefetchDistance = 8;     // contributions whose gradient is on its way
+constexpr int64_t kMinParallelContributions = 4096;  // With fewer contributions, threads cost more than they save.
+constexpr int64_t kPrefetchDistance = 8;     // Number of contributions whose gradients are being prefetched.
 
 template <typename T>
 struct Contributions {
@@ -39,7 +39,7 @@ struct Contributions {
   int64_t count;
   const T* gradient;
   int64_t row_stride;
-  const T* scale;  // may be null
+  const T* scale;  // May be null.
   int64_t dim;
 
   void fetch(int64_t i) const { prefetch(gradient + source[i] * row_stride); }
@@ -76,7 +76,8 @@ Packing find_packing(const Contributions<T>& c, int64_t num_sources) {
   return {low, high, c.count};
 }
 
-// Rows, counted from the first, at which thread 1, 2 ... begins, so that each has about as many contributions.
+// Return the first row of threads 1, 2, ..., relative to the smallest row, such that all threads have about as many
+// contributions.
 template <typename T>
 std::vector<uint64_t> cut_rows(const Contributions<T>& c, const Packing& p, int num_threads) {
   std::vector<uint64_t> rows(size_t(num_threads) + 1, ~uint64_t{0}), sample;
@@ -88,7 +89,7 @@ std::vector<uint64_t> cut_rows(const Contributions<T>& c, const Packing& p, int 
   return rows;
 }
 
-// What one thread owns: its entries, sorted, in its scratch memory, and where each of its rows starts among them.
+// Sorted entries of one thread in its scratch memory, and the start of each of its rows.
 template <typename SlotMapEntry>
 struct ThreadShare {
   const SlotMapEntry* sorted = nullptr;
@@ -100,8 +101,8 @@ void collect(const Contributions<T>& c, const Packing& packing, const std::vecto
              ThreadShare<Entry>& share) {
   const Packing p = packing;
   const uint64_t from = cuts[size_t(thread)], to = cuts[size_t(thread) + 1];
-  const bool rest = size_t(thread) + 2 == cuts.size();  // with the last row of all, which no number lies above
-  Entry* const entries = scratch<Entry, 0>(size_t(c.count) + 1);  // what is not kept is written behind the kept
+  const bool rest = size_t(thread) + 2 == cuts.size();  // Includes the last row, which no limit exceeds.
+  Entry* const entries = scratch<Entry, 0>(size_t(c.count) + 1);  // Entries of other threads are written after the end.
   int64_t kept = 0;
   for (int64_t i = 0; i < c.count; ++i) {
     entries[kept] = Packed<Entry>::make(p, c.id[i], i);
@@ -115,7 +116,7 @@ void collect(const Contributions<T>& c, const Packing& packing, const std::vecto
   share.starts.push_back(kept);
 }
 
-// Runs of equal block are summed first, then added to the row from left to right.
+// Sum runs of equal block first, and then add their sums to the row from left to right.
 template <typename T, typename Entry>
 void sum_rows(const Contributions<T>& c, const Packing& p, const ThreadShare<Entry>& share, int64_t* row_id, T* out) {
   const auto at = [&](int64_t i) { return Packed<Entry>::position(p, share.sorted[i]); };
@@ -157,11 +158,11 @@ int64_t coalesce(Ids ids, Ids source, Ids block, Rows<T> gradient, std::optional
                  OutRows<T> sums, int num_threads) {
   const int64_t nnz = int64_t(ids.shape(0)), dim = int64_t(gradient.shape(1));
   if (int64_t(source.shape(0)) != nnz || int64_t(block.shape(0)) != nnz || (scale && int64_t(scale->shape(0)) != nnz))
-    throw_invalid_argument("ids, source, block and scale must have one length, got ", nnz, ", ", source.shape(0), " and ",
+    throw_invalid_argument("ids, source, block and scale must have the same length, got ", nnz, ", ", source.shape(0), " and ",
            block.shape(0), scale ? " and " + std::to_string(scale->shape(0)) : "");
   if (int64_t(rows.shape(0)) < nnz || int64_t(sums.shape(0)) < nnz || int64_t(sums.shape(1)) != dim)
-    throw_invalid_argument("outputs must have room for ", nnz, " rows of ", dim);
-  if (nnz > 0 && dim > 1 && gradient.stride(1) != 1) throw_invalid_argument("the last dim of gradient must be contiguous");
+    throw_invalid_argument("outputs must have space for ", nnz, " rows of ", dim);
+  if (nnz > 0 && dim > 1 && gradient.stride(1) != 1) throw_invalid_argument("the last dimension of gradient must be contiguous");
   const Contributions<T> c{ids.data(),        source.data(),      block.data(),
                            nnz,               gradient.data(),    gradient.stride(0),
                            scale ? scale->data() : nullptr, dim};

@@ -1,4 +1,4 @@
-"""The sum in the contract's order, in plain torch: one vectorised step per position inside a run."""
+"""Reference of `coalesce` in plain PyTorch, with one step per position within a run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 def coalesce(
     ids: Tensor, source: Tensor, block: Tensor, gradient: Tensor, scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """See meseta.ops.coalesce.coalesce."""
+    """Implement `meseta.ops.coalesce.coalesce` in plain PyTorch."""
     if ids.numel() == 0:
         return ids.new_empty(0, dtype=torch.int64), gradient.new_empty(0, gradient.shape[1])
     ids, order = torch.sort(ids, stable=True)
@@ -26,7 +26,7 @@ def coalesce(
 
 
 def _sum_runs(values: Tensor, first: Tensor) -> Tensor:
-    """[n, D], first [n] marks where a run begins -> [num_runs, D], each run added from left to right."""
+    """Sum runs of rows from left to right, [n, D] -> [num_runs, D]. `first` [n] is true at the start of each run."""
     start = torch.nonzero(first).squeeze(1)
     stop = torch.cat([start[1:], start.new_tensor([len(values)])])
     sums = values[start]

@@ -1,27 +1,27 @@
-"""Columns of several matrices as one matrix of encoded rows, as `place_columns` puts them side by side, and back.
+"""Encoding of matrix columns for communication, and decoding.
 
-An encoded row has the columns of its pieces one after the other. All bytes are little-endian:
-
-| part | bytes |
-| --- | --- |
-| numbers | 2 a column in fp16 and bf16, 1 in fp8 (e4m3 of the OCP 8-bit floating point specification, 2023) and int8 |
-| nothing | a zero byte where the scales would begin at an odd one |
-| scales | fp8 and int8: a bfloat16 for each block of 16 columns, counted from the first column of each piece |
-
-What is written for a value v, and what is read for a number q:
-
-- fp16: the nearest to v * 2**exponent; finite ones beyond 65504 become +-65504 and are counted. Read: q * 2**-exponent.
-- bf16: the nearest. Read: q.
-- fp8, int8: the nearest to v / s, read as q * s. s is the largest |v| of the block over 448 or 127, in float32, rounded
-  up to a bfloat16, the smallest subnormal one at least. A block of zeros has s = 0, and one with a number that is not
-  finite s = NaN, both with numbers 0.
-
-The nearest is that with the even last bit where there are two. In fp16 and bf16 infinities stay, and every NaN becomes
-the quiet one without a sign. All arithmetic is float32 with one rounding an operation. Numbers of 8 and 16 bits on the
-wire have their precedent in FBGEMM's quantized communication (`QuantizedCommCodec`), small blocks on one scale in the
-OCP microscaling formats (2023); stochastic rounding is Gupta et al., "Deep Learning with Limited Numerical Precision",
-ICML 2015, section 3.
+The codecs are similar to FBGEMM's quantized communication (`QuantizedCommCodec`). fp8 and int8 have one scale per small
+block, as the OCP microscaling formats (2023). Stochastic rounding is that of Gupta et al., "Deep Learning with Limited
+Numerical Precision", ICML 2015, section 3.
 """
+# Layout of an encoded row, all little-endian. The pieces of a row follow each other.
+#
+#   numbers   per column 2 bytes (fp16, bf16) or 1 byte (int8, and fp8: e4m3 of the OCP 8-bit floating point
+#             specification, 2023)
+#   padding   a zero byte if the scales would start at an odd offset
+#   scales    fp8 and int8 only: a bfloat16 per block of 16 columns, counted from the first column of each piece
+#
+# Encoding of a value v as a number q, and decoding of q:
+#
+#   fp16        q = round(v * 2**exponent), decoded as q * 2**-exponent. Finite numbers beyond 65504 are clamped to
+#               +-65504 and counted.
+#   bf16        q = round(v), decoded as q.
+#   fp8, int8   q = round(v / s), decoded as q * s. s is max(abs(block)) / 448 or / 127 in float32, rounded up to a
+#               bfloat16, and at least the smallest subnormal one. For a block of zeros s = 0, and for a block with a
+#               non-finite number s = NaN. The numbers of both are 0.
+#
+# Rounding is to nearest even unless it is stochastic. In fp16 and bf16 infinities are kept, and every NaN becomes the
+# quiet NaN without a sign. All arithmetic is float32, with one rounding per operation.
 
 from __future__ import annotations
 
@@ -43,29 +43,29 @@ NUM_MOVE_FIELDS = 5
 
 @dataclass(frozen=True)
 class StochasticRounding:
-    """Stochastic rounding of fp8 and int8: to one of the two neighbours, so that the mean over keys is the value.
+    """Stochastic rounding of fp8 and int8. The mean over keys of a rounded number is the exact value."""
 
-    int8 takes the floor of the quotient, or one more where the 24 high bits of the cell's word, as a fraction, lie
-    below what is above the floor; fp8 does the same with the quotient's magnitude, in steps of its grid. The word of a
-    cell is that of meseta.ops.random_rows.random_bits for the piece's key, the row's number and the table's column.
-    """
+    # int8 rounds the quotient down, or up if the upper 24 bits of the cell's random word, as a fraction, are below the
+    # fractional part of the quotient. fp8 rounds the magnitude of the quotient in the same way, in steps of its grid.
+    # The word is that of meseta.ops.random_rows.random_bits for the key of the piece, the row number and the column of
+    # the table.
 
     keys: tuple[int, ...]
-    """A 64-bit generator key for each piece."""
+    """64-bit generator key for each piece."""
     columns: tuple[int, ...]
-    """Column of its table that each piece begins with, a multiple of 16."""
+    """Column of the table at which each piece starts, a multiple of 16."""
     row_numbers: int | Tensor
-    """Number of the first row of the matrix, which the others follow, or int64 [B], the number of each."""
+    """Number of the first row of the matrix, or an int64 tensor [B] with the number of each row."""
 
 
 @dataclass(frozen=True)
 class HalfRange:
-    """How fp16 holds values that it has no exponents for."""
+    """Scaling of values for fp16, which has fewer exponents than float32."""
 
     exponent: int = 0
-    """Of the power of two that values are multiplied by, -126..126."""
+    """Values are multiplied by 2**exponent. Range: -126..126."""
     num_clamped: Tensor | None = None
-    """int64 [1]: the count of finite values that were too large is added to it. On a GPU nobody waits for it."""
+    """int64 tensor [1], incremented by the number of clamped finite values. On a GPU the host does not wait for it."""
 
 
 def encode_columns(
@@ -79,14 +79,22 @@ def encode_columns(
     rounding: StochasticRounding | None = None,
     half_range: HalfRange | None = None,
 ) -> None:
-    """Write columns of the sources, float32 [B, any] each, times `scale`, encoded, to `out`, in place.
+    """Encode columns of several matrices into `out`.
 
-    `out` is uint8 [B, codec.row_bytes(pieces)], contiguous, at an even address. `moves` are those of
-    meseta.ops.columns.pack_moves, to the columns of the pieces side by side, and are done in their order; columns that
-    none names are 0. `half_range` is of fp16 alone. Without `rounding` numbers are the nearest.
+    Args:
+        out: Contiguous uint8 [B, codec.row_bytes(pieces)] at an even address.
+        sources: float32 [B, any] each.
+        moves: Result of `meseta.ops.columns.pack_moves`. Targets are columns of the concatenated pieces. Moves are
+            applied in order, and columns without a move are 0.
+        codec: Any codec except fp32, for which `place_columns` is sufficient.
+        pieces: Number of columns of each piece.
+        scale: Factor by which values are multiplied.
+        rounding: Stochastic rounding for fp8 and int8. Otherwise numbers are rounded to nearest even.
+        half_range: Scaling for fp16.
 
-    Raises MesetaError for fp32, which is `place_columns`; for tensors that do not fit together, float64 ones among
-    them; for moves outside the columns; and for rounding of 16 bits.
+    Raises:
+        MesetaError: The codec is fp32, tensors do not match each other or are not float32, a move is outside the
+            columns, or a 16-bit codec has `rounding`.
     """
     numbers: list[int] = []
     rows = None
@@ -109,29 +117,36 @@ def decode_columns(
     exponent: int = 0,
     scale: float = 1.0,
 ) -> None:
-    """Write columns of encoded matrices, decoded, times `scale` to `out`, float32 [B, any], in place.
+    """Decode columns of several encoded matrices into `out`.
 
-    `sources` are uint8 [B, codec.row_bytes(pieces[i])] as `encode_columns` writes them, and `moves` name columns of
-    their pieces side by side; only those are read. Moves are done in their order, and columns of `out` that none names
-    stay. `exponent` is the one of fp16 that was encoded with.
+    Args:
+        out: float32 [B, any]. Columns without a move are unchanged.
+        sources: uint8 [B, codec.row_bytes(pieces[i])] each, as written by `encode_columns`.
+        moves: Result of `meseta.ops.columns.pack_moves`. Sources are columns of the concatenated pieces of a matrix.
+            Moves are applied in order, and only their columns are read.
+        codec: Codec of all sources.
+        pieces: Number of columns of each piece, for each source.
+        exponent: Exponent with which fp16 numbers were encoded.
+        scale: Factor by which decoded values are multiplied.
 
-    Raises MesetaError as `encode_columns` does.
+    Raises:
+        MesetaError: The codec is fp32, tensors do not match each other, or a move is outside the columns.
     """
     if len(pieces) != len(sources):
         raise MesetaError(
-            f"decode_columns: {len(pieces)} lists of pieces for {len(sources)} matrices; give one for each"
+            f"decode_columns: {len(pieces)} lists of pieces for {len(sources)} matrices; pass one list per matrix"
         )
     _decode(out, list(sources), list(moves), pack_layouts(codec, exponent, pieces), scale)
 
 
 def rounding_key(seed: int, step: int, name: str) -> int:
-    """The 64-bit key by which numbers of `name` round in a step: BLAKE2b of the three."""
+    """Return the 64-bit key for stochastic rounding of the numbers called `name` in a step: a BLAKE2b hash."""
     return int.from_bytes(hashlib.blake2b(f"{seed}/{step}/{name}".encode(), digest_size=8).digest(), "little")
 
 
 def _key_to_int64(key: int) -> int:
     if not 0 <= key < 2 * INT64_SIGN_BIT:
-        raise MesetaError(f"encode_columns: key {key} must be in 0..2**64-1; meseta.ops.codec.rounding_key makes one")
+        raise MesetaError(f"encode_columns: key {key} must be in 0..2**64-1; create it with codec.rounding_key")
     return key - 2 * INT64_SIGN_BIT if key >= INT64_SIGN_BIT else key
 
 
@@ -148,12 +163,13 @@ def _check_floats(operator: str, matrices: Sequence[Tensor], num_rows: int, move
     for index, matrix in enumerate(matrices):
         if matrix.dtype != torch.float32 or matrix.dim() != 2 or matrix.shape[0] != num_rows:
             raise MesetaError(
-                f"{operator}: matrix {index} is {matrix.dtype} {list(matrix.shape)}; codecs take float32 "
-                f"[{num_rows}, any]; take the codec fp32, which is place_columns, for other types"
+                f"{operator}: matrix {index} is {matrix.dtype} {list(matrix.shape)}, but codecs need float32 "
+                f"[{num_rows}, any]; use place_columns for other dtypes"
             )
     if len(moves) % NUM_MOVE_FIELDS:
         raise MesetaError(
-            f"{operator}: {len(moves)} numbers of moves; give the {NUM_MOVE_FIELDS} that pack_moves makes of each"
+            f"{operator}: moves have {len(moves)} numbers, not {NUM_MOVE_FIELDS} per move; pass the result of "
+            "pack_moves"
         )
 
 
@@ -170,7 +186,8 @@ def _check_encode_arguments(
     _, each = unpack_layouts(operator, layout)
     if len(each) != 1 or out.dim() != 2:
         raise MesetaError(
-            f"{operator}: {len(each)} lists of pieces and a result of shape {list(out.shape)}; give one, [B, bytes]"
+            f"{operator}: got {len(each)} lists of pieces and an output of shape {list(out.shape)}; pass one list and "
+            "an output [B, bytes]"
         )
     num_rows = out.shape[0]
     _check_encoded(operator, out, each[0], num_rows)
@@ -182,7 +199,7 @@ def _check_encode_arguments(
         fits = tensor.dtype == torch.int64 and tensor.shape == (count,) and tensor.is_contiguous()
         if not fits or tensor.device != out.device:
             raise MesetaError(
-                f"{operator}: {name} are {tensor.dtype} {list(tensor.shape)} on {tensor.device}; give contiguous int64 "
+                f"{operator}: {name} are {tensor.dtype} {list(tensor.shape)} on {tensor.device}; pass contiguous int64 "
                 f"[{count}] on {out.device}"
             )
 
@@ -193,9 +210,9 @@ def _check_decode_arguments(out: Tensor, sources: list[Tensor], moves: list[int]
     num_rows = out.shape[0] if out.dim() == 2 else 0
     _check_floats(operator, [out], num_rows, moves)
     if len(each) != len(sources):
-        raise MesetaError(f"{operator}: {len(each)} lists of pieces for {len(sources)} matrices; give one for each")
-    if out.numel() > 0 and out.stride(1) != 1:  # an empty matrix of numpy has strides of 0
-        raise MesetaError(f"{operator}: the result has strides {out.stride()}; its columns must be contiguous")
+        raise MesetaError(f"{operator}: {len(each)} lists of pieces for {len(sources)} matrices; pass one per matrix")
+    if out.numel() > 0 and out.stride(1) != 1:  # Strides of an empty NumPy matrix are 0.
+        raise MesetaError(f"{operator}: the output has strides {out.stride()}; its columns must be contiguous")
     for matrix, row in zip(sources, each, strict=True):
         _check_encoded(operator, matrix, row, num_rows)
 

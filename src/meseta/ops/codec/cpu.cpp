@@ -1,4 +1,4 @@
-// Columns of several matrices as one encoded matrix, and back: a few rows at a time, which stay in the caches.
+// Encoding and decoding of columns, in tiles of a few rows that fit into the caches.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/vector.h>
@@ -23,17 +23,17 @@ using namespace meseta;
 namespace {
 
 constexpr int64_t kTileNumbers = 8192;
-constexpr int64_t kMaxTileRows = 256;      // of a tile
-constexpr int64_t kMinTilesPerThread = 4;   // fewer are not worth a second thread
+constexpr int64_t kMaxTileRows = 256;
+constexpr int64_t kMinTilesPerThread = 4;   // With fewer tiles, another thread does not pay off.
 
 int64_t count_blocks(int64_t width) { return (width + kLanes - 1) / kLanes; }
 
-// Some columns side by side in a row, in blocks from their first.
+// Columns of a row that are divided into blocks together.
 struct Piece {
   int64_t first, width, first_block;
 };
 
-// Where the parts of an encoded row lie.
+// Positions of the parts of an encoded row.
 struct RowLayout {
   int codec = kFp32;
   std::vector<Piece> pieces;
@@ -49,18 +49,18 @@ struct CodecLayouts {
   std::vector<RowLayout> rows;
 };
 
-// `numbers`: codec, exponent, then for each matrix how many pieces it has, and their widths.
+// Parse the codec, the exponent, and for each matrix the number of its pieces and their widths.
 CodecLayouts read_layouts(const std::vector<int64_t>& numbers) {
-  if (numbers.size() < 2 || numbers[0] <= kFp32 || numbers[0] > kInt8) throw_invalid_argument("the layout names no codec");
+  if (numbers.size() < 2 || numbers[0] <= kFp32 || numbers[0] > kInt8) throw_invalid_argument("the layout has no valid codec");
   if (numbers[1] < -126 || numbers[1] > 126) throw_invalid_argument("exponent ", numbers[1], " is outside -126..126");
   CodecLayouts layouts{int(numbers[1]), {}};
   for (size_t at = 2; at < numbers.size();) {
     RowLayout row{int(numbers[0]), {}, 0, 0};
     const int64_t count = numbers[at++];
-    if (count < 0 || count > int64_t(numbers.size() - at)) throw_invalid_argument(count, " pieces have no widths in the layout");
+    if (count < 0 || count > int64_t(numbers.size() - at)) throw_invalid_argument(count, " pieces have incomplete widths in the layout");
     for (int64_t p = 0; p < count; ++p) {
       const int64_t width = numbers[at++];
-      if (width < 0 || width > (int64_t{1} << 40)) throw_invalid_argument("a piece of ", width, " columns");
+      if (width < 0 || width > (int64_t{1} << 40)) throw_invalid_argument("a piece has ", width, " columns; pass 0 to 2**40");
       row.pieces.push_back({row.num_columns, width, row.num_blocks});
       row.num_columns += width;
       row.num_blocks += count_blocks(width);
@@ -74,17 +74,17 @@ int threads_for(int64_t num_tiles, int num_threads) {
   return int(std::clamp<int64_t>(num_tiles / kMinTilesPerThread, 1, std::max(num_threads, 1)));
 }
 
-// ---- encode
+// ---- Encoding
 
-// The random words of a tile: [rows, groups, 4] for each piece.
+// Source of the random words of a tile: [rows, groups, 4] for each piece.
 struct RandomWords {
-  const std::vector<int64_t>& described;  // key and first column of each piece, and the number of the first row
-  const int64_t* rows;                    // numbers of all rows, or none
+  const std::vector<int64_t>& described;  // Key and first column of each piece, and the number of the first row.
+  const int64_t* rows;                    // Number of each row, or null.
 
   bool are_drawn() const { return !described.empty(); }
   static int64_t groups(const Piece& piece) { return (piece.width + 3) / 4; }
 
-  // Where the words of each piece begin; the whole lot lies in `words`.
+  // Draw the words of all pieces into `words`.
   void draw(const RowLayout& layout, int64_t first, int64_t last, uint32_t* words) const {
     const size_t count = layout.pieces.size();
     int64_t counted[kMaxTileRows];
@@ -104,7 +104,7 @@ struct Encoder {
   RowLayout layout;
   Factors factors;
 
-  // `words`: those of row `row` of `num_rows` in a tile.
+  // `words` are those of the tile, in which this is row `row` of `num_rows`.
   template <int kCodec, bool kDrawn>
   void encode_blocks(const float* values, float scale, const uint32_t* words, int64_t row, int64_t num_rows,
                      uint8_t* out) const {
@@ -151,7 +151,7 @@ struct Encoder {
     return beyond;
   }
 
-  // Rows of a tile at `values`; how many numbers were too large.
+  // Encode the rows of a tile. Returns how many numbers were too large.
   int64_t encode(const float* values, int64_t stride, float scale, const uint32_t* words, int64_t num_rows,
                  uint8_t* out) const {
     int64_t beyond = 0;
@@ -167,7 +167,7 @@ struct Encoder {
   }
 };
 
-// Whether some column holds what no move wrote, or what the first one added to.
+// Whether a column has no move, or its first move adds, so that it must be cleared first.
 bool leaves_gaps(const std::vector<Strip<float>>& strips, int64_t num_columns) {
   std::vector<char> is_written(size_t(num_columns), 0);
   for (const Strip<float>& strip : strips) {
@@ -178,21 +178,21 @@ bool leaves_gaps(const std::vector<Strip<float>>& strips, int64_t num_columns) {
   return any_add || std::find(is_written.begin(), is_written.end(), 0) != is_written.end();
 }
 
-// `out`: address, rows, bytes of a row. `sources` and `moves` as place_columns has them. `layout`: see unpack_layouts.
-// `random`: see RandomWords, or nothing. `counted`: addresses of the numbers of rows and of the count of numbers that were
-// too large, or 0.
+// Encode columns. `out` is (address, rows, bytes per row). `sources` and `moves` are those of place_columns. `layout` is
+// described at unpack_layouts, `random` at RandomWords (empty for rounding to nearest). `counted` has the addresses of
+// the row numbers and of the count of clamped numbers, or 0.
 void encode_columns(std::array<int64_t, 3> out, const std::vector<int64_t>& sources, const std::vector<int64_t>& moves,
                     const std::vector<int64_t>& layout, double scale, const std::vector<int64_t>& random,
                     std::array<uintptr_t, 2> counted, int num_threads) {
   nb::gil_scoped_release unlocked;
   const CodecLayouts layouts = read_layouts(layout);
-  if (layouts.rows.size() != 1) throw_invalid_argument(layouts.rows.size(), " layouts for one encoded matrix");
+  if (layouts.rows.size() != 1) throw_invalid_argument(layouts.rows.size(), " layouts for one encoded matrix; pass one");
   const Encoder encoder{layouts.rows[0], {float(scale), power_of_two(layouts.exponent)}};
   const RowLayout& row = encoder.layout;
   const auto [address, num_rows, bytes] = out;
-  if (bytes != row.bytes()) throw_invalid_argument("rows of ", bytes, " bytes, but the layout has ", row.bytes());
+  if (bytes != row.bytes()) throw_invalid_argument("rows have ", bytes, " bytes, but the layout has ", row.bytes());
   const RandomWords words{random, reinterpret_cast<const int64_t*>(counted[0])};
-  if (words.are_drawn() && random.size() != 2 * row.pieces.size() + 1) throw_invalid_argument(random.size(), " numbers of rounding");
+  if (words.are_drawn() && random.size() != 2 * row.pieces.size() + 1) throw_invalid_argument(random.size(), " numbers for rounding; pass a key and a column per piece, and the first row");
   const std::vector<Strip<float>> strips = checked_strips<float>(sources, moves, row.num_columns);
   const bool is_whole = strips.size() == 1 && strips[0].width == row.num_columns && !strips[0].add;
   const bool has_gaps = !is_whole && leaves_gaps(strips, row.num_columns);
@@ -218,12 +218,12 @@ void encode_columns(std::array<int64_t, 3> out, const std::vector<int64_t>& sour
   if (counted[1]) *reinterpret_cast<int64_t*>(counted[1]) += beyond;
 }
 
-// ---- decode
+// ---- Decoding
 
-// Columns on one scale, or in 16 bits any, of one matrix.
+// Columns of one matrix that share a scale. For 16-bit codecs, any columns.
 struct Run {
-  const uint8_t* codes;   // of the first row
-  const uint8_t* scales;  // likewise; none in 16 bits
+  const uint8_t* codes;   // Codes of the first row.
+  const uint8_t* scales;  // Scale in the first row, or null for 16-bit codecs.
   int64_t row_bytes, to, width;
   bool add;
 };
@@ -283,14 +283,14 @@ void decode_16(const Run& run, int64_t row, const Factors& factors, float* out) 
   }
 }
 
-// `out`: address, rows, columns, numbers from row to row; `sources`: address of each encoded matrix, whose rows follow
-// each other; `moves` as place_columns has them; `layout`: see unpack_layouts.
+// Decode columns. `out` is (address, rows, columns, row stride). `sources` has the address of each encoded matrix, whose
+// rows are contiguous. `moves` are those of place_columns, and `layout` is described at unpack_layouts.
 void decode_columns(std::array<int64_t, 4> out, const std::vector<uintptr_t>& sources,
                     const std::vector<int64_t>& moves, const std::vector<int64_t>& layout, double scale,
                     int num_threads) {
   nb::gil_scoped_release unlocked;
   const CodecLayouts layouts = read_layouts(layout);
-  if (layouts.rows.size() != sources.size()) throw_invalid_argument(layouts.rows.size(), " layouts of ", sources.size(), " matrices");
+  if (layouts.rows.size() != sources.size()) throw_invalid_argument(layouts.rows.size(), " layouts for ", sources.size(), " matrices; pass one per matrix");
   const auto [address, num_rows, num_columns, stride] = out;
   std::vector<int64_t> widths;
   for (const RowLayout& row : layouts.rows) widths.push_back(row.num_columns);

@@ -1,4 +1,4 @@
-// Numbers as a codec writes them: blocks of sixteen on one scale, or one by one in 16 bits. See reference.py.
+// Encoding of numbers: blocks of sixteen with a common scale, or single numbers in 16 bits. See reference.py.
 #pragma once
 
 #include <algorithm>
@@ -15,12 +15,12 @@
 
 namespace meseta {
 
-enum CodecIndex { kFp32, kFp16, kBf16, kFp8, kInt8 };  // in the order of meseta.spec.codecs.CODECS
+enum CodecIndex { kFp32, kFp16, kBf16, kFp8, kInt8 };  // In the order of meseta.spec.codecs.CODECS.
 
 constexpr uint32_t kMagnitude = 0x7FFFFFFFu, kInfinite = 0x7F800000u;
-constexpr uint16_t kNanHalf = 0x7E00, kNanBfloat = 0x7FC0;  // every NaN becomes this one: processors differ in theirs
+constexpr uint16_t kNanHalf = 0x7E00, kNanBfloat = 0x7FC0;  // Every NaN becomes this one, because processors differ.
 
-// ---- as many numbers as a register holds
+// ---- As many numbers as fit into a register
 
 #if defined(__AVX512F__)
 constexpr int kFloats = 16;
@@ -61,7 +61,7 @@ inline int32_t largest_lane(Ints a) {
 #endif
 }
 
-// The whole numbers of short_floats.h, many at a time.
+// Round to whole numbers as short_floats.h does, many at a time.
 inline Ints whole(Floats value, Nearest, int) { return Ints(value + 0x1.8p23f) - 0x4B400000; }
 inline Ints whole(Floats value, Stochastic round, int lane) {
   const Ints near = truncate(value), down = near - Ints(Words(value - to_floats(near)) >> 31);
@@ -70,11 +70,12 @@ inline Ints whole(Floats value, Stochastic round, int lane) {
   return down + Ints(Words(fraction - (value - to_floats(down))) >> 31);
 }
 
-// Codes of a short float whose smallest exponent has the field kLowest as a float; no quotient is above its largest.
+// Return codes of a short float. kLowest is the biased float exponent of its smallest normal number. No quotient may
+// exceed its largest number.
 template <int kMantissa, int kLowest, typename Round>
 inline Ints short_codes(Floats value, Round round, int lane) {
   const Ints bits = Ints(value), exponent = larger(bits >> 23 & 0xFF, every(kLowest));
-  const Floats shift = Floats((every(254 + kMantissa) - exponent) << 23);  // leaves the mantissa behind the first bit
+  const Floats shift = Floats((every(254 + kMantissa) - exponent) << 23);  // Leaves the mantissa after the leading bit.
   return ((exponent - kLowest) << kMantissa) + whole(Floats(bits & int32_t(kMagnitude)) * shift, round, lane);
 }
 
@@ -82,11 +83,11 @@ template <int kCodec, typename Round>
 inline Ints to_codes(Floats quotient, Round round, int lane) {
   if constexpr (kCodec == kFp8)
     return smaller(short_codes<3, 121>(quotient, round, lane), every(0x7E)) | (Ints(quotient) >> 24 & 0x80);
-  // A quotient is 127 and a little where the scale is a subnormal number.
+  // A quotient may be slightly above 127 if the scale is a subnormal number.
   return smaller(larger(whole(quotient, round, lane), every(-127)), every(127));
 }
 
-// ---- a block of sixteen numbers in 8 bits
+// ---- A block of sixteen numbers in 8 bits
 
 inline void narrow(const int32_t* wide, uint8_t* codes) {
 #if defined(__SSE2__) && !defined(__AVX512F__)
@@ -100,7 +101,8 @@ inline void narrow(const int32_t* wide, uint8_t* codes) {
 #endif
 }
 
-// The bits of its scale, whose lower half of a float is rounded up, so that no number lies beyond the codec's largest.
+// Encode a block and return the bits of its scale. The scale is rounded up to a bfloat16. Quotients are then within the
+// range of the codec, unless the scale is subnormal.
 template <int kCodec, typename Round>
 inline uint16_t encode_block(const float* __restrict from, float scale, Round round, uint8_t* __restrict codes) {
   constexpr float kLargest = kCodec == kFp8 ? 448.0f : 127.0f;
@@ -117,7 +119,7 @@ inline uint16_t encode_block(const float* __restrict from, float scale, Round ro
   }
   const uint32_t exact = float_to_bits(bits_to_float(largest) / kLargest), up = std::max((exact + 0xFFFFu) >> 16, 1u);
   const float unit = bits_to_float(up << 16);
-  // In memory of our own before it is narrowed: stores of bytes may alias anything, and then nothing is done by vectors.
+  // Collect codes in local memory. Stores of bytes may alias anything, which would prevent vectorization.
   alignas(64) int32_t wide[kLanes];
   for (int i = 0; i < kLanes / kFloats; ++i) {
     const Ints some = to_codes<kCodec>(values[i] / unit, round, i * kFloats);
@@ -130,21 +132,21 @@ inline uint16_t encode_block(const float* __restrict from, float scale, Round ro
 template <int kCodec>
 inline float decode_number(uint8_t code) {
   if constexpr (kCodec == kInt8) return float(int8_t(code));
-  // Chosen by masks: gcc makes branches of a choice between results of floating point, which may trap.
+  // Select by masks. gcc generates branches for a selection between floating-point results, which may trap.
   const uint32_t magnitude = code & 0x7Fu, sign = uint32_t(code & 0x80u) << 24;
   const uint32_t normal = (magnitude << 20) + (120u << 23), small = float_to_bits(float(int32_t(magnitude)) * 0x1p-9f);
   const uint32_t is_small = 0u - uint32_t(magnitude < 8), is_nan = 0u - uint32_t(magnitude == 0x7F);
   return bits_to_float((small & is_small) | (normal & ~is_small) | (0x7FC00000u & is_nan) | sign);
 }
 
-// ---- sixteen numbers in 16 bits
+// ---- Sixteen numbers in 16 bits
 
 inline uint16_t to_bf16_bits(float value) {
   const uint32_t bits = float_to_bits(value), rounded = (bits + 0x7FFFu + (bits >> 16 & 1)) >> 16;
   return (bits & kMagnitude) > kInfinite ? kNanBfloat : uint16_t(rounded);
 }
 
-// Halves of numbers that are at most 65504, infinite, or the quiet NaN without a sign.
+// Convert to halves. Numbers must be at most 65504 in magnitude, infinite, or the quiet NaN without a sign.
 inline void to_fp16_bits(const float* __restrict from, uint16_t* __restrict out) {
 #if defined(__AVX512F__)
   const __m256i halves = _mm512_maskz_cvtps_ph(kAll, _mm512_loadu_ps(from), _MM_FROUND_TO_NEAREST_INT);
@@ -164,13 +166,13 @@ inline void to_fp16_bits(const float* __restrict from, uint16_t* __restrict out)
 #endif
 }
 
-// What becomes of the numbers of a row before they are rounded.
+// Factors applied to numbers before rounding.
 struct Factors {
   float scale;
-  float power;  // of two, fp16
+  float power;  // A power of two, for fp16.
 };
 
-// How many finite numbers were beyond the largest half.
+// Encode as halves. Returns how many finite numbers were too large.
 inline int encode_halves(const float* __restrict from, const Factors& factors, uint16_t* __restrict out) {
   constexpr float kLargest = 65504.0f;
   float clamped[kLanes];

@@ -1,4 +1,4 @@
-"""Encoded columns in plain torch; the layout and the numbers are described in __init__.py."""
+"""Reference of the codecs in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def encode_columns(
     rows: Tensor | None,
     overflows: Tensor | None,
 ) -> None:
-    """See meseta.ops.codec.encode_columns; the integers are those of layout.py."""
+    """Implement `meseta.ops.codec.encode_columns` in plain PyTorch, with the arguments of the registered operator."""
     exponent, (row,) = unpack_layouts("encode_columns", layout)
     draw = unpack_random_source("encode_columns", row, random)
     values = torch.zeros(len(out), row.num_columns, device=out.device)
@@ -43,7 +43,7 @@ def encode_columns(
 def decode_columns(
     out: Tensor, sources: Sequence[Tensor], moves: Sequence[int], layout: Sequence[int], scale: float
 ) -> None:
-    """See meseta.ops.codec.decode_columns."""
+    """Implement `meseta.ops.codec.decode_columns` in plain PyTorch, with the arguments of the registered operator."""
     layouts = unpack_layouts("decode_columns", layout)
     rows = [_decode(matrix, row, layouts) for matrix, row in zip(sources, layouts.rows, strict=True)]
     columns.place_columns(out, rows, moves, scale)
@@ -64,8 +64,9 @@ def _encode_16_bits(values: Tensor, row: RowLayout, exponent: int, overflows: Te
 def _encode_blocks(values: Tensor, row: RowLayout, bits: Tensor | None) -> Tensor:
     blocks = _pad_to_blocks(values, row)
     largest = blocks.abs().amax(2, keepdim=True) if blocks.numel() else blocks[:, :, :1]
-    # A number divided by a tensor is to torch that number times the reciprocal, which rounds twice.
+    # Torch divides a number by a tensor as a product with the reciprocal, which rounds twice.
     exact = largest / torch.full_like(largest, row.codec.max_scaled_value)
+    # Round up to a bfloat16. Quotients are then within the range of the codec, unless the scale is subnormal.
     up = ((exact.view(torch.int32) + 0xFFFF) >> 16).clamp(min=1)
     good = (largest > 0) & largest.isfinite()
     unit = torch.where(good, (up << 16).view(torch.float32), 1.0)
@@ -93,7 +94,7 @@ def _decode(matrix: Tensor, row: RowLayout, layouts: CodecLayouts) -> Tensor:
 
 
 def _cell_words(draw: RandomSource, row: RowLayout, out: Tensor, rows: Tensor | None) -> Tensor:
-    """int64 [B, columns]: the word of each cell."""
+    """Return the random word of each cell, int64 [B, columns]."""
     numbers = torch.arange(draw.first_row, draw.first_row + len(out), device=out.device) if rows is None else rows
     corners = zip(draw.keys, draw.columns, row.pieces, strict=True)
     each = [cell_bits(key % 2**64, numbers, (first, first + width)) for key, first, width in corners]
@@ -101,19 +102,20 @@ def _cell_words(draw: RandomSource, row: RowLayout, out: Tensor, rows: Tensor | 
 
 
 def _pad_to_blocks(values: Tensor, row: RowLayout) -> Tensor:
-    """[B, columns] -> [B, blocks, 16], zeros at the end of each piece."""
+    """Pad each piece with zeros to a multiple of 16 columns, and split rows into blocks: [B, columns] -> [B, n, 16]."""
     pieces = [pad(piece, (0, -piece.shape[1] % COLUMN_BLOCK)) for piece in values.split(list(row.pieces), dim=1)]
     whole = torch.cat(pieces, dim=1) if pieces else values
     return whole.view(len(values), whole.shape[1] // COLUMN_BLOCK, COLUMN_BLOCK)
 
 
 def _padded_positions(row: RowLayout, device: torch.device) -> Tensor:
-    """[columns]: where each column lies among those of padded blocks."""
+    """Return the position of each column within the padded blocks, int64 [columns]."""
     places = [n * COLUMN_BLOCK + i for n, block in enumerate(row.blocks()) for i in range(block.width)]
     return torch.tensor(places, dtype=torch.int64, device=device)
 
 
 def _view_as(matrix: Tensor, dtype: torch.dtype) -> Tensor:
-    """The same bytes [B, any] as other numbers, at whatever address they lie."""
+    """Reinterpret the bytes of each row as `dtype`."""
+    # The copy aligns the bytes, because `view` needs aligned storage.
     size = matrix.shape[1] * matrix.element_size() // dtype.itemsize
     return matrix.flatten().clone().view(dtype).view(len(matrix), size)

@@ -1,8 +1,9 @@
-"""Encoded columns on a GPU: a program has some rows of a few blocks of 16 columns, places, encodes and stores them.
+"""Encoding and decoding of columns on a GPU, in one pass over memory.
 
-What a block is made of stands in a table on the device, its plan: a line for each block, then one for each part of a
-move inside a block. Placing, scaling and encoding are one pass over memory.
+Each program handles a few rows of a few blocks of 16 columns. It applies the moves, scales, encodes and stores.
 """
+# A plan on the device describes the blocks. It has one entry per block, followed by the parts of all blocks. A part is
+# the section of a move that is within one block.
 
 from __future__ import annotations
 
@@ -24,18 +25,18 @@ from meseta.ops.triton_shared import padded_address_count, write_addresses
 from meseta.spec import COLUMN_BLOCK, MesetaError
 
 VECTOR = 4
-"""Numbers that a lane loads at once where moves allow it."""
+"""Maximum number of elements that a lane loads with one instruction."""
 
 
 class LaunchPlan(NamedTuple):
-    """What a launch needs beside its tensors."""
+    """Launch parameters that depend on moves, layouts and strides only, so that they can be cached."""
 
     words: tuple[int, ...]
     num_blocks: int
     vector: int
-    """Of float32 numbers: what divides every place where some begin or end, VECTOR at most."""
+    """Alignment of float32 columns, in elements. It divides each position at which a part begins or ends."""
     code_vector: int
-    """Of encoded ones, likewise."""
+    """Alignment of encoded columns, in elements."""
 
 
 def encode_columns(
@@ -48,7 +49,7 @@ def encode_columns(
     rows: Tensor | None,
     overflows: Tensor | None,
 ) -> None:
-    """See meseta.ops.codec.encode_columns; the integers are those of layout.py. Raises MesetaError as it does."""
+    """Encode on the GPU. Same arguments as `reference.encode_columns`, and same errors."""
     exponent, (row,) = unpack_layouts("encode_columns", layout)
     draw = unpack_random_source("encode_columns", row, random)
     matrices = [source if source.stride(1) == 1 else source.contiguous() for source in sources]
@@ -76,7 +77,7 @@ def encode_columns(
 def decode_columns(
     out: Tensor, sources: Sequence[Tensor], moves: Sequence[int], layout: Sequence[int], scale: float
 ) -> None:
-    """See meseta.ops.codec.decode_columns. Raises MesetaError for moves outside."""
+    """Decode on the GPU. Same arguments as `reference.decode_columns`. Raises MesetaError if a move is outside."""
     plan = _decode_plan(tuple(layout), tuple(moves), out.shape[1])
     if len(out) == 0 or plan.num_blocks == 0:
         return
@@ -96,8 +97,9 @@ def decode_columns(
         )
 
 
+# The exponent and the scale may change in every step, so they are not part of the cached plan.
 def _plan_words(plan: LaunchPlan, exponent: int, scale: float, row_bytes: int, device: torch.device) -> Tensor:
-    """The plan behind what may be another one in another step."""
+    """Return the plan on the device, with its header."""
     (scale_bits,) = unpack("<i", pack("<f", scale))
     return device_constant((plan.num_blocks, (exponent + 127) << 23, scale_bits, row_bytes, *plan.words), device)
 
@@ -113,7 +115,7 @@ def _addresses(matrices: Sequence[Tensor], out: Tensor) -> Tensor:
 
 
 def _check_moves(operator: str, moves: tuple[int, ...], widths: Sequence[int], num_columns: int) -> list[ColumnMove]:
-    """Raises MesetaError for columns outside."""
+    """Unpack moves and drop empty ones. Raises MesetaError if a source or a column does not exist."""
     checked = [ColumnMove(*moves[at : at + 5]) for at in range(0, len(moves), 5)]
     for move in checked:
         if not 0 <= move.source < len(widths):
@@ -125,14 +127,14 @@ def _check_moves(operator: str, moves: tuple[int, ...], widths: Sequence[int], n
             or not 0 <= move.target <= num_columns - move.width
         ):
             raise MesetaError(
-                f"{operator}: {move.width} columns from {move.start} of {limit} cannot go to {move.target} of "
-                f"{num_columns}"
+                f"{operator}: {move.width} columns from column {move.start} of {limit} cannot move to column "
+                f"{move.target} of {num_columns}"
             )
     return [move for move in checked if move.width]
 
 
 def _pack_blocks(lines: Sequence[tuple[tuple[int, ...], list[tuple[int, ...]]]]) -> tuple[int, ...]:
-    """The line of each block with the first of its parts and how many they are, then all parts."""
+    """Return the entry of each block with the position and number of its parts, followed by all parts."""
     words: list[int] = []
     parts: list[int] = []
     num_words = HEADER_WORDS.value + sum(len(line) + 2 for line, _ in lines)
@@ -146,8 +148,11 @@ def _pack_blocks(lines: Sequence[tuple[tuple[int, ...], list[tuple[int, ...]]]])
 def _encode_plan(
     row: RowLayout, moves: tuple[int, ...], shapes: tuple[tuple[int, int, int], ...], columns: tuple[int, ...]
 ) -> LaunchPlan:
-    """`shapes`: columns, numbers from row to row, and address in numbers modulo VECTOR of each source. `columns` of the
-    tables that pieces begin with."""
+    """Plan the encoding of a row. Arguments are hashable for the cache.
+
+    `shapes` has the number of columns, the row stride and the alignment of the address of each source, in elements.
+    `columns` are the columns of the table at which pieces start.
+    """
     checked = _check_moves("encode_columns", moves, [width for width, _, _ in shapes], row.num_columns)
     lines, vector, codes = [], VECTOR, gcd(VECTOR, row.num_bytes // row.codec.element_bytes)
     for index, block in enumerate(row.blocks()):
@@ -164,6 +169,7 @@ def _encode_plan(
                 parts.append((move.source, start, stride, first, last, move.add))
                 vector = gcd(vector, place, start, stride, first, last)
         codes = gcd(codes, block.first_column, block.width)
+        # The last block also writes the padding byte before the scales.
         is_odd = row.codec.scale_bytes and row.num_columns % 2 and index == len(row.blocks()) - 1
         scale_at = row.scales_offset + 2 * index
         lines.append(
@@ -184,7 +190,7 @@ def _encode_plan(
 
 @lru_cache(maxsize=256)
 def _decode_plan(layout: tuple[int, ...], moves: tuple[int, ...], num_columns: int) -> LaunchPlan:
-    """Blocks are those of the result, and parts have one scale each."""
+    """Plan the decoding. Blocks are those of the output. Each part is within one scale block of its source."""
     _, rows = unpack_layouts("decode_columns", layout)
     checked = _check_moves("decode_columns", moves, [row.num_columns for row in rows], num_columns)
     parts: dict[int, list[tuple[int, ...]]] = {}
@@ -197,7 +203,7 @@ def _decode_plan(layout: tuple[int, ...], moves: tuple[int, ...], num_columns: i
                 max(move.start, block.first_column),
                 min(move.start + move.width, block.first_column + block.width),
             )
-            while low < high:  # in blocks of the result
+            while low < high:  # Split at the blocks of the output.
                 to = move.target + low - move.start
                 first = to % COLUMN_BLOCK
                 last = min(COLUMN_BLOCK, first + high - low)
@@ -213,5 +219,5 @@ def _decode_plan(layout: tuple[int, ...], moves: tuple[int, ...], num_columns: i
 
 
 def _scale_blocks(row: RowLayout) -> Sequence[ScaleBlock]:
-    """Columns that share a scale, or all of them."""
+    """Return the columns that share a scale, or one block with all columns for codecs without scales."""
     return row.blocks() if row.codec.scale_bytes else (ScaleBlock(0, 0, row.num_columns, 0),)

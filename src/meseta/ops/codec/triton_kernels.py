@@ -1,7 +1,8 @@
-"""The kernels of triton.py. A tile is [ROWS, BLOCKS, 16]. Triton reads these functions: nothing may wrap them.
-
-VECTOR and CODES are how many numbers, of float32 and encoded, lie together wherever a move or a block begins or ends.
-"""
+"""Triton kernels of the codecs. A tile is [ROWS, BLOCKS, 16]."""
+# Triton parses the source of these functions, so that no decorator that checks types may wrap them.
+#
+# VECTOR and CODES are alignments in elements: all moves and blocks begin and end at multiples of VECTOR in float32
+# matrices and of CODES in encoded matrices.
 
 from __future__ import annotations
 
@@ -13,35 +14,42 @@ import triton.language as tl
 from meseta.ops.triton_shared import low_word, philox
 
 FP16, BF16, FP8, INT8 = (tl.constexpr(index) for index in range(1, 5))
-"""Codecs by their place in meseta.spec.codecs.CODECS."""
+"""Indices of the codecs in meseta.spec.codecs.CODECS."""
 ROWS, BLOCKS = tl.constexpr(16), tl.constexpr(4)
-"""Of a program."""
+"""Number of rows and of blocks per program."""
+# Header of a plan: number of blocks, float32 bits of the power of two for fp16, float32 bits of the scale, bytes of an
+# encoded row.
 HEADER_WORDS = tl.constexpr(4)
-"""At the head of a plan: blocks, the bits of the power of two that fp16 is multiplied by and of the scale, bytes of an
-encoded row."""
+# Entry of a block to encode: first column, number of columns, byte offset of its scale, whether a padding byte follows
+# its numbers, index of its piece, its first column in the table, position of its parts in the plan, number of parts.
 ENCODE_WORDS = tl.constexpr(8)
-"""Of a block: first column, columns, byte of its scale, whether an empty byte follows its numbers, its piece, its first
-column in the table; where its parts stand in the plan and how many they are."""
+# Part to encode: source, column of the source for lane 0, row stride in elements, first lane, end of the lanes,
+# whether to add.
 ENCODE_PART = tl.constexpr(6)
-"""Of a part of a move: source, the column there that would come to lane 0, numbers from row to row, first lane, the
-lane behind the last, whether to add."""
+# Entry of a block of the output to decode: first column, whether a part adds, position of its parts in the plan,
+# number of parts.
 DECODE_WORDS = tl.constexpr(4)
-"""Of a block of the result: first column, whether a part adds; where its parts stand and how many they are."""
+# Part to decode: as for encoding with the row stride in bytes, then the byte offset of its scale.
 DECODE_PART = tl.constexpr(7)
-"""As ENCODE_PART with bytes from row to row; then the byte of its scale."""
 
 
 @no_type_check
 def kernel_variant(codec, drawn, vector, codes):
-    """What a kernel is compiled for, as one number; `drawn` 0: to the nearest; 1: the number of the first row stands
-    before the keys; 2: `rows` points to the numbers of all."""
+    """Return a number that identifies the variant of a kernel.
+
+    `drawn` is 0 for rounding to nearest even, 1 if `keys` begins with the number of the first row, and 2 if `rows` has
+    the number of each row.
+    """
     return codec + 8 * drawn + 32 * vector + 256 * codes
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 @no_type_check
 def encode_blocks(out, addresses, plan, keys, rows, overflows, num_rows, FORM: tl.constexpr):
-    """Encoded rows, uint8 [num_rows, bytes of a row]; `addresses` of sources, `keys` behind the first row."""
+    """Encode rows into `out`, uint8 [num_rows, row bytes].
+
+    `addresses` has the addresses of the sources. In `keys` the number of the first row precedes the keys.
+    """
     CODEC: tl.constexpr = FORM % 8
     DRAWN: tl.constexpr = FORM // 8 % 4
     CODES: tl.constexpr = FORM // 256
@@ -96,7 +104,7 @@ def _load_factor(plan, at):
 @triton.jit
 @no_type_check
 def _gather_columns(addresses, plan, words, live, row, num_rows, scale, VECTOR: tl.constexpr):
-    """The tile of float32 columns that the moves bring together, in their order; 0 where none does."""
+    """Return a tile of float32 columns after all moves, applied in order. Cells without a move are 0."""
     ROWS: tl.constexpr = row.shape[0]
     BLOCKS: tl.constexpr = live.shape[0]
     lane = tl.arange(0, 16)[None, None, :]
@@ -126,11 +134,12 @@ def _gather_columns(addresses, plan, words, live, row, num_rows, scale, VECTOR: 
 @triton.jit
 @no_type_check
 def _quotients(values, LARGEST: tl.constexpr):
-    """Each value over the scale of its block, and the bits of the scales [ROWS, BLOCKS]."""
+    """Return the values divided by the scale of their block, and the bfloat16 bits of the scales [ROWS, BLOCKS]."""
     magnitude = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     largest = tl.max(magnitude, axis=2)
     good = (largest > 0) & (largest < 0x7F800000)
     exact = tl.div_rn(largest.to(tl.float32, bitcast=True), tl.full(largest.shape, LARGEST, tl.float32))
+    # Round up to a bfloat16, at least the smallest subnormal one.
     up = tl.maximum((exact.to(tl.int32, bitcast=True) + 0xFFFF) >> 16, 1)
     unit = tl.where(good, (up << 16).to(tl.float32, bitcast=True), 1.0)
     whole = tl.where(good[:, :, None], values, 0.0)
@@ -141,7 +150,8 @@ def _quotients(values, LARGEST: tl.constexpr):
 @triton.jit
 @no_type_check
 def _round(value, random):
-    """To the nearest whole number, or up where the random bits, as a fraction, lie below the value's; within 2^22."""
+    """Round to nearest even, or stochastically with the upper 24 bits of `random`. `value` is within 2^22."""
+    # Adding and subtracting 1.5 * 2^23 rounds to an integer.
     if random is None:
         rounded = (value + 12582912.0) - 12582912.0
     else:
@@ -162,8 +172,8 @@ def _to_int8(quotients, random):
 @no_type_check
 def _to_e4m3(quotients, random):
     bits = quotients.to(tl.int32, bitcast=True)
-    exponent = tl.maximum((bits >> 23) & 0xFF, 121)  # of the power of two below, 2^-6 at least
-    shift = ((257 - exponent) << 23).to(tl.float32, bitcast=True)  # which leaves three bits behind the first
+    exponent = tl.maximum((bits >> 23) & 0xFF, 121)  # Biased exponent, at least that of 2^-6.
+    shift = ((257 - exponent) << 23).to(tl.float32, bitcast=True)  # Leaves three bits after the leading one.
     whole = _round(tl.abs(quotients) * shift, random).to(tl.int32)
     code = tl.minimum(((exponent - 121) << 3) + whole, 0x7E)
     return code | ((bits >> 24) & 0x80)
@@ -172,7 +182,7 @@ def _to_e4m3(quotients, random):
 @triton.jit
 @no_type_check
 def _to_fp16_bits(values, power):
-    """Bits of float16, and which numbers were too large."""
+    """Return the bits of float16 numbers, and whether each value was finite but too large."""
     scaled = values * power
     bits = values.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
@@ -194,7 +204,7 @@ def _to_bf16_bits(values):
 @triton.jit
 @no_type_check
 def _cell_words(row, key, column):
-    """Tile of uint32: the words of meseta.ops.random_rows.random_bits."""
+    """Return the words of `meseta.ops.random_rows.random_bits` for a tile of cells, as uint32."""
     ROWS: tl.constexpr = row.shape[0]
     BLOCKS: tl.constexpr = key.shape[0]
     zeros = tl.zeros([ROWS, BLOCKS, 4], dtype=tl.uint32)
@@ -210,7 +220,7 @@ def _cell_words(row, key, column):
 @triton.jit(do_not_specialize=["num_rows"])
 @no_type_check
 def decode_blocks(out, addresses, plan, num_rows, stride, FORM: tl.constexpr):
-    """Float32 columns of rows that lie `stride` apart; `addresses` of the encoded matrices."""
+    """Decode into float32 rows with row stride `stride`. `addresses` has the addresses of the encoded matrices."""
     CODEC: tl.constexpr = FORM % 8
     VECTOR: tl.constexpr = FORM // 32 % 8
     CODES: tl.constexpr = FORM // 256
@@ -225,7 +235,7 @@ def decode_blocks(out, addresses, plan, num_rows, stride, FORM: tl.constexpr):
     begin = tl.load(words + 2, mask=live, other=0)
     count = tl.load(words + 3, mask=live, other=0)
     is_row = (row < num_rows)[:, None, None]
-    # Lanes behind the last column may lie outside of the result: only those that some part names are touched.
+    # Lanes after the last column may be outside the output, so access only lanes that are part of a move.
     touched = _touched_lanes(plan, begin, count, VECTOR) & is_row
     values = tl.load(to, mask=touched & adds[None, :, None], other=0.0)
     for k in range(tl.max(count, axis=0)):
@@ -241,8 +251,8 @@ def decode_blocks(out, addresses, plan, num_rows, stride, FORM: tl.constexpr):
             number = number * _load_factor(plan, 1)
         else:
             at = line + tl.load(part + 6, mask=there, other=0)[None, :]
-            known = (row < num_rows)[:, None] & there[None, :]
-            unit = tl.load(at.to(tl.pointer_type(tl.uint16)), mask=known, other=0).to(tl.uint32) << 16
+            is_in_part = (row < num_rows)[:, None] & there[None, :]
+            unit = tl.load(at.to(tl.pointer_type(tl.uint16)), mask=is_in_part, other=0).to(tl.uint32) << 16
             number = number * unit.to(tl.float32, bitcast=True)[:, :, None]
         number = number * _load_factor(plan, 2)
         sums = tl.load(part + 5, mask=there, other=0) != 0
@@ -253,7 +263,7 @@ def decode_blocks(out, addresses, plan, num_rows, stride, FORM: tl.constexpr):
 @triton.jit
 @no_type_check
 def _part_lanes(part, there, VECTOR: tl.constexpr):
-    """[1, BLOCKS, 16]: the lanes that a part names."""
+    """Return a mask [1, BLOCKS, 16] of the lanes of a part."""
     lane = tl.arange(0, 16)[None, None, :]
     first = tl.multiple_of(tl.load(part + 3, mask=there, other=0), VECTOR)
     last = tl.multiple_of(tl.load(part + 4, mask=there, other=0), VECTOR)
@@ -272,7 +282,7 @@ def _touched_lanes(plan, begin, count, VECTOR: tl.constexpr):
 @triton.jit
 @no_type_check
 def _load_numbers(line, lane, inside, CODEC: tl.constexpr, CODES: tl.constexpr):
-    """Tile of float32 of what is written at `line` [ROWS, BLOCKS], an address, and the lanes behind it."""
+    """Load a tile of encoded numbers as float32. `line` [ROWS, BLOCKS] has the address of lane 0."""
     if CODEC <= BF16:
         halves = tl.multiple_of(line.to(tl.pointer_type(tl.uint16)), [2 * CODES, 2 * CODES])
         code = tl.load(halves[:, :, None] + lane, mask=inside, other=0)

@@ -1,4 +1,4 @@
-"""Put columns of several matrices side by side: answers of ranks into features, and gradients back."""
+"""Copying of columns between matrices, such as from received embeddings to features, and of gradients in reverse."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from meseta.spec import MesetaError
 
 
 class ColumnMove(NamedTuple):
-    """Some columns of a matrix, and where they go."""
+    """Columns of a source matrix and their target in the output."""
 
     source: int
-    """Index of the matrix."""
+    """Index of the source matrix."""
     start: int
-    """First column there."""
+    """First column in the source."""
     target: int
-    """First column of the result."""
+    """First column in the output."""
     width: int
-    """How many columns."""
+    """Number of columns."""
     add: int = 0
-    """1: added to what earlier moves brought there. 0: written over it."""
+    """1 if the columns are added to those of earlier moves, 0 if they overwrite them."""
 
 
 def pack_moves(moves: Iterable[ColumnMove]) -> tuple[int, ...]:
-    """The same moves, as numbers for `place_columns`, neighbours made one where they are neighbours on both sides."""
+    """Pack moves into integers for `place_columns`. Adjacent moves are merged if source and target continue."""
     joined: list[ColumnMove] = []
     for move in moves:
         last = joined[-1] if joined else None
@@ -45,18 +45,22 @@ def pack_moves(moves: Iterable[ColumnMove]) -> tuple[int, ...]:
 
 
 def unpack_moves(numbers: Sequence[int]) -> list[ColumnMove]:
-    """The moves that `pack_moves` has made numbers of."""
+    """Unpack the result of `pack_moves`."""
     size = len(ColumnMove._fields)
     return [ColumnMove(*numbers[first : first + size]) for first in range(0, len(numbers), size)]
 
 
 def place_columns(out: Tensor, sources: Sequence[Tensor], moves: Sequence[int], scale: float = 1.0) -> None:
-    """Write columns of the sources, [B, any] each, times `scale` to `out` [B, columns], in place.
+    """Copy columns of the sources, multiplied by `scale`, to `out`.
 
-    `moves` are those that `pack_moves` returns. In each row they are done one after the other, so sums are added in
-    their order. Columns that no move names stay. All matrices have one type, float32 or float64; `out` has contiguous
-    columns and shares no memory with a source. Raises MesetaError for matrices that do not fit together and, on a CPU,
-    for columns outside them.
+    Args:
+        out: float32 or float64 [B, columns]. Columns must be contiguous. Columns without a move are unchanged.
+        sources: Matrices [B, any] of the dtype of `out`. None may share memory with `out`.
+        moves: Result of `pack_moves`. Moves are applied in order, so that sums are added in this order.
+        scale: Factor by which columns are multiplied.
+
+    Raises:
+        MesetaError: Matrices do not match each other or, on a CPU, a column is outside its matrix.
     """
     _operator(out, list(sources), list(moves), scale)
 
@@ -65,19 +69,20 @@ def _check(out: Tensor, sources: list[Tensor], moves: list[int]) -> None:
     for index, matrix in enumerate((out, *sources)):
         if matrix.dim() != 2 or matrix.dtype != out.dtype or matrix.shape[0] != out.shape[0]:
             raise MesetaError(
-                f"place_columns: matrix {index} is {matrix.dtype} {list(matrix.shape)}, but the result is {out.dtype} "
-                f"{list(out.shape)}; all must have one type and as many rows"
+                f"place_columns: matrix {index} is {matrix.dtype} {list(matrix.shape)}, but the output is {out.dtype} "
+                f"{list(out.shape)}; all must have the same dtype and number of rows"
             )
-    apart = out.numel() > 0 and out.stride(1) != 1  # an empty matrix of numpy has strides of 0
+    apart = out.numel() > 0 and out.stride(1) != 1  # Strides of an empty NumPy matrix are 0.
     if out.dtype not in (torch.float32, torch.float64) or apart or len(moves) % len(ColumnMove._fields):
         raise MesetaError(
-            f"place_columns: {len(moves)} numbers of moves, and a result of {out.dtype} with strides {out.stride()}; "
-            "give five numbers for each move, and float32 or float64 with contiguous columns"
+            f"place_columns: moves have {len(moves)} numbers, and the output is {out.dtype} with strides "
+            f"{out.stride()}; pass five numbers per move, and a float32 or float64 output with contiguous columns"
         )
 
 
 def _cpu(out: Tensor, sources: list[Tensor], moves: list[int], scale: float) -> None:
     _check(out, sources, moves)
+    # The core handles any row stride, but needs contiguous columns.
     rows = [source if source.stride(1) == 1 else source.contiguous() for source in sources]
     described = [number for m in rows for number in (m.data_ptr(), m.size(1), m.stride(0))]
     try:

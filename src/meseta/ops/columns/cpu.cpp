@@ -1,4 +1,4 @@
-// Columns of several matrices put side by side in one: a block of rows at a time, so that its lines are still near.
+// Copying of columns between matrices, a block of rows at a time, so that its cache lines are reused.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/vector.h>
@@ -17,7 +17,7 @@ using namespace meseta;
 namespace {
 
 constexpr int64_t kRows = 64;
-constexpr int64_t kMinBlocksPerThread = 4;  // fewer rows are not worth a second thread
+constexpr int64_t kMinBlocksPerThread = 4;  // With fewer rows, another thread does not pay off.
 
 template <typename T>
 void place(std::array<int64_t, 4> out, const std::vector<int64_t>& sources, const std::vector<int64_t>& moves, T scale,
@@ -33,9 +33,9 @@ void place(std::array<int64_t, 4> out, const std::vector<int64_t>& sources, cons
   });
 }
 
-// `out`: address, rows, columns, numbers from row to row; `sources`: address, columns and numbers from row to row of
-// each, which have as many rows. `moves`: for each (source, first column there, first column of `out`, columns, whether
-// to add), done in this order in every row.
+// Copy columns. `out` is (address, rows, columns, row stride). `sources` has (address, columns, row stride) of each
+// source, all with the same number of rows. `moves` has (source, first column, first column of `out`, columns, whether to
+// add) of each move. Moves are applied in order in every row.
 void place_columns(std::array<int64_t, 4> out, const std::vector<int64_t>& sources, const std::vector<int64_t>& moves,
                    double scale, bool wide, int num_threads) {
   nb::gil_scoped_release unlocked;

@@ -1,4 +1,4 @@
-// Moves of columns from several matrices to one, checked, and done for some rows.
+// Moves of columns from several matrices to one: checks, and execution for some rows.
 #pragma once
 
 #include <cstdint>
@@ -14,8 +14,8 @@ struct ColumnMove {
   bool add;
 };
 
-// `moves`: for each (source, first column there, first column of the result, columns, whether to add). `widths`: the
-// columns of each source.
+// Check moves. `moves` has (source, first column, first column of the output, columns, whether to add) of each move.
+// `widths` has the number of columns of each source.
 inline std::vector<ColumnMove> checked_moves(const std::vector<int64_t>& moves, const std::vector<int64_t>& widths,
                                        int64_t num_columns) {
   constexpr size_t kFields = 5;
@@ -26,22 +26,22 @@ inline std::vector<ColumnMove> checked_moves(const std::vector<int64_t>& moves, 
     if (source < 0 || source >= num_sources) throw_invalid_argument("source ", source, " is outside 0..", num_sources - 1);
     const int64_t limit = widths[size_t(source)];
     if (width < 0 || from < 0 || from > limit - width || to < 0 || to > num_columns - width)
-      throw_invalid_argument(width, " columns from ", from, " of ", limit, " cannot go to ", to, " of ", num_columns);
+      throw_invalid_argument(width, " columns from column ", from, " of ", limit, " cannot move to column ", to, " of ", num_columns);
     checked.push_back({source, from, to, width, moves[m + 4] != 0});
   }
   return checked;
 }
 
-// A move from a matrix in memory.
+// Move from a matrix in memory.
 template <typename T>
 struct Strip {
   const T* from;
-  int64_t stride;  // of the source
+  int64_t stride;  // Row stride of the source.
   int64_t to, width;
   bool add;
 };
 
-// `sources`: address, columns and numbers from row to row of each.
+// Check moves. `sources` has (address, columns, row stride) of each source.
 template <typename T>
 std::vector<Strip<T>> checked_strips(const std::vector<int64_t>& sources, const std::vector<int64_t>& moves,
                                      int64_t num_columns) {
@@ -58,11 +58,11 @@ std::vector<Strip<T>> checked_strips(const std::vector<int64_t>& sources, const 
 
 template <bool kAdd, bool kFar, typename T>
 void move_rows(const Strip<T>& strip, int64_t first, int64_t last, T* out, int64_t stride, T scale) {
-  constexpr int64_t kAhead = 16, kLine = 64;  // rows; bytes
+  constexpr int64_t kAhead = 16, kLine = 64;  // Rows, and bytes.
   const T* from = strip.from + first * strip.stride;
   T* to = out + strip.to;
   for (int64_t row = first; row < last; ++row, from += strip.stride, to += stride) {
-    // Short pieces far from each other: the processor does not see them coming.
+    // The hardware prefetcher does not detect short pieces with a large stride.
     for (int64_t c = 0; c < strip.width; c += kLine / int64_t(sizeof(T))) {
       prefetch(from + kAhead * strip.stride + c);
       if (kFar) prefetch_write(to + kAhead * stride + c);
@@ -71,7 +71,8 @@ void move_rows(const Strip<T>& strip, int64_t first, int64_t last, T* out, int64
   }
 }
 
-// Rows [first, last) of the sources to `out`, where the first of them goes. kBackingStore: `out` lies in memory, not in a cache.
+// Apply moves to rows [first, last) of the sources. `out` receives row `first` first. kFar: `out` is in memory, not in
+// the cache.
 template <bool kFar, typename T>
 void place_strips(const std::vector<Strip<T>>& strips, int64_t first, int64_t last, T* out, int64_t stride, T scale) {
   for (const Strip<T>& strip : strips)

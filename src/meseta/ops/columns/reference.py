@@ -1,4 +1,4 @@
-"""Columns moved in plain torch."""
+"""Reference of `place_columns` in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from torch import Tensor
 
 
 def place_columns(out: Tensor, sources: Sequence[Tensor], moves: Sequence[int], scale: float) -> None:
-    """See meseta.ops.columns; `moves` has the five fields of each."""
+    """Implement `meseta.ops.columns.place_columns` in plain PyTorch."""
+    # Moves are stored as five consecutive numbers each.
     for source, start, to, width, add in zip(*(moves[field::5] for field in range(5)), strict=True):
         columns, place = sources[source][:, start : start + width] * scale, out[:, to : to + width]
         if add:

@@ -17,14 +17,18 @@ from meseta.spec import MesetaError
 
 
 def dot_interaction(x: Float[Tensor, "B D"], pooled: Float[Tensor, "B F_times_D"]) -> Float[Tensor, "B D_plus_P"]:
-    """x, then the dot products of all pairs out of (x, e_1, ..., e_F), each pair once: P = F (F + 1) / 2 of them.
+    """Return x followed by the dot products of all pairs of (x, e_1, ..., e_F), F (F + 1) / 2 per sample.
 
-    `pooled` holds e_1 to e_F side by side. Pairs come as the lower triangle without its diagonal, row by row:
-    <e_1, x>, <e_2, x>, <e_2, e_1>, <e_3, x> and so on. The result has the type of x. bfloat16 x beside float32 `pooled`
-    is multiplied and added in float32, and only the result is rounded. Differentiable once in both arguments. In
-    torch.export this is plain torch, which other programs know.
+    The products are the lower triangle without its diagonal, row by row: <e_1, x>, <e_2, x>, <e_2, e_1>, <e_3, x> and
+    so on. Differentiable once. Exported programs contain plain PyTorch operators.
 
-    Raises MesetaError where `pooled` is no whole number of vectors as wide as x for as many samples.
+    Args:
+        x: Dense vectors, whose dtype the result has.
+        pooled: Concatenated vectors e_1 to e_F. With bfloat16 x and float32 `pooled`, computation is in float32 and
+            only the result is rounded.
+
+    Raises:
+        MesetaError: `pooled` is not a whole number of vectors as wide as x, or has another number of samples.
     """
     _check(x, pooled)
     return reference.dot_interaction(x, pooled) if torch.compiler.is_exporting() else _forward(x, pooled)
@@ -38,21 +42,21 @@ def _check(x: Tensor, pooled: Tensor) -> None:
     fits = x.dim() == pooled.dim() == 2 and x.shape[0] == pooled.shape[0] and x.shape[1] > 0
     if not fits or pooled.shape[1] % x.shape[1]:
         raise MesetaError(
-            f"dot_interaction: pooled is {tuple(pooled.shape)}, which is no whole number of vectors for each sample of "
-            f"x, {tuple(x.shape)}; give [B, D] and [B, F * D]"
+            f"dot_interaction: pooled is {tuple(pooled.shape)}, which is not a whole number of vectors for each sample "
+            f"of x, {tuple(x.shape)}; pass [B, D] and [B, F * D]"
         )
     if not (x.is_floating_point() and pooled.is_floating_point()):
-        raise MesetaError(f"dot_interaction: x is {x.dtype} and pooled {pooled.dtype}; give floats")
+        raise MesetaError(f"dot_interaction: x is {x.dtype} and pooled {pooled.dtype}; pass floating-point tensors")
 
 
 def _output_width(x: Tensor, pooled: Tensor) -> Any:
-    """Columns of the result."""
+    """Return the number of columns of the result."""
     num_features = pooled.shape[1] // x.shape[1]
     return x.shape[1] + num_features * (num_features + 1) // 2
 
 
 def _flops(x: Tensor, pooled: Tensor) -> int:
-    """Of each pair of vectors of each sample; of all with all where plain torch multiplies them."""
+    """Count operations. The kernel multiplies each pair once, plain PyTorch all vectors with all."""
     num_vectors = pooled.shape[1] // x.shape[1] + 1
     pairs = num_vectors * (num_vectors - 1) // 2 if _has_kernel(x, pooled) else num_vectors**2
     return 2 * pairs * x.numel()
@@ -81,8 +85,8 @@ def _backward_cpu(gradient: Tensor, x: Tensor, pooled: Tensor) -> tuple[Tensor, 
     _check(x, pooled)
     if gradient.shape != (x.shape[0], _output_width(x, pooled)) or gradient.dtype != x.dtype:
         raise MesetaError(
-            f"dot_interaction_backward: the gradient is {gradient.dtype} {tuple(gradient.shape)}, the result was "
-            f"{x.dtype} {(x.shape[0], _output_width(x, pooled))}; give it the same type and shape"
+            f"dot_interaction_backward: the gradient is {gradient.dtype} {tuple(gradient.shape)}, but the result was "
+            f"{x.dtype} {(x.shape[0], _output_width(x, pooled))}; pass the same dtype and shape"
         )
     if not _has_kernel(x, pooled):
         return reference.dot_interaction_backward(gradient, x, pooled, batched_product)
@@ -115,7 +119,8 @@ _backward = register(
     cpu=_backward_cpu,
     cuda=reference.dot_interaction_backward,
     fake=lambda gradient, x, pooled: (x.new_empty(x.shape), pooled.new_empty(pooled.shape)),
-    # A product has a gradient for each of its two vectors; of all with all, both are in the sum of the transposes.
+    # The kernel multiplies both vectors of each pair. Plain PyTorch adds the transpose to the gradients of all products
+    # first, and then needs one product.
     flops=lambda gradient, x, pooled: _flops(x, pooled) * (2 if _has_kernel(x, pooled) else 1),
 )
 

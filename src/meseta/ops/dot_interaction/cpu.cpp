@@ -1,4 +1,4 @@
-// Dot products of all pairs of vectors of a sample, sixteen samples in the lanes of a register; reference.py says what.
+// Dot products of all pairs of vectors of a sample, with sixteen samples in the lanes of a register. See reference.py.
 #include <nanobind/nanobind.h>
 
 #include <algorithm>
@@ -15,25 +15,25 @@ using namespace meseta;
 namespace {
 
 #if defined(__AVX512F__)
-constexpr int kTile = 4;  // 16 sums and 8 operands in 32 registers
+constexpr int kTile = 4;  // 16 sums and 8 operands fit into 32 registers.
 #else
 constexpr int kTile = 2;
 #endif
 constexpr int kSquare = kLanes * kLanes;
 
 struct Shape {
-  int64_t num_samples, num_features, dim;  // features without x
+  int64_t num_samples, num_features, dim;  // Features without x.
   int64_t vectors() const { return num_features + 1; }
   int64_t padded() const { return (vectors() + kTile - 1) / kTile * kTile; }
   int64_t pairs() const { return vectors() * num_features / 2; }
   int64_t pooled_width() const { return num_features * dim; }
   int64_t width() const { return dim + pairs(); }
-  // Samples of the group after the one that begins at `first`.
+  // Return the number of samples in the group after the one that starts at `first`.
   int next(int64_t first) const { return int(std::clamp<int64_t>(num_samples - first - kLanes, 0, kLanes)); }
 };
 
-// What is meant to be read or written next, at the same place in the next group: 64 bytes of each of sixteen rows is a
-// road that the processor does not see coming.
+// Prefetch the data of the next group at the same position: 64 bytes of each of sixteen rows. The hardware prefetcher does
+// not detect this pattern.
 template <typename T>
 void fetch_next(const T* at, int64_t stride, int count) {
   for (int s = 0; s < count; ++s) prefetch(at + (kLanes + s) * stride);
@@ -43,12 +43,12 @@ void fetch_next_to_write(const T* at, int64_t stride, int count) {
   for (int s = 0; s < count; ++s) prefetch_write(at + (kLanes + s) * stride);
 }
 
-// Place of the product of vectors i > j.
+// Return the position of the product of vectors i > j.
 inline int64_t place(int64_t i, int64_t j) { return i * (i - 1) / 2 + j; }
 
-// Samples [first, first + rows) and columns [column, column + columns) of all vectors, lanes of samples:
-// lanes[16 columns][padded vectors][16 samples]. What lies outside is zero, and so are the vectors that pad the last
-// tile.
+// Gather samples [first, first + rows) and columns [column, column + columns) of all vectors, with samples in lanes:
+// lanes[16 columns][padded vectors][16 samples]. Samples and columns outside the range are zero, and so are the vectors that
+// pad the last tile.
 template <typename X>
 void gather(const Shape& shape, const X* x, const float* pooled, int64_t first, int rows, int64_t column, float* lanes) {
   const int columns = int(std::min<int64_t>(kLanes, shape.dim - column));
@@ -61,7 +61,7 @@ void gather(const Shape& shape, const X* x, const float* pooled, int64_t first, 
   }
 }
 
-// A tile of products, rows i.. and columns j..; those on and above the diagonal are left out.
+// Compute a tile of products of vectors i.. and j... Those on and above the diagonal are skipped.
 template <bool kDiagonal>
 void multiply_tile(const Shape& shape, const float* lanes, int64_t i, int64_t j, bool first_columns, float* sums) {
   const int64_t vectors = shape.vectors(), stride = shape.padded() * kLanes;
@@ -84,7 +84,7 @@ void multiply_tile(const Shape& shape, const float* lanes, int64_t i, int64_t j,
       if (kept(r, c)) store(sums + place(i + r, j + c) * kLanes, sum[r][c]);
 }
 
-// The pairs of one group, lanes of samples, into the rows of `out`.
+// Write the products of one group, with samples in lanes, to the rows of `out`.
 template <typename X>
 void scatter_pairs(const Shape& shape, const float* sums, int64_t first, int rows, X* out) {
   alignas(64) float square[kSquare];
@@ -127,8 +127,8 @@ void forward(const Shape& shape, const X* x, const float* pooled, X* out, int nu
   });
 }
 
-// result[r][d] = sum over j of gradient(i + r, j) * vector j [d], for kTile vectors and 16 columns; `square` holds the
-// gradients of the tile as [vectors j][kTile][16 samples].
+// Compute result[r][d] = sum over j of gradient(i + r, j) * vector j [d], for kTile vectors and 16 columns. `square` has
+// the gradients of the tile as [vectors j][kTile][16 samples].
 inline void multiply_back(const Shape& shape, const float* lanes, const float* square, float* result) {
   const int64_t stride = shape.padded() * kLanes;
   for (int d = 0; d < kLanes; d += kTile) {
@@ -148,8 +148,8 @@ inline void multiply_back(const Shape& shape, const float* lanes, const float* s
   }
 }
 
-// The gradients of pairs, [pairs][16 samples], as the tiles that multiply_back reads. A vector with itself, and the
-// padding, meet a zero.
+// Convert the gradients of pairs, [pairs][16 samples], to the tiles that multiply_back reads. The gradients of a vector
+// with itself and of padding are zero.
 inline void spread(const Shape& shape, const float* pairs, float* square) {
   for (int64_t i = 0; i < shape.padded(); i += kTile)
     for (int64_t j = 0; j < shape.vectors(); ++j)
@@ -168,7 +168,7 @@ struct Backward {
   X* x_gradient;
   float* pooled_gradient;
 
-  // Columns [column, column + 16) of the gradient of vector v, lanes of samples, to its rows.
+  // Write columns [column, column + 16) of the gradient of vector v, with samples in lanes, to its rows.
   void scatter(const float* lanes, int64_t v, int64_t first, int rows, int64_t column) const {
     const int64_t count = std::min<int64_t>(kLanes, shape.dim - column), width = shape.pooled_width();
     alignas(64) float square[kSquare];
@@ -236,8 +236,8 @@ void backward_of(const Shape& shape, uintptr_t gradient, uintptr_t x, uintptr_t 
   backward.run(num_threads);
 }
 
-// x [num_samples, dim] and out [num_samples, dim + pairs] are bfloat or float, pooled [num_samples, num_features * dim]
-// is float; addresses of contiguous tensors that the caller keeps alive.
+// x [num_samples, dim] and out [num_samples, dim + pairs] are bfloat or float, pooled [num_samples, num_features * dim] is
+// float. Tensors must be contiguous, and the caller must keep them alive.
 void dot_interaction(int64_t num_samples, int64_t num_features, int64_t dim, bool bfloat, uintptr_t x, uintptr_t pooled,
                      uintptr_t out, int num_threads) {
   nb::gil_scoped_release unlocked;

@@ -1,4 +1,4 @@
-"""What dot_interaction computes, in plain torch."""
+"""Reference of `dot_interaction` in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BatchedMatmul = Callable[[Tensor, Tensor], Tensor]
 def dot_interaction(
     x: Float[Tensor, "B D"], pooled: Float[Tensor, "B F_times_D"], bmm: BatchedMatmul = torch.bmm
 ) -> Float[Tensor, "B D_plus_P"]:
-    """As meseta.ops.dot_interaction, with `bmm` for its products."""
+    """Implement `meseta.ops.dot_interaction.dot_interaction` in plain PyTorch, with `bmm` for its products."""
     vectors, index = _vectors(x, pooled)
     products = bmm(vectors, vectors.transpose(1, 2)).flatten(1)
     # One flat index_select costs a quarter of indexing with two index tensors.
@@ -30,7 +30,7 @@ def dot_interaction_backward(
     pooled: Float[Tensor, "B F_times_D"],
     bmm: BatchedMatmul = torch.bmm,
 ) -> tuple[Float[Tensor, "B D"], Float[Tensor, "B F_times_D"]]:
-    """Gradients of x and pooled: of a pair's product, each vector takes the other one."""
+    """Return the gradients of x and pooled. The gradient of a product scales the other vector of the pair."""
     vectors, index = _vectors(x, pooled)
     size, width = vectors.shape[1], x.shape[1]
     products = gradient.new_zeros(len(x), size * size, dtype=vectors.dtype)
@@ -42,10 +42,10 @@ def dot_interaction_backward(
 
 
 def _vectors(x: Tensor, pooled: Tensor) -> tuple[Tensor, Tensor]:
-    """x and the embeddings as [B, F + 1, D], and where the lower triangle of their products lies, row by row."""
+    """Return all vectors as [B, F + 1, D], and the flat indices of the lower triangle of their products."""
     vectors = torch.cat([x.to(pooled.dtype), pooled], dim=1).unflatten(1, (-1, x.shape[1]))
     size = vectors.shape[1]
-    if x.is_cuda:  # where each operator is a launch
+    if x.is_cuda:  # Each operator would be a kernel launch, so use a cached constant.
         return vectors, device_constant(_lower_triangle(size), x.device)
     rows, columns = torch.tril_indices(size, size, offset=-1, device=x.device)
     return vectors, rows * size + columns

@@ -1,4 +1,4 @@
-// Binding of policy.h.
+// Python bindings of policy.h.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/vector.h>
@@ -19,14 +19,14 @@ using Slots = nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Pins = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 void check(const EvictionPolicy& policy, const Numbers& slots, const Numbers& rows) {
-  if (slots.shape(0) != rows.shape(0)) throw_invalid_argument(slots.shape(0), " slots have ", rows.shape(0), " rows; give one each");
+  if (slots.shape(0) != rows.shape(0)) throw_invalid_argument(slots.shape(0), " slots for ", rows.shape(0), " rows; pass one slot per row");
   for (size_t i = 0; i < slots.shape(0); ++i)
     if (slots.data()[i] < 0 || slots.data()[i] >= policy.num_slots())
       throw_invalid_argument("slot ", slots.data()[i], " is outside 0..", policy.num_slots() - 1);
 }
 
 nb::capsule make(int64_t num_slots, int64_t num_kept, const std::vector<int64_t>& half_lives) {
-  if (num_slots < 1 || num_kept < 1 || half_lives.empty()) throw_invalid_argument("there must be a slot, a score and a half-life");
+  if (num_slots < 1 || num_kept < 1 || half_lives.empty()) throw_invalid_argument("pass at least one slot, one ghost score and one half-life");
   return {new EvictionPolicy(num_slots, num_kept, half_lives), [](void* p) noexcept { delete static_cast<EvictionPolicy*>(p); }};
 }
 

@@ -1,4 +1,4 @@
-// Which rows leave a cache, by how often and how recently they were asked for; reference.py says the same slowly.
+// Eviction policy, which combines frequency and recency of requests. See reference.py.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,7 @@ namespace meseta {
 
 class EvictionPolicy {
  public:
-  // `half_lives`, of which the first is used until trials have told another, are in lookups.
+  // Half-lives are in lookups. The first one is used until trials select another.
   EvictionPolicy(int64_t num_slots, int64_t num_kept, const std::vector<int64_t>& half_lives)
       : table_(num_slots, num_kept, half_lives.at(0)), half_life_(half_lives.at(0)) {
     if (half_lives.size() < 2 || num_slots < kMinShadowedSlots) return;
@@ -28,7 +28,7 @@ class EvictionPolicy {
     return bytes;
   }
 
-  // Rows [count], each once, in these slots, were asked for by a batch of so many lookups.
+  // Record that a batch of `num_lookups` lookups requested these distinct rows [count], which are in these slots.
   void touch(const int64_t* slots, const int64_t* rows, int64_t count, int64_t num_lookups) {
     for (int64_t i = 0; i < count; ++i) table_.touch(slots[i]);
     table_.pass(num_lookups);
@@ -42,12 +42,12 @@ class EvictionPolicy {
     review(num_lookups);
   }
 
-  // They come into these slots.
+  // Record that rows have been put into slots.
   void admit(const int64_t* slots, const int64_t* rows, int64_t count) {
     for (int64_t i = 0; i < count; ++i) table_.admit(slots[i], rows[i]);
   }
 
-  // Choose `count` slots of `rows` (negative: none) that are not pinned; false where fewer are not.
+  // Choose `count` unpinned slots of `rows` (negative for empty slots). Returns false if there are fewer.
   template <typename IsPinned>
   bool choose(int64_t count, const int64_t* rows, const IsPinned& is_pinned, int64_t* out) {
     return table_.choose(count, rows, is_pinned, out);
@@ -56,10 +56,10 @@ class EvictionPolicy {
   int64_t num_slots() const { return table_.num_slots(); }
 
  private:
-  static constexpr int64_t kMinShadowedSlots = 8192, kMinShadowSlots = 512;  // fewer, and their misses tell little
+  static constexpr int64_t kMinShadowedSlots = 8192, kMinShadowSlots = 512;  // Smaller samples say little about misses.
   static constexpr int kMaxShrink = 6;
 
-  // Now and then take the half-life of which the trial has missed least, if it is less by something.
+  // Regularly switch to the half-life with the fewest misses in its trial, if the difference is large enough.
   void review(int64_t num_lookups) {
     lookups_since_update_ += num_lookups;
     if (lookups_since_update_ < 2 * table_.num_slots()) return;

@@ -1,4 +1,4 @@
-"""The policy of meseta.ops.eviction, slot after slot in plain Python."""
+"""Reference of the eviction policy in plain Python, one slot at a time."""
 
 from __future__ import annotations
 
@@ -6,20 +6,23 @@ import math
 from collections.abc import Sequence
 
 SCORE_STEPS = 8
-"""Of a score, to twice as much."""
+"""Number of score steps per factor of two."""
 REQUEST_SCORE = 24 * SCORE_STEPS
-"""Score of a request where no part of a half-life has passed."""
+"""Score of a request with age 0."""
 WINDOW_FACTOR, MIN_WINDOW = 8, 64
-"""Slots that are looked at for each that is needed, and in all at least."""
+"""Number of slots in the window per victim, and minimum size of the window."""
 
 
 def add_scores(one: int, other: int) -> int:
-    """The score of two scores together."""
+    """Return the score of the sum of two scores, which are logarithms."""
     return min(255, max(one, other) + int(SCORE_STEPS * math.log2(1 + 2 ** (-abs(one - other) / SCORE_STEPS)) + 0.5))
 
 
 def choose_victims(scores: Sequence[int], pins: Sequence[int], count: int, hand: int) -> tuple[list[int], int] | None:
-    """The slots that leave, in the order in which the hand meets them, and where it is then; None where too few may."""
+    """Return the victims in the order of the hand and the new position of the hand.
+
+    The result is `None` if fewer than `count` slots are unpinned.
+    """
     order = [*range(hand, len(scores)), *range(hand)]
     seen = min(max(count * WINDOW_FACTOR, MIN_WINDOW), len(scores))
     while seen < len(scores) and sum(pins[slot] == 0 for slot in order[:seen]) < count:
@@ -27,5 +30,5 @@ def choose_victims(scores: Sequence[int], pins: Sequence[int], count: int, hand:
     candidates = [slot for slot in order[:seen] if pins[slot] == 0]
     if len(candidates) < count:
         return None
-    leaving = set(sorted(candidates, key=lambda slot: scores[slot])[:count])  # sorted keeps the order of equal ones
+    leaving = set(sorted(candidates, key=lambda slot: scores[slot])[:count])  # Stable for equal scores.
     return [slot for slot in candidates if slot in leaving], hand if seen == len(scores) else order[seen]

@@ -1,4 +1,4 @@
-// The scores of the slots of a cache, and of rows that have left it; which slots of least score are given to other rows.
+// Scores of the slots of a cache, ghost scores of evicted rows, and the choice of victims.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,7 @@ namespace meseta {
 
 class ScoreTable {
  public:
-  // A cache of slots 0..num_slots-1, all empty; `num_kept` scores are kept of rows that left.
+  // Create the scores of empty slots 0..num_slots-1, with `num_kept` ghost scores.
   ScoreTable(int64_t num_slots, int64_t num_kept, int64_t half_life)
       : scores_(size_t(num_slots)), ghost_scores_(size_t(std::max<int64_t>(num_kept, 1))), clock_(half_life) {}
 
@@ -20,11 +20,11 @@ class ScoreTable {
   size_t num_bytes() const { return scores_.size() + ghost_scores_.size(); }
   void set_half_life(int64_t half_life) { clock_.set(half_life); }
 
-  // A row comes into a slot, with the score that was kept of it.
+  // A row is put into a slot. It gets its ghost score.
   void admit(int64_t slot, int64_t row) { scores_[size_t(slot)] = ghost_scores_[place(row)]; }
-  // The row in a slot is asked for.
+  // The row in a slot is requested.
   void touch(int64_t slot) { scores_[size_t(slot)] = add_scores(scores_[size_t(slot)], clock_.now()); }
-  // So many lookups were made.
+  // Advance the clock by a number of lookups.
   void pass(int64_t lookups) {
     const int halvings = clock_.pass(lookups);
     if (halvings == 0) return;
@@ -32,9 +32,10 @@ class ScoreTable {
     lower_scores(ghost_scores_.data(), ghost_scores_.size(), halvings);
   }
 
-  // Choose `count` slots of `rows` (negative: none) that are not pinned: first those that were never used, then those of
-  // least score among kWindow times as many that follow the hand, or more where few of these may leave; of equal scores
-  // the first ones. Their scores are kept. False, with nothing chosen, where too few may leave.
+  // Choose `count` unpinned slots of `rows` (negative for empty slots). Unused slots come first, then the lowest scores
+  // within a window after the hand. The window has kWindow slots per victim, or more if many are pinned. Of equal scores
+  // the first ones are chosen. Their ghost scores are stored. Returns false, with nothing chosen, if too few slots are
+  // unpinned.
   template <typename IsPinned>
   bool choose(int64_t count, const int64_t* rows, const IsPinned& is_pinned, int64_t* out) {
     const int64_t fresh = std::min(count, num_slots() - num_used_);
@@ -63,7 +64,7 @@ class ScoreTable {
     }
     if (candidates < count) return false;
     size_t highest = 0;
-    int64_t below = 0;  // candidates of less score than `highest`
+    int64_t below = 0;  // Number of candidates with a lower score than `highest`.
     while (below + numbers[highest] < count) below += numbers[highest++];
     int64_t equal = count - below, chosen = 0;
     for (int64_t step = 0; chosen < count; ++step) {

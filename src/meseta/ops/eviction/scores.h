@@ -1,9 +1,10 @@
-// Scores of rows: how often each was asked for, with less weight on what was long ago; one byte each.
+// Scores of rows, one byte each. A score is the number of requests of a row, with less weight for older requests.
 //
-//   score     0   1   ...   192 ..... 199   ...   255       8 steps are twice as much
-//           never            one request now      asked for often
+//   score     0   1   ...   192 ..... 199   ...   255       8 steps are a factor of two
+//           never             one request        many requests
 //
-// What a request counts rises with time, so that old scores need not fall; after each half-life all are lowered by 8.
+// The score of a request rises with time, so that old scores need not be lowered in each step. After each half-life all
+// scores are lowered by 8.
 #pragma once
 
 #include <algorithm>
@@ -15,9 +16,9 @@
 namespace meseta {
 
 constexpr int kScoreSteps = 8;
-constexpr int kRequestScore = 24 * kScoreSteps;  // what a request counts after scores were lowered
+constexpr int kRequestScore = 24 * kScoreSteps;  // Score of a request directly after scores were lowered.
 
-// By how much the larger of two scores that differ by d rises when they are added up.
+// Increase of the larger of two scores that differ by d, when they are added.
 inline const std::array<uint8_t, 64>& score_rises() {
   static const auto table = [] {
     std::array<uint8_t, 64> rise{};
@@ -38,19 +39,19 @@ inline void lower_scores(uint8_t* scores, size_t count, int halvings) {
   for (size_t i = 0; i < count; ++i) scores[i] = uint8_t(std::max(int(scores[i]) - less, 0));
 }
 
-// Time, in lookups.
+// Time in lookups.
 class ScoreClock {
  public:
   ScoreClock(int64_t half_life) : half_life_(std::max<int64_t>(half_life, 1)) {}
   int now() const { return kRequestScore + int(kScoreSteps * lookups_ / half_life_); }
-  // Returns how often scores are to be lowered.
+  // Advance the clock. Returns by how many half-lives all scores must be lowered.
   int pass(int64_t lookups) {
     lookups_ += lookups;
     const int64_t halvings = lookups_ / half_life_;
     lookups_ %= half_life_;
     return int(std::min<int64_t>(halvings, 32));
   }
-  // From now on; the part of a half-life that has passed stays.
+  // Change the half-life. The elapsed fraction of a half-life is kept.
   void set(int64_t half_life) {
     half_life = std::max<int64_t>(half_life, 1);
     lookups_ = int64_t(double(lookups_) / double(half_life_) * double(half_life));

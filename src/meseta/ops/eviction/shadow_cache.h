@@ -1,5 +1,5 @@
-// A small cache of a sample of the rows, which tells how many misses a half-life would have made (Waldspurger et al.,
-// "Cache modeling and optimization using miniature simulations", USENIX ATC 2017). It holds no rows, only their numbers.
+// Miniature cache with a sample of the rows, which measures the misses of a half-life (Waldspurger et al., "Cache modeling
+// and optimization using miniature simulations", USENIX ATC 2017). It stores row numbers only.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,8 @@ namespace meseta {
 
 class ShadowCache {
  public:
-  // One row in 2^shrink is of the sample, and the cache is as much smaller. `half_life` is in lookups of all rows.
+  // The sample has one row in 2^shrink, and the cache is smaller by the same factor. `half_life` is in lookups of all
+  // rows.
   ShadowCache(int64_t num_slots, int64_t num_kept, int shrink, int64_t half_life)
       : half_life_(half_life),
         table_(num_slots >> shrink, num_kept >> shrink, half_life),
@@ -27,7 +28,7 @@ class ShadowCache {
   size_t num_bytes() const { return table_.num_bytes() + 8 * rows_.size() + pages_.bytes() + slots_.grown_bytes(); }
   void halve_misses() { misses_ /= 2; }
 
-  // A row that is asked for, whose word is of the sample.
+  // A row is requested whose hash is part of the sample.
   void ask(int64_t row, uint64_t word) {
     int64_t slot = slots_.find(word);
     if (slot < 0) {
@@ -47,7 +48,7 @@ class ShadowCache {
  private:
   int64_t half_life_;
   ScoreTable table_;
-  std::vector<int64_t> rows_;  // of each slot
+  std::vector<int64_t> rows_;  // Row of each slot.
   Pages pages_;
   SlotMapPart<uint32_t> slots_;
   int64_t misses_ = 0;

@@ -1,4 +1,4 @@
-"""Ids of any size to rows of a table."""
+"""Hashing of arbitrary ids to rows of a table."""
 
 from __future__ import annotations
 
@@ -20,15 +20,20 @@ HashMethod = Literal["splitmix64", "xxh64"]
 def hash_ids(
     ids: Int[Tensor, " nnz"], num_rows: int, seed: int = 0, method: HashMethod = "splitmix64"
 ) -> Int[Tensor, " nnz"]:
-    """A row in 0..num_rows-1 for each id: the high 64 bits of hash * num_rows, as even as a modulo.
+    """Return a row in 0..num_rows-1 for each id, as int64.
 
-    'splitmix64' takes output number `seed` (0, 1, 2 ...) of SplitMix64 started from the id (Steele et al., "Fast
-    splittable pseudorandom number generators", OOPSLA 2014): the cheapest. 'xxh64' takes XXH64 of the eight bytes of
-    the id with `seed`, as meseta.data.hash_categories does with strings. The seed is in 0..2^64-1. Ids are int32
-    (taken as the same number in 64 bits) or int64; rows come as int64.
+    Args:
+        ids: int32 or int64 ids. Equal numbers of both dtypes have equal rows.
+        num_rows: Number of rows, 1..2^63-1.
+        seed: Seed, 0..2^64-1.
+        method: "splitmix64" is the fastest: output number `seed` of SplitMix64 started with the id (Steele et al.,
+            "Fast splittable pseudorandom number generators", OOPSLA 2014). "xxh64" is XXH64 of the eight bytes of the
+            id, as `meseta.data.hash_categories` computes it for strings.
 
-    Raises MesetaError for num_rows outside 1..2^63-1, a seed outside 64 bits, and an unknown method.
+    Raises:
+        MesetaError: `num_rows` or `seed` is out of range, or `method` is unknown.
     """
+    # The row is the upper 64 bits of hash * num_rows, which is distributed as evenly as a modulo.
     if not 1 <= num_rows < 2**63:
         raise MesetaError(f"hash_ids: num_rows must be in 1..2**63-1, got {num_rows}")
     if not 0 <= seed < 2**64:

@@ -1,4 +1,4 @@
-// Hashes of ids, reduced to rows; written so that the compiler makes vectors of the loops.
+// Hashes of ids, reduced to rows. The loops are written such that compilers vectorize them.
 #include <nanobind/nanobind.h>
 
 #include <algorithm>

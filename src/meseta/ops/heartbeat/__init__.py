@@ -1,24 +1,25 @@
-"""The heartbeat of a process: the time, written into a file each second by a thread that needs no interpreter."""
+"""Heartbeat of a process: a native thread that writes the time to a file, independently of the Python interpreter."""
 
 from __future__ import annotations
 
 from meseta.ops.core import core
 
 HEARTBEAT_INTERVAL_S = 1.0
-"""Between two beats."""
+"""Seconds between two heartbeats."""
 
 
 def start_heartbeat(descriptor: int, offset: int) -> None:
-    """Start a thread that writes two int64 to byte `offset`, a multiple of 8, of an open file each second: the time of
-    CLOCK_MONOTONIC and the processor time of this process, both in nanoseconds.
+    """Start to write a heartbeat into an open file, immediately and then once per second.
 
-    The file is mapped, so nothing of a process that is killed is lost; and no lock is needed, so that a beat which does
-    not come says that the process does not run: stopped, swapping, or held up by a disk. A second call ends the first
-    one's. A fork of this process has no beat. Raises ValueError where the file has no such offset.
+    A heartbeat is two int64 at byte `offset`, a multiple of 8: the time of CLOCK_MONOTONIC and the CPU time of the
+    process, both in nanoseconds. A second call replaces the first one. A forked child has no heartbeat. Raises
+    ValueError if the file has no such offset.
     """
+    # The file is mapped, so that the last heartbeat survives a kill. The thread takes no lock. A missing heartbeat
+    # therefore means that the whole process is stopped, swapping or blocked on a disk.
     core().start_heartbeat(descriptor, offset, HEARTBEAT_INTERVAL_S)
 
 
 def stop_heartbeat() -> None:
-    """Write no more, if anything is written."""
+    """Stop the heartbeat, if there is one."""
     core().stop_heartbeat()

@@ -1,4 +1,4 @@
-// A thread of no interpreter that writes the time into the memory of a file.
+// Native thread that writes a heartbeat to a memory-mapped file.
 #include <nanobind/nanobind.h>
 
 #include <sys/mman.h>
@@ -24,17 +24,17 @@ int64_t nanoseconds(clockid_t clock) {
   return now.tv_sec * int64_t{1'000'000'000} + now.tv_nsec;
 }
 
-// What it writes to is mapped by itself and belongs to the process, so that a thread which is never ended, as where a
-// process leaves at once, finds its memory to the last.
+// The mapping belongs to the process and is not unmapped. If the process exits without stopping the thread, the thread
+// can still write.
 class Heartbeat {
  public:
   Heartbeat(int descriptor, size_t place, double period_s) : period_(period_s) {
     num_bytes_ = place + 2 * sizeof(int64_t);
     memory_ = mmap(nullptr, num_bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
-    if (memory_ == MAP_FAILED) throw std::runtime_error("the file of a heartbeat cannot be mapped");
+    if (memory_ == MAP_FAILED) throw std::runtime_error("start_heartbeat: the file cannot be mapped");
     time_ = reinterpret_cast<int64_t*>(static_cast<char*>(memory_) + place);
     write();
-    // Signals are the interpreter's.
+    // Block signals, which the interpreter's thread handles.
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
@@ -66,14 +66,14 @@ class Heartbeat {
   double period_;
   size_t num_bytes_ = 0;
   void* memory_ = nullptr;
-  int64_t* time_ = nullptr;  // [2] monotonic, and processor time of the process, in nanoseconds
+  int64_t* time_ = nullptr;  // [2] monotonic time and CPU time of the process, in nanoseconds.
   std::mutex mutex_;
   std::condition_variable changed_;
   bool ended_ = false;
   std::thread thread_;
 };
 
-Heartbeat* active_heartbeat = nullptr;  // of this process; never destroyed with it
+Heartbeat* active_heartbeat = nullptr;  // Of this process. Never destroyed at exit.
 
 void stop_heartbeat() {
   if (active_heartbeat == nullptr) return;
@@ -90,7 +90,7 @@ void start_heartbeat(int descriptor, size_t offset, double interval_s) {
   const off_t size = lseek(descriptor, 0, SEEK_END);
   if (size < 0 || static_cast<size_t>(size) < 2 * sizeof(int64_t) ||
       offset > static_cast<size_t>(size) - 2 * sizeof(int64_t))
-    throw std::invalid_argument("start_heartbeat: the file is too short for this offset, or is none");
+    throw std::invalid_argument("start_heartbeat: the file is too short for this offset, or is not a regular file");
   stop_heartbeat();
   active_heartbeat = new Heartbeat(descriptor, offset, interval_s);
 }

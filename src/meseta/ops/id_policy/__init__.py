@@ -1,4 +1,4 @@
-"""What happens to ids outside their table; none is ever read as another row in silence."""
+"""Handling of out-of-range ids by the policy of their feature. No such id silently reads another row."""
 
 from __future__ import annotations
 
@@ -20,36 +20,43 @@ from meseta.spec import IdPolicy, MesetaError
 
 @dataclass(frozen=True)
 class CheckedIds:
-    """A batch whose ids are all valid rows, unless `first_error` says otherwise."""
+    """Batch after id policies. All ids are valid rows unless `first_error` reports one."""
 
     kjt: KeyedJaggedTensor
-    """Ids after the policies; the batch itself where none was outside."""
+    """Ids after the policies. On a CPU it is the input itself if all ids were in range."""
     num_outside: Int[Tensor, " F"]
-    """Ids outside their table, per feature."""
+    """Number of out-of-range ids per feature."""
     first_error: Int[Tensor, " 3"]
-    """(feature, sample, id) of the first id that the policy 'error' refuses; feature is -1 where there is none.
-    Such ids read row 0 until the error is raised, at the latest before any row is written."""
+    """(feature, sample, id) of the first out-of-range id with policy 'error', or feature -1 if there is none.
+
+    Ids with this policy read row 0 until the caller raises the error, which must happen before rows are updated.
+    """
 
 
 NO_ERROR = torch.tensor([-1, 0, 0])
-"""`first_error` of a batch on a CPU in which no id was outside."""
+"""`first_error` of a CPU batch without out-of-range ids."""
+# The core identifies a policy by its index.
 POLICIES: tuple[IdPolicy, ...] = ("error", "drop", "clamp", "hash")
-"""In the order of the core's numbers for them."""
 
 
 def apply_id_policy(kjt: KeyedJaggedTensor, num_rows: Sequence[int], policies: Sequence[IdPolicy]) -> CheckedIds:
-    """Apply each feature's policy to the ids outside 0..num_rows-1 [F].
+    """Apply the policy of each feature to ids outside 0..num_rows-1.
 
-    'clamp' moves to the nearest row; 'hash' mixes the 64 bits of the id (the finaliser of SplitMix64: Steele et al.,
-    "Fast splittable pseudorandom number generators", OOPSLA 2014) and takes them modulo the rows; 'drop' leaves the
-    id out. Ids int32 or int64; those that had to change come back as int64. On a GPU there is no host sync unless a
-    policy is 'drop', and ids always come back as int64. Raises MesetaError where `num_rows` and `policies` do not fit
-    the features.
+    Args:
+        kjt: Batch with int32 or int64 ids. If ids change, or on a GPU always, the result has int64 ids.
+        num_rows: Number of rows of the table of each feature.
+        policies: Policy of each feature. `clamp` selects the nearest row, `hash` a row by a hash of the id, and `drop`
+            removes the id. On a GPU only `drop` needs a host sync.
+
+    Raises:
+        MesetaError: `num_rows` or `policies` do not have one entry per feature.
     """
+    # The hash is the finalizer of SplitMix64 (Steele et al., "Fast splittable pseudorandom number generators", OOPSLA
+    # 2014), modulo the number of rows.
     if not len(num_rows) == len(policies) == len(kjt.keys):
         raise MesetaError(
             f"apply_id_policy: {len(num_rows)} numbers of rows and {len(policies)} policies for {len(kjt.keys)} "
-            "features; give one of each per feature"
+            "features; pass one of each per feature"
         )
     first_bags = list(accumulate(kjt.batch_sizes, initial=0))
     numbers = [POLICIES.index(policy) for policy in policies]

@@ -1,4 +1,4 @@
-// Ids outside their table: counted at the speed of memory, and repaired only where there are any.
+// Id policies. Out-of-range ids are counted at memory speed, and ids are rewritten only if there are any.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/vector.h>
 
@@ -15,7 +15,7 @@ using namespace meseta;
 
 namespace {
 
-constexpr int64_t kPiece = 32768;  // ids that one thread counts at a time
+constexpr int64_t kPiece = 32768;  // Number of ids that one thread counts at a time.
 
 struct Piece {
   size_t feature;
@@ -52,13 +52,13 @@ void count_all(const Id* ids, const std::vector<Piece>& pieces, const std::vecto
 
 void check_features(const std::vector<int64_t>& bounds, const std::vector<int64_t>& num_rows, int64_t num_ids) {
   if (bounds.size() != num_rows.size() + 1)
-    throw_invalid_argument(bounds.size(), " bounds for ", num_rows.size(), " features; there must be F + 1 of them");
+    throw_invalid_argument(bounds.size(), " bounds for ", num_rows.size(), " features; pass F + 1 bounds");
   check_bounds("bounds", bounds.data(), int64_t(bounds.size()), num_ids);
   for (size_t f = 0; f < num_rows.size(); ++f)
-    if (num_rows[f] < 0) throw_invalid_argument("num_rows[", f, "] is ", num_rows[f], "; a table has at least 0 rows");
+    if (num_rows[f] < 0) throw_invalid_argument("num_rows[", f, "] is ", num_rows[f], ", but must not be negative");
 }
 
-// counts [F], zeroed by the caller: ids of feature f, those in bounds[f]..bounds[f + 1], outside 0..num_rows[f]-1.
+// Count ids outside 0..num_rows[f]-1 among ids bounds[f]..bounds[f + 1]-1 of each feature f. The caller zeroes `counts` [F].
 void count_outside(uintptr_t ids, int64_t num_ids, bool wide, const std::vector<int64_t>& bounds,
                    const std::vector<int64_t>& num_rows, uintptr_t counts, int num_threads) {
   nb::gil_scoped_release unlocked;
@@ -76,10 +76,10 @@ void count_outside(uintptr_t ids, int64_t num_ids, bool wide, const std::vector<
 enum Policy : int64_t { kError, kDrop, kClamp, kHash };
 
 struct FixedIds {
-  int64_t* ids;      // [nnz]
-  int64_t* lengths;  // [bags]
-  int64_t* kept;     // [nnz]: where each id stood
-  int64_t* first_error;  // [3]
+  int64_t* ids;      // [nnz].
+  int64_t* lengths;  // [bags].
+  int64_t* kept;     // [nnz]: original position of each id.
+  int64_t* first_error;  // [3].
 };
 
 template <typename Id>
@@ -112,7 +112,7 @@ int64_t fix_all(const Id* ids, const std::vector<int64_t>& first_bags, const std
   return kept;
 }
 
-// Apply the policies (0 error, 1 drop, 2 clamp, 3 hash); returns how many ids are left.
+// Apply the policies (0 error, 1 drop, 2 clamp, 3 hash). Returns the number of remaining ids.
 int64_t fix_ids(uintptr_t ids, int64_t num_ids, bool wide, uintptr_t lengths, const std::vector<int64_t>& first_bags,
                 const std::vector<int64_t>& num_rows, const std::vector<int64_t>& policies,
                 const std::vector<uintptr_t>& outputs) {
@@ -128,11 +128,11 @@ int64_t fix_ids(uintptr_t ids, int64_t num_ids, bool wide, uintptr_t lengths, co
     total += length[bag];
   }
   if (total != num_ids || first_bags.front() != 0)
-    throw_invalid_argument("the lengths of bags ", first_bags.front(), " and up add up to ", total, ", but there are ", num_ids, " ids");
+    throw_invalid_argument("the lengths of bags from ", first_bags.front(), " on add up to ", total, ", but there are ", num_ids, " ids");
   for (const int64_t policy : policies)
     if (policy < kError || policy > kHash) throw_invalid_argument("policy ", policy, " is outside 0..3");
   for (size_t f = 0; f < num_rows.size(); ++f)
-    if (num_rows[f] < 1) throw_invalid_argument("num_rows[", f, "] is ", num_rows[f], "; no id can be moved into a table without rows");
+    if (num_rows[f] < 1) throw_invalid_argument("num_rows[", f, "] is ", num_rows[f], "; out-of-range ids need a table with rows");
   const auto out = [&](int i) { return reinterpret_cast<int64_t*>(outputs[size_t(i)]); };
   const FixedIds fixed{out(0), out(1), out(2), out(3)};
   return wide ? fix_all(reinterpret_cast<const int64_t*>(ids), first_bags, num_rows, policies, fixed, length)

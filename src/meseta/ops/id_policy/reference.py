@@ -1,4 +1,4 @@
-"""Ids outside their table, counted and repaired in plain torch on any device."""
+"""Reference of id policies in plain PyTorch, for any device."""
 
 from __future__ import annotations
 
@@ -15,20 +15,25 @@ ERROR, DROP, CLAMP, HASH = range(4)
 
 
 def count_outside(ids: Tensor, bounds: Sequence[int], num_rows: Sequence[int]) -> Tensor:
-    """Ids outside 0..num_rows[f]-1 among ids[bounds[f] : bounds[f + 1]], int64 [F]."""
+    """Count the ids outside 0..num_rows[f]-1 among ids[bounds[f] : bounds[f + 1]], int64 [F]."""
     sizes = copy_to_device([stop - start for start, stop in pairwise(bounds)], torch.int64, ids.device)
-    own = ids[bounds[0] : bounds[-1]]
+    checked = ids[bounds[0] : bounds[-1]]
     limit = device_constant(tuple(num_rows), ids.device)
-    feature = torch.repeat_interleave(torch.arange(len(num_rows), device=ids.device), sizes, output_size=own.numel())
-    outside = (own < 0) | (own >= limit[feature])
+    feature = torch.repeat_interleave(
+        torch.arange(len(num_rows), device=ids.device), sizes, output_size=checked.numel()
+    )
+    outside = (checked < 0) | (checked >= limit[feature])
     return torch.zeros_like(limit).scatter_add_(0, feature, outside.long())
 
 
 def fix_ids(
     ids: Tensor, lengths: Tensor, first_bags: Sequence[int], num_rows: Sequence[int], policies: Sequence[int]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Ids after the policies (ERROR, DROP, CLAMP, HASH), lengths, where each id stood, and (feature, sample, id) of the
-    first that ERROR refuses, or -1; all int64. No host sync unless a policy is DROP."""
+    """Apply policies, given as ERROR, DROP, CLAMP or HASH. A host sync is needed for DROP only.
+
+    Returns int64 tensors (ids, lengths, kept, first_error). `kept` has the original position of each id. `first_error`
+    is (feature, sample, id) of the first id that ERROR rejects, or feature -1.
+    """
     ids, device = ids.to(torch.int64), ids.device
     starts = copy_to_device(first_bags, torch.int64, device)
     bags = torch.arange(lengths.numel(), device=device)
@@ -44,8 +49,8 @@ def fix_ids(
     first_error = device_constant((-1, 0, 0), device)
     if ids.numel():
         at = refused.long().argmax()
-        found = torch.stack([feature[at], bag[at] - starts[feature[at]], ids[at]])
-        first_error = torch.where(refused[at], found, first_error)
+        error = torch.stack([feature[at], bag[at] - starts[feature[at]], ids[at]])
+        first_error = torch.where(refused[at], error, first_error)
     lengths, kept = lengths.to(torch.int64), torch.arange(ids.numel(), device=device)
     if DROP in policies:
         keep = ~(outside & (policy == DROP))
@@ -57,14 +62,15 @@ def fix_ids(
 def check_ids(
     ids: Tensor, offsets: Tensor, first_bags: Sequence[int], num_rows: Sequence[int], policies: Sequence[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What `fix_ids` and `count_outside` give where no policy is DROP: ids after the policies, how many of each feature
-    are outside [F], and (feature, sample, id) of the first that ERROR refuses, or -1. Bag g of the ids begins at
-    offsets[g]; feature f has the bags from first_bags[f] on [F + 1]."""
+    """Apply policies other than DROP and count out-of-range ids. Returns (ids, num_outside, first_error).
+
+    Bag g starts at offsets[g], and feature f starts at bag first_bags[f].
+    """
     fixed, _, _, first_error = fix_ids(ids, offsets.diff(), first_bags, num_rows, policies)
     bounds = offsets[torch.tensor(list(first_bags), device=offsets.device)].tolist()
     return fixed, count_outside(ids, bounds, num_rows), first_error
 
 
 def mix_bits(ids: Tensor) -> Tensor:
-    """SplitMix64 without its highest bit."""
+    """Return SplitMix64 of each id without its highest bit."""
     return splitmix64(ids) & 0x7FFFFFFFFFFFFFFF

@@ -1,4 +1,4 @@
-"""Ids outside their table on a GPU: one launch repairs and counts them, one more names the first that is refused."""
+"""Id policies on a GPU: one launch fixes and counts out-of-range ids, a second one reports the first error."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from meseta.ops.id_policy import reference
 from meseta.ops.triton_shared import find_last_at_most
 
 IDS = tl.constexpr(512)
-"""Ids of a program."""
+"""Number of ids per program."""
 ERROR, CLAMP, HASH = (tl.constexpr(number) for number in (reference.ERROR, reference.CLAMP, reference.HASH))
 
 
 def check_ids(
     ids: Tensor, offsets: Tensor, first_bags: Sequence[int], num_rows: Sequence[int], policies: Sequence[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See meseta.ops.id_policy.reference.check_ids, whose results it has. The host does not wait."""
+    """Implement `meseta.ops.id_policy.reference.check_ids` on a GPU, with equal results. The host does not wait."""
     num_features, device = len(num_rows), ids.device
     fixed = torch.empty(ids.numel(), dtype=torch.int64, device=device)
-    # Of each feature how many are outside, then how many ids begin with the first that is refused.
+    # The number of out-of-range ids per feature, then the number of ids from the first rejected one to the end. The
+    # largest such number belongs to the first error, so that an atomic maximum finds it.
     counts = torch.zeros(num_features + 1, dtype=torch.int64, device=device)
     first_error = torch.empty(3, dtype=torch.int64, device=device)
     words = device_constant((*first_bags, *num_rows, *policies), device)
@@ -39,9 +40,10 @@ def check_ids(
 
 
 @triton.jit
-@no_type_check  # Triton reads the source: nothing may wrap this
+@no_type_check  # Triton parses the source, so that no decorator that checks types may wrap the function.
 def _find_feature(at, offsets, words, num_features, live):
-    """The last feature whose first bag begins at id `at` or before: those without ids come before one that has it."""
+    """Return the feature of the id at position `at`: the last one whose first bag starts at or before it."""
+    # Features without ids start at the same position as the next feature with ids, and precede it.
     low = tl.zeros_like(at)
     high = low + num_features
     width = num_features
@@ -58,7 +60,7 @@ def _find_feature(at, offsets, words, num_features, live):
 @triton.jit
 @no_type_check
 def _mix_bits(ids):
-    """The finaliser of SplitMix64 without its highest bit."""
+    """Return the finalizer of SplitMix64 without its highest bit."""
     mixed = ids.to(tl.uint64) + 0x9E3779B97F4A7C15
     mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9
     mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB

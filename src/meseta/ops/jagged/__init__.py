@@ -1,4 +1,4 @@
-"""Keys of jagged tensors in another order, split, and offsets from lengths."""
+"""Permutation and splitting of keyed jagged tensors, and conversion of lengths to offsets."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from meseta.spec import MesetaError
 
 
 def permute(kjt: KeyedJaggedTensor, keys: Sequence[str]) -> KeyedJaggedTensor:
-    """The named keys of `kjt` in the given order; views where they are a run of its keys, else copies.
+    """Return the given keys of `kjt` in the given order.
 
-    Features may have different batch sizes; weights move with their ids. Raises MesetaError for a key that `kjt` lacks
-    and for one that is named twice.
+    The tensors are views if the keys are consecutive in `kjt`, otherwise copies. Features may have different batch
+    sizes. Raises MesetaError if a key is missing in `kjt` or given twice.
     """
     order = kjt.key_indices(keys)
     if all(b == a + 1 for a, b in pairwise(order)):
@@ -35,9 +35,9 @@ def permute(kjt: KeyedJaggedTensor, keys: Sequence[str]) -> KeyedJaggedTensor:
 
 
 def split(kjt: KeyedJaggedTensor, num_keys: Sequence[int]) -> list[KeyedJaggedTensor]:
-    """Consecutive pieces of num_keys[0], num_keys[1], ... keys, as views.
+    """Split `kjt` into consecutive parts with num_keys[0], num_keys[1], ... keys, as views.
 
-    Raises MesetaError unless the numbers add up to the keys of `kjt`.
+    Raises MesetaError if the numbers are negative or do not add up to the number of keys.
     """
     ends = list(accumulate(num_keys, initial=0))
     if min(num_keys, default=0) < 0 or ends[-1] != len(kjt.keys):
@@ -46,18 +46,18 @@ def split(kjt: KeyedJaggedTensor, num_keys: Sequence[int]) -> list[KeyedJaggedTe
 
 
 def permute_segments(array: Shaped[Tensor, " n"], sizes: Iterable[int], order: Sequence[int]) -> Shaped[Tensor, " m"]:
-    """Pieces order[0], order[1] ... of an array whose pieces have these sizes, one behind the other.
+    """Split an array into segments of the given sizes, and concatenate them in the given order.
 
-    Raises MesetaError for sizes beyond the array and for a piece that it does not have.
+    Raises MesetaError if the sizes exceed the array or a segment does not exist.
     """
     permuted: Tensor = _permute([array], list(accumulate(sizes, initial=0)), list(order))[0]
     return permuted
 
 
 def lengths_to_offsets(lengths: Int[Tensor, " n"]) -> Int[Tensor, " n_plus_1"]:
-    """0 and the sums of the first 1, 2, ... n lengths, int64: [2, 0, 1] -> [0, 2, 2, 3].
+    """Return 0 and the cumulative sums of int32 or int64 lengths, as int64: [2, 0, 1] -> [0, 2, 2, 3].
 
-    Lengths are int32 or int64. Raises MesetaError, on a CPU, for a negative one.
+    Raises MesetaError, on a CPU, if a length is negative.
     """
     offsets: Tensor = _offsets(lengths)
     return offsets
@@ -68,12 +68,13 @@ def _permute_cpu(arrays: list[Tensor], bounds: list[int], order: list[int]) -> l
     fits = step > 0 and len(bounds) == step * len(arrays) and set(order) <= set(range(step - 1))
     if not arrays or not fits or any(array.dim() != 1 for array in arrays):
         raise MesetaError(
-            f"permute_keys: {len(bounds)} bounds and the order {order} do not fit {len(arrays)} arrays; there must be "
-            "1-d arrays, keys + 1 bounds for each, and an order of keys"
+            f"permute_keys: {len(bounds)} bounds and the order {order} do not fit {len(arrays)} arrays; pass 1-d "
+            "arrays, keys + 1 bounds per array, and an order of keys"
         )
     arrays = [array.contiguous() for array in arrays]
     for index, array in enumerate(arrays):
         check_bounds("permute_keys", bounds[index * step : (index + 1) * step], array.numel())
+    # Repeated keys are allowed here, so the sizes follow from the order.
     out = [empty((size,), array.dtype) for array, size in zip(arrays, _sizes(len(arrays), bounds, order), strict=True)]
     described = [
         number
@@ -116,7 +117,7 @@ def _offsets_fake(lengths: Tensor) -> Tensor:
     return lengths.new_empty(lengths.shape[0] + 1, dtype=torch.int64)
 
 
-# Array a holds key k at bounds[a * (keys + 1) + k] and up.
+# Key k of array a starts at bounds[a * (keys + 1) + k].
 _permute = register(
     "permute_keys(Tensor[] arrays, int[] bounds, int[] order) -> Tensor[]",
     cpu=_permute_cpu,

@@ -1,4 +1,4 @@
-// Keys of a jagged tensor in another order, and offsets from lengths.
+// Permutation of the keys of jagged tensors, and conversion of lengths to offsets.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/vector.h>
 
@@ -24,8 +24,8 @@ struct Copy {
   int64_t bytes;
 };
 
-// `arrays`: for each array (address, bytes of an element, elements, address of the output); `bounds`: where each key
-// starts in each array, keys + 1 numbers per array; `order`: keys of the output.
+// Permute keys. `arrays` has (address, element size, elements, address of the output) of each array. `bounds` has the
+// start of each key and the end of the last one, for each array. `order` has the keys of the output.
 void permute_keys(const std::vector<int64_t>& arrays, const std::vector<int64_t>& bounds,
                   const std::vector<int64_t>& order, int num_threads) {
   nb::gil_scoped_release unlocked;
@@ -51,13 +51,13 @@ void permute_keys(const std::vector<int64_t>& arrays, const std::vector<int64_t>
   });
 }
 
-// Sums from left to right of each thread's share, then the shares' own starts added in.
+// Sum the share of each thread from left to right, and then add the start of each share.
 template <typename Length>
 void prefix_sum(const Length* lengths, int64_t count, int64_t* offsets, int num_threads) {
   const int64_t threads = std::clamp<int64_t>(count / 16384, 1, std::max(num_threads, 1));
   std::vector<int64_t> starts(size_t(threads) + 1, 0);
   std::vector<int64_t> wrong(size_t(threads), -1);
-  // Below it no sum overflows.
+  // With lengths up to this limit, no sum overflows.
   const uint64_t limit = uint64_t(std::numeric_limits<int64_t>::max()) / uint64_t(std::max<int64_t>(count, 1));
   const auto first_of = [=](int64_t thread) { return count * thread / threads; };
   parallel(int(threads), [&](int thread) {
@@ -73,7 +73,7 @@ void prefix_sum(const Length* lengths, int64_t count, int64_t* offsets, int num_
     if (!good) wrong[size_t(thread)] = std::find_if(lengths + first, lengths + last, beyond) - lengths;
   });
   for (int64_t at : wrong)
-    if (at >= 0) throw_invalid_argument("lengths[", at, "] is ", lengths[at], "; ", count, " lengths must lie in 0..", limit);
+    if (at >= 0) throw_invalid_argument("lengths[", at, "] is ", lengths[at], "; ", count, " lengths must be in 0..", limit);
   for (size_t t = 0; t < size_t(threads); ++t) starts[t + 1] = int64_t(uint64_t(starts[t + 1]) + uint64_t(starts[t]));
   offsets[0] = 0;
   parallel(int(threads), [&](int thread) {

@@ -1,4 +1,4 @@
-"""Jagged tensors taken apart and put together in plain torch."""
+"""Reference of the jagged operators in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def permute_keys(arrays: Sequence[Tensor], bounds: Sequence[int], order: Sequence[int]) -> list[Tensor]:
-    """See meseta.ops.jagged.permute_keys."""
+    """Implement the operator `permute_keys` in plain PyTorch."""
     step, permuted = len(bounds) // max(len(arrays), 1), []
     for index, array in enumerate(arrays):
         pieces = [array[start:stop] for start, stop in pairwise(bounds[index * step : (index + 1) * step])]
@@ -19,5 +19,5 @@ def permute_keys(arrays: Sequence[Tensor], bounds: Sequence[int], order: Sequenc
 
 
 def lengths_to_offsets(lengths: Tensor) -> Tensor:
-    """See meseta.ops.jagged.lengths_to_offsets."""
+    """Implement `meseta.ops.jagged.lengths_to_offsets` in plain PyTorch."""
     return torch.cat([lengths.new_zeros(1, dtype=torch.int64), lengths.cumsum(0, dtype=torch.int64)])

@@ -1,4 +1,4 @@
-"""Large tensors on 2 MB pages: tables, and outputs whose memory the next step takes again."""
+"""Allocation of large tensors on 2 MB pages, for tables and for outputs whose memory is reused in each step."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ from torch import Tensor
 from meseta.ops.core import core
 
 MIN_HUGE_PAGE_BYTES = 1 << 20
-"""Smaller tensors come from torch's own allocator."""
+"""Minimum size of a tensor on huge pages. Torch allocates smaller tensors."""
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu", *, keep: bool = True) -> Tensor:
-    """An uninitialised tensor, as torch.empty; on a CPU a large one lies on 2 MB pages.
+    """Return an uninitialized tensor, as torch.empty. Large CPU tensors are on 2 MB pages.
 
-    With `keep` its memory is kept for the next request when the tensor dies, as outputs of a step want it; without, it
-    goes back to the system, as tables want it. Memory kept idle never exceeds the most that was in use at once.
+    If `keep` is true, freed memory is kept for the next request, as outputs of a step need it. Otherwise it is returned
+    to the operating system, as tables need it. Idle memory is limited to the peak of memory in use.
     """
     num_bytes = math.prod(shape) * dtype.itemsize
     if num_bytes < MIN_HUGE_PAGE_BYTES or torch.device(device).type != "cpu":
         return torch.empty(shape, dtype=dtype, device=device)
     tensor: Tensor = torch.from_dlpack(core().allocate(num_bytes, keep)).view(dtype).view(tuple(shape))
-    poison = getattr(torch.utils.deterministic, "fill_uninitialized_memory")  # noqa: B009  (unknown to its types)
+    # The attribute is missing in torch's type stubs.
+    poison = getattr(torch.utils.deterministic, "fill_uninitialized_memory")  # noqa: B009
     if torch.are_deterministic_algorithms_enabled() and poison:
-        tensor.fill_(math.nan if dtype.is_floating_point else torch.iinfo(dtype).max)  # what torch.empty does then
+        tensor.fill_(math.nan if dtype.is_floating_point else torch.iinfo(dtype).max)  # As torch.empty does.
     return tensor
 
 
 def release_idle_memory() -> None:
-    """Memory that is kept idle goes back to the system: after large work that does not come again soon."""
+    """Return idle memory to the operating system. Call it after large work that will not be repeated soon."""
     core().release_idle_memory()

@@ -1,5 +1,5 @@
-// Large blocks on 2 MB pages. A freed block is kept for the next request: fresh pages cost the kernel a fault and a
-// clearing each, which for the outputs of a step takes longer than computing them.
+// Large blocks on 2 MB pages. Freed blocks are kept for the next request. New pages cost the kernel a fault and clearing
+// each, which for the outputs of a step takes longer than computing them.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
@@ -33,7 +33,7 @@ class Pool {
     const size_t rounded = (bytes + kPage - 1) / kPage * kPage;
     if (keep) {
       const std::lock_guard<std::mutex> locked(mutex_);
-      // The smallest that is not wasteful: half as much again at most.
+      // Use the smallest free block, unless it is more than 1.5 times as large as requested.
       const auto found = free_.lower_bound(rounded);
       if (found != free_.end() && found->first <= rounded + rounded / 2) {
         const Block block{found->second.data, found->first, true};
@@ -61,7 +61,7 @@ class Pool {
       used_ -= block.bytes;
       free_.emplace(block.bytes, Idle{block.data, ++time_});
       idle_bytes_ += block.bytes;
-      // What lies idle never exceeds what was in use at once: what has been idle the longest goes first.
+      // Idle memory must not exceed the peak of memory in use. The longest idle block is freed first.
       while (idle_bytes_ > peak_) {
         const auto oldest = std::min_element(free_.begin(), free_.end(), [](const auto& a, const auto& b) {
           return a.second.since < b.second.since;
@@ -75,7 +75,7 @@ class Pool {
     }
   }
 
-  // What lies idle goes; from now on no more is kept than will be in use.
+  // Free idle blocks. The peak of memory in use is measured from here on.
   void release_idle() {
     const std::lock_guard<std::mutex> locked(mutex_);
     for (const auto& [bytes, idle] : free_) std::free(idle.data);
@@ -101,7 +101,7 @@ class Pool {
 };
 
 Pool& pool() {
-  static Pool* forever = new Pool;  // never destroyed: tensors may be freed at the end of the interpreter
+  static Pool* forever = new Pool;  // Never destroyed, because tensors may be freed when the interpreter exits.
   return *forever;
 }
 

@@ -1,4 +1,4 @@
-"""Stacks of linear layers with ReLU: forward and backward of a whole stack in one function."""
+"""Stack of linear layers with ReLU. The whole stack is one autograd function."""
 
 from __future__ import annotations
 
@@ -25,14 +25,20 @@ def mlp(
     *,
     relu_last: bool,
 ) -> Float[Tensor, "B outputs"]:
-    """x W_1^T + b_1, ReLU, and so on through all layers; after the last one ReLU only with `relu_last`.
+    """Apply linear layers with ReLU between them: x W_1^T + b_1, ReLU, and so on.
 
-    A bias may be None. Computes in the type of x: parameters of another type are cast to it, and their gradients come
-    back in their own. On a CPU the number of threads changes no bit (meseta.ops.product), and on the way back ReLU,
-    bias gradient and the transpose that the weights' gradient reads are one pass; differentiable once. Elsewhere, and
-    in torch.export, this is plain torch. NaN in x comes out as NaN.
+    Args:
+        x: Input. Its dtype is used for computation. NaN stays NaN.
+        weights: Weight of each layer. Parameters are cast to the dtype of x, and their gradients have their own dtype.
+        biases: Bias of each layer, or None.
+        relu_last: Whether ReLU follows the last layer.
+
+    Returns:
+        Output of the last layer. On a CPU it is bitwise identical for any number of threads, and differentiable once.
+        On other devices and in torch.export, this is plain PyTorch.
     """
-    # The meta device stands for a CPU, so that the shapes of a step are those that it will have there.
+    # The CPU backward computes ReLU, the bias gradient and the transpose for the weight gradient in one pass.
+    # On the meta device, run the CPU implementation, so that shapes of a step are those of the CPU.
     compiled = x.device.type in {"cpu", "meta"} and x.dtype in DTYPE_CODES and weights
     if not compiled or torch.compiler.is_exporting() or x.numel() == 0:
         return reference.mlp(x, weights, biases, relu_last=relu_last)
@@ -49,7 +55,7 @@ class _Mlp(torch.autograd.Function):
         for index, (weight, bias) in enumerate(zip(weights, parameters[depth:], strict=True)):
             relu = relu_last or index < depth - 1
             output = product(outputs[-1], weight.t(), None if bias is None else bias.to(x.dtype))
-            # oneDNN could do it in the same pass, but its ReLU makes 0 of NaN, which would train on unnoticed.
+            # oneDNN could fuse the ReLU, but its ReLU turns NaN into 0, and training would continue unnoticed.
             outputs.append(output.relu_() if relu else output)
         ctx.save_for_backward(*outputs, *weights)
         ctx.relu_last = relu_last
@@ -60,13 +66,13 @@ class _Mlp(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         depth = len(ctx.dtypes) // 2
-        saved = ctx.saved_tensors  # Asked for once, as torch.utils.checkpoint demands.
+        saved = ctx.saved_tensors  # Unpacked only once, as torch.utils.checkpoint requires.
         outputs, weights = saved[: depth + 1], saved[depth + 1 :]
         weight_gradients: list[Tensor] = []
         bias_gradients: list[Tensor | None] = []
         for index in reversed(range(depth)):
             relu = ctx.relu_last or index < depth - 1
-            if relu and index == depth - 1:  # The gradient that came in is autograd's and stays as it is.
+            if relu and index == depth - 1:  # The incoming gradient belongs to autograd and must not be changed.
                 gradient = gradient.clone(memory_format=torch.contiguous_format)
             gradient = gradient.contiguous()
             weight_gradient, bias_gradient = _parameter_gradients(
@@ -82,17 +88,17 @@ class _Mlp(torch.autograd.Function):
 
 
 def _parameter_gradients(gradient: Tensor, x: Tensor, output: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Of weight and bias; `gradient` itself becomes that before the ReLU."""
+    """Return the gradients of weight and bias. Overwrites `gradient` with the gradient before the ReLU."""
     transposed, bias_gradient = relu_backward(gradient, output, True)
     return product(transposed, x), bias_gradient
 
 
 def _relu_backward_cpu(gradient: Tensor, output: Tensor | None, transpose: bool) -> tuple[Tensor, Tensor]:
-    alike = output is None or (output.shape == gradient.shape and output.dtype == gradient.dtype)
-    if gradient.dim() != 2 or not alike or not gradient.is_contiguous() or not gradient.is_floating_point():
+    fits = output is None or (output.shape == gradient.shape and output.dtype == gradient.dtype)
+    if gradient.dim() != 2 or not fits or not gradient.is_contiguous() or not gradient.is_floating_point():
         raise MesetaError(
             f"relu_backward: the gradient is {gradient.dtype} {tuple(gradient.shape)} with strides "
-            f"{gradient.stride()}; give contiguous floats [B, N], and an output of the same type and shape"
+            f"{gradient.stride()}; pass contiguous floats [B, N], and an output of the same dtype and shape"
         )
     if gradient.dtype not in {torch.float32, torch.bfloat16}:
         return reference.relu_backward(gradient, output, transpose)

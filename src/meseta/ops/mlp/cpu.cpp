@@ -1,5 +1,5 @@
-// The way of a gradient through ReLU and bias in one pass: masked, transposed for the weights' gradient, and summed for
-// the bias; reference.py says what.
+// Backward pass through ReLU and bias in one pass: mask the gradient, transpose it for the weight gradient, and sum it for
+// the bias. See reference.py.
 #include <nanobind/nanobind.h>
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 #include "ops/transpose.h"
 
 #if defined(__AVX512F__) && defined(__GNUC__) && !defined(__clang__)
-// gcc warns of the undefined source of its own casts between widths (its bug 105593); other builds still warn of ours.
+// gcc warns about the undefined source in its headers for casts between widths (bug 105593).
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #endif
 
@@ -20,18 +20,18 @@ using namespace meseta;
 
 namespace {
 
-constexpr int64_t kBlock = 256;  // samples that are added before blocks are: the contract's order
+constexpr int64_t kBlock = 256;  // Samples are added within blocks, and then the blocks: the order of the reference.
 
 template <typename T>
 struct ReluBackwardPass {
   int64_t num_samples, width;
   const T* gradient;
-  const T* output;     // of the layer; null: no ReLU
-  T* masked;           // may be null, or the gradient itself
-  T* transposed;       // [width, num_samples]; may be null
-  float* block_sums;   // [blocks, width], zeros at first
+  const T* output;     // Output of the layer, or null without ReLU.
+  T* masked;           // May be null, or the gradient itself.
+  T* transposed;       // [width, num_samples], may be null.
+  float* block_sums;   // [blocks, width], initially zero.
 
-  // Samples [first, first + rows) and columns [column, column + columns), both at most sixteen.
+  // Process samples [first, first + rows) and columns [column, column + columns), at most sixteen each.
   void square(int64_t first, int rows, int64_t column, int columns, float* sums) const {
     alignas(64) float tile[kLanes * kLanes];
     if (rows < kLanes) std::fill(tile + rows * kLanes, tile + kLanes * kLanes, 0.0f);
@@ -53,7 +53,7 @@ struct ReluBackwardPass {
     whole ? store(sums + column, sum) : store(sums + column, sum, columns);
     if (transposed == nullptr) return;
     T* to = transposed + column * num_samples + first;
-    if (column + 2 * kLanes <= width)  // the next square writes to sixteen other pages
+    if (column + 2 * kLanes <= width)  // The next square writes to sixteen other pages.
       for (int c = kLanes; c < 2 * kLanes; ++c) prefetch_write(to + c * num_samples);
     if constexpr (sizeof(T) == sizeof(float)) {
       if (whole && rows == kLanes) return transpose(tile, kLanes, to, num_samples);
@@ -92,8 +92,8 @@ void run(int64_t num_samples, int64_t width, uintptr_t gradient, uintptr_t outpu
     for (int64_t c = 0; c < width; ++c) bias_gradient[c] += sums[size_t(b * width + c)];
 }
 
-// gradient, output and masked [num_samples, width] and transposed [width, num_samples] are bfloat or float,
-// bias_gradient [width] is float. output, masked and transposed may be 0. Addresses of contiguous tensors.
+// gradient, output and masked [num_samples, width] and transposed [width, num_samples] are bfloat or float. bias_gradient
+// [width] is float. output, masked and transposed may be 0. Tensors must be contiguous.
 void relu_backward(int64_t num_samples, int64_t width, bool bfloat, uintptr_t gradient, uintptr_t output,
                    uintptr_t masked, uintptr_t transposed, uintptr_t bias_gradient, int num_threads) {
   nb::gil_scoped_release unlocked;

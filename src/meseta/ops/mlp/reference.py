@@ -1,4 +1,4 @@
-"""What mlp computes, in plain torch."""
+"""Reference of `mlp` in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def mlp(
     *,
     relu_last: bool,
 ) -> Float[Tensor, "B outputs"]:
-    """As meseta.ops.mlp."""
+    """Implement `meseta.ops.mlp.mlp` in plain PyTorch."""
     for index, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
         x = functional.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
         if relu_last or index < len(weights) - 1:
@@ -29,7 +29,7 @@ def mlp(
 def relu_backward(
     gradient: Float[Tensor, "B N"], output: Float[Tensor, "B N"] | None, transpose: bool
 ) -> tuple[Float[Tensor, "_N _B"], Float[Tensor, " N"]]:
-    """As meseta.ops.mlp.relu_backward, for any type."""
+    """Implement `meseta.ops.mlp.relu_backward` in plain PyTorch, for any dtype."""
     if output is not None:
         gradient.masked_fill_(~(output > 0), 0)
     transposed = gradient.t().contiguous() if transpose else gradient.new_empty(0, 0)

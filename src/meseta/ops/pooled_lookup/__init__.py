@@ -1,4 +1,4 @@
-"""Look up and add the rows of every bag, all tables of a rank in one call."""
+"""Lookup and pooling of the rows of bags, for all tables of a rank in one call."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ WEIGHTED, MEAN = 1, 2
 
 @dataclass(frozen=True)
 class LookupGroup:
-    """Tables, one per feature; made once, looked up often."""
+    """Tables of several features, prepared once for many lookups."""
 
     tables: tuple[Tensor, ...]
     weighted: tuple[bool, ...] = ()
-    """As in pooled_lookup."""
+    """Whether each feature has weights. Empty means that none has."""
     mean: tuple[bool, ...] = ()
+    """Whether each feature has mean pooling. Empty means that none has."""
 
     @cached_property
     def core_fields(self) -> tuple[list[int], int]:
-        """What the core is told of the tables, and the columns of all."""
+        """Description of the tables for the core, and the total number of columns."""
         return _pack_tables(self.tables, _flags(self.tables, self.weighted, self.mean))
 
 
@@ -41,7 +42,7 @@ def lookup_group(
     offsets: Int[Tensor, " F_times_B_plus_1"],
     weights: Float[Tensor, " nnz"] | None = None,
 ) -> Float[Tensor, "B sum_of_dims"]:
-    """pooled_lookup for tables that were described before, which many small calls gain from."""
+    """Pool rows as `pooled_lookup` does, for prepared tables. Faster for small batches."""
     if can_bypass_dispatcher(ids) and group.tables[0].dtype in DTYPE_CODES:
         return _run_core(group.core_fields, DTYPE_CODES[group.tables[0].dtype], ids, offsets, weights)
     return pooled_lookup(group.tables, ids, offsets, weights, group.weighted, group.mean)
@@ -55,26 +56,33 @@ def pooled_lookup(
     weighted: Sequence[bool] = (),
     mean: Sequence[bool] = (),
 ) -> Float[Tensor, "B sum_of_dims"]:
-    """Sum of the rows of each bag for F features side by side; an empty bag gives zeros.
+    """Return the pooled rows of F features, concatenated. An empty bag has zeros.
 
-    Feature f reads `tables[f]` [rows_f, D_f], all of one type; float16 and bfloat16 rows are added in float32, which is
-    also the type of the result. Bag b of feature f is ids[offsets[f * B + b] : offsets[f * B + b + 1]] (int32 or
-    int64), added from left to right. `weighted[f]` multiplies each row by its weight first, `mean[f]` divides the sum
-    by the number of ids. Empty `weighted` and `mean` mean that no feature is.
+    Rows of a bag are added from left to right. The result is float32, or float64 for float64 tables.
 
-    Raises MesetaError for offsets that fall or leave the ids, and for an id outside its table. On a GPU, where checking
-    would stall the device, ids must be valid; meseta.ops.id_policy sees to that.
+    Args:
+        tables: Table [rows_f, D_f] of each feature, all of one dtype. Rows of float16 and bfloat16 are added in
+            float32.
+        ids: int32 or int64 row ids. On a GPU they must be valid, because a check would stall the device. Apply
+            `meseta.ops.id_policy` first.
+        offsets: Bag b of feature f has ids[offsets[f * B + b] : offsets[f * B + b + 1]].
+        weights: Weight of each id.
+        weighted: Whether rows of each feature are multiplied by their weights. Empty means that none are.
+        mean: Whether the sum of each feature is divided by the number of ids. Empty means that none are.
+
+    Raises:
+        MesetaError: Offsets decrease or exceed the number of ids, or an id is outside its table.
     """
     return _operator(list(tables), ids, offsets, weights, _flags(tables, weighted if weights is not None else (), mean))
 
 
 def _flags(tables: Sequence[Tensor], weighted: Sequence[bool], mean: Sequence[bool]) -> list[int]:
     if not tables:
-        raise MesetaError("pooled_lookup: no table was given; give one per feature")
+        raise MesetaError("pooled_lookup: no table was given; pass one table per feature")
     if len(weighted) not in (0, len(tables)) or len(mean) not in (0, len(tables)):
         raise MesetaError(
             f"pooled_lookup: {len(weighted)} flags 'weighted' and {len(mean)} flags 'mean' for {len(tables)} tables; "
-            "give one for each, or none"
+            "pass one flag per table, or none"
         )
     flags = [0] * len(tables)
     for f, yes in enumerate(weighted):
@@ -91,13 +99,13 @@ def _reference(tables: list[Tensor], ids: Tensor, offsets: Tensor, weights: Tens
 
 def _cpu(tables: list[Tensor], ids: Tensor, offsets: Tensor, weights: Tensor | None, flags: list[int]) -> Tensor:
     if not tables or len(flags) != len(tables):
-        raise MesetaError(f"pooled_lookup: {len(flags)} flags for {len(tables)} tables; give one for each")
+        raise MesetaError(f"pooled_lookup: {len(flags)} flags for {len(tables)} tables; pass one flag per table")
     fields, dtype = _pack_tables(tables, flags), tables[0].dtype
     if not tables[0].is_floating_point():
-        raise MesetaError(f"pooled_lookup: rows are {dtype}; give float16, bfloat16, float32 or float64")
+        raise MesetaError(f"pooled_lookup: rows are {dtype}; pass float16, bfloat16, float32 or float64")
     if dtype in DTYPE_CODES:
         return _run_core(fields, DTYPE_CODES[dtype], ids, offsets, weights)
-    # float64 rows, which are for verification
+    # float64 is used for verification only, so the core does not support it.
     ids, offsets, weights, _ = _check_inputs(len(tables), ids, offsets, weights, dtype)
     check_bags("pooled_lookup", tables, ids, offsets)
     return _reference(tables, ids, offsets, weights, flags)
@@ -106,18 +114,18 @@ def _cpu(tables: list[Tensor], ids: Tensor, offsets: Tensor, weights: Tensor | N
 def _check_inputs(
     num_features: int, ids: Tensor, offsets: Tensor, weights: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor | None, int]:
-    """Contiguous ids, int64 offsets and weights of `dtype`, and the number of bags of a feature."""
+    """Return contiguous ids, int64 offsets, weights of `dtype`, and the number of bags per feature."""
     offsets = contiguous_ids("pooled_lookup", offsets, "offsets").to(torch.int64)
     num_bags, rest = divmod(offsets.numel() - 1, num_features)
     if rest or offsets.numel() == 0:
         raise MesetaError(
-            f"pooled_lookup: {offsets.numel()} offsets for {num_features} features; there must be F * B + 1 of them"
+            f"pooled_lookup: {offsets.numel()} offsets for {num_features} features; pass F * B + 1 offsets"
         )
     if weights is not None:
         weights = weights.to(dtype).contiguous()
         if weights.shape != ids.shape:
             raise MesetaError(
-                f"pooled_lookup: weights {list(weights.shape)} for ids {list(ids.shape)}; give one per id, in a row"
+                f"pooled_lookup: weights {list(weights.shape)} for ids {list(ids.shape)}; pass one weight per id"
             )
     return contiguous_ids("pooled_lookup", ids), offsets, weights, num_bags
 
@@ -146,7 +154,7 @@ def _run_core(fields: tuple[list[int], int], kind: int, ids: Tensor, offsets: Te
 
 
 def _pack_tables(tables: Sequence[Tensor], flags: list[int]) -> tuple[list[int], int]:
-    """For each table: address, rows, columns, flags; and the columns of all."""
+    """Return (address, rows, columns, flags) of each table in a flat list, and the total number of columns."""
     rows = []
     for f, table in enumerate(tables):
         if table.dtype != tables[0].dtype or table.dim() != 2 or not table.is_contiguous():

@@ -1,4 +1,4 @@
-// Sums of the rows of every bag, all features in one call; reference.py says what, this file says how fast.
+// Pooled lookup of all features in one call. See reference.py.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/vector.h>
 
@@ -19,28 +19,28 @@ using namespace meseta;
 
 namespace {
 
-constexpr int64_t kStreamFloats = 1 << 18;  // 1 MB
-constexpr int64_t kPrefetchDistance = 64;              // ids whose rows are on their way
+constexpr int64_t kStreamFloats = 1 << 18;  // 1 MB.
+constexpr int64_t kPrefetchDistance = 64;              // Number of ids whose rows are being prefetched.
 
 struct GradientSource {
   const void* table;
   int64_t num_rows;
   int64_t dim;
-  int64_t first_column;  // in the output
+  int64_t first_column;  // Column of the output.
   bool weighted, mean;
 };
 
 struct Batch {
   const void* ids;
-  const int64_t* offsets;  // [num_features * num_bags + 1]
-  const float* weights;    // may be null
+  const int64_t* offsets;  // [num_features * num_bags + 1].
+  const float* weights;    // May be null.
   int64_t num_ids, num_bags;
   float* out;
   int64_t out_stride;
-  bool streams;  // whether whole lines are written past the caches
+  bool streams;  // Whether whole cache lines are written past the caches.
 };
 
-// Where the first bad input stands; the smallest position wins, whatever thread saw it.
+// Position of the first invalid input. The smallest position wins, whichever thread reports first.
 struct FirstError {
   std::atomic<int64_t> at{std::numeric_limits<int64_t>::max()};
   void note(int64_t position) {
@@ -50,7 +50,8 @@ struct FirstError {
   }
 };
 
-// Bags [first, last) of one feature, `N` vectors of the row from column `c0` on; `tail` lanes in the last vector.
+// Pool bags [first, last) of one feature: `N` vectors of each row, starting at column `c0`. The last vector has `tail`
+// lanes.
 template <typename T, typename Id, int N, bool kTail>
 void sum_bags(const GradientSource& f, const Batch& batch, const int64_t* offsets, int64_t first, int64_t last, int64_t c0,
               int tail, FirstError& mistake) {
@@ -63,8 +64,9 @@ void sum_bags(const GradientSource& f, const Batch& batch, const int64_t* offset
   const auto read = [&](const T* row, int j) {
     return kTail && j == N - 1 ? load(row + 16 * j, tail) : load(row + 16 * j);
   };
-  // Many rows at once, since a prefetch waits for the address of its page and so these waits overlap: 7.4 ms of b_uni
-  // became 6.1, a bag of one id with 16 columns takes a fifth less. Rows of two lines lose by it, when they are all cold.
+  // Prefetch many rows together. A prefetch waits for the translation of its address, and these waits overlap: b_uni took
+  // 6.1 ms instead of 7.4, and bags of one id with 16 columns a fifth less. Rows of two lines become slower if all of
+  // them are cold.
   int64_t next = offsets[first];
   const auto reach = [&](int64_t i) {
     if (c0 != 0 || i + kPrefetchDistance < next) return;
@@ -121,7 +123,7 @@ void sum_columns(const GradientSource& f, const Batch& batch, const int64_t* off
 
 struct Task {
   const GradientSource* feature;
-  const int64_t* offsets;  // of the feature, [num_bags + 1]
+  const int64_t* offsets;  // Offsets of the feature, [num_bags + 1].
   int64_t first, last;
 };
 
@@ -136,7 +138,8 @@ void run(const std::vector<Task>& tasks, const Batch& batch, int num_threads, Fi
   });
 }
 
-// Pieces of about equally many bytes, some per thread, so that a thread with cold rows is not waited for.
+// Divide the work into tasks with about equal numbers of bytes, several per thread, so that a thread with cold rows does
+// not delay the end.
 std::vector<Task> cut(const std::vector<GradientSource>& features, const Batch& batch, int num_threads) {
   std::vector<Task> tasks;
   double total = 0;
@@ -155,7 +158,7 @@ std::vector<Task> cut(const std::vector<GradientSource>& features, const Batch& 
   return tasks;
 }
 
-// Offsets must start at 0 or later, never fall, and end inside the ids; all features at once.
+// Check that the offsets of all features start at 0 or later, do not decrease, and end within the ids.
 void check_offsets(const int64_t* offsets, int64_t count, int64_t num_ids) {
   bool sorted = offsets[0] >= 0 && offsets[count - 1] <= num_ids;
   for (int64_t i = 1; i < count; ++i) sorted &= offsets[i - 1] <= offsets[i];
@@ -163,7 +166,7 @@ void check_offsets(const int64_t* offsets, int64_t count, int64_t num_ids) {
   for (int64_t i = 0; i < count; ++i) {
     if (offsets[i] < 0 || offsets[i] > num_ids || (i > 0 && offsets[i] < offsets[i - 1]))
       throw std::invalid_argument("offsets[" + std::to_string(i) + "] is " + std::to_string(offsets[i]) +
-                                  "; offsets must not fall and must lie in 0.." + std::to_string(num_ids));
+                                  "; offsets must not decrease and must be in 0.." + std::to_string(num_ids));
   }
 }
 
@@ -180,8 +183,8 @@ void check_ids(const std::vector<GradientSource>& features, const Batch& batch, 
                               std::to_string(features[size_t(f)].num_rows - 1));
 }
 
-// `tables`: for each feature (address, rows, columns, flags), flags 1 weighted, 2 mean. `kind`: 0 float, 1 half, 2
-// bfloat. Addresses are of contiguous tensors that the caller keeps alive.
+// Pool rows. `tables` has (address, rows, columns, flags) of each feature, with flags 1 weighted and 2 mean. `kind` is 0
+// for float, 1 for half, 2 for bfloat. Tensors must be contiguous, and the caller must keep them alive.
 void pooled_lookup(const std::vector<int64_t>& tables, int kind, uintptr_t ids, int64_t num_ids, bool wide_ids,
                    uintptr_t offsets, int64_t num_bags, uintptr_t weights, uintptr_t out, int64_t out_stride,
                    int num_threads) {
@@ -193,7 +196,7 @@ void pooled_lookup(const std::vector<int64_t>& tables, int kind, uintptr_t ids, 
                     num_bags,
                     reinterpret_cast<float*>(out),
                     out_stride,
-                    // Reading the old contents of a large output costs as much as reading rows.
+                    // Reading the old content of a large output would cost as much as reading rows.
                     out % 64 == 0 && out_stride % 16 == 0 && num_bags * out_stride >= kStreamFloats};
   std::vector<GradientSource> features;
   int64_t column = 0;

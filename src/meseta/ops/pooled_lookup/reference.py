@@ -1,4 +1,4 @@
-"""Pooled lookup in plain torch: one step per position inside the bags."""
+"""Reference of `pooled_lookup` in plain PyTorch, with one step per position within bags."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def pooled_lookup(
     weighted: Sequence[bool] = (),
     mean: Sequence[bool] = (),
 ) -> Tensor:
-    """See meseta.ops.pooled_lookup.pooled_lookup; float64 tables are added in float64."""
+    """Implement `meseta.ops.pooled_lookup.pooled_lookup` in plain PyTorch. float64 tables are added in float64."""
     num_bags = (offsets.numel() - 1) // len(tables)
     dtype = torch.float64 if tables[0].dtype == torch.float64 else torch.float32
     pooled = []

@@ -1,8 +1,6 @@
-"""Pooled lookup on a GPU: one launch for all features, each lane a few columns of one bag.
-
-A lane adds its 16 bytes of every row of the bag, from left to right, in float32. Lanes are numbered through the bags
-of a feature, (bag, piece of the row), so that rows of any width leave no lane idle.
-"""
+"""Pooled lookup on a GPU: one launch for all features, in which each lane pools a few columns of one bag."""
+# A lane adds 16 bytes of each row of its bag in float32, from left to right. Lanes are numbered by (bag, piece of the
+# row) within a feature, so that no lane is idle whatever the width of the rows.
 
 from __future__ import annotations
 
@@ -22,28 +20,28 @@ from meseta.spec import MesetaError
 
 WEIGHTED, MEAN = 1, 2
 LANES = tl.constexpr(128)
-"""Lanes of a program."""
+"""Number of lanes per program."""
 PREFETCH_ROWS = tl.constexpr(4)
-"""Rows of a bag that are loaded before they are added."""
+"""Number of rows of a bag that are loaded before they are added."""
 FEATURE_WORDS = tl.constexpr(6)
-"""What the kernel knows of a feature: address, rows and columns of its table, column and width of out, flags."""
+"""Words per feature: address, rows and columns of its table, first column and row stride of the output, flags."""
 
 
 def pooled_lookup(
     tables: Sequence[Tensor], ids: Tensor, offsets: Tensor, weights: Tensor | None, flags: Sequence[int]
 ) -> Tensor:
-    """See meseta.ops.pooled_lookup.pooled_lookup; flags[f] is WEIGHTED + MEAN of feature f.
+    """Implement `meseta.ops.pooled_lookup.pooled_lookup` on a GPU. flags[f] combines WEIGHTED and MEAN of feature f.
 
-    The host does not wait for the device, so offsets are taken as they are; an id outside its table adds nothing.
+    The host does not wait for the device. Offsets are therefore not checked, and an id outside its table adds nothing.
     """
     num_features = len(tables)
     num_bags, rest = divmod(offsets.numel() - 1, num_features)
     if rest or offsets.numel() == 0:
         raise MesetaError(
-            f"pooled_lookup: {offsets.numel()} offsets for {num_features} features; there must be F * B + 1 of them"
+            f"pooled_lookup: {offsets.numel()} offsets for {num_features} features; pass F * B + 1 offsets"
         )
     if any(table.device != ids.device for table in tables):
-        raise MesetaError(f"pooled_lookup: all tables must be on {ids.device} as the ids are; move them there")
+        raise MesetaError(f"pooled_lookup: all tables must be on {ids.device}, the device of the ids; move them there")
     words, width, widest, vector = _plan_launch(tensor_metadata(tables), tuple(flags))
     out = torch.empty((num_bags, width), dtype=torch.float32, device=ids.device)
     if out.numel() == 0:
@@ -67,8 +65,10 @@ def pooled_lookup(
 
 @lru_cache(maxsize=256)
 def _plan_launch(tables: tuple[TensorMetadata, ...], flags: tuple[int, ...]) -> tuple[tuple[int, ...], int, int, int]:
-    """(the words of all features, columns of all, columns of the widest, columns that a lane loads together): the same
-    in every step. Raises MesetaError for tables that do not fit together."""
+    """Return (words of all features, total columns, columns of the widest table, columns per lane).
+
+    Cached, because tables do not change between steps. Raises MesetaError if tables do not match each other.
+    """
     dtype, width = tables[0].dtype, 0
     for f, table in enumerate(tables):
         if table.dtype != dtype or len(table.shape) != 2 or not table.is_contiguous:
@@ -86,7 +86,7 @@ def _plan_launch(tables: tuple[TensorMetadata, ...], flags: tuple[int, ...]) -> 
 
 
 @triton.jit
-@no_type_check  # Triton reads the source: nothing may wrap this
+@no_type_check  # Triton parses the source, so that no decorator that checks types may wrap the function.
 def _pool(out, features, ids, offsets, weights, num_bags, VECTOR: tl.constexpr, ROW: tl.constexpr):
     f = tl.program_id(1).to(tl.int64)
     feature = features + f * FEATURE_WORDS
@@ -109,15 +109,15 @@ def _pool(out, features, ids, offsets, weights, num_bags, VECTOR: tl.constexpr, 
     total = tl.zeros([LANES, VECTOR], dtype=tl.float32)
     for first in range(0, tl.max(length, axis=0), PREFETCH_ROWS):
         for k in tl.static_range(PREFETCH_ROWS):
-            wanted = first + k < length
+            is_valid = first + k < length
             at = start + first + k
-            row = tl.load(ids + at, mask=wanted, other=0).to(tl.int64)
-            wanted = wanted & (row >= 0) & (row < num_rows)
+            row = tl.load(ids + at, mask=is_valid, other=0).to(tl.int64)
+            is_valid = is_valid & (row >= 0) & (row < num_rows)
             place = tl.multiple_of(row * dim + piece * VECTOR, VECTOR)
-            values = tl.load(table + (place[:, None] + inside), mask=wanted[:, None], other=0.0).to(tl.float32)
+            values = tl.load(table + (place[:, None] + inside), mask=is_valid[:, None], other=0.0).to(tl.float32)
             if weights is not None:
-                wanted = wanted & (first + k < weighted_length)
-                values = values * tl.load(weights + at, mask=wanted, other=1.0)[:, None]
+                is_valid = is_valid & (first + k < weighted_length)
+                values = values * tl.load(weights + at, mask=is_valid, other=1.0)[:, None]
             total += values
     if (flags & 2) != 0:
         count = tl.maximum(length, 1).to(tl.float32)[:, None] + tl.zeros([LANES, VECTOR], dtype=tl.float32)

@@ -1,4 +1,4 @@
-"""Products of matrices that have the same bits for any number of threads."""
+"""Matrix products that are bitwise identical for any number of threads."""
 
 from __future__ import annotations
 
@@ -18,39 +18,41 @@ from meseta.ops.product import reference
 from meseta.spec import MesetaError
 
 DTYPE_CODES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
-"""Types of the compiled kernel, with its numbers for them."""
+"""Codes by which the compiled kernel identifies dtypes."""
 MAX_TERMS = 16384
-"""Terms that oneDNN adds up in one product: of 20,000 it gives some to each thread."""
+"""Maximum number of terms per oneDNN product. oneDNN splits sums of 20,000 terms between threads."""
 MIN_ITEMS_FOR_BMM = 64
-"""Products of a batch that libraries give to a thread each; of fewer they cut the products themselves."""
+"""Minimum batch size for `torch.bmm`. Libraries split the products of smaller batches between threads."""
 
 
 def product(
     a: Float[Tensor, "M K"], b: Float[Tensor, "K N"], bias: Float[Tensor, " N"] | None = None
 ) -> Float[Tensor, "M N"]:
-    """a b + bias, in the type of all three; on a CPU with the same bits for any number of threads. Not differentiable.
+    """Return a b + bias, all of one dtype. Not differentiable.
 
-    Float32, and bfloat16 where the processor multiplies it, go to oneDNN, whose kernels for AVX2 and AVX-512 leave a
-    sum to one thread, but for one row and, in float32, for very many terms: torch's road to MKL does not, for any type,
-    nor do all products that torch gives to oneDNN by itself. What is left takes a kernel of the compiled core, float64
-    always. Not held: bfloat16 with AMX, see `Processor.thread_dependence_reason`. The matrices may lie in any order;
-    for one row b is best contiguous, else a.
+    On a CPU the result is bitwise identical for any number of threads, except for bfloat16 with AMX, see
+    `Processor.thread_dependence_reason`. Matrices may have any strides. For a single row a contiguous b is fastest,
+    otherwise a contiguous a.
     """
+    # float32 uses oneDNN, and so does bfloat16 if the processor supports it. The AVX2 and AVX-512 kernels compute a sum
+    # in one thread, except for a single row and, in float32, for very many terms. MKL does not, which is torch's
+    # default, and neither do all products that torch passes to oneDNN. Float64 and the remaining cases use a kernel of
+    # the compiled core.
     if a.device.type != "cpu" or a.numel() == 0 or b.numel() == 0:
         return reference.product(a, b, bias)
     if len(a) > 1:
         if a.dtype == torch.float32 and _onednn_has_kernels():
             return _onednn_product(a, b, bias)
         if a.dtype == torch.bfloat16 and _onednn_has_bfloat16():
-            # Where the bits follow the threads on both roads, the faster one.
+            # If the bits depend on threads in both implementations, use the faster one.
             return reference.product(a, b, bias) if _bits_depend_on_threads() else _linear(a, b, bias)
     result: Tensor = _operator(a[None], b[None], bias)
     return result[0]
 
 
 def batched_product(a: Float[Tensor, "B M K"], b: Float[Tensor, "B K N"]) -> Float[Tensor, "B M N"]:
-    """a b for every item, differentiable once; on a CPU with the same bits for any number of threads."""
-    # A program that is exported takes any batch; asking for the length of this one would fix it.
+    """Return a b for each item, differentiable once. On a CPU it is bitwise identical for any number of threads."""
+    # Reading the batch size would fix it in an exported program.
     if torch.compiler.is_exporting() or a.device.type != "cpu" or len(a) >= MIN_ITEMS_FOR_BMM:
         return torch.bmm(a, b)
     result: Tensor = _BatchedProduct.apply(a, b)
@@ -73,11 +75,9 @@ class _BatchedProduct(torch.autograd.Function):
 
 @cache
 def _onednn_has_kernels() -> bool:
-    """Whether torch has oneDNN's linear layer, and oneDNN its kernels of AVX2: those below it cut sums by threads.
-
-    MKL's products, which torch takes by itself for float32, came to 32.7 ms a step of DLRM 512-256-64-16 and 512-256-1
-    with 2048 samples on two cores of an AMD EPYC, and oneDNN's to 28.2.
-    """
+    """Whether torch has the linear layer of oneDNN, and the processor has AVX2. Older kernels split sums by threads."""
+    # 2048 samples through DLRM 512-256-64-16 and 512-256-1 took 28.2 ms per step with oneDNN, and 32.7 ms with MKL,
+    # torch's default for float32, on two cores of an AMD EPYC.
     return (
         torch.backends.mkldnn.is_available()
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
@@ -87,7 +87,7 @@ def _onednn_has_kernels() -> bool:
 
 @cache
 def _onednn_has_bfloat16() -> bool:
-    """Whether torch has oneDNN's linear layer, and oneDNN multiplies bfloat16 here."""
+    """Whether torch has the linear layer of oneDNN, and oneDNN multiplies bfloat16 on this processor."""
     return (
         torch.backends.mkldnn.is_available()
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
@@ -110,7 +110,7 @@ def _onednn_product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _linear(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
-    # Of a part of the columns of a wider matrix oneDNN takes its reference: 3,393 ms where this takes 16.
+    # oneDNN uses its slow reference for some columns of a wider matrix: 3,393 ms instead of 16 ms.
     weight = b.t() if b.is_contiguous() else b.t().contiguous()
     out: Tensor = torch.ops.mkldnn._linear_pointwise(a.contiguous(), weight, bias, "none", [], "")
     return out
@@ -118,15 +118,15 @@ def _linear(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
 
 def _product_cpu(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
     if a.dim() != 3 or b.dim() != 3 or (len(a), a.shape[2]) != tuple(b.shape[:2]):
-        raise MesetaError(f"product: {tuple(a.shape)} times {tuple(b.shape)}; give [B, M, K] and [B, K, N]")
+        raise MesetaError(f"product: {tuple(a.shape)} times {tuple(b.shape)}; pass [B, M, K] and [B, K, N]")
     if bias is not None and bias.shape != b.shape[2:]:
-        raise MesetaError(f"product: a bias {tuple(bias.shape)} for {b.shape[2]} columns; give one number for each")
+        raise MesetaError(f"product: bias {tuple(bias.shape)} for {b.shape[2]} columns; pass one number per column")
     if b.dtype != a.dtype or (bias is not None and bias.dtype != a.dtype):
         raise MesetaError(
-            f"product: {a.dtype} times {b.dtype}, bias {None if bias is None else bias.dtype}; give one type"
+            f"product: {a.dtype} times {b.dtype}, bias {None if bias is None else bias.dtype}; pass equal dtypes"
         )
     if not a.is_floating_point():
-        raise MesetaError(f"product: matrices of {a.dtype}; give a floating-point type")
+        raise MesetaError(f"product: matrices of {a.dtype}; pass a floating-point dtype")
     if a.dtype not in DTYPE_CODES:
         return reference.batched_product(a, b, bias)
     bias = None if bias is None else bias.contiguous()

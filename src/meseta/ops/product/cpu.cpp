@@ -1,8 +1,8 @@
-// Products of matrices whose bits do not depend on the number of threads: what is cut, and where, follows from the shape
-// alone, and every number of the result is added up by one kernel, from the first term to the last.
+// Matrix products that are bitwise identical for any number of threads. The division of the work depends on the shape only,
+// and one kernel adds each element of the result from the first term to the last.
 //
-// The file is compiled with fused multiply-adds where the instruction set has them (CMakeLists.txt), so that a product
-// differs between instruction sets in its last bits.
+// This file is compiled with fused multiply-adds if the instruction set has them (CMakeLists.txt). A product may therefore
+// differ between instruction sets in its last bits.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/array.h>
 
@@ -21,7 +21,7 @@ using namespace meseta;
 
 namespace {
 
-// One register of the instruction set, and how many rows of two registers the innermost loop keeps.
+// One register of the instruction set, and the number of rows of two registers in the innermost loop.
 #if defined(__AVX512F__)
 constexpr int kBytes = 64, kRows = 12;
 #elif defined(__AVX2__)
@@ -29,11 +29,11 @@ constexpr int kBytes = 32, kRows = 6;
 #else
 constexpr int kBytes = 16, kRows = 4;
 #endif
-constexpr int64_t kTileRows = 96, kTileColumns = 128;  // of the result; a task
-constexpr int64_t kDepth = 256;                        // terms that are packed at a time
-constexpr int64_t kMinUncutTiles = 16, kMaxParts = 16;      // fewer tiles than this are cut along the sum too
-constexpr int64_t kLine = 2048;                        // columns of a task where the result has one row
-constexpr int64_t kMinParallelProducts = 1 << 15;                    // multiplications that wake no second thread
+constexpr int64_t kTileRows = 96, kTileColumns = 128;  // Rows and columns of the result per task.
+constexpr int64_t kDepth = 256;                        // Terms that are packed at a time.
+constexpr int64_t kMinUncutTiles = 16, kMaxParts = 16;      // With fewer tiles, the sum is also divided.
+constexpr int64_t kLine = 2048;                        // Columns per task if the result has one row.
+constexpr int64_t kMinParallelProducts = 1 << 15;                    // With fewer multiplications, one thread is used.
 
 template <typename S>
 using Register __attribute__((vector_size(kBytes))) = S;
@@ -52,21 +52,21 @@ struct Sum<double> {
 inline double widen(double value) { return value; }
 inline float widen(float value) { return value; }
 inline float widen(Bfloat value) { return to_float(value); }
-using meseta::write;  // of floats, into float and Bfloat
+using meseta::write;  // Writes floats to float and Bfloat.
 inline void write(double* to, const double* from, int64_t n) { std::copy_n(from, n, to); }
 
 template <typename T>
 struct Problem {
   int64_t batch, M, N, K;
   const T* a;
-  std::array<int64_t, 3> a_strides;  // of batch, row and term
+  std::array<int64_t, 3> a_strides;  // Strides of batch, row and term.
   const T* b;
-  std::array<int64_t, 3> b_strides;  // of batch, term and column
-  const T* bias;                     // [N], or null
-  T* out;                            // [batch, M, N]
+  std::array<int64_t, 3> b_strides;  // Strides of batch, term and column.
+  const T* bias;                     // [N], or null.
+  T* out;                            // [batch, M, N].
 };
 
-// sums [kRows, kWidth] += a [depth, kRows] times b [depth, kWidth].
+// Add the product of a [depth, kRows] and b [depth, kWidth] to sums [kRows, kWidth].
 template <typename S>
 inline void add_products(int64_t depth, const S* a, const S* b, S* sums, int64_t stride) {
   using V = Register<S>;
@@ -93,7 +93,7 @@ inline void add_products(int64_t depth, const S* a, const S* b, S* sums, int64_t
   }
 }
 
-// Panels of `size` rows or columns, term after term, zeros where there are none.
+// Pack panels of `size` rows or columns, term by term, padded with zeros.
 template <int64_t size, typename T, typename S>
 void pack(const T* from, int64_t count, int64_t stride, int64_t depth, int64_t term_stride, S* to) {
   for (int64_t first = 0; first < count; first += size, to += size * depth) {
@@ -117,7 +117,7 @@ struct Buffers {
   std::vector<S> sums = std::vector<S>(size_t(kTileRows * kTileColumns));
 };
 
-// Terms [begin, end) of a tile of the result, from (row, column) on, into buffers.sums.
+// Add terms [begin, end) of the tile that starts at (row, column) to buffers.sums.
 template <typename T, typename S>
 void add_tile(const Problem<T>& p, int64_t item, int64_t row, int64_t column, int64_t begin, int64_t end,
               Buffers<S>& buffers) {
@@ -136,7 +136,7 @@ void add_tile(const Problem<T>& p, int64_t item, int64_t row, int64_t column, in
   }
 }
 
-// Terms [begin, end) of columns [column, column + columns) of a result of one row; b lies row after row.
+// Add terms [begin, end) of columns [column, column + columns) of a result with one row. b is stored row by row.
 template <typename T, typename S>
 void add_line(const Problem<T>& p, int64_t item, int64_t column, int64_t columns, int64_t begin, int64_t end, S* sums) {
   const T* a = p.a + item * p.a_strides[0];
@@ -179,7 +179,8 @@ void run(const Problem<T>& p, int num_threads) {
   const int64_t tile_rows = is_line ? 1 : kTileRows, tile_columns = is_line ? kLine : kTileColumns;
   const int64_t down = (p.M + tile_rows - 1) / tile_rows, across = (p.N + tile_columns - 1) / tile_columns;
   const int64_t tiles = p.batch * down * across;
-  // Parts of the sum, added in order; a number of the shape, and a multiple of what is packed.
+  // Divide the sum into parts, which are added in order. Their number depends on the shape only, and their length is a
+  // multiple of kDepth.
   const int64_t wanted = tiles < kMinUncutTiles ? std::min(kMaxParts, std::max<int64_t>(p.K / (2 * kDepth), 1)) : 1;
   const int64_t length = std::max((p.K / wanted + kDepth - 1) / kDepth * kDepth, kDepth);
   const int64_t parts = wanted == 1 ? 1 : (p.K + length - 1) / length;
@@ -225,8 +226,9 @@ void run_addresses(std::array<int64_t, 4> shape, std::array<uintptr_t, 4> addres
       num_threads);
 }
 
-// shape: batch, rows, columns, terms. addresses: of a [batch, rows, terms], b [batch, terms, columns], bias [columns] or
-// 0, and the contiguous result. kind: 0 float, 1 double, 2 bfloat, whose sums are floats. Strides in numbers.
+// Multiply matrices. `shape` is (batch, rows, columns, terms). `addresses` are those of a [batch, rows, terms], b [batch,
+// terms, columns], bias [columns] or 0, and the contiguous result. `kind` is 0 for float, 1 for double, 2 for bfloat, whose
+// sums are floats. Strides are in elements.
 void product(int kind, std::array<int64_t, 4> shape, std::array<uintptr_t, 4> addresses, std::array<int64_t, 3> a_strides,
              std::array<int64_t, 3> b_strides, int num_threads) {
   nb::gil_scoped_release unlocked;

@@ -1,4 +1,4 @@
-"""What the products compute, in plain torch."""
+"""Reference of the matrix products in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from meseta.jagged.shapes import Float
 
 
 def product(a: Float[Tensor, "M K"], b: Float[Tensor, "K N"], bias: Float[Tensor, " N"] | None) -> Float[Tensor, "M N"]:
-    """As meseta.ops.product.product."""
+    """Implement `meseta.ops.product.product` in plain PyTorch."""
     return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
 
 
 def batched_product(
     a: Float[Tensor, "B M K"], b: Float[Tensor, "B K N"], bias: Float[Tensor, " N"] | None
 ) -> Float[Tensor, "B M N"]:
-    """As the operator meseta::product: one product per item, and one bias for all."""
+    """Implement the operator `meseta::product` in plain PyTorch: one product per item, and a common bias."""
     return torch.bmm(a, b) if bias is None else torch.bmm(a, b) + bias

@@ -1,9 +1,9 @@
-// The range of a row that leaves the smallest squared error, sixteen rows at a time, a lane each.
+// Search for the range with the smallest squared error, for sixteen rows at a time, one per lane.
 //
-// Check-N-Run (Eisenman et al., NSDI 2022, section 5): either end moves inwards in small steps, the one that leaves the
+// As in Check-N-Run (Eisenman et al., NSDI 2022, section 5), small steps move either end inwards, always the one with the
 // smaller error, and the best range on the way is kept. Then scale and offset are fitted to the codes by least squares,
-// and codes to them, as Lloyd's method does for a free codebook. Every candidate is one that a row can be found on again
-// (grid.h): halves, of whose levels none is rounded.
+// and codes to them, as Lloyd's method does for a free codebook. All candidates are grids that can be recovered from a
+// dequantized row (grid.h): scale and offset are halves, and no level is rounded.
 #pragma once
 
 #include <cstdint>
@@ -13,11 +13,11 @@
 
 namespace meseta {
 
-constexpr float kBins = 32;  // a step is the row's range over this
-constexpr int kSteps = 16;   // up to half of the range
+constexpr float kBins = 32;  // The range divided by the step.
+constexpr int kSteps = 16;   // Covers half of the range.
 constexpr int kFits = 3;
 
-// Numbers of sixteen rows.
+// Candidates for sixteen rows.
 struct RangeCandidate {
   Vec scale, offset, error;
 };
@@ -29,7 +29,7 @@ inline RangeCandidate choose(Vec positive, const RangeCandidate& a, const RangeC
 
 class AdaptiveRange {
  public:
-  // `columns`: value c of row r at 16 * c + r.
+  // `columns` has value c of row r at 16 * c + r.
   AdaptiveRange(const float* columns, int64_t dim, const QuantizationGrid& grid)
       : columns_(columns), dim_(dim), top_(broadcast(float(grid.top))) {
     low_ = high_ = load(columns);
@@ -59,7 +59,7 @@ class AdaptiveRange {
     const Vec shift = broadcast(0x1.8p23f);
     return (clamp(steps, zero(), top_) + shift) - shift;
   }
-  // The nearest half, of fewer bits where levels would be rounded.
+  // Round to a half, with fewer bits if levels would be rounded otherwise.
   Vec half(Vec value) const {
     const Vec shift = maximum(power_part(value) * broadcast(0x1p-10f), unit_) * broadcast(0x1.8p23f);
     return (value + shift) - shift;
@@ -96,7 +96,7 @@ class AdaptiveRange {
     return best;
   }
 
-  // The line through values over codes, no further than an eighth of the range outside of it.
+  // Fit a line to values over codes. It may leave the range by at most an eighth of its width.
   RangeCandidate fit(const RangeCandidate& from) const {
     const Vec inverse = broadcast(1.0f) / from.scale, count = broadcast(float(dim_));
     Vec codes = zero(), squares = zero(), values = zero(), products = zero();

@@ -1,4 +1,4 @@
-"""Codes, scale and offset of the adaptive range in plain torch; grid.h and adaptive.h tell the method."""
+"""Reference of the adaptive quantization range in plain PyTorch. The method is described in grid.h and adaptive.h."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ NUM_BINS, NUM_NARROWING_STEPS, NUM_FITS = 32, 16, 3
 
 @dataclass(frozen=True)
 class QuantizationGrid:
-    """Codes 0..top, what scale and offset may be: halves, or any float, and what levels are multiples of: `part` of the
-    largest power of two in the row, and `smallest`."""
+    """Codes 0..max_code, and the numbers that scale, offset and levels may be."""
 
     max_code: int
     has_fp16_scales: bool
+    """Whether scale and offset must be float16 numbers. Otherwise they are float32 numbers."""
     unit_share: float
+    """Unit of the levels of a row, divided by the largest power of two in the row."""
     min_unit: float
+    """Minimum unit of the levels of a row."""
 
     @classmethod
     def from_dtype(cls, bits: int, dtype: torch.dtype) -> QuantizationGrid:
@@ -33,22 +35,23 @@ class QuantizationGrid:
         return exact & (narrow.half().float() == narrow) & (narrow.abs() <= 65504) if self.has_fp16_scales else exact
 
     def codes(self, rows: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
-        """The nearest, ties to the even one, as floats."""
+        """Return the nearest codes as floats, ties to even."""
         return ((rows - offset) * (1 / scale)).clamp(0, self.max_code).round()
 
 
 def adaptive_codes(rows: Tensor, bits: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """float32 [n, D], which were of `dtype` -> uint8 [n, D] codes, float32 [n, 1] scale and [n, 1] offset."""
+    """Return codes, uint8 [n, D], scales and offsets, float32 [n, 1] each. `dtype` is the original one of `rows`."""
     grid, (n, dim) = QuantizationGrid.from_dtype(bits, dtype), rows.shape
+    # A row that is on a grid keeps its grid. For others the best range is searched.
     if n == 0 or dim == 0:
         return rows.to(torch.uint8), rows.new_zeros(n, 1), rows.new_zeros(n, 1)
     low, high = row_range(rows)
-    scale, offset, found = _grid_scales(rows, grid)
+    scale, offset, is_on_grid = _grid_scales(rows, grid)
     searched = _RangeSearch(rows, grid).best() if grid.has_fp16_scales else _full_range_scales(low, high, grid)
-    scale, offset = torch.where(found, scale, searched[0]), torch.where(found, offset, searched[1])
+    scale, offset = torch.where(is_on_grid, scale, searched[0]), torch.where(is_on_grid, offset, searched[1])
     codes = grid.codes(rows, scale, offset)
     collapsed = (codes == codes[:, :1]).all(1, keepdim=True) & (low < high)
-    # Scale and offset that the restored row will lead to.
+    # Take the scale and offset that the dequantized row would get, so that quantizing it again changes nothing.
     restored = codes * scale + offset
     settled = _grid_scales(restored, grid)
     codes = grid.codes(restored, settled[0], settled[1])
@@ -62,7 +65,7 @@ def adaptive_codes(rows: Tensor, bits: int, dtype: torch.dtype) -> tuple[Tensor,
 
 
 def row_range(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """[n, D] -> the least and the greatest value, [n, 1]; 0 without columns, and no negative zero."""
+    """Return the minimum and maximum of each row, [n, 1] each. Without columns they are 0. Zeros are positive."""
     if rows.shape[1] == 0:
         return rows.new_zeros(len(rows), 1), rows.new_zeros(len(rows), 1)
     return rows.amin(1, keepdim=True) + 0.0, rows.amax(1, keepdim=True) + 0.0
@@ -89,11 +92,12 @@ def _constant_scales(values: Tensor, grid: QuantizationGrid) -> tuple[Tensor, Te
 
 
 def _grid_scales(rows: Tensor, grid: QuantizationGrid) -> tuple[Tensor, Tensor, Tensor]:
-    """Scale and offset [n, 1] of the rows that are on a grid, and which those are."""
+    """Return (scale, offset, is_on_grid), [n, 1] each. Scale and offset are meaningful for rows on a grid only."""
     low, high = row_range(rows)
     unit = _level_unit(low, high, 2.0**-23, grid.min_unit).double()
     units = (rows.double() - low.double()) / unit
     fits = (units == units.floor()).all(1, keepdim=True) & (low < high)
+    # The greatest common divisor of the distances from the minimum is the largest possible step between levels.
     whole = torch.where(fits, units, 1.0).long()
     distance = whole.amax(1, keepdim=True)
     step = distance.clone()
@@ -127,7 +131,8 @@ def _full_range_scales(low: Tensor, high: Tensor, grid: QuantizationGrid) -> tup
 
 
 def _sum_columns(values: Tensor) -> Tensor:
-    """[n, D] -> [n, 1], a column after the other."""
+    """Sum columns from left to right: [n, D] -> [n, 1]."""
+    # The compiled kernel adds in this order.
     total = torch.zeros_like(values[:, :1])
     for c in range(values.shape[1]):
         total = total + values[:, c : c + 1]
@@ -135,7 +140,7 @@ def _sum_columns(values: Tensor) -> Tensor:
 
 
 class _RangeSearch:
-    """Candidates are scale, offset and squared error, [n, 1] each."""
+    """Search for the range with the lowest squared error. Candidates are (scale, offset, error), [n, 1] each."""
 
     def __init__(self, rows: Tensor, grid: QuantizationGrid) -> None:
         self.rows, self.max_code = rows, grid.max_code
@@ -149,6 +154,7 @@ class _RangeSearch:
         return best
 
     def _round_to_half(self, values: Tensor) -> Tensor:
+        # Adding and subtracting 1.5 * 2^23 units rounds to a multiple of the unit.
         shift = torch.maximum(_power_of_two_part(values) * 2.0**-10, self.unit) * (1.5 * 2**23)
         return (values + shift) - shift
 
@@ -188,7 +194,7 @@ class _RangeSearch:
 
 
 def _lower_error(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
-    """Of either candidate the one that errs less, the second where they are equal."""
+    """Select the candidate with the lower error for each row, or `b` in a tie."""
     less = b[2] - a[2] > 0
     scale, offset, error = (torch.where(less, x, y) for x, y in zip(a, b, strict=True))
     return scale, offset, error

@@ -1,4 +1,4 @@
-// Codes of 2, 3 or 4 bits as a stream: code c is bits c * width .. of the row's bytes, the low bit of a byte first.
+// Streams of codes of 2, 3 or 4 bits: code c starts at bit c * width of the row. The low bit of a byte is first.
 #pragma once
 
 #include <algorithm>
@@ -7,10 +7,10 @@
 
 namespace meseta {
 
-// Eight codes are one word with a byte for each; neighbours move together, then pairs, then fours.
+// Eight codes are packed from a word with one code per byte: first neighbors are joined, then pairs, then fours.
 struct CodeWidth {
   int bits;
-  uint64_t ones, pairs, fours;  // which bits are codes, where each lies in 8, two in 16, four in 32
+  uint64_t ones, pairs, fours;  // Masks of the codes, with one in 8, two in 16 or four in 32 bits.
   explicit constexpr CodeWidth(int width)
       : bits(width),
         ones(0x0101010101010101u * ((uint64_t{1} << width) - 1)),
@@ -33,7 +33,7 @@ struct CodeWidth {
 inline int64_t packed_bytes(int64_t count, int bits) { return (count * bits + 7) / 8; }
 inline int64_t padded(int64_t count) { return (count + 7) / 8 * 8; }
 
-// `codes` has padded(count) bytes, zeros at the end.
+// Pack codes. `codes` has padded(count) bytes, with zeros at the end.
 inline void pack_codes(const uint8_t* codes, int64_t count, int bits, uint8_t* out) {
   const CodeWidth width(bits);
   const int64_t bytes = packed_bytes(count, bits);
@@ -42,14 +42,14 @@ inline void pack_codes(const uint8_t* codes, int64_t count, int bits, uint8_t* o
     std::memcpy(&word, codes + c, 8);
     word = width.pack(word);
     if (at + 8 <= bytes) {
-      std::memcpy(out + at, &word, 8);  // the next codes go over what is too much
+      std::memcpy(out + at, &word, 8);  // The next codes overwrite the excess bytes.
     } else {
       std::memcpy(out + at, &word, size_t(std::min<int64_t>(bits, bytes - at)));
     }
   }
 }
 
-// Writes padded(count) bytes.
+// Unpack codes. Writes padded(count) bytes.
 inline void unpack_codes(const uint8_t* packed, int64_t count, int bits, uint8_t* codes) {
   const CodeWidth width(bits);
   const int64_t bytes = packed_bytes(count, bits);

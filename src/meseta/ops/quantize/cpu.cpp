@@ -1,4 +1,4 @@
-// Rows in fewer bits and back; the layouts are described in __init__.py.
+// Quantization and dequantization of rows. __init__.py describes the layouts.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/vector.h>
@@ -30,7 +30,7 @@ namespace {
 
 enum Format { kInt8, kInt4, kInt3, kInt2, kE4m3, kE5m2, kFp16, kBf16 };
 
-constexpr int kBits[] = {8, 4, 3, 2};  // by format
+constexpr int kBits[] = {8, 4, 3, 2};  // By format.
 
 int64_t row_bytes(int format, int64_t dim) {
   if (format == kInt8) return dim + 8;
@@ -38,12 +38,12 @@ int64_t row_bytes(int format, int64_t dim) {
   return format == kE4m3 || format == kE5m2 ? dim + 4 : 2 * dim;
 }
 
-constexpr Short kShorts[] = {{}, {}, {}, {}, kShortE4m3, kShortE5m2, kShortHalf, kShortBfloat};  // by format
+constexpr Short kShorts[] = {{}, {}, {}, {}, kShortE4m3, kShortE5m2, kShortHalf, kShortBfloat};  // By format.
 
-// The bytes of a row of int8, int4, int3 or int2. `scratch` has padded(dim) bytes, zeros at the end.
+// Write the bytes of a row of int8, int4, int3 or int2. `scratch` has padded(dim) codes, with zeros at the end.
 void write_codes(const uint8_t* scratch, int64_t dim, int format, const Scales& scales, uint8_t* out) {
   if (format == kInt8) {
-    std::copy_n(scratch, dim, out);  // of no columns there is no scratch
+    std::copy_n(scratch, dim, out);  // `scratch` is null if there are no columns.
     std::memcpy(out + dim, &scales.scale, 4);
     std::memcpy(out + dim + 4, &scales.offset, 4);
     return;
@@ -54,12 +54,12 @@ void write_codes(const uint8_t* scratch, int64_t dim, int format, const Scales& 
 }
 
 [[noreturn]] void throw_unrepresentable_range(int64_t index, const ValueRange& span) {
-  throw_invalid_argument("row ", index, " spans ", span.low, "..", span.high, ", which float16 scales do not reach; take int8");
+  throw_invalid_argument("row ", index, " spans ", span.low, "..", span.high, ", beyond the range of float16 scales; use int8");
 }
 
 [[noreturn]] void throw_unrepresentable_value(int64_t index, const ValueRange& span, const QuantizationGrid& grid) {
-  throw_invalid_argument("row ", index, " spans ", span.low, "..", span.high, ", beyond ", grid.largest,
-         ", the most that an adaptive range of these rows takes; ", grid.largest == 65504.0f ? "take int8" : "take bf16");
+  throw_invalid_argument("row ", index, " spans ", span.low, "..", span.high, ", but the adaptive range of these rows is limited to ", grid.largest,
+         "; ", grid.largest == 65504.0f ? "use int8" : "use bf16");
 }
 
 template <typename Round>
@@ -112,7 +112,7 @@ void quantize_16(const float* __restrict row, int64_t dim, bool half, const Roun
 struct Job {
   int64_t num_rows, dim;
   int format;
-  const std::vector<int64_t>& origin;  // key, first row, first column; empty: nearest
+  const std::vector<int64_t>& origin;  // Key, first row and first column. Empty for rounding to nearest.
   bool adaptive;
 };
 
@@ -127,7 +127,7 @@ void quantize_row(const float* row, const Job& job, int64_t index, const Round& 
   }
 }
 
-// The whole range in int8, with levels that no float rounds.
+// Return int8 scales for the full range, with levels that need no rounding in float.
 Scales whole_range(const ValueRange& span, const QuantizationGrid& grid) {
   const double unit = level_unit(span.reach(), grid.part, grid.smallest);
   const double offset = std::floor(span.low / unit) * unit;
@@ -135,7 +135,7 @@ Scales whole_range(const ValueRange& span, const QuantizationGrid& grid) {
   return {float(std::max(steps, 1.0) * unit), float(offset)};
 }
 
-// Codes of a row into `scratch`, and scale and offset as they will be found on the restored row.
+// Write the codes of a row to `scratch`. Returns the scale and offset that the dequantized row leads to.
 Scales stabilize_scales(const float* row, int64_t dim, const ValueRange& span, const QuantizationGrid& grid, Scales scales, float* restored,
               uint8_t* scratch) {
   if (span.low == span.high) {
@@ -252,7 +252,7 @@ void dequantize_row(const uint8_t* __restrict codes, int format, int64_t dim, co
   }
 }
 
-// body(first, last) for pieces of the rows.
+// Run body(first, last) for chunks of rows.
 template <typename Body>
 void for_row_chunks(int64_t num_rows, int64_t dim, int num_threads, Body&& body) {
   const int64_t piece = std::max<int64_t>(16384 / std::max<int64_t>(dim, 1), 1);
@@ -260,7 +260,7 @@ void for_row_chunks(int64_t num_rows, int64_t dim, int num_threads, Body&& body)
   parallel_tasks(num_threads, pieces, [&](int64_t p) { body(p * piece, std::min((p + 1) * piece, num_rows)); });
 }
 
-// `kind`: 0 float, 1 half, 2 bfloat. `shape`: rows and columns.
+// Quantize rows. `kind` is 0 for float, 1 for half, 2 for bfloat. `shape` is (rows, columns).
 void quantize_rows(uintptr_t rows, int kind, std::array<int64_t, 2> shape, int format, bool adaptive,
                    const std::vector<int64_t>& origin, uintptr_t codes, int num_threads) {
   nb::gil_scoped_release unlocked;

@@ -1,8 +1,8 @@
-// Scale and offset of rows that lie on a grid already, as all that were quantised and restored do.
+// Detection of rows that are on a grid already, as all rows that were quantized and dequantized are.
 //
-// A row is on a grid if every value is offset + code * scale without rounding. What is found depends on the row's values
-// alone, and the adaptive range is chosen so that its rows are on one; so bytes stay as they are however often a row is
-// restored and quantised.
+// A row is on a grid if every value is offset + code * scale without rounding. The result depends only on the values of
+// the row. The adaptive range is chosen such that its rows are on a grid. Bytes therefore do not change, however often a
+// row is dequantized and quantized.
 #pragma once
 
 #include <cmath>
@@ -15,13 +15,13 @@
 
 namespace meseta {
 
-// Codes 0..top, and what scale and offset may be: halves, or any float. Levels are multiples of `part` of the largest power
-// of two in the row, and of `smallest`, so that the type of the rows has every level.
+// Codes 0..top, and the numbers that scale and offset may be: halves, or any float. Levels are multiples of `smallest`
+// and of `part` times the largest power of two in the row, so that the type of the rows represents every level.
 struct QuantizationGrid {
   int top;
   bool halves;
   float part, smallest;
-  float largest;  // a value that a row may hold
+  float largest;  // Maximum magnitude of a value.
   bool holds(double value) const {
     if (std::fabs(value) > double(halves ? 65504.0f : std::numeric_limits<float>::max())) return false;
     const float narrow = float(value);
@@ -36,7 +36,7 @@ QuantizationGrid make_grid(int bits) {
   if (halves) grid = {grid.top, halves, 0x1p-22f, 0x1p-24f, 65504.0f};
   if (sizeof(T) == 2) grid.part = std::is_same_v<T, Half> ? 0x1p-9f : 0x1p-6f;
   if (std::is_same_v<T, Half>) grid.smallest = 0x1p-24f;
-  if (std::is_same_v<T, Half> || (sizeof(T) == 2 && halves)) grid.largest = 0x1p15f;  // no level above is infinite
+  if (std::is_same_v<T, Half> || (sizeof(T) == 2 && halves)) grid.largest = 0x1p15f;  // No level may become infinite.
   return grid;
 }
 
@@ -44,16 +44,16 @@ inline float nearest_code(float value, const Scales& scales, float inverse, floa
   return Nearest{}(std::min(std::max((value - scales.offset) * inverse, 0.0f), top), 0);
 }
 
-// The largest power of two that `reach` holds, times `part`, and at least `smallest`.
+// Return the largest power of two that is at most `reach`, times `part`, and at least `smallest`.
 inline float level_unit(float reach, float part, float smallest) {
   return std::max(bits_to_float(float_to_bits(reach) & 0x7F800000u) * part, smallest);
 }
 
-// Of a row of equal values, whose codes are all 1. As halves: the one below and the rest, 22 bits together.
+// Return scales for a row of equal values, whose codes are all 1. With halves, offset and scale together have 22 bits.
 inline Scales constant_scales(float value, const QuantizationGrid& grid) {
   if (!grid.halves) return {0, value};
   Scales scales{0, value};
-  for (int turn = 0; turn < 2; ++turn) {  // the rest may round up to the next half, whose rest is nothing
+  for (int turn = 0; turn < 2; ++turn) {  // The remainder may round up to the next half. Its remainder is then 0.
     const float whole = scales.offset + scales.scale;
     uint16_t below = half_bits(whole);
     if (to_float(Half{below}) > whole) below = below == 0 ? 0x8001 : below & 0x8000 ? below + 1 : below - 1;
@@ -63,8 +63,8 @@ inline Scales constant_scales(float value, const QuantizationGrid& grid) {
   return scales;
 }
 
-// The greatest step that divides `distance` and all of the row's distances from `low`, in `unit`s; 0 where the row
-// would need more than `top` of them.
+// Return the greatest step that divides `distance` and the distances of all values from `low`, in `unit`s. It is 0 if
+// the row would need more than `top` steps.
 inline int64_t common_step(const float* row, int64_t dim, double low, double unit, int64_t distance, int top) {
   int64_t step = distance;
   for (int64_t c = 0; c < dim; ++c) {
@@ -92,7 +92,7 @@ inline std::optional<Scales> grid_scales(const float* row, int64_t dim, const Va
   const int64_t step = common_step(row, dim, low, unit, int64_t(distance), grid.top);
   if (step == 0 || int64_t(distance) > step * grid.top) return std::nullopt;
   const int highest = int(int64_t(distance) / step);
-  // The step itself, or a part of it, up from the lowest value or from some steps below: the first that can be written.
+  // Try fractions of the step, starting at the lowest value or some steps below. Use the first that is representable.
   const int parts = grid.halves ? grid.top / highest : 1;
   for (int part = 1; part <= parts; ++part) {
     const double scale = double(step) * unit / part;

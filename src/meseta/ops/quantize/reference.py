@@ -1,4 +1,4 @@
-"""Rows in fewer bits in plain torch; the layouts are described in __init__.py."""
+"""Reference of row quantization in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MIN_EXPONENT = {"fp8_e4m3": -6, "fp8_e5m2": -14, "fp16": -14, "bf16": -126}
 
 
 def row_bytes(row_format: str, dim: Any) -> Any:
-    """Bytes of a row of `dim` columns, an int (or torch's symbol for one while it traces)."""
+    """Return the number of bytes of a quantized row. `dim` may be a symbolic int of torch, and so may the result."""
     if row_format == "int8":
         return dim + 8
     if row_format in CODE_BITS:
@@ -35,7 +35,7 @@ def row_bytes(row_format: str, dim: Any) -> Any:
 def quantize_rows(
     rows: Tensor, row_format: str, adaptive: bool, stochastic: bool, key: int, first_row: int, first_column: int
 ) -> Tensor:
-    """See meseta.ops.quantize.quantize_rows."""
+    """Implement `meseta.ops.quantize.quantize_rows` in plain PyTorch."""
     dtype, rows, (n, dim) = rows.dtype, rows.to(torch.float32), rows.shape
     bits = None
     if stochastic and rows.numel():
@@ -61,10 +61,10 @@ def quantize_rows(
 
 
 def _quantize_int(rows: Tensor, row_format: str, bits: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes over the whole range, scale and offset."""
+    """Return codes over the full range, scale and offset."""
     (low, high), top = row_range(rows), 2 ** CODE_BITS[row_format] - 1
     if row_format == "int8":
-        # A number divided by a tensor is to torch that number times the reciprocal, which rounds twice.
+        # Torch divides a number by a tensor as a product with the reciprocal, which rounds twice.
         scale, offset = (high - low) / 255, low
         inverse = torch.full_like(low, 255) / (high - low + 1e-8)
     else:
@@ -76,7 +76,7 @@ def _quantize_int(rows: Tensor, row_format: str, bits: Tensor | None) -> tuple[T
 
 
 def dequantize_rows(codes: Tensor, row_format: str, dim: int) -> Tensor:
-    """See meseta.ops.quantize.dequantize_rows."""
+    """Implement `meseta.ops.quantize.dequantize_rows` in plain PyTorch."""
     if row_format in ("fp16", "bf16"):
         return _from_bytes(codes, _DTYPES[row_format]).to(torch.float32)
     if row_format.startswith("fp8"):
@@ -90,7 +90,7 @@ def dequantize_rows(codes: Tensor, row_format: str, dim: int) -> Tensor:
 
 
 def _pack_codes(codes: Tensor, bits: int) -> Tensor:
-    """uint8 [n, D] -> [n, ceil(D * bits / 8)], the first code in the lowest bits."""
+    """Pack codes into bytes, the first code in the lowest bits: uint8 [n, D] -> [n, ceil(D * bits / 8)]."""
     n, dim = codes.shape
     stream = (codes[:, :, None] >> torch.arange(bits, dtype=torch.uint8, device=codes.device)) & 1
     stream = pad(stream.view(n, dim * bits), (0, -dim * bits % 8)).view(n, (dim * bits + 7) // 8, 8)
@@ -98,29 +98,30 @@ def _pack_codes(codes: Tensor, bits: int) -> Tensor:
 
 
 def _unpack_codes(packed: Tensor, bits: int, dim: int) -> Tensor:
-    """uint8 [n, ceil(dim * bits / 8)] -> [n, dim]."""
+    """Unpack codes: uint8 [n, ceil(dim * bits / 8)] -> [n, dim]."""
     stream = (packed[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=packed.device)) & 1
     stream = stream.flatten(1)[:, : dim * bits].reshape(len(packed), dim, bits)
     return (stream << torch.arange(bits, dtype=torch.uint8, device=packed.device)).sum(2, dtype=torch.uint8)
 
 
 def _to_bytes(numbers: Tensor) -> Tensor:
-    """[n, k] -> uint8 [n, k * bytes of a number]."""
+    """Return the bytes of each row: [n, k] -> uint8 [n, k * itemsize]."""
     return numbers.flatten().clone().view(torch.uint8).view(len(numbers), numbers.shape[1] * numbers.element_size())
 
 
 def _from_bytes(data: Tensor, dtype: torch.dtype) -> Tensor:
-    """uint8 [n, k] -> [n, k / bytes of a number], at whatever address the bytes lie."""
+    """Reinterpret bytes as numbers: uint8 [n, k] -> [n, k / itemsize]."""
+    # The copy aligns the bytes, because `view` needs aligned storage.
     return data.flatten().clone().view(dtype).view(len(data), data.shape[1] // dtype.itemsize)
 
 
 def _row_amax(rows: Tensor) -> Tensor:
-    """[n, D] -> [n, 1]; 0 without columns."""
+    """Return the maximum of each row, [n, D] -> [n, 1], or 0 without columns."""
     return rows.amax(1, keepdim=True) if rows.shape[1] else rows.new_zeros(len(rows), 1)
 
 
 def _round(values: Tensor, bits: Tensor | None) -> Tensor:
-    """To the nearest whole number, or up where 24 random bits say less than the fraction."""
+    """Round to nearest even, or stochastically: up if the upper 24 bits are below the fractional part."""
     if bits is None:
         return values.round()
     down = values.floor()
@@ -128,12 +129,14 @@ def _round(values: Tensor, bits: Tensor | None) -> Tensor:
 
 
 def to_short(values: Tensor, row_format: str, bits: Tensor | None) -> Tensor:
-    """Float32 to a shorter float: the nearest, or one of its two neighbours: the larger magnitude where `bits`, as a
-    fraction, lie below that of the magnitude."""
+    """Convert float32 to a shorter float format, with the numbers rounded to nearest even.
+
+    With `bits` the magnitude is rounded stochastically to one of the two neighbors.
+    """
     if bits is None:
         return values.to(_DTYPES[row_format])
     exponent = (torch.frexp(values).exponent - 1).clamp(min=_MIN_EXPONENT[row_format])
-    # Two halves of the power, since 2^133 is not a float.
+    # Scale in two steps, because 2^133 is not a float32.
     step = exponent - _MANTISSA_BITS[row_format]
     half = step // 2
     scaled = torch.ldexp(torch.ldexp(values.abs(), -half), half - step)

@@ -1,4 +1,4 @@
-// Scale and offset of a row in int8, int4, int3 and int2: the span of its values, and halves.
+// Scale and offset of rows in int8, int4, int3 and int2, from the range of their values, and conversion to halves.
 #pragma once
 
 #include <algorithm>
@@ -29,7 +29,7 @@ struct ValueRange {
   float reach() const { return std::max(std::fabs(low), std::fabs(high)); }
 };
 
-// Floats in the order of these integers, which the compiler compares many at a time.
+// Map float bits to integers with the same order. The compiler vectorizes their comparison.
 inline int32_t ordered(int32_t bits) { return bits ^ (bits >> 31 & 0x7FFFFFFF); }
 
 inline ValueRange value_range(const float* row, int64_t dim, int64_t index) {
@@ -44,8 +44,8 @@ inline ValueRange value_range(const float* row, int64_t dim, int64_t index) {
   if (dim == 0) return {0, 0};
   const float low = bits_to_float(uint32_t(ordered(lowest))), high = bits_to_float(uint32_t(ordered(highest)));
   if (largest >= 0x7F800000u || !std::isfinite(high - low))
-    throw_invalid_argument("row ", index, " holds a value that is not finite, or its range is not; clean it, or take fp16 or bf16");
-  return {low + 0.0f, high + 0.0f};  // no negative zero
+    throw_invalid_argument("row ", index, " has a non-finite value or range; fix the row, or use fp16 or bf16");
+  return {low + 0.0f, high + 0.0f};  // Adding 0 removes the sign of zero.
 }
 
 }  // namespace meseta

@@ -1,4 +1,4 @@
-// Floats of 8 and 16 bits, to the nearest or to one of two neighbours by random bits, and back.
+// Floats of 8 and 16 bits, rounded to nearest or stochastically.
 #pragma once
 
 #include <algorithm>
@@ -9,23 +9,24 @@
 
 namespace meseta {
 
-// Sign, exponent and mantissa of a short float whose bits are those of a whole number in the order of its values.
+// Sign, exponent and mantissa of a short float. Its codes, read as integers, have the order of the values.
 struct Short {
   int mantissa, smallest_exponent;
-  uint32_t sign, largest;  // codes; above `largest` a value is infinite, or saturates to it
+  uint32_t sign, largest;  // Codes. Values above `largest` become infinite, or saturate to it.
 };
 constexpr Short kShortE4m3{3, -6, 0x80, 0x7E}, kShortE5m2{2, -14, 0x80, 0x7B}, kShortHalf{10, -14, 0x8000, 0x7C00},
     kShortBfloat{7, -126, 0x8000, 0x7F80};
 
-inline float power_of_two(int exponent) { return bits_to_float(uint32_t(exponent + 127) << 23); }  // -126..127
+inline float power_of_two(int exponent) { return bits_to_float(uint32_t(exponent + 127) << 23); }  // For -126..127.
 
-// Both take values within +-2^22. They are sums and signs of differences, without a comparison of floats, of which gcc makes
-// branches; and what the C library has is a call per number without SSE4.1.
-// To the nearest whole number, ties to even.
+// Both roundings need values within +-2^22. They use sums and signs of differences instead of comparisons of floats, for
+// which gcc generates branches. Without SSE4.1, functions of the C library would be a call per number.
+//
+// Round to nearest, ties to even.
 struct Nearest {
   float operator()(float value, int64_t) const { return (value + 0x1.8p23f) - 0x1.8p23f; }
 };
-// Up where the random bits, as a fraction, lie below the value's.
+// Round up if the random bits, as a fraction, are below the fractional part of the value.
 struct Stochastic {
   const uint32_t* bits;
   float operator()(float value, int64_t column) const {

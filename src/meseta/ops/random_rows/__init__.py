@@ -1,4 +1,4 @@
-"""Initial rows from a counter-based generator: the value of a cell depends on (seed, table, row, column) alone."""
+"""Initial values of rows from a counter-based generator. They depend on seed, table, row and column only."""
 
 from __future__ import annotations
 
@@ -14,29 +14,30 @@ from meseta.ops.memory import empty
 from meseta.ops.random_rows import reference
 from meseta.spec import MesetaError, TableSpec
 
+# Each chunk of normal cells needs several float64 tensors. If these were larger, the allocator would return them to the
+# system after every chunk, and clearing new pages takes as long as computing the cells.
 CHUNK_CELLS = {"uniform": 1 << 18, "normal": 1 << 15}
-"""Cells filled at a time: bounds the memory beside the table. Normal cells pass through several float64 tensors; larger
-ones would be given back to the system and cleared by it again at every step, which takes as long as the cells."""
+"""Number of cells that are initialized at a time, which limits temporary memory."""
 
 
 def table_key(seed: int, table: str) -> int:
-    """The generator's 64-bit key for a table: BLAKE2b of seed and name."""
+    """Return the 64-bit generator key of a table: BLAKE2b of seed and name."""
     return int.from_bytes(hashlib.blake2b(f"{seed}/{table}".encode(), digest_size=8).digest(), "little")
 
 
 def random_bits(
     key: int, rows: tuple[int, int], columns: tuple[int, int], device: torch.device | str = "cpu"
 ) -> Int[Tensor, "rows columns"]:
-    """32 random bits for each cell, as int64 in 0..2^32-1.
+    """Return 32 random bits for each cell, as int64 in 0..2^32-1.
 
-    Philox4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011, section 3.3) with the counter
-    (low word of the row, high word of the row, column // 4, 0); the cell takes word column % 4 of the result.
-    Raises MesetaError for rows or columns that are negative, or end before they begin.
+    The generator is Philox4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011, section 3.3).
+    Raises MesetaError if `rows` or `columns` are negative, reversed or too large.
     """
+    # The counter is (low word of the row, high word of the row, column // 4, 0). A cell gets word column % 4.
     if not 0 <= rows[0] <= rows[1] < 1 << 63 or not 0 <= columns[0] <= columns[1] < 1 << 34:
         raise MesetaError(
-            f"random_bits: rows {rows[0]}..{rows[1]} and columns {columns[0]}..{columns[1]}; neither may be negative, "
-            "or end before it begins, or reach 2**63 rows or 2**34 columns"
+            f"random_bits: invalid rows {rows[0]}..{rows[1]} or columns {columns[0]}..{columns[1]}; pass ascending "
+            "ranges below 2**63 rows and 2**34 columns"
         )
     if torch.device(device).type != "cpu":
         return reference.random_bits(key, rows, columns, device)
@@ -48,11 +49,12 @@ def random_bits(
 def initial_rows(
     spec: TableSpec, *, rows: tuple[int, int], columns: tuple[int, int], seed: int, device: torch.device | str
 ) -> Float[Tensor, "rows columns"]:
-    """Rows `rows[0] <= r < rows[1]` and columns likewise of a new table.
+    """Return the initial values of rows rows[0]..rows[1]-1 and columns columns[0]..columns[1]-1 of a table.
 
-    Uniform cells are scale * (2 u - 1) with 24 random bits in u; normal cells use the Box-Muller transform of the pair
-    of words that the cell belongs to. Computed in float64 and rounded to the nearest, for 16 bits by way of float32.
+    Values are computed in float64 and rounded to the dtype of the table. 16-bit values are rounded to float32 first.
     """
+    # A uniform cell is scale * (2 u - 1) with 24 random bits in u. A normal cell is the Box-Muller transform of the
+    # pair of words that it belongs to.
     scale = _init_scale(spec)
     shape = rows[1] - rows[0], columns[1] - columns[0]
     weight = empty(shape, getattr(torch, spec.dtype), device, keep=False)
@@ -79,7 +81,7 @@ def initial_rows(
 def initial_rows_at(
     spec: TableSpec, rows: Int[Tensor, " n"], *, columns: tuple[int, int], seed: int
 ) -> Float[Tensor, "n columns"]:
-    """The same of any rows of a new table, int64 in the memory of the host, to the bit."""
+    """Return the initial values of arbitrary rows, int64 [n] on the CPU. They are those of `initial_rows`."""
     scale, width = _init_scale(spec), columns[1] - columns[0]
     weight = empty((len(rows), width), getattr(torch, spec.dtype), keep=False)
     if spec.init.kind == "constant":
@@ -104,11 +106,11 @@ def _init_scale(spec: TableSpec) -> float:
 
 
 def _align_to_pairs(columns: tuple[int, int]) -> tuple[int, int]:
-    """Whole pairs of columns."""
+    """Extend a range of columns to whole pairs."""
     return columns[0] // 2 * 2, -(-columns[1] // 2) * 2
 
 
 def _normal_cells(bits: Tensor, columns: tuple[int, int]) -> Tensor:
-    """Standard normal float64 [rows, columns], made of both words of each pair."""
+    """Return standard normal cells, float64 [rows, columns], from words for whole pairs of columns."""
     first, _ = _align_to_pairs(columns)
     return reference.box_muller(bits)[:, columns[0] - first : columns[1] - first]

@@ -1,4 +1,4 @@
-// Philox4x32-10 over a rectangle of cells, as words or as uniform numbers; see reference.py for the definition.
+// Philox4x32-10 for a rectangle of cells, as words or as uniform numbers. See reference.py for the definition.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
@@ -15,13 +15,13 @@ namespace {
 template <typename T>
 using Cells = nb::ndarray<T, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
-constexpr int64_t kCellsPerThread = 4096;  // fewer are not worth waking a thread
+constexpr int64_t kCellsPerThread = 4096;  // With fewer cells, another thread does not pay off.
 
 struct Origin {
   uint64_t key, row, column;
 };
 
-// body(first row of `out`, the one behind the last, its cells) for the share of each thread.
+// Run body(first row of `out`, end of the rows, cells) for the share of each thread.
 template <typename T, typename Body>
 void for_row_ranges(const Cells<T>& out, int num_threads, Body body) {
   const int64_t num_rows = int64_t(out.shape(0)), width = int64_t(out.shape(1));
@@ -61,7 +61,7 @@ void uniform_rows(uint64_t key, uint64_t first_row, uint64_t first_column, doubl
 template <typename T>
 void uniform_rows_at(uint64_t key, nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> rows,
                      uint64_t first_column, double scale, Cells<T> out, int num_threads) {
-  if (rows.shape(0) != out.shape(0)) throw std::invalid_argument("there must be a row number for each row");
+  if (rows.shape(0) != out.shape(0)) throw std::invalid_argument("the number of row numbers differs from the number of rows");
   const Uniform uniform{scale};
   const int64_t width = int64_t(out.shape(1));
   const int64_t* const numbers = rows.data();

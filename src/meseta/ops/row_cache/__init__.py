@@ -1,5 +1,5 @@
-"""Caches of rows that lie far: which rows lie near, in which slots, for the rows of all tables that a batch looks up at
-once. docs/tiers.md says what they are for."""
+"""Caches of the rows of offloaded shards. A batch pins its rows of all caches in one call."""
+# docs/tiers.md describes the purpose of the caches.
 
 from __future__ import annotations
 
@@ -18,64 +18,64 @@ from meseta.ops.eviction import GHOST_SCORES_PER_SLOT, HALF_LIVES
 from meseta.spec import MesetaError
 
 EMPTY = -1
-"""Row of a slot that has none, and slot of a row that does not lie near."""
+"""Row of an empty slot, and slot of a row that is not in the cache."""
 
 
 class UnwrittenRows(NamedTuple):
-    """Rows that were never written: who has pinned them makes them."""
+    """Unwritten rows of a pinned batch. The caller must compute their initial values."""
 
     cache_index: int
-    """Index of their cache."""
+    """Index of the cache."""
     rows: Int[Tensor, " n"]
     slots: Int[Tensor, " n"]
 
 
 class CacheMoves(NamedTuple):
-    """What the caller moves of a cache that moves no values itself, as on a GPU."""
+    """Rows to copy between a cache and its backing store, for a cache whose caller moves the values, as on a GPU."""
 
     evicted_rows: Int[Tensor, " n"]
-    """Rows that were changed, and lie in slots that others get: to be written to the far side at once."""
+    """Changed rows whose slots are reused. The caller must write them to the backing store immediately."""
     evicted_slots: Int[Tensor, " n"]
     fetched_rows: Int[Tensor, " m"]
-    """Those that come in, once `PinnedRows.wait` has returned."""
+    """Rows to copy into the cache. Their records are complete after `PinnedRows.wait`."""
     fetched_slots: Int[Tensor, " m"]
     records: Shaped[Tensor, "m bytes"]
-    """uint8."""
+    """uint8 records of `fetched_rows`."""
     is_written: Bool[Tensor, " m"]
-    """Which were ever written."""
+    """Whether each fetched row has a record. The others are unwritten rows."""
 
 
 @dataclass(frozen=True)
 class CacheCounters:
-    """What a cache has done so far."""
+    """Counters of a cache since it was opened."""
 
     num_lookups: int
-    """Ids of batches that were trained."""
+    """Number of ids in training batches."""
     num_rows: int
-    """Distinct rows of each of these batches."""
+    """Number of distinct rows, summed over training batches."""
     num_misses: int
-    """Those of them that did not lie near."""
+    """Number of these rows that were not in the cache."""
     num_written_back: int
-    """Rows that the far side was sent."""
+    """Number of rows written to the backing store."""
     num_read_only: int
-    """Rows that were read alone, for an evaluation."""
+    """Number of rows that were read for evaluation, outside the cache."""
 
 
 class BackingStoreError(MesetaError):
-    """The far side of a cache has failed."""
+    """Failure of the backing store of a cache."""
 
     def __init__(self, index: int, failure: Sequence[int]) -> None:
-        super().__init__(f"row cache {index}: its far side has failed ({list(failure)})")
+        super().__init__(f"row cache {index}: the backing store failed ({list(failure)})")
         self.cache_index, self.failure = index, list(failure)
 
 
 class CacheFullError(MesetaError):
-    """A batch looks up more rows of a cache than it has slots for."""
+    """Batch that looks up more rows than a cache has unpinned slots."""
 
     def __init__(self, index: int, num_rows: int, num_missing: int, num_others: int) -> None:
         super().__init__(
-            f"row cache {index}: a batch looks up {num_rows:,} rows, {num_missing:,} of which do not lie near, "
-            f"and others need {num_others:,} slots"
+            f"row cache {index}: a batch looks up {num_rows:,} rows, of which {num_missing:,} are not cached, "
+            f"while other batches need {num_others:,} slots"
         )
         self.cache_index, self.num_rows, self.num_missing, self.num_pinned_by_others = (
             index,
@@ -86,8 +86,10 @@ class CacheFullError(MesetaError):
 
 
 class RowCache:
-    """Slots 0..num_slots-1 hold the rows that lie near; those behind hold rows that are read and nothing else, as an
-    evaluation does, for as long as it needs them. Which row leaves is told by meseta.ops.eviction."""
+    """Cached rows of one shard in slots 0..num_slots-1, evicted by `meseta.ops.eviction`.
+
+    The slots after num_slots are for read-only access such as evaluation. Their rows stay only while they are pinned.
+    """
 
     def __init__(
         self,
@@ -97,16 +99,23 @@ class RowCache:
         backing_store: object,
         values: Sequence[Tensor] = (),
     ) -> None:
-        """Of `num_rows` rows. `backing_store` is the handle of where they lie, as `memory_backing_store` makes it.
-        `values` are those of each slot, [num_slots + num_to_read, ...], in the order of a record; without any, the
-        caller moves them.
+        """Create an empty cache for `num_rows` rows.
 
-        Raises MesetaError for sizes that do not fit together.
+        Args:
+            num_slots: Number of slots.
+            num_read_only_slots: Number of additional slots for read-only access.
+            num_rows: Number of rows of the shard.
+            backing_store: Native handle of the backing store, as `memory_backing_store` returns it.
+            values: Tensors [num_slots + num_read_only_slots, ...] whose rows together form a record. Without them the
+                caller moves the values.
+
+        Raises:
+            MesetaError: Sizes do not match each other.
         """
-        rows = np.zeros(num_slots + num_read_only_slots, np.int64)  # pages that nobody writes to take no memory
+        rows = np.zeros(num_slots + num_read_only_slots, np.int64)  # Pages that are never written take no memory.
         rows[:num_slots] = EMPTY
         self.rows: Int[Tensor, " slots"] = torch.from_numpy(rows)
-        """Of each slot; EMPTY: none. Of slots that are read alone it means nothing."""
+        """Row of each slot, or EMPTY. Meaningless for read-only slots."""
         self.num_slots = num_slots
         fields = [(v.data_ptr(), v[0].numel() * v.element_size(), len(v)) for v in values]
         kept, half_lives = min(num_rows, GHOST_SCORES_PER_SLOT * num_slots), [times * num_slots for times in HALF_LIVES]
@@ -117,42 +126,42 @@ class RowCache:
         self._values = values
 
     def find(self, rows: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
-        """Their slots; EMPTY where one does not lie near."""
+        """Return the slot of each row, or EMPTY."""
         slots = torch.empty(len(rows), dtype=torch.int64)
         core().find_in_cache(self._cache, rows.numpy(), slots.numpy(), torch.get_num_threads())
         return slots
 
     def cached_rows(self) -> Int[Tensor, " n"]:
-        """Those that lie near, ascending."""
+        """Return the rows in the cache, sorted."""
         rows = self.rows[: self.num_slots]
         return rows[rows != EMPTY].sort().values
 
     def dirty_slots(self) -> Int[Tensor, " n"]:
-        """Slots whose rows the far side has older, by row."""
+        """Return the slots of rows that differ from the backing store, ordered by row."""
         return torch.from_numpy(core().dirty_slots(self._cache))
 
     def write_back(self, slots: Int[Tensor, " n"]) -> None:
-        """Write the rows in some slots to the far side. Raises BackingStoreError."""
+        """Write the rows in `slots` to the backing store. Raises BackingStoreError if that fails."""
         index, *failure = core().write_back_slots(self._cache, slots.numpy())
         if failure[0] != 0:
             raise BackingStoreError(index, failure)
 
     def mark_clean(self, slots: Int[Tensor, " n"]) -> None:
-        """The far side has the rows in some slots."""
+        """Mark the rows in `slots` as equal to the backing store, after the caller has written them."""
         core().clean_slots(self._cache, slots.numpy())
 
     def num_bytes(self) -> int:
-        """Of memory, beside rows and values."""
+        """Return the memory of the cache in bytes, without `rows` and values."""
         return int(self._raw_counters()[0])
 
     @property
     def num_pinned(self) -> int:
-        """Slots that somebody needs."""
+        """Number of pinned slots."""
         return self._raw_counters()[1]
 
     @property
     def counters(self) -> CacheCounters:
-        """What it has done so far."""
+        """Counters since the cache was opened."""
         return CacheCounters(*self._raw_counters()[2:])
 
     def _raw_counters(self) -> list[int]:
@@ -160,42 +169,49 @@ class RowCache:
 
 
 class PinnedRows:
-    """Rows of some caches that a batch needs; they stay in their slots until `end`."""
+    """Rows of several caches that a batch needs. They keep their slots until `unpin`."""
 
     def __init__(self, pinned: object, places: Sequence[Int[Tensor, " _"]]) -> None:
         self._pinned = pinned
         self.slots = places
-        """The slot of each id, in the order in which `pin_rows` was given them."""
+        """Slot of each id, for each entry of `looked_up`."""
 
     def wait(self) -> list[UnwrittenRows]:
-        """Until rows are in their slots, but for those that were never written. Raises BackingStoreError where they
-        cannot be had; they are near no longer then. To be called once."""
+        """Wait until all rows are in their slots. Returns the unwritten rows, which have no values yet.
+
+        Must be called once. Raises BackingStoreError if a read fails. The missing rows are then removed from the cache.
+        """
         failed, absent = core().wait_for_rows(self._pinned, torch.get_num_threads())
         if failed:
             raise BackingStoreError(failed[0], failed[1:])
         return [UnwrittenRows(index, torch.from_numpy(rows), torch.from_numpy(slots)) for index, rows, slots in absent]
 
     def moves(self, index: int) -> CacheMoves:
-        """Of one cache, which moves no values."""
+        """Return the moves of a cache without values."""
         return CacheMoves(*map(torch.from_numpy, core().cache_moves(self._pinned, index)))
 
     def num_rows(self, index: int) -> tuple[int, int]:
-        """Of one cache: distinct rows, and those that did not lie near."""
+        """Return (number of distinct rows, number of cache misses) for one cache."""
         return core().num_pinned_rows(self._pinned, index)
 
     def unpin(self) -> None:
-        """The batch is over; its rows count as changed, unless they were to be read alone."""
+        """Unpin the rows of a finished batch. Unless the access was read-only, they are marked as changed."""
         core().unpin_rows(self._pinned)
 
 
 def pin_rows(
     caches: Sequence[RowCache], looked_up: Sequence[tuple[int, Int[Tensor, " _"]]], *, read_only: bool = False
 ) -> PinnedRows:
-    """Keep rows near, and begin to bring those that are not. `looked_up` are rows, each with the index of its cache; a
-    row may come twice. Those that are pinned `read_only` are not changed, and push none out.
+    """Pin rows in their caches, and start to fetch missing ones.
 
-    Raises CacheFullError where they are more than there are free slots, and BackingStoreError where others cannot be
-    pushed out; nothing is pinned then.
+    Args:
+        caches: Caches that the batch uses.
+        looked_up: Pairs of a cache index and rows. Rows may be repeated.
+        read_only: Whether rows are only read. They then change nothing and evict no row.
+
+    Raises:
+        CacheFullError: There are not enough unpinned slots. Nothing is pinned.
+        BackingStoreError: Evicted rows cannot be written. Nothing is pinned.
     """
     sizes = [len(rows) for _, rows in looked_up]
     of = [index for index, _ in looked_up]
@@ -212,5 +228,8 @@ def pin_rows(
 
 
 def memory_backing_store(records: Shaped[Tensor, "n bytes"], present: Bool[Tensor, " n"]) -> Any:
-    """A far side in memory of the caller, who keeps it: records of rows, uint8, and which were ever written."""
+    """Return the handle of a backing store in the caller's memory: uint8 records, and whether each row is written.
+
+    The caller must keep both tensors alive.
+    """
     return core().memory_backing_store(records.numpy(), present.numpy())

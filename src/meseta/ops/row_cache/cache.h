@@ -1,11 +1,11 @@
-// Near rows: which rows lie in slots, who needs them, and how they come and go.
+// Row cache: which rows are in slots, which are pinned, and how they are fetched and evicted.
 //
 //            slot 0   slot 1   ...   slot n-1 | slot n   ...
-//   rows       7        2              none   |   5          behind n: rows that are read and nothing else, as in an
-//   pins       1        0               0     |              evaluation; no later lookup finds them
+//   rows       7        2              none   |   5          from n on: rows for read-only access, such as evaluation.
+//   pins       1        0               0     |              Lookups do not find them.
 //   dirty      0        1               0     |
 //                       |
-//                       pushed out when another row needs the slot; written to the far side first, since it is dirty
+//                       evicted when another row needs the slot; it is dirty, so it is written to the backing store first
 #pragma once
 
 #include <algorithm>
@@ -23,30 +23,30 @@
 
 namespace meseta::row_cache {
 
-constexpr int64_t kWriteBackRows = 4096;  // that are written to the far side at once
+constexpr int64_t kWriteBackRows = 4096;  // Number of rows per write to the backing store.
 
 using row_file::Field;
 
 class RowCache;
 
-// What a batch looks up in a cache: ids of one feature, and where each lies when it is pinned.
+// Ids of one feature that a batch looks up in a cache, and their slots once they are pinned.
 struct PinSegment {
   const int64_t* rows;
   int64_t* places;
   int64_t count;
 };
 
-// What a batch needs of a cache until it is over.
+// State of a batch in a cache until it is unpinned.
 struct CachePins {
   std::shared_ptr<RowCache> cache;
   std::vector<PinSegment> segments;
   int64_t num_lookups = 0;
-  std::vector<int64_t> slots;    // of each distinct row, those of `missing` last
-  std::vector<int64_t> missing;  // rows that were not near
-  std::vector<int64_t> evicted_slots, evicted_rows;  // dirty ones that make room, where the cache cannot write them
-  std::unique_ptr<uint8_t[]> records;                // [missing, record_bytes]
-  std::unique_ptr<bool[]> present;                   // [missing]
-  std::unique_ptr<PendingLogRead> reading;                  // or null: done
+  std::vector<int64_t> slots;    // Slot of each distinct row, those of `missing` last.
+  std::vector<int64_t> missing;  // Rows that were not in the cache.
+  std::vector<int64_t> evicted_slots, evicted_rows;  // Evicted dirty rows that the caller must write.
+  std::unique_ptr<uint8_t[]> records;                // [missing, record_bytes].
+  std::unique_ptr<bool[]> present;                   // [missing].
+  std::unique_ptr<PendingLogRead> reading;                  // Null if it is complete.
   bool is_complete = false;
 
   size_t num_found() const { return slots.size() - missing.size(); }
@@ -61,7 +61,7 @@ class RowCache {
  public:
   static constexpr int64_t kEmpty = -1;
 
-  // `rows` [num_slots + num_to_read] is memory of whoever makes it, kEmpty in the first num_slots. Without `fields` the
+  // `rows` [num_slots + num_to_read] is memory of the caller, with kEmpty in the first num_slots. Without `fields` the
   // caller moves values between records and slots.
   RowCache(int64_t num_slots, int64_t num_to_read, EvictionPolicy policy, int64_t* rows, std::shared_ptr<RowStore> far,
            std::vector<Field> fields)
@@ -76,7 +76,7 @@ class RowCache {
         next_read_only_slot_(num_slots),
         end_read_only_slot_(num_slots + num_to_read) {}
 
-  std::mutex mutex;  // of all below
+  std::mutex mutex;  // Protects all members below.
   CacheCounters counters;
 
   int64_t num_slots() const { return num_slots_; }
@@ -89,8 +89,8 @@ class RowCache {
     slot_map_.find(rows, count, slots, num_threads);
   }
 
-  // Pin the rows that are near, of segments whose places `find` has told; gather the others, whose places become -2, -3,
-  // ... in the order of `missing`. False where there is no room for them.
+  // Pin rows of segments that are in the cache, whose slots `find` has set. Collect the others in `missing`. Their places
+  // become -2, -3, ... in this order. Returns false if there are not enough unpinned slots.
   bool begin(CachePins& pinned, bool to_read) {
     if (++round_ == 0) {
       for (SlotState& mark : marks_) mark.round = 0;
@@ -102,7 +102,7 @@ class RowCache {
       pinned.num_lookups += segment.count;
     }
     const size_t homes = std::bit_ceil(size_t(2 * absent + 1));
-    uint32_t* const numbers = scratch<uint32_t, 7>(homes);  // of rows in `missing`, from 1
+    uint32_t* const numbers = scratch<uint32_t, 7>(homes);  // Numbers of rows in `missing`, from 1.
     std::fill_n(numbers, absent == 0 ? 0 : homes, 0u);
     for (const PinSegment& segment : pinned.segments)
       for (int64_t i = 0; i < segment.count; ++i) {
@@ -137,8 +137,8 @@ class RowCache {
     pinned.missing.clear();
   }
 
-  // Give slots to the missing rows, and begin to read them. Where rows that make room cannot be written nothing has
-  // changed, and what was begun is undone.
+  // Assign slots to the missing rows, and start to read them. If evicted rows cannot be written, nothing changes and
+  // `begin` is undone.
   Failure bring(CachePins& pinned, bool to_read) {
     const size_t found = pinned.slots.size(), count = pinned.missing.size();
     if (count != 0) {
@@ -171,7 +171,7 @@ class RowCache {
     return {};
   }
 
-  // Records first..last-1 of the missing rows have come: put those that were ever written into their slots.
+  // Copy records first..last-1 of the missing rows into their slots, except those of unwritten rows.
   void put(const CachePins& pinned, int64_t first, int64_t last) const {
     const int64_t* const slots = pinned.missing_slots();
     for (int64_t i = first; i < last; ++i) {
@@ -180,7 +180,7 @@ class RowCache {
     }
   }
 
-  // The missing rows cannot be had: they are near no longer.
+  // Remove the missing rows from the cache after a failed read.
   void drop_missing(CachePins& pinned) {
     const int64_t* const slots = pinned.missing_slots();
     const size_t count = pinned.missing.size();
@@ -189,7 +189,7 @@ class RowCache {
     for (size_t i = 0; i < count; ++i) rows_[slots[i]] = kEmpty;
   }
 
-  // The batch is over, and may have changed its rows.
+  // Unpin the rows of a batch, which may have changed them.
   void release(CachePins& pinned, bool to_read) {
     if (!to_read)
       for (const int64_t slot : pinned.slots) dirty_[size_t(slot)] = uint8_t(rows_[slot] != kEmpty);
@@ -198,7 +198,7 @@ class RowCache {
     pinned.missing.clear();
   }
 
-  // Slots whose rows the far side has older, by row.
+  // Return the slots of rows that differ from the backing store, ordered by row.
   std::vector<int64_t> dirty() const {
     std::vector<int64_t> slots;
     for (int64_t slot = 0; slot < num_slots_; ++slot)
@@ -207,7 +207,7 @@ class RowCache {
     return slots;
   }
 
-  // Write the rows in some slots to the far side, which has them then.
+  // Write the rows in some slots to the backing store, and mark them clean.
   Failure write_back(const int64_t* slots, int64_t count) {
     const size_t bytes = backing_store_->record_bytes();
     for (int64_t first = 0; first < count; first += kWriteBackRows) {
@@ -237,11 +237,11 @@ class RowCache {
  private:
   static constexpr int64_t kPrefetchDistance = 16;
   struct SlotState {
-    uint32_t round = 0;  // last one that has asked for the row
+    uint32_t round = 0;  // Last round in which the row was requested.
     int32_t pins = 0;
   };
 
-  // Slots for missing rows, out of those that nobody needs.
+  // Choose unpinned slots for missing rows, and evict their rows.
   Failure take(CachePins& pinned, int64_t* slots, int64_t count) {
     policy_.choose(count, rows_, [this](int64_t slot) { return marks_[size_t(slot)].pins != 0; }, slots);
     std::vector<int64_t> leaving, dirty;
@@ -294,7 +294,7 @@ class RowCache {
   TypedSlotMap<uint32_t> slot_map_;
   std::vector<SlotState> marks_;
   std::vector<uint8_t> dirty_;
-  std::vector<int64_t> free_read_only_slots_;  // slots that were read alone and are free again
+  std::vector<int64_t> free_read_only_slots_;  // Read-only slots that were used and are free again.
   int64_t next_read_only_slot_, end_read_only_slot_;
   int64_t num_pinned_ = 0;
   uint32_t round_ = 0;

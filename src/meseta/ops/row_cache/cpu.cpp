@@ -1,4 +1,4 @@
-// Caches of rows: binding. What they are stands in cache.h; all caches that a batch looks up are pinned by one call.
+// Python bindings of row caches, see cache.h. One call pins the rows of all caches that a batch looks up.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
@@ -33,10 +33,10 @@ using FailureFields = std::vector<int64_t>;
 constexpr const char* kBackingStore = "far side";
 constexpr const char* kCache = "row cache";
 constexpr const char* kPinned = "pinned rows";
-constexpr int64_t kPiece = 4096;    // ids that are worth another thread
-constexpr int64_t kPutRows = 1024;  // records likewise
+constexpr int64_t kPiece = 4096;    // Minimum number of ids per additional thread.
+constexpr int64_t kPutRows = 1024;  // Minimum number of records per additional thread.
 
-// What a batch has pinned, of all caches that it looks up.
+// Rows that a batch has pinned, in all caches that it looks up.
 struct PinnedBatch {
   std::vector<CachePins> pinned;
   bool is_read_only = false;
@@ -55,7 +55,7 @@ nb::capsule file_backing_store(nb::capsule log) {
 }
 
 nb::capsule memory_backing_store(Records records, Present is_written) {
-  if (records.shape(0) != is_written.shape(0)) throw_invalid_argument("far_memory: records and marks differ in number");
+  if (records.shape(0) != is_written.shape(0)) throw_invalid_argument("memory_backing_store: the numbers of records and flags differ");
   return to_capsule<RowStore>(std::make_shared<MemoryRowStore>(records.data(), is_written.data(), int64_t(records.shape(0)),
                                                   records.shape(1)),
                        kBackingStore);
@@ -65,23 +65,23 @@ nb::capsule open_row_cache(Slots rows, int64_t num_slots, int64_t num_ghosts, co
                       nb::capsule backing_store, const std::vector<std::tuple<int64_t, int64_t, int64_t>>& fields) {
   const auto side = held<RowStore>(backing_store, kBackingStore);
   if (num_slots < 1 || num_slots > int64_t(rows.shape(0)) || num_ghosts < 1 || half_lives.empty())
-    throw_invalid_argument("open_row_cache: ", num_slots, " slots of ", rows.shape(0), ", ", num_ghosts, " scores kept");
+    throw_invalid_argument("open_row_cache: ", num_slots, " slots of ", rows.shape(0), ", ", num_ghosts, " ghost scores; both must be at least 1");
   std::vector<Field> moved;
   size_t at = 0;
   for (const auto& [near, bytes, rows_of] : fields) {
-    if (near == 0 || bytes < 1 || rows_of != int64_t(rows.shape(0))) throw_invalid_argument("open_row_cache: a value has not a row for each slot");
+    if (near == 0 || bytes < 1 || rows_of != int64_t(rows.shape(0))) throw_invalid_argument("open_row_cache: a value does not have one row per slot");
     moved.push_back({reinterpret_cast<uint8_t*>(near), size_t(bytes), at});
     at += size_t(bytes);
   }
   if (!moved.empty() && at != side->record_bytes())
-    throw_invalid_argument("open_row_cache: a row has ", at, " bytes near, and ", side->record_bytes(), " far");
+    throw_invalid_argument("open_row_cache: a row has ", at, " bytes in the cache, but ", side->record_bytes(), " in the backing store");
   EvictionPolicy policy(num_slots, num_ghosts, half_lives);
   return to_capsule(std::make_shared<RowCache>(num_slots, int64_t(rows.shape(0)) - num_slots, std::move(policy), rows.data(),
                                          side, std::move(moved)),
               kCache);
 }
 
-// Let go of all that a batch has begun, without the rows that were on their way.
+// Release the pins of a batch, and remove rows that were being read.
 void release_all(PinnedBatch& batch) {
   for (CachePins& one : batch.pinned) {
     if (one.reading != nullptr) one.reading->wait();
@@ -90,13 +90,14 @@ void release_all(PinnedBatch& batch) {
   }
 }
 
-// Pins ids segment after segment, ids bounds[s]..bounds[s + 1] - 1 in caches[of[s]]. Returns the batch; or, where nothing
-// is pinned, why: cache, rows, missing ones, and rows that others need, where there is no room; or cache and failure.
+// Pin ids segment by segment: ids bounds[s]..bounds[s + 1] - 1 belong to caches[cache_indices[s]]. Returns the batch, or
+// the reason why nothing is pinned. The reason is (cache, rows, missing rows, slots that others need) if there are not
+// enough slots, else (cache, failure).
 std::tuple<std::optional<nb::capsule>, FailureFields> pin_rows(const std::vector<nb::capsule>& caches, Rows rows,
                                                         const std::vector<int64_t>& bounds,
                                                         const std::vector<int64_t>& cache_indices, Slots slots, bool read_only,
                                                         int num_threads) {
-  if (bounds.size() != cache_indices.size() + 1 || slots.shape(0) != rows.shape(0)) throw_invalid_argument("pin_rows: arrays differ in number");
+  if (bounds.size() != cache_indices.size() + 1 || slots.shape(0) != rows.shape(0)) throw_invalid_argument("pin_rows: the sizes of the arrays differ");
   check_bounds("bounds", bounds.data(), int64_t(bounds.size()), int64_t(rows.shape(0)));
   auto batch = std::make_shared<PinnedBatch>();
   batch->is_read_only = read_only;
@@ -117,7 +118,7 @@ std::tuple<std::optional<nb::capsule>, FailureFields> pin_rows(const std::vector
                         one.cache.get()});
   }
   const nb::gil_scoped_release unlocked;
-  std::vector<std::unique_lock<std::mutex>> locks;  // in the order of the caches, which is that of all callers
+  std::vector<std::unique_lock<std::mutex>> locks;  // In the order of the caches, which is the same for all callers.
   for (const CachePins& one : batch->pinned) locks.emplace_back(one.cache->mutex);
   FirstError outside;
   parallel_tasks(num_threads, int64_t(pieces.size()), [&](int64_t p) {
@@ -126,7 +127,7 @@ std::tuple<std::optional<nb::capsule>, FailureFields> pin_rows(const std::vector
       if (piece.rows[i] < 0 || piece.rows[i] >= cache->num_rows()) outside.note(piece.rows + i - rows.data());
     cache->find(piece.rows, piece.count, piece.places);
   });
-  if (outside.at != FirstError::kNone) throw_invalid_argument("rows[", outside.at.load(), "] is ", rows.data()[outside.at], ", which there is not");
+  if (outside.at != FirstError::kNone) throw_invalid_argument("rows[", outside.at.load(), "] is ", rows.data()[outside.at], ", which does not exist");
   const auto count = int64_t(batch->pinned.size());
   std::vector<uint8_t> fits(batch->pinned.size());
   parallel_tasks(num_threads, count, [&](int64_t c) {
@@ -152,13 +153,13 @@ std::tuple<std::optional<nb::capsule>, FailureFields> pin_rows(const std::vector
       release_all(*batch);
       return {std::nullopt, failure_fields(int64_t(c), failures[c])};
     }
-  locks.clear();  // who has the interpreter may wait for one
+  locks.clear();  // A thread with the interpreter lock may wait for one.
   const nb::gil_scoped_acquire interpreter;
   return {to_capsule(std::move(batch), kPinned), FailureFields{}};
 }
 
-// Waits for the rows of a batch, and puts them into their slots. Returns the first failure with its cache, or nothing;
-// and of each cache that has some: its number, and rows and slots of those that were never written.
+// Wait for the rows of a batch, and copy them into their slots. Returns the first failure with its cache, or nothing, and
+// (cache, rows, slots) of unwritten rows for each cache that has some.
 std::tuple<FailureFields, std::vector<std::tuple<int64_t, Numbers, Numbers>>> wait_for_rows(nb::capsule pinned, int num_threads) {
   const auto batch = held<PinnedBatch>(pinned, kPinned);
   FailureFields failed;
@@ -207,8 +208,8 @@ const CachePins& pinned_at(const PinnedBatch& batch, int64_t index) {
   return batch.pinned[size_t(index)];
 }
 
-// Of a cache that moves no values: rows and slots of those that are to be written before others take their place, rows
-// and slots of those that come, their records, and which of them were ever written.
+// For a cache without values, return rows and slots of evicted rows to write, rows and slots of fetched rows, their
+// records, and whether each was written.
 nb::tuple cache_moves(nb::capsule pinned, int64_t index) {
   const CachePins& one = pinned_at(*held<PinnedBatch>(pinned, kPinned), index);
   const size_t count = one.missing.size(), bytes = one.cache->far().record_bytes();
@@ -218,7 +219,7 @@ nb::tuple cache_moves(nb::capsule pinned, int64_t index) {
                         array_of({one.missing_slots(), one.missing_slots() + count}), records, present);
 }
 
-// Distinct rows that a batch has pinned in a cache, and how many of them were not near.
+// Return the number of distinct rows that a batch has pinned in a cache, and how many of them were missing.
 std::tuple<int64_t, int64_t> num_pinned_rows(nb::capsule pinned, int64_t index) {
   const CachePins& one = pinned_at(*held<PinnedBatch>(pinned, kPinned), index);
   return {int64_t(one.slots.size()), int64_t(one.missing.size())};
@@ -234,7 +235,7 @@ void unpin_rows(nb::capsule pinned) {
 }
 
 void find_in_cache(nb::capsule cache, Rows rows, Slots slots, int num_threads) {
-  if (rows.shape(0) != slots.shape(0)) throw_invalid_argument("rows and slots differ in number");
+  if (rows.shape(0) != slots.shape(0)) throw_invalid_argument("the numbers of rows and slots differ");
   const auto one = held<RowCache>(cache, kCache);
   const nb::gil_scoped_release unlocked;
   one->find(rows.data(), int64_t(rows.shape(0)), slots.data(), num_threads);
@@ -257,7 +258,7 @@ FailureFields write_back(nb::capsule cache, Rows slots) {
   check_slots(*one, slots);
   const nb::gil_scoped_release unlocked;
   const std::lock_guard locked(one->mutex);
-  if (!one->moves_values()) throw_invalid_argument("write_back: this cache moves no values");
+  if (!one->moves_values()) throw_invalid_argument("write_back: this cache has no values; write its rows in the caller");
   return failure_fields(0, one->write_back(slots.data(), int64_t(slots.shape(0))));
 }
 

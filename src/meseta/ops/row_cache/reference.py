@@ -1,4 +1,4 @@
-"""The decisions of a cache of rows, id after id in plain Python."""
+"""Reference of the row cache in plain Python, one id at a time."""
 
 from __future__ import annotations
 
@@ -11,25 +11,24 @@ from meseta.ops.row_cache import EMPTY
 
 
 class ReferenceRowCache:
-    """Which rows lie in which slots; it moves no values."""
+    """Slots and rows of a cache, without values."""
 
     def __init__(self, num_slots: int, num_rows: int) -> None:
         self.rows = torch.full((num_slots,), EMPTY)
         self.slots: dict[int, int] = {}
-        """Of each row that lies near."""
+        """Slot of each cached row."""
         self.dirty_rows: set[int] = set()
-        """Rows that the far side has older."""
+        """Rows that differ from the backing store."""
         self._pins = torch.zeros(num_slots, dtype=torch.int32)
         self._policy = EvictionPolicy(num_slots, num_rows)
 
     def pin(self, ids: Sequence[int]) -> tuple[list[int], list[int], list[int]] | None:
-        """The slot of each id, the rows that were not near, and those that are to be written, since they leave; None
-        where there is no room."""
+        """Return (slot of each id, missing rows, evicted rows to write), or `None` if too many slots are pinned."""
         distinct = list(dict.fromkeys(ids))
-        found = [row for row in distinct if row in self.slots]
+        hits = [row for row in distinct if row in self.slots]
         missing = [row for row in distinct if row not in self.slots]
         pins = self._pins.clone()
-        for row in found:
+        for row in hits:
             pins[self.slots[row]] += 1
         free = (
             self._policy.choose_victims(len(missing), self.rows, pins)
@@ -49,13 +48,13 @@ class ReferenceRowCache:
         self.dirty_rows -= set(leaving)
         if missing:
             self._policy.admit(free, torch.tensor(missing))
-        rows = found + missing
+        rows = hits + missing
         slots = torch.tensor([self.slots[row] for row in rows], dtype=torch.int64)
         self._policy.touch(slots, torch.tensor(rows, dtype=torch.int64), len(ids))
         return [self.slots[row] for row in ids], missing, written
 
     def unpin(self, ids: Sequence[int]) -> None:
-        """Undo one `pin`."""
+        """Undo one `pin`. The rows count as changed."""
         for row in set(ids):
             self._pins[self.slots[row]] -= 1
             self.dirty_rows.add(row)

@@ -1,4 +1,4 @@
-// Where the rows of a cache lie that are not near: a file, or memory of the host.
+// Backing store of a cache: a file, or host memory.
 #pragma once
 
 #include <cstdint>
@@ -18,8 +18,8 @@ class RowStore {
   virtual ~RowStore() = default;
   virtual size_t record_bytes() const = 0;
   virtual int64_t num_rows() const = 0;
-  // Begin to read rows into records `out` [count, record_bytes]; `present` says which were ever written. Null where that
-  // is done at once.
+  // Start to read rows into records `out` [count, record_bytes]. `present` is false for unwritten rows. Returns null if
+  // the read is already complete.
   virtual std::unique_ptr<PendingLogRead> read(const int64_t* rows, int64_t count, uint8_t* out, bool* present) = 0;
   virtual Failure write(const int64_t* rows, const uint8_t* records, int64_t count) = 0;
 };
@@ -50,7 +50,7 @@ class FileRowStore final : public RowStore {
 
 class MemoryRowStore final : public RowStore {
  public:
-  // Memory of whoever makes it, [num_rows, record_bytes] and [num_rows].
+  // Memory of the caller, [num_rows, record_bytes] and [num_rows].
   MemoryRowStore(uint8_t* records, bool* present, int64_t num_rows, size_t record_bytes)
       : records_(records), present_(present), num_rows_(num_rows), record_bytes_(record_bytes) {}
   size_t record_bytes() const override { return record_bytes_; }

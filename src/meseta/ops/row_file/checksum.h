@@ -1,4 +1,4 @@
-// CRC-32C (Castagnoli, reflected polynomial 0x82F63B78), by the processor's instruction where it has one.
+// CRC-32C (Castagnoli, reflected polynomial 0x82F63B78), with the processor's instruction if it has one.
 #pragma once
 
 #include <array>
@@ -58,7 +58,7 @@ __attribute__((target("sse4.2"))) inline uint32_t entry_checksum_by_sse42(uint32
 }
 #endif
 
-// The checksum of `bytes` bytes, begun with `crc`; begin with ~0 or the checksum of what comes before.
+// Return the checksum of `bytes` bytes. Start with ~0, or with the checksum of the preceding bytes.
 inline uint32_t crc32c(uint32_t crc, const uint8_t* data, size_t bytes) {
 #if defined(__x86_64__)
   static const bool has_instruction = __builtin_cpu_supports("sse4.2");
@@ -77,8 +77,8 @@ inline uint32_t crc32c(uint32_t crc, const uint8_t* data, size_t bytes) {
 #endif
 }
 
-// The checksum of an entry. The instruction answers after three cycles and begins one in each, so that words take turns
-// in three sums, and the first sum goes on over the two others and the rest.
+// Return the checksum of an entry. The instruction has a latency of three cycles and a throughput of one per cycle, so
+// words are distributed over three sums. The first sum then continues over the two others and the rest.
 inline uint32_t entry_checksum(uint32_t begin, const uint8_t* data, size_t bytes) {
 #if defined(__x86_64__)
   static const bool has_instruction = __builtin_cpu_supports("sse4.2");

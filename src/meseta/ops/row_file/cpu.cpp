@@ -1,4 +1,4 @@
-// Files of rows: binding. What they are stands in log.h, how transfers are made in engine.h.
+// Python bindings of row files. See log.h for files, and engine.h for transfers.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
@@ -31,7 +31,7 @@ constexpr const char* kTicket = "row read";
 
 FailureFields failure_fields(const Failure& f) { return {f.kind, f.code, f.row, f.place, f.writing}; }
 
-// 0, or why the system makes no ring: its error; -1 where it has never heard of one.
+// Return 0, or the error with which the system refuses to create a ring. -1 if the core was built without io_uring.
 int io_uring_error() {
 #if defined(MESETA_IO_URING)
   try {
@@ -46,7 +46,7 @@ int io_uring_error() {
 }
 
 nb::capsule open_row_engine(bool io_uring, int depth, double max_reads_per_s) {
-  if (depth < 1 || depth > 1024 || !(max_reads_per_s >= 0)) throw_invalid_argument("open_row_engine: depth is not in 1..1024");
+  if (depth < 1 || depth > 1024 || !(max_reads_per_s >= 0)) throw_invalid_argument("open_row_engine: depth must be in 1..1024");
   std::shared_ptr<Engine> engine;
   if (io_uring) {
 #if defined(MESETA_IO_URING)
@@ -61,7 +61,7 @@ nb::capsule open_row_engine(bool io_uring, int depth, double max_reads_per_s) {
 }
 
 nb::capsule open_row_log(nb::capsule engine, int descriptor, int64_t rows, std::vector<int64_t> sizes, uint32_t salt) {
-  if (sizes.size() != 4) throw_invalid_argument("open_row_log: sizes are those of a record, a block and a segment, and rows of a part");
+  if (sizes.size() != 4) throw_invalid_argument("open_row_log: pass the sizes of a record, a block and a segment, and the rows of a part");
   const auto [record, block, segment, part] = std::array{sizes[0], sizes[1], sizes[2], sizes[3]};
   if (rows < 0 || rows > int64_t{1} << 31 || record < 1 || block < 512 || block > 4096 || (block & (block - 1)) != 0 ||
       segment < 0 || segment > int64_t{1} << 30 || part < 1 || record + 2 * block > int64_t(kLargeBytes))
@@ -70,18 +70,18 @@ nb::capsule open_row_log(nb::capsule engine, int descriptor, int64_t rows, std::
   return to_capsule(std::make_shared<RowLog>(held<Engine>(engine, kEngine), descriptor, rows, layout, salt, part), kLog);
 }
 
-// Values of `count` rows, [count, bytes] each, which side by side are their records.
+// Return the fields of `count` rows. `values` are [count, bytes] each, whose columns together are the records.
 template <typename Byte, typename Array>
 std::vector<FieldOf<Byte>> fields_of(const RowLog& log, const std::vector<Array>& values, int64_t count) {
   std::vector<FieldOf<Byte>> fields;
   size_t at = 0;
   for (const Array& value : values) {
-    if (int64_t(value.shape(0)) != count) throw_invalid_argument("there are ", count, " rows, and values of ", value.shape(0));
+    if (int64_t(value.shape(0)) != count) throw_invalid_argument("there are ", count, " rows, but values of ", value.shape(0));
     fields.push_back({value.data(), value.shape(1), at});
     at += value.shape(1);
   }
   if (at != log.layout().record_bytes)
-    throw_invalid_argument("values of a row have ", at, " bytes; its record has ", log.layout().record_bytes);
+    throw_invalid_argument("the values of a row have ", at, " bytes, but its record has ", log.layout().record_bytes);
   return fields;
 }
 
@@ -103,7 +103,7 @@ FailureFields write_rows(nb::capsule log, Rows rows, const std::vector<Records>&
   return result;
 }
 
-// A read, with the arrays that it writes to.
+// A read with the arrays that it writes to.
 struct ReadHandle {
   PendingLogRead reading;
   Rows rows;
@@ -125,9 +125,9 @@ nb::capsule hold_reading(ReadHandle* reading) {
 }
 
 PendingLogRead& reading_of(const nb::capsule& capsule) {
-  if (capsule.name() == nullptr || std::string(capsule.name()) != kTicket) throw_invalid_argument("this is no ", kTicket);
+  if (capsule.name() == nullptr || std::string(capsule.name()) != kTicket) throw_invalid_argument("the handle is not a ", kTicket);
   auto* held = static_cast<std::pair<ReadHandle*, pid_t>*>(capsule.data());
-  if (held->second != getpid()) throw_invalid_argument("the ", kTicket, " belongs to the process that has forked this one");
+  if (held->second != getpid()) throw_invalid_argument("the ", kTicket, " belongs to the parent of this forked process");
   return held->first->reading;
 }
 
@@ -135,7 +135,7 @@ nb::capsule read_rows(nb::capsule log, Rows rows, Out out, Present is_written) {
   const auto file = held<RowLog>(log, kLog);
   auto fields = fields_of<uint8_t>(*file, std::vector{out}, int64_t(rows.shape(0)));
   check(*file, rows);
-  if (is_written.shape(0) != rows.shape(0)) throw_invalid_argument("present has ", is_written.shape(0), " entries for ", rows.shape(0), " rows");
+  if (is_written.shape(0) != rows.shape(0)) throw_invalid_argument("is_written has ", is_written.shape(0), " entries for ", rows.shape(0), " rows");
   auto held_reading = std::unique_ptr<ReadHandle>(new ReadHandle{PendingLogRead(file), rows, {out}, is_written});
   held_reading->reading.ticket.rows = rows.data();
   held_reading->reading.ticket.count = int64_t(rows.shape(0));
@@ -143,16 +143,16 @@ nb::capsule read_rows(nb::capsule log, Rows rows, Out out, Present is_written) {
   return hold_reading(held_reading.release());
 }
 
-// Rows first, first + 1, ..., or those that are listed, ascending.
+// Read rows first, first + 1, ..., or the listed rows, which must be sorted.
 nb::capsule read_snapshot_rows(nb::capsule snapshot, int64_t first, std::optional<Rows> listed,
                              const std::vector<Out>& values, Present is_written) {
   const auto rows = held<RowLogSnapshot>(snapshot, kFrozen);
   const auto count = int64_t(is_written.shape(0));
   if (listed) {
     check(*rows->log, *listed);
-    if (int64_t(listed->shape(0)) != count) throw_invalid_argument("present has ", count, " entries for ", listed->shape(0), " rows");
+    if (int64_t(listed->shape(0)) != count) throw_invalid_argument("is_written has ", count, " entries for ", listed->shape(0), " rows");
   } else if (first < 0 || count > rows->log->num_rows() - first) {
-    throw_invalid_argument("rows ", first, "..", first + count - 1, " are not among the ", rows->log->num_rows(), " frozen rows");
+    throw_invalid_argument("rows ", first, "..", first + count - 1, " are not among the ", rows->log->num_rows(), " rows of the snapshot");
   }
   auto fields = fields_of<uint8_t>(*rows->log, values, count);
   auto held_reading = std::unique_ptr<ReadHandle>(

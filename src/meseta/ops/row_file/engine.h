@@ -1,5 +1,5 @@
-// The queues of an engine: which transfer comes next, and what becomes of one that has ended. What carries them out
-// derives from it: ring.h, threads.h.
+// Queues of an engine: the order of transfers, and the handling of completed ones. Derived classes execute transfers, see
+// ring.h and threads.h.
 #pragma once
 
 #include <algorithm>
@@ -19,12 +19,12 @@
 
 namespace meseta::row_file {
 
-constexpr int64_t kPieceRows = 1024;    // planned at once
-constexpr int kLargeBuffers = 12;       // rows that lie together are read by so many requests at a time
-constexpr int kMaxWritesWhenIdle = 8;         // at a time, while no row is waited for
-constexpr int kMaxWritesUnderReads = 3;        // else: more would only lengthen what reads wait
-constexpr int kReadsPerScan = 8;            // each so many-th read is a scan's, while both wait
-constexpr double kBurstSeconds = 1e-3;  // of reads under a limit
+constexpr int64_t kPieceRows = 1024;    // Number of rows that are planned at a time.
+constexpr int kLargeBuffers = 12;       // Maximum number of concurrent requests for adjacent rows.
+constexpr int kMaxWritesWhenIdle = 8;         // Maximum number of concurrent writes while no read waits.
+constexpr int kMaxWritesUnderReads = 3;        // Otherwise. More writes would only delay reads.
+constexpr int kReadsPerScan = 8;            // While both wait, one in this many reads belongs to a scan.
+constexpr double kBurstSeconds = 1e-3;  // Length of a burst of reads under a rate limit.
 constexpr size_t kSectorBytes = 512;
 
 struct FreeMemory {
@@ -38,7 +38,7 @@ inline Buffer make_buffer(size_t bytes) {
   return Buffer(static_cast<uint8_t*>(memory));
 }
 
-// Signals are the interpreter's.
+// Start a thread with all signals blocked, because the interpreter's thread handles them.
 template <typename Body>
 std::thread signal_free_thread(Body&& body) {
   sigset_t all, before;
@@ -49,7 +49,7 @@ std::thread signal_free_thread(Body&& body) {
   return thread;
 }
 
-// Counts by length of time: eight steps for each power of two of nanoseconds.
+// Histogram of durations, with eight bins for each power of two of nanoseconds.
 struct LatencyHistogram {
   static constexpr int kSteps = 8;
   std::array<int64_t, 40 * kSteps> counts{};
@@ -83,7 +83,7 @@ class Engine {
     wake();
   }
 
-  // Reads that others go before.
+  // Submit reads with low priority.
   void submit_scan(const std::vector<Request>& requests) {
     const std::lock_guard lock(mutex_);
     scans_.requests.insert(scans_.requests.end(), requests.begin(), requests.end());
@@ -97,7 +97,7 @@ class Engine {
     wake();
   }
 
-  // Called with the client's lock held. Space is made in the background.
+  // Request cleaning in the background. Called with the client's lock held.
   void request_cleaning(EngineClient& client) {
     const std::lock_guard lock(mutex_);
     if (client_cleaned_ == &client) clean_again_ = true;
@@ -108,7 +108,7 @@ class Engine {
     cleaning_.notify_all();
   }
 
-  // A client that goes: from now on the cleaner leaves it alone.
+  // Unregister a client. The cleaner does not use it afterwards.
   void leave(EngineClient& client) {
     std::unique_lock lock(mutex_);
     cleaning_.wait(lock, [&] { return client_cleaned_ != &client; });
@@ -134,11 +134,11 @@ class Engine {
   }
 
  protected:
-  // The lock is held: tells whoever carries out transfers that there may be some.
+  // Notify the threads that execute transfers. Called with the lock held.
   virtual void wake() = 0;
 
-  // The next transfer, where there is one; it has its buffer. `lock` is held, and let go where rows are to be found.
-  // Otherwise `when` is the time at which to ask again, if there is one.
+  // Take the next transfer, if there is one, with its buffer. Called with `lock` held, which is released while rows are
+  // located. Otherwise `when` is set to the time at which to try again, if there is one.
   bool next(std::unique_lock<std::mutex>& lock, Request& request, Clock::time_point& when) {
     when = Clock::time_point::max();
     for (;;) {
@@ -164,7 +164,7 @@ class Engine {
     }
   }
 
-  // What the system has answered: bytes, or an error less than 0. Whether the transfer is to be asked for again.
+  // Process the result of the system: bytes, or a negative error. Returns whether to submit the transfer again.
   bool should_continue(Request& request, int64_t result, Failure& failure) {
     if (result == -EINTR || result == -EAGAIN) return true;
     failure = Failure{};
@@ -201,10 +201,10 @@ class Engine {
       latencies_.add(std::chrono::duration_cast<std::chrono::nanoseconds>(now - request.begun).count());
       if (!request.small) wake();
     }
-    ticket.finish_one();  // the last word: whoever waited may take everything away
+    ticket.finish_one();  // Must be last, because the waiting thread may then destroy everything.
   }
 
-  // Derived classes end their own threads first.
+  // Derived classes must stop their own threads first.
   void stop_cleaner() {
     {
       const std::lock_guard lock(mutex_);
@@ -224,7 +224,7 @@ class Engine {
     std::deque<Request> requests;
   };
 
-  // Finds out what is to be read for one more piece of the first ticket; whether there was one.
+  // Plan the reads of another piece of the first ticket. Returns whether there was a piece.
   bool plan(std::unique_lock<std::mutex>& lock, Queue& queue) {
     if (queue.tickets.empty()) return false;
     ReadTicket& ticket = *queue.tickets.front();
@@ -239,7 +239,7 @@ class Engine {
     for (const Request& request : requests) queue.requests.push_back(request);
     if (requests.size() > 1) wake();
     lock.unlock();
-    ticket.finish_one();  // the piece itself
+    ticket.finish_one();  // For the piece itself.
     lock.lock();
     return true;
   }
@@ -255,7 +255,7 @@ class Engine {
     return true;
   }
 
-  // One token a read, `rate_` a second.
+  // Token bucket with one token per read and `rate_` tokens per second.
   bool allowed(Clock::time_point& when) {
     if (rate_ <= 0) return true;
     const auto now = Clock::now();
@@ -293,7 +293,7 @@ class Engine {
     }
   }
 
-  double rate_;  // reads a second; 0: as many as there may be
+  double rate_;  // Reads per second. 0 means no limit.
   double tokens_ = 0;
   Clock::time_point refilled_;
   uint64_t turn_ = 0;
@@ -308,7 +308,7 @@ class Engine {
   std::condition_variable cleaning_;
   std::deque<EngineClient*> cleaning_queue_;
   EngineClient* client_cleaned_ = nullptr;
-  bool clean_again_ = false;  // it has asked meanwhile
+  bool clean_again_ = false;  // Whether it requested cleaning again meanwhile.
 };
 
 }  // namespace meseta::row_file

@@ -1,5 +1,4 @@
-"""What reads and writes files of rows: io_uring where the system allows it, else threads; direct where the file system
-does."""
+"""Engine for reading and writing row files: io_uring or threads, with direct I/O if the file system supports it."""
 
 from __future__ import annotations
 
@@ -21,32 +20,33 @@ from meseta.spec.tiers import EngineName
 ENGINES = get_args(EngineName)
 AUTO, IO_URING, THREADS = ENGINES
 QUEUE_DEPTHS = {IO_URING: 256, THREADS: 32}
-"""Reads in flight at most, 8 KB of memory each: with many at once the system is called less often for each."""
+"""Maximum number of reads in flight. Each takes 8 KB of memory."""
+# A deep queue needs fewer system calls per read.
 _STEPS, _MIN_POWER = 8, 3
 
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """How files of a folder are read, and why not better."""
+    """Engine for a folder, and the reasons why a faster one is unavailable."""
 
     engine: str
     """'io_uring' or 'threads'."""
     is_direct: bool
-    """Whether the system's page cache is passed by."""
+    """Whether direct I/O bypasses the page cache of the system."""
     block_bytes: int
-    """The least that is read."""
+    """Smallest number of bytes that a request reads."""
     io_uring_unavailable_reason: str | None = None
-    """Why not by io_uring."""
+    """Reason why io_uring is not used. `None` if it is used."""
     direct_unavailable_reason: str | None = None
-    """Why not directly."""
+    """Reason why direct I/O is not used. `None` if it is used."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
+        """Convert to plain data."""
         return asdict(self)
 
     @property
     def summary(self) -> str:
-        """One line for people."""
+        """One-line description."""
         how = self.engine + (f" ({self.io_uring_unavailable_reason})" if self.io_uring_unavailable_reason else "")
         if self.is_direct:
             return f"{how}, direct, blocks of {self.block_bytes:,} bytes"
@@ -54,30 +54,30 @@ class EngineInfo:
 
 
 def io_uring_unavailable_reason() -> str | None:
-    """Why the system makes no ring; None where it does."""
+    """Return why io_uring is unavailable, or `None` if it is available."""
     error = core().io_uring_error()
     if error == 0:
         return None
     if error < 0:
         return "the core was built on a system without io_uring"
     reasons = {
-        errno.EPERM: "the system forbids io_uring, as profiles of containers and kernel.io_uring_disabled do",
+        errno.EPERM: "the system forbids io_uring, for example by a container profile or kernel.io_uring_disabled",
         errno.EACCES: "the system forbids io_uring",
-        errno.ENOSYS: "this kernel has no io_uring, or one before Linux 5.11",
-        errno.ENOMEM: "no memory may be locked for io_uring; raise `ulimit -l`",
+        errno.ENOSYS: "the kernel has no io_uring, or is older than Linux 5.11",
+        errno.ENOMEM: "the limit of locked memory is too low for io_uring; raise `ulimit -l`",
     }
     return reasons.get(error, f"io_uring cannot be set up: {os.strerror(error)}")
 
 
 def probe_engine(folder: Path, engine: str = AUTO) -> EngineInfo:
-    """How files of rows in a folder would be read; a file without a name is written for it.
+    """Return the engine that reads row files in `folder`. Writes an unnamed temporary file.
 
-    Raises MesetaError where the folder cannot be written, and for `io_uring` where there is none.
+    Raises MesetaError if the folder is not writable, or if `engine` is "io_uring" and it is unavailable.
     """
     check_choice("storage", "engine", engine, ENGINES)
-    why_threads = "as it was asked for" if engine == THREADS else io_uring_unavailable_reason()
+    why_threads = "requested" if engine == THREADS else io_uring_unavailable_reason()
     if engine == IO_URING and why_threads is not None:
-        raise MesetaError(f"storage: engine 'io_uring' is not to be had: {why_threads}; set storage.engine to auto")
+        raise MesetaError(f"storage: engine 'io_uring' is unavailable: {why_threads}; set storage.engine to auto")
     try:
         block_bytes, why_buffered = direct_io_block_bytes(folder)
     except OSError as error:
@@ -95,7 +95,7 @@ def probe_engine(folder: Path, engine: str = AUTO) -> EngineInfo:
 
 
 class DiskEngine:
-    """Reads and writes the files of rows of one folder, for all tables of a process; see docs/tiers.md."""
+    """Reader and writer of the row files of one folder, shared by all tables of a process."""
 
     def __init__(
         self,
@@ -105,20 +105,26 @@ class DiskEngine:
         max_reads_per_s: float | None = None,
         queue_depth: int | None = None,
     ) -> None:
-        """Make the folder where there is none, and remove what killed processes have left in it.
+        """Create the folder if needed, and remove files that killed processes left in it.
 
-        `max_reads_per_s` limits the reads of all files together, `queue_depth` those in flight. Raises MesetaError as
-        `probe_engine`.
+        Args:
+            folder: Folder of the row files.
+            engine: "auto", "io_uring" or "threads".
+            max_reads_per_s: Limit for the reads of all files together. `None` means no limit.
+            queue_depth: Maximum number of reads in flight, see `QUEUE_DEPTHS`.
+
+        Raises:
+            MesetaError: The folder cannot be created or written, or io_uring is requested but unavailable.
         """
         self.folder = Path(folder)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise MesetaError(
-                f"storage: {str(folder)!r} cannot be made ({error_summary(error)}); set storage.dir"
+                f"storage: {str(folder)!r} cannot be created ({error_summary(error)}); set storage.dir"
             ) from None
         self.removed_files = remove_leftovers(self.folder)
-        """Files that killed processes had left."""
+        """Paths of the removed files of killed processes."""
         self.info = probe_engine(self.folder, engine)
         self._max_reads_per_s = _check_limit(max_reads_per_s)
         self.queue_depth = queue_depth or QUEUE_DEPTHS[self.info.engine]
@@ -127,7 +133,7 @@ class DiskEngine:
 
     @property
     def max_reads_per_s(self) -> float | None:
-        """The limit of all files together; None: none."""
+        """Limit for the reads of all files together. `None` means no limit."""
         return self._max_reads_per_s or None
 
     @max_reads_per_s.setter
@@ -136,34 +142,36 @@ class DiskEngine:
         core().limit_row_engine(self.handle, self._max_reads_per_s)
 
     def num_bytes(self) -> int:
-        """Memory of its buffers; files have their own."""
+        """Return the memory of the engine's buffers. Buffers of files are not included."""
         return int(core().row_engine_bytes(self.handle))
 
     def latencies(self) -> LatencyHistogram:
-        """What reads took, since the engine was made."""
+        """Return the latencies of all reads since the engine was created."""
         return LatencyHistogram(np.array(core().row_engine_latencies(self.handle), np.int64))
 
 
 def _check_limit(limit: float | None) -> float:
     if limit is not None and not 0 < limit < 1e12:
-        raise MesetaError(f"storage: max_reads_per_s must be greater than 0, got {limit!r}; leave it out for no limit")
+        raise MesetaError(f"storage: max_reads_per_s must be greater than 0, got {limit!r}; omit it for no limit")
     return float(limit or 0)
 
 
 @dataclass(frozen=True)
 class LatencyHistogram:
-    """Reads by the time from handing one to the system until its answer."""
+    """Histogram of read latencies, from the submission of a request to its completion."""
 
     counts: np.ndarray[Any, np.dtype[np.int64]]
-    """By length: eight steps for each power of two of nanoseconds, from 8 on."""
+    """Number of reads per bin. Eight bins for each power of two of nanoseconds, starting at 8 ns."""
 
     def __sub__(self, earlier: LatencyHistogram) -> LatencyHistogram:
-        """Those that came after."""
+        """Return the reads since `earlier`."""
         return LatencyHistogram(self.counts - earlier.counts)
 
     def quantiles(self, shares: Sequence[float]) -> list[float]:
-        """Seconds that these shares of the reads did not exceed, by the upper ends of the steps: up to an eighth too
-        much. NaN without reads."""
+        """Return latency quantiles in seconds, as upper bounds of bins. They are up to 1/8 too large.
+
+        The result is NaN if there are no reads.
+        """
         sums = np.cumsum(self.counts)
         if not len(sums) or sums[-1] == 0:
             return [float("nan")] * len(shares)

@@ -1,4 +1,4 @@
-// How Python holds the objects of files of rows, for all who take them.
+// Python handles of the objects of row files.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -14,7 +14,7 @@ namespace meseta::row_file {
 
 namespace nb = nanobind;
 
-// Objects of C++ in capsules, by name; a process that was forked has none of their threads and leaves them alone.
+// Named capsules of C++ objects. A forked process has none of their threads and does not destroy them.
 template <typename T>
 struct CapsuleHandle {
   std::shared_ptr<T> object;
@@ -33,9 +33,9 @@ nb::capsule to_capsule(std::shared_ptr<T> object, const char* name) {
 
 template <typename T>
 std::shared_ptr<T> held(const nb::capsule& capsule, const char* name) {
-  if (capsule.name() == nullptr || std::string(capsule.name()) != name) throw_invalid_argument("this is no ", name);
+  if (capsule.name() == nullptr || std::string(capsule.name()) != name) throw_invalid_argument("the handle is not a ", name);
   auto* held = static_cast<CapsuleHandle<T>*>(capsule.data());
-  if (held->process != getpid()) throw_invalid_argument("the ", name, " belongs to the process that has forked this one");
+  if (held->process != getpid()) throw_invalid_argument("the ", name, " belongs to the parent of this forked process");
   return held->object;
 }
 

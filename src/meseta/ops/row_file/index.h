@@ -1,4 +1,4 @@
-// Where each row lies, 4 bytes a row, in chunks that frozen indices share until they are written to.
+// Location of each row, 4 bytes per row, in chunks that snapshots share until they are written to.
 #pragma once
 
 #include <algorithm>
@@ -26,7 +26,7 @@ struct IndexChunk {
   std::atomic<int64_t>& count;
 };
 
-// The lock of the file is held by whoever calls it.
+// Not thread-safe. Callers hold the lock of the file.
 class Index {
  public:
   explicit Index(int64_t rows) : chunks_(size_t((rows + kChunkRows - 1) / kChunkRows)) {}
@@ -41,7 +41,7 @@ class Index {
     if (chunk != nullptr) __builtin_prefetch(chunk->slots + row % kChunkRows);
   }
 
-  // Puts a row somewhere; where it was.
+  // Set the location of a row. Returns the previous one.
   uint32_t move(int64_t row, uint32_t slot, std::atomic<int64_t>& count) {
     std::shared_ptr<IndexChunk>& chunk = chunks_[size_t(row / kChunkRows)];
     if (chunk == nullptr)
@@ -58,7 +58,7 @@ class Index {
   std::vector<std::shared_ptr<IndexChunk>> chunks_;
 };
 
-// What a chunk takes of memory: itself, and what is kept beside it.
+// Memory of a chunk, including its reference counts.
 constexpr int64_t kChunkBytes = sizeof(IndexChunk) + 2 * sizeof(void*);
 
 }  // namespace meseta::row_file

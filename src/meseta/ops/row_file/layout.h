@@ -1,5 +1,5 @@
-// How records lie in a file: entries in groups of whole blocks, groups in segments. A segment is what is written at
-// once.
+// Layout of records in a file: entries in groups of whole blocks, groups in segments. A segment is written in one
+// request.
 #pragma once
 
 #include <algorithm>
@@ -10,16 +10,16 @@
 
 namespace meseta::row_file {
 
-constexpr size_t kPageBytes = 4096;  // memory for direct transfers, and the borders of segments
-constexpr size_t kTrailerBytes = 8;  // behind a record: its row, and the checksum of both
+constexpr size_t kPageBytes = 4096;  // Alignment of memory for direct I/O, and of segments.
+constexpr size_t kTrailerBytes = 8;  // After a record: its row, and the checksum of both.
 constexpr size_t kMaxGroupBlocks = 16;
-constexpr double kMaxSpaceFactor = 1.45;  // the file over its rows' records; 1.5 is promised, and a step of growth is less
+constexpr double kMaxSpaceFactor = 1.45;  // File size / size of records. 1.5 is promised, and a step of growth is smaller.
 
-// How often a row is written in all, where rows are pushed out at random and this part of the file is rows: segments that
-// are cleaned have a part p left, which moves on, and share = (p - 1) / ln p (J. Menon, A performance comparison of RAID-5
+// Return how often a row is written on average, if random rows are written and `share` of the file are rows. Cleaned
+// segments have a fraction p of their rows left, and share = (p - 1) / ln p (J. Menon, A performance comparison of RAID-5
 // and log-structured arrays, 1995).
 inline double write_amplification(double share) {
-  double low = 1e-6, high = 0.98;  // beyond that cleaning gives hardly any room
+  double low = 1e-6, high = 0.98;  // Beyond that, cleaning frees hardly any space.
   for (int i = 0; i < 30; ++i) {
     const double p = (low + high) / 2;
     ((p - 1) / std::log(p) < share ? low : high) = p;
@@ -29,16 +29,16 @@ inline double write_amplification(double share) {
 
 struct Layout {
   size_t record_bytes = 0;
-  size_t entry_bytes = 0;  // a record and its trailer
-  size_t block_bytes = 0;  // what the device transfers at least
+  size_t entry_bytes = 0;  // Size of a record with its trailer.
+  size_t block_bytes = 0;  // Minimum transfer size of the device.
   size_t group_bytes = 0;
   uint32_t group_entries = 0;
   size_t segment_bytes = 0;
   uint32_t segment_entries = 0;
 
-  // Groups of few blocks waste their ends, groups of many have more entries that lie across two blocks. What is wasted
-  // lacks where rows are pushed out: the fuller the file, the more rows cleaning moves. The group is chosen by the bytes
-  // that are read for an entry, and those that are written for it in all.
+  // Groups of few blocks waste space at their ends. Groups of many blocks have more entries that extend over two blocks.
+  // Wasted space makes the file fuller, and the fuller it is, the more rows cleaning moves. The group size is chosen by
+  // the bytes read per entry and the total bytes written per entry.
   static Layout of(size_t record_bytes, size_t block_bytes, size_t least_segment_bytes) {
     Layout layout;
     layout.record_bytes = record_bytes;
@@ -64,12 +64,12 @@ struct Layout {
     return layout;
   }
 
-  // Where an entry of a segment begins, in bytes from the segment's begin.
+  // Return the byte offset of an entry within its segment.
   size_t place(uint32_t entry) const {
     return entry / group_entries * group_bytes + entry % group_entries * entry_bytes;
   }
 
-  // Bytes of the blocks in which the entry at a place lies.
+  // Return the size of the blocks that contain the entry at `place`.
   size_t span(size_t place) const { return block_end(place) - block_begin(place); }
   size_t block_begin(size_t place) const { return place / block_bytes * block_bytes; }
   size_t block_end(size_t place) const {

@@ -1,8 +1,8 @@
-// A file of rows, written like a log: rows that are pushed out go into the segment that is being filled, wherever they
-// were before, and whole segments go to disk. Segments with few rows left are cleaned: their rows move on.
+// Log-structured file of rows. Written rows are appended to the segment that is being filled, and whole segments are
+// written to disk. Segments with few remaining rows are cleaned: their rows are moved to other segments.
 //
-// Each part of the rows fills segments of its own, so that whoever wants all rows in order reads the segments of one part
-// after those of another, each once and whole.
+// Each part of the rows has its own segments. A scan of all rows in order therefore reads the segments of one part after
+// those of another, each of them once and as a whole.
 //
 // Rosenblum and Ousterhout, The Design and Implementation of a Log-Structured File System, 1992.
 #pragma once
@@ -20,12 +20,12 @@
 
 namespace meseta::row_file {
 
-constexpr int kMaxSealedSegments = 8;               // segments on their way to disk; whoever fills one more waits
-constexpr size_t kMaxReadGapBytes = 4 << 10;    // read along between rows that are wanted, rather than asked for apart
-constexpr int64_t kReservedForCleaning = 2;  // segments
-constexpr size_t kMaxScanGapBytes = 32 << 10;  // likewise, by who reads all rows in order
-constexpr int64_t kRowsPerLock = 256;     // written before others get the lock
-constexpr int64_t kFindsPerLock = 4096;   // found
+constexpr int kMaxSealedSegments = 8;               // Segments with a pending write. Filling another one blocks.
+constexpr size_t kMaxReadGapBytes = 4 << 10;    // Gaps between requested rows up to this size are read too.
+constexpr int64_t kReservedForCleaning = 2;  // Segments.
+constexpr size_t kMaxScanGapBytes = 32 << 10;  // As kMaxReadGapBytes, for scans of all rows.
+constexpr int64_t kRowsPerLock = 256;     // Rows that are written before the lock is released.
+constexpr int64_t kFindsPerLock = 4096;   // Rows that are located before the lock is released.
 
 struct RowLogCounters {
   std::atomic<int64_t> reads{0}, read_bytes{0}, rows_read{0}, rows_from_memory{0}, rows_unwritten{0};
@@ -35,7 +35,7 @@ struct RowLogCounters {
 
 class RowLog;
 
-// Rows as they were. What it needs of the file stays until it goes.
+// Snapshot of the rows. Segments that it needs are kept while it exists.
 class RowLogSnapshot {
  public:
   RowLogSnapshot(std::shared_ptr<RowLog> log, Index index, uint64_t freeze)
@@ -48,7 +48,7 @@ class RowLogSnapshot {
 
 class RowLog : public EngineClient, public std::enable_shared_from_this<RowLog> {
  public:
-  // `part_rows` rows fill segments of their own.
+  // Each `part_rows` consecutive rows have their own segments.
   RowLog(std::shared_ptr<Engine> engine, int file, int64_t rows, const Layout& layout, uint32_t salt,
          int64_t part_rows)
       : engine_(std::move(engine)),
@@ -62,7 +62,7 @@ class RowLog : public EngineClient, public std::enable_shared_from_this<RowLog> 
         segments_(file, layout, int64_t(filling_.size())) {}
   ~RowLog() override { close(); }
 
-  // Waits for transfers. The file may be closed then: what is asked for later is refused.
+  // Wait for transfers. The file descriptor may be closed afterwards. Later requests fail.
   void close() {
     {
       const std::lock_guard lock(mutex_);
@@ -74,8 +74,8 @@ class RowLog : public EngineClient, public std::enable_shared_from_this<RowLog> 
     changed_.wait(lock, [this] { return num_sealed_ == 0 && reading_ == 0; });
   }
 
-  // Takes rows [count] with their values, the last of a row counts. What the disk does not take is kept in memory, and
-  // the failure is told, also to the next that writes if it fails once more.
+  // Write rows [count] with their values. The last values of a repeated row are used. If the disk fails, rows are kept in
+  // memory and the failure is returned. The next write tries again, and returns the failure if it persists.
   Failure write(const int64_t* rows, std::span<const ConstField> fields, int64_t count, int64_t& taken) {
     const std::lock_guard one_by_one(writing_);
     std::unique_lock lock(mutex_);
@@ -92,7 +92,7 @@ class RowLog : public EngineClient, public std::enable_shared_from_this<RowLog> 
     return {};
   }
 
-  // Everything written so far goes to disk; waits for it.
+  // Write everything to the disk and wait for it.
   Failure flush() {
     const std::lock_guard one_by_one(writing_);
     std::unique_lock lock(mutex_);
@@ -196,7 +196,7 @@ class RowLog : public EngineClient, public std::enable_shared_from_this<RowLog> 
   uint32_t checksum(const PinSegment& segment, const uint8_t* entry) const {
     return entry_checksum(salt_ ^ segment.generation, entry, layout_.record_bytes + sizeof(uint32_t));
   }
-  // The row that an entry says it is, or none where its checksum is wrong.
+  // Return the row number stored in an entry, or none if its checksum is wrong.
   std::optional<uint32_t> verified_row(const PinSegment& segment, const uint8_t* entry) const {
     uint32_t row, sum;
     std::memcpy(&row, entry + layout_.record_bytes, sizeof(row));
@@ -223,8 +223,8 @@ class RowLog : public EngineClient, public std::enable_shared_from_this<RowLog> 
     ticket.fail(failure);
   }
 
-  // Looks up rows begin..end-1 of a ticket; serves what lies in memory, and lists from `last` on what lies on disk. The
-  // lock is held.
+  // Locate rows begin..end-1 of a ticket. Rows in memory are copied, and rows on disk are listed from `last` on. Called
+  // with the lock held.
   uint64_t* find(ReadTicket& ticket, int64_t begin, int64_t end, uint64_t* last) {
     const Index& index = ticket.frozen == nullptr ? index_ : ticket.frozen->index;
     int64_t absent = 0, from_memory = 0;
@@ -249,8 +249,8 @@ class RowLog : public EngineClient, public std::enable_shared_from_this<RowLog> 
     return last;
   }
 
-  // All rows of a ticket are found before the first is read, by whoever asks: in segments of their part lie many of
-  // them. What is frozen stays where it is without the lock.
+  // Locate all rows of a scan before the first one is read, in the calling thread, because each segment has many of
+  // them. The segments of a snapshot do not change, so that no lock is needed.
   void scan(ReadTicket& ticket) {
     ticket.open = 1;
     uint64_t* last = ticket.parts.data();
@@ -276,7 +276,7 @@ class RowLog : public EngineClient, public std::enable_shared_from_this<RowLog> 
     return radix_sort(parts, other, count, 32, 64);
   }
 
-  // Cuts sorted parts into requests: rows that lie together are read together.
+  // Divide sorted parts into requests. Adjacent rows are read together.
   void cut(ReadTicket& ticket, const uint64_t* part, const uint64_t* last, std::vector<Request>& requests) {
     const bool scans = ticket.frozen != nullptr;
     const size_t most = scans ? kLargeBytes : kSmallBytes, gap = scans ? kMaxScanGapBytes : kMaxReadGapBytes;
@@ -308,8 +308,8 @@ class RowLog : public EngineClient, public std::enable_shared_from_this<RowLog> 
     }
   }
 
-  // Puts a row, value `number` of the fields, behind the others of its stream. A row that is moved has to lie in `from`
-  // still: while the lock was let go of for room, a newer one may have been pushed out.
+  // Append a row, value `number` of the fields, to its stream. A row that cleaning moves must still be in `from`: while
+  // the lock was released to wait for space, a newer version may have been written.
   Failure append(std::unique_lock<std::mutex>& lock, int64_t row, std::span<const ConstField> fields, size_t number,
                  Stream stream, uint32_t from = kUnwritten) {
     const auto place = size_t(row / part_rows_ * kStreams + stream);
@@ -332,7 +332,7 @@ class RowLog : public EngineClient, public std::enable_shared_from_this<RowLog> 
     return {};
   }
 
-  // An entry that is no row any more.
+  // Mark an entry as obsolete.
   void leave(uint32_t slot) {
     if (slot == kUnwritten) return;
     PinSegment& segment = segments_.of(slot);
@@ -343,10 +343,10 @@ class RowLog : public EngineClient, public std::enable_shared_from_this<RowLog> 
     }
   }
 
-  // A segment to fill. May let go of the lock and wait: for the disk, or for room that cleaning makes.
+  // Start a segment. May release the lock and wait for the disk, or for space freed by cleaning.
   Failure start(std::unique_lock<std::mutex>& lock, size_t place) {
     changed_.wait(lock, [this] { return num_sealed_ < kMaxSealedSegments || failure_; });
-    // What is free is cleaning's own, in the end: it makes more of it.
+    // The last free segments are reserved for cleaning, which frees more of them.
     while (place % kStreams == kEvicted && !failure_ && !cleaning_failure_ && !closed_ &&
            segments_.spare(live_) <= kReservedForCleaning && segments_.emptiest() != nullptr) {
       engine_->request_cleaning(*this);
@@ -368,7 +368,7 @@ class RowLog : public EngineClient, public std::enable_shared_from_this<RowLog> 
     }
     if (unused_ == nullptr) {
       unused_ = make_buffer(layout_.segment_bytes);
-      std::memset(unused_.get(), 0, layout_.segment_bytes);  // nothing else of this process goes to disk
+      std::memset(unused_.get(), 0, layout_.segment_bytes);  // Other memory of this process must not reach the disk.
     }
     segment->buffer = std::exchange(unused_, nullptr);
     filling_[place] = segment;
@@ -398,7 +398,7 @@ class RowLog : public EngineClient, public std::enable_shared_from_this<RowLog> 
     return failure;
   }
 
-  // What the disk has not taken is sent once more.
+  // Write segments again that the disk has not accepted.
   Failure retry(std::unique_lock<std::mutex>& lock) {
     if (closed_) return closed();
     cleaning_failure_ = {};
@@ -414,26 +414,26 @@ class RowLog : public EngineClient, public std::enable_shared_from_this<RowLog> 
   const Layout layout_;
   const uint32_t salt_;
   const int64_t num_rows_, part_rows_;
-  std::mutex writing_;  // taken before mutex_: one writes at a time
+  std::mutex writing_;  // Taken before mutex_. Serializes writers.
   std::mutex mutex_;
   std::condition_variable changed_;
   Index index_;
-  std::atomic<int64_t> chunks_{0};  // of this index and of frozen ones
-  std::vector<PinSegment*> filling_;  // by part: rows that were pushed out, and rows that cleaning has moved
+  std::atomic<int64_t> chunks_{0};  // Chunks of this index and of snapshots.
+  std::vector<PinSegment*> filling_;  // Segments being filled, by part: evicted rows, and rows moved by cleaning.
   Segments segments_;
-  int num_sealed_ = 0;                            // segments on their way to disk
-  std::vector<PinSegment*> failed_;              // that it did not take
+  int num_sealed_ = 0;                            // Segments with a pending write.
+  std::vector<PinSegment*> failed_;              // Segments whose write failed.
   Failure failure_;
   Failure cleaning_failure_;
   Buffer unused_;
   int64_t live_ = 0;
-  std::atomic<int64_t> reading_{0};  // requests that have not ended
+  std::atomic<int64_t> reading_{0};  // Requests that are not complete.
   std::atomic<bool> closed_{false};
 };
 
 inline RowLogSnapshot::~RowLogSnapshot() { log->thaw(*this); }
 
-// Moves the rows of the segment that has the fewest, where room is short.
+// Move the rows of the segment with the fewest rows, if free space is short.
 inline bool RowLog::clean(uint8_t* buffer) {
   std::unique_lock lock(mutex_);
   const auto is_short = [this] {
@@ -481,7 +481,7 @@ inline bool RowLog::clean(uint8_t* buffer) {
     }
   }
   segment->readers.fetch_sub(1, std::memory_order_release);
-  // Rows that cannot be read stay where they are: whoever asks for them is told.
+  // Rows that cannot be read are not moved. Their readers get the error.
   if (segment->live > 0 && !stopped) segment->damaged = true;
   changed_.notify_all();
   return !stopped && is_short();

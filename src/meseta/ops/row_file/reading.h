@@ -1,4 +1,4 @@
-// A read of rows from a file, on its way.
+// Read of rows from a file in progress.
 #pragma once
 
 #include <memory>
@@ -8,7 +8,7 @@
 
 namespace meseta::row_file {
 
-// Whoever holds it keeps the arrays that it reads from and writes to; it ends with the read.
+// The owner must keep the arrays that the read uses. Destruction waits for the read.
 class PendingLogRead {
  public:
   explicit PendingLogRead(std::shared_ptr<RowLog> log) : log_(std::move(log)) {}
@@ -21,7 +21,7 @@ class PendingLogRead {
   PendingLogRead(const PendingLogRead&) = delete;
   PendingLogRead& operator=(const PendingLogRead&) = delete;
 
-  // Begin to read the rows of the ticket.
+  // Start to read the rows of the ticket.
   void start(std::vector<Field> fields, bool* is_written) {
     ticket.parts.resize(size_t(ticket.count));
     log_->counters.ticket_bytes += ticket.count * int64_t(sizeof(uint64_t));

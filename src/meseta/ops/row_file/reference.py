@@ -1,4 +1,4 @@
-"""The same in plain Python: a record by row, and copies."""
+"""Reference of row files in plain Python."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from torch import Tensor
 
 
 class InMemoryRowFile:
-    """What `RowFile` and `RowFileSnapshot` hold, in a dict."""
+    """Records of rows in a dict."""
 
     def __init__(self, num_rows: int, record_bytes: int) -> None:
         self.num_rows, self.record_bytes = num_rows, record_bytes
         self.records: dict[int, bytes] = {}
 
     def read(self, rows: Tensor, out: Tensor) -> Tensor:
-        """Put records of rows, int64 [n], into `out`, uint8 [n, record_bytes]; bool [n], which there are."""
+        """Copy records of rows, int64 [n], into `out`, uint8 [n, record_bytes]. Returns whether each was written."""
         present = torch.tensor([row in self.records for row in rows.tolist()], dtype=torch.bool)
         for at, row in enumerate(rows.tolist()):
             if row in self.records:
@@ -22,12 +22,12 @@ class InMemoryRowFile:
         return present
 
     def write(self, rows: Tensor, records: Tensor) -> None:
-        """Put rows, int64 [n], with records, uint8 [n, record_bytes]."""
+        """Store records, uint8 [n, record_bytes], of rows, int64 [n]."""
         for row, record in zip(rows.tolist(), records, strict=True):
             self.records[row] = bytes(record.tolist())
 
     def snapshot(self) -> InMemoryRowFile:
-        """A copy."""
+        """Return a copy."""
         copy = InMemoryRowFile(self.num_rows, self.record_bytes)
         copy.records = dict(self.records)
         return copy

@@ -1,4 +1,4 @@
-// What files of rows ask of an engine, and what an engine asks of them.
+// Interface between row files and engines.
 #pragma once
 
 #include <atomic>
@@ -15,15 +15,15 @@ namespace meseta::row_file {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr size_t kSmallBytes = 8 << 10;    // the most that is read for rows that lie apart
-constexpr size_t kLargeBytes = 256 << 10;  // for rows that lie together
+constexpr size_t kSmallBytes = 8 << 10;    // Maximum size of a request for isolated rows.
+constexpr size_t kLargeBytes = 256 << 10;  // Maximum size of a request for adjacent rows.
 
 struct Failure {
   enum Kind : int64_t { kNone, kSystem, kShort, kChecksum, kClosed };
   int64_t kind = kNone;
-  int64_t code = 0;    // of the system, with kSystem
-  int64_t row = -1;    // whose checksum is wrong
-  int64_t place = -1;  // in the file, bytes
+  int64_t code = 0;    // Error of the system, for kSystem.
+  int64_t row = -1;    // Row with a wrong checksum.
+  int64_t place = -1;  // Byte offset in the file.
   int64_t writing = 0;
   explicit operator bool() const { return kind != kNone; }
 };
@@ -32,18 +32,18 @@ class EngineClient;
 class RowLogSnapshot;
 struct PinSegment;
 
-// Rows that are asked for at once. Whoever waits for it keeps its arrays.
+// Rows that are requested together. Whoever waits for a ticket keeps its arrays alive.
 struct ReadTicket {
   EngineClient* client = nullptr;
-  std::shared_ptr<RowLogSnapshot> frozen;  // whose rows are read in order; or none: rows as they are
-  const int64_t* rows = nullptr;   // [count]; null: first, first + 1, ...
+  std::shared_ptr<RowLogSnapshot> frozen;  // Snapshot whose rows are read in order, or null for the current rows.
+  const int64_t* rows = nullptr;   // [count]. Null means first, first + 1, ...
   int64_t first = 0;
   int64_t count = 0;
-  std::vector<Field> fields;   // where records go, [count] each
-  bool* present = nullptr;     // [count]
-  std::vector<uint64_t> parts;  // [count] slot and position, sorted by slot within pieces of the ticket
-  int64_t claimed = 0;          // rows that are planned or are being planned
-  std::atomic<int64_t> open{0};  // pieces that are not planned, and requests that have not ended
+  std::vector<Field> fields;   // Destinations of the records, [count] each.
+  bool* present = nullptr;     // [count].
+  std::vector<uint64_t> parts;  // [count] slot and position, sorted by slot within pieces of the ticket.
+  int64_t claimed = 0;          // Number of rows whose planning has started.
+  std::atomic<int64_t> open{0};  // Number of unplanned pieces and incomplete requests.
 
   int64_t row(int64_t position) const { return rows == nullptr ? first + position : rows[position]; }
 
@@ -77,33 +77,33 @@ struct ReadTicket {
   Failure failure_;
 };
 
-// One transfer.
+// A transfer.
 struct Request {
   enum class Kind : uint8_t { read, scan, write };
   Kind kind = Kind::read;
-  bool small = true;  // which buffer it needs
+  bool small = true;  // Kind of buffer that it needs.
   EngineClient* client = nullptr;
-  ReadTicket* ticket = nullptr;  // of a read
+  ReadTicket* ticket = nullptr;  // Ticket of a read.
   PinSegment* segment = nullptr;
-  const uint64_t* first = nullptr;  // of the ticket's parts that it reads
+  const uint64_t* first = nullptr;  // First part of the ticket that it reads.
   const uint64_t* last = nullptr;
-  uint64_t place = 0;  // in the file, bytes
+  uint64_t place = 0;  // Byte offset in the file.
   size_t bytes = 0;
-  size_t done = 0;  // bytes, where the system transfers in parts
+  size_t done = 0;  // Bytes that are complete, if the system transfers in parts.
   uint8_t* buffer = nullptr;
   Clock::time_point begun;
 };
 
-// A file of rows, as an engine sees it. The engine calls it with no lock held.
+// A row file from the engine's view. The engine calls it without holding locks.
 class EngineClient {
  public:
   virtual ~EngineClient() = default;
   virtual int descriptor() const = 0;
-  // Serves what lies in memory of a ticket's rows begin..end-1, and says what is to be read for the rest.
+  // Copy rows begin..end-1 of a ticket that are in memory, and list requests for the others.
   virtual void plan(ReadTicket& ticket, int64_t begin, int64_t end, std::vector<Request>& requests) = 0;
   virtual void end_read(const Request& request, const Failure& failure) = 0;
   virtual void end_write(const Request& request, const Failure& failure) = 0;
-  // Makes room in the file by one segment; whether there is more to do.
+  // Free one segment of the file. Returns whether there is more to do.
   virtual bool clean(uint8_t* buffer) = 0;
   virtual size_t segment_bytes() const = 0;
 };

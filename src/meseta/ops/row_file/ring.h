@@ -1,5 +1,5 @@
-// Transfers by io_uring: one thread hands many over and takes their answers. The system's calls are made here, without
-// liburing, so that a core that was built anywhere has them; whether the system allows them shows when a ring is made.
+// Transfers by io_uring. One thread submits requests and handles completions. System calls are made directly, without
+// liburing, so that every build of the core has them. Whether the system allows them is known when a ring is created.
 #pragma once
 
 #include "ops/row_file/engine.h"
@@ -24,13 +24,13 @@
 
 namespace meseta::row_file {
 
-// The queues that are shared with the system, used by one thread.
+// Queues that are shared with the kernel. Used by one thread.
 class Ring {
  public:
-  // Raises std::system_error where the system has none, or forbids it.
+  // Throws std::system_error if the system has no io_uring, or forbids it.
   explicit Ring(unsigned entries) {
     io_uring_params params{};
-    // What newer systems offer to one thread alone is asked for first.
+    // First try flags of newer kernels for rings that a single thread uses.
     constexpr unsigned kSingleIssuer = 1u << 12, kDeferTaskrun = 1u << 13;
     params.flags = kSingleIssuer | kDeferTaskrun;
     descriptor_ = static_cast<int>(syscall(__NR_io_uring_setup, entries, &params));
@@ -66,12 +66,12 @@ class Ring {
   Ring(const Ring&) = delete;
   Ring& operator=(const Ring&) = delete;
 
-  // Memory that the system need not look up at each transfer; whether it takes it.
+  // Register buffers, so that the kernel need not map them for each transfer. Returns whether it accepts them.
   bool register_memory(const iovec* memory, unsigned count) {
     return syscall(__NR_io_uring_register, descriptor_, IORING_REGISTER_BUFFERS, memory, count) == 0;
   }
 
-  // There is room for as many as were asked for.
+  // The queue has space for as many requests as the ring was created for.
   void ask(uint8_t operation, int file, void* memory, size_t bytes, uint64_t place, uint16_t registered, uint64_t tag) {
     const uint32_t tail = *asked_tail_, at = tail & asked_mask_;
     io_uring_sqe& entry = entries_[at];
@@ -88,7 +88,7 @@ class Ring {
     ++num_unsubmitted_;
   }
 
-  // Sends what was asked for, and waits for so many answers: until `when`, or for ever.
+  // Submit requests, and wait for `wanted` completions until `when`, or forever.
   void enter(unsigned wanted, Clock::time_point when) {
     io_uring_getevents_arg more{};
     struct {
@@ -140,7 +140,7 @@ class Ring {
 
 class RingEngine : public Engine {
  public:
-  // Raises std::system_error as Ring does.
+  // Throws std::system_error as Ring does.
   RingEngine(int depth, double max_reads_per_s) : Engine(depth, max_reads_per_s) {
     event_ = eventfd(0, EFD_CLOEXEC);
     if (event_ < 0) throw std::system_error(errno, std::generic_category());
@@ -179,7 +179,7 @@ class RingEngine : public Engine {
   static constexpr uint64_t kEvent = ~uint64_t{0};
   static constexpr uint16_t kSmallMemory = 0, kLargeMemory = 1;
 
-  // The ring is made by the thread that uses it, as the system wants it.
+  // The thread that uses the ring creates it, as the kernel requires.
   void run(std::promise<void>& made) {
     const unsigned most = unsigned(depth_ + kLargeBuffers + kMaxWritesWhenIdle);
     std::unique_ptr<Ring> ring;
@@ -215,7 +215,7 @@ class RingEngine : public Engine {
       if (ended_ && idle) return;
       sleeping_ = !ended_;
       lock.unlock();
-      // While there is more to read than may be in flight, answers are taken by the dozen.
+      // While more reads wait than may be in flight, handle completions in batches.
       ring.enter(unused.size() <= kLargeBuffers + kMaxWritesWhenIdle ? std::max(1, depth_ / kCompletionBatchDivisor) : 1, when);
       lock.lock();
       sleeping_ = false;
@@ -250,7 +250,7 @@ class RingEngine : public Engine {
   int event_ = -1;
   uint64_t events_ = 0;
   bool registered_ = false;
-  bool sleeping_ = false;  // the thread waits for answers alone
+  bool sleeping_ = false;  // Whether the thread waits for completions only.
   bool ended_ = false;
   std::thread thread_;
 };

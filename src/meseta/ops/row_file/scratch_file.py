@@ -1,4 +1,4 @@
-"""Scratch files of a process: for its user alone, locked, removed at the end, or at the next start if it was killed."""
+"""Scratch files that are deleted when their process ends, or by the next process if it was killed."""
 
 from __future__ import annotations
 
@@ -24,10 +24,13 @@ def _host_name() -> str:
 
 
 class ScratchFile:
-    """An open file that no other process opens: mode 0600, locked with flock(2) for as long as this process lives."""
+    """Open file for exclusive use by this process: mode 0600, and locked with flock(2) while the process lives."""
 
     def __init__(self, folder: Path, name: str, owner: str, flags: int = 0) -> None:
-        """A new file in `folder`, named after `name`. Raises MesetaError, naming `owner`, where there can be none."""
+        """Create a file in `folder` with a name that contains `name`.
+
+        Raises MesetaError with the prefix `owner` if the file cannot be created.
+        """
         self.path = (
             folder / f"{to_file_name(name)[:100]}.{_host_name()[:60]}.{os.getpid()}.{secrets.token_hex(4)}{SUFFIX}"
         )
@@ -36,19 +39,19 @@ class ScratchFile:
             _lock_new_file(self.path, self.descriptor)
         except OSError as error:
             raise MesetaError(
-                f"{owner}: its file in {str(folder)!r} cannot be made ({error_summary(error)}); "
-                f"set storage.dir to a folder that can be written, on a disk with room"
+                f"{owner}: cannot create a row file in {str(folder)!r} ({error_summary(error)}); "
+                f"set storage.dir to a writable folder on a disk with free space"
             ) from None
         register_scratch_file(self.path)
         self._finalizer = weakref.finalize(self, _remove, self.path, self.descriptor, os.getpid())
 
     def close(self) -> None:
-        """Close and remove it; a second call does nothing. At the end of the interpreter it is called too."""
+        """Close and remove the file. Also called when the interpreter exits. A second call does nothing."""
         self._finalizer()
 
 
 def _lock_new_file(path: Path, descriptor: int) -> None:
-    """Lock a new file. Without a lock another process could take it for a leftover, so a failure removes it."""
+    """Lock a new file, or remove it if that fails: another process would treat an unlocked file as a leftover."""
     try:
         try_lock(descriptor)
     except OSError:
@@ -58,16 +61,16 @@ def _lock_new_file(path: Path, descriptor: int) -> None:
 
 
 def _remove(path: Path, descriptor: int, process: int) -> None:
-    if os.getpid() == process:  # not a fork of it
+    if os.getpid() == process:  # A forked child must not remove the file of its parent.
         remove_scratch_file(path)
         with contextlib.suppress(OSError):
             os.close(descriptor)
 
 
 def remove_leftovers(folder: Path) -> list[Path]:
-    """Remove what killed processes of this user on this host have left in a folder, and say which files these were.
+    """Remove files that killed processes of this user on this host left in `folder`. Returns their paths.
 
-    Files of living processes are locked and stay, and so do those of other users and other hosts.
+    Locked files of running processes are kept, and so are files of other users and hosts.
     """
     pattern = re.compile(rf".+\.{re.escape(_host_name()[:60])}\.\d+\.[0-9a-f]{{8}}{re.escape(SUFFIX)}")
     removed = []
@@ -80,7 +83,7 @@ def remove_leftovers(folder: Path) -> list[Path]:
 
 
 def _is_leftover(path: Path) -> bool:
-    """Whether it is a file of this user that nobody has locked. Where that cannot be known it is not."""
+    """Whether the file belongs to this user and is unlocked. False if this cannot be determined."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:

@@ -1,4 +1,4 @@
-// The segments of a file: which are in use, which may be written again, and how large the file may be.
+// Segments of a file: those in use, those that may be reused, and the maximum size of the file.
 #pragma once
 
 #include <deque>
@@ -11,32 +11,32 @@
 
 namespace meseta::row_file {
 
-constexpr int64_t kSpareSegments = 4;  // made before they are needed
-constexpr int64_t kGrowth = 64;        // the file grows by this part of itself, and by one segment at least
+constexpr int64_t kSpareSegments = 4;  // Number of segments that are created before they are needed.
+constexpr int64_t kGrowth = 64;        // The file grows by 1/kGrowth of its size, and by at least one segment.
 constexpr double kMaxCleanableFill = 0.95;
 
 struct PinSegment {
   uint32_t number = 0;
-  uint32_t generation = 0;  // begins the checksums of its entries: what was here before is not taken for what is
-  uint64_t born = 0;        // freezes before it was begun
-  uint32_t filled = 0;      // entries
-  uint32_t live = 0;        // entries that are rows of the index
-  bool on_disk = false;     // whole, and not free
-  bool damaged = false;     // and not cleaned
+  uint32_t generation = 0;  // Seed of the checksums of entries, so that earlier content is not mistaken for current.
+  uint64_t born = 0;        // Number of snapshots before the segment was started.
+  uint32_t filled = 0;      // Number of entries.
+  uint32_t live = 0;        // Number of entries that the index refers to.
+  bool on_disk = false;     // Complete, and not free.
+  bool damaged = false;     // Not to be cleaned.
   std::atomic<uint32_t> readers{0};
-  Buffer buffer;  // what is in it, until it is written
+  Buffer buffer;  // Content, until it is written.
 };
 
-// The lock of the file is held by whoever calls it.
+// Not thread-safe. Callers hold the lock of the file.
 class Segments {
  public:
-  // `most_open` are being filled at a time, at most.
+  // At most `most_open` segments are filled at the same time.
   Segments(int file, const Layout& layout, int64_t most_open) : file_(file), layout_(layout), max_open_(most_open) {}
 
   PinSegment& of(uint32_t slot) { return all_[slot / layout_.segment_entries]; }
   uint64_t place(const PinSegment& segment) const { return uint64_t(segment.number) * layout_.segment_bytes; }
 
-  // The most that the file may have for so many rows.
+  // Return the maximum number of segments for `live` rows.
   int64_t allowed(int64_t live) const {
     const double bytes = kMaxSpaceFactor * double(live) * double(layout_.record_bytes);
     const int64_t whole = (live + layout_.segment_entries - 1) / layout_.segment_entries;
@@ -47,7 +47,7 @@ class Segments {
     return int64_t(free_.size()) + std::max<int64_t>(0, allowed(live) - num_in_file() + num_reserved_);
   }
 
-  // One that is free to write, or none.
+  // Return a segment that is free to write, or null.
   PinSegment* reuse() {
     for (size_t tries = free_.size(); tries > 0; --tries) {
       PinSegment* segment = free_.front();
@@ -58,7 +58,7 @@ class Segments {
     return nullptr;
   }
 
-  // One more in the file; none, and the system's error, where the disk is full.
+  // Add a segment to the file. If the disk is full, return null and set the system's error.
   PinSegment* grow(int& error) {
     error = 0;
     if (!punched_.empty()) {
@@ -82,13 +82,13 @@ class Segments {
     return begin(&segment);
   }
 
-  // Nothing of it is needed any more, but for frozen rows.
+  // Release a segment, which only snapshots may still need.
   void release(PinSegment& segment) {
     segment.on_disk = false;
     (is_held(segment) ? held_ : free_).push_back(&segment);
   }
 
-  // The segment with the fewest rows, where cleaning it gives room. While rows are frozen none does.
+  // Return the segment with the fewest rows if cleaning it frees space, or null. While there are snapshots, none does.
   PinSegment* emptiest() {
     if (!freezes_.empty()) return nullptr;
     PinSegment* best = nullptr;
@@ -99,7 +99,7 @@ class Segments {
     return best;
   }
 
-  // Gives the room of a free segment back to the file system; whether there was one to give.
+  // Return the space of a free segment to the file system. Returns whether there was one.
   bool punch() {
 #if defined(FALLOC_FL_PUNCH_HOLE)
     for (auto at = free_.begin(); at != free_.end(); ++at) {
@@ -147,7 +147,7 @@ class Segments {
     return segment;
   }
 
-  // A file system that cannot reserve room says at the write whether there is some.
+  // A file system that cannot reserve space reports a full disk only when it is written.
   bool allocate(size_t first, int64_t count, int& error) {
     error = 0;
 #if defined(__linux__)
@@ -166,7 +166,7 @@ class Segments {
   std::deque<PinSegment> all_;
   std::deque<PinSegment*> free_, held_;
   std::vector<PinSegment*> punched_;
-  int64_t num_reserved_ = 0;  // segments behind the last one that the file system has reserved
+  int64_t num_reserved_ = 0;  // Segments after the last one for which the file system has reserved space.
   uint64_t clock_ = 0;
   std::set<uint64_t> freezes_;
 };

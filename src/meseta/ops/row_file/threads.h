@@ -1,4 +1,4 @@
-// Transfers by threads that wait for one each: pread and pwrite. For systems without io_uring.
+// Transfers by threads that block in pread and pwrite, for systems without io_uring.
 #pragma once
 
 #include <vector>

@@ -1,4 +1,4 @@
-"""The rows of ids, one by one, all tables of a rank in one call."""
+"""Lookup of rows without pooling, for all tables of a rank in one call."""
 
 from __future__ import annotations
 
@@ -18,18 +18,22 @@ from meseta.spec import MesetaError
 
 
 def row_lookup(tables: Sequence[Tensor], ids: Int[Tensor, " nnz"], bounds: Sequence[int]) -> list[Tensor]:
-    """For each feature f its rows tables[f][ids[bounds[f] : bounds[f + 1]]], [nnz_f, D_f].
+    """Return the rows tables[f][ids[bounds[f] : bounds[f + 1]]] of each feature f, [nnz_f, D_f].
 
-    Tables are [rows_f, D_f], contiguous and of one type; rows come as float32 (float64 from float64 tables, which take
-    the reference). Ids are int32 or int64.
+    Example: tables [[[1, 2], [3, 4]], [[5]]], ids [1, 0, 0] and bounds [0, 2, 3] return [[3, 4], [1, 2]] and [[5]].
 
-        tables = [[[1, 2], [3, 4]], [[5]]], ids = [1, 0, 0], bounds = [0, 2, 3]   ->   [[3, 4], [1, 2]], [[5]]
+    Args:
+        tables: Contiguous tables [rows_f, D_f] of one dtype. float64 tables use the reference and return float64, all
+            others return float32.
+        ids: int32 or int64 row ids. On a GPU they must be valid, because a check would stall the device. Apply
+            `meseta.ops.id_policy` first.
+        bounds: First id of each feature, and the end of the last one.
 
-    Raises MesetaError for bounds that fall or leave the ids, and for an id outside its table. On a GPU, where checking
-    would stall the device, ids must be valid; meseta.ops.id_policy sees to that.
+    Raises:
+        MesetaError: Bounds decrease or exceed the number of ids, or an id is outside its table.
     """
     if len(bounds) != len(tables) + 1:
-        raise MesetaError(f"row_lookup: {len(bounds)} bounds for {len(tables)} tables; there must be F + 1 of them")
+        raise MesetaError(f"row_lookup: {len(bounds)} bounds for {len(tables)} tables; pass F + 1 bounds")
     rows: list[Tensor] = _operator(list(tables), ids, list(bounds)) if tables else []
     return rows
 
@@ -39,7 +43,8 @@ def _cpu(tables: list[Tensor], ids: Tensor, bounds: list[int]) -> list[Tensor]:
     ids = contiguous_ids("row_lookup", ids)
     check_bounds("row_lookup", bounds, ids.numel())
     if len(bounds) != len(tables) + 1:
-        raise MesetaError(f"row_lookup: {len(bounds)} bounds for {len(tables)} tables; there must be F + 1 of them")
+        raise MesetaError(f"row_lookup: {len(bounds)} bounds for {len(tables)} tables; pass F + 1 bounds")
+    # The core has no float64, which is used for verification.
     if tables[0].dtype not in DTYPE_CODES:
         check_bags("row_lookup", tables, ids, torch.tensor(bounds))
         return reference.row_lookup(tables, ids, bounds)

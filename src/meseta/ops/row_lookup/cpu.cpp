@@ -1,4 +1,4 @@
-// The rows of ids, one by one, as floats; the next ones are fetched meanwhile.
+// Lookup of single rows as floats. The next rows are prefetched.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/vector.h>
 
@@ -24,7 +24,7 @@ struct GradientSource {
 
 struct Task {
   size_t feature;
-  int64_t first, last;  // ids
+  int64_t first, last;  // Ids.
 };
 
 template <typename T>
@@ -34,7 +34,7 @@ void copy_row(const T* row, float* out, int64_t dim) {
   if (c < dim) store(out + c, load(row + c, int(dim - c)), int(dim - c));
 }
 
-// Ids [first, last); `start` is the first id of the feature.
+// Copy the rows of ids [first, last). `start` is the first id of the feature.
 template <typename T, typename Id>
 void copy_rows(const GradientSource& f, const Id* ids, int64_t start, const Task& task, FirstError& mistake) {
   const RowLines rows(f.table, f.dim * int64_t(sizeof(T)));
@@ -76,7 +76,7 @@ void run(const std::vector<GradientSource>& features, int kind, const Id* ids, c
          features[f].num_rows - 1);
 }
 
-// `tables`: for each feature (address, rows, columns, address of its output).
+// Look up rows. `tables` has (address, rows, columns, address of the output) of each feature.
 void row_lookup(const std::vector<int64_t>& tables, int kind, uintptr_t ids, int64_t num_ids, bool wide,
                 const std::vector<int64_t>& bounds, int num_threads) {
   nb::gil_scoped_release unlocked;
@@ -85,7 +85,7 @@ void row_lookup(const std::vector<int64_t>& tables, int kind, uintptr_t ids, int
     features.push_back({reinterpret_cast<const void*>(tables[i]), tables[i + 1], tables[i + 2],
                         reinterpret_cast<float*>(tables[i + 3])});
   if (bounds.size() != features.size() + 1)
-    throw_invalid_argument(bounds.size(), " bounds for ", features.size(), " tables; there must be F + 1 of them");
+    throw_invalid_argument(bounds.size(), " bounds for ", features.size(), " tables; pass F + 1 bounds");
   check_bounds("bounds", bounds.data(), int64_t(bounds.size()), num_ids);
   wide ? run(features, kind, reinterpret_cast<const int64_t*>(ids), bounds, num_threads)
        : run(features, kind, reinterpret_cast<const int32_t*>(ids), bounds, num_threads);

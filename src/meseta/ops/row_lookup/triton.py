@@ -1,4 +1,4 @@
-"""Rows of ids on a GPU: one launch for all features, each lane 16 bytes of one row."""
+"""Row lookup on a GPU: one launch for all features, in which each lane copies 16 bytes of one row."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from meseta.ops.triton_shared import ROW_TYPES, VECTOR_BYTES, padded_address_cou
 from meseta.spec import MesetaError
 
 LANES = tl.constexpr(256)
-"""Lanes of a program."""
+"""Number of lanes per program."""
 FEATURE_WORDS = tl.constexpr(5)
-"""What the kernel knows of a feature: address, rows and columns of its table, its first id and number of ids."""
+"""Words per feature: address, rows and columns of its table, its first id, its number of ids."""
 
 
 def row_lookup(tables: Sequence[Tensor], ids: Tensor, bounds: Sequence[int]) -> list[Tensor]:
-    """See meseta.ops.row_lookup.row_lookup; an id outside its table gives zeros."""
+    """Implement `meseta.ops.row_lookup.row_lookup` on a GPU. Ids outside their table return zeros."""
     check_tables("row_lookup", tables)
     ids, device, dtype = contiguous_ids("row_lookup", ids), ids.device, tables[0].dtype
     if any(a > b for a, b in pairwise([0, *bounds, ids.numel()])):
-        raise MesetaError(f"row_lookup: the bounds {list(bounds)} fall or leave the {ids.numel()} ids")
+        raise MesetaError(f"row_lookup: bounds {list(bounds)} decrease or exceed the {ids.numel()} ids; correct them")
     sizes = [stop - start for start, stop in pairwise(bounds)]
     columns = [table.shape[1] for table in tables]
     out = [torch.empty(size, dim, dtype=torch.float32, device=device) for size, dim in zip(sizes, columns, strict=True)]
@@ -51,7 +51,7 @@ def row_lookup(tables: Sequence[Tensor], ids: Tensor, bounds: Sequence[int]) -> 
 
 
 @triton.jit
-@no_type_check  # Triton reads the source: nothing may wrap this
+@no_type_check  # Triton parses the source, so that no decorator that checks types may wrap the function.
 def _copy_rows(addresses, features, ids, VECTOR: tl.constexpr, ROW: tl.constexpr):
     f = tl.program_id(1).to(tl.int64)
     feature = features + f * FEATURE_WORDS

@@ -1,4 +1,4 @@
-"""Which rows were changed since somebody asked: two bits a row, one for each who may ask."""
+"""Marks of changed rows, with one bit per row and consumer."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ from meseta.ops.row_marks.row_set import RowSet
 
 ROWS_PER_WORD = 16
 _LOW_BITS = 0x55555555
-"""The lower bit of each row of a word."""
+"""The lower bit of each row in a word."""
 _CHUNK_WORDS = 1 << 16
+# With fewer words, the words themselves stay in the processor's cache. With more, they do not fit there even when the
+# log is flushed.
 _LOG_WORD_RANGE = range(1 << 12, 1 << 17)
-"""How many words have a log, with room for as many rows: fewer stay in the processor's cache without one, and more do
-not fit there all at once."""
+"""Numbers of words for which marks have a log. It has space for as many rows as there are words."""
 _marks_lock = Lock()
 
 
 class Consumer(IntEnum):
-    """Who asks for changed rows; the number is that of its bit."""
+    """Consumer of marks. The value is the index of its bit."""
 
     CHECKPOINTS = 0
     SERVERS = 1
 
 
 class RowMarks:
-    """Marks of the rows of one shard, which operators set as they step rows (`TableRows.marks`), and writers of rows.
+    """Marks of the rows of one shard.
 
-        words[w]   | row 16 w + 15 | ... | row 16 w + 1 | row 16 w |     of a row: | servers | checkpoints |
-
-    A row has its mark wherever it lies. Every consumer has bits of its own, and clears them alone.
-
-    On a CPU a log may lie behind the words, where the core writes rows that it steps, and marks them some tens of steps
-    later, all at once: a step has few rows of a large table, and each would bring a line of words from memory for two
-    bits.
-
-        words_and_log   | words | number of rows in the log | row, row, row, ... |
+    Operators set marks while they update rows (`TableRows.marks`), and writers of rows set them too. Each consumer has
+    its own bits and clears only those. Marks do not depend on the tier or slot of a row.
     """
 
+    # words[w]        | row 16 w + 15 | ... | row 16 w + 1 | row 16 w |     bits of a row: | servers | checkpoints |
+    # words_and_log   | words | number of rows in the log | row, row, row, ... |
+    #
+    # Only the CPU has a log. The core appends updated rows to it and marks them some tens of steps later. A step
+    # updates few rows of a large table, and each mark alone would load a cache line of words to set two bits.
+
     def __init__(self, num_rows: int, device: torch.device | str = "cpu") -> None:
-        """None is marked."""
+        """Create marks with no row marked."""
         self.num_rows = num_rows
         count = num_words(num_rows)
         room = 1 + count if torch.device(device).type == "cpu" and count in _LOG_WORD_RANGE else 0
@@ -52,22 +52,22 @@ class RowMarks:
         self.words: Int[Tensor, " words"] = self.words_and_log[:count]
 
     def add(self, rows: Int[Tensor, " n"], consumer: Consumer | None = None) -> None:
-        """Mark rows, ascending, each once; for one consumer, or for all."""
+        """Mark rows for one consumer, or for all if it is `None`. `rows` must be sorted and unique."""
         if rows.numel() == 0:
             return
         rows = rows.to(self.words.device)
         first, last = int(rows[0]) // ROWS_PER_WORD, int(rows[-1]) // ROWS_PER_WORD
-        with _marks_lock:  # a load writes in threads, whose rows may share a word
+        with _marks_lock:  # A checkpoint is loaded by several threads, whose rows may share a word.
             part = self.words[first : last + 1]
             part |= mark_words(rows - first * ROWS_PER_WORD, len(part), 3 if consumer is None else 1 << consumer)
 
     def add_set(self, rows: RowSet, consumer: Consumer) -> None:
-        """Mark rows for one consumer."""
+        """Mark a set of rows for one consumer."""
         for part in rows.parts():
             self.add(part, consumer)
 
     def add_range(self, first: int, stop: int) -> None:
-        """Mark consecutive rows for all."""
+        """Mark rows first..stop-1 for all consumers."""
         begin, end = num_words(first), stop // ROWS_PER_WORD
         if begin >= end:
             self.add(torch.arange(first, stop))
@@ -77,11 +77,11 @@ class RowMarks:
         self.add(torch.arange(end * ROWS_PER_WORD, stop))
 
     def marked_rows(self, consumer: Consumer) -> Int[Tensor, " n"]:
-        """Those that are marked for one, ascending, int64 on the CPU."""
+        """Return the rows marked for a consumer, sorted, as int64 on the CPU."""
         return self.marked_set(consumer).rows()
 
     def marked_set(self, consumer: Consumer) -> RowSet:
-        """Return the rows that are marked for one consumer; later marks do not change the set."""
+        """Return the set of rows marked for a consumer. Later marks do not change the set."""
         self._flush_log()
         parts = [np.empty(0, np.uint8)]
         for words in self.words.split(_CHUNK_WORDS):
@@ -90,30 +90,31 @@ class RowMarks:
         return RowSet(self.num_rows, np.concatenate(parts)[: -(-self.num_rows // 8)])
 
     def clear(self, consumer: Consumer) -> None:
-        """None is marked for this one."""
+        """Remove all marks of one consumer."""
         self._flush_log()
-        others = _LOW_BITS << (1 - consumer)
-        self.words &= others - (1 << 32) if others >> 31 else others
+        other_bits = _LOW_BITS << (1 - consumer)
+        # Words are int32, so a mask with the highest bit set must be negative.
+        self.words &= other_bits - (1 << 32) if other_bits >> 31 else other_bits
 
     def _flush_log(self) -> None:
-        """Mark the rows of the log, which is empty then."""
+        """Mark the rows in the log and empty it."""
         log = self.words_and_log[len(self.words) :]
         if len(log) and (count := int(log[0])):
             self.add(log[1 : 1 + count].long().unique())
             log[0] = 0
 
     def num_bytes(self) -> int:
-        """Of memory."""
+        """Return the memory of the marks and the log in bytes."""
         return self.words_and_log.numel() * self.words_and_log.element_size()
 
 
 def num_words(num_rows: int) -> int:
-    """Words for so many rows."""
+    """Return the number of words for `num_rows` rows."""
     return -(-num_rows // ROWS_PER_WORD)
 
 
 def mark_words(rows: Int[Tensor, " n"], count: int, bits: int = 3) -> Int[Tensor, " count"]:
-    """int32 words in which these rows, each once, have `bits` and others none; the host need not know the rows."""
+    """Return int32 words in which the given unique rows have `bits` set. On a GPU the host does not wait."""
     words = torch.zeros(count, dtype=torch.int64, device=rows.device)
     marks = torch.full_like(rows, bits) << rows % ROWS_PER_WORD * 2
     return words.scatter_add_(0, rows // ROWS_PER_WORD, marks).to(torch.int32)

@@ -1,4 +1,5 @@
-"""Rows of one shard, one bit each: a list of numbers takes 64 times as much memory."""
+"""Set of rows of one shard, stored as a bitmap."""
+# A list of int64 row numbers takes up to 64 times as much memory.
 
 from __future__ import annotations
 
@@ -12,17 +13,20 @@ from torch import Tensor
 from meseta.jagged.shapes import Int
 
 CHUNK_ROWS = 1 << 12
-"""Rows that are counted once; a multiple of 8."""
+"""Number of rows for which the members are counted once and cached. A multiple of 8."""
 ROWS_PER_PART = 1 << 20
-"""Rows of which `parts` lists the members at a time."""
+"""Number of rows whose members `parts` yields at a time."""
 _BIT_COUNTS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(axis=1, dtype=np.uint8)
 
 
 class RowSet:
-    """Set of rows 0..num_rows-1. Threads may read it while none changes it."""
+    """Set of rows 0..num_rows-1. Threads may read it concurrently while no thread changes it."""
 
     def __init__(self, num_rows: int, bits: NDArray[np.uint8] | None = None) -> None:
-        """`bits` [ceil(num_rows / 8)] hold row r in bit r % 8 of byte r // 8; `None` makes an empty set."""
+        """Create a set from a bitmap [ceil(num_rows / 8)], or an empty set if `bits` is `None`.
+
+        Row r is bit r % 8 of byte r // 8.
+        """
         self.num_rows = num_rows
         self._bits = np.zeros(-(-num_rows // 8), np.uint8) if bits is None else bits
         self._counts: NDArray[np.int64] | None = None
@@ -39,11 +43,11 @@ class RowSet:
         return self.count(0, self.num_rows)
 
     def copy(self) -> RowSet:
-        """Return a set that changes by itself."""
+        """Return an independent copy."""
         return RowSet(self.num_rows, self._bits.copy())
 
     def add(self, rows: Int[Tensor, " n"]) -> None:
-        """Add rows, ascending, each once."""
+        """Add rows, which must be sorted and unique."""
         if rows.numel() == 0:
             return
         begin, end = int(rows[0]) // 8, int(rows[-1]) // 8 + 1
@@ -54,6 +58,7 @@ class RowSet:
 
     def add_range(self, first: int, stop: int) -> None:
         """Add rows first..stop-1."""
+        # Set whole bytes directly, and the remaining rows at both ends one by one.
         begin, end = -(-first // 8), stop // 8
         if begin >= end:
             self.add(torch.arange(first, stop))
@@ -64,7 +69,7 @@ class RowSet:
         self.add(torch.arange(8 * end, stop))
 
     def rows(self, first: int = 0, stop: int | None = None) -> Int[Tensor, " n"]:
-        """Return the members among rows first..stop-1, ascending, int64; by default all members."""
+        """Return the members among rows first..stop-1, sorted, as int64. By default return all members."""
         stop = self.num_rows if stop is None else stop
         begin = first // 8
         is_member = np.unpackbits(self._bits[begin : -(-stop // 8)], bitorder="little")
@@ -72,7 +77,7 @@ class RowSet:
         return torch.from_numpy(is_member.view(bool).nonzero()[0] + first)
 
     def parts(self) -> Iterator[Int[Tensor, " n"]]:
-        """Yield all members, ascending, those of ROWS_PER_PART rows at a time."""
+        """Yield all members in ascending order, for ROWS_PER_PART rows at a time."""
         for first in range(0, self.num_rows, ROWS_PER_PART):
             yield self.rows(first, min(first + ROWS_PER_PART, self.num_rows))
 

@@ -1,1 +1,1 @@
-"""Row optimizers as programs: the same few instructions for the compiled core, GPU kernels and plain torch."""
+"""Programs of row optimizers, which the compiled core, GPU kernels and plain PyTorch can run."""

@@ -1,4 +1,4 @@
-"""From the graph of a row optimizer to instructions on few registers."""
+"""Lowering of the graph of a row optimizer to instructions on registers."""
 
 from __future__ import annotations
 
@@ -13,90 +13,92 @@ from torch import Tensor
 from meseta.ops.row_program.symbols import Kind, Op, ScalarSymbol, Symbol
 from meseta.spec import MesetaError
 
+# Operand numbers: element registers start at 0, row registers at 64, uniforms at 128.
 FIRST_ROW, FIRST_UNIFORM, UNUSED = 64, 128, -1
-"""Operands: element registers from 0, row registers from 64, uniforms from 128."""
 MAX_REGISTERS = 64
-"""Of either kind."""
+"""Maximum number of registers of each kind."""
 MAX_ORDERS = 120
-"""Orders of the stores that are tried."""
+"""Maximum number of orders of the stores that are tried."""
 LOAD_OF = {Op.STORE_WEIGHT: Op.LOAD_WEIGHT, Op.STORE_STATE: Op.LOAD_STATE}
 
 
 @dataclass(frozen=True, eq=False)
 class RowCode:
-    """One pass over the touched rows."""
+    """Instructions of one pass over the touched rows."""
 
     instructions: Tensor
-    """int32 [n, 5] on the CPU: (op, dst, a, b, c). dst is an element register where any operand is one, except for
-    SUM; it may be one of the operands. Element register 0 holds the gradient at the start."""
+    """int32 [n, 5] on the CPU: (op, dst, a, b, c).
+
+    If an operand is an element register, so is dst, except for SUM. dst may be one of the operands. At the start,
+    element register 0 has the gradient.
+    """
     num_element_registers: int
-    """Registers of [U, D] in use, at least 1."""
+    """Number of registers [U, D], at least 1."""
     num_row_registers: int
-    """Registers of [U] in use."""
+    """Number of registers [U]."""
 
 
 @dataclass(frozen=True, eq=False)
 class StoreOutput:
-    """A value that leaves the pass."""
+    """Value that a pass stores."""
 
     op: Op
     """STORE_WEIGHT, STORE_STATE or STORE_STAT."""
     value: Symbol | ScalarSymbol
     index: int = 0
-    """Which state or statistic."""
+    """Index of the state or statistic."""
 
 
 def lower(owner: str, stores: Sequence[StoreOutput], slots: dict[int, int]) -> RowCode:
-    """The code that computes all stores, each value once, nothing else.
+    """Return code that computes all stores, with each value computed once.
 
-    `slots` gives each number that is used its uniform; new ones are added. Raises MesetaError when the registers
-    do not suffice.
+    `slots` maps numbers to uniforms. New numbers are added to it. Raises MesetaError if there are not enough registers.
     """
     for node in _postorder([store.value for store in stores]):
         if isinstance(node, ScalarSymbol):
             slots.setdefault(node.index, len(slots))
+    # The order of stores changes the number of live registers, so try several.
     candidates = [_allocate(_schedule(order), slots) for order in islice(permutations(stores), MAX_ORDERS)]
     best = min(candidates, key=lambda code: (code.num_element_registers, code.num_row_registers))
     if best.num_element_registers > MAX_REGISTERS or best.num_row_registers > MAX_REGISTERS:
         raise MesetaError(
-            f"row optimizer {owner!r} holds {best.num_element_registers} values per element and "
-            f"{best.num_row_registers} per row at once, and {MAX_REGISTERS} of each are possible; use fewer terms"
+            f"row optimizer {owner!r} needs {best.num_element_registers} values per element and "
+            f"{best.num_row_registers} per row at the same time, but at most {MAX_REGISTERS} of each; use fewer terms"
         )
     return best
 
 
 def _postorder(roots: Iterable[Symbol | ScalarSymbol]) -> list[Symbol | ScalarSymbol]:
-    """The roots and all that they are made of, once: operands first, those that need many registers before others."""
-    found: dict[int, Symbol | ScalarSymbol] = {}
+    """Return all nodes below the roots once, operands first. Operands that need more registers come first."""
+    nodes: dict[int, Symbol | ScalarSymbol] = {}
     needs: dict[int, int] = {}
 
     def visit(node: Symbol | ScalarSymbol) -> None:
-        if id(node) in found:
+        if id(node) in nodes:
             return
         if isinstance(node, Symbol):
             for operand in sorted(node.operands, key=lambda operand: -_num_registers(operand, needs)):
                 visit(operand)
-        found[id(node)] = node
+        nodes[id(node)] = node
 
     for root in roots:
         visit(root)
-    return list(found.values())
+    return list(nodes.values())
 
 
 def _num_registers(node: Symbol | ScalarSymbol, needs: dict[int, int]) -> int:
-    """Element registers that a tree takes when its operands are computed one after the other (Sethi and Ullman, JACM
-    17, 1970)."""
+    """Return the number of element registers for evaluating a tree (Sethi and Ullman, JACM 17, 1970)."""
     if isinstance(node, ScalarSymbol) or node.op is None:
         return 0
     if id(node) not in needs:
         below = sorted((_num_registers(operand, needs) for operand in node.operands), reverse=True)
-        own = 1 if node.kind == "element" else 0
-        needs[id(node)] = max([own, *(need + held for held, need in enumerate(below))])
+        minimum = 1 if node.kind == "element" else 0
+        needs[id(node)] = max([minimum, *(need + held for held, need in enumerate(below))])
     return needs[id(node)]
 
 
 def _schedule(stores: Sequence[StoreOutput]) -> list[Symbol | StoreOutput]:
-    """Nodes and stores in the order of execution: what a store overwrites is loaded before."""
+    """Return nodes and stores in execution order. A value is loaded before a store overwrites it."""
     symbols = [node for node in _postorder([store.value for store in stores]) if isinstance(node, Symbol)]
     loads = {(node.op, node.index): node for node in symbols if node.op in LOAD_OF.values()}
     done: set[int] = set()
@@ -113,7 +115,7 @@ def _schedule(stores: Sequence[StoreOutput]) -> list[Symbol | StoreOutput]:
 
 @dataclass
 class _RegisterFile:
-    """Registers of one kind, the lowest free one first."""
+    """Registers of one kind. The lowest free one is allocated first."""
 
     first: int
     free_registers: list[int] = field(default_factory=list)
@@ -130,24 +132,25 @@ class _RegisterFile:
 
 
 def _allocate(order: Sequence[Symbol | StoreOutput], slots: dict[int, int]) -> RowCode:
-    """Registers by liveness: one is free again with the last instruction that reads it, which may write to it."""
+    """Allocate registers by liveness. The last instruction that reads a register may write to it."""
     operands = [step.operands if isinstance(step, Symbol) else (step.value,) for step in order]
-    last = {id(operand): position for position, own in enumerate(operands) for operand in own}
+    last = {id(operand): position for position, of_step in enumerate(operands) for operand in of_step}
     registers: dict[Kind, _RegisterFile] = {"element": _RegisterFile(first=0), "row": _RegisterFile(first=FIRST_ROW)}
     gradient = registers["element"].allocate()
     place: dict[int, int] = {}
     rows: list[tuple[int, ...]] = []
-    for own in operands:
-        for operand in own:
+    for of_step in operands:
+        for operand in of_step:
             if isinstance(operand, ScalarSymbol):
                 place[id(operand)] = FIRST_UNIFORM + slots[operand.index]
             elif operand.op is None:
                 place[id(operand)] = gradient
+    # Without an instruction that reads the gradient, its register is free from the start.
     if not any(register == gradient for register in place.values()):
         registers["element"].release(gradient)
-    for position, (step, own) in enumerate(zip(order, operands, strict=True)):
-        places = [place[id(operand)] for operand in own]
-        for operand in {id(operand): operand for operand in own if isinstance(operand, Symbol)}.values():
+    for position, (step, of_step) in enumerate(zip(order, operands, strict=True)):
+        places = [place[id(operand)] for operand in of_step]
+        for operand in {id(operand): operand for operand in of_step if isinstance(operand, Symbol)}.values():
             if last[id(operand)] == position:
                 registers[operand.kind].release(place[id(operand)])
         if isinstance(step, StoreOutput):

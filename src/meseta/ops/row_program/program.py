@@ -1,7 +1,5 @@
-"""A row optimizer as a program: the same few instructions for the compiled core, GPU kernels and plain torch.
-
-The optimizer's Python runs once on symbols (`trace`), whose graph is lowered to `RowCode`, instructions on registers.
-"""
+"""Tracing of row optimizers to programs. The compiled core, GPU kernels and plain PyTorch run the same instructions."""
+# `trace` runs the Python functions of an optimizer once on symbols. Their graph is lowered to `RowCode`.
 
 from __future__ import annotations
 
@@ -28,33 +26,33 @@ from meseta.ops.row_program.symbols import (
 from meseta.spec import MesetaError
 
 RESERVED_STATE_NAMES = ("id", "row")
-"""What checkpoints call something else."""
+"""Names of states that checkpoints use for other columns."""
 
 
 @dataclass(frozen=True, eq=False)
 class RowProgram:
-    """Everything that runs a row optimizer without its Python."""
+    """Program of a row optimizer, sufficient to run it without its Python functions."""
 
     name: str
     state_names: tuple[str, ...]
-    """In the order of LOAD_STATE and STORE_STATE."""
+    """Names of states, in the order of their indices."""
     state_kinds: tuple[Kind, ...]
-    """'element' for [rows, D], 'row' for [rows]."""
+    """Kind of each state: 'element' for [rows, D], 'row' for [rows]."""
     stat_names: tuple[tuple[str, ...], ...]
-    """Statistics of each stage; LOAD_STAT counts through all stages."""
+    """Names of the statistics of each stage. Their indices count over all stages."""
     fused_update: RowCode
-    """The update where rows are whole: statistics are summed on the way (SUM)."""
+    """Update of whole rows. It computes the statistics itself (SUM)."""
     stages: tuple[RowCode, ...]
-    """For each stage: compute and store its summands, with the statistics of former stages loaded."""
+    """Code of each stage. It loads the statistics of earlier stages, and stores its summands."""
     staged_update: RowCode
-    """The update with all statistics loaded."""
+    """Update that loads all statistics."""
     numbers: tuple[NumberEntry, ...]
-    """Fields of Hyper, constants, and functions of former numbers."""
+    """Fields of Hyper, constants, and functions of earlier numbers."""
     uniforms: tuple[int, ...]
-    """Which number each uniform is."""
+    """Index in `numbers` of each uniform."""
 
     def uniform_values(self, hyper: Hyper) -> list[float]:
-        """Every uniform of this step, computed in float64; raises MesetaError where one cannot be computed."""
+        """Return all uniforms of a step, computed in float64. Raises MesetaError if one cannot be computed."""
         values: list[Any] = []
         try:
             for entry in self.numbers:
@@ -64,7 +62,7 @@ class RowProgram:
                 else:
                     values.append(getattr(hyper, entry) if isinstance(entry, str) else entry)
             return [float(values[index]) for index in self.uniforms]
-        except (ArithmeticError, TypeError) as error:  # TypeError: the root of a negative number is complex
+        except (ArithmeticError, TypeError) as error:  # TypeError: the square root of a negative number is complex.
             raise MesetaError(
                 f"row optimizer {self.name!r}: a number of the step cannot be computed ({error}) with {hyper}; "
                 "change its constants"
@@ -72,7 +70,7 @@ class RowProgram:
 
 
 def state_kinds(optimizer: RowOptimizer) -> dict[str, Kind]:
-    """Names and kinds of an optimizer's state; raises MesetaError for a name or a shape that cannot be stored."""
+    """Return names and kinds of an optimizer's state. Raises MesetaError if one cannot be stored."""
     owner = f"row optimizer {optimizer.name!r}"
     kinds: dict[str, Kind] = {}
     for name, tensor in optimizer.init(torch.zeros(2, 3)).items():
@@ -80,8 +78,8 @@ def state_kinds(optimizer: RowOptimizer) -> dict[str, Kind]:
             raise MesetaError(f"{owner}: the state name {name!r} must be an identifier other than 'id' and 'row'")
         if tuple(tensor.shape) not in ((2, 3), (2,)) or tensor.dtype != torch.float32:
             raise MesetaError(
-                f"{owner}: state {name!r} of float32 rows [2, 3] is {tensor.dtype} {list(tensor.shape)}, and must be "
-                "float32 [2, 3] or [2]; make it with element_state or row_state"
+                f"{owner}: state {name!r} of float32 rows [2, 3] is {tensor.dtype} {list(tensor.shape)}, but must be "
+                "float32 [2, 3] or [2]; create it with element_state or row_state"
             )
         kinds[name] = "element" if tensor.dim() == 2 else "row"
     return kinds
@@ -89,16 +87,16 @@ def state_kinds(optimizer: RowOptimizer) -> dict[str, Kind]:
 
 @cache
 def trace(optimizer: RowOptimizer) -> RowProgram:
-    """The program of an optimizer, made at the first use of the record.
+    """Return the program of an optimizer. It is cached.
 
-    Raises MesetaError, with what is allowed, for Python that symbols cannot follow, states that change their names
-    or kinds, and a program that needs more registers than there are.
+    Raises MesetaError if the Python functions cannot be traced, names or kinds of states change, or the program needs
+    too many registers.
     """
     return _Tracer(optimizer).program()
 
 
 class _Tracer:
-    """Runs the functions of one optimizer on symbols."""
+    """Traces the functions of one optimizer."""
 
     def __init__(self, optimizer: RowOptimizer) -> None:
         self.optimizer = optimizer
@@ -113,16 +111,16 @@ class _Tracer:
         self.hyper = _SymbolicHyper(**fields)
 
     def program(self) -> RowProgram:
-        given: dict[str, Symbol] = {}
+        loaded: dict[str, Symbol] = {}
         summed: dict[str, Symbol] = {}
         stages: list[list[StoreOutput]] = []
         stat_names: list[tuple[str, ...]] = []
         for stage in self.optimizer.row_stats:
-            summands = self._summands(stage, given)
+            summands = self._summands(stage, loaded)
             for name, summand in self._summands(stage, summed).items():
                 summed[name] = self.graph.symbol(Op.SUM, summand)
             for name in summands:
-                given[name] = self.graph.leaf(Op.LOAD_STAT, "row", len(given))
+                loaded[name] = self.graph.leaf(Op.LOAD_STAT, "row", len(loaded))
             stages.append([StoreOutput(Op.STORE_STAT, summand, k) for k, summand in enumerate(summands.values())])
             stat_names.append(tuple(summands))
         slots: dict[int, int] = {}
@@ -134,7 +132,7 @@ class _Tracer:
             stat_names=tuple(stat_names),
             fused_update=lower(name, self._update(summed), slots),
             stages=tuple(lower(name, stores, slots) for stores in stages),
-            staged_update=lower(name, self._update(given), slots),
+            staged_update=lower(name, self._update(loaded), slots),
             numbers=tuple(self.graph.numbers),
             uniforms=tuple(slots),
         )
@@ -145,19 +143,19 @@ class _Tracer:
             raise MesetaError(f"{self.owner}: a stage of row_stats must return summands by name, got {summands!r}")
         for name, summand in summands.items():
             if name in stats:
-                raise MesetaError(f"{self.owner}: two stages of row_stats give {name!r}; rename one")
+                raise MesetaError(f"{self.owner}: two stages of row_stats return {name!r}; rename one of them")
             if not isinstance(summand, Symbol) or summand.kind != "element":
-                raise MesetaError(f"{self.owner}: the summand {name!r} must be a value per element, as g * g is")
+                raise MesetaError(f"{self.owner}: summand {name!r} must be a value per element, such as g * g")
         return summands
 
     def _update(self, stats: dict[str, Symbol]) -> list[StoreOutput]:
-        """What the update stores; what stays as it was is not stored."""
+        """Return the stores of the update. Unchanged values are not stored."""
         answer = self._run(self.optimizer.update, stats)
         if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], dict)):
             raise MesetaError(f"{self.owner}: update must return (new rows, new state by name), got {answer!r}")
         rows, state = answer
         if set(state) != set(self.kinds):
-            raise MesetaError(f"{self.owner}: update returns the state {sorted(state)}, but init {sorted(self.kinds)}")
+            raise MesetaError(f"{self.owner}: update returns states {sorted(state)}, but init {sorted(self.kinds)}")
         stores = (
             [] if rows is self.w else [StoreOutput(Op.STORE_WEIGHT, self._check_stored(rows, "the rows", "element"))]
         )
@@ -174,8 +172,8 @@ class _Tracer:
         stored = self.graph.operand(value)
         if kind == "row" and isinstance(stored, Symbol) and stored.kind == "element":
             raise MesetaError(
-                f"{self.owner}: {what} is one number per row, but update makes it one per element; "
-                "sum it over the row in row_stats, or make it with element_state"
+                f"{self.owner}: {what} is one number per row, but update returns one per element; "
+                "sum it over the row in row_stats, or create it with element_state"
             )
         return stored
 
@@ -184,14 +182,14 @@ class _Tracer:
             return function(self.w, self.g, dict(self.state), dict(stats), self.hyper)
         except MesetaError as error:
             raise MesetaError(f"{self.owner}: {error}") from error
-        except Exception as error:  # whatever Python or torch says to a symbol
+        except Exception as error:  # Python or torch may raise anything for a symbol.
             problem = f"{type(error).__name__}: {error}"
             raise MesetaError(f"{self.owner} cannot be traced ({problem}); {SUPPORTED_OPERATIONS}") from error
 
 
 @dataclass(frozen=True, eq=False)
 class _SymbolicHyper(Hyper):
-    """A Hyper, as optimizers' annotations say, whose numbers are symbols."""
+    """A Hyper whose numbers are symbols."""
 
     lr: Any
     step: Any
@@ -200,20 +198,20 @@ class _SymbolicHyper(Hyper):
 
 @dataclass(frozen=True)
 class PassResult:
-    """What one pass leaves behind."""
+    """Result of one pass over the touched rows."""
 
     weight: Tensor
-    """[U, D]."""
+    """Rows after the pass, [U, D]."""
     state: list[Tensor]
-    """[U, D] or [U, 1], by index."""
+    """States after the pass, [U, D] or [U, 1] each."""
     summands: list[Tensor]
-    """[U, D] each, of a pass that computes statistics."""
+    """Summands [U, D] of the statistics that the pass computes."""
 
 
 def interpret(
     code: RowCode, uniforms: Sequence[float], w: Tensor, g: Tensor, state: Sequence[Tensor], stats: Sequence[Tensor]
 ) -> PassResult:
-    """One pass in plain torch: w and g are [U, D], the state [U, D] or [U, 1], statistics of whole rows [U, 1]."""
+    """Run one pass in plain PyTorch. w and g are [U, D], states [U, D] or [U, 1], statistics of whole rows [U, 1]."""
     registers: dict[int, Tensor] = {0: g}
     registers |= {FIRST_UNIFORM + k: torch.tensor(value, dtype=g.dtype) for k, value in enumerate(uniforms)}
     new_w, new_state, summands = w, list(state), dict[int, Tensor]()
@@ -239,7 +237,7 @@ def interpret(
 
 
 def exact_sqrt(value: Tensor) -> Tensor:
-    """Square root as IEEE 754 rounds it; on CPUs torch's own is off by one unit in the last place here and there."""
+    """Return the square root as IEEE 754 rounds it. Torch's own differs in the last place for some CPU values."""
     return torch.from_numpy(np.sqrt(value.numpy())) if value.device.type == "cpu" else value.sqrt()
 
 

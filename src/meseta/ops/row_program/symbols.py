@@ -1,4 +1,4 @@
-"""Symbols that record what a row optimizer does with them: equal expressions are one node of one graph."""
+"""Symbols for tracing row optimizers. Equal expressions are the same node of the graph."""
 
 from __future__ import annotations
 
@@ -11,49 +11,49 @@ from typing import Any, Literal, TypeAlias
 from meseta.spec import MesetaError
 
 Kind: TypeAlias = Literal["element", "row"]
-"""One number per element, or one per row."""
+"""Kind of a value: one number per element, or one per row."""
 
 SUPPORTED_OPERATIONS = (
     "a row optimizer may use + - * / and unary minus, where(a > b, chosen, other) of meseta.optim, the methods sqrt(), "
     "abs(), sign(), clamp(min=, max=), maximum(value) and minimum(value), and ** between plain numbers such as "
-    "h.step; Python's `if` may ask its constants, never a value"
+    "h.step; Python's `if` may test constants, but not values"
 )
 
 
 class Op(IntEnum):
-    """Operations of a program; the compiled core has the same list."""
+    """Operation of a program. The compiled core uses the same numbers."""
 
     ADD = 0
     SUB = 1
     MUL = 2
     DIV = 3
     MAX = 4
-    """NaN where either operand is."""
+    """Maximum. NaN if either operand is NaN."""
     MIN = 5
-    """NaN where either operand is."""
+    """Minimum. NaN if either operand is NaN."""
     GREATER = 6
-    """a > b ? 1 : 0."""
+    """1 if a > b, else 0."""
     SQRT = 7
-    """Correctly rounded."""
+    """Square root, correctly rounded."""
     ABS = 8
     SIGN = 9
-    """-1, 0 or 1; 0 for NaN."""
+    """Sign: -1, 0 or 1. The sign of NaN is 0."""
     NEG = 10
     WHERE = 11
-    """a > 0 ? b : c."""
+    """b if a > 0, else c."""
     SUM = 12
-    """Row register = sum of an element operand over all columns, in blocks of 16."""
+    """Sum of an element register over all columns, in blocks of 16. The result is a row register."""
     LOAD_WEIGHT = 13
     LOAD_STATE = 14
-    """a: index of the state."""
+    """Load state number a."""
     LOAD_STAT = 15
-    """a: index among the statistics of all stages."""
+    """Load statistic number a, counted over all stages."""
     STORE_WEIGHT = 16
-    """a: what is stored."""
+    """Store register a as the new row."""
     STORE_STATE = 17
-    """a: what is stored; b: index of the state."""
+    """Store register a as state number b."""
     STORE_STAT = 18
-    """a: the summand, per element; b: index within its stage."""
+    """Store register a as the summands of statistic number b of its stage."""
 
 
 def _unsupported(what: str) -> MesetaError:
@@ -61,7 +61,7 @@ def _unsupported(what: str) -> MesetaError:
 
 
 class _SymbolBase:
-    """What neither symbol can do, so that it fails with words and not in silence."""
+    """Base of symbols. Raises a MesetaError for operations that cannot be traced."""
 
     __hash__ = object.__hash__
 
@@ -86,18 +86,18 @@ class _SymbolBase:
     __iadd__ = __isub__ = __imul__ = __itruediv__ = __ipow__ = _in_place
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # Python and torch ask for these themselves
+        if name.startswith("__"):  # Python and torch probe such names, and expect AttributeError.
             raise AttributeError(name)
         raise _unsupported(f"the method or attribute {name!r}")
 
 
 class ScalarSymbol(_SymbolBase):
-    """A symbol for a number that is equal for all rows: lr, step, embedding_dim, and what is made of them."""
+    """Symbol for a number that is equal for all rows, such as lr, step, embedding_dim and functions of them."""
 
     def __init__(self, graph: SymbolGraph, index: int) -> None:
         self.graph = graph
         self.index = index
-        """Position in `graph.numbers`."""
+        """Index in `graph.numbers`."""
         self.serial = -1 - index
 
     def _apply(self, function: Callable[[Any, Any], Any], other: Any, swap: bool = False) -> Any:
@@ -151,17 +151,17 @@ class ScalarSymbol(_SymbolBase):
 
 
 class Symbol(_SymbolBase):
-    """A symbol for a value per element or per row: one node of the graph."""
+    """Symbol for a value per element or per row. It is a node of the graph."""
 
     def __init__(
         self, graph: SymbolGraph, op: Op | None, operands: tuple[Symbol | ScalarSymbol, ...], index: int = 0
     ) -> None:
         self.graph = graph
         self.op = op
-        """None: the gradient, which is there from the start."""
+        """Operation, or `None` for the gradient, which is an input."""
         self.operands = operands
         self.index = index
-        """Which state or statistic is loaded."""
+        """Index of the loaded state or statistic."""
         self.kind: Kind = "row"
         self.serial = len(graph.symbols)
 
@@ -185,7 +185,7 @@ class Symbol(_SymbolBase):
         return self.graph.symbol(Op.DIV, self, other)
 
     def __rtruediv__(self, other: Any) -> Symbol:
-        # torch takes `number / tensor` as the tensor's reciprocal times the number, and the bits are to be the same.
+        # Torch computes `number / tensor` as the reciprocal times the number. Do the same, for equal bits.
         reciprocal = self.graph.symbol(Op.DIV, 1.0, self)
         return reciprocal if isinstance(other, int | float) and other == 1 else reciprocal * other
 
@@ -205,31 +205,31 @@ class Symbol(_SymbolBase):
         return Condition(self.graph, other, self)
 
     def sqrt(self) -> Symbol:
-        """Square root, correctly rounded."""
+        """Return the square root, correctly rounded."""
         return self.graph.symbol(Op.SQRT, self)
 
     def abs(self) -> Symbol:
-        """Absolute value."""
+        """Return the absolute value."""
         return self.graph.symbol(Op.ABS, self)
 
     def sign(self) -> Symbol:
-        """-1, 0 or 1."""
+        """Return the sign: -1, 0 or 1."""
         return self.graph.symbol(Op.SIGN, self)
 
     def maximum(self, other: Any) -> Symbol:
-        """The larger of two values."""
+        """Return the larger of two values."""
         if not isinstance(other, Symbol):
             raise _unsupported("maximum of a plain number (write clamp(min=number))")
         return self.graph.symbol(Op.MAX, self, other)
 
     def minimum(self, other: Any) -> Symbol:
-        """The smaller of two values."""
+        """Return the smaller of two values."""
         if not isinstance(other, Symbol):
             raise _unsupported("minimum of a plain number (write clamp(max=number))")
         return self.graph.symbol(Op.MIN, self, other)
 
     def clamp(self, min: Any = None, max: Any = None) -> Symbol:
-        """Not below `min`, not above `max`, both plain numbers."""
+        """Return the value limited to `min`..`max`, which must be plain numbers."""
         if isinstance(min, Symbol) or isinstance(max, Symbol):
             raise _unsupported("clamp to a value (write maximum(value) or minimum(value))")
         raised = self if min is None else self.graph.symbol(Op.MAX, self, min)
@@ -238,7 +238,7 @@ class Symbol(_SymbolBase):
 
 @dataclass(frozen=True, eq=False)
 class Condition:
-    """`greater > smaller`, for `where` alone."""
+    """The comparison `greater > smaller`, as an argument of `where`."""
 
     graph: SymbolGraph
     greater: Any
@@ -248,7 +248,7 @@ class Condition:
         raise _unsupported("a decision in Python that depends on a value")
 
     def choose(self, chosen: Any, other: Any) -> Symbol:
-        """A symbol for `chosen` where the condition holds and `other` elsewhere."""
+        """Return a symbol that is `chosen` if the condition holds, else `other`."""
         if not isinstance(chosen, Symbol) and not isinstance(other, Symbol):
             raise MesetaError("where: one choice must be a value of the row, got two plain numbers")
         is_zero = isinstance(self.smaller, int | float) and self.smaller == 0
@@ -257,27 +257,27 @@ class Condition:
 
 
 NumberEntry: TypeAlias = tuple[Callable[[Any, Any], Any], int, int] | str | int | float
-"""A function of two former numbers, the name of a field of Hyper, or a constant."""
+"""Entry of `SymbolGraph.numbers`: a function of two earlier numbers, a field name of Hyper, or a constant."""
 
 
 @dataclass(eq=False)
 class SymbolGraph:
-    """All that one trace has seen."""
+    """Graph of all operations in one trace."""
 
     symbols: dict[tuple[Any, ...], Symbol] = field(default_factory=dict)
     numbers: list[NumberEntry] = field(default_factory=list)
     number_cache: dict[tuple[Any, ...], ScalarSymbol] = field(default_factory=dict)
 
     def leaf(self, op: Op | None, kind: Kind, index: int = 0) -> Symbol:
-        """The gradient (None), or what LOAD_WEIGHT, LOAD_STATE or LOAD_STAT loads."""
+        """Return the node of the gradient (`op` is `None`), or of a loaded row, state or statistic."""
         symbol = self.symbols.setdefault((op, index), Symbol(self, op, (), index))
         symbol.kind = kind
         return symbol
 
     def symbol(self, op: Op, *arguments: Any) -> Symbol:
-        """The node of an operation, made at the first use."""
+        """Return the node of an operation. Equal operations share a node."""
         operands: Sequence[Symbol | ScalarSymbol] = [self.operand(argument) for argument in arguments]
-        if op in (Op.ADD, Op.MUL):  # either order gives the same bits
+        if op in (Op.ADD, Op.MUL):  # Both orders of operands give the same bits, so they share a node.
             operands = sorted(operands, key=lambda operand: operand.serial)
         symbol = self.symbols.setdefault((op, *map(id, operands)), Symbol(self, op, tuple(operands)))
         kinds = [operand.kind for operand in operands if isinstance(operand, Symbol)]
@@ -285,7 +285,7 @@ class SymbolGraph:
         return symbol
 
     def operand(self, value: Any) -> Symbol | ScalarSymbol:
-        """A symbol as it is, a plain number as a constant; raises MesetaError for anything else."""
+        """Return a symbol unchanged, or a plain number as a constant. Raises MesetaError for other values."""
         if isinstance(value, Symbol | ScalarSymbol):
             return value
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -293,11 +293,11 @@ class SymbolGraph:
         return self._number(repr(value), value=value)
 
     def hyper(self, name: str) -> ScalarSymbol:
-        """A field of Hyper."""
+        """Return the symbol of a field of Hyper."""
         return self._number("hyper", name, value=name)
 
     def number(self, function: Callable[[Any, Any], Any], a: Any, b: Any) -> ScalarSymbol:
-        """A function of two numbers."""
+        """Return the symbol of a function of two numbers."""
         return self._number(function, a.index, b.index, value=(function, a.index, b.index))
 
     def _number(self, *key: Any, value: NumberEntry) -> ScalarSymbol:

@@ -1,4 +1,4 @@
-"""The fused backward pass of a lookup: gradients summed per touched row, and each row's optimizer run once."""
+"""Fused backward pass of a lookup: sums gradients per touched row, and runs the optimizer of each row once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from meseta.spec import MesetaError
 __all__ = ["Bags", "FeatureGradient", "TableRows", "UpdateGroup", "row_update"]
 
 CHECK_ONLY_CODE = 3
-"""The core's number for rows that it does not step: it checks the call, and the reference steps them."""
+"""Code for dtypes that the core does not update. It only checks the call, and the reference updates the rows."""
 
 
 def row_update(
@@ -40,23 +40,29 @@ def row_update(
     gradients: Sequence[Tensor],
     found_inf: Float[Tensor, ""] | None = None,
 ) -> None:
-    """Step every row that the bags touch, in place; rows without an id, and their state, stand still.
+    """Update all touched rows in place. Other rows and their state are not changed.
 
-    `lr` is the learning rate of this step and `step` its number from 1. Contributions to a row are ordered by (feature
-    as listed in the group, sample, id) and summed left to right inside blocks of 256 samples; block sums are added left
-    to right. So neither threads nor the way a table is cut change a bit. Gradients are float32, [B, columns] or [ids of
-    the feature, columns], with contiguous columns. Rows of 16 bits are rounded stochastically by Philox4x32-10 with the
-    counter (low and high word of the row, column // 8, step); each of eight columns has sixteen bits of the result.
-    The row is that of the whole table, wherever it lies: see TableRows.row_ids. Stepped rows are marked, where
-    TableRows.marks are kept.
+    No gradient tensor of a whole table is created (arXiv 2104.05158, fused backward pass). The result does not depend
+    on threads or on sharding. Marks of updated rows are set if the tables have any.
 
-    Where `found_inf`, float32 beside the rows, is not 0, nothing is written: a device reads it when it comes to that,
-    and the host need not know it.
+    Args:
+        group: Tables with their optimizer.
+        lr: Learning rate of this step.
+        step: Number of this step, starting at 1.
+        bags: Ids of the batch.
+        gradients: float32 [B, columns] or [ids of the feature, columns] for each feature, with contiguous columns.
+        found_inf: Device scalar (float32). If nonzero, nothing is written, and the host does not need to know.
 
-    No gradient tensor is made for a table (arXiv 2104.05158, the fused backward pass). Raises MesetaError for offsets
-    that fall and tensors that do not fit together, before anything is written; and for ids outside their table, which
-    a thread may see when others have stepped rows: meseta.ops.id_policy, which embeddings ask first, sees to those.
+    Raises:
+        MesetaError: Offsets decrease or tensors do not match each other. Nothing is written then. Also if an id is
+            outside its table, which may be detected after other rows were updated. Apply `meseta.ops.id_policy` first.
     """
+    # Contributions to a row are ordered by (feature as listed in the group, sample, id). They are summed from left to
+    # right within blocks of 256 samples, and then the block sums from left to right.
+    #
+    # 16-bit rows are rounded stochastically by Philox4x32-10 with the counter (low and high word of the row, column //
+    # 8, step). Each of eight columns has sixteen bits of the result. The row is that of the whole table, see
+    # TableRows.row_ids.
     if not group.features or bags.ids.numel() == 0:
         return
     call = (
@@ -92,7 +98,7 @@ def _cpu(*arguments: Any) -> None:
 
 
 def _run_core(call: UpdateCall, fields: CoreFields) -> None:
-    _require(0 <= call.step < 1 << 32, f"step is {call.step}; it must be in 0..2**32-1")
+    _require(0 <= call.step < 1 << 32, f"step is {call.step}, but must be in 0..2**32-1")
     if call.found_inf is not None and call.found_inf.item():
         return
     dtype = call.tables[0].dtype
@@ -101,7 +107,7 @@ def _run_core(call: UpdateCall, fields: CoreFields) -> None:
     offsets = contiguous_ids("row_update", call.offsets, "offsets").to(torch.int64)
     weights = None if call.weights is None else call.weights.to(exact).contiguous()
     _require(all(g.dim() == 2 for g in call.gradients), "gradients must be [B, columns] or [ids, columns]")
-    _require(weights is None or weights.numel() == ids.numel(), "there must be one weight per id")
+    _require(weights is None or weights.numel() == ids.numel(), "pass one weight per id")
     uniforms = call.uniforms.to(torch.float32).contiguous()
     gradients = [g if g.dtype == exact and g.stride(-1) == 1 else g.to(exact).contiguous() for g in call.gradients]
     try:
@@ -131,7 +137,7 @@ def _run_core(call: UpdateCall, fields: CoreFields) -> None:
         try:
             reference.row_update(call)
         except (LookupError, TypeError) as error:
-            raise MesetaError(f"row_update: the program does not run ({error}); make it with trace") from None
+            raise MesetaError(f"row_update: the program does not run ({error}); create it with trace") from None
 
 
 def _require(fine: bool, problem: str) -> None:
@@ -140,20 +146,18 @@ def _require(fine: bool, problem: str) -> None:
 
 
 def _check_counts(call: UpdateCall) -> None:
-    """Raise MesetaError unless there are as many of everything as the tables, states and features need."""
+    """Raise MesetaError if the lists of the call do not match the number of tables, states or features."""
     num_tables, num_states = len(call.tables), len(call.tables) * len(call.state_is_row)
     _require(num_tables > 0, "no table was given")
     _require(call.tables[0].is_floating_point(), f"rows are {call.tables[0].dtype}")
     check_program("row_update", call.code, call.uniforms, num_tables, call.step)
-    _require(len(call.states) == num_states, f"{len(call.states)} states were given, and {num_states} are needed")
+    _require(len(call.states) == num_states, f"got {len(call.states)} states; pass {num_states}")
     _require(
-        len(call.origins) == 3 * num_tables, f"{len(call.origins)} origins for {num_tables} tables; give 3 for each"
+        len(call.origins) == 3 * num_tables, f"{len(call.origins)} origins for {num_tables} tables; pass 3 per table"
     )
-    _require(
-        call.row_ids is None or len(call.row_ids) == num_tables, "there must be row ids for each table, or for none"
-    )
-    _require(call.marks is None or len(call.marks) == num_tables, "there must be marks for each table, or for none")
-    _require(len(call.features) % NUM_FEATURE_FIELDS == 0, f"{len(call.features)} numbers of features; give 6 for each")
+    _require(call.row_ids is None or len(call.row_ids) == num_tables, "pass row ids for each table, or for none")
+    _require(call.marks is None or len(call.marks) == num_tables, "pass marks for each table, or for none")
+    _require(len(call.features) % NUM_FEATURE_FIELDS == 0, f"{len(call.features)} feature numbers; pass 6 per feature")
     _require(call.num_bags >= 0, f"the number of samples is {call.num_bags}")
 
 

@@ -1,4 +1,4 @@
-// What the programs of programs.h see: some touched rows, all their elements in one loop, and numbers per row.
+// Interface of the programs in programs.h: some touched rows, with all their elements in one loop, and numbers per row.
 #pragma once
 
 #include <algorithm>
@@ -13,10 +13,10 @@
 
 namespace meseta {
 
-constexpr int64_t kChunkFloats = 2048, kMaxRows = 128;  // of a chunk: its gradients stay in the first-level cache
-constexpr int kMaxBuffers = 4;                          // as tools/fused_programs.py has it
+constexpr int64_t kChunkFloats = 2048, kMaxRows = 128;  // Per chunk. Its gradients fit into the first-level cache.
+constexpr int kMaxBuffers = 4;                          // As in tools/fused_programs.py.
 
-// Numbers aligned to cache lines; grows, and never keeps what it held.
+// Array aligned to cache lines. It grows as needed, without keeping its content.
 template <typename T>
 class Buffer {
  public:
@@ -36,25 +36,25 @@ class Buffer {
   size_t size_ = 0;
 };
 
-// A shard of a table.
+// Shard of a table.
 struct TableTarget {
-  void* weight;                   // [rows, dim]
+  void* weight;                   // [rows, dim].
   int64_t num_rows, dim;
-  int64_t first_row, first_column;  // of the shard, for the random bits
+  int64_t first_row, first_column;  // Start of the shard, for the random bits.
   uint64_t key;
-  std::vector<float*> state;      // [rows, dim] or [rows]
+  std::vector<float*> state;      // [rows, dim] or [rows].
   const float* uniforms;
-  const int64_t* row_ids;         // [rows]: which row each is, from first_row; null: each is at its own place
-  uint32_t* marks;                // of who asks for changed rows, see mark_rows; or null
-  int64_t num_marks;              // words
-  uint32_t* log;                  // the number of rows in a log of those to be marked, and the rows; or null
-  int64_t log_capacity;           // rows
+  const int64_t* row_ids;         // [rows]: row of the shard that each row holds. Null: row i holds row i.
+  uint32_t* marks;                // Marks of changed rows, see mark_rows. May be null.
+  int64_t num_marks;              // Words.
+  uint32_t* log;                  // Number of rows in a log of rows to be marked, then the rows. May be null.
+  int64_t log_capacity;           // Rows.
 
   int64_t row(int64_t at) const { return row_ids == nullptr ? at : row_ids[at]; }
 };
 
-// out[k] = the sum of row k of `summands` [n, blocks, 16]: lanes as sum_lanes adds them, then blocks from left to right.
-// `summands`, `sums` [n, blocks] and `out` have room for 15 blocks or rows more.
+// Set out[k] to the sum of row k of `summands` [n, blocks, 16]: lanes as sum_lanes adds them, then blocks from left to
+// right. `summands`, `sums` [n, blocks] and `out` must have space for 15 additional blocks or rows.
 inline void sum_rows(const float* summands, int64_t n, int64_t blocks, float* sums, float* out) {
   const int64_t count = n * blocks;
   for (int64_t i = 0; i < count; i += kLanes) store((blocks == 1 ? out : sums) + i, sum_lanes16(summands + i * kLanes));
@@ -66,7 +66,7 @@ inline void sum_rows(const float* summands, int64_t n, int64_t blocks, float* su
   }
 }
 
-// `to` has room for whole vectors.
+// `to` must have space for whole vectors.
 inline void copy_row(const float* from, int64_t dim, float* to) {
   int64_t c = 0;
   for (; c + kLanes <= dim; c += kLanes) store(to + c, load(from + c));
@@ -78,13 +78,13 @@ class Chunk {
  public:
   const float* uniforms = nullptr;
 
-  // The one of this thread, whose memory is kept from step to step.
+  // Return the chunk of this thread, whose memory is kept between steps.
   static Chunk& of_thread() {
     static thread_local Chunk chunk;
     return chunk;
   }
 
-  // Make room for rows of the table; columns that pad them to whole vectors are zero, and stay it.
+  // Reserve space for rows of the table. Columns that pad rows to whole vectors are zero, and remain zero.
   void shape(const TableTarget& target) {
     target_ = &target;
     uniforms = target.uniforms;
@@ -96,7 +96,7 @@ class Chunk {
     std::fill_n(elements_.data(), size_t(cells_) * kNumBuffers, 0.0f);
   }
 
-  // `rows` [n], n <= kMaxRows and n * dim <= kChunkFloats or n = 1; `gradients` [n] are addresses of `dim` floats.
+  // `rows` [n], n <= kMaxRows and n * dim <= kChunkFloats or n = 1. `gradients` [n] are addresses of `dim` floats.
   void take(const int64_t* rows, const float* const* gradients, int64_t n, uint32_t step) {
     rows_ = rows;
     gradients_ = gradients;
@@ -104,10 +104,10 @@ class Chunk {
     if constexpr (sizeof(T) != sizeof(float)) draw(rows, n, step);
   }
 
-  // body(at) for every vector of every row.
+  // Run body(at) for every vector of every row.
   template <typename Body>
   void each_element(Body body) {
-    // Copies of members: the compiler thinks that storing a vector may change them.
+    // Copy members, because the compiler assumes that storing a vector may change them.
     T* const weight = static_cast<T*>(target_->weight);
     float* const* const state = target_->state.data();
     float* const buffers = elements_.data();
@@ -124,7 +124,7 @@ class Chunk {
       if (whole < dim) visit.template operator()<true>(whole, int(dim - whole));
     }
   }
-  // body(k) for the rows k..k+15.
+  // Run body(k) for rows k..k+15.
   template <typename Body>
   void each_row(Body body) {
     for (int64_t k = 0; k < n_; k += kLanes) body(k);
@@ -144,7 +144,7 @@ class Chunk {
     float* state = target_->state[size_t(index)];
     for (int64_t k = 0; k < n_; ++k) state[rows_[k]] = row_values_[slot][k];
   }
-  // Cut `values` [n, width] to 16 bits and write them to their rows.
+  // Round `values` [n, width] to 16 bits and write them to their rows.
   void round(const float* values, const int64_t* rows, int64_t n, uint32_t step) {
     draw(rows, n, step);
     T* weight = static_cast<T*>(target_->weight);
@@ -153,18 +153,18 @@ class Chunk {
   }
 
  private:
-  static constexpr int kNumBuffers = 2 * kMaxBuffers;  // summands and kept values
+  static constexpr int kNumBuffers = 2 * kMaxBuffers;  // Summands and kept values.
 
-  // Sixteen columns of a row, the last ones of it where kPart.
+  // Sixteen columns of a row, or its last columns if kPart.
   template <bool kPart>
   struct Place {
-    T* at;  // in the table
+    T* at;  // Position in the table.
     float* const* states;
-    int64_t cell;  // in states of its shape
+    int64_t cell;  // Position in states of the table's shape.
     const float* upstream;
-    float* buffers;          // its place in the first buffer
-    const uint16_t* random;  // for rows of 16 bits
-    int64_t cells;           // from one buffer to the next
+    float* buffers;          // Position in the first buffer.
+    const uint16_t* random;  // Random bits, for rows of 16 bits.
+    int64_t cells;           // Distance between buffers.
     const float* row_values;
     int lanes;
 

@@ -1,5 +1,5 @@
-// Gradients of a batch summed per touched row, and the row optimizer's program run on each row once, with no gradient
-// tensor in between. reference.py says what.
+// Row update: sums the gradients of a batch per touched row, and runs the optimizer's program once on each row, without a
+// gradient tensor in between. See reference.py.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/vector.h>
 
@@ -28,7 +28,7 @@ struct Task {
   double cost;
 };
 
-// Memory of one thread, kept from step to step.
+// Memory of one thread, kept between steps.
 struct Scratch {
   Buffer<uint64_t> entries, other;
   Buffer<uint32_t> counts, samples;
@@ -45,7 +45,7 @@ struct Run {
   const uint64_t *first, *last;
 };
 
-// Sum and update the rows of sorted entries, a chunk at a time; the rows of the next chunk come while this one is summed.
+// Sum and update the rows of sorted entries, a chunk at a time. The rows of the next chunk are prefetched meanwhile.
 template <typename T, typename Find>
 void update_sorted(const Find& find, Executor<T>& executor, const uint64_t* entries, int64_t n, int payload_bits,
                    const Task& task, uint32_t step) {
@@ -56,15 +56,15 @@ void update_sorted(const Find& find, Executor<T>& executor, const uint64_t* entr
   std::vector<Run> runs(static_cast<size_t>(2 * capacity));
   std::vector<int64_t> rows(static_cast<size_t>(2 * capacity));
   const TableTarget& target = task.table->target;
-  // Where about every word of marks has a row that is met here, words come one after the other: rows are marked as they
-  // are met, a few instructions of each that wait for nothing. Elsewhere they are written to a log, where there is one,
-  // or their words come with the rows, and are marked some at a time.
+  // If about every word of marks has a row here, words are accessed in order, and rows are marked immediately, with a few
+  // instructions that wait for nothing. Otherwise rows are appended to the log if there is one. Without a log, their words
+  // are prefetched with the rows, and rows are marked in groups.
   const bool dense = n * kRowsPerWord >= task.last_row - task.first_row && target.row_ids == nullptr;
   const bool marks_at_once = dense && target.marks != nullptr, logs = !dense && target.log != nullptr;
   const bool marks_later = !marks_at_once && !logs;
   const uint64_t *next = entries, *end = entries + n;
-  // Delimit some runs from `slot` on, and begin to bring their rows: all at once, since a prefetch waits for the address
-  // of its page, and so many such waits overlap. Returns how many there were.
+  // Find the limits of some runs from `slot` on, and prefetch their rows together: a prefetch waits for the translation of
+  // its address, and many such waits overlap. Returns the number of runs.
   const auto delimit = [&](int64_t slot, int64_t most) {
     int64_t count = 0;
     bool all_marked = true;
@@ -139,7 +139,7 @@ void run_task(const Task& task, const UpdateBatch& batch, Executor<T>& executor,
   }
 }
 
-// Row ranges of about equal work, the largest first, several per thread.
+// Divide tables into row ranges of about equal work, several per thread, the largest first.
 std::vector<Task> cut(const std::vector<UpdateTable>& tables, int num_threads) {
   const auto cost = [](const UpdateTable& t) { return double(t.num_ids) * double(t.target.dim + 32); };
   double total = 0;
@@ -148,10 +148,10 @@ std::vector<Task> cut(const std::vector<UpdateTable>& tables, int num_threads) {
   std::vector<Task> tasks;
   for (const UpdateTable& t : tables) {
     if (t.num_ids == 0) continue;
-    if (t.target.num_rows == 0) throw std::invalid_argument("ids were given for a table without rows");
+    if (t.target.num_rows == 0) throw std::invalid_argument("a table without rows has ids");
     const int64_t rows = t.target.num_rows, pieces = std::clamp<int64_t>(int64_t(cost(t) / piece + 0.5), 1, rows);
     for (int64_t p = 0; p < pieces; ++p) {
-      // Rows of different tasks share no word of marks.
+      // Rows of different tasks must not share a word of marks.
       const auto border = [&](int64_t q) {
         return q == pieces ? rows : (rows / pieces * q + std::min(q, rows % pieces)) / kRowsPerWord * kRowsPerWord;
       };
@@ -179,8 +179,8 @@ void run(const std::vector<Task>& tasks, const UpdateBatch& batch, const RowProg
                  : run<T, int32_t>(tasks, batch, program, num_threads);
 }
 
-// The tables of a call: for each (weight, rows, columns, first row, first column, key, row ids or 0, marks or 0, words
-// of them, with a log behind them or without).
+// Parse the tables of a call: (weight, rows, columns, first row, first column, key, row ids or 0, marks or 0, words of
+// marks with or without a log) of each.
 constexpr size_t kTableFields = 9;
 std::vector<UpdateTable> read_tables(const std::vector<uint64_t>& fields, const std::vector<uint64_t>& states,
                                size_t num_states, const float* uniforms, size_t num_uniforms) {
@@ -208,7 +208,7 @@ std::vector<UpdateTable> read_tables(const std::vector<uint64_t>& fields, const 
   return tables;
 }
 
-// How the entries of each table are packed; refuses what does not fit 64 bits.
+// Choose how entries of a table are packed. Throws if they do not fit into 64 bits.
 void pack(UpdateTable& table, const UpdateBatch& batch) {
   for (const GradientSource& f : table.features) {
     table.num_ids += f.offsets[batch.num_bags] - f.offsets[0];
@@ -223,8 +223,8 @@ void pack(UpdateTable& table, const UpdateBatch& batch) {
                                 std::to_string(table.num_ids) + " ids is too large for one update");
 }
 
-// The features of a call: for each (position in the offsets, table, matrix, first column there, per id, weighted); the
-// matrices of gradients: for each (address, rows, columns, floats from one row to the next).
+// Parse the features of a call: (position in the offsets, table, matrix, first column, per id, weighted) of each. Matrices
+// of gradients have (address, rows, columns, row stride in floats) each.
 constexpr size_t kFeatureFields = 6, kMatrixFields = 4;
 
 void add_features(std::vector<UpdateTable>& tables, const std::vector<int64_t>& fields, const std::vector<uint64_t>& matrices,
@@ -232,9 +232,9 @@ void add_features(std::vector<UpdateTable>& tables, const std::vector<int64_t>& 
   for (size_t i = 0; i + kFeatureFields <= fields.size(); i += kFeatureFields) {
     const int64_t position = fields[i], t = fields[i + 1], m = fields[i + 2], column = fields[i + 3];
     if (t < 0 || m < 0 || t >= int64_t(tables.size()) || m >= int64_t(matrices.size() / kMatrixFields))
-      throw_invalid_argument("feature ", position, " names table ", t, " and gradient ", m, ", which were not given");
+      throw_invalid_argument("feature ", position, " refers to table ", t, " and gradient ", m, ", which do not exist");
     if (position < 0 || position >= (num_offsets - 1) / batch.num_bags)
-      throw_invalid_argument("feature ", position, " with ", batch.num_bags, " samples lies outside ", num_offsets, " offsets");
+      throw_invalid_argument("feature ", position, " with ", batch.num_bags, " samples is outside the ", num_offsets, " offsets");
     UpdateTable& table = tables[size_t(t)];
     const int64_t* offsets = batch.offsets + position * batch.num_bags;
     const bool per_id = fields[i + 4] != 0;
@@ -258,7 +258,7 @@ void check_ids(const std::vector<UpdateTable>& tables, const UpdateBatch& batch)
           throw_invalid_argument("id ", ids[i], " is outside 0..", table.target.num_rows - 1);
 }
 
-// `kind`: 0 float, 1 half, 2 bfloat; 3: rows of a type that the core does not step, for which it only checks.
+// Update rows. `kind` is 0 for float, 1 for half, 2 for bfloat, and 3 for types that the core only checks.
 void row_update(const std::vector<uint64_t>& table_fields, const std::vector<uint64_t>& states, int kind,
                 const std::vector<bool>& state_is_row, uintptr_t code, int64_t num_instructions, uintptr_t uniforms,
                 int num_uniforms, const std::vector<int64_t>& features, const std::vector<uint64_t>& matrices,
@@ -310,8 +310,8 @@ void apply(const RowProgram& program, const TableTarget& target, const int64_t* 
   });
 }
 
-// The program on rows [U] (ascending, each once) whose gradients [U, D] were summed before; with statistics [S, U] of
-// the whole rows, or writing the block sums of summands [S, U, blocks].
+// Run the program on unique, sorted rows [U] with summed gradients [U, D]. It uses statistics [S, U] of the whole rows, or
+// writes the block sums of summands [S, U, blocks].
 void row_apply(const std::vector<uint64_t>& table_fields, const std::vector<uint64_t>& states, int kind,
                const std::vector<bool>& state_is_row, uintptr_t code, int64_t num_instructions, uintptr_t uniforms,
                int num_uniforms, int num_stats, int num_sums, uintptr_t rows, uintptr_t gradient, int64_t num_rows, uintptr_t stats,
@@ -325,8 +325,8 @@ void row_apply(const std::vector<uint64_t>& table_fields, const std::vector<uint
   const auto* row = reinterpret_cast<const int64_t*>(rows);
   for (int64_t i = 0; i < num_rows; ++i)
     if (row[i] < 0 || row[i] >= target.num_rows || (i > 0 && row[i] <= row[i - 1]))
-      throw std::invalid_argument("row " + std::to_string(row[i]) + " must lie in 0.." +
-                                  std::to_string(target.num_rows - 1) + " and above the one before it");
+      throw std::invalid_argument("row " + std::to_string(row[i]) + " must be in 0.." +
+                                  std::to_string(target.num_rows - 1) + " and greater than the previous row");
   const auto* g = reinterpret_cast<const float*>(gradient);
   const auto* given = reinterpret_cast<const float*>(stats);
   auto* out = reinterpret_cast<float*>(summands);

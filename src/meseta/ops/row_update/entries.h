@@ -1,7 +1,7 @@
-// The ids of a table that fall into a range of rows, as sorted entries: 64 bits with the row, counted from the range's
-// first, above `payload_bits`, and below them the place of its gradient (sums.h). Entries of one row stay in the order of
-// (feature, sample, position). Sorted least significant digit first, as radix.h does; but the digits of all passes are
-// counted in one pass over the ids, and the first pass deals its entries straight from them.
+// Sorted entries of a table's ids within a range of rows. An entry has 64 bits: the row relative to the range above
+// `payload_bits`, and below them the location of its gradient (sums.h). Entries of one row keep the order of (feature,
+// sample, position). The sort is that of radix.h, except that one pass over the ids counts the digits of all passes, and
+// the first pass scatters entries directly from the ids.
 #pragma once
 
 #include <algorithm>
@@ -19,7 +19,7 @@ struct RowRange {
   uint64_t first, count;
 };
 
-// Numbers of entries by digit, for every pass; what lies outside the range has a place of its own behind each.
+// Numbers of entries by digit, for every pass. Each has an additional count for ids outside the range.
 class DigitCounts {
  public:
   DigitCounts(uint64_t num_rows, uint64_t num_ids, Buffer<uint32_t>& room)
@@ -39,7 +39,7 @@ class DigitCounts {
       for (int64_t k = 0; k < n; ++k) ++counts[digit(rows[k], pass)];
     }
   }
-  // Where the entries of each digit begin.
+  // Replace the counts by the start of the entries of each digit.
   void to_starts() const {
     for (int pass = 0; pass < num_passes(); ++pass) {
       uint32_t at = 0;
@@ -53,7 +53,7 @@ class DigitCounts {
   uint32_t* counts_;
 };
 
-// Counts the digits of the rows in the range, and returns how many rows these are. Refuses ids outside the table.
+// Count the digits of the rows in the range. Returns the number of entries. Throws if an id is outside the table.
 template <typename Id>
 int64_t count_digits(const UpdateTable& table, const UpdateBatch& batch, RowRange range, const DigitCounts& counts) {
   constexpr int64_t kBlock = 256;
@@ -79,7 +79,7 @@ int64_t count_digits(const UpdateTable& table, const UpdateBatch& batch, RowRang
   return total;
 }
 
-// Entries in the order of their rows' lowest digit. `entries` has room for one more than there are.
+// Write entries in the order of the lowest digit of their rows. `entries` must have space for one additional entry.
 template <typename Id>
 void scatter_first_pass(const UpdateTable& table, const UpdateBatch& batch, RowRange range, bool by_position, int payload_bits,
                 const DigitCounts& counts, uint64_t* entries) {
@@ -104,7 +104,7 @@ void scatter_first_pass(const UpdateTable& table, const UpdateBatch& batch, RowR
   }
 }
 
-// The other passes; returns the buffer that holds the result, `entries` or `other`.
+// Run the remaining passes. Returns the buffer with the result, `entries` or `other`.
 inline const uint64_t* scatter_remaining_passes(const DigitCounts& counts, int64_t n, int payload_bits, uint64_t* entries,
                                  uint64_t* other) {
   for (int pass = 1; pass < counts.num_passes(); ++pass) {

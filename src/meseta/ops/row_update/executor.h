@@ -1,5 +1,5 @@
-// Runs the program of a row optimizer (meseta/ops/row_program.py) over chunks of rows that stay in the first-level
-// cache, so that reading an instruction is paid once per chunk; the programs of programs.h run as compiled.
+// Runs the program of a row optimizer (meseta/ops/row_program) over chunks of rows that fit into the first-level cache, so
+// that decoding an instruction is paid once per chunk. Programs of programs.h run as compiled code.
 #pragma once
 
 #include <algorithm>
@@ -32,7 +32,7 @@ struct RowProgram {
   int num_uniforms, num_stats, num_sums;
   int num_element_registers = 1, num_row_registers = 0;
 
-  // Everything that an instruction may name is checked here, once, so that running needs no checks.
+  // Check all operands of the instructions here, so that running needs no checks.
   RowProgram(const int32_t* words, int64_t num_instructions, std::vector<bool> state_kinds, int uniforms, int stats,
           int sums)
       : state_is_row(std::move(state_kinds)), num_uniforms(uniforms), num_stats(stats), num_sums(sums) {
@@ -42,7 +42,7 @@ struct RowProgram {
       check(code.back(), i);
     }
   }
-  // Whether these are its instructions, five words each.
+  // Whether the program consists of these instructions, five words each.
   bool is(const std::vector<int32_t>& words) const {
     return words.size() == 5 * code.size() && std::memcmp(words.data(), code.data(), 4 * words.size()) == 0;
   }
@@ -53,16 +53,16 @@ struct RowProgram {
       if (!fine) throw std::invalid_argument("program, instruction " + std::to_string(i) + ": " + what);
     };
     const auto operand = [&](int32_t r) {
-      need(r >= 0 && r < kFirstUniform + num_uniforms, "an operand is no register and no uniform");
+      need(r >= 0 && r < kFirstUniform + num_uniforms, "an operand is neither a register nor a uniform");
       note(r);
     };
     const auto target = [&](int32_t r) {
-      need(r >= 0 && r < kFirstUniform, "the result is no register");
+      need(r >= 0 && r < kFirstUniform, "the result is not a register");
       note(r);
     };
     const auto row = [&](int32_t r) { need(r >= kFirstRow, "a row register is needed"); };
-    const auto state = [&](int32_t s) { need(s >= 0 && s < int32_t(state_is_row.size()), "no such state"); };
-    const auto stat = [&](int32_t s) { need(s >= 0 && s < num_stats, "no such statistic"); };
+    const auto state = [&](int32_t s) { need(s >= 0 && s < int32_t(state_is_row.size()), "the state does not exist"); };
+    const auto stat = [&](int32_t s) { need(s >= 0 && s < num_stats, "the statistic does not exist"); };
     switch (x.op) {
       case kWhere: operand(x.c); [[fallthrough]];
       case kAdd: case kSub: case kMul: case kDiv: case kMax: case kMin: case kGreater: operand(x.b); [[fallthrough]];
@@ -71,14 +71,14 @@ struct RowProgram {
         target(x.dst);
         if (x.dst < kFirstRow)
           need(x.op == kWhere || x.a < kFirstRow || (x.op <= kGreater && x.b < kFirstRow),
-               "an element register needs an element among the operands");
+               "an element register needs an element operand");
         else
           need(x.a >= kFirstRow && (x.b == kUnused || x.b >= kFirstRow) && (x.c == kUnused || x.c >= kFirstRow),
-               "an element does not fit a row register");
+               "a row register cannot hold elements");
         break;
       case kSum:
         operand(x.a);
-        need(x.a < kFirstRow, "only elements are summed");
+        need(x.a < kFirstRow, "only elements can be summed");
         target(x.dst);
         row(x.dst);
         break;
@@ -89,18 +89,18 @@ struct RowProgram {
       case kLoadState:
         state(x.a);
         target(x.dst);
-        need((x.dst >= kFirstRow) == state_is_row[size_t(x.a)], "the register does not fit the state");
+        need((x.dst >= kFirstRow) == state_is_row[size_t(x.a)], "the kind of register does not match the state");
         break;
       case kLoadStat: stat(x.a); target(x.dst); row(x.dst); break;
       case kStoreWeight: operand(x.a); break;
       case kStoreState:
         operand(x.a);
         state(x.b);
-        need(x.a >= kFirstRow || !state_is_row[size_t(x.b)], "an element does not fit a row's state");
+        need(x.a >= kFirstRow || !state_is_row[size_t(x.b)], "a state per row cannot hold elements");
         break;
       case kStoreStat:
         operand(x.a);
-        need(x.a < kFirstRow && x.b >= 0 && x.b < num_sums, "only elements are summed, each into a place of its own");
+        need(x.a < kFirstRow && x.b >= 0 && x.b < num_sums, "only elements can be summed, each into a valid statistic");
         break;
       default: need(false, "unknown operation");
     }
@@ -119,7 +119,7 @@ class Executor {
       if (program.is(known.instructions)) fused_ = known.run;
   }
 
-  // Make room for rows of `dim` columns; pads them to whole vectors.
+  // Reserve space for rows of `dim` columns, padded to whole vectors.
   void shape(const TableTarget& target) {
     target_ = &target;
     chunk_.shape(target);
@@ -139,18 +139,19 @@ class Executor {
   }
   int64_t capacity() const { return capacity_; }
   int64_t width() const { return width_; }
-  // Room for the gradients of a chunk, for callers that have to sum them; [capacity, width].
+  // Space for the gradients of a chunk, for callers that sum them; [capacity, width].
   float* sums() { return sums_.data(); }
 
-  // Bring rows that will be run soon, and their states.
+  // Prefetch rows that will be updated soon, and their states.
   void prefetch_rows(const int64_t* rows, int64_t n) const {
     fetch_lines(static_cast<const T*>(target_->weight), dim_, rows, n);
     for (size_t s = 0; s < program_.state_is_row.size(); ++s)
       fetch_lines(target_->state[s], program_.state_is_row[s] ? 1 : dim_, rows, n);
   }
 
-  // `rows` [n], n <= capacity, each once, and where the gradient of each lies. `stats` [num_stats][stats_stride] of these
-  // rows and `summands` [num_stats][summands_stride][blocks] may be null where the program does not name them.
+  // Run the program for unique `rows` [n], n <= capacity, with the address of each gradient. `stats`
+  // [num_stats][stats_stride] of these rows and `summands` [num_stats][summands_stride][blocks] may be null if the program
+  // does not use them.
   void run(const int64_t* rows, const float* const* gradients, int64_t n, uint32_t step, const float* stats = nullptr,
            int64_t stats_stride = 0, float* summands = nullptr, int64_t summands_stride = 0) {
     if (fused_ != nullptr) {
@@ -178,7 +179,7 @@ class Executor {
         case kDiv: binary(x, n, [](Vec a, Vec b) { return a / b; }); break;
         case kMax: binary(x, n, [](Vec a, Vec b) { return maximum(a, b); }); break;
         case kMin: binary(x, n, [](Vec a, Vec b) { return minimum(a, b); }); break;
-        default: binary(x, n, [](Vec a, Vec b) { return greater(a, b); });  // kGreater
+        default: binary(x, n, [](Vec a, Vec b) { return greater(a, b); });  // kGreater.
       }
     }
   }
@@ -194,7 +195,7 @@ class Executor {
   float* row(int32_t r) { return rows_.data() + (r - kFirstRow) * kMaxRows; }
   float uniform(int32_t r) const { return target_->uniforms[r - kFirstUniform]; }
 
-  // Elements in memory order, an operand of a row or a uniform spread over its row.
+  // Process elements in memory order. A row operand or a uniform is broadcast over its row.
   template <typename F>
   void unary(const Instruction& x, int64_t n, F f) {
     if (x.dst >= kFirstRow) {
@@ -248,8 +249,8 @@ class Executor {
         store(out + i, where_positive(value(x.a, k, i), value(x.b, k, i), value(x.c, k, i)));
   }
 
-  // body(i, v) for every vector i of every row, v the row's value of register or uniform `r` in all lanes.
-  // Members are copied: the compiler thinks that storing a vector may change them.
+  // Run body(i, v) for every vector i of every row. v has the row's value of register or uniform `r` in all lanes.
+  // Members are copied, because the compiler assumes that storing a vector may change them.
   template <typename Body>
   void each_row(int32_t r, int64_t n, Body body) {
     const int64_t width = width_;
@@ -265,7 +266,7 @@ class Executor {
     }
   }
 
-  // use(get), get(k) the values of rows k..k+15 of a row register or uniform.
+  // Run use(get), where get(k) returns the values of rows k..k+15 of a row register or uniform.
   template <typename Use>
   void rowwise(int32_t r, Use use) {
     if (r >= kFirstUniform) {
@@ -282,7 +283,7 @@ class Executor {
     return r >= kFirstRow ? broadcast(row(r)[k]) : load(element(r) + i);
   }
 
-  // Sum of the lanes of block `j` of a row, without the padding of the last block.
+  // Return the sum of the lanes of block `j` of a row, without the padding of the last block.
   float block_sum(const float* values, int64_t j) const {
     const int64_t left = target_->dim - j * kLanes;
     return sum_lanes(left >= kLanes ? load(values + j * kLanes) : load(values + j * kLanes, int(left)));
@@ -291,7 +292,7 @@ class Executor {
   void sum(const Instruction& x, int64_t n) {
     float* a = element(x.a);
     const int64_t whole = dim_ / kLanes * kLanes, rest = dim_ - whole;
-    for (int64_t k = 0; rest > 0 && k < n; ++k)  // what pads the last block may be anything
+    for (int64_t k = 0; rest > 0 && k < n; ++k)  // The padding of the last block is undefined.
       store(a + k * width_ + whole, load(a + k * width_ + whole, int(rest)));
     sum_rows(a, n, width_ / kLanes, spread_.data(), row(x.dst));
   }
@@ -330,7 +331,7 @@ class Executor {
     for (int64_t k = 0; k < n; ++k) out[k] = state[rows[k]];
   }
 
-  // The elements of an operand of any kind, spread where it has one value per row.
+  // Return the elements of any operand. A value per row is broadcast.
   const float* spread(int32_t r, int64_t n) {
     if (r < kFirstRow) return element(r);
     each_row(r, n, [&](int64_t i, Vec v) { store(spread_.data() + i, v); });

@@ -1,4 +1,4 @@
-"""The fused update in plain torch: contributions listed, summed, the program run, rows rounded; float64-capable."""
+"""Reference of the row update in plain PyTorch. It also handles float64."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from meseta.ops.row_update.call import ApplyCall, FeatureGradient, UpdateCall, u
 
 
 def row_update(call: UpdateCall) -> None:
-    """The operator behind meseta.ops.row_update.row_update."""
+    """Implement the operator behind `meseta.ops.row_update.row_update` in plain PyTorch."""
     num_states, features = len(call.state_is_row), unpack_features(call.features)
     for t, table in enumerate(call.tables):
         rows, sums = _sum_gradients(call, table, [f for f in features if f.table == t])
@@ -39,7 +39,7 @@ def row_update(call: UpdateCall) -> None:
 
 
 def row_apply(call: ApplyCall) -> None:
-    """The operator behind meseta.ops.row_update.staged."""
+    """Implement the operator behind `meseta.ops.row_update.staged` in plain PyTorch."""
     rows, gradient = call.rows, call.gradient
     picked = [state[rows] if state.dim() == 2 else state[rows][:, None] for state in call.states]
     program = RowCode(instructions=call.code, num_element_registers=0, num_row_registers=0)
@@ -58,30 +58,31 @@ def row_apply(call: ApplyCall) -> None:
 
 
 def _store_if_finite(found_inf: Tensor | None, target: Tensor, rows: Tensor, values: Tensor) -> None:
-    """target[rows] = values, unless `found_inf` is not 0; the host does not ask."""
+    """Set target[rows] to values unless `found_inf` is nonzero, without a host sync."""
     target[rows] = values if found_inf is None else torch.where(found_inf == 0, values, target[rows])
 
 
 def _mark_if_finite(found_inf: Tensor | None, marks: Tensor, rows: Tensor) -> None:
-    """Mark rows, each once, unless `found_inf` is not 0."""
+    """Mark unique rows unless `found_inf` is nonzero, without a host sync."""
     marked = marks | mark_words(rows, marks.numel())
     marks.copy_(marked if found_inf is None else torch.where(found_inf == 0, marked, marks))
 
 
 def _sum_gradients(call: UpdateCall, table: Tensor, features: Sequence[FeatureGradient]) -> tuple[Tensor, Tensor]:
-    """Touched rows of one table and their summed gradients."""
+    """Return the touched rows of one table and their summed gradients."""
     ids, num_bags, dim, dtype = call.ids, call.num_bags, table.shape[1], compute_dtype(table.dtype)
     parts, blocks = [ids.new_empty(0).long()], [ids.new_empty(0).long()]
     terms = [table.new_empty(0, dim, dtype=dtype)]
     for index, f in enumerate(features):
-        own = call.offsets[f.position * num_bags : (f.position + 1) * num_bags + 1]
-        start, stop = int(own[0]), int(own[-1])
-        sample = torch.repeat_interleave(torch.arange(num_bags, device=ids.device), own.diff())
+        offsets = call.offsets[f.position * num_bags : (f.position + 1) * num_bags + 1]
+        start, stop = int(offsets[0]), int(offsets[-1])
+        sample = torch.repeat_interleave(torch.arange(num_bags, device=ids.device), offsets.diff())
         term = call.gradients[f.gradient][:, f.column : f.column + dim].to(dtype)
         term = term if f.per_id else term[sample]
         if f.weighted and call.weights is not None:
             term = term * call.weights[start:stop, None].to(dtype)
         parts.append(ids[start:stop].long())
+        # Blocks of different features must not be equal, even if their samples are.
         blocks.append(index * (num_bags // BLOCK_SAMPLES + 1) + sample // BLOCK_SAMPLES)
         terms.append(term)
     gradient = torch.cat(terms)
@@ -90,7 +91,7 @@ def _sum_gradients(call: UpdateCall, table: Tensor, features: Sequence[FeatureGr
 
 
 def round_rows(values: Tensor, dtype: torch.dtype, rows: Tensor, first_column: int, key: int, step: int) -> Tensor:
-    """Rows [U, D] as they are stored; to 16 bits stochastically, by bits of (key, step, logical row, column)."""
+    """Round rows [U, D] to their stored dtype, 16 bits stochastically with bits of (key, step, row, column)."""
     if dtype not in (torch.float16, torch.bfloat16):
         return values.to(dtype)
     random = random_16_bits(rows, first_column, values.shape[1], key, step)
@@ -99,7 +100,7 @@ def round_rows(values: Tensor, dtype: torch.dtype, rows: Tensor, first_column: i
         cut = ((bits + random) >> 16 << 16) & 0xFFFFFFFF
         rounded = _as_float(cut)
     else:
-        random = random >> 3  # a half drops 13 bits
+        random = random >> 3  # Rounding to float16 drops 13 bits.
         normal = _as_float(((bits & 0x7FFFFFFF) + random) >> 13 << 13)
         small = torch.floor(values.abs() * 2.0**24 + random.float() * 2.0**-13) * 2.0**-24
         rounded = torch.where(values.abs() < 2.0**-14, small, normal).copysign(values)
@@ -107,9 +108,9 @@ def round_rows(values: Tensor, dtype: torch.dtype, rows: Tensor, first_column: i
 
 
 def random_16_bits(rows: Tensor, first_column: int, num_columns: int, key: int, step: int) -> Tensor:
-    """Sixteen random bits for each cell, int64 [U, columns]: eight columns share a Philox4x32-10 counter (low and high
-    word of the row, column // 8, step), and each word gives its low half to the even column and its high half to the
-    odd one."""
+    """Return sixteen random bits for each cell, int64 [U, columns]."""
+    # Eight columns share a Philox4x32-10 counter (low and high word of the row, column // 8, step). Each word has its
+    # low half for the even column and its high half for the odd column.
     columns = torch.arange(first_column, first_column + num_columns, device=rows.device)
     low, high = rows[:, None] & 0xFFFFFFFF, rows[:, None] >> 32 & 0xFFFFFFFF
     group = (columns // 8)[None, :]
@@ -120,5 +121,5 @@ def random_16_bits(rows: Tensor, first_column: int, num_columns: int, key: int, 
 
 
 def _as_float(bits: Tensor) -> Tensor:
-    """int64 words as the float32 numbers that they are."""
+    """Reinterpret uint32 bits, stored as int64, as float32."""
     return torch.where(bits >= 1 << 31, bits - (1 << 32), bits).to(torch.int32).view(torch.float32)

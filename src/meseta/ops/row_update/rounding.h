@@ -1,4 +1,4 @@
-// Float rows cut to 16 bits: to one of the two neighbours, the nearer one more often, so that the mean is right.
+// Stochastic rounding of float rows to 16 bits: to one of the two neighbors, such that the mean is the exact value.
 #pragma once
 
 #include <algorithm>
@@ -9,16 +9,16 @@
 
 namespace meseta {
 
-// 16 random bits for each of `width` columns (a multiple of 8) of each row: the counter is (row, column / 8, step),
-// and its four words are the bits of eight columns.
+// Generate 16 random bits for each of `width` columns (a multiple of 8) of each row. The counter is (row, column / 8,
+// step), and its four words are the bits of eight columns.
 inline void random_16_bits(uint64_t key, uint32_t step, const int64_t* rows, int64_t num_rows, int64_t first_row,
                           int64_t first_column, int64_t width, uint16_t* out) {
   philox_words({key, uint64_t(first_row), uint32_t(first_column / 8), step}, rows, num_rows, width / 8, out);
 }
 
-// ---- one number
+// ---- One number
 
-// Random bits below the kept mantissa, then a cut; infinities and NaN stay what they are.
+// Add random bits below the mantissa and truncate. Infinities and NaN are kept.
 inline Bfloat round_to(Bfloat, float value, uint16_t random) {
   const uint32_t bits = float_to_bits(value);
   const uint32_t rounded = (bits + random) >> 16, whole = bits >> 16 | ((bits & 0x7FFFFFFFu) > 0x7F800000u ? 0x40u : 0u);
@@ -27,9 +27,9 @@ inline Bfloat round_to(Bfloat, float value, uint16_t random) {
 
 inline Half round_to(Half, float value, uint16_t random16) {
   const uint32_t bits = float_to_bits(value), sign = bits >> 16 & 0x8000u, magnitude = bits & 0x7FFFFFFFu;
-  const uint32_t random = random16 >> 3;  // a half drops 13 bits
+  const uint32_t random = random16 >> 3;  // A half drops 13 bits.
   const uint32_t normal = std::min((magnitude + random - 0x38000000u) >> 13, 0x7C00u);
-  // Subnormal halves are multiples of 2^-24, whatever the float's exponent. The cut to int is towards zero.
+  // Subnormal halves are multiples of 2^-24. The conversion to int truncates.
   const float scaled = bits_to_float(std::min(magnitude, 0x38800000u)) * 0x1p24f + float(random) * 0x1p-13f;
   const uint32_t subnormal = uint32_t(int32_t(scaled));
   const uint32_t finite = magnitude < 0x38800000u ? subnormal : normal;
@@ -37,7 +37,7 @@ inline Half round_to(Half, float value, uint16_t random16) {
   return {uint16_t(sign | (magnitude >= 0x7F800000u ? special : finite))};
 }
 
-// ---- sixteen numbers, by the same steps
+// ---- Sixteen numbers, by the same steps
 
 #if defined(__AVX512F__)
 
@@ -49,7 +49,7 @@ inline __m256i round_bits(Bfloat, __m512i bits, __m512i random) {
   const __m512i quiet = _mm512_mask_or_epi32(rounded, nan, rounded, each(0x400000u));
   return _mm512_maskz_cvtepi32_epi16(kAll, _mm512_maskz_srli_epi32(kAll, quiet, 16));
 }
-// The hardware's cut to halves, towards zero, of the sum with the random bits: its subnormals are cut where ours are.
+// The hardware truncates the sum with the random bits to halves. Its subnormals are truncated at the same bit as ours.
 inline __m256i round_bits(Half, __m512i bits, __m512i random16) {
   const __m512i magnitude = _mm512_and_si512(bits, each(0x7FFFFFFFu)), random = _mm512_maskz_srli_epi32(kAll, random16, 3);
   const __m512 fraction = _mm512_mul_ps(_mm512_maskz_cvtepi32_ps(kAll, random), _mm512_set1_ps(0x1p-37f));
@@ -100,7 +100,7 @@ inline void round_vector(Vec v, const uint16_t* random, T* out) {
     const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bits)));
     return round_bits(T{}, _mm256_castps_si256(x), wide);
   };
-  const __m256i packed = _mm256_packus_epi32(eight(v.lo, random), eight(v.hi, random + 8));  // 0..3, 8..11, 4..7, 12..15
+  const __m256i packed = _mm256_packus_epi32(eight(v.lo, random), eight(v.hi, random + 8));  // 0..3, 8..11, 4..7, 12..15.
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), _mm256_permute4x64_epi64(packed, 0xD8));
 }
 
@@ -113,7 +113,7 @@ inline void round_vector(Vec v, const uint16_t* random, T* out) {
 
 #endif
 
-// The first `lanes` of them; `random` has all.
+// Round the first `lanes` numbers. `random` has all sixteen.
 template <typename T>
 inline void round_part(Vec v, const uint16_t* random, T* out, int lanes) {
   T rounded[kLanes];
@@ -121,7 +121,7 @@ inline void round_part(Vec v, const uint16_t* random, T* out, int lanes) {
   std::copy_n(rounded, lanes, out);
 }
 
-// `values` and `random` are whole vectors; of `out`, a row of a table, nothing is written behind `dim`.
+// `values` and `random` are whole vectors. Nothing is written after column `dim` of `out`, a row of a table.
 template <typename T>
 inline void round_row(const float* values, const uint16_t* random, T* out, int64_t dim) {
   int64_t c = 0;

@@ -1,4 +1,4 @@
-"""The update in stages, for rows that lie in column shards: their statistics are added up between the stages."""
+"""Row update in stages, for column shards: the ranks sum statistics of rows between the stages."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from meseta.spec import COLUMN_BLOCK, MesetaError
 
 @dataclass(frozen=True)
 class TouchedRows:
-    """Rows of one shard and their gradients, summed before."""
+    """Touched rows of one shard with their summed gradients."""
 
     table: TableRows
     rows: Int[Tensor, " U"]
-    """Ascending, each once."""
+    """Row numbers, sorted and unique."""
     gradient: Float[Tensor, "U columns"]
     hyper: Hyper
 
@@ -42,9 +42,10 @@ class TouchedRows:
 def stage_block_sums(
     optimizer: RowOptimizer, stage: int, touched: TouchedRows, stats: Float[Tensor, "S U"]
 ) -> Float[Tensor, "n U blocks"]:
-    """Sums over blocks of 16 columns of the n summands of one stage, given the statistics of the stages before.
+    """Return sums over blocks of 16 columns of the n summands of a stage.
 
-    Added over the blocks of all column shards from left to right, they are the statistics of the stage.
+    `stats` are the statistics of earlier stages. The statistics of this stage are the block sums of all column shards,
+    added from left to right.
     """
     program = trace(optimizer)
     blocks = -(-touched.gradient.shape[1] // COLUMN_BLOCK)
@@ -59,8 +60,10 @@ def update_with_stats(
     stats: Float[Tensor, "S U"],
     found_inf: Float[Tensor, ""] | None = None,
 ) -> None:
-    """Step the touched rows in place, given the statistics of whole rows; not where `found_inf`, float32 beside the
-    rows, is not 0."""
+    """Update touched rows in place with the statistics of whole rows.
+
+    `found_inf` is a device scalar (float32). If it is nonzero, nothing is written.
+    """
     program = trace(optimizer)
     _apply(program, program.staged_update, touched, stats, found_inf=found_inf)
 
@@ -101,11 +104,11 @@ def _cpu(*arguments: Any) -> None:
         return
     if call.table.dtype not in DTYPE_CODES:
         if call.rows.numel() and (call.rows[0] < 0 or call.rows[-1] >= len(call.table) or (call.rows.diff() < 1).any()):
-            raise MesetaError(f"row update: rows must ascend and lie in 0..{len(call.table) - 1}")
+            raise MesetaError(f"row update: rows must increase and be in 0..{len(call.table) - 1}")
         try:
             reference.row_apply(call)
         except (LookupError, TypeError) as error:
-            raise MesetaError(f"row update: the program does not run ({error}); make it with trace") from None
+            raise MesetaError(f"row update: the program does not run ({error}); create it with trace") from None
         return
     rows, gradient = call.rows.contiguous(), call.gradient.to(torch.float32).contiguous()
     stats, uniforms = call.stats.to(torch.float32).contiguous(), call.uniforms.to(torch.float32).contiguous()
@@ -136,15 +139,15 @@ def _cpu(*arguments: Any) -> None:
 
 
 def _check(call: ApplyCall) -> None:
-    """Raise MesetaError unless all shapes, types and counts fit together."""
+    """Raise MesetaError if shapes, dtypes or counts do not match each other."""
     check_program("row update", call.code, call.uniforms[None], 1, call.step)
     check_origin("row update", call.origin)
     if not call.table.is_floating_point() or call.table.dim() != 2:
-        raise MesetaError(f"row update: the table is {call.table.dtype} {list(call.table.shape)}; give rows of floats")
+        raise MesetaError(f"row update: the table is {call.table.dtype} {list(call.table.shape)}; pass rows of floats")
     if len(call.states) != len(call.state_is_row) or call.rows.dtype != torch.int64 or call.rows.dim() != 1:
         raise MesetaError(
-            f"row update: {len(call.states)} states of {len(call.state_is_row)}, and rows {call.rows.dtype} "
-            f"{list(call.rows.shape)}; give all states, and int64 [U]"
+            f"row update: {len(call.states)} states instead of {len(call.state_is_row)}, and rows {call.rows.dtype} "
+            f"{list(call.rows.shape)}; pass all states, and int64 rows [U]"
         )
     width, count = call.table.size(1), call.rows.numel()
     exact = torch.float64 if call.table.dtype == torch.float64 else torch.float32
@@ -154,10 +157,10 @@ def _check(call: ApplyCall) -> None:
     read = [(call.gradient, (count, width)), (call.stats, (*call.stats.shape[:1], count))]
     for tensor, shape in (*kept, *read, (call.table, tuple(call.table.shape))):
         if tuple(tensor.shape) != shape:
-            raise MesetaError(f"row update: a tensor is {list(tensor.shape)}, and must be {list(shape)}")
+            raise MesetaError(f"row update: a tensor is {list(tensor.shape)}, but must be {list(shape)}")
     for tensor in (call.table, *(tensor for tensor, _ in kept)):
         if not tensor.is_contiguous() or (tensor is not call.table and tensor.dtype != exact):
-            raise MesetaError(f"row update: a state is {tensor.dtype}; what is written must be contiguous {exact}")
+            raise MesetaError(f"row update: a state is {tensor.dtype}, but must be contiguous {exact}")
 
 
 def _fallback(*arguments: Any) -> None:

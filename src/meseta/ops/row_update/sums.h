@@ -1,5 +1,5 @@
-// The gradients of a batch's ids, and their sums per row in the contract's order: contributions to a row by (feature, sample,
-// id), left to right inside blocks of 256 samples, blocks left to right.
+// Gradients of a batch's ids, and their sums per row. Contributions to a row are ordered by (feature, sample, id). They are
+// added from left to right within blocks of 256 samples, and then the blocks from left to right.
 #pragma once
 
 #include <algorithm>
@@ -11,14 +11,14 @@
 
 namespace meseta {
 
-constexpr int kBlockBits = 8;  // 256 samples
+constexpr int kBlockBits = 8;  // 256 samples.
 
 struct GradientSource {
-  const float* gradient;  // of its first bag or id
-  int64_t stride;         // floats from one bag (or id) to the next
-  bool per_id;            // whether every id has a gradient of its own
+  const float* gradient;  // Gradient of the first bag or id.
+  int64_t stride;         // Distance between bags (or ids) in floats.
+  bool per_id;            // Whether every id has its own gradient.
   bool weighted;
-  const int64_t* offsets;  // [num_bags + 1]
+  const int64_t* offsets;  // [num_bags + 1].
 };
 
 struct UpdateBatch {
@@ -34,12 +34,12 @@ struct UpdateTable {
   TableTarget target;
   std::vector<GradientSource> features;
   int64_t num_ids;
-  bool needs_positions;  // ids of a bag differ in more than their row
-  int sample_bits;       // of a bag's number in its feature; at least those of a block
-  int line_bits, position_bits;  // of an entry's payload, which is a line or a position
+  bool needs_positions;  // Whether ids of a bag have different gradients or weights.
+  int sample_bits;       // Bits of the number of a bag in its feature, at least those of a block.
+  int line_bits, position_bits;  // Bits of an entry's payload, which is a line or a position.
 };
 
-// The gradient of one entry: an address, the block it belongs to, and its weight.
+// Gradient of an entry: its address, block and weight.
 struct WeightedGradient {
   const float* gradient;
   uint64_t block;
@@ -47,8 +47,8 @@ struct WeightedGradient {
   bool weighted;
 };
 
-// An entry's payload is the line of a matrix: bags of all features one below the other, each feature from a multiple of
-// a block on.
+// The payload of an entry is a line of a matrix, which has the bags of all features one below the other. Each feature
+// starts at a multiple of a block.
 struct LinePayload {
   static constexpr bool kWeighted = false;
   const float* first;
@@ -59,8 +59,8 @@ struct LinePayload {
   WeightedGradient operator()(uint64_t entry) const { return {gradient(entry), (entry & mask) >> kBlockBits, 1.0f, false}; }
 };
 
-// An entry's payload is its position among the ids of all features, where ids of a bag differ in more than their row, or
-// where several features have too many bags to be copied into lines.
+// The payload of an entry is its position among the ids of all features. It is used if ids of a bag have different
+// gradients or weights, or if several features have too many bags to be copied into lines.
 struct PositionPayload {
   static constexpr bool kWeighted = true;
   const UpdateTable& table;
@@ -90,11 +90,11 @@ struct PositionPayload {
   }
 };
 
-// Brings the gradients of coming entries, several at once, for the sake of the walks to their pages.
+// Prefetches the gradients of coming entries, several together, so that their address translations overlap.
 template <typename Find>
 struct GradientPrefetcher {
   const Find& find;
-  const uint64_t* next;  // first entry that was not asked for
+  const uint64_t* next;  // First entry that is not prefetched yet.
   const uint64_t* end;
   int64_t dim;
   static constexpr int64_t kPrefetchDistance = 16, kBurst = 64;
@@ -109,7 +109,7 @@ struct GradientPrefetcher {
   }
 };
 
-// Sum of the contributions of a run of entries with one row, from `column` on: blocks from left to right, then their sums.
+// Sum the contributions of a run of entries of one row, from `column` on: within blocks from left to right, then blocks.
 template <int N, typename Find>
 void sum_run(const Find& find, GradientPrefetcher<Find>& fetcher, const uint64_t* first, const uint64_t* last, int64_t column,
              int tail, float* out) {
@@ -139,7 +139,7 @@ void sum_run(const Find& find, GradientPrefetcher<Find>& fetcher, const uint64_t
   for (int j = 0; j < N; ++j) store(out + kLanes * j, started ? total[j] + block[j] : block[j]);
 }
 
-// The same with as many vectors as `width` columns need, at most N.
+// As sum_run, with as many vectors as `width` columns need, at most N.
 template <int N, typename Find>
 void sum_columns(const Find& find, GradientPrefetcher<Find>& fetcher, const uint64_t* first, const uint64_t* last, int64_t column,
                  int64_t width, float* out) {
@@ -158,8 +158,8 @@ void sum_row(const Find& find, GradientPrefetcher<Find>& fetcher, const uint64_t
     sum_columns<8>(find, fetcher, first, last, c, std::min(kWidest, dim - c), out + c);
 }
 
-// Copy the gradients of bags into lines, for ids that share them: the rows of a matrix that is as wide as many tables lie
-// in few sets of a cache, which then holds a fraction of them.
+// Copy the gradients of bags into lines, for ids that share them. The rows of a matrix as wide as many tables map to few
+// sets of a cache, which then holds only a fraction of them.
 inline void gather_lines(UpdateTable& table, int64_t num_bags, Buffer<float>& room) {
   constexpr int64_t kAhead = 8;
   const int64_t dim = table.target.dim, width = (dim + kLanes - 1) / kLanes * kLanes;

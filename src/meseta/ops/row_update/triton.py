@@ -1,8 +1,9 @@
-"""The fused update on a GPU: contributions sorted by row, long runs summed first, then one program per few rows.
+"""Row update on a GPU, in three steps: sort contributions by row, sum long runs, and update a few rows per program.
 
-The host never waits. What it does not know, such as how many rows are touched, stays on the device: launches are as
-large as they could have to be, and programs without work return at once.
+The host never waits for the device.
 """
+# Numbers that the host does not know, such as the number of touched rows, stay on the device. Launches have the maximum
+# size that could be needed, and programs without work return immediately.
 
 from __future__ import annotations
 
@@ -44,15 +45,15 @@ from meseta.ops.triton_shared import (
 from meseta.spec import COLUMN_BLOCK, MesetaError
 
 TILE_ELEMENTS = 512
-"""Elements of a program's tile, while a row fits."""
+"""Number of elements in the tile of a program, unless a single row needs more."""
 
 
 def row_update(call: UpdateCall) -> None:
-    """The operator behind meseta.ops.row_update.row_update; ids outside their table are left out.
+    """Implement `meseta.ops.row_update.row_update` on a GPU. Contributions of ids outside their table are ignored.
 
-    `uniforms` on the CPU are copied to the device. To capture a CUDA graph, give a float64 tensor
-    [tables, uniforms + 1] on the device, of which the last column is the step (`step` is then ignored), and refill it
-    before each replay; run the call once before the capture. Raises MesetaError for tensors that do not fit together.
+    `uniforms` on the CPU are copied to the device. To capture a CUDA graph, call the function once before the capture.
+    Then pass float64 uniforms [tables, uniforms + 1] on the device and refill them before each replay. Their last
+    column is the step, and `step` is ignored. Raises MesetaError if tensors do not match each other.
     """
     if call.tables[0].dtype not in ROW_TYPES:
         reference.row_update(call)
@@ -71,11 +72,12 @@ def row_update(call: UpdateCall) -> None:
         call.num_bags,
         call.offsets.numel(),
     )
-    for f in launch.pooled:  # the lines of what is not pooled are others in every step, and only the device counts them
+    # The number of gradients of unpooled features changes in every step, and only the device knows it.
+    for f in launch.pooled:
         if gradients[f.gradient].shape[0] != call.num_bags:
             raise MesetaError(
-                f"row_update: feature {f.position} needs {call.num_bags} gradients, one a sample, but its matrix "
-                f"is {tuple(gradients[f.gradient].shape)}"
+                f"row_update: feature {f.position} needs {call.num_bags} gradients, one per sample, but its matrix "
+                f"is {tuple(gradients[f.gradient].shape)}; pass one row per sample"
             )
     limit = call.ids.numel() * launch.max_tables_per_feature
     if limit == 0 or call.num_bags == 0:
@@ -89,73 +91,75 @@ def row_update(call: UpdateCall) -> None:
             weights=call.weights.to(torch.float32).contiguous() if call.weights is not None else None,
             max_contributions=limit,
         )
-        found = _list_contributions(bags, layout, _feature_starts(bags, launch.num_features, gradients))
-        sums = _sum_long_runs(bags, found, layout.group_blocks[-1] * COLUMN_BLOCK, launch.line_vector)
+        contributions = _list_contributions(bags, layout, _feature_starts(bags, launch.num_features, gradients))
+        sums = _sum_long_runs(bags, contributions, layout.group_blocks[-1] * COLUMN_BLOCK, launch.line_vector)
         kernel = update_kernel(tuple(map(tuple, call.code.tolist())), tuple(call.state_is_row))
-        _launch_updates(kernel, bags, layout, found, _uniforms_on_device(call), call.found_inf, launch.line_vector)
-        del sums  # the items point into it
+        _launch_updates(
+            kernel, bags, layout, contributions, _uniforms_on_device(call), call.found_inf, launch.line_vector
+        )
+        del sums  # Items contain addresses in `sums`, so it must live until here.
 
 
 @dataclass(frozen=True)
 class _KeyLayout:
-    """How the rows of all tables are numbered: keys ascend by the width of the table, then by table and row."""
+    """Keys by which the rows of all tables are sorted. They ascend by width of the table, table and row."""
 
     words: tuple[int, ...]
-    """Of all tables."""
+    """Words of all tables, see triton_parts.py."""
     table_words: int
-    """Of each."""
+    """Number of words per table."""
     group_blocks: tuple[int, ...]
-    """Blocks of 16 columns of the tables of each group, rounded up to a power of two: one launch for each."""
+    """Blocks of 16 columns per group of tables, rounded up to a power of two. Each group has its own launch."""
     bounds: tuple[int, ...]
-    """First key of each group, and the number of all rows."""
+    """First key of each group, followed by the number of all rows."""
     vector: int
-    """Elements that are loaded together: all rows start at multiples of it."""
+    """Number of elements that are loaded with one instruction. All rows start at multiples of it."""
     dtype: torch.dtype
 
 
 @dataclass(frozen=True)
 class _DeviceBags:
-    """The arguments on the device."""
+    """Arguments of the update on the device."""
 
     plan: Tensor
-    """int64 words, see triton_parts.py."""
+    """int64 plan, see triton_parts.py."""
     ids: Tensor
     offsets: Tensor
     weights: Tensor | None
     max_contributions: int
-    """Contributions that there can be."""
+    """Upper bound for the number of contributions."""
 
 
 @dataclass(frozen=True)
 class _Contributions:
-    """What rows receive, ordered by (row, feature, sample, id)."""
+    """Contributions to rows, ordered by (row, feature, sample, id)."""
 
     keys: Tensor
-    """[limit], ascending; those of no row come last and are the number of all rows."""
+    """Keys [limit], sorted. Unused entries have the number of all rows as key, and come last."""
     items: Tensor
-    """int64 [limit, 2], see triton_kernels.py."""
+    """int64 items [limit, 2], see triton_kernels.py."""
     scales: Tensor | None
-    """float32 [limit]: weight of the id."""
+    """float32 weights of the ids, [limit]. `None` if the call has no weights."""
     segments: Tensor
-    """int64 [limit + 1]: where each row's items begin."""
+    """First item of each touched row, int64 [limit + 1]."""
     ranges: Tensor
-    """int64 [groups + 1]: first segment of each group of tables."""
+    """First segment of each group of tables, int64 [groups + 1]."""
 
 
 @dataclass(frozen=True)
 class _UpdateLaunch:
-    """What follows from the tables and features, and is the same in every step."""
+    """Launch parameters that depend on tables and features only, so that they can be cached."""
 
     layout: _KeyLayout
     words: tuple[int, ...]
     """The plan, see triton_parts.py."""
     num_features: int
     max_tables_per_feature: int
-    """Tables that read the same feature, at most, as column shards do: each makes a contribution of every id."""
+    """Maximum number of tables per feature, several for column shards. Each gets a contribution of each id."""
     line_vector: int
-    """Elements of a gradient that are loaded together."""
+    """Number of elements of a gradient that are loaded with one instruction."""
     pooled: tuple[FeatureGradient, ...]
-    """The first feature of each gradient that has a line per bag."""
+    """First feature of each gradient matrix that has one row per bag."""
 
 
 @lru_cache(maxsize=256)
@@ -169,7 +173,10 @@ def _plan_launch(
     num_bags: int,
     num_offsets: int,
 ) -> _UpdateLaunch:
-    """`lines` are columns, stride and misalignment of each gradient. Raises MesetaError for what does not fit."""
+    """Plan the launches. `lines` has (columns, stride, misalignment in bytes) of each gradient.
+
+    Raises MesetaError if tables, states, features or gradients do not match each other.
+    """
     layout, features = _make_layout(tables, states, state_is_row, origins), unpack_features(feature_fields)
     line_vector, words = gcd(layout.vector, 4), list[int]()
     for f in features:
@@ -177,7 +184,7 @@ def _plan_launch(
         width = tables[f.table].shape[1]
         if f.position < 0 or (f.position + 1) * num_bags >= num_offsets:
             raise MesetaError(
-                f"row_update: feature {f.position} with {num_bags} samples lies outside {num_offsets} offsets"
+                f"row_update: feature {f.position} with {num_bags} samples is outside the {num_offsets} offsets"
             )
         if f.column < 0 or f.column + width > num_columns:
             raise MesetaError(
@@ -202,14 +209,14 @@ def _plan_launch(
 
 
 def _origins(call: UpdateCall) -> tuple[tuple[int, ...], ...]:
-    """Of each table: first row, first column, key, and where its row ids and its marks lie, 0 where it has none."""
-    found = []
+    """Return (first row, first column, key, address of row ids or 0, address of marks or 0) of each table."""
+    origins = []
     for t, table in enumerate(call.tables):
         first_row, first_column, key = call.origins[3 * t : 3 * t + 3]
         row_ids = None if call.row_ids is None else call.row_ids[t]
         marks, _ = marks_address(table, None if call.marks is None else call.marks[t], row_ids)
-        found.append((first_row, first_column, key, row_ids_address(table, row_ids), marks))
-    return tuple(found)
+        origins.append((first_row, first_column, key, row_ids_address(table, row_ids), marks))
+    return tuple(origins)
 
 
 def _make_layout(
@@ -225,6 +232,7 @@ def _make_layout(
     blocks = [1 << (-(-table.shape[1] // COLUMN_BLOCK) - 1).bit_length() for table in tables]
     words: list[tuple[int, ...]] = [()] * len(blocks)
     bounds: dict[int, int] = {}
+    # Tables of similar width are adjacent, so that one launch handles a range of keys.
     for t in sorted(range(len(blocks)), key=lambda t: blocks[t]):
         bounds.setdefault(blocks[t], next_key)
         first_row, first_column, key, row_ids, marks = origins[t]
@@ -262,25 +270,25 @@ def _check_table(
 
 
 def _check_ids(call: UpdateCall) -> None:
-    """What the host can see; how many gradients a feature has that is not pooled, only the device knows."""
+    """Check properties that the host knows without a sync."""
     if call.ids.dtype not in (torch.int32, torch.int64):
-        raise MesetaError(f"row_update: ids are {call.ids.dtype}; give int32 or int64")
+        raise MesetaError(f"row_update: ids are {call.ids.dtype}; pass int32 or int64")
     if call.weights is not None and call.weights.numel() != call.ids.numel():
-        raise MesetaError(f"row_update: {call.weights.numel()} weights for {call.ids.numel()} ids; give one per id")
+        raise MesetaError(f"row_update: {call.weights.numel()} weights for {call.ids.numel()} ids; pass one per id")
     for matrix in call.gradients:
         if matrix.dim() != 2:
-            raise MesetaError(f"row_update: a gradient is {tuple(matrix.shape)}; give [samples or ids, columns]")
+            raise MesetaError(f"row_update: a gradient is {tuple(matrix.shape)}; pass [samples or ids, columns]")
 
 
 def _uniforms_on_device(call: UpdateCall) -> Tensor:
-    """float64 [tables, uniforms + 1] on the device, the last column of which is the step."""
+    """Return float64 uniforms [tables, uniforms + 1] on the device. The last column is the step."""
     device = call.ids.device
     if device.type == "cuda" and call.uniforms.device == device:
         return call.uniforms.contiguous()
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise MesetaError(
-            "row_update: a CUDA graph is being captured, and would repeat the learning rate and step of this call for "
-            "ever; give `uniforms` on the device, with the step as one more column"
+            "row_update: a CUDA graph is being captured, and every replay would use the learning rate and step of this "
+            "call; pass `uniforms` on the device, with the step as an additional column"
         )
     steps = torch.full((len(call.tables), 1), call.step, dtype=torch.float64)
     table = torch.cat([call.uniforms.double(), steps], dim=1)
@@ -288,10 +296,8 @@ def _uniforms_on_device(call: UpdateCall) -> Tensor:
 
 
 def _feature_starts(bags: _DeviceBags, num_features: int, gradients: Sequence[Tensor]) -> Tensor:
-    """int64: first contribution of each feature, their number, then where the gradients lie.
-
-    Gradients lie elsewhere in every step, so a kernel writes their addresses, which a CUDA graph can repeat.
-    """
+    """Return the first contribution of each feature, the number of contributions, then the addresses of gradients."""
+    # Gradients have new addresses in every step. A kernel writes them, which a CUDA graph can replay.
     room = num_features + 1 + padded_address_count(len(gradients))
     starts = torch.empty(room, dtype=torch.int64, device=bags.ids.device)
     feature_starts[(1,)](starts, bags.plan, bags.offsets, PADDED=triton.next_power_of_2(num_features))
@@ -318,15 +324,15 @@ def _list_contributions(bags: _DeviceBags, layout: _KeyLayout, starts: Tensor) -
     return _Contributions(keys=keys, items=ordered, scales=scales, segments=segments, ranges=ranges)
 
 
-def _sum_long_runs(bags: _DeviceBags, found: _Contributions, columns: int, vector: int) -> Tensor:
-    """The sums of long runs, [limit // MIN_LONG_RUN + 1, columns]."""
+def _sum_long_runs(bags: _DeviceBags, contributions: _Contributions, columns: int, vector: int) -> Tensor:
+    """Return the sums of long runs, [limit // MIN_LONG_RUN + 1, columns]. Items of these runs then point to them."""
     length = MIN_LONG_RUN.value
     sums = torch.empty((bags.max_contributions // length + 1, columns), dtype=torch.float32, device=bags.ids.device)
     sum_long_runs[(triton.cdiv(bags.max_contributions, length * RUN_SLOTS.value),)](
         sums,
-        found.items,
-        found.scales,
-        found.keys,
+        contributions.items,
+        contributions.scales,
+        contributions.keys,
         bags.plan,
         bags.max_contributions,
         COLUMNS=columns,
@@ -341,12 +347,12 @@ def _launch_updates(
     kernel: Any,
     bags: _DeviceBags,
     layout: _KeyLayout,
-    found: _Contributions,
+    contributions: _Contributions,
     uniforms: Tensor,
     found_inf: Tensor | None,
     line_vector: int,
 ) -> None:
-    """One launch for each group of tables of similar width. They alone write what lasts, so they alone ask
+    """Launch one update per group of tables of similar width. Only these kernels write tables, so only they check
     `found_inf`."""
     for group, blocks in enumerate(layout.group_blocks):
         rows = max(1, TILE_ELEMENTS // (blocks * COLUMN_BLOCK))
@@ -354,11 +360,11 @@ def _launch_updates(
         kernel[(triton.cdiv(most, rows),)](
             bags.plan,
             uniforms,
-            found.keys,
-            found.items,
-            found.scales,
-            found.segments,
-            found.ranges,
+            contributions.keys,
+            contributions.items,
+            contributions.scales,
+            contributions.segments,
+            contributions.ranges,
             found_inf,
             group,
             NUM_UNIFORMS=uniforms.shape[1],

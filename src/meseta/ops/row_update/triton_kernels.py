@@ -1,10 +1,11 @@
-"""Triton kernels before the update: list what every row receives, order it, and sum the long runs.
-
-All of them read the `plan`, int64 words: PLAN_WORDS of sizes, FEATURE_WORDS for each feature, then the tables, then the
-first key of each group of tables. Contributions are numbered by (feature, sample, id). An item is two words: the
-address of a gradient, and the number of its block of samples with 32 bits more above it: the bits of its scale before
-the sort, afterwards how far the next item is. Nothing may wrap these functions to check types: Triton reads them.
-"""
+"""Triton kernels that prepare a row update: list the contributions to each row, order them, and sum long runs."""
+# All kernels read the `plan`, int64 words: PLAN_WORDS with sizes, FEATURE_WORDS per feature, then the words of the
+# tables, then the first key of each group of tables. Contributions are numbered by (feature, sample, id).
+#
+# An item has two words. The first one is the address of a gradient. The lower 32 bits of the second one are the block
+# of samples. Its upper 32 bits are the scale before the sort, and then the distance to the next item.
+#
+# Triton parses the source of these functions, so that no decorator that checks types may wrap them.
 
 from __future__ import annotations
 
@@ -17,23 +18,25 @@ from meseta.ops.row_update.triton_parts import FEATURE_WORDS, PLAN_WORDS
 from meseta.ops.triton_shared import find_last_at_most
 
 ITEMS_PER_PROGRAM = tl.constexpr(512)
-"""Items of one program."""
+"""Number of items per program."""
+# A run has the contributions of one block of samples to one row.
 MIN_LONG_RUN = tl.constexpr(16)
-"""A run, which is what one row receives in one block of samples, is summed beforehand from this length on."""
+"""Minimum length of a run that is summed before the update."""
+# At most one long run starts within MIN_LONG_RUN consecutive items.
 RUN_SLOTS = tl.constexpr(8)
-"""Stretches of MIN_LONG_RUN items that one program looks at; at most one long run begins in each."""
+"""Number of sections of MIN_LONG_RUN items per program."""
 PREFETCH_ITEMS = tl.constexpr(8)
-"""Gradients of a run that are loaded before they are added."""
+"""Number of gradients of a run that are loaded before they are added."""
 SCAN_ITEMS = tl.constexpr(256)
-"""Items among which the end of a run is looked for at a time."""
+"""Number of items that are searched for the end of a run at a time."""
 BLOCK_SAMPLES = tl.constexpr(256)
-"""Samples of a block."""
+"""Number of samples per block."""
 
 
 @triton.jit
 @no_type_check
 def feature_starts(starts, plan, offsets, PADDED: tl.constexpr):
-    """starts [features + 1]: the first contribution of each feature, and the number of all."""
+    """Write the first contribution of each feature and the number of contributions to starts [features + 1]."""
     num_features, num_bags = tl.load(plan), tl.load(plan + 1)
     k = tl.arange(0, PADDED)
     live = k < num_features
@@ -47,7 +50,7 @@ def feature_starts(starts, plan, offsets, PADDED: tl.constexpr):
 @triton.jit(do_not_specialize=["limit"])
 @no_type_check
 def list_items(keys, items, starts, plan, ids, offsets, weights, limit):
-    """Key and item of each contribution; behind the starts lie the addresses of the gradients."""
+    """Write key and item of each contribution. `starts` is followed by the addresses of the gradients."""
     num_features, num_bags, num_rows = tl.load(plan), tl.load(plan + 1), tl.load(plan + 2)
     n = tl.program_id(0).to(tl.int64) * ITEMS_PER_PROGRAM + tl.arange(0, ITEMS_PER_PROGRAM)
     live = n < tl.load(starts + num_features)
@@ -79,7 +82,7 @@ def list_items(keys, items, starts, plan, ids, offsets, weights, limit):
 @triton.jit(do_not_specialize=["limit"])
 @no_type_check
 def order_items(ordered, scales, items, keys, order, plan, limit):
-    """Items in the order of the sort, each followed by the next one, and their scales."""
+    """Write items and scales in the order of the sort. Each item then points to the next one."""
     n = tl.program_id(0).to(tl.int64) * ITEMS_PER_PROGRAM + tl.arange(0, ITEMS_PER_PROGRAM)
     live = n < limit
     live = live & (tl.load(keys + n, mask=live, other=0) < tl.load(plan + 2))
@@ -94,9 +97,9 @@ def order_items(ordered, scales, items, keys, order, plan, limit):
 @triton.jit(do_not_specialize=["limit"])
 @no_type_check
 def mark_segments(segments, ranges, keys, counted, plan, limit) -> None:
-    """Where the items of each key begin, and the first segment of each group of tables and of no row.
+    """Write the first item of each key to `segments`, and the first segment of each group of tables to `ranges`.
 
-    `counted` [limit] says how many keys there are up to each item.
+    `counted` [limit] is the number of keys up to each item. `ranges` ends with the first segment of unused entries.
     """
     n = tl.program_id(0).to(tl.int64) * ITEMS_PER_PROGRAM + tl.arange(0, ITEMS_PER_PROGRAM)
     live = n < limit
@@ -116,18 +119,20 @@ def mark_segments(segments, ranges, keys, counted, plan, limit) -> None:
 @triton.jit(do_not_specialize=["limit"])
 @no_type_check
 def sum_long_runs(sums, items, scales, keys, plan, limit, COLUMNS: tl.constexpr, VECTOR: tl.constexpr):
-    """Sum each long run from left to right into sums [limit // MIN_LONG_RUN + 1, COLUMNS], to which its first item then
-    points."""
+    """Sum each long run from left to right into `sums`, and let its first item point to the sum.
+
+    `sums` is [limit // MIN_LONG_RUN + 1, COLUMNS].
+    """
     index = tl.arange(0, RUN_SLOTS * MIN_LONG_RUN)
     n = tl.program_id(0).to(tl.int64) * (RUN_SLOTS * MIN_LONG_RUN) + index
-    far = n + MIN_LONG_RUN - 1
-    live = far < limit
+    end = n + MIN_LONG_RUN - 1
+    live = end < limit
     key = tl.load(keys + n, mask=live, other=0).to(tl.int64)
     live = live & (key < tl.load(plan + 2))
-    live = live & (tl.load(keys + far, mask=live, other=-1) == key)
+    live = live & (tl.load(keys + end, mask=live, other=-1) == key)
     block = tl.load(items + 2 * n + 1, mask=live, other=0) & 0xFFFFFFFF
-    live = live & ((tl.load(items + 2 * far + 1, mask=live, other=-1) & 0xFFFFFFFF) == block)
-    # The item before may be the start of a run that another program has summed: only its upper bits change then.
+    live = live & ((tl.load(items + 2 * end + 1, mask=live, other=-1) & 0xFFFFFFFF) == block)
+    # The previous item may start a run that another program has summed. That changes only its upper 32 bits.
     same_key = tl.load(keys + n - 1, mask=live & (n > 0), other=-1) == key
     same_block = (tl.load(items + 2 * n - 1, mask=live & (n > 0), other=-1) & 0xFFFFFFFF) == block
     waiting = (live & ~(same_key & same_block)).to(tl.int32)
@@ -161,6 +166,7 @@ def _sum_run(sums, items, scales, plan, first, end, COLUMNS: tl.constexpr, VECTO
     table = tl.load(plan + PLAN_WORDS + k * FEATURE_WORDS + 1)
     dim = tl.load(plan + tl.load(plan + 4) + table * tl.load(plan + 5) + 1)
     column = tl.arange(0, COLUMNS)
+    # -0.0 is neutral: adding it changes no number, not even the sign of zero.
     total = tl.where(column < 0, 0.0, -0.0)
     for start in range(first, end, PREFETCH_ITEMS):
         for ahead in tl.static_range(PREFETCH_ITEMS):

@@ -1,8 +1,6 @@
-"""What the generated update kernels are made of, in Triton: sums in the contract's order, and stochastic rounding.
-
-A tile is [ROWS, BLOCKS, 16]: the columns of a row in blocks of 16, the last ones padded. Triton reads the source of
-these functions, so nothing may wrap them to check types.
-"""
+"""Triton functions for generated update kernels: sums in the order of the reference, and stochastic rounding."""
+# A tile is [ROWS, BLOCKS, 16]: the columns of a row in blocks of 16, the last one padded. Triton parses the source of
+# these functions, so that no decorator that checks types may wrap them.
 
 from __future__ import annotations
 
@@ -13,20 +11,20 @@ import triton.language as tl
 
 from meseta.ops.triton_shared import low_word, philox, sum_16
 
+# Header of the plan: number of features, samples, rows of all tables, blocks of samples, position of the tables in the
+# plan, words per table, position of the first keys of the groups, number of groups.
 PLAN_WORDS = tl.constexpr(8)
-"""At the head of the plan: features, samples, rows of all tables, blocks of samples, where the tables stand in the
-plan and how many words each has, where the first keys of the groups stand, groups."""
+# Table: address, columns, rows, first key, key of its random bits, first row, first column, address of its row ids or
+# 0, address of its marks or 0. The addresses of its states follow.
 TABLE_WORDS = tl.constexpr(9)
-"""Of a table: address, columns, rows, first key, key of its random bits, first row, first column, address of its row
-ids or 0, address of its marks or 0; then the addresses of its states."""
+# Feature: position in the offsets, table, gradient matrix, first column and stride of the gradient, per_id, weighted.
 FEATURE_WORDS = tl.constexpr(7)
-"""Of a feature: position in the offsets, table, gradient matrix, first column and stride there, per_id, weighted."""
 
 
 @triton.jit
 @no_type_check
 def row_pointers(words, offset, live, TYPE: tl.constexpr, VECTOR: tl.constexpr):
-    """[ROWS]: elements of TYPE at `offset` [ROWS] from the address that `words` [ROWS] points to."""
+    """Return pointers [ROWS] to the elements at `offset` [ROWS] from the address stored at `words` [ROWS]."""
     address = tl.load(words, mask=live, other=0) + offset * (TYPE.primitive_bitwidth // 8)
     return tl.multiple_of(address.to(tl.pointer_type(TYPE)), VECTOR * (TYPE.primitive_bitwidth // 8))
 
@@ -34,12 +32,13 @@ def row_pointers(words, offset, live, TYPE: tl.constexpr, VECTOR: tl.constexpr):
 @triton.jit
 @no_type_check
 def sum_lines(items, scales, begin, end, inside, VECTOR: tl.constexpr):
-    """Tile of the summed gradients of rows whose items are [begin, end), both [ROWS].
+    """Return a tile with the summed gradients of rows whose items are [begin, end).
 
-    From left to right inside a block of samples, then block after block. -0.0 is what changes no number when added.
+    Gradients are added from left to right within a block of samples, and then the blocks from left to right.
     """
     BLOCKS: tl.constexpr = inside.shape[1]
     column = (tl.arange(0, BLOCKS)[:, None] * 16 + tl.arange(0, 16)[None, :])[None, :, :]
+    # -0.0 is neutral: adding it changes no number, not even the sign of zero.
     total = tl.where(inside, -0.0, -0.0)
     part = total
     at = begin
@@ -63,7 +62,7 @@ def sum_lines(items, scales, begin, end, inside, VECTOR: tl.constexpr):
 @triton.jit
 @no_type_check
 def sum_columns(values):
-    """[ROWS]: each block of 16 columns added as the contract's tree, the blocks from left to right."""
+    """Sum the columns of each row, [ROWS]: a fixed tree within blocks of 16, and blocks from left to right."""
     ROWS: tl.constexpr = values.shape[0]
     BLOCKS: tl.constexpr = values.shape[1]
     sums = tl.reshape(sum_16(tl.reshape(values, [ROWS * BLOCKS, 16])), [ROWS, BLOCKS])
@@ -77,14 +76,14 @@ def sum_columns(values):
 @triton.jit
 @no_type_check
 def sign(value):
-    """-1, 0 or 1; 0 for NaN."""
+    """Return -1, 0 or 1. The sign of NaN is 0."""
     return tl.where(value > 0, 1.0, 0.0) - tl.where(value < 0, 1.0, 0.0)
 
 
 @triton.jit
 @no_type_check
 def shard_rows(words, live, row):
-    """[ROWS]: which rows of their shards lie at `row`."""
+    """Return the rows of the shard, [ROWS], that are stored at `row`."""
     ids = tl.load(words + 7, mask=live, other=0)
     moved = tl.load((ids + row * 8).to(tl.pointer_type(tl.int64)), mask=live & (ids != 0), other=0)
     return tl.where(ids != 0, moved, row)
@@ -93,7 +92,8 @@ def shard_rows(words, live, row):
 @triton.jit
 @no_type_check
 def mark_rows(words, live, row):
-    """Mark rows for all who ask, see meseta.ops.row_marks; other programs mark rows of the same words."""
+    """Mark rows for all consumers, see `meseta.ops.row_marks`."""
+    # Atomic, because other programs may mark rows in the same words.
     marks = tl.load(words + 8, mask=live, other=0)
     is_kept = live & (marks != 0)
     changed = shard_rows(words, live, row)
@@ -106,7 +106,7 @@ def mark_rows(words, live, row):
 @triton.jit
 @no_type_check
 def store_rows(weight, values, inside, words, live, row, steps):
-    """Store a tile of new rows, rounded where they have 16 bits; `steps` [ROWS] points to the number of the step."""
+    """Store a tile of new rows. Rows of 16 bits are rounded. `steps` [ROWS] points to the number of the step."""
     TYPE: tl.constexpr = weight.dtype.element_ty
     if TYPE.primitive_bitwidth == 32:
         tl.store(weight, values, mask=inside)
@@ -121,7 +121,7 @@ def store_rows(weight, values, inside, words, live, row, steps):
 @triton.jit
 @no_type_check
 def random_16_bits(words, live, row, step, BLOCKS: tl.constexpr):
-    """Tile of 16 random bits, uint32: four words of the generator for eight columns."""
+    """Return a tile with 16 random bits per cell as uint32. Four words of the generator serve eight columns."""
     ROWS: tl.constexpr = row.shape[0]
     key = tl.load(words + 4, mask=live, other=0)
     logical = shard_rows(words, live, row) + tl.load(words + 5, mask=live, other=0)
@@ -142,7 +142,8 @@ def random_16_bits(words, live, row, step, BLOCKS: tl.constexpr):
 @triton.jit
 @no_type_check
 def round_to_bf16(values, random):
-    """Bits of bfloat16: random bits below the kept mantissa, then a cut; infinities and NaN stay what they are."""
+    """Return the bits of stochastically rounded bfloat16. Infinities and NaN are kept."""
+    # Adding random bits below the mantissa and truncating rounds up with the right probability.
     bits = values.to(tl.uint32, bitcast=True)
     is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
     whole = tl.where(is_nan, (bits >> 16) | 0x40, bits >> 16)
@@ -152,12 +153,13 @@ def round_to_bf16(values, random):
 @triton.jit
 @no_type_check
 def round_to_fp16(values, random):
-    """Bits of float16, likewise; a half drops 13 bits of a float, more where it is subnormal."""
+    """Return the bits of stochastically rounded float16. Infinities and NaN are kept."""
+    # float16 drops 13 bits of the mantissa, and more if it is subnormal.
     bits = values.to(tl.uint32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     chance = random >> 3
     normal = tl.minimum((magnitude + chance - 0x38000000) >> 13, 0x7C00)
-    # Subnormal halves are multiples of 2^-24, whatever the float's exponent.
+    # Subnormal float16 numbers are multiples of 2^-24.
     small = tl.minimum(magnitude, 0x38800000).to(tl.float32, bitcast=True)
     subnormal = (small * 16777216.0 + chance.to(tl.float32) * 0.0001220703125).to(tl.int32).to(tl.uint32)
     finite = tl.where(magnitude < 0x38800000, subnormal, normal)

@@ -1,4 +1,4 @@
-"""From the program of a row optimizer to a Triton kernel: its source text, and the function made of it."""
+"""Generation of a Triton kernel from the program of a row optimizer."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from meseta.ops.row_program.symbols import Op
 from meseta.ops.row_update import triton_parts as parts
 
 Instructions = tuple[tuple[int, int, int, int, int], ...]
-"""Rows of Code.instructions."""
+"""Rows of `RowCode.instructions`."""
 
+# Selects the rows of a program and sums their gradients. A tile is [ROWS, BLOCKS, 16].
 KERNEL_PROLOGUE = """@triton.jit(do_not_specialize=["group"])
 def update(plan, uniforms, keys, items, scales, segments, ranges, found_inf, group, NUM_UNIFORMS: tl.constexpr,
            ROW: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, VECTOR: tl.constexpr,
@@ -42,7 +43,7 @@ def update(plan, uniforms, keys, items, scales, segments, ranges, found_inf, gro
     inside = column < dim[:, None, None]
     e0 = parts.sum_lines(items, scales, begin, end, inside, LINE_VECTOR)
 """
-"""Which rows a program has, and the sum of their gradients. A tile is [ROWS, BLOCKS, 16]."""
+"""First part of each kernel, up to the summed gradient in register e0."""
 
 BINARY_TEMPLATES = {Op.ADD: "{} + {}", Op.SUB: "{} - {}", Op.MUL: "{} * {}", Op.DIV: "tl.div_rn({}, {})"}
 BINARY_TEMPLATES |= {
@@ -54,24 +55,24 @@ COMPUTE_TEMPLATES = BINARY_TEMPLATES | {
     Op.SQRT: "tl.sqrt_rn({})",
     Op.ABS: "tl.abs({})",
     Op.SIGN: "parts.sign({})",
-    Op.NEG: "{} * -1.0",  # Triton's own minus is 0 - x, which loses the sign of zero
+    Op.NEG: "{} * -1.0",  # Triton's unary minus is 0 - x, which loses the sign of zero.
     Op.WHERE: "tl.where({} > 0, {}, {})",
 }
 
 
 @cache
 def update_kernel(instructions: Instructions, state_is_row: tuple[bool, ...]) -> Any:
-    """The kernel for these instructions; one per distinct program, made at its first use."""
+    """Return the kernel for a program. Kernels are cached, so that equal programs share one."""
     text = kernel_source(instructions, state_is_row)
     name = f"<meseta row update {hashlib.sha256(text.encode()).hexdigest()[:16]}>"
-    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)  # where triton.jit reads it
+    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)  # triton.jit reads the source here.
     namespace: dict[str, Any] = {"__name__": __name__, "triton": triton, "tl": tl, "parts": parts}
     exec(compile(text, name, "exec"), namespace)
     return namespace["update"]
 
 
 def kernel_source(instructions: Instructions, state_is_row: Sequence[bool]) -> str:
-    """Python source of the kernel `update`."""
+    """Return the Python source of the kernel `update`."""
     lines = [KERNEL_PROLOGUE, _pointer_statements(state_is_row)]
     lines += [
         f"    u{register} = tl.load(numbers + {register - FIRST_UNIFORM}, mask=live, other=0.0).to(tl.float32)\n"
@@ -83,7 +84,7 @@ def kernel_source(instructions: Instructions, state_is_row: Sequence[bool]) -> s
 
 
 def _pointer_statements(state_is_row: Sequence[bool]) -> str:
-    """Where the rows of the weight and of every state lie."""
+    """Return statements that compute pointers to the rows of the weight and of each state."""
     text = "    weight = parts.row_pointers(words, row * dim, live, ROW, VECTOR)[:, None, None] + column\n"
     for state, is_row in enumerate(state_is_row):
         at = f"words + (parts.TABLE_WORDS + {state})"
@@ -96,7 +97,7 @@ def _pointer_statements(state_is_row: Sequence[bool]) -> str:
 
 
 def _operands(code: Sequence[int]) -> list[int]:
-    """The registers and uniforms that an instruction reads."""
+    """Return the registers and uniforms that an instruction reads."""
     op, _, a, b, c = code
     if op in (Op.LOAD_WEIGHT, Op.LOAD_STATE, Op.LOAD_STAT):
         return []
@@ -104,7 +105,7 @@ def _operands(code: Sequence[int]) -> list[int]:
 
 
 def _register_name(register: int, is_tile: bool) -> str:
-    """A register or uniform, [ROWS, 1, 1] beside tiles."""
+    """Return the name of a register or uniform. `is_tile` broadcasts it to [ROWS, 1, 1]."""
     if register < FIRST_ROW:
         return f"e{register}"
     name = f"r{register}" if register < FIRST_UNIFORM else f"u{register}"

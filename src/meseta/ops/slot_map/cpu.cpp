@@ -1,4 +1,4 @@
-// Binding of directory.h.
+// Python bindings of slot_map.h.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
@@ -24,9 +24,9 @@ nb::capsule make(int64_t capacity, bool wide) {
 
 SlotMap& of(const nb::capsule& capsule) { return *static_cast<SlotMap*>(capsule.data()); }
 
-// Arrays of one length, on which batches run without the interpreter.
+// Batches run without the global interpreter lock.
 void check(size_t keys, size_t slots) {
-  if (keys != slots) throw std::invalid_argument("keys and slots differ in number");
+  if (keys != slots) throw std::invalid_argument("the numbers of keys and slots differ");
 }
 
 }  // namespace

@@ -1,13 +1,12 @@
-// A hash table of words by linear probing, ordered (Amble and Knuth, "Ordered hash tables", The Computer Journal 1974).
+// Hash table with linear probing and ordered entries (Amble and Knuth, "Ordered hash tables", The Computer Journal 1974).
 //
-// Words fall from the first place to the last, and each lies in its home or behind, with no empty place between:
+// Words decrease from the first place to the last. Each is at its home or after it, with no empty place in between:
 //
 //   home     0     1     2     3     4     5
 //   word  |  -  | 9.1 | 9.0 | 8.7 |  -  | 4.2 |       homes of 9.1, 9.0 and 8.7 are 1, 1 and 2
 //
-// So a word that is absent is known at the first smaller one, as soon as a present one is found; where words lie follows
-// from which words there are, whatever came before (a hash table that keeps no history); and a removal moves up what
-// lies behind, and leaves no mark.
+// A search for a missing word therefore ends at the first smaller one, as early as for an existing word. The places depend
+// only on the set of words, not on the order of operations. A removal moves later words up and leaves no tombstone.
 #pragma once
 
 #include <sys/mman.h>
@@ -22,7 +21,7 @@
 
 namespace meseta {
 
-// Pages that are zero, and take memory when they are first written; large ones on Linux if they may be.
+// Zeroed pages, which take memory when they are first written. They are huge pages on Linux if possible.
 class Pages {
  public:
   explicit Pages(size_t bytes = 0) : bytes_(bytes) {
@@ -52,7 +51,7 @@ class Pages {
 };
 
 #pragma pack(push, 4)
-// A place of the table. `value` is the slot + 1, or 0 where the place is empty; `word` is 0 there.
+// Entry of the table. `value` is the slot + 1. In an empty entry, `value` and `word` are 0.
 template <typename Value>
 struct SlotMapEntry {
   uint64_t word;
@@ -60,18 +59,19 @@ struct SlotMapEntry {
 };
 #pragma pack(pop)
 
-// What a directory holds of words with the same leading bits.
+// Part of a slot map, with the words that have the same leading bits.
 template <typename Value>
 class SlotMapPart {
  public:
   using Place = SlotMapEntry<Value>;
-  static constexpr int64_t kTail = 64;  // places behind the last home, of which one in e^29 tables needs more
+  static constexpr int64_t kTail = 64;  // Places after the last home. One in e^29 tables needs more.
 
-  // Homes for `count` words at the load that is allowed.
+  // Return the number of homes for `count` words at the maximum load.
   static int64_t homes_for(int64_t count) { return std::max<int64_t>(8, (count * 5 + 3) / 4); }
   static size_t num_bytes_for(int64_t homes, int64_t tail = kTail) { return size_t(homes + tail + 1) * sizeof(Place); }
 
-  // `places` is zero and has room for bytes_of(homes, tail); `skipped`: leading bits that all words share.
+  // `places` must be zeroed and have num_bytes_for(homes, tail). `skipped` is the number of leading bits that all words
+  // share.
   void open(void* places, int64_t homes, int skipped, int64_t tail = kTail) {
     places_ = static_cast<Place*>(places);
     homes_ = uint64_t(homes);
@@ -85,13 +85,13 @@ class SlotMapPart {
 
   void fetch(uint64_t word) const { prefetch(places_ + home(word)); }
 
-  // The slot of a word, or -1.
+  // Return the slot of a word, or -1.
   int64_t find(uint64_t word) const {
     const Place& place = places_[search(word)];
     return place.word == word ? int64_t(place.value) - 1 : -1;
   }
 
-  // Returns whether the word is new; an old one gets this slot instead of its own.
+  // Insert a word, or replace its slot. Returns whether the word is new.
   bool insert(uint64_t word, int64_t slot) {
     const Place entry{word, Value(slot + 1)};
     uint64_t at = search(word);
@@ -106,7 +106,7 @@ class SlotMapPart {
     return true;
   }
 
-  // Returns the slot that the word had, or -1.
+  // Remove a word. Returns its slot, or -1.
   int64_t remove(uint64_t word) {
     uint64_t at = search(word);
     if (places_[at].value == 0 || places_[at].word != word) return -1;
@@ -117,7 +117,7 @@ class SlotMapPart {
     return slot;
   }
 
-  // body(word, slot) for all, by falling words.
+  // Run body(word, slot) for all words, in descending order.
   template <typename Body>
   void each(Body body) const {
     for (uint64_t at = 0; at < last_; ++at)
@@ -125,17 +125,18 @@ class SlotMapPart {
   }
 
  private:
-  // Homes rise where words fall.
+  // Larger words have smaller homes.
   uint64_t home(uint64_t word) const { return reduce(~word << skipped_, homes_); }
 
-  // Where the word is, or would be: empty places have the smallest word, and place `last_` is always empty.
+  // Return the place of a word, or the place where it would be inserted. Empty places have the smallest word, and place
+  // `last_` is always empty.
   uint64_t search(uint64_t word) const {
     uint64_t at = home(word);
     while (places_[at].word > word) ++at;
     return at;
   }
 
-  // Make place `at` free; false, with nothing moved, where place `last_` would not stay empty.
+  // Shift entries to free place `at`. Returns false, with nothing moved, if place `last_` would not remain empty.
   bool shift(uint64_t at) {
     uint64_t end = at;
     while (places_[end].value != 0) ++end;
@@ -150,7 +151,7 @@ class SlotMapPart {
     *this = std::move(larger);
   }
 
-  // Hold what `smaller` holds; false where it does not fit.
+  // Copy the entries of `smaller`. Returns false if they do not fit.
   bool take(const SlotMapPart& smaller, uint64_t homes, uint64_t tail) {
     own_ = Pages(num_bytes_for(int64_t(homes), int64_t(tail)));
     open(own_.data(), int64_t(homes), smaller.skipped_, int64_t(tail));
@@ -164,7 +165,7 @@ class SlotMapPart {
     return next <= last_;
   }
 
-  Pages own_;  // once it has grown
+  Pages own_;  // Memory of a part that has grown.
   Place* places_ = nullptr;
   uint64_t homes_ = 0, last_ = 0;
   int skipped_ = 0;

@@ -1,4 +1,4 @@
-"""The same as a dict."""
+"""Reference of the slot map as a dict."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from meseta.jagged.shapes import Int
 
 
 class ReferenceSlotMap:
-    """As `meseta.ops.slot_map.SlotMap`; items come by key."""
+    """Slot map in a dict, with the interface of `meseta.ops.slot_map.SlotMap`. Items are sorted by key."""
 
     def __init__(self) -> None:
         self._slots: dict[int, int] = {}

@@ -1,4 +1,4 @@
-// A map from 64-bit keys to slots, in parts that threads share among them; part.h says how a part is laid out.
+// Map from 64-bit keys to slots. It consists of parts, which are divided between threads. See part.h for their layout.
 #pragma once
 
 #include <algorithm>
@@ -17,15 +17,15 @@
 
 namespace meseta {
 
-constexpr int64_t kSlotMapChunk = 4096;  // keys that are worth another thread
-constexpr int64_t kSlotMapBurst = 32;    // keys whose places are on their way
+constexpr int64_t kSlotMapChunk = 4096;  // Minimum number of keys per additional thread.
+constexpr int64_t kSlotMapBurst = 32;    // Number of keys whose places are prefetched at a time.
 
-// Of keys that are hashed to rows or ranks by splitmix64 itself, the words have nothing in common.
+// The salt makes words independent of keys that are hashed to rows or ranks by splitmix64 itself.
 constexpr uint64_t kSlotMapSalt = 0x6D65736574612131u;
 inline uint64_t hash_key(int64_t key) { return splitmix64(uint64_t(key) ^ kSlotMapSalt); }
 inline int64_t unhash_key(uint64_t word) { return int64_t(inverse_splitmix64(word) ^ kSlotMapSalt); }
 
-// Batches may come from several threads: those that only read run side by side.
+// Thread-safe. Lookups run concurrently.
 class SlotMap {
  public:
   virtual ~SlotMap() = default;
@@ -40,7 +40,7 @@ class SlotMap {
 template <typename Value>
 class TypedSlotMap final : public SlotMap {
  public:
-  // Parts have room for an even share of `capacity` and six times its standard deviation.
+  // Each part has space for an equal share of `capacity` plus six standard deviations.
   explicit TypedSlotMap(int64_t capacity) {
     const uint64_t shares = uint64_t(capacity) / 1024;
     bits_ = shares < 2 ? 0 : std::min(int(std::bit_width(shares)) - 1, kMaxPartBits);
@@ -110,7 +110,7 @@ class TypedSlotMap final : public SlotMap {
     return count;
   }
 
-  // body(i, word) for the word of each key in turn, while the places of the next ones are on their way.
+  // Run body(i, word) for the word of each key, in order. The places of the next keys are prefetched.
   template <typename Body>
   void for_each_word(const int64_t* keys, int64_t count, const Body& body) const {
     uint64_t words[2][kSlotMapBurst];
@@ -128,7 +128,8 @@ class TypedSlotMap final : public SlotMap {
     }
   }
 
-  // The same; keys of one part in the order of the batch and in one thread, so that threads change nothing.
+  // As for_each_word, but in parallel. One thread handles all keys of a part in the order of the batch, so that the
+  // result does not depend on threads.
   template <typename Body>
   void for_each_in_part(const int64_t* keys, int64_t count, int num_threads, const Body& body) {
     if (num_threads <= 1 || count < 2 * kSlotMapChunk || bits_ == 0) return for_each_word(keys, count, body);

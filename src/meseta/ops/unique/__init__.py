@@ -1,4 +1,4 @@
-"""Each id once, per feature or per table."""
+"""Distinct ids per feature or table."""
 
 from __future__ import annotations
 
@@ -19,28 +19,33 @@ from meseta.spec import MesetaError
 
 @dataclass(frozen=True)
 class UniqueIds:
-    """The distinct ids of some groups."""
+    """Distinct ids of several groups."""
 
     rows: Int[Tensor, " U"]
-    """int64; ascending in each group, group after group."""
+    """int64 ids, ordered by group, and ascending within each group."""
     inverse: Int[Tensor, " nnz"]
-    """rows[inverse] are the ids."""
+    """Index in `rows` of each original id."""
     counts: Int[Tensor, " U"]
-    """How often each row occurs in its group."""
+    """Number of occurrences of each row in its group."""
     bounds: Int[Tensor, " groups_plus_1"]
-    """Group g owns rows[bounds[g] : bounds[g + 1]]."""
+    """Group g has rows[bounds[g] : bounds[g + 1]]."""
 
 
 def unique(ids: Int[Tensor, " nnz"], bounds: Sequence[int] | None = None) -> UniqueIds:
-    """The distinct ids of each group ids[bounds[g] : bounds[g + 1]]; without bounds, of all ids.
+    """Return the distinct ids of each group ids[bounds[g] : bounds[g + 1]].
 
-    Groups are the features of a KeyedJaggedTensor (`bounds=kjt.key_offsets`), or tables where their features stand side
-    by side. Ids are any int32 or int64 numbers. Bounds start at 0 and end with the number of ids.
+    Groups may be the features of a KeyedJaggedTensor (`bounds=kjt.key_offsets`), or tables whose features are adjacent.
+    On a GPU the host waits for the sizes of the result.
 
-        ids = [5, 2, 5, 5, 1], bounds = [0, 3, 5]
-        ->  rows = [2, 5, 1, 5], inverse = [1, 0, 1, 3, 2], counts = [1, 2, 1, 1], bounds = [0, 2, 4]
+    Example: ids [5, 2, 5, 5, 1] and bounds [0, 3, 5] return rows [2, 5, 1, 5], inverse [1, 0, 1, 3, 2], counts
+    [1, 2, 1, 1] and bounds [0, 2, 4].
 
-    Raises MesetaError for bounds that fall or do not cover the ids. The host waits for a GPU: sizes depend on ids.
+    Args:
+        ids: int32 or int64 numbers.
+        bounds: Ascending numbers from 0 to the number of ids. By default all ids form one group.
+
+    Raises:
+        MesetaError: Bounds decrease or do not cover the ids.
     """
     bounds = [0, ids.numel()] if bounds is None else list(bounds)
     _check_bounds_cover(ids, bounds)

@@ -1,4 +1,4 @@
-// Distinct ids of several groups, by radix sort; reference.py says what.
+// Distinct ids of several groups by radix sort. See reference.py.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/array.h>
@@ -22,7 +22,7 @@ namespace {
 
 using Words = nb::ndarray<uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-// For the tests of radix.h alone.
+// Exists for the tests of radix.h only.
 void sort_bits(Words entries, int first_bit, int last_bit) {
   if (first_bit < 0 || first_bit > 63 || last_bit > 64)
     throw_invalid_argument("radix_sort: bits ", first_bit, "..", last_bit, " are not within 0..64");
@@ -32,10 +32,10 @@ void sort_bits(Words entries, int first_bit, int last_bit) {
 }
 
 struct Outputs {
-  int64_t* rows;     // [nnz], of which the first are written
-  int64_t* inverse;  // [nnz]
-  int64_t* counts;   // as rows
-  int64_t* bounds;   // [groups + 1], among the rows
+  int64_t* rows;     // [nnz], of which the first ones are written.
+  int64_t* inverse;  // [nnz].
+  int64_t* counts;   // As rows.
+  int64_t* bounds;   // [groups + 1], positions in rows.
 };
 
 template <typename Id, typename Entry>
@@ -110,8 +110,8 @@ int64_t unique_ids(const Id* ids, const std::vector<int64_t>& bounds, const Outp
              : run<Id, KeyedEntry>(ids, bounds, packings, out, num_threads);
 }
 
-// Group g holds ids[bounds[g]] .. ids[bounds[g + 1] - 1]. `outputs`: addresses of rows, inverse, counts, bounds. Returns
-// how many distinct ids there are.
+// Find distinct ids. Group g has ids[bounds[g]] .. ids[bounds[g + 1] - 1]. `outputs` has the addresses of rows, inverse,
+// counts and bounds. Returns the number of distinct ids.
 int64_t unique(uintptr_t ids, int64_t num_ids, bool wide, const std::vector<int64_t>& bounds,
                std::array<uintptr_t, 4> outputs, int num_threads) {
   nb::gil_scoped_release unlocked;

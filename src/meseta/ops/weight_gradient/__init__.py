@@ -1,4 +1,4 @@
-"""The gradient of the per-sample weights of pooled features."""
+"""Gradient of the per-sample weights of pooled features."""
 
 from __future__ import annotations
 
@@ -25,20 +25,29 @@ def weight_gradient(
     weighted: Sequence[bool],
     mean: Sequence[bool] = (),
 ) -> Float[Tensor, " nnz"]:
-    """For each id of a weighted feature the dot product of its row and the gradient of its bag; zeros elsewhere.
+    """Return the gradient of the weight of each id: the dot product of its row and the gradient of its bag.
 
-    The bags are those of `pooled_lookup`, `gradient` is that of its output. A mean divides the gradient by the number
-    of ids first. Products are added as one tree over each block of 16 columns, and blocks from left to right, so that
-    threads do not show and column shards can add the same blocks. Float32 (float64 with float64 tables, which take the
-    reference).
+    Args:
+        tables: Table of each feature.
+        ids: Ids of all bags, as for `pooled_lookup`. On a GPU all ids must be valid.
+        offsets: Start of each bag in `ids`.
+        gradient: Gradient of the output of `pooled_lookup`.
+        weighted: Whether each feature has weights. The gradient is 0 for ids of other features.
+        mean: Whether each feature has mean pooling, which divides the gradient by the number of ids of the bag.
 
-    Raises MesetaError for tensors that do not fit, offsets that fall or leave the ids, and an id outside its table. On
-    a GPU ids must be valid.
+    Returns:
+        A float32 gradient, or float64 for float64 tables, which use the reference.
+
+    Raises:
+        MesetaError: Tensors do not match each other, offsets decrease or exceed the number of ids, or an id is outside
+            its table.
     """
+    # Products are summed as a tree over each block of 16 columns, and blocks from left to right. The result therefore
+    # depends neither on threads nor on column-wise sharding.
     if not tables or len(weighted) != len(tables) or (mean and len(mean) != len(tables)):
         raise MesetaError(
             f"weight_gradient: {len(weighted)} flags 'weighted' and {len(mean)} flags 'mean' for {len(tables)} tables; "
-            "give at least one table and one flag for each"
+            "pass at least one table and one flag per table"
         )
     means = mean or [False] * len(tables)
     flags = [WEIGHTED * yes + MEAN * average for yes, average in zip(weighted, means, strict=True)]
@@ -54,7 +63,7 @@ def _reference(tables: list[Tensor], ids: Tensor, offsets: Tensor, gradient: Ten
 def _cpu(tables: list[Tensor], ids: Tensor, offsets: Tensor, gradient: Tensor, flags: list[int]) -> Tensor:
     check_tables("weight_gradient", tables)
     if len(flags) != len(tables):
-        raise MesetaError(f"weight_gradient: {len(flags)} flags for {len(tables)} tables; give one for each")
+        raise MesetaError(f"weight_gradient: {len(flags)} flags for {len(tables)} tables; pass one flag per table")
     ids, offsets = (
         contiguous_ids("weight_gradient", ids),
         contiguous_ids("weight_gradient", offsets, "offsets").to(torch.int64),
@@ -64,7 +73,7 @@ def _cpu(tables: list[Tensor], ids: Tensor, offsets: Tensor, gradient: Tensor, f
     if rest or offsets.numel() == 0 or list(gradient.shape) != [num_bags, width]:
         raise MesetaError(
             f"weight_gradient: {offsets.numel()} offsets and a gradient {list(gradient.shape)} for {len(tables)} "
-            f"tables with {width} columns; there must be F * B + 1 offsets and a gradient [B, {width}]"
+            f"tables with {width} columns; pass F * B + 1 offsets and a gradient [B, {width}]"
         )
     if tables[0].dtype not in DTYPE_CODES:
         check_bags("weight_gradient", tables, ids, offsets)

@@ -1,4 +1,4 @@
-// Dot products of rows and the gradients of their bags; the next rows are fetched meanwhile.
+// Dot products of rows and the gradients of their bags. The next rows are prefetched.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/vector.h>
@@ -33,7 +33,7 @@ struct Batch {
 
 struct Task {
   size_t feature;
-  int64_t first, last;  // bags
+  int64_t first, last;  // Bags.
 };
 
 template <typename T>
@@ -99,8 +99,9 @@ void run(const std::vector<GradientSource>& features, int kind, const Batch& bat
          features[size_t(f)].num_rows - 1);
 }
 
-// `tables`: for each feature (address, rows, columns, flags: 1 weighted, 2 mean). `ids`: (address, count, whether 64
-// bits). `offsets`: (address, bags of a feature). `gradient` is [bags, sum of columns]; `out` has a float per id.
+// Compute weight gradients. `tables` has (address, rows, columns, flags) of each feature, with flags 1 weighted and 2
+// mean. `ids` is (address, count, whether they are int64). `offsets` is (address, bags per feature). `gradient` is [bags,
+// sum of columns], and `out` has a float per id.
 void weight_gradient(const std::vector<int64_t>& tables, int kind, std::array<int64_t, 3> ids,
                      std::array<int64_t, 2> offsets, uintptr_t gradient, uintptr_t out, int num_threads) {
   nb::gil_scoped_release unlocked;

@@ -1,4 +1,4 @@
-"""Gradients of per-sample weights in plain torch."""
+"""Reference of `weight_gradient` in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def weight_gradient(
     weighted: Sequence[bool],
     mean: Sequence[bool] = (),
 ) -> Tensor:
-    """See meseta.ops.weight_gradient.weight_gradient; float64 tables are computed in float64."""
+    """Implement `meseta.ops.weight_gradient.weight_gradient` in plain PyTorch. Float64 tables use float64."""
     dtype = torch.float64 if tables[0].dtype == torch.float64 else torch.float32
     out = gradient.new_zeros(ids.numel(), dtype=dtype)
     num_bags, column = (offsets.numel() - 1) // len(tables), 0
@@ -28,18 +28,19 @@ def weight_gradient(
         column += table.shape[1]
         if not weighted[f]:
             continue
-        own = offsets[f * num_bags : (f + 1) * num_bags + 1]
-        lengths = own[1:] - own[:-1]
+        feature_offsets = offsets[f * num_bags : (f + 1) * num_bags + 1]
+        lengths = feature_offsets[1:] - feature_offsets[:-1]
         if mean and mean[f]:
             upstream = upstream / lengths.clamp(min=1)[:, None]
-        start, stop = int(own[0]), int(own[-1])
+        start, stop = int(feature_offsets[0]), int(feature_offsets[-1])
         bag = torch.repeat_interleave(torch.arange(num_bags, device=ids.device), lengths)
         out[start:stop] = _dot(upstream[bag], table[ids[start:stop]].to(dtype))
     return out
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:
-    """[n, D] x 2 -> [n]: a tree over each block of 16 columns, blocks from left to right."""
+    """Return the dot product of each pair of rows, [n, D] and [n, D] -> [n]."""
+    # A tree over each block of 16 columns, blocks from left to right, as in the kernels.
     num_blocks = -(-a.shape[1] // LANES)
     blocks = pad(a * b, (0, num_blocks * LANES - a.shape[1])).view(-1, num_blocks, LANES)
     for half in (8, 4, 2, 1):

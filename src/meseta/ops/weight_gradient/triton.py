@@ -1,4 +1,4 @@
-"""Gradients of per-sample weights on a GPU: one launch for all features, 16 columns of some ids at a time."""
+"""Gradient of per-sample weights on a GPU, with one launch for all features."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from meseta.ops.triton_shared import ROW_TYPES, find_last_at_most, sum_16
 from meseta.spec import MesetaError
 
 IDS = tl.constexpr(64)
-"""Ids of a program."""
+"""Number of ids per program."""
 FEATURE_WORDS = tl.constexpr(5)
-"""What the kernel knows of a feature: address, rows and columns of its table, its column in the gradient, flags."""
+"""Words per feature: address, rows and columns of its table, its first column in the gradient, flags."""
 
 
 def weight_gradient(
     tables: Sequence[Tensor], ids: Tensor, offsets: Tensor, gradient: Tensor, flags: Sequence[int]
 ) -> Tensor:
-    """See meseta.ops.weight_gradient.weight_gradient; an id outside its table gets zero."""
+    """Implement `meseta.ops.weight_gradient.weight_gradient` on a GPU. Ids outside their table get 0."""
     check_tables("weight_gradient", tables)
     ids, offsets = contiguous_ids("weight_gradient", ids), offsets.to(torch.int64).contiguous()
     num_bags, rest = divmod(offsets.numel() - 1, len(tables))
@@ -32,7 +32,7 @@ def weight_gradient(
     if rest or offsets.numel() == 0 or list(gradient.shape) != [num_bags, width]:
         raise MesetaError(
             f"weight_gradient: {offsets.numel()} offsets and a gradient {list(gradient.shape)} for {len(tables)} "
-            f"tables with {width} columns; there must be F * B + 1 offsets and a gradient [B, {width}]"
+            f"tables with {width} columns; pass F * B + 1 offsets and a gradient [B, {width}]"
         )
     out = torch.zeros(ids.numel(), dtype=torch.float32, device=ids.device)
     if out.numel() == 0 or num_bags == 0:
@@ -56,7 +56,7 @@ def weight_gradient(
 
 
 @triton.jit
-@no_type_check  # Triton reads the source: nothing may wrap this
+@no_type_check  # Triton parses the source, so that no decorator that checks types may wrap the function.
 def _dots(out, words, ids, offsets, gradient, ROW: tl.constexpr):
     num_features, num_bags, width = tl.load(words), tl.load(words + 1), tl.load(words + 2)
     n = tl.program_id(0).to(tl.int64) * IDS + tl.arange(0, IDS)
@@ -72,6 +72,7 @@ def _dots(out, words, ids, offsets, gradient, ROW: tl.constexpr):
     line = bag % num_bags * width + tl.load(feature + 3, mask=live, other=0)
     count = tl.where((flags & 2) != 0, length, 1).to(tl.float32)[:, None] + tl.zeros([IDS, 16], dtype=tl.float32)
     total = tl.zeros([IDS], dtype=tl.float32)
+    # Each iteration handles 16 columns of all ids of this program.
     for first in range(0, tl.max(dim, axis=0), 16):
         column = first + tl.arange(0, 16)[None, :]
         inside = column < dim[:, None]

@@ -1,5 +1,3 @@
-"""The row optimizers, one function (spec -> RowOptimizer) each.
-
-Every product is rounded before it is added: a fused multiply-add in one place only (the tail of a vector loop, another
-shard's column) would cost the contract's equal bits.
-"""
+"""Row optimizers. Each is a function that creates a `RowOptimizer` from an `OptimizerSpec`."""
+# Every product is rounded before it is added. A fused multiply-add in some places only, such as the tail of a vector
+# loop or the column of another shard, would change bits.

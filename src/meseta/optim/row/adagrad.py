@@ -1,4 +1,4 @@
-"""Optimizers whose steps shrink with the squares of past gradients."""
+"""Row optimizers that scale steps by the squares of past gradients."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from meseta.spec import OptimizerSpec
 
 
 def adagrad(spec: OptimizerSpec) -> RowOptimizer:
-    """sum += g^2; row -= lr * g / (sqrt(sum) + eps). Duchi et al., JMLR 12 (2011), diagonal form."""
+    """Create Adagrad: sum += g^2; row -= lr * g / (sqrt(sum) + eps). Duchi et al., JMLR 12 (2011), diagonal form."""
 
     def init(weight: Tensor) -> RowState:
         return {"sum": element_state(weight, spec.initial_accumulator)}
@@ -32,10 +32,11 @@ def adagrad(spec: OptimizerSpec) -> RowOptimizer:
 
 
 def rowwise_adagrad(spec: OptimizerSpec) -> RowOptimizer:
-    """sum += mean over the row of g^2; row -= lr * g / (sqrt(sum) + eps): one accumulator per row (arXiv 2104.05158).
+    """Create Adagrad with one accumulator per row (arXiv 2104.05158).
 
-    The mean is over the columns of the whole table, which a column shard holds only a part of.
+    It adds the mean of g^2 over all columns of the table: sum += mean(g^2); row -= lr * g / (sqrt(sum) + eps).
     """
+    # A column shard has only some columns of a row, so the mean is a statistic.
 
     def init(weight: Tensor) -> RowState:
         return {"sum": row_state(weight, spec.initial_accumulator)}
@@ -51,12 +52,10 @@ def rowwise_adagrad(spec: OptimizerSpec) -> RowOptimizer:
 
 
 def rmsprop(spec: OptimizerSpec) -> RowOptimizer:
-    """RMSprop as in torch.optim, not centred (Tieleman and Hinton, Coursera lecture 6.5, 2012).
-
-        mean_sq = alpha * mean_sq + (1 - alpha) * g^2; row -= lr * g / (sqrt(mean_sq) + eps)
-
-    With momentum, velocity = momentum * velocity + g / (sqrt(mean_sq) + eps) takes the place of the quotient.
-    """
+    """Create RMSprop as in torch.optim, not centered (Tieleman and Hinton, Coursera lecture 6.5, 2012)."""
+    # mean_sq = alpha * mean_sq + (1 - alpha) * g^2
+    # row -= lr * g / (sqrt(mean_sq) + eps)
+    # With momentum, velocity = momentum * velocity + g / (sqrt(mean_sq) + eps) replaces the quotient.
 
     def init(weight: Tensor) -> RowState:
         names = ("mean_sq", "velocity") if spec.momentum else ("mean_sq",)
@@ -74,15 +73,17 @@ def rmsprop(spec: OptimizerSpec) -> RowOptimizer:
 
 
 def ftrl(spec: OptimizerSpec) -> RowOptimizer:
-    """FTRL-Proximal (McMahan et al., KDD 2013, algorithm 1): z and n per element, with alpha = lr.
+    """Create FTRL-Proximal (McMahan et al., KDD 2013, algorithm 1) with z and n per element and alpha = lr.
 
-        n' = n + g^2; z' = z + g - (sqrt(n') - sqrt(n)) / alpha * row
-        row = 0 where |z'| <= l1, else -(z' - sign(z') l1) / ((beta + sqrt(n')) / alpha + l2)
-
-    What is kept is alpha * z, with the learning rate of each step on its gradient, so that a schedule changes how far a
-    gradient moves a row and not the row that is there; the penalties count with the base rate. It starts with the z of
-    the initial row, which for a row of zeros is the published start.
+    A learning-rate schedule scales gradients only. The penalties use the base rate. z starts with the value that
+    reproduces the initial row. For rows of zeros, this is the published start.
     """
+    # n' = n + g^2
+    # z' = z + g - (sqrt(n') - sqrt(n)) / alpha * row
+    # row = 0 if |z'| <= l1, else -(z' - sign(z') l1) / ((beta + sqrt(n')) / alpha + l2)
+    #
+    # The state has alpha * z, with each gradient multiplied by the learning rate of its step. A change of the learning
+    # rate thus does not change the current row.
     threshold, offset = spec.lr * spec.l1, spec.beta + spec.lr * spec.l2
 
     def init(weight: Tensor) -> RowState:

@@ -1,4 +1,5 @@
-"""Adam and LAMB, with a second moment per element and with one per row; bias correction uses the global step."""
+"""Adam and LAMB row optimizers, with a second moment per element or per row."""
+# Bias correction uses the global step.
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ SecondMomentInit = Callable[[Tensor], Tensor]
 
 
 def adam(spec: OptimizerSpec) -> RowOptimizer:
-    """Adam (arXiv 1412.6980, algorithm 1)."""
+    """Create Adam (arXiv 1412.6980, algorithm 1)."""
 
     def update(w: Value, g: Value, state: Values, stats: Values, h: Hyper) -> tuple[Value, Values]:
         mean, root, moments = _moments(spec, g, g * g, state, h)
@@ -32,7 +33,7 @@ def adam(spec: OptimizerSpec) -> RowOptimizer:
 
 
 def rowwise_adam(spec: OptimizerSpec) -> RowOptimizer:
-    """Adam whose second moment is of the mean over the row of g^2, one number per row."""
+    """Create Adam with one second moment per row, that of the mean of g^2 over the row."""
 
     def update(w: Value, g: Value, state: Values, stats: Values, h: Hyper) -> tuple[Value, Values]:
         mean, root, moments = _moments(spec, g, stats["gradient_sq"] / h.embedding_dim, state, h)
@@ -42,13 +43,13 @@ def rowwise_adam(spec: OptimizerSpec) -> RowOptimizer:
 
 
 def lamb(spec: OptimizerSpec) -> RowOptimizer:
-    """LAMB (arXiv 1904.00962, algorithm 2), with the norms of a row in the place of a layer's and phi(x) = x.
+    """Create LAMB (arXiv 1904.00962, algorithm 2) with norms of rows instead of layers.
 
-        direction = Adam's mean / (root + eps) + weight_decay * row
-        row -= lr * |row| / |direction| * direction
-
-    The quotient of norms is 1 where either is 0, as the authors' code has it.
+    The ratio of norms is not transformed (phi(x) = x). It is 1 if a norm is 0, as in the authors' code.
     """
+
+    # direction = Adam's mean / (root + eps) + weight_decay * row
+    # row -= lr * |row| / |direction| * direction
 
     def direction(w: Value, g: Value, state: Values, stats: Values, h: Hyper) -> tuple[Value, Values]:
         mean, root, moments = _moments(spec, g, g * g, state, h)
@@ -63,7 +64,7 @@ def lamb(spec: OptimizerSpec) -> RowOptimizer:
 
 
 def rowwise_lamb(spec: OptimizerSpec) -> RowOptimizer:
-    """LAMB with the second moment of `rowwise_adam`."""
+    """Create LAMB with the second moment of `rowwise_adam`."""
 
     def direction(w: Value, g: Value, state: Values, stats: Values, h: Hyper) -> tuple[Value, Values]:
         mean, root, moments = _moments(spec, g, stats["gradient_sq"] / h.embedding_dim, state, h)
@@ -82,7 +83,7 @@ def _make_init(second_state: SecondMomentInit) -> Callable[[Tensor], RowState]:
 
 
 def _moments(spec: OptimizerSpec, g: Value, square: Value, state: Values, h: Hyper) -> tuple[Value, Value, Values]:
-    """(first moment, root of the second moment, both corrected for their start at 0; new state)."""
+    """Return bias-corrected (first moment, root of second moment), and the new state."""
     first = state["exp_avg"] * spec.beta1 + g * (1 - spec.beta1)
     second = state["exp_avg_sq"] * spec.beta2 + square * (1 - spec.beta2)
     mean = first / (1 - spec.beta1**h.step)

@@ -1,4 +1,4 @@
-"""From an OptimizerSpec to the record that runs."""
+"""Creation of row optimizers from their specs."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ FACTORIES: dict[str, RowOptimizerFactory] = {
     "frozen": frozen,
 }
 BUILT_IN_DECAY = ("lamb", "rowwise_lamb", "lars")
-"""Those that apply weight decay themselves, as published."""
+"""Optimizers that implement weight decay themselves, as published."""
 
 
 def make_row_optimizer(spec: OptimizerSpec) -> RowOptimizer:
-    """The record for a spec; equal specs share one, so that it is traced once for all tables.
+    """Return the row optimizer of a spec. Equal specs share one, so that it is traced once for all tables.
 
-    Raises MesetaError for an optimizer of the user's own that cannot be imported, is no RowOptimizer, cannot be
-    traced, or keeps other state than the spec says.
+    Raises MesetaError if a custom optimizer cannot be imported or traced, is not a RowOptimizer, or has another state
+    than its spec.
     """
     return _build(_import_factory(spec.name) if spec.is_custom else FACTORIES[spec.name], spec)
 
@@ -48,7 +48,8 @@ def _build(factory: RowOptimizerFactory, spec: OptimizerSpec) -> RowOptimizer:
     optimizer = factory(spec)
     if spec.is_custom:
         _check_custom(optimizer, spec)
-    if spec.stepped_rows != "looked_up":  # whose gradient holds the penalties of each lookup already
+    # With "looked_up", the gradient already has the penalties of each lookup.
+    if spec.stepped_rows != "looked_up":
         optimizer = _with_penalties(optimizer, spec)
     if spec.clip_norm is not None:
         optimizer = clip_norm(optimizer, spec.clip_norm)
@@ -61,20 +62,21 @@ def _with_penalties(optimizer: RowOptimizer, spec: OptimizerSpec) -> RowOptimize
     if spec.weight_decay and spec.name not in BUILT_IN_DECAY:
         is_decoupled = spec.name == "adamw" or spec.weight_decay_mode == "decoupled"
         optimizer = (decoupled_decay if is_decoupled else coupled_decay)(optimizer, spec.weight_decay)
-    if spec.l1 and spec.name != "ftrl" and not spec.is_custom:  # ftrl solves for it; a user's own may use it as it will
+    # FTRL solves for the penalty, and a custom optimizer may use l1 itself.
+    if spec.l1 and spec.name != "ftrl" and not spec.is_custom:
         optimizer = l1_penalty(optimizer, spec.l1)
     return optimizer
 
 
 def _import_factory(name: str) -> RowOptimizerFactory:
-    """What 'package.module:factory' names."""
+    """Import the factory 'package.module:factory'."""
     module_name, _, attribute = name.partition(":")
     try:
         module = import_custom(f"row optimizer {name!r}", module_name)
-    except (ImportError, ValueError) as error:  # ValueError: the name is empty
+    except (ImportError, ValueError) as error:  # ValueError: the module name is empty.
         raise MesetaError(
             f"row optimizer {name!r}: module {module_name!r} cannot be imported ({error}); "
-            "give 'package.module:factory', and run where Python finds the package"
+            "use 'package.module:factory', and run Python such that it finds the package"
         ) from error
     factory = getattr(module, attribute, None)
     if not callable(factory):
@@ -92,10 +94,10 @@ def _check_custom(optimizer: object, spec: OptimizerSpec) -> None:
         raise MesetaError(f"{owner}: the factory must return a RowOptimizer, got {type(optimizer).__name__}")
     trace(optimizer)
     kinds = list(state_kinds(optimizer).values())
-    found = kinds.count("element"), kinds.count("row")
-    if found != spec.num_states:
+    counts = kinds.count("element"), kinds.count("row")
+    if counts != spec.num_states:
         raise MesetaError(
-            f"{owner} keeps {found[0]} numbers per element and {found[1]} per row, but its spec says "
-            f"{spec.num_states[0]} and {spec.num_states[1]}, by which the planner counts bytes; "
-            f"set element_states={found[0]}, row_states={found[1]}"
+            f"{owner} has {counts[0]} numbers per element and {counts[1]} per row, but its spec has "
+            f"{spec.num_states[0]} and {spec.num_states[1]}, from which the planner computes memory; "
+            f"set element_states={counts[0]}, row_states={counts[1]}"
         )

@@ -1,4 +1,4 @@
-"""Gradient descent, with one length of step for all rows and with one for each (LARS)."""
+"""Row optimizers SGD, LARS and frozen."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from meseta.spec import OptimizerSpec
 
 
 def sgd(spec: OptimizerSpec) -> RowOptimizer:
-    """row -= lr * g; with momentum (as in torch.optim.SGD) velocity = momentum * velocity + g takes the place of g."""
+    """Create SGD: row -= lr * g, or with velocity = momentum * velocity + g instead of g, as in torch.optim.SGD."""
 
     def update(w: Value, g: Value, state: Values, stats: Values, h: Hyper) -> tuple[Value, Values]:
         return w - g * h.lr, state
@@ -24,13 +24,14 @@ def sgd(spec: OptimizerSpec) -> RowOptimizer:
 
 
 def lars(spec: OptimizerSpec) -> RowOptimizer:
-    """LARS (arXiv 1708.03888, algorithm 1), with the norms of a row in the place of a layer's.
+    """Create LARS (arXiv 1708.03888, algorithm 1) with norms of rows instead of layers.
 
-        rate = trust_coefficient * |row| / (|g| + weight_decay * |row|)
-        velocity = momentum * velocity + lr * rate * (g + weight_decay * row); row -= velocity
-
-    The rate is 1 where the row is all zeros, which could never leave zero otherwise, and where it would divide by 0.
+    The rate is 1 if its denominator is 0, or if the row is all zeros, because a zero row could not change otherwise.
     """
+
+    # rate = trust_coefficient * |row| / (|g| + weight_decay * |row|)
+    # velocity = momentum * velocity + lr * rate * (g + weight_decay * row)
+    # row -= velocity
 
     def init(weight: Tensor) -> RowState:
         return {"velocity": element_state(weight)} if spec.momentum else {}
@@ -53,5 +54,5 @@ def lars(spec: OptimizerSpec) -> RowOptimizer:
 
 
 def frozen(spec: OptimizerSpec) -> RowOptimizer:
-    """Rows never change."""
+    """Create an optimizer that never changes rows."""
     return RowOptimizer(name="frozen", init=lambda weight: {}, update=lambda w, g, state, stats, h: (w, state))

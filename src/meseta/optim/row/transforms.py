@@ -1,4 +1,4 @@
-"""What can be added to any row optimizer: clipping of the gradient, weight decay, an absolute penalty."""
+"""Transforms of row optimizers: gradient clipping, weight decay and L1 penalty."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import replace
 from meseta.ops.row_program.optimizer import Hyper, RowOptimizer, RowStats, Value, Values
 
 NORM_EPSILON = 1e-6
-"""Added to a norm that is divided by, as torch.nn.utils.clip_grad_norm_ does."""
+"""Added to a norm before division, as in torch.nn.utils.clip_grad_norm_."""
 
 
 def clip_value(optimizer: RowOptimizer, limit: float) -> RowOptimizer:
-    """Every element of the gradient limited to -limit..limit."""
+    """Clip every element of the gradient to -limit..limit."""
     return _transform_gradient(optimizer, lambda w, g, stats: g.clamp(min=-limit, max=limit))
 
 
 def clip_norm(optimizer: RowOptimizer, limit: float) -> RowOptimizer:
-    """The gradient of a row scaled down to the norm `limit` where it is longer."""
+    """Clip the norm of the gradient of each row to `limit`."""
 
     def squares(w: Value, g: Value, state: Values, stats: Values, h: Hyper) -> Values:
         return {"unclipped_sq": g * g}
@@ -30,17 +30,17 @@ def clip_norm(optimizer: RowOptimizer, limit: float) -> RowOptimizer:
 
 
 def coupled_decay(optimizer: RowOptimizer, weight_decay: float) -> RowOptimizer:
-    """weight_decay * row added to the gradient: the gradient of weight_decay / 2 * |row|^2."""
+    """Add weight_decay * row to the gradient, the gradient of weight_decay / 2 * |row|^2."""
     return _transform_gradient(optimizer, lambda w, g, stats: g + w * weight_decay)
 
 
 def l1_penalty(optimizer: RowOptimizer, l1: float) -> RowOptimizer:
-    """l1 * sign(row) added to the gradient: a subgradient of l1 * sum of |row|, which is 0 where the row is."""
+    """Add l1 * sign(row) to the gradient, a subgradient of l1 * sum(|row|). It is 0 for elements that are 0."""
     return _transform_gradient(optimizer, lambda w, g, stats: g + w.sign() * l1)
 
 
 def decoupled_decay(optimizer: RowOptimizer, weight_decay: float) -> RowOptimizer:
-    """row -= lr * weight_decay * row before the step (arXiv 1711.05101, algorithm 2)."""
+    """Subtract lr * weight_decay * row before the step (arXiv 1711.05101, algorithm 2)."""
 
     def update(w: Value, g: Value, state: Values, stats: Values, h: Hyper) -> tuple[Value, Values]:
         return optimizer.update(w - w * (h.lr * weight_decay), g, state, stats, h)
@@ -49,7 +49,7 @@ def decoupled_decay(optimizer: RowOptimizer, weight_decay: float) -> RowOptimize
 
 
 def _transform_gradient(optimizer: RowOptimizer, change: Callable[[Value, Value, Values], Value]) -> RowOptimizer:
-    """The optimizer with `change(rows, gradient, stats)` in the place of the gradient."""
+    """Replace the gradient of an optimizer by `change(rows, gradient, stats)`."""
 
     def changed(stage: RowStats) -> RowStats:
         return lambda w, g, state, stats, h: stage(w, change(w, g, stats), state, stats, h)

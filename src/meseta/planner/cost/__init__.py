@@ -1,1 +1,1 @@
-"""What a plan costs: seconds of a step and bytes of every rank, by the constants of a cost model or its networks."""
+"""Predictions of the time of a training step and of the memory of each rank, from a cost model."""

@@ -1,4 +1,4 @@
-"""Rows of a batch that do not lie near, from how often rows come again, where `meseta.ops.eviction` tells which do."""
+"""Predicted misses of row caches, for the eviction policy of `meseta.ops.eviction`."""
 
 from __future__ import annotations
 
@@ -6,28 +6,29 @@ import numpy as np
 
 from meseta.planner.cost.reuse import Floats, RowClasses
 
+# Small caches use a fixed half-life. Caches with at least `MIN_LONG_HALF_LIFE_SLOTS` slots try several, of which the
+# longest suits rows with stable popularity. A half-life is a number of lookups per slot.
 MIN_LONG_HALF_LIFE_SLOTS, SHORT_HALF_LIFE, LONG_HALF_LIFE = 8192, 4.0, 16.0
-"""Of a cache with fewer slots than that, requests count half after so many lookups for each slot; larger ones try
-several, of which rows that stay as popular as they are take the longest."""
+# The histogram says little about rare rows: each of them may be requested again or not.
 MAX_RARE_COUNT = 4.0
-"""Of rows that come no oftener in a window, a histogram says little: each of many may come again or not."""
+"""Maximum number of lookups per window of a row that counts as rare."""
 NUM_TAIL_CLASSES = 24
-"""Classes that these are cut into."""
+"""Number of classes that the rare rows of a table are divided into."""
 MIN_EXPONENT, MAX_EXPONENT = 0.2, 3.0
 _NUM_BISECTIONS = 40
 _TINY = 1e-300
 
 
 def request_rates(classes: RowClasses) -> tuple[Floats, Floats]:
-    """(rows, requests of a row for each lookup of its table), both [n, K + NUM_TAIL_CLASSES], those of most requests
-    first.
+    """Return (rows, rates): the number of rows of each class, and the requests of one row per lookup of its table.
 
-    Rows that came RARE times or less in a window, or never, are taken to be the tail of a power law whose exponent the
-    more frequent ones show (G. K. Zipf), cut into classes of geometrically growing size. Where nothing shows one, all
-    of them are alike. Where no row came so rarely, those that never came are taken never to come.
+    Both arrays have shape [n, K + NUM_TAIL_CLASSES], with the most requested class first.
     """
     n, each = len(classes.num_seen_rows), np.arange(len(classes.num_seen_rows))
     extents, shares, counts = classes.num_rows, classes.lookup_shares, classes.lookups_per_row
+    # Rare rows, and rows that were never looked up, are taken as the tail of a power law (Zipf), whose exponent follows
+    # from the more frequent rows. If there are too few of these, all rare rows are equally likely. If no row is rare,
+    # rows that were never looked up have no requests.
     is_rare = (counts <= MAX_RARE_COUNT) | (extents <= 0.0)
     rows = np.where(is_rare, 0.0, extents)
     rows[each, classes.coldest_index] = np.where(is_rare[each, classes.coldest_index], 0.0, classes.num_seen_rows)
@@ -47,40 +48,41 @@ def request_rates(classes: RowClasses) -> tuple[Floats, Floats]:
 
 
 def _zipf_exponents(counts: Floats, rows: Floats) -> Floats:
-    """Exponent of each table [n]: rows by rank come rank ** -exponent as often. 0 where fewer than two classes tell."""
-    found = np.zeros(len(rows))
+    """Return the exponent of the power law of each table [n], or 0 if fewer than two classes have rows."""
+    exponents = np.zeros(len(rows))
+    # The row of rank r is requested in proportion to r ** -exponent.
     for table, (count, number) in enumerate(zip(counts, rows, strict=True)):
         used = np.flatnonzero(number > 0.0)
         if used.size < 2:
             continue
         ends = np.cumsum(number[used])
         ranks = np.sqrt(np.maximum(ends - number[used], 1.0) * ends)
-        weights = np.sqrt(number[used])  # of classes with more rows more is known
+        weights = np.sqrt(number[used])  # Frequencies of large classes are known more precisely.
         x, y = np.log(ranks), np.log(count[used])
         x, y = x - np.average(x, weights=weights), y - np.average(y, weights=weights)
         spread = (weights * x * x).sum()
         if spread > 0.0:
-            found[table] = np.clip(-(weights * x * y).sum() / spread, MIN_EXPONENT, MAX_EXPONENT)
-    return found
+            exponents[table] = np.clip(-(weights * x * y).sum() / spread, MIN_EXPONENT, MAX_EXPONENT)
+    return exponents
 
 
 def cache_misses(rows: Floats, requests: Floats, cache_rows: Floats, lookups: Floats) -> Floats:
-    """Distinct rows of a batch that do not lie near [n].
-
-    A row's score is the sum over its requests of (1/2)^(their age in half-lives), and rows of the highest scores lie
-    near. Where requests come at random that sum is shot noise with mean m and variance m / 2 in units of the time
-    constant, whose law is close to a gamma distribution of shape 2 m; the threshold is that above which as many rows
-    lie as there is room for (as H. Che et al., "Hierarchical web caching systems", 2002, find it for LRU).
+    """Return the expected number of distinct rows of a batch that are not in the cache, per table [n].
 
     Args:
-        rows: of each class [n, K].
-        requests: of a row of the class in a batch, on average [n, K].
-        cache_rows: slots [n].
-        lookups: of a batch [n].
+        rows: Number of rows of each class [n, K].
+        requests: Mean number of requests per batch of one row of the class [n, K].
+        cache_rows: Number of cache slots [n].
+        lookups: Number of lookups per batch [n].
     """
-    found = np.zeros(len(cache_rows))
-    wants = np.flatnonzero((cache_rows < rows.sum(axis=1)) & (lookups > 0.0))
-    rows, requests, cache_rows, lookups = (part[wants] for part in (rows, requests, cache_rows, lookups))
+    misses = np.zeros(len(cache_rows))
+    indices = np.flatnonzero((cache_rows < rows.sum(axis=1)) & (lookups > 0.0))
+    rows, requests, cache_rows, lookups = (part[indices] for part in (rows, requests, cache_rows, lookups))
+    # The score of a row is the sum of (1/2)^(age in half-lives) over its requests, and the rows with the highest scores
+    # are cached. For random requests, the score is shot noise with mean m and variance m / 2 in units of the time
+    # constant. Its distribution is close to a gamma distribution of shape 2 m. The bisection finds the score threshold
+    # above which as many rows are expected as there are slots, as H. Che et al. do for LRU ("Hierarchical web caching
+    # systems", 2002).
     chance = -np.expm1(-requests)
     half_life = (
         np.where(cache_rows < MIN_LONG_HALF_LIFE_SLOTS, SHORT_HALF_LIFE, LONG_HALF_LIFE)
@@ -88,37 +90,36 @@ def cache_misses(rows: Floats, requests: Floats, cache_rows: Floats, lookups: Fl
         / lookups
     )  # in batches
     shape = 2.0 * chance * (half_life / np.log(2.0))[:, None]
-    low, high = np.full(len(wants), -600.0), np.full(len(wants), 30.0)
+    low, high = np.full(len(indices), -600.0), np.full(len(indices), 30.0)
     for _ in range(_NUM_BISECTIONS):
         middle = 0.5 * (low + high)
         fits = (rows * (1.0 - gamma_cdf(shape, 2.0 * np.exp(middle)[:, None]))).sum(axis=1) <= cache_rows
         low, high = np.where(fits, low, middle), np.where(fits, middle, high)
-    found[wants] = (rows * chance * gamma_cdf(shape, 2.0 * np.exp(high)[:, None])).sum(axis=1)
-    return found
+    misses[indices] = (rows * chance * gamma_cdf(shape, 2.0 * np.exp(high)[:, None])).sum(axis=1)
+    return misses
 
 
 def gamma_cdf(shape: Floats, x: Floats) -> Floats:
-    """Probability that a gamma variable of this shape is below x; of shape 0 it is 0.
-
-    By P(a, x) = P(a + 2, x) + x^a e^-x / Gamma(a + 1) (1 + x / (a + 1)), and for a + 2 by the normal law of the cube
-    root (E. B. Wilson and M. M. Hilferty, 1931); right to 0.004.
-    """
+    """Return the probability that a gamma variable of the given shape is below `x`, with an error of at most 0.004."""
+    # P(a, x) = P(a + 2, x) + x^a e^-x / Gamma(a + 1) (1 + x / (a + 1)). The first term is the normal approximation of
+    # the cube root (E. B. Wilson and M. M. Hilferty, 1931).
     more = shape + 2.0
     z = 3.0 * np.sqrt(more) * (np.cbrt(x / more) - 1.0 + 1.0 / (9.0 * more))
     first = np.exp(shape * np.log(np.maximum(x, _TINY)) - x - _log_gamma(shape + 1.0)) * (1.0 + x / (shape + 1.0))
+    # A variable of shape 0 is always 0.
     return np.where(shape <= 0.0, 1.0, np.clip(_normal_cdf(z) + first, 0.0, 1.0))
 
 
 def _log_gamma(x: Floats) -> Floats:
-    """By J. Stirling's series at x + 4."""
+    # Stirling's series, evaluated at x + 4.
     up = x + 4.0
     shifted = np.log(x * (x + 1.0) * (x + 2.0) * (x + 3.0)) if np.max(x, initial=0.0) < 1e70 else 4.0 * np.log(x)
-    found: Floats = (up - 0.5) * np.log(up) - up + 0.5 * np.log(2.0 * np.pi) + 1.0 / (12.0 * up) - shifted
-    return found
+    log_gamma: Floats = (up - 0.5) * np.log(up) - up + 0.5 * np.log(2.0 * np.pi) + 1.0 / (12.0 * up) - shifted
+    return log_gamma
 
 
 def _normal_cdf(z: Floats) -> Floats:
-    """Of the standard normal law, by M. Abramowitz and I. A. Stegun, 26.2.17."""
+    # M. Abramowitz and I. A. Stegun, formula 26.2.17.
     t = 1.0 / (1.0 + 0.2316419 * np.abs(z))
     tail = np.exp(-0.5 * z * z) / np.sqrt(2.0 * np.pi) * t * (
         0.319381530 + t * (-0.356563782 + t * (1.781477937 + t * (-1.821255978 + t * 1.330274429)))

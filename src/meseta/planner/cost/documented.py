@@ -1,4 +1,4 @@
-"""Constants of devices that were not measured here: from data sheets and published measurements."""
+"""Cost models from data sheets and published measurements, for devices that were not measured."""
 
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ from meseta.spec.cost_model import (
 )
 
 _BANDWIDTH_SHARE = 0.8
-"""Share of a data sheet's bandwidth that programs reach: an assumption, of memory and of links alike."""
+"""Assumed share of the documented bandwidth of memory and links that programs reach."""
+# Layers are a few hundred to a few thousand wide, which does not fill a GPU.
 _MFU = 0.4
-"""Share of a data sheet's tensor throughput that the matrix products of a recommendation model reach: an assumption,
-since its layers are a few hundred to a few thousand wide and fill a GPU in part."""
+"""Assumed share of the documented tensor throughput that matrix products of a recommendation model reach."""
 
+# A tenth of the latency that was measured between two ranks.
 _PEER_S = 3e-5
-"""What one more rank takes in a collective over gloo: an assumption, a tenth of what was measured between two."""
+"""Assumed seconds per additional rank of a collective over gloo."""
+# Encoding and decoding were measured with 2,048 rows of 64 columns on a Zen 4 core, 2026-11-24, without the copy of the
+# encoded bytes.
 _ENCODE_S = {
     "fp16": 0.0,
     "bf16": 0.0,
@@ -31,24 +34,22 @@ _ENCODE_S = {
     f"fp8{STOCHASTIC_SUFFIX}": 1.0e-9,
     f"int8{STOCHASTIC_SUFFIX}": 7.5e-10,
 }
+"""Seconds to encode one element, by codec, with `STOCHASTIC_SUFFIX` for stochastic rounding."""
 _DECODE_S = {"fp16": 0.0, "bf16": 0.0, "fp8": 3.4e-10, "int8": 7e-11}
-"""Of a number that a codec writes and reads: 2,048 rows of 64 columns on a Zen 4 core, 2026-11-24, less the copy of its
-bytes."""
+"""Seconds to decode one element, by codec."""
 
 
 def documented_cost_model(device: DeviceKind) -> CostModel:
-    """What stands for a device until `meseta calibrate` has measured it."""
+    """Return the cost model of a device that `meseta calibrate` has not measured."""
     return _cpu() if device == "cpu" else _gpu(device)
 
 
 def _cpu() -> CostModel:
-    """One thread of a Zen 4 core.
-
-    Lookup, update and cache: fitted as `meseta calibrate` does to 600 combinations, the median of three rounds each,
-    2026-11-22. The rest was measured on the same machine: gloo on loopback takes 0.15 to 0.4 ms a collective, and moves
-    3.4 GB/s all-to-all, 2.3 GB/s all-reduce; matrix products run at 103 GFLOP/s in float32, 225 in bfloat16; a disk
-    gives 95,000 random reads of 4 KB and 1.2 GB a second.
-    """
+    # One thread of an AMD Zen 4 core. Lookup, update and hardware cache were fitted to 600 combinations as `meseta
+    # calibrate` does, with the median of three rounds each, 2026-11-22. The other constants were measured on the same
+    # machine. A collective of gloo on loopback takes 0.15 to 0.4 ms. All-to-all reaches 3.4 GB/s and all-reduce 2.3
+    # GB/s. Matrix products run at 103 GFLOP/s in float32 and 225 in bfloat16. A disk reads 95,000 random blocks of 4 KB
+    # per second, and 1.2 GB/s sequentially.
     source = "measured on one thread of an AMD EPYC (Zen 4)"
     fitted = "600 combinations on one thread of an AMD EPYC (Zen 4), fitted as meseta calibrate does, 2026-11-22"
     between = Link(
@@ -104,8 +105,8 @@ def _cpu() -> CostModel:
 
 
 def _cpu_tiers(source: str) -> TierCost:
-    """What rows near and far cost a rank: about what `meseta calibrate --disk` measured with one thread of an Intel
-    Xeon (AVX-512, AMX) beside other work, 2026-11-25."""
+    # Similar to measurements of `meseta calibrate --disk` with one thread of an Intel Xeon (AVX-512, AMX), which had
+    # other work at the same time, 2026-11-25.
     return TierCost(
         host_bytes_per_s=2.2e9,
         host_row_s=1.2e-7,
@@ -122,7 +123,7 @@ def _cpu_tiers(source: str) -> TierCost:
 
 
 class _DataSheet(NamedTuple):
-    """Figures of one GPU from its data sheet. Bandwidths are bytes per second, throughputs dense FLOP/s."""
+    """Specifications of a GPU. Bandwidths are in bytes per second, and throughputs in dense FLOP/s."""
 
     memory_bytes: int
     memory_bytes_per_s: float
@@ -130,10 +131,10 @@ class _DataSheet(NamedTuple):
     tf32_flops_per_s: float
     bf16_flops_per_s: float
     nvlink_bytes_per_s: float
-    """One way."""
+    """NVLink bandwidth per direction."""
     network_bytes_per_s: float
     pcie_bytes_per_s: float
-    """One way."""
+    """PCIe bandwidth per direction."""
 
 
 _DATA_SHEETS: dict[str, _DataSheet] = {
@@ -143,7 +144,7 @@ _DATA_SHEETS: dict[str, _DataSheet] = {
     # NVIDIA H100 SXM data sheet: 80 GB, 3.35 TB/s; 50 MB; 494 and 989 TFLOPS without sparsity; NVLink 900 GB/s; DGX
     # H100: 400 Gb/s per GPU; PCIe 5.0 x16.
     "h100": _DataSheet(80 * 10**9, 3.35e12, 50e6, 494e12, 989e12, 450e9, 50e9, 64e9),
-    # NVIDIA H200 SXM data sheet: 141 GB, 4.8 TB/s; else as the H100.
+    # NVIDIA H200 SXM data sheet: 141 GB, 4.8 TB/s; otherwise equal to the H100.
     "h200": _DataSheet(141 * 10**9, 4.8e12, 50e6, 494e12, 989e12, 450e9, 50e9, 64e9),
     # NVIDIA DGX B200 data sheet: 1,440 GB and 64 TB/s over 8 GPUs; 1.1 and 2.25 PFLOPS without sparsity; NVLink 1.8
     # TB/s; 400 Gb/s per GPU; L2 of 126 MB as the driver reports.
@@ -152,29 +153,27 @@ _DATA_SHEETS: dict[str, _DataSheet] = {
 
 
 def documented_memory_bytes(device: DeviceKind) -> int | None:
-    """Return the memory of one GPU in bytes by its data sheet; `None` for a CPU, whose hosts differ."""
+    """Return the memory of a GPU according to its data sheet, or `None` for a CPU."""
     return _DATA_SHEETS[device].memory_bytes if device in _DATA_SHEETS else None
 
 
 def _gpu(device: DeviceKind) -> CostModel:
-    """Operators on a GPU are bound by memory: a row costs its bytes over the bandwidth.
-
-    Radix sort of ids: 29.4 billion 32-bit keys/s on an A100 ("Onesweep", arXiv 2206.01784), taken as a quarter of that,
-    since an id carries a position and the borders of rows are found; scaled by memory bandwidth. Assumed: a call of a
-    few launches takes 20 to 100 us; small collectives 20 us inside a host and 40 across; four NVMe drives a host give
-    25 GB/s, half of that written, and 4 million reads of 4 KB a second, whose processor time is left out.
-    """
+    """Return the cost model of a GPU. Operators are memory-bound, so a row costs its bytes divided by the bandwidth."""
     _, memory, cache, tf32, bf16, nvlink, network, pcie = _DATA_SHEETS[device]
     byte_s, cached_byte_s = 1 / (memory * _BANDWIDTH_SHARE), 1 / (memory * _BANDWIDTH_SHARE * 3)
     source = (
         f"data sheet of {device.upper()}, {_BANDWIDTH_SHARE:.0%} of its bandwidths, {_MFU:.0%} of its tensor throughput"
     )
+    # Small collectives are assumed to take 20 us inside a host, and 40 us between hosts.
     inside = Link(bytes_per_s=nvlink * _BANDWIDTH_SHARE, latency_s=2e-5)
     across = Link(bytes_per_s=network * _BANDWIDTH_SHARE, latency_s=4e-5)
+    # Radix sort reaches 29.4 billion 32-bit keys/s on an A100 ("Onesweep", arXiv 2206.01784). A quarter of it is
+    # assumed here, because an id has a position and the borders of rows are searched. It is scaled by memory bandwidth.
     sort_id_s = 4 / 29.4e9 * 1.555e12 / memory
     return CostModel(
         device=device,
         lookup=LookupCost(
+            # A call of a few kernel launches is assumed to take 20 to 100 us.
             call_s=2e-5,
             id_s=8 * byte_s,
             bag_s=8 * byte_s,
@@ -207,6 +206,8 @@ def _gpu(device: DeviceKind) -> CostModel:
         ),
         tiers=TierCost(
             host_bytes_per_s=pcie * _BANDWIDTH_SHARE,
+            # Four NVMe drives per host are assumed to read 25 GB/s, write half of that, and read 4 million blocks of 4
+            # KB per second. Processor time is not included.
             disk_bytes_per_s=25e9,
             disk_write_bytes_per_s=12e9,
             disk_row_s=1 / 4e6,

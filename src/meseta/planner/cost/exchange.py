@@ -1,4 +1,4 @@
-"""Bytes that every rank sends and receives in the collectives of a step, by level of the network, and their seconds."""
+"""Predicted bytes and seconds of the collectives of a step. Arrays of shape [R] have one entry per rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from meseta.spec.transfer import ROW_STATISTICS, TrafficUnit, Transfer, Transfer
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective: what each rank sends to the others and gets from them, in bytes [R]."""
+    """Collective of a step, with the bytes that each rank sends and receives [R]."""
 
     name: str
     component: StepComponent
@@ -29,19 +29,21 @@ class Collective:
     received_intra_host: Floats
     received_inter_host: Floats
     reduces: bool = False
-    """Whether it is an all-reduce."""
+    """Whether the collective is an all-reduce or a reduce-scatter."""
     num_calls: int = 1
-    """How many of them share these bytes."""
+    """Number of calls per step. The bytes are the total of all calls."""
     algorithm: AllReduceAlgorithm | None = None
-    """Which way a sum takes."""
+    """Algorithm of a reduction, or `None` for other collectives."""
     num_peers: tuple[int, int] = (0, 0)
-    """Of each rank: other ranks that it meets inside its host, and across hosts."""
+    """Number of ranks that each rank communicates with, as (same host, other hosts)."""
     codec_s: Floats | float = 0.0
-    """[R]: seconds in which each rank writes and reads encoded numbers."""
+    """Seconds that each rank encodes and decodes [R]."""
 
     def seconds(self, cost_model: CostModel, topology: Topology) -> Floats:
-        """[R]: the latency, what peers take, and the slower of the levels, on which a rank sends and receives at once;
-        where a sum goes by host, one level after the other."""
+        """Return the seconds of each rank [R]: latency, time per peer, and transfer time.
+
+        Intra-host and inter-host transfers take place at the same time, except in hierarchical reductions.
+        """
         ranks = topology.num_ranks
         if ranks == 1:
             return np.zeros(1)
@@ -51,26 +53,25 @@ class Collective:
         latency_s = call_seconds(self, (inside, across), topology, bool(far.any()))
         if self.algorithm == "chain":
             far = np.full(ranks, far.max() * chain_factor(topology.num_hosts))
+        # A hierarchical reduction first reduces inside each host, then between hosts.
         spent = near + far if self.algorithm in ("cross_host", "chain") else np.maximum(near, far)
         return spent + self.num_calls * latency_s
 
 
-@runtime_checkable  # beartype asks for it where the tests check every call
+@runtime_checkable  # Tests check arguments with beartype, which requires it.
 class CollectiveCall(Protocol):
-    """What the latency of a collective follows from."""
+    """Properties of a `Collective` that determine its latency."""
 
     @property
-    def algorithm(self) -> AllReduceAlgorithm | None:
-        """Which way a sum takes."""
+    def algorithm(self) -> AllReduceAlgorithm | None: ...
 
     @property
-    def num_peers(self) -> tuple[int, int]:
-        """Of each rank, inside its host and across hosts."""
+    def num_peers(self) -> tuple[int, int]: ...
 
 
 def call_seconds(call: CollectiveCall, both: tuple[Link, Link], topology: Topology, is_far: bool) -> float:
-    """Of one collective without its bytes, over the links (inside, across): its latency, that of both levels where a
-    sum goes by host, and what its peers take. `is_far`: whether it sends anything to other hosts."""
+    """Return the seconds of one call over the links (intra-host, inter-host) without transfer time. `is_far` means that
+    data is sent to other hosts."""
     (inside, across), (mates, far_peers) = both, call.num_peers
     spent = mates * inside.peer_s + far_peers * across.peer_s
     if call.algorithm in ("cross_host", "chain"):
@@ -80,53 +81,54 @@ def call_seconds(call: CollectiveCall, both: tuple[Link, Link], topology: Topolo
 
 
 def chain_factor(num_hosts: int) -> float:
-    """How long a chain takes, over what the host that sends most takes to send: pieces follow each other to the last
-    host, and then back."""
+    """Return the duration of a chain relative to the sending time of its busiest host."""
+    # Chunks are pipelined to the last host and back.
     return (num_hosts - 2 + NUM_CHAIN_CHUNKS) / NUM_CHAIN_CHUNKS * (2.0 if num_hosts == 2 else 1.0)
 
 
 def count_peers(transfer: Transfer, num_ranks: int, per_host: int) -> tuple[int, int]:
-    """(inside its host, across hosts): the ranks that each meets in a transfer."""
+    """Return the number of ranks that each rank communicates with in a transfer, as (same host, other hosts)."""
     hosts = num_ranks // per_host
-    mates, twins = (per_host - 1, 0), (0, hosts - 1)
+    mates, cross_host_peers = (per_host - 1, 0), (0, hosts - 1)
     of_way: dict[CollectiveKind, tuple[int, int]] = {
         "host": mates, "host gather": mates, "host scatter": mates, "host sum": mates,
-        "hosts": twins, "hosts sum": twins, "hosts chain": (0, min(2, hosts - 1)),
+        "hosts": cross_host_peers, "hosts sum": cross_host_peers, "hosts chain": (0, min(2, hosts - 1)),
     }  # fmt: skip
-    met = [of_way.get(part.collective, (per_host - 1, num_ranks - per_host)) for part in transfer.parts]
-    return max(inside for inside, _ in met), max(across for _, across in met)
+    num_peers = [of_way.get(part.collective, (per_host - 1, num_ranks - per_host)) for part in transfer.parts]
+    return max(inside for inside, _ in num_peers), max(across for _, across in num_peers)
 
 
 def select_links(cost_model: CostModel, topology: Topology, reduces: bool) -> tuple[Link, Link]:
-    """(inside, across) of a collective: as the topology says, else as the cost model does."""
-    own = cost_model.exchange
-    inside = own.inside_all_reduce if reduces else own.inside_all_to_all
-    across = own.across_all_reduce if reduces else own.across_all_to_all
+    """Return the links (intra-host, inter-host) of a collective. Links of the topology take precedence over the cost
+    model."""
+    cost = cost_model.exchange
+    inside = cost.inside_all_reduce if reduces else cost.inside_all_to_all
+    across = cost.across_all_reduce if reduces else cost.across_all_to_all
     return topology.inside or inside, topology.across or across
 
 
-@runtime_checkable  # beartype asks for it where the tests check every call
+@runtime_checkable  # Tests check arguments with beartype, which requires it.
 class Partitioning(Protocol):
-    """How the table of each piece is cut, [n] each."""
+    """Partitioning of the table of each shard, with arrays of shape [n]."""
 
     @property
     def host_row_parts(self) -> Indices:
-        """Row ranges in the piece's host, of schemes that sum bags there; else 0."""
+        """Number of row ranges on the shard's host, if the host sums partial bags. Otherwise 0."""
 
     @property
     def column_parts(self) -> Indices:
-        """Ranges of columns."""
+        """Number of column ranges of the table."""
 
     @property
     def host_column_parts(self) -> Indices | Floats:
-        """Pieces of the host that hold columns of the same rows."""
+        """Number of shards on the same host that have columns of the same rows."""
 
 
 def count_items(each: TrafficUnit, load: ShardLoads, cut: Partitioning, num_ranks: int) -> Floats:
-    """How many of something each piece has [n], over all ranks that ask for its rows; of replicas, on each rank."""
+    """Return the number of units of each shard [n], over all requesting ranks. For replicas, the number per rank."""
     if each in _LOAD_FIELDS:
-        found: Floats = getattr(load, _LOAD_FIELDS[each])
-        return found
+        counts: Floats = getattr(load, _LOAD_FIELDS[each])
+        return counts
     if each in OF_HOSTS:
         return count_items(OF_HOSTS[each], load, cut, num_ranks) / np.maximum(cut.host_column_parts, 1)
     if each in ("route", "row route"):
@@ -164,48 +166,50 @@ _LOAD_FIELDS: dict[TrafficUnit, str] = {"bag": "num_lengths", "id": "num_ids", "
 OF_HOSTS: dict[TrafficUnit, TrafficUnit] = {
     "host bag": "bag", "host id": "id", "host weight": "weight", "host route": "route", "host row route": "row route",
 }  # fmt: skip
-"""What all pieces of a host that hold columns of the same rows have once."""
+"""Unit per shard of each unit that is counted once for all shards of a host with columns of the same rows."""
 
 
 def pair_bytes(part: TransferPart, num_ranks: int, per_host: int) -> float:
-    """Bytes of a part that travels between ranks whatever their pieces are, to one rank from all."""
+    """Return the bytes of a part that one rank receives from all ranks, regardless of its shards."""
     return float(part.num_bytes * (num_ranks // per_host if part.unit == "twin pair" else num_ranks))
 
 
 PAIR_ITEMS: tuple[TrafficUnit, ...] = ("pair", "twin pair")
-"""Of parts that travel whatever pieces there are."""
+"""Units that do not depend on shards."""
 
 
 def shard_transfer_bytes(
     transfers: Iterable[Transfer], names: Sequence[str], load: ShardLoads, cut: Partitioning, num_ranks: int
 ) -> Floats:
-    """Bytes of each piece [n] in the transfers of tables of these names, over all ranks that ask for its rows."""
+    """Return the bytes of each shard [n] in the named table transfers, over all requesting ranks."""
     parts = [part for transfer in transfers if transfer.name in names for part in transfer.parts]
     return sum((transfer_part_bytes(part, load, cut, num_ranks) for part in parts), np.zeros(len(load.num_ids)))
 
 
 def transfer_part_bytes(part: TransferPart, load: ShardLoads, cut: Partitioning, num_ranks: int) -> Floats:
-    """Bytes of each piece [n] in one part of a transfer."""
-    found = part.num_bytes * count_items(part.unit, load, cut, num_ranks)
+    """Return the bytes of each shard [n] in one part of a transfer."""
+    num_bytes = part.num_bytes * count_items(part.unit, load, cut, num_ranks)
     if part.scale_bytes:
         blocks = replace(load, num_columns=np.ceil(load.num_columns / COLUMN_BLOCK))
-        found = found + part.scale_bytes * count_items(part.unit, blocks, cut, num_ranks)
-    return found
+        num_bytes = num_bytes + part.scale_bytes * count_items(part.unit, blocks, cut, num_ranks)
+    return num_bytes
 
 
 REPLICA_ITEMS: tuple[TrafficUnit, ...] = ("replica number", "padded replica number", "replica row")
-"""What is counted of replicas."""
+"""Units that count replicas."""
 
 
 def codec_seconds(part: TransferPart, to_owners: bool, cost: ExchangeCost, hosts: int) -> tuple[float, float]:
-    """Seconds of writing and reading a byte of a part: on the rank, or in the host, that has the rows, or of a sum on
-    every rank; and together on all ranks that ask."""
+    """Return the seconds per byte to encode and decode a part, as (owner, requesters).
+
+    `owner` also applies to each rank of a reduction. `requesters` is the total of all requesting ranks.
+    """
     if part.codec.is_lossless:
         return 0.0, 0.0
     write_s, read_s = (
         part.elements_per_byte * each for each in cost.codec_seconds(part.codec.name, stochastic=to_owners)
     )
-    if part.collective == "hosts sum":  # the sum of a host, and of a piece the total; both are read whole
+    if part.collective == "hosts sum":  # Encodes the sum of a host, then the total of a chunk, and decodes both.
         return write_s * (1 + 1 / hosts) + 2 * read_s, 0.0
     return (read_s, write_s) if to_owners else (write_s, read_s)
 
@@ -213,7 +217,7 @@ def codec_seconds(part: TransferPart, to_owners: bool, cost: ExchangeCost, hosts
 def collectives(
     transfers: Sequence[Transfer], placement: Placement, sharded: ShardLoads, replicated: ShardLoads, cost: ExchangeCost
 ) -> tuple[Collective, ...]:
-    """What each rank sends and receives in the transfers of a step. Every rank has an equal slice of the batch."""
+    """Return the collectives of a step. Each rank has an equal slice of the batch."""
     return tuple(_collective(transfer, placement, (sharded, replicated), cost) for transfer in transfers)
 
 
@@ -239,7 +243,7 @@ def _collective(
                 + owner_s * _coded_amounts(part.collective, amounts, placement)
                 + askers_s * amounts.sum() / ranks
             )
-        if not transfer.sends_to_owners:  # the way there, backwards
+        if not transfer.sends_to_owners:  # Routes are reversed: swap sent and received bytes.
             levels = levels[2], levels[3], levels[0], levels[1]
         total = total[0] + levels[0], total[1] + levels[1], total[2] + levels[2], total[3] + levels[3]
     return Collective(
@@ -258,15 +262,13 @@ def _collective(
 
 
 def _coded_amounts(way: CollectiveKind, amounts: Floats, placement: Placement) -> Floats:
-    """[R]: what each rank writes or reads of `amounts` [R]; a host's ranks share what it has summed."""
+    """Return the bytes that each rank encodes or decodes [R]. Ranks of a host share the bytes of its sums."""
     if way != "hosts":
         return amounts
     return np.bincount(placement.rank_hosts, amounts)[placement.rank_hosts] / placement.ranks_per_host
 
 
-class _Unpartitioned:
-    """Replicas are not cut."""
-
+class _Unpartitioned:  # Replicas are not split.
     host_row_parts = column_parts = host_column_parts = np.zeros(1, np.int64)
 
 
@@ -276,8 +278,11 @@ UNPARTITIONED = _Unpartitioned()
 def _bytes_by_level(
     way: CollectiveKind, amounts: Floats, placement: Placement
 ) -> tuple[Floats, Floats, Floats, Floats]:
-    """(sent inside, sent across, received inside, received across) by every rank [R], where `amounts` [R] belong to the
-    rows of each rank, or are what each rank has."""
+    """Return the bytes of each rank [R] as (sent intra-host, sent inter-host, received intra-host, received
+    inter-host).
+
+    `amounts` [R] are the bytes of the rows that each rank owns, or the bytes of each rank's replicated data.
+    """
     ranks, per_host, host = placement.num_ranks, placement.ranks_per_host, placement.rank_hosts
     hosts, nothing = ranks // per_host, np.zeros(ranks)
     if way == "owners":

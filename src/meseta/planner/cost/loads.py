@@ -1,4 +1,4 @@
-"""What a step asks of pieces of tables: ids, bags, distinct rows, bytes; many pieces at once."""
+"""Loads of many shards in one step: numbers of ids, bags and distinct rows, and bytes."""
 
 from __future__ import annotations
 
@@ -17,33 +17,30 @@ from meseta.spec.tiers import HBM, OFFLOADED_TIERS, TIERS
 from meseta.spec.transfer import ROW_STATISTICS, element_bytes
 
 Indices = NDArray[np.int64]
-"""Numbers in `Pieces.tier` index this."""
 CACHE_LINE_BYTES = 64
-"""What memory gives at a time."""
+"""Bytes per cache line."""
 TLB_REACH_BYTES = 64e6
-"""Pages of so many bytes have their addresses at hand; each doubling beyond makes the walk to an address longer."""
+"""Amount of memory whose page addresses are cached. Each doubling beyond it makes address translation slower."""
 OFFLOADED_TIER_INDICES = [TIERS.index(tier) for tier in OFFLOADED_TIERS]
-"""In `Pieces.tier`: whose rows lie near and far."""
+"""Indices in `TIERS` of the offloaded tiers."""
 _SAMPLE_EXPONENTS = np.linspace(-1.0, 10.0, 45)
-"""Powers of ten of samples, at which what a cache holds is tried."""
+"""Decimal logarithms of the numbers of samples for which the content of the hardware cache is computed."""
 
 
 @dataclass(frozen=True)
 class ShardArrays:
-    """Rectangles of tables, [n] each; scalars are spread out by `of`."""
+    """Row and column ranges of shards, with one entry per shard [n]."""
 
-    table: Indices
-    """Index in `Workload.tables`."""
+    table: Indices  # index in `Workload.tables`
     first_row: Indices
     stop_row: Indices
-    """One after the last."""
+    """Exclusive end of the row range."""
     first_column: Indices
     stop_column: Indices
-    """One after the last."""
-    tier: Indices
-    """Index in TIERS."""
+    """Exclusive end of the column range."""
+    tier: Indices  # index in `TIERS`
     cache_rows: Indices
-    """Of tiers 'cached' and 'disk': rows that lie near at most; of others 0."""
+    """Capacity of the row cache in offloaded tiers, otherwise 0."""
 
     @staticmethod
     def from_values(
@@ -53,12 +50,12 @@ class ShardArrays:
         tier: object = 0,
         cache_rows: object = 0,
     ) -> ShardArrays:
-        """From arrays or scalars of equal or broadcast length."""
-        given = (table, *rows, *columns, tier, cache_rows)
-        return ShardArrays(*np.broadcast_arrays(*(np.atleast_1d(np.asarray(a, np.int64)) for a in given)))
+        """Create an instance from arrays or scalars, which are broadcast to the same length."""
+        values = (table, *rows, *columns, tier, cache_rows)
+        return ShardArrays(*np.broadcast_arrays(*(np.atleast_1d(np.asarray(a, np.int64)) for a in values)))
 
     def take(self, which: NDArray[np.int64] | NDArray[np.bool_]) -> ShardArrays:
-        """Some of them, repeated or not."""
+        """Return the selected shards. An index may occur several times."""
         return ShardArrays(*(getattr(self, entry.name)[which] for entry in fields(ShardArrays)))
 
     @property
@@ -72,88 +69,78 @@ class ShardArrays:
 
 @dataclass(frozen=True)
 class ShardLoads:
-    """What one step asks of each piece; float64 [n] where not said otherwise."""
+    """Loads of shards in one step. Arrays have one entry per shard [n], and type float64 unless annotated otherwise."""
 
-    num_features: Floats
-    """Features that read the piece: routes of ids."""
+    num_features: Floats  # features that read the shard
     num_ids: Floats
-    """Lookups."""
     num_bags: Floats
-    """Bags that are pooled."""
     num_lengths: Floats
-    """Bags of all features, pooled or not: a length of each travels with the ids."""
+    """Number of bags of all features, whose lengths are sent with the ids."""
     num_output_rows: Floats
-    """Bags and, of features that are not pooled, rows that are returned."""
-    num_unpooled_features: Floats
-    """Features that read the piece and are not pooled."""
+    """Number of pooled bags, plus number of rows returned to features without pooling."""
+    num_unpooled_features: Floats  # features that read the shard without pooling
     num_requested_rows: Floats
-    """Of features that are not pooled, rows, each once for each rank that asks and feature."""
+    """Number of distinct rows per requesting rank and feature, summed over features without pooling."""
     num_distinct_rows: Floats
-    """Rows looked up at least once."""
+    """Number of rows that the update changes: the distinct rows of the ids, or all rows if the optimizer steps all
+    rows."""
     lookup_misses: Floats
-    """Rows that the lookup fetches from the device's memory, narrow rows in one line counting as one; other lookups
-    find theirs in a cache."""
+    """Number of rows that the lookup reads from device memory, and not from the hardware cache. Rows that share a cache
+    line count as one."""
     update_misses: Floats
-    """Rows that the update fetches from there, counted alike."""
+    """Number of rows that the update reads from device memory, counted as in `lookup_misses`."""
     update_bytes: Floats
-    """Lines of rows and state that the update reads and writes."""
+    """Bytes of rows and optimizer states that the update reads and writes, in complete cache lines."""
     update_miss_share: Floats
-    """Share of them that come from the device's memory."""
+    """Share of `update_bytes` that is in device memory, and not in the hardware cache."""
     page_walks: Floats
-    """Lookups, times the doublings of what their rank holds above 64 MB."""
+    """Number of ids, times the number of doublings of the rank's rows and states beyond `TLB_REACH_BYTES`."""
     tier_misses: Floats
-    """Rows that a step fetches from the tier below the device's memory, and writes back to it."""
+    """Number of rows that a step fetches from a memory below device memory, and writes back."""
     num_columns: Floats
-    """Of the piece."""
-    row_bytes: Floats
-    """A row of the piece, as stored."""
-    state_bytes: Floats
-    """Its optimizer state."""
+    row_bytes: Floats  # bytes of one row as stored
+    state_bytes: Floats  # bytes of the optimizer state of one row
     element_bytes: Floats
-    """A number of a bag or a gradient: 4, or 8 of tables in float64."""
+    """Bytes per element of a bag or gradient: 8 if a table has type float64, otherwise 4."""
     num_rows: Floats
-    """Rows of the piece."""
-    cache_rows: Floats
-    """Of these, those that lie near at most, where others lie far."""
+    cache_rows: Floats  # 0 unless the tier is offloaded
     is_half: NDArray[np.bool_]
     """Whether rows are stored in 16 bits."""
     is_unaligned: NDArray[np.bool_]
-    """Whether bags lie off the borders of vectors, since a table of the model has no multiple of 16 columns."""
+    """Whether bags are not aligned to vectors, because some table has a number of columns that is not a
+    multiple of 16."""
     is_staged: NDArray[np.bool_]
-    """Whether the update goes in stages, since the piece holds some columns of rows whose optimizer sums over rows."""
+    """Whether the update runs in stages, because the shard has only some columns and the optimizer sums over rows."""
     is_frozen: NDArray[np.bool_]
-    """Whether rows never change."""
     num_weights: Floats
-    """Ids that weights travel with."""
-    optimizer_index: Indices
-    """Index in `optimizers`."""
-    tier_index: Indices
-    """Index in TIERS."""
+    optimizer_index: Indices  # index in `optimizers`
+    tier_index: Indices  # index in `TIERS`
     optimizers: tuple[str, ...]
-    """Names of the row optimizers of the model."""
 
     @property
     def stored_bytes(self) -> Floats:
-        """Rows and optimizer state of the whole piece."""
+        """Bytes of all rows and optimizer states."""
         return self.num_rows * (self.row_bytes + self.state_bytes)
 
     def take(self, which: NDArray[np.int64] | NDArray[np.bool_] | slice) -> ShardLoads:
-        """Some of the pieces."""
+        """Return the loads of the selected shards."""
         arrays = [entry.name for entry in fields(ShardLoads) if entry.name != "optimizers"]
         return ShardLoads(**{name: getattr(self, name)[which] for name in arrays}, optimizers=self.optimizers)
 
 
 class WorkloadLoads:
-    """A workload as arrays over its tables, made once; `loads` then costs the same for one piece or 100,000."""
+    """Workload as arrays over its tables.
+
+    Features that read the same table are assumed to request its rows with the same frequencies, given by the feature
+    with the most ids.
+    """
 
     def __init__(self, workload: Workload) -> None:
-        """Several features that read a table are taken to visit its rows alike, as the one with the most ids does."""
         self.workload = workload
         tables, features = workload.tables, workload.features
         self.table_index = {table.name: number for number, table in enumerate(tables)}
-        """Number of each table."""
+        """Index of each table in `Workload.tables`, by name."""
         self.optimizers = tuple(dict.fromkeys(table.optimizer.name for table in tables))
-        """Names of the row optimizers."""
         self.num_rows = np.array([t.num_embeddings for t in tables], np.int64)
         self.dims = np.array([t.embedding_dim for t in tables], np.int64)
         self.value_bytes = np.array([value_bytes(t) for t in tables], np.float64)
@@ -162,10 +149,10 @@ class WorkloadLoads:
         self.element_states, self.row_states = states[:, 0], states[:, 1]
         self.optimizer_index = np.array([self.optimizers.index(t.optimizer.name) for t in tables], np.int64)
         self.sums_rows = np.array([t.optimizer.name in ROW_STATISTICS for t in tables], bool)
-        """Whether the optimizer of each table sums over whole rows."""
+        """Whether the optimizer of each table needs sums over rows."""
         self.steps_all_rows = np.array([t.optimizer.stepped_rows == "all" for t in tables], bool)
         self.element_bytes = element_bytes(tables)
-        """Bytes of a number of a bag: the collection has one type for all."""
+        """Bytes per element of a bag, in one type for all tables."""
         weighted = {feature.batch for feature in features if feature.weighted}
         n = len(tables)
         self.num_features, self.num_pooled, self.pooled_ids = np.zeros(n), np.zeros(n), np.zeros(n)
@@ -189,23 +176,24 @@ class WorkloadLoads:
         self.row_classes = row_classes(self.num_rows.tolist(), np.maximum(most, 0.0).tolist(), reuse)
 
     def whole_tables(self, tables: Sequence[int] | Indices | None = None) -> ShardArrays:
-        """Tables that are not cut, all or some."""
+        """Return the given tables, or all tables, as one shard each."""
         which = np.arange(len(self.num_rows)) if tables is None else np.asarray(tables, np.int64)
         return ShardArrays.from_values(which, (0, self.num_rows[which]), (0, self.dims[which]))
 
     def lookup_share(self, pieces: ShardArrays) -> Floats:
-        """Share of a table's lookups that falls into the rows of each piece [n].
+        """Return the share of a table's lookups that the rows of each shard receive [n].
 
-        Of tables whose frequent rows come first, by the classes of the reuse histogram, inside which rows are alike;
-        of others, in proportion to the rows."""
+        If rows are sorted by frequency, the classes of the reuse histogram determine it. Otherwise it is proportional
+        to the number of rows.
+        """
         classes = self.row_classes.take(pieces.table)
         overlap = self._rows_by_class(pieces, classes.num_rows)
         return (classes.lookup_shares * overlap / np.maximum(classes.num_rows, 1e-12)).sum(axis=1)
 
     def distinct_rows(self, pieces: ShardArrays, num_samples: Floats | float) -> Floats:
-        """Expected distinct rows of each piece [n] that so many samples look up."""
+        """Return the expected number of distinct rows of each shard [n] that `num_samples` samples look up."""
         t = pieces.table
-        if np.ndim(num_samples) == 0:  # once for each table, however many pieces it has
+        if np.ndim(num_samples) == 0:  # Compute once per table, regardless of its number of shards.
             chance = self.row_classes.lookup_probability(num_samples * self.ids_per_sample)
             if not self.is_frequency_sorted[t].any():
                 return (self.row_classes.num_rows * chance).sum(axis=1)[t] * (pieces.num_rows / self.num_rows[t])
@@ -223,15 +211,15 @@ class WorkloadLoads:
         rank_bytes: Floats | float = 0.0,
         num_ranks: int = 1,
     ) -> ShardLoads:
-        """What one step asks of each piece.
+        """Return the loads of shards in one step.
 
         Args:
-            pieces: of tables [n].
-            num_samples: samples whose ids reach the pieces; None: the global batch. Replicas see one rank's.
-            hardware_cached_samples: rows of so many samples before the step are still in a cache, as
-            `hardware_cached_samples` finds; [n].
-            rank_bytes: rows and state that the rank of each piece holds together; [n].
-            num_ranks: over which the samples are spread; each asks for its rows.
+            pieces: Shards [n].
+            num_samples: Number of samples whose ids reach the shards. `None` means the global batch. Replicas receive
+                the samples of one rank.
+            hardware_cached_samples: Number of previous samples whose rows are still in the hardware cache [n].
+            rank_bytes: Bytes of all rows and states on the rank of each shard [n].
+            num_ranks: Number of ranks that the samples are divided among.
         """
         samples = self._num_samples(num_samples)
         t, held = pieces.table, np.broadcast_to(np.asarray(hardware_cached_samples, np.float64), pieces.table.shape)
@@ -275,56 +263,58 @@ class WorkloadLoads:
         )
 
     def _num_samples(self, num_samples: float | None) -> float:
-        """A number of samples; None: of the global batch."""
         samples = float(self.workload.batch_size if num_samples is None else num_samples)
         if samples < 0:
             raise MesetaError(f"loads: num_samples must not be negative, got {samples}")
         return samples
 
     def _new_lines(self, pieces: ShardArrays, held: Floats, samples: float) -> Floats:
-        """Lines [n] that a step fetches beside those of the `held` samples before it."""
+        """Return the number of cache lines [n] that a step reads in addition to those of the `held` samples
+        before it."""
         row_bytes, _ = self.row_bytes(pieces)
         before, after = (
             _touched_lines(self.distinct_rows(pieces, n), pieces.num_rows, row_bytes) for n in (held, held + samples)
         )
-        found: Floats = after - before
-        return found
+        lines: Floats = after - before
+        return lines
 
     def _requested_rows(self, pieces: ShardArrays, samples: float, num_ranks: int) -> Floats:
-        """Rows [n] that features ask for which are not pooled, as in `ShardLoads`."""
         t = pieces.table
         features = self.num_features[t] - self.num_pooled[t]
         if not features.any():
             return np.zeros(len(t))
         share = 1.0 - self.pooled_ids[t] / np.maximum(self.ids_per_sample[t], 1e-12)
         each = np.maximum(features, 1.0)
-        found: Floats = num_ranks * features * self.distinct_rows(pieces, samples / num_ranks * share / each)
-        return found
+        num_requested: Floats = num_ranks * features * self.distinct_rows(pieces, samples / num_ranks * share / each)
+        return num_requested
 
     def hardware_cached_samples(
         self, pieces: ShardArrays, owners: Indices, num_owners: int, cache_bytes: float
     ) -> Floats:
-        """Samples whose rows fit together into the cache of each owner [num_owners]: how long a row that is not looked
-        up stays there, if the one unused for longest leaves first (P. J. Denning, "The working set model for program
-        behavior", Communications of the ACM 11, 1968). `owners` is the rank of each piece [n]."""
+        """Return the number of samples whose rows fit together into the hardware cache of each owner [num_owners].
+
+        `owners` is the owner of each shard [n].
+        """
+        # An unused row remains in an LRU cache for this number of samples (P. J. Denning, "The working set model for
+        # program behavior", Communications of the ACM 11, 1968).
         sizes = self.row_bytes(pieces)
 
         def held_bytes(num_samples: float) -> Floats:
             rows = self.distinct_rows(pieces, num_samples)
             return sum((_line_bytes(rows, pieces.num_rows, size) for size in sizes), np.zeros(len(rows)))
 
-        known: dict[int, Floats] = {}
+        cached: dict[int, Floats] = {}
 
         def filled(indices: Indices) -> Floats:
-            found = np.zeros(num_owners)
+            num_bytes = np.zeros(num_owners)
             for index in np.unique(indices).tolist():
-                if index not in known:
+                if index not in cached:
                     by_owner = np.bincount(owners, held_bytes(10.0 ** _SAMPLE_EXPONENTS[index]), num_owners)
-                    known[index] = by_owner.astype(np.float64)
-                found = np.where(indices == index, known[index], found)
-            return found
+                    cached[index] = by_owner.astype(np.float64)
+                num_bytes = np.where(indices == index, cached[index], num_bytes)
+            return num_bytes
 
-        # The bytes grow with the samples: halving finds the powers on both sides of the cache without trying all.
+        # Bytes increase with the number of samples, so bisection finds the two exponents around the cache size.
         below, above = np.zeros(num_owners, np.int64), np.full(num_owners, len(_SAMPLE_EXPONENTS) - 1)
         while (above - below > 1).any():
             middle = (below + above) // 2
@@ -335,18 +325,17 @@ class WorkloadLoads:
         return 10.0 ** (_SAMPLE_EXPONENTS[below] + part * (_SAMPLE_EXPONENTS[above] - _SAMPLE_EXPONENTS[below]))
 
     def stored_bytes(self, pieces: ShardArrays) -> Floats:
-        """Rows and optimizer state of each piece [n]."""
+        """Return the bytes of rows and optimizer states of each shard [n]."""
         row_bytes, state_bytes = self.row_bytes(pieces)
         return pieces.num_rows * (row_bytes + state_bytes)
 
     def row_bytes(self, pieces: ShardArrays) -> tuple[Floats, Floats]:
-        """Of a row of each piece, and of its optimizer state [n]."""
+        """Return the bytes of a row, and of its optimizer state, of each shard, both [n]."""
         t, columns = pieces.table, pieces.num_columns.astype(np.float64)
         state = (columns * self.element_states[t] + self.row_states[t]) * self.compute_bytes[t]
         return columns * self.value_bytes[t], state
 
-    def _rows_by_class(self, pieces: ShardArrays, extents: Floats) -> Floats:
-        """Rows of each class that lie in each piece [n, K]."""
+    def _rows_by_class(self, pieces: ShardArrays, extents: Floats) -> Floats:  # [n, K]
         t = pieces.table
         proportional = extents * (pieces.num_rows / self.num_rows[t])[:, None]
         if not self.is_frequency_sorted[t].any():
@@ -356,7 +345,6 @@ class WorkloadLoads:
         return np.where(self.is_frequency_sorted[t][:, None], np.maximum(inside, 0.0), proportional)
 
     def _tier_misses(self, pieces: ShardArrays, samples: float, distinct: Floats) -> Floats:
-        """Rows that a step brings from where they lie far."""
         misses = np.where(pieces.tier == TIERS.index(HBM), 0.0, distinct)
         far = np.flatnonzero(np.isin(pieces.tier, OFFLOADED_TIER_INDICES))
         if far.size:
@@ -364,42 +352,45 @@ class WorkloadLoads:
         return misses
 
     def min_cache_rows(self, pieces: ShardArrays, num_batches: int) -> Indices:
-        """Of each piece [n]: rows that the batches which are near at once look up, and a little more."""
+        """Return the cache capacity of each shard [n] that holds the rows of `num_batches` batches, with a margin."""
         distinct = self.distinct_rows(pieces, float(num_batches * self.workload.batch_size))
         least = np.ceil(1.05 * distinct + 4.0 * np.sqrt(distinct) + 1.0)
         return np.minimum(least, pieces.num_rows).astype(np.int64)
 
     def cache_misses(self, pieces: ShardArrays, samples: float) -> Floats:
-        """Of each piece whose rows lie near and far [n]: distinct rows of so many samples that do not lie near."""
+        """Return the expected number of distinct rows of `samples` samples that are not in the row cache, per shard
+        [n]."""
         is_sorted = self.is_frequency_sorted[pieces.table]
         key = [pieces.table, np.where(is_sorted, pieces.first_row, 0), pieces.num_rows, pieces.cache_rows]
-        _, first, alike = np.unique(np.stack(key), axis=1, return_index=True, return_inverse=True)
-        own = pieces.take(first)
-        rows, rates = (values[own.table] for values in self._request_rates)
-        rows = self._rows_by_class(own, rows)
-        requests = rates * (samples * self.ids_per_sample[own.table])[:, None]
-        found = cache_misses(rows, requests, own.cache_rows.astype(np.float64), (rows * requests).sum(axis=1))
-        return found[alike.reshape(-1)]
+        # Shards with the same rows have the same misses, so they are computed once.
+        _, first, inverse = np.unique(np.stack(key), axis=1, return_index=True, return_inverse=True)
+        distinct_pieces = pieces.take(first)
+        rows, rates = (values[distinct_pieces.table] for values in self._request_rates)
+        rows = self._rows_by_class(distinct_pieces, rows)
+        requests = rates * (samples * self.ids_per_sample[distinct_pieces.table])[:, None]
+        misses = cache_misses(
+            rows, requests, distinct_pieces.cache_rows.astype(np.float64), (rows * requests).sum(axis=1)
+        )
+        return misses[inverse.reshape(-1)]
 
     @cached_property
     def _request_rates(self) -> tuple[Floats, Floats]:
-        """(rows, requests of a row for each lookup of its table) of each class of each table."""
         return request_rates(self.row_classes)
 
 
 def _touched_lines(rows: Floats, num_rows: Indices, row_bytes: Floats) -> Floats:
-    """Rows that are touched, or lines where several rows share one: of L lines of k rows, L (1 - (1 - rows / all)^k) if
-    the rows lie anywhere."""
+    """Return the expected number of cache lines that `rows` rows touch. A row longer than a line counts once."""
     per_line = np.clip(np.floor(CACHE_LINE_BYTES / np.maximum(row_bytes, 1.0)), 1.0, None)
+    # Of L lines with k rows each, L (1 - (1 - share)^k) are touched if the rows are at random positions.
     share = np.clip(rows / num_rows, 0.0, 1.0)
     return num_rows / per_line * (1.0 - (1.0 - share) ** per_line)
 
 
 def _line_bytes(rows: Floats, num_rows: Indices, row_bytes: Floats) -> Floats:
-    """Bytes of the lines that these rows touch."""
     return _touched_lines(rows, num_rows, row_bytes) * spanned_bytes(row_bytes)
 
 
 def spanned_bytes(row_bytes: Floats) -> Floats:
-    """Bytes of the lines that a row of so many bytes lies in, on average over its places in a table."""
+    """Return the bytes of the cache lines that contain a row of `row_bytes` bytes, averaged over its positions in a
+    table."""
     return row_bytes + CACHE_LINE_BYTES - np.gcd(row_bytes.astype(np.int64), CACHE_LINE_BYTES)

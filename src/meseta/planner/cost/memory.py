@@ -1,5 +1,4 @@
-"""Bytes that a rank holds in every phase of a run: the one place that turns a plan, a workload and what a run adds to
-them into bytes. Searches, the check before a run, saves in the background and reports ask it."""
+"""Predicted memory of each rank in each phase of a run. Arrays of shape [R] have one entry per rank."""
 
 from __future__ import annotations
 
@@ -44,76 +43,85 @@ from meseta.spec.transfer import FORWARDED_TRANSFERS, Transfer, step_transfers
 Phase = Literal["start", "first step", "steady", "evaluation", "checkpoint"]
 PHASES: tuple[Phase, ...] = ("start", "first step", "steady", "evaluation", "checkpoint")
 MemoryPart = Literal["tables", "optimizer_state", "dense_part", "activations", "reading", "saving", "copies", "process"]
+# tables            rows, and gradients of replicas
+# optimizer_state   optimizer states of rows
+# dense_part        dense parameters, their gradients and moments
+# activations       batches in flight, with exchange buffers
+# reading           decoded windows and batches that are read ahead
+# saving            checkpoint blocks on their way to files
+# copies            copies from which background saves write
+# process           all other memory of the process
 MEMORY_PARTS: tuple[MemoryPart, ...] = (
     "tables", "optimizer_state", "dense_part", "activations", "reading", "saving", "copies", "process",
 )  # fmt: skip
-"""Rows, and gradients of replicas; state of the rows; parameters, gradients and moments; a batch on its way, with the
-buffers of its exchange; batches made ahead; blocks of a checkpoint on their way to files; what a save in the background
-is written from; what the process takes beside."""
 DENSE_COPIES = 4
-"""A parameter, its gradient, and the two moments of Adam; other optimizers keep fewer."""
+"""Number of copies of each dense parameter: parameter, gradient and the two moments of Adam. Other optimizers need
+fewer."""
+# While an update sorts ids: row and position, twice, and the bag.
 SORT_BYTES_PER_ID = 24
-"""Scratch of an id while an update sorts it: row and position, twice, and its bag."""
 MAX_FRAME_BYTES = 16384
-"""What the file of a block has beside its rows, at most."""
+"""Maximum number of bytes in a block's file in addition to its rows."""
+# Runs with 1 GB of tables on one and two ranks used 0 to 52 MB according to /proc (tests/train/test_phases.py).
 PROCESS_OVERHEAD_BYTES = 64 << 20
-"""Of a rank, beside what is counted: stacks of threads, what allocators keep, results of an evaluation; 0 to 52 MB by
-/proc of runs with 1 GB of tables on one rank and on two (tests/train/test_phases.py)."""
+"""Memory of thread stacks, evaluation results, and free blocks that allocators retain."""
+# Measured in the same runs: 8 to 85 of 239 MB on two ranks.
 ALLOCATOR_RETAINED_SHARE = 0.5
-"""Of what a save in the background held, what allocators keep after it: 8 to 85 of 239 MB on two ranks, likewise."""
+"""Share of a background save's memory that allocators retain after the save."""
 
 MemoryBytes = Mapping[Phase, Mapping[Memory, Floats]]
 MemoryPartBytes = Mapping[Phase, Mapping[Memory, Mapping[MemoryPart, Floats]]]
 
 
+# Changed rows, rows of the save, and a set for counting them.
 NUM_ROW_SETS = 3
-"""Sets of rows, one bit a row, that a delta holds: changed rows, those of the save, and what they are counted by."""
+"""Number of row sets, with one bit per row, in memory during a delta checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SaveKind:
-    """Properties of a run's saves that decide what they hold in memory."""
+    """Properties of saves that determine their memory."""
 
     has_deltas: bool = False
-    """Whether some checkpoints hold changed rows alone, or rows in codes."""
+    """Whether some checkpoints are delta checkpoints, or store encoded rows."""
     has_offloaded_rows: bool = False
-    """Whether rows of some pieces are copied block by block, as those of 'cached' are."""
+    """Whether the rows of some shards are copied block by block, as in tier `cached`."""
     has_disk_rows: bool = False
-    """Whether rows of some pieces are read from a disk."""
+    """Whether the rows of some shards are read from a disk."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunBytes:
-    """What a run adds to a plan and a workload; the defaults are those of a workload that no run is known of."""
+    """Memory of a run in addition to its plan and workload. The defaults apply to a workload without a run."""
 
     dense_bytes: int | None = None
-    """Of the dense part on a rank, with gradients and moments; None: every parameter DENSE_COPIES times."""
+    """Bytes of the dense part on each rank, including gradients and moments. `None` assumes `DENSE_COPIES` copies of
+    each parameter."""
     step_bytes: int | None = None
-    """Of a micro-batch of a rank forwards and backwards, bags and activations with their gradients, at its peak, and of
-    bags that were looked up ahead; None: as the workload says of a sample."""
+    """Peak bytes of a rank's micro-batch: bags, activations, their gradients, and prefetched embeddings. `None` derives
+    them from the workload."""
     evaluation_bytes: int | None = None
-    """The same of a rank's batch in an evaluation, which has no way back."""
+    """Peak bytes of a rank's batch during evaluation, which has no backward pass. `None` derives them from the
+    workload."""
     eval_batch_size: int | None = None
-    """Samples of an evaluation's batch, over all ranks; None: as many as a step has."""
+    """Number of samples in an evaluation batch, over all ranks. `None` means the batch size of training."""
     num_micro_batches: int = 1
-    """Micro-batches that each rank takes its slice in."""
     reading_bytes: int = 0
-    """Decoded windows and batches made ahead, in the host's memory of a rank."""
+    """Host memory of each rank for decoded windows and batches that are read ahead."""
     process_bytes: int = 0
-    """What the process takes beside, see PROCESS_OVERHEAD_BYTES."""
+    """Other memory of each rank, see `PROCESS_OVERHEAD_BYTES`."""
     has_deltas: bool = False
-    """Whether checkpoints hold changed rows alone, or rows in codes."""
+    """Whether checkpoints are delta checkpoints, or store encoded rows."""
     saves_during_training: bool = False
-    """Whether checkpoints are written while training goes on, where that takes no copy of a table."""
+    """Whether checkpoints are written in the background if that needs no copy of a table."""
     saves_from_copies: bool = False
-    """Whether checkpoints are written in the background, from copies that are kept: see `copy_bytes`."""
+    """Whether background saves copy the tables, see `copy_bytes`. The copies are kept."""
     storage: StorageOptions | None = None
-    """Room for rows that lie near, where the plan does not say how many do; None: a share of them, and no run whose
-    saves read rows of a disk."""
+    """Sizes of row caches for which the plan has no `cache_rows`. `None` assumes a default share of the rows, and saves
+    without disk reads."""
 
 
 def row_and_state_bytes(table: TableSpec, shard: Shard) -> tuple[int, int]:
-    """Bytes of the rows of one shard, and of their optimizer state: exact."""
+    """Return the exact bytes of the rows of a shard, and of their optimizer states."""
     per_element, per_row = table.optimizer.num_states
     cells = shard.num_rows * shard.num_columns
     state = (per_element * cells + per_row * shard.num_rows) * compute_bytes(table)
@@ -121,22 +129,20 @@ def row_and_state_bytes(table: TableSpec, shard: Shard) -> tuple[int, int]:
 
 
 def copy_bytes(pieces: Iterable[tuple[TableSpec, Shard]]) -> int:
-    """Bytes of the copy that a save in the background makes of a rank's pieces, in the memory of its host: rows and
-    state of those that lie on no disk, of which it takes a frozen view."""
+    """Return the bytes that a background save copies of a rank's shards to host memory. Shards on a disk are not
+    copied."""
+    # A save reads a frozen view of row files.
     return sum(sum(row_and_state_bytes(table, shard)) for table, shard in pieces if shard.tier != DISK)
 
 
 def save_bytes(tables: Sequence[TableSpec], num_ranks: int, num_joined: int, kind: SaveKind | None = None) -> int:
-    """Bytes that a save or a load holds at a time in the memory of a rank's host, at most: blocks that are being
-    written, as they came and as they go to files, and what the rank sends in a round; or blocks that are being read.
-
-    What travels lies first on a device that is not its host, in memory that steps keep reserved.
+    """Return the maximum host memory of a rank for blocks of checkpoints during a save or load.
 
     Args:
-        tables: all tables.
-        num_ranks: that write; each has every num_ranks-th block.
-        num_joined: blocks that are put together of several pieces of a table, at most.
-        kind: what the save has to hold beside whole blocks of rows in memory.
+        tables: All tables.
+        num_ranks: Number of ranks. Each writes every `num_ranks`-th block.
+        num_joined: Maximum number of blocks that are assembled from several shards.
+        kind: Properties of the saves. `None` means full checkpoints of rows in memory.
     """
     kind = kind or SaveKind()
     block = ids = rest = num_blocks = parts = row_sets = 0
@@ -152,23 +158,24 @@ def save_bytes(tables: Sequence[TableSpec], num_ranks: int, num_joined: int, kin
         row_sets += NUM_ROW_SETS * math.ceil(table.num_embeddings / 8)
     writes = min(NUM_PENDING_WRITES, math.ceil(num_blocks / num_ranks))
     reads = min(NUM_PARALLEL_CHAIN_READS if kind.has_deltas else NUM_PARALLEL_READS, num_blocks)
+    # On a GPU, exchanged data is first in device memory that steps keep reserved.
     written = writes * (block + MAX_FRAME_BYTES + ids) + min(writes, num_joined) * block
     if kind.has_deltas:
         written += writes * ids + row_sets
     if kind.has_disk_rows:
         written += parts
     elif kind.has_deltas or kind.has_offloaded_rows:
-        written += (writes + 1) * block  # copies of rows
+        written += (writes + 1) * block  # Rows are copied before they are written.
     if num_ranks > 1:
-        # A round has one whole block for each rank that writes, and last blocks of tables beside it.
+        # An exchange round has one full block per writing rank, and smaller last blocks of tables.
         more = max(BLOCK_BYTES - block, 0)
         written += writes * block + min(writes * more, rest) + block + min(more, rest)
     return max(written, reads * block * (3 if kind.has_deltas else 1))
 
 
 def _file_part_bytes(num_rows: int, record_bytes: int, block_bytes: int) -> int:
-    """Bytes of a file's rows that are in memory while they are read in order, with the lists by which they are found:
-    parts that are taken, of which blocks are being written, and that are read ahead."""
+    """Return the memory to read a row file sequentially: parts being written and read ahead, and lists of row
+    positions."""
     rows = min(rows_per_part(record_bytes), num_rows)
     part = rows * record_bytes
     num_parts = NUM_PREFETCHED_PARTS + 1 + math.ceil(NUM_PENDING_WRITES * block_bytes / max(part, 1))
@@ -179,7 +186,8 @@ def _file_part_bytes(num_rows: int, record_bytes: int, block_bytes: int) -> int:
 def plan_memory_bytes(
     plan: Plan, workload: Workload, per_host: int, run: RunBytes | None = None, *, is_cpu: bool = False
 ) -> MemoryPartBytes:
-    """Bytes of every rank [R] by phase, memory and part, of a plan on hosts of `per_host` devices; see `memory`."""
+    """Return the bytes of each rank [R] by phase, memory and use, with `per_host` ranks per host. See
+    `memory_bytes`."""
     loads = WorkloadLoads(workload)
     room = CacheOptions() if run is None or run.storage is None else CacheOptions(run.storage)
     placement = Placement.from_plan(plan, loads, per_host, room)
@@ -190,27 +198,22 @@ def plan_memory_bytes(
 
 @dataclass(frozen=True)
 class PlanLoads:
-    """A plan, and what a step under it asks of its pieces."""
+    """Plan with the loads of its shards in one step."""
 
     placement: Placement
     sharded: ShardLoads
-    """Of the pieces with one owner."""
     replicated: ShardLoads
-    """Of replicas."""
     workload_loads: WorkloadLoads
     transfers: Sequence[Transfer]
-    """Of a step under the plan."""
     is_cpu: bool = False
-    """Whether ranks compute in the DRAM of their hosts."""
+    """Whether ranks compute in host DRAM."""
 
 
 def memory_bytes(batch: PlanLoads, run: RunBytes | None = None) -> MemoryBytes:
-    """Bytes of every rank [R] by phase and memory: 'hbm' of its device, 'host' and 'disk' of its host for this rank.
+    """Return the bytes of each rank [R] by phase and memory.
 
-    Rows, state and gradients of replicas are exact. Buffers are those of one step, at their peak: in the forward pass
-    ids, answers on both sides and the bags; in the backward pass gradients on both sides beside the bags' own gradient,
-    and what sorting takes. Between steps they are free again, yet devices keep them reserved. Training goes on beside a
-    save in the background, whose copies are kept after it.
+    Rows, states and gradients of replicas are exact. Buffers are the peak of one step, and remain reserved between
+    steps. Training continues during a background save.
     """
     parts = memory_bytes_by_part(batch, run)
     zeros = np.zeros(batch.placement.num_ranks)
@@ -221,7 +224,7 @@ def memory_bytes(batch: PlanLoads, run: RunBytes | None = None) -> MemoryBytes:
 
 
 def memory_bytes_by_part(batch: PlanLoads, run: RunBytes | None = None) -> MemoryPartBytes:
-    """As `memory`, apart by what is held."""
+    """Return the bytes of each rank [R] by phase, memory and use. See `memory_bytes`."""
     run, placement, zeros = run or RunBytes(), batch.placement, np.zeros(batch.placement.num_ranks)
     parameters = batch.workload_loads.workload.dense.parameter_bytes
     dense_bytes = DENSE_COPIES * parameters if run.dense_bytes is None else run.dense_bytes
@@ -260,9 +263,13 @@ def memory_bytes_by_part(batch: PlanLoads, run: RunBytes | None = None) -> Memor
 def received_bytes(
     transfers: Sequence[Transfer], load: ShardLoads, cut: Partitioning, num_ranks: int
 ) -> tuple[Floats, Floats]:
-    """Bytes of each piece [n] that come in as lengths, ids and weights, and that are answered to all ranks; where a
-    codec writes answers, with the numbers that they are written from. What a host hands on is counted for each piece by
-    itself, so that it does not matter which pieces a host has: an upper estimate."""
+    """Return (input, output) bytes of each shard [n]: received lengths, ids and weights, and embeddings sent to all
+    ranks.
+
+    With a codec, the output includes the unencoded elements. With a hierarchical exchange, the result is an upper bound
+    that does not depend on other shards of the host.
+    """
+    # Forwarded data is counted for each shard separately.
     cut = _OneShardPerHost(cut)
     ids = shard_transfer_bytes(transfers, ["ids", "weights"], load, cut, num_ranks)
     answers = shard_transfer_bytes(transfers, ["embeddings"], load, cut, num_ranks)
@@ -281,7 +288,7 @@ def received_bytes(
 
 
 class _OneShardPerHost:
-    """Pieces as if each were alone in its host."""
+    """Partitioning in which each shard is the only one of its table on its host."""
 
     def __init__(self, cut: Partitioning) -> None:
         self.host_row_parts, self.column_parts = np.minimum(cut.host_row_parts, 1), cut.column_parts
@@ -289,21 +296,21 @@ class _OneShardPerHost:
 
 
 def replica_gradient_bytes(transfers: Sequence[Transfer], load: ShardLoads) -> Floats:
-    """Bytes of the gradients of each replica [m], which are added over ranks."""
+    """Return the bytes of the gradients of each replicated shard [m]."""
     counted = {part.unit for one in transfers if one.name == "replicas" for part in one.parts}
     numbers = (count_items(each, load, UNPARTITIONED, 1) for each in sorted(counted))
     return load.element_bytes * sum(numbers, np.zeros(len(load.num_ids)))
 
 
 def _stored_bytes_by_memory(batch: PlanLoads, what: Literal["row_bytes", "state_bytes"]) -> dict[Memory, Floats]:
-    """Rows with what is known of those that lie near, or optimizer state, by memory [R]."""
-    found: dict[Memory, Floats] = {}
+    """Return the bytes of each rank [R] in each memory, for rows with their cache metadata, or for optimizer states."""
+    bytes_by_memory: dict[Memory, Floats] = {}
     for place in MEMORIES:
         sharded, replicated = (
             stored_bytes(load, place, what, is_cpu=batch.is_cpu) for load in (batch.sharded, batch.replicated)
         )
-        found[place] = batch.placement.sum_by_rank(sharded) + replicated.sum()
-    return found
+        bytes_by_memory[place] = batch.placement.sum_by_rank(sharded) + replicated.sum()
+    return bytes_by_memory
 
 
 def _save_kind(batch: PlanLoads, run: RunBytes) -> SaveKind:
@@ -314,7 +321,6 @@ def _save_kind(batch: PlanLoads, run: RunBytes) -> SaveKind:
 
 
 def _copied_bytes(batch: PlanLoads) -> Floats:
-    """What a save in the background copies [R]: no rows that lie on a disk, of which it takes a frozen view."""
     sharded, replicated = (
         np.where(load.tier_index == TIERS.index(DISK), 0.0, load.stored_bytes)
         for load in (batch.sharded, batch.replicated)
@@ -325,26 +331,26 @@ def _copied_bytes(batch: PlanLoads) -> Floats:
 def stored_bytes(
     load: ShardLoads, place: Memory, what: Literal["row_bytes", "state_bytes"] | None = None, *, is_cpu: bool
 ) -> Floats:
-    """Bytes of each piece [n] in one memory: its rows, its optimizer state, or both (None). Rows that lie near are
-    copies, and take CACHE_SLOT_OVERHEAD_BYTES more each; rows on a disk ROW_INDEX_BYTES, beside the near ones."""
+    """Return the bytes of each shard [n] in one memory. `what` selects its rows or optimizer states, and `None` means
+    both. Rows include the metadata of their cache and row file."""
     whole, near = (np.array(factors)[load.tier_index] for factors in memory_shares(is_cpu=is_cpu)[place])
     one = load.row_bytes + load.state_bytes if what is None else getattr(load, what)
-    found: Floats = (whole * load.num_rows + near * load.cache_rows) * one
+    num_bytes: Floats = (whole * load.num_rows + near * load.cache_rows) * one
     if what != "state_bytes":
         index = np.where(load.tier_index == TIERS.index(DISK), ROW_INDEX_BYTES * load.num_rows, 0.0)
-        found = found + near * (CACHE_SLOT_OVERHEAD_BYTES * load.cache_rows + index)
-    return found
+        num_bytes = num_bytes + near * (CACHE_SLOT_OVERHEAD_BYTES * load.cache_rows + index)
+    return num_bytes
 
 
 def _max_joined_blocks(batch: PlanLoads) -> int:
-    """Where rows alone are cut, blocks on the borders of pieces are joined; where columns are, all are."""
+    # Row sharding splits only the blocks at the borders of shards. Column sharding splits all blocks.
     if (batch.placement.column_parts > 1).any():
         return NUM_PENDING_WRITES
     return batch.placement.num_ranks - 1 if (batch.placement.row_parts > 1).any() else 0
 
 
 def _activation_bytes(batch: PlanLoads, run: RunBytes) -> tuple[Floats, Floats]:
-    """Peak bytes of a batch on its way [R]: of a step, and of an evaluation."""
+    """Return the peak bytes of a batch on each rank [R], as (training step, evaluation)."""
     loads, ranks = batch.workload_loads, batch.placement.num_ranks
     whole = loads.workload.batch_size
     samples, scored = whole / ranks, (run.eval_batch_size or whole) / ranks
@@ -354,7 +360,7 @@ def _activation_bytes(batch: PlanLoads, run: RunBytes) -> tuple[Floats, Floats]:
     step = backward / run.num_micro_batches + (2 * bag_bytes + activation_bytes) * part
     if run.step_bytes is not None:
         step = backward / run.num_micro_batches + run.step_bytes
-    if run.num_micro_batches > 1:  # gradients of bags, and ids, which parts of a batch keep until the step
+    if run.num_micro_batches > 1:  # Micro-batches keep gradients of bags, and ids, until the update.
         step = step + samples * (bag_bytes + 8 * loads.ids_per_sample.sum())
     evaluation = forward * (scored / samples) + (bag_bytes + activation_bytes / 2) * scored
     if run.evaluation_bytes is not None:
@@ -363,34 +369,34 @@ def _activation_bytes(batch: PlanLoads, run: RunBytes) -> tuple[Floats, Floats]:
 
 
 def id_bytes_per_sample(loads: WorkloadLoads) -> float:
-    """Bytes of the ids of a sample, and of how many each feature has."""
+    """Return the bytes of the ids and lengths of a sample."""
     return float(8 * (loads.ids_per_sample.sum() + loads.num_features.sum()))
 
 
 def bag_bytes_per_sample(loads: WorkloadLoads) -> float:
-    """Bytes of the bags of a sample."""
+    """Return the bytes of the pooled embeddings of a sample."""
     return float((loads.dims * loads.num_pooled).sum() * loads.element_bytes)
 
 
 def _exchange_buffer_bytes(batch: PlanLoads) -> tuple[Floats, Floats]:
-    """Peak bytes of a step's exchange without its bags, in the forward and in the backward pass [R]."""
+    """Return the peak bytes of exchange buffers on each rank [R] without bags, as (forward pass, backward pass)."""
     placement, sharded, replicated = batch.placement, batch.sharded, batch.replicated
     ranks = placement.num_ranks
-    wire, answered = received_bytes(batch.transfers, sharded, placement, ranks)
-    # Ids of this rank's samples as they came, and for every owner; ids and offsets that it owns, as received, sorted.
+    received, answered = received_bytes(batch.transfers, sharded, placement, ranks)
+    # Ids of this rank's samples, as read and sorted by owner. Ids and offsets of owned rows, as received and sorted.
     ids = id_bytes_per_sample(batch.workload_loads) * batch.workload_loads.workload.batch_size / ranks + np.zeros(ranks)
     sorting = placement.sum_by_rank(SORT_BYTES_PER_ID * sharded.num_ids)
     if ranks == 1:
         return ids, ids + sorting
-    sent = wire.sum() / ranks
-    ids = ids + sent + placement.sum_by_rank(2 * wire + 8 * sharded.num_lengths)
+    sent = received.sum() / ranks
+    ids = ids + sent + placement.sum_by_rank(2 * received + 8 * sharded.num_lengths)
     answers = placement.sum_by_rank(answered) + answered.sum() / ranks
     return ids + answers, ids + answers + sorting + SORT_BYTES_PER_ID * replicated.num_ids.sum() / ranks
 
 
 def fixed_bytes(loads: WorkloadLoads, ranks: int, run: RunBytes) -> tuple[int, int]:
-    """What every rank holds beside pieces of tables and what their exchange takes, wherever they lie: bytes of its
-    device, and of its host's memory. The closed form of `memory`, for searches."""
+    """Return the bytes of each rank that do not depend on the placement of tables, as (device, host). Searches use them
+    instead of `memory_bytes`."""
     dense = loads.workload.dense
     dense_bytes = DENSE_COPIES * dense.parameter_bytes if run.dense_bytes is None else run.dense_bytes
     samples = loads.workload.batch_size / ranks

@@ -1,4 +1,4 @@
-"""What a rank and a collective take by a cost model whose networks correct its constants, in numpy alone."""
+"""Predicted seconds of ranks and collectives for a cost model with correction networks. Does not need torch."""
 
 from __future__ import annotations
 
@@ -16,25 +16,24 @@ from meseta.spec.neural_cost import SHARD_INPUTS, Float32Array, Network
 from meseta.spec.tiers import HBM, TIERS
 
 _OPTIMIZERS = ("sgd", "rowwise_adagrad", "adagrad", "adam")
-"""Those that networks are trained on."""
+"""Row optimizers that the networks are trained on."""
 _MIN_S = 1e-9
-"""Seconds and shares are divided by no less."""
+"""Lower bound of seconds that are used as a divisor or in a logarithm."""
 
 
 def rank_seconds(cost_model: CostModel, loads: ShardLoads, owner: Indices, num_ranks: int) -> tuple[Floats, Floats]:
-    """Seconds of lookup and of update of every rank, [R] and [R], for pieces with one `owner` [n] each.
+    """Return the seconds of (lookup, update) per rank, both [R], for shards [n] with one `owner` each.
 
-    The constants are added up over the pieces of a rank; where the cost model has networks, what they predict for the
-    pieces in the device's memory is multiplied by the correction of the rank, which depends on all of them together.
-    Rows of other tiers, and the update of tables whose optimizer no network has seen, cost as the constants say.
+    Constants predict the sum over the shards of a rank. Networks multiply the part of shards in device memory by a
+    correction. Updates are corrected only for row optimizers that the networks are trained on.
     """
     neural = cost_model.neural
     pairs = operator_seconds(cost_model, loads)
     calls = np.array([cost_model.lookup.call_s, cost_model.update.call_s])
     busy = np.bincount(owner, loads.num_features, num_ranks) > 0
     totals = [
-        np.bincount(owner, own, num_ranks).astype(np.float64) + call * busy
-        for own, call in zip(pairs, calls, strict=True)
+        np.bincount(owner, seconds, num_ranks).astype(np.float64) + call * busy
+        for seconds, call in zip(pairs, calls, strict=True)
     ]
     totals[0] = totals[0] + cost_model.tiers.cache_call_s * (
         np.bincount(owner, np.isin(loads.tier_index, OFFLOADED_TIER_INDICES), num_ranks) > 0
@@ -42,32 +41,37 @@ def rank_seconds(cost_model: CostModel, loads: ShardLoads, owner: Indices, num_r
     if neural is None or not busy.any():
         return totals[0], totals[1]
     for number, network in enumerate((neural.lookup, neural.update)):
-        known = np.flatnonzero(_has_network(loads, is_update=number == 1))
-        if len(known):
-            pieces, ranks = loads.take(known), owner[known]
-            parts, told = rank_inputs(pairs[number][known], pieces.num_features, ranks, num_ranks, float(calls[number]))
-            shares = pairs[number][known] / np.maximum(parts, _MIN_S)[ranks]
-            ratio = np.exp(rank_corrections(network, shard_inputs(pieces), shares, ranks, told))
+        indices = np.flatnonzero(_has_network(loads, is_update=number == 1))
+        if len(indices):
+            pieces, ranks = loads.take(indices), owner[indices]
+            parts, extra_inputs = rank_inputs(
+                pairs[number][indices], pieces.num_features, ranks, num_ranks, float(calls[number])
+            )
+            shares = pairs[number][indices] / np.maximum(parts, _MIN_S)[ranks]
+            ratio = np.exp(rank_corrections(network, shard_inputs(pieces), shares, ranks, extra_inputs))
             has = np.bincount(ranks, minlength=num_ranks) > 0
             totals[number] = totals[number] + np.where(has, (ratio - 1.0) * (parts + calls[number]), 0.0)
     return totals[0], totals[1]
 
 
 def collective_correction(cost_model: CostModel, topology: Topology, own: Collective) -> float:
-    """What a collective takes, over what latency and bandwidth say: 1.0 where no network of so many devices on one host
-    is there, or the topology gives a link of its own."""
+    """Return the factor by which a network corrects the predicted seconds of a collective.
+
+    It is 1.0 on several hosts, without a network for this number of ranks, and if the topology specifies its intra-host
+    link.
+    """
     if cost_model.neural is None or topology.num_hosts > 1 or topology.inside is not None:
         return 1.0
     network = cost_model.neural.collectives.get(topology.num_ranks)
     if network is None or not own.sent_intra_host.any():
         return 1.0
     arrays = {name: _decode_array(part) for name, part in network.items()}
-    told = _normalize(collective_inputs(own)[None], arrays, "")
-    return float(np.exp(_apply_head(arrays, [told] * len(arrays["head_out"])))[0])
+    inputs = _normalize(collective_inputs(own)[None], arrays, "")
+    return float(np.exp(_apply_head(arrays, [inputs] * len(arrays["head_out"])))[0])
 
 
 def shard_inputs(loads: ShardLoads) -> Floats:
-    """[n, len(SHARD_INPUTS)]: what a network is told of each piece."""
+    """Return the input of the networks for each shard, with shape [n, len(SHARD_INPUTS)]."""
     logs = {
         "ids": loads.num_ids,
         "bags": loads.num_bags,
@@ -84,55 +88,55 @@ def shard_inputs(loads: ShardLoads) -> Floats:
         "num_rows": loads.num_rows,
         "stored_bytes": loads.stored_bytes,
     }
-    found = {name: np.log2(1.0 + values) for name, values in logs.items()}
-    found |= {"is_unaligned": loads.is_unaligned, "is_half": loads.is_half}
+    features = {name: np.log2(1.0 + values) for name, values in logs.items()}
+    features |= {"is_unaligned": loads.is_unaligned, "is_half": loads.is_half}
     names = np.array(loads.optimizers)[loads.optimizer_index]
-    found |= {name: names == name for name in _OPTIMIZERS}
-    return np.stack([found[name].astype(np.float64) for name in SHARD_INPUTS], axis=1)
+    features |= {name: names == name for name in _OPTIMIZERS}
+    return np.stack([features[name].astype(np.float64) for name in SHARD_INPUTS], axis=1)
 
 
 def rank_inputs(
     seconds: Floats, shards: Floats, owner: Indices, num_ranks: int, call_s: float
 ) -> tuple[Floats, Floats]:
-    """(seconds of the pieces [R], what a network is told of each rank [R, 2])."""
+    """Return the predicted seconds of each rank's shards [R], and the inputs of the networks for each rank [R, 2]."""
     parts = np.bincount(owner, seconds, num_ranks).astype(np.float64)
     counts = np.bincount(owner, shards, num_ranks)
-    told = np.stack([np.log2(np.maximum(parts + call_s, _MIN_S)), np.log2(1.0 + counts)], axis=1)
-    return parts, told
+    extra_inputs = np.stack([np.log2(np.maximum(parts + call_s, _MIN_S)), np.log2(1.0 + counts)], axis=1)
+    return parts, extra_inputs
 
 
 def collective_inputs(own: Collective) -> Floats:
-    """[R + 2]: bytes that each device sends in a call, the largest first; the most that one receives; whether they are
-    summed."""
+    """Return the input of the networks for a collective [R + 2]: sent bytes per rank and call in descending order,
+    maximum received bytes, and whether it is a reduction."""
     sent, received = own.sent_intra_host / own.num_calls, own.received_intra_host / own.num_calls
     numbers = [*np.sort(sent)[::-1], received.max()]
     return np.array([*np.log2(1.0 + np.array(numbers)), float(own.reduces)])
 
 
 def rank_corrections(network: Network, inputs: Floats, shares: Floats, owner: Indices, told: Floats) -> Floats:
-    """[R]: logarithm of the ratio between what ranks take and what the constants predict for them.
+    """Return the logarithm of the ratio of corrected to predicted seconds for each rank [R].
 
     Args:
-        network: of lookups or updates.
-        inputs: of the pieces [n, F], as `shard_inputs` gives them.
-        shares: part of the predicted seconds of its rank that each piece has [n].
-        owner: rank of each piece [n].
-        told: of the ranks [R, 2], as `rank_inputs` gives it.
+        network: Network of lookups or updates.
+        inputs: Inputs for the shards, as returned by `shard_inputs` [n, F].
+        shares: Share of each shard in the predicted seconds of its rank [n].
+        owner: Rank that owns each shard [n].
+        told: Inputs for the ranks, as returned by `rank_inputs` [R, 2].
     """
     arrays = {name: _decode_array(part) for name, part in network.items()}
     pieces, ranks = _normalize(inputs, arrays, ""), _normalize(told, arrays, "rank_")
     heads = []
     for member in range(len(arrays["head_out"])):
         hidden = np.maximum(pieces @ arrays["table_in"][member] + arrays["table_in_bias"][member], 0.0)
-        own = (hidden @ arrays["table_out"][member] + arrays["table_out_bias"][member]) * shares[:, None]
-        summed = np.zeros((len(told), own.shape[1]))
-        np.add.at(summed, owner, own)
+        output = (hidden @ arrays["table_out"][member] + arrays["table_out_bias"][member]) * shares[:, None]
+        summed = np.zeros((len(told), output.shape[1]))
+        np.add.at(summed, owner, output)
         heads.append(np.concatenate([summed, ranks], axis=1))
     return _apply_head(arrays, heads)
 
 
 def _has_network(loads: ShardLoads, *, is_update: bool) -> NDArray[np.bool_]:
-    """[n]: whether networks have seen pieces of this kind."""
+    """Whether the networks are trained on each shard's tier and optimizer [n]."""
     here = loads.tier_index == TIERS.index(HBM)
     if is_update:
         trained = np.isin(np.array(loads.optimizers), _OPTIMIZERS)
@@ -141,19 +145,19 @@ def _has_network(loads: ShardLoads, *, is_update: bool) -> NDArray[np.bool_]:
 
 
 def _normalize(inputs: Floats, arrays: dict[str, Floats], prefix: str) -> Floats:
-    """Inputs in units of their spread; beyond what was measured, as at its edge."""
+    """Scale inputs to zero mean and unit variance, after clipping them to the range of the measurements."""
     inside = np.clip(inputs, arrays[f"{prefix}least"], arrays[f"{prefix}most"])
     return (inside - arrays[f"{prefix}center"]) / arrays[f"{prefix}scale"]
 
 
 def _apply_head(arrays: dict[str, Floats], inputs: list[Floats]) -> Floats:
-    """[n]: the mean over the members of what their last two layers make of their `inputs` [n, H], within the limits."""
-    found = np.zeros(len(inputs[0]))
-    for member, own in enumerate(inputs):
-        hidden = np.maximum(own @ arrays["head_in"][member] + arrays["head_in_bias"][member], 0.0)
-        found += hidden @ arrays["head_out"][member] + arrays["head_out_bias"][member]
+    """Return the mean output of the heads of all ensemble members, clipped to the limits of the network [n]."""
+    total = np.zeros(len(inputs[0]))
+    for member, member_inputs in enumerate(inputs):
+        hidden = np.maximum(member_inputs @ arrays["head_in"][member] + arrays["head_in_bias"][member], 0.0)
+        total += hidden @ arrays["head_out"][member] + arrays["head_out_bias"][member]
     least, most = arrays["limits"]
-    return np.clip(found / len(inputs), least, most)
+    return np.clip(total / len(inputs), least, most)
 
 
 @lru_cache(maxsize=256)

@@ -1,4 +1,4 @@
-"""Seconds that lookup and update spend on pieces of tables."""
+"""Predicted seconds of lookups and updates, per shard."""
 
 from __future__ import annotations
 
@@ -10,33 +10,34 @@ from meseta.spec import CostModel
 from meseta.spec.tiers import DISK, HOST, TIERS
 
 LANES = 16
-"""Numbers of a vector."""
+"""Elements per vector register."""
 LINE_PAIR_BYTES = 128
-"""Longer rows are more than a pair of lines, which memory gives together."""
+"""Size of a pair of cache lines, which memory delivers together."""
 DISK_BLOCK_BYTES = 512
-"""What a disk gives at a time."""
+"""Bytes per disk block, the unit of a read."""
 MAX_READ_GAP_BYTES = 4096
-"""Rows of one request whose blocks lie no further apart are read together."""
+"""Maximum distance between the blocks of two rows that one request reads together."""
 RECORD_OVERHEAD_BYTES = 8
-"""Of a record in its file, beside itself: the row's number and a checksum."""
+"""Bytes that a row file stores with each record: row number and checksum."""
 WRITE_AMPLIFICATION_FACTOR = 2.0
-"""How often a row that is pushed out is written in all, since segments with holes are cleaned, and read for that."""
+"""Number of times that an evicted row is written in total, because cleaning rewrites segments."""
 FILE_FILL_SHARE = 0.7
-"""Share of a file that is rows."""
+"""Share of a row file that holds valid rows."""
 
 
 def round_up_to_lines(num_bytes: Floats) -> Floats:
-    """Bytes of the lines that so many bytes touch."""
+    """Round a number of bytes up to complete cache lines."""
     return CACHE_LINE_BYTES * np.ceil(num_bytes / CACHE_LINE_BYTES)
 
 
 def round_up_to_lanes(columns: Floats) -> Floats:
-    """Numbers that a row is computed in: vectors have 16."""
+    """Round a number of columns up to complete vectors."""
     return LANES * np.ceil(columns / LANES)
 
 
 def lookup_terms(loads: ShardLoads) -> dict[str, Floats]:
-    """What multiplies each constant of a LookupCost, per piece [n]; `call_s` is paid once a call and left out."""
+    """Return the factor of each constant of `LookupCost` per shard [n]. `call_s` applies once per call and is
+    omitted."""
     row_bytes = spanned_bytes(loads.row_bytes)
     return {
         "shard_s": loads.num_features,
@@ -56,8 +57,10 @@ def lookup_terms(loads: ShardLoads) -> dict[str, Floats]:
 
 
 def update_terms(loads: ShardLoads) -> dict[str, Floats]:
-    """What multiplies each constant of an UpdateCost, per piece [n], zero for frozen tables; those of `number_s` are
-    named after their optimizers. `call_s` is paid once a call and left out."""
+    """Return the factor of each constant of `UpdateCost` per shard [n]. `call_s` applies once per call and is omitted.
+
+    Factors of `number_s` have the names of their row optimizers. All factors of frozen tables are 0.
+    """
     numbers = loads.num_distinct_rows * round_up_to_lanes(loads.num_columns)
     terms = {
         "shard_s": loads.num_features,
@@ -80,10 +83,9 @@ def update_terms(loads: ShardLoads) -> dict[str, Floats]:
 
 
 def operator_seconds(cost_model: CostModel, loads: ShardLoads) -> tuple[Floats, Floats]:
-    """Seconds of lookup and of update per piece, [n] and [n]; the sum over a rank's pieces, and `call_s` of each once,
-    is what the rank spends.
+    """Return the seconds of (lookup, update) per shard, both [n].
 
-    Rows outside the device's memory cost their way on top, but for what a disk takes: see `disk_seconds`.
+    The sum over the shards of a rank excludes `call_s`, which applies once, and disk time, see `disk_seconds`.
     """
     lookup, update = cost_model.lookup, cost_model.update
     lookup_s = np.zeros_like(loads.num_ids)
@@ -98,13 +100,13 @@ def operator_seconds(cost_model: CostModel, loads: ShardLoads) -> tuple[Floats, 
 
 
 def _tier_seconds(cost_model: CostModel, loads: ShardLoads) -> tuple[Floats, Floats]:
-    """Rows on their way between tiers, as far as the rank itself is busy with them or waits for its host. A table in
-    the host's DRAM is read in the lookup, and read and written with its state in the update; on a CPU rank that is the
-    memory it computes in. Of rows that lie near and far, those of a batch are looked for, and those that are missing
-    are brought with their state and push others out, which are written back; rows that lie near in another memory than
-    the device's go there and back."""
+    """Return the additional seconds of (lookup, update) per shard in which the rank copies rows between tiers, or waits
+    for its host."""
     tiers, rows = cost_model.tiers, loads.tier_misses
     in_host = (loads.tier_index == TIERS.index(HOST)) & (cost_model.device != "cpu")
+    # Operators read tables in host DRAM during the lookup, and read and write them with their state during the update.
+    # On CPU ranks this is the memory that they compute in. Offloaded shards search their cache for the rows of a batch.
+    # Missing rows are fetched with their state, and evicted rows are written back.
     is_far = np.isin(loads.tier_index, OFFLOADED_TIER_INDICES)
     way = rows / tiers.host_bytes_per_s
     search_s = (
@@ -113,6 +115,7 @@ def _tier_seconds(cost_model: CostModel, loads: ShardLoads) -> tuple[Floats, Flo
         + tiers.cache_row_s * loads.num_distinct_rows
     )
     if cost_model.device != "cpu":
+        # The cache of tier `disk` is in host DRAM, so each row is copied to the device and back.
         search_s = search_s + (loads.tier_index == TIERS.index(DISK)) * loads.num_distinct_rows * _swap_seconds(
             cost_model, loads
         )
@@ -124,13 +127,13 @@ def _tier_seconds(cost_model: CostModel, loads: ShardLoads) -> tuple[Floats, Flo
 
 
 def fetch_seconds(cost_model: CostModel, loads: ShardLoads) -> Floats:
-    """Of a row of each piece that is brought near [n]: how long its rank is busy with it, or waits for its host."""
+    """Return the seconds per fetched row of each shard [n] in which its rank is busy, or waits for its host."""
     on_disk = loads.tier_index == TIERS.index(DISK)
     return np.where(on_disk, cost_model.tiers.disk_processor_s, _swap_seconds(cost_model, loads))
 
 
 def _swap_seconds(cost_model: CostModel, loads: ShardLoads) -> Floats:
-    """Of a row of each piece [n]: it comes from the host's DRAM, and one goes there."""
+    """Return the seconds to copy one row of each shard [n] from host DRAM, and one row back."""
     tiers = cost_model.tiers
     return tiers.host_row_s + 2 * (loads.row_bytes + loads.state_bytes) / tiers.host_bytes_per_s
 
@@ -138,19 +141,19 @@ def _swap_seconds(cost_model: CostModel, loads: ShardLoads) -> Floats:
 def disk_seconds(
     cost_model: CostModel, loads: ShardLoads, devices_per_host: int = 1, max_reads_per_s: float | None = None
 ) -> Floats:
-    """Of a row of each piece that is brought near [n]: how long the disks of its host are busy with it, beside which
-    its rank computes. It is one read of the blocks that the row lies in, unless another one lies beside: of m rows
-    anywhere in F bytes, m e^(-m d / F) have none, d being MAX_READ_GAP_BYTES and the blocks of a row. The row that it
-    pushes out is written about twice until the end, and what is cleaned for it is read (docs/tiers.md). 0 where rows
-    lie on no disk.
+    """Return the seconds that the disks of a host are busy per fetched row of each shard [n]. The rank computes
+    meanwhile.
 
-    The disks of a host are shared by its devices; `max_reads_per_s` is the limit of a rank.
+    All devices of a host share its disks, while `max_reads_per_s` limits each rank.
     """
     tiers = cost_model.tiers
     entry = loads.row_bytes + loads.state_bytes + RECORD_OVERHEAD_BYTES
+    # Rows that are close together share a read. Of m rows at random positions in F bytes, m e^(-m d / F) have no
+    # neighbor within d bytes, where d is `MAX_READ_GAP_BYTES` plus the blocks of a row.
     apart = MAX_READ_GAP_BYTES + entry + DISK_BLOCK_BYTES
     reads = np.exp(-apart * loads.tier_misses * FILE_FILL_SHARE / (loads.num_rows * entry))
     read_s = np.maximum(reads * tiers.disk_row_s, (entry + DISK_BLOCK_BYTES) / tiers.disk_bytes_per_s)
+    # The evicted row is written about twice in total, and cleaning reads what it rewrites (docs/tiers.md).
     byte_s = 1.0 / tiers.disk_write_bytes_per_s + 1.0 / tiers.disk_bytes_per_s
     write_s = np.where(loads.is_frozen, 0.0, WRITE_AMPLIFICATION_FACTOR * entry * byte_s)
     busy_s = devices_per_host * (read_s + write_s)

@@ -1,5 +1,4 @@
-"""Of the transfers of a step, what ranks stand still for: all of it where nothing is hidden, else what a schedule
-leaves."""
+"""Exposed time of transfers, and duration of a step with overlap."""
 
 from __future__ import annotations
 
@@ -13,12 +12,13 @@ from meseta.planner.cost.reuse import Floats
 from meseta.planner.cost.schedule import MERGED_TRANSFERS, PACKING_PREFIX, Schedule, make_schedule
 from meseta.spec import Workload
 
+# A layer computes three matrix products of equal size: its output, the gradient of its input, and the gradient of its
+# weights.
 FORWARD_SHARE = 1 / 3
-"""Of the products of a layer: forwards, and as much each for the gradients of its inputs and of its weights."""
 
 
 def schedule_for(workload: Workload, names: Iterable[str]) -> Schedule | None:
-    """Of a step with transfers of these names; None where none of them is hidden."""
+    """Return the schedule of a step with the given transfers, or `None` if no transfer overlaps with computation."""
     transfers = frozenset(MERGED_TRANSFERS.get(name, name) for name in names)
     if not workload.overlap or not transfers:
         return None
@@ -26,7 +26,7 @@ def schedule_for(workload: Workload, names: Iterable[str]) -> Schedule | None:
 
 
 def dense_op_seconds(workload: Workload, dense_s: float) -> dict[str, float]:
-    """By piece: seconds of the dense part, of which `forward_dense` reads dense inputs alone."""
+    """Divide the seconds of the dense part among its operations, by the names of `ComputeOp`."""
     dense = workload.dense
     before_s = dense_s * dense.before_flops_per_sample / dense.flops_per_sample if dense.flops_per_sample else 0.0
     score_s = dense_s - before_s
@@ -39,43 +39,41 @@ def dense_op_seconds(workload: Workload, dense_s: float) -> dict[str, float]:
 
 
 class TransferCost(NamedTuple):
-    """One transfer of a step."""
+    """Predicted time of one transfer of a step."""
 
     name: str
     seconds: Floats
-    """[R]: of each rank."""
+    """Total seconds of each rank [R], including packing and encoding."""
     link_s: Floats
-    """[R]: of these, on its link; in all others the rank packs, writes and reads."""
+    """Seconds that the link of each rank is busy [R]. The rank itself packs, encodes and decodes in the remaining
+    seconds."""
 
     @property
     def packing_s(self) -> Floats:
-        """[R]: seconds that each rank spends on it itself."""
         return self.seconds - self.link_s
 
     def exposed_s(self, hidden_s: float) -> Floats:
-        """[R]: what is left where `hidden_s` of the slowest link's seconds are hidden."""
+        """Return the exposed seconds of each rank [R] if computation hides `hidden_s` seconds of the slowest link."""
         return self.seconds if hidden_s == 0.0 else self.seconds - np.minimum(self.link_s, hidden_s)
 
 
 @dataclass(frozen=True)
 class OverlappedStep:
-    """A step whose transfers are partly hidden."""
+    """Predicted step in which some transfers overlap with computation."""
 
     step_s: float
-    """Of a step."""
     hidden_s: tuple[float, ...]
-    """Of each transfer: seconds of its link in which ranks compute. Negative where it waits for another on the link."""
+    """Hidden seconds on the link of each transfer. Negative if the transfer waits for another one on the link."""
 
     @staticmethod
     def from_schedule(
         schedule: Schedule, computed: tuple[Floats, Floats], dense: Mapping[str, float], sent: Sequence[TransferCost]
     ) -> OverlappedStep:
-        """From lookup and update of each rank ([R], [R]), the pieces of the dense part, and all transfers.
-
-        The rank with most lookup and update together sets the pace of both, and each transfer ends with its slowest
-        rank.
-        """
+        """Predict the step of a schedule from the seconds of (lookup, update) per rank, both [R], of the operations
+        `dense`, and of all transfers."""
         lookup, update = computed
+        # The rank with the largest sum of lookup and update determines both times. Each transfer ends with its slowest
+        # rank.
         both_s, lookup_s = float((lookup + update).max()), float(lookup.max())
         seconds = {"lookup": lookup_s, "table_update": both_s - lookup_s, **dense}
         link_s: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""A plan as arrays: one entry per shard."""
+"""Plans as arrays with one entry per shard."""
 
 from __future__ import annotations
 
@@ -23,41 +23,34 @@ from meseta.spec.tiers import (
 
 
 class CacheOptions(NamedTuple):
-    """For rows that lie near."""
+    """Sizes of row caches for which the plan has no `cache_rows`."""
 
     storage: StorageOptions = StorageOptions()
     default_share: float = DEFAULT_CACHE_SHARE
-    """Of the rows, where `storage` has no cache_bytes."""
+    """Share of the rows that are cached if `storage` has no `cache_bytes`."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Shards with one owner, and replicas apart."""
+    """Shards of a plan. Arrays of shape [n] have one entry per shard with one owner. See `Partitioning` for numbers of
+    parts."""
 
-    sharded: ShardArrays
-    """Shards that one rank holds [n]."""
-    owner: Indices
-    """Their ranks [n]."""
-    host_row_parts: Indices
-    """Into how many row ranges the shard's host cuts the same columns, where its partial bags are summed inside the
-    host; 0 where bags go straight to the rank that asked [n]."""
-    column_parts: Indices
-    """How many shards hold columns of the same rows [n]."""
-    host_column_parts: Indices
-    """How many of those lie in the shard's host [n]."""
+    sharded: ShardArrays  # shards with one owner [n]
+    owner: Indices  # [n]
+    host_row_parts: Indices  # [n]
+    column_parts: Indices  # [n]
+    host_column_parts: Indices  # [n]
     row_parts: Indices
-    """How many row ranges the table is cut into, hot rows among them [n]."""
-    replicated: ShardArrays
-    """Shards that every rank holds [m]."""
+    """Number of row ranges of the table, including replicated hot rows [n]."""
+    replicated: ShardArrays  # shards with a replica on each rank
     num_ranks: int
     ranks_per_host: int
-    """Ranks of a host."""
 
     @staticmethod
     def from_plan(plan: Plan, loads: WorkloadLoads, per_host: int, room: CacheOptions | None = None) -> Placement:
-        """Spell a plan out; it fits the tables of `loads`, on hosts of `per_host` devices. `room`: for rows that lie
-        near, where the plan does not say how many do."""
-        own: list[tuple[int, ...]] = []
+        """Convert a plan, which must match the tables of `loads`. `room` sizes the row caches that the plan does not
+        specify."""
+        entries: list[tuple[int, ...]] = []
         replicas: list[tuple[int, ...]] = []
         for entry in plan.tables:
             table = loads.table_index[entry.table]
@@ -82,8 +75,8 @@ class Placement:
                 host = shard.ranks[0] // per_host
                 parts = hosts[host, shard.columns] if is_summed else 0
                 same_rows = columns[shard.rows], host_columns[host, shard.rows]
-                own.append((*where, shard.ranks[0], parts, *same_rows, row_parts))
-        places = np.array(own, np.int64).reshape(-1, 12).T
+                entries.append((*where, shard.ranks[0], parts, *same_rows, row_parts))
+        places = np.array(entries, np.int64).reshape(-1, 12).T
         owner, sharded = places[7], ShardArrays(*places[:7])
         return Placement(
             sharded=replace(sharded, cache_rows=_allocate_cache_rows(sharded, owner, loads, room or CacheOptions())),
@@ -98,24 +91,23 @@ class Placement:
         )
 
     def sum_by_rank(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Sums over each rank's shards: [n] -> [R]."""
+        """Sum values of shards [n] over the shards of each rank [R]."""
         return np.bincount(self.owner, values, self.num_ranks).astype(np.float64)
 
     @property
-    def rank_hosts(self) -> Indices:
-        """Host of each rank [R]."""
+    def rank_hosts(self) -> Indices:  # [R]
         return np.arange(self.num_ranks) // self.ranks_per_host
 
 
 def _allocate_cache_rows(pieces: ShardArrays, owner: Indices, loads: WorkloadLoads, room: CacheOptions) -> Indices:
-    """Of each piece [n], as storage allots them: those of the plan, else a part of the room of its rank."""
+    # Shards without `cache_rows` share the remaining cache of their rank, as at run time.
     cache_rows = pieces.cache_rows.copy()
     shared = np.isin(pieces.tier, OFFLOADED_TIER_INDICES) & (cache_rows == 0)
     of_row, of_state = loads.row_bytes(pieces)
     row_bytes = of_row + of_state + CACHE_SLOT_OVERHEAD_BYTES
     for rank in np.unique(owner[shared]):
-        mine = np.flatnonzero(shared & (owner == rank))
-        of_rank = row_bytes[mine].astype(np.int64).tolist(), pieces.num_rows[mine].tolist()
-        index_bytes = ROW_INDEX_BYTES * int(pieces.num_rows[mine][pieces.tier[mine] == TIERS.index(DISK)].sum())
-        cache_rows[mine] = room.storage.allocate_cache_rows(*of_rank, room.default_share, index_bytes=index_bytes)
+        of_owner = np.flatnonzero(shared & (owner == rank))
+        of_rank = row_bytes[of_owner].astype(np.int64).tolist(), pieces.num_rows[of_owner].tolist()
+        index_bytes = ROW_INDEX_BYTES * int(pieces.num_rows[of_owner][pieces.tier[of_owner] == TIERS.index(DISK)].sum())
+        cache_rows[of_owner] = room.storage.allocate_cache_rows(*of_rank, room.default_share, index_bytes=index_bytes)
     return cache_rows

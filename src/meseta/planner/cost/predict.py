@@ -1,4 +1,4 @@
-"""Seconds of a step and bytes of every rank under a plan, predicted."""
+"""Predicted seconds of a step and memory of each rank under a plan."""
 
 from __future__ import annotations
 
@@ -24,58 +24,55 @@ from meseta.spec.transfer import step_transfers
 from meseta.telemetry.transfers import TransferMeans
 
 COMPUTE_COMPONENTS = ("lookup", "table_update")
-"""Parts in which ranks do not wait for each other."""
+"""Components in which ranks do not wait for each other."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a plan is predicted to cost."""
+    """Predicted time and memory of a plan. Arrays of shape [R] have one entry per rank."""
 
     seconds: Mapping[StepComponent, Floats]
-    """Of each component on every rank [R], with transfers for what they are waited for; COMPONENTS are the keys."""
+    """Seconds of each component of a step on each rank [R]. The keys are `STEP_COMPONENTS`, and transfers count with
+    their exposed time."""
     step_s: float
-    """Of a training step: the slowest rank's lookup and update, the dense part, and every collective at its slowest
-    rank; where some are hidden (`Workload.overlap`), the longest cycle of them all, see `planner.cost.schedule`. Rows
-    are read from a disk beside all of that, one batch ahead; a step takes no less than its reads."""
     bottleneck: int
-    """Rank with the most lookup and update."""
+    """Rank with the longest lookup and update together."""
     memory_bytes: MemoryBytes
-    """By phase and tier, of every rank [R]."""
+    """Bytes of each rank [R] by phase and memory."""
     collectives: tuple[Collective, ...]
-    """With the bytes that every rank sends and receives, by level."""
+    """Collectives of a step, with the bytes that each rank sends and receives."""
     collective_s: tuple[Floats, ...]
-    """Seconds of each of them on every rank [R], with packing, writing and reading."""
+    """Seconds of each collective on each rank [R], including packing, encoding and decoding."""
     link_s: tuple[Floats, ...]
-    """Of these, on links [R]: in all others a rank packs, writes and reads."""
+    """Part of `collective_s` without packing, encoding and decoding."""
     exposed_s: tuple[Floats, ...]
-    """What of them every rank [R] stands still for: all that is on links where nothing is hidden."""
+    """Seconds that each rank [R] waits for each collective. Equal to `link_s` if nothing overlaps."""
     disk_s: Floats
-    """What the disks of its host take for each rank [R], while it trains the batch before."""
+    """Seconds per step that disks are busy for each rank [R], while it trains the previous batch."""
     cache_misses: Mapping[str, float]
-    """By table with rows that lie far: those of a batch that do not lie near, over all ranks."""
+    """Row cache misses per step over all ranks, by offloaded table."""
 
     @property
     def num_ranks(self) -> int:
         return len(self.seconds["lookup"])
 
     @property
-    def compute_s(self) -> Floats:
-        """Lookup and update of every rank [R]."""
+    def compute_s(self) -> Floats:  # [R]
         return self.seconds["lookup"] + self.seconds["table_update"]
 
     @property
     def transfers_by_rank(self) -> list[dict[str, TransferMeans]]:
-        """What each rank sends in a step, how long that takes, and how long it waits, by the name of the transfer."""
-        found: list[dict[str, TransferMeans]] = [{} for _ in range(self.num_ranks)]
+        """Transfers of a step for each rank, by name: sent bytes, duration and waiting time."""
+        transfers: list[dict[str, TransferMeans]] = [{} for _ in range(self.num_ranks)]
         for one, seconds, waited in zip(self.collectives, self.collective_s, self.exposed_s, strict=True):
-            for rank, of_rank in enumerate(found):
+            for rank, of_rank in enumerate(transfers):
                 sent = float(one.sent_intra_host[rank]), float(one.sent_inter_host[rank])
                 means = TransferMeans(one.num_calls, *sent, float(seconds[rank]), float(waited[rank]))
                 of_rank[one.name] = of_rank[one.name] + means if one.name in of_rank else means
-        return found
+        return transfers
 
     def peak_bytes(self, memory: Memory = HBM) -> Floats:
-        """The most that every rank [R] holds in a phase."""
+        """Return the maximum over all phases of the bytes of each rank [R] in one memory."""
         return np.max([held[memory] for held in self.memory_bytes.values()], axis=0)
 
     def fullest_ranks(self) -> dict[Memory, int]:
@@ -98,18 +95,11 @@ def predict(
     loads: WorkloadLoads | None = None,
     run: RunBytes | None = None,
 ) -> Prediction:
-    """Predict a step of `workload` under a checked `plan`.
+    """Predict a training step of `workload` on `topology` under a valid `plan`.
 
-    Args:
-        plan: of the workload's tables.
-        workload: tables, features and the batch.
-        topology: the machines.
-        cost_model: measured or documented constants, and networks that correct them, if it has any; None: as
-            documented for the kind of device.
-        loads: of the workload, where they were made before: a search makes them once.
-        run: what a run adds to the memory of its plan.
-
-    Raises MesetaError where the plan is for other ranks or hosts than the topology has, or for other tables.
+    Without a cost model, the documented constants of the device are used. `loads` avoids computing the loads of
+    `workload` again. `run` is the memory that a run needs in addition to the plan. Raises MesetaError if the plan has
+    other ranks, hosts or tables.
     """
     _check_topology(plan, topology)
     cost_model = cost_model or documented_cost_model(topology.device)
@@ -127,15 +117,16 @@ def predict(
     exchanged = collectives(transfers, placement, sharded, replicated, cost_model.exchange)
     dense_s = dense_seconds(workload, topology, cost_model)
     sorted_ids = float((sharded.num_ids * (placement.row_parts > 1)).sum()) / plan.num_ranks
-    each_s = [_transfer_cost(own, cost_model, topology, sorted_ids) for own in exchanged]
+    each_s = [_transfer_cost(collective, cost_model, topology, sorted_ids) for collective in exchanged]
     step_s, hidden_s = _step_seconds(workload, (lookup, update), dense_s, each_s)
     disk_s = _disk_seconds(placement, sharded, cost_model, topology, storage)
     seconds: dict[StepComponent, Floats] = {name: np.zeros(plan.num_ranks) for name in STEP_COMPONENTS}
+    # Disks are read one batch ahead, so only disk time beyond the step is exposed.
     seconds |= {"lookup": lookup + np.maximum(disk_s - step_s, 0.0), "table_update": update}
     seconds["dense"] = seconds["dense"] + dense_s
     exposed_s = [one.exposed_s(hidden) for one, hidden in zip(each_s, hidden_s, strict=True)]
-    for own, exposed in zip(exchanged, exposed_s, strict=True):
-        seconds[own.component] = seconds[own.component] + exposed
+    for collective, exposed in zip(exchanged, exposed_s, strict=True):
+        seconds[collective.component] = seconds[collective.component] + exposed
     return Prediction(
         seconds=seconds,
         step_s=max(step_s, float(disk_s.max(initial=0.0))),
@@ -144,14 +135,15 @@ def predict(
         collectives=exchanged,
         collective_s=tuple(one.seconds for one in each_s),
         link_s=tuple(one.link_s for one in each_s),
-        exposed_s=tuple(np.maximum(own - one.packing_s, 0.0) for own, one in zip(exposed_s, each_s, strict=True)),
+        exposed_s=tuple(
+            np.maximum(collective - one.packing_s, 0.0) for collective, one in zip(exposed_s, each_s, strict=True)
+        ),
         disk_s=disk_s,
         cache_misses=_cache_misses(workload, placement, sharded),
     )
 
 
 def _sharded_loads(loads: WorkloadLoads, placement: Placement, cache_bytes: float) -> ShardLoads:
-    """Of the pieces with one owner, which share the cache of their rank."""
     pieces, owner = placement.sharded, placement.owner
     held = loads.hardware_cached_samples(pieces, owner, placement.num_ranks, cache_bytes)
     rank_bytes = placement.sum_by_rank(loads.stored_bytes(pieces)) + loads.stored_bytes(placement.replicated).sum()
@@ -162,81 +154,87 @@ def _sharded_loads(loads: WorkloadLoads, placement: Placement, cache_bytes: floa
 def _disk_seconds(
     placement: Placement, sharded: ShardLoads, cost_model: CostModel, topology: Topology, storage: StorageOptions | None
 ) -> Floats:
-    """That disks are busy for each rank in a step [R]."""
     limit = None if storage is None else storage.max_reads_per_s
     row_s = disk_seconds(cost_model, sharded, topology.devices_per_host, limit)
     return placement.sum_by_rank(sharded.tier_misses * row_s)
 
 
 def _cache_misses(workload: Workload, placement: Placement, sharded: ShardLoads) -> dict[str, float]:
-    """By table with rows that lie near and far."""
     is_far = np.isin(sharded.tier_index, OFFLOADED_TIER_INDICES)
     numbers, misses = placement.sharded.table[is_far], sharded.tier_misses[is_far]
     return {workload.tables[number].name: float(misses[numbers == number].sum()) for number in np.unique(numbers)}
 
 
-def _transfer_cost(own: Collective, cost_model: CostModel, topology: Topology, sorted_ids: float) -> TransferCost:
-    """Its seconds on links, and those of packing, codecs, and the sorting of `sorted_ids` by owner. What a lane of its
-    own carries is encoded there."""
-    link_s = own.seconds(cost_model, topology) * collective_correction(cost_model, topology, own)
-    spent = link_s + _packing_seconds(own, cost_model) + own.codec_s
-    if own.name == "ids":
+def _transfer_cost(
+    collective: Collective, cost_model: CostModel, topology: Topology, sorted_ids: float
+) -> TransferCost:
+    """Predict the seconds of a collective on links, and for packing, codecs and sorting `sorted_ids` ids by owner."""
+    link_s = collective.seconds(cost_model, topology) * collective_correction(cost_model, topology, collective)
+    spent = link_s + _packing_seconds(collective, cost_model) + collective.codec_s
+    if collective.name == "ids":
         spent = spent + cost_model.exchange.bucket_id_s * sorted_ids
-    return TransferCost(own.name, spent, link_s + own.codec_s if own.name in ALL_REDUCES else link_s)
+    # All-reduces encode in their own lane, so encoding counts as link time.
+    return TransferCost(
+        collective.name, spent, link_s + collective.codec_s if collective.name in ALL_REDUCES else link_s
+    )
 
 
 def _step_seconds(
     workload: Workload, computed: tuple[Floats, Floats], dense_s: float, sent: Sequence[TransferCost]
 ) -> tuple[float, Sequence[float]]:
-    """(seconds of a step, and of each transfer those that are hidden), from lookup and update of every rank, and the
-    dense part."""
+    """Return the seconds of a step, and the hidden seconds of each transfer."""
+    # Without overlap, a step is the slowest rank's lookup and update, the dense part, and each collective at its
+    # slowest rank. With overlap, it is the longest cycle of the schedule, but never longer than that sum.
     step_s = float((computed[0] + computed[1]).max() + dense_s)
     for one in sent:
         step_s += float(one.seconds.max())
     schedule = schedule_for(workload, [one.name for one in sent])
     if schedule is not None:
-        found = OverlappedStep.from_schedule(schedule, computed, dense_op_seconds(workload, dense_s), sent)
-        if found.step_s < step_s:
-            return found.step_s, found.hidden_s
+        overlapped = OverlappedStep.from_schedule(schedule, computed, dense_op_seconds(workload, dense_s), sent)
+        if overlapped.step_s < step_s:
+            return overlapped.step_s, overlapped.hidden_s
     return step_s, [0.0] * len(sent)
 
 
 def _check_topology(plan: Plan, topology: Topology) -> None:
     if plan.num_ranks != topology.num_ranks:
         raise MesetaError(
-            f"predict: the plan is for {plan.num_ranks} ranks, but the topology has {topology.num_ranks}; plan anew"
+            f"predict: the plan is for {plan.num_ranks} ranks, but the topology has {topology.num_ranks}; create a new "
+            "plan"
         )
     if plan.devices_per_host not in (None, topology.devices_per_host):
         raise MesetaError(
             f"predict: the plan is for hosts of {plan.devices_per_host} devices, but the topology has "
-            f"{topology.devices_per_host}; plan anew"
+            f"{topology.devices_per_host}; create a new plan"
         )
 
 
 def replica_seconds(
     loads: WorkloadLoads, placement: Placement, cost_model: CostModel, topology: Topology
 ) -> tuple[Floats, Floats]:
-    """Seconds of (lookup, update) that every rank spends on each replica, [m] and [m].
-
-    A rank looks up and adds up the rows of its own samples, clears and reads the whole gradient, and steps the rows
-    that the whole batch touched.
-    """
+    """Return the seconds of (lookup, update) that each rank spends on each replicated shard, both [m]."""
     pieces, ranks = placement.replicated, placement.num_ranks
     batch = loads.workload.batch_size
-    mine = loads.shard_loads(pieces, num_samples=batch / ranks)
-    lookup_s, add_s = operator_seconds(cost_model, mine)
+    # A rank looks up and adds gradients for the rows of its own samples. It clears and reads the whole gradient, and
+    # updates the rows that the global batch has touched.
+    local = loads.shard_loads(pieces, num_samples=batch / ranks)
+    lookup_s, add_s = operator_seconds(cost_model, local)
     if ranks == 1:
         return lookup_s, add_s
-    every = loads.shard_loads(pieces)
+    global_loads = loads.shard_loads(pieces)
     update = cost_model.update
-    gradient_bytes = every.num_rows * (every.num_columns + 1) * every.element_bytes
-    row_bytes = every.row_bytes + every.state_bytes + every.num_columns * every.element_bytes
-    number_s = np.array([update.element_seconds(name) for name in every.optimizers])[every.optimizer_index]
-    step_s = every.num_distinct_rows * (
-        update.row_s + update.miss_s + row_bytes * update.miss_byte_s + every.num_columns * number_s
+    gradient_bytes = global_loads.num_rows * (global_loads.num_columns + 1) * global_loads.element_bytes
+    row_bytes = (
+        global_loads.row_bytes + global_loads.state_bytes + global_loads.num_columns * global_loads.element_bytes
+    )
+    number_s = np.array([update.element_seconds(name) for name in global_loads.optimizers])[
+        global_loads.optimizer_index
+    ]
+    step_s = global_loads.num_distinct_rows * (
+        update.row_s + update.miss_s + row_bytes * update.miss_byte_s + global_loads.num_columns * number_s
     )
     clear_s = gradient_bytes * cost_model.exchange.copy_byte_s
-    return lookup_s, np.where(every.is_frozen, 0.0, add_s + step_s + clear_s)
+    return lookup_s, np.where(global_loads.is_frozen, 0.0, add_s + step_s + clear_s)
 
 
 def _operator_seconds_by_rank(
@@ -247,18 +245,19 @@ def _operator_seconds_by_rank(
     cost_model: CostModel,
     topology: Topology,
 ) -> tuple[Floats, Floats]:
-    """Seconds of lookup and update of every rank."""
     totals = rank_seconds(cost_model, sharded, placement.owner, placement.num_ranks)
     if len(replicated.num_ids):
         extra = replica_seconds(loads, placement, cost_model, topology)
         calls = (cost_model.lookup.call_s, 2 * cost_model.update.call_s)
-        lookup, update = (total + own.sum() + call for total, own, call in zip(totals, extra, calls, strict=True))
+        lookup, update = (
+            total + extra_s.sum() + call for total, extra_s, call in zip(totals, extra, calls, strict=True)
+        )
         return lookup, update
     return totals
 
 
 def dense_seconds(workload: Workload, topology: Topology, cost_model: CostModel) -> float:
-    """Seconds of every rank's matrix products."""
+    """Return the seconds per rank for the matrix products of the dense part."""
     dense = workload.dense
     if not dense.flops_per_sample:
         return 0.0
@@ -267,7 +266,11 @@ def dense_seconds(workload: Workload, topology: Topology, cost_model: CostModel)
     return dense.flops_per_sample * samples / flops_per_s + cost.call_s
 
 
-def _packing_seconds(own: Collective, cost_model: CostModel) -> Floats:
-    """Seconds in which what is sent is packed, and what came is put in place."""
-    num_bytes = own.sent_intra_host + own.sent_inter_host + own.received_intra_host + own.received_inter_host
+def _packing_seconds(collective: Collective, cost_model: CostModel) -> Floats:
+    num_bytes = (
+        collective.sent_intra_host
+        + collective.sent_inter_host
+        + collective.received_intra_host
+        + collective.received_inter_host
+    )
     return cost_model.exchange.copy_byte_s * num_bytes

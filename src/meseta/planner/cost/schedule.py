@@ -1,17 +1,7 @@
-"""A step whose transfers travel while ranks compute: which of them are waited for, and how long that makes a step.
+"""Schedules of training steps in which transfers overlap with computation.
 
-A rank does one thing after the other: it computes, begins a transfer, waits for one. `step_program` lists what
-`meseta.pipeline` does in a step, in its order. Transfers go over the link of a rank one after the other, in the order
-in which they begin; sums of what every rank has alike let those pass that are waited for at once. From step to step
-this repeats itself, so a step takes as long as the longest cycle through it: its seconds over the steps that it spans
-(F. Baccelli, G. Cohen, G. J. Olsder and J.-P. Quadrat, "Synchronization and Linearity", Wiley 1992, section 2.5). With
-`embeddings` and `ids`, of one host:
-
-    rank   lookup | before | score | back of score | back of before | update | lookup ...
-    link     answers, counts | ids ................| gradients .....|..dense ........
-
-A cycle is the sum of what lies on it, so that a step is the largest of many sums of durations:
-`Schedule.longest_cycle`.
+A rank computes, starts a transfer, or waits for one. `step_program` lists these actions in the order of
+`meseta.pipeline`. `Schedule.longest_cycle` predicts the duration of a step from them.
 """
 
 from __future__ import annotations
@@ -29,7 +19,8 @@ from meseta.spec.stages import Overlap
 from meseta.spec.transfer import GRADIENT_TRANSFERS, INTRA_HOST_SUFFIX
 
 ComputeOp = Literal["lookup", "table_update", "dense_only", "score", "back of score", "dense_only backward"]
-"""What a rank computes in a step: `forward_dense` needs dense inputs alone."""
+"""Computation of a step. `dense_only` is `forward_dense`, which needs only dense inputs, and `score` is the remaining
+dense part."""
 COMPUTE_OPS: tuple[ComputeOp, ...] = (
     "lookup",
     "table_update",
@@ -38,58 +29,63 @@ COMPUTE_OPS: tuple[ComputeOp, ...] = (
     "back of score",
     "dense_only backward",
 )
+# Actions of a rank, and transfers on its link, with overlap `embeddings` and `ids` on one host:
+#
+#    rank   lookup | dense_only | score | back of score | dense_only backward | table_update | lookup ...
+#    link     embeddings, counts | ids .................| gradients ..........|..dense ..............
+#
+# Transfers use the link one after the other, in the order in which they start. All-reduces of replicated data let those
+# transfers overtake for which a rank waits immediately.
 EMBEDDINGS, HOST_POOLED_BAGS = "embeddings", "embeddings inter-host"
 ALL_REDUCES = ("replicas", "dense")
-"""Transfers of the lane of sums, which let others pass."""
+"""Transfers of the all-reduce lane, which other transfers may overtake."""
 PACKING_PREFIX = "packing of "
-"""Begins the name of what a rank does itself for a transfer: half before it begins, half when it is there."""
+"""Prefix for the name of a transfer's packing, half of which precedes the transfer, and half follows it."""
 MERGED_TRANSFERS = {"weights": "ids", "weights" + INTRA_HOST_SUFFIX: "ids" + INTRA_HOST_SUFFIX}
-"""Transfers that begin and are waited for together with another."""
+"""Transfers that start and end together with another one."""
 BATCH_NORM_TRANSFERS = ("batch norm", GRADIENT_TRANSFERS["batch norm"])
-"""Transfers inside the forward and the backward pass of the dense part, waited for at once."""
+"""Transfers inside the forward and backward pass of the dense part, for which a rank waits immediately."""
+# Each of these has its own group. `gradients of hosts` takes less time than predicted, because the gradients of a
+# module are sent while the backward pass continues.
 FSDP_TRANSFERS = ("parameters", "gradients of parameters", "gradients of hosts", "norms")
-"""Transfers of parameters that are cut over a host: each has a group of its own, and a rank stands still for it; for
-gradients of hosts less than is predicted, since those of a module cross while the pass goes on to the next."""
+"""Transfers of parameters that are sharded over a host. Ranks wait for them."""
 _RANK, _LAST_ROW_TRANSFER, _LAST_ALL_REDUCE = ("main", 0), ("last of rows", 0), ("last of sums", 0)
 
 
 ScheduleEvent = tuple[str, int]
-"""A moment: when a transfer, by its name and part, has ended; or where a rank is."""
+"""Event of a schedule: the end of a transfer, by name and instance, or the position of a rank."""
 
 
 class Action(NamedTuple):
-    """One thing that a rank does."""
+    """Action of a rank in a step."""
 
     kind: Literal["compute", "begin", "wait"]
     name: str
-    """A transfer; where a rank computes, a piece of that, or a transfer of FSDP_TRANSFERS."""
+    """Name of the transfer to start or wait for. For `compute`, a computation or a transfer of `FSDP_TRANSFERS`."""
     instance: int = 0
-    """Which of the transfers of this name in a step."""
+    """Index among the transfers with this name in the step."""
     time_share: float = 1.0
-    """Of the seconds that all of this name take in a step."""
+    """Share of the seconds that all actions with this name take in a step."""
 
     @property
     def end_event(self) -> ScheduleEvent:
-        """The moment when it ends."""
         return self.name, self.instance
 
 
+# Methods follow the methods of `Pipeline` with similar names.
 @dataclass
 class _ProgramBuilder:
-    """Writes a program down."""
-
     overlapped: frozenset[Overlap]
     num_micro_batches: int
     is_hierarchical: bool
-    """Whether ids go by hosts."""
+    """Whether ids are exchanged in two hops."""
     reduces_across_hosts: bool
-    """Whether bags do."""
+    """Whether bags are exchanged in two hops."""
     transfers: frozenset[str]
     actions: list[Action] = field(default_factory=list)
 
     @property
     def micro_batch_share(self) -> float:
-        """Of a micro-batch."""
         return 1.0 / self.num_micro_batches
 
     def compute(self, name: str, share: float = 1.0) -> None:
@@ -109,7 +105,6 @@ class _ProgramBuilder:
         self.wait(name, part)
 
     def build(self) -> None:
-        """`Pipeline._train_step`."""
         if "ids" not in self.overlapped:
             self.start("label weights")
             for part in range(self.num_micro_batches):
@@ -136,13 +131,12 @@ class _ProgramBuilder:
             self.backward(part)
 
     def id_instances(self) -> Iterator[tuple[int, float]]:
-        """Ids that travel ahead: those that the first lookup waits for, and all others."""
+        """Yield (instance, share) of the ids that are sent ahead: those of the first micro-batch, and all others."""
         yield 0, self.micro_batch_share
         if self.num_micro_batches > 1:
             yield 1, 1.0 - self.micro_batch_share
 
     def lookup(self, part: int) -> None:
-        """`Pipeline._lookup`."""
         levels = ("ids", "ids" + INTRA_HOST_SUFFIX) if self.is_hierarchical else ("ids",)
         if "ids" not in self.overlapped:
             self.wait("counts", part)
@@ -160,12 +154,10 @@ class _ProgramBuilder:
         self.start(HOST_POOLED_BAGS, part, self.micro_batch_share)
 
     def synchronize(self) -> None:
-        """`Pipeline.synchronize`."""
         self.wait("dense")
         self.compute("norms")
 
     def score(self, part: int) -> None:
-        """`Pipeline._score`."""
         if "embeddings" in self.overlapped:
             self.compute("dense_only", self.micro_batch_share)
         elif self.reduces_across_hosts:
@@ -189,7 +181,6 @@ class _ProgramBuilder:
         self.start_and_wait("logits", part, self.micro_batch_share)
 
     def backward(self, part: int) -> None:
-        """`Pipeline._backward`."""
         is_last = part == self.num_micro_batches - 1
         self.compute("back of score", self.micro_batch_share)
         self.start_and_wait(BATCH_NORM_TRANSFERS[1], part, self.micro_batch_share)
@@ -232,32 +223,43 @@ class _ProgramBuilder:
 
 
 def step_program(hidden: Collection[Overlap], num_parts: int, transfers: Collection[str]) -> tuple[Action, ...]:
-    """What a rank does in a step that hides `hidden`, in `num_parts` micro-batches, and has `transfers` of these names;
-    of those that go together, as ids and their weights, the first stands for all."""
+    """List the actions of a rank in one step.
+
+    Args:
+        hidden: Transfers that overlap with computation.
+        num_parts: Number of micro-batches.
+        transfers: Names of the transfers of the step. Transfers that start together, such as ids and weights, have one
+            name.
+    """
     names = frozenset(transfers)
     writer = _ProgramBuilder(
         frozenset(hidden), num_parts, "ids" + INTRA_HOST_SUFFIX in names, HOST_POOLED_BAGS in names, names
     )
     writer.build()
-    # A wait may come before what it waits for is begun, by the step before.
+    # A wait may precede the start of its transfer in the list, because the previous step started the transfer.
     halves = {(PACKING_PREFIX + op.name, op.instance): op.time_share / 2 for op in writer.actions if op.kind == "begin"}
     return tuple(op._replace(time_share=halves.get(op.end_event, op.time_share)) for op in writer.actions)
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """A program that every step repeats."""
+    """Sequence of actions that is repeated in each step."""
 
     actions: tuple[Action, ...]
 
     @cached_property
     def timed_names(self) -> tuple[str, ...]:
-        """Of all that takes time."""
         return tuple(dict.fromkeys(op.name for op in self.actions if op.kind != "wait"))
 
     def longest_cycle(self, seconds: Floats) -> tuple[Floats, Floats]:
-        """The longest cycle, for N cases whose parts take `seconds` [N, names]: its seconds per step [N], and how often
-        it meets each part in a step [N, names]. Whatever the parts take, no step is shorter than any of these."""
+        """Return the seconds per step of the longest cycle [N], and how often a step of this cycle contains each name
+        [N, names].
+
+        The N cases have the durations `seconds` [N, names]. For any durations, no step is shorter than any of these
+        cycles.
+        """
+        # A step lasts as long as its longest cycle: the sum of durations divided by the number of steps that it spans
+        # (F. Baccelli et al., "Synchronization and Linearity", Wiley 1992, section 2.5).
         moments, between = (
             self._boundary_events,
             [self._longest_paths_from(source, seconds) for source in self._boundary_events],
@@ -265,65 +267,65 @@ class Schedule:
         best = _no_path(*seconds.shape)
         for length in range(1, len(moments) + 1):
             for cycle in permutations(range(len(moments)), length):
-                if cycle[0] == min(cycle):  # others are the same, begun elsewhere
-                    legs = [between[a][b] for a, b in zip(cycle, (*cycle[1:], cycle[0]), strict=True)]
-                    best = _max_path(best, _LongestPath(np.sum([leg.seconds for leg in legs], axis=0) / length,
-                                               np.sum([leg.visit_counts for leg in legs],
+                if cycle[0] == min(cycle):  # Rotations of a cycle are equal.
+                    paths = [between[a][b] for a, b in zip(cycle, (*cycle[1:], cycle[0]), strict=True)]
+                    best = _max_path(best, _LongestPath(np.sum([path.seconds for path in paths], axis=0) / length,
+                                               np.sum([path.visit_counts for path in paths],
                                                axis=0) / length))  # fmt: skip
         return best.seconds, best.visit_counts
 
     def duration_array(self, seconds: Mapping[str, float]) -> Floats:
-        """[1, names]: for `longest`; what is not named takes nothing."""
+        """Return durations as an array [1, names] for `longest_cycle`. Missing names have duration 0."""
         return np.array([[float(seconds.get(name, 0.0)) for name in self.timed_names]])
 
     def step_s(self, seconds: Mapping[str, float]) -> float:
-        """Of a step whose parts take so long."""
+        """Return the seconds per step for the given durations."""
         return float(self.longest_cycle(self.duration_array(seconds))[0][0])
 
     def wait_seconds(self, seconds: Mapping[str, float]) -> dict[str, float]:
-        """By transfer: seconds that a rank stands still for it in a step. With all that it computes they add up to
+        """Return the seconds per step that a rank waits for each transfer. Waiting and computation add up to
         the step."""
         durations, moments = self.duration_array(seconds), self._boundary_events
         step_s = self.longest_cycle(durations)[0][0]
         after = (
-            np.array([[leg.seconds[0] for leg in self._longest_paths_from(one, durations)] for one in moments]) - step_s
+            np.array([[path.seconds[0] for path in self._longest_paths_from(one, durations)] for one in moments])
+            - step_s
         )
         for middle in range(len(moments)):
             after = np.maximum(after, after[:, middle, None] + after[None, middle, :])
-        start = int(np.diag(after).argmax())  # lies on the longest cycle, which all else follows
+        start = int(np.diag(after).argmax())  # This event is on the longest cycle, which determines all other times.
         state = dict(zip(moments, after[start].tolist(), strict=True))
-        found: dict[str, float] = {}
+        waits: dict[str, float] = {}
         for op, comes_s, goes_on_s in self._simulate_step(
             state, dict(zip(self.timed_names, durations[0].tolist(), strict=True))
         ):
             if op.kind == "wait":
-                found[op.name] = found.get(op.name, 0.0) + goes_on_s - comes_s
-        return found
+                waits[op.name] = waits.get(op.name, 0.0) + goes_on_s - comes_s
+        return waits
 
     @cached_property
     def _overtaking(self) -> dict[ScheduleEvent, tuple[Action, ...]]:
-        """Transfers that are waited for at once, none of which waits for a sum; and of each sum those that it lets
-        pass."""
+        """Transfers that overtake each all-reduce. Each transfer that a rank waits for immediately has an empty
+        tuple."""
         pairs = zip(self.actions, (*self.actions[1:], self.actions[0]), strict=True)
         at_once = {
             op.end_event for op, following in pairs if (following.kind, following.end_event) == ("wait", op.end_event)
         }
-        found: dict[ScheduleEvent, tuple[Action, ...]] = dict.fromkeys(at_once, ())
+        overtaking: dict[ScheduleEvent, tuple[Action, ...]] = dict.fromkeys(at_once, ())
         for index, op in enumerate(self.actions):
             if op.kind == "begin" and op.name in ALL_REDUCES:
                 order = [*self.actions[index + 1 :], *self.actions[:index]]
                 stop = next(
                     i for i, one in enumerate(order) if one.end_event == op.end_event or one.name in ALL_REDUCES
                 )
-                found[op.end_event] = tuple(
+                overtaking[op.end_event] = tuple(
                     one
                     for one in order[:stop]
                     if one.kind == "begin" and one.end_event in at_once and one.name not in ALL_REDUCES
                 )
-        return found
+        return overtaking
 
     def _predecessors(self, op: Action) -> tuple[ScheduleEvent, ...]:
-        """What a transfer follows on the link."""
         return (
             (_LAST_ROW_TRANSFER,)
             if op.end_event in self._overtaking and op.name not in ALL_REDUCES
@@ -331,23 +333,23 @@ class Schedule:
         )
 
     def _link_usage(self, op: Action) -> list[tuple[str, float]]:
-        """(name, share) of what keeps a transfer on the link: itself, and those that it lets pass."""
+        """Return (name, share) of the transfers that occupy the link: the given one, and those that overtake it."""
         return [(one.name, one.time_share) for one in (op, *self._overtaking.get(op.end_event, ()))]
 
     @cached_property
     def _boundary_events(self) -> tuple[ScheduleEvent, ...]:
-        """Moments of a step that the next one looks back to."""
-        begun, found = set[ScheduleEvent](), [_RANK]
+        """Events of a step that the next step depends on."""
+        begun, events = set[ScheduleEvent](), [_RANK]
         for op in self.actions:
             if op.kind == "begin":
                 begun.add(op.end_event)
-            elif op.kind == "wait" and op.end_event not in begun and op.end_event not in found:
-                found.append(op.end_event)
-        return tuple(found)
+            elif op.kind == "wait" and op.end_event not in begun and op.end_event not in events:
+                events.append(op.end_event)
+        return tuple(events)
 
     @cached_property
     def _last_transfers(self) -> dict[ScheduleEvent, ScheduleEvent]:
-        """The last transfer of each lane in a step, where the next step has to wait for it."""
+        """Last transfer of each lane, if the next step waits for it."""
         begun = [op.end_event for op in self.actions if op.kind == "begin"]
         rows, sums = ([node for node in begun if (node[0] in ALL_REDUCES) is is_sum] for is_sum in (False, True))
         return {
@@ -357,7 +359,7 @@ class Schedule:
         }
 
     def _longest_paths_from(self, source: ScheduleEvent, seconds: Floats) -> list[_LongestPath]:
-        """The longest paths from a moment to all moments of the next step."""
+        """Return the longest paths from an event to all boundary events of the next step."""
         num_cases, num_names = seconds.shape
         nowhere, column = _no_path(num_cases, num_names), {name: number for number, name in enumerate(self.timed_names)}
 
@@ -389,7 +391,7 @@ class Schedule:
     def _simulate_step(
         self, state: Mapping[ScheduleEvent, float], seconds: Mapping[str, float]
     ) -> Iterator[tuple[Action, float, float]]:
-        """One step from the moments before it: (what a rank does, when it comes to it, when it goes on)."""
+        """Yield (action, start, end) for each action of a step that begins with the times `state`."""
         at = {_LAST_ROW_TRANSFER: -np.inf, _LAST_ALL_REDUCE: -np.inf, **state}
         at |= {lane: at[node] for lane, node in self._last_transfers.items()}
         for op in self.actions:
@@ -406,12 +408,10 @@ class Schedule:
 
 
 class _LongestPath(NamedTuple):
-    """The longest way to a moment, in N cases."""
-
     seconds: Floats
-    """[N]; -inf where there is none."""
+    """Length of each path [N]. -inf if there is no path."""
     visit_counts: Floats
-    """[N, names]: how often it meets each part."""
+    """Number of times that a path contains each name [N, names]."""
 
 
 def _no_path(num_cases: int, num_names: int) -> _LongestPath:
@@ -428,5 +428,5 @@ def _max_path(one: _LongestPath, other: _LongestPath) -> _LongestPath:
 
 @lru_cache(maxsize=64)
 def make_schedule(hidden: frozenset[Overlap], num_parts: int, transfers: frozenset[str]) -> Schedule:
-    """That of `step_program`, made once."""
+    """Return the schedule of `step_program`. Results are cached."""
     return Schedule(step_program(hidden, num_parts, transfers))

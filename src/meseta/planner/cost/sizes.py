@@ -1,4 +1,4 @@
-"""Bytes of rows and of their optimizer state."""
+"""Sizes of rows and of their optimizer states."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from meseta.spec.transfer import element_bytes
 
 
 def value_bytes(table: TableSpec) -> int:
-    """Bytes of one number of a row, as it is stored."""
+    """Return the bytes per stored element of a row."""
     return ELEMENT_BYTES[table.dtype]
 
 
 def compute_bytes(table: TableSpec) -> int:
-    """Bytes of one number of what is computed from rows: bags, gradients, optimizer state."""
+    """Return the bytes per element of bags, gradients and optimizer states."""
     return element_bytes((table,))
 
 
 def state_bytes_per_row(table: TableSpec) -> int:
-    """Bytes of optimizer state beside one row."""
+    """Return the bytes of the optimizer state of one row."""
     per_element, per_row = table.optimizer.num_states
     return (per_element * table.embedding_dim + per_row) * compute_bytes(table)
 
 
 def shard_storage_bytes(table: TableSpec, num_rows: int, num_columns: int) -> int:
-    """Bytes of a shard of `num_rows` x `num_columns` with its optimizer state, rounded up."""
+    """Return the bytes of a shard including its optimizer state, rounded up."""
     row_bytes = table.embedding_dim * value_bytes(table) + state_bytes_per_row(table)
     return math.ceil(num_rows * row_bytes * num_columns / table.embedding_dim)

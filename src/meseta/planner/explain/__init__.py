@@ -1,1 +1,1 @@
-"""Why a plan is as it is, how it differs from another one, and what would help where none exists."""
+"""Explanations of plans: alternatives, differences between plans, and fixes if no plan fits."""

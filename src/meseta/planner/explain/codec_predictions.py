@@ -1,4 +1,4 @@
-"""What each codec, and each way between hosts, would make of a step under the plan that was chosen."""
+"""Predicted step of a plan with each codec and exchange algorithm."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from meseta.spec.codecs import Communication, Direction, ExchangeAlgorithm, Prec
 
 @dataclass(frozen=True, kw_only=True)
 class CodecPrediction:
-    """One precision of `comm`, all tables where they are."""
+    """Predicted step of a plan with one precision of `comm` and one exchange algorithm."""
 
     precision: Precision
     exchange: ExchangeAlgorithm | None
-    """Way between hosts; None where there is no choice."""
+    """Exchange algorithm between hosts, or `None` if there is no choice."""
     step_s: float
-    """Predicted."""
+    """Predicted seconds per step."""
     intra_host_bytes: float
-    """That all ranks together send inside hosts in a step."""
+    """Bytes per step that all ranks send inside hosts."""
     inter_host_bytes: float
-    """And to other hosts."""
+    """Bytes per step that all ranks send between hosts."""
     is_chosen: bool
-    """Whether the plan was made for it."""
+    """Whether the workload uses these codecs and the plan uses this algorithm."""
 
 
 def predict_codecs(planned: PlanResult) -> list[CodecPrediction]:
-    """By precision, then by way; fp32 alone for tables of float64, which travel as they are, and none on one rank."""
+    """Predict each precision and exchange algorithm. Tables of type float64 allow only fp32. Empty on a single rank."""
     plan, workload, topology = planned.plan, planned.problem.workload, planned.problem.topology
     if plan.num_ranks == 1:
         return []
@@ -66,15 +66,16 @@ def _predict_codec(
 
 
 def _with_exchange(plan: Plan, comm: Communication, exchange: ExchangeAlgorithm | None) -> Plan:
-    """The plan by another way; a chain of hosts is for sums that no codec writes."""
+    """Return the plan with another exchange algorithm."""
     path = plan.dense_exchange or "cross_host" if exchange == "hierarchical" else None
+    # A chain of hosts cannot be used with a codec.
     if path == "chain" and not comm.is_lossless:
         path = "cross_host"
     return replace(plan, exchange=exchange, dense_exchange=path)
 
 
 def codec_rows(found: Sequence[CodecPrediction]) -> list[list[str]]:
-    """Cells of a table: codec, ms of a step by each way, MB to other hosts by each way."""
+    """Return table rows for reports: codec, milliseconds per algorithm, and megabytes between hosts per algorithm."""
     rows: dict[str, list[CodecPrediction]] = {}
     for one in found:
         rows.setdefault(one.precision, []).append(one)
@@ -89,7 +90,7 @@ def codec_rows(found: Sequence[CodecPrediction]) -> list[list[str]]:
 
 
 def codec_headers(found: Sequence[CodecPrediction]) -> list[str]:
-    """Heads of that table."""
+    """Return the column headers of `codec_rows`."""
     ways = list(dict.fromkeys(one.exchange for one in found))
     sent = "MB across" if any(one.inter_host_bytes for one in found) else "MB sent"
     names = [f" {way}" if way else "" for way in ways]

@@ -1,4 +1,4 @@
-"""What has to move when one plan follows another."""
+"""Differences between two plans: rows that have to move."""
 
 from __future__ import annotations
 
@@ -11,50 +11,50 @@ from meseta.spec import MesetaError, Plan, Shard, TableSpec
 
 @dataclass(frozen=True, kw_only=True)
 class TableMove:
-    """One table under two plans."""
+    """Change of the placement of a table between two plans."""
 
     table: str
     before: str
-    """Scheme and ranks; empty where the first plan does not have it."""
+    """Sharding type and ranks in the first plan. Empty if the plan does not have the table."""
     after: str
-    """Scheme and ranks; empty where the second plan does not have it."""
+    """Sharding type and ranks in the second plan. Empty if the plan does not have the table."""
     num_rows: int
-    """Rows, or parts of rows, that come to ranks which did not hold them."""
+    """Number of rows that move to a rank that did not have them, summed over ranks."""
     num_bytes: int
-    """Their bytes, with optimizer state where the tables tell it."""
+    """Bytes that move, including optimizer states."""
 
 
 def diff_plans(before: Plan, after: Plan, tables: Mapping[str, TableSpec]) -> list[TableMove]:
-    """Tables whose places differ, the most bytes first. New tables and new rows are counted as moved: their ranks get
-    them. A tier counts as another place.
+    """Return the tables with a different placement, in descending order of the bytes that move.
+
+    New tables and new rows count as moved. A change of tier is a change of placement. Raises MesetaError if `tables`
+    lacks a table of the second plan.
 
     Args:
-        before: the plan that holds.
-        after: the plan that follows.
-        tables: by name, for the bytes of a row.
-
-    Raises MesetaError for a table that `tables` lacks.
+        before: First plan.
+        after: Second plan.
+        tables: Tables by name.
     """
     old = {entry.table: entry for entry in before.tables}
-    found = []
+    moves = []
     for entry in after.tables:
         if entry.table not in tables:
             raise MesetaError(
-                f"plan diff: table {entry.table!r} of the second plan is not in the model; name its config"
+                f"plan diff: table {entry.table!r} of the second plan is not in the model; pass the config of its model"
             )
         rows = num_bytes = 0
         sources = old[entry.table].shards if entry.table in old else ()
         for shard in entry.shards:
             for rank in shard.ranks:
-                own_rows, own_cells = _missing_cells(
+                missing_rows, missing_cells = _missing_cells(
                     shard, [s for s in sources if rank in s.ranks and s.tier == shard.tier]
                 )
-                rows += own_rows
-                num_bytes += shard_storage_bytes(tables[entry.table], own_cells, 1)
+                rows += missing_rows
+                num_bytes += shard_storage_bytes(tables[entry.table], missing_cells, 1)
         earlier = old.pop(entry.table, None)
         if rows or earlier is None or earlier.sharding != entry.sharding:
             source = "" if earlier is None else describe_placement(str(earlier.sharding), earlier.shards)
-            found.append(
+            moves.append(
                 TableMove(
                     table=entry.table,
                     before=source,
@@ -65,12 +65,12 @@ def diff_plans(before: Plan, after: Plan, tables: Mapping[str, TableSpec]) -> li
             )
     for entry in old.values():
         gone = describe_placement(str(entry.sharding), entry.shards)
-        found.append(TableMove(table=entry.table, before=gone, after="", num_rows=0, num_bytes=0))
-    return sorted(found, key=lambda one: (-one.num_bytes, one.table))
+        moves.append(TableMove(table=entry.table, before=gone, after="", num_rows=0, num_bytes=0))
+    return sorted(moves, key=lambda one: (-one.num_bytes, one.table))
 
 
 def _missing_cells(shard: Shard, held: list[Shard]) -> tuple[int, int]:
-    """(rows, cells) of a shard that its rank does not hold yet."""
+    """Return the (rows, elements) of a shard that its rank does not have yet."""
     rows = cells = 0
     for other in held:
         common = min(shard.rows[1], other.rows[1]) - max(shard.rows[0], other.rows[0])
@@ -82,19 +82,19 @@ def _missing_cells(shard: Shard, held: list[Shard]) -> tuple[int, int]:
 
 
 def describe_placement(sharding: str, shards: tuple[Shard, ...]) -> str:
-    """A scheme with its ranks: 'row_wise on 0-3'."""
+    """Return the sharding type with its ranks, such as 'row_wise on 0-3'."""
     ranks = sorted({rank for shard in shards for rank in shard.ranks})
     return f"{sharding} on {format_ranks(ranks)}"
 
 
 def format_ranks(ranks: list[int] | tuple[int, ...]) -> str:
-    """Ascending ranks in short: '0-3, 7'; of more than four spans, how many ranks."""
-    found: list[list[int]] = []
+    """Return ascending ranks as ranges, such as '0-3, 7', or their number if there are more than four ranges."""
+    ranges: list[list[int]] = []
     for rank in ranks:
-        if found and rank == found[-1][1] + 1:
-            found[-1][1] = rank
+        if ranges and rank == ranges[-1][1] + 1:
+            ranges[-1][1] = rank
         else:
-            found.append([rank, rank])
-    if len(found) > 4:
+            ranges.append([rank, rank])
+    if len(ranges) > 4:
         return f"{len(ranks)} ranks"
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in found) or "none"
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges) or "none"

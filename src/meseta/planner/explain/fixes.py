@@ -1,4 +1,4 @@
-"""When nothing fits: what is too much, and the cheapest changes after which a plan exists."""
+"""Reason why no plan fits, and the smallest changes after which a plan exists."""
 
 from __future__ import annotations
 
@@ -23,44 +23,44 @@ from meseta.spec.tiers import HBM, Tier
 from meseta.telemetry.formatting import format_bytes
 
 MAX_FACTOR = 16
-"""So many times as many hosts, or as much memory, as the bytes of the tables ask for are tried at most."""
+"""Maximum number of hosts, or amount of memory, that is tried, relative to the estimated need."""
 _HALF_DTYPES: dict[TableDtype, TableDtype] = {"float32": "float16", "float64": "float32"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanTask:
-    """What a plan is made for."""
+    """Input of a search for a plan."""
 
     workload: Workload
     topology: Topology
     cost_model: CostModel
     constraints: Constraints
     run: RunBytes | None = None
-    """What a run adds to the memory of its plan."""
+    """Memory that a run needs in addition to its plan."""
     excluded_tiers: tuple[Tier, ...] = ()
-    """Tiers that a run cannot train from on these devices."""
+    """Tiers that the run cannot use on these devices."""
 
     @property
     def tier_sets(self) -> list[tuple[Tier, ...]]:
-        """Tiers that are tried one after the other: devices alone, then whatever takes less of them."""
+        """Sets of tiers to try, in order: device memory only, then all tiers."""
         tiers = tuple(tier for tier in self.topology.spill_tiers if tier not in self.excluded_tiers)
         return [(HBM,), tiers] if len(tiers) > 1 else [(HBM,)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fix:
-    """A change after which a plan exists."""
+    """Change after which a plan exists."""
 
     description: str
-    """What to change."""
+    """Instruction to the user."""
     task: PlanTask
-    """The changed task."""
+    """Input with the change applied."""
     step_s: float
-    """Seconds of a step under the plan that the search finds then."""
+    """Predicted seconds per step with the change."""
 
 
 def explain_infeasibility(problem: PlacementProblem) -> str:
-    """Which tables and bytes are too much for the machines."""
+    """Return the error message that names the tables and bytes that exceed the memory of the machines."""
     costs, machine = OptionCosts(problem), problem.cluster
     least = np.minimum.reduceat(
         costs.num_bytes.sum(axis=1), np.searchsorted(problem.options.unit_index, np.arange(len(problem.units)))
@@ -70,41 +70,40 @@ def explain_infeasibility(problem: PlacementProblem) -> str:
     parts = []
     if least.sum() > room:
         parts.append(
-            f"the tables take at least {format_bytes(least.sum())} with optimizer state and exchange buffers, but the "
-            f"machines have room for {format_bytes(room)}: {format_bytes(least.sum() - room)} too much"
+            f"the tables need at least {format_bytes(least.sum())} with optimizer states and exchange buffers, but the "
+            f"machines have {format_bytes(room)} for them: {format_bytes(least.sum() - room)} too much"
         )
     stuck = _oversized_tables(problem, costs)
     if stuck:
         worst = ", ".join(f"{name!r} {format_bytes(size)}" for name, size in stuck[:3])
         more = f" and {len(stuck) - 3} more" * (len(stuck) > 3)
         parts.append(
-            f"the smallest piece that constraints leave of {worst}{more} is larger than the room of a device, "
+            f"the smallest shard that constraints allow for {worst}{more} is larger than the memory of a device, "
             f"{format_bytes(room_of_one)}"
         )
     if not parts:
         parts.append(
-            f"the tables take {format_bytes(least.sum())} of the {format_bytes(room)} that the machines have room "
-            f"for, but "
-            "no way to place them keeps to the room of every rank and to the constraints"
+            f"the tables need {format_bytes(least.sum())} of the {format_bytes(room)} that the machines have for "
+            "them, but no placement satisfies the memory limits of each rank and the constraints"
         )
     order = np.argsort(-least, kind="stable")[:3]
     names = ", ".join(f"{problem.workload.tables[problem.units[u][0]].name!r} {format_bytes(least[u])}" for u in order)
-    return f"planner: nothing fits: {'; '.join(parts)}; the largest are {names}"
+    return f"planner: no plan fits: {'; '.join(parts)}; the largest tables are {names}"
 
 
 def _oversized_tables(problem: PlacementProblem, costs: OptionCosts) -> list[tuple[str, float]]:
-    """Tables of which no option has small enough pieces, with the smallest."""
+    """Return (name, bytes of the smallest possible shard) of each table that does not fit on a device in any option."""
     starts = np.searchsorted(problem.options.unit_index, np.arange(len(problem.units)))
     smallest = np.minimum.reduceat(costs.max_shard_bytes, starts)
-    found = [(smallest[unit], unit) for unit in np.flatnonzero(smallest > costs.device_capacity)]
+    oversized = [(smallest[unit], unit) for unit in np.flatnonzero(smallest > costs.device_capacity)]
     return [
         (problem.workload.tables[problem.units[unit][0]].name, float(size))
-        for size, unit in sorted(found, key=lambda one: (-one[0], one[1]))
+        for size, unit in sorted(oversized, key=lambda one: (-one[0], one[1]))
     ]
 
 
 def is_feasible(task: PlanTask) -> bool:
-    """Whether a construction finds room for all tables: a quick yes is sure, a no is not."""
+    """Whether a construction finds a plan. The result may be a false negative."""
     topology = task.topology
     prices = ShardCostEstimator(WorkloadLoads(task.workload), topology, task.cost_model, run=task.run)
     for tiers in task.tier_sets:
@@ -124,22 +123,25 @@ def is_feasible(task: PlanTask) -> bool:
 
 
 def find_fixes(task: PlanTask, plan_step_s: Callable[[PlanTask], float | None]) -> list[Fix]:
-    """Changes of one kind each, the shortest step first, those that take more machines last.
+    """Return single changes after which a plan exists, in ascending order of the predicted step. Changes of the
+    topology are last.
 
     Args:
-        task: for which no plan was found.
-        plan_step_s: seconds of a step under the plan that a search finds; None where it finds none.
+        task: Input for which no plan was found.
+        plan_step_s: Function that returns the predicted seconds per step of the plan for an input, or `None` if none is
+            found.
     """
-    found = []
+    fixes = []
     for needs_machines, text, changed in _candidate_fixes(task):
         step_s = plan_step_s(changed)
         if step_s is not None:
-            found.append((needs_machines, step_s, Fix(description=text, task=changed, step_s=step_s)))
-    return [fix for _, _, fix in sorted(found, key=lambda one: one[:2])]
+            fixes.append((needs_machines, step_s, Fix(description=text, task=changed, step_s=step_s)))
+    return [fix for _, _, fix in sorted(fixes, key=lambda one: one[:2])]
 
 
 def _candidate_fixes(task: PlanTask) -> Iterator[tuple[bool, str, PlanTask]]:
-    """(whether it takes more machines, what to change, the changed task), each the least of its kind that fits."""
+    """Yield (changes_topology, description, task) for the smallest feasible change of each kind."""
+    # Changes apply to the largest tables first.
     largest = sorted(task.workload.tables, key=lambda t: (-t.num_embeddings * t.embedding_dim, t.name))
     kinds: list[tuple[Callable[[PlanTask, Sequence[TableSpec]], tuple[str, PlanTask]], list[TableSpec]]] = [
         (_allow_row_wise, [t for t in largest if task.constraints.rule(t.name).sharding is not None]),
@@ -167,7 +169,7 @@ def _apply_change(
 
 
 def _find_min_count(most: int, change: Callable[[int], PlanTask]) -> int | None:
-    """The smallest count from 1 to `most` after which a plan exists; None where none is enough."""
+    """Return the smallest count from 1 to `most` for which a plan exists, or `None`."""
     if not most or not is_feasible(change(most)):
         return None
     low, high = 0, most
@@ -178,7 +180,6 @@ def _find_min_count(most: int, change: Callable[[int], PlanTask]) -> int | None:
 
 
 def _allow_row_wise(task: PlanTask, tables: Sequence[TableSpec]) -> tuple[str, PlanTask]:
-    """Rows may be cut."""
     ranks = task.topology.num_ranks
     return (
         f"allow row_wise on up to {ranks} ranks for {_format_tables(tables)}",
@@ -191,7 +192,6 @@ def _allow_row_wise(task: PlanTask, tables: Sequence[TableSpec]) -> tuple[str, P
 
 
 def _halve_dtypes(task: PlanTask, tables: Sequence[TableSpec]) -> tuple[str, PlanTask]:
-    """Rows of half as many bytes."""
     names = {table.name for table in tables}
     changed = tuple(replace(t, dtype=_HALF_DTYPES[t.dtype]) if t.name in names else t for t in task.workload.tables)
     types = " and ".join(sorted({_HALF_DTYPES[table.dtype] for table in tables}))
@@ -206,14 +206,13 @@ def _can_halve(table: TableSpec, constraints: Constraints) -> bool:
 
 
 def _allow_all_tiers(task: PlanTask, tables: Sequence[TableSpec]) -> tuple[str, PlanTask]:
-    """Memories that constraints forbid."""
     tiers = tuple(tier for tier in task.topology.tiers if tier not in task.excluded_tiers)
     text = f"allow the tiers {', '.join(tiers)} for {_format_tables(tables)}"
     return text, _with_rules(task, tables, lambda rule: replace(rule, tiers=tiers))
 
 
 def _is_tier_restricted(table: TableSpec, task: PlanTask) -> bool:
-    """Whether constraints keep a table out of a memory that the topology has."""
+    """Whether constraints exclude a table from a tier of the topology."""
     tiers = task.constraints.rule(table.name).tiers
     return tiers is not None and len(task.tier_sets) > 1
 
@@ -225,18 +224,18 @@ def _with_rules(task: PlanTask, tables: Sequence[TableSpec], change: Callable[[T
 
 
 def _relaxed_constraints(task: PlanTask) -> Iterator[tuple[str, PlanTask]]:
-    """Limits of the constraints that can be dropped."""
+    """Yield changes that drop one of the constraints."""
     constraints = task.constraints
     if constraints.max_tables_per_rank is not None:
         yield "drop max_tables_per_rank", replace(task, constraints=replace(constraints, max_tables_per_rank=None))
     if constraints.keep_free_bytes:
         yield "drop keep_free_bytes", replace(task, constraints=replace(constraints, keep_free_bytes={}))
     if constraints.apart:
-        yield "drop the groups that are apart", replace(task, constraints=replace(constraints, apart=()))
+        yield "drop the groups of tables that must be apart", replace(task, constraints=replace(constraints, apart=()))
 
 
 def _larger_topologies(task: PlanTask) -> Iterator[tuple[bool, str, PlanTask]]:
-    """More hosts, and DRAM of hosts for tables; of CPU ranks, which have that already, disks."""
+    """Yield topologies with more hosts, and with memory for offloaded tables: host DRAM, or disks for CPU ranks."""
     topology = task.topology
 
     def hosts(extra: int) -> PlanTask:
@@ -250,6 +249,7 @@ def _larger_topologies(task: PlanTask) -> Iterator[tuple[bool, str, PlanTask]]:
         yield True, f"use {extra} more host{'s' * (extra > 1)}, {topology.num_hosts + extra} in all", hosts(extra)
     if topology.hbm_bytes is None or topology.hbm_bytes >= UNLIMITED:
         return
+    # Memory grows in steps of a quarter of the devices of a host.
     unit = max(on_devices // 4, 1)
 
     def dram(count: int) -> PlanTask:
@@ -266,14 +266,13 @@ def _larger_topologies(task: PlanTask) -> Iterator[tuple[bool, str, PlanTask]]:
         host_bytes, disk_bytes = changed.topology.host_bytes or 0, changed.topology.disk_bytes or 0
         text = f"give tables {format_bytes(host_bytes)} of DRAM on each host (host_bytes)"
         if topology.device == "cpu":
-            text = (
-                f"let tables lie on {format_bytes(disk_bytes)} of disk on each host (disk_bytes; storage.dir of a run)"
-            )
+            text = f"store tables on {format_bytes(disk_bytes)} of disk on each host (disk_bytes; storage.dir of a run)"
         yield True, text, changed
 
 
 def _find_min_count_by_doubling(change: Callable[[int], PlanTask], start: int) -> int | None:
-    """As `_find_min_count`, of counts from `start` up: fewer cannot be enough, and large ones take long to try."""
+    """Return the smallest count of at least `start` for which a plan exists, or `None`."""
+    # Smaller counts cannot be sufficient, and large ones take long to try.
     count = start
     while count <= MAX_FACTOR * start and not is_feasible(change(count)):
         count *= 2

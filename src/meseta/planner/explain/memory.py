@@ -1,4 +1,4 @@
-"""Memory of the machines that a plan is made for, and the ranks that use the most of it."""
+"""Device memory of a topology, and the fullest ranks of a plan."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from meseta.telemetry.formatting import format_bytes
 
 
 def with_device_memory(topology: Topology, where: str) -> tuple[Topology, str | None]:
-    """Return the topology with `hbm_bytes`, and a note if the value is not the topology's own but its data sheet's.
+    """Return the topology with `hbm_bytes`, and a note if the value is from the data sheet of the device.
 
-    Raises MesetaError, naming `where`, if neither has it.
+    Raises MesetaError, naming `where`, if neither the topology nor a data sheet has the value.
     """
     if topology.hbm_bytes is not None:
         return topology, None
@@ -32,7 +32,7 @@ def with_device_memory(topology: Topology, where: str) -> tuple[Topology, str | 
 
 
 def describe_fullest_ranks(planned: PlanResult) -> str:
-    """Return, for each memory in use, the most that a rank holds in any phase of a run, and which rank."""
+    """Return the peak memory of the fullest rank for each memory in use, as text."""
     prediction, topology = planned.prediction, planned.problem.topology
     parts = []
     for memory, rank in prediction.fullest_ranks().items():

@@ -1,4 +1,4 @@
-"""Why a plan is as it is: for every table the runner-up, and what it would cost."""
+"""Placement of each table in a plan, with its best alternative."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from meseta.planner.search.improve import best_placement
 
 @dataclass(frozen=True, kw_only=True)
 class TableChoice:
-    """One table of a plan, or several that stay together."""
+    """Placement of a table, or of several tables that stay together, with its best alternative."""
 
     tables: tuple[str, ...]
     scheme: str
-    """Scheme, parts and tier."""
+    """Sharding type, numbers of parts and tier."""
     ranks: tuple[int, ...]
-    """Of its pieces, ascending; all for replicas."""
+    """Ranks of the shards in ascending order. All ranks for replicas."""
     rank_s: float
-    """Seconds that it takes of the rank it takes most of."""
+    """Seconds per step on the rank where the table takes longest."""
     num_bytes: int
-    """Rows, optimizer state and exchange buffers, over all ranks and tiers."""
+    """Bytes of rows, optimizer states and exchange buffers over all ranks and tiers."""
     runner_up: str | None
-    """The best other scheme, all other tables in place; None where none has room or is allowed."""
+    """Scheme of the best alternative, with all other tables unchanged. `None` if no other scheme fits or is allowed."""
     runner_up_s: float
-    """Seconds that a step would take with it."""
+    """Predicted seconds per step with the alternative."""
 
 
 def explain_tables(planned: PlanResult, units: Sequence[int] | None = None) -> list[TableChoice]:
-    """Of `units`, or of all, those first that take most of a rank."""
+    """Return the placement of each of `units`, or of all units. Those with the longest time on a rank come first."""
     weights = planned.problem.unit_seconds(planned.assignment.option)
     order = np.argsort(-weights, kind="stable")
     if units is not None:
         order = order[np.isin(order, units)]
     assignment = planned.assignment.copy()
-    found = []
+    choices = []
     for unit in order.tolist():
         problem, option = planned.problem, int(assignment.option[unit])
         options, names = problem.options, tuple(problem.workload.tables[table].name for table in problem.units[unit])
@@ -50,7 +50,7 @@ def explain_tables(planned: PlanResult, units: Sequence[int] | None = None) -> l
         _, places = assignment.remove(unit)
         other = best_placement(assignment, unit, np.inf, excluded_option=option)
         assignment.place(option, places)
-        found.append(
+        choices.append(
             TableChoice(
                 tables=names,
                 scheme=problem.describe_option(option),
@@ -61,4 +61,4 @@ def explain_tables(planned: PlanResult, units: Sequence[int] | None = None) -> l
                 runner_up_s=planned.prediction.step_s + (0.0 if other is None else other[0] - own_cost),
             )
         )
-    return found
+    return choices

@@ -1,1 +1,1 @@
-"""The search for a plan: a workload as arrays, constructions, local improvement, and what no plan can go below."""
+"""Search for a sharding plan: options per table, constructions, local improvement, and a lower bound."""

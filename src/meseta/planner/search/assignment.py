@@ -1,9 +1,7 @@
-"""Pieces of tables on ranks, as arrays: what the search works on. Tables and schemes are numbers here.
+"""Assignment of shards to ranks, as arrays that the search works on.
 
-A unit is a table, or several that must stay together. An option is one manner to cut a unit: pieces that need places,
-and perhaps replicas that every rank holds. Seconds come in K components, each of which ends with its slowest rank: an
-assignment costs the sum over components of the maximum over ranks; where some are hidden behind others, the longest of
-several such sums.
+A unit is a table, or several tables that stay together. An option is one way to split a unit into shards, and possibly
+replicas.
 """
 
 from __future__ import annotations
@@ -19,22 +17,24 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 
+# Dimensions of arrays: R ranks, H hosts, U units, W options, n shards, K components of a step, C optional costs and
+# P paths. Each component ends with its slowest rank, so the cost of an assignment is the sum over components of the
+# maximum over ranks. With overlap, it is the longest of several such sums, the paths.
 UNLIMITED = 2**62
-"""Room where nothing is checked."""
+"""Memory limit that is not checked."""
 CRITICAL_PATH_SHARE = 0.01
-"""Paths that are shorter than the longest by no more than this share of it are looked at with it."""
+"""Maximum relative difference between a critical path and the longest path."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Room on ranks and on their hosts; rank r is device r % devices_per_host of host r // devices_per_host."""
+    """Memory limits of ranks and hosts. Rank r is on host r // devices_per_host."""
 
     devices_per_host: int
-    """Ranks of one host."""
     rank_capacity: Ints
-    """[R, 2]: bytes of each device, and tables that it may hold."""
+    """Bytes of each device, and maximum number of tables on it [R, 2]."""
     host_capacity: Ints
-    """[H, 2]: bytes of DRAM and of disk of each host."""
+    """Bytes of DRAM and disk of each host [H, 2]."""
 
     @property
     def num_ranks(self) -> int:
@@ -43,123 +43,120 @@ class Cluster:
 
 @dataclass(frozen=True, kw_only=True)
 class StepPaths:
-    """P sums of components, the longest of which is the step: what is hidden behind others is on another path."""
+    """P sums of components, the longest of which is the duration of a step with overlap."""
 
     coefs: Floats
-    """[P, K]: how often a path meets each component."""
+    """Number of times that each path contains each component [P, K]."""
     fixed_s: Floats
-    """[P]: seconds of a path, beside those of a step without any table."""
+    """Seconds of each path in addition to a step without tables [P]."""
     optional_s: Floats
-    """[P, C]: seconds of a path where something is used."""
+    """Seconds that each optional cost adds to each path [P, C]."""
     required_costs: Mask
-    """[P, C]: what has to be used for a path to be there."""
+    """Optional costs without which a path does not exist [P, C]."""
     weights: Floats
-    """[K]: what a second of each component is worth while nobody knows which path is the longest."""
+    """Weight of each component as long as the longest path is unknown [K]."""
 
     def path_seconds(self, seconds: Floats, is_used: Mask) -> Floats:
-        """[..., P]: seconds of every path, from those of components [..., K] and what is used [..., C]."""
+        """Return the seconds of each path [..., P], for component seconds [..., K] and used optional costs [..., C]."""
         is_missing = ~is_used @ self.required_costs.T
         of_uses = np.where(is_missing, -np.inf, is_used @ self.optional_s.T + self.fixed_s)
-        found: Floats = seconds @ self.coefs.T + of_uses
-        return found
+        path_s: Floats = seconds @ self.coefs.T + of_uses
+        return path_s
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardingOptions:
-    """All options of all units, one after the other; W options with n pieces together.
+    """Options of all units, with W options and n shards in total."""
 
-    Unit 0 may be whole or cut in two, unit 1 whole or on every rank, W = 4 and n = 4:
-
-        option       0     1        2     3
-        unit         0     0        1     1
-        first        0     1        3     4     4
-        piece        0     1  2     3
-        everywhere   no    no       no    yes
-    """
-
+    # Example: unit 0 can be whole or split in two, and unit 1 whole or replicated, so W = 4 and n = 4.
+    #
+    #    option          0     1        2     3
+    #    unit_index      0     0        1     1
+    #    first_shard     0     1        3     4     4
+    #    shard           0     1  2     3
+    #    is_replicated   no    no       no    yes
     unit_index: Ints
-    """[W]: the unit that an option cuts, ascending."""
+    """Unit of each option, in ascending order [W]."""
     first_shard: Ints
-    """[W + 1]: option w has the pieces first[w]..first[w + 1] - 1, which lie on different ranks within a block."""
+    """Index of the first shard of each option, followed by the total number of shards [W + 1]."""
+    # Shards of a block, or of an option without blocks, are on different ranks.
     block_size: Ints
-    """[W]: so many pieces in a row share a host; 0: all may lie anywhere, on different ranks."""
-    common_seconds: Floats
-    """[W, K]: seconds that every rank spends on an option."""
+    """Number of consecutive shards that must share a host [W]. 0 means no restriction."""
+    common_seconds: Floats  # [W, K]: on all ranks
     common_demand: Ints
-    """[W, 2]: room that every rank gives to an option."""
-    is_replicated: Mask
-    """[W]: whether every rank holds replicas."""
-    optional_costs: Ints
-    """[W, C]: 1 where an option needs a collective that is not needed otherwise."""
+    """Bytes and tables that each option needs on all ranks [W, 2]."""
+    is_replicated: Mask  # [W]
+    optional_costs: Ints  # [W, C]: 1 if the option needs the collective, otherwise 0
     optional_s: Floats
-    """[C]: seconds of each of these collectives, however many units need it."""
-    seconds: Floats
-    """[n, K]: seconds of the rank that holds a piece."""
+    """Seconds of each optional collective [C], regardless of how many units need it."""
+    seconds: Floats  # [n, K]: on the rank of the shard
     rank_demand: Ints
-    """[n, 2]: room that a piece needs on its rank."""
+    """Bytes and tables that each shard needs on its rank [n, 2]."""
     host_demand: Ints
-    """[n, 2]: room that a piece needs on its host."""
+    """Bytes of DRAM and disk that each shard needs on its host [n, 2]."""
     fixed_ranks: Mapping[int, Ints] = field(default_factory=dict)
-    """By option: the ranks of its pieces, where these are given."""
+    """Ranks of the shards of options with fixed ranks, by option."""
     allowed_ranks: Mapping[int, Mask] = field(default_factory=dict)
-    """By unit: the ranks [R] that it may lie on, where these are not all."""
-    conflicts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    """By unit: units that must not share a rank with it."""
+    """Mask of allowed ranks [R], by unit. Units without a mask may be on all ranks."""
+    conflicts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)  # units that must not share a rank
     paths: StepPaths | None = None
-    """What a step is the longest of; None: the sum of all components."""
+    """Paths of a step with overlap. `None` means that a step is the sum of all components."""
 
     def step_s(self, busy: Floats, common: Floats, is_used: Mask) -> Floats:
-        """[...]: seconds of a step, beside what is fixed, from those of the slowest rank [..., K], of every rank
-        [..., K], and what is used [..., C]."""
+        """Return the seconds of a step [...] in addition to fixed seconds.
+
+        Args:
+            busy: Seconds of the slowest rank of each component [..., K].
+            common: Seconds of all ranks [..., K].
+            is_used: Whether each optional cost applies [..., C].
+        """
         if self.paths is None:
             return np.asarray(busy.sum(axis=-1) + (common.sum(axis=-1) + is_used @ self.optional_s))
         return np.asarray(self.paths.path_seconds(busy + common, is_used).max(axis=-1))
 
     def weighted_seconds(self, seconds: Floats) -> Floats:
-        """[...]: what seconds of components [..., K] are worth, added up."""
+        """Return the weighted sum [...] of component seconds [..., K]."""
         if self.paths is None:
             return seconds.sum(axis=-1)
         return seconds @ self.paths.weights
 
     def exchange_seconds(self, seconds: Floats) -> Floats:
-        """[...]: the same of exchanges alone."""
+        """Return the weighted sum [...] of the exchange components of `seconds` [..., K]."""
         first = self.num_compute_components
         if self.paths is None:
             return seconds[..., first:].sum(axis=-1)
         return seconds[..., first:] @ self.paths.weights[first:]
 
     def unoverlapped_seconds(self, seconds: Floats) -> Floats:
-        """[...]: all that ranks do and wait for, were nothing hidden, of seconds of components [..., K]."""
+        """Return the sum [...] of component seconds [..., K] without overlap."""
         if self.paths is None:
             return seconds.sum(axis=-1)
         return seconds[..., 0] + seconds[..., self.num_compute_components :].sum(axis=-1)
 
     @property
     def num_compute_components(self) -> int:
-        """Components that ranks compute in, see `COST_COMPONENTS` and `COMPUTE_COMPONENTS`."""
+        """Number of leading components that are computation and not exchange."""
         return 1 if self.paths is None else 3
 
     @cached_property
     def shard_s(self) -> Floats:
-        """[n]: what each piece is worth on its rank."""
+        """Weighted seconds of each shard on its rank [n]."""
         return self.weighted_seconds(self.seconds)
 
     @cached_property
-    def common_s(self) -> Floats:
-        """[W]: what each option is worth on every rank."""
+    def common_s(self) -> Floats:  # [W]
         return self.weighted_seconds(self.common_seconds)
 
     @cached_property
-    def option_of_shard(self) -> Ints:
-        """[n]: the option that a piece is of."""
+    def option_of_shard(self) -> Ints:  # [n]
         return np.repeat(np.arange(len(self.unit_index)), np.diff(self.first_shard))
 
     @cached_property
     def total_seconds(self) -> Floats:
-        """[W, K]: the sum of each component over an option's pieces."""
-        found = np.zeros_like(self.common_seconds)
-        np.add.at(found, self.option_of_shard, self.seconds)
-        return found
+        """Sum of each component over the shards of each option [W, K]."""
+        totals = np.zeros_like(self.common_seconds)
+        np.add.at(totals, self.option_of_shard, self.seconds)
+        return totals
 
     @property
     def num_units(self) -> int:
@@ -167,44 +164,39 @@ class ShardingOptions:
 
     @cached_property
     def max_seconds(self) -> Floats:
-        """[W, K]: the largest of each component over an option's pieces; 0 without any."""
-        found = np.zeros_like(self.common_seconds)
-        np.maximum.at(found, self.option_of_shard, self.seconds)
-        return found
+        """Maximum of each component over the shards of each option [W, K], or 0 without shards."""
+        maxima = np.zeros_like(self.common_seconds)
+        np.maximum.at(maxima, self.option_of_shard, self.seconds)
+        return maxima
 
     def unit_options(self, unit: int) -> range:
-        """The options of one unit."""
         return range(*(int(end) for end in np.searchsorted(self.unit_index, [unit, unit + 1])))
 
     def shard_slice(self, option: int) -> slice:
-        """The pieces of one option."""
         return slice(int(self.first_shard[option]), int(self.first_shard[option + 1]))
 
 
 class Assignment:
-    """Units with their options and ranks, and what every rank carries by that; the one object here that changes."""
+    """Options and ranks of all units, with the resulting load of each rank. Instances are mutable."""
 
     def __init__(self, options: ShardingOptions, machine: Cluster, choice: Ints) -> None:
-        """Nothing is placed yet, but what units cost every rank is counted, as if in the options of `choice` [U]."""
+        """Create an assignment without placed units. Their common costs count as if they had the options
+        `choice` [U]."""
         self.options, self.cluster = options, machine
         self.counted_option = choice.copy()
-        """[U]: the option by which a unit's common seconds and room are counted, placed or not."""
-        self.common_seconds = options.common_seconds[choice].sum(axis=0)
-        """[K]: seconds of every rank."""
+        """Option whose common costs are counted for each unit, placed or not [U]."""
+        self.common_seconds = options.common_seconds[choice].sum(axis=0)  # [K]
         self.optional_counts = options.optional_costs[choice].sum(axis=0)
-        """[C]: units that need each collective."""
+        """Number of units that need each optional collective [C]."""
         self.option = np.full(options.num_units, -1, np.int64)
-        """[U]: the option of each unit; -1: not placed."""
+        """Option of each unit, or -1 if it is not placed [U]."""
         self.ranks: list[Ints] = [np.zeros(0, np.int64)] * options.num_units
-        """By unit: the rank of each of its pieces."""
-        self.load = np.zeros((options.seconds.shape[1], machine.num_ranks))
-        """[K, R]: seconds."""
+        self.load = np.zeros((options.seconds.shape[1], machine.num_ranks))  # [K, R]: seconds
         self.rank_used = np.zeros_like(machine.rank_capacity) + options.common_demand[choice].sum(axis=0)
         self.host_used = np.zeros_like(machine.host_capacity)
         self._rank_hosts = np.arange(machine.num_ranks) // machine.devices_per_host
 
     def copy(self) -> Assignment:
-        """Another assignment that may change by itself."""
         other = Assignment.__new__(Assignment)
         other.options, other.cluster, other._rank_hosts = self.options, self.cluster, self._rank_hosts
         other.counted_option, other.common_seconds, other.optional_counts = (
@@ -218,12 +210,12 @@ class Assignment:
 
     @property
     def cost(self) -> float:
-        """Seconds of a step: each component ends with its slowest rank."""
+        """Seconds of a step in addition to fixed seconds."""
         return float(self.options.step_s(self.load.max(axis=1), self.common_seconds, self.optional_counts > 0))
 
     def cost_with(self, busy: Floats) -> Floats:
-        """[...]: the same, were the slowest rank of each component so busy [..., K]; without what is common, where all
-        is added up."""
+        """Return the cost [...] if the slowest ranks had the component seconds `busy` [..., K]. Without overlap, common
+        seconds are omitted."""
         if self.options.paths is None:
             added: Floats = busy.sum(axis=-1)
             return added
@@ -231,18 +223,18 @@ class Assignment:
 
     @property
     def tie_breaker(self) -> float:
-        """Tells assignments of equal cost apart: the sum of squares falls as the load of any busy rank falls."""
+        """Sum of squared loads. Among assignments of equal cost, the one with the lower value is more balanced."""
         return float(np.square(self.load).sum())
 
     def place(self, option: int, ranks: Ints) -> None:
-        """Place a unit."""
+        """Place a unit on ranks."""
         self._apply(option, ranks, 1)
         unit = int(self.options.unit_index[option])
         self.option[unit], self.ranks[unit] = option, ranks
         self.count_option(unit, option)
 
     def count_option(self, unit: int, option: int) -> None:
-        """Count what a unit costs every rank by another option."""
+        """Count the common costs of another option for a unit."""
         before = int(self.counted_option[unit])
         if before != option:
             options = self.options
@@ -252,7 +244,7 @@ class Assignment:
             self.counted_option[unit] = option
 
     def remove(self, unit: int) -> tuple[int, Ints]:
-        """Take a unit away; returns where it was, for `add`."""
+        """Remove a unit. Returns its (option, ranks), the arguments of `place`."""
         option, ranks = int(self.option[unit]), self.ranks[unit]
         self._apply(option, ranks, -1)
         self.option[unit] = -1
@@ -271,14 +263,14 @@ class Assignment:
             np.add.at(self.host_used, self._rank_hosts[ranks], sign * options.host_demand[pieces])
 
     def fits(self) -> bool:
-        """Whether no rank and no host holds more than it has room for."""
+        """Whether all ranks and hosts are within their memory limits."""
         return bool(
             (self.rank_used <= self.cluster.rank_capacity).all()
             and (self.host_used <= self.cluster.host_capacity).all()
         )
 
     def busiest_ranks(self) -> Ints:
-        """Ranks that end some component last, ascending; none that is hidden."""
+        """Return the slowest rank of each component on a critical path, in ascending order."""
         counts, paths = self.load.any(axis=1), self.options.paths
         if paths is not None:
             each = paths.path_seconds(self.load.max(axis=1) + self.common_seconds, self.optional_counts > 0)
@@ -286,7 +278,7 @@ class Assignment:
         return np.unique(self.load.argmax(axis=1)[counts])
 
     def busiest_units(self) -> list[int]:
-        """Units with a piece on a rank that ends some component last, those with most seconds there first."""
+        """Return the units with a shard on one of the busiest ranks, the one with the most seconds first."""
         options = self.options
         busy = np.zeros(self.cluster.num_ranks, np.bool_)
         busy[self.busiest_ranks()] = True
@@ -301,10 +293,12 @@ class Assignment:
         return [int(unit) for unit in order if weights[unit] > 0.0] or [0]
 
     def find_ranks(self, option: int, score: RankScore) -> Ints | None:
-        """Ranks for the pieces of an option, the least by `score` that have room; None where there are none."""
+        """Return the available ranks with the lowest scores for the shards of an option, or `None` if there are not
+        enough."""
         options, pieces = self.options, self.options.shard_slice(option)
         unit = int(options.unit_index[option])
         need = options.common_demand[option] - options.common_demand[self.counted_option[unit]]
+        # Common costs need memory on all ranks.
         if (need > 0).any() and not (self.rank_used + need <= self.cluster.rank_capacity).all():
             return None
         mask = self.allowed_ranks(unit)
@@ -323,7 +317,7 @@ class Assignment:
         return self._find_sequentially(pieces, need, values, mask)
 
     def allowed_ranks(self, unit: int) -> Mask | None:
-        """Ranks [R] that a unit may lie on; None: all."""
+        """Return the mask of ranks that a unit may use [R], or `None` if it may use all."""
         mask = self.options.allowed_ranks.get(unit)
         for other in self.options.conflicts.get(unit, ()):
             if self.option[other] >= 0:
@@ -333,7 +327,6 @@ class Assignment:
         return mask
 
     def _has_capacity(self, rank_need: Ints, host_need: Ints) -> Mask:
-        """Ranks [R] with room for a piece."""
         machine = self.cluster
         room: Mask = self.rank_used[:, 0] <= machine.rank_capacity[:, 0] - rank_need[0]
         if rank_need[1]:
@@ -344,7 +337,8 @@ class Assignment:
         return room
 
     def _find_distinct_ranks(self, pieces: slice, need: Ints, values: Floats, mask: Mask | None) -> Ints | None:
-        """Different ranks for pieces that take no room on hosts, or for one piece; the longest on the least."""
+        """Find different ranks for shards without host memory, or for a single shard. The longest shard gets the best
+        rank."""
         options, size = self.options, pieces.stop - pieces.start
         needs = options.rank_demand[pieces]
         room = self._has_capacity(needs.max(axis=0) + need, options.host_demand[pieces.start])
@@ -363,7 +357,6 @@ class Assignment:
         return places
 
     def _check_fixed(self, pieces: slice, need: Ints, ranks: Ints, mask: Mask | None) -> Ints | None:
-        """The given ranks, if they have room."""
         rank_used, host_used = self.rank_used + need, self.host_used.copy()
         np.add.at(rank_used, ranks, self.options.rank_demand[pieces])
         np.add.at(host_used, self._rank_hosts[ranks], self.options.host_demand[pieces])
@@ -371,7 +364,6 @@ class Assignment:
         return ranks if room and (mask is None or mask[ranks].all()) else None
 
     def _find_sequentially(self, pieces: slice, need: Ints, values: Floats, mask: Mask | None) -> Ints | None:
-        """Different ranks for pieces that fill their hosts as well."""
         options = self.options
         before = self.host_used.copy()
         free = np.ones(self.cluster.num_ranks, np.bool_) if mask is None else mask.copy()
@@ -390,7 +382,7 @@ class Assignment:
         return places
 
     def _find_blocks(self, option: int, common: Ints, values: Floats, mask: Mask | None) -> Ints | None:
-        """For each block of pieces the host whose least ranks score least, among those with room for the block."""
+        """Find a host for each block of shards, and different ranks on it."""
         options, machine = self.options, self.cluster
         pieces, size, per_host = options.shard_slice(option), int(options.block_size[option]), machine.devices_per_host
         rank_used, host_used, values = self.rank_used.copy(), self.host_used.copy(), values.copy()
@@ -405,11 +397,11 @@ class Assignment:
                 self._rank_hosts
             ]
             by_host = np.sort(np.where(room, values, np.inf).reshape(-1, per_host), axis=1)[:, :size]
-            host = int(by_host[:, -1].argmin())  # the busiest of the ranks that the block would take
+            host = int(by_host[:, -1].argmin())  # The highest score among the ranks that the block would use.
             if not np.isfinite(by_host[host, -1]):
                 return None
-            mine = np.where(room, values, np.inf)[host * per_host : (host + 1) * per_host]
-            ranks = host * per_host + np.argsort(mine, kind="stable")[:size]
+            host_scores = np.where(room, values, np.inf)[host * per_host : (host + 1) * per_host]
+            ranks = host * per_host + np.argsort(host_scores, kind="stable")[:size]
             chosen = np.empty(size, np.int64)
             chosen[np.argsort(-options.shard_s[block], kind="stable")] = ranks
             values[chosen] += options.shard_s[block]
@@ -420,20 +412,18 @@ class Assignment:
 
 
 class RankScore:
-    """What a rank is chosen by: the lowest is taken."""
+    """Score for choosing ranks. Lower is better."""
 
     def __call__(self, assignment: Assignment, seconds: Floats) -> Floats:
-        """[R], for pieces of `seconds` [p, K]."""
+        """Return the score of each rank [R] for shards with the component seconds `seconds` [p, K]."""
         raise NotImplementedError
 
 
 class BusySeconds(RankScore):
-    """The seconds that a rank carries so far; of ranks whose exchange passes a limit, none before all others.
+    """Score of the seconds that a rank has so far. Ranks whose exchange exceeds a limit are chosen last."""
 
-    Source of the limit: the greedy grid search of NeuroShard (D. Zha et al., arXiv 2305.01868, section 3.4), which
-    bounds the columns of a device by each of a few values, since they decide how long the exchange takes.
-    """
-
+    # The limit follows the greedy grid search of NeuroShard (D. Zha et al., arXiv 2305.01868, section 3.4), which
+    # bounds the columns of a device by several values, because they determine the exchange time.
     def __init__(self, exchange_limit_s: float = np.inf) -> None:
         self._limit_s = exchange_limit_s
 
@@ -447,7 +437,7 @@ class BusySeconds(RankScore):
 
 
 class AddedCost(RankScore):
-    """The cost of the assignment with the largest piece on the rank; of equal ones, the rank that carries least."""
+    """Score of the cost with the largest shard added to the rank. Ties prefer the rank with the lowest load."""
 
     def __call__(self, assignment: Assignment, seconds: Floats) -> Floats:
         added = assignment.load + seconds.max(axis=0)[:, None]
@@ -456,7 +446,7 @@ class AddedCost(RankScore):
 
 
 class UsedBytes(RankScore):
-    """The bytes that a rank's device holds: the option out where room is scarce."""
+    """Score of the bytes in use on a rank's device."""
 
     def __call__(self, assignment: Assignment, seconds: Floats) -> Floats:
         return assignment.rank_used[:, 0].astype(np.float64)

@@ -1,4 +1,4 @@
-"""The room for rows that lie near, shared out among the pieces of a rank by what the next row saves."""
+"""Allocation of cache memory to the offloaded shards of each rank, by the gain of the next cached row."""
 
 from __future__ import annotations
 
@@ -17,13 +17,11 @@ from meseta.spec import CostModel, Plan, Shard, Topology, Workload
 from meseta.spec.tiers import CACHE_SLOT_OVERHEAD_BYTES, DISK, HBM, HOST, ROW_INDEX_BYTES, TIERS, Memory, StorageOptions
 
 NUM_CACHE_SIZES = 25
-"""Numbers of near rows that are tried of each piece, between those of the batches under way and all."""
+"""Number of cache sizes that are tried per shard, from the minimum to all rows."""
 MAX_SLOWDOWN_FACTOR = 1.03
-"""Advised is the least room with which a step is predicted to take no more than so many times as long as with all that
-there is."""
+"""Maximum duration of a step with the recommended cache, relative to a step with the largest possible cache."""
 _NUM_BISECTIONS = 8
 _CACHE_MEMORIES: tuple[Memory, ...] = (HBM, HOST)
-"""Memories that rows lie near in."""
 
 
 def allocate_cache_rows(
@@ -34,16 +32,16 @@ def allocate_cache_rows(
     run: RunBytes | None = None,
     loads: WorkloadLoads | None = None,
 ) -> Plan:
-    """A given plan, with near rows for the pieces in tiers 'cached' and 'disk' that it says nothing of.
+    """Return a user's plan with `cache_rows` for offloaded shards that have none.
 
-    `storage.cache_bytes` of the run are shared out on each rank; where there are none, what is advised. A plan stays as
-    it is where nothing is known of how soon rows of such pieces come again: storage gives them room by their bytes.
+    The size per rank is `storage.cache_bytes`, or the recommended size. Without a reuse histogram for any of these
+    tables, the plan is unchanged, and storage divides the cache by size.
     """
-    known = {feature.table for feature in workload.features if workload.load(feature).reuse is not None}
+    reused_tables = {feature.table for feature in workload.features if workload.load(feature).reuse is not None}
     shards = [
         shard for entry in plan.tables for shard in entry.shards if _is_offloaded(shard) and shard.cache_rows is None
     ]
-    if not any(shard.table in known for shard in shards):
+    if not any(shard.table in reused_tables for shard in shards):
         return plan
     near = CacheAllocator(plan, loads or WorkloadLoads(workload), topology, cost_model, run)
     cache_bytes = None if run is None or run.storage is None else run.storage.cache_bytes
@@ -55,8 +53,8 @@ def allocate_cache_rows(
 def reallocate_cache_rows(
     plan: Plan, loads: WorkloadLoads, topology: Topology, cost_model: CostModel, run: RunBytes | None = None
 ) -> Plan:
-    """The same of a plan of the planner, whose near rows are those of the search: in the room that is left, of which a
-    run takes `storage.cache_bytes`, or what is advised."""
+    """Return a plan of the planner with `cache_rows` for the remaining memory. A run limits them to
+    `storage.cache_bytes`, or to the recommended size."""
     near = CacheAllocator(without_cache_rows(plan), loads, topology, cost_model, run)
     if not near.num_groups:
         return plan
@@ -69,22 +67,23 @@ def reallocate_cache_rows(
 
 
 def without_cache_rows(plan: Plan) -> Plan:
-    """A plan that says nothing of them."""
+    """Return the plan without `cache_rows`."""
     return _with_cache_rows(plan, iter(lambda: 0, 1))
 
 
 @dataclass(frozen=True)
 class _CostCurve:
-    """What a piece saves with more near rows, along the lower convex hull of what it takes."""
+    """Lower convex hull of the fetch time of a shard by cache size."""
 
     num_bytes: Floats
-    """[k], ascending: the first is the least that the piece needs."""
+    """Cache sizes in ascending order, starting with the minimum of the shard [k]."""
     seconds: Floats
-    """[k], falling."""
+    """Seconds per step, in descending order [k]."""
 
 
 class CacheAllocator:
-    """Near rows of the pieces of a plan that says nothing of them, on each rank."""
+    """Allocator of caches for the offloaded shards without `cache_rows` in a plan. A group contains the shards of a
+    rank whose caches share a memory."""
 
     def __init__(
         self, plan: Plan, loads: WorkloadLoads, topology: Topology, cost_model: CostModel, run: RunBytes | None = None
@@ -113,12 +112,12 @@ class CacheAllocator:
 
     @property
     def num_groups(self) -> int:
-        """Ranks with such pieces; one whose near rows lie in two memories counts twice."""
+        """Number of groups. A rank with caches in two memories has two groups."""
         return len(self._group_keys)
 
     @cached_property
     def full_cache_bytes(self) -> Floats:
-        """Of each group: bytes with which every row lies near."""
+        """Cache size of each group that holds all rows."""
         return self._by_group(self._row_bytes * self._shard_arrays.num_rows) + self._index_bytes
 
     @cached_property
@@ -127,16 +126,15 @@ class CacheAllocator:
 
     @cached_property
     def min_cache_bytes(self) -> Floats:
-        """Of each group: bytes that the batches need which are near at once."""
+        """Minimum cache size of each group, which holds the rows of the batches in flight."""
         return self._by_group(self._row_bytes * self._min_cache_rows) + self._index_bytes
 
     def _by_group(self, values: Floats) -> Floats:
-        """Sums over the pieces of each group."""
         return np.bincount(self._shard_group, values, self.num_groups).astype(np.float64)
 
     @cached_property
     def max_cache_bytes(self) -> Floats:
-        """Of each group: bytes that there are for it, beside all else; at least `least_bytes`."""
+        """Memory available for the caches of each group, at least `min_cache_bytes`."""
         held = self.predict(self.min_cache_bytes).memory_bytes.values()
         most = np.full(self.num_groups, np.inf)
         for number, key in enumerate(self._group_keys):
@@ -148,20 +146,18 @@ class CacheAllocator:
                 most[number] = room - taken + self.min_cache_bytes[number]
         return np.clip(most, self.min_cache_bytes, self.full_cache_bytes)
 
-    def _capacity(self, memory: Memory) -> float | None:
-        """Of one rank."""
+    def _capacity(self, memory: Memory) -> float | None:  # bytes of one rank
         if memory == HBM:
             return self._topology.hbm_bytes
         host_bytes = self._topology.host_bytes
         return None if host_bytes is None else host_bytes / self._topology.devices_per_host
 
     def _memories_in_capacity(self, memory: Memory) -> tuple[Memory, ...]:
-        """Memories whose bytes take room of one."""
         return (HBM, HOST) if self._topology.has_shared_host_memory else (memory,)
 
     @cached_property
     def recommended_bytes(self) -> Floats:
-        """Of each group, advised: see ADVISED."""
+        """Recommended cache size of each group: the smallest one that keeps to `MAX_SLOWDOWN_FACTOR`."""
         most, least = self.max_cache_bytes, self.min_cache_bytes
         limit_s = MAX_SLOWDOWN_FACTOR * self.predict(most).step_s
         low, high = 0.0, 1.0
@@ -174,56 +170,55 @@ class CacheAllocator:
         return least + high * (most - least)
 
     def cache_bytes(self, plan: Plan) -> Floats:
-        """Of each group: what the near rows of a plan with the same pieces take."""
+        """Return the cache size of each group in a plan with the same shards."""
         shards = [shard for entry in plan.tables for shard in entry.shards if _is_offloaded(shard)]
         near = np.array([shards[number].cache_rows or 0 for number in self._unallocated], np.float64)
         return self._by_group(self._row_bytes * near) + self._index_bytes
 
     def bytes_for_share(self, share: float) -> Floats:
-        """Of each group: this share of the bytes with which every row lies near."""
+        """Return the size of each group that caches this share of all rows, in bytes."""
         return share * self.full_cache_bytes
 
     def predict(self, budget: Floats) -> Prediction:
-        """A step with so many bytes for each group."""
+        """Predict a step with `budget` bytes for the caches of each group."""
         plan = self.allocate(budget)
         loads = self._loads
         return predict(plan, loads.workload, self._topology, self._cost_model, loads=loads, run=self._run)
 
     def allocate(self, budget: Floats) -> Plan:
-        """The plan, with so many bytes for each group: first what the batches need that are near at once, then to the
-        piece whose next row saves most. Where there is not even room for these, each piece has its part."""
+        """Return the plan with caches of `budget` bytes per group. If that is less than the minimum, shards are reduced
+        in proportion."""
         near = np.zeros(len(self._shards), np.int64)
         for number in range(self.num_groups):
-            mine = np.flatnonzero(self._shard_group == number)
-            near[mine] = self._allocate_group(mine, float(budget[number] - self._index_bytes[number]))
+            shards = np.flatnonzero(self._shard_group == number)
+            near[shards] = self._allocate_group(shards, float(budget[number] - self._index_bytes[number]))
         by_piece = dict(zip(self._unallocated, near.tolist(), strict=True))
         count = sum(_is_offloaded(shard) for entry in self._plan.tables for shard in entry.shards)
         return _with_cache_rows(self._plan, (by_piece.get(number, -1) for number in range(count)))
 
-    def _allocate_group(self, mine: Indices, num_bytes: float) -> Indices:
-        """Near rows of the pieces of one group."""
+    def _allocate_group(self, shards: Indices, num_bytes: float) -> Indices:
         row_bytes, num_rows, least = (
-            self._row_bytes[mine],
-            self._shard_arrays.num_rows[mine],
-            self._min_cache_rows[mine],
+            self._row_bytes[shards],
+            self._shard_arrays.num_rows[shards],
+            self._min_cache_rows[shards],
         )
         needed = float((row_bytes * least).sum())
         if num_bytes <= needed:
             part = max(num_bytes, 0.0) / needed
             return np.clip((part * least).astype(np.int64), 1, num_rows)
-        curves = [self._curves[piece] for piece in mine]
-        owner = np.repeat(np.arange(len(mine)), [len(curve.num_bytes) - 1 for curve in curves])
+        curves = [self._curves[piece] for piece in shards]
+        owner = np.repeat(np.arange(len(shards)), [len(curve.num_bytes) - 1 for curve in curves])
         size = np.concatenate([np.diff(curve.num_bytes) for curve in curves])
         gain = np.concatenate([-np.diff(curve.seconds) for curve in curves]) / np.maximum(size, 1e-300)
+        # Segments of convex curves are taken in descending order of gain per byte.
         order = np.argsort(-gain, kind="stable")
         left = num_bytes - needed - np.concatenate([[0.0], np.cumsum(size[order])[:-1]]) if len(order) else np.zeros(0)
         taken = np.clip(left, 0.0, size[order])
-        more = np.bincount(owner[order], taken, len(mine)) / row_bytes
+        more = np.bincount(owner[order], taken, len(shards)) / row_bytes
         return np.clip(least + more.astype(np.int64), 1, num_rows)
 
     @cached_property
     def _curves(self) -> list[_CostCurve]:
-        """Of each piece."""
         pieces, least = self._shard_arrays, self._min_cache_rows
         steps = np.linspace(0.0, 1.0, NUM_CACHE_SIZES)
         ratio = pieces.num_rows / np.maximum(least, 1)
@@ -238,7 +233,6 @@ class CacheAllocator:
 
 
 def _lower_hull(num_bytes: Floats, seconds: Floats) -> _CostCurve:
-    """The lower convex hull of points by ascending bytes."""
     kept: list[int] = []
     for point in np.unique(num_bytes, return_index=True)[1].tolist():
         while len(kept) > 1 and _is_on_or_above(num_bytes, seconds, (kept[-2], kept[-1], point)):
@@ -248,7 +242,7 @@ def _lower_hull(num_bytes: Floats, seconds: Floats) -> _CostCurve:
 
 
 def _is_on_or_above(x: Floats, y: Floats, points: tuple[int, int, int]) -> bool:
-    """Whether the second of three points lies on the line through the others, or above it."""
+    """Whether the second of three points is on or above the line through the others."""
     a, b, c = points
     return bool((y[b] - y[a]) * (x[c] - x[a]) >= (y[c] - y[a]) * (x[b] - x[a]))
 
@@ -258,7 +252,8 @@ def _is_offloaded(shard: Shard) -> bool:
 
 
 def _with_cache_rows(plan: Plan, cache_rows: Iterator[int]) -> Plan:
-    """The plan with so many near rows for each piece that has them apart: 0 says nothing, -1 leaves what it says."""
+    """Return the plan with the given cache capacities of its offloaded shards. 0 removes `cache_rows`, and -1
+    keeps it."""
 
     def changed(shard: Shard) -> Shard:
         count = next(cache_rows) if _is_offloaded(shard) else -1

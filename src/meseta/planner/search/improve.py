@@ -1,4 +1,4 @@
-"""Local improvement of an assignment: other options, moves and swaps for what the busiest ranks hold."""
+"""Local improvement of an assignment by other options, moves and swaps of units on the busiest ranks."""
 
 from __future__ import annotations
 
@@ -7,21 +7,19 @@ import numpy as np
 from meseta.planner.search.assignment import AddedCost, Assignment, Floats, Ints
 
 MAX_CANDIDATES = 24
-"""Units of the busiest ranks that are tried in one round."""
+"""Maximum number of units of the busiest ranks that are tried per round."""
 MAX_SWAPPED = 8
-"""Single pieces of a busiest rank that are offered for exchange in one round."""
+"""Maximum number of single shards of a busiest rank that are tried for a swap per round."""
 MAX_ROUNDS_WITHOUT_GAIN = 30
-"""Rounds without gain after which shaking ends."""
+"""Number of rounds without gain after which perturbation ends."""
+# Rounding errors must not cause endless changes.
 MIN_GAIN_SHARE = 1e-9
-"""A change must gain more than this share of the cost, so that rounding does not go round in circles."""
+"""Minimum gain of a change relative to the cost."""
 
 
 def improve_locally(assignment: Assignment, max_rounds: int) -> Assignment:
-    """Change the assignment as long as that lowers its cost, or evens out what is equally busy; returns it.
-
-    In each round the units on the ranks that end a component last are tried in all their options on the best ranks for
-    them; where none of that helps, they are exchanged with single pieces of other ranks.
-    """
+    """Apply moves and swaps to the assignment in place until none lowers its cost, or balances it better at equal cost.
+    Returns it."""
     for _ in range(max_rounds):
         if not (_try_move(assignment) or _try_swap(assignment)):
             break
@@ -29,11 +27,10 @@ def improve_locally(assignment: Assignment, max_rounds: int) -> Assignment:
 
 
 def perturb_and_reinsert(assignment: Assignment, max_rounds: int, seed: int = 0) -> Assignment:
-    """Take a few units away and place them anew, in each round others, and keep what is better.
-
-    Source: P. Shaw, "Using constraint programming and local search methods to solve vehicle routing problems" (1998),
-    as large neighbourhood search. The same seed gives the same assignment.
-    """
+    """Remove a few units and place them again, in several rounds. Returns the best assignment, which is deterministic
+    for a given seed."""
+    # Large neighborhood search (P. Shaw, "Using constraint programming and local search methods to solve vehicle
+    # routing problems", 1998).
     random = np.random.default_rng(seed)
     best, num_units, in_vain = assignment, assignment.options.num_units, 0
     for _ in range(max_rounds if num_units > 1 else 0):
@@ -54,11 +51,11 @@ def perturb_and_reinsert(assignment: Assignment, max_rounds: int, seed: int = 0)
 
 
 def _place_best(assignment: Assignment, unit: int) -> bool:
-    """Place a unit in the option that costs least now; False where none has room."""
-    found = best_placement(assignment, unit, np.inf)
-    if found is None:
+    """Place a unit in its cheapest option. Returns false if no option fits."""
+    placement = best_placement(assignment, unit, np.inf)
+    if placement is None:
         return False
-    assignment.place(found[2], found[3])
+    assignment.place(placement[2], placement[3])
     return True
 
 
@@ -72,12 +69,13 @@ def _is_better(cost: float, spread: float, than: Assignment) -> bool:
 def best_placement(
     assignment: Assignment, unit: int, ceiling: float, *, excluded_option: int = -1
 ) -> tuple[float, float, int, Ints] | None:
-    """(cost, spread, option, ranks) of the best place for a unit that is not placed, of those that may cost no more
-    than `ceiling`, in any option but `excluded_option`; None where there is none."""
+    """Return (cost, tie breaker, option, ranks) of the best placement of an unplaced unit, or `None` if none costs at
+    most `ceiling`."""
     options, score, best = assignment.options, AddedCost(), None
     span = options.unit_options(unit)
     least = _cost_lower_bounds(assignment, unit, slice(span.start, span.stop))
     for index in np.argsort(least, kind="stable"):
+        # Options are in ascending order of their lower bounds, so no later option is better.
         if least[index] > (ceiling if best is None else best[0]):
             break
         option = span[int(index)]
@@ -92,7 +90,7 @@ def best_placement(
 
 
 def _cost_lower_bounds(assignment: Assignment, unit: int, span: slice) -> Floats:
-    """[w]: costs below which no place for a unit in each of its options can go: every piece on the least busy rank."""
+    """Return lower bounds of the cost with each option of a unit, with each shard on the least busy rank."""
     options, counted = assignment.options, int(assignment.counted_option[unit])
     load = assignment.load
     busy = np.maximum(load.max(axis=1), load.min(axis=1) + options.max_seconds[span])
@@ -102,21 +100,21 @@ def _cost_lower_bounds(assignment: Assignment, unit: int, span: slice) -> Floats
 
 
 def _try_move(assignment: Assignment) -> bool:
-    """Give the first unit of the busiest ranks that gains by it its best other place; False where none does."""
+    """Move the first unit of the busiest ranks whose best placement is a gain. Returns false if there is none."""
     ceiling = assignment.cost * (1 + MIN_GAIN_SHARE)
     for unit in assignment.busiest_units()[:MAX_CANDIDATES]:
         option, ranks = assignment.remove(unit)
-        found = best_placement(assignment, unit, ceiling)
+        placement = best_placement(assignment, unit, ceiling)
         assignment.place(option, ranks)
-        if found and _is_better(*found[:2], assignment):
+        if placement and _is_better(*placement[:2], assignment):
             assignment.remove(unit)
-            assignment.place(found[2], found[3])
+            assignment.place(placement[2], placement[3])
             return True
     return False
 
 
 def _try_swap(assignment: Assignment) -> bool:
-    """Exchange a single piece of a busiest rank with one of another rank; False where that helps nothing."""
+    """Swap a single shard of a busiest rank with one of another rank. Returns false if no swap is a gain."""
     options = assignment.options
     single = [
         u
@@ -133,8 +131,8 @@ def _try_swap(assignment: Assignment) -> bool:
     best = None
     now = float(assignment.cost_with(assignment.load.max(axis=1)))
     for rank in assignment.busiest_ranks():
-        mine = np.flatnonzero(ranks == rank)
-        for one in mine[np.argsort(-options.shard_s[pieces[mine]], kind="stable")][:MAX_SWAPPED]:
+        shards = np.flatnonzero(ranks == rank)
+        for one in shards[np.argsort(-options.shard_s[pieces[shards]], kind="stable")][:MAX_SWAPPED]:
             costs = _swap_costs(assignment, int(rank), ranks, pieces, int(one))
             if costs.min() >= (now * (1 - MIN_GAIN_SHARE) if best is None else best[0]):
                 continue
@@ -145,30 +143,29 @@ def _try_swap(assignment: Assignment) -> bool:
     if best is None:
         return False
     _, one, other = best
-    (option, mine), (other_way, theirs) = assignment.remove(one), assignment.remove(other)
-    assignment.place(option, theirs)
-    assignment.place(other_way, mine)
+    (option, shards), (other_way, other_ranks) = assignment.remove(one), assignment.remove(other)
+    assignment.place(option, other_ranks)
+    assignment.place(other_way, shards)
     return True
 
 
 def _swap_costs(assignment: Assignment, rank: int, ranks: Ints, pieces: Ints, one: int) -> Floats:
-    """[n]: the cost of the assignment, as `Assignment.cost_with` gives it, when piece `one` of `rank` changes places
-    with each piece."""
+    """Return the cost, as in `Assignment.cost_with`, of swapping shard `one` of `rank` with each shard [n]."""
     seconds = assignment.options.seconds
     change = seconds[pieces] - seconds[pieces[one]]  # [n, K]
     load = assignment.load
-    others = load.copy()
-    others[:, rank] = -np.inf
-    top = others.argmax(axis=1)
-    first = others.max(axis=1)
-    others[np.arange(len(top)), top] = -np.inf
-    second = others.max(axis=1)
+    remaining = load.copy()
+    remaining[:, rank] = -np.inf
+    top = remaining.argmax(axis=1)
+    first = remaining.max(axis=1)
+    remaining[np.arange(len(top)), top] = -np.inf
+    second = remaining.max(axis=1)
     rest = np.where(ranks[:, None] == top[None, :], second[None, :], first[None, :])
     return assignment.cost_with(np.maximum(rest, np.maximum(load[:, rank] + change, load[:, ranks].T - change)))
 
 
 def _can_swap(assignment: Assignment, units: Ints, ranks: Ints, pieces: Ints, one: int) -> np.ndarray:
-    """[n]: whether memory and pins let piece `one` change places with each of the pieces."""
+    """Return a mask [n] of the shards that memory limits and allowed ranks permit to swap with shard `one`."""
     options, machine = assignment.options, assignment.cluster
     need = options.rank_demand[pieces] - options.rank_demand[pieces[one]]
     rank = ranks[one]

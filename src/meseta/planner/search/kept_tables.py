@@ -1,4 +1,4 @@
-"""What stays of an earlier plan."""
+"""Tables that keep their placement in an earlier plan."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from meseta.spec.plan_document import read_explicit_plan
 
 
 def load_kept_tables(keep: PinnedPlacement, tables: Sequence[TableSpec], topology: Topology) -> dict[str, TablePlan]:
-    """By table: its pieces where the earlier plan has them, on these machines; tables that cannot stay are left out.
+    """Return the placement of each table that can remain as in an earlier plan.
 
-    A table that grew keeps its pieces, and those with its last rows take in the new ones; replicas reach all ranks.
-    Raises MesetaError for a file that is no plan with every shard written out.
+    If a table has more rows than before, its last shards get the new rows. Replicas are extended to all ranks. Raises
+    MesetaError if the file is not a plan that lists all shards.
     """
     old = _read_entries(keep.plan, tables)
-    found = {}
+    kept = {}
     for table in tables:
         if table.name in old and any(fnmatchcase(table.name, name) for name in keep.tables):
             entry = _extend_entry(old[table.name], table, topology)
             if entry is not None:
-                found[table.name] = entry
-    return found
+                kept[table.name] = entry
+    return kept
 
 
 def read_plan_file(path: str) -> tuple[Plan, tuple[TableSpec, ...]]:
-    """A plan file with every shard written out, and the tables that it tells of: names, rows and columns alone.
+    """Read a plan file that lists all shards. The tables in the result have only names, rows and columns.
 
-    Raises MesetaError, naming the file, where it is none.
+    Raises MesetaError if the file is invalid.
     """
     where = f"plan file {str(path)!r}"
     try:
@@ -44,13 +44,13 @@ def read_plan_file(path: str) -> tuple[Plan, tuple[TableSpec, ...]]:
 
 def _read_entries(path: str, tables: Sequence[TableSpec]) -> dict[str, TablePlan]:
     plan, _ = read_plan_file(path)
-    known = {table.name for table in tables}
-    return {entry.table: entry for entry in plan.tables if entry.table in known}
+    names = {table.name for table in tables}
+    return {entry.table: entry for entry in plan.tables if entry.table in names}
 
 
 def _extend_entry(entry: TablePlan, table: TableSpec, topology: Topology) -> TablePlan | None:
-    """The pieces of a table that has perhaps more rows now, on ranks that are perhaps more; None where these are not
-    the same pieces any more."""
+    """Return the placement of a table that may have more rows or ranks than before, or `None` if it is not valid for
+    them."""
     last = max(shard.rows[1] for shard in entry.shards)
     width = max(shard.columns[1] for shard in entry.shards)
     if width != table.embedding_dim or last > table.num_embeddings:
@@ -75,14 +75,16 @@ def _extend_entry(entry: TablePlan, table: TableSpec, topology: Topology) -> Tab
 def release_one_table(
     kept: Mapping[str, TablePlan], tables: Sequence[TableSpec], room_bytes: int
 ) -> dict[str, TablePlan]:
-    """What stays when one table more has to move: the smallest that frees what the fullest rank holds too much, else
-    the largest of that rank."""
+    """Return the kept tables without one table of the fullest rank: the smallest one that resolves the excess over
+    `room_bytes`, otherwise the largest."""
     held: dict[int, dict[str, int]] = {}
     for table in tables:
         for shard in kept[table.name].shards if table.name in kept else ():
             for rank in shard.ranks:
-                own = held.setdefault(rank, {})
-                own[table.name] = own.get(table.name, 0) + shard_storage_bytes(table, shard.num_rows, shard.num_columns)
+                sizes = held.setdefault(rank, {})
+                sizes[table.name] = sizes.get(table.name, 0) + shard_storage_bytes(
+                    table, shard.num_rows, shard.num_columns
+                )
     rank = max(held, key=lambda rank: (sum(held[rank].values()), -rank))
     excess = sum(held[rank].values()) - room_bytes
     enough = {name: size for name, size in held[rank].items() if size >= excess}

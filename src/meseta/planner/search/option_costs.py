@@ -1,4 +1,4 @@
-"""An option for every unit at once: what balances least is cut, and what room is short of is paid for."""
+"""Choice of one option per unit. Memory has a price if it is scarce."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from meseta.planner.search.problem import PlacementProblem
 from meseta.spec.tiers import TIERS
 
 SHARD_TIME_SHARES = (0.05, 0.12, 0.25, 0.4, 0.6, 0.8, 1.0, 2.0, np.inf)
-"""Longest pieces that are tried, as parts of the seconds that a rank has on average."""
+"""Limits for the longest shard, relative to the average seconds of a rank."""
 SHARD_CAPACITY_SHARES = (1.0, 0.5, 0.2)
-"""Largest pieces that are tried where room is short, as parts of a device."""
+"""Limits for the largest shard if memory is scarce, relative to the memory of a device."""
 MAX_UNITS_ALL_SHARES = 300
-"""Of more units, large pieces are left out where collectives or memories are."""
+"""Maximum number of units for which all of `SHARD_CAPACITY_SHARES` are combined with each subset of options."""
+# Shards do not fill devices completely.
 MAX_FILL_SHARE = 0.93
-"""Pieces leave corners: so much of all room can be filled before prices are put on it."""
+"""Share of the total memory that may be used before bytes have a price."""
 
 
 class OptionCosts:
-    """What every option of a problem takes, summed over its pieces."""
+    """Costs of each option [W], summed over its shards."""
 
     def __init__(self, problem: PlacementProblem) -> None:
         options, machine = problem.options, problem.cluster
@@ -33,32 +34,31 @@ class OptionCosts:
             np.column_stack([seconds, options.rank_demand[:, 0], options.host_demand]), options.first_shard
         )
         self.average_s = options.common_s + sums[:, 0] / ranks
-        """[W]: seconds that an option adds to the average rank."""
+        """Seconds that each option adds to the average rank [W]."""
         self.max_shard_s = _max_by_option(seconds, options.first_shard)
-        """[W]: seconds of its longest piece."""
+        """Seconds of the longest shard of each option [W]."""
         self.num_bytes = sums[:, 1:] + np.outer(options.common_demand[:, 0] * ranks, [1, 0, 0])
-        """[W, 3]: bytes that it takes of all devices, of all DRAM and of all disks."""
+        """Bytes of each option in all devices, all DRAM and all disks [W, 3]."""
         self.max_shard_bytes = _max_by_option(options.rank_demand[:, 0].astype(np.float64), options.first_shard)
-        """[W]: bytes of its largest piece on a device."""
+        """Device memory of the largest shard of each option [W]."""
         room = np.concatenate(
             [machine.rank_capacity[:, :1].sum(axis=0, dtype=np.float64), machine.host_capacity.sum(axis=0)]
         )
         self.capacity = np.where(room >= UNLIMITED, np.inf, room)
-        """[3]: bytes of all devices, of all DRAM and of all disks."""
+        """Total bytes of all devices, all DRAM and all disks [3]."""
         self.device_capacity = float(machine.rank_capacity[0, 0])
         need = np.column_stack([options.rank_demand[:, 0], options.host_demand]).astype(np.float64)
         own_room = np.concatenate([machine.rank_capacity[0, :1], machine.host_capacity[0]]).astype(np.float64)
         shares = np.where(need > 0, need / np.maximum(own_room, 1e-9), 0.0).max(axis=1)
         self.max_capacity_share = _max_by_option(shares, options.first_shard)
-        """[W]: the part of its device, or of its host's DRAM or disk, that the largest piece takes."""
+        """Share of a device, or of the DRAM or disk of a host, that the largest shard of each option needs [W]."""
         self.avoidable_costs = options.optional_costs[:, :NUM_AVOIDABLE]
         tiers = [0 if scheme is None else TIERS.index(scheme.tier) for scheme in problem.schemes]
-        self.tier_index = np.array(tiers, np.int64)
-        """[W]: index in TIERS."""
+        self.tier_index = np.array(tiers, np.int64)  # [W]: index in `TIERS`
 
     def pick_cheapest(self, values: Floats, allowed: Mask, strict: Floats) -> Ints:
-        """[U]: the option of least value among those allowed; of units without one, the option of the least
-        `strict`."""
+        """Return the allowed option with the lowest value for each unit [U]. Units without an allowed option get the
+        one with the lowest value in `strict`."""
         worst = 2.0 * np.abs(values).max(initial=1.0) + 1.0
         scale = worst / max(float(strict.max(initial=0.0)), 1e-30)
         values = np.where(allowed, values, worst + strict * scale)
@@ -67,14 +67,13 @@ class OptionCosts:
         return hits[np.unique(self.unit_index[hits], return_index=True)[1]]
 
     def choose_options(self, allowed: Mask, limit_s: float, room_share: float) -> Ints:
-        """[U]: the cheapest options on average whose pieces keep to a length and to a part of a device's room.
-
-        Where these take more than the machines have, bytes get a price, which is raised until they fit: the relaxation
-        of J. Lagrange for limits on sums (M. L. Fisher, Management Science 27, 1981).
-        """
+        """Return the cheapest option of each unit [U] whose shards take at most `limit_s` seconds and the share
+        `room_share` of a device."""
         fits = self.max_capacity_share <= room_share
         allowed = allowed & fits & (self.max_shard_s <= limit_s)
         strict = np.where(fits, self.max_shard_s, self.max_shard_s.max(initial=0.0) + self.max_capacity_share)
+        # If the choice needs more bytes than the machines have, bytes get a price, which rises until the choice fits.
+        # This is Lagrangian relaxation (M. L. Fisher, Management Science 27, 1981).
         price, cheaper = np.zeros(3), np.zeros(3)
         choice = self.pick_cheapest(self.average_s, allowed, strict)
         for tier in (0, 1, 2, 0, 1):
@@ -94,8 +93,8 @@ class OptionCosts:
         return choice
 
     def _fill_up(self, choice: Ints, other: Ints) -> None:
-        """Change to the options of `other`, which are cheaper and take too much, for as many units as there is room
-        for: tables that are alike all change their option at the same price."""
+        """Change as many units in `choice` to their cheaper option in `other` as memory allows."""
+        # Equal tables all change their option at the same price, so the choice at the higher price leaves memory free.
         units = np.flatnonzero(choice != other)
         gain = self.average_s[choice[units]] - self.average_s[other[units]]
         more = self.num_bytes[other[units]] - self.num_bytes[choice[units]]
@@ -106,7 +105,7 @@ class OptionCosts:
                 left -= more[i]
 
     def choices(self) -> Iterator[Ints]:
-        """Different choices [U]: by longest piece, with and without collectives that some options need alone."""
+        """Yield choices [U] with different limits of the longest shard, and with and without optional collectives."""
         everything = np.ones(len(self.unit_index), np.bool_)
         seen = set()
         for number, allowed in enumerate(self._option_subsets(everything)):
@@ -127,7 +126,7 @@ class OptionCosts:
                         yield choice
 
     def _option_subsets(self, everything: Mask) -> list[Mask]:
-        """Options to choose from: all; without collectives that only some options need; with one more memory than
+        """Return masks of options: all, those without optional collectives, and those with one memory in addition to
         devices."""
         palettes = [~self.avoidable_costs.any(axis=1)] + [
             self.avoidable_costs[:, k] == 0 for k in range(self.avoidable_costs.shape[1])
@@ -138,13 +137,13 @@ class OptionCosts:
 
 
 def _sum_by_option(values: Floats, first: Ints) -> Floats:
-    """[W, k] from [n, k]: the sum over an option's pieces."""
+    """Sum values of shards [n, k] over the shards of each option [W, k]."""
     ends = np.vstack([np.zeros((1, values.shape[1])), np.cumsum(values, axis=0, dtype=np.float64)])
     return ends[first[1:]] - ends[first[:-1]]
 
 
 def _max_by_option(values: Floats, first: Ints) -> Floats:
-    """[W] from [n]: the largest of an option's pieces; 0 without any."""
-    found = np.zeros(len(first) - 1)
-    np.maximum.at(found, np.repeat(np.arange(len(found)), np.diff(first)), values)
-    return found
+    """Return the maximum over the shards of each option [W] of values [n], or 0 without shards."""
+    maxima = np.zeros(len(first) - 1)
+    np.maximum.at(maxima, np.repeat(np.arange(len(maxima)), np.diff(first)), values)
+    return maxima

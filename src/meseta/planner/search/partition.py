@@ -1,5 +1,4 @@
-"""From an option per unit to an assignment: longest processing time first, and Karmarkar and Karp's largest
-differencing."""
+"""Placement of all units on ranks, greedily or by the largest differencing method."""
 
 from __future__ import annotations
 
@@ -24,22 +23,21 @@ from meseta.planner.search.assignment import (
 def place_greedily(
     options: ShardingOptions, machine: Cluster, choice: Ints, score: RankScore | None = None
 ) -> Assignment | None:
-    """Units by their longest piece, longest first, each to the ranks that `score` puts first and that have room.
+    """Place each unit on the ranks with the lowest score, in descending order of their longest shards.
 
-    Source: R. L. Graham, "Bounds on multiprocessing timing anomalies", SIAM J. Appl. Math. 17 (1969), with memory.
-    Where a unit finds no room, once more by bytes, largest first, each to the emptiest ranks.
+    Returns `None` if the units do not fit.
 
     Args:
-        options: all options of all units.
-        machine: room of ranks and hosts.
-        choice: int64 [U], the option of each unit.
-        score: what a rank is chosen by; None: the seconds that it carries.
-
-    Returns None where that does not fit either.
+        options: Options of all units.
+        machine: Memory of ranks and hosts.
+        choice: Option of each unit, int64 [U].
+        score: Score of ranks. `None` means the seconds of the units placed so far.
     """
+    # R. L. Graham, "Bounds on multiprocessing timing anomalies", SIAM J. Appl. Math. 17 (1969), with memory limits.
     assignment, left = place_units(
         Assignment(options, machine, choice), choice, order_by_seconds(options, choice), score or BusySeconds()
     )
+    # If a unit does not fit, start again in descending order of bytes, on the emptiest ranks.
     if left:
         assignment, left = place_units(
             Assignment(options, machine, choice), choice, order_by_bytes(options, choice), UsedBytes()
@@ -48,14 +46,15 @@ def place_greedily(
 
 
 def order_by_seconds(options: ShardingOptions, choice: Ints) -> Ints:
-    """Units, the one with the longest piece first; given ranks, then those that hosts share, before all others."""
+    """Return the units in descending order of their longest shard. Units with fixed ranks are first, followed by units
+    whose shards share a host."""
     longest = _max_by_unit(options, choice, options.shard_s)
     free = np.array([option not in options.fixed_ranks for option in choice.tolist()], np.int64)
     return np.lexsort((np.arange(len(choice)), -longest, free * (1 + (options.block_size[choice] == 0))))
 
 
 def order_by_bytes(options: ShardingOptions, choice: Ints) -> Ints:
-    """Units, the one with the largest piece first; given ranks before all others."""
+    """Return the units in descending order of their largest shard. Units with fixed ranks are first."""
     largest = _max_by_unit(
         options, choice, (options.rank_demand[:, 0] + options.host_demand.sum(axis=1)).astype(np.float64)
     )
@@ -64,7 +63,7 @@ def order_by_bytes(options: ShardingOptions, choice: Ints) -> Ints:
 
 
 def _max_by_unit(options: ShardingOptions, choice: Ints, values: Floats) -> Floats:
-    """[U]: the largest value of the pieces of each unit's option; 0 for one without pieces."""
+    """Return the maximum over the shards of each unit's option [U], or 0 without shards."""
     starts, ends = options.first_shard[choice], options.first_shard[choice + 1]
     return np.array([values[a:b].max() if b > a else 0.0 for a, b in zip(starts, ends, strict=True)])
 
@@ -72,7 +71,7 @@ def _max_by_unit(options: ShardingOptions, choice: Ints, values: Floats) -> Floa
 def place_units(
     assignment: Assignment, choice: Ints, order: Sequence[int] | Ints, score: RankScore
 ) -> tuple[Assignment, list[int]]:
-    """Add units in their order to an assignment; returns it and the units that found no room."""
+    """Place units in the given order. Returns the assignment, and the units that do not fit."""
     left = []
     for unit in order:
         ranks = assignment.find_ranks(int(choice[unit]), score)
@@ -85,7 +84,8 @@ def place_units(
 
 @dataclass
 class _PartialPartition:
-    """A partial partition: seconds of its parts, descending, and the chain of pieces in each; absent parts are 0."""
+    """Partial partition: seconds of its parts in descending order, and a linked list of shards per part. Missing parts
+    have 0 seconds."""
 
     seconds: Floats
     chain_heads: Ints
@@ -93,22 +93,19 @@ class _PartialPartition:
 
 
 def place_by_differencing(options: ShardingOptions, machine: Cluster, choice: Ints) -> Assignment | None:
-    """The partial partitions whose parts differ most are joined, largest part to smallest, until one is left.
+    """Place units by the largest differencing method, or return `None` if they do not fit.
 
-    Pieces of one unit start in different parts and so never meet. Units whose pieces share a host are placed greedily
-    beforehand; what memory and constraints forbid is taken back and placed greedily afterwards.
-
-    Source: N. Karmarkar and R. Karp, "The differencing method of set partitioning", UCB/CSD 82/113 (1982), in its form
-    for k parts (R. E. Korf, "Multi-option number partitioning", IJCAI 2009).
+    It repeatedly combines the two partial partitions with the largest differences.
 
     Args:
-        options: all options of all units.
-        machine: room of ranks and hosts.
-        choice: int64 [U], the option of each unit.
-
-    Returns None where the units do not fit.
+        options: Options of all units.
+        machine: Memory of ranks and hosts.
+        choice: Option of each unit, int64 [U].
     """
     assignment = Assignment(options, machine, choice)
+    # N. Karmarkar and R. Karp, "The differencing method of set partitioning", UCB/CSD 82/113 (1982), for k parts (R. E.
+    # Korf, "Multi-way number partitioning", IJCAI 2009). Units whose shards share a host are placed greedily before,
+    # and shards that violate memory limits or constraints after it.
     sizes = np.diff(options.first_shard)[choice]
     bound = [
         int(unit)
@@ -130,7 +127,7 @@ def place_by_differencing(options: ShardingOptions, machine: Cluster, choice: In
 def _assign_by_differencing(
     assignment: Assignment, options: ShardingOptions, choice: Ints, units: Sequence[int]
 ) -> dict[int, Ints]:
-    """By unit: the ranks of its pieces, seconds alone considered."""
+    """Return the ranks of each unit's shards, considering only seconds."""
     num_ranks = assignment.cluster.num_ranks
     pieces = [
         range(options.shard_slice(int(choice[unit])).start, options.shard_slice(int(choice[unit])).stop)
@@ -139,13 +136,16 @@ def _assign_by_differencing(
     owner = np.repeat(np.arange(len(units)), [len(span) for span in pieces])
     index = np.array([piece for span in pieces for piece in span], np.int64)
     seconds = options.shard_s[index]
-    chain = np.full(len(index) + num_ranks, -1, np.int64)  # the next piece of a part; ranks stand after the pieces
+    chain = np.full(
+        len(index) + num_ranks, -1, np.int64
+    )  # Next entry of each list. Entries of ranks follow the shards.
     starts = np.searchsorted(owner, np.arange(len(units) + 1))
+    # Shards of one unit start in different parts, so they are never on the same rank.
     tuples = []
     for unit in range(len(units)):
-        mine = np.arange(starts[unit], starts[unit + 1])
-        mine = mine[np.argsort(-seconds[mine], kind="stable")]
-        tuples.append(_PartialPartition(seconds[mine], mine, mine))
+        shards = np.arange(starts[unit], starts[unit + 1])
+        shards = shards[np.argsort(-seconds[shards], kind="stable")]
+        tuples.append(_PartialPartition(seconds[shards], shards, shards))
     base = options.weighted_seconds(assignment.load.T)
     order = np.argsort(-base, kind="stable")
     tuples.append(_PartialPartition(base[order], len(index) + order, len(index) + order))
@@ -167,19 +167,20 @@ def _max_difference(parts: _PartialPartition, num_parts: int) -> float:
 
 
 def _combine(one: _PartialPartition, other: _PartialPartition, chain: Ints, num_parts: int) -> _PartialPartition:
-    """The largest parts of one with the smallest of the other; the common least is taken off all."""
+    """Combine the largest parts of each partition with the smallest parts of the other, and subtract the common
+    minimum."""
     if len(one.seconds) < len(other.seconds):
         one, other = other, one
     shared = max(len(one.seconds) + len(other.seconds) - num_parts, 0)
-    # `other` descending meets `one` ascending; what has no partner among num_parts parts stays alone.
-    mine, theirs = slice(len(one.seconds) - shared, None), slice(len(other.seconds) - shared, None)
+    # The smallest parts of `one` are combined with the largest of `other`. Parts without a partner are appended.
+    last_of_one, last_of_other = slice(len(one.seconds) - shared, None), slice(len(other.seconds) - shared, None)
     seconds, heads, tails = one.seconds.copy(), one.chain_heads.copy(), one.chain_tails.copy()
     if shared:
         turned = slice(None, None, -1)
-        partner = other.chain_heads[theirs][turned]
-        seconds[mine] += other.seconds[theirs][turned]
-        chain[tails[mine]] = partner
-        tails[mine] = other.chain_tails[theirs][turned]
+        partner = other.chain_heads[last_of_other][turned]
+        seconds[last_of_one] += other.seconds[last_of_other][turned]
+        chain[tails[last_of_one]] = partner
+        tails[last_of_one] = other.chain_tails[last_of_other][turned]
     alone = slice(0, len(other.seconds) - shared)
     seconds = np.concatenate([seconds, other.seconds[alone]])
     heads, tails = np.concatenate([heads, other.chain_heads[alone]]), np.concatenate([tails, other.chain_tails[alone]])
@@ -191,7 +192,7 @@ def _combine(one: _PartialPartition, other: _PartialPartition, chain: Ints, num_
 
 
 def _ranks_from_chains(parts: _PartialPartition, chain: Ints, num_pieces: int) -> Ints:
-    """[num_pieces]: the rank at one place of each chain is the rank of all its pieces."""
+    """Return the rank of each shard [num_pieces]. Each list of shards contains one rank."""
     rank_of = np.zeros(num_pieces, np.int64)
     for start in parts.chain_heads:
         members, rank, head = [], -1, int(start)
@@ -206,7 +207,7 @@ def _ranks_from_chains(parts: _PartialPartition, chain: Ints, num_pieces: int) -
 
 
 def _repair(assignment: Assignment, choice: Ints, units: Sequence[int]) -> Assignment | None:
-    """Take back what has no room, or lies where it must not, and place it greedily."""
+    """Remove units that exceed memory limits or violate constraints, and place them greedily."""
     options, machine = assignment.options, assignment.cluster
     host_of = np.arange(machine.num_ranks) // machine.devices_per_host
     taken: dict[int, None] = {}

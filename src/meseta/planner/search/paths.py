@@ -1,10 +1,5 @@
-"""What a step takes where transfers are hidden: the longest of a few sums over components, and the mix of these that
-says most about every plan.
-
-The seconds of a step are those of the longest cycle of its schedule, and every cycle is a sum of durations. The search
-looks at those that are longest for one of many mixtures of durations about as long as they will be. None of them is
-ever longer than the step, so what follows from them holds for every plan.
-"""
+"""Duration of a step with overlap, as the longest of several paths. Each path is a cycle of the schedule, and a sum of
+components."""
 
 from __future__ import annotations
 
@@ -17,30 +12,32 @@ from meseta.planner.cost.schedule import Schedule
 from meseta.planner.search.assignment import Floats, Ints, Mask, StepPaths
 
 COMPUTE_COMPONENTS = ("compute", "lookup", "table_update")
-"""The first components: of each rank lookup and update together, and each by itself, of which a path has one."""
+"""First components of each rank: lookup and update together, lookup alone, and update alone. A path contains one of
+them."""
+# With many units, durations are known better, and sampling takes longer.
 MAX_UNITS_WIDE_SAMPLING = 300
-"""Of more, durations are known well, and paths cost time: they are looked for near what is expected."""
+"""Maximum number of units for which `WIDE_SPREAD` is used."""
 NUM_SAMPLES, NUM_NARROW_SAMPLES = 384, 96
 WIDE_SPREAD, NARROW_SPREAD = 1.0, 0.7
-"""Durations are tried up to so many powers of ten around what is expected of them."""
+"""Range of sampled durations around their expected value, in powers of ten."""
 NUM_ROUNDS = 60
-"""Of the search for a mix."""
+"""Number of iterations of `best_mix`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DurationTerms:
-    """Where the seconds of a step come from, by the names of its schedules."""
+    """Terms of the durations in a schedule, by the names of `Schedule.timed_names`."""
 
     components: Sequence[str]
-    """[K]: the name that the seconds of each component are of; COMPUTE first."""
+    """Schedule name of each component [K]. The first ones are `COMPUTE_COMPONENTS`."""
     fixed_s: Mapping[str, float]
-    """Of every plan."""
+    """Seconds in every plan."""
     optional_s: Sequence[Mapping[str, float]]
-    """[C]: of each thing that takes place only where some table needs it."""
+    """Seconds of each optional cost [C], which applies only if some table needs it."""
 
     def for_names(self, names: Sequence[str]) -> tuple[Floats, Floats, Floats]:
-        """Of a schedule's `names` [S]: seconds of components ([S, K]: 1 where one is of a name), fixed ones [S], and of
-        uses [C, S]."""
+        """Return the terms for the S `names` of a schedule: component indicators [S, K], fixed seconds [S], and
+        optional seconds [C, S]."""
         of_component = np.array([[float(name == one) for one in self.components] for name in names])
         fixed = np.array([self.fixed_s.get(name, 0.0) for name in names])
         uses = np.array([[seconds.get(name, 0.0) for name in names] for seconds in self.optional_s])
@@ -53,55 +50,57 @@ def find_paths(
     expected: Floats,
     averages: tuple[Floats, Ints],
 ) -> tuple[StepPaths, float]:
-    """(paths, seconds of a step without any table).
+    """Return the paths of a step, and the seconds of a step without tables.
 
     Args:
-        schedules: each with what has to be used for it [C], nothing in the first.
-        durations: where the seconds come from.
-        expected: [E, K]: what components may take.
-        averages: what every option takes of the average rank [W, K], and the first option of each unit [U].
+        schedules: Schedules with the optional costs that each requires [C]. The first one requires none.
+        durations: Terms of the durations.
+        expected: Expected seconds of the components [E, K].
+        averages: Seconds that each option adds to the average rank [W, K], and the first option of each unit [U].
     """
     draw, is_near = np.random.default_rng(0), len(averages[1]) > MAX_UNITS_WIDE_SAMPLING
     count, spread = (NUM_NARROW_SAMPLES, NARROW_SPREAD) if is_near else (NUM_SAMPLES, WIDE_SPREAD)
     factors = 10.0 ** draw.uniform(-spread, spread, (count, len(durations.components)))
     factors[: len(expected)] = 1.0
     tried = expected[np.arange(count) % len(expected)] * factors
+    # No cycle is longer than the step, so bounds that follow from the sampled cycles hold for every plan.
     parts = [_longest_paths(schedule, needs, durations, tried) for schedule, needs in schedules]
     coefs, fixed_s, use_s, needs = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
     least_s = float(fixed_s[~needs.any(axis=1)].max())
-    found = StepPaths(
+    paths = StepPaths(
         coefs=coefs, fixed_s=fixed_s - least_s, optional_s=use_s, required_costs=needs, weights=np.ones(coefs.shape[1])
     )
     values, starts = averages
-    mix = best_mix(found, values @ found.coefs.T, starts)
+    mix = best_mix(paths, values @ paths.coefs.T, starts)
     return StepPaths(
-        coefs=coefs, fixed_s=found.fixed_s, optional_s=use_s, required_costs=needs, weights=mix @ coefs
+        coefs=coefs, fixed_s=paths.fixed_s, optional_s=use_s, required_costs=needs, weights=mix @ coefs
     ), least_s
 
 
 def _longest_paths(
     schedule: Schedule, needs: Mask, durations: DurationTerms, tried: Floats
 ) -> tuple[Floats, Floats, Floats, Mask]:
-    """(coefficients of components [P, K], fixed seconds [P], seconds of uses [P, C], needs [P, C]) of the longest
-    cycles, were components to take what was `tried` [N, K]."""
+    """Return the longest cycles for the sampled durations `tried` [N, K]: component counts [P, K], fixed seconds [P],
+    optional seconds [P, C], and required costs [P, C]."""
     of_component, fixed, uses = durations.for_names(schedule.timed_names)
     seconds = tried @ of_component.T + fixed + uses.sum(axis=0)
-    _, found = schedule.longest_cycle(seconds)
-    found = np.unique(found.round(9), axis=0)
-    coefs = found @ of_component
+    _, counts = schedule.longest_cycle(seconds)
+    counts = np.unique(counts.round(9), axis=0)
+    coefs = counts @ of_component
     lookup, update = (coefs[:, COMPUTE_COMPONENTS.index(name)].copy() for name in ("lookup", "table_update"))
     both = np.minimum(lookup, update)
     coefs[:, : len(COMPUTE_COMPONENTS)] = np.stack([both, lookup - both, update - both], axis=1)
-    return coefs, found @ fixed, found @ uses.T, np.tile(needs, (len(found), 1))
+    return coefs, counts @ fixed, counts @ uses.T, np.tile(needs, (len(counts), 1))
 
 
 def best_mix(paths: StepPaths, values: Floats, starts: Ints) -> Floats:
-    """[P]: weights of paths, 1 together and 0 of those that need something, under which the cheapest options of all
-    units, `values` [W, P] each, take most: a step is no shorter than any mix of its paths.
+    """Return the weights of paths [P] that maximize the total of all units, each in its cheapest option.
 
-    Found by multiplicative weights (Y. Freund and R. Schapire, Games and Economic Behavior 29, 1999): paths that the
-    cheapest options make long get more weight.
+    Weights sum to 1, and are 0 for paths with required costs. A step is never shorter than the weighted mean of its
+    paths. `values` [W, P] are the seconds of each option.
     """
+    # Multiplicative weights (Y. Freund and R. Schapire, Games and Economic Behavior 29, 1999): paths that are long
+    # under the cheapest options get more weight.
     free = ~paths.required_costs.any(axis=1)
     mix = free / free.sum()
     best, best_s = mix, -np.inf

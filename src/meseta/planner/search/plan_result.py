@@ -1,4 +1,4 @@
-"""A plan with all that it was chosen by."""
+"""Result of planning: a plan with its prediction and search problem."""
 
 from __future__ import annotations
 
@@ -14,31 +14,30 @@ from meseta.spec import Plan
 
 @dataclass(frozen=True, kw_only=True)
 class PlanResult:
-    """A plan with what it was chosen by."""
+    """Plan with its prediction and search problem."""
 
     plan: Plan
     prediction: Prediction
     problem: PlacementProblem
     assignment: Assignment
-    """The plan as the search saw it."""
+    """Assignment of the search that the plan was made from."""
     origin: str
-    """Which part of the search found it."""
+    """Part of the search that found the plan."""
 
     @cached_property
     def bound(self) -> LowerBound:
-        """Seconds below which no plan of the same schemes goes."""
+        """Lower bound of all plans with the same sharding schemes."""
         return lower_bound(self.problem)
 
     @cached_property
     def constants_step_s(self) -> float:
-        """Seconds of a step by the constants alone, which the bound holds for: the prediction's, unless networks of the
-        cost model correct them."""
+        """Seconds per step predicted by the constants alone. The lower bound applies to them, and not to predictions of
+        networks."""
         if self.problem.cost_model.neural is None:
             return self.prediction.step_s
         return _predict_with_constants(self.plan, self.problem).step_s
 
 
 def _predict_with_constants(plan: Plan, problem: PlacementProblem) -> Prediction:
-    """By the constants alone."""
     constants = replace(problem.cost_model, neural=None)
     return predict(plan, problem.workload, problem.topology, constants, loads=problem.loads, run=problem.run)

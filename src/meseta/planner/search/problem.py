@@ -1,4 +1,4 @@
-"""From a workload, machines and constraints to the arrays that the search works on."""
+"""Search problem: workload, topology and constraints as arrays of options."""
 
 from __future__ import annotations
 
@@ -19,55 +19,51 @@ from meseta.spec.shards import HOST_REDUCED_TYPES
 from meseta.spec.tiers import DISK, HBM, HOST, TIERS, Memory, StorageOptions, Tier
 
 MAX_RANKS_ALL_PARTS = 16
-"""On so few ranks every number of parts is worth a look."""
+"""Maximum number of ranks for which all numbers of parts are considered."""
 PARTS_PER_SHARE = 8
-"""A table is cut into at most so many pieces per rank's share that it costs or takes."""
+"""Maximum number of shards of a table per average rank's share of time or memory that it needs."""
 HOT_SHARES = (0.5, 0.8, 0.95)
-"""Rows that are worth replicating take about these parts of their table's lookups."""
+"""Shares of a table's lookups for which the most frequent rows may be replicated."""
 MAX_REPLICA_SHARE = 0.25
-"""Replicas of one table take no more than this part of a device."""
+"""Maximum size of the replica of a table, relative to a device."""
 CACHE_SHARES = (0.02, 0.05, 0.1, 0.2, 0.4, 0.7)
-"""Parts of a table's rows that may lie near."""
+"""Shares of a table's rows that a cache may hold."""
 MAX_TABLES_ALL_CACHE_SHARES = 100
-"""Of more tables, and for more than MAX_RANKS_ALL_PARTS, one share is looked at."""
+"""Maximum number of tables for which all of `CACHE_SHARES` are considered."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementProblem:
-    """All options to cut all tables, priced, and the room for them."""
+    """Options of all tables with their costs, and the memory limits."""
 
     workload: Workload
     topology: Topology
     cost_model: CostModel
     loads: WorkloadLoads
     units: tuple[tuple[int, ...], ...]
-    """Tables of each unit: one, or those that stay together."""
+    """Tables of each unit: one, or several that stay together."""
     options: ShardingOptions
     schemes: tuple[ShardingScheme | None, ...]
-    """[W]: how an option cuts the tables of its unit; None: as an earlier plan had it."""
+    """Scheme of each option [W]. `None` keeps the placement of an earlier plan."""
     kept_tables: Mapping[str, TablePlan]
-    """By table: its pieces where an option keeps them."""
     cluster: Cluster
     min_s: Floats
-    """[n, 2, L]: seconds that a piece takes at least, of all ranks together, and of the rank that holds it: of each
-    component where some are hidden, else of all together."""
+    """Lower bounds of the seconds of each shard [n, 2, L], see `ShardCosts.min_s`."""
     fixed_s: float
-    """Seconds of every plan's step that no assignment changes."""
+    """Seconds of a step that do not depend on the assignment."""
     run: RunBytes | None = None
-    """What a run adds to the memory of its plan."""
     algorithms: AlgorithmPair = (None, None)
-    """Which way rows and sums take between hosts."""
     cache_rows: Mapping[tuple[int, int], Ints] = field(default_factory=dict)
-    """By option and table: rows of each piece that lie near, 0 where none are apart."""
+    """Cache capacity of each shard by (option, table). 0 means no cache."""
 
     def to_plan(self, assignment: Assignment) -> Plan:
-        """The plan that a complete assignment stands for; a table costs what all ranks together spend on it."""
-        num_ranks, found = self.topology.num_ranks, {}
+        """Convert a complete assignment to a plan. The cost of a table is the total seconds of all ranks."""
+        num_ranks, entry_of = self.topology.num_ranks, {}
         for unit, tables in enumerate(self.units):
             option = int(assignment.option[unit])
             for table in tables:
                 spec, scheme = self.workload.tables[table], self.schemes[option]
-                found[table] = (
+                entry_of[table] = (
                     self.kept_tables[spec.name]
                     if scheme is None
                     else make_table_plan(
@@ -76,7 +72,7 @@ class PlacementProblem:
                 )
         seconds = self.unit_seconds_all_ranks(assignment.option)
         cost = {table: float(seconds[unit]) / len(tables) for unit, tables in enumerate(self.units) for table in tables}
-        entries = tuple(replace(found[table], cost=cost[table]) for table in range(len(self.workload.tables)))
+        entries = tuple(replace(entry_of[table], cost=cost[table]) for table in range(len(self.workload.tables)))
         exchange, dense_exchange = self.algorithms
         return Plan(
             num_ranks=num_ranks,
@@ -87,7 +83,7 @@ class PlacementProblem:
         )
 
     def unit_seconds(self, choice: Ints) -> Floats:
-        """[U]: what each unit, in the option of `choice` [U], takes of the rank that it takes most of."""
+        """Return the seconds of each unit [U] on the rank where it takes longest."""
         options = self.options
         longest = np.zeros(len(options.unit_index))
         seconds = options.unoverlapped_seconds(options.seconds)
@@ -95,14 +91,14 @@ class PlacementProblem:
         return longest[choice] + options.unoverlapped_seconds(options.common_seconds[choice])
 
     def unit_seconds_all_ranks(self, choice: Ints) -> Floats:
-        """[U]: what all ranks together spend on each unit in the option of `choice` [U]."""
+        """Return the total seconds of each unit [U] over all ranks."""
         options = self.options
         owner = np.repeat(np.arange(len(options.unit_index)), np.diff(options.first_shard))
         pieces = np.bincount(owner, options.unoverlapped_seconds(options.seconds), len(options.unit_index))
         return pieces[choice] + self.cluster.num_ranks * options.unoverlapped_seconds(options.common_seconds[choice])
 
     def describe_option(self, option: int) -> str:
-        """The scheme of an option, in a few words."""
+        """Return a short description of an option for reports."""
         scheme = self.schemes[option]
         return "as before" if scheme is None else scheme.describe()
 
@@ -117,18 +113,18 @@ def make_problem(
     kept_tables: Mapping[str, TablePlan] | None = None,
     estimator: ShardCostEstimator | None = None,
 ) -> PlacementProblem:
-    """Price every option of every table.
+    """Estimate the costs of all options of all tables.
 
     Args:
-        workload: what is placed.
-        topology: where to.
-        cost_model: constants of the devices.
-        constraints: checked ones.
-        tiers: where tables may lie, where constraints do not say.
-        kept_tables: by table, the pieces of an earlier plan that stay.
-        estimator: of the workload on these machines; None: as of an average rank, of no run that is known.
+        workload: Tables and features.
+        topology: Hosts and devices.
+        cost_model: Constants of the devices.
+        constraints: Constraints, which must have been checked.
+        tiers: Tiers of tables without a tier constraint.
+        kept_tables: Placements in an earlier plan that must be kept.
+        estimator: Estimator of shard costs. `None` uses its defaults.
 
-    Raises MesetaError where constraints leave a table no option at all.
+    Raises MesetaError if a table has no option, or if the fixed memory of a rank exceeds its device.
     """
     estimator = estimator or ShardCostEstimator(WorkloadLoads(workload), topology, cost_model)
     units = _make_units(workload, constraints)
@@ -156,7 +152,7 @@ def make_problem(
 
 
 def _make_units(workload: Workload, constraints: Constraints) -> tuple[tuple[int, ...], ...]:
-    """Tables that stay together make one unit, at the place of the first."""
+    """Return the units. Tables that must stay together form one unit at the position of the first table."""
     number = {table.name: i for i, table in enumerate(workload.tables)}
     unit_of: dict[int, tuple[int, ...]] = {i: (i,) for i in number.values()}
     for names in constraints.together:
@@ -166,7 +162,7 @@ def _make_units(workload: Workload, constraints: Constraints) -> tuple[tuple[int
 
 
 def _make_cluster(prices: ShardCostEstimator, topology: Topology, constraints: Constraints) -> Cluster:
-    """Room beside what every rank holds anyway; raises MesetaError where that alone is too much."""
+    """Return the memory limits of ranks and hosts, without the fixed memory of each rank."""
     free = constraints.keep_free_bytes
     on_device, on_host = prices.fixed_memory_bytes()
     if topology.has_shared_host_memory:
@@ -180,9 +176,9 @@ def _make_cluster(prices: ShardCostEstimator, topology: Topology, constraints: C
     }
     if not room[HBM]:
         raise MesetaError(
-            f"planner: ids, bags and the dense part take {taken[HBM]:,} bytes of each device and "
-            f"{free.get(HBM, 0):,} are kept free, but hbm_bytes is {topology.hbm_bytes:,}; lower the batch size, use "
-            "more ranks or larger devices"
+            f"planner: ids, bags and the dense part need {taken[HBM]:,} bytes of each device and keep_free_bytes is "
+            f"{free.get(HBM, 0):,}, but hbm_bytes is only {topology.hbm_bytes:,}; lower the batch size, or use more "
+            "ranks or larger devices"
         )
     count = UNLIMITED if constraints.max_tables_per_rank is None else constraints.max_tables_per_rank
     return Cluster(
@@ -192,9 +188,7 @@ def _make_cluster(prices: ShardCostEstimator, topology: Topology, constraints: C
     )
 
 
-class _ProblemBuilder:
-    """Collects options unit by unit, and prices all their pieces at once."""
-
+class _ProblemBuilder:  # Collects all options, then estimates all shards at once.
     def __init__(
         self,
         prices: ShardCostEstimator,
@@ -218,12 +212,12 @@ class _ProblemBuilder:
         self._units: list[int] = []
         self._first_shard, self._block_size = [0], list[int]()
         self._fixed_ranks: dict[int, Ints] = {}
-        self._shard_rectangles: list[Ints] = []  # [p, 9]: piece, table, rectangle, tier, near rows, option
+        self._shard_rectangles: list[Ints] = []  # [p, 9]: shard, table, rectangle (4), tier, cache rows, option
         self._replicas: list[tuple[int, int, int]] = []  # option, table, rows
         self._allowed_ranks: dict[int, Mask] = {}
 
     def _max_useful_parts(self, seconds: Floats, num_bytes: Ints) -> Ints:
-        """[tables]: pieces beyond which neither balance nor room gets better."""
+        """Return the number of shards of each table beyond which neither balance nor memory improves."""
         ranks, room = self._topology.num_ranks, self._cluster.rank_capacity[0, 0]
         if ranks <= MAX_RANKS_ALL_PARTS:
             return np.full(len(seconds), ranks)
@@ -232,7 +226,7 @@ class _ProblemBuilder:
         return np.clip(np.ceil(PARTS_PER_SHARE * shares), 2, ranks).astype(np.int64)
 
     def add_unit(self, tables: Sequence[int]) -> None:
-        """All options of one unit; raises MesetaError where it has none."""
+        """Add all options of a unit. Raises MesetaError if it has none."""
         number, names = self._num_units, [self._tables[table].name for table in tables]
         before = len(self.schemes)
         rules = [self._constraints.rule(name) for name in names]
@@ -248,8 +242,9 @@ class _ProblemBuilder:
                     self._add_option(number, tables, scheme)
         if len(self.schemes) == before:
             raise MesetaError(
-                f"constraints: nothing is left for {' and '.join(map(repr, names))}: no allowed scheme and tier fits "
-                f"its rows and columns on {len(self._unit_ranks(number))} ranks; allow another one"
+                f"constraints: no placement is possible for {' and '.join(map(repr, names))}: no allowed sharding type "
+                f"and tier fits the table on {len(self._unit_ranks(number))} allowed ranks; allow other types, tiers "
+                "or ranks"
             )
         self._num_units += 1
 
@@ -259,13 +254,14 @@ class _ProblemBuilder:
         return np.flatnonzero(self._allowed_ranks.get(unit, np.ones(self._topology.num_ranks, np.bool_)))
 
     def _candidate_schemes(self, tables: Sequence[int], rules: Sequence[TableRule]) -> Iterator[ShardingScheme]:
-        """Candidates of a unit, from its first table; the others are cut alike."""
+        """Yield the schemes of a unit, from its first table. The other tables have the same schemes."""
         first = self._tables[tables[0]]
         topology = self._topology
         tiers = list(self._tiers)
         for rule in rules:
             if rule.tiers is not None:
                 tiers = [tier for tier in rule.tiers if tier in topology.tiers]
+        # These optimizers update all rows in each step, so all rows must be in device memory.
         if any(self._tables[table].optimizer.stepped_rows == "all" for table in tables):
             tiers = [HBM]
         asked = {sharding for rule in rules for sharding in rule.sharding or ()}
@@ -282,22 +278,23 @@ class _ProblemBuilder:
 
     @property
     def _cache_shares(self) -> tuple[float, ...]:
-        """Of many tables, or for many ranks, one alone: what lies near is shared out among them in the end."""
+        # For large problems one share is enough, because caches are reallocated after the search.
         is_small = len(self._tables) <= MAX_TABLES_ALL_CACHE_SHARES and self._topology.num_ranks <= MAX_RANKS_ALL_PARTS
         return CACHE_SHARES if is_small else (self._estimator.cost_model.tiers.cached_share,)
 
     def _hot_row_counts(self, tables: Sequence[int]) -> tuple[int, ...]:
-        """Numbers of first rows that take much of the lookups, where frequent rows come first."""
+        """Return the numbers of hot rows to consider. Empty unless rows are sorted by frequency."""
         loads, table = self._estimator.loads, tables[0]
         if len(tables) > 1 or not loads.is_frequency_sorted[table]:
             return ()
         ends = np.cumsum(loads.row_classes.num_rows[table])
         shares = np.cumsum(loads.row_classes.lookup_shares[table])
+        # A hot range ends with a class of the reuse histogram.
         rows = {int(ends[min(int(np.searchsorted(shares, share)), len(ends) - 1)]) for share in HOT_SHARES}
         return tuple(sorted(n for n in rows if 0 < n < loads.num_rows[table] and self._can_replicate(tables, n)))
 
     def _can_replicate(self, tables: Sequence[int], num_rows: int) -> bool:
-        """Whether replicas leave room and cost no more than an exchange of the bags could."""
+        """Whether replicas leave enough memory, and their gradients are not much larger than the bags."""
         loads = self._estimator.loads
         dims, batch = loads.dims[list(tables)], loads.workload.batch_size
         gradient = num_rows * (dims + 1).sum() * loads.element_bytes
@@ -307,7 +304,6 @@ class _ProblemBuilder:
         )
 
     def _is_allowed(self, scheme: ShardingScheme, rules: Sequence[TableRule], unit: int) -> bool:
-        """Whether rules and pins leave a scheme."""
         if not all(rule.sharding is None or scheme.sharding_type in rule.sharding for rule in rules):
             return False
         ranks = self._unit_ranks(unit)
@@ -317,7 +313,7 @@ class _ProblemBuilder:
         return not is_everywhere and scheme.row_parts * scheme.column_parts <= len(ranks)
 
     def _add_option(self, unit: int, tables: Sequence[int], scheme: ShardingScheme) -> None:
-        """One option, unless its tables would be cut into different numbers of pieces or none would be cut."""
+        """Add an option, unless the tables of the unit would have different numbers of shards."""
         spans = [scheme.shard_rectangles(self._tables[t].num_embeddings, self._tables[t].embedding_dim) for t in tables]
         count = len(spans[0])
         if any(len(span) != count for span in spans):
@@ -340,12 +336,12 @@ class _ProblemBuilder:
             if scheme.sharding_type is ShardingType.DATA_PARALLEL or scheme.hot_rows:
                 self._replicas.append((option, table, scheme.hot_rows or rows))
 
-    def _compute_cache_rows(self, table: int, span: Ints, scheme: ShardingScheme) -> Ints:
-        """Of each piece [p]: rows that lie near; no fewer than the batches near at once look up, as is expected."""
+    def _compute_cache_rows(self, table: int, span: Ints, scheme: ShardingScheme) -> Ints:  # [p]
         if not scheme.cache_share:
             return np.zeros(len(span), np.int64)
         pieces = ShardArrays.from_values(table, (span[:, 0], span[:, 1]), (span[:, 2], span[:, 3]))
         share = np.ceil(scheme.cache_share * pieces.num_rows)
+        # A cache must hold the rows of all batches in flight.
         num_batches = (self._estimator.run.storage or StorageOptions()).num_cached_batches((scheme.tier,))
         return np.maximum(share, self._estimator.loads.min_cache_rows(pieces, num_batches)).astype(np.int64)
 
@@ -356,7 +352,6 @@ class _ProblemBuilder:
         self.schemes.append(scheme)
 
     def _add_kept_option(self, unit: int, tables: Sequence[int]) -> None:
-        """The one option that leaves all pieces of an earlier plan in place."""
         option, ranks = len(self.schemes), list[int]()
         rows: list[tuple[int, ...]] = []
         start = self._first_shard[option]
@@ -376,7 +371,7 @@ class _ProblemBuilder:
         self._shard_rectangles.append(np.array(rows, np.int64).reshape(-1, 9))
 
     def build(self) -> tuple[ShardingOptions, Floats, float]:
-        """(options, least seconds of each piece [n, 2, L], seconds of every plan)."""
+        """Return the options, the lower bounds of each shard [n, 2, L], and the fixed seconds of a step."""
         spans = np.concatenate([*self._shard_rectangles, np.zeros((0, 9), np.int64)])
         piece, option = spans[:, 0], spans[:, 8]
         pieces = ShardArrays(*spans[:, 1:8].T)
@@ -396,13 +391,15 @@ class _ProblemBuilder:
         np.maximum.at(uses, option, self._estimator.optional_costs(cuts, pieces))
         everywhere = np.zeros(num_ways, np.bool_)
         if self._replicas:
-            own, tables, rows = np.array(self._replicas, np.int64).T
+            replica_option, tables, rows = np.array(self._replicas, np.int64).T
             replicas = self._estimator.replica_costs(
                 ShardArrays.from_values(tables, (0, rows), (0, self._estimator.loads.dims[tables]))
             )
-            np.add.at(common, own, replicas.common_seconds)
-            np.add.at(common_need, own, np.stack([replicas.common_bytes, np.ones_like(own)], axis=1))
-            everywhere[own], uses[own, OPTIONAL_COSTS.index("replicas")] = True, 1
+            np.add.at(common, replica_option, replicas.common_seconds)
+            np.add.at(
+                common_need, replica_option, np.stack([replicas.common_bytes, np.ones_like(replica_option)], axis=1)
+            )
+            everywhere[replica_option], uses[replica_option, OPTIONAL_COSTS.index("replicas")] = True, 1
         options = ShardingOptions(
             unit_index=np.array(self._units, np.int64),
             first_shard=np.array(self._first_shard, np.int64),
@@ -425,7 +422,7 @@ class _ProblemBuilder:
         return replace(options, paths=paths), least_s, fixed_s
 
     def _make_partitioning(self, pieces: ShardArrays, option: Ints) -> ShardPartitioning:
-        """From the pieces of each option and table: ranges of rows, of columns, and of rows within a host."""
+        """Return the partitioning of each shard's table within its option."""
         key = option * (len(self._tables) + 1) + pieces.table
         row_parts = _count_distinct(key, pieces.first_row)
         column_parts = _count_distinct(key, pieces.first_column)
@@ -452,13 +449,14 @@ class _ProblemBuilder:
     def _make_host_partitioning(
         self, key: Ints, pieces: ShardArrays, option: Ints, parts: tuple[Ints, Ints, Ints]
     ) -> ShardPartitioning:
-        """The same where hosts hand on what is theirs: pieces that may lie anywhere are taken to be spread evenly over
-        hosts, at most one lies on each rank of a host. Pieces of an earlier plan lie where they do."""
+        """Return the partitioning for a hierarchical exchange, which depends on the shards of each host."""
         hosts, per_host, (row_parts, column_parts, block) = (
             self._topology.num_hosts,
             self._cluster.devices_per_host,
             parts,
         )
+        # Shards that may be on any ranks are assumed to be spread evenly over hosts, at most one per rank. Kept shards
+        # have known ranks.
         is_apart = np.array(self._block_size, np.int64)[option] == 0 if len(option) else np.zeros(0, np.bool_)
         of_grid = np.array(
             [scheme is not None and scheme.sharding_type is ShardingType.GRID for scheme in self.schemes]
@@ -470,13 +468,13 @@ class _ProblemBuilder:
             for number, one in zip(parts[:2], in_host, strict=True)
         ]
         for index, ranks in self._fixed_ranks.items():
-            mine = np.flatnonzero(option == index)
-            at = key[mine] * hosts + ranks // per_host
-            for number, (first, own) in enumerate(((pieces.first_column, even[0]), (pieces.first_row, even[1]))):
+            shards = np.flatnonzero(option == index)
+            at = key[shards] * hosts + ranks // per_host
+            for number, (first, counts) in enumerate(((pieces.first_column, even[0]), (pieces.first_row, even[1]))):
                 _, place, count = np.unique(
-                    np.stack([at, first[mine]]), axis=1, return_inverse=True, return_counts=True
+                    np.stack([at, first[shards]]), axis=1, return_inverse=True, return_counts=True
                 )
-                own[mine] = most[number][mine] = count[place.reshape(-1)]
+                counts[shards] = most[number][shards] = count[place.reshape(-1)]
         return ShardPartitioning(
             host_row_parts=even[0],
             column_parts=column_parts,
@@ -491,16 +489,16 @@ class _ProblemBuilder:
         unit_of: dict[str, int] = {}
         for unit, tables in enumerate(_make_units(self._estimator.loads.workload, self._constraints)):
             unit_of |= {self._tables[table].name: unit for table in tables}
-        found: dict[int, set[int]] = {}
+        conflicts: dict[int, set[int]] = {}
         for names in self._constraints.apart:
             group = {unit_of[name] for name in self._constraints.match_tables(names, self._tables)}
             for unit in group:
-                found.setdefault(unit, set()).update(group - {unit})
-        return {unit: tuple(sorted(others)) for unit, others in found.items()}
+                conflicts.setdefault(unit, set()).update(group - {unit})
+        return {unit: tuple(sorted(conflicting)) for unit, conflicting in conflicts.items()}
 
 
 def _count_distinct(key: Ints, values: Ints) -> Ints:
-    """[n]: how many distinct values there are beside each, of the same key."""
+    """Return the number of distinct values with the same key as each entry [n]."""
     if not len(key):
         return key
     pairs, inverse = np.unique(np.stack([key, values], axis=1), axis=0, return_inverse=True)

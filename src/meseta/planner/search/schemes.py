@@ -1,4 +1,4 @@
-"""The options to cut a table that the search chooses from."""
+"""Sharding schemes of a table among which the search chooses."""
 
 from __future__ import annotations
 
@@ -14,34 +14,36 @@ from meseta.spec.tiers import DEFAULT_CACHE_SHARE, HBM, OFFLOADED_TIERS
 Ints = NDArray[np.int64]
 
 WITHIN_HOST_TYPES = (ShardingType.TABLE_ROW_WISE, ShardingType.TABLE_COLUMN_WISE, ShardingType.GRID)
-"""Schemes that are the same as another one where there is one host."""
+"""Sharding types that are equal to another type on a single host."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardingScheme:
-    """How one table is cut; not where its pieces lie."""
+    """Sharding type, numbers of shards and tier of one table, without ranks."""
 
     sharding_type: ShardingType
-    """Its type."""
     row_parts: int = 1
-    """Ranges of rows, at most."""
+    """Maximum number of row ranges."""
     column_parts: int = 1
-    """Ranges of columns, at most."""
+    """Maximum number of column ranges."""
     tier: Tier = HBM
-    """Memory of the pieces."""
     hot_rows: int = 0
-    """Rows on every rank; all for data_parallel."""
+    """Number of replicated rows of `hot_replicated`. `data_parallel` replicates all rows."""
     cache_share: float = 0.0
-    """Of tiers 'cached' and 'disk': the part of the rows that lies near, if that has room for the batches under way."""
+    """Share of the rows that fit in the cache of an offloaded tier. The cache is larger if batches in flight need more
+    rows."""
 
     @property
     def is_within_host(self) -> bool:
-        """Whether pieces share a host: all, those of a range of columns for grid."""
+        """Whether shards share a host: all shards of a table, or for `grid` those of a column range."""
         return self.sharding_type in WITHIN_HOST_TYPES
 
     def shard_rectangles(self, num_rows: int, num_columns: int) -> Ints:
-        """[p, 4]: first row, one after the last, first column, one after the last, of all pieces that lie on one rank.
-        Equal parts, as `meseta.spec.shards.shard_table` deals them; ranges of columns first, for grid."""
+        """Return (first row, stop row, first column, stop column) of each shard with one owner [p, 4].
+
+        Ranges have equal sizes, as in `meseta.spec.shards.shard_table`. Shards are ordered by column range, then by row
+        range.
+        """
         if self.sharding_type is ShardingType.DATA_PARALLEL:
             return np.zeros((0, 4), np.int64)
         rows = _split_range(self.hot_rows, num_rows, self.row_parts, 1)
@@ -51,16 +53,16 @@ class ShardingScheme:
         return pieces.reshape(-1, 4)
 
     def describe(self) -> str:
-        """In a few words, for people."""
+        """Return a short description for reports."""
         parts = [str(self.row_parts)] * (self.row_parts > 1) + [str(self.column_parts)] * (self.column_parts > 1)
         text = f"{self.sharding_type}" + (f" {'x'.join(parts)}" if parts else "")
         text += f", {self.hot_rows:,} hot rows" if self.sharding_type is ShardingType.HOT_REPLICATED else ""
-        near = f", {100 * self.cache_share:.3g} % near" if self.cache_share else ""
+        near = f", {100 * self.cache_share:.3g} % cached" if self.cache_share else ""
         return text + (f" in {self.tier}{near}" if self.tier != HBM else "")
 
 
 def _split_range(first: int, last: int, parts: int, align: int) -> Ints:
-    """[k, 2]: at most `parts` spans of equal size, the last perhaps shorter."""
+    """Split a range into at most `parts` equal parts [k, 2]. The last part may be shorter."""
     blocks = -(-(last - first) // align)
     starts = np.arange(first, last, -(-blocks // parts) * align)
     spans = np.empty((len(starts), 2), np.int64)
@@ -75,8 +77,10 @@ def make_table_plan(
     num_ranks: int,
     cache_rows: Sequence[int] | Ints,
 ) -> TablePlan:
-    """The pieces of a table on `ranks`, one for each piece, with so many rows that lie near (0: they are not apart),
-    and its replicas on all ranks."""
+    """Return the plan of a table with one shard per entry of `ranks`, and its replicas on all ranks.
+
+    `cache_rows` is the cache capacity of each shard, or 0 without a cache.
+    """
     everywhere, dim = tuple(range(num_ranks)), table.embedding_dim
     replicated = table.num_embeddings if scheme.sharding_type is ShardingType.DATA_PARALLEL else scheme.hot_rows
     shards = [Shard(table=table.name, rows=(0, replicated), columns=(0, dim), ranks=everywhere)] * bool(replicated)
@@ -90,29 +94,26 @@ def make_table_plan(
 
 @dataclass(frozen=True, kw_only=True)
 class SchemeSpace:
-    """What decides which schemes are worth a look."""
+    """Limits of the schemes that are considered for a table."""
 
     num_hosts: int
     devices_per_host: int
     max_parts: int
-    """More pieces than this help neither the balance nor the room."""
-    hot_rows: tuple[int, ...] = ()
-    """Numbers of rows to replicate."""
-    can_replicate: bool = True
-    """Whether replicas of the whole table are worth a look."""
+    """Number of shards beyond which neither balance nor memory improves."""
+    hot_rows: tuple[int, ...] = ()  # numbers of rows to replicate in `hot_replicated`
+    can_replicate: bool = True  # whether `data_parallel` is considered
     cache_shares: tuple[float, ...] = (DEFAULT_CACHE_SHARE,)
-    """Parts of the rows that may lie near."""
+    """Shares of the rows that the cache of an offloaded tier may have."""
 
 
 def enumerate_schemes(table: TableSpec, shape: SchemeSpace, tier: Tier) -> Iterator[ShardingScheme]:
-    """All schemes of a table that differ on these machines, with pieces in `tier`."""
+    """Yield all different schemes of a table in one tier."""
     for share in shape.cache_shares if tier in OFFLOADED_TIERS else (0.0,):
         for scheme in _enumerate_tier_schemes(table, shape, tier):
             yield replace(scheme, cache_share=share)
 
 
 def _enumerate_tier_schemes(table: TableSpec, shape: SchemeSpace, tier: Tier) -> Iterator[ShardingScheme]:
-    """The same, with nothing said of rows that lie near."""
     num_ranks = shape.num_hosts * shape.devices_per_host
     blocks = -(-table.embedding_dim // COLUMN_BLOCK)
     row_counts = part_counts(min(table.num_embeddings, num_ranks, shape.max_parts))
@@ -135,7 +136,6 @@ def _enumerate_tier_schemes(table: TableSpec, shape: SchemeSpace, tier: Tier) ->
 
 
 def _enumerate_within_host(table: TableSpec, shape: SchemeSpace, tier: Tier, blocks: int) -> Iterator[ShardingScheme]:
-    """Schemes whose pieces share a host."""
     rows = min(shape.devices_per_host, table.num_embeddings)
     if rows > 1:
         yield ShardingScheme(sharding_type=ShardingType.TABLE_ROW_WISE, row_parts=rows, tier=tier)
@@ -146,6 +146,6 @@ def _enumerate_within_host(table: TableSpec, shape: SchemeSpace, tier: Tier, blo
 
 
 def part_counts(most: int) -> list[int]:
-    """Powers of two from 2, and `most` itself."""
+    """Return the powers of two from 2 to `most`, and `most` itself. Empty if `most` is 1."""
     powers = [1 << bit for bit in range(1, max(most, 1).bit_length()) if 1 << bit < most]
     return [*powers, most] if most > 1 else []

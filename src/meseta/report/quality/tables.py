@@ -166,9 +166,8 @@ def intro(outcome: SuiteResult) -> str:
         "Differences are paired by seed; their intervals are Student's over seeds, each of 95 % alone. A config is "
         "called better where the difference stands after Holm's correction over all "
         f"{format_quantity(outcome.num_comparisons, 'comparison')} of this suite, which are every pair of configs, by "
-        f"every "
-        "figure, on every world or dataset, at a chance of 5 % of any false one. Operations are those of a training "
-        "step's dense part for one sample."
+        "every figure, on every world or dataset, at a chance of 5 % of any false one. Operations are those of a "
+        "training step's dense part for one sample."
     )
 
 

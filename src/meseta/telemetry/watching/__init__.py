@@ -1,1 +1,1 @@
-"""Watchers that report what a run waits for: storage that does not answer, and memory that runs out."""
+"""Watchers that report storage that does not respond, and memory that is nearly exhausted."""

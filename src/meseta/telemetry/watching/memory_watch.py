@@ -1,4 +1,4 @@
-"""Memory that control groups leave: whether a start fits, and a warning before the kernel kills a process."""
+"""Check of the memory limit of control groups before a start, and warnings when it is nearly reached."""
 
 from __future__ import annotations
 
@@ -6,34 +6,35 @@ from meseta.errors import MesetaError
 from meseta.machine.kernel import KernelFiles, read_cgroup_limits, tightest_cgroup
 from meseta.telemetry.formatting import format_bytes, format_quantity
 
+# With torch 2.13 for CPUs and Python 3.11, the kernel killed the process in a group of 241 MB. With a higher limit it
+# used 255 MB.
 MIN_START_BYTES = 245_000_000
-"""Charge of a control group by one process that imports torch and opens its dataset. With torch 2.13 for CPUs and
-Python 3.11, the kernel killed it in a group of 241 MB; with more it used 255 MB."""
+"""Minimum memory of a process that imports torch and opens its dataset."""
+# Measured by tests/cli/test_memory_limits.py: 350 MB on 2 ranks and 464 MB on 4.
 MIN_RANK_BYTES = 52_000_000
-"""What each rank of `--nproc` adds to that, until its model is planned: 350 MB on 2 ranks and 464 MB on 4, measured in
-the same way by tests/cli/test_memory_limits.py."""
+"""Additional memory of each rank of `--nproc`, until its model is planned."""
 MIN_FREE_RATIO = 0.04
-"""Share of a limit that has to be left; with less a warning comes."""
+"""Share of a memory limit below which a warning is printed."""
 _RAISE_LIMIT_HINT = "raise the limit (memory.max of the group, docker run --memory)"
 
 
 def check_start_memory(num_ranks: int, system: KernelFiles | None = None) -> None:
-    """Raise MesetaError if the control group of this process allows less memory than a start on `num_ranks` needs: the
-    kernel would kill it without a message."""
+    """Raise MesetaError if the control group of this process allows less memory than a start on `num_ranks` needs."""
+    # The kernel would kill the process without a message.
     limit = read_cgroup_limits(system or KernelFiles()).memory_bytes
     need = MIN_START_BYTES + (MIN_RANK_BYTES * num_ranks if num_ranks > 1 else 0)
     if limit is None or limit >= need:
         return
     fewer = ", or use fewer ranks (--nproc)" if num_ranks > 1 else ""
     raise MesetaError(
-        f"the control group allows {format_bytes(limit)} of memory, and a start on "
+        f"the control group allows {format_bytes(limit)} of memory, but a start on "
         f"{format_quantity(num_ranks, 'rank')} needs "
         f"{format_bytes(need)} before any table: {_RAISE_LIMIT_HINT}{fewer}"
     )
 
 
 def cgroup_limit_text(system: KernelFiles | None = None) -> str:
-    """Return 'memory of its control group (300 MB)', or 'memory of this machine' if no group has a limit."""
+    """Return a phrase such as 'memory of its control group (300 MB)', or 'memory of this machine' without a limit."""
     memory = tightest_cgroup(system or KernelFiles())
     return (
         "memory of this machine"
@@ -43,14 +44,17 @@ def cgroup_limit_text(system: KernelFiles | None = None) -> str:
 
 
 class MemoryWatch:
-    """Warns once when a control group is nearly full, and again after it was not, or when its limit has changed."""
+    """Watcher that warns when the memory of a control group is nearly exhausted.
+
+    It warns once. It warns again if the memory recovers in between, or if the limit changes.
+    """
 
     def __init__(self, system: KernelFiles | None = None) -> None:
         self._system = system or KernelFiles()
         self._warned: tuple[str, int] | None = None
 
     def poll(self) -> list[str]:
-        """Return the lines to print."""
+        """Return the warnings to print."""
         memory = tightest_cgroup(self._system)
         if memory is None or memory.unclaimed_bytes >= MIN_FREE_RATIO * memory.limit_bytes:
             self._warned = None

@@ -1,9 +1,10 @@
-"""Reports of storage that does not answer: one line for each file system or URL, repeated with a backoff.
+"""Reports of storage that does not respond, with one line per file system or URL, repeated with a backoff.
 
-Progress is two wake-ups of the waiting thread within STALL_S seconds. A slow write wakes up its thread for the parts
-that the disk completes, so a large save that makes progress is no stall, however long it takes. One wake-up is none: a
-direct transfer that is not answered wakes up once a minute, and sleeps again.
+A wait makes progress if its thread wakes up twice within `STALL_TIMEOUT_S`.
 """
+
+# A slow write wakes up its thread for each part that the disk completes, so a large save is not a stall. A single
+# wake-up is no progress, because the thread of a blocked direct transfer wakes up once per minute.
 
 from __future__ import annotations
 
@@ -27,23 +28,24 @@ from meseta.telemetry.watching.memory_watch import MemoryWatch
 STALL_TIMEOUT_S = 15.0
 """Seconds without progress after which a wait is reported."""
 POLL_INTERVAL_S = 2.5
+# After a longer pause the watcher itself did not run.
 MAX_PAUSE_S = 3 * POLL_INTERVAL_S
-"""Looks further apart than this mean that the watcher itself did not run: the time between them counts for nothing."""
+"""Maximum seconds between polls that count as waiting time."""
 BACKOFF_FACTOR = 4.0
 MAX_BACKOFF_S = 3600.0
 
 
 @dataclass(frozen=True)
 class WatchedProcess:
-    """A process whose waits are watched."""
+    """Process whose waits are watched."""
 
     pid: int
     activities: Sequence[Activity] = ()
-    """Its current entries in `meseta.machine.waits.activity`."""
+    """Current activities of the process."""
     rank: int | None = None
-    """None: the command has one process."""
+    """Rank of the process. `None` if the command has a single process."""
     mapped_file: str = ""
-    """File that it maps and writes, to which page faults are attributed; '' if it has none."""
+    """Mapped file to which page faults of the process are attributed. Empty if it has none."""
 
     @property
     def name(self) -> str:
@@ -53,30 +55,30 @@ class WatchedProcess:
 
 @dataclass(frozen=True)
 class StallCause:
-    """Storage that does not answer. Two causes are equal if their locations are."""
+    """Storage that does not respond. Two causes are equal if their locations are equal."""
 
     location: str
-    """Mount point or URL of a store; '' for the disk of the memory of a process."""
+    """Mount point, or URL of a store. Empty for page faults without a known file."""
     text: str = field(compare=False)
-    """Noun phrase for messages."""
+    """Description of the storage for messages."""
     is_remote: bool = field(default=False, compare=False)
-    """Whether it is a store at a URL."""
+    """Whether the storage is a store at a URL."""
 
 
 @dataclass
 class _StorageWait:
-    """A call or request in which one thread sleeps."""
+    """Call or request in which a thread sleeps."""
 
     watched: WatchedProcess
     thread: int
     call: str
     target: str
-    """Absolute path or URL; '' if it is unknown."""
+    """Absolute path or URL. Empty if it is unknown."""
     progress_s: float
-    """Time of its last progress, or of the look that found it first."""
+    """Time of the last progress, or of the first poll that found this wait."""
     num_wakeups: int
     wakeup_s: float = -math.inf
-    """Time of the look that found its last wake-up."""
+    """Time of the poll that found the thread's last wake-up."""
 
     @property
     def description(self) -> str:
@@ -87,14 +89,14 @@ class _StorageWait:
 
 @dataclass
 class _StallEpisode:
-    """Storage that does not answer, from the first report to the last wait."""
+    """Report state of storage that does not respond, until the last wait for it ends."""
 
     start_s: float
     next_report_s: float
 
 
 class StallWatch:
-    """Waits of some processes of this host, looked at every few seconds."""
+    """Detector of stalls in processes of this host, which is polled every few seconds."""
 
     def __init__(self) -> None:
         self._waits: dict[tuple[int, int, str], _StorageWait] = {}
@@ -102,7 +104,7 @@ class StallWatch:
         self._polled_s: float | None = None
 
     def poll(self, processes: Sequence[WatchedProcess], now_s: float) -> list[str]:
-        """Return the lines to print, each with 'warning: ' or 'note: '."""
+        """Return the lines to print, which start with 'warning: ' or 'note: '."""
         passed_s, self._polled_s = now_s - (now_s if self._polled_s is None else self._polled_s), now_s
         waits: dict[tuple[int, int, str], _StorageWait] = {}
         for watched in processes:
@@ -119,7 +121,8 @@ class StallWatch:
     def _warnings(self, by_cause: Mapping[StallCause, Sequence[_StorageWait]], now_s: float) -> list[str]:
         lines = []
         for cause, waits in by_cause.items():
-            first = min(waits, key=lambda wait: (not wait.call, wait.progress_s))  # a page fault does not tell its file
+            # Prefer a system call, because the file of a page fault is uncertain.
+            first = min(waits, key=lambda wait: (not wait.call, wait.progress_s))
             episode = self._episodes.setdefault(cause, _StallEpisode(first.progress_s, now_s))
             if now_s >= episode.next_report_s:
                 backoff_s = min((now_s - episode.start_s) * (BACKOFF_FACTOR - 1), MAX_BACKOFF_S)
@@ -136,22 +139,22 @@ class StallWatch:
 
 
 def _find_waits(watched: WatchedProcess, now_s: float) -> list[tuple[_StorageWait, str]]:
-    """Calls and requests under way, each with what tells it from the next one of its thread."""
+    """Return the current waits as (wait, key). The key differs between successive waits of a thread."""
     state = read_process_state(watched.pid)
-    if state is None or state.state_code in "TtZX":  # one that is stopped is no matter of storage
+    if state is None or state.state_code in "TtZX":  # A stopped process does not wait for storage.
         return []
     calls = blocked_calls(watched.pid)
-    found = [(call.thread_id, call.call, call.path or watched.mapped_file, call.arguments) for call in calls]
+    sources = [(call.thread_id, call.call, call.path or watched.mapped_file, call.arguments) for call in calls]
     requests = [one for one in watched.activities if one.target]
-    found += [(one.worker_thread_id, one.name, one.target, f"{one.target} {one.since_ns}") for one in requests]
+    sources += [(one.worker_thread_id, one.name, one.target, f"{one.target} {one.since_ns}") for one in requests]
     return [
         (_StorageWait(watched, thread, call, target, now_s, num_wakeups(watched.pid, thread)), arguments)
-        for thread, call, target, arguments in found
+        for thread, call, target, arguments in sources
     ]
 
 
 def _update_wait(former: _StorageWait | None, wait: _StorageWait, passed_s: float) -> _StorageWait:
-    """The wait as it is now, with the time since when it has not moved."""
+    """Return `wait` with the progress of its former state."""
     if former is None:
         return wait
     now_s, num_new = wait.progress_s, wait.num_wakeups - former.num_wakeups
@@ -173,13 +176,13 @@ def _describe_cause(target: str) -> StallCause:
 
 
 def _format_report(cause: StallCause, first: _StorageWait, waits: Sequence[_StorageWait], now_s: float) -> str:
-    """One line."""
     watched = first.watched
     phases = [one for one in watched.activities if not one.target]
-    own = [one for one in phases if one.thread_id == first.thread]
-    phase = " and ".join(dict.fromkeys(one.name for one in (own[-1:] or phases)))
-    others = sorted({w.watched.rank for w in waits if w.watched.rank is not None} - {watched.rank})
-    more = f"; rank{'s' * (len(others) > 1)} {', '.join(map(str, others[:8]))} too" if others else ""
+    of_thread = [one for one in phases if one.thread_id == first.thread]
+    # Without a phase of the waiting thread, all phases of the process are possible.
+    phase = " and ".join(dict.fromkeys(one.name for one in (of_thread[-1:] or phases)))
+    more_ranks = sorted({w.watched.rank for w in waits if w.watched.rank is not None} - {watched.rank})
+    more = f"; rank{'s' * (len(more_ranks) > 1)} {', '.join(map(str, more_ranks[:8]))} too" if more_ranks else ""
     check = "the network and the store" if cause.is_remote else "the disk or server behind it"
     return (
         f"{watched.name} has waited {format_duration(round(now_s - first.progress_s))} for {cause.text}: "
@@ -189,11 +192,13 @@ def _format_report(cause: StallCause, first: _StorageWait, waits: Sequence[_Stor
 
 
 class StallReporter:
-    """Context manager with a daemon thread that reports, on standard error, stalls of this process and a control group
-    that is nearly full."""
+    """Context manager whose daemon thread prints warnings to standard error.
+
+    It reports stalls of this process, and a control group whose memory is nearly exhausted.
+    """
 
     current: StallReporter | None = None
-    """The one that is entered in this process."""
+    """Active reporter of this process, or `None`."""
 
     def __init__(self) -> None:
         self._should_stop = threading.Event()
@@ -208,7 +213,7 @@ class StallReporter:
         self.stop()
 
     def stop(self) -> None:
-        """Stop the thread, as before a fork. It is not waited for if it is blocked itself."""
+        """Stop the thread, for example before a fork. Waits at most `POLL_INTERVAL_S` for it."""
         StallReporter.current = None
         self._should_stop.set()
         self._thread.join(POLL_INTERVAL_S)

@@ -1,1 +1,1 @@
-"""How many bits the rows of each table need in checkpoints, measured on a trained model."""
+"""Choice of the number of bits per table in checkpoints, by measuring a trained model."""

@@ -1,4 +1,4 @@
-"""Of each table's widths the ones that take the fewest bytes together, within what they may lose together."""
+"""Choice of one width per table that minimizes the total size within a loss budget."""
 
 from __future__ import annotations
 
@@ -10,36 +10,42 @@ from numpy.typing import NDArray
 
 from meseta.config.row_bits import RowBits
 
+# Maximum number of candidate points per table. Above it, losses are rounded up to this many levels.
 _MAX_POINTS = 20_000
-"""Best choices for the tables so far that are kept; where there are more, losses are rounded up to this many steps."""
+# Factor by which the allowed loss is reduced, at least, after a choice exceeds the budget.
 _BACKOFF_FACTOR = 0.8
-"""What a choice that loses too much may lose at most in the next round, of what it was thought to lose."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredWidth:
-    """One table in one width."""
+    """Size and loss of one table at one width."""
 
     bits: RowBits | None
-    """Of its rows; None: exact."""
+    """Width of the rows. `None` means exact."""
     num_bytes: int
-    """Of the table in a checkpoint that holds all of its rows."""
+    """Size of the table in a full checkpoint."""
     ne_loss: float
-    """By what part the normalised entropy rises."""
+    """Relative increase of the normalized entropy."""
 
 
 def choose_widths(
     widths: Mapping[str, Sequence[MeasuredWidth]], budget: float, measure: Callable[[Mapping[str, RowBits]], float]
 ) -> tuple[dict[str, MeasuredWidth], float]:
-    """One width per table, and what they lose together by `measure` of the tables that are not exact: at most `budget`.
+    """Choose one width per table. Return (widths by table, measured loss of all chosen widths together), within
+    `budget`.
 
-    Losses of single tables are added first; where a choice loses more together than it should, less is allowed, until
-    one holds. Each table has an exact width, which loses nothing, so there is one.
+    Args:
+        widths: Measured widths of each table, including an exact one.
+        budget: Maximum relative increase of the normalized entropy.
+        measure: Measures the loss of a choice, given the tables that are not exact.
     """
+    # A width may improve the metric by chance. Count a small loss, so that it can still be replaced if a choice exceeds
+    # the budget.
     least = budget / (1000 * len(widths))
-    """A width that gained by chance, and so is thought free, must give way as well."""
     losses = {name: [0.0 if w.bits is None else max(w.ne_loss, least) for w in of] for name, of in widths.items()}
     allowed = budget
+    # Losses of single tables are added. If the measured loss of a choice exceeds the budget, repeat with a smaller sum.
+    # This ends, because exact widths have no loss.
     while True:
         places = _minimize_bytes([[w.num_bytes for w in of] for of in widths.values()], [*losses.values()], allowed)
         chosen = {name: of[place] for (name, of), place in zip(widths.items(), places, strict=True)}
@@ -52,10 +58,9 @@ def choose_widths(
 
 
 def _minimize_bytes(sizes: Sequence[Sequence[int]], losses: Sequence[Sequence[float]], allowed: float) -> list[int]:
-    """Which entry of each table to take, so that the sizes sum to the least while the losses sum to `allowed` at most.
-
-    Table by table, of all sums of losses and sizes those are kept that no other one beats in both.
-    """
+    """Return the index of the entry of each table with the smallest total size whose total loss is at most
+    `allowed`."""
+    # Dynamic program over tables. Points that another one beats in both loss and size are dropped.
     loss, size = np.zeros(1), np.zeros(1)
     steps: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
     for of_sizes, of_losses in zip(sizes, losses, strict=True):
@@ -64,13 +69,13 @@ def _minimize_bytes(sizes: Sequence[Sequence[int]], losses: Sequence[Sequence[fl
         if len(all_losses) > _MAX_POINTS:
             step = allowed / _MAX_POINTS
             all_losses = np.ceil(all_losses / step) * step
-        order = np.lexsort((all_losses, all_sizes))  # by size, the smallest loss first among equals
+        order = np.lexsort((all_losses, all_sizes))  # By (size, loss).
         order = order[all_losses[order] <= allowed]
         best_before = np.minimum.accumulate(np.concatenate([[np.inf], all_losses[order]]))[:-1]
         order = order[all_losses[order] < best_before]
         steps.append((order // len(of_sizes), order % len(of_sizes)))
         loss, size = all_losses[order], all_sizes[order]
-    place, places = 0, list[int]()  # the smallest size comes first
+    place, places = 0, list[int]()  # The first point has the smallest size.
     for before, taken in reversed(steps):
         places.append(int(taken[place]))
         place = int(before[place])

@@ -1,4 +1,4 @@
-"""What a trained model's figures lose where the rows of its tables come back from fewer bits."""
+"""Measures the loss in metrics if the rows of a trained model are quantized."""
 
 from __future__ import annotations
 
@@ -32,86 +32,88 @@ from meseta.train.setup.source import make_row_source
 from meseta.train.trained_model import TrainedModel, open_trained
 
 OnWidth = Callable[[str, RowBits, float | None], None]
-"""Called with each width of each table, and what it loses; None: a wider one has lost more than the budget."""
+"""Called with (table, bits, loss) for each width. The loss is `None` if a larger width already exceeds the budget."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """Widths that are thought to stay within a budget."""
+    """Advised widths and their effect."""
 
     bits_file: BitsFile
-    """To write."""
+    """Content of the file to write."""
     ne_loss: float
-    """By what part the normalised entropy rises, all tables together."""
+    """Relative increase of the normalized entropy with all tables at their widths."""
     num_bytes: int
-    """Of all tables in these widths."""
+    """Size of all tables at their widths."""
     exact_bytes: int
-    """Of all tables as they are."""
+    """Size of all exact tables."""
 
 
 def check_advice(budget: float, restores: int, out: Path) -> None:
-    """Raise MesetaError where no advice can be given, or written, before hours are spent on it."""
+    """Raise MesetaError if the arguments are invalid or the result could not be written, before a long measurement."""
     if not (math.isfinite(budget) and budget > 0):
         raise MesetaError(
             f"checkpoint advise: --budget must be a positive number, got {budget}; 0.0001 is 0.01 % of NE"
         )
     if restores < 1:
         raise MesetaError(
-            f"checkpoint advise: --restores must be at least 1, got {restores}; with none nothing is lost"
+            f"checkpoint advise: --restores must be at least 1, got {restores}; without restores nothing is lost"
         )
     if out.is_dir() or not out.parent.is_dir():
-        raise MesetaError(f"checkpoint advise: --out {str(out)!r} cannot be a file; name one in a folder that is there")
+        raise MesetaError(
+            f"checkpoint advise: --out {str(out)!r} cannot be a file; choose a file in an existing folder"
+        )
 
 
 @contextmanager
 def open_advisor(
     run_dir: Path, restores: int, data: Path | None = None, storage_dir: Path | None = None
 ) -> Iterator[BitsAdvisor]:
-    """An advisor of the checkpoint that stands for a run, on the split valid, or test where there is none. Raises
-    MesetaError as `load_trained` does, and for a checkpoint whose rows are in codes already."""
+    """Context manager that loads the final checkpoint of a run and yields its advisor.
+
+    It measures the validation split, or the test split if there is none. Raises MesetaError under the conditions of
+    `load_trained`, or if the checkpoint is quantized.
+    """
     run = RunDir(run_dir)
     split = validation_split(make_row_source(run.load_config().data, data).dataset().splits)
     with open_trained(run_dir, split, data, storage_dir=storage_dir) as trained:
         path = run.final_checkpoint()
-        assert path is not None  # it was loaded
+        assert path is not None  # open_trained has loaded it.
         yield BitsAdvisor(trained, path, restores)
 
 
+# The loss of several restores is measured with one quantization error, multiplied by the root of their number. Errors
+# of rows that are trained in between are independent, so their squares add. This is an upper bound: untrained rows are
+# quantized to the same values again, and training corrects errors.
 class BitsAdvisor:
-    """Measures one exact checkpoint of a run on one split of its data, in this process.
-
-    What quantising, restoring and training on lose `restores` times is measured with one error of the codes, times the
-    root of `restores`: errors of rows that have moved in between are independent, so that their squares add. Rows that
-    nobody moves keep their bits, and training corrects: there will be no more than this.
-    """
+    """Measures one exact checkpoint on one split, in this process."""
 
     def __init__(self, trained: TrainedModel[BatchReader], path: Location, restores: int) -> None:
         self.split = trained.reader.split
-        """That is measured on."""
         self._trained_model = trained
         self._root = path
         self._num_restores = restores
         manifest = read_manifest(path)
         if QUANTIZED in manifest:
             raise MesetaError(
-                f"checkpoint advise: {str(path)!r} has rows in codes itself; give a run that has ended, or whose last "
-                "checkpoint is exact"
+                f"checkpoint advise: {str(path)!r} has quantized rows itself; choose a run that has ended, or whose "
+                "last checkpoint is exact"
             )
         self._tables: Mapping[str, Any] = manifest["tables"]
         self._exact_ne = self._mean_ne()
 
     @property
     def tables(self) -> list[str]:
-        """Names of those that are measured."""
+        """Names of the measured tables."""
         return list(self._tables)
 
     @property
     def num_widths(self) -> int:
-        """The most that there is to measure."""
+        """Maximum number of measurements."""
         return len(self._tables) * len(ROW_BIT_WIDTHS)
 
     def advise(self, budget: float, on_width: OnWidth) -> Advice:
-        """Measure all tables, one at a time, then what the chosen widths lose together."""
+        """Measure each table separately, choose widths, and measure the chosen widths together."""
         widths = {
             name: [
                 MeasuredWidth(bits=None, num_bytes=self._num_bytes(name, None), ne_loss=0.0),
@@ -130,7 +132,7 @@ class BitsAdvisor:
         )
 
     def ne_loss(self, bits: Mapping[str, RowBits]) -> float:
-        """By what part the normalised entropy rises where these tables have so many bits, and the others are exact."""
+        """Return the relative increase of the normalized entropy with these widths. Other tables are exact."""
         for name, width in bits.items():
             self._fill_table(name, width)
         loss = self._mean_ne() / self._exact_ne - 1
@@ -139,7 +141,7 @@ class BitsAdvisor:
         return loss
 
     def _measure_table(self, name: str, budget: float, on_width: OnWidth) -> Iterator[MeasuredWidth]:
-        """From the widest down, until one loses more than the budget."""
+        """Measure widths from the largest down, until one exceeds the budget."""
         loss = 0.0
         for bits in ROW_BIT_WIDTHS:
             if loss <= budget:
@@ -150,19 +152,18 @@ class BitsAdvisor:
                 on_width(name, bits, None)
 
     def _mean_ne(self) -> float:
-        """The mean over labels."""
         trained = self._trained_model
         tasks = evaluate(trained.model, trained.reader, trained.world, logit_shift=trained.logit_shift).tasks
-        ne = fmean(figures.ne for figures in tasks.values())
+        ne = fmean(metrics.ne for metrics in tasks.values())
         if not (math.isfinite(ne) and ne > 0):
             raise MesetaError(
-                f"checkpoint advise: the split {self.split!r} has no normalised entropy, since its labels are of one "
-                "class alone, or its logits are not finite; prepare the data with more rows in it"
+                f"checkpoint advise: split {self.split!r} has no normalized entropy, because its labels have one class "
+                "only or its logits are not finite; prepare the data with more rows in this split"
             )
         return ne
 
     def _fill_table(self, name: str, bits: RowBits | None) -> None:
-        """Give the model the rows of a table as they were saved, or as they come back from so many bits."""
+        """Load the rows of a table from the checkpoint. `bits` adds the error of this width."""
         schema = BlockSchema.from_dict(self._tables[name])
         for files in group_files_by_block(self._tables[name]):
             rows = read_chain(self._root, schema, files)[ROW]
@@ -172,7 +173,6 @@ class BitsAdvisor:
                     fill_shard(piece, schema, files[0]["first_row"], values)
 
     def _with_quantization_error(self, schema: BlockSchema, rows: np.ndarray, bits: RowBits) -> np.ndarray:
-        """The rows with the errors of their codes, of all restores together."""
         column = schema.columns[0]
         stored = encode_column(schema, column, rows, bits)
         if stored.row_format is None:

@@ -1,1 +1,1 @@
-"""Files of other programs: models that come in, models, figures and tables that go out."""
+"""Exchange of models, metrics and tables with other programs."""

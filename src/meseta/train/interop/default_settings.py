@@ -1,4 +1,4 @@
-"""A run straight from raw files: what is chosen where the config says nothing."""
+"""Settings of a run on raw files for which the config has no values."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ from meseta.data.layout import NO_CATEGORY
 from meseta.telemetry.splits import VALID
 
 NUM_STEPS_PER_EPOCH = 200
-"""Steps of an epoch that a small dataset should have."""
+"""Desired number of steps per epoch on a small dataset."""
 MIN_BATCH_SIZE = 32
 MAX_EPOCHS = 20
-"""A limit: training ends where the valid figure gains no more."""
+"""Limit on epochs. Early stopping usually ends training earlier."""
 NUM_EPOCHS_WITHOUT_VALID = 2
 MIN_VALID_ROWS = 200
-"""With fewer, the best of several trials is a matter of chance."""
+"""Minimum number of validation rows to compare trials. With fewer rows the best trial would be chosen by chance."""
 MAX_ROWS_BETWEEN_EVALUATIONS = 1_000_000
-"""At most: an epoch of a large log has several."""
+"""Maximum number of training rows between evaluations. A large log is evaluated several times per epoch."""
 
+# Settings of data without sparse features, for which the MLP needs more capacity.
 _SETTINGS_WITHOUT_TABLES = {"model.deep_mlp": [256, 128], "dense.optimizer.lr": 0.003}
-"""Of data without categories, where the MLP has to do it all."""
 _SUFFIX_PATTERN = r"\.(gz|bz2|xz|zst|zstd|zip|csv|tsv|txt|parquet|jsonl|ndjson|json|inter|ffm|libffm|svm|libsvm)\b"
+# Settings for small datasets, if the model has them.
 _SMALL_DATA_SIZES = {"dropout": 0.2, "embedding_dim": 8}
-"""Of small data, for a model that has these keys."""
+# Keys that imply another choice. If one of them is in the config, the default of the key is not set.
 _ALTERNATIVE_KEYS: Mapping[str, Sequence[str]] = {
     "train.epochs": ("train.max_steps",),
     "train.eval_every_epochs": ("train.eval_every_steps",),
@@ -37,11 +38,13 @@ _ALTERNATIVE_KEYS: Mapping[str, Sequence[str]] = {
     "embedding.optimizer.lr": ("embedding.optimizer.name",),
     **dict.fromkeys(("schedule.kind", "schedule.plateau_patience", "schedule.step_factor"), ("schedule",)),
 }
-"""A key -> others that a config may have instead, which say that it wants something else."""
 
 
 def default_run_dir(patterns: Sequence[str]) -> str:
-    """runs/<name>, after the first file or pattern: 'logs/clicks.csv.gz' gives runs/clicks, 'logs/*.csv' runs/logs."""
+    """Return 'runs/NAME', with a name from the first file or pattern.
+
+    'logs/clicks.csv.gz' results in runs/clicks, and 'logs/*.csv' in runs/logs.
+    """
     parts = [part for part in re.split(r"[/\\]", patterns[0].partition("://")[2] or patterns[0]) if part]
     for part in reversed(parts):
         name = re.sub(_SUFFIX_PATTERN, "", re.sub(r"[*?]|\[.*?\]", "", part))
@@ -52,25 +55,28 @@ def default_run_dir(patterns: Sequence[str]) -> str:
 
 
 def default_batch_size(num_rows: int) -> int:
-    """A power of two that cuts an epoch of `num_rows` into about 200 steps, from 32 to the config's own default."""
+    """Return a power of two that divides an epoch of `num_rows` into about 200 steps.
+
+    It is at least 32 and at most the default of the config.
+    """
     limit: int = TrainConfig.model_fields["batch_size"].default
-    wanted = max(num_rows // NUM_STEPS_PER_EPOCH, 1)
-    return min(max(1 << (wanted.bit_length() - 1), MIN_BATCH_SIZE), limit)
+    target = max(num_rows // NUM_STEPS_PER_EPOCH, 1)
+    return min(max(1 << (target.bit_length() - 1), MIN_BATCH_SIZE), limit)
 
 
 def choose_settings(document: dict[str, Any], dataset: Dataset) -> dict[str, Any]:
-    """Give a config values for a run on prepared raw files where it is silent; returns the keys that got one.
+    """Set defaults for a run on prepared raw files in `document`. Return the keys that were set, with their values.
 
-    DeepFM (arXiv 1703.04247) unless it names a model, or MMoE for several labels: a linear model and all pairs stand
-    beside an MLP, so that it has what a log needs of the three. Rows begin near zero and take steps of a size that
-    moves them. Training goes on while the valid figure gains, at falling rates, and ends with the best weights.
-    benchmarks/bench_first_hour.py measures what that reaches.
+    The model is DeepFM (arXiv 1703.04247), or MMoE for several labels, unless the config names one. Training continues
+    at falling learning rates while the validation metric improves, and ends with the best weights.
     """
-    given = copy.deepcopy(document)
+    # DeepFM combines a linear model, all pairs of features and an MLP, so it suits data that needs any of the three.
+    # benchmarks/bench_first_hour.py measures the metrics that these settings reach.
+    original = copy.deepcopy(document)
     chosen = {
         key: value
-        for key, value in _settings(dataset, get_value(given, "model.name")).items()
-        if all(get_value(given, other) is None for other in (key, *_ALTERNATIVE_KEYS.get(key, ())))
+        for key, value in _settings(dataset, get_value(original, "model.name")).items()
+        if all(get_value(original, other) is None for other in (key, *_ALTERNATIVE_KEYS.get(key, ())))
     }
     for key, value in chosen.items():
         set_default(document, key, value)
@@ -78,7 +84,7 @@ def choose_settings(document: dict[str, Any], dataset: Dataset) -> dict[str, Any
 
 
 def can_tune_table_rate(dataset: Dataset) -> bool:
-    """Whether there are tables, and rows to judge their rate by."""
+    """Whether there are tables, and enough validation rows to compare learning rates."""
     has_valid = VALID in dataset.splits and dataset.splits[VALID].num_rows >= MIN_VALID_ROWS
     return has_valid and _has_tables(dataset)
 
@@ -88,7 +94,6 @@ def _has_tables(dataset: Dataset) -> bool:
 
 
 def _settings(dataset: Dataset, model: Any) -> dict[str, Any]:
-    """All of them, by key, for the model that the config names."""
     num_rows = dataset.splits["train"].num_rows
     settings: dict[str, Any] = {"train.batch_size": default_batch_size(num_rows)}
     if model is None:
@@ -101,6 +106,7 @@ def _settings(dataset: Dataset, model: Any) -> dict[str, Any]:
     settings |= {f"model.{key}": size for key, size in sizes.items()}
     if model == "deepfm" and not _has_tables(dataset):
         settings |= _SETTINGS_WITHOUT_TABLES
+    # Rows start near zero, and the learning rate is large enough to move them.
     settings |= {"embedding.init.scale": 0.01, "embedding.optimizer.lr": 0.05}
     if VALID not in dataset.splits or not dataset.splits[VALID].num_rows:
         return settings | {"train.epochs": NUM_EPOCHS_WITHOUT_VALID}

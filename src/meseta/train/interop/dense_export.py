@@ -1,4 +1,4 @@
-"""The dense part of a trained model for other programs: ONNX, or a program of torch.export."""
+"""Export of the dense part of a trained model to ONNX or torch.export."""
 
 from __future__ import annotations
 
@@ -34,31 +34,31 @@ INPUTS_PATH = "inputs.json"
 
 
 class DensePart(nn.Module):
-    """From dense inputs and pooled embeddings to logits, those of `meseta predict`."""
+    """Dense part of a model as a module. It maps dense inputs and pooled embeddings to the logits of `meseta
+    predict`."""
 
     def __init__(self, model: Any, shift: float) -> None:
-        """`model` as make_model gives it; `shift` is added to its logits, see `calibration_shift`."""
+        """Wrap a model of `make_model`. `shift` is added to its logits, see `calibration_shift`."""
         super().__init__()
         self.model = model
         self.shift = shift
 
     def forward(self, dense: Tensor, pooled: Tensor) -> Tensor:
-        """dense [B, num_dense] and pooled [B, sum of D] give logits [B], or [B, T] with several labels."""
+        """Return logits [B], or [B, T] for T labels, from dense [B, num_dense] and pooled [B, sum of D]."""
         logits: Tensor = self.model.score(dense, pooled)
         return logits + self.shift if self.shift else logits
 
 
 def load_dense_part(path: Location, run_dir: Path | None = None) -> tuple[DensePart, dict[str, Any]]:
-    """The dense part of a run's checkpoint, and what its inputs are: names of dense columns in order, and for each
-    feature its table, width and pooling, in the order in which `pooled` has them side by side. `run_dir` None: the run
-    in whose folder the checkpoint lies.
+    """Load the dense part of a run's checkpoint. Return (dense part, description of its inputs).
 
-    No table is read. MLPs compute in float32 where the run had bfloat16. Raises MesetaError for a checkpoint that is in
-    no run, or damaged.
+    The description lists the dense columns, and the features in the order in which `pooled` concatenates them. No table
+    is read, and MLPs compute in float32. `run_dir` defaults to the run that contains the checkpoint.
+    Raises MesetaError if the checkpoint is damaged or not in a run.
     """
     if run_dir is None:
         if not isinstance(path, Path):
-            raise MesetaError(f"export: checkpoint {str(path)!r} lies in no run; give the run_dir of its training")
+            raise MesetaError(f"export: checkpoint {str(path)!r} is not in a run; pass the run_dir of its training")
         run_dir = path.absolute().parent.parent
     run = RunDir(run_dir)
     config = run.load_config()
@@ -86,14 +86,15 @@ def _describe_inputs(config: RunConfig, dataset: Dataset, collection: EmbeddingB
 
 
 def export_dense(path: Location, out: Path, form: DenseFormat, run_dir: Path | None = None) -> list[Path]:
-    """Write the dense part of a run's checkpoint to a new folder: dense.onnx or dense.pt2, with inputs `dense` and
-    `pooled`, output `logits` and a batch of any size from 1 on, and inputs.json, which says what the columns are.
+    """Write the dense part of a run's checkpoint to a new folder, atomically. Return the files.
 
-    The folder appears by one rename; returns its files. Raises MesetaError for a folder that exists, a checkpoint that
-    is in no run, an ONNX that is not installed, and a model of the user's own that cannot be traced.
+    The model is dense.onnx or dense.pt2, with inputs `dense` and `pooled`, output `logits`, and any batch size from 1.
+    inputs.json describes the columns of the inputs.
+    Raises MesetaError if the folder exists, the checkpoint is not in a run, ONNX is not installed, or a custom model
+    cannot be traced.
     """
     if out.exists():
-        raise MesetaError(f"export: {str(out)!r} exists; give a folder that does not")
+        raise MesetaError(f"export: folder {str(out)!r} exists; choose a new one")
     part, inputs = load_dense_part(path, run_dir)
     program = _trace(part, len(inputs["inputs"]["dense"]), sum(e["width"] for e in inputs["inputs"]["pooled"]))
     with atomic_folder(out) as folder:
@@ -101,7 +102,7 @@ def export_dense(path: Location, out: Path, form: DenseFormat, run_dir: Path | N
         if form == "onnx":
             (folder / "dense.onnx").write_bytes(_export_onnx(program))
         else:
-            packed = io.BytesIO()  # into memory, since torch's writer of files does not tell why one fails
+            packed = io.BytesIO()  # torch's own file writer does not report why writing failed.
             torch.export.save(program, packed)
             (folder / "dense.pt2").write_bytes(packed.getvalue())
     return sorted(out.iterdir())
@@ -114,7 +115,7 @@ def _trace(part: DensePart, num_dense: int, width: int) -> Any:
     try:
         with torch.no_grad():
             program = torch.export.export(part, example, dynamic_shapes=({0: batch}, {0: batch}), strict=False)
-    except Exception as error:  # whatever a model of the user's own may raise there
+    except Exception as error:  # Code of a custom model may raise anything.
         raise MesetaError(
             f"export: torch.export cannot trace the dense part of {type(part.model).__name__} "
             f"({error_summary(error)}); "
@@ -122,7 +123,7 @@ def _trace(part: DensePart, num_dense: int, width: int) -> Any:
         ) from error
     for module in program.graph_module.modules():
         for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
-            node.meta.pop("stack_trace", None)  # file paths and source lines of this machine
+            node.meta.pop("stack_trace", None)  # Has file paths and source lines of this machine.
     return program
 
 
@@ -131,7 +132,7 @@ def _export_onnx(program: Any) -> bytes:
     level = log.level
     try:
         with warnings.catch_warnings():
-            # Both tell of packages that the exporter would use if they were there.
+            # Warnings and log lines report optional packages that the exporter would use.
             warnings.simplefilter("ignore")
             log.setLevel(logging.ERROR)
             exported = torch.onnx.export(
@@ -139,11 +140,11 @@ def _export_onnx(program: Any) -> bytes:
             )
     except ImportError as error:
         raise MesetaError(
-            f"export: ONNX needs a package that is not here ({error}); pip install 'meseta[onnx]'"
+            f"export: ONNX needs a package that is not installed ({error}); pip install 'meseta[onnx]'"
         ) from None
     finally:
         log.setLevel(level)
-    assert exported is not None  # since no file is named
+    assert exported is not None  # It is None only if a file name is passed.
     model = exported.model_proto
     _clear_metadata(model)
     content: bytes = model.SerializeToString()
@@ -151,8 +152,7 @@ def _export_onnx(program: Any) -> bytes:
 
 
 def _clear_metadata(message: Any) -> None:
-    """Clear the metadata and comments of a protobuf message and of all messages within: the exporter's notes name
-    source files and lines of this machine. No runtime reads them."""
+    # The exporter records source files and lines of this machine. No runtime reads them.
     for field, value in message.ListFields():
         if field.name in ("metadata_props", "doc_string"):
             message.ClearField(field.name)

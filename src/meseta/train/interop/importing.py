@@ -1,4 +1,4 @@
-"""A run that begins with a model which another program trained."""
+"""Start a run from a model that was trained elsewhere."""
 
 from __future__ import annotations
 
@@ -36,25 +36,25 @@ from meseta.train.state import check_dense_optimizer, set_dense_parameters, set_
 from meseta.train.trainer import Trainer
 
 MESETA_LAYOUT = "meseta"
-"""The layout of `meseta.checkpoint.export`."""
+"""Layout of folders written by `meseta.checkpoint.export`."""
+# Maximum number of names in an error message.
 _MAX_LISTED = 6
-"""Names that a message lists."""
 
 
 _REMEDY = (
-    "change the config to the model that was trained, say --rename SOURCE=TARGET, or leave tensors out with "
+    "use the config of the model that was trained, rename tensors with --rename SOURCE=TARGET, or skip them with "
     "--ignore PATTERN"
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImportedTensor:
-    """Where one tensor went."""
+    """Imported tensor with its name in the file and in the model."""
 
     source: str
-    """Its name in the file."""
+    """Name of the tensor in the file."""
     target: str
-    """Its name in the model; tables are embeddings.TABLE.weight."""
+    """Name of the tensor in the model. Tables are named embeddings.TABLE.weight."""
     shape: tuple[int, ...]
 
 
@@ -66,17 +66,23 @@ def import_model(
     renames: Mapping[str, str] | None = None,
     ignore: Sequence[str] = (),
 ) -> tuple[Location, list[ImportedTensor]]:
-    """Begin the run of `config` with the tensors of `path` and fresh optimizer states, in one process; returns its
-    checkpoint, of step 0, and where each tensor went. `meseta train` goes on from there.
+    """Start the run of `config` with tensors of `path` and new optimizer states, in one process.
 
-    `renames` says by name what the layout's rules get wrong; tensors that match a pattern of `ignore` are left out.
-    Raises MesetaError, having written nothing, for a run_dir that holds a checkpoint, for files as `read_tensors`, for
-    names and shapes that do not fit, and values that are not finite.
+    Returns (checkpoint of step 0, imported tensors). `meseta train` resumes from the checkpoint.
+    Raises MesetaError, without writing anything, if run_dir has a checkpoint, a file cannot be read, names or shapes do
+    not match the model, or a value is not finite.
+
+    Args:
+        path: File or folder with tensors.
+        layout: Naming scheme of the tensors.
+        config: Config of the run.
+        renames: Target names that replace those of the layout.
+        ignore: Patterns of tensors to skip.
     """
     _check_no_checkpoint(config)
     if (path / EXPORT_PATH).exists():
         raise MesetaError(
-            f"import: {str(path)!r} is an export of `meseta checkpoint export`; say --from {MESETA_LAYOUT}"
+            f"import: {str(path)!r} is an export of `meseta checkpoint export`; use --from {MESETA_LAYOUT}"
         )
     tensors = {n: t for n, t in read_state_dict(path).items() if not any(fnmatchcase(n, p) for p in ignore)}
     imported: list[ImportedTensor] = []
@@ -86,19 +92,18 @@ def import_model(
 
 
 def import_export(path: Path, config: RunConfig, *, states: bool = False) -> tuple[Location, list[ImportedTensor]]:
-    """Begin the run of `config` with what `meseta.checkpoint.export` has written to the folder `path`, in one process.
+    """Start the run of `config` with an export of `meseta.checkpoint.export` in folder `path`, in one process.
 
-    `states` takes the states of the dense and row optimizers too, and the number of steps that they have counted, so
-    that the first step of the run is the one that the exported run would have made of the same batch. Tables are read
-    block by block. Returns the checkpoint, of step 0, and where each tensor went.
-    Raises MesetaError, having written nothing, if run_dir holds a checkpoint, if the export has no states or is
-    damaged, or if names, shapes, types or optimizers are not those of the model.
+    `states` also imports the states of the dense and row optimizers and their step count. The first step of the run is
+    then identical to the next step of the exported run on the same batch. Tables are read block by block.
+    Returns (checkpoint of step 0, imported tensors). Raises MesetaError, without writing anything, if run_dir has a
+    checkpoint, the export is damaged or has no states, or it does not match the model and its optimizers.
     """
     _check_no_checkpoint(config)
     exported = ExportReader.open(path)
     if states and (not exported.has_states or exported.embedding_step is None or exported.dense_optimizer is None):
         raise MesetaError(
-            f"import: export {str(path)!r} has no optimizer states; export the checkpoint of a run with --states, or "
+            f"import: export {str(path)!r} has no optimizer states; export the checkpoint again with --states, or "
             "import without --states"
         )
     trainer = Trainer(config, World.single())
@@ -109,17 +114,17 @@ def import_export(path: Path, config: RunConfig, *, states: bool = False) -> tup
 
 
 def _check_no_checkpoint(config: RunConfig) -> None:
-    found = checkpoint.latest_complete(config.checkpoint_location)
-    if found is not None:
+    existing = checkpoint.latest_complete(config.checkpoint_location)
+    if existing is not None:
         raise MesetaError(
-            f"import: run_dir {str(config.run_dir)!r} has a checkpoint ({found}) already; choose another run_dir"
+            f"import: run_dir {str(config.run_dir)!r} already has a checkpoint ({existing}); choose another run_dir"
         )
 
 
 def _fill_model_from_export(
     exported: ExportReader, trainer: Trainer | None, imported: list[ImportedTensor], model: Any
 ) -> None:
-    """Fill the model; with a `trainer`, its optimizer and the states of rows too."""
+    """Fill the model from an export. With a `trainer`, fill its optimizer and the row states too."""
     shards, states = model.embeddings.shards, trainer is not None
     held = [shard.spec.name for shard in shards]
     check_tables("export", exported.root, exported.tables, held, shards, states=states)
@@ -151,7 +156,7 @@ def _fill_model_from_export(
 
 
 def _check_moments(where: str, config: DenseOptimizerConfig, model: Any, tensors: Mapping[str, Tensor]) -> None:
-    """Raise MesetaError unless each dense parameter has all moments of its optimizer, in its shape, or none."""
+    """Raise MesetaError unless each dense parameter has either all moments of its optimizer, in its shape, or none."""
     probe = nn.Parameter(torch.zeros(2))
     optimizer = make_dense_optimizer(config, [probe])
     probe.grad = torch.zeros(2)
@@ -162,9 +167,9 @@ def _check_moments(where: str, config: DenseOptimizerConfig, model: Any, tensors
         expected = {f"optimizer.{name}.{key}": () if scalar else parameter.shape for key, scalar in scalars.items()}
         for key in expected if left & expected.keys() else ():
             if key not in tensors or tensors[key].shape != expected[key] or not tensors[key].is_floating_point():
-                found = f"{tensors[key].dtype} {list(tensors[key].shape)}" if key in tensors else "missing"
+                actual = f"{tensors[key].dtype} {list(tensors[key].shape)}" if key in tensors else "missing"
                 raise MesetaError(
-                    f"{where}: dense tensor {key!r} is {found}, and must be floating-point {list(expected[key])}; "
+                    f"{where}: dense tensor {key!r} must be floating-point {list(expected[key])}, but is {actual}; "
                     "export again, or import without --states"
                 )
         left -= expected.keys()
@@ -180,16 +185,16 @@ def _fill_model(
 ) -> None:
     for name in renames:
         if name not in tensors:
-            raise MesetaError(f"import: --rename {name!r} is not in the file; {suggest(name, tensors)}")
+            raise MesetaError(f"import: tensor {name!r} of --rename is not in the file; {suggest(name, tensors)}")
     targets = _targets(model)
     tables = [shard.spec.name for shard in model.embeddings.shards]
     names = translate_names(layout, list(tensors), tables) | renames
-    others = [
+    matching_layouts = [
         other
         for other in LAYOUTS
         if other != layout and set(translate_names(other, list(tensors), tables).values()) == set(targets)
     ]
-    _check_names(tensors, targets, names, f"say --from {others[0]}" if others else _REMEDY)
+    _check_names(tensors, targets, names, f"use --from {matching_layouts[0]}" if matching_layouts else _REMEDY)
     values = {names[name]: tensor for name, tensor in tensors.items()}
     first = "top_mlp.0.weight"
     is_dot = isinstance(model, DLRM) and model.interaction == "dot" and model.bottom_mlp is not None
@@ -198,7 +203,7 @@ def _fill_model(
         values[first] = reorder_interactions(values[first], width, len(model.dims) + 1)
     for name, value in values.items():
         if not all(part.isfinite().all() for part in _row_chunks(value)):
-            raise MesetaError(f"import: {name!r} has values that are not finite; train from a whole model")
+            raise MesetaError(f"import: tensor {name!r} must have finite values only; import an undamaged model")
     tables_by_target = {table_target(shard.spec.name): shard for shard in model.embeddings.shards}
     with torch.no_grad():
         for name, value in values.items():
@@ -213,14 +218,14 @@ def _fill_model(
 
 
 def _row_chunks(value: Tensor) -> Sequence[Tensor]:
-    """Rows of a tensor, as many at a time as a block has: a table stays in its file."""
     if value.dim() == 0 or not len(value):
         return [value]
+    # Chunks of about one checkpoint block, so that a table is not read into memory as a whole.
     return value.split(max(BLOCK_BYTES // max(value[0].nbytes, 1), 1))
 
 
 def _targets(model: Any) -> dict[str, Tensor]:
-    """What has to be filled, by name; of tables the shapes alone."""
+    """Return the tensors to fill by name. Those of tables have the shape of the table only."""
     tables = {table_target(shard.spec.name): shard.values[ROW] for shard in model.embeddings.shards}
     return tables | dict(model.state_dict())
 
@@ -228,25 +233,25 @@ def _targets(model: Any) -> dict[str, Tensor]:
 def _check_names(
     tensors: Mapping[str, Tensor], targets: Mapping[str, Tensor], names: Mapping[str, str], way_out: str
 ) -> None:
-    """Raise MesetaError unless every tensor has one place, of its shape, and every place a tensor."""
+    """Raise MesetaError unless tensors and targets match one to one, with equal shapes."""
     problems = []
     strange = [n for n in tensors if names[n] not in targets]
     if strange:
         free = set(targets) - {names[n] for n in tensors}
-        problems.append("fit nothing in the model: " + _format_names(strange, lambda n: f"({suggest(names[n], free)})"))
+        problems.append(
+            "match nothing in the model: " + _format_names(strange, lambda n: f"({suggest(names[n], free)})")
+        )
     empty = [n for n in targets if n not in {names[source] for source in tensors}]
     if empty:
-        problems.append(
-            "are in the model and not in the file: " + _format_names(empty, lambda n: str(list(targets[n].shape)))
-        )
+        problems.append("are missing in the file: " + _format_names(empty, lambda n: str(list(targets[n].shape))))
     by_target: dict[str, str] = {}
     twice = [n for n in tensors if by_target.setdefault(names[n], n) != n]
     if twice:
-        problems.append("go where another one goes: " + _format_names(twice, lambda n: f"to {names[n]!r}"))
+        problems.append("have the same target as another tensor: " + _format_names(twice, lambda n: f"to {names[n]!r}"))
     wrong = [n for n in tensors if names[n] in targets and targets[names[n]].shape != tensors[n].shape]
     if wrong:
         shapes = {n: f"{list(tensors[n].shape)}, and {list(targets[names[n]].shape)} in the model" for n in wrong}
-        problems.append("have another shape: " + _format_names(wrong, shapes.__getitem__))
+        problems.append("have a different shape: " + _format_names(wrong, shapes.__getitem__))
     if problems:
         raise MesetaError(f"import: tensors that {'; that '.join(problems)}; {way_out}")
 

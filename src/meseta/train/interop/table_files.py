@@ -1,4 +1,4 @@
-"""Tables as files that grow: CSV or Parquet, by the suffix of their name."""
+"""Writers that append tables to a CSV or Parquet file, depending on the suffix of its name."""
 
 from __future__ import annotations
 
@@ -15,36 +15,42 @@ SUFFIXES = (".csv", ".parquet")
 
 
 def check_suffix(path: Path) -> None:
-    """Raise MesetaError where the name does not say which of both it is to be."""
+    """Raise MesetaError unless the name ends in .csv or .parquet."""
     if path.suffix.lower() not in SUFFIXES:
-        raise MesetaError(f"predictions: {str(path)!r} must end in .csv or .parquet, which says the format")
+        raise MesetaError(f"predictions: {str(path)!r} must end in .csv or .parquet, to select the format")
 
 
 def open_table_writer(path: Path, suffix: str, schema: pa.Schema) -> pq.ParquetWriter | CsvWriter:
-    """A file at `path`: CSV where `suffix` says so, else Parquet. Raises OSError, and MesetaError for lists in CSV."""
+    """Open a file for writing: CSV if `suffix` is .csv, else Parquet.
+
+    Raises OSError if it cannot be opened, and MesetaError if a column of a CSV file has lists.
+    """
     return CsvWriter(path, schema) if suffix.lower() == ".csv" else pq.ParquetWriter(path, schema)
 
 
 class CsvWriter:
-    """A CSV file with a line of names (RFC 4180, lines end as on Unix): fields are quoted where they must be, missing
-    values are empty, and numbers have the fewest digits that give the same bits."""
+    """Writer of CSV files with a header (RFC 4180, but with Unix line ends).
+
+    Fields are quoted only if needed, and missing values are empty. Numbers have the fewest digits that restore the same
+    value.
+    """
 
     def __init__(self, path: Path, schema: pa.Schema) -> None:
         for column in schema:
             if pa.types.is_nested(column.type):
                 raise MesetaError(
-                    f"keys: column {column.name!r} is {column.type}, which CSV cannot hold; write .parquet"
+                    f"keys: column {column.name!r} is {column.type}, which CSV does not support; write .parquet"
                 )
         self._text = path.open("w", encoding="utf-8", newline="")
         self._rows = csv.writer(self._text, lineterminator="\n")
         self._rows.writerow(schema.names)
 
     def write_table(self, table: pa.Table) -> None:
-        """Add rows."""
+        """Append rows."""
         self._rows.writerows(zip(*(_to_strings(column) for column in table.columns), strict=True))
 
     def close(self) -> None:
-        """End the file; raises OSError where it cannot be written."""
+        """Close the file. Raises OSError if it cannot be written."""
         self._text.close()
 
 

@@ -1,4 +1,4 @@
-"""The figures of metrics.jsonl as scalars that TensorBoardWriter shows."""
+"""Writer of the numbers in metrics.jsonl as TensorBoard scalars."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ from meseta.spec import MesetaError
 from meseta.telemetry.metrics_file import EvalLine, Line
 from meseta.telemetry.splits import VALID
 
+# Keys of a line that identify it and are not scalars.
 _POSITION_KEYS = ("kind", "step", "split")
-"""Keys of a line that say where its figures belong."""
 
 
 def scalars(line: Line) -> Iterator[tuple[str, float]]:
-    """(tag, value) of every number in a line, such as ("train/loss", 0.5) and ("eval/tasks/buy/auc", 0.8), with "valid"
-    for "eval" where the line is of that split; what has no value and what is a list is left out."""
+    """Yield (tag, value) of every number in a line, such as ("train/loss", 0.5) and ("eval/tasks/buy/auc", 0.8).
+
+    Tags of the validation split begin with "valid". Lists and missing values are skipped.
+    """
 
     def walk(tag: str, value: Any) -> Iterator[tuple[str, float]]:
         if isinstance(value, Mapping):
@@ -37,15 +39,13 @@ def scalars(line: Line) -> Iterator[tuple[str, float]]:
             yield from walk(f"{place}/{key}", value)
 
 
+# This uses only the record and message classes of the package tensorboard. Its event writer has a thread, whose errors
+# reach the terminal as tracebacks.
 class TensorBoardWriter:
-    """Writes run_dir/tensorboard from the lines of metrics.jsonl, on one rank.
-
-    By the records and messages of the package alone: its writer has a thread, whose errors reach the terminal as a
-    traceback.
-    """
+    """Writes run_dir/tensorboard from the lines of metrics.jsonl, on one rank."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises MesetaError where the package is not installed."""
+        """Create a writer. Raises MesetaError if the package tensorboard is not installed."""
         try:
             from tensorboard.compat.proto import event_pb2, summary_pb2
             from tensorboard.summary.writer.record_writer import RecordWriter
@@ -60,41 +60,42 @@ class TensorBoardWriter:
         self._file: IO[bytes] | None = None
 
     def begin(self, lines: Sequence[Line]) -> None:
-        """Start with these lines alone: a run that goes on writes again what came after its checkpoint.
+        """Start a new file with `lines`, and delete the files of earlier starts. A resumed run passes the lines up to
+        its checkpoint.
 
-        Files of before are deleted, and a TensorBoardWriter that has read them is told to forget all of their points.
-        Raises MesetaError where the folder cannot be written.
+        Raises MesetaError if the folder cannot be written.
         """
         self.close()
         with self._wrap_write_errors():
             self._folder.mkdir(parents=True, exist_ok=True)
             for former in self._folder.glob("events.out.tfevents.*"):
                 former.unlink()
-            # Readers take what stands before the name of the machine as a time, and files in the order of their names.
+            # TensorBoard parses the number before the host name as a time, and reads files in the order of their names.
             now_s, ns = divmod(time.time_ns(), 10**9)
             name = f"events.out.tfevents.{now_s:010d}.{socket.gethostname()}.{os.getpid()}.{ns:09d}"
             self._file = (self._folder / name).open("xb", buffering=0)
+            # The session start makes a running TensorBoard discard the points that it has read.
             self._write([self._event(file_version="brain.Event:2"), self._event(session_log=self._log(status="START"))])
             for line in lines:
                 self._add(line)
 
     def add(self, line: Line) -> None:
-        """One more line, on disk when this returns. Raises MesetaError where it cannot be written."""
+        """Append a line, which is on disk when this returns. Raises MesetaError if it cannot be written."""
         with self._wrap_write_errors():
             self._add(line)
 
     def close(self) -> None:
-        """Close the file, if one is open."""
+        """Close the file if it is open."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
     def _add(self, line: Line) -> None:
-        figures = [self._summary.Value(tag=tag, simple_value=value) for tag, value in scalars(line)]
-        self._write([self._event(step=line.step, summary=self._summary(value=figures))])
+        values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in scalars(line)]
+        self._write([self._event(step=line.step, summary=self._summary(value=values))])
 
     def _write(self, events: Iterable[Any]) -> None:
-        """Add events, all or none."""
+        """Append all of the events, or none if writing fails."""
         assert self._file is not None, "begin comes first"
         content = io.BytesIO()
         for event in events:
@@ -108,6 +109,6 @@ class TensorBoardWriter:
             yield
         except OSError as error:
             raise MesetaError(
-                f"train.tensorboard: {str(self._folder)!r} cannot be written: {error.strerror}; make room there, or "
-                "set train.tensorboard=false"
+                f"train.tensorboard: folder {str(self._folder)!r} cannot be written: {error.strerror}; free space "
+                "there, or set train.tensorboard=false"
             ) from None

@@ -1,7 +1,7 @@
-"""How good the predictions are: figures over collected samples, by group, and over a whole run in bounded memory.
+"""Metrics of binary predictions: over a set of samples, within groups, and over a whole run in bounded memory.
 
-Everything takes logits, computes in float64 and depends on the set of samples alone, never on their order: one rank and
-many ranks give the same bits, on one kind of processor.
+All metrics take logits and are computed in float64. They depend on the set of samples and not on its order, so any
+number of ranks gives bitwise identical results on the same kind of processor.
 """
 
 from meseta.train.metrics.binary_metrics import (

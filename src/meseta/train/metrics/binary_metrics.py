@@ -1,6 +1,6 @@
-"""Figures over one set of samples: exact AUC, average precision, logloss, normalised entropy, calibration, reliability.
+"""Metrics of one set of samples: exact AUC, average precision, log loss, normalized entropy, calibration, reliability.
 
-Sums run over the sorted logits of each class, so they depend on the set of samples alone.
+Sums run over the sorted logits of each class, so they do not depend on the order of the samples.
 """
 
 from __future__ import annotations
@@ -21,60 +21,61 @@ NUM_RELIABILITY_BINS = 20
 
 @dataclass(frozen=True, kw_only=True)
 class ReliabilityBin:
-    """Samples with neighbouring predictions."""
+    """Summary of the samples in one range of predictions."""
 
     mean_prediction: float
-    """Mean predicted probability, by weight."""
+    """Weighted mean of the predicted probabilities."""
     mean_label: float
-    """Observed rate of label 1, by weight."""
+    """Weighted share of samples with label 1."""
     num_samples: int
-    """Samples in the bin, at least 1."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
+        """Convert to plain data for JSON."""
         return dict(vars(self))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Metrics:
-    """Figures over one set of samples; a figure that the set does not define is nan.
+    """Metrics of one set of samples.
 
-    Every mean is by weight where samples have weights.
+    A metric that is undefined for the set is nan. All means are weighted if the samples have weights.
     """
 
     num_samples: int
-    """Samples seen, apart from those of weight 0."""
+    """Number of samples, without those of weight 0."""
     num_positives: int
-    """Those of them with label 1."""
+    """Number of samples with label 1, without those of weight 0."""
     weight: float
-    """Sum of the weights; the number of samples where none are given."""
+    """Sum of the weights. Equals `num_samples` for unweighted samples."""
     logloss: float
-    """Mean binary cross-entropy in nats; nan without samples."""
+    """Mean binary cross-entropy in nats. nan if there are no samples."""
     ne: float
-    """logloss / entropy of the base rate; below 1 beats a constant prediction; nan where only one class is present."""
+    """Log loss divided by the entropy of the base rate. Below 1 is better than a constant prediction. nan if only one
+    class is present."""
     auc: float
-    """Share of (positive, negative) pairs in the right order, ties counting half; nan where one class is missing."""
+    """Share of (positive, negative) pairs in the right order. A tie counts half. nan if a class is missing."""
     pr_auc: float
-    """Average precision; nan without positives."""
+    """Average precision. nan if there are no positives."""
     calibration: float
-    """Mean prediction / mean label; nan without positives."""
+    """Mean prediction divided by the mean label. nan if there are no positives."""
     reliability: tuple[ReliabilityBin, ...]
-    """Bins of about equal count, by rising prediction; empty without samples."""
+    """Bins with about equal numbers of samples, in ascending order of predictions. Empty if there are no samples."""
     gauc: GroupedMetric | None = None
-    """AUC within groups; None where samples have no groups."""
+    """AUC within groups. `None` if the samples have no groups."""
     ndcg: GroupedMetric | None = None
-    """Normalised discounted cumulative gain within groups; None where samples have no groups."""
+    """Normalized discounted cumulative gain within groups. `None` if the samples have no groups."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON; nan becomes None, because JSON has no nan. Figures by group only where there are any."""
-        figures = {name: getattr(self, name) for name in ("logloss", "ne", "auc", "pr_auc", "calibration")}
+        """Convert to plain data for JSON. nan becomes `None`, because JSON has no nan. Metrics of groups are omitted if
+        they are `None`."""
+        values = {name: getattr(self, name) for name in ("logloss", "ne", "auc", "pr_auc", "calibration")}
         grouped = {"gauc": self.gauc, "ndcg": self.ndcg}
         return {
             "num_samples": self.num_samples,
             "num_positives": self.num_positives,
             "weight": self.weight,
-            **{name: None if math.isnan(value) else value for name, value in figures.items()},
-            **{name: figure.to_dict() for name, figure in grouped.items() if figure is not None},
+            **{name: None if math.isnan(value) else value for name, value in values.items()},
+            **{name: metric.to_dict() for name, metric in grouped.items() if metric is not None},
             "reliability": [b.to_dict() for b in self.reliability],
         }
 
@@ -86,15 +87,16 @@ def compute_metrics(
     groups: ArrayLike | None = None,
     ndcg_k: int | None = None,
 ) -> Metrics:
-    """All figures of [n] logits and [n] labels in one pass, those by group where `groups` [n] are given.
+    """Compute all metrics of [n] logits and [n] labels in one pass.
 
-    Raises MesetaError as `MetricWindow.add` and `MetricWindow.compute` do.
+    `groups` [n] adds GAUC and NDCG, the latter of the first `ndcg_k` ranks.
+    Raises MesetaError under the conditions of `MetricWindow.add` and `MetricWindow.compute`.
     """
     return compute_all_metrics(as_samples(logits, labels, weights, groups), ndcg_k)
 
 
 def compute_all_metrics(given: WeightedSamples, ndcg_k: int | None = None) -> Metrics:
-    """All figures of samples that have not been checked yet."""
+    """Validate `given` and compute all of its metrics."""
     samples = given.validate()
     ranking = Ranking(samples)
     bins = ranking.bins(NUM_RELIABILITY_BINS)
@@ -122,57 +124,63 @@ def compute_all_metrics(given: WeightedSamples, ndcg_k: int | None = None) -> Me
 
 
 def auc(scores: ArrayLike, labels: ArrayLike, weights: ArrayLike | None = None) -> float:
-    """Exact area under the ROC curve of [n] scores (logits or probabilities), ties counting half; nan for one class.
+    """Return the exact area under the ROC curve of [n] scores, which are logits or probabilities.
 
-    The Mann-Whitney statistic (Hanley and McNeil 1982), in whole numbers divided once at the end where nothing is
-    weighted; with `weights` [n] a pair weighs their product. Raises MesetaError as `MetricWindow.compute` does.
+    This is the Mann-Whitney statistic (Hanley and McNeil 1982), in which a tie counts half. With `weights` [n] a pair
+    counts the product of its weights. The result is nan if a class is missing.
+    Raises MesetaError under the conditions of `MetricWindow.compute`.
     """
     return Ranking(as_samples(scores, labels, weights).validate()).auc()
 
 
 def pr_auc(scores: ArrayLike, labels: ArrayLike, weights: ArrayLike | None = None) -> float:
-    """Average precision of [n] scores (logits or probabilities), the area under the precision-recall curve as
-    scikit-learn's `average_precision_score` has it: steps, no interpolation, equal scores at one threshold.
+    """Return the average precision of [n] scores, which are logits or probabilities.
 
-    nan without positives, 1 without negatives. Raises MesetaError as `MetricWindow.compute` does.
+    The definition is that of scikit-learn's `average_precision_score`: a step function without interpolation, with one
+    threshold per distinct score. The result is nan without positives, and 1 without negatives.
+    Raises MesetaError under the conditions of `MetricWindow.compute`.
     """
     return Ranking(as_samples(scores, labels, weights).validate()).average_precision()
 
 
 def logloss(logits: ArrayLike, labels: ArrayLike, weights: ArrayLike | None = None) -> float:
-    """Mean binary cross-entropy in nats, log(1 + exp(-z)) or log(1 + exp(z)), exact for any finite logit."""
+    """Return the mean binary cross-entropy in nats. It is exact for any finite logit."""
     return compute_metrics(logits, labels, weights).logloss
 
 
 def normalized_entropy(logits: ArrayLike, labels: ArrayLike, weights: ArrayLike | None = None) -> float:
-    """logloss / entropy of the base rate (He et al. 2014, "Practical Lessons from Predicting Clicks on Ads at
-    Facebook", section 3); nan where only one class is present."""
+    """Return the log loss divided by the entropy of the base rate. nan if only one class is present.
+
+    Defined in section 3 of He et al. 2014, "Practical Lessons from Predicting Clicks on Ads at Facebook".
+    """
     return compute_metrics(logits, labels, weights).ne
 
 
 def calibration(logits: ArrayLike, labels: ArrayLike, weights: ArrayLike | None = None) -> float:
-    """Mean prediction / mean label; nan without positives."""
+    """Return the mean prediction divided by the mean label. nan if there are no positives."""
     return compute_metrics(logits, labels, weights).calibration
 
 
 def reliability_curve(
     logits: ArrayLike, labels: ArrayLike, num_bins: int = NUM_RELIABILITY_BINS, weights: ArrayLike | None = None
 ) -> tuple[ReliabilityBin, ...]:
-    """At most `num_bins` bins of about equal count, by rising prediction; their means are by weight.
+    """Return at most `num_bins` bins with about equal numbers of samples, in ascending order of predictions.
 
-    Equal predictions stay in one bin (split ties would make the bin a matter of order), so fewer distinct
-    predictions than bins give fewer bins.
+    Equal predictions share a bin, so there may be fewer bins. The means of a bin are weighted.
     """
+    # If ties were split, the content of a bin would depend on the order of the samples.
     return tuple(_reliability_bin(b) for b in Ranking(as_samples(logits, labels, weights).validate()).bins(num_bins))
 
 
 def base_rate_entropy(num_positives: int | float, num_samples: int | float) -> float:
-    """Entropy in nats of always predicting the observed rate, of counts or weights; 0 where only one class is present
-    or nothing is."""
+    """Return the entropy in nats of the constant prediction that equals the observed rate.
+
+    The arguments are counts or weights. The result is 0 if fewer than two classes are present.
+    """
     rarer = min(num_positives, num_samples - num_positives)
     if rarer <= 0:
         return 0.0
-    rate = rarer / num_samples  # of the rarer class, since a rate next to 1 may round to it
+    rate = rarer / num_samples  # The rate of the frequent class could be rounded to 1.
     return -(rate * math.log(rate) + (1.0 - rate) * math.log1p(-rate))
 
 

@@ -1,4 +1,4 @@
-"""Figures within groups, such as the impressions of one user or the candidates of one request, and their mean."""
+"""Metrics within groups, such as the impressions of a user or the candidates of a request, and their mean."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from meseta.train.metrics.samples import (
 
 @dataclass(frozen=True, kw_only=True)
 class GroupedMetric:
-    """The mean of a figure over the groups that define it."""
+    """Weighted mean of a metric over groups."""
 
     value: float
-    """The mean; nan where no group defines the figure."""
+    """Mean of the metric. nan if it is undefined for all groups."""
     num_groups: int
-    """Groups in the mean."""
+    """Number of groups in the mean."""
     num_skipped_groups: int
-    """Groups that do not define the figure; those all of whose samples weigh 0 are not counted at all."""
+    """Number of groups for which the metric is undefined. Groups whose samples all have weight 0 are not counted."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON; nan becomes None."""
+        """Convert to plain data for JSON. nan becomes `None`."""
         value = None if math.isnan(self.value) else self.value
         return {"value": value, "num_groups": self.num_groups, "num_skipped_groups": self.num_skipped_groups}
 
@@ -41,22 +41,27 @@ class GroupedMetric:
 def grouped_auc(
     scores: ArrayLike, labels: ArrayLike, groups: ArrayLike, weights: ArrayLike | None = None
 ) -> GroupedMetric:
-    """Mean of the AUC within each group, by the group's impressions (its samples, or their weight).
+    """Return the mean AUC of the groups, each weighted by its number of samples or their total weight.
 
-    GAUC of Zhu et al. 2017, "Optimized Cost per Click in Taobao Display Advertising"; over users, the metric of
-    Zhou et al. 2018, "Deep Interest Network", section 6.3. Groups of one class have no AUC and are left out.
-    `scores` [n] are logits or probabilities, `labels` [n] 0 or 1, `groups` [n] whole numbers, `weights` [n].
-    Raises MesetaError as `MetricWindow.add` and `MetricWindow.compute` do.
+    This is GAUC of Zhu et al. 2017, "Optimized Cost per Click in Taobao Display Advertising". With users as groups it
+    is the metric of Zhou et al. 2018, "Deep Interest Network", section 6.3. Groups with one class are skipped.
+    Raises MesetaError under the conditions of `MetricWindow.add` and `MetricWindow.compute`.
+
+    Args:
+        scores: Logits or probabilities [n].
+        labels: 0 or 1 [n].
+        groups: Integer keys [n].
+        weights: Weights [n]. `None` means 1.
     """
     return auc_by_group(as_samples(scores, labels, weights, groups).validate())
 
 
 def auc_by_group(samples: WeightedSamples) -> GroupedMetric:
-    """`grouped_auc` of samples with groups that have been checked."""
+    """Return the `grouped_auc` of validated samples, which must have groups."""
     assert samples.groups is not None
     if not len(samples):
         return GroupedMetric(value=math.nan, num_groups=0, num_skipped_groups=0)
-    # Whole numbers where nothing is weighted: every group's AUC is then exact.
+    # Without weights, the counts are integers, so the AUC of each group is exact.
     unsorted = np.ones(len(samples), np.int64) if samples.weights is None else samples.weights
     order = np.lexsort((unsorted, samples.labels, samples.logits, samples.groups))
     keys, scores, labels = samples.groups[order], samples.logits[order], samples.labels[order]
@@ -82,13 +87,19 @@ def grouped_ndcg(
     weights: ArrayLike | None = None,
     k: int | None = None,
 ) -> GroupedMetric:
-    """Mean over groups of the normalised discounted cumulative gain of their first `k` ranks, or of all.
+    """Return the mean normalized discounted cumulative gain of the groups.
 
-    Järvelin and Kekäläinen 2002, with discount log2(1 + rank); equal scores share the mean of their gains (McSherry
-    and Najork 2008). Groups without any gain have no NDCG and are left out. A group counts by the mean weight
-    of its samples: so a weight of the group is one that all its samples have, and a sample of weight 0 takes no rank.
-    `scores` [n], `gains` [n] finite and not negative (labels, or grades), `groups` [n] whole numbers, `weights` [n].
-    Raises MesetaError where they are anything else, and for `k` below 1.
+    The gain is that of Järvelin and Kekäläinen 2002 with discount log2(1 + rank). Equal scores share the mean of their
+    gains (McSherry and Najork 2008). Groups without any gain are skipped. A group counts by the mean weight of its
+    samples, and samples of weight 0 are ignored.
+    Raises MesetaError if an argument has an invalid type, shape or value, or `k` is below 1.
+
+    Args:
+        scores: Logits or probabilities [n].
+        gains: Labels or grades [n], finite and not negative.
+        groups: Integer keys [n].
+        weights: Weights [n]. `None` means 1.
+        k: Number of ranks that count. `None` means all.
     """
     values, raw_gains = as_scores(scores, gains)
     keys = as_keys(groups, len(values))
@@ -108,9 +119,9 @@ def ndcg_by_group(
     weights: NDArray[np.float64],
     k: int | None,
 ) -> GroupedMetric:
-    """`grouped_ndcg` of columns that have been checked, without samples of weight 0."""
+    """Return the `grouped_ndcg` of validated columns without samples of weight 0."""
     if k is not None and k < 1:
-        raise MesetaError(f"metrics: NDCG of the first {k} ranks; k must be at least 1, or None for all")
+        raise MesetaError(f"metrics: NDCG k must be at least 1, got {k}; use None to rank all samples")
     if not len(scores):
         return GroupedMetric(value=math.nan, num_groups=0, num_skipped_groups=0)
     order = np.lexsort((weights, gains, -scores, groups))
@@ -134,15 +145,14 @@ def ndcg_by_group(
 def _check_values(wrong: NDArray[np.bool_], name: str, column: NDArray[np.floating], rule: str) -> None:
     if wrong.any():
         bad = int(wrong.argmax())
-        raise MesetaError(f"metrics: the {name} of sample {bad} is {column[bad]}, and must be {rule}")
+        raise MesetaError(f"metrics: the {name} of sample {bad} must be {rule}, got {column[bad]}")
 
 
 def _starts_new_value(rising: NDArray[np.generic]) -> NDArray[np.bool_]:
-    """Whether each value differs from the one before it; true for the first."""
+    """Return whether each value differs from its predecessor. The first element is true."""
     return np.concatenate([[True], rising[1:] != rising[:-1]])
 
 
-def _weighted_mean(figures: NDArray[np.float64], weights: NDArray[Any], num_groups: int) -> GroupedMetric:
-    """Weighted mean of one figure per group, in the order of keys."""
-    value = math.fsum(figures * weights) / math.fsum(weights) if len(figures) else math.nan
-    return GroupedMetric(value=value, num_groups=len(figures), num_skipped_groups=num_groups - len(figures))
+def _weighted_mean(values: NDArray[np.float64], weights: NDArray[Any], num_groups: int) -> GroupedMetric:
+    value = math.fsum(values * weights) / math.fsum(weights) if len(values) else math.nan
+    return GroupedMetric(value=value, num_groups=len(values), num_skipped_groups=num_groups - len(values))

@@ -1,6 +1,6 @@
-"""Figures over a whole run in memory that does not grow: sums and a histogram of the predictions.
+"""Metrics of a whole run in constant memory, from sums and a histogram of the predictions.
 
-All sums are of whole numbers, so that batches can be added in any order, on any rank, and give the same bits.
+All sums are integers. Batches can therefore be added in any order and on any rank, with bitwise identical results.
 """
 
 from __future__ import annotations
@@ -19,55 +19,55 @@ from meseta.train.metrics.samples import as_samples, losses_and_predictions
 
 NUM_BINS = 1 << 14
 LOGIT_RANGE = 16.0
-"""Bins divide the logits from -16 to 16 (probabilities from 1e-7 to 1 - 1e-7) evenly; the outer two take the rest."""
+"""Range of the histogram: logits from -16 to 16, which are probabilities from 1e-7 to 1 - 1e-7. The outermost bins
+include all logits beyond it."""
 
-# A weight is four digits to base 2**24, of which the last counts units of 2**-64. Digits are summed on their own: an
-# int64 holds 2**39 of them, and a float64, in which numpy sums by bin, the 2**29 of one batch.
+# A weight is a fixed-point number with four digits to base 2**24, in units of 2**-64. Each digit is summed separately.
+# An int64 can hold the sum of 2**39 digits. numpy sums by bin in float64, which holds the 2**29 digits of a batch.
 _DIGIT_BITS = 24
 _NUM_DIGITS = 4
 _UNIT_BITS = 64
+# Digit (index, value) of a weight of 1. All its other digits are 0.
 _DIGIT_OF_ONE = (1, 1 << 16)
-"""The digit, and its value, that is 1."""
 
-# Losses have no bound, so their sum is one whole number of 2**-1200: every float64 is a multiple of that.
+# Losses have no upper bound, so their sum is a Python integer in units of 2**-1200, which all float64 are multiples of.
 _LOSS_BITS = 1200
 _LOSS_BYTES = 320
 
 
 @dataclass(frozen=True, kw_only=True)
 class BinnedAuc:
-    """An AUC read from a histogram."""
+    """AUC computed from a histogram."""
 
     value: float
-    """AUC with all predictions of a bin taken as equal; nan where one class is missing."""
+    """AUC if all predictions of a bin are treated as ties. nan if a class is missing."""
     error_bound: float
-    """The exact AUC is at most this far from `value`: half the share of pairs that share a bin."""
+    """Maximum difference between the exact AUC and `value`: half the share of pairs within one bin."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LifetimeMetrics:
-    """Figures over everything added; a figure that is not defined is nan. Every mean is by weight."""
+    """Metrics of all samples added to a `LifetimeWindow`. The definitions are those of `Metrics`.
+
+    All means are weighted, and undefined metrics are nan.
+    """
 
     num_samples: int
-    """Samples seen, apart from those of weight 0."""
     num_positives: int
-    """Those of them with label 1."""
     weight: float
-    """Sum of the weights."""
     logloss: float
-    """Mean binary cross-entropy in nats; nan without samples."""
     ne: float
-    """logloss / entropy of the base rate; nan where only one class is present."""
     auc: BinnedAuc
-    """AUC within a known bound."""
+    """Binned AUC with a bound on its error."""
     calibration: float
-    """Mean prediction / mean label; nan without positives."""
     reliability: tuple[ReliabilityBin, ...]
-    """At most 20 bins of about equal count, by rising prediction; empty without samples."""
+    """At most 20 bins with about equal numbers of samples, in ascending order of predictions. Empty if there are no
+    samples."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON; nan becomes None. The AUC is `auc_binned`, its bound `auc_error_bound`."""
-        figures = {
+        """Convert to plain data for JSON. nan becomes `None`. The AUC has the key `auc_binned`, and its bound
+        `auc_error_bound`."""
+        values = {
             "logloss": self.logloss,
             "ne": self.ne,
             "auc_binned": self.auc.value,
@@ -78,15 +78,15 @@ class LifetimeMetrics:
             "num_samples": self.num_samples,
             "num_positives": self.num_positives,
             "weight": self.weight,
-            **{name: None if math.isnan(value) else value for name, value in figures.items()},
+            **{name: None if math.isnan(value) else value for name, value in values.items()},
             "reliability": [b.to_dict() for b in self.reliability],
         }
 
 
 class LifetimeWindow:
-    """Figures over any number of samples in 1.8 MB: what `MetricWindow` gives for an interval, for the run so far.
+    """Metrics of any number of samples in 1.8 MB of memory.
 
-    Logloss, NE and calibration are as exact as there; the AUC is binned and comes with the bound of its error.
+    Log loss, NE and calibration are as exact as those of `MetricWindow`. The AUC is binned and has an error bound.
     """
 
     def __init__(self) -> None:
@@ -95,18 +95,20 @@ class LifetimeWindow:
 
     @property
     def num_samples(self) -> int:
-        """Samples added, apart from those of weight 0."""
+        """Number of samples added, without those of weight 0."""
         return int(self._counts.sum())
 
     def add(self, logits: ArrayLike, labels: ArrayLike, weights: ArrayLike | None = None) -> None:
-        """Add a batch of [B] logits and [B] labels, with [B] weights (1 where not given).
+        """Add a batch of [B] logits, [B] labels and optional [B] weights.
 
-        Raises MesetaError where the shapes differ. A bad value is raised by `compute`, on all ranks.
+        Raises MesetaError if the shapes differ. An invalid value is stored and raised by `compute`.
         """
         batch = as_samples(logits, labels, weights)
         try:
             samples = batch.validate()
         except MesetaError as error:
+            # An error on one rank would leave the other ranks waiting. The stored text is merged, so `compute` raises
+            # on all ranks.
             self._problem = self._problem or str(error)
             return
         if not len(samples):
@@ -116,25 +118,25 @@ class LifetimeWindow:
         by_class = bins + NUM_BINS * (samples.labels == 1)
         new_counts = np.bincount(by_class, minlength=2 * NUM_BINS).reshape(2, NUM_BINS)
         self._counts += new_counts
-        given = samples.weights
-        if given is None and samples.scale != 1.0:
-            given = np.full(len(samples), samples.scale)
+        sample_weights = samples.weights
+        if sample_weights is None and samples.scale != 1.0:
+            sample_weights = np.full(len(samples), samples.scale)
         losses, predictions = losses_and_predictions(samples.logits, np.where(samples.labels == 1, -1.0, 1.0))
-        if given is None:
+        if sample_weights is None:
             digit, value = _DIGIT_OF_ONE
             self._weights[digit] += value * new_counts
         else:
-            losses *= given
-            predictions *= given
-            self._weights += _digits_by_bin(given, by_class, 2 * NUM_BINS).reshape(-1, 2, NUM_BINS)
+            losses *= sample_weights
+            predictions *= sample_weights
+            self._weights += _digits_by_bin(sample_weights, by_class, 2 * NUM_BINS).reshape(-1, 2, NUM_BINS)
         self._predictions += _digits_by_bin(predictions, bins, NUM_BINS)
         self._loss += _exact_sum(losses)
 
     def compute(self) -> LifetimeMetrics:
-        """Figures over everything added; raises MesetaError for a bad value, as `MetricWindow.compute` does."""
+        """Compute the metrics of all samples. Raises MesetaError if an added value was invalid."""
         if self._problem:
             raise MesetaError(self._problem)
-        used = self._counts.any(0)  # most bins are empty, and Python's numbers are slow
+        used = self._counts.any(0)  # Most bins are empty, and arithmetic on Python integers is slow.
         negative, positive = _combine_digits(self._weights[:, :, used])
         predictions = _combine_digits(self._predictions[:, used])
         weight, positive_weight = int((negative + positive).sum()), int(positive.sum())
@@ -154,7 +156,7 @@ class LifetimeWindow:
         )
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Remove all samples."""
         self._counts = np.zeros((2, NUM_BINS), np.int64)
         self._weights = np.zeros((_NUM_DIGITS, 2, NUM_BINS), np.int64)
         self._predictions = np.zeros((_NUM_DIGITS, NUM_BINS), np.int64)
@@ -162,9 +164,10 @@ class LifetimeWindow:
         self._problem = ""
 
     def get_state(self) -> dict[str, NDArray[Any]]:
-        """Arrays of fixed size, whatever was added: "counts" [2, bins], "weights" [4, 2, bins] and "predictions"
-        [4, bins] int64, "loss" [320] uint8; and "problem" [m] uint8, the text of the first bad value."""
+        """Return the state as arrays, whose sizes do not depend on the number of samples."""
         return {
+            # counts [2, bins], weights [4, 2, bins] and predictions [4, bins] are int64. loss [320] and problem [m] are
+            # uint8.
             "counts": self._counts.copy(),
             "weights": self._weights.copy(),
             "predictions": self._predictions.copy(),
@@ -173,13 +176,13 @@ class LifetimeWindow:
         }
 
     def set_state(self, state: Mapping[str, ArrayLike]) -> None:
-        """Replace everything by what `get_state` gave; lists, as JSON gives them, will do."""
+        """Replace all samples by a state of `get_state`. Lists from JSON are accepted."""
         self.reset()
         self._add_state(state)
 
     @staticmethod
     def merge(states: Sequence[Mapping[str, ArrayLike]]) -> LifetimeWindow:
-        """One window of several, such as the states of all ranks."""
+        """Return one window with the samples of several states, such as those of all ranks."""
         merged = LifetimeWindow()
         for state in states:
             merged._add_state(state)
@@ -190,8 +193,8 @@ class LifetimeWindow:
             added = np.asarray(state[name])
             if added.shape != total.shape:
                 raise MesetaError(
-                    f"metrics: {name!r} of a lifetime window has shape {list(added.shape)}, and must have "
-                    f"{list(total.shape)}; it was saved by another version"
+                    f"metrics: state {name!r} of a lifetime window must have shape {list(total.shape)}, got "
+                    f"{list(added.shape)}; load it with the version that saved it"
                 )
             np.add(total, added, out=total)
         self._loss += int.from_bytes(np.asarray(state["loss"], np.uint8).tobytes(), "little")
@@ -204,7 +207,7 @@ def _reliability_bins(
     weight: NDArray[np.object_],
     predictions: NDArray[np.object_],
 ) -> tuple[ReliabilityBin, ...]:
-    """From bins that all have samples, by rising prediction."""
+    """Merge nonempty histogram bins, in ascending order of predictions, into `NUM_RELIABILITY_BINS` bins at most."""
     if not len(counts):
         return ()
     up_to = np.cumsum(counts)
@@ -218,9 +221,9 @@ def _reliability_bins(
 
 
 def binned_auc(logits: ArrayLike, labels: ArrayLike, weights: ArrayLike | None = None) -> BinnedAuc:
-    """AUC of [n] logits from a histogram of 16,384 bins, each 1/512 wide, with the bound of its error.
+    """Return the AUC of [n] logits from a histogram of 16,384 bins of width 1/512, with a bound on its error.
 
-    Raises MesetaError as `MetricWindow.compute` does.
+    Raises MesetaError under the conditions of `MetricWindow.compute`.
     """
     window = LifetimeWindow()
     window.add(logits, labels, weights)
@@ -228,10 +231,10 @@ def binned_auc(logits: ArrayLike, labels: ArrayLike, weights: ArrayLike | None =
 
 
 def _auc(positive: NDArray[np.object_], negative: NDArray[np.object_]) -> BinnedAuc:
-    """From whole weights by bin, divided once at the end."""
     pairs = int(positive.sum()) * int(negative.sum())
     if not pairs:
         return BinnedAuc(value=math.nan, error_bound=math.nan)
+    # Integer sums, divided once, give the same bits for any order of the samples.
     below = np.cumsum(negative) - negative
     tied = int((positive * negative).sum())
     won_twice = 2 * int((positive * below).sum()) + tied
@@ -239,18 +242,18 @@ def _auc(positive: NDArray[np.object_], negative: NDArray[np.object_]) -> Binned
 
 
 def _digits_by_bin(values: NDArray[np.float64], bins: NDArray[np.intp], num_bins: int) -> NDArray[np.int64]:
-    """Sums [4, num_bins] of the digits of values from 0 to 2**32, cut below 2**-64."""
+    """Sum the digits of values in [0, 2**32) by bin, as [4, num_bins]. Fractions below 2**-64 are truncated."""
     sums = np.empty((_NUM_DIGITS, num_bins), np.int64)
     rest = np.ldexp(values, _UNIT_BITS - _DIGIT_BITS * (_NUM_DIGITS - 1))
     for digit in range(_NUM_DIGITS):
         whole = np.floor(rest)
         sums[digit] = np.bincount(bins, weights=whole, minlength=num_bins)
-        rest = np.ldexp(rest - whole, _DIGIT_BITS)  # exact: a difference with the floor, and a power of two
+        rest = np.ldexp(rest - whole, _DIGIT_BITS)  # Both operations are exact.
     return sums
 
 
 def _combine_digits(digits: NDArray[np.int64]) -> NDArray[np.object_]:
-    """Sums of digits [4, ...] as Python's whole numbers of 2**-64 [...], which cannot overflow."""
+    """Combine digits [4, ...] into Python integers [...] in units of 2**-64, which cannot overflow."""
     total = np.zeros(digits.shape[1:], object)
     for digit in digits.astype(object):
         total = total * (1 << _DIGIT_BITS) + digit
@@ -258,12 +261,12 @@ def _combine_digits(digits: NDArray[np.int64]) -> NDArray[np.object_]:
 
 
 def _exact_sum(values: NDArray[np.float64]) -> int:
-    """The sum of finite values that are not negative, without rounding, in units of 2**-1200."""
+    """Return the exact sum of finite, nonnegative values as an integer in units of 2**-1200."""
     mantissas, exponents = np.frexp(values)
     whole = np.ldexp(mantissas, 53).astype(np.int64)
     total = 0
     lowest = int(exponents.min(initial=0))
-    # In halves, whose float64 sums are exact for 2**26 values.
+    # Each mantissa is split into halves, because bincount sums in float64. The sum of 2**26 halves is exact.
     halves = [np.bincount(exponents - lowest, weights=half) for half in (whole >> 27, whole & ((1 << 27) - 1))]
     for place in np.flatnonzero(halves[0] + halves[1]).tolist():
         high, low = (int(half[place]) for half in halves)

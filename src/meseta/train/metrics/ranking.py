@@ -1,4 +1,4 @@
-"""Sorted scores of each class: what exact AUC, average precision and reliability bins are read from."""
+"""Samples sorted by score within each class, from which AUC, average precision and reliability bins are computed."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 
 from meseta.train.metrics.samples import WeightedSamples, losses_and_predictions
 
-_CHUNK_SAMPLES = 1 << 15  # samples whose float64 temporaries stay in a core's cache
+_CHUNK_SAMPLES = 1 << 15  # The float64 temporaries of a chunk fit into the cache of a core.
 
 
 @dataclass(frozen=True, kw_only=True)
 class BinSums:
-    """Sums over the samples of one bin; those of weights are whole numbers where all samples weigh the same."""
+    """Sums over the samples of one bin. Weights are integers if all samples have the same weight."""
 
     loss: float
     prediction: float
@@ -30,27 +30,27 @@ class BinSums:
 
 @dataclass(frozen=True)
 class _ClassSamples:
-    """The samples of one class."""
-
     scores: NDArray[np.floating]
-    """[n], rising."""
+    """Scores [n], ascending."""
+    # This order makes sums of weights independent of the order of the samples.
     weights: NDArray[np.float64] | None
-    """[n], rising among equal scores, so that sums do not depend on the order of samples; None where all are 1."""
+    """Weights [n], ascending among equal scores. `None` if all weights are 1."""
 
     def __len__(self) -> int:
         return len(self.scores)
 
     @property
     def weight(self) -> int | float:
-        """Of all; a whole number where all are 1."""
+        """Total weight, an integer if all weights are 1."""
         return len(self) if self.weights is None else float(self._prefix[-1])
 
     def weight_of_first(self, counts: NDArray[np.intp]) -> NDArray[Any]:
-        """Weight of the first `counts` samples, for each."""
+        """Return the weight of the first `count` samples for each count."""
         return counts if self.weights is None else self._prefix[counts]
 
     def weight_after(self, counts: NDArray[np.intp]) -> NDArray[Any]:
-        """Weight of all but the first `counts` samples, for each; summed from the end, where nothing cancels."""
+        """Return the weight of all except the first `count` samples for each count."""
+        # A sum from the end has no cancellation, unlike the total minus a prefix.
         return len(self) - counts if self.weights is None else self._suffix[counts]
 
     @cached_property
@@ -64,16 +64,17 @@ class _ClassSamples:
         return np.concatenate([np.cumsum(self.weights[::-1])[::-1], [0.0]])
 
     def split(self, edges: NDArray[np.floating]) -> list[_ClassSamples]:
-        """The samples between neighbouring `edges`; those equal to an edge lie above it."""
+        """Split the samples at `edges`. A sample that equals an edge belongs to the part above the edge."""
         places = [0, *np.searchsorted(self.scores, edges, "left"), len(self)]
         weights = self.weights
         return [_ClassSamples(self.scores[a:b], None if weights is None else weights[a:b]) for a, b in pairwise(places)]
 
 
 class Ranking:
-    """Samples sorted by class. Two plain sorts are three times faster than one argsort of all scores."""
+    """Samples of each class, sorted by score."""
 
     def __init__(self, samples: WeightedSamples) -> None:
+        # Two plain sorts are three times faster than one argsort of all scores.
         self.positives = _class_samples(samples, 1)
         self.negatives = _class_samples(samples, 0)
         self.num_samples = len(samples)
@@ -85,13 +86,15 @@ class Ranking:
 
     @cached_property
     def _num_below(self) -> NDArray[np.intp]:
-        """For each score of the rarer class, how many of the other class lie below it."""
+        """For each score of the rarer class, the number of samples of the other class with a lower score."""
         few, many = self._rarer_and_other
         return np.searchsorted(many.scores, few.scores, "left")
 
     def auc(self) -> float:
-        """Weight of the (positive, negative) pairs in the right order over that of all pairs, a pair weighing the
-        product of its samples' weights and counting half when tied; nan where one class is missing."""
+        """Return the weighted share of (positive, negative) pairs in the right order. nan if a class is missing.
+
+        A pair counts the product of its weights, and half of it if the scores are equal.
+        """
         few, many = self._rarer_and_other
         if not len(few):
             return math.nan
@@ -105,11 +108,10 @@ class Ranking:
         twice_pairs = 2 * few.weight * many.weight
         if few is self.negatives:
             twice_won = twice_pairs - twice_won
-        return min(max(twice_won / twice_pairs, 0.0), 1.0)  # rounded weights may overshoot by a last bit
+        return min(max(twice_won / twice_pairs, 0.0), 1.0)  # Rounded weights may exceed the range by one ulp.
 
     def average_precision(self) -> float:
-        """Mean over the positives, by weight, of the share of positives among all samples that score no lower; nan
-        without positives."""
+        """Return the weighted mean over positives of the precision at their score. nan if there are no positives."""
         positives, negatives = self.positives, self.negatives
         if not len(positives):
             return math.nan
@@ -122,7 +124,7 @@ class Ranking:
         return min(float((positives.weights * precision).sum()) / positives.weight, 1.0)
 
     def bins(self, num_bins: int) -> list[BinSums]:
-        """Sums by bin of rising score, about equal in count; equal scores share a bin, and no bin is empty."""
+        """Split the samples into nonempty bins of about equal size, ascending in score. Equal scores share a bin."""
         if not self.num_samples:
             return []
         edges = self._values_at([k * self.num_samples // num_bins for k in range(1, num_bins)])
@@ -130,15 +132,15 @@ class Ranking:
         return [_bin_sums(positives, negatives) for positives, negatives in parts if len(positives) + len(negatives)]
 
     def _values_at(self, ranks: Sequence[int]) -> NDArray[np.floating]:
-        """Distinct scores at `ranks` of the sorted union of both classes, without building the union."""
+        """Return the distinct scores at `ranks` of the sorted union of both classes, without building the union."""
         few, many = self._rarer_and_other
         places = np.arange(len(few)) + self._num_below
-        found = []
+        values = []
         for rank in ranks:
             num_few = int(np.searchsorted(places, rank))
             is_few = num_few < len(few) and places[num_few] == rank
-            found.append(few.scores[num_few] if is_few else many.scores[rank - num_few])
-        return np.unique(np.asarray(found, dtype=many.scores.dtype))
+            values.append(few.scores[num_few] if is_few else many.scores[rank - num_few])
+        return np.unique(np.asarray(values, dtype=many.scores.dtype))
 
 
 def _class_samples(samples: WeightedSamples, label: int) -> _ClassSamples:
@@ -146,7 +148,7 @@ def _class_samples(samples: WeightedSamples, label: int) -> _ClassSamples:
     scores = samples.logits[chosen]
     if samples.weights is None:
         return _ClassSamples(np.sort(scores), None)
-    # Complex numbers are sorted by real part, then imaginary: four times faster than a lexsort of two columns.
+    # numpy sorts complex numbers by (real, imaginary), four times faster than a lexsort of two columns.
     pairs = np.empty(len(scores), np.complex128)
     pairs.real, pairs.imag = scores, samples.weights[chosen]
     pairs.sort()
@@ -154,9 +156,9 @@ def _class_samples(samples: WeightedSamples, label: int) -> _ClassSamples:
 
 
 def _bin_sums(positives: _ClassSamples, negatives: _ClassSamples) -> BinSums:
-    """Loss and prediction summed over one bin, in float64 and in the order given."""
     loss, prediction = 0.0, 0.0
     for part, sign in ((positives, -1.0), (negatives, 1.0)):
+        # The order of samples is fixed by sorting, and so is the sum in float64.
         for start in range(0, len(part), _CHUNK_SAMPLES):
             chunk = slice(start, start + _CHUNK_SAMPLES)
             losses, predictions = losses_and_predictions(part.scores[chunk], sign)

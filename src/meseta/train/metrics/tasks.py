@@ -1,4 +1,4 @@
-"""One window per task, and figures by segment of the samples."""
+"""Metric windows of several tasks, and metrics by segment."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ WindowT = TypeVar("WindowT", MetricWindow, LifetimeWindow)
 
 
 class TaskWindows(Generic[WindowT]):
-    """A window for each task of a model, filled from the same batches."""
+    """Metric windows of the tasks of a model, filled from the same batches."""
 
     def __init__(self, tasks: Sequence[str], kind: Callable[[], WindowT]) -> None:
-        """Empty windows for `tasks`, the labels of the dataset; `kind` is MetricWindow or LifetimeWindow."""
+        """Create an empty window of class `kind` for each task. `tasks` are the labels of the dataset."""
         self.tasks = tuple(tasks)
         self._windows: dict[str, WindowT] = {task: kind() for task in self.tasks}
 
@@ -36,49 +36,48 @@ class TaskWindows(Generic[WindowT]):
         *columns: ArrayLike | None,
         label_mask: ArrayLike | None = None,
     ) -> None:
-        """Add a batch of logits and labels, [B] for one task or [B, T] for T, and the window's other columns [B].
+        """Add a batch of logits and labels, [B] for one task or [B, T] for several, and other columns [B].
 
-        A sample counts for a task if its label is `label_mask`, of the shape of `labels`; None: all are known. It then
-        has weight 0, so that the samples of all tasks are the same.
-
-        Raises MesetaError where the shapes differ from each other or from the number of tasks.
+        `label_mask` has the shape of `labels` and marks known labels. `None` means that all labels are known.
+        Raises MesetaError if the shapes differ or do not match the number of tasks.
         """
         scores, truth = np.asarray(logits), np.asarray(labels)
         num_tasks = len(self.tasks)
-        wanted = [len(scores)] if num_tasks == 1 else [len(scores), num_tasks]
+        expected_shape = [len(scores)] if num_tasks == 1 else [len(scores), num_tasks]
         for name, array in (("logits", scores), ("labels", truth)):
-            if list(array.shape) != wanted:
+            if list(array.shape) != expected_shape:
                 raise MesetaError(
-                    f"metrics: {name} of shape {list(array.shape)}, but for {num_tasks} tasks they must be {wanted}; "
-                    "the model has another number of outputs than the dataset has labels"
+                    f"metrics: {name} must have shape {expected_shape} for {num_tasks} tasks, got {list(array.shape)}; "
+                    "use a model with one output per label of the dataset"
                 )
         for place, task in enumerate(self.tasks):
-            own = (scores, truth) if num_tasks == 1 else (scores[:, place], truth[:, place])
-            own_weights = weights
+            task_columns = (scores, truth) if num_tasks == 1 else (scores[:, place], truth[:, place])
+            task_weights = weights
             if label_mask is not None:
                 is_known = np.asarray(label_mask).reshape(len(scores), -1)[:, place]
-                given = np.ones(len(scores), np.float32) if weights is None else np.asarray(weights)
-                own_weights = np.where(is_known, given, given.dtype.type(0))
-            self._windows[task].add(*own, own_weights, *columns)
+                all_weights = np.ones(len(scores), np.float32) if weights is None else np.asarray(weights)
+                # Weight 0 removes a sample of an unknown label, while the windows of all tasks keep the same length.
+                task_weights = np.where(is_known, all_weights, all_weights.dtype.type(0))
+            self._windows[task].add(*task_columns, task_weights, *columns)
 
     def reset(self) -> None:
-        """Forget all samples."""
+        """Remove all samples."""
         for window in self._windows.values():
             window.reset()
 
     def get_state(self) -> dict[str, dict[str, NDArray[Any]]]:
-        """The state of each window by its task."""
+        """Return the state of each window by task."""
         return {task: window.get_state() for task, window in self._windows.items()}
 
     def set_state(self, state: Mapping[str, Mapping[str, ArrayLike]]) -> None:
-        """Replace all samples by those of `get_state`. Raises MesetaError where a task is missing."""
+        """Replace all samples by a state of `get_state`. Raises MesetaError if a task is missing."""
         for task, window in self._windows.items():
             if task not in state:
-                raise MesetaError(f"metrics: there is no window of task {task!r}; it was saved for {sorted(state)}")
+                raise MesetaError(f"metrics: the saved state has no window of task {task!r}, only {sorted(state)}")
             window.set_state(state[task])
 
     def merge(self, states: Sequence[Mapping[str, Mapping[str, ArrayLike]]]) -> TaskWindows[WindowT]:
-        """Windows of the same tasks with the samples of several states, such as those of all ranks."""
+        """Return windows of the same tasks with the samples of several states, such as those of all ranks."""
         together = TaskWindows[WindowT](self.tasks, type(self._windows[self.tasks[0]]))
         for task, window in self._windows.items():
             together._windows[task] = window.merge([state[task] for state in states])
@@ -87,23 +86,24 @@ class TaskWindows(Generic[WindowT]):
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """Figures over the samples that share a value."""
+    """Metrics of the samples with the same value of a feature."""
 
     value: int | None
-    """The id of the feature's row; None for all values that are not listed."""
+    """Row id of the feature. `None` for all values without a segment."""
     metrics: dict[str, Metrics]
-    """By task."""
+    """Metrics by task."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON: the figures of the first task, and those of all where there are several."""
+        """Convert to plain data for JSON, as `task_metrics` does. Reliability curves are omitted."""
         return {"value": self.value, **task_metrics(self.metrics, ("reliability",))}
 
 
 def segment_metrics(windows: TaskWindows[MetricWindow], keys: NDArray[np.int64], max_segments: int) -> list[Segment]:
-    """Figures of the samples in `windows` by their keys [n], which come in the order of adding.
+    """Compute metrics by segment of the samples in `windows`. `keys` [n] are in the order in which samples were added.
 
-    The `max_segments` keys with most samples, first those with more, then those of smaller value; last all others
-    together. Raises MesetaError as `MetricWindow.compute` does.
+    The `max_segments` keys with the most samples come first, by (descending count, ascending key). The last segment has
+    all other keys.
+    Raises MesetaError under the conditions of `MetricWindow.compute`.
     """
     values, which, counts = np.unique(keys, return_inverse=True, return_counts=True)
     chosen = np.lexsort((values, -counts))[:max_segments]
@@ -126,15 +126,18 @@ def _segment_metrics(
 def _compute_per_task(
     state: Mapping[str, Mapping[str, NDArray[Any]]], samples: NDArray[np.bool_]
 ) -> dict[str, Metrics]:
-    figures = {}
+    metrics = {}
     for task, columns in state.items():
         window = MetricWindow()
         window.add(**{name: column[samples] for name, column in columns.items()})
-        figures[task] = window.compute()
-    return figures
+        metrics[task] = window.compute()
+    return metrics
 
 
 def task_metrics(metrics: Mapping[str, Metrics], without: Sequence[str] = ()) -> dict[str, Any]:
-    """Plain data for JSON: the figures of the first task, and under "tasks" those of each where there are several."""
-    figures = [{name: value for name, value in m.to_dict().items() if name not in without} for m in metrics.values()]
-    return figures[0] | ({"tasks": dict(zip(metrics, figures, strict=True))} if len(figures) > 1 else {})
+    """Convert metrics by task to plain data for JSON, without the keys in `without`.
+
+    The result has the metrics of the first task. If there are several tasks, the key "tasks" has the metrics of each.
+    """
+    documents = [{name: value for name, value in m.to_dict().items() if name not in without} for m in metrics.values()]
+    return documents[0] | ({"tasks": dict(zip(metrics, documents, strict=True))} if len(documents) > 1 else {})

@@ -1,4 +1,4 @@
-"""The predictions of one interval, collected until they are asked for figures."""
+"""Exact metrics of collected predictions."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from meseta.train.metrics.samples import WeightedSamples, as_samples, concatenat
 
 
 class MetricWindow:
-    """Collects predictions until they are asked for figures: one per logging interval, one per evaluation.
+    """Collects the predictions of a logging interval or an evaluation, and computes their metrics.
 
-    Holds 5 bytes a sample (9 for float64 logits), because an exact AUC needs every prediction; weights add 4 (or 8)
-    and groups 8.
+    Needs 5 bytes per sample (9 for float64 logits). Weights add 4 (or 8) bytes, and groups 8.
     """
 
     def __init__(self) -> None:
+        # An exact AUC needs every prediction.
         self._batches: list[WeightedSamples] = []
 
     @property
     def num_samples(self) -> int:
-        """Samples added, those of weight 0 included."""
+        """Number of samples added, including those of weight 0."""
         return sum(len(part) for part in self._batches)
 
     def add(
@@ -35,17 +35,17 @@ class MetricWindow:
         weights: ArrayLike | None = None,
         groups: ArrayLike | None = None,
     ) -> None:
-        """Add a batch of [B] logits and [B] labels, with [B] weights (1 where not given) and [B] keys of groups.
+        """Add a copy of a batch of [B] logits and labels, with optional [B] weights and group keys.
 
-        All are copied. Raises MesetaError where the shapes differ, for keys that are not whole numbers, and where some
-        batches have groups and others have none. Values are checked in `compute`, so that a bad one on one rank cannot
-        leave the others waiting.
+        Values are checked in `compute`.
+        Raises MesetaError if shapes differ, keys are not integers, or only some of the batches have groups.
         """
+        # Raising for a bad value on one rank, before the windows are gathered, would leave the other ranks waiting.
         batch = as_samples(logits, labels, weights, groups)
         if not len(batch):
             return
         if self._batches and (self._batches[0].groups is None) != (batch.groups is None):
-            raise MesetaError("metrics: some batches of a window have groups and others have none; give groups to all")
+            raise MesetaError("metrics: all batches of a window must have groups, or none; pass groups with each batch")
         self._batches.append(
             WeightedSamples(
                 logits=batch.logits.copy(),
@@ -56,22 +56,21 @@ class MetricWindow:
         )
 
     def compute(self, ndcg_k: int | None = None) -> Metrics:
-        """Figures over all samples added; those by group where samples have groups, with NDCG of the first `ndcg_k`
-        ranks or of all.
+        """Compute the metrics of all samples. Samples with groups add GAUC and NDCG of the first `ndcg_k` ranks.
 
-        Raises MesetaError for a logit that is not finite, a label not 0 or 1, a weight that is neither 0 nor between
-        1e-9 and 1e9, and `ndcg_k` below 1.
+        Raises MesetaError if a logit is not finite or beyond 1e100, a label is not 0 or 1, a weight is neither 0 nor in
+        1e-9..1e9, or `ndcg_k` is below 1.
         """
         return compute_all_metrics(as_samples(**self.get_state()), ndcg_k)
 
     def reset(self) -> None:
-        """Forget all samples."""
+        """Remove all samples."""
         self._batches = []
 
     def get_state(self) -> dict[str, NDArray[Any]]:
-        """{"logits": [n] float32 or float64, "labels": [n] uint8}, in the order of adding; with "weights" [n] float32
-        or float64 where any were given, and "groups" [n] int64 where samples have them."""
+        """Return the columns [n] of all samples, in the order in which they were added."""
         parts = self._batches
+        # logits and weights are float32 or float64, labels uint8, and groups int64.
         state: dict[str, NDArray[Any]] = {
             "logits": concatenate([part.logits for part in parts], np.float32),
             "labels": concatenate([part.labels for part in parts], np.uint8),
@@ -85,13 +84,13 @@ class MetricWindow:
         return state
 
     def set_state(self, state: Mapping[str, ArrayLike]) -> None:
-        """Replace all samples by those of `get_state`; lists, as JSON gives them, are read as float64."""
+        """Replace all samples by a state of `get_state`. Lists from JSON become float64."""
         self.reset()
         self.add(**{name: np.asarray(column) for name, column in state.items()})
 
     @staticmethod
     def merge(states: Sequence[Mapping[str, ArrayLike]]) -> MetricWindow:
-        """One window with the samples of several, such as the states of all ranks."""
+        """Return one window with the samples of several states, such as those of all ranks."""
         merged = MetricWindow()
         for state in states:
             merged.add(**{name: np.asarray(column) for name, column in state.items()})

@@ -1,1 +1,1 @@
-"""Whether one config learns more than another: `meseta quality`, over worlds or datasets, configs and seeds."""
+"""`meseta quality`: compares configs over synthetic worlds or datasets, and over seeds."""

@@ -1,4 +1,4 @@
-"""Whether the configs of a suite can be trained on its data, tried before anything is trained."""
+"""Check, before anything is trained, that the configs of a suite fit its data."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from meseta.train.quality.study import SuiteRun
 from meseta.train.setup.build import make_reader, plan_model, task_weights
 
 PROBE_ROWS = 1000
-"""Of a world, to see what columns it has."""
+"""Number of rows of a world that is made only to find its columns."""
 
 
 def check_configs_fit(runs: Sequence[SuiteRun], data: Path) -> None:
-    """Raise MesetaError, naming the config and the ground, for the first whose config asks for what `data` lack.
+    """Raise MesetaError for the first config that does not fit `data`, with the names of config and dataset.
 
-    Nothing is trained, and no table is made.
+    Nothing is trained, and no memory is allocated for tables.
     """
     world = World.single("cpu")
     for run in runs:
@@ -38,8 +38,8 @@ def _check_config(config: RunConfig, world: World) -> None:
     dataset.check_has_labels()
     if len(dataset.labels) > 1:
         raise MesetaError(
-            f"it learns the labels {', '.join(map(repr, dataset.labels))}, and a suite compares one; set data.labels "
-            "to one of them"
+            f"a suite compares a single label, but the data has {', '.join(map(repr, dataset.labels))}; set "
+            "data.labels to one of them"
         )
     plan_model(config, dataset, world)
     task_weights(config, dataset)

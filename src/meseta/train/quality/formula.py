@@ -1,4 +1,6 @@
-"""A world's own formula, with every number of it learned: what is left of its regret is the price of learning them."""
+"""Model with the exact formula of a synthetic world, in which all coefficients are learned."""
+
+# The regret that remains is the cost of learning the coefficients from a finite number of samples.
 
 from __future__ import annotations
 
@@ -14,16 +16,16 @@ from meseta.models.layers import pooled_dims
 from meseta.spec import MesetaError
 
 MAX_ABS_INPUT = 2.5
-"""Standardised dense inputs are clipped to it, as the law clips them."""
+"""Bound to which standardized dense inputs are clipped, as in the world's own formula."""
 
 
 class LearnedFormula(nn.Module):
-    """logit = bias + dense part + sum of main effects + sum of planted products, as docs/data_synth.md writes it.
+    """logit = bias + dense part + sum of main effects + sum of planted products, as in docs/data_synth.md.
 
-    `model.name: meseta.train.quality.formula:LearnedFormula`. It is told which features each planted product takes, and
-    which products of dense inputs there are; learned are the line and the parabola of every dense input, the weight of
-    every product, and of every id its main effect (column 0 of its row) and its latent vector (columns 1 to
-    latent_dim).
+    Select it with `model.name: meseta.train.quality.formula:LearnedFormula`. The model knows the features of each
+    planted product and the products of dense inputs. It learns a linear and a quadratic coefficient per dense input,
+    and a weight per product. For each id it learns the main effect (column 0 of its row) and the latent vector (columns
+    1 to latent_dim).
     """
 
     def __init__(
@@ -37,18 +39,19 @@ class LearnedFormula(nn.Module):
         main_scale: float = 0.1,
         latent_scale: float = 1.0,
     ) -> None:
-        """For a dataset of a `world`, whose columns are named as `meseta prepare` names them.
+        """Create the model for a dataset of `world`, with columns named as `meseta prepare` names them.
+
+        Raises MesetaError if the world is unknown, or tables or columns do not match the world.
 
         Args:
-            embeddings: the tables, of 1 + latent_dim columns.
-            num_dense: dense inputs, 13.
-            labels: one.
-            seed: unused, since all of its own begins at 0 or 1.
-            world: the name of the law.
-            main_scale: factor on main effects, so that one initial scale and one rate of rows do for both.
-            latent_scale: factor on latent vectors.
-
-        Raises MesetaError for an unknown world, tables of another width, and columns that are not a world's.
+            embeddings: Tables with 1 + latent_dim columns.
+            num_dense: Number of dense inputs, 13.
+            labels: The single label.
+            seed: Unused, because all parameters of the dense part start at constants.
+            world: Name of the world.
+            main_scale: Factor on main effects, so that one initial scale and one learning rate suit both parts of a
+                row.
+            latent_scale: Factor on latent vectors.
         """
         super().__init__()
         law = find_world(world)
@@ -56,16 +59,16 @@ class LearnedFormula(nn.Module):
         width = 1 + law.latent_dim
         if set(dims.values()) != {width}:
             raise MesetaError(
-                f"LearnedFormula: rows of world {world!r} have {width} numbers, a main effect and {law.latent_dim} of "
-                f"its latent vector; set model.embedding_dim to {width}"
+                f"LearnedFormula: world {world!r} requires tables with {width} columns, for a main effect and "
+                f"{law.latent_dim} latent factors; set model.embedding_dim to {width}"
             )
         places = {name: place for place, name in enumerate(dims)}
         missing = [f"cat_{f}" for f in law.planted_features if f"cat_{f}" not in places]
         num_needed = 1 + max(max(pair) for pair in DENSE_PRODUCTS)
         if missing or num_dense < num_needed or len(labels) != 1:
             raise MesetaError(
-                f"LearnedFormula: the data are not those of world {world!r}, which have the features "
-                f"{', '.join(missing) or 'cat_0 to cat_25'}, 13 dense inputs and one label"
+                f"LearnedFormula: data of world {world!r} must have the features "
+                f"{', '.join(missing) or 'cat_0 to cat_25'}, 13 dense inputs and one label; use data of this world"
             )
         self.embeddings = embeddings
         self.num_features, self.width = len(dims), width
@@ -78,7 +81,7 @@ class LearnedFormula(nn.Module):
         self._factors = [[places[f"cat_{f}"] for f in product.features] for product in law.planted]
 
     def score(self, dense: Tensor, pooled: Tensor) -> Tensor:
-        """Logits [B] of dense inputs [B, num_dense] and rows side by side [B, num_features * width]."""
+        """Return logits [B] from dense inputs [B, num_dense] and rows [B, num_features * width]."""
         x = dense.to(pooled.dtype).clamp(-MAX_ABS_INPUT, MAX_ABS_INPUT)
         rows = pooled.reshape(len(pooled), self.num_features, self.width)
         crossed = torch.stack([x[:, a] * x[:, b] for a, b in DENSE_PRODUCTS], dim=1)

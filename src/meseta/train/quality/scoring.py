@@ -1,4 +1,4 @@
-"""The one reading of the test split: a trained config's figures on it."""
+"""Final metrics of a trained config on the test split, which is read once."""
 
 from __future__ import annotations
 
@@ -25,12 +25,14 @@ from meseta.train.setup.workload import dense_load
 from meseta.train.trained_model import open_trained
 
 MIN_TRUE_PROBABILITY = 1e-12
-"""True probabilities are no nearer to 0 and 1, where a regret has no bound."""
+"""True probabilities are clipped to this distance from 0 and 1, because the regret would be unbounded."""
 
 
 def score_run(run: SuiteRun) -> None:
-    """Predict the test split once, with the weights that the run has ended with, and write what comes of it; then these
-    weights go. Raises MesetaError for rows that are not those whose truth is known."""
+    """Predict the test split with the final model of a run, write the score, and delete the checkpoints of the run.
+
+    Raises MesetaError if the test rows are not those whose true probabilities are known.
+    """
     summary = run.trial.summary()
     with open_trained(run.trial.run_dir, TEST) as trained:
         parts = [
@@ -41,23 +43,24 @@ def score_run(run: SuiteRun) -> None:
         weights = np.concatenate([part[2] for part in parts]) if parts[0][2] is not None else None
         if logits.ndim > 1:
             raise MesetaError(
-                f"config {run.name!r} predicts {logits.shape[1]} labels, and a suite compares one; set data.labels to "
-                "one of them"
+                f"config {run.name!r} predicts {logits.shape[1]} labels, but a suite compares a single one; set "
+                "data.labels to one of them"
             )
-        figures = compute_metrics(logits, labels, weights)
+        metrics = compute_metrics(logits, labels, weights)
         tables = trained.model.embeddings.tables
-        found = SeedScore(
-            auc=_none_if_nan(figures.auc),
-            ne=_none_if_nan(figures.ne),
+        score = SeedScore(
+            auc=_none_if_nan(metrics.auc),
+            ne=_none_if_nan(metrics.ne),
             regret=None if run.truth is None else _regret(run, logits, labels),
-            num_dense_parameters=sum(own.numel() for own in trained.model.parameters()),
+            num_dense_parameters=sum(parameter.numel() for parameter in trained.model.parameters()),
             num_table_parameters=sum(table.num_embeddings * table.embedding_dim for table in tables),
             flops_per_sample=_flops_per_sample(trained.config, trained.reader.dataset),
             samples_per_s=None if summary is None else summary.samples_per_s,
         )
+    # The logits are needed to resample the test rows, which is done if true probabilities are unknown.
     if run.truth is None:
         np.savez(run.logits_file, logits=logits, labels=labels, weights=np.ones(1) if weights is None else weights)
-    write_atomic(run.score_file, json.dumps(found.to_dict(), indent=1) + "\n")
+    write_atomic(run.score_file, json.dumps(score.to_dict(), indent=1) + "\n")
     run.delete_checkpoints()
 
 
@@ -66,19 +69,18 @@ def _regret(run: SuiteRun, logits: NDArray[np.floating], labels: NDArray[np.floa
     truth = read_true_probabilities(run.truth)
     if not np.array_equal(truth.labels, labels):
         raise MesetaError(
-            f"quality: the test rows of {str(run.data)!r} are not those whose truth lies beside them; delete "
-            f"{str(run.truth)!r}, and they are made again"
+            f"quality: the labels of the test rows of {str(run.data)!r} differ from those of the true probabilities; "
+            f"delete {str(run.truth)!r}, and start the suite again"
         )
     return regret(logits, np.clip(truth.probabilities, MIN_TRUE_PROBABILITY, 1 - MIN_TRUE_PROBABILITY))
 
 
 def _flops_per_sample(config: RunConfig, dataset: Dataset) -> float:
-    """Of the dense part in a training step, as the planner counts them."""
+    # Operations of the dense part in training, as the planner counts them.
     tables, features = make_specs(config, dataset)
     collection = EmbeddingBagCollection(tables, features, seed=config.seed, device="cpu")
     return dense_load(config, make_meta_model(config, dataset, collection), len(dataset.dense)).flops_per_sample
 
 
-def _none_if_nan(value: float) -> float | None:
-    """JSON has no nan."""
+def _none_if_nan(value: float) -> float | None:  # JSON has no nan.
     return None if math.isnan(value) else value

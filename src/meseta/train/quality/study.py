@@ -1,4 +1,4 @@
-"""The folder of a suite: which trainings there are, which are done, and what they need. Imports no torch."""
+"""Folder of a suite, with the runs that it has and those that are done. Imports no torch."""
 
 from __future__ import annotations
 
@@ -28,64 +28,65 @@ _FORMAT = "meseta.quality/1"
 
 @dataclass(frozen=True, kw_only=True)
 class SuiteRun:
-    """One training of a suite."""
+    """One training run of a suite."""
 
     eval_dataset: EvalDataset
     name: str
-    """Of the config."""
+    """Name of the config."""
     config: Path
-    """What all trainings of it have in common."""
+    """Config file with the settings that all runs of this config share."""
     trial: Trial
     seed: int
     data: Path
-    """The dataset."""
+    """Dataset folder."""
     truth: Path | None
-    """Folder of the world; None where nobody knows the truth."""
+    """World folder with the true probabilities. `None` for a dataset, for which they are unknown."""
     reads_test: bool
-    """Whether its settings are those chosen; else it is a trial."""
+    """Whether the run has the selected settings and is scored on the test split. Otherwise it is a trial."""
 
     @property
     def overrides(self) -> list[str]:
-        """As arguments of `meseta train`."""
+        """Arguments of `meseta train`."""
         return [*self.trial.overrides, f"data.dir={json.dumps(str(self.data))}", f"seed={self.seed}"]
 
     @property
     def log(self) -> Path:
-        """What it prints."""
+        """File with the output of the run."""
         return self.trial.run_dir.with_suffix(".log")
 
     @property
     def score_file(self) -> Path:
-        """What it came to on test."""
+        """File with the score on the test split."""
         return self.trial.run_dir.with_suffix(".json")
 
     @property
     def logits_file(self) -> Path:
-        """Its predictions of test, kept where rows are drawn anew."""
+        """File with the predictions of the test split, for resampling."""
         return self.trial.run_dir.with_suffix(".npz")
 
     @property
     def title(self) -> str:
-        """In a line."""
+        """One-line description of the run."""
         what = f"seed {self.seed}" if self.reads_test else f"trial {self.trial.number + 1} ({self.trial.title})"
         return f"{self.eval_dataset.name}, {self.name}, {what}"
 
     def check_settings(self) -> None:
-        """Make sure that what lies under its name was trained with its settings. Raises MesetaError."""
+        """Raise MesetaError if the run folder was trained with other settings. Writes the settings if there are none
+        yet."""
         write_or_verify(
             self.trial.run_dir.with_suffix(".settings.json"), {"settings": self.trial.settings, "seed": self.seed}
         )
 
     def is_trained(self) -> bool:
-        """Whether it has reached its end."""
+        """Whether training has completed."""
         return self.trial.summary() is not None
 
     def is_done(self) -> bool:
-        """Whether nothing is left to do."""
+        """Whether the run is complete: scored if it reads the test split, else trained."""
         return self.score() is not None if self.reads_test else self.is_trained()
 
     def score(self) -> SeedScore | None:
-        """None where it has none yet. Raises StorageError if reading failed."""
+        """Return the score, or `None` if there is none yet. Raises StorageError if reading fails."""
         content = read_if_exists(self.score_file)
         try:
             return None if content is None else SeedScore.model_validate(parse_json(content))
@@ -93,62 +94,61 @@ class SuiteRun:
             return None
 
     def delete_checkpoints(self) -> None:
-        """Drop its checkpoints, which nobody needs any more."""
+        """Delete the checkpoints of the run, which are no longer needed."""
         shutil.rmtree(self.trial.run_dir / "checkpoints", ignore_errors=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SuiteRound:
-    """The trainings that read the same rows."""
+    """Runs of a suite that read the same rows."""
 
     world: SuiteWorld | None
-    """None where the rows are a dataset's."""
+    """World that the rows are drawn from, or `None` for a dataset."""
     seed: int
     folder: Path
-    """Of the world, or of the dataset."""
+    """Folder of the world or dataset."""
     runs: tuple[SuiteRun, ...]
 
     def pending_runs(self) -> list[SuiteRun]:
-        """What is not done yet. Raises MesetaError where something was done otherwise."""
+        """Return the runs that are not done. Raises MesetaError if a run was trained with other settings."""
         for run in self.runs:
             run.check_settings()
         return [run for run in self.runs if not run.is_done()]
 
     @property
     def needs_rows(self) -> bool:
-        """Whether the rows have to be made first."""
+        """Whether the rows of the world have to be made first."""
         return self.world is not None and not self.folder.is_dir()
 
     def delete_rows_and_weights(self) -> None:
-        """Rows of a world, which can be made again; weights that a run has left which ended when it had its figures."""
+        """Delete the rows of a world, and the checkpoints of the runs that are done."""
         for run in self.runs:
             if run.is_done():
                 run.delete_checkpoints()
-        if self.world is not None:
+        if self.world is not None:  # The rows of a world can be made again.
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
 class Study:
-    """A suite and its folder."""
+    """Suite and the folder with its results."""
 
     def __init__(self, suite: QualitySuite, name: str, out: Path) -> None:
         self.suite, self.name, self.out = suite, name, out
 
     def open(self) -> None:
-        """Make the folder, or take it up again; nothing is made where a config is wrong.
+        """Create the folder, or continue with an existing one. Nothing is created if a config is invalid.
 
-        Raises MesetaError for a config that is not valid, data without the splits that are needed, and a folder in
-        which something of the same name was trained otherwise.
+        Raises MesetaError if a config is invalid, a dataset lacks a split, or the folder has runs of other settings.
         """
-        own_code: dict[str, str] = {}
-        documents = {name: self._config_document(name, own_code) for name in self.suite.configs}
+        custom_code: dict[str, str] = {}
+        documents = {name: self._config_document(name, custom_code) for name in self.suite.configs}
         for dataset in self.suite.datasets:
             _check_splits(dataset.dir)
         try:
             self.out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise MesetaError(
-                f"quality: {str(self.out)!r} cannot be made: {error.strerror}; choose another --out"
+                f"quality: folder {str(self.out)!r} cannot be created: {error.strerror}; choose another --out"
             ) from None
         for entry in self.suite.entries:
             folder = self._dataset_folder(entry.eval_dataset)
@@ -158,14 +158,16 @@ class Study:
                 config = folder / folder_name(name) / "config.yaml"
                 write_or_verify(config.with_name("document.json"), document)
                 write_atomic(config, yaml.safe_dump(document, sort_keys=False))
-        for path, what in own_code.items():
+        for path, what in custom_code.items():
             log_user_code(what, path.partition(":")[0])
 
     def _config_document(self, name: str, own_code: dict[str, str]) -> dict[str, Any]:
-        """What all trainings of a config have in common; each of them was checked, and the code of the user's own that
-        it runs is added to `own_code`. Raises MesetaError, naming the config of the suite."""
+        """Return the settings shared by all runs of a config. All trials are validated.
+
+        Import paths of the user's code are added to `own_code`. Raises MesetaError with the name of the config.
+        """
         base = self.suite.configs[name].base
-        assert base is not None  # or the suite was refused
+        assert base is not None  # Validated by QualitySuite.
         fixed = [f"{key}={json.dumps(value, default=str)}" for key, value in self.suite.fixed_settings(name).items()]
         for number, settings in enumerate(self.suite.trial_settings(name) or [{}]):
             trial = Trial(number, settings, self.out / "run")
@@ -184,13 +186,16 @@ class Study:
 
     @property
     def num_runs(self) -> int:
-        """Trainings in all."""
+        """Total number of runs."""
         num_configs = sum(len(self.suite.config_names(entry)) for entry in self.suite.entries)
         return num_configs * (self.suite.trials + self.suite.seeds)
 
     def rounds(self) -> Iterator[SuiteRound]:
-        """All of them in order: of each ground the trials, then a fresh seed after the other. Those after the trials
-        are asked for when the trials are done, since they take what those have chosen."""
+        """Yield all rounds: for each world or dataset, first the trials, then one round per fresh seed.
+
+        Request a round only after the previous rounds are done, because fresh rounds use the settings that the trials
+        selected.
+        """
         for entry in self.suite.entries:
             if self.suite.trials:
                 yield self.tuning_round(entry)
@@ -198,18 +203,17 @@ class Study:
                 yield self.fresh_round(entry, seed)
 
     def tuning_round(self, entry: SuiteEntry) -> SuiteRound:
-        """The trials of all configs, in turns, so that none is ahead of the others."""
+        """Return the trials of all configs, interleaved so that all configs progress equally."""
         of_configs = [self._trials(entry, name) for name in self.suite.config_names(entry)]
         runs = [run for of_number in zip(*of_configs, strict=True) for run in of_number]
         return self._make_round(entry, self.suite.first_seed, runs)
 
     def _trials(self, entry: SuiteEntry, name: str) -> list[SuiteRun]:
-        """Of one config."""
         settings = self.suite.trial_settings(name)
-        return [self._make_run(entry, name, own, number) for number, own in enumerate(settings)]
+        return [self._make_run(entry, name, trial_settings, number) for number, trial_settings in enumerate(settings)]
 
     def fresh_round(self, entry: SuiteEntry, seed: int) -> SuiteRound:
-        """Each config with the settings that its trials have chosen; without those whose trials have all failed."""
+        """Return one run per config with its selected settings. Configs without a finished trial are omitted."""
         runs = []
         for name in self.suite.config_names(entry):
             chosen = self.best_settings(entry, name)
@@ -222,13 +226,11 @@ class Study:
         return SuiteRound(world=world, seed=seed, folder=self._rows_folder(entry, seed), runs=tuple(runs))
 
     def _rows_folder(self, entry: SuiteEntry, seed: int) -> Path:
-        """Of the rows."""
         return (
             entry.dir if isinstance(entry, SuiteDataset) else self._dataset_folder(entry.eval_dataset) / f"world-{seed}"
         )
 
     def _dataset_folder(self, ground: EvalDataset) -> Path:
-        """Of all that was trained there."""
         return self.out / folder_name(ground.name)
 
     def _make_run(
@@ -240,7 +242,7 @@ class Study:
         *,
         reads_test: bool = False,
     ) -> SuiteRun:
-        """`number`: of the trial, or the seed of one that reads test."""
+        """Create a run. `number` is the index of a trial, or the seed of a run that reads the test split."""
         folder = self._dataset_folder(entry.eval_dataset) / folder_name(name)
         seed = number if reads_test else self.suite.first_seed
         rows = self._rows_folder(entry, seed)
@@ -258,7 +260,7 @@ class Study:
         )
 
     def best_settings(self, entry: SuiteEntry, name: str) -> dict[str, Any] | None:
-        """The settings of the best trial by the valid split; None where none has ended."""
+        """Return the settings of the trial with the best validation metric, or `None` if no trial has one."""
         if not self.suite.trials:
             return {}
         results = [TrialResult(run.trial, run.trial.summary()) for run in self._trials(entry, name)]
@@ -266,12 +268,12 @@ class Study:
         return None if best.metric(self.suite.choose_by) is None else dict(best.trial.settings)
 
     def first_runs(self, entry: SuiteEntry) -> list[SuiteRun]:
-        """One training of each config on a ground."""
+        """Return one run of each config on a world or dataset."""
         settings = {name: (self.suite.trial_settings(name) or [{}])[0] for name in self.suite.config_names(entry)}
-        return [self._make_run(entry, name, own, 0) for name, own in settings.items()]
+        return [self._make_run(entry, name, first_settings, 0) for name, first_settings in settings.items()]
 
     def scored_runs(self, entry: SuiteEntry, name: str) -> dict[int, SuiteRun]:
-        """Trainings of a config that were scored, by seed."""
+        """Return the scored runs of a config by seed."""
         chosen = self.best_settings(entry, name)
         if chosen is None:
             return {}
@@ -279,8 +281,8 @@ class Study:
         return {seed: run for seed, run in runs.items() if run.is_done()}
 
     def scores(self) -> list[tuple[EvalDataset, list[ConfigScores]]]:
-        """What is done so far, in the order of the suite."""
-        found = []
+        """Return (dataset, scores of its configs) for all runs that are done, in the order of the suite."""
+        results = []
         for entry in self.suite.entries:
             configs = []
             for name in self.suite.config_names(entry):
@@ -288,16 +290,16 @@ class Study:
                 scores = {seed: score for seed, run in runs.items() if (score := run.score()) is not None}
                 chosen = self.best_settings(entry, name) or {}
                 configs.append(ConfigScores(name=name, scores=scores, chosen_settings=chosen))
-            found.append((self._with_best_reachable(entry.eval_dataset), configs))
-        return found
+            results.append((self._with_best_reachable(entry.eval_dataset), configs))
+        return results
 
     def save_best_reachable(self, one: SuiteRound) -> None:
-        """What the truth of a world reaches itself, which stays when the rows go."""
+        """Save the metrics of a world's true probabilities outside of the world's folder, which is deleted later."""
         if one.world is not None:
             write_atomic(self._best_file(one.world.eval_dataset, one.seed), (one.folder / BEST_FILE).read_text())
 
     def _with_best_reachable(self, ground: EvalDataset) -> EvalDataset:
-        """With what the true probabilities reach themselves, in the mean over the fresh seeds."""
+        # Metrics of the true probabilities, averaged over the fresh seeds.
         files = [self._best_file(ground, seed) for seed in self.suite.fresh_seeds]
         reached = [parse_json(read_bounded(file)) for file in files if file.exists()]
         means = {name: sum(one[name] for one in reached) / len(reached) for name in (reached[0] if reached else ())}
@@ -308,8 +310,8 @@ class Study:
 
 
 def write_or_verify(file: Path, document: Mapping[str, Any]) -> None:
-    """Write what something is made of, or make sure that it was made of the same. Raises MesetaError where it was
-    not."""
+    """Write `document` to `file`, or check that an existing file has the same content. Raises MesetaError if it
+    differs."""
     document = to_json_types({"format": _FORMAT, **document})
     if not path_exists(file):
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -320,12 +322,12 @@ def write_or_verify(file: Path, document: Mapping[str, Any]) -> None:
         if content is not None and parse_json(content) == document:
             return
     raise MesetaError(
-        f"quality: {str(file.parent)!r} holds what was trained otherwise; delete it, or choose another --out"
+        f"quality: folder {str(file.parent)!r} has results of other settings; delete it, or choose another --out"
     )
 
 
 def _describe_rows(entry: SuiteEntry) -> dict[str, Any]:
-    """What the rows of a ground are a function of."""
+    # The document differs if the rows of a world or dataset differ.
     if isinstance(entry, SuiteWorld):
         return entry.model_dump(mode="json")
     dataset = Dataset.load(entry.dir)
@@ -341,6 +343,6 @@ def _check_splits(folder: Path) -> None:
     for split in (VALID, TEST):
         if split not in dataset.splits or not dataset.splits[split].num_rows:
             raise MesetaError(
-                f"quality: dataset {str(folder)!r} has no rows in the split {split}, which a suite needs; prepare it "
+                f"quality: dataset {str(folder)!r} must have rows in the split {split}; prepare it "
                 f"with --{split}-fraction 0.1"
             )

@@ -1,4 +1,4 @@
-"""The file of a suite: what is compared, on what, and how each config is tuned. Imports no torch."""
+"""File format of a suite: configs to compare, worlds or datasets, and the settings to tune. Imports no torch."""
 
 from __future__ import annotations
 
@@ -21,35 +21,36 @@ from meseta.spec.documents import read_mapping
 from meseta.train.sweep.sweep import Choices, SearchSpace, grid_settings, parse_setting, random_settings
 
 RESERVED_KEYS = ("run_dir", "data.dir", "data.service", "seed", "checkpoint.dir", "checkpoint.mirror")
-"""Keys that a suite sets for each run itself, or that all runs would share."""
+"""Config keys that a suite sets for each run, or that must not be shared by runs."""
 NUM_WORLD_FILES = 10
-"""Of a world's rows, in files of equal length: the last makes the test split, the one before it the valid split."""
+"""Number of equal files that the rows of a world are split into. The last file is the test split, and the one before it
+the validation split."""
 MAX_GRID_SIZE = 100_000
-"""Combinations of lists of values that are all written down to be shuffled; of more, trials are drawn by chance."""
+"""Largest grid that is enumerated and shuffled. Trials of a larger grid are sampled."""
 
 
 class SuiteWorld(Section):
-    """A law of synthetic rows: every seed draws another world of this kind, and other rows."""
+    """Kind of synthetic world. Each seed draws another world of this kind and other rows."""
 
     world: str
-    """Name of the law, see docs/data_synth.md."""
+    """Name of the world, see docs/data_synth.md."""
     strength: float = Field(default=1.0, ge=0, le=1)
-    """Factor on what it plants."""
+    """Factor on the planted effects."""
     rows: int = Field(default=1_000_000, ge=1000, lt=2**40)
-    """In all: eight tenths to train on, one valid, one test."""
+    """Total number of rows: 8/10 for training, 1/10 for validation and 1/10 for test."""
     scale: float = Field(default=0.01, gt=0, le=1)
-    """Factor on Criteo's cardinalities."""
+    """Factor on the cardinalities of Criteo."""
 
     @field_validator("world")
     @classmethod
     def _is_known(cls, name: str) -> str:
         if name not in WORLDS:
-            raise ValueError(f"no world {name!r}; {suggest(name, WORLDS)}")
+            raise ValueError(f"unknown world {name!r}; {suggest(name, WORLDS)}")
         return name
 
     @property
     def eval_dataset(self) -> EvalDataset:
-        """As tables name it."""
+        """Name and facts of the world for tables."""
         facts = f"{self.rows:,} rows a seed, scale {self.scale:g}"
         return EvalDataset(
             name=f"{self.world} S={self.strength:g}", world=self.world, strength=self.strength, facts=facts
@@ -57,89 +58,89 @@ class SuiteWorld(Section):
 
 
 class SuiteDataset(Section):
-    """A prepared dataset: its rows are the same for all seeds, which are of training alone."""
+    """Prepared dataset. Its rows are the same for all seeds, which affect training only."""
 
     dir: Path
-    """As `meseta prepare` wrote it, with a split valid; relative to the file of the suite."""
+    """Folder written by `meseta prepare` with a validation split, relative to the suite file."""
 
     @property
     def eval_dataset(self) -> EvalDataset:
-        """As tables name it."""
+        """Name and facts of the dataset for tables."""
         return EvalDataset(name=self.dir.resolve().name, facts=f"the rows of {str(self.dir)!r}")
 
 
 SuiteEntry = SuiteWorld | SuiteDataset
-"""What configs are compared on."""
+"""World or dataset on which configs are compared."""
 
 
 class SuiteConfig(Section):
-    """One of those that are compared; its keys go before those that the suite has for all."""
+    """Config to compare. Its keys take precedence over those of the suite."""
 
     base: Path | None = None
-    """Config file of a run, relative to the file of the suite; None: that of the suite."""
+    """Config file of a run, relative to the suite file. `None` uses that of the suite."""
     set: dict[str, Any] = Field(default={})
-    """Keys of the config, such as model.name, and their values."""
+    """Fixed config values by key, such as model.name."""
     tune: dict[str, list[Any] | str] = Field(default={})
-    """Keys whose values are tried: a list, or a range such as loguniform(1e-3, 1e-1)."""
+    """Config keys to tune, each with a list of values or a range such as loguniform(1e-3, 1e-1)."""
     only_on: tuple[str, ...] = ()
-    """Names of worlds that it is for, as a world's own formula is; empty: all that the suite trains on."""
+    """Names of the worlds that the config is trained on. Empty for all worlds and datasets of the suite."""
 
 
 class QualitySuite(Section):
-    """All of the file."""
+    """Content of a suite file."""
 
     worlds: tuple[SuiteWorld, ...] = ()
-    """Laws with known probabilities, compared by regret, NE and AUC."""
+    """Worlds with known probabilities, compared by regret, NE and AUC."""
     datasets: tuple[SuiteDataset, ...] = ()
-    """Data whose truth nobody knows, compared by NE and AUC."""
+    """Datasets with unknown probabilities, compared by NE and AUC."""
     base: Path | None = None
-    """Config file that all start from; None: each has its own."""
+    """Config file that all configs are based on. `None` if each config has its own."""
     set: dict[str, Any] = Field(default={})
-    """Keys of all configs."""
+    """Config values by key that all configs share."""
     tune: dict[str, list[Any] | str] = Field(default={})
-    """Keys that are tried in all configs."""
+    """Keys to tune in all configs."""
     configs: dict[str, SuiteConfig] = Field(min_length=2)
-    """What is compared, by a name of yours."""
+    """Configs to compare by name."""
     reference: str | None = None
-    """The config that charts draw the others beside; None: the first."""
+    """Config with which charts compare the others. `None` selects the first."""
     trials: Annotated[int, Field(ge=0, le=10_000)] = 8
-    """Trainings of each config, on the valid split of a seed of their own, that choose its settings; the same for all.
-    0: none, and nothing is tuned."""
+    """Number of trials per config, which select its settings on the validation split of a separate seed. 0 disables
+    tuning."""
     seeds: Annotated[int, Field(ge=1, le=10_000)] = 3
-    """Trainings of each config with the settings chosen, which read test."""
+    """Number of runs of each config with the selected settings. These runs read the test split."""
     first_seed: NonNegativeInt = 0
-    """Of the trials; those after it are the fresh ones."""
+    """Seed of the trials. The following seeds are those of the final runs."""
     choose_by: Literal["ne", "auc", "logloss", "pr_auc"] = "ne"
-    """Figure of the valid split that chooses."""
+    """Metric on the validation split that selects settings."""
     resamples: PositiveInt = 1000
-    """Times that the test rows of a dataset are drawn anew."""
+    """Number of resamples of the test rows of a dataset."""
 
     @property
     def entries(self) -> list[SuiteEntry]:
-        """All that configs are compared on."""
+        """Worlds and datasets of the suite."""
         return [*self.worlds, *self.datasets]
 
     @property
     def fresh_seeds(self) -> range:
-        """Of worlds and training."""
+        """Seeds of the final runs, for worlds and training."""
         return range(self.first_seed + 1, self.first_seed + 1 + self.seeds)
 
     @model_validator(mode="after")
     def _check(self) -> QualitySuite:
         if not self.worlds and not self.datasets:
-            raise ValueError("there is nothing to train on; name 'worlds' or 'datasets'")
+            raise ValueError("a suite needs data to train on; add 'worlds' or 'datasets'")
         names = [folder_name(one.eval_dataset.name) for one in self.entries]
         for name in names:
             if names.count(name) > 1:
-                raise ValueError(f"{name!r} is there twice; give each world and strength, and each dataset, once")
+                raise ValueError(f"{name!r} is listed twice; list each dataset, and each world and strength, once")
         if self.reference is not None and self.reference not in self.configs:
             raise ValueError(f"reference {self.reference!r} is no config; {suggest(self.reference, self.configs)}")
         for name, config in self.configs.items():
             if config.base is None and self.base is None:
-                raise ValueError(f"config {name!r} has no 'base'; name the file of a run's config")
+                raise ValueError(f"config {name!r} has no 'base'; set it to the config file of a run")
             for world in config.only_on:
                 if world not in WORLDS:
-                    raise ValueError(f"config {name!r} is only on {world!r}, and there is no such world; "
+                    raise ValueError(f"config {name!r}: only_on has the unknown world {world!r}; "
                                      f"{suggest(world, WORLDS)}")  # fmt: skip
             self._check_keys(name)
         return self
@@ -147,33 +148,35 @@ class QualitySuite(Section):
     def _check_keys(self, name: str) -> None:
         keys = {**self.fixed_settings(name), **self.tuned_settings(name)}
         for key in keys:
-            if any(f"{key}.".startswith(f"{own}.") for own in RESERVED_KEYS):
-                raise ValueError(f"config {name!r} has {key}, which a suite sets itself; leave it out")
+            if any(f"{key}.".startswith(f"{reserved}.") for reserved in RESERVED_KEYS):
+                raise ValueError(f"config {name!r} must not set {key}, which the suite sets; remove it")
         if self.trials == 0 and self.tuned_settings(name):
-            raise ValueError(f"config {name!r} has keys to tune, but trials is 0; leave 'tune' out, or raise trials")
+            raise ValueError(f"config {name!r} has keys to tune, but trials is 0; remove 'tune', or raise trials")
         if self.trials > 0 and not self.tuned_settings(name):
             raise ValueError(
-                f"config {name!r} has nothing to tune, but every config gets {self.trials} trials; give it 'tune', or "
-                "set trials: 0"
+                f"config {name!r} has no keys to tune, but trials is {self.trials}; add 'tune', or set trials: 0"
             )
 
     def config_names(self, entry: SuiteEntry) -> list[str]:
-        """Configs that are trained there."""
+        """Return the names of the configs that are trained on `entry`."""
         world = entry.eval_dataset.world
         return [name for name, config in self.configs.items() if not config.only_on or world in config.only_on]
 
     def fixed_settings(self, name: str) -> dict[str, Any]:
-        """Keys and values of a config."""
+        """Return the fixed keys and values of a config."""
         return {**self.set, **self.configs[name].set}
 
     def tuned_settings(self, name: str) -> dict[str, list[Any] | str]:
-        """Keys of a config that are tried."""
+        """Return the keys of a config to tune, with their values or ranges."""
         return {key: value for key, value in {**self.tune, **self.configs[name].tune}.items()
                 if key in self.configs[name].tune or key not in self.configs[name].set}  # fmt: skip
 
     def trial_settings(self, name: str) -> list[dict[str, Any]]:
-        """What the trials of a config try, by key: of lists alone so many of their combinations, none twice, else drawn
-        by chance. Raises MesetaError, naming the config, for a space that is none, or has fewer."""
+        """Return the settings of each trial of a config: combinations without repetition if all keys have lists, else
+        samples.
+
+        Raises MesetaError with the name of the config if a range is invalid or there are too few combinations.
+        """
         if self.trials == 0:
             return []
         try:
@@ -188,11 +191,11 @@ def _trial_settings(tune: Mapping[str, list[Any] | str], num_trials: int, seed: 
         return random_settings(space, num_trials, seed)
     size = math.prod(len(entry.values) for entry in space.values() if isinstance(entry, Choices))
     if size < num_trials:
-        raise MesetaError(f"'tune' has {size:,} combinations for {num_trials} trials; give more values, or a range")
+        raise MesetaError(f"'tune' has {size:,} combinations for {num_trials} trials; add values, or use a range")
     if size > MAX_GRID_SIZE:
         return _remove_duplicates(random_settings(space, 10 * num_trials, seed))[:num_trials]
     combinations = grid_settings(space)
-    random.Random(seed).shuffle(combinations)  # all of them, so that more trials extend fewer
+    random.Random(seed).shuffle(combinations)  # Shuffle all of them, so that more trials only append to the list.
     return combinations[:num_trials]
 
 
@@ -201,14 +204,13 @@ def _remove_duplicates(settings: Sequence[dict[str, Any]]) -> list[dict[str, Any
 
 
 def _parse_tune(tune: Mapping[str, list[Any] | str]) -> SearchSpace:
-    """As `meseta sweep` reads it."""
     space = {}
     for key, value in tune.items():
         text = value if isinstance(value, str) else json.dumps(value, default=str)
         _, entry = parse_setting(f"{key}={text}")
         if entry is None:
             raise MesetaError(
-                f"'tune' has {key}: {value!r}, neither a list nor a range; write [a, b], or uniform(a, b), "
+                f"'tune' must have a list or a range for {key}, got {value!r}; write [a, b], uniform(a, b), "
                 "loguniform(a, b) or randint(a, b)"
             )
         space[key] = entry
@@ -216,28 +218,30 @@ def _parse_tune(tune: Mapping[str, list[Any] | str]) -> SearchSpace:
 
 
 def load_suite(path: Path) -> QualitySuite:
-    """The suite in a file, its paths as seen from here. Raises MesetaError for a file that is none, naming what is
-    wrong with it in one line."""
+    """Load a suite file. Its paths become relative to the working directory.
+
+    Raises MesetaError with a one-line message if the file cannot be read or is invalid.
+    """
     where = f"suite {str(path)!r}"
     try:
         document = read_mapping(path)
     except MesetaError as error:
         raise MesetaError(f"{where}: {error}") from None
     suite = validate_section(QualitySuite, document, where)
-    beside = path.parent
+    folder = path.parent
     try:
         for name in suite.configs:
             suite.trial_settings(name)
     except MesetaError as error:
         raise MesetaError(f"{where}: {error}") from None
     configs = {
-        name: config.model_copy(update={"base": beside / (config.base or suite.base or "")})
+        name: config.model_copy(update={"base": folder / (config.base or suite.base or "")})
         for name, config in suite.configs.items()
     }
-    datasets = tuple(one.model_copy(update={"dir": beside / one.dir}) for one in suite.datasets)
+    datasets = tuple(one.model_copy(update={"dir": folder / one.dir}) for one in suite.datasets)
     return suite.model_copy(update={"configs": configs, "datasets": datasets})
 
 
 def folder_name(name: str) -> str:
-    """Of a ground or a config, in the folder of a suite."""
+    """Return the folder name of a world, dataset or config within the folder of a suite."""
     return to_file_name(name.replace(" ", "-").replace("=", ""))

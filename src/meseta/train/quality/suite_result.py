@@ -1,4 +1,4 @@
-"""From the folder of a suite to what it has shown."""
+"""Collect the results in the folder of a suite."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from meseta.train.quality.study import Study
 
 
 def build_suite_result(study: Study, problems: Sequence[str]) -> SuiteResult:
-    """Of all trainings that are done; `problems` tell of those that are not. Raises MesetaError where predictions that
-    were kept cannot be read."""
+    """Return the result of all runs that are done. `problems` describe the runs that failed.
+
+    Raises MesetaError if saved predictions cannot be read.
+    """
     suite = study.suite
     return SuiteResult(
         name=study.name,
@@ -25,9 +27,8 @@ def build_suite_result(study: Study, problems: Sequence[str]) -> SuiteResult:
 
 
 def _row_intervals(study: Study) -> RowIntervals:
-    """Of the datasets, whose truth is not known."""
-    found: dict[tuple[str, str, str, str], ConfidenceInterval] = {}
+    intervals: dict[tuple[str, str, str, str], ConfidenceInterval] = {}
     for entry in study.suite.datasets:
         runs = {name: study.scored_runs(entry, name) for name in study.suite.config_names(entry)}
-        found |= bootstrap_rows(entry.eval_dataset.name, runs, study.suite.resamples, study.suite.first_seed)
-    return found
+        intervals |= bootstrap_rows(entry.eval_dataset.name, runs, study.suite.resamples, study.suite.first_seed)
+    return intervals

@@ -1,4 +1,4 @@
-"""The rows of a world of one seed: drawn, prepared, and with the true probabilities of the test split beside them."""
+"""Rows of a synthetic world for one seed: drawn, prepared, and stored with the true probabilities of the test split."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from meseta.spec import MesetaError
 from meseta.train.quality.suite import NUM_WORLD_FILES, SuiteWorld
 
 ROWS_FOLDER, TRUTH_FILE, BEST_FILE = "rows", "truth.npz", "best.json"
-"""In the folder of a world: the dataset, the truth of its test rows, and the figures that this truth has itself."""
+"""Files in the folder of a world: the dataset, the true probabilities of its test rows, and their metrics."""
 MIN_COUNT = 10
-"""Times that an id comes in training to have a row of its own; the law lets rare ids matter little."""
+"""Minimum number of occurrences in training for an id to have its own row. Rarer ids matter little in a world."""
 
 
 @dataclass(frozen=True)
 class TrueProbabilities:
-    """Of the rows of a test split, in their order."""
+    """Labels and true probabilities of the test rows, in their order."""
 
     labels: NDArray[Any]
     probabilities: NDArray[Any]
 
 
 def make_world(world: SuiteWorld, seed: int, out: Path) -> None:
-    """Make the folder of a world of a seed, whole or not at all. Raises MesetaError where the system refuses."""
+    """Create the folder of a world for `seed` atomically. Raises MesetaError if files cannot be written."""
     with atomic_folder(out) as folder:
         raw = folder / "raw"
         log = ClickLog(seed, world.scale, world.world, world.strength)
@@ -59,20 +59,21 @@ def make_world(world: SuiteWorld, seed: int, out: Path) -> None:
         shutil.rmtree(raw)
 
 
-def best_reachable_metrics(figures: Mapping[str, float | None]) -> dict[str, float]:
-    """What the true probabilities reach on the test rows, by figure."""
-    reached = {name: value for name in ("auc", "ne") if (value := figures[name]) is not None}
+def best_reachable_metrics(metrics: Mapping[str, float | None]) -> dict[str, float]:
+    """Return the metrics of the true probabilities on the test rows, by name."""
+    reached = {name: value for name in ("auc", "ne") if (value := metrics[name]) is not None}
     return {"regret": 0.0, **reached}
 
 
 def read_true_probabilities(folder: Path) -> TrueProbabilities:
-    """Raises MesetaError where the folder of a world has none."""
-    found = read_arrays(folder / TRUTH_FILE, f"delete {str(folder)!r}, and it is made again")
-    return TrueProbabilities(found["labels"], found["probabilities"])
+    """Read the true probabilities of a world. Raises MesetaError if its folder has none."""
+    arrays = read_arrays(folder / TRUTH_FILE, f"delete {str(folder)!r}, and start the suite again")
+    return TrueProbabilities(arrays["labels"], arrays["probabilities"])
 
 
 def read_arrays(path: Path, way_out: str) -> dict[str, NDArray[Any]]:
-    """Those of a file that `numpy.savez` wrote. Raises MesetaError, with the way out, where it cannot be read."""
+    """Read all arrays of a file written by `numpy.savez`. Raises MesetaError with the remedy `way_out` if reading
+    fails."""
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             return {name: arrays[name] for name in arrays.files}

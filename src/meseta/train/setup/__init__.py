@@ -1,1 +1,1 @@
-"""What is there before the first step: tables, model, plan, and whether memory suffices."""
+"""Preparation of a run: specifications, memory check, plan, model and readers."""

@@ -1,4 +1,4 @@
-"""From a config and a dataset to tables, features and a model on the ranks of this run."""
+"""Build the model, readers and learning rates of a run from a config and a dataset."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ from meseta.train.setup.specs import make_specs
 
 
 def choose_device(config: RunConfig) -> torch.device:
-    """The device of this rank: with 'auto' a GPU where this host has one for each of its ranks, else the CPU, which
-    rank 0 then says where GPUs are left idle.
+    """Return the device of this rank.
 
-    Raises MesetaError where GPUs are asked for and there are too few.
+    With 'auto' it is a GPU if this host has one for each of its ranks, else the CPU. Rank 0 prints a note if the CPU is
+    used although there are GPUs.
+    Raises MesetaError if the config requires GPUs and there are too few.
     """
     num_ranks = num_local_ranks()
     num_gpus = torch.cuda.device_count() if config.device != "cpu" and torch.cuda.is_available() else 0
@@ -36,33 +37,36 @@ def choose_device(config: RunConfig) -> torch.device:
         torch.cuda.set_device(local_rank())
         return torch.device("cuda", local_rank())
     if config.device == "cuda" and num_gpus == 0:
-        raise MesetaError("device 'cuda' was asked for, but torch sees no GPU; set device=cpu, or install a CUDA torch")
+        raise MesetaError("device is 'cuda', but torch sees no GPU; set device=cpu, or install torch with CUDA")
     if config.device == "cuda":
         raise MesetaError(
-            f"device 'cuda' was asked for, but torch sees {num_gpus} GPU(s) for the {num_ranks} ranks of this host; "
+            f"device is 'cuda', but torch sees {num_gpus} GPU(s) for the {num_ranks} ranks of this host; "
             f"set --nproc {num_gpus}, or device=cpu"
         )
     if num_gpus:
         print_note(
-            f"{num_ranks} ranks on this host and {num_gpus} GPU(s): all ranks take the CPU; --nproc {num_gpus} takes "
-            "the GPUs"
+            f"this host has {num_ranks} ranks and only {num_gpus} GPU(s), so all ranks use the CPU; --nproc {num_gpus} "
+            "uses the GPUs"
         )
     return torch.device("cpu")
 
 
 def make_sharded_model(config: RunConfig, dataset: Dataset, world: World) -> Any:
-    """The model on this rank's device, its tables placed; `model.embeddings.plan` says where."""
+    """Plan and build the model of a run on this rank's device. The plan is `model.embeddings.plan`."""
     return place_model(*plan_model(config, dataset, world), world)
 
 
 def plan_model(config: RunConfig, dataset: Dataset, world: World) -> tuple[RunPlanner, Plan]:
-    """Where the tables of a run go, before any is made. Collective. Raises MesetaError, on all ranks, as
-    `RunPlanner.plan` does, and where the run needs more memory than there is."""
+    """Plan the tables of a run before memory is allocated for them. Collective.
+
+    Raises MesetaError, on all ranks, if planning fails or the run needs more memory than there is.
+    """
     tables, features = make_specs(config, dataset)
     collection = EmbeddingBagCollection(tables, features, seed=config.seed, device=world.device)
     outline = make_meta_model(config, dataset, collection)
     planner = RunPlanner(config, dataset, collection, outline, world)
-    if config.check_memory and world.size > 1:  # no plan is searched for what cannot fit without any table
+    # Check the run without tables first, because the search for a plan may take long.
+    if config.check_memory and world.size > 1:
         planner.check_memory(Plan(num_ranks=world.size, tables=()))
     plan = planner.plan()
     if config.check_memory:
@@ -71,8 +75,11 @@ def plan_model(config: RunConfig, dataset: Dataset, world: World) -> tuple[RunPl
 
 
 def make_clip(config: RunConfig, world: World, over_parts: SumOverRanks | None) -> GradientClipper:
-    """What limits the gradients of a run; `over_parts` adds over ranks, of dense parameters that are cut. Raises
-    MesetaError, on all ranks, as `check_clip` does."""
+    """Return the gradient clipper of a run.
+
+    `over_parts` sums over the ranks that hold parts of a sharded dense parameter. Raises MesetaError under the
+    conditions of `check_clip`.
+    """
     check_clip(config, world.size)
     dense, norm = config.dense, config.train.clip_norm
     if norm is None:
@@ -81,10 +88,10 @@ def make_clip(config: RunConfig, world: World, over_parts: SumOverRanks | None) 
 
 
 def place_model(planner: RunPlanner, plan: Plan, world: World) -> Any:
-    """The model of a run on this rank's device, its tables as planned. Collective."""
+    """Build the model of a run on this rank's device, with its tables sharded according to `plan`. Collective."""
     config, collection = planner.config, planner.collection
     model = make_unsharded_model(config, planner.dataset, collection)
-    # What is cut goes to its device module by module, since all of it may not fit there.
+    # A sharded dense part is moved to the device module by module, because the whole may not fit there.
     is_whole = config.dense.sharding == "replicated" or world.size == 1
     model.to(device=world.device if is_whole else "cpu", dtype=collection.dtype)
     comm, storage = config.comm.communication, config.storage.options
@@ -94,8 +101,11 @@ def place_model(planner: RunPlanner, plan: Plan, world: World) -> Any:
 def make_reader(
     config: RunConfig, dataset: Dataset, split: str, world: World, run: RunAttempt | None = None
 ) -> BatchReader:
-    """This rank's slices of the batches of a split: training rows are shuffled, others come in the order of the
-    files. `run` and errors: as `RowSource.reader`, collective as that."""
+    """Return a reader of this rank's slices of the batches of a split.
+
+    Training rows are shuffled. Other splits are read in the order of their files. `run` and the errors are those of
+    `RowSource.reader`, and so is whether the call is collective.
+    """
     train, data = config.train, config.data
     is_train = split == "train"
     options = ReaderOptions(
@@ -112,24 +122,28 @@ def make_reader(
 
 
 def count_steps(config: RunConfig, reader: BatchReader, num_done_steps: int) -> int:
-    """Steps of the whole run, of which `num_done_steps` are done and `reader` has the rest; the batch size may have
-    changed in between. Raises MesetaError where there is nothing to read, or less to do than is done."""
+    """Return the number of steps of the whole run.
+
+    `num_done_steps` steps are done, and `reader` has the remaining batches.
+    Raises MesetaError if there are no rows to read, or more steps are done than the config requests.
+    """
     if reader.num_batches == 0:
         left_out, num_rows = reader.excluded_rows, reader.num_rows
         why = (
-            f"data.last_batch 'drop' leaves out all of its {num_rows} rows" if num_rows
-            else "data.filter and data.negative_keep leave none; ask for more" if any(astuple(left_out))
+            f"data.last_batch 'drop' excludes all of its {num_rows} rows" if num_rows
+            else "data.filter and data.negative_keep exclude all rows; relax them" if any(astuple(left_out))
             else "prepare it again"
         )  # fmt: skip
         raise MesetaError(f"dataset {str(reader.dataset.dir)!r} has no rows to train on: {why}")
     left = (config.train.epochs - reader.epoch_index - 1) * reader.num_batches
+    # Do not derive the total from the epochs, because the batch size may have changed since the run started.
     whole = num_done_steps + left + reader.num_remaining_batches
     num_steps = min(whole, config.train.max_steps or whole)
     if num_done_steps > num_steps:
         raise MesetaError(
-            f"run_dir {str(config.run_dir)!r} is at step {num_done_steps}, beyond the {max(num_steps, 0)} that the "
-            f"config "
-            "asks for; raise train.epochs or train.max_steps, or choose another run_dir"
+            f"run_dir {str(config.run_dir)!r} is at step {num_done_steps}, beyond the {max(num_steps, 0)} steps of the "
+            f"config; "
+            "raise train.epochs or train.max_steps, or choose another run_dir"
         )
     return num_steps
 
@@ -141,8 +155,15 @@ def set_learning_rates(
     num_steps: int,
     num_falls: tuple[int, int] = (0, 0),
 ) -> float:
-    """Give the dense part the rate of `step`, counted from 0, of a run of `num_steps`, in which evaluations have let
-    the rates of tables and of the dense part fall so often; returns what those of tables are multiplied by."""
+    """Set the learning rate of the dense part for `step`, and return the factor on the rates of tables.
+
+    Args:
+        config: Config of the run.
+        optimizer: Optimizer of the dense part.
+        step: Step number, starting at 0.
+        num_steps: Number of steps of the whole run.
+        num_falls: Number of plateau reductions of (table, dense) rates so far.
+    """
     factor = learning_rate_factor(config.dense_schedule, step, num_steps, num_falls[1])
     for group in optimizer.param_groups:
         group["lr"] = config.dense.optimizer.lr * factor
@@ -150,15 +171,18 @@ def set_learning_rates(
 
 
 def task_weights(config: RunConfig, dataset: Dataset) -> list[float] | None:
-    """One number per label of the dataset, None where all are 1; raises MesetaError for a label that it lacks."""
-    given = config.train.task_weights
-    for name in given:
+    """Return one weight per label of the dataset, or `None` if all are 1.
+
+    Raises MesetaError if the config names an unknown label, or all weights are 0.
+    """
+    weight_by_label = config.train.task_weights
+    for name in weight_by_label:
         if name not in dataset.labels:
             raise MesetaError(
-                f"config: train.task_weights names {name!r}, but the labels of the data are "
-                f"{', '.join(map(repr, dataset.labels))}; {suggest(name, dataset.labels)}"
+                f"config: train.task_weights has {name!r}, which is not a label of the data "
+                f"({', '.join(map(repr, dataset.labels))}); {suggest(name, dataset.labels)}"
             )
-    weights = [given.get(name, 1.0) for name in dataset.labels]
+    weights = [weight_by_label.get(name, 1.0) for name in dataset.labels]
     if not any(weights):
-        raise MesetaError("config: train.task_weights are 0 for all labels, so that nothing is learned; raise one")
+        raise MesetaError("config: train.task_weights must not be 0 for all labels; raise at least one")
     return None if all(weight == 1.0 for weight in weights) else weights

@@ -1,9 +1,11 @@
-"""What the C library's heap grows to while training takes and gives back blocks of memory.
+"""Model of the C library's heap, to predict how far it grows while training allocates and frees blocks.
 
-A model of glibc up to 2.37 as `meseta.ops.allocator.keep_freed_memory` sets it. torch asks for blocks at multiples of
-64 bytes; each is cut from a larger one, and the ends are kept for small requests. So a block that was given back is not
-joined with its neighbours, and is too small by its ends for the next one of its size. Of nine models on batches of
-1,024 samples to 16,384, bytes in use are 0.43 to 0.99 of what /proc says, and what is told here is 0.69 to 1.22 of it.
+It follows glibc up to 2.37 with the settings of `meseta.ops.allocator.keep_freed_memory`. torch requests blocks at
+multiples of 64 bytes. The allocator cuts each block out of a larger chunk and keeps both ends for small requests. A
+freed block is therefore not merged with its neighbors, and is too small for the next request of its size.
+
+For nine models on batches of 1,024 to 16,384 samples, the bytes in use are 0.43 to 0.99 of the value in /proc. The
+prediction is 0.69 to 1.22 of it.
 """
 
 from __future__ import annotations
@@ -13,46 +15,47 @@ from collections import Counter
 from collections.abc import Iterable
 
 MMAP_THRESHOLD_BYTES = 32 << 20
-"""Blocks from here on, for which the heap has no room, are the system's, and go back to it."""
+"""Minimum size of a block that is mapped separately if the heap has no free chunk for it. It is unmapped when it is
+freed."""
 _BLOCK_ALIGNMENT_BYTES = 64
+# Header, alignment and minimum size of a chunk.
 _CHUNK_HEADER_BYTES, _CHUNK_ALIGNMENT_BYTES, _MIN_CHUNK_BYTES = 8, 16, 32
-"""Bytes of a chunk beside its block, what its size is a multiple of, and its least size."""
+# Freed chunks below this size are kept for requests of the same size, up to a maximum count per size.
 _MAX_TCACHE_BYTES, _MAX_TCACHE_COUNT = 1040, 7
-"""Chunks below are kept for requests of their size, so many of each."""
 NUM_SIMULATED_STEPS = 3
-"""Steps after which the heap grows little more."""
+"""Number of simulated steps, after which the heap hardly grows."""
 
 
 class HeapModel:
-    """One heap, which never shrinks, and the blocks beside it."""
+    """Heap that never shrinks, and separately mapped blocks."""
 
     def __init__(self) -> None:
         self.peak = 0
-        """The most bytes of the heap and beside it."""
+        """Largest total size of the heap and the mapped blocks, in bytes."""
+        # (position, size) of free chunks, ascending. Adjacent chunks are merged, and none is at the end.
         self._free: list[tuple[int, int]] = []
-        """(place, size) of chunks that are free, in order; none touches the next, or the end."""
+        # End of the used part of the heap.
         self._end = 0
-        """Of what is used."""
+        # Largest value of `_end` so far.
         self._max_end = 0
-        """The furthest that the end ever was."""
         self._mmapped_bytes = 0
+        # (position, size) of each allocated chunk. The position is `None` for a mapped block.
         self._allocated: dict[int, tuple[int | None, int]] = {}
-        """Of a block: where its chunk lies, None for beside the heap, and its size."""
         self._tcache_counts: Counter[int] = Counter()
 
     def allocate(self, block: int, num_bytes: int) -> None:
-        """Take a block, under a number of its own."""
+        """Allocate `num_bytes` under the unique number `block`."""
         size = -(-(num_bytes + _CHUNK_HEADER_BYTES) // _CHUNK_ALIGNMENT_BYTES) * _CHUNK_ALIGNMENT_BYTES
-        wanted = size + _BLOCK_ALIGNMENT_BYTES + _MIN_CHUNK_BYTES
-        fitting = [index for index, (_, free) in enumerate(self._free) if free >= wanted]
-        if not fitting and self._max_end - self._end < wanted and wanted >= MMAP_THRESHOLD_BYTES:
-            self._mmapped_bytes += wanted
-            self._allocated[block] = None, wanted
+        padded_size = size + _BLOCK_ALIGNMENT_BYTES + _MIN_CHUNK_BYTES
+        fitting = [index for index, (_, free) in enumerate(self._free) if free >= padded_size]
+        if not fitting and self._max_end - self._end < padded_size and padded_size >= MMAP_THRESHOLD_BYTES:
+            self._mmapped_bytes += padded_size
+            self._allocated[block] = None, padded_size
         else:
             if fitting:
                 place, free = self._free.pop(min(fitting, key=lambda index: self._free[index][1]))
             else:
-                place, free, self._end = self._end, wanted, self._end + wanted
+                place, free, self._end = self._end, padded_size, self._end + padded_size
                 self._max_end = max(self._max_end, self._end)
             before = -(place + 2 * _CHUNK_HEADER_BYTES) % _BLOCK_ALIGNMENT_BYTES
             before += _BLOCK_ALIGNMENT_BYTES if 0 < before < _MIN_CHUNK_BYTES else 0
@@ -63,7 +66,7 @@ class HeapModel:
         self.peak = max(self.peak, self._max_end + self._mmapped_bytes)
 
     def free(self, block: int) -> None:
-        """Give a block back that was taken."""
+        """Free an allocated block."""
         place, size = self._allocated.pop(block)
         if place is None:
             self._mmapped_bytes -= size
@@ -77,7 +80,6 @@ class HeapModel:
             self._coalesce(place, size)
 
     def _coalesce(self, place: int, size: int) -> None:
-        """Let a chunk be free, one with those beside it."""
         index = bisect(self._free, (place, size))
         if index < len(self._free) and place + size == self._free[index][0]:
             size += self._free.pop(index)[1]
@@ -91,8 +93,11 @@ class HeapModel:
 
 
 def heap_peak(entries: Iterable[tuple[int, int]]) -> int:
-    """The most bytes that are held where training takes and gives back the same blocks in every step: (number of the
-    block, bytes taken, or given back where they are negative), in order. What a step keeps is given back at its end."""
+    """Return the peak size of the heap if a training step repeats the allocations in `entries`.
+
+    An entry is (block number, bytes), with negative bytes for a block that is freed. Blocks still allocated after the
+    last entry are freed at the end of the step.
+    """
     heap, steps = HeapModel(), [*entries]
     for _ in range(NUM_SIMULATED_STEPS):
         left: dict[int, None] = {}

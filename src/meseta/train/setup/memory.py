@@ -1,4 +1,4 @@
-"""Whether a run fits into memory: bytes that it will hold, predicted before its model and its tables are made."""
+"""Predict the memory that a run needs, before its model and tables are created, and check that it fits."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ from meseta.train.setup.source import make_row_source
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryDemand:
-    """Bytes that one rank holds in one phase of a run."""
+    """Bytes that one rank needs in one phase of a run."""
 
     tables: int
-    """Rows of its shards, and for replicas their gradient: exact."""
+    """Rows of its shards, and gradients of replicas. Exact."""
     optimizer_state: int
-    """State of its rows: exact."""
+    """Optimizer states of its rows. Exact."""
     dense_part: int
-    """Parameters, gradients and moments, at most."""
+    """Upper bound of dense parameters, gradients and moments."""
     activations: int
-    """Of one batch, forwards and backwards, with the buffers of its exchange; or of one in evaluation."""
+    """Activations of one batch in the forward and backward pass with exchange buffers, or of one evaluation batch."""
     reading: int
-    """Decoded windows, or rows that have come from readers, and batches made ahead, in the host's memory."""
+    """Decoded windows or received rows, and prefetched batches, in host memory."""
     saving: int
-    """Blocks of a checkpoint on their way to files, in the host's memory."""
+    """Blocks of a checkpoint that are being written, in host memory."""
     copies: int
-    """What a save in the background is written from, in the host's memory."""
+    """Copies from which a background save writes, in host memory."""
     process: int
-    """Stacks of threads and what allocators keep, in the host's memory."""
+    """Thread stacks and memory retained by allocators, in host memory."""
 
     @property
     def total(self) -> int:
@@ -51,11 +51,10 @@ class MemoryDemand:
 
     @property
     def device_demand(self) -> MemoryDemand:
-        """Without what lies in the memory of the host."""
+        """Demand without the parts in host memory."""
         return replace(self, reading=0, saving=0, copies=0, process=0)
 
     def __str__(self) -> str:
-        """What there is of each, for the message."""
         parts = asdict(self).items()
         shown = [(name, value) for name, value in parts if value or name not in ("saving", "copies")]
         return ", ".join(f"{name.replace('_', ' ')} {format_bytes(value)}" for name, value in shown)
@@ -63,17 +62,17 @@ class MemoryDemand:
 
 @dataclass(frozen=True, kw_only=True)
 class RunMemory:
-    """What the ranks of a run hold under any plan."""
+    """Memory demand of the ranks of a run under any plan."""
 
     workload: Workload
-    """Of its steps."""
+    """Load of one training step."""
     run: RunBytes
-    """What the run adds to a plan."""
+    """Demand that does not depend on the plan."""
 
     def demand_by_phase(
         self, plan: Plan, tables: Mapping[str, TableSpec] | None = None
     ) -> dict[Phase, list[MemoryDemand]]:
-        """By phase, of every rank; `tables` stand for those of the workload of their names."""
+        """Return the demand of each rank by phase. `tables` replaces tables of the workload with the same name."""
         workload = self.workload
         if tables is not None:
             workload = replace(workload, tables=tuple(tables[table.name] for table in workload.tables))
@@ -90,25 +89,33 @@ class RunMemory:
 
 
 def is_background_save_certain(config: CheckpointConfig) -> bool:
-    """Whether a run is certain to save in the background: 'auto' does so only where memory is free."""
+    """Whether the run always saves in the background. 'auto' does so only if memory is free."""
     return config.background == "always" and saves_during_training(config)
 
 
 def _has_deltas(config: CheckpointConfig) -> bool:
-    """Whether checkpoints hold changed rows alone, or rows in codes."""
+    """Whether checkpoints may hold changed rows only, or quantized rows."""
     return config.deltas != "none" or config.bits != "exact" or bool(config.tables)
 
 
 def saves_during_training(config: CheckpointConfig) -> bool:
-    """Whether a run saves before its end."""
+    """Whether a run saves checkpoints before its end."""
     return bool(config.every_steps or config.every_minutes or config.keep_best)
 
 
 def run_bytes(
     config: RunConfig, dataset: Dataset, outline: nn.Module, num_ranks: int, per_host: int, *, on_cpu: bool
 ) -> RunBytes:
-    """What a run adds to its plan on so many ranks, `per_host` of them on a host; of the model, `outline` has the
-    shapes, as meseta.train.setup.meta_model makes it."""
+    """Return the memory demand of a run that its plan does not include.
+
+    Args:
+        config: Config of the run.
+        dataset: Dataset of the run.
+        outline: Model on the meta device.
+        num_ranks: Number of ranks.
+        per_host: Number of ranks per host.
+        on_cpu: Whether the ranks compute on CPUs.
+    """
     train, num_dense = config.train, len(dataset.dense)
     batch_size = -(-train.batch_size // num_ranks)
     part_size = -(-batch_size // train.accumulate_steps)
@@ -116,7 +123,7 @@ def run_bytes(
     sample_bytes = 4 * (1 + len(dataset.dense)) + 8 * lookups
     ahead = _max_rows_read_ahead(config, dataset, num_ranks)
     is_stale, overlaps = bool(config.pipeline.staleness), num_ranks > 1 and config.pipeline.overlap != "off"
-    if overlaps or is_stale:  # the batch whose ids travel ahead, and those that come
+    if overlaps or is_stale:  # The batch in input_dist, and the ids that it receives.
         ahead += 2 * batch_size
     scored = -(-train.eval_batch_size // num_ranks)
     return RunBytes(
@@ -138,29 +145,29 @@ def run_bytes(
 
 
 def _max_rows_read_ahead(config: RunConfig, dataset: Dataset, num_ranks: int) -> int:
-    """The most that a rank holds of training rows before their turn."""
     window_rows = min(config.data.shuffle_window_rows, dataset.num_training_rows)
     num_batches = 1 + config.data.prefetch_batches
     if not make_row_source(config.data).is_served:
-        # A window as decoded and as Arrow has it, while the next one is read.
+        # A window in decoded form and as Arrow table, and the next one, which is being read.
         return window_rows * 3 + config.train.batch_size * num_batches
-    # Of each window that is asked for, this rank's rows: a record batch in hand, one waiting, and one that comes.
+    # For each requested window, this rank's rows: one record batch in use, one waiting, and one being received.
     of_rank, batch_size = (-(-rows // num_ranks) for rows in (window_rows, config.train.batch_size))
     return (MAX_WINDOWS_AHEAD + 1) * min(3 * MAX_RECORD_BATCH_ROWS, of_rank) + batch_size * num_batches
 
 
 def _without_checkpoint_phase(needs: Mapping[Phase, list[MemoryDemand]]) -> dict[Phase, list[MemoryDemand]]:
-    """Without the phase of checkpoints."""
-    return {phase: found for phase, found in needs.items() if phase != "checkpoint"}
+    return {phase: demands for phase, demands in needs.items() if phase != "checkpoint"}
 
 
 def _peak_phase(needs: Sequence[list[MemoryDemand]]) -> list[MemoryDemand]:
-    """Of the phase in which ranks hold most together."""
-    return max(needs, key=lambda found: sum(need.total for need in found))
+    return max(needs, key=lambda demands: sum(need.total for need in demands))
 
 
 def dense_part_bytes(config: RunConfig, model: nn.Module, num_ranks: int, per_host: int) -> int:
-    """Of the dense part on one rank; where it is cut, its share and the largest module while that is gathered."""
+    """Return the bytes of the dense part on one rank.
+
+    A sharded dense part takes a share, and the largest module while its parameters are gathered.
+    """
 
     def of(module: nn.Module) -> int:
         return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
@@ -173,8 +180,10 @@ def dense_part_bytes(config: RunConfig, model: nn.Module, num_ranks: int, per_ho
 
 
 def available_bytes(device: torch.device, system: KernelFiles | None = None) -> int | None:
-    """Memory that this process may still take of its device; of the host, what no control group forbids. None where
-    the system does not tell."""
+    """Return the free memory of this process's device, or `None` if the system does not report it.
+
+    Host memory is limited by the control groups of the process.
+    """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     system = system or KernelFiles()
@@ -182,17 +191,17 @@ def available_bytes(device: torch.device, system: KernelFiles | None = None) -> 
 
 
 def check_memory(memory: RunMemory, outline: nn.Module, world: World, plan: Plan) -> None:
-    """Raise MesetaError, on all ranks and with the numbers, where the ranks of a host need more than it has left.
+    """Raise MesetaError, on all ranks, if the ranks of a host need more memory than is free. Collective.
 
-    Collective. On GPUs each rank is held against its own device, without what takes the memory of the host.
+    On GPUs, each rank is checked against its own device, without its demand of host memory.
     """
     free, host = available_bytes(world.device), socket.gethostname()
     hosts = world.all_gather_object((host, free))
     if world.device.type == "cuda":
-        here, known = [world.rank], free
+        here, free_bytes = [world.rank], free
     else:
         here = [rank for rank, (name, _) in enumerate(hosts) if name == host]
-        known = min((left for name, left in hosts if name == host and left is not None), default=None)
+        free_bytes = min((left for name, left in hosts if name == host and left is not None), default=None)
 
     def held(tables: Mapping[str, TableSpec] | None = None) -> tuple[list[MemoryDemand], list[MemoryDemand]]:
         needs = memory.demand_by_phase(plan, tables)
@@ -204,7 +213,7 @@ def check_memory(memory: RunMemory, outline: nn.Module, world: World, plan: Plan
     problem = None
     for phase, (together, while_so) in enumerate(zip(held(), ("", " while it saves"), strict=True)):
         total = sum(need.total for need in together)
-        if known is not None and total > known:
+        if free_bytes is not None and total > free_bytes:
             tables = {table.name: table for table in memory.workload.tables}
             largest = max(tables.values(), key=lambda table: table.num_embeddings * table.embedding_dim)
             smaller = {
@@ -213,8 +222,8 @@ def check_memory(memory: RunMemory, outline: nn.Module, world: World, plan: Plan
             }
             ways = [f"{change} needs {size}" for change, size in smaller.items() if size != format_bytes(total)]
             problem = MesetaError(
-                f"this run needs {format_bytes(total)} of memory on {host!r}{while_so}, and {format_bytes(known)} are "
-                f"free "
+                f"this run needs {format_bytes(total)} of memory on {host!r}{while_so}, but {format_bytes(free_bytes)} "
+                f"are free "
                 f"({len(together)} ranks there; rank {world.rank} holds: {together[here.index(world.rank)]}; the "
                 f"largest table is {largest.name!r}, {largest.num_embeddings:,} x {largest.embedding_dim}"
                 f"{_largest_parameter(outline)}). {'; '.join([*ways, 'or ' * bool(ways) + _REMEDIES])}"
@@ -225,21 +234,21 @@ def check_memory(memory: RunMemory, outline: nn.Module, world: World, plan: Plan
 
 _REMEDIES = (
     "prepare the data with fewer --hash-rows, lower model.embedding_dim, the widths of the model's layers, "
-    "train.batch_size or train.eval_batch_size, take more hosts, or set check_memory=false to start all the same"
+    "train.batch_size or train.eval_batch_size, use more hosts, or set check_memory=false to skip this check"
 )
 
 
 def _largest_parameter(outline: nn.Module) -> str:
-    """Of the dense part, for the message; nothing where it has none."""
-    found = max(outline.named_parameters(), key=lambda named: named[1].numel(), default=None)
-    if found is None:
+    """Return a clause with the largest dense parameter, or an empty string if there is none."""
+    largest = max(outline.named_parameters(), key=lambda named: named[1].numel(), default=None)
+    if largest is None:
         return ""
-    name, parameter = found
+    name, parameter = largest
     return f", the largest dense parameter {name!r}, {' x '.join(f'{size:,}' for size in parameter.shape)}"
 
 
 def _smaller_tables(tables: Mapping[str, TableSpec]) -> dict[str, dict[str, TableSpec]]:
-    """By change of the config, the tables under it."""
+    # Settings that need less memory, with the tables that result.
     return {
         "embedding.dtype=bfloat16": {
             name: replace(table, dtype="bfloat16") if table.dtype == "float32" else table

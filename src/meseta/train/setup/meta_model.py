@@ -1,4 +1,4 @@
-"""A model before it takes any memory: its shapes alone, and the bytes that a batch will take on its way through it."""
+"""Models on the meta device, which need no memory, and the bytes and operations of a step predicted from them."""
 
 from __future__ import annotations
 
@@ -28,13 +28,17 @@ from meseta.ops.library import FLOPS
 from meseta.spec import InitSpec, MesetaError
 from meseta.train.setup.heap import heap_peak
 
+# The backward pass has two products of the same size, for the gradients of inputs and of weights.
 TRAINING_FLOPS_FACTOR = 3
-"""A product forwards, and two as large backwards: for the gradients of inputs and of weights."""
+"""Ratio of the operations of a training step to those of its forward pass."""
 
 
 def make_unsharded_model(config: RunConfig, dataset: Dataset, collection: EmbeddingBagCollection) -> nn.Module:
-    """The model of a config on tables that take no memory yet, its parameters as `dense.init` has them. Raises
-    MesetaError as `make_model` and `fill_by_pattern` do."""
+    """Build the model of a config, with dense parameters initialized as in `dense.init`. No memory is allocated for
+    tables.
+
+    Raises MesetaError if the model or `dense.init` is invalid.
+    """
     model = make_model(config.model, collection, len(dataset.dense), config.seed, dense_dtype(config), dataset.labels)
     fill_by_pattern(
         model, {name: InitSpec(**init.model_dump()) for name, init in config.dense.init.items()}, config.seed
@@ -43,10 +47,12 @@ def make_unsharded_model(config: RunConfig, dataset: Dataset, collection: Embedd
 
 
 def make_meta_model(config: RunConfig, dataset: Dataset, collection: EmbeddingBagCollection) -> nn.Module:
-    """The same in the type that it trains in, on torch's meta device: with shapes and without numbers, so that even one
-    that cannot fit is there at once. A model of the user's own that asks for numbers is made as it is."""
+    """Build the model of a config on the meta device, in its training dtype.
+
+    A custom model that cannot be built without values is built on the CPU.
+    """
     if ":" in config.model.name:
-        load_custom_model_class(config.model.name)  # imported here: what its module keeps has numbers
+        load_custom_model_class(config.model.name)  # Tensors of its module must not become meta tensors.
     try:
         with torch.device("meta"):
             outline = make_unsharded_model(config, dataset, collection)
@@ -56,13 +62,11 @@ def make_meta_model(config: RunConfig, dataset: Dataset, collection: EmbeddingBa
 
 
 class _AllocationTracker(TorchDispatchMode):
-    """Every block of memory that torch takes and gives back while this is entered, in order."""
-
     def __init__(self, held: Iterable[Tensor]) -> None:
-        """`held` is there already, so that a view of it takes nothing."""
+        """Create a tracker. Storage of `held` is already allocated, so its views are not recorded."""
         super().__init__()
         self.allocations: list[tuple[int, int]] = []
-        """(number of the block, bytes taken; given back where they are negative)."""
+        """Allocations and frees in order, as (block number, bytes). Bytes are negative for a free."""
         self._block_ids = {tensor.untyped_storage()._cdata: -1 for tensor in held}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -83,48 +87,46 @@ class _AllocationTracker(TorchDispatchMode):
         self.allocations.append((self._block_ids.pop(key), -num_bytes))
 
     def block_ids(self, tensors: Iterable[Tensor | None]) -> set[int]:
-        """Of the blocks that these lie in."""
+        """Return the block numbers of the storage of `tensors`."""
         return {self._block_ids[t.untyped_storage()._cdata] for t in tensors if t is not None}
 
     def peak_bytes(self, on_heap: bool, exclude: Collection[int] = ()) -> int:
-        """The most bytes that were taken at once, apart from some blocks, or what the C library's heap grows to."""
+        """Return the peak of allocated bytes without the blocks in `exclude`. `on_heap` predicts the size of the C heap
+        instead."""
         entries = [(number, num_bytes) for number, num_bytes in self.allocations if number not in exclude]
         return heap_peak(entries) if on_heap else max(accumulate(n for _, n in entries), default=0)
 
 
 def pooled_embedding_bytes(outline: nn.Module, batch_size: int) -> int:
-    """Of the bags of `batch_size` samples."""
+    """Return the bytes of the pooled embeddings of `batch_size` samples."""
     return batch_size * _embedding_width(outline) * _embeddings(outline).dtype.itemsize
 
 
 def step_peak_bytes(outline: nn.Module, batch_size: int, num_dense: int, *, on_heap: bool = False) -> int:
-    """The most bytes that scoring `batch_size` samples and the way back take at once: bags, activations, gradients of
-    both, and what products need beside. Parameters and their gradients are counted elsewhere. `on_heap`: what the heap
-    of a process that trains on a CPU grows to for them.
+    """Return the peak memory of the forward and backward pass over `batch_size` samples.
 
-    A layer that asks where its samples lie is told of one rank. A model of the user's own that cannot be followed
-    without numbers counts by its linear layers: their outputs and the gradients of these.
+    It includes pooled embeddings, activations, their gradients and temporary buffers, but no parameters and parameter
+    gradients. `on_heap` predicts the size of the C heap of a CPU process.
     """
     try:
         return _trace_step(outline, batch_size, num_dense, on_heap)
-    except Exception:  # whatever the code of a model of the user's own raises where there are no numbers
+    except Exception:  # Code of a custom model may raise anything if tensors have no values.
         if isinstance(outline, ScoringModel):
             raise
         return _estimate_from_linear_layers(outline, batch_size)
 
 
 def step_flops(outline: nn.Module, batch_size: int, num_dense: int) -> int:
-    """Operations of the products of matrices that score `batch_size` samples and that the way back takes, as
-    torch.utils.flop_counter counts them: two for each number that is multiplied and added. What goes number by number,
-    such as a ReLU or the sums of a factorization machine, counts for nothing.
+    """Return the operations of all matrix products in the forward and backward pass over `batch_size` samples.
 
-    A model of the user's own that cannot be followed without numbers counts by its linear layers.
+    A multiplication and an addition count as two, as in torch.utils.flop_counter. Elementwise operations are not
+    counted. If a custom model cannot be traced without values, only its linear layers are counted.
     """
     try:
         with _flop_counter() as counter:
             dense, pooled = _inputs(outline, batch_size, num_dense)
             _backward(outline, [_score(outline, dense, pooled, batch_size)], pooled)
-    except Exception:  # whatever the code of a model of the user's own raises where there are no numbers
+    except Exception:  # Code of a custom model may raise anything if tensors have no values.
         if isinstance(outline, ScoringModel):
             raise
         layers = (layer for layer in outline.modules() if isinstance(layer, nn.Linear))
@@ -133,16 +135,18 @@ def step_flops(outline: nn.Module, batch_size: int, num_dense: int) -> int:
 
 
 def dense_only_flops(outline: nn.Module, batch_size: int, num_dense: int) -> int:
-    """The same of what `forward_dense` of the model makes of dense inputs alone, and its way back; 0 without it, and
-    for a model of the user's own that cannot be followed without numbers."""
+    """Return the operations of `forward_dense`, which needs dense inputs only, and of its backward pass.
+
+    The result is 0 if the model has no `forward_dense`, or is a custom model that cannot be traced without values.
+    """
     before = find_dense_forward(outline)
     if before is None or not all(parameter.is_meta for parameter in outline.parameters()):
         return 0
     try:
         with _flop_counter() as counter:
             with _single_rank_batch(outline, batch_size):
-                found = before(torch.empty(batch_size, num_dense, device="meta"))
-            _backward(outline, tree_leaves(found.value if isinstance(found, DenseActivations) else found))
+                outputs = before(torch.empty(batch_size, num_dense, device="meta"))
+            _backward(outline, tree_leaves(outputs.value if isinstance(outputs, DenseActivations) else outputs))
     except Exception:
         if isinstance(outline, ScoringModel):
             raise
@@ -155,7 +159,8 @@ def _flop_counter() -> FlopCounterMode:
 
 
 def _backward(outline: nn.Module, outputs: Iterable[Any], *inputs: Tensor) -> Sequence[Tensor | None]:
-    """Gradients of `inputs` and of all parameters, of those outputs that are tensors and depend on them."""
+    """Return the gradients of `inputs` and all parameters with respect to the tensors in `outputs` that require
+    gradients."""
     parameters = [parameter for parameter in outline.parameters() if parameter.requires_grad]
     tensors = [tensor for tensor in outputs if isinstance(tensor, Tensor) and tensor.requires_grad]
     ones = [torch.ones_like(tensor) for tensor in tensors]
@@ -164,29 +169,29 @@ def _backward(outline: nn.Module, outputs: Iterable[Any], *inputs: Tensor) -> Se
 
 
 def _trace_step(outline: nn.Module, batch_size: int, num_dense: int, on_heap: bool) -> int:
-    with _AllocationTracker(_tensors(outline)) as ledger:
+    with _AllocationTracker(_tensors(outline)) as tracker:
         dense, pooled = _inputs(outline, batch_size, num_dense)
         logits = _score(outline, dense, pooled, batch_size)
-        found = _backward(outline, [logits], pooled)
+        gradients = _backward(outline, [logits], pooled)
         del logits
-    return ledger.peak_bytes(on_heap, exclude=ledger.block_ids(found[1:]))
+    return tracker.peak_bytes(on_heap, exclude=tracker.block_ids(gradients[1:]))
 
 
 def evaluation_peak_bytes(outline: nn.Module, batch_size: int, num_dense: int, *, on_heap: bool = False) -> int:
-    """As `step_bytes`, of an evaluation: there is no way back."""
+    """Return the peak memory of the forward pass in evaluation. See `step_peak_bytes`."""
     try:
-        with torch.no_grad(), _AllocationTracker(_tensors(outline)) as ledger:
+        with torch.no_grad(), _AllocationTracker(_tensors(outline)) as tracker:
             _score(outline, *_inputs(outline, batch_size, num_dense), batch_size)
     except Exception:
         if isinstance(outline, ScoringModel):
             raise
         return _estimate_from_linear_layers(outline, batch_size) // 2
-    return ledger.peak_bytes(on_heap)
+    return tracker.peak_bytes(on_heap)
 
 
 def _estimate_from_linear_layers(outline: nn.Module, batch_size: int) -> int:
-    """Bags and outputs of layers in four bytes, and their gradients."""
     outputs = sum(layer.out_features for layer in outline.modules() if isinstance(layer, nn.Linear))
+    # Pooled embeddings and outputs of linear layers in float32, and their gradients.
     return 8 * batch_size * (_embedding_width(outline) + outputs)
 
 
@@ -195,8 +200,9 @@ def _tensors(outline: nn.Module) -> list[Tensor]:
 
 
 def _inputs(outline: nn.Module, batch_size: int, num_dense: int) -> tuple[Tensor, Tensor]:
-    """Dense inputs [B, num_dense] and bags [B, sum of D], which learn."""
-    check_reads_pooled("outline", outline)  # how many rows there are is a matter of the ids
+    """Return meta tensors (dense inputs [B, num_dense], pooled embeddings [B, sum of D]). The latter require
+    gradients."""
+    check_reads_pooled("outline", outline)  # Without pooling, the number of rows would depend on the ids.
     dense = torch.empty(batch_size, num_dense, device="meta")
     dtype = _embeddings(outline).dtype
     return dense, torch.empty(batch_size, _embedding_width(outline), dtype=dtype, device="meta").requires_grad_()
@@ -207,14 +213,13 @@ def _embeddings(outline: nn.Module) -> EmbeddingBagCollection:
 
 
 def _embedding_width(outline: nn.Module) -> int:
-    """Of the bags of a sample, side by side."""
     embeddings = _embeddings(outline)
     width = {table.name: table.embedding_dim for table in embeddings.tables}
     return sum(width[feature.table] for feature in embeddings.features if feature.pooling != "none")
 
 
 def _single_rank_batch(outline: nn.Module, batch_size: int) -> AbstractContextManager[None]:
-    """While this is entered, layers are told of samples that all lie on one rank."""
+    """Context manager that makes a batch of `batch_size` samples on a single rank the active batch."""
     batch_slice = BatchSlice(world=World.single("meta"), step=0, batch_size_per_rank=(batch_size,))
     return _embeddings(outline).active_batch(BatchContext(batch_slice=batch_slice))
 

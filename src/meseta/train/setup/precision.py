@@ -1,4 +1,4 @@
-"""dense.dtype of a run: what 'auto' comes to, and whether bfloat16 pays on the processors of all ranks."""
+"""Choice of the dtype of the dense part, and whether bfloat16 is fast on the processors of all ranks."""
 
 from __future__ import annotations
 
@@ -18,59 +18,61 @@ from meseta.spec import MesetaError
 from meseta.spec.tables import DenseDtype
 
 DENSE_DTYPE_KEY = "dense_dtype"
-"""Where the state of a checkpoint keeps the type that its run has."""
+"""Key of the dense dtype in the state of a checkpoint."""
+# Minimum compute capability of GPUs with bfloat16 tensor cores.
 _MIN_CAPABILITY = (8, 0)
-"""Of GPUs whose tensor cores multiply bfloat16."""
+# Rows, inputs and outputs of the timed layer.
 _PROBE_SHAPE = (256, 512, 512)
-"""Rows, inputs and outputs of the layer that is timed."""
 _NUM_PROBES = 3
 
 
 def resolve_dense_dtype(config: RunConfig, world: World) -> RunConfig:
-    """The config with a type in place of 'auto': that of the checkpoint which the run goes on from; of a new run
-    bfloat16 where every rank multiplies it. Collective.
+    """Return the config with a dtype in place of 'auto'. Collective.
 
-    Raises MesetaError, on all ranks, where its checkpoints cannot be reached, and, with what a product takes in both
-    types, for a new run in bfloat16 that some rank's processor or GPU has no instructions for. dense.check_speed=false
-    lets it begin; one that has begun goes on.
+    A resumed run keeps the dtype of its checkpoint. A new run uses bfloat16 if every rank has instructions for it.
+    Raises MesetaError, on all ranks, if the checkpoints cannot be read. Also raises it for a new run with dtype
+    bfloat16 if a rank has no instructions for it, unless `dense.check_speed` is false.
     """
     has_begun, former = world.broadcast_from_rank_0(lambda: _previous_dtype(config))
     dense = config.dense
     if dense.dtype == "bfloat16" and dense.check_speed and not has_begun:
         world.raise_on_all_ranks(_slow_bfloat16_error(world.device))
     slow = world.all_gather_object(bfloat16_slow_reason(world.device))
-    wanted = former if former and dense.dtype == "auto" else dense_dtype(config, is_fast=not any(slow))
-    return config.model_copy(update={"dense": dense.model_copy(update={"dtype": wanted})})
+    dtype = former if former and dense.dtype == "auto" else dense_dtype(config, is_fast=not any(slow))
+    return config.model_copy(update={"dense": dense.model_copy(update={"dtype": dtype})})
 
 
 def bfloat16_slow_reason(device: torch.device) -> str | None:
-    """Why bfloat16 is slower than float32 on this rank's device, None where it is faster."""
+    """Return why bfloat16 is slower than float32 on this rank's device, or `None` if it is faster."""
     if device.type != "cuda":
         return read_processor().bfloat16_unavailable_reason()
     capability = torch.cuda.get_device_capability(device)
     if capability >= _MIN_CAPABILITY:
         return None
     name, version = torch.cuda.get_device_name(device), ".".join(map(str, capability))
-    return f"{name} has compute capability {version}, and bfloat16 needs 8.0"
+    return f"{name} has compute capability {version}, but bfloat16 needs 8.0"
 
 
 def bfloat16_note(config: RunConfig, world: World) -> str | None:
-    """A line for a run that computes in bfloat16 all the same where it does not pay, or where its bits follow the
-    number of threads; None: nothing to say. The same on every rank. Collective."""
+    """Return a note if bfloat16 is slow on a rank, or its results depend on the number of threads. Collective.
+
+    The note is the same on all ranks. `None` if there is nothing to report.
+    """
     if config.dense.dtype != "bfloat16":
         return None
     why = bfloat16_slow_reason(world.device) if config.dense.check_speed else None
-    text = None if why is None else f"the dense part computes in bfloat16, as it was trained, and slowly: {why}"
+    text = None if why is None else f"the dense part computes in bfloat16, as in training, which is slow here: {why}"
     if text is None and world.device.type == "cpu":
         text = read_processor().thread_dependence_reason()
-    told = world.all_gather_object(text)
-    rank, text = next(((rank, text) for rank, text in enumerate(told) if text), (0, None))
+    texts = world.all_gather_object(text)
+    rank, text = next(((rank, text) for rank, text in enumerate(texts) if text), (0, None))
     where = f"rank {rank}: " if world.size > 1 else ""
     return text and f"note: {where}{text}"
 
 
 def _previous_dtype(config: RunConfig) -> tuple[bool, DenseDtype | None]:
-    """Whether the run goes on from a checkpoint, of run_dir or of its mirror, and the type that this one has."""
+    """Return (whether the run resumes from a checkpoint of run_dir or its mirror, the dense dtype of that
+    checkpoint)."""
     path = checkpoint.newest(config.checkpoint_location)
     try:
         if path is not None:
@@ -86,7 +88,7 @@ def _previous_dtype(config: RunConfig) -> tuple[bool, DenseDtype | None]:
             return False, None
     except StorageError:
         raise
-    except MesetaError:  # told, with the way out, where the checkpoint is loaded
+    except MesetaError:  # Loading the checkpoint raises the same error with a remedy.
         return True, None
     former = state.get(DENSE_DTYPE_KEY)
     return True, former if former in ("float32", "bfloat16") else None
@@ -99,14 +101,14 @@ def _slow_bfloat16_error(device: torch.device) -> MesetaError | None:
     rows, inputs, outputs = _PROBE_SHAPE
     half_ms, float_ms = (1e3 * _linear_layer_s(device, dtype) for dtype in (torch.bfloat16, torch.float32))
     return MesetaError(
-        f"dense.dtype 'bfloat16' is slow: {why}; a product of {rows} x {inputs} x {outputs} took {half_ms:.3g} ms, in "
-        f"float32 {float_ms:.3g} ms; set dense.dtype to float32, or to auto, or dense.check_speed=false to train so "
-        "all the same"
+        f"dense.dtype 'bfloat16' is slow: {why}; a product of {rows} x {inputs} x {outputs} took {half_ms:.3g} ms, and "
+        f"in float32 {float_ms:.3g} ms; set dense.dtype to float32 or auto, or dense.check_speed=false to use bfloat16 "
+        "anyway"
     )
 
 
 def _linear_layer_s(device: torch.device, dtype: torch.dtype) -> float:
-    """Median seconds of a layer. They are told, and decide nothing."""
+    """Return the median seconds of a linear layer, for an error message only."""
     rows, inputs, outputs = _PROBE_SHAPE
     x = torch.ones(rows, inputs, device=device, dtype=dtype)
     weight = torch.ones(outputs, inputs, device=device, dtype=dtype)

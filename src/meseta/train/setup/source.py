@@ -1,5 +1,6 @@
-"""Where the rows of a run come from: a folder of this machine, or the readers of a dispatcher. Loads no torch until
-batches are wanted, since `meseta plan` wants none."""
+"""Sources of the rows of a run: a local folder, or the readers of a dispatcher."""
+
+# `meseta plan` needs no batches, so torch is imported only when a reader is created.
 
 from __future__ import annotations
 
@@ -31,42 +32,49 @@ if TYPE_CHECKING:
 
 
 READERS_VARIABLE = "MESETA_READERS"
-"""Tells the ranks of `meseta train --readers N` the address of their dispatcher."""
+"""Environment variable with the dispatcher's address, for the ranks of `meseta train --readers N`."""
 
 
 class RowSource(ABC):
-    """One dataset. Its name in messages is `str` of it."""
+    """Source of the rows of one dataset. Messages name it by `str(source)`."""
 
     is_served: bool
-    """Whether others decode the rows, and the files are not here."""
+    """Whether readers decode the rows. If so, the files need not be on this machine."""
 
     @abstractmethod
     def dataset(self) -> Dataset:
-        """What it holds, with the digests of all vocabularies. Raises MesetaError where that cannot be read."""
+        """Return the dataset description with the digests of all vocabularies. Raises MesetaError if it cannot be
+        read."""
 
     @abstractmethod
     def reader(
         self, dataset: Dataset, split: str, options: ReaderOptions, world: World, run: RunAttempt | None = None
     ) -> BatchReader:
-        """This rank's batches of a split; `dataset` is what `dataset()` gave, with the labels that are wanted. `run`:
-        as `attempt` gave it; None: no training, and one of its own. Collective where rows are served. Raises
-        MesetaError as Reader does."""
+        """Return a reader of this rank's batches of a split. Collective if rows are served.
+
+        `dataset` is the result of `dataset()` with the labels to read. `run` is the result of `new_attempt`, or `None`
+        to read without training. Raises MesetaError if the options do not fit the data.
+        """
 
     @abstractmethod
     def new_attempt(self, run_dir: Path, world: World) -> RunAttempt | None:
-        """This start of the training in `run_dir`, which turns away what is left of former ones; None where that needs
-        no name. Collective."""
+        """Return an identifier of this start of the training in `run_dir`, or `None` if the source needs none.
+        Collective.
+
+        Readers reject requests of earlier attempts.
+        """
 
     @abstractmethod
     def keep_tables(self, dataset: Dataset, folder: Path) -> Dataset:
-        """Put what encoding further rows takes into `folder`, see meseta.data.prepare.copy_tables; returns the
-        description with the names there. Raises OSError where the folder cannot be written, and MesetaError for what
-        does not come."""
+        """Copy the files that encoding new rows requires to `folder`. Return a description with their paths there.
+
+        Raises OSError if the folder cannot be written, and MesetaError if a file cannot be fetched.
+        """
 
 
 @dataclass(frozen=True)
 class LocalSource(RowSource):
-    """A folder that `meseta prepare` wrote."""
+    """Folder written by `meseta prepare`."""
 
     folder: Path
     is_served = False
@@ -92,45 +100,42 @@ class LocalSource(RowSource):
 
 
 class _ServiceSource(RowSource):
-    """Rows that the readers of a dispatcher decode."""
-
     is_served = True
 
     @property
     @abstractmethod
-    def _service(self) -> ReaderServiceAddress:
-        """Whom to ask."""
+    def _service(self) -> ReaderServiceAddress: ...
 
     def reader(
         self, dataset: Dataset, split: str, options: ReaderOptions, world: World, run: RunAttempt | None = None
     ) -> BatchReader:
         from meseta.data.read.served.reader import RunAttempt, ServedReader
 
-        # All ranks of one pass, but of no other, share windows.
+        # The ranks of one epoch share windows with each other and with no other reader, so the name must be unique.
         run = run or world.broadcast_from_rank_0(
             lambda: RunAttempt(name=f"{socket.gethostname()}:{time.time_ns()}", attempt=0)
         )
-        found, problem = None, None
+        reader, problem = None, None
         try:
-            found = ServedReader(
+            reader = ServedReader(
                 self._service, split, options, labels=dataset.labels, rank=world.rank, num_ranks=world.size, run=run
             )
-            described = found.dataset.model_copy(update={"dir": dataset.dir})
-            if described != dataset:  # what was checked is what is read
+            described = reader.dataset.model_copy(update={"dir": dataset.dir})
+            if described != dataset:  # `dataset` was checked, so the readers must decode the same one.
                 raise MesetaError(
-                    f"dataset {str(dataset.dir)!r} has been prepared anew since this command began; run it again"
+                    f"dataset {str(dataset.dir)!r} was prepared again while this command ran; run the command again"
                 )
         except MesetaError as error:
             problem = error
         world.raise_on_all_ranks(problem)
-        assert found is not None
-        return found
+        assert reader is not None
+        return reader
 
     def new_attempt(self, run_dir: Path, world: World) -> RunAttempt | None:
         from meseta.data.read.served.reader import RunAttempt
 
         def begin() -> RunAttempt:
-            # The folder alone may be that of another machine's run.
+            # Runs on several machines may have equal paths.
             name = f"{socket.gethostname()}:{run_dir.absolute()}"
             return RunAttempt(name=name[-1024:], attempt=time.time_ns() // 1000)
 
@@ -139,7 +144,7 @@ class _ServiceSource(RowSource):
 
 @dataclass(frozen=True)
 class LocallyServedSource(_ServiceSource):
-    """A folder of this machine, which readers of this machine decode, for this command alone."""
+    """Folder on this machine that readers on this machine decode, for this command only."""
 
     folder: Path
     url: str
@@ -162,7 +167,7 @@ class LocallyServedSource(_ServiceSource):
 
 @dataclass(frozen=True)
 class ServedSource(_ServiceSource):
-    """A dataset of a dispatcher."""
+    """Dataset of a dispatcher."""
 
     config: ServiceConfig
 
@@ -212,14 +217,14 @@ class ServedSource(_ServiceSource):
             yield dispatcher
         except UnreachableError as error:
             raise MesetaError(
-                f"{error}; start it with `meseta readers dispatch`, or set data.service.url to one that runs"
+                f"{error}; start it with `meseta readers dispatch`, or set data.service.url to a running dispatcher"
             ) from None
         finally:
             dispatcher.close()
 
 
 def make_row_source(config: DataConfig, data: Path | None = None) -> RowSource:
-    """What the section `data` of a config names, or the dataset in the folder `data` where there is one."""
+    """Return the source that section `data` of a config names, or the dataset folder `data` if it is given."""
     if data is None and config.dir is None:
         return ServedSource(config.service)
     if data is None and config.dir is not None and (url := environ.get(READERS_VARIABLE)) is not None:

@@ -1,4 +1,4 @@
-"""What a training step of a config asks of the machines: from the dataset's statistics and the model."""
+"""Load of a training step, from a config, the statistics of its dataset, and its model."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ def make_workload(
     features: Sequence[FeatureSpec],
     outline: nn.Module | None = None,
 ) -> Workload:
-    """The workload of a run; without the outline of its model its dense part is empty. Features are named as the
-    dataset's columns."""
+    """Return the workload of a run. Features are named after the columns of the dataset.
+
+    Without the `outline` of the model, the dense part is empty.
+    """
     columns = {column.name: column for column in dataset.sparse}
     num_samples = dataset.num_training_rows
     return Workload(
@@ -39,45 +41,42 @@ def make_workload(
 
 
 def feature_load(column: SparseFeature, num_samples: int) -> FeatureLoad:
-    """What `meseta prepare` counted of a feature on `num_samples` samples.
-
-    A split that is shorter than a window of the histogram was one window of its own length. Rows of a vocabulary are
-    numbered by frequency."""
+    """Return the statistics that `meseta prepare` measured for a feature."""
     counted = column.statistics
+    # A split shorter than a window of the reuse histogram was counted as one window of the length of the split.
     window = max(min(counted.reuse.window_samples, num_samples), 1)
     return FeatureLoad(
         pooling_factor=counted.mean_pooling_factor,
         reuse=replace(counted.reuse, window_samples=window),
-        is_sorted=column.encoding == "vocabulary",
+        is_sorted=column.encoding == "vocabulary",  # Rows of a vocabulary are ordered by frequency.
     )
 
 
 def dense_load(config: RunConfig, outline: nn.Module, num_dense: int) -> DenseLoad:
-    """Operations and bytes of everything that is not a table, of a model's outline, as
-    meseta.train.setup.meta_model makes it."""
+    """Return the operations and bytes of the dense part, from a model on the meta device."""
     from meseta.train.setup.meta_model import pooled_embedding_bytes, step_flops, step_peak_bytes
 
-    parameters = [own for own in outline.parameters() if own.requires_grad]
+    parameters = [parameter for parameter in outline.parameters() if parameter.requires_grad]
     batch_size = config.train.batch_size
     moving = step_peak_bytes(outline, batch_size, num_dense) - 2 * pooled_embedding_bytes(outline, batch_size)
     return DenseLoad(
         flops_per_sample=step_flops(outline, batch_size, num_dense) / batch_size,
-        parameter_bytes=sum(own.numel() * own.element_size() for own in parameters),
+        parameter_bytes=sum(parameter.numel() * parameter.element_size() for parameter in parameters),
         activation_bytes_per_sample=max(-(-moving // batch_size), 0),
         dtype=dense_dtype(config),
     )
 
 
 def dense_exchange(config: RunConfig, model: nn.Module, dataset: Dataset) -> DenseExchange:
-    """What the ranks of a run exchange for everything that is not a table, beside the bytes of its gradients."""
+    """Return the communication of the dense part besides the bytes of its gradients."""
     from meseta.comm.dense_shards import sharded_modules
     from meseta.models.base import GLOBAL_LOSS_HOOKS, loss_term_names
     from meseta.models.global_layers import SyncBatchNorm
     from meseta.train.saving import NUM_FLAGS
 
-    parameters = [own for own in model.parameters() if own.requires_grad]
+    parameters = [module for module in model.parameters() if module.requires_grad]
     number_bytes, of_all = (
-        max((own.element_size() for own in parameters), default=4),
+        max((module.element_size() for module in parameters), default=4),
         loss_term_names(model, *GLOBAL_LOSS_HOOKS),
     )
     units = sharded_modules(model, cast("nn.Module", model.embeddings)) if config.dense.sharding == "fsdp" else ()
@@ -87,8 +86,10 @@ def dense_exchange(config: RunConfig, model: nn.Module, dataset: Dataset) -> Den
     return DenseExchange(
         num_tensors=len(parameters),
         element_bytes=number_bytes,
-        num_padding_elements=sum(-own.numel() % COLUMN_BLOCK for own in parameters if id(own) not in cut),
-        batch_norm_widths=tuple(own.weight.numel() for own in model.modules() if isinstance(own, SyncBatchNorm)),
+        num_padding_elements=sum(-module.numel() % COLUMN_BLOCK for module in parameters if id(module) not in cut),
+        batch_norm_widths=tuple(
+            module.weight.numel() for module in model.modules() if isinstance(module, SyncBatchNorm)
+        ),
         sharded_shapes=shapes,
         num_gradient_norms=norms_of_lamb + (config.dense.clip_norm is not None),
         num_flags=NUM_FLAGS + len(loss_term_names(model)) + len(of_all),

@@ -1,1 +1,1 @@
-"""Choosing settings by training: `meseta sweep`, and the trials that find a rate before a run."""
+"""Search over settings: trials, their folders, and their ranking."""

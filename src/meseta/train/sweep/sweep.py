@@ -1,4 +1,4 @@
-"""A search over settings: what is tried, which trials are done, and how they rank. Imports no torch."""
+"""Trials of a search over settings: their settings, state and ranking. Imports no torch."""
 
 from __future__ import annotations
 
@@ -31,35 +31,35 @@ from meseta.train.setup.source import make_row_source
 
 _FORMAT = "meseta.sweep/1"
 METRICS = ("ne", "auc", "logloss", "pr_auc")
-"""Figures that trials can be ranked by."""
+"""Metrics that trials can be ranked by."""
 DISTRIBUTIONS = ("uniform", "loguniform", "randint")
 _DISTRIBUTION_PATTERN = re.compile(rf"({'|'.join(DISTRIBUTIONS)})\(([^,()]+),([^,()]+)\)")
 MAX_COMPARED = 8
-"""Trials that the page compares, the best ones."""
+"""Number of best trials on the comparison page."""
 
 
 @dataclass(frozen=True)
 class Choices:
-    """A list of values."""
+    """List of values to choose from."""
 
     values: tuple[Any, ...]
 
     def sample(self, source: random.Random) -> Any:
-        """One of them, all alike."""
+        """Draw one of the values, all with equal probability."""
         return self.values[source.randrange(len(self.values))]
 
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers between two bounds, both included."""
+    """Interval of numbers, including both bounds."""
 
     kind: str
-    """'uniform', 'loguniform' (uniform in the logarithm) or 'randint' (whole numbers)."""
+    """'uniform', 'loguniform' (uniform in the logarithm) or 'randint' (integers)."""
     low: float
     high: float
 
     def sample(self, source: random.Random) -> Any:
-        """A number of six digits at most, so that a table can show all of it."""
+        """Draw a number. It is rounded to six significant digits, so that tables can show it completely."""
         if self.kind == "randint":
             return source.randint(int(self.low), int(self.high))
         if self.kind == "loguniform":
@@ -71,10 +71,10 @@ SearchSpace = Mapping[str, Choices | Range]
 
 
 def parse_space(settings: Sequence[str]) -> tuple[dict[str, Choices | Range], list[str]]:
-    """(what is searched, by key; settings that are the same in all trials).
+    """Split settings into (searched keys with their values, fixed settings).
 
-    `key=[a, b]` is a list of choices and `key=loguniform(1e-4, 0.1)` a range; anything else is fixed. Raises
-    MesetaError for a list without values, for bounds that are none, and for a key that is given twice.
+    `key=[a, b]` lists choices, and `key=loguniform(1e-4, 0.1)` defines a range. All others are fixed.
+    Raises MesetaError if a list is empty, bounds are invalid, a key occurs twice, or no key is searched.
     """
     space: dict[str, Choices | Range] = {}
     fixed = []
@@ -83,21 +83,21 @@ def parse_space(settings: Sequence[str]) -> tuple[dict[str, Choices | Range], li
         if entry is None:
             fixed.append(setting)
         elif key in space:
-            raise MesetaError(f"sweep: {key!r} is given twice; put all of its values into one list")
+            raise MesetaError(f"sweep: setting {key!r} occurs twice; put all of its values into one list")
         else:
             space[key] = entry
     if not space:
         raise MesetaError(
-            "sweep: nothing is searched; give choices such as 'dense.optimizer.lr=[0.001,0.01]', or with --random a "
+            "sweep: no setting is searched; add choices such as 'dense.optimizer.lr=[0.001,0.01]', or with --random a "
             "range such as 'dense.optimizer.lr=loguniform(1e-4,1e-1)'"
         )
     return space, fixed
 
 
 def parse_setting(setting: str) -> tuple[str, Choices | Range | None]:
-    """(key, what is tried of it) of `key=[a, b]` or `key=loguniform(a, b)`; None for anything else.
+    """Parse `key=[a, b]` or `key=loguniform(a, b)` to (key, values). The values of any other setting are `None`.
 
-    Raises MesetaError for a list without values and for bounds that are none.
+    Raises MesetaError if a list is empty or bounds are invalid.
     """
     key, equals, text = (part.strip() for part in setting.partition("="))
     drawn = _DISTRIBUTION_PATTERN.fullmatch(text)
@@ -108,7 +108,7 @@ def parse_setting(setting: str) -> tuple[str, Choices | Range | None]:
     try:
         values = parse_yaml(text)
         json.dumps(values)
-    except (MesetaError, TypeError):  # YAML has dates, which no setting is
+    except (MesetaError, TypeError):  # YAML has dates, which are not valid in JSON.
         raise MesetaError(f"sweep: {setting!r} is not a list; write it as '{key}=[a, b, c]'") from None
     if not isinstance(values, list) or not values:
         raise MesetaError(f"sweep: {setting!r} has no values; write it as '{key}=[a, b, c]'")
@@ -122,10 +122,10 @@ def _parse_range(setting: str, kind: str, low: str, high: str) -> Range:
         raise MesetaError(f"sweep: {setting!r} must have two numbers as bounds") from None
     finite = math.isfinite(bounds.low) and math.isfinite(bounds.high)
     if not finite or bounds.low > bounds.high or (kind == "loguniform" and bounds.low <= 0):
-        least = ", the lower one more than 0" if kind == "loguniform" else ""
+        least = ", and it must be above 0" if kind == "loguniform" else ""
         raise MesetaError(f"sweep: {setting!r} must have its lower bound first{least}")
     if kind == "randint" and not (bounds.low.is_integer() and bounds.high.is_integer()):
-        raise MesetaError(f"sweep: {setting!r} must have whole numbers as bounds")
+        raise MesetaError(f"sweep: {setting!r} must have integers as bounds")
     return bounds
 
 
@@ -149,123 +149,128 @@ def random_settings(space: SearchSpace, num_trials: int, seed: int) -> list[dict
 
 @dataclass(frozen=True)
 class Trial:
-    """One run of the sweep."""
+    """One run of a sweep."""
 
     number: int
     settings: Mapping[str, Any]
-    """What it has of its own, by key."""
+    """Values of the searched keys."""
     run_dir: Path
 
     @property
     def overrides(self) -> list[str]:
-        """As arguments of `meseta train`."""
-        own = [f"{key}={json.dumps(value)}" for key, value in self.settings.items()]
-        return [*own, f"run_dir={json.dumps(str(self.run_dir))}"]
+        """Arguments of `meseta train`."""
+        settings = [f"{key}={json.dumps(value)}" for key, value in self.settings.items()]
+        return [*settings, f"run_dir={json.dumps(str(self.run_dir))}"]
 
     @property
     def title(self) -> str:
-        """Its settings in one line."""
+        """Settings of the trial in one line."""
         return " ".join(f"{key}={value}" for key, value in self.settings.items())
 
     def summary(self) -> RunSummary | None:
-        """What summary.json says; None while the run is not finished."""
+        """Return the content of summary.json, or `None` if the run is not finished."""
         summary = read_summary(self.run_dir)
         return summary if summary is not None and summary.evaluated_splits else None
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """A folder of trials over one config."""
+    """Folder with trials of one config."""
 
     out: Path
     config: Path
-    """What all trials have in common, in `out`."""
+    """Config file with the settings that all trials share, in `out`."""
     trials: tuple[Trial, ...]
 
     def log(self, trial: Trial) -> Path:
-        """What the trial prints."""
+        """Return the file with the output of a trial."""
         return self.out / f"{trial.run_dir.name}.log"
 
 
 def open_sweep(
     out: Path, config: Path, fixed: Sequence[str], settings: Sequence[Mapping[str, Any]], *, allow_growth: bool
 ) -> Sweep:
-    """Make the folder of a sweep, or take it up again; nothing is made where a trial's config is wrong.
+    """Create the folder of a sweep, or continue with an existing one. Nothing is created if a trial's config is
+    invalid.
 
-    `allow_growth`: a folder of fewer or more trials is the same sweep as long as the first ones agree. Raises
-    MesetaError for a config that is not valid, naming the trial, and for a folder of another sweep.
+    With `allow_growth`, the folder may have more or fewer trials if the common ones agree.
+    Raises MesetaError, with the name of the trial, if a config is invalid, or the folder belongs to another sweep.
     """
     document = read_config_document(config, fixed)
     document.pop("run_dir", None)
     common = out / "config.yaml"
-    trials = tuple(Trial(n, own, out / f"trial-{n:03d}") for n, own in enumerate(settings))
-    own_code: dict[str, str] = {}
+    trials = tuple(Trial(n, all_settings, out / f"trial-{n:03d}") for n, all_settings in enumerate(settings))
+    custom_code: dict[str, str] = {}
     for trial in trials:
         try:
             chosen = validate_document(read_config_document(config, [*fixed, *trial.overrides]), config)
             _check_same_data(trial, chosen)
             for key in ("dir", "mirror"):
                 if getattr(chosen.checkpoint, key) is not None:
-                    raise MesetaError(f"checkpoint.{key}: all trials would write there; leave it out")
-            own_code |= find_custom_code(chosen)
+                    raise MesetaError(f"checkpoint.{key} would be shared by all trials; remove it")
+            custom_code |= find_custom_code(chosen)
         except MesetaError as error:
             raise MesetaError(f"sweep: trial {trial.number} ({trial.title}): {error}") from None
     record = {"format": _FORMAT, "config": to_json_types(document)}
-    own = [dict(trial.settings) for trial in trials]
+    all_settings = [dict(trial.settings) for trial in trials]
     before = _read_sweep(out)
     if before is not None:
-        known = min(len(own), len(before["trials"])) if allow_growth else max(len(own), len(before["trials"]))
+        num_common = (
+            min(len(all_settings), len(before["trials"]))
+            if allow_growth
+            else max(len(all_settings), len(before["trials"]))
+        )
         for name, same in (
             ("config", before.get("config") == record["config"]),
-            ("trials", before["trials"][:known] == to_json_types(own)[:known]),
+            ("trials", before["trials"][:num_common] == to_json_types(all_settings)[:num_common]),
         ):
             if not same:
                 raise MesetaError(
-                    f"sweep: {str(out)!r} holds another sweep, whose {name} differ; choose another --out, or delete it"
+                    f"sweep: folder {str(out)!r} has a sweep with different {name}; choose another --out, or delete it"
                 )
-        own += before["trials"][len(own) :]
+        all_settings += before["trials"][len(all_settings) :]
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise MesetaError(f"sweep: {str(out)!r} cannot be made: {error.strerror}; choose another --out") from None
+        raise MesetaError(
+            f"sweep: folder {str(out)!r} cannot be created: {error.strerror}; choose another --out"
+        ) from None
     write_atomic(common, yaml.safe_dump(document, sort_keys=False))
-    write_atomic(out / "sweep.json", json.dumps({**record, "trials": own}, indent=1) + "\n")
-    for path, what in own_code.items():
+    write_atomic(out / "sweep.json", json.dumps({**record, "trials": all_settings}, indent=1) + "\n")
+    for path, what in custom_code.items():
         log_user_code(what, path.partition(":")[0])
     return Sweep(out=out, config=common, trials=trials)
 
 
 def find_custom_code(config: RunConfig) -> dict[str, str]:
-    """Import paths of a config -> the words in which they are told."""
+    """Return the import paths of a config, each with the setting that names it."""
     embedding = config.embedding
     optimizers = [embedding.optimizer, *(table.optimizer for table in embedding.tables.values())]
     names = {optimizer.name for optimizer in optimizers if optimizer is not None}
-    found = {config.model.name: f"model.name {config.model.name!r}"}
-    found |= {name: f"row optimizer {name!r}" for name in sorted(names)}
-    return {path: what for path, what in found.items() if ":" in path}
+    settings = {config.model.name: f"model.name {config.model.name!r}"}
+    settings |= {name: f"row optimizer {name!r}" for name in sorted(names)}
+    return {path: what for path, what in settings.items() if ":" in path}
 
 
 def _check_same_data(trial: Trial, config: RunConfig) -> None:
-    """Raise MesetaError where a finished trial was trained on other data than those that lie there now."""
     if trial.summary() is None:
         return
     try:
         before = Dataset.load(trial.run_dir)
         now = make_row_source(config.data).dataset().with_labels(config.data.labels)
     except MesetaError:
-        return  # a finished sweep is shown without its data too
+        return  # Results of a finished sweep can be shown without the data.
     differs = encoding_difference(
         DatasetEncoding.from_dataset(before), DatasetEncoding.from_dataset(now)
     ) or row_difference(before, now)
     if differs is not None:
         raise MesetaError(
-            f"it was trained on other data than those of {str(now.dir)!r}: {differs}; choose another --out, or "
+            f"the finished trial was trained on other data than {str(now.dir)!r}: {differs}; choose another --out, or "
             "delete it"
         )
 
 
 def _read_sweep(out: Path) -> dict[str, Any] | None:
-    """What a sweep left in its folder."""
     file = out / "sweep.json"
     if not path_exists(file):
         return None
@@ -274,7 +279,7 @@ def _read_sweep(out: Path) -> dict[str, Any] | None:
         document = parse_json(content or b"")
         if document["format"] == _FORMAT and isinstance(document["trials"], list):
             return dict(document)
-    raise MesetaError(f"sweep: {str(file)!r} cannot be read; choose another --out, or delete it")
+    raise MesetaError(f"sweep: file {str(file)!r} cannot be read; choose another --out, or delete it")
 
 
 _SHOWN_METRICS = ("ne", "auc", "logloss")
@@ -285,7 +290,6 @@ class TrialColumn:
     """Column of the tables of a sweep."""
 
     name: str
-    """Heading."""
     kind: Literal["text", "metric", "speed", "value"] = "value"
 
 
@@ -293,32 +297,33 @@ PROBLEM = TrialColumn("problem", "text")
 
 
 def metric_column(metric: str, split: str | None = None) -> TrialColumn:
-    """Return the column of a metric of `split`, or of the split that trials are ranked by."""
+    """Return the column of a metric of `split`. By default it is the split by which trials are ranked."""
     return TrialColumn(metric if split is None else f"{split} {metric}", "metric")
 
 
 @dataclass(frozen=True)
 class TrialResult:
-    """A trial and what became of it."""
+    """Trial with its outcome."""
 
     trial: Trial
     summary: RunSummary | None
-    """None: not finished."""
+    """Summary of the run, or `None` if it is not finished."""
     problem: str = ""
-    """Why it is not finished."""
+    """Reason why the trial is not finished."""
 
     @property
     def split(self) -> str:
-        """The one that the trial is ranked by."""
+        """Split by which the trial is ranked."""
         return validation_split(self.summary.evaluated_splits if self.summary else ())
 
     def metric(self, name: str, split: str | None = None) -> float | None:
-        """A metric at the end, of the split that the trial is ranked by, or of another; None where it has none."""
+        """Return a final metric of `split`, or `None` if it is undefined. By default it is the split by which trials
+        are ranked."""
         line = self.summary and self.summary.evaluation(split or self.split)
         return line.metric(name) if line else None
 
     def cells(self) -> dict[TrialColumn, Any]:
-        """What tables show, by column; None for what is not there."""
+        """Return the cells of a table row by column. Missing values are `None`."""
         return {
             TrialColumn("trial", "text"): self.trial.run_dir.name,
             **{TrialColumn(key): value for key, value in self.trial.settings.items()},
@@ -330,7 +335,7 @@ class TrialResult:
 
 
 def rank_trials(results: Sequence[TrialResult], metric: str) -> list[TrialResult]:
-    """The best first; trials without the figure come last, in their order."""
+    """Sort results by a metric, best first. Trials without the metric follow in their own order."""
     sign = -1.0 if metric in HIGHER_IS_BETTER else 1.0
 
     def key(result: TrialResult) -> tuple[bool, float, int]:
@@ -342,19 +347,23 @@ def rank_trials(results: Sequence[TrialResult], metric: str) -> list[TrialResult
 
 
 def table_rows(ranked: Sequence[TrialResult]) -> list[dict[TrialColumn, Any]]:
-    """The lines of a table, by column; where trials are ranked by valid, with the test figures of the first alone."""
+    """Return the rows of a table by column.
+
+    If trials are ranked by the validation split, only the best one shows its test metrics.
+    """
     lines = []
     for place, result in enumerate(ranked, start=1):
         line = {TrialColumn("rank"): place, **result.cells()}
         if any(other.split == VALID for other in ranked):
-            figures = {name: result.metric(name, TEST) if place == 1 else None for name in _SHOWN_METRICS}
-            line |= {metric_column(name, TEST): figure for name, figure in figures.items()}
+            # Test metrics of several trials would invite a selection on the test split.
+            metrics = {name: result.metric(name, TEST) if place == 1 else None for name in _SHOWN_METRICS}
+            line |= {metric_column(name, TEST): value for name, value in metrics.items()}
         lines.append(line)
     return lines
 
 
 def format_cell(column: TrialColumn, value: Any) -> str:
-    """A cell as people read it."""
+    """Format a cell for people."""
     if value is None:
         return ""
     if column.kind == "metric":
@@ -363,7 +372,7 @@ def format_cell(column: TrialColumn, value: Any) -> str:
 
 
 def write_tables(sweep: Sweep, ranked: Sequence[TrialResult]) -> None:
-    """sweep.csv with all digits and sweep.md for people, the best trial first, each whole or not at all."""
+    """Write sweep.csv with all digits and sweep.md for people, each atomically. The best trial comes first."""
     cells = table_rows(ranked)
     names = [column.name for column in cells[0]]
     table = io.StringIO()
@@ -377,7 +386,7 @@ def write_tables(sweep: Sweep, ranked: Sequence[TrialResult]) -> None:
 
 
 def write_page(sweep: Sweep, ranked: Sequence[TrialResult]) -> Path | None:
-    """comparison.html: the best finished trials side by side; None where none is finished."""
+    """Write comparison.html with the best finished trials. Returns `None` if no trial is finished."""
     from meseta.report.comparison import compare_runs
     from meseta.report.comparison_page import write_comparison
 

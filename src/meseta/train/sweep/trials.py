@@ -1,4 +1,4 @@
-"""A rate found by trial: shorter runs, judged on the valid split, before a run that leaves it open."""
+"""Selection of the learning rate of tables by short trial runs, before the run itself."""
 
 from __future__ import annotations
 
@@ -15,43 +15,46 @@ from meseta.telemetry.metrics_file import EvalLine
 from meseta.train.run_dir import TRIALS_FOLDER, RunDir
 from meseta.train.trainer import Trainer
 
+# The first update of a row has about the size of the rate. Small rates suit ids with a weak effect on the label, large
+# rates suit rare ids with a strong effect.
 CANDIDATE_RATES = (0.005, 0.015, 0.05, 0.15)
-"""Of row-wise Adagrad, whose first step on a row is about as long as the rate: small for ids that say little, large for
-ids that come a few times and say much."""
+"""Learning rates of row-wise Adagrad to try."""
 MAX_TRIAL_ROWS = 1_000_000
-"""Samples of a trial, at most: of a small log, until its valid figure gains nothing once; of a large one, a part."""
+"""Maximum number of training samples of a trial. On a smaller dataset, a trial ends when the validation metric fails to
+improve once."""
 
+# File in the folder of a finished trial with the evaluation that counts.
 _RESULT_FILE = "evaluation.json"
-"""In the folder of a trial that has ended: the evaluation that counts."""
 
 
 def choose_table_rate(config: RunConfig, dataset: Dataset, world: World) -> RunConfig:
-    """`config` with the rate of the tables that the run in run_dir was begun with, else with the one of RATES that is
-    the best in trials, by the AUC of the valid split. Collective.
+    """Return `config` with the learning rate of tables that has the best validation AUC in trials. Collective.
 
-    Trials that have ended are not made again. Where no trial has an AUC, the rate stays.
+    If the run in run_dir has begun, its rate is kept. Finished trials are not repeated. If no trial has an AUC, the
+    rate of `config` is kept.
     """
-    begun = world.broadcast_from_rank_0(lambda: _load_table_rate(config.run_dir))
-    if begun is not None:
-        return _with_rate(config, begun)
-    figures = {rate: _run_trial(config, dataset, rate, world) for rate in CANDIDATE_RATES}
-    tried = {rate: auc for rate, auc in figures.items() if auc is not None}
+    previous_rate = world.broadcast_from_rank_0(lambda: _load_table_rate(config.run_dir))
+    if previous_rate is not None:
+        return _with_rate(config, previous_rate)
+    auc_by_rate = {rate: _run_trial(config, dataset, rate, world) for rate in CANDIDATE_RATES}
+    tried = {rate: auc for rate, auc in auc_by_rate.items() if auc is not None}
     best = max(tried, key=lambda rate: tried[rate]) if tried else config.embedding.optimizer.lr
     if world.rank == 0:
-        told = ", ".join(f"{rate:g}: {auc:.4f}" for rate, auc in tried.items()) or "undefined"
-        print(f"rates of the tables by the valid AUC of a trial: {told}; embedding.optimizer.lr={best:g}")
+        formatted = ", ".join(f"{rate:g}: {auc:.4f}" for rate, auc in tried.items()) or "undefined"
+        print(f"validation AUC by learning rate of the tables: {formatted}; embedding.optimizer.lr={best:g}")
     world.run_on_rank_0(lambda: shutil.rmtree(config.run_dir / TRIALS_FOLDER, ignore_errors=True))
     return _with_rate(config, best)
 
 
 def _load_table_rate(run_dir: Path) -> float | None:
-    """That of a run that has begun; None where there is none."""
+    # A resumed run keeps the rate that it was started with.
     run = RunDir(run_dir)
     return run.load_config().embedding.optimizer.lr if run.has_begun else None
 
 
 def _run_trial(config: RunConfig, dataset: Dataset, rate: float, world: World) -> float | None:
-    """The valid AUC of a trial at a rate, and no weights saved: of the best, where the config ends so."""
+    """Return the validation AUC of a trial, of its best evaluation if `train.finish` is 'best'. No checkpoints are
+    saved."""
     trial = RunDir(config.run_dir / TRIALS_FOLDER / f"rate-{rate:g}")
     evaluation = world.broadcast_from_rank_0(lambda: _load_result(trial))
     if evaluation is None:
@@ -65,7 +68,7 @@ def _run_trial(config: RunConfig, dataset: Dataset, rate: float, world: World) -
 
 
 def _load_result(trial: RunDir) -> EvalLine | None:
-    """What a trial has found; None where it has not ended. Raises StorageError if reading failed."""
+    """Return the evaluation of a finished trial, else `None`. Raises StorageError if reading fails."""
     content = read_if_exists(trial.path / _RESULT_FILE)
     try:
         return None if content is None else EvalLine.model_validate(parse_json(content))
@@ -76,7 +79,7 @@ def _load_result(trial: RunDir) -> EvalLine | None:
 def _trial_config(config: RunConfig, dataset: Dataset, rate: float, run_dir: Path) -> RunConfig:
     epochs = MAX_TRIAL_ROWS / max(dataset.splits["train"].num_rows, 1)
     document = _with_rate(config, rate).model_dump(mode="json")
-    # All trials need the same memory.
+    # All trials need the same memory, so only the first one checks it.
     document |= {
         "run_dir": str(run_dir),
         "checkpoint": None,

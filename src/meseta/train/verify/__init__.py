@@ -1,4 +1,7 @@
-"""Whether ranks train the model that one process trains: `record` on the ranks, then `compare` in one process."""
+"""Verification that a sharded run trains the same model as a single process.
+
+The ranks call `record`. Afterwards one process calls `compare`, which repeats the steps.
+"""
 
 from meseta.train.verify.compare import Verification, compare
 from meseta.train.verify.rules import Mismatch

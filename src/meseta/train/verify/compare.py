@@ -1,4 +1,4 @@
-"""One process repeats the steps that the ranks have recorded, and compares after each."""
+"""Repeats recorded steps in one process and compares the results with those of the ranks."""
 
 from __future__ import annotations
 
@@ -32,51 +32,51 @@ from meseta.train.verify.steps import PHASES, PLAN_FILE, RecordedStep, record_pa
 
 @dataclass
 class TableComparison:
-    """What was seen of one table in one phase."""
+    """Largest differences of a table within one phase."""
 
     rule: ToleranceRule = field(default_factory=lambda: ToleranceRule("bits"))
-    """For its rows after the last step."""
+    """Tolerance of the rows after the last step."""
     max_row_difference: float = 0.0
-    """Largest absolute difference of its rows."""
+    """Largest absolute difference of a row value."""
     max_state_difference: float = 0.0
-    """Of its optimizer state."""
+    """Largest absolute difference of an optimizer state."""
 
 
 @dataclass
 class Verification:
-    """What the comparison found."""
+    """Result of comparing a sharded run with one process."""
 
     plan: Plan
-    """Of the sharded run."""
+    """Plan of the sharded run."""
     comm: Communication
-    """How its ranks write what they send."""
+    """Codecs of the sharded run."""
     tables: dict[str, dict[str, TableComparison]]
-    """By phase, then by table."""
+    """Comparison by phase, then by table name."""
     losses: list[tuple[float, float]] = field(default_factory=list)
-    """Sharded and unsharded, step by step."""
+    """Pairs (sharded loss, unsharded loss), one per step."""
     first_mismatch: Mismatch | None = None
-    """The first value beyond the contract, in the order of phases, steps, tables and rows; None: all is as promised."""
+    """First value outside its tolerance, ordered by (phase, step, table, row). `None` if all values are within
+    tolerance."""
 
     @property
     def num_steps(self) -> int:
-        """Steps of each phase."""
+        """Number of steps per phase."""
         return len(self.losses)
 
 
 def compare(config: RunConfig, folder: Path, num_steps: int, num_ranks: int) -> Verification:
-    """Repeat in one process what `record` wrote on `num_ranks` ranks to `folder`, and hold it against the contract.
+    """Repeat in one process the steps that `record` wrote to `folder` on `num_ranks` ranks, and compare the results.
 
-    After each step the touched rows are compared, which are all that may have moved; rows that the ranks found changed
-    though no batch read them are reported with the last step. Memory: the model once, and the touched rows of a step.
-    Raises MesetaError for what training meets, and where the data are others than those that the ranks read.
+    Memory holds one copy of the model and the touched rows of one step. Record files are deleted once they are read.
+    Raises MesetaError if training fails, or the dataset differs from the one that the ranks read.
     """
     dataset = open_dataset(config, World.single())
     read_by_ranks = Dataset.load(folder)
-    (folder / DATASET_FILE).unlink()  # like the steps' records, which go as they are compared
+    (folder / DATASET_FILE).unlink()
     if read_by_ranks.to_dict() != dataset.to_dict():
         raise MesetaError(
-            f"verify: dataset {str(dataset.dir)!r} is another one than the ranks have just read; run it again, and let "
-            "nobody prepare it meanwhile"
+            f"verify: dataset {str(dataset.dir)!r} changed while the ranks read it; run the command again, without "
+            "preparing the dataset at the same time"
         )
     tables, features = make_specs(config, dataset)
     plan = Plan.load(folder / PLAN_FILE, tables, num_ranks)
@@ -85,21 +85,19 @@ def compare(config: RunConfig, folder: Path, num_steps: int, num_ranks: int) -> 
     result = Verification(
         plan=plan, comm=comm, tables={phase: {t.name: TableComparison() for t in tables} for phase in PHASES}
     )
-    alone = config.model_copy(update={"plan": "auto"})
-    at_home = [entry.table for entry in plan.tables if entry.sharding is ShardingType.DATA_PARALLEL]
+    unsharded_config = config.model_copy(update={"plan": "auto"})
+    replicated_tables = [entry.table for entry in plan.tables if entry.sharding is ShardingType.DATA_PARALLEL]
     world = World.single(choose_device(config))
     for phase in PHASES:
         comparison = _PhaseComparison(phase, tables, {f.name: f.table for f in features}, folder, result)
-        for own in run_steps(alone, world, phase, num_steps, num_ranks, at_home):
-            comparison.compare_step(own)
+        for local_step in run_steps(unsharded_config, world, phase, num_steps, num_ranks, replicated_tables):
+            comparison.compare_step(local_step)
         comparison.compare_untouched_rows(num_steps)
-        del own, comparison  # the model of this phase, before the next makes its own
+        del local_step, comparison  # Free the model of this phase before the next one is created.
     return result
 
 
 class _PhaseComparison:
-    """Compares one phase, step by step."""
-
     def __init__(
         self, phase: str, tables: list[TableSpec], features: dict[str, str], folder: Path, result: Verification
     ) -> None:
@@ -113,7 +111,7 @@ class _PhaseComparison:
         self.is_exact_share = True
 
     def compare_step(self, own: RecordedStep) -> None:
-        """Hold what the ranks wrote of a step against what this process has after it."""
+        """Compare the recorded rows, lookups and loss of a step with `own`. Deletes the record files of the step."""
         num_ranks = self.result.plan.num_ranks
         lengths = {name: own.batch[name].lengths for name in self.features}
         for name, longest in max_bag_sizes(lengths, self.features).items():
@@ -127,6 +125,7 @@ class _PhaseComparison:
             self._compare_lookups(own, records)
         shards = {shard.spec.name: shard for shard in own.shards}
         for name, table in self.tables.items():
+            # Only touched rows can have changed. Other changed rows are reported after the last step.
             rows, shard = own.touched_rows[name], shards[name]
             expected = {name: _as_matrix(value) for name, value in shard.gather(rows).items()}
             seen = torch.zeros(rows.numel(), table.embedding_dim, dtype=torch.bool)
@@ -157,22 +156,21 @@ class _PhaseComparison:
     def _compare_piece(
         self, step: int, table: TableSpec, rank: int, piece: dict[str, Any], expected: dict[str, Tensor]
     ) -> None:
-        """Rows and states of one shard."""
         seen = self.result.tables[self.phase][table.name]
         for name, value in piece["values"].items():
             got, columns = _as_matrix(value), slice(*piece["columns"])
-            wanted = expected[name]
+            expected_value = expected[name]
             is_row = name == "row"
             first_column = piece["columns"][0] if value.dim() == 2 else 0
-            wanted = (wanted[:, columns] if value.dim() == 2 else wanted).contiguous()
+            expected_value = (expected_value[:, columns] if value.dim() == 2 else expected_value).contiguous()
             rule = self._rule(table, step, "row" if is_row else "state")
-            largest, difference = max_difference(got, wanted)
+            largest, difference = max_difference(got, expected_value)
             if is_row:
                 seen.max_row_difference, seen.rule = max(seen.max_row_difference, largest), rule
             else:
                 seen.max_state_difference = max(seen.max_state_difference, largest)
             what = "row" if is_row else f"state {name!r} of row"
-            wrong = find_violations(rule, got, wanted, difference, is_state=not is_row)
+            wrong = find_violations(rule, got, expected_value, difference, is_state=not is_row)
             if wrong.any():
                 row, column = wrong.nonzero()[0].tolist()
                 number = int(piece["rows"][row])
@@ -185,23 +183,22 @@ class _PhaseComparison:
                         row=number,
                         column=first_column + column,
                         rank=rank,
-                        values=(float(got[row, column]), float(wanted[row, column])),
+                        values=(float(got[row, column]), float(expected_value[row, column])),
                         rule=rule,
                     )
                 )
 
-    def _compare_lookups(self, own: RecordedStep, records: list[Any]) -> None:
-        """What each rank got for its samples, feature by feature."""
-        assert own.pooled is not None
+    def _compare_lookups(self, local_step: RecordedStep, records: list[Any]) -> None:
+        assert local_step.pooled is not None
         first = 0
         for rank, record in enumerate(records):
             got = record["pooled"]
-            wanted, column = own.pooled[first : first + got.shape[0]], 0
+            expected, column = local_step.pooled[first : first + got.shape[0]], 0
             for feature, name in self.features.items():
                 table = self.tables[name]
                 columns = slice(column, column + table.embedding_dim)
-                a, b = got[:, columns].contiguous(), wanted[:, columns].contiguous()
-                rule = self._rule(table, own.number, "lookup")
+                a, b = got[:, columns].contiguous(), expected[:, columns].contiguous()
+                rule = self._rule(table, local_step.number, "lookup")
                 wrong = find_violations(rule, a, b, max_difference(a, b)[1], is_state=False)
                 column = columns.stop
                 if wrong.any():
@@ -209,9 +206,9 @@ class _PhaseComparison:
                     self._keep_first(
                         Mismatch(
                             phase=self.phase,
-                            step=own.number,
+                            step=local_step.number,
                             table=name,
-                            description=f"what feature {feature!r} of sample {first + sample:,} reads, column {at},",
+                            description=f"lookup of feature {feature!r} for sample {first + sample:,}, column {at},",
                             row=first + sample,
                             column=at,
                             rank=rank,
@@ -222,32 +219,32 @@ class _PhaseComparison:
                     )
             first += got.shape[0]
 
-    def _compare_losses(self, step: int, got: float, wanted: float) -> None:
-        self.result.losses.append((got, wanted))
+    def _compare_losses(self, step: int, got: float, expected: float) -> None:
+        self.result.losses.append((got, expected))
         rule = loss_rule(list(self.tables.values()), self.result.plan, step, self.result.comm)
-        a, b = (torch.tensor([value], dtype=torch.float64) for value in (got, wanted))
+        a, b = (torch.tensor([value], dtype=torch.float64) for value in (got, expected))
         if find_violations(rule, a, b, max_difference(a, b)[1], is_state=False).any():
             self._keep_first(
                 Mismatch(
                     phase=self.phase, step=step, table=None, description="the loss", row=0, column=0, rank=0,
-                    values=(got, wanted), rule=rule,
+                    values=(got, expected), rule=rule,
                 )
             )  # fmt: skip
 
     def _check_coverage(self, step: int, table: str, rows: Tensor, seen: Tensor, expected: Tensor) -> None:
-        """Rows that no rank holds."""
+        """Report the first touched row that is in no recorded shard."""
         if not seen.all():
             row, column = (~seen).nonzero()[0].tolist()
             self._keep_first(
                 Mismatch(
                     phase=self.phase, step=step, table=table, row=int(rows[row]), column=column, rank=0,
-                    description=f"row {int(rows[row]):,}, column {column}, lies on no rank: it",
+                    description=f"row {int(rows[row]):,}, column {column}, which no rank holds,",
                     values=(torch.nan, float(expected[row, column])), rule=ToleranceRule("bits"),
                 )
             )  # fmt: skip
 
     def compare_untouched_rows(self, num_steps: int) -> None:
-        """Rows that moved on a rank though no batch read them."""
+        """Report rows that changed on a rank although no batch read them."""
         for rank in range(self.result.plan.num_ranks):
             for table, name, row, column, now, before in self._load(0, rank):
                 what = "row" if name == "row" else f"state {name!r} of row"
@@ -259,19 +256,19 @@ class _PhaseComparison:
                     )
                 )  # fmt: skip
 
-    def _keep_first(self, found: Mismatch, order: int = 1) -> None:
-        """Keep the first: by step, then `order` in the step, then table, then row; the loss after the tables."""
+    def _keep_first(self, mismatch: Mismatch, order: int = 1) -> None:
+        """Store the mismatch if it precedes the stored one by (step, `order`, table, row). The loss follows all
+        tables."""
         names = [*self.tables, None]
-        place = found.step, order, names.index(found.table), found.row, found.column
-        known = self.result.first_mismatch
-        if known is None or (
-            known.phase == self.phase and self.first_position is not None and place < self.first_position
+        place = mismatch.step, order, names.index(mismatch.table), mismatch.row, mismatch.column
+        first = self.result.first_mismatch
+        if first is None or (
+            first.phase == self.phase and self.first_position is not None and place < self.first_position
         ):
-            self.result.first_mismatch, self.first_position = found, place
+            self.result.first_mismatch, self.first_position = mismatch, place
 
 
 def _table_shards(records: list[Any], table: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(rank, piece) of one table."""
     for rank, record in enumerate(records):
         for piece in record["pieces"]:
             if piece["table"] == table:
@@ -279,7 +276,7 @@ def _table_shards(records: list[Any], table: str) -> Iterator[tuple[int, dict[st
 
 
 def _as_matrix(values: Tensor) -> Tensor:
-    """[rows, D], or [rows, 1] of what a row has one of."""
+    """Return values as [rows, D]. A state with one value per row becomes [rows, 1]."""
     return values if values.dim() == 2 else values[:, None]
 
 

@@ -1,4 +1,4 @@
-"""How far a sharded run may be from one process: the contract on numbers of docs/design.md, value by value."""
+"""Tolerances between a sharded run and a single process: the contract on numbers of docs/design.md."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from meseta.spec import Communication, Plan, TableSpec
 from meseta.train.verify.steps import as_bits
 
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5, "float16": 1e-5, "bfloat16": 1e-5}
-"""Largest absolute difference of losses and rows over 20 steps; of 16-bit rows, of their states and losses in one."""
+"""Largest absolute difference of losses and rows over 20 steps, by dtype of the table. For 16-bit tables it applies to
+losses and optimizer states of a single step."""
 
 
 @dataclass(frozen=True)
 class ToleranceRule:
-    """What may differ."""
+    """Allowed difference of a value from its unsharded counterpart."""
 
     kind: str
-    """'bits': nothing; 'tolerance'; 'share': a part of the largest value; 'neighbours': values may be next to each
-    other in their dtype; 'free': anything."""
+    """'bits' allows no difference, 'tolerance' an absolute one, 'share' one relative to the largest compared value,
+    'neighbours' adjacent values of the dtype, and 'free' any difference."""
     tolerance: float = 0.0
-    """Largest absolute difference; of a state, in multiples of its magnitude where that is above 1; of 'share', in
-    multiples of the largest value that is compared."""
+    """Largest difference. For 'share' it is relative to the largest compared value, and for optimizer states above 1 to
+    the state."""
 
     def __str__(self) -> str:
         if self.kind == "tolerance":
@@ -36,26 +37,24 @@ class ToleranceRule:
 
 @dataclass(frozen=True, kw_only=True)
 class Mismatch:
-    """A value that differs by more than its rule allows."""
+    """Value that differs by more than its rule allows."""
 
     phase: str
     """'embedding' or 'training'."""
     step: int
-    """From 1."""
+    """Step number, starting at 1."""
     table: str | None
-    """None for the loss."""
+    """Table name, or `None` for the loss."""
     description: str
-    """What differs, in words."""
+    """Phrase that names the value in the message."""
     row: int
     """Row of the table, or sample of the batch."""
     column: int
-    """Of the table."""
     rank: int
-    """That holds, or got, the sharded value."""
+    """Rank that computed the sharded value."""
     values: tuple[float, float]
-    """Sharded and unsharded."""
+    """Pair (sharded value, unsharded value)."""
     rule: ToleranceRule
-    """Which was broken."""
 
     def __str__(self) -> str:
         place = "" if self.table is None else f"table {self.table!r}, "
@@ -79,26 +78,34 @@ def table_rule(
     value_kind: str,
     comm: Communication,
 ) -> ToleranceRule:
-    """For `value_kind` 'row', 'state' or 'lookup' of a table after `step`.
+    """Return the tolerance of a table after `step`.
 
-    `max_bag_size` is the largest number of ids in a bag of the table so far. Gradients of mean-pooled bags are divided
-    before or after they are weighed with a rank's share of the batch, which is the same where the share is a power of
-    two (`is_exact_share`).
-
-    With codecs one process rounds as the ranks do, but for each partial bag of what is cut by rows, and for the sums of
-    replicas. In training the last bits of the dense part decide which way a number near the middle is rounded, so that
-    what follows the first forward pass has no bound.
+    Args:
+        table: Table that is compared.
+        plan: Plan of the sharded run.
+        phase: 'embedding' or 'training'.
+        step: Step number, starting at 1.
+        max_bag_size: Largest number of ids in a bag of the table so far.
+        is_exact_share: Whether the share of each rank in the batch was a power of two in all steps so far.
+        value_kind: 'row', 'state' or 'lookup'.
+        comm: Codecs of the exchanges.
     """
     placed = plan[table.name]
     is_cut = any(shard.num_rows != table.num_embeddings for shard in placed.shards) and max_bag_size > 1
     is_replicated = any(len(shard.ranks) > 1 for shard in placed.shards)
+    # Gradients of mean-pooled bags are divided before or after they are scaled by the rank's share of the batch. The
+    # order does not matter if the share is a power of two.
     is_rounded = is_cut or is_replicated or (max_bag_size > 1 and not is_exact_share)
     if plan.num_ranks == 1 or (phase == "embedding" and not is_rounded):
         return ToleranceRule("bits")
     parts = len({shard.rows for shard in placed.shards})
+    # With lossy codecs, one process emulates the rounding of the ranks. It cannot do so for each partial bag of row
+    # shards, nor for the gradient sums of replicas.
     is_mixed = is_cut or (is_replicated and parts > 1)
     if value_kind == "lookup" and is_mixed and not comm.codec("forward").is_lossless:
         return ToleranceRule("share", 2 * parts * comm.codec("forward").relative_rounding_error)
+    # In training, the last bits of the dense part decide in which direction a value near a midpoint is rounded. So
+    # there is no bound after the first forward pass.
     if (phase == "training" and not comm.is_lossless) or (is_rounded and not comm.codec("backward").is_lossless):
         return ToleranceRule("free")
     if table.dtype not in ("float16", "bfloat16"):
@@ -109,7 +116,7 @@ def table_rule(
 
 
 def loss_rule(tables: Sequence[TableSpec], plan: Plan, step: int, comm: Communication) -> ToleranceRule:
-    """For the loss of `step`."""
+    """Return the tolerance of the loss of `step`."""
     if plan.num_ranks == 1:
         return ToleranceRule("bits")
     if not comm.is_lossless:
@@ -127,7 +134,8 @@ def loss_rule(tables: Sequence[TableSpec], plan: Plan, step: int, comm: Communic
 
 
 def max_difference(got: Tensor, expected: Tensor) -> tuple[float, Tensor]:
-    """The largest, and all of them, in float64: 0 where both are no number, inf where one is."""
+    """Return (largest difference, all differences) in float64. A difference is 0 if both values are nan, and inf if one
+    is."""
     a, b = got.double(), expected.double()
     difference = (a - b).abs()
     difference = difference.masked_fill((a == b) | (a.isnan() & b.isnan()), 0.0).nan_to_num(nan=torch.inf)
@@ -135,7 +143,7 @@ def max_difference(got: Tensor, expected: Tensor) -> tuple[float, Tensor]:
 
 
 def find_violations(rule: ToleranceRule, got: Tensor, expected: Tensor, difference: Tensor, is_state: bool) -> Tensor:
-    """Where `got` breaks the rule."""
+    """Return a mask of the values of `got` that break the rule."""
     if rule.kind == "bits":
         return as_bits(got) != as_bits(expected)
     if rule.kind == "share":
@@ -149,13 +157,18 @@ def find_violations(rule: ToleranceRule, got: Tensor, expected: Tensor, differen
 
 
 def _ordinals(values: Tensor) -> Tensor:
-    """Whole numbers that follow the order of 16-bit floats, one apart for neighbours."""
+    """Map 16-bit floats to integers in the same order, such that adjacent floats differ by 1."""
     whole = as_bits(values.contiguous()).to(torch.int32)
     return torch.where(whole < 0, -(whole & 0x7FFF), whole)
 
 
 def max_bag_sizes(batch_lengths: Mapping[str, Tensor], features: Mapping[str, str]) -> dict[str, int]:
-    """{table: the largest number of ids in a bag of it} of lengths by feature, and the table of each feature."""
+    """Return the largest number of ids in a bag of each table.
+
+    Args:
+        batch_lengths: Bag lengths by feature.
+        features: Table name of each feature.
+    """
     longest: dict[str, int] = {}
     for feature, lengths in batch_lengths.items():
         table = features[feature]

@@ -1,4 +1,4 @@
-"""The first steps of a run, told with the rows that each may have changed, and written to a folder by every rank."""
+"""First steps of a run, with the rows that each may change, written to a folder by every rank."""
 
 from __future__ import annotations
 
@@ -35,33 +35,32 @@ from meseta.train.setup.build import (
 from meseta.train.setup.specs import make_specs
 
 PHASES = ("embedding", "training")
-"""The tables alone, given the gradients of what they return; then the whole model."""
+"""Phase "embedding" updates the tables alone, with synthetic gradients. Phase "training" trains the whole model."""
 BLOCK_ROWS = 1 << 16
-"""Rows that are compared with their initial values at a time."""
+"""Number of rows per block when rows are compared with their initial values."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedStep:
-    """What one step has left on this rank."""
+    """Results of one step on this rank."""
 
     number: int
-    """From 1."""
+    """Step number, starting at 1."""
     plan: Plan
-    """Where the tables are."""
     shards: tuple[TableStorage, ...]
-    """After the step."""
+    """Shards of this rank after the step."""
     batch: KeyedJaggedTensor
-    """Ids of the global batch that are looked up: policies have been applied."""
+    """Looked-up ids of the global batch, after the id policies."""
     touched_rows: dict[str, Tensor]
     """Rows of each table that the step may change, ascending."""
     loss: float | None
-    """Of the global batch; None where none is computed."""
+    """Loss of the global batch. `None` in phase "embedding"."""
     pooled: Tensor | None
-    """[B_local, sum of D] that the lookup returned; None in training."""
+    """Pooled embeddings [B_local, sum of D]. `None` in phase "training"."""
 
 
 def slice_sizes(batch_size: int, num_ranks: int) -> list[int]:
-    """Samples of each rank's slice of a global batch."""
+    """Return the number of samples in each rank's slice of a global batch."""
     share, more = divmod(batch_size, num_ranks)
     return [share + (rank < more) for rank in range(num_ranks)]
 
@@ -69,11 +68,17 @@ def slice_sizes(batch_size: int, num_ranks: int) -> list[int]:
 def run_steps(
     config: RunConfig, world: World, phase: str, num_steps: int, num_ranks: int, at_home: Collection[str] = ()
 ) -> Iterator[RecordedStep]:
-    """Train from the beginning for `num_steps`, whatever number of epochs that takes; `num_ranks` is that of the
-    sharded run, also where one process repeats it. That rounds as ranks do, but for the tables `at_home`, which all
-    ranks hold whole.
+    """Train from the initial state for `num_steps`, for as many epochs as needed.
 
-    Raises MesetaError, naming the step, for what training meets.
+    Raises MesetaError with the number of the step if training fails.
+
+    Args:
+        config: Config of the run.
+        world: Ranks that train. It may be one process that repeats a sharded run.
+        phase: One of `PHASES`.
+        num_steps: Number of steps.
+        num_ranks: Number of ranks of the sharded run.
+        at_home: Tables that all ranks of the sharded run replicate, so that lookups in them are not rounded by codecs.
     """
     torch.manual_seed(config.seed)
     dataset = open_dataset(config, world)
@@ -81,7 +86,9 @@ def run_steps(
     if readers[0].num_batches == 0:
         raise MesetaError(f"dataset {str(dataset.dir)!r} has no rows to train on; prepare it again")
     tables, features = make_specs(config, dataset)
-    ids = EmbeddingBagCollection(tables, features, seed=config.seed)  # holds no rows: it is never looked up
+    ids = EmbeddingBagCollection(
+        tables, features, seed=config.seed
+    )  # Allocates no rows, because it is never looked up.
     model = make_sharded_model(config, dataset, world)
     if world.size == 1 and num_ranks > 1:
         model.embeddings.emulate_rounding(config.comm.communication, at_home)
@@ -93,13 +100,14 @@ def run_steps(
         step = _make_training_step(config, model, world, weights, masked, min(length, config.train.max_steps or length))
     else:
         step = _make_embedding_step(config, model, world, num_ranks)
-    with closing(readers[0].epochs(num_steps)) as own, closing(readers[1].epochs(num_steps)) as whole:
-        for number, (local, batch) in enumerate(zip(own, whole, strict=False), start=1):
+    with closing(readers[0].epochs(num_steps)) as local_batches, closing(readers[1].epochs(num_steps)) as whole:
+        for number, (local, batch) in enumerate(zip(local_batches, whole, strict=False), start=1):
             try:
                 loss, pooled = step(number, local, batch)
             except MesetaError as error:
                 raise MesetaError(f"step {number}: {error}") from None
-            [checked] = (own.kjt for own in ids.check_ids(batch.sparse))  # prepared data have one batch size
+            # Prepared data has one batch size, so there is one feature group.
+            [checked] = (group.kjt for group in ids.check_ids(batch.sparse))
             touched = _touched_rows(ids, checked)
             yield RecordedStep(
                 number=number,
@@ -117,7 +125,6 @@ def run_steps(
 def _make_training_step(
     config: RunConfig, model: Any, world: World, weights: list[float] | None, num_masked_tasks: int, num_steps: int
 ) -> Callable[[int, Batch, Batch], tuple[float | None, Tensor | None]]:
-    """A step as `meseta train` takes it."""
     over_parts = make_shard_sum(model.parameters(), world)
     optimizer = make_dense_optimizer(config.dense.optimizer, model.parameters(), over_parts)
     clip = make_clip(config, world, over_parts)
@@ -135,12 +142,15 @@ def _make_training_step(
 def _make_embedding_step(
     config: RunConfig, model: Any, world: World, num_ranks: int
 ) -> Callable[[int, Batch, Batch], tuple[None, Tensor]]:
-    """A lookup and an update by gradients that depend on the seed, the step, the sample and the column alone."""
+    """Return a function that looks a batch up and updates the tables with random gradients.
+
+    The gradients depend on the seed, step, sample and column only.
+    """
     embeddings = model.embeddings
     for feature in embeddings.features:
         if feature.pooling == "none":
             raise MesetaError(
-                f"verify: feature {feature.name!r} has pooling 'none', and gradients are given to pooled vectors; "
+                f"verify: feature {feature.name!r} must be pooled, but its pooling is 'none'; "
                 f"set embedding.tables.{feature.name}.pooling=sum for the comparison"
             )
 
@@ -150,39 +160,40 @@ def _make_embedding_step(
         generator = torch.Generator().manual_seed(config.seed * 1_000_003 + number)
         gradient = torch.randn(whole.batch_size, pooled.shape[1], generator=generator).to(pooled.dtype)
         if world.size > 1:
-            own = gradient.split(sizes)[world.rank]
-        else:  # Each slice is weighed as its rank weighs it, so that the products are rounded alike.
+            slice_gradient = gradient.split(sizes)[world.rank]
+        else:  # Scale each slice as its rank does, so that the products are rounded identically.
             shares = [size / whole.batch_size for size in sizes] if num_ranks > 1 else [1.0]
-            own = torch.cat([part * share for part, share in zip(gradient.split(sizes), shares, strict=True)])
-        pooled.backward(own.to(world.device))
+            slice_gradient = torch.cat(
+                [part * share for part, share in zip(gradient.split(sizes), shares, strict=True)]
+            )
+        pooled.backward(slice_gradient.to(world.device))
         return None, pooled.detach()
 
     return step
 
 
 def _touched_rows(collection: EmbeddingBagCollection, ids: KeyedJaggedTensor) -> dict[str, Tensor]:
-    """Rows by table, those of all features that read it."""
-    found: dict[str, list[Tensor]] = {table.name: [] for table in collection.tables}
-    for feature in collection.features:
-        found[feature.table].append(ids[feature.name].values.cpu())
+    table_ids: dict[str, list[Tensor]] = {table.name: [] for table in collection.tables}
+    for feature in collection.features:  # Several features may share a table.
+        table_ids[feature.table].append(ids[feature.name].values.cpu())
     return {
         table.name: torch.arange(table.num_embeddings)
         if table.optimizer.stepped_rows == "all"
-        else torch.unique(torch.cat(found[table.name]))
+        else torch.unique(torch.cat(table_ids[table.name]))
         for table in collection.tables
     }
 
 
 PLAN_FILE = "plan.json"
-"""In the folder of `record`: the plan of the ranks."""
+"""File with the plan of the ranks, in the folder of `record`."""
 
 
 def record(config: RunConfig, world: World, folder: Path, num_steps: int) -> None:
-    """Run every phase on the ranks of `world`, and write what each step leaves to `folder`. Collective.
+    """Run every phase on the ranks of `world` and write the results of each step to `folder`. Collective.
 
-    Of each shard the touched rows with their optimizer state are written after every step; at the end, those rows are
-    named that no batch read and that changed all the same. The description of the data lies beside them. Raises
-    MesetaError for what training meets, and where run_dir holds a run that was trained on other data.
+    After each step, each rank writes the touched rows of its shards with their optimizer states. At the end it writes
+    the changed rows that no batch read. Rank 0 also saves the description of the dataset.
+    Raises MesetaError if training fails, or `run_dir` has a run that was trained on different data.
     """
     dataset = open_dataset(config, world)
     run = RunDir(config.run_dir, config.checkpoint_location)
@@ -194,7 +205,7 @@ def record(config: RunConfig, world: World, folder: Path, num_steps: int) -> Non
 
 
 def _record_phase(config: RunConfig, world: World, folder: Path, phase: str, num_steps: int) -> None:
-    """A function, so that the model of one phase is gone before the next makes its own."""
+    # This is a separate function, so that the model of one phase is freed before the next one is created.
     at_rest: dict[int, Tensor] = {}
     for result in run_steps(config, world, phase, num_steps, world.size):
         if world.rank == 0:
@@ -223,12 +234,13 @@ def _record_phase(config: RunConfig, world: World, folder: Path, phase: str, num
 
 
 def record_path(folder: Path, phase: str, step: int, rank: int) -> Path:
-    """The file of one step and rank; step 0 is for what is found after the last."""
+    """Return the record file of a step and rank. Step 0 is the file with changed rows that no batch read."""
     return folder / f"{phase}-{step:07d}-{rank:04d}.pt"
 
 
 def _changed_untouched_rows(shard: TableStorage, at_rest: Tensor) -> Iterator[tuple[str, str, int, int, float, float]]:
-    """(table, value, row, column, as it is, as it was) of the first row at rest that is not what it began as."""
+    """Yield (table, value, row, column, current, initial) of the first changed cell in `at_rest` rows, if there is
+    one."""
     first, num_rows = shard.shard.rows[0], shard.shard.num_rows
     for start in range(0, num_rows, BLOCK_ROWS):
         stop = min(start + BLOCK_ROWS, num_rows)
@@ -247,5 +259,5 @@ def _changed_untouched_rows(shard: TableStorage, at_rest: Tensor) -> Iterator[tu
 
 
 def as_bits(values: Tensor) -> Tensor:
-    """The same memory as whole numbers."""
+    """Return a view of the memory as integers of the same size."""
     return values.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()])

@@ -1,1 +1,1 @@
-"""Batches whose rows other processes decode."""
+"""Client of the reader service: batches whose rows reader processes decode."""

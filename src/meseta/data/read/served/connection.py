@@ -1,4 +1,4 @@
-"""A dispatcher or a reader as others reach it, and what is said where they do not."""
+"""Connection to a dispatcher or a reader, and its errors."""
 
 from __future__ import annotations
 
@@ -16,44 +16,52 @@ from meseta.errors import MesetaError, StorageError, error_summary
 from meseta.machine.environment_variables import environ
 from meseta.machine.remote import ENCRYPTED_SCHEME, check_reachable, parse_address
 
-environ.setdefault("GRPC_VERBOSITY", "NONE")  # read when it begins: it would tell every handshake that fails
+# gRPC reads the variable when it starts. By default it would log every failed handshake.
+environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 PROBE_TIMEOUT_S = 2.0
-"""How long it may take to find out why a call has failed."""
+"""Timeout in seconds for finding out why a call failed."""
 MAX_MESSAGE_CHARS = 300
 """Limit on the text of an Arrow Flight error, for the same reason as `MAX_REASON_BYTES`."""
 CHANNEL_OPTIONS = [
+    # gRPC servers close connections that send keepalive pings more often. A missing reply within the timeout ends the
+    # connection, so that peers which disappeared are detected.
     ("grpc.keepalive_time_ms", 300_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.max_reconnect_backoff_ms", 5_000),
+    # Reads of a megabyte take a seventh of the system calls of gRPC's default.
     ("grpc.experimental.tcp_min_read_chunk_size", 1 << 20),
     ("grpc.experimental.tcp_max_read_chunk_size", 4 << 20),
 ]
-"""After how long without a word a call asks whether the other side is there: servers of gRPC end the connections of
-those who ask more often. What was sent and is not acknowledged within the second of them ends a connection, too, which
-finds out who has gone without a word; and so often one that does not come about is tried again. What comes is taken in
-pieces of a megabyte: a seventh of the calls of the system that gRPC makes by itself."""
+"""Options of gRPC channels: keepalive, reconnection and the size of reads."""
 
 
 class UnreachableError(MesetaError):
-    """Nobody answers, or the answer broke off: to ask again may help."""
+    """No answer, or an incomplete one. A retry may succeed."""
 
 
 def to_flight_error(error: Exception) -> flight.FlightServerError:
-    """What a server raises for `Connection.wrap_errors` to turn back: another reader may do better where this one could
-    not reach somebody else, or its storage, but not where it has met bad data."""
-    told = error if isinstance(error, MesetaError) else MesetaError(error_summary(error))
+    """Return the error that a server raises, for `Connection.wrap_errors` at the client.
+
+    If the server could not reach another process or its storage, another reader may succeed. If it found bad data, it
+    sends an ErrorStatus.
+    """
+    meseta_error = error if isinstance(error, MesetaError) else MesetaError(error_summary(error))
     is_of_this_one = isinstance(error, UnreachableError | StorageError)
-    status = b"" if is_of_this_one else ErrorStatus.of(told).to_bytes()
-    return flight.FlightServerError(str(told)[:MAX_MESSAGE_CHARS], extra_info=status)
+    # Without a status the client treats the error as one of this server only.
+    status = b"" if is_of_this_one else ErrorStatus.of(meseta_error).to_bytes()
+    return flight.FlightServerError(str(meseta_error)[:MAX_MESSAGE_CHARS], extra_info=status)
 
 
 class Connection:
-    """To one of them; it is made by the first call. Threads may share it."""
+    """Thread-safe connection to a dispatcher or a reader. The first call establishes it."""
 
     def __init__(self, kind: str, url: str, credentials: Credentials) -> None:
-        """`kind`: "dispatcher" or "reader". Raises MesetaError for what is no address, or does not go with the
-        credentials: keys encrypt, and a token alone is shown to this machine only."""
+        """Create a connection. `kind` is "dispatcher" or "reader".
+
+        Raises MesetaError if the address is invalid or does not match the credentials. TLS keys require an encrypted
+        address, and a token alone may only be sent to this machine.
+        """
         self._keys = keys = credentials if isinstance(credentials, TlsKeys) else None
         check_reachable(url, has_keys=keys is not None)
         self.url, self._kind, self._credentials = url, kind, credentials
@@ -67,8 +75,10 @@ class Connection:
         return f"{self._kind} {self.url}"
 
     def call_options(self, timeout_s: float | None = None) -> flight.FlightCallOptions:
-        """Of a call that may take so long. Raises Unreachable if no token is stored yet, and MesetaError if it is in a
-        file that others may read."""
+        """Return the options of a call with a timeout.
+
+        Raises UnreachableError if no token is stored yet, and MesetaError if others may read its file.
+        """
         try:
             header = self._credentials.header_value()
         except NoTokenError as error:
@@ -78,8 +88,11 @@ class Connection:
 
     @contextmanager
     def wrap_errors(self) -> Iterator[None]:
-        """Turn what Arrow Flight raises into `UnreachableError`, or into the MesetaError that the other side has met,
-        or that stands between both."""
+        """Context manager that converts errors of Arrow Flight.
+
+        Raises the MesetaError that the server sent, a MesetaError for rejected credentials, or `UnreachableError`
+        otherwise.
+        """
         try:
             yield
         except flight.FlightServerError as error:
@@ -91,7 +104,7 @@ class Connection:
         except (flight.FlightUnavailableError, flight.FlightTimedOutError):
             self._diagnose_failure()
             raise UnreachableError(f"{self} cannot be reached: it has not answered, or broke off") from None
-        except (flight.FlightError, OSError, ValueError, RuntimeError) as error:  # Arrow maps codes of gRPC to these
+        except (flight.FlightError, OSError, ValueError, RuntimeError) as error:  # Arrow maps gRPC codes to these.
             if isinstance(error, MesetaError):
                 raise
             raise UnreachableError(f"{self} broke off: {strip_flight_details(error)}") from None
@@ -99,22 +112,25 @@ class Connection:
     def _told_by(self, extra_info: bytes) -> MesetaError:
         try:
             status = ErrorStatus.from_bytes(extra_info, str(self))
-        except MesetaError:  # a sender of an older version: it is the text
+        except MesetaError:  # Senders of older versions send plain text.
             status = ErrorStatus(reason=extra_info.decode(errors="replace")[:MAX_REASON_BYTES])
         return MesetaError(f"{self}: {status.reason}", remedy=status.remedy)
 
     def _diagnose_failure(self) -> None:
-        """See why a call has failed. Raises MesetaError where another one would fail as well, and Unreachable where
-        nobody is there; gRPC tells both in one."""
+        """Find out why a call failed, which gRPC does not report.
+
+        Raises MesetaError if a retry would fail too, and UnreachableError if nothing listens.
+        """
         host, port = parse_address(self.url)
         try:
             first = self._probe_first_byte(host, port)
             if self._keys is None:
                 raise MesetaError(
-                    f"{self} answers those with keys alone; name their folder, by --keys DIR or data.service.keys=DIR, "
+                    f"{self} accepts only clients with keys; name their folder with --keys DIR or "
+                    "data.service.keys=DIR, "
                     f"and write its address as {ENCRYPTED_SCHEME}://"
                 )
-            if not first and not self._probe_first_byte(host, port):  # it may have been ending when it was asked first
+            if not first and not self._probe_first_byte(host, port):  # It may have been stopping at the first probe.
                 raise MesetaError(unknown_client_message(str(self), self._keys))
         except ssl.SSLError as error:
             if self._keys is not None and not isinstance(error, ssl.SSLEOFError):
@@ -123,8 +139,10 @@ class Connection:
             raise UnreachableError(f"{self} cannot be reached: {_describe_os_error(error)}") from None
 
     def _probe_first_byte(self, host: str, port: int) -> bytes:
-        """Of what is said to who has shaken hands; none: a server of gRPC has closed without a word, as it does to
-        clients that it does not know. Raises OSError."""
+        """Return the first byte that the server sends after a handshake. Raises OSError.
+
+        The result is empty if the server closes the connection, as gRPC servers do with unknown clients.
+        """
         with (
             socket.create_connection((host, port), PROBE_TIMEOUT_S) as plain,
             self._context.wrap_socket(plain, server_hostname=host) as encrypted,
@@ -133,14 +151,14 @@ class Connection:
 
 
 def strip_flight_details(error: Exception) -> str:
-    """What an error of Arrow Flight says, without what it adds."""
+    """Return the message of an Arrow Flight error without the details that Arrow and gRPC append."""
     return (
         error_summary(error).partition(". Detail:")[0].partition(". gRPC client debug context")[0][:MAX_MESSAGE_CHARS]
     )
 
 
 def _unverified_context() -> ssl.SSLContext:
-    """To find out whether somebody speaks TLS, whoever it is."""
+    """Return a context that accepts any certificate, to test whether a server uses TLS."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     return context

@@ -1,4 +1,5 @@
-"""The token that every call to a dispatcher or a reader carries: of one command, of a port of this user, or of keys."""
+"""Tokens that authenticate every call to a dispatcher or a reader: of a command, of a user's port, or of a key
+folder."""
 
 from __future__ import annotations
 
@@ -17,20 +18,20 @@ from meseta.machine.files import move, open_regular
 from meseta.machine.remote import parse_address
 
 TOKEN_HEADER = "authorization"
-"""Header of a call that carries the token."""
+"""Header of a call that contains the token."""
 TOKEN_PATTERN = re.compile(rb"[A-Za-z0-9_-]{43,1024}")
-"""At least 32 random bytes, as text that is safe in URLs."""
+"""Format of a token: at least 32 random bytes as URL-safe text."""
 MAX_SECRET_FILE_BYTES = 1 << 16
-"""Maximum size of a token file, and of a file of keys."""
+"""Maximum size in bytes of a token file or a key file."""
 TOKEN_FOLDER = ".local/state/meseta"
-"""Folder of tokens below the home folder, if there is no $XDG_RUNTIME_DIR."""
+"""Folder of tokens below the home folder, for systems without $XDG_RUNTIME_DIR."""
 _TOKEN_BYTES = 32
 _command_credentials: dict[str, Credentials] = {}
-"""Credentials that only this process and its forks know, by the address of the dispatcher."""
+"""Credentials that only this process and its forks have, by address of the dispatcher."""
 
 
 class Credentials(ABC):
-    """Thread-safe proof that a caller may use a dispatcher and its readers. The token is in no text of it."""
+    """Thread-safe proof that a caller may use a dispatcher and its readers. Its text representation has no token."""
 
     @abstractmethod
     def current_token(self) -> bytes:
@@ -41,7 +42,7 @@ class Credentials(ABC):
         """Return the error message for a call that `who` refused."""
 
     def header_value(self) -> str:
-        """Return the value of `HEADER`. Raises what `current_token` raises."""
+        """Return the value of `TOKEN_HEADER`. Raises what `current_token` raises."""
         return f"Bearer {self.current_token().decode()}"
 
 
@@ -50,7 +51,7 @@ class NoTokenError(MesetaError):
 
 
 class CommandToken(Credentials):
-    """Token of one command, which passes it to its processes and stores it nowhere."""
+    """Token of one command. The command passes it to its processes and does not store it."""
 
     def __init__(self, token: bytes) -> None:
         self._token = token
@@ -59,11 +60,11 @@ class CommandToken(Credentials):
         return self._token
 
     def rejection_message(self, who: str) -> str:
-        return f"{who} does not belong to this command: it takes another token; run the command again"
+        return f"{who} does not belong to this command, because it expects another token; run the command again"
 
 
 class PortToken(Credentials):
-    """Token in a file that belongs to this user and is named by the port of the dispatcher."""
+    """Token in a file that only this user can read, named by the port of the dispatcher."""
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -76,7 +77,7 @@ class PortToken(Credentials):
             if self._cached is None:
                 names = " or ".join(repr(str(path)) for path in paths)
                 raise NoTokenError(f"there is no token of port {self._port}, which its dispatcher stores in {names}")
-            return self._cached[2]  # the system removes $XDG_RUNTIME_DIR when its user logs out
+            return self._cached[2]  # The system removes $XDG_RUNTIME_DIR at logout.
         path = max(stored, key=lambda path: stored[path].st_mtime_ns)
         read = self._cached
         if read is None or read[0] != path or not _is_unchanged(read[1], stored[path]):
@@ -84,10 +85,10 @@ class PortToken(Credentials):
         return read[2]
 
     def store(self) -> PortToken:
-        """Store the token, a new one unless there is one: readers and trainers wait for a restarted dispatcher with the
-        former. Raises MesetaError if it cannot be stored."""
+        """Store the token, and create one if there is none. Raises MesetaError if it cannot be stored."""
         folder = token_folders()[0]
         try:
+            # An existing token is kept, because readers and trainers use it while they wait for a restarted dispatcher.
             token = self.current_token()
         except NoTokenError:
             token = new_token()
@@ -96,6 +97,7 @@ class PortToken(Credentials):
             _check_private_folder(folder)
             path = folder / f"{self._port}.token"
             unfinished = path.with_name(f".{path.name}-{os.getpid()}")
+            # A leftover of a process with the same id.
             unfinished.unlink(missing_ok=True)
             write_secret(unfinished, token + b"\n")
             move(unfinished, path)
@@ -109,8 +111,8 @@ class PortToken(Credentials):
     def rejection_message(self, who: str) -> str:
         where = "its file" if self._cached is None else repr(str(self._cached[0]))
         return (
-            f"{who} takes another token than that in {where}: another user started it; start `meseta readers dispatch` "
-            "at another port, or use keys (`meseta readers keys`)"
+            f"{who} expects another token than that in {where}, because another user started it; start `meseta readers "
+            "dispatch` at another port, or use keys (`meseta readers keys`)"
         )
 
 
@@ -120,20 +122,25 @@ def new_token() -> bytes:
 
 
 def parse_token(content: bytes, source: str, remedy: str) -> bytes:
-    """Return the token in `content`, without white space around it. Raises MesetaError, with `source` and `remedy`, if
-    it is none."""
+    """Return the token in `content` without surrounding white space.
+
+    Raises MesetaError with `source` and `remedy` if it is invalid.
+    """
     token = content.strip()
     if not TOKEN_PATTERN.fullmatch(token):
         raise MesetaError(
-            f"{source} has {len(token)} characters, and must have 43 or more, all of them letters, digits, - and _; "
-            f"{remedy}"
+            f"{source} must have 43 or more characters, all of them letters, digits, - and _, got {len(token)} "
+            f"characters; {remedy}"
         )
     return token
 
 
 def credentials_for(url: str) -> Credentials:
     """Return the credentials of the dispatcher at an address without keys: of the command that started it, or of its
-    port. Raises MesetaError for an invalid address."""
+    port.
+
+    Raises MesetaError if the address is invalid.
+    """
     return _command_credentials.get(url) or PortToken(parse_address(url)[1])
 
 
@@ -148,7 +155,8 @@ def command_credentials(url: str, credentials: Credentials) -> Iterator[None]:
 
 
 def token_folders() -> list[Path]:
-    """Return the folders of tokens of this user, the one to write to first. Raises MesetaError without any."""
+    """Return this user's folders of tokens. New tokens are written to the first one. Raises MesetaError if there is
+    none."""
     folders = []
     with suppress(OSError):
         runtime = Path(environ.get("XDG_RUNTIME_DIR", ""))
@@ -164,20 +172,23 @@ def token_folders() -> list[Path]:
 
 
 def read_secret(path: Path, what: str, remedy: str, *, is_secret: bool = True) -> tuple[bytes, int]:
-    """Return the content and the owner of a small regular file. Raises MesetaError if it cannot be read, and if it
-    `is_secret` and others may read it. `what` and `remedy` are for the message."""
+    """Return (content, owner) of a small regular file.
+
+    Raises MesetaError if it cannot be read, or if `is_secret` and others may read it. `what` and `remedy` are parts of
+    the message.
+    """
     try:
         with open(open_regular(path), "rb") as file:
             status, content = os.fstat(file.fileno()), file.read(MAX_SECRET_FILE_BYTES + 1)
     except OSError as error:
         raise MesetaError(f"{what}: {str(path)!r} cannot be read ({error.strerror}); {remedy}") from None
     if is_secret and status.st_mode & 0o077:
-        raise MesetaError(f"{what}: {str(path)!r} may be read by others, and is a secret; chmod 600 {path}")
+        raise MesetaError(f"{what}: {str(path)!r} is a secret, but others may read it; chmod 600 {path}")
     return content, status.st_uid
 
 
 def write_secret(path: Path, content: bytes, mode: int = 0o600) -> None:
-    """Write a new file. Raises OSError, also if it exists."""
+    """Write a new file. Raises OSError if it exists or cannot be written."""
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
         file.write(content)
 
@@ -195,10 +206,9 @@ def _read_user_token(path: Path) -> bytes:
 
 
 def _check_private_folder(folder: Path) -> None:
-    """Raise OSError unless the folder is one that only this user can enter."""
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode):
-        raise NotADirectoryError(0, "it is no folder; remove it")
+        raise NotADirectoryError(0, "it is not a folder; remove it")
     if status.st_uid != os.geteuid():
         raise PermissionError(0, "it belongs to another user; remove it")
     if status.st_mode & 0o077:

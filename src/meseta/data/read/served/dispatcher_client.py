@@ -1,4 +1,4 @@
-"""The dispatcher as a trainer or a reader sees it."""
+"""Client of the dispatcher, for trainers and readers."""
 
 from __future__ import annotations
 
@@ -26,19 +26,25 @@ from meseta.data.read.served.messages import (
 from meseta.errors import MesetaError
 
 CALL_TIMEOUT_S = 10.0
-"""How long one call to the dispatcher may take, but for `count` and `table`, for which it may have to read much."""
+"""Timeout in seconds of calls to the dispatcher, except for `count` and `table`, which may read many files."""
 COUNT_TIMEOUT_S = 3600.0
+"""Timeout in seconds of `count` and `table` calls."""
 
 Reply = TypeVar("Reply", bound=Message)
 
 
 class DispatcherClient:
-    """Asks the dispatcher at a URL. Every method raises Unreachable where nobody answers, and MesetaError for what the
-    dispatcher refuses, or an answer that is none. Threads may share one."""
+    """Thread-safe client of the dispatcher at a URL.
+
+    All methods raise UnreachableError if there is no answer, and MesetaError if the dispatcher refuses a request or its
+    answer is invalid.
+    """
 
     def __init__(self, url: str, credentials: Credentials | None = None) -> None:
-        """`credentials`: None: those of an address without keys. Raises MesetaError for what is no address, or does not
-        go with them."""
+        """Create a client. `credentials` defaults to those of an address without keys.
+
+        Raises MesetaError if the address is invalid or does not match the credentials.
+        """
         self.url, self.credentials = url, credentials or credentials_for(url)
         self._connection = Connection("dispatcher", url, self.credentials)
         self._readers: dict[str, Connection] = {}
@@ -47,44 +53,42 @@ class DispatcherClient:
         return str(self._connection)
 
     def describe(self, dataset: str | None) -> DatasetDescription:
-        """A dataset by name; None: the only one."""
         return self._request("describe", DescribeRequest(dataset=dataset), DatasetDescription)
 
     def count(self, request: CountRequest) -> RowCounts:
-        """The rows of a split that are read."""
         return self._request("count", request, RowCounts, COUNT_TIMEOUT_S)
 
     def request_leases(self, request: LeaseRequest) -> Leases:
-        """Who decodes windows."""
         return self._request("lease", request, Leases)
 
     def send_heartbeat(self, beat: Heartbeat) -> HeartbeatReply:
-        """A reader is there."""
         return self._request("beat", beat, HeartbeatReply)
 
     def fetch_table(self, request: TableRequest) -> Iterator[bytes]:
-        """A file, piece by piece. Raises MesetaError for one larger than TABLE_BYTES, too."""
+        """Yield a file in chunks. Also raises MesetaError if it is larger than MAX_TABLE_BYTES."""
         num_bytes = 0
         with self._connection.wrap_errors():
             action, options = flight.Action("table", request.to_bytes()), self._connection.call_options(COUNT_TIMEOUT_S)
             for result in self._connection.client.do_action(action, options):
+                # Checked while receiving, so that a faulty server cannot fill the disk.
                 num_bytes += result.body.size
                 if num_bytes > MAX_TABLE_BYTES:
-                    raise MesetaError(f"{self} sends a file of more than {MAX_TABLE_BYTES:,} bytes, which is no table")
+                    raise MesetaError(
+                        f"{self} sent a file of more than {MAX_TABLE_BYTES:,} bytes, which is too large for a table"
+                    )
                 yield result.body.to_pybytes()
 
     def status(self) -> ReaderServiceStatus:
-        """What it knows of readers and of those who read."""
         return ReaderServiceStatus.from_bytes(self._call("status", b"", CALL_TIMEOUT_S), str(self))
 
     def connect_reader(self, url: str) -> Connection:
-        """A reader that it has named; one connection to each, until `forget`."""
+        """Return the connection to a reader. It is cached until `forget_reader`."""
         if url not in self._readers:
             self._readers[url] = Connection("reader", url, self.credentials)
         return self._readers[url]
 
     def forget_reader(self, url: str) -> None:
-        """That reader has failed: whoever is there later is connected to anew."""
+        """Remove the cached connection to a reader that failed. Its URL is then connected again."""
         self._readers.pop(url, None)
 
     def close(self) -> None:

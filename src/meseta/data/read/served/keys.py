@@ -1,11 +1,11 @@
-"""What shows who dispatchers, readers and those who ask them are: a folder that `meseta readers keys` makes.
+"""TLS keys of dispatchers, readers and their clients, in a folder made by `meseta readers keys`.
 
-    certificate.pem    of dispatchers and readers: all others check it; no secret
-    key.pem            of that certificate: where they run, and nowhere else
-    client.pem         certificate and key of those who may connect
-    token              what comes with every call
+    certificate.pem    certificate of dispatchers and readers, which clients verify; not secret
+    key.pem            private key of this certificate, only on hosts of dispatchers and readers
+    client.pem         certificate and private key of clients
+    token              token that is sent with every call
 
-Who asks has certificate.pem, client.pem and token.
+Clients have certificate.pem, client.pem and token.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from meseta.data.read.served.credentials import Credentials, parse_token, read_s
 from meseta.errors import MesetaError, error_summary
 
 CERTIFICATE_FILE, KEY_FILE, CLIENT_FILE, TOKEN_FILE = "certificate.pem", "key.pem", "client.pem", "token"
-_SAME_FOLDER_REMEDY = "take that folder of keys which it was started with"
+_SAME_FOLDER_REMEDY = "use the folder of keys with which it was started"
 MAX_HANDSHAKE_ROUNDS = 8
-"""Of messages in which a handshake has ended, one way or the other."""
+"""Maximum number of message rounds after which a TLS handshake must be finished."""
 
 
 @dataclass(frozen=True)
 class TlsKeys(Credentials):
-    """What those who ask have of a folder of keys; what is secret is in no text of it."""
+    """Keys of a client. Secrets are not part of its text representation."""
 
     folder: Path
     certificate: bytes = field(repr=False)
@@ -37,7 +37,8 @@ class TlsKeys(Credentials):
 
     @staticmethod
     def load(folder: Path) -> TlsKeys:
-        """Raises MesetaError for a file that is not there, is damaged or cut short, or that others may read."""
+        """Load the keys of a client. Raises MesetaError if a file is missing or damaged, or if others may read a
+        secret."""
         token = parse_token(
             read_key_file(folder / TOKEN_FILE, is_secret=True),
             f"keys: {str(folder / TOKEN_FILE)!r}",
@@ -55,37 +56,38 @@ class TlsKeys(Credentials):
         return self.token
 
     def rejection_message(self, who: str) -> str:
-        return f"{who} takes another token than that of {str(self.folder / TOKEN_FILE)!r}; {_SAME_FOLDER_REMEDY}"
+        return f"{who} expects another token than that in {str(self.folder / TOKEN_FILE)!r}; {_SAME_FOLDER_REMEDY}"
 
     def client_context(self) -> ssl.SSLContext:
-        """How those who ask check a server, and show who they are. Raises MesetaError for a damaged file."""
+        """Return the TLS context that verifies a server and identifies the client. Raises MesetaError if a file is
+        damaged."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        context.set_alpn_protocols(["h2"])  # or servers of gRPC end the connection
+        context.set_alpn_protocols(["h2"])  # Otherwise gRPC servers close the connection.
         _load_trusted_certificate(context, self.certificate, self.folder / CERTIFICATE_FILE)
         _load_own_certificate(context, self.folder / CLIENT_FILE, self.folder / CLIENT_FILE)
         return context
 
     def covered_hosts(self) -> str:
-        """Names and addresses that the certificate covers."""
         covered: Any = self.client_context().get_ca_certs()[0].get("subjectAltName", ())
         return ", ".join(host for _, host in covered)
 
 
 @dataclass(frozen=True)
 class TlsServerKeys(TlsKeys):
-    """What dispatchers and readers have."""
+    """Keys of a dispatcher or a reader."""
 
     key: bytes = field(repr=False)
 
     @staticmethod
     def load(folder: Path) -> TlsServerKeys:
-        """Raises what Keys.load raises, and MesetaError for a key of another certificate."""
+        """Load the keys of a server. Raises what `TlsKeys.load` raises, and MesetaError if the private key does not
+        match."""
         keys = TlsKeys.load(folder)
         key = read_key_file(folder / KEY_FILE, is_secret=True)
         return TlsServerKeys(folder, keys.certificate, keys.client, keys.token, key)
 
     def check_host(self, host: str) -> None:
-        """Raise MesetaError unless those who ask for `host` would take these keys, and be taken: by a handshake in
+        """Raise MesetaError unless clients of `host` and this server would accept each other. Runs a handshake in
         memory."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         _load_own_certificate(context, self.folder / CERTIFICATE_FILE, self.folder / KEY_FILE)
@@ -104,38 +106,35 @@ class TlsServerKeys(TlsKeys):
 
 
 def handshake_error_message(error: ssl.SSLError, who: str, host: str, keys: TlsKeys) -> str:
-    """Why no handshake comes about with `who`, which is asked for as `host`, and what to do."""
+    """Return the error message for a failed TLS handshake with `who`, which the client calls `host`."""
     code = getattr(error, "verify_code", None)
     if error.reason == "WRONG_VERSION_NUMBER":
-        return f"{who} speaks without encryption; start it with --keys, or leave the keys out here"
-    if code == 10:  # numbers of OpenSSL's x509_vfy.h
+        return f"{who} does not use encryption; start it with --keys, or remove the keys here"
+    if code == 10:  # Numbers from OpenSSL's x509_vfy.h.
         return expired_certificate_message(who)
     if code in (62, 64):
         return (
-            f"{who}: its certificate does not cover {host!r}, but {keys.covered_hosts()}; make new keys with `meseta "
-            f"readers "
-            f"keys DIR --host {host}`, or use a name that it covers"
+            f"{who}: its certificate does not cover {host!r}, but {keys.covered_hosts()}; make new keys with "
+            f"`meseta readers keys DIR --host {host}`, or use a name that it covers"
         )
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"{who} has another certificate than {str(keys.folder / CERTIFICATE_FILE)!r}; {_SAME_FOLDER_REMEDY}"
-    return f"{who} does not shake hands ({error.reason or error_summary(error)}); {_SAME_FOLDER_REMEDY}"
+    return f"{who} failed the TLS handshake ({error.reason or error_summary(error)}); {_SAME_FOLDER_REMEDY}"
 
 
 def unknown_client_message(who: str, keys: TlsKeys) -> str:
-    """That `who` has closed the door after a handshake."""
+    """Return the error message for a server that closed the connection after the handshake."""
     return f"{who} does not know the certificate of {str(keys.folder / CLIENT_FILE)!r}; {_SAME_FOLDER_REMEDY}"
 
 
 def expired_certificate_message(who: str, ends_s: float | None = None) -> str:
-    """That a certificate has come to its end."""
+    """Return the error message for an expired certificate."""
     when = "" if ends_s is None else time.strftime(" on %Y-%m-%d", time.gmtime(ends_s))
-    return (
-        f"{who}: the certificate has expired{when}; make new keys with `meseta readers keys`, and start all with them"
-    )
+    return f"{who}: the certificate has expired{when}; make new keys with `meseta readers keys`, and restart with them"
 
 
 def read_key_file(path: Path, *, is_secret: bool = False) -> bytes:
-    """A file of keys. Raises MesetaError where it cannot be read, or is a secret that others may read."""
+    """Read a file of keys. Raises MesetaError if it cannot be read, or if it is a secret that others may read."""
     remedy = "copy it from the folder that `meseta readers keys` has made"
     return read_secret(path, "keys", remedy, is_secret=is_secret)[0]
 
@@ -151,12 +150,12 @@ def _load_trusted_certificate(context: ssl.SSLContext, certificate: bytes, path:
 
 def _load_own_certificate(context: ssl.SSLContext, certificate: Path, key: Path) -> None:
     try:
-        context.load_cert_chain(certificate, key, password="")  # or OpenSSL asks for one at the terminal
+        context.load_cert_chain(certificate, key, password="")  # Otherwise OpenSSL asks for a password at the terminal.
     except (ssl.SSLError, ValueError) as error:
-        is_strange = getattr(error, "reason", None) == "KEY_VALUES_MISMATCH"
+        is_mismatch = getattr(error, "reason", None) == "KEY_VALUES_MISMATCH"
         raise MesetaError(
-            f"keys: {str(key)!r} is not the key of {str(certificate)!r}; take both from one folder"
-            if is_strange
+            f"keys: {str(key)!r} is not the key of {str(certificate)!r}; use both from the same folder"
+            if is_mismatch
             else _damaged_message(key)
         ) from None
     except OSError as error:
@@ -164,6 +163,4 @@ def _load_own_certificate(context: ssl.SSLContext, certificate: Path, key: Path)
 
 
 def _damaged_message(path: Path) -> str:
-    return (
-        f"keys: {str(path)!r} is damaged, or no file of keys; copy it again, or make new keys (`meseta readers keys`)"
-    )
+    return f"keys: {str(path)!r} is damaged or not a key file; copy it again, or make new keys (`meseta readers keys`)"

@@ -1,9 +1,9 @@
-"""What trainers, the dispatcher and readers say to each other: JSON against these schemas, and nothing else.
+"""Messages between trainers, the dispatcher and readers. They are JSON that is validated against these schemas.
 
     trainer    --describe, count, lease--->  dispatcher  <---beat---  reader
     trainer    --------- ticket ---------->  reader      ---- Arrow record batches --->  trainer
 
-Nothing here is a state: each message holds all that its receiver needs to answer it, so that any may begin anew.
+Messages are stateless: each contains everything that its receiver needs, so any process may restart.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from meseta.machine.files import MAX_DOCUMENT_VALUES, parse_json
 from meseta.machine.waits.checked_memory import encode_text
 
 MAX_MESSAGE_BYTES = 1 << 20
-"""The most that one may have; descriptions and counts of a split, which the dispatcher sends, may have more."""
+"""Maximum size of a message in bytes. Descriptions and row counts from the dispatcher may be larger."""
 MAX_MESSAGE_VALUES = 1 << 14
-"""The most values that one may have: each may be an error, which costs many times its bytes."""
+"""Maximum number of JSON values in a message. Each may cause a validation error, which takes much more memory than the
+value."""
 MAX_REPLY_BYTES = 1 << 28
 MAX_TABLE_BYTES = 1 << 32
-"""The most that a file may have that a TableRequest asks for."""
+"""Maximum size of a file that a TableRequest returns, in bytes."""
 MAX_REASON_BYTES, MAX_REMEDY_BYTES = 3072, 1024
 """Limits on the parts of an error, which gRPC sends in headers. Headers of 8 KiB or more may break the connection."""
 
@@ -32,32 +33,34 @@ Number = Annotated[int, Field(ge=0, lt=1 << 53)]
 Positive = Annotated[int, Field(ge=1, lt=1 << 53)]
 Seconds = Annotated[float, Field(ge=0, le=1e9)]
 RedecodeReason = Literal["room", "idle"]
-"""It made room for one that is wanted before it; or for another, after nobody had taken rows of it for a while."""
+"""Reason for decoding a window again. With 'room' it was evicted for a window that is needed earlier, with 'idle'
+because no rank had taken its rows for a while."""
 MoveReason = Literal["silent", "lost", "slow"]
-"""Its reader told nothing any more; a rank met trouble there, or was sent nothing."""
+"""Reason for moving a window to another reader: no heartbeat ('silent'), a failure that a rank reported ('lost'), or no
+rows ('slow')."""
 
 
 MessageType = TypeVar("MessageType", bound="Message")
 
 
 class Message(BaseModel):
-    """Frozen; an unknown key, or a value of another type, is an error."""
+    """Immutable message. Unknown keys and values of another type are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
     max_bytes: ClassVar[int] = MAX_MESSAGE_BYTES
     max_values: ClassVar[int] = MAX_MESSAGE_VALUES
 
     def to_bytes(self) -> bytes:
-        """JSON."""
+        """Serialize to JSON."""
         return self.model_dump_json().encode()
 
     @classmethod
     def from_bytes(cls: type[MessageType], content: bytes, sender: str) -> MessageType:
-        """Undo `to_bytes`. Raises MesetaError, which names the sender, for anything else."""
+        """Restore the result of `to_bytes`. Raises MesetaError that names `sender` if the content is invalid."""
         if len(content) > cls.max_bytes:
             raise MesetaError(f"{sender} sent a message of {len(content):,} bytes; at most {cls.max_bytes:,} are read")
         try:
-            parse_json(content, max_values=cls.max_values)  # refuses keys that are there twice, and depth
+            parse_json(content, max_values=cls.max_values)  # Refuses duplicate keys and deep nesting.
             return cls.model_validate_json(content)
         except ValidationError as error:
             first = error.errors()[0]
@@ -65,32 +68,32 @@ class Message(BaseModel):
             problem = f"{format_value(key)}: {first['msg']}"
         except ValueError as error:
             problem = format_value(str(error))
-        raise MesetaError(f"{sender} sent what is no {cls.__name__}: {problem}; run the same version everywhere")
+        raise MesetaError(f"{sender} sent an invalid {cls.__name__}: {problem}; run the same version everywhere")
 
 
 class ErrorStatus(Message):
-    """Error that asking another reader does not avoid, as additional information of an Arrow Flight error."""
+    """Error that another reader would report too. It is the additional information of an Arrow Flight error."""
 
     reason: str = Field(max_length=MAX_REASON_BYTES)
     remedy: str | None = Field(default=None, max_length=MAX_REMEDY_BYTES)
 
     @staticmethod
     def of(error: MesetaError) -> ErrorStatus:
-        """The status of an error, whose parts are truncated."""
+        """Return the status of an error, with truncated parts."""
         remedy = None if error.remedy is None else encode_text(error.remedy, MAX_REMEDY_BYTES).decode()
         return ErrorStatus(reason=encode_text(error.reason, MAX_REASON_BYTES).decode(), remedy=remedy)
 
 
 class RowOrder(Message):
-    """Rows of one split in one order: what a window's content is a function of."""
+    """Rows of one split in one order. It determines the content of each window."""
 
     dataset: Name
-    """As the dispatcher calls it."""
+    """Name of the dataset at the dispatcher."""
     digest: str = Field(pattern="^[0-9a-f]{64}$")
-    """Of its description, see `DatasetDescription`."""
+    """Digest of the dataset's description, see `DatasetDescription`."""
     split: Name
     labels: tuple[Name, ...]
-    """Of the dataset's, in this order."""
+    """Labels of the dataset to read, in this order."""
     shuffle: bool
     seed: int
     window_rows: Positive
@@ -101,7 +104,7 @@ class RowOrder(Message):
     def from_options(
         description: DatasetDescription, split: str, labels: tuple[str, ...], options: ReaderOptions
     ) -> RowOrder:
-        """Those that a reader with these options gives."""
+        """Return the rows and order that a reader with these options has."""
         return RowOrder(
             dataset=description.name,
             digest=description.digest,
@@ -116,7 +119,7 @@ class RowOrder(Message):
 
     @property
     def options(self) -> ReaderOptions:
-        """Of a reader of these rows, but for its batches."""
+        """Options of a reader of these rows. The options of batches have default values."""
         return ReaderOptions(
             batch_size=1,
             shuffle=self.shuffle,
@@ -128,195 +131,195 @@ class RowOrder(Message):
 
 
 class Session(Message):
-    """One rank of one attempt at a run, and what it reads."""
+    """Rank in one attempt of a run, with the rows that it reads."""
 
     rows: RowOrder
     run: Name
-    """The same for every attempt to finish a run."""
+    """Name of the run. All attempts of a run have the same name."""
     attempt: Number
-    """Larger for a later one; ranks of an earlier one are turned away."""
+    """Number of the attempt. Ranks of earlier attempts are rejected."""
     rank: Number
     num_ranks: Annotated[int, Field(ge=1, le=1 << 20)]
 
 
 class DescribeRequest(Message):
-    """Which dataset, by name; None: the only one."""
+    """Request for the description of a dataset by name. `None` selects the only dataset."""
 
     dataset: Name | None = None
 
 
 class DatasetDescription(Message):
-    """A dataset without its rows."""
+    """Description of a dataset without its rows."""
 
     max_bytes, max_values = MAX_REPLY_BYTES, MAX_DOCUMENT_VALUES
     name: Name
     document: dict[str, Any]
-    """As dataset.json, with the digests of all vocabularies."""
+    """Content of dataset.json, with the digests of all vocabularies."""
     digest: str = Field(pattern="^[0-9a-f]{64}$")
-    """SHA-256 of the document."""
 
 
 class CountRequest(Message):
-    """How many rows there are."""
+    """Request for the number of rows in each row group."""
 
     rows: RowOrder
 
 
 class RowCounts(Message):
-    """Rows of each row group that has any to read, in the order of the split."""
+    """Number of selected rows in each row group, in the order of the split. Groups without selected rows are left
+    out."""
 
     max_bytes, max_values = MAX_REPLY_BYTES, MAX_DOCUMENT_VALUES
     groups: tuple[Number, ...]
-    """Numbers of the row groups in the split, ascending."""
+    """Numbers of the row groups in the split, in ascending order."""
     group_rows: tuple[Positive, ...]
     by_filter: Number
-    """Rows that the filter leaves out."""
     negatives: Number
-    """Negatives that were not drawn."""
+    """Number of negatives that were not drawn."""
     wide_features: tuple[Name, ...]
-    """Single- and multi-valued features whose ids are int64 in some file; those of others are int32."""
+    """Sparse features whose ids are int64 in some file. The ids of other features are int32."""
 
 
 class TableRequest(Message):
-    """Which file of those that encoding further rows takes; what comes are its bytes, in pieces."""
+    """Request for a file with which new rows are encoded. The reply is its content in chunks."""
 
     dataset: Name
     digest: str = Field(pattern="^[0-9a-f]{64}$")
-    """Of its description."""
+    """Digest of the dataset's description."""
     feature: Name | None
-    """Whose vocabulary; None: the bits of the rows that training looks up."""
+    """Feature whose vocabulary is requested. `None` requests the bits of trained rows."""
 
 
 class ReaderFailure(Message):
-    """What a rank met at the reader of a window."""
+    """Failure of a rank to get a window from its reader."""
 
     window: Number
     reader: Name
-    """Its URL."""
     kind: Literal["slow", "failed"]
-    """`slow` if the reader is there, and sends nothing."""
+    """'slow' if the reader is reachable but sends nothing, 'failed' for any error."""
     what: str = Field(default="", max_length=4096)
-    """Text of the error at a reader that failed."""
+    """Error message of a reader that failed."""
 
     @model_validator(mode="before")
     @classmethod
     def _add_kind(cls, document: Any) -> Any:
-        # Trainers of older versions send no kind, and "slow" in place of an error.
+        # Trainers of older versions send no kind. They send "slow" in place of an error message.
         if isinstance(document, dict) and "kind" not in document:
             return {**document, "kind": "slow" if document.get("what") == "slow" else "failed"}
         return document
 
 
 class LeaseRequest(Message):
-    """Who reads windows."""
+    """Request for the readers of windows."""
 
     session: Session
     epoch: Number
     windows: tuple[Number, ...] = Field(max_length=1024)
-    """Whose readers are asked for."""
+    """Numbers of the windows whose readers are requested."""
     troubles: tuple[ReaderFailure, ...] = Field(default=(), max_length=1024)
-    """Readers to be relieved of windows."""
+    """Failed readers that should be replaced."""
     waited_s: Seconds = 0.0
-    """For how long the rank has stood still for batches since the first of this pass."""
+    """Seconds for which the rank waited for rows since its first batch."""
     passed_s: Seconds = 0.0
-    """Since then."""
+    """Seconds since the rank's first batch."""
 
 
 class WindowLease(Message):
-    """Who decodes a window."""
+    """Assignment of a window to a reader."""
 
     window: Number
     reader: Name
-    """URL."""
 
 
 class Leases(Message):
+    """Reply to a LeaseRequest."""
+
     leases: tuple[WindowLease, ...]
-    """For each window that was asked for; none where there is no reader."""
+    """Lease of each requested window. Empty if there is no reader."""
     num_readers: Number
-    """That are at work: so many windows are worth asking for ahead."""
+    """Number of active readers. It is useful to request this many windows ahead."""
 
 
 class WindowTicket(Message):
-    """This rank's rows of one window, in order."""
+    """Request for this rank's rows of one window, in order."""
 
     session: Session
     epoch: Number
     window: Number
     begin: Number
-    """Row of the epoch where the first batch begins."""
+    """Row of the epoch at which the first batch starts."""
     batch_size: Positive
     last_batch: LastBatch
     num_had: Number = 0
-    """Rows that this rank has had of it, which are left out."""
+    """Number of rows of the window that this rank has already received. They are not sent again."""
 
 
 class WindowTimings(Message):
-    """How a window that was asked for came about; comes beside the first record batch of its rows."""
+    """Time that making a window took. It is sent with the first record batch."""
 
     storage_s: Seconds
+    """Seconds of waiting for files, as in WindowTimer."""
     decode_s: Seconds
+    """Seconds of decoding, as in WindowTimer."""
     transform_s: Seconds
-    """As in WindowTimer."""
+    """Seconds of encoding raw rows, as in WindowTimer."""
     ready_s: Seconds
-    """Since when it was decoded, as this is sent; it may have been for another rank."""
+    """Seconds since the window was decoded, possibly for another rank."""
 
 
 class Heartbeat(Message):
-    """A reader is there."""
+    """Message by which a reader shows that it is alive."""
 
     reader: Name
-    """Its URL, as trainers reach it."""
     held_bytes: Number
-    """Of decoded windows."""
+    """Bytes of decoded windows in the buffer."""
     buffer_bytes: Number
-    """It may hold."""
     num_rows: Number
-    """Decoded since it began."""
+    """Number of rows decoded since the reader started."""
     num_windows: Number
     num_again: dict[RedecodeReason, Number]
-    """Windows decoded once more before all ranks had them, by why they were not held any more."""
+    """Number of windows that were decoded again before all ranks had them, by reason."""
     busy_s: Seconds
-    """Since it began in which it decoded; in the others all that it was asked for lay ready in its buffer."""
+    """Seconds spent decoding since the reader started. Otherwise all requested windows were in its buffer."""
     is_leaving: bool = False
-    """Whether it gives what it was asked for, and wants no other windows."""
+    """Whether the reader finishes its current windows and accepts no new ones."""
 
 
 class HeartbeatReply(Message):
+    """Reply to a Heartbeat."""
+
     max_bytes, max_values = MAX_REPLY_BYTES, MAX_DOCUMENT_VALUES
     datasets: dict[Name, Name]
-    """Folder of each, by name."""
+    """Folder of each dataset by name."""
 
 
 class ReaderStatus(Heartbeat):
-    """What the dispatcher knows of a reader."""
+    """Status of a reader at the dispatcher."""
 
     num_leases: Number
-    """Windows that are its own."""
     rows_per_s: float = Field(ge=0)
-    """Decoded lately."""
+    """Recent decoding rate in rows per second."""
     busy_share: float = Field(ge=0)
-    """Of the last seconds, in which it decoded."""
+    """Share of the last seconds in which the reader was decoding."""
 
 
 class SessionStatus(Message):
-    """A pass over a split that is under way."""
+    """Active epoch of a run over a split."""
 
     run: Name
     dataset: Name
     split: Name
     num_ranks: Number
     waiting_shares: dict[str, float]
-    """Of the last seconds of each rank, by its number, in which it stood still for batches."""
+    """Share of the last seconds for which each rank waited for batches, by number of the rank."""
 
     @property
     def waiting_share(self) -> float:
-        """Of the rank that waits most, for which the others wait."""
+        """Largest waiting share of all ranks. The others wait for this rank."""
         return max(self.waiting_shares.values(), default=0.0)
 
 
 class ScaleTarget(Message):
-    """How many readers there should be."""
+    """Number of readers that the autoscaler requests, with its limits."""
 
     wanted: Number
     least: Number
@@ -324,13 +327,13 @@ class ScaleTarget(Message):
 
 
 class ReaderServiceStatus(Message):
-    """What the dispatcher knows."""
+    """Status of the reader service."""
 
     max_bytes, max_values = MAX_REPLY_BYTES, MAX_DOCUMENT_VALUES
     datasets: dict[Name, Name]
     readers: tuple[ReaderStatus, ...]
     sessions: tuple[SessionStatus, ...]
     num_moved: dict[MoveReason, Number]
-    """Windows that went to another reader, by why."""
+    """Number of windows that were moved to another reader, by reason."""
     scale: ScaleTarget | None = None
-    """None where nobody has asked for it."""
+    """`None` if no autoscaler has asked for the status."""

@@ -1,4 +1,4 @@
-"""A reader whose rows other processes decode: the same batches, and the same state, as those of a Reader."""
+"""Reader whose rows other processes decode. Its batches and state are identical to those of a Reader."""
 
 from __future__ import annotations
 
@@ -24,39 +24,38 @@ from meseta.data.read.served.record_batches import record_batch_schema
 from meseta.data.read.served.windows import EpochRequest, ServedRows
 
 DEFAULT_READER_TIMEOUT_S = 300.0
-"""Where nobody says more."""
+"""Default timeout in seconds for rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReaderServiceAddress:
-    """Where rows come from."""
+    """Address of a reader service."""
 
     url: str
-    """Of the dispatcher."""
     dataset: str | None = None
-    """As it calls it; None: the only one."""
+    """Name of the dataset at the dispatcher. `None` selects the only one."""
     keys: Path | None = None
-    """Folder of keys, as `meseta readers keys` makes it; None: without encryption, by the token of the address."""
+    """Folder made by `meseta readers keys`. `None` means an unencrypted connection with the token of the address."""
     reader_timeout_s: float = DEFAULT_READER_TIMEOUT_S
-    """How long rows are waited for where no reader gives any."""
+    """Seconds to wait for rows if no reader sends any."""
 
     def dispatcher(self) -> DispatcherClient:
-        """Raises MesetaError for what is no address, or no keys for it."""
+        """Return a client of the dispatcher. Raises MesetaError if the address or the keys are invalid."""
         return DispatcherClient(self.url, None if self.keys is None else TlsKeys.load(self.keys))
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunAttempt:
-    """Whose rows they are, for the dispatcher to turn away ranks of a former attempt at the same run."""
+    """Name of a run and number of its attempt. The dispatcher rejects ranks of earlier attempts of the same run."""
 
     name: str
     attempt: int
 
 
 class ServedReader(BatchReader):
-    """Batches of one split for one rank, whose rows come from the readers of a dispatcher.
+    """Reader of the batches of one split for one rank. Its rows come from the readers of a dispatcher.
 
-    service = Service(url="grpc://127.0.0.1:7077")
+    service = ReaderServiceAddress(url="grpc://127.0.0.1:7077")
     reader = ServedReader(service, "train", ReaderOptions(batch_size=2048, shuffle=True))
     """
 
@@ -71,25 +70,25 @@ class ServedReader(BatchReader):
         num_ranks: int = 1,
         run: RunAttempt | None = None,
     ) -> None:
-        """`labels`: those to read; None: all. `run`: None: one of its own.
+        """Connect to the dispatcher and count the rows. `labels` defaults to all labels, and `run` to a new run.
 
-        Raises MesetaError for a bad rank, keys that cannot be used, a dispatcher that does not answer, and whatever it
-        refuses.
+        Raises MesetaError if the rank is invalid, the keys cannot be used, or the dispatcher does not answer or refuses
+        the request.
         """
         check_rank(rank, num_ranks)
         self._dispatcher = service.dispatcher()
         description = self._dispatcher.describe(service.dataset)
-        described = dataset_from_description(description, service.url).with_labels(labels)
-        described.split(split)
-        asked = RowOrder.from_options(description, split, described.labels, options)
-        counts = self._dispatcher.count(CountRequest(rows=asked))
+        dataset = dataset_from_description(description, service.url).with_labels(labels)
+        dataset.split(split)
+        row_order = RowOrder.from_options(description, split, dataset.labels, options)
+        counts = self._dispatcher.count(CountRequest(rows=row_order))
         self._group_rows = counts.group_rows
-        self._schema = record_batch_schema(described, counts.wide_features)
+        self._schema = record_batch_schema(dataset, counts.wide_features)
         run = run or RunAttempt(name=f"{time.time_ns()}-{id(self)}", attempt=0)
-        self._session = Session(rows=asked, run=run.name, attempt=run.attempt, rank=rank, num_ranks=num_ranks)
+        self._session = Session(rows=row_order, run=run.name, attempt=run.attempt, rank=rank, num_ranks=num_ranks)
         self._reader_timeout_s = service.reader_timeout_s
         super().__init__(
-            described,
+            dataset,
             split,
             options,
             rank=rank,
@@ -99,7 +98,7 @@ class ServedReader(BatchReader):
         )
 
     def _rows(self, epoch: int, row: int, waits: WaitTracker, num_epochs: int) -> ServedRows:
-        asked = EpochRequest(
+        request = EpochRequest(
             session=self._session,
             epoch=epoch,
             first_row=row,
@@ -107,11 +106,13 @@ class ServedReader(BatchReader):
             dataset=self.dataset,
             schema=self._schema,
         )
+        # The order must equal that of the readers, which decode the same windows.
         order = epoch_order(self._group_rows, self.options, epoch, is_served=True)
         next_epoch = partial(self._rows, epoch + 1, 0, waits, num_epochs) if epoch + 1 < num_epochs else None
-        return ServedRows(order, self._slicer, asked, self._dispatcher, waits, self._reader_timeout_s, next_epoch)
+        return ServedRows(order, self._slicer, request, self._dispatcher, waits, self._reader_timeout_s, next_epoch)
 
 
 def dataset_from_description(description: DatasetDescription, url: str) -> Dataset:
-    """The dataset that the dispatcher at `url` describes; its files are elsewhere, and its folder is but a name."""
+    """Return the dataset that the dispatcher at `url` describes. Its files are elsewhere, so its folder is only a
+    name."""
     return Dataset.from_dict(description.document, f"{description.name} at {url.partition('://')[2]}")

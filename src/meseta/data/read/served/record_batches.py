@@ -1,9 +1,9 @@
-"""Decoded rows as Arrow record batches, and back: what travels from readers to trainers, readable by pyarrow alone.
+"""Conversion of decoded rows to Arrow record batches and back. Readers send them to trainers.
 
-    labels          weight    group    dense                 sparse features, the weights of each behind it
+    labels          weight    group    dense                 sparse features, each followed by its weights
     float32 each    float32   int64    list of D float32     int32 or int64, or a list of them; a list of float32
 
-Columns stand in this order, those that the dataset lacks left out; names are those of the dataset.
+Columns have this order and the names of the dataset. Columns that the dataset does not have are left out.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from meseta.data.read.rows import IdLists, Rows
 from meseta.errors import MesetaError, error_summary
 
 MAX_RECORD_BATCH_ROWS = 16_384
-"""Of a record batch: enough that what each costs does not count, few enough to lie in a cache."""
+"""Maximum number of rows in a record batch. The overhead per batch is small, and a batch fits into a CPU cache."""
 
 
 def record_batch_schema(dataset: Dataset, wide_features: Collection[str]) -> pa.Schema:
-    """Of the record batches of a dataset with these labels; ids of `wide_features` are int64, others int32."""
+    """Return the schema of the record batches of a dataset. Ids of `wide_features` are int64, those of others int32."""
     fields = [pa.field(name, pa.float32()) for name in dataset.label_columns]
     if dataset.weight is not None:
         fields.append(pa.field(dataset.weight, pa.float32()))
@@ -43,14 +43,14 @@ def record_batch_schema(dataset: Dataset, wide_features: Collection[str]) -> pa.
 
 
 def to_record_batch(rows: Rows, dataset: Dataset, schema: pa.Schema) -> pa.RecordBatch:
-    """Rows of a dataset as `schema_of` says."""
+    """Return rows of a dataset as a record batch with the schema of `record_batch_schema`."""
     kinds = iter(schema.types)
     columns = [column(next(kinds)) for column in _column_builders(rows, dataset)]
     return pa.RecordBatch.from_arrays(columns, schema=schema)
 
 
 def _column_builders(rows: Rows, dataset: Dataset) -> Iterator[Any]:
-    """For each column, what makes an array of a type."""
+    """Yield a function for each column that creates its array with a given type."""
     if dataset.has_labels:
         labels = rows.label if rows.label.ndim == 2 else rows.label[:, None]
         yield from (_array_builder(label) for label in labels.T)
@@ -82,18 +82,19 @@ def _list_builder(offsets: NDArray[np.int32], values: NDArray[Any]) -> Any:
 
 
 class ReceivedRows:
-    """Rows of one record batch, to be taken in pieces; they share its memory where they can."""
+    """Rows of one record batch, which can be taken in parts. The parts share its memory where possible."""
 
     def __init__(self, batch: pa.RecordBatch, dataset: Dataset, schema: pa.Schema, sender: str) -> None:
-        """Raises MesetaError, which names the sender, for anything but what `to_record_batch` makes."""
+        """Validate a batch. Raises MesetaError that names `sender` unless it has the form of `to_record_batch`."""
         problem = None
         arrays = batch.columns
         if not batch.schema.equals(schema):
-            problem = "rows with other columns than the dataset has"
+            problem = "rows with other columns than the dataset"
         elif any(column.null_count for column in arrays):
-            problem = "rows with values missing"
+            problem = "rows with missing values"
         else:
             try:
+                # The sender is another process, so check all offsets before they are used.
                 batch.validate(full=True)
             except pa.ArrowException as error:
                 problem = f"a damaged record batch ({error_summary(error)})"
@@ -120,15 +121,15 @@ class ReceivedRows:
             weights = next(columns) if feature.weighted else None
             if weights is not None and not weights.offsets.equals(ids.offsets):
                 raise MesetaError(
-                    f"{sender} sent other numbers of weights than of ids; run the same version everywhere"
+                    f"{sender} sent different numbers of weights and ids; run the same version everywhere"
                 )
             values = ids.flatten().to_numpy()
             self._bags.append(IdLists(lengths, values, None if weights is None else weights.flatten().to_numpy()))
-        self._columns = singles  # a matrix over them keeps but the first
+        self._columns = singles  # The matrix of _stack_columns keeps only the first alive.
         self._singles = _stack_columns(singles)
 
     def take(self, start: int, stop: int) -> Rows:
-        """Rows start..stop-1 of it."""
+        """Return rows start..stop-1 of the batch."""
         labels = [label[start:stop] for label in self._labels]
         labels = labels or [np.full(stop - start, np.nan, np.float32) for _ in range(self._num_labels)]
         single = np.empty((len(self._columns), stop - start), np.int64)
@@ -145,8 +146,10 @@ class ReceivedRows:
 
 
 def _stack_columns(columns: list[NDArray[Any]]) -> list[tuple[int | slice, NDArray[Any]]]:
-    """Columns [n] as one matrix without a copy, where they have one type and lie at equal distances, as those of a
-    record batch do; else each by itself. With each goes its place among all."""
+    """Return (indices, values) pairs, with columns [n] stacked to one matrix without a copy if possible.
+
+    This requires columns of one type at equal distances in memory, as in a received record batch.
+    """
     addresses = [column.__array_interface__["data"][0] for column in columns]
     steps = set(np.diff(addresses).tolist())
     if len(steps) == 1 and len({column.dtype for column in columns}) == 1:

@@ -1,4 +1,4 @@
-"""Windows of an epoch as they come from readers: asked for before their turn, and of another reader where one fails."""
+"""Windows of an epoch that readers send. They are requested ahead, and from another reader if one fails."""
 
 from __future__ import annotations
 
@@ -34,34 +34,34 @@ from meseta.errors import MesetaError
 from meseta.telemetry.row_waits import NO_READER, RowWait
 
 LEASE_CHECK_INTERVAL_S = 1.0
-"""After so long without rows, a rank asks whether a window is still its reader's."""
+"""Seconds without rows after which a rank asks the dispatcher whether a window still has the same reader."""
 SLOW_READER_TIMEOUT_S = 10.0
-"""After so long without rows, it asks for another reader."""
+"""Seconds without rows after which a rank asks for another reader."""
 LOG_INTERVAL_S = 10.0
-"""So often a rank that waits says why."""
+"""Interval in seconds at which a waiting rank logs the reason."""
 RETRY_DELAY_S = 0.5
-"""Between questions for a reader, where there is none, or none but the one that has just failed."""
+"""Delay in seconds between requests for a reader if none is available, or only the one that just failed."""
 STATUS_INTERVAL_S = 3.0
-"""So often a rank tells how long it has waited."""
+"""Interval in seconds at which a rank reports its waits to the dispatcher."""
 MAX_WINDOWS_AHEAD = 8
-"""Windows that are asked for before their turn, at most."""
+"""Maximum number of windows that are requested ahead."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EpochRequest:
-    """What one rank asks readers for in an epoch."""
+    """Request of one rank for the rows of an epoch."""
 
     session: Session
     epoch: int
     first_row: int
-    """Row where the first batch begins."""
+    """Row at which the first batch starts."""
     options: ReaderOptions
     dataset: Dataset
     schema: pa.Schema
-    """Of what comes."""
+    """Schema of the record batches."""
 
     def ticket(self, window: int, num_had: int) -> flight.Ticket:
-        """For a window, of which this rank has `num_had` rows."""
+        """Return the ticket for a window of which this rank already has `num_had` rows."""
         ticket = WindowTicket(
             session=self.session,
             epoch=self.epoch,
@@ -76,7 +76,10 @@ class EpochRequest:
     def lease_request(
         self, windows: Sequence[int], troubles: Sequence[ReaderFailure], standing: tuple[float, float]
     ) -> LeaseRequest:
-        """The question who reads windows; `standing`: for how long this rank has stood still, and of how long."""
+        """Return the request for the readers of windows.
+
+        `standing` is (seconds for which this rank waited for rows, seconds in total) since its first batch.
+        """
         waited_s, passed_s = standing
         return LeaseRequest(
             session=self.session,
@@ -88,16 +91,15 @@ class EpochRequest:
         )
 
     def check_rows(self, batch: pa.RecordBatch, sender: str) -> ReceivedRows:
-        """What came, checked."""
+        """Validate a record batch. Raises MesetaError that names `sender` if it is invalid."""
         return ReceivedRows(batch, self.dataset, self.schema, sender)
 
     def empty_rows(self) -> Rows:
-        """None."""
         return self.check_rows(pa.RecordBatch.from_pylist([], self.schema), "nobody").take(0, 0)
 
 
 class WindowStream:
-    """This rank's rows of one window, as one reader sends them: a thread reads, one record batch ahead."""
+    """Stream of this rank's rows of one window from one reader. A thread reads one record batch ahead."""
 
     def __init__(
         self,
@@ -111,32 +113,34 @@ class WindowStream:
         self._calls: list[flight.FlightStreamReader] = []
         self._is_closed = threading.Event()
         self._timings: WindowTimings | None = None
-        """What the reader has told of the window, with the first rows."""
+        """Timings of the window, which the reader sends with the first rows."""
         self._wait_s = 0.0
-        """Since the last `pop_wait`."""
+        """Seconds of waiting since the last `pop_wait`."""
         threading.Thread(target=self._run, name="meseta-window", daemon=True).start()
 
     def next_rows(self, waits: WaitTracker) -> ReceivedRows | Exception | None:
-        """The next rows, or why there are none; None where neither has come for LEASE_CHECK_INTERVAL_S."""
+        """Return the next rows, the error that ended the stream, or `None` after LEASE_CHECK_INTERVAL_S without
+        either."""
         begin_s = time.monotonic()
         try:
             while time.monotonic() < begin_s + LEASE_CHECK_INTERVAL_S:
                 try:
                     return self._ready.get(timeout=0.1)
                 except queue.Empty:
+                    # Raises WaitCancelled if the consumer has closed its iterator.
                     waits.sleep(0)
             return None
         finally:
             self._wait_s += time.monotonic() - begin_s
 
     def pop_wait(self) -> RowWait:
-        """How long `next` has waited since the last call, by cause, as the reader has told them."""
+        """Return and reset the waits since the last call, attributed to causes by the timings that the reader sent."""
         wait = attribute_wait(self._wait_s, self._timings)
         self._wait_s, self._timings = 0.0, None
         return wait
 
     def close(self) -> None:
-        """Tell the reader that nobody wants its rows any more."""
+        """Cancel the call, so that the reader stops sending."""
         self._is_closed.set()
         for call in self._calls:
             call.cancel()
@@ -147,6 +151,7 @@ class WindowStream:
             with self._connection.wrap_errors():
                 call = self._connection.client.do_get(self._ticket, self._connection.call_options())
                 self._calls.append(call)
+                # `close` may have run before the call was in the list.
                 if self._is_closed.is_set():
                     call.cancel()
                 for chunk in call:
@@ -155,12 +160,12 @@ class WindowStream:
                     if not self._put(self._open_rows(chunk.data, who)):
                         call.cancel()
                         return
-            self._put(UnreachableError(f"{who} has sent fewer rows than were asked for"))
+            self._put(UnreachableError(f"{who} sent fewer rows than requested"))
         except Exception as error:
             self._put(error)
 
     def _put(self, item: ReceivedRows | Exception) -> bool:
-        """Whether anybody wants it."""
+        """Put an item into the queue and return whether the stream is still open."""
         while not self._is_closed.is_set():
             try:
                 self._ready.put(item, timeout=0.1)
@@ -171,13 +176,13 @@ class WindowStream:
 
 
 def attribute_wait(waited_s: float, made: WindowTimings | None) -> RowWait:
-    """What a wait of so long, which has just ended, was for; `made`: what the reader tells with the first rows.
+    """Divide a wait of `waited_s` seconds that has just ended by cause. `made` are the timings from the reader.
 
-    Of the last `made.ready_s` of it the window was decoded, and before that for as long as it took; whatever this
-    covers of the wait is shared out as the reader's time was. The rest is the way there and back.
+    The window was ready for the last `made.ready_s` seconds. Before that, the reader was making it. The overlap of the
+    wait with this time is divided in proportion to the reader's timings. The rest is transfer time.
 
         waited   |-----------------------------|
-        reader       | storage decode |  ready |       wire: what is before and behind
+        reader       | storage decode |  ready |       wire: the time before and after
     """
     making_s = 0.0 if made is None else made.storage_s + made.decode_s + made.transform_s
     if made is None or not making_s:
@@ -193,23 +198,22 @@ def attribute_wait(waited_s: float, made: WindowTimings | None) -> RowWait:
 
 @dataclass
 class PendingWindow:
-    """A window of which rows are to come."""
+    """Window whose rows are still arriving."""
 
     num_remaining: int
-    """Rows of this rank that have not come."""
+    """Number of rows of this rank that have not arrived."""
     num_received: int = 0
     stream: WindowStream | None = None
     rows: ReceivedRows | None = None
     offset: int = 0
-    """Rows of them that were taken."""
+    """Number of rows taken from `rows`."""
 
     def add_rows(self, rows: ReceivedRows) -> None:
-        """These have come. Raises MesetaError where they are more than were asked for."""
+        """Record that `rows` arrived. Raises MesetaError if there are more than requested."""
         if not 0 < rows.num_rows <= self.num_remaining:
             raise MesetaError(
-                f"readers: {rows.num_rows} rows came where {self.num_remaining} were left of a window; run the same "
-                f"version "
-                "everywhere"
+                f"readers: received {rows.num_rows} rows of a window, but only {self.num_remaining} were left; run the "
+                "same version everywhere"
             )
         self.num_remaining -= rows.num_rows
         self.num_received += rows.num_rows
@@ -217,14 +221,14 @@ class PendingWindow:
             self.stream = None
 
     def close(self) -> None:
-        """Nobody wants the rest."""
+        """Cancel the rest of the window."""
         if self.stream is not None:
             self.stream.close()
             self.stream = None
 
 
 class ServedRows:
-    """Rows of one epoch by their place in its order, as a BatchSlicer takes them for one rank."""
+    """Rows of one epoch that readers decode, for the slices of one rank."""
 
     def __init__(
         self,
@@ -236,7 +240,8 @@ class ServedRows:
         reader_timeout_s: float,
         next_epoch: Callable[[], ServedRows] | None = None,
     ) -> None:
-        """`next_epoch` makes the rows of the epoch that follows, which are asked for ahead too; None: there is none."""
+        """Create the rows. `next_epoch` creates those of the next epoch, which are requested ahead too. `None` means
+        there is none."""
         self._order, self._slicer, self._request = order, cut, asked
         self._dispatcher = dispatcher
         self._waits, self._reader_timeout_s = waits, reader_timeout_s
@@ -249,8 +254,8 @@ class ServedRows:
         threading.Thread(target=self._report_waits, name="meseta-tell", daemon=True).start()
 
     def take(self, first: int, last: int) -> Rows:
-        """Rows first..last-1 of the epoch; slice after slice of the cut. Raises MesetaError for what a reader has met,
-        and where no reader gives any rows."""
+        """Take the rows. Raises MesetaError if a reader reports an error, or no reader sends rows before the
+        timeout."""
         parts: list[Rows] = []
         while first < last:
             index = self._order.find_window(first)
@@ -260,7 +265,6 @@ class ServedRows:
         return concatenate_rows(parts or [self._request.empty_rows()])
 
     def close(self) -> None:
-        """Nobody wants rows any more."""
         self._closed.set()
         for window in self._windows.values():
             window.close()
@@ -268,12 +272,11 @@ class ServedRows:
             self._prefetched_epoch.close()
 
     def take_next_epoch(self) -> ServedRows | None:
-        """Those of the next epoch, where windows of it were asked for."""
         following, self._prefetched_epoch = self._prefetched_epoch, None
         return following
 
     def _take_from_window(self, index: int, num_rows: int) -> list[Rows]:
-        while (passed := next(iter(self._windows), index)) < index:  # they were asked for in order
+        while (passed := next(iter(self._windows), index)) < index:  # Windows are requested in order.
             self._windows.pop(passed).close()
         parts = []
         while num_rows:
@@ -287,13 +290,12 @@ class ServedRows:
         return parts
 
     def _request_ahead(self, index: int) -> PendingWindow:
-        """Window `index`; those behind it that are worth asking for are asked for too."""
         self._request_windows(index + self._num_ahead)
         return self._windows[index]
 
     def _request_windows(self, last: int) -> None:
-        """Ask for the windows up to `last` that were not asked for; where the epoch ends before, for the first of the
-        next one."""
+        """Request the windows up to `last` that were not requested before. If the epoch ends before, continue with the
+        next epoch."""
         was_next = self._next_window
         while self._next_window <= last and self._next_window < len(self._order):
             num_rows = self._slicer.num_rows_between(self._request.first_row, *self._order.bounds(self._next_window))
@@ -301,7 +303,7 @@ class ServedRows:
                 self._windows[self._next_window] = PendingWindow(num_rows)
             self._next_window += 1
         if self._next_window > was_next:
-            with suppress(UnreachableError):  # asked again at their turn
+            with suppress(UnreachableError):  # Requested again when they are needed.
                 self._open_streams()
         if last < len(self._order):
             return
@@ -311,9 +313,10 @@ class ServedRows:
             self._prefetched_epoch._request_windows(last - len(self._order))
 
     def _open_streams(self, troubles: Sequence[ReaderFailure] = ()) -> None:
-        """Ask for all windows that nobody sends, of the readers that are to read them."""
+        """Open streams for all windows without one, from the readers to which they are leased."""
         waiting = [number for number, window in self._windows.items() if window.stream is None and window.num_remaining]
         leases = self._request_leases(waiting, troubles)
+        # One window per reader, so that all readers have work.
         self._num_ahead = max(1, min(leases.num_readers, MAX_WINDOWS_AHEAD))
         for lease in leases.leases:
             window = self._windows.get(lease.window)
@@ -330,14 +333,14 @@ class ServedRows:
             )
 
     def _report_waits(self) -> None:
-        """Tell the dispatcher now and then how this rank fares, also while it asks for nothing."""
+        """Report the waits of this rank to the dispatcher at intervals, even if it requests nothing."""
         while not self._closed.wait(STATUS_INTERVAL_S):
-            with suppress(MesetaError):  # who asks for windows meets it too
+            with suppress(MesetaError):  # Requests for windows raise it too.
                 self._dispatcher.request_leases(self._request.lease_request((), (), self._waits.wait_totals()))
 
     @contextmanager
     def _count_as_no_reader(self) -> Iterator[None]:
-        """What is done inside is waited for, and no reader is to blame."""
+        """Context manager that attributes its duration to a missing reader."""
         begin_s = time.monotonic()
         try:
             yield
@@ -345,20 +348,19 @@ class ServedRows:
             self._waits.record(NO_READER, RowWait(no_lease_s=time.monotonic() - begin_s))
 
     def _receive_rows(self, index: int, window: PendingWindow) -> ReceivedRows:
-        """Rows of window `index` that have not come yet, from whoever has them."""
         wait = _WindowWait(index, self._reader_timeout_s)
         while True:
-            came = None if window.stream is None else window.stream.next_rows(self._waits)
-            if isinstance(came, ReceivedRows):
+            received = None if window.stream is None else window.stream.next_rows(self._waits)
+            if isinstance(received, ReceivedRows):
                 self._count_wait(window)
-                window.add_rows(came)
-                return came
-            if isinstance(came, Exception) and not isinstance(came, UnreachableError):
-                raise came
-            wait.report_or_raise("no reader is there" if came is None else str(came))
-            failed = None if came is None or window.stream is None else window.stream.reader
+                window.add_rows(received)
+                return received
+            if isinstance(received, Exception) and not isinstance(received, UnreachableError):
+                raise received
+            wait.report_or_raise("no reader is available" if received is None else str(received))
+            failed = None if received is None or window.stream is None else window.stream.reader
             try:
-                self._change_reader(index, window, came, wait)
+                self._change_reader(index, window, received, wait)
             except UnreachableError as error:
                 wait.report_or_raise(str(error))
             if window.stream is None or window.stream.reader == failed:
@@ -366,21 +368,20 @@ class ServedRows:
                     self._waits.sleep(RETRY_DELAY_S)
 
     def _count_wait(self, window: PendingWindow) -> None:
-        """Count what its stream was waited for."""
         assert window.stream is not None
         self._waits.record(window.stream.reader, window.stream.pop_wait())
 
-    def _change_reader(self, index: int, window: PendingWindow, came: Exception | None, wait: _WindowWait) -> None:
-        """Ask for window `index` again, where its reader has failed, is slow, or has lost it."""
+    def _change_reader(self, index: int, window: PendingWindow, received: Exception | None, wait: _WindowWait) -> None:
+        """Request window `index` again if its reader failed, is slow or is no longer responsible for it."""
         if window.stream is None:
             return self._open_streams()
         reader = window.stream.reader
-        if came is not None:
+        if received is not None:
             self._count_wait(window)
             window.close()
             self._dispatcher.forget_reader(reader)
             return self._open_streams(
-                [ReaderFailure(window=index, reader=reader, kind="failed", what=str(came)[:4096])]
+                [ReaderFailure(window=index, reader=reader, kind="failed", what=str(received)[:4096])]
             )
         troubles = [ReaderFailure(window=index, reader=reader, kind="slow")] if wait.should_change_reader() else []
         leases = self._request_leases([index], troubles).leases
@@ -392,27 +393,27 @@ class ServedRows:
 
 
 class _WindowWait:
-    """How long rows of a window are waited for, and why."""
+    """Time since rows of a window are awaited, with logging and a timeout."""
 
     def __init__(self, window: int, reader_timeout_s: float) -> None:
         self._window, self._reader_timeout_s = window, reader_timeout_s
         self._start_s = self._last_log_s = self._last_change_s = time.monotonic()
 
     def report_or_raise(self, why: str) -> None:
-        """Say so now and then. Raises MesetaError where it has been too long."""
+        """Log the wait at intervals. Raises MesetaError after the timeout."""
         now_s = time.monotonic()
-        waited = f"window {self._window} has not come for {now_s - self._start_s:.0f} s: {why}"
+        waited = f"window {self._window} has not arrived for {now_s - self._start_s:.0f} s: {why}"
         if now_s - self._start_s >= self._reader_timeout_s:
             raise MesetaError(
-                f"readers: {waited}; start `meseta readers work`, or see `meseta readers status`, and run the command "
-                "again, which goes on from the last checkpoint"
+                f"readers: {waited}; start `meseta readers work`, or check `meseta readers status`, and run the "
+                "command again to resume from the last checkpoint"
             )
         if now_s - self._last_log_s >= LOG_INTERVAL_S:
             print(f"readers: {waited}; waiting", file=sys.stderr, flush=True)
             self._last_log_s = now_s
 
     def should_change_reader(self) -> bool:
-        """Whether it is time to ask for another reader, once in SLOW_READER_TIMEOUT_S."""
+        """Whether to ask for another reader now. True at most once per SLOW_READER_TIMEOUT_S."""
         is_long = time.monotonic() - self._last_change_s >= SLOW_READER_TIMEOUT_S
         if is_long:
             self._last_change_s = time.monotonic()

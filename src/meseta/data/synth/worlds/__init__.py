@@ -1,4 +1,4 @@
-"""Worlds: the laws that clicks of a synthetic log follow, one file each, and their structure for whoever fits them."""
+"""Worlds of synthetic logs: the distributions that clicks follow. Each is defined in its own module."""
 
 from meseta.data.synth.worlds.registry import WORLDS, find_world
 from meseta.data.synth.worlds.world import PlantedProduct, SynthWorld, planted_sum

@@ -1,4 +1,4 @@
-"""World `orders`: columns that correlate inside blocks, and products of three and of four, one per block."""
+"""World `orders`: columns that correlate within blocks, and products of three and four latents, one per block."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from numpy.typing import NDArray
 from meseta.data.synth.columns import split_draw
 from meseta.data.synth.worlds.world import PlantedProduct, SynthWorld
 
+# Blocks of the 26 sparse features. Different blocks are independent.
 BLOCKS = (tuple(range(7)), tuple(range(7, 13)), tuple(range(13, 18)), tuple(range(18, 26)))
-"""The 26 sparse features, cut into blocks that are independent of each other."""
+# Probability that the shared cause of a block determines the category of a column, instead of an independent draw.
 SHARED_CAUSE_SHARE = 0.75
-"""Probability that the category of a column is decided by the cause of its block, and not by a draw of its own."""
+# Features of the products of three. Each product leaves out one block, and each block is left out once.
 TRIPLES = ((0, 9, 17), (6, 12, 23), (0, 13, 18), (9, 17, 23))
-"""Each block is left out by one of them."""
 QUADRUPLES = ((6, 9, 13, 18), (0, 12, 17, 23))
 
 
 class HigherOrderWorld(SynthWorld):
-    """Products of three and of four scalar latents, one feature per block in each.
+    """World with products of three and of four scalar latents, each from features of different blocks.
 
-    Features of different blocks are independent, and a latent has mean 0 under the law of its ids. So the mean of a
-    product, given any columns that leave one of its blocks out, is 0: no main effect, no pair, and of a product of four
-    no triple tells anything of it.
+    Different blocks are independent, and a latent has mean 0 over the distribution of its ids. So the mean of a product
+    is 0 given any columns that exclude one of its blocks. Main effects and pairs carry no information about a product,
+    and neither do triples about a product of four.
     """
 
     name = "orders"
@@ -35,13 +35,10 @@ class HigherOrderWorld(SynthWorld):
     )
 
     def correlate(self, uniforms: NDArray[np.float64], stream: np.random.Philox) -> NDArray[np.float64]:
-        """u_f = c_b with probability SHARED_CAUSE_SHARE, by a draw per row and column, and else the column's own
-        uniform.
-
-        c_b, the cause of block b in this row, is uniform, and so is u_f: the popularity of ids stays what it is. The
-        uniforms of two columns of a block have a correlation of SHARED_CAUSE_SHARE ** 2; those of different blocks are
-        independent.
-        """
+        """Return uniforms that share a cause within a block. With probability `SHARED_CAUSE_SHARE` per row and column,
+        the uniform of a column is replaced by the uniform cause of its block."""
+        # The popularity of ids does not change, because u_f is uniform too. The uniforms of two columns of a block have
+        # a correlation of SHARED_CAUSE_SHARE ** 2.
         num_rows: int = uniforms.shape[1]
         coupled = uniforms.copy()
         for block in BLOCKS:

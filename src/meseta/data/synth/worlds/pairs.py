@@ -1,4 +1,4 @@
-"""World `pairs`: independent columns, and inner products of latent vectors between two of them."""
+"""World `pairs`: independent columns, and inner products of the latent vectors of two columns."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from meseta.data.synth.worlds.world import PlantedProduct, SynthWorld
 
 
 class PairWorld(SynthWorld):
-    """20 inner products of latent vectors of 4 numbers, each of ten features of middling size in four of them."""
+    """World with 20 inner products of latent vectors of width 4. Each of ten medium-size features is in four of
+    them."""
 
     name = "pairs"
     latent_dim = 4

@@ -1,4 +1,4 @@
-"""Every world by its name."""
+"""Registry of worlds."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from meseta.data.synth.worlds.pairs import PairWorld
 from meseta.data.synth.worlds.world import SynthWorld
 from meseta.errors import check_choice
 
+# Worlds by name. To add one, add a module to this folder, a line here, and its formula to docs/data_synth.md.
 WORLDS: dict[str, SynthWorld] = {world.name: world for world in (PairWorld(), HigherOrderWorld())}
-"""A world is a file of this folder, a line here, and its formula in docs/data_synth.md."""
 
 
 def find_world(name: str) -> SynthWorld:
-    """The world of that name; raises MesetaError, with the nearest name, where there is none."""
+    """Return the world called `name`. Raises MesetaError if there is none, and suggests the closest name."""
     check_choice("data synth", "world", name, WORLDS)
     return WORLDS[name]
