@@ -217,7 +217,7 @@ def test_a_hundred_kills(
 def test_killed_with_answers_in_flight(
     whole: Callable[..., Path], tiny: Path, tmp_path: Path, size: int, seed: int
 ) -> None:
-    """All that can travel ahead does, answers among it: 6 x 5 kills."""
+    """All exchanges that can overlap do, embeddings included: 6 x 5 kills."""
     draw = random.Random(f"ahead/{size}/{seed}")
     moments = [draw.choice(["start-up", "training", "saving", "evaluating"]) for _ in range(5)]
     run_dir = killed_and_gone_on(tmp_path, tiny, size, moments, seed=seed, pipeline__staleness=1)

@@ -271,4 +271,4 @@ def test_what_is_hidden_is_a_word_or_a_list(write: Any) -> None:
     assert "twice" not in refused(write(SMALL), ["pipeline.overlap=[idz]"], of_words)
     twice = "'pipeline.overlap': 'ids' is listed twice; list each name once"
     assert "none of" not in refused(write(SMALL), ["pipeline.overlap=[ids, ids]"], twice)
-    refused(write(SMALL), ["pipeline.overlap=true"], "True is not 'auto', 'off' or a list of ids, answers")
+    refused(write(SMALL), ["pipeline.overlap=true"], "True is not 'auto', 'off' or a list of ids, embeddings")

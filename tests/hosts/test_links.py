@@ -136,7 +136,7 @@ def test_a_checksum_sees_copies_that_differ() -> None:
 
 def test_targets_are_those_of_the_variants_that_are_timed() -> None:
     asked = {one.name for one in TIMED if target(one, Layout(2, 4)) is not None}
-    assert {"table_wise flat bf16", "table_wise two_level int8", "row_wise two_level fp32"} < asked
+    assert {"table_wise flat bf16", "table_wise hierarchical int8", "row_wise hierarchical fp32"} < asked
     assert target(Variant(), Layout(2, 4)) is None
     assert target(Variant(sharding="row_wise", exchange="hierarchical"), Layout(4, 2)) is None
 

@@ -40,7 +40,7 @@ def step_s(hidden: Sequence[Overlap], seconds: dict[str, float], num_parts: int 
         (["embeddings"], {"embeddings": 5.0}, 2.0),
         (["ids"], {"ids": 15.0}, 0.0),  # score after `forward_dense`, back of both, update: 16
         (["ids"], {"ids": 18.0}, 2.0),
-        (["gradients"], {"gradients": 7.0}, 1.0),  # the back of before
+        (["gradients"], {"gradients": 7.0}, 1.0),  # the backward pass of dense_only
         (["agree"], {"agree": 3.0}, 1.0),  # the back of score, until rows move
         (["gradients", "agree"], {"agree": 9.0}, 1.0),  # rows move at the end of the whole backward pass
         (["dense"], {"dense": 3.0}, 1.0),  # rows have moved: the next lookup alone

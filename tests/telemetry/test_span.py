@@ -165,7 +165,7 @@ def test_copies_on_a_side_stream_lie_on_the_clock_of_the_host_too(stream: Stream
     assert [span.stage for span in spans].count("step") == 2
     tracks = make_rank_tracks(0, spans, [], copies=copies, first=10)
     [track] = [track for track in tracks if track.kind == "transfer"]
-    assert track.name == "copies under way"
+    assert track.name == "copies in flight"
     assert [(one.step, one.args) for one in track.slices] == [
         (12, {"bytes to the device": 1000}),
         (13, {"bytes to the device": 1001}),

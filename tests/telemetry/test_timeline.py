@@ -142,11 +142,11 @@ def test_transfers_that_overlap_themselves_lie_on_tracks_of_their_own() -> None:
         TransferSpan("ids", None, 1, 300.0, 0.0, 8.0, 9.0, 0.0),
     ]
     found = {track.name: track.slices for track in make_rank_tracks(0, [], sent, first=20)}
-    assert list(found) == ["ids under way", "ids under way (2)", "dense under way"]
-    shown = [(one.name, one.begin_ns / 1e9, one.end_ns / 1e9, one.step) for one in found["ids under way"]]
+    assert list(found) == ["ids in flight", "ids in flight (2)", "dense in flight"]
+    shown = [(one.name, one.begin_ns / 1e9, one.end_ns / 1e9, one.step) for one in found["ids in flight"]]
     assert shown == [("ids", 1.0, 5.0, 24), (WAITING, 4.0, 5.0, 24), ("ids", 5.0, 6.0, 25), ("ids", 8.0, 9.0, None)]
-    assert [one.args["bytes to its host"] for one in found["ids under way (2)"]] == [200.0]
-    assert found["dense under way"][0].args["bytes to other hosts"] == 7.0
+    assert [one.args["intra-host bytes"] for one in found["ids in flight (2)"]] == [200.0]
+    assert found["dense in flight"][0].args["inter-host bytes"] == 7.0
 
 
 def test_steps_have_their_numbers_in_the_run_and_what_lies_between_them() -> None:

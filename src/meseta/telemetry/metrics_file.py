@@ -45,6 +45,8 @@ Transfers = Annotated[dict[str, Annotated[TransferMeans, renames(transfers.FORME
 """Means of each transfer, by name."""
 RowWaits = dict[str, Annotated[RowWait, renames(row_waits.FORMER_KEYS)]]
 """Seconds per step that a rank waited for each reader."""
+TableTraffic = dict[str, Annotated[RowTraffic, renames(row_traffic.FORMER_KEYS)]]
+"""Row traffic of each offloaded table."""
 
 
 class Entry(BaseModel):
@@ -103,7 +105,7 @@ class TrainLine(Entry):
     """Transfers of rank 0 by name. Empty with a single rank."""
     ids_outside: dict[str, Count] = {}
     """Number of out-of-range ids in the run so far, by feature."""
-    row_traffic: dict[str, Annotated[RowTraffic, renames(row_traffic.FORMER_KEYS)]] = {}
+    row_traffic: TableTraffic = {}
     """Cache traffic per step over all ranks, by offloaded table."""
     row_waits: RowWaits = {}
     """Waits per step of rank 0, by reader. Empty if this process decodes rows itself."""
