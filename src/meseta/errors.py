@@ -65,7 +65,7 @@ def _copy_of(kind: type[MesetaError], reason: str) -> MesetaError:
 
 
 class FormerNameWarning(FutureWarning):
-    """A config uses a former name, which a later version will refuse."""
+    """Use of a former name, which a later version may refuse."""
 
 
 class StorageError(MesetaError):

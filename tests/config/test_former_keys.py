@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -75,3 +76,26 @@ def test_the_command_prints_one_line() -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stderr == "warning: config key 'storage.near_bytes' is now 'storage.cache_bytes'; rename it\n"
     assert "storage.cache_bytes" in done.stdout
+
+
+@pytest.mark.parametrize("is_stored", [False, True])
+def test_former_keys_and_values_of_a_plan(is_stored: bool, tmp_path: Path) -> None:
+    shard = {"rows": [0, 8], "columns": [0, 4], "ranks": [0], "tier": "cached", "near_rows": 4}
+    plan = {"exchange": "two_level", "tables": {"a": {"tier": "disk", "near_rows": 3}, "b": {"shards": [shard]}}}
+    file = tmp_path / "a.yaml"
+    file.write_text(yaml.safe_dump({"run_dir": "r", "data": {"dir": "d"}, "plan": plan}))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found: Any = load_config(file, is_stored=is_stored).plan
+    shard["cache_rows"] = shard.pop("near_rows")
+    assert found == {
+        "exchange": "hierarchical",
+        "tables": {"a": {"tier": "disk", "cache_rows": 3}, "b": {"shards": [shard]}},
+    }
+    texts = [str(one.message) for one in caught if one.category is FormerNameWarning]
+    expected = [
+        "config key 'plan.tables.a.near_rows' is now 'cache_rows'; rename it",
+        "config key 'plan.tables.b.near_rows' is now 'cache_rows'; rename it",
+        "value 'two_level' of config key 'plan.exchange' is now 'hierarchical'; rename it",
+    ]
+    assert texts == ([] if is_stored else expected)

@@ -218,7 +218,9 @@ def test_models_without_a_hidden_layer_refuse_them() -> None:
         with pytest.raises(MesetaError, match="'autoint' has no hidden layers"):
             make_model(ModelConfig(name="autoint", deep_mlp=(), **changes), OneRowEach([16]), 2, 0)
         for name in ("logistic_regression", "fm", "own_models:Plain"):
-            with pytest.raises(ValueError, match=rf"{name}': model\.(dropout 0.1|batch_norm True) is for the hidden"):
+            with pytest.raises(
+                ValueError, match=rf"{name}': model\.(dropout 0.1|batch_norm True) applies to hidden layers"
+            ):
                 ModelConfig(name=name, **changes)
 
 

@@ -133,6 +133,6 @@ def load_time_limits(run_dir: Path) -> TimeLimits:
     from meseta.config import load_config
 
     try:
-        return load_config(run_dir / "config.yaml").comm.time_limits
+        return load_config(run_dir / "config.yaml", is_stored=True).comm.time_limits
     except (MesetaError, OSError):
         return TimeLimits()

@@ -22,27 +22,30 @@ from meseta.spec.documents import read_mapping
 AnySection = TypeVar("AnySection", bound=BaseModel)
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+def load_config(path: str | Path, overrides: Sequence[str] = (), *, is_stored: bool = False) -> RunConfig:
     """Load a config file and apply overrides such as `train.batch_size=4096`, whose values are YAML.
 
-    Raises MesetaError if the file is missing, a key is unknown or a value is invalid.
+    If `is_stored`, a run has written the file, and former names in it cause no warning. Raises MesetaError if the file
+    is missing, a key is unknown or a value is invalid.
     """
-    return validate_document(read_config_document(path, overrides), path)
+    return validate_document(read_config_document(path, overrides, is_stored=is_stored), path)
 
 
-def read_config_document(path: str | Path | None, overrides: Sequence[str] = ()) -> dict[str, Any]:
+def read_config_document(
+    path: str | Path | None, overrides: Sequence[str] = (), *, is_stored: bool = False
+) -> dict[str, Any]:
     """Read a config file and overrides without validation. If `path` is `None`, read the overrides only.
 
-    Raises MesetaError if the file or an override cannot be read.
+    See `load_config` for `is_stored`. Raises MesetaError if the file or an override cannot be read.
     """
     try:
         document = {} if path is None else read_mapping(path)
-        former_keys.rename_keys(document)
+        former_keys.rename_keys(document, warns=not is_stored)
     except MesetaError as error:
         raise error.with_prefix(f"config {str(path)!r}: ") from None
     for override in overrides:
         _apply_override(document, override)
-    former_keys.rename_values(document)
+    former_keys.rename_values(document, warns=not is_stored)
     return document
 
 
@@ -52,7 +55,7 @@ def checkpoint_location(run_dir: Path) -> Location:
     If its config is missing or invalid, the location is `run_dir/checkpoints`. Raises StorageError if reading fails.
     """
     try:
-        url = get_value(read_config_document(run_dir / "config.yaml"), "checkpoint.dir")
+        url = get_value(read_config_document(run_dir / "config.yaml", is_stored=True), "checkpoint.dir")
         if isinstance(url, str) and is_url(url):
             return to_location(url)
     except StorageError:  # The config may name a URL.
