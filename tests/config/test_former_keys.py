@@ -86,9 +86,9 @@ def test_former_keys_and_values_of_a_plan(is_stored: bool, tmp_path: Path) -> No
     file.write_text(yaml.safe_dump({"run_dir": "r", "data": {"dir": "d"}, "plan": plan}))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        found: Any = load_config(file, is_stored=is_stored).plan
+        loaded: Any = load_config(file, is_stored=is_stored).plan
     shard["cache_rows"] = shard.pop("near_rows")
-    assert found == {
+    assert loaded == {
         "exchange": "hierarchical",
         "tables": {"a": {"tier": "disk", "cache_rows": 3}, "b": {"shards": [shard]}},
     }

@@ -147,16 +147,16 @@ FORMER_NAMES |= {*CONFIG_KEYS.values(), *CONFIG_VALUES.values(), "update", "near
 
 
 def documents(run: Path) -> dict[str, Any]:
-    """All files of a run that have renamed keys. Of metrics.jsonl, only the lines of training."""
-    found = {name: json.loads((run / name).read_text()) for name in ("plan.json", "summary.json")}
-    found["config.yaml"] = yaml.safe_load((run / "config.yaml").read_text())
-    found["metrics.jsonl"] = [line for line in metrics(run) if "stages_s" in line]
-    return found
+    """Return the files of a run that have renamed keys. Of metrics.jsonl, return the lines of training only."""
+    content = {name: json.loads((run / name).read_text()) for name in ("plan.json", "summary.json")}
+    content["config.yaml"] = yaml.safe_load((run / "config.yaml").read_text())
+    content["metrics.jsonl"] = [line for line in metrics(run) if "stages_s" in line]
+    return content
 
 
 @pytest.fixture(scope="module")
 def current(ranks: Ranks, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of 14 steps on two ranks, under the current names."""
+    """Return a run of 14 steps on two ranks, under the current names."""
     run = tmp_path_factory.mktemp("current") / "run"
     ranks(2).run(train, settings(tiny, run, **CHANGES))
     return run
@@ -164,7 +164,7 @@ def current(ranks: Ranks, tiny: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture
 def former(current: Path, tmp_path: Path) -> Path:
-    """The same run as an earlier version wrote it."""
+    """Return a copy of the run as an earlier version wrote it."""
     run = Path(shutil.copytree(current, tmp_path / "run"))
     write_former_names(run)
     return run

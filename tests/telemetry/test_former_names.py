@@ -49,8 +49,8 @@ def test_transfers_stages_traffic_and_waits_of_a_line() -> None:
     assert list(line.transfers) == list(FORMER_TRANSFERS.values())
     means = line.transfers["embeddings inter-host"]
     assert (means.num_calls, means.intra_host_bytes, means.inter_host_bytes, means.wait_s) == (1.0, 2.0, 3.0, 5.0)
-    found = line.row_traffic["user"]
-    assert (found.wait_s, found.num_evicted, found.evicted_bytes) == (3.0, 4.0, 5.0)
+    traffic_read = line.row_traffic["user"]
+    assert (traffic_read.wait_s, traffic_read.num_evicted, traffic_read.evicted_bytes) == (3.0, 4.0, 5.0)
     assert line.row_waits["a"].transfer_s == 2.0
     with pytest.raises(ValueError, match="'update' is the former name of 'dense_update'"):
         train_line(stages_s={"update": 1.0, "dense_update": 2.0})
@@ -70,9 +70,9 @@ def test_tracks_slices_and_measurements_of_a_timeline() -> None:
     former = {"bytes to its host": 1.0, "bytes to other hosts": 2.0, "other ranks": 3.0, "ms waited for": 4.0}
     current = {"intra-host bytes": 1.0, "inter-host bytes": 2.0, "peers": 3.0, "wait ms": 4.0}
     document = to_trace_document(timeline("update", "in no stage", "whole bags", " under way", former))
-    found = TraceDocument.model_validate(document).to_timeline()
+    read = TraceDocument.model_validate(document).to_timeline()
     expected = timeline("dense_update", "outside stages", "embeddings inter-host", " in flight", current)
-    assert found.tracks == expected.tracks
+    assert read.tracks == expected.tracks
 
 
 def test_plans_workloads_and_cost_models() -> None:
