@@ -38,7 +38,7 @@ def test_runs_on_every_way_are_one_run(
     assert table_checksums(tmp_path / "flat") == table_checksums(tmp_path / "hierarchical")
     for key in ("auc", "ne", "logloss"):
         assert summaries[0]["test"][key] == summaries[1]["test"][key]
-    assert [summary.get("clamped") for summary in summaries] == [0 if codec in ("paper", "fp16") else None] * 2
+    assert [summary.get("num_clamped") for summary in summaries] == [0 if codec in ("paper", "fp16") else None] * 2
 
 
 @pytest.mark.parametrize("codec", ["int8", "fp16"])

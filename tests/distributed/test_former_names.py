@@ -54,7 +54,7 @@ TRANSFER_KEYS = {
     "wait_s": "waited_s",
 }
 ROW_TRAFFIC_KEYS = {"wait_s": "waited_s", "num_evicted": "num_pushed_out", "evicted_bytes": "pushed_bytes"}
-SUMMARY_KEYS = {"unknown_collectives": "unlisted", "excluded_rows": "rows_left_out"}
+SUMMARY_KEYS = {"unknown_collectives": "unlisted", "excluded_rows": "rows_left_out", "num_clamped": "clamped"}
 
 
 def renamed(document: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:

@@ -46,7 +46,7 @@ def test_a_wait_is_shared_out_second_by_second(
     waited: int, storage: int, decode: int, transform: int, ready: int
 ) -> None:
     """Held against a clock: of each second that is waited, whether the reader made the window in it."""
-    made = WindowTimings(storage_s=storage, decode_s=decode, transform_s=transform, ready_s=ready)
+    made = WindowTimings(storage_s=storage, decode_s=decode, transform_s=transform, buffered_s=ready)
     total = storage + decode + transform
     is_made_in = [-ready - total <= second < -ready for second in range(-waited, 0)]
     wait = attribute_wait(waited, made)

@@ -213,7 +213,7 @@ def test_the_best_step_is_marked_and_both_splits_are_shown(tmp_path: Path) -> No
     summary["test"]["step"] = 20
     summary["valid"] = eval_line(20, "valid") | {"auc": 0.8234, "ne": 0.8321}
     summary["best"] = {"metric": "ne", "split": "valid", "step": 20, "value": 0.8}
-    summary["chosen"] = {"split": "valid", "what": ["the best weights"]}
+    summary["selected"] = {"split": "valid", "what": ["the best weights"]}
     (run_dir / "summary.json").write_text(json.dumps(summary))
     page = report(run_dir)
     assert "teacher 0.8765, valid 0.8234, best at step 20" in page.texts
@@ -234,7 +234,7 @@ def test_what_was_chosen_on_test_is_told(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "run")
     summary = json.loads((run_dir / "summary.json").read_text())
     summary["best"] = {"metric": "ne", "step": 50, "value": 0.8}
-    summary["chosen"] = {"split": "test", "what": ["early stopping"]}
+    summary["selected"] = {"split": "test", "what": ["early stopping"]}
     (run_dir / "summary.json").write_text(json.dumps(summary))
     page = report(run_dir)
     assert "The test split decided early stopping, so its figures are flattered" in page.text

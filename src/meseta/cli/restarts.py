@@ -1,4 +1,4 @@
-"""`--restarts N --min-nproc M`: a training that loses a rank goes on from its last checkpoint by itself."""
+"""`--max-restarts N --min-nproc M`: a training that loses a rank goes on from its last checkpoint by itself."""
 
 from __future__ import annotations
 
@@ -28,13 +28,15 @@ class RestartPolicy:
         """As the command line says it of a run on `num_ranks`; `least_ranks` None: no fewer. Raises MesetaError where
         the run could not be taken up, or not on so few ranks."""
         if most < 0:
-            raise MesetaError(f"--restarts must be 0 or more, got {most}")
+            raise MesetaError(f"--max-restarts must be 0 or more, got {most}")
         if least_ranks is not None and not 1 <= least_ranks <= num_ranks:
             raise MesetaError(f"--min-nproc must be in 1..{num_ranks}, the ranks of --nproc, got {least_ranks}")
         if least_ranks is not None and not most:
-            raise MesetaError(f"--min-nproc {least_ranks} is for a run that is started again; give --restarts too")
+            raise MesetaError(f"--min-nproc {least_ranks} is for a run that is started again; give --max-restarts too")
         if most and settings.checkpoint.resume == "never":
-            raise MesetaError("--restarts: checkpoint.resume is 'never', so that no run is taken up; set it to auto")
+            raise MesetaError(
+                "--max-restarts: checkpoint.resume is 'never', so that no run is taken up; set it to auto"
+            )
         restarts = RestartPolicy(most, num_ranks if least_ranks is None else least_ranks)
         for fewer in range(restarts.min_ranks, num_ranks):
             if refused := _refusal_reason(settings, fewer):

@@ -81,7 +81,7 @@ class RunSummary(Entry):
     """Evaluation of the split valid, if it exists, with the same weights as `test`."""
     test: EvalLine | None = None
     best: BestEvaluation = BestEvaluation()
-    chosen: SelectionRecord | None = None
+    selected: SelectionRecord | None = Field(default=None, validation_alias=AliasChoices("selected", "chosen"))
     teacher: TeacherSummary | None = None
     num_steps: Count | None = None
     num_samples: Count | None = None
@@ -92,7 +92,7 @@ class RunSummary(Entry):
         default=None, validation_alias=AliasChoices("unknown_collectives", "unlisted")
     )
     """Number of collectives that are not listed as transfers."""
-    clamped: Count | None = None
+    num_clamped: Count | None = Field(default=None, validation_alias=AliasChoices("num_clamped", "clamped"))
     """Number of values that exceeded the range of fp16 in transfers, over all ranks. `None` if none were sent in
     fp16."""
     ids_outside: dict[str, Count] = Field(default={})

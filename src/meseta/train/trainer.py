@@ -503,7 +503,7 @@ class Trainer:
         teacher, chosen = self.dataset.teacher, decisions_from_evaluations(self.config)
         parts: dict[str, Any] = {**evaluations, **timed}
         if chosen:
-            parts["chosen"] = SelectionRecord(split=self.evaluation_tracker.split, what=chosen)
+            parts["selected"] = SelectionRecord(split=self.evaluation_tracker.split, what=chosen)
         if self.world.size > 1:
             parts["overlap"] = asdict(self.overlap)
         if any(astuple(self.reader.excluded_rows)):
@@ -520,7 +520,7 @@ class Trainer:
             samples_per_s=self.num_samples / self.clock.train_s if self.clock.train_s else None,
             num_ranks=self.world.size,
             unknown_collectives=UnknownCollectives.count - self._num_unknown_collectives_before,
-            clamped=sum_clamped(self.model.embeddings.num_clamped, self.world),
+            num_clamped=sum_clamped(self.model.embeddings.num_clamped, self.world),
             ids_outside=outside,
             checkpoint=str(newest if best is None else checkpoint_path(self.run_dir.checkpoints, best[0])),
             **parts,
