@@ -260,7 +260,7 @@ def auto(bench: Bench, seconds: float, page: Path | None) -> None:
                 hosts.reshape(bench.rate(3.0))
                 hosts.widen(0, "1gbit")
                 is_fast = True
-            numbers.append((now_s, sum(not reader.is_leaving for reader in dispatcher.status().readers)))
+            numbers.append((now_s, sum(not reader.is_draining for reader in dispatcher.status().readers)))
             time.sleep(0.5)
         lines = [line | {"time_s": line["time_s"] - train_s} for line in training.lines()]
     told(bench, lines, numbers, faster_s, share)

@@ -121,8 +121,12 @@ def results(way: Way, document: dict[str, Any], ranks: int, run_dir: Path) -> di
         "metrics": [without_times(line) for line in lines],
         "plan": json.loads((run_dir / "plan.json").read_text()),
         "predicted": summary.get("predicted"),
-        "unlisted": summary.get("unlisted"),
-        "summary": {key: value for key, value in without_times(summary).items() if key != "unlisted"},
+        "unlisted": summary.get("unknown_collectives", summary.get("unlisted")),
+        "summary": {
+            key: value
+            for key, value in without_times(summary).items()
+            if key not in ("unknown_collectives", "unlisted")
+        },
         "scores": scores.read_text() if done.returncode == 0 else done.stderr,
     }
 

@@ -18,7 +18,7 @@ from links.variants import Layout, Variant
 PRECISIONS = ("fp32", "fp16", "bf16", "fp8", "int8", "paper")
 LAYOUTS = (Layout(2, 1), Layout(2, 2), Layout(2, 4), Layout(4, 2))
 """On 2, 4 and 8 ranks."""
-WAYS = (("flat", ""), ("two_level", "twins"), ("two_level", "chain"))
+WAYS = (("flat", ""), ("hierarchical", "cross_host"), ("hierarchical", "chain"))
 """A chain, which would round at each hop, is for fp32 alone."""
 SCHEMES = ("table_wise", "column_wise")
 CHUNKS = (2**20, 4096)

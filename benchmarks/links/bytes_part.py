@@ -23,15 +23,15 @@ PRECISIONS = ("fp32", "fp16", "bf16", "fp8", "int8", "paper")
 
 def variants(layout: Layout) -> list[Variant]:
     """Every scheme by both ways; every codec with those whose bytes are bags alone, and with sums."""
-    listed = [Variant(sharding=name, exchange=way) for name in SCHEMES for way in ("flat", "two_level")]
+    listed = [Variant(sharding=name, exchange=way) for name in SCHEMES for way in ("flat", "hierarchical")]
     listed += [
-        Variant(sharding=name, exchange="two_level", dense_path="chain") for name in ("table_wise", "data_parallel")
+        Variant(sharding=name, exchange="hierarchical", dense_path="chain") for name in ("table_wise", "data_parallel")
     ]
     listed += [
         Variant(sharding=name, exchange=way, precision=precision)
         for precision in PRECISIONS[1:]
         for name in SCHEMES
-        for way in ("flat", "two_level")
+        for way in ("flat", "hierarchical")
     ]
     return listed
 

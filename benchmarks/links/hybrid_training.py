@@ -45,9 +45,9 @@ class Way:
 def ways(layout: Layout) -> list[Way]:
     """Cut inside a host and alike on all, cut over all ranks as if they were one host, and whole on every rank."""
     return [
-        Way("hybrid", "fsdp", layout, "two_level"),
+        Way("hybrid", "fsdp", layout, "hierarchical"),
         Way("fsdp over all", "fsdp", Layout(1, layout.size), "flat"),
-        Way("replicated", "replicated", layout, "two_level"),
+        Way("replicated", "replicated", layout, "hierarchical"),
     ]
 
 

@@ -16,7 +16,7 @@ LIMIT = 1.5
 LEAST = 0.97
 ROWS_BYTES, SUM_BYTES = 1_000_000, 64_000_000
 RATE = "500mbit"
-NAME = "a measurement"
+NAME = "measurement"
 
 
 def measure_lanes(options: Options, why: str | None) -> bool:

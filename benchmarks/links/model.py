@@ -108,8 +108,8 @@ def time_collective(level: str, kind: str, per_host: int, num_bytes: int, num_ca
 
     from meseta.comm import World
 
-    world = changed(World.current(), plan_ranks_per_host=per_host, sum_algorithm="twins")
-    name, first = "a measurement", world.rank - world.rank % per_host
+    world = changed(World.current(), plan_ranks_per_host=per_host, sum_algorithm="cross_host")
+    name, first = "measurement", world.rank - world.rank % per_host
     mates = range(first, first + per_host)
     if kind == "all_reduce" and level == "across":
         buffer = torch.zeros(num_bytes // 4)

@@ -23,12 +23,12 @@ OFF = Variant()
 ON = Variant(overlap=OVERLAPS)
 LATE = Variant(overlap=OVERLAPS, stale=True)
 IN_PARTS = Variant(accumulate_steps=4)
-FEWER_BYTES = Variant(precision="int8", exchange="two_level", overlap=OVERLAPS)
+FEWER_BYTES = Variant(precision="int8", exchange="hierarchical", overlap=OVERLAPS)
 HIDDEN_AT_LEAST, IN_PARTS_AT_MOST = 0.80, 0.75
 NAMES = {
-    "ids": ("counts", "ids", "weights", "counts inside", "ids inside", "weights inside"),
-    "answers": ("answers", "whole bags"),
-    "gradients": ("gradients", "gradients of whole bags"),
+    "ids": ("counts", "ids", "weights", "counts intra-host", "ids intra-host", "weights intra-host"),
+    "embeddings": ("embeddings", "embeddings inter-host"),
+    "gradients": ("gradients", "gradients inter-host"),
     "dense": ("dense",),
     "agree": ("agree",),
 }
@@ -81,7 +81,7 @@ def _of_rank(rank: Window, before_s: float) -> dict[str, tuple[float, float]]:
     waits = {name: sum(rank.waits.get(one, 0.0) for one in of_name) for name, of_name in NAMES.items()}
     busy = {name: max(seconds - _waits_in(name, rank.waits), 0.0) for name, seconds in rank.stages.items()}
     back = 2.0 * before_s  # of the layers of `before`, whose products are twice as many on the way back
-    hidden = {"answers": min(waits["answers"], before_s), "gradients": min(waits["gradients"], back)}
+    hidden = {"embeddings": min(waits["embeddings"], before_s), "gradients": min(waits["gradients"], back)}
     rest = back - hidden["gradients"] + busy.get("table_update", 0.0) + busy.get("lookup", 0.0)
     hidden["dense"] = min(waits["dense"], rest)
     left = max(sum(busy.values()) - sum(hidden.values()), 0.0)
@@ -93,9 +93,9 @@ def _of_rank(rank: Window, before_s: float) -> dict[str, tuple[float, float]]:
 def _waits_in(stage: str, waits: Mapping[str, float]) -> float:
     """Seconds of a stage in which it stands still."""
     names = {
-        "input_dist": ("counts", "counts inside"),
-        "lookup": ("ids", "weights", "ids inside", "weights inside"),
-        "output_dist": NAMES["answers"],
+        "input_dist": ("counts", "counts intra-host"),
+        "lookup": ("ids", "weights", "ids intra-host", "weights intra-host"),
+        "output_dist": NAMES["embeddings"],
         "agree": NAMES["agree"],
         "backward": NAMES["dense"],
         "gradient_dist": NAMES["gradients"],

@@ -21,22 +21,22 @@ FLAT = Variant()
 TIMED = (
     FLAT,
     *(Variant(precision=name) for name in ("fp16", "bf16", "int8", "paper")),
-    *(Variant(precision=name, exchange="two_level") for name in ("fp32", "bf16", "int8")),
+    *(Variant(precision=name, exchange="hierarchical") for name in ("fp32", "bf16", "int8")),
     Variant(sharding="row_wise"),
-    Variant(sharding="row_wise", exchange="two_level"),
+    Variant(sharding="row_wise", exchange="hierarchical"),
 )
 TOGETHER = (
     Variant(overlap=OVERLAPS),
     Variant(precision="int8", overlap=OVERLAPS),
-    Variant(precision="int8", exchange="two_level", overlap=OVERLAPS),
+    Variant(precision="int8", exchange="hierarchical", overlap=OVERLAPS),
 )
 """What travels is hidden too."""
 MATRIX = (
     Variant(sharding="column_wise"),
     *(Variant(sharding="row_wise", precision=name) for name in ("bf16", "int8")),
     *(Variant(sharding="column_wise", precision=name) for name in ("bf16", "int8")),
-    *(Variant(sharding="row_wise", precision=name, exchange="two_level") for name in ("bf16", "int8")),
-    *(Variant(sharding="column_wise", precision=name, exchange="two_level") for name in ("fp32", "bf16", "int8")),
+    *(Variant(sharding="row_wise", precision=name, exchange="hierarchical") for name in ("bf16", "int8")),
+    *(Variant(sharding="column_wise", precision=name, exchange="hierarchical") for name in ("fp32", "bf16", "int8")),
 )
 """What predictions are judged by, beside TIMED."""
 AUTO_LIMIT = 1.03
@@ -159,7 +159,7 @@ def _tell_auto(
     """Which way is predicted to take less, of which exchange 'auto' takes, beside which took less."""
     rows, good = [], True
     for sharding in ("table_wise", "row_wise"):
-        ways = [Variant(sharding=sharding, exchange=way) for way in ("flat", "two_level")]
+        ways = [Variant(sharding=sharding, exchange=way) for way in ("flat", "hierarchical")]
         chosen = min(ways, key=lambda one: _predicted_s(shape, layout, one, calibrated))
         best = min(measured.step_s(one.name) for one in ways)
         ratio = measured.step_s(chosen.name) / best

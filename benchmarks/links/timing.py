@@ -22,7 +22,7 @@ between the ends."""
 FIRST_MBIT = 200.0
 MAX_TRIES = 12
 BENCHMARK = "links"
-OF_BAGS = ("answers", "whole bags", "gradients", "gradients of whole bags")
+OF_BAGS = ("embeddings", "embeddings inter-host", "gradients", "gradients inter-host")
 """Names of transfers."""
 
 

@@ -107,11 +107,11 @@ def window(name: str, num_steps: int, counted: bool = True) -> Window:
         num_steps=num_steps,
         seconds=seconds,
         busy_s=busy_s,
-        waited_s=num_steps * sum(one.waited_s for one in means.values()),
+        waited_s=num_steps * sum(one.wait_s for one in means.values()),
         sent_bytes=sent.payload_bytes,
         resent_packets=sent.resent_packets,
-        across={key: one.across_bytes for key, one in means.items()},
-        waits={key: one.waited_s for key, one in means.items()},
+        across={key: one.inter_host_bytes for key, one in means.items()},
+        waits={key: one.wait_s for key, one in means.items()},
         stages=pipeline.stage_times.pop_means(),
     )
 

@@ -16,7 +16,7 @@ class Variant:
     precision: str = "fp32"
     exchange: str = "flat"
     dense_path: str = ""
-    """Of sums over ranks; empty: 'flat' beside a flat exchange, else 'twins'."""
+    """Of sums over ranks; empty: 'flat' beside a flat exchange, else 'cross_host'."""
     overlap: tuple[Overlap, ...] = ()
     """What is hidden behind computation."""
     accumulate_steps: int = 1
@@ -27,7 +27,7 @@ class Variant:
     @property
     def sum_path(self) -> str:
         """The same, always said."""
-        return self.dense_path or ("flat" if self.exchange == "flat" else "twins")
+        return self.dense_path or ("flat" if self.exchange == "flat" else "cross_host")
 
     @property
     def name(self) -> str:

@@ -152,7 +152,7 @@ class Measurement:
             "plan": {"tables": {"item": {"sharding": "table_wise", "tier": tier}, "*": "table_wise"}},
         }
         if tier != "hbm":
-            document["storage"] = {"dir": str(self.folder / "rows"), "near_bytes": NEAR_BYTES}
+            document["storage"] = {"dir": str(self.folder / "rows"), "cache_bytes": NEAR_BYTES}
         path.write_text(json.dumps(document))
         return path
 

@@ -37,7 +37,7 @@ spec = TableSpec(name="item", num_embeddings=int(sys.argv[1]), embedding_dim=64,
 begun_s = time.perf_counter()
 made = EmbeddingBagCollection([spec], [FeatureSpec(name="item", table="item")], seed=0)
 plan = Plan.from_dict({"tables": {"item": {"sharding": "table_wise", "tier": "disk"}}}, made.tables, 1)
-made.place(plan, StorageOptions(dir=sys.argv[2], near_bytes=int(sys.argv[3])))
+made.place(plan, StorageOptions(dir=sys.argv[2], cache_bytes=int(sys.argv[3])))
 print(time.perf_counter() - begun_s)
 """
 
@@ -109,7 +109,7 @@ def write_config(options: LargeOptions, data: Path) -> Path:
         "train": {"batch_size": BATCH_SIZE, "eval_batch_size": BATCH_SIZE, "log_every_steps": 20, "max_steps": 80},
         "checkpoint": {"keep_last": 1},
         "plan": {"tables": {"item": {"sharding": "table_wise", "tier": "disk"}, "*": "table_wise"}},
-        "storage": {"dir": str(options.folder / "rows"), "near_bytes": int(NEAR_SHARE * (options.limit_mb << 20))},
+        "storage": {"dir": str(options.folder / "rows"), "cache_bytes": int(NEAR_SHARE * (options.limit_mb << 20))},
     }
     path = options.folder / "config.yaml"
     path.write_text(yaml.safe_dump(document))
@@ -159,8 +159,8 @@ def measure_large(options: LargeOptions) -> bool:
     shutil.rmtree(run, ignore_errors=True)
     config = write_config(options, make_data(options.folder, options.num_rows))
     meseta, exported = ("-m", "meseta.cli.main"), options.folder / "exported"
-    near_bytes = int(NEAR_SHARE * (options.limit_mb << 20))
-    made = run_limited("made", ["-c", MADE, options.num_rows, options.folder / "rows", near_bytes], options)
+    cache_bytes = int(NEAR_SHARE * (options.limit_mb << 20))
+    made = run_limited("made", ["-c", MADE, options.num_rows, options.folder / "rows", cache_bytes], options)
     made_s = float(made.printed) if made.good else float("inf")
     print(f"    made in {made_s:.2f} s")
     steps: list[tuple[str, list[object]]] = [

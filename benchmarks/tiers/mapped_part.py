@@ -30,13 +30,13 @@ def measure_mapped(options: TrainOptions) -> bool:
 
 
 def _measure(training: DlrmWorkload, options: TrainOptions) -> bool:
-    near_bytes, ours = _measure_ours(training, options)
+    cache_bytes, ours = _measure_ours(training, options)
     one_row = replace(training, lookups=replace(training.lookups, rows=(1,) * len(training.lookups.rows)))
     beside, _ = _measure_theirs(one_row, options, None)  # what the process takes beside rows
-    limit = beside + near_bytes
+    limit = beside + cache_bytes
     _, theirs = _measure_theirs(training, options, limit)
     print(
-        f"{training.name}: {ours:,.0f} samples/s with {near_bytes / 1e6:,.0f} MB of rows in memory; plain PyTorch on "
+        f"{training.name}: {ours:,.0f} samples/s with {cache_bytes / 1e6:,.0f} MB of rows in memory; plain PyTorch on "
         f"mapped files, in {limit / 1e6:,.0f} MB with the process, {theirs:,.0f}: x {ours / theirs:.1f}",
         flush=True,
     )
@@ -54,7 +54,7 @@ def _measure_ours(training: DlrmWorkload, options: TrainOptions) -> tuple[int, f
     tiered.fill(options.num_warm)
     tiered.turn(WARM_STEPS)
     step_s = statistics.median(tiered.turn(options.num_steps).seconds for _ in range(options.num_turns))
-    return tiered.near_bytes(), training.lookups.batch_size / step_s
+    return tiered.cache_bytes(), training.lookups.batch_size / step_s
 
 
 def _measure_theirs(training: DlrmWorkload, options: TrainOptions, limit: int | None) -> tuple[int, float]:

@@ -88,7 +88,7 @@ class RandomTask:
         for table, tier in zip(self.tables, tiers, strict=True):
             place: dict[str, Any] = {"sharding": "table_wise", "tier": str(tier)}
             if tier in OFFLOADED_TIERS:
-                place["near_rows"] = int(self.random.choice([0.1, 0.2, 0.4]) * table.num_embeddings)
+                place["cache_rows"] = int(self.random.choice([0.1, 0.2, 0.4]) * table.num_embeddings)
             self.places[table.name] = place
 
     def _law(self, num_rows: int) -> NDArray[np.float64]:
@@ -126,7 +126,7 @@ class RandomTask:
     def fits(self) -> bool:
         """Whether rows of two batches lie near."""
         for table, place in enumerate(self.places.values()):
-            near = place.get("near_rows")
+            near = place.get("cache_rows")
             if near is not None and near < 1.2 * len(np.unique(self.ids(table, 2 * self.batch_size))):
                 return False
         return True
@@ -253,5 +253,5 @@ def measure_advice(options: PredictOptions, model: CostModel) -> bool:
     best = min(seconds for name, seconds in steps.items() if name != "advised")
     if options.keep:
         peer = "best of five tried"
-        record("tiers", "advised near_bytes", "step", 1e3 * steps["advised"], "ms", peer=peer, peer_value=1e3 * best)
+        record("tiers", "advised cache_bytes", "step", 1e3 * steps["advised"], "ms", peer=peer, peer_value=1e3 * best)
     return steps["advised"] <= BEST_WITHIN * best

@@ -92,8 +92,8 @@ def table_on_disk(options: SaveOptions) -> EmbeddingBagCollection:
     )
     features = [FeatureSpec(name=f"f{number}", table="item") for number in range(NUM_FEATURES)]
     made = EmbeddingBagCollection([spec], features, seed=0)
-    near_rows = int(NEAR_SHARE * options.num_rows)
-    entry = {"sharding": "table_wise", "tier": "disk", "near_rows": near_rows}
+    cache_rows = int(NEAR_SHARE * options.num_rows)
+    entry = {"sharding": "table_wise", "tier": "disk", "cache_rows": cache_rows}
     made.apply_plan(
         Plan.from_dict({"tables": {"item": entry}}, made.tables, 1), StorageOptions(dir=options.folder / "rows")
     )

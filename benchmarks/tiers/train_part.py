@@ -50,8 +50,8 @@ class TrainOptions:
     def storage(self, training: DlrmWorkload) -> StorageOptions:
         """A disk, and the share of all bytes that lies near."""
         row_bytes = 4 * training.dim + 4
-        near_bytes = int(share_of(training) * row_bytes * sum(training.lookups.rows))
-        return StorageOptions(dir=self.folder, cache_bytes=near_bytes)
+        cache_bytes = int(share_of(training) * row_bytes * sum(training.lookups.rows))
+        return StorageOptions(dir=self.folder, cache_bytes=cache_bytes)
 
 
 def lr_of(training: DlrmWorkload) -> float:
@@ -152,7 +152,7 @@ class Trained:
         count = len(each) * size
         return count / (time.perf_counter() - start_s), (time.process_time() - processor_s) / count
 
-    def near_bytes(self) -> int:
+    def cache_bytes(self) -> int:
         """All memory that rows near and far take: rows, states, marks, index and buffers."""
         engines = {shard.backing_store.engine for shard in self.far}
         near = sum(shard.cache.num_slots * shard.num_bytes() // shard.shard.num_rows for shard in self.far)
@@ -192,7 +192,7 @@ def _measure(training: DlrmWorkload, options: TrainOptions) -> bool:
     seconds = {name: statistics.median(turn.seconds for turn in own) for name, own in turns.items()}
     misses = statistics.median(turn.traffic.num_misses for turn in turns["tiered"])
     written = statistics.median(turn.traffic.written_bytes for turn in turns["tiered"])
-    waited = statistics.median(turn.traffic.waited_s / turn.seconds for turn in turns["tiered"])
+    waited = statistics.median(turn.traffic.wait_s / turn.seconds for turn in turns["tiered"])
     by_processor = seconds["resident"] + misses * read_s / threads
     by_disk = misses / reads_per_s
     bound = max(by_processor, by_disk)
@@ -201,7 +201,7 @@ def _measure(training: DlrmWorkload, options: TrainOptions) -> bool:
     batch_size = training.lookups.batch_size
     print(
         f"{training.name}: {batch_size / seconds['tiered']:,.0f} samples/s with {100 * share:.0f} % near "
-        f"({tiered.near_bytes() / 1e6:,.0f} MB in all), {batch_size / seconds['resident']:,.0f} resident: {kept:.2f}; "
+        f"({tiered.cache_bytes() / 1e6:,.0f} MB in all), {batch_size / seconds['resident']:,.0f} resident: {kept:.2f}; "
         f"{misses:,.0f} misses a step, step {ratio:.2f} of its bound, which is "
         f"{'the disk' if by_disk > by_processor else 'the processors'}; {100 * waited:.1f} % of it waited for rows; "
         f"{written / 1e6:,.1f} MB written a step; the disk gives {reads_per_s:,.0f} reads/s",

@@ -67,6 +67,10 @@ def _copy_of(kind: type[MesetaError], reason: str) -> MesetaError:
     return kind.__new__(kind, reason)  # The parameters of __init__ differ between subclasses.
 
 
+class FormerNameWarning(FutureWarning):
+    """Use of a former name, which a later version may refuse."""
+
+
 class StorageError(MesetaError):
     """Failure to read or find a file that says nothing about its content. A retry, or another host, may succeed."""
 

@@ -121,7 +121,7 @@ def initial_rows_too_large(place: Place) -> list[Any]:
 
 
 def near_rows_too_large(place: Place) -> list[Any]:
-    return place.train("plan={tables: {'*': {sharding: row_wise, tier: cached, near_rows: 99999999999999999999}}}")
+    return place.train("plan={tables: {'*': {sharding: row_wise, tier: cached, cache_rows: 99999999999999999999}}}")
 
 
 def bits_of_unknown_table(place: Place) -> list[Any]:

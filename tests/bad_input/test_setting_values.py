@@ -68,7 +68,7 @@ CONFIG_PLACES = list(dict.fromkeys([*section_keys(RunConfig), *(("plan", *place)
 
 def plan_document() -> dict[str, Any]:
     shard = {"rows": [0, 7], "columns": [0, 16], "ranks": [0]}
-    far = {"sharding": "row_wise", "ranks": [0, 1], "tier": "cached", "near_rows": 9}
+    far = {"sharding": "row_wise", "ranks": [0, 1], "tier": "cached", "cache_rows": 9}
     return {
         "format": "meseta.plan/1",
         "num_ranks": 2,

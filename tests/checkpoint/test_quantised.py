@@ -207,7 +207,7 @@ def test_rows_keep_their_bits_wherever_they_lie(tmp_path: Path, bits: RowBits) -
     files = []
     path = tmp_path
     for step, (tier, num_ranks) in enumerate([("hbm", 1), ("disk", 1), ("hbm", 4), ("cached", 2), ("disk", 2)]):
-        near = {} if tier == "hbm" else {"tier": tier, "near_rows": 16}
+        near = {} if tier == "hbm" else {"tier": tier, "cache_rows": 16}
         plan = Plan.from_dict({"tables": {"*": {"sharding": "row_wise", **near}}}, specs, num_ranks)
 
         def run(world: World, plan: Plan = plan, step: int = step, path: Path = path) -> Path:

@@ -231,12 +231,12 @@ def test_a_signal_is_not_held_back_and_the_last_save_is(tmp_path: Path, monkeypa
     assert signalled and now[0] < 1.1
 
 
-@pytest.mark.parametrize(("stall_s", "least"), [(600, "1,000,000"), (10, "26,843,546")])
+@pytest.mark.parametrize(("stall_timeout_s", "least"), [(600, "1,000,000"), (10, "26,843,546")])
 def test_slower_than_ranks_wait_for_each_other_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stall_s: float, least: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stall_timeout_s: float, least: str
 ) -> None:
     limits = train_saving.ProcessTimeouts.limits
-    monkeypatch.setattr(train_saving.ProcessTimeouts, "limits", type(limits)(stall_s=stall_s))
+    monkeypatch.setattr(train_saving.ProcessTimeouts, "limits", type(limits)(stall_timeout_s=stall_timeout_s))
     world = World(rank=1, size=2, device=torch.device("cpu"))
     with pytest.raises(MesetaError, match=f"is 1,500,000, but must be at least {least} per rank"):
         CheckpointManager(CheckpointConfig(max_bytes_per_s=1.5e6), tmp_path, world)

@@ -34,7 +34,7 @@ def begin(folder: Path, tiny: Path, size: int, **options: object) -> Command:
     """Four ranks and more lie on hosts of two."""
     folder.mkdir()
     shutil.copy(faulty_model.__file__, folder)
-    limits = {"silent_s": SILENT_S, "stall_s": STALL_S}
+    limits = {"heartbeat_timeout_s": SILENT_S, "stall_timeout_s": STALL_S}
     document = settings(tiny, folder / "run", train__epochs=50, checkpoint__every_steps=1000, comm=limits)
     document["model"] = {"embedding_dim": 4, "name": "faulty_model:Faulty", "options": options}
     document["plan"] = {"tables": {"*": "row_wise"}, **({"devices_per_host": 2} if size > 2 else {})}

@@ -37,7 +37,7 @@ def cases() -> list[Any]:
 @pytest.mark.parametrize("case", cases())
 def test_each_side_names_the_ranks_it_no_longer_hears(case: dict[str, Any], tmp_path: Path, tiny: Path) -> None:
     draw, num_hosts = random.Random(str(case)), case["hosts"]
-    limits = {"silent_s": SILENT_S, "stall_s": 120.0}
+    limits = {"heartbeat_timeout_s": SILENT_S, "stall_timeout_s": 120.0}
     document = settings(tiny, tmp_path / "run", train__epochs=200, checkpoint__every_steps=100_000, comm=limits)
     config = write_config(tmp_path / "c.yaml", document)
     with Hosts(num_hosts, ranks=2) as hosts:

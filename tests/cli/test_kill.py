@@ -46,7 +46,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Callable[...,
     shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
 
     def make(folder: Path, size: int, stale: int) -> None:
-        document = settings(tiny, folder / "run", **COMMON, pipeline__stale=stale)
+        document = settings(tiny, folder / "run", **COMMON, pipeline__staleness=stale)
         if size == 1:
             train(document)
             return
@@ -217,10 +217,10 @@ def test_a_hundred_kills(
 def test_killed_with_answers_in_flight(
     whole: Callable[..., Path], tiny: Path, tmp_path: Path, size: int, seed: int
 ) -> None:
-    """All that can travel ahead does, answers among it: 6 x 5 kills."""
+    """All exchanges that can overlap do, embeddings included: 6 x 5 kills."""
     draw = random.Random(f"ahead/{size}/{seed}")
     moments = [draw.choice(["start-up", "training", "saving", "evaluating"]) for _ in range(5)]
-    run_dir = killed_and_gone_on(tmp_path, tiny, size, moments, seed=seed, pipeline__stale=1)
+    run_dir = killed_and_gone_on(tmp_path, tiny, size, moments, seed=seed, pipeline__staleness=1)
     check_equal(run_dir, whole(size, stale=1) / "run")
 
 

@@ -29,9 +29,9 @@ WIDE = {
 }
 
 
-def document(tiny: Path, run_dir: Path, size: int, tier: str, near_rows: int | None = None) -> dict[str, Any]:
+def document(tiny: Path, run_dir: Path, size: int, tier: str, cache_rows: int | None = None) -> dict[str, Any]:
     """Of a run whose largest table lies so, in rows on two ranks."""
-    far = {} if tier == "hbm" else {"tier": tier, "near_rows": near_rows or NEAR_ROWS[size]}
+    far = {} if tier == "hbm" else {"tier": tier, "cache_rows": cache_rows or NEAR_ROWS[size]}
     user = {"sharding": "table_wise" if size == 1 else "row_wise", **far}
     storage = {"dir": str(run_dir.parent / "scratch")}
     return settings(tiny, run_dir, **WIDE, plan={"tables": {"user": user, "*": "table_wise"}}, storage=storage)
@@ -84,7 +84,7 @@ def losses(run_dir: Path) -> list[tuple[int, float]]:
 def test_a_disk_that_fills_up_is_named_on_all_ranks(tiny: Path, tmp_path: Path, moment: str) -> None:
     """While rows are pushed out, or, where all lie near, when those that were changed are written for a save."""
     run_dir = tmp_path / "run"
-    made = document(tiny, run_dir, 2, "disk", near_rows=None if moment == "pushed out" else 150)
+    made = document(tiny, run_dir, 2, "disk", cache_rows=None if moment == "pushed out" else 150)
     with small_disk(tmp_path / "scratch", "64k"):
         command = Command(tmp_path / "full", "train", write_config(tmp_path / "c.yaml", made), "--nproc", 2)
         assert command.wait() == 1

@@ -61,7 +61,7 @@ def test_a_start_with_too_little(case: tuple[int, int], tmp_path: Path, tiny: Pa
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("options", [("--nproc", 2), ("--nproc", 2, "--restarts", 1), ("--restarts", 1)])
+@pytest.mark.parametrize("options", [("--nproc", 2), ("--nproc", 2, "--max-restarts", 1), ("--max-restarts", 1)])
 def test_a_limit_that_shrinks(options: tuple[object, ...], tmp_path: Path, tiny: Path) -> None:
     """The kernel kills a rank, the launcher says which one and why."""
     with memory_group(2000 * MB) as group:

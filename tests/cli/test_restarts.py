@@ -22,8 +22,9 @@ from meseta import checkpoint
 from meseta.cli import launch
 from meseta.cli.launch import LaunchResult
 from meseta.cli.restarts import RestartPolicy, run_with_restarts
-from meseta.cli.train import _launch_ranks
+from meseta.cli.train import _current_max_restarts, _launch_ranks
 from meseta.config import RunConfig
+from meseta.errors import FormerNameWarning
 from meseta.spec import MesetaError
 from small_run import final_checksum, metrics, settings, train, without_times, write_config
 
@@ -66,7 +67,7 @@ def lose_ranks(folder: Path, tiny: Path, seed: int, least_ranks: int) -> None:
     first, second = draw.randrange(4, 17, 4), draw.randrange(24, 41, 4)
     run_dir = folder / "run"
     config = write_config(folder / "c.yaml", settings(tiny, run_dir, **COMMON))
-    fewer = ("--restarts", 2, "--min-nproc", least_ranks)
+    fewer = ("--max-restarts", 2, "--min-nproc", least_ranks)
     command = Command(folder / "itself", "train", config, "--nproc", 4, *fewer)
     kill(command, first, [draw.randrange(4)], draw.uniform(0, 0.03))
     command.until(lambda: "restart 1 of 2" in command.err.read_text(), "a restart")
@@ -205,7 +206,7 @@ def test_what_forbids_fewer_ranks_is_told_at_the_start(
     def told(*words: str) -> str:
         return error_of("train", config, *words).removeprefix("error: ").replace(f"{tmp_path}/", "")
 
-    fewer = ("--nproc", "4", "--restarts", "1", "--min-nproc", "3")
+    fewer = ("--nproc", "4", "--max-restarts", "1", "--min-nproc", "3")
     way_out = "so the run cannot resume on 3 ranks; set --min-nproc 4, or use a file without a number of ranks"
     for key, name, why in (
         ("plan", "plan.yaml", "plan file 'plan.yaml' is for 4 ranks"),
@@ -216,16 +217,23 @@ def test_what_forbids_fewer_ranks_is_told_at_the_start(
         assert told(f"{key}={tmp_path / name}", *fewer) == f"--min-nproc 3: {why}, {way_out}"
     written = "plan={devices_per_host: 2, tables: {'*': row_wise}}"
     assert told(written, *fewer) == f"--min-nproc 3: the plan of the config is for hosts of 2 ranks, {way_out}"
-    assert told("--nproc", "4", "--restarts", "-1") == "--restarts must be 0 or more, got -1"
+    assert told("--nproc", "4", "--max-restarts", "-1") == "--max-restarts must be 0 or more, got -1"
     in_range = "--min-nproc must be in 1..4, the ranks of --nproc, got 5"
-    assert told("--nproc", "4", "--restarts", "1", "--min-nproc", "5") == in_range
-    needs = "--min-nproc 3 needs --restarts; set both"
+    assert told("--nproc", "4", "--max-restarts", "1", "--min-nproc", "5") == in_range
+    needs = "--min-nproc 3 needs --max-restarts; set both"
     assert told("--nproc", "4", "--min-nproc", "3") == needs
-    assert told("checkpoint.resume=never", "--restarts", "1") == (
-        "--restarts: checkpoint.resume is 'never', so no run can be resumed; set it to auto"
+    assert told("checkpoint.resume=never", "--max-restarts", "1") == (
+        "--max-restarts: checkpoint.resume is 'never', so no run can be resumed; set it to auto"
     )
     assert not (tmp_path / "run").exists()
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(MesetaError, match="--restarts and --min-nproc are for --nproc; torchrun has --max-restarts"):
+    with pytest.raises(MesetaError, match="--max-restarts and --min-nproc are for --nproc; torchrun has"):
         _launch_ranks(2, 1, None, run_of(tmp_path))
+
+
+def test_the_former_option_works_with_a_warning() -> None:
+    with pytest.warns(FormerNameWarning, match="option '--restarts' is now '--max-restarts'; rename it"):
+        assert _current_max_restarts(0, 2) == 2
+    with pytest.raises(MesetaError, match="--restarts is the former name of --max-restarts; remove --restarts"):
+        _current_max_restarts(1, 2)

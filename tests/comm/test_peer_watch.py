@@ -18,7 +18,7 @@ from meseta.machine.time_limits import TimeLimits
 from meseta.telemetry.diagnosis import Diagnosis
 from meseta.telemetry.rank_record import HEARTBEAT_OFFSET, RECORD_BYTES, RankRecord, TransferInfo
 
-LIMITS = TimeLimits(silent_s=10.0, stall_s=600.0)
+LIMITS = TimeLimits(heartbeat_timeout_s=10.0, stall_timeout_s=600.0)
 HOSTS = ("north", "north", "south", "south")
 
 

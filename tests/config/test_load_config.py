@@ -132,7 +132,7 @@ def test_a_resolved_config_reads_back(write: Any) -> None:
         ("data.service.url=grpc://h", ["key 'data.service.url'", "grpc+tls://HOST:PORT, got 'grpc://h'"]),
         ("data.service.url=grpc://h:port", ["key 'data.service.url'", "grpc://HOST:PORT"]),
         ("data.service.url=grpc://h:1/path", ["key 'data.service.url'", "grpc://HOST:PORT"]),
-        ("data.service.give_up_s=0", ["key 'data.service.give_up_s'", "greater than 0, got 0"]),
+        ("data.service.reader_timeout_s=0", ["key 'data.service.reader_timeout_s'", "greater than 0, got 0"]),
         ("data.service.ulr=grpc://h:1", ["unknown key 'data.service.ulr'; did you mean 'url'?"]),
         ("run_dir.x=3", ["override 'run_dir.x=3': 'run_dir' holds a value, not a section"]),
         ("seed", ["override 'seed' must look like train.batch_size=4096"]),
@@ -267,8 +267,8 @@ def test_what_is_hidden_is_a_word_or_a_list(write: Any) -> None:
     for value, expected in (("off", "off"), ("auto", "auto"), ("[ids, dense]", ["ids", "dense"]), ("[]", [])):
         assert load_config(write(f"{SMALL}pipeline: {{overlap: {value}}}\n"), []).pipeline.overlap == expected
         assert load_config(write(SMALL), [f"pipeline.overlap={value}"]).pipeline.overlap == expected
-    of_words = "'pipeline.overlap': 'idz' is not one of ids, answers, gradients, dense, agree"
+    of_words = "'pipeline.overlap': 'idz' is not one of ids, embeddings, gradients, dense, agree"
     assert "twice" not in refused(write(SMALL), ["pipeline.overlap=[idz]"], of_words)
     twice = "'pipeline.overlap': 'ids' is listed twice; list each name once"
     assert "none of" not in refused(write(SMALL), ["pipeline.overlap=[ids, ids]"], twice)
-    refused(write(SMALL), ["pipeline.overlap=true"], "True is not 'auto', 'off' or a list of ids, answers")
+    refused(write(SMALL), ["pipeline.overlap=true"], "True is not 'auto', 'off' or a list of ids, embeddings")

@@ -80,23 +80,23 @@ def test_numbers_beyond_float32(tmp_path: Path) -> None:
 def test_keys_of_plans_of_another_type(value: object) -> None:
     table = TableSpec(name="user", num_embeddings=300, embedding_dim=16)
     entry = {"sharding": "row_wise", "tier": "cached"}
-    shard = {"rows": [0, 300], "columns": [0, 16], "ranks": [0], "tier": "cached", "near_rows": value}
-    for near in (entry | {"near_rows": value}, {"sharding": "row_wise", "shards": [shard]}):
-        with pytest.raises(MesetaError, match="near_rows must be an integer, got "):
+    shard = {"rows": [0, 300], "columns": [0, 16], "ranks": [0], "tier": "cached", "cache_rows": value}
+    for near in (entry | {"cache_rows": value}, {"sharding": "row_wise", "shards": [shard]}):
+        with pytest.raises(MesetaError, match="cache_rows must be an integer, got "):
             Plan.from_dict({"tables": {"*": near}}, [table], 2)
     for key in ("exchange", "dense_exchange"):
         with pytest.raises(MesetaError, match=f"{key} must be|{key} .* is unknown"):
             Plan.from_dict({key: value, "tables": {"*": entry}}, [table], 2)
 
 
-@pytest.mark.parametrize("near_rows", [2**63, 99999999999999999999, 10**200])
-def test_near_rows_beyond_64_bits(near_rows: int) -> None:
+@pytest.mark.parametrize("cache_rows", [2**63, 99999999999999999999, 10**200])
+def test_near_rows_beyond_64_bits(cache_rows: int) -> None:
     table = TableSpec(name="user", num_embeddings=300, embedding_dim=16)
-    entry = {"sharding": "row_wise", "tier": "cached", "near_rows": near_rows}
+    entry = {"sharding": "row_wise", "tier": "cached", "cache_rows": cache_rows}
     for name in ("user", "*"):
-        with pytest.raises(MesetaError, match="near_rows must be at most 9223372036854775807"):
+        with pytest.raises(MesetaError, match="cache_rows must be at most 9223372036854775807"):
             Plan.from_dict({"tables": {name: entry}}, [table], 2)
     with pytest.raises(MesetaError, match="hbm_bytes must be at most 9223372036854775807"):
-        Topology.from_dict({"hbm_bytes": near_rows})
+        Topology.from_dict({"hbm_bytes": cache_rows})
     with pytest.raises(MesetaError, match="must be at most 65,536"):
         Topology.from_dict({"num_hosts": 2**40})

@@ -40,7 +40,7 @@ class Scenario:
     per_host: int | None = None  # half of the ranks, where not said
     comm: Communication = field(default_factory=Communication)
     tier: str = "hbm"  # of rows that no other rank has copies of
-    near_rows: int | None = None  # of each piece
+    cache_rows: int | None = None  # of each piece
     folder: str | None = None  # for tier "disk"
 
     def tables(self) -> list[TableSpec]:
@@ -71,7 +71,7 @@ class Scenario:
                 hot = {"sharding": name, "hot_rows": -(-table.num_embeddings // 3)}
                 entries[table.name] = hot if table.num_embeddings > 1 else "data_parallel"
             elif self.tier != "hbm" and name != "data_parallel":
-                entries[table.name] = {"sharding": name, "tier": self.tier, "near_rows": self.near_rows}
+                entries[table.name] = {"sharding": name, "tier": self.tier, "cache_rows": self.cache_rows}
         per_host = self.per_host or max(num_ranks // 2, 1)
         document = {"devices_per_host": per_host, "exchange": self.exchange, "tables": entries}
         return Plan.from_dict(document, self.tables(), num_ranks)

@@ -31,14 +31,14 @@ def test_runs_on_every_way_are_one_run(
     """Their checkpoints, and what evaluations say, which are exact."""
     changes = {**WIDE, **more, "plan": TABLES, "comm__precision": codec, "train__max_steps": 4}
     summaries = []
-    for way in ("flat", "two_level"):
+    for way in ("flat", "hierarchical"):
         document = settings(tiny, tmp_path / way, **changes, comm__exchange=way)
         summaries.append(ranks(4).run(train, document)[0])
-    assert final_checksum(tmp_path / "flat") == final_checksum(tmp_path / "two_level")
-    assert table_checksums(tmp_path / "flat") == table_checksums(tmp_path / "two_level")
+    assert final_checksum(tmp_path / "flat") == final_checksum(tmp_path / "hierarchical")
+    assert table_checksums(tmp_path / "flat") == table_checksums(tmp_path / "hierarchical")
     for key in ("auc", "ne", "logloss"):
         assert summaries[0]["test"][key] == summaries[1]["test"][key]
-    assert [summary.get("clamped") for summary in summaries] == [0 if codec in ("paper", "fp16") else None] * 2
+    assert [summary.get("num_clamped") for summary in summaries] == [0 if codec in ("paper", "fp16") else None] * 2
 
 
 @pytest.mark.parametrize("codec", ["int8", "fp16"])
@@ -67,9 +67,9 @@ def test_rounding_shows_in_training_and_in_no_evaluation(ranks: Ranks, tiny: Pat
     ("changes", "size"),
     [
         ({"plan": COLUMNS, "comm__precision": "int8"}, 2),
-        ({"plan": {**TABLES}, "comm__precision": "paper", "comm__exchange": "two_level"}, 4),
+        ({"plan": {**TABLES}, "comm__precision": "paper", "comm__exchange": "hierarchical"}, 4),
         ({"plan": MIXED, "comm__forward": "fp8", "embedding__pooling": "mean"}, 4),
-        ({"plan": HOSTS, "comm__precision": "bf16", "comm__exchange": "two_level"}, 4),
+        ({"plan": HOSTS, "comm__precision": "bf16", "comm__exchange": "hierarchical"}, 4),
     ],
 )
 def test_verify_rounds_where_ranks_do(

@@ -25,7 +25,7 @@ CODED = ["fp16", "bf16", "fp8", "int8"]
 LAYOUTS = [(2, 1), (4, 2), (8, 4), (8, 2)]
 WHOLE_ROWS = ["table_wise", "column_wise", "table_column_wise"]
 MATRIX = product(
-    layout=LAYOUTS, codec=[*CODED, "paper"], exchange=["flat", "two_level"], sharding=WHOLE_ROWS, pooling=POOLINGS
+    layout=LAYOUTS, codec=[*CODED, "paper"], exchange=["flat", "hierarchical"], sharding=WHOLE_ROWS, pooling=POOLINGS
 )
 
 
@@ -68,7 +68,7 @@ def answers_of(plan: dict[str, Any], codec: str) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("codec", CODED)
-@pytest.mark.parametrize("exchange", ["flat", "two_level"])
+@pytest.mark.parametrize("exchange", ["flat", "hierarchical"])
 @pytest.mark.parametrize("sharding", WHOLE_ROWS)
 def test_answers_are_the_casts_of_torch_and_evaluations_are_exact(
     ranks: Ranks, codec: str, exchange: str, sharding: str
@@ -96,7 +96,7 @@ def test_whole_runs_have_the_same_bits_on_every_way(ranks: Ranks, codec: str) ->
     """Tables and dense weights, over ways between hosts and over whole rows and columns."""
     base = Scenario(sharding="table_wise", pooling="mean", weighted=False, optimizer="adagrad", batch_size=40)
     base = base.but(per_host=2, comm=Communication(precision=codec))  # type: ignore[arg-type]
-    ways = [base.but(exchange=e, sharding=s) for e in ("flat", "two_level") for s in ("table_wise", "column_wise")]
+    ways = [base.but(exchange=e, sharding=s) for e in ("flat", "hierarchical") for s in ("table_wise", "column_wise")]
     first, *others = (ranks(4).run(train, way) for way in ways)
     expected = whole_tables(first, base)
     for results in others:
@@ -108,7 +108,7 @@ def test_whole_runs_have_the_same_bits_on_every_way(ranks: Ranks, codec: str) ->
 
 CUT_BY_ROWS = product(
     codec=CODED,
-    exchange=["flat", "two_level"],
+    exchange=["flat", "hierarchical"],
     pooling=["sum", "none"],
     sharding=["row_wise", "grid", "mixed", "mixed of hosts"],
 )
@@ -153,13 +153,13 @@ def test_sums_are_rounded_by_host_and_once_more(ranks: Ranks, size: int, per_hos
         total = total + host
     expected = cast(total, codec, DENSE_FP16_EXPONENT)
     expected[SIZE:] = by_hand(size, per_host, SIZE + 7)[SIZE:]
-    for path in ("flat", "twins"):
+    for path in ("flat", "cross_host"):
         assert set(ranks(size).run(coded_sum, per_host, codec, path)) == {expected.numpy().tobytes()}
 
 
 @pytest.mark.parametrize("codec", ["fp8", "int8"])
 def test_sums_in_8_bits_are_near_and_alike_on_all_ranks(ranks: Ranks, codec: str) -> None:
-    [found] = {*ranks(4).run(coded_sum, 2, codec, "twins")}
+    [found] = {*ranks(4).run(coded_sum, 2, codec, "cross_host")}
     values = torch.frombuffer(bytearray(found), dtype=torch.float32)
     exact = by_hand(4, 2, SIZE + 7)
     assert torch.equal(values[SIZE:], exact[SIZE:])

@@ -31,7 +31,7 @@ def exchange(size_of: list[list[int]]) -> bool:
     # A view with gaps: the transport must not read what lies between.
     send = torch.full((sum(size_of[world.rank]), 6), torch.nan, dtype=torch.float64)[:, ::2]
     send.copy_(torch.cat(rows))
-    got = world.all_to_all(send, size_of[world.rank], receive, "a measurement").wait()
+    got = world.all_to_all(send, size_of[world.rank], receive, "measurement").wait()
     expected = [[100 * r + world.rank, i, 7] for r, n in enumerate(receive) for i in range(n)]
     return got.tolist() == expected
 
@@ -60,10 +60,10 @@ def test_what_carries_messages_interrupts_no_thread_that_computes(ranks: Ranks) 
 def others() -> list[object]:
     world = World.current()
     mine = torch.tensor([[world.rank + 1.0, 10.0]])
-    gathered = world.all_gather(mine, "a measurement")
-    empty = world.all_gather(torch.empty(0, 3), "a measurement")
+    gathered = world.all_gather(mine, "measurement")
+    empty = world.all_gather(torch.empty(0, 3), "measurement")
     broadcast = world.broadcast(mine.clone())
-    total = world.all_reduce(mine.clone(), "a measurement")
+    total = world.all_reduce(mine.clone(), "measurement")
     world.barrier()
     return [
         gathered.tolist(),
@@ -83,7 +83,7 @@ AGREED: dict[str, list[Any]] = {
     "sent": [[2, 3], [3, 3]],
     "expected": [[2, 3], [3, 3]],
     "dtype": ["float32", "float32"],
-    "name": ["answers", "answers"],
+    "name": ["embeddings", "embeddings"],
     "batch": [1, 1],
 }
 """By rank."""
@@ -111,7 +111,7 @@ def exchange_as_told(changes: dict[str, list[Any]]) -> tuple[str, bool]:
         {"sent": [[2, 0], [3, 3]]},
         {"expected": [[2, 0], [3, 3]]},
         {"dtype": ["float32", "float64"]},
-        {"name": ["answers", "gradients"]},
+        {"name": ["embeddings", "gradients"]},
         {"batch": [1, 2]},
     ],
 )

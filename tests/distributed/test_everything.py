@@ -48,8 +48,8 @@ def everything(data: Path, folder: Path, *changes: dict[str, dict[str, Any]]) ->
         for section, keys in change.items():
             document[section] |= keys
     tables = document["plan"]["tables"]
-    for name, near_rows in NEAR_ROWS.items():
-        tables[name] |= {"near_rows": near_rows}
+    for name, cache_rows in NEAR_ROWS.items():
+        tables[name] |= {"cache_rows": cache_rows}
     return document | {"run_dir": str(folder / "run"), "num_threads": 1}
 
 
@@ -81,13 +81,15 @@ def hosts() -> Iterator[Hosts]:
 def undisturbed(
     tmp_path_factory: pytest.TempPathFactory, ranks: Callable[[int], RankPool], data: Path
 ) -> Callable[[str], Path]:
-    """The directory of a run that nothing disturbed: '0' and '1' are `pipeline.stale`, 'exact' rounds nothing."""
+    """The directory of a run that nothing disturbed: '0' and '1' are `pipeline.staleness`, 'exact' rounds nothing."""
     runs: dict[str, Path] = {}
 
     def get(name: str) -> Path:
         if name not in runs:
             folder = tmp_path_factory.mktemp(name)
-            changes = [EXACT] if name == "exact" else [{"pipeline": {"stale": int(name)}}] if name != "plain" else []
+            changes = (
+                [EXACT] if name == "exact" else [{"pipeline": {"staleness": int(name)}}] if name != "plain" else []
+            )
             document = plain(data, folder) if name == "plain" else everything(data, folder, *changes)
             ranks(4).run(train, document)
             runs[name] = folder / "run"
@@ -162,7 +164,7 @@ def test_killed_on_two_hosts(
 ) -> None:
     """3 x 10 x 2 kills."""
     draw = random.Random(f"everything/{name}/{seed}")
-    changes = EXACT if name == "plain" else {"pipeline": {"stale": int(name)}}
+    changes = EXACT if name == "plain" else {"pipeline": {"staleness": int(name)}}
     config = write_config(tmp_path / "c.yaml", everything(data, tmp_path, changes))
     start = partial(HostsCommand, hosts)
     for number in range(2):

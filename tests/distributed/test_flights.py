@@ -250,8 +250,8 @@ def other_order_of_ends() -> tuple[list[str], float]:
 def test_ranks_that_finish_batches_in_another_order_are_told(ranks: Ranks) -> None:
     for rank, (texts, loss) in enumerate(ranks(2).run(other_order_of_ends)):
         for text in texts[:2]:
-            assert text.startswith(f"rank {rank} is at 'answers' of batch ") and "of tables t0, t1" in text
-            assert f"with rank {1 - rank}, which is at 'answers' of batch " in text and 0 < loss < 10
+            assert text.startswith(f"rank {rank} is at 'embeddings' of batch ") and "of tables t0, t1" in text
+            assert f"with rank {1 - rank}, which is at 'embeddings' of batch " in text and 0 < loss < 10
         assert texts[2].startswith("a batch in stage 'dropped' cannot enter stage 'finished'")
 
 

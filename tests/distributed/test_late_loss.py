@@ -96,7 +96,7 @@ def fail(case: dict[str, Any], late: bool, bad: int, settled: bool) -> tuple[dic
 
 MATRIX = product(
     size=[1, 2, 4],
-    exchange=["flat", "two_level"],
+    exchange=["flat", "hierarchical"],
     precision=["fp32", "int8"],
     dense=[*DENSE],
     plain=[False, True],

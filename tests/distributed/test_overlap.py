@@ -36,7 +36,7 @@ MIXED: tuple[Overlap, ...] = ("ids", "gradients", "agree")
 
 
 def make_model(
-    exchange: Literal["flat", "two_level"], comm: Communication, options: MLPOptions | None = None
+    exchange: Literal["flat", "hierarchical"], comm: Communication, options: MLPOptions | None = None
 ) -> tuple[Any, World]:
     world = World.current()
     spec = OptimizerSpec(name="rowwise_adagrad", lr=0.05)
@@ -92,7 +92,7 @@ def make_pipeline(model: Any, world: World, overlap: tuple[Overlap, ...], accumu
 
 
 def train(
-    exchange: Literal["flat", "two_level"], comm: Communication, accumulate_steps: int, overlap: tuple[Overlap, ...]
+    exchange: Literal["flat", "hierarchical"], comm: Communication, accumulate_steps: int, overlap: tuple[Overlap, ...]
 ) -> tuple[int, list[float], list[tuple[float, ...]]]:
     """Checksum, losses and votes of a few steps, with rates that change, and dense sums in several buckets; run on
     every rank."""
@@ -134,7 +134,7 @@ PRECISIONS = {
 }
 
 
-MATRIX = product(size=[2, 4, 8], exchange=["flat", "two_level"], precision=[*PRECISIONS], accumulate_steps=[1, 3])
+MATRIX = product(size=[2, 4, 8], exchange=["flat", "hierarchical"], precision=[*PRECISIONS], accumulate_steps=[1, 3])
 
 
 @pytest.mark.parametrize("case", sample(MATRIX, 2, seed=153))
@@ -176,7 +176,7 @@ def test_dense_sums_begin_inside_the_backward_pass(ranks: Ranks) -> None:
 
 def leave_early(overlap: tuple[Overlap, ...]) -> tuple[int, int]:
     """Two steps of a longer loop, then one batch alone: checksums after each."""
-    model, world = make_model("two_level", Communication())
+    model, world = make_model("hierarchical", Communication())
     pipeline = make_pipeline(model, world, overlap)
     with closing(pipeline.steps(slices(world, SIZES))) as steps:
         for _ in range(2):
@@ -256,7 +256,7 @@ def test_a_bad_batch_is_told_at_its_step_on_all_ranks(
 
 def own_loop(hides: bool, passed_over: bool, left_at: int | None) -> tuple[int, list[float]]:
     """A loop of one's own, with and without `meseta.ahead`; checksum and losses."""
-    model, world = make_model("two_level", Communication())
+    model, world = make_model("hierarchical", Communication())
     optimizer, losses = torch.optim.Adam(model.parameters(), lr=0.02), []
     batches: Any = slices(world, SIZES)
     for number, batch in enumerate(meseta.ahead(batches, model) if hides else batches):
@@ -316,7 +316,7 @@ def chosen() -> list[Any]:
     auto = choose_overlap("auto", model, world.with_ranks_per_host(1))
     off = choose_overlap("off", model, world)
     some = choose_overlap(["agree", "ids"], model, world)
-    return [auto.hidden, dict(auto.left_out), off.hidden, some.hidden]
+    return [auto.hidden, dict(auto.excluded), off.hidden, some.hidden]
 
 
 def test_auto_hides_all_that_can_be(ranks: Ranks) -> None:
@@ -327,8 +327,8 @@ def test_auto_reads_no_ids_ahead_where_processors_copy_them() -> None:
     model, _ = make_model("flat", Communication())
     inside = World(rank=0, size=2, device=torch.device("cpu"), plan_ranks_per_host=2)
     auto, asked = choose_overlap("auto", model, inside), choose_overlap(["ids"], model, inside)
-    assert "costs more than it hides" in auto.left_out["ids"] and "ids" not in auto.hidden
-    assert asked.hidden == ("ids",) and not asked.left_out
+    assert "costs more than it hides" in auto.excluded["ids"] and "ids" not in auto.hidden
+    assert asked.hidden == ("ids",) and not asked.excluded
     assert "ids" in choose_overlap("auto", model, inside.with_ranks_per_host(1)).hidden
 
 
@@ -345,11 +345,11 @@ def test_one_rank_hides_nothing_and_says_so() -> None:
         EmbeddingBagCollection(tables, [FeatureSpec(name="f", table="t")]), num_dense=1, bottom_mlp=(2,), top_mlp=(2,)
     )
     alone = choose_overlap("auto", model, World.single())
-    assert alone.hidden == () and set(alone.left_out) == set(OVERLAPS)
+    assert alone.hidden == () and set(alone.excluded) == set(OVERLAPS)
     with pytest.raises(MesetaError, match=r"pipeline\.overlap 'ids' is not possible: one rank sends nothing"):
         choose_overlap(["ids"], model, World.single())
     two = World(rank=0, size=2, device=torch.device("cpu"))
-    assert "computes nothing from dense inputs alone" in choose_overlap("auto", model, two).left_out["answers"]
-    with pytest.raises(MesetaError, match="'answers' is not possible: OwnScore"):
-        choose_overlap(["answers"], model, two)
-    assert "answers" not in choose_overlap("auto", model, two, accumulate_steps=2).left_out
+    assert "computes nothing from dense inputs alone" in choose_overlap("auto", model, two).excluded["embeddings"]
+    with pytest.raises(MesetaError, match="'embeddings' is not possible: OwnScore"):
+        choose_overlap(["embeddings"], model, two)
+    assert "embeddings" not in choose_overlap("auto", model, two, accumulate_steps=2).excluded

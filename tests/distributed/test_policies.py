@@ -28,7 +28,7 @@ def test_two_ranks_with_full_batches_train_what_one_does_with_a_short_one(
     one = train(settings(tiny, tmp_path / "kept", **chosen))
     assert (one["num_samples"], one["num_steps"]) == (2 * num_rows, 16)
     two = ranks(2).run(train, settings(tiny, tmp_path / "padded", data__last_batch="pad", **chosen))[0]
-    for name in ("num_samples", "num_steps", "rows_left_out"):
+    for name in ("num_samples", "num_steps", "excluded_rows"):
         assert one[name] == two[name]
     assert one["test"]["logloss"] == pytest.approx(two["test"]["logloss"], abs=1e-10)
     assert one["test"]["calibration"] == pytest.approx(two["test"]["calibration"], abs=1e-9)

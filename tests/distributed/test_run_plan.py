@@ -122,4 +122,4 @@ def test_tables_of_a_run_lie_on_its_disk_with_near_rows(tiny: Path, tmp_path: Pa
     by_hand["plan"] = {"tables": {"*": {"sharding": "table_wise", "tier": "disk"}}}
     train(by_hand)
     written = json.loads((tmp_path / "other/plan.json").read_text())["tables"]
-    assert all(shard["near_rows"] >= 1 for entry in written.values() for shard in entry["shards"])
+    assert all(shard["cache_rows"] >= 1 for entry in written.values() for shard in entry["shards"])

@@ -27,7 +27,7 @@ from .test_overlap import PRECISIONS, SIZES, checksum, make_model, slices
 from .test_training import MIXED, WIDE, message_of, train_on, train_until
 
 Ranks = Callable[[int], RankPool]
-CASES = product(size=[2, 4, 8], exchange=["flat", "two_level"], precision=[*PRECISIONS], accumulate_steps=[1, 3])
+CASES = product(size=[2, 4, 8], exchange=["flat", "hierarchical"], precision=[*PRECISIONS], accumulate_steps=[1, 3])
 
 
 def make(exchange: str, precision: str) -> tuple[Any, World]:
@@ -85,13 +85,13 @@ def test_ranks_look_up_one_update_late(ranks: Ranks, case: dict[str, Any]) -> No
     """What travels when is another matter: nothing of it changes a bit."""
     size, run = case["size"], (case["exchange"], case["precision"], case["accumulate_steps"])
     plain = ranks(size).run(train_plainly, *run)
-    for overlap in ((), ("answers", "agree"), OVERLAPS):
+    for overlap in ((), ("embeddings", "agree"), OVERLAPS):
         assert ranks(size).run(train_late, *run, overlap) == plain, overlap
 
 
 def leave_and_go_on(overlap: tuple[Overlap, ...]) -> Any:
     """Two loops over the batches, with what the first has looked up."""
-    model, world = make("two_level", "paper")
+    model, world = make("hierarchical", "paper")
     pipeline, batches = make_pipeline(model, world, 2, overlap=overlap, stale=True), [*slices(world, SIZES)]
     losses = []
     with closing(pipeline.steps(iter(batches))) as steps:
@@ -103,7 +103,7 @@ def leave_and_go_on(overlap: tuple[Overlap, ...]) -> Any:
 
 @pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.soak), 4])
 def test_a_loop_goes_on_with_the_answers_of_the_one_before(ranks: Ranks, size: int) -> None:
-    expected = ranks(size).run(train_late, "two_level", "paper", 2, ())
+    expected = ranks(size).run(train_late, "hierarchical", "paper", 2, ())
     assert ranks(size).run(leave_and_go_on, ()) == expected
     assert ranks(size).run(leave_and_go_on, OVERLAPS) == expected
 
@@ -122,7 +122,11 @@ def give_other_batch() -> str:
 
 def test_answers_for_another_batch_are_refused_on_all_ranks(ranks: Ranks) -> None:
     [first, second] = ranks(2).run(give_other_batch)
-    assert first == second and "differs from that of the prefetched embeddings" in first and "pipeline.stale=0" in first
+    assert (
+        first == second
+        and "differs from that of the prefetched embeddings" in first
+        and "pipeline.staleness=0" in first
+    )
 
 
 # Runs
@@ -132,7 +136,7 @@ COMMON = {
     "train__epochs": 2,
     "checkpoint__every_steps": 3,
     "checkpoint__keep_last": 9,
-    "pipeline__stale": 1,
+    "pipeline__staleness": 1,
 }
 
 
@@ -186,7 +190,7 @@ def test_another_number_of_ranks_takes_what_was_carried(ranks: Ranks, tiny: Path
 def test_a_run_of_fresh_lookups_is_written_as_ever(tiny: Path, tmp_path: Path) -> None:
     """And leaves alone what a checkpoint carries, where stale was turned off."""
     train(settings(tiny, tmp_path / "run", **{**COMMON, "train__max_steps": 6}))
-    train(settings(tiny, tmp_path / "run", **{**COMMON, "pipeline__stale": 0}))
+    train(settings(tiny, tmp_path / "run", **{**COMMON, "pipeline__staleness": 0}))
     assert manifest(tmp_path / "run", 9)["format"] == "meseta.checkpoint/1"
     assert manifest(tmp_path / "run", 9).keys() & {"carried", "features"} == set()
     assert not (tmp_path / "run/checkpoints" / f"step-{9:09}" / "carried.safetensors").exists()

@@ -19,14 +19,14 @@ from .pool import RankPool
 from .test_overlap import make_model, make_pipeline, slices
 
 SIZES = [13, 11, 16, 12, 14]
-FLAT = ("counts", "ids", "answers", "whole bags", "agree", "replicas", "gradients", "gradients of whole bags",
-        "row statistics", "dense")  # fmt: skip
+FLAT = ("counts", "ids", "embeddings", "embeddings inter-host", "agree", "replicas", "gradients",
+        "gradients inter-host", "row statistics", "dense")  # fmt: skip
 TWO_LEVEL = (*FLAT, "counts" + INTRA_HOST_SUFFIX, "ids" + INTRA_HOST_SUFFIX)
 STEP = 2
 """The one that is looked at; it has others on both sides."""
 CASES = product(
-    exchange=["flat", "two_level"],
-    overlap=[*((name,) for name in OVERLAPS), ("ids", "gradients"), ("answers", "dense", "agree"), OVERLAPS],
+    exchange=["flat", "hierarchical"],
+    overlap=[*((name,) for name in OVERLAPS), ("ids", "gradients"), ("embeddings", "dense", "agree"), OVERLAPS],
     accumulate_steps=[1, 3],
 )
 
@@ -53,7 +53,7 @@ def once(names: list[str]) -> list[str]:
 @pytest.mark.parametrize("case", sample(CASES, 4, seed=7))
 def test_a_step_does_what_its_program_says(ranks: Callable[[int], RankPool], case: dict[str, Any]) -> None:
     overlap, num_parts = case["overlap"], case["accumulate_steps"]
-    names = TWO_LEVEL if case["exchange"] == "two_level" else FLAT
+    names = TWO_LEVEL if case["exchange"] == "hierarchical" else FLAT
     if num_parts > 1 and "ids" in overlap:  # ids of all micro-batches after the first are taken together there
         names = tuple(name for name in names if not name.startswith(("counts", "ids")))
     program = step_program(overlap, num_parts, names)

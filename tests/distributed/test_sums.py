@@ -17,7 +17,7 @@ from meseta.spec.codecs import AllReduceAlgorithm
 from .pool import RankPool
 
 Ranks = Callable[[int], RankPool]
-PATHS: tuple[AllReduceAlgorithm, ...] = ("flat", "twins", "chain")
+PATHS: tuple[AllReduceAlgorithm, ...] = ("flat", "cross_host", "chain")
 SIZES = (0, 1, CHUNK_ALIGNMENT, 3 * CHUNK_ALIGNMENT + 5, 1000, 4099)
 LAYOUTS = [(2, 1), (2, 2), (3, 1), (3, 3), (4, 1), (4, 2), (4, 4)]
 """Ranks, and ranks of a host."""
@@ -84,7 +84,7 @@ def other_sums(per_host: int) -> list[Any]:
     world.reduce_scatter_intra_host(total, pieces, "gradients of parameters")
     world.start_all_reduce_inter_host(total, "gradients of hosts").wait()
     few = world.all_reduce_small(part(world.rank, 5, torch.float64), "agree")
-    counts = world.all_reduce_small(torch.tensor([world.rank, 2**40]), "ids outside")
+    counts = world.all_reduce_small(torch.tensor([world.rank, 2**40]), "out-of-range ids")
     return [total.tolist(), few.tolist(), counts.tolist()]
 
 

@@ -46,11 +46,11 @@ def test_pieces_of_any_scheme_have_the_bits_of_resident_ones(
     kinds = {"optimizer": cell["optimizer"], "dtype": cell["dtype"], "sharding": cell["sharding"]}
     scenario = Scenario(weighted=cell["pooling"] != "none", pooling=cell["pooling"], **kinds)
     if cell["optimizer"] < "l":
-        scenario = scenario.but(exchange="two_level")
+        scenario = scenario.but(exchange="hierarchical")
     if cell["dtype"] == "float32" and cell["tier"] == "disk":
         scenario = scenario.but(comm=Communication(precision="int8"))
     size = 2 if cell["sharding"] in ("mixed", "row_wise") else 4
-    tiered = scenario.but(tier=cell["tier"], near_rows=72, folder=str(tmp_path))
+    tiered = scenario.but(tier=cell["tier"], cache_rows=72, folder=str(tmp_path))
     expected, found = (ranks(size).run(train_scenario, one) for one in (scenario, tiered))
     for got, resident in zip(found, expected, strict=True):
         assert got["losses"] == resident["losses"]
@@ -69,15 +69,15 @@ def fails(scenario: Scenario) -> str:
 
 def test_all_ranks_are_told_of_one_that_has_no_room(ranks: Ranks, tmp_path: Path) -> None:
     """Table 'wide', which is cut by rows, has one slot on each; 'tiny' has one row, and lies on rank 0 alone."""
-    scenario = Scenario("row_wise", "sum", False, "sgd", tier="cached", near_rows=1)
+    scenario = Scenario("row_wise", "sum", False, "sgd", tier="cached", cache_rows=1)
     first, second = ranks(2).run(fails, scenario)
     assert first == second and first.startswith("rank 0: table 'small', rows 0..3: a batch looks up ")
-    assert "but the cache has 1 slots; set near_rows of the table" in first
+    assert "but the cache has 1 slots; set cache_rows of the table" in first
 
 
 def document(tiny: Path, run: Path, size: int, tier: str, lookahead: Any, **changes: Any) -> dict[str, Any]:
-    """Of a run whose tables lie so; `near_rows` are little more than those of a batch."""
-    far = {} if tier == "hbm" else {"tier": tier, "near_rows": 150}
+    """Of a run whose tables lie so; `cache_rows` are little more than those of a batch."""
+    far = {} if tier == "hbm" else {"tier": tier, "cache_rows": 150}
     storage = {"dir": str(run.parent / "scratch"), "lookahead": lookahead}
     tables = {name: {"sharding": sharding, **far} for name, sharding in FAR.items()}
     return settings(tiny, run, **WIDE, **changes, plan={"tables": tables}, storage=storage)
@@ -116,7 +116,7 @@ def test_a_run_ends_with_the_checksum_of_one_in_memory(
         assert ("Rows near and far, per step" in (run / "report.html").read_text()) == is_far
         assert all((set(line["row_traffic"]) == set(FAR)) if is_far else "row_traffic" not in line for line in lines)
         for traffic in (own for line in lines if is_far for own in line["row_traffic"].values()):
-            assert 0 <= traffic["num_misses"] <= traffic["num_rows"] and traffic["waited_s"] >= 0
+            assert 0 <= traffic["num_misses"] <= traffic["num_rows"] and traffic["wait_s"] >= 0
     runs = [run for run in sorted(tmp_path.iterdir()) if run.name != "scratch"]
     first, *others = [(final_checksum(run), without_times(metrics(run))) for run in runs]
     assert all(found == first for found in others)

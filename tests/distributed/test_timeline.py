@@ -72,13 +72,13 @@ def test_stages_and_transfers_are_those_of_metrics_jsonl(ranks: Ranks, tiny: Pat
     slices = [one for track in timeline.select_tracks(0, "transfer") for one in track.slices]
     for name, means in line["transfers"].items():
         sent = [one for one in slices if one.name == name]
-        assert len(sent) == 4 * means["num_times"], name
-        assert sum(one.args["bytes to its host"] for one in sent) == pytest.approx(4 * means["inside_bytes"])
+        assert len(sent) == 4 * means["num_calls"], name
+        assert sum(one.args["intra-host bytes"] for one in sent) == pytest.approx(4 * means["intra_host_bytes"])
         assert sum(one.end_ns - one.begin_ns for one in sent) == pytest.approx(4e9 * means["seconds"], abs=1e3)
     waited_ns = sum(one.end_ns - one.begin_ns for one in slices if one.name == WAITING and one.step)
-    assert waited_ns == pytest.approx(4e9 * sum(means["waited_s"] for means in line["transfers"].values()), abs=1e4)
+    assert waited_ns == pytest.approx(4e9 * sum(means["wait_s"] for means in line["transfers"].values()), abs=1e4)
     assert any(
-        track.name == "ids under way (2)" for track in timeline.select_tracks(0, "transfer")
+        track.name == "ids in flight (2)" for track in timeline.select_tracks(0, "transfer")
     )  # of both micro-batches
     page = write_report(tmp_path / "run").read_text()
     assert "A step over time" in page and "rank 1" in page and 'class="stage stage-gradient_dist"' in page

@@ -170,7 +170,7 @@ def check(ranks: RankPool, plan: Any, topology: Topology, optimizer: str, weight
         for own in of_tables:
             predicted = float(own.sent_intra_host[rank] + own.sent_inter_host[rank])
             # How many distinct rows some ids have is an expectation.
-            rel = 1e-3 if pooling == "none" and own.name in ("answers", "whole bags") else 1e-6
+            rel = 1e-3 if pooling == "none" and own.name in ("embeddings", "embeddings inter-host") else 1e-6
             assert sent[own.name] == pytest.approx(predicted, rel=rel, abs=BOUNDS * (own.name == "replicas")), own.name
 
 
@@ -204,7 +204,7 @@ def test_predicted_bytes_are_counted_bytes_of_two_hosts(
 def test_predicted_bytes_are_counted_bytes_of_two_levels(
     ranks: Callable[[int], RankPool], name: str, optimizer: str, weighted: bool, pooling: str
 ) -> None:
-    plan = {"exchange": "two_level", **HOSTS[name]}
+    plan = {"exchange": "hierarchical", **HOSTS[name]}
     check(ranks(4), plan, Topology(num_hosts=2, devices_per_host=2), optimizer, weighted, pooling)
 
 
@@ -261,7 +261,7 @@ def step_of_run(document: dict[str, Any]) -> tuple[Counted, tuple[Transfer, ...]
     finally:
         Pipeline._train_step = run  # type: ignore[method-assign]
     [line, *_] = [one for one in trainer.run_dir.lines() if isinstance(one, TrainLine)]
-    said = {name: one.num_times for name, one in line.transfers.items()}
+    said = {name: one.num_calls for name, one in line.transfers.items()}
     return counter.counted, listed, said
 
 

@@ -31,7 +31,7 @@ WHOLE_ROWS = ["table_wise", "column_wise", "table_column_wise"]
 
 
 def two_level(layout: tuple[int, int], *names: str) -> Scenario:
-    return scenario_of(*names).but(exchange="two_level", per_host=layout[1])
+    return scenario_of(*names).but(exchange="hierarchical", per_host=layout[1])
 
 
 @pytest.mark.parametrize("cell", sample(MATRIX, 5, seed=1164))
@@ -55,7 +55,7 @@ def test_two_levels_have_the_bits_of_one_process(ranks: Ranks, cell: dict[str, A
 def test_whole_runs_have_the_bits_of_flat_ones(ranks: Ranks, sharding: str, pooling: str) -> None:
     """Rows that several samples of a rank ask for travel once, and learn as if each had asked by itself."""
     flat = Scenario(sharding=sharding, pooling=pooling, weighted=False, optimizer="rowwise_adagrad", batch_size=41)
-    results = [ranks(4).run(train, flat.but(exchange=name, per_host=2)) for name in ("flat", "two_level")]
+    results = [ranks(4).run(train, flat.but(exchange=name, per_host=2)) for name in ("flat", "hierarchical")]
     assert [r["losses"] for r in results[0]] == [r["losses"] for r in results[1]]
     expected, found = (whole_tables(of_ranks, flat) for of_ranks in results)
     for table, parts in expected.items():

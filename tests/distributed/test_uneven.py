@@ -59,9 +59,9 @@ def make_model(world: World, lookahead: int = 0) -> Any:
         return model
     places: dict[str, Any] = dict(zip(ROWS, SCHEMES, strict=True))
     if lookahead:
-        far = {"tier": "cached", "near_rows": max(ROWS.values())}
+        far = {"tier": "cached", "cache_rows": max(ROWS.values())}
         places |= {name: {"sharding": places[name], **far} for name in ROWS if places[name] != "data_parallel"}
-    document = {"devices_per_host": 2, "exchange": "two_level", "tables": places}
+    document = {"devices_per_host": 2, "exchange": "hierarchical", "tables": places}
     storage = StorageOptions(lookahead=lookahead)
     return shard(model, Plan.from_dict(document, tables, world.size), world=world, storage=storage)
 

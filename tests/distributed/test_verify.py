@@ -136,8 +136,8 @@ def test_a_changed_row(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
 def test_tables_that_lie_far(ranks: Ranks, tiny: Path, tmp_path: Path, scheme: str, size: int) -> None:
     """With little more room than a batch needs, beside tables in memory."""
     tables = {
-        "*": {"sharding": scheme, "tier": "disk", "near_rows": 150},
-        "tags": {"sharding": scheme, "tier": "cached", "near_rows": 50},
+        "*": {"sharding": scheme, "tier": "disk", "cache_rows": 150},
+        "tags": {"sharding": scheme, "tier": "cached", "cache_rows": 50},
         "city": scheme,
     }
     changes = {**WIDE, "plan": {"tables": tables}, "storage__dir": str(tmp_path / "scratch")}
@@ -152,7 +152,7 @@ def test_tables_that_lie_far(ranks: Ranks, tiny: Path, tmp_path: Path, scheme: s
 def test_a_wrong_optimizer_on_one_rank(ranks: Ranks, tiny: Path, tmp_path: Path, tier: str) -> None:
     """Twice the rate for table 'city' in the third step, which the embedding alone has first."""
     plan = {"tables": {"*": {"sharding": "column_wise", "tier": tier}}}
-    storage = {"storage__dir": str(tmp_path / "scratch"), "storage__near_bytes": 1 << 20}
+    storage = {"storage__dir": str(tmp_path / "scratch"), "storage__cache_bytes": 1 << 20}
     document = settings(tiny, tmp_path / "run", **WIDE, **storage, plan=plan)
     first = verify(ranks, document, tmp_path / "records", fault="optimizer").first_mismatch
     assert first is not None and (first.phase, first.step, first.rule) == ("embedding", 3, ToleranceRule("bits"))

@@ -50,7 +50,7 @@ AXES: dict[str, Sequence[Any]] = {
     "sharding": [str(one) for one in ShardingType if one not in REPLICATED],
     "overlap": ["off", *OVERLAPS, "all"],
     "precision": ["fp32", "paper", "fp16", "bf16", "fp8", "int8"],
-    "exchange": ["flat", "two_level"],
+    "exchange": ["flat", "hierarchical"],
     "pooling": ["sum", "mean", "weighted"],
     "parts": [1, 3],
     "batches_near": [1, 3],

@@ -124,7 +124,7 @@ def test_copies_on_a_side_stream_are_in_the_timeline(tiny: Path, tmp_path: Path)
     assert ended.code == 0, ended.err
     events = json.loads((tmp_path / "run/timeline.json").read_text())["traceEvents"]
     tracks = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    copies = [event for event in events if event["ph"] == "X" and tracks[event["tid"]] == "copies under way"]
+    copies = [event for event in events if event["ph"] == "X" and tracks[event["tid"]] == "copies in flight"]
     assert [event["args"]["step"] for event in copies] == [4, 5, 6, 7, 8, 9]
     assert all(event["args"]["bytes to the device"] > 0 and event["dur"] > 0 for event in copies)
 

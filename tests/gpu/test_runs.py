@@ -43,7 +43,7 @@ RUNS: list[dict[str, Any]] = [
     {"model__name": "wukong", "dense__clip_norm": 1.0},
     {"model__name": "dhen", "model__ensemble": "weighted", "model__interactions": {"self_attention": 3, "cross": 3}},
 ]
-CACHED = {"user": {"sharding": "table_wise", "tier": "cached", "near_rows": 150}, "*": "table_wise"}
+CACHED = {"user": {"sharding": "table_wise", "tier": "cached", "cache_rows": 150}, "*": "table_wise"}
 
 
 def command(*arguments: object) -> Ended:

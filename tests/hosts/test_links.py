@@ -43,9 +43,9 @@ def test_a_rank_that_cannot_start_ends_the_crew() -> None:
 @pytest.mark.parametrize("layout", [Layout(4, 2), Layout(2, 4)], ids=str)
 def test_plans_use_all_hosts_alike(sharding: str, layout: Layout) -> None:
     shape = shapes.training(64)
-    plan = shapes.plan(shape, Variant(sharding=sharding, exchange="two_level"), layout)
+    plan = shapes.plan(shape, Variant(sharding=sharding, exchange="hierarchical"), layout)
     tables, _ = shapes.specs(shape)
-    assert plan.is_hierarchical and plan.dense_exchange == "twins"
+    assert plan.is_hierarchical and plan.dense_exchange == "cross_host"
     held = np.zeros(layout.hosts)
     for table, entry in zip(tables, plan.tables, strict=True):
         for shard in entry.shards:
@@ -136,9 +136,9 @@ def test_a_checksum_sees_copies_that_differ() -> None:
 
 def test_targets_are_those_of_the_variants_that_are_timed() -> None:
     asked = {one.name for one in TIMED if target(one, Layout(2, 4)) is not None}
-    assert {"table_wise flat bf16", "table_wise two_level int8", "row_wise two_level fp32"} < asked
+    assert {"table_wise flat bf16", "table_wise hierarchical int8", "row_wise hierarchical fp32"} < asked
     assert target(Variant(), Layout(2, 4)) is None
-    assert target(Variant(sharding="row_wise", exchange="two_level"), Layout(4, 2)) is None
+    assert target(Variant(sharding="row_wise", exchange="hierarchical"), Layout(4, 2)) is None
 
 
 def test_the_interval_of_a_mean_difference() -> None:
@@ -152,7 +152,7 @@ def test_one_case_of_bits_has_one_checksum() -> None:
 
     layout, sums = Layout(2, 2), set[str]()
     with crew(4, here(4, bind=True)) as ranks:
-        for sharding, exchange in (("table_wise", "flat"), ("column_wise", "two_level")):
+        for sharding, exchange in (("table_wise", "flat"), ("column_wise", "hierarchical")):
             case = Case(variant=Variant(sharding=sharding, exchange=exchange), order=0, chunk_bytes=bits_part.CHUNKS[1])
             sums.add(checksum(ranks.ask(bits_training.train, case=case, layout=layout)))
     assert len(sums) == 1 and len(sums.pop()) == 64

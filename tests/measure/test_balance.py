@@ -163,7 +163,7 @@ def test_a_cost_is_put_together_from_hands() -> None:
     assert costs["joined"].lookup_s == (80.0, 40.0, 0.0, 0.0)
     for name, slowest in (("apart", 62.0), ("joined", 82.0)):
         exchanged = predict(plans[name], workload, FOUR, MODEL)
-        waited = sum(exchanged.seconds[part].max() for part in ("input_dist", "output_dist", "backward"))
+        waited = sum(exchanged.seconds[part].max() for part in ("input_dist", "output_dist", "gradient_dist"))
         assert 0 < costs[name].communication_s <= waited + 1e-12
         assert costs[name].step_s == pytest.approx(slowest + costs[name].communication_s)
 

@@ -57,7 +57,7 @@ def test_it_gets_what_the_page_says_and_starts_from_the_seed() -> None:
         ),
         (
             "own_models:FormerName",
-            "FormerName has a method before, which is now called forward_dense; rename",
+            "FormerName has before, which is now called forward_dense; rename",
         ),
         ("own_models:Breaks", r"score, on 2 samples of zeros, failed with RuntimeError: .*shapes.*functional|linear"),
     ],
@@ -77,6 +77,9 @@ def test_what_comes_before_the_embeddings_is_found_where_score_knows_it() -> Non
         def before(self, dense: torch.Tensor) -> torch.Tensor:
             return dense
 
+    class FormerAttribute(WithBefore):
+        reads_dense_alone = False
+
     embeddings: Any = OneRowEach([4, 4])
     options: Any = {"num_dense": 3, "labels": ("label",), "seed": 0}
     assert find_dense_forward(Plain(embeddings, **options)) is None
@@ -84,8 +87,12 @@ def test_what_comes_before_the_embeddings_is_found_where_score_knows_it() -> Non
     assert find_dense_forward(model) == model.forward_dense
     assert find_dense_forward(OwnScore(embeddings, **options)) is None  # its score expects the inputs
     assert find_dense_forward(make("own_models:WithBefore")) is not None
-    with pytest.raises(MesetaError, match="FormerOverride has a method before"):
+    with pytest.raises(MesetaError, match="FormerOverride has before, which"):
         find_dense_forward(FormerOverride(embeddings, **options))
+    with pytest.raises(
+        MesetaError, match="FormerAttribute has reads_dense_alone, which is now called has_dense_layers"
+    ):
+        find_dense_forward(FormerAttribute(embeddings, **options))
 
 
 @pytest.mark.parametrize("name", MODEL_NAMES)

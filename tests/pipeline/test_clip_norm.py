@@ -163,7 +163,7 @@ def test_a_frozen_table_has_no_part_in_it() -> None:
 
 
 def test_lookups_that_do_not_see_the_last_update_are_clipped_alike() -> None:
-    """With pipeline.stale: gradients are those of rows before the last update, and move the rows after it."""
+    """With pipeline.staleness: gradients are those of rows before the last update, and move the rows after it."""
     ours = Ours(dict.fromkeys(ROWS, OptimizerSpec(name="sgd", lr=0.3)))
     plain, former = Plain(ours), Plain(ours)
     train = pipeline(ours, torch.optim.SGD(ours.parameters(), lr=0.3))

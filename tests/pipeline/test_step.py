@@ -181,7 +181,7 @@ def test_times_are_means_per_step_and_start_anew() -> None:
         "agree",
         "backward",
         "table_update",
-        "update",
+        "dense_update",
     }
     assert all(seconds > 0 for seconds in times.values())
     assert step.stage_times.pop_means() == {}

@@ -38,10 +38,10 @@ def workload(tables: tuple[TableSpec, ...]) -> Workload:
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "rowwise_adagrad"])
-@pytest.mark.parametrize("near_bytes", [None, 200_000])
-def test_near_rows_are_counted_as_storage_allots_them(tmp_path: Path, optimizer: str, near_bytes: int | None) -> None:
-    tables, options = made(optimizer), StorageOptions(dir=tmp_path, cache_bytes=near_bytes)
-    places = {"wide": {"tier": "disk"}, "narrow": {"tier": "cached"}, "third": {"tier": "disk", "near_rows": 123}}
+@pytest.mark.parametrize("cache_bytes", [None, 200_000])
+def test_near_rows_are_counted_as_storage_allots_them(tmp_path: Path, optimizer: str, cache_bytes: int | None) -> None:
+    tables, options = made(optimizer), StorageOptions(dir=tmp_path, cache_bytes=cache_bytes)
+    places = {"wide": {"tier": "disk"}, "narrow": {"tier": "cached"}, "third": {"tier": "disk", "cache_rows": 123}}
     plan = Plan.from_dict({"tables": {n: {"sharding": "table_wise", **of} for n, of in places.items()}}, tables, 1)
     pieces = [(table, plan[table.name].shards[0]) for table in tables]
     tensors = near = far = index = on_disk = 0
@@ -60,11 +60,11 @@ def test_near_rows_are_counted_as_storage_allots_them(tmp_path: Path, optimizer:
     assert held["hbm"]["tables"] + held["hbm"]["optimizer_state"] == [near + far + index] and tensors < near
     assert not held["host"]["tables"] + held["host"]["optimizer_state"]
     assert held["disk"]["tables"] + held["disk"]["optimizer_state"] == [MAX_FILE_SIZE_RATIO * on_disk]
-    if near_bytes is not None:  # all but what a row that does not fit in leaves, of those that share it
+    if cache_bytes is not None:  # all but what a row that does not fit in leaves, of those that share it
         third = 123 * (CACHE_SLOT_OVERHEAD_BYTES + tensors_of(tables[2]))
         assert (
             0
-            <= near_bytes - (near - third) - ROW_INDEX_BYTES * ROWS["wide"][0]
+            <= cache_bytes - (near - third) - ROW_INDEX_BYTES * ROWS["wide"][0]
             < 2 * (CACHE_SLOT_OVERHEAD_BYTES + tensors_of(tables[0]))
         )
 
@@ -79,7 +79,7 @@ def test_memory_elsewhere_is_told_apart() -> None:
     """On a GPU far rows of 'cached' lie in DRAM, and near rows of 'disk'; a copy for a save is made of no disk."""
     tables = made("adam")[:1]
     size = tensors_of(tables[0])
-    document = {"tables": {"*": {"sharding": "table_wise", "tier": "cached", "near_rows": 30}}}
+    document = {"tables": {"*": {"sharding": "table_wise", "tier": "cached", "cache_rows": 30}}}
     plan = Plan.from_dict(document, tables, 1)
     held = plan_memory_bytes(plan, workload(tables), 1)["start"]
     both = [held[name]["tables"] + held[name]["optimizer_state"] for name in ("hbm", "host", "disk")]
@@ -174,7 +174,7 @@ def test_gamma_law_of_whole_shapes() -> None:
         assert gamma_cdf(np.full(50, float(shape)), x) == pytest.approx(exact, abs=0.004)
 
 
-def skewed(near_bytes: int | None, **limits: float) -> tuple[Workload, RunBytes]:
+def skewed(cache_bytes: int | None, **limits: float) -> tuple[Workload, RunBytes]:
     """Tables of as many bytes, of which one has few popular rows, and one none."""
     tables = (made("adam")[0], replace(made("adam")[0], name="even"))
     counted = FeatureStatistics(3_000)
@@ -183,7 +183,7 @@ def skewed(near_bytes: int | None, **limits: float) -> tuple[Workload, RunBytes]
     even.add_window(np.concatenate(drawn(zipf(3_000, 0.0), 64, 512)), 32_768)
     told = {"wide": counted, "even": even}
     loads = {name: FeatureLoad(reuse=replace(of.result().reuse, window_samples=32_768)) for name, of in told.items()}
-    options = StorageOptions(cache_bytes=near_bytes, **limits)
+    options = StorageOptions(cache_bytes=cache_bytes, **limits)
     return replace(workload(tables), loads=loads), RunBytes(storage=options)
 
 
@@ -192,13 +192,13 @@ ON_DISK = {"tables": {"*": {"sharding": "table_wise", "tier": "disk"}}}
 
 def test_room_goes_to_the_rows_that_save_most() -> None:
     """Against every split of the room, in steps of a hundredth."""
-    near_bytes = 1_000_000
-    work, run = skewed(near_bytes)
+    cache_bytes = 1_000_000
+    work, run = skewed(cache_bytes)
     model, topology = documented_cost_model("cpu"), Topology()
     plan = allocate_cache_rows(Plan.from_dict(ON_DISK, work.tables, 1), work, topology, model, run)
     near = [plan[name].shards[0].cache_rows or 0 for name in ("wide", "even")]
     one = CACHE_SLOT_OVERHEAD_BYTES + tensors_of(work.tables[0])
-    assert 0 <= near_bytes - 2 * 4 * 3_000 - one * sum(near) < 2 * one
+    assert 0 <= cache_bytes - 2 * 4 * 3_000 - one * sum(near) < 2 * one
     loads, tier = WorkloadLoads(work), TIERS.index("disk")
 
     def misses(counts: list[int]) -> float:
@@ -224,7 +224,7 @@ def test_what_is_advised_and_what_stays_as_it_is() -> None:
     assert predict(advised, work, topology, model).step_s <= 1.04 * steps[-1]
     unknown = replace(work, loads={})
     assert allocate_cache_rows(given, unknown, topology, model, run) == given
-    written = Plan.from_dict({"tables": {"*": {**ON_DISK["tables"]["*"], "near_rows": 77}}}, work.tables, 1)
+    written = Plan.from_dict({"tables": {"*": {**ON_DISK["tables"]["*"], "cache_rows": 77}}}, work.tables, 1)
     assert allocate_cache_rows(written, work, topology, model, run) == written
 
 
@@ -271,13 +271,13 @@ def test_rows_near_in_the_memory_of_a_gpus_host_go_there_and_back() -> None:
 
 def test_a_rank_with_rows_near_and_far_pays_for_the_call_once() -> None:
     tables = made("adam")
-    far = {"sharding": "table_wise", "tier": "cached", "near_rows": 300, "ranks": [1]}
+    far = {"sharding": "table_wise", "tier": "cached", "cache_rows": 300, "ranks": [1]}
     document = {"tables": {"wide": far, "third": far, "narrow": {"sharding": "table_wise", "ranks": [0]}}}
     plan, topology = Plan.from_dict(document, tables, 2), Topology(devices_per_host=2)
     model = documented_cost_model("cpu")
-    free = replace(model, tiers=replace(model.tiers, near_call_s=0.0))
+    free = replace(model, tiers=replace(model.tiers, cache_call_s=0.0))
     both = [predict(plan, workload(tables), topology, of).seconds["lookup"] for of in (model, free)]
-    assert both[0] - both[1] == pytest.approx([0.0, model.tiers.near_call_s], abs=1e-12)
+    assert both[0] - both[1] == pytest.approx([0.0, model.tiers.cache_call_s], abs=1e-12)
 
 
 @pytest.mark.parametrize("num_rows", [10_000, 30_000])

@@ -27,7 +27,7 @@ def test_corrections_multiply_what_the_constants_say() -> None:
     before = predict(plan, work, topology, CPU)
     after = predict(plan, work, topology, replace(CPU, neural=constant_networks(0.5, -0.25, 1.0)))
     assert after.seconds["lookup"] == pytest.approx(np.exp(0.5) * before.seconds["lookup"])
-    assert after.seconds["update"] == pytest.approx(np.exp(-0.25) * before.seconds["update"])
+    assert after.seconds["table_update"] == pytest.approx(np.exp(-0.25) * before.seconds["table_update"])
     byte_s = CPU.exchange.copy_byte_s
     packing_s = sum(float((own.sent_intra_host + own.received_intra_host).max()) * byte_s for own in before.collectives)
     bucket_s = before.step_s - before.compute_s.max() - packing_s
@@ -46,7 +46,7 @@ def test_no_correction_where_networks_know_nothing() -> None:
         assert pair[1].seconds["output_dist"] == pytest.approx(pair[0].seconds["output_dist"], rel=1e-12)
     lamb = replace(work, tables=tuple(replace(t, optimizer=replace(t.optimizer, name="lamb")) for t in work.tables))
     pair = [predict(plan, lamb, four, own) for own in (CPU, model)]
-    assert pair[1].seconds["update"] == pytest.approx(pair[0].seconds["update"], rel=1e-12)
+    assert pair[1].seconds["table_update"] == pytest.approx(pair[0].seconds["table_update"], rel=1e-12)
     assert pair[1].seconds["lookup"] == pytest.approx(np.exp(0.5) * pair[0].seconds["lookup"])
     shards = [tuple(replace(shard, tier="host") for shard in entry.shards) for entry in plan.tables]
     away = replace(plan, tables=tuple(replace(e, shards=own) for e, own in zip(plan.tables, shards, strict=True)))

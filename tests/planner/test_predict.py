@@ -132,7 +132,7 @@ def test_replicas_hold_their_gradient_and_exchange_it_alone() -> None:
     assert checkpoint - start == 100_000 * 65 * 4 + 3 * 4_000_000
     sent = {own.name: own.sent_intra_host.sum() for own in found.collectives}
     assert sent["replicas"] == 2 * 100_000 * 65 * 4
-    assert sent["ids"] == sent["answers"] == 0
+    assert sent["ids"] == sent["embeddings"] == 0
 
 
 def test_the_step_is_made_of_its_parts() -> None:

@@ -18,12 +18,13 @@ from meseta.spec.transfer import INTRA_HOST_SUFFIX
 from meseta.spec.workload import DenseExchange
 from planning_cases import random_workload
 
-FLAT = ("counts", "ids", "answers", "agree", "gradients", "dense")
+FLAT = ("counts", "ids", "embeddings", "agree", "gradients", "dense")
 MORE = (*FLAT, "batch norm", "gradients of batch norm", "replicas", "row statistics", "norms")
-TWINS = ("whole bags", "gradients of whole bags")
+TWINS = ("embeddings inter-host", "gradients inter-host")
 TWO_LEVEL = (*MORE, *TWINS, "counts" + INTRA_HOST_SUFFIX, "ids" + INTRA_HOST_SUFFIX)
 COMPUTED = {
-    "lookup": 2.0, "before": 3.0, "score": 1.0, "back of score": 2.0, "back of before": 6.0, "update": 4.0,
+    "lookup": 2.0, "dense_only": 3.0, "score": 1.0, "back of score": 2.0, "dense_only backward": 6.0,
+    "table_update": 4.0,
 }  # fmt: skip
 
 
@@ -34,17 +35,17 @@ def step_s(hidden: Sequence[Overlap], seconds: dict[str, float], num_parts: int 
 @pytest.mark.parametrize(
     ("hidden", "seconds", "exposed"),
     [
-        ([], {"answers": 5.0, "ids": 2.0, "dense": 1.0}, 8.0),  # all of it
-        (["answers"], {"answers": 2.5}, 0.0),  # behind `forward_dense`
-        (["answers"], {"answers": 5.0}, 2.0),
+        ([], {"embeddings": 5.0, "ids": 2.0, "dense": 1.0}, 8.0),  # all of it
+        (["embeddings"], {"embeddings": 2.5}, 0.0),  # behind `forward_dense`
+        (["embeddings"], {"embeddings": 5.0}, 2.0),
         (["ids"], {"ids": 15.0}, 0.0),  # score after `forward_dense`, back of both, update: 16
         (["ids"], {"ids": 18.0}, 2.0),
-        (["gradients"], {"gradients": 7.0}, 1.0),  # the back of before
+        (["gradients"], {"gradients": 7.0}, 1.0),  # the backward pass of dense_only
         (["agree"], {"agree": 3.0}, 1.0),  # the back of score, until rows move
         (["gradients", "agree"], {"agree": 9.0}, 1.0),  # rows move at the end of the whole backward pass
         (["dense"], {"dense": 3.0}, 1.0),  # rows have moved: the next lookup alone
         (["gradients", "dense"], {"dense": 7.0}, 1.0),  # update and the next lookup
-        (["ids", "answers"], {"answers": 3.0, "ids": 14.0}, 1.0),  # ids begin when answers are there: 13
+        (["ids", "embeddings"], {"embeddings": 3.0, "ids": 14.0}, 1.0),  # ids begin when answers are there: 13
         (["ids", "gradients"], {"ids": 8.0, "gradients": 5.0}, 1.0),  # on one link, gradients follow ids: 13 of 12
     ],
 )
@@ -55,10 +56,10 @@ def test_closed_forms(hidden: Sequence[Overlap], seconds: dict[str, float], expo
 
 
 def test_micro_batches_hide_all_but_the_first_answers_and_the_last_gradients() -> None:
-    seconds = {"answers": 8.0, "gradients": 8.0}
-    assert step_s(["answers"], {"answers": 8.0}, 4) == pytest.approx(18.0 + (2.0 - 0.75))
+    seconds = {"embeddings": 8.0, "gradients": 8.0}
+    assert step_s(["embeddings"], {"embeddings": 8.0}, 4) == pytest.approx(18.0 + (2.0 - 0.75))
     assert step_s(["gradients"], {"gradients": 8.0}, 4) == pytest.approx(18.0 + (2.0 - 1.5))
-    assert step_s(["answers", "gradients"], seconds, 4) < step_s(["answers", "gradients"], seconds, 1)
+    assert step_s(["embeddings", "gradients"], seconds, 4) < step_s(["embeddings", "gradients"], seconds, 1)
 
 
 def simulated_s(program: Sequence[Action], seconds: dict[str, float], num_steps: int = 240) -> float:
@@ -123,7 +124,7 @@ DENSE = DenseLoad(flops_per_sample=3e6, parameter_bytes=2_000_000, before_flops_
 
 
 @pytest.mark.parametrize("num_parts", [1, 3])
-@pytest.mark.parametrize(("hosts", "exchange"), [((1, 2), None), ((2, 2), "flat"), ((2, 2), "two_level")])
+@pytest.mark.parametrize(("hosts", "exchange"), [((1, 2), None), ((2, 2), "flat"), ((2, 2), "hierarchical")])
 def test_predicted_steps(hosts: tuple[int, int], exchange: str | None, num_parts: int) -> None:
     work = replace(
         random_workload(5, 2), dense=DENSE, dense_exchange=DenseExchange(num_tensors=4, num_micro_batches=num_parts)
@@ -140,6 +141,6 @@ def test_predicted_steps(hosts: tuple[int, int], exchange: str | None, num_parts
     bottleneck = {name: values[on.bottleneck] for name, values in on.seconds.items()}
     assert sum(bottleneck.values()) <= on.step_s * (1 + 1e-9)
     assert sum(bottleneck.values()) > 0.8 * on.step_s
-    means = on.transfers_by_rank[0]["answers"]
-    number = next(i for i, one in enumerate(on.collectives) if one.name == "answers")
-    assert means.waited_s == on.exposed_s[number][0]
+    means = on.transfers_by_rank[0]["embeddings"]
+    number = next(i for i, one in enumerate(on.collectives) if one.name == "embeddings")
+    assert means.wait_s == on.exposed_s[number][0]

@@ -121,7 +121,7 @@ WAYS: dict[str, tuple[Communication, tuple[Overlap, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("case", sample(product(way=list(WAYS), exchange=["flat", "two_level"]), 1, seed=0))
+@pytest.mark.parametrize("case", sample(product(way=list(WAYS), exchange=["flat", "hierarchical"]), 1, seed=0))
 def test_no_plan_of_two_hosts_is_below_the_bound(case: dict[str, str]) -> None:
     """All plans of two tables on 2 x 2 ranks, some columns and rows in one host and some in both."""
     (comm, overlap), exchange = WAYS[case["way"]], case["exchange"]
@@ -153,7 +153,7 @@ def test_no_plan_of_two_hosts_is_below_the_bound(case: dict[str, str]) -> None:
     assert found.bound.step_s <= best * (1 + 1e-9)
     # With two levels and a codec two ranges of rows in one host travel there in float32, one in each of two hosts does
     # not: the search takes ranges to be spread evenly, wherever it then puts them.
-    is_blurred = exchange == "two_level" and not comm.is_lossless
+    is_blurred = exchange == "hierarchical" and not comm.is_lossless
     assert found.prediction.step_s <= (1.05 if is_blurred else 1.03) * best
 
 

@@ -66,13 +66,13 @@ def random_case(seed: int) -> tuple[Workload, Plan, Topology]:
             except MesetaError:  # too few columns for so many ranks
                 continue
             document[table.name] = entry
-    exchange = str(random.choice(["flat", "two_level"]))
+    exchange = str(random.choice(["flat", "hierarchical"]))
     whole = {"devices_per_host": per_host, "exchange": exchange, "tables": document}
     plan = Plan.from_dict(whole, tables, hosts * per_host)
     return work, plan, Topology(num_hosts=hosts, devices_per_host=per_host)
 
 
-WAYS = [("flat", None), ("two_level", "twins"), ("two_level", "chain"), (None, None)]
+WAYS = [("flat", None), ("hierarchical", "cross_host"), ("hierarchical", "chain"), (None, None)]
 """Of rows, and of sums."""
 WRITTEN = [
     *(Communication(precision=name) for name in get_args(Precision)),
@@ -111,8 +111,8 @@ def test_prices_count_the_bytes_of_predictions(comm: Communication, part: int) -
                 of_codecs.add(own.name)
     assert names == {*transfers.TABLE_TRANSFERS}
     written = {
-        "forward": ["answers", "whole bags"],
-        "backward": ["gradients", "gradients of whole bags", "replicas"],
+        "forward": ["embeddings", "embeddings inter-host"],
+        "backward": ["gradients", "gradients inter-host", "replicas"],
         "dense": ["dense"],
     }
     directions = [one for one in get_args(Direction) if not comm.codec(one).is_lossless]
@@ -135,7 +135,7 @@ def test_bytes_of_codecs_by_hand() -> None:
         return {own.name: (own.sent_intra_host.sum(), own.sent_inter_host.sum()) for own in found}
 
     before, after = sent(), sent(forward="int8", backward="fp16", dense="fp8")
-    assert before["answers"] == (16 * 40 * 4, 32 * 40 * 4) and after["answers"] == (16 * (40 + 6), 32 * (40 + 6))
+    assert before["embeddings"] == (16 * 40 * 4, 32 * 40 * 4) and after["embeddings"] == (16 * (40 + 6), 32 * (40 + 6))
     assert after["gradients"] == (16 * 40 * 2, 32 * 40 * 2) and after["ids"] == before["ids"]
     # On each rank 2 (L - 1) / L of all inside its host, and 2 (H - 1) / H of its half across.
     assert before["replicas"] == (4 * 100 * 41 * 4, 4 * 100 * 41 * 4 / 2)
@@ -148,7 +148,7 @@ def test_bytes_of_codecs_by_hand() -> None:
 def test_the_halves_of_a_sum(path: AllReduceAlgorithm) -> None:
     """A sum sends 2 (R - 1) / R of its bytes from each rank flat; by host the same inside, and on average across."""
     shares = [all_reduce_traffic_factors(path, 6, 2, host) for host in range(3)]
-    by_hand = {"flat": [(1 / 3, 4 / 3)] * 3, "twins": [(1, 2 / 3)] * 3, "chain": [(1, 1 / 2), (1, 1), (1, 1 / 2)]}
+    by_hand = {"flat": [(1 / 3, 4 / 3)] * 3, "cross_host": [(1, 2 / 3)] * 3, "chain": [(1, 1 / 2), (1, 1), (1, 1 / 2)]}
     assert np.array(shares) == pytest.approx(np.array(by_hand[path]))
     assert all_reduce_traffic_factors(path, 4, 4) == (1.5, 0.0)
     assert all_reduce_traffic_factors(path, 4, 1)[1] == 1.5
@@ -184,7 +184,7 @@ BEFORE = [figures(seed) for seed in (2, 3)]
 def test_half_the_bytes_of_answers_move_everything(halved: None) -> None:
     for seed, (sent, memory, bound, step_s) in zip((2, 3), BEFORE, strict=True):
         sent_now, memory_now, bound_now, step_s_now = figures(seed)
-        of_answers = ("answers", "gradients", "whole bags", "gradients of whole bags")
+        of_answers = ("embeddings", "gradients", "embeddings inter-host", "gradients inter-host")
         assert sent_now == {name: size / 2 if name in of_answers else size for name, size in sent.items()}
         assert memory_now < memory and bound_now < bound and step_s_now < step_s
 

@@ -38,10 +38,10 @@ def under(plan: Plan, work: Workload, topology: Topology) -> dict[str, float]:
 @pytest.mark.parametrize(
     ("topology", "expected", "num_tables"),
     [
-        (FAR, "two_level", 8),
+        (FAR, "hierarchical", 8),
         (LATE, "flat", 8),
         # test_the_better_way_is_searched_where_the_plan_of_the_other_does_not_fit has as many tables
-        pytest.param(FAR, "two_level", MAX_UNITS_TO_REPEAT + 20, marks=pytest.mark.soak),
+        pytest.param(FAR, "hierarchical", MAX_UNITS_TO_REPEAT + 20, marks=pytest.mark.soak),
         pytest.param(LATE, "flat", MAX_UNITS_TO_REPEAT + 20, marks=pytest.mark.soak),
     ],
 )
@@ -75,12 +75,12 @@ def test_auto_looks_in_every_tier() -> None:
 def test_the_better_way_is_searched_where_the_plan_of_the_other_does_not_fit() -> None:
     work, topology = many_ids(MAX_UNITS_TO_REPEAT + 20), replace(FAR, devices_per_host=2)
     flat = find_plan(replace(work, comm=Communication(exchange="flat")), topology)
-    crossed = predict(replace(flat.plan, exchange="two_level", dense_exchange="twins"), work, topology)
+    crossed = predict(replace(flat.plan, exchange="hierarchical", dense_exchange="cross_host"), work, topology)
     assert crossed.step_s < flat.prediction.step_s
     topology = replace(topology, hbm_bytes=int(1.2 * flat.prediction.peak_bytes().max()))
     assert crossed.peak_bytes().max() > topology.hbm_bytes
     found = find_plan(work, topology)
-    assert found.plan.exchange == "two_level" and found.prediction.step_s < flat.prediction.step_s
+    assert found.plan.exchange == "hierarchical" and found.prediction.step_s < flat.prediction.step_s
     assert found.prediction.peak_bytes().max() <= topology.hbm_bytes
 
 
@@ -96,7 +96,7 @@ def test_gains_are_predictions_of_the_chosen_plan() -> None:
         < listed["bf16", "flat"].inter_host_bytes
         < listed["fp32", "flat"].inter_host_bytes
     )
-    sent = sum(sum(one.across_bytes for one in of_rank.values()) for of_rank in found.prediction.transfers_by_rank)
+    sent = sum(sum(one.inter_host_bytes for one in of_rank.values()) for of_rank in found.prediction.transfers_by_rank)
     assert sent == pytest.approx(chosen.inter_host_bytes)
     assert predict_codecs(find_plan(many_ids(2), Topology())) == []
 
@@ -104,7 +104,7 @@ def test_gains_are_predictions_of_the_chosen_plan() -> None:
 def test_one_host_and_one_rank_of_each_host_have_no_choice() -> None:
     work = many_ids(4)
     for topology in (Topology(devices_per_host=4), Topology(num_hosts=4), Topology()):
-        forced = replace(work, comm=Communication(exchange="two_level"))
+        forced = replace(work, comm=Communication(exchange="hierarchical"))
         plan = make_plan(forced, topology)
         assert plan.exchange is None and plan.dense_exchange is None
         assert choose_exchange_algorithms(plan, forced, topology) == plan
@@ -114,14 +114,14 @@ def test_sums_go_along_a_chain_where_peers_are_dear() -> None:
     """Seven twins that take a while each, against two neighbours; with a codec there is no chain."""
     across = Link(bytes_per_s=1e9, latency_s=1e-6, peer_s=1e-3)
     topology = Topology(num_hosts=8, devices_per_host=2, across=across)
-    work = replace(many_ids(4), comm=Communication(exchange="two_level"))
+    work = replace(many_ids(4), comm=Communication(exchange="hierarchical"))
     found = find_plan(work, topology)
     assert found.plan.dense_exchange == "chain"
-    twins = find_plan(replace(work, comm=Communication(exchange="two_level", dense_exchange="twins")), topology)
-    assert twins.plan.dense_exchange == "twins" and found.prediction.step_s < twins.prediction.step_s
+    twins = find_plan(replace(work, comm=Communication(exchange="hierarchical", dense_exchange="cross_host")), topology)
+    assert twins.plan.dense_exchange == "cross_host" and found.prediction.step_s < twins.prediction.step_s
     assert found.bound.step_s <= found.prediction.step_s
-    coded = replace(work, comm=Communication(exchange="two_level", dense="bf16"))
-    assert make_plan(coded, topology).dense_exchange == "twins"
+    coded = replace(work, comm=Communication(exchange="hierarchical", dense="bf16"))
+    assert make_plan(coded, topology).dense_exchange == "cross_host"
 
 
 def test_a_given_plan_keeps_its_way_unless_a_run_names_one(tmp_path: Path) -> None:
@@ -137,8 +137,10 @@ def test_a_given_plan_keeps_its_way_unless_a_run_names_one(tmp_path: Path) -> No
         chosen = choose_exchange_algorithms(kept, work, FAR)
         chosen.save(tmp_path / "plan.json")
         assert Plan.load(tmp_path / "plan.json", work.tables, 8) == chosen
-    flat, asked = replace(plan, exchange="flat"), replace(work, comm=Communication(exchange="two_level"))
-    assert choose_exchange_algorithms(flat, asked, FAR) == replace(plan, exchange="two_level", dense_exchange="twins")
+    flat, asked = replace(plan, exchange="flat"), replace(work, comm=Communication(exchange="hierarchical"))
+    assert choose_exchange_algorithms(flat, asked, FAR) == replace(
+        plan, exchange="hierarchical", dense_exchange="cross_host"
+    )
 
 
 def test_codecs_make_steps_shorter_where_links_are_slow_and_longer_where_they_are_fast() -> None:

@@ -19,8 +19,8 @@ from readers.spoiled import spoiled
 
 NOBODY = 65_534
 KINDS = ("beat", "ticket", "filter", "address")
-BEAT = {"reader": "grpc://127.0.0.1:7077", "held_bytes": 0, "buffer_bytes": 1, "num_rows": 0, "num_windows": 0,
-        "num_again": {}, "busy_s": 0.0, "is_leaving": False}  # fmt: skip
+BEAT = {"reader": "grpc://127.0.0.1:7077", "buffered_bytes": 0, "max_buffer_bytes": 1, "num_rows": 0, "num_windows": 0,
+        "num_redecoded": {}, "busy_s": 0.0, "is_draining": False}  # fmt: skip
 ODD_ADDRESSES = (
     "http://x", "file:///etc/passwd", "grpc://", "grpc://x",
     "grpc://127.0.0.1:7077/path", "grpc://a\n127.0.0.1:7077", "\tgrpc://127.0.0.1:7077", "grpc://127.0.0.1:7077\n",
@@ -102,7 +102,7 @@ def made_call(
 ) -> tuple[bytes, Callable[[], object]]:
     """The content of a call, and the call."""
     dispatcher, reader = clients[spec.dispatcher], clients[spec.reader]
-    action = "beat"
+    action = "heartbeat"
     match kind:
         case "beat":
             content = spoiled(draw, copied(spec.beat))

@@ -420,7 +420,7 @@ def test_calls_have_a_limit(tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_refused_in_the_middle_of_an_epoch_ends_a_run_at_once(data: Dataset, folder: Path, others: Path) -> None:
-    """The dispatcher is begun anew with other keys: nobody waits for give_up_s."""
+    """The dispatcher is begun anew with other keys: nobody waits for reader_timeout_s."""
     catalog = Catalog({"click": data.dir})
     with running({"click": data.dir}, 1, TlsServerKeys.load(folder)) as tier:
         batches = ServedReader(tier.service, "train", OPTIONS).epochs(1000)

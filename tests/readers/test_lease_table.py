@@ -38,14 +38,16 @@ class Clock:
 
 
 def asked(
-    *windows: int, rank: int = 0, attempt: int = 1, run: str = "run", troubles: tuple[ReaderFailure, ...] = ()
+    *windows: int, rank: int = 0, attempt: int = 1, run: str = "run", failures: tuple[ReaderFailure, ...] = ()
 ) -> LeaseRequest:
     session = Session(rows=ROWS, run=run, attempt=attempt, rank=rank, num_ranks=2)
-    return LeaseRequest(session=session, epoch=0, windows=windows, troubles=troubles)
+    return LeaseRequest(session=session, epoch=0, windows=windows, failures=failures)
 
 
 def beat(name: str) -> Heartbeat:
-    return Heartbeat(reader=name, held_bytes=0, buffer_bytes=1, num_rows=0, num_windows=0, num_again={}, busy_s=0.0)
+    return Heartbeat(
+        reader=name, buffered_bytes=0, max_buffer_bytes=1, num_rows=0, num_windows=0, num_redecoded={}, busy_s=0.0
+    )
 
 
 def of(table: LeaseTable, *windows: int, **options: object) -> dict[int, str]:
@@ -101,13 +103,13 @@ def test_trouble_moves_a_window_and_keeps_the_run_away(
     table: LeaseTable, clock: Clock, document: dict[str, str], why: str
 ) -> None:
     reader = of(table, 7)[7]
-    request = asked(7).model_dump(mode="json") | {"troubles": [{"window": 7, "reader": reader, **document}]}
+    request = asked(7).model_dump(mode="json") | {"failures": [{"window": 7, "reader": reader, **document}]}
     received = LeaseRequest.from_bytes(json.dumps(request).encode(), "trainer")
     assert LeaseRequest.from_bytes(received.to_bytes(), "trainer") == received
-    [trouble] = received.troubles
-    moved = of(table, 7, troubles=(trouble,))[7]
+    [trouble] = received.failures
+    moved = of(table, 7, failures=(trouble,))[7]
     assert moved != reader and table.num_reassigned == {why: 1}
-    assert of(table, 7, rank=1, troubles=(trouble,))[7] == moved, "the second rank tells of what has been seen to"
+    assert of(table, 7, rank=1, failures=(trouble,))[7] == moved, "the second rank tells of what has been seen to"
     assert reader not in of(table, *range(8, 20)).values()
     assert reader in of(table, *range(20, 32), run="another").values()
     clock.now_s += READER_BACKOFF_S + 0.1
@@ -118,15 +120,15 @@ def test_trouble_moves_a_window_and_keeps_the_run_away(
 
 def test_a_reader_that_leaves_gives_what_it_has_and_gets_no_more(table: LeaseTable) -> None:
     before = of(table, 0, 1, 2)
-    table.record_heartbeat(beat("a").model_copy(update={"is_leaving": True}))
+    table.record_heartbeat(beat("a").model_copy(update={"is_draining": True}))
     assert of(table, 0, 1, 2) == before and table.num_reassigned == {}
     assert sorted(of(table, *range(3, 9)).values()) == ["b", "b", "b", "c", "c", "c"]
     assert table.lease(asked(0)).num_readers == 2
     for name in ("b", "c"):
-        table.record_heartbeat(beat(name).model_copy(update={"is_leaving": True}))
+        table.record_heartbeat(beat(name).model_copy(update={"is_draining": True}))
     assert of(table, 20) == {}, "they would never be done"
     [kept] = [window for window, reader in before.items() if reader == "a"]
-    assert of(table, kept, troubles=(ReaderFailure(window=kept, reader="a", kind="slow"),)) == {kept: "a"}
+    assert of(table, kept, failures=(ReaderFailure(window=kept, reader="a", kind="slow"),)) == {kept: "a"}
 
 
 def test_who_comes_later_does_not_have_to_catch_up(clock: Clock) -> None:
@@ -161,7 +163,7 @@ def test_the_only_reader_keeps_what_it_has(clock: Clock) -> None:
     table = LeaseTable(clock)
     table.record_heartbeat(beat("a"))
     assert of(table, 0) == {0: "a"}
-    assert of(table, 0, troubles=(ReaderFailure(window=0, reader="a", kind="slow"),)) == {0: "a"}
+    assert of(table, 0, failures=(ReaderFailure(window=0, reader="a", kind="slow"),)) == {0: "a"}
 
 
 def test_ranks_of_a_former_attempt_are_turned_away(table: LeaseTable) -> None:
@@ -201,7 +203,7 @@ def test_what_is_remembered_has_a_limit(table: LeaseTable, monkeypatch: pytest.M
     assert num_leases(table) == 3
     for run in "pqrstu":
         reader = of(table, 7, run=run)[7]
-        of(table, 7, run=run, troubles=(ReaderFailure(window=7, reader=reader, kind="failed", what="broken"),))
+        of(table, 7, run=run, failures=(ReaderFailure(window=7, reader=reader, kind="failed", reason="broken"),))
     assert num_leases(table) == 3
     table.record_heartbeat(beat("d"))
     with pytest.raises(MesetaError, match="a dispatcher has at most 4 readers"):

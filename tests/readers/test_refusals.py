@@ -253,7 +253,7 @@ def ticket_of(tier: Tier, **changes: Any) -> dict[str, Any]:
     session = Session(
         rows=RowOrder.from_options(description, "train", ("label",), OPTIONS), run="r", attempt=0, rank=0, num_ranks=1
     )
-    ticket = WindowTicket(session=session, epoch=0, window=0, begin=0, batch_size=50, last_batch="keep")
+    ticket = WindowTicket(session=session, epoch=0, window=0, first_row=0, batch_size=50, last_batch="keep")
     return {**json.loads(ticket.to_bytes()), **changes}
 
 
@@ -273,7 +273,7 @@ def test_malformed_tickets_and_actions(seed: int, tier: Tier) -> None:
         with ToldQuietly():
             list(
                 dispatcher.do_action(
-                    flight.Action(draw.choice(["describe", "count", "lease", "beat", "table", "other"]), content),
+                    flight.Action(draw.choice(["describe", "count", "lease", "heartbeat", "table", "other"]), content),
                     options,
                 )
             )

@@ -110,7 +110,7 @@ def followed(readers: LocalReaders, wanted: int) -> list[int]:
 def follow(readers: LocalReaders, tier: Tier, wanted: int) -> None:
     def staying() -> int:
         readers.scale_to(wanted)
-        return sum(not reader.is_leaving for reader in tier.leases.readers())
+        return sum(not reader.is_draining for reader in tier.leases.readers())
 
     until(lambda: staying() == wanted, f"{wanted} readers")
 
@@ -126,7 +126,7 @@ def test_what_a_look_sees() -> None:
         clock[0] = float(second)
         leases.record_heartbeat(told("a", busy_s=0.5 * second, num_windows=2, num_rows=100 * second))
         leases.record_heartbeat(told("b", busy_s=1.0 * second, num_windows=4))
-        leases.record_heartbeat(told("c", busy_s=1.0 * second, is_leaving=True))
+        leases.record_heartbeat(told("c", busy_s=1.0 * second, is_draining=True))
     assert autoscaling.measure_load(leases) == ReaderLoad(
         num_readers=2, waiting_shares=[], busy_readers=1.5, window_s=1.0
     )

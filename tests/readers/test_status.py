@@ -24,13 +24,17 @@ from readers.test_waits import slowed
 from readers.tier import running
 
 READER = ReaderStatus(
-    reader="grpc://127.0.0.1:7", held_bytes=45_000_000, buffer_bytes=512_000_000, num_rows=1_200_000, num_windows=5,
-    num_again={"room": 2, "idle": 1}, busy_s=12.5, num_leases=3, rows_per_s=123_400.0, busy_share=0.8,
+    reader="grpc://127.0.0.1:7", buffered_bytes=45_000_000, max_buffer_bytes=512_000_000, num_rows=1_200_000,
+    num_windows=5, num_redecoded={"room": 2, "idle": 1},
+    busy_s=12.5, num_leases=3, rows_per_s=123_400.0, busy_share=0.8,
 )  # fmt: skip
 ODD = 'a "b" \\ \n \x1b[31m'
 STATUS = ReaderServiceStatus(
     datasets={"clicks": "/data/clicks"},
-    readers=(READER, READER.model_copy(update={"reader": "grpc://127.0.0.1:8", "is_leaving": True, "num_again": {}})),
+    readers=(
+        READER,
+        READER.model_copy(update={"reader": "grpc://127.0.0.1:8", "is_draining": True, "num_redecoded": {}}),
+    ),
     sessions=(
         SessionStatus(run=ODD, dataset="clicks", split="train", num_ranks=2, waiting_shares={"0": 0.125, "1": 0.03}),
     ),
@@ -69,10 +73,13 @@ def test_text_for_prometheus() -> None:
             pairs = re.findall(r'(\w+)="((?:[^"\\]|\\.)*)"', labels or "")
             assert ",".join(f'{key}="{text}"' for key, text in pairs) == (labels or "")
             found[name, tuple(json.loads(f'"{text}"', strict=False) for _, text in pairs)] = float(value)
-    assert found["meseta_readers", ()] == 1 and not any("wanted" in name for name, _ in found)
+    assert found["meseta_readers", ()] == 1 and not any("target" in name for name, _ in found)
     assert found["meseta_reader_rows_total", ("grpc://127.0.0.1:8",)] == 1_200_000
-    assert found["meseta_reader_windows_again_total", ("grpc://127.0.0.1:7", "room")] == 2
-    assert found["meseta_windows_moved_total", ("silent",)] == 4
+    for name in ("meseta_reader_windows_redecoded_total", "meseta_reader_windows_again_total"):
+        assert found[name, ("grpc://127.0.0.1:7", "room")] == 2
+    assert (
+        found["meseta_windows_reassigned_total", ("silent",)] == found["meseta_windows_moved_total", ("silent",)] == 4
+    )
     assert found["meseta_waiting_ratio", (ODD, "clicks", "train", "1")] == 0.03
     assert {name for name, _ in found} == set(kinds) and kinds["meseta_reader_rows_total"] == "counter"
 
@@ -166,7 +173,7 @@ def test_threads_are_busy_once() -> None:
 
 
 def test_a_status_that_is_none_is_refused() -> None:
-    for change in ('"num_again":{"why":1}', '"busy_s":-1', '"reader":""', '"rows_per_s":1e999'):
+    for change in ('"num_redecoded":{"why":1}', '"busy_s":-1', '"reader":""', '"rows_per_s":1e999'):
         key = change.partition(":")[0]
         content = re.sub(key + r":(\{[^}]*\}|[^,}]+)", change.replace("\\", ""), STATUS.model_dump_json(), count=1)
         with pytest.raises(MesetaError, match="dispatcher sent an invalid ReaderServiceStatus"):

@@ -46,27 +46,27 @@ def test_a_wait_is_shared_out_second_by_second(
     waited: int, storage: int, decode: int, transform: int, ready: int
 ) -> None:
     """Held against a clock: of each second that is waited, whether the reader made the window in it."""
-    made = WindowTimings(storage_s=storage, decode_s=decode, transform_s=transform, ready_s=ready)
+    made = WindowTimings(storage_s=storage, decode_s=decode, transform_s=transform, buffered_s=ready)
     total = storage + decode + transform
     is_made_in = [-ready - total <= second < -ready for second in range(-waited, 0)]
     wait = attribute_wait(waited, made)
-    assert wait.wire_s == pytest.approx(waited - sum(is_made_in))
+    assert wait.transfer_s == pytest.approx(waited - sum(is_made_in))
     assert wait.total_s == pytest.approx(waited) and wait.no_lease_s == 0
     for seconds, part in ((wait.storage_s, storage), (wait.decode_s, decode), (wait.transform_s, transform)):
         assert seconds * total == pytest.approx(sum(is_made_in) * part)
 
 
 def test_where_the_reader_has_told_nothing_it_is_the_wire() -> None:
-    assert attribute_wait(3.0, None) == RowWait(wire_s=3.0)
+    assert attribute_wait(3.0, None) == RowWait(transfer_s=3.0)
 
 
 def test_means_are_per_step_and_over_all_that_was_taken() -> None:
     waits = RowWaits()
-    waits.add({"a": RowWait(storage_s=3.0, wire_s=1.0), "b": RowWait(decode_s=4.0)}, 0.5)
-    assert waits.pop_means(2) == {"a": RowWait(storage_s=0.75, wire_s=0.25), "b": RowWait(decode_s=1.0)}
+    waits.add({"a": RowWait(storage_s=3.0, transfer_s=1.0), "b": RowWait(decode_s=4.0)}, 0.5)
+    assert waits.pop_means(2) == {"a": RowWait(storage_s=0.75, transfer_s=0.25), "b": RowWait(decode_s=1.0)}
     assert waits.pop_means(2) == {}
     waits.add({"a": RowWait(storage_s=1.0)})
-    assert waits.lifetime_means() == {"a": RowWait(storage_s=0.375, wire_s=0.125), "b": RowWait(decode_s=0.5)}
+    assert waits.lifetime_means() == {"a": RowWait(storage_s=0.375, transfer_s=0.125), "b": RowWait(decode_s=0.5)}
 
 
 # The causes
@@ -104,7 +104,7 @@ def read_all(
 SLOW: dict[str, tuple[Any, str, Callable[[float], Any], float]] = {
     "storage_s": (part_files, "io", SlowFiles, 0.04),
     "decode_s": (decoding, "check_values", partial(slowed, decoding.check_values), 0.15),
-    "wire_s": (window_reader, "to_record_batch", partial(slowed, window_reader.to_record_batch), 0.25),
+    "transfer_s": (window_reader, "to_record_batch", partial(slowed, window_reader.to_record_batch), 0.25),
 }
 """Place, name and slow replacement of an object for each cause, with the least delay of a call in seconds."""
 

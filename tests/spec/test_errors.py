@@ -78,10 +78,10 @@ def test_a_reason_is_made_into_text_when_it_is_needed() -> None:
             made.append(self)
             return "no room"
 
-    error = MesetaError(Reason(), remedy="raise storage.near_bytes")
+    error = MesetaError(Reason(), remedy="raise storage.cache_bytes")
     assert made == []
     for one in (error, pickle.loads(pickle.dumps(error)), error.with_prefix(""), error.with_suffix("")):
-        assert (str(one), one.reason) == ("no room; raise storage.near_bytes", "no room")
+        assert (str(one), one.reason) == ("no room; raise storage.cache_bytes", "no room")
 
 
 def test_a_suffix_is_part_of_the_remedy() -> None:

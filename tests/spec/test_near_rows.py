@@ -11,23 +11,23 @@ from meseta.spec.tiers import DEFAULT_CACHE_SHARE, StorageOptions
 pieces = st.lists(st.tuples(st.integers(1, 300), st.integers(1, 5000)), min_size=1, max_size=8)
 
 
-@given(pieces=pieces, near_bytes=st.none() | st.integers(1, 10**7))
-def test_what_there_is_goes_by_halves(pieces: list[tuple[int, int]], near_bytes: int | None) -> None:
+@given(pieces=pieces, cache_bytes=st.none() | st.integers(1, 10**7))
+def test_what_there_is_goes_by_halves(pieces: list[tuple[int, int]], cache_bytes: int | None) -> None:
     """Of two pieces the larger has no fewer, no piece has more than it has, and nearly all room is used and no more."""
     row_bytes, num_rows = [own[0] for own in pieces], [own[1] for own in pieces]
-    near = StorageOptions(cache_bytes=near_bytes).allocate_cache_rows(row_bytes, num_rows)
+    near = StorageOptions(cache_bytes=cache_bytes).allocate_cache_rows(row_bytes, num_rows)
     assert all(1 <= some <= count for some, count in zip(near, num_rows, strict=True))
     by_size = [some for _, some in sorted(zip(num_rows, near, strict=True))]
     assert by_size == sorted(by_size)
     whole = sum(of_row * count for of_row, count in pieces)
-    room = DEFAULT_CACHE_SHARE * whole if near_bytes is None else min(near_bytes, whole)
+    room = DEFAULT_CACHE_SHARE * whole if cache_bytes is None else min(cache_bytes, whole)
     used = sum(of_row * some for of_row, some in zip(row_bytes, near, strict=True))
     slack = 2 * sum(row_bytes)  # rows are whole, and each piece has one at least
     assert room - slack <= used <= room + sum(row_bytes)
 
 
 @pytest.mark.parametrize(
-    ("near_bytes", "near"),
+    ("cache_bytes", "near"),
     [
         # 5,000 bytes: 40 rows and 230 of each other table. 5,000 more for 800 and 1,870 rows: 500 / 2,670 of them.
         (10_000, [40, 230 + 149, 230 + 350]),
@@ -36,8 +36,8 @@ def test_what_there_is_goes_by_halves(pieces: list[tuple[int, int]], near_bytes:
         (31_700, [40, 1030, 2100]),
     ],
 )
-def test_small_tables_lie_near_whole(near_bytes: int, near: list[int]) -> None:
-    assert StorageOptions(cache_bytes=near_bytes).allocate_cache_rows([10, 10, 10], [40, 1030, 2100]) == near
+def test_small_tables_lie_near_whole(cache_bytes: int, near: list[int]) -> None:
+    assert StorageOptions(cache_bytes=cache_bytes).allocate_cache_rows([10, 10, 10], [40, 1030, 2100]) == near
 
 
 def test_the_index_of_rows_on_a_disk_takes_part_of_the_room() -> None:

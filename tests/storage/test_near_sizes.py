@@ -30,7 +30,7 @@ def test_any_near_size_and_ids(big: int, small: int, tier: str, seed: int, size:
             try:
                 loss = loss_of(tiered, kjt)
             except MesetaError as error:
-                assert "distinct rows" in str(error) and "near_rows" in str(error)
+                assert "distinct rows" in str(error) and "cache_rows" in str(error)
                 continue
             expected = loss_of(resident, kjt)
             assert float(loss.detach()) == float(expected.detach())

@@ -86,10 +86,10 @@ def collection(optimizer: str, dtype: str) -> EmbeddingBagCollection:
 
 
 def placed(
-    tier: str, near_rows: dict[str, int], optimizer: str, dtype: str, folder: Path, lookahead: int | None = None
+    tier: str, cache_rows: dict[str, int], optimizer: str, dtype: str, folder: Path, lookahead: int | None = None
 ) -> EmbeddingBagCollection:
     made = collection(optimizer, dtype)
-    entries = {name: {"sharding": "table_wise", "tier": tier, "near_rows": rows} for name, rows in near_rows.items()}
+    entries = {name: {"sharding": "table_wise", "tier": tier, "cache_rows": rows} for name, rows in cache_rows.items()}
     made.apply_plan(
         Plan.from_dict({"tables": entries}, made.tables, 1), StorageOptions(dir=folder, lookahead=lookahead)
     )
@@ -234,7 +234,7 @@ def test_a_save_in_the_background_lets_its_copies_go(tmp_path: Path, monkeypatch
 def test_a_batch_that_does_not_fit_is_named(tmp_path: Path) -> None:
     tiered = placed("cached", {"big": 4, "small": 36}, "sgd", "float32", tmp_path)
     told = (
-        r"table 'big', rows 0\.\.499: a batch looks up \d+ distinct rows, but the cache has 4 slots; set near_rows of"
+        r"table 'big', rows 0\.\.499: a batch looks up \d+ distinct rows, but the cache has 4 slots; set cache_rows of"
     )
     with pytest.raises(MesetaError, match=told):
         loss_of(tiered, batch(0))
@@ -291,10 +291,10 @@ def test_traffic_is_that_of_the_ids(tier: str, tmp_path: Path) -> None:
         loss_of(made, kjt).backward()
     traffic = made.row_traffic["big"]
     assert traffic.num_rows == sum(map(len, of_big)) and traffic.num_misses == len(np.unique(np.concatenate(of_big)))
-    assert traffic.num_pushed_out == traffic.read_bytes == traffic.written_bytes == 0
+    assert traffic.num_evicted == traffic.read_bytes == traffic.written_bytes == 0
     made.shards[0].snapshot().close()
-    assert made.row_traffic["big"].num_pushed_out == traffic.num_misses
-    assert made.row_traffic["big"].pushed_bytes == traffic.num_misses * 2 * 24 * 4
+    assert made.row_traffic["big"].num_evicted == traffic.num_misses
+    assert made.row_traffic["big"].evicted_bytes == traffic.num_misses * 2 * 24 * 4
 
 
 def test_plans_that_cannot_be_are_named() -> None:
@@ -308,9 +308,9 @@ def test_plans_that_cannot_be_are_named() -> None:
     with pytest.raises(MesetaError, match="stepped_rows 'all' of its optimizer requires tier 'hbm'"):
         Plan.from_dict({"tables": {"*": {"sharding": "table_wise", "tier": "cached"}}}, all_rows, 1)
     with pytest.raises(MesetaError, match="only tiers 'cached' and 'disk' have a cache"):
-        one({"tables": {"*": {"sharding": "table_wise", "near_rows": 3}}})
-    with pytest.raises(MesetaError, match=r"near_rows must be an integer in 1\.\.500"):
-        one({"tables": {"*": {"sharding": "table_wise", "tier": "cached", "near_rows": 0}}})
+        one({"tables": {"*": {"sharding": "table_wise", "cache_rows": 3}}})
+    with pytest.raises(MesetaError, match=r"cache_rows must be an integer in 1\.\.500"):
+        one({"tables": {"*": {"sharding": "table_wise", "tier": "cached", "cache_rows": 0}}})
 
 
 def test_an_optimizer_whose_states_cannot_be_made_row_by_row_is_named() -> None:

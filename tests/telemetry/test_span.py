@@ -129,7 +129,7 @@ def test_a_step_has_its_stages_and_not_those_between_steps(monkeypatch: pytest.M
                 pass
             raise ValueError("refused")
         times.end_step()
-        with times.stage("update"):
+        with times.stage("dense_update"):
             pass
     spans = times.stop_recording()
     assert spans[:5] == [
@@ -137,7 +137,7 @@ def test_a_step_has_its_stages_and_not_those_between_steps(monkeypatch: pytest.M
         Span("gradient_dist", 0, 5.0, 6.0, 0.0),
         Span("backward", 0, 3.0, 7.0, 1.0),  # 'agree' has raised and counts for nothing
         Span("step", 0, 0.0, 8.0, 5.0),
-        Span("update", 1, 9.0, 10.0, 0.0),
+        Span("dense_update", 1, 9.0, 10.0, 0.0),
     ]
     assert spans[-2] == Span("step", 1, 11.0, 19.0, 5.0)
 
@@ -165,7 +165,7 @@ def test_copies_on_a_side_stream_lie_on_the_clock_of_the_host_too(stream: Stream
     assert [span.stage for span in spans].count("step") == 2
     tracks = make_rank_tracks(0, spans, [], copies=copies, first=10)
     [track] = [track for track in tracks if track.kind == "transfer"]
-    assert track.name == "copies under way"
+    assert track.name == "copies in flight"
     assert [(one.step, one.args) for one in track.slices] == [
         (12, {"bytes to the device": 1000}),
         (13, {"bytes to the device": 1001}),

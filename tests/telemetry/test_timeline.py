@@ -55,7 +55,7 @@ transfers = st.lists(
         lambda name, begin, length, waited: TransferSpan(
             name, 0, 1, 8.0, 16.0, begin / 1e9, (begin + length) / 1e9, min(waited, length) / 1e9
         ),
-        st.sampled_from(["ids", "answers", "dense"]),
+        st.sampled_from(["ids", "embeddings", "dense"]),
         st.integers(0, LENGTH),
         st.integers(0, LENGTH),
         st.integers(0, LENGTH),
@@ -142,22 +142,22 @@ def test_transfers_that_overlap_themselves_lie_on_tracks_of_their_own() -> None:
         TransferSpan("ids", None, 1, 300.0, 0.0, 8.0, 9.0, 0.0),
     ]
     found = {track.name: track.slices for track in make_rank_tracks(0, [], sent, first=20)}
-    assert list(found) == ["ids under way", "ids under way (2)", "dense under way"]
-    shown = [(one.name, one.begin_ns / 1e9, one.end_ns / 1e9, one.step) for one in found["ids under way"]]
+    assert list(found) == ["ids in flight", "ids in flight (2)", "dense in flight"]
+    shown = [(one.name, one.begin_ns / 1e9, one.end_ns / 1e9, one.step) for one in found["ids in flight"]]
     assert shown == [("ids", 1.0, 5.0, 24), (WAITING, 4.0, 5.0, 24), ("ids", 5.0, 6.0, 25), ("ids", 8.0, 9.0, None)]
-    assert [one.args["bytes to its host"] for one in found["ids under way (2)"]] == [200.0]
-    assert found["dense under way"][0].args["bytes to other hosts"] == 7.0
+    assert [one.args["intra-host bytes"] for one in found["ids in flight (2)"]] == [200.0]
+    assert found["dense in flight"][0].args["inter-host bytes"] == 7.0
 
 
 def test_steps_have_their_numbers_in_the_run_and_what_lies_between_them() -> None:
-    spans = [Span("step", 0, 1.0, 2.0, 0.0), Span("update", 1, 2.25, 2.5, 0.0), Span("step", 1, 3.0, 4.0, 0.0)]
+    spans = [Span("step", 0, 1.0, 2.0, 0.0), Span("dense_update", 1, 2.25, 2.5, 0.0), Span("step", 1, 3.0, 4.0, 0.0)]
     steps, update, no_stage = make_rank_tracks(2, spans, [], first=100)
     assert [(one.name, one.step) for one in steps.slices] == [
         ("step 101", 101), ("between steps", None), ("step 102", 102)
     ]  # fmt: skip
     timeline = Timeline(101, 102, (RankClock("a", 0.0, 0.0),) * 3, (steps, update, no_stage))
     assert [one.step for one in timeline.steps(2)] == [101, 102] and timeline.steps(0) == []
-    assert (update.name, no_stage.name, len(no_stage.slices)) == ("update", OUTSIDE_STAGES, 2)
+    assert (update.name, no_stage.name, len(no_stage.slices)) == ("dense_update", OUTSIDE_STAGES, 2)
 
 
 def test_a_clock_that_rounds_leaves_no_overlap() -> None:

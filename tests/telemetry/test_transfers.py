@@ -19,17 +19,17 @@ def test_means_are_per_step_since_the_last_call() -> None:
         with times.track_step():
             times.add(span(times, "ids", size, 2 * size, 0.5))
             times.add(span(times, "ids", size, 0.0, 0.5))
-            times.add(span(times, "answers", 0.0, 8.0, 0.25))
+            times.add(span(times, "embeddings", 0.0, 8.0, 0.25))
     assert {name: astuple(one) for name, one in times.pop_means().items()} == {
         "ids": (2.0, 400.0, 400.0, 1.0, 0.5),
-        "answers": (1.0, 0.0, 8.0, 0.25, 0.125),
+        "embeddings": (1.0, 0.0, 8.0, 0.25, 0.125),
     }
     assert times.pop_means() == {}
     with times.track_step():
         times.add(span(times, "ids", 50.0, 0.0, 2.0))
-    assert times.pop_means()["ids"].inside_bytes == 50.0
-    assert times.lifetime_means()["ids"].inside_bytes == pytest.approx((200 + 600 + 50) / 3)
-    assert times.lifetime_means()["answers"].num_times == pytest.approx(2 / 3)
+    assert times.pop_means()["ids"].intra_host_bytes == 50.0
+    assert times.lifetime_means()["ids"].intra_host_bytes == pytest.approx((200 + 600 + 50) / 3)
+    assert times.lifetime_means()["embeddings"].num_calls == pytest.approx(2 / 3)
 
 
 def test_what_is_sent_between_steps_counts_for_no_step() -> None:

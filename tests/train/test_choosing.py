@@ -88,7 +88,7 @@ def test_valid_decides_and_test_is_read_once(data: Path, tmp_path: Path) -> None
     summary = train(settings(data, tmp_path / "run", **changes))
     assert evaluations(tmp_path / "run") == [(4, "valid"), (8, "valid"), (12, "valid"), (12, "test")]
     assert summary["best"] == {"metric": "ne", "split": "valid", "step": 4, "value": summary["best"]["value"]}
-    assert summary["chosen"] == {"split": "valid", "what": ["early stopping", "the best weights"]}
+    assert summary["selected"] == {"split": "valid", "what": ["early stopping", "the best weights"]}
     assert (summary["valid"]["num_samples"], summary["test"]["num_samples"]) == NUM_ROWS
     for split in ("valid", "test"):  # both of the last weights
         expected = figures(load_trained(tmp_path / "run", split, World.single()))
@@ -133,7 +133,7 @@ def test_without_valid_the_best_weights_are_not_evaluated_again(tiny: Path, tmp_
     summary = train(settings(tiny, tmp_path / "run", **FIRST_IS_BEST))
     assert evaluations(tmp_path / "run") == [(8, "test"), (15, "test"), (23, "test"), (30, "test")]
     assert summary["test"]["step"] == 8 and "valid" not in summary
-    assert summary["chosen"] == {"split": "test", "what": ["the best weights"]}
+    assert summary["selected"] == {"split": "test", "what": ["the best weights"]}
 
 
 def test_the_last_weights_may_be_the_best(data: Path, tmp_path: Path) -> None:

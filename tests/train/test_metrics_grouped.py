@@ -126,7 +126,7 @@ def test_nothing_and_one_class_only() -> None:
         check(figure, nothing)
     check(grouped_auc([1.0, 2.0], [0, 0], [1, 2]), GroupedMetric(value=math.nan, num_groups=0, num_skipped_groups=2))
     check(grouped_ndcg([1.0, 2.0], [0, 0], [1, 2]), GroupedMetric(value=math.nan, num_groups=0, num_skipped_groups=2))
-    assert grouped_auc([1.0], [1], [3]).to_dict() == {"value": None, "num_groups": 0, "num_left_out": 1}
+    assert grouped_auc([1.0], [1], [3]).to_dict() == {"value": None, "num_groups": 0, "num_skipped_groups": 1}
 
 
 @settings(max_examples=50, deadline=None)
@@ -153,7 +153,7 @@ def test_window_has_figures_by_group_where_it_has_groups() -> None:
     restored = MetricWindow()
     restored.set_state({k: v.tolist() for k, v in window.get_state().items()})
     assert restored.compute().to_dict() == metrics.to_dict()
-    assert metrics.to_dict()["gauc"] == {"value": 1.0, "num_groups": 1, "num_left_out": 1}
+    assert metrics.to_dict()["gauc"] == {"value": 1.0, "num_groups": 1, "num_skipped_groups": 1}
 
 
 def test_what_is_refused() -> None:

@@ -55,8 +55,8 @@ def test_a_model_of_few_negatives_predicts_rates_of_all_rows(criteo_shaped: Path
     keep = 0.2
     common: dict[str, Any] = {"train__epochs": 2, "model__name": "logistic_regression"}
     summary = train(settings(criteo_shaped, tmp_path / "run", data__negative_keep=keep, **common))
-    assert summary["rows_left_out"]["negatives"] == pytest.approx(0.75 * (1 - keep) * 4000, rel=0.1)
-    assert summary["num_samples"] == 2 * (4000 - summary["rows_left_out"]["negatives"])
+    assert summary["excluded_rows"]["negatives"] == pytest.approx(0.75 * (1 - keep) * 4000, rel=0.1)
+    assert summary["num_samples"] == 2 * (4000 - summary["excluded_rows"]["negatives"])
     assert summary["test"]["num_samples"] == 2000
     assert summary["test"]["calibration"] == pytest.approx(1.0, abs=0.12)
     trained = load_trained(tmp_path / "run", "test", World.single())
@@ -84,7 +84,7 @@ def test_a_filter_holds_for_training_and_evaluation_but_not_for_predictions(tiny
     condition = "age >= 45 and city != 'city0'"
     summary = train(settings(tiny, tmp_path / "run", data__filter=condition))
     everything = train(settings(tiny, tmp_path / "all"))
-    left_out = summary["rows_left_out"]
+    left_out = summary["excluded_rows"]
     assert left_out["negatives"] == 0
     assert summary["num_samples"] + left_out["by_filter"] == everything["num_samples"]
     assert 0 < summary["test"]["num_samples"] < everything["test"]["num_samples"]

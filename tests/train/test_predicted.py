@@ -30,8 +30,8 @@ def test_every_stage_of_a_step_is_in_one_component(finished: Path) -> None:
     assert set(stages) <= {*inside, "data", "copy"} and len(inside) == len(set(inside))
     assert set(document["predicted"]["seconds"]) == set(STEP_COMPONENTS)
     found = {own.component: own for own in compare_components(read_run(finished).summary)}
-    assert found["update"].measured_s == stages["table_update"] and found["update"].predicted_s > 0
-    dense = sum(stages[name] for name in ("dense_forward", "agree", "backward", "update"))
+    assert found["table_update"].measured_s == stages["table_update"] and found["table_update"].predicted_s > 0
+    dense = sum(stages[name] for name in ("dense_forward", "agree", "backward", "dense_update"))
     assert found["dense"].measured_s == pytest.approx(dense)
     assert found["lookup"].ratio == pytest.approx(stages["lookup"] / document["predicted"]["seconds"]["lookup"][0])
 
@@ -40,15 +40,15 @@ def test_transfers_are_compared_by_name(finished: Path, tmp_path: Path) -> None:
     """What ranks were predicted to send and did send, in the mean; a transfer that only one of both has is 0."""
     assert compare_transfers(read_run(finished).summary) == []  # one rank
     document = json.loads((finished / "summary.json").read_text())
-    one, two = ({"num_times": 1, "inside_bytes": size, "across_bytes": 4e3, "seconds": 2e-3, "waited_s": 1e-3}
+    one, two = ({"num_calls": 1, "intra_host_bytes": size, "inter_host_bytes": 4e3, "seconds": 2e-3, "wait_s": 1e-3}
                 for size in (1e3, 3e3))  # fmt: skip
-    document["transfers_by_rank"] = [{"ids": one, "answers": one}, {"ids": two, "answers": two}]
+    document["transfers_by_rank"] = [{"ids": one, "embeddings": one}, {"ids": two, "embeddings": two}]
     document["predicted"]["transfers_by_rank"] = [{"ids": two, "dense": one}, {"ids": two, "dense": two}]
     (tmp_path / "summary.json").write_text(json.dumps(document))
     found = {one.name: one for one in compare_transfers(read_summary(tmp_path))}
-    assert [*found] == ["ids", "dense", "answers"]
-    assert (found["ids"].predicted.inside_bytes, found["ids"].measured.inside_bytes) == (3e3, 2e3)
-    assert found["dense"].measured.seconds == 0.0 and found["answers"].predicted.across_bytes == 0.0
+    assert [*found] == ["ids", "dense", "embeddings"]
+    assert (found["ids"].predicted.intra_host_bytes, found["ids"].measured.intra_host_bytes) == (3e3, 2e3)
+    assert found["dense"].measured.seconds == 0.0 and found["embeddings"].predicted.inter_host_bytes == 0.0
     result = CliRunner().invoke(app, ["plan", "check", str(tmp_path)])
     [row] = [line.split() for line in result.output.splitlines() if line.startswith("ids ")]
     assert row == ["ids", "2", "2", "1", "1", "3", "2", "4", "4"]
@@ -67,7 +67,7 @@ def test_transfers_are_compared_by_name(finished: Path, tmp_path: Path) -> None:
 
 def test_misses_are_compared_by_table(tmp_path: Path, tiny: Path) -> None:
     """Those of the last line, when caches are as full as they get, beside what was predicted."""
-    tables = {"user": {"sharding": "table_wise", "tier": "cached", "near_rows": 150}, "*": "table_wise"}
+    tables = {"user": {"sharding": "table_wise", "tier": "cached", "cache_rows": 150}, "*": "table_wise"}
     train(settings(tiny, tmp_path / "run", plan={"tables": tables}))
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     counted = [line["row_traffic"]["user"]["num_misses"] for line in lines if line["kind"] == "train"][-1]
@@ -81,7 +81,7 @@ def test_misses_are_compared_by_table(tmp_path: Path, tiny: Path) -> None:
 def test_the_command_prints_both(finished: Path, tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["plan", "check", str(finished)])
     assert result.exit_code == 0, result.output
-    [row] = [line.split() for line in result.output.splitlines() if line.startswith("row_update")]
+    [row] = [line.split() for line in result.output.splitlines() if line.startswith("table_update")]
     document = json.loads((finished / "summary.json").read_text())
     assert float(row[3]) == pytest.approx(1e3 * document["stages_s_by_rank"][0]["table_update"], rel=0.01)
     assert "documented for cpu" in result.output

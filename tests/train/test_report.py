@@ -76,7 +76,14 @@ def train_line(step: int, **changes: Any) -> dict[str, Any]:
 
 
 def traffic(**changes: float) -> dict[str, float]:
-    return {"num_times": 1.0, "inside_bytes": 2e6, "across_bytes": 0.0, "seconds": 0.004, "waited_s": 0.001, **changes}
+    return {
+        "num_calls": 1.0,
+        "intra_host_bytes": 2e6,
+        "inter_host_bytes": 0.0,
+        "seconds": 0.004,
+        "wait_s": 0.001,
+        **changes,
+    }
 
 
 def eval_line(step: int, split: str = "test") -> dict[str, Any]:
@@ -129,7 +136,9 @@ def make_run(run_dir: Path, num_ranks: int = 2, names: dict[str, int] = ROWS) ->
     summary |= {"train_s": 151.2, "samples_per_s": 41_300.0, "num_ranks": num_ranks}
     stages = {"input_dist": 0.001, "lookup": 0.002, "backward": 0.01, "dense_forward": 0.005, "table_update": 0.0035}
     summary["stages_s_by_rank"] = [stages] * num_ranks
-    seconds = {name: [0.001] * num_ranks for name in ("input_dist", "lookup", "output_dist", "backward", "update")}
+    seconds = {
+        name: [0.001] * num_ranks for name in ("input_dist", "lookup", "output_dist", "gradient_dist", "table_update")
+    }
     summary["predicted"] = {
         "step_s": 0.02,
         "seconds": seconds | {"dense": [0.012] * num_ranks},
@@ -204,7 +213,7 @@ def test_the_best_step_is_marked_and_both_splits_are_shown(tmp_path: Path) -> No
     summary["test"]["step"] = 20
     summary["valid"] = eval_line(20, "valid") | {"auc": 0.8234, "ne": 0.8321}
     summary["best"] = {"metric": "ne", "split": "valid", "step": 20, "value": 0.8}
-    summary["chosen"] = {"split": "valid", "what": ["the best weights"]}
+    summary["selected"] = {"split": "valid", "what": ["the best weights"]}
     (run_dir / "summary.json").write_text(json.dumps(summary))
     page = report(run_dir)
     assert "teacher 0.8765, valid 0.8234, best at step 20" in page.texts
@@ -225,7 +234,7 @@ def test_what_was_chosen_on_test_is_told(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "run")
     summary = json.loads((run_dir / "summary.json").read_text())
     summary["best"] = {"metric": "ne", "step": 50, "value": 0.8}
-    summary["chosen"] = {"split": "test", "what": ["early stopping"]}
+    summary["selected"] = {"split": "test", "what": ["early stopping"]}
     (run_dir / "summary.json").write_text(json.dumps(summary))
     page = report(run_dir)
     assert "The test split decided early stopping, so its figures are flattered" in page.text
@@ -472,8 +481,8 @@ def test_exchanges_are_means_over_the_run(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     assert "Exchanges per step" not in write_report(run).read_text()
     lines = [
-        train_line(10, transfers={"ids": traffic(), "dense": traffic(num_times=2.0, across_bytes=4e9)}),
-        train_line(20, transfers={"ids": traffic(inside_bytes=4e6, waited_s=0.003)}),
+        train_line(10, transfers={"ids": traffic(), "dense": traffic(num_calls=2.0, inter_host_bytes=4e9)}),
+        train_line(20, transfers={"ids": traffic(intra_host_bytes=4e6, wait_s=0.003)}),
     ]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     page = write_report(run).read_text()
@@ -485,11 +494,11 @@ def test_exchanges_are_means_over_the_run(tmp_path: Path) -> None:
     ]
     assert "Hidden behind" not in page
     summary = json.loads((run / "summary.json").read_text())
-    summary["overlap"] = {"hidden": ["ids", "agree"], "left_out": {"answers": "MMoE computes nothing"}}
+    summary["overlap"] = {"hidden": ["ids", "agree"], "excluded": {"embeddings": "MMoE computes nothing"}}
     (run / "summary.json").write_text(json.dumps(summary))
     page = write_report(run).read_text()
     assert "Hidden behind computation: ids, agree." in page
-    assert "Not hidden: answers, since MMoE computes nothing." in page
+    assert "Not hidden: embeddings, since MMoE computes nothing." in page
 
 
 def test_waits_for_rows_are_means_over_the_run(tmp_path: Path) -> None:
@@ -497,7 +506,7 @@ def test_waits_for_rows_are_means_over_the_run(tmp_path: Path) -> None:
     assert "rows were waited for" not in write_report(run).read_text()
     near, far = "grpc://127.0.0.1:7", "grpc://<b>:8"
     lines = [
-        train_line(10, row_waits={near: wait(storage_s=0.002, wire_s=0.001), far: wait(decode_s=0.004)}),
+        train_line(10, row_waits={near: wait(storage_s=0.002, transfer_s=0.001), far: wait(decode_s=0.004)}),
         train_line(20, row_waits={near: wait(transform_s=0.006), "no reader": wait(no_lease_s=0.01)}),
         train_line(30),
         train_line(40, row_waits={near: wait(storage_s=float("nan"))}),
@@ -518,4 +527,4 @@ def test_waits_for_rows_are_means_over_the_run(tmp_path: Path) -> None:
 
 
 def wait(**seconds: float) -> dict[str, float]:
-    return {**dict.fromkeys(("storage_s", "decode_s", "transform_s", "wire_s", "no_lease_s"), 0.0), **seconds}
+    return {**dict.fromkeys(("storage_s", "decode_s", "transform_s", "transfer_s", "no_lease_s"), 0.0), **seconds}

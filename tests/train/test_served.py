@@ -66,7 +66,7 @@ def two_ranks() -> Iterator[RankPool]:
 def served(tier: Tier, run_dir: Path, **changes: Any) -> dict[str, Any]:
     """As `settings`, but with the rows of the tier."""
     document = settings(run_dir, run_dir, **{**COMMON, **changes})
-    document["data"] |= {"dir": None, "service": {"url": tier.dispatcher.url, "give_up_s": 20.0}}
+    document["data"] |= {"dir": None, "service": {"url": tier.dispatcher.url, "reader_timeout_s": 20.0}}
     return document
 
 
@@ -154,8 +154,8 @@ def test_rows_are_chosen_and_counted_alike(tier: Tier, data: Path, tmp_path: Pat
         train(served(tier, tmp_path / "run", **chosen)),
     ]
     assert final_checksum(tmp_path / "run") == final_checksum(tmp_path / "expected")
-    assert summaries[0]["rows_left_out"] == summaries[1]["rows_left_out"]
-    assert summaries[0]["rows_left_out"]["by_filter"] > 100
+    assert summaries[0]["excluded_rows"] == summaries[1]["excluded_rows"]
+    assert summaries[0]["excluded_rows"]["by_filter"] > 100
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from small_run import settings, train
 @pytest.mark.parametrize("is_file", [False, True])
 def test_tables_lie_far_where_they_did_in_the_run(tiny: Path, tmp_path: Path, is_file: bool) -> None:
     """The plan stands in the config, or in a file."""
-    plan: Any = {"tables": {"user": {"sharding": "row_wise", "tier": "disk", "near_rows": 100}, "*": "table_wise"}}
+    plan: Any = {"tables": {"user": {"sharding": "row_wise", "tier": "disk", "cache_rows": 100}, "*": "table_wise"}}
     if is_file:
         (tmp_path / "plan.yaml").write_text(str(plan))
         plan = str(tmp_path / "plan.yaml")

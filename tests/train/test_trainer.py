@@ -78,7 +78,9 @@ def test_from_a_synthetic_log_to_a_report(criteo_shaped: Path, tmp_path: Path, m
         assert all(math.isfinite(line[key]) for key in keys), line
     train_lines = [line for line in lines if line["kind"] == "train"]
     assert train_lines[-1]["num_samples"] == summary["num_samples"] == 8000
-    assert {"data", "input_dist", "lookup", "dense_forward", "backward", "update"} <= set(train_lines[0]["stages_s"])
+    assert {"data", "input_dist", "lookup", "dense_forward", "backward", "dense_update"} <= set(
+        train_lines[0]["stages_s"]
+    )
     assert np.mean([line["loss"] for line in train_lines[-5:]]) < np.mean([line["loss"] for line in train_lines[:5]])
     assert summary == json.loads((run_dir / "summary.json").read_text())
     assert summary["test"] == lines[-1] and summary["test"]["num_samples"] == 2000

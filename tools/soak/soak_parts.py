@@ -85,8 +85,8 @@ PARTS = {
     ),
     "everything": Part(
         "examples/configs/everything.yaml on two hosts of two ranks: `kill -9` of all ranks and of one, and SIGTERM, "
-        "at random moments, with `pipeline.stale` 0 and 1, and with nothing rounded: the bits of itself undisturbed, "
-        "and of a plain run",
+        "at random moments, with `pipeline.staleness` 0 and 1, and with nothing rounded: the bits of itself "
+        "undisturbed, and of a plain run",
         ("tests/distributed/test_everything.py",),
     ),
     "hang": Part(

@@ -182,7 +182,7 @@ def exchange(world: World, jobs: Sequence[BlockJob], packed: Tensor) -> list[tup
     ]
     for _, piece in sent:
         receive_splits[piece.sender] += piece.num_bytes
-    blocks = world.all_to_all(packed, send_splits, receive_splits, "blocks of a checkpoint", keep=False)
+    blocks = world.all_to_all(packed, send_splits, receive_splits, "checkpoint blocks", keep=False)
     received = blocks.wait().cpu()
     parts: list[list[Tensor]] = [[] for _ in local_jobs]
     for (index, _), part in zip(sent, received.split([piece.num_bytes for _, piece in sent]), strict=True):

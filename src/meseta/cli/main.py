@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
+import warnings
 from contextlib import nullcontext
 from types import FrameType
 from typing import Annotated
@@ -32,7 +33,7 @@ from meseta.cli.sweep import sweep
 from meseta.cli.topology import app as topology_app
 from meseta.cli.train import train
 from meseta.cli.verify import verify
-from meseta.errors import ERROR_PREFIX, MesetaError, error_summary
+from meseta.errors import ERROR_PREFIX, FormerNameWarning, MesetaError, error_summary
 from meseta.machine.environment import package_version
 from meseta.machine.environment_variables import environ
 from meseta.machine.processes import exit_immediately, remove_scratch_files
@@ -97,6 +98,22 @@ class UserInterrupt(BaseException):
     """Ctrl-C. It is no KeyboardInterrupt, because typer would turn that into an exit code before `main` sees it."""
 
 
+def _configure_warnings(*, is_quiet: bool) -> None:
+    """Print warnings about former names as one line, unless another process of this command prints them."""
+    if is_quiet:
+        warnings.simplefilter("ignore", FormerNameWarning)
+    format_other = warnings.formatwarning
+
+    def format_warning(
+        message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+    ) -> str:
+        if issubclass(category, FormerNameWarning):
+            return f"warning: {message}\n"
+        return format_other(message, category, filename, lineno, line)
+
+    warnings.formatwarning = format_warning
+
+
 def main() -> None:
     """Run a command and exit with its code.
 
@@ -110,6 +127,7 @@ def main() -> None:
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, _raise_interrupt)
     rank = environ.get("RANK", "0")
+    _configure_warnings(is_quiet=rank != "0" or RANK_RECORD_VARIABLE in environ)
     where = ERROR_PREFIX if rank == "0" else f"{ERROR_PREFIX}rank {rank}: "
     try:
         if RANK_RECORD_VARIABLE in environ:  # A rank that a launcher started. It has imported torch already.

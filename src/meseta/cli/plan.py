@@ -254,7 +254,7 @@ def _exchange_text(planned: PlanResult) -> str:
 def _print_ranks(console: Console, planned: PlanResult) -> None:
     """Print milliseconds per component and the maximum memory per tier, of all ranks or of the fullest and busiest."""
     from meseta.planner.explain.memory import describe_fullest_ranks
-    from meseta.spec.stages import STEP_COMPONENT_LABELS, STEP_COMPONENTS
+    from meseta.spec.stages import STEP_COMPONENTS
 
     prediction = planned.prediction
     ranks = prediction.most_loaded_ranks(MAX_RANKS)
@@ -265,7 +265,7 @@ def _print_ranks(console: Console, planned: PlanResult) -> None:
     )
     tiers = list(prediction.fullest_ranks())
     console.print(f"fullest ranks: {describe_fullest_ranks(planned)}", soft_wrap=True)
-    table = _table(title, ["rank", *STEP_COMPONENT_LABELS.values(), *(f"{tier} MB" for tier in tiers)])
+    table = _table(title, ["rank", *STEP_COMPONENTS, *(f"{tier} MB" for tier in tiers)])
     for rank in ranks:
         times = [f"{1e3 * prediction.seconds[name][rank]:.3g}" for name in STEP_COMPONENTS]
         table.add_row(str(rank), *times, *(f"{prediction.peak_bytes(tier)[rank] / 1e6:,.1f}" for tier in tiers))
@@ -306,7 +306,6 @@ def _print_check(names: list[str]) -> None:
     """Print predicted and measured milliseconds of a run by component and rank, and by transfer with its bytes."""
     from meseta.report.prediction import compare_components
     from meseta.report.record import read_run
-    from meseta.spec.stages import STEP_COMPONENT_LABELS
 
     if len(names) != 1:
         raise MesetaError(f"plan check: specify the folder of one run, got {len(names)} names")
@@ -323,7 +322,7 @@ def _print_check(names: list[str]) -> None:
     for one in comparisons:
         ratio = "" if one.ratio is None else f"{one.ratio:.2f}"
         times = f"{1e3 * one.predicted_s:.3g}", f"{1e3 * one.measured_s:.3g}", ratio
-        table.add_row(STEP_COMPONENT_LABELS[one.component], str(one.rank), *times)
+        table.add_row(one.component, str(one.rank), *times)
     console.print(table)
     _print_transfers(console, summary)
     _print_misses(console, record)
@@ -363,10 +362,10 @@ def _print_transfers(console: Console, summary: RunSummary) -> None:
     for one in transfers:
         both = (one.predicted, one.measured)
         cells = [f"{1e3 * means.seconds:.3g}" for means in both]
-        waits = [f"{1e3 * means.waited_s:.3g}" for means in both]
+        waits = [f"{1e3 * means.wait_s:.3g}" for means in both]
         cells += waits if knows_waits else ["", waits[1]]
-        cells += [f"{means.inside_bytes / 1e3:,.4g}" for means in both]
-        cells += [f"{means.across_bytes / 1e3:,.4g}" for means in both]
+        cells += [f"{means.intra_host_bytes / 1e3:,.4g}" for means in both]
+        cells += [f"{means.inter_host_bytes / 1e3:,.4g}" for means in both]
         table.add_row(one.name, *cells)
     console.print(table)
 

@@ -1,4 +1,4 @@
-"""`--restarts N --min-nproc M`: restarts of a training run that has lost a rank, from its last checkpoint."""
+"""`--max-restarts N --min-nproc M`: restarts of a training run that has lost a rank, from its last checkpoint."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class RestartPolicy:
         not on so few ranks.
         """
         if most < 0:
-            raise MesetaError(f"--restarts must be 0 or more, got {most}")
+            raise MesetaError(f"--max-restarts must be 0 or more, got {most}")
         if least_ranks is not None and not 1 <= least_ranks <= num_ranks:
             raise MesetaError(f"--min-nproc must be in 1..{num_ranks}, the ranks of --nproc, got {least_ranks}")
         if least_ranks is not None and not most:
-            raise MesetaError(f"--min-nproc {least_ranks} needs --restarts; set both")
+            raise MesetaError(f"--min-nproc {least_ranks} needs --max-restarts; set both")
         if most and settings.checkpoint.resume == "never":
-            raise MesetaError("--restarts: checkpoint.resume is 'never', so no run can be resumed; set it to auto")
+            raise MesetaError("--max-restarts: checkpoint.resume is 'never', so no run can be resumed; set it to auto")
         restarts = RestartPolicy(most, num_ranks if least_ranks is None else least_ranks)
         for fewer in range(restarts.min_ranks, num_ranks):
             if refused := _refusal_reason(settings, fewer):

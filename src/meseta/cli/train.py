@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import textwrap
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -36,7 +37,7 @@ from meseta.cli.prepare import (
     run_prepare,
 )
 from meseta.cli.restarts import RestartPolicy, run_with_restarts
-from meseta.errors import MesetaError, format_value
+from meseta.errors import FormerNameWarning, MesetaError, format_value
 from meseta.machine.ranks import is_distributed, is_first_rank
 
 if TYPE_CHECKING:
@@ -66,9 +67,10 @@ _ForceOption = Annotated[
     typer.Option("--force", help="Start from scratch: delete the run in run_dir, and prepare data again if needed."),
 ]
 _NprocOption = Annotated[int, typer.Option(help="Number of ranks on this machine. torchrun works as well.")]
-_RestartsOption = Annotated[
+_MaxRestartsOption = Annotated[
     int, typer.Option(help="Maximum number of automatic restarts after ranks of --nproc are lost.")
 ]
+_FormerRestartsOption = Annotated[int | None, typer.Option("--restarts", hidden=True)]
 _MinNprocOption = Annotated[
     int | None,
     typer.Option(help="Minimum number of ranks if restarts leave out killed ranks. Default: restarts use all ranks."),
@@ -117,7 +119,8 @@ def train(
     bad_rows: BadRowsOption = "error",
     max_bad_rows: MaxBadRowsOption = None,
     nproc: _NprocOption = 1,
-    restarts: _RestartsOption = 0,
+    max_restarts: _MaxRestartsOption = 0,
+    restarts: _FormerRestartsOption = None,
     min_nproc: _MinNprocOption = None,
     readers: _ReadersOption = "0",
     no_test: _NoTestOption = False,
@@ -152,7 +155,7 @@ def train(
             if readers != "0":
                 # The launcher starts the readers once. Ranks find their URL in the environment.
                 stack.enter_context(_run_local_readers(readers, data or [], settings))
-            _launch_ranks(nproc, restarts, min_nproc, settings)
+            _launch_ranks(nproc, _current_max_restarts(max_restarts, restarts), min_nproc, settings)
         tried_on = None
         if data:
             tried_on = _prepare_and_choose_settings(document, settings, sources=data, force=force, **said)
@@ -192,16 +195,28 @@ def _run_local_readers(readers: str, data: Sequence[str], settings: RunConfig) -
             del environ[READERS_VARIABLE]
 
 
-def _launch_ranks(nproc: int, restarts: int, min_nproc: int | None, settings: RunConfig) -> None:
+def _current_max_restarts(max_restarts: int, restarts: int | None) -> int:
+    """Return the number of restarts, which the former option `--restarts` may give."""
+    if restarts is None:
+        return max_restarts
+    if max_restarts:
+        raise MesetaError("--restarts is the former name of --max-restarts; remove --restarts")
+    warnings.warn("option '--restarts' is now '--max-restarts'; rename it", FormerNameWarning, stacklevel=2)
+    return restarts
+
+
+def _launch_ranks(nproc: int, max_restarts: int, min_nproc: int | None, settings: RunConfig) -> None:
     """Launch the ranks and exit with their code.
 
     Returns if torchrun has started this process as a rank, or if it is the only rank and has no restarts.
     """
     if is_distributed():
-        if restarts or min_nproc is not None:
-            raise MesetaError("--restarts and --min-nproc are for --nproc; torchrun has --max-restarts and --nnodes")
+        if max_restarts or min_nproc is not None:
+            raise MesetaError(
+                "--max-restarts and --min-nproc are for --nproc; torchrun has --max-restarts and --nnodes"
+            )
         return
-    how = RestartPolicy.from_options(restarts, min_nproc, nproc, settings)
+    how = RestartPolicy.from_options(max_restarts, min_nproc, nproc, settings)
     if how.max_restarts:
         sys.exit(run_with_restarts(sys.argv[1:], nproc, how, settings))
     if nproc != 1:

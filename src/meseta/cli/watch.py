@@ -65,7 +65,7 @@ class RankWatch:
         states = {rank: state for rank, state in self.read_states().items() if running[rank]}
         silent = self._heartbeats.update({rank: state.heartbeat_ns for rank, state in states.items()}, now_s)
         # A rank without any heartbeat may still be importing its modules.
-        first_s = max(self.limits.silent_s, STARTUP_GRACE_S)
+        first_s = max(self.limits.heartbeat_timeout_s, STARTUP_GRACE_S)
         silent = {r: s for r, s in silent.items() if running[r] and (self._heartbeats.has_heartbeat(r) or s > first_s)}
         silent = {r: s for r, s in silent.items() if not self._waits_for_storage(states.get(r), s)}
         now_ns = time.monotonic_ns()
@@ -76,9 +76,9 @@ class RankWatch:
     def _waits_for_storage(self, state: RankState | None, silent_s: float) -> bool:
         """Whether the heartbeat of a rank is late because the disk of its record does not answer.
 
-        This is reported as a stall, and ends the run only after `stall_s`.
+        This is reported as a stall, and ends the run only after `stall_timeout_s`.
         """
-        if state is None or not self.limits.silent_s < silent_s <= self.limits.stall_s:
+        if state is None or not self.limits.heartbeat_timeout_s < silent_s <= self.limits.stall_timeout_s:
             return False
         return is_blocked(state.pid)
 
@@ -104,7 +104,7 @@ class RankWatch:
             self._warned.clear()
         elif trouble.ranks not in self._warned and _is_in_step(states):
             self._warned.add(trouble.ranks)
-            return f"{trouble.text}; the run is stopped after {self.limits.stall_s:g} s (comm.stall_s)"
+            return f"{trouble.text}; the run is stopped after {self.limits.stall_timeout_s:g} s (comm.stall_timeout_s)"
         return None
 
     def find_diverged(self) -> Diagnosis | None:
@@ -140,6 +140,6 @@ def load_time_limits(run_dir: Path) -> TimeLimits:
 
     # The ranks report a config that cannot be read.
     try:
-        return load_config(run_dir / "config.yaml").comm.time_limits
+        return load_config(run_dir / "config.yaml", is_stored=True).comm.time_limits
     except (MesetaError, OSError):
         return TimeLimits()

@@ -34,7 +34,7 @@ def measure_rank_clocks(world: World) -> list[RankClock]:
     moments = []
     for _ in range(NUM_CLOCK_EXCHANGES if world.size > 1 else 0):
         enter_s = time.perf_counter()
-        world.all_gather(torch.zeros(1), "a measurement")
+        world.all_gather(torch.zeros(1), "measurement")
         moments.append((enter_s, time.perf_counter()))
     gathered = world.all_gather_object((socket.gethostname(), clock_id() or f"of rank {world.rank}", moments))
     hosts, clocks, moments_per_rank = zip(*gathered, strict=True)

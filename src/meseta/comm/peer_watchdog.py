@@ -69,7 +69,7 @@ class PeerWatchdog:
         self._keys = [f"meseta-record-{rank}" for rank in range(num_ranks)]
         self._states: Mapping[int, RankState] = {}
         self._num_exchanges = 0
-        self._period_s = min(max(POLL_INTERVAL_S, num_ranks / MAX_RECORDS_PER_S), limits.silent_s / 3)
+        self._period_s = min(max(POLL_INTERVAL_S, num_ranks / MAX_RECORDS_PER_S), limits.heartbeat_timeout_s / 3)
         self._heartbeats = HeartbeatMonitor([*range(num_ranks), STORE_RANK], time.monotonic())
         self._grace_period = DivergenceGracePeriod()
         self._stopped = threading.Event()
@@ -122,10 +122,10 @@ class PeerWatchdog:
         silent = {rank: seconds for rank, seconds in silent.items() if rank in states and rank != own_rank}
         # If the store does not answer, no heartbeat arrives, so the store is the likely cause.
         longest_s = max([store_s, *silent.values()])
-        if longest_s > self._limits.silent_s and store_s > STORE_SILENCE_SHARE * longest_s:
+        if longest_s > self._limits.heartbeat_timeout_s and store_s > STORE_SILENCE_SHARE * longest_s:
             return self._diagnose_unreachable_store(states, store_s)
-        trouble = find_unreachable_hosts(states, silent, own_rank, self._limits.silent_s)
-        trouble = trouble or find_unresponsive(states, silent, self._limits.silent_s)
+        trouble = find_unreachable_hosts(states, silent, own_rank, self._limits.heartbeat_timeout_s)
+        trouble = trouble or find_unresponsive(states, silent, self._limits.heartbeat_timeout_s)
         return trouble or self._grace_period.filter_diagnosis(diagnose(states, {}, None, self._limits), now_s)
 
     def _diagnose_unreachable_store(self, states: Mapping[int, RankState], seconds: float) -> Diagnosis:

@@ -107,7 +107,8 @@ class World:
     """Process group of torch.distributed. `None` is the default group."""
     plan_ranks_per_host: int | None = None
     """Number of ranks per host according to the plan. `None` means as launched."""
-    sum_algorithm: AllReduceAlgorithm = "twins"
+    sum_algorithm: AllReduceAlgorithm = "cross_host"
+    """Algorithm of sums without a codec."""
     transfers: TransferTimes = field(default_factory=TransferTimes, compare=False, repr=False)
 
     @staticmethod
@@ -294,7 +295,7 @@ class World:
             )
 
         # With a codec, there is one inter-host algorithm. Elements that are never encoded use it too.
-        path = self.sum_algorithm if coding is None else "twins"
+        path = self.sum_algorithm if coding is None else "cross_host"
         sums = OrderedSum(self.rank, self.size, self.ranks_per_host, path, begin, lane.scratch, coding)
         return lane.submit(lambda: add_up(sums), in_background=in_background and on_cpu)
 
@@ -337,7 +338,7 @@ class World:
         return PendingCollective(received=gathered, send=flat, work=work, end_span=end, recording=recording)
 
     def _start_span(
-        self, name: str, inside_bytes: float, across_bytes: float, num_peers: int | None = None
+        self, name: str, intra_host_bytes: float, inter_host_bytes: float, num_peers: int | None = None
     ) -> Callable[[float, float | None], None]:
         """Start a timed span with `num_peers` peers, or all if `None`. Returns a function that ends it."""
         begin_s, transfers = time.perf_counter(), self.transfers
@@ -346,7 +347,7 @@ class World:
         def end(start_s: float, done_s: float | None) -> None:
             done_s = time.perf_counter() if done_s is None else done_s
             waited_s = max(done_s - start_s, 0.0)
-            span = TransferSpan(name, step, peers, inside_bytes, across_bytes, begin_s, done_s, waited_s)
+            span = TransferSpan(name, step, peers, intra_host_bytes, inter_host_bytes, begin_s, done_s, waited_s)
             transfers.add(span)
 
         return end
@@ -377,7 +378,7 @@ class World:
         per_host, inter_host_bytes = self.ranks_per_host, float(tensor.nbytes)
         intra_host_factor, inter_host_factor = traffic_factors(way, self.size, per_host)
         if way == "sum":
-            path = self.sum_algorithm if coding is None else "twins"
+            path = self.sum_algorithm if coding is None else "cross_host"
             intra_host_factor, inter_host_factor = all_reduce_traffic_factors(
                 path, self.size, per_host, self.rank // per_host
             )

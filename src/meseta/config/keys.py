@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
+from meseta.config.former_keys import current_key
 from meseta.config.models import CustomModelConfig, ModelConfig, model_sections
 from meseta.config.run import RunConfig
 from meseta.config.section import Section, used_by
@@ -69,7 +70,7 @@ def find_keys(name: str) -> list[ConfigKey]:
 
     Any feature name matches <feature>. Raises MesetaError if no key matches.
     """
-    keys = all_keys()
+    name, keys = current_key(name), all_keys()
     # The first rule that matches any key decides.
     for rule in (_is_in_section, _matches_pattern, _contains):
         if matches := [key for key in keys if rule(key, name)]:

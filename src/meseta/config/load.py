@@ -9,6 +9,7 @@ from typing import Any, TypeGuard, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
+from meseta.config import former_keys
 from meseta.config.models.base import DEFAULT_MODEL, ModelConfig, section_class
 from meseta.config.run import RunConfig
 from meseta.errors import StorageError, format_value
@@ -21,25 +22,30 @@ from meseta.spec.documents import read_mapping
 AnySection = TypeVar("AnySection", bound=BaseModel)
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+def load_config(path: str | Path, overrides: Sequence[str] = (), *, is_stored: bool = False) -> RunConfig:
     """Load a config file and apply overrides such as `train.batch_size=4096`, whose values are YAML.
 
-    Raises MesetaError if the file is missing, a key is unknown or a value is invalid.
+    If `is_stored`, a run has written the file, and former names in it cause no warning. Raises MesetaError if the file
+    is missing, a key is unknown or a value is invalid.
     """
-    return validate_document(read_config_document(path, overrides), path)
+    return validate_document(read_config_document(path, overrides, is_stored=is_stored), path)
 
 
-def read_config_document(path: str | Path | None, overrides: Sequence[str] = ()) -> dict[str, Any]:
+def read_config_document(
+    path: str | Path | None, overrides: Sequence[str] = (), *, is_stored: bool = False
+) -> dict[str, Any]:
     """Read a config file and overrides without validation. If `path` is `None`, read the overrides only.
 
-    Raises MesetaError if the file or an override cannot be read.
+    See `load_config` for `is_stored`. Raises MesetaError if the file or an override cannot be read.
     """
     try:
         document = {} if path is None else read_mapping(path)
+        former_keys.rename_keys(document, warns=not is_stored)
     except MesetaError as error:
         raise error.with_prefix(f"config {str(path)!r}: ") from None
     for override in overrides:
         _apply_override(document, override)
+    former_keys.rename_values(document, warns=not is_stored)
     return document
 
 
@@ -49,7 +55,7 @@ def checkpoint_location(run_dir: Path) -> Location:
     If its config is missing or invalid, the location is `run_dir/checkpoints`. Raises StorageError if reading fails.
     """
     try:
-        url = get_value(read_config_document(run_dir / "config.yaml"), "checkpoint.dir")
+        url = get_value(read_config_document(run_dir / "config.yaml", is_stored=True), "checkpoint.dir")
         if isinstance(url, str) and is_url(url):
             return to_location(url)
     except StorageError:  # The config may name a URL.
@@ -93,7 +99,7 @@ def _apply_override(document: dict[str, Any], override: str) -> None:
     key, equals, value = override.partition("=")
     if not equals or not key:
         raise MesetaError(f"override {override!r} must look like train.batch_size=4096")
-    *parents, last = key.split(".")
+    *parents, last = former_keys.current_key(key).split(".")
     try:
         _get_or_make_section(document, parents)[last] = parse_yaml(value)
     except _NotASectionError as error:

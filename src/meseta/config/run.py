@@ -40,7 +40,7 @@ class ServiceConfig(Section):
     """Folder of keys created by `meseta readers keys`. With keys, the address must be grpc+tls://HOST:PORT."""
     dataset: str | None = Field(default=None, min_length=1, max_length=1024)
     """Name of a dataset of the readers; None: their only one."""
-    give_up_s: float = Field(default=300.0, gt=0)
+    reader_timeout_s: float = Field(default=300.0, gt=0)
     """Seconds after which a run stops if no reader decodes rows for it."""
 
     @field_validator("url")
@@ -361,10 +361,10 @@ class CommConfig(Section):
     dense: CodecName | None = None
     exchange: Literal["auto", ExchangeAlgorithm] = "auto"
     dense_exchange: Literal["auto", CrossHostAlgorithm] = "auto"
-    silent_s: float = TimeLimits.silent_s
+    heartbeat_timeout_s: float = TimeLimits.heartbeat_timeout_s
     """Seconds without a heartbeat of a rank after which the run is stopped and the rank reported. Heartbeats are sent
     every second, unless the rank is stopped, swapping or blocked by a disk."""
-    stall_s: float = TimeLimits.stall_s
+    stall_timeout_s: float = TimeLimits.stall_timeout_s
     """Seconds in one transfer, or in one stage of a step, after which the run is stopped. The rank that the others wait
     for is reported. A warning is printed after 30 s."""
 
@@ -381,15 +381,15 @@ class CommConfig(Section):
     @property
     def time_limits(self) -> TimeLimits:
         """Timeouts for ranks."""
-        return TimeLimits(silent_s=self.silent_s, stall_s=self.stall_s)
+        return TimeLimits(heartbeat_timeout_s=self.heartbeat_timeout_s, stall_timeout_s=self.stall_timeout_s)
 
 
 class PipelineConfig(Section):
     overlap: Literal["auto", "off"] | list[Overlap] = "auto"
-    """Exchanges that overlap with computation: ids, answers, gradients, dense and agree, see docs/pipeline.md. The
+    """Exchanges that overlap with computation: ids, embeddings, gradients, dense and agree, see docs/pipeline.md. The
     results do not depend on it. 'auto': all that can overlap."""
 
-    stale: Literal[0, 1] = 0
+    staleness: Literal[0, 1] = 0
     """Number of updates that a lookup does not see. With 1, each batch is looked up before the update of the previous
     batch, so that embeddings are exchanged during its computation. Results differ from those with 0, but not between
     numbers of ranks. See docs/pipeline.md for the effect on quality."""
@@ -413,9 +413,9 @@ class StorageConfig(Section):
     dir: LocalPath | None = None
     """Folder on a local disk for rows of tier 'disk', in scratch files that a run removes; None: the tier is not
     used."""
-    near_bytes: Literal["auto"] | PositiveInt = "auto"
+    cache_bytes: Literal["auto"] | PositiveInt = "auto"
     """Memory of each rank for caches of tiers 'cached' and 'disk'. It is divided among the shards for which the plan
-    has no near_rows, by the benefit of the next row. 'auto': the smallest memory for which a step is predicted to take
+    has no cache_rows, by the benefit of the next row. 'auto': the smallest memory for which a step is predicted to take
     at most 3 % longer than with all available memory."""
     lookahead: Literal["auto"] | Annotated[int, Field(ge=0, le=MAX_LOOKAHEAD)] = "auto"
     """Number of batches whose rows are prefetched from the backing store; 0: rows are fetched when they are looked up.
@@ -430,7 +430,7 @@ class StorageConfig(Section):
         """Storage options for `meseta.shard`."""
         return StorageOptions(
             dir=self.dir,
-            cache_bytes=None if self.near_bytes == "auto" else self.near_bytes,
+            cache_bytes=None if self.cache_bytes == "auto" else self.cache_bytes,
             lookahead=None if self.lookahead == "auto" else self.lookahead,
             engine=self.engine,
             max_reads_per_s=self.max_reads_per_s,

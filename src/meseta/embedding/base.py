@@ -42,7 +42,7 @@ NO_BACKWARD = -1
 
 
 class OptimizerInBackward(torch.autograd.Function):
-    """Autograd function that returns `answers` in the forward pass and calls `update` in the backward pass.
+    """Autograd function that returns `embeddings` in the forward pass and calls `update` in the backward pass.
 
     `update` returns the gradient of each tensor in `weights` (weights of ids), or `None` for it.
     """

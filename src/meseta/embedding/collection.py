@@ -149,14 +149,14 @@ def _unsharded_plan(table: TableSpec, pieces: Sequence[Shard] = ()) -> TablePlan
             f"plan: table {table.name!r} must have one tier in one process, got {', '.join(tiers)}; use one tier for "
             "all of its rows"
         )
-    near_rows = [piece.cache_rows for piece in pieces if piece.cache_rows is not None]
+    cache_rows = [piece.cache_rows for piece in pieces if piece.cache_rows is not None]
     whole = Shard(
         table=table.name,
         rows=(0, table.num_embeddings),
         columns=(0, table.embedding_dim),
         ranks=(0,),
         tier=tiers[0],
-        cache_rows=min(sum(near_rows), table.num_embeddings) if near_rows else None,
+        cache_rows=min(sum(cache_rows), table.num_embeddings) if cache_rows else None,
     )
     return TablePlan(table=table.name, sharding=ShardingType.TABLE_WISE, shards=(whole,))
 

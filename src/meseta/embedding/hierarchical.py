@@ -19,8 +19,7 @@ from meseta.spec.transfer import NUM_HEADER_FIELDS
 # rank 3 that rank 0 owns:
 #
 #     ids           3 -> 1 (between hosts, to the peer in the owner's host)     1 -> 0 (inside the host, to the owner)
-#     embeddings    1 <- 0 (inside the host, partial bags and rows)             3 <- 1 (between hosts, whole bags and
-# rows)
+#     embeddings    1 <- 0 (inside the host, partial bags and rows)             3 <- 1 (between hosts, bags and rows)
 #
 # These are the two steps of section 3.1 of arXiv 2403.00877. Data for ranks of the same host takes only the second hop.
 # Gradients take the route of ids.
@@ -88,7 +87,7 @@ class HierarchicalExchange:
             send[host_rank] = len(self.cross_host_peers) * self.num_rank_counts[host_rank]
             receive[host_rank] = len(self.cross_host_peers) * self.num_rank_counts[self._world.rank]
         scope = ExchangeScope(self.host_ranks, self._tables)
-        return self._world.all_to_all(received[self._gather_index], send, receive, "counts inside", scope=scope)
+        return self._world.all_to_all(received[self._gather_index], send, receive, "counts intra-host", scope=scope)
 
     def forward_ids_within_host(self, x: InputDist, weights: bool = False) -> PendingCollective:
         """Wait for ids or weights of peers, and start to forward them to the ranks of this host."""
@@ -113,7 +112,7 @@ class HierarchicalExchange:
             receive[host_rank] = sum(
                 k * x.batch_size_per_rank[peer] + sum(x.ids_per_route.served[peer]) for peer in peers
             )
-        name = "weights inside" if weights else "ids inside"
+        name = "weights intra-host" if weights else "ids intra-host"
         packed = permute_segments(pending.wait(), sizes, order)
         return self._world.all_to_all(
             packed, send, receive, name, scope=ExchangeScope(self.host_ranks, self._tables, x.batch_tag)
@@ -167,7 +166,9 @@ def send_to_cross_host_peers(
             [routing.cross_host_message(host, x.batch_size_per_rank[peer], x.rows_per_route.forwarded.get(peer, {}))]
         )
         [receive[peer]] = message_format.message_sizes([message])
-    pending = world.all_to_all(packed, send, receive, "whole bags", scope=ExchangeScope(peers, tables, x.batch_tag))
+    pending = world.all_to_all(
+        packed, send, receive, "embeddings inter-host", scope=ExchangeScope(peers, tables, x.batch_tag)
+    )
 
     def wait_for_embeddings() -> InterHostEmbeddings:
         bags, direct, rows = list[Tensor](), dict[int, Tensor](), RouteRows()
@@ -234,7 +235,7 @@ def send_gradients_to_cross_host_peers(
         )
         [receive[peer]] = message_format.message_sizes([messages[h]])
     scope = ExchangeScope(peers, batch_tag=x.batch_tag)
-    pending = world.all_to_all(buffer, send, receive, "gradients of whole bags", scope=scope)
+    pending = world.all_to_all(buffer, send, receive, "gradients inter-host", scope=scope)
 
     def take() -> InterHostGradients:
         received, bags = (

@@ -54,7 +54,7 @@ class Routing:
     An owner sends three kinds of data: direct bags to the requesting ranks, partial bags that are added inside its host
     (4D parallelism, arXiv 2104.05158, section 4.2.1), and the rows of unpooled routes.
 
-    With exchange 'two_level', ranks communicate between hosts only with their cross-host peers. Bags and rows pass
+    With exchange 'hierarchical', ranks communicate between hosts only with their cross-host peers. Bags and rows pass
     through them, and so do ids. An id that several ranks of a host need is sent to the host once.
     """
 
@@ -68,8 +68,8 @@ class Routing:
     #     partial bags   0 -> 1, 1 -> 1    2 -> 3, 3 -> 3    in each host, to the cross-host peer of rank 3
     #     whole bags     1 -> 3            3 -> 3            row range 0 + row range 1, to the requesting rank
     #
-    # Exchange 'two_level' is the transform of section 3.1 of arXiv 2403.00877 that does not change the model. The ids
-    # of this bag:
+    # Exchange 'hierarchical' is the transform of section 3.1 of arXiv 2403.00877 that does not change the model. The
+    # ids of this bag:
     #
     #     between hosts   3 -> 1            3 -> 3            rows 1 and 6, once for each host that needs them
     #     inside hosts    1 -> 0, 1 -> 1    3 -> 2, 3 -> 3    row 1 to the owner of row range 0, row 6 to that of 1

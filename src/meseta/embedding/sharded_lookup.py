@@ -338,7 +338,7 @@ class ShardedLookup:
         scope = ExchangeScope(
             None if self._hierarchical is None else self._hierarchical.host_ranks, self.tables, x.batch_tag
         )
-        return self.world.all_to_all(send, message_format.message_sizes(messages), expected, "answers", scope=scope)
+        return self.world.all_to_all(send, message_format.message_sizes(messages), expected, "embeddings", scope=scope)
 
     def _lookup_rows(self, x: InputDist, owned: OwnedIds, message_format: MessageFormat) -> list[tuple[Tensor, ...]]:
         """Return the encoded rows [rows, columns] for each rank, for each unpooled route of this rank."""

@@ -120,27 +120,30 @@ class ScoringModel(nn.Module, ABC):
         """Compute the logits from `x`, the result of `encode_dense`, and pooled embeddings."""
 
 
+FORMER_MEMBERS = {"before": "forward_dense", "reads_dense_alone": "has_dense_layers"}
+"""Current name of each former member of a model. A model that defines a former name is refused, because it would
+silently lose the overlap of its dense part, or silently gain one that it disables."""
+
+
 def find_dense_forward(model: Any) -> Callable[[Tensor], Any] | None:
     """Return the method `forward_dense` of a model, whose result replaces the dense inputs in calls of `score`.
 
     Returns `None` if the model has no such method, if the model has no dense layers, or if a subclass overrides `score`
-    but not `forward_dense`, because its `score` expects the dense inputs. Raises MesetaError if the model has a method
-    `before`, the former name, and no `forward_dense`.
+    but not `forward_dense`, because its `score` expects the dense inputs. Raises MesetaError if the model defines a
+    member of `FORMER_MEMBERS` under its former name.
     """
-    if not getattr(model, "has_dense_layers", True):
-        return None
     order = type(model).__mro__
 
     def depth(name: str) -> int | None:
         return next((index for index, cls in enumerate(order) if name in vars(cls)), None)
 
+    for former, current in FORMER_MEMBERS.items():
+        former_depth, current_depth = depth(former), depth(current)
+        if former_depth is not None and (current_depth is None or former_depth < current_depth):
+            raise MesetaError(f"{order[former_depth].__name__} has {former}, which is now called {current}; rename it")
+    if not getattr(model, "has_dense_layers", True):
+        return None
     dense_depth, score_depth = depth("forward_dense"), depth("score")
-    former_depth = depth("before")
-    # Ignored, a former method would silently cost the overlap of the dense part with the exchange.
-    if former_depth is not None and (dense_depth is None or former_depth < dense_depth):
-        raise MesetaError(
-            f"{order[former_depth].__name__} has a method before, which is now called forward_dense; rename the method"
-        )
     if dense_depth is None or (score_depth is not None and score_depth < dense_depth):
         return None
     method: Callable[[Tensor], Any] = model.forward_dense

@@ -19,7 +19,7 @@ class OverlapChoice:
 
     hidden: tuple[Overlap, ...]
     """Selected overlaps, in the order of `OVERLAPS`."""
-    left_out: Mapping[Overlap, str]
+    excluded: Mapping[Overlap, str]
     """Reason why an overlap is not possible, for each one that `auto` left out."""
 
 
@@ -63,7 +63,7 @@ def predict_overlap(
         reasons = dict.fromkeys(OVERLAPS, "one rank sends nothing")
     else:
         if find_dense_forward(model) is None and accumulate_steps == 1:
-            reasons["answers"] = (
+            reasons["embeddings"] = (
                 f"{type(model).__name__} computes nothing from dense inputs alone (it has no method `forward_dense`), "
                 "and there are no micro-batches"
             )

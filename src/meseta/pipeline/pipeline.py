@@ -249,7 +249,7 @@ class Pipeline:
         if not self._has_pending_dense_update:
             return
         self._has_pending_dense_update = False
-        with self.stage_times.stage("update"):
+        with self.stage_times.stage("dense_update"):
             if self._dense_gradients is not None:
                 self._dense_gradients.finish()
             # A clipper that includes rows has already run in the backward pass.
@@ -423,7 +423,7 @@ class Pipeline:
                     # The input_dist of later batches runs during the rest of this step.
                     if index == 0:
                         self._fill_queue(batches)
-                    if "answers" in self.overlap:
+                    if "embeddings" in self.overlap:
                         self.model.embeddings.start_second_hop(part.context)
                     if index == 0:
                         self._finish_dense_update()
@@ -480,7 +480,7 @@ class Pipeline:
         """Return (logits, loss, sums of losses) of a micro-batch, see `BatchLosses`. Starts the lookup of `following`
         meanwhile."""
         embeddings, stage, batch = self.model.embeddings, self.stage_times.stage, part.device_batch
-        hides = "answers" in self.overlap
+        hides = "embeddings" in self.overlap
         with embeddings.active_batch(part.context):
             dense: Any = batch.dense
             if hides and self._forward_dense is not None:

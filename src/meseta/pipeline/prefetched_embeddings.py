@@ -47,7 +47,7 @@ class PrefetchedEmbeddings:
             width = tensor.shape[1] if tensor.dim() == 2 else 1
             send = [tensor.numel(), *[0] * (world.size - 1)]
             receive = [size * width if world.rank == 0 else 0 for size in sizes]
-            received = world.all_to_all(tensor.reshape(-1), send, receive, "carried answers").wait()
+            received = world.all_to_all(tensor.reshape(-1), send, receive, "prefetched embeddings").wait()
             return received.view(-1, *tensor.shape[1:])
 
         pooled_of_all, ids_of_all = whole(local_part.pooled), whole(local_part.id_digests)
@@ -69,7 +69,7 @@ class PrefetchedEmbeddings:
         if not is_same or (is_last and local_range.stop != len(self.id_digests)):
             problem = MesetaError(
                 "the next batch differs from that of the prefetched embeddings in the checkpoint; use the data and the "
-                "train.batch_size of the saved run, or set pipeline.stale=0 to ignore prefetched embeddings"
+                "train.batch_size of the saved run, or set pipeline.staleness=0 to ignore prefetched embeddings"
             )
         world.raise_on_all_ranks(problem)
         return self.pooled[local_range].to(world.device)

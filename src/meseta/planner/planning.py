@@ -132,7 +132,7 @@ def choose_exchange_algorithms(
     asked = comm.exchange if comm.exchange != "auto" else plan.exchange
     sums = comm.dense_exchange if comm.dense_exchange != "auto" else plan.dense_exchange
     if not comm.codec("dense").is_lossless:
-        sums = sums or "twins"
+        sums = sums or "cross_host"
     exchanges: Sequence[ExchangeAlgorithm] = EXCHANGES if asked is None else (asked,)
     options: list[AlgorithmPair] = []
     for exchange in exchanges:
@@ -152,8 +152,8 @@ def _find_best(task: PlanTask) -> PlanResult | PlacementProblem:
     if not 1 < task.topology.devices_per_host < task.topology.num_ranks:
         first = _search(task, loads, (None, None))
         return first if isinstance(first, PlacementProblem) else first.repeat_search()
-    path: CrossHostAlgorithm = "twins" if comm.dense_exchange == "auto" else comm.dense_exchange
-    options: list[AlgorithmPair] = [("flat", None), ("two_level", path)]
+    path: CrossHostAlgorithm = "cross_host" if comm.dense_exchange == "auto" else comm.dense_exchange
+    options: list[AlgorithmPair] = [("flat", None), ("hierarchical", path)]
     if comm.exchange != "auto":
         options = [ways for ways in options if ways[0] == comm.exchange]
     # A plan is searched for each exchange algorithm. For many tables, only the first one is searched, and its placement
@@ -170,11 +170,11 @@ def _find_best(task: PlanTask) -> PlanResult | PlacementProblem:
     if isinstance(best, PlacementProblem):
         return best
     if (
-        best.plan_result.plan.exchange == "two_level"
+        best.plan_result.plan.exchange == "hierarchical"
         and comm.dense_exchange == "auto"
         and comm.codec("dense").is_lossless
     ):
-        best = best.with_algorithms(("two_level", "chain")) or best
+        best = best.with_algorithms(("hierarchical", "chain")) or best
     return best.repeat_search()
 
 

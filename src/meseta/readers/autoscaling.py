@@ -41,7 +41,7 @@ def run_autoscaler(scale: ReaderAutoscaler, leases: LeaseTable, readers: LocalRe
 
 def measure_load(leases: LeaseTable) -> ReaderLoad:
     """Return the recent load of readers and training runs."""
-    readers = [reader for reader in leases.readers() if not reader.is_leaving]
+    readers = [reader for reader in leases.readers() if not reader.is_draining]
     num_windows = sum(reader.num_windows for reader in readers)
     return ReaderLoad(
         num_readers=len(readers),

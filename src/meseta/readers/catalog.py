@@ -91,9 +91,9 @@ class Catalog:
                 self._counts[rows] = RowCounts(
                     groups=tuple(row_counts),
                     group_rows=tuple(row_counts.values()),
-                    by_filter=split.excluded_rows.by_filter,
-                    negatives=split.excluded_rows.negatives,
-                    wide_features=tuple(split.int64_features),
+                    num_filtered=split.excluded_rows.by_filter,
+                    num_dropped_negatives=split.excluded_rows.negatives,
+                    int64_features=tuple(split.int64_features),
                 )
             return self._counts[rows]
 

@@ -27,7 +27,7 @@ from meseta.readers.endpoint_server import Endpoint, EndpointServer
 from meseta.readers.lease_table import LeaseTable
 from meseta.spec import MesetaError
 
-ACTIONS = ("describe", "count", "table", "lease", "beat", "status")
+ACTIONS = ("describe", "count", "table", "lease", "heartbeat", "status")
 
 
 class DispatchServer(EndpointServer):
@@ -54,7 +54,9 @@ class DispatchServer(EndpointServer):
         """Return the status of datasets, readers and sessions."""
         scale, target = self._autoscaler, None
         if scale is not None:
-            target = ScaleTarget(wanted=scale.target_readers, least=scale.min_readers, most=scale.max_readers)
+            target = ScaleTarget(
+                target=scale.target_readers, min_readers=scale.min_readers, max_readers=scale.max_readers
+            )
         return ReaderServiceStatus(
             scale=target,
             datasets=self._catalog.folders,
@@ -74,10 +76,10 @@ class DispatchServer(EndpointServer):
                 return self._catalog.read_table(TableRequest.from_bytes(body, sender))
             case "lease":
                 return self._leases.lease(LeaseRequest.from_bytes(body, sender))
-            case "beat":
-                beat = Heartbeat.from_bytes(body, sender)
-                check_reachable(beat.reader, has_keys=isinstance(self.credentials, TlsKeys))
-                self._leases.record_heartbeat(beat)
+            case "heartbeat" | "beat":  # Readers of earlier versions send "beat".
+                heartbeat = Heartbeat.from_bytes(body, sender)
+                check_reachable(heartbeat.reader, has_keys=isinstance(self.credentials, TlsKeys))
+                self._leases.record_heartbeat(heartbeat)
                 return HeartbeatReply(datasets=self._catalog.folders)
             case "status":
                 return self.status()

@@ -80,14 +80,14 @@ class LeaseTable:
         self.num_reassigned = Counter[MoveReason]()
         """Number of windows that moved to another reader, by reason."""
 
-    def record_heartbeat(self, beat: Heartbeat) -> None:
+    def record_heartbeat(self, heartbeat: Heartbeat) -> None:
         """Add or update a reader. Raises MesetaError if there are `MAX_READERS` other readers."""
         with self._lock:
-            if beat.reader not in self._readers and len(self._live_readers()) >= MAX_READERS:
+            if heartbeat.reader not in self._readers and len(self._live_readers()) >= MAX_READERS:
                 raise MesetaError(f"a dispatcher has at most {MAX_READERS:,} readers; start another dispatcher")
-            reader = self._readers.setdefault(beat.reader, ReaderState(beat, 0.0))
-            reader.heartbeat, reader.heartbeat_s = beat, self._clock()
-            reader.counters.update(reader.heartbeat_s, beat.num_rows, beat.busy_s)
+            reader = self._readers.setdefault(heartbeat.reader, ReaderState(heartbeat, 0.0))
+            reader.heartbeat, reader.heartbeat_s = heartbeat, self._clock()
+            reader.counters.update(reader.heartbeat_s, heartbeat.num_rows, heartbeat.busy_s)
 
     def readers(self) -> list[ReaderStatus]:
         """Return the status of each reader with heartbeats, sorted by URL."""
@@ -117,10 +117,10 @@ class LeaseTable:
             live_readers = self._live_readers()
             leases = self._get_leases(request)
             # Several ranks may report one failure. Only the first report revokes the lease.
-            for trouble in request.troubles:
-                if leases.get(trouble.window) == trouble.reader:
-                    reason: MoveReason = "slow" if trouble.kind == "slow" else "lost"
-                    self._revoke(request.session.run, leases, trouble.window, reason)
+            for failure in request.failures:
+                if leases.get(failure.window) == failure.reader:
+                    reason: MoveReason = "slow" if failure.kind == "slow" else "lost"
+                    self._revoke(request.session.run, leases, failure.window, reason)
             granted, candidates = [], self._readers_in_turn(request.session.run, live_readers)
             for window in request.windows:
                 if leases.get(window) not in self._readers:
@@ -181,7 +181,7 @@ class LeaseTable:
         return deque(sorted(preferred or accepting, key=lambda url: self._readers[url].last_lease_number))
 
     def _accepting_readers(self, urls: Iterable[str]) -> list[str]:
-        return [url for url in urls if not self._readers[url].heartbeat.is_leaving]
+        return [url for url in urls if not self._readers[url].heartbeat.is_draining]
 
 
 def _status(reader: ReaderState, num_leases: int) -> ReaderStatus:

@@ -50,7 +50,7 @@ class Sessions:
         if rank is None or rank.session.attempt != session.attempt:
             rank = _SessionRank(session)
         rank.session, rank.last_request_s = session, now_s
-        rank.wait_counters.update(now_s, request.waited_s, request.passed_s)
+        rank.wait_counters.update(now_s, request.wait_s, request.elapsed_s)
         self._ranks[key] = rank
         evict_oldest(self._ranks, MAX_SESSIONS)
 

@@ -58,9 +58,9 @@ class DecodedWindow:
 
     def timings(self) -> WindowTimings:
         """Return the timings of decoding, and for how long the window has been buffered."""
-        times, ready_s = self.times, time.monotonic() - self.decoded_s
+        times, buffered_s = self.times, time.monotonic() - self.decoded_s
         return WindowTimings(
-            storage_s=times.storage_s, decode_s=times.decode_s, transform_s=times.transform_s, ready_s=ready_s
+            storage_s=times.storage_s, decode_s=times.decode_s, transform_s=times.transform_s, buffered_s=buffered_s
         )
 
 
@@ -109,7 +109,7 @@ class WindowReader:
     def read(
         self, ticket: WindowTicket, check: CancellationCheck = never_cancelled
     ) -> Iterator[tuple[pa.RecordBatch, WindowTimings | None]]:
-        """Yield record batches with the rows of one rank in a window, without the first `ticket.num_had` rows.
+        """Yield record batches with the rows of one rank in a window, without the first `ticket.num_received` rows.
 
         Only the first record batch comes with timings. Raises MesetaError if the ticket is out of range or a file is
         damaged. Raises the error of `check`, unless another rank waits for the window.
@@ -118,7 +118,7 @@ class WindowReader:
         split = self._get_split(session.rows, check)
         order = epoch_order(split.split_rows.group_rows, session.rows.options, ticket.epoch, is_served=True)
         rank = session.rank
-        if not (ticket.window < len(order) and rank < session.num_ranks and ticket.begin < order.num_rows):
+        if not (ticket.window < len(order) and rank < session.num_ranks and ticket.first_row < order.num_rows):
             raise MesetaError(
                 f"invalid ticket: rank {rank} of {session.num_ranks}, window {ticket.window} of {len(order)}"
             )
@@ -130,18 +130,18 @@ class WindowReader:
             rank=rank,
             num_ranks=session.num_ranks,
         )
-        if not cut.num_rows_between(ticket.begin, start, stop):
+        if not cut.num_rows_between(ticket.first_row, start, stop):
             return
         with self.windows.window(
             (session.run, session.attempt, session.num_ranks, session.rows),
             (ticket.epoch, ticket.window),
-            cut.ranks_between(ticket.begin, start, stop),
+            cut.ranks_between(ticket.first_row, start, stop),
             rank,
             (stop - start) * _estimate_row_bytes(split.dataset),
             lambda check: self._decode(split, order, ticket.window, check, by_row=session.rows.shuffle),
             check,
         ) as content:
-            positions = cut.rows_between(ticket.begin, start, stop)[ticket.num_had :] - start
+            positions = cut.rows_between(ticket.first_row, start, stop)[ticket.num_received :] - start
             for first in range(0, positions.size, MAX_RECORD_BATCH_ROWS):
                 # No local variable refers to the window during the yield. A slow trainer would otherwise keep it in
                 # memory after its eviction.
@@ -185,7 +185,7 @@ class WindowReader:
                 "copy it again"
             )
         labeled_dataset = dataset.with_labels(rows.labels)
-        return OpenSplit(labeled_dataset, files, record_batch_schema(labeled_dataset, counts.wide_features))
+        return OpenSplit(labeled_dataset, files, record_batch_schema(labeled_dataset, counts.int64_features))
 
 
 def _copy_rows(decoded: DecodedWindow, positions: NDArray[np.int64]) -> Rows:
@@ -226,7 +226,7 @@ class ReadServer(EndpointServer):
         self._has_reply = threading.Event()
         self._refusal: MesetaError | None = None
         self._is_draining = False
-        threading.Thread(target=self._send_heartbeats, name="meseta-beat", daemon=True).start()
+        threading.Thread(target=self._send_heartbeats, name="meseta-heartbeat", daemon=True).start()
 
     def do_get(self, context: flight.ServerCallContext, ticket: flight.Ticket) -> flight.FlightDataStream:
         """Stream the rows of a serialized `WindowTicket`."""
@@ -252,18 +252,18 @@ class ReadServer(EndpointServer):
         is_reported = False
         while not self._should_stop.is_set():
             windows = self._reader.windows
-            beat = Heartbeat(
+            heartbeat = Heartbeat(
                 reader=self.url,
-                held_bytes=windows.buffered_bytes,
-                buffer_bytes=windows.max_bytes,
+                buffered_bytes=windows.buffered_bytes,
+                max_buffer_bytes=windows.max_bytes,
                 num_rows=self._reader.num_rows,
                 num_windows=windows.num_decoded,
-                num_again=dict(windows.num_redecoded),
+                num_redecoded=dict(windows.num_redecoded),
                 busy_s=self._reader.busy_time.seconds,
-                is_leaving=self._is_draining,
+                is_draining=self._is_draining,
             )
             try:
-                reply = self._dispatcher.send_heartbeat(beat)
+                reply = self._dispatcher.send_heartbeat(heartbeat)
                 self._reader.set_folders({name: Path(folder) for name, folder in reply.datasets.items()})
                 self._refusal, is_reported = None, False
                 self._has_reply.set()

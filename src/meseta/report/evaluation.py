@@ -41,8 +41,8 @@ def evaluation_section(record: RunRecord) -> str:
     if len(lines) > len(shown):
         more = ", the best and the final one" if len(shown) > MAX_EVALS else ""
         parts.append(tag("p", escape(f"The last {MAX_EVALS} of {len(lines)} evaluations{more}."), class_="note"))
-    chosen = record.summary.chosen if record.summary else None
-    if chosen and (note := selection_on_test_warning(chosen.split, chosen.what)):
+    selected = record.summary.selected if record.summary else None
+    if selected and (note := selection_on_test_warning(selected.split, selected.what)):
         parts.append(tag("p", escape(f"{note[0].upper()}{note[1:]}."), class_="note"))
     parts.append(tag("p", escape(_calibration_note(final)), class_="note"))
     plot = reliability_plot(final.reliability)

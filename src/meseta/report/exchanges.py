@@ -61,7 +61,7 @@ def _traffic_cells(mean: RowTraffic) -> list[str]:
     return [
         f"{mean.num_rows - mean.num_misses:,.0f}",
         f"{mean.num_misses:,.0f}",
-        f"{1e3 * mean.waited_s:.2f}",
+        f"{1e3 * mean.wait_s:.2f}",
         escape(format_bytes(mean.read_bytes)),
         escape(format_bytes(mean.written_bytes)),
         "" if amplification is None else f"{amplification:.2f}",
@@ -74,7 +74,7 @@ def _overlap_lines(record: RunRecord) -> list[str]:
     if overlap is None:
         return []
     hidden = f"Hidden behind computation: {', '.join(overlap.hidden) or 'nothing'}."
-    return [hidden, *(f"Not hidden: {name}, since {why}." for name, why in overlap.left_out.items())]
+    return [hidden, *(f"Not hidden: {name}, since {why}." for name, why in overlap.excluded.items())]
 
 
 def _mean_transfer(lines: Sequence[TrainLine], name: str) -> TransferMeans:
@@ -87,10 +87,10 @@ def _mean_transfer(lines: Sequence[TrainLine], name: str) -> TransferMeans:
 
 
 def _transfer_cells(mean: TransferMeans) -> list[str]:
-    sizes = (format_bytes(mean.inside_bytes), format_bytes(mean.across_bytes))
-    hidden_s = max(mean.seconds - mean.waited_s, 0.0)
+    sizes = (format_bytes(mean.intra_host_bytes), format_bytes(mean.inter_host_bytes))
+    hidden_s = max(mean.seconds - mean.wait_s, 0.0)
     return [
-        f"{mean.num_times:.3g}",
+        f"{mean.num_calls:.3g}",
         *map(escape, sizes),
-        *(f"{1e3 * s:.2f}" for s in (mean.seconds, hidden_s, mean.waited_s)),
+        *(f"{1e3 * s:.2f}" for s in (mean.seconds, hidden_s, mean.wait_s)),
     ]

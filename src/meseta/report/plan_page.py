@@ -17,7 +17,7 @@ from meseta.report.charts.markup import escape, table, tag
 from meseta.report.charts.plan_treemap import plan_treemap
 from meseta.report.document import html_document
 from meseta.report.stages import stage_css_class
-from meseta.spec.stages import STEP_COMPONENT_LABELS, STEP_COMPONENTS, StepComponent, component_stages
+from meseta.spec.stages import STEP_COMPONENTS, StepComponent, component_stages
 from meseta.spec.tiers import DISK, HBM, HOST, MEMORIES, Memory
 from meseta.telemetry.formatting import format_bytes, format_count, format_percent, format_quantity, format_si
 
@@ -77,10 +77,7 @@ def _component_css_class(name: StepComponent) -> str:
 def _legend() -> str:
     return tag(
         "p",
-        *(
-            tag("span", class_=f"swatch {_component_css_class(name)}") + escape(f"{STEP_COMPONENT_LABELS[name]} ")
-            for name in STEP_COMPONENTS
-        ),
+        *(tag("span", class_=f"swatch {_component_css_class(name)}") + escape(f"{name} ") for name in STEP_COMPONENTS),
     )
 
 
@@ -89,10 +86,7 @@ def _times_chart(planned: PlanResult, ranks: Sequence[int]) -> str:
     rows = [
         (
             f"rank {rank}",
-            [
-                (STEP_COMPONENT_LABELS[name], _component_css_class(name), 1e3 * float(seconds[name][rank]))
-                for name in STEP_COMPONENTS
-            ],
+            [(name, _component_css_class(name), 1e3 * float(seconds[name][rank])) for name in STEP_COMPONENTS],
         )
         for rank in ranks
     ]
@@ -121,7 +115,7 @@ def _codecs_section(planned: PlanResult) -> list[str]:
 
 def _memory_section(planned: PlanResult, ranks: Sequence[int]) -> str:
     tiers = [(tier, planned.prediction.peak_bytes(tier)) for tier in MEMORIES]
-    colours: dict[Memory, str] = {HBM: "stage-lookup", HOST: "stage-backward", DISK: "stage-update"}
+    colours: dict[Memory, str] = {HBM: "stage-lookup", HOST: "stage-backward", DISK: "stage-dense_update"}
     used = [(tier, held) for tier, held in tiers if held.any()]
     rows = [(f"rank {rank}", [(tier, colours[tier], float(held[rank]) / 1e6) for tier, held in used]) for rank in ranks]
     intro = tag("p", escape(f"The most that a rank holds in any phase of a run: {describe_fullest_ranks(planned)}."))

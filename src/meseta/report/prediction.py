@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from meseta.report.charts.markup import escape, table, tag
 from meseta.report.record import RunRecord
-from meseta.spec.stages import STEP_COMPONENT_LABELS, STEP_COMPONENTS, StepComponent, component_stages
+from meseta.spec.stages import STEP_COMPONENTS, StepComponent, component_stages
 from meseta.telemetry.summary import RunSummary
 from meseta.telemetry.transfers import TransferMeans
 
@@ -101,7 +101,7 @@ def predicted_section(record: RunRecord) -> str:
         own = [one for one in found if one.component == component]
         mean = sum(one.predicted_s for one in own) / num_ranks, sum(one.measured_s for one in own) / num_ranks
         cells = [_cell(one.predicted_s, one.measured_s) for one in own] if shown else [_cell(*mean)]
-        rows.append([escape(STEP_COMPONENT_LABELS[component]), *cells])
+        rows.append([escape(component), *cells])
     intro = (
         f"Milliseconds per step, predicted and measured; constants {record.summary.predicted.constants}. Exchanges are "
         "measured with the waiting for the slowest rank; dense holds the sum of gradients over ranks."
@@ -117,7 +117,7 @@ def _wait_table(summary: RunSummary) -> str:
     found = compare_transfers(summary)
     if not found or summary.predicted is None or summary.predicted.overlap is None:
         return ""
-    rows = [[escape(one.name), _cell(one.predicted.waited_s, one.measured.waited_s)] for one in found]
+    rows = [[escape(one.name), _cell(one.predicted.wait_s, one.measured.wait_s)] for one in found]
     return table(["transfer", "ms waited for, mean over ranks"], rows, {1}, "compact")
 
 

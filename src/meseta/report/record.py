@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from meseta.config import former_keys
 from meseta.config.load import get_value
 from meseta.data.dataset.dataset import DATASET_FILE, Dataset
 from meseta.machine.files import parse_json, read_bounded
@@ -178,10 +179,14 @@ def _parse_config(content: str | None, problems: Problems) -> dict[str, Any]:
         return {}
     try:
         document = parse_yaml(content)
+        if not isinstance(document, dict):
+            return {}
+        former_keys.rename_keys(document, warns=False)
     except MesetaError as error:
         problems["config.yaml"] = _invalid(str(error))
         return {}
-    return document if isinstance(document, dict) else {}
+    former_keys.rename_values(document, warns=False)
+    return document
 
 
 def _read_metrics(run_dir: Path, problems: Problems) -> tuple[tuple[TrainLine, ...], tuple[EvalLine, ...]]:

@@ -16,7 +16,7 @@ CAUSE_CSS_CLASSES = {
     "storage_s": "stage-spare-0",
     "decode_s": "stage-spare-1",
     "transform_s": "stage-spare-2",
-    "wire_s": "stage-copy",
+    "transfer_s": "stage-copy",
     "no_lease_s": "stage-data",
 }
 """Of each cause, as it is called in metrics.jsonl."""
@@ -24,7 +24,7 @@ CAUSE_TEXTS = {
     "storage_s": "storage",
     "decode_s": "decode",
     "transform_s": "transform",
-    "wire_s": "wire",
+    "transfer_s": "wire",
     "no_lease_s": "no lease",
 }
 """Field of `RowWait` -> name of the cause in the report."""

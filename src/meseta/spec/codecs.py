@@ -10,13 +10,16 @@ from meseta.errors import MesetaError, check_choice
 from meseta.spec.shards import COLUMN_BLOCK
 
 CodecName = Literal["fp32", "fp16", "bf16", "fp8", "int8"]
-ExchangeAlgorithm = Literal["flat", "two_level"]
-"""Algorithm for exchanging ids, embeddings and their gradients. `flat` sends directly to each rank. `two_level` is
+ExchangeAlgorithm = Literal["flat", "hierarchical"]
+"""Algorithm for exchanging ids, embeddings and their gradients. `flat` sends directly to each rank. `hierarchical` is
 hierarchical: between hosts, only ranks with the same local index communicate."""
-CrossHostAlgorithm = Literal["twins", "chain"]
-"""Algorithm for the inter-host phase of a hierarchical all-reduce. `twins` exchanges directly between the ranks with
-the same local index. `chain` passes sums from host to host."""
-AllReduceAlgorithm = Literal["flat", "twins", "chain"]
+CrossHostAlgorithm = Literal["cross_host", "chain"]
+"""Algorithm for the inter-host phase of a hierarchical all-reduce. `cross_host` exchanges directly between the ranks
+with the same local index. `chain` passes sums from host to host."""
+FORMER_EXCHANGES = {"two_level": "hierarchical"}
+FORMER_DENSE_EXCHANGES = {"twins": "cross_host"}
+"""Current name of each former algorithm, in plans and configs."""
+AllReduceAlgorithm = Literal["flat", "cross_host", "chain"]
 """Algorithm of an all-reduce: `flat` over all ranks, or hierarchical with the inter-host phase of
 `CrossHostAlgorithm`."""
 # owners         all-to-all between all ranks and the owners of shards
@@ -117,10 +120,10 @@ class Communication:
     """Codec for gradients of embeddings and of replicated rows. `None` selects the codec of `precision`."""
     dense: CodecName | None = None
     """Codec for the all-reduce of dense gradients. `None` selects the codec of `precision`."""
-    exchange: Literal["auto", "flat", "two_level"] = "auto"
+    exchange: Literal["auto", "flat", "hierarchical"] = "auto"
     """Algorithm for exchanging ids, embeddings and their gradients between hosts. `auto` follows the plan. If the plan
     names none, it selects the algorithm with the lower predicted time."""
-    dense_exchange: Literal["auto", "twins", "chain"] = "auto"
+    dense_exchange: Literal["auto", "cross_host", "chain"] = "auto"
     """Algorithm of all-reduces between hosts. `auto` follows the plan. If the plan names none, it selects the algorithm
     with the lower predicted time."""
 
@@ -136,7 +139,7 @@ class Communication:
         ):
             raise MesetaError(
                 "comm: dense_exchange 'chain' cannot be used with a codec, which would round the sum at each host; "
-                "set dense_exchange to 'twins', or backward and dense to 'fp32'"
+                "set dense_exchange to 'cross_host', or backward and dense to 'fp32'"
             )
 
     def codec(self, direction: Direction) -> Codec:
@@ -165,10 +168,10 @@ def all_reduce_algorithm(
 ) -> AllReduceAlgorithm:
     """Return the all-reduce algorithm for these settings."""
     if not codec.is_lossless:  # Codecs encode the sums of hosts, which only a hierarchical all-reduce computes.
-        return "twins"
+        return "cross_host"
     if exchange == "flat":
         return "flat"
-    return "chain" if exchange == "two_level" and dense_exchange == "chain" else "twins"
+    return "chain" if exchange == "hierarchical" and dense_exchange == "chain" else "cross_host"
 
 
 NUM_CHAIN_CHUNKS = 8

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from meseta.errors import MesetaError, check_choice, check_number
-from meseta.spec.documents import load_document, parse_dataclass, strip_format, write_yaml
+from meseta.spec.documents import load_document, parse_dataclass, rename_keys, strip_format, write_yaml
 from meseta.spec.neural_cost import NeuralCost
 from meseta.spec.tiers import DEFAULT_CACHE_SHARE
 from meseta.spec.topology import DeviceKind, Link
@@ -157,13 +157,13 @@ class TierCost:
     host_row_s: float = 0.0
     """Seconds per row copied to or from host DRAM while many copies are in flight, including the search for a cache
     slot."""
-    near_call_s: float = 0.0
+    cache_call_s: float = 0.0
     """Fixed seconds per step on a rank with offloaded shards."""
-    near_shard_s: float = 0.0
+    cache_shard_s: float = 0.0
     """Seconds per offloaded shard to find the rows of a batch in the cache and to release them."""
-    near_id_s: float = 0.0
+    cache_id_s: float = 0.0
     """Seconds per id that is looked up in the cache."""
-    near_row_s: float = 0.0
+    cache_row_s: float = 0.0
     """Seconds per distinct row of a batch to pin it in the cache, record its use and unpin it."""
     disk_bytes_per_s: float = 1e9
     """Sequential read bandwidth of all disks of a host."""
@@ -224,6 +224,8 @@ class CostModel:
         for key in ("device", "num_threads", *_GROUPS):
             if key not in document:
                 raise MesetaError(f"cost model: {key} is missing; run `meseta calibrate` again")
+        if isinstance(document["tiers"], Mapping):
+            document["tiers"] = rename_keys("cost model: tiers", document["tiers"], FORMER_TIER_KEYS)
         groups: dict[str, Any] = {
             name: parse_dataclass("cost model", form, document.pop(name), name) for name, form in _GROUPS.items()
         }
@@ -241,6 +243,13 @@ class CostModel:
         write_yaml(path, self.to_dict())
 
 
+FORMER_TIER_KEYS = {
+    "near_call_s": "cache_call_s",
+    "near_shard_s": "cache_shard_s",
+    "near_id_s": "cache_id_s",
+    "near_row_s": "cache_row_s",
+}
+"""Current name of each former key of `tiers`."""
 _GROUPS: dict[str, type] = {
     "lookup": LookupCost,
     "update": UpdateCost,

@@ -78,6 +78,22 @@ def strip_format(owner: str, document: Mapping[Any, Any], name: str, *, required
     return content
 
 
+def rename_keys(where: str, document: Mapping[Any, Any], former: Mapping[str, str]) -> dict[Any, Any]:
+    """Return a copy of `document` with the keys in `former` renamed to their current names, in the same order.
+
+    Raises MesetaError if the document has a key under both names. The message starts with `where`.
+    """
+    for name, current in former.items():
+        if name in document and current in document:
+            raise MesetaError(f"{where}: {name!r} is the former name of {current!r}; remove {name!r}")
+    return {rename_value(key, former): value for key, value in document.items()}
+
+
+def rename_value(value: Any, former: Mapping[str, str]) -> Any:
+    """Return the current name of `value`, which may be of any type."""
+    return former.get(value, value) if isinstance(value, str) else value
+
+
 def parse_dataclass(owner: str, form: type[T], document: Any, path: str = "") -> T:
     """Create an instance of the dataclass `form` from plain data, converting values to the types of its fields.
 

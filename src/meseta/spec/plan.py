@@ -136,7 +136,7 @@ class Plan:
     """Algorithm for exchanging ids, embeddings and their gradients. `None` means `flat`, unless the run chooses another
     one."""
     dense_exchange: CrossHostAlgorithm | None = None
-    """Inter-host algorithm of all-reduces, used with exchange `two_level` or a codec. `None` means `twins`."""
+    """Inter-host algorithm of all-reduces, used with exchange `hierarchical` or a codec. `None` means `cross_host`."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_ranks <= MAX_RANKS:
@@ -162,7 +162,7 @@ class Plan:
     @property
     def is_hierarchical(self) -> bool:
         """Whether the exchange is hierarchical. `False` on a single host, or with one rank per host."""
-        return self.exchange == "two_level" and 1 < self.ranks_per_host < self.num_ranks
+        return self.exchange == "hierarchical" and 1 < self.ranks_per_host < self.num_ranks
 
     @property
     def ranks_per_host(self) -> int:
@@ -264,24 +264,24 @@ def check_exchanges(exchange: object, dense_exchange: object) -> None:
 
 
 def _shard_to_dict(shard: Shard) -> dict[str, Any]:
-    near = {} if shard.cache_rows is None else {"near_rows": shard.cache_rows}
+    near = {} if shard.cache_rows is None else {"cache_rows": shard.cache_rows}
     places = {"rows": list(shard.rows), "columns": list(shard.columns), "ranks": list(shard.ranks)}
     return {**places, "tier": shard.tier, **near}
 
 
 def _check_cache_rows(shard: Shard) -> None:
-    near_rows = shard.cache_rows
-    if near_rows is None:
+    cache_rows = shard.cache_rows
+    if cache_rows is None:
         return
     if shard.tier not in OFFLOADED_TIERS:
         raise MesetaError(
-            f"plan: table {shard.table!r} has near_rows {near_rows!r} in tier {shard.tier!r}, but only tiers "
-            f"{' and '.join(map(repr, OFFLOADED_TIERS))} have a cache; remove near_rows, or use one of these tiers"
+            f"plan: table {shard.table!r} has cache_rows {cache_rows!r} in tier {shard.tier!r}, but only tiers "
+            f"{' and '.join(map(repr, OFFLOADED_TIERS))} have a cache; remove cache_rows, or use one of these tiers"
         )
-    if not is_int(near_rows) or not 1 <= near_rows <= max(shard.num_rows, 1):
+    if not is_int(cache_rows) or not 1 <= cache_rows <= max(shard.num_rows, 1):
         raise MesetaError(
-            f"plan: table {shard.table!r}, rows {list(shard.rows)}: near_rows must be an integer in "
-            f"1..{shard.num_rows:,}, got {near_rows!r}"
+            f"plan: table {shard.table!r}, rows {list(shard.rows)}: cache_rows must be an integer in "
+            f"1..{shard.num_rows:,}, got {cache_rows!r}"
         )
 
 

@@ -7,6 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from meseta.errors import MAX_INT64, MesetaError, check_keys, check_number, format_value, is_int, suggest
+from meseta.spec.codecs import FORMER_DENSE_EXCHANGES, FORMER_EXCHANGES
+from meseta.spec.documents import rename_keys, rename_value
 from meseta.spec.plan import OPTIONAL_PLAN_KEYS, PLAN_FORMAT, Plan, check_exchanges
 from meseta.spec.shards import MAX_RANKS, SINGLE_HOST_TYPES, Shard, ShardingType, TablePlan, shard_table
 from meseta.spec.tables import ELEMENT_BYTES, TableSpec
@@ -14,8 +16,10 @@ from meseta.spec.tiers import HBM
 
 PLAN_FILE = "plan.json"
 PLAN_KEYS = ("format", "num_ranks", *OPTIONAL_PLAN_KEYS, "tables")
-TABLE_KEYS = ("sharding", "ranks", "hot_rows", "tier", "near_rows", "shards", "cost")
-SHARD_KEYS = ("rows", "columns", "ranks", "tier", "near_rows")
+TABLE_KEYS = ("sharding", "ranks", "hot_rows", "tier", "cache_rows", "shards", "cost")
+SHARD_KEYS = ("rows", "columns", "ranks", "tier", "cache_rows")
+FORMER_KEYS = {"near_rows": "cache_rows"}
+"""Current name of each former key of a table or shard."""
 
 
 def read_plan(document: Mapping[Any, Any], tables: Sequence[TableSpec], num_ranks: int) -> Plan:
@@ -54,6 +58,8 @@ def read_plan(document: Mapping[Any, Any], tables: Sequence[TableSpec], num_rank
             )
         placed.append(_read_table(table, entry, per_host or num_ranks, held_bytes))
     paths = {key: document.get(key) for key in OPTIONAL_PLAN_KEYS}
+    paths["exchange"] = rename_value(paths["exchange"], FORMER_EXCHANGES)
+    paths["dense_exchange"] = rename_value(paths["dense_exchange"], FORMER_DENSE_EXCHANGES)
     check_exchanges(paths["exchange"], paths["dense_exchange"])
     plan = Plan(num_ranks=num_ranks, tables=tuple(placed), **paths)
     plan.check(tables)
@@ -115,6 +121,7 @@ def _table_spec(name: str, entry: object) -> TableSpec:
 def _read_table(table: TableSpec, entry: Mapping[Any, Any], per_host: int, held_bytes: list[int]) -> TablePlan:
     """Parse the entry of one table, and add the bytes of its shards to `held_bytes` of their ranks."""
     where = f"plan: table {table.name!r}"
+    entry = rename_keys(where, entry, FORMER_KEYS)
     check_keys(where, entry, TABLE_KEYS)
     if entry.get("sharding") not in list(ShardingType):
         raise MesetaError(
@@ -122,7 +129,7 @@ def _read_table(table: TableSpec, entry: Mapping[Any, Any], per_host: int, held_
         )
     sharding = ShardingType(entry["sharding"])
     if "shards" in entry:
-        for key in ("ranks", "hot_rows", "tier", "near_rows"):
+        for key in ("ranks", "hot_rows", "tier", "cache_rows"):
             if key in entry:
                 raise MesetaError(
                     f"{where}: {key!r} and 'shards' are mutually exclusive; set rows, ranks and tiers in the shards"
@@ -145,10 +152,10 @@ def _read_table(table: TableSpec, entry: Mapping[Any, Any], per_host: int, held_
             devices_per_host=per_host,
             hot_rows=hot_rows,
         )
-        tier, near_rows = str(entry.get("tier", HBM)), _read_near_rows(where, entry)
+        tier, cache_rows = str(entry.get("tier", HBM)), _read_cache_rows(where, entry)
         pieces = (
-            # near_rows applies to each shard, but small shards may have fewer rows.
-            replace(s, tier=tier, cache_rows=None if near_rows is None else min(near_rows, max(s.num_rows, 1)))
+            # cache_rows applies to each shard, but small shards may have fewer rows.
+            replace(s, tier=tier, cache_rows=None if cache_rows is None else min(cache_rows, max(s.num_rows, 1)))
             for s in placed.shards
         )
         placed = replace(placed, shards=tuple(pieces))
@@ -177,6 +184,7 @@ def _default_ranks(sharding: ShardingType, per_host: int, held_bytes: Sequence[i
 def _read_shard(where: str, table: str, piece: Any) -> Shard:
     if not isinstance(piece, Mapping):
         raise MesetaError(f"{where} must be a mapping with rows, columns and ranks, got {piece!r}")
+    piece = rename_keys(where, piece, FORMER_KEYS)
     check_keys(where, piece, SHARD_KEYS)
     for key in ("rows", "columns", "ranks"):
         if key not in piece:
@@ -193,17 +201,17 @@ def _read_shard(where: str, table: str, piece: Any) -> Shard:
         columns=(columns[0], columns[1]),
         ranks=_read_integers(f"{where}: ranks", piece["ranks"]),
         tier=str(piece.get("tier", HBM)),
-        cache_rows=_read_near_rows(where, piece),
+        cache_rows=_read_cache_rows(where, piece),
     )
 
 
-def _read_near_rows(where: str, entry: Mapping[Any, Any]) -> int | None:
-    near_rows = entry.get("near_rows")
-    if near_rows is not None and not is_int(near_rows):
-        raise MesetaError(f"{where}: near_rows must be an integer, got {format_value(near_rows)}")
-    if near_rows is not None and near_rows > MAX_INT64:
-        raise MesetaError(f"{where}: near_rows must be at most {MAX_INT64}, got {format_value(near_rows)}")
-    return near_rows
+def _read_cache_rows(where: str, entry: Mapping[Any, Any]) -> int | None:
+    cache_rows = entry.get("cache_rows")
+    if cache_rows is not None and not is_int(cache_rows):
+        raise MesetaError(f"{where}: cache_rows must be an integer, got {format_value(cache_rows)}")
+    if cache_rows is not None and cache_rows > MAX_INT64:
+        raise MesetaError(f"{where}: cache_rows must be at most {MAX_INT64}, got {format_value(cache_rows)}")
+    return cache_rows
 
 
 def _read_integers(where: str, value: Any) -> tuple[int, ...]:

@@ -114,7 +114,7 @@ class StorageOptions:
                 f"storage: lookahead must be an integer in 0..{MAX_LOOKAHEAD}, or None, got {self.lookahead!r}"
             )
         if self.cache_bytes is not None and (not is_int(self.cache_bytes) or self.cache_bytes < 1):
-            raise MesetaError(f"storage: near_bytes must be a positive integer, or None, got {self.cache_bytes!r}")
+            raise MesetaError(f"storage: cache_bytes must be a positive integer, or None, got {self.cache_bytes!r}")
 
     def resolve_lookahead(self, tiers: Collection[str]) -> int:
         """Return the number of batches to prefetch if `tiers` are in use. It is 0 without an offloaded tier."""

@@ -33,8 +33,8 @@ from meseta.spec.workload import DenseExchange, Workload
 # bag number              element of a bag
 # partial bag number      element of a bag that is summed inside a host
 # whole bag number        element of the sum of such bags
-# summed bag number       with exchange 'two_level': element of a bag that is one of several row ranges
-# handed bag number       with exchange 'two_level': element of a bag that is forwarded unchanged
+# summed bag number       with exchange 'hierarchical': element of a bag that is one of several row ranges
+# handed bag number       with exchange 'hierarchical': element of a bag that is forwarded unchanged
 # row number              element of a row that is not pooled
 # distinct row number     the same, counted once for each requesting rank
 # row statistic           sum over 16 columns of a touched row, for each other owner of columns of the row
@@ -182,7 +182,7 @@ class Transfer:
         ways = {part.collective for part in self.parts}
         if "hosts chain" in ways:
             return "chain"
-        return "twins" if "hosts sum" in ways else "flat" if self.is_reduction else None
+        return "cross_host" if "hosts sum" in ways else "flat" if self.is_reduction else None
 
     @property
     def depends_on_plan(self) -> bool:
@@ -194,58 +194,67 @@ class Transfer:
 # Transfers of a step with exchange 'flat', in the order in which they start (arXiv 2104.05158, section 4.2, and section
 # 4.2.1 for sums inside a host). Transfers of tables take place only if a table needs them.
 #
-# component    transfer                       receivers     bytes for each
-# ----------   ----------------------------   -----------   --------------------------------------------------
-# input_dist   label weights                  all           step, if labels may be missing
-#              counts                         owners        pair of ranks, route
-#              ids                            owners        bag (its length), id
-#              weights                        owners        id
-# output_dist  answers                        requesters    element of a bag or row
-#              whole bags                     requesters    element of a bag that a host has summed
-# dense        batch norm, agree              all           step
-#              logits                         all           sample, if the loss needs the global batch
-#              gradients of batch norm        all           step
-# backward     gradients of whole bags        owners        element of a bag that a host has summed
-#              gradients                      owners        element of a bag or row
-#              replicas                       all           element and row of a replica
-#              row statistics                 owners        touched row and 16 columns
-# dense        dense                          all           parameter
-#              norms                          all           step
+# component      transfer                       receivers     bytes for each
+# -------------  ----------------------------   -----------   --------------------------------------------------
+# input_dist     label weights                  all           step, if labels may be missing
+#                counts                         owners        pair of ranks, route
+#                ids                            owners        bag (its length), id
+#                weights                        owners        id
+# output_dist    embeddings                     requesters    element of a bag or row
+#                embeddings inter-host          requesters    element of a bag that a host has summed
+# dense          batch norm, agree              all           step
+#                logits                         all           sample, if the loss needs the global batch
+#                gradients of batch norm        all           step
+# gradient_dist  gradients inter-host           owners        element of a bag that a host has summed
+#                gradients                      owners        element of a bag or row
+#                replicas                       all           element and row of a replica
+#                row statistics                 owners        touched row and 16 columns
+# dense          dense                          all           parameter
+#                norms                          all           step
 #
-# With exchange 'two_level', the transfers of tables have two hops: between cross-host peers, which are the ranks with
-# the same local index, and inside a host. A row that is not pooled is sent once for each rank that requests it.
+# With exchange 'hierarchical', the transfers of tables have two hops: between cross-host peers, which are the ranks
+# with the same local index, and inside a host. A row that is not pooled is sent once for each rank that requests it.
 #
-# input_dist   counts, counts inside          peers, host   pair of ranks, route of a host or rank
-#              ids, ids inside                peers, host   bag and id, once for each host or owner
-#              weights, weights inside        peers, host   id, once for each host or owner
-# output_dist  answers                        host          element of a bag or distinct row
-#              whole bags                     peers         element of a bag of a host, element of a distinct row
-# backward     gradients of whole bags        peers         element of a bag of a host, element of a row
-#              gradients                      host          element of a bag or row
+# input_dist     counts, counts intra-host      peers, host   pair of ranks, route of a host or rank
+#                ids, ids intra-host            peers, host   bag and id, once for each host or owner
+#                weights, weights intra-host    peers, host   id, once for each host or owner
+# output_dist    embeddings                     host          element of a bag or distinct row
+#                embeddings inter-host          peers         element of a bag of a host, element of a distinct row
+# gradient_dist  gradients inter-host           peers         element of a bag of a host, element of a row
+#                gradients                      host          element of a bag or row
 #
 # Codecs encode elements that are sent to owners, requesters or peers. Codec 'forward' is for bags and rows, 'backward'
 # for their gradients and for sums of replicas between hosts, and 'dense' for sums of dense gradients between hosts. The
-# intra-host hop of 'two_level' and all ids, counts, weights and row statistics are never encoded.
+# intra-host hop of 'hierarchical' and all ids, counts, weights and row statistics are never encoded.
 GRADIENT_TRANSFERS = {
-    "answers": "gradients",
-    "whole bags": "gradients of whole bags",
+    "embeddings": "gradients",
+    "embeddings inter-host": "gradients inter-host",
     "batch norm": "gradients of batch norm",
 }
 """Transfers that send gradients in the backward pass, by the corresponding transfer of the forward pass."""
-INTRA_HOST_SUFFIX = " inside"
+INTRA_HOST_SUFFIX = " intra-host"
 """Suffix of transfer names for the intra-host hop of a hierarchical exchange."""
 FORWARDED_TRANSFERS = tuple(name + INTRA_HOST_SUFFIX for name in ("counts", "ids", "weights"))
-TABLE_TRANSFERS = ("counts", "ids", "weights", *FORWARDED_TRANSFERS, "answers", "whole bags", "gradients",
-                   "gradients of whole bags", "replicas", "row statistics")  # fmt: skip
+TABLE_TRANSFERS = ("counts", "ids", "weights", *FORWARDED_TRANSFERS, "embeddings", "embeddings inter-host", "gradients",
+                   "gradients inter-host", "replicas", "row statistics")  # fmt: skip
 """Names of the transfers of embedding tables."""
 STEP_TRANSFERS = frozenset((*TABLE_TRANSFERS, "label weights", "batch norm", "gradients of batch norm", "logits",
                             "agree", "dense", "norms", "parameters", "gradients of parameters",
                             "gradients of hosts"))  # fmt: skip
 """Names of all transfers that `step_transfers` can return."""
+FORMER_TRANSFERS = {
+    "answers": "embeddings",
+    "whole bags": "embeddings inter-host",
+    "gradients of whole bags": "gradients inter-host",
+    "counts inside": "counts intra-host",
+    "ids inside": "ids intra-host",
+    "weights inside": "weights intra-host",
+}
+"""Current name of each former transfer."""
 LAST_MICRO_BATCH_TRANSFERS = ("replicas", "row statistics")
 """Names of backward transfers that start only after all ranks have agreed on the loss of the last micro-batch."""
 NON_STEP_TRANSFERS = frozenset(
-    ("blocks of a checkpoint", "carried answers", "ids outside", "numbers clamped", "a measurement")
+    ("checkpoint blocks", "prefetched embeddings", "out-of-range ids", "clamped elements", "measurement")
 )
 """Names of collectives outside of training steps."""
 
@@ -295,7 +304,7 @@ def step_transfers(
         ranks_per_host,
         workload.dense.parameter_bytes,
         workload.dense_exchange,
-        exchange == "two_level" and 1 < ranks_per_host < num_ranks,
+        exchange == "hierarchical" and 1 < ranks_per_host < num_ranks,
         workload.comm,
         (exchange, dense_exchange),
     )
@@ -397,7 +406,7 @@ class _StepTransfers:
 
         parts: tuple[TransferPart, ...] = (written("bag number", "owners"), written("row number", "owners"))
         if not self.reduces_within_hosts and not self.is_hierarchical:
-            return [Transfer("answers", "output_dist", parts, times, sends_to_owners=False)]
+            return [Transfer("embeddings", "output_dist", parts, times, sends_to_owners=False)]
         whole = [written("whole bag number", "hosts")]
         partial: TrafficUnit = "partial bag number"
         if self.is_hierarchical:  # The owner encodes once, and forwarding ranks do not encode again.
@@ -407,14 +416,14 @@ class _StepTransfers:
             whole.append(written(row, "hosts"))
         parts = (*parts, TransferPart(partial, number, "host"))
         return [
-            Transfer("answers", "output_dist", parts, times, sends_to_owners=False),
-            Transfer("whole bags", "output_dist", tuple(whole), times, sends_to_owners=False),
+            Transfer("embeddings", "output_dist", parts, times, sends_to_owners=False),
+            Transfer("embeddings inter-host", "output_dist", tuple(whole), times, sends_to_owners=False),
         ]
 
     def backward(self) -> list[Transfer]:
         number = element_bytes(self.tables)
         transfers = [
-            replace(transfer, name=GRADIENT_TRANSFERS[transfer.name], component="backward", sends_to_owners=True)
+            replace(transfer, name=GRADIENT_TRANSFERS[transfer.name], component="gradient_dist", sends_to_owners=True)
             for transfer in reversed(self.embeddings("row number", "backward"))
         ]
         if self.has_replicas:
@@ -424,10 +433,10 @@ class _StepTransfers:
                 *self.all_reduce_parts("replica row", number, "backward", counts=1.0),
             )
             # The second hop of gradients starts when the first has arrived, so replicas go between the two.
-            transfers.insert(1, Transfer("replicas", "backward", parts))
+            transfers.insert(1, Transfer("replicas", "gradient_dist", parts))
         if self.num_statistics_exchanges:
             statistics = (TransferPart("row statistic", number, "columns"),)
-            transfers.append(Transfer("row statistics", "backward", statistics, self.num_statistics_exchanges))
+            transfers.append(Transfer("row statistics", "gradient_dist", statistics, self.num_statistics_exchanges))
         return transfers
 
     def dense_forward(self) -> list[Transfer]:

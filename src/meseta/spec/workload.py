@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 
 from meseta.errors import MesetaError, check_number, suggest
 from meseta.spec.codecs import Communication
-from meseta.spec.documents import load_document, parse_dataclass, strip_format
+from meseta.spec.documents import load_document, parse_dataclass, rename_value, strip_format
 from meseta.spec.optimizer import OptimizerSpec
-from meseta.spec.stages import OVERLAPS, Overlap
+from meseta.spec.stages import FORMER_OVERLAPS, OVERLAPS, Overlap
 from meseta.spec.tables import DenseDtype, FeatureSpec, Pooling, TableDtype, TableSpec, check_features
 
 
@@ -224,6 +224,8 @@ def read_workload(document: Mapping[Any, Any]) -> Workload:
     for name, entry in zip(document.get("features") or (), _copy_entries(document, "features"), strict=True):
         entry.setdefault("table", str(name))
         _check_reuse(f"workload: features.{name}", entry.get("reuse"))
+    if isinstance(document.get("overlap"), list | tuple):
+        document["overlap"] = [rename_value(name, FORMER_OVERLAPS) for name in document["overlap"]]
     parsed = parse_dataclass("workload", _WorkloadDocument, document)
     tables: list[TableSpec] = []
     factors: dict[str, float] = {}

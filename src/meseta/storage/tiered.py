@@ -162,10 +162,10 @@ class TieredShard(_OffloadedShard):
         return RowTraffic(
             num_rows=counters.num_rows,
             num_misses=counters.num_misses,
-            waited_s=self.wait_s,
+            wait_s=self.wait_s,
             read_bytes=read,
-            num_pushed_out=counters.num_written_back,
-            pushed_bytes=counters.num_written_back * self._layout.num_bytes,
+            num_evicted=counters.num_written_back,
+            evicted_bytes=counters.num_written_back * self._layout.num_bytes,
             written_bytes=written,
         )
 
@@ -218,8 +218,8 @@ class TieredShard(_OffloadedShard):
         min_rows = refused.num_rows + max(refused.num_pinned_by_others, 0)
         return (
             f"{self.shard.label}: a batch looks up {refused.num_rows:,} distinct rows{pinned_text}, but the cache has "
-            f"{num_slots:,} slots; set near_rows of the table to at least {min_rows:,} in the plan, set "
-            f"storage.near_bytes of the rank to at least {least_bytes:,}, or reduce the batch size"
+            f"{num_slots:,} slots; set cache_rows of the table to at least {min_rows:,} in the plan, set "
+            f"storage.cache_bytes of the rank to at least {least_bytes:,}, or reduce the batch size"
         )
 
     def backing_store_error(self, failed: BackingStoreError) -> MesetaError:

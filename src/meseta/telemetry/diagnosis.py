@@ -1,9 +1,9 @@
 """Diagnosis of a run that does not progress, from the records of its ranks."""
 
 # kind     condition
-# silent   no heartbeat of the rank for silent_s seconds
+# silent   no heartbeat of the rank for heartbeat_timeout_s seconds
 # astray   the rank has diverged: its transfer differs from that of its peers at the same position of a lane
-# stuck    for stall_s seconds a rank has waited for one transfer, or has been in one stage of a step
+# stuck    for stall_timeout_s seconds a rank has waited for one transfer, or has been in one stage of a step
 #
 # Ranks without a record are not compared, and neither are transfers that have left the record.
 
@@ -67,13 +67,14 @@ class DivergenceGracePeriod:
         return trouble if now_s - self._since_s >= DIVERGENCE_GRACE_S else None
 
 
-def find_unresponsive(states: RankStates, silent: Mapping[int, float], silent_s: float) -> Diagnosis | None:
-    """Return a diagnosis of the rank with the oldest heartbeat, or `None` if no heartbeat is older than `silent_s`.
+def find_unresponsive(states: RankStates, silent: Mapping[int, float], heartbeat_timeout_s: float) -> Diagnosis | None:
+    """Return a diagnosis of the rank with the oldest heartbeat.
 
-    `silent` maps each rank to the seconds since its last heartbeat.
+    Returns `None` if no heartbeat is older than `heartbeat_timeout_s`. `silent` maps each rank to the seconds since
+    its last heartbeat.
     """
     rank = max(silent, key=lambda r: silent[r], default=None)
-    if rank is None or silent[rank] <= silent_s:
+    if rank is None or silent[rank] <= heartbeat_timeout_s:
         return None
     return Diagnosis("silent", (rank,), _unresponsive_text(states, rank, silent[rank]))
 
@@ -130,7 +131,7 @@ def _find_wait_cycle(states: RankStates) -> Diagnosis | None:
 
 
 def find_unreachable_hosts(
-    states: RankStates, silent: Mapping[int, float], observer: int, silent_s: float
+    states: RankStates, silent: Mapping[int, float], observer: int, heartbeat_timeout_s: float
 ) -> Diagnosis | None:
     """Return a diagnosis of hosts from whose ranks the host of rank `observer` receives no heartbeats, or `None`.
 
@@ -142,10 +143,10 @@ def find_unreachable_hosts(
         hosts.setdefault(states[rank].host, []).append(rank)
     here = hosts.pop(states[observer].host, None)
     # Heartbeats are sent once per second, so hosts behind the same failed link time out at slightly different moments.
-    nearly_s = max(silent_s - MISSED_HEARTBEAT_TIMEOUT_S, silent_s / 2)
+    nearly_s = max(heartbeat_timeout_s - MISSED_HEARTBEAT_TIMEOUT_S, heartbeat_timeout_s / 2)
     unheard = {host: ranks for host, ranks in hosts.items() if min(silent[rank] for rank in ranks) > nearly_s}
     is_told = any(
-        max(silent[rank] for rank in ranks) > silent_s and (len(ranks) > 1 or here is None)
+        max(silent[rank] for rank in ranks) > heartbeat_timeout_s and (len(ranks) > 1 or here is None)
         for ranks in unheard.values()
     )
     if not is_told:
@@ -213,9 +214,9 @@ def diagnose(
 ) -> Diagnosis | None:
     """Return the first diagnosis of an unresponsive, diverged or stuck rank, or `None`."""
     return (
-        find_unresponsive(states, silent, limits.silent_s)
+        find_unresponsive(states, silent, limits.heartbeat_timeout_s)
         or find_diverged(states)
-        or find_stuck(states, now_ns, limits.stall_s)
+        or find_stuck(states, now_ns, limits.stall_timeout_s)
     )
 
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
 
 from meseta.machine.files import MAX_DOCUMENT_BYTES, file_too_long_error, open_regular, parse_json
+from meseta.spec.documents import rename_keys
+from meseta.spec.stages import FORMER_STAGES
+from meseta.spec.transfer import FORMER_TRANSFERS
+from meseta.telemetry import row_traffic, row_waits, transfers
 from meseta.telemetry.row_traffic import RowTraffic
 from meseta.telemetry.row_waits import RowWait
 from meseta.telemetry.transfers import TransferMeans
@@ -22,6 +26,25 @@ MAX_METRICS_BYTES = 1 << 30
 _MAX_LISTED_LINES = 5
 
 Count = Annotated[int, Field(ge=0, le=10**18)]
+
+
+def renames(former: Mapping[str, str]) -> BeforeValidator:
+    """Return a validator that gives keys that earlier versions wrote their current names."""
+
+    def rename(value: Any) -> Any:
+        return rename_keys("metrics", value, former) if isinstance(value, Mapping) else value
+
+    return BeforeValidator(rename)
+
+
+StageSeconds = Annotated[dict[str, float], renames(FORMER_STAGES)]
+"""Seconds per step of each stage."""
+Transfers = Annotated[dict[str, Annotated[TransferMeans, renames(transfers.FORMER_KEYS)]], renames(FORMER_TRANSFERS)]
+"""Means of each transfer, by name."""
+RowWaits = dict[str, Annotated[RowWait, renames(row_waits.FORMER_KEYS)]]
+"""Seconds per step that a rank waited for each reader."""
+TableTraffic = dict[str, Annotated[RowTraffic, renames(row_traffic.FORMER_KEYS)]]
+"""Row traffic of each offloaded table."""
 
 
 class Entry(BaseModel):
@@ -74,14 +97,15 @@ class TrainLine(Entry):
     seconds_per_step: float | None = None
     lr_dense: float | None = None
     lr_sparse: float | None = None
-    stages_s: dict[str, float] = {}
-    transfers: dict[str, TransferMeans] = {}
+    stages_s: StageSeconds = {}
+    """Seconds per step of each stage."""
+    transfers: Transfers = {}
     """Transfers of rank 0 by name. Empty with a single rank."""
     ids_outside: dict[str, Count] = {}
     """Number of out-of-range ids in the run so far, by feature."""
-    row_traffic: dict[str, RowTraffic] = {}
+    row_traffic: TableTraffic = {}
     """Cache traffic per step over all ranks, by offloaded table."""
-    row_waits: dict[str, RowWait] = {}
+    row_waits: RowWaits = {}
     """Waits per step of rank 0, by reader. Empty if this process decodes rows itself."""
 
     @property
@@ -103,7 +127,9 @@ class GroupMean(Entry):
 
     value: float | None = None
     num_groups: Count | None = None
-    num_left_out: Count | None = None
+    num_skipped_groups: Annotated[
+        Count | None, Field(validation_alias=AliasChoices("num_skipped_groups", "num_left_out"))
+    ] = None
 
 
 class EvalMetrics(Entry):

@@ -10,6 +10,10 @@ NO_READER = "no reader"
 """Key for waiting time without a reader."""
 
 
+FORMER_KEYS = {"wire_s": "transfer_s"}
+"""Current name of each former key in metrics.jsonl and summary.json."""
+
+
 @dataclass(frozen=True)
 class RowWait:
     """Time that a rank was blocked waiting for rows of a reader, per step or in total."""
@@ -20,7 +24,7 @@ class RowWait:
     """Seconds while the reader decoded prepared data."""
     transform_s: float = 0.0
     """Seconds while the reader parsed and encoded raw rows."""
-    wire_s: float = 0.0
+    transfer_s: float = 0.0
     """Seconds for all other causes with an assigned reader: transmission, or a reader that was busy or blocked."""
     no_lease_s: float = 0.0
     """Seconds without an assigned reader, including requests to the dispatcher."""

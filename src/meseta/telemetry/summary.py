@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import AliasChoices, BeforeValidator, Field
 
 from meseta.machine.files import parse_json, read_if_exists
-from meseta.telemetry.metrics_file import Count, Entry, EvalLine
-from meseta.telemetry.row_waits import RowWait
+from meseta.spec.documents import rename_value
+from meseta.spec.stages import FORMER_COMPONENTS, FORMER_OVERLAPS
+from meseta.telemetry.metrics_file import Count, Entry, EvalLine, RowWaits, StageSeconds, Transfers, renames
 from meseta.telemetry.splits import EVALUATED_SPLITS, TEST, VALID
-from meseta.telemetry.transfers import TransferMeans
 
 SUMMARY_FILE = "summary.json"
 ENVIRONMENT_FILE = "environment.json"
+
+OverlapName = Annotated[str, BeforeValidator(lambda name: rename_value(name, FORMER_OVERLAPS))]
+"""Transfer that overlaps with computation."""
 
 
 class BestEvaluation(Entry):
@@ -46,14 +49,15 @@ class PredictedStep(Entry):
     """Step time predicted by the cost model."""
 
     step_s: float
-    seconds: dict[str, list[float]]
+    seconds: Annotated[dict[str, list[float]], renames(FORMER_COMPONENTS)]
+    """Predicted seconds of each component on every rank."""
     constants: str
     """Origin of the constants of the cost model."""
-    transfers_by_rank: list[dict[str, TransferMeans]] = Field(default=[])
+    transfers_by_rank: list[Transfers] = Field(default=[])
     """Predicted transfers per step of each rank, by name."""
     misses: dict[str, float] = Field(default={})
     """Predicted cache misses per step, by offloaded table."""
-    overlap: list[str] | None = None
+    overlap: list[OverlapName] | None = None
     """Exchanges that are predicted to overlap with computation. `None` in summaries of earlier versions, which had no
     overlap and predicted no waits."""
 
@@ -61,8 +65,11 @@ class PredictedStep(Entry):
 class OverlapSummary(Entry):
     """Overlap of exchanges with computation, by their names in meseta.spec.stages."""
 
-    hidden: list[str] = Field(default=[])
-    left_out: dict[str, str] = Field(default={})
+    hidden: list[OverlapName] = Field(default=[])
+    """Exchanges that overlap with computation."""
+    excluded: Annotated[dict[str, str], renames(FORMER_OVERLAPS)] = Field(
+        default={}, validation_alias=AliasChoices("excluded", "left_out")
+    )
     """Exchanges that 'auto' does not overlap, each with the reason."""
 
 
@@ -73,26 +80,32 @@ class RunSummary(Entry):
     """Evaluation of the split valid, if it exists, with the same weights as `test`."""
     test: EvalLine | None = None
     best: BestEvaluation = BestEvaluation()
-    chosen: SelectionRecord | None = None
+    selected: SelectionRecord | None = Field(default=None, validation_alias=AliasChoices("selected", "chosen"))
     teacher: TeacherSummary | None = None
     num_steps: Count | None = None
     num_samples: Count | None = None
     train_s: float | None = None
     samples_per_s: float | None = None
     num_ranks: Count | None = None
-    unlisted: Count | None = None
+    unknown_collectives: Count | None = Field(
+        default=None, validation_alias=AliasChoices("unknown_collectives", "unlisted")
+    )
     """Number of collectives that are not listed as transfers."""
-    clamped: Count | None = None
+    num_clamped: Count | None = Field(default=None, validation_alias=AliasChoices("num_clamped", "clamped"))
     """Number of values that exceeded the range of fp16 in transfers, over all ranks. `None` if none were sent in
     fp16."""
     ids_outside: dict[str, Count] = Field(default={})
     """Number of out-of-range ids in training, by feature."""
-    rows_left_out: dict[str, Count] = Field(default={})
+    excluded_rows: dict[str, Count] = Field(default={}, validation_alias=AliasChoices("excluded_rows", "rows_left_out"))
+    """Number of excluded rows, by reason."""
     checkpoint: str | None = None
     """Checkpoint with the final weights of the run."""
-    stages_s_by_rank: list[dict[str, float]] = Field(default=[])
-    transfers_by_rank: list[dict[str, TransferMeans]] = Field(default=[])
-    row_waits_by_rank: list[dict[str, RowWait]] = Field(default=[])
+    stages_s_by_rank: list[StageSeconds] = Field(default=[])
+    """Seconds per step of each stage, for each rank."""
+    transfers_by_rank: list[Transfers] = Field(default=[])
+    """Transfers per step of each rank, by name."""
+    row_waits_by_rank: list[RowWaits] = Field(default=[])
+    """Waits per step of each rank, by reader."""
     overlap: OverlapSummary | None = None
     """Overlap with computation. `None` for a single rank."""
     predicted: PredictedStep | None = None

@@ -1,15 +1,15 @@
 """Timeline of some steps of a run: stages, transfers and copies of each rank.
 
-    rank 0    step             |  step 11                                        |between steps|  step 12
-              lookup           |    ███                                                             ███
-              backward         |                     ████      ████                                           ...
-              table_update     |                         ██████
-              in no stage      | ▌     ▌           ▌                █
-              ids under way    |        ──────────────────────────                   (ids of batch 12, during step 11)
-              answers under way|       ──────▓▓▓▓                                    (▓ waiting)
+    rank 0    step                |  step 11                                        |between steps|  step 12
+              lookup              |    ███                                                             ███
+              backward            |                     ████      ████                                           ...
+              table_update        |                         ██████
+              outside stages      | ▌     ▌           ▌                █
+              ids in flight       |        ──────────────────────────                (ids of batch 12, during step 11)
+              embeddings in flight|       ──────▓▓▓▓                                 (▓ waiting)
 
-Slices of stages do not include nested stages, and "in no stage" is the rest of a step. The slices of all stages of a
-rank therefore add up to the step.
+Slices of stages do not include nested stages, and "outside stages" is the rest of a step. The slices of all stages
+of a rank therefore add up to the step.
 """
 
 from __future__ import annotations
@@ -25,12 +25,21 @@ from meseta.telemetry.span import CopySpan, Span
 from meseta.telemetry.transfers import TransferSpan
 
 TIMELINE_FILE = "timeline.json"
-STEP, BETWEEN_STEPS, OUTSIDE_STAGES, WAITING = "step", "between steps", "in no stage", "waiting"
-UNDER_WAY = " under way"
+STEP, BETWEEN_STEPS, OUTSIDE_STAGES, WAITING = "step", "between steps", "outside stages", "waiting"
+IN_FLIGHT = " in flight"
 """Suffix of the names of tracks of transfers and copies."""
-COPIES = f"copies{UNDER_WAY}"
+COPIES = f"copies{IN_FLIGHT}"
 """Track of copies of batches to a GPU. They have their own stream, so they do not overlap."""
-HOST_BYTES, OTHER_HOSTS_BYTES, DEVICE_BYTES = "bytes to its host", "bytes to other hosts", "bytes to the device"
+INTRA_HOST_BYTES, INTER_HOST_BYTES, DEVICE_BYTES = "intra-host bytes", "inter-host bytes", "bytes to the device"
+NUM_PEERS, WAIT_MS = "peers", "wait ms"
+"""Keys of `Slice.args` for transfers and copies."""
+FORMER_KEYS = {
+    "bytes to its host": INTRA_HOST_BYTES,
+    "bytes to other hosts": INTER_HOST_BYTES,
+    "other ranks": NUM_PEERS,
+    "ms waited for": WAIT_MS,
+}
+"""Current name of each former key of `Slice.args`."""
 # A step has some thousand slices on eight ranks.
 MAX_TIMELINE_STEPS = 100
 """Maximum number of steps of a timeline."""
@@ -168,10 +177,10 @@ def make_rank_tracks(
     for one in sorted(transfers, key=lambda one: one.begin_s):
         slices = of_transfers.setdefault(one.name, [])
         measurements = {
-            HOST_BYTES: one.intra_host_bytes,
-            OTHER_HOSTS_BYTES: one.inter_host_bytes,
-            "other ranks": one.num_peers,
-            "ms waited for": round(1e3 * one.wait_s, 6),
+            INTRA_HOST_BYTES: one.intra_host_bytes,
+            INTER_HOST_BYTES: one.inter_host_bytes,
+            NUM_PEERS: one.num_peers,
+            WAIT_MS: round(1e3 * one.wait_s, 6),
         }
         number = None if one.step is None else first + one.step + 1
         begin_ns, end_ns = ns(one.begin_s), ns(max(one.done_s, one.begin_s))
@@ -182,7 +191,7 @@ def make_rank_tracks(
     listed = [*(name for name in TABLE_TRANSFERS if name in of_transfers), *of_transfers]
     for name in dict.fromkeys(listed):
         for index, apart in enumerate(_split_overlapping(of_transfers[name])):
-            shown = f"{name}{UNDER_WAY}" + f" ({index + 1})" * (index > 0)
+            shown = f"{name}{IN_FLIGHT}" + f" ({index + 1})" * (index > 0)
             tracks.append(Track(rank, shown, "transfer", tuple(apart)))
     return [track for track in tracks if track.slices]
 

@@ -8,7 +8,7 @@
 # flow (s and f)            arrow from the stage that started a transfer to the wait for it
 #
 # {"ph": "X", "name": "ids", "cat": "transfer", "pid": 1, "tid": 1015, "ts": 120.5, "dur": 900.25,
-#  "args": {"step": 11, "bytes to its host": 4096.0, "ms waited for": 0.0}}
+#  "args": {"step": 11, "intra-host bytes": 4096.0, "wait ms": 0.0}}
 #
 # Thread ids are unique across processes and start at 1. Time 0 is the start of the first slice.
 
@@ -20,10 +20,19 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, FiniteFloat
 
+from meseta.spec.documents import rename_value
+from meseta.spec.stages import FORMER_STAGES
+from meseta.spec.transfer import FORMER_TRANSFERS
 from meseta.telemetry.metrics_file import Count, Entry
-from meseta.telemetry.timeline import WAITING, RankClock, Slice, Timeline, Track
+from meseta.telemetry.timeline import FORMER_KEYS, IN_FLIGHT, OUTSIDE_STAGES, WAITING, RankClock, Slice, Timeline, Track
 
 TIMELINE_FORMAT = "meseta.timeline/1"
+_FORMER_NAMES = {
+    "step": dict[str, str](),
+    "stage": {**FORMER_STAGES, "in no stage": OUTSIDE_STAGES},
+    "transfer": FORMER_TRANSFERS,
+}
+"""Current name of each former slice and track, by kind."""
 _MAX_TRACKS_PER_RANK = 1000
 """Number of thread ids reserved for each rank. Some dozens are used."""
 _Microseconds = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]
@@ -83,11 +92,12 @@ class TraceDocument(Entry):
             if event.ph == "X" and thread in names and event.cat in ("step", "stage", "transfer"):
                 begin_ns = round(1e3 * event.ts)
                 measurements = {
-                    name: float(value)
+                    rename_value(name, FORMER_KEYS): float(value)
                     for name, value in (event.args.model_extra or {}).items()
                     if isinstance(value, int | float)
                 }
-                one = Slice(event.name, begin_ns, begin_ns + round(1e3 * event.dur), event.args.step, measurements)
+                slice_name = rename_value(event.name, _FORMER_NAMES[event.cat])
+                one = Slice(slice_name, begin_ns, begin_ns + round(1e3 * event.dur), event.args.step, measurements)
                 slices[thread].append(one)
                 kinds.setdefault(thread, event.cat)
         return Timeline(
@@ -95,11 +105,17 @@ class TraceDocument(Entry):
             about.last_step,
             tuple(RankClock(one.host, one.clock_offset_s, one.clock_error_s) for one in about.ranks),
             tuple(
-                Track(thread[0] - 1, names[thread], kinds[thread], tuple(of_thread))
+                Track(thread[0] - 1, _current_track(names[thread], kinds[thread]), kinds[thread], tuple(of_thread))
                 for thread, of_thread in slices.items()
                 if of_thread
             ),
         )
+
+
+def _current_track(name: str, kind: str) -> str:
+    """Return the current name of a track that an earlier version may have written."""
+    subject, suffix, number = name.replace(" under way", IN_FLIGHT).partition(IN_FLIGHT)
+    return rename_value(subject, _FORMER_NAMES[kind]) + suffix + number
 
 
 def to_trace_document(timeline: Timeline) -> dict[str, Any]:
@@ -165,6 +181,6 @@ def _flow_events(rank: int, tracks: list[Track], begin_ns: int) -> Iterator[dict
             if place < 0 or stages[place][1] <= begun_ns:
                 continue  # The transfer started outside of stages.
             number += 1
-            flow = {"name": "waited for", "cat": "flow", "id": number, "pid": rank + 1}
+            flow = {"name": "wait", "cat": "flow", "id": number, "pid": rank + 1}
             yield {**flow, "ph": "s", "tid": stages[place][2], "ts": (begun_ns - begin_ns) / 1e3}
             yield {**flow, "ph": "f", "bp": "e", "tid": _thread_id(rank, index), "ts": (one.begin_ns - begin_ns) / 1e3}

@@ -11,6 +11,13 @@ from typing import NamedTuple
 
 from meseta.spec.transfer import STEP_TRANSFERS
 
+FORMER_KEYS = {
+    "num_times": "num_calls",
+    "inside_bytes": "intra_host_bytes",
+    "across_bytes": "inter_host_bytes",
+    "waited_s": "wait_s",
+}
+"""Current name of each former key in metrics.jsonl and summary.json."""
 NUM_RECENT_SPANS = 4096
 """Number of recent spans that are kept. Older spans only count in the sums."""
 
@@ -40,12 +47,15 @@ class TransferSpan(NamedTuple):
 class TransferMeans:
     """Measurements of one transfer of a rank, per step or in total."""
 
-    num_times: float
-    inside_bytes: float
-    across_bytes: float
+    num_calls: float
+    """Number of collectives."""
+    intra_host_bytes: float
+    """Bytes sent to ranks of the same host."""
+    inter_host_bytes: float
+    """Bytes sent to ranks of other hosts."""
     seconds: float
     """Seconds from the start of the transfer to the detection of its end."""
-    waited_s: float
+    wait_s: float
     """Seconds that the rank was blocked by the transfer."""
 
     def __add__(self, other: TransferMeans) -> TransferMeans:

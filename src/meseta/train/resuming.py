@@ -37,7 +37,7 @@ _LEARNING_KEYS = (
     "dense.clip_norm",
     "train.clip_norm",
     "embedding.schedule",
-    "pipeline.stale",
+    "pipeline.staleness",
 )
 # Sections with these keys, except for `train`, which also has the length of the run.
 _LEARNING_SECTIONS = ("embedding", "dense", "schedule", "pipeline")

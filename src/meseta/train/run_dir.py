@@ -240,7 +240,7 @@ class RunDir:
         file = self.path / "config.yaml"
         if not path_exists(file):
             raise MesetaError(f"{str(self.path)!r} is not a run: it has no config.yaml; pass the run_dir of a training")
-        return load_config(file)
+        return load_config(file, is_stored=True)
 
 
 def clear_run(config: RunConfig, world: World) -> None:

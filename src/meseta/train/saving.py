@@ -105,13 +105,13 @@ class CheckpointManager:
         most = self._config.max_bytes_per_s
         if most is None:
             return None
-        stall_s, num_ranks = ProcessTimeouts.limits.stall_s, self._world.size
-        least = max(MIN_BYTES_PER_S, NUM_PENDING_WRITES * BLOCK_BYTES / (stall_s / 2))
+        stall_timeout_s, num_ranks = ProcessTimeouts.limits.stall_timeout_s, self._world.size
+        least = max(MIN_BYTES_PER_S, NUM_PENDING_WRITES * BLOCK_BYTES / (stall_timeout_s / 2))
         if most < least * num_ranks:
             raise MesetaError(
                 f"checkpoint.max_bytes_per_s is {most:,.0f}, but must be at least {least:,.0f} per rank, "
-                f"{least * num_ranks:,.0f} in total, because a slower rank is reported as stuck (comm.stall_s is "
-                f"{stall_s:g}); raise it, or remove it"
+                f"{least * num_ranks:,.0f} in total, because a slower rank is reported as stuck (comm.stall_timeout_s "
+                f"is {stall_timeout_s:g}); raise it, or remove it"
             )
         return checkpoint.WriteRateLimiter(
             most, is_disabled=lambda: self.is_stopping or self.signal_listener.signal_number is not None

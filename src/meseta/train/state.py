@@ -142,7 +142,7 @@ def sum_out_of_range_ids(features: Sequence[FeatureSpec], counts: Tensor | None,
     """
     if counts is None:
         counts = torch.zeros(len(features), dtype=torch.int64, device=world.device)
-    total = world.all_reduce_small(counts, "ids outside").tolist()
+    total = world.all_reduce_small(counts, "out-of-range ids").tolist()
     return {feature.name: count for feature, count in zip(features, total, strict=True) if count}
 
 
@@ -151,7 +151,7 @@ def sum_clamped(clamped: Tensor | None, world: World) -> int | None:
 
     `clamped` [1] is the number of this rank. It is `None`, and so is the result, if the exchanges do not use fp16.
     """
-    return None if clamped is None else int(world.all_reduce_small(clamped, "numbers clamped"))
+    return None if clamped is None else int(world.all_reduce_small(clamped, "clamped elements"))
 
 
 def restore(

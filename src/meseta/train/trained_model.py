@@ -25,6 +25,8 @@ from meseta.errors import StorageError
 from meseta.machine.files import path_exists
 from meseta.machine.remote import Location
 from meseta.spec import MesetaError
+from meseta.spec.documents import rename_keys
+from meseta.spec.plan_document import FORMER_KEYS
 from meseta.spec.tiers import DISK, OFFLOADED_TIERS
 from meseta.telemetry.splits import validation_split
 from meseta.train.dataset_checks import check_same_encoding, open_dataset
@@ -251,11 +253,12 @@ def _plan_with_saved_tiers(path: Location, num_ranks: int) -> Any:
     except checkpoint.DamagedCheckpoint:  # Loading the checkpoint raises the error with a remedy.
         return "auto"
     for name, entry in plan["tables"].items():
-        for shard in entry["shards"]:
+        for stored_shard in entry["shards"]:
+            shard = rename_keys("plan", stored_shard, FORMER_KEYS)
             if shard["tier"] in OFFLOADED_TIERS:
                 sharding = "table_wise" if num_ranks == 1 else "row_wise"
-                is_same = num_ranks == plan["num_ranks"] == 1 and "near_rows" in shard
-                cache_rows = {"near_rows": shard["near_rows"]} if is_same else {}
+                is_same = num_ranks == plan["num_ranks"] == 1 and "cache_rows" in shard
+                cache_rows = {"cache_rows": shard["cache_rows"]} if is_same else {}
                 offloaded[name] = {"sharding": sharding, "tier": shard["tier"], **cache_rows}
     rest = {} if len(offloaded) == len(plan["tables"]) else {"*": "table_wise"}
     return {"tables": {**offloaded, **rest}} if offloaded else "auto"

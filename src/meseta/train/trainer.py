@@ -151,7 +151,7 @@ class Trainer:
             overlap=self.overlap.hidden,
         )
         self.pipeline.num_masked_tasks = self.dataset.num_masked_tasks
-        self.pipeline.uses_stale_embeddings = bool(config.pipeline.stale)
+        self.pipeline.uses_stale_embeddings = bool(config.pipeline.staleness)
         self._step_threads = StepThreads()
         self.evaluation_tracker = EvaluationTracker(
             config, [name for name, split in self.dataset.splits.items() if split.num_rows]
@@ -295,7 +295,7 @@ class Trainer:
     def _train(self, progress: TrainProgress) -> None:
         self._last_logged = (self.step, self.num_samples)
         self.clock.start()
-        batches = islice(self._batches, self.num_steps - self.step + self.config.pipeline.stale)
+        batches = islice(self._batches, self.num_steps - self.step + self.config.pipeline.staleness)
         with closing(
             self.pipeline.steps(batches, schedule=self._set_learning_rates, votes=self.checkpoint_manager.flags)
         ) as steps:
@@ -481,7 +481,7 @@ class Trainer:
             self.reader.set_state(state["reader"])
             self._trained_position = self.reader.position
             self._batches = self._start_reading()
-        if self.config.pipeline.stale and state["carried"] is not None:
+        if self.config.pipeline.staleness and state["carried"] is not None:
             self.pipeline.prefetched_embeddings = PrefetchedEmbeddings.from_tensors(
                 path, state["carried"], self.model.embeddings
             )
@@ -501,7 +501,7 @@ class Trainer:
 
     def _start_reading(self) -> BatchIterator:
         """Start reading the batches of the run. With stale embeddings, the reader is one batch ahead at the end."""
-        return self.reader.epochs(self.config.train.epochs + self.config.pipeline.stale)
+        return self.reader.epochs(self.config.train.epochs + self.config.pipeline.staleness)
 
     def _summary(
         self, evaluations: Mapping[str, EvalLine], outside: dict[str, int], timed: Mapping[str, Any]
@@ -509,11 +509,11 @@ class Trainer:
         teacher, chosen = self.dataset.teacher, decisions_from_evaluations(self.config)
         parts: dict[str, Any] = {**evaluations, **timed}
         if chosen:
-            parts["chosen"] = SelectionRecord(split=self.evaluation_tracker.split, what=chosen)
+            parts["selected"] = SelectionRecord(split=self.evaluation_tracker.split, what=chosen)
         if self.world.size > 1:
             parts["overlap"] = asdict(self.overlap)
         if any(astuple(self.reader.excluded_rows)):
-            parts["rows_left_out"] = asdict(self.reader.excluded_rows)
+            parts["excluded_rows"] = asdict(self.reader.excluded_rows)
         best, newest = self._best_position, checkpoint.newest(self.run_dir.checkpoints)
         return RunSummary(
             best=BestEvaluation(
@@ -525,8 +525,8 @@ class Trainer:
             train_s=self.clock.train_s,
             samples_per_s=self.num_samples / self.clock.train_s if self.clock.train_s else None,
             num_ranks=self.world.size,
-            unlisted=UnknownCollectives.count - self._num_unknown_collectives_before,
-            clamped=sum_clamped(self.model.embeddings.num_clamped, self.world),
+            unknown_collectives=UnknownCollectives.count - self._num_unknown_collectives_before,
+            num_clamped=sum_clamped(self.model.embeddings.num_clamped, self.world),
             ids_outside=outside,
             checkpoint=str(newest if best is None else checkpoint_path(self.run_dir.checkpoints, best[0])),
             **parts,

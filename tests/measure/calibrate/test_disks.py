@@ -39,7 +39,7 @@ def test_rates_are_filled_in_and_keep_to_the_limit(tmp_path: Path, monkeypatch: 
 def test_constants_of_near_rows_are_those_that_steps_were_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps as long as known constants say, with counts of rows as they come."""
     known = {
-        "near_call_s": 1e-4, "near_shard_s": 2e-5, "near_id_s": 1e-8, "near_row_s": 2e-8, "host_row_s": 2e-7,
+        "cache_call_s": 1e-4, "cache_shard_s": 2e-5, "cache_id_s": 1e-8, "cache_row_s": 2e-8, "host_row_s": 2e-7,
         "host_byte_s": 1e-10,
     }  # fmt: skip
 
@@ -78,11 +78,11 @@ def test_steps_are_counted_as_they_are_drawn(tmp_path: Path, monkeypatch: pytest
 
 def test_a_cost_model_of_a_former_version_is_read() -> None:
     document = documented_cost_model("a100").to_dict()
-    for name in ("near_call_s", "near_row_s", "near_id_s", "disk_write_bytes_per_s", "disk_processor_s"):
+    for name in ("cache_call_s", "cache_row_s", "cache_id_s", "disk_write_bytes_per_s", "disk_processor_s"):
         del document["tiers"][name]
     former = CostModel.from_dict(document).tiers
-    assert (former.near_id_s, former.disk_write_bytes_per_s) == (
-        TierCost().near_id_s,
+    assert (former.cache_id_s, former.disk_write_bytes_per_s) == (
+        TierCost().cache_id_s,
         TierCost().disk_write_bytes_per_s,
     )
 

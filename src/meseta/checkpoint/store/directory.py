@@ -17,7 +17,7 @@ from meseta.checkpoint.failures import check_no_concurrent_saves, read_with_retr
 from meseta.checkpoint.files.paths import CHECKPOINT_NAME_PATTERN
 from meseta.checkpoint.files.rate_limit import WriteRateLimiter
 from meseta.checkpoint.manifest import MANIFEST_PATH, write_manifest
-from meseta.checkpoint.store.names import QUARANTINE_MARKER, checkpoint_name, parse_step
+from meseta.checkpoint.store.names import QUARANTINE_MARKER, QUARANTINE_MARKERS, checkpoint_name, parse_step
 from meseta.checkpoint.store.references import referenced_files
 from meseta.machine.files import (
     is_folder,
@@ -281,7 +281,7 @@ def _is_checkpoint(path: Path) -> bool:
 
 
 def _is_quarantined(path: Path) -> bool:
-    return stat_if_exists(path / QUARANTINE_MARKER, follow=False) is not None
+    return any(stat_if_exists(path / name, follow=False) is not None for name in QUARANTINE_MARKERS)
 
 
 def _is_pruned(path: Path) -> bool:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from meseta.machine.remote import Location
 
 # A quarantined checkpoint is not loaded, counted or deleted, until a new checkpoint of its step replaces it.
-QUARANTINE_MARKER = "passed-over.txt"
+QUARANTINE_MARKER = "quarantined.txt"
 """File in the folder of a quarantined checkpoint, with the reason. The checkpoint is damaged or needs a damaged
 file."""
+QUARANTINE_MARKERS = (QUARANTINE_MARKER, "passed-over.txt")
+"""Names of files that mark a quarantined checkpoint. Earlier versions wrote the second one."""
 
 
 def checkpoint_path(parent: Location, step: int) -> Location:

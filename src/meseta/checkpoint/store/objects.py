@@ -15,7 +15,7 @@ from meseta.checkpoint.files.paths import CHECKPOINT_NAME_PATTERN
 from meseta.checkpoint.files.rate_limit import WriteRateLimiter
 from meseta.checkpoint.files.tensors import DENSE_PATH
 from meseta.checkpoint.manifest import MANIFEST_PATH, own_file_entries, write_manifest
-from meseta.checkpoint.store.names import QUARANTINE_MARKER, checkpoint_name, parse_step
+from meseta.checkpoint.store.names import QUARANTINE_MARKER, QUARANTINE_MARKERS, checkpoint_name, parse_step
 from meseta.checkpoint.store.references import referenced_files
 from meseta.errors import StorageError
 from meseta.machine.remote import RETRY_DELAYS_S, RemotePath
@@ -59,7 +59,7 @@ class ObjectStore:
     def begin(self, step: int, folders: Sequence[str]) -> RemotePath:
         """Clean up after killed runs. Raises MesetaError if a checkpoint of this step exists."""
         growing = self.staging_path(step)
-        if has_file(growing, QUARANTINE_MARKER):
+        if _is_quarantined(growing):
             self.discard(growing)
         if has_file(growing, MANIFEST_PATH):
             raise concurrent_writer_error(growing)
@@ -202,13 +202,17 @@ class ObjectStore:
         """Return the folders that have the name of a checkpoint and a manifest, ordered by step, without quarantined
         ones."""
         listed = {path: read_with_retry(path, path, path.entries) for path in self._checkpoint_folders()}
-        return [path for path, names in listed.items() if MANIFEST_PATH in names and QUARANTINE_MARKER not in names]
+        return [
+            path
+            for path, names in listed.items()
+            if MANIFEST_PATH in names and names.keys().isdisjoint(QUARANTINE_MARKERS)
+        ]
 
     def quarantine(self, path: RemotePath, why: str) -> None:
         (path / QUARANTINE_MARKER).create(f"{why}\n".encode())
 
     def quarantined(self) -> list[RemotePath]:
-        return [path for path in self._checkpoint_folders() if has_file(path, QUARANTINE_MARKER)]
+        return [path for path in self._checkpoint_folders() if _is_quarantined(path)]
 
     def unrecognized_entries(self) -> list[RemotePath]:
         """Return an empty list, because a URL may contain any other files."""
@@ -226,7 +230,7 @@ class ObjectStore:
         files of a folder."""
         paths = self._checkpoint_folders()
         files = {path: {path / inner for inner in read_with_retry(path, path, path.files)} for path in paths}
-        paths = [path for path in paths if path / QUARANTINE_MARKER not in files[path]]
+        paths = [path for path in paths if files[path].isdisjoint(path / name for name in QUARANTINE_MARKERS)]
         checkpoints = [path for path in paths if path / MANIFEST_PATH in files[path] and path not in doomed]
         needed = referenced_files(checkpoints)
         if needed is None:
@@ -252,3 +256,7 @@ class ObjectStore:
         folders = read_with_retry(None, self.parent, self.parent.folders)
         names = [name for name in folders if (match := CHECKPOINT_NAME_PATTERN.fullmatch(name)) and not match["old"]]
         return sorted((self.parent / name for name in names), key=parse_step)
+
+
+def _is_quarantined(path: RemotePath) -> bool:
+    return any(has_file(path, name) for name in QUARANTINE_MARKERS)

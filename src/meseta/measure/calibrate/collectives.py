@@ -16,7 +16,7 @@ from meseta.ops.codec import StochasticRounding, decode_columns, encode_columns
 from meseta.ops.columns import ColumnMove, pack_moves
 from meseta.spec.codecs import CODECS, CodecName
 
-COLLECTIVE_NAME = "a measurement"
+COLLECTIVE_NAME = "measurement"
 SMALL_MESSAGE_BYTES = 1024
 """That a rank sends each other one where what peers take is measured."""
 CODEC_SHAPE = (2048, 64)

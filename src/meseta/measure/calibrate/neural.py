@@ -221,7 +221,7 @@ def random_collectives(num_ranks: int) -> list[Collective]:
         total = float(np.exp(random.uniform(np.log(MIN_BYTES), np.log(MAX_BYTES))))
         if number % 4 == 0:
             sent = np.full(num_ranks, 2 * (num_ranks - 1) / num_ranks * total / num_ranks)
-            found.append(Collective("sum", "backward", sent, nothing, sent, nothing, reduces=True))
+            found.append(Collective("sum", "gradient_dist", sent, nothing, sent, nothing, reduces=True))
             continue
         even = np.full(num_ranks, 1.0 / num_ranks)
         owned = total * (even if random.random() < 1 / 3 else random.dirichlet(2.0 * num_ranks * even))
@@ -229,7 +229,7 @@ def random_collectives(num_ranks: int) -> list[Collective]:
         if random.random() < 0.5:
             found.append(Collective(_IDS_TRANSFER, "input_dist", others, nothing, own, nothing))
         else:
-            found.append(Collective("answers", "output_dist", own, nothing, others, nothing))
+            found.append(Collective("embeddings", "output_dist", own, nothing, others, nothing))
     return found
 
 

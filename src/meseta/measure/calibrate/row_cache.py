@@ -64,7 +64,15 @@ DISK_CASES = (
 """With few misses, which the disk has brought before the step is over."""
 
 
-COST_NAMES = ("near_call_s", "near_shard_s", "near_id_s", "near_row_s", "host_row_s", "host_byte_s", "disk_processor_s")
+COST_NAMES = (
+    "cache_call_s",
+    "cache_shard_s",
+    "cache_id_s",
+    "cache_row_s",
+    "host_row_s",
+    "host_byte_s",
+    "disk_processor_s",
+)
 """What the fit finds, in seconds; `host_byte_s` is of a byte that is copied."""
 
 
@@ -105,7 +113,7 @@ class TableTrainer:
         self.case = case
         self.embeddings = EmbeddingBagCollection(tables, features, seed=0)
         if tier is not None:
-            place = {"sharding": "table_wise", "tier": tier, "near_rows": NUM_CACHE_ROWS}
+            place = {"sharding": "table_wise", "tier": tier, "cache_rows": NUM_CACHE_ROWS}
             self.embeddings.apply_plan(Plan.from_dict({"tables": {"*": place}}, tables, 1), options)
         self._offloaded_shards = [shard for shard in self.embeddings.shards if isinstance(shard, TieredShard)]
         self._names = [feature.name for feature in features]

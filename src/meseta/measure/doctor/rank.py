@@ -17,7 +17,7 @@ def main(limit_s: int) -> None:
     from meseta.comm import World
 
     world = World.current()
-    total = world.all_reduce(torch.tensor([world.rank + 1.0]), "a measurement")
+    total = world.all_reduce(torch.tensor([world.rank + 1.0]), "measurement")
     print(json.dumps({"sum": total.item()}), flush=True)
     world.barrier()
     os._exit(0)  # the answer is out; how the process group ends is not the question

@@ -66,18 +66,18 @@ def _zipf_exponents(counts: Floats, rows: Floats) -> Floats:
     return exponents
 
 
-def cache_misses(rows: Floats, requests: Floats, near_rows: Floats, lookups: Floats) -> Floats:
+def cache_misses(rows: Floats, requests: Floats, cache_rows: Floats, lookups: Floats) -> Floats:
     """Return the expected number of distinct rows of a batch that are not in the cache, per table [n].
 
     Args:
         rows: Number of rows of each class [n, K].
         requests: Mean number of requests per batch of one row of the class [n, K].
-        near_rows: Number of cache slots [n].
+        cache_rows: Number of cache slots [n].
         lookups: Number of lookups per batch [n].
     """
-    misses = np.zeros(len(near_rows))
-    indices = np.flatnonzero((near_rows < rows.sum(axis=1)) & (lookups > 0.0))
-    rows, requests, near_rows, lookups = (part[indices] for part in (rows, requests, near_rows, lookups))
+    misses = np.zeros(len(cache_rows))
+    indices = np.flatnonzero((cache_rows < rows.sum(axis=1)) & (lookups > 0.0))
+    rows, requests, cache_rows, lookups = (part[indices] for part in (rows, requests, cache_rows, lookups))
     # The score of a row is the sum of (1/2)^(age in half-lives) over its requests, and the rows with the highest scores
     # are cached. For random requests, the score is shot noise with mean m and variance m / 2 in units of the time
     # constant. Its distribution is close to a gamma distribution of shape 2 m. The bisection finds the score threshold
@@ -85,15 +85,15 @@ def cache_misses(rows: Floats, requests: Floats, near_rows: Floats, lookups: Flo
     # systems", 2002).
     chance = -np.expm1(-requests)
     half_life = (
-        np.where(near_rows < MIN_LONG_HALF_LIFE_SLOTS, SHORT_HALF_LIFE, LONG_HALF_LIFE)
-        * np.maximum(near_rows, 1.0)
+        np.where(cache_rows < MIN_LONG_HALF_LIFE_SLOTS, SHORT_HALF_LIFE, LONG_HALF_LIFE)
+        * np.maximum(cache_rows, 1.0)
         / lookups
     )  # in batches
     shape = 2.0 * chance * (half_life / np.log(2.0))[:, None]
     low, high = np.full(len(indices), -600.0), np.full(len(indices), 30.0)
     for _ in range(_NUM_BISECTIONS):
         middle = 0.5 * (low + high)
-        fits = (rows * (1.0 - gamma_cdf(shape, 2.0 * np.exp(middle)[:, None]))).sum(axis=1) <= near_rows
+        fits = (rows * (1.0 - gamma_cdf(shape, 2.0 * np.exp(middle)[:, None]))).sum(axis=1) <= cache_rows
         low, high = np.where(fits, low, middle), np.where(fits, middle, high)
     misses[indices] = (rows * chance * gamma_cdf(shape, 2.0 * np.exp(high)[:, None])).sum(axis=1)
     return misses

@@ -54,7 +54,7 @@ class Collective:
         if self.algorithm == "chain":
             far = np.full(ranks, far.max() * chain_factor(topology.num_hosts))
         # A hierarchical reduction first reduces inside each host, then between hosts.
-        spent = near + far if self.algorithm in ("twins", "chain") else np.maximum(near, far)
+        spent = near + far if self.algorithm in ("cross_host", "chain") else np.maximum(near, far)
         return spent + self.num_calls * latency_s
 
 
@@ -74,7 +74,7 @@ def call_seconds(call: CollectiveCall, both: tuple[Link, Link], topology: Topolo
     data is sent to other hosts."""
     (inside, across), (mates, far_peers) = both, call.num_peers
     spent = mates * inside.peer_s + far_peers * across.peer_s
-    if call.algorithm in ("twins", "chain"):
+    if call.algorithm in ("cross_host", "chain"):
         steps = topology.num_hosts - 2 + NUM_CHAIN_CHUNKS if call.algorithm == "chain" else 1
         return spent + (inside.latency_s if mates else 0.0) + steps * across.latency_s
     return spent + (across.latency_s if is_far else inside.latency_s)

@@ -48,10 +48,10 @@ class ShardArrays:
         rows: tuple[object, object],
         columns: tuple[object, object],
         tier: object = 0,
-        near_rows: object = 0,
+        cache_rows: object = 0,
     ) -> ShardArrays:
         """Create an instance from arrays or scalars, which are broadcast to the same length."""
-        values = (table, *rows, *columns, tier, near_rows)
+        values = (table, *rows, *columns, tier, cache_rows)
         return ShardArrays(*np.broadcast_arrays(*(np.atleast_1d(np.asarray(a, np.int64)) for a in values)))
 
     def take(self, which: NDArray[np.int64] | NDArray[np.bool_]) -> ShardArrays:

@@ -272,14 +272,18 @@ def received_bytes(
     # Forwarded data is counted for each shard separately.
     cut = _OneShardPerHost(cut)
     ids = shard_transfer_bytes(transfers, ["ids", "weights"], load, cut, num_ranks)
-    outputs = shard_transfer_bytes(transfers, ["answers"], load, cut, num_ranks)
-    relayed = [*FORWARDED_TRANSFERS, "whole bags"] if any(one.name in FORWARDED_TRANSFERS for one in transfers) else []
-    for part in (part for one in transfers if one.name in ("answers", *relayed) for part in one.parts):
+    outputs = shard_transfer_bytes(transfers, ["embeddings"], load, cut, num_ranks)
+    relayed = (
+        [*FORWARDED_TRANSFERS, "embeddings inter-host"]
+        if any(one.name in FORWARDED_TRANSFERS for one in transfers)
+        else []
+    )
+    for part in (part for one in transfers if one.name in ("embeddings", *relayed) for part in one.parts):
         if not part.codec.is_lossless:
             outputs = outputs + load.element_bytes * count_items(part.unit, load, cut, num_ranks)
     if relayed:
         ids = ids + shard_transfer_bytes(transfers, FORWARDED_TRANSFERS, load, cut, num_ranks)
-        outputs = outputs + shard_transfer_bytes(transfers, ["whole bags"], load, cut, num_ranks)
+        outputs = outputs + shard_transfer_bytes(transfers, ["embeddings inter-host"], load, cut, num_ranks)
     return ids, outputs
 
 

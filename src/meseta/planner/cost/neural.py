@@ -35,7 +35,7 @@ def rank_seconds(cost_model: CostModel, loads: ShardLoads, owner: Indices, num_r
         np.bincount(owner, seconds, num_ranks).astype(np.float64) + call * busy
         for seconds, call in zip(pairs, calls, strict=True)
     ]
-    totals[0] = totals[0] + cost_model.tiers.near_call_s * (
+    totals[0] = totals[0] + cost_model.tiers.cache_call_s * (
         np.bincount(owner, np.isin(loads.tier_index, OFFLOADED_TIER_INDICES), num_ranks) > 0
     )
     if neural is None or not busy.any():

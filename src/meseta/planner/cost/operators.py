@@ -110,9 +110,9 @@ def _tier_seconds(cost_model: CostModel, loads: ShardLoads) -> tuple[Floats, Flo
     is_far = np.isin(loads.tier_index, OFFLOADED_TIER_INDICES)
     way = rows / tiers.host_bytes_per_s
     search_s = (
-        tiers.near_shard_s * loads.num_features
-        + tiers.near_id_s * loads.num_ids
-        + tiers.near_row_s * loads.num_distinct_rows
+        tiers.cache_shard_s * loads.num_features
+        + tiers.cache_id_s * loads.num_ids
+        + tiers.cache_row_s * loads.num_distinct_rows
     )
     if cost_model.device != "cpu":
         # The cache of tier `disk` is in host DRAM, so each row is copied to the device and back.

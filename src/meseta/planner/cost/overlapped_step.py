@@ -31,10 +31,10 @@ def dense_op_seconds(workload: Workload, dense_s: float) -> dict[str, float]:
     before_s = dense_s * dense.before_flops_per_sample / dense.flops_per_sample if dense.flops_per_sample else 0.0
     score_s = dense_s - before_s
     return {
-        "before": FORWARD_SHARE * before_s,
+        "dense_only": FORWARD_SHARE * before_s,
         "score": FORWARD_SHARE * score_s,
         "back of score": (1.0 - FORWARD_SHARE) * score_s,
-        "back of before": (1.0 - FORWARD_SHARE) * before_s,
+        "dense_only backward": (1.0 - FORWARD_SHARE) * before_s,
     }
 
 
@@ -75,7 +75,7 @@ class OverlappedStep:
         # The rank with the largest sum of lookup and update determines both times. Each transfer ends with its slowest
         # rank.
         both_s, lookup_s = float((lookup + update).max()), float(lookup.max())
-        seconds = {"lookup": lookup_s, "update": both_s - lookup_s, **dense}
+        seconds = {"lookup": lookup_s, "table_update": both_s - lookup_s, **dense}
         link_s: dict[str, float] = {}
         for one in sent:
             first = MERGED_TRANSFERS.get(one.name, one.name)

@@ -67,8 +67,8 @@ class Placement:
                 columns[shard.rows] += 1
                 host_columns[host, shard.rows] += 1
             for shard in entry.shards:
-                near_rows = shard.cache_rows or 0
-                where = (table, *shard.rows, *shard.columns, TIERS.index(shard.tier), near_rows)
+                cache_rows = shard.cache_rows or 0
+                where = (table, *shard.rows, *shard.columns, TIERS.index(shard.tier), cache_rows)
                 if entry.is_replica(shard):
                     replicas.append(where)
                     continue
@@ -101,13 +101,13 @@ class Placement:
 
 def _allocate_cache_rows(pieces: ShardArrays, owner: Indices, loads: WorkloadLoads, room: CacheOptions) -> Indices:
     # Shards without `cache_rows` share the remaining cache of their rank, as at run time.
-    near_rows = pieces.cache_rows.copy()
-    shared = np.isin(pieces.tier, OFFLOADED_TIER_INDICES) & (near_rows == 0)
+    cache_rows = pieces.cache_rows.copy()
+    shared = np.isin(pieces.tier, OFFLOADED_TIER_INDICES) & (cache_rows == 0)
     of_row, of_state = loads.row_bytes(pieces)
     row_bytes = of_row + of_state + CACHE_SLOT_OVERHEAD_BYTES
     for rank in np.unique(owner[shared]):
         of_owner = np.flatnonzero(shared & (owner == rank))
         of_rank = row_bytes[of_owner].astype(np.int64).tolist(), pieces.num_rows[of_owner].tolist()
         index_bytes = ROW_INDEX_BYTES * int(pieces.num_rows[of_owner][pieces.tier[of_owner] == TIERS.index(DISK)].sum())
-        near_rows[of_owner] = room.storage.allocate_cache_rows(*of_rank, room.default_share, index_bytes=index_bytes)
-    return near_rows
+        cache_rows[of_owner] = room.storage.allocate_cache_rows(*of_rank, room.default_share, index_bytes=index_bytes)
+    return cache_rows

@@ -23,7 +23,7 @@ from meseta.spec.tiers import HBM, MEMORIES, Memory, StorageOptions
 from meseta.spec.transfer import step_transfers
 from meseta.telemetry.transfers import TransferMeans
 
-COMPUTE_COMPONENTS = ("lookup", "update")
+COMPUTE_COMPONENTS = ("lookup", "table_update")
 """Components in which ranks do not wait for each other."""
 
 
@@ -58,7 +58,7 @@ class Prediction:
 
     @property
     def compute_s(self) -> Floats:  # [R]
-        return self.seconds["lookup"] + self.seconds["update"]
+        return self.seconds["lookup"] + self.seconds["table_update"]
 
     @property
     def transfers_by_rank(self) -> list[dict[str, TransferMeans]]:
@@ -122,7 +122,7 @@ def predict(
     disk_s = _disk_seconds(placement, sharded, cost_model, topology, storage)
     seconds: dict[StepComponent, Floats] = {name: np.zeros(plan.num_ranks) for name in STEP_COMPONENTS}
     # Disks are read one batch ahead, so only disk time beyond the step is exposed.
-    seconds |= {"lookup": lookup + np.maximum(disk_s - step_s, 0.0), "update": update}
+    seconds |= {"lookup": lookup + np.maximum(disk_s - step_s, 0.0), "table_update": update}
     seconds["dense"] = seconds["dense"] + dense_s
     exposed_s = [one.exposed_s(hidden) for one, hidden in zip(each_s, hidden_s, strict=True)]
     for collective, exposed in zip(exchanged, exposed_s, strict=True):

@@ -18,18 +18,25 @@ from meseta.planner.cost.reuse import Floats
 from meseta.spec.stages import Overlap
 from meseta.spec.transfer import GRADIENT_TRANSFERS, INTRA_HOST_SUFFIX
 
-ComputeOp = Literal["lookup", "update", "before", "score", "back of score", "back of before"]
-"""Computation of a step. `before` is `forward_dense`, which needs only dense inputs, and `score` is the remaining dense
-part."""
-COMPUTE_OPS: tuple[ComputeOp, ...] = ("lookup", "update", "before", "score", "back of score", "back of before")
-# Actions of a rank, and transfers on its link, with overlap `answers` and `ids` on one host:
+ComputeOp = Literal["lookup", "table_update", "dense_only", "score", "back of score", "dense_only backward"]
+"""Computation of a step. `dense_only` is `forward_dense`, which needs only dense inputs, and `score` is the remaining
+dense part."""
+COMPUTE_OPS: tuple[ComputeOp, ...] = (
+    "lookup",
+    "table_update",
+    "dense_only",
+    "score",
+    "back of score",
+    "dense_only backward",
+)
+# Actions of a rank, and transfers on its link, with overlap `embeddings` and `ids` on one host:
 #
-#    rank   lookup | before | score | back of score | back of before | update | lookup ...
-#    link     answers, counts | ids ................| gradients .....|..dense ........
+#    rank   lookup | dense_only | score | back of score | dense_only backward | table_update | lookup ...
+#    link     embeddings, counts | ids .................| gradients ..........|..dense ..............
 #
 # Transfers use the link one after the other, in the order in which they start. All-reduces of replicated data let those
 # transfers overtake for which a rank waits immediately.
-EMBEDDINGS, HOST_POOLED_BAGS = "answers", "whole bags"
+EMBEDDINGS, HOST_POOLED_BAGS = "embeddings", "embeddings inter-host"
 ALL_REDUCES = ("replicas", "dense")
 """Transfers of the all-reduce lane, which other transfers may overtake."""
 PACKING_PREFIX = "packing of "
@@ -103,12 +110,12 @@ class _ProgramBuilder:
             for part in range(self.num_micro_batches):
                 self.start("counts", part, self.micro_batch_share)
         for part in range(self.num_micro_batches):
-            if part == 0 or "answers" not in self.overlapped:
+            if part == 0 or "embeddings" not in self.overlapped:
                 self.lookup(part)
             if part == 0 and "ids" in self.overlapped:
                 self.start("label weights")
                 self.start("counts")
-            if "answers" in self.overlapped and self.reduces_across_hosts:
+            if "embeddings" in self.overlapped and self.reduces_across_hosts:
                 self.start_second_hop(part)
             if part == 0 and "dense" in self.overlapped:
                 self.synchronize()
@@ -151,8 +158,8 @@ class _ProgramBuilder:
         self.compute("norms")
 
     def score(self, part: int) -> None:
-        if "answers" in self.overlapped:
-            self.compute("before", self.micro_batch_share)
+        if "embeddings" in self.overlapped:
+            self.compute("dense_only", self.micro_batch_share)
         elif self.reduces_across_hosts:
             self.start_second_hop(part)
         self.wait(HOST_POOLED_BAGS if self.reduces_across_hosts else EMBEDDINGS, part)
@@ -162,10 +169,10 @@ class _ProgramBuilder:
                 self.start_and_wait("counts" + INTRA_HOST_SUFFIX)
             for number, share in self.id_instances():
                 self.start("ids", number, share)
-        if "answers" in self.overlapped and part + 1 < self.num_micro_batches:
+        if "embeddings" in self.overlapped and part + 1 < self.num_micro_batches:
             self.lookup(part + 1)
-        if "answers" not in self.overlapped:
-            self.compute("before", self.micro_batch_share)
+        if "embeddings" not in self.overlapped:
+            self.compute("dense_only", self.micro_batch_share)
         if part == 0:
             self.wait("label weights")
         self.compute("score", self.micro_batch_share)
@@ -191,7 +198,7 @@ class _ProgramBuilder:
             self.finish_gradient_dist([part])
             if is_last:
                 self.update()
-        self.compute("back of before", self.micro_batch_share)
+        self.compute("dense_only backward", self.micro_batch_share)
         if is_last:
             self.start("dense")
             if "dense" not in self.overlapped:
@@ -210,7 +217,7 @@ class _ProgramBuilder:
     def update(self) -> None:
         if "agree" in self.overlapped:
             self.wait("agree")
-        self.compute("update")
+        self.compute("table_update")
         self.start_and_wait("row statistics")
         self.wait("replicas")
 

@@ -44,8 +44,10 @@ def allocate_cache_rows(
     if not any(shard.table in reused_tables for shard in shards):
         return plan
     near = CacheAllocator(plan, loads or WorkloadLoads(workload), topology, cost_model, run)
-    near_bytes = None if run is None or run.storage is None else run.storage.cache_bytes
-    return near.allocate(near.recommended_bytes if near_bytes is None else np.full(near.num_groups, float(near_bytes)))
+    cache_bytes = None if run is None or run.storage is None else run.storage.cache_bytes
+    return near.allocate(
+        near.recommended_bytes if cache_bytes is None else np.full(near.num_groups, float(cache_bytes))
+    )
 
 
 def reallocate_cache_rows(
@@ -58,8 +60,10 @@ def reallocate_cache_rows(
         return plan
     if run is None or run.storage is None:
         return near.allocate(near.max_cache_bytes)
-    near_bytes = run.storage.cache_bytes
-    return near.allocate(near.recommended_bytes if near_bytes is None else np.minimum(near_bytes, near.max_cache_bytes))
+    cache_bytes = run.storage.cache_bytes
+    return near.allocate(
+        near.recommended_bytes if cache_bytes is None else np.minimum(cache_bytes, near.max_cache_bytes)
+    )
 
 
 def without_cache_rows(plan: Plan) -> Plan:
@@ -247,12 +251,12 @@ def _is_offloaded(shard: Shard) -> bool:
     return TIERS.index(shard.tier) in OFFLOADED_TIER_INDICES
 
 
-def _with_cache_rows(plan: Plan, near_rows: Iterator[int]) -> Plan:
+def _with_cache_rows(plan: Plan, cache_rows: Iterator[int]) -> Plan:
     """Return the plan with the given cache capacities of its offloaded shards. 0 removes `cache_rows`, and -1
     keeps it."""
 
     def changed(shard: Shard) -> Shard:
-        count = next(near_rows) if _is_offloaded(shard) else -1
+        count = next(cache_rows) if _is_offloaded(shard) else -1
         return shard if count < 0 else replace(shard, cache_rows=count or None)
 
     entries = (replace(entry, shards=tuple(map(changed, entry.shards))) for entry in plan.tables)

@@ -47,11 +47,11 @@ from meseta.spec.codecs import (
 from meseta.spec.tiers import MEMORIES
 from meseta.spec.transfer import GRADIENT_TRANSFERS, ROW_STATISTICS, TrafficUnit, Transfer, TransferPart, step_transfers
 
-# With a hierarchical exchange, `answers` are the ids sent between hosts, because all bags and rows belong to the two
+# With a hierarchical exchange, `embeddings` are the ids sent between hosts, because all bags and rows belong to the two
 # components after it.
-COST_COMPONENTS = ("compute", "ids", "answers", "partial bags", "summed bags", "row statistics")
+COST_COMPONENTS = ("compute", "ids", "embeddings", "partial bags", "summed bags", "row statistics")
 """Components of a step without overlap, each of which ends with its slowest rank."""
-OPTIONAL_COSTS = ("partial bags", "row statistics", "replicas", "owners", "answers")
+OPTIONAL_COSTS = ("partial bags", "row statistics", "replicas", "owners", "embeddings")
 """Costs that apply only if some table needs them: collectives, calls, and inter-host latency of collectives."""
 NUM_AVOIDABLE = 3
 """Number of leading `OPTIONAL_COSTS` that the search also tries to avoid."""
@@ -138,7 +138,7 @@ class ShardCostEstimator:
         self._rank_bytes = loads.stored_bytes(whole).sum() / topology.num_ranks
         ranks, per_host = topology.num_ranks, topology.devices_per_host
         self.transfers = step_transfers(loads.workload, None, ranks, per_host, *algorithms)
-        self.is_hierarchical = algorithms[0] == "two_level" and 1 < per_host < ranks
+        self.is_hierarchical = algorithms[0] == "hierarchical" and 1 < per_host < ranks
         self.schedules = overlap_schedules(loads.workload, self.transfers, self.is_hierarchical)
         """Schedules of a step with the optional costs that each requires, or `None` without overlap."""
         self.components = COST_COMPONENTS if self.schedules is None else overlap_components(self.transfers)
@@ -226,7 +226,7 @@ class ShardCostEstimator:
     def _component(self, transfer: Transfer, way: CollectiveKind) -> int:
         if transfer.component != "input_dist":
             return _COMPONENT_INDEX[way]
-        return COST_COMPONENTS.index("answers" if self.is_hierarchical and way == "hosts" else "ids")
+        return COST_COMPONENTS.index("embeddings" if self.is_hierarchical and way == "hosts" else "ids")
 
     # Lookup and update are separate components if something overlaps.
     def _set_compute_seconds(self, components: Floats, both: tuple[Floats, Floats]) -> None:
@@ -409,7 +409,7 @@ class ShardCostEstimator:
         near_s, far_s = near / inside.bytes_per_s, far / across.bytes_per_s
         if transfer.algorithm == "chain":
             far_s = far_s * chain_factor(hosts)
-        spent = near_s + far_s if transfer.algorithm in ("twins", "chain") else np.maximum(near_s, far_s)
+        spent = near_s + far_s if transfer.algorithm in ("cross_host", "chain") else np.maximum(near_s, far_s)
         return np.asarray(spent), np.asarray(2 * (near + far) * self._copy_byte_s), np.asarray(codec_s)
 
     def optional_costs(self, cuts: ShardPartitioning, pieces: ShardArrays) -> Ints:
@@ -429,10 +429,10 @@ class ShardCostEstimator:
     def _optional_seconds_by_name(self) -> dict[str, dict[str, float]]:
         lookup_s, update_s = self.cost_model.lookup.call_s, self.cost_model.update.call_s
         seconds_by_name: dict[str, dict[str, float]] = {name: {} for name in OPTIONAL_COSTS}
-        seconds_by_name["owners"] = {"lookup": lookup_s, "update": update_s}
+        seconds_by_name["owners"] = {"lookup": lookup_s, "table_update": update_s}
         if self.topology.num_ranks == 1:
             return seconds_by_name
-        seconds_by_name["replicas"] = {"update": 2 * update_s, "lookup": lookup_s}
+        seconds_by_name["replicas"] = {"table_update": 2 * update_s, "lookup": lookup_s}
 
         def add(use: str, transfer: Transfer, seconds: float) -> None:
             name = MERGED_TRANSFERS.get(transfer.name, transfer.name)
@@ -445,7 +445,7 @@ class ShardCostEstimator:
             elif transfer.depends_on_plan and not self._is_unconditional(transfer):
                 add("partial bags", transfer, far_s)
             elif transfer.depends_on_plan and not any(part.unit in PAIR_ITEMS for part in transfer.parts):
-                use = "owners" if transfer.component == "input_dist" else "answers"
+                use = "owners" if transfer.component == "input_dist" else "embeddings"
                 add(use, transfer, far_s - self._min_call_s(transfer))
         return seconds_by_name
 
@@ -465,7 +465,7 @@ class _TransferCall:
 
 
 def overlap_schedules(
-    workload: Workload, transfers: Sequence[Transfer], is_two_level: bool
+    workload: Workload, transfers: Sequence[Transfer], is_hierarchical: bool
 ) -> list[tuple[Schedule, Mask]] | None:
     """Return the schedules of a step, or `None` if no transfer overlaps with computation.
 
@@ -473,7 +473,7 @@ def overlap_schedules(
     """
     schedules = []
     names = [transfer.name for transfer in transfers]
-    partial = () if is_two_level else (HOST_POOLED_BAGS, GRADIENT_TRANSFERS[HOST_POOLED_BAGS])
+    partial = () if is_hierarchical else (HOST_POOLED_BAGS, GRADIENT_TRANSFERS[HOST_POOLED_BAGS])
     optional = {"partial bags": partial, "row statistics": ("row statistics",)}
     for needed in ((), ("partial bags",), ("row statistics",), ("partial bags", "row statistics")):
         if any(not set(optional[use]) & set(names) for use in needed):

@@ -11,7 +11,7 @@ import numpy as np
 from meseta.planner.cost.schedule import Schedule
 from meseta.planner.search.assignment import Floats, Ints, Mask, StepPaths
 
-COMPUTE_COMPONENTS = ("compute", "lookup", "update")
+COMPUTE_COMPONENTS = ("compute", "lookup", "table_update")
 """First components of each rank: lookup and update together, lookup alone, and update alone. A path contains one of
 them."""
 # With many units, durations are known better, and sampling takes longer.
@@ -87,7 +87,7 @@ def _longest_paths(
     _, counts = schedule.longest_cycle(seconds)
     counts = np.unique(counts.round(9), axis=0)
     coefs = counts @ of_component
-    lookup, update = (coefs[:, COMPUTE_COMPONENTS.index(name)].copy() for name in ("lookup", "update"))
+    lookup, update = (coefs[:, COMPUTE_COMPONENTS.index(name)].copy() for name in ("lookup", "table_update"))
     both = np.minimum(lookup, update)
     coefs[:, : len(COMPUTE_COMPONENTS)] = np.stack([both, lookup - both, update - both], axis=1)
     return coefs, counts @ fixed, counts @ uses.T, np.tile(needs, (len(counts), 1))

@@ -361,10 +361,10 @@ class _ProblemBuilder:  # Collects all options, then estimates all shards togeth
                 if entry.is_replica(shard):
                     self._replicas.append((option, table, shard.num_rows))
                     continue
-                near_rows, tier = shard.cache_rows or 0, TIERS.index(shard.tier)
-                if tier in OFFLOADED_TIER_INDICES and not near_rows:
-                    near_rows = math.ceil(self._estimator.cost_model.tiers.cached_share * shard.num_rows)
-                rows.append((start + len(rows), table, *shard.rows, *shard.columns, tier, near_rows, option))
+                cache_rows, tier = shard.cache_rows or 0, TIERS.index(shard.tier)
+                if tier in OFFLOADED_TIER_INDICES and not cache_rows:
+                    cache_rows = math.ceil(self._estimator.cost_model.tiers.cached_share * shard.num_rows)
+                rows.append((start + len(rows), table, *shard.rows, *shard.columns, tier, cache_rows, option))
                 ranks.append(shard.ranks[0])
         self._append_option(unit, 0, len(rows), None)
         self._fixed_ranks[option] = np.array(ranks, np.int64)

@@ -75,17 +75,17 @@ def make_table_plan(
     scheme: ShardingScheme,
     ranks: Sequence[int] | Ints,
     num_ranks: int,
-    near_rows: Sequence[int] | Ints,
+    cache_rows: Sequence[int] | Ints,
 ) -> TablePlan:
     """Return the plan of a table with one shard per entry of `ranks`, and its replicas on all ranks.
 
-    `near_rows` is the cache capacity of each shard, or 0 without a cache.
+    `cache_rows` is the cache capacity of each shard, or 0 without a cache.
     """
     everywhere, dim = tuple(range(num_ranks)), table.embedding_dim
     replicated = table.num_embeddings if scheme.sharding_type is ShardingType.DATA_PARALLEL else scheme.hot_rows
     shards = [Shard(table=table.name, rows=(0, replicated), columns=(0, dim), ranks=everywhere)] * bool(replicated)
     pieces = scheme.shard_rectangles(table.num_embeddings, dim).tolist()
-    for (first, last, left, right), rank, near in zip(pieces, ranks, near_rows, strict=True):
+    for (first, last, left, right), rank, near in zip(pieces, ranks, cache_rows, strict=True):
         place = {"rows": (first, last), "columns": (left, right), "ranks": (int(rank),)}
         shards.append(Shard(table=table.name, **place, tier=scheme.tier, cache_rows=int(near) or None))
     shards.sort(key=lambda shard: (shard.rows, shard.columns))

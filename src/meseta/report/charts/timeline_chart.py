@@ -12,11 +12,11 @@ from meseta.spec.stages import STAGE_NAMES
 from meseta.telemetry.formatting import format_bytes, format_count, format_quantity
 from meseta.telemetry.timeline import (
     DEVICE_BYTES,
-    HOST_BYTES,
-    OTHER_HOSTS_BYTES,
+    IN_FLIGHT,
+    INTER_HOST_BYTES,
+    INTRA_HOST_BYTES,
     OUTSIDE_STAGES,
     TIMELINE_FILE,
-    UNDER_WAY,
     WAITING,
     Slice,
     Timeline,
@@ -31,7 +31,7 @@ CHARACTER_WIDTH = 6.2
 MIN_BOX_WIDTH = 0.5
 """What is narrower, in pixels, is drawn where there is room for it."""
 
-RECEIVERS = {HOST_BYTES: "to its host", OTHER_HOSTS_BYTES: "to other hosts", DEVICE_BYTES: "to the device"}
+RECEIVERS = {INTRA_HOST_BYTES: "to its host", INTER_HOST_BYTES: "to other hosts", DEVICE_BYTES: "to the device"}
 """Key of `Slice.args` -> receiver of these bytes, as the tooltip names it."""
 
 
@@ -81,7 +81,7 @@ def _step_chart(timeline: Timeline, step: Slice) -> str:
             if any(_overlaps(step, one) for one in track.slices)
         ]
         for track in tracks[:MAX_ROWS]:
-            marks.append(svg_text(MARGIN_LEFT - 8, y + 9, track.name.replace(UNDER_WAY, ""), "tick", "end"))
+            marks.append(svg_text(MARGIN_LEFT - 8, y + 9, track.name.replace(IN_FLIGHT, ""), "tick", "end"))
             marks += _draw_row(axis, step, _transfer_boxes(track, y))
             y += ROW_HEIGHT
         y += RANK_GAP

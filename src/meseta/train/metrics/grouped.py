@@ -35,7 +35,7 @@ class GroupedMetric:
     def to_dict(self) -> dict[str, Any]:
         """Convert to plain data for JSON. nan becomes `None`."""
         value = None if math.isnan(self.value) else self.value
-        return {"value": value, "num_groups": self.num_groups, "num_left_out": self.num_skipped_groups}
+        return {"value": value, "num_groups": self.num_groups, "num_skipped_groups": self.num_skipped_groups}
 
 
 def grouped_auc(

@@ -122,7 +122,7 @@ def run_bytes(
     lookups = sum(column.statistics.mean_pooling_factor for column in dataset.sparse)
     sample_bytes = 4 * (1 + len(dataset.dense)) + 8 * lookups
     ahead = _max_rows_read_ahead(config, dataset, num_ranks)
-    is_stale, overlaps = bool(config.pipeline.stale), num_ranks > 1 and config.pipeline.overlap != "off"
+    is_stale, overlaps = bool(config.pipeline.staleness), num_ranks > 1 and config.pipeline.overlap != "off"
     if overlaps or is_stale:  # The batch in input_dist, and the ids that it receives.
         ahead += 2 * batch_size
     scored = -(-train.eval_batch_size // num_ranks)

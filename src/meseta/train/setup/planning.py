@@ -132,7 +132,7 @@ class RunPlanner:
     def _with_cache_rows(self, plan: Plan) -> Plan:
         """Return an existing plan with cache rows for the shards that have none. Collective.
 
-        The rows fill `storage.near_bytes` if it is set. See `meseta.planner.search.cache_allocation`.
+        The rows fill `storage.cache_bytes` if it is set. See `meseta.planner.search.cache_allocation`.
         """
         if not plan.has_offloaded_tables:
             return plan

@@ -200,7 +200,7 @@ class ServedSource(_ServiceSource):
             url=self.config.url,
             dataset=self.config.dataset,
             keys=self.config.keys,
-            reader_timeout_s=self.config.give_up_s,
+            reader_timeout_s=self.config.reader_timeout_s,
         )
 
     @cached_property

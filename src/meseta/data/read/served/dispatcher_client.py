@@ -61,8 +61,8 @@ class DispatcherClient:
     def request_leases(self, request: LeaseRequest) -> Leases:
         return self._request("lease", request, Leases)
 
-    def send_heartbeat(self, beat: Heartbeat) -> HeartbeatReply:
-        return self._request("beat", beat, HeartbeatReply)
+    def send_heartbeat(self, heartbeat: Heartbeat) -> HeartbeatReply:
+        return self._request("heartbeat", heartbeat, HeartbeatReply)
 
     def fetch_table(self, request: TableRequest) -> Iterator[bytes]:
         """Yield a file in chunks. Also raises MesetaError if it is larger than MAX_TABLE_BYTES."""

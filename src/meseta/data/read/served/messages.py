@@ -1,6 +1,6 @@
 """Messages between trainers, the dispatcher and readers. They are JSON that is validated against these schemas.
 
-    trainer    --describe, count, lease--->  dispatcher  <---beat---  reader
+    trainer    --describe, count, lease--->  dispatcher  <-heartbeat-  reader
     trainer    --------- ticket ---------->  reader      ---- Arrow record batches --->  trainer
 
 Messages are stateless: each contains everything that its receiver needs, so any process may restart.
@@ -8,6 +8,7 @@ Messages are stateless: each contains everything that its receiver needs, so any
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -16,6 +17,7 @@ from meseta.data.read.options import LastBatch, ReaderOptions
 from meseta.errors import MesetaError, format_value
 from meseta.machine.files import MAX_DOCUMENT_VALUES, parse_json
 from meseta.machine.waits.checked_memory import encode_text
+from meseta.spec.documents import rename_keys
 
 MAX_MESSAGE_BYTES = 1 << 20
 """Maximum size of a message in bytes. Descriptions and row counts from the dispatcher may be larger."""
@@ -50,6 +52,15 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
     max_bytes: ClassVar[int] = MAX_MESSAGE_BYTES
     max_values: ClassVar[int] = MAX_MESSAGE_VALUES
+    former_keys: ClassVar[Mapping[str, str]] = {}
+    """Current name of each former key. Processes of earlier versions send former keys."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _rename_former_keys(cls, document: Any) -> Any:
+        if not cls.former_keys or not isinstance(document, dict):
+            return document
+        return rename_keys(cls.__name__, document, cls.former_keys)
 
     def to_bytes(self) -> bytes:
         """Serialize to JSON."""
@@ -169,13 +180,18 @@ class RowCounts(Message):
     out."""
 
     max_bytes, max_values = MAX_REPLY_BYTES, MAX_DOCUMENT_VALUES
+    former_keys = {
+        "by_filter": "num_filtered",
+        "negatives": "num_dropped_negatives",
+        "wide_features": "int64_features",
+    }
     groups: tuple[Number, ...]
     """Numbers of the row groups in the split, in ascending order."""
     group_rows: tuple[Positive, ...]
-    by_filter: Number
-    negatives: Number
+    num_filtered: Number
+    num_dropped_negatives: Number
     """Number of negatives that were not drawn."""
-    wide_features: tuple[Name, ...]
+    int64_features: tuple[Name, ...]
     """Sparse features whose ids are int64 in some file. The ids of other features are int32."""
 
 
@@ -192,16 +208,18 @@ class TableRequest(Message):
 class ReaderFailure(Message):
     """Failure of a rank to get a window from its reader."""
 
+    former_keys = {"what": "reason"}
     window: Number
     reader: Name
     kind: Literal["slow", "failed"]
     """'slow' if the reader is reachable but sends nothing, 'failed' for any error."""
-    what: str = Field(default="", max_length=4096)
+    reason: str = Field(default="", max_length=4096)
+    """Error message of a reader that failed."""
 
     @model_validator(mode="before")
     @classmethod
     def _add_kind(cls, document: Any) -> Any:
-        # Trainers of older versions send no kind. They send "slow" in place of an error message.
+        # Trainers of older versions send no kind. They send "slow" in place of an error message, under its former key.
         if isinstance(document, dict) and "kind" not in document:
             return {**document, "kind": "slow" if document.get("what") == "slow" else "failed"}
         return document
@@ -210,13 +228,16 @@ class ReaderFailure(Message):
 class LeaseRequest(Message):
     """Request for the readers of windows."""
 
+    former_keys = {"troubles": "failures", "waited_s": "wait_s", "passed_s": "elapsed_s"}
     session: Session
     epoch: Number
     windows: tuple[Number, ...] = Field(max_length=1024)
-    troubles: tuple[ReaderFailure, ...] = Field(default=(), max_length=1024)
-    waited_s: Seconds = 0.0
+    """Numbers of the windows whose readers are requested."""
+    failures: tuple[ReaderFailure, ...] = Field(default=(), max_length=1024)
+    """Failed readers that should be replaced."""
+    wait_s: Seconds = 0.0
     """Seconds for which the rank waited for rows since its first batch."""
-    passed_s: Seconds = 0.0
+    elapsed_s: Seconds = 0.0
     """Seconds since the rank's first batch."""
 
 
@@ -239,41 +260,51 @@ class Leases(Message):
 class WindowTicket(Message):
     """Request for this rank's rows of one window, in order."""
 
+    former_keys = {"begin": "first_row", "num_had": "num_received"}
     session: Session
     epoch: Number
     window: Number
-    begin: Number
+    first_row: Number
     """Row of the epoch at which the first batch starts."""
     batch_size: Positive
     last_batch: LastBatch
-    num_had: Number = 0
+    num_received: Number = 0
     """Number of rows of the window that this rank has already received. They are not sent again."""
 
 
 class WindowTimings(Message):
     """Time that making a window took, by kind as in WindowTimer. It is sent with the first record batch."""
 
+    former_keys = {"ready_s": "buffered_s"}
     storage_s: Seconds
     decode_s: Seconds
     transform_s: Seconds
-    ready_s: Seconds
+    """Seconds of encoding raw rows, as in WindowTimer."""
+    buffered_s: Seconds
     """Seconds since the window was decoded, possibly for another rank."""
 
 
 class Heartbeat(Message):
     """Message by which a reader shows that it is alive."""
 
+    former_keys = {
+        "held_bytes": "buffered_bytes",
+        "buffer_bytes": "max_buffer_bytes",
+        "num_again": "num_redecoded",
+        "is_leaving": "is_draining",
+    }
     reader: Name
-    held_bytes: Number
-    buffer_bytes: Number
+    buffered_bytes: Number
+    """Bytes of decoded windows in the buffer."""
+    max_buffer_bytes: Number
     num_rows: Number
     """Number of rows decoded since the reader started."""
     num_windows: Number
-    num_again: dict[RedecodeReason, Number]
+    num_redecoded: dict[RedecodeReason, Number]
     """Number of windows that were decoded again before all ranks had them, by reason."""
     busy_s: Seconds
     """Seconds spent decoding since the reader started. Otherwise all requested windows were in its buffer."""
-    is_leaving: bool = False
+    is_draining: bool = False
     """Whether the reader finishes its current windows and accepts no new ones."""
 
 
@@ -313,9 +344,10 @@ class SessionStatus(Message):
 class ScaleTarget(Message):
     """Number of readers that the autoscaler requests, with its limits."""
 
-    wanted: Number
-    least: Number
-    most: Number
+    former_keys = {"wanted": "target", "least": "min_readers", "most": "max_readers"}
+    target: Number
+    min_readers: Number
+    max_readers: Number
 
 
 class ReaderServiceStatus(Message):

@@ -82,7 +82,7 @@ class ServedReader(BatchReader):
         row_order = RowOrder.from_options(description, split, dataset.labels, options)
         counts = self._dispatcher.count(CountRequest(rows=row_order))
         self._group_rows = counts.group_rows
-        self._schema = record_batch_schema(dataset, counts.wide_features)
+        self._schema = record_batch_schema(dataset, counts.int64_features)
         run = run or RunAttempt(name=f"{time.time_ns()}-{id(self)}", attempt=0)
         self._session = Session(rows=row_order, run=run.name, attempt=run.attempt, rank=rank, num_ranks=num_ranks)
         self._reader_timeout_s = service.reader_timeout_s
@@ -93,7 +93,7 @@ class ServedReader(BatchReader):
             rank=rank,
             num_ranks=num_ranks,
             num_rows=sum(counts.group_rows),
-            excluded_rows=ExcludedRows(counts.by_filter, counts.negatives),
+            excluded_rows=ExcludedRows(counts.num_filtered, counts.num_dropped_negatives),
         )
 
     def _rows(self, epoch: int, row: int, waits: WaitTracker, num_epochs: int) -> ServedRows:

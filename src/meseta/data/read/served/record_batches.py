@@ -25,8 +25,8 @@ MAX_RECORD_BATCH_ROWS = 16_384
 """Maximum number of rows in a record batch."""
 
 
-def record_batch_schema(dataset: Dataset, wide_features: Collection[str]) -> pa.Schema:
-    """Return the schema of the record batches of a dataset. Ids of `wide_features` are int64, those of others int32."""
+def record_batch_schema(dataset: Dataset, int64_features: Collection[str]) -> pa.Schema:
+    """Return the schema of the record batches of a dataset. Ids of `int64_features` are int64, others int32."""
     fields = [pa.field(name, pa.float32()) for name in dataset.label_columns]
     if dataset.weight is not None:
         fields.append(pa.field(dataset.weight, pa.float32()))
@@ -36,7 +36,7 @@ def record_batch_schema(dataset: Dataset, wide_features: Collection[str]) -> pa.
         names = {"columns": ",".join(column.name for column in dataset.dense)}
         fields.append(pa.field("dense", pa.list_(pa.float32(), len(dataset.dense)), metadata=names))
     for feature in dataset.sparse:
-        ids = pa.int64() if feature.name in wide_features else pa.int32()
+        ids = pa.int64() if feature.name in int64_features else pa.int32()
         fields.append(pa.field(feature.name, pa.list_(ids) if feature.multi_valued else ids))
         if feature.weighted:
             fields.append(pa.field(f"{feature.name}.weight", pa.list_(pa.float32())))

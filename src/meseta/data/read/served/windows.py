@@ -59,34 +59,34 @@ class EpochRequest:
     dataset: Dataset
     schema: pa.Schema
 
-    def ticket(self, window: int, num_had: int) -> flight.Ticket:
-        """Return the ticket for a window of which this rank already has `num_had` rows."""
+    def ticket(self, window: int, num_received: int) -> flight.Ticket:
+        """Return the ticket for a window of which this rank already has `num_received` rows."""
         ticket = WindowTicket(
             session=self.session,
             epoch=self.epoch,
             window=window,
-            begin=self.first_row,
+            first_row=self.first_row,
             batch_size=self.options.batch_size,
             last_batch=self.options.last_batch,
-            num_had=num_had,
+            num_received=num_received,
         )
         return flight.Ticket(ticket.to_bytes())
 
     def lease_request(
-        self, windows: Sequence[int], troubles: Sequence[ReaderFailure], standing: tuple[float, float]
+        self, windows: Sequence[int], failures: Sequence[ReaderFailure], standing: tuple[float, float]
     ) -> LeaseRequest:
         """Return the request for the readers of windows.
 
         `standing` is (seconds for which this rank waited for rows, seconds in total) since its first batch.
         """
-        waited_s, passed_s = standing
+        waited_s, elapsed_s = standing
         return LeaseRequest(
             session=self.session,
             epoch=self.epoch,
             windows=tuple(windows),
-            troubles=tuple(troubles),
-            waited_s=waited_s,
-            passed_s=passed_s,
+            failures=tuple(failures),
+            wait_s=waited_s,
+            elapsed_s=elapsed_s,
         )
 
     def check_rows(self, batch: pa.RecordBatch, sender: str) -> ReceivedRows:
@@ -174,21 +174,21 @@ class WindowStream:
 def attribute_wait(waited_s: float, made: WindowTimings | None) -> RowWait:
     """Divide a wait of `waited_s` seconds that has just ended by cause. `made` are the timings from the reader.
 
-    The window was ready for the last `made.ready_s` seconds. Before that, the reader was making it. The overlap of the
-    wait with this time is divided in proportion to the reader's timings. The rest is transfer time.
+    The window was ready for the last `made.buffered_s` seconds. Before that, the reader was making it. The overlap of
+    the wait with this time is divided in proportion to the reader's timings. The rest is transfer time.
 
         waited   |-----------------------------|
         reader       | storage decode |  ready |       wire: the time before and after
     """
     making_s = 0.0 if made is None else made.storage_s + made.decode_s + made.transform_s
     if made is None or not making_s:
-        return RowWait(wire_s=waited_s)
-    share = min(max(waited_s - made.ready_s, 0.0), making_s) / making_s
+        return RowWait(transfer_s=waited_s)
+    share = min(max(waited_s - made.buffered_s, 0.0), making_s) / making_s
     return RowWait(
         storage_s=share * made.storage_s,
         decode_s=share * made.decode_s,
         transform_s=share * made.transform_s,
-        wire_s=waited_s - share * making_s,
+        transfer_s=waited_s - share * making_s,
     )
 
 
@@ -232,14 +232,14 @@ class ServedRows:
         asked: EpochRequest,
         dispatcher: DispatcherClient,
         waits: WaitTracker,
-        give_up_s: float,
+        reader_timeout_s: float,
         next_epoch: Callable[[], ServedRows] | None = None,
     ) -> None:
         """Create the rows. `next_epoch` creates those of the next epoch, which are requested ahead too. `None` means
         there is none."""
         self._order, self._slicer, self._request = order, cut, asked
         self._dispatcher = dispatcher
-        self._waits, self._reader_timeout_s = waits, give_up_s
+        self._waits, self._reader_timeout_s = waits, reader_timeout_s
         self._windows: dict[int, PendingWindow] = {}
         self._next_window = order.find_window(asked.first_row)
         self._next_epoch = next_epoch
@@ -306,9 +306,10 @@ class ServedRows:
         if self._prefetched_epoch is not None:
             self._prefetched_epoch._request_windows(last - len(self._order))
 
-    def _open_streams(self, troubles: Sequence[ReaderFailure] = ()) -> None:
+    def _open_streams(self, failures: Sequence[ReaderFailure] = ()) -> None:
+        """Open streams for all windows without one, from the readers to which they are leased."""
         waiting = [number for number, window in self._windows.items() if window.stream is None and window.num_remaining]
-        leases = self._request_leases(waiting, troubles)
+        leases = self._request_leases(waiting, failures)
         # One window per reader, so that all readers have work.
         self._num_ahead = max(1, min(leases.num_readers, MAX_WINDOWS_AHEAD))
         for lease in leases.leases:
@@ -319,10 +320,10 @@ class ServedRows:
                     self._dispatcher.connect_reader(lease.reader), ticket, self._request.check_rows
                 )
 
-    def _request_leases(self, windows: Sequence[int], troubles: Sequence[ReaderFailure] = ()) -> Leases:
+    def _request_leases(self, windows: Sequence[int], failures: Sequence[ReaderFailure] = ()) -> Leases:
         with self._count_as_no_reader():
             return self._dispatcher.request_leases(
-                self._request.lease_request(windows, troubles, self._waits.wait_totals())
+                self._request.lease_request(windows, failures, self._waits.wait_totals())
             )
 
     def _report_waits(self) -> None:
@@ -372,10 +373,10 @@ class ServedRows:
             window.close()
             self._dispatcher.forget_reader(reader)
             return self._open_streams(
-                [ReaderFailure(window=index, reader=reader, kind="failed", what=str(received)[:4096])]
+                [ReaderFailure(window=index, reader=reader, kind="failed", reason=str(received)[:4096])]
             )
-        troubles = [ReaderFailure(window=index, reader=reader, kind="slow")] if wait.should_change_reader() else []
-        leases = self._request_leases([index], troubles).leases
+        failures = [ReaderFailure(window=index, reader=reader, kind="slow")] if wait.should_change_reader() else []
+        leases = self._request_leases([index], failures).leases
         if leases and leases[0].reader != reader:
             self._count_wait(window)
             window.close()
@@ -386,8 +387,8 @@ class ServedRows:
 class _WindowWait:
     """Time since rows of a window are awaited, with logging and a timeout."""
 
-    def __init__(self, window: int, give_up_s: float) -> None:
-        self._window, self._reader_timeout_s = window, give_up_s
+    def __init__(self, window: int, reader_timeout_s: float) -> None:
+        self._window, self._reader_timeout_s = window, reader_timeout_s
         self._start_s = self._last_log_s = self._last_change_s = time.monotonic()
 
     def report_or_raise(self, why: str) -> None:
