@@ -241,8 +241,7 @@ def import_command(
 ) -> None:
     """Create the first checkpoint of a run from a model that another program trained, or from an export.
 
-    `meseta train CONFIG` then continues from this checkpoint. Pickled objects are never loaded: files may hold tensors
-    only.
+    `meseta train CONFIG` then continues from this checkpoint. Files must hold tensors only, never pickled objects.
     """
     from meseta.config import load_config
     from meseta.errors import MesetaError, suggest

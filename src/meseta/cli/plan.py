@@ -41,33 +41,24 @@ def plan(
         ),
     ],
     topology: Annotated[
-        Path | None,
-        typer.Option(help="YAML file of hosts and devices (topology). Default: planner.topology of the config."),
+        Path | None, typer.Option(help="YAML file of hosts and devices. Default: planner.topology of the config.")
     ] = None,
     cost: Annotated[
         Path | None,
-        typer.Option(
-            help="YAML file of `meseta calibrate`. Default: planner.cost_model of the config, else constants of "
-            "data sheets."
-        ),
+        typer.Option(help="YAML file of `meseta calibrate`. Default: that of the config, else documented constants."),
     ] = None,
     constraints: Annotated[
-        Path | None,
-        typer.Option(help="YAML file with constraints on the plan. Default: planner.constraints of the config."),
+        Path | None, typer.Option(help="YAML file of constraints. Default: planner.constraints of the config.")
     ] = None,
     out: Annotated[
-        Path | None,
-        typer.Option(help="YAML file to which the plan is written, for `plan:` of a config. Default: none."),
+        Path | None, typer.Option(help="YAML file to write the plan to, for `plan:` of a config. Default: none.")
     ] = None,
     html: Annotated[Path | None, typer.Option(help="HTML page to write, which shows the plan. Default: none.")] = None,
     all_tables: Annotated[
         bool, typer.Option("--all", help="Print all tables. Default: the 40 with the highest cost.")
     ] = False,
 ) -> None:
-    """Choose a sharding type, a tier and ranks for each table, and explain the choices.
-
-    `meseta plan diff A B` compares two plans. `meseta plan check RUN` compares predicted and measured times of a run.
-    """
+    """Choose a sharding type, a tier and ranks for each table, and explain the choices."""
     if what[0] == "diff":
         _print_difference(what[1:])
         return

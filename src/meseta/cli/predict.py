@@ -32,14 +32,9 @@ ColumnsOption = Annotated[
 def predict(
     run_dir: Annotated[Path, typer.Argument(help="Folder of a training run.")],
     out: Annotated[
-        Path,
-        typer.Option(
-            "--out", metavar="FILE", help="CSV or Parquet file to write, with row, keys, prediction and label."
-        ),
+        Path, typer.Option("--out", metavar="FILE", help="CSV or Parquet file to write: row, keys, prediction, label.")
     ],
-    split: Annotated[
-        str, typer.Option(help="Split to predict: train, test, or valid if the dataset has it.")
-    ] = _DEFAULT_SPLIT,
+    split: Annotated[str, typer.Option(help="Split to predict: train, test or valid (if present).")] = _DEFAULT_SPLIT,
     data: Annotated[
         list[str] | None,
         typer.Option(
@@ -51,35 +46,24 @@ def predict(
     ] = None,
     nproc: Annotated[int, typer.Option(help="Number of ranks on this machine.")] = 1,
     keys: Annotated[
-        str,
-        typer.Option(
-            help="Input columns to copy to FILE, such as user,item. Prepared data always adds group and time."
-        ),
+        str, typer.Option(help="Input columns to copy, such as user,item. Prepared data always adds group and time.")
     ] = "",
     columns: ColumnsOption = "",
     encoding: Annotated[
         str | None, typer.Option(help="Text encoding of raw files.", show_default="that of the earlier files")
     ] = None,
     allow_unseen: Annotated[
-        bool,
-        typer.Option("--allow-unseen", help="Predict raw rows even if their values were not seen in training."),
+        bool, typer.Option("--allow-unseen", help="Predict raw rows even if training saw none of their values.")
     ] = False,
     best: Annotated[
-        bool,
-        typer.Option(
-            "--best",
-            help="Use the checkpoint of the best evaluation. Default: the final weights of the run, see train.finish.",
-        ),
+        bool, typer.Option("--best", help="Use the best checkpoint. Default: the final weights, see train.finish.")
     ] = False,
     storage_dir: Annotated[
         Path | None,
         typer.Option(help="Folder on a local disk in which all tables are stored. Default: the tiers of the run."),
     ] = None,
 ) -> None:
-    """Predict with a checkpoint of a run.
-
-    Writes one probability per row and label in the order of the rows, with the number and keys of the row.
-    """
+    """Predict with a checkpoint of a run. Writes one probability per row and label, in the order of the rows."""
     from meseta.train.interop.output_columns import OutputColumns
     from meseta.train.interop.table_files import check_suffix
 

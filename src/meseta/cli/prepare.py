@@ -191,9 +191,7 @@ def prepare(
     split_by: SplitByOption = None,
     seed: Annotated[int, typer.Option(help="Random seed of splits and hashes.")] = 0,
     hash_rows: _HashRowsOption = None,
-    vocabulary: Annotated[
-        bool, typer.Option("--vocabulary", help="Assign rows to frequent values instead of hashing all values.")
-    ] = False,
+    vocabulary: Annotated[bool, typer.Option("--vocabulary", help="Map frequent values to rows, no hashing.")] = False,
     min_count: Annotated[int, typer.Option(help="With --vocabulary, minimum number of occurrences of a value.")] = 10,
     label: LabelOption = None,
     dense: DenseOption = None,

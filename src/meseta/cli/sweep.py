@@ -38,9 +38,7 @@ def sweep(
         ),
     ],
     out: Annotated[Path, typer.Option(help="Folder of the sweep. Each trial is a run in it.")],
-    random_search: Annotated[
-        bool, typer.Option("--random", help="Draw trials at random. Default: all combinations.")
-    ] = (False),
+    random_search: Annotated[bool, typer.Option("--random", help="Draw trials at random. Default: a grid.")] = (False),
     trials: Annotated[int | None, typer.Option(min=1, help="Number of random trials. Required with --random.")] = None,
     seed: Annotated[int, typer.Option(help="Random seed of --random.")] = 0,
     metric: Annotated[
@@ -48,10 +46,7 @@ def sweep(
     ] = SweepMetric.NE,
     nproc: Annotated[int, typer.Option(min=1, help="Number of ranks of each trial.")] = 1,
 ) -> None:
-    """Train once per combination of settings and rank the runs.
-
-    If the command is started again, it keeps finished trials and continues.
-    """
+    """Train once per combination of settings and rank the runs. A restarted sweep keeps its finished trials."""
     from meseta.telemetry.splits import selection_on_test_warning
     from meseta.train.sweep.sweep import (
         TrialResult,

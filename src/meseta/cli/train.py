@@ -153,7 +153,6 @@ def train(
     with ExitStack() as stack:
         if not is_nproc_rank():
             if readers != "0":
-                # The launcher starts the readers once. Ranks find their URL in the environment.
                 stack.enter_context(_run_local_readers(readers, data or [], settings))
             _launch_ranks(nproc, _current_max_restarts(max_restarts, restarts), min_nproc, settings)
         tried_on = None
@@ -188,6 +187,7 @@ def _run_local_readers(readers: str, data: Sequence[str], settings: RunConfig) -
         raise MesetaError(f"train: --readers {format_value(readers)}: {problem}")
     least, most = (1, num_cores()) if readers == "auto" else (int(readers), int(readers))
     with local_readers(settings.data.dir, least, most) as url:
+        # The launcher starts the readers once. Ranks find their URL in the environment.
         environ[READERS_VARIABLE] = url
         try:
             yield
