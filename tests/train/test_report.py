@@ -190,7 +190,7 @@ def test_a_finished_run_shows_everything(tmp_path: Path) -> None:
     assert "1.00 / 2.00" in page.texts and "12.00 / 15.00" in page.texts and "1.00 / 3.50" in page.texts
     assert "constants of c.yaml" in page.text
     assert "versions.torch" in page.texts and "abc1234" in page.texts
-    assert "Not shown" not in page.text and "not in the run directory" not in page.text
+    assert "Not shown" not in page.text and "not in the run folder" not in page.text
 
 
 def test_the_best_step_is_marked_and_both_splits_are_shown(tmp_path: Path) -> None:
@@ -218,7 +218,7 @@ def test_the_best_step_is_marked_and_both_splits_are_shown(tmp_path: Path) -> No
     at = page.texts.index(" best")
     assert page.texts[at - 1] == "valid" and page.texts[at - 2] == "20"
     assert page.texts[at - 2 :].count("valid") == 12 + 1  # the best is older than the last twelve
-    assert "The last 12 of 20 evaluations, the best and the final one." in page.texts
+    assert "The last 12 of 20 evaluations, and the best and the final one." in page.texts
 
 
 def test_what_was_chosen_on_test_is_told(tmp_path: Path) -> None:
@@ -301,7 +301,7 @@ def test_a_missing_file_is_named(tmp_path: Path, missing: str) -> None:
     make_run(tmp_path)
     (tmp_path / missing).unlink()
     page = report(tmp_path)
-    assert f"{missing}: it is not in the run directory." in page.texts
+    assert f"{missing}: not in the run folder." in page.texts
     for heading in SECTIONS:
         assert heading in page.texts
 
@@ -345,7 +345,7 @@ def test_a_directory_that_is_no_run(tmp_path: Path) -> None:
     with pytest.raises(MesetaError, match="is not a directory"):
         write_report(tmp_path / "absent")
     (tmp_path / "dataset.json").write_text("{}")
-    with pytest.raises(MesetaError, match="holds no run"):
+    with pytest.raises(MesetaError, match="contains no run"):
         write_report(tmp_path)
     assert not (tmp_path / "report.html").exists()
 
@@ -489,12 +489,12 @@ def test_exchanges_are_means_over_the_run(tmp_path: Path) -> None:
     (run / "summary.json").write_text(json.dumps(summary))
     page = write_report(run).read_text()
     assert "Hidden behind computation: ids, agree." in page
-    assert "Not hidden: answers, since MMoE computes nothing." in page
+    assert "Not hidden: answers, because MMoE computes nothing." in page
 
 
 def test_waits_for_rows_are_means_over_the_run(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
-    assert "rows were waited for" not in write_report(run).read_text()
+    assert "waiting for readers" not in write_report(run).read_text()
     near, far = "grpc://127.0.0.1:7", "grpc://<b>:8"
     lines = [
         train_line(10, row_waits={near: wait(storage_s=0.002, wire_s=0.001), far: wait(decode_s=0.004)}),
@@ -504,7 +504,7 @@ def test_waits_for_rows_are_means_over_the_run(tmp_path: Path) -> None:
     ]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     page = write_report(run).read_text()
-    table = page[page.index("that rows were waited for, rank 0") :].partition("</table>")[0]
+    table = page[page.index("per step waiting for readers, rank 0") :].partition("</table>")[0]
     cells = [re.findall(r"<td[^>]*>(?:<b>)?([^<]*)", row) for row in table.split("<tr>")[2:]]
     assert cells == [
         ["127.0.0.1:7", "0.50", "0.00", "1.50", "0.25", "0.00", "2.25"],
