@@ -494,7 +494,7 @@ def test_exchanges_are_means_over_the_run(tmp_path: Path) -> None:
 
 def test_waits_for_rows_are_means_over_the_run(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
-    assert "waiting for readers" not in write_report(run).read_text()
+    assert "rows were waited for" not in write_report(run).read_text()
     near, far = "grpc://127.0.0.1:7", "grpc://<b>:8"
     lines = [
         train_line(10, row_waits={near: wait(storage_s=0.002, wire_s=0.001), far: wait(decode_s=0.004)}),
@@ -504,7 +504,7 @@ def test_waits_for_rows_are_means_over_the_run(tmp_path: Path) -> None:
     ]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     page = write_report(run).read_text()
-    table = page[page.index("per step waiting for readers, rank 0") :].partition("</table>")[0]
+    table = page[page.index("that rows were waited for, rank 0") :].partition("</table>")[0]
     cells = [re.findall(r"<td[^>]*>(?:<b>)?([^<]*)", row) for row in table.split("<tr>")[2:]]
     assert cells == [
         ["127.0.0.1:7", "0.50", "0.00", "1.50", "0.25", "0.00", "2.25"],

@@ -141,7 +141,7 @@ def test_waits_for_rows_are_told(
     assert max(wait["storage_s"] for line in lines for wait in line["row_waits"].values()) > 0.001
     summary = json.loads((run_dir / "summary.json").read_text())
     assert len(summary["row_waits_by_rank"]) == num_ranks and all(summary["row_waits_by_rank"])
-    assert "waiting for readers" in (run_dir / "report.html").read_text()
+    assert "rows were waited for" in (run_dir / "report.html").read_text()
     train(local(data, tmp_path / "local"))
     assert not any("row_waits" in line for line in metrics(tmp_path / "local"))
     assert "row_waits_by_rank" not in json.loads((tmp_path / "local/summary.json").read_text())

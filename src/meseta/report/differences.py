@@ -91,7 +91,7 @@ def data_facts(record: RunRecord) -> dict[Fact, str]:
     facts[Fact(property_name="dense features")] = str(len(data.dense))
     # A digest shows a difference without a row for each constant.
     scales = repr([(dense.name, dense.fill, dense.mean, dense.std) for dense in data.dense])
-    facts[Fact(property_name="standardization of dense features")] = f"digest {sha256(scales.encode()).hexdigest()[:8]}"
+    facts[Fact(property_name="standardisation of dense features")] = f"digest {sha256(scales.encode()).hexdigest()[:8]}"
     facts[Fact(property_name="sparse features")] = str(len(data.sparse))
     values = repr([(s.name, s.hash_seed, s.vocabulary_digest, s.boundaries, s.made_of) for s in data.sparse])
     facts[Fact(property_name="encoding of sparse features")] = f"digest {sha256(values.encode()).hexdigest()[:8]}"

@@ -142,7 +142,7 @@ def _memory_section(planned: PlanResult, ranks: Sequence[int]) -> str:
 
 
 def _tables_section(choices: Sequence[TableChoice]) -> str:
-    header = ["table", "sharding type", "ranks", "ms per rank", "bytes", "runner-up", "ms per step with runner-up"]
+    header = ["table", "scheme", "ranks", "ms per rank", "bytes", "runner-up", "ms per step with runner-up"]
     rows = [
         [
             escape(" + ".join(choice.tables)),

@@ -63,9 +63,9 @@ def row_waits_table(record: RunRecord, groups: Sequence[Sequence[TrainLine]], sp
         "it decoded prepared data. Transform: it parsed and encoded raw rows. Wire: all other causes with an assigned "
         "reader, such as transmission. No lease: no reader was assigned."
     )
-    chart = stacked_bars("Milliseconds per step waiting for readers", spans, layers)
+    chart = stacked_bars("Milliseconds per step that rows were waited for", spans, layers)
     return (
-        tag("h3", "Milliseconds per step waiting for readers, rank 0")
+        tag("h3", "Milliseconds per step that rows were waited for, rank 0")
         + tag("p", escape(intro))
         + (chart and tag("div", tag("div", chart), class_="wide-narrow"))
         + table(heads, rows, set(range(1, len(heads))), "compact")
