@@ -40,7 +40,7 @@ class EvaluationPart(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Description of the part for users, which is also its key in JSON."""
+        """Display name of the part, and its key in JSON."""
         return f"label {self.name}" if self.kind == "label" else self.name
 
 
@@ -54,7 +54,7 @@ class NewestCheckpoint:
     path: str
     step: int
     checksum: str | None
-    """Checksum of the model. It is equal if two runs ended with the same bits. `None` for a delta checkpoint."""
+    """Checksum of the model, equal for runs that ended with the same bits. `None` for a delta checkpoint."""
     num_bytes: int
 
 
@@ -116,7 +116,7 @@ class Comparison:
     plan: tuple[FactDifference, ...]
     environment: tuple[FactDifference, ...]
     notes: tuple[str, ...]
-    """Sentences about conditions under which metrics and speeds cannot be compared."""
+    """Notes about unfinished runs, missing files, and values that cannot be compared."""
 
     @property
     def part_names(self) -> list[EvaluationPart]:
@@ -139,7 +139,7 @@ class Comparison:
         return not find_differences([self.runs[0].record, run.record], partial(split_facts, split=self.split))
 
     def best_value(self, metric: Metric, part: EvaluationPart = OVERALL) -> float | None:
-        """Return the best value among the comparable runs, or `None` if all values are equal."""
+        """Return the best value among the comparable runs, or `None` if the values do not differ."""
         values = [
             v for run in self.runs if self.is_comparable(run) and (v := self.value(metric, run, part)) is not None
         ]
@@ -253,6 +253,7 @@ def _run_notes(runs: Sequence[ComparedRun]) -> list[str]:
         if run.headline.evaluation is None:
             notes.append(f"{run.label} has no evaluation yet, so it has no metrics here.")
         missing = [name for name in RUN_FILES if name in record.problems]
+        # The note about the unfinished run already explains the missing summary.
         if record.is_unfinished:
             missing.remove(SUMMARY_FILE)
         notes += [f"{run.label}, {name}: {record.problems[name].text}." for name in missing]

@@ -17,9 +17,9 @@ from meseta.report.document import html_document
 from meseta.telemetry.formatting import NO_VALUE, format_count, format_percent, format_quantity, format_si
 
 MIN_MARKED_SHIFT = 0.1
-"""Minimum shift of a dense feature between training and test split that is marked, in standard deviations."""
+"""Smallest shift between training and test split for which a dense feature is highlighted, in standard deviations."""
 MIN_MARKED_UNSEEN_SHARE = 0.1
-"""Minimum share of test lookups with untrained ids for which a sparse feature is marked."""
+"""Smallest share of test lookups with ids that do not occur in training for which a sparse feature is highlighted."""
 
 
 def data_page(name: str, dataset: Dataset, description: DatasetSummary) -> str:
@@ -202,7 +202,7 @@ def _sparse_row(feature: SparseSummary, kind: str) -> list[str]:
         escape(kind),
         format_count(feature.num_embeddings),
         format_count(feature.num_uniques),
-        # A table with used rows must not be shown as "0.0%".
+        # A table with used rows must not appear unused.
         escape("<0.01%" if 0 < feature.coverage < 1e-4 else format_percent(feature.coverage)),
         escape(pooling),
         *(escape(format_percent(value)) for value in feature.top_shares),
@@ -220,6 +220,7 @@ def _top_ids_table(description: DatasetSummary) -> str:
         cells = []
         for top in feature.top:
             name = f"row {top.id}" if top.value is None else top.value
+            # Values of a vocabulary may be long texts.
             name = name if len(name) <= 28 else f"{name[:27]}…"
             cells.append(
                 escape(name) + " " + tag("small", escape(format_percent(top.count / max(feature.num_lookups, 1))))

@@ -24,6 +24,7 @@ def data_section(record: RunRecord) -> str:
 def _splits_table(dataset: Dataset) -> str:
     rows = []
     for name, split in dataset.splits.items():
+        # With several labels, the table shows the base rate of the first one.
         rate = next(iter(split.base_rates.values())) if split.num_rows else None
         rows.append(
             [

@@ -24,7 +24,7 @@ class Fact:
 
     @property
     def name(self) -> str:
-        """Name of the subject and the property, for users."""
+        """Display name of the property and its subject."""
         return " ".join(filter(None, (self.kind if self.is_grouped else "", self.subject, self.property_name)))
 
     @property
@@ -46,7 +46,7 @@ class FactDifference:
 
     @property
     def name(self) -> str:
-        """Name of the fact, for users."""
+        """Display name of the fact."""
         return self.fact.name
 
 

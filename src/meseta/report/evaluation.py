@@ -24,6 +24,7 @@ def evaluation_section(record: RunRecord) -> str:
     lines = list(record.eval_lines) or [final]
     metrics = metrics_in(lines)
     last = lines[-MAX_EVALS:]
+    # Earlier evaluations are shown only if they are the best or the final one.
     shown = [v for v in lines if v in last or record.is_best(v) or (v.step, v.split) == (final.step, final.split)]
     rows = [
         [

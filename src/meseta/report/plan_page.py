@@ -30,7 +30,7 @@ def write_plan_page(planned: PlanResult, found: Sequence[TableChoice], path: Pat
 
     Args:
         planned: The plan with its prediction.
-        found: Choice made for each table.
+        found: Placement of each table with its best alternative.
         path: Path of the page.
         note: Remark about the machines, shown below the headline.
 
@@ -56,6 +56,7 @@ def write_plan_page(planned: PlanResult, found: Sequence[TableChoice], path: Pat
         tag("h2", "Memory"),
         _memory_section(planned, ranks),
     ]
+    # The treemap has a column for each rank, which is too wide for large plans.
     if planned.plan.num_ranks <= MAX_DRAWN_RANKS:
         boxes = plan_treemap(planned.plan)
         parts += [tag("h2", "Placement of rows"), boxes] if boxes else []
@@ -111,7 +112,7 @@ def _times_chart(planned: PlanResult, ranks: Sequence[int]) -> str:
 
 def _transfers_section(planned: PlanResult) -> list[str]:
     rows = [[escape(cell) for cell in cells] for cells in overlap_rows(planned.prediction)]
-    # Without overlap, ranks wait for each transfer completely, so the table would say nothing new.
+    # The table compares exposed and hidden times. Without overlap nothing is hidden.
     if not rows or not planned.problem.workload.overlap:
         return []
     intro = tag("p", escape(f"Predicted, {overlap_title(planned)}."))

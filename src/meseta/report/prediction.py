@@ -90,7 +90,7 @@ def compare_cache_misses(record: RunRecord) -> dict[str, tuple[float, float]]:
     Tables without a prediction or without a count are left out.
     """
     predicted = None if record.summary is None else record.summary.predicted
-    # The last line counts only the steps since the line before it, when the caches are as full as they become.
+    # The last line covers the newest steps, for which the caches are as full as they will be.
     counted = next((line.row_traffic for line in reversed(record.train_lines) if line.row_traffic), {})
     if predicted is None:
         return {}

@@ -48,7 +48,7 @@ class RunRecord:
     config_text: str | None
     """Text of config.yaml."""
     config: dict[str, Any]
-    """Parsed content of config.yaml. Empty if it is not a mapping, or not valid YAML."""
+    """Parsed content of config.yaml. Empty if the file is missing or invalid."""
     dataset: Dataset | None
     plan: Plan | None
     environment: RunEnvironment | None
@@ -170,6 +170,7 @@ def _read_timeline(run_dir: Path, problems: Problems) -> Timeline | None:
 
 
 def _validation_message(error: ValidationError) -> str:
+    # One of several errors is enough to explain why the file is not shown.
     first = error.errors()[0]
     key = ".".join(str(part) for part in first["loc"])
     return f"key {key!r}: {first['msg'].lower()}" if key else first["msg"].lower()

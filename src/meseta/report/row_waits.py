@@ -36,7 +36,7 @@ def row_waits_table(record: RunRecord, groups: Sequence[Sequence[TrainLine]], sp
     Args:
         record: The run.
         groups: Consecutive lines about training. Each group becomes one bar.
-        spans: First and last sample of each group.
+        spans: Numbers of samples before and after each group.
 
     Returns:
         HTML, or an empty string if rank 0 never waited for a reader.

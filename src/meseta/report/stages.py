@@ -25,6 +25,7 @@ def stages_section(record: RunRecord) -> str:
         return ""
     names = order_stages({name for line in lines for name in line.stages_s})
     groups = _group_lines(lines)
+    # Each bar starts at the last sample of the previous bar.
     starts = [0, *(group[-1].num_samples for group in groups[:-1])]
     spans = [(float(start), float(group[-1].num_samples)) for start, group in zip(starts, groups, strict=True)]
     layers = [(name, stage_css_class(names, name), [_mean_ms(group, name) for group in groups]) for name in names]
@@ -36,7 +37,7 @@ def stages_section(record: RunRecord) -> str:
             escape(f"{means[name]:.2f}"),
             escape(format_percent(means[name] / total) if total else format_percent(None)),
         ]
-        for name in reversed(names)
+        for name in reversed(names)  # The last stage is at the top of the bars.
     ]
     rows.append([tag("b", "all stages"), tag("b", escape(f"{total:.2f}")), ""])
     chart = stacked_bars("Milliseconds per step by stage", spans, layers)
@@ -86,10 +87,12 @@ def stage_css_class(names: Sequence[str], name: str) -> str:
 
 
 def _group_lines(lines: Sequence[TrainLine]) -> list[Sequence[TrainLine]]:
+    # Long runs have more lines than bars fit into the chart.
     size = -(-len(lines) // MAX_BARS)
     return [lines[start : start + size] for start in range(0, len(lines), size)]
 
 
 def _mean_ms(lines: Sequence[TrainLine], name: str) -> float:
+    # A stage took no time in a line that does not contain it.
     values = [line.stages_s.get(name, 0.0) for line in lines]
     return 1000.0 * sum(max(v, 0.0) for v in values if is_drawable(v)) / len(lines)

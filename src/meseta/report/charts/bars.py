@@ -17,7 +17,7 @@ def histogram(title: str, values: Sequence[float], hovers: Sequence[str], class_
 
     Args:
         title: Description for screen readers.
-        values: Values of the bars. Negative and non-finite values become 0.
+        values: Values of the bars. Negative, huge and non-finite values become 0.
         hovers: Tooltips of the bars.
         class_: CSS class of the bars.
         notes: Two short lines to the right of the bars, '' for none.
@@ -53,7 +53,7 @@ def reuse_histogram(reuse: Reuse, shares: Sequence[float], noun: str, class_: st
     Args:
         reuse: Reuse statistics with the edges of the bins.
         shares: Share of each bin.
-        noun: What is counted, "rows" or "lookups".
+        noun: Name of the counted items, "rows" or "lookups".
         class_: CSS class of the bars.
 
     Returns:

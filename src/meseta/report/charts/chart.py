@@ -64,6 +64,7 @@ def line_chart(
     values = [y for one in series for _, y in one.finite_points()] + ([reference[1]] if reference else [])
     y_axis = make_axis(values + [0.0] * include_zero, HEIGHT - MARGIN_BOTTOM, MARGIN_TOP)
     right = WIDTH - MARGIN_RIGHT
+    # An axis without samples still needs a length.
     x_axis = make_axis([0.0, x_max if x_max > 0 else 1.0], MARGIN_LEFT, right, widen=False)
     marks, ends = [draw_axes(x_axis, y_axis, x_name)], []
     if reference:
@@ -104,7 +105,7 @@ def stacked_bars(
 
     Args:
         title: Description for screen readers.
-        spans: First and last sample of each bar.
+        spans: Numbers of samples at the left and right edge of each bar.
         layers: (name, CSS class, milliseconds of each bar) of each layer, from bottom to top.
     """
     width, height, left = 620, 250, 48
@@ -170,8 +171,10 @@ def reliability_plot(points: Sequence[ReliabilityPoint]) -> str:
     )
     marks = [draw_axes(x_axis, y_axis, ""), tag("path", d=diagonal, class_="diagonal")]
     for point, (low, high) in zip(points, bounds, strict=True):
+        # Wide intervals are clipped at the top of the chart.
         x, ends = x_axis.to_pixel(point.mean_prediction), [y_axis.to_pixel(min(v, y_axis.high)) for v in (low, high)]
         marks.append(tag("path", d=f"M{coordinate(x)} {coordinate(ends[0])}V{coordinate(ends[1])}", class_="interval"))
+    # Dots are drawn after all intervals, so that they are on top.
     for point in points:
         hover = (
             f"predicted {point.mean_prediction:.4g}, observed {point.mean_label:.4g}, "
@@ -196,6 +199,7 @@ def _wilson_interval(rate: float, num_samples: int) -> tuple[float, float]:
 
 def _line(one: Series, x_axis: Axis, y_axis: Axis, x_name: str) -> str:
     points = _downsample(one.points, one.max_points)
+    # A line with a single point would be invisible.
     if len(points) == 1:
         return _dots(one, x_axis, y_axis, x_name)
     path, pen_is_down = [], False

@@ -73,6 +73,7 @@ def curves_section(record: RunRecord) -> str:
         series = [
             train,
             Series(name="whole run", points=life, class_="life"),
+            # Only the key of this metric is used, not its direction.
             *_eval_series(record, Metric(key=eval_key, name=title, better_direction="lower")),
         ]
         level = ("teacher", reference) if reference is not None and is_drawable(reference) else None
@@ -99,7 +100,7 @@ def _eval_series(record: RunRecord, metric: Metric) -> list[Series]:
 
 
 def _best_x(record: RunRecord) -> float | None:
-    """Return the x value of the best evaluation, or `None` if its split was evaluated only once."""
+    """Return the x value of the best evaluation, or `None` if it is unknown or the only one of its split."""
     best = [line for line in record.eval_lines if record.is_best(line)]
     if not best or sum(line.split == best[0].split for line in record.eval_lines) < 2:
         return None

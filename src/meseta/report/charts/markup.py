@@ -38,6 +38,7 @@ def tag(name: str, /, *children: str, **attributes: object) -> str:
             content = coordinate(value) if isinstance(value, float) else escape(value)
             written.append(f' {key.rstrip("_").replace("_", "-")}="{content}"')
     opening = name + "".join(written)
+    # HTML elements such as meta have no end tag, and empty SVG elements close themselves.
     if name in {"rect", "line", "path", "circle", "meta", "input"} and not children:
         return f"<{opening}>" if name == "meta" else f"<{opening}/>"
     return f"<{opening}>{''.join(children)}</{name}>"

@@ -120,6 +120,7 @@ def squarify(areas: Sequence[float], width: float, height: float) -> list[tuple[
             length = area / depth
             boxes.append((x, y + along, depth, length) if width >= height else (x + along, y, length, depth))
             along += length
+        # The remaining box must not become empty or negative by rounding errors.
         if width >= height:
             x, width = x + depth, max(width - depth, 1e-9)
         else:

@@ -134,7 +134,7 @@ def _draw_row(axis: Axis, step: Slice, boxes: Iterable[_DrawnSlice]) -> Iterator
                       for ns in (box.timeline_slice.begin_ns, box.timeline_slice.end_ns))  # fmt: skip
         # Waits are drawn on top of transfers, so both may have the same position.
         row = "waiting" if box.class_ == "waiting" else ""
-        # A step may have thousands of narrow slices, of which a chart can show only some.
+        # Leave out a narrow slice that would overlap the previous one.
         if end - begin < MIN_BOX_WIDTH and begin < drawn_to.get(row, 0.0):
             continue
         drawn_to[row] = max(end, begin + MIN_BOX_WIDTH)

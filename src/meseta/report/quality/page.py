@@ -68,14 +68,14 @@ def _dataset_section(outcome: EvalDatasetResult, reference: str) -> str:
 
 
 def _chart(outcome: EvalDatasetResult, reference: str, metric: Metric) -> str:
-    """Return a figure with the difference of each config from the reference, or an empty string without any."""
+    """Return a figure with the difference of each config from the reference, or an empty string without differences."""
     differences = [
         outcome.paired_difference(config.name, reference, metric)
         for config in rank_configs(outcome)
         if config.name != reference
     ]
     rows = [_interval_row(one) for one in differences if one is not None]
-    drawn = interval_chart(f"{metric.name} minus {metric.name} of {reference}", rows)
+    drawn = interval_chart(f"{metric.name}: difference from {reference}", rows)
     better = "lower" if metric.better_direction == "lower" else "higher"
     return (
         tag("figure", tag("figcaption", tag("b", escape(metric.name)), f", {better} is better"), drawn) if drawn else ""

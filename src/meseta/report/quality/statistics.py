@@ -87,6 +87,7 @@ def holm_adjust(ps: Sequence[float]) -> list[float]:
     """
     order = sorted(range(len(ps)), key=ps.__getitem__)
     adjusted, largest = [1.0] * len(ps), 0.0
+    # Adjusted values must not decrease in the order of the p-values.
     for place, index in enumerate(order):
         largest = max(largest, min((len(ps) - place) * ps[index], 1.0))
         adjusted[index] = largest
@@ -106,6 +107,7 @@ def t_quantile(share: float, freedom: int) -> float:
 
     `freedom` is the number of degrees of freedom.
     """
+    # Double the upper bound until it exceeds the quantile, then bisect.
     low, high = 0.0, 1.0
     while 1 - t_two_sided(high, freedom) / 2 < share:
         high *= 2

@@ -82,14 +82,14 @@ class PairedDifference:
     seed_interval: ConfidenceInterval
     """Confidence interval of the mean difference over seeds."""
     row_interval: ConfidenceInterval | None
-    """Confidence interval from resampled test rows, the same rows for both configs. `None` if the true probabilities
-    are known."""
+    """Confidence interval over test rows, which are resampled identically for both configs. `None` if the true
+    probabilities are known."""
     p_holm: float = 1.0
     """p-value with Holm's adjustment over all comparisons of the suite."""
 
     @property
     def p_value(self) -> float:
-        """Unadjusted p-value: the larger of those over seeds and over test rows."""
+        """Unadjusted p-value over seeds, or over test rows if that is larger."""
         return max(self.seed_interval.p, 0.0 if self.row_interval is None else self.row_interval.p)
 
     @property

@@ -82,6 +82,7 @@ def rank_configs(outcome: EvalDatasetResult) -> list[ConfigScores]:
 
     def key(config: ConfigScores) -> tuple[bool, float]:
         mean = config.mean(metric)
+        # False is sorted before True, so configs without a mean are last.
         return mean is None, 0.0 if mean is None else metric.to_loss(mean)
 
     return sorted(outcome.configs, key=key)
@@ -90,7 +91,7 @@ def rank_configs(outcome: EvalDatasetResult) -> list[ConfigScores]:
 def pairs_table(outcome: EvalDatasetResult) -> TextTable:
     """Return the table of all comparisons."""
     has_rows = any(one.row_interval is not None for one in outcome.differences)
-    header = ["metric", "config", "minus", "difference", "95% over seeds", *(["95% over rows"] if has_rows else []),
+    header = ["figure", "config", "less", "difference", "95% over seeds", *(["95% over rows"] if has_rows else []),
               "adjusted p", "better"]  # fmt: skip
     rows = []
     for one in outcome.differences:
@@ -105,9 +106,11 @@ def pairs_table(outcome: EvalDatasetResult) -> TextTable:
 
 
 def strengths_table(outcome: SuiteResult) -> TextTable:
-    """Return the table of differences from the reference on worlds with two strengths, and whether the intervals are
-    disjoint."""
-    header = ["world", "metric", "config", "minus", "weaker", "stronger", "intervals"]
+    """Return the table of differences from the reference at two strengths of a world.
+
+    The last column states whether the intervals overlap.
+    """
+    header = ["world", "figure", "config", "less", "weaker", "stronger", "intervals"]
     rows = []
     for weaker, stronger in outcome.strength_pairs():
         for metric in stronger.metrics:
