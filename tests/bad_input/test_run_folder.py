@@ -340,7 +340,7 @@ def test_no_report_is_written_through_a_link(run: Path, harm: Callable[[Path], N
     ended = run_here("report", run)
     assert ended.code == 1 and tree(run.parent) == before
     place = repr(str(run / "report.html"))
-    expected = f"error: report: {place} is no regular file; move it away, or name another with --out\n"
+    expected = f"error: report: {place} is not a regular file; move it, or set another path with --out\n"
     assert ended.err == expected
 
 

@@ -180,4 +180,4 @@ def test_networks_and_the_bound_of_the_constants(output_of, files, tmp_path: Pat
     assert f"step {1e3 * found.prediction.step_s:.4g} ms" in out and "corrected by networks" in out
     assert f"by the constants alone, which predict {1e3 * alone:.4g} ms for this plan" in out
     assert f"gap {100 * found.bound.relative_gap(alone):.1f} %" in out
-    assert "by the constants alone" in page.read_text()
+    assert "predicted from the constants of the cost model without its networks" in page.read_text()

@@ -94,7 +94,7 @@ def test_a_dataset_has_no_regret_and_its_rows_are_drawn_anew(run: Run, tiny: Pat
     )
     code, text, err = run("quality", suite, "--out", tmp_path / "out")
     assert code == 0, err
-    assert "| regret" not in text and "95 % over rows" in text
+    assert "| regret" not in text and "95% over rows" in text
     [ground] = json.loads((tmp_path / "out/quality.json").read_text())["grounds"]
     assert [one["metric"] for one in ground["differences"]] == ["ne", "auc"]
     for one in ground["differences"]:
@@ -139,7 +139,7 @@ def test_a_training_that_fails_is_told_and_tried_again(run: Run, tiny: Path, tmp
         assert code == 1 and "tiny-with-valid, b, seed 1: failed with exit code 1: " in out
         assert "1 training runs failed" in err and "the same command retries them" in err
     assert out.count("[2/2]") == 1 and "[1/2]" not in out  # the other one was kept
-    assert "## What has failed" in (tmp_path / "out/quality.md").read_text()
+    assert "## Failed runs" in (tmp_path / "out/quality.md").read_text()
 
 
 def test_jobs_run_some_at_a_time_and_stop_where_one_of_their_steps_fails(tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ def test_trials_are_ranked_by_valid_and_the_best_alone_reads_test(
     lines = [json.loads(line) for path in started for line in (path / "metrics.jsonl").read_text().splitlines()]
     assert {line["step"] for line in lines if line.get("split") == "test"} == {10}
     page = (out / "comparison.html").read_text()
-    assert "Figures are those of the split valid" in page and "trial-001 on test, at step 10:" in page
+    assert "Metrics are computed on the split valid" in page and "trial-001 on test, at step 10:" in page
     assert f"{summaries['trial-000']['valid']['auc']:.4f}" in page
     assert run(*arguments)[0] == 0 and len(started) == 4  # nothing is left to do
 

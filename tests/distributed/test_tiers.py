@@ -113,7 +113,7 @@ def test_a_run_ends_with_the_checksum_of_one_in_memory(
             assert noted is None if tier != "disk" else re.search("direct, blocks of|page cache", noted)
         lines = [line for line in metrics(run) if line["kind"] == "train"]
         is_far = tiers != ("hbm", "hbm")
-        assert ("Rows near and far, per step" in (run / "report.html").read_text()) == is_far
+        assert ("Cache traffic per step" in (run / "report.html").read_text()) == is_far
         assert all((set(line["row_traffic"]) == set(FAR)) if is_far else "row_traffic" not in line for line in lines)
         for traffic in (own for line in lines if is_far for own in line["row_traffic"].values()):
             assert 0 <= traffic["num_misses"] <= traffic["num_rows"] and traffic["wait_s"] >= 0

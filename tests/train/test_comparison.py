@@ -200,7 +200,7 @@ def test_runs_of_other_data_are_told(tmp_path: Path) -> None:
     edit(runs[2] / "summary.json", lambda d: d["test"].update(auc=0.99))
     comparison = compare_runs(runs)
     assert comparison.notes == (
-        "other was evaluated on other rows than first: their metrics do not compare.",
+        "other was evaluated on other rows than first: their metrics cannot be compared.",
         "more was trained on other data than first: see Data.",
     )
     auc = next(metric for metric in comparison.metrics if metric.key == "auc")
@@ -217,9 +217,9 @@ def test_unfinished_and_unevaluated_runs_are_told(tmp_path: Path) -> None:
     (runs[4] / "summary.json").write_text("{")
     comparison = compare_runs(runs)
     text = "\n".join(comparison.notes)
-    assert "cut has not ended, or was interrupted: its figures are those of step 40." in text
-    assert "begun has no evaluation yet" in text and "torn, dataset.json: it is not valid JSON" in text
-    assert "broken, summary.json: it is not valid JSON" in text and "broken has not ended" not in text
+    assert "cut has not ended, or was interrupted: its metrics are preliminary, up to step 40." in text
+    assert "begun has no evaluation yet" in text and "torn, dataset.json: not valid JSON" in text
+    assert "broken, summary.json: not valid JSON" in text and "broken has not ended" not in text
     assert "cut, summary.json" not in text
     assert comparison.to_dict()["runs"][2]["metrics"]["auc"] is None
     page = write_comparison(comparison, tmp_path / "page.html").read_text()
@@ -244,7 +244,7 @@ def test_the_page_needs_nothing_but_itself(tmp_path: Path) -> None:
 def test_names_and_repeats(tmp_path: Path) -> None:
     runs = [make_run(tmp_path / parent / "run") for parent in ("a", "b")]
     assert [run.label for run in compare_runs(runs).runs] == [str(path) for path in runs]
-    with pytest.raises(MesetaError, match="is given twice"):
+    with pytest.raises(MesetaError, match="is listed twice"):
         compare_runs([runs[0], runs[0] / ".." / "run"])
     with pytest.raises(MesetaError, match="is not a directory"):
         compare_runs([runs[0], tmp_path / "absent"])

@@ -199,7 +199,7 @@ def test_a_finished_run_shows_everything(tmp_path: Path) -> None:
     assert "1.00 / 2.00" in page.texts and "12.00 / 15.00" in page.texts and "1.00 / 3.50" in page.texts
     assert "constants of c.yaml" in page.text
     assert "versions.torch" in page.texts and "abc1234" in page.texts
-    assert "Not shown" not in page.text and "not in the run directory" not in page.text
+    assert "Not shown" not in page.text and "not in the run folder" not in page.text
 
 
 def test_the_best_step_is_marked_and_both_splits_are_shown(tmp_path: Path) -> None:
@@ -227,7 +227,7 @@ def test_the_best_step_is_marked_and_both_splits_are_shown(tmp_path: Path) -> No
     at = page.texts.index(" best")
     assert page.texts[at - 1] == "valid" and page.texts[at - 2] == "20"
     assert page.texts[at - 2 :].count("valid") == 12 + 1  # the best is older than the last twelve
-    assert "The last 12 of 20 evaluations, the best and the final one." in page.texts
+    assert "The last 12 of 20 evaluations, and the best and the final one." in page.texts
 
 
 def test_what_was_chosen_on_test_is_told(tmp_path: Path) -> None:
@@ -310,7 +310,7 @@ def test_a_missing_file_is_named(tmp_path: Path, missing: str) -> None:
     make_run(tmp_path)
     (tmp_path / missing).unlink()
     page = report(tmp_path)
-    assert f"{missing}: it is not in the run directory." in page.texts
+    assert f"{missing}: not in the run folder." in page.texts
     for heading in SECTIONS:
         assert heading in page.texts
 
@@ -354,7 +354,7 @@ def test_a_directory_that_is_no_run(tmp_path: Path) -> None:
     with pytest.raises(MesetaError, match="is not a directory"):
         write_report(tmp_path / "absent")
     (tmp_path / "dataset.json").write_text("{}")
-    with pytest.raises(MesetaError, match="holds no run"):
+    with pytest.raises(MesetaError, match="contains no run"):
         write_report(tmp_path)
     assert not (tmp_path / "report.html").exists()
 
@@ -498,7 +498,7 @@ def test_exchanges_are_means_over_the_run(tmp_path: Path) -> None:
     (run / "summary.json").write_text(json.dumps(summary))
     page = write_report(run).read_text()
     assert "Hidden behind computation: ids, agree." in page
-    assert "Not hidden: embeddings, since MMoE computes nothing." in page
+    assert "Not hidden: embeddings, because MMoE computes nothing." in page
 
 
 def test_waits_for_rows_are_means_over_the_run(tmp_path: Path) -> None:

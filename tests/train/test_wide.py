@@ -65,7 +65,7 @@ def test_a_run_takes_calls_in_proportion_to_its_features(tmp_path: Path, monkeyp
     assert per_feature[1] <= 1.1 * per_feature[0], calls
     page = (tmp_path / f"run{datasets[-1].name}" / "report.html").read_text()
     assert 0 < page.count('class="chart bars"') <= 2 * num_drawn
-    assert f"the {num_drawn} with the most rows have bars" in page
+    assert f"The {num_drawn} features with the most rows have bars" in page
     assert Dataset.load(datasets[-1]).sparse[-1].name in page
 
 

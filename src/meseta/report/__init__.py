@@ -1,4 +1,4 @@
-"""Self-contained HTML pages about one run, or several side by side, made from the files of their directories alone."""
+"""Self-contained HTML pages about a run, a comparison of runs, a plan, a dataset or a suite of trainings."""
 
 from meseta.report.page import write_report
 

@@ -1,4 +1,4 @@
-"""Runs side by side, as plain figures; pages and terminals show them."""
+"""Comparison of runs: metrics, measurements and differences, for pages and terminals."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ from meseta.telemetry.summary import SUMMARY_FILE
 
 
 class EvaluationPart(NamedTuple):
-    """Samples and labels of an evaluation that metrics are computed on."""
+    """Samples and labels of an evaluation for which metrics are computed."""
 
     kind: Literal["all", "label", "segment"]
     name: str = ""
-    """Name of the label, or feature and value of the segment with the label if there are several."""
+    """Name of the label, or feature and value of the segment. The label follows if there are several."""
 
     @property
     def text(self) -> str:
-        """The part as a person reads it, and its key in JSON."""
+        """Display name of the part, and its key in JSON."""
         return f"label {self.name}" if self.kind == "label" else self.name
 
 
@@ -54,46 +54,48 @@ class NewestCheckpoint:
     path: str
     step: int
     checksum: str | None
-    """Names the model: equal where two runs ended with the same bits; None of a delta."""
+    """Checksum of the model, equal for runs that ended with the same bits. `None` for a delta checkpoint."""
     num_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedRun:
-    """One of the runs."""
+    """Run of a comparison, with the contents of its run folder."""
 
     label: str
-    """Its directory's name, or its path where two runs share a name."""
+    """Name of the run folder, or its path if several runs have the same name."""
     path: Path
     record: RunRecord
     headline: Headline
     newest_checkpoint: NewestCheckpoint | None
     stages_s: dict[str, float]
-    """Seconds per step of each stage on rank 0."""
+    """Mean seconds per step of each stage on rank 0."""
 
     @property
     def curve_split(self) -> str:
-        """The split that was evaluated on the way."""
+        """Split that was evaluated during training."""
         return validation_split({line.split for line in self.record.eval_lines})
 
     @property
     def metrics_by_part(self) -> dict[EvaluationPart, EvalMetrics]:
-        """The figures of the last evaluation: of WHOLE, and of its labels and segments where it has those."""
+        """Metrics of the final evaluation, over all samples and by label and segment. Empty without an evaluation."""
         line = self.headline.evaluation
         if line is None:
             return {}
         parts: dict[EvaluationPart, EvalMetrics] = {OVERALL: line}
-        parts |= {EvaluationPart("label", name): figures for name, figures in line.tasks.items()}
+        parts |= {EvaluationPart("label", name): metrics for name, metrics in line.tasks.items()}
         for feature, segments in line.segments.items():
             for segment in segments:
                 name = f"{feature} {'others' if segment.value is None else segment.value}"
-                tasks = {f"{name}, {task}": figures for task, figures in segment.tasks.items()} or {name: segment}
-                parts |= {EvaluationPart("segment", text): figures for text, figures in tasks.items()}
+                # With several labels, a segment has one part per label.
+                tasks = {f"{name}, {task}": metrics for task, metrics in segment.tasks.items()} or {name: segment}
+                parts |= {EvaluationPart("segment", text): metrics for text, metrics in tasks.items()}
         return parts
 
     @property
     def stages_ms_per_1000_samples(self) -> dict[str, float]:
-        """The stages in a unit that does not depend on the batch size; empty where the run's size is not known."""
+        """Milliseconds per 1,000 samples of each stage. Empty if the numbers of steps and samples are unknown."""
+        # Runs with different batch sizes cannot be compared by their times per step.
         if not self.headline.num_samples or not self.headline.num_steps:
             return {}
         per_step = self.headline.num_samples / self.headline.num_steps
@@ -102,49 +104,49 @@ class ComparedRun:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Runs, and what differs between them; differences of metrics are to the first run."""
+    """Runs and their differences. Differences of metrics refer to the first run."""
 
     runs: tuple[ComparedRun, ...]
     split: str
-    """Of the figures: test, or valid where not all runs have been evaluated on test, but all on valid."""
+    """Split of the compared metrics: valid if all runs were evaluated on valid but not all on test, otherwise test."""
     metrics: tuple[Metric, ...]
-    """Those that at least one run has, and the main ones."""
+    """The main metrics, and all others that at least one run has."""
     config: tuple[FactDifference, ...]
     data: tuple[FactDifference, ...]
     plan: tuple[FactDifference, ...]
     environment: tuple[FactDifference, ...]
     notes: tuple[str, ...]
-    """What a reader must know before believing a difference."""
+    """Notes about unfinished runs, missing files, and values that cannot be compared."""
 
     @property
     def part_names(self) -> list[EvaluationPart]:
-        """All parts that at least one run was evaluated on, WHOLE apart."""
+        """Parts that at least one run was evaluated on, except `OVERALL`."""
         return [
             part for part in dict.fromkeys(part for run in self.runs for part in run.metrics_by_part) if part != OVERALL
         ]
 
     def value(self, metric: Metric, run: ComparedRun, part: EvaluationPart = OVERALL) -> float | None:
-        """A metric of a run's last evaluation, or of a part of it."""
+        """Return a metric of a run's final evaluation, or `None` if it has no such part or metric."""
         return metric.value_in(run.metrics_by_part.get(part))
 
     def difference(self, metric: Metric, run: ComparedRun, part: EvaluationPart = OVERALL) -> float | None:
-        """`value` less that of the first run; None where one is missing."""
-        mine, first = self.value(metric, run, part), self.value(metric, self.runs[0], part)
-        return None if mine is None or first is None else mine - first
+        """Return the metric of `run` minus that of the first run, or `None` if one is missing."""
+        value, first = self.value(metric, run, part), self.value(metric, self.runs[0], part)
+        return None if value is None or first is None else value - first
 
     def is_comparable(self, run: ComparedRun) -> bool:
-        """Whether a run was evaluated on the same rows as the first one, as far as is known."""
+        """Whether a run was evaluated on the same rows as the first run. Unknown datasets count as equal."""
         return not find_differences([self.runs[0].record, run.record], partial(split_facts, split=self.split))
 
     def best_value(self, metric: Metric, part: EvaluationPart = OVERALL) -> float | None:
-        """The best value among runs that were evaluated on the same rows as the first; None where all have the same."""
+        """Return the best value among the comparable runs, or `None` if the values do not differ."""
         values = [
             v for run in self.runs if self.is_comparable(run) and (v := self.value(metric, run, part)) is not None
         ]
         return min(values, key=metric.to_loss) if len(set(values)) > 1 else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON: one entry per run, and one list of values per difference, in the order of the runs."""
+        """Return plain data for JSON. Each difference has a list of values in the order of the runs."""
         runs = [
             {
                 "name": run.label,
@@ -174,19 +176,21 @@ class Comparison:
 
 
 def compare_runs(run_dirs: Sequence[Path]) -> Comparison:
-    """Read runs, finished or not, of whatever data; what makes their figures unlike is among the notes.
+    """Read run folders and compare the runs. The runs may be unfinished, and may use different data.
 
-    Raises MesetaError for a directory that is not a run's, and one that is given twice.
+    Conditions under which values cannot be compared are added as notes. Raises MesetaError if a folder contains no run
+    or is listed twice, or StorageError if a checkpoint cannot be read.
     """
     paths = [Path(path) for path in run_dirs]
     records = [read_run(path) for path in paths]
+    # Prefer the first split on which all runs were evaluated. Trials of a sweep, for example, are evaluated on valid.
     split = next((s for s in EVALUATED_SPLITS if all(final_evaluation(record, [s]) for record in records)), TEST)
     splits = EVALUATED_SPLITS if split == TEST else [split]
     runs = tuple(_compared_run(*one, splits) for one in zip(paths, _run_labels(paths), records, strict=True))
     return Comparison(
         runs=runs,
         split=split,
-        metrics=tuple(metrics_in(figures for run in runs for figures in run.metrics_by_part.values())),
+        metrics=tuple(metrics_in(metrics for run in runs for metrics in run.metrics_by_part.values())),
         config=tuple(find_differences(records, config_facts)),
         data=tuple(find_differences(records, data_facts)),
         plan=tuple(find_differences(records, plan_facts)),
@@ -211,22 +215,23 @@ def _run_labels(paths: Sequence[Path]) -> list[str]:
     resolved = [path.resolve() for path in paths]
     for path, place in zip(paths, resolved, strict=True):
         if resolved.count(place) > 1:
-            raise MesetaError(f"report: run {str(path)!r} is given twice; name it once")
+            raise MesetaError(f"report: run {str(path)!r} is listed twice; list each run once")
     names = [place.name for place in resolved]
     return [str(path) if names.count(name) > 1 else name for path, name in zip(paths, names, strict=True)]
 
 
 def _find_newest_checkpoint(run_dir: Path) -> NewestCheckpoint | None:
-    """The newest checkpoint that is whole; one that is damaged is `meseta checkpoint`'s to tell. Raises StorageError if
-    one cannot be read, which may be the newest."""
+    """Return the newest undamaged checkpoint, or `None`. Raises StorageError if a checkpoint cannot be read."""
     try:
-        found = list_checkpoints(checkpoint_location(run_dir))
+        checkpoints = list_checkpoints(checkpoint_location(run_dir))
     except StorageError:
         raise
     except MesetaError:
         return None
-    for listed in reversed(found):
+    # Damaged checkpoints are skipped, because `meseta checkpoint` reports them.
+    for listed in reversed(checkpoints):
         if not listed.is_readable:
+            # This checkpoint may be the newest one, so an older one must not be returned.
             raise StorageError(listed.problem)
         if (summary := listed.summary) is not None:
             path, step = str(summary.path), summary.step
@@ -240,14 +245,15 @@ def _run_notes(runs: Sequence[ComparedRun]) -> list[str]:
         record = run.record
         if record.is_unfinished:
             at = (
-                f"its figures are those of step {record.train_lines[-1].step:,}"
+                f"its metrics are preliminary, up to step {record.train_lines[-1].step:,}"
                 if record.train_lines
-                else "no step is logged"
+                else "it has logged no step"
             )
             notes.append(f"{run.label} has not ended, or was interrupted: {at}.")
         if run.headline.evaluation is None:
             notes.append(f"{run.label} has no evaluation yet, so it has no metrics here.")
         missing = [name for name in RUN_FILES if name in record.problems]
+        # The note about the unfinished run already explains the missing summary.
         if record.is_unfinished:
             missing.remove(SUMMARY_FILE)
         notes += [f"{run.label}, {name}: {record.problems[name].text}." for name in missing]
@@ -255,31 +261,32 @@ def _run_notes(runs: Sequence[ComparedRun]) -> list[str]:
 
 
 def _test_split_notes(runs: Sequence[ComparedRun], split: str) -> list[str]:
-    """Where runs compare on valid, the figures of test that some of them have."""
-    notes = [f"Figures are those of the split {VALID}, which chose."] if split == VALID else []
+    """Return notes about test metrics that only some runs have, if the runs are compared on the validation split."""
+    notes = [f"Metrics are computed on the split {VALID}, on which models were selected."] if split == VALID else []
     for run in runs if notes else ():
         if line := final_evaluation(run.record, [TEST]):
-            figures = ", ".join(
+            metrics = ", ".join(
                 f"{m.name} {format_decimal(m.value_in(line), m.decimals)}" for m in METRICS if m.is_main
             )
-            notes.append(f"{run.label} on {TEST}, at step {line.step:,}: {figures}.")
+            notes.append(f"{run.label} on {TEST}, at step {line.step:,}: {metrics}.")
     return notes
 
 
 def _comparability_notes(runs: Sequence[ComparedRun], split: str) -> list[str]:
-    """Why a difference between runs may not be one between models."""
+    """Return reasons why differences between runs may not be caused by their configs."""
     first, notes = runs[0], []
     evaluated = partial(split_facts, split=split)
     others = [run for run in runs[1:] if find_differences([first.record, run.record], evaluated)]
     if others:
         notes.append(
             f"{_join_labels(others)} {_was_or_were(others)} evaluated on other rows than {first.label}: their metrics "
-            f"do not compare."
+            f"cannot be compared."
         )
+    # Runs that were evaluated on other rows have already been reported.
     others = [run for run in runs[1:] if run not in others and find_differences([first.record, run.record], data_facts)]
     if others:
         notes.append(
-            f"{_join_labels(others)} {_was_or_were(others)} trained on other data than {first.label}: see Data."
+            f"{_join_labels(others)} {_was_or_were(others)} trained on other data than {first.label}: see section Data."
         )
     samples = first.headline.num_samples
     others = [r for r in runs[1:] if samples and r.headline.num_samples and r.headline.num_samples != samples]
@@ -296,7 +303,7 @@ def _comparability_notes(runs: Sequence[ComparedRun], split: str) -> list[str]:
     if others:
         notes.append(
             f"{_join_labels(others)} {_was_or_were(others)} trained with another processor, device or number of cores "
-            f"than {first.label}: their speeds do not compare."
+            f"than {first.label}: their speeds cannot be compared."
         )
     return notes
 
@@ -311,6 +318,6 @@ def _was_or_were(runs: Sequence[ComparedRun]) -> str:
 
 
 def speed_ratio(run: ComparedRun, first: ComparedRun) -> float | None:
-    """Samples/s of a run over those of another; None where one is not known."""
-    mine, theirs = run.headline.samples_per_s, first.headline.samples_per_s
-    return mine / theirs if mine is not None and theirs and is_drawable(mine) and is_drawable(theirs) else None
+    """Return the samples per second of `run` divided by those of `first`, or `None` if one is unknown."""
+    rate, base = run.headline.samples_per_s, first.headline.samples_per_s
+    return rate / base if rate is not None and base and is_drawable(rate) and is_drawable(base) else None

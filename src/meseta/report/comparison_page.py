@@ -1,4 +1,4 @@
-"""The page that lays runs side by side."""
+"""HTML page about a comparison of runs."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ MAX_ROWS = 14
 
 
 def write_comparison(comparison: Comparison, out: Path) -> Path:
-    """Write the page, whole or not at all, and return its path. Raises MesetaError where it cannot be written."""
+    """Write the page of a comparison atomically and return its path. Raises MesetaError if it cannot be written."""
     write_atomic(out, render_comparison(comparison))
     return Path(out)
 
 
 def render_comparison(comparison: Comparison) -> str:
-    """The whole page."""
+    """Return the HTML page of a comparison."""
     labels = [run.label for run in comparison.runs]
     sections = [
         ("Metrics", _metrics_section(comparison), "no run has been evaluated"),
         ("Curves", _curves_section(comparison), "no training step has been logged"),
-        ("Config", _differences_table(comparison.config, labels), "the configs are the same, but for run_dir"),
-        ("Data", _differences_table(comparison.data, labels), "the data are the same"),
-        ("Plan", _differences_table(comparison.plan, labels), "the plans are the same"),
-        ("Speed", _speed_section(comparison), "nothing was timed"),
-        ("Environment", _differences_table(comparison.environment, labels), "machine and versions are the same"),
+        ("Config", _differences_table(comparison.config, labels), "the configs are equal, except for run_dir"),
+        ("Data", _differences_table(comparison.data, labels), "the data are equal"),
+        ("Plan", _differences_table(comparison.plan, labels), "the plans are equal"),
+        ("Speed", _speed_section(comparison), "no times have been logged"),
+        ("Environment", _differences_table(comparison.environment, labels), "machine and versions are equal"),
     ]
     notes = tag("ul", *(tag("li", escape(note)) for note in comparison.notes), class_="problems")
     body = [
@@ -65,7 +65,8 @@ def _title(labels: Sequence[str]) -> str:
 
 
 def _run_styles(num_runs: int) -> str:
-    """Eight colours; the ninth run has the first one again, dashed."""
+    """Return CSS rules for the lines, dots and swatches of each run."""
+    # From the ninth run on, the eight colors are repeated with dashed lines.
     rules = []
     for i in range(num_runs):
         colour, dash = f"var(--run-{i % NUM_COLORS})", DASHES[i // NUM_COLORS % len(DASHES)]
@@ -100,8 +101,8 @@ def _metrics_section(comparison: Comparison) -> str:
     if all(run.headline.evaluation is None for run in runs):
         return ""
     note = (
-        f"Differences are to {runs[0].label}; the best value of a column is bold. "
-        "Log loss and NE are better when lower, calibration when nearer to 1, the others when higher."
+        f"Small numbers are differences from {runs[0].label}. The best value of a column is bold. "
+        "Log loss and NE are better if lower, calibration if closer to 1, all other metrics if higher."
     )
     labels = [part for part in comparison.part_names if part.kind == "label"]
     segments = [part for part in comparison.part_names if part.kind == "segment"]
@@ -114,22 +115,25 @@ def _metrics_section(comparison: Comparison) -> str:
 
 
 def _metrics_table(comparison: Comparison, parts: Sequence[EvaluationPart]) -> str:
-    """One row per part and run."""
+    """Return a table with one row per part and run. Parts that a run was not evaluated on are left out."""
     header = ["", "run", "step", *(escape(m.name) + tag("span", class_="delta") for m in comparison.metrics)]
     rows = []
     for part in parts:
-        held = [(i, run) for i, run in enumerate(comparison.runs) if part == OVERALL or part in run.metrics_by_part]
-        for i, run in held:
+        evaluated = [
+            (i, run) for i, run in enumerate(comparison.runs) if part == OVERALL or part in run.metrics_by_part
+        ]
+        for i, run in evaluated:
             step = format_count(run.headline.evaluation.step if run.headline.evaluation else None)
             values = [_metric_cell(comparison, metric, run, part) for metric in comparison.metrics]
-            rows.append([escape(part.text) if i == held[0][0] else "", _swatch(i, run.label), step, *values])
+            rows.append([escape(part.text) if i == evaluated[0][0] else "", _swatch(i, run.label), step, *values])
+    # The part `OVERALL` has no name, so its table needs no column for it.
     if parts == [OVERALL]:
         header, rows = header[1:], [row[1:] for row in rows]
     return table(header, rows, set(range(len(header) - len(comparison.metrics) - 1, len(header))), "compact")
 
 
 def _metric_cell(comparison: Comparison, metric: Metric, run: ComparedRun, part: EvaluationPart) -> str:
-    """The value, bold where it is the best, and its difference to the first run."""
+    """Return a metric and its difference from the first run. The best value is bold."""
     value = comparison.value(metric, run, part)
     if value is None:
         return NO_VALUE + tag("span", class_="delta")
@@ -141,13 +145,15 @@ def _metric_cell(comparison: Comparison, metric: Metric, run: ComparedRun, part:
     if difference is None or first is None or run is comparison.runs[0]:
         return shown + tag("span", class_="delta")
     gain = metric.to_loss(first) - metric.to_loss(value)
-    seen = compares and abs(difference) >= 0.5 * 10**-metric.decimals
-    class_ = "delta better" if seen and gain > 0 else "delta worse" if seen and gain < 0 else "delta"
+    # A difference that is rounded to zero, or that is between other rows, has no color.
+    is_colored = compares and abs(difference) >= 0.5 * 10**-metric.decimals
+    class_ = "delta better" if is_colored and gain > 0 else "delta worse" if is_colored and gain < 0 else "delta"
     return shown + tag("span", escape(format_difference(difference, metric.decimals)), class_=class_)
 
 
 def _curves_section(comparison: Comparison) -> str:
-    """The charts over samples, steps and seconds, of which a switch without script shows one set."""
+    """Return charts over samples, steps and seconds, with radio buttons that select one of them."""
+    # The style sheet shows the charts of the checked radio button, because pages contain no scripts.
     axes = [axis for axis in (SAMPLES, STEPS, SECONDS) if any(last_x(run.record, axis) for run in comparison.runs)]
     if not axes:
         return ""
@@ -203,7 +209,7 @@ def _eval_series(index: int, run: ComparedRun, metric: Metric, axis: XAxisUnit) 
 
 
 def _differences_table(rows: Sequence[FactDifference], labels: Sequence[str]) -> str:
-    """One row per key that differs, bold where a run is unlike the first; many rows are folded."""
+    """Return a table of differences. Values that differ from the first run are bold, and long tables are folded."""
     rows = group_differences(rows)
     if not rows:
         return ""
@@ -244,7 +250,10 @@ def _speed_section(comparison: Comparison) -> str:
                 tag("code", escape(saved.checksum[:12])) if saved and saved.checksum else NO_VALUE,
             ]
         )
-    note = "Training time is without evaluations and checkpoints. Equal models have equal names, to the last bit."
+    note = (
+        "Training time does not include evaluations and checkpoints. The column model shows the first digits of the "
+        "checkpoint's checksum: runs with equal checksums have the same model to the last bit."
+    )
     return (
         table(header, rows, {1, 2, 3, 4, 5, 6, 7, 8}, "compact")
         + tag("p", escape(note), class_="note")
@@ -253,7 +262,6 @@ def _speed_section(comparison: Comparison) -> str:
 
 
 def _stages_section(runs: Sequence[ComparedRun]) -> str:
-    """Where the time went, per 1,000 samples, so that batch sizes do not matter."""
     timed = [(i, run, run.stages_ms_per_1000_samples) for i, run in enumerate(runs) if run.stages_ms_per_1000_samples]
     if not timed:
         return ""

@@ -1,4 +1,4 @@
-"""One page about a prepared dataset, before anything is trained on it."""
+"""HTML page about a prepared dataset."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from meseta.report.document import html_document
 from meseta.telemetry.formatting import NO_VALUE, format_count, format_percent, format_quantity, format_si
 
 MIN_MARKED_SHIFT = 0.1
-"""Standard deviations between the splits from which on a dense feature is marked."""
+"""Smallest shift between training and test split for which a dense feature is highlighted, in standard deviations."""
 MIN_MARKED_UNSEEN_SHARE = 0.1
-"""Share of test lookups without training from which on a sparse feature is marked."""
+"""Smallest share of test lookups with ids that do not occur in training for which a sparse feature is highlighted."""
 
 
 def data_page(name: str, dataset: Dataset, description: DatasetSummary) -> str:
-    """The whole page."""
+    """Return the HTML page about the dataset `name`."""
     sections = [
         ("Splits", _splits_table(dataset, description)),
         ("Dense features", _dense_table(description)),
@@ -69,7 +69,7 @@ def _tiles(description: DatasetSummary) -> str:
         shown.append(
             ("table rows", format_si(table_rows), f"{format_percent(used / max(table_rows, 1))} of them occur")
         )
-        shown.append(("ids per sample", f"{sum(f.mean_pooling_factor for f in sparse):.3g}", "all features together"))
+        shown.append(("ids per sample", f"{sum(f.mean_pooling_factor for f in sparse):.3g}", "sum over all features"))
     if unseen:
         shown.append(("new in test", format_percent(sum(unseen) / len(unseen)), "mean over features"))
     ranges = [split.time_range for split in splits.values() if split.time_range]
@@ -106,7 +106,7 @@ def _splits_table(dataset: Dataset, description: DatasetSummary) -> str:
 
 
 def _samples_table(dataset: Dataset, description: DatasetSummary) -> str:
-    """Weights, groups and times, where the samples have them."""
+    """Return a table of weights, groups and times, or an empty string if the samples have none of them."""
     header = ["split"]
     header += ["mean weight", "weights", "weight 0"] if dataset.weight else []
     header += [f"groups of {dataset.group}", "rows of the largest"] if dataset.group else []
@@ -134,25 +134,26 @@ def _dense_table(description: DatasetSummary) -> str:
     if not description.dense:
         return ""
     intro = (
-        "All splits together, in the unit of the source; missing values count as zero, and so do those below zero of "
-        "features that are not signed. The bars "
-        "are equal intervals of log(1 + x), from the least value to the largest. Shift: mean in the test split less "
-        f"that in training, in standard deviations of log(1 + x); marked from {MIN_MARKED_SHIFT} on."
+        "Values of all splits in the unit of the source. Missing values count as zero, and so do negative values of "
+        "unsigned features. The bars are equal intervals of log(1 + x) from the smallest to the largest value. Shift: "
+        "mean of log(1 + x) in the test split minus that in the training split, in standard deviations. It is "
+        f"highlighted from {MIN_MARKED_SHIFT}."
     )
     header = ["feature", "distribution", "zero or missing", "mean", "std", "least", "largest", "shift"]
-    rows = [_dense_row(figures) for figures in description.dense]
+    rows = [_dense_row(feature) for feature in description.dense]
     return tag("p", escape(intro)) + table(header, rows, {2, 3, 4, 5, 6, 7}, "features")
 
 
-def _dense_row(figures: DenseSummary) -> list[str]:
-    v, shift = figures.values, figures.test_shift
+def _dense_row(feature: DenseSummary) -> list[str]:
+    v, shift = feature.values, feature.test_shift
     return [
-        escape(figures.name),
-        _distribution(v, figures.bins),
+        escape(feature.name),
+        _distribution(v, feature.bins),
         escape(format_percent(v.share_zero)),
         *(escape(_format_value(x)) for x in (v.mean, v.std, v.min, v.max)),
         escape(NO_VALUE)
         if shift is None
+        # Adding 0.0 turns -0.0 into 0.0, so that the text is "+0.000".
         else _highlight(f"{round(shift, 3) + 0.0:+.3f}", abs(shift) >= MIN_MARKED_SHIFT),
     ]
 
@@ -160,6 +161,7 @@ def _dense_row(figures: DenseSummary) -> list[str]:
 def _distribution(values: ValueSummary, bins: Sequence[int]) -> str:
     if values.max <= values.min:
         return escape("one value")
+    # `bins` are equal intervals of the signed logarithm, so their edges are transformed back to values.
     low, high = signed_log1p(np.array([values.min, values.max]))
     edges, total = signed_expm1(np.linspace(low, high, len(bins) + 1)), max(sum(bins), 1)
     hovers = [
@@ -174,12 +176,12 @@ def _sparse_table(dataset: Dataset, description: DatasetSummary) -> str:
         return ""
     window = f"{description.sparse[0].reuse.window_samples:,}"
     intro = (
-        "Counted in the training split. Used: share of the table's rows that occur. Top: share of the lookups that go "
-        "to the most frequent id, the 10 and the 100 most frequent ones. Half: fewest ids that take half of the "
-        "lookups. New in test: share of the test split's lookups whose id training has never seen; marked from "
-        f"{format_percent(MIN_MARKED_UNSEEN_SHARE)} on. The bars are shares of lookups by how often their row is used "
-        f"within {window} samples: "
-        "once, twice, 3–4 times, 5–8 and so on; the tallest has its share and its uses beside it."
+        "Statistics of the training split. Used: share of the table's rows that occur. Top: shares of the lookups that "
+        "belong to the most frequent id, the 10 most frequent and the 100 most frequent ids. Half: smallest number of "
+        "ids that have half of the lookups. New in test: share of the test split's lookups whose ids do not occur in "
+        f"training. It is highlighted from {format_percent(MIN_MARKED_UNSEEN_SHARE)}. The bars are shares of lookups "
+        f"by how often their row is used within {window} samples: once, twice, 3–4 times, 5–8 times and so on. The "
+        "numbers next to the bars are the share and the uses of the tallest bar."
     )
     header = ["feature", "ids", "rows", "distinct", "used", "ids per sample", "top 1", "top 10", "top 100", "half",
               "new in test", "share of lookups by uses"]  # fmt: skip
@@ -189,21 +191,22 @@ def _sparse_table(dataset: Dataset, description: DatasetSummary) -> str:
     return tag("p", escape(intro)) + table(header, rows, set(range(2, 11)), "features narrow")
 
 
-def _sparse_row(figures: SparseSummary, kind: str) -> list[str]:
-    reuse = figures.reuse
-    new = figures.unseen_lookups
-    pooling = f"{figures.mean_pooling_factor:.3g}"
-    if figures.share_empty:
-        pooling += f", {format_percent(figures.share_empty)} empty"
+def _sparse_row(feature: SparseSummary, kind: str) -> list[str]:
+    reuse = feature.reuse
+    new = feature.unseen_lookups
+    pooling = f"{feature.mean_pooling_factor:.3g}"
+    if feature.share_empty:
+        pooling += f", {format_percent(feature.share_empty)} empty"
     return [
-        escape(figures.name),
+        escape(feature.name),
         escape(kind),
-        format_count(figures.num_embeddings),
-        format_count(figures.num_uniques),
-        escape("<0.01%" if 0 < figures.coverage < 1e-4 else format_percent(figures.coverage)),
+        format_count(feature.num_embeddings),
+        format_count(feature.num_uniques),
+        # A table with used rows must not appear unused.
+        escape("<0.01%" if 0 < feature.coverage < 1e-4 else format_percent(feature.coverage)),
         escape(pooling),
-        *(escape(format_percent(value)) for value in figures.top_shares),
-        format_count(figures.num_half),
+        *(escape(format_percent(value)) for value in feature.top_shares),
+        format_count(feature.num_half),
         escape(NO_VALUE) if new is None else _highlight(format_percent(new), new >= MIN_MARKED_UNSEEN_SHARE),
         reuse_histogram(reuse, reuse.lookups, "lookups", "bar-lookups"),
     ]
@@ -213,18 +216,19 @@ def _top_ids_table(description: DatasetSummary) -> str:
     if not description.sparse:
         return ""
     rows = []
-    for figures in description.sparse:
+    for feature in description.sparse:
         cells = []
-        for top in figures.top:
+        for top in feature.top:
             name = f"row {top.id}" if top.value is None else top.value
+            # Values of a vocabulary may be long texts.
             name = name if len(name) <= 28 else f"{name[:27]}…"
             cells.append(
-                escape(name) + " " + tag("small", escape(format_percent(top.count / max(figures.num_lookups, 1))))
+                escape(name) + " " + tag("small", escape(format_percent(top.count / max(feature.num_lookups, 1))))
             )
-        rows.append([escape(figures.name), *cells, *[""] * (5 - len(cells))])
+        rows.append([escape(feature.name), *cells, *[""] * (5 - len(cells))])
     note = (
-        "With their share of the training lookups. A hashed id is called by its row, and row 0 of a vocabulary is all "
-        "that it does not hold."
+        "The five most frequent ids with their shares of the training lookups. Hashed ids are shown as rows. Row 0 of "
+        "a vocabulary is the row of all values that it does not contain."
     )
     return tag("p", escape(note)) + table(["feature", "1", "2", "3", "4", "5"], rows, set(), "features")
 
@@ -239,12 +243,12 @@ def _positive_rate(split: SplitSummary, label: str) -> str:
 
 
 def _format_value(value: float) -> str:
-    """Four digits, or whole with thousands separated."""
+    # Large values have no decimals, and other values four significant digits.
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.4g}"
 
 
 def _format_utc(seconds: float) -> str:
-    """UTC to the minute; whatever no calendar has as a number."""
+    """Format a time in seconds since 1970-01-01 as UTC with minutes. Times beyond the calendar are shown in seconds."""
     try:
         return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M")
     except (ValueError, OverflowError, OSError):

@@ -1,4 +1,4 @@
-"""What the training data looks like: splits, features, and how often rows are used again."""
+"""Section of a run's page about its data: splits, features, and reuse of table rows."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from meseta.report.record import RunRecord
 from meseta.telemetry.formatting import NO_VALUE, format_count, format_decimal
 
 MAX_DRAWN_FEATURES = 100
-"""Features with bars: those of one take 7 kB of the page and a millisecond, and there may be thousands."""
+"""Maximum number of sparse features with histograms of reuse."""
+# The histograms of one feature take 7 kB of the page and a millisecond, and a dataset may have thousands of features.
 
 
 def data_section(record: RunRecord) -> str:
-    """Rows per split, then one line per sparse feature, then the dense features folded away."""
+    """Return tables of splits, sparse features and dense features, or an empty string without a dataset."""
     dataset = record.dataset
     if dataset is None:
         return ""
@@ -23,6 +24,7 @@ def data_section(record: RunRecord) -> str:
 def _splits_table(dataset: Dataset) -> str:
     rows = []
     for name, split in dataset.splits.items():
+        # With several labels, the table shows the base rate of the first one.
         rate = next(iter(split.base_rates.values())) if split.num_rows else None
         rows.append(
             [
@@ -41,13 +43,15 @@ def _sparse_table(dataset: Dataset) -> str:
     total = sum(feature.num_embeddings for feature in dataset.sparse)
     window = f"{dataset.sparse[0].statistics.reuse.window_samples:,} samples"
     intro = (
-        f"{len(dataset.sparse)} sparse features with {format_count(total)} rows in all. The bars show how often a row "
-        f"is used within {window}: once, twice, 3–4 times, 5–8 and so on, from left to right. The tallest bar has "
-        "its share and its uses beside it. Lookups far to the right of the rows mean that few rows take most lookups."
+        f"{len(dataset.sparse)} sparse features with {format_count(total)} rows in total. The bars show how often a "
+        f"row is used within {window}: once, twice, 3–4 times, 5–8 times and so on, from left to right. The numbers "
+        "next to the bars are the share and the uses of the tallest bar. If the bars of lookups are further to the "
+        "right than those of rows, few rows take most lookups."
     )
+    # Histograms of thousands of features would make the page too large.
     drawn = sorted(dataset.sparse, key=lambda feature: -feature.num_embeddings)[:MAX_DRAWN_FEATURES]
     if len(drawn) < len(dataset.sparse):
-        intro += f" Of these features, the {MAX_DRAWN_FEATURES} with the most rows have bars."
+        intro += f" The {MAX_DRAWN_FEATURES} features with the most rows have bars."
     header = [
         "feature",
         "ids",
@@ -85,6 +89,7 @@ def _dense_table(dataset: Dataset) -> str:
         return ""
     rows = [[escape(f.name), *(escape(f"{v:.4g}") for v in (f.fill, f.mean, f.std))] for f in dataset.dense]
     summary = tag(
-        "summary", escape(f"{len(dataset.dense)} dense features: fill, mean and standard deviation before scaling")
+        "summary",
+        escape(f"{len(dataset.dense)} dense features: fill value, mean and standard deviation before standardization"),
     )
     return tag("details", summary, table(["feature", "fill", "mean", "std"], rows, {1, 2, 3}, "compact"))

@@ -1,4 +1,4 @@
-"""What runs have in common, and in what they differ, as plain facts: a property, and its value in each run."""
+"""Differences between runs, as properties with one value per run."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ class Fact:
 
     kind: Literal["run", "split", "table", "sparse"] = "run"
     subject: str = ""
-    """Name of the split, the table or the sparse feature; empty for the run."""
+    """Name of the split, the table or the sparse feature. Empty for a property of the run."""
     property_name: str = ""
-    """Empty for tables and sparse features, which have one property each."""
+    """Name of the property. Empty for tables and sparse features, which have one property each."""
 
     @property
     def name(self) -> str:
-        """Name of the property and of its subject, as a person reads it."""
+        """Display name of the property and its subject."""
         return " ".join(filter(None, (self.kind if self.is_grouped else "", self.subject, self.property_name)))
 
     @property
     def is_grouped(self) -> bool:
-        """Whether subjects with the same values are shown in one row."""
+        """Whether subjects with equal values are shown in one row."""
         return self.kind in ("table", "sparse")
 
 
@@ -38,41 +38,44 @@ LABELS = Fact(property_name="labels")
 
 @dataclass(frozen=True, kw_only=True)
 class FactDifference:
-    """A fact that is not the same in all runs."""
+    """Fact that differs between runs."""
 
     fact: Fact
     values: tuple[str, ...]
-    """As a person reads them, one per run; ABSENT where a run does not have the fact."""
+    """Formatted values, one per run. `NO_VALUE` for runs without this fact."""
 
     @property
     def name(self) -> str:
-        """Name of the fact, as a person reads it."""
+        """Display name of the fact."""
         return self.fact.name
 
 
 def find_differences(
     records: Sequence[RunRecord], facts: Callable[[RunRecord], Mapping[Fact, str]]
 ) -> list[FactDifference]:
-    """Those of `facts` that differ, in the order in which the runs name them.
+    """Return the facts that differ between runs, in the order in which they first occur.
 
-    A run without any is unknown, not different: it has no value, and makes no difference alone.
+    A run for which `facts` returns an empty mapping is unknown. It has the value `NO_VALUE`, but does not count as
+    different.
     """
-    found = [facts(record) for record in records]
+    facts_by_run = [facts(record) for record in records]
     rows = []
-    for fact in dict.fromkeys(fact for one in found for fact in one):
-        values = tuple(one.get(fact, NO_VALUE) for one in found)
-        if len({value for value, one in zip(values, found, strict=True) if one}) > 1:
+    for fact in dict.fromkeys(fact for one in facts_by_run for fact in one):
+        values = tuple(one.get(fact, NO_VALUE) for one in facts_by_run)
+        # Exclude runs without any fact, because their dataset, plan or environment is unknown.
+        if len({value for value, one in zip(values, facts_by_run, strict=True) if one}) > 1:
             rows.append(FactDifference(fact=fact, values=values))
     return rows
 
 
 def config_facts(record: RunRecord) -> dict[Fact, str]:
-    """Every key of the config but run_dir, which always differs."""
+    """Return the values of all config keys except `run_dir`."""
+    # Each run has another run_dir.
     return {Fact(property_name=key): _format_value(value) for key, value in flatten(record.config) if key != "run_dir"}
 
 
 def data_facts(record: RunRecord) -> dict[Fact, str]:
-    """Rows and labels of the splits, and what the features are."""
+    """Return facts about splits, columns and features of a run's dataset. Empty if the dataset is unknown."""
     data = record.dataset
     if data is None:
         return {}
@@ -86,6 +89,7 @@ def data_facts(record: RunRecord) -> dict[Fact, str]:
     for role in ("weight", "group", "time"):
         facts[Fact(property_name=role)] = _format_value(getattr(data, role))
     facts[Fact(property_name="dense features")] = str(len(data.dense))
+    # A digest shows a difference without a row for each constant.
     scales = repr([(dense.name, dense.fill, dense.mean, dense.std) for dense in data.dense])
     facts[Fact(property_name="standardisation of dense features")] = f"digest {sha256(scales.encode()).hexdigest()[:8]}"
     facts[Fact(property_name="sparse features")] = str(len(data.sparse))
@@ -99,13 +103,13 @@ def data_facts(record: RunRecord) -> dict[Fact, str]:
 
 
 def split_facts(record: RunRecord, split: str) -> dict[Fact, str]:
-    """What says whether two evaluations of a split were of the same rows."""
+    """Return the facts that are equal if two runs were evaluated on the same rows of a split."""
     facts = data_facts(record).items()
     return {fact: value for fact, value in facts if (fact.kind, fact.subject) == ("split", split) or fact == LABELS}
 
 
 def plan_facts(record: RunRecord) -> dict[Fact, str]:
-    """Ranks, and where each table lies."""
+    """Return the number of ranks, and the sharding type and ranks of each table. Empty if the plan is unknown."""
     plan = record.plan
     if plan is None:
         return {}
@@ -117,13 +121,15 @@ def plan_facts(record: RunRecord) -> dict[Fact, str]:
 
 
 def environment_facts(record: RunRecord) -> dict[Fact, str]:
-    """Machine, versions, commit; the plan has the number of ranks."""
+    """Return facts about machine, versions and commit. Empty if the environment is unknown."""
+    # The number of ranks is one of the facts of the plan.
     environment = record.environment.to_dict() if record.environment else {}
     return {Fact(property_name=key): _format_value(value) for key, value in flatten(environment) if key != "num_ranks"}
 
 
 def group_differences(rows: Sequence[FactDifference]) -> list[FactDifference]:
-    """Features or tables with the same values in one row, so that 26 tables cut alike are one line."""
+    """Merge the rows of tables, or of sparse features, that have equal values."""
+    # For example, 26 tables that are sharded identically become one row.
     subjects: dict[tuple[Fact, tuple[str, ...]], list[str]] = {}
     for row in rows:
         fact = replace(row.fact, subject="") if row.fact.is_grouped else row.fact
@@ -135,12 +141,11 @@ def group_differences(rows: Sequence[FactDifference]) -> list[FactDifference]:
 
 
 def _join_names(names: Sequence[str]) -> str:
-    """The first few names, and how many more."""
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def _format_value(value: Any) -> str:
-    """A value of YAML or JSON on one short line."""
+    """Format a YAML or JSON value on one line."""
     if value is None:
         return "none"
     if isinstance(value, bool):

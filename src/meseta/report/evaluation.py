@@ -1,4 +1,4 @@
-"""What the evaluations of a run found."""
+"""Section of a run's page about its evaluations."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ MAX_EVALS = 12
 
 
 def evaluation_section(record: RunRecord) -> str:
-    """Reliability beside the figures of the last evaluations; an empty string where there is none."""
+    """Return the reliability plot and tables of metrics, or an empty string if the run has no evaluation."""
     final = final_evaluation(record)
     if final is None:
         return ""
     lines = list(record.eval_lines) or [final]
     metrics = metrics_in(lines)
     last = lines[-MAX_EVALS:]
+    # Earlier evaluations are shown only if they are the best or the final one.
     shown = [v for v in lines if v in last or record.is_best(v) or (v.step, v.split) == (final.step, final.split)]
     rows = [
         [
@@ -39,7 +40,7 @@ def evaluation_section(record: RunRecord) -> str:
     header = ["step", "split", *(escape(m.name) for m in metrics)]
     parts = [table(header, rows, {0, *range(2, len(header))}, "compact")]
     if len(lines) > len(shown):
-        more = ", the best and the final one" if len(shown) > MAX_EVALS else ""
+        more = ", and the best and the final one" if len(shown) > MAX_EVALS else ""
         parts.append(tag("p", escape(f"The last {MAX_EVALS} of {len(lines)} evaluations{more}."), class_="note"))
     selected = record.summary.selected if record.summary else None
     if selected and (note := selection_on_test_warning(selected.split, selected.what)):
@@ -51,49 +52,52 @@ def evaluation_section(record: RunRecord) -> str:
         if plot
         else tag("p", "No reliability curve was recorded.", class_="absent")
     )
-    whole = tag("div", drawn, tag("div", tag("h3", "Figures"), *parts), class_="narrow-wide")
+    whole = tag("div", drawn, tag("div", tag("h3", "Metrics"), *parts), class_="narrow-wide")
     return whole + _tasks_table(final) + "".join(_segments_table(final, feature) for feature in final.segments)
 
 
 def _split_cell(line: EvalLine, record: RunRecord) -> str:
-    """Its split, marked where it is the best evaluation of several."""
+    # A single evaluation needs no mark.
     is_marked = record.is_best(line) and len(record.eval_lines) > 1
     return escape(line.split) + (tag("b", " best") if is_marked else "")
 
 
 def _tasks_table(final: EvalLine) -> str:
-    """The labels beside each other, where there are several."""
+    # Only a run with several labels has metrics by label.
     if not final.tasks:
         return ""
     return tag("h3", "By label") + _metrics_table("label", list(final.tasks.items()))
 
 
 def _segments_table(final: EvalLine, feature: str) -> str:
-    """The values of one feature; with several labels, each value once per label."""
     rows: list[tuple[str, EvalMetrics]] = []
     for segment in final.segments[feature]:
         name = "all others" if segment.value is None else format_count(segment.value)
-        rows += [(f"{name}, {task}", figures) for task, figures in segment.tasks.items()] or [(name, segment)]
+        # With several labels, a segment has one row per label.
+        rows += [(f"{name}, {task}", metrics) for task, metrics in segment.tasks.items()] or [(name, segment)]
     return tag("h3", escape(f"By {feature}")) + _metrics_table("row", rows)
 
 
 def _metrics_table(name: str, lines: Sequence[tuple[str, EvalMetrics]]) -> str:
-    metrics = metrics_in(figures for _, figures in lines)
+    metrics = metrics_in(line for _, line in lines)
     rows = [
-        [escape(label), format_count(figures.num_samples), format_count(figures.num_positives)]
-        + [escape(format_decimal(metric.value_in(figures), metric.decimals)) for metric in metrics]
-        for label, figures in lines
+        [escape(label), format_count(line.num_samples), format_count(line.num_positives)]
+        + [escape(format_decimal(metric.value_in(line), metric.decimals)) for metric in metrics]
+        for label, line in lines
     ]
     header = [name, "samples", "positives", *(escape(metric.name) for metric in metrics)]
     return table(header, rows, set(range(1, len(header))), "compact")
 
 
 def _calibration_note(final: EvalLine) -> str:
-    note = "Calibration is mean prediction / mean label"
+    note = "Calibration is the mean prediction divided by the mean label"
     if final.calibration is not None and is_drawable(final.calibration):
         off = final.calibration - 1.0
-        note += f"; the model predicts {abs(off):.1%} {'more' if off >= 0 else 'fewer'} positives than there are"
+        note += f"; the model predicts {abs(off):.1%} {'more' if off >= 0 else 'fewer'} positives than the data have"
     if final.num_samples:
         note += f", over {format_quantity(final.num_samples, 'sample')}"
-    dots = "The dots are bins of equal count with 95% intervals; on the diagonal, predictions are right on average."
+    dots = (
+        "Each dot is a bin of predictions with its 95% interval; all bins have the same number of samples. On the "
+        "diagonal, the mean prediction is the observed rate."
+    )
     return f"{note}. {dots}" if final.reliability else f"{note}."

@@ -1,4 +1,4 @@
-"""What a step sends to other ranks, by the name of the transfer."""
+"""Tables of a run's transfers and cache traffic per step."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from meseta.telemetry.metrics_file import TrainLine
 from meseta.telemetry.row_traffic import RowTraffic
 from meseta.telemetry.transfers import TransferMeans
 
-ROW_TRAFFIC_COLUMNS = ["table", "hits", "misses", "ms waited for", "read from disk", "written", "times its rows"]
-TRANSFER_COLUMNS = ["transfer", "times", "to its host", "to other hosts", "ms under way", "ms hidden", "ms waited for"]
+ROW_TRAFFIC_COLUMNS = ["table", "hits", "misses", "ms exposed", "read from disk", "written", "write amplification"]
+TRANSFER_COLUMNS = ["transfer", "times", "to its host", "to other hosts", "ms in progress", "ms hidden", "ms exposed"]
 
 
 def transfers_table(record: RunRecord) -> str:
-    """Means per step of rank 0 over the whole run; an empty string where nothing was sent."""
+    """Return a table of the transfers of rank 0 as means per step, or an empty string if there were none."""
     lines = [line for line in record.train_lines if line.transfers]
     names = dict.fromkeys(name for line in lines for name in line.transfers)
     if not names:
         return ""
     rows = [[escape(name), *_transfer_cells(_mean_transfer(lines, name))] for name in names]
     intro = (
-        "What rank 0 sends to others in a step. Under way is from its beginning until it is known to be done; the rank "
-        "computes meanwhile, so that this is hidden, but for what it waits."
+        "Data that rank 0 sends to other ranks in a step. A transfer is in progress from its start until its end is "
+        "detected. Exposed is the part for which the rank is blocked. The rest is hidden behind computation."
     )
     return (
         tag("h3", "Exchanges per step, rank 0")
@@ -36,21 +36,23 @@ def transfers_table(record: RunRecord) -> str:
 
 
 def row_traffic_table(record: RunRecord) -> str:
-    """Rows that come and go of each table that lies far, per step over the whole run; an empty string where none."""
+    """Return a table of the cache traffic of offloaded tables as means per step, or an empty string without any."""
     lines = [line for line in record.train_lines if line.row_traffic]
     names = dict.fromkeys(name for line in lines for name in line.row_traffic)
     if not names:
         return ""
+    # A line without a table counts as zero traffic of this table.
     every = {name: [line.row_traffic.get(name, RowTraffic()) for line in lines] for name in names}
     means = {name: sum(of_table, RowTraffic()).scaled(1 / len(lines)) for name, of_table in every.items()}
     intro = (
-        "Distinct rows that a step looks up, over all ranks; those that lie near are hits, the others come from memory "
-        "of the host or from a disk. Written is what the disk was sent, for each byte of a row that was pushed out."
+        "Distinct rows that a step looks up, over all ranks. Rows in the cache are hits. The others are misses and are "
+        "fetched from host memory or from a disk. Exposed is the time for which ranks are blocked by row fetches. "
+        "Write amplification is the number of bytes written to the disk per byte of evicted rows."
     )
     rows = [[escape(name), *_traffic_cells(mean)] for name, mean in means.items()]
     rows.append(["all", *_traffic_cells(sum(means.values(), RowTraffic()))])
     return (
-        tag("h3", "Rows near and far, per step")
+        tag("h3", "Cache traffic per step")
         + tag("p", escape(intro))
         + table(ROW_TRAFFIC_COLUMNS, rows, set(range(1, len(ROW_TRAFFIC_COLUMNS))), "compact")
     )
@@ -69,18 +71,18 @@ def _traffic_cells(mean: RowTraffic) -> list[str]:
 
 
 def _overlap_lines(record: RunRecord) -> list[str]:
-    """What `pipeline.overlap` has hidden, and what it could not, with the reason."""
+    """Return one line about the exchanges that overlap with computation, and one per exchange that does not."""
     overlap = None if record.summary is None else record.summary.overlap
     if overlap is None:
         return []
     hidden = f"Hidden behind computation: {', '.join(overlap.hidden) or 'nothing'}."
-    return [hidden, *(f"Not hidden: {name}, since {why}." for name, why in overlap.excluded.items())]
+    return [hidden, *(f"Not hidden: {name}, because {why}." for name, why in overlap.excluded.items())]
 
 
 def _mean_transfer(lines: Sequence[TrainLine], name: str) -> TransferMeans:
-    found = [line.transfers[name] for line in lines if name in line.transfers]
+    spans = [line.transfers[name] for line in lines if name in line.transfers]
     means = {
-        field.name: sum(v for v in (getattr(one, field.name) for one in found) if is_drawable(v)) / len(lines)
+        field.name: sum(v for v in (getattr(span, field.name) for span in spans) if is_drawable(v)) / len(lines)
         for field in fields(TransferMeans)
     }
     return TransferMeans(**means)

@@ -1,4 +1,4 @@
-"""The figures at the head of a run, from its summary or, while it has none, from the last lines of its metrics."""
+"""Main metrics and measurements of a run, from its summary, or from its metrics if it has not ended."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from meseta.telemetry.splits import EVALUATED_SPLITS
 
 @dataclass(frozen=True, kw_only=True)
 class Headline:
-    """None where a figure is not known."""
+    """Main metrics and measurements of a run. Unknown values are `None`."""
 
     is_done: bool
-    """Whether the run has ended as its config says."""
+    """Whether the run was completed, and therefore has a summary."""
     evaluation: EvalLine | None
-    """The one at the end, or the newest so far."""
+    """Final evaluation, or the newest one of an unfinished run."""
     samples_per_s: float | None
-    """Over the whole training time; for a run that goes on, the median of its lines."""
+    """Mean speed over the training time. For an unfinished run, median of the logged speeds."""
     num_steps: int | None
     num_samples: int | None
     train_s: float | None
-    """Without evaluations and checkpoints."""
+    """Seconds of training, without evaluations and checkpoints."""
     num_ranks: int | None
 
 
 def headline(record: RunRecord, splits: Sequence[str] = EVALUATED_SPLITS) -> Headline:
-    """What is known of a run; its evaluation is that of the first of `splits` that was evaluated."""
+    """Return the headline of a run. Its evaluation is that of the first split in `splits` that was evaluated."""
     summary, last = record.summary, record.train_lines[-1] if record.train_lines else None
     rates = [r for line in record.train_lines if (r := line.samples_per_s) is not None and is_drawable(r)]
     num_ranks = summary.num_ranks if summary else None
@@ -48,9 +48,12 @@ def headline(record: RunRecord, splits: Sequence[str] = EVALUATED_SPLITS) -> Hea
 
 
 def final_evaluation(record: RunRecord, splits: Sequence[str] = EVALUATED_SPLITS) -> EvalLine | None:
-    """Of the first of `splits` that was evaluated: the summary's, or, while that has none at all, the last one of the
-    metrics; without `splits`, any other."""
+    """Return the final evaluation of the first split in `splits` that was evaluated, or `None`.
+
+    If the summary has no evaluation, the newest one in the metrics is used. The default `splits` fall back to the last
+    evaluation of any split.
+    """
     ended = {split: record.summary.evaluation(split) for split in EVALUATED_SPLITS} if record.summary else {}
     lines = ended if any(ended.values()) else {line.split: line for line in record.eval_lines}
-    found = next((lines[split] for split in splits if lines.get(split)), None)
-    return record.eval_lines[-1] if found is None and record.eval_lines and tuple(splits) == EVALUATED_SPLITS else found
+    final = next((lines[split] for split in splits if lines.get(split)), None)
+    return record.eval_lines[-1] if final is None and record.eval_lines and tuple(splits) == EVALUATED_SPLITS else final

@@ -1,4 +1,4 @@
-"""Puts the page together and writes it."""
+"""HTML page about a run."""
 
 from __future__ import annotations
 
@@ -25,31 +25,38 @@ from meseta.telemetry.timeline import TIMELINE_FILE
 
 
 def write_report(run_dir: Path, out: Path | None = None) -> Path:
-    """Write the page of a run, whole or not at all, to `out` or to `report.html` in its directory; returns the path.
+    """Write the page about a run atomically and return its path.
 
-    Reads only the files of the directory (config.yaml, dataset.json, plan.json, environment.json, metrics.jsonl,
-    summary.json and, where there is one, timeline.json); the page says which are absent. Raises MesetaError for a
-    directory without a run, or a file that cannot be written.
+    Only these files of the run folder are read: config.yaml, dataset.json, plan.json, environment.json, metrics.jsonl,
+    summary.json, and timeline.json if it exists. The page names missing and invalid files.
+
+    Args:
+        run_dir: Run folder. The run may be unfinished.
+        out: Path of the page. The default is `report.html` in the run folder.
+
+    Raises:
+        MesetaError: The folder contains no run, or the page cannot be written.
     """
     run_dir = Path(run_dir)
     path = run_dir / "report.html" if out is None else Path(out)
+    # A run folder may be untrusted. A link in it must not redirect the page to another file.
     if out is None and os.path.lexists(path) and (path.is_symlink() or not path.is_file()):
-        raise MesetaError(f"report: {str(path)!r} is no regular file; move it away, or name another with --out")
+        raise MesetaError(f"report: {str(path)!r} is not a regular file; move it, or set another path with --out")
     write_atomic(path, render_report(read_run(run_dir)))
     return path
 
 
 def render_report(record: RunRecord) -> str:
-    """The whole page."""
+    """Return the HTML page about a run."""
     sections: list[tuple[str, Callable[[RunRecord], str], str, str]] = [
         ("Curves", curves_section, "metrics.jsonl", "no training step has been logged"),
         ("Evaluation", evaluation_section, "metrics.jsonl", "no evaluation has been recorded"),
-        ("Plan", plan_section, "plan.json", "there is no plan with tables"),
-        ("Step time", stages_section, "metrics.jsonl", "no stage has been timed"),
-        ("Predicted", predicted_section, "summary.json", "the run has not ended, or nothing was predicted"),
-        ("Data", data_section, "dataset.json", "there are no statistics of the data"),
-        ("Config", _config, "config.yaml", "there is no config"),
-        ("Environment", _environment, "environment.json", "nothing was noted about the machine"),
+        ("Plan", plan_section, "plan.json", "the run has no plan with tables"),
+        ("Step time", stages_section, "metrics.jsonl", "no stage times have been logged"),
+        ("Predicted", predicted_section, "summary.json", "the run has not ended, or has no prediction"),
+        ("Data", data_section, "dataset.json", "the run has no statistics of the data"),
+        ("Config", _config, "config.yaml", "the run has no config"),
+        ("Environment", _environment, "environment.json", "the run has no record of its environment"),
     ]
     body = [_header(record), _problems(record), _tiles(record)]
     for title, build, file, absence in sections:
@@ -61,16 +68,17 @@ def render_report(record: RunRecord) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Tile:
-    """One headline figure."""
+    """Metric or measurement at the top of the page."""
 
     name: str
     value: str
     note: str = ""
     is_main: bool = False
+    """Whether the tile is highlighted."""
 
 
 def tiles(record: RunRecord) -> list[Tile]:
-    """Headline figures, from the summary or, for a run that has not ended, from the last lines of the metrics."""
+    """Return the tiles of a run, from its summary, or from the newest metrics if the run has not ended."""
     head = headline(record)
     is_done = head.is_done
     return [
@@ -88,11 +96,12 @@ def tiles(record: RunRecord) -> list[Tile]:
 
 
 def _metric_tile(record: RunRecord, head: Headline, key: str, name: str) -> Tile:
-    """A figure of the evaluation that counts, with what it is held against."""
+    """Return the tile of a metric, with the teacher's value and that of the validation split as a note."""
     line, valid = head.evaluation, final_evaluation(record, [VALID])
     if line is None:
         return Tile(name=f"{TEST} {name}", value=format_decimal(None), note="no evaluation yet", is_main=True)
-    is_last = head.is_done and line.step in (0, head.num_steps)  # an old summary does not say of which step it is
+    # Summaries of older versions do not record the step of their evaluation. It is then 0.
+    is_last = head.is_done and line.step in (0, head.num_steps)
     notes = [
         _teacher_note(record, key),
         f"{VALID} {format_decimal(getattr(valid, key))}" if valid and line.split != VALID else "",
@@ -102,9 +111,9 @@ def _metric_tile(record: RunRecord, head: Headline, key: str, name: str) -> Tile
     return Tile(name=f"{line.split} {name}", value=format_decimal(getattr(line, key)), note=note, is_main=True)
 
 
-def _teacher_note(record: RunRecord, figure: str) -> str:
+def _teacher_note(record: RunRecord, metric: str) -> str:
     teacher = record.summary.teacher if record.summary else None
-    value = getattr(teacher, figure, None)
+    value = getattr(teacher, metric, None)
     return f"teacher {format_decimal(value)}" if is_drawable(value) else ""
 
 
@@ -126,10 +135,8 @@ def _header(record: RunRecord) -> str:
 def _problems(record: RunRecord) -> str:
     notes = []
     if record.is_unfinished:
-        step = (
-            f"The last line of its metrics is of step {record.train_lines[-1].step:,}. " if record.train_lines else ""
-        )
-        notes.append(f"This run has not ended, or was interrupted. {step}Figures are those so far.")
+        step = f"Its last logged step is {record.train_lines[-1].step:,}. " if record.train_lines else ""
+        notes.append(f"This run has not ended, or was interrupted. {step}Metrics and times are preliminary.")
     files = (*RUN_FILES, TIMELINE_FILE)
     notes += [f"{name}: {record.problems[name].text}." for name in files if name in record.problems]
     return tag("ul", *(tag("li", escape(note)) for note in notes), class_="problems") if notes else ""

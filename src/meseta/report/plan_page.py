@@ -1,4 +1,4 @@
-"""A plan before its run, as a page: what every rank will do and hold, and why every table lies where it does."""
+"""HTML page about a plan: predicted time and memory of each rank, and the choice made for each table."""
 
 from __future__ import annotations
 
@@ -22,12 +22,21 @@ from meseta.spec.tiers import DISK, HBM, HOST, MEMORIES, Memory
 from meseta.telemetry.formatting import format_bytes, format_count, format_percent, format_quantity, format_si
 
 MAX_DRAWN_RANKS = 64
-"""Ranks that are drawn; of more, the fullest and the busiest."""
+"""Maximum number of ranks in charts. For larger plans the most loaded ranks are shown."""
 
 
 def write_plan_page(planned: PlanResult, found: Sequence[TableChoice], path: Path, note: str | None = None) -> Path:
-    """Write the page, with a `note` about the machines, and return its path. Raises MesetaError where it cannot be
-    written."""
+    """Write the page about a plan and return its path.
+
+    Args:
+        planned: The plan with its prediction.
+        found: Placement of each table with its best alternative.
+        path: Path of the page.
+        note: Remark about the machines, shown below the headline.
+
+    Raises:
+        MesetaError: The page cannot be written.
+    """
     title = (
         f"Plan of {format_quantity(len(planned.plan.tables), 'table')} on "
         f"{format_quantity(planned.plan.num_ranks, 'rank')}"
@@ -47,9 +56,10 @@ def write_plan_page(planned: PlanResult, found: Sequence[TableChoice], path: Pat
         tag("h2", "Memory"),
         _memory_section(planned, ranks),
     ]
+    # The treemap has a column for each rank, which is too wide for large plans.
     if planned.plan.num_ranks <= MAX_DRAWN_RANKS:
         boxes = plan_treemap(planned.plan)
-        parts += [tag("h2", "Where the rows lie"), boxes] if boxes else []
+        parts += [tag("h2", "Placement of rows"), boxes] if boxes else []
     parts += [tag("h2", "Tables"), _tables_section(found)]
     write_atomic(path, html_document(title, *parts))
     return path
@@ -59,18 +69,19 @@ def _headline(planned: PlanResult) -> str:
     step_s, bound = planned.prediction.step_s, planned.bound
     samples = planned.problem.workload.batch_size / step_s
     has_networks = planned.problem.cost_model.neural is not None
-    alone = ", by the constants alone, without the networks that correct them" if has_networks else ""
+    # The lower bound holds for the constants of the cost model, not for the corrections by its networks.
+    alone = ", predicted from the constants of the cost model without its networks" if has_networks else ""
     lines = [
-        f"A step is predicted to take {1e3 * step_s:.4g} ms, {format_si(samples)} samples/s; rank "
-        f"{planned.prediction.bottleneck} has the most lookup and update.",
-        f"No plan of these schemes takes less than {1e3 * bound.step_s:.4g} ms ({bound.reason}){alone}; this one is "
-        f"{format_percent(bound.relative_gap(planned.constants_step_s))} above that.",
+        f"A step is predicted to take {1e3 * step_s:.4g} ms ({format_si(samples)} samples/s). Rank "
+        f"{planned.prediction.bottleneck} has the longest time for lookup and update.",
+        f"No plan with these sharding types takes less than {1e3 * bound.step_s:.4g} ms ({bound.reason}){alone}; this "
+        f"plan takes {format_percent(bound.relative_gap(planned.constants_step_s))} more.",
     ]
     return "".join(tag("p", escape(line)) for line in lines)
 
 
 def _component_css_class(name: StepComponent) -> str:
-    """That of the first stage which a predicted part is made of."""
+    # A predicted component may cover several measured stages, and takes the color of the first one.
     return stage_css_class((), component_stages(name)[0])
 
 
@@ -94,8 +105,8 @@ def _times_chart(planned: PlanResult, ranks: Sequence[int]) -> str:
 
 
 def _transfers_section(planned: PlanResult) -> list[str]:
-    """A table of what each transfer is waited for; nothing where none is hidden."""
     rows = [[escape(cell) for cell in cells] for cells in overlap_rows(planned.prediction)]
+    # The table compares exposed and hidden times. Without overlap nothing is hidden.
     if not rows or not planned.problem.workload.overlap:
         return []
     intro = tag("p", escape(f"Predicted, {overlap_title(planned)}."))
@@ -103,13 +114,13 @@ def _transfers_section(planned: PlanResult) -> list[str]:
 
 
 def _codecs_section(planned: PlanResult) -> list[str]:
-    """A table of what each codec would make of the step; nothing on one rank."""
-    found = predict_codecs(planned)
-    if not found:
+    predictions = predict_codecs(planned)
+    # A single rank has no exchanges, and therefore no predictions for codecs.
+    if not predictions:
         return []
-    heads = codec_headers(found)
-    rows = [[escape(cell) for cell in cells] for cells in codec_rows(found)]
-    intro = escape("Predicted, all tables where they are; * as chosen.")
+    heads = codec_headers(predictions)
+    rows = [[escape(cell) for cell in cells] for cells in codec_rows(predictions)]
+    intro = escape("Predicted for each codec, with the placement of this plan. An asterisk marks the chosen codecs.")
     return [tag("h2", "Codecs"), tag("p", intro), table(heads, rows, set(range(1, len(heads))), "compact")]
 
 
@@ -118,23 +129,25 @@ def _memory_section(planned: PlanResult, ranks: Sequence[int]) -> str:
     colours: dict[Memory, str] = {HBM: "stage-lookup", HOST: "stage-backward", DISK: "stage-dense_update"}
     used = [(tier, held) for tier, held in tiers if held.any()]
     rows = [(f"rank {rank}", [(tier, colours[tier], float(held[rank]) / 1e6) for tier, held in used]) for rank in ranks]
-    intro = tag("p", escape(f"The most that a rank holds in any phase of a run: {describe_fullest_ranks(planned)}."))
+    intro = tag(
+        "p", escape(f"Peak memory of the fullest rank over all phases of a run: {describe_fullest_ranks(planned)}.")
+    )
     swatches = (tag("span", class_=f"swatch {colours[tier]}") + escape(f"{tier} ") for tier, _ in used)
     return intro + tag("p", *swatches) + horizontal_bars("Megabytes by rank and tier", rows, "MB")
 
 
-def _tables_section(found: Sequence[TableChoice]) -> str:
-    header = ["table", "scheme", "ranks", "ms of a rank", "bytes", "runner-up", "ms of a step with it"]
+def _tables_section(choices: Sequence[TableChoice]) -> str:
+    header = ["table", "scheme", "ranks", "ms per rank", "bytes", "runner-up", "ms per step with runner-up"]
     rows = [
         [
-            escape(" + ".join(one.tables)),
-            escape(one.scheme),
-            escape(format_ranks(one.ranks)),
-            escape(f"{1e3 * one.rank_s:.3g}"),
-            escape(format_bytes(one.num_bytes)),
-            escape(one.runner_up or "none"),
-            escape(f"{1e3 * one.runner_up_s:.4g}" if one.runner_up else ""),
+            escape(" + ".join(choice.tables)),
+            escape(choice.scheme),
+            escape(format_ranks(choice.ranks)),
+            escape(f"{1e3 * choice.rank_s:.3g}"),
+            escape(format_bytes(choice.num_bytes)),
+            escape(choice.runner_up or "none"),
+            escape(f"{1e3 * choice.runner_up_s:.4g}" if choice.runner_up else ""),
         ]
-        for one in found
+        for choice in choices
     ]
-    return tag("p", escape(f"{format_count(len(found))} in all.")) + table(header, rows, {3, 4, 6})
+    return tag("p", escape(f"{format_count(len(choices))} placements in total.")) + table(header, rows, {3, 4, 6})

@@ -1,4 +1,4 @@
-"""What the cost model predicted of a step, beside what the run measured. No torch here."""
+"""Comparison of predicted and measured step times. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from meseta.telemetry.summary import RunSummary
 from meseta.telemetry.transfers import TransferMeans
 
 MAX_RANKS = 8
-"""Ranks that the page shows; of more, the mean."""
+"""Maximum number of ranks with a column each. For more ranks, the page shows one column of means."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedComponent:
-    """One component on one rank, in seconds per step."""
+    """Predicted and measured time of one component of a step on one rank."""
 
     component: StepComponent
     rank: int
@@ -26,12 +26,15 @@ class ComparedComponent:
 
     @property
     def ratio(self) -> float | None:
-        """Measured over predicted; None where nothing was predicted."""
+        """Measured time divided by the predicted time. `None` if the predicted time is zero."""
         return self.measured_s / self.predicted_s if self.predicted_s > 0 else None
 
 
 def compare_components(summary: RunSummary | None) -> list[ComparedComponent]:
-    """By component, then by rank; empty for a run that has not ended, or whose summary lacks either."""
+    """Return the components of all ranks, sorted by component and then by rank.
+
+    Empty if the run has not ended, or if its summary lacks the prediction or the measurement.
+    """
     if summary is None or summary.predicted is None or not summary.stages_s_by_rank:
         return []
     return [
@@ -49,7 +52,7 @@ def compare_components(summary: RunSummary | None) -> list[ComparedComponent]:
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedTransfer:
-    """One transfer of a step, in the mean over ranks."""
+    """Predicted and measured values of one transfer per step, as means over ranks."""
 
     name: str
     predicted: TransferMeans
@@ -57,8 +60,11 @@ class ComparedTransfer:
 
 
 def compare_transfers(summary: RunSummary | None) -> list[ComparedTransfer]:
-    """By the name of the transfer, in the order of a step; what only one of both has is 0 in the other. Empty where the
-    summary lacks either."""
+    """Return all predicted or measured transfers, in the order of a step.
+
+    A transfer that was only predicted, or only measured, has zeros for the other. Empty if the summary lacks predicted
+    or measured transfers.
+    """
     if summary is None or summary.predicted is None:
         return []
     predicted, measured = summary.predicted.transfers_by_rank, summary.transfers_by_rank
@@ -79,9 +85,12 @@ def _mean_over_ranks(ranks: Sequence[Mapping[str, TransferMeans]], name: str) ->
 
 
 def compare_cache_misses(record: RunRecord) -> dict[str, tuple[float, float]]:
-    """Of each table whose rows lie far: rows that a step brings over all ranks, as predicted, and as counted since the
-    last line but one, when caches are as full as they get. Empty where either is missing."""
+    """Return (predicted, counted) cache misses per step over all ranks, by offloaded table.
+
+    Tables without a prediction or without a count are left out.
+    """
     predicted = None if record.summary is None else record.summary.predicted
+    # The last line covers the newest steps, for which the caches are as full as they will be.
     counted = next((line.row_traffic for line in reversed(record.train_lines) if line.row_traffic), {})
     if predicted is None:
         return {}
@@ -89,36 +98,36 @@ def compare_cache_misses(record: RunRecord) -> dict[str, tuple[float, float]]:
 
 
 def predicted_section(record: RunRecord) -> str:
-    """A table of both; an empty string where there is nothing to compare."""
-    found = compare_components(record.summary)
-    if not found or record.summary is None or record.summary.predicted is None:
+    """Return tables of predicted and measured times, or an empty string if there is nothing to compare."""
+    compared = compare_components(record.summary)
+    if not compared or record.summary is None or record.summary.predicted is None:
         return ""
-    num_ranks = 1 + max(own.rank for own in found)
+    num_ranks = 1 + max(one.rank for one in compared)
     shown = list(range(num_ranks)) if num_ranks <= MAX_RANKS else []
     heads = ["component", *(f"on rank {rank}" for rank in shown), *([] if shown else [f"mean of {num_ranks} ranks"])]
     rows = []
     for component in STEP_COMPONENTS:
-        own = [one for one in found if one.component == component]
-        mean = sum(one.predicted_s for one in own) / num_ranks, sum(one.measured_s for one in own) / num_ranks
-        cells = [_cell(one.predicted_s, one.measured_s) for one in own] if shown else [_cell(*mean)]
+        by_rank = [one for one in compared if one.component == component]
+        mean = sum(one.predicted_s for one in by_rank) / num_ranks, sum(one.measured_s for one in by_rank) / num_ranks
+        cells = [_cell(one.predicted_s, one.measured_s) for one in by_rank] if shown else [_cell(*mean)]
         rows.append([escape(component), *cells])
     intro = (
-        f"Milliseconds per step, predicted and measured; constants {record.summary.predicted.constants}. Exchanges are "
-        "measured with the waiting for the slowest rank; dense holds the sum of gradients over ranks."
+        f"Milliseconds per step, predicted / measured, with the constants {record.summary.predicted.constants}. "
+        "Measured exchanges include the wait for the slowest rank. Dense includes the sum of gradients over ranks."
     )
     if hidden := record.summary.predicted.overlap:
-        intro += f" Both are of a step that hides {', '.join(hidden)}: exchanges count for what is waited for."
+        intro += f" The step overlaps {', '.join(hidden)} with computation. Exchanges count as their exposed time only."
     components = table(heads, rows, set(range(1, len(heads))), "compact")
     return tag("p", escape(intro)) + components + _wait_table(record.summary)
 
 
 def _wait_table(summary: RunSummary) -> str:
-    """What ranks stand still for, predicted and measured; an empty string where either says nothing."""
-    found = compare_transfers(summary)
-    if not found or summary.predicted is None or summary.predicted.overlap is None:
+    compared = compare_transfers(summary)
+    # Summaries of older versions have no overlap, and predict no waits.
+    if not compared or summary.predicted is None or summary.predicted.overlap is None:
         return ""
-    rows = [[escape(one.name), _cell(one.predicted.wait_s, one.measured.wait_s)] for one in found]
-    return table(["transfer", "ms waited for, mean over ranks"], rows, {1}, "compact")
+    rows = [[escape(one.name), _cell(one.predicted.wait_s, one.measured.wait_s)] for one in compared]
+    return table(["transfer", "ms exposed, mean over ranks"], rows, {1}, "compact")
 
 
 def _cell(predicted_s: float, measured_s: float) -> str:

@@ -1,4 +1,4 @@
-"""The files of a run directory as typed records. A file that is absent or broken is named and does without."""
+"""Typed records of the files in a run folder. Missing and invalid files are recorded as problems."""
 
 from __future__ import annotations
 
@@ -22,69 +22,70 @@ from meseta.telemetry.timeline import TIMELINE_FILE, Timeline
 from meseta.telemetry.trace_events import TraceDocument
 
 RUN_FILES = ("config.yaml", DATASET_FILE, PLAN_FILE, ENVIRONMENT_FILE, METRICS_FILE, SUMMARY_FILE)
-_RUN_MARKER_FILES = ("config.yaml", PLAN_FILE, METRICS_FILE, SUMMARY_FILE)  # no prepared dataset has these
+# A prepared dataset has none of these files, so one of them identifies a run folder.
+_RUN_MARKER_FILES = ("config.yaml", PLAN_FILE, METRICS_FILE, SUMMARY_FILE)
 
 
 @dataclass(frozen=True)
 class FileProblem:
-    """A reason why the page does without a file of a run, or without a part of it."""
+    """Reason why a file of a run, or a part of it, is not shown."""
 
     kind: Literal["missing", "unreadable", "invalid"]
-    """`unreadable` if the system cannot read the file, `invalid` if its content is wrong."""
+    """`unreadable` if reading the file failed, `invalid` if its content is wrong."""
     text: str
-    """In lower case and without a full stop."""
+    """Description that follows the name of the file. It starts in lower case and has no full stop."""
 
 
 Problems = dict[str, FileProblem]
-"""By file name."""
+"""Name of a file -> its problem."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """Everything that is known about a run."""
+    """Contents of the files of a run. The field of a missing or invalid file is `None` or empty."""
 
     name: str
-    """Name of the run directory."""
+    """Name of the run folder."""
     config_text: str | None
-    """config.yaml as written."""
+    """Text of config.yaml."""
     config: dict[str, Any]
-    """config.yaml parsed; empty where that fails."""
+    """Parsed content of config.yaml. Empty if the file is missing or invalid."""
     dataset: Dataset | None
     plan: Plan | None
     environment: RunEnvironment | None
     summary: RunSummary | None
     train_lines: tuple[TrainLine, ...]
-    """By step; where a resumed run repeated a step, its later line."""
+    """Lines about training, one per step, in the order of steps."""
     eval_lines: tuple[EvalLine, ...]
-    """As `train`, one per step and split."""
+    """Lines about evaluations, one per step and split, in the order of steps."""
     timeline: Timeline | None
-    """None where no step was profiled."""
+    """Timeline of profiled steps. `None` if no step was profiled."""
     problems: Problems
 
     @property
     def is_unfinished(self) -> bool:
-        """Whether there is no summary.json, which a run writes at its end."""
+        """Whether the run has not ended. A run writes summary.json at its end."""
         problem = self.problems.get(SUMMARY_FILE)
         return problem is not None and problem.kind == "missing"
 
     def is_best(self, line: EvalLine) -> bool:
-        """Whether an evaluation is the best of those that chose; known when a run has ended."""
+        """Whether an evaluation is the best one according to the summary. `False` if the run has not ended."""
         best = self.summary.best if self.summary else BestEvaluation()
         return (line.step, line.split) == (best.step, best.split)
 
     def config_value(self, path: str) -> Any:
-        """A value of the config by its dotted path; None where it is absent."""
+        """Return the value at a dotted path of the config, or `None` if it is not set."""
         return get_value(self.config, path)
 
 
 def read_run(run_dir: Path) -> RunRecord:
-    """Read whatever is there; raises MesetaError for a directory that is not a run's."""
+    """Read the files of a run folder. Raises MesetaError if the folder contains no run."""
     if not run_dir.is_dir():
-        raise MesetaError(f"report: {str(run_dir)!r} is not a directory; give the run_dir of a training run")
+        raise MesetaError(f"report: {str(run_dir)!r} is not a folder; pass the run_dir of a training run")
     if not any((run_dir / name).is_file() for name in _RUN_MARKER_FILES):
         raise MesetaError(
-            f"report: {str(run_dir)!r} holds no run: none of {', '.join(_RUN_MARKER_FILES)} is there; "
-            "give the run_dir of a training run"
+            f"report: folder {str(run_dir)!r} contains no run, because it has none of the files "
+            f"{', '.join(_RUN_MARKER_FILES)}; pass the run_dir of a training run"
         )
     problems: Problems = {}
     config = _read_file(run_dir, "config.yaml", problems)
@@ -115,8 +116,8 @@ def _read_file(run_dir: Path, name: str, problems: Problems) -> bytes | None:
 
 def _unreadable_reason(error: OSError) -> FileProblem:
     if isinstance(error, FileNotFoundError):
-        return FileProblem("missing", "it is not in the run directory")
-    return FileProblem("unreadable", f"it cannot be read: {error.strerror}")
+        return FileProblem("missing", "not in the run folder")
+    return FileProblem("unreadable", f"cannot be read: {error.strerror}")
 
 
 def _invalid(text: str) -> FileProblem:
@@ -130,7 +131,7 @@ def _read_json(run_dir: Path, name: str, problems: Problems) -> Any:
     try:
         return parse_json(content, finite=False)
     except ValueError as error:
-        problems[name] = _invalid(f"it is not valid JSON: {error}")
+        problems[name] = _invalid(f"not valid JSON: {error}")
         return None
 
 
@@ -140,7 +141,8 @@ T = TypeVar("T", bound=BaseModel)
 def _read_record(run_dir: Path, name: str, kind: type[T], problems: Problems) -> T | None:
     document = _read_json(run_dir, name, problems)
     if document is None:
-        problems.setdefault(name, _invalid("it holds nothing"))
+        # The file contains null, unless reading it has already recorded a problem.
+        problems.setdefault(name, _invalid("contains no values"))
         return None
     try:
         return kind.model_validate(document)
@@ -156,12 +158,12 @@ def _read_plan(run_dir: Path, problems: Problems) -> Plan | None:
             return read_explicit_plan(document)[0]
         except MesetaError as error:
             problems[PLAN_FILE] = _invalid(str(error))
-    problems.setdefault(PLAN_FILE, _invalid("it does not hold a mapping"))
+    problems.setdefault(PLAN_FILE, _invalid("not a mapping"))
     return None
 
 
 def _read_timeline(run_dir: Path, problems: Problems) -> Timeline | None:
-    """None without a problem where there is no such file: most runs have none."""
+    # A missing timeline is not a problem, because most runs profile no step.
     if not os.path.lexists(run_dir / TIMELINE_FILE):
         return None
     document = _read_record(run_dir, TIMELINE_FILE, TraceDocument, problems)
@@ -169,6 +171,7 @@ def _read_timeline(run_dir: Path, problems: Problems) -> Timeline | None:
 
 
 def _validation_message(error: ValidationError) -> str:
+    # One of several errors is enough to explain why the file is not shown.
     first = error.errors()[0]
     key = ".".join(str(part) for part in first["loc"])
     return f"key {key!r}: {first['msg'].lower()}" if key else first["msg"].lower()
@@ -190,7 +193,8 @@ def _parse_config(content: str | None, problems: Problems) -> dict[str, Any]:
 
 
 def _read_metrics(run_dir: Path, problems: Problems) -> tuple[tuple[TrainLine, ...], tuple[EvalLine, ...]]:
-    """Lines by step. A killed run may leave half a line, and a resumed one repeats steps: the later line wins."""
+    """Return the lines about training and those about evaluations, sorted by step."""
+    # A killed run may leave a partial line. A resumed run repeats steps, and its lines replace the earlier ones.
     train: dict[int, TrainLine] = {}
     evals: dict[tuple[int, str], EvalLine] = {}
     spoiled = []
@@ -210,7 +214,7 @@ def _read_metrics(run_dir: Path, problems: Problems) -> tuple[tuple[TrainLine, .
 
 
 def flatten(value: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Nested keys with dots between them."""
+    """Return (key, value) pairs of nested mappings. Nested keys are joined by dots, and lists become text."""
     pairs: list[tuple[str, Any]] = []
     for key, item in value.items():
         if isinstance(item, dict):

@@ -1,4 +1,4 @@
-"""What rank 0 waited for rows that readers decode, by cause and by reader."""
+"""Chart and table of the time that rank 0 waited for rows of readers, by cause and by reader."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CAUSE_CSS_CLASSES = {
     "transfer_s": "stage-copy",
     "no_lease_s": "stage-data",
 }
-"""Of each cause, as it is called in metrics.jsonl."""
+"""Field of `RowWait` -> CSS class of its bars."""
 CAUSE_TEXTS = {
     "storage_s": "storage",
     "decode_s": "decode",
@@ -31,9 +31,15 @@ CAUSE_TEXTS = {
 
 
 def row_waits_table(record: RunRecord, groups: Sequence[Sequence[TrainLine]], spans: list[tuple[float, float]]) -> str:
-    """Stacked bars by cause beside a table by reader, means per step; an empty string where no reader was waited for.
+    """Return stacked bars by cause and a table by reader, both of means per step.
 
-    `groups`: neighbouring lines that make a bar each, and `spans` the samples that these reach over.
+    Args:
+        record: The run.
+        groups: Consecutive lines about training. Each group becomes one bar.
+        spans: Numbers of samples before and after each group.
+
+    Returns:
+        HTML, or an empty string if rank 0 never waited for a reader.
     """
     lines = [line for group in groups for line in group]
     readers = sorted({reader for line in lines for reader in line.row_waits})
@@ -53,8 +59,9 @@ def row_waits_table(record: RunRecord, groups: Sequence[Sequence[TrainLine]], sp
         "all",
     ]
     intro = (
-        "What the stage data waited for, of rows that readers decode: bytes of files, decoding, parsing of raw rows, "
-        "the wire with all else at a reader that was there, and readers that were not."
+        "Time for which the stage data was blocked by readers, by cause. Storage: the reader waited for files. Decode: "
+        "it decoded prepared data. Transform: it parsed and encoded raw rows. Wire: all other causes with an assigned "
+        "reader, such as transmission. No lease: no reader was assigned."
     )
     chart = stacked_bars("Milliseconds per step that rows were waited for", spans, layers)
     return (
@@ -66,11 +73,12 @@ def row_waits_table(record: RunRecord, groups: Sequence[Sequence[TrainLine]], sp
 
 
 def _mean_wait(lines: Sequence[TrainLine], reader: str) -> RowWait:
-    found = [line.row_waits[reader] for line in lines if reader in line.row_waits]
+    waits = [line.row_waits[reader] for line in lines if reader in line.row_waits]
     sums = {
-        field.name: sum(v for v in (getattr(wait, field.name) for wait in found) if is_drawable(v) and v > 0)
+        field.name: sum(v for v in (getattr(wait, field.name) for wait in waits) if is_drawable(v) and v > 0)
         for field in fields(RowWait)
     }
+    # A line without this reader counts as zero wait.
     return RowWait(**sums).scaled(1.0 / len(lines))
 
 

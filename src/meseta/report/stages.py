@@ -1,4 +1,4 @@
-"""Where the time of a step goes."""
+"""Section of a run's page about the time of a step, and the order and colors of its stages."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ MAX_BARS = 48
 
 
 def stages_section(record: RunRecord) -> str:
-    """Stacked bars over time beside a table of means; an empty string where no stage was timed."""
+    """Return charts and tables of stages, transfers and waits, or an empty string if no stage was timed."""
     lines = [line for line in record.train_lines if line.stages_s]
     if not lines:
         return ""
     names = order_stages({name for line in lines for name in line.stages_s})
     groups = _group_lines(lines)
+    # Each bar starts at the last sample of the previous bar.
     starts = [0, *(group[-1].num_samples for group in groups[:-1])]
     spans = [(float(start), float(group[-1].num_samples)) for start, group in zip(starts, groups, strict=True)]
     layers = [(name, stage_css_class(names, name), [_mean_ms(group, name) for group in groups]) for name in names]
@@ -36,7 +37,7 @@ def stages_section(record: RunRecord) -> str:
             escape(f"{means[name]:.2f}"),
             escape(format_percent(means[name] / total) if total else format_percent(None)),
         ]
-        for name in reversed(names)
+        for name in reversed(names)  # The last stage is at the top of the bars.
     ]
     rows.append([tag("b", "all stages"), tag("b", escape(f"{total:.2f}")), ""])
     chart = stacked_bars("Milliseconds per step by stage", spans, layers)
@@ -53,7 +54,7 @@ def stages_section(record: RunRecord) -> str:
 
 
 def mean_stages_s(record: RunRecord) -> dict[str, float]:
-    """Seconds per step of each stage on rank 0, over the whole run; empty where none was timed."""
+    """Return the mean seconds per step of each stage on rank 0. Empty if no stage was timed."""
     lines = [line for line in record.train_lines if line.stages_s]
     names = order_stages({name for line in lines for name in line.stages_s})
     return {name: _mean_ms(lines, name) / 1000.0 for name in names}
@@ -65,30 +66,33 @@ def _intro(record: RunRecord, total_ms: float) -> str:
     if summary and summary.num_steps and summary.train_s is not None and is_drawable(summary.train_s):
         whole_ms = 1000.0 * summary.train_s / summary.num_steps
         intro += (
-            f" Over the whole run a step took {whole_ms:.3g} ms ({format_count(summary.num_steps)} steps, "
-            "evaluation and checkpoints left out)."
+            f" The mean over the whole run is {whole_ms:.3g} ms ({format_count(summary.num_steps)} steps, without "
+            "evaluations and checkpoints)."
         )
     return intro
 
 
 def order_stages(names: set[str]) -> list[str]:
-    """Names of stages: the road of a batch first, then those that this page does not know."""
+    """Sort stages by their order within a step. Unknown stages follow in alphabetical order."""
     return [name for name in STAGE_NAMES if name in names] + sorted(names - set(STAGE_NAMES))
 
 
 def stage_css_class(names: Sequence[str], name: str) -> str:
-    """The class that colours a stage among those of `names`."""
+    """Return the CSS class that sets the color of the stage `name`. `names` are all stages of the chart."""
     if name in STAGE_NAMES:
         return f"stage-{name}"
+    # Unknown stages of one chart share a few spare colors in turn.
     unknown = [other for other in names if other not in STAGE_NAMES]
     return f"stage-spare-{unknown.index(name) % NUM_SPARE_COLORS}"
 
 
 def _group_lines(lines: Sequence[TrainLine]) -> list[Sequence[TrainLine]]:
+    # Long runs have more lines than bars fit into the chart.
     size = -(-len(lines) // MAX_BARS)
     return [lines[start : start + size] for start in range(0, len(lines), size)]
 
 
 def _mean_ms(lines: Sequence[TrainLine], name: str) -> float:
+    # A stage took no time in a line that does not contain it.
     values = [line.stages_s.get(name, 0.0) for line in lines]
     return 1000.0 * sum(max(v, 0.0) for v in values if is_drawable(v)) / len(lines)

@@ -135,16 +135,16 @@ def test_tables_show_ratios_and_what_the_truth_reaches() -> None:
     found = outcome(1.0)
     table = configs_table(found.eval_datasets[0], "weak")
     cells = {row[0]: dict(zip(table.header, row, strict=True)) for row in table.rows}
-    assert next(iter(cells)) == "good" and list(cells)[-1] == "the truth itself"
+    assert next(iter(cells)) == "good" and list(cells)[-1] == "true probabilities"
     assert cells["weak"]["regret / that of weak"] == "1.000"
     mean = sum(GOOD.values()) / sum(WEAK.values())
     assert cells["good"]["regret / that of weak"] == f"{mean:.3f}" and cells["good"]["samples/s"] == "300"
-    assert cells["the truth itself"]["AUC"] == "0.85000"
+    assert cells["true probabilities"]["AUC"] == "0.85000"
 
 
 def test_strengths_tell_whether_intervals_are_clear_of_each_other() -> None:
     rows = {(row[1], row[2]): row[-1] for row in strengths_table(outcome(0.0, 1.0)).rows}
-    assert rows["regret", "good"] == "clear of each other" and rows["regret", "noisy"] == "overlap"
+    assert rows["regret", "good"] == "disjoint" and rows["regret", "noisy"] == "overlap"
     assert strengths_table(outcome(1.0)).rows == []
 
 

@@ -1,1 +1,1 @@
-"""Charts and plans as SVG, and the markup under them."""
+"""Charts as SVG, and functions that write HTML and SVG."""

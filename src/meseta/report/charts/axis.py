@@ -1,4 +1,4 @@
-"""Axes with round ticks."""
+"""Axes of charts with round ticks."""
 
 from __future__ import annotations
 
@@ -11,26 +11,35 @@ from meseta.report.charts.markup import Number
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
-    """A linear scale from values to pixels."""
+    """Linear scale from values to pixels."""
 
     low: Number
     high: Number
     start: Number
-    """Pixel of `low`."""
+    """Pixel coordinate of `low`."""
     end: Number
-    """Pixel of `high`."""
+    """Pixel coordinate of `high`."""
     ticks: tuple[float, ...]
     labels: tuple[str, ...]
 
     def to_pixel(self, value: Number) -> float:
-        """Pixel of a value."""
+        """Return the pixel coordinate of a value."""
         return self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start)
 
 
 def make_axis(values: Sequence[Number], start: Number, end: Number, *, num_ticks: int = 4, widen: bool = True) -> Axis:
-    """An axis over finite `values` with about `num_ticks` round ticks; `widen` moves its ends out to ticks."""
+    """Create an axis over `values` with about `num_ticks` round ticks.
+
+    Args:
+        values: Finite values that the axis covers.
+        start: Pixel coordinate of the low end.
+        end: Pixel coordinate of the high end.
+        num_ticks: Approximate number of ticks.
+        widen: Whether to extend the axis to the next ticks.
+    """
     low, high = min(values), max(values)
-    if high - low <= 1e-9 * max(abs(low), abs(high)):  # one value: give it room on both sides
+    # Equal values would give an axis of length zero, so pad it on both sides.
+    if high - low <= 1e-9 * max(abs(low), abs(high)):
         pad = abs(high) * 0.1 or 1.0
         low, high = (low - pad, high + pad) if low < 0 else (max(low - pad, 0.0), high + pad)
     step = _round_step((high - low) / num_ticks)
@@ -42,14 +51,15 @@ def make_axis(values: Sequence[Number], start: Number, end: Number, *, num_ticks
 
 
 def _round_step(rough: float) -> float:
-    """1, 2 or 5 times a power of ten, at least `rough`."""
+    """Return the smallest step of at least `rough` that is 1, 2 or 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(rough))
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9))
 
 
 def _tick_labels(ticks: Sequence[float], step: float) -> tuple[str, ...]:
-    """Labels with as many decimals as the step needs, in one unit for the whole axis."""
+    """Format ticks with equal decimals and a common unit prefix, such as "1.5M"."""
     largest = max((abs(tick) for tick in ticks), default=0.0)
+    # Very small and very large values have no prefix.
     if largest < 1e-3 or largest >= 1e15:
         return tuple(f"{tick:.6g}" if tick else "0" for tick in ticks)
     factor, suffix = next(

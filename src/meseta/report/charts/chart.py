@@ -1,4 +1,4 @@
-"""Line charts, stacked bars and the reliability plot as SVG."""
+"""Line charts, bar charts and reliability plots as SVG."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ LABEL_HEIGHT = 13
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """Points of one curve; values that are missing break the line."""
+    """Points of one curve. Missing values interrupt the line."""
 
     name: str
     points: Sequence[tuple[float, float | None]]
     class_: str
     draws_dots: bool = False
     max_points: int = MAX_POINTS
-    """A longer line is drawn by means of neighbours."""
+    """Maximum number of drawn points. Adjacent points of longer curves are averaged."""
 
     def finite_points(self) -> list[tuple[float, float]]:
         return [(x, y) for x, y in self.points if y is not None and is_drawable(y)]
@@ -43,10 +43,20 @@ def line_chart(
     x_name: str = "samples",
     has_legend: bool = False,
 ) -> str:
-    """Curves over what `x_name` counts, labelled at their right ends unless the page has a legend; `reference` is a
-    level drawn across, such as the teacher's, and `best_x` the place of the best evaluation.
+    """Draw curves over a common x axis that starts at 0.
 
-    Returns an empty string where there is nothing to draw.
+    Args:
+        title: Description for screen readers.
+        series: Curves. Those without finite values are left out.
+        x_max: Right end of the x axis.
+        reference: Name and value of a horizontal line, such as the metric of the teacher.
+        best_x: x value of the best evaluation, marked by a vertical line.
+        include_zero: Whether the y axis includes 0.
+        x_name: Unit of the x axis.
+        has_legend: Whether the page has a legend. Otherwise curves are labeled at their right ends.
+
+    Returns:
+        SVG, or an empty string if no curve has finite values.
     """
     series = [one for one in series if one.finite_points()]
     if not series:
@@ -54,6 +64,7 @@ def line_chart(
     values = [y for one in series for _, y in one.finite_points()] + ([reference[1]] if reference else [])
     y_axis = make_axis(values + [0.0] * include_zero, HEIGHT - MARGIN_BOTTOM, MARGIN_TOP)
     right = WIDTH - MARGIN_RIGHT
+    # An axis without samples still needs a length.
     x_axis = make_axis([0.0, x_max if x_max > 0 else 1.0], MARGIN_LEFT, right, widen=False)
     marks, ends = [draw_axes(x_axis, y_axis, x_name)], []
     if reference:
@@ -73,7 +84,7 @@ def line_chart(
 
 
 def draw_axes(x_axis: Axis, y_axis: Axis, x_name: str) -> str:
-    """Grid lines with labels on the left and below, and the name of the x axis at its right end."""
+    """Draw grid lines with labels on the left and at the bottom, and the name of the x axis at its right end."""
     marks = []
     for tick, name in zip(y_axis.ticks, y_axis.labels, strict=True):
         y = coordinate(y_axis.to_pixel(tick))
@@ -90,7 +101,13 @@ def draw_axes(x_axis: Axis, y_axis: Axis, x_name: str) -> str:
 def stacked_bars(
     title: str, spans: Sequence[tuple[float, float]], layers: Sequence[tuple[str, str, list[float]]]
 ) -> str:
-    """Bars from span[0] to span[1] samples; each layer is (name, class, one value in milliseconds per bar)."""
+    """Draw stacked bars over the number of samples.
+
+    Args:
+        title: Description for screen readers.
+        spans: Numbers of samples at the left and right edge of each bar.
+        layers: (name, CSS class, milliseconds of each bar) of each layer, from bottom to top.
+    """
     width, height, left = 620, 250, 48
     totals = [sum(values[i] for _, _, values in layers) for i in range(len(spans))]
     y_axis = make_axis([0.0, *totals], height - MARGIN_BOTTOM, MARGIN_TOP, num_ticks=5)
@@ -109,7 +126,13 @@ def stacked_bars(
 
 
 def horizontal_bars(title: str, rows: Sequence[tuple[str, Sequence[tuple[str, str, float]]]], unit: str) -> str:
-    """One bar per named row, from left to right in pieces of (name, class, length)."""
+    """Draw one bar per row, divided into segments.
+
+    Args:
+        title: Description for screen readers.
+        rows: Name of each row with its segments (name, CSS class, length), from left to right.
+        unit: Unit of the lengths.
+    """
     width, height, row_height, left = 720, len(rows) * 26 + 34, 26, 150
     x_axis = make_axis([0.0, *(sum(v for _, _, v in pieces) for _, pieces in rows)], left, width - 30, num_ticks=6)
     marks = []
@@ -131,7 +154,10 @@ def horizontal_bars(title: str, rows: Sequence[tuple[str, Sequence[tuple[str, st
 
 
 def reliability_plot(points: Sequence[ReliabilityPoint]) -> str:
-    """Observed rate over mean prediction, with 95% intervals (Wilson 1927) and the diagonal of perfect calibration."""
+    """Draw the observed rate over the mean prediction of each bin, with 95% intervals (Wilson 1927).
+
+    The diagonal is perfect calibration. Returns an empty string without bins.
+    """
     size = 330
     points = [p for p in points if p.num_samples and is_drawable(p.mean_prediction) and is_drawable(p.mean_label)]
     if not points:
@@ -145,8 +171,10 @@ def reliability_plot(points: Sequence[ReliabilityPoint]) -> str:
     )
     marks = [draw_axes(x_axis, y_axis, ""), tag("path", d=diagonal, class_="diagonal")]
     for point, (low, high) in zip(points, bounds, strict=True):
+        # Wide intervals are clipped at the top of the chart.
         x, ends = x_axis.to_pixel(point.mean_prediction), [y_axis.to_pixel(min(v, y_axis.high)) for v in (low, high)]
         marks.append(tag("path", d=f"M{coordinate(x)} {coordinate(ends[0])}V{coordinate(ends[1])}", class_="interval"))
+    # Dots are drawn after all intervals, so that they are on top.
     for point in points:
         hover = (
             f"predicted {point.mean_prediction:.4g}, observed {point.mean_label:.4g}, "
@@ -160,8 +188,8 @@ def reliability_plot(points: Sequence[ReliabilityPoint]) -> str:
 
 
 def _wilson_interval(rate: float, num_samples: int) -> tuple[float, float]:
-    """95% score interval of a rate (E. B. Wilson 1927)."""
-    z = 1.959964
+    """Return the bounds of the 95% score interval of a rate (E. B. Wilson 1927)."""
+    z = 1.959964  # 97.5th percentile of the standard normal distribution.
     rate = min(max(rate, 0.0), 1.0)
     centre = rate + z * z / (2 * num_samples)
     spread = z * math.sqrt(rate * (1 - rate) / num_samples + z * z / (4 * num_samples**2))
@@ -171,6 +199,7 @@ def _wilson_interval(rate: float, num_samples: int) -> tuple[float, float]:
 
 def _line(one: Series, x_axis: Axis, y_axis: Axis, x_name: str) -> str:
     points = _downsample(one.points, one.max_points)
+    # A line with a single point would be invisible.
     if len(points) == 1:
         return _dots(one, x_axis, y_axis, x_name)
     path, pen_is_down = [], False
@@ -196,20 +225,21 @@ def _dots(one: Series, x_axis: Axis, y_axis: Axis, x_name: str) -> str:
 
 
 def _downsample(points: Sequence[tuple[float, float | None]], max_points: int) -> list[tuple[float, float | None]]:
-    """At most `max_points`, each the mean of neighbours; the page stays small however long the run."""
+    """Average groups of adjacent points, so that at most `max_points` remain."""
+    # A page remains small for long runs.
     group = -(-len(points) // max_points)
     if group <= 1:
         return list(points)
     thinned: list[tuple[float, float | None]] = []
     for start in range(0, len(points), group):
         part = points[start : start + group]
-        known = [y for _, y in part if y is not None and is_drawable(y)]
-        thinned.append((sum(x for x, _ in part) / len(part), sum(known) / len(known) if known else None))
+        ys = [y for _, y in part if y is not None and is_drawable(y)]
+        thinned.append((sum(x for x, _ in part) / len(part), sum(ys) / len(ys) if ys else None))
     return thinned
 
 
 def _separate_labels(ends: list[tuple[float, str, str]]) -> list[tuple[float, str, str]]:
-    """Move labels apart that would cover each other, keeping their order and staying inside the chart."""
+    """Move overlapping labels apart. Their order is kept, and they remain inside the chart."""
     placed = sorted(ends)
     for _ in placed:
         for i in range(len(placed) - 1):

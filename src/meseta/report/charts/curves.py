@@ -1,4 +1,4 @@
-"""What a run's metrics were over its samples, steps or seconds."""
+"""Charts of a run's metrics over samples, steps or seconds."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from meseta.telemetry.splits import TEST
 
 @dataclass(frozen=True, kw_only=True)
 class XAxisUnit:
-    """What a chart's x axis counts."""
+    """Unit of the x axis of a chart."""
 
     name: str
-    """As the axis shows it."""
+    """Name of the unit, as shown next to the axis."""
     line_field: str
-    """Field of a training line."""
+    """Field of a line about training that contains the x value."""
 
 
 SAMPLES = XAxisUnit(name="samples", line_field="num_samples")
@@ -32,30 +32,32 @@ SECONDS = XAxisUnit(name="seconds", line_field="time_s")
 
 
 def train_points(record: RunRecord, key: str, progress: XAxisUnit = SAMPLES) -> list[tuple[float, float | None]]:
-    """(x, value) of every training line."""
+    """Return (x, value) of each line about training. `key` is the field with the value."""
     return [(float(getattr(line, progress.line_field)), getattr(line, key)) for line in _lines_with_x(record, progress)]
 
 
 def eval_points(
     record: RunRecord, lines: Sequence[EvalLine], value: Callable[[EvalLine], float | None], progress: XAxisUnit
 ) -> list[tuple[float, float | None]]:
-    """(x, value) of every evaluation. They know their step; the training lines tell how far on x that is."""
+    """Return (x, value) of each evaluation in `lines`."""
+    # Evaluations record only their step. Interpolate x between the steps of lines about training.
     placed = _lines_with_x(record, progress)
     steps = [0, *(line.step for line in placed)]
     xs = [0.0, *(float(getattr(line, progress.line_field)) for line in placed)]
     per_step = xs[-1] / max(steps[-1], 1)
-    found = [float(np.interp(v.step, steps, xs)) if v.step <= steps[-1] else v.step * per_step for v in lines]
-    return [(min(x, xs[-1]), value(line)) for x, line in zip(found, lines, strict=True)]
+    eval_xs = [float(np.interp(v.step, steps, xs)) if v.step <= steps[-1] else v.step * per_step for v in lines]
+    # An evaluation after the last logged step is drawn at the right end.
+    return [(min(x, xs[-1]), value(line)) for x, line in zip(eval_xs, lines, strict=True)]
 
 
 def last_x(record: RunRecord, progress: XAxisUnit) -> float:
-    """Where the training lines end; 0 without any."""
+    """Return the x value of the last line about training, or 0 without lines."""
     lines = _lines_with_x(record, progress)
     return float(getattr(lines[-1], progress.line_field)) if lines else 0.0
 
 
 def curves_section(record: RunRecord) -> str:
-    """The charts of one run; an empty string where no step was logged."""
+    """Return the charts of a run, or an empty string if no step was logged."""
     if not record.train_lines:
         return ""
     x_max = last_x(record, SAMPLES)
@@ -63,7 +65,7 @@ def curves_section(record: RunRecord) -> str:
     charts = []
     for title, train_key, life_key, eval_key, reference in (
         ("Log loss", "label_loss", "logloss", "logloss", None),
-        ("Normalised entropy", "ne", "ne", "ne", teacher.ne if teacher else None),
+        ("Normalized entropy", "ne", "ne", "ne", teacher.ne if teacher else None),
         ("AUC", "auc", "auc_binned", "auc", teacher.auc if teacher else None),
     ):
         train = Series(name="train", points=train_points(record, train_key), class_="train")
@@ -71,6 +73,7 @@ def curves_section(record: RunRecord) -> str:
         series = [
             train,
             Series(name="whole run", points=life, class_="life"),
+            # Only the key of this metric is used, not its direction.
             *_eval_series(record, Metric(key=eval_key, name=title, better_direction="lower")),
         ]
         level = ("teacher", reference) if reference is not None and is_drawable(reference) else None
@@ -87,7 +90,6 @@ def curves_section(record: RunRecord) -> str:
 
 
 def _eval_series(record: RunRecord, metric: Metric) -> list[Series]:
-    """One series per split."""
     series: list[Series] = []
     for split in dict.fromkeys(line.split for line in record.eval_lines):
         lines = [line for line in record.eval_lines if line.split == split]
@@ -98,7 +100,7 @@ def _eval_series(record: RunRecord, metric: Metric) -> list[Series]:
 
 
 def _best_x(record: RunRecord) -> float | None:
-    """Where the best of several evaluations of one split lies."""
+    """Return the x value of the best evaluation, or `None` if it is unknown or the only one of its split."""
     best = [line for line in record.eval_lines if record.is_best(line)]
     if not best or sum(line.split == best[0].split for line in record.eval_lines) < 2:
         return None
@@ -106,7 +108,6 @@ def _best_x(record: RunRecord) -> float | None:
 
 
 def _lines_with_x(record: RunRecord, progress: XAxisUnit) -> list[TrainLine]:
-    """Lines that have a place on the axis."""
     return [
         line for line in record.train_lines if (x := getattr(line, progress.line_field)) is not None and is_drawable(x)
     ]

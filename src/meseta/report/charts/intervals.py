@@ -1,4 +1,4 @@
-"""Intervals below each other, beside a line at 0."""
+"""Chart of confidence intervals."""
 
 from __future__ import annotations
 
@@ -12,27 +12,28 @@ from meseta.report.charts.markup import coordinate, escape, svg, svg_text, tag
 WIDTH, ROW_HEIGHT, MARGIN_LEFT, MARGIN_RIGHT = 360, 20, 122, 18
 AXIS_HEIGHT = 26
 MAX_NAME_LENGTH = 18
-"""Characters of a row's name that have room."""
+"""Maximum number of characters of a row's name. Longer names are truncated."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class IntervalRow:
-    """One of them."""
+    """Row of an interval chart."""
 
     name: str
     low: float
-    """Without bound where it is -inf, as `high` where it is inf."""
+    """Lower bound of the interval. -inf if it is unbounded."""
     estimate: float
     high: float
+    """Upper bound of the interval. inf if it is unbounded."""
     class_: str
-    """Of style.css: 'better', 'worse' or 'open'."""
+    """CSS class of the row: 'better', 'worse' or 'open'."""
     tooltip: str
 
 
 def interval_chart(title: str, rows: Sequence[IntervalRow]) -> str:
-    """A row for each: its name, a bar from low to high, a dot in the middle; what has no bounds is a dot alone.
+    """Draw each interval as a bar with a dot at its estimate, and a line at 0. Unbounded intervals are only a dot.
 
-    Returns an empty string where there is nothing to draw.
+    Returns an empty string if no estimate is finite.
     """
     rows = [row for row in rows if math.isfinite(row.estimate)]
     if not rows:

@@ -1,4 +1,4 @@
-"""The plan as a picture: one column per rank, one box per shard, areas in proportion to bytes."""
+"""Treemap of a plan: one column per rank and one box per shard, with areas in proportion to bytes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from meseta.spec.tables import ELEMENT_BYTES
 from meseta.telemetry.formatting import format_bytes, format_count, format_quantity
 
 MAX_HEIGHT = 300.0
-MIN_BOX_AREA = 300.0  # smaller boxes could be neither labelled nor hovered over
+# Smaller boxes are too small for a label and for a tooltip.
+MIN_BOX_AREA = 300.0
 CHARACTER_WIDTH = 6.4
 LINE_HEIGHT = 13.0
 MAX_TOOLTIP_NAMES = 30
@@ -21,19 +22,19 @@ MAX_TOOLTIP_NAMES = 30
 
 @dataclass(frozen=True, kw_only=True)
 class DrawnShard:
-    """One shard as one rank holds it."""
+    """Box of one shard on one rank."""
 
     table: str
     sharding: str
     part: str
-    """Which part of the table: 'whole', 'rows 2/4', 'columns 1/2'."""
+    """Part of the table, such as 'whole', 'rows 2/4' or 'columns 1/2'."""
     size: str
-    """Rows x columns."""
+    """Numbers of rows and columns as text."""
     num_bytes: int
 
 
 def plan_section(record: RunRecord) -> str:
-    """Legend and picture; an empty string for a plan without rows."""
+    """Return the treemap of a run's plan with its legend, or an empty string if the plan has no rows."""
     plan = record.plan
     if plan is None:
         return ""
@@ -43,24 +44,25 @@ def plan_section(record: RunRecord) -> str:
     if not any(totals):
         return ""
     mean = sum(totals) / len(totals)
-    balance = f"; the fullest holds {max(totals) / mean:.2f} times the mean" if plan.num_ranks > 1 else ""
+    balance = f"; the fullest rank holds {max(totals) / mean:.2f} times the mean" if plan.num_ranks > 1 else ""
     intro = (
         f"{format_quantity(len(plan.tables), 'table')} on {format_quantity(plan.num_ranks, 'rank')}, "
         f"{format_bytes(sum(totals))} of "
-        f"{dtype} rows in all, optimizer state apart{balance}. Areas are in proportion to bytes."
+        f"{dtype} rows in total without optimizer states{balance}. Areas are in proportion to bytes."
     )
     return tag("p", escape(intro)) + _legend(plan, held) + _rank_figures(held, totals)
 
 
 def plan_treemap(plan: Plan) -> str:
-    """Legend and picture alone, of a plan that no run has yet; an empty string for one without rows."""
+    """Return the treemap of a plan with its legend, or an empty string if the plan has no rows."""
+    # A plan does not specify the dtype of rows.
     held = shards_by_rank(plan, ELEMENT_BYTES["float32"])
     totals = [sum(piece.num_bytes for piece in held[rank]) for rank in range(plan.num_ranks)]
     return _legend(plan, held) + _rank_figures(held, totals) if any(totals) else ""
 
 
 def shards_by_rank(plan: Plan, bytes_per_number: int) -> dict[int, list[DrawnShard]]:
-    """What each rank holds, largest first; a replicated table is on every one of its ranks."""
+    """Return the boxes of each rank, the largest first. A replicated shard has a box on each of its ranks."""
     held: dict[int, list[DrawnShard]] = {rank: [] for rank in range(plan.num_ranks)}
     for entry in plan.tables:
         noun = {"column_wise": "columns", "table_column_wise": "columns", "grid": "piece"}.get(entry.sharding, "rows")
@@ -81,15 +83,22 @@ def shards_by_rank(plan: Plan, bytes_per_number: int) -> dict[int, list[DrawnSha
 def _part_label(noun: str, index: int, shards: Sequence[Shard]) -> str:
     if len(shards) == 1:
         return "whole"
+    # With several shards, a replicated first shard holds the hot rows of `hot_replicated`.
     if len(shards[0].ranks) > 1:
         return f"cold rows {index}/{len(shards) - 1}" if index else "hot rows"
     return f"{noun} {index + 1}/{len(shards)}"
 
 
 def squarify(areas: Sequence[float], width: float, height: float) -> list[tuple[float, float, float, float]]:
-    """Rectangles (x, y, width, height) of the given falling areas that fill a box, as square as they come.
+    """Divide a box into rectangles that are almost squares (squarified treemaps; Bruls, Huizing, van Wijk 2000).
 
-    Squarified treemaps (Bruls, Huizing, van Wijk 2000). The areas must add up to width * height.
+    Args:
+        areas: Areas of the rectangles in descending order. Their sum must be `width` * `height`.
+        width: Width of the box.
+        height: Height of the box.
+
+    Returns:
+        (x, y, width, height) of each rectangle.
     """
     boxes: list[tuple[float, float, float, float]] = []
     x = y = 0.0
@@ -98,6 +107,7 @@ def squarify(areas: Sequence[float], width: float, height: float) -> list[tuple[
         side = min(width, height)
         end, row = start + 1, areas[start]
         worst = _worst_aspect(areas[start:end], row, side)
+        # Add rectangles to the row until the worst aspect ratio increases.
         while end < len(areas):
             longer = row + areas[end]
             aspect = _worst_aspect(areas[start : end + 1], longer, side)
@@ -110,6 +120,7 @@ def squarify(areas: Sequence[float], width: float, height: float) -> list[tuple[
             length = area / depth
             boxes.append((x, y + along, depth, length) if width >= height else (x + along, y, length, depth))
             along += length
+        # The remaining box must not become empty or negative by rounding errors.
         if width >= height:
             x, width = x + depth, max(width - depth, 1e-9)
         else:
@@ -136,14 +147,15 @@ def _legend(plan: Plan, held: dict[int, list[DrawnShard]]) -> str:
     for name in sorted(num_tables, key=lambda name: -held_bytes[name]):
         facts = f"{format_quantity(num_tables[name], 'table')}, {format_bytes(held_bytes[name])}"
         if cost[name]:
-            facts += f", {1e3 * cost[name]:.3g} ms of a step predicted, over all ranks"
+            facts += f", predicted {1e3 * cost[name]:.3g} ms per step over all ranks"
         swatch = tag("span", class_=f"swatch {_css_class(name)}")
         items.append(tag("li", swatch, tag("b", escape(name)), " ", escape(facts)))
     return tag("ul", *items, class_="legend")
 
 
 def _rank_figures(held: dict[int, list[DrawnShard]], totals: list[int]) -> str:
-    """A figure per rank. All share one scale, so the height of a column is the rank's share of memory."""
+    """Return a figure with a treemap for each rank."""
+    # All figures have the same width and scale, so their heights are in proportion to the memory of the ranks.
     num_ranks = len(totals)
     width = {1: 1072.0, 2: 528.0, 3: 346.0}.get(num_ranks, 256.0 if num_ranks <= 8 else 120.0)
     area_per_byte = width * MAX_HEIGHT / max(totals)
@@ -158,6 +170,7 @@ def _rank_figures(held: dict[int, list[DrawnShard]], totals: list[int]) -> str:
 
 
 def _rank_treemap(rank: int, pieces: Sequence[DrawnShard], width: float, area_per_byte: float) -> str:
+    # Small shards share one box. If that is still too small, only a note below the treemap lists them.
     shown = [p for p in pieces if p.num_bytes * area_per_byte >= MIN_BOX_AREA]
     others = [p for p in pieces[len(shown) :] if p.num_bytes]
     areas = [p.num_bytes * area_per_byte for p in shown]
@@ -204,7 +217,7 @@ def _list_shards(pieces: Sequence[DrawnShard]) -> str:
 
 
 def _box(box: tuple[float, float, float, float], colour: str, lines: Sequence[str], hover: str) -> str:
-    """A box with as many of its lines as fit; the first may be shortened, the rest are shown whole or not at all."""
+    """Draw a box with the lines that fit. The first line may be truncated. Other lines are complete or left out."""
     x, y, width, height = box
     inner_width, inner_height = max(width - 1.5, 0.5), max(height - 1.5, 0.5)
     marks = [tag("title", escape(hover)), tag("rect", x=x, y=y, width=inner_width, height=inner_height, rx=1.5)]
@@ -221,7 +234,7 @@ def _box(box: tuple[float, float, float, float], colour: str, lines: Sequence[st
 
 
 def _css_class(sharding: str) -> str:
-    """A class of style.css, in which 'grid' is the word for charts beside each other."""
+    # In style.css, the class 'grid' is the layout of charts.
     if sharding == "grid":
         return "scheme-grid"
     return sharding if sharding in list(ShardingType) else "others"

@@ -1,4 +1,4 @@
-"""One step as a picture: a row of stages for each rank, and below it what was under way meanwhile."""
+"""Chart of one step over time: stages of each rank, with transfers and copies in the rows below."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from meseta.telemetry.timeline import (
 )
 
 MAX_RANKS, MAX_ROWS = 4, 40
-"""Ranks that are drawn, and transfers of each; the file has all."""
+"""Maximum number of ranks, and maximum number of rows of transfers per rank. timeline.json contains all of them."""
 WIDTH, MARGIN_LEFT, MARGIN_RIGHT = 1072.0, 190.0, 12.0
 STAGE_HEIGHT, ROW_HEIGHT, RANK_GAP = 20.0, 12.0, 14.0
 CHARACTER_WIDTH = 6.2
 MIN_BOX_WIDTH = 0.5
-"""What is narrower, in pixels, is drawn where there is room for it."""
+"""Minimum width of a slice in pixels. Narrower slices are widened, or left out if they would overlap."""
 
 RECEIVERS = {INTRA_HOST_BYTES: "to its host", INTER_HOST_BYTES: "to other hosts", DEVICE_BYTES: "to the device"}
-"""Key of `Slice.args` -> receiver of these bytes, as the tooltip names it."""
+"""Key of `Slice.args` -> receiver of these bytes in tooltips."""
 
 
 class _DrawnSlice(NamedTuple):
-    """A slice as it is drawn."""
+    """Rectangle of one slice."""
 
     timeline_slice: Slice
     top: float
@@ -44,11 +44,11 @@ class _DrawnSlice(NamedTuple):
     class_: str
     tooltip: str
     name: str = ""
-    """Written into it where it fits."""
+    """Text inside the rectangle, shown if it fits."""
 
 
 def timeline_section(timeline: Timeline | None) -> str:
-    """The step of median length on rank 0; an empty string where none was profiled."""
+    """Return the chart of the step with the median duration on rank 0, or an empty string if no step was profiled."""
     steps = [] if timeline is None else timeline.steps(0)
     if timeline is None or not steps:
         return ""
@@ -57,10 +57,10 @@ def timeline_section(timeline: Timeline | None) -> str:
     num_more = len(timeline.ranks) - MAX_RANKS
     more = f", and {format_quantity(num_more, 'more rank')}" if num_more > 0 else ""
     intro = (
-        f"Step {format_count(chosen.step)}, that of median length among the {format_quantity(len(steps), 'step')} "
-        f"that --profile has "
-        "kept. The upper row of a rank is what it does; below is what is under way meanwhile, hatched where the rank "
-        f"waits for it. {TIMELINE_FILE}, which ui.perfetto.dev opens, has all steps{more}."
+        f"Step {format_count(chosen.step)} has the median duration of the {format_quantity(len(steps), 'step')} "
+        "recorded by --profile. The upper row of a rank shows its stages. The rows below show transfers and copies in "
+        "progress, hatched while the rank waits for them. "
+        f"{TIMELINE_FILE} contains all steps{more}; open it in ui.perfetto.dev."
     )
     return tag("h3", "A step over time") + tag("p", escape(intro)) + _step_chart(timeline, chosen)
 
@@ -97,7 +97,7 @@ def _step_chart(timeline: Timeline, step: Slice) -> str:
 
 
 def _overlaps(step: Slice, one: Slice) -> bool:
-    """Whether some of a slice lies in a step."""
+    """Whether a slice overlaps a step."""
     return one.begin_ns < step.end_ns and one.end_ns > step.begin_ns
 
 
@@ -124,7 +124,7 @@ def _transfer_boxes(track: Track, y: float) -> Iterator[_DrawnSlice]:
 
 
 def _draw_row(axis: Axis, step: Slice, boxes: Iterable[_DrawnSlice]) -> Iterator[str]:
-    """Those of one row, cut where the step begins and ends."""
+    """Draw the slices of one row, clipped to the step."""
     inside = sorted(
         (box for box in boxes if _overlaps(step, box.timeline_slice)), key=lambda box: box.timeline_slice.begin_ns
     )
@@ -132,7 +132,9 @@ def _draw_row(axis: Axis, step: Slice, boxes: Iterable[_DrawnSlice]) -> Iterator
     for box in inside:
         begin, end = (axis.to_pixel((min(max(ns, step.begin_ns), step.end_ns) - step.begin_ns) / 1e6)
                       for ns in (box.timeline_slice.begin_ns, box.timeline_slice.end_ns))  # fmt: skip
-        row = "waiting" if box.class_ == "waiting" else ""  # which lies upon another
+        # Waits are drawn on top of transfers, so both may have the same position.
+        row = "waiting" if box.class_ == "waiting" else ""
+        # Leave out a narrow slice that would overlap the previous one.
         if end - begin < MIN_BOX_WIDTH and begin < drawn_to.get(row, 0.0):
             continue
         drawn_to[row] = max(end, begin + MIN_BOX_WIDTH)

@@ -1,1 +1,1 @@
-"""What trainings of several configs over paired seeds say: figures, intervals, and the page of a suite."""
+"""Comparison of configs over paired seeds: metrics, confidence intervals, and the page about a suite."""

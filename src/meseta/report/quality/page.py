@@ -1,4 +1,4 @@
-"""The page of a suite, and the files beside it."""
+"""Result files of a suite: JSON, Markdown and an HTML page."""
 
 from __future__ import annotations
 
@@ -28,14 +28,18 @@ JSON_FILE, TEXT_FILE, PAGE_FILE = "quality.json", "quality.md", "quality.html"
 
 
 def write_suite_result(outcome: SuiteResult, out: Path) -> None:
-    """All digits as JSON, tables as text, and the page, each whole. Raises MesetaError where one cannot be written."""
+    """Write quality.json, quality.md and quality.html into the folder `out`.
+
+    Each file is replaced atomically. Raises MesetaError if a file cannot be written.
+    """
+    # Only the JSON file has unrounded values.
     write_atomic(out / JSON_FILE, format_json(outcome.to_dict(), levels=5))
     write_atomic(out / TEXT_FILE, to_markdown(outcome))
     write_atomic(out / PAGE_FILE, quality_page(outcome))
 
 
 def quality_page(outcome: SuiteResult) -> str:
-    """The whole page."""
+    """Return the HTML page about a suite."""
     num_configs = len({config.name for one in outcome.eval_datasets for config in one.configs})
     facts = [format_quantity(num_configs, "config"), ", ".join(one.eval_dataset.name for one in outcome.eval_datasets),
              format_quantity(outcome.num_seeds, "seed"),
@@ -55,23 +59,23 @@ def _dataset_section(outcome: EvalDatasetResult, reference: str) -> str:
     parts.append(_html_table(configs_table(outcome, reference)))
     charts = [chart for metric in outcome.metrics if (chart := _chart(outcome, reference, metric))]
     if charts:
-        parts.append(tag("h3", escape(f"Less {reference}, with 95 % intervals over seeds; grey: not shown to differ")))
+        parts.append(tag("h3", escape(f"Difference from {reference}, 95% intervals over seeds; gray: not significant")))
         parts.append(tag("div", *charts, class_="grid"))
-    for name, cells in (("All pairs", pairs_table(outcome)), ("Settings chosen", settings_table(outcome))):
+    for name, cells in (("All pairs", pairs_table(outcome)), ("Selected settings", settings_table(outcome))):
         if cells.rows:
             parts.append(tag("details", tag("summary", escape(f"{name} ({len(cells.rows)})")), _html_table(cells)))
     return tag("section", *parts)
 
 
 def _chart(outcome: EvalDatasetResult, reference: str, metric: Metric) -> str:
-    """The difference of each config to the reference."""
-    found = [
+    """Return a figure with the difference of each config from the reference, or an empty string without differences."""
+    differences = [
         outcome.paired_difference(config.name, reference, metric)
         for config in rank_configs(outcome)
         if config.name != reference
     ]
-    rows = [_interval_row(one) for one in found if one is not None]
-    drawn = interval_chart(f"{metric.name} less that of {reference}", rows)
+    rows = [_interval_row(one) for one in differences if one is not None]
+    drawn = interval_chart(f"{metric.name}: difference from {reference}", rows)
     better = "lower" if metric.better_direction == "lower" else "higher"
     return (
         tag("figure", tag("figcaption", tag("b", escape(metric.name)), f", {better} is better"), drawn) if drawn else ""
@@ -82,9 +86,8 @@ def _interval_row(one: PairedDifference) -> IntervalRow:
     interval = one.seed_interval
     verdict = {one.first: "better", one.second: "worse", None: "open"}[one.better_config]
     hover = (
-        f"{one.first} less {one.second}: {format_difference(interval.mean, DECIMALS)} {format_bounds(interval)}, p "
-        f"{one.p_holm:.2g} "
-        "adjusted"
+        f"{one.first} minus {one.second}: {format_difference(interval.mean, DECIMALS)} {format_bounds(interval)}, "
+        f"adjusted p = {one.p_holm:.2g}"
     )
     return IntervalRow(
         name=one.first, low=interval.low, estimate=interval.mean, high=interval.high, class_=verdict, tooltip=hover

@@ -1,4 +1,4 @@
-"""What the trainings of a suite have shown: figures of each config, and the paired difference of each two."""
+"""Result of a suite: scores of each config, and paired differences between configs."""
 
 from __future__ import annotations
 
@@ -14,82 +14,87 @@ from meseta.telemetry.metrics_file import Count, Entry
 
 REGRET = Metric(key="regret", name="regret", better_direction="lower", decimals=5)
 COMPARED_METRICS = (REGRET, *(metric for key in ("ne", "auc") for metric in METRICS if metric.key == key))
-"""Figures that configs are compared by, that which tells most first."""
+"""Metrics by which configs are compared, the most sensitive one first."""
 
 
 class SeedScore(Entry):
-    """What one training, of the settings chosen, has come to on the test split."""
+    """Metrics on the test split, size and speed of one run with the selected settings."""
 
     auc: float | None = None
     ne: float | None = None
     regret: float | None = None
-    """None where the true probabilities are not known."""
+    """Regret in nats. `None` if the true probabilities are unknown."""
     num_dense_parameters: Count = 0
     num_table_parameters: Count = 0
     flops_per_sample: float = 0.0
-    """Of a training step's dense part, as the planner counts them."""
+    """Floating-point operations of the dense part per sample of a training step, as the planner counts them."""
     samples_per_s: float | None = None
 
     def metric_value(self, metric: Metric) -> float | None:
-        """One of QUALITY; None where the rows do not define it."""
+        """Return one of `COMPARED_METRICS`, or `None` if it is undefined on the test rows."""
         value: float | None = getattr(self, metric.key)
         return value
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigScores:
-    """One config on one ground, over seeds."""
+    """Scores of one config on one world or dataset."""
 
     name: str
     scores: Mapping[int, SeedScore]
-    """By seed; those that have failed are not there."""
+    """Seed -> score of its run. Failed runs are left out."""
     chosen_settings: Mapping[str, Any] = field(default_factory=dict)
-    """Settings that its trials have chosen, by key."""
+    """Config key -> value that the trials selected."""
 
     def values_by_seed(self, metric: Metric) -> dict[int, float]:
-        """By seed, where there is one."""
-        found = {seed: score.metric_value(metric) for seed, score in self.scores.items()}
-        return {seed: value for seed, value in found.items() if value is not None}
+        """Return a metric by seed. Seeds without a value are left out."""
+        values = {seed: score.metric_value(metric) for seed, score in self.scores.items()}
+        return {seed: value for seed, value in values.items() if value is not None}
 
     def mean(self, metric: Metric) -> float | None:
-        """Over seeds; None without any."""
+        """Return the mean of a metric over seeds, or `None` without values."""
         values = self.values_by_seed(metric).values()
         return statistics.fmean(values) if values else None
 
     @property
     def samples_per_s(self) -> float | None:
-        """The median over seeds."""
+        """Median training speed over seeds."""
         speeds = [score.samples_per_s for score in self.scores.values() if score.samples_per_s is not None]
         return statistics.median(speeds) if speeds else None
 
     @property
     def any_score(self) -> SeedScore | None:
-        """One of them: parameters and operations are the same in all."""
+        """Score of one run, or `None` if all runs failed. Parameters and operations are equal in all runs."""
         return next(iter(self.scores.values()), None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PairedDifference:
-    """A figure of one config less that of another on the same seeds, hence the same rows."""
+    """Difference between a metric of two configs, paired by seed. Runs with the same seed use the same rows."""
 
     first: str
+    """Config whose metric is the minuend."""
     second: str
+    """Config whose metric is subtracted."""
     metric: Metric
     by_seed: Mapping[int, float]
+    """Seed -> difference."""
     seed_interval: ConfidenceInterval
+    """Confidence interval of the mean difference over seeds."""
     row_interval: ConfidenceInterval | None
-    """Of the test rows drawn anew, the same for both; None where true probabilities are known."""
+    """Confidence interval over test rows, which are resampled identically for both configs. `None` if the true
+    probabilities are known."""
     p_holm: float = 1.0
-    """Adjusted over all comparisons of the suite."""
+    """p-value with Holm's adjustment over all comparisons of the suite."""
 
     @property
     def p_value(self) -> float:
-        """Of chance in training, and, where labels are all that is known, of chance in the rows: the larger of both."""
+        """Unadjusted p-value over seeds, or over test rows if that is larger."""
         return max(self.seed_interval.p, 0.0 if self.row_interval is None else self.row_interval.p)
 
     @property
     def better_config(self) -> str | None:
-        """The config that is better; None where that is not shown."""
+        """Name of the significantly better config, or `None`."""
         if self.p_holm >= 1 - CONFIDENCE_LEVEL:
             return None
         return self.first if self.metric.to_loss(self.seed_interval.mean) < self.metric.to_loss(0.0) else self.second
@@ -97,34 +102,35 @@ class PairedDifference:
 
 @dataclass(frozen=True, kw_only=True)
 class EvalDataset:
-    """What configs were compared on: a world, or a dataset."""
+    """World or dataset on which configs are compared."""
 
     name: str
     world: str | None = None
-    """Its name without strength; None of a dataset."""
+    """Name of the world without its strength. `None` for a dataset."""
     strength: float | None = None
+    """Factor on the effects planted in the world. `None` for a dataset."""
     facts: str = ""
-    """Rows and the like, for people."""
+    """Description, such as the number of rows."""
     best_reachable: Mapping[str, float] = field(default_factory=dict)
-    """Mean over seeds of the true probabilities' own figures on the test rows, by metric; empty of a dataset."""
+    """Metric key -> value of the true probabilities on the test rows, as mean over seeds. Empty for a dataset."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalDatasetResult:
-    """All of one ground."""
+    """Scores and differences on one world or dataset."""
 
     eval_dataset: EvalDataset
     configs: tuple[ConfigScores, ...]
-    """In the order of the suite."""
+    """Scores of all configs, in the order of the suite."""
     differences: tuple[PairedDifference, ...]
 
     @property
     def metrics(self) -> list[Metric]:
-        """Those that some config has."""
+        """Metrics that at least one config has."""
         return [metric for metric in COMPARED_METRICS if any(config.values_by_seed(metric) for config in self.configs)]
 
     def paired_difference(self, name: str, other: str, metric: Metric) -> PairedDifference | None:
-        """The comparison of two configs in this order, turned round where it was made in the other."""
+        """Return the metric of config `name` minus that of config `other`, or `None` if they were not compared."""
         for one in self.differences:
             if one.metric is metric and {one.first, one.second} == {name, other}:
                 return one if one.first == name else reverse_difference(one)
@@ -133,35 +139,35 @@ class EvalDatasetResult:
 
 @dataclass(frozen=True, kw_only=True)
 class SuiteResult:
-    """All of a suite."""
+    """Result of all runs of a suite."""
 
     name: str
     reference: str
-    """The config that others are drawn beside."""
+    """Config with which charts and ratios compare the others."""
     num_trials: int
-    """Of each config."""
+    """Number of trials per config."""
     num_seeds: int
     eval_datasets: tuple[EvalDatasetResult, ...]
     problems: tuple[str, ...]
-    """What has failed, in words."""
+    """Descriptions of the failed runs."""
 
     @property
     def num_comparisons(self) -> int:
-        """The family that Holm's correction is over."""
+        """Number of comparisons over which Holm's adjustment is computed."""
         return sum(len(one.differences) for one in self.eval_datasets)
 
     def strength_pairs(self) -> list[tuple[EvalDatasetResult, EvalDatasetResult]]:
-        """Grounds of one world, the weaker first."""
-        found = []
+        """Return pairs of results on the same world with different strengths. The weaker one is first in each pair."""
+        pairs = []
         for one, other in itertools.combinations(self.eval_datasets, 2):
             if one.eval_dataset.world is not None and one.eval_dataset.world == other.eval_dataset.world:
                 weaker, stronger = sorted((one, other), key=lambda g: g.eval_dataset.strength or 0.0)
                 if weaker.eval_dataset.strength != stronger.eval_dataset.strength:
-                    found.append((weaker, stronger))
-        return found
+                    pairs.append((weaker, stronger))
+        return pairs
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON; what one seed does not bound is None."""
+        """Return plain data for JSON. Bounds of intervals over a single seed are `None`."""
         return {
             "suite": self.name,
             "reference": self.reference,
@@ -174,7 +180,7 @@ class SuiteResult:
 
 
 def reverse_difference(difference: PairedDifference) -> PairedDifference:
-    """The same of the second config less the first."""
+    """Return the difference with its configs swapped, and all values negated."""
     return PairedDifference(
         first=difference.second,
         second=difference.first,
@@ -187,55 +193,65 @@ def reverse_difference(difference: PairedDifference) -> PairedDifference:
 
 
 RowIntervals = Mapping[tuple[str, str, str, str], ConfidenceInterval]
-"""(ground, first, second, key of the metric) -> interval over rows."""
+"""(world or dataset, first config, second config, metric key) -> confidence interval over test rows."""
 
 
 def compare_configs(
     grounds: Sequence[tuple[EvalDataset, Sequence[ConfigScores]]], over_rows: RowIntervals
 ) -> list[EvalDatasetResult]:
-    """Every pair of configs of each ground by each figure that both have, on the seeds that both have; adjusted over
-    all of them together."""
-    found = [_paired_differences(ground, configs, over_rows) for ground, configs in grounds]
-    adjusted = iter(holm_adjust([one.p_value for differences in found for one in differences]))
+    """Compare each pair of configs on each world or dataset, by each metric and on the seeds that both have.
+
+    Args:
+        grounds: Each world or dataset with the scores of its configs.
+        over_rows: Intervals over test rows, for datasets.
+
+    Returns:
+        One result per entry of `grounds`. The p-values are adjusted over all comparisons together.
+    """
+    compared = [_paired_differences(ground, configs, over_rows) for ground, configs in grounds]
+    adjusted = iter(holm_adjust([one.p_value for differences in compared for one in differences]))
     return [
         EvalDatasetResult(
             eval_dataset=ground,
             configs=tuple(configs),
             differences=tuple(PairedDifference(**{**vars(one), "p_holm": next(adjusted)}) for one in differences),
         )
-        for (ground, configs), differences in zip(grounds, found, strict=True)
+        for (ground, configs), differences in zip(grounds, compared, strict=True)
     ]
 
 
 def _paired_differences(
-    ground: EvalDataset, configs: Sequence[ConfigScores], over_rows: RowIntervals
+    dataset: EvalDataset, configs: Sequence[ConfigScores], over_rows: RowIntervals
 ) -> list[PairedDifference]:
-    found = []
+    differences = []
     for first, second in itertools.combinations(configs, 2):
         for metric in COMPARED_METRICS:
-            mine, theirs = first.values_by_seed(metric), second.values_by_seed(metric)
-            by_seed = {seed: mine[seed] - theirs[seed] for seed in sorted(mine.keys() & theirs.keys())}
+            minuends, subtrahends = first.values_by_seed(metric), second.values_by_seed(metric)
+            # A seed for which one run failed cannot be paired.
+            by_seed = {
+                seed: minuends[seed] - subtrahends[seed] for seed in sorted(minuends.keys() & subtrahends.keys())
+            }
             if by_seed:
-                found.append(
+                differences.append(
                     PairedDifference(
                         first=first.name,
                         second=second.name,
                         metric=metric,
                         by_seed=by_seed,
                         seed_interval=t_interval([*by_seed.values()]),
-                        row_interval=over_rows.get((ground.name, first.name, second.name, metric.key)),
+                        row_interval=over_rows.get((dataset.name, first.name, second.name, metric.key)),
                     )
                 )
-    return found
+    return differences
 
 
 def _eval_dataset_dict(outcome: EvalDatasetResult) -> dict[str, Any]:
-    ground = outcome.eval_dataset
+    dataset = outcome.eval_dataset
     return {
-        "name": ground.name,
-        "world": ground.world,
-        "strength": ground.strength,
-        "best_reachable": dict(ground.best_reachable),
+        "name": dataset.name,
+        "world": dataset.world,
+        "strength": dataset.strength,
+        "best_reachable": dict(dataset.best_reachable),
         "configs": {
             config.name: {
                 "chosen": dict(config.chosen_settings),

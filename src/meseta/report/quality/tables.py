@@ -1,4 +1,4 @@
-"""The tables of a suite as cells, which the page and the text show alike."""
+"""Tables of a suite, which its page and its Markdown file share."""
 
 from __future__ import annotations
 
@@ -25,22 +25,23 @@ from meseta.telemetry.formatting import (
 )
 
 DECIMALS = 5
-"""Of figures and their differences: those between published models lie in the fourth."""
-TRUTH_LABEL = "the truth itself"
+"""Number of decimals of metrics and their differences."""
+# Published models differ in the fourth decimal.
+TRUTH_LABEL = "true probabilities"
 
 
 @dataclass(frozen=True)
 class TextTable:
-    """Cells as text."""
+    """Table of unescaped text cells."""
 
     header: list[str]
     rows: list[list[str]]
     num_name_columns: int
-    """Columns at the left that are names; all others are numbers."""
+    """Number of columns on the left that contain names. All other columns contain numbers."""
 
 
 def configs_table(outcome: EvalDatasetResult, reference: str) -> TextTable:
-    """Each config's figures, the best by the first metric first."""
+    """Return the table of configs with their metrics, sizes and speeds, as sorted by `rank_configs`."""
     metrics = outcome.metrics
     has_ratio = REGRET in metrics
     beside = next((config for config in outcome.configs if config.name == reference), None)
@@ -76,43 +77,46 @@ def configs_table(outcome: EvalDatasetResult, reference: str) -> TextTable:
 
 
 def rank_configs(outcome: EvalDatasetResult) -> list[ConfigScores]:
-    """The best mean of the first metric first; those without one last."""
+    """Sort configs by the mean of the first metric, the best one first. Configs without a value are last."""
     metric = next(iter(outcome.metrics), COMPARED_METRICS[0])
 
     def key(config: ConfigScores) -> tuple[bool, float]:
         mean = config.mean(metric)
+        # False is sorted before True, so configs without a mean are last.
         return mean is None, 0.0 if mean is None else metric.to_loss(mean)
 
     return sorted(outcome.configs, key=key)
 
 
 def pairs_table(outcome: EvalDatasetResult) -> TextTable:
-    """Every comparison, as it was made."""
+    """Return the table of all comparisons."""
     has_rows = any(one.row_interval is not None for one in outcome.differences)
-    header = ["figure", "config", "less", "difference", "95 % over seeds", *(["95 % over rows"] if has_rows else []),
-              "p, adjusted", "better"]  # fmt: skip
+    header = ["figure", "config", "less", "difference", "95% over seeds", *(["95% over rows"] if has_rows else []),
+              "adjusted p", "better"]  # fmt: skip
     rows = []
     for one in outcome.differences:
         shown = [
             one.metric.name, one.first, one.second, format_difference(one.seed_interval.mean, DECIMALS),
             format_bounds(one.seed_interval),
             *([format_bounds(one.row_interval)] if has_rows else []), f"{one.p_holm:.2g}",
-            one.better_config or "not shown",
+            one.better_config or "not significant",
         ]  # fmt: skip
         rows.append(shown)
     return TextTable(header, rows, 3)
 
 
 def strengths_table(outcome: SuiteResult) -> TextTable:
-    """Of worlds of several strengths: what the reference loses or gains at each, and whether the intervals are clear of
-    each other."""
+    """Return the table of differences from the reference at two strengths of a world.
+
+    The last column states whether the intervals overlap.
+    """
     header = ["world", "figure", "config", "less", "weaker", "stronger", "intervals"]
     rows = []
     for weaker, stronger in outcome.strength_pairs():
         for metric in stronger.metrics:
             for config in stronger.configs:
                 pair = [
-                    ground.paired_difference(config.name, outcome.reference, metric) for ground in (weaker, stronger)
+                    result.paired_difference(config.name, outcome.reference, metric) for result in (weaker, stronger)
                 ]
                 first, second = pair
                 if first is not None and second is not None:
@@ -131,12 +135,12 @@ def _strength_row(
         first.second,
         f"{format_difference(first.seed_interval.mean, DECIMALS)} {format_bounds(first.seed_interval)}",
         f"{format_difference(second.seed_interval.mean, DECIMALS)} {format_bounds(second.seed_interval)}",
-        "clear of each other" if is_clear else "overlap",
+        "disjoint" if is_clear else "overlap",
     ]
 
 
 def format_bounds(interval: ConfidenceInterval | None) -> str:
-    """[-0.00123, +0.00045]"""
+    """Format the bounds of an interval, for example [-0.00123, +0.00045]. Unknown bounds become `NO_VALUE`."""
     if interval is None or not math.isfinite(interval.low):
         return NO_VALUE
     return f"[{_format_bound(interval.low)}, {_format_bound(interval.high)}]"
@@ -147,32 +151,31 @@ def _format_bound(value: float) -> str:
 
 
 def settings_table(outcome: EvalDatasetResult) -> TextTable:
-    """What the trials of each config have chosen."""
+    """Return the table of the settings that the trials selected for each config."""
     rows = [[config.name, ", ".join(f"{key}={value}" for key, value in config.chosen_settings.items())]
             for config in outcome.configs if config.chosen_settings]  # fmt: skip
-    return TextTable(["config", "settings chosen"], rows, 2)
+    return TextTable(["config", "selected settings"], rows, 2)
 
 
 def intro(outcome: SuiteResult) -> str:
-    """What the figures are and what 'better' means here, in a paragraph."""
+    """Return a paragraph that explains how configs were trained and compared."""
     trials = (
-        f"Each config's settings were chosen among {format_quantity(outcome.num_trials, 'trial')}, by the valid split "
-        f"of a seed "
-        "that is not used again" if outcome.num_trials else "No config was tuned"
+        f"The settings of each config were selected from {format_quantity(outcome.num_trials, 'trial')} on the "
+        "validation split, with a seed that is not used again" if outcome.num_trials else "No config was tuned"
     )  # fmt: skip
     return (
-        f"{trials}; then it was trained on {format_quantity(outcome.num_seeds, 'fresh seed')}, and read the test "
-        f"split once. "
-        "Differences are paired by seed; their intervals are Student's over seeds, each of 95 % alone. A config is "
-        "called better where the difference stands after Holm's correction over all "
-        f"{format_quantity(outcome.num_comparisons, 'comparison')} of this suite, which are every pair of configs, by "
-        "every figure, on every world or dataset, at a chance of 5 % of any false one. Operations are those of a "
-        "training step's dense part for one sample."
+        f"{trials}. Each config was then trained with {format_quantity(outcome.num_seeds, 'fresh seed')}, and each run "
+        "read the test split once. Differences are paired by seed. Their intervals are Student's t-intervals over "
+        "seeds, each with a confidence of 95%. A config is called better if the difference remains significant after "
+        "Holm's adjustment over all "
+        f"{format_quantity(outcome.num_comparisons, 'comparison')} of this suite: each pair of configs, each metric, "
+        "and each world or dataset. The probability of any false positive is at most 5%. Operations are those of the "
+        "dense part for one sample of a training step."
     )
 
 
 def to_markdown(outcome: SuiteResult) -> str:
-    """All of it in Markdown, which a terminal shows as well."""
+    """Return the result of a suite as Markdown, for quality.md and the terminal."""
     parts = [f"# Quality: {outcome.name}", intro(outcome)]
     for one in outcome.eval_datasets:
         parts += [
@@ -185,12 +188,13 @@ def to_markdown(outcome: SuiteResult) -> str:
     if strengths.rows:
         parts += ["## Strengths", markdown_table(strengths)]
     if outcome.problems:
-        parts += ["## What has failed", "\n".join(f"- {problem}" for problem in outcome.problems)]
+        parts += ["## Failed runs", "\n".join(f"- {problem}" for problem in outcome.problems)]
     return "\n\n".join(parts) + "\n"
 
 
 def markdown_table(table: TextTable) -> str:
-    """Columns in line with each other."""
+    """Return a Markdown table with padded columns. Names are aligned to the left, and numbers to the right."""
+    # A vertical bar inside a cell would end it.
     header, rows = table.header, [[cell.replace("|", "\\|") for cell in row] for row in table.rows]
     widths = [max(len(row[place]) for row in [header, *rows]) for place in range(len(header))]
 
