@@ -1,1 +1,1 @@
-"""Measuring on this machine: how fast operators and training are, beside what memory gives and beside other systems."""
+"""Measurements on this machine: diagnosis, benchmarks against other systems, and calibration of the cost model."""

@@ -1,4 +1,4 @@
-"""Threads of OpenMP that spin while they have the processors for themselves, and sleep while others want them."""
+"""Adaptive wait policy of OpenMP threads: spin while processors are free, sleep while other programs need them."""
 
 from __future__ import annotations
 
@@ -18,26 +18,29 @@ from meseta.machine.wait_policy import has_default_policy
 from meseta.measure.cpu_usage import read_cpu_time
 
 POLL_INTERVAL_S = 0.2
-"""Between looks at who uses the processors."""
+"""Seconds between readings of the CPU usage."""
 NUM_CALM_POLLS = 5
-"""Looks in a row that must find room before threads spin again."""
+"""Consecutive readings without contention before threads spin again."""
 LOAD_MARGIN = 0.25
-"""Processors that others may use before the machine counts as crowded: the kernel's clock ticks are coarse."""
+"""Number of processors that other programs may use without contention. The clock ticks of the kernel are coarse."""
 
 
 class CpuContention:
-    """Whether others leave this process fewer processors than it has threads, look by look."""
+    """State of contention: whether other programs leave this process fewer processors than it has threads."""
 
     def __init__(self, num_threads: int, num_processors: int, min_threads: int = 1) -> None:
-        """Of a process that computes on `num_threads`, and may on as few as `min_threads`."""
+        """Create the state of a process with `num_threads` compute threads, which may use as few as `min_threads`."""
         self.num_threads = self.num_usable_threads = num_threads
-        """On how many it computes, and how many fit beside the others of the last look."""
+        """Number of compute threads of the process, and the number that fit on its free processors."""
         self.is_contended = False
         self._num_processors, self._min_threads = num_processors, min_threads
         self._num_calm_polls = 0
 
     def update(self, others: float) -> bool:
-        """Take note of the processors that others keep busy. Crowded at once, calm after NUM_CALM_POLLS looks."""
+        """Record that `others` processors are busy with other programs, and return `is_contended`.
+
+        Contention begins with the first such reading. It ends after NUM_CALM_POLLS readings without contention.
+        """
         left = self._num_processors - math.ceil(others - LOAD_MARGIN)
         self.num_usable_threads = max(self._min_threads, min(left, self.num_threads))
         self._num_calm_polls = 0 if left < self.num_threads else self._num_calm_polls + 1
@@ -47,21 +50,22 @@ class CpuContention:
 
 
 _active_contention: list[CpuContention] = []
-"""Inside of `adaptive_wait_policy`: what its thread sees."""
+"""States of the entered `adaptive_wait_policy` contexts, innermost last."""
 
 
 def current_contention() -> CpuContention | None:
-    """What the thread of `adaptive_wait_policy` sees; None outside of it, and where nobody looks."""
+    """Return the state that `adaptive_wait_policy` monitors, or `None` if contention is not monitored."""
     return _active_contention[-1] if _active_contention else None
 
 
 @contextmanager
 def adaptive_wait_policy(num_threads: int, min_threads: int = 1) -> Iterator[None]:
-    """Inside, a thread looks at who uses the processors of this process, which computes on `num_threads`.
+    """Context manager that monitors contention for the processors of a process with `num_threads` compute threads.
 
-    While others leave too few, OpenMP's threads sleep as soon as they wait, and `crowd` tells loops of steps, which may
-    compute on fewer threads, down to `min_threads`: meseta.measure.step_threads. The numbers that they compute stay the
-    same. Nothing happens where the user chose how threads wait, with one thread, or on a runtime that is not GNU's.
+    During contention, OpenMP threads sleep instead of spinning while they wait. Loops can read the state from
+    `current_contention` and use fewer threads, at least `min_threads`. `StepThreads` does so. Results do not change.
+
+    Has no effect with one thread, if the user has chosen a wait policy, or if the OpenMP runtime is not libgomp.
     """
     runtime = _find_libgomp() if num_threads > 1 and has_default_policy(environ) else None
     if runtime is None:
@@ -83,18 +87,19 @@ def adaptive_wait_policy(num_threads: int, min_threads: int = 1) -> Iterator[Non
 
 
 class OversubscriptionThreads:
-    """Threads that sleep, so that the runtime has more of them than processors; then it lets none of them spin.
+    """Sleeping OpenMP threads that disable spinning in the whole process.
 
-    They belong to a thread of their own and end with it.
+    libgomp lets no thread spin while it manages more threads than there are processors.
     """
 
     def __init__(self, runtime: Any, num_threads: int) -> None:
-        """Start them, for a process that computes on `num_threads`."""
+        """Start the threads, given that the process already computes on `num_threads`."""
         self._stop_event = threading.Event()
         started = threading.Event()
-        # The runtime counts the processors that it saw when it was loaded, which may have been all.
+        # The runtime uses the number of processors at the time it was loaded, which may be all of the machine.
         size = max((os.cpu_count() or 1) - num_threads, 0) + 2
 
+        # The threads of the pool belong to the thread that starts the parallel region, and end with it.
         def hold() -> None:
             runtime.GOMP_parallel(ctypes.cast(runtime.omp_get_level, ctypes.c_void_p), None, size, 0)
             started.set()
@@ -105,7 +110,7 @@ class OversubscriptionThreads:
         started.wait()
 
     def stop(self) -> None:
-        """Let them go; from now on others may spin again."""
+        """End the threads. Other threads may then spin again."""
         self._stop_event.set()
         self._thread.join()
 
@@ -115,11 +120,11 @@ def _monitor(runtime: Any, seen: CpuContention, processors: list[int], ended: th
     before, then_s = read_cpu_time([os.getpid()], processors), time.monotonic()
     while not ended.wait(POLL_INTERVAL_S):
         now, now_s = read_cpu_time([os.getpid()], processors), time.monotonic()
-        is_crowded = seen.update(now.background_load_since(before, now_s - then_s))
+        is_contended = seen.update(now.background_load_since(before, now_s - then_s))
         before, then_s = now, now_s
-        if is_crowded and spare is None:
+        if is_contended and spare is None:
             spare = OversubscriptionThreads(runtime, seen.num_threads)
-        elif not is_crowded and spare is not None:
+        elif not is_contended and spare is not None:
             spare.stop()
             spare = None
     if spare is not None:
@@ -127,9 +132,12 @@ def _monitor(runtime: Any, seen: CpuContention, processors: list[int], ended: th
 
 
 def _find_libgomp() -> Any:
-    """GNU's OpenMP as this process has loaded it; None where it has another one, or cannot tell."""
+    """Return the libgomp that this process has loaded.
+
+    Returns `None` if it uses another OpenMP runtime, or if its memory map cannot be read.
+    """
     try:
-        found = re.search(r"/\S*/libgomp[^/\s]*\.so\S*$", Path("/proc/self/maps").read_text(), re.MULTILINE)
-        return ctypes.CDLL(found[0]) if found else None
+        match = re.search(r"/\S*/libgomp[^/\s]*\.so\S*$", Path("/proc/self/maps").read_text(), re.MULTILINE)
+        return ctypes.CDLL(match[0]) if match else None
     except OSError:
         return None

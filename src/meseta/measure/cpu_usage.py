@@ -1,4 +1,7 @@
-"""Whether others used the processor while something was timed (Linux; elsewhere nobody is ever seen)."""
+"""CPU time of this machine and of some processes, to detect load by other programs during a measurement.
+
+Only Linux is supported. On other systems all readings are zero.
+"""
 
 from __future__ import annotations
 
@@ -10,35 +13,38 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class CpuTime:
-    """Processor seconds since some start."""
+    """Reading of the CPU time counters."""
 
     total_s: float
-    """Of everybody, all processors together; time that the hypervisor took away counts too."""
+    """CPU seconds of all programs on all processors, including time stolen by the hypervisor."""
     process_s: float
-    """Of the processes asked for."""
+    """CPU seconds of the selected processes."""
 
     def background_load_since(self, before: CpuTime, elapsed_s: float) -> float:
-        """Processors that others kept busy, on average, between two readings."""
+        """Return the mean number of processors that other programs kept busy since the reading `before`."""
         busy = (self.total_s - before.total_s) - (self.process_s - before.process_s)
         return max(busy, 0.0) / max(elapsed_s, 1e-9)
 
 
 def read_cpu_time(pids: Sequence[int], processors: Sequence[int] | None = None) -> CpuTime:
-    """The present reading, for processes `pids`, of `processors`, None: all; zeros where the system does not tell."""
+    """Read the CPU time of `processors` and of the processes `pids`. `None` means all processors.
+
+    Returns zeros if the system does not provide the counters.
+    """
     names = {"cpu"} if processors is None else {f"cpu{number}" for number in processors}
     try:
         lines = [line.split() for line in Path("/proc/stat").read_text().splitlines()]
-        # user nice system idle iowait irq softirq steal, in clock ticks
+        # Fields in clock ticks: user nice system idle iowait irq softirq steal.
         ticks = [[int(word) for word in words[1:9]] for words in lines if words and words[0] in names]
-        busy = sum(sum(own) - own[3] - own[4] for own in ticks)
-        own = sum(_process_ticks(pid) for pid in pids)
+        busy = sum(sum(counts) - counts[3] - counts[4] for counts in ticks)
+        used = sum(_process_ticks(pid) for pid in pids)
     except (OSError, IndexError, ValueError):
         return CpuTime(0.0, 0.0)
     per_s = os.sysconf("SC_CLK_TCK")
-    return CpuTime(busy / per_s, own / per_s)
+    return CpuTime(busy / per_s, used / per_s)
 
 
 def _process_ticks(pid: int) -> int:
-    """User and system time of a process; its name, which may hold blanks, ends with the last bracket."""
+    # The second field is the name in brackets. It may contain spaces and brackets.
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return int(fields[11]) + int(fields[12])

@@ -1,4 +1,4 @@
-"""On how many threads a loop's steps compute while other programs use the processors, too."""
+"""Number of threads for the steps of a loop while other programs use the processors."""
 
 from __future__ import annotations
 
@@ -11,48 +11,50 @@ import torch
 from meseta.measure import cpu_contention
 
 SAMPLE_WINDOW_S = 0.1
-"""Steps that together take this long are one measurement."""
+"""Total duration of the steps that form one window, which is one measurement."""
 MIN_SAMPLES, MAX_SAMPLES = 3, 8
-"""Measurements of each way before one is chosen, and those that count later on."""
+"""Measurements of each number of threads: required before the faster one is chosen, and kept for the comparison."""
 NUM_WINDOWS_PER_RETRY = 32
-"""Each so many slices one goes the way that was slower, which may have become the faster one."""
+"""Every such window uses the slower number of threads, because it may have become the faster one."""
 
 
 class StepThreads:
-    """`with step_threads:` around each step of a loop, by the thread that computes it.
+    """Context manager that chooses the number of threads for each step of a loop.
 
-    While others leave fewer processors than the process has threads, steps go two ways: on all threads, or on as many
-    as fit. Many short products in a row lose more to threads that wait for one without a processor than they gain by
-    them; long ones take a larger share of the processors the more threads they have. Which holds follows from model,
-    batch and machine, so both are timed, and most steps go the faster way. No number changes by it. In a calm machine,
-    and outside of `waiting.adaptive_wait_policy`, nothing is done.
+    The thread that computes the step must enter it. While other programs leave too few processors, a step uses either
+    all threads, or as many as there are free processors. Both are timed, and most steps use the faster one. The number
+    of threads does not change results. Without contention, or outside `cpu_contention.adaptive_wait_policy`, all
+    threads are used.
     """
+
+    # Which number is faster depends on model, batch and machine. Many short matrix products lose time if threads wait
+    # for one that has no processor. In long products, more threads get a larger share of the processors.
 
     def __init__(self) -> None:
         self._times: dict[bool, deque[float]] = {fits: deque(maxlen=MAX_SAMPLES) for fits in (True, False)}
-        """Whether steps go on as many threads as fit -> seconds a step, slice by slice."""
+        """Seconds per step in recent windows. The key is true for windows with fewer threads."""
         self._num_windows = 0
         self._num_steps = 0
-        """Of the present slice, which has taken `_window_s`."""
+        """Number of steps in the current window."""
         self._window_s = 0.0
         self._num_threads = 0
         self._uses_fewer_threads = False
         self._start_s: float | None = None
 
     def __enter__(self) -> None:
-        crowd = cpu_contention.current_contention()
+        contention = cpu_contention.current_contention()
         self._start_s = None
-        if crowd is None:
+        if contention is None:
             return
-        is_crowded = crowd.is_contended  # another thread's
-        if not is_crowded:
-            self._num_steps, self._num_threads = 0, crowd.num_threads
+        is_contended = contention.is_contended  # Read once, because another thread changes it.
+        if not is_contended:
+            self._num_steps, self._num_threads = 0, contention.num_threads
         elif self._num_steps == 0:
             self._window_s, self._uses_fewer_threads = 0.0, self._should_use_fewer_threads()
-            self._num_threads = crowd.num_usable_threads if self._uses_fewer_threads else crowd.num_threads
+            self._num_threads = contention.num_usable_threads if self._uses_fewer_threads else contention.num_threads
         if torch.get_num_threads() != self._num_threads:
             torch.set_num_threads(self._num_threads)
-        if is_crowded:
+        if is_contended:
             self._start_s = time.perf_counter()
 
     def __exit__(self, *_: object) -> None:
@@ -65,7 +67,7 @@ class StepThreads:
             self._num_steps = 0
 
     def _should_use_fewer_threads(self) -> bool:
-        """Whether the next slice goes on as many threads as fit."""
+        """Whether the next window uses only as many threads as there are free processors."""
         if min(map(len, self._times.values())) < MIN_SAMPLES:
             return len(self._times[True]) <= len(self._times[False])
         faster = median(self._times[True]) < median(self._times[False])

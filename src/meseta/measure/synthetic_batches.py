@@ -1,5 +1,6 @@
-"""Ids for benchmarks: which tables, how many ids a bag, how skewed. numpy alone, since other systems' interpreters
-load it too, where nothing else of this package may be installed."""
+"""Synthetic workloads and batches for benchmarks."""
+
+# This module imports only NumPy. Interpreters of other systems load it, and the rest of Meseta may be missing there.
 
 from __future__ import annotations
 
@@ -12,85 +13,88 @@ from numpy.typing import NDArray
 
 ZIPF_EXPONENT = 1.05
 FOOTPRINT_BYTES = 256_000_000
-"""Rows that the batches of one benchmark read together: well above any cache."""
-_HASH_MULTIPLIER = 2_654_435_761  # Knuth's multiplicative constant, a prime
+"""Bytes of rows that the batches of one benchmark read in total, far more than a hardware cache holds."""
+_HASH_MULTIPLIER = 2_654_435_761  # The multiplicative hash constant of Knuth, a prime.
 
 
 @dataclass(frozen=True, kw_only=True)
 class LookupWorkload:
-    """Tables, one feature each, and the ids that visit them."""
+    """Tables with one feature each, and the distribution of their ids."""
 
     name: str
     rows: tuple[int, ...]
-    """Rows of each table."""
+    """Number of rows of each table."""
     dims: tuple[int, ...]
-    """Columns of each table."""
+    """Embedding dimension of each table."""
     batch_size: int
     bag_size: int
-    """Ids of each bag; the mean, where `ragged`."""
+    """Number of ids per bag. If `ragged`, the mean."""
     id_distribution: Literal["zipf", "uniform"]
-    """How ids are spread over a table."""
+    """Distribution of the ids over the rows of a table."""
     pooling: Literal["sum", "mean"] = "sum"
     weighted: bool = False
     """Whether each id has a weight."""
     ragged: bool = False
-    """Whether bags have 0 to 2 * bag_size ids instead of bag_size."""
+    """Whether the number of ids per bag is uniform in 0..2 * bag_size, instead of always `bag_size`."""
 
     @staticmethod
     def from_json(document: dict[str, Any]) -> LookupWorkload:
-        """The inverse of dataclasses.asdict after a trip through JSON."""
+        """Create a workload from a decoded JSON document, which `dataclasses.asdict` produced."""
         fields: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in document.items()}
         return LookupWorkload(**fields)
 
     @property
     def num_ids(self) -> int:
-        """Ids of one batch; the mean, where `ragged`."""
+        """Number of ids in one batch. If `ragged`, the mean."""
         return len(self.rows) * self.batch_size * self.bag_size
 
     @property
     def num_elements(self) -> int:
-        """Numbers in all tables."""
+        """Number of elements of all tables."""
         return sum(rows * dim for rows, dim in zip(self.rows, self.dims, strict=True))
 
     @property
     def num_batches(self) -> int:
-        """Different batches of a benchmark, 4 to 64: together they read FOOTPRINT_BYTES as float32."""
+        """Number of distinct batches of a benchmark, 4 to 64.
+
+        Within these bounds, they read at least FOOTPRINT_BYTES of float32 rows.
+        """
         batch_bytes = 4 * self.batch_size * self.bag_size * sum(self.dims)
         return min(max(math.ceil(FOOTPRINT_BYTES / batch_bytes), 4), 64)
 
 
 @dataclass(frozen=True)
 class IdBatch:
-    """Ids of all features, one feature after the other."""
+    """Ids of all features of a batch, grouped by feature."""
 
     ids: NDArray[np.int64]
-    """[nnz]."""
+    """Ids [nnz]."""
     lengths: NDArray[np.int64]
-    """Ids of each bag [F * B]."""
+    """Number of ids per bag [F * B]."""
     weights: NDArray[np.float32] | None
-    """Weight of each id [nnz]."""
+    """Weight of each id [nnz], or `None` if the workload has no weights."""
 
     @property
     def offsets(self) -> NDArray[np.int64]:
-        """Bag g owns ids[offsets[g] : offsets[g + 1]]; [F * B + 1]."""
+        """Index of the first id of each bag, then the number of ids [F * B + 1]."""
         return np.concatenate([[0], np.cumsum(self.lengths)])
 
 
 @dataclass(frozen=True, kw_only=True)
 class DlrmWorkload:
-    """A DLRM (arXiv 1906.00091) to train."""
+    """Shape of a DLRM (arXiv 1906.00091) and of its training batches."""
 
     lookups: LookupWorkload
-    """Its tables and their ids."""
+    """Tables and ids of the model."""
     bottom_mlp: tuple[int, ...]
-    """Hidden widths; the last layer, as wide as the tables, comes on top."""
+    """Hidden widths of the bottom MLP. Its output layer has the embedding dimension."""
     top_mlp: tuple[int, ...]
-    """Hidden widths; the single output comes on top."""
+    """Hidden widths of the top MLP, without its single output."""
     num_dense: int = 13
 
     @staticmethod
     def from_json(document: dict[str, Any]) -> DlrmWorkload:
-        """The inverse of dataclasses.asdict after a trip through JSON."""
+        """Create a workload from a decoded JSON document, which `dataclasses.asdict` produced."""
         return DlrmWorkload(
             lookups=LookupWorkload.from_json(document["lookups"]),
             bottom_mlp=tuple(document["bottom_mlp"]),
@@ -100,29 +104,31 @@ class DlrmWorkload:
 
     @property
     def name(self) -> str:
-        """Of its traffic."""
         return self.lookups.name
 
     @property
     def dim(self) -> int:
-        """Columns of every table."""
+        """Embedding dimension of all tables."""
         return self.lookups.dims[0]
 
 
 @dataclass(frozen=True)
 class TrainingBatch:
-    """One rank's slice of a batch to train on."""
+    """Slice of a training batch for one rank."""
 
     dense: NDArray[np.float32]
-    """[B, num_dense]."""
+    """Dense features [B, num_dense]."""
     ids: NDArray[np.int64]
-    """[F, B, bag_size]."""
+    """Ids [F, B, bag_size]."""
     label: NDArray[np.float32]
-    """0 or 1, a quarter of them 1; [B]."""
+    """Labels [B], 1 with probability 0.25, else 0."""
 
 
 def make_training_batches(training: DlrmWorkload, rank: int = 0, num_ranks: int = 1) -> list[TrainingBatch]:
-    """`traffic.num_batches` batches, cut evenly over the ranks; bags must not be ragged."""
+    """Return the slices of `rank` for all batches of a benchmark. Bags must not be ragged.
+
+    Each batch is divided evenly over the ranks. Their number is `LookupWorkload.num_batches`.
+    """
     traffic, random = training.lookups, np.random.default_rng(2)
     share = slice(rank * traffic.batch_size // num_ranks, (rank + 1) * traffic.batch_size // num_ranks)
     samples = []
@@ -135,7 +141,7 @@ def make_training_batches(training: DlrmWorkload, rank: int = 0, num_ranks: int 
 
 
 def make_id_batches(traffic: LookupWorkload, num_batches: int, seed: int = 1) -> list[IdBatch]:
-    """The same batches in every process."""
+    """Generate `num_batches` batches. They are identical in every process."""
     random = np.random.default_rng(seed)
     return [_make_id_batch(traffic, random) for _ in range(num_batches)]
 
@@ -154,22 +160,23 @@ def _make_id_batch(traffic: LookupWorkload, random: np.random.Generator) -> IdBa
 
 
 def uniform_ids(random: np.random.Generator, count: int, num_rows: int) -> NDArray[np.int64]:
-    """Every row as likely as any other; int64 [count] in 0..num_rows-1."""
+    """Draw `count` row ids uniformly, as int64 in 0..num_rows-1."""
     return random.integers(0, num_rows, count, dtype=np.int64)
 
 
 def zipf_ids(random: np.random.Generator, count: int, num_rows: int) -> NDArray[np.int64]:
-    """Rank k of num_rows with the share of [k+1, k+2) under x^-1.05 on [1, num_rows + 1); ranks are then scattered over
-    the table, so that frequent rows are not neighbours. int64 [count] in 0..num_rows-1."""
+    """Draw `count` row ids from a Zipf distribution with exponent 1.05, as int64 in 0..num_rows-1."""
+    # A continuous variable x on [1, num_rows + 1) with density proportional to x^-1.05, rounded down, is a rank.
     uniform = random.random(count)
     rest = 1.0 - ZIPF_EXPONENT
-    x = (1.0 + uniform * ((num_rows + 1.0) ** rest - 1.0)) ** (1.0 / rest)  # the inverse of the distribution function
+    x = (1.0 + uniform * ((num_rows + 1.0) ** rest - 1.0)) ** (1.0 / rest)  # Inverse of the cumulative distribution.
     ranks = np.clip(x.astype(np.int64) - 1, 0, num_rows - 1)
+    # Frequent rows must not be neighbors in the table.
     return permute_rows(ranks, num_rows)
 
 
 def permute_rows(ranks: NDArray[np.int64], num_rows: int) -> NDArray[np.int64]:
-    """A bijection of 0..num_rows-1."""
+    """Map `ranks` to row ids by a fixed permutation of 0..num_rows-1."""
     factor = _HASH_MULTIPLIER
     while math.gcd(factor, num_rows) != 1:
         factor += 2

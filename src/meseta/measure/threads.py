@@ -1,4 +1,4 @@
-"""Other numbers of threads for a while."""
+"""Temporary change of the number of compute threads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @contextmanager
 def use_num_threads(count: int) -> Iterator[None]:
-    """Within the block torch, and so the compiled core, uses `count` threads."""
+    """Context manager that sets torch's number of threads to `count`. The compiled core uses the same number."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

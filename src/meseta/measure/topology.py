@@ -1,4 +1,4 @@
-"""Hosts, devices and memories of this machine, or of the ranks that torchrun started."""
+"""Detection of the topology of this machine, or of a run that torchrun started."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from meseta.planner import documented_cost_model
 from meseta.spec import CostModel, DeviceKind, Link, MesetaError, Topology
 
 RESERVED_MEMORY_SHARE = 0.1
-"""Share of a host's memory that is left to the system, to torch and to reading."""
+"""Share of host memory that is left to the system, to torch and to reading data."""
 
 
 @dataclass(frozen=True)
 class GpuInfo:
-    """What torch says of the GPUs of this host."""
+    """GPUs of this host as torch reports them. All are assumed to be like the first one."""
 
     name: str
     count: int
@@ -29,11 +29,11 @@ class GpuInfo:
 
 @dataclass(frozen=True)
 class DetectedTopology:
-    """A topology, and where its numbers come from."""
+    """Detected topology and the sources of its values."""
 
     topology: Topology
     notes: tuple[str, ...]
-    """A line for each kind of number."""
+    """Source of each kind of value, one line each."""
 
 
 def detect_topology(
@@ -46,19 +46,19 @@ def detect_topology(
     system: KernelFiles | None = None,
     environment: Mapping[str, str] = environ,
 ) -> DetectedTopology:
-    """Look at this machine; a run under torchrun tells how many hosts and devices there are, which are taken as equal.
+    """Detect the topology of this machine. Under torchrun, all hosts are assumed to be like this one.
 
     Args:
-        num_devices: ranks of a host; None: what torchrun says, else all GPUs, else one for each core.
-        device: kind of the devices; None: by the name of the GPUs, 'cpu' where there are none.
-        folder: on the disk that tables may fill.
-        cost_model: of `meseta calibrate`; its links are written down where they were measured. Without it the topology
-            names none, and those documented for the kind of device hold.
-        gpus: of this host, if any.
-        system: files of the kernel.
-        environment: variables of torchrun, if any.
+        num_devices: Ranks per host. `None` means the number that torchrun sets, else one per GPU, else one per core.
+        device: Kind of the devices. `None` means the kind of the GPUs, or `cpu` without GPUs.
+        folder: Folder on the disk that may hold tables.
+        cost_model: Cost model of `meseta calibrate`. If it has measured the exchange, its links are part of the
+            topology. Otherwise the topology names no links, and planners use the documented ones.
+        gpus: GPUs of this host, or `None` if there are none.
+        system: Kernel files to read. `None` means those of this machine.
+        environment: Environment variables, in which torchrun sets `WORLD_SIZE` and `LOCAL_WORLD_SIZE`.
 
-    Raises MesetaError for an unknown kind of GPU, and where the system does not tell its memory.
+    Raises MesetaError if the kind of GPU is unknown, or if the memory size cannot be read.
     """
     system = system or KernelFiles()
     kind = device or _device_kind(gpus)
@@ -68,7 +68,7 @@ def detect_topology(
     limits = read_cgroup_limits(system)
     total = total_memory_bytes(system, limits)
     if total is None:
-        raise MesetaError("topology detect: the system does not tell its memory; write the topology by hand")
+        raise MesetaError("topology detect: cannot read the memory size of this host; write the topology file by hand")
     usable = int(total * (1.0 - RESERVED_MEMORY_SHARE))
     on_gpu = gpus is not None and kind != "cpu"
     links, about_links = _links(cost_model, kind, hosts)
@@ -86,26 +86,26 @@ def detect_topology(
         "of the GPU" if on_gpu else f"{1 - RESERVED_MEMORY_SHARE:.0%} of this host's DRAM, shared by {per_host} ranks"
     )
     notes = (
-        f"{hosts} x {per_host} devices: " + ("as torchrun started them" if world and local else "of this machine"),
-        f"hbm_bytes: {memory}" + (", as its control group limits it" if limits.memory_bytes else ""),
-        f"disk_bytes: free on the disk of {str(folder.resolve())!r}",
+        f"{hosts} x {per_host} devices: " + ("as started by torchrun" if world and local else "of this machine"),
+        f"hbm_bytes: {memory}" + (", as limited by its control group" if limits.memory_bytes else ""),
+        f"disk_bytes: free space on the disk of {str(folder.resolve())!r}",
         about_links,
     )
     return DetectedTopology(topology, notes)
 
 
 def find_gpus() -> GpuInfo | None:
-    """Those that torch sees; None where there are none."""
+    """Return the GPUs that torch sees, or `None` if there are none."""
     import torch
 
     if not torch.cuda.is_available():
         return None
-    own = torch.cuda.get_device_properties(0)
-    return GpuInfo(name=own.name, count=torch.cuda.device_count(), memory_bytes=own.total_memory)
+    properties = torch.cuda.get_device_properties(0)
+    return GpuInfo(name=properties.name, count=torch.cuda.device_count(), memory_bytes=properties.total_memory)
 
 
 def gpu_kind(name: str) -> DeviceKind | None:
-    """The kind that a GPU's own name tells; None for one without documented constants."""
+    """Return the device kind that occurs in the name of a GPU, or `None` if no known kind does."""
     kinds: tuple[DeviceKind, ...] = get_args(DeviceKind)
     return next((kind for kind in kinds if kind in name.lower()), None)
 
@@ -116,20 +116,20 @@ def _device_kind(gpus: GpuInfo | None) -> DeviceKind:
     kind = gpu_kind(gpus.name)
     if kind is not None:
         return kind
-    known = ", ".join(kind for kind in get_args(DeviceKind) if kind != "cpu")
+    kinds = ", ".join(kind for kind in get_args(DeviceKind) if kind != "cpu")
     raise MesetaError(
-        f"topology detect: there are no documented constants for GPU {gpus.name!r}; name the kind that comes nearest "
-        f"with --device ({known}), or --device cpu"
+        f"topology detect: there are no documented constants for GPU {gpus.name!r}; set --device to the most similar "
+        f"kind ({kinds}), or to cpu"
     )
 
 
 def _links(cost_model: CostModel | None, kind: DeviceKind, hosts: int) -> tuple[tuple[Link | None, Link | None], str]:
     if cost_model is not None and cost_model.exchange.measured:
-        own = cost_model.exchange
-        return (own.inside_all_to_all, None), f"inside: {own.source}"
+        exchange = cost_model.exchange
+        return (exchange.inside_all_to_all, None), f"inside: {exchange.source}"
     documented = documented_cost_model(kind).exchange
     inside, across = documented.inside_all_to_all, documented.across_all_to_all
-    text = f"links: as documented for {kind}, {inside.bytes_per_s / 1e9:.3g} GB/s inside a host"
+    text = f"links: documented values for {kind}, {inside.bytes_per_s / 1e9:.3g} GB/s inside a host"
     if hosts > 1:
-        text += f", {across.bytes_per_s / 1e9:.3g} GB/s across hosts"
+        text += f", {across.bytes_per_s / 1e9:.3g} GB/s between hosts"
     return (None, None), f"{text}; `meseta calibrate` measures them"

@@ -1,8 +1,7 @@
-"""The most rows a second that memory gives for given tables and ids: the floor that a lookup is measured against.
+"""Gather limit: the maximum rate at which memory delivers the rows of given ids. Lookups are compared with it.
 
-The method is the usual one of random-read benchmarks: touch the rows in the order of the lookup, prefetch a row some
-ids ahead, add what is read into registers, write nothing. Cache level, distance and burst of the prefetch are tried
-out.
+The benchmark reads rows in the order of the lookup and prefetches later ones. It sums the values in registers and
+writes nothing. Cache level, distance and burst of the prefetch are tuned by search.
 """
 
 from __future__ import annotations
@@ -19,34 +18,35 @@ from meseta.ops.core import core
 from meseta.spec import MesetaError
 
 CACHE_LEVELS = (1, 2, 3)
-"""Cache that a prefetch brings a row to."""
+"""Hardware cache levels that a prefetch may target."""
 PREFETCH_DISTANCES = (4, 8, 16, 32, 64, 128)
-"""Ids that a prefetch is ahead."""
+"""Numbers of ids by which a prefetch may precede the read."""
+# Prefetching several rows together overlaps their page-table walks.
 PREFETCH_BURSTS = (1, 32)
-"""Rows that are asked for at once: waits for the addresses of their pages then overlap."""
+"""Numbers of rows that may be prefetched together."""
 
 
 @dataclass(frozen=True)
 class PrefetchHint:
-    """How rows are brought near before they are read."""
+    """Parameters of software prefetching."""
 
     level: int
-    """Cache that they are brought to: 1, 2 or 3."""
+    """Hardware cache level into which rows are prefetched: 1, 2 or 3."""
     distance: int
-    """Ids ahead, at least; 0: none."""
+    """Minimum number of ids between a prefetch and the read of its row. 0 with `burst` 1 means no prefetching ahead."""
 
     burst: int = 1
-    """Rows that are asked for at once, whenever `distance` ids are left."""
+    """Number of rows prefetched together. The next burst starts when the prefetched rows are only `distance` ahead."""
 
 
 @dataclass(frozen=True)
 class GatherResult:
-    """One pass over the ids."""
+    """Result of reading the rows of all ids once."""
 
     checksum: int
     """Sum of the 32-bit words of all rows read, modulo 2^32."""
     seconds: float
-    """Time of the loop alone."""
+    """Duration of the read loop, without checks and setup."""
 
 
 def gather(
@@ -55,19 +55,19 @@ def gather(
     """Read the rows of all ids once.
 
     Args:
-        tables: one [R_f, D_f] per feature, contiguous, of any dtype, on the CPU.
-        ids: int64 [nnz], the features of one batch after the other, batch after batch.
-        bounds: ids[bounds[s] : bounds[s + 1]] are rows of tables[s % F].
-        prefetch: how.
-        num_threads: threads that share the ids in pieces, each piece to the next free thread.
+        tables: Contiguous CPU tensors [R_f, D_f] of any dtype, one per feature.
+        ids: Ids of all batches as int64 [nnz], grouped by batch, then by feature.
+        bounds: Segment boundaries. ids[bounds[s] : bounds[s + 1]] are rows of tables[s % F].
+        prefetch: Prefetch parameters.
+        num_threads: Number of threads. Ids are divided into chunks, which free threads take dynamically.
 
-    Raises MesetaError for bounds or ids outside, before anything is read.
+    Raises MesetaError before reading if a table is not contiguous on the CPU, or if an argument is out of range.
     """
     addresses: list[int] = []
     for table in tables:
         if not table.is_contiguous() or table.device.type != "cpu":
             raise MesetaError(
-                f"gather limit: a table of shape {list(table.shape)} is not contiguous on the CPU; give whole tables"
+                f"gather limit: the table of shape {list(table.shape)} is not a contiguous CPU tensor; pass a copy"
             )
         addresses += [table.data_ptr(), table.shape[1] * table.element_size(), table.shape[0]]
     try:
@@ -82,7 +82,10 @@ def gather(
 def best_prefetches(
     tables: Sequence[Tensor], ids: NDArray[np.int64], bounds: Sequence[int], num_threads: int, *, keep: int = 3
 ) -> list[PrefetchHint]:
-    """The `keep` fastest ways to prefetch here, the fastest first; each is tried three times, in turns."""
+    """Return the `keep` fastest prefetch parameters for these tables and ids, fastest first.
+
+    All combinations are measured three times, interleaved. The minimum counts.
+    """
     ways = [PrefetchHint(*way) for way in itertools.product(CACHE_LEVELS, PREFETCH_DISTANCES, PREFETCH_BURSTS)]
     times: dict[PrefetchHint, list[float]] = {way: [] for way in ways}
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""The checksum of a gather in plain torch."""
+"""Reference of the gather checksum in plain torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from torch import Tensor
 
 
 def checksum(tables: Sequence[Tensor], ids: NDArray[np.int64], bounds: Sequence[int]) -> int:
-    """See meseta.measure.gather_limit.gather; rows must be whole 32-bit words."""
+    """Return `GatherResult.checksum` of a gather with these arguments.
+
+    The number of bytes per row must be a multiple of 4.
+    """
     total = 0
     for segment, (start, stop) in enumerate(pairwise(bounds)):
         rows = tables[segment % len(tables)][torch.from_numpy(ids[start:stop])]

@@ -1,1 +1,1 @@
-"""Timing several implementations in turns, each in processes of its own."""
+"""Benchmark harness: interleaved timing of several implementations, each in separate processes."""

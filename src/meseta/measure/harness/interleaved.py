@@ -1,4 +1,4 @@
-"""Timing several contenders in turns, so that whatever else the machine does meets all of them alike."""
+"""Interleaved timing of several benchmark targets, so that other load on the machine affects all of them equally."""
 
 from __future__ import annotations
 
@@ -15,57 +15,58 @@ from meseta.spec import MesetaError
 
 @dataclass(frozen=True, kw_only=True)
 class TimingOptions:
-    """How much time is spent, and what counts as undisturbed."""
+    """Duration of a benchmark, and its tolerance of background load."""
 
+    # The placement of its memory changes the speed of a process, and differs between starts.
     num_starts: int = 2
-    """Times that every process is started anew: where its memory comes to lie changes its speed."""
+    """Number of times that all processes are started."""
     num_rounds: int = 3
-    """Windows of each action and start."""
+    """Number of timed windows per action and start."""
     window_s: float = 0.25
-    """Length of a window."""
+    """Approximate duration of a timed window."""
     max_background_load: float = 0.15
-    """A window in which others kept more processors busy than this is repeated."""
+    """Maximum mean number of processors that other programs may use in a quiet window. Noisy windows are repeated."""
     max_retries: int = 4
-    """Repetitions of a disturbed window before it is taken as it is."""
+    """Maximum number of repetitions of a noisy window. After them, the quietest one counts."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """All windows of one action."""
+    """All timed windows of one action of one target."""
 
     windows: tuple[TimedWindow, ...]
     max_background_load: float
 
     @property
     def quiet_windows(self) -> tuple[TimedWindow, ...]:
-        """Windows in which nobody else used the processor."""
+        """Windows whose background load is at most `max_background_load`."""
         return tuple(window for window in self.windows if window.background_load <= self.max_background_load)
 
     @property
     def is_noisy(self) -> bool:
-        """Whether most windows were disturbed, and the median is over those too."""
+        """Whether fewer than half of the windows are quiet. `seconds` is then the median of all windows."""
         return 2 * len(self.quiet_windows) < len(self.windows)
 
     @property
     def seconds(self) -> float:
-        """Median seconds of a call."""
+        """Median seconds per call, of the quiet windows unless `is_noisy`."""
         windows = self.windows if self.is_noisy else self.quiet_windows
         return statistics.median(window.seconds_per_call for window in windows)
 
 
 @dataclass
 class TimingResult:
-    """What a contest found."""
+    """Timings of all targets of a benchmark."""
 
     timings: dict[tuple[str, str, int], Timing] = field(default_factory=dict)
-    """(title of the member, action, threads) -> windows."""
+    """Timing by title of the target, action and number of threads."""
     facts: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Title -> what the contender says of itself."""
+    """Result of `BenchmarkTarget.facts` by title of the target."""
     failures: dict[str, str] = field(default_factory=dict)
-    """Title -> why it has no figures."""
+    """Error message by title, for targets that failed."""
 
     def seconds(self, member: TargetSpec, action: str, num_threads: int) -> float | None:
-        """Median seconds of a call, None where it was not timed."""
+        """Return the median seconds per call, or `None` if the action was not timed."""
         timing = self.timings.get((member.title, action, num_threads))
         return timing.seconds if timing else None
 
@@ -77,23 +78,28 @@ def run_interleaved(
     *,
     memory_bytes: float | None = None,
 ) -> TimingResult:
-    """Time every action of every member.
+    """Time every action of every target in `members`.
 
-    As many members as fit into `memory_bytes` (None: most of what is free) run at a time and take turns window by
-    window; the others follow, and all of it is repeated from the start of the processes on.
+    Targets run in groups that fit into `memory_bytes` together. `None` means most of the free memory. Within a group,
+    timed windows alternate between the targets. Everything is repeated with new processes, `num_starts` times in total.
+    A target that fails is listed in `failures`, and the others continue.
     """
+    # Keys are the title of the target, the action and the number of threads.
     windows: dict[tuple[str, str, int], list[TimedWindow]] = {}
     outcome = TimingResult()
     free_bytes = _memory_budget() if memory_bytes is None else memory_bytes
     for _ in range(timing.num_starts):
         for group in memory_groups(members, free_bytes):
             _run_group([m for m in group if m.title not in outcome.failures], timing, outcome, windows, log)
-    outcome.timings = {key: Timing(tuple(found), timing.max_background_load) for key, found in windows.items()}
+    outcome.timings = {key: Timing(tuple(timed), timing.max_background_load) for key, timed in windows.items()}
     return outcome
 
 
 def memory_groups(members: Sequence[TargetSpec], memory_bytes: float) -> Iterator[list[TargetSpec]]:
-    """Neighbours that fit into the memory together; at least one at a time."""
+    """Yield consecutive targets in groups that fit into `memory_bytes` together.
+
+    A target that exceeds `memory_bytes` is a group alone.
+    """
     group: list[TargetSpec] = []
     for member in members:
         if group and sum(m.memory_bytes for m in group) + member.memory_bytes > memory_bytes:
@@ -140,7 +146,7 @@ def _run_group(
 
 @contextmanager
 def _record_failures(member: TargetSpec, outcome: TimingResult) -> Iterator[None]:
-    """Turns an error of a member into a line of `failures`, and the others go on."""
+    """Context manager that records a MesetaError of `member` in `failures` instead of raising it."""
     try:
         yield
     except MesetaError as error:
@@ -148,7 +154,7 @@ def _record_failures(member: TargetSpec, outcome: TimingResult) -> Iterator[None
 
 
 def _calls_per_window(team: WorkerGroup, action: str, num_threads: int, window_s: float) -> int:
-    """Calls that fill a window; warms up on the way."""
+    """Return the number of calls that take about `window_s`. Also warms up the action."""
     team.time(action, 1, num_threads)
     calls = 1
     while True:
@@ -159,17 +165,17 @@ def _calls_per_window(team: WorkerGroup, action: str, num_threads: int, window_s
 
 
 def _time_window(team: WorkerGroup, action: str, calls: int, num_threads: int, timing: TimingOptions) -> TimedWindow:
-    """A quiet window; where none is to be had, the quietest."""
-    found: list[TimedWindow] = []
-    while len(found) <= timing.max_retries:
-        found.append(team.time(action, calls, num_threads))
-        if found[-1].background_load <= timing.max_background_load:
-            return found[-1]
-    return min(found, key=lambda window: window.background_load)
+    """Time windows until one is quiet. Returns the quietest one if retries are exhausted."""
+    windows: list[TimedWindow] = []
+    while len(windows) <= timing.max_retries:
+        windows.append(team.time(action, calls, num_threads))
+        if windows[-1].background_load <= timing.max_background_load:
+            return windows[-1]
+    return min(windows, key=lambda window: window.background_load)
 
 
 def _memory_budget() -> float:
-    """Three quarters of what the system could give."""
     system = KernelFiles()
     free = free_memory_bytes(system, read_cgroup_limits(system))
+    # The rest is for the page cache and other programs.
     return 8e9 if free is None else 0.75 * free

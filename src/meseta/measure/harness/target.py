@@ -1,4 +1,4 @@
-"""What takes part in a benchmark: one implementation, in a process of its own."""
+"""Base class of the implementations that a benchmark compares."""
 
 from __future__ import annotations
 
@@ -8,27 +8,29 @@ from typing import Any
 
 
 class BenchmarkTarget:
-    """An implementation that `worker` builds and times. Needs nothing but the standard library."""
+    """Implementation that a worker process creates and times."""
+
+    # This module imports only the standard library, because interpreters of other systems load it.
 
     def __init__(self) -> None:
         self.actions: dict[str, Callable[[int], object]] = {}
-        """What can be timed: name -> function of the running number of the call."""
+        """Functions to time, by name. The argument is the number of the call, counted from 0."""
 
     def facts(self) -> dict[str, Any]:
-        """What the benchmark wants to know about it, as JSON: versions, bytes, counts."""
+        """Return properties of the target as a JSON object, such as versions, bytes and counts."""
         return {}
 
     def set_threads(self, num_threads: int) -> None:
-        """From now on, use so many threads."""
+        """Set the number of threads of all later calls."""
         import torch
 
         torch.set_num_threads(num_threads)
 
     def barrier(self) -> None:
-        """Wait for the other ranks of this contender."""
+        """Wait for the other ranks of this target."""
 
     def time(self, action: str, first: int, num_calls: int) -> float:
-        """Seconds of calls first, first + 1, ..."""
+        """Return the total seconds of `num_calls` calls of `action`. The first call has the number `first`."""
         run = self.actions[action]
         self.barrier()
         start = time.perf_counter()

@@ -1,10 +1,10 @@
-"""The process of one contender: reads requests from standard input, a line of JSON each, and answers with one.
+"""Worker process of one benchmark target. Reads requests from standard input and answers each with one line of JSON.
 
-    {"make": ["module", "Class"], "arguments": {...}}              -> facts of the contender
+    {"make": ["module", "Class"], "arguments": {...}}              -> facts of the target
     {"time": "action", "calls": 3, "threads": 2}                   -> seconds
-    {"ask": "method", "arguments": {...}}                          -> what it returns
+    {"ask": "method", "arguments": {...}}                          -> return value of the method
 
-Standard output belongs to the answers, so whatever else a library prints there goes to standard error.
+Standard output is reserved for answers. Other output of libraries is redirected to standard error.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from meseta.measure.harness.target import BenchmarkTarget
 
 
 class Worker:
-    """Answers requests."""
+    """Holder of a benchmark target that executes requests for it."""
 
     def __init__(self) -> None:
         self.target: BenchmarkTarget | None = None
@@ -30,10 +30,11 @@ class Worker:
         self.num_threads = 0
 
     def handle(self, request: dict[str, Any]) -> Any:
-        """What the request asks for, as JSON."""
+        """Execute one request and return its answer, which must be serializable as JSON."""
         if "make" in request:
             module, name = request["make"]
             self.target = getattr(importlib.import_module(module), name)(**request["arguments"])
+            # Keep the garbage collector from scanning the target's objects during measurements.
             gc.collect()
             gc.freeze()
             return self.target.facts()
@@ -58,8 +59,8 @@ def main() -> None:
     for line in sys.stdin:
         try:
             reply = {"answer": worker.handle(json.loads(line))}
-        except Exception as error:  # everything is told to the benchmark, which decides
+        except Exception as error:  # The benchmark decides how to handle it.
             reply = {"error": f"{type(error).__name__}: {error}"}
         answers.write(json.dumps(reply) + "\n")
         answers.flush()
-    os._exit(0)  # neither process groups nor gigabytes of tables need an orderly end
+    os._exit(0)  # Skip the teardown of process groups and of gigabytes of tables.

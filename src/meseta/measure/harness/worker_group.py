@@ -1,4 +1,4 @@
-"""Starting the processes of a contender and talking to them."""
+"""Worker processes of a benchmark target, and requests to them."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ from meseta.measure.harness.target import BenchmarkTarget
 from meseta.spec import MesetaError
 
 REPLY_TIMEOUT_S = 600.0
-"""An answer that takes longer is not waited for."""
-# The interpreter of another system need not have this package: it sees the folder below and nothing beside it.
+"""Maximum seconds to wait for an answer."""
+# The interpreter of another system need not have Meseta or its dependencies. Empty packages that point to the source
+# folders let it import single modules without running meseta/__init__.py.
 _PEER_BOOTSTRAP = """
 import sys, types
 for name, folder in (("meseta", {root!r}), ("meseta.measure", {root!r} + "/measure")):
@@ -37,47 +38,50 @@ _BOOTSTRAP = "from meseta.measure.harness.worker import main; main()"
 
 @dataclass(frozen=True, kw_only=True)
 class TargetSpec:
-    """One contender of a contest: what it is called, and how it is started."""
+    """One benchmark target: its class, its interpreter, and its processes."""
 
     name: str
-    """'ours', 'FBGEMM', ..."""
+    """Name of the system, such as 'ours' or 'FBGEMM'."""
     variant: tuple[str, ...] = ()
-    """Optimizer, dtype and the like: with the name, what tells it from others."""
+    """Properties such as optimizer and dtype that distinguish targets with the same name."""
     target_class: type[BenchmarkTarget]
-    """What its processes build; of a module that can be imported there."""
+    """Class that each worker process instantiates. `python` must be able to import its module."""
     arguments: Mapping[str, Any]
-    """Of the class, as JSON."""
+    """Keyword arguments of `target_class`, serializable as JSON."""
     python: str = sys.executable
-    """Interpreter."""
+    """Path of the Python interpreter."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables beside the present ones."""
+    """Environment variables of the worker processes, in addition to the inherited ones."""
     num_ranks: int = 1
-    """Processes."""
+    """Number of worker processes."""
     thread_counts: tuple[int, ...] = (1,)
-    """Threads of each process: one measurement for each number."""
+    """Numbers of threads per process. Each one is measured separately."""
     memory_bytes: float = 0.0
-    """What all of its processes need, roughly."""
+    """Approximate memory of all worker processes in total."""
 
     @property
     def title(self) -> str:
-        """Name and variant."""
+        """Name and variant, which together are unique in a benchmark."""
         return " ".join((self.name, *self.variant))
 
 
 @dataclass(frozen=True)
 class TimedWindow:
-    """One timed stretch of calls."""
+    """Measurement of consecutive calls of one action."""
 
     seconds_per_call: float
     background_load: float
-    """Processors that were busy with something else, 0.0 and up."""
+    """Mean number of processors that other programs used during the window."""
 
 
 class WorkerGroup:
-    """The running processes of one member; also a context manager, which stops them."""
+    """Running worker processes of one benchmark target. As a context manager, stops them on exit."""
 
     def __init__(self, member: TargetSpec) -> None:
-        """Start them and build the contender. Raises MesetaError, with its last words, where one fails."""
+        """Start the processes and create the target in each.
+
+        Raises MesetaError if a process fails. The message includes the last line of its standard error.
+        """
         self.spec = member
         self.facts: dict[str, Any] = {}
         self._stderr_files: list[IO[bytes]] = []
@@ -96,7 +100,7 @@ class WorkerGroup:
             raise
 
     def time(self, action: str, calls: int, num_threads: int) -> TimedWindow:
-        """Run an action on every rank; the seconds are rank 0's, between barriers."""
+        """Time `calls` calls of `action` on all ranks. The duration is that of rank 0, from barrier to barrier."""
         pids = [os.getpid(), *(process.pid for process in self._processes)]
         before, start_s = read_cpu_time(pids), time.perf_counter()
         seconds = self.request({"time": action, "calls": calls, "threads": num_threads})
@@ -106,11 +110,14 @@ class WorkerGroup:
         )
 
     def call(self, method: str, **arguments: Any) -> Any:
-        """Call a method of the contender on every rank and return what rank 0's returned."""
+        """Call a method of the target on all ranks. Returns the result of rank 0."""
         return self.request({"ask": method, "arguments": arguments})
 
     def request(self, request: dict[str, Any]) -> Any:
-        """Send to every rank, wait for all, return rank 0's answer."""
+        """Send a request to all ranks and wait for all answers. Returns the answer of rank 0.
+
+        Raises MesetaError if a rank reports an error, ends, or exceeds REPLY_TIMEOUT_S.
+        """
         line = json.dumps(request).encode() + b"\n"
         for process in self._processes:
             assert process.stdin is not None
@@ -118,7 +125,7 @@ class WorkerGroup:
                 process.stdin.write(line)
                 process.stdin.flush()
             except BrokenPipeError:
-                pass  # its end is told below, with its last words
+                pass  # Reading the answer below reports why the process ended.
         replies = [self._read(rank) for rank in range(len(self._processes))]
         for reply in replies:
             if "error" in reply:
@@ -126,7 +133,7 @@ class WorkerGroup:
         return replies[0]["answer"]
 
     def close(self) -> None:
-        """Stop the processes."""
+        """Kill the processes."""
         for process in self._processes:
             process.kill()
             process.wait()
@@ -143,7 +150,7 @@ class WorkerGroup:
         self.close()
 
     def _start(self, rank: int, meeting: Rendezvous) -> None:
-        self._stderr_files.append(tempfile.TemporaryFile())  # noqa: SIM115 (close() closes it)
+        self._stderr_files.append(tempfile.TemporaryFile())  # noqa: SIM115 (Closed by close().)
         try:
             process = start_program(
                 _command(self.spec),
@@ -163,13 +170,13 @@ class WorkerGroup:
         self._unread.append(b"")
 
     def _read(self, rank: int) -> dict[str, Any]:
-        """One line of a rank."""
+        """Read one answer of a rank. Returns an object with `error` if the process ends or does not answer in time."""
         pipe, deadline = self._processes[rank].stdout, time.monotonic() + REPLY_TIMEOUT_S
         assert pipe is not None
         while b"\n" not in self._unread[rank]:
             ready, _, _ = select.select([pipe], [], [], max(deadline - time.monotonic(), 0.0))
             if not ready:
-                return {"error": f"no answer in {REPLY_TIMEOUT_S:.0f} s"}
+                return {"error": f"no answer within {REPLY_TIMEOUT_S:.0f} s"}
             part = os.read(pipe.fileno(), 1 << 16)
             if not part:
                 return {"error": f"its process ended: {self._exit_reason(rank)}"}
@@ -183,11 +190,11 @@ class WorkerGroup:
         file = self._stderr_files[rank]
         file.seek(0)
         lines = file.read().decode(errors="replace").strip().splitlines()
-        return f"exit code {code}; {lines[-1] if lines else 'it said nothing'}"
+        return f"exit code {code}; {lines[-1] if lines else 'no output on standard error'}"
 
 
 def _command(member: TargetSpec) -> list[str]:
-    """Its program. The folder that the user stands in is no place to import from."""
+    # -P and -I keep the working directory out of the import path.
     if member.python == sys.executable:
         return [member.python, "-P", "-c", _BOOTSTRAP]
     return [member.python, "-I", "-c", _PEER_BOOTSTRAP.format(root=str(Path(__file__).resolve().parents[2]))]
