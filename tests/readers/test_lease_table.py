@@ -93,8 +93,8 @@ def test_windows_of_a_silent_reader_go_to_others(table: LeaseTable, clock: Clock
     ("document", "why"),
     [
         ({"kind": "slow"}, "slow"),
-        ({"kind": "failed", "what": "the link broke"}, "lost"),
-        ({"kind": "failed", "what": "slow"}, "lost"),
+        ({"kind": "failed", "reason": "the link broke"}, "lost"),
+        ({"kind": "failed", "reason": "slow"}, "lost"),
         ({"what": "slow"}, "slow"),  # of an older version, as is the next one
         ({"what": "the link broke"}, "lost"),
     ],
@@ -142,7 +142,7 @@ def test_who_comes_later_does_not_have_to_catch_up(clock: Clock) -> None:
 
 def test_trainings_count_by_the_rank_that_waits_most(table: LeaseTable, clock: Clock) -> None:
     def tell(waited_s: float, passed_s: float, **of_whom: Any) -> None:
-        request = asked(0, **of_whom).model_copy(update={"waited_s": waited_s, "passed_s": passed_s})
+        request = asked(0, **of_whom).model_copy(update={"wait_s": waited_s, "elapsed_s": passed_s})
         table.lease(request)
 
     for passed_s in (0.0, 4.0, 8.0, 12.0):

@@ -8,16 +8,14 @@ Messages are stateless: each contains everything that its receiver needs, so any
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from meseta.data.read.options import LastBatch, ReaderOptions
 from meseta.errors import MesetaError, format_value
 from meseta.machine.files import MAX_DOCUMENT_VALUES, parse_json
 from meseta.machine.waits.checked_memory import encode_text
-from meseta.spec.documents import rename_keys
 
 MAX_MESSAGE_BYTES = 1 << 20
 """Maximum size of a message in bytes. Descriptions and row counts from the dispatcher may be larger."""
@@ -49,18 +47,11 @@ MessageType = TypeVar("MessageType", bound="Message")
 class Message(BaseModel):
     """Immutable message. Unknown keys and values of another type are errors."""
 
+    # Fields with alias choices also accept the key that earlier versions send.
+
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
     max_bytes: ClassVar[int] = MAX_MESSAGE_BYTES
     max_values: ClassVar[int] = MAX_MESSAGE_VALUES
-    former_keys: ClassVar[Mapping[str, str]] = {}
-    """Current name of each former key. Processes of earlier versions send former keys."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _rename_former_keys(cls, document: Any) -> Any:
-        if not cls.former_keys or not isinstance(document, dict):
-            return document
-        return rename_keys(cls.__name__, document, cls.former_keys)
 
     def to_bytes(self) -> bytes:
         """Serialize to JSON."""
@@ -180,18 +171,13 @@ class RowCounts(Message):
     out."""
 
     max_bytes, max_values = MAX_REPLY_BYTES, MAX_DOCUMENT_VALUES
-    former_keys = {
-        "by_filter": "num_filtered",
-        "negatives": "num_dropped_negatives",
-        "wide_features": "int64_features",
-    }
     groups: tuple[Number, ...]
     """Numbers of the row groups in the split, in ascending order."""
     group_rows: tuple[Positive, ...]
-    num_filtered: Number
-    num_dropped_negatives: Number
+    num_filtered: Number = Field(validation_alias=AliasChoices("num_filtered", "by_filter"))
+    num_dropped_negatives: Number = Field(validation_alias=AliasChoices("num_dropped_negatives", "negatives"))
     """Number of negatives that were not drawn."""
-    int64_features: tuple[Name, ...]
+    int64_features: tuple[Name, ...] = Field(validation_alias=AliasChoices("int64_features", "wide_features"))
     """Sparse features whose ids are int64 in some file. The ids of other features are int32."""
 
 
@@ -208,12 +194,11 @@ class TableRequest(Message):
 class ReaderFailure(Message):
     """Failure of a rank to get a window from its reader."""
 
-    former_keys = {"what": "reason"}
     window: Number
     reader: Name
     kind: Literal["slow", "failed"]
     """'slow' if the reader is reachable but sends nothing, 'failed' for any error."""
-    reason: str = Field(default="", max_length=4096)
+    reason: str = Field(default="", max_length=4096, validation_alias=AliasChoices("reason", "what"))
     """Error message of a reader that failed."""
 
     @model_validator(mode="before")
@@ -228,16 +213,17 @@ class ReaderFailure(Message):
 class LeaseRequest(Message):
     """Request for the readers of windows."""
 
-    former_keys = {"troubles": "failures", "waited_s": "wait_s", "passed_s": "elapsed_s"}
     session: Session
     epoch: Number
     windows: tuple[Number, ...] = Field(max_length=1024)
     """Numbers of the windows whose readers are requested."""
-    failures: tuple[ReaderFailure, ...] = Field(default=(), max_length=1024)
+    failures: tuple[ReaderFailure, ...] = Field(
+        default=(), max_length=1024, validation_alias=AliasChoices("failures", "troubles")
+    )
     """Failed readers that should be replaced."""
-    wait_s: Seconds = 0.0
+    wait_s: Seconds = Field(default=0.0, validation_alias=AliasChoices("wait_s", "waited_s"))
     """Seconds for which the rank waited for rows since its first batch."""
-    elapsed_s: Seconds = 0.0
+    elapsed_s: Seconds = Field(default=0.0, validation_alias=AliasChoices("elapsed_s", "passed_s"))
     """Seconds since the rank's first batch."""
 
 
@@ -260,51 +246,43 @@ class Leases(Message):
 class WindowTicket(Message):
     """Request for this rank's rows of one window, in order."""
 
-    former_keys = {"begin": "first_row", "num_had": "num_received"}
     session: Session
     epoch: Number
     window: Number
-    first_row: Number
+    first_row: Number = Field(validation_alias=AliasChoices("first_row", "begin"))
     """Row of the epoch at which the first batch starts."""
     batch_size: Positive
     last_batch: LastBatch
-    num_received: Number = 0
+    num_received: Number = Field(default=0, validation_alias=AliasChoices("num_received", "num_had"))
     """Number of rows of the window that this rank has already received. They are not sent again."""
 
 
 class WindowTimings(Message):
     """Time that making a window took, by kind as in WindowTimer. It is sent with the first record batch."""
 
-    former_keys = {"ready_s": "buffered_s"}
     storage_s: Seconds
     decode_s: Seconds
     transform_s: Seconds
     """Seconds of encoding raw rows, as in WindowTimer."""
-    buffered_s: Seconds
+    buffered_s: Seconds = Field(validation_alias=AliasChoices("buffered_s", "ready_s"))
     """Seconds since the window was decoded, possibly for another rank."""
 
 
 class Heartbeat(Message):
     """Message by which a reader shows that it is alive."""
 
-    former_keys = {
-        "held_bytes": "buffered_bytes",
-        "buffer_bytes": "max_buffer_bytes",
-        "num_again": "num_redecoded",
-        "is_leaving": "is_draining",
-    }
     reader: Name
-    buffered_bytes: Number
+    buffered_bytes: Number = Field(validation_alias=AliasChoices("buffered_bytes", "held_bytes"))
     """Bytes of decoded windows in the buffer."""
-    max_buffer_bytes: Number
+    max_buffer_bytes: Number = Field(validation_alias=AliasChoices("max_buffer_bytes", "buffer_bytes"))
     num_rows: Number
     """Number of rows decoded since the reader started."""
     num_windows: Number
-    num_redecoded: dict[RedecodeReason, Number]
+    num_redecoded: dict[RedecodeReason, Number] = Field(validation_alias=AliasChoices("num_redecoded", "num_again"))
     """Number of windows that were decoded again before all ranks had them, by reason."""
     busy_s: Seconds
     """Seconds spent decoding since the reader started. Otherwise all requested windows were in its buffer."""
-    is_draining: bool = False
+    is_draining: bool = Field(default=False, validation_alias=AliasChoices("is_draining", "is_leaving"))
     """Whether the reader finishes its current windows and accepts no new ones."""
 
 
@@ -344,10 +322,9 @@ class SessionStatus(Message):
 class ScaleTarget(Message):
     """Number of readers that the autoscaler requests, with its limits."""
 
-    former_keys = {"wanted": "target", "least": "min_readers", "most": "max_readers"}
-    target: Number
-    min_readers: Number
-    max_readers: Number
+    target: Number = Field(validation_alias=AliasChoices("target", "wanted"))
+    min_readers: Number = Field(validation_alias=AliasChoices("min_readers", "least"))
+    max_readers: Number = Field(validation_alias=AliasChoices("max_readers", "most"))
 
 
 class ReaderServiceStatus(Message):
