@@ -201,7 +201,7 @@ def test_runs_of_other_data_are_told(tmp_path: Path) -> None:
     comparison = compare_runs(runs)
     assert comparison.notes == (
         "other was evaluated on other rows than first: their metrics cannot be compared.",
-        "more was trained on other data than first: see Data.",
+        "more was trained on other data than first: see section Data.",
     )
     auc = next(metric for metric in comparison.metrics if metric.key == "auc")
     edit(runs[1] / "summary.json", lambda d: d["test"].update(auc=0.8))
@@ -246,7 +246,7 @@ def test_names_and_repeats(tmp_path: Path) -> None:
     assert [run.label for run in compare_runs(runs).runs] == [str(path) for path in runs]
     with pytest.raises(MesetaError, match="is listed twice"):
         compare_runs([runs[0], runs[0] / ".." / "run"])
-    with pytest.raises(MesetaError, match="is not a directory"):
+    with pytest.raises(MesetaError, match="is not a folder"):
         compare_runs([runs[0], tmp_path / "absent"])
 
 

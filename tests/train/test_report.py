@@ -342,7 +342,7 @@ def test_a_run_that_has_just_begun(tmp_path: Path) -> None:
 
 
 def test_a_directory_that_is_no_run(tmp_path: Path) -> None:
-    with pytest.raises(MesetaError, match="is not a directory"):
+    with pytest.raises(MesetaError, match="is not a folder"):
         write_report(tmp_path / "absent")
     (tmp_path / "dataset.json").write_text("{}")
     with pytest.raises(MesetaError, match="contains no run"):
@@ -377,7 +377,7 @@ def test_hostile_names_are_text(tmp_path: Path) -> None:
 def test_half_a_surrogate_is_no_text(tmp_path: Path) -> None:
     make_run(tmp_path)
     (tmp_path / "environment.json").write_text(json.dumps({"half": "\ud800"}))
-    assert "environment.json: it is not valid JSON" in report(tmp_path).text
+    assert "environment.json: not valid JSON" in report(tmp_path).text
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 16])

@@ -40,7 +40,7 @@ def boxes(markup: str, class_: str) -> list[tuple[float, float]]:
 
 def test_the_step_of_median_length_is_drawn_in_proportion() -> None:
     markup = timeline_section(three_steps())
-    assert "Step 3, that of median length among the 3 steps" in markup and "more rank" not in markup
+    assert "Step 3 has the median duration of the 3 steps" in markup and "more rank" not in markup
     ms = (WIDTH - MARGIN_RIGHT - MARGIN_LEFT) / 20
     for class_, begin, end in (("stage stage-lookup", 5, 10), ("under-way", 8, 16), ("waiting", 12, 16)):
         drawn = boxes(markup, class_)
@@ -51,7 +51,7 @@ def test_the_step_of_median_length_is_drawn_in_proportion() -> None:
 
 def test_ranks_that_are_not_drawn_are_told() -> None:
     markup = timeline_section(three_steps(6))
-    assert "has all steps, and 2 more ranks" in markup and "rank 3" in markup and "rank 4" not in markup
+    assert "contains all steps, and 2 more ranks" in markup and "rank 3" in markup and "rank 4" not in markup
     assert timeline_section(None) == ""
 
 
@@ -88,8 +88,8 @@ def changed(**changes: Any) -> str:
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        ("", "it is not valid JSON"),
-        ("{", "it is not valid JSON"),
+        ("", "not valid JSON"),
+        ("{", "not valid JSON"),
         ("[]", "input should be a valid dictionary"),
         ("{}", "key 'otherData': field required"),
         (changed(ts=-1.0), "key 'traceEvents."),
