@@ -24,8 +24,8 @@ class DeltaTracker:
     def __init__(self, folder: Location, world: World, policy: Literal["none"] | DeltaPolicy, max_chain: int) -> None:
         self._folder, self._world, self._max_chain = folder, world, max_chain
         self._policy = None if policy == "none" else policy
+        # Changed rows whose marks the current save has cleared, for each shard. `None` if it has cleared none.
         self._cleared_marks: Sequence[RowSet] | None = None
-        """Changed rows whose marks the current save has cleared, for each shard. `None` if it has cleared none."""
 
     def begin_save(
         self,
@@ -100,7 +100,7 @@ class DeltaTracker:
         return base or received
 
     def _select_rows(self, base: DeltaBase, piece: TableStorage, changed: RowSet) -> RowSet:
-        """Return the rows of a shard that a delta writes. Of replicas, only the first rank writes rows."""
+        # Of replicas, only the first rank writes rows.
         if piece.shard.ranks[0] != self._world.rank:
             return RowSet(piece.shard.num_rows)
         if steps_all_rows(piece):

@@ -27,7 +27,6 @@ class CheckpointDifference:
     name: str
     """Table or tensor that differs, for example "table 'user_id'"."""
     description: str
-    """Text that describes the difference."""
 
 
 def compare(first: Location | str, second: Location | str) -> Iterator[CheckpointDifference]:
@@ -120,7 +119,7 @@ def _count_differences(
 
 
 def _to_float64(stored: np.ndarray, dtype: str) -> np.ndarray:
-    """Convert stored values to float64. A stored bfloat16 has the upper half of the bits of a float32."""
+    # A stored bfloat16 has the upper half of the bits of a float32.
     if dtype == "bfloat16":
         stored = widen_bfloat16(stored)
     with np.errstate(invalid="ignore"):  # Arbitrary bits may be signaling NaNs.
@@ -128,7 +127,7 @@ def _to_float64(stored: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def _max_abs_difference(a: np.ndarray, b: np.ndarray) -> float:
-    """Return the largest absolute difference. It is infinite if only one of two values is NaN."""
+    # The difference is infinite if only one of two values is NaN.
     with np.errstate(invalid="ignore"):
         distance = np.abs(a - b)
     # Equal infinities have the difference NaN, which counts as 0.

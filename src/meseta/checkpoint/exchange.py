@@ -27,7 +27,7 @@ LocalShards = Mapping[Shard, TableStorage | SelectedRows]
 SelectedCounts = Mapping[Shard, Mapping[int, int]]
 """Number of selected rows by shard and by first row of a block. Blocks without selected rows are left out."""
 ID_COLUMN = Column(name=ID, kind="row", dtype="uint32")
-"""Column of the selected rows of a block, numbered from the first row of the block."""
+"""Column with the ids of selected rows, counted from the first row of the block."""
 
 
 @dataclass(frozen=True)
@@ -76,11 +76,10 @@ class BlockJob:
     layout: TableLayout
     rows: tuple[int, int]
     writer: int
-    """Rank that writes the block. It reads its own slices from its shards instead of sending them."""
+    """Rank that writes the block. It does not send its own slices."""
     slices: tuple[ShardSlice, ...]
     """Parts of the block, ordered by sender."""
     num_rows: int
-    """Number of rows to write."""
 
     @staticmethod
     def from_plan(
@@ -238,6 +237,6 @@ def _column_views(piece: ShardSlice, packed: Tensor) -> dict[str, Tensor]:
 
 
 def _view_as_column(segment: Tensor, column: Column, shape: tuple[int, ...]) -> Tensor:
-    """View the bytes of a segment as values of the given shape, without the padding."""
+    # The segment may end with padding.
     dtype: torch.dtype = getattr(torch, column.stored_dtype)
     return segment[: dtype.itemsize * math.prod(shape)].view(dtype).view(shape)

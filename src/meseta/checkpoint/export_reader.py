@@ -92,7 +92,6 @@ class ExportReader:
     root: Path
     file_format: ExportFormat
     has_states: bool
-    """Whether the export has the states of the row optimizers."""
     embedding_step: int | None
     """Number of steps that row optimizers use for bias correction. `None` if the checkpoint had no training state."""
     dense_optimizer: str | None
@@ -196,7 +195,6 @@ def array_dtype(column: Column) -> np.dtype[Any]:
 
 @contextmanager
 def _wrap_read_errors(path: Path) -> Iterator[None]:
-    """Context manager that converts exceptions for damaged content to MesetaError with the name of the file."""
     try:
         yield
     except MesetaError:

@@ -16,15 +16,14 @@ from meseta.errors import StorageError
 from meseta.machine.remote import Location
 from meseta.spec import MesetaError
 
+# Number of unusable checkpoints that a message names in addition to the first one.
 _MAX_LISTED = 4
-"""Maximum number of unusable checkpoints that a message names in addition to the first one."""
 
 
 class FallbackCheckpointError(DamagedCheckpoint):
     """Damage of a checkpoint, with the checkpoint from which the run can resume instead."""
 
     problem: str
-    """Description of the damage."""
     fallback: Location | None
     """Newest older checkpoint whose files are all intact. `None` if there is none."""
     unusable: tuple[Location, ...]

@@ -36,12 +36,10 @@ class TableSummary:
     dtype: str
     """Data type of the rows, such as 'float32'."""
     optimizer: str
-    """Name of the row optimizer."""
     states: tuple[str, ...]
-    """Names of the states of the row optimizer."""
     num_blocks: int
     num_bytes: int
-    """Size of the table's files, including files of older checkpoints that a delta needs."""
+    """Size of the table's files, including those of older checkpoints."""
     row_error: float
     """Largest quantization error of a value of a row, or 0 if all rows are exact."""
     checksum: str | None
@@ -54,15 +52,13 @@ class CheckpointSummary:
 
     path: Location
     step: int
-    """Number of steps trained."""
     saved_at_s: float
     """Time at which the manifest was written, in seconds since the Unix epoch."""
     num_ranks: int
-    """Number of ranks that saved the checkpoint. Any number of ranks can load it."""
+    """Number of ranks that saved the checkpoint."""
     tables: tuple[TableSummary, ...]
     """Tables, sorted by name."""
     dense_bytes: int
-    """Size of the file with dense tensors."""
     carried_bytes: int
     """Size of the file with prefetched embeddings, or 0 if there is none."""
     reader: dict[str, Any] | None
@@ -92,7 +88,7 @@ class CheckpointInfo:
 
     path: Location
     summary: CheckpointSummary | None
-    """Content of the checkpoint. `None` if it is damaged or unreadable."""
+    """`None` if the checkpoint is damaged or unreadable."""
     problem: str
     """Reason why there is no summary, or an empty string."""
     is_readable: bool = True

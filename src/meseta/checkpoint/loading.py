@@ -33,11 +33,10 @@ from meseta.spec.optimizer import USED_FIELDS
 from meseta.storage import ROW, TableStorage
 
 FillJob = tuple[BlockSchema, list[FileEntry], bool, list[TableStorage]]
-"""A block and the shards to fill from it: (schema, files of the block from oldest to newest, whether all its rows
-changed since the last full checkpoint, shards)."""
+"""Tuple (schema, files of a block from oldest to newest, whether all its rows changed since the last full checkpoint,
+shards to fill)."""
 ChangedRowsByShard = list[tuple[TableStorage, Tensor]]
-"""Pairs of a shard and its changed rows in ascending order: those of one block changed since the last full
-checkpoint."""
+"""Pairs of a shard and the ascending rows of one block changed since the last full checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,16 +44,14 @@ class LoadedCheckpoint:
     """Content of a checkpoint except its tables."""
 
     step: int
-    """Number of steps trained."""
     dense: dict[str, Tensor]
     """Tensors of the dense part by name, on the CPU."""
     prefetched_embeddings: dict[str, Tensor] | None
     """Embeddings of the next batch by name, on the CPU. `None` if the checkpoint has none."""
     state: dict[str, Any]
-    """State that the trainer passed to `save`, after a round trip through JSON: tuples are lists, and keys are
-    strings."""
+    """State that the trainer passed to `save`. JSON has turned tuples into lists, and keys into strings."""
     manifest: dict[str, Any]
-    """Complete manifest, including the plan under which the checkpoint was saved and the checksum of the model."""
+    """Complete manifest, including the plan of the saving run and the checksum of the model."""
 
 
 def load(
@@ -127,7 +124,7 @@ def _num_reader_threads(blocks: Sequence[Sequence[FileEntry]]) -> int:
 
 
 def _block_checksum(path: Location, schema: BlockSchema, files: Sequence[FileEntry]) -> dict[str, str]:
-    """Read a block, and return the checksum that it has when stored exactly in a single file."""
+    # The checksum is that of the block stored exactly in a single file.
     values = read_chain(path, schema, files)
     if len(files) == 1 and is_block_path(files[0]["path"]):
         return {"checksum": files[0]["checksum"]}
@@ -205,7 +202,7 @@ def _describe_optimizer(entry: Mapping[str, Any]) -> str:
 def _fill_shards(
     path: Location, manifest: Mapping[str, Any], shards: Sequence[TableStorage], since_whole: bool
 ) -> dict[str, Tensor]:
-    """Fill the shards of this rank and set their change marks. Return the dense tensors."""
+    """Fill the shards and set their change marks. Return the dense tensors."""
     jobs: list[FillJob] = []
     for name, entry in manifest["tables"].items():
         schema = BlockSchema.from_dict(entry)
@@ -231,8 +228,7 @@ def _fill_shards(
 
 
 def _fill_shards_from_block(path: Location, since_whole: bool, job: FillJob) -> ChangedRowsByShard:
-    """Read and verify a block, and fill its shards. With `since_whole`, return their rows that changed since the last
-    full checkpoint, otherwise an empty list."""
+    # With `since_whole`, the result has the rows that changed since the last full checkpoint, otherwise nothing.
     schema, files, is_new, pieces = job
     first_row, num_rows = files[0]["first_row"], files[0]["num_rows"]
     is_changed = np.full(num_rows, is_new) if since_whole else None

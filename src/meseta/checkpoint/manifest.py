@@ -41,9 +41,8 @@ from meseta.spec import MesetaError, Plan
 from meseta.spec.tables import TableDtype, invalid_table_name_reason
 
 CHECKPOINT_FORMAT = "meseta.checkpoint/1"
+# Checkpoints list their optional features, so that older versions can report a feature they lack.
 CHECKPOINT_FORMAT_WITH_FEATURES = "meseta.checkpoint/2"
-"""Format of checkpoints with optional features. It lists them, so that older versions can report a feature they
-lack."""
 PREFETCHED = "carried"
 """Feature name and manifest key of prefetched embeddings."""
 DELTAS = "deltas"
@@ -54,15 +53,16 @@ FEATURES = (PREFETCHED, DELTAS, QUANTIZED)
 """Optional features that this version supports."""
 MANIFEST_PATH = "manifest.json"
 RUN_ID = "run_id"
-"""State key of the random id of the run that saved the checkpoint. Checkpoints of early versions lack it."""
+"""State key of the random id of the saving run. Checkpoints of early versions lack it."""
+# A manifest lists the size of each delta since the last full checkpoint.
 MAX_DELTAS = 1 << 16
-"""Maximum number of deltas after a full checkpoint. A manifest lists the size of each."""
+"""Maximum number of deltas after a full checkpoint."""
 Count = Annotated[int, Field(ge=0, lt=1 << 53)]
 PositiveCount = Annotated[int, Field(ge=1, lt=1 << 53)]
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 _RUN_ID_PATTERN = re.compile("[0-9a-f]{32}")
+# Default of an optional key. If the key is present, its value must have the declared type.
 _OPTIONAL: Any = None
-"""Default of an optional key. If the key is present, its value must have the declared type."""
 
 
 # Entries of which a manifest may have a million are validated one by one, because pydantic collects all errors before
@@ -226,7 +226,7 @@ def full_step(manifest: Mapping[str, Any]) -> int:
 
 
 def _table_digest(entry: Mapping[str, Any]) -> dict[str, str]:
-    """Return the checksum of a table with one exact file per block, or else the digest of its chain."""
+    # A table with one exact file per block has a checksum, others the digest of their chain.
     blocks = group_files_by_block(entry)
     if all(len(files) == 1 and is_block_path(files[0]["path"]) for files in blocks):
         return {"checksum": digest.hash_table(entry)}
@@ -377,8 +377,7 @@ def own_file_entries(manifest: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]
 
 
 def _validate(where: str, place: str, value: Any, kind: type[ManifestPart]) -> None:
-    """Raise DamagedCheckpoint unless `value` has the types and ranges of `kind`. `place` is the prefix of keys in the
-    message."""
+    """Raise DamagedCheckpoint unless `value` has the types and ranges of `kind`."""
     if problem := invalid_value_reason(place, value, kind):
         raise malformed_manifest_error(where, problem)
 
@@ -407,7 +406,7 @@ def _check_checksum(where: str, name: str, expected: object, actual: str) -> Non
 
 
 def _check_digest(where: str, part: str, entry: Mapping[str, Any], expected: Mapping[str, str]) -> None:
-    """Raise DamagedCheckpoint unless the entry has exactly one digest, `expected`."""
+    # The entry must have exactly one digest, `expected`.
     [(key, value)] = expected.items()
     for other in {"checksum", "chain"} - {key}:
         if other in entry:
@@ -416,11 +415,8 @@ def _check_digest(where: str, part: str, entry: Mapping[str, Any], expected: Map
 
 
 def _invalid_table_reason(where: str, name: str, entry: Mapping[str, Any], oldest: int, newest: int) -> str | None:
-    """Return the reason why a table's entry is invalid, or `None`.
-
-    `oldest` and `newest` are the first and last step of the checkpoints that may contain its files. They are equal for
-    a full checkpoint.
-    """
+    # `oldest` and `newest` are the first and last step of the checkpoints that may contain the table's files. They are
+    # equal for a full checkpoint.
     schema = BlockSchema.from_dict(entry)
     if fault := schema.invalid_reason():
         return fault
@@ -465,7 +461,7 @@ def _invalid_table_reason(where: str, name: str, entry: Mapping[str, Any], oldes
 def _invalid_file_reason(
     name: str, number: int, span: tuple[int, int], file: Mapping[str, Any], *, is_first: bool
 ) -> str | None:
-    """Return the reason why a file cannot hold rows of this block, or `None`. `span` is (first row, number of rows)."""
+    # `span` is (first row of the block, number of rows).
     first, num_rows = span
     _, inner = split_path(file["path"])
     if file["first_row"] != first or (file["num_rows"] == num_rows) != is_first or file["num_rows"] > num_rows:

@@ -17,15 +17,13 @@ class SaveOptions:
     """Options of one save, equal on all ranks except for the rate limiter."""
 
     prefetched_embeddings: Mapping[str, Tensor] | None = None
-    """Embeddings of the next batch, looked up before the last update. Only rank 0 writes them. `None` if there are
-    none."""
+    """Embeddings of the next batch, which only rank 0 writes. `None` if there are none."""
     base: DeltaBase | None = None
     """Base checkpoint of a delta. `None` saves a full checkpoint."""
     bits: Mapping[str, RowBits] = field(default_factory=dict)
-    """Number of bits per value of quantized rows, by table. Tables that are not listed are saved exactly."""
+    """Bits per value of quantized rows, by table. Tables that are not listed are saved exactly."""
     rate_limiter: WriteRateLimiter | None = None
-    """Limiter of the write rate, shared by all saves of this rank. `None` writes without a limit."""
+    """Limiter shared by all saves of this rank. `None` writes without a limit."""
 
 
 DEFAULT_OPTIONS = SaveOptions()
-"""Options of an exact full checkpoint without prefetched embeddings."""

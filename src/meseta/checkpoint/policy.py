@@ -21,8 +21,8 @@ from meseta.machine.remote import Location
 from meseta.ops.row_marks.row_set import RowSet
 from meseta.spec import MesetaError, Shard
 
+# Upper bound for the size of a file's entry in a manifest, without its path.
 _MAX_ENTRY_BYTES = 512
-"""Upper bound for the size of a file's entry in a manifest, without its path."""
 DeltaPolicy = Literal["one_shot", "consecutive", "intermittent", "rolling"]
 FilesByBlock = Mapping[str, Mapping[int, Sequence[FileEntry]]]
 """Files of each block, oldest first, by table and first row of the block."""
@@ -38,8 +38,7 @@ class DeltaBase:
     manifest: Mapping[str, Any] = field(default_factory=dict)
     """Manifest of the previous checkpoint. Empty on ranks other than 0."""
     files: FilesByBlock = field(default_factory=dict)
-    """Files of older checkpoints that the delta needs, with paths relative to its folder. Empty on ranks other than
-    0."""
+    """Older files that the delta needs, with paths relative to its folder. Empty on ranks other than 0."""
     full_step: int = 0
     """Step of the last full checkpoint. Only valid on rank 0."""
     delta_bytes: tuple[int, ...] = ()
@@ -137,7 +136,7 @@ def choose_base(
 
 
 def _fits_in_manifest(tables: Mapping[str, Sequence[Sequence[FileEntry]]]) -> bool:
-    """Whether the manifest of a delta stays small enough to be read. It has up to one more file per block."""
+    # A reader rejects larger manifests. A delta adds up to one file per block.
     num_bytes = sum(
         (len(files) + 1) * (len(files[0]["path"]) + _MAX_ENTRY_BYTES) for blocks in tables.values() for files in blocks
     )
@@ -165,10 +164,7 @@ def check_base(base: DeltaBase, step: int, layouts: Mapping[str, TableLayout]) -
 
 
 def _is_full_cheaper(shares: Sequence[float]) -> bool:
-    """Whether a full checkpoint is predicted to write fewer bytes than further deltas.
-
-    `shares` has the size of each delta since the last full checkpoint, relative to a full one.
-    """
+    # `shares` has the size of each delta since the last full checkpoint, relative to a full one.
     # Section 5.1 of the paper: compare a full checkpoint and deltas like those since the last full one with as many
     # deltas of at least the size of the last one.
     return bool(shares) and 1 + sum(shares) <= (len(shares) + 1) * shares[-1]

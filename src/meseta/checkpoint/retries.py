@@ -24,7 +24,6 @@ class _RetryState:
 
     window_s = 0.0
     has_timed_out = False
-    """Whether any read has failed for the whole window."""
 
 
 @contextmanager

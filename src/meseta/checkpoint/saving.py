@@ -138,7 +138,7 @@ def _write(
 
 
 def _local_layouts(world: World, plan: Plan, local: LocalShards, state: Mapping[str, Any]) -> dict[str, TableLayout]:
-    """Return the layouts of the tables of this rank's shards. Raises MesetaError unless the shards match the plan."""
+    """Return the layouts of this rank's tables. Raises MesetaError unless the shards match the plan."""
     check_state(state)
     if plan.num_ranks != world.size:
         raise MesetaError(f"checkpoint: the plan is for {plan.num_ranks} ranks, but {world.size} are saving")
@@ -165,7 +165,7 @@ def _local_layouts(world: World, plan: Plan, local: LocalShards, state: Mapping[
 
 
 def _merge_layouts(plan: Plan, gathered: Sequence[Mapping[str, TableLayout]]) -> dict[str, TableLayout]:
-    """Return the layouts of all tables by name. The input is equal on all ranks, so either all ranks raise or none."""
+    # The input is equal on all ranks, so either all ranks raise or none.
     layouts: dict[str, TableLayout] = {}
     for local_layouts in gathered:
         for name, layout in local_layouts.items():
@@ -193,10 +193,8 @@ def _count_selected(world: World, layouts: Mapping[str, TableLayout], local: Loc
 def _assign_jobs(
     world: World, plan: Plan, layouts: Mapping[str, TableLayout], selected: SelectedCounts | None, writes_near: bool
 ) -> list[BlockJob]:
-    """Assign a writer to each block that has rows to write.
-
-    With `writes_near`, it is the rank that holds most bytes of the block. Otherwise blocks are assigned round-robin.
-    """
+    # With `writes_near`, a block's writer is the rank that holds most of its bytes. Otherwise blocks are assigned
+    # round-robin.
     blocks = [(layout, span) for layout in layouts.values() for span in layout.block_ranges()]
     jobs = [BlockJob.from_plan(layout, span, 0, plan[layout.spec.name], selected) for layout, span in blocks]
     jobs = [job for job in jobs if job.num_rows]
@@ -215,10 +213,8 @@ def _assign_jobs(
 def _write_blocks(
     world: World, growing: Location, jobs: Sequence[BlockJob], local: LocalShards, options: SaveOptions
 ) -> dict[str, list[dict[str, Any]]]:
-    """Write all blocks in rounds, each with one large block or several small ones per rank.
-
-    Return the manifest entries of all written files by table, on all ranks.
-    """
+    """Write all blocks. Return the manifest entries of all written files by table, on all ranks."""
+    # A round has one large block or several small ones per rank.
     if options.rate_limiter is not None:
         options.rate_limiter.set_num_writers(min(world.size, len(jobs)) or 1)
     with ThreadPoolExecutor(NUM_PENDING_WRITES) as pool:
@@ -273,7 +269,7 @@ class _BlockWriter:
             synced.result()
 
     def _write(self, job: BlockJob, received: Sequence[Tensor]) -> tuple[str, dict[str, Any]]:
-        """Write one block. Return (table, entry in the manifest)."""
+        """Return (table, entry in the manifest)."""
         name, schema = job.layout.spec.name, job.layout.schema
         number = job.rows[0] // schema.block_rows
         values = unpack(job, received, self._local)
@@ -292,7 +288,7 @@ def _commit(
     dense: Mapping[str, Tensor],
     options: SaveOptions,
 ) -> None:
-    """Write the tensors outside the tables, then commit with the manifest. All other ranks have finished writing."""
+    # All other ranks have finished writing.
     prefetched, rate = options.prefetched_embeddings, options.rate_limiter
     if rate is not None:
         rate.set_num_writers(1)

@@ -12,11 +12,7 @@ from meseta.ops.sums import softmax
 
 
 class InteractingLayer(nn.Module):
-    """Multi-head self-attention over fields (arXiv 1810.11921, section 4.4, equations 5 to 8).
-
-    a_mk = softmax over k of <W_Q e_m, W_K e_k>       in each head, without a scale
-    e'_m = ReLU(concat over heads of sum_k a_mk W_V e_k + W_R e_m)
-    """
+    """Multi-head self-attention over fields, without a scale (arXiv 1810.11921, section 4.4, equations 5 to 8)."""
 
     def __init__(self, num_inputs: int, num_heads: int, head_width: int) -> None:
         super().__init__()
@@ -30,15 +26,16 @@ class InteractingLayer(nn.Module):
         return f"num_heads={self.num_heads}"
 
     def forward(self, fields: Float[Tensor, "B M N"]) -> Float[Tensor, "B M width"]:
-        """Return the fields after attention to all fields of their sample."""
         num_samples, num_fields, _ = fields.shape
         flat = fields.flatten(0, 1)
         shape = num_samples, num_fields, self.num_heads, self.query.out_features // self.num_heads
         query, key, value = (
             layer(flat).view(shape).transpose(1, 2) for layer in (self.query, self.key, self.value)
         )  # [B, heads, M, head_width]
+        # In each head: a_mk = softmax over k of <W_Q e_m, W_K e_k>.
         attention = softmax(_batched_matmul(query, key.transpose(2, 3)))
         mixed = _batched_matmul(attention, value).transpose(1, 2).flatten(2)
+        # e'_m = ReLU(concat over heads of sum_k a_mk W_V e_k + W_R e_m).
         return functional.relu(mixed + self.residual(flat).view_as(mixed))
 
 

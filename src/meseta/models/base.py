@@ -23,15 +23,12 @@ class ModelBuildArgs:
     """Arguments of a model of this package besides its config section."""
 
     embeddings: nn.Module
-    """Module with `tables` and `features`."""
     num_dense: int
-    """Number of dense inputs per sample."""
     num_tasks: int
     """Number of labels to predict."""
     seed: int
     """Seed of the initial weights."""
     options: MLPOptions
-    """Options of all MLPs."""
 
 
 @dataclass(frozen=True)
@@ -45,12 +42,12 @@ class DenseActivations:
 class ScoringModel(nn.Module, ABC):
     """Model that looks up embeddings and computes logits from pooled embeddings and dense inputs.
 
-    `forward` does both. A pipeline performs the lookup itself: it calls `forward_dense` while embeddings are exchanged,
-    and `score` when they have arrived.
+    `forward` does both. A pipeline looks up itself, with `forward_dense` while embeddings are exchanged, and `score`
+    when they have arrived.
     """
 
     def __init__(self, embeddings: nn.Module, num_dense: int) -> None:
-        """Create a model on `embeddings`, a module with `tables` and `features`.
+        """Create a model on `embeddings`, a module with `tables` and `features`, and `num_dense` dense inputs.
 
         A call of `embeddings` must return an object with `pooled.values` of shape [B, sum of D_f]. Raises MesetaError
         if a feature is not pooled.
@@ -66,16 +63,14 @@ class ScoringModel(nn.Module, ABC):
     def forward(
         self, dense: Float[Tensor, "B num_dense"], sparse: KeyedJaggedTensor | BatchContext[Any]
     ) -> Float[Tensor, " B *T"]:
-        """Return the logits of the click probability. Dense inputs are cast to the type of the embeddings.
-
-        `sparse` may also be a `BatchContext` from `meseta.ahead`.
-        """
+        """Return the logits of the click probability. `sparse` may be a `BatchContext` from `meseta.ahead`."""
+        # `score` casts dense inputs to the type of the embeddings.
         return self.score(dense, select_score_input(self, self.embeddings(sparse)))
 
     def forward_dense(self, dense: Float[Tensor, "B num_dense"]) -> DenseActivations:
         """Compute the activations that need no embeddings. `score` accepts the result in place of the dense inputs.
 
-        Raises MesetaError if the number of dense inputs differs from that of the model.
+        Raises MesetaError if the number of dense inputs is wrong.
         """
         check_dense(type(self).__name__, dense, self.num_dense)
         return DenseActivations(self.encode_dense(dense.to(self._pooled_dtype)))
@@ -85,8 +80,7 @@ class ScoringModel(nn.Module, ABC):
     ) -> Float[Tensor, " B *T"]:
         """Compute logits from pooled embeddings. The shape is [B], or [B, T] for a model with several tasks.
 
-        `dense` has the dense inputs, or the result of `forward_dense`. Raises MesetaError if a width differs from that
-        of the model.
+        `dense` has the dense inputs, or the result of `forward_dense`. Raises MesetaError if a width is wrong.
         """
         return self.logits(self.resolve_dense(dense, pooled), pooled)
 
@@ -106,8 +100,8 @@ class ScoringModel(nn.Module, ABC):
         return self.num_dense > 0 and type(self).encode_dense is not ScoringModel.encode_dense
 
     def encode_dense(self, dense: Float[Tensor, "B num_dense"]) -> Any:
-        """Apply the layers that read only dense inputs, given in the type of the embeddings. Returns the inputs by
-        default."""
+        """Apply the layers that read only dense inputs, given in the type of the embeddings. By default there are
+        none."""
         return dense
 
     @property
@@ -128,15 +122,15 @@ silently lose the overlap of its dense part, or silently gain one that it disabl
 def find_dense_forward(model: Any) -> Callable[[Tensor], Any] | None:
     """Return the method `forward_dense` of a model, whose result replaces the dense inputs in calls of `score`.
 
-    Returns `None` if the model has no such method, if the model has no dense layers, or if a subclass overrides `score`
-    but not `forward_dense`, because its `score` expects the dense inputs. Raises MesetaError if the model defines a
-    member of `FORMER_MEMBERS` under its former name.
+    Returns `None` if the model has no such method, if it has no dense layers, or if a subclass overrides only `score`.
+    Raises MesetaError if the model defines a member of `FORMER_MEMBERS` under its former name.
     """
     order = type(model).__mro__
 
     def depth(name: str) -> int | None:
         return next((index for index, cls in enumerate(order) if name in vars(cls)), None)
 
+    # Ignored, a former member would silently cost the overlap of the dense part with the exchange.
     for former, current in FORMER_MEMBERS.items():
         former_depth, current_depth = depth(former), depth(current)
         if former_depth is not None and (current_depth is None or former_depth < current_depth):
@@ -144,6 +138,7 @@ def find_dense_forward(model: Any) -> Callable[[Tensor], Any] | None:
     if not getattr(model, "has_dense_layers", True):
         return None
     dense_depth, score_depth = depth("forward_dense"), depth("score")
+    # A `score` that overrides that of the class with `forward_dense` expects the dense inputs.
     if dense_depth is None or (score_depth is not None and score_depth < dense_depth):
         return None
     method: Callable[[Tensor], Any] = model.forward_dense
@@ -151,15 +146,12 @@ def find_dense_forward(model: Any) -> Callable[[Tensor], Any] | None:
 
 
 def select_score_input(model: Any, embeddings: Any) -> Any:
-    """Return the embeddings that `score` of a model reads.
-
-    They are the pooled embeddings of shape [B, sum of D_f], or all embeddings if the model has `reads_embeddings`.
-    """
+    """Return the input of `score`: pooled embeddings [B, sum of D_f], or all if the model has `reads_embeddings`."""
     return embeddings if getattr(model, "reads_embeddings", False) else embeddings.pooled.values
 
 
 def check_reads_pooled(what: str, model: Any) -> None:
-    """Raise MesetaError if the model reads other than pooled embeddings. `what` names the unsupported operation."""
+    """Raise MesetaError if the model has `reads_embeddings`. `what` names the unsupported operation."""
     if getattr(model, "reads_embeddings", False):
         raise MesetaError(
             f"{what}: {type(model).__name__} has reads_embeddings, but only pooled embeddings are supported; define "
@@ -174,7 +166,7 @@ GLOBAL_LOSS_HOOKS = ("global_loss_terms", "global_losses(logits, label, weight)"
 def loss_term_names(
     model: Any, attribute: str = "loss_terms", method: str = "score_with_losses(dense, pooled, label)"
 ) -> tuple[str, ...]:
-    """Return the names of the terms that a model adds to the cross-entropy, from its `attribute`. Empty if it has none.
+    """Return the names of the terms that a model adds to the cross-entropy, from its `attribute`.
 
     Raises MesetaError if the names are invalid or the model lacks the method that computes the terms.
     """

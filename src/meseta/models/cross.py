@@ -24,7 +24,7 @@ class CrossShape:
     """Shape of a cross network of DCN-V2."""
 
     kind: CrossKind = "full"
-    """Type of the layers: full-rank matrices, low-rank matrices, or mixtures of low-rank experts."""
+    """Type of the matrices: full-rank, low-rank, or mixtures of low-rank experts."""
     num_layers: int = 3
     low_rank: int = 64
     """Rank of each matrix of kinds `low_rank` and `mixture`."""
@@ -34,12 +34,12 @@ class CrossShape:
     """Activation between the matrices of an expert of kind `mixture`."""
 
     def check(self, model: str) -> None:
-        """Raise MesetaError unless all counts are at least 1. `model` is its name in the message."""
+        """Raise MesetaError unless all counts are at least 1. `model` is its name."""
         check_widths(model, "cross", [self.num_layers, self.low_rank, self.num_experts])
 
 
 def make_cross(num_inputs: int, shape: CrossShape) -> nn.Module:
-    """Create a cross network from [B, num_inputs] to [B, num_inputs]. The caller has to initialize its weights."""
+    """Create a cross network from [B, num_inputs] to [B, num_inputs]. The caller initializes its weights."""
     if shape.kind == "full":
         return FullCross(num_inputs, shape.num_layers)
     if shape.kind == "low_rank":
@@ -77,11 +77,7 @@ class LowRankCross(nn.Module):
 
 
 class MixtureCross(nn.Module):
-    """Cross layers with mixtures of low-rank experts (arXiv 2008.13535, section 3, equations 3 and 4).
-
-    x_{l+1} = sum_i G_i(x_l) E_i(x_l) + x_l          G = softmax of a linear function of x_l
-    E_i(x) = x_0 * (U_i g(C_i g(V_i x)) + b)         all experts of a layer share b
-    """
+    """Cross layers with mixtures of low-rank experts (arXiv 2008.13535, section 3, equations 3 and 4)."""
 
     def __init__(self, num_inputs: int, shape: CrossShape) -> None:
         super().__init__()
@@ -97,6 +93,8 @@ class MixtureCross(nn.Module):
         return f"activation={self.activate.__name__}"
 
     def forward(self, x0: Float[Tensor, "B N"]) -> Float[Tensor, "B N"]:
+        # x_{l+1} = sum_i G_i(x_l) E_i(x_l) + x_l, with G = softmax of a linear function of x_l.
+        # E_i(x) = x_0 * (U_i g(C_i g(V_i x)) + b), where all experts of a layer share b.
         x = x0
         for gates, down, inner, up in zip(self.gates, self.down, self.inner, self.up, strict=True):
             # Gates sum to 1, so the concatenated matrices U of all experts can be applied to the gated activations.

@@ -25,14 +25,14 @@ def make_custom_model(
     """Create a custom model from `path` "module:Class", and check it on zeros.
 
     The constructor is called as `Class(embeddings, num_dense=..., labels=..., seed=..., **options)`. `seed` also seeds
-    torch's global generator during the call. The module is imported from Python's path or the current folder, and its
-    files are reported before they run.
+    torch's global generator during the call. The module is imported from Python's path or the current folder. Its files
+    are reported before they run.
 
-    Raises MesetaError if the module or class cannot be imported, the class is not an nn.Module, rejects the arguments
-    or does not store `embeddings`, or if `score(dense, pooled)` fails or does not return logits [B], or [B, T] for T >
-    1 labels.
+    Raises MesetaError as `load_custom_model_class` does, if the constructor fails or does not store `embeddings`, or if
+    `score(dense, pooled)` fails or does not return logits [B], or [B, T] for T > 1 labels.
     """
     cls = load_custom_model_class(path)
+    # The constructor must not change the state of the caller's global generator.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = _call_custom_code(
@@ -50,7 +50,10 @@ def make_custom_model(
 
 
 def load_custom_model_class(path: str) -> type[nn.Module]:
-    """Import the module and return the class. Raises MesetaError if that fails, or if the class cannot be a model."""
+    """Import the module and return the class.
+
+    Raises MesetaError if that fails, or if the class is not an nn.Module with a method `score`.
+    """
     module_name, _, class_name = path.partition(":")
     module = _call_custom_code(
         f"model.name {path!r}: importing {module_name!r}", lambda: _import_module(path, module_name)
@@ -84,8 +87,7 @@ def _import_module(path: str, module_name: str) -> ModuleType:
 
 
 def _check_on_zeros(path: str, model: nn.Module, shape: tuple[int, int], num_labels: int) -> None:
-    """Score zeros in evaluation mode and check the logits. `shape` is [B, num_dense]."""
-    batch_size = shape[0]
+    batch_size = shape[0]  # `shape` is [B, num_dense].
     pooled = _zero_embeddings(model, batch_size)
     was_training = [(module, module.training) for module in model.modules()]
     model.eval()
@@ -113,7 +115,7 @@ def _check_on_zeros(path: str, model: nn.Module, shape: tuple[int, int], num_lab
 
 
 def _zero_embeddings(model: nn.Module, batch_size: int) -> Any:
-    """Return zeros in place of the embeddings that `score` reads. Features without pooling have one row per sample."""
+    # Features without pooling have one row per sample.
     embeddings: Any = model.get_submodule("embeddings")
     width = {table.name: table.embedding_dim for table in embeddings.tables}
     dims = {feature.name: width[feature.table] for feature in embeddings.features}

@@ -26,15 +26,15 @@ def make_model(
 ) -> nn.Module:
     """Create the model of a config section on the CPU, with a float32 dense part. `model.embeddings` holds the tables.
 
-    The initial weights of a parameter depend only on the seed and on its name and shape. Custom models are created by
-    `make_custom_model`.
+    Initial weights of a parameter depend only on the seed, its name and its shape. `make_custom_model` creates custom
+    models.
 
     Args:
         config: Config section of the model.
         embeddings: Module with `tables` and `features`.
-        num_dense: Number of dense inputs per sample.
+        num_dense: Number of dense inputs.
         seed: Seed of the initial weights.
-        dtype: Data type of the activations of MLPs.
+        dtype: Data type of MLP activations.
         labels: Names of the labels to predict.
 
     Raises MesetaError if the model cannot predict all labels, or an option has no effect on it, and as the constructors

@@ -42,25 +42,22 @@ class FieldVectors(nn.Module):
 
 
 class DenseVector(nn.Module):
-    """MLP that maps all dense inputs to one vector of the width of the embeddings, with ReLU after each layer.
-
-    Without dense inputs there is no vector.
-    """
+    """MLP that maps all dense inputs to one vector of the width of the embeddings, with ReLU after each layer."""
 
     def __init__(
         self, num_dense: int, hidden: Sequence[int], width: int, options: MLPOptions | None, name: str
     ) -> None:
-        """Create the MLP. `hidden` has the widths of all layers but the last, and `name` is the path of this module in
-        its model."""
+        """Create the MLP. `hidden` has the widths of all layers but the last. `name` is the module's path in the
+        model."""
         super().__init__()
-        self.num_vectors = min(num_dense, 1)
+        self.num_vectors = min(num_dense, 1)  # Without dense inputs there is no vector.
         self.width = width
         self.mlp = (
             MLP([num_dense, *hidden, width], relu_last=True, options=options, name=f"{name}.mlp") if num_dense else None
         )
 
     def forward(self, dense: Float[Tensor, "B num_dense"], batch: BatchSlice | None) -> Float[Tensor, "B one D"]:
-        """Return the vector, in the type of the inputs. Its shape is [B, 0, D] without dense inputs."""
+        """Return the vector in the type of the inputs, [B, 0, D] without dense inputs."""
         if self.mlp is None:
             return dense.new_empty(dense.shape[0], 0, self.width)
         return cast(Tensor, self.mlp(dense, batch)).to(dense.dtype)[:, None]
@@ -83,10 +80,7 @@ class FieldMixer(nn.Module):
 
 
 class FirstOrderTerm(nn.Module):
-    """First-order term of a model: a bias, a weight per dense input, and a weight per id.
-
-    The weights of dense inputs and the bias are initialized to zero.
-    """
+    """First-order term of a model: a bias, a weight per dense input, and a weight per id."""
 
     def __init__(self, num_dense: int) -> None:
         super().__init__()
@@ -96,7 +90,8 @@ class FirstOrderTerm(nn.Module):
             self.dense.bias.zero_()
 
     def forward(self, dense: Float[Tensor, "B num_dense"]) -> Float[Tensor, " B"]:
-        """Return the bias plus the weighted sum of the dense inputs. The caller adds the weights of ids."""
+        """Return the bias plus the weighted sum of the dense inputs."""
+        # The caller adds the weights of ids, which are columns of its tables.
         return cast(Tensor, self.dense(dense)).squeeze(1)
 
 
@@ -117,8 +112,7 @@ def common_width(model: str, dims: Mapping[str, int], min_width: int = 1) -> int
 def split_weights(
     pooled: Float[Tensor, "B sum_of_D"], num_sparse: int
 ) -> tuple[Float[Tensor, "B num_sparse D"], Float[Tensor, "B num_sparse"]]:
-    """Split pooled rows of width D + 1 into (vectors, first-order weights). The weight of an id is the last column of
-    its row."""
+    """Split pooled rows of width D + 1 into (vectors, first-order weights). The weight is the last column."""
     # Vector and weight share a row, so that one lookup reads them and one update writes them.
     rows = pooled.unflatten(1, (num_sparse, -1))
     return rows[..., :-1], rows[..., -1]

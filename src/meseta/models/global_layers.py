@@ -1,7 +1,4 @@
-"""Dropout, batch norm and layer norm that do not depend on the number of ranks and threads.
-
-Masks and statistics follow the global batch.
-"""
+"""Dropout, batch norm and layer norm that do not depend on the number of ranks and threads."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from meseta.ops.random_rows import random_bits, table_key
 from meseta.ops.sums import column_sums
 
 DROPOUT_RESOLUTION = 1 << 16
-"""Inverse of the smallest step of dropout rates, which are rounded to it. 32 random bits decide about two values."""
+"""Inverse of the step to which dropout rates are rounded. 32 random bits decide about two values."""
 MOMENTUM = 0.1
 """Weight of the batch in running statistics, the default of torch."""
 EPS = 1e-5
@@ -28,9 +25,9 @@ EPS = 1e-5
 def dropout_mask(rate: float, seed: int, layer: str, batch: BatchSlice, width: int) -> Bool[Tensor, "B width"]:
     """Return which values of this rank's samples dropout keeps, each with probability 1 - rate up to 1 / 2^17.
 
-    The mask depends only on seed, layer, step, position of the sample in the global batch, and column. It comes from
-    Philox4x32-10, see `meseta.ops.random_rows`.
+    The mask depends only on seed, layer, step, position of the sample in the global batch, and column.
     """
+    # Bits of Philox4x32-10, see `meseta.ops.random_rows`.
     key = table_key(seed, f"dropout/{layer}/{batch.step}")
     first, size = batch.first_sample, batch.batch_size_per_rank[batch.world.rank]
     num_words = (width + 1) // 2
@@ -49,7 +46,7 @@ def dropout(x: Float[Tensor, "B N"], rate: float, seed: int, layer: str, batch: 
 
 
 def _drop_threshold(rate: float) -> int:
-    """Return the number of the `DROPOUT_RESOLUTION` random numbers that drop a value. Never all of them."""
+    # Number of the `DROPOUT_RESOLUTION` random numbers that drop a value, never all of them.
     return min(round(rate * DROPOUT_RESOLUTION), DROPOUT_RESOLUTION - 1)
 
 
@@ -100,8 +97,8 @@ class SyncBatchNorm(nn.Module):
     """Batch normalization with statistics of the global batch (Ioffe and Szegedy, arXiv 1502.03167, algorithms 1 and
     2).
 
-    Evaluation uses running statistics, which are buffers as in torch.nn.BatchNorm1d, with momentum 0.1 and unbiased
-    variance. The layer computes in the type of the parameters.
+    Evaluation uses running statistics, which are buffers with unbiased variance as in torch.nn.BatchNorm1d. The layer
+    computes in the type of the parameters.
     """
 
     # Each rank sends the mean and the sum of squared deviations of its samples. They are merged in float64 in the order
@@ -118,10 +115,7 @@ class SyncBatchNorm(nn.Module):
         self.register_buffer("running_var", torch.ones(width))
 
     def forward(self, x: Float[Tensor, "B N"], batch: BatchSlice | None) -> Float[Tensor, "B N"]:
-        """Normalize the columns of `x`. `batch` is the position of its samples in training, and `None` in evaluation.
-
-        Collective in training.
-        """
+        """Normalize the columns of `x`. `batch` is `None` in evaluation. Collective in training."""
         if batch is None:
             scale = self.weight * torch.rsqrt(self.running_var + EPS)
             return ((x.to(scale.dtype) - self.running_mean) * scale + self.bias).to(x.dtype)
@@ -167,7 +161,7 @@ class _BatchNormFunction(torch.autograd.Function):
 
 
 def _global_moments(x: Tensor, batch: BatchSlice) -> tuple[Tensor, Tensor]:
-    """Return (mean, sum of squared deviations) of each column over all ranks, as float64 of shape [N]."""
+    """Return (mean, sum of squared deviations) of each column over all ranks, float64 [N]."""
     mean = column_sums(x) / max(len(x), 1)
     squares = column_sums((x - mean).square_())
     every = batch.world.all_gather(torch.stack([mean, squares]).double(), "batch norm")

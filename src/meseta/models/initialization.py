@@ -14,7 +14,7 @@ from meseta.spec import InitSpec, MesetaError, suggest
 
 
 def _make_generator(seed: int, name: str) -> torch.Generator:
-    """Return the CPU generator of a parameter. Runs on a GPU start from the same bits."""
+    # Draws on the CPU, so that runs on a GPU start from the same bits.
     # With a stream per name, weights do not depend on the order of parameters, the rank or global random state.
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
@@ -22,10 +22,7 @@ def _make_generator(seed: int, name: str) -> torch.Generator:
 
 @torch.no_grad()
 def fill_normal(parameter: Float[Tensor, " *shape"], std: float, seed: int, name: str) -> None:
-    """Fill with draws from N(0, std squared), made in float64 and rounded to the type of the parameter.
-
-    A parameter on the meta device is left unchanged.
-    """
+    """Fill with draws from N(0, std squared), made in float64 and rounded. Skips a parameter on the meta device."""
     if not parameter.is_meta:
         draws = torch.randn(parameter.shape, dtype=torch.float64, generator=_make_generator(seed, name))
         parameter.copy_(draws.mul_(std))
@@ -33,10 +30,7 @@ def fill_normal(parameter: Float[Tensor, " *shape"], std: float, seed: int, name
 
 @torch.no_grad()
 def fill_uniform(parameter: Float[Tensor, " *shape"], bound: float, seed: int, name: str) -> None:
-    """Fill with draws from [-bound, bound), made in float64 and rounded to the type of the parameter.
-
-    A parameter on the meta device is left unchanged.
-    """
+    """Fill with draws from [-bound, bound), made in float64 and rounded. Skips a parameter on the meta device."""
     if not parameter.is_meta:
         draws = torch.rand(parameter.shape, dtype=torch.float64, generator=_make_generator(seed, name))
         parameter.copy_(draws.mul_(2.0).sub_(1.0).mul_(bound))
@@ -44,8 +38,7 @@ def fill_uniform(parameter: Float[Tensor, " *shape"], bound: float, seed: int, n
 
 @torch.no_grad()
 def fill_by_pattern(model: nn.Module, inits: Mapping[str, InitSpec], seed: int) -> None:
-    """Fill the parameters whose names match a pattern of `inits`, with case-sensitive fnmatch. The last matching
-    pattern wins.
+    """Fill the parameters whose names match a pattern of `inits`, with case-sensitive fnmatch. The last match wins.
 
     Each `InitSpec` must have a `scale`. The numbers depend only on seed, name, shape, kind and scale. Raises
     MesetaError if a pattern matches no parameter.

@@ -40,7 +40,7 @@ class MLPOptions:
     dtype: DenseDtype = "float32"
     """Data type of the activations. With bfloat16, parameters and logits remain float32."""
     dropout: float = 0.0
-    """Share of the outputs of hidden layers that is dropped in training after ReLU, at least 0 and below 1."""
+    """Share of the outputs of hidden layers dropped in training after ReLU, at least 0 and below 1."""
     batch_norm: bool = False
     """Whether to normalize the outputs of hidden layers before ReLU."""
     seed: int = 0
@@ -59,8 +59,8 @@ class HiddenLayers(nn.Module):
     """Base class of layer stacks, which applies dropout and batch norm to hidden layers."""
 
     def set_hidden_layers(self, widths: Sequence[int], options: MLPOptions | None, name: str) -> None:
-        """Set the output widths of the hidden layers. `name` is the path of the stack in its model. It seeds the
-        dropout masks."""
+        """Set the output widths of the hidden layers. `name`, the path of the stack in its model, seeds the dropout
+        masks."""
         self.options = options or MLPOptions()
         self.name = name
         self.num_hidden = len(widths)
@@ -68,13 +68,11 @@ class HiddenLayers(nn.Module):
             self.norms = nn.ModuleList(SyncBatchNorm(width) for width in widths)
 
     def normalize(self, index: int, x: Float[Tensor, "B N"], batch: BatchSlice | None) -> Float[Tensor, "B N"]:
-        """Apply batch norm to the outputs of hidden layer `index` if enabled. `batch` is the result of
-        `resolve_batch_slice`."""
+        """Apply batch norm to hidden layer `index` if enabled. `batch` is the result of `resolve_batch_slice`."""
         return cast(SyncBatchNorm, self.norms[index])(x, batch) if self.options.batch_norm else x
 
     def apply_dropout(self, index: int, x: Float[Tensor, "B N"], batch: BatchSlice | None) -> Float[Tensor, "B N"]:
-        """Apply dropout to the outputs of hidden layer `index` if enabled. `batch` is the result of
-        `resolve_batch_slice`."""
+        """Apply dropout to hidden layer `index` if enabled. `batch` is the result of `resolve_batch_slice`."""
         if not self.options.dropout or batch is None:
             return x
         return dropout(x, self.options.dropout, self.options.seed, f"{self.name}.{index}", batch)
@@ -98,8 +96,8 @@ class HiddenLayers(nn.Module):
 class MLP(HiddenLayers, nn.Sequential):
     """Linear layers `widths[0] -> widths[1] -> ...` with ReLU between them, and on request after the last one.
 
-    It computes in the type of its input, or in bfloat16 if the options request it. The last layer of a bfloat16 MLP
-    without `relu_last` is computed in float32. In a hidden layer, batch norm precedes ReLU and dropout follows it.
+    It computes in the type of its input, or in bfloat16 if the options request it. Without `relu_last`, the last layer
+    of a bfloat16 MLP computes in float32. In a hidden layer, batch norm precedes ReLU and dropout follows it.
     """
 
     def __init__(
@@ -116,12 +114,12 @@ class MLP(HiddenLayers, nn.Sequential):
         Args:
             widths: Widths of the input and of each layer's output.
             relu_last: Whether ReLU follows the last layer.
-            last_is_hidden: Whether the last layer is hidden too, because another layer follows in the model. Requires
-                `relu_last`.
+            last_is_hidden: Whether the last layer is hidden too, which requires `relu_last`.
             options: Options of the hidden layers.
-            name: Path of the MLP in its model, which also seeds the dropout masks.
+            name: Path of the MLP in its model, which seeds the dropout masks.
         """
         options = options or MLPOptions()
+        # The last layer counts as hidden if another layer follows in the model.
         num_hidden = len(widths) - 1 if last_is_hidden else len(widths) - 2
         layers: list[nn.Module] = []
         for index, (num_inputs, num_outputs) in enumerate(pairwise(widths)):
@@ -133,9 +131,9 @@ class MLP(HiddenLayers, nn.Sequential):
         self.set_hidden_layers(widths[1 : num_hidden + 1], options, name)
 
     def forward(self, x: Float[Tensor, "B N"], batch: BatchSlice | None = None) -> Float[Tensor, "B outputs"]:
-        """Return the outputs. In training, dropout and batch norm need `batch`, and batch norm is collective.
+        """Return the outputs. In training, batch norm is collective.
 
-        Raises MesetaError if they need `batch` and it is missing.
+        Raises MesetaError if dropout or batch norm needs `batch` and it is missing.
         """
         x = self.options.cast(x)
         layers = [layer for layer in self if isinstance(layer, nn.Linear)]
@@ -143,6 +141,7 @@ class MLP(HiddenLayers, nn.Sequential):
             placed = self.resolve_batch_slice(batch, x)
             for index in range(self.num_hidden):
                 x = self._hidden_layer(index, x, layers.pop(0), placed)
+        # The last layer of a bfloat16 MLP computes in float32, and the others in bfloat16.
         head = layers.pop() if x.dtype == torch.bfloat16 and not self.relu_last else None
         weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
         if head is None:
@@ -165,9 +164,9 @@ def fill_glorot(stack: MLP, seed: int) -> None:
 def fill_linear(module: nn.Module, seed: int, name: str = "") -> None:
     """Initialize all SkipInitLinear layers: weights from N(0, 2 / (inputs + outputs)), biases with zeros.
 
-    The weights follow Glorot and Bengio (AISTATS 2010, equation 12). `name` is the path of `module` in its model. Each
-    weight has its own random stream, by its path.
+    The weights follow Glorot and Bengio (AISTATS 2010, equation 12). `name` is the path of `module` in its model.
     """
+    # Each weight has its own random stream, by its path.
     for path, layer in module.named_modules(prefix=name):
         if isinstance(layer, SkipInitLinear):
             fill_normal(layer.weight, math.sqrt(2.0 / sum(layer.weight.shape)), seed, f"{path}.weight")
@@ -178,12 +177,12 @@ def fill_linear(module: nn.Module, seed: int, name: str = "") -> None:
 def pooled_dims(model: str, embeddings: nn.Module) -> dict[str, int]:
     """Return the width of each pooled feature, in the order of `embeddings.features`.
 
-    Raises MesetaError if a feature has pooling 'none' or its own batch size, because the models need one vector per
-    sample.
+    Raises MesetaError if a feature has pooling 'none' or its own batch size.
     """
     tables = cast(Sequence[TableSpec], embeddings.tables)
     features = cast(Sequence[FeatureSpec], embeddings.features)
     width = {table.name: table.embedding_dim for table in tables}
+    # The models need one vector per sample.
     for feature in features:
         if feature.pooling == "none":
             raise MesetaError(
@@ -199,7 +198,7 @@ def pooled_dims(model: str, embeddings: nn.Module) -> dict[str, int]:
 
 
 def check_widths(model: str, names: str, widths: Sequence[int]) -> None:
-    """Raise MesetaError unless all `widths` are at least 1. `names` are their names in the message."""
+    """Raise MesetaError unless all `widths`, named `names`, are at least 1."""
     for width in widths:
         if width < 1:
             raise MesetaError(f"{model}: widths in {names} must be at least 1, got {list(widths)}")

@@ -50,7 +50,7 @@ class ModelEntry:
     """Registered model."""
 
     build: Callable[[Any, ModelBuildArgs], ScoringModel]
-    """Function that creates the model from an object of its config section's class."""
+    """Constructor that takes an object of the config section's class."""
     predicts_all_labels: bool = False
     """Whether logits have the shape [B, T]. Other models predict one label, with logits of shape [B]."""
 
@@ -73,4 +73,3 @@ MODELS: dict[type[ModelConfig], ModelEntry] = {
     MaskNetConfig: ModelEntry(make_masknet),
     WukongConfig: ModelEntry(make_wukong),
 }
-"""Models by the class of their config section."""

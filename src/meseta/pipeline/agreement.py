@@ -23,8 +23,7 @@ class NonFiniteLoss(MesetaError):
 
 
 class LateNonFiniteLoss(NonFiniteLoss):
-    """Non-finite loss that the host detects one step late. The device has detected it in time and skipped the
-    update."""
+    """Non-finite loss that the host detects one step late. The device has skipped the update."""
 
 
 @dataclass(eq=False)
@@ -34,7 +33,6 @@ class LossAgreement:
     global_totals: BatchTotals
     wait: Callable[[], Tensor]
     term_names: tuple[str, ...] = ()
-    """Names of the loss terms, whose sums follow the sum of the loss."""
     _copy: AsyncHostCopy | None = field(default=None, init=False)
     _sums: list[float] | None = field(default=None, init=False)
 
@@ -42,29 +40,22 @@ class LossAgreement:
     def start(
         world: World, whole: BatchTotals, losses: Tensor, votes: Sequence[float], names: tuple[str, ...] = ()
     ) -> LossAgreement:
-        """Start the all-reduce.
+        """Start the all-reduce of float64 `losses`, the local sums of the loss and its terms, and local `votes`.
 
-        Args:
-            world: All ranks.
-            whole: Totals of the global batch.
-            losses: float64 sums of the loss and its terms over the samples of this rank.
-            votes: Votes of this rank.
-            names: Names of the terms.
+        `whole` has the totals of the global batch, and `names` the names of the terms.
         """
         local_sums = torch.cat([losses, copy_to_device(votes, torch.float64, world.device)])
         return LossAgreement(whole, world.start_all_reduce_small(local_sums, "agree"), names)
 
     def found_inf(self) -> Float[Tensor, ""]:
-        """Return a float32 device scalar, 1 if `check` will raise NonFiniteLoss, else 0. The host does not wait.
-
-        Also starts copying the sums to the host for `check`.
-        """
+        """Return a float32 device scalar, 1 if `check` will raise NonFiniteLoss, else 0. The host does not wait."""
         sums = self.wait()
+        # `check` reads this copy.
         self._copy = AsyncHostCopy(sums)
         return (~sums[0].isfinite() | (not math.isfinite(self.global_totals.weight))).float()
 
     def check(self) -> list[float]:
-        """Wait for the sums of the loss, its terms and the votes. Raises NonFiniteLoss if the loss is not finite."""
+        """Wait for the sums of the loss, its terms and the votes. Raises NonFiniteLoss."""
         if self._sums is None:
             self._sums = (self.wait() if self._copy is None else self._copy.read()).tolist()
         loss_sum, weight = self._sums[0], self.global_totals.weight
@@ -82,7 +73,7 @@ class LossAgreement:
 
     @property
     def terms(self) -> dict[str, float]:
-        """Weighted means of the loss terms over the global batch, by name. Waits and raises as `check` does."""
+        """Weighted means of the loss terms over the global batch. Waits and raises as `check` does."""
         return {
             name: one / (self.global_totals.weight or 1.0)
             for name, one in zip(self.term_names, self.check()[1:], strict=False)
@@ -100,9 +91,7 @@ class DeferredLossCheck:
 
     agreement: LossAgreement
     found_inf: Float[Tensor, ""]
-    """Device scalar, see `LossAgreement.found_inf`."""
     batch: Batch | None
-    """Batch of the step."""
     step: int
     """Step counter of the tables before the step."""
     undo: Callable[[], None] = no_op
@@ -118,10 +107,7 @@ class DeferredLossCheck:
 
 
 def make_batch_totals(batch: Batch) -> BatchTotals:
-    """Return the totals of a rank's slice before it is divided into micro-batches.
-
-    A sample without any known label has the weight 0.
-    """
+    """Return the totals of a rank's slice. A sample without any known label has the weight 0."""
     if batch.label_mask_2d is None:
         weight = float(batch.batch_size if batch.weight is None else total(batch.weight.double()))
     else:
@@ -136,7 +122,6 @@ def known_label_weights(batch: Batch) -> list[float]:
 
 
 def _sum_weights(batch: Batch, is_counted: Tensor) -> float:
-    """Sum the weights of selected samples. `is_counted` has the shape [B]."""
     # Sum in the same order as over all samples, so that the results are equal if all are selected.
     return float(total(is_counted.double() if batch.weight is None else batch.weight.double() * is_counted))
 
@@ -144,15 +129,9 @@ def _sum_weights(batch: Batch, is_counted: Tensor) -> float:
 def start_task_factors(world: World, batch: Batch | None, num_tasks: int) -> Callable[[float], Float[Tensor, " T"]]:
     """Start summing the weights of known labels over all ranks. Return a function from W to the factors of the tasks.
 
-    The factor of task t is W / W_t. W is the weight of all samples in the global batch, and W_t that of the samples
-    whose label of task t is known. A loss that is divided by W then becomes the mean over known labels. The factor is 0
-    for a task without known labels, and exactly 1 if all labels are known. The first call of the function waits for the
-    other ranks.
-
-    Args:
-        world: All ranks. Each calls this for the same batches in the same order.
-        batch: Slice of this rank, or `None` if it could not be read.
-        num_tasks: Number of tasks, T.
+    The factor of task t is W / W_t, or 0 for a task without known labels. W is the weight of all samples in the global
+    batch, and W_t that of the samples whose label of task t is known. The first call of the function waits for the
+    other ranks. All ranks call this for the same batches in the same order. `batch` is `None` if it could not be read.
     """
     known_weights = [0.0] * num_tasks if batch is None else known_label_weights(batch)
     wait = world.start_all_reduce_small(copy_to_device(known_weights, torch.float64, world.device), "label weights")
@@ -161,6 +140,7 @@ def start_task_factors(world: World, batch: Batch | None, num_tasks: int) -> Cal
     def factors(weight: float) -> Tensor:
         if not sums:
             sums.append(wait())
+        # A loss that is divided by W becomes the mean over known labels. If all are known, the factor is exactly 1.
         return torch.where(sums[0] > 0, weight / sums[0], 0.0)
 
     return factors

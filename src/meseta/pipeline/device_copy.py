@@ -18,8 +18,7 @@ ALIGNMENT = 256
 
 
 class DeviceCopier:
-    """Copies batches to a device asynchronously. The computation waits for each copy on the device, so the host never
-    waits."""
+    """Copies batches to a device asynchronously. The host never waits, only the computation on the device."""
 
     def __init__(
         self,
@@ -29,21 +28,16 @@ class DeviceCopier:
         cuda: Any = torch.cuda,
         new_buffer: Callable[[int], Tensor] | None = None,
     ) -> None:
-        """Create a copier.
+        """Create a copier. `times` records the time of each copy. Tests replace `cuda`.
 
-        Args:
-            device: Target device.
-            times: Records the time of each copy.
-            cuda: Replacement for torch.cuda, for tests.
-            new_buffer: Allocates host memory that the device can read directly. `None` uses torch's pinned memory.
+        `new_buffer` allocates host memory that the device can read directly. `None` uses torch's pinned memory.
         """
         self._device, self._times, self._cuda = device, times, cuda
         self._new_buffer = new_buffer or partial(torch.empty, dtype=torch.uint8, pin_memory=True)
         self._stream = cuda.Stream(device)
 
     def start(self, batch: Batch) -> Callable[[], Batch]:
-        """Start copying a batch. Return a function that makes the then current stream wait for the copy, and returns
-        the batch."""
+        """Start copying a batch. Return a function that makes the then current stream wait, and returns the batch."""
         buffer, places = self._pack(batch.tensors)
         with self._cuda.stream(self._stream):
             with self._times.time_copy(buffer.nbytes, self._stream):
@@ -56,7 +50,8 @@ class DeviceCopier:
         return partial(self._wait, batch.with_tensors(tensors), on_device, arrived)
 
     def _pack(self, tensors: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
-        """Return (buffer with all tensors, position of each tensor), so that one copy suffices."""
+        """Return (buffer with all tensors, position of each tensor in bytes)."""
+        # With one buffer, one copy suffices.
         places, size = list[int](), 0
         for tensor in tensors:
             places.append(size)

@@ -25,16 +25,15 @@ CROSS_ENTROPY = "cross_entropy"
 class BatchLosses:
     """Computes logits and losses of batches of one model.
 
-    Terms in `loss_terms` have one value per sample. Each term in `global_loss_terms` is a scalar for the whole global
-    batch, which is added to the mean loss. `global_losses(logits, label, weight)` computes them from all samples except
-    padding. If labels may be missing, `weight` has the shape [B, T], and is 0 for a missing label.
+    Terms in `loss_terms` have one value per sample. Those in `global_loss_terms` are scalars for the global batch,
+    added to the mean loss. `global_losses(logits, label, weight)` computes them from all samples except padding. If
+    labels may be missing, `weight` has the shape [B, T], and is 0 for a missing label.
     """
 
     def __init__(self, model: Model, task_weights: Tensor | None, accumulate_steps: int = 1) -> None:
-        """Create the losses of a model.
+        """Create the losses of a model. `task_weights` [T] multiplies the losses of the tasks. `None` means 1.
 
-        `task_weights` of shape [T] multiplies the losses of the tasks. `None` means 1. Raises MesetaError if loss terms
-        of the model are invalid, or if it has losses of the global batch and `accumulate_steps` exceeds 1.
+        Raises MesetaError if loss terms are invalid, or a model with global loss terms accumulates steps.
         """
         self._sample_term_names, self._global_term_names = (
             loss_term_names(model),
@@ -63,13 +62,11 @@ class BatchLosses:
             dense: Dense inputs as `score` accepts them.
             pooled: Embeddings as `score` accepts them.
             batch: Samples of this rank. With a mask of known labels, only these count.
-            flight: Context of the batch, with the other ranks.
+            flight: Context of the batch.
             task_factors: Factors [T] of the task losses for a batch with missing labels, see `start_task_factors`.
 
         Returns (logits, differentiable weighted sum of the loss, detached float64 sums of the loss and of each term).
-
-        Raises MesetaError if the shape of the logits differs from that of the labels, or terms have unexpected names or
-        shapes.
+        Raises MesetaError if logits or terms have unexpected names or shapes.
         """
         model: Any = self._model
         if self._sample_term_names:
@@ -93,11 +90,7 @@ class BatchLosses:
         return logits, summed, torch.stack(reported)
 
     def _global_terms(self, logits: Tensor, batch: Batch, flight: BatchContext[Any]) -> list[tuple[Tensor, bool]]:
-        """Return pairs (term, is_reported). Each term is multiplied by the total weight, by which the loss is later
-        divided.
-
-        All ranks have the whole term, so only rank 0 reports it.
-        """
+        """Return pairs (term, is_reported). Each term is multiplied by the total weight."""
         assert flight.batch_slice is not None and flight.global_totals is not None
         world, num_real = flight.batch_slice.world, batch.batch_size - batch.num_padding
         weight = torch.ones(batch.batch_size, device=logits.device) if batch.weight is None else batch.weight
@@ -123,6 +116,7 @@ class BatchLosses:
                     f"{type(self._model).__name__}.global_losses: the term {name!r} must be a scalar, got shape "
                     f"{list(term.shape)}; return one number for the whole batch"
                 )
+        # The loss is later divided by the total weight. All ranks have the whole term, so only rank 0 reports it.
         return [(term * flight.global_totals.weight, world.rank == 0) for _, term in ordered]
 
     def _ordered_terms(self, method: str, terms: Any) -> list[tuple[str, Tensor]]:
@@ -151,11 +145,10 @@ class _LossWeights:
     task_weights: Tensor | None
     """Factors [T] of the tasks. `None` means 1."""
     task_factors: Tensor | None
-    """Factors [T] of the tasks for a batch with missing labels, see `start_task_factors`."""
+    """Factors [T] of the tasks, see `start_task_factors`. `None` if no label is missing."""
 
     def __call__(self, losses: Tensor, *, is_of_tasks: bool) -> Tensor | None:
-        """Return the factors of `losses`, of shape [B] or [B, T]. `None` means 1. `is_of_tasks` is false for losses of
-        samples."""
+        """Return the factors of `losses`, of shape [B] or [B, T]. `None` means 1."""
         batch = self.batch
         factor = self.task_weights.to(losses.dtype) if self.task_weights is not None and is_of_tasks else None
         if batch.weight is not None:
@@ -168,16 +161,12 @@ class _LossWeights:
             assert self.task_factors is not None
             mask = mask * (self.task_factors if mask.dim() > 1 else self.task_factors[0])
         else:
+            # A loss of a sample counts if any of its labels is known.
             mask = batch.label_mask_2d.any(1)
         return mask.to(losses.dtype) if factor is None else factor * mask.to(losses.dtype)
 
 
 def _cross_entropy(logits: Tensor, batch: Batch, weigh: _LossWeights) -> Tensor:
-    """Sum w_i * l_i over this rank's samples and tasks. l_i is the binary cross-entropy, and w_i the factor from
-    `weigh`.
-
-    Raises MesetaError if the shape of the logits differs from that of the labels.
-    """
     label = batch.label.to(logits.dtype)
     if label.shape != logits.shape:
         raise MesetaError(

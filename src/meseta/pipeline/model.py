@@ -14,10 +14,9 @@ from meseta.jagged.shapes import Float
 class Model(Protocol):
     """Model with embeddings, and a dense part that computes logits from them.
 
-    A model may also have a method `forward_dense(dense)` with the computations that read only dense inputs. They run
-    while embeddings are exchanged. `score` then receives its result in place of the dense inputs, but must accept dense
-    inputs too. If the attribute `reads_embeddings` is true, `score` receives `Embeddings` in place of pooled
-    embeddings.
+    An optional method `forward_dense(dense)` runs while embeddings are exchanged. `score` then receives its result in
+    place of the dense inputs, but must accept dense inputs too. If the attribute `reads_embeddings` is true, `score`
+    receives `Embeddings` in place of pooled embeddings.
     """
 
     # Modules provide submodules by __getattr__, which runtime checks ignore since Python 3.12.
@@ -25,4 +24,4 @@ class Model(Protocol):
         embeddings: BaseEmbeddingCollection[Any]
 
     def score(self, dense: Float[Tensor, "B num_dense"], pooled: Float[Tensor, "B sum_of_D"]) -> Float[Tensor, " B *T"]:
-        """Compute logits from dense inputs and pooled embeddings. The shape is [B], or [B, T] for T > 1 tasks."""
+        """Compute logits, of shape [B], or [B, T] for T > 1 tasks."""

@@ -20,7 +20,7 @@ class OverlapChoice:
     hidden: tuple[Overlap, ...]
     """Selected overlaps, in the order of `OVERLAPS`."""
     excluded: Mapping[Overlap, str]
-    """Reason why an overlap is not possible, for each one that `auto` left out."""
+    """Reasons, for each overlap that `auto` left out."""
 
 
 def choose_overlap(
@@ -54,7 +54,7 @@ def predict_overlap(
         num_ranks: Number of ranks.
         accumulate_steps: Number of micro-batches.
         has_dense_gradients: Whether each rank will have complete dense gradients.
-        is_one_cpu_host: Whether all ranks run on the CPUs of one host, whose cores also copy the transferred data.
+        is_one_cpu_host: Whether all ranks run on the CPUs of one host.
     """
     if asked == "off":
         return OverlapChoice((), {})
@@ -77,5 +77,6 @@ def predict_overlap(
             )
         return OverlapChoice(tuple(name for name in OVERLAPS if name in asked), {})
     if is_one_cpu_host:
+        # The cores that compute also copy the transferred data.
         reasons.setdefault("ids", "on the processors of one host, reading a batch ahead costs more than it hides")
     return OverlapChoice(tuple(name for name in OVERLAPS if name not in reasons), reasons)

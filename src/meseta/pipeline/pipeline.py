@@ -43,7 +43,6 @@ class StepResult:
     """Result of one training step."""
 
     agreement: LossAgreement = field(repr=False)
-    """Loss, loss terms and votes over all ranks."""
     num_samples: int
     """Number of samples in the global batch, without padding."""
     logits: Float[Tensor, " B_local *T"]
@@ -51,12 +50,11 @@ class StepResult:
     batch: Batch
     """The batch that produced `logits`."""
     votes: tuple[float, ...] = ()
-    """Sums of the votes over all ranks. On a GPU they are those of the previous step, and empty in the first step."""
+    """Sums of the votes over all ranks. On a GPU they are those of the previous step, empty in the first."""
 
     @property
     def loss(self) -> float:
-        """Weighted mean over the global batch, or 0 if all weights are 0. Waits for a GPU. Raises NonFiniteLoss if not
-        finite."""
+        """Weighted mean over the global batch, or 0 if all weights are 0. Waits for a GPU. Raises NonFiniteLoss."""
         return self.agreement.loss
 
 
@@ -68,7 +66,7 @@ class _MicroBatch:
 
     @property
     def device_batch(self) -> Batch:
-        """Micro-batch on its device. Reading must have succeeded: a failure was raised before."""
+        # A failure of reading was raised before.
         assert self.batch is not None
         return self.batch
 
@@ -82,13 +80,13 @@ class QueuedBatch:
     error: Exception | None = None
     """Exception raised while reading."""
     deferred_error: MesetaError | None = None
-    """Error of the batch that all ranks detected before its step, which raises it."""
+    """Error that all ranks detected before the step of the batch, which raises it."""
     pending_copies: list[Callable[[], Batch]] = field(default_factory=list)
     """Functions that return each micro-batch on the device. Empty until its copies are started."""
     micro_batches: list[_MicroBatch] = field(default_factory=list)
     """Empty until the input_dist of the batch is started."""
     task_factors: Callable[[float], Tensor] | None = None
-    """Function that returns the factors of the tasks, see `start_task_factors`. `None` if all labels are known."""
+    """Result of `start_task_factors`. `None` if all labels are known."""
 
 
 class Pipeline:
@@ -96,8 +94,8 @@ class Pipeline:
 
     The loss is sum(w_i * l_i) / sum(w_i) over the samples of the global batch. w_i is the weight of a sample, by
     default 1. l_i is its binary cross-entropy, summed over tasks, plus the loss terms of the model (see
-    `meseta.pipeline.losses`). If labels may be missing, the mean of each task is over samples with a known label. A
-    batch with total weight 0 changes nothing, and does not count as a step of any optimizer.
+    `meseta.pipeline.losses`). The mean of each task is over samples with a known label. A batch with total weight 0
+    changes nothing, and does not count as a step of any optimizer.
     """
 
     def __init__(
@@ -114,7 +112,7 @@ class Pipeline:
         """Create a pipeline.
 
         Args:
-            model: Model to train. Its tables are updated inside the backward pass.
+            model: Model, whose tables are updated inside the backward pass.
             optimizer: Optimizer of the dense parameters.
             world: All ranks.
             task_weights: Factors of the task losses, in the order of the labels. `None` means 1.
@@ -141,8 +139,8 @@ class Pipeline:
         self.defers_loss_check = world.device.type != "cpu"
         """Whether the host learns loss and votes in the next step or in `synchronize`. Set it before the first step."""
         self._deferred_check: DeferredLossCheck | None = None
+        # Votes that no `StepResult` has returned yet.
         self._resolved_votes: tuple[float, ...] = ()
-        """Votes that no `StepResult` has returned yet."""
         is_gpu = world.device.type == "cuda"
         self.stage_times = StageTimes(_make_device_clock() if is_gpu else None)
         self.device_copier = DeviceCopier(world.device, self.stage_times) if is_gpu else None
@@ -153,10 +151,9 @@ class Pipeline:
         self._dense_gradients: DenseGradients | None = getattr(model, "dense_gradients", None)
         if self._dense_gradients is not None:
             self._dense_gradients.overlaps_update = "dense" in self.overlap
+        # Batches read ahead of their steps.
         self._queue: deque[QueuedBatch] = deque()
-        """Batches read ahead of their steps."""
         self._has_pending_dense_update = False
-        """Whether the dense update of the last step has not been applied yet."""
         # Steps reuse the memory that earlier steps have freed.
         if world.device.type == "cpu":
             keep_freed_memory()
@@ -169,8 +166,7 @@ class Pipeline:
             lr_factor: Factor of the tables' learning rates. `None` uses that of the collection.
             votes: Numbers to sum over ranks together with the loss. Their number must be equal on all ranks.
 
-        Raises NonFiniteLoss on all ranks, before any update, if the loss is not finite. Raises MesetaError if an id is
-        outside its table.
+        Raises NonFiniteLoss on all ranks before any update, and MesetaError if an id is outside its table.
         """
         [step] = self.steps(iter([batch]), schedule=lambda: lr_factor, votes=lambda: votes)
         if self.defers_loss_check:
@@ -225,16 +221,13 @@ class Pipeline:
     def synchronize(self) -> None:
         """Wait until all updates of the last step are applied. Call it before reading weights.
 
-        Raises LateNonFiniteLoss if the loss of the last step was not finite, so that there is no update.
+        Raises LateNonFiniteLoss if the loss of that step was not finite.
         """
         self._finish_dense_update()
         self._resolve_deferred_loss()
 
     def _resolve_deferred_loss(self) -> None:
-        """Complete the deferred loss check of the previous step.
-
-        If that loss was not finite, restore the state before the step and raise LateNonFiniteLoss.
-        """
+        """Complete the deferred loss check of the previous step. Raises LateNonFiniteLoss."""
         pending_check, self._deferred_check = self._deferred_check, None
         if pending_check is None:
             return
@@ -242,6 +235,7 @@ class Pipeline:
             with self.stage_times.stage("agree"):
                 self._resolved_votes = pending_check.votes()
         except LateNonFiniteLoss:
+            # Restore the state before the step.
             self.model.embeddings.step, self.batch = pending_check.step, pending_check.batch
             raise
 
@@ -264,8 +258,7 @@ class Pipeline:
                 self._deferred_check.undo = step_if_finite(self.optimizer, self._deferred_check.found_inf)
 
     def snapshot_prefetched(self) -> PrefetchedEmbeddings | None:
-        """Return the prefetched embeddings of the next batch on rank 0, and each rank's slice on others. `None` if
-        there are none.
+        """Return the prefetched embeddings of the next batch on rank 0, and each rank's slice on others, or `None`.
 
         Call it between two steps. Collective. Later loops start with these embeddings.
         """
@@ -309,7 +302,7 @@ class Pipeline:
                 coming.pending_copies.append(now if self.device_copier is None else self.device_copier.start(part))
 
     def _start_input_dist(self, coming: QueuedBatch) -> None:
-        """Copy a batch to its device, and start sending the id counts to the owners of the rows."""
+        """Copy a batch to its device, and start sending its id counts."""
         batch, error, start = coming.batch, coming.error, self.model.embeddings.start_input_dist
         if self.num_masked_tasks:
             coming.task_factors = start_task_factors(self.world, batch, self.num_masked_tasks)
@@ -344,8 +337,7 @@ class Pipeline:
             part.context.embeddings = [embeddings[part.context.slice_offset :][: part.device_batch.batch_size]]
 
     def _fill_queue(self, batches: Iterator[Batch]) -> None:
-        """Read batches ahead if ids, rows or copies are prefetched. All ranks stop at a batch that cannot be
-        trained."""
+        # All ranks stop at a batch that cannot be trained.
         while len(self._queue) < self._queue_size:
             if self._queue:
                 self._for_each_queued(self._input_dist)
@@ -363,20 +355,18 @@ class Pipeline:
                 self._start_copy(coming)
 
     def _for_each_queued(self, carry_on: Callable[[_MicroBatch], object], count: int | None = None) -> None:
-        """Call `carry_on` with each micro-batch of the first `count` queued batches. `None` means all batches.
-
-        An error is deferred to the step of its batch.
-        """
+        """Call `carry_on` with each micro-batch of the first `count` queued batches, or of all."""
         for coming in list(self._queue)[:count]:
             if coming.deferred_error is None:
                 try:
                     for part in coming.micro_batches:
                         carry_on(part)
                 except MesetaError as error:
+                    # The step of the batch raises it.
                     coming.deferred_error = error
 
     def _prefetch_rows(self, parts: Sequence[_MicroBatch]) -> None:
-        """Start prefetching offloaded rows for the current batch, then for the queued ones, until the cache is full."""
+        # The current batch comes first, then the queued ones, until the cache is full.
         if self.model.embeddings.lookahead:
             with self.stage_times.stage("lookup"):
                 for part in (*parts, *(part for coming in self._queue for part in coming.micro_batches)):
@@ -457,16 +447,15 @@ class Pipeline:
         )
 
     def _record_agreement(self, agreement: LossAgreement, coming: QueuedBatch, former_step: int) -> None:
-        """Record the votes of a step. With a deferred check, `_resolve_deferred_loss` does it later."""
         flight = coming.micro_batches[-1].context
         self._set_update_guard(agreement, flight)
         if flight.found_inf is None:
             self._resolved_votes = agreement.votes
         else:
+            # `_resolve_deferred_loss` records the votes later.
             self._deferred_check = DeferredLossCheck(agreement, flight.found_inf, coming.batch, former_step)
 
     def _num_steps_after(self, part: _MicroBatch) -> int:
-        """Return the number of steps after that of a looked-up batch."""
         assert part.context.global_totals is not None and part.context.batch_slice is not None
         return part.context.batch_slice.step + (part.context.global_totals.weight > 0)
 
@@ -477,8 +466,7 @@ class Pipeline:
     def _score(
         self, coming: QueuedBatch, part: _MicroBatch, following: _MicroBatch | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (logits, loss, sums of losses) of a micro-batch, see `BatchLosses`. Starts the lookup of `following`
-        meanwhile."""
+        """Return (logits, loss, sums of losses) of a micro-batch. Starts the lookup of `following` meanwhile."""
         embeddings, stage, batch = self.model.embeddings, self.stage_times.stage, part.device_batch
         hides = "embeddings" in self.overlap
         with embeddings.active_batch(part.context):
@@ -501,8 +489,6 @@ class Pipeline:
                 return self._losses(dense, pooled, batch, part.context, factors)
 
     def _start_agreement(self, part: _MicroBatch, local_losses: Tensor, votes: Sequence[float]) -> LossAgreement:
-        """Start the agreement on the loss of a global batch with the last micro-batch `part`. No row is updated before
-        it."""
         assert part.context.global_totals is not None
         with self.stage_times.stage("agree"):
             agreement = LossAgreement.start(
@@ -510,11 +496,12 @@ class Pipeline:
             )
         if "agree" not in self.overlap:
             self._set_update_guard(agreement, part.context)
+        # No row is updated before the agreement.
         part.context.pre_update_hook = partial(self._set_update_guard, agreement, part.context)
         return agreement
 
     def _set_update_guard(self, agreement: LossAgreement, flight: BatchContext[Any]) -> None:
-        """Prevent the update of rows after a non-finite loss: by an error on the host, or by a flag on the device."""
+        # After a non-finite loss, an error on the host or a flag on the device prevents the update of rows.
         with self.stage_times.stage("agree"):
             if not self.defers_loss_check:
                 agreement.check()
@@ -522,7 +509,6 @@ class Pipeline:
                 flight.found_inf = agreement.found_inf()
 
     def _backward(self, part: _MicroBatch, summed: Tensor, *, is_first: bool) -> None:
-        """Compute the gradients of a micro-batch. The last one also updates rows."""
         flight = part.context
         assert flight.global_totals is not None
         weight, num_samples = flight.global_totals.weight, sum(flight.batch_size_per_rank)

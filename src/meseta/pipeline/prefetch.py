@@ -24,9 +24,8 @@ AnyBatch = TypeVar("AnyBatch")
 @dataclass(eq=False)
 class _PrefetchedBatch:
     batch: Any
-    """Batch to yield. On an exhausted rank it has no samples, and is `None` if the rank never had a batch."""
+    """Batch to yield, without samples on an exhausted rank. `None` if the rank never had a batch."""
     index: int
-    """Index of the batch on this rank, counted from 0."""
     context: BatchContext[Any] | None = None
     error: Exception | None = None
     """Error to raise when the loop reaches the batch."""
@@ -91,38 +90,37 @@ class _PrefetchLoop:
     embeddings: BaseEmbeddingCollection[Any]
     uneven: str
     queue: deque[_PrefetchedBatch] = field(default_factory=deque)
-    """Batches that were started but not yielded: one, or the lookahead of the storage if it is larger."""
+    """Batches that were started but not yielded."""
     is_next_started: bool = False
     """Whether the batch after the yielded one was started."""
     num_read: int = 0
-    """Number of batches that this rank has read."""
     _last_batch: Any = None
     """Last batch that this rank has read, with its `BatchContext`."""
     _batch_sizes: tuple[int, ...] = ()
-    """Batch sizes of the features of the last batch."""
+    """Batch sizes of the features of `_last_batch`."""
 
     def fill(self) -> None:
         for _ in range(max(self.embeddings.lookahead, 1)):
             self.start_next()
 
     def start_next(self) -> None:
-        """Start one more batch unless the loop ends, and prefetch rows of the queued batches in order until the cache
-        is full."""
+        """Start one more batch unless the loop ends, and prefetch rows of the queued batches."""
         self.is_next_started = True
         if not self.queue or not self._is_last(self.queue[-1]):
             self._start_one()
         for coming in self.queue:
+            # Rows are fetched in the order of the batches until the cache is full.
             if coming.context is None or not self.embeddings.prefetch(coming.context):
                 break
 
     def _start_one(self) -> None:
-        """Read a batch and start sending its ids. If there is none, notify the other ranks."""
         number = self.num_read
         batch, ids = self._read()
         coming = _PrefetchedBatch(batch, number)
         self.queue.append(coming)
         try:
             flight = self.embeddings.start_input_dist(ids)
+            # Gradients of embeddings are exchanged during the rest of the backward pass.
             flight.overlaps_gradient_dist = self.embeddings.num_ranks > 1
             self.embeddings.input_dist(flight)
             if self.embeddings.lookahead:
@@ -138,7 +136,7 @@ class _PrefetchLoop:
             self._batch_sizes = ids.batch_sizes
 
     def _is_last(self, coming: _PrefetchedBatch) -> bool:
-        """Whether no batch follows, because this one cannot be trained or all ranks are exhausted."""
+        # The last batch cannot be trained, or all ranks are exhausted.
         return coming.context is None or len(coming.context.exhausted_ranks) == self.embeddings.num_ranks
 
     def _read(self) -> tuple[Any, KeyedJaggedTensor | ExhaustedInput | Exception]:
@@ -159,7 +157,7 @@ class _PrefetchLoop:
         return copy.copy(batch), batch.sparse
 
     def _make_empty_batch(self) -> tuple[Any, ExhaustedInput | Exception]:
-        """Return (batch without samples, made from the last batch; notification for other ranks)."""
+        """Return (copy of the last batch without samples, notification for other ranks)."""
         self.batches = iter(())
         try:
             empty = None if self._last_batch is None else make_empty_batch(self._last_batch, self._batch_sizes)
@@ -179,7 +177,7 @@ class _PrefetchLoop:
         return coming
 
     def _is_end(self, flight: BatchContext[Any]) -> bool:
-        """Whether the loop ends because ranks are exhausted. Raises MesetaError if the policy does not allow it."""
+        """Whether the loop ends because ranks are exhausted. Raises MesetaError as the policy requires."""
         ran_out, num_ranks = flight.exhausted_ranks, self.embeddings.num_ranks
         refused = find_uneven_error(ran_out, self.uneven, num_ranks)
         if refused is None and self.uneven == "join" and len(ran_out) < num_ranks:

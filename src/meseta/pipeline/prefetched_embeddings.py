@@ -18,20 +18,17 @@ from meseta.machine.remote import Location
 from meseta.spec import MesetaError
 
 _POOLED_KEY, _IDS_KEY = "pooled", "ids"
-"""Names of the tensors in a checkpoint."""
+# Odd 64-bit multipliers of the id hash: 2^64 / golden ratio, and one of xxHash64.
 _HASH_MULTIPLIERS = (-7046029254386353131, -4417276706812531889)
-"""Odd 64-bit multipliers of the id hash: 2^64 / golden ratio, and one of xxHash64."""
 
 
 @dataclass(frozen=True, eq=False)
 class PrefetchedEmbeddings:
-    """Embeddings of a batch in the order of the global batch, from which any number of ranks under any plan take their
-    slices."""
+    """Embeddings of a batch in the order of the global batch. Any number of ranks under any plan can take slices."""
 
     pooled: Float[Tensor, "B_global sum_of_D"]
-    """Pooled embeddings of all samples."""
     id_digests: Int[Tensor, " B_global"]
-    """int64 hash of each sample's ids, by which the batch is recognized."""
+    """int64 hash of each sample's ids."""
     first_sample: int = 0
     """Index of the first sample in the global batch. Ranks other than 0 may hold only their slice."""
 
@@ -63,6 +60,7 @@ class PrefetchedEmbeddings:
         sizes = world.all_gather_object(batch.batch_size)
         first = sum(sizes[: world.rank]) - self.first_sample
         local_range = slice(first, first + batch.batch_size)
+        # The digests recognize the batch. The last rank also checks that the global batch ends with its samples.
         is_last = world.rank == world.size - 1
         is_same = first >= 0 and torch.equal(self.id_digests[local_range].cpu(), sample_digests(batch.sparse).cpu())
         problem = None
@@ -82,8 +80,7 @@ class PrefetchedEmbeddings:
     def from_tensors(
         path: Location, tensors: Mapping[str, Tensor], embeddings: BaseEmbeddingCollection[Any]
     ) -> PrefetchedEmbeddings:
-        """Create it from the tensors of the checkpoint at `path`. Raises MesetaError if they do not match
-        `embeddings`."""
+        """Create it from tensors of the checkpoint at `path`. Raises MesetaError if they do not match `embeddings`."""
         width, dtype = sum(embeddings.groups[0].pooled_dims), embeddings.dtype
         pooled, ids = tensors.get(_POOLED_KEY), tensors.get(_IDS_KEY)
         if tensors.keys() != {_POOLED_KEY, _IDS_KEY} or pooled is None or ids is None:

@@ -19,12 +19,10 @@ from meseta.spec import MesetaError
 COUNT_TIMEOUT_S = 5.0
 """Seconds for which remaining batches are read to count them."""
 _MAX_LISTED_RANKS = 4
-"""Maximum number of ranks that a message lists."""
 
 
 def find_uneven_error(ran_out: Mapping[int, ExhaustedInput], uneven: str, num_ranks: int) -> MesetaError | None:
-    """Return the error if policy `uneven` does not allow the exhausted ranks `ran_out`, or `None`. Equal on all
-    ranks."""
+    """Return the error, equal on all ranks, if policy `uneven` does not allow the exhausted ranks, or `None`."""
     first = min(ran_out)
     other = next((r for r, reported in sorted(ran_out.items()) if reported.policy != uneven), None)
     if other is not None:
@@ -54,8 +52,8 @@ def warn_remaining_batches(
 ) -> None:
     """Print on rank 0 how many batches are skipped because the loop ends with the first exhausted rank. Collective.
 
-    `num_begun` is the number of remaining batches that this rank has started. All others are read to count them, for a
-    few seconds at most.
+    `num_begun` is the number of remaining batches that this rank has started. Others are read to count them, for
+    `COUNT_TIMEOUT_S` at most.
     """
     count, is_all = _count_remaining(batches)
     left = [*enumerate(world.all_gather_object((count + num_begun, is_all)))]
@@ -72,10 +70,9 @@ def warn_remaining_batches(
 
 
 def make_empty_batch(batch: Any, sizes: Collection[int]) -> Any:
-    """Copy a batch without its samples.
+    """Copy a batch without its samples. `sizes` are the batch sizes of its features.
 
-    All tensors whose first dimension is in `sizes`, the batch sizes of its features, become empty, also in dicts, lists
-    and tuples. All else is shared with the original.
+    Tensors whose first dimension is in `sizes` become empty, also in dicts, lists and tuples. The copy shares all else.
     """
     empty = copy.copy(batch)
     names = [name for kind in type(batch).__mro__ for name in getattr(kind, "__slots__", ())]

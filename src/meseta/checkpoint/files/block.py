@@ -29,10 +29,10 @@ from meseta.machine.files import sync
 from meseta.machine.remote import Location
 from meseta.spec import MesetaError
 
+# Field numbers in Arrow's flatbuffer tables Message and RecordBatch.
 _MESSAGE_HEADER, _BATCH_COMPRESSION = 2, 3
-"""Field numbers in Arrow's flatbuffer tables Message and RecordBatch."""
+# Chunks that are copied and hashed at a time fit in the processor's cache.
 _HASH_CHUNK_BYTES = 1 << 19
-"""Number of bytes that are copied and hashed at a time. They fit in the processor's cache."""
 Values = dict[str, np.ndarray]
 """Columns of a block by name, of shape [rows, D], or [rows] for columns with one value per row."""
 
@@ -73,7 +73,7 @@ def write_rows(
 def _write(
     root: Location, path: str, content: memoryview, rate: WriteRateLimiter | None, **known: Any
 ) -> dict[str, Any]:
-    """Write a file from this thread's scratch buffer, and return its manifest entry with `known` keys."""
+    # `content` is this thread's scratch buffer.
     with wrap_write_errors(root / path):
         write_direct(root / path, content, len(content), rate)
     checksum = known.pop("checksum")  # The order of keys is part of the format.
@@ -99,10 +99,7 @@ def _build_arrow_file(
     *,
     hashed: Sequence[np.ndarray],
 ) -> tuple[memoryview, str]:
-    """Build a file with one record batch in this thread's scratch buffer. Return (content, checksum of `hashed`).
-
-    `hashed` must be the last columns of the batch.
-    """
+    """Return (file with one record batch in this thread's scratch buffer, checksum of `hashed`, its last columns)."""
     arrays = [pa.array(ids)]
     for column, field, values in zip(schema.columns, list(fields)[1:], columns, strict=True):
         flat = pa.array(values.reshape(-1))  # Shares memory, so that all bit patterns are preserved.
@@ -196,7 +193,7 @@ def read_rows(
 def _parse(
     path: Location, memory: memoryview, fields: pa.Schema, schema: BlockSchema, entry: Mapping[str, Any]
 ) -> tuple[np.ndarray, Values]:
-    """Return (ids, values) of a file with the given fields. The number of rows must be that of its entry."""
+    """Return (ids, values) of a file. Its number of rows must be that of its entry."""
     try:
         content = pa.py_buffer(memory)
         with pa.ipc.open_file(pa.BufferReader(content)) as reader:
@@ -214,10 +211,7 @@ def _parse(
 
 
 def _read_batch_message(path: Location, content: pa.Buffer) -> pa.Message:
-    """Return the encoded record batch of an Arrow file, which follows the magic number and the schema.
-
-    Raises DamagedCheckpoint if the batch is compressed.
-    """
+    # The encoded record batch of an Arrow file follows the magic number and the schema.
     messages = pa.ipc.MessageReader.open_stream(content[8:])
     try:
         messages.read_next_message()
@@ -258,7 +252,7 @@ def _check_num_rows(path: Location, batch: pa.RecordBatch, num_rows: int, num_ba
 
 
 def _to_numpy(array: pa.Array, memory: memoryview) -> np.ndarray:
-    """Return the values of a column, of shape [rows, D] or [rows], as a view of `memory`."""
+    """Return the values, of shape [rows, D] or [rows], as a view of `memory`."""
     is_list = pa.types.is_fixed_size_list(array.type)
     values: np.ndarray = (array.flatten() if is_list else array).to_numpy()
     # Arrow's arrays are read-only. A view of the buffer may be writable.

@@ -25,7 +25,6 @@ from meseta.ops.memory import empty
 # The first file of a block has all its rows. If they are quantized, its name also starts with rows-. A full checkpoint
 # without quantization has one block-... file per block.
 FileEntry = Mapping[str, Any]
-"""Entry of a file in a manifest."""
 
 
 def group_files_by_block(table: Mapping[str, Any]) -> list[list[FileEntry]]:
@@ -67,7 +66,6 @@ def read_chain(
 
 
 def _read_full_file(root: Location, schema: BlockSchema, entry: FileEntry) -> Values:
-    """Read a file with all rows of a block, exact or quantized."""
     if is_block_path(entry["path"]):
         return read_block(root, schema, entry, buffer="block")
     # The ids are not needed: num_rows ascending ids below num_rows are all rows.

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 _CHUNK_CHARS = 1 << 20
-"""Number of characters that are encoded at a time."""
 
 
 def hash_arrays(arrays: Iterable[np.ndarray]) -> str:

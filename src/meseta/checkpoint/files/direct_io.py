@@ -21,15 +21,13 @@ from meseta.machine.remote import Location, RemotePath
 # missing for checksums. Buffers live as long as their thread, because allocating memory costs more than using it.
 PAGE_BYTES = 4096
 """Alignment of memory, positions and lengths in direct transfers."""
+# Smaller files use the page cache, because a direct transfer waits for the disk.
 MIN_DIRECT_BYTES = 1 << 20
-"""Minimum size of a file for direct transfers. Smaller files use the page cache, because a direct transfer waits for
-the disk."""
+# Larger transfers are not faster, and would delay reads of rows for training.
 MAX_TRANSFER_BYTES = 1 << 20
-"""Maximum size of a single transfer. Larger ones are not faster, and would delay reads of rows for training."""
 COPY_CHUNK_BYTES = 16 << 20
-"""Number of bytes copied at a time from one store to another."""
 BufferName = Literal["file", "block"]
-"""Use of a buffer: 'file' for a file that is read or written, and 'block' for a block that is merged from files."""
+"""Use of a buffer: 'file' for a file that is read or written, 'block' for a block merged from files."""
 T = TypeVar("T")
 _thread_buffers = threading.local()
 
@@ -191,7 +189,7 @@ def _round_down_to_page(done: int) -> int:
 
 
 def _with_direct_io(num_bytes: int, transfer: Callable[[int], T]) -> T:
-    """Call `transfer` with the flag for direct I/O, or with 0 for small files and file systems without direct I/O."""
+    # Small files, and file systems without direct I/O, use the page cache: `transfer` gets the flag 0.
     if num_bytes >= MIN_DIRECT_BYTES:
         try:
             return transfer(getattr(os, "O_DIRECT", 0))

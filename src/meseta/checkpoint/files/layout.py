@@ -21,11 +21,12 @@ StoredType = Literal[
     "int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8",
 ]  # fmt: skip
 """Data types that a column of a checkpoint can have."""
+# Blocks are read as a whole, and have at least one row.
 MAX_ROW_BYTES = BLOCK_BYTES
-"""Maximum size of a row with its id and states. Blocks are read as a whole, and have at least one row."""
+"""Maximum size of a row with its id and states."""
 STORED_TYPES = get_args(StoredType)
 ID = "id"
-"""Name of the Arrow column with row ids. It precedes the column `ROW` and the columns of the states."""
+"""Name of the Arrow column with row ids, the first one."""
 
 
 @dataclass(frozen=True)

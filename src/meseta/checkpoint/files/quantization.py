@@ -22,19 +22,18 @@ from meseta.spec.checkpoint_blocks import LOCAL_ROW_ID_BYTES
 from meseta.storage import ROW, as_stored
 from meseta.storage.table import from_stored
 
+# The first format that can represent all values of a file is used.
 _ROW_FORMATS: Mapping[RowBits, tuple[RowFormat, ...]] = {
     8: ("int8",),
     4: ("int4", "int8"),
     3: ("int3", "int8"),
     2: ("int2", "int8"),
 }
-"""Formats of rows by bits per value. The first format that can represent all values of a file is used."""
 # States with one value per element are stored as bf16. The second moments of a row differ by orders of magnitude. With
 # one scale for the row, small ones would become 0, and steps are divided by their roots. States with one value per row
 # stay exact.
 _STATE_FORMAT: RowFormat = "bf16"
 _CHUNK_VALUES = 1 << 18
-"""Number of values that are dequantized and compared at a time."""
 
 
 ColumnFormats = Mapping[str, RowFormat]
@@ -47,7 +46,6 @@ class StoredRows(NamedTuple):
     values: dict[str, np.ndarray]
     """Encoded values by column, see `StoredColumn.values`."""
     formats: dict[str, RowFormat]
-    """Formats of the quantized columns, by name."""
     errors: dict[str, float]
     """Largest quantization error of each quantized column."""
 
@@ -176,7 +174,7 @@ def decode_column(schema: BlockSchema, column: Column, stored: np.ndarray, codes
 
 
 def _quantize(column: Column, values: np.ndarray, form: RowFormat) -> tuple[np.ndarray, float]:
-    """Return (quantized rows, largest error). Raises MesetaError if a value is outside the range of the format."""
+    """Return (quantized rows, largest error). Raises MesetaError if a value is out of range."""
     num_rows, dim = values.shape
     dtype: torch.dtype = getattr(torch, column.dtype)
     codes, errors = np.empty((num_rows, row_bytes(form, dim)), np.uint8), []

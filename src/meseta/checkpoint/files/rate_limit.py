@@ -13,12 +13,11 @@ from meseta.errors import MesetaError
 # rank's share. In any second, all chunks except the first and the last therefore have at most 0.95 of the share, even
 # if a write is late. If the shares change within the second, the total is at most 0.95 + 4/128 of the limit.
 CHUNKS_PER_S = 128
-"""Number of chunks into which a rank divides its share of a second."""
+"""Number of chunks of each rank per second."""
+# Share of the limit that the distances of chunks allow. The rest is for the first and last chunk of a second.
 TARGET_SHARE = 0.95
-"""Share of the limit that the distances of chunks allow. The rest is for the first and last chunk of a second."""
+# Minimum share of each rank. At this rate, chunks are whole pages, and a block takes half a minute.
 MIN_BYTES_PER_S = 1_000_000
-"""Minimum share of each rank in bytes per second. At this rate, chunks are whole pages, and a block takes half a
-minute."""
 
 
 class WriteRateLimiter:

@@ -29,8 +29,8 @@ DenseFileName = Literal["dense.safetensors"]
 DENSE_PATH: DenseFileName = "dense.safetensors"
 PrefetchedFileName = Literal["carried.safetensors"]
 PREFETCHED_PATH: PrefetchedFileName = "carried.safetensors"
+# Parsing the header with names, types and shapes takes a multiple of its size in memory.
 _MAX_HEADER_BYTES = 16 << 20
-"""Maximum size of the header with names, types and shapes. Parsing it takes a multiple of its size in memory."""
 
 
 def write_tensors(

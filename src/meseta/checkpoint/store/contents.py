@@ -76,7 +76,6 @@ class StoreContents:
         self.damaged: dict[str, DamagedCheckpoint] = {}
         """Errors of the checkpoints whose manifest is missing or damaged, by name."""
         self._stamps: dict[str, str] = {}
-        """Stamps of the manifests of `checkpoints`, by name."""
         self._listings: dict[str, Mapping[str, tuple[int, str]]] = {}
 
     def refresh(self) -> None:

@@ -56,8 +56,8 @@ class DirectoryStore:
 
     def __init__(self, parent: Path) -> None:
         self.parent = parent
+        # Checkpoints that existed at `open` or that this store wrote. `None` before `open`.
         self._known_names: set[str] | None = None
-        """Names of checkpoints that existed at `open` or that this store wrote. `None` before `open`."""
 
     def open(self) -> None:
         self._known_names = {path.name for path in (*self.list_candidates(), *self.quarantined())}
@@ -285,5 +285,5 @@ def _is_quarantined(path: Path) -> bool:
 
 
 def _is_pruned(path: Path) -> bool:
-    """Whether a folder has only files that newer checkpoints need, or needed."""
+    # A pruned checkpoint has only files that newer checkpoints need, or needed.
     return path_exists(path / PRUNED_MARKER) and not path_exists(path / MANIFEST_PATH)

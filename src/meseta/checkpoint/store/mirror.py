@@ -66,8 +66,8 @@ class Mirror:
         if isinstance(self._store.parent, RemotePath):
             self._store.parent.check_installed()
         self._target = StoreContents(self._store)
+        # Contents of the store from which `update` copies.
         self._source: StoreContents | None = None
-        """Contents of the store from which `update` copies."""
         self._readback = ReadbackQueue(readback_file)
 
     def names(self) -> list[str]:
@@ -203,11 +203,8 @@ class Mirror:
         )
 
     def _put(self, name: str, here: StoreContents, *, is_new: bool) -> int:
-        """Copy a checkpoint and return the number of bytes sent. Its files are verified before they are sent, unless it
-        `is_new`.
-
-        Raises DamagedCheckpoint if a file is damaged.
-        """
+        """Copy a checkpoint and return the number of bytes sent. Raises DamagedCheckpoint if a file is damaged."""
+        # Unless it `is_new`, the files of the checkpoint are verified before they are sent.
         checkpoint, there = here.checkpoints[name], self._target
         self._delete(existing for existing in there.checkpoints.values() if existing.conflicts_with(checkpoint))
         source, former = here.store.parent / name, there.checkpoints.get(name)
@@ -224,8 +221,7 @@ class Mirror:
         return num_bytes
 
     def _send(self, name: str, here: StoreContents, paths: Sequence[str]) -> int:
-        """Send files of a checkpoint that the mirror has, and return their bytes. Raises DamagedCheckpoint if a source
-        is damaged."""
+        """Send files again and return their bytes. Raises DamagedCheckpoint if a source is damaged."""
         if not paths:
             return 0
         source, checkpoint = here.store.parent / name, here.checkpoints[name]
@@ -265,11 +261,8 @@ class Mirror:
         return warnings
 
     def _read_entry(self, name: str) -> MirrorEntry | None:
-        """Read the entry of a checkpoint. `None` if there is none, its manifest is incomplete, or its format is
-        unknown.
-
-        Raises StorageError if a read fails.
-        """
+        """Read the manifest. Return `None` if it is missing, incomplete or of an unknown format. Raises StorageError if
+        a read fails."""
         path = self._store.parent / name
         where = f"checkpoint file {str(path / MANIFEST_PATH)!r}"
         try:
@@ -303,9 +296,9 @@ class Mirror:
 def _copy_checkpoint(source: Location, manifest: Mapping[str, Any], target: StoreContents) -> int:
     """Copy a checkpoint into a store, where it appears atomically, and return the number of bytes written.
 
-    Copies the files of older checkpoints that it needs, except files that the store has with the expected checksum.
     Raises OSError if the store is a folder and writing fails.
     """
+    # Files of older checkpoints that it needs are copied too, except those that the store has with the same checksum.
     store = target.store
     folders = {entry["path"].rpartition("/")[0] for entry in own_file_entries(manifest)} - {""}
     growing: Location = store.begin(manifest["step"], sorted(folders))
@@ -337,7 +330,7 @@ def fetch(url: str, folder: Location) -> Location:
 
 
 def _free_bytes(folder: Location) -> float:
-    """Return the free bytes on the disk of a folder that may not exist yet. Infinity for a URL."""
+    # The folder may not exist yet. At a URL there is no limit.
     if isinstance(folder, RemotePath):
         return math.inf
     while not folder.exists() and folder != folder.parent:

@@ -38,11 +38,11 @@ class ObjectStore:
 
     def __init__(self, parent: RemotePath) -> None:
         self.parent = parent
+        # Checkpoints that existed at `open` or that this store wrote. `None` before `open`.
         self._known_names: set[str] | None = None
-        """Names of checkpoints that existed at `open` or that this store wrote. `None` before `open`."""
+        # Contents of locks that no process holds: those that existed at `open`, and those of this store. `None` before
+        # `open`.
         self._stale_tokens: set[bytes] | None = None
-        """Contents of locks that no process holds: those that existed at `open`, and those of this store. `None` before
-        `open`."""
         self._lock: RemotePath | None = None
         self._token = b""
 
@@ -91,7 +91,7 @@ class ObjectStore:
                     current.delete()
 
     def _acquire(self) -> list[RemotePath]:
-        """Create a lock, and return the locks that were left behind. Waits a few seconds for another holder."""
+        """Create a lock, and return those left behind. Waits a few seconds for another holder."""
         for wait_s in (*RETRY_DELAYS_S, None):
             locks = self._list_locks()
             number = max((int(lock.name[-6:]) for lock in locks), default=0) + 1
@@ -109,7 +109,7 @@ class ObjectStore:
         return self._stale_tokens is None or self._read_token(lock) in self._stale_tokens
 
     def _create_lock(self, lock: RemotePath) -> bool:
-        """Create a lock. Returns `False` if another process has created it."""
+        # The result is false if another process has created the lock.
         self._token = secrets.token_hex(16).encode()
         try:
             lock.create(self._token)
@@ -226,8 +226,8 @@ class ObjectStore:
         self._remove_files(self._unreferenced_files())
 
     def _unreferenced_files(self, doomed: Collection[RemotePath] = ()) -> dict[RemotePath, set[RemotePath] | None]:
-        """Return the files that no manifest names, except those of `doomed` checkpoints, by folder. `None` means all
-        files of a folder."""
+        """Return unreferenced files by folder, except those of `doomed` checkpoints. `None` means all files of a
+        folder."""
         paths = self._checkpoint_folders()
         files = {path: {path / inner for inner in read_with_retry(path, path, path.files)} for path in paths}
         paths = [path for path in paths if files[path].isdisjoint(path / name for name in QUARANTINE_MARKERS)]

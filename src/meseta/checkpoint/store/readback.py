@@ -22,10 +22,10 @@ class ReadbackQueue:
 
     def __init__(self, state_file: Path | None = None) -> None:
         self._state_file = state_file
+        # Paths of files, least recently sent or checked first.
         self._queue: deque[str] = deque()
-        """Paths of files, least recently sent or checked first."""
+        # Number of bytes of the first file that were already compared.
         self._offset = 0
-        """Number of bytes of the first file that were already compared."""
         if state_file is not None:
             with suppress(OSError, ValueError, TypeError, KeyError):
                 self._restore(parse_json(read_bounded(state_file)))
@@ -69,7 +69,6 @@ class ReadbackQueue:
 
 
 def _is_equal(original: Location, copies: Location, path: str, start: int, stop: int) -> bool:
-    """Whether the copy has the same bytes start..stop-1 as the original."""
     folder, _, inner = path.partition("/")
     try:
         copy = resolve_inside(copies / folder, inner) if isinstance(copies, Path) else copies / path

@@ -28,10 +28,9 @@ class CheckpointStore(Protocol):
     """
 
     parent: Any
-    """Location that contains the checkpoints."""
     writes_locally: bool
-    """Whether each rank should write the blocks that it holds. Otherwise the disk is the bottleneck, and ranks take
-    turns."""
+    """Whether each rank should write the blocks that it holds. Otherwise ranks take turns, because the disk is the
+    bottleneck."""
 
     def open(self) -> None:
         """Record the existing checkpoints. Afterwards, a new checkpoint from another process is an error."""

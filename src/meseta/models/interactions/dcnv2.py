@@ -1,4 +1,4 @@
-"""DCN-V2: cross layers with full-rank or low-rank matrices or mixtures of experts, and an MLP (arXiv 2008.13535)."""
+"""DCN-V2: cross layers with full-rank or low-rank matrices or mixtures of experts, and an MLP."""
 
 from __future__ import annotations
 
@@ -14,13 +14,8 @@ from meseta.models.layers import MLPOptions
 
 
 class DCNv2(DeepCrossModel):
-    """DCN-V2 (arXiv 2008.13535, section 3).
-
-    x_0 = concat(dense, e_1, ..., e_F)
-    x_{l+1} = x_0 * (W_l x_l + b_l) + x_l                  for other kinds see `CrossShape`
-    logit = MLP(x_L)                                       structure 'stacked'
-    logit = w . concat(x_L, MLP(x_0)) + b                  structure 'parallel'
-    """
+    """DCN-V2 (arXiv 2008.13535, section 3): a `DeepCrossModel` whose cross network has one of the kinds of
+    `CrossShape`."""
 
     def __init__(
         self,
@@ -33,10 +28,10 @@ class DCNv2(DeepCrossModel):
         options: MLPOptions | None = None,
         seed: int = 0,
     ) -> None:
-        """Create the model on `embeddings`, see `ScoringModel`. Tables may have different widths.
+        """Create the model.
 
         Args:
-            embeddings: Module with `tables` and `features`.
+            embeddings: See `ScoringModel`.
             num_dense: Number of dense inputs.
             cross: Shape of the cross network.
             structure: `stacked` runs the MLP on the output of the cross network, `parallel` runs both on the input.
@@ -44,8 +39,7 @@ class DCNv2(DeepCrossModel):
             options: Options of the MLP. Cross layers compute in the type of its activations.
             seed: Seed of the initial weights.
 
-        Raises MesetaError if a width is below 1, the MLP of structure 'parallel' has no layers, or a feature is not
-        pooled.
+        Raises MesetaError if a width is below 1 or the MLP of structure 'parallel' has no layers.
         """
         cross.check("DCNv2")
         super().__init__(
@@ -62,7 +56,7 @@ class DCNv2(DeepCrossModel):
 
 
 def make_dcnv2(config: DCNv2Config, request: ModelBuildArgs) -> DCNv2:
-    """Build DCN-V2 from its config section."""
+    """Build DCN-V2 from its config."""
     cross = CrossShape(
         kind=config.cross,
         num_layers=config.cross_layers,

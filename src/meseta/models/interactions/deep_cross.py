@@ -33,8 +33,7 @@ class DeepCrossModel(ScoringModel):
         options: MLPOptions | None,
         seed: int,
     ) -> None:
-        """Create the model. `make_cross(num_inputs)` creates the cross network. All other arguments are those of
-        `DCNv2`."""
+        """Create the model. `make_cross(num_inputs)` creates the cross network. See `DCNv2` for other arguments."""
         super().__init__(embeddings, num_dense)
         name = type(self).__name__
         check_widths(name, "deep_mlp", deep_mlp)

@@ -1,4 +1,4 @@
-"""DHEN: layers that are ensembles of several kinds of interactions (arXiv 2203.11014)."""
+"""DHEN: layers that are ensembles of several kinds of interactions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ KERNEL_SIZE = 3
 
 @dataclass(frozen=True, kw_only=True)
 class DHENShape:
-    """Shape of the layers of a DHEN, which all have the same shape."""
+    """Shape of every layer of a DHEN."""
 
     num_layers: int = 2
     interactions: Mapping[Interaction, int] = field(default_factory=lambda: {"dot": 16, "linear": 16})
@@ -57,8 +57,8 @@ class AttentionModule(nn.Module):
 
 
 class CrossModule(nn.Module):
-    """Interaction by a full-rank cross layer over the concatenated vectors: linear combinations W_m u of u = x * (W x +
-    b) + x."""
+    """Interaction by a full-rank cross layer: linear combinations W_m u of u = x * (W x + b) + x for concatenated
+    vectors x."""
 
     def __init__(self, num_inputs: int, width: int, num_outputs: int) -> None:
         super().__init__()
@@ -83,8 +83,7 @@ class DotModule(nn.Module):
 
 
 class ConvolutionModule(nn.Module):
-    """Interaction by a zero-padded convolution over vectors and their elements: linear combinations W_m of all
-    channels."""
+    """Interaction by a zero-padded convolution over vectors and elements: linear combinations of all channels."""
 
     def __init__(self, num_inputs: int, num_outputs: int, num_channels: int) -> None:
         super().__init__()
@@ -102,8 +101,7 @@ class ConvolutionModule(nn.Module):
 
 
 def make_interaction(kind: Interaction, num_inputs: int, width: int, num_outputs: int, shape: DHENShape) -> nn.Module:
-    """Create the interaction module from [B, num_inputs, width] to [B, num_outputs, width]. The caller has to
-    initialize its weights."""
+    """Create the module from [B, num_inputs, width] to [B, num_outputs, width]. The caller initializes its weights."""
     match kind:
         case "self_attention":
             return AttentionModule(num_inputs, width, num_outputs, shape.num_heads)
@@ -119,8 +117,8 @@ def make_interaction(kind: Interaction, num_inputs: int, width: int, num_outputs
 class DHENLayer(nn.Module):
     """Layer of a DHEN (arXiv 2203.11014, section 3.2, equations 1 and 2): Norm(Ensemble_i(module_i(X)) + ShortCut(X)).
 
-    The shortcut is X, or W X if the number of vectors changes. The norm is over each vector. Learned weights of the
-    ensemble are initialized with ones. Under `dense.sharding: fsdp`, a layer is gathered as one unit.
+    The shortcut is X, or W X if the number of vectors changes. The norm is over each vector. Under `dense.sharding:
+    fsdp`, a layer is gathered as one unit.
     """
 
     def __init__(self, num_inputs: int, width: int, shape: DHENShape) -> None:
@@ -139,7 +137,7 @@ class DHENLayer(nn.Module):
         self.norm = LayerNorm(width)
 
     def forward(self, fields: Float[Tensor, "B M D"], batch: BatchSlice | None) -> Float[Tensor, "B L D"]:
-        """Compute the layer. `batch` is not used."""
+        # `VectorStack` calls its layers with `batch`, which only those with dropout or batch norm need.
         made = [interaction(fields) for interaction in self.interactions.values()]
         shortcut = fields if self.shortcut is None else self.shortcut(fields)
         return cast(Tensor, self.norm(self._combine(made) + shortcut))
@@ -154,11 +152,7 @@ class DHENLayer(nn.Module):
 
 
 class DHEN(VectorStack):
-    """Deep and hierarchical ensemble network (arXiv 2203.11014, section 3).
-
-        X_0 = MLP(dense), e_1, ..., e_F                     vectors of width d, no MLP without dense inputs
-        X_{n+1} = Norm(Ensemble_i(module_i(X_n)) + ShortCut(X_n))
-        logit = MLP(concat of the last layer's vectors)
+    """Deep and hierarchical ensemble network (arXiv 2203.11014, section 3): a `VectorStack` of `DHENLayer`.
 
     Self-attention is the layer of AutoInt, while the paper uses the encoder layer of a transformer.
     """
@@ -174,19 +168,19 @@ class DHEN(VectorStack):
         options: MLPOptions | None = None,
         seed: int = 0,
     ) -> None:
-        """Create the model on `embeddings`, see `ScoringModel`. All tables must have the same width.
+        """Create the model.
 
         Args:
-            embeddings: Module with `tables` and `features`.
+            embeddings: See `ScoringModel`.
             num_dense: Number of dense inputs.
             bottom_mlp: Hidden widths of the MLP over dense inputs. A layer with the width of the tables follows.
             shape: Shape of the layers.
-            top_mlp: Hidden widths of the MLP over the last layer. An output layer of width 1 follows.
+            top_mlp: Hidden widths of the MLP over the last layer.
             options: Options of the MLPs. Layers compute in the type of the embeddings.
             seed: Seed of the initial weights.
 
         Raises MesetaError if tables have different widths, vectors of modules cannot be summed, heads do not divide the
-        width, dot products have only one vector, a width is below 1, or a feature is not pooled.
+        width, dot products have only one vector, or a width is below 1.
         """
         check_widths("DHEN", "bottom_mlp and top_mlp", [*bottom_mlp, *top_mlp])
         super().__init__(embeddings, num_dense=num_dense, bottom_mlp=bottom_mlp, options=options)
@@ -227,7 +221,7 @@ def _check_shape(shape: DHENShape, num_vectors: int, width: int) -> None:
 
 
 def make_dhen(config: DHENConfig, request: ModelBuildArgs) -> DHEN:
-    """Build DHEN from its config section."""
+    """Build DHEN from its config."""
     return DHEN(
         request.embeddings,
         num_dense=request.num_dense,

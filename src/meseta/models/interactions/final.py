@@ -1,4 +1,4 @@
-"""FinalNet: layers that multiply two linear functions of their inputs (Zhu et al., SIGIR 2023)."""
+"""FinalNet: layers that multiply two linear functions of their inputs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from meseta.ops.sums import add_product
 from meseta.spec import MesetaError
 
 MUTUAL_LOSS_TERMS = ("first_block", "second_block")
-"""Names of the mutual loss terms."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +27,7 @@ class FinalShape:
     """Shape of a FinalNet, without the widths of its blocks."""
 
     residual: Residual = "concat"
-    """Combination of a layer's linear function and its product: concatenated halves, or a sum."""
+    """Combination of a layer's linear function a and its product a * g: concatenated halves, or a sum."""
     relu: bool = True
     """Whether layers end with ReLU, as in the authors' experiments."""
     field_gate: bool = True
@@ -38,16 +37,12 @@ class FinalShape:
 
 
 class FinalBlock(HiddenLayers):
-    """Factorized interaction layers. Each layer doubles the degree.
-
-    A layer computes a = W_1 x + b_1 and g = W_2 x + b_2. Its output is concat(a, a * g) for residual 'concat', and a +
-    a * g for 'sum'. Batch norm, optional ReLU and dropout follow.
-    """
+    """Factorized interaction layers. Each layer doubles the degree."""
 
     def __init__(
         self, num_inputs: int, widths: Sequence[int], *, shape: FinalShape, options: MLPOptions, name: str
     ) -> None:
-        """Create the layers. `widths` has the output width of each layer, which must be even for residual 'concat'."""
+        """Create the layers with output widths `widths`, which must be even for residual 'concat'."""
         super().__init__()
         self.shape = shape
         self.layers = nn.ModuleList(
@@ -64,6 +59,7 @@ class FinalBlock(HiddenLayers):
         """Return the logit of the block, w . (output of the last layer) + b."""
         placed = self.resolve_batch_slice(batch, x)
         for index, layer in enumerate(self.layers):
+            # a = W_1 x + b_1, g = W_2 x + b_2. Batch norm, optional ReLU and dropout follow.
             a, g = layer(x).chunk(2, dim=1)
             x = torch.cat([a, a * g], dim=1) if self.shape.residual == "concat" else add_product(a, a, g)
             x = self.normalize(index, x, placed)
@@ -72,10 +68,7 @@ class FinalBlock(HiddenLayers):
 
 
 class FieldGate(nn.Module):
-    """Concatenates the vectors e_m with e_m * g_m, where g = W e + b over fields, element by element of the vectors.
-
-    W is initialized with zeros and b with ones.
-    """
+    """Concatenates the vectors e_m with e_m * g_m, where g = W e + b over fields, element by element of the vectors."""
 
     def __init__(self, num_fields: int) -> None:
         super().__init__()
@@ -86,6 +79,7 @@ class FieldGate(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
+        # Gates of 1: W = 0, b = 1.
         self.gates.linear.weight.zero_()
         self.gates.linear.bias.fill_(1.0)
 
@@ -99,9 +93,6 @@ class FinalNet(ScoringModel):
 
     With two blocks, the loss of a sample is L(y, p) + L(p, p_1) + L(p, p_2), the mutual loss. L is the cross-entropy,
     p_b the prediction of block b, and p that of both blocks, through which the last two terms have no gradient.
-
-    Matrices with n inputs and m outputs are initialized from N(0, 2 / (m + n)), biases with zeros, and vectors of dense
-    inputs from N(0, 0.1 squared).
     """
 
     def __init__(
@@ -114,18 +105,18 @@ class FinalNet(ScoringModel):
         options: MLPOptions | None = None,
         seed: int = 0,
     ) -> None:
-        """Create the model on `embeddings`, see `ScoringModel`. All tables must have the same width.
+        """Create the model.
 
         Args:
-            embeddings: Module with `tables` and `features`.
+            embeddings: See `ScoringModel`.
             num_dense: Number of dense inputs.
-            blocks: Widths of the layers of one or two blocks.
+            blocks: Layer widths of one or two blocks.
             shape: Shape of the blocks.
             options: Options of the blocks.
             seed: Seed of the initial weights.
 
-        Raises MesetaError if tables have different widths, there are not one or two blocks, a block has no layers, a
-        width is below 1 or odd with residual 'concat', or a feature is not pooled.
+        Raises MesetaError if tables have different widths, there are not one or two blocks, a block has no layers, or a
+        width is below 1 or odd with residual 'concat'.
         """
         super().__init__(embeddings, num_dense)
         if len(blocks) not in (1, 2) or not all(blocks):
@@ -156,16 +147,15 @@ class FinalNet(ScoringModel):
             for index, widths in enumerate(blocks)
         )
         self.loss_terms = MUTUAL_LOSS_TERMS if shape.mutual_loss and len(blocks) > 1 else ()
+        # Matrices from N(0, 2 / (inputs + outputs)), biases with zeros.
         fill_linear(self, seed)
         if self.field_gate is not None:
             self.field_gate.init_weights()
 
     def encode_dense(self, dense: Float[Tensor, "B num_dense"]) -> Tensor:
-        """Return the vectors of the dense inputs."""
         return cast(Tensor, self.fields(dense))
 
     def logits(self, x: Tensor, pooled: Float[Tensor, "B sum_of_D"]) -> Float[Tensor, " B"]:
-        """Return the mean of the block logits."""
         return self.block_logits(x, pooled).mean(dim=1)
 
     def score_with_losses(
@@ -190,7 +180,7 @@ class FinalNet(ScoringModel):
 
 
 def make_final(config: FinalNetConfig, request: ModelBuildArgs) -> FinalNet:
-    """Build FinalNet from its config section."""
+    """Build FinalNet from its config."""
     return FinalNet(
         request.embeddings,
         num_dense=request.num_dense,

@@ -1,4 +1,4 @@
-"""FinalMLP: two MLPs over gated inputs, combined by products of their outputs (arXiv 2304.00902)."""
+"""FinalMLP: two MLPs over gated inputs, combined by products of their outputs."""
 
 from __future__ import annotations
 
@@ -38,14 +38,13 @@ class StreamShape:
 class FeatureGate(nn.Module):
     """Stream-specific feature selection (arXiv 2304.00902, section 3.2): 2 sigmoid(Gate(c)) * e, where Gate is an MLP.
 
-    The context c has the pooled rows of selected features, or is a learned vector, initialized from N(0, 0.1 squared).
+    The context c has the pooled rows of selected features, or is a learned vector.
     """
 
     def __init__(
         self, columns: Sequence[slice], width: int, num_inputs: int, hidden: Sequence[int], options: MLPOptions
     ) -> None:
-        """Create the gate. `columns` selects the context from the pooled rows. If empty, a vector of length `width` is
-        learned."""
+        """Create the gate. `columns` selects the context. If empty, a vector of length `width` is learned."""
         super().__init__()
         self.columns = columns
         self.vector = None if columns else nn.Parameter(torch.empty(width))
@@ -60,15 +59,14 @@ class FeatureGate(nn.Module):
 
 
 class BilinearFusion(nn.Module):
-    """Stream-level fusion with heads (arXiv 2304.00902, section 3.3): b + w_1 . o_1 + w_2 . o_2 + sum_j o_1j W_j o_2j.
+    """Stream-level fusion b + w_1 . o_1 + w_2 . o_2 + sum_j o_1j W_j o_2j, with heads j.
 
-    o_1j and o_2j are the j-th of equal parts of o_1 and o_2. Equations 10 and 11 of the paper, with one bias for all
-    heads.
+    o_1j and o_2j are equal parts of o_1 and o_2 (arXiv 2304.00902, section 3.3, equations 10 and 11).
     """
 
     def __init__(self, widths: tuple[int, int], num_heads: int) -> None:
         super().__init__()
-        self.first = SkipInitLinear(widths[0], 1)
+        self.first = SkipInitLinear(widths[0], 1)  # Its bias is that of all heads.
         self.second = SkipInitLinear(widths[1], 1, bias=False)
         self.heads = nn.Parameter(torch.empty(num_heads, widths[1] // num_heads, widths[0] // num_heads))
 
@@ -89,7 +87,7 @@ class FinalMLP(ScoringModel):
     e = concat(dense, e_1, ..., e_F)
     h_s = 2 sigmoid(Gate_s(c_s)) * e                                stream s = 1, 2; without gates, h_s = e
     o_s = MLP_s(h_s)                                                ReLU after every layer, all hidden
-    logit = b + w_1 . o_1 + w_2 . o_2 + sum_j o_1j W_j o_2j         heads j
+    logit = BilinearFusion(o_1, o_2)
     """
 
     def __init__(
@@ -103,19 +101,19 @@ class FinalMLP(ScoringModel):
         options: MLPOptions | None = None,
         seed: int = 0,
     ) -> None:
-        """Create the model on `embeddings`, see `ScoringModel`. Tables may have different widths.
+        """Create the model.
 
         Args:
-            embeddings: Module with `tables` and `features`.
+            embeddings: See `ScoringModel`. Tables may have different widths.
             num_dense: Number of dense inputs.
             streams: Shapes of the two streams.
             feature_gates: Whether streams have gates.
-            num_heads: Number of heads of the fusion. It divides the width of both streams' last layers.
+            num_heads: Number of heads of the fusion.
             options: Options of the streams. Gates compute in their type, the fusion in that of its weights.
             seed: Seed of the initial weights.
 
         Raises MesetaError if a width is below 1, a stream has no layers, the heads do not divide the width of a
-        stream's last layer, a context is not a feature, or a feature is not pooled.
+        stream's last layer, or a context is not a feature.
         """
         super().__init__(embeddings, num_dense)
         self.options = options or MLPOptions()
@@ -167,6 +165,7 @@ class FinalMLP(ScoringModel):
         for index, gate in enumerate(self.gates):
             vector = cast(FeatureGate, gate).vector
             if vector is not None:
+                # The same N(0, 0.1 squared) as for the vectors of dense inputs in other models.
                 fill_normal(vector, INITIAL_STD, seed, f"gates.{index}.vector")
 
 
@@ -182,7 +181,7 @@ def _check_stream(name: str, stream: StreamShape, num_heads: int) -> None:
 
 
 def make_finalmlp(config: FinalMLPConfig, request: ModelBuildArgs) -> FinalMLP:
-    """Build FinalMLP from its config section."""
+    """Build FinalMLP from its config."""
     return FinalMLP(
         request.embeddings,
         num_dense=request.num_dense,

@@ -1,4 +1,4 @@
-"""GDCN: gated cross layers and an MLP (arXiv 2311.04635)."""
+"""GDCN: gated cross layers and an MLP."""
 
 from __future__ import annotations
 
@@ -14,12 +14,9 @@ from meseta.models.layers import MLPOptions, check_widths
 
 
 class GDCN(DeepCrossModel):
-    """Gated deep and cross network (arXiv 2311.04635, section 3).
+    """Gated deep and cross network (arXiv 2311.04635, section 3): a `DeepCrossModel` with a `GatedCross`.
 
-    c_0 = concat(dense, e_1, ..., e_F)
-    c_{l+1} = c_0 * (W_l c_l + b_l) * sigmoid(V_l c_l) + c_l        gated cross layers
-    logit = MLP(c_L)                                                GDCN-S, structure 'stacked'
-    logit = w . concat(c_L, MLP(c_0)) + b                           GDCN-P, structure 'parallel'
+    Structure 'stacked' is the paper's GDCN-S, and 'parallel' its GDCN-P.
     """
 
     def __init__(
@@ -33,13 +30,11 @@ class GDCN(DeepCrossModel):
         options: MLPOptions | None = None,
         seed: int = 0,
     ) -> None:
-        """Create the model on `embeddings`, see `ScoringModel`. Tables may have different widths.
+        """Create the model with the arguments of `DCNv2`, except for the cross network.
 
-        `cross_layers` is the number of gated cross layers. `deep_mlp` has the hidden widths of the MLP, (400, 400, 400)
-        in the paper. All other arguments are those of `DCNv2`.
+        `cross_layers` is the number of gated cross layers. In the paper, `deep_mlp` is (400, 400, 400).
 
-        Raises MesetaError if a width is below 1, the MLP of structure 'parallel' has no layers, or a feature is not
-        pooled.
+        Raises MesetaError if a width is below 1 or the MLP of structure 'parallel' has no layers.
         """
         check_widths("GDCN", "cross_layers", [cross_layers])
         super().__init__(
@@ -54,7 +49,7 @@ class GDCN(DeepCrossModel):
 
 
 def make_gdcn(config: GDCNConfig, request: ModelBuildArgs) -> GDCN:
-    """Build GDCN from its config section."""
+    """Build GDCN from its config."""
     return GDCN(
         request.embeddings,
         num_dense=request.num_dense,

@@ -1,4 +1,4 @@
-"""MaskNet: hidden layers whose inputs are multiplied by masks computed from the sample (arXiv 2102.07619)."""
+"""MaskNet: hidden layers whose inputs are multiplied by masks computed from the sample."""
 
 from __future__ import annotations
 
@@ -34,22 +34,19 @@ class MaskShape:
 
 
 class MaskBlock(nn.Module):
-    """Masked hidden layer (arXiv 2102.07619, sections 3.3 and 3.4).
-
-    mask = W_d2 ReLU(W_d1 v + b_d1) + b_d2           instance-guided mask from all vectors v of the sample
-    block(v, x) = ReLU(LN(W (mask * x)))
-    """
+    """Masked hidden layer ReLU(LN(W (mask(v) * x))), arXiv 2102.07619, sections 3.3 and 3.4."""
 
     def __init__(self, num_vectors: int, num_inputs: int, num_outputs: int, reduction: float) -> None:
-        """Create the layers. v has the length `num_vectors` and x the length `num_inputs`. The hidden layer of the mask
-        has `reduction` times the width of x, at least 1."""
+        """Create the layers. v has the length `num_vectors` and x the length `num_inputs`."""
         super().__init__()
+        # The hidden layer of the mask has `reduction` times the width of x.
         self.aggregation = SkipInitLinear(num_vectors, max(1, round(reduction * num_inputs)))
         self.projection = SkipInitLinear(self.aggregation.out_features, num_inputs)
         self.hidden = SkipInitLinear(num_inputs, num_outputs, bias=False)
         self.norm = LayerNorm(num_outputs)
 
     def forward(self, v: Float[Tensor, "B M_D"], x: Float[Tensor, "B N"]) -> Float[Tensor, "B outputs"]:
+        # Instance-guided mask from all vectors v of the sample: W_d2 ReLU(W_d1 v + b_d1) + b_d2.
         guides = (self.aggregation, self.projection)
         mask = mlp(v, [guide.weight for guide in guides], [guide.bias for guide in guides], relu_last=False)
         return functional.relu(self.norm(self.hidden(mask * x)))
@@ -67,6 +64,7 @@ class MaskBlocks(HiddenLayers):
             MaskBlock(num_vectors, num_inputs, width, shape.reduction)
             for num_inputs, width in zip(inputs, widths, strict=True)
         )
+        # Blocks have layer norms, so batch norm applies only to the MLP.
         self.set_hidden_layers(widths, replace(options, batch_norm=False), "blocks")
         self.num_outputs = widths[-1] if serial else sum(widths)
 
@@ -86,13 +84,10 @@ class MaskBlocks(HiddenLayers):
 class MaskNet(ScoringModel):
     """MaskNet (arXiv 2102.07619, section 3).
 
-        v = concat(x_m v_m for dense inputs, pooled rows for features), each of width D
-        x = LN of every vector, with separate weights
-        serial      logit = w . block_L(v, ... block_2(v, block_1(v, x))) + b
-        parallel    logit = MLP(concat(block_1(v, x), ..., block_L(v, x)))
-
-    Matrices with n inputs and m outputs are initialized from N(0, 2 / (m + n)), biases with zeros, and vectors of dense
-    inputs from N(0, 0.1 squared).
+    v = concat(x_m v_m for dense inputs, pooled rows for features), each of width D
+    x = LN of every vector, with separate weights
+    serial      logit = w . block_L(v, ... block_2(v, block_1(v, x))) + b
+    parallel    logit = MLP(concat(block_1(v, x), ..., block_L(v, x)))
     """
 
     def __init__(
@@ -105,18 +100,18 @@ class MaskNet(ScoringModel):
         options: MLPOptions | None = None,
         seed: int = 0,
     ) -> None:
-        """Create the model on `embeddings`, see `ScoringModel`. All tables must have the same width.
+        """Create the model.
 
         Args:
-            embeddings: Module with `tables` and `features`.
+            embeddings: See `ScoringModel`.
             num_dense: Number of dense inputs.
             shape: Shape of the MaskBlocks.
-            deep_mlp: Hidden widths of the MLP on parallel blocks. An output layer of width 1 follows.
+            deep_mlp: Hidden widths of the MLP on parallel blocks.
             options: Options of the MLP. Dropout also applies to the blocks, which compute in the type of the MLP.
             seed: Seed of the initial weights.
 
         Raises MesetaError if tables have different widths, a width is below 1, there are no blocks, serial blocks have
-        an MLP, batch norm has no layers to apply to, or a feature is not pooled.
+        an MLP, or batch norm has no layers to apply to.
         """
         super().__init__(embeddings, num_dense)
         check_widths("MaskNet", "blocks and deep_mlp", [*shape.widths, *deep_mlp])
@@ -140,10 +135,10 @@ class MaskNet(ScoringModel):
         self.blocks = MaskBlocks(num_fields * width, shape, self.options)
         widths = [self.blocks.num_outputs, *deep_mlp, 1]
         self.deep_mlp = MLP(widths, relu_last=False, options=self.options, name="deep_mlp")
+        # Matrices from N(0, 2 / (inputs + outputs)), biases with zeros.
         fill_linear(self, seed)
 
     def encode_dense(self, dense: Float[Tensor, "B num_dense"]) -> Tensor:
-        """Return the vectors of the dense inputs."""
         return cast(Tensor, self.fields(dense))
 
     def logits(self, x: Tensor, pooled: Float[Tensor, "B sum_of_D"]) -> Float[Tensor, " B"]:
@@ -153,7 +148,7 @@ class MaskNet(ScoringModel):
 
 
 def make_masknet(config: MaskNetConfig, request: ModelBuildArgs) -> MaskNet:
-    """Build MaskNet from its config section."""
+    """Build MaskNet from its config."""
     return MaskNet(
         request.embeddings,
         num_dense=request.num_dense,

@@ -25,13 +25,12 @@ class VectorStack(ScoringModel):
     def __init__(
         self, embeddings: nn.Module, *, num_dense: int, bottom_mlp: Sequence[int], options: MLPOptions | None
     ) -> None:
-        """Create the part below the layers, which `set_layers` adds. `bottom_mlp` has the hidden widths of the MLP over
-        dense inputs."""
+        """Create the part below the layers. `bottom_mlp` has the hidden widths of the MLP over dense inputs."""
         super().__init__(embeddings, num_dense)
         self.width = common_width(type(self).__name__, self.dims)
         self.bottom = DenseVector(num_dense, bottom_mlp, self.width, options, "bottom")
+        # Number of vectors that the first layer reads.
         self.num_vectors = self.bottom.num_vectors + len(self.dims)
-        """Number of vectors that the first layer reads."""
 
     def set_layers(
         self,
@@ -57,7 +56,6 @@ class VectorStack(ScoringModel):
         fill_linear(self, seed)
 
     def encode_dense(self, dense: Float[Tensor, "B num_dense"]) -> Tensor:
-        """Return the vector of the dense inputs."""
         return cast(Tensor, self.bottom(dense, self.batch_slice))
 
     def logits(self, x: Tensor, pooled: Float[Tensor, "B sum_of_D"]) -> Float[Tensor, " B"]:

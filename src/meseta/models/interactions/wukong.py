@@ -1,4 +1,4 @@
-"""Wukong: stacked layers of factorization machines and linear compression (arXiv 2403.02545)."""
+"""Wukong: stacked layers of factorization machines and linear compression."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from meseta.ops.product import batched_product
 
 @dataclass(frozen=True, kw_only=True)
 class WukongShape:
-    """Shape of the layers of a Wukong, which all have the same shape."""
+    """Shape of every layer of a Wukong."""
 
     num_layers: int = 3
     fm_vectors: int = 16
-    """Number of vectors from the factorization machine block of a layer, n_F."""
+    """Number of vectors from the factorization machine block, n_F."""
     linear_vectors: int = 16
-    """Number of vectors from the linear compression block of a layer, n_L."""
+    """Number of vectors from the linear compression block, n_L."""
     rank: int = 24
     """Number of columns of the projection Y, k."""
     fm_mlp: Sequence[int] = (256,)
@@ -75,12 +75,7 @@ class WukongLayer(nn.Module):
 
 
 class Wukong(VectorStack):
-    """Wukong (arXiv 2403.02545, section 3).
-
-    X_0 = MLP(dense), e_1, ..., e_F                     vectors of width d, no MLP without dense inputs
-    X_{i+1} = LN(concat(FMB(X_i), LCB(X_i)) + X_i)      layers
-    logit = MLP(concat of the last layer's vectors)
-    """
+    """Wukong (arXiv 2403.02545, section 3): a `VectorStack` of `WukongLayer`."""
 
     def __init__(
         self,
@@ -93,18 +88,18 @@ class Wukong(VectorStack):
         options: MLPOptions | None = None,
         seed: int = 0,
     ) -> None:
-        """Create the model on `embeddings`, see `ScoringModel`. All tables must have the same width.
+        """Create the model.
 
         Args:
-            embeddings: Module with `tables` and `features`.
+            embeddings: See `ScoringModel`.
             num_dense: Number of dense inputs.
             bottom_mlp: Hidden widths of the MLP over dense inputs. A layer with the width of the tables follows.
             shape: Shape of the layers.
-            top_mlp: Hidden widths of the MLP over the last layer. An output layer of width 1 follows.
+            top_mlp: Hidden widths of the MLP over the last layer.
             options: Options of the MLPs. All other parts compute in the type of the embeddings.
             seed: Seed of the initial weights.
 
-        Raises MesetaError if tables have different widths, a width is below 1, or a feature is not pooled.
+        Raises MesetaError if tables have different widths or a width is below 1.
         """
         check_widths("Wukong", "bottom_mlp, top_mlp and fm_mlp", [*bottom_mlp, *top_mlp, *shape.fm_mlp])
         counts = [shape.num_layers, shape.fm_vectors, shape.linear_vectors, shape.rank]
@@ -120,7 +115,7 @@ class Wukong(VectorStack):
 
 
 def make_wukong(config: WukongConfig, request: ModelBuildArgs) -> Wukong:
-    """Build Wukong from its config section."""
+    """Build Wukong from its config."""
     return Wukong(
         request.embeddings,
         num_dense=request.num_dense,

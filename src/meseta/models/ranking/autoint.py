@@ -1,4 +1,4 @@
-"""AutoInt: several layers of self-attention over fields (arXiv 1810.11921)."""
+"""AutoInt: several layers of self-attention over fields."""
 
 from __future__ import annotations
 
@@ -21,12 +21,11 @@ from meseta.models.layers import MLP, MLPOptions, SkipInitLinear, check_widths, 
 class AutoInt(ScoringModel):
     """AutoInt (arXiv 1810.11921, section 4), or AutoInt+ (section 5.5) if `deep_mlp` has hidden layers.
 
-        fields e_m: x_m v_m for dense inputs, pooled rows for features      section 4.3
-        interacting layers, one after the other                             section 4.4
-        logit = w . concat(fields) + b [+ MLP(e_1, ..., e_M)]               section 4.5
+        fields e_m: x_m v_m for dense inputs, pooled rows for features
+        interacting layers, one after the other
+        logit = w . concat(fields) + b [+ MLP(e_1, ..., e_M)]
 
-    Matrices with n inputs and m outputs are initialized from N(0, 2 / (m + n)), biases with zeros, and vectors of dense
-    inputs from N(0, 0.1 squared). Attention is computed in the type of the embeddings.
+    Attention is computed in the type of the embeddings.
     """
 
     def __init__(
@@ -39,17 +38,17 @@ class AutoInt(ScoringModel):
         options: MLPOptions | None = None,
         seed: int = 0,
     ) -> None:
-        """Create the model on `embeddings`, see `ScoringModel`. All tables must have the same width.
+        """Create the model.
 
         Args:
-            embeddings: Module with `tables` and `features`.
+            embeddings: See `ScoringModel`.
             num_dense: Number of dense inputs.
-            attention: Number of layers, number of heads per layer, width of each head.
+            attention: (number of layers, heads per layer, width of each head).
             deep_mlp: Hidden widths of the MLP. If empty, there is no MLP.
             options: Options of the MLP.
             seed: Seed of the initial weights.
 
-        Raises MesetaError if tables have different widths, a feature is not pooled, or a width is below 1.
+        Raises MesetaError if tables have different widths or a width is below 1.
         """
         super().__init__(embeddings, num_dense)
         check_widths("AutoInt", "deep_mlp", deep_mlp)
@@ -65,7 +64,6 @@ class AutoInt(ScoringModel):
         self._set_initial_weights(seed)
 
     def encode_dense(self, dense: Float[Tensor, "B num_dense"]) -> Tensor:
-        """Return the vectors of the dense inputs."""
         return cast(Tensor, self.fields(dense))
 
     def logits(self, x: Tensor, pooled: Float[Tensor, "B sum_of_D"]) -> Float[Tensor, " B"]:
@@ -79,6 +77,7 @@ class AutoInt(ScoringModel):
 
     @torch.no_grad()
     def _set_initial_weights(self, seed: int) -> None:
+        # Matrices from N(0, 2 / (inputs + outputs)), biases with zeros.
         for name, parameter in (*self.interacting.named_parameters(prefix="interacting"), ("head", self.head.weight)):
             fill_normal(parameter, math.sqrt(2.0 / sum(parameter.shape)), seed, name)
         self.head.bias.zero_()
@@ -87,7 +86,7 @@ class AutoInt(ScoringModel):
 
 
 def make_autoint(config: AutoIntConfig, request: ModelBuildArgs) -> AutoInt:
-    """Build AutoInt from its config section."""
+    """Build AutoInt from its config."""
     return AutoInt(
         request.embeddings,
         num_dense=request.num_dense,

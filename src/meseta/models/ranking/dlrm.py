@@ -1,4 +1,4 @@
-"""DLRM: pairwise dot products of dense inputs and embeddings (arXiv 1906.00091)."""
+"""DLRM: pairwise dot products of dense inputs and embeddings."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ from meseta.spec import MesetaError
 
 
 class DLRMBase(ScoringModel):
-    """Base class of DLRM and DLRM-DCNv2 with a bottom MLP for dense inputs, if there are any, and a top MLP for
-    logits."""
+    """Base class with a bottom MLP for dense inputs, if there are any, and a top MLP for logits."""
 
     top_mlp: MLP
 
     def set_bottom_mlp(self, widths: Sequence[int], options: MLPOptions | None) -> None:
-        """Create the bottom MLP with layers of the given widths, and ReLU after each."""
+        """Create the bottom MLP with ReLU after each layer."""
         self.bottom_mlp = (
             MLP([self.num_dense, *widths], relu_last=True, options=options, name="bottom_mlp")
             if self.num_dense
@@ -33,7 +32,6 @@ class DLRMBase(ScoringModel):
         )
 
     def encode_dense(self, dense: Float[Tensor, "B num_dense"]) -> Tensor:
-        """Apply the bottom MLP."""
         return dense if self.bottom_mlp is None else cast(Tensor, self.bottom_mlp(dense, self.batch_slice))
 
     def mlp_layers(self) -> Iterator[tuple[str, nn.Linear]]:
@@ -54,9 +52,6 @@ class DLRM(DLRMBase):
 
     Without dense inputs there is no bottom MLP and no x. The top MLP then reads the products of all pairs of
     embeddings, or the embedding itself if there is only one.
-
-    Weights of a layer with n inputs and m outputs are initialized from N(0, 2 / (m + n)), its biases from N(0, 1 / m),
-    as in the published code.
     """
 
     def __init__(
@@ -70,20 +65,18 @@ class DLRM(DLRMBase):
         options: MLPOptions | None = None,
         seed: int = 0,
     ) -> None:
-        """Create the model on `embeddings`, see `ScoringModel`.
+        """Create the model.
 
         Args:
-            embeddings: Module with `tables` and `features`.
+            embeddings: See `ScoringModel`.
             num_dense: Number of dense inputs. With 0, `bottom_mlp` only states the width of the embeddings.
-            bottom_mlp: Widths of the bottom MLP's layers, with ReLU after each. The last one is D, as in (512, 256, 64,
-                16).
-            top_mlp: Hidden widths of the top MLP, such as (512, 256). An output layer of width 1 follows.
+            bottom_mlp: Widths of the bottom MLP's layers, such as (512, 256, 64, D), with ReLU after each.
+            top_mlp: Hidden widths of the top MLP, such as (512, 256).
             interaction: 'dot', or 'none' to concatenate x and the embeddings without products.
             options: Options of both MLPs. With bfloat16, pairwise products are summed in float32.
             seed: Seed of the initial weights.
 
-        Raises MesetaError if 'dot' is used with embeddings of different widths, or with a last bottom layer of another
-        width.
+        Raises MesetaError if `bottom_mlp` is empty, a width is below 1, or tables for 'dot' have another width than D.
         """
         super().__init__(embeddings, num_dense)
         check_widths("DLRM", "bottom_mlp and top_mlp", [*bottom_mlp, *top_mlp])
@@ -114,6 +107,7 @@ class DLRM(DLRMBase):
         return dot_interaction(first, others)[:, width:]
 
     def _set_initial_weights(self, seed: int) -> None:
+        # As in the published code: weights from N(0, 2 / (inputs + outputs)), biases from N(0, 1 / outputs).
         for name, layer in self.mlp_layers():
             num_outputs, num_inputs = layer.weight.shape
             fill_normal(layer.weight, math.sqrt(2.0 / (num_outputs + num_inputs)), seed, f"{name}.weight")
@@ -131,7 +125,7 @@ def _check_equal_widths(dims: dict[str, int], width: int) -> None:
 
 
 def make_dlrm(config: DLRMConfig, request: ModelBuildArgs) -> DLRM:
-    """Build DLRM from its config section."""
+    """Build DLRM from its config."""
     return DLRM(
         request.embeddings,
         num_dense=request.num_dense,

@@ -26,10 +26,7 @@ class DLRMDCNv2(DLRMBase):
         cross layers over concat(x, e)  [B, D + sum of D_f]
         top MLP              -> logits [B]
 
-    Without dense inputs there is no bottom MLP and no x.
-
-    Initial weights are those of MLPerf's reference: U and V from N(0, 2 / (inputs + outputs)), cross biases zero,
-    weights and biases of the MLPs uniform within 1 / sqrt(inputs), the default of torch.
+    Without dense inputs there is no bottom MLP and no x. Initial weights are those of MLPerf's reference.
     """
 
     def __init__(
@@ -43,18 +40,18 @@ class DLRMDCNv2(DLRMBase):
         options: MLPOptions | None = None,
         seed: int = 0,
     ) -> None:
-        """Create the model on `embeddings`, see `ScoringModel`.
+        """Create the model.
 
         Args:
-            embeddings: Module with `tables` and `features`.
-            num_dense: Number of dense inputs. With 0 there is no bottom MLP.
+            embeddings: See `ScoringModel`.
+            num_dense: Number of dense inputs.
             bottom_mlp: Widths of the bottom MLP's layers, such as (512, 256, 128), with ReLU after each.
-            top_mlp: Hidden widths of the top MLP, such as (1024, 1024, 512, 256). An output layer of width 1 follows.
-            cross: Number of cross layers, and rank of each layer's matrix U V.
+            top_mlp: Hidden widths of the top MLP, such as (1024, 1024, 512, 256).
+            cross: (number of cross layers, rank of each layer's matrix U V).
             options: Options of the MLPs. Cross layers compute in the type of their activations.
             seed: Seed of the initial weights.
 
-        Raises MesetaError if a width is below 1 or a feature is not pooled.
+        Raises MesetaError if `bottom_mlp` is empty or a width is below 1.
         """
         super().__init__(embeddings, num_dense)
         check_widths("DLRMDCNv2", "bottom_mlp and top_mlp", [*bottom_mlp, *top_mlp])
@@ -71,16 +68,18 @@ class DLRMDCNv2(DLRMBase):
         return self.top_mlp(self.cross(torch.cat([x, pooled.to(x.dtype)], dim=1)), self.batch_slice).squeeze(1)
 
     def _set_initial_weights(self, seed: int) -> None:
+        # MLPs: weights and biases uniform within 1 / sqrt(inputs), the default of torch.
         for name, layer in self.mlp_layers():
             bound = 1.0 / math.sqrt(max(layer.in_features, 1))
             fill_uniform(layer.weight, bound, seed, f"{name}.weight")
             if layer.bias is not None:
                 fill_uniform(layer.bias, bound, seed, f"{name}.bias")
+        # Cross layers: U and V from N(0, 2 / (inputs + outputs)), biases zero.
         fill_linear(self.cross, seed, "cross")
 
 
 def make_dlrm_dcnv2(config: DLRMDCNv2Config, request: ModelBuildArgs) -> DLRMDCNv2:
-    """Build DLRM-DCNv2 from its config section."""
+    """Build DLRM-DCNv2 from its config."""
     return DLRMDCNv2(
         request.embeddings,
         num_dense=request.num_dense,

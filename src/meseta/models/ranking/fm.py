@@ -1,4 +1,4 @@
-"""Factorization machine of degree 2 (Rendle, "Factorization Machines", ICDM 2010), and DeepFM (arXiv 1703.04247)."""
+"""Factorization machine of degree 2 (Rendle, "Factorization Machines", ICDM 2010), and DeepFM."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ def sum_over_pairs(vectors: Float[Tensor, "B M D"]) -> Float[Tensor, " B"]:
 
 
 class FM(ScoringModel):
-    """Factorization machine of degree 2 (Rendle, ICDM 2010, section III, equation 1) over dense inputs and features.
+    """Factorization machine of degree 2 over dense inputs and features (Rendle, ICDM 2010, section III, equation 1).
 
         logit = w_0 + sum_i w_i x_i + sum_{i < j} <v_i, v_j> x_i x_j
 
     The row of an id is (v_1, ..., v_D, w), so tables have D + 1 columns. A feature with several ids contributes the
-    pooled vector and weight of its bag. Pairs are formed between features, not between ids of one bag. For dense
-    inputs, w is initialized to zero, and v from N(0, 0.1 squared).
+    pooled vector and weight of its bag. Pairs are formed between features, not between ids of one bag.
     """
 
     def __init__(self, embeddings: nn.Module, *, num_dense: int, seed: int = 0) -> None:
-        """Create the model on `embeddings`, whose tables must all have width D + 1 >= 2. See `ScoringModel`.
+        """Create the model on `embeddings`, see `ScoringModel`.
 
-        Raises MesetaError if a table has another width or a feature is not pooled.
+        Raises MesetaError unless all tables have the same width D + 1 >= 2.
         """
         super().__init__(embeddings, num_dense)
         width = common_width("FM", self.dims, min_width=2) - 1
+        # For dense inputs, v is initialized from N(0, 0.1 squared), and w with zeros.
         self.fields = FieldVectors(num_dense, len(self.dims), width, seed)
         self.first_order = FirstOrderTerm(num_dense)
 
@@ -57,8 +57,7 @@ class DeepFM(FM):
 
         logit = FM(x, v, w) + MLP(concat(x_1 v_1, ..., x_M v_M))
 
-    Tables have D + 1 columns as for `FM`. Weights of the MLP are initialized from N(0, 2 / (inputs + outputs)), its
-    biases with zeros, and all other weights as in `FM`.
+    Tables have D + 1 columns as for `FM`.
     """
 
     def __init__(
@@ -72,14 +71,15 @@ class DeepFM(FM):
     ) -> None:
         """Create the model on `embeddings`, whose tables must all have width D + 1 >= 2. See `ScoringModel`.
 
-        `deep_mlp` has the hidden widths of the MLP, such as (400, 400, 400). An output layer of width 1 follows.
+        `deep_mlp` has the hidden widths of the MLP, such as (400, 400, 400).
 
-        Raises MesetaError if a table has another width, a feature is not pooled, or a width is below 1.
+        Raises MesetaError if a width is invalid.
         """
         super().__init__(embeddings, num_dense=num_dense, seed=seed)
         check_widths("DeepFM", "deep_mlp", deep_mlp)
         widths = [self.fields.num_fields * self.fields.width, *deep_mlp, 1]
         self.deep_mlp = MLP(widths, relu_last=False, options=options, name="deep_mlp")
+        # Weights from N(0, 2 / (inputs + outputs)), biases with zeros.
         fill_glorot(self.deep_mlp, seed)
 
     def logits(self, x: tuple[Tensor, Tensor], pooled: Float[Tensor, "B sum_of_D"]) -> Float[Tensor, " B"]:
@@ -92,7 +92,7 @@ class DeepFM(FM):
 
 
 def make_fm(config: FMConfig, request: ModelBuildArgs) -> FM:
-    """Build FM from its config section."""
+    """Build FM from its config."""
     return FM(
         request.embeddings,
         num_dense=request.num_dense,
@@ -101,7 +101,7 @@ def make_fm(config: FMConfig, request: ModelBuildArgs) -> FM:
 
 
 def make_deepfm(config: DeepFMConfig, request: ModelBuildArgs) -> DeepFM:
-    """Build DeepFM from its config section."""
+    """Build DeepFM from its config."""
     return DeepFM(
         request.embeddings,
         num_dense=request.num_dense,

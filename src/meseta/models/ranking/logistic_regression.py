@@ -34,7 +34,6 @@ class LogisticRegression(ScoringModel):
             self.linear.bias.zero_()
 
     def encode_dense(self, dense: Float[Tensor, "B num_dense"]) -> Float[Tensor, "B 1"]:
-        """Return the weighted sum of the dense inputs plus the bias."""
         return cast(Tensor, self.linear(dense))
 
     def logits(self, x: Float[Tensor, "B 1"], pooled: Float[Tensor, "B num_features"]) -> Float[Tensor, " B"]:
@@ -42,7 +41,7 @@ class LogisticRegression(ScoringModel):
 
 
 def make_logistic_regression(config: LogisticRegressionConfig, request: ModelBuildArgs) -> LogisticRegression:
-    """Build logistic regression from its config section."""
+    """Build logistic regression from its config."""
     return LogisticRegression(
         request.embeddings,
         num_dense=request.num_dense,

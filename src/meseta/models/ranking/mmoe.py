@@ -1,4 +1,7 @@
-"""MMoE: several tasks share experts, and each has a gate that mixes them (Ma et al., KDD 2018)."""
+"""MMoE: several tasks share experts, and each has a gate that mixes them.
+
+Ma et al., "Modeling Task Relationships in Multi-task Learning with Multi-gate Mixture-of-Experts", KDD 2018.
+"""
 
 from __future__ import annotations
 
@@ -17,18 +20,14 @@ from meseta.spec import MesetaError
 
 
 class MMoE(ScoringModel):
-    """Multi-gate mixture of experts.
-
-    Ma et al., "Modeling Task Relationships in Multi-task Learning with Multi-gate Mixture-of-Experts", KDD 2018,
-    section 4.2, equations 6 to 8.
+    """Multi-gate mixture of experts (Ma et al., KDD 2018, section 4.2, equations 6 to 8).
 
         x = concat(dense, e_1, ..., e_F)
         f_i(x)                                     experts, each an MLP with ReLU after every layer
         g_k(x) = softmax(W_k x)                    one gate per task
         logit_k = tower_k(sum_i g_k(x)_i f_i(x))   one MLP per task
 
-    Logits have the shape [B, T], or [B] for one task. Matrices with n inputs and m outputs are initialized from N(0, 2
-    / (m + n)), biases with zeros.
+    Logits have the shape [B, T], or [B] for one task.
     """
 
     def __init__(
@@ -42,19 +41,18 @@ class MMoE(ScoringModel):
         options: MLPOptions | None = None,
         seed: int = 0,
     ) -> None:
-        """Create the model on `embeddings`, see `ScoringModel`. Tables may have different widths.
+        """Create the model. Tables may have different widths.
 
         Args:
-            embeddings: Module with `tables` and `features`.
+            embeddings: See `ScoringModel`.
             num_dense: Number of dense inputs.
             num_tasks: Number of labels, T.
-            experts: Widths of the layers of each expert. All experts must have the same output width.
-            tower_mlp: Hidden widths of each task's tower. An output layer of width 1 follows.
+            experts: Layer widths of each expert. All experts must have the same output width.
+            tower_mlp: Hidden widths of each task's tower.
             options: Options of all MLPs.
             seed: Seed of the initial weights.
 
-        Raises MesetaError if there is no task or no expert, experts have no layers or different output widths, a
-        feature is not pooled, or a width is below 1.
+        Raises MesetaError if there is no task or no expert, an expert has no layers, or a width is invalid.
         """
         super().__init__(embeddings, num_dense)
         check_widths("MMoE", "num_tasks, number of experts and tower_mlp", [num_tasks, len(experts), *tower_mlp])
@@ -88,6 +86,7 @@ class MMoE(ScoringModel):
         return torch.cat(logits, dim=1) if len(logits) > 1 else logits[0].squeeze(1)
 
     def _set_initial_weights(self, seed: int) -> None:
+        # Matrices from N(0, 2 / (inputs + outputs)), biases with zeros.
         for part in self.modules():
             if isinstance(part, MLP):
                 fill_glorot(part, seed)
@@ -97,7 +96,7 @@ class MMoE(ScoringModel):
 
 
 def make_mmoe(config: MMoEConfig, request: ModelBuildArgs) -> MMoE:
-    """Build MMoE from its config section."""
+    """Build MMoE from its config."""
     return MMoE(
         request.embeddings,
         num_dense=request.num_dense,

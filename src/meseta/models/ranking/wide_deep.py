@@ -1,4 +1,4 @@
-"""Wide & Deep: a linear model and an MLP, trained together (arXiv 1606.07792)."""
+"""Wide & Deep: a linear model and an MLP, trained together."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ class WideDeep(ScoringModel):
         logit = w_0 + sum_i w_i x_i + MLP(concat(dense, e_1, ..., e_F))
 
     The wide part has a weight for each dense input and each id. Crosses are ordinary features of the dataset. The row
-    of an id is (e_1, ..., e_D, w), so tables have D + 1 columns, and one row optimizer for both parts. The paper uses
-    FTRL and AdaGrad. Weights of the MLP are initialized from N(0, 2 / (inputs + outputs)), all biases and the w of
-    dense inputs with zeros.
+    of an id is (e_1, ..., e_D, w), so tables have D + 1 columns. Both parts share one row optimizer, while the paper
+    uses FTRL and AdaGrad.
     """
 
     def __init__(
@@ -36,9 +35,9 @@ class WideDeep(ScoringModel):
     ) -> None:
         """Create the model on `embeddings`, whose tables must all have width D + 1 >= 2. See `ScoringModel`.
 
-        `deep_mlp` has the hidden widths of the MLP, (1024, 512, 256) in the paper. An output layer of width 1 follows.
+        `deep_mlp` has the hidden widths of the MLP, (1024, 512, 256) in the paper.
 
-        Raises MesetaError if a table has another width, a feature is not pooled, or a width is below 1.
+        Raises MesetaError if a width is invalid.
         """
         super().__init__(embeddings, num_dense)
         check_widths("WideDeep", "deep_mlp", deep_mlp)
@@ -47,6 +46,7 @@ class WideDeep(ScoringModel):
         self.deep_mlp = MLP(
             [num_dense + len(self.dims) * width, *deep_mlp, 1], relu_last=False, options=options, name="deep_mlp"
         )
+        # Weights from N(0, 2 / (inputs + outputs)), biases with zeros.
         fill_glorot(self.deep_mlp, seed)
 
     def encode_dense(self, dense: Float[Tensor, "B num_dense"]) -> tuple[Tensor, Tensor]:
@@ -62,7 +62,7 @@ class WideDeep(ScoringModel):
 
 
 def make_wide_deep(config: WideDeepConfig, request: ModelBuildArgs) -> WideDeep:
-    """Build Wide & Deep from its config section."""
+    """Build Wide & Deep from its config."""
     return WideDeep(
         request.embeddings,
         num_dense=request.num_dense,

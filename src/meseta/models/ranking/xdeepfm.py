@@ -1,4 +1,4 @@
-"""xDeepFM: sum of a linear part, a compressed interaction network and an MLP (arXiv 1803.05170)."""
+"""xDeepFM: sum of a linear part, a compressed interaction network and an MLP."""
 
 from __future__ import annotations
 
@@ -19,17 +19,13 @@ from meseta.models.layers import MLP, MLPOptions, SkipInitLinear, check_widths, 
 from meseta.ops.product import product
 
 MAX_CHUNK_ELEMENTS = 1 << 19
-"""Maximum number of products or sums of a layer to compute at a time. In float32 they take 2 MiB."""
+"""Maximum number of products or sums of a layer to compute at a time, 2 MiB in float32."""
 MIN_CHUNK_SAMPLES = 16
 """Minimum number of samples to compute at a time, for wide layers."""
 
 
 class CompressedInteraction(nn.Module):
-    """Compressed interaction network (CIN) without activation (arXiv 1803.05170, section 3.1, equations 6 and 8).
-
-    X^k_h = sum_{i,j} W^{k,h}_{ij} X^{k-1}_i * X^0_j      rows X_h are vectors of width D, * is element-wise
-    p^k_h = sum over the D elements of X^k_h
-    """
+    """Compressed interaction network (CIN) without activation (arXiv 1803.05170, section 3.1, equations 6 and 8)."""
 
     def __init__(self, num_fields: int, widths: Sequence[int]) -> None:
         super().__init__()
@@ -39,7 +35,9 @@ class CompressedInteraction(nn.Module):
         )
 
     def forward(self, fields: Float[Tensor, "B M D"]) -> Float[Tensor, "B sum_of_H"]:
-        """Return the concatenated p of all layers."""
+        """Return the sums over the D elements of every vector of all layers, concatenated."""
+        # X^k_h = sum_{i,j} W^{k,h}_{ij} X^{k-1}_i * X^0_j with vectors X_h of width D and the element-wise product *.
+        # p^k_h = sum over the D elements of X^k_h.
         first = x = fields.transpose(1, 2).contiguous()
         sums = []
         for weight in self.weights:
@@ -51,11 +49,7 @@ class CompressedInteraction(nn.Module):
 def cin_layer(
     x: Float[Tensor, "B D H"], first: Float[Tensor, "B D M"], weight: Float[Tensor, "outputs H_times_M"]
 ) -> Float[Tensor, "B D outputs"]:
-    """Compute a layer of a CIN in the type of `x`: out_o = sum_ij W_o,ij (x_i * first_j). Differentiable once.
-
-    It materializes either all products, [B, D, H M] numbers, or all sums over j, [B, D, outputs H] numbers, whichever
-    is smaller.
-    """
+    """Compute a layer of a CIN in the type of `x`: out_o = sum_ij W_o,ij (x_i * first_j). Differentiable once."""
     if torch.compiler.is_exporting():
         return (_products(x, first) @ weight.to(x.dtype).t()).view(*x.shape[:2], len(weight))
     result: Tensor = _CINLayerFunction.apply(x, first, weight)
@@ -88,23 +82,24 @@ class _CINLayerFunction(torch.autograd.Function):
 
 
 def _select_method(first: Tensor, weight: Tensor) -> tuple[Callable[..., Tensor], Callable[..., tuple[Tensor, ...]]]:
-    """Return the forward and backward functions of the method with the smaller array."""
+    """Return (forward function, backward function)."""
+    # The method with the smaller array: all sums over j, [B, D, outputs H], or all products, [B, D, H M].
     if len(weight) < first.shape[2]:
         return _sums_first, _sums_first_backward
     return _products_first, _products_first_backward
 
 
 def _sample_chunks(x: Tensor, first: Tensor, weight: Tensor) -> list[slice]:
-    """Return the samples that are computed at a time, over the whole batch. The meta device is treated as a CPU."""
     num_samples = at_a_time = len(x)
     if x.device.type in {"cpu", "meta"}:
+        # Large arrays on a CPU would not fit in the processor's cache.
         of_sample = math.prod(x.shape[1:]) * min(len(weight), first.shape[2])
         at_a_time = max(MIN_CHUNK_SAMPLES, MAX_CHUNK_ELEMENTS // of_sample)
     return [slice(start, start + at_a_time) for start in range(0, num_samples, max(at_a_time, 1))]
 
 
 def _products_first(x: Tensor, first: Tensor, weight: Tensor) -> Tensor:
-    """Compute all products x_i * first_j, then reduce them with one matrix product."""
+    # All products x_i * first_j, reduced by one matrix product.
     return product(_products(x, first), weight.t()).view(*x.shape[:2], len(weight))
 
 
@@ -122,7 +117,7 @@ def _products_first_backward(
 
 
 def _sums_first(x: Tensor, first: Tensor, weight: Tensor) -> Tensor:
-    """Compute the sums over j, then multiply each by its x_i."""
+    # Sums over j, each multiplied by its x_i.
     return (_sums(x, first, weight) * x[:, :, None, :]).sum(dim=3)
 
 
@@ -144,9 +139,7 @@ class XDeepFM(ScoringModel):
         logit = w_0 + sum_i w_i x_i + w_cin . CIN(fields) + MLP(concat(fields))
 
     Fields are x_m v_m for dense inputs and pooled rows for features. The row of an id is (v_1, ..., v_D, w), so tables
-    have D + 1 columns as for `FM`. Matrices with n inputs and m outputs are initialized from N(0, 2 / (m + n)), biases
-    and the w of dense inputs with zeros, and vectors of dense inputs from N(0, 0.1 squared). The CIN is computed in the
-    type of the embeddings.
+    have D + 1 columns as for `FM`. The CIN is computed in the type of the embeddings.
     """
 
     def __init__(
@@ -162,19 +155,21 @@ class XDeepFM(ScoringModel):
         """Create the model on `embeddings`, whose tables must all have width D + 1 >= 2. See `ScoringModel`.
 
         `cin_layers` has the number of rows H_k of each CIN layer, (200, 200, 200) in the paper. `deep_mlp` has the
-        hidden widths of the MLP. An output layer of width 1 follows.
+        hidden widths of the MLP.
 
-        Raises MesetaError if a table has another width, a feature is not pooled, or a width is below 1.
+        Raises MesetaError if a width is invalid.
         """
         super().__init__(embeddings, num_dense)
         check_widths("XDeepFM", "cin_layers and deep_mlp", [*cin_layers, *deep_mlp])
         width = common_width("XDeepFM", self.dims, min_width=2) - 1
+        # For dense inputs, w is initialized with zeros, and v from N(0, 0.1 squared).
         self.first_order = FirstOrderTerm(num_dense)
         self.fields = FieldVectors(num_dense, len(self.dims), width, seed)
         self.cin = CompressedInteraction(self.fields.num_fields, cin_layers)
         self.cin_head = SkipInitLinear(sum(cin_layers), 1, bias=False)
         widths = [self.fields.num_fields * width, *deep_mlp, 1]
         self.deep_mlp = MLP(widths, relu_last=False, options=options, name="deep_mlp")
+        # Matrices from N(0, 2 / (inputs + outputs)), biases with zeros.
         fill_glorot(self.deep_mlp, seed)
         for name, weight in (*self.cin.named_parameters(prefix="cin"), ("cin_head", self.cin_head.weight)):
             fill_normal(weight, math.sqrt(2.0 / sum(weight.shape)), seed, name)
@@ -193,7 +188,7 @@ class XDeepFM(ScoringModel):
 
 
 def make_xdeepfm(config: XDeepFMConfig, request: ModelBuildArgs) -> XDeepFM:
-    """Build xDeepFM from its config section."""
+    """Build xDeepFM from its config."""
     return XDeepFM(
         request.embeddings,
         num_dense=request.num_dense,
