@@ -89,7 +89,7 @@ def test_a_folder_that_is_none(tmp_path: Path) -> None:
     found = disk.check_disk(tmp_path / "no", NOWHERE)
     assert found.state == "problem" and found.text.endswith("/no' does not exist") and "--dir" in found.way_out
     (tmp_path / "file").touch()
-    assert disk.check_disk(tmp_path / "file", NOWHERE).text.endswith("is no folder")
+    assert disk.check_disk(tmp_path / "file", NOWHERE).text.endswith("is not a folder")
 
 
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS, errno.ENOSPC])
@@ -111,8 +111,8 @@ def test_a_real_folder_that_refuses() -> None:
     ("free", "rates", "state", "words"),
     [
         (50 * GB, (1e9, 2e9), "ok", "50.0 GB free; 1,000 MB/s written and synced, 2,000 MB/s read back"),
-        (5 * GB, (1e9, 2e9), "note", "little room"),
-        (50 * GB, (20e6, 2e9), "note", "checkpoints will take long"),
+        (5 * GB, (1e9, 2e9), "note", "little space"),
+        (50 * GB, (20e6, 2e9), "note", "checkpoints will be slow"),
         (100_000_000, (1e9, 1e9), "problem", "100 MB free"),
     ],
 )
@@ -132,7 +132,7 @@ def test_a_folder_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     mounts = f"/dev/vda / ext4 rw 0 0\ntmpfs {str(folder).replace(' ', chr(92) + '040')} tmpfs rw 0 0\nrubbish\n"
     (tmp_path / "proc/self/mounts").write_text(mounts)
     found = disk.check_disk(folder, KernelFiles(tmp_path))
-    assert found.state == "note" and "(tmpfs)" in found.text and "lies in memory" in found.text
+    assert found.state == "note" and "(tmpfs)" in found.text and "are in memory" in found.text
     assert "(ext4)" in disk.check_disk(tmp_path, KernelFiles(tmp_path)).text
 
 
@@ -158,10 +158,10 @@ def test_gloo_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         ((ProcessResult(-6, "", ""), HANGS), "rank 0: the process was killed by SIGABRT"),
         ((HANGS, HANGS), "rank 0: no answer within the time limit"),
-        ((SUM, ProcessResult(0, '{"sum": 2.0}\n', "")), "found: sum 3 and sum 2"),
-        ((SUM, ProcessResult(0, '{"sum": 30.0}\n', "")), "found: sum 3 and sum 30"),
-        ((SUM, ProcessResult(0, "", "")), "found: sum 3 and nothing"),
-        ((ProcessResult(0, '{"sum": 3', ""), SUM), 'found: {"sum": 3 and sum 3'),
+        ((SUM, ProcessResult(0, '{"sum": 2.0}\n', "")), "returned sum 3 and sum 2"),
+        ((SUM, ProcessResult(0, '{"sum": 30.0}\n', "")), "returned sum 3 and sum 30"),
+        ((SUM, ProcessResult(0, "", "")), "returned sum 3 and nothing"),
+        ((ProcessResult(0, '{"sum": 3', ""), SUM), 'returned {"sum": 3 and sum 3'),
     ],
 )
 def test_gloo_that_fails(children: tuple[ProcessResult, ...], words: str, monkeypatch: pytest.MonkeyPatch) -> None:

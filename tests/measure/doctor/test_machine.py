@@ -33,7 +33,7 @@ def make(tmp_path: Path) -> Make:
 
 
 def test_a_problem_has_a_way_out_and_findings_are_frozen() -> None:
-    with pytest.raises(ValueError, match="way out"):
+    with pytest.raises(ValueError, match="way_out"):
         problem("disk", "full", "")
     with pytest.raises(dataclasses.FrozenInstanceError):
         note("disk", "full").state = "ok"  # type: ignore[misc]
@@ -95,8 +95,8 @@ def test_version_1_without_limits(make: Make) -> None:
     [
         ("avx512", "avx512", "ok", "Fast 9, with avx512"),
         ("baseline", "baseline", "note", "neither AVX2 nor AVX-512"),
-        ("avx2", "avx512", "note", "MESETA_ISA says so, and the processor has avx512"),
-        (None, None, "note", "could not say"),
+        ("avx2", "avx512", "note", "MESETA_ISA is set, but the processor supports avx512"),
+        (None, None, "note", "could not be determined"),
     ],
 )
 def test_processor(make: Make, chosen: str | None, best: str | None, state: str, words: str) -> None:
@@ -113,7 +113,7 @@ def test_a_processor_without_a_name(make: Make) -> None:
     ("flags", "variables", "state", "words"),
     [
         (FAST, {}, "ok", "AVX-512 BF16: dense.dtype=bfloat16 pays"),
-        ("avx2 fma", {}, "ok", "auto takes float32, and a new run in bfloat16 is refused"),
+        ("avx2 fma", {}, "ok", "auto selects float32, and a new run in bfloat16 is refused"),
         (FAST, {"ONEDNN_MAX_CPU_ISA": "AVX2"}, "note", "limits it to AVX2"),
     ],
 )  # fmt: skip
@@ -127,7 +127,7 @@ def test_waiting() -> None:
     ours = machine.check_wait_policy({"PATH": "/bin", **WAIT_POLICY})
     assert ours.state == "ok" and "export OMP_WAIT_POLICY=passive" in ours.text
     assert machine.check_wait_policy({"OMP_WAIT_POLICY": "passive"}).text.endswith(
-        "as you chose: OMP_WAIT_POLICY=passive"
+        "as your variables specify: OMP_WAIT_POLICY=passive"
     )
     spinning = machine.check_wait_policy({"OMP_WAIT_POLICY": "active"})
     assert (spinning.state, spinning.way_out) == ("note", "unset OMP_WAIT_POLICY")
@@ -136,12 +136,12 @@ def test_waiting() -> None:
 def test_cores() -> None:
     torch = {"num_threads": 1, "omp_num_threads": "1"}
     assert machine.check_cores(2, 2, NO_LIMITS, torch).text == (
-        "2, all usable; torch alone takes 1 thread (OMP_NUM_THREADS=1), `meseta train` 2"
+        "2, all usable; torch alone uses 1 thread (OMP_NUM_THREADS=1), `meseta train` 2"
     )
     assert machine.check_cores(4, 64, NO_LIMITS, {"error": "no torch"}).text == "4 of 64 usable"
     tight = machine.check_cores(64, 64, CgroupLimits(2.5, None, None), {"num_threads": 64})
     assert (tight.state, tight.figures["cgroup_cores"]) == ("note", 2.5)
-    assert "num_threads=2" in tight.way_out and "the time of 2.5 of them" in tight.text
+    assert "num_threads=2" in tight.way_out and "the CPU time of 2.5 of them" in tight.text
     assert "num_threads=1 " in machine.check_cores(4, 4, CgroupLimits(0.5, None, None), {}).way_out
     assert machine.check_cores(2, 64, CgroupLimits(8.0, None, None), {}).state == "ok"
 
@@ -153,7 +153,7 @@ def test_cores() -> None:
         (
             CgroupLimits(None, 4_000_000_000, 3_000_000_000),
             "ok",
-            "3.00 GB free of the 4.00 GB that a control group grants",
+            "3.00 GB free of the 4.00 GB that a control group allows",
         ),
         (CgroupLimits(None, 4_000_000_000, 1_000_000_000), "note", "small tables only"),
         (CgroupLimits(None, 400_000_000, 100_000_000), "problem", "100 MB free of the 400 MB"),
@@ -175,7 +175,7 @@ def test_memory_that_is_not_told(make: Make) -> None:
         ({THP: "[always] madvise never\n"}, None, "ok", "(transparent_hugepage: always)"),
         ({THP: "always madvise [never]\n"}, 0.0, "note", "turned off (transparent_hugepage: never)"),
         ({THP: "[always] madvise never\n", "proc/self/status": "THP_enabled:\t0\n"}, 0.0, "note", "for this process"),
-        ({THP: "[always] madvise never\n"}, 0.25, "note", "in pieces: 25% of a large tensor"),
+        ({THP: "[always] madvise never\n"}, 0.25, "note", "fragmented: 25% of a large tensor"),
         ({}, None, "note", "no transparent 2 MB pages"),
     ],
 )

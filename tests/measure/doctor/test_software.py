@@ -131,11 +131,11 @@ def test_the_driver_in_proc(tmp_path: Path) -> None:
     ("fact", "has_gpu", "installed", "state", "words"),
     [
         ({"version": "3.9.0", "target": None}, False, GOOD.get, "ok", "compiles kernels for GPUs"),
-        ({"version": "3.9.0", "target": "this GPU"}, True, GOOD.get, "ok", "runs a kernel here"),
-        ({"error": "No module"}, False, without("triton"), "ok", "without a GPU not needed"),
+        ({"version": "3.9.0", "target": "this GPU"}, True, GOOD.get, "ok", "runs a kernel on this GPU"),
+        ({"error": "No module"}, False, without("triton"), "ok", "not needed without a GPU"),
         ({"error": "No module"}, True, without("triton"), "problem", "training on a GPU needs it"),
         ({"error": "no C compiler"}, True, GOOD.get, "problem", "3.9.0 does not compile: no C compiler"),
-        ({"error": "no ptxas"}, False, GOOD.get, "note", "without a GPU nothing needs it"),
+        ({"error": "no ptxas"}, False, GOOD.get, "note", "3.9.0 does not compile: no ptxas; not needed without a GPU"),
         (NO_TORCH, False, GOOD.get, "note", "torch does not load"),
     ],
 )
@@ -184,7 +184,7 @@ def test_a_stage_that_kills_its_process_is_named_and_the_others_run(
         "import typer": {},
         "import yaml": {"error": "the process was killed by SIGILL"},
         "import rich": {"error": "ImportError: no such symbol", "error_class": "ImportError"},
-        "import fsspec": {"error": "the process ended with exit code 0 and said nothing"},
+        "import fsspec": {"error": "the process ended with exit code 0 and no error output"},
     }
 
 

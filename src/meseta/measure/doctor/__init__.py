@@ -1,4 +1,4 @@
-"""What this machine has, what is missing, and how to get it: the checks of `meseta doctor`.
+"""Checks of `meseta doctor`: hardware, system limits and packages of this machine, with remedies for problems.
 
-Nothing here loads torch: what only torch can tell comes from a child process, whose crash is told as well.
+No module here imports torch. Child processes run the probes that need it, so that a crash becomes a finding.
 """

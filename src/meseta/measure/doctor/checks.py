@@ -1,4 +1,4 @@
-"""All checks, in the order in which a person reads them."""
+"""List of all checks in the order of the report."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from meseta.measure.doctor.finding import Finding, note
 
 
 def run_checks(folder: Path, system: KernelFiles | None = None) -> Iterator[Finding]:
-    """Check this machine, and `folder` as the place of data and runs; one finding after another, none raised.
+    """Check this machine, and `folder` as the location of data and runs. Yields one finding per check.
 
-    Takes about ten seconds: it loads torch, starts two ranks, and writes at most 256 MB that vanish again.
+    Takes about ten seconds. It loads torch, starts two ranks, and writes at most 256 MiB to a temporary file. A check
+    that raises an exception yields a note.
     """
     system = system or KernelFiles()
     yield from _run_check("meseta", packages.check_meseta)
@@ -52,11 +53,10 @@ def run_checks(folder: Path, system: KernelFiles | None = None) -> Iterator[Find
 
 
 def _run_check(topic: str, check: Callable[[], Finding]) -> Iterator[Finding]:
-    """A check that fails is told like any other finding: the others go on."""
     try:
         yield check()
-    except Exception as error:  # whatever a strange machine raises
-        yield note(topic, f"could not be looked at: {type(error).__name__}: {error}")
+    except Exception as error:  # An unusual machine may raise any exception. The other checks must still run.
+        yield note(topic, f"the check failed: {type(error).__name__}: {error}")
 
 
 def _shared_bytes() -> int | None:

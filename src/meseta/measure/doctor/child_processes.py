@@ -1,4 +1,4 @@
-"""Short programs in processes of their own, whose crash or silence is told and never shared."""
+"""Child processes of the doctor. A crash or hang of a child is reported and does not affect the parent."""
 
 from __future__ import annotations
 
@@ -16,33 +16,34 @@ from meseta.machine.files import anonymous_file
 from meseta.machine.processes import Program, start_program
 
 PEER_EXIT_GRACE_S = 3.0
-"""Seconds that the others have after one has failed."""
+"""Seconds until the remaining processes are killed after one has failed."""
 
 
 @dataclass(frozen=True)
 class ProcessResult:
-    """How a process ended."""
+    """Exit code and output of a child process."""
 
     exit_code: int | None
-    """Exit code; negative: the signal that killed it; None: it was stopped at the time limit."""
+    """Exit code. A negative value is the number of the signal that killed the process. `None` means that it was still
+    running at the time limit."""
     stdout: str
-    """Standard output."""
     stderr: str
-    """Standard error."""
 
     @property
     def reason(self) -> str:
-        """Why it failed: its last words, or what became of it."""
+        """Reason for a failure: last line of standard error, or a description of how the process ended."""
         if self.exit_code is None:
             return "no answer within the time limit"
         if self.exit_code < 0:
             return f"the process was killed by {signal.Signals(-self.exit_code).name}"
         lines = self.stderr.strip().splitlines()
-        return lines[-1].strip() if lines else f"the process ended with exit code {self.exit_code} and said nothing"
+        return lines[-1].strip() if lines else f"the process ended with exit code {self.exit_code} and no error output"
 
     def messages(self, *keys: str) -> Iterator[dict[str, Any]]:
-        """Yield the JSON objects in standard output, one a line, that have one of `keys`. Lines that libraries print,
-        and one that was cut off, are skipped."""
+        """Yield the JSON objects in standard output that have one of `keys`.
+
+        Each object is one line. Other output, such as that of libraries, and incomplete lines are skipped.
+        """
         for line in self.stdout.splitlines():
             try:
                 message = json.loads(line)
@@ -59,10 +60,16 @@ def run_children(
     arguments: Sequence[str] = (),
     inherited: Sequence[int] = (),
 ) -> list[ProcessResult]:
-    """Run `python -P -m module` once for each set of variables (beside the present ones), at the same time.
+    """Run `python -P -m module` concurrently, once per environment, and return the results in the same order.
 
-    `inherited` are open files that they keep. Those that still run after `limit_s` seconds are killed. Raises OSError
-    where the system starts no process.
+    Args:
+        module: Module to run.
+        environments: Environment variables of each process, in addition to those of this process.
+        limit_s: Seconds after which running processes are killed.
+        arguments: Command-line arguments of the module.
+        inherited: File descriptors that the processes inherit.
+
+    Raises OSError if a process cannot be started.
     """
     with ExitStack() as stack:
         files = [
@@ -78,14 +85,14 @@ def run_children(
         finally:
             for process in processes:
                 process.kill()
-                with suppress(subprocess.TimeoutExpired):  # one that waits for a broken driver cannot be killed
+                with suppress(subprocess.TimeoutExpired):  # A process blocked in a broken driver cannot be killed.
                     process.wait(PEER_EXIT_GRACE_S)
         texts = [[_read_text(file) for file in pair] for pair in files]
     return [ProcessResult(code, out, err) for code, (out, err) in zip(codes, texts, strict=True)]
 
 
 def _wait(processes: Sequence[Program], limit_s: float) -> None:
-    """Until all have ended, the limit is over, or one has failed and the others had a moment."""
+    """Wait until all processes have ended, `limit_s` is over, or PEER_EXIT_GRACE_S has passed since one failed."""
     deadline = time.monotonic() + limit_s
     has_failed = False
     while any(process.poll() is None for process in processes) and time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""Checks of the core, of GPUs and of what they need."""
+"""Checks of the compiled core, GPUs, Triton and NCCL."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ProbeResult = Mapping[str, Any]
 
 
 def check_core(fact: ProbeResult) -> Finding:
-    """Whether the compiled core loads."""
+    """Check that the compiled core loads. `fact` is the result of the probe 'core'."""
     error = fact.get("error")
     if error is None:
         return ok("core", f"the compiled core for {fact['instruction_set']} loads", **fact)
@@ -28,7 +28,7 @@ def check_core(fact: ProbeResult) -> Finding:
 
 
 def driver_version(system: KernelFiles) -> str | None:
-    """Of NVIDIA's driver; None: it is not loaded."""
+    """Return the version of the NVIDIA driver, or `None` if it is not loaded."""
     version = system.read("sys/module/nvidia/version")
     if version:
         return version
@@ -37,57 +37,57 @@ def driver_version(system: KernelFiles) -> str | None:
 
 
 def check_gpu(fact: ProbeResult, torch: ProbeResult, system: KernelFiles) -> Finding:
-    """GPUs that torch sees; facts of the probe's stages 'gpu' and 'torch'."""
+    """Check the GPUs that torch sees. `fact` and `torch` are the results of the probes 'gpu' and 'torch'."""
     driver = driver_version(system)
-    figures = {"devices": fact.get("devices", []), "driver": driver}
+    values = {"devices": fact.get("devices", []), "driver": driver}
     if "error" in fact:
         text = f"{fact['error']}{f' (driver {driver})' if driver else ''}"
         if "skipped" in fact:
-            return note("GPU", text, **figures)
-        way = "set device=cpu to train without; else bring driver and torch together: a newer driver, or a torch for "
-        return problem("GPU", f"a GPU does not work: {text}", way + "the CUDA version that nvidia-smi shows", **figures)
+            return note("GPU", text, **values)
+        way = "set device=cpu to train on the CPU; or update the driver, or install a torch build for "
+        return problem("GPU", f"a GPU does not work: {text}", way + "the CUDA version that nvidia-smi shows", **values)
     if devices := fact["devices"]:
         each = (
             f"{d['name']}, {format_bytes(d['free_bytes'])} free of {format_bytes(d['total_bytes'])}" for d in devices
         )
         text = "; ".join(f"{index}: {device}" for index, device in enumerate(each))
-        return ok("GPU", text + (f"; driver {driver}" if driver else ""), **figures)
+        return ok("GPU", text + (f"; driver {driver}" if driver else ""), **values)
     if driver is None:
-        return ok("GPU", "none; everything runs on the CPU", **figures)
+        return ok("GPU", "none; everything runs on the CPU", **values)
     if torch.get("cuda") is None:
-        text = f"NVIDIA's driver {driver} is loaded, but this torch was built without CUDA"
-        return note("GPU", text, "install a CUDA build of torch to use the GPU", **figures)
-    text = f"NVIDIA's driver {driver} is loaded, but torch, built for CUDA {torch['cuda']}, sees no GPU"
-    way = "look at CUDA_VISIBLE_DEVICES; update the driver, or take a torch for the CUDA version that nvidia-smi shows"
-    return note("GPU", text, way, **figures)
+        text = f"NVIDIA driver {driver} is loaded, but torch was built without CUDA"
+        return note("GPU", text, "install a CUDA build of torch to use the GPU", **values)
+    text = f"NVIDIA driver {driver} is loaded, but torch, built for CUDA {torch['cuda']}, sees no GPU"
+    way = "check CUDA_VISIBLE_DEVICES; update the driver, or install a torch for the CUDA version that nvidia-smi shows"
+    return note("GPU", text, way, **values)
 
 
 def check_triton(fact: ProbeResult, has_gpu: bool, installed: VersionLookup) -> Finding:
-    """Whether Triton compiles a kernel, which only GPUs need."""
+    """Check that Triton compiles a kernel. Only GPUs need it. `fact` is the result of the probe 'triton'."""
     version, error = installed("triton") or fact.get("version"), fact.get("error")
     if error is None:
-        where = "and runs a kernel here" if fact["target"] else "kernels for GPUs; without a GPU nothing needs them"
+        where = "and runs a kernel on this GPU" if fact["target"] else "kernels for GPUs; not needed without a GPU"
         return ok("triton", f"{fact['version']} compiles {where}", **fact)
     if "skipped" in fact:
         return note("triton", error, version=version)
     if version is None:
         if not has_gpu:
-            return ok("triton", "not installed, and without a GPU not needed", version=None)
+            return ok("triton", "not installed; not needed without a GPU", version=None)
         return problem("triton", "not installed; training on a GPU needs it", "pip install triton", version=None)
     text = f"{version} does not compile: {error}"
     if not has_gpu:
-        return note("triton", f"{text}; without a GPU nothing needs it", version=version)
+        return note("triton", f"{text}; not needed without a GPU", version=version)
     way = "apt install gcc python3-dev, make ~/.triton writable (or set TRITON_CACHE_DIR), or set device=cpu"
     return problem("triton", text, way, version=version)
 
 
 def check_nccl(fact: ProbeResult, num_gpus: int) -> Finding:
-    """Whether torch brings nccl, which several GPUs need."""
+    """Check that torch includes NCCL, which several GPUs need. `fact` is the result of the probe 'nccl'."""
     if "error" in fact:
         return note("nccl", fact["error"])
     if fact["version"] is not None:
         return ok("nccl", fact["version"], **fact)
     if num_gpus > 1:
-        return problem("nccl", "this torch lacks it, and GPUs cannot work together without", "install a CUDA build "
+        return problem("nccl", "not in this torch build; training on several GPUs needs it", "install a CUDA build "
                        "of torch for Linux", **fact)  # fmt: skip
-    return ok("nccl", "not in this torch; only several GPUs need it, CPUs use gloo", **fact)
+    return ok("nccl", "not in this torch build; only several GPUs need it, CPUs use gloo", **fact)

@@ -1,4 +1,4 @@
-"""What a check found."""
+"""Result of a check."""
 
 from __future__ import annotations
 
@@ -7,42 +7,43 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 State = Literal["ok", "note", "problem"]
-"""note: training works, but slower, or without a part of Meseta; problem: training, or a part of it, will fail."""
+"""Severity. With a `note`, training works, but slower or without a part of Meseta. With a `problem`, training or a part
+of it fails."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report."""
+    """One entry of the report."""
 
     topic: str
-    """What was looked at: 'memory', 'disk', ..."""
+    """Name of the checked property, such as 'memory' or 'disk'."""
     state: State
     text: str
-    """What is there."""
+    """Observed state in words."""
     way_out: str = ""
-    """What a person can do about it. A problem has one always."""
+    """Remedy for the user. Required for a problem, otherwise optional."""
     figures: Mapping[str, Any] = field(default_factory=dict)
-    """The same in numbers, for programs; keys carry units."""
+    """Observed values for programs. Keys include the unit."""
 
     def __post_init__(self) -> None:
         if self.state == "problem" and not self.way_out:
-            raise ValueError(f"{self.topic}: a problem needs a way out")
+            raise ValueError(f"{self.topic}: a problem needs a remedy in way_out")
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the finding as a JSON object."""
         return asdict(self)
 
 
 def ok(topic: str, text: str, **figures: Any) -> Finding:
-    """All is well."""
+    """Create a finding that needs no attention."""
     return Finding(topic, "ok", text, "", figures)
 
 
 def note(topic: str, text: str, remedy: str = "", **figures: Any) -> Finding:
-    """Good to know."""
+    """Create a finding for a property that makes training slower, or disables a part of Meseta."""
     return Finding(topic, "note", text, remedy, figures)
 
 
 def problem(topic: str, text: str, remedy: str, **figures: Any) -> Finding:
-    """Training, or a part of it, will fail."""
+    """Create a finding for a property with which training or a part of it fails."""
     return Finding(topic, "problem", text, remedy, figures)

@@ -1,4 +1,4 @@
-"""Checks of Python packages: those that Meseta needs, and those that it can use."""
+"""Checks of required and optional Python packages."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ REQUIRED = {
     "pyyaml": "6",
     "cryptography": "42",
 }
-"""Package -> oldest version that works."""
+"""Minimum version of each required package."""
 MODULES = {name: {"pyyaml": "yaml"}.get(name, name) for name in REQUIRED}
-"""Package -> module that is imported."""
+"""Module to import for each required package."""
 OPTIONAL = {
     "s3fs": "files and checkpoints at s3://",
     "gcsfs": "files and checkpoints at gs://",
     "onnx": "`checkpoint export --format onnx`",
-    "onnxscript": "the same",
+    "onnxscript": "`checkpoint export --format onnx`",
     "tensorboard": "`train.tensorboard`",
     "polars": "a peer in `benchmarks/`",
 }
-"""Package -> what it is for."""
+"""Purpose of each optional package."""
 
 VersionLookup = Callable[[str], str | None]
-"""Package -> version, None where it is not installed."""
+"""Function that returns the installed version of a package, or `None` if it is not installed."""
 
 
 def installed_version(package: str) -> str | None:
-    """The version in this environment."""
+    """Return the version of a package in this environment, or `None` if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -52,18 +52,18 @@ def installed_version(package: str) -> str | None:
 
 
 def check_meseta() -> Finding:
-    """This package and the interpreter that runs it."""
+    """Report the version and location of Meseta and of the Python interpreter."""
     folder = str(Path(meseta.__file__).parent)
     text = f"{meseta.__version__} in {folder}, Python {platform.python_version()} ({sys.executable})"
-    figures = {"version": meseta.__version__, "folder": folder, "system": platform.platform()}
-    return ok("meseta", text, **figures, python=platform.python_version(), interpreter=sys.executable)
+    values = {"version": meseta.__version__, "folder": folder, "system": platform.platform()}
+    return ok("meseta", text, **values, python=platform.python_version(), interpreter=sys.executable)
 
 
 def check_torch(fact: Mapping[str, Any], installed: VersionLookup) -> Finding:
-    """Whether torch loads, and what it was built for; `fact` is the probe's."""
+    """Check that torch loads, and report its build. `fact` is the result of the probe 'torch'."""
     version = installed("torch")
     if "error" in fact:
-        error, first = fact["error"], "choose its build for your machine: a CPU-only one is much smaller"
+        error, first = fact["error"], "choose the build for your machine, a CPU-only one is much smaller"
         if version is None:
             return problem("torch", f"not installed ({error})", f"pip install 'torch>={REQUIRED['torch']}'; {first}")
         way = f"pip install --force-reinstall torch=={version.partition('+')[0]}; {first}"
@@ -74,9 +74,12 @@ def check_torch(fact: Mapping[str, Any], installed: VersionLookup) -> Finding:
 
 
 def check_packages(facts: Mapping[str, Mapping[str, Any]], installed: VersionLookup) -> Finding:
-    """The packages that Meseta needs; torch's own finding tells whether it loads."""
+    """Check that required packages load and are recent enough. `facts` are all probe results.
+
+    For torch, only the version is checked. `check_torch` checks that it loads.
+    """
     versions = {name: installed(name) for name in REQUIRED}
-    wrong, wanted, broken = [], [], set[str]()
+    wrong, requirements, broken = [], [], set[str]()
     for name, version in versions.items():
         error = facts.get(f"import {MODULES[name]}", {}).get("error")
         if version is not None and _release(version) < _release(REQUIRED[name]):
@@ -88,16 +91,16 @@ def check_packages(facts: Mapping[str, Mapping[str, Any]], installed: VersionLoo
             wrong.append(f"{name} is not installed")
         else:
             continue
-        wanted.append(f"'{name}>={REQUIRED[name]}'")
+        requirements.append(f"'{name}>={REQUIRED[name]}'")
     if wrong:
         reinstall = "--force-reinstall " if broken else ""
-        return problem("packages", "; ".join(wrong), f"pip install {reinstall}{' '.join(wanted)}", **versions)
+        return problem("packages", "; ".join(wrong), f"pip install {reinstall}{' '.join(requirements)}", **versions)
     shown = (f"{name} {version}" for name, version in versions.items() if name != "torch" and version)
     return ok("packages", ", ".join(shown), **versions)
 
 
 def check_optional(installed: VersionLookup) -> Finding:
-    """Packages that Meseta can use and that are not here."""
+    """Report the optional packages that are not installed."""
     versions = {name: installed(name) for name in OPTIONAL}
     missing = [name for name, version in versions.items() if version is None]
     if not missing:
@@ -107,6 +110,6 @@ def check_optional(installed: VersionLookup) -> Finding:
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """(2, 13, 0) of '2.13.0+cpu'."""
+    """Return the release part of a version, such as (2, 13, 0) for '2.13.0+cpu'."""
     match = re.match(r"\d+(\.\d+)*", version)
     return tuple(int(part) for part in match[0].split(".")) if match else ()

@@ -1,9 +1,9 @@
-"""The process that loads torch, the core and everything else, and tells how each went: one line of JSON per stage.
+"""Probe process that loads torch, the compiled core and other packages. Each stage prints two lines of JSON.
 
     {"begin": "torch"}
     {"end": "torch", "fact": {"version": "2.13.0", ...}}      or  {"fact": {"error": "ImportError: ..."}}
 
-A stage that begins and does not end has killed or stopped the process.
+A stage without its second line has killed or blocked the process.
 """
 
 from __future__ import annotations
@@ -22,18 +22,21 @@ from meseta.measure.doctor.child_processes import run_children
 from meseta.measure.doctor.packages import MODULES
 
 ProbeResult = Mapping[str, Any]
-"""Result of a stage. One that failed has 'error', its text, and 'error_class' if an exception is the reason. One that
-was not run, because torch does not load, has 'skipped' as well as 'error'."""
+"""Result of a stage. If the stage failed, the key `error` has the message, and `error_class` the class of the exception
+if there is one. If torch does not load, stages that need it are not run and have `error` and `skipped`."""
 PROBE_TIMEOUT_S = 120.0
 HUGEPAGE_TEST_BYTES = 64 << 20
-"""Of the tensor that shows whether 2 MB pages are given."""
-# A cached kernel would say nothing of today's compiler, and the interpreter nothing of any.
+"""Size of the tensor with which the share of 2 MB pages is measured."""
+# Neither a cached kernel nor Triton's interpreter would test the compiler.
 ENVIRONMENT = {"TRITON_ALWAYS_COMPILE": "1", "TRITON_INTERPRET": "0"}
 TORCH_UNAVAILABLE = "not tried, since torch does not load"
 
 
 def run_probes(limit_s: float = PROBE_TIMEOUT_S) -> dict[str, ProbeResult]:
-    """What every stage found, in child processes: the stages after one that killed its process run in another."""
+    """Run all stages in child processes and return their results by stage.
+
+    If a stage kills its process, the remaining stages run in a new one. `limit_s` applies to each process.
+    """
     facts: dict[str, ProbeResult] = {}
     while left := [stage for stage in PROBES if stage not in facts]:
         try:
@@ -45,7 +48,7 @@ def run_probes(limit_s: float = PROBE_TIMEOUT_S) -> dict[str, ProbeResult]:
             begun = message.get("begin")
             if "end" in message:
                 facts[message["end"]] = message["fact"]
-        # One that began nothing would not begin the next stage either.
+        # A process that failed before its first stage would fail again, so all remaining stages get the error.
         for stage in [begun] if begun else left if child.exit_code != 0 else []:
             facts.setdefault(stage, {"error": child.reason})
         if "error" in facts.get("torch", {}):
@@ -54,7 +57,7 @@ def run_probes(limit_s: float = PROBE_TIMEOUT_S) -> dict[str, ProbeResult]:
 
 
 def main(stages: Sequence[str]) -> None:
-    """Run stages in this process. Standard output is for messages; what libraries print goes to standard error."""
+    """Run `stages` in this process. Output of libraries is redirected to standard error."""
     warnings.filterwarnings("ignore")
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -66,8 +69,8 @@ def main(stages: Sequence[str]) -> None:
         say(begin=stage)
         try:
             fact: ProbeResult = PROBES[stage]()
-        except Exception as error:  # whatever it is, it is told
-            # A person reads "MesetaError" for all of our classes, a program which of them it is.
+        except Exception as error:  # Report any exception to the parent.
+            # The text, for users, names MesetaError for all its subclasses. Programs read the exact class.
             name = MesetaError.__name__ if isinstance(error, MesetaError) else type(error).__name__
             text = f"{name}: {' '.join(str(error).split())}"[:500]
             fact = {"error": text, "error_class": type(error).__name__}
@@ -97,7 +100,8 @@ def _core() -> ProbeResult:
 
     chosen = core.instruction_set()
     core.load_openmp()
-    importlib.import_module(core.MODULES[chosen])  # its ImportError says why, which MesetaError's text keeps short
+    # Imported directly, because its ImportError has more detail than the MesetaError of `core.core`.
+    importlib.import_module(core.MODULES[chosen])
     return {"instruction_set": chosen}
 
 
@@ -108,7 +112,7 @@ def _io_uring() -> ProbeResult:
 
 
 def _pages() -> ProbeResult:
-    """How much of a large tensor lies on 2 MB pages."""
+    """Measure the share of a large tensor that is on 2 MB pages."""
     import torch
 
     from meseta.machine.kernel import KernelFiles
@@ -146,7 +150,7 @@ def _nccl() -> ProbeResult:
 
 
 def _triton() -> ProbeResult:
-    """Compile a kernel of ours, for the GPU that is here or for one that is not."""
+    """Compile a kernel of Meseta. Also runs it if there is a GPU."""
     import torch
     import triton
 

@@ -1,5 +1,4 @@
-"""One of the ranks that show whether gloo works: joins the others, adds up their numbers, prints the sum as
-one line of JSON, {"sum": 3.0}."""
+"""Rank of the gloo check. Takes part in one all-reduce and prints the sum as one line of JSON, {"sum": 3.0}."""
 
 from __future__ import annotations
 
@@ -10,7 +9,8 @@ import sys
 
 
 def main(limit_s: int) -> None:
-    """Send rank + 1 through an all_reduce. Ends within `limit_s` seconds, even where the parent has gone."""
+    """All-reduce the number rank + 1 and print the sum. The process ends within `limit_s` seconds."""
+    # The alarm also ends this process if its parent is gone.
     signal.alarm(limit_s)
     import torch
 
@@ -20,7 +20,7 @@ def main(limit_s: int) -> None:
     total = world.all_reduce(torch.tensor([world.rank + 1.0]), "a measurement")
     print(json.dumps({"sum": total.item()}), flush=True)
     world.barrier()
-    os._exit(0)  # the answer is out; how the process group ends is not the question
+    os._exit(0)  # Skip the teardown of the process group, which is not part of the check.
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from meseta.spec import MesetaError
 REPLY_TIMEOUT_S = 600.0
 """Maximum seconds to wait for an answer."""
 # The interpreter of another system need not have Meseta or its dependencies. Empty packages that point to the source
-# folders let it import single modules without running any __init__.py above them.
+# folders let it import single modules without running meseta/__init__.py.
 _PEER_BOOTSTRAP = """
 import sys, types
 for name, folder in (("meseta", {root!r}), ("meseta.measure", {root!r} + "/measure")):
