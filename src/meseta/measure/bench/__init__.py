@@ -1,1 +1,1 @@
-"""`meseta bench`: operators and training beside other systems."""
+"""Benchmarks of `meseta bench`: operators and training compared with other systems."""

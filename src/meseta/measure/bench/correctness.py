@@ -1,4 +1,4 @@
-"""What must be right before anything is timed: lookups and train steps beside plain torch in float64."""
+"""Correctness checks before a benchmark: lookups and train steps compared with plain torch in float64."""
 
 from __future__ import annotations
 
@@ -22,21 +22,23 @@ from meseta.storage import ROW
 
 NUM_STEPS = 3
 TOLERANCE = 1e-5
-"""Relative to the largest number of a tensor, for float32."""
+"""Maximum error relative to the largest element of a tensor, for float32."""
+# With a small epsilon, rounding errors of gradients that cancel would become large steps.
 EPS = 1e-2
-"""Of the optimizers: a small one would turn the rounding of gradients that cancel into steps of any size."""
+"""Epsilon of the row optimizers."""
+# Rounding may return either neighbor of the exact value.
 UNIT = {"float32": 0.0, "float64": 0.0, "float16": 2.0**-10, "bfloat16": 2.0**-7}
-"""Distance between neighbours of a stored row's type, relative: rounding gives one of the two."""
+"""Relative distance between neighboring numbers, by type of the stored rows."""
 
 
 class OperatorCheck(BenchmarkTarget):
-    """Answers `check`."""
+    """Benchmark target that compares Meseta's operators with plain torch. It times nothing."""
 
     def facts(self) -> dict[str, Any]:
         return {"actions": []}
 
     def check(self, workload: dict[str, Any], optimizer: str, dtype: str) -> list[str]:
-        """What is wrong, a line each; empty: all is right."""
+        """Run some train steps and return one line per deviation from the reference, or an empty list."""
         shape = LookupWorkload.from_json(workload)
         spec = make_optimizer(optimizer, lr=0.1)
         if "eps" in USED_FIELDS[spec.name]:
@@ -52,7 +54,7 @@ class OperatorCheck(BenchmarkTarget):
 
 
 def _check_step(embeddings: EmbeddingBagCollection, ids: KeyedJaggedTensor, gradient: Tensor, step: int) -> list[str]:
-    """One lookup and one update, from the present rows on."""
+    """Run one lookup and one update. Returns one line per deviation from a reference that starts at the same rows."""
     shards = embeddings.shards
     rows, states = [], []
     for shard in shards:
@@ -82,21 +84,22 @@ def _check_step(embeddings: EmbeddingBagCollection, ids: KeyedJaggedTensor, grad
 
 
 def _pool_reference(embeddings: EmbeddingBagCollection, ids: KeyedJaggedTensor, feature: int, table: Tensor) -> Tensor:
-    """The bags of one feature in float64; the weighted mean divides by the number of ids."""
-    spec, own = embeddings.features[feature], ids[f"f{feature}"]
-    offsets = torch.cat([own.lengths.new_zeros(1), own.lengths.cumsum(0)])
-    weights = own.weights.double() if spec.weighted and own.weights is not None else None
+    """Compute the pooled embeddings of one feature in float64."""
+    spec, feature_ids = embeddings.features[feature], ids[f"f{feature}"]
+    offsets = torch.cat([feature_ids.lengths.new_zeros(1), feature_ids.lengths.cumsum(0)])
+    weights = feature_ids.weights.double() if spec.weighted and feature_ids.weights is not None else None
     bags = functional.embedding_bag(
-        own.values, table, offsets, mode="sum", include_last_offset=True, per_sample_weights=weights
+        feature_ids.values, table, offsets, mode="sum", include_last_offset=True, per_sample_weights=weights
     )
-    return bags / own.lengths.clamp(min=1)[:, None] if spec.pooling == "mean" else bags
+    # A weighted mean also divides by the number of ids, not by the sum of weights.
+    return bags / feature_ids.lengths.clamp(min=1)[:, None] if spec.pooling == "mean" else bags
 
 
 def _compare(what: str, got: Tensor, want: Tensor, unit: float) -> list[str]:
-    """A line where `got` is further from `want` than rounding explains."""
+    """Return one line if `got` differs from `want` by more than rounding, else an empty list."""
     scale = float(want.abs().max()) if want.numel() else 0.0
     error = (got.double() - want).abs() - unit * want.abs()
     worst = float(error.max()) if error.numel() else 0.0
-    if worst <= TOLERANCE * max(scale, 1e-3):  # false for NaN too
+    if worst <= TOLERANCE * max(scale, 1e-3):  # Also false for NaN.
         return []
-    return [f"{what} differ by {worst:.3g} where the largest number is {scale:.3g}"]
+    return [f"{what} differ by {worst:.3g}; the largest element is {scale:.3g}"]

@@ -1,4 +1,4 @@
-"""`meseta bench e2e`: who trains the same DLRM, and what the figures mean."""
+"""Benchmark `meseta bench e2e`: targets that train the same DLRM, and comparison of their rates."""
 
 from __future__ import annotations
 
@@ -19,34 +19,36 @@ from meseta.spec import MesetaError
 from meseta.telemetry.benchmark_history import PeerComparison
 
 AUTOCAST = "autocast"
-"""A peer's variant that computes in bfloat16: shown, but ours in float32 is not measured against it."""
+"""Variant of a peer that computes in bfloat16 by autocast. It is shown, but not compared with Meseta in float32."""
 
 
 @dataclass(frozen=True)
 class MesetaTargets:
-    """Where our contender is; it stands above this folder, so it is handed down."""
+    """Benchmark targets of Meseta's training."""
+
+    # The caller passes them, because this package must not import the training code that they use.
 
     target: type[BenchmarkTarget]
-    """Trains."""
+    """Target whose action `step` trains."""
     check: type[BenchmarkTarget]
-    """Its `check` compares losses."""
+    """Target whose method `check` compares losses with plain PyTorch."""
 
 
 @dataclass(frozen=True)
 class E2eResult:
-    """One contest."""
+    """Timings of all targets for one workload."""
 
     workload: DlrmWorkload
     targets: tuple[TargetSpec, ...]
     timing_result: TimingResult
 
     def samples_per_s(self, member: TargetSpec) -> float | None:
-        """Median rate of all ranks together."""
+        """Return the median rate of all ranks in total, or `None` if the target was not timed."""
         seconds = self.timing_result.seconds(member, "step", member.thread_counts[0])
         return self.workload.lookups.batch_size / seconds if seconds else None
 
     def best_peer(self, num_ranks: int) -> TargetSpec | None:
-        """The fastest other system in float32 on so many ranks."""
+        """Return the fastest target of another system in float32 on `num_ranks` ranks, or `None` if there is none."""
         rates = {
             member.title: (rate, member)
             for member in self.targets
@@ -57,7 +59,10 @@ class E2eResult:
 
 
 def check_training(trainings: Sequence[DlrmWorkload], ours: MesetaTargets) -> None:
-    """Compare our losses with plain PyTorch's on smaller tables; raises MesetaError where they differ."""
+    """Compare losses of Meseta with those of plain PyTorch, on the same models with smaller tables.
+
+    Raises MesetaError if they differ.
+    """
     wrong: list[str] = []
     with WorkerGroup(TargetSpec(name="gate", target_class=ours.check, arguments={})) as team:
         for training in trainings:
@@ -65,13 +70,18 @@ def check_training(trainings: Sequence[DlrmWorkload], ours: MesetaTargets) -> No
             shape = dataclasses.asdict(dataclasses.replace(training, lookups=traffic))
             wrong += team.call("check", workload=shape)
     if wrong:
-        raise MesetaError(f"bench: our training is wrong, so nothing is measured: {'; '.join(wrong[:3])}")
+        raise MesetaError(
+            f"bench: Meseta's training deviates from the reference, so nothing is measured: {'; '.join(wrong[:3])}"
+        )
 
 
 def training_targets(
     training: DlrmWorkload, layout: tuple[int, int], ours: MesetaTargets, peers: Peers
 ) -> list[TargetSpec]:
-    """Everybody who trains on (processes, threads of each); in bfloat16 only where the processor multiplies it."""
+    """Return the targets for `layout`, which is (number of processes, threads per process).
+
+    Variants in bfloat16 are included only if the processor supports it efficiently.
+    """
     num_ranks, num_threads = layout
     table_bytes = 4.0 * training.lookups.num_elements
     size = f"{num_ranks} x {num_threads}"
@@ -95,29 +105,31 @@ def training_targets(
 
     pays = read_processor().bfloat16_unavailable_reason() is None
     variants = [("sgd", "float32"), *([("sgd", "bfloat16")] if pays else []), ("rowwise_adagrad", "float32")]
-    found = [member("ours", ours.target, variant, sys.executable) for variant in variants]
+    targets = [member("ours", ours.target, variant, sys.executable) for variant in variants]
     for malloc in ((), ("malloc",)):
         if "PyTorch" in peers.available:
-            found.append(member("PyTorch", PyTorchTraining, ("sgd", "float32", *malloc), sys.executable, num_ranks))
+            targets.append(member("PyTorch", PyTorchTraining, ("sgd", "float32", *malloc), sys.executable, num_ranks))
             if pays:
-                found.append(member("PyTorch", PyTorchTraining, ("sgd", AUTOCAST, *malloc), sys.executable, num_ranks))
+                targets.append(
+                    member("PyTorch", PyTorchTraining, ("sgd", AUTOCAST, *malloc), sys.executable, num_ranks)
+                )
         if "TorchRec" in peers.available:
             for optimizer in ("sgd", "rowwise_adagrad"):
-                found.append(member("TorchRec", TorchRecTraining, (optimizer, "float32", *malloc), peers.python))
-    return found
+                targets.append(member("TorchRec", TorchRecTraining, (optimizer, "float32", *malloc), peers.python))
+    return targets
 
 
 def measure_training(
     training: DlrmWorkload, contestants: Sequence[TargetSpec], timing: TimingOptions, log: Callable[[str], None]
 ) -> E2eResult:
-    """Run one contest."""
+    """Time all targets in `contestants` on one workload."""
     outcome = run_interleaved(contestants, timing, lambda text: log(f"{training.name}: {text}"))
     return E2eResult(workload=training, targets=tuple(contestants), timing_result=outcome)
 
 
 def comparisons(result: E2eResult) -> list[PeerComparison]:
-    """Ours beside every peer on as many ranks, and ours on several ranks beside ours on one."""
-    found = []
+    """Return the comparisons of Meseta with each peer on the same number of ranks, and with itself on fewer ranks."""
+    pairs = []
     rates = {member.title: rate for member in result.targets if (rate := result.samples_per_s(member))}
     ours = [member for member in result.targets if member.name == "ours" and member.title in rates]
     for member in ours:
@@ -140,5 +152,5 @@ def comparisons(result: E2eResult) -> list[PeerComparison]:
                 peer_value=rates[other.title],
                 versions=versions,
             )
-            found.append(comparison)
-    return found
+            pairs.append(comparison)
+    return pairs

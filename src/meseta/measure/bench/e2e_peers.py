@@ -1,8 +1,9 @@
 """DLRM training in other systems: plain PyTorch (with DistributedDataParallel on several ranks) and TorchRec.
 
-Runs in the interpreter of the peer: nothing of this package but `contender` and `traffic` is there. Both are driven as
-their own examples drive them.
+Both are used in the way that their own examples show.
 """
+
+# This module runs in the interpreter of the peer, which has only `harness.target` and `synthetic_batches` of Meseta.
 
 from __future__ import annotations
 
@@ -20,13 +21,13 @@ from torch import Tensor, nn
 from meseta.measure.harness.target import BenchmarkTarget
 from meseta.measure.synthetic_batches import DlrmWorkload, TrainingBatch, make_training_batches
 
+# Labels are random, so training does not converge. With a small rate, losses remain finite over thousands of steps.
 LR = 0.001
-"""Small, because random labels teach nothing: losses must stay finite over thousands of steps."""
 INIT_VALUE = 0.01
 
 
 class TrainingPeer(BenchmarkTarget):
-    """Steps over prepared batches; a subclass makes the model and takes a step."""
+    """Base class of targets that train on prepared batches. Subclasses define `build` and `step`."""
 
     packages: tuple[str, ...] = ("torch",)
 
@@ -40,11 +41,11 @@ class TrainingPeer(BenchmarkTarget):
         self.actions = {"step": lambda call: self.step(self.batches[call % len(self.batches)])}
 
     def build(self, optimizer: str, dense_dtype: str) -> None:
-        """Make the model."""
+        """Create the model and its optimizer."""
         raise NotImplementedError
 
     def init_process_group(self) -> None:
-        """Become a rank of the group that `WorkerGroup` has started."""
+        """Initialize torch.distributed with gloo for the processes that `WorkerGroup` has started."""
         meeting = f"file://{os.environ['MESETA_RENDEZVOUS']}"
         dist.init_process_group("gloo", init_method=meeting, rank=self.rank, world_size=self.num_ranks)
 
@@ -65,7 +66,7 @@ class TrainingPeer(BenchmarkTarget):
 
 
 class PlainDLRM(nn.Module):
-    """DLRM as one writes it at home: an nn.EmbeddingBag with sparse gradients per table, nn.Linear, torch.bmm."""
+    """DLRM of standard PyTorch modules. Each table is an nn.EmbeddingBag with sparse gradients."""
 
     def __init__(self, training: DlrmWorkload) -> None:
         super().__init__()
@@ -82,9 +83,9 @@ class PlainDLRM(nn.Module):
         self.pair_rows, self.pair_columns = torch.tril_indices(num_vectors, num_vectors, offset=-1)
 
     def forward(self, dense: Tensor, ids: Tensor) -> Tensor:
-        """Logits [B] for dense [B, num_dense] and ids [F, B, bag_size]."""
+        """Return logits [B] for dense features [B, num_dense] and ids [F, B, bag_size]."""
         x = self.bottom(dense)
-        # Two-dimensional ids are bags of one length, which saves nn.EmbeddingBag's caller the offsets.
+        # nn.EmbeddingBag needs no offsets for two-dimensional ids, which are bags of equal length.
         vectors = torch.stack([x, *(table(ids[f]) for f, table in enumerate(self.tables))], dim=1)
         products = torch.bmm(vectors, vectors.transpose(1, 2))[:, self.pair_rows, self.pair_columns]
         logits: Tensor = self.top(torch.cat([x, products], dim=1)).squeeze(1)
@@ -99,7 +100,7 @@ def _mlp(widths: Sequence[int], *, relu_last: bool) -> nn.Sequential:
 
 
 class PyTorchTraining(TrainingPeer):
-    """Plain PyTorch; bfloat16 by autocast."""
+    """Training target of plain PyTorch. Computes in bfloat16 by autocast if requested."""
 
     def build(self, optimizer: str, dense_dtype: str) -> None:
         self.model: nn.Module = PlainDLRM(self.workload)
@@ -123,7 +124,10 @@ class PyTorchTraining(TrainingPeer):
 
 
 class TorchRecTraining(TrainingPeer):
-    """TorchRec's DLRM under DistributedModelParallel and its planner; its tables learn in the backward pass."""
+    """Training target of TorchRec: its DLRM with DistributedModelParallel and its planner.
+
+    The tables are updated during the backward pass.
+    """
 
     packages = ("torch", "torchrec", "fbgemm_gpu-cpu")
 
@@ -134,7 +138,7 @@ class TorchRecTraining(TrainingPeer):
         from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
         if dense_dtype != "float32":
-            raise ValueError(f"dense dtype {dense_dtype}: only float32 is measured")
+            raise ValueError(f"TorchRec is measured in float32 only, but dense_dtype is {dense_dtype}")
         self.init_process_group()
         traffic, dim = self.workload.lookups, self.workload.dim
         self.keys = [f"f{f}" for f in range(len(traffic.rows))]
@@ -159,7 +163,7 @@ class TorchRecTraining(TrainingPeer):
         self.kjt_class = KeyedJaggedTensor
 
     def shard(self, model: nn.Module) -> None:
-        """Shard over the ranks, and join the optimizers of both parts."""
+        """Shard the model over the ranks, and combine the optimizers of the tables and of the dense part."""
         from torchrec.distributed.model_parallel import DistributedModelParallel, get_default_sharders
         from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
         from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
@@ -174,7 +178,7 @@ class TorchRecTraining(TrainingPeer):
         self.optimizer = CombinedOptimizer([self.model.fused_optimizer, dense_optimizer])
 
     def to_batch(self, samples: TrainingBatch) -> Any:
-        """As TorchRec's models take it."""
+        """Convert a batch to the input of TorchRec's models."""
         from torchrec.datasets.utils import Batch
 
         ids = torch.from_numpy(samples.ids.reshape(-1))

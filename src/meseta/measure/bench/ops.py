@@ -1,4 +1,4 @@
-"""`meseta bench ops`: which contenders meet on a configuration, and what their figures mean."""
+"""Benchmark `meseta bench ops`: targets for one workload, and comparison of their rates."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from meseta.spec import MesetaError
 from meseta.telemetry.benchmark_history import PeerComparison
 
 BASE_OPTIMIZER = "rowwise_adagrad"
-"""The optimizer that the steps of the others are measured against."""
+"""Row optimizer with which the steps of all other optimizers are compared."""
 MAX_STEP_RATIO = 1.3
-"""How much longer than its share of bytes another optimizer's step may take."""
+"""Upper limit for `OpsResult.step_ratio`. It is printed with the results."""
 PEER_OPTIMIZERS = {
     "rowwise_adagrad": (("FBGEMM", "float32"), ("TorchRec", "float32"), ("FBGEMM", "float16")),
     "sgd": (("PyTorch", "float32"), ("FBGEMM", "float32"), ("TorchRec", "float32"), ("FBGEMM", "float16")),
     "adagrad": (("PyTorch", "float32"), ("FBGEMM", "float32"), ("TorchRec", "float32")),
     "adam": (("PyTorch", "float32"),),
 }
-"""Who else has an optimizer on CPUs, in which dtype."""
+"""Peers that support each optimizer on CPUs, with the dtype of their rows."""
 _PEER_TARGETS = {"FBGEMM": FbgemmOperators, "TorchRec": TorchRecOperators, "PyTorch": PyTorchOperators}
 _NUM_STATES = {
     "sgd": 0,
@@ -43,26 +43,29 @@ _PROCESS_BYTES = 0.8e9
 
 @dataclass(frozen=True)
 class OperatorMeasurement:
-    """The figures of one member with so many threads; rates in 1/s, None where not measured."""
+    """Rates of one target with one number of threads. A value is `None` if it was not measured."""
 
     target: TargetSpec
     num_threads: int
     lookups_per_s: float | None
+    """Ids per second in forward passes of the module."""
     operator_lookups_per_s: float | None
-    """The bare operator, without the module around it."""
+    """Ids per second of the lookup operator, without the module around it."""
     trained_lookups_per_s: float | None
+    """Ids per second in train steps."""
     step_s: float | None
+    """Seconds per train step."""
     gather_limit_per_s: float | None
-    """Rows a second that memory gives, for our dtype."""
+    """Maximum rate at which memory delivers rows of this dtype, in rows per second."""
     bytes_per_id: float
     is_noisy: bool
     update_bytes: float | None
-    """Bytes of an update per unique row, of ours."""
+    """Bytes that an update reads and writes per unique row. Known for Meseta only."""
 
 
 @dataclass(frozen=True)
 class OpsResult:
-    """One contest: ours with one optimizer, and whoever has it too."""
+    """Measurements of Meseta and all peers for one workload and optimizer."""
 
     workload: LookupWorkload
     optimizer: str
@@ -70,28 +73,35 @@ class OpsResult:
     timing_result: TimingResult
 
     def find(self, name: str, variant: tuple[str, str], num_threads: int) -> OperatorMeasurement | None:
-        """The line of a member."""
+        """Return the measurement of a target with `num_threads` threads, or `None` if it was not measured."""
         for line in self.measurements:
             if (line.target.name, line.target.variant, line.num_threads) == (name, variant, num_threads):
                 return line
         return None
 
     def baseline(self, line: OperatorMeasurement) -> OperatorMeasurement | None:
-        """What a line is compared with: our own with its optimizer and dtype; for ours, that in float32, or itself."""
+        """Return the measurement of Meseta with which `line` is compared.
+
+        A peer is compared with Meseta in the same dtype. Meseta is compared with itself in float32. If float32 was not
+        measured, the result is `line`.
+        """
         optimizer, dtype = line.target.variant
         if line.target.name != "ours":
             return self.find("ours", (optimizer, dtype), line.num_threads)
         return self.find("ours", (optimizer, "float32"), line.num_threads) or line
 
     def single_thread(self, line: OperatorMeasurement) -> OperatorMeasurement | None:
-        """The same member with one thread, for one of ours with several."""
+        """Return the measurement of the same target with one thread. `None` for peers, and if `line` has one thread."""
         optimizer, dtype = line.target.variant
         several = line.target.name == "ours" and line.num_threads > 1
         return self.find("ours", (optimizer, dtype), 1) if several else None
 
     def step_ratio(self, line: OperatorMeasurement) -> float | None:
-        """Step time over what the bytes of its rows and state let expect from row-wise Adagrad's; at most
-        MAX_STEP_RATIO is wanted. None for other systems, and for row-wise Adagrad itself."""
+        """Return the step time relative to the time expected from the number of bytes that an update touches.
+
+        The expected time is that of row-wise Adagrad, scaled by the bytes per row. `None` for row-wise Adagrad and for
+        peers.
+        """
         optimizer, dtype = line.target.variant
         base = self.find("ours", (BASE_OPTIMIZER, dtype), line.num_threads)
         if line.target.name != "ours" or optimizer == BASE_OPTIMIZER or base is None:
@@ -102,9 +112,9 @@ class OpsResult:
 
 
 def check_operators(traffics: Sequence[LookupWorkload], variants: Sequence[tuple[str, str]]) -> None:
-    """Compare our lookups and train steps with plain torch in float64, on the same tables with fewer rows.
+    """Compare Meseta's lookups and train steps with plain torch in float64, on the same tables with fewer rows.
 
-    Raises MesetaError where they differ: figures of a wrong operator are worth nothing.
+    `variants` are pairs of an optimizer and a dtype. Raises MesetaError if results differ.
     """
     gate = TargetSpec(name="gate", target_class=OperatorCheck, arguments={})
     wrong: list[str] = []
@@ -117,8 +127,8 @@ def check_operators(traffics: Sequence[LookupWorkload], variants: Sequence[tuple
     if wrong:
         more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
         raise MesetaError(
-            f"bench: our operators are wrong, so nothing is measured: {'; '.join(wrong[:3])}{more}; "
-            "run the tests of src/meseta/ops"
+            f"bench: Meseta's operators deviate from the reference, so nothing is measured: "
+            f"{'; '.join(wrong[:3])}{more}; run the tests of src/meseta/ops"
         )
 
 
@@ -129,16 +139,20 @@ def contests(
     threads: tuple[int, ...],
     peers: Peers,
 ) -> Iterator[tuple[str, list[TargetSpec]]]:
-    """(optimizer, members) of each contest on a configuration. `dtypes` None: all that are stored, for row-wise
-    Adagrad; float32 for the others."""
+    """Yield (optimizer, targets to compare) for each optimizer on one workload.
+
+    If `dtypes` is `None`, row-wise Adagrad runs with all dtypes of rows, and the other optimizers with float32.
+    """
     for optimizer in optimizers:
-        own = dtypes or (("float32", "float16", "bfloat16") if optimizer == BASE_OPTIMIZER else ("float32",))
-        variants = [] if optimizer == BASE_OPTIMIZER else [(BASE_OPTIMIZER, dtype) for dtype in own]
-        members = [_meseta_target(traffic, variant, threads) for variant in [*variants, *((optimizer, d) for d in own)]]
+        row_dtypes = dtypes or (("float32", "float16", "bfloat16") if optimizer == BASE_OPTIMIZER else ("float32",))
+        variants = [] if optimizer == BASE_OPTIMIZER else [(BASE_OPTIMIZER, dtype) for dtype in row_dtypes]
+        members = [
+            _meseta_target(traffic, variant, threads) for variant in [*variants, *((optimizer, d) for d in row_dtypes)]
+        ]
         members += [
             _peer_target(traffic, name, (optimizer, dtype), threads, peers)
             for name, dtype in PEER_OPTIMIZERS.get(optimizer, ())
-            if name in peers.available and dtype in own
+            if name in peers.available and dtype in row_dtypes
         ]
         yield optimizer, members
 
@@ -150,7 +164,7 @@ def measure_operators(
     timing: TimingOptions,
     log: Callable[[str], None],
 ) -> OpsResult:
-    """Run one contest."""
+    """Time all targets in `members` on one workload."""
     outcome = run_interleaved(members, timing, lambda text: log(f"{traffic.name}: {text}"))
     lines = []
     for member in members:
@@ -161,8 +175,8 @@ def measure_operators(
 
 
 def comparisons(result: OpsResult) -> list[PeerComparison]:
-    """Every figure of ours beside the peers', the gather limit, one thread and the model, for the history."""
-    found = []
+    """Return comparisons of Meseta with peers, the gather limit, one thread and row-wise Adagrad."""
+    pairs = []
     for line in result.measurements:
         base = result.baseline(line)
         if base is None:
@@ -182,8 +196,8 @@ def comparisons(result: OpsResult) -> list[PeerComparison]:
                 peer_value=peer_value,
                 versions={**_versions(result, ours), **_versions(result, other)},
             )
-            found.append(comparison)
-    return found
+            pairs.append(comparison)
+    return pairs
 
 
 _MetricPair = tuple[str, float | None, str, str, float | None]
@@ -192,7 +206,7 @@ _MetricPair = tuple[str, float | None, str, str, float | None]
 def _metric_pairs(
     result: OpsResult, line: OperatorMeasurement, ours: OperatorMeasurement, other: OperatorMeasurement
 ) -> Iterator[_MetricPair]:
-    """(metric, value, unit, peer, value of the peer) of a line; None where one was not measured."""
+    """Yield (metric, value, unit, peer, value of the peer) for one measurement. Values are `None` if not measured."""
     rate = "lookups/s"
     if ours is not other:
         yield "lookup", ours.lookups_per_s, rate, other.target.title, other.lookups_per_s
@@ -227,11 +241,18 @@ def _measurement(
         return facts["ids_per_call"][action] / spent_s if spent_s else None
 
     limit, bytes_per_id = None, 0.0
-    for other in members:  # the limit is measured in our process, on tables of the same shape and dtype
-        own = outcome.facts.get(other.title, {})
+    for (
+        other
+    ) in members:  # Only processes of Meseta measure the limit. Tables of the same shape and dtype have the same.
+        facts_of_other = outcome.facts.get(other.title, {})
         spent_s = outcome.seconds(other, "limit", threads)
-        if other.name == "ours" and other.variant[1] == member.variant[1] and spent_s and "bytes_per_id" in own:
-            limit, bytes_per_id = own["ids_per_call"]["limit"] / spent_s, own["bytes_per_id"]
+        if (
+            other.name == "ours"
+            and other.variant[1] == member.variant[1]
+            and spent_s
+            and "bytes_per_id" in facts_of_other
+        ):
+            limit, bytes_per_id = facts_of_other["ids_per_call"]["limit"] / spent_s, facts_of_other["bytes_per_id"]
             if other is member or other.variant == member.variant:
                 break
     timings = [timing for key, timing in outcome.timings.items() if key[0] == member.title and key[2] == threads]
@@ -272,6 +293,6 @@ def _peer_target(
         name=name,
         target_class=_PEER_TARGETS[name],
         environment=TUNED_MALLOC,
-        # PyTorch is everywhere, so it runs with the very torch that ours runs with.
+        # PyTorch runs in this interpreter, so that both use the same version of torch.
         python=ours.python if name == "PyTorch" else peers.python,
     )

@@ -1,4 +1,4 @@
-"""Our embedding operators as a contender: through the module that users call, and the bare operator under it."""
+"""Benchmark target of Meseta's embedding operators: the module that users call, and its lookup operator alone."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ INIT_VALUE = 0.01
 def make_collection(
     traffic: LookupWorkload, optimizer: OptimizerSpec, dtype: str, init: InitSpec
 ) -> EmbeddingBagCollection:
-    """A table and a feature per entry of the traffic."""
+    """Create a collection with one table and one feature per table of the workload."""
     tables = [
         TableSpec(
             name=f"t{f}",
             num_embeddings=rows,
             embedding_dim=dim,
-            dtype=cast(Any, dtype),  # TableSpec names what it does not know
+            dtype=cast(Any, dtype),  # TableSpec rejects unknown types.
             init=init,
             optimizer=optimizer,
         )
@@ -46,7 +46,7 @@ def make_collection(
 
 
 def make_ids(batch: IdBatch, num_features: int) -> KeyedJaggedTensor:
-    """A batch as users give it."""
+    """Convert a batch to the input of `EmbeddingBagCollection`."""
     return KeyedJaggedTensor(
         keys=tuple(f"f{f}" for f in range(num_features)),
         values=torch.from_numpy(batch.ids),
@@ -56,7 +56,7 @@ def make_ids(batch: IdBatch, num_features: int) -> KeyedJaggedTensor:
 
 
 class MesetaOperators(BenchmarkTarget):
-    """EmbeddingBagCollection: lookup, train step, the bare operator, and the gather limit of the same rows."""
+    """Benchmark target for EmbeddingBagCollection: lookup, train step, lookup operator, and gather limit."""
 
     def __init__(self, workload: dict[str, Any], optimizer: str, dtype: str) -> None:
         super().__init__()
@@ -99,7 +99,10 @@ class MesetaOperators(BenchmarkTarget):
         self.num_threads = num_threads
 
     def time(self, action: str, first: int, num_calls: int) -> float:
-        """As any contender's; the limit's seconds are of its loop alone, with the best way to prefetch."""
+        """Return the total seconds of `num_calls` calls.
+
+        For the gather limit, only the read loop counts, with the fastest prefetch parameters.
+        """
         if action != "limit":
             return super().time(action, first, num_calls)
         return sum(self._gather_limit(call) for call in range(num_calls))
@@ -116,14 +119,17 @@ class MesetaOperators(BenchmarkTarget):
         self.embeddings(self.batches[call % len(self.batches)]).pooled.values.backward(self.gradient)
 
     def _gather_limit(self, call: int) -> float:
-        """Seconds of reading the rows of all batches once."""
+        """Return the seconds to read the rows of all batches once."""
         threads = self.num_threads
         if threads not in self.prefetches:
             self.prefetches[threads] = best_prefetches(self.tables, self.ids, self.bounds, threads)
         return min(gather(self.tables, self.ids, self.bounds, p, threads).seconds for p in self.prefetches[threads])
 
     def _update_bytes(self) -> float:
-        """Bytes that an update reads and writes per unique row, tables weighed alike: the row and its state."""
+        """Return the bytes of row and optimizer state that an update reads and writes per unique row.
+
+        The result is the mean over tables, with equal weights.
+        """
         totals = [
             sum(2 * tensor.element_size() * (tensor.shape[1] if tensor.dim() > 1 else 1) for tensor in tensors)
             for tensors in (shard.values.values() for shard in self.embeddings.shards)
@@ -131,19 +137,19 @@ class MesetaOperators(BenchmarkTarget):
         return sum(totals) / len(totals)
 
     def _unique_share(self) -> float:
-        """Unique rows per id in a batch."""
+        """Return the number of unique rows per id in one batch."""
         start, num_features = time.perf_counter(), len(self.tables)
         unique, seen = 0, 0
         for s in range(num_features):
             part = self.ids[self.bounds[s] : self.bounds[s + 1]]
             unique, seen = unique + np.unique(part).size, seen + part.size
             if time.perf_counter() - start > 1.0:
-                break  # a fact to read, not worth more
+                break  # An estimate from some features is enough for the report.
         return unique / max(seen, 1)
 
 
 def _mean_row_bytes(tables: list[torch.Tensor], counts: np.ndarray) -> float:
-    """Bytes of the row that an average id reads."""
+    """Return the mean number of bytes per row, weighted by the number of ids per table."""
     row_bytes = np.array([table.shape[1] * table.element_size() for table in tables])
     per_table = counts.reshape(-1, len(tables)).sum(axis=0)
     return float((row_bytes * per_table).sum() / max(per_table.sum(), 1))

@@ -1,7 +1,6 @@
-"""Embedding operators of other systems: torch.nn.EmbeddingBag, FBGEMM's TBE, TorchRec's fused module.
+"""Embedding operators of other systems: torch.nn.EmbeddingBag, FBGEMM's TBE, TorchRec's fused module."""
 
-Runs in the interpreter of the peer: nothing of this package but `contender` and `traffic` is there.
-"""
+# This module runs in the interpreter of the peer, which has only `harness.target` and `synthetic_batches` of Meseta.
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ INIT_VALUE = 0.01
 
 
 class PeerOperators(BenchmarkTarget):
-    """Lookups and train steps over prepared batches; a subclass builds the tables and says what both are."""
+    """Base class of targets that time lookups and train steps on prepared batches."""
 
     packages: tuple[str, ...] = ("torch",)
 
@@ -39,15 +38,15 @@ class PeerOperators(BenchmarkTarget):
         self.actions = {"lookup": self._lookup, "step": self._step}
 
     def build(self, optimizer: str, dtype: str) -> None:
-        """Make the tables."""
+        """Create the tables with `optimizer` and with rows of `dtype`."""
         raise NotImplementedError
 
     def prepare(self, ids: Tensor, offsets: Tensor, weights: Tensor | None) -> Any:
-        """A batch in the form that this system likes best."""
+        """Convert a batch to the input format that is fastest for this system. Its result is passed to `lookup`."""
         raise NotImplementedError
 
     def lookup(self, batch: Any) -> Tensor:
-        """[B, sum of D], differentiable."""
+        """Return pooled embeddings [B, sum of D] that support backward."""
         raise NotImplementedError
 
     def facts(self) -> dict[str, Any]:
@@ -66,7 +65,7 @@ class PeerOperators(BenchmarkTarget):
 
 
 class PyTorchOperators(PeerOperators):
-    """One torch.nn.EmbeddingBag with sparse gradients per table, and an optimizer of torch.optim that takes them."""
+    """Target of plain PyTorch: an nn.EmbeddingBag with sparse gradients per table, and an optimizer of torch.optim."""
 
     def build(self, optimizer: str, dtype: str) -> None:
         self.tables = nn.ModuleList(
@@ -90,10 +89,10 @@ class PyTorchOperators(PeerOperators):
     def prepare(self, ids: Tensor, offsets: Tensor, weights: Tensor | None) -> list[tuple[Tensor, Tensor, Any]]:
         num_bags, parts = self.workload.batch_size, []
         for f in range(len(self.tables)):
-            own = offsets[f * num_bags : (f + 1) * num_bags + 1]
-            start, stop = int(own[0]), int(own[-1])
-            own_weights = None if weights is None else weights[start:stop].clone()
-            parts.append((ids[start:stop].clone(), own - start, own_weights))
+            bounds = offsets[f * num_bags : (f + 1) * num_bags + 1]
+            start, stop = int(bounds[0]), int(bounds[-1])
+            bag_weights = None if weights is None else weights[start:stop].clone()
+            parts.append((ids[start:stop].clone(), bounds - start, bag_weights))
         return parts
 
     def lookup(self, batch: Any) -> Tensor:
@@ -110,7 +109,7 @@ class PyTorchOperators(PeerOperators):
 
 
 class FbgemmOperators(PeerOperators):
-    """SplitTableBatchedEmbeddingBagsCodegen on the host; its optimizer runs inside the backward pass."""
+    """Target of FBGEMM: SplitTableBatchedEmbeddingBagsCodegen on the CPU. The backward pass applies the optimizer."""
 
     packages = ("torch", "fbgemm_gpu-cpu")
 
@@ -142,7 +141,7 @@ class FbgemmOperators(PeerOperators):
 
 
 class TorchRecOperators(PeerOperators):
-    """FusedEmbeddingBagCollection; a KeyedJaggedTensor is made in every step, because it remembers what it computed."""
+    """Target of TorchRec: FusedEmbeddingBagCollection."""
 
     packages = ("torch", "torchrec", "fbgemm_gpu-cpu")
 
@@ -182,5 +181,6 @@ class TorchRecOperators(PeerOperators):
 
     def lookup(self, batch: Any) -> Tensor:
         ids, lengths, weights = batch
+        # A KeyedJaggedTensor caches values such as its offsets, so each step creates a new one.
         values: Tensor = self.tables(self.kjt_class(self.keys, ids, weights=weights, lengths=lengths)).values()
         return values

@@ -1,4 +1,4 @@
-"""Results of `meseta bench` as tables on a terminal."""
+"""Terminal tables with the results of `meseta bench`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from meseta.measure.harness.worker_group import TargetSpec
 
 
 def ops_table(result: OpsResult) -> Table:
-    """One row per member and number of threads."""
+    """Create a table with one row per target and number of threads."""
     traffic = result.workload
     table = Table(title=f"{traffic.name}: {_describe_workload(result)}", title_justify="left")
     for name in ("", "threads", "lookup M/s", "GB/s", "of limit", "operator M/s", "of limit", "train M/s", "step ms"):
@@ -40,7 +40,10 @@ def ops_table(result: OpsResult) -> Table:
 
 
 def e2e_table(result: E2eResult) -> Table:
-    """One row per member; peers say how much faster ours is, ours how much faster than the best peer."""
+    """Create a table with one row per target.
+
+    The last column has the speedup of Meseta: over the peer of the row, or over the best peer.
+    """
     table = Table(title=f"{result.workload.name}: global batch {result.workload.lookups.batch_size}")
     table.title_justify = "left"
     table.add_column("")
@@ -79,7 +82,7 @@ def _describe_workload(result: OpsResult) -> str:
 
 
 def _comparison_text(result: OpsResult, line: OperatorMeasurement) -> str:
-    """What the line shows beside our own line with the same optimizer."""
+    """Format the comparison of `line` with measurements of Meseta that have the same optimizer."""
     base, share = result.baseline(line), result.step_ratio(line)
     if line.target.name != "ours":
         if base is None:
@@ -101,18 +104,19 @@ def _comparison_text(result: OpsResult, line: OperatorMeasurement) -> str:
             f"{_format_ratio(line.gather_limit_per_s, alone.gather_limit_per_s)})"
         )
     if share is not None:
-        text.append(f"step {share:.2f} x bytes of {BASE_OPTIMIZER} (at most {MAX_STEP_RATIO})")
+        text.append(f"step {share:.2f} x {BASE_OPTIMIZER} scaled by bytes (limit {MAX_STEP_RATIO})")
     return "; ".join(text)
 
 
 def _best_peer_text(result: E2eResult, rate: float, member: TargetSpec) -> str:
-    """Of a peer, how much faster our float32 run is; of ours, how much faster it is than the best peer."""
+    """Format the speedup of Meseta: in float32 over a peer `member`, or of `member` over the best peer."""
     if member.name == "ours":
         best = result.best_peer(member.num_ranks)
         return f"{_format_ratio(rate, result.samples_per_s(best))} the best peer, {best.title}" if best else ""
-    for twin in result.targets:
-        if (twin.name, twin.variant) == ("ours", ("sgd", "float32", member.variant[-1])):
-            return f"ours {_format_ratio(result.samples_per_s(twin), rate)}"
+    # Peers train with different optimizers and variants. All are compared with Meseta's SGD in float32.
+    for ours in result.targets:
+        if (ours.name, ours.variant) == ("ours", ("sgd", "float32", member.variant[-1])):
+            return f"ours {_format_ratio(result.samples_per_s(ours), rate)}"
     return ""
 
 

@@ -1,4 +1,4 @@
-"""The configurations of `meseta bench`."""
+"""Workloads and optimizers of `meseta bench`."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "ftrl": {},
     "rmsprop": {},
 }
-"""What `--optimizers` may name -> constants of its OptimizerSpec."""
+"""Names for `--optimizers`, with the arguments of their OptimizerSpec. The name is an argument if it differs."""
 _CAPPED_CARDINALITIES = tuple(min(rows, 1_000_000) for rows in CARDINALITIES)
 
 
 def make_optimizer(name: str, lr: float) -> OptimizerSpec:
-    """The spec of an entry of OPTIMIZERS."""
+    """Create the spec of the optimizer `name` in OPTIMIZERS."""
     return OptimizerSpec(**{"name": name, "lr": lr, **OPTIMIZERS[name]})
 
 
@@ -39,7 +39,6 @@ def _criteo(name: str, rows: tuple[int, ...], dim: int, batch_size: int) -> Look
 
 
 def _multi_hot(name: str, num_tables: int, rows: int, dim: int, batch_size: int, bag_size: int) -> LookupWorkload:
-    """Uniform; a twin with skewed ids is made by `_with_zipf_ids`."""
     return LookupWorkload(
         name=name,
         rows=(rows,) * num_tables,
@@ -70,9 +69,15 @@ OPS_WORKLOADS: tuple[LookupWorkload, ...] = (
     replace(_HISTORY, name="weighted", weighted=True),
     replace(_HISTORY, name="mean", pooling="mean"),
 )
-"""Criteo's 26 tables with one id each (a16: whole, D 16; a64: at most a million rows, D 64; 2k, 8k samples); few wide
-tables with 20 ids (b), many narrow ones with 10 (c), each uniform and skewed; bags of 0 to 40 ids: tables of four
-widths, ids with weights, means."""
+"""Workloads of `meseta bench ops`."""
+# Names of the workloads:
+#   a16_*               26 tables of Criteo, dimension 16, one id per bag.
+#   a64_*               The same tables with at most a million rows each, dimension 64.
+#   *_2k, *_8k          Batch size 2048 or 8192.
+#   b_*                 Few wide tables with 20 ids per bag; uniform or Zipf ids.
+#   c, c_zipf           Many narrow tables with 10 ids per bag; uniform or Zipf ids.
+#   mixed               Bags of 0 to 40 ids, and tables of four dimensions.
+#   weighted, mean      Bags of 0 to 40 ids, with a weight per id or with mean pooling.
 
 
 def _dlrm(name: str, rows: tuple[int, ...], dim: int, batch_size: int) -> DlrmWorkload:
@@ -95,11 +100,17 @@ E2E_WORKLOADS: tuple[DlrmWorkload, ...] = (
         lookups=replace(_RM2, name="rm2_uni", id_distribution="uniform"), bottom_mlp=(256, 128), top_mlp=(128, 64)
     ),
 )
-"""DLRM on Criteo's tables (d16: whole, d64: at most a million rows), and the two shapes with long bags."""
+"""Workloads of `meseta bench e2e`: DLRM on the tables of Criteo, and two shapes with long bags (rm1, rm2).
+
+d16 has the tables in full size. d64 has dimension 64 and at most a million rows per table.
+"""
 
 
 def shrink(traffic: LookupWorkload, *, max_rows: int, max_batch: int, max_tables: int | None = None) -> LookupWorkload:
-    """The same with fewer rows, samples and tables: for checks, and for trying a command."""
+    """Return a copy of a workload with limited rows per table, batch size and number of tables.
+
+    Correctness checks and trial runs use it.
+    """
     return replace(
         traffic,
         rows=tuple(min(rows, max_rows) for rows in traffic.rows[:max_tables]),
