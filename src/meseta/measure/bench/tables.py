@@ -15,7 +15,7 @@ def ops_table(result: OpsResult) -> Table:
     table = Table(title=f"{traffic.name}: {_describe_workload(result)}", title_justify="left")
     for name in ("", "threads", "lookup M/s", "GB/s", "of limit", "operator M/s", "of limit", "train M/s", "step ms"):
         table.add_column(name, justify="right" if name else "left", no_wrap=True)
-    table.add_column("beside")
+    table.add_column("comparison")
     for line in result.measurements:
         rates = (line.lookups_per_s, line.operator_lookups_per_s)
         gigabytes = line.lookups_per_s * line.bytes_per_id / 1e9 if line.lookups_per_s else None
@@ -47,7 +47,7 @@ def e2e_table(result: E2eResult) -> Table:
     table = Table(title=f"{result.workload.name}: global batch {result.workload.lookups.batch_size}")
     table.title_justify = "left"
     table.add_column("")
-    for name in ("processes x threads", "samples/s", "step ms", "beside"):
+    for name in ("processes x threads", "samples/s", "step ms", "comparison"):
         table.add_column(name, justify="right", no_wrap=True)
     for member in result.targets:
         rate = result.samples_per_s(member)
