@@ -9,7 +9,7 @@ import sys
 
 
 def main(limit_s: int) -> None:
-    """All-reduce the number rank + 1 and print the sum. The process ends within `limit_s` seconds."""
+    """Exchange the number rank + 1 in an all-reduce and print the sum. The process ends within `limit_s` seconds."""
     # The alarm also ends this process if its parent is gone.
     signal.alarm(limit_s)
     import torch
