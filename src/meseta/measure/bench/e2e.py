@@ -106,6 +106,7 @@ def training_targets(
     pays = read_processor().bfloat16_unavailable_reason() is None
     variants = [("sgd", "float32"), *([("sgd", "bfloat16")] if pays else []), ("rowwise_adagrad", "float32")]
     targets = [member("ours", ours.target, variant, sys.executable) for variant in variants]
+    # Peers run with the default and with the tuned malloc, and the faster one counts.
     for malloc in ((), ("malloc",)):
         if "PyTorch" in peers.available:
             targets.append(member("PyTorch", PyTorchTraining, ("sgd", "float32", *malloc), sys.executable, num_ranks))

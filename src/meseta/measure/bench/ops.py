@@ -241,9 +241,8 @@ def _measurement(
         return facts["ids_per_call"][action] / spent_s if spent_s else None
 
     limit, bytes_per_id = None, 0.0
-    for (
-        other
-    ) in members:  # Only processes of Meseta measure the limit. Tables of the same shape and dtype have the same.
+    # Only processes of Meseta measure the gather limit. It is the same for all tables of one shape and dtype.
+    for other in members:
         facts_of_other = outcome.facts.get(other.title, {})
         spent_s = outcome.seconds(other, "limit", threads)
         if (

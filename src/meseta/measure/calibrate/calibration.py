@@ -48,7 +48,7 @@ MAX_BACKGROUND_LOAD = 0.2
 MAX_TRIES = 2
 """Maximum number of tries of a measurement. The fastest counts."""
 HELD_OUT_STRIDE = 8
-"""Every such measurement is held out from the fit to evaluate it. Held-out measurements are repeated."""
+"""Interval of the measurements that are held out from the fit to evaluate it. They are repeated."""
 _REPEAT_SHARE = 0.25
 """Share of the time budget for repetitions of held-out measurements."""
 MIN_REPEATS = 2

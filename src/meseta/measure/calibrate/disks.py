@@ -83,6 +83,7 @@ def _read_sequentially(rows: RowFile) -> float:
     start = time.perf_counter()
     reading = frozen.read(0, records[0])
     for number in range(1, rows.num_rows // ROWS_PER_CHUNK):
+        # Request the next chunk before waiting for the current one.
         coming = frozen.read(number * ROWS_PER_CHUNK, records[number % 2])
         reading.wait()
         reading = coming

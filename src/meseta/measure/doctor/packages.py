@@ -92,6 +92,7 @@ def check_packages(facts: Mapping[str, Mapping[str, Any]], installed: VersionLoo
         else:
             continue
         requirements.append(f"'{name}>={REQUIRED[name]}'")
+    # pip keeps an installed package that does not load unless it is forced to reinstall it.
     if wrong:
         reinstall = "--force-reinstall " if broken else ""
         return problem("packages", "; ".join(wrong), f"pip install {reinstall}{' '.join(requirements)}", **versions)
