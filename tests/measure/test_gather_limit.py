@@ -64,5 +64,5 @@ def test_wrong_input_is_refused(ids: list[int], bounds: list[int], prefetch: Pre
 
 
 def test_a_piece_of_a_table_is_refused() -> None:
-    with pytest.raises(MesetaError, match="not contiguous"):
+    with pytest.raises(MesetaError, match="not a contiguous CPU tensor"):
         gather([torch.ones(4, 16)[:, :8]], np.arange(4), NO_BOUNDS, PrefetchHint(1, 2), 1)

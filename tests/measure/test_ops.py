@@ -126,6 +126,8 @@ def test_torch_s_contender_learns(optimizer: str) -> None:
 def test_a_missing_peer_is_named_with_the_way_to_get_it() -> None:
     peers = find_peers("/nowhere/python", enabled=True)
     assert peers.available == {"PyTorch"}
-    assert "FBGEMM is not in /nowhere/python" in peers.missing[0] and "pip install fbgemm-gpu-cpu" in peers.missing[0]
+    assert (
+        "FBGEMM is not installed in /nowhere" in peers.missing[0] and "pip install fbgemm-gpu-cpu" in peers.missing[0]
+    )
     assert "--peer-python or PEER_PYTHON" in peers.missing[1]
     assert find_peers("/nowhere/python", enabled=False) == Peers("/nowhere/python", frozenset(), ())

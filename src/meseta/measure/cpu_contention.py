@@ -110,7 +110,7 @@ class OversubscriptionThreads:
         started.wait()
 
     def stop(self) -> None:
-        """End the threads. Other threads may then spin again."""
+        """Stop the threads. Other threads may then spin again."""
         self._stop_event.set()
         self._thread.join()
 

@@ -15,7 +15,7 @@ SAMPLE_WINDOW_S = 0.1
 MIN_SAMPLES, MAX_SAMPLES = 3, 8
 """Measurements of each number of threads: required before the faster one is chosen, and kept for the comparison."""
 NUM_WINDOWS_PER_RETRY = 32
-"""Every such window uses the slower number of threads, because it may have become the faster one."""
+"""Interval of the windows that use the slower number of threads, because it may have become the faster one."""
 
 
 class StepThreads:
@@ -23,8 +23,8 @@ class StepThreads:
 
     The thread that computes the step must enter it. While other programs leave too few processors, a step uses either
     all threads, or as many as there are free processors. Both are timed, and most steps use the faster one. The number
-    of threads does not change results. Without contention, or outside `cpu_contention.adaptive_wait_policy`, all
-    threads are used.
+    of threads does not change results. Without contention, all threads are used. Outside
+    `cpu_contention.adaptive_wait_policy`, this class has no effect.
     """
 
     # Which number is faster depends on model, batch and machine. Many short matrix products lose time if threads wait

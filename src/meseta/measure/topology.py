@@ -69,6 +69,7 @@ def detect_topology(
     total = total_memory_bytes(system, limits)
     if total is None:
         raise MesetaError("topology detect: cannot read the memory size of this host; write the topology file by hand")
+    # Ranks on CPUs share the memory of their host.
     usable = int(total * (1.0 - RESERVED_MEMORY_SHARE))
     on_gpu = gpus is not None and kind != "cpu"
     links, about_links = _links(cost_model, kind, hosts)

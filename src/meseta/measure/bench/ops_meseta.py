@@ -123,6 +123,7 @@ class MesetaOperators(BenchmarkTarget):
         threads = self.num_threads
         if threads not in self.prefetches:
             self.prefetches[threads] = best_prefetches(self.tables, self.ids, self.bounds, threads)
+        # The limit is the fastest of the tuned variants.
         return min(gather(self.tables, self.ids, self.bounds, p, threads).seconds for p in self.prefetches[threads])
 
     def _update_bytes(self) -> float:

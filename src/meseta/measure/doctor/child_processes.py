@@ -72,6 +72,7 @@ def run_children(
     Raises OSError if a process cannot be started.
     """
     with ExitStack() as stack:
+        # Files, unlike pipes, need no reader while the processes run.
         files = [
             tuple(stack.enter_context(anonymous_file("meseta-doctor")) for _ in ("out", "err")) for _ in environments
         ]

@@ -135,7 +135,7 @@ def _gpu() -> ProbeResult:
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         one = torch.ones(1, device=torch.device("cuda", index))
         if (one + one).item() != 2.0:
-            raise RuntimeError(f"GPU {index} adds 1 and 1 to {(one + one).item()}")
+            raise RuntimeError(f"GPU {index} computes 1 + 1 = {(one + one).item()}")
         free, total = torch.cuda.mem_get_info(index)
         devices.append({"name": torch.cuda.get_device_name(index), "total_bytes": total, "free_bytes": free})
     return {"devices": devices}

@@ -126,6 +126,7 @@ def _run_group(
                 teams[member.title] = WorkerGroup(member)
                 outcome.facts[member.title] = teams[member.title].facts
         actions = list(dict.fromkeys(a for team in teams.values() for a in team.facts["actions"]))
+        # Alternate between targets for each action and number of threads.
         threads = sorted({n for member in members for n in member.thread_counts}, reverse=True)
         for _ in range(timing.num_rounds):
             for action, num in ((a, n) for n in threads for a in actions):

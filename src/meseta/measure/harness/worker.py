@@ -53,6 +53,7 @@ class Worker:
 def main() -> None:
     """Serve until standard input ends."""
     warnings.filterwarnings("ignore")
+    # Keep standard output for answers, and redirect file descriptor 1 to standard error.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     worker = Worker()
