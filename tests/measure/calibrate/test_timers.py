@@ -25,7 +25,7 @@ def test_pieces_are_timed(optimizer: str, dtype: str) -> None:
 
 
 def test_more_than_the_memory_is_refused() -> None:
-    with pytest.raises(MesetaError, match="set aside"):
+    with pytest.raises(MesetaError, match="reserved for them"):
         ShardTimer(1 << 16).time_shards(ShardingTask(seed=1, tables=TABLES).to_dict(), [(0, (0, 2000), (0, 32))], 1, 1)
 
 

@@ -1,1 +1,1 @@
-"""Measuring what operators, collectives and matrix products cost here, and fitting a cost model to it."""
+"""Calibration: measures operators, collectives and matrix products on this machine and fits a cost model to them."""

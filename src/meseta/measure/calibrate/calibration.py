@@ -1,4 +1,4 @@
-"""One calibration: what is measured in which order, what is fitted to it, and how well the fit predicts the rest."""
+"""Calibration of a CPU cost model: measurements, fit, and errors on held-out measurements."""
 
 from __future__ import annotations
 
@@ -29,66 +29,68 @@ from meseta.spec.codecs import CODECS
 from meseta.spec.cost_model import STOCHASTIC_SUFFIX, DenseCost, ExchangeCost, HardwareCacheCost, LookupCost, UpdateCost
 
 MAX_MEMORY_BYTES = 3_000_000_000
-"""Rows and state of the largest combination; less where the machine has less than four times as much free."""
+"""Maximum bytes of rows and states of a combination. At most a quarter of the free memory is used."""
 CACHE_BYTES_CANDIDATES = (1e6, 2e6, 4e6, 8e6, 16e6, 32e6)
-"""Sizes of the cache that are tried."""
+"""Sizes of the hardware cache that the fit tries."""
 MESSAGE_BYTES = (4_096, 32_768, 262_144, 1_048_576, 4_194_304, 16_777_216)
 HELD_OUT_MESSAGE_BYTES = (11_000, 90_000, 520_000, 2_000_000, 8_000_000, 12_000_000)
-"""Sizes that links are judged by."""
+"""Message sizes that are held out from the fit of links."""
 NUM_ROUNDS = 3
-"""Measurements of a collective, in turns, whose median counts."""
+"""Number of interleaved measurements per collective. The median counts."""
+# Scheduling delays some calls by milliseconds, so one measurement needs many calls.
 NUM_CALLS = 20
-"""Calls of one measurement. The system now and then lets a process wait for milliseconds until it goes on."""
+"""Number of calls per measurement."""
 MATMUL_SHAPES = ((256, 512, 256), (512, 512, 512), (2048, 512, 256), (2048, 1024, 1024))
 MIN_COMBINATIONS = 50
-"""Combinations that a fit should have; where the machine is slow or busy, up to 30 % more time is spent on them."""
+"""Number of combinations for which the time budget may be exceeded by 30 %, on a slow or busy machine."""
 MAX_BACKGROUND_LOAD = 0.2
-"""A measurement during which others kept more processors busy is repeated."""
+"""Mean number of processors used by other programs above which a measurement is repeated."""
 MAX_TRIES = 2
-"""Of such a measurement; the fastest counts."""
+"""Maximum number of tries of a measurement. The fastest counts."""
 HELD_OUT_STRIDE = 8
-"""Each so many-th measurement is kept from the fit, to judge it by; these are repeated, and their medians count."""
+"""Interval of the measurements that are held out from the fit to evaluate it. They are repeated."""
 _REPEAT_SHARE = 0.25
-"""Share of the time that repeating takes."""
+"""Share of the time budget for repetitions of held-out measurements."""
 MIN_REPEATS = 2
+"""Minimum number of repetitions of held-out measurements."""
 
 
 @dataclass(frozen=True)
 class ErrorStatistics:
-    """Relative errors of predictions of what the fit has not seen."""
+    """Relative errors of predictions on held-out measurements."""
 
     median: float
     p95: float
-    """The 95th percentile."""
+    """95th percentile of the errors."""
     count: int
     repeat_spread: float
-    """Median distance of repeated measurements from their median."""
+    """Median relative deviation of repeated measurements from their median."""
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """A fitted model and how good it is."""
+    """Fitted cost model, its errors, and the measurements of operators."""
 
     cost_model: CostModel
     errors: Mapping[str, ErrorStatistics]
-    """Of 'lookup', 'update', 'all_to_all', 'all_reduce'."""
+    """Errors on held-out measurements. Keys are 'lookup', 'update', 'all_to_all' and 'all_reduce'."""
     background_load: float
-    """Processors that other programs kept busy meanwhile, on average."""
+    """Mean number of processors that other programs used during the calibration."""
     elapsed_s: float
-    """That it took."""
+    """Duration of the calibration."""
     timings: Sequence[ShardTimings] = ()
-    """Combinations of tables, each eighth kept from the fit."""
+    """Timings of all combinations of tables. Every eighth is held out from the fit."""
     held_out_rounds: Sequence[Sequence[ShardTimings]] = ()
-    """All measurements of those that were kept."""
+    """First and repeated timings of the held-out combinations, one sequence per round."""
 
 
 RankShards = tuple[TaskShard, ...]
-"""What one rank holds."""
+"""Shards of one rank."""
 
 
 @dataclass(frozen=True)
 class ShardTimings:
-    """What one rank's pieces took."""
+    """Measured times of the shards of one rank."""
 
     task: ShardingTask
     shards: RankShards
@@ -97,15 +99,21 @@ class ShardTimings:
 
     @cached_property
     def workload(self) -> WorkloadLoads:
-        """Of the task."""
+        """Loads of the task for the planner."""
         return WorkloadLoads(self.task.workload())
 
 
 def calibrate(num_threads: int, num_ranks: int, budget_s: float, log: Callable[[str, float], None]) -> Calibration:
-    """Measure collectives between `num_ranks` processes, matrix products and operators with `num_threads` threads,
-    until `budget_s` seconds are over, and fit. `log` is told what happens, and the share that is done.
+    """Measure operators and collectives on this machine and fit a cost model to them.
 
-    Raises MesetaError where a process fails."""
+    Args:
+        num_threads: Number of threads per rank.
+        num_ranks: Number of processes between which collectives are measured.
+        budget_s: Approximate duration of the calibration in seconds.
+        log: Function that is called with a description of the current work and the used share of the budget.
+
+    Raises MesetaError if a process fails.
+    """
     clock, before = _TimeBudget(time.perf_counter(), budget_s, log), read_cpu_time([os.getpid()])
     model = replace(documented_cost_model("cpu"), num_threads=num_threads)
     source = f"meseta calibrate, {date.today().isoformat()}, {num_threads} threads a rank"
@@ -127,6 +135,7 @@ def calibrate(num_threads: int, num_ranks: int, budget_s: float, log: Callable[[
     lookup, update, cache, more = fit_operators(measured, rounds, source)
     update = with_staged(update, staged)
     elapsed_s = clock.elapsed_s
+    # The worker processes count as other programs here. They use about `num_threads` processors.
     others = read_cpu_time([os.getpid()]).background_load_since(before, elapsed_s) - num_threads
     return Calibration(
         cost_model=replace(model, lookup=lookup, update=update, cache=cache, dense=dense, exchange=exchange),
@@ -140,7 +149,7 @@ def calibrate(num_threads: int, num_ranks: int, budget_s: float, log: Callable[[
 
 @dataclass(frozen=True)
 class _TimeBudget:
-    """Time that a calibration may take."""
+    """Time budget of a calibration and its progress."""
 
     start_s: float
     budget_s: float
@@ -157,18 +166,18 @@ class _TimeBudget:
 def _measure_operators(
     team: WorkerGroup, num_threads: int, memory_bytes: int, clock: _TimeBudget
 ) -> tuple[list[ShardTimings], list[list[ShardTimings]]]:
-    """Random combinations, and all measurements of those that are kept from the fit."""
+    """Measure random combinations. Returns their timings, and rounds of timings of the held-out ones."""
     measured: list[ShardTimings] = []
     while _needs_more_combinations(clock.elapsed_s, (1.0 - _REPEAT_SHARE) * clock.budget_s, len(measured)):
         clock.report(f"operators, {len(measured)} combinations")
-        # Half of them in little memory, where many have room for their rows in a cache.
+        # Half of the combinations get less memory, so that the rows of many fit in the hardware cache.
         task = random_combination(len(measured), 0.95 * memory_bytes * (1.0 if len(measured) % 2 else 0.4))
-        pieces = tuple((n, (0, own.num_rows), (0, own.dim)) for n, own in enumerate(task.tables))
+        pieces = tuple((n, (0, item.num_rows), (0, item.dim)) for n, item in enumerate(task.tables))
         measured.append(measure_shards(team, task, pieces, num_threads))
     rounds = [measured[HELD_OUT_STRIDE - 1 :: HELD_OUT_STRIDE]]
     while len(rounds) <= MIN_REPEATS or clock.elapsed_s < clock.budget_s:
         clock.report(f"operators, repeat {len(rounds)}")
-        rounds.append([measure_shards(team, own.task, own.shards, num_threads) for own in rounds[0]])
+        rounds.append([measure_shards(team, item.task, item.shards, num_threads) for item in rounds[0]])
     return measured, rounds
 
 
@@ -179,14 +188,16 @@ def _memory_bytes() -> int:
 
 
 def _needs_more_combinations(elapsed_s: float, budget_s: float, num_measured: int) -> bool:
-    """Whether to measure one more combination: time is left, or a little more is taken since few are known."""
+    """Whether to measure one more combination."""
+    # At least two combinations must be held out, whatever the time.
     if elapsed_s < budget_s or num_measured < 2 * HELD_OUT_STRIDE:
         return True
+    # Exceed the budget a little rather than fit too few combinations.
     return num_measured < MIN_COMBINATIONS and elapsed_s < 1.3 * budget_s
 
 
 def rank_loads(measured: ShardTimings, cache_bytes: float) -> ShardLoads:
-    """What a rank with these pieces has to do."""
+    """Return the loads of the measured shards, given the size of the hardware cache."""
     table, rows, columns = (np.array(part) for part in zip(*measured.shards, strict=True))
     pieces = ShardArrays.from_values(table, (rows[:, 0], rows[:, 1]), (columns[:, 0], columns[:, 1]))
     held = measured.workload.hardware_cached_samples(pieces, np.zeros(len(table), np.int64), 1, cache_bytes)
@@ -197,32 +208,35 @@ def rank_loads(measured: ShardTimings, cache_bytes: float) -> ShardLoads:
 def fit_operators(
     measured: Sequence[ShardTimings], rounds: Sequence[Sequence[ShardTimings]], source: str
 ) -> tuple[LookupCost, UpdateCost, HardwareCacheCost, dict[str, ErrorStatistics]]:
-    """Constants of lookup and update, and their errors on each eighth measurement, which the fit has not seen and which
-    `rounds` repeat."""
-    seconds = np.array([(own.lookup_s, own.update_s) for own in measured]).T
+    """Fit constants of lookup and update, and choose the size of the hardware cache with the lowest error.
+
+    `rounds` are repeated timings of the held-out measurements. The last result is the errors on them, with the keys
+    'lookup' and 'update'.
+    """
+    seconds = np.array([(item.lookup_s, item.update_s) for item in measured]).T
     unseen = np.arange(len(measured)) % HELD_OUT_STRIDE == HELD_OUT_STRIDE - 1
     best: tuple[float, float, list[dict[str, float]], list[Floats]] | None = None
     for cache_bytes in CACHE_BYTES_CANDIDATES:
-        loads = [rank_loads(own, cache_bytes) for own in measured]
-        found, predicted = [], []
+        loads = [rank_loads(item, cache_bytes) for item in measured]
+        fitted, predicted = [], []
         for took, terms in zip(seconds, (lookup_terms, update_terms), strict=True):
-            totals = [{name: float(term.sum()) for name, term in terms(own).items()} for own in loads]
+            totals = [{name: float(term.sum()) for name, term in terms(item).items()} for item in loads]
             names = [*dict.fromkeys(name for total in totals for name in total if name not in STAGED_COSTS)]
             matrix = np.array([[1.0, *(total.get(name, 0.0) for name in names)] for total in totals])
             constants = fit_relative(matrix[~unseen], took[~unseen])
-            found.append(dict(zip(["call_s", *names], constants.tolist(), strict=True)))
+            fitted.append(dict(zip(["call_s", *names], constants.tolist(), strict=True)))
             predicted.append(matrix @ constants)
-        seen = [relative_errors(own[~unseen], took[~unseen]) for own, took in zip(predicted, seconds, strict=True)]
+        seen = [relative_errors(item[~unseen], took[~unseen]) for item, took in zip(predicted, seconds, strict=True)]
         total = float(sum(error.mean() for error in seen))
         if best is None or total < best[0]:
-            best = (total, cache_bytes, found, predicted)
+            best = (total, cache_bytes, fitted, predicted)
     assert best is not None
     _, cache_bytes, (lookup, update), predicted = best
     numbers = {name: update.pop(name) for name in OPTIMIZERS if name in update}
-    again = np.array([[(own.lookup_s, own.update_s) for own in part] for part in rounds])
+    again = np.array([[(item.lookup_s, item.update_s) for item in part] for part in rounds])
     errors = {
-        name: error_statistics(own[unseen], again[:, :, index])
-        for index, (name, own) in enumerate(zip(("lookup", "update"), predicted, strict=True))
+        name: error_statistics(item[unseen], again[:, :, index])
+        for index, (name, item) in enumerate(zip(("lookup", "update"), predicted, strict=True))
     }
     return (
         LookupCost(**lookup, measured=True, source=source),
@@ -233,7 +247,7 @@ def fit_operators(
 
 
 def error_statistics(predicted: Floats, measured: Floats) -> ErrorStatistics:
-    """Median and 95th percentile of the relative errors of predictions [n] of the medians of rounds [r, n]."""
+    """Compute relative errors of predictions [n] against the medians over rounds of measurements [r, n]."""
     if not predicted.size:
         return ErrorStatistics(0.0, 0.0, 0, 0.0)
     medians = np.median(measured, axis=0)
@@ -244,14 +258,17 @@ def error_statistics(predicted: Floats, measured: Floats) -> ErrorStatistics:
 
 
 def measure_shards(team: WorkerGroup, task: ShardingTask, pieces: RankShards, num_threads: int) -> ShardTimings:
-    """Time the pieces of one rank, again where others disturb it."""
+    """Time the shards of one rank. Repeats the measurement if other programs use the processors."""
     arguments = {"task": task.to_dict(), "shards": pieces, "num_rounds": 1, "threads": num_threads}
     return ShardTimings(task, pieces, *measure_uncontended(lambda: team.call("time_shards", **arguments)))
 
 
 def measure_uncontended(measure: Callable[[], list[float]]) -> tuple[float, float]:
-    """Seconds of (a lookup, an update) by what gives both, and the processors that others kept busy meanwhile; measured
-    again where these were many."""
+    """Return the fastest seconds of (a lookup, an update).
+
+    `measure` returns both times and the mean number of processors that other programs used. It is called again if that
+    number exceeds MAX_BACKGROUND_LOAD.
+    """
     fastest = (float("inf"), float("inf"))
     for _ in range(MAX_TRIES):
         lookup_s, update_s, others = measure()
@@ -280,6 +297,7 @@ def _measure_exchange(
             ])  # fmt: skip
             num_bytes, seen = sizes * share, np.arange(len(sizes)) < len(MESSAGE_BYTES)
             link = fit_link(num_bytes[seen], np.median(rounds, axis=0)[seen])
+            # An all-reduce is a reduce-scatter followed by an all-gather.
             phases = 2 if kind == "all_reduce" else 1
             links[kind] = split_peer_latency(
                 link, known.inside_all_to_all.peer_s if peer_s is None else phases * peer_s, num_ranks
@@ -293,7 +311,10 @@ def _measure_exchange(
 
 
 def _peer_seconds(team: WorkerGroup, num_ranks: int) -> float | None:
-    """What one more rank takes in an all-to-all of few bytes: among all ranks, over among two; None of two alone."""
+    """Measure the additional seconds per peer in an all-to-all of few bytes. Returns `None` with two ranks.
+
+    Compares the exchange among all ranks with that between two.
+    """
     if num_ranks == 2:
         return None
     rounds = [
@@ -305,13 +326,17 @@ def _peer_seconds(team: WorkerGroup, num_ranks: int) -> float | None:
 
 
 def split_peer_latency(link: Link, peer_s: float, num_ranks: int) -> Link:
-    """A link that was fitted between so many ranks, with what peers take apart from its latency: half of it at most."""
+    """Move the latency per peer out of the latency of a link that was fitted between `num_ranks` ranks.
+
+    At most half of the latency is moved.
+    """
+    # The latency without peers must remain positive.
     peer_s = min(peer_s, link.latency_s / (2 * (num_ranks - 1)))
     return replace(link, latency_s=link.latency_s - (num_ranks - 1) * peer_s, peer_s=peer_s)
 
 
 def fit_link(sizes: Floats, seconds: Floats) -> Link:
-    """Latency and bandwidth from the bytes that each rank sends [n]."""
+    """Fit latency and bandwidth of a link to the bytes that each rank sends [n] and the seconds [n]."""
     latency_s, byte_s = fit_relative(np.stack([np.ones_like(sizes), sizes], axis=1), seconds)
     return Link(latency_s=float(latency_s), bytes_per_s=1.0 / max(float(byte_s), 1e-15))
 
@@ -341,8 +366,10 @@ def _measure_compute(
 def _measure_codecs(
     team: WorkerGroup, num_threads: int, copy_byte_s: float, known: ExchangeCost
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Seconds of a number that each codec writes, and reads, beside the copy of its bytes; documented ones where a
-    build has no codecs."""
+    """Measure the seconds per element that each codec takes to encode and to decode, without copying the bytes.
+
+    Codecs without a measurement keep the values of `known`.
+    """
     encode, decode = dict(known.encode_number_s), dict(known.decode_number_s)
     for name, codec in CODECS.items():
         for is_drawn in (False, True) if codec.scale_bytes else (False,) if not codec.is_lossless else ():

@@ -1,4 +1,4 @@
-"""Collectives between processes of this machine, packing before and after them, and matrix products, timed."""
+"""Timing of collectives between processes of this machine, of packing their data, and of matrix products."""
 
 from __future__ import annotations
 
@@ -18,13 +18,19 @@ from meseta.spec.codecs import CODECS, CodecName
 
 COLLECTIVE_NAME = "measurement"
 SMALL_MESSAGE_BYTES = 1024
-"""That a rank sends each other one where what peers take is measured."""
+"""Bytes that each rank sends to each peer when the latency per peer is measured."""
+# More than the private caches of a core hold.
 CODEC_SHAPE = (2048, 64)
-"""Rows and columns that codecs write and read: more than the caches next to a core hold, less than memory."""
+"""Number of rows and columns that codecs encode and decode."""
 
 
 class CollectiveTimer(BenchmarkTarget):
-    """One of several ranks over gloo."""
+    """Benchmark target that times collectives over gloo. All ranks must call the same methods.
+
+    Results are the lower quartile of all calls.
+    """
+
+    # A system that shares its processors delays up to half of the calls by milliseconds, so the median would vary.
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,9 +40,10 @@ class CollectiveTimer(BenchmarkTarget):
         return {"actions": [], "versions": {"torch": torch.__version__}}
 
     def time_collective(self, kind: str, num_bytes: int, num_rounds: int) -> float:
-        """Seconds of an 'all_to_all' in which every rank sends `num_bytes` to all others together, or of an
-        'all_reduce' of `num_bytes`: the lower quartile of the calls, since a system that shares its processors makes
-        some of them wait for their turn for milliseconds, up to half of them, now more, now fewer."""
+        """Time an 'all_to_all' or 'all_reduce' and return its seconds.
+
+        `num_bytes` is the size of the all-reduce, or the total that each rank sends to all peers in the all-to-all.
+        """
         world = self.world
         if kind == "all_reduce":
             buffer = torch.zeros(max(num_bytes // 4, 1))
@@ -53,8 +60,10 @@ class CollectiveTimer(BenchmarkTarget):
         )
 
     def time_small_all_to_all(self, num_peers: int, num_rounds: int) -> float:
-        """Seconds, so too, of an all-to-all in which the first ranks send SMALL_MESSAGE_BYTES to each of so many
-        others; the rest wait."""
+        """Time an all-to-all among the first `num_peers` + 1 ranks and return its seconds.
+
+        Each of them sends SMALL_MESSAGE_BYTES to each other one. The remaining ranks wait in the barrier.
+        """
         world, ranks = self.world, range(num_peers + 1)
         splits = [SMALL_MESSAGE_BYTES // 4 if rank in ranks and rank != world.rank else 0 for rank in range(world.size)]
         buffer = torch.zeros(sum(splits))
@@ -66,40 +75,40 @@ class CollectiveTimer(BenchmarkTarget):
         return _lower_quartile(_time_calls(call, num_rounds, world.barrier))
 
     def time_uneven_all_to_all(self, num_bytes: list[list[int]], num_rounds: int) -> float:
-        """Seconds, so too, of an all-to-all in which rank p sends `num_bytes[p][r]` to rank r, of the slowest rank."""
+        """Return the seconds of the slowest rank in an all-to-all in which rank p sends `num_bytes[p][r]` to rank r."""
         world = self.world
-        send = [own // 4 for own in num_bytes[world.rank]]
-        receive = [own[world.rank] // 4 for own in num_bytes]
+        send = [value // 4 for value in num_bytes[world.rank]]
+        receive = [value[world.rank] // 4 for value in num_bytes]
         buffer = torch.zeros(sum(send))
-        own = _lower_quartile(
+        value = _lower_quartile(
             _time_calls(
                 lambda: world.all_to_all(buffer, send, receive, COLLECTIVE_NAME).wait(), num_rounds, world.barrier
             )
         )
-        return float(world.all_gather(torch.tensor([own], dtype=torch.float64), COLLECTIVE_NAME).max())
+        return float(world.all_gather(torch.tensor([value], dtype=torch.float64), COLLECTIVE_NAME).max())
 
 
 class ComputeTimer(BenchmarkTarget):
-    """What else a rank computes in a step."""
+    """Benchmark target that times matrix products, copies, bucketizing of ids, and codecs."""
 
     def facts(self) -> dict[str, Any]:
         return {"actions": [], "versions": {"torch": torch.__version__}}
 
     def time_matmul(self, dtype: str, shape: list[int], num_rounds: int, threads: int) -> float:
-        """Median seconds of [m, k] @ [k, n]."""
+        """Return the median seconds of a product [m, k] @ [k, n]. `shape` is [m, k, n]."""
         torch.set_num_threads(threads)
         m, k, n = shape
         left, right = (torch.randn(size, dtype=getattr(torch, dtype)) for size in ((m, k), (k, n)))
         return _median_seconds(lambda: torch.mm(left, right), num_rounds)
 
     def time_copy(self, num_bytes: int, num_rounds: int, threads: int) -> float:
-        """Median seconds of joining 64 pieces of `num_bytes` together."""
+        """Return the median seconds to concatenate 64 tensors with `num_bytes` in total."""
         torch.set_num_threads(threads)
         pieces = torch.zeros(num_bytes // 4).chunk(64)
         return _median_seconds(lambda: torch.cat(pieces[::-1]), num_rounds)
 
     def time_bucketize(self, num_ids: int, num_rounds: int, threads: int) -> float:
-        """Median seconds of sorting `num_ids` ids of eight features by four row ranges."""
+        """Return the median seconds to bucketize about `num_ids` ids of eight features by four row ranges."""
         torch.set_num_threads(threads)
         ids = torch.randint(0, 1 << 20, (num_ids // 80 * 80,))
         lengths = torch.full((len(ids) // 10,), 10)
@@ -107,7 +116,7 @@ class ComputeTimer(BenchmarkTarget):
         return _median_seconds(lambda: bucketize_features(ids, lengths, cuts), num_rounds)
 
     def time_codec(self, codec: str, stochastic: bool, num_rounds: int, threads: int) -> list[float]:
-        """Median seconds of (writing a number, reading it)."""
+        """Return the median seconds per element to encode, and to decode."""
         torch.set_num_threads(threads)
         way, (rows, columns) = CODECS[cast("CodecName", codec)], CODEC_SHAPE
         numbers, written = torch.randn(CODEC_SHAPE), torch.empty(rows, way.row_bytes((columns,)), dtype=torch.uint8)
@@ -121,19 +130,17 @@ class ComputeTimer(BenchmarkTarget):
 
 
 def _median_seconds(call: Callable[[], object], num_rounds: int) -> float:
-    """Seconds of a call."""
     return statistics.median(_time_calls(call, num_rounds))
 
 
 def _lower_quartile(seconds: list[float]) -> float:
-    """The lower one."""
     return sorted(seconds)[(len(seconds) - 1) // 4]
 
 
 def _time_calls(
     call: Callable[[], object], num_rounds: int, barrier: Callable[[], object] = lambda: None
 ) -> list[float]:
-    """Of each call, after two that warm up."""
+    """Return the seconds of each of `num_rounds` calls, after two calls that warm up."""
     spent = []
     for _ in range(num_rounds + 2):
         barrier()

@@ -1,4 +1,4 @@
-"""Random combinations of tables on one rank, from which a cost model is fitted."""
+"""Random combinations of tables on one rank, to which the cost model is fitted."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ OPTIMIZERS = ("rowwise_adagrad", "sgd", "adagrad", "adam")
 DTYPES = ("float32", "float16", "bfloat16")
 BATCH_SIZES = (512, 1024, 2048, 4096)
 MAX_TABLES = 24
+# With this number of ids, one measurement takes about 0.1 s.
 MAX_BATCH_IDS = 300_000
-"""Of a batch, so that a measurement takes a tenth of a second."""
+"""Maximum number of ids in a batch with several tables."""
 
 
 def random_combination(seed: int, memory_bytes: float) -> ShardingTask:
-    """Combination number `seed`: 1 to 24 tables (log-uniform) that fit into `memory_bytes` with their state.
-
-    Half of them have tables of one width, so that the constants of rows and of bytes can be told apart; two thirds are
-    in float32 with row-wise Adagrad, as most models are."""
+    """Return the random combination of a seed: 1 to 24 tables (log-uniform) that fit in `memory_bytes` with states."""
     random = np.random.default_rng([7, seed])
+    # Most models use float32 with row-wise Adagrad, so two thirds of the combinations do.
     plain = random.random() < 0.67
     dtype = "float32" if plain else str(random.choice(DTYPES))
     optimizer = OPTIMIZERS[0] if plain else str(random.choice(OPTIMIZERS))
+    # In half of the combinations all tables have one dimension, so that a fit can separate costs per row and per byte.
     dims = [int(random.choice(DIMS))] if random.random() < 0.5 else list(DIMS)
     batch_size, distribution = int(random.choice(BATCH_SIZES)), int(random.integers(len(ID_DISTRIBUTIONS)))
     number = round(float(np.exp(random.uniform(0.0, np.log(MAX_TABLES)))))

@@ -1,5 +1,4 @@
-"""What rows on a disk cost here, by the engine that trains from it: reads at random and in sequence, writes, and what a
-row that is brought near costs its rank."""
+"""Calibration of tier `disk` on this machine, with the disk engine that training uses."""
 
 from __future__ import annotations
 
@@ -18,29 +17,37 @@ from meseta.ops.row_file import DiskEngine, RowFile
 from meseta.spec.cost_model import TierCost
 
 MAX_FILE_BYTES = 1 << 30
-"""Of rows, where the disk has eight times as much free; else an eighth of that."""
+"""Maximum size of the test file. It also takes at most an eighth of the free space."""
 RECORD_BYTES = 256
 ROWS_PER_CHUNK = 1 << 16
 READS_PER_BATCH = 1 << 14
 NUM_RANDOM_READ_ROUNDS, RANDOM_READ_WINDOW_S = 3, 0.5
-"""Of random reads: so many passes of at least so many seconds, whose median counts."""
+"""Number of measurements of random reads, and the minimum seconds of each. The median counts."""
 
 
 def measure_disk(
     folder: Path, tiers: TierCost, num_threads: int, source: str, max_reads_per_s: float | None = None
 ) -> TierCost:
-    """`tiers` with what rows in `folder` cost a rank of so many threads.
+    """Return `tiers` with measured constants for row files in `folder` and for the row cache.
 
-    The file is read as it was just written; the host of a virtual machine may hold it, which looks like a faster disk
-    than it is later. Raises MesetaError where the folder cannot be written or has no room.
+    Args:
+        folder: Folder on the disk to measure.
+        tiers: Constants to start from.
+        num_threads: Number of threads of a rank.
+        source: Value of `TierCost.source` in the result.
+        max_reads_per_s: Limit of random reads per second that the engine applies. `None` means no limit.
+
+    In a virtual machine, the host may cache the file that was just written, so that the disk appears faster than it is.
+
+    Raises MesetaError if the folder is not writable or its disk is too full.
     """
     engine = DiskEngine(folder, max_reads_per_s=max_reads_per_s)
     num_bytes = min(MAX_FILE_BYTES, shutil.disk_usage(engine.folder).free // 8)
     num_rows = num_bytes // RECORD_BYTES // ROWS_PER_CHUNK * ROWS_PER_CHUNK
     if num_rows == 0:
         raise MesetaError(
-            f"calibrate: the disk of {str(folder)!r} has too little room to measure; name a folder with "
-            f"{8 * ROWS_PER_CHUNK * RECORD_BYTES:,} bytes free"
+            f"calibrate: the disk of {str(folder)!r} has too little free space for a measurement; choose a folder with "
+            f"at least {8 * ROWS_PER_CHUNK * RECORD_BYTES:,} bytes free"
         )
     with use_num_threads(num_threads):
         rows = RowFile(engine, "calibration", num_rows=num_rows, record_bytes=RECORD_BYTES)
@@ -61,7 +68,7 @@ def measure_disk(
 
 
 def _write_sequentially(rows: RowFile) -> float:
-    """Bytes a second, in sequence."""
+    """Write all rows in order. Returns the bytes per second, including the final flush."""
     records = torch.randint(0, 256, (ROWS_PER_CHUNK, RECORD_BYTES), dtype=torch.uint8)
     start = time.perf_counter()
     for first in range(0, rows.num_rows, ROWS_PER_CHUNK):
@@ -71,11 +78,12 @@ def _write_sequentially(rows: RowFile) -> float:
 
 
 def _read_sequentially(rows: RowFile) -> float:
-    """Bytes a second: the next rows are asked for while the last ones come."""
+    """Read all rows in order with one chunk of read-ahead. Returns the bytes per second."""
     frozen, records = rows.snapshot(), [torch.empty(ROWS_PER_CHUNK, RECORD_BYTES, dtype=torch.uint8) for _ in range(2)]
     start = time.perf_counter()
     reading = frozen.read(0, records[0])
     for number in range(1, rows.num_rows // ROWS_PER_CHUNK):
+        # Request the next chunk before waiting for the current one.
         coming = frozen.read(number * ROWS_PER_CHUNK, records[number % 2])
         reading.wait()
         reading = coming
@@ -86,7 +94,7 @@ def _read_sequentially(rows: RowFile) -> float:
 
 
 def _read_randomly(rows: RowFile, seed: int) -> float:
-    """Reads a second, with as many in flight as the engine takes."""
+    """Read random rows with as many reads in flight as the engine allows. Returns the reads per second."""
     random, done = np.random.default_rng(seed), 0
     records = torch.empty(READS_PER_BATCH, RECORD_BYTES, dtype=torch.uint8)
     before, start = rows.counters.num_reads, time.perf_counter()

@@ -1,4 +1,4 @@
-"""From measured seconds to constants: non-negative least squares on relative errors."""
+"""Fit of cost constants to measured seconds by non-negative least squares on relative errors."""
 
 from __future__ import annotations
 
@@ -10,37 +10,40 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 _NUM_ROUNDS = 20
 _MIN_ERROR = 0.01
-"""Relative errors below this weigh alike."""
+"""Errors below this value have equal weights."""
 _MIN_RATIO = 0.2
-"""Predictions further below what was measured weigh alike."""
+"""Ratios of predicted to measured seconds below this value have equal weights."""
 
 
 def fit_relative(terms: Floats, seconds: Floats) -> Floats:
-    """Non-negative constants [k] under which terms [n, k] @ constants come near to seconds [n], in proportion to them.
+    """Fit non-negative constants [k] such that terms [n, k] @ constants approximates seconds [n].
 
-    Rows are weighed by one over the root of their relative error, again and again, which approaches the smallest sum of
-    absolute errors: a measurement that something disturbed then pulls at little (iteratively reweighted least squares,
-    E. J. Schlossmacher, Journal of the American Statistical Association 68, 1973). Errors count as logarithms of the
-    proportion: of relative errors, predictions that are too low have none above 1, and noise would draw constants down.
+    Approximately minimizes the sum of the absolute logarithms of predicted over measured seconds, by iteratively
+    reweighted least squares (E. J. Schlossmacher, Journal of the American Statistical Association 68, 1973).
     """
+    # Absolute errors make the fit robust to measurements that other programs disturbed. Logarithms treat predictions
+    # that are too low and too high equally. The relative error of a low prediction never exceeds 1, so noise would bias
+    # the constants downward.
     relative = terms / seconds[:, None]
     scale = np.maximum(np.abs(relative).max(axis=0, initial=0.0), 1e-300)
     weights = np.ones(len(seconds))
     for _ in range(_NUM_ROUNDS):
-        found = nnls(relative / scale * weights[:, None], weights)
-        ratio = np.maximum(relative / scale @ found, _MIN_RATIO)
+        constants = nnls(relative / scale * weights[:, None], weights)
+        ratio = np.maximum(relative / scale @ constants, _MIN_RATIO)
         weights = 1.0 / np.sqrt(np.maximum(np.abs(np.log(ratio)), _MIN_ERROR) * ratio)
-    return found / scale
+    return constants / scale
 
 
 def nnls(matrix: Floats, target: Floats) -> Floats:
-    """x >= 0 [k] with the smallest |matrix [n, k] x - target [n]|: the active-set method of C. L. Lawson and R. J.
-    Hanson, "Solving least squares problems", 1974, chapter 23."""
+    """Return x >= 0 [k] that minimizes the norm of matrix [n, k] @ x - target [n].
+
+    Uses the active-set method of C. L. Lawson and R. J. Hanson, "Solving least squares problems", 1974, chapter 23.
+    """
     num = matrix.shape[1]
-    found, active = np.zeros(num), np.zeros(num, bool)
+    solution, active = np.zeros(num), np.zeros(num, bool)
     tolerance = 1e-10 * max(np.abs(matrix).sum(axis=0).max(initial=0.0), 1e-300)
     for _ in range(3 * num):
-        slope = matrix.T @ (target - matrix @ found)
+        slope = matrix.T @ (target - matrix @ solution)
         slope[active] = -np.inf
         if active.all() or slope.max() <= tolerance:
             break
@@ -51,13 +54,13 @@ def nnls(matrix: Floats, target: Floats) -> Floats:
             negative = active & (trial <= 0.0)
             if not negative.any():
                 break
-            step = (found[negative] / np.maximum(found[negative] - trial[negative], 1e-300)).min()
-            found = found + step * (trial - found)
-            active &= found > 1e-14 * max(found.max(), 1e-300)
-        found = trial
-    return found
+            step = (solution[negative] / np.maximum(solution[negative] - trial[negative], 1e-300)).min()
+            solution = solution + step * (trial - solution)
+            active &= solution > 1e-14 * max(solution.max(), 1e-300)
+        solution = trial
+    return solution
 
 
 def relative_errors(predicted: Sequence[float] | Floats, measured: Sequence[float] | Floats) -> Floats:
-    """Relative errors [n], without sign."""
+    """Return the absolute values of the relative errors [n]."""
     return np.abs(np.asarray(predicted, np.float64) / np.asarray(measured, np.float64) - 1.0)

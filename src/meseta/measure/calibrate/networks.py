@@ -1,4 +1,4 @@
-"""Networks of a neural cost model, and how they are trained."""
+"""Networks of a neural cost model and their training."""
 
 from __future__ import annotations
 
@@ -14,35 +14,36 @@ from meseta.spec.neural_cost import Float32Array, Network
 
 HIDDEN_WIDTH, SHARD_WIDTH = 24, 12
 NUM_MEMBERS = 4
-"""Networks of an ensemble, which differ in their first weights and in what stops their training."""
+"""Number of networks per ensemble. They differ in initial weights and in the examples for early stopping."""
 BATCH_SIZE = 64
 LEARNING_RATE = 3e-3
 WEIGHT_DECAY = 1e-2
 MAX_EPOCHS = 400
 PATIENCE = 40
-"""Epochs without gain on the part that stops training."""
+"""Number of epochs without a lower validation error after which training stops."""
+# Larger errors count linearly, so that disturbed measurements have less weight.
 HUBER_BETA = 0.1
-"""Errors of the logarithm below this are squared, so that others, disturbed measurements among them, weigh less."""
+"""Error of the logarithm up to which the loss is quadratic."""
 CORRECTION_MARGIN = 0.1
-"""Corrections may pass the largest that was measured by so much."""
+"""Amount by which corrections may exceed the range of the training targets, in units of the logarithm."""
 _MIN_SCALE = 1e-3
 
 
 @dataclass(frozen=True)
 class TrainingExamples:
-    """What networks learn from: ranks or collectives."""
+    """Training examples of a network. An example is a rank or a collective."""
 
     features: Floats
-    """Of each [N, G]."""
+    """Features of each example [N, G]."""
     target: Floats
-    """Logarithm of what each took, over what the constants predict [N]."""
+    """Logarithm of measured over predicted seconds [N]. The prediction uses the constants only."""
     shard_features: Floats | None = None
-    """Of their pieces [N, P, F], padded; None: there are none."""
+    """Features of the shards of each rank [N, P, F], padded. `None` for collectives."""
     shard_shares: Floats | None = None
-    """Part of the predicted seconds that each piece has [N, P]; 0 where padded."""
+    """Share of each shard in the predicted seconds of its rank [N, P], 0 for padding. `None` for collectives."""
 
     def select(self, which: Sequence[int] | np.ndarray) -> TrainingExamples:
-        """Some of them."""
+        """Return the examples with the indices `which`."""
         return replace(
             self,
             features=self.features[which],
@@ -53,21 +54,24 @@ class TrainingExamples:
 
     @staticmethod
     def from_ranks(ranks: Sequence[tuple[Floats, Floats, Floats]], target: Floats) -> TrainingExamples:
-        """From (inputs of pieces [P, F], their shares [P], what is told of the rank [G]) of each rank."""
+        """Create examples from (shard features [P, F], shard shares [P], rank features [G]) of each rank."""
         longest = max(len(shares) for _, shares, _ in ranks)
         inputs = np.zeros((len(ranks), longest, ranks[0][0].shape[1]))
         shares = np.zeros((len(ranks), longest))
-        for number, (own, part, _) in enumerate(ranks):
-            inputs[number, : len(own)], shares[number, : len(own)] = own, part
-        return TrainingExamples(np.stack([told for _, _, told in ranks]), target, inputs, shares)
+        for number, (shard_features, part, _) in enumerate(ranks):
+            inputs[number, : len(shard_features)], shares[number, : len(shard_features)] = shard_features, part
+        return TrainingExamples(np.stack([rank_features for _, _, rank_features in ranks]), target, inputs, shares)
 
 
 class CostNetwork(nn.Module):
-    """One member: a network of each piece, summed over pieces by their shares, beside what is told of the rank, into a
-    head. Without pieces, the head alone. Starts as no correction at all."""
+    """Member of an ensemble. Predicts the logarithm of the correction for ranks or collectives.
+
+    A small network is applied to each shard, and its outputs are summed, weighted by the shares of the shards. A head
+    takes this sum and the features of the rank. For collectives, there is only the head.
+    """
 
     def __init__(self, examples: TrainingExamples) -> None:
-        """Takes the range and the spread of inputs from `examples`."""
+        """Create a network whose inputs are scaled by mean, standard deviation and range of `examples`."""
         super().__init__()
         self.feature_scaler = _InputScaler(examples.features)
         width = examples.features.shape[1]
@@ -80,13 +84,20 @@ class CostNetwork(nn.Module):
                 nn.Linear(HIDDEN_WIDTH, SHARD_WIDTH),
             )
             width += SHARD_WIDTH
+        # With zero weights in the last layer, the network starts without any correction.
         last = nn.Linear(HIDDEN_WIDTH, 1)
         nn.init.zeros_(last.weight)
         nn.init.zeros_(last.bias)
         self.head = nn.Sequential(nn.Linear(width, HIDDEN_WIDTH), nn.ReLU(), last)
 
     def forward(self, told: Tensor, inputs: Tensor | None = None, shares: Tensor | None = None) -> Tensor:
-        """[N], from told [N, G], and where there are pieces inputs [N, P, F] and shares [N, P]."""
+        """Return logarithms of corrections [N].
+
+        Args:
+            told: Features of ranks or collectives [N, G].
+            inputs: Features of shards [N, P, F]. `None` for collectives.
+            shares: Shares of shards [N, P]. `None` for collectives.
+        """
         known = self.feature_scaler(told)
         if (
             self.shard_scaler is not None
@@ -100,7 +111,7 @@ class CostNetwork(nn.Module):
 
 
 class _InputScaler(nn.Module):
-    """Inputs in units of their spread; beyond what was measured, as at its edge."""
+    """Standardizes inputs after clamping them to the range of the training examples."""
 
     def __init__(self, seen: Floats) -> None:
         super().__init__()
@@ -120,12 +131,13 @@ class _InputScaler(nn.Module):
 
 
 def train_ensemble(examples: TrainingExamples, log: Callable[[int], None], seed: int = 0) -> list[CostNetwork]:
-    """MEMBERS networks of one kind; `log` is told the number of each as its training begins.
+    """Train NUM_MEMBERS networks on different parts of the examples. `log` is called with the index of each one.
 
-    Each leaves out another part of the examples and ends where the error on that is least, which may be before the
-    first step. The same examples and seed give the same networks on one kind of machine.
+    Each network leaves out another part of the examples as its validation set. The weights with the lowest validation
+    error are kept, which may be the initial ones. The result is reproducible for equal examples and seed on one kind of
+    machine.
     """
-    found, numbers = [], np.arange(len(examples.target))
+    networks, numbers = [], np.arange(len(examples.target))
     with torch.random.fork_rng(devices=[]):
         for member in range(NUM_MEMBERS):
             log(member)
@@ -133,43 +145,51 @@ def train_ensemble(examples: TrainingExamples, log: Callable[[int], None], seed:
             stops = numbers % NUM_MEMBERS == member
             network = CostNetwork(examples)
             _train_member(network, examples.select(numbers[~stops]), examples.select(numbers[stops]))
-            found.append(network)
-    return found
+            networks.append(network)
+    return networks
 
 
 def _train_member(network: CostNetwork, learned: TrainingExamples, stops: TrainingExamples) -> None:
-    """Adam with weight decay (I. Loshchilov and F. Hutter, arXiv 1711.05101) on Huber's loss of the logarithms (P. J.
-    Huber, The Annals of Mathematical Statistics 35, 1964)."""
+    """Train one network on `learned`, with early stopping on `stops`.
+
+    Minimizes the Huber loss of the logarithms (P. J. Huber, The Annals of Mathematical Statistics 35, 1964) by AdamW
+    (I. Loshchilov and F. Hutter, arXiv 1711.05101).
+    """
     optimizer = torch.optim.AdamW(network.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
     (inputs, target), (held, held_target) = _tensors(learned), _tensors(stops)
-    best, kept, in_vain = float("inf"), network.state_dict(), 0
+    best, kept, num_stale_epochs = float("inf"), network.state_dict(), 0
     for epoch in range(MAX_EPOCHS + 1):
         with torch.no_grad():
             error = float((network(*held) - held_target).abs().mean()) if len(held_target) else float(-epoch)
-        in_vain += 1
+        num_stale_epochs += 1
         if error < best:
-            best, in_vain = error, 0
-            kept = {name: own.clone() for name, own in network.state_dict().items()}
-        if in_vain > PATIENCE:
+            best, num_stale_epochs = error, 0
+            kept = {name: values.clone() for name, values in network.state_dict().items()}
+        if num_stale_epochs > PATIENCE:
             break
         for rows in torch.randperm(len(target)).split(BATCH_SIZE):
             optimizer.zero_grad()
-            found = network(*(own[rows] for own in inputs))
-            nn.functional.smooth_l1_loss(found, target[rows], beta=HUBER_BETA).backward()
+            predicted = network(*(values[rows] for values in inputs))
+            nn.functional.smooth_l1_loss(predicted, target[rows], beta=HUBER_BETA).backward()
             optimizer.step()
     network.load_state_dict(kept)
 
 
 def _tensors(examples: TrainingExamples) -> tuple[list[Tensor], Tensor]:
-    parts = [own for own in (examples.features, examples.shard_features, examples.shard_shares) if own is not None]
-    inputs = [torch.tensor(own, dtype=torch.float32) for own in parts]
+    parts = [
+        values for values in (examples.features, examples.shard_features, examples.shard_shares) if values is not None
+    ]
+    inputs = [torch.tensor(values, dtype=torch.float32) for values in parts]
     return inputs, torch.tensor(examples.target, dtype=torch.float32)
 
 
 def to_arrays(members: Sequence[CostNetwork], target: Floats) -> Network:
-    """The members as arrays of a cost model; corrections stay within the range of `target` and a little more."""
+    """Convert an ensemble to arrays for a cost model.
+
+    Corrections are limited to the range of `target`, extended to include 0 and by CORRECTION_MARGIN.
+    """
     first = members[0]
-    found: dict[str, Floats] = {}
+    arrays: dict[str, Floats] = {}
     has_pieces = first.shard_scaler is not None
     spreads = (
         {"": first.feature_scaler}
@@ -177,17 +197,19 @@ def to_arrays(members: Sequence[CostNetwork], target: Floats) -> Network:
         else {"": first.shard_scaler, "rank_": first.feature_scaler}
     )
     for prefix, spread in spreads.items():
-        found |= {f"{prefix}{name}": _numpy(own) for name, own in spread.named_buffers()}
+        arrays |= {f"{prefix}{name}": _numpy(values) for name, values in spread.named_buffers()}
     layers = {"head_in": ("head", 0), "head_out": ("head", 2)}
     if has_pieces:
         layers = {"table_in": ("shard_layers", 0), "table_out": ("shard_layers", 2), **layers}
     for name, (part, index) in layers.items():
-        own = [getattr(member, part)[index] for member in members]
-        found[name] = np.stack([_numpy(layer.weight).T for layer in own])
-        found[f"{name}_bias"] = np.stack([_numpy(layer.bias) for layer in own])
-    found["head_out"], found["head_out_bias"] = found["head_out"][:, :, 0], found["head_out_bias"][:, 0]
-    found["limits"] = np.array([min(target.min(), 0.0) - CORRECTION_MARGIN, max(target.max(), 0.0) + CORRECTION_MARGIN])
-    return {name: Float32Array.from_array(own) for name, own in found.items()}
+        values = [getattr(member, part)[index] for member in members]
+        arrays[name] = np.stack([_numpy(layer.weight).T for layer in values])
+        arrays[f"{name}_bias"] = np.stack([_numpy(layer.bias) for layer in values])
+    arrays["head_out"], arrays["head_out_bias"] = arrays["head_out"][:, :, 0], arrays["head_out_bias"][:, 0]
+    arrays["limits"] = np.array(
+        [min(target.min(), 0.0) - CORRECTION_MARGIN, max(target.max(), 0.0) + CORRECTION_MARGIN]
+    )
+    return {name: Float32Array.from_array(values) for name, values in arrays.items()}
 
 
 def _numpy(tensor: Tensor) -> Floats:

@@ -1,4 +1,4 @@
-"""`meseta calibrate --neural`: networks trained on what was measured, and how they compare with the constants alone."""
+"""Neural cost model of `meseta calibrate --neural`: training of its networks, and comparison with constants alone."""
 
 from __future__ import annotations
 
@@ -28,29 +28,29 @@ from meseta.spec import CostModel, Topology
 from meseta.spec.neural_cost import Network, NeuralCost
 
 DEVICE_COUNTS = (2, 4)
-"""Numbers of devices that collectives are learned for."""
+"""Numbers of devices for which collectives are always measured."""
 NUM_COLLECTIVES = 100
-"""Collectives that are measured between so many devices."""
+"""Number of measured collectives for each number of devices."""
 MIN_BYTES, MAX_BYTES = 4e3, 6e7
-"""Of a collective, all ranks together."""
+"""Range of the total bytes of a collective over all ranks."""
 NUM_CALLS = 11
-"""Calls of one measurement."""
+"""Number of calls per measurement."""
 _IDS_TRANSFER = "ids"
-"""Name of exchanges in which owners receive; in the others they send."""
+"""Name of collectives in which owners receive. In other exchanges, owners send."""
 
 
 @dataclass(frozen=True)
 class FitScore:
-    """How well one cost model predicts what it has not seen."""
+    """Accuracy of one cost model on held-out measurements."""
 
     error: ErrorStatistics
     rank_correlation: float
-    """Spearman's, between predicted and measured seconds; 0 where there are fewer than two."""
+    """Spearman correlation of predicted and measured seconds. 0 with fewer than two measurements."""
 
 
 @dataclass(frozen=True)
 class FitComparison:
-    """The constants alone beside the networks that correct them."""
+    """Accuracy of the constants alone, and of the constants with networks that correct them."""
 
     constants: FitScore
     networks: FitScore
@@ -58,7 +58,7 @@ class FitComparison:
 
 @dataclass(frozen=True)
 class CollectiveTiming:
-    """What a collective between devices of one host took."""
+    """Measured time of a collective between devices of one host."""
 
     collective: Collective
     seconds: float
@@ -67,14 +67,16 @@ class CollectiveTiming:
 def calibrate_networks(
     found: Calibration, num_ranks: int, log: Callable[[str, float], None]
 ) -> tuple[CostModel, dict[str, FitComparison]]:
-    """Measure more collectives, between `num_ranks` and DEVICES processes, and train networks on them and on what a
-    calibration has measured; `log` and the result are as in `train_networks`. Raises MesetaError where a process fails.
+    """Measure more collectives and train networks on them and on the measurements of a calibration.
+
+    Collectives are measured between `num_ranks` processes and for each number in DEVICE_COUNTS. `log` and the result
+    are as in `train_networks`. Raises MesetaError if a process fails.
     """
     model = found.cost_model
     exchanged = [
-        own
+        timing
         for number in sorted({num_ranks, *DEVICE_COUNTS})
-        for own in measure_collectives(number, model.num_threads, log)
+        for timing in measure_collectives(number, model.num_threads, log)
     ]
     source = f"meseta calibrate --neural, {date.today().isoformat()}, {len(found.timings)} combinations of tables"
     return train_networks(found.timings, found.held_out_rounds, exchanged, model, source=source, log=log)
@@ -89,66 +91,77 @@ def train_networks(
     source: str,
     log: Callable[[str, float], None],
 ) -> tuple[CostModel, dict[str, FitComparison]]:
-    """Train networks for a fitted cost model on what it was fitted to.
+    """Train networks that correct a fitted cost model. Deterministic.
 
-    Each network is a small copy of NeuroShard's (D. Zha et al., arXiv 2305.01868, section 3.2), with two changes: it
-    gives the logarithm of the ratio to what the constants predict, and pieces are summed by their shares of that, so
-    that ranks with more pieces than any that was measured stay within what the head knows. `log` is told what happens,
-    and the share that is done. Deterministic.
+    The networks are small versions of those in NeuroShard (D. Zha et al., arXiv 2305.01868, section 3.2), with two
+    changes. They predict the logarithm of measured over predicted seconds. Shards are weighted by their shares of the
+    predicted seconds.
 
-    Returns the cost model with its networks, and by 'lookup', 'update' and 'collectives, R devices' how it does on
-    each eighth measurement, which neither constants nor networks have seen; `rounds` repeats those of operators.
+    Args:
+        measured: Timings of operators to which the constants were fitted.
+        rounds: Repeated measurements of the held-out timings of operators.
+        exchanged: Timings of collectives.
+        cost_model: Cost model with fitted constants.
+        source: Value of `NeuralCost.source` in the result.
+        log: Function that is called with a description of the current work and the completed share of it.
+
+    Returns:
+        The cost model with its networks, and the accuracy on held-out measurements. Keys of the accuracy are 'lookup',
+        'update' and 'collectives, R devices'. Every eighth measurement is held out from constants and networks.
     """
-    with use_num_threads(1):  # the products are small, and sums over threads would depend on their number
+    # Weights that sum to 1 keep the inputs of the head in the trained range, however many shards a rank has.
+    with use_num_threads(1):  # The products are small, and results would depend on the number of threads.
         networks = {}
         for number, name in enumerate(("lookup", "update")):
             examples = make_examples(measured, cost_model, number)
             networks[name] = _train_network(examples, name, log)
         collectives = {}
-        for num_ranks in sorted({len(own.collective.sent_intra_host) for own in exchanged}):
-            own = [one for one in exchanged if len(one.collective.sent_intra_host) == num_ranks]
+        for num_ranks in sorted({len(selected.collective.sent_intra_host) for selected in exchanged}):
+            selected = [one for one in exchanged if len(one.collective.sent_intra_host) == num_ranks]
             collectives[num_ranks] = _train_network(
-                _make_collective_examples(own, cost_model), f"{num_ranks} devices", log
+                _make_collective_examples(selected, cost_model), f"{num_ranks} devices", log
             )
-    found = replace(cost_model, neural=NeuralCost(**networks, collectives=collectives, source=source))
-    return found, compare_fits(rounds, exchanged, found)
+    corrected = replace(cost_model, neural=NeuralCost(**networks, collectives=collectives, source=source))
+    return corrected, compare_fits(rounds, exchanged, corrected)
 
 
 def compare_fits(
     rounds: Sequence[Sequence[ShardTimings]], exchanged: Sequence[CollectiveTiming], cost_model: CostModel
 ) -> dict[str, FitComparison]:
-    """Constants and networks of a cost model on what they have not seen: all measurements of the same combinations, and
-    each eighth collective."""
+    """Compare the constants of a cost model alone and with networks on held-out measurements.
+
+    `rounds` are repeated timings of the held-out combinations. Every eighth of the collectives is held out.
+    """
     models = (replace(cost_model, neural=None), cost_model)
-    took = np.array([[(own.lookup_s, own.update_s) for own in part] for part in rounds])
-    predicted = [np.array([predict_rank(own, model) for own in rounds[0]]) for model in models]
-    found = {}
+    took = np.array([[(item.lookup_s, item.update_s) for item in part] for part in rounds])
+    predicted = [np.array([predict_rank(item, model) for item in rounds[0]]) for model in models]
+    comparisons = {}
     for number, name in enumerate(("lookup", "update")):
-        found[name] = FitComparison(*(score_fit(own[:, number], took[:, :, number]) for own in predicted))
+        comparisons[name] = FitComparison(*(score_fit(item[:, number], took[:, :, number]) for item in predicted))
     for num_ranks in cost_model.neural.collectives if cost_model.neural else ():
         every = [one for one in exchanged if len(one.collective.sent_intra_host) == num_ranks]
         held = [one for number, one in enumerate(every) if _is_held_out(number)]
         seconds = np.array([[one.seconds for one in held]])
         both = [np.array([predict_collective(one.collective, model) for one in held]) for model in models]
-        found[f"collectives, {num_ranks} devices"] = FitComparison(*(score_fit(own, seconds) for own in both))
-    return found
+        comparisons[f"collectives, {num_ranks} devices"] = FitComparison(*(score_fit(item, seconds) for item in both))
+    return comparisons
 
 
 def predict_rank(measured: ShardTimings, cost_model: CostModel) -> tuple[float, float]:
-    """Predicted seconds of (lookup, update) of one rank with these pieces."""
+    """Predict the seconds of (lookup, update) for the shards of one rank."""
     loads = rank_loads(measured, cost_model.cache.cache_bytes)
     lookup, update = rank_seconds(cost_model, loads, np.zeros(len(measured.shards), np.int64), 1)
     return float(lookup[0]), float(update[0])
 
 
 def predict_collective(own: Collective, cost_model: CostModel) -> float:
-    """Predicted seconds of a collective between devices of one host, without packing."""
+    """Predict the seconds of a collective between devices of one host, without packing."""
     topology = Topology(devices_per_host=len(own.sent_intra_host))
     return float(own.seconds(cost_model, topology).max()) * collective_correction(cost_model, topology, own)
 
 
 def score_fit(predicted: Floats, measured: Floats) -> FitScore:
-    """Errors of predictions [n] of the medians of rounds [r, n], and the correlation of the ranks of both."""
+    """Compare predictions [n] with the medians over rounds of measurements [r, n]."""
     if len(predicted) < 2:
         return FitScore(error_statistics(predicted, measured), 0.0)
     both = np.stack([predicted, np.median(measured, axis=0)])
@@ -158,25 +171,26 @@ def score_fit(predicted: Floats, measured: Floats) -> FitScore:
 
 
 def make_examples(measured: Sequence[ShardTimings], cost_model: CostModel, number: int) -> TrainingExamples:
-    """Lookups (0) or updates (1) of all measured ranks."""
+    """Create training examples from lookups (`number` 0) or updates (`number` 1) of all measured ranks."""
     call_s = (cost_model.lookup.call_s, cost_model.update.call_s)[number]
     ranks, target = [], []
-    for own in measured:
-        loads = rank_loads(own, cost_model.cache.cache_bytes)
+    for timing in measured:
+        loads = rank_loads(timing, cost_model.cache.cache_bytes)
         seconds = operator_seconds(cost_model, loads)[number]
-        one = np.zeros(len(own.shards), np.int64)
-        parts, told = rank_inputs(seconds, loads.num_features, one, 1, call_s)
-        ranks.append((shard_inputs(loads), seconds / max(float(parts[0]), 1e-9), told[0]))
-        target.append(np.log((own.lookup_s, own.update_s)[number] / (float(parts[0]) + call_s)))
+        one = np.zeros(len(timing.shards), np.int64)
+        parts, rank_features = rank_inputs(seconds, loads.num_features, one, 1, call_s)
+        ranks.append((shard_inputs(loads), seconds / max(float(parts[0]), 1e-9), rank_features[0]))
+        target.append(np.log((timing.lookup_s, timing.update_s)[number] / (float(parts[0]) + call_s)))
     return TrainingExamples.from_ranks(ranks, np.array(target))
 
 
 def _make_collective_examples(exchanged: Sequence[CollectiveTiming], cost_model: CostModel) -> TrainingExamples:
-    told = np.stack([collective_inputs(own.collective) for own in exchanged])
+    features = np.stack([collective_inputs(timing.collective) for timing in exchanged])
     constants = replace(cost_model, neural=None)
-    predicted = np.array([predict_collective(own.collective, constants) for own in exchanged])
-    seconds = np.array([own.seconds for own in exchanged])
-    return TrainingExamples(told, np.log(seconds / predicted))
+    # The target is relative to the constants alone.
+    predicted = np.array([predict_collective(timing.collective, constants) for timing in exchanged])
+    seconds = np.array([timing.seconds for timing in exchanged])
+    return TrainingExamples(features, np.log(seconds / predicted))
 
 
 def _train_network(examples: TrainingExamples, name: str, log: Callable[[str, float], None]) -> Network:
@@ -192,8 +206,10 @@ def _is_held_out(number: int) -> bool:
 
 
 def measure_collectives(num_ranks: int, num_threads: int, log: Callable[[str, float], None]) -> list[CollectiveTiming]:
-    """Random collectives between `num_ranks` processes of this machine: sums, and exchanges in which devices own parts
-    of any size, on the way to the owners and back. Raises MesetaError where a process fails."""
+    """Measure the result of `random_collectives` between `num_ranks` processes of this machine.
+
+    Raises MesetaError if a process fails.
+    """
     member = TargetSpec(
         name=f"collectives of {num_ranks}",
         target_class=CollectiveTimer,
@@ -202,41 +218,50 @@ def measure_collectives(num_ranks: int, num_threads: int, log: Callable[[str, fl
         thread_counts=(num_threads,),
     )
     with WorkerGroup(member) as team:
-        found = []
-        for number, own in enumerate(random_collectives(num_ranks)):
+        timings = []
+        for number, collective in enumerate(random_collectives(num_ranks)):
             log(f"collectives between {num_ranks} processes", number / NUM_COLLECTIVES)
-            if own.reduces:
-                num_bytes = round(own.sent_intra_host[0] * num_ranks / (2 * (num_ranks - 1)))
+            if collective.reduces:
+                num_bytes = round(collective.sent_intra_host[0] * num_ranks / (2 * (num_ranks - 1)))
                 seconds = team.call("time_collective", kind="all_reduce", num_bytes=num_bytes, num_rounds=NUM_CALLS)
             else:
-                seconds = team.call("time_uneven_all_to_all", num_bytes=pairwise_bytes(own), num_rounds=NUM_CALLS)
-            found.append(CollectiveTiming(own, seconds))
-    return found
+                seconds = team.call(
+                    "time_uneven_all_to_all", num_bytes=pairwise_bytes(collective), num_rounds=NUM_CALLS
+                )
+            timings.append(CollectiveTiming(collective, seconds))
+    return timings
 
 
 def random_collectives(num_ranks: int) -> list[Collective]:
-    """NUM_EXCHANGES collectives, always the same: a quarter are sums; of the others, a third among equal owners."""
-    random, nothing, found = np.random.default_rng([11, num_ranks]), np.zeros(num_ranks), []
+    """Return NUM_COLLECTIVES collectives, which depend on `num_ranks` only.
+
+    A quarter are all-reduces. The others are exchanges from or to the owners of rows. In about a third of the exchanges
+    all owners have the same load, and in the rest random loads.
+    """
+    random, nothing, collectives = np.random.default_rng([11, num_ranks]), np.zeros(num_ranks), []
     for number in range(NUM_COLLECTIVES):
         total = float(np.exp(random.uniform(np.log(MIN_BYTES), np.log(MAX_BYTES))))
         if number % 4 == 0:
             sent = np.full(num_ranks, 2 * (num_ranks - 1) / num_ranks * total / num_ranks)
-            found.append(Collective("sum", "gradient_dist", sent, nothing, sent, nothing, reduces=True))
+            collectives.append(Collective("sum", "gradient_dist", sent, nothing, sent, nothing, reduces=True))
             continue
         even = np.full(num_ranks, 1.0 / num_ranks)
         owned = total * (even if random.random() < 1 / 3 else random.dirichlet(2.0 * num_ranks * even))
-        others, own = (owned.sum() - owned) / num_ranks, owned * (num_ranks - 1) / num_ranks
+        requester_bytes, owner_bytes = (owned.sum() - owned) / num_ranks, owned * (num_ranks - 1) / num_ranks
         if random.random() < 0.5:
-            found.append(Collective(_IDS_TRANSFER, "input_dist", others, nothing, own, nothing))
+            collectives.append(Collective(_IDS_TRANSFER, "input_dist", requester_bytes, nothing, owner_bytes, nothing))
         else:
-            found.append(Collective("embeddings", "output_dist", own, nothing, others, nothing))
-    return found
+            collectives.append(Collective("embeddings", "output_dist", owner_bytes, nothing, requester_bytes, nothing))
+    return collectives
 
 
 def pairwise_bytes(own: Collective) -> list[list[int]]:
-    """[R][R]: what each device sends to each: owners are sent, or send, alike by all and to all."""
+    """Return the bytes [R][R] that each device sends to each other one.
+
+    An owner exchanges the same number of bytes with every peer.
+    """
     num_ranks, is_there = len(own.sent_intra_host), own.name == _IDS_TRANSFER
     each = (own.received_intra_host if is_there else own.sent_intra_host) / (num_ranks - 1)
     sent = np.broadcast_to(each if is_there else each[:, None], (num_ranks, num_ranks)) * (1 - np.eye(num_ranks))
-    found: list[list[int]] = np.round(sent).astype(int).tolist()
-    return found
+    matrix: list[list[int]] = np.round(sent).astype(int).tolist()
+    return matrix

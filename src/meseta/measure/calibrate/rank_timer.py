@@ -1,4 +1,4 @@
-"""The lookup and update of one device, timed: its own pieces, of any cut, and replicas."""
+"""Timing of lookups and updates of one rank, with shards of any sharding type and replicas."""
 
 from __future__ import annotations
 
@@ -39,27 +39,40 @@ LEARNING_RATE = 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceShards:
-    """The pieces of one device."""
+    """Shards of one device."""
 
     shards: tuple[TaskShard, ...]
-    """Its own, ordered."""
+    """Shards that only this device holds, sorted."""
     replicas: tuple[TaskShard, ...]
-    """Those that every device holds."""
+    """Shards that all devices hold."""
 
     @property
     def is_empty(self) -> bool:
-        """Whether the device has nothing to do."""
+        """Whether the device holds no shard and no replica."""
         return not (self.shards or self.replicas)
 
 
 class RankTimer(ShardTimer):
-    """Times the operators that a rank of several runs on its share, as the sharded embedding calls them."""
+    """Benchmark target for the operators of one rank of several. Calls them as the sharded embedding does."""
 
     def time_device(
         self, task: dict[str, Any], shards: list[Any], replicas: list[Any], num_ranks: int, threads: int
     ) -> list[float]:
-        """Median seconds of (a lookup, an update) of a rank's own pieces and of its replicas, and the processors that
-        others kept busy meanwhile. Raises MesetaError where they take more than the memory taken at the start."""
+        """Time the shards and replicas of one rank.
+
+        Args:
+            task: Result of `ShardingTask.to_dict`.
+            shards: Shards that only this rank holds, each a `TaskShard` decoded from JSON.
+            replicas: Shards that all ranks hold, in the same form.
+            num_ranks: Number of ranks that share the batch.
+            threads: Number of threads.
+
+        Returns:
+            Median seconds of a lookup, median seconds of an update, and the mean number of processors that other
+            programs used.
+
+        Raises MesetaError if shards and replicas need more than the reserved memory.
+        """
         self.free_all()
         parsed = ShardingTask.from_dict(task)
         parts: list[_StagedShards | _ReplicatedShards] = []
@@ -83,8 +96,10 @@ class RankTimer(ShardTimer):
 
 
 class _StagedShards(TimedShards):
-    """Pieces of which some hold a part of the columns of rows whose optimizer needs sums over whole rows: these are
-    stepped in stages, all others in one fused pass."""
+    """Shards of one rank, updated either in stages or in one fused pass.
+
+    Shards with only some columns are updated in stages if their optimizer needs sums over whole rows.
+    """
 
     def __init__(self, timer: ShardTimer, task: ShardingTask, pieces: list[TaskShard]) -> None:
         super().__init__(timer, task, pieces)
@@ -125,8 +140,9 @@ class _StagedShards(TimedShards):
         update_rows(used, [self.rows[n] for n in staged], sums, hypers, self._gather, len(used[0].optimizer.row_stats))
 
     def _gather(self, parts: list[Tensor | None]) -> list[Tensor | None]:
-        """Statistics of whole rows: those of the other columns come from other ranks, at the cost of a collective that
-        is predicted; here they are copies of our own."""
+        """Extend the row statistics of this rank's columns to all columns."""
+        # Training receives the other statistics from other ranks. The cost model predicts that collective separately,
+        # so copies of this rank's statistics are sufficient here.
         whole: list[Tensor | None] = []
         for n, part in zip(self.staged, parts, strict=True):
             if part is None:
@@ -138,8 +154,11 @@ class _StagedShards(TimedShards):
 
 
 class _ReplicatedShards:
-    """Rows that every rank holds: looked up for its own samples, whose gradients are added up; then every rank steps
-    the rows that the whole batch has touched."""
+    """Replicated shards of one rank.
+
+    A rank looks up the rows of its samples and sums their gradients. It then updates all rows that the global batch
+    touches.
+    """
 
     def __init__(self, timer: ShardTimer, task: ShardingTask, pieces: list[TaskShard], num_ranks: int) -> None:
         self.timer, self.task, self.task_shards, self.num_samples = timer, task, pieces, task.batch_size // num_ranks
@@ -170,16 +189,19 @@ class _ReplicatedShards:
         self.touched_bytes = 4 * touched + self.gradient.nbytes + self.buffer.nbytes
 
     def draw_batches(self, number: int) -> None:
-        """Draw batches until there are so many: ids of this rank's samples, and marks [rows] on what the whole batch
-        touches, which ranks learn when their gradients are added up."""
+        """Draw batches until there are `number` of them.
+
+        A batch has the ids of this rank's samples, and marks [rows] of the rows that the global batch touches. In
+        training, ranks get the marks with the sum of gradients.
+        """
         for batch in range(len(self.batches), number):
-            own, marks = [], torch.zeros(self.num_rows)
+            slices, marks = [], torch.zeros(self.num_rows)
             for (t, rows, _), first in zip(self.task_shards, self.row_offsets, strict=False):
                 ids, lengths = slice_bags(*self.timer.draw_batch(self.task, t, batch), rows)
                 marks[first + torch.from_numpy(ids)] = 1.0
-                own.append((ids[: lengths[: self.num_samples].sum()], lengths[: self.num_samples]))
-            bags = join_bags(own, self.num_samples)
-            # Ids that stay at home are not sent, and so are as wide as they came.
+                slices.append((ids[: lengths[: self.num_samples].sum()], lengths[: self.num_samples]))
+            bags = join_bags(slices, self.num_samples)
+            # Ids of replicated rows are not sent to other ranks, so they remain int64.
             self.batches.append((replace(bags, ids=bags.ids.to(torch.int64)), marks))
 
     def run_lookup(self, batch: int) -> None:
@@ -187,25 +209,30 @@ class _ReplicatedShards:
         lookup_group(self.lookup_tables, bags.ids, bags.offsets, None)
 
     def run_update(self, batch: int, number: int) -> None:
-        """As meseta.embedding.replicas does, but for the sum over ranks."""
+        """Update the rows as `meseta.embedding.replicas` does, without the sum over ranks."""
         bags, marks = self.batches[batch]
         self.buffer.zero_()
         row_update(self.sum_group, 1.0, 1, bags, [self.gradient])
+        # The last `num_rows` elements count ranks and are not scaled.
         self.buffer[: -self.num_rows] *= self.batch_share
         touched = marks.nonzero().squeeze(1)
         bounds = torch.searchsorted(touched, torch.tensor(self.row_offsets))
         stops = bounds.tolist()
         rows = [touched[a:b] - first for a, b, first in zip(stops[:-1], stops[1:], self.row_offsets[:-1], strict=True)]
-        gradients = [total[own] for total, own in zip(self.sums, rows, strict=True)]
+        gradients = [total[indices] for total, indices in zip(self.sums, rows, strict=True)]
         for fused in self.fused:
             step_shards(fused, LEARNING_RATE, number, Bags(torch.cat(rows), bounds, 1), gradients)
 
 
 def _make_table_shards(task: ShardingTask, pieces: list[TaskShard], tables: list[TableRows]) -> list[TableShard]:
-    """The pieces as the embedding knows them."""
+    """Convert shards of a task to shards of an embedding."""
     specs, shards = task.workload().tables, []
-    for (t, rows, columns), own in zip(pieces, tables, strict=True):
+    for (t, rows, columns), table_rows in zip(pieces, tables, strict=True):
         shard = Shard(table=specs[t].name, rows=rows, columns=columns, ranks=(0,))
         optimizer = make_row_optimizer(specs[t].optimizer)
-        shards.append(TableShard(spec=specs[t], shard=shard, weight=own.weight, state=own.state, optimizer=optimizer))
+        shards.append(
+            TableShard(
+                spec=specs[t], shard=shard, weight=table_rows.weight, state=table_rows.state, optimizer=optimizer
+            )
+        )
     return shards

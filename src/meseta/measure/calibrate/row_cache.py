@@ -1,5 +1,4 @@
-"""What rows that lie near and far cost a training step: steps of tables that lie so beside steps of the same tables in
-memory, in turns."""
+"""Calibration of offloaded tables: train steps with a row cache, compared with steps of the same tables in memory."""
 
 from __future__ import annotations
 
@@ -24,26 +23,27 @@ from meseta.spec.tiers import CACHED, DISK, StorageOptions, Tier
 from meseta.storage import Lease, TieredShard
 
 NUM_ROWS, NUM_CACHE_ROWS = 1 << 17, 1 << 14
-"""Of a table, and of these, rows that lie near."""
+"""Number of rows of each table, and of its cache."""
 NUM_ROUNDS, NUM_STEPS_PER_ROUND = 5, 8
-"""So many turns of so many steps with rows near and far, and of as many in memory."""
+"""Number of counted rounds, and of steps per round for each of the two variants."""
 ROWS_PER_CHUNK = 1 << 13
+# Noise may make the difference between the two variants negative.
 _MIN_EXTRA_S, _MIN_BYTE_S = 1e-5, 1e-12
-"""A difference of steps, and what a byte takes, that are below count as so much: noise may make them negative."""
+"""Lower bounds of the additional seconds per step, and of the seconds per byte."""
 
 
 @dataclass(frozen=True)
 class RowCacheCase:
-    """Tables to train."""
+    """Tables and batches of one measurement."""
 
     tier: Tier
     num_tables: int
     dim: int
     batch_size: int
     num_hot: int
-    """Rows of a table that are looked up in nearly every batch."""
+    """Number of rows per table that are looked up in nearly every batch."""
     num_cold: int
-    """Of the ids of a table in a batch, those of rows that hardly ever come again."""
+    """Number of ids per table and batch that are drawn uniformly from the other rows, which are rarely in the cache."""
 
 
 CACHED_CASES = (
@@ -61,7 +61,7 @@ DISK_CASES = (
     RowCacheCase(DISK, 8, 16, 8192, 2048, 100),
     RowCacheCase(DISK, 4, 32, 8192, 4096, 150),
 )
-"""With few misses, which the disk has brought before the step is over."""
+"""Cases of tier `disk`. They have few misses, so that the disk delivers all rows within a step."""
 
 
 COST_NAMES = (
@@ -73,37 +73,42 @@ COST_NAMES = (
     "host_byte_s",
     "disk_processor_s",
 )
-"""What the fit finds, in seconds; `host_byte_s` is of a byte that is copied."""
+"""Names of the fitted constants, in seconds. `host_byte_s` is the time per copied byte. The others are fields of
+TierCost."""
 
 
 @dataclass(frozen=True)
 class RowCacheCost:
-    """What a step of one case takes longer than with its tables in memory."""
+    """Additional time per step of one case, compared with the same tables in memory."""
 
     terms: tuple[float, ...]
-    """What multiplies each of NAMES."""
+    """Factors of the constants in COST_NAMES."""
     seconds: float
+    """Additional seconds per step."""
 
 
 def measure_row_cache(tiers: TierCost, num_threads: int, folder: Path | None = None) -> TierCost:
-    """`tiers` with what rows near and far cost a rank of so many threads that computes on a CPU; where `folder` is on a
-    disk, with what a row that is read from it costs the rank."""
+    """Return `tiers` with measured constants of the row cache, for a CPU rank with `num_threads` threads.
+
+    If `folder` is set, cases of tier `disk` are measured in it, and the result has the rank time per row from disk.
+    """
     cases = CACHED_CASES if folder is None else CACHED_CASES + DISK_CASES
     with use_num_threads(num_threads):
         costs = [measure_case(case, StorageOptions(dir=folder)) for case in cases]
     terms, seconds = np.array([cost.terms for cost in costs]), np.array([cost.seconds for cost in costs])
-    found = dict(zip(COST_NAMES, fit_relative(terms, seconds).tolist(), strict=True))
-    host_bytes_per_s = 1.0 / max(found.pop("host_byte_s"), _MIN_BYTE_S)
+    constants = dict(zip(COST_NAMES, fit_relative(terms, seconds).tolist(), strict=True))
+    host_bytes_per_s = 1.0 / max(constants.pop("host_byte_s"), _MIN_BYTE_S)
+    # Without cases of tier `disk`, its constant is not determined.
     if folder is None:
-        del found["disk_processor_s"]
-    return replace(tiers, host_bytes_per_s=host_bytes_per_s, **found)
+        del constants["disk_processor_s"]
+    return replace(tiers, host_bytes_per_s=host_bytes_per_s, **constants)
 
 
 class TableTrainer:
-    """Tables that are trained as `meseta.ahead` does it, on batches that are made before."""
+    """Tables of one case, trained with the prefetching of `meseta.pipeline` on prepared batches."""
 
     def __init__(self, case: RowCacheCase, tier: Tier | None, options: StorageOptions) -> None:
-        """`tier` None: in memory."""
+        """Create the tables in `tier`. `None` keeps all rows in memory, without a cache."""
         optimizer = OptimizerSpec(name="rowwise_adagrad")
         tables = tuple(
             TableSpec(name=f"t{n}", num_embeddings=NUM_ROWS, embedding_dim=case.dim, optimizer=optimizer)
@@ -123,7 +128,7 @@ class TableTrainer:
         self._fill_cache()
 
     def _fill_cache(self) -> None:
-        """Rows that no batch asks for lie in all slots."""
+        """Fill all cache slots with rows that are rarely looked up, so that each miss evicts a row."""
         last = torch.arange(NUM_ROWS - NUM_CACHE_ROWS, NUM_ROWS)
         for rows in last.split(ROWS_PER_CHUNK) if self._offloaded_shards else ():
             lease = Lease(self.embeddings.shards, [(number, rows) for number in range(len(self._offloaded_shards))])
@@ -131,44 +136,48 @@ class TableTrainer:
             lease.release()
 
     def train(self, batches: Sequence[KeyedJaggedTensor]) -> list[float]:
-        """Seconds of each step; the last batches are begun, and trained by the next call."""
+        """Train on `batches` and return the seconds of each step.
+
+        The last batches are only started. The next call trains them.
+        """
         seconds = []
         for batch in batches:
             start_s = time.perf_counter()
             if len(self._queued_batches) < max(self.embeddings.lookahead, 1):
                 self._enqueue(batch)
                 continue
-            flight = self._queued_batches.popleft()
-            self.embeddings.lookup(flight)
+            context = self._queued_batches.popleft()
+            self.embeddings.lookup(context)
             self._enqueue(batch)
-            self.embeddings.output_dist(flight).pooled.values.square().mean().backward()
+            self.embeddings.output_dist(context).pooled.values.square().mean().backward()
             seconds.append(time.perf_counter() - start_s)
         return seconds
 
     def _enqueue(self, batch: KeyedJaggedTensor) -> None:
-        flight = self.embeddings.input_dist(self.embeddings.start_input_dist(batch))
-        self.embeddings.start_second_hop(flight)
-        self._queued_batches.append(flight)
+        context = self.embeddings.input_dist(self.embeddings.start_input_dist(batch))
+        self.embeddings.start_second_hop(context)
+        self._queued_batches.append(context)
         for coming in self._queued_batches:
             self.embeddings.prefetch(coming)
 
     def close(self) -> None:
-        """Give up what is begun."""
+        """Drop the batches that were started but not trained."""
         while self._queued_batches:
             self.embeddings.drop(self._queued_batches.popleft())
 
     def row_counts(self) -> tuple[int, int]:
-        """(distinct rows of batches, those that did not lie near), of all tables so far."""
+        """Return (distinct rows looked up, cache misses), totals over all tables and steps so far."""
         counters = [shard.cache.counters for shard in self._offloaded_shards]
-        return sum(own.num_rows for own in counters), sum(own.num_misses for own in counters)
+        return sum(counter.num_rows for counter in counters), sum(counter.num_misses for counter in counters)
 
 
 def _write_backing_store(shard: TieredShard) -> None:
-    """All rows lie on the far side from now on: those that are made when they are first looked up cost more. On a disk
-    they are written again in any order, so that its file is cleaned as that of a long training."""
+    """Write all rows of a shard to its backing store."""
+    # The first lookup of an unwritten row also computes its values, which would distort the measurement.
     for first in range(0, NUM_ROWS, ROWS_PER_CHUNK):
         values = shard.read(first, first + ROWS_PER_CHUNK)
         shard.write(first, {name: value.numpy() for name, value in values.items()})
+    # Rewriting a row file in random order makes it need cleaning, as in a long training run.
     if shard.shard.tier == DISK:
         records = torch.empty(ROWS_PER_CHUNK, shard.num_bytes() // NUM_ROWS, dtype=torch.uint8)
         for rows in torch.randperm(NUM_ROWS).split(ROWS_PER_CHUNK):
@@ -177,7 +186,7 @@ def _write_backing_store(shard: TieredShard) -> None:
 
 
 def make_batches(case: RowCacheCase, count: int, random: np.random.Generator) -> list[KeyedJaggedTensor]:
-    """Batches of one id a sample: of hot rows all alike, and of the others."""
+    """Generate `count` batches with one id per bag: uniform ids of hot rows, and `num_cold` ids of other rows."""
     names = tuple(f"t{n}" for n in range(case.num_tables))
     lengths = torch.ones(case.num_tables * case.batch_size, dtype=torch.int64)
     made = []
@@ -190,17 +199,18 @@ def make_batches(case: RowCacheCase, count: int, random: np.random.Generator) ->
 
 
 def measure_case(case: RowCacheCase, options: StorageOptions) -> RowCacheCost:
-    """Steps of its tables, beside the same in memory."""
+    """Measure the additional time per step of one case. Rounds alternate between the cache and tables in memory."""
     random = np.random.default_rng(0)
     both = [TableTrainer(case, tier, options) for tier in (None, case.tier)]
     seconds: tuple[list[float], list[float]] = ([], [])
     before = (0, 0)
+    # The first round warms up.
     for turn in range(NUM_ROUNDS + 1):
         batches = make_batches(case, NUM_STEPS_PER_ROUND, random)
-        for own, tables in zip(seconds, both, strict=True):
+        for step_s, tables in zip(seconds, both, strict=True):
             taken = tables.train(batches)
             if turn:
-                own.extend(taken)
+                step_s.extend(taken)
             elif tables is both[1]:
                 before = tables.row_counts()
     counted = [
@@ -214,8 +224,8 @@ def measure_case(case: RowCacheCase, options: StorageOptions) -> RowCacheCost:
 
 
 def cost_terms(case: RowCacheCase, num_rows: float, num_misses: float) -> tuple[float, ...]:
-    """Of a step that looks up so many distinct rows, of which some do not lie near: what multiplies each of NAMES. A
-    row of row-wise Adagrad, and the one that makes room, are copied with a number of state each."""
+    """Return the factors of COST_NAMES for a step with `num_rows` distinct rows and `num_misses` cache misses."""
+    # Per miss, one row is fetched and one is evicted. Row-wise Adagrad adds one element of state to each.
     in_host, on_disk = (num_misses, 0.0) if case.tier == CACHED else (0.0, num_misses)
     num_ids, row_bytes = case.num_tables * case.batch_size, 4 * (case.dim + 1)
     return 1.0, float(case.num_tables), float(num_ids), num_rows, in_host, 2 * row_bytes * in_host, on_disk

@@ -1,4 +1,4 @@
-"""Our lookup and update on pieces of random tables, timed: in a process of their own, on memory that is taken once."""
+"""Timing of lookups and updates of shards of random tables, in a separate process with memory reserved once."""
 
 from __future__ import annotations
 
@@ -25,21 +25,19 @@ from meseta.optim import make_row_optimizer
 from meseta.spec import MesetaError, OptimizerSpec
 
 FOOTPRINT_BYTES = 96e6
-"""Rows and gradients that the batches of one measurement touch together, at least: three times a large cache."""
+"""Minimum bytes of rows and gradients that all batches of a measurement touch, three times a large hardware cache."""
 MIN_BATCHES, MAX_BATCHES = 3, 10
 MIN_CALLS = 6
 
 
 class ShardTimer(ComputeTimer):
-    """Times the operators that a rank runs on its pieces, as the sharded embedding calls them."""
+    """Benchmark target for the operators that a rank runs on its shards. Calls them as the sharded embedding does."""
 
     def __init__(self, memory_bytes: int) -> None:
-        """Reserve `memory_bytes` for rows and state, and half as much on top for rows of 16 bits.
-
-        The system gives memory that is zero, page by page when a measurement first touches it, which takes seconds for
-        a gigabyte; measurements share it, so most find it there."""
+        """Reserve `memory_bytes` for rows and states, and half as much in addition for 16-bit rows."""
         super().__init__()
-        # Numbers of one type are never read as another: bits of 16-bit rows are denormal numbers of 32 bits, and slow.
+        # All measurements share the memory. The system clears each page on first access, which takes seconds per GB.
+        # Each element size has a separate buffer. Bits of 16-bit rows, read as float32, would be slow denormal numbers.
         self.memory = {
             4: empty((memory_bytes // 4,), torch.float32, keep=False),
             2: empty((memory_bytes // 4,), torch.float16, keep=False),
@@ -49,8 +47,20 @@ class ShardTimer(ComputeTimer):
         self._batches_task: ShardingTask | None = None
 
     def time_shards(self, task: dict[str, Any], shards: list[Any], num_rounds: int, threads: int) -> list[float]:
-        """Median seconds of (a lookup, an update) of pieces that one rank holds, and the processors that others kept
-        busy meanwhile. Raises MesetaError where they take more than the memory taken at the start."""
+        """Time the shards of one rank.
+
+        Args:
+            task: Result of `ShardingTask.to_dict`.
+            shards: Shards of the rank, each a `TaskShard` decoded from JSON.
+            num_rounds: Minimum number of rounds over all batches.
+            threads: Number of threads.
+
+        Returns:
+            Median seconds of a lookup, median seconds of an update, and the mean number of processors that other
+            programs used.
+
+        Raises MesetaError if the shards need more than the reserved memory.
+        """
         self.free_all()
         rank = TimedShards(self, ShardingTask.from_dict(task), parse_shards(shards))
         num_rounds = max(num_rounds, math.ceil(MIN_CALLS / len(rank.batches)))
@@ -64,11 +74,14 @@ class ShardTimer(ComputeTimer):
         num_rounds: int,
         threads: int,
     ) -> list[float]:
-        """Median seconds of look_up(batch) and of step(batch, running number), in turns, after one round over all
-        batches that warms up; and the processors that others kept busy."""
+        """Time alternating calls of look_up(batch index) and step(batch index, step number), starting at step 1.
+
+        One round over all batches warms up and is not counted. Returns the median seconds of each function, and the
+        mean number of processors that other programs used.
+        """
         torch.set_num_threads(threads)
         before, start_s = read_cpu_time([os.getpid()]), time.perf_counter()
-        # The turns of other programs on its processor need not lengthen what one thread computes.
+        # The CPU time of a single thread excludes the time slices of other programs on its processor.
         clock = time.process_time if threads == 1 else time.perf_counter
         spent: tuple[list[float], list[float]] = ([], [])
         for number in range(num_batches * (num_rounds + 1)):
@@ -85,8 +98,8 @@ class ShardTimer(ComputeTimer):
         return [statistics.median(spent[0]), statistics.median(spent[1]), others]
 
     def draw_batch(self, task: ShardingTask, table: int, number: int) -> tuple[Any, Any]:
-        """Batch `number` of a table, as `draw_bags` gives it; those of the last task are kept, since its pieces are
-        timed in many hands."""
+        """Return the (ids, lengths) of batch `number` for the table with index `table`."""
+        # Batches of the last task are cached, because its shards are timed under several plans.
         if task != self._batches_task:
             self._batches, self._batches_task = {}, task
         if (table, number) not in self._batches:
@@ -94,25 +107,28 @@ class ShardTimer(ComputeTimer):
         return self._batches[table, number]
 
     def free_all(self) -> None:
-        """Take back all memory that was taken."""
+        """Free all tensors from `allocate`. They must no longer be used, because their memory is reused."""
         self.num_used = dict.fromkeys(self.memory, 0)
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """The next bytes, aligned to a page."""
+        """Return an uninitialized tensor in the reserved memory, aligned to 4,096 elements."""
         memory, first, count = self.memory[dtype.itemsize], self.num_used[dtype.itemsize], math.prod(shape)
         self.num_used[dtype.itemsize] += -(-count // 4096) * 4096
         if self.num_used[dtype.itemsize] > memory.numel():
-            raise MesetaError(f"the pieces take more than the {memory.nbytes:,} bytes set aside for them")
+            raise MesetaError(
+                f"the shards need more than the {memory.nbytes:,} bytes reserved for them; reserve more, or use "
+                "smaller tables"
+            )
         return memory[first : first + count].view(dtype).view(shape)
 
 
 def parse_shards(found: Sequence[Any]) -> list[TaskShard]:
-    """Pieces that came as JSON."""
+    """Convert shards decoded from JSON, which are nested lists, to tuples."""
     return [(t, (r[0], r[1]), (c[0], c[1])) for t, r, c in found]
 
 
 class TimedShards:
-    """The pieces of one rank, and the batches that visit them."""
+    """Shards of one rank and batches for them, ready to be timed."""
 
     def __init__(self, timer: ShardTimer, task: ShardingTask, pieces: list[TaskShard]) -> None:
         self.timer, self.task, self.task_shards = timer, task, pieces
@@ -136,16 +152,16 @@ class TimedShards:
         self.draw_batches(num_batches_beyond_cache(self.touched_bytes))
 
     def draw_batches(self, number: int) -> None:
-        """Draw batches until there are so many."""
+        """Draw batches until there are `number` of them."""
         self.batches += [self._bags(k) for k in range(len(self.batches), number)]
 
     def run_lookup(self, batch: int) -> None:
-        """One lookup of all pieces."""
+        """Look up all shards once, with the batch of this index."""
         bags = self.batches[batch]
         lookup_group(self.lookup_tables, bags.ids, bags.offsets, None)
 
     def run_update(self, batch: int, number: int) -> None:
-        """One update of all pieces, as step `number`."""
+        """Update all shards once, as step `number`."""
         row_update(self.update_tables, 0.01, number, self.batches[batch], [self.gradient])
 
     def _bags(self, number: int) -> Bags:
@@ -157,32 +173,36 @@ class TimedShards:
 
 
 def join_bags(bags: Sequence[tuple[Any, Any]], num_samples: int) -> Bags:
-    """(ids, lengths) of several pieces as one batch; a sharded embedding receives its ids as 32 bits."""
+    """Concatenate the (ids, lengths) of several shards to one batch."""
     offsets = np.concatenate([[0], np.cumsum(np.concatenate([lengths for _, lengths in bags]))])
+    # A sharded embedding receives its ids as int32.
     values = torch.from_numpy(np.concatenate([ids for ids, _ in bags]).astype(np.int32))
     return Bags(values, torch.from_numpy(offsets), num_samples)
 
 
 def ids_per_shard(bags: Bags) -> list[int]:
-    """Of each piece."""
+    """Return the number of ids of each shard."""
     ends: list[int] = bags.offsets[:: bags.num_samples].tolist()
     return [b - a for a, b in pairwise(ends)]
 
 
 def num_batches_beyond_cache(touched_bytes: int) -> int:
-    """So many batches of `touched_bytes` that no cache keeps what one of them read until it comes again."""
+    """Return the number of batches, each touching `touched_bytes`, that together exceed any hardware cache.
+
+    The number is between MIN_BATCHES and MAX_BATCHES.
+    """
     return min(max(math.ceil(FOOTPRINT_BYTES / max(touched_bytes, 1)), MIN_BATCHES), MAX_BATCHES)
 
 
 def allocate_tables(
     timer: ShardTimer, task: ShardingTask, optimizer: RowOptimizer, pieces: Sequence[TaskShard]
 ) -> list[TableRows]:
-    """Rows and state of pieces, on memory that was taken before; their values do not matter here."""
+    """Allocate rows and optimizer states of `pieces` in the memory of `timer`, without initializing them."""
     tables = []
     for _, rows, (left, right) in pieces:
         weight = timer.allocate((rows[1] - rows[0], right - left), getattr(torch, task.dtype))
         small = optimizer.init(weight[:1])
-        shapes = {name: (weight.shape[0], *own.shape[1:]) for name, own in small.items()}
+        shapes = {name: (weight.shape[0], *state.shape[1:]) for name, state in small.items()}
         tables.append(
             TableRows(weight, {name: timer.allocate(shape, small[name].dtype) for name, shape in shapes.items()})
         )

@@ -1,4 +1,4 @@
-"""What rows that are cut by columns take on top, where their optimizer needs sums over whole rows."""
+"""Calibration of staged updates: column shards whose row optimizer needs sums over whole rows."""
 
 from __future__ import annotations
 
@@ -15,20 +15,26 @@ from meseta.spec.cost_model import UpdateCost
 TABLE_SHAPES = ((1_000_000, 64, 10.0), (500_000, 128, 3.0), (100_000, 32, 20.0), (10_000, 64, 10.0),
                 (1_000_000, 32, 1.0),
           (300_000, 128, 20.0), (3_000, 32, 30.0), (100_000, 64, 2.0))  # fmt: skip
-"""Rows, columns, and ids a sample of the tables of which one half of the columns is timed."""
+"""Rows, columns and ids per sample of the measured tables. One half of the columns is timed."""
 STAGED_COSTS = ("staged_shard_s", "staged_id_s", "staged_row_s")
-"""Constants of UpdateCost that follow, which other measurements say nothing of."""
+"""Constants of UpdateCost that only this calibration determines."""
 NUM_TRIES = 3
-"""Measurements of each, of which the fastest counts."""
+"""Number of measurements per table and variant. The fastest counts."""
 
 
 def measure_staged(team: WorkerGroup, num_threads: int, memory_bytes: float) -> Floats:
-    """The constants [3] of TERMS, by a team of one RankTimer: half of a table's columns, stepped in stages, beside the
-    same numbers stepped in one fused pass. Takes some two seconds. Tables of which a half takes more than
-    `memory_bytes` are left out."""
+    """Measure the constants [3] in STAGED_COSTS, in about two seconds.
+
+    Compares updates in stages with one fused pass over shards of the same shape.
+
+    Args:
+        team: Worker group of one RankTimer.
+        num_threads: Number of threads.
+        memory_bytes: Memory for a shard. Larger shards are skipped.
+    """
     terms, extra_s = [], []
     for seed, (num_rows, dim, pooling) in enumerate(TABLE_SHAPES):
-        if num_rows * (dim // 2 + 1) * 4 > memory_bytes:  # float32, and the sum of squares of each row
+        if num_rows * (dim // 2 + 1) * 4 > memory_bytes:  # Rows in float32, and one sum of squares per row.
             continue
         task = ShardingTask(
             seed=seed,
@@ -46,14 +52,16 @@ def measure_staged(team: WorkerGroup, num_threads: int, memory_bytes: float) -> 
 
 
 def fit_staged(terms: Floats, extra_s: Floats) -> Floats:
-    """Non-negative constants [3] of TERMS under which terms [n, 3], of shards, ids and distinct rows, come near to
-    seconds [n], in proportion to them."""
+    """Fit non-negative constants [3] of STAGED_COSTS such that terms [n, 3] @ constants approximates `extra_s` [n].
+
+    Columns of `terms` are the numbers of shards, ids and distinct rows. Errors count relative to `extra_s`.
+    """
     weights = 1.0 / np.maximum(extra_s, 1e-5)[:, None]
     scale = np.maximum(np.abs(terms * weights).max(axis=0), 1e-300)
     return nnls(terms * weights / scale, extra_s * weights[:, 0]) / scale
 
 
 def with_staged(update: UpdateCost, constants: Floats) -> UpdateCost:
-    """The same with constants [3] of TERMS."""
+    """Return a copy of `update` with the constants [3] of STAGED_COSTS."""
     shard_s, id_s, row_s = constants.tolist()
     return replace(update, staged_shard_s=shard_s, staged_id_s=id_s, staged_row_s=row_s)

@@ -1,4 +1,4 @@
-"""Random sharding tasks: tables, bags and ids like those of production, to judge plans and predictions by."""
+"""Random sharding tasks with tables and ids like those of production models, to evaluate plans and predictions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meseta.planner.cost.sizes import shard_storage_bytes
 from meseta.spec import FeatureLoad, FeatureSpec, OptimizerSpec, Reuse, TableSpec, Workload
 
 TaskShard = tuple[int, tuple[int, int], tuple[int, int]]
-"""(index of the table in its task, rows, columns)."""
+"""Shard as (index of its table in the task, (first row, end row), (first column, end column))."""
 DIMS = (4, 8, 16, 32, 64, 128)
 MIN_TABLES, MAX_TABLES = 10, 60
 MIN_ROWS, MAX_ROWS = 1e3, 1e7
@@ -23,9 +23,10 @@ MAX_POOLING_FACTOR = 32.0
 BATCH_SIZE = 2048
 WINDOW_SAMPLES = 65_536
 _EDGES = (0, *(2**i for i in range(16)))
-# Rows and lookups by how often a row comes in a batch, of 856 and 788 tables like those of production models: locality
-# statistics of fbgemm_t856_bs65536, fbgemm_t856_bs65536_0 and fbgemm_t788_bs131072_0 in
-# github.com/facebookresearch/dlrm_datasets (MIT). Beyond the bins below, rows have no digits there.
+# Shares of rows and of lookups by the number of occurrences of a row in a batch, for 856 and 788 tables like those of
+# production models. Source: locality statistics of fbgemm_t856_bs65536, fbgemm_t856_bs65536_0 and
+# fbgemm_t788_bs131072_0 in github.com/facebookresearch/dlrm_datasets (MIT). Shares of rows in the later bins are too
+# small to be published there.
 _ROW_SHARES = (
     (0.473, 0.152, 0.139, 0.112, 0.072, 0.032, 0.011, 0.005, 0.002),
     (0.423, 0.165, 0.167, 0.121, 0.073, 0.031, 0.011, 0.004, 0.002),
@@ -44,10 +45,14 @@ _LOOKUP_SHARES = (
 
 
 def _reuse_histogram(rows: tuple[float, ...], lookups: tuple[float, ...]) -> Reuse:
-    """A histogram; rows that are too rare to be published come about sqrt(2) times their lower edge."""
-    per_lookup = rows[0] / lookups[0]  # rows of the first bin come once
-    known = len(rows)
-    rare = [own * per_lookup / (edge * 2**0.5) for own, edge in zip(lookups[known:], _EDGES[known:], strict=True)]
+    # Rows of the first bin occur once. In bins without published shares of rows, a row is assumed to occur sqrt(2)
+    # times the lower edge of its bin.
+    per_lookup = rows[0] / lookups[0]
+    num_published = len(rows)
+    rare = [
+        lookup_share * per_lookup / (edge * 2**0.5)
+        for lookup_share, edge in zip(lookups[num_published:], _EDGES[num_published:], strict=True)
+    ]
     shares = [*rows, *rare]
     return Reuse(
         window_samples=WINDOW_SAMPLES,
@@ -61,54 +66,56 @@ ID_DISTRIBUTIONS: tuple[Reuse | None, ...] = (
     *(_reuse_histogram(rows, lookups) for rows, lookups in zip(_ROW_SHARES, _LOOKUP_SHARES, strict=True)),
     None,
 )
-"""How soon rows come again; the last: all rows alike."""
+"""Reuse histograms of production tables. The last entry, `None`, means that ids are uniform."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskTable:
-    """One table, with one feature of sum-pooled bags."""
+    """Table of a sharding task, with one feature and sum pooling."""
 
     num_rows: int
     dim: int
     pooling_factor: float
-    """Ids per sample, 1 and up; a bag has this many, rounded up or down."""
+    """Mean number of ids per bag, at least 1. The number of each bag is rounded up or down at random."""
     distribution_index: int
-    """Index in ID_DISTRIBUTIONS."""
+    """Index of the distribution of ids in ID_DISTRIBUTIONS."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardingTask:
-    """Tables to place, and the batch that visits them."""
+    """Tables to shard, and the batches that they are trained on."""
 
     seed: int
-    """Of its ids."""
+    """Seed of the random ids."""
     tables: tuple[TaskTable, ...]
     batch_size: int = BATCH_SIZE
     dtype: str = "float32"
     optimizer: str = "rowwise_adagrad"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
+        """Return the task as a JSON object."""
         return asdict(self)
 
     @staticmethod
     def from_dict(document: dict[str, Any]) -> ShardingTask:
-        """The inverse of `to_dict`."""
+        """Create a task from the result of `to_dict`, which may have passed through JSON."""
         return ShardingTask(**{**document, "tables": tuple(TaskTable(**table) for table in document["tables"])})
 
     @property
     def num_bytes(self) -> int:
-        """Of all tables with their optimizer state."""
-        return sum(shard_storage_bytes(own, own.num_embeddings, own.embedding_dim) for own in self.workload().tables)
+        """Size of all tables and their optimizer states in bytes."""
+        return sum(
+            shard_storage_bytes(table, table.num_embeddings, table.embedding_dim) for table in self.workload().tables
+        )
 
     def workload(self) -> Workload:
-        """The task as the planner takes it: tables t0, t1, ... and features f0, f1, ..."""
+        """Convert the task to a workload for the planner, with tables t0, t1, ... and features f0, f1, ..."""
         tables = tuple(
             TableSpec(
                 name=f"t{n}",
                 num_embeddings=table.num_rows,
                 embedding_dim=table.dim,
-                dtype=self.dtype,  # type: ignore[arg-type]  # TableSpec names what it does not know
+                dtype=self.dtype,  # type: ignore[arg-type]  # TableSpec rejects unknown types.
                 optimizer=OptimizerSpec(name=self.optimizer),
             )
             for n, table in enumerate(self.tables)
@@ -127,9 +134,11 @@ class ShardingTask:
 
 
 def random_task(seed: int, *, max_bytes: float = 12e9) -> ShardingTask:
-    """Task number `seed`: 10 to 60 tables of 1e3 to 1e7 rows (log-uniform), 4 to 128 columns, 1 to 32 ids a sample
-    (log-uniform), and reuse as in production. Tasks whose tables take more than `max_bytes` with their optimizer state
-    are drawn again."""
+    """Return the random task of a seed. Tasks that exceed `max_bytes` with optimizer states are drawn again.
+
+    A task has 10 to 60 tables. Each has 1e3 to 1e7 rows (log-uniform), 4 to 128 columns, 1 to 32 ids per sample
+    (log-uniform), and the reuse of a production table.
+    """
     random = np.random.default_rng([5, seed])
     while True:
         tables = tuple(random_table(random) for _ in range(int(random.integers(MIN_TABLES, MAX_TABLES + 1))))
@@ -139,7 +148,10 @@ def random_task(seed: int, *, max_bytes: float = 12e9) -> ShardingTask:
 
 
 def random_table(random: np.random.Generator, dims: Sequence[int] = DIMS, distribution: int | None = None) -> TaskTable:
-    """A table with one of these widths; any distribution of production, where none is given."""
+    """Draw a table whose dimension is one of `dims`.
+
+    `distribution` is an index in ID_DISTRIBUTIONS. `None` draws one of the production histograms.
+    """
     return TaskTable(
         num_rows=round(float(np.exp(random.uniform(np.log(MIN_ROWS), np.log(MAX_ROWS))))),
         dim=int(random.choice(dims)),
@@ -149,7 +161,7 @@ def random_table(random: np.random.Generator, dims: Sequence[int] = DIMS, distri
 
 
 def draw_bags(table: TaskTable, batch_size: int, seed: list[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """One batch of a table: (ids [nnz], lengths [B]). The same seed gives the same ids in every process."""
+    """Draw the (ids [nnz], lengths [B]) of one batch of a table. They depend only on the arguments."""
     random = np.random.default_rng(seed)
     whole = int(table.pooling_factor)
     lengths = whole + (random.random(batch_size) < table.pooling_factor - whole).astype(np.int64)
@@ -159,19 +171,21 @@ def draw_bags(table: TaskTable, batch_size: int, seed: list[int]) -> tuple[NDArr
         if distribution is None
         else nonempty_bins(table.num_rows, WINDOW_SAMPLES * table.pooling_factor, distribution)
     )
+    # Without a histogram, ids are uniform.
     if bins is None:
         return random.integers(0, table.num_rows, count), lengths
     size, _, share = bins
     stops = np.cumsum(size)
-    own = np.searchsorted(np.cumsum(share)[:-1], random.random(count))
-    ranks = (stops[own] - size[own] * (1.0 - random.random(count))).astype(np.int64)
+    bin_indices = np.searchsorted(np.cumsum(share)[:-1], random.random(count))
+    # Draw a bin by its share of lookups, then a row uniformly within the bin.
+    ranks = (stops[bin_indices] - size[bin_indices] * (1.0 - random.random(count))).astype(np.int64)
     return permute_rows(np.clip(ranks, 0, table.num_rows - 1), table.num_rows), lengths
 
 
 def slice_bags(
     ids: NDArray[np.int64], lengths: NDArray[np.int64], rows: tuple[int, int]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """What of a batch falls into a range of rows, counted from its first: (ids, lengths)."""
+    """Return the (ids, lengths) of the part of a batch within a range of rows. Ids are relative to its first row."""
     inside = (ids >= rows[0]) & (ids < rows[1])
     bags = np.repeat(np.arange(len(lengths)), lengths)
     return ids[inside] - rows[0], np.bincount(bags[inside], minlength=len(lengths))
