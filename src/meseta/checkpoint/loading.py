@@ -202,7 +202,6 @@ def _describe_optimizer(entry: Mapping[str, Any]) -> str:
 def _fill_shards(
     path: Location, manifest: Mapping[str, Any], shards: Sequence[TableStorage], since_whole: bool
 ) -> dict[str, Tensor]:
-    """Fill the shards and set their change marks. Return the dense tensors."""
     jobs: list[FillJob] = []
     for name, entry in manifest["tables"].items():
         schema = BlockSchema.from_dict(entry)

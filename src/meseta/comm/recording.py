@@ -92,7 +92,6 @@ _lane_numbers = count(1)
 
 
 def _get_lane(group: Any, name: str) -> tuple[int, str]:
-    """Return (number, name) of a lane."""
     # The default group's lane of rows is number 0.
     if group is None or group is dist.group.WORLD:
         if name == "rows":

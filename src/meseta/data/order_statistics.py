@@ -56,7 +56,6 @@ def _count_digits(chunks: Chunks, known: NDArray[np.uint64], shift: int, width: 
 
 
 def _to_sort_keys(values: NDArray[np.float64]) -> NDArray[np.uint64]:
-    """Return uint64 keys with the same order as the numbers."""
     # Adding 0.0 turns -0.0 into 0.0, so that both zeros have the same key.
     bits = (values + 0.0).view(np.uint64)
     return np.where(bits & _SIGN_BIT, ~bits, bits | _SIGN_BIT)

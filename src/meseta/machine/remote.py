@@ -236,7 +236,6 @@ def _is_hidden(path: str) -> bool:
 
 
 def _walk_files(folder: str) -> Iterator[str]:
-    """Yield all files below a folder. Links to folders are followed, and no folder is visited twice."""
 
     def fail(error: OSError) -> None:
         raise error

@@ -161,7 +161,6 @@ class _BatchNormFunction(torch.autograd.Function):
 
 
 def _global_moments(x: Tensor, batch: BatchSlice) -> tuple[Tensor, Tensor]:
-    """Return (mean, sum of squared deviations) of each column over all ranks, float64 [N]."""
     mean = column_sums(x) / max(len(x), 1)
     squares = column_sums((x - mean).square_())
     every = batch.world.all_gather(torch.stack([mean, squares]).double(), "batch norm")

@@ -50,7 +50,6 @@ class DeviceCopier:
         return partial(self._wait, batch.with_tensors(tensors), on_device, arrived)
 
     def _pack(self, tensors: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
-        """Return (buffer with all tensors, position of each tensor in bytes)."""
         # With one buffer, one copy suffices.
         places, size = list[int](), 0
         for tensor in tensors:

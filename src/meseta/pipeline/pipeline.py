@@ -302,7 +302,6 @@ class Pipeline:
                 coming.pending_copies.append(now if self.device_copier is None else self.device_copier.start(part))
 
     def _start_input_dist(self, coming: QueuedBatch) -> None:
-        """Copy a batch to its device, and start sending its id counts."""
         batch, error, start = coming.batch, coming.error, self.model.embeddings.start_input_dist
         if self.num_masked_tasks:
             coming.task_factors = start_task_factors(self.world, batch, self.num_masked_tasks)

@@ -147,7 +147,6 @@ def choose_exchange_algorithms(
 
 
 def _find_best(task: PlanTask) -> PlanResult | PlacementProblem:
-    """Return the best plan, or the last search problem if no plan fits."""
     comm, loads = task.workload.comm, WorkloadLoads(task.workload)
     if not 1 < task.topology.devices_per_host < task.topology.num_ranks:
         first = _search(task, loads, (None, None))

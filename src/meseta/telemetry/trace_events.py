@@ -113,7 +113,6 @@ class TraceDocument(Entry):
 
 
 def _current_track(name: str, kind: str) -> str:
-    """Return the current name of a track that an earlier version may have written."""
     subject, suffix, number = name.replace(" under way", IN_FLIGHT).partition(IN_FLIGHT)
     return rename_value(subject, _FORMER_NAMES[kind]) + suffix + number
 

@@ -105,7 +105,6 @@ def load_encoding(checkpoint: Location) -> DatasetEncoding | None:
 
 
 def _load_recorded_encoding(run: RunDir, checkpoint: Location | None) -> DatasetEncoding | None:
-    """Return the encoding recorded in the checkpoint, else in the run folder, else `None`."""
     if checkpoint is not None:
         with suppress(DamagedCheckpoint):  # Loading the checkpoint raises the error with a remedy.
             encoding = load_encoding(checkpoint)

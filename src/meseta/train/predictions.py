@@ -231,7 +231,6 @@ def _check_reader_options(options: ReaderOptions) -> None:
 
 
 def _key_names(keys: Sequence[str], taken: Sequence[str]) -> list[str]:
-    """Return the distinct columns to copy. Raises MesetaError if a name is taken."""
     names = [name for name in dict.fromkeys(keys) if name != LABEL or name not in taken]
     for name in names:
         _check_not_reserved(name, taken)

@@ -213,7 +213,6 @@ def _load_previous_config(run: RunDir) -> RunConfig | None:
 
 
 def _diff_configs(before: RunConfig, now: RunConfig, keys: Sequence[str]) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (key, value before, value now) for each key with different values."""
     documents = [_to_document(config) for config in (before, now)]
     for key in keys:
         one, other = (get_value(document, key) for document in documents)

@@ -279,7 +279,6 @@ class Trainer:
 
     @property
     def _position(self) -> tuple[int, int]:
-        """(steps, samples) that the current weights were trained on."""
         return self._best_position or (self.step, self.num_samples)
 
     def _get_evaluation(self, split: str, progress: TrainProgress) -> EvalLine:
@@ -288,7 +287,6 @@ class Trainer:
         return made[0] if made else self._evaluate(split, progress)
 
     def _logged_evaluations(self, split: str, step: int) -> list[EvalLine]:
-        """Return the evaluations of a split after `step` steps in metrics.jsonl, newest first."""
         lines = [line for line in self.run_dir.evaluations() if line.model_fields_set >= REQUIRED_EVAL_FIELDS]
         return [line for line in reversed(lines) if (line.split, line.step) == (split, step)]
 

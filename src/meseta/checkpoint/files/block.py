@@ -252,7 +252,6 @@ def _check_num_rows(path: Location, batch: pa.RecordBatch, num_rows: int, num_ba
 
 
 def _to_numpy(array: pa.Array, memory: memoryview) -> np.ndarray:
-    """Return the values, of shape [rows, D] or [rows], as a view of `memory`."""
     is_list = pa.types.is_fixed_size_list(array.type)
     values: np.ndarray = (array.flatten() if is_list else array).to_numpy()
     # Arrow's arrays are read-only. A view of the buffer may be writable.

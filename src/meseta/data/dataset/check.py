@@ -237,7 +237,6 @@ def _check_lengths(group: _GroupCheck, feature: SparseFeature, table: pa.Table, 
 
 
 def _offsets(array: pa.ListArray) -> NDArray[np.int64]:
-    """Return the offsets [n + 1] of the rows in `array.flatten()`."""
     # A sliced array keeps the offsets of the whole array.
     offsets = array.offsets.to_numpy().astype(np.int64)
     return offsets - offsets[0]

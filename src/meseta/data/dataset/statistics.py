@@ -195,7 +195,6 @@ class Moments:
 
 
 def _count_ids(ids: NDArray[np.integer], num_embeddings: int) -> tuple[NDArray[np.integer], NDArray[np.int64]]:
-    """Return (distinct ids in ascending order, number of occurrences of each)."""
     if num_embeddings <= 4 * ids.size:  # One counter per row is then cheaper than sorting.
         per_row = np.bincount(ids, minlength=num_embeddings)
         uniques = np.flatnonzero(per_row)

@@ -173,7 +173,6 @@ class VocabularyCounter:
         self._spills = list(state)
 
     def _partitions(self) -> Iterator[list[pa.Table]]:
-        """Yield all tables of counts by partition. Equal values are in the same partition."""
         if not self._spills:
             yield self._pending
             return

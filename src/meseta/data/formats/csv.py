@@ -241,7 +241,6 @@ class Csv(TextFormat):
     def _typed_roles(
         self, source: Source, sample: Mapping[str, Sequence[str]]
     ) -> tuple[Mapping[str, ColumnRole], Sequence[str]]:
-        """Return (roles, list columns) from the types in the header."""
         if not source.is_typed:
             return {}, ()
         return typed_header_roles(self.columns(replace(source, is_typed=False)), sample)
@@ -264,7 +263,6 @@ class Csv(TextFormat):
         return columns | {name: partitions[name] for name in names if name in partitions}
 
     def _sampled_rows(self, source: Source, num_rows: int, num_files: int) -> tuple[tuple[str, ...], list[list[str]]]:
-        """Return (header, sampled rows)."""
         # A compressed, remote or small file is read only from its beginning.
         with wrap_source_errors(source.path), open_text(source) as (stream, stored):
             header, raw_header = self.read_header(source, stream.readline)

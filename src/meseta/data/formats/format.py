@@ -158,7 +158,6 @@ class FileHead:
 
     @cached_property
     def _content(self) -> tuple[bytes, str, str]:
-        """Tuple (text, name of the file in a zip archive, encoding)."""
         with wrap_source_errors(self.path), open_file(self.path) as stored:
             stream, member = decompress(self.path, stored)
             head = stream.read(MAX_HEAD_BYTES)

@@ -156,7 +156,6 @@ class JsonLines(TextFormat):
         return sample
 
     def _sample_lines(self, source: Source, num_rows: int) -> Iterator[bytes]:
-        """Yield lines from several places of the file."""
         # A compressed, remote or small file is read only from its beginning.
         with wrap_source_errors(source.path), open_text(source) as (stream, stored):
             begin, size = len(self.read_header(source, stream.readline)[1]), source.size_bytes

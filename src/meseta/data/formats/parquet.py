@@ -196,7 +196,6 @@ class ParquetCursor:
             self.row += passed.num_rows
 
     def _take(self, num_rows: int) -> pa.RecordBatch:
-        """Return the next rows, without a copy if they were decoded together."""
         self._decode(num_rows)
         self.row += num_rows
         [rows] = self._decoded.take(num_rows).combine_chunks().to_batches()

@@ -198,7 +198,6 @@ def _field_types(kind: pa.DataType) -> list[pa.DataType]:
 
 
 def _find_inexact(array: pa.Array, common: pa.DataType) -> Mapping[str, Any] | Any:
-    """Return a value that the common type cannot represent exactly, or `None`."""
     array = decode_values(array)
     if is_list(array.type):
         return _find_inexact(array.flatten(), common.value_type)

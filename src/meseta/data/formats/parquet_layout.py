@@ -121,7 +121,6 @@ def _exclude(names: Iterable[str], known: Iterable[str]) -> list[str]:
 def _infer_schema(
     sources: Sequence[Source], types: ColumnTypes, named: NamedColumns
 ) -> tuple[Schema, dict[str, ColumnRole], dict[str, list[str]]]:
-    """Return (schema, roles by column, sampled values by column)."""
     schema = types.common_schema
     where = f"source {str(sources[0].path)!r}"
     labels = named.labels(where, schema.names) or (infer_label(schema.names) or "label",)

@@ -42,7 +42,6 @@ def parse_json_lines(block: Block, raw: bytes, layout: RawLayout) -> RawRows:
 
 
 def _normalize_numbers(texts: Sequence[str], number_format: NumberFormat) -> list[str]:
-    """Return number texts in plain decimal notation."""
     # JSON numbers are unchanged, because they do not follow the format.
     spelled = pa.array([text.encode(errors="surrogatepass") for text in texts], pa.binary())
     plain = normalize_numbers_strictly(number_format, spelled).to_pylist()

@@ -98,7 +98,6 @@ class _ParquetColumns:
         return self._error(row, name, f"{shown} {problem}")
 
     def _values(self, name: str) -> pa.Array:
-        """Return single values. Raises MesetaError if text is not valid UTF-8."""
         array = decode_values(self.batch.column(name))
         self._check_text(name, array)
         return array
@@ -161,7 +160,6 @@ def _to_float64(column: pa.Array) -> NDArray[np.float64]:
 
 
 def _list_lengths(array: pa.Array) -> NDArray[np.int64]:
-    """Return the length of each list as int64 [n]. Missing lists are empty."""
     return pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False).astype(np.int64)
 
 

@@ -111,7 +111,6 @@ def _chosen_features(asked: ColumnRequest) -> Sequence[str]:
 
 
 def _groups(block: Block, raw: bytes) -> pa.Array:
-    """Return the group of each row. Raises MesetaError if a row has no `qid:`."""
     groups = re.findall(rb"^(?:[^\s#]+[ \t]+)?qid:(-?\d+)", raw, re.MULTILINE)
     if len(groups) != block.num_rows:
         raise MesetaError(f"keys: source {block.source.path!r}: not all rows have a qid; remove it from the keys")

@@ -69,7 +69,6 @@ class _BlockScan:
 def _scan(
     sources: Sequence[Source], on_rows: ScanProgress, scan_block: Callable[[Block], list[_BlockScan]]
 ) -> tuple[dict[int, bool], bool]:
-    """Return (whether each field has weights, whether rows have groups)."""
     weighted: dict[int, bool] = {}
     total_bytes = sum(source.size_bytes for source in sources)
     done_bytes: dict[str, int] = {}

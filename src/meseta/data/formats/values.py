@@ -133,7 +133,6 @@ def _parse_iso_times(texts: pa.Array) -> NDArray[np.float64]:
 
 
 def _timestamps_to_seconds(column: pa.Array) -> NDArray[np.float64]:
-    """Return float64 seconds [n] of nanosecond timestamps. Missing values become NaN."""
     whole = column.cast(pa.int64())
     values = pc.fill_null(whole, 0).to_numpy().astype(np.float64) / 1e9
     values[pc.is_null(whole).to_numpy(zero_copy_only=False)] = np.nan

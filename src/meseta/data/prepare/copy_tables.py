@@ -97,7 +97,6 @@ def _store_fetched(fetch: Fetch, feature: SparseFeature | None, folder: Path, na
 
 
 def _replace_atomically(target: Path, fill: Callable[[Path], None]) -> None:
-    """Create or replace a file atomically. `fill` writes the content to a temporary path."""
     target.parent.mkdir(exist_ok=True)
     temporary = target.with_name(f".{target.name[-100:]}.tmp")
     # Remove the leftover of an interrupted call, because a hard link cannot replace a file.

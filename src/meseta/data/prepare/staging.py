@@ -180,7 +180,6 @@ def _replace(out: Path, tmp: Path) -> None:
 
 
 def _restore_replaced(out: Path) -> None:
-    """Revert or complete a replacement that was interrupted."""
     old = _replaced_path(out)
     if not ((old / DATASET_FILE).exists() or (old.is_dir() and not any(old.iterdir()))):
         return

@@ -76,7 +76,6 @@ def _box(item: T) -> list[T]:
 
 
 def _produce(items: Iterator[T], ready: queue.Queue[list[T] | BaseException], stopped: threading.Event) -> None:
-    """Put items into the queue until `stopped` is set."""
     # The thread that sets `stopped` must empty the queue, so that `put` never blocks forever.
     try:
         for made in map(_box, items):

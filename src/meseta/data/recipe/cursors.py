@@ -60,7 +60,6 @@ class CursorPool:
             spare.close()
 
     def _acquire(self, stretch: RowRange) -> RowCursor:
-        """Return the idle cursor that is closest before the range, or a new one."""
         # Going backwards is expensive. A cursor behind the range is used only if the file has the maximum of idle ones.
         with self._lock:
             idle = [entry for entry in self._idle if entry[0] == stretch.source]

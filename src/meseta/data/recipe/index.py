@@ -92,7 +92,6 @@ class SourceIndex:
         return stretches
 
     def _group_start(self, split: str, group: int) -> tuple[int, FilePosition]:
-        """Return (block, position) of the first row of a group."""
         # The group after the last one starts at the end of all blocks.
         if group * self._group_rows >= self.num_rows(split):
             last = self._blocks["source"].size - 1

@@ -177,7 +177,6 @@ class RecipePreparation:
     def _count_split(
         self, maker: RowMaker, recipe: Recipe, split: str, counters: Mapping[str, WindowCounter]
     ) -> Iterator[int]:
-        """Count a split window by window, and yield the number of windows so far."""
         files = StatisticsFiles(self.staging.scratch, f"counted-{split}")
         done = self.staging.state.get("count", {}).get(split, {"num_windows": 0})
         # Continue after the windows that an interrupted run has counted.

@@ -321,7 +321,6 @@ def _write_file(
 
 @contextmanager
 def _atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """Context manager that opens a temporary file and renames it to `path` on success."""
     # The temporary file is deleted on any error.
     tmp = path.with_name(f".{path.name}.tmp")
     try:

@@ -84,7 +84,6 @@ def _check_step(embeddings: EmbeddingBagCollection, ids: KeyedJaggedTensor, grad
 
 
 def _pool_reference(embeddings: EmbeddingBagCollection, ids: KeyedJaggedTensor, feature: int, table: Tensor) -> Tensor:
-    """Compute the pooled embeddings of one feature in float64."""
     spec, feature_ids = embeddings.features[feature], ids[f"f{feature}"]
     offsets = torch.cat([feature_ids.lengths.new_zeros(1), feature_ids.lengths.cumsum(0)])
     weights = feature_ids.weights.double() if spec.weighted and feature_ids.weights is not None else None

@@ -119,7 +119,6 @@ class MesetaOperators(BenchmarkTarget):
         self.embeddings(self.batches[call % len(self.batches)]).pooled.values.backward(self.gradient)
 
     def _gather_limit(self, call: int) -> float:
-        """Return the seconds to read the rows of all batches once."""
         threads = self.num_threads
         if threads not in self.prefetches:
             self.prefetches[threads] = best_prefetches(self.tables, self.ids, self.bounds, threads)
@@ -150,7 +149,6 @@ class MesetaOperators(BenchmarkTarget):
 
 
 def _mean_row_bytes(tables: list[torch.Tensor], counts: np.ndarray) -> float:
-    """Return the mean number of bytes per row, weighted by the number of ids per table."""
     row_bytes = np.array([table.shape[1] * table.element_size() for table in tables])
     per_table = counts.reshape(-1, len(tables)).sum(axis=0)
     return float((row_bytes * per_table).sum() / max(per_table.sum(), 1))

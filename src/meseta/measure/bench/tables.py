@@ -82,7 +82,6 @@ def _describe_workload(result: OpsResult) -> str:
 
 
 def _comparison_text(result: OpsResult, line: OperatorMeasurement) -> str:
-    """Format the comparison of `line` with measurements of Meseta that have the same optimizer."""
     base, share = result.baseline(line), result.step_ratio(line)
     if line.target.name != "ours":
         if base is None:

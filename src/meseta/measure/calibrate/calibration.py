@@ -188,7 +188,6 @@ def _memory_bytes() -> int:
 
 
 def _needs_more_combinations(elapsed_s: float, budget_s: float, num_measured: int) -> bool:
-    """Whether to measure one more combination."""
     # At least two combinations must be held out, whatever the time.
     if elapsed_s < budget_s or num_measured < 2 * HELD_OUT_STRIDE:
         return True

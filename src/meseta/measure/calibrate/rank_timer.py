@@ -225,7 +225,6 @@ class _ReplicatedShards:
 
 
 def _make_table_shards(task: ShardingTask, pieces: list[TaskShard], tables: list[TableRows]) -> list[TableShard]:
-    """Convert shards of a task to shards of an embedding."""
     specs, shards = task.workload().tables, []
     for (t, rows, columns), table_rows in zip(pieces, tables, strict=True):
         shard = Shard(table=specs[t].name, rows=rows, columns=columns, ranks=(0,))

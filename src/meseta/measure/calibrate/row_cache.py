@@ -172,7 +172,6 @@ class TableTrainer:
 
 
 def _write_backing_store(shard: TieredShard) -> None:
-    """Write all rows of a shard to its backing store."""
     # The first lookup of an unwritten row also computes its values, which would distort the measurement.
     for first in range(0, NUM_ROWS, ROWS_PER_CHUNK):
         values = shard.read(first, first + ROWS_PER_CHUNK)

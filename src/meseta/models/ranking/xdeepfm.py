@@ -82,7 +82,6 @@ class _CINLayerFunction(torch.autograd.Function):
 
 
 def _select_method(first: Tensor, weight: Tensor) -> tuple[Callable[..., Tensor], Callable[..., tuple[Tensor, ...]]]:
-    """Return (forward function, backward function)."""
     # The method with the smaller array: all sums over j, [B, D, outputs H], or all products, [B, D, H M].
     if len(weight) < first.shape[2]:
         return _sums_first, _sums_first_backward

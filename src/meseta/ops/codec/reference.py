@@ -94,7 +94,6 @@ def _decode(matrix: Tensor, row: RowLayout, layouts: CodecLayouts) -> Tensor:
 
 
 def _cell_words(draw: RandomSource, row: RowLayout, out: Tensor, rows: Tensor | None) -> Tensor:
-    """Return the random word of each cell, int64 [B, columns]."""
     numbers = torch.arange(draw.first_row, draw.first_row + len(out), device=out.device) if rows is None else rows
     corners = zip(draw.keys, draw.columns, row.pieces, strict=True)
     each = [cell_bits(key % 2**64, numbers, (first, first + width)) for key, first, width in corners]
@@ -115,7 +114,6 @@ def _padded_positions(row: RowLayout, device: torch.device) -> Tensor:
 
 
 def _view_as(matrix: Tensor, dtype: torch.dtype) -> Tensor:
-    """Reinterpret the bytes of each row as `dtype`."""
     # The copy aligns the bytes, because `view` needs aligned storage.
     size = matrix.shape[1] * matrix.element_size() // dtype.itemsize
     return matrix.flatten().clone().view(dtype).view(len(matrix), size)

@@ -99,7 +99,6 @@ def decode_columns(
 
 # The exponent and the scale may change in every step, so they are not part of the cached plan.
 def _plan_words(plan: LaunchPlan, exponent: int, scale: float, row_bytes: int, device: torch.device) -> Tensor:
-    """Return the plan on the device, with its header."""
     (scale_bits,) = unpack("<i", pack("<f", scale))
     return device_constant((plan.num_blocks, (exponent + 127) << 23, scale_bits, row_bytes, *plan.words), device)
 

@@ -50,7 +50,6 @@ def _check(x: Tensor, pooled: Tensor) -> None:
 
 
 def _output_width(x: Tensor, pooled: Tensor) -> Any:
-    """Return the number of columns of the result."""
     num_features = pooled.shape[1] // x.shape[1]
     return x.shape[1] + num_features * (num_features + 1) // 2
 

@@ -44,7 +44,6 @@ def multiply_high(words: Tensor, size: int) -> Tensor:
 
 
 def _to_int64(word: int) -> int:
-    """Return the lower 64 bits as a signed number."""
     return (word + (1 << 63)) % (1 << 64) - (1 << 63)
 
 

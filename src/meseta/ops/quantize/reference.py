@@ -61,7 +61,6 @@ def quantize_rows(
 
 
 def _quantize_int(rows: Tensor, row_format: str, bits: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return codes over the full range, scale and offset."""
     (low, high), top = row_range(rows), 2 ** CODE_BITS[row_format] - 1
     if row_format == "int8":
         # Torch divides a number by a tensor as a product with the reciprocal, which rounds twice.

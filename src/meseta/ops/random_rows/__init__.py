@@ -106,7 +106,6 @@ def _init_scale(spec: TableSpec) -> float:
 
 
 def _align_to_pairs(columns: tuple[int, int]) -> tuple[int, int]:
-    """Extend a range of columns to whole pairs."""
     return columns[0] // 2 * 2, -(-columns[1] // 2) * 2
 
 

@@ -97,7 +97,6 @@ class RowMarks:
         self.words &= other_bits - (1 << 32) if other_bits >> 31 else other_bits
 
     def _flush_log(self) -> None:
-        """Mark the rows in the log and empty it."""
         log = self.words_and_log[len(self.words) :]
         if len(log) and (count := int(log[0])):
             self.add(log[1 : 1 + count].long().unique())

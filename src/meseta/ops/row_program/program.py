@@ -149,7 +149,6 @@ class _Tracer:
         return summands
 
     def _update(self, stats: dict[str, Symbol]) -> list[StoreOutput]:
-        """Return the stores of the update. Unchanged values are not stored."""
         answer = self._run(self.optimizer.update, stats)
         if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], dict)):
             raise MesetaError(f"{self.owner}: update must return (new rows, new state by name), got {answer!r}")

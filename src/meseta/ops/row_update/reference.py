@@ -63,13 +63,11 @@ def _store_if_finite(found_inf: Tensor | None, target: Tensor, rows: Tensor, val
 
 
 def _mark_if_finite(found_inf: Tensor | None, marks: Tensor, rows: Tensor) -> None:
-    """Mark unique rows unless `found_inf` is nonzero, without a host sync."""
     marked = marks | mark_words(rows, marks.numel())
     marks.copy_(marked if found_inf is None else torch.where(found_inf == 0, marked, marks))
 
 
 def _sum_gradients(call: UpdateCall, table: Tensor, features: Sequence[FeatureGradient]) -> tuple[Tensor, Tensor]:
-    """Return the touched rows of one table and their summed gradients."""
     ids, num_bags, dim, dtype = call.ids, call.num_bags, table.shape[1], compute_dtype(table.dtype)
     parts, blocks = [ids.new_empty(0).long()], [ids.new_empty(0).long()]
     terms = [table.new_empty(0, dim, dtype=dtype)]

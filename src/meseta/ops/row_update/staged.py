@@ -139,7 +139,6 @@ def _cpu(*arguments: Any) -> None:
 
 
 def _check(call: ApplyCall) -> None:
-    """Raise MesetaError if shapes, dtypes or counts do not match each other."""
     check_program("row update", call.code, call.uniforms[None], 1, call.step)
     check_origin("row update", call.origin)
     if not call.table.is_floating_point() or call.table.dim() != 2:

@@ -270,7 +270,6 @@ def _check_table(
 
 
 def _check_ids(call: UpdateCall) -> None:
-    """Check properties that the host knows without a sync."""
     if call.ids.dtype not in (torch.int32, torch.int64):
         raise MesetaError(f"row_update: ids are {call.ids.dtype}; pass int32 or int64")
     if call.weights is not None and call.weights.numel() != call.ids.numel():

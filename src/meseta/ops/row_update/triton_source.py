@@ -97,7 +97,6 @@ def _pointer_statements(state_is_row: Sequence[bool]) -> str:
 
 
 def _operands(code: Sequence[int]) -> list[int]:
-    """Return the registers and uniforms that an instruction reads."""
     op, _, a, b, c = code
     if op in (Op.LOAD_WEIGHT, Op.LOAD_STATE, Op.LOAD_STAT):
         return []

@@ -139,7 +139,6 @@ def rank_corrections(network: Network, inputs: Floats, shares: Floats, owner: In
 
 
 def _has_network(loads: ShardLoads, *, is_update: bool) -> NDArray[np.bool_]:
-    """Whether the networks are trained on each shard's tier and optimizer [n]."""
     here = loads.tier_index == TIERS.index(HBM)
     if is_update:
         trained = np.isin(np.array(loads.optimizers), _OPTIMIZERS)

@@ -182,7 +182,6 @@ def _transfer_cost(
 def _step_seconds(
     workload: Workload, computed: tuple[Floats, Floats], dense_s: float, sent: Sequence[TransferCost]
 ) -> tuple[float, Sequence[float]]:
-    """Return the seconds of a step, and the hidden seconds of each transfer."""
     # Without overlap, a step is the slowest rank's lookup and update, the dense part, and each collective at its
     # slowest rank. With overlap, it is the longest cycle of the schedule, but never longer than that sum.
     step_s = float((computed[0] + computed[1]).max() + dense_s)

@@ -66,7 +66,6 @@ def _predict_codec(
 
 
 def _with_exchange(plan: Plan, comm: Communication, exchange: ExchangeAlgorithm | None) -> Plan:
-    """Return the plan with another exchange algorithm."""
     path = plan.dense_exchange or "cross_host" if exchange == "hierarchical" else None
     # A chain of hosts cannot be used with a codec.
     if path == "chain" and not comm.is_lossless:

@@ -70,7 +70,6 @@ def diff_plans(before: Plan, after: Plan, tables: Mapping[str, TableSpec]) -> li
 
 
 def _missing_cells(shard: Shard, held: list[Shard]) -> tuple[int, int]:
-    """Return the (rows, elements) of a shard that its rank does not have yet."""
     rows = cells = 0
     for other in held:
         common = min(shard.rows[1], other.rows[1]) - max(shard.rows[0], other.rows[0])

@@ -212,7 +212,6 @@ def _allow_all_tiers(task: PlanTask, tables: Sequence[TableSpec]) -> tuple[str, 
 
 
 def _is_tier_restricted(table: TableSpec, task: PlanTask) -> bool:
-    """Whether constraints exclude a table from a tier of the topology."""
     tiers = task.constraints.rule(table.name).tiers
     return tiers is not None and len(task.tier_sets) > 1
 
@@ -224,7 +223,6 @@ def _with_rules(task: PlanTask, tables: Sequence[TableSpec], change: Callable[[T
 
 
 def _relaxed_constraints(task: PlanTask) -> Iterator[tuple[str, PlanTask]]:
-    """Yield changes that drop one of the constraints."""
     constraints = task.constraints
     if constraints.max_tables_per_rank is not None:
         yield "drop max_tables_per_rank", replace(task, constraints=replace(constraints, max_tables_per_rank=None))

@@ -51,7 +51,6 @@ def perturb_and_reinsert(assignment: Assignment, max_rounds: int, seed: int = 0)
 
 
 def _place_best(assignment: Assignment, unit: int) -> bool:
-    """Place a unit in its cheapest option. Returns false if no option fits."""
     placement = best_placement(assignment, unit, np.inf)
     if placement is None:
         return False

@@ -137,7 +137,6 @@ class OptionCosts:
 
 
 def _sum_by_option(values: Floats, first: Ints) -> Floats:
-    """Sum values of shards [n, k] over the shards of each option [W, k]."""
     ends = np.vstack([np.zeros((1, values.shape[1])), np.cumsum(values, axis=0, dtype=np.float64)])
     return ends[first[1:]] - ends[first[:-1]]
 

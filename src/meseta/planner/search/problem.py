@@ -422,7 +422,6 @@ class _ProblemBuilder:  # Collects all options, then estimates all shards togeth
         return replace(options, paths=paths), least_s, fixed_s
 
     def _make_partitioning(self, pieces: ShardArrays, option: Ints) -> ShardPartitioning:
-        """Return the partitioning of each shard's table within its option."""
         key = option * (len(self._tables) + 1) + pieces.table
         row_parts = _count_distinct(key, pieces.first_row)
         column_parts = _count_distinct(key, pieces.first_column)

@@ -72,7 +72,6 @@ def _movable_units(assignment: Assignment) -> list[int]:
 
 
 def _shard_seconds(assignment: Assignment, unit: int) -> float:
-    """Return the estimated seconds of lookup and update of a unit's single shard."""
     return float(assignment.options.seconds[assignment.options.first_shard[assignment.option[unit]], 0])
 
 

@@ -233,7 +233,6 @@ def _targets(model: Any) -> dict[str, Tensor]:
 def _check_names(
     tensors: Mapping[str, Tensor], targets: Mapping[str, Tensor], names: Mapping[str, str], way_out: str
 ) -> None:
-    """Raise MesetaError unless tensors and targets match one to one, with equal shapes."""
     problems = []
     strange = [n for n in tensors if names[n] not in targets]
     if strange:

@@ -149,7 +149,6 @@ def _check_values(wrong: NDArray[np.bool_], name: str, column: NDArray[np.floati
 
 
 def _starts_new_value(rising: NDArray[np.generic]) -> NDArray[np.bool_]:
-    """Return whether each value differs from its predecessor. The first element is true."""
     return np.concatenate([[True], rising[1:] != rising[:-1]])
 
 

@@ -94,7 +94,6 @@ def is_background_save_certain(config: CheckpointConfig) -> bool:
 
 
 def _has_deltas(config: CheckpointConfig) -> bool:
-    """Whether checkpoints may hold changed rows only, or quantized rows."""
     return config.deltas != "none" or config.bits != "exact" or bool(config.tables)
 
 

@@ -108,7 +108,6 @@ def _slow_bfloat16_error(device: torch.device) -> MesetaError | None:
 
 
 def _linear_layer_s(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the median seconds of a linear layer, for an error message only."""
     rows, inputs, outputs = _PROBE_SHAPE
     x = torch.ones(rows, inputs, device=device, dtype=dtype)
     weight = torch.ones(outputs, inputs, device=device, dtype=dtype)

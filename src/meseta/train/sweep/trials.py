@@ -68,7 +68,6 @@ def _run_trial(config: RunConfig, dataset: Dataset, rate: float, world: World) -
 
 
 def _load_result(trial: RunDir) -> EvalLine | None:
-    """Return the evaluation of a finished trial, else `None`. Raises StorageError if reading fails."""
     content = read_if_exists(trial.path / _RESULT_FILE)
     try:
         return None if content is None else EvalLine.model_validate(parse_json(content))
