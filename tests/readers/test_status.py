@@ -53,7 +53,7 @@ def test_lines_for_people() -> None:
     assert of_reader == (
         "reader 'grpc://127.0.0.1:7': 123k rows/s, busy 80%; 3 windows leased, 45.0 MB of 512 MB held; "
         "1,200,000 rows in 5 windows decoded, of them again 2 to make room for earlier ones, "
-        "1 after nobody had taken rows"
+        "1 after no rows were requested"
     )
     assert ", leaving: " in leaving and "again" not in leaving
     assert "2 ranks: waits 12% of the time (rank 0 12%, rank 1 3.0%)" in of_run

@@ -9,7 +9,7 @@ from meseta.data.read.served.messages import ReaderServiceStatus, ReaderStatus, 
 from meseta.errors import format_value
 from meseta.telemetry.formatting import format_bytes, format_count, format_percent, format_quantity, format_si
 
-REDECODE_REASONS = {"room": "to make room for earlier ones", "idle": "after nobody had taken rows"}
+REDECODE_REASONS = {"room": "to make room for earlier ones", "idle": "after no rows were requested"}
 FORMER_METRICS = {
     "readers_target": "readers_wanted",
     "reader_windows_redecoded_total": "reader_windows_again_total",
@@ -78,7 +78,7 @@ def prometheus_text(status: ReaderServiceStatus) -> str:
                 [({"reader": r.reader, "why": why}, n) for r in readers for why, n in r.num_redecoded.items()]),
         _format_family("windows_reassigned_total", "counter", "Windows that went to another reader",
                 [({"why": why}, number) for why, number in status.num_moved.items()]),
-        _format_family("waiting_ratio", "gauge", "Share of its time that a rank stands still for batches",
+        _format_family("waiting_ratio", "gauge", "Share of time that a rank waits for batches",
                 [({"run": s.run, "dataset": s.dataset, "split": s.split, "rank": rank}, value)
                  for s in status.sessions for rank, value in s.waiting_shares.items()]),
     ]  # fmt: skip

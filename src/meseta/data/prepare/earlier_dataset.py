@@ -66,7 +66,7 @@ def layout_from_dataset(dataset: Dataset) -> RawLayout:
         raise MesetaError(f"{where}: two features have buckets of column {sorted(cut)[0]!r}; {_PREPARE_AGAIN}")
     if layout.group_column != dataset.group:
         raise MesetaError(
-            f"{where}: the group is column {dataset.group!r}, and source_form tells of another; " + _PREPARE_AGAIN
+            f"{where}: the group is column {dataset.group!r}, but source_form names another; " + _PREPARE_AGAIN
         )
     return layout
 
@@ -107,9 +107,7 @@ def _sparse_column(where: str, feature: SparseFeature, form: SourceForm | None) 
     weight, separator = (form.weights.get(name), form.separators.get(name)) if form else (None, None)
     is_text = form is not None and find_format(form.kind).is_delimited
     if is_text and feature.multi_valued and (separator is None or feature.weighted != (weight is not None)):
-        raise MesetaError(
-            f"{where}: source_form does not tell how the values of {name!r} are written; {_PREPARE_AGAIN}"
-        )
+        raise MesetaError(f"{where}: source_form has no format of the values of {name!r}; {_PREPARE_AGAIN}")
     return SparseColumn(
         name=name,
         column=made_of[0] if made_of else None,

@@ -59,11 +59,11 @@ def run_probes(limit_s: float = PROBE_TIMEOUT_S) -> dict[str, ProbeResult]:
 def main(stages: Sequence[str]) -> None:
     """Run `stages` in this process. Output of libraries is redirected to standard error."""
     warnings.filterwarnings("ignore")
-    answers = os.fdopen(os.dup(1), "w")
+    replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
     def say(**message: Any) -> None:
-        print(json.dumps(message), file=answers, flush=True)
+        print(json.dumps(message), file=replies, flush=True)
 
     for stage in stages:
         say(begin=stage)

@@ -54,7 +54,7 @@ def main() -> None:
     """Serve until standard input ends."""
     warnings.filterwarnings("ignore")
     # Keep standard output for answers, and redirect file descriptor 1 to standard error.
-    answers = os.fdopen(os.dup(1), "w")
+    replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     worker = Worker()
     for line in sys.stdin:
@@ -62,6 +62,6 @@ def main() -> None:
             reply = {"answer": worker.handle(json.loads(line))}
         except Exception as error:  # The benchmark decides how to handle it.
             reply = {"error": f"{type(error).__name__}: {error}"}
-        answers.write(json.dumps(reply) + "\n")
-        answers.flush()
+        replies.write(json.dumps(reply) + "\n")
+        replies.flush()
     os._exit(0)  # Skip the teardown of process groups and of gigabytes of tables.

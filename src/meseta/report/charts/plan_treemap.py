@@ -159,14 +159,14 @@ def _rank_figures(held: dict[int, list[DrawnShard]], totals: list[int]) -> str:
     num_ranks = len(totals)
     width = {1: 1072.0, 2: 528.0, 3: 346.0}.get(num_ranks, 256.0 if num_ranks <= 8 else 120.0)
     area_per_byte = width * MAX_HEIGHT / max(totals)
-    figures = []
+    treemaps = []
     for rank, total in enumerate(totals):
         caption = tag("figcaption", tag("b", escape(f"rank {rank}")), " ", escape(format_bytes(total)))
-        figures.append(tag("figure", caption, _rank_treemap(rank, held[rank], width, area_per_byte)))
+        treemaps.append(tag("figure", caption, _rank_treemap(rank, held[rank], width, area_per_byte)))
     if num_ranks == 1:
-        return tag("div", *figures, class_="ranks scroll")
+        return tag("div", *treemaps, class_="ranks scroll")
     style = f"grid-template-columns:repeat(auto-fit,minmax(min({int(width * 0.8)}px,100%),1fr))"
-    return tag("div", *figures, class_="ranks", style=style)
+    return tag("div", *treemaps, class_="ranks", style=style)
 
 
 def _rank_treemap(rank: int, pieces: Sequence[DrawnShard], width: float, area_per_byte: float) -> str:
