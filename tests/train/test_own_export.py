@@ -250,7 +250,9 @@ def test_what_is_missing(run: Path, config: Callable[..., RunConfig], tmp_path: 
             import_export(run.parent / name, config(), states=states)
     with pytest.raises(MesetaError, match="use --from meseta"):
         import_model(run.parent / "bare", "torch", config())
-    with pytest.raises(MesetaError, match=r"export '.*'model.top_mlp.0.bias' has shape \(8,\), but \(9,\)"):
+    with pytest.raises(
+        MesetaError, match=r"export '.*'model.top_mlp.0.bias' is saved as \(8,\), but the model has \(9,\)"
+    ):
         import_export(run.parent / "bare", config(model__top_mlp=[9]))
     assert list(tmp_path.iterdir()) == []
     import_export(run.parent / "bare", config(embedding__optimizer__name="sgd", dense__optimizer__name="sgd"))

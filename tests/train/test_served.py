@@ -211,7 +211,9 @@ def test_what_is_left_of_a_former_attempt_is_turned_away(tier: Tier, tmp_path: P
     former, later = (Trainer(RunConfig.model_validate(document), World.single()) for _ in range(2))
     later.run()
     expected = final_checksum(tmp_path / "run")
-    with pytest.raises(MesetaError, match=r"rank 0 belongs to a former attempt at run '.*run', which has been begun"):
+    with pytest.raises(
+        MesetaError, match=r"rank 0 belongs to an earlier attempt of run '.*run', which has been restarted"
+    ):
         former.run()
     shutil.rmtree(tmp_path / "run")
     train(served(tier, tmp_path / "run"))
@@ -287,7 +289,7 @@ def test_files_are_asked_for_by_feature(tier: Tier, feature: str, problem: str) 
     described = dispatcher.describe(None)
     with pytest.raises(MesetaError, match=problem):
         list(dispatcher.fetch_table(TableRequest(dataset="click", digest=described.digest, feature=feature)))
-    with pytest.raises(MesetaError, match="has been prepared anew"):
+    with pytest.raises(MesetaError, match="has been prepared again"):
         list(dispatcher.fetch_table(TableRequest(dataset="click", digest="0" * 64, feature=None)))
 
 

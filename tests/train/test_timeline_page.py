@@ -46,7 +46,7 @@ def test_the_step_of_median_length_is_drawn_in_proportion() -> None:
         drawn = boxes(markup, class_)
         assert drawn == [pytest.approx((MARGIN_LEFT + begin * ms, MARGIN_LEFT + end * ms), abs=0.02)] * 2
     assert len(boxes(markup, "stage stage-none")) == 4
-    assert "ids under way, 2.00 MB to its host: 8 ms" in markup
+    assert "ids in flight, 2.00 MB to its host: 8 ms" in markup
 
 
 def test_ranks_that_are_not_drawn_are_told() -> None:
