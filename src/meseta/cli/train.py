@@ -154,9 +154,8 @@ def train(
             if readers != "0":
                 stack.enter_context(_run_local_readers(readers, data or [], settings))
             _launch_ranks(nproc, _current_max_restarts(max_restarts, restarts), min_nproc, settings)
-        tried_on = None
+        tried_on = _prepare_and_choose_settings(document, settings, sources=data, force=force, **said) if data else None
         if data:
-            tried_on = _prepare_and_choose_settings(document, settings, sources=data, force=force, **said)
             settings = validate_document(document, config)
         _train(settings, with_test=not no_test, profile=profiled, from_scratch=force, tuning_dataset=tried_on)
 
