@@ -130,8 +130,9 @@ def train(
 ) -> None:
     """Train a model, evaluate it and write a report. If started again, resumes from the newest checkpoint."""
     from meseta.config import read_config_document, validate_document
+    from meseta.telemetry.timeline import StepRange
 
-    profiled = profile if profile_steps is None else _parse_step_range(profile_steps)
+    profiled = profile if profile_steps is None else StepRange.parse(profile_steps)
     config, overrides = _split_arguments(arguments or [])
     document = read_config_document(config, overrides)
     said = _given_options(
@@ -158,12 +159,6 @@ def train(
         if data:
             settings = validate_document(document, config)
         _train(settings, with_test=not no_test, profile=profiled, from_scratch=force, tuning_dataset=tried_on)
-
-
-def _parse_step_range(text: str) -> StepRange:
-    from meseta.telemetry.timeline import StepRange
-
-    return StepRange.parse(text)
 
 
 @contextmanager
