@@ -39,8 +39,9 @@ def faults(rows: Sequence[Call], beside: set[str], made: Sequence[Call]) -> list
     ran = [row for row in rows if row in place]
     found += [f"{b} runs before {a}" for a, b in pairwise(ran) if place[b] < place[a]]
     named = {file.partition("/")[0] + "/" for file, _ in rows} | beside
-    folders = {folder + "/" if slash else folder for folder, slash, _ in (file.partition("/") for file, _ in made)}
-    found += [f"{folder} runs and is not named" for folder in sorted(folders - named)]
+    calls_by_folder = {file.partition("/")[0] + "/" * ("/" in file): (file, name) for file, name in reversed(made)}
+    folders = calls_by_folder.keys()
+    found += [f"{folder} runs and is not named: {calls_by_folder[folder]}" for folder in sorted(folders - named)]
     return found + [f"{folder} is named and does not run" for folder in sorted(beside - folders)]
 
 
