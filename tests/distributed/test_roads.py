@@ -106,7 +106,8 @@ def test_a_road_that_is_not_gone_is_told() -> None:
     assert faults([made[0], made[1]], {"e.py"}, made) == []
     assert faults([made[1], made[0]], {"e.py"}, made) == [f"{made[0]} runs before {made[1]}"]
     assert faults([made[0], made[1], ("a/b.py", "gone")], {"e.py"}, made) == ["('a/b.py', 'gone') does not run"]
-    assert faults([made[0]], {"e.py", "f/"}, made) == ["c/ runs and is not named", "f/ is named and does not run"]
+    unnamed = "c/ runs and is not named: ('c/d.py', 'second')"
+    assert faults([made[0]], {"e.py", "f/"}, made) == [unnamed, "f/ is named and does not run"]
 
 
 ADDITIONS = re.findall(r"^\| ([a-z ]+) \| `(\w+)` \| (.+) \|$", PAGE, re.MULTILINE)
