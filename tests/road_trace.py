@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import inspect
 import sys
 import threading
@@ -31,9 +30,6 @@ def calls() -> Iterator[list[Call]]:
             made.setdefault((code.co_filename.removeprefix(root), name))
 
     found: list[Call] = []
-    # Finalizers of objects that earlier tests left behind are not part of a road.
-    gc.collect()
-    gc.disable()
     threading.setprofile(note)
     sys.setprofile(note)
     try:
@@ -41,7 +37,6 @@ def calls() -> Iterator[list[Call]]:
     finally:
         sys.setprofile(None)
         threading.setprofile(None)  # type: ignore[arg-type]
-        gc.enable()
         found += made
 
 

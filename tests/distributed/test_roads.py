@@ -46,8 +46,10 @@ def faults(rows: Sequence[Call], beside: set[str], made: Sequence[Call]) -> list
 
 
 def third_step(folder: Path) -> list[Call]:
+    from meseta.comm.recording import start_record
     from meseta.train.trainer import Trainer
 
+    start_record(folder)  # The pool keeps the record of any earlier test, and `meseta train` always has one.
     document = settings(
         folder / "tiny", folder / "run", train__max_steps=4, plan={"tables": {"*": "row_wise"}}, pipeline__overlap="off"
     )
