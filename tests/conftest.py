@@ -1,4 +1,4 @@
-"""What every test runs under: shapes checked in every call, poisoned memory, one thread, fixed hypothesis examples.
+"""What every test runs under: checked shapes, poisoned memory, one thread, fixed hypothesis examples.
 
 The GPU folder runs on a machine with torch, numpy and pytest alone, so everything else is optional here.
 """
@@ -22,13 +22,21 @@ from pathlib import Path
 import pytest
 
 if find_spec("jaxtyping") and find_spec("beartype"):
-    from jaxtyping import install_import_hook
+    from jaxtyping import config, install_import_hook
 
-    # Every call costs; mypy holds the packages whose signatures have no shapes, and `make soak` checks theirs too.
-    shaped = ("data.batch", "embedding", "jagged", "models", "ops", "pipeline", "storage")
-    checks_all = os.environ.get("MESETA_SOAK") and os.environ.get("MESETA_SOAK_TYPES") != "0"
-    checked = ["meseta"] if checks_all else [f"meseta.{package}" for package in shaped]
-    install_import_hook(checked, "typed.check")
+    # A check costs more than most calls. `make test` checks shapes, in the tests of the packages whose signatures have
+    # them; mypy holds the other types. `make soak` checks all types in all tests.
+    SHAPED = ("data", "embedding", "jagged", "models", "ops", "pipeline", "storage")
+    CHECKS_ALL = bool(os.environ.get("MESETA_SOAK")) and os.environ.get("MESETA_SOAK_TYPES") != "0"
+    checked = [f"meseta.{'data.batch' if package == 'data' else package}" for package in SHAPED]
+    install_import_hook(["meseta"] if CHECKS_ALL else checked, "typed.check")
+
+    @pytest.fixture(autouse=True)
+    def shape_checks(request: pytest.FixtureRequest) -> None:
+        """Shapes are checked in each call, or in none."""
+        folder = request.path.relative_to(Path(__file__).parent).parts[0]
+        config.update("jaxtyping_disable", not CHECKS_ALL and folder not in (*SHAPED, "house"))
+
 
 # Tests compare bits, and a GPU has others: they run on the CPU, but for `pytest tests/gpu`. Workers inherit both.
 if not os.environ.setdefault("MESETA_TEST_GPU", "1" if any("tests/gpu" in argument for argument in sys.argv) else ""):

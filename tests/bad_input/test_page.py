@@ -85,7 +85,7 @@ def test_one_rank(place: Place, case: Callable[[Place], list[Any]]) -> None:
     check(case.__name__, place, ended, before)
 
 
-@pytest.mark.parametrize("name", sample([case.__name__ for case in ON_RANKS], 12, seed=3))
+@pytest.mark.parametrize("name", sample([case.__name__ for case in ON_RANKS], 6, seed=3))
 def test_two_ranks(place: Place, two_ranks: Callable[..., list[Ended]], name: str) -> None:
     """Both ranks end, with one message; the launcher prints that of rank 0."""
     [case] = [case for case in ON_RANKS if case.__name__ == name]

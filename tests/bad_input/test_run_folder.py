@@ -307,7 +307,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 WRITTEN = {"page.html", "p.parquet", "run/report.html"}
 
 
-@pytest.mark.parametrize("case", sample(product(name=NAMES, harm=list(HARMS), command=list(COMMANDS)), k=12, seed=1))
+@pytest.mark.parametrize("case", sample(product(name=NAMES, harm=list(HARMS), command=list(COMMANDS)), k=8, seed=1))
 def test_a_strangers_file_in_a_run_ends_a_command_in_one_line_or_is_left_alone(
     case: dict[str, str], tiny: Path, trained: Path, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

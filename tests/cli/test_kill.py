@@ -20,7 +20,7 @@ import pytest
 from cli.processes import Command
 from meseta import checkpoint
 from meseta.data.synth import ClickLog, SynthOptions, write_click_log
-from sampling import product, sample
+from sampling import case_id, product
 from small_run import (
     REAL_ROWS,
     final_checksum,
@@ -227,16 +227,15 @@ def test_killed_with_answers_in_flight(
 DELTAS = ("one_shot", "consecutive", "intermittent", "rolling")
 
 
-@pytest.mark.parametrize("case", sample(product(policy=DELTAS, size=[1, 2, 4], seed=range(2)), k=1, seed=5))
+@pytest.mark.soak  # tests/train/test_delta_runs.py stops such runs in `make test`
+@pytest.mark.parametrize("case", product(policy=DELTAS, size=[1, 2, 4], seed=range(2)), ids=case_id)
 def test_killed_while_it_saves_deltas(
     whole: Callable[..., Path], tiny: Path, tmp_path: Path, case: dict[str, Any]
 ) -> None:
-    """24 x 5 kills, and one more in the sample: the bits of a run that saves whole checkpoints, which nobody killed."""
+    """24 x 5 kills: the bits of a run that saves whole checkpoints, which nobody killed."""
     size, draw = case["size"], random.Random(str(case))
-    is_sample = os.environ.get("MESETA_SOAK") is None
-    moments = ["saving"] if is_sample else [draw.choice(["start-up", "training", "saving"]) for _ in range(5)]
-    every = {"checkpoint__every_steps": 3 if is_sample else 1}
-    deltas = {"checkpoint__deltas": case["policy"], "checkpoint__max_chain": 3, **every}
+    moments = [draw.choice(["start-up", "training", "saving"]) for _ in range(5)]
+    deltas = {"checkpoint__deltas": case["policy"], "checkpoint__max_chain": 3, "checkpoint__every_steps": 1}
     run_dir = killed_and_gone_on(tmp_path, tiny, size, moments, seed=case["seed"], **deltas)
     check_equal(run_dir, whole(size) / "run")
     listed = checkpoint.list_checkpoints(run_dir)

@@ -14,9 +14,10 @@ from small_run import MODELS_WITH_NORMS, dropout_and_norms, settings, write_conf
 CASES = [(model, size, seed) for model in MODELS_WITH_NORMS for size in (1, 2) for seed in (1, 2)]
 
 
+@pytest.mark.soak  # tests/distributed/test_global_layers.py resumes such a run in `make test`
 @pytest.mark.parametrize(
     ("model", "size", "seed", "num_kills"),
-    [("final", 1, 0, 1), *(pytest.param(*case, 3, marks=pytest.mark.soak) for case in CASES)],
+    [("final", 1, 0, 1), *((*case, 3) for case in CASES)],
 )
 def test_killed_with_dropout_and_norms(
     tiny: Path, tmp_path: Path, model: str, size: int, seed: int, num_kills: int

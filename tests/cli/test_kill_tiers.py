@@ -56,9 +56,10 @@ def resident(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Callable[[
     return get
 
 
+@pytest.mark.soak  # tests/distributed/test_file_storage.py resumes such a run in `make test`
 @pytest.mark.parametrize(
     ("size", "seed", "num_kills"),
-    [(1, 0, 1), *(pytest.param(size, seed, 5, marks=pytest.mark.soak) for size in (1, 2) for seed in range(1, 11))],
+    [(1, 0, 1), *((size, seed, 5) for size in (1, 2) for seed in range(1, 11))],
 )
 def test_killed_while_rows_move(
     resident: Callable[[int], Path], tiny: Path, tmp_path: Path, size: int, seed: int, num_kills: int

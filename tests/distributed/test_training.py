@@ -107,7 +107,7 @@ def test_one_process_and_many_train_the_same_model(
             torch.testing.assert_close(weight, alone[name], rtol=0, atol=tolerance)
 
 
-FEW = {"logistic_regression", "deepfm", "xdeepfm", "final"}
+FEW = {"logistic_regression", "deepfm", "final"}
 """Models that `make test` trains here; others are on several ranks in most files beside this one."""
 MODELS = [pytest.param(name, marks=[] if name in FEW else pytest.mark.soak) for name in MODEL_NAMES]
 
