@@ -7,9 +7,12 @@ import codecs
 import encodings.aliases
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -167,6 +170,20 @@ def test_bytes_that_are_no_utf8_are_bad_rows(tmp_path: Path) -> None:
     dataset = run(tmp_path, "skip.csv", BAD, bad_rows="skip", max_bad_rows=0.5)
     assert dataset.bad_rows is not None and dataset.bad_rows.num_rows == BAD.count(b"K\xf6ln")
     assert f"line {FIRST}, column 'city'" in dataset.bad_rows.first[0]
+
+
+@pytest.mark.parametrize("name", ["log.csv", "log.parquet"])
+def test_values_that_differ_in_such_bytes_alone_are_no_constant(tmp_path: Path, name: str) -> None:
+    letters = [bytes([0xE0 + row % 9]) for row in range(200)]
+    if name == "log.csv":
+        data = b"click,city\n" + b"".join(b"%d,%b\n" % (row % 2, letter) for row, letter in enumerate(letters))
+    else:
+        offsets = pa.array(range(201), pa.int32()).buffers()[1]
+        cities = pa.Array.from_buffers(pa.string(), 200, [None, offsets, pa.py_buffer(b"".join(letters))])
+        file = io.BytesIO()
+        pq.write_table(pa.table({"click": [0, 1] * 100, "city": cities}), file)
+        data = file.getvalue()
+    assert re.search("(line 2|row 1), column 'city': .*UTF-8", refused(tmp_path, name, data))
 
 
 @pytest.mark.parametrize("name", ["log.dat", "log.tsv", "lists.csv"])

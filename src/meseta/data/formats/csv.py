@@ -301,4 +301,4 @@ def _read_lines(stream: ByteStream, num_bytes: int, stop: int | None = None) -> 
     last = place + num_bytes if stop is None else min(stop, place + num_bytes)
     while place < last and (line := stream.readline(BLOCK_BYTES)):
         place += len(line)
-        yield line.decode(errors="replace")
+        yield line.decode(errors="backslashreplace")

@@ -107,7 +107,7 @@ def _as_text(column: pa.Array) -> pa.Array:
     try:
         return column.cast(pa.string())
     except pa.ArrowInvalid:
-        return pa.array([value.decode(errors="replace") for value in column.to_pylist()], pa.string())
+        return pa.array([value.decode(errors="backslashreplace") for value in column.to_pylist()], pa.string())
 
 
 @dataclass(frozen=True)
