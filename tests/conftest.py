@@ -45,6 +45,7 @@ if not os.environ.setdefault("MESETA_TEST_GPU", "1" if any("tests/gpu" in argume
 import torch
 
 import sampling
+from forked import collect_garbage_rarely
 
 # Without a GPU, Triton's kernels run in its interpreter; this is read when Triton is imported, as torch.compile does.
 if not torch.cuda.is_available():
@@ -109,12 +110,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[object]:
-    """Collect without garbage collections, and leave the millions of objects out of later ones: they stay."""
+    """Collect tests without garbage collections."""
     gc.disable()
     try:
         return (yield)
     finally:
-        gc.freeze()
+        collect_garbage_rarely()
         gc.enable()
 
 

@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from forked import forking
+from forked import collect_garbage_rarely, forking
 from meseta.machine.rendezvous import RENDEZVOUS_VARIABLE, Rendezvous
 
 
@@ -66,6 +66,7 @@ def _serve(pipe: Connection, variables: dict[str, str]) -> None:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     World.current()
+    collect_garbage_rarely()
     while True:
         function, args = pipe.recv()
         try:

@@ -217,7 +217,11 @@ def _to_texts(arrays: Sequence[pa.Array]) -> list[str]:
         else:
             values = (array.cast(pa.binary()) if is_string(array.type) else array).to_pylist()
             texts += [
-                "" if value is None else value.decode(errors="backslashreplace") if isinstance(value, bytes) else str(value)
+                ""
+                if value is None
+                else value.decode(errors="backslashreplace")
+                if isinstance(value, bytes)
+                else str(value)
                 for value in values
             ]
     return texts
