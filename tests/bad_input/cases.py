@@ -454,5 +454,6 @@ TRAINING += (checkpoints_out_of_reach, mirror_out_of_reach, checkpoints_at_no_ur
 TRAINING += (mirror_of_another_run,)
 TRAINING += (run_on_other_data, not_a_run, unwritable_run_dir, unwritable_predictions)
 TRAINING += (no_step_to_profile, other_steps_to_profile, steps_to_profile_ill_typed, folder_for_a_timeline)
-TRAINING += (advice_on_codes, checkpoints_too_slow, no_records_of_ranks, foreign_record_of_a_rank)
+TRAINING += (advice_on_codes, checkpoints_too_slow)
+DIAGNOSING = (no_records_of_ranks, foreign_record_of_a_rank)
 PLANNING = (limit_without_a_disk, topology_without_memory)

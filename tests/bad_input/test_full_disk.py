@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import re
 import resource
@@ -88,7 +89,9 @@ def test_a_full_disk(
     files, share = needs(case["command"]), case["size"] / NUM_SIZES
     words = COMMANDS[case["command"]].format(disk=tmp_path, **places).split()
     before = {name: tree(path) for name, path in places.items() if path.is_dir()}
-    limit = max(max(files) * share, 1) if case["kind"] == "files" else sum(files) * share
+    # The size of a disk is rounded up to pages.
+    largest = max(sum(files) - mmap.PAGESIZE, 0)
+    limit = max(max(files) * share, 1) if case["kind"] == "files" else min(sum(files) * share, largest)
     disk: Disk = small_files(int(limit)) if case["kind"] == "files" else small_disk(tmp_path, int(limit))
     with disk:
         ended = run_here(*words)

@@ -210,7 +210,7 @@ def bombs() -> dict[str, Callable[[], bytes]]:
         "lists_in_lists.jsonl": lambda: many_values(b"[[[[[[]]]]]],"),
         "objects.jsonl.gz": lambda: gzip.compress(many_values(b'{"a":{}},'), 1),
         "keys.jsonl": lambda: b"".join(b'{"label": 0, "%d": 1}\n' % row for row in range(500_000)),
-        "keys_of_many.jsonl": lambda: b"".join(
+        "rows_of_many_keys.jsonl": lambda: b"".join(
             b'{"label":%d,"a%d":1,"b%d":2}\n' % (row % 2, row % 97, row % 89) for row in range(500_000)
         ),
         "short_rows.jsonl": lambda: b'{"label":0,"a":[1,1,1,1,1,1,1,1]}\n' * 500_000,

@@ -13,7 +13,15 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from bad_input.cases import PLANNING, PREPARING, TRAINING, Place, change_description, file_that_others_need
+from bad_input.cases import (
+    DIAGNOSING,
+    PLANNING,
+    PREPARING,
+    TRAINING,
+    Place,
+    change_description,
+    file_that_others_need,
+)
 from bad_input.commands import Ended, run_here, run_on_rank, tree, within
 from bad_input.output_cases import IMPORTING, PREDICTING, SCORING
 from bad_input.source_cases import SOURCES
@@ -27,7 +35,7 @@ from source_tree import ROOT
 ROWS = dict(re.findall(r"^\| ([a-z ]+) \| `(.*)` \|$", (ROOT / "docs/errors.md").read_text(), re.MULTILINE))
 ON_RANKS = (*TRAINING, *PREDICTING)
 """Cases that several ranks meet."""
-ALL = (*PREPARING, *SOURCES, *ON_RANKS, *SCORING, *IMPORTING, *PLANNING)
+ALL = (*PREPARING, *SOURCES, *ON_RANKS, *SCORING, *IMPORTING, *PLANNING, *DIAGNOSING)
 LEAVES_A_RUN = ("prepared_label_outside", "id_outside", "nan_in_dense", "loss_without_bound")
 """What is found in a step: the run until then is left, whole."""
 
