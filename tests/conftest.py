@@ -1,4 +1,4 @@
-"""What every test runs under: checked shapes, poisoned memory, one thread, fixed hypothesis examples.
+"""Settings of every test: checked shapes, poisoned memory, one thread, fixed hypothesis examples.
 
 The GPU folder runs on a machine with torch, numpy and pytest alone, so everything else is optional here.
 """

@@ -37,7 +37,7 @@ def forking() -> ForkServerContext:
 
 
 def collect_garbage_rarely() -> None:
-    """Exclude existing objects from garbage collections. They took a quarter of the time of all tests."""
+    """Exclude existing objects from garbage collections, and collect rarely."""
     gc.freeze()
     gc.set_threshold(100_000, 10, 10)
 

@@ -89,10 +89,13 @@ def test_a_full_disk(
     files, share = needs(case["command"]), case["size"] / NUM_SIZES
     words = COMMANDS[case["command"]].format(disk=tmp_path, **places).split()
     before = {name: tree(path) for name, path in places.items() if path.is_dir()}
-    # The size of a disk is rounded up to pages.
-    largest = max(sum(files) - mmap.PAGESIZE, 0)
-    limit = max(max(files) * share, 1) if case["kind"] == "files" else min(sum(files) * share, largest)
-    disk: Disk = small_files(int(limit)) if case["kind"] == "files" else small_disk(tmp_path, int(limit))
+    disk: Disk
+    if case["kind"] == "files":
+        limit = int(max(max(files) * share, 1))
+        disk = small_files(limit)
+    else:  # The size of a disk is rounded up to pages.
+        limit = int(min(sum(files) * share, max(sum(files) - mmap.PAGESIZE, 0)))
+        disk = small_disk(tmp_path, limit)
     with disk:
         ended = run_here(*words)
         assert ended.code == 1, (limit, files)

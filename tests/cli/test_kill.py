@@ -232,7 +232,7 @@ DELTAS = ("one_shot", "consecutive", "intermittent", "rolling")
 def test_killed_while_it_saves_deltas(
     whole: Callable[..., Path], tiny: Path, tmp_path: Path, case: dict[str, Any]
 ) -> None:
-    """24 x 5 kills: the bits of a run that saves whole checkpoints, which nobody killed."""
+    """24 x 5 kills: the bits of a run that saves whole checkpoints and was not killed."""
     size, draw = case["size"], random.Random(str(case))
     moments = [draw.choice(["start-up", "training", "saving"]) for _ in range(5)]
     deltas = {"checkpoint__deltas": case["policy"], "checkpoint__max_chain": 3, "checkpoint__every_steps": 1}

@@ -23,6 +23,7 @@ from meseta.data.formats.csv_records import (
     record_ends,
 )
 from meseta.data.formats.delimiters import find_delimiter, is_typed_header, strip_types, typed_header_roles
+from meseta.data.formats.encodings import decode_sample
 from meseta.data.formats.format import (
     Block,
     ColumnRequest,
@@ -301,4 +302,4 @@ def _read_lines(stream: ByteStream, num_bytes: int, stop: int | None = None) -> 
     last = place + num_bytes if stop is None else min(stop, place + num_bytes)
     while place < last and (line := stream.readline(BLOCK_BYTES)):
         place += len(line)
-        yield line.decode(errors="backslashreplace")
+        yield decode_sample(line)

@@ -95,6 +95,11 @@ def find_invalid_utf8(values: pa.Array) -> InvalidUtf8 | None:
     return None
 
 
+def decode_sample(value: bytes) -> str:
+    """Decode sampled text. Different bytes stay different, also if they are not UTF-8."""
+    return value.decode(errors="backslashreplace")
+
+
 def _is_utf8(value: bytes) -> bool:
     try:
         value.decode()

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from meseta.data.formats.encodings import decode_sample
 from meseta.data.formats.format import Source
 from meseta.data.formats.parquet_files import (
     check_exact_in_float64,
@@ -217,11 +218,7 @@ def _to_texts(arrays: Sequence[pa.Array]) -> list[str]:
         else:
             values = (array.cast(pa.binary()) if is_string(array.type) else array).to_pylist()
             texts += [
-                ""
-                if value is None
-                else value.decode(errors="backslashreplace")
-                if isinstance(value, bytes)
-                else str(value)
+                "" if value is None else decode_sample(value) if isinstance(value, bytes) else str(value)
                 for value in values
             ]
     return texts

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from pyarrow import csv as arrow_csv
 
 from meseta.data.formats.csv_records import iter_records, parse_header, read_header
+from meseta.data.formats.encodings import decode_sample
 from meseta.data.formats.format import FIX_LINE, Block
 from meseta.data.formats.normalize_numbers import normalize_number, normalize_numbers_strictly
 from meseta.data.formats.table_rows import convert_rows
@@ -107,7 +108,7 @@ def _as_text(column: pa.Array) -> pa.Array:
     try:
         return column.cast(pa.string())
     except pa.ArrowInvalid:
-        return pa.array([value.decode(errors="backslashreplace") for value in column.to_pylist()], pa.string())
+        return pa.array([decode_sample(value) for value in column.to_pylist()], pa.string())
 
 
 @dataclass(frozen=True)
