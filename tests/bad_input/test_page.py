@@ -27,7 +27,7 @@ from bad_input.output_cases import IMPORTING, PREDICTING, SCORING
 from bad_input.source_cases import SOURCES
 from distributed.pool import RankPool
 from meseta.checkpoint import list_checkpoints
-from meseta.machine.locks import FolderLock
+from meseta.system.locks import FolderLock
 from sampling import sample
 from small_run import environment, settings, train, write_config
 from source_tree import ROOT

@@ -27,9 +27,9 @@ from meseta.checkpoint.failures import DamagedCheckpoint
 from meseta.checkpoint.files import layout
 from meseta.checkpoint.store.names import QUARANTINE_MARKER
 from meseta.checkpoint.store.store import list_candidates, make_store
-from meseta.machine import remote
-from meseta.machine.remote import RemotePath, to_location
 from meseta.spec import MesetaError
+from meseta.system import remote
+from meseta.system.remote import RemotePath, to_location
 from sampling import product, sample
 
 PLAN = plain_plan(SPECS, 1, "table_wise")

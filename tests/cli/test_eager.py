@@ -1,4 +1,4 @@
-"""Ranks leave torch._dynamo out, and whoever compiles has it nevertheless; tests/house/test_openmp.py has training."""
+"""Ranks leave torch._dynamo out, and whoever compiles has it nevertheless; tests/structure/test_openmp.py has training."""
 
 import subprocess
 import sys

@@ -16,7 +16,7 @@ from cli.processes import fact_of, stat_of
 from forked import forking
 from meseta.cli import launch
 from meseta.cli.watch import RankWatch
-from meseta.machine.time_limits import TimeLimits
+from meseta.system.time_limits import TimeLimits
 
 
 def ranks_that(*programs: str) -> list[BaseProcess]:

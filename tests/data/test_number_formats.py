@@ -21,8 +21,8 @@ from meseta.data.number_format import NumberFormat, format_hint
 from meseta.data.prepare import prepare, read_layout
 from meseta.data.prepare.prepare_like import PrepareLikeOptions, prepare_like
 from meseta.data.schema.schema import Schema, format_schema
-from meseta.machine.yaml_text import parse_yaml
 from meseta.spec import MesetaError
+from meseta.system.yaml_text import parse_yaml
 from sampling import fewer_examples
 
 DECIMALS = (".", ",", "·")

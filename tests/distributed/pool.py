@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from forked import collect_garbage_rarely, forking
-from meseta.machine.rendezvous import RENDEZVOUS_VARIABLE, Rendezvous
+from meseta.system.rendezvous import RENDEZVOUS_VARIABLE, Rendezvous
 
 
 class RankPool:

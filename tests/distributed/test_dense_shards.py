@@ -23,8 +23,8 @@ from meseta.config import RunConfig
 from meseta.config.models import MODEL_NAMES
 from meseta.data.dataset.dataset import Dataset
 from meseta.embedding import EmbeddingBagCollection, shard
-from meseta.jagged import KeyedJaggedTensor
 from meseta.optim.clip import global_norm
+from meseta.sparse import KeyedJaggedTensor
 from meseta.spec import FeatureSpec, MesetaError, Plan, TableSpec
 from meseta.telemetry.transfers import TransferTimes
 from meseta.train.setup.build import make_specs

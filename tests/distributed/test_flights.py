@@ -14,8 +14,8 @@ from meseta.comm import World
 from meseta.data.batch import Batch
 from meseta.embedding import EmbeddingBagCollection, shard
 from meseta.embedding.batch_context import OutOfRangeIds
-from meseta.jagged import KeyedJaggedTensor
 from meseta.models import DLRM, MLPOptions
+from meseta.sparse import KeyedJaggedTensor
 from meseta.spec import FeatureSpec, MesetaError, OptimizerSpec, Plan, TableSpec
 
 from .pool import RankPool

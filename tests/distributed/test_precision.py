@@ -10,8 +10,8 @@ import pytest
 
 from meseta.comm import World
 from meseta.config import RunConfig
-from meseta.machine.processors import Processor
 from meseta.spec import MesetaError
+from meseta.system.processors import Processor
 from meseta.train.setup import precision
 from small_run import settings
 

@@ -14,9 +14,9 @@ import pytest
 
 from meseta.comm import World, clocks
 from meseta.config import RunConfig
-from meseta.machine.interruption import TrainingInterrupt
 from meseta.report import write_report
 from meseta.spec.stages import OVERLAPS
+from meseta.system.interruption import TrainingInterrupt
 from meseta.telemetry.timeline import OUTSIDE_STAGES, WAITING, StepRange, Timeline
 from meseta.telemetry.trace_events import TraceDocument
 from meseta.train.run_dir import RunDir

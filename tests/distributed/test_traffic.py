@@ -19,9 +19,9 @@ from meseta.comm.messages import ANNOUNCEMENT_TAG
 from meseta.comm.sums import CHUNK_ALIGNMENT
 from meseta.config import RunConfig
 from meseta.embedding import EmbeddingBagCollection, shard
-from meseta.jagged import KeyedJaggedTensor
 from meseta.pipeline import Pipeline
 from meseta.planner import predict
+from meseta.sparse import KeyedJaggedTensor
 from meseta.spec import FeatureLoad, FeatureSpec, OptimizerSpec, Plan, TableSpec, Topology, Workload
 from meseta.spec.codecs import AllReduceAlgorithm, all_reduce_traffic_factors, traffic_factors
 from meseta.spec.transfer import Transfer, step_transfers

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from meseta.machine.wait_policy import WAIT_POLICY
 from meseta.measure import cpu_contention, step_threads
 from meseta.measure.step_threads import StepThreads
 from meseta.measure.threads import use_num_threads
+from meseta.system.wait_policy import WAIT_POLICY
 
 Steps = Callable[[int], list[int]]
 

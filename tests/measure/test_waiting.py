@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from meseta.machine.wait_policy import WAIT_POLICY
 from meseta.measure import cpu_contention
 from meseta.measure.cpu_usage import CpuTime, read_cpu_time
+from meseta.system.wait_policy import WAIT_POLICY
 from source_tree import ROOT
 
 # Two threads add up a little, then nothing happens for longer than a thread spins; the process's own seconds tell.

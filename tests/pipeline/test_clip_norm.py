@@ -12,9 +12,9 @@ from torch.nn import functional
 from meseta.comm import World
 from meseta.data.batch import Batch
 from meseta.embedding import EmbeddingBagCollection
-from meseta.jagged import KeyedJaggedTensor
 from meseta.optim.clip import GradientClipper
 from meseta.pipeline import Pipeline
+from meseta.sparse import KeyedJaggedTensor
 from meseta.spec import FeatureSpec, MesetaError, OptimizerSpec, TableSpec
 from sampling import product, sample
 

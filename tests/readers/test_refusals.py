@@ -39,9 +39,9 @@ from meseta.data.read.served.messages import (
 from meseta.data.read.served.reader import ReaderServiceAddress, RunAttempt, ServedReader
 from meseta.data.read.served.record_batches import ReceivedRows, record_batch_schema, to_record_batch
 from meseta.errors import StorageError
-from meseta.machine.remote import parse_address, validate_address
 from meseta.readers.endpoint_server import Endpoint
 from meseta.spec import MesetaError
+from meseta.system.remote import parse_address, validate_address
 from readers.attackers import ADDRESSES_ELSEWHERE, BEAT, ODD_ADDRESSES
 from readers.spoiled import spoiled
 from readers.tier import Tier, running

@@ -17,13 +17,13 @@ from meseta.data.read.served.connection import UnreachableError
 from meseta.data.read.served.credentials import CommandToken, PortToken, credentials_for, new_token, parse_token
 from meseta.data.read.served.dispatcher_client import DispatcherClient
 from meseta.data.read.served.reader import ReaderServiceAddress, ServedReader
-from meseta.machine.processes import Program
 from meseta.readers import local_readers as local_module
 from meseta.readers.catalog import Catalog
 from meseta.readers.dispatch_server import DispatchServer
 from meseta.readers.endpoint_server import Endpoint
 from meseta.readers.lease_table import LeaseTable
 from meseta.spec import MesetaError
+from meseta.system.processes import Program
 from readers.tier import digest
 
 PORT = 7

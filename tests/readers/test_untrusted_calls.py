@@ -20,7 +20,7 @@ from forked import forking
 from meseta.data import Dataset, Reader, ReaderOptions
 from meseta.data.read.decode import SplitFiles
 from meseta.data.read.served.reader import ServedReader
-from meseta.machine.remote import is_loopback, parse_address
+from meseta.system.remote import is_loopback, parse_address
 from readers.attackers import BEAT, Attack, Outcome, attack
 from readers.test_refusals import ticket_of
 from readers.tier import Tier, digest, running

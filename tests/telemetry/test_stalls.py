@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from fuse_server import fuse_mount
-from meseta.machine.waits.activity import current_activities, read_activities, track_activity, track_request
-from meseta.machine.waits.blocked_calls import blocked_calls
+from meseta.system.waits.activity import current_activities, read_activities, track_activity, track_request
+from meseta.system.waits.blocked_calls import blocked_calls
 from meseta.telemetry.watching import stalls
 from meseta.telemetry.watching.stalls import POLL_INTERVAL_S, STALL_TIMEOUT_S, StallWatch, WatchedProcess
 from sampling import sample

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meseta.machine.files import format_json, parse_json
 from meseta.spec import MesetaError
+from meseta.system.files import format_json, parse_json
 from meseta.telemetry.span import Span
 from meseta.telemetry.timeline import (
     OUTSIDE_STAGES,

@@ -11,8 +11,8 @@ import yaml
 
 from meseta.comm import World
 from meseta.config import RunConfig
-from meseta.machine.processors import Processor
 from meseta.spec import MesetaError
+from meseta.system.processors import Processor
 from meseta.train.setup import precision
 from meseta.train.trained_model import open_trained
 from small_run import settings, train

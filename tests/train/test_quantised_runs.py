@@ -16,7 +16,7 @@ from meseta.checkpoint.files.layout import BlockSchema
 from meseta.checkpoint.manifest import read_manifest
 from meseta.comm import World
 from meseta.config import RunConfig
-from meseta.machine.interruption import TrainingInterrupt
+from meseta.system.interruption import TrainingInterrupt
 from meseta.train.trainer import Trainer
 from small_run import final_checksum, metrics, settings, train, without_times
 

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from meseta.machine.environment import git_version, hardware_summary
-from meseta.machine.files import write_atomic
+from meseta.system.environment import git_version, hardware_summary
+from meseta.system.files import write_atomic
 from meseta.telemetry.formatting import format_duration
 
 ROOT = Path(__file__).resolve().parents[2]

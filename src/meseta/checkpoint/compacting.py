@@ -17,9 +17,9 @@ from meseta.checkpoint.files.tensors import read_tensors
 from meseta.checkpoint.manifest import PREFETCHED, full_manifest, read_manifest
 from meseta.checkpoint.store.names import checkpoint_path
 from meseta.checkpoint.store.store import CheckpointStore, make_store
-from meseta.machine.remote import Location, location_exists, to_location
 from meseta.spec import MesetaError
 from meseta.spec.checkpoint_blocks import NUM_PARALLEL_CHAIN_READS
+from meseta.system.remote import Location, location_exists, to_location
 
 
 def compact(

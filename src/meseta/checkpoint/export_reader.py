@@ -29,11 +29,11 @@ from meseta.checkpoint.manifest import (
     invalid_value_reason,
 )
 from meseta.errors import error_summary, format_value
-from meseta.machine.files import format_json, has_control_characters, parse_json, resolve_inside, to_file_name
-from meseta.machine.remote import read_inner_file
 from meseta.spec import MesetaError
 from meseta.spec.tables import TableDtype, invalid_table_name_reason
 from meseta.storage import as_stored
+from meseta.system.files import format_json, has_control_characters, parse_json, resolve_inside, to_file_name
+from meseta.system.remote import read_inner_file
 
 ExportFormat = Literal["safetensors", "numpy"]
 EXPORT_FORMAT = "meseta.export/1"

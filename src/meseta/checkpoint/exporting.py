@@ -30,10 +30,10 @@ from meseta.checkpoint.files.paths import table_folder
 from meseta.checkpoint.files.tensors import DENSE_PATH, read_tensors
 from meseta.checkpoint.manifest import read_manifest
 from meseta.errors import format_value
-from meseta.machine.files import atomic_folder, invalid_relative_path_reason
-from meseta.machine.remote import Location, to_location
 from meseta.spec import MesetaError, suggest
 from meseta.storage import ROW
+from meseta.system.files import atomic_folder, invalid_relative_path_reason
+from meseta.system.remote import Location, to_location
 
 EXPORT_FORMATS: tuple[ExportFormat, ...] = get_args(ExportFormat)
 

@@ -13,9 +13,9 @@ from meseta.checkpoint.files.paths import split_path
 from meseta.checkpoint.retries import retry
 from meseta.comm import World
 from meseta.errors import StorageError
-from meseta.machine.files import is_read_failure, resolve_inside
-from meseta.machine.remote import Location, location_exists
 from meseta.spec import MesetaError
+from meseta.system.files import is_read_failure, resolve_inside
+from meseta.system.remote import Location, location_exists
 
 T = TypeVar("T")
 

@@ -21,9 +21,9 @@ from meseta.checkpoint.manifest import (
 from meseta.checkpoint.store.store import list_candidates, newest
 from meseta.config.load import checkpoint_location
 from meseta.errors import StorageError
-from meseta.machine.remote import Location, location_is_folder, modification_time_s, to_location
 from meseta.spec import MesetaError
 from meseta.storage import ROW
+from meseta.system.remote import Location, location_is_folder, modification_time_s, to_location
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,15 +22,15 @@ from meseta.checkpoint.files.tensors import read_tensors
 from meseta.checkpoint.manifest import MANIFEST_PATH, PREFETCHED, full_step, read_manifest
 from meseta.checkpoint.store.store import latest_complete
 from meseta.comm import World
-from meseta.machine.kernel import trim_heap
-from meseta.machine.remote import Location, location_is_folder, to_location
-from meseta.machine.waits.activity import track_activity
 from meseta.ops.row_marks import Consumer
 from meseta.ops.row_marks.row_set import RowSet
 from meseta.spec import MesetaError
 from meseta.spec.checkpoint_blocks import NUM_PARALLEL_CHAIN_READS, NUM_PARALLEL_READS
 from meseta.spec.optimizer import USED_FIELDS
 from meseta.storage import ROW, TableStorage
+from meseta.system.kernel import trim_heap
+from meseta.system.remote import Location, location_is_folder, to_location
+from meseta.system.waits.activity import track_activity
 
 FillJob = tuple[BlockSchema, list[FileEntry], bool, list[TableStorage]]
 """Tuple (schema, files of a block from oldest to newest, whether all its rows changed since the last full checkpoint,

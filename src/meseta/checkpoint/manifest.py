@@ -28,7 +28,9 @@ from meseta.checkpoint.files.quantization import invalid_formats_reason, quantiz
 from meseta.checkpoint.files.rate_limit import WriteRateLimiter
 from meseta.checkpoint.files.tensors import DenseFileName, PrefetchedFileName
 from meseta.errors import format_value
-from meseta.machine.files import (
+from meseta.spec import MesetaError, Plan
+from meseta.spec.tables import TableDtype, invalid_table_name_reason
+from meseta.system.files import (
     check_json_limits,
     first_name_collision,
     format_json,
@@ -36,9 +38,7 @@ from meseta.machine.files import (
     parse_json,
     to_json_types,
 )
-from meseta.machine.remote import Location, read_inner_file
-from meseta.spec import MesetaError, Plan
-from meseta.spec.tables import TableDtype, invalid_table_name_reason
+from meseta.system.remote import Location, read_inner_file
 
 CHECKPOINT_FORMAT = "meseta.checkpoint/1"
 # Checkpoints list their optional features, so that older versions can report a feature they lack.

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from meseta.checkpoint.store.names import QUARANTINE_MARKER
 from meseta.errors import StorageError
-from meseta.machine.remote import Location
+from meseta.system.remote import Location
 
 READ_RETRY_WINDOW_S = 10.0
 """Seconds for which failed reads are repeated inside `retry_reads`."""

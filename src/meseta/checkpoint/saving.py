@@ -28,12 +28,12 @@ from meseta.checkpoint.policy import check_base
 from meseta.checkpoint.store.names import checkpoint_path
 from meseta.checkpoint.store.store import CheckpointStore, make_store
 from meseta.comm import World
-from meseta.machine.kernel import trim_heap
-from meseta.machine.remote import Location
-from meseta.machine.waits.activity import track_activity
 from meseta.spec import MesetaError, Plan, Shard
 from meseta.spec.checkpoint_blocks import BLOCK_BYTES, NUM_PENDING_WRITES
 from meseta.storage import SelectedRows, TableStorage
+from meseta.system.kernel import trim_heap
+from meseta.system.remote import Location
+from meseta.system.waits.activity import track_activity
 
 
 def save(

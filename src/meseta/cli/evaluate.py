@@ -11,7 +11,7 @@ import typer
 
 from meseta.cli.launch import run_ranks
 from meseta.cli.watch import load_time_limits
-from meseta.machine.ranks import is_distributed
+from meseta.system.ranks import is_distributed
 
 
 def evaluate(

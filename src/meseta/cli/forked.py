@@ -10,7 +10,7 @@ from functools import cache, partial
 from multiprocessing.process import BaseProcess
 
 from meseta.errors import ERROR_PREFIX, MesetaError
-from meseta.machine.processes import fork
+from meseta.system.processes import fork
 from meseta.telemetry.watching.stalls import StallReporter
 
 

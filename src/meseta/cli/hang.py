@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from meseta.machine.time_limits import HANG_EXIT_CODE
+from meseta.system.time_limits import HANG_EXIT_CODE
 from meseta.telemetry.diagnosis import (
     MISSED_HEARTBEAT_TIMEOUT_S,
     Diagnosis,

@@ -18,12 +18,12 @@ from typing import IO
 from meseta.cli.forked import start_command
 from meseta.cli.watch import RankWatch
 from meseta.errors import ERROR_PREFIX, MesetaError
-from meseta.machine.environment_variables import environ
-from meseta.machine.kernel import KernelFiles, num_oom_kills
-from meseta.machine.processes import STOP_SIGNALS
-from meseta.machine.ranks import is_distributed
-from meseta.machine.rendezvous import RENDEZVOUS_VARIABLE, Rendezvous
-from meseta.machine.time_limits import HANG_EXIT_CODE, TimeLimits
+from meseta.system.environment_variables import environ
+from meseta.system.kernel import KernelFiles, num_oom_kills
+from meseta.system.processes import STOP_SIGNALS
+from meseta.system.ranks import is_distributed
+from meseta.system.rendezvous import RENDEZVOUS_VARIABLE, Rendezvous
+from meseta.system.time_limits import HANG_EXIT_CODE, TimeLimits
 from meseta.telemetry.diagnosis import Diagnosis
 from meseta.telemetry.watching.memory_watch import cgroup_limit_text, check_start_memory
 

@@ -34,11 +34,11 @@ from meseta.cli.topology import app as topology_app
 from meseta.cli.train import train
 from meseta.cli.verify import verify
 from meseta.errors import ERROR_PREFIX, FormerNameWarning, MesetaError, error_summary
-from meseta.machine.environment import package_version
-from meseta.machine.environment_variables import environ
-from meseta.machine.processes import exit_immediately, remove_scratch_files
-from meseta.machine.rendezvous import RENDEZVOUS_VARIABLE
-from meseta.machine.wait_policy import set_wait_policy
+from meseta.system.environment import package_version
+from meseta.system.environment_variables import environ
+from meseta.system.processes import exit_immediately, remove_scratch_files
+from meseta.system.rendezvous import RENDEZVOUS_VARIABLE
+from meseta.system.wait_policy import set_wait_policy
 from meseta.telemetry.rank_record import RANK_RECORD_VARIABLE, CurrentRankRecord
 from meseta.telemetry.watching.memory_watch import check_start_memory
 from meseta.telemetry.watching.stalls import StallReporter

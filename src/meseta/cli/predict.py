@@ -13,7 +13,7 @@ from meseta.cli.launch import run_ranks
 from meseta.cli.prepare import comma_list, print_unseen
 from meseta.cli.watch import load_time_limits
 from meseta.errors import MesetaError
-from meseta.machine.ranks import is_distributed
+from meseta.system.ranks import is_distributed
 
 if TYPE_CHECKING:
     from meseta.train.interop.output_columns import OutputColumns
@@ -119,7 +119,7 @@ def _predict(
 def _is_dataset(data: Sequence[str]) -> bool:
     """Whether `data` is a single folder with a dataset.json. Any other folder holds raw files."""
     from meseta.data.dataset.dataset import DATASET_FILE
-    from meseta.machine.files import path_exists
+    from meseta.system.files import path_exists
 
     return len(data) == 1 and path_exists(Path(data[0]) / DATASET_FILE)
 

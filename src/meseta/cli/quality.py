@@ -47,8 +47,8 @@ def quality(suite: SuiteArgument, out: OutOption, workers: WorkersOption = None)
 
     The result says which differences are significant. A restart of the command keeps finished runs.
     """
-    from meseta.machine.locks import FolderLock
-    from meseta.machine.processors import num_cores
+    from meseta.system.locks import FolderLock
+    from meseta.system.processors import num_cores
     from meseta.train.quality.study import Study
     from meseta.train.quality.suite import load_suite
 

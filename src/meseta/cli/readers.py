@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from meseta.errors import MesetaError
-from meseta.machine.processes import exit_immediately
+from meseta.system.processes import exit_immediately
 
 if TYPE_CHECKING:
     from meseta.data.read.served.credentials import CommandToken
@@ -81,7 +81,6 @@ def dispatch(
 
     With --max or --start-local, an autoscaler computes the target number of readers, shown by `meseta readers status`.
     """
-    from meseta.machine.processors import num_cores
     from meseta.readers.autoscaler import ReaderAutoscaler
     from meseta.readers.autoscaling import run_autoscaler
     from meseta.readers.catalog import Catalog
@@ -89,6 +88,7 @@ def dispatch(
     from meseta.readers.endpoint_server import Endpoint, run_server
     from meseta.readers.lease_table import LeaseTable
     from meseta.readers.local_readers import LocalReaders
+    from meseta.system.processors import num_cores
 
     folders: dict[str, Path] = {}
     for text in data:

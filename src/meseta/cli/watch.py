@@ -11,8 +11,8 @@ from pathlib import Path
 from types import TracebackType
 
 from meseta.errors import MesetaError
-from meseta.machine.time_limits import TimeLimits
-from meseta.machine.waits.blocked_calls import is_blocked
+from meseta.system.time_limits import TimeLimits
+from meseta.system.waits.blocked_calls import is_blocked
 from meseta.telemetry.diagnosis import Diagnosis, DivergenceGracePeriod, diagnose, find_diverged, find_stuck
 from meseta.telemetry.heartbeats import HeartbeatMonitor
 from meseta.telemetry.rank_record import (

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from meseta.jagged.shapes import Int
 from meseta.ops.codec import HalfRange, StochasticRounding, decode_columns, encode_columns, rounding_key
 from meseta.ops.columns import ColumnMove, pack_moves
+from meseta.sparse.shapes import Int
 from meseta.spec import COLUMN_BLOCK
 from meseta.spec.codecs import Codec
 

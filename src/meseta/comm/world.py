@@ -26,9 +26,6 @@ from meseta.comm.recording import NULL_RECORDING, dtype_name, record_transfer, r
 from meseta.comm.sum_codec import SumCodec
 from meseta.comm.sums import OrderedSum, ordered_sum
 from meseta.comm.timeouts import transport_timeout
-from meseta.machine.environment_variables import environ
-from meseta.machine.processors import batch_scheduled_threads
-from meseta.machine.rendezvous import RENDEZVOUS_VARIABLE
 from meseta.ops.memory import empty
 from meseta.spec import MesetaError, Plan
 from meseta.spec.codecs import (
@@ -39,6 +36,9 @@ from meseta.spec.codecs import (
     all_reduce_traffic_factors,
     traffic_factors,
 )
+from meseta.system.environment_variables import environ
+from meseta.system.processors import batch_scheduled_threads
+from meseta.system.rendezvous import RENDEZVOUS_VARIABLE
 from meseta.telemetry.rank_record import CurrentRankRecord, TransferInfo
 from meseta.telemetry.transfers import TransferSpan, TransferTimes
 

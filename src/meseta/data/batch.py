@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from meseta.data.position import Position
-from meseta.jagged import KeyedJaggedTensor
-from meseta.jagged.shapes import Bool, Float, Int
+from meseta.sparse import KeyedJaggedTensor
+from meseta.sparse.shapes import Bool, Float, Int
 
 
 @dataclass(frozen=True)

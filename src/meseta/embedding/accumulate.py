@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from meseta.embedding.input_dist import OwnedIds
-from meseta.jagged import KeyedJaggedTensor
 from meseta.ops.jagged import lengths_to_offsets, permute_segments
 from meseta.ops.row_update import Bags
+from meseta.sparse import KeyedJaggedTensor
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from meseta.comm import BatchSlice, BatchTotals
-from meseta.jagged.shapes import Float, Int
+from meseta.sparse.shapes import Float, Int
 from meseta.spec import MesetaError
 from meseta.spec.stages import StageName
 from meseta.spec.transfer import EXHAUSTED, MAX_TAGS, CountsHeader

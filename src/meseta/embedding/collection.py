@@ -18,7 +18,6 @@ from meseta.embedding.feature_group import FeatureGroup
 from meseta.embedding.input_dist import OwnedIds
 from meseta.embedding.message_format import GradientRounding, MessageFormat, gradient_exponent
 from meseta.embedding.update import group_shards, step_shards, sum_gradients, update_rows
-from meseta.jagged import Embeddings, KeyedJaggedTensor
 from meseta.ops.codec import HalfRange
 from meseta.ops.id_policy import NO_ERROR, CheckedIds
 from meseta.ops.pooled_lookup import LookupGroup, lookup_group
@@ -26,6 +25,7 @@ from meseta.ops.row_lookup import row_lookup
 from meseta.ops.row_program.optimizer import Hyper
 from meseta.ops.row_update import FeatureGradient, TableRows
 from meseta.ops.weight_gradient import weight_gradient
+from meseta.sparse import Embeddings, KeyedJaggedTensor
 from meseta.spec import Communication, FeatureSpec, MesetaError, Plan, Shard, ShardingType, TablePlan, TableSpec
 from meseta.spec.tiers import HBM, StorageOptions
 from meseta.storage import TableStorage, make_storages

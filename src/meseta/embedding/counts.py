@@ -13,10 +13,10 @@ from meseta.comm import BatchTotals, ExchangeScope, PendingCollective, World
 from meseta.embedding.hierarchical import HierarchicalExchange
 from meseta.embedding.input_dist import DistinctRows, RouteCounts
 from meseta.embedding.routes import BucketKey, Routing
-from meseta.jagged import KeyedJaggedTensor
-from meseta.jagged.shapes import Int
 from meseta.ops.bucketize import Buckets
 from meseta.ops.device_constants import copy_to_device
+from meseta.sparse import KeyedJaggedTensor
+from meseta.sparse.shapes import Int
 from meseta.spec.transfer import BATCH_SIZE_RADIX, NUM_BATCH_FIELDS, NUM_HEADER_FIELDS, CountsHeader, float_bits
 
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from meseta.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from meseta.ops.id_policy import CheckedIds, apply_id_policy
+from meseta.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from meseta.spec import FeatureSpec, MesetaError, TableSpec
 
 

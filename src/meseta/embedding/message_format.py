@@ -10,10 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from meseta.jagged.shapes import Int
 from meseta.ops.codec import HalfRange, StochasticRounding, decode_columns, encode_columns, rounding_key
 from meseta.ops.columns import ColumnMove, pack_moves, place_columns
 from meseta.ops.memory import empty
+from meseta.sparse.shapes import Int
 from meseta.spec.codecs import FP32, Codec
 
 # A message is a sequence of matrices. Without a codec, a buffer has numbers:

@@ -21,12 +21,12 @@ from meseta.embedding.message_format import gradient_exponent
 from meseta.embedding.replicas import ReplicatedRows
 from meseta.embedding.sharded_lookup import OutputDist, ShardedLookup
 from meseta.embedding.update import group_shards, step_shards, sum_gradients, update_rows
-from meseta.jagged import Embeddings, KeyedJaggedTensor
 from meseta.ops.codec import HalfRange
 from meseta.ops.id_policy import CheckedIds
 from meseta.ops.row_program.optimizer import Hyper
 from meseta.ops.row_update import FeatureGradient, TableRows
 from meseta.optim import make_row_optimizer
+from meseta.sparse import Embeddings, KeyedJaggedTensor
 from meseta.spec import MesetaError, Plan, Shard
 from meseta.spec.codecs import DIRECTIONS, Communication, Direction
 from meseta.spec.tiers import StorageOptions

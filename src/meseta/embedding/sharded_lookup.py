@@ -35,7 +35,6 @@ from meseta.embedding.message_format import (
     gradient_exponent,
 )
 from meseta.embedding.routes import Route, RouteRange, make_routing
-from meseta.jagged import KeyedJaggedTensor
 from meseta.ops.codec import HalfRange
 from meseta.ops.columns import place_columns
 from meseta.ops.id_policy import CheckedIds
@@ -44,6 +43,7 @@ from meseta.ops.pooled_lookup import LookupGroup, lookup_group
 from meseta.ops.row_lookup import row_lookup
 from meseta.ops.row_update import FeatureGradient, TableRows
 from meseta.ops.unique import unique
+from meseta.sparse import KeyedJaggedTensor
 from meseta.spec import MesetaError, Plan, Shard, TableSpec
 from meseta.spec.codecs import FP32, Codec, Communication
 from meseta.spec.transfer import BATCH_REJECTED, CountsHeader, id_bytes, max_range_rows

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from meseta.embedding.input_dist import OwnedIds
-from meseta.jagged.shapes import Float, Int
 from meseta.ops.coalesce import BLOCK_SAMPLES, coalesce
 from meseta.ops.device_constants import device_constant
 from meseta.ops.row_program.optimizer import Hyper, compute_dtype, sum_across_blocks
 from meseta.ops.row_update import Bags, FeatureGradient, TableRows, UpdateGroup, row_update
 from meseta.ops.row_update.staged import TouchedRows, stage_block_sums, update_with_stats
+from meseta.sparse.shapes import Float, Int
 from meseta.spec import OptimizerSpec, TableSpec
 from meseta.storage import TableStorage
 

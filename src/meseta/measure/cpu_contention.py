@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from meseta.machine.environment_variables import environ
-from meseta.machine.wait_policy import has_default_policy
 from meseta.measure.cpu_usage import read_cpu_time
+from meseta.system.environment_variables import environ
+from meseta.system.wait_policy import has_default_policy
 
 POLL_INTERVAL_S = 0.2
 """Seconds between readings of the CPU usage."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional
 
-from meseta.jagged.shapes import Float
 from meseta.models.layers import SkipInitLinear
 from meseta.ops.product import batched_product
 from meseta.ops.sums import softmax
+from meseta.sparse.shapes import Float
 
 
 class InteractingLayer(nn.Module):

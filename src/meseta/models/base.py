@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from meseta.comm import BatchSlice
 from meseta.embedding.batch_context import BatchContext
-from meseta.jagged import KeyedJaggedTensor
-from meseta.jagged.shapes import Float
 from meseta.models.layers import MLPOptions, check_dense, check_pooled, pooled_dims
+from meseta.sparse import KeyedJaggedTensor
+from meseta.sparse.shapes import Float
 from meseta.spec import MesetaError, TableSpec
 
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from meseta.config.models.interactions import Activation, CrossKind
-from meseta.jagged.shapes import Float
 from meseta.models.initialization import fill_normal
 from meseta.models.layers import SkipInitLinear, check_widths
 from meseta.ops.mlp import mlp
 from meseta.ops.sums import add_product, softmax
+from meseta.sparse.shapes import Float
 
 ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {"tanh": torch.tanh, "relu": torch.relu}
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from meseta.comm import BatchSlice
-from meseta.jagged.shapes import Float
 from meseta.models.initialization import fill_normal
 from meseta.models.layers import MLP, MLPOptions, SkipInitLinear
 from meseta.ops.sums import repeat
+from meseta.sparse.shapes import Float
 from meseta.spec import MesetaError
 
 INITIAL_STD = 0.1

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
-from meseta.jagged.shapes import Float
+from meseta.sparse.shapes import Float
 from meseta.spec import InitSpec, MesetaError, suggest
 
 

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from meseta.comm import BatchSlice
-from meseta.jagged.shapes import Float
 from meseta.models.global_layers import SyncBatchNorm, dropout
 from meseta.models.initialization import fill_normal
 from meseta.ops.mlp import mlp
+from meseta.sparse.shapes import Float
 from meseta.spec import FeatureSpec, MesetaError, TableSpec
 from meseta.spec.tables import DenseDtype
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from meseta.jagged.shapes import Float
+from meseta.sparse.shapes import Float
 
 MAX_SERIAL_TERMS = 16384
 """Maximum number of elements that torch sums to a scalar in one thread. It splits 32,768 elements between threads."""

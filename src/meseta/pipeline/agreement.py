@@ -12,9 +12,9 @@ from torch import Tensor
 from meseta.comm import BatchTotals, World
 from meseta.data.batch import Batch
 from meseta.embedding.batch_context import no_op
-from meseta.jagged.shapes import Float
 from meseta.ops.device_constants import AsyncHostCopy, copy_to_device
 from meseta.ops.sums import total
+from meseta.sparse.shapes import Float
 from meseta.spec import MesetaError
 
 

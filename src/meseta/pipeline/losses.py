@@ -12,10 +12,10 @@ from torch.nn import functional
 
 from meseta.data.batch import Batch
 from meseta.embedding.batch_context import BatchContext
-from meseta.jagged.shapes import Float
 from meseta.models.base import GLOBAL_LOSS_HOOKS, loss_term_names
 from meseta.ops.sums import total
 from meseta.pipeline.model import Model
+from meseta.sparse.shapes import Float
 from meseta.spec import MesetaError
 
 CROSS_ENTROPY = "cross_entropy"

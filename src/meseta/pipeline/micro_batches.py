@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from meseta.data.batch import Batch
-from meseta.jagged import KeyedJaggedTensor
 from meseta.pipeline.agreement import LateNonFiniteLoss
+from meseta.sparse import KeyedJaggedTensor
 from meseta.spec import MesetaError
 
 

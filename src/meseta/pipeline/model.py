@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from torch import Tensor
 
 from meseta.embedding.base import BaseEmbeddingCollection
-from meseta.jagged.shapes import Float
+from meseta.sparse.shapes import Float
 
 
 @runtime_checkable  # Required by beartype, with which tests check all calls.

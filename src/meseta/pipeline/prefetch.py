@@ -14,8 +14,8 @@ from meseta.comm import World, retain_until_exit
 from meseta.embedding.base import BaseEmbeddingCollection
 from meseta.embedding.batch_context import UNEVEN_POLICIES, BatchContext, ExhaustedInput
 from meseta.errors import check_choice
-from meseta.jagged import KeyedJaggedTensor
 from meseta.pipeline.uneven import find_uneven_error, make_empty_batch, warn_remaining_batches
+from meseta.sparse import KeyedJaggedTensor
 from meseta.spec import MesetaError
 
 AnyBatch = TypeVar("AnyBatch")

@@ -12,10 +12,10 @@ from torch import Tensor
 from meseta.comm import World
 from meseta.data.batch import Batch
 from meseta.embedding.base import BaseEmbeddingCollection
-from meseta.jagged import KeyedJaggedTensor
-from meseta.jagged.shapes import Float, Int
-from meseta.machine.remote import Location
+from meseta.sparse import KeyedJaggedTensor
+from meseta.sparse.shapes import Float, Int
 from meseta.spec import MesetaError
+from meseta.system.remote import Location
 
 _POOLED_KEY, _IDS_KEY = "pooled", "ids"
 # Odd 64-bit multipliers of the id hash: 2^64 / golden ratio, and one of xxHash64.

@@ -12,9 +12,9 @@ from torch import Tensor
 from meseta.comm import World
 from meseta.data.batch import Batch
 from meseta.embedding.batch_context import ExhaustedInput
-from meseta.jagged import JaggedTensor, KeyedJaggedTensor
-from meseta.machine.ranks import print_note
+from meseta.sparse import JaggedTensor, KeyedJaggedTensor
 from meseta.spec import MesetaError
+from meseta.system.ranks import print_note
 
 COUNT_TIMEOUT_S = 5.0
 """Seconds for which remaining batches are read to count them."""

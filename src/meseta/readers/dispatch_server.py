@@ -19,13 +19,13 @@ from meseta.data.read.served.messages import (
     ScaleTarget,
     TableRequest,
 )
-from meseta.machine.remote import check_reachable
 from meseta.readers.autoscaler import ReaderAutoscaler
 from meseta.readers.cancellation import cancellation_check
 from meseta.readers.catalog import Catalog
 from meseta.readers.endpoint_server import Endpoint, EndpointServer
 from meseta.readers.lease_table import LeaseTable
 from meseta.spec import MesetaError
+from meseta.system.remote import check_reachable
 
 ACTIONS = ("describe", "count", "table", "lease", "heartbeat", "status")
 

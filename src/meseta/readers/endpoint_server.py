@@ -17,8 +17,8 @@ from pyarrow import flight
 from meseta.data.read.served.credentials import TOKEN_HEADER, Credentials, PortToken
 from meseta.data.read.served.keys import TlsServerKeys
 from meseta.errors import error_summary, format_value
-from meseta.machine.remote import ENCRYPTED_SCHEME, PLAIN_SCHEME, check_reachable, is_loopback
 from meseta.spec import MesetaError
+from meseta.system.remote import ENCRYPTED_SCHEME, PLAIN_SCHEME, check_reachable, is_loopback
 
 MAX_CALLS = 4096
 """Maximum number of concurrent calls. Each rank has one stream per window that it prefetches."""

@@ -19,9 +19,9 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from meseta.data.read.served.credentials import new_token, write_secret
 from meseta.data.read.served.keys import CERTIFICATE_FILE, CLIENT_FILE, KEY_FILE, TOKEN_FILE, TlsServerKeys
 from meseta.errors import format_value
-from meseta.machine.files import atomic_folder
-from meseta.machine.remote import HOST_LABEL_PATTERN
 from meseta.spec import MesetaError
+from meseta.system.files import atomic_folder
+from meseta.system.remote import HOST_LABEL_PATTERN
 
 _KEY_USAGE = x509.KeyUsage(
     digital_signature=True,

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from meseta.data.read.served.credentials import CommandToken, Credentials, command_credentials, new_token
 from meseta.data.read.served.keys import TlsKeys
-from meseta.machine.files import parse_json
-from meseta.machine.processes import Program, start_program
 from meseta.spec import MesetaError
+from meseta.system.files import parse_json
+from meseta.system.processes import Program, start_program
 
 # The processes exit when their standard input is closed. The OS closes it however the parent process ends.
 

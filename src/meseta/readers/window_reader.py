@@ -24,13 +24,13 @@ from meseta.data.read.served.record_batches import MAX_RECORD_BATCH_ROWS, record
 from meseta.data.read.slicing import BatchSlicer
 from meseta.data.read.split import SplitRows
 from meseta.data.read.window_times import WindowTimer
-from meseta.machine.kernel import disable_heap_caching, trim_heap
 from meseta.readers.cancellation import acquire, cancellation_check
 from meseta.readers.catalog import describe_dataset, open_split
 from meseta.readers.endpoint_server import Endpoint, EndpointServer
 from meseta.readers.rates import BusyTime
 from meseta.readers.window_store import WindowStore, evict_oldest
 from meseta.spec import MesetaError
+from meseta.system.kernel import disable_heap_caching, trim_heap
 
 HEARTBEAT_INTERVAL_S = 1.0
 """Seconds between two heartbeats."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from meseta.machine.files import write_atomic
 from meseta.planner import PlanResult
 from meseta.planner.explain.codec_predictions import codec_headers, codec_rows, predict_codecs
 from meseta.planner.explain.difference import format_ranks
@@ -19,6 +18,7 @@ from meseta.report.document import html_document
 from meseta.report.stages import stage_css_class
 from meseta.spec.stages import STEP_COMPONENTS, StepComponent, component_stages
 from meseta.spec.tiers import DISK, HBM, HOST, MEMORIES, Memory
+from meseta.system.files import write_atomic
 from meseta.telemetry.formatting import format_bytes, format_count, format_percent, format_quantity, format_si
 
 MAX_DRAWN_RANKS = 64

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any, get_args
 
 from meseta.errors import MesetaError, check_choice, is_int, suggest
-from meseta.machine.files import format_json, write_atomic
 from meseta.spec.codecs import CrossHostAlgorithm, ExchangeAlgorithm
 from meseta.spec.documents import load_document
 from meseta.spec.shards import COLUMN_BLOCK, MAX_RANKS, SINGLE_HOST_TYPES, Shard, ShardingType, TablePlan
 from meseta.spec.tables import TableSpec
 from meseta.spec.tiers import DISK, HBM, OFFLOADED_TIERS, StorageOptions, Tier
+from meseta.system.files import format_json, write_atomic
 
 
 def check_tiling(table: TableSpec, entry: TablePlan) -> None:

@@ -10,10 +10,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from meseta.jagged.shapes import Bool, Int, Shaped
 from meseta.ops.memory import empty
 from meseta.ops.row_cache import memory_backing_store
 from meseta.ops.row_file import RowFileSnapshot
+from meseta.sparse.shapes import Bool, Int, Shaped
 from meseta.spec import MesetaError
 
 

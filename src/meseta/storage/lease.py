@@ -11,8 +11,8 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from meseta.jagged.shapes import Int
 from meseta.ops.row_cache import BackingStoreError, CacheFullError, pin_rows
+from meseta.sparse.shapes import Int
 from meseta.spec import MesetaError
 from meseta.storage.table import TableStorage
 from meseta.storage.tiered import CacheCapacityError, PendingFetch, TieredShard

@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from meseta.jagged.shapes import Shaped
 from meseta.ops.memory import empty
+from meseta.sparse.shapes import Shaped
 
 
 # A record has the values in the order of their names, without padding:

@@ -12,13 +12,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from meseta.jagged.shapes import Float, Int
 from meseta.ops.memory import empty
 from meseta.ops.random_rows import initial_rows, table_key
 from meseta.ops.row_marks import RowMarks
 from meseta.ops.row_marks.row_set import RowSet
 from meseta.ops.row_program.optimizer import RowOptimizer
 from meseta.ops.row_update import TableRows
+from meseta.sparse.shapes import Float, Int
 from meseta.spec import MesetaError, Shard, TableSpec
 from meseta.storage.selection import CopiedRows, SelectedRows, copy_rows
 from meseta.storage.table import ROW, TableStorage, as_stored

@@ -10,11 +10,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from meseta.jagged.shapes import Int
 from meseta.ops.row_marks import Consumer, RowMarks
 from meseta.ops.row_marks.row_set import RowSet
 from meseta.ops.row_program.optimizer import RowOptimizer
 from meseta.ops.row_update import TableRows
+from meseta.sparse.shapes import Int
 from meseta.spec import Shard, TableSpec
 from meseta.storage.selection import LazyRows, SelectedRows
 

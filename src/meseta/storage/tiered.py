@@ -10,7 +10,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from meseta.jagged.shapes import Int
 from meseta.ops.memory import empty
 from meseta.ops.random_rows import initial_rows, initial_rows_at, table_key
 from meseta.ops.row_cache import BackingStoreError, CacheFullError, PinnedRows, RowCache
@@ -19,6 +18,7 @@ from meseta.ops.row_marks import RowMarks
 from meseta.ops.row_marks.row_set import RowSet
 from meseta.ops.row_program.optimizer import RowOptimizer
 from meseta.ops.row_update import TableRows
+from meseta.sparse.shapes import Int
 from meseta.spec import MesetaError, Shard, TableSpec
 from meseta.spec.tiers import CACHE_SLOT_OVERHEAD_BYTES, DISK, row_index_bytes
 from meseta.storage.backing_store import BackingStore, BackingStoreSnapshot

@@ -11,10 +11,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
 
-from meseta.machine.files import MAX_DOCUMENT_BYTES, file_too_long_error, open_regular, parse_json
 from meseta.spec.documents import rename_keys
 from meseta.spec.stages import FORMER_STAGES
 from meseta.spec.transfer import FORMER_TRANSFERS
+from meseta.system.files import MAX_DOCUMENT_BYTES, file_too_long_error, open_regular, parse_json
 from meseta.telemetry import row_traffic, row_waits, transfers
 from meseta.telemetry.row_traffic import RowTraffic
 from meseta.telemetry.row_waits import RowWait

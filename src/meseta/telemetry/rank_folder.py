@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meseta.errors import MesetaError
-from meseta.machine.files import has_control_characters, open_regular
-from meseta.machine.process_state import has_signal_handler, read_process_state
-from meseta.machine.waits.blocked_calls import blocked_text
+from meseta.system.files import has_control_characters, open_regular
+from meseta.system.process_state import has_signal_handler, read_process_state
+from meseta.system.waits.blocked_calls import blocked_text
 from meseta.telemetry.rank_record import RANKS_FOLDER, RECORD_BYTES, RankState, parse_record
 
 _RECORD_NAME_PATTERN = re.compile(r"rank-(\d{5,9})\.record")

@@ -10,7 +10,7 @@ which all processes of a host share.
 # 512           heartbeat: time, processor time              every second, by a thread of the compiled core
 # 576           position: stage, step                        at each change of the stage
 # 1024          awaited transfer of each lane                at each wait
-# 1536          activities: phases, requests to storage      at each change, see meseta.machine.waits.activity
+# 1536          activities: phases, requests to storage      at each change, see meseta.system.waits.activity
 # 4096          ring buffer of the last transfers            at each transfer
 # RECORD_BYTES  Python stacks, appended                      at a request of `meseta hang`
 #
@@ -34,16 +34,10 @@ from typing import NamedTuple
 from zlib import crc32
 
 from meseta.errors import MesetaError
-from meseta.machine.files import open_tmpfile
-from meseta.machine.process_state import process_start_ticks
-from meseta.machine.waits.activity import ACTIVITY_TABLE_BYTES, Activity, current_activities, read_activities
-from meseta.machine.waits.checked_memory import (
-    CHECKSUM_BYTES,
-    append_checksum,
-    decode_text,
-    encode_text,
-    unpack_checked,
-)
+from meseta.system.files import open_tmpfile
+from meseta.system.process_state import process_start_ticks
+from meseta.system.waits.activity import ACTIVITY_TABLE_BYTES, Activity, current_activities, read_activities
+from meseta.system.waits.checked_memory import CHECKSUM_BYTES, append_checksum, decode_text, encode_text, unpack_checked
 
 RANK_RECORD_VARIABLE = "MESETA_RANK_RECORD"
 """Environment variable with the record file of a rank, set by its launcher."""

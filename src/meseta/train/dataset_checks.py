@@ -13,9 +13,9 @@ from meseta.comm import World
 from meseta.config import RunConfig
 from meseta.data.dataset.dataset import DATASET_FILE, Dataset
 from meseta.data.dataset.encoding import DatasetEncoding, encoding_difference, row_difference, uncomparable_parts
-from meseta.machine.files import path_exists
-from meseta.machine.remote import Location
 from meseta.spec import MesetaError
+from meseta.system.files import path_exists
+from meseta.system.remote import Location
 from meseta.train.run_dir import RunDir
 from meseta.train.setup.source import make_row_source
 

@@ -20,9 +20,9 @@ from meseta.data.read.batch_reader import BatchReader
 from meseta.data.read.key_columns import KeyColumns
 from meseta.data.read.new_batches import NewBatches
 from meseta.data.read.options import ReaderOptions
-from meseta.machine.files import move, sync
 from meseta.pipeline.model import Model
 from meseta.spec import MesetaError
+from meseta.system.files import move, sync
 from meseta.train.evaluate import gather_windows, predict
 from meseta.train.interop.output_columns import LABEL, PREDICTION, ROW, OutputColumns
 from meseta.train.interop.table_files import CsvWriter, open_table_writer

@@ -19,15 +19,15 @@ from meseta.config import RunConfig, load_config
 from meseta.config.load import checkpoint_location
 from meseta.data.dataset.dataset import DATASET_FILE, Dataset
 from meseta.errors import StorageError
-from meseta.machine.environment import git_commit, package_version
-from meseta.machine.files import append_atomic, format_json, is_folder, is_read_failure, move, path_exists
-from meseta.machine.locks import FolderLock
-from meseta.machine.processors import num_cores, read_processor
-from meseta.machine.ranks import print_note
-from meseta.machine.remote import Location, location_is_folder
 from meseta.ops.row_file import DiskEngine
 from meseta.spec import MesetaError
 from meseta.spec.tiers import DISK
+from meseta.system.environment import git_commit, package_version
+from meseta.system.files import append_atomic, format_json, is_folder, is_read_failure, move, path_exists
+from meseta.system.locks import FolderLock
+from meseta.system.processors import num_cores, read_processor
+from meseta.system.ranks import print_note
+from meseta.system.remote import Location, location_is_folder
 from meseta.telemetry.metrics_file import (
     METRICS_FILE,
     EvalLine,

@@ -31,15 +31,15 @@ from meseta.config import CheckpointConfig
 from meseta.config.row_bits import RowBits
 from meseta.embedding import EmbeddingBagCollection, ShardedEmbeddingBagCollection
 from meseta.errors import StorageError
-from meseta.machine.interruption import SignalListener, TrainingInterrupt
-from meseta.machine.ranks import num_local_ranks
-from meseta.machine.remote import Location
 from meseta.ops.row_marks.row_set import RowSet
 from meseta.planner.cost.memory import copy_bytes
 from meseta.spec import MesetaError, Plan
 from meseta.spec.checkpoint_blocks import BLOCK_BYTES, NUM_PENDING_WRITES
 from meseta.spec.tiers import DISK
 from meseta.storage import SelectedRows, TableStorage
+from meseta.system.interruption import SignalListener, TrainingInterrupt
+from meseta.system.ranks import num_local_ranks
+from meseta.system.remote import Location
 from meseta.train.setup.memory import available_bytes
 
 READBACK_STATE_FILE = "mirror_checks.json"

@@ -17,9 +17,9 @@ from meseta.comm.dense_shards import distribute_like, full_tensor, is_sharded
 from meseta.data.batch import Batch
 from meseta.data.dataset.dataset import Dataset
 from meseta.errors import StorageError, format_value
-from meseta.machine.remote import Location
 from meseta.pipeline.agreement import LateNonFiniteLoss, NonFiniteLoss
 from meseta.spec import FeatureSpec, MesetaError
+from meseta.system.remote import Location
 
 Count = Annotated[int, Field(ge=0, lt=1 << 53)]
 

@@ -22,12 +22,12 @@ from meseta.data.read.new_batches import NewBatches
 from meseta.data.read.options import ReaderOptions
 from meseta.data.read.selection import calibration_shift
 from meseta.errors import StorageError
-from meseta.machine.files import path_exists
-from meseta.machine.remote import Location
 from meseta.spec import MesetaError
 from meseta.spec.documents import rename_keys
 from meseta.spec.plan_document import FORMER_KEYS
 from meseta.spec.tiers import DISK, OFFLOADED_TIERS
+from meseta.system.files import path_exists
+from meseta.system.remote import Location
 from meseta.telemetry.splits import validation_split
 from meseta.train.dataset_checks import check_same_encoding, open_dataset
 from meseta.train.early_stopping import EarlyStopping

@@ -22,7 +22,6 @@ from meseta.config import RunConfig
 from meseta.data.dataset.encoding import DatasetEncoding
 from meseta.data.read.batch_reader import BatchIterator
 from meseta.data.read.selection import calibration_shift
-from meseta.machine.remote import Location
 from meseta.measure.step_threads import StepThreads
 from meseta.optim.dense import make_dense_optimizer
 from meseta.pipeline import Pipeline, StepResult
@@ -30,6 +29,7 @@ from meseta.pipeline.agreement import LateNonFiniteLoss
 from meseta.pipeline.prefetched_embeddings import PrefetchedEmbeddings
 from meseta.report import write_report
 from meseta.spec import MesetaError
+from meseta.system.remote import Location
 from meseta.telemetry.metrics_file import EvalLine, Line, TrainLine
 from meseta.telemetry.splits import TEST
 from meseta.telemetry.summary import (

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from meseta.machine.kernel import KernelFiles
 from meseta.measure.doctor import disk, ranks
 from meseta.measure.doctor.child_processes import ProcessResult
+from meseta.system.kernel import KernelFiles
 from source_tree import ROOT
 
 GB = 1_000_000_000

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from meseta.machine.kernel import CgroupLimits, KernelFiles, read_cgroup_limits
-from meseta.machine.wait_policy import WAIT_POLICY
 from meseta.measure.doctor import machine
 from meseta.measure.doctor.finding import Finding, note, problem
+from meseta.system.kernel import CgroupLimits, KernelFiles, read_cgroup_limits
+from meseta.system.wait_policy import WAIT_POLICY
 from meseta.telemetry.formatting import format_bytes
 
 Make = Callable[[dict[str, str]], KernelFiles]

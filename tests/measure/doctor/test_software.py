@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from meseta.machine.kernel import KernelFiles
 from meseta.measure.doctor import devices, packages, probe
 from meseta.measure.doctor.child_processes import run_children
+from meseta.system.kernel import KernelFiles
 from source_tree import ROOT
 
 GOOD = {

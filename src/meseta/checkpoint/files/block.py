@@ -25,9 +25,9 @@ from meseta.checkpoint.files.layout import ID, BlockSchema
 from meseta.checkpoint.files.quantization import StoredRows, decode_rows, quantized_schema
 from meseta.checkpoint.files.rate_limit import WriteRateLimiter
 from meseta.errors import error_summary, format_value
-from meseta.machine.files import sync
-from meseta.machine.remote import Location
 from meseta.spec import MesetaError
+from meseta.system.files import sync
+from meseta.system.remote import Location
 
 # Field numbers in Arrow's flatbuffer tables Message and RecordBatch.
 _MESSAGE_HEADER, _BATCH_COMPRESSION = 2, 3

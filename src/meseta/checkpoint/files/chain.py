@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from meseta.checkpoint.files.block import Values, read_block, read_rows
 from meseta.checkpoint.files.layout import BlockSchema
 from meseta.checkpoint.files.paths import is_block_path
-from meseta.machine.remote import Location
 from meseta.ops.memory import empty
+from meseta.system.remote import Location
 
 # Example of a chain:
 #

@@ -14,8 +14,8 @@ from typing import Literal, TypeVar
 
 from meseta.checkpoint.failures import damaged_file_error, wrap_read_errors, wrap_write_errors
 from meseta.checkpoint.files.rate_limit import WriteRateLimiter
-from meseta.machine.files import open_regular
-from meseta.machine.remote import Location, RemotePath
+from meseta.system.files import open_regular
+from meseta.system.remote import Location, RemotePath
 
 # Copying through the page cache costs a core several times the time of a direct transfer. With few cores, this time is
 # missing for checksums. Buffers live as long as their thread, because allocating memory costs more than using it.

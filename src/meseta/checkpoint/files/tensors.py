@@ -21,9 +21,9 @@ from meseta.checkpoint.files import digest
 from meseta.checkpoint.files.direct_io import write_buffered
 from meseta.checkpoint.files.rate_limit import WriteRateLimiter
 from meseta.errors import error_summary
-from meseta.machine.files import has_control_characters, read_bounded, sync
-from meseta.machine.remote import Location, RemotePath
 from meseta.spec import MesetaError
+from meseta.system.files import has_control_characters, read_bounded, sync
+from meseta.system.remote import Location, RemotePath
 
 DenseFileName = Literal["dense.safetensors"]
 DENSE_PATH: DenseFileName = "dense.safetensors"

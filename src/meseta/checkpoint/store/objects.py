@@ -18,8 +18,8 @@ from meseta.checkpoint.manifest import MANIFEST_PATH, own_file_entries, write_ma
 from meseta.checkpoint.store.names import QUARANTINE_MARKER, QUARANTINE_MARKERS, checkpoint_name, parse_step
 from meseta.checkpoint.store.references import referenced_files
 from meseta.errors import StorageError
-from meseta.machine.remote import RETRY_DELAYS_S, RemotePath
 from meseta.spec import MesetaError
+from meseta.system.remote import RETRY_DELAYS_S, RemotePath
 
 # Object stores have no rename. A file is created only if it does not exist, so the second of two runs that write to the
 # same place fails. A deletion removes the manifest first. A killed run may leave a folder without a manifest, a file

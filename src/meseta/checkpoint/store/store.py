@@ -15,9 +15,9 @@ from meseta.checkpoint.store.directory import DirectoryStore
 from meseta.checkpoint.store.names import checkpoint_path
 from meseta.checkpoint.store.objects import ObjectStore
 from meseta.errors import StorageError
-from meseta.machine.files import list_names
-from meseta.machine.remote import Location, RemotePath, to_location
 from meseta.spec import MesetaError
+from meseta.system.files import list_names
+from meseta.system.remote import Location, RemotePath, to_location
 
 
 @runtime_checkable

@@ -22,9 +22,9 @@ from meseta.data.dataset.vocabulary import combine_chunks, values_digest
 from meseta.data.prepare.record import PREPARE_RECORD_FILE
 from meseta.data.workers import run_in_order
 from meseta.errors import error_summary
-from meseta.machine.files import resolve_inside
-from meseta.machine.processors import num_cores
 from meseta.spec import MesetaError
+from meseta.system.files import resolve_inside
+from meseta.system.processors import num_cores
 
 STATISTICS_PAGE = "statistics.html"
 """Page that `meseta data stats` writes into the dataset folder."""

@@ -13,7 +13,8 @@ from pydantic_core import PydanticCustomError
 from meseta.data.delimiter import invalid_delimiter_reason
 from meseta.data.number_format import NumberFormat
 from meseta.errors import duplicates, format_value, reading_error
-from meseta.machine.files import (
+from meseta.spec import MesetaError, Reuse, suggest
+from meseta.system.files import (
     check_json_limits,
     first_name_collision,
     format_json,
@@ -22,7 +23,6 @@ from meseta.machine.files import (
     read_bounded,
     resolve_inside,
 )
-from meseta.spec import MesetaError, Reuse, suggest
 
 DATASET_FORMAT: Literal["meseta.dataset/1"] = "meseta.dataset/1"
 DATASET_FILE = "dataset.json"

@@ -12,8 +12,8 @@ from meseta.data.dataset.unseen_values import LookupCounter
 from meseta.data.dataset.vocabulary import Vocabulary
 from meseta.data.formats.format import RawFormat
 from meseta.data.layout import RawLayout, SparseColumn
-from meseta.machine.files import MAX_DOCUMENT_BYTES, MAX_DOCUMENT_VALUES, count_json_values
 from meseta.spec import MesetaError
+from meseta.system.files import MAX_DOCUMENT_BYTES, MAX_DOCUMENT_VALUES, count_json_values
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -52,8 +52,8 @@ from meseta.data.schema.infer import MISSING_TEXTS, ColumnRole, is_header
 from meseta.data.schema.labels import add_signed_labels
 from meseta.data.schema.number_spelling import add_whole_numbers
 from meseta.data.schema.schema import check_names
-from meseta.machine.remote import is_url
 from meseta.spec import MesetaError
+from meseta.system.remote import is_url
 
 MAX_RECORD_LINES = 1000
 """Maximum number of lines of a record in a block with bad rows."""

@@ -34,7 +34,7 @@ from meseta.data.raw_rows import RawRows
 from meseta.data.schema.roles import NamedColumns
 from meseta.data.schema.schema import Schema
 from meseta.errors import MesetaError, error_summary, reading_error
-from meseta.machine.remote import is_url, open_file, wrap_remote_errors
+from meseta.system.remote import is_url, open_file, wrap_remote_errors
 
 MAX_HEAD_BYTES = 64 << 10
 """Maximum number of bytes of decompressed text from which a format is detected."""

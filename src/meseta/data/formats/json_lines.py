@@ -40,8 +40,8 @@ from meseta.data.schema.labels import add_signed_labels
 from meseta.data.schema.number_spelling import add_whole_numbers
 from meseta.data.schema.schema import Schema, check_names
 from meseta.data.whole_numbers import are_whole_numbers
-from meseta.machine.remote import is_url
 from meseta.spec import MesetaError
+from meseta.system.remote import is_url
 
 _SUFFIXES = (".jsonl", ".ndjson", ".json", ".jsonlines")
 # Keys that a row lacks take no bytes in the file, but memory in a block. So files with many keys must not be sparser

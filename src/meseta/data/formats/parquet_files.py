@@ -16,8 +16,8 @@ from meseta.data.formats.parquet_types import ColumnTypes, is_integral, is_list,
 from meseta.data.formats.partitions import check_partition, partition_type, sample_partitions
 from meseta.data.formats.sampling import NUM_PIECES, rows_per_file, sample_sources
 from meseta.data.schema.infer import MAX_SAMPLE_ROWS
-from meseta.machine.remote import is_url, open_file
 from meseta.spec import MesetaError
+from meseta.system.remote import is_url, open_file
 
 BLOCK_ROWS = 32_768
 """Maximum number of rows of a block."""

@@ -17,8 +17,8 @@ from meseta.data.formats.text import raw_text
 from meseta.data.layout import RawLayout, SparseColumn
 from meseta.data.schema.schema import check_names
 from meseta.data.workers import run_in_order
-from meseta.machine.processors import num_cores
 from meseta.spec import MesetaError
+from meseta.system.processors import num_cores
 
 # Each field becomes a table. More fields than this indicate a mistake, such as indices in place of fields.
 MAX_LIBFFM_FIELDS = 1000

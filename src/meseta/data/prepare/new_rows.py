@@ -19,8 +19,8 @@ from meseta.data.prepare.earlier_dataset import find_matching_sources, make_enco
 from meseta.data.prepare.splitting import TEST, Splitter
 from meseta.data.prepare.write import flatten_lists
 from meseta.data.workers import run_in_order
-from meseta.machine.processors import num_cores
 from meseta.spec import MesetaError
+from meseta.system.processors import num_cores
 
 NewRowsProgress = Callable[[int, float], None]
 """Called with the number of rows so far and the share of the files that has been read, 0 to 1."""

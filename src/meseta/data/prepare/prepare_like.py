@@ -24,7 +24,7 @@ from meseta.data.prepare.spool import partial_label_counts
 from meseta.data.prepare.staging import staged_folder
 from meseta.data.prepare.write import NUM_PART_WINDOWS, ROW_GROUP_ROWS, open_part_writer
 from meseta.data.row_queue import RowQueue
-from meseta.machine.remote import check_not_url
+from meseta.system.remote import check_not_url
 
 TARGET_SPLIT = "test"
 """Split that receives all rows."""

@@ -11,9 +11,9 @@ from typing import Any
 
 from meseta.data.formats.format import Source
 from meseta.data.prepare.options import PrepareOptions
-from meseta.machine.files import parse_json, read_if_exists, to_json_types
-from meseta.machine.remote import is_url
 from meseta.spec import MesetaError
+from meseta.system.files import parse_json, read_if_exists, to_json_types
+from meseta.system.remote import is_url
 
 PREPARE_RECORD_FILE = "prepare.json"
 _IRRELEVANT_OPTIONS = {"sources", "test_files", "valid_files", "out", "force", "num_threads"}

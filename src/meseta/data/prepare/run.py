@@ -33,8 +33,8 @@ from meseta.data.prepare.two_passes import TwoPassPreparation
 from meseta.data.recipe.recipe_preparation import RecipePreparation
 from meseta.data.schema.find_layout import find_layout
 from meseta.data.schema.schema import Schema, format_schema
-from meseta.machine.processors import num_cores
 from meseta.spec import MesetaError, suggest
+from meseta.system.processors import num_cores
 
 DEFAULT_VALID_FRACTION = 0.1
 """Share of the valid split if a caller needs one and no option defines it."""

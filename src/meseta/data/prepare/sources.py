@@ -13,9 +13,9 @@ from meseta.data.formats import registry
 from meseta.data.formats.encodings import UTF_8, check_encoding
 from meseta.data.formats.format import FileHead, Source, wrap_source_errors
 from meseta.data.formats.partitions import Partition, parse_partition
-from meseta.machine.files import parse_json
-from meseta.machine.remote import file_status, find_files, is_url, open_file
 from meseta.spec import MesetaError
+from meseta.system.files import parse_json
+from meseta.system.remote import file_status, find_files, is_url, open_file
 
 
 def find_sources(

@@ -14,10 +14,10 @@ from typing import Any
 from meseta.data.dataset.dataset import DATASET_FILE
 from meseta.data.prepare.record import load_record, save_record
 from meseta.errors import StorageError
-from meseta.machine.files import is_disk_full, move, parse_json, read_if_exists, sync_all, to_json_types
-from meseta.machine.kernel import boot_id
-from meseta.machine.locks import try_lock
 from meseta.spec import MesetaError
+from meseta.system.files import is_disk_full, move, parse_json, read_if_exists, sync_all, to_json_types
+from meseta.system.kernel import boot_id
+from meseta.system.locks import try_lock
 
 JOURNAL_FILE = "meseta-prepare-unfinished.json"
 # If the process is killed, about this much work is lost.

@@ -18,8 +18,8 @@ from meseta.data.read.options import CancellationCheck, never_cancelled
 from meseta.data.read.rows import Rows, decode_rows
 from meseta.data.read.selection import ExcludedRows, RowSelection
 from meseta.data.read.window_times import WindowTimer
-from meseta.machine.processors import num_cores
 from meseta.spec import MesetaError
+from meseta.system.processors import num_cores
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch.nn import functional
 from meseta.data.batch import Batch
 from meseta.data.dataset.dataset import Dataset
 from meseta.data.read.rows import IdLists, Rows
-from meseta.jagged import KeyedJaggedTensor
+from meseta.sparse import KeyedJaggedTensor
 
 
 def to_batch(dataset: Dataset, rows: Rows) -> Batch:

@@ -11,7 +11,7 @@ from meseta.data.formats.format import Block, RowCursor, Source
 from meseta.data.recipe.index import RowRange
 from meseta.data.recipe.recipe import REMAKE_REMEDY
 from meseta.errors import MesetaError, reading_error
-from meseta.machine.remote import file_status
+from meseta.system.remote import file_status
 
 MAX_IDLE_CURSORS = 32
 # A compressed file is read sequentially. With several cursors, readers that are slightly out of order each continue at

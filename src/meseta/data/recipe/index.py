@@ -30,8 +30,8 @@ from meseta.data.dataset.dataset import Dataset
 from meseta.data.formats.format import FilePosition
 from meseta.data.recipe.recipe import REMAKE_REMEDY, IndexFile, Recipe
 from meseta.errors import error_summary
-from meseta.machine.files import read_bounded, resolve_inside
 from meseta.spec import MesetaError
+from meseta.system.files import read_bounded, resolve_inside
 
 # One column per split follows.
 BLOCK_COLUMNS = ("source", "row", "line", "offset", "num_rows", "num_bytes")

@@ -20,9 +20,9 @@ from meseta.data.formats.encodings import UTF_8, check_encoding
 from meseta.data.formats.format import Source
 from meseta.data.formats.registry import find_format
 from meseta.errors import format_value
-from meseta.machine.files import parse_json, read_bounded, resolve_inside
-from meseta.machine.remote import is_url
 from meseta.spec import MesetaError
+from meseta.system.files import parse_json, read_bounded, resolve_inside
+from meseta.system.remote import is_url
 
 RECIPE_FORMAT: Literal["meseta.recipe/1"] = "meseta.recipe/1"
 RECIPE_FILE = "recipe.json"

@@ -21,8 +21,8 @@ from meseta.data.recipe.cursors import CursorPool, check_unchanged
 from meseta.data.recipe.index import RowRange, SourceIndex
 from meseta.data.recipe.recipe import REMAKE_REMEDY, Recipe
 from meseta.data.workers import run_in_order
-from meseta.machine.processors import num_cores
 from meseta.spec import MesetaError
+from meseta.system.processors import num_cores
 
 
 @dataclass

@@ -11,9 +11,9 @@ from meseta.data.layout import RawLayout
 from meseta.data.schema.roles import NamedColumns
 from meseta.data.schema.schema import Schema
 from meseta.errors import duplicates, format_value
-from meseta.machine.files import first_name_collision
 from meseta.spec import MesetaError
 from meseta.spec.tables import invalid_table_name_reason
+from meseta.system.files import first_name_collision
 
 
 def find_layout(

@@ -24,9 +24,9 @@ from meseta.data.layout import (
 from meseta.data.number_format import NumberFormat
 from meseta.data.schema.labels import resolve_labels
 from meseta.errors import UnknownColumnError, duplicates
-from meseta.machine.yaml_text import parse_yaml
 from meseta.spec import MesetaError, suggest
 from meseta.spec.documents import read_mapping
+from meseta.system.yaml_text import parse_yaml
 
 
 class Schema(BaseModel):

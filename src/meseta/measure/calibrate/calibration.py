@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from meseta.machine.kernel import KernelFiles, free_memory_bytes, read_cgroup_limits
 from meseta.measure.calibrate.collectives import CollectiveTimer
 from meseta.measure.calibrate.combinations import OPTIMIZERS, random_combination
 from meseta.measure.calibrate.fit import Floats, fit_relative, relative_errors
@@ -27,6 +26,7 @@ from meseta.planner.cost.operators import lookup_terms, update_terms
 from meseta.spec import CostModel, Link
 from meseta.spec.codecs import CODECS
 from meseta.spec.cost_model import STOCHASTIC_SUFFIX, DenseCost, ExchangeCost, HardwareCacheCost, LookupCost, UpdateCost
+from meseta.system.kernel import KernelFiles, free_memory_bytes, read_cgroup_limits
 
 MAX_MEMORY_BYTES = 3_000_000_000
 """Maximum bytes of rows and states of a combination. At most a quarter of the free memory is used."""

@@ -8,11 +8,11 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from meseta.machine.environment_variables import environ
-from meseta.machine.kernel import KernelFiles, read_cgroup_limits
-from meseta.machine.processors import num_cores
 from meseta.measure.doctor import devices, disk, machine, packages, probe, ranks
 from meseta.measure.doctor.finding import Finding, note
+from meseta.system.environment_variables import environ
+from meseta.system.kernel import KernelFiles, read_cgroup_limits
+from meseta.system.processors import num_cores
 
 
 def run_checks(folder: Path, system: KernelFiles | None = None) -> Iterator[Finding]:

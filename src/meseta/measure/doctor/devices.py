@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from meseta.machine.kernel import KernelFiles
 from meseta.measure.doctor.finding import Finding, note, ok, problem
 from meseta.measure.doctor.packages import VersionLookup
 from meseta.ops.core import InstructionSetError
+from meseta.system.kernel import KernelFiles
 from meseta.telemetry.formatting import format_bytes
 
 ProbeResult = Mapping[str, Any]

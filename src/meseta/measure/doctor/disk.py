@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from meseta.machine.files import direct_io_block_bytes
-from meseta.machine.kernel import KernelFiles
 from meseta.measure.doctor.finding import Finding, note, ok, problem
+from meseta.system.files import direct_io_block_bytes
+from meseta.system.kernel import KernelFiles
 from meseta.telemetry.formatting import format_bytes
 
 BLOCK_BYTES = 4 << 20

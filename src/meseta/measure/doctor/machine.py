@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from meseta.machine.kernel import CgroupLimits, KernelFiles, free_memory_bytes
-from meseta.machine.processors import read_processor
-from meseta.machine.wait_policy import WAIT_POLICY_VARIABLES, has_default_policy, threads_spin
 from meseta.measure.doctor.finding import Finding, note, ok, problem
+from meseta.system.kernel import CgroupLimits, KernelFiles, free_memory_bytes
+from meseta.system.processors import read_processor
+from meseta.system.wait_policy import WAIT_POLICY_VARIABLES, has_default_policy, threads_spin
 from meseta.telemetry.formatting import format_bytes
 
 RECOMMENDED_FREE_MEMORY_BYTES = 2_000_000_000

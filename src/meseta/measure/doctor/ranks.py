@@ -7,9 +7,9 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from meseta.machine.rendezvous import Rendezvous
 from meseta.measure.doctor.child_processes import run_children
 from meseta.measure.doctor.finding import Finding, note, ok, problem
+from meseta.system.rendezvous import Rendezvous
 
 NUM_RANKS = 2
 EXPECTED_SUM = 3.0

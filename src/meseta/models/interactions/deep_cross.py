@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from meseta.config.models.interactions import Structure
-from meseta.jagged.shapes import Float
 from meseta.models.base import ScoringModel
 from meseta.models.layers import MLP, MLPOptions, SkipInitLinear, check_widths, fill_linear
+from meseta.sparse.shapes import Float
 from meseta.spec import MesetaError
 
 

@@ -13,7 +13,6 @@ from torch.nn import functional
 
 from meseta.comm import BatchSlice
 from meseta.config.models.interactions import DHENConfig, Ensemble, Interaction
-from meseta.jagged.shapes import Float
 from meseta.models.attention import InteractingLayer
 from meseta.models.base import ModelBuildArgs
 from meseta.models.cross import FullCross
@@ -23,6 +22,7 @@ from meseta.models.interactions.vector_stack import VectorStack
 from meseta.models.layers import MLPOptions, SkipInitLinear, check_widths
 from meseta.ops.dot_interaction import dot_interaction
 from meseta.ops.sums import repeat
+from meseta.sparse.shapes import Float
 from meseta.spec import MesetaError
 
 KERNEL_SIZE = 3

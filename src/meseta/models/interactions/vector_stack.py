@@ -8,10 +8,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from meseta.jagged.shapes import Float
 from meseta.models.base import ScoringModel
 from meseta.models.fields import DenseVector, common_width
 from meseta.models.layers import MLP, MLPOptions, fill_linear
+from meseta.sparse.shapes import Float
 
 
 class VectorStack(ScoringModel):

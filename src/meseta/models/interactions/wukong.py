@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from meseta.comm import BatchSlice
 from meseta.config.models.interactions import WukongConfig
-from meseta.jagged.shapes import Float
 from meseta.models.base import ModelBuildArgs
 from meseta.models.fields import FieldMixer
 from meseta.models.global_layers import LayerNorm
 from meseta.models.interactions.vector_stack import VectorStack
 from meseta.models.layers import MLP, MLPOptions, check_widths
 from meseta.ops.product import batched_product
+from meseta.sparse.shapes import Float
 
 
 @dataclass(frozen=True, kw_only=True)

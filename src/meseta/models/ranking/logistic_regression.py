@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from meseta.config.models.classic import LogisticRegressionConfig
-from meseta.jagged.shapes import Float
 from meseta.models.base import ModelBuildArgs, ScoringModel
 from meseta.models.layers import SkipInitLinear
+from meseta.sparse.shapes import Float
 from meseta.spec import MesetaError
 
 

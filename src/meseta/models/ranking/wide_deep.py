@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from meseta.config.models.classic import WideDeepConfig
-from meseta.jagged.shapes import Float
 from meseta.models.base import ModelBuildArgs, ScoringModel
 from meseta.models.fields import FirstOrderTerm, common_width, split_weights
 from meseta.models.layers import MLP, MLPOptions, check_widths, fill_glorot
+from meseta.sparse.shapes import Float
 
 
 class WideDeep(ScoringModel):

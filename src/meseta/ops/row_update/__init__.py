@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meseta.jagged.shapes import Float
 from meseta.ops.core import core
 from meseta.ops.library import can_bypass_dispatcher, register
 from meseta.ops.row_update import reference
@@ -24,6 +23,7 @@ from meseta.ops.row_update.call import (
     pack_core_fields,
 )
 from meseta.ops.tables import DTYPE_CODES, contiguous_ids
+from meseta.sparse.shapes import Float
 from meseta.spec import MesetaError
 
 __all__ = ["Bags", "FeatureGradient", "TableRows", "UpdateGroup", "row_update"]

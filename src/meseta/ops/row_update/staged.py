@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meseta.jagged.shapes import Float, Int
 from meseta.ops.core import core
 from meseta.ops.library import register
 from meseta.ops.row_program.lowering import RowCode
@@ -25,6 +24,7 @@ from meseta.ops.row_update.call import (
     to_int64,
 )
 from meseta.ops.tables import DTYPE_CODES
+from meseta.sparse.shapes import Float, Int
 from meseta.spec import COLUMN_BLOCK, MesetaError
 
 

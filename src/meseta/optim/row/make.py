@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 
-from meseta.machine.user_code import import_custom
 from meseta.ops.row_program.optimizer import RowOptimizer
 from meseta.ops.row_program.program import state_kinds, trace
 from meseta.optim.row.adagrad import adagrad, ftrl, rmsprop, rowwise_adagrad
@@ -13,6 +12,7 @@ from meseta.optim.row.adam import adam, lamb, rowwise_adam, rowwise_lamb
 from meseta.optim.row.sgd import frozen, lars, sgd
 from meseta.optim.row.transforms import clip_norm, clip_value, coupled_decay, decoupled_decay, l1_penalty
 from meseta.spec import MesetaError, OptimizerSpec, suggest
+from meseta.system.user_code import import_custom
 
 RowOptimizerFactory = Callable[[OptimizerSpec], RowOptimizer]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from meseta.errors import MesetaError
-from meseta.machine.kernel import KernelFiles, read_cgroup_limits, tightest_cgroup
+from meseta.system.kernel import KernelFiles, read_cgroup_limits, tightest_cgroup
 from meseta.telemetry.formatting import format_bytes, format_quantity
 
 # With torch 2.13 for CPUs and Python 3.11, the kernel killed the process in a group of 241 MB. With a higher limit it

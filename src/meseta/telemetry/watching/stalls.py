@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from urllib.parse import urlsplit
 
-from meseta.machine.process_state import read_process_state
-from meseta.machine.ranks import global_rank, is_distributed
-from meseta.machine.waits.activity import Activity, current_activities, read_activities
-from meseta.machine.waits.blocked_calls import blocked_calls, find_mount, num_wakeups
+from meseta.system.process_state import read_process_state
+from meseta.system.ranks import global_rank, is_distributed
+from meseta.system.waits.activity import Activity, current_activities, read_activities
+from meseta.system.waits.blocked_calls import blocked_calls, find_mount, num_wakeups
 from meseta.telemetry.formatting import format_duration
 from meseta.telemetry.watching.memory_watch import MemoryWatch
 

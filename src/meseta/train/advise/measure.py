@@ -20,10 +20,10 @@ from meseta.checkpoint.loading import fill_shard
 from meseta.checkpoint.manifest import QUANTIZED, read_manifest
 from meseta.config.row_bits import ROW_BIT_WIDTHS, BitsFile, RowBits, TableBits
 from meseta.data.read.batch_reader import BatchReader
-from meseta.machine.remote import Location
 from meseta.spec import MesetaError
 from meseta.storage import ROW, as_stored
 from meseta.storage.table import from_stored
+from meseta.system.remote import Location
 from meseta.telemetry.splits import validation_split
 from meseta.train.advise.choice import MeasuredWidth, choose_widths
 from meseta.train.evaluate import evaluate

@@ -19,11 +19,11 @@ from meseta.data.dataset.dataset import Dataset
 from meseta.data.read.selection import calibration_shift
 from meseta.embedding import EmbeddingBagCollection
 from meseta.errors import error_summary
-from meseta.machine.files import atomic_folder
-from meseta.machine.remote import Location
 from meseta.models import make_model
 from meseta.models.base import check_reads_pooled
 from meseta.spec import MesetaError
+from meseta.system.files import atomic_folder
+from meseta.system.remote import Location
 from meseta.train.run_dir import RunDir
 from meseta.train.setup.specs import make_specs
 from meseta.train.state import set_dense_parameters

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from meseta.config import RunConfig
 from meseta.data.dataset.dataset import Dataset
 from meseta.embedding import EmbeddingBagCollection
-from meseta.machine.files import write_atomic
 from meseta.report.quality.suite_result import SeedScore
 from meseta.spec import MesetaError
+from meseta.system.files import write_atomic
 from meseta.telemetry.splits import TEST
 from meseta.train.evaluate import predict
 from meseta.train.metrics import compute_metrics, regret

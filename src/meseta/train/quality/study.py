@@ -14,10 +14,10 @@ import yaml
 
 from meseta.config import read_config_document, set_default, validate_document
 from meseta.data.dataset.dataset import Dataset
-from meseta.machine.files import parse_json, path_exists, read_bounded, read_if_exists, to_json_types, write_atomic
-from meseta.machine.user_code import log_user_code
 from meseta.report.quality.suite_result import ConfigScores, EvalDataset, SeedScore
 from meseta.spec import MesetaError
+from meseta.system.files import parse_json, path_exists, read_bounded, read_if_exists, to_json_types, write_atomic
+from meseta.system.user_code import log_user_code
 from meseta.telemetry.splits import TEST, VALID
 from meseta.train.quality.suite import QualitySuite, SuiteDataset, SuiteEntry, SuiteWorld, folder_name
 from meseta.train.quality.worlds import BEST_FILE, ROWS_FOLDER

@@ -14,10 +14,10 @@ from meseta.data.read.batch_reader import BatchReader
 from meseta.data.read.options import ReaderOptions
 from meseta.data.read.served.reader import RunAttempt
 from meseta.embedding import EmbeddingBagCollection, shard
-from meseta.machine.ranks import local_rank, num_local_ranks, print_note
 from meseta.optim.clip import GradientClipper, SumOverRanks
 from meseta.optim.schedule import learning_rate_factor
 from meseta.spec import MesetaError, Plan, suggest
+from meseta.system.ranks import local_rank, num_local_ranks, print_note
 from meseta.train.setup.meta_model import make_meta_model, make_unsharded_model
 from meseta.train.setup.planning import RunPlanner, check_clip
 from meseta.train.setup.source import make_row_source

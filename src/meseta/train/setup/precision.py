@@ -13,9 +13,9 @@ from meseta.comm import World
 from meseta.config import RunConfig
 from meseta.config.precision import dense_dtype
 from meseta.errors import StorageError
-from meseta.machine.processors import read_processor
 from meseta.spec import MesetaError
 from meseta.spec.tables import DenseDtype
+from meseta.system.processors import read_processor
 
 DENSE_DTYPE_KEY = "dense_dtype"
 """Key of the dense dtype in the state of a checkpoint."""

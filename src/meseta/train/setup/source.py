@@ -19,8 +19,8 @@ from meseta.config.run import ServiceConfig
 from meseta.data.dataset.dataset import Dataset
 from meseta.data.dataset.encoding import with_vocabulary_digests
 from meseta.data.prepare.copy_tables import copy_tables
-from meseta.machine.environment_variables import environ
 from meseta.spec import MesetaError
+from meseta.system.environment_variables import environ
 
 if TYPE_CHECKING:
     from meseta.comm import World

@@ -20,10 +20,10 @@ import yaml
 from meseta.config import RunConfig, read_config_document, validate_document
 from meseta.data.dataset.dataset import Dataset
 from meseta.data.dataset.encoding import DatasetEncoding, encoding_difference, row_difference
-from meseta.machine.files import parse_json, path_exists, read_if_exists, to_json_types, write_atomic
-from meseta.machine.user_code import log_user_code
-from meseta.machine.yaml_text import parse_yaml
 from meseta.spec import MesetaError
+from meseta.system.files import parse_json, path_exists, read_if_exists, to_json_types, write_atomic
+from meseta.system.user_code import log_user_code
+from meseta.system.yaml_text import parse_yaml
 from meseta.telemetry.metrics import HIGHER_IS_BETTER
 from meseta.telemetry.splits import TEST, VALID, validation_split
 from meseta.telemetry.summary import RunSummary, read_summary

@@ -10,7 +10,7 @@ from pathlib import Path
 from meseta.comm import World
 from meseta.config import RunConfig, validate_document
 from meseta.data.dataset.dataset import Dataset
-from meseta.machine.files import parse_json, read_if_exists
+from meseta.system.files import parse_json, read_if_exists
 from meseta.telemetry.metrics_file import EvalLine
 from meseta.train.run_dir import TRIALS_FOLDER, RunDir
 from meseta.train.trainer import Trainer

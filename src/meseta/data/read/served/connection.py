@@ -13,8 +13,8 @@ from meseta.data.read.served.credentials import TOKEN_HEADER, Credentials, NoTok
 from meseta.data.read.served.keys import TlsKeys, handshake_error_message, unknown_client_message
 from meseta.data.read.served.messages import MAX_REASON_BYTES, ErrorStatus
 from meseta.errors import MesetaError, StorageError, error_summary
-from meseta.machine.environment_variables import environ
-from meseta.machine.remote import ENCRYPTED_SCHEME, check_reachable, parse_address
+from meseta.system.environment_variables import environ
+from meseta.system.remote import ENCRYPTED_SCHEME, check_reachable, parse_address
 
 # gRPC reads the variable when it starts. By default it would log every failed handshake.
 environ.setdefault("GRPC_VERBOSITY", "NONE")

@@ -13,9 +13,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from meseta.errors import MesetaError
-from meseta.machine.environment_variables import environ
-from meseta.machine.files import move, open_regular
-from meseta.machine.remote import parse_address
+from meseta.system.environment_variables import environ
+from meseta.system.files import move, open_regular
+from meseta.system.remote import parse_address
 
 TOKEN_HEADER = "authorization"
 """Header of a call that contains the token."""

@@ -9,7 +9,7 @@ import struct
 from typing import Any
 from zlib import crc32
 
-from meseta.machine.files import has_control_characters
+from meseta.system.files import has_control_characters
 
 CHECKSUM_BYTES = 4
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from meseta.jagged.shapes import Float, Int, Shaped
+from meseta.sparse.shapes import Float, Int, Shaped
 from meseta.spec import MesetaError, suggest
 
 

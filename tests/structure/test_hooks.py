@@ -11,7 +11,7 @@ from source_tree import SOURCE
 
 def test_a_wrong_shape_is_refused() -> None:
     jaxtyping = pytest.importorskip("jaxtyping")
-    from meseta.jagged import JaggedTensor
+    from meseta.sparse import JaggedTensor
 
     with pytest.raises(jaxtyping.TypeCheckError):
         JaggedTensor(values=torch.zeros(3), lengths=torch.zeros(2, 2, dtype=torch.int64))
@@ -19,7 +19,7 @@ def test_a_wrong_shape_is_refused() -> None:
 
 def test_shapes_are_not_checked_outside_tests() -> None:
     program = (
-        "import torch\nfrom meseta.jagged import JaggedTensor\n"
+        "import torch\nfrom meseta.sparse import JaggedTensor\n"
         "JaggedTensor(values=torch.zeros(3), lengths=torch.zeros(2, 2, dtype=torch.int64))"
     )
     run = subprocess.run(

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from meseta.jagged import JaggedTensor, KeyedJaggedTensor
+from meseta.sparse import JaggedTensor, KeyedJaggedTensor
 from meseta.spec import MesetaError
 
 Lists = dict[str, list[list[int]]]

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from meseta.machine.environment_variables import environ
+from meseta.system.environment_variables import environ
 
 _X86_LEVELS = (
     ("AVX2", ("avx2", "fma")),

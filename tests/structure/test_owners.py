@@ -21,17 +21,17 @@ PIPES = ("measure/harness/worker_group.py", "measure/harness/worker.py", "measur
 ROWS = "data/formats/json_records.py"
 """Decodes rows of JSON lines, whose numbers stay as they are spelled."""
 OWNERS: dict[str, tuple[set[str], set[str]]] = {
-    "renames": ({"os.replace", "os.rename", "os.renames", ".rename"}, {"machine/files.py"}),
-    "locks": ({"fcntl.flock", "fcntl.lockf"}, {"machine/locks.py"}),
+    "renames": ({"os.replace", "os.rename", "os.renames", ".rename"}, {"system/files.py"}),
+    "locks": ({"fcntl.flock", "fcntl.lockf"}, {"system/locks.py"}),
     "starts of processes": (
         {*(f"subprocess.{name}" for name in ("Popen", "run", "call", "check_call", "check_output")), "os.fork",
          "os.execv", "os.posix_spawn", "multiprocessing.get_context", "multiprocessing.Process"},
-        {"machine/processes.py"},
+        {"system/processes.py"},
     ),
     "opening Parquet files": ({"pq.ParquetFile"}, {"data/dataset/part_files.py", "data/formats/parquet_files.py"}),
-    "the environment": ({"os.environ", "os.getenv", "os.putenv"}, {"machine/environment_variables.py", PEERS}),
-    "YAML": ({"yaml.load", "yaml.safe_load", "yaml.SafeLoader", "yaml.Loader"}, {"machine/yaml_text.py"}),
-    "JSON": ({"json.load", "json.loads", "json.JSONDecoder"}, {"machine/files.py", ROWS, *PIPES}),
+    "the environment": ({"os.environ", "os.getenv", "os.putenv"}, {"system/environment_variables.py", PEERS}),
+    "YAML": ({"yaml.load", "yaml.safe_load", "yaml.SafeLoader", "yaml.Loader"}, {"system/yaml_text.py"}),
+    "JSON": ({"json.load", "json.loads", "json.JSONDecoder"}, {"system/files.py", ROWS, *PIPES}),
 }  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from meseta.errors import MesetaError
-from meseta.machine.files import MAX_DOCUMENT_DEPTH, MAX_DOCUMENT_VALUES, MAX_NUMBER_LENGTH
+from meseta.system.files import MAX_DOCUMENT_DEPTH, MAX_DOCUMENT_VALUES, MAX_NUMBER_LENGTH
 
 # A value takes more time and memory to parse than in JSON.
 MAX_YAML_VALUES = 400_000

@@ -62,7 +62,7 @@ def test_no_pickle_is_on_the_road() -> None:
         "data/read/served/windows.py",
         "readers/window_reader.py",
         "data/dataset/dataset.py",
-        "machine/files.py",
+        "system/files.py",
     } <= set(road)
     assert {name: found for name, tree in road.items() if (found := faults(tree))} == {}
     assert all((SOURCE / name).exists() for name in road)

@@ -40,7 +40,7 @@ PUBLIC = {
     "meseta.data.synth.worlds": "PlantedProduct SynthWorld WORLDS find_world planted_sum",
     "meseta.data.whole_numbers": "are_whole_numbers respell_whole_numbers",
     "meseta.embedding": "EmbeddingBagCollection ShardedEmbeddingBagCollection resolve_plan shard",
-    "meseta.jagged": "Embeddings JaggedTensor KeyedJaggedTensor KeyedTensor",
+    "meseta.sparse": "Embeddings JaggedTensor KeyedJaggedTensor KeyedTensor",
     "meseta.models": """
         AutoInt CrossShape DCNv2 DHEN DHENShape DLRM DLRMDCNv2 DeepFM FM FinalMLP FinalNet FinalShape GDCN
         LogisticRegression MLP MLPOptions MMoE MaskNet MaskShape StreamShape WideDeep Wukong WukongShape XDeepFM

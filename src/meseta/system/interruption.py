@@ -10,7 +10,7 @@ import time
 from types import FrameType, TracebackType
 from typing import Any
 
-from meseta.machine.processes import exit_immediately
+from meseta.system.processes import exit_immediately
 
 # A rank may receive one Ctrl-C twice: a terminal sends it to all processes of a group, and the launcher forwards it.
 DEBOUNCE_WINDOW_S = 1.0

@@ -21,8 +21,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import IO, NoReturn
 
-from meseta.machine.environment_variables import environ
-from meseta.machine.kernel import raise_oom_score
+from meseta.system.environment_variables import environ
+from meseta.system.kernel import raise_oom_score
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # The kernel truncates longer names in /proc/PID/comm.

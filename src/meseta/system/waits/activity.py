@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from meseta.machine.waits.checked_memory import append_checksum, decode_text, encode_text, unpack_checked
+from meseta.system.waits.checked_memory import append_checksum, decode_text, encode_text, unpack_checked
 
 _LAYOUT = struct.Struct("<qqq48s172s")
 _SLOT_BYTES = 256

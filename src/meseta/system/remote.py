@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Union
 
 from meseta.errors import MesetaError, StorageError, error_summary, format_value
-from meseta.machine.files import (
+from meseta.system.files import (
     MAX_DOCUMENT_BYTES,
     file_too_long_error,
     is_folder,
@@ -28,7 +28,7 @@ from meseta.machine.files import (
     read_bounded,
     resolve_inside,
 )
-from meseta.machine.waits.activity import track_request
+from meseta.system.waits.activity import track_request
 
 _PACKAGES = {
     "s3": "meseta[s3]",

@@ -15,7 +15,7 @@ import torch
 
 from meseta.comm import World
 from meseta.embedding import EmbeddingBagCollection, ShardedEmbeddingBagCollection
-from meseta.jagged import KeyedJaggedTensor
+from meseta.sparse import KeyedJaggedTensor
 from meseta.spec import FeatureSpec, Plan, TableSpec
 from road_trace import calls
 from source_tree import SOURCE

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from meseta.jagged.jagged_tensor import JaggedTensor
-from meseta.jagged.shapes import Float
+from meseta.sparse.jagged_tensor import JaggedTensor
+from meseta.sparse.shapes import Float
 from meseta.spec import MesetaError, suggest
 
 

@@ -10,7 +10,7 @@ import platform
 from dataclasses import dataclass
 from pathlib import Path
 
-from meseta.machine.process_state import ProcessState, read_process_state
+from meseta.system.process_state import ProcessState, read_process_state
 
 _PROC = Path("/proc")
 _MAX_PATH_BYTES = 4096

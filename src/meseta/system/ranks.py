@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 
 from meseta.errors import MesetaError
-from meseta.machine.environment_variables import environ
+from meseta.system.environment_variables import environ
 
 
 def is_first_rank() -> bool:

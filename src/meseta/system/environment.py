@@ -7,8 +7,8 @@ import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from meseta.machine.processes import run_program
-from meseta.machine.processors import read_processor
+from meseta.system.processes import run_program
+from meseta.system.processors import read_processor
 
 
 def package_version(package: str) -> str:

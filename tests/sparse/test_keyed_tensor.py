@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from meseta.jagged import JaggedTensor
-from meseta.jagged.keyed_tensor import Embeddings, KeyedTensor
+from meseta.sparse import JaggedTensor
+from meseta.sparse.keyed_tensor import Embeddings, KeyedTensor
 from meseta.spec import MesetaError
 
 POOLED = KeyedTensor(keys=("a", "b"), dims=(2, 3), values=torch.arange(10.0).reshape(2, 5))

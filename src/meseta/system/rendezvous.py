@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from types import TracebackType
 
-from meseta.machine.files import anonymous_file
+from meseta.system.files import anonymous_file
 
 RENDEZVOUS_VARIABLE = "MESETA_RENDEZVOUS"
 """Environment variable with the path of the rendezvous file. If it is not set, ranks use torchrun's variables."""

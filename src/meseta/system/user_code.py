@@ -7,7 +7,7 @@ import os
 import sys
 from types import ModuleType
 
-from meseta.machine.ranks import is_first_rank, print_note
+from meseta.system.ranks import is_first_rank, print_note
 
 
 def import_custom(what: str, module_name: str) -> ModuleType:
