@@ -58,7 +58,7 @@ from meseta.data.prepare import PrepareOptions
 from meseta.data.prepare.sources import find_sources
 from meseta.data.formats.format import read_blocks
 from meseta.data.prepare.splitting import Splitter
-from meseta.data.workers import run_in_order
+from meseta.data.dataset.queues import run_in_order
 from meseta.system.processors import num_cores
 """,
     """

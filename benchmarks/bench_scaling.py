@@ -38,7 +38,7 @@ from hosts.links import address
 from record import ROOT, record
 
 from hosts import Hosts, why_impossible
-from meseta.data.read.served.dispatcher_client import DispatcherClient
+from meseta.data.service.dispatcher_client import DispatcherClient
 from meseta.report.charts.chart import Series, line_chart
 from meseta.report.charts.markup import escape, tag
 from meseta.report.document import html_document

@@ -28,7 +28,7 @@ if find_spec("jaxtyping") and find_spec("beartype"):
     # them; mypy holds the other types. `make soak` checks all types in all tests.
     SHAPED = ("data", "embedding", "models", "ops", "pipeline", "sparse", "storage")
     CHECKS_ALL = bool(os.environ.get("MESETA_SOAK")) and os.environ.get("MESETA_SOAK_TYPES") != "0"
-    checked = [f"meseta.{'data.batch' if package == 'data' else package}" for package in SHAPED]
+    checked = [f"meseta.{'data.read.batch' if package == 'data' else package}" for package in SHAPED]
     install_import_hook(["meseta"] if CHECKS_ALL else checked, "typed.check")
 
     @pytest.fixture(autouse=True)
@@ -93,7 +93,7 @@ def pytest_xdist_auto_num_workers() -> int:
     return num_cores() + 2
 
 
-LONGEST = ("docs/test_pages.py", "cli", "train", "distributed", "bad_input", "checkpoint", "readers")
+LONGEST = ("docs/test_pages.py", "cli", "train", "distributed", "bad_input", "checkpoint", "data/service")
 """Tests below these paths begin first, so that no long one is left alone at the end."""
 
 

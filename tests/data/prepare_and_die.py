@@ -17,9 +17,8 @@ from pathlib import Path
 from meseta.data import PrepareOptions
 from meseta.data.formats import parquet
 from meseta.data.formats import text as text_format
-from meseta.data.prepare import first_pass, spool, staging, write
+from meseta.data.prepare import first_pass, recipe_preparation, spool, staging, write
 from meseta.data.prepare import prepare as run
-from meseta.data.recipe import recipe_preparation
 
 EVENTS = {"open", "os.rename", "os.remove", "os.rmdir", "os.truncate", "os.mkdir"}
 

@@ -13,12 +13,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from data.click_log import make_lines, write_tsv
+from data.service.tier import digest
 from meseta.data import Dataset, PrepareOptions, Reader, ReaderOptions
 from meseta.data.formats import parquet
 from meseta.data.formats import text as text_format
-from meseta.data.prepare import prepare, spool, write
-from meseta.data.recipe import recipe_preparation
-from readers.tier import digest
+from meseta.data.prepare import prepare, recipe_preparation, spool, write
 
 NUM_ROWS = 330
 """Of each kind, in three files."""

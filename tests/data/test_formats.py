@@ -13,11 +13,10 @@ from meseta.data import Dataset, PrepareOptions
 from meseta.data.formats import registry
 from meseta.data.formats import text as text_format
 from meseta.data.formats.format import Block, ColumnRequest, FileHead, Source, TextDialect
-from meseta.data.formats.text import TextFormat, raw_text, read_first_line
-from meseta.data.formats.text_columns import infer_text_layout
-from meseta.data.layout import RawLayout
+from meseta.data.formats.raw_rows import RawRows
+from meseta.data.formats.text import TextFormat, infer_text_layout, raw_text, read_first_line
 from meseta.data.prepare import prepare, spool, staging
-from meseta.data.raw_rows import RawRows
+from meseta.data.schema.layout import RawLayout
 from meseta.spec import MesetaError
 
 

@@ -26,9 +26,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meseta.data import Dataset, PrepareOptions
-from meseta.data.formats import compression, json_records
+from meseta.data.formats import compression, json_lines
 from meseta.data.formats import text as text_format
-from meseta.data.formats.delimiters import UNIT_SEPARATOR, convert_to_csv
+from meseta.data.formats.csv import UNIT_SEPARATOR, convert_to_csv
 from meseta.data.prepare import prepare, read_layout, spool, staging
 from meseta.data.prepare.prepare_like import PrepareLikeOptions, prepare_like
 from meseta.data.read.options import ReaderOptions
@@ -374,7 +374,7 @@ def test_rows_are_decoded_as_by_the_json_module(value: Any) -> None:
         return value
 
     row = {"key": value}
-    assert json_records.JsonRowDecoder().decode(json.dumps(row).encode()) == spelled(json.loads(json.dumps(row)))
+    assert json_lines.JsonRowDecoder().decode(json.dumps(row).encode()) == spelled(json.loads(json.dumps(row)))
 
 
 def test_documents_of_several_lines_are_named(tmp_path: Path) -> None:

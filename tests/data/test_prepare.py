@@ -8,9 +8,9 @@ import pytest
 
 from data.click_log import DENSE, SPARSE, Oracle, make_lines, read_split, reuse_shares, write_tsv
 from meseta.data import Dataset
-from meseta.data.counter_rng import random_words
 from meseta.data.formats import text as text_format
 from meseta.data.prepare import PrepareOptions, prepare
+from meseta.data.read.order import random_words
 from meseta.data.synth import ClickLog, SynthOptions, write_click_log
 
 REAL_ROWS = Path(__file__).parents[3] / "shared" / "data" / "criteo_1tb_day0_head.tsv"

@@ -22,10 +22,9 @@ from data.click_log import make_lines, write_tsv
 from failing_reads import Read, failing_reads
 from meseta.data import PrepareOptions
 from meseta.data.formats import text as text_format
-from meseta.data.prepare import prepare, spool, staging, write
+from meseta.data.prepare import prepare, recipe_preparation, spool, staging, write
 from meseta.data.prepare.spool import Spool
 from meseta.data.prepare.staging import staged_folder
-from meseta.data.recipe import recipe_preparation
 from meseta.spec import MesetaError
 from small_run import environment
 

@@ -11,7 +11,7 @@ import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from meseta.comm import World
-from meseta.data.batch import Batch
+from meseta.data.read.batch import Batch
 from meseta.embedding import EmbeddingBagCollection, shard
 from meseta.embedding.batch_context import OutOfRangeIds
 from meseta.models import DLRM, MLPOptions

@@ -14,7 +14,7 @@ import torch
 
 from meseta.comm import World
 from meseta.config import DenseOptimizerConfig
-from meseta.data.batch import Batch
+from meseta.data.read.batch import Batch
 from meseta.optim.clip import GradientClipper
 from meseta.optim.dense import make_dense_optimizer, step_if_finite
 from meseta.pipeline import Pipeline

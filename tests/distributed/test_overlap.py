@@ -13,7 +13,7 @@ import torch
 
 import meseta
 from meseta.comm import World, dense
-from meseta.data.batch import Batch
+from meseta.data.read.batch import Batch
 from meseta.embedding import EmbeddingBagCollection, shard
 from meseta.models import DLRM, MLPOptions
 from meseta.pipeline import Pipeline

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 from meseta.comm import World
-from meseta.data.batch import Batch
+from meseta.data.read.batch import Batch
 from meseta.embedding import EmbeddingBagCollection, ShardedEmbeddingBagCollection, shard
 from meseta.pipeline import Pipeline
 from meseta.pipeline.micro_batches import split_batch

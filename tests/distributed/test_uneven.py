@@ -16,8 +16,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 import meseta
 from meseta.comm import World
-from meseta.data.batch import Batch
-from meseta.data.position import Position
+from meseta.data.read.batch import Batch, Position
 from meseta.embedding import EmbeddingBagCollection, shard
 from meseta.embedding.batch_context import UNEVEN_POLICIES
 from meseta.models import DLRM, MLPOptions

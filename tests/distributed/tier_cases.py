@@ -21,7 +21,7 @@ from meseta.checkpoint.background import copy_shards
 from meseta.checkpoint.delta_tracker import DeltaTracker
 from meseta.checkpoint.files import layout
 from meseta.comm import World
-from meseta.data.batch import Batch
+from meseta.data.read.batch import Batch
 from meseta.embedding import EmbeddingBagCollection, shard
 from meseta.ops.row_file.engine import IO_URING, THREADS
 from meseta.ops.row_marks import Consumer

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from meseta.data.batch import Batch
+from meseta.data.read.batch import Batch
 from meseta.embedding import EmbeddingBagCollection
 from meseta.pipeline.micro_batches import split_batch
 from meseta.sparse import Embeddings, KeyedJaggedTensor

@@ -19,7 +19,7 @@ pytest.importorskip("pydantic", reason="Meseta's own requirements are not instal
 from bad_input.commands import run_here
 from meseta.comm import World
 from meseta.config import DenseOptimizerConfig
-from meseta.data.batch import Batch
+from meseta.data.read.batch import Batch
 from meseta.embedding import EmbeddingBagCollection
 from meseta.models import DLRM, MLPOptions
 from meseta.optim.dense import make_dense_optimizer

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from meseta.comm import BatchSlice, World
 from meseta.config import ModelConfig
-from meseta.data.batch import Batch
+from meseta.data.read.batch import Batch
 from meseta.embedding import EmbeddingBagCollection
 from meseta.measure.threads import use_num_threads
 from meseta.models import DLRM, MLP, MLPOptions, make_model

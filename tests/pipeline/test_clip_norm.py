@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from meseta.comm import World
-from meseta.data.batch import Batch
+from meseta.data.read.batch import Batch
 from meseta.embedding import EmbeddingBagCollection
 from meseta.optim.clip import GradientClipper
 from meseta.pipeline import Pipeline

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from meseta.comm import World
-from meseta.data.batch import Batch
+from meseta.data.read.batch import Batch
 from meseta.embedding import EmbeddingBagCollection
 from meseta.pipeline import Pipeline
 from meseta.sparse import KeyedJaggedTensor

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from meseta.comm import World
-from meseta.data.batch import Batch
-from meseta.data.position import Position
+from meseta.data.read.batch import Batch, Position
 from meseta.embedding import EmbeddingBagCollection
 from meseta.models import DLRM
 from meseta.pipeline import Pipeline, StageTimes

@@ -5,6 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import grimp
+import networkx
+import pytest
+
 from source_tree import SOURCE, modules
 
 # Only comm/ talks to other ranks; the command line may start them, and other systems are measured as they are.
@@ -22,6 +26,36 @@ def test_import_contracts_are_kept(tmp_path: Path) -> None:
         check=False,
     )
     assert run.returncode == 0, run.stdout + run.stderr
+
+
+def import_cycles(package: str) -> list[list[str]]:
+    """Return groups of modules that import each other. Imports in functions count, type-checking ones do not."""
+    graph = grimp.build_graph(package, exclude_type_checking_imports=True, cache_dir=None)
+    imports = networkx.DiGraph(
+        [(module, used) for module in graph.modules for used in graph.find_modules_directly_imported_by(module)]
+    )
+    return sorted(sorted(group) for group in networkx.strongly_connected_components(imports) if len(group) > 1)
+
+
+def test_no_modules_import_each_other() -> None:
+    cycles = import_cycles("meseta")
+    print(f"{len(cycles)} import cycles")
+    assert cycles == []
+
+
+def test_cycles_inside_functions_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "looped"
+    package.mkdir()
+    for name, text in {
+        "__init__": "",
+        "one": "import looped.two",
+        "two": "def f():\n    import looped.one",
+        "three": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import looped.four",
+        "four": "import looped.three",
+    }.items():
+        (package / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert import_cycles("looped") == [["looped.one", "looped.two"]]
 
 
 def distributed_uses(tree: ast.Module) -> list[int]:

@@ -23,8 +23,8 @@ HEAVY_BY_MODULE = {
     "meseta.data.read.slicing": {"torch"},
     "meseta.data.synth": {"torch"},
     "meseta.data.read.decode": {"torch"},
-    "meseta.readers.dispatch_server": {"torch"},
-    "meseta.readers.window_reader": {"torch"},
+    "meseta.data.service.server.dispatch_server": {"torch"},
+    "meseta.data.service.server.window_reader": {"torch"},
 }
 
 

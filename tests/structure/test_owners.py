@@ -18,7 +18,7 @@ PEERS = "measure/bench/e2e_peers.py"
 """Runs in the interpreters of other systems, where the package is not."""
 PIPES = ("measure/harness/worker_group.py", "measure/harness/worker.py", "measure/doctor/child_processes.py")
 """Talk with processes that they started, a line of JSON at a time."""
-ROWS = "data/formats/json_records.py"
+ROWS = "data/formats/json_lines.py"
 """Decodes rows of JSON lines, whose numbers stay as they are spelled."""
 OWNERS: dict[str, tuple[set[str], set[str]]] = {
     "renames": ({"os.replace", "os.rename", "os.renames", ".rename"}, {"system/files.py"}),
@@ -111,7 +111,7 @@ def test_tiers_are_named_by_their_owner_alone() -> None:
     assert set(literals(ast.parse('"""hbm"""\na = "cached"'))) == {"cached"}
 
 
-PROGRAMS = {"cli/verify.py", "measure/doctor/ranks.py", "readers/local_readers.py"}
+PROGRAMS = {"cli/verify.py", "measure/doctor/ranks.py", "data/service/server/local_readers.py"}
 """Name a module that an interpreter of its own runs as a program."""
 DOORS = {"__init__.py", "data/__init__.py", "data/prepare/__init__.py"}
 """Names that are imported at their first use (PEP 562)."""

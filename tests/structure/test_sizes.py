@@ -8,8 +8,8 @@ from pathlib import Path
 from source_tree import SOURCE, functions
 
 MAX_FILE_LINES = 800
-MAX_FILES = 16
-MAX_FUNCTION_LINES = 60
+MAX_FILES = 24
+MAX_FUNCTION_LINES = 80
 MAX_ARGUMENTS = 8
 
 

@@ -13,6 +13,9 @@ from meseta.errors import ERROR_PREFIX, MesetaError
 from meseta.system.processes import fork
 from meseta.telemetry.watching.stalls import StallReporter
 
+command_line: Callable[[], None] | None = None
+"""Runs the command in `sys.argv`. `meseta.cli.main` sets it, because this module cannot import its importer."""
+
 
 def start_command(
     arguments: Sequence[str], name: str, *, variables: Mapping[str, str] | None = None, out: int = 1, err: int = 2
@@ -60,7 +63,7 @@ def _run_function(work: Callable[[], object]) -> None:
 
 
 def _run_command(arguments: Sequence[str]) -> None:
-    from meseta.cli.main import main
-
+    if command_line is None:
+        raise RuntimeError("import meseta.cli.main before starting a command")
     sys.argv = ["meseta", *arguments]
-    main()
+    command_line()

@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 import meseta
+from meseta.cli import forked
 from meseta.cli.bench import app as bench_app
 from meseta.cli.calibrate import calibrate
 from meseta.cli.checkpoint import app as checkpoint_app
@@ -163,6 +164,9 @@ def main() -> None:
         # All ranks have already left the process group. A thread was seen to abort a rank while the interpreter shut
         # down, so skip that.
         _exit(left.code, "")
+
+
+forked.command_line = main
 
 
 def _run_command() -> None:

@@ -100,7 +100,7 @@ def _refusal_reason(settings: RunConfig, num_ranks: int) -> str | None:
     """Return why the files of a run do not allow `num_ranks` ranks, or `None` if they do."""
     from meseta.spec.constraints import Constraints
     from meseta.spec.documents import load_document
-    from meseta.spec.plan_document import rank_mismatch_reason
+    from meseta.spec.plan import rank_mismatch_reason
 
     plan, planner = settings.plan, settings.planner
     if plan != "auto":

@@ -167,7 +167,7 @@ def _run_local_readers(readers: str, data: Sequence[str], settings: RunConfig) -
 
     Raises MesetaError if the option `readers` is invalid or does not fit the command.
     """
-    from meseta.readers.local_readers import local_readers
+    from meseta.data.service.server.local_readers import local_readers
     from meseta.system.environment_variables import environ
     from meseta.system.processors import num_cores
     from meseta.train.setup.source import READERS_VARIABLE

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from meseta.comm import BatchTotals, World
-from meseta.data.batch import Batch
+from meseta.data.read.batch import Batch
 from meseta.embedding.batch_context import no_op
 from meseta.ops.device_constants import AsyncHostCopy, copy_to_device
 from meseta.ops.sums import total

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from meseta.data.batch import Batch
+from meseta.data.read.batch import Batch
 from meseta.embedding.batch_context import BatchContext
 from meseta.models.base import GLOBAL_LOSS_HOOKS, loss_term_names
 from meseta.ops.sums import total

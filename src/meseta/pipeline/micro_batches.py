@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from meseta.data.batch import Batch
+from meseta.data.read.batch import Batch
 from meseta.pipeline.agreement import LateNonFiniteLoss
 from meseta.sparse import KeyedJaggedTensor
 from meseta.spec import MesetaError

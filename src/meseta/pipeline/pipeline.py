@@ -14,7 +14,7 @@ from torch import Tensor
 
 from meseta.comm import DenseGradients, World, retain_until_exit
 from meseta.comm.dense_shards import fsdp_parameter_error_context
-from meseta.data.batch import Batch
+from meseta.data.read.batch import Batch
 from meseta.embedding.batch_context import BatchContext
 from meseta.models.base import find_dense_forward, select_score_input
 from meseta.ops.allocator import keep_freed_memory

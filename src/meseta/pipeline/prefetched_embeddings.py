@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from meseta.comm import World
-from meseta.data.batch import Batch
+from meseta.data.read.batch import Batch
 from meseta.embedding.base import BaseEmbeddingCollection
 from meseta.sparse import KeyedJaggedTensor
 from meseta.sparse.shapes import Float, Int

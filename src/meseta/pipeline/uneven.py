@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from meseta.comm import World
-from meseta.data.batch import Batch
+from meseta.data.read.batch import Batch
 from meseta.embedding.batch_context import ExhaustedInput
 from meseta.sparse import JaggedTensor, KeyedJaggedTensor
 from meseta.spec import MesetaError

@@ -10,7 +10,7 @@ import numpy as np
 
 from meseta.data.dataset.dataset import Dataset
 from meseta.data.dataset.describe import DatasetSummary, DenseSummary, SparseSummary, SplitSummary, ValueSummary
-from meseta.data.raw_rows import signed_expm1, signed_log1p
+from meseta.data.formats.raw_rows import signed_expm1, signed_log1p
 from meseta.report.charts.bars import histogram, reuse_histogram
 from meseta.report.charts.markup import escape, table, tag
 from meseta.report.document import html_document

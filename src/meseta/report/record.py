@@ -13,7 +13,7 @@ from meseta.config import former_keys
 from meseta.config.load import get_value
 from meseta.data.dataset.dataset import DATASET_FILE, Dataset
 from meseta.spec import MesetaError, Plan
-from meseta.spec.plan_document import PLAN_FILE, read_explicit_plan
+from meseta.spec.plan import PLAN_FILE, read_explicit_plan
 from meseta.system.files import parse_json, read_bounded
 from meseta.system.yaml_text import parse_yaml
 from meseta.telemetry.metrics_file import METRICS_FILE, EvalLine, TrainLine, corrupt_lines_message, read_metrics_lines

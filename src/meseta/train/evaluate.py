@@ -14,8 +14,8 @@ from torch import nn
 
 from meseta.comm import World
 from meseta.config import MetricsConfig
-from meseta.data.batch import Batch
 from meseta.data.dataset.dataset import Dataset
+from meseta.data.read.batch import Batch
 from meseta.data.read.batch_reader import BatchReader
 from meseta.data.read.new_batches import NewBatches
 from meseta.data.read.tensors import pad_batch

@@ -22,7 +22,7 @@ from meseta.data.read.batch_reader import BatchReader
 from meseta.errors import StorageError
 from meseta.spec import MesetaError, Plan, TableSpec
 from meseta.spec.documents import load_document
-from meseta.spec.plan_document import PLAN_FILE, read_explicit_plan
+from meseta.spec.plan import PLAN_FILE, read_explicit_plan
 from meseta.system.remote import Location, location_is_folder
 from meseta.train.early_stopping import EarlyStopping
 from meseta.train.run_dir import RunDir

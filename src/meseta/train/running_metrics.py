@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from meseta.comm import World
-from meseta.data.batch import Batch
+from meseta.data.read.batch import Batch
 from meseta.embedding.base import BaseEmbeddingCollection
 from meseta.ops.device_constants import AsyncHostCopy
 from meseta.pipeline.agreement import LossAgreement

@@ -14,8 +14,8 @@ from meseta import checkpoint
 from meseta.checkpoint.manifest import QUANTIZED
 from meseta.comm import World
 from meseta.comm.dense_shards import distribute_like, full_tensor, is_sharded
-from meseta.data.batch import Batch
 from meseta.data.dataset.dataset import Dataset
+from meseta.data.read.batch import Batch
 from meseta.errors import StorageError, format_value
 from meseta.pipeline.agreement import LateNonFiniteLoss, NonFiniteLoss
 from meseta.spec import FeatureSpec, MesetaError

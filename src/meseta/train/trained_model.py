@@ -24,7 +24,7 @@ from meseta.data.read.selection import calibration_shift
 from meseta.errors import StorageError
 from meseta.spec import MesetaError
 from meseta.spec.documents import rename_keys
-from meseta.spec.plan_document import FORMER_KEYS
+from meseta.spec.plan import FORMER_KEYS
 from meseta.spec.tiers import DISK, OFFLOADED_TIERS
 from meseta.system.files import path_exists
 from meseta.system.remote import Location

@@ -6,12 +6,13 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from meseta.data.dataset.dataset import DenseFeature, SourceForm, SparseFeature
+from meseta.data.dataset.dataset import SourceForm
+from meseta.data.dataset.records import DenseFeature, SparseFeature
 from meseta.data.dataset.statistics import FeatureStatistics, Moments
 from meseta.data.dataset.unseen_values import LookupCounter
 from meseta.data.dataset.vocabulary import Vocabulary
 from meseta.data.formats.format import RawFormat
-from meseta.data.layout import RawLayout, SparseColumn
+from meseta.data.schema.layout import RawLayout, SparseColumn
 from meseta.spec import MesetaError
 from meseta.system.files import MAX_DOCUMENT_BYTES, MAX_DOCUMENT_VALUES, count_json_values
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from meseta.data.dataset.dataset import SparseStatistics
+from meseta.data.dataset.records import SparseStatistics
 from meseta.spec import Reuse
 
 WINDOW_SAMPLES = 65_536

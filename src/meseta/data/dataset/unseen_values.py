@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from meseta.data.dataset.dataset import LookupCounts
+from meseta.data.dataset.records import LookupCounts
 from meseta.data.dataset.statistics import FeatureStatistics
 from meseta.spec import MesetaError
 

@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from meseta.data.dataset.dataset import SparseFeature
+from meseta.data.dataset.records import SparseFeature
 from meseta.data.hash_categories import hash_categories
 from meseta.errors import error_summary
 from meseta.spec import MesetaError

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Callable
-from contextlib import suppress
 from typing import NamedTuple
 
 import pyarrow as pa
 
 from meseta.data.formats.compression import ByteStream, restartable_stream
-from meseta.data.layout import RawLayout
-from meseta.data.raw_rows import RawRows, find_value_row
+from meseta.data.formats.raw_rows import RawRows, find_value_row
+from meseta.data.schema.layout import RawLayout
 from meseta.errors import MesetaError
 
 UTF_8 = "utf-8"
@@ -22,24 +21,9 @@ _BYTE_ORDER_MARKS = (
     (codecs.BOM_UTF16_LE, "utf-16"),
     (codecs.BOM_UTF16_BE, "utf-16"),
 )
-_HOST_NAME_CODECS = ("idna", "punycode")
 # Replaces bytes that the encoding does not define. UTF-8 never contains this byte, so the row becomes a bad one.
 _INVALID_BYTE = b"\xff"
 _ERROR_HANDLER = "meseta.invalid"
-
-
-def check_encoding(name: str) -> str:
-    """Return Python's name of a text encoding. Raises MesetaError if it is unknown, or no encoding of files."""
-    advice = "use one such as latin-1, cp1252, utf-16 or shift_jis"
-    try:
-        codec = codecs.lookup(name)
-        with suppress(UnicodeDecodeError):
-            b"a".decode(name)
-    except (LookupError, ValueError):  # Python raises LookupError also for a codec that is no text encoding.
-        raise MesetaError(f"encoding {name!r} is not a text encoding of Python; {advice}") from None
-    if codec.name in _HOST_NAME_CODECS or codec.incrementaldecoder is None:
-        raise MesetaError(f"encoding {name!r} cannot decode files; {advice}")
-    return codec.name
 
 
 def detect_bom_encoding(head: bytes) -> str:

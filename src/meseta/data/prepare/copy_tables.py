@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from meseta.data.dataset.dataset import Dataset, SparseFeature
+from meseta.data.dataset.dataset import Dataset
+from meseta.data.dataset.records import SparseFeature
 from meseta.data.dataset.touched_rows import TOUCHED_ROWS_FILE
 from meseta.data.dataset.vocabulary import VOCABULARY_FOLDER, read_vocabulary_values
 from meseta.spec import MesetaError

@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from meseta.data.dataset.dataset import SPLITS
 from meseta.data.dataset.vocabulary import count_values
 from meseta.data.formats.format import Block
+from meseta.data.formats.raw_rows import RawRows, RawSparse
 from meseta.data.hash_categories import hash_categories, hash_to_rows
-from meseta.data.layout import RawLayout
 from meseta.data.prepare.splitting import NO_SPLIT, TRAIN, Splitter
-from meseta.data.raw_rows import RawRows, RawSparse
+from meseta.data.schema.layout import RawLayout
 from meseta.spec import MesetaError
 
 MAX_PREFILTER_SHARE = 0.5

@@ -10,8 +10,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from meseta.data.dataset.dataset import Dataset, SourceFile, Split
+from meseta.data.dataset.dataset import Dataset
 from meseta.data.dataset.features import FeatureTables, describe_dense, describe_sparse, make_source_form
+from meseta.data.dataset.queues import run_in_order
+from meseta.data.dataset.records import SourceFile, Split
 from meseta.data.dataset.statistics import FeatureStatistics
 from meseta.data.dataset.touched_rows import MAX_TOUCHED_TABLE_ROWS
 from meseta.data.dataset.unseen_values import LookupCounter
@@ -23,7 +25,6 @@ from meseta.data.prepare.options import PrepareOptions
 from meseta.data.prepare.sources import find_teacher
 from meseta.data.prepare.spool import SplitTally
 from meseta.data.prepare.staging import Staging
-from meseta.data.workers import run_in_order
 from meseta.spec import MesetaError
 
 Progress = Callable[[str, int, float], None]

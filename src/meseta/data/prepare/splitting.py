@@ -8,10 +8,10 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from meseta.data.counter_rng import random_words
 from meseta.data.dataset.dataset import SPLITS
 from meseta.data.formats.format import Block
-from meseta.data.raw_rows import RawRows
+from meseta.data.formats.raw_rows import RawRows
+from meseta.data.read.order import random_words
 from meseta.spec import MesetaError
 
 SplitBy = Literal["time", "group"]

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from meseta.data.dataset.dataset import DataFile, Split
+from meseta.data.dataset.queues import RowQueue
+from meseta.data.dataset.records import DataFile, Split
 from meseta.data.dataset.statistics import WINDOW_SAMPLES, Moments
-from meseta.data.row_queue import RowQueue
 
 
 def partial_label_counts(known: Mapping[str, int], num_rows: int) -> dict[str, int]:

@@ -13,12 +13,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from meseta.data.dataset.dataset import DataFile, Split
+from meseta.data.dataset.records import DataFile, Split
 from meseta.data.dataset.statistics import WINDOW_SAMPLES, WindowCounter
 from meseta.data.dataset.vocabulary import Vocabulary
-from meseta.data.layout import RawLayout
 from meseta.data.prepare.encode import to_list_array
 from meseta.data.prepare.spool import Spool
+from meseta.data.schema.layout import RawLayout
 
 NUM_PART_WINDOWS = 8
 """Maximum number of windows (of 65,536 rows) in a part file."""

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from meseta.data.batch import Batch
 from meseta.data.dataset.dataset import Dataset
+from meseta.data.read.batch import Batch
 from meseta.data.read.rows import IdLists, Rows
 from meseta.sparse import KeyedJaggedTensor
 

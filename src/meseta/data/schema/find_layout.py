@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from meseta.data.dataset.features import check_description_size
 from meseta.data.formats.format import ColumnRequest, ScanProgress, Source
-from meseta.data.layout import RawLayout
+from meseta.data.schema.layout import RawLayout
 from meseta.data.schema.roles import NamedColumns
 from meseta.data.schema.schema import Schema
 from meseta.errors import duplicates, format_value

@@ -10,9 +10,9 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from meseta.data.dataset.dataset import LabelRule
-from meseta.data.layout import RawLayout
+from meseta.data.dataset.records import LabelRule
 from meseta.data.schema.infer import MISSING_TEXTS, parse_number
+from meseta.data.schema.layout import RawLayout
 from meseta.errors import duplicates
 from meseta.spec import MesetaError
 

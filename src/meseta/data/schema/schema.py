@@ -13,16 +13,9 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from meseta.data.delimiter import MAX_DELIMITER_LENGTH, invalid_delimiter_reason
-from meseta.data.layout import (
-    MAX_BUCKETS,
-    NO_CATEGORY,
-    BucketRule,
-    RawLayout,
-    SparseColumn,
-)
-from meseta.data.number_format import NumberFormat
 from meseta.data.schema.labels import resolve_labels
+from meseta.data.schema.layout import MAX_BUCKETS, NO_CATEGORY, BucketRule, RawLayout, SparseColumn
+from meseta.data.schema.text_syntax import MAX_DELIMITER_LENGTH, NumberFormat, invalid_delimiter_reason
 from meseta.errors import UnknownColumnError, duplicates
 from meseta.spec import MesetaError, suggest
 from meseta.spec.documents import read_mapping

@@ -11,7 +11,7 @@ from meseta.config import TrainConfig, set_default
 from meseta.config.load import get_value
 from meseta.config.models import section_class
 from meseta.data.dataset.dataset import Dataset
-from meseta.data.layout import NO_CATEGORY
+from meseta.data.schema.layout import NO_CATEGORY
 from meseta.telemetry.splits import VALID
 
 NUM_STEPS_PER_EPOCH = 200

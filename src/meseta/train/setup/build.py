@@ -12,7 +12,7 @@ from meseta.config import RunConfig
 from meseta.data.dataset.dataset import Dataset
 from meseta.data.read.batch_reader import BatchReader
 from meseta.data.read.options import ReaderOptions
-from meseta.data.read.served.reader import RunAttempt
+from meseta.data.service.client.reader import RunAttempt
 from meseta.embedding import EmbeddingBagCollection, shard
 from meseta.optim.clip import GradientClipper, SumOverRanks
 from meseta.optim.schedule import learning_rate_factor

@@ -13,8 +13,8 @@ from meseta.comm import World
 from meseta.comm.dense_shards import sharded_modules
 from meseta.config import CheckpointConfig, RunConfig
 from meseta.data.dataset.dataset import Dataset
-from meseta.data.read.served.record_batches import MAX_RECORD_BATCH_ROWS
-from meseta.data.read.served.windows import MAX_WINDOWS_AHEAD
+from meseta.data.service.client.windows import MAX_WINDOWS_AHEAD
+from meseta.data.service.record_batches import MAX_RECORD_BATCH_ROWS
 from meseta.planner.cost.memory import DENSE_COPIES, PHASES, PROCESS_OVERHEAD_BYTES, Phase, RunBytes, plan_memory_bytes
 from meseta.spec import MesetaError, OptimizerSpec, Plan, TableSpec, Workload
 from meseta.spec.tiers import HBM, HOST

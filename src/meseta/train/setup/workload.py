@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, cast
 
 from meseta.config import RunConfig
 from meseta.config.precision import dense_dtype
-from meseta.data.dataset.dataset import Dataset, SparseFeature
+from meseta.data.dataset.dataset import Dataset
+from meseta.data.dataset.records import SparseFeature
 from meseta.spec import COLUMN_BLOCK, DenseLoad, FeatureLoad, FeatureSpec, TableSpec, Workload
 from meseta.spec.workload import DenseExchange
 

@@ -15,7 +15,7 @@ from meseta.checkpoint import newest
 from meseta.comm import World
 from meseta.comm.dense_shards import make_shard_sum
 from meseta.config import RunConfig
-from meseta.data.batch import Batch
+from meseta.data.read.batch import Batch
 from meseta.embedding import EmbeddingBagCollection
 from meseta.ops.random_rows import initial_rows
 from meseta.optim.dense import make_dense_optimizer
