@@ -40,8 +40,7 @@ from record import ROOT, record
 from hosts import Hosts, why_impossible
 from meseta.data.service.dispatcher_client import DispatcherClient
 from meseta.report.charts.chart import Series, line_chart
-from meseta.report.charts.markup import escape, tag
-from meseta.report.document import html_document
+from meseta.report.charts.markup import escape, html_document, tag
 from meseta.system.files import write_atomic
 
 PORT = 29500

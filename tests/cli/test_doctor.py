@@ -14,7 +14,7 @@ import pytest
 from meseta.cli import doctor as command
 from meseta.cli.main import main
 from meseta.measure.doctor import checks, probe
-from meseta.measure.doctor.finding import Finding, note, ok, problem
+from meseta.measure.doctor.packages import Finding, note, ok, problem
 from source_tree import ROOT
 
 TOPICS = [

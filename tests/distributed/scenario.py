@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from meseta.comm import DenseGradients, World
-from meseta.comm.sum_codec import DENSE_FP16_EXPONENT
+from meseta.comm.sums import DENSE_FP16_EXPONENT
 from meseta.data.read.batch import Batch
 from meseta.embedding import EmbeddingBagCollection, ShardedEmbeddingBagCollection
 from meseta.ops.row_marks import Consumer

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from meseta.comm import World
-from meseta.comm.sum_codec import DENSE_FP16_EXPONENT, SumCodec
+from meseta.comm.sums import DENSE_FP16_EXPONENT, SumCodec
 from meseta.embedding import EmbeddingBagCollection, ShardedEmbeddingBagCollection
 from meseta.ops.codec import HalfRange
 from meseta.sparse import KeyedJaggedTensor

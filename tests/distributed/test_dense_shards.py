@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from meseta import checkpoint
-from meseta.checkpoint.files.tensors import read_tensors
+from meseta.checkpoint.files.block import read_tensors
 from meseta.checkpoint.manifest import read_manifest
 from meseta.comm import World
-from meseta.comm.dense_shards import full_tensor, make_shard_sum
+from meseta.comm.dense import full_tensor, make_shard_sum
 from meseta.config import RunConfig
 from meseta.config.models import MODEL_NAMES
 from meseta.data.dataset.dataset import Dataset

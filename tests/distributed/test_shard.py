@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from meseta.comm import DenseGradients, World
-from meseta.comm.dense_shards import full_tensor as put_together
+from meseta.comm.dense import full_tensor as put_together
 from meseta.embedding import EmbeddingBagCollection, shard
 from meseta.sparse import KeyedJaggedTensor
 from meseta.spec import FeatureSpec, OptimizerSpec, TableSpec

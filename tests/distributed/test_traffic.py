@@ -27,7 +27,7 @@ from meseta.spec.codecs import AllReduceAlgorithm, all_reduce_traffic_factors, t
 from meseta.spec.transfer import Transfer, step_transfers
 from meseta.telemetry.metrics_file import TrainLine
 from meseta.train.setup.meta_model import make_meta_model
-from meseta.train.setup.workload import make_workload
+from meseta.train.setup.specs import make_workload
 from meseta.train.trainer import Trainer
 from small_run import settings
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from meseta.measure.bench.ops_peers import FbgemmOperators
-from meseta.measure.cpu_usage import CpuTime, read_cpu_time
+from meseta.measure.cpu_contention import CpuTime, read_cpu_time
 from meseta.measure.harness.interleaved import Timing, TimingOptions, memory_groups, run_interleaved
 from meseta.measure.harness.target import BenchmarkTarget
 from meseta.measure.harness.worker_group import TargetSpec, TimedWindow, WorkerGroup

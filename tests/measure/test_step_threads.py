@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from meseta.measure import cpu_contention, step_threads
-from meseta.measure.step_threads import StepThreads
-from meseta.measure.threads import use_num_threads
+from meseta.measure import cpu_contention, threads
+from meseta.measure.threads import StepThreads, use_num_threads
 from meseta.system.wait_policy import WAIT_POLICY
 
 Steps = Callable[[int], list[int]]
@@ -30,7 +29,7 @@ class Machine:
 
     def __init__(self, seconds: dict[int, float], monkeypatch: pytest.MonkeyPatch) -> None:
         self.seconds, self._now_s, self._loop = seconds, 0.0, StepThreads()
-        monkeypatch.setattr(step_threads.time, "perf_counter", lambda: self._now_s)
+        monkeypatch.setattr(threads.time, "perf_counter", lambda: self._now_s)
 
     def steps(self, count: int) -> list[int]:
         """The threads of each."""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import pytest
 
 from meseta.measure import cpu_contention
-from meseta.measure.cpu_usage import CpuTime, read_cpu_time
+from meseta.measure.cpu_contention import CpuTime, read_cpu_time
 from meseta.system.wait_policy import WAIT_POLICY
 from source_tree import ROOT
 

@@ -15,7 +15,7 @@ from meseta.embedding import EmbeddingBagCollection
 from meseta.models import DLRM
 from meseta.optim.clip import GradientClipper
 from meseta.pipeline import Pipeline, StageTimes
-from meseta.pipeline.agreement import NonFiniteLoss
+from meseta.pipeline.uneven import NonFiniteLoss
 from meseta.sparse import KeyedJaggedTensor
 from meseta.spec import FeatureSpec, MesetaError, OptimizerSpec, TableSpec
 

@@ -111,7 +111,7 @@ def test_tiers_are_named_by_their_owner_alone() -> None:
     assert set(literals(ast.parse('"""hbm"""\na = "cached"'))) == {"cached"}
 
 
-PROGRAMS = {"cli/verify.py", "measure/doctor/ranks.py", "data/service/server/local_readers.py"}
+PROGRAMS = {"cli/verify.py", "measure/doctor/checks.py", "data/service/server/local_readers.py"}
 """Name a module that an interpreter of its own runs as a program."""
 DOORS = {"__init__.py", "data/__init__.py", "data/prepare/__init__.py"}
 """Names that are imported at their first use (PEP 562)."""
@@ -193,7 +193,7 @@ MEMORY_MODEL = {
         "DENSE_COPIES", "SORT_BYTES_PER_ID", "MAX_FRAME_BYTES", "PHASES", "RunBytes",
         "row_and_state_bytes", "copy_bytes", "save_bytes", "fixed_bytes", "memory_bytes_by_part",
     },
-    "spec/checkpoint_blocks.py": {"NUM_PENDING_WRITES"},
+    "spec/shards.py": {"NUM_PENDING_WRITES"},
 }  # fmt: skip
 """By module: what bytes of a phase of a run are made of, and the functions that make them."""
 OTHER_PHASES = {"train/verify/steps.py"}

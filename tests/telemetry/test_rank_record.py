@@ -18,7 +18,7 @@ import pytest
 from forked import forking
 from meseta.spec import MesetaError
 from meseta.system.files import link_tmpfile, open_tmpfile
-from meseta.system.process_state import has_signal_handler, process_start_ticks, read_process_state
+from meseta.system.processes import has_signal_handler, process_start_ticks, read_process_state
 from meseta.telemetry.rank_record import RECORD_BYTES, RankRecord, TransferInfo, is_initialized, parse_record
 
 ROWS, SUMS = (0, "rows"), (1, "sums")

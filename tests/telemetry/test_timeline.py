@@ -21,11 +21,12 @@ from meseta.telemetry.timeline import (
     Slice,
     StepRange,
     Timeline,
+    TraceDocument,
     Track,
     make_rank_tracks,
     split_nested,
+    to_trace_document,
 )
-from meseta.telemetry.trace_events import TraceDocument, to_trace_document
 from meseta.telemetry.transfers import TransferSpan
 
 STAGES = ("data", "lookup", "backward", "table_update", "agree")

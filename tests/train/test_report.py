@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from meseta.report import write_report
-from meseta.report.charts.axis import make_axis
+from meseta.report.charts.chart import make_axis
 from meseta.report.charts.plan_treemap import shards_by_rank, squarify
 from meseta.report.record import read_run
 from meseta.spec import MesetaError, Plan, TableSpec

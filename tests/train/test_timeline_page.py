@@ -14,8 +14,7 @@ from meseta.report.charts.timeline_chart import MARGIN_LEFT, MARGIN_RIGHT, WIDTH
 from meseta.report.record import read_run
 from meseta.system.files import format_json
 from meseta.telemetry.span import Span
-from meseta.telemetry.timeline import RankClock, Timeline, make_rank_tracks
-from meseta.telemetry.trace_events import to_trace_document
+from meseta.telemetry.timeline import RankClock, Timeline, make_rank_tracks, to_trace_document
 from meseta.telemetry.transfers import TransferSpan
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from meseta.checkpoint.failures import check_files, has_file, read_with_retry
-from meseta.checkpoint.files.chain import group_files_by_block
+from meseta.checkpoint.files.block import group_files_by_block
 from meseta.checkpoint.files.paths import entry_step
 from meseta.checkpoint.manifest import (
     DELTAS,

@@ -12,8 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from meseta.checkpoint.failures import DamagedCheckpoint, malformed_manifest_error, read_with_retry, wrap_write_errors
 from meseta.checkpoint.files import digest
-from meseta.checkpoint.files.chain import group_files_by_block
-from meseta.checkpoint.files.direct_io import write_buffered
+from meseta.checkpoint.files.block import DenseFileName, PrefetchedFileName, group_files_by_block
+from meseta.checkpoint.files.direct_io import WriteRateLimiter, write_buffered
 from meseta.checkpoint.files.layout import BlockSchema, StoredType
 from meseta.checkpoint.files.paths import (
     CHECKPOINT_NAME_PATTERN,
@@ -25,8 +25,6 @@ from meseta.checkpoint.files.paths import (
     table_folder,
 )
 from meseta.checkpoint.files.quantization import invalid_formats_reason, quantized_row_bytes
-from meseta.checkpoint.files.rate_limit import WriteRateLimiter
-from meseta.checkpoint.files.tensors import DenseFileName, PrefetchedFileName
 from meseta.errors import format_value
 from meseta.spec import MesetaError, Plan
 from meseta.spec.tables import TableDtype, invalid_table_name_reason

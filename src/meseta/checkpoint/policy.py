@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from meseta.checkpoint.files.chain import FileEntry, group_files_by_block
+from meseta.checkpoint.files.block import FileEntry, group_files_by_block
 from meseta.checkpoint.files.digest import TABLE_SHAPE_KEYS
 from meseta.checkpoint.files.layout import BlockSchema, TableLayout
 from meseta.checkpoint.files.paths import entry_step, relative_to_sibling

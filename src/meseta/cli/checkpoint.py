@@ -297,7 +297,7 @@ def advise(
     that need the fewest bytes within the budget.
     """
     from meseta.telemetry.formatting import format_bytes
-    from meseta.train.advise.measure import check_advice, open_advisor
+    from meseta.train.advise import check_advice, open_advisor
 
     check_advice(budget, restores, out)
     with open_advisor(run_dir, restores, data, storage_dir) as advisor:

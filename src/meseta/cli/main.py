@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 import meseta
-from meseta.cli import forked
+from meseta.cli import launch
 from meseta.cli.bench import app as bench_app
 from meseta.cli.calibrate import calibrate
 from meseta.cli.checkpoint import app as checkpoint_app
@@ -38,11 +38,10 @@ from meseta.errors import ERROR_PREFIX, FormerNameWarning, MesetaError, error_su
 from meseta.system.environment import package_version
 from meseta.system.environment_variables import environ
 from meseta.system.processes import exit_immediately, remove_scratch_files
-from meseta.system.rendezvous import RENDEZVOUS_VARIABLE
+from meseta.system.ranks import RENDEZVOUS_VARIABLE
 from meseta.system.wait_policy import set_wait_policy
 from meseta.telemetry.rank_record import RANK_RECORD_VARIABLE, CurrentRankRecord
-from meseta.telemetry.watching.memory_watch import check_start_memory
-from meseta.telemetry.watching.stalls import StallReporter
+from meseta.telemetry.watching import StallReporter, check_start_memory
 
 TORCH_COMMANDS = {"train", "eval", "predict", "verify", "sweep", "quality", "calibrate"}
 """Commands that import torch with any options."""
@@ -166,7 +165,7 @@ def main() -> None:
         _exit(left.code, "")
 
 
-forked.command_line = main
+launch.command_line = main
 
 
 def _run_command() -> None:

@@ -16,7 +16,7 @@ from meseta.errors import MesetaError
 from meseta.system.ranks import is_distributed
 
 if TYPE_CHECKING:
-    from meseta.train.interop.output_columns import OutputColumns
+    from meseta.train.interop.output_tables import OutputColumns
 
 _DEFAULT_SPLIT = "test"
 ColumnsOption = Annotated[
@@ -64,8 +64,7 @@ def predict(
     ] = None,
 ) -> None:
     """Predict with a checkpoint of a run. Writes one probability per row and label, in the order of the rows."""
-    from meseta.train.interop.output_columns import OutputColumns
-    from meseta.train.interop.table_files import check_suffix
+    from meseta.train.interop.output_tables import OutputColumns, check_suffix
 
     # Check the options before ranks start.
     check_suffix(out)
@@ -128,7 +127,7 @@ def _predict_rows(
     run_dir: Path, out: Path, patterns: Sequence[str], keys: Sequence[str], columns: OutputColumns, **options: Any
 ) -> None:
     """Predict raw rows, and print metrics if the rows have labels."""
-    from meseta.cli.metrics_line import format_metrics
+    from meseta.cli.evaluate import format_metrics
     from meseta.train.predictions import write_raw_predictions
     from meseta.train.trained_model import open_for_raw_rows
 

@@ -196,7 +196,7 @@ def _metrics_text(run: SuiteRun, choose_by: str) -> str:
     """Format the metrics of a finished run."""
     from meseta.report.quality.suite_result import COMPARED_METRICS
     from meseta.telemetry.formatting import format_decimal
-    from meseta.train.sweep.sweep import TrialResult
+    from meseta.train.sweep import TrialResult
 
     score = run.score() if run.reads_test else None
     if score is None:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from meseta.cli.evaluate import format_metrics
 from meseta.cli.launch import is_nproc_rank, run_ranks
-from meseta.cli.metrics_line import format_metrics
 from meseta.cli.prepare import (
     BadRowsOption,
     DenseOption,
@@ -278,7 +278,7 @@ def _train(
     from meseta.system.interruption import TrainingInterrupt
     from meseta.train.run_dir import clear_run
     from meseta.train.session import session
-    from meseta.train.sweep.trials import choose_table_rate
+    from meseta.train.sweep import choose_table_rate
     from meseta.train.trainer import Trainer
 
     try:
@@ -342,7 +342,7 @@ def _print_chosen(chosen: Mapping[str, Any], dataset: Dataset) -> None:
 
 
 def _print_result(summary: dict[str, Any], run_dir: Path) -> None:
-    from meseta.telemetry.splits import EVALUATED_SPLITS, TEST, selection_on_test_warning
+    from meseta.telemetry.metrics import EVALUATED_SPLITS, TEST, selection_on_test_warning
 
     teacher, chosen, ends = summary["teacher"], summary.get("chosen", {}), []
     for split in (split for split in EVALUATED_SPLITS if split in summary):

@@ -18,7 +18,7 @@ from meseta.comm.world import World
 from meseta.errors import ERROR_PREFIX, MesetaError, error_summary
 from meseta.system.environment_variables import environ
 from meseta.system.processes import exit_immediately
-from meseta.system.rendezvous import RENDEZVOUS_VARIABLE
+from meseta.system.ranks import RENDEZVOUS_VARIABLE
 from meseta.system.time_limits import HANG_EXIT_CODE, TimeLimits
 from meseta.telemetry.diagnosis import (
     Diagnosis,

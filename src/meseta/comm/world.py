@@ -1,4 +1,4 @@
-"""The ranks of a run and the collectives between them, over gloo (CPU tensors) and nccl (GPU tensors)."""
+"""Check that collectives are listed in `meseta.spec.transfer`, from which the planner predicts times."""
 
 from __future__ import annotations
 
@@ -13,18 +13,13 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-
-# torch imports this module later anyway. If a group already exists then, the default arguments of the module keep it
-# alive for ever, and the threads of a group that is never freed sometimes abort a process that ends.
 import torch.distributed.nn
 from torch import Tensor
 
-from meseta.comm.known_collectives import check_known_collective
 from meseta.comm.lanes import Lane, RowPriority
 from meseta.comm.messages import Peer, PendingExchange, start_exchange
 from meseta.comm.recording import NULL_RECORDING, dtype_name, record_transfer, register_lane
-from meseta.comm.sum_codec import SumCodec
-from meseta.comm.sums import OrderedSum, ordered_sum
+from meseta.comm.sums import OrderedSum, SumCodec, ordered_sum
 from meseta.comm.timeouts import transport_timeout
 from meseta.ops.memory import empty
 from meseta.spec import MesetaError, Plan
@@ -36,11 +31,37 @@ from meseta.spec.codecs import (
     all_reduce_traffic_factors,
     traffic_factors,
 )
+from meseta.spec.transfer import NON_STEP_TRANSFERS, STEP_TRANSFERS
 from meseta.system.environment_variables import environ
 from meseta.system.processors import batch_scheduled_threads
-from meseta.system.rendezvous import RENDEZVOUS_VARIABLE
+from meseta.system.ranks import RENDEZVOUS_VARIABLE
 from meseta.telemetry.rank_record import CurrentRankRecord, TransferInfo
 from meseta.telemetry.transfers import TransferSpan, TransferTimes
+
+
+class UnknownCollectives:
+    """Counter of collectives in this process whose names are not listed, such as those of a custom model.
+
+    Predictions of the planner do not include them. Tests set `is_fatal` to raise an error instead.
+    """
+
+    count: int = 0
+    is_fatal: bool = False
+
+
+def check_known_collective(name: str) -> None:
+    """Count a collective whose name is not listed. Raises MesetaError if `UnknownCollectives.is_fatal` is set."""
+    if name not in STEP_TRANSFERS and name not in NON_STEP_TRANSFERS:
+        UnknownCollectives.count += 1
+        if UnknownCollectives.is_fatal:
+            raise MesetaError(
+                f"collective {name!r} is not listed in meseta.spec.transfer; add a transfer with this name"
+            )
+
+
+# torch imports this module later anyway. If a group already exists then, the default arguments of the module keep it
+# alive for ever, and the threads of a group that is never freed sometimes abort a process that ends.
+
 
 ResultT = TypeVar("ResultT")
 

@@ -8,10 +8,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
-from meseta.config.embedding import EmbeddingConfig
+from meseta.config.embedding import EmbeddingConfig, ScheduleConfig
 from meseta.config.models import ModelConfig
 from meseta.config.row_bits import BitsFile, BitsSetting, RowBits, min_bits_for_restores
-from meseta.config.schedule import ScheduleConfig
 from meseta.config.section import (
     BatchSize,
     LocalPath,

@@ -14,17 +14,17 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from meseta.comm import BatchSlice, BatchTotals, World
-from meseta.embedding.accumulate import GradientSegment
 from meseta.embedding.batch_context import (
     BatchContext,
     ExhaustedInput,
     GroupStateT,
     OutOfRangeIds,
     StageTimer,
+    group_features,
     no_op,
     null_timer,
 )
-from meseta.embedding.feature_group import group_features
+from meseta.embedding.update import GradientSegment
 from meseta.ops.device_constants import device_constant
 from meseta.ops.id_policy import CheckedIds
 from meseta.ops.row_program.optimizer import compute_dtype

@@ -11,13 +11,19 @@ import torch
 from torch import Tensor
 
 from meseta.comm import BatchTotals, World
-from meseta.embedding.accumulate import GradientSegment, local_segment, merge_backward_passes
 from meseta.embedding.base import BaseEmbeddingCollection, OptimizerInBackward
-from meseta.embedding.batch_context import BatchContext, Clip, ExhaustedInput
-from meseta.embedding.feature_group import FeatureGroup
+from meseta.embedding.batch_context import BatchContext, Clip, ExhaustedInput, FeatureGroup
 from meseta.embedding.input_dist import OwnedIds
 from meseta.embedding.message_format import GradientRounding, MessageFormat, gradient_exponent
-from meseta.embedding.update import group_shards, step_shards, sum_gradients, update_rows
+from meseta.embedding.update import (
+    GradientSegment,
+    group_shards,
+    local_segment,
+    merge_backward_passes,
+    step_shards,
+    sum_gradients,
+    update_rows,
+)
 from meseta.ops.codec import HalfRange
 from meseta.ops.id_policy import NO_ERROR, CheckedIds
 from meseta.ops.pooled_lookup import LookupGroup, lookup_group

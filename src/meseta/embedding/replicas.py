@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from meseta.comm import PendingCollective, World
-from meseta.comm.sum_codec import SumCodec, round_up_to_blocks
+from meseta.comm.sums import SumCodec, round_up_to_blocks
 from meseta.embedding.input_dist import OwnedIds
 from meseta.embedding.sharded_lookup import ShardedLookup
 from meseta.embedding.update import FusedShards, group_shards, ids_by_table, lookup_penalty

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from meseta.comm import BatchTotals, PendingCollective, World, retain_until_exit
-from meseta.comm.sum_codec import SumCodec
-from meseta.embedding.accumulate import GradientSegment, merge_backward_passes
+from meseta.comm.sums import SumCodec
 from meseta.embedding.base import BaseEmbeddingCollection, OptimizerInBackward
 from meseta.embedding.batch_context import BatchContext, ExhaustedInput, StageTimer
 from meseta.embedding.collection import EmbeddingBagCollection
@@ -20,7 +19,14 @@ from meseta.embedding.input_dist import InputDist, OwnedIds, PendingCounts
 from meseta.embedding.message_format import gradient_exponent
 from meseta.embedding.replicas import ReplicatedRows
 from meseta.embedding.sharded_lookup import OutputDist, ShardedLookup
-from meseta.embedding.update import group_shards, step_shards, sum_gradients, update_rows
+from meseta.embedding.update import (
+    GradientSegment,
+    group_shards,
+    merge_backward_passes,
+    step_shards,
+    sum_gradients,
+    update_rows,
+)
 from meseta.ops.codec import HalfRange
 from meseta.ops.id_policy import CheckedIds
 from meseta.ops.row_program.optimizer import Hyper

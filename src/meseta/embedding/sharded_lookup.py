@@ -10,10 +10,8 @@ import torch
 from torch import Tensor
 
 from meseta.comm import BatchSlice, BatchTotals, ExchangeScope, PendingCollective, World
-from meseta.embedding.accumulate import GradientSegment, local_segment
-from meseta.embedding.batch_context import ExhaustedInput
+from meseta.embedding.batch_context import ExhaustedInput, FeatureGroup
 from meseta.embedding.counts import CountsExchange
-from meseta.embedding.feature_group import FeatureGroup
 from meseta.embedding.gradient_dist import GradientDist, receive_gradients, select_row_gradients
 from meseta.embedding.hierarchical import InterHostEmbeddings, RouteRows, send_to_cross_host_peers
 from meseta.embedding.input_dist import (
@@ -35,6 +33,7 @@ from meseta.embedding.message_format import (
     gradient_exponent,
 )
 from meseta.embedding.routes import Route, RouteRange, make_routing
+from meseta.embedding.update import GradientSegment, local_segment
 from meseta.ops.codec import HalfRange
 from meseta.ops.columns import place_columns
 from meseta.ops.id_policy import CheckedIds

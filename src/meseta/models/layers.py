@@ -1,10 +1,12 @@
-"""Layers that the models share, and checks of input widths."""
+"""Initial weights of the dense part. Each parameter name has its own random stream."""
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from itertools import pairwise
 from typing import cast
 
@@ -14,11 +16,59 @@ from torch.nn import functional
 
 from meseta.comm import BatchSlice
 from meseta.models.global_layers import SyncBatchNorm, dropout
-from meseta.models.initialization import fill_normal
 from meseta.ops.mlp import mlp
+from meseta.ops.product import batched_product
+from meseta.ops.sums import softmax
 from meseta.sparse.shapes import Float
-from meseta.spec import FeatureSpec, MesetaError, TableSpec
+from meseta.spec import FeatureSpec, InitSpec, MesetaError, TableSpec, suggest
 from meseta.spec.tables import DenseDtype
+
+
+def _make_generator(seed: int, name: str) -> torch.Generator:
+    # Draws on the CPU, so that runs on a GPU start from the same bits.
+    # With a stream per name, weights do not depend on the order of parameters, the rank or global random state.
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+
+
+@torch.no_grad()
+def fill_normal(parameter: Float[Tensor, " *shape"], std: float, seed: int, name: str) -> None:
+    """Fill with draws from N(0, std squared), made in float64 and rounded. Skips a parameter on the meta device."""
+    if not parameter.is_meta:
+        draws = torch.randn(parameter.shape, dtype=torch.float64, generator=_make_generator(seed, name))
+        parameter.copy_(draws.mul_(std))
+
+
+@torch.no_grad()
+def fill_uniform(parameter: Float[Tensor, " *shape"], bound: float, seed: int, name: str) -> None:
+    """Fill with draws from [-bound, bound), made in float64 and rounded. Skips a parameter on the meta device."""
+    if not parameter.is_meta:
+        draws = torch.rand(parameter.shape, dtype=torch.float64, generator=_make_generator(seed, name))
+        parameter.copy_(draws.mul_(2.0).sub_(1.0).mul_(bound))
+
+
+@torch.no_grad()
+def fill_by_pattern(model: nn.Module, inits: Mapping[str, InitSpec], seed: int) -> None:
+    """Fill the parameters whose names match a pattern of `inits`, with case-sensitive fnmatch. The last match wins.
+
+    Each `InitSpec` must have a `scale`. The numbers depend only on seed, name, shape, kind and scale. Raises
+    MesetaError if a pattern matches no parameter.
+    """
+    parameters = dict(model.named_parameters())
+    chosen: dict[str, InitSpec] = {}
+    for pattern, init in inits.items():
+        targets = [name for name in parameters if fnmatchcase(name, pattern)]
+        if not targets:
+            raise MesetaError(f"config: dense.init {pattern!r} matches no parameter; {suggest(pattern, parameters)}")
+        chosen |= dict.fromkeys(targets, init)
+    for name, init in chosen.items():
+        assert init.scale is not None
+        if init.kind == "normal":
+            fill_normal(parameters[name], init.scale, seed, name)
+        elif init.kind == "uniform":
+            fill_uniform(parameters[name], init.scale, seed, name)
+        else:
+            parameters[name].fill_(init.scale)
 
 
 # torch's initialization would draw from the global random state. With `meseta.ops.mlp`, results do not depend on the
@@ -220,3 +270,35 @@ def check_pooled(model: str, pooled: Float[Tensor, "B sum_of_D"], pooled_width: 
             f"{model}: pooled embeddings have {pooled.shape[1]} columns, but the model was built for {pooled_width}; "
             "pass the pooled output of the embeddings that the model was built on"
         )
+
+
+class InteractingLayer(nn.Module):
+    """Multi-head self-attention over fields, without a scale (arXiv 1810.11921, section 4.4, equations 5 to 8)."""
+
+    def __init__(self, num_inputs: int, num_heads: int, head_width: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        width = num_heads * head_width
+        self.query, self.key, self.value, self.residual = (
+            SkipInitLinear(num_inputs, width, bias=False) for _ in range(4)
+        )
+
+    def extra_repr(self) -> str:
+        return f"num_heads={self.num_heads}"
+
+    def forward(self, fields: Float[Tensor, "B M N"]) -> Float[Tensor, "B M width"]:
+        num_samples, num_fields, _ = fields.shape
+        flat = fields.flatten(0, 1)
+        shape = num_samples, num_fields, self.num_heads, self.query.out_features // self.num_heads
+        query, key, value = (
+            layer(flat).view(shape).transpose(1, 2) for layer in (self.query, self.key, self.value)
+        )  # [B, heads, M, head_width]
+        # In each head: a_mk = softmax over k of <W_Q e_m, W_K e_k>.
+        attention = softmax(_batched_matmul(query, key.transpose(2, 3)))
+        mixed = _batched_matmul(attention, value).transpose(1, 2).flatten(2)
+        # e'_m = ReLU(concat over heads of sum_k a_mk W_V e_k + W_R e_m).
+        return functional.relu(mixed + self.residual(flat).view_as(mixed))
+
+
+def _batched_matmul(a: Float[Tensor, "B heads M K"], b: Float[Tensor, "B heads K N"]) -> Float[Tensor, "B heads M N"]:
+    return batched_product(a.flatten(0, 1), b.flatten(0, 1)).unflatten(0, a.shape[:2])

@@ -1,22 +1,40 @@
-"""Loss of a training step: the cross-entropy of the logits, and the loss terms of the model."""
+"""Interface of a model in a training step."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from meseta.data.read.batch import Batch
+from meseta.embedding.base import BaseEmbeddingCollection
 from meseta.embedding.batch_context import BatchContext
 from meseta.models.base import GLOBAL_LOSS_HOOKS, loss_term_names
 from meseta.ops.sums import total
-from meseta.pipeline.model import Model
 from meseta.sparse.shapes import Float
 from meseta.spec import MesetaError
+
+
+@runtime_checkable  # Required by beartype, with which tests check all calls.
+class Model(Protocol):
+    """Model with embeddings, and a dense part that computes logits from them.
+
+    An optional method `forward_dense(dense)` runs while embeddings are exchanged. `score` then receives its result in
+    place of the dense inputs, but must accept dense inputs too. If the attribute `reads_embeddings` is true, `score`
+    receives `Embeddings` in place of pooled embeddings.
+    """
+
+    # Modules provide submodules by __getattr__, which runtime checks ignore since Python 3.12.
+    if TYPE_CHECKING:
+        embeddings: BaseEmbeddingCollection[Any]
+
+    def score(self, dense: Float[Tensor, "B num_dense"], pooled: Float[Tensor, "B sum_of_D"]) -> Float[Tensor, " B *T"]:
+        """Compute logits, of shape [B], or [B, T] for T > 1 tasks."""
+
 
 CROSS_ENTROPY = "cross_entropy"
 """Name of a loss term that replaces the default cross-entropy."""

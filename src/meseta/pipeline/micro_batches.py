@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from meseta.data.read.batch import Batch
-from meseta.pipeline.agreement import LateNonFiniteLoss
+from meseta.pipeline.uneven import LateNonFiniteLoss
 from meseta.sparse import KeyedJaggedTensor
 from meseta.spec import MesetaError
 

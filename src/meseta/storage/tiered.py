@@ -21,10 +21,8 @@ from meseta.ops.row_update import TableRows
 from meseta.sparse.shapes import Int
 from meseta.spec import MesetaError, Shard, TableSpec
 from meseta.spec.tiers import CACHE_SLOT_OVERHEAD_BYTES, DISK, row_index_bytes
-from meseta.storage.backing_store import BackingStore, BackingStoreSnapshot
-from meseta.storage.records import RecordLayout
-from meseta.storage.selection import CopiedRows, LazyRows, SelectedRows, allocate_buffers
-from meseta.storage.snapshot_reader import SnapshotReader
+from meseta.storage.backing_store import BackingStore, BackingStoreSnapshot, RecordLayout
+from meseta.storage.selection import CopiedRows, LazyRows, SelectedRows, SnapshotReader, allocate_buffers
 from meseta.storage.table import ROW, TableStorage, as_stored, from_stored
 from meseta.telemetry.row_traffic import RowTraffic
 

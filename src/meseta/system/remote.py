@@ -28,7 +28,7 @@ from meseta.system.files import (
     read_bounded,
     resolve_inside,
 )
-from meseta.system.waits.activity import track_request
+from meseta.system.waits import track_request
 
 _PACKAGES = {
     "s3": "meseta[s3]",

@@ -20,11 +20,11 @@ from meseta.data.read.batch_reader import BatchReader
 from meseta.data.read.new_batches import NewBatches
 from meseta.data.read.tensors import pad_batch
 from meseta.embedding.batch_context import OutOfRangeIds
-from meseta.measure.step_threads import StepThreads
+from meseta.measure.threads import StepThreads
 from meseta.models.base import select_score_input
-from meseta.pipeline.model import Model
+from meseta.pipeline.losses import Model
 from meseta.spec import MesetaError, suggest
-from meseta.system.waits.activity import track_activity
+from meseta.system.waits import track_activity
 from meseta.train.metrics import Metrics, MetricWindow, Segment, TaskWindows, segment_metrics, task_metrics
 from meseta.train.metrics.tasks import WindowT
 from meseta.train.state import sum_out_of_range_ids

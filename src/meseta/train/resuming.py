@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from meseta.checkpoint import retries
+from meseta.checkpoint import failures
 from meseta.checkpoint.failures import run_on_rank_0
 from meseta.checkpoint.fallback import FallbackCheckpointError
 from meseta.checkpoint.manifest import read_manifest
@@ -24,7 +24,7 @@ from meseta.spec import MesetaError, Plan, TableSpec
 from meseta.spec.documents import load_document
 from meseta.spec.plan import PLAN_FILE, read_explicit_plan
 from meseta.system.remote import Location, location_is_folder
-from meseta.train.early_stopping import EarlyStopping
+from meseta.train.evaluation_tracker import EarlyStopping
 from meseta.train.run_dir import RunDir
 
 # Config keys or sections that define the model.
@@ -97,7 +97,7 @@ def seek_reader(reader: BatchReader, path: Location | None) -> dict[str, Any] | 
 
 def retry_reads(config: RunConfig) -> AbstractContextManager[None]:
     """Context manager that retries failed reads of checkpoints if `checkpoint.resume` is 'older'."""
-    return retries.retry_reads() if config.checkpoint.resume == "older" else nullcontext()
+    return failures.retry_reads() if config.checkpoint.resume == "older" else nullcontext()
 
 
 def find_newest_checkpoint(run: RunDir) -> Location | None:

@@ -44,7 +44,7 @@ from meseta.telemetry.timeline import TIMELINE_FILE
 from meseta.train.setup.source import make_row_source
 
 TRIALS_FOLDER = "trials"
-"""Folder of the trials before a run, see meseta.train.sweep.trials."""
+"""Folder of the trials before a run, see meseta.train.sweep."""
 
 
 class RunDir:

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from meseta import checkpoint
 from meseta.checkpoint.manifest import QUANTIZED
 from meseta.comm import World
-from meseta.comm.dense_shards import distribute_like, full_tensor, is_sharded
+from meseta.comm.dense import distribute_like, full_tensor, is_sharded
 from meseta.data.dataset.dataset import Dataset
 from meseta.data.read.batch import Batch
 from meseta.errors import StorageError, format_value
-from meseta.pipeline.agreement import LateNonFiniteLoss, NonFiniteLoss
+from meseta.pipeline.uneven import LateNonFiniteLoss, NonFiniteLoss
 from meseta.spec import FeatureSpec, MesetaError
 from meseta.system.remote import Location
 

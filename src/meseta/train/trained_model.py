@@ -28,14 +28,14 @@ from meseta.spec.plan import FORMER_KEYS
 from meseta.spec.tiers import DISK, OFFLOADED_TIERS
 from meseta.system.files import path_exists
 from meseta.system.remote import Location
-from meseta.telemetry.splits import validation_split
+from meseta.telemetry.metrics import validation_split
 from meseta.train.dataset_checks import check_same_encoding, open_dataset
-from meseta.train.early_stopping import EarlyStopping
+from meseta.train.evaluation_tracker import EarlyStopping
 from meseta.train.run_dir import RunDir
 from meseta.train.session import session
 from meseta.train.setup.build import make_sharded_model
-from meseta.train.setup.precision import bfloat16_note
 from meseta.train.setup.source import make_row_source
+from meseta.train.setup.specs import bfloat16_note
 from meseta.train.state import restore
 
 ReaderT = TypeVar("ReaderT", BatchReader, NewBatches)

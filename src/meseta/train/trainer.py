@@ -15,23 +15,23 @@ from meseta import checkpoint
 from meseta.checkpoint.fallback import FallbackCheckpointError
 from meseta.checkpoint.store.names import checkpoint_path
 from meseta.comm import World
-from meseta.comm.dense_shards import make_shard_sum
-from meseta.comm.known_collectives import UnknownCollectives
+from meseta.comm.dense import make_shard_sum
 from meseta.comm.recording import publish_record
+from meseta.comm.world import UnknownCollectives
 from meseta.config import RunConfig
 from meseta.data.dataset.encoding import DatasetEncoding
 from meseta.data.read.batch_reader import BatchIterator
 from meseta.data.read.selection import calibration_shift
-from meseta.measure.step_threads import StepThreads
+from meseta.measure.threads import StepThreads
 from meseta.optim.dense import make_dense_optimizer
 from meseta.pipeline import Pipeline, StepResult
-from meseta.pipeline.agreement import LateNonFiniteLoss
-from meseta.pipeline.prefetched_embeddings import PrefetchedEmbeddings
+from meseta.pipeline.prefetch import PrefetchedEmbeddings
+from meseta.pipeline.uneven import LateNonFiniteLoss
 from meseta.report import write_report
 from meseta.spec import MesetaError
 from meseta.system.remote import Location
+from meseta.telemetry.metrics import TEST
 from meseta.telemetry.metrics_file import EvalLine, Line, TrainLine
-from meseta.telemetry.splits import TEST
 from meseta.telemetry.summary import (
     SUMMARY_FILE,
     BestEvaluation,
@@ -43,9 +43,13 @@ from meseta.telemetry.summary import (
 from meseta.telemetry.timeline import StepRange
 from meseta.train import resuming
 from meseta.train.dataset_checks import ENCODING_KEY, check_same_encoding, check_same_rows, open_dataset
-from meseta.train.early_stopping import check_early_stopping
 from meseta.train.evaluate import check_segments, evaluate
-from meseta.train.evaluation_tracker import EvaluationTracker, decisions_from_evaluations, is_evaluation_due
+from meseta.train.evaluation_tracker import (
+    EvaluationTracker,
+    check_early_stopping,
+    decisions_from_evaluations,
+    is_evaluation_due,
+)
 from meseta.train.interop.profile import Profiler, choose_profiled_steps
 from meseta.train.interop.tensorboard import TensorBoardWriter
 from meseta.train.progress import TrainProgress
@@ -61,8 +65,8 @@ from meseta.train.setup.build import (
     set_learning_rates,
     task_weights,
 )
-from meseta.train.setup.precision import DENSE_DTYPE_KEY, bfloat16_note, resolve_dense_dtype
 from meseta.train.setup.source import make_row_source
+from meseta.train.setup.specs import DENSE_DTYPE_KEY, bfloat16_note, resolve_dense_dtype
 from meseta.train.state import (
     add_step_context,
     dense_tensors,

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from meseta.checkpoint.failures import check_no_concurrent_saves, read_with_retry, wrap_write_errors
+from meseta.checkpoint.files.direct_io import WriteRateLimiter
 from meseta.checkpoint.files.paths import CHECKPOINT_NAME_PATTERN
-from meseta.checkpoint.files.rate_limit import WriteRateLimiter
 from meseta.checkpoint.manifest import MANIFEST_PATH, write_manifest
 from meseta.checkpoint.store.names import QUARANTINE_MARKER, QUARANTINE_MARKERS, checkpoint_name, parse_step
 from meseta.checkpoint.store.references import referenced_files

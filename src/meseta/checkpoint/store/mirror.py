@@ -35,7 +35,7 @@ from meseta.checkpoint.store.store import make_store
 from meseta.spec import MesetaError
 from meseta.system.files import is_read_failure
 from meseta.system.remote import Location, RemotePath, read_inner_file, wrap_remote_errors
-from meseta.system.waits.activity import track_activity
+from meseta.system.waits import track_activity
 
 
 # Files of a mirror are untrusted input. Names, sizes and types of files are checked before a file is read, written or

@@ -15,7 +15,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 from meseta.data.read.options import LastBatch, ReaderOptions
 from meseta.errors import MesetaError, format_value
 from meseta.system.files import MAX_DOCUMENT_VALUES, parse_json
-from meseta.system.waits.checked_memory import encode_text
+from meseta.system.waits import encode_text
 
 MAX_MESSAGE_BYTES = 1 << 20
 """Maximum size of a message in bytes. Descriptions and row counts from the dispatcher may be larger."""

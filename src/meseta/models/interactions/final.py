@@ -12,8 +12,7 @@ from torch.nn import functional
 
 from meseta.comm import BatchSlice
 from meseta.config.models.interactions import FinalNetConfig, Residual
-from meseta.models.base import DenseActivations, ModelBuildArgs, ScoringModel
-from meseta.models.fields import FieldMixer, FieldVectors, common_width
+from meseta.models.base import DenseActivations, FieldMixer, FieldVectors, ModelBuildArgs, ScoringModel, common_width
 from meseta.models.layers import HiddenLayers, MLPOptions, SkipInitLinear, check_widths, fill_linear
 from meseta.ops.sums import add_product
 from meseta.sparse.shapes import Float

@@ -12,10 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from meseta.config.models.interactions import FinalMLPConfig
-from meseta.models.base import ModelBuildArgs, ScoringModel
-from meseta.models.fields import INITIAL_STD
-from meseta.models.initialization import fill_normal
-from meseta.models.layers import MLP, MLPOptions, SkipInitLinear, check_widths, fill_linear
+from meseta.models.base import INITIAL_STD, ModelBuildArgs, ScoringModel
+from meseta.models.layers import MLP, MLPOptions, SkipInitLinear, check_widths, fill_linear, fill_normal
 from meseta.ops.mlp import mlp
 from meseta.ops.product import batched_product
 from meseta.ops.sums import repeat

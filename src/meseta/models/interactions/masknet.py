@@ -12,8 +12,7 @@ from torch.nn import functional
 
 from meseta.comm import BatchSlice
 from meseta.config.models.interactions import MaskNetConfig, MaskStructure
-from meseta.models.base import ModelBuildArgs, ScoringModel
-from meseta.models.fields import FieldVectors, common_width
+from meseta.models.base import FieldVectors, ModelBuildArgs, ScoringModel, common_width
 from meseta.models.global_layers import LayerNorm
 from meseta.models.layers import MLP, HiddenLayers, MLPOptions, SkipInitLinear, check_widths, fill_linear
 from meseta.ops.mlp import mlp

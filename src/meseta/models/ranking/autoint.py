@@ -10,11 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from meseta.config.models.classic import AutoIntConfig
-from meseta.models.attention import InteractingLayer
-from meseta.models.base import ModelBuildArgs, ScoringModel
-from meseta.models.fields import FieldVectors, common_width
-from meseta.models.initialization import fill_normal
-from meseta.models.layers import MLP, MLPOptions, SkipInitLinear, check_widths, fill_glorot
+from meseta.models.base import FieldVectors, ModelBuildArgs, ScoringModel, common_width
+from meseta.models.layers import (
+    MLP,
+    InteractingLayer,
+    MLPOptions,
+    SkipInitLinear,
+    check_widths,
+    fill_glorot,
+    fill_normal,
+)
 from meseta.sparse.shapes import Float
 
 

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from meseta.config.models.classic import DeepFMConfig, FMConfig
-from meseta.models.base import ModelBuildArgs, ScoringModel
-from meseta.models.fields import FieldVectors, FirstOrderTerm, common_width, split_weights
+from meseta.models.base import FieldVectors, FirstOrderTerm, ModelBuildArgs, ScoringModel, common_width, split_weights
 from meseta.models.layers import MLP, MLPOptions, check_widths, fill_glorot
 from meseta.sparse.shapes import Float
 

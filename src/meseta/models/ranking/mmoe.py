@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from meseta.config.models.classic import MMoEConfig
 from meseta.models.base import ModelBuildArgs, ScoringModel
-from meseta.models.initialization import fill_normal
-from meseta.models.layers import MLP, MLPOptions, SkipInitLinear, check_widths, fill_glorot
+from meseta.models.layers import MLP, MLPOptions, SkipInitLinear, check_widths, fill_glorot, fill_normal
 from meseta.ops.sums import softmax
 from meseta.sparse.shapes import Float
 from meseta.spec import MesetaError

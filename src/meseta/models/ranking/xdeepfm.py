@@ -11,10 +11,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from meseta.config.models.classic import XDeepFMConfig
-from meseta.models.base import ModelBuildArgs, ScoringModel
-from meseta.models.fields import FieldVectors, FirstOrderTerm, common_width, split_weights
-from meseta.models.initialization import fill_normal
-from meseta.models.layers import MLP, MLPOptions, SkipInitLinear, check_widths, fill_glorot
+from meseta.models.base import FieldVectors, FirstOrderTerm, ModelBuildArgs, ScoringModel, common_width, split_weights
+from meseta.models.layers import MLP, MLPOptions, SkipInitLinear, check_widths, fill_glorot, fill_normal
 from meseta.ops.product import product
 from meseta.sparse.shapes import Float
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
-from meseta.planner.cost.sizes import shard_storage_bytes
+from meseta.planner.cost.loads import shard_storage_bytes
 from meseta.spec import MesetaError, Plan, Shard, TablePlan, TableSpec, Topology
 from meseta.spec.constraints import PinnedPlacement
 from meseta.spec.documents import read_mapping

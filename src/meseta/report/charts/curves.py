@@ -11,9 +11,8 @@ from meseta.report.charts.chart import Series, line_chart
 from meseta.report.charts.markup import escape, tag
 from meseta.report.record import RunRecord
 from meseta.telemetry.formatting import is_drawable
-from meseta.telemetry.metrics import Metric
+from meseta.telemetry.metrics import TEST, Metric
 from meseta.telemetry.metrics_file import EvalLine, TrainLine
-from meseta.telemetry.splits import TEST
 
 
 @dataclass(frozen=True, kw_only=True)

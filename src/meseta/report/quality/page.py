@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from meseta.report.charts.intervals import IntervalRow, interval_chart
-from meseta.report.charts.markup import escape, table, tag
-from meseta.report.document import html_document
+from meseta.report.charts.markup import escape, html_document, table, tag
 from meseta.report.quality.suite_result import EvalDatasetResult, PairedDifference, SuiteResult
 from meseta.report.quality.tables import (
     DECIMALS,

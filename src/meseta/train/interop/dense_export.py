@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from meseta.checkpoint.files.tensors import read_tensors
+from meseta.checkpoint.files.block import read_tensors
 from meseta.checkpoint.manifest import read_manifest
 from meseta.config import RunConfig
 from meseta.data.dataset.dataset import Dataset

@@ -13,8 +13,8 @@ from typing import IO, Any
 
 from meseta.spec import MesetaError
 from meseta.system.files import append_atomic
+from meseta.telemetry.metrics import VALID
 from meseta.telemetry.metrics_file import EvalLine, Line
-from meseta.telemetry.splits import VALID
 
 # Keys of a line that identify it and are not scalars.
 _POSITION_KEYS = ("kind", "step", "split")

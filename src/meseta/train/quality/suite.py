@@ -18,7 +18,7 @@ from meseta.report.quality.suite_result import EvalDataset
 from meseta.spec import MesetaError, suggest
 from meseta.spec.documents import read_mapping
 from meseta.system.files import to_file_name
-from meseta.train.sweep.sweep import Choices, SearchSpace, grid_settings, parse_setting, random_settings
+from meseta.train.sweep import Choices, SearchSpace, grid_settings, parse_setting, random_settings
 
 RESERVED_KEYS = ("run_dir", "data.dir", "data.service", "seed", "checkpoint.dir", "checkpoint.mirror")
 """Config keys that a suite sets for each run, or that must not be shared by runs."""

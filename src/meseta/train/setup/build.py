@@ -15,7 +15,7 @@ from meseta.data.read.options import ReaderOptions
 from meseta.data.service.client.reader import RunAttempt
 from meseta.embedding import EmbeddingBagCollection, shard
 from meseta.optim.clip import GradientClipper, SumOverRanks
-from meseta.optim.schedule import learning_rate_factor
+from meseta.optim.dense import learning_rate_factor
 from meseta.spec import MesetaError, Plan, suggest
 from meseta.system.ranks import local_rank, num_local_ranks, print_note
 from meseta.train.setup.meta_model import make_meta_model, make_unsharded_model

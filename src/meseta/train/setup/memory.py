@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from meseta.comm import World
-from meseta.comm.dense_shards import sharded_modules
+from meseta.comm.dense import sharded_modules
 from meseta.config import CheckpointConfig, RunConfig
 from meseta.data.dataset.dataset import Dataset
 from meseta.data.service.client.windows import MAX_WINDOWS_AHEAD

@@ -23,7 +23,7 @@ from meseta.embedding.batch_context import BatchContext
 from meseta.models import make_model
 from meseta.models.base import DenseActivations, ScoringModel, check_reads_pooled, find_dense_forward
 from meseta.models.custom import load_custom_model_class
-from meseta.models.initialization import fill_by_pattern
+from meseta.models.layers import fill_by_pattern
 from meseta.ops.library import FLOPS
 from meseta.spec import InitSpec, MesetaError
 from meseta.train.setup.heap import heap_peak

@@ -31,8 +31,7 @@ from meseta.telemetry.summary import PredictedStep
 from meseta.train.setup.memory import RunMemory, available_bytes, check_memory, dense_part_bytes, run_bytes
 from meseta.train.setup.meta_model import dense_only_flops, make_meta_model
 from meseta.train.setup.source import make_row_source
-from meseta.train.setup.specs import make_specs
-from meseta.train.setup.workload import make_workload
+from meseta.train.setup.specs import make_specs, make_workload
 
 
 class RunPlanner:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from meseta.checkpoint import newest
 from meseta.comm import World
-from meseta.comm.dense_shards import make_shard_sum
+from meseta.comm.dense import make_shard_sum
 from meseta.config import RunConfig
 from meseta.data.read.batch import Batch
 from meseta.embedding import EmbeddingBagCollection

@@ -1,10 +1,4 @@
-"""Reports of storage that does not respond, with one line per file system or URL, repeated with a backoff.
-
-A wait makes progress if its thread wakes up twice within `STALL_TIMEOUT_S`.
-"""
-
-# A slow write wakes up its thread for each part that the disk completes, so a large save is not a stall. A single
-# wake-up is no progress, because the thread of a blocked direct transfer wakes up once per minute.
+"""Check of the memory limit of control groups before a start, and warnings when it is nearly reached."""
 
 from __future__ import annotations
 
@@ -18,12 +12,88 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from urllib.parse import urlsplit
 
-from meseta.system.process_state import read_process_state
+from meseta.errors import MesetaError
+from meseta.system.kernel import KernelFiles, read_cgroup_limits, tightest_cgroup
+from meseta.system.processes import read_process_state
 from meseta.system.ranks import global_rank, is_distributed
-from meseta.system.waits.activity import Activity, current_activities, read_activities
-from meseta.system.waits.blocked_calls import blocked_calls, find_mount, num_wakeups
-from meseta.telemetry.formatting import format_duration
-from meseta.telemetry.watching.memory_watch import MemoryWatch
+from meseta.system.waits import (
+    Activity,
+    blocked_calls,
+    current_activities,
+    find_mount,
+    num_wakeups,
+    read_activities,
+)
+from meseta.telemetry.formatting import format_bytes, format_duration, format_quantity
+
+# With torch 2.13 for CPUs and Python 3.11, the kernel killed the process in a group of 241 MB. With a higher limit it
+# used 255 MB.
+MIN_START_BYTES = 245_000_000
+"""Minimum memory of a process that imports torch and opens its dataset."""
+# Measured by tests/cli/test_memory_limits.py: 350 MB on 2 ranks and 464 MB on 4.
+MIN_RANK_BYTES = 52_000_000
+"""Additional memory of each rank of `--nproc`, until its model is planned."""
+MIN_FREE_RATIO = 0.04
+"""Share of a memory limit below which a warning is printed."""
+_RAISE_LIMIT_HINT = "raise the limit (memory.max of the group, docker run --memory)"
+
+
+def check_start_memory(num_ranks: int, system: KernelFiles | None = None) -> None:
+    """Raise MesetaError if the control group of this process allows less memory than a start on `num_ranks` needs."""
+    # The kernel would kill the process without a message.
+    limit = read_cgroup_limits(system or KernelFiles()).memory_bytes
+    need = MIN_START_BYTES + (MIN_RANK_BYTES * num_ranks if num_ranks > 1 else 0)
+    if limit is None or limit >= need:
+        return
+    fewer = ", or use fewer ranks (--nproc)" if num_ranks > 1 else ""
+    raise MesetaError(
+        f"the control group allows {format_bytes(limit)} of memory, but a start on "
+        f"{format_quantity(num_ranks, 'rank')} needs "
+        f"{format_bytes(need)} before any table: {_RAISE_LIMIT_HINT}{fewer}"
+    )
+
+
+def cgroup_limit_text(system: KernelFiles | None = None) -> str:
+    """Return a phrase such as 'memory of its control group (300 MB)', or 'memory of this machine' without a limit."""
+    memory = tightest_cgroup(system or KernelFiles())
+    return (
+        "memory of this machine"
+        if memory is None
+        else (f"memory of its control group ({format_bytes(memory.limit_bytes)})")
+    )
+
+
+class MemoryWatch:
+    """Watcher that warns when the memory of a control group is nearly exhausted.
+
+    It warns once. It warns again if the memory recovers in between, or if the limit changes.
+    """
+
+    def __init__(self, system: KernelFiles | None = None) -> None:
+        self._system = system or KernelFiles()
+        self._warned: tuple[str, int] | None = None
+
+    def poll(self) -> list[str]:
+        """Return the warnings to print."""
+        memory = tightest_cgroup(self._system)
+        if memory is None or memory.unclaimed_bytes >= MIN_FREE_RATIO * memory.limit_bytes:
+            self._warned = None
+            return []
+        key = memory.folder, memory.limit_bytes
+        if key == self._warned:
+            return []
+        self._warned = key
+        return [
+            f"warning: {format_bytes(memory.unclaimed_bytes)} are left of the {format_bytes(memory.limit_bytes)} of "
+            f"memory "
+            f"that control group '/{memory.folder}' allows; the kernel kills a process of this run when none is left; "
+            f"{_RAISE_LIMIT_HINT}, or use smaller tables or batches"
+        ]
+
+
+# A slow write wakes up its thread for each part that the disk completes, so a large save is not a stall. A single
+# wake-up is no progress, because the thread of a blocked direct transfer wakes up once per minute.
+
 
 STALL_TIMEOUT_S = 15.0
 """Seconds without progress after which a wait is reported."""

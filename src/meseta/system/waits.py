@@ -1,16 +1,146 @@
-"""System calls on files in which threads of a process are blocked, read from /proc.
+"""Records in memory that several processes map.
 
-The functions never access the files themselves, because that could block the caller as well.
+Each record ends in a CRC-32, with which a reader detects a partly written record.
 """
 
 from __future__ import annotations
 
 import os
 import platform
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
+from zlib import crc32
 
-from meseta.system.process_state import ProcessState, read_process_state
+from meseta.system.files import has_control_characters
+from meseta.system.processes import ProcessState, read_process_state
+
+CHECKSUM_BYTES = 4
+
+
+def append_checksum(content: bytes) -> bytes:
+    """Return `content` followed by its CRC-32."""
+    return content + crc32(content).to_bytes(CHECKSUM_BYTES, "little")
+
+
+def unpack_checked(memory: bytes, at: int, layout: struct.Struct) -> tuple[Any, ...] | None:
+    """Return the fields of the record at byte `at`, or `None` if it is partly written or was never written."""
+    content = memory[at : at + layout.size]
+    if int.from_bytes(memory[at + layout.size : at + layout.size + CHECKSUM_BYTES], "little") != crc32(content):
+        return None
+    return layout.unpack(content) if any(content) else None
+
+
+def encode_text(text: str, num_bytes: int) -> bytes:
+    """Encode a text as UTF-8. A text of more than `num_bytes` bytes is truncated and ends in '...'."""
+    encoded = text.encode(errors="replace")
+    if len(encoded) <= num_bytes:
+        return encoded
+    return encoded[: num_bytes - 3].decode(errors="ignore").encode() + b"..."
+
+
+def decode_text(field: bytes) -> str:
+    """Decode a text field. Control characters become question marks, because they may come from untrusted input."""
+    text = field.rstrip(b"\0").decode(errors="replace")
+    return (
+        text if not has_control_characters(text) else "".join(c if not has_control_characters(c) else "?" for c in text)
+    )
+
+
+_LAYOUT = struct.Struct("<qqq48s172s")
+_SLOT_BYTES = 256
+_NUM_SLOTS = 10
+ACTIVITY_TABLE_BYTES = _NUM_SLOTS * _SLOT_BYTES
+
+
+class Activity(NamedTuple):
+    """Entry of an `ActivityTable`."""
+
+    thread_id: int
+    """Native id of the thread that started the activity."""
+    worker_thread_id: int
+    """Native id of the thread that does the work of the activity."""
+    since_ns: int
+    """Start time in ns on CLOCK_MONOTONIC."""
+    name: str
+    target: str
+    """URL or file of a request. Empty for a phase."""
+
+
+class ActivityTable:
+    """Thread-safe table of the current activities of one process. Activities beyond its 10 slots are not recorded."""
+
+    def __init__(self) -> None:
+        self._memory: bytearray | memoryview = bytearray(ACTIVITY_TABLE_BYTES)
+        self._free_slots = list(range(_NUM_SLOTS))
+        self._lock = threading.Lock()
+
+    def move_to(self, memory: memoryview) -> None:
+        """Move the table to `memory`, which has `ACTIVITY_TABLE_BYTES` bytes."""
+        with self._lock:
+            memory[:] = self._memory
+            self._memory = memory
+
+    def content(self) -> bytes:
+        return bytes(self._memory)
+
+    @contextmanager
+    def record(self, name: str, target: str, worker: int | None) -> Iterator[None]:
+        """Context manager that records an activity of the calling thread. `worker` is as in `track_request`."""
+        thread = threading.get_native_id()
+        record = _LAYOUT.pack(
+            thread, thread if worker is None else worker, time.monotonic_ns(), encode_text(name, 48),
+            encode_text(target, 172),
+        )  # fmt: skip
+        with self._lock:
+            slot = self._free_slots.pop() if self._free_slots else None
+            self._write(slot, append_checksum(record))
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._write(slot, bytes(_SLOT_BYTES))
+                if slot is not None:
+                    self._free_slots.append(slot)
+
+    def _write(self, slot: int | None, record: bytes) -> None:
+        if slot is not None:
+            at = slot * _SLOT_BYTES
+            self._memory[at : at + len(record)] = record
+
+
+current_activities = ActivityTable()
+
+
+@contextmanager
+def track_activity(name: str) -> Iterator[None]:
+    """Context manager that records a phase, such as 'saving step 40', for reports of stalls."""
+    with current_activities.record(name, "", None):
+        yield
+
+
+@contextmanager
+def track_request(target: str, name: str, worker: int | None = None) -> Iterator[None]:
+    """Context manager that records one request to `target`, for example the 'upload' to a URL.
+
+    `worker` is the native id of the thread that transfers the bytes, by default the calling thread.
+    """
+    with current_activities.record(name, target, worker):
+        yield
+
+
+def read_activities(content: bytes) -> list[Activity]:
+    """Return the activities in a copy of a table, oldest first."""
+    # A slot that is being written has a wrong checksum and is skipped.
+    entries = (unpack_checked(content, slot * _SLOT_BYTES, _LAYOUT) for slot in range(_NUM_SLOTS))
+    activities = [Activity(*entry[:3], *map(decode_text, entry[3:])) for entry in entries if entry is not None]
+    return sorted(activities, key=lambda one: one.since_ns)
+
 
 _PROC = Path("/proc")
 _MAX_PATH_BYTES = 4096
