@@ -91,6 +91,7 @@ def test_one_raw_file(tmp_path: Path) -> None:
 
 
 def test_one_checkpoint(tmp_path: Path) -> None:
+    from meseta.train import resuming
     from meseta.train.trainer import Trainer
 
     def run(num_steps: int) -> dict[str, Any]:
@@ -99,7 +100,7 @@ def test_one_checkpoint(tmp_path: Path) -> None:
 
     saved = first_call_of(Trainer, "_save", 2, lambda: run(4))
     assert faults(*road("One checkpoint"), saved) == []
-    resumed = first_call_of(Trainer, "_resume", 1, lambda: run(6))
+    resumed = first_call_of(resuming, "resume", 1, lambda: run(6))
     assert faults(*road("One checkpoint", table=1), resumed) == []
 
 

@@ -49,7 +49,7 @@ PUBLIC = {
     "meseta.ops.row_file": "DiskEngine EngineInfo RowFileSnapshot RowFile RowFileCounters PendingRowRead probe_engine",
     "meseta.ops.row_update": "Bags FeatureGradient TableRows UpdateGroup row_update",
     "meseta.optim": "Hyper RowOptimizer element_state make_row_optimizer row_state where",
-    "meseta.pipeline": "Pipeline StageTimes StepResult ahead",
+    "meseta.pipeline": "LateNonFiniteLoss Pipeline StageTimes StepResult ahead",
     "meseta.planner": """
         STEP_COMPONENTS DoesNotFitError PlanResult Prediction choose_exchange_algorithms documented_cost_model find_plan
         make_plan predict

@@ -2,6 +2,7 @@
 
 from meseta.pipeline.pipeline import Pipeline, StepResult
 from meseta.pipeline.prefetch import ahead
+from meseta.pipeline.uneven import LateNonFiniteLoss
 from meseta.telemetry.span import StageTimes
 
-__all__ = ["Pipeline", "StageTimes", "StepResult", "ahead"]
+__all__ = ["LateNonFiniteLoss", "Pipeline", "StageTimes", "StepResult", "ahead"]

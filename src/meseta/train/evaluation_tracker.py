@@ -10,7 +10,7 @@ from typing import Any
 from meseta.config import EarlyStoppingConfig, RunConfig, ScheduleConfig, TrainConfig
 from meseta.data.dataset.dataset import Dataset
 from meseta.spec import MesetaError, suggest
-from meseta.telemetry.metrics import HIGHER_IS_BETTER, validation_split
+from meseta.telemetry.metrics import HIGHER_IS_BETTER, TEST, validation_split
 from meseta.telemetry.metrics_file import EvalLine
 
 _GROUPED_METRICS = {"gauc", "ndcg"}
@@ -174,6 +174,10 @@ class EvaluationTracker:
         }
         # Step of the newest tracked evaluation.
         self._last_evaluated_step = 0
+
+    def evaluated_splits(self, *, with_test: bool) -> list[str]:
+        """Return the splits to evaluate at the end of a run."""
+        return list(dict.fromkeys([self.split, *([TEST] if with_test else [])]))
 
     @property
     def num_reductions(self) -> tuple[int, int]:

@@ -99,6 +99,10 @@ class RunDir:
             noted = noted.model_copy(update={"row_files": facts.summary})
         self.write_json(ENVIRONMENT_FILE, noted.to_dict())
 
+    def checkpoint_path(self, step: int) -> Location:
+        """Return the path of the checkpoint of a step."""
+        return checkpoint_path(self.checkpoints, step)
+
     @property
     def has_begun(self) -> bool:
         """Whether a run in this folder has reached its first step."""
@@ -193,7 +197,7 @@ class RunDir:
         """
         last = newest(self.checkpoints)
         best = None if last is None else self._best_step()
-        path = last if best is None else checkpoint_path(self.checkpoints, best)
+        path = last if best is None else self.checkpoint_path(best)
         if path is not None and not location_is_folder(path):
             raise MesetaError(
                 f"run {str(self.path)!r} ended with the weights of step {best}, but {str(path)!r} does not exist; "

@@ -20,7 +20,6 @@ from meseta.data.prepare.new_rows import NewRows
 from meseta.data.read.batch_reader import BatchReader
 from meseta.data.read.new_batches import NewBatches
 from meseta.data.read.options import ReaderOptions
-from meseta.data.read.selection import calibration_shift
 from meseta.errors import StorageError
 from meseta.spec import MesetaError
 from meseta.spec.documents import rename_keys
@@ -30,6 +29,7 @@ from meseta.system.files import path_exists
 from meseta.system.remote import Location
 from meseta.telemetry.metrics import validation_split
 from meseta.train.dataset_checks import check_same_encoding, open_dataset
+from meseta.train.evaluate import logit_shift
 from meseta.train.evaluation_tracker import EarlyStopping
 from meseta.train.run_dir import RunDir
 from meseta.train.session import session
@@ -56,7 +56,7 @@ class TrainedModel(Generic[ReaderT]):
     @property
     def logit_shift(self) -> float:
         """Value to add to logits if the model was trained on a sample of the negatives."""
-        return calibration_shift(self.config.data.negative_keep)
+        return logit_shift(self.config)
 
 
 @contextmanager
