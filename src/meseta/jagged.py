@@ -1,3 +1,3 @@
 """The former name of `meseta.sparse`."""
 
-raise ModuleNotFoundError("meseta.jagged is now meseta.sparse; change the import", name="meseta.jagged")
+raise ModuleNotFoundError("meseta.jagged is now meseta.sparse; change the import", name=__name__)

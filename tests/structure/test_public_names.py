@@ -37,7 +37,6 @@ PUBLIC = {
         MISSING_DENSE MISSING_SPARSE MISSING_COUNT NUM_DENSE NUM_SPARSE PlantedProduct SynthOptions SynthWorld WORLDS
         ZIPF_EXPONENTS ZIPF_SHIFT category_codes encode_tsv find_world write_click_log zipf_probabilities zipf_ranks
     """,
-    "meseta.data.synth.worlds": "PlantedProduct SynthWorld WORLDS find_world planted_sum",
     "meseta.data.whole_numbers": "are_whole_numbers respell_whole_numbers",
     "meseta.embedding": "EmbeddingBagCollection ShardedEmbeddingBagCollection resolve_plan shard",
     "meseta.sparse": "Embeddings JaggedTensor KeyedJaggedTensor KeyedTensor",

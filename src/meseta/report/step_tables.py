@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields
+from typing import TYPE_CHECKING
 
 from meseta.report.charts.chart import stacked_bars
 from meseta.report.charts.markup import escape, table, tag
 from meseta.report.charts.timeline_chart import timeline_section
-from meseta.report.record import RunRecord
 from meseta.spec.stages import STAGE_NAMES
 from meseta.telemetry.formatting import format_bytes, format_count, format_percent, is_drawable
 from meseta.telemetry.metrics_file import TrainLine
 from meseta.telemetry.row_traffic import RowTraffic
 from meseta.telemetry.row_waits import RowWait
 from meseta.telemetry.transfers import TransferMeans
+
+if TYPE_CHECKING:
+    from meseta.report.record import RunRecord
 
 NUM_SPARE_COLORS = 3
 MAX_BARS = 48
