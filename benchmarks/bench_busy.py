@@ -54,7 +54,7 @@ POLICIES: dict[str, dict[str, str]] = {OURS: dict(WAIT_POLICY), SPINNING: {}}
 FAIR = 0.5
 MAX_OTHERS, NUM_RETRIES = TimingOptions().max_background_load, 8
 SETTLE_S = 1.6
-"""Until a run has seen that others have stopped: meseta.measure.cpu_contention."""
+"""Until a run has seen that others have stopped: meseta.measure.threads."""
 _LOOP = """
 import os, sys, time
 core, parent = int(sys.argv[1]), int(sys.argv[2])

@@ -26,7 +26,7 @@ from meseta.models import DLRM
 from meseta.optim.dense import make_dense_optimizer
 from meseta.pipeline import Pipeline, StepResult
 from meseta.sparse import KeyedJaggedTensor
-from meseta.telemetry.transfers import TransferTimes
+from meseta.telemetry.span import TransferTimes
 
 _pipelines: dict[str, Pipeline] = {}
 _steps: dict[str, Iterator[StepResult]] = {}

@@ -17,7 +17,7 @@ from meseta.config.embedding import ScheduleConfig
 from meseta.config.keys import all_keys, example_config, find_keys
 from meseta.config.models import MODEL_NAMES, CustomModelConfig, model_sections
 from meseta.config.run import DenseOptimizerName
-from meseta.models.base import loss_term_names
+from meseta.models.layers import loss_term_names
 from meseta.models.registry import make_model
 from meseta.spec import MesetaError
 from meseta.spec.optimizer import USED_FIELDS

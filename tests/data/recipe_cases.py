@@ -17,7 +17,7 @@ from data.service.tier import digest
 from meseta.data import Dataset, PrepareOptions, Reader, ReaderOptions
 from meseta.data.formats import parquet
 from meseta.data.formats import text as text_format
-from meseta.data.prepare import prepare, recipe_preparation, spool, write
+from meseta.data.prepare import prepare, recipe_preparation, write
 
 NUM_ROWS = 330
 """Of each kind, in three files."""
@@ -40,7 +40,7 @@ def make_small(patch: pytest.MonkeyPatch) -> None:
     """Row groups, windows, parts and blocks of few rows."""
     patch.setattr(text_format, "BLOCK_BYTES", 3000)
     patch.setattr(parquet, "BLOCK_ROWS", 40)
-    patch.setattr(spool, "WINDOW_SAMPLES", 64)
+    patch.setattr(write, "WINDOW_SAMPLES", 64)
     patch.setattr(recipe_preparation, "WINDOW_SAMPLES", 64)
     patch.setattr(write, "NUM_PART_WINDOWS", 1)
     patch.setattr(write, "ROW_GROUP_ROWS", 32)

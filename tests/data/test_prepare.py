@@ -89,11 +89,11 @@ def test_seeded_fraction_depends_on_seed_and_row_alone(tmp_path: Path, monkeypat
 
 
 def test_windows_and_parts_do_not_change_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from meseta.data.prepare import spool, write
+    from meseta.data.prepare import write
 
     lines = make_lines(450)
     source = write_tsv(tmp_path / "log.tsv", lines)
-    monkeypatch.setattr(spool, "WINDOW_SAMPLES", 100)
+    monkeypatch.setattr(write, "WINDOW_SAMPLES", 100)
     monkeypatch.setattr(write, "NUM_PART_WINDOWS", 2)
     monkeypatch.setattr(write, "ROW_GROUP_ROWS", 30)
     dataset = prepare(PrepareOptions(sources=[str(source)], out=tmp_path / "out", test_fraction=0.0, hash_rows=1000))

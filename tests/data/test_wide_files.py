@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from meseta.data.dataset.dataset import Dataset
-from meseta.data.dataset.features import (
+from meseta.data.dataset.statistics import (
     MAX_CATEGORICAL_FEATURES,
     MAX_DENSE_BYTES,
     MAX_DENSE_VALUES,

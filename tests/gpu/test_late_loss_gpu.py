@@ -24,7 +24,7 @@ from meseta.embedding import EmbeddingBagCollection
 from meseta.models import DLRM, MLPOptions
 from meseta.optim.dense import make_dense_optimizer
 from meseta.pipeline import Pipeline
-from meseta.pipeline.uneven import LateNonFiniteLoss
+from meseta.pipeline.losses import LateNonFiniteLoss
 from meseta.sparse import KeyedJaggedTensor
 from meseta.spec import FeatureSpec, OptimizerSpec, TableSpec
 from model_parts import lasting_tensors

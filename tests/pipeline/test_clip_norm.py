@@ -12,7 +12,7 @@ from torch.nn import functional
 from meseta.comm import World
 from meseta.data.read.batch import Batch
 from meseta.embedding import EmbeddingBagCollection
-from meseta.optim.clip import GradientClipper
+from meseta.optim.dense import GradientClipper
 from meseta.pipeline import Pipeline
 from meseta.sparse import KeyedJaggedTensor
 from meseta.spec import FeatureSpec, MesetaError, OptimizerSpec, TableSpec

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from meseta.errors import UnknownColumnError
-from meseta.pipeline.micro_batches import micro_batch_error_context
-from meseta.pipeline.uneven import LateNonFiniteLoss
+from meseta.pipeline.losses import LateNonFiniteLoss, micro_batch_error_context
 from meseta.spec import MesetaError
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from meseta.spec import MesetaError
 from meseta.system.files import format_json, parse_json
-from meseta.telemetry.span import Span
+from meseta.telemetry.span import Span, TransferSpan
 from meseta.telemetry.timeline import (
     OUTSIDE_STAGES,
     WAITING,
@@ -27,7 +27,6 @@ from meseta.telemetry.timeline import (
     split_nested,
     to_trace_document,
 )
-from meseta.telemetry.transfers import TransferSpan
 
 STAGES = ("data", "lookup", "backward", "table_update", "agree")
 LENGTH = 60

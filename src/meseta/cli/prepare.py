@@ -16,7 +16,7 @@ from meseta.errors import MesetaError
 
 if TYPE_CHECKING:
     from meseta.data.dataset.dataset import Dataset
-    from meseta.data.dataset.unseen_values import UnseenValues
+    from meseta.data.dataset.statistics import UnseenValues
     from meseta.data.prepare.first_pass import Progress
     from meseta.data.prepare.options import PrepareOptions
     from meseta.data.schema.layout import RawLayout

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from meseta.comm.sums import SumCodec, round_up_to_blocks
 from meseta.comm.world import PendingCollective, World
-from meseta.ops.device_constants import copy_to_device
+from meseta.ops.common import copy_to_device
 from meseta.ops.memory import empty
 from meseta.spec import COLUMN_BLOCK, MesetaError
 

@@ -25,7 +25,7 @@ from meseta.embedding.batch_context import (
     null_timer,
 )
 from meseta.embedding.update import GradientSegment
-from meseta.ops.device_constants import device_constant
+from meseta.ops.common import device_constant
 from meseta.ops.id_policy import CheckedIds
 from meseta.ops.row_program.optimizer import compute_dtype
 from meseta.ops.row_update import TableRows

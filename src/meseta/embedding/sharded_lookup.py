@@ -11,9 +11,8 @@ from torch import Tensor
 
 from meseta.comm import BatchSlice, BatchTotals, ExchangeScope, PendingCollective, World
 from meseta.embedding.batch_context import ExhaustedInput, FeatureGroup
-from meseta.embedding.counts import CountsExchange
 from meseta.embedding.gradient_dist import GradientDist, receive_gradients, select_row_gradients
-from meseta.embedding.hierarchical import InterHostEmbeddings, RouteRows, send_to_cross_host_peers
+from meseta.embedding.hierarchical import CountsExchange, InterHostEmbeddings, RouteRows, send_to_cross_host_peers
 from meseta.embedding.input_dist import (
     BucketizedIds,
     DistinctRows,

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from meseta.embedding.input_dist import OwnedIds
 from meseta.ops.coalesce import BLOCK_SAMPLES, coalesce
-from meseta.ops.device_constants import device_constant
+from meseta.ops.common import device_constant
 from meseta.ops.jagged import lengths_to_offsets, permute_segments
 from meseta.ops.row_program.optimizer import Hyper, compute_dtype, sum_across_blocks
 from meseta.ops.row_update import Bags, FeatureGradient, TableRows, UpdateGroup, row_update

@@ -10,8 +10,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from meseta.comm import BatchSlice
+from meseta.ops.common import column_sums
 from meseta.ops.random_rows import random_bits, table_key
-from meseta.ops.sums import column_sums
 from meseta.sparse.shapes import Bool, Float
 
 DROPOUT_RESOLUTION = 1 << 16

@@ -29,7 +29,6 @@ from meseta.config.models.interactions import (
     MaskNetConfig,
     WukongConfig,
 )
-from meseta.models.base import ModelBuildArgs, ScoringModel
 from meseta.models.custom import make_custom_model
 from meseta.models.interactions.deep_cross import make_dcnv2, make_gdcn
 from meseta.models.interactions.dhen import make_dhen
@@ -37,7 +36,7 @@ from meseta.models.interactions.final import make_final
 from meseta.models.interactions.finalmlp import make_finalmlp
 from meseta.models.interactions.masknet import make_masknet
 from meseta.models.interactions.wukong import make_wukong
-from meseta.models.layers import HiddenLayers, MLPOptions
+from meseta.models.layers import HiddenLayers, MLPOptions, ModelBuildArgs, ScoringModel
 from meseta.models.ranking.autoint import make_autoint
 from meseta.models.ranking.dlrm import make_dlrm
 from meseta.models.ranking.dlrm_dcnv2 import make_dlrm_dcnv2

@@ -16,21 +16,22 @@ from meseta.comm import DenseGradients, World, retain_until_exit
 from meseta.comm.dense import fsdp_parameter_error_context
 from meseta.data.read.batch import Batch
 from meseta.embedding.batch_context import BatchContext
-from meseta.models.base import find_dense_forward, select_score_input
+from meseta.models.layers import find_dense_forward, select_score_input
 from meseta.ops.allocator import keep_freed_memory
-from meseta.optim.clip import GradientClipper
-from meseta.optim.dense import dense_parameters, step_if_finite
+from meseta.optim.dense import GradientClipper, dense_parameters, step_if_finite
 from meseta.pipeline.device_copy import DeviceCopier
-from meseta.pipeline.losses import BatchLosses, Model
-from meseta.pipeline.micro_batches import micro_batch_error_context, split_batch
-from meseta.pipeline.prefetch import PrefetchedEmbeddings
-from meseta.pipeline.uneven import (
+from meseta.pipeline.losses import (
+    BatchLosses,
     DeferredLossCheck,
     LateNonFiniteLoss,
     LossAgreement,
+    Model,
     make_batch_totals,
+    micro_batch_error_context,
+    split_batch,
     start_task_factors,
 )
+from meseta.pipeline.prefetch import PrefetchedEmbeddings
 from meseta.sparse.shapes import Float
 from meseta.spec import MesetaError
 from meseta.spec.stages import Overlap

@@ -16,7 +16,7 @@ from meseta.data.read.batch import Batch
 from meseta.embedding.base import BaseEmbeddingCollection
 from meseta.embedding.batch_context import UNEVEN_POLICIES, BatchContext, ExhaustedInput
 from meseta.errors import check_choice
-from meseta.pipeline.uneven import find_uneven_error, make_empty_batch, warn_remaining_batches
+from meseta.pipeline.losses import find_uneven_error, make_empty_batch, warn_remaining_batches
 from meseta.sparse import KeyedJaggedTensor
 from meseta.sparse.shapes import Float, Int
 from meseta.spec import MesetaError

@@ -14,7 +14,7 @@ from meseta.telemetry.formatting import format_bytes, format_count, format_perce
 from meseta.telemetry.metrics_file import TrainLine
 from meseta.telemetry.row_traffic import RowTraffic
 from meseta.telemetry.row_waits import RowWait
-from meseta.telemetry.transfers import TransferMeans
+from meseta.telemetry.span import TransferMeans
 
 if TYPE_CHECKING:
     from meseta.report.record import RunRecord

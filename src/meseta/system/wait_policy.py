@@ -8,7 +8,7 @@ from collections.abc import Mapping, MutableMapping
 # the thread that it waits for may not be running, and a computation can take twenty times as long. A sleeping thread
 # frees its processor, but on an idle machine sleeping and waking makes small steps a quarter slower. With the policy
 # below, threads spin while each has a processor, and sleep immediately if the runtime has more threads than processors.
-# meseta.measure.cpu_contention enforces the second case while other programs need the processors.
+# meseta.measure.threads enforces the second case while other programs need the processors.
 DEFAULT_SPIN_COUNT = 300_000
 """Iterations that a waiting thread spins before it sleeps, some milliseconds. It is the default of GNU's runtime."""
 # With more threads than processors, 'passive' never spins (libgomp's manual, GOMP_SPINCOUNT).

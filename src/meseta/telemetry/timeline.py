@@ -26,8 +26,7 @@ from meseta.spec.documents import rename_value
 from meseta.spec.stages import FORMER_STAGES, STAGE_NAMES
 from meseta.spec.transfer import FORMER_TRANSFERS, TABLE_TRANSFERS
 from meseta.telemetry.metrics_file import Count, Entry
-from meseta.telemetry.span import CopySpan, Span
-from meseta.telemetry.transfers import TransferSpan
+from meseta.telemetry.span import CopySpan, Span, TransferSpan
 
 TIMELINE_FILE = "timeline.json"
 STEP, BETWEEN_STEPS, OUTSIDE_STAGES, WAITING = "step", "between steps", "outside stages", "waiting"

@@ -22,7 +22,7 @@ from meseta.data.read.selection import calibration_shift
 from meseta.data.read.tensors import pad_batch
 from meseta.embedding.batch_context import OutOfRangeIds
 from meseta.measure.threads import StepThreads
-from meseta.models.base import select_score_input
+from meseta.models.layers import select_score_input
 from meseta.pipeline.losses import Model
 from meseta.spec import MesetaError, suggest
 from meseta.system.waits import track_activity

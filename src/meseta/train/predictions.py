@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from meseta.comm import World
-from meseta.data.dataset.unseen_values import UnseenValues
+from meseta.data.dataset.statistics import UnseenValues
 from meseta.data.read.batch_reader import BatchReader
 from meseta.data.read.key_columns import KeyColumns
 from meseta.data.read.new_batches import NewBatches

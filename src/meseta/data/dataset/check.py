@@ -18,9 +18,9 @@ from meseta.data.dataset.dataset import DATASET_FILE, Dataset
 from meseta.data.dataset.part_files import PART_ERRORS, open_part
 from meseta.data.dataset.queues import run_in_order
 from meseta.data.dataset.records import DataFile, SparseFeature
-from meseta.data.dataset.touched_rows import read_touched
+from meseta.data.dataset.statistics import read_touched
 from meseta.data.dataset.vocabulary import combine_chunks, values_digest
-from meseta.data.prepare.record import PREPARE_RECORD_FILE
+from meseta.data.prepare.staging import PREPARE_RECORD_FILE
 from meseta.errors import error_summary
 from meseta.spec import MesetaError
 from meseta.system.files import resolve_inside

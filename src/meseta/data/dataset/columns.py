@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from meseta.data.dataset.dataset import Dataset
-from meseta.data.formats.raw_rows import WEIGHT_RULE, is_weight
+from meseta.data.schema.layout import WEIGHT_RULE, is_weight
 from meseta.spec import MesetaError
 
 DataColumnRole = Literal["label", "dense", "ids", "id weights", "weight", "group", "time"]

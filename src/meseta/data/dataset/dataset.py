@@ -136,7 +136,7 @@ class Dataset(FrozenRecord):
     """Form of the sources, for reading further rows of the same kind. It may have labels that `labels` does not. `None`
     if it was not recorded."""
     touched: InnerPath | None = None
-    """Parquet file of table rows that training looks up, see `meseta.data.dataset.touched_rows`. `None` if they are
+    """Parquet file of table rows that training looks up, see `meseta.data.dataset.statistics`. `None` if they are
     unknown."""
     recipe: str | None = Field(default=None, pattern="^[0-9a-f]{64}$")
     """SHA-256 of recipe.json, if readers make the rows from the raw files, see `meseta.data.recipe`. `None` if the

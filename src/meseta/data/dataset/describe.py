@@ -17,7 +17,7 @@ from meseta.data.dataset.dataset import Dataset
 from meseta.data.dataset.part_files import PART_ERRORS, open_part
 from meseta.data.dataset.records import DenseFeature, SparseFeature
 from meseta.data.dataset.vocabulary import read_vocabulary_values
-from meseta.data.formats.raw_rows import signed_expm1, signed_log1p
+from meseta.data.schema.layout import signed_expm1, signed_log1p
 from meseta.errors import error_summary
 from meseta.spec import MesetaError, Reuse
 from meseta.system.files import resolve_inside

@@ -60,7 +60,7 @@ class SparseStatistics(FrozenRecord):
 
 
 class LookupCounts(FrozenRecord):
-    """Lookups of a sparse feature in one split. `meseta.data.dataset.unseen_values` defines unseen values."""
+    """Lookups of a sparse feature in one split. `meseta.data.dataset.statistics` defines unseen values."""
 
     num_lookups: int = Field(ge=1, lt=1 << 53)
     num_unseen: Count

@@ -18,8 +18,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 from pyarrow import csv as arrow_csv
 
-from meseta.data.formats.compression import ByteStream
-from meseta.data.formats.encodings import decode_sample
+from meseta.data.formats.encodings import ByteStream, decode_sample
 from meseta.data.formats.format import (
     FIX_LINE,
     MAX_SAMPLE_BYTES,
@@ -37,7 +36,6 @@ from meseta.data.formats.format import (
     wrap_source_errors,
 )
 from meseta.data.formats.partitions import infer_partition_role, sample_partitions
-from meseta.data.formats.raw_rows import LABEL_RULE, RawRows, RawSparse
 from meseta.data.formats.table_rows import convert_rows, replace_label_words
 from meseta.data.formats.text import (
     BLOCK_BYTES,
@@ -59,9 +57,8 @@ from meseta.data.schema.infer import (
     infer_role,
     is_header,
 )
-from meseta.data.schema.labels import add_signed_labels
-from meseta.data.schema.layout import RawLayout, SparseColumn
-from meseta.data.schema.schema import check_names
+from meseta.data.schema.layout import LABEL_RULE, RawLayout, RawRows, RawSparse, SparseColumn
+from meseta.data.schema.schema import add_signed_labels, check_names
 from meseta.data.schema.text_syntax import NumberFormat, format_hint, normalize_number, normalize_numbers_strictly
 from meseta.errors import error_summary
 from meseta.spec import MesetaError

@@ -21,18 +21,19 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from meseta.data.dataset.records import SourceSplit
-from meseta.data.formats.compression import (
+from meseta.data.formats.encodings import (
     DECOMPRESSION_ERRORS,
+    UTF_8,
     ByteStream,
     check_content,
     decompress,
+    detect_bom_encoding,
     strip_compression_suffix,
+    transcode_to_utf8,
 )
-from meseta.data.formats.encodings import UTF_8, detect_bom_encoding, transcode_to_utf8
 from meseta.data.formats.partitions import Partition, check_partition
-from meseta.data.formats.raw_rows import RawRows
 from meseta.data.schema.infer import MAX_SAMPLE_ROWS
-from meseta.data.schema.layout import RawLayout
+from meseta.data.schema.layout import RawLayout, RawRows
 from meseta.data.schema.roles import NamedColumns
 from meseta.data.schema.schema import Schema
 from meseta.errors import MesetaError, error_summary, reading_error

@@ -30,7 +30,6 @@ from meseta.data.formats.format import (
     wrap_source_errors,
 )
 from meseta.data.formats.partitions import check_partition, infer_partition_role, sample_partitions
-from meseta.data.formats.raw_rows import RawRows, RawSparse
 from meseta.data.formats.table_rows import convert_rows
 from meseta.data.formats.text import (
     BLOCK_BYTES,
@@ -41,9 +40,8 @@ from meseta.data.formats.text import (
     text_layout_from_schema,
 )
 from meseta.data.schema.infer import MISSING_TEXTS, ColumnRole, add_whole_numbers, secondary_label_role
-from meseta.data.schema.labels import add_signed_labels
-from meseta.data.schema.layout import RawLayout, SparseColumn
-from meseta.data.schema.schema import Schema, check_names
+from meseta.data.schema.layout import RawLayout, RawRows, RawSparse, SparseColumn
+from meseta.data.schema.schema import Schema, add_signed_labels, check_names
 from meseta.data.schema.text_syntax import NumberFormat, normalize_numbers_strictly
 from meseta.data.whole_numbers import are_whole_numbers
 from meseta.spec import MesetaError

@@ -48,7 +48,6 @@ from meseta.data.formats.parquet_files import (
     source_schema,
 )
 from meseta.data.formats.partitions import infer_partition_role
-from meseta.data.formats.raw_rows import RawRows, RawSparse, find_value_row
 from meseta.data.formats.table_rows import convert_rows, replace_label_words
 from meseta.data.schema.infer import (
     MISSING_TEXTS,
@@ -63,10 +62,9 @@ from meseta.data.schema.infer import (
     parse_number,
     secondary_label_role,
 )
-from meseta.data.schema.labels import add_signed_labels, raw_label_columns
-from meseta.data.schema.layout import RawLayout, SparseColumn
+from meseta.data.schema.layout import RawLayout, RawRows, RawSparse, SparseColumn, find_value_row
 from meseta.data.schema.roles import NamedColumns, other_times_of, role_reasons, schema_from_roles
-from meseta.data.schema.schema import Schema, check_names, layout_from_schema
+from meseta.data.schema.schema import Schema, add_signed_labels, check_names, layout_from_schema, raw_label_columns
 from meseta.data.schema.text_syntax import NumberFormat, normalize_numbers_strictly
 from meseta.data.whole_numbers import respell_whole_numbers
 from meseta.errors import error_summary

@@ -34,9 +34,8 @@ from meseta.data.formats.format import (
     TextDialect,
     read_blocks,
 )
-from meseta.data.formats.raw_rows import RawRows, RawSparse, is_label
 from meseta.data.formats.text import TextFormat, prepend_field, raw_text, read_first_line
-from meseta.data.schema.layout import RawLayout, SparseColumn
+from meseta.data.schema.layout import RawLayout, RawRows, RawSparse, SparseColumn, is_label
 from meseta.data.schema.schema import check_names
 from meseta.errors import error_summary
 from meseta.spec import MesetaError

@@ -14,11 +14,20 @@ from numpy.typing import NDArray
 from meseta.data.formats.format import Block
 from meseta.data.formats.parquet_files import is_text
 from meseta.data.formats.partitions import Partition
-from meseta.data.formats.raw_rows import LABEL_RULE, WEIGHT_RULE, RawRows, RawSparse, is_label, is_weight, log_transform
 from meseta.data.hash_categories import hash_categories
 from meseta.data.schema.infer import FALSE_WORDS, MISSING_TEXTS, TRUE_WORDS, parse_number
-from meseta.data.schema.labels import apply_label_rule
-from meseta.data.schema.layout import RawLayout, SparseColumn
+from meseta.data.schema.layout import (
+    LABEL_RULE,
+    WEIGHT_RULE,
+    RawLayout,
+    RawRows,
+    RawSparse,
+    SparseColumn,
+    is_label,
+    is_weight,
+    log_transform,
+)
+from meseta.data.schema.schema import apply_label_rule
 from meseta.data.schema.text_syntax import normalize_formatted_numbers, normalize_number
 from meseta.data.whole_numbers import respell_whole_numbers
 from meseta.spec import MesetaError

@@ -20,12 +20,10 @@ from meseta.data.formats.format import (
     open_text,
     wrap_source_errors,
 )
-from meseta.data.formats.raw_rows import RawRows
 from meseta.data.schema.infer import ColumnRole, infer_label, infer_label_from_values, infer_role
-from meseta.data.schema.labels import raw_label_columns
-from meseta.data.schema.layout import RawLayout, SparseColumn
+from meseta.data.schema.layout import RawLayout, RawRows, SparseColumn
 from meseta.data.schema.roles import NamedColumns, other_times_of, role_reasons, schema_from_roles
-from meseta.data.schema.schema import Schema, check_names, layout_from_schema
+from meseta.data.schema.schema import Schema, check_names, layout_from_schema, raw_label_columns
 from meseta.spec import MesetaError
 
 

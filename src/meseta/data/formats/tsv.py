@@ -10,10 +10,9 @@ import pyarrow as pa
 
 from meseta.data.formats.csv import read_texts
 from meseta.data.formats.format import FIX_LINE, Block, ColumnRequest, FileHead, RawFormat, Source, TextDialect
-from meseta.data.formats.raw_rows import RawRows, is_label
 from meseta.data.formats.text import CRITEO_FIELD_COUNTS, TextFormat, prepend_field, raw_text, read_first_line
 from meseta.data.parse_tsv import parse_tsv
-from meseta.data.schema.layout import RawLayout, SparseColumn
+from meseta.data.schema.layout import RawLayout, RawRows, SparseColumn, is_label
 from meseta.data.schema.schema import check_names
 from meseta.errors import error_summary
 from meseta.spec import MesetaError

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from meseta.data.dataset.dataset import Dataset
 from meseta.data.dataset.records import SparseFeature
-from meseta.data.dataset.touched_rows import TOUCHED_ROWS_FILE
+from meseta.data.dataset.statistics import TOUCHED_ROWS_FILE
 from meseta.data.dataset.vocabulary import VOCABULARY_FOLDER, read_vocabulary_values
 from meseta.spec import MesetaError
 from meseta.system.files import first_name_collision, move, to_file_name

@@ -17,9 +17,8 @@ from meseta.data.formats.format import Source
 from meseta.data.formats.partitions import check_partition
 from meseta.data.formats.registry import find_format
 from meseta.data.hash_categories import feature_seed
-from meseta.data.prepare.encode import Encoder
+from meseta.data.prepare.encode import Encoder, Splitter
 from meseta.data.prepare.sources import find_sources
-from meseta.data.prepare.splitting import Splitter
 from meseta.data.prepare.write import RowFinalizer
 from meseta.data.schema.find_layout import check_features
 from meseta.data.schema.layout import NO_CATEGORY, BucketRule, RawLayout, SparseColumn

@@ -12,13 +12,12 @@ import pyarrow as pa
 from meseta.data.dataset.dataset import SPLITS, Dataset
 from meseta.data.dataset.queues import run_in_order
 from meseta.data.dataset.records import SourceFile
-from meseta.data.dataset.touched_rows import read_touched
-from meseta.data.dataset.unseen_values import UnseenValues, count_unseen
+from meseta.data.dataset.statistics import UnseenValues, count_unseen, read_touched
 from meseta.data.formats.bad_rows import BadRowCounter, ParsedRows, parse_good_rows
 from meseta.data.formats.format import Block, Source, read_blocks
 from meseta.data.formats.parquet_files import ColumnTypes
 from meseta.data.prepare.earlier_dataset import find_matching_sources, make_encoders
-from meseta.data.prepare.splitting import TEST, Splitter
+from meseta.data.prepare.encode import TEST, Splitter
 from meseta.data.prepare.write import flatten_lists
 from meseta.spec import MesetaError
 from meseta.system.processors import num_cores

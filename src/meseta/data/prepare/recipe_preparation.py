@@ -16,9 +16,13 @@ from typing import Any
 import pyarrow as pa
 
 from meseta.data.dataset.dataset import Dataset
-from meseta.data.dataset.features import FeatureTables
-from meseta.data.dataset.statistics import WINDOW_SAMPLES, FeatureStatistics, WindowCounter
-from meseta.data.dataset.touched_rows import write_touched
+from meseta.data.dataset.statistics import (
+    WINDOW_SAMPLES,
+    FeatureStatistics,
+    FeatureTables,
+    WindowCounter,
+    write_touched,
+)
 from meseta.data.formats.format import Source
 from meseta.data.prepare.earlier_dataset import layout_from_dataset
 from meseta.data.prepare.encode import Encoder
@@ -27,9 +31,8 @@ from meseta.data.prepare.options import PrepareOptions
 from meseta.data.prepare.recipe import Recipe, recipe_sources
 from meseta.data.prepare.recipe_index import IndexWriter, SourceIndex
 from meseta.data.prepare.recipe_rows import RowMaker, splitter_from_dataset
-from meseta.data.prepare.spool import SplitTally
 from meseta.data.prepare.staging import Staging
-from meseta.data.prepare.write import ROW_GROUP_ROWS, RowFinalizer, count_window
+from meseta.data.prepare.write import ROW_GROUP_ROWS, RowFinalizer, SplitTally, count_window
 from meseta.spec import MesetaError
 
 

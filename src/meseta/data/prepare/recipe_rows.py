@@ -18,10 +18,9 @@ from meseta.data.dataset.queues import run_in_order
 from meseta.data.formats.bad_rows import parse_good_rows
 from meseta.data.formats.format import Block, RowCursor, Source
 from meseta.data.prepare.earlier_dataset import layout_from_dataset, make_encoders
-from meseta.data.prepare.encode import Encoder
+from meseta.data.prepare.encode import Encoder, Splitter
 from meseta.data.prepare.recipe import REMAKE_REMEDY, Recipe
 from meseta.data.prepare.recipe_index import RowRange, SourceIndex
-from meseta.data.prepare.splitting import Splitter
 from meseta.data.prepare.write import RowFinalizer
 from meseta.errors import MesetaError, reading_error
 from meseta.system.processors import num_cores

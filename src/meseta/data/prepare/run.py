@@ -14,24 +14,19 @@ from typing import cast
 import pyarrow as pa
 
 from meseta.data.dataset.dataset import DATASET_FILE, Dataset
-from meseta.data.dataset.features import FeatureTables
 from meseta.data.dataset.records import DataFile, Split
-from meseta.data.dataset.statistics import WindowCounter
-from meseta.data.dataset.touched_rows import write_touched
+from meseta.data.dataset.statistics import FeatureTables, WindowCounter, write_touched
 from meseta.data.formats.format import Source
 from meseta.data.formats.table_rows import parse_times
 from meseta.data.hash_categories import feature_seed
-from meseta.data.prepare.encode import Encoder
+from meseta.data.prepare.encode import Encoder, SplitBy, Splitter
 from meseta.data.prepare.first_pass import FirstPass, Progress
 from meseta.data.prepare.options import HELD_OUT_SPLITS, PrepareOptions
 from meseta.data.prepare.recipe_preparation import RecipePreparation
-from meseta.data.prepare.record import load_record, make_record, record_difference
 from meseta.data.prepare.sources import find_sources, find_teacher
-from meseta.data.prepare.splitting import SplitBy, Splitter
-from meseta.data.prepare.spool import Spool
-from meseta.data.prepare.staging import Staging, staged_folder
+from meseta.data.prepare.staging import Staging, load_record, make_record, record_difference, staged_folder
 from meseta.data.prepare.survey import Survey, Surveyor
-from meseta.data.prepare.write import RowFinalizer, SplitWriter
+from meseta.data.prepare.write import RowFinalizer, SplitWriter, Spool
 from meseta.data.schema.find_layout import find_layout
 from meseta.data.schema.layout import RawLayout
 from meseta.data.schema.schema import Schema, format_schema

@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 from meseta.data.dataset.queues import run_in_order
 from meseta.data.formats.bad_rows import parse_good_rows
 from meseta.data.formats.format import Block, ScanProgress, Source, read_blocks
-from meseta.data.formats.raw_rows import RawRows
-from meseta.data.prepare.splitting import NO_SPLIT, TRAIN, Splitter
-from meseta.data.schema.layout import RawLayout
+from meseta.data.prepare.encode import NO_SPLIT, TRAIN, Splitter
+from meseta.data.schema.layout import RawLayout, RawRows
 from meseta.spec import MesetaError
 
 Chunks = Callable[[], Iterator[NDArray[np.float64]]]

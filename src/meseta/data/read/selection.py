@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 from meseta.data.dataset.columns import DataColumn, dataset_columns
 from meseta.data.dataset.dataset import Dataset
 from meseta.data.dataset.vocabulary import read_vocabulary_values
-from meseta.data.formats.raw_rows import log_transform
 from meseta.data.hash_categories import hash_to_rows
 from meseta.data.read.order import random_words
+from meseta.data.schema.layout import log_transform
 from meseta.data.whole_numbers import respell_whole_numbers
 from meseta.errors import format_value
 from meseta.spec import MesetaError, suggest

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from meseta.data.dataset.features import check_description_size
+from meseta.data.dataset.statistics import check_description_size
 from meseta.data.formats.format import ColumnRequest, ScanProgress, Source
 from meseta.data.schema.layout import RawLayout
 from meseta.data.schema.roles import NamedColumns

@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from meseta.data.formats.raw_rows import MAX_WEIGHT, MIN_WEIGHT
-from meseta.data.schema.layout import RawLayout
+from meseta.data.schema.layout import MAX_WEIGHT, MIN_WEIGHT, RawLayout
 from meseta.data.schema.text_syntax import format_hint
 from meseta.data.whole_numbers import are_whole_numbers
 

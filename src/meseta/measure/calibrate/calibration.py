@@ -24,8 +24,8 @@ from meseta.measure.calibrate.tasks import (
     TaskTable,
     random_table,
 )
-from meseta.measure.cpu_contention import read_cpu_time
 from meseta.measure.harness.worker_group import TargetSpec, WorkerGroup
+from meseta.measure.threads import read_cpu_time
 from meseta.planner import documented_cost_model
 from meseta.planner.cost.loads import ShardArrays, ShardLoads, WorkloadLoads, shard_storage_bytes
 from meseta.planner.cost.operators import lookup_terms, update_terms

@@ -26,7 +26,7 @@ from meseta.embedding.update import (
 )
 from meseta.measure.calibrate.collectives import ComputeTimer
 from meseta.measure.calibrate.tasks import ShardingTask, TaskShard, draw_bags, slice_bags
-from meseta.measure.cpu_contention import read_cpu_time
+from meseta.measure.threads import read_cpu_time
 from meseta.ops.memory import empty
 from meseta.ops.pooled_lookup import LookupGroup, lookup_group
 from meseta.ops.row_program.optimizer import Hyper, RowOptimizer

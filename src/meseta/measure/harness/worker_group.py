@@ -15,8 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from meseta.measure.cpu_contention import read_cpu_time
 from meseta.measure.harness.target import BenchmarkTarget
+from meseta.measure.threads import read_cpu_time
 from meseta.spec import MesetaError
 from meseta.system.processes import Program, start_program
 from meseta.system.ranks import Rendezvous

@@ -11,10 +11,18 @@ import torch
 from torch import Tensor, nn
 
 from meseta.config.models.interactions import Activation, CrossKind, DCNv2Config, GDCNConfig, Structure
-from meseta.models.base import ModelBuildArgs, ScoringModel
-from meseta.models.layers import MLP, MLPOptions, SkipInitLinear, check_widths, fill_linear, fill_normal
+from meseta.models.layers import (
+    MLP,
+    MLPOptions,
+    ModelBuildArgs,
+    ScoringModel,
+    SkipInitLinear,
+    check_widths,
+    fill_linear,
+    fill_normal,
+)
+from meseta.ops.common import add_product, softmax
 from meseta.ops.mlp import mlp
-from meseta.ops.sums import add_product, softmax
 from meseta.sparse.shapes import Float
 from meseta.spec import MesetaError
 

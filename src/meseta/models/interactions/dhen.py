@@ -13,13 +13,12 @@ from torch.nn import functional
 
 from meseta.comm import BatchSlice
 from meseta.config.models.interactions import DHENConfig, Ensemble, Interaction
-from meseta.models.base import FieldMixer, ModelBuildArgs
 from meseta.models.global_layers import LayerNorm
 from meseta.models.interactions.deep_cross import FullCross
 from meseta.models.interactions.wukong import VectorStack
-from meseta.models.layers import InteractingLayer, MLPOptions, SkipInitLinear, check_widths
+from meseta.models.layers import FieldMixer, InteractingLayer, MLPOptions, ModelBuildArgs, SkipInitLinear, check_widths
+from meseta.ops.common import repeat
 from meseta.ops.dot_interaction import dot_interaction
-from meseta.ops.sums import repeat
 from meseta.sparse.shapes import Float
 from meseta.spec import MesetaError
 

@@ -11,9 +11,18 @@ from torch import Tensor, nn
 
 from meseta.comm import BatchSlice
 from meseta.config.models.interactions import WukongConfig
-from meseta.models.base import DenseVector, FieldMixer, ModelBuildArgs, ScoringModel, common_width
 from meseta.models.global_layers import LayerNorm
-from meseta.models.layers import MLP, MLPOptions, check_widths, fill_linear
+from meseta.models.layers import (
+    MLP,
+    DenseVector,
+    FieldMixer,
+    MLPOptions,
+    ModelBuildArgs,
+    ScoringModel,
+    check_widths,
+    common_width,
+    fill_linear,
+)
 from meseta.ops.product import batched_product
 from meseta.sparse.shapes import Float
 

@@ -10,13 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from meseta.config.models.classic import AutoIntConfig
-from meseta.models.base import FieldVectors, ModelBuildArgs, ScoringModel, common_width
 from meseta.models.layers import (
     MLP,
+    FieldVectors,
     InteractingLayer,
     MLPOptions,
+    ModelBuildArgs,
+    ScoringModel,
     SkipInitLinear,
     check_widths,
+    common_width,
     fill_glorot,
     fill_normal,
 )

@@ -8,8 +8,18 @@ import torch
 from torch import Tensor, nn
 
 from meseta.config.models.classic import DeepFMConfig, FMConfig
-from meseta.models.base import FieldVectors, FirstOrderTerm, ModelBuildArgs, ScoringModel, common_width, split_weights
-from meseta.models.layers import MLP, MLPOptions, check_widths, fill_glorot
+from meseta.models.layers import (
+    MLP,
+    FieldVectors,
+    FirstOrderTerm,
+    MLPOptions,
+    ModelBuildArgs,
+    ScoringModel,
+    check_widths,
+    common_width,
+    fill_glorot,
+    split_weights,
+)
 from meseta.sparse.shapes import Float
 
 

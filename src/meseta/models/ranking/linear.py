@@ -9,8 +9,18 @@ import torch
 from torch import Tensor, nn
 
 from meseta.config.models.classic import LogisticRegressionConfig, WideDeepConfig
-from meseta.models.base import FirstOrderTerm, ModelBuildArgs, ScoringModel, common_width, split_weights
-from meseta.models.layers import MLP, MLPOptions, SkipInitLinear, check_widths, fill_glorot
+from meseta.models.layers import (
+    MLP,
+    FirstOrderTerm,
+    MLPOptions,
+    ModelBuildArgs,
+    ScoringModel,
+    SkipInitLinear,
+    check_widths,
+    common_width,
+    fill_glorot,
+    split_weights,
+)
 from meseta.sparse.shapes import Float
 from meseta.spec import MesetaError
 

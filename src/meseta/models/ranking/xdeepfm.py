@@ -11,8 +11,20 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from meseta.config.models.classic import XDeepFMConfig
-from meseta.models.base import FieldVectors, FirstOrderTerm, ModelBuildArgs, ScoringModel, common_width, split_weights
-from meseta.models.layers import MLP, MLPOptions, SkipInitLinear, check_widths, fill_glorot, fill_normal
+from meseta.models.layers import (
+    MLP,
+    FieldVectors,
+    FirstOrderTerm,
+    MLPOptions,
+    ModelBuildArgs,
+    ScoringModel,
+    SkipInitLinear,
+    check_widths,
+    common_width,
+    fill_glorot,
+    fill_normal,
+    split_weights,
+)
 from meseta.ops.product import product
 from meseta.sparse.shapes import Float
 

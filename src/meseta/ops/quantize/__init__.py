@@ -26,12 +26,11 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from meseta.ops.common import DTYPE_CODES, register
 from meseta.ops.core import core
-from meseta.ops.library import register
 from meseta.ops.memory import empty
 from meseta.ops.quantize import reference
 from meseta.ops.quantize.reference import CODE_BITS, FORMATS, row_bytes
-from meseta.ops.tables import DTYPE_CODES
 from meseta.sparse.shapes import Float, Shaped
 from meseta.spec import MesetaError, suggest
 

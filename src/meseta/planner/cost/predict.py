@@ -20,7 +20,7 @@ from meseta.spec import CostModel, MesetaError, Plan, Topology, Workload
 from meseta.spec.stages import STEP_COMPONENTS, StepComponent
 from meseta.spec.tiers import HBM, MEMORIES, Memory, StorageOptions
 from meseta.spec.transfer import step_transfers
-from meseta.telemetry.transfers import TransferMeans
+from meseta.telemetry.span import TransferMeans
 
 COMPUTE_COMPONENTS = ("lookup", "table_update")
 """Components in which ranks do not wait for each other."""

@@ -19,7 +19,7 @@ from meseta.data.dataset.dataset import Dataset
 from meseta.embedding import EmbeddingBagCollection
 from meseta.errors import error_summary
 from meseta.models import make_model
-from meseta.models.base import check_reads_pooled
+from meseta.models.layers import check_reads_pooled
 from meseta.spec import MesetaError
 from meseta.system.files import atomic_folder
 from meseta.system.remote import Location

@@ -16,8 +16,7 @@ from meseta.data.read.batch_reader import BatchReader
 from meseta.data.read.options import ReaderOptions
 from meseta.data.service.client.reader import RunAttempt
 from meseta.embedding import EmbeddingBagCollection, shard
-from meseta.optim.clip import GradientClipper, SumOverRanks
-from meseta.optim.dense import learning_rate_factor, make_dense_optimizer
+from meseta.optim.dense import GradientClipper, SumOverRanks, learning_rate_factor, make_dense_optimizer
 from meseta.pipeline import Pipeline
 from meseta.spec import MesetaError, Plan, suggest
 from meseta.spec.stages import Overlap

@@ -273,8 +273,8 @@ def dense_load(config: RunConfig, outline: nn.Module, num_dense: int) -> DenseLo
 def dense_exchange(config: RunConfig, model: nn.Module, dataset: Dataset) -> DenseExchange:
     """Return the communication of the dense part besides the bytes of its gradients."""
     from meseta.comm.dense import sharded_modules
-    from meseta.models.base import GLOBAL_LOSS_HOOKS, loss_term_names
     from meseta.models.global_layers import SyncBatchNorm
+    from meseta.models.layers import GLOBAL_LOSS_HOOKS, loss_term_names
     from meseta.train.saving import NUM_FLAGS
 
     parameters = [module for module in model.parameters() if module.requires_grad]
