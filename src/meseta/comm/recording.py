@@ -72,7 +72,8 @@ def record_transfer(
     for it.
 
     `group` is a process group of torch.distributed, by default the default group. `step` is the number of earlier steps
-    of this process, or `None` if the transfer belongs to no step. `lane` is 'rows' or 'sums', see `meseta.comm.lanes`.
+    of this process, or `None` if the transfer belongs to no step.
+    `lane` is 'rows' or 'sums', see `meseta.comm.messages`.
     """
     return (
         NULL_RECORDING

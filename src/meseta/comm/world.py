@@ -16,8 +16,7 @@ import torch.distributed as dist
 import torch.distributed.nn
 from torch import Tensor
 
-from meseta.comm.lanes import Lane, RowPriority
-from meseta.comm.messages import Peer, PendingExchange, start_exchange
+from meseta.comm.messages import Lane, Peer, PendingExchange, RowPriority, start_exchange
 from meseta.comm.recording import NULL_RECORDING, dtype_name, record_transfer, register_lane
 from meseta.comm.sums import OrderedSum, SumCodec, ordered_sum
 from meseta.comm.timeouts import transport_timeout

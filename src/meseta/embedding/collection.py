@@ -14,7 +14,7 @@ from meseta.comm import BatchTotals, World
 from meseta.embedding.base import BaseEmbeddingCollection, OptimizerInBackward
 from meseta.embedding.batch_context import BatchContext, Clip, ExhaustedInput, FeatureGroup
 from meseta.embedding.input_dist import OwnedIds
-from meseta.embedding.message_format import GradientRounding, MessageFormat, gradient_exponent
+from meseta.embedding.routes import GradientRounding, MessageFormat, gradient_exponent
 from meseta.embedding.update import (
     GradientSegment,
     group_shards,

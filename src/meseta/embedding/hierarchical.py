@@ -11,8 +11,7 @@ from torch import Tensor
 
 from meseta.comm import BatchTotals, ExchangeScope, PendingCollective, World
 from meseta.embedding.input_dist import DistinctRows, InputDist, RouteCounts
-from meseta.embedding.message_format import MessageFormat
-from meseta.embedding.routes import BucketKey, Routing
+from meseta.embedding.routes import BucketKey, MessageFormat, Routing
 from meseta.ops.bucketize import Buckets
 from meseta.ops.common import copy_to_device
 from meseta.ops.jagged import permute_segments

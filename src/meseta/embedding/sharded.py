@@ -16,8 +16,8 @@ from meseta.embedding.batch_context import BatchContext, ExhaustedInput, StageTi
 from meseta.embedding.collection import EmbeddingBagCollection
 from meseta.embedding.gradient_dist import GradientDist, gather_column_stats
 from meseta.embedding.input_dist import InputDist, OwnedIds, PendingCounts
-from meseta.embedding.message_format import gradient_exponent
 from meseta.embedding.replicas import ReplicatedRows
+from meseta.embedding.routes import gradient_exponent
 from meseta.embedding.sharded_lookup import OutputDist, ShardedLookup
 from meseta.embedding.update import (
     GradientSegment,

@@ -23,15 +23,17 @@ from meseta.embedding.input_dist import (
     bucketize_permutes,
     unpack_ids,
 )
-from meseta.embedding.message_format import (
+from meseta.embedding.routes import (
     GradientRounding,
     MatrixLayout,
     MessageFormat,
     MessageFormats,
     MessageLayout,
+    Route,
+    RouteRange,
     gradient_exponent,
+    make_routing,
 )
-from meseta.embedding.routes import Route, RouteRange, make_routing
 from meseta.embedding.update import GradientSegment, local_segment
 from meseta.ops.codec import HalfRange
 from meseta.ops.columns import place_columns
