@@ -245,7 +245,7 @@ def passed_over(how: str) -> tuple[int, str, bool]:
 def test_a_batch_that_was_looked_up_and_passed_over_is_named(ranks: Ranks, size: int) -> None:
     told = (
         "meseta.ahead: batch 1 (counted from 0) was looked up and then skipped, so the next batch was not started; "
-        "pass the result of look_up to model.embeddings(...), skip batches only before look_up, and let errors end "
+        "pass the result of lookup to model.embeddings(...), skip batches only before lookup, and let errors end "
         "the loop"
     )
     assert ranks(size).run(passed_over, "passed over") == [(2, told, True)] * size

@@ -123,10 +123,10 @@ StageTimer = Callable[[StageName], AbstractContextManager[None]]
 Clip = Callable[[Sequence[Tensor]], float]
 """Function that returns the factor of all row gradients of a step, given the gradients [U, D] of each table."""
 NEXT_STAGE_HINTS: dict[BatchStage, str] = {
-    "started": "exchange it next",
-    "exchanged": "finish it next",
-    "looked up": "finish it next",
-    "finished": "run its backward pass next, or leave it",
+    "started": "call input_dist next",
+    "exchanged": "call lookup, then output_dist",
+    "looked up": "call output_dist next",
+    "finished": "run its backward pass next, or drop the batch",
     "used": "start another of the same ids",
     "dropped": "its error was raised: start another",
 }

@@ -301,7 +301,7 @@ class _PrefetchLoop:
             what = "was looked up and then skipped" if stage == "looked up" else "has failed"
             raise MesetaError(
                 f"meseta.ahead: batch {taken.index} (counted from 0) {what}, so the next batch was not started; pass "
-                "the result of look_up to model.embeddings(...), skip batches only before look_up, and let errors end "
+                "the result of lookup to model.embeddings(...), skip batches only before lookup, and let errors end "
                 "the loop"
             )
         self.start_next()
