@@ -422,7 +422,8 @@ def descriptions() -> Iterator[tuple[str, Change]]:
     for place in (*places, "splits.valid", "valid_fraction", "source_form", "has_labels", *form):
         for number, value in enumerate(OTHERS):
             kept = (("dense", []), ("sparse", []), ("sparse.0.name", "../x"), ("valid_fraction", None))
-            kept += (("source_form", None), ("has_labels", True), ("source_form.delimiter", "x"))
+            kept += (("source_form", None), ("has_labels", True))
+            kept += tuple(("source_form.delimiter", text) for text in ("x", "float31", "a\0b", "../x"))
             kept += tuple((f"source_form.{key}", empty) for key in ("separators", "weights") for empty in ({},))
             kept += tuple(("source_form.header", names) for names in ([], ["x"]))
             if (place, value) not in kept:
