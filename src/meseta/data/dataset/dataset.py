@@ -24,7 +24,7 @@ from meseta.data.dataset.records import (
     SparseFeature,
     Split,
 )
-from meseta.data.formats.registry import FORMATS
+from meseta.data.formats import registry
 from meseta.data.schema.text_syntax import NumberFormat, check_encoding
 from meseta.errors import duplicates, format_value, reading_error
 from meseta.spec import MesetaError, suggest
@@ -44,7 +44,7 @@ SPLITS = ("train", "valid", "test")
 
 
 def _check_format_name(kind: object) -> object:
-    names = [raw_format.name for raw_format in FORMATS]
+    names = [raw_format.name for raw_format in registry.FORMATS]
     if kind not in names:
         choice = f"{', '.join(map(repr, names[:-1]))} or {names[-1]!r}"
         raise PydanticCustomError("literal_error", "Input should be {choice}", {"choice": choice})

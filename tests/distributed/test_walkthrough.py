@@ -1,4 +1,4 @@
-"""docs/roads.md is what happens: each of its roads is followed in a run, and what it says that additions touch."""
+"""docs/walkthrough.md matches traced runs, and lists the files that contain the names of its examples."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from source_tree import ROOT, SOURCE
 from .pool import RankPool
 
 Ranks = Callable[[int], RankPool]
-PAGE = (ROOT / "docs/roads.md").read_text()
+PAGE = (ROOT / "docs/walkthrough.md").read_text()
 
 
 def road(title: str, table: int = 0) -> tuple[list[Call], set[str]]:
@@ -27,7 +27,7 @@ def road(title: str, table: int = 0) -> tuple[list[Call], set[str]]:
     part = re.split(r"(?<=\n\n)(?=\| file \|)", section)[table + 1]
     rows = re.findall(r"^\| `([^`]+)` \| `([^`]+)` \|", part, re.MULTILINE)
     assert len(rows) > 5, f"no table in {title!r}"
-    return rows, set(re.findall(r"`([a-z_]+(?:/|\.py))`", part.partition("Beside the road:")[2].partition(".\n\n")[0]))
+    return rows, set(re.findall(r"`([a-z_]+(?:/|\.py))`", part.partition("Also called:")[2].partition(".\n\n")[0]))
 
 
 def faults(rows: Sequence[Call], beside: set[str], made: Sequence[Call]) -> list[str]:
