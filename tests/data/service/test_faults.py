@@ -91,7 +91,7 @@ class Rank:
         """`spec`: as rank.py says."""
         self.name = f"rank {spec['rank']} of {spec['num_ranks']}"
         command = network.entered([sys.executable, RANK, json.dumps(spec)])
-        variables = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+        variables = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
         self.process: Process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=variables
         )
