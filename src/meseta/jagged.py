@@ -1,3 +1,6 @@
-"""The former name of `meseta.sparse`."""
+"""Former name of `meseta.sparse`."""
 
-raise ModuleNotFoundError("meseta.jagged is now meseta.sparse; change the import", name=__name__)
+raise ModuleNotFoundError(
+    "meseta.jagged is now meseta.sparse; change the import",
+    name=__name__,
+)
