@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 from source_tree import SOURCE
@@ -20,23 +20,28 @@ Call = tuple[str, str]
 def calls() -> Iterator[list[Call]]:
     """Collects first calls while it is entered, in this thread and in threads that begin meanwhile."""
     made: dict[Call, None] = {}
+    seen: dict[int, CodeType] = {}
     root = f"{SOURCE}/"
 
-    def note(frame: FrameType, event: str, _: object) -> None:
+    def note(frame: FrameType, _event: str, _: object) -> None:
         code = frame.f_code
+        if id(code) in seen:  # hashing the code itself is slow
+            return
+        seen[id(code)] = code
         is_function = code.co_flags & inspect.CO_OPTIMIZED  # bodies of modules and classes run when they are imported
-        if event == "call" and is_function and code.co_filename.startswith(root):
+        if is_function and code.co_filename.startswith(root):
             name = code.co_qualname.partition(".<locals>")[0]
             made.setdefault((code.co_filename.removeprefix(root), name))
 
     found: list[Call] = []
-    threading.setprofile(note)
-    sys.setprofile(note)
+    before = sys.gettrace()
+    threading.settrace(note)  # called for calls alone, while a profile function is also called for returns
+    sys.settrace(note)
     try:
         yield found
     finally:
-        sys.setprofile(None)
-        threading.setprofile(None)  # type: ignore[arg-type]
+        sys.settrace(before)
+        threading.settrace(None)  # type: ignore[arg-type]
         found += made
 
 

@@ -19,7 +19,7 @@ if __package__ is None or __package__ == "":  # run as a script
     __package__ = "distributed"
 
 from distributed.pool import RankPool
-from distributed.scenario import Scenario, train, whole_tables
+from distributed.scenario import IS_SOAK, Scenario, train, whole_tables
 from sampling import product
 
 SIZES = (2, 4, 8)
@@ -31,8 +31,8 @@ SCHEMES = [
 POOLINGS = ["sum", "sum weighted", "mean", "mean weighted", "none"]
 OPTIMIZERS = ["sgd", "adagrad", "rowwise_adagrad", "adam"]
 MATRIX = product(ranks=list(SIZES), sharding=SCHEMES, pooling=POOLINGS, optimizer=OPTIMIZERS)
-TOLERANCES = (("float64", 20, 1e-10), ("float32", 4, 1e-5))
-"""(dtype, steps, largest difference): the contract of docs/design.md."""
+TOLERANCES = (("float64", 20 if IS_SOAK else 5, 1e-10), ("float32", 4 if IS_SOAK else 3, 1e-5))
+"""(dtype, steps, largest difference): the contract of docs/design.md, over fewer steps in `make test`."""
 
 Ranks = Callable[[int], RankPool]
 

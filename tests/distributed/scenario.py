@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from meseta.spec import Communication, FeatureSpec, OptimizerSpec, Plan, Shard, 
 from meseta.spec.tiers import StorageOptions
 from meseta.storage import ROW
 
+IS_SOAK = bool(os.environ.get("MESETA_SOAK"))
+"""Whether tests run in their long form."""
 DIM = 48  # three blocks of 16 columns: two or three column shards
 
 

@@ -29,7 +29,7 @@ def test_runs_on_every_way_are_one_run(
     ranks: Ranks, tiny: Path, tmp_path: Path, codec: str, more: dict[str, Any]
 ) -> None:
     """Their checkpoints, and what evaluations say, which are exact."""
-    changes = {**WIDE, **more, "plan": TABLES, "comm__precision": codec, "train__max_steps": 4}
+    changes = {**WIDE, **more, "plan": TABLES, "comm__precision": codec, "train__max_steps": 2}
     summaries = []
     for way in ("flat", "hierarchical"):
         document = settings(tiny, tmp_path / way, **changes, comm__exchange=way)
@@ -46,16 +46,16 @@ def test_a_run_that_goes_on_has_the_bits_of_one_that_was_not_cut_off(
     ranks: Ranks, tiny: Path, tmp_path: Path, codec: str
 ) -> None:
     changes = {**WIDE, "plan": COLUMNS, "comm__precision": codec, "checkpoint__resume": "auto"}
-    whole = settings(tiny, tmp_path / "whole", **changes, train__max_steps=5)
+    whole = settings(tiny, tmp_path / "whole", **changes, train__max_steps=4)
     ranks(2).run(train, whole)
-    for steps in (2, 5):
+    for steps in (2, 4):
         ranks(2).run(train, settings(tiny, tmp_path / "parts", **changes, train__max_steps=steps))
     assert final_checksum(tmp_path / "parts") == final_checksum(tmp_path / "whole")
 
 
 def test_rounding_shows_in_training_and_in_no_evaluation(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
     """A run in 8 bits is another run than one in 32, and one process scores its checkpoint as its ranks did."""
-    changes = {**WIDE, "plan": COLUMNS, "train__max_steps": 3}
+    changes = {**WIDE, "plan": COLUMNS, "train__max_steps": 2}
     for codec in ("fp32", "int8"):
         ranks(2).run(train, settings(tiny, tmp_path / codec, **changes, comm__precision=codec))
     assert final_checksum(tmp_path / "fp32") != final_checksum(tmp_path / "int8")
@@ -75,7 +75,7 @@ def test_rounding_shows_in_training_and_in_no_evaluation(ranks: Ranks, tiny: Pat
 def test_verify_rounds_where_ranks_do(
     ranks: Ranks, tiny: Path, tmp_path: Path, changes: dict[str, Any], size: int
 ) -> None:
-    found = verify(ranks, settings(tiny, tmp_path / "run", **{**WIDE, **changes}), tmp_path / "records", size=size)
+    found = verify(ranks, settings(tiny, tmp_path / "run", **{**WIDE, **changes}), tmp_path / "records", 2, size=size)
     assert found.first_mismatch is None
     item = found.tables["embedding"]["item"]
     assert item.rule == ToleranceRule("bits") and item.max_row_difference == item.max_state_difference == 0.0
@@ -89,7 +89,7 @@ def test_verify_sees_another_rounding(
 
     monkeypatch.setattr(EmbeddingBagCollection, "emulate_rounding", lambda self, *_: None)
     document = settings(tiny, tmp_path / "run", **WIDE, plan=COLUMNS, comm__precision="int8")
-    first = verify(ranks, document, tmp_path / "records").first_mismatch
+    first = verify(ranks, document, tmp_path / "records", 2).first_mismatch
     assert first is not None and first.phase == "embedding" and first.rule == ToleranceRule("bits")
 
 

@@ -33,7 +33,7 @@ from small_run import predicted_memory, settings, train
 
 from .pool import RankPool
 from .test_shard import user_loop
-from .test_training import WIDE, evaluate_here, losses, message_of, train_until
+from .test_training import STEPS, WIDE, evaluate_here, losses, message_of, train_until
 
 Ranks = Callable[[int], RankPool]
 HOSTS = {"devices_per_host": 2, "tables": {"*": "table_wise"}}
@@ -42,8 +42,8 @@ COMMON = {
     **WIDE,
     "embedding__dtype": "float64",
     "train__epochs": 2,
-    "train__max_steps": 16,
     "train__log_every_steps": 1,
+    **STEPS,
 }
 SHARDED = {"dense__sharding": "fsdp", "plan": HOSTS}
 
@@ -69,7 +69,7 @@ def test_a_loop_of_ones_own(ranks: Ranks, size: int, batch_size: int) -> None:
     """Uneven slices and ranks without samples; modules that are never used, frozen, or used in every second step."""
     alone = user_loop(None, batch_size)
     plan = {**HOSTS, "tables": {"user": "row_wise", "item": "column_wise"}}
-    results = ranks(size).run(user_loop, plan, batch_size, 20, "fsdp")
+    results = ranks(size).run(user_loop, plan, batch_size, "fsdp")
     parts = np.nansum([result["losses"] for result in results], axis=0)  # NaN is the mean over no samples
     np.testing.assert_allclose(parts, alone["losses"], rtol=0, atol=1e-10)
     for result in results:
@@ -131,7 +131,7 @@ def test_every_model(ranks: Ranks, tiny: Path, tmp_path: Path, model: str) -> No
         "model__cin_layers": [6, 4],
         "model__expert_mlp": [8],
         "model__tower_mlp": [4],
-        "train__max_steps": 5,
+        "train__max_steps": 3,
         "train__log_every_steps": 1,
     }
     train(settings(tiny, tmp_path / "one", **changes))
@@ -150,7 +150,7 @@ def test_whole_cut_inside_hosts_and_cut_over_all(ranks: Ranks, tiny: Path, tmp_p
         **COMMON,
         "model": {"name": "dhen", "embedding_dim": 4, "interactions": ALL_MODULES, "layers": 2},
         "dense__optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9},
-        "train__max_steps": 10,
+        "train__max_steps": 4,
     }
     train(settings(tiny, tmp_path / "one", **changes))
     for name, sharding, plan in (
@@ -167,8 +167,8 @@ ALL_MODULES = {"dot": 3, "self_attention": 2, "cross": 2, "linear": 2, "convolut
 
 def test_taken_up_under_any_number_of_ranks_and_either_mode(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
     train(settings(tiny, tmp_path / "whole", **COMMON))
-    cut = {**COMMON, "checkpoint__every_steps": 4}
-    ranks(4).run(train_until, settings(tiny, tmp_path / "cut", **cut, **SHARDED), 9)
+    cut = {**COMMON, "checkpoint__every_steps": 3}
+    ranks(4).run(train_until, settings(tiny, tmp_path / "cut", **cut, **SHARDED), 4)
     for size, sharding in ((1, "replicated"), (2, "replicated"), (2, "fsdp"), (4, "fsdp")):
         run_dir = tmp_path / f"{sharding}{size}"
         shutil.copytree(tmp_path / "cut", run_dir)

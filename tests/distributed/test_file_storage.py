@@ -94,9 +94,9 @@ def test_a_run_saves_and_goes_on_under_another_plan_and_storage(
     other = 3 - size
     for files in ((False, False), (True, True), (True, False), (False, True)):
         run = tmp_path / "-".join(map(str, files))
-        first = settings(tiny, run, **common, **plan_for(size), train__max_steps=5)
+        first = settings(tiny, run, **common, **plan_for(size), train__max_steps=3)
         runs(ranks, size, first, files[0])
-        runs(ranks, other, settings(tiny, run, **common, **plan_for(other), train__max_steps=9), files[1])
+        runs(ranks, other, settings(tiny, run, **common, **plan_for(other), train__max_steps=5), files[1])
     resident, *others = [(final_checksum(run), without_times(metrics(run))) for run in sorted(tmp_path.iterdir())]
     assert all(found == resident for found in others)
 

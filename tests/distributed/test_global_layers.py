@@ -15,6 +15,7 @@ from meseta.train.trained_model import load_trained
 from small_run import final_checksum, metrics, settings, train, without_times
 
 from .pool import RankPool
+from .test_training import ROW_WISE, STEPS
 
 Ranks = Callable[[int], RankPool]
 
@@ -82,8 +83,7 @@ BOTH = {
 def test_one_process_and_many_train_the_same_model(
     ranks: Ranks, tiny: Path, tmp_path: Path, dtype: str, tolerance: float
 ) -> None:
-    """90 samples do not divide by 4, and the last batch of an epoch is short."""
-    common = {**BOTH, "embedding__dtype": dtype, "train__epochs": 2, "train__max_steps": 20}
+    common = {**BOTH, "embedding__dtype": dtype, "train__epochs": 2, **STEPS}
     one = train(settings(tiny, tmp_path / "1", **common))
     for size in (2, 4):
         many = ranks(size).run(train, settings(tiny, tmp_path / str(size), **common))[0]
@@ -96,7 +96,7 @@ def test_one_process_and_many_train_the_same_model(
 
 
 def test_fewer_samples_than_ranks(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
-    common = {**BOTH, "embedding__dtype": "float64", "train__batch_size": 3, "train__max_steps": 12}
+    common = {**BOTH, "embedding__dtype": "float64", "train__batch_size": 3, "train__max_steps": 5, "plan": ROW_WISE}
     train(settings(tiny, tmp_path / "1", **common))
     ranks(4).run(train, settings(tiny, tmp_path / "4", **common))
     np.testing.assert_allclose(losses(tmp_path / "4"), losses(tmp_path / "1"), rtol=0, atol=1e-10)
@@ -104,7 +104,13 @@ def test_fewer_samples_than_ranks(ranks: Ranks, tiny: Path, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_micro_batches_drop_what_the_whole_batch_drops(ranks: Ranks, tiny: Path, tmp_path: Path, size: int) -> None:
-    common = {**BOTH, "model__batch_norm": False, "embedding__dtype": "float64", "train__max_steps": 5}
+    common = {
+        **BOTH,
+        "model__batch_norm": False,
+        "embedding__dtype": "float64",
+        "train__max_steps": 3,
+        "plan": ROW_WISE,
+    }
     train(settings(tiny, tmp_path / "whole", **common))
     parts = settings(tiny, tmp_path / "parts", **common, train__accumulate_steps=3)
     train(parts) if size == 1 else ranks(size).run(train, parts)
@@ -114,13 +120,13 @@ def test_micro_batches_drop_what_the_whole_batch_drops(ranks: Ranks, tiny: Path,
 @pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_a_resumed_run_has_the_bits_of_one_never_stopped(ranks: Ranks, tiny: Path, tmp_path: Path, size: int) -> None:
     def run(folder: str, **changes: object) -> None:
-        document = settings(tiny, tmp_path / folder, **BOTH, model__name="deepfm", **changes)
+        document = settings(tiny, tmp_path / folder, **BOTH, model__name="deepfm", plan=ROW_WISE, **changes)
         train(document) if size == 1 else ranks(size).run(train, document)
 
-    often = {"train__eval_every_steps": 5, "train__accumulate_steps": 2}
-    run("whole", train__max_steps=12, **often)
-    run("cut", train__max_steps=7, **often)
-    run("cut", train__max_steps=12, **often)
+    often = {"train__eval_every_steps": 2, "train__accumulate_steps": 2}
+    run("whole", train__max_steps=5, **often)
+    run("cut", train__max_steps=3, **often)
+    run("cut", train__max_steps=5, **often)
     assert final_checksum(tmp_path / "cut") == final_checksum(tmp_path / "whole")
     lines = [
         without_times([line for line in metrics(tmp_path / run) if line["kind"] == "train"]) for run in ("cut", "whole")

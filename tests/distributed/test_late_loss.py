@@ -24,7 +24,7 @@ from model_parts import lasting_tensors
 from sampling import product, sample
 
 from .pool import RankPool
-from .scenario import batch_slice
+from .scenario import IS_SOAK, batch_slice
 from .test_overlap import PRECISIONS, SIZES, global_batch, make_model
 
 Ranks = Callable[[int], RankPool]
@@ -36,6 +36,7 @@ DENSE = {
     "adamw": DenseOptimizerConfig(name="adamw", lr=0.02, weight_decay=0.1),
     "lamb": DenseOptimizerConfig(name="lamb", lr=0.02),
 }
+NUM_STEPS = 20 if IS_SOAK else 6
 
 
 def make(case: dict[str, Any], late: bool) -> Pipeline:
@@ -67,9 +68,9 @@ def batches(world: World, count: int, bad: int | None = None) -> Iterator[Batch]
 
 
 def train(case: dict[str, Any], late: bool) -> tuple[dict[str, Any], list[float], list[Sequence[float]]]:
-    """What was learned in 20 steps, the losses, and the votes that each step gave out."""
+    """What was learned in `NUM_STEPS`, the losses, and the votes that each step gave out."""
     pipeline, numbers = make(case, late), itertools.count()
-    steps = list(pipeline.steps(batches(pipeline.world, 20), votes=lambda: (float(next(numbers)),)))
+    steps = list(pipeline.steps(batches(pipeline.world, NUM_STEPS), votes=lambda: (float(next(numbers)),)))
     return learned(pipeline), [step.loss for step in steps], [step.votes for step in steps]
 
 
@@ -103,7 +104,7 @@ MATRIX = product(
     overlap=[(), ("ids",), ("dense", "agree"), OVERLAPS],
     accumulate_steps=[1, 3],
     stale=[False, True],
-    bad=[0, 5],
+    bad=[0, 3],
 )
 CASES = sample(random.Random(18).sample(MATRIX, 100), 2, seed=7)
 
@@ -119,7 +120,7 @@ def test_what_is_known_late_changes_no_bit(ranks: Ranks, case: dict[str, Any]) -
     at_once, late = (ranks(size).run(train, case, late) for late in (False, True))
     for mine, other in zip(at_once, late, strict=True):
         assert mine[:2] == other[:2]
-        assert mine[2] == [(float(size * number),) for number in range(20)]
+        assert mine[2] == [(float(size * number),) for number in range(NUM_STEPS)]
         if not case["clip"]:
             assert other[2] == [(), *mine[2][:-1]]
 

@@ -18,6 +18,7 @@ from meseta.train.trainer import Trainer
 from small_run import final_checksum, metrics, settings, spoil, without_times
 
 from .pool import RankPool
+from .test_training import ROW_WISE
 
 Ranks = Callable[[int], RankPool]
 
@@ -50,15 +51,15 @@ def saved(run_dir: Path) -> list[str]:
 
 @pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_a_run_and_one_that_is_stopped_and_gone_on(ranks: Ranks, tiny: Path, tmp_path: Path, size: int) -> None:
-    changes = {"train__log_every_steps": 3, "train__eval_every_steps": 5, "checkpoint__every_steps": 4}
-    changes |= {"checkpoint__keep_last": 9}
+    changes = {"train__log_every_steps": 2, "train__eval_every_steps": 4, "checkpoint__every_steps": 3}
+    changes |= {"train__batch_size": 180, "checkpoint__keep_last": 9, "plan": ROW_WISE}
     ends = {
         name: ranks(size).run(run, settings(tiny, tmp_path / name, **changes), late, asked_at)
-        for name, late, asked_at in (("at once", False, None), ("late", True, None), ("stopped", True, 6))
+        for name, late, asked_at in (("at once", False, None), ("late", True, None), ("stopped", True, 4))
     }
     assert ends["late"] == ends["at once"] and ends["late"][0][0] == "end"
-    assert ends["stopped"] == [("stopped", 7)] * size
-    assert saved(tmp_path / "stopped") == ["step-000000004", "step-000000007"]
+    assert ends["stopped"] == [("stopped", 5)] * size
+    assert saved(tmp_path / "stopped") == ["step-000000003", "step-000000005"]
     assert ranks(size).run(run, settings(tiny, tmp_path / "stopped", **changes), True) == ends["late"]
     told = [without_times(metrics(tmp_path / name)) for name in ends]
     assert told[0] == told[1] == told[2]
@@ -74,6 +75,7 @@ def test_a_loss_that_is_no_number_is_told_with_its_own_step(
     data, told = Path(shutil.copytree(tiny, tmp_path / "data")), list[Any]()
     spoil(data, "train", "price", 555, float("nan"))
     changes = {"data__shuffle": False, "checkpoint__every_steps": 6, "train__log_every_steps": log_every}
+    changes["plan"] = ROW_WISE
     for late in (False, True):
         document = settings(data, tmp_path / str(late), **changes)
         told.append([text for text, _ in ranks(2).run(run, document, late)])

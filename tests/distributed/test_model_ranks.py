@@ -17,7 +17,8 @@ from model_parts import OneRowEach
 from small_run import MODELS_WITH_NORMS, dropout_and_norms, of_its_model, settings
 
 from .pool import RankPool
-from .test_training import HOSTS, MIXED, WIDE, losses, train_on, weights
+from .scenario import IS_SOAK
+from .test_training import HOSTS, MIXED, STEPS, WIDE, losses, train_on, weights
 
 Ranks = Callable[[int], RankPool]
 CASES = [
@@ -31,21 +32,20 @@ CASES = [
 def test_dropout_and_norms_are_of_the_global_batch(
     ranks: Ranks, tiny: Path, tmp_path: Path, model: str, dtype: str
 ) -> None:
-    """20 steps; 90 samples do not divide by 4, the last batch of an epoch is short."""
     common = {
         **WIDE,
         **dropout_and_norms(model),
         "embedding__dtype": dtype,
         "embedding__optimizer__lr": 0.02,
         "train__epochs": 2,
-        "train__max_steps": 20,
         "train__log_every_steps": 1,
+        **STEPS,
     }
-    plans: dict[int, Any] = {1: "auto", 2: MIXED, 4: HOSTS}
+    plans: dict[int, Any] = {1: "auto", **({2: MIXED} if IS_SOAK else {}), 4: HOSTS}
     for size, plan in plans.items():
         train_on(ranks, size, settings(tiny, tmp_path / str(size), **common, plan=plan))
     tolerance, alone = {"float64": 1e-10, "float32": 1e-5}[dtype], weights(tmp_path / "1")
-    for size in (2, 4):
+    for size in {*plans} - {1}:
         np.testing.assert_allclose(losses(tmp_path / str(size)), losses(tmp_path / "1"), rtol=0, atol=tolerance)
         for name, weight in weights(tmp_path / str(size)).items():
             torch.testing.assert_close(weight, alone[name], rtol=0, atol=tolerance)

@@ -21,6 +21,7 @@ from meseta.train.trained_model import load_trained
 from small_run import final_checksum, metrics, settings, train
 
 from .pool import RankPool
+from .test_training import ROW_WISE
 
 Ranks = Callable[[int], RankPool]
 
@@ -49,7 +50,9 @@ MMOE: dict[str, Any] = {
     "model__expert_mlp": [16, 8],
     "model__tower_mlp": [8],
     "embedding__init__scale": 0.03,
-    "embedding__optimizer__lr": 0.01,
+    "embedding__optimizer__lr": 0.02,
+    "dense__optimizer__lr": 0.02,
+    "train__batch_size": 180,
     "train__epochs": 2,
 }
 
@@ -65,7 +68,7 @@ def test_mmoe_learns_every_label_and_is_the_same_on_two_ranks(
     one = train(settings(clicks_and_buys, tmp_path / "one", **common))
     tasks = one["test"]["tasks"]
     assert list(tasks) == ["click", "buy"] and min(task["auc"] for task in tasks.values()) > 0.65
-    two = ranks(2).run(train, settings(clicks_and_buys, tmp_path / "two", **common))[0]
+    two = ranks(2).run(train, settings(clicks_and_buys, tmp_path / "two", **common, plan=ROW_WISE))[0]
     np.testing.assert_allclose(losses(tmp_path / "two"), losses(tmp_path / "one"), rtol=0, atol=1e-10)
     for task in tasks:
         assert two["test"]["tasks"][task]["auc"] == pytest.approx(tasks[task]["auc"], abs=1e-6)
@@ -76,7 +79,7 @@ def test_a_cut_off_run_of_mmoe_ends_with_the_same_bits_and_predicts_all_labels(
     clicks_and_buys: Path, tmp_path: Path
 ) -> None:
     train(settings(clicks_and_buys, tmp_path / "whole", **MMOE))
-    train(settings(clicks_and_buys, tmp_path / "cut", **MMOE, train__max_steps=9))
+    train(settings(clicks_and_buys, tmp_path / "cut", **MMOE, train__max_steps=5))
     train(settings(clicks_and_buys, tmp_path / "cut", **MMOE))
     assert final_checksum(tmp_path / "cut") == final_checksum(tmp_path / "whole")
     trained = load_trained(tmp_path / "cut", "test", World.single())

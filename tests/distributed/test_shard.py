@@ -18,7 +18,7 @@ from meseta.spec import FeatureSpec, OptimizerSpec, TableSpec
 from sampling import product, sample
 
 from .exactness import Ranks, bit_difference
-from .scenario import Passes, Scenario, local_slice, whole_tables
+from .scenario import IS_SOAK, Passes, Scenario, local_slice, whole_tables
 from .test_sharded import differences
 
 TABLES = [
@@ -36,6 +36,7 @@ FEATURES = [
     FeatureSpec(name="what", table="item", pooling="mean"),
     FeatureSpec(name="seen", table="item"),
 ]
+NUM_STEPS = 20 if IS_SOAK else 6
 
 
 class UserModel(nn.Module):
@@ -57,7 +58,7 @@ class UserModel(nn.Module):
         return logits + self.every_second_step.square().mean() if step % 2 else logits
 
 
-def user_loop(plan: Any, batch_size: int, num_steps: int = 20, dense_sharding: Any = "replicated") -> dict[str, Any]:
+def user_loop(plan: Any, batch_size: int, dense_sharding: Any = "replicated") -> dict[str, Any]:
     """Losses, tables and dense weights; dense Adam, and dense weights that differ between ranks before `shard`."""
     world = World.current()
     torch.manual_seed(world.rank)
@@ -66,7 +67,7 @@ def user_loop(plan: Any, batch_size: int, num_steps: int = 20, dense_sharding: A
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     scenario = Scenario(sharding="", pooling="sum", weighted=False, optimizer="sgd", batch_size=batch_size)
     losses = []
-    for step in range(num_steps):
+    for step in range(NUM_STEPS):
         whole = scenario.batch(step)
         ids = KeyedJaggedTensor(
             keys=("who", "what", "seen"),

@@ -18,7 +18,7 @@ from sampling import product, sample
 from .pool import RankPool
 from .test_overlap import make_model, make_pipeline, slices
 
-SIZES = [13, 11, 16, 12, 14]
+SIZES = [13, 11, 16, 12]
 FLAT = ("counts", "ids", "embeddings", "embeddings inter-host", "agree", "replicas", "gradients",
         "gradients inter-host", "row statistics", "dense")  # fmt: skip
 TWO_LEVEL = (*FLAT, "counts" + INTRA_HOST_SUFFIX, "ids" + INTRA_HOST_SUFFIX)

@@ -29,7 +29,7 @@ def test_every_allowed_pair_of_values_is_met_twice() -> None:
 
 
 @pytest.mark.parametrize("cell", sample(CELLS, 1, seed=2301))
-def test_fifty_steps_have_the_bits_of_resident_tables(ranks: Ranks, cell: dict[str, Any], tmp_path: Path) -> None:
+def test_many_steps_have_the_bits_of_resident_tables(ranks: Ranks, cell: dict[str, Any], tmp_path: Path) -> None:
     """Losses, logits, rows, states, and what whole checkpoints and deltas hold; most rows that a batch asks for lie
     far."""
     if IO_URING in cell["far"] and (why := io_uring_unavailable_reason()) is not None:

@@ -98,7 +98,7 @@ def test_a_run_ends_with_the_checksum_of_one_in_memory(
     """In two parts, in different tiers, with micro-batches, saves in the background, evaluations; no file is left."""
     common = {
         "train__accumulate_steps": 2,
-        "train__eval_every_steps": 3,
+        "train__eval_every_steps": 2,
         "checkpoint__every_steps": 2,
         "checkpoint__background": "always",
         "embedding__dtype": "bfloat16",
@@ -106,7 +106,7 @@ def test_a_run_ends_with_the_checksum_of_one_in_memory(
     }
     for tiers, lookahead in ((("hbm", "hbm"), "auto"), (("disk", "cached"), 3), (("cached", "disk"), 0)):
         run = tmp_path / "-".join(tiers)
-        for tier, last in zip(tiers, (5, 9), strict=True):
+        for tier, last in zip(tiers, (3, 5), strict=True):
             one = document(tiny, run, size, tier, lookahead, **common, train__max_steps=last)
             _ = [train(one)] if size == 1 else ranks(size).run(train, one)
             noted = json.loads((run / "environment.json").read_text()).get("row_files")

@@ -23,6 +23,7 @@ from meseta.train.trainer import Trainer
 from small_run import metrics, settings, without_times
 
 from .pool import RankPool
+from .test_training import ROW_WISE
 
 Ranks = Callable[[int], RankPool]
 
@@ -59,7 +60,7 @@ def seconds(timeline: Timeline, rank: int, name: str) -> float:
 
 def test_stages_and_transfers_are_those_of_metrics_jsonl(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
     """Of steps 5 to 8, which are those of its second line."""
-    sizes = {"train__accumulate_steps": 2, "train__max_steps": 10}
+    sizes = {"train__accumulate_steps": 2, "train__max_steps": 8, "plan": ROW_WISE}
     document = settings(tiny, tmp_path / "run", **sizes, pipeline__overlap=list(OVERLAPS))
     ranks(2).run(profile, document, StepRange(5, 8))
     line = next(line for line in metrics(tmp_path / "run") if line["kind"] == "train" and line["step"] == 8)
@@ -85,7 +86,12 @@ def test_stages_and_transfers_are_those_of_metrics_jsonl(ranks: Ranks, tiny: Pat
 
 def test_lanes_of_an_overlapped_step_add_up_to_it(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
     """Those of stages that have a name to 98 %, on every rank, where a step is as long as those of real runs."""
-    sizes = {"train__batch_size": 300, "model__bottom_mlp": [512, 256], "model__top_mlp": [2048, 1024]}
+    sizes = {
+        "train__batch_size": 300,
+        "model__bottom_mlp": [512, 256],
+        "model__top_mlp": [2048, 1024],
+        "plan": ROW_WISE,
+    }
     document = settings(tiny, tmp_path / "run", **sizes, train__epochs=3, pipeline__overlap=list(OVERLAPS))
     ranks(2).run(profile, document, True)
     timeline = read(tmp_path / "run")
@@ -106,19 +112,15 @@ def test_a_timeline_changes_no_number_and_is_written_where_a_run_is_stopped(
     ranks: Ranks, tiny: Path, tmp_path: Path
 ) -> None:
     """By SIGTERM in the middle; the run that goes on has another, of its own steps."""
-    ranks(2).run(profile, settings(tiny, tmp_path / "plain"), False)
+    short = {"train__max_steps": 8, "plan": ROW_WISE}
+    ranks(2).run(profile, settings(tiny, tmp_path / "plain", **short), False)
     assert not (tmp_path / "plain/timeline.json").exists()
-    document = settings(tiny, tmp_path / "run")
-    ranks(2).run(profile, document, StepRange(3, 60), 6)
-    assert [one.step for one in read(tmp_path / "run").steps(1)] == [
-        3,
-        4,
-        5,
-        6,
-        7,
-    ]  # its votes travel with the loss of a step
-    ranks(2).run(profile, document, StepRange(9, 10))
-    assert [one.step for one in read(tmp_path / "run").steps(1)] == [9, 10]
+    document = settings(tiny, tmp_path / "run", **short)
+    ranks(2).run(profile, document, StepRange(2, 60), 3)
+    # The votes of a rank travel with the loss of a step.
+    assert [one.step for one in read(tmp_path / "run").steps(1)] == [2, 3, 4]
+    ranks(2).run(profile, document, StepRange(6, 7))
+    assert [one.step for one in read(tmp_path / "run").steps(1)] == [6, 7]
     train = [[line for line in metrics(tmp_path / name) if line["kind"] == "train"] for name in ("plain", "run")]
     assert without_times(train[0]) == without_times(train[1])
 

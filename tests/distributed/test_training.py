@@ -37,6 +37,7 @@ from small_run import (
 )
 
 from .pool import RankPool
+from .scenario import IS_SOAK
 
 Ranks = Callable[[int], RankPool]
 MIXED = {"tables": {"city": "data_parallel", "item": "column_wise", "tags": "row_wise", "user": "table_wise"}}
@@ -49,7 +50,10 @@ HOSTS = {
         "user": "table_column_wise",
     },
 }
+ROW_WISE = {"tables": {"*": "row_wise"}}
 WIDE = {"model__embedding_dim": 32, "model__bottom_mlp": [16]}
+STEPS: dict[str, int] = {"train__max_steps": 20} if IS_SOAK else {"train__max_steps": 6, "train__batch_size": 302}
+"""More than an epoch. Its last batch is short, and batches do not divide by 4."""
 
 
 def train_on(ranks: Ranks, size: int, document: dict[str, Any]) -> dict[str, Any]:
@@ -81,14 +85,13 @@ def weights(run_dir: Path) -> dict[str, torch.Tensor]:
 def test_one_process_and_many_train_the_same_model(
     ranks: Ranks, tiny: Path, tmp_path: Path, dtype: str, tolerance: float
 ) -> None:
-    """20 steps; 90 samples do not divide by 4, the last batch of an epoch is short, plans are mixed, and 4 ranks are
-    two hosts."""
+    """Plans are mixed, and 4 ranks are two hosts."""
     common = {
         **WIDE,
         "embedding__dtype": dtype,
         "train__epochs": 2,
-        "train__max_steps": 20,
         "train__log_every_steps": 1,
+        **STEPS,
     }
     common["embedding__optimizer__lr"] = 0.02
     plans: dict[int, Any] = {1: "auto", 2: MIXED, 4: HOSTS}
@@ -144,26 +147,26 @@ def test_terms_of_a_models_loss_are_told_and_are_the_same_on_any_number_of_ranks
     common = {
         "embedding__dtype": "float64",
         "model": {"name": "own_models:TwoBlocks", "embedding_dim": 32},
-        "train__max_steps": 10,
-        "train__log_every_steps": 5,
+        "train__max_steps": 4,
+        "train__log_every_steps": 2,
     }
     for size, plan in {1: "auto", 2: MIXED, 4: HOSTS}.items():
         train_on(ranks, size, settings(tiny, tmp_path / str(size), **common, plan=plan))
     for _ in range(2):
-        train(settings(tiny, tmp_path / "again", **common, checkpoint__every_steps=7))
-        shutil.rmtree(newest(tmp_path / "again/checkpoints"))  # so that the second run goes on from step 7
+        train(settings(tiny, tmp_path / "again", **common, checkpoint__every_steps=3))
+        shutil.rmtree(newest(tmp_path / "again/checkpoints"))  # so that the second run goes on from step 3
     each = train(settings(tiny, tmp_path / "each", **{**common, "train__log_every_steps": 1}))
     lines = {
-        name: [line for line in metrics(tmp_path / name) if line["kind"] == "train" and line["step"] % 5 == 0]
+        name: [line for line in metrics(tmp_path / name) if line["kind"] == "train" and line["step"] % 2 == 0]
         for name in ("1", "2", "4", "again", "each")
     }
-    assert each["num_steps"] == 10 and [line["step"] for line in lines["1"]] == [5, 10]
+    assert each["num_steps"] == 4 and [line["step"] for line in lines["1"]] == [2, 4]
     for name in ("2", "4", "again"):
         for line, of_one in zip(lines[name], lines["1"], strict=True):
             assert set(line["loss_terms"]) == {"first", "second"}
             assert line["loss_terms"] == pytest.approx(of_one["loss_terms"], rel=0, abs=1e-10)
             assert line["loss"] == pytest.approx(of_one["loss"], rel=0, abs=1e-10)
-    steps = [line for line in metrics(tmp_path / "each") if line["kind"] == "train" and line["step"] <= 5]
+    steps = [line for line in metrics(tmp_path / "each") if line["kind"] == "train" and line["step"] <= 2]
     mean = np.mean([line["loss_terms"]["first"] for line in steps])  # batches of one size
     assert lines["1"][0]["loss_terms"]["first"] == pytest.approx(mean, rel=1e-9)
 
@@ -171,12 +174,12 @@ def test_terms_of_a_models_loss_are_told_and_are_the_same_on_any_number_of_ranks
 def test_a_loss_of_the_global_batch_is_the_same_on_any_number_of_ranks(
     ranks: Ranks, tiny: Path, tmp_path: Path
 ) -> None:
-    """Its gradient is that of one process; 91 samples do not divide by 2 or 4, and the last batch is filled up."""
+    """Its gradient is that of one process; 303 samples do not divide by 2 or 4, and the last batch is filled up."""
     common = {
         "embedding__dtype": "float64",
         "model": {"name": "own_models:GlobalLoss", "embedding_dim": 32},
-        "train__batch_size": 91,
-        "train__log_every_steps": 5,
+        "train__batch_size": 303,
+        "train__log_every_steps": 2,
         "data__last_batch": "pad",
     }
     for size, plan in {1: "auto", 2: MIXED, 4: HOSTS}.items():
@@ -195,7 +198,8 @@ def test_tables_of_several_widths_and_reductions_on_any_number_of_ranks(
     ranks: Ranks, tiny: Path, tmp_path: Path
 ) -> None:
     tables = {"user": {"embedding_dim": 48}, "item": {"embedding_dim": 64}, "tags": {"pooling": "mean"}}
-    common = {**WIDE, "embedding__dtype": "float64", "embedding__tables": tables, "train__max_steps": 10}
+    common = {**WIDE, "embedding__dtype": "float64", "embedding__tables": tables, "train__max_steps": 4}
+    common["train__log_every_steps"] = 1
     for size, plan in {1: "auto", 2: MIXED, 4: HOSTS}.items():
         document = settings(tiny, tmp_path / str(size), **common, model__name="dlrm_dcnv2", plan=plan)
         train_on(ranks, size, document)
@@ -207,13 +211,14 @@ def test_fewer_samples_than_ranks(ranks: Ranks, tiny: Path, tmp_path: Path) -> N
     common = {
         "embedding__dtype": "float64",
         "train__batch_size": 3,
-        "train__max_steps": 12,
+        "train__max_steps": 5,
+        "train__log_every_steps": 2,
         "train__eval_batch_size": 70,
     }
     one = train(settings(tiny, tmp_path / "one", **common))
     four = train_on(ranks, 4, settings(tiny, tmp_path / "four", **common))
     np.testing.assert_allclose(losses(tmp_path / "four"), losses(tmp_path / "one"), rtol=0, atol=1e-10)
-    assert four["num_samples"] == one["num_samples"] == 36
+    assert four["num_samples"] == one["num_samples"] == 15
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.soak)])
@@ -225,8 +230,9 @@ def test_another_plan_gives_the_same_bits(ranks: Ranks, tiny: Path, tmp_path: Pa
         "row_wise": {"tables": {"*": "row_wise", "tags": "table_wise"}},
         "mixed": {"tables": {"user": "row_wise", "item": "column_wise", "city": "table_wise", "tags": "column_wise"}},
     }
+    common = {**WIDE, "train__epochs": 2, "train__batch_size": 302}
     for name, plan in plans.items():
-        train_on(ranks, size, settings(tiny, tmp_path / name, **WIDE, train__epochs=2, plan=plan))
+        train_on(ranks, size, settings(tiny, tmp_path / name, **common, plan=plan))
     expected = tmp_path / "table_wise"
     for name in plans:
         assert without_times(metrics(tmp_path / name)) == without_times(metrics(expected))
@@ -273,9 +279,10 @@ def train_until(document: dict[str, Any], when: int) -> None:
         Pipeline._train_step = step  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize(("size", "when"), [(2, 11), pytest.param(4, 17, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(("size", "when"), [(2, 5), pytest.param(4, 8, marks=pytest.mark.soak)])
 def test_cut_off_and_gone_on(ranks: Ranks, tiny: Path, tmp_path: Path, size: int, when: int) -> None:
-    common = {"train__epochs": 2, "checkpoint__every_steps": 3, "checkpoint__keep_last": 9, **WIDE, "plan": MIXED}
+    common = {"train__epochs": 2, "train__batch_size": 250, **WIDE, "plan": MIXED}
+    common |= {"checkpoint__every_steps": 3, "checkpoint__keep_last": 9}
     train_on(ranks, size, settings(tiny, tmp_path / "whole", **common))
     ranks(size).run(train_until, settings(tiny, tmp_path / "cut", **common), when)
     train_on(ranks, size, settings(tiny, tmp_path / "cut", **common))
@@ -300,9 +307,9 @@ def evaluate_here(run_dir: Path) -> dict[str, Any]:
 
 
 def test_saved_on_four_ranks_and_taken_up_elsewhere(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
-    common = {**WIDE, "embedding__dtype": "float64", "train__epochs": 2}
+    common = {**WIDE, "embedding__dtype": "float64", "train__epochs": 2, "train__batch_size": 250}
     saved = tmp_path / "saved"
-    summary = train_on(ranks, 4, settings(tiny, saved, **common, plan=MIXED, train__max_steps=13))
+    summary = train_on(ranks, 4, settings(tiny, saved, **common, plan=MIXED, train__max_steps=4))
     whole = {s[0]: s for s in held(settings(tiny, saved, **common))}
     for size, plan in ((2, MIXED), (2, {"tables": {"*": "row_wise"}}), (4, {"tables": {"*": "row_wise"}})):
         for rank in ranks(size).run(held, settings(tiny, saved, **common, plan=plan)):
@@ -318,7 +325,7 @@ def test_saved_on_four_ranks_and_taken_up_elsewhere(ranks: Ranks, tiny: Path, tm
     for size, plan in ((1, "auto"), (2, {"tables": {"*": "row_wise"}}), (4, MIXED)):
         shutil.copytree(saved, tmp_path / str(size))
         ends[size] = train_on(ranks, size, settings(tiny, tmp_path / str(size), **common, plan=plan))
-        assert ends[size]["num_steps"] == 28
+        assert ends[size]["num_steps"] == 10
     for size in (1, 2):
         np.testing.assert_allclose(losses(tmp_path / str(size)), losses(tmp_path / "4"), rtol=0, atol=1e-9)
         assert ends[size]["test"]["auc"] == pytest.approx(ends[4]["test"]["auc"], abs=1e-6)
@@ -341,7 +348,7 @@ def message_of(function: Callable[..., Any], *args: Any) -> str:
 
 
 def test_predictions_on_two_ranks_are_those_of_one(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
-    train(settings(tiny, tmp_path / "run"))
+    train(settings(tiny, tmp_path / "run", train__max_steps=4, plan=ROW_WISE))
     num_rows = predict_here(tmp_path / "run", tmp_path / "one.parquet")
     assert ranks(2).run(predict_here, tmp_path / "run", tmp_path / "two.parquet") == [num_rows] * 2
     one, two = (pq.read_table(tmp_path / name) for name in ("one.parquet", "two.parquet"))
@@ -368,7 +375,7 @@ def spoiled(data: Path, target: Path) -> Path:
 
 def test_a_broken_value_on_one_rank_stops_all_before_the_update(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
     data = spoiled(tiny, tmp_path / "data")
-    document = settings(data, tmp_path / "run", data__shuffle=False, checkpoint__every_steps=5)
+    document = settings(data, tmp_path / "run", data__shuffle=False, checkpoint__every_steps=5, plan=ROW_WISE)
     texts = ranks(2).run(message_of, train, document)
     assert texts[0] == texts[1] and texts[0].startswith("step 7: the loss is not finite")
     assert "dense feature 'price' of sample 15 is nan" in texts[0] and "step-000000005" in texts[0]
@@ -383,7 +390,7 @@ def test_a_refused_id_names_step_feature_and_sample_on_all_ranks(ranks: Ranks, t
     next(s for s in document["sparse"] if s["name"] == "user")["num_embeddings"] = limit
     (data / "dataset.json").write_text(json.dumps(document))
     first = next(i for i, row in enumerate(rows) if row >= limit)
-    texts = ranks(2).run(message_of, train, settings(data, tmp_path / "run", data__shuffle=False))
+    texts = ranks(2).run(message_of, train, settings(data, tmp_path / "run", data__shuffle=False, plan=ROW_WISE))
     assert texts[0] == texts[1]
     assert texts[0].startswith(f"step {first // 90 + 1}: table 'user': id {rows[first]} from feature 'user', ")
     assert f"sample {first % 90}, is outside 0..{limit - 1}" in texts[0]
@@ -448,25 +455,27 @@ def test_two_ranks_hold_what_is_predicted_of_their_shards(tmp_path: Path, tiny: 
 def test_several_ranks_choose_alike(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
     """The first evaluation is the best, rates fall at each other one, and the run is cut off on the way."""
     common = {
-        "train__eval_every_steps": 4,
+        "train__eval_every_steps": 2,
+        "train__log_every_steps": 2,
         "train__early_stopping": {"min_delta": 10.0, "patience": 3},
         "train__finish": "best",
         "schedule": {"kind": "plateau", "plateau_patience": 1, "step_factor": 0.5},
         "train__epochs": 3,
+        "plan": ROW_WISE,
     }
     document = settings(tiny_with_valid(tiny), tmp_path / "run", **common)
-    train_on(ranks, 2, {**document, "train": {**document["train"], "max_steps": 9}})
+    train_on(ranks, 2, {**document, "train": {**document["train"], "max_steps": 5}})
     summary = train_on(ranks, 2, document)
     alone = train(settings(tiny_with_valid(tiny), tmp_path / "alone", **common))
-    assert summary["num_steps"] == alone["num_steps"] == 16
-    assert summary["test"]["step"] == summary["valid"]["step"] == 4
+    assert summary["num_steps"] == alone["num_steps"] == 8
+    assert summary["test"]["step"] == summary["valid"]["step"] == 2
     for split in ("valid", "test"):
         assert summary[split]["num_samples"] == alone[split]["num_samples"]
         assert summary[split]["auc"] == pytest.approx(alone[split]["auc"], abs=1e-5)
     lines = [[line for line in metrics(tmp_path / name) if line["kind"] == "train"] for name in ("run", "alone")]
-    rates = [[line["lr_dense"] for line in run if line["step"] % 4 == 0] for run in lines]
+    rates = [[line["lr_dense"] for line in run if line["step"] % 2 == 0] for run in lines]
     assert rates[0] == rates[1] == [0.01, 0.01, 0.005, 0.0025]
-    assert set(ranks(2).run(step_loaded, tmp_path / "run")) == {4}
+    assert set(ranks(2).run(step_loaded, tmp_path / "run")) == {2}
 
 
 def step_loaded(run_dir: Path) -> int:

@@ -111,7 +111,7 @@ def touched_by(document: dict[str, Any], feature: str, step: int) -> list[int]:
 def test_right_runs_are_equal(
     ranks: Ranks, tiny: Path, tmp_path: Path, changes: dict[str, Any], size: int, bound: float
 ) -> None:
-    found = verify(ranks, settings(tiny, tmp_path / "run", **{**WIDE, **changes}), tmp_path / "records", size=size)
+    found = verify(ranks, settings(tiny, tmp_path / "run", **{**WIDE, **changes}), tmp_path / "records", 2, size=size)
     assert found.first_mismatch is None
     for phase in ("embedding", "training"):
         assert set(found.tables[phase]) == {"user", "item", "city", "tags"}

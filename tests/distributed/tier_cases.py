@@ -1,4 +1,5 @@
-"""What decides where rows lie and how they come, and fifty steps of a small model under each combination of it."""
+"""What decides where rows lie and how they come, and steps of a small model under each combination of it: fifty in
+`make soak`."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ from meseta.spec.tiers import CACHED, DISK, HBM, StorageOptions
 from meseta.storage import TieredShard
 from optim.specs import SPECS
 
-from .scenario import batch_slice
+from .scenario import IS_SOAK, batch_slice
 
 OWN = "an own one"
 ALONE = ShardingType.TABLE_WISE
@@ -73,9 +74,10 @@ def can_meet(one: Setting, other: Setting) -> bool:
 CELLS = covering(AXES, can_meet, times=2, seed=19)
 
 ROWS = {"tall": 900, "flat": 120}
-WIDTH, NUM_DENSE, NUM_STEPS = 32, 4, 50
-SAVED_AFTER = (17, 30, 41, NUM_STEPS)
+WIDTH, NUM_DENSE = 32, 4
+SAVED_AFTER = (17, 30, 41, 50) if IS_SOAK else (6, 11, 15, 18)
 """Steps with a checkpoint."""
+NUM_STEPS = SAVED_AFTER[-1]
 BLOCK_BYTES, MAX_CHAIN = 16_384, 3
 SIZES = (24, 13, 24, 2, 17)
 """Samples of global batches, in turns: slices are uneven, and some ranks have none."""
@@ -206,7 +208,7 @@ def slices(cell: dict[str, Any], world: World, first: int, stop: int) -> Iterato
 
 
 def train(cell: dict[str, Any], folder: Path, is_resident: bool) -> Outcome:
-    """Fifty steps, saved some times below `folder`; run on every rank."""
+    """`NUM_STEPS` steps, saved some times below `folder`; run on every rank."""
     torch.set_num_threads(cell["threads"])
     block_bytes, layout.BLOCK_BYTES = layout.BLOCK_BYTES, BLOCK_BYTES
     try:
