@@ -1,4 +1,4 @@
-"""Message of each bad input, by the name of its case. `...` stands for any text."""
+"""Message of each bad input, by the name of its case. `...` matches any text."""
 
 MESSAGES = {
     "missing column": "source '...' has no column '...'; available: ...",

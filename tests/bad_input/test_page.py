@@ -48,7 +48,7 @@ def says(name: str, line: str) -> bool:
 
 
 def pattern(message: str) -> str:
-    """Regular expression for a message in which `...` stands for any text."""
+    """Regular expression for a message in which `...` matches any text."""
     return ".*".join(re.escape(part) for part in message.split("..."))
 
 
