@@ -20,7 +20,7 @@ from source_tree import ROOT
 PROGRAM = """
 import time
 import torch
-from meseta.measure import cpu_contention
+from meseta.measure import threads
 torch.set_num_threads(2)
 x = torch.zeros(1 << 17)
 def spent():
@@ -29,10 +29,10 @@ def spent():
         x.add_(1)
         time.sleep(0.02)
     return time.process_time() - before
-runtime = cpu_contention._find_libgomp()
+runtime = threads._find_libgomp()
 spent()
 spinning = spent()
-spare = cpu_contention.OversubscriptionThreads(runtime, 2)
+spare = threads.OversubscriptionThreads(runtime, 2)
 sleeping = spent()
 spare.stop()
 print(spinning, sleeping, spent())
