@@ -6,5 +6,5 @@ import pytest
 
 
 def test_jagged_names_its_successor() -> None:
-    with pytest.raises(ModuleNotFoundError, match="meseta.jagged is now meseta.sparse"):
+    with pytest.raises(ModuleNotFoundError, match=r"meseta\.jagged is now meseta\.sparse"):
         importlib.import_module("meseta.jagged")
