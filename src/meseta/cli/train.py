@@ -344,7 +344,7 @@ def _print_chosen(chosen: Mapping[str, Any], dataset: Dataset) -> None:
 def _print_result(summary: dict[str, Any], run_dir: Path) -> None:
     from meseta.telemetry.metrics import EVALUATED_SPLITS, TEST, selection_on_test_warning
 
-    teacher, chosen, ends = summary["teacher"], summary.get("chosen", {}), []
+    teacher, chosen, ends = summary["teacher"], summary.get("selected", {}), []
     for split in (split for split in EVALUATED_SPLITS if split in summary):
         line = summary[split]
         ends.append((f"the {split} split", line.get("ids_outside")))
