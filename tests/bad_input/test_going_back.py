@@ -15,7 +15,7 @@ import pytest
 from bad_input.commands import run_here, tree
 from checkpoint.simulated import flip_middle
 from meseta.checkpoint import latest_complete, list_checkpoints, newest, verify
-from meseta.checkpoint.store.names import QUARANTINE_MARKER, checkpoint_path
+from meseta.checkpoint.files.paths import QUARANTINE_MARKER, checkpoint_path
 from meseta.checkpoint.store.store import make_store
 from small_run import final_checksum, metrics, settings, train, without_times, write_config
 

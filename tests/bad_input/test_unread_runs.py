@@ -14,7 +14,7 @@ from bad_input.commands import run_here, tree
 from checkpoint.simulated import flip_middle
 from failing_reads import ERRORS, Read, failing_reads, once
 from meseta.checkpoint import failures, latest_complete, list_checkpoints
-from meseta.checkpoint.store.names import QUARANTINE_MARKER, checkpoint_path
+from meseta.checkpoint.files.paths import QUARANTINE_MARKER, checkpoint_path
 from sampling import product, sample
 from small_run import final_checksum, settings, train, write_config
 

@@ -9,7 +9,7 @@ from checkpoint.saver import DENSE, PLAN, SPECS, tables_of
 from checkpoint.simulated import pieces
 from meseta.checkpoint import newest, prune, save
 from meseta.checkpoint.files import layout
-from meseta.checkpoint.store.names import parse_step
+from meseta.checkpoint.files.paths import parse_step
 from meseta.comm import World
 from meseta.system import remote
 

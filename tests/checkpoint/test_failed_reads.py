@@ -25,7 +25,7 @@ from failing_reads import ERRORS, Read, failing_reads, once
 from meseta.checkpoint import compact, failures, fallback_checkpoint_error, newest, verify
 from meseta.checkpoint.failures import DamagedCheckpoint
 from meseta.checkpoint.files import layout
-from meseta.checkpoint.store.names import QUARANTINE_MARKER
+from meseta.checkpoint.files.paths import QUARANTINE_MARKER
 from meseta.checkpoint.store.store import list_candidates, make_store
 from meseta.spec import MesetaError
 from meseta.system import remote

@@ -19,7 +19,7 @@ from checkpoint.simulated import pieces, plain_plan, random_plan, random_tables
 from meseta.checkpoint import DamagedCheckpoint, fallback_checkpoint_error, latest_complete, save, verify
 from meseta.checkpoint.fallback import FallbackCheckpointError
 from meseta.checkpoint.files import layout
-from meseta.checkpoint.store.names import QUARANTINE_MARKER
+from meseta.checkpoint.files.paths import QUARANTINE_MARKER
 from meseta.checkpoint.store.store import list_candidates, make_store
 from meseta.comm import World
 from meseta.spec import MesetaError

@@ -30,8 +30,8 @@ from meseta.checkpoint import (
     verify,
 )
 from meseta.checkpoint.files import layout
+from meseta.checkpoint.files.paths import checkpoint_path, parse_step
 from meseta.checkpoint.manifest import file_entries, read_manifest
-from meseta.checkpoint.store.names import checkpoint_path, parse_step
 from meseta.checkpoint.store.store import make_store
 from meseta.spec import MesetaError
 from meseta.system import remote

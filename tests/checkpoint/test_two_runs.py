@@ -17,9 +17,9 @@ from checkpoint.object_store import s3_server
 from checkpoint.simulated import pieces, plain_plan, random_tables
 from meseta.checkpoint import SaveOptions, list_checkpoints, prune, save, saving, verify
 from meseta.checkpoint.files import layout
+from meseta.checkpoint.files.paths import checkpoint_path
 from meseta.checkpoint.manifest import RUN_ID, read_manifest
 from meseta.checkpoint.store import objects
-from meseta.checkpoint.store.names import checkpoint_path
 from meseta.checkpoint.store.store import make_store
 from meseta.comm import World
 from meseta.spec import MesetaError, OptimizerSpec, TableSpec

@@ -14,7 +14,7 @@ import yaml
 
 from bad_input.commands import run_here, run_on_rank
 from meseta.checkpoint.files import digest
-from meseta.checkpoint.store.names import checkpoint_path
+from meseta.checkpoint.files.paths import checkpoint_path
 from meseta.report.record import read_run
 from small_run import final_checksum, metrics, settings, train, without_times, write_config
 

@@ -9,7 +9,7 @@ import torch
 
 from meseta.measure import threads
 from meseta.measure.threads import StepThreads, use_num_threads
-from meseta.system.wait_policy import WAIT_POLICY
+from meseta.system.environment_variables import WAIT_POLICY
 
 Steps = Callable[[int], list[int]]
 

@@ -13,7 +13,7 @@ import pytest
 
 from meseta.measure import threads
 from meseta.measure.threads import CpuTime, read_cpu_time
-from meseta.system.wait_policy import WAIT_POLICY
+from meseta.system.environment_variables import WAIT_POLICY
 from source_tree import ROOT
 
 # Two threads add up a little, then nothing happens for longer than a thread spins; the process's own seconds tell.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meseta.telemetry.heartbeats import HeartbeatMonitor
+from meseta.telemetry.watching import HeartbeatMonitor
 
 
 def test_silence_is_counted_from_the_last_beat() -> None:

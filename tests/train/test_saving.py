@@ -15,10 +15,10 @@ import torch
 from checkpoint.simulated import assert_holds, blank, many_files, pieces, plain_plan, random_tables, some_specs
 from meseta.checkpoint import Mirror, WriteRateLimiter, latest_complete, load, verify
 from meseta.checkpoint.background import BackgroundSaver
+from meseta.checkpoint.files.paths import checkpoint_path
 from meseta.checkpoint.manifest import read_manifest
 from meseta.checkpoint.store import directory
 from meseta.checkpoint.store.directory import DirectoryStore
-from meseta.checkpoint.store.names import checkpoint_path
 from meseta.comm import World
 from meseta.config import CheckpointConfig
 from meseta.spec import MesetaError

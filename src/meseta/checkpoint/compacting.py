@@ -18,9 +18,8 @@ from meseta.checkpoint.files.block import (
 )
 from meseta.checkpoint.files.direct_io import copy_file
 from meseta.checkpoint.files.layout import BlockSchema
-from meseta.checkpoint.files.paths import block_path, table_folder
+from meseta.checkpoint.files.paths import block_path, checkpoint_path, table_folder
 from meseta.checkpoint.manifest import PREFETCHED, full_manifest, read_manifest
-from meseta.checkpoint.store.names import checkpoint_path
 from meseta.checkpoint.store.store import CheckpointStore, make_store
 from meseta.spec import MesetaError
 from meseta.spec.shards import NUM_PARALLEL_CHAIN_READS

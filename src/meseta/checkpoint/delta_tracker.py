@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from meseta.checkpoint.failures import check_files
+from meseta.checkpoint.files.paths import checkpoint_path
 from meseta.checkpoint.manifest import file_entries
 from meseta.checkpoint.policy import DeltaBase, DeltaPolicy, choose_base, is_cumulative
-from meseta.checkpoint.store.names import checkpoint_path
 from meseta.comm import World
 from meseta.config.row_bits import RowBits
 from meseta.ops.row_marks import Consumer

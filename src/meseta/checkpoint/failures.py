@@ -9,8 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from meseta.checkpoint.files.paths import split_path
-from meseta.checkpoint.store.names import QUARANTINE_MARKER
+from meseta.checkpoint.files.paths import QUARANTINE_MARKER, split_path
 from meseta.comm import World
 from meseta.errors import StorageError
 from meseta.spec import MesetaError

@@ -7,10 +7,9 @@ from collections.abc import Collection
 from pathlib import Path
 
 from meseta.checkpoint.failures import DamagedCheckpoint
+from meseta.checkpoint.files.paths import parse_step
 from meseta.checkpoint.loading import verify
-from meseta.checkpoint.manifest import file_entries, read_manifest
-from meseta.checkpoint.store.names import parse_step
-from meseta.checkpoint.store.references import resolve_file
+from meseta.checkpoint.manifest import file_entries, read_manifest, resolve_file
 from meseta.checkpoint.store.store import list_candidates
 from meseta.errors import StorageError
 from meseta.spec import MesetaError

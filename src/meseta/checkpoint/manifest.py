@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -25,7 +26,7 @@ from meseta.checkpoint.files.paths import (
     table_folder,
 )
 from meseta.checkpoint.files.quantization import invalid_formats_reason, quantized_row_bytes
-from meseta.errors import format_value
+from meseta.errors import StorageError, format_value
 from meseta.spec import MesetaError, Plan
 from meseta.spec.tables import TableDtype, invalid_table_name_reason
 from meseta.system.files import (
@@ -472,3 +473,30 @@ def _invalid_file_reason(
     if inner not in paths:
         return f"block {number} must have the path {paths[0]!r}, got {format_value(file['path'])}"
     return None
+
+
+def referenced_files(checkpoints: Iterable[Location]) -> set[Location] | None:
+    """Return all files that the checkpoints need, or `None` if a later version wrote one of them, so that its files are
+    unknown.
+
+    Damaged checkpoints need no files. Raises StorageError if a manifest cannot be read, because any file may be needed.
+    """
+    needed: set[Location] = set()
+    for path in checkpoints:
+        try:
+            needed |= {resolve_file(path, entry["path"]) for entry in file_entries(read_manifest(path))}
+        except DamagedCheckpoint:
+            continue
+        except StorageError:
+            raise
+        except MesetaError:
+            return None
+    return needed
+
+
+def resolve_file(path: Location, inner: str) -> Location:
+    """Return the location of a file that the manifest of the checkpoint at `path` names."""
+    folder, inner = split_path(inner)
+    if folder is None:
+        return path / inner
+    return path.with_name(folder) / inner if isinstance(path, Path) else path.parent / folder / inner

@@ -27,11 +27,10 @@ from meseta.checkpoint.files.block import (
 )
 from meseta.checkpoint.files.direct_io import WriteRateLimiter
 from meseta.checkpoint.files.layout import ID, TableLayout
-from meseta.checkpoint.files.paths import block_path, rows_path, table_folder
+from meseta.checkpoint.files.paths import block_path, checkpoint_path, rows_path, table_folder
 from meseta.checkpoint.files.quantization import encode_rows
 from meseta.checkpoint.manifest import build_manifest, check_state
 from meseta.checkpoint.policy import DeltaBase, check_base
-from meseta.checkpoint.store.names import checkpoint_path
 from meseta.checkpoint.store.store import CheckpointStore, make_store
 from meseta.comm import World
 from meseta.config.row_bits import RowBits

@@ -36,10 +36,9 @@ from meseta.cli.train import train
 from meseta.cli.verify import verify
 from meseta.errors import ERROR_PREFIX, FormerNameWarning, MesetaError, error_summary
 from meseta.system.environment import package_version
-from meseta.system.environment_variables import environ
+from meseta.system.environment_variables import environ, set_wait_policy
 from meseta.system.processes import exit_immediately, remove_scratch_files
 from meseta.system.ranks import RENDEZVOUS_VARIABLE
-from meseta.system.wait_policy import set_wait_policy
 from meseta.telemetry.rank_record import RANK_RECORD_VARIABLE, CurrentRankRecord
 from meseta.telemetry.watching import StallReporter, check_start_memory
 

@@ -87,8 +87,8 @@ def _checkpoint_steps(settings: RunConfig) -> dict[tuple[str, float], int]:
 
     The key (manifest path, modification time) distinguishes a checkpoint from an older one of the same step.
     """
+    from meseta.checkpoint.files.paths import parse_step
     from meseta.checkpoint.manifest import MANIFEST_PATH
-    from meseta.checkpoint.store.names import parse_step
     from meseta.checkpoint.store.store import list_candidates
     from meseta.system.remote import location_exists, modification_time_s
 

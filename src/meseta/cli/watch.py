@@ -14,7 +14,6 @@ from meseta.errors import MesetaError
 from meseta.system.time_limits import TimeLimits
 from meseta.system.waits import is_blocked
 from meseta.telemetry.diagnosis import Diagnosis, DivergenceGracePeriod, diagnose, find_diverged, find_stuck
-from meseta.telemetry.heartbeats import HeartbeatMonitor
 from meseta.telemetry.rank_record import (
     RANK_RECORD_VARIABLE,
     RECORD_BYTES,
@@ -24,7 +23,7 @@ from meseta.telemetry.rank_record import (
     parse_record,
     record_path,
 )
-from meseta.telemetry.watching import POLL_INTERVAL_S, MemoryWatch, StallWatch, WatchedProcess
+from meseta.telemetry.watching import POLL_INTERVAL_S, HeartbeatMonitor, MemoryWatch, StallWatch, WatchedProcess
 
 RECORD_POLL_INTERVAL_S = 1.0
 """Seconds between two reads of the records."""

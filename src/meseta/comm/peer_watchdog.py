@@ -13,13 +13,12 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from meseta.comm.timeouts import ProcessTimeouts
 from meseta.comm.world import World
 from meseta.errors import ERROR_PREFIX, MesetaError, error_summary
 from meseta.system.environment_variables import environ
 from meseta.system.processes import exit_immediately
 from meseta.system.ranks import RENDEZVOUS_VARIABLE
-from meseta.system.time_limits import HANG_EXIT_CODE, TimeLimits
+from meseta.system.time_limits import HANG_EXIT_CODE, ProcessTimeouts, TimeLimits
 from meseta.telemetry.diagnosis import (
     Diagnosis,
     DivergenceGracePeriod,
@@ -28,8 +27,8 @@ from meseta.telemetry.diagnosis import (
     find_unreachable_hosts,
     find_unresponsive,
 )
-from meseta.telemetry.heartbeats import HeartbeatMonitor
 from meseta.telemetry.rank_record import RECORD_BYTES, CurrentRankRecord, RankRecord, RankState, parse_record
+from meseta.telemetry.watching import HeartbeatMonitor
 
 # thread "exchange"    publishes this rank's record and reads those of all ranks, about once per second
 # thread "judge"       examines the records, and whether exchanges still succeed

@@ -19,7 +19,6 @@ from torch import Tensor
 from meseta.comm.messages import Lane, Peer, PendingExchange, RowPriority, start_exchange
 from meseta.comm.recording import NULL_RECORDING, dtype_name, record_transfer, register_lane
 from meseta.comm.sums import OrderedSum, SumCodec, ordered_sum
-from meseta.comm.timeouts import transport_timeout
 from meseta.ops.memory import empty
 from meseta.spec import MesetaError, Plan
 from meseta.spec.codecs import (
@@ -34,6 +33,7 @@ from meseta.spec.transfer import NON_STEP_TRANSFERS, STEP_TRANSFERS
 from meseta.system.environment_variables import environ
 from meseta.system.processors import batch_scheduled_threads
 from meseta.system.ranks import RENDEZVOUS_VARIABLE
+from meseta.system.time_limits import transport_timeout
 from meseta.telemetry.rank_record import CurrentRankRecord, TransferInfo
 from meseta.telemetry.span import TransferSpan, TransferTimes
 

@@ -21,8 +21,7 @@ from typing import Any
 
 import torch
 
-from meseta.system.environment_variables import environ
-from meseta.system.wait_policy import has_default_policy
+from meseta.system.environment_variables import environ, has_default_policy
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from datetime import timedelta
 
 from meseta.errors import MesetaError
 
@@ -43,3 +44,15 @@ class TimeLimits:
     def transport_timeout_s(self) -> float:
         """Timeout of torch's process groups in seconds."""
         return self.stall_timeout_s + TRANSPORT_GRACE_S
+
+
+class ProcessTimeouts:
+    """Time limits of this process, for process groups created from now on."""
+
+    limits: TimeLimits = TimeLimits()
+
+
+def transport_timeout() -> timedelta:
+    """Return the timeout of process groups."""
+    # It is longer than the limits of the launcher and the watchdog, whose messages say more than those of torch.
+    return timedelta(seconds=ProcessTimeouts.limits.transport_timeout_s)

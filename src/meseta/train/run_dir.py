@@ -11,8 +11,7 @@ from typing import Any
 
 import yaml
 
-from meseta.checkpoint.files.paths import CHECKPOINT_NAME_PATTERN
-from meseta.checkpoint.store.names import checkpoint_path
+from meseta.checkpoint.files.paths import CHECKPOINT_NAME_PATTERN, checkpoint_path
 from meseta.checkpoint.store.store import check_writable, make_store, newest
 from meseta.comm import World
 from meseta.config import RunConfig, load_config

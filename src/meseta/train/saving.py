@@ -21,12 +21,11 @@ from meseta.checkpoint.background import BackgroundSaver, select_in_place
 from meseta.checkpoint.delta_tracker import DeltaTracker
 from meseta.checkpoint.failures import run_on_all_ranks
 from meseta.checkpoint.files.direct_io import MIN_BYTES_PER_S
+from meseta.checkpoint.files.paths import checkpoint_name
 from meseta.checkpoint.manifest import RUN_ID
 from meseta.checkpoint.policy import is_cumulative
-from meseta.checkpoint.store.names import checkpoint_name
 from meseta.checkpoint.store.store import make_store
 from meseta.comm import World
-from meseta.comm.timeouts import ProcessTimeouts
 from meseta.config import CheckpointConfig
 from meseta.config.row_bits import RowBits
 from meseta.embedding import EmbeddingBagCollection, ShardedEmbeddingBagCollection
@@ -40,6 +39,7 @@ from meseta.storage import SelectedRows, TableStorage
 from meseta.system.interruption import SignalListener, TrainingInterrupt
 from meseta.system.ranks import num_local_ranks
 from meseta.system.remote import Location
+from meseta.system.time_limits import ProcessTimeouts
 from meseta.train.setup.memory import available_bytes
 
 READBACK_STATE_FILE = "mirror_checks.json"

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from meseta import checkpoint
+from meseta.checkpoint.files.paths import parse_step
 from meseta.checkpoint.manifest import read_manifest
-from meseta.checkpoint.store.names import parse_step
 from meseta.comm import World
 from meseta.config import RunConfig
 from meseta.data.dataset.dataset import Dataset

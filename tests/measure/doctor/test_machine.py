@@ -10,8 +10,8 @@ import pytest
 
 from meseta.measure.doctor import checks
 from meseta.measure.doctor.packages import Finding, note, problem
+from meseta.system.environment_variables import WAIT_POLICY
 from meseta.system.kernel import CgroupLimits, KernelFiles, read_cgroup_limits
-from meseta.system.wait_policy import WAIT_POLICY
 from meseta.telemetry.formatting import format_bytes
 
 Make = Callable[[dict[str, str]], KernelFiles]

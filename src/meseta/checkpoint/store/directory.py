@@ -15,10 +15,14 @@ from typing import Any
 
 from meseta.checkpoint.failures import check_no_concurrent_saves, read_with_retry, wrap_write_errors
 from meseta.checkpoint.files.direct_io import WriteRateLimiter
-from meseta.checkpoint.files.paths import CHECKPOINT_NAME_PATTERN
-from meseta.checkpoint.manifest import MANIFEST_PATH, write_manifest
-from meseta.checkpoint.store.names import QUARANTINE_MARKER, QUARANTINE_MARKERS, checkpoint_name, parse_step
-from meseta.checkpoint.store.references import referenced_files
+from meseta.checkpoint.files.paths import (
+    CHECKPOINT_NAME_PATTERN,
+    QUARANTINE_MARKER,
+    QUARANTINE_MARKERS,
+    checkpoint_name,
+    parse_step,
+)
+from meseta.checkpoint.manifest import MANIFEST_PATH, referenced_files, write_manifest
 from meseta.spec import MesetaError
 from meseta.system.files import (
     is_folder,

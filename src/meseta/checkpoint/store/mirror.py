@@ -12,7 +12,7 @@ from typing import Any
 
 from meseta.checkpoint.failures import DamagedCheckpoint, locate_file, malformed_manifest_error, read_error
 from meseta.checkpoint.files.direct_io import copy_file
-from meseta.checkpoint.files.paths import CHECKPOINT_NAME_PATTERN, split_path
+from meseta.checkpoint.files.paths import CHECKPOINT_NAME_PATTERN, checkpoint_name, split_path
 from meseta.checkpoint.manifest import (
     MANIFEST_PATH,
     check_manifest,
@@ -29,7 +29,6 @@ from meseta.checkpoint.store.contents import (
     file_key,
     path_in_store,
 )
-from meseta.checkpoint.store.names import checkpoint_name
 from meseta.checkpoint.store.readback import ReadbackQueue
 from meseta.checkpoint.store.store import make_store
 from meseta.spec import MesetaError

@@ -13,10 +13,14 @@ from typing import Any
 from meseta.checkpoint.failures import check_no_concurrent_saves, concurrent_writer_error, has_file, read_with_retry
 from meseta.checkpoint.files.block import DENSE_PATH
 from meseta.checkpoint.files.direct_io import WriteRateLimiter
-from meseta.checkpoint.files.paths import CHECKPOINT_NAME_PATTERN
-from meseta.checkpoint.manifest import MANIFEST_PATH, own_file_entries, write_manifest
-from meseta.checkpoint.store.names import QUARANTINE_MARKER, QUARANTINE_MARKERS, checkpoint_name, parse_step
-from meseta.checkpoint.store.references import referenced_files
+from meseta.checkpoint.files.paths import (
+    CHECKPOINT_NAME_PATTERN,
+    QUARANTINE_MARKER,
+    QUARANTINE_MARKERS,
+    checkpoint_name,
+    parse_step,
+)
+from meseta.checkpoint.manifest import MANIFEST_PATH, own_file_entries, referenced_files, write_manifest
 from meseta.errors import StorageError
 from meseta.spec import MesetaError
 from meseta.system.remote import RETRY_DELAYS_S, RemotePath

@@ -10,9 +10,9 @@ from typing import Any, Protocol, runtime_checkable
 
 from meseta.checkpoint.failures import DamagedCheckpoint, check_files, has_file, read_with_retry
 from meseta.checkpoint.files.direct_io import WriteRateLimiter
+from meseta.checkpoint.files.paths import checkpoint_path
 from meseta.checkpoint.manifest import MANIFEST_PATH, file_entries, read_manifest
 from meseta.checkpoint.store.directory import DirectoryStore
-from meseta.checkpoint.store.names import checkpoint_path
 from meseta.checkpoint.store.objects import ObjectStore
 from meseta.errors import StorageError
 from meseta.spec import MesetaError

@@ -17,12 +17,11 @@ from meseta.measure.doctor import packages, probe
 from meseta.measure.doctor.child_processes import run_children
 from meseta.measure.doctor.packages import Finding, VersionLookup, note, ok, problem
 from meseta.ops.core import InstructionSetError
-from meseta.system.environment_variables import environ
+from meseta.system.environment_variables import WAIT_POLICY_VARIABLES, environ, has_default_policy, threads_spin
 from meseta.system.files import direct_io_block_bytes
 from meseta.system.kernel import CgroupLimits, KernelFiles, free_memory_bytes, read_cgroup_limits
 from meseta.system.processors import num_cores, read_processor
 from meseta.system.ranks import Rendezvous
-from meseta.system.wait_policy import WAIT_POLICY_VARIABLES, has_default_policy, threads_spin
 from meseta.telemetry.formatting import format_bytes
 
 RECOMMENDED_FREE_MEMORY_BYTES = 2_000_000_000

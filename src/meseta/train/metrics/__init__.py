@@ -15,11 +15,11 @@ from meseta.train.metrics.binary_metrics import (
     logloss,
     normalized_entropy,
     pr_auc,
+    regret,
     reliability_curve,
 )
 from meseta.train.metrics.grouped import GroupedMetric, grouped_auc, grouped_ndcg
 from meseta.train.metrics.lifetime import BinnedAuc, LifetimeMetrics, LifetimeWindow, MetricWindow, binned_auc
-from meseta.train.metrics.regret import regret
 from meseta.train.metrics.tasks import Segment, TaskWindows, segment_metrics, task_metrics
 
 __all__ = [
