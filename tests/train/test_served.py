@@ -29,7 +29,7 @@ from meseta.data.service.messages import TableRequest
 from meseta.data.service.server.key_folder import make_keys
 from meseta.embedding import EmbeddingBagCollection
 from meseta.spec import MesetaError
-from meseta.telemetry.row_waits import NO_READER
+from meseta.telemetry.span import NO_READER
 from meseta.train.setup.build import make_reader
 from meseta.train.setup.memory import run_bytes
 from meseta.train.setup.meta_model import make_meta_model

@@ -1,6 +1,6 @@
 """Queues of collectives that make progress while a rank computes, and give way to urgent collectives.
 
-All ranks submit the same collectives to a lane in the same order.
+Each transfer is listed in the record of this rank. All ranks submit the same collectives to a lane in the same order.
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cache
+from itertools import count
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -22,6 +24,7 @@ from torch import Tensor
 
 from meseta.spec import MesetaError
 from meseta.spec.transfer import MAX_TAGS, NON_STEP_TRANSFERS, STEP_TRANSFERS
+from meseta.telemetry.rank_record import CurrentRankRecord, TransferInfo
 
 # lane     process group    collectives                                  gives way to
 # ------   --------------   ------------------------------------------   -----------------------------------------
@@ -339,3 +342,51 @@ def _diverged_error(
         f"rank {rank} is at {sent.describe()}{tables_text} with rank {peer}, which is at {received.describe()} with "
         f"rank {rank}; use the same tables and plan on all ranks, and run the same batches and stages in the same order"
     )
+
+
+NULL_RECORDING: AbstractContextManager[None] = nullcontext()
+
+
+def record_transfer(
+    group: Any, sending: TransferInfo, step: int | None = None, lane: str = "rows"
+) -> AbstractContextManager[None]:
+    """Record the start of a transfer, described by `sending`. Returns a context manager to enter while this rank waits
+    for it.
+
+    `group` is a process group of torch.distributed, by default the default group. `step` is the number of earlier steps
+    of this process, or `None` if the transfer belongs to no step.
+    `lane` is 'rows' or 'sums'.
+    """
+    return (
+        NULL_RECORDING
+        if CurrentRankRecord.record is None
+        else CurrentRankRecord.record.start_transfer(_get_lane(group, lane), step, sending)
+    )
+
+
+@cache
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype without the module, such as 'float32'."""
+    return str(dtype).removeprefix("torch.")
+
+
+_lanes: WeakKeyDictionary[Any, dict[str, tuple[int, str]]] = WeakKeyDictionary()
+_lane_numbers = count(1)
+
+
+def _get_lane(group: Any, name: str) -> tuple[int, str]:
+    # The default group's lane of rows is number 0.
+    if group is None or group is dist.group.WORLD:
+        if name == "rows":
+            return 0, name
+        group = dist.group.WORLD
+    names = _lanes.setdefault(group, {})
+    # Lanes are numbered at their first use. All ranks use new lanes in the same order, so the numbers agree.
+    if name not in names:
+        names[name] = next(_lane_numbers), name
+    return names[name]
+
+
+def register_lane(group: Any, name: str) -> None:
+    """Assign a number to the lane of a new group. All ranks must create groups in the same order."""
+    _lanes.setdefault(group, {})["rows"] = next(_lane_numbers), name

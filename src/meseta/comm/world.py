@@ -16,8 +16,17 @@ import torch.distributed as dist
 import torch.distributed.nn
 from torch import Tensor
 
-from meseta.comm.messages import Lane, Peer, PendingExchange, RowPriority, start_exchange
-from meseta.comm.recording import NULL_RECORDING, dtype_name, record_transfer, register_lane
+from meseta.comm.messages import (
+    NULL_RECORDING,
+    Lane,
+    Peer,
+    PendingExchange,
+    RowPriority,
+    dtype_name,
+    record_transfer,
+    register_lane,
+    start_exchange,
+)
 from meseta.comm.sums import OrderedSum, SumCodec, ordered_sum
 from meseta.ops.memory import empty
 from meseta.spec import MesetaError, Plan

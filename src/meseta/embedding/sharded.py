@@ -14,11 +14,10 @@ from meseta.comm.sums import SumCodec
 from meseta.embedding.base import BaseEmbeddingCollection, OptimizerInBackward
 from meseta.embedding.batch_context import BatchContext, ExhaustedInput, StageTimer
 from meseta.embedding.collection import EmbeddingBagCollection
-from meseta.embedding.gradient_dist import GradientDist, gather_column_stats
 from meseta.embedding.input_dist import InputDist, OwnedIds, PendingCounts
 from meseta.embedding.replicas import ReplicatedRows
 from meseta.embedding.routes import gradient_exponent
-from meseta.embedding.sharded_lookup import OutputDist, ShardedLookup
+from meseta.embedding.sharded_lookup import GradientDist, OutputDist, ShardedLookup, gather_column_stats
 from meseta.embedding.update import (
     GradientSegment,
     group_shards,

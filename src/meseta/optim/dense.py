@@ -1,4 +1,4 @@
-"""Gradient clipping, bitwise identical for any number of threads."""
+"""Optimizers, learning rates and gradient clipping of the dense part, bitwise identical for any number of threads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from meseta.config import DenseOptimizerConfig, ScheduleConfig
+from meseta.config import DenseOptimizerConfig, RunConfig, ScheduleConfig
 from meseta.spec import MesetaError
 
 NORM_EPSILON = 1e-6
@@ -160,6 +160,28 @@ class Lamb(torch.optim.Optimizer):
         of_parameter, of_direction = (global_norm([t], self._sum_over_ranks) for t in (parameter, direction))
         quotient = of_parameter / of_direction if of_parameter > 0 and of_direction > 0 else 1.0
         parameter.add_(direction, alpha=-group["lr"] * quotient)
+
+
+def set_learning_rates(
+    config: RunConfig,
+    optimizer: torch.optim.Optimizer,
+    step: int,
+    num_steps: int,
+    num_falls: tuple[int, int] = (0, 0),
+) -> float:
+    """Set the learning rate of the dense part for `step`, and return the factor on the rates of tables.
+
+    Args:
+        config: Config of the run.
+        optimizer: Optimizer of the dense part.
+        step: Step number, starting at 0.
+        num_steps: Number of steps of the whole run.
+        num_falls: Number of plateau reductions of (table, dense) rates so far.
+    """
+    factor = learning_rate_factor(config.dense_schedule, step, num_steps, num_falls[1])
+    for group in optimizer.param_groups:
+        group["lr"] = config.dense.optimizer.lr * factor
+    return learning_rate_factor(config.embedding_schedule, step, num_steps, num_falls[0])
 
 
 def learning_rate_factor(schedule: ScheduleConfig, step: int, num_steps: int, num_falls: int = 0) -> float:

@@ -13,8 +13,7 @@ from meseta.spec.stages import STAGE_NAMES
 from meseta.telemetry.formatting import format_bytes, format_count, format_percent, is_drawable
 from meseta.telemetry.metrics_file import TrainLine
 from meseta.telemetry.row_traffic import RowTraffic
-from meseta.telemetry.row_waits import RowWait
-from meseta.telemetry.span import TransferMeans
+from meseta.telemetry.span import RowWait, TransferMeans
 
 if TYPE_CHECKING:
     from meseta.report.record import RunRecord

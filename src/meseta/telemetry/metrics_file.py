@@ -15,10 +15,9 @@ from meseta.spec.documents import rename_keys
 from meseta.spec.stages import FORMER_STAGES
 from meseta.spec.transfer import FORMER_TRANSFERS
 from meseta.system.files import MAX_DOCUMENT_BYTES, file_too_long_error, open_regular, parse_json
-from meseta.telemetry import row_traffic, row_waits, span
+from meseta.telemetry import row_traffic, span
 from meseta.telemetry.row_traffic import RowTraffic
-from meseta.telemetry.row_waits import RowWait
-from meseta.telemetry.span import TransferMeans
+from meseta.telemetry.span import RowWait, TransferMeans
 
 METRICS_FILE = "metrics.jsonl"
 # A million lines of a kilobyte.
@@ -41,7 +40,7 @@ StageSeconds = Annotated[dict[str, float], renames(FORMER_STAGES)]
 """Seconds per step of each stage."""
 Transfers = Annotated[dict[str, Annotated[TransferMeans, renames(span.FORMER_KEYS)]], renames(FORMER_TRANSFERS)]
 """Means of each transfer, by name."""
-RowWaits = dict[str, Annotated[RowWait, renames(row_waits.FORMER_KEYS)]]
+RowWaits = dict[str, Annotated[RowWait, renames(span.FORMER_ROW_WAIT_KEYS)]]
 """Seconds per step that a rank waited for each reader."""
 TableTraffic = dict[str, Annotated[RowTraffic, renames(row_traffic.FORMER_KEYS)]]
 """Row traffic of each offloaded table."""

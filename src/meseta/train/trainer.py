@@ -15,9 +15,9 @@ from meseta.comm import World
 from meseta.comm.recording import publish_record
 from meseta.config import RunConfig
 from meseta.measure.threads import StepThreads
+from meseta.optim.dense import set_learning_rates
 from meseta.pipeline import LateNonFiniteLoss, StepResult
 from meseta.spec import MesetaError
-from meseta.system.remote import Location
 from meseta.telemetry.metrics_file import EvalLine, Line, TrainLine
 from meseta.telemetry.timeline import StepRange
 from meseta.train import resuming
@@ -41,7 +41,6 @@ from meseta.train.setup.build import (
     make_reader,
     place_model,
     plan_model,
-    set_learning_rates,
     task_weights,
 )
 from meseta.train.setup.source import make_row_source
@@ -162,7 +161,7 @@ class Trainer:
         lines = self.world.broadcast_from_rank_0(lambda: self._logged_evaluations(self.evaluation_tracker.split, step))
         return lines[0] if lines else line
 
-    def save_initial_checkpoint(self, fill: Callable[[Any], None]) -> Location:
+    def save_initial_checkpoint(self, fill: Callable[[Any], None]) -> None:
         """Write the first checkpoint of a run, with the model that `fill` has modified. `run` resumes from it.
 
         Nothing is written if `fill` raises an error.
@@ -173,7 +172,6 @@ class Trainer:
             self._save()
             self.checkpoint_manager.wait()
             self.checkpoint_manager.sync_mirror()
-        return self.run_dir.checkpoint_path(self.step)
 
     def _run(self) -> RunSummary:
         former = load_summary(self.run_dir, self.world)

@@ -28,7 +28,7 @@ from meseta.data.service.client.windows import attribute_wait
 from meseta.data.service.messages import WindowTimings
 from meseta.data.service.server import window_reader
 from meseta.spec import MesetaError
-from meseta.telemetry.row_waits import NO_READER, RowWait, RowWaits
+from meseta.telemetry.span import NO_READER, RowWait, RowWaits
 
 SECONDS = st.integers(0, 12)
 

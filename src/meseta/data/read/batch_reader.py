@@ -19,7 +19,7 @@ from meseta.data.read.selection import ExcludedRows
 from meseta.data.read.slicing import BatchSlicer
 from meseta.data.read.tensors import pad_batch, to_batch
 from meseta.spec import MesetaError
-from meseta.telemetry.row_waits import RowWait, RowWaits
+from meseta.telemetry.span import RowWait, RowWaits
 
 READER_FORMAT = "meseta.reader/1"
 

@@ -87,8 +87,8 @@ def import_model(
     tensors = {n: t for n, t in read_state_dict(path).items() if not any(fnmatchcase(n, p) for p in ignore)}
     imported: list[ImportedTensor] = []
     trainer = Trainer(config, World.single())
-    saved = trainer.save_initial_checkpoint(partial(_fill_model, tensors, layout, dict(renames or {}), imported))
-    return saved, imported
+    trainer.save_initial_checkpoint(partial(_fill_model, tensors, layout, dict(renames or {}), imported))
+    return trainer.run_dir.checkpoint_path(trainer.step), imported
 
 
 def import_export(path: Path, config: RunConfig, *, states: bool = False) -> tuple[Location, list[ImportedTensor]]:
@@ -108,9 +108,8 @@ def import_export(path: Path, config: RunConfig, *, states: bool = False) -> tup
         )
     trainer = Trainer(config, World.single())
     imported: list[ImportedTensor] = []
-    return trainer.save_initial_checkpoint(
-        partial(_fill_model_from_export, exported, trainer if states else None, imported)
-    ), imported
+    trainer.save_initial_checkpoint(partial(_fill_model_from_export, exported, trainer if states else None, imported))
+    return trainer.run_dir.checkpoint_path(trainer.step), imported
 
 
 def _check_no_checkpoint(config: RunConfig) -> None:

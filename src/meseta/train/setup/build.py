@@ -16,7 +16,7 @@ from meseta.data.read.batch_reader import BatchReader
 from meseta.data.read.options import ReaderOptions
 from meseta.data.service.client.reader import RunAttempt
 from meseta.embedding import EmbeddingBagCollection, shard
-from meseta.optim.dense import GradientClipper, SumOverRanks, learning_rate_factor, make_dense_optimizer
+from meseta.optim.dense import GradientClipper, SumOverRanks, make_dense_optimizer
 from meseta.pipeline import Pipeline
 from meseta.spec import MesetaError, Plan, suggest
 from meseta.spec.stages import Overlap
@@ -171,28 +171,6 @@ def count_steps(config: RunConfig, reader: BatchReader, num_done_steps: int) -> 
             "raise train.epochs or train.max_steps, or choose another run_dir"
         )
     return num_steps
-
-
-def set_learning_rates(
-    config: RunConfig,
-    optimizer: torch.optim.Optimizer,
-    step: int,
-    num_steps: int,
-    num_falls: tuple[int, int] = (0, 0),
-) -> float:
-    """Set the learning rate of the dense part for `step`, and return the factor on the rates of tables.
-
-    Args:
-        config: Config of the run.
-        optimizer: Optimizer of the dense part.
-        step: Step number, starting at 0.
-        num_steps: Number of steps of the whole run.
-        num_falls: Number of plateau reductions of (table, dense) rates so far.
-    """
-    factor = learning_rate_factor(config.dense_schedule, step, num_steps, num_falls[1])
-    for group in optimizer.param_groups:
-        group["lr"] = config.dense.optimizer.lr * factor
-    return learning_rate_factor(config.embedding_schedule, step, num_steps, num_falls[0])
 
 
 def task_weights(config: RunConfig, dataset: Dataset) -> list[float] | None:

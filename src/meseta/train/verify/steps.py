@@ -18,7 +18,7 @@ from meseta.config import RunConfig
 from meseta.data.read.batch import Batch
 from meseta.embedding import EmbeddingBagCollection
 from meseta.ops.random_rows import initial_rows
-from meseta.optim.dense import make_dense_optimizer
+from meseta.optim.dense import make_dense_optimizer, set_learning_rates
 from meseta.pipeline import Pipeline
 from meseta.sparse import KeyedJaggedTensor
 from meseta.spec import MesetaError, Plan
@@ -29,7 +29,6 @@ from meseta.train.setup.build import (
     make_clip,
     make_reader,
     make_sharded_model,
-    set_learning_rates,
     task_weights,
 )
 from meseta.train.setup.specs import make_specs

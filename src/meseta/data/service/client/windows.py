@@ -24,7 +24,7 @@ from meseta.data.service.dispatcher_client import DispatcherClient
 from meseta.data.service.messages import LeaseRequest, Leases, ReaderFailure, Session, WindowTicket, WindowTimings
 from meseta.data.service.record_batches import ReceivedRows
 from meseta.errors import MesetaError
-from meseta.telemetry.row_waits import NO_READER, RowWait
+from meseta.telemetry.span import NO_READER, RowWait
 
 LEASE_CHECK_INTERVAL_S = 1.0
 """Seconds without rows after which a rank asks whether a window still has the same reader."""
