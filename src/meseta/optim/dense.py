@@ -1,4 +1,4 @@
-"""Optimizers, learning rates and gradient clipping of the dense part, bitwise identical for any number of threads."""
+"""Optimizers, learning rates and gradient clipping of the dense part. No result depends on the number of threads."""
 
 from __future__ import annotations
 
@@ -169,14 +169,9 @@ def set_learning_rates(
     num_steps: int,
     num_falls: tuple[int, int] = (0, 0),
 ) -> float:
-    """Set the learning rate of the dense part for `step`, and return the factor on the rates of tables.
+    """Set the learning rate of the dense part for `step`, which starts at 0, and return the factor on those of tables.
 
-    Args:
-        config: Config of the run.
-        optimizer: Optimizer of the dense part.
-        step: Step number, starting at 0.
-        num_steps: Number of steps of the whole run.
-        num_falls: Number of plateau reductions of (table, dense) rates so far.
+    `num_falls` has the numbers of (table, dense) reductions of schedule 'plateau' so far.
     """
     factor = learning_rate_factor(config.dense_schedule, step, num_steps, num_falls[1])
     for group in optimizer.param_groups:
@@ -188,15 +183,13 @@ def learning_rate_factor(schedule: ScheduleConfig, step: int, num_steps: int, nu
     """Return the factor of the learning rate for `step`, which starts at 0.
 
     As in MLPerf's DLRM, the factor rises linearly to 1 during the warm-up, stays 1 until the decay starts, and then
-    decreases. The first step of the decay still has factor 1. Steps after the decay have `end_factor`.
+    decreases. Steps after the decay, which ends at `num_steps` by default, have `end_factor`.
 
     Args:
         schedule: Shape of the decay. 'polynomial' is (1 - progress) ** power. 'cosine' is (1 + cos(pi * progress)) / 2
             (arXiv 1608.03983, equation 5, without restarts). Both are scaled to end at `end_factor`. 'step' multiplies
             by `step_factor` every `step_every` steps, and 'plateau' after evaluations without progress, both down to
             `end_factor`.
-        step: Index of the step.
-        num_steps: Number of steps of the training, at which the decay ends by default.
         num_falls: Number of decreases so far, for 'plateau'.
     """
     # The decay never starts during the warm-up.
