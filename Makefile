@@ -49,7 +49,7 @@ soak: .venv/installed
 quality: export OMP_WAIT_POLICY := passive
 quality: .venv/installed
 	@for suite in $(SUITES); do \
-	  $(BIN)/meseta quality examples/quality/$$suite.yaml --out runs/quality/$$suite || exit 1; \
+	  $(BIN)/python tools/quality examples/quality/$$suite.yaml --out runs/quality/$$suite || exit 1; \
 	done
 
 # The core under AddressSanitizer and UndefinedBehaviorSanitizer; MESETA_ISA=baseline takes one instruction set of three.

@@ -61,6 +61,7 @@ PUBLIC = {
     "meseta.storage": """
         ROW Lease CacheCapacityError SelectedRows TableShard TableStorage TieredShard as_stored make_storages
     """,
+    "meseta.train": "grid_settings open_trained parse_setting random_settings run_workload",
     "meseta.train.metrics": """
         NUM_RELIABILITY_BINS BinnedAuc GroupedMetric LifetimeMetrics LifetimeWindow MetricWindow Metrics ReliabilityBin
         Segment TaskWindows auc base_rate_entropy binned_auc calibration compute_metrics grouped_auc grouped_ndcg

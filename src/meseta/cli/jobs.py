@@ -5,11 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from meseta.cli.launch import StopSignals, start_command, start_function
+from meseta.cli.launch import StopSignals, start_command
 from meseta.errors import ERROR_PREFIX
 
 POLL_INTERVAL_S = 0.05
@@ -20,16 +19,11 @@ StartProcess = Callable[[int], BaseProcess]
 
 def command_step(arguments: Sequence[str], title: str) -> StartProcess:
     """Return a function that starts a `meseta` command in a process called `title`."""
-    return partial(_redirect_output, partial(start_command, arguments, title))
 
+    def start(out: int) -> BaseProcess:
+        return start_command(arguments, title, out=out, err=out)
 
-def function_step(work: Callable[[], object], title: str) -> StartProcess:
-    """Return a function that starts `work` in a process called `title`."""
-    return partial(_redirect_output, partial(start_function, work, title))
-
-
-def _redirect_output(start: Callable[..., BaseProcess], out: int) -> BaseProcess:
-    return start(out=out, err=out)
+    return start
 
 
 @dataclass(frozen=True)

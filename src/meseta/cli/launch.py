@@ -47,12 +47,6 @@ def start_command(
     return fork(partial(_run_command, arguments), name, extra_environ=variables, stdout_fd=out, stderr_fd=err)
 
 
-def start_function(work: Callable[[], object], name: str, *, out: int = 1, err: int = 2) -> BaseProcess:
-    """Start `work` in a forked process. If it raises MesetaError or OSError, the process prints it and exits with 1."""
-    _prepare_fork()
-    return fork(partial(_run_function, work), name, stdout_fd=out, stderr_fd=err)
-
-
 def _prepare_fork() -> None:
     if StallReporter.current is not None:
         StallReporter.current.stop()  # A fork of a process with threads may deadlock.
@@ -66,14 +60,6 @@ def _preload_imports() -> None:
     gc.collect()
     # Keep the garbage collector of forked processes from writing to memory pages that they share with this process.
     gc.freeze()
-
-
-def _run_function(work: Callable[[], object]) -> None:
-    try:
-        work()
-    except (MesetaError, OSError) as error:
-        os.write(2, f"{ERROR_PREFIX}{error}\n".encode())
-        sys.exit(1)
 
 
 def _run_command(arguments: Sequence[str]) -> None:

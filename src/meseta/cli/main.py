@@ -27,7 +27,6 @@ from meseta.cli.lazy_dynamo import defer_dynamo_import
 from meseta.cli.plan import plan
 from meseta.cli.predict import predict
 from meseta.cli.prepare import prepare
-from meseta.cli.quality import quality
 from meseta.cli.readers import app as readers_app
 from meseta.cli.report import report
 from meseta.cli.sweep import sweep
@@ -42,8 +41,12 @@ from meseta.system.ranks import RENDEZVOUS_VARIABLE
 from meseta.telemetry.rank_record import RANK_RECORD_VARIABLE, CurrentRankRecord
 from meseta.telemetry.watching import StallReporter, check_start_memory
 
-TORCH_COMMANDS = {"train", "eval", "predict", "verify", "sweep", "quality", "calibrate"}
+TORCH_COMMANDS = {"train", "eval", "predict", "verify", "sweep", "calibrate"}
 """Commands that import torch with any options."""
+MOVED_COMMANDS = {
+    "quality": "'python tools/quality'",
+}
+"""Former commands, and what to run instead in a clone of the repository."""
 PEER_LOSS_GRACE_S = 5.0
 """Seconds that a rank waits after a peer was lost, so that its watchdog can report which rank it was."""
 
@@ -57,7 +60,6 @@ app.add_typer(data_app, name="data")
 app.command()(prepare)
 app.command()(train)
 app.command()(sweep)
-app.command()(quality)
 app.command()(config)
 app.command()(plan)
 app.command()(verify)
@@ -116,8 +118,12 @@ def _configure_warnings(*, is_quiet: bool) -> None:
 def main() -> None:
     """Run a command and exit with its code.
 
-    The code is 1 after a MesetaError, an error of the operating system or a lack of memory, and 130 after Ctrl-C.
+    The code is 1 after a MesetaError, an error of the operating system or a lack of memory, 2 for a command in
+    MOVED_COMMANDS, and 130 after Ctrl-C.
     """
+    if len(sys.argv) > 1 and sys.argv[1] in MOVED_COMMANDS:
+        command = sys.argv[1]
+        _exit(2, f"{ERROR_PREFIX}meseta {command}: moved; run {MOVED_COMMANDS[command]} in a clone of the repository")
     # torch reads the policy during its import, in this process and in each process that a command starts.
     set_wait_policy(environ)
     # The stub must be in place before torch is imported.

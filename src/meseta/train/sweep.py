@@ -217,7 +217,10 @@ def _parse_range(setting: str, kind: str, low: str, high: str) -> Range:
 
 
 def grid_settings(space: SearchSpace) -> list[dict[str, Any]]:
-    """Every combination, the last key changing fastest. Raises MesetaError for a range, which has no end of values."""
+    """Return all combinations of the values of `space`, the last key changing fastest.
+
+    Raises MesetaError if a key has a range.
+    """
     values = []
     for key, entry in space.items():
         if not isinstance(entry, Choices):
@@ -227,7 +230,10 @@ def grid_settings(space: SearchSpace) -> list[dict[str, Any]]:
 
 
 def random_settings(space: SearchSpace, num_trials: int, seed: int) -> list[dict[str, Any]]:
-    """Trials by chance; trial n is a function of (seed, n, key) alone, so that more trials extend fewer."""
+    """Return `num_trials` random samples of `space`.
+
+    The value of a key depends only on the seed and the index of the trial, so more trials extend the list.
+    """
     return [
         {key: entry.sample(random.Random(f"{seed}/{number}/{key}")) for key, entry in space.items()}
         for number in range(num_trials)

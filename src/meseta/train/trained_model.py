@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from numpy.typing import NDArray
+
 from meseta import checkpoint
 from meseta.checkpoint.files.paths import parse_step
 from meseta.checkpoint.manifest import read_manifest
@@ -17,6 +19,7 @@ from meseta.config import RunConfig
 from meseta.data.dataset.dataset import Dataset
 from meseta.data.dataset.encoding import with_vocabulary_digests
 from meseta.data.prepare.new_rows import NewRows
+from meseta.data.read.batch import Batch
 from meseta.data.read.batch_reader import BatchReader
 from meseta.data.read.new_batches import NewBatches
 from meseta.data.read.options import ReaderOptions
@@ -29,7 +32,7 @@ from meseta.system.files import path_exists
 from meseta.system.remote import Location
 from meseta.telemetry.metrics import validation_split
 from meseta.train.dataset_checks import check_same_encoding, open_dataset
-from meseta.train.evaluate import logit_shift
+from meseta.train.evaluate import logit_shift, predict
 from meseta.train.evaluation_tracker import EarlyStopping
 from meseta.train.run_dir import RunDir
 from meseta.train.session import session
@@ -58,6 +61,10 @@ class TrainedModel(Generic[ReaderT]):
         """Value to add to logits if the model was trained on a sample of the negatives."""
         return logit_shift(self.config)
 
+    def predict(self) -> Iterator[tuple[NDArray[Any], Batch]]:
+        """Yield (logits [B] or [B, T], batch) for this rank's slice of each global batch, in the order of the rows."""
+        return predict(self.model, self.reader, self.world, self.logit_shift)
+
 
 @contextmanager
 def open_trained(
@@ -69,7 +76,10 @@ def open_trained(
     ignore_filter: bool = False,
     storage_dir: Path | None = None,
 ) -> Iterator[TrainedModel[BatchReader]]:
-    """Context manager around `load_trained`, on the ranks of this process."""
+    """Context manager around the final model of a run, with a reader of `split` from the ranks of this process.
+
+    See `load_trained` for the arguments and errors.
+    """
     with session(RunDir(run_dir).load_config()) as world:
         yield load_trained(run_dir, split, world, data, best=best, ignore_filter=ignore_filter, storage_dir=storage_dir)
 

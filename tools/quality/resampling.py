@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from tools.quality.comparison import RowIntervals
+from tools.quality.intervals import normal_interval
+from tools.quality.study import SuiteRun
+from tools.quality.worlds import read_arrays
 
-from meseta.report.quality.statistics import normal_interval
-from meseta.report.quality.suite_result import RowIntervals
 from meseta.train.metrics import base_rate_entropy
-from meseta.train.quality.study import SuiteRun
-from meseta.train.quality.worlds import read_arrays
 
 METRICS = ("ne", "auc")
 

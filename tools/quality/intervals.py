@@ -1,7 +1,4 @@
-"""Confidence intervals of means over few seeds, and adjustment for multiple comparisons.
-
-Only the standard library is used.
-"""
+"""Confidence intervals of means over few seeds, and adjustment for multiple comparisons."""
 
 from __future__ import annotations
 
@@ -10,11 +7,10 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from scipy import stats
+
 CONFIDENCE_LEVEL = 0.95
 """Confidence level of all intervals."""
-_NUM_BISECTIONS = 80  # More than the 53 bits of a float64.
-_MAX_TERMS = 300
-_TINY = 1e-300  # Replaces zeros in Lentz's method, which would be divisors.
 
 
 @dataclass(frozen=True)
@@ -63,8 +59,9 @@ def t_interval(values: Sequence[float]) -> ConfidenceInterval:
     error = statistics.stdev(values) / math.sqrt(num)
     if error == 0:
         return ConfidenceInterval(values[0], values[0], values[0], float(values[0] == 0))
-    half = t_quantile((1 + CONFIDENCE_LEVEL) / 2, num - 1) * error
-    return ConfidenceInterval(mean, mean - half, mean + half, t_two_sided(mean / error, num - 1))
+    student = stats.t(num - 1)
+    half = float(student.ppf((1 + CONFIDENCE_LEVEL) / 2)) * error
+    return ConfidenceInterval(mean, mean - half, mean + half, 2 * float(student.sf(abs(mean) / error)))
 
 
 def normal_interval(mean: float, error: float) -> ConfidenceInterval:
@@ -92,54 +89,3 @@ def holm_adjust(ps: Sequence[float]) -> list[float]:
         largest = max(largest, min((len(ps) - place) * ps[index], 1.0))
         adjusted[index] = largest
     return adjusted
-
-
-def t_two_sided(t: float, freedom: int) -> float:
-    """Return the probability of a value at least as far from 0 as `t` under Student's t-distribution.
-
-    `freedom` is the number of degrees of freedom.
-    """
-    return incomplete_beta(freedom / (freedom + t * t), freedom / 2, 0.5)
-
-
-def t_quantile(share: float, freedom: int) -> float:
-    """Return the quantile of Student's t-distribution for a probability `share` in [0.5, 1).
-
-    `freedom` is the number of degrees of freedom.
-    """
-    # Double the upper bound until it exceeds the quantile, then bisect.
-    low, high = 0.0, 1.0
-    while 1 - t_two_sided(high, freedom) / 2 < share:
-        high *= 2
-    for _ in range(_NUM_BISECTIONS):
-        middle = (low + high) / 2
-        low, high = (middle, high) if 1 - t_two_sided(middle, freedom) / 2 < share else (low, middle)
-    return high
-
-
-def incomplete_beta(x: float, a: float, b: float) -> float:
-    """Return the regularized incomplete beta function I_x(a, b) for x in [0, 1].
-
-    The continued fraction (Abramowitz and Stegun 26.5.8) is evaluated by Lentz's method (Applied Optics 15, 1976).
-    """
-    if x <= 0 or x >= 1:
-        return float(x >= 1)
-    # For large x, the fraction of the complement converges faster.
-    if x > (a + 1) / (a + b + 2):
-        return 1 - incomplete_beta(1 - x, b, a)
-    log_front = math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x)
-    value, above, below = 1.0, 1.0, 0.0
-    for term in range(_MAX_TERMS):
-        half = term // 2
-        if term == 0:
-            numerator = 1.0
-        elif term % 2:
-            numerator = -(a + half) * (a + b + half) * x / ((a + 2 * half) * (a + 2 * half + 1))
-        else:
-            numerator = half * (b - half) * x / ((a + 2 * half - 1) * (a + 2 * half))
-        below = 1 / (1 + numerator * below or _TINY)
-        above = 1 + numerator / above or _TINY
-        value *= above * below
-        if term and abs(above * below - 1) < 1e-15:
-            break
-    return math.exp(log_front) / a * (value - 1)

@@ -1,29 +1,31 @@
-"""Folder of a suite, with the runs that it has and those that are done. Imports no torch."""
+"""Folder of a suite, with the runs that it has and those that are done."""
 
 from __future__ import annotations
 
 import json
+import math
 import shutil
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import ValidationError
+from tools.quality.comparison import ConfigScores, EvalDataset, SeedScore
+from tools.quality.files import write_atomic
+from tools.quality.suite import QualitySuite, SuiteDataset, SuiteEntry, SuiteWorld, folder_name
+from tools.quality.worlds import BEST_FILE, ROWS_FOLDER
 
-from meseta.config import read_config_document, set_default, validate_document
-from meseta.data.dataset.dataset import Dataset
-from meseta.report.quality.suite_result import ConfigScores, EvalDataset, SeedScore
+from meseta.config import RunConfig, read_config_document, set_default, validate_document
+from meseta.data import Dataset
 from meseta.spec import MesetaError
-from meseta.system.files import parse_json, path_exists, read_bounded, read_if_exists, to_json_types, write_atomic
-from meseta.system.user_code import log_user_code
-from meseta.telemetry.metrics import TEST, VALID
-from meseta.train.quality.suite import QualitySuite, SuiteDataset, SuiteEntry, SuiteWorld, folder_name
-from meseta.train.quality.worlds import BEST_FILE, ROWS_FOLDER
-from meseta.train.sweep import Trial, TrialResult, find_custom_code, rank_trials
 
 _FORMAT = "meseta.quality/1"
+FORMER_FORMULA, FORMULA = "meseta.train.quality.formula:LearnedFormula", "tools.quality.formula:LearnedFormula"
+"""Former and current import path of the model that knows the formula of a world."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +37,11 @@ class SuiteRun:
     """Name of the config."""
     config: Path
     """Config file with the settings that all runs of this config share."""
-    trial: Trial
+    number: int
+    """Index of a trial, or the seed of a run that reads the test split."""
+    settings: Mapping[str, Any]
+    """Values of the tuned keys."""
+    run_dir: Path
     seed: int
     data: Path
     """Dataset folder."""
@@ -47,55 +53,61 @@ class SuiteRun:
     @property
     def overrides(self) -> list[str]:
         """Arguments of `meseta train`."""
-        return [*self.trial.overrides, f"data.dir={json.dumps(str(self.data))}", f"seed={self.seed}"]
+        folders = {"run_dir": str(self.run_dir), "data.dir": str(self.data)}
+        return [*to_overrides({**self.settings, **folders}), f"seed={self.seed}"]
 
     @property
     def log(self) -> Path:
         """File with the output of the run."""
-        return self.trial.run_dir.with_suffix(".log")
+        return self.run_dir.with_suffix(".log")
 
     @property
     def score_file(self) -> Path:
         """File with the score on the test split."""
-        return self.trial.run_dir.with_suffix(".json")
+        return self.run_dir.with_suffix(".json")
 
     @property
     def logits_file(self) -> Path:
         """File with the predictions of the test split, for resampling."""
-        return self.trial.run_dir.with_suffix(".npz")
+        return self.run_dir.with_suffix(".npz")
 
     @property
     def title(self) -> str:
         """One-line description of the run."""
-        what = f"seed {self.seed}" if self.reads_test else f"trial {self.trial.number + 1} ({self.trial.title})"
+        what = f"seed {self.seed}" if self.reads_test else f"trial {self.number + 1} ({format_settings(self.settings)})"
         return f"{self.eval_dataset.name}, {self.name}, {what}"
 
     def check_settings(self) -> None:
         """Raise MesetaError if the run folder was trained with other settings. Writes the settings if there are none
         yet."""
-        write_or_verify(
-            self.trial.run_dir.with_suffix(".settings.json"), {"settings": self.trial.settings, "seed": self.seed}
-        )
+        write_or_verify(self.run_dir.with_suffix(".settings.json"), {"settings": self.settings, "seed": self.seed})
 
-    def is_trained(self) -> bool:
-        """Whether training has completed."""
-        return self.trial.summary() is not None
+    def read_summary(self) -> dict[str, Any] | None:
+        """Return the summary of the training run, or `None` if it is not complete."""
+        with suppress(FileNotFoundError, NotADirectoryError, ValueError):
+            summary = json.loads((self.run_dir / "summary.json").read_bytes())
+            if isinstance(summary, dict) and (summary.get("valid") or summary.get("test")):
+                return summary
+        return None
+
+    def valid_metric(self, name: str) -> float | None:
+        """Return a metric on the validation split, or `None` if it is undefined or the run is not complete."""
+        value = ((self.read_summary() or {}).get("valid") or {}).get(name)
+        return value if isinstance(value, int | float) and not math.isnan(value) else None
 
     def is_done(self) -> bool:
         """Whether the run is complete: scored if it reads the test split, else trained."""
-        return self.score() is not None if self.reads_test else self.is_trained()
+        return (self.score() if self.reads_test else self.read_summary()) is not None
 
     def score(self) -> SeedScore | None:
-        """Return the score, or `None` if there is none yet. Raises StorageError if reading fails."""
-        content = read_if_exists(self.score_file)
-        try:
-            return None if content is None else SeedScore.model_validate(parse_json(content))
-        except ValueError:
-            return None
+        """Return the score, or `None` if there is none yet."""
+        with suppress(FileNotFoundError, ValidationError):
+            return SeedScore.model_validate_json(self.score_file.read_bytes())
+        return None
 
     def delete_checkpoints(self) -> None:
         """Delete the checkpoints of the run, which are no longer needed."""
-        shutil.rmtree(self.trial.run_dir / "checkpoints", ignore_errors=True)
+        shutil.rmtree(self.run_dir / "checkpoints", ignore_errors=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +152,7 @@ class Study:
 
         Raises MesetaError if a config is invalid, a dataset lacks a split, or the folder has runs of other settings.
         """
-        custom_code: dict[str, str] = {}
+        custom_code = set[str]()
         documents = {name: self._config_document(name, custom_code) for name in self.suite.configs}
         for dataset in self.suite.datasets:
             _check_splits(dataset.dir)
@@ -158,31 +170,32 @@ class Study:
                 config = folder / folder_name(name) / "config.yaml"
                 write_or_verify(config.with_name("document.json"), document)
                 write_atomic(config, yaml.safe_dump(document, sort_keys=False))
-        for path, what in custom_code.items():
-            log_user_code(what, path.partition(":")[0])
+        for path in sorted(custom_code):
+            print(f"note: {path!r} runs the code of module {path.partition(':')[0]!r}", file=sys.stderr)
 
-    def _config_document(self, name: str, own_code: dict[str, str]) -> dict[str, Any]:
+    def _config_document(self, name: str, custom_code: set[str]) -> dict[str, Any]:
         """Return the settings shared by all runs of a config. All trials are validated.
 
-        Import paths of the user's code are added to `own_code`. Raises MesetaError with the name of the config.
+        Import paths of custom models and optimizers are added to `custom_code`. Raises MesetaError with the name of the
+        config.
         """
         base = self.suite.configs[name].base
         assert base is not None  # Validated by QualitySuite.
-        fixed = [f"{key}={json.dumps(value, default=str)}" for key, value in self.suite.fixed_settings(name).items()]
-        for number, settings in enumerate(self.suite.trial_settings(name) or [{}]):
-            trial = Trial(number, settings, self.out / "run")
-            where = f"quality: config {name!r}{f' ({trial.title})' if settings else ''}"
+        fixed = to_overrides(self.suite.fixed_settings(name))
+        for settings in self.suite.trial_settings(name) or [{}]:
+            where = f"quality: config {name!r}{f' ({format_settings(settings)})' if settings else ''}"
+            overrides = to_overrides({**settings, "run_dir": "run", "data.dir": "data"})
             try:
-                config = validate_document(read_config_document(base, [*fixed, *trial.overrides, "data.dir=data"]))
-                own_code |= find_custom_code(config)
+                config = validate_document(read_config_document(base, [*fixed, *overrides]))
             except MesetaError as error:
                 raise MesetaError(f"{where}: {error}") from None
+            custom_code |= _custom_names(config)
         document = read_config_document(base, fixed)
         for section, key in ((document, "run_dir"), (document, "seed"), (document.get("data"), "dir")):
             if isinstance(section, dict):
                 section.pop(key, None)
         set_default(document, "num_threads", 1)
-        return dict(to_json_types(document))
+        return _to_json_types(document)
 
     @property
     def num_runs(self) -> int:
@@ -247,12 +260,13 @@ class Study:
         seed = number if reads_test else self.suite.first_seed
         rows = self._rows_folder(entry, seed)
         is_world = isinstance(entry, SuiteWorld)
-        run_dir = folder / (f"seed-{seed}" if reads_test else f"trial-{number:03d}")
         return SuiteRun(
             eval_dataset=entry.eval_dataset,
             name=name,
             config=folder / "config.yaml",
-            trial=Trial(number, settings, run_dir),
+            number=number,
+            settings=settings,
+            run_dir=folder / (f"seed-{seed}" if reads_test else f"trial-{number:03d}"),
             seed=seed,
             data=rows / ROWS_FOLDER if is_world else rows,
             truth=rows if is_world else None,
@@ -263,9 +277,11 @@ class Study:
         """Return the settings of the trial with the best validation metric, or `None` if no trial has one."""
         if not self.suite.trials:
             return {}
-        results = [TrialResult(run.trial, run.trial.summary()) for run in self._trials(entry, name)]
-        best = rank_trials(results, self.suite.choose_by)[0]
-        return None if best.metric(self.suite.choose_by) is None else dict(best.trial.settings)
+        metric = self.suite.choose_by
+        sign = -1.0 if metric in ("auc", "pr_auc") else 1.0
+        trials = [(sign * value, run) for run in self._trials(entry, name)
+                  if (value := run.valid_metric(metric)) is not None]  # fmt: skip
+        return dict(min(trials, key=lambda trial: (trial[0], trial[1].number))[1].settings) if trials else None
 
     def first_runs(self, entry: SuiteEntry) -> list[SuiteRun]:
         """Return one run of each config on a world or dataset."""
@@ -301,29 +317,50 @@ class Study:
     def _with_best_reachable(self, ground: EvalDataset) -> EvalDataset:
         # Metrics of the true probabilities, averaged over the fresh seeds.
         files = [self._best_file(ground, seed) for seed in self.suite.fresh_seeds]
-        reached = [parse_json(read_bounded(file)) for file in files if file.exists()]
+        reached = [json.loads(file.read_bytes()) for file in files if file.exists()]
         means = {name: sum(one[name] for one in reached) / len(reached) for name in (reached[0] if reached else ())}
-        return EvalDataset(**{**vars(ground), "best_reachable": means})
+        return replace(ground, best_reachable=means)
 
     def _best_file(self, ground: EvalDataset, seed: int) -> Path:
         return self._dataset_folder(ground) / f"world-{seed}-{BEST_FILE}"
 
 
+def to_overrides(settings: Mapping[str, Any]) -> list[str]:
+    """Return config keys and values as arguments of `meseta train`."""
+    return [f"{key}={json.dumps(value, default=str)}" for key, value in settings.items()]
+
+
+def format_settings(settings: Mapping[str, Any]) -> str:
+    """Format config keys and values in one line."""
+    return " ".join(f"{key}={value}" for key, value in settings.items())
+
+
+def _custom_names(config: RunConfig) -> set[str]:
+    optimizers = [config.embedding.optimizer, *(table.optimizer for table in config.embedding.tables.values())]
+    names = {config.model.name, *(optimizer.name for optimizer in optimizers if optimizer is not None)}
+    return {name for name in names if ":" in name}
+
+
 def write_or_verify(file: Path, document: Mapping[str, Any]) -> None:
     """Write `document` to `file`, or check that an existing file has the same content. Raises MesetaError if it
     differs."""
-    document = to_json_types({"format": _FORMAT, **document})
-    if not path_exists(file):
+    document = _to_json_types({"format": _FORMAT, **document})
+    try:
+        text = file.read_text()
+    except FileNotFoundError:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(file, json.dumps(document, indent=1) + "\n")
         return
-    content = read_if_exists(file)
     with suppress(ValueError):
-        if content is not None and parse_json(content) == document:
+        if json.loads(text.replace(FORMER_FORMULA, FORMULA)) == document:
             return
     raise MesetaError(
         f"quality: folder {str(file.parent)!r} has results of other settings; delete it, or choose another --out"
     )
+
+
+def _to_json_types(document: Mapping[str, Any]) -> dict[str, Any]:
+    return dict(json.loads(json.dumps(document, default=str)))
 
 
 def _describe_rows(entry: SuiteEntry) -> dict[str, Any]:
@@ -340,7 +377,7 @@ def _describe_rows(entry: SuiteEntry) -> dict[str, Any]:
 
 def _check_splits(folder: Path) -> None:
     dataset = Dataset.load(folder)
-    for split in (VALID, TEST):
+    for split in ("valid", "test"):
         if split not in dataset.splits or not dataset.splits[split].num_rows:
             raise MesetaError(
                 f"quality: dataset {str(folder)!r} must have rows in the split {split}; prepare it "

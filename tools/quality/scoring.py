@@ -1,30 +1,46 @@
-"""Final metrics of a trained config on the test split, which is read once."""
+"""Work on the configs of a suite that needs torch: a check before training, and the score on the test split."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+from tools.quality.comparison import SeedScore
+from tools.quality.files import write_atomic
+from tools.quality.study import SuiteRun
+from tools.quality.worlds import read_true_probabilities
 
-from meseta.config import RunConfig
-from meseta.data.dataset.dataset import Dataset
-from meseta.embedding import EmbeddingBagCollection
-from meseta.report.quality.suite_result import SeedScore
+from meseta.config import load_config
+from meseta.data import Dataset
 from meseta.spec import MesetaError
-from meseta.system.files import write_atomic
-from meseta.telemetry.metrics import TEST
-from meseta.train.evaluate import predict
+from meseta.train import open_trained, run_workload
 from meseta.train.metrics import compute_metrics, regret
-from meseta.train.quality.study import SuiteRun
-from meseta.train.quality.worlds import read_true_probabilities
-from meseta.train.setup.meta_model import make_meta_model
-from meseta.train.setup.specs import dense_load, make_specs
-from meseta.train.trained_model import open_trained
 
 MIN_TRUE_PROBABILITY = 1e-12
 """True probabilities are clipped to this distance from 0 and 1, because the regret would be unbounded."""
+
+
+def check_configs_fit(runs: Sequence[SuiteRun], data: Path) -> None:
+    """Raise MesetaError for the first config that does not fit `data`, with the names of config and dataset.
+
+    Nothing is trained, and no memory is allocated for tables.
+    """
+    for run in runs:
+        config = load_config(run.config, [*run.overrides, f"data.dir={json.dumps(str(data))}"])
+        try:
+            labels = Dataset.load(data).with_labels(config.data.labels).labels
+            if len(labels) > 1:
+                raise MesetaError(
+                    f"a suite compares a single label, but the data has {', '.join(map(repr, labels))}; set "
+                    "data.labels to one of them"
+                )
+            run_workload(config)
+        except MesetaError as error:
+            raise MesetaError(f"quality: config {run.name!r} does not fit {run.eval_dataset.name!r}: {error}") from None
 
 
 def score_run(run: SuiteRun) -> None:
@@ -32,19 +48,13 @@ def score_run(run: SuiteRun) -> None:
 
     Raises MesetaError if the test rows are not those whose true probabilities are known.
     """
-    summary = run.trial.summary()
-    with open_trained(run.trial.run_dir, TEST) as trained:
+    with open_trained(run.run_dir, "test") as trained:
         parts = [
             (logits, batch.label.numpy(), None if batch.weight is None else batch.weight.numpy())
-            for logits, batch in predict(trained.model, trained.reader, trained.world, trained.logit_shift)
+            for logits, batch in trained.predict()
         ]
         logits, labels = (np.concatenate([part[place] for part in parts]) for place in (0, 1))
         weights = np.concatenate([part[2] for part in parts]) if parts[0][2] is not None else None
-        if logits.ndim > 1:
-            raise MesetaError(
-                f"config {run.name!r} predicts {logits.shape[1]} labels, but a suite compares a single one; set "
-                "data.labels to one of them"
-            )
         metrics = compute_metrics(logits, labels, weights)
         tables = trained.model.embeddings.tables
         score = SeedScore(
@@ -53,8 +63,8 @@ def score_run(run: SuiteRun) -> None:
             regret=None if run.truth is None else _regret(run, logits, labels),
             num_dense_parameters=sum(parameter.numel() for parameter in trained.model.parameters()),
             num_table_parameters=sum(table.num_embeddings * table.embedding_dim for table in tables),
-            flops_per_sample=_flops_per_sample(trained.config, trained.reader.dataset),
-            samples_per_s=None if summary is None else summary.samples_per_s,
+            flops_per_sample=run_workload(trained.config).dense.flops_per_sample,
+            samples_per_s=(run.read_summary() or {}).get("samples_per_s"),
         )
     # The logits are needed to resample the test rows, which is done if true probabilities are unknown.
     if run.truth is None:
@@ -72,13 +82,6 @@ def _regret(run: SuiteRun, logits: NDArray[np.floating], labels: NDArray[np.floa
             f"delete {str(run.truth)!r}, and start the suite again"
         )
     return regret(logits, np.clip(truth.probabilities, MIN_TRUE_PROBABILITY, 1 - MIN_TRUE_PROBABILITY))
-
-
-def _flops_per_sample(config: RunConfig, dataset: Dataset) -> float:
-    # Operations of the dense part in training, as the planner counts them.
-    tables, features = make_specs(config, dataset)
-    collection = EmbeddingBagCollection(tables, features, seed=config.seed, device="cpu")
-    return dense_load(config, make_meta_model(config, dataset, collection), len(dataset.dense)).flops_per_sample
 
 
 def _none_if_nan(value: float) -> float | None:  # JSON has no nan.

@@ -7,19 +7,17 @@ import shutil
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
+from tools.quality.jobs import Step
+from tools.quality.suite import NUM_WORLD_FILES, SuiteWorld
 
-from meseta.data.prepare import PrepareOptions, prepare
-from meseta.data.synth import ClickLog, SynthOptions, write_click_log
-from meseta.errors import error_summary
 from meseta.spec import MesetaError
-from meseta.system.files import atomic_folder
-from meseta.train.quality.suite import NUM_WORLD_FILES, SuiteWorld
 
 ROWS_FOLDER, TRUTH_FILE, BEST_FILE = "rows", "truth.npz", "best.json"
 """Files in the folder of a world: the dataset, the true probabilities of its test rows, and their metrics."""
@@ -35,28 +33,33 @@ class TrueProbabilities:
     probabilities: NDArray[Any]
 
 
-def make_world(world: SuiteWorld, seed: int, out: Path) -> None:
-    """Create the folder of a world for `seed` atomically. Raises MesetaError if files cannot be written."""
-    with atomic_folder(out) as folder:
-        raw = folder / "raw"
-        log = ClickLog(seed, world.scale, world.world, world.strength)
-        options = SynthOptions(out=raw, num_rows=world.rows, num_files=NUM_WORLD_FILES, log=log, probabilities=True)
-        teacher = write_click_log(options)
-        valid, test = options.file_names[-2:]
-        prepare(
-            PrepareOptions(
-                sources=[str(raw / "*.tsv")],
-                out=folder / ROWS_FOLDER,
-                valid_files=[str(raw / valid)],
-                test_files=[str(raw / test)],
-                vocabulary=True,
-                min_count=MIN_COUNT,
-            )
-        )
-        truth = pq.read_table(raw / f"{Path(test).stem}.probability.parquet")
-        np.savez(folder / TRUTH_FILE, labels=truth["label"].to_numpy(), probabilities=truth["probability"].to_numpy())
-        (folder / BEST_FILE).write_text(json.dumps(best_reachable_metrics(teacher["files"][test])))
-        shutil.rmtree(raw)
+def world_steps(world: SuiteWorld, seed: int, out: Path) -> list[Step]:
+    """Return the steps of a job that creates the folder of a world for `seed`. The folder appears when complete.
+
+    Deletes what an interrupted job has left.
+    """
+    work = out.with_name(f".tmp-{out.name}")
+    shutil.rmtree(work, ignore_errors=True)
+    raw = work / "raw"
+    kind = ["--world", world.world, "--strength", repr(world.strength), "--scale", repr(world.scale)]
+    size = ["--rows", str(world.rows), "--files", str(NUM_WORLD_FILES), "--seed", str(seed)]
+    valid, test = (str(raw / f"day_{NUM_WORLD_FILES - number}.tsv") for number in (2, 1))
+    splits = ["--valid-files", valid, "--test-files", test, "--vocabulary", "--min-count", str(MIN_COUNT)]
+    return [
+        ["data", "synth", "--out", str(raw), *kind, *size, "--probabilities"],
+        ["prepare", str(raw / "*.tsv"), "--out", str(work / ROWS_FOLDER), *splits],
+        partial(_finish_world, work, out),
+    ]
+
+
+def _finish_world(work: Path, out: Path) -> None:
+    raw, test = work / "raw", f"day_{NUM_WORLD_FILES - 1}"
+    truth = pq.read_table(raw / f"{test}.probability.parquet")
+    np.savez(work / TRUTH_FILE, labels=truth["label"].to_numpy(), probabilities=truth["probability"].to_numpy())
+    teacher = json.loads((raw / "teacher.json").read_text())
+    (work / BEST_FILE).write_text(json.dumps(best_reachable_metrics(teacher["files"][f"{test}.tsv"])))
+    shutil.rmtree(raw)
+    work.rename(out)
 
 
 def best_reachable_metrics(metrics: Mapping[str, float | None]) -> dict[str, float]:
@@ -78,4 +81,4 @@ def read_arrays(path: Path, way_out: str) -> dict[str, NDArray[Any]]:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             return {name: arrays[name] for name in arrays.files}
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise MesetaError(f"quality: {str(path)!r} cannot be read ({error_summary(error)}); {way_out}") from None
+        raise MesetaError(f"quality: {str(path)!r} cannot be read ({error}); {way_out}") from None

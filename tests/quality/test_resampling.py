@@ -1,4 +1,4 @@
-"""Test rows drawn anew, beside scikit-learn on the rows that were drawn."""
+"""Bootstrap over test rows, compared with scikit-learn on the resampled rows."""
 
 from __future__ import annotations
 
@@ -7,25 +7,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 from sklearn.metrics import log_loss, roc_auc_score
+from tools.quality.comparison import EvalDataset
+from tools.quality.resampling import SortedPredictions, bootstrap_rows
+from tools.quality.study import SuiteRun
 
-from meseta.report.quality.suite_result import EvalDataset
 from meseta.spec import MesetaError
-from meseta.train.quality.resampling import SortedPredictions, bootstrap_rows
-from meseta.train.quality.study import SuiteRun
-from meseta.train.sweep import Trial
 
 NUM_ROWS = 300
 
 
 def predictions(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Logits, with ties among them, labels and weights."""
+    """Return logits with ties, labels and weights."""
     draw = np.random.default_rng(seed)
     labels = (np.random.default_rng(0).random(NUM_ROWS) < 0.3).astype(np.float32)
     logits = np.round(draw.normal(size=NUM_ROWS) + labels - 1, 1).astype(np.float32)
     return logits, labels, np.random.default_rng(1).uniform(0.5, 2, NUM_ROWS)
 
 
-def figures(logits: np.ndarray, labels: np.ndarray, weights: np.ndarray) -> dict[str, float]:
+def expected_metrics(logits: np.ndarray, labels: np.ndarray, weights: np.ndarray) -> dict[str, float]:
     rate = np.average(labels, weights=weights)
     entropy = -(rate * np.log(rate) + (1 - rate) * np.log(1 - rate))
     loss = log_loss(labels, 1 / (1 + np.exp(-logits.astype(np.float64))), sample_weight=weights)
@@ -33,59 +32,61 @@ def figures(logits: np.ndarray, labels: np.ndarray, weights: np.ndarray) -> dict
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-def test_rows_that_come_more_than_once_count_as_often(weighted: bool) -> None:
+def test_metrics_of_a_resample_match_those_of_its_rows(weighted: bool) -> None:
     logits, labels, weights = predictions(3)
     rows = SortedPredictions.from_logits(logits, labels, weights if weighted else np.ones(1))
     draw = np.random.default_rng(5)
     for picked in (np.arange(NUM_ROWS), draw.integers(NUM_ROWS, size=NUM_ROWS), draw.integers(NUM_ROWS, size=NUM_ROWS)):
-        found = rows.compute_metrics(np.bincount(picked, minlength=NUM_ROWS))
-        oracle = figures(logits[picked], labels[picked], (weights if weighted else np.ones(NUM_ROWS))[picked])
-        assert found == pytest.approx(oracle, rel=1e-9)
+        metrics = rows.compute_metrics(np.bincount(picked, minlength=NUM_ROWS))
+        expected = expected_metrics(
+            logits[picked], labels[picked], (weights if weighted else np.ones(NUM_ROWS))[picked]
+        )
+        assert metrics == pytest.approx(expected, rel=1e-9)
 
 
-def test_one_class_alone_has_no_figures() -> None:
-    found = SortedPredictions.from_logits(np.array([0.1, 0.2]), np.array([1.0, 1.0]), np.ones(1)).compute_metrics(
+def test_metrics_of_a_single_class_are_nan() -> None:
+    metrics = SortedPredictions.from_logits(np.array([0.1, 0.2]), np.array([1.0, 1.0]), np.ones(1)).compute_metrics(
         np.array([1, 1])
     )
-    assert np.isnan(found["auc"]) and np.isnan(found["ne"])
+    assert np.isnan(metrics["auc"]) and np.isnan(metrics["ne"])
 
 
 def runs(folder: Path, names: dict[str, list[int]]) -> dict[str, dict[int, SuiteRun]]:
-    """Scored runs of configs, each on two seeds whose predictions are drawn by these numbers."""
-    found: dict[str, dict[int, SuiteRun]] = {}
+    """Return scored runs by config and seed. `names` has the seed of the predictions of each run."""
+    runs_by_name: dict[str, dict[int, SuiteRun]] = {}
     for name, numbers in names.items():
         for seed, number in enumerate(numbers):
             run = SuiteRun(
                 eval_dataset=EvalDataset(name="g"), name=name, config=folder / "c.yaml", seed=seed, data=folder,
                 truth=None,
-                trial=Trial(seed, {}, folder / name / f"seed-{seed}"), reads_test=True,
+                number=seed, settings={}, run_dir=folder / name / f"seed-{seed}", reads_test=True,
             )  # fmt: skip
             run.logits_file.parent.mkdir(exist_ok=True)
             logits, labels, _ = predictions(number)
             np.savez(run.logits_file, logits=logits, labels=labels, weights=np.ones(1))
-            found.setdefault(name, {})[seed] = run
-    return found
+            runs_by_name.setdefault(name, {})[seed] = run
+    return runs_by_name
 
 
-def test_both_configs_of_a_pair_see_the_same_rows(tmp_path: Path) -> None:
-    found = bootstrap_rows("g", runs(tmp_path, {"a": [1, 2], "b": [3, 4], "a again": [1, 2]}), 200, seed=9)
-    twin = found["g", "a", "a again", "auc"]
-    assert (twin.mean, twin.low, twin.high, twin.p) == (0.0, 0.0, 0.0, 1.0)
+def test_each_resample_has_the_same_rows_for_all_configs(tmp_path: Path) -> None:
+    intervals = bootstrap_rows("g", runs(tmp_path, {"a": [1, 2], "b": [3, 4], "a again": [1, 2]}), 200, seed=9)
+    copy = intervals["g", "a", "a again", "auc"]
+    assert (copy.mean, copy.low, copy.high, copy.p) == (0.0, 0.0, 0.0, 1.0)
     draw, ones = np.random.default_rng(2), np.ones(NUM_ROWS)
     means = []
     for _ in range(200):
         picked = draw.integers(NUM_ROWS, size=NUM_ROWS)
-        auc = [figures(*(column[picked] for column in predictions(n)[:2]), ones)["auc"] for n in (1, 2, 3, 4)]
+        auc = [expected_metrics(*(column[picked] for column in predictions(n)[:2]), ones)["auc"] for n in (1, 2, 3, 4)]
         means.append((auc[0] + auc[1] - auc[2] - auc[3]) / 2)
-    one = found["g", "a", "b", "auc"]
-    auc = [figures(*predictions(n)[:2], ones)["auc"] for n in (1, 2, 3, 4)]
+    one = intervals["g", "a", "b", "auc"]
+    auc = [expected_metrics(*predictions(n)[:2], ones)["auc"] for n in (1, 2, 3, 4)]
     assert one.mean == pytest.approx((auc[0] + auc[1] - auc[2] - auc[3]) / 2, rel=1e-9)
-    # Two estimates of one standard error from 200 draws each: 1 / sqrt(200) apart, and thrice that is allowed.
+    # Two estimates of a standard error from 200 resamples differ by about 1 / sqrt(200). Allow three times as much.
     assert (one.high - one.mean) / 1.959964 == pytest.approx(np.std(means, ddof=1), rel=0.21)
 
 
-def test_predictions_that_cannot_be_read_are_named(tmp_path: Path) -> None:
-    found = runs(tmp_path, {"a": [1], "b": [2]})
-    found["b"][0].logits_file.write_bytes(b"PK\x03\x04 no archive")
+def test_damaged_predictions_are_reported(tmp_path: Path) -> None:
+    scored = runs(tmp_path, {"a": [1], "b": [2]})
+    scored["b"][0].logits_file.write_bytes(b"PK\x03\x04 no archive")
     with pytest.raises(MesetaError, match="cannot be read"):
-        bootstrap_rows("g", found, 3, seed=0)
+        bootstrap_rows("g", scored, 3, seed=0)

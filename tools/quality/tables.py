@@ -6,8 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meseta.report.quality.statistics import ConfidenceInterval
-from meseta.report.quality.suite_result import (
+from tools.quality.comparison import (
     COMPARED_METRICS,
     REGRET,
     ConfigScores,
@@ -15,18 +14,13 @@ from meseta.report.quality.suite_result import (
     PairedDifference,
     SuiteResult,
 )
-from meseta.telemetry.formatting import (
-    NO_VALUE,
-    format_count,
-    format_decimal,
-    format_difference,
-    format_quantity,
-    format_si,
-)
+from tools.quality.intervals import ConfidenceInterval
 
 DECIMALS = 5
 """Number of decimals of metrics and their differences."""
 # Published models differ in the fourth decimal.
+NO_VALUE = "–"
+"""Text for a missing or non-finite value."""
 TRUTH_LABEL = "true probabilities"
 
 
@@ -52,10 +46,10 @@ def configs_table(outcome: EvalDatasetResult, reference: str) -> TextTable:
     rows = []
     for config in rank_configs(outcome):
         score, regret = config.any_score, config.mean(REGRET)
-        ratio = [format_decimal(regret / base, 3) if base and regret is not None else NO_VALUE] if has_ratio else []
+        ratio = [format_metric(regret / base, 3) if base and regret is not None else NO_VALUE] if has_ratio else []
         rows.append([
             config.name,
-            *(format_decimal(config.mean(metric), DECIMALS) for metric in metrics),
+            *(format_metric(config.mean(metric)) for metric in metrics),
             *ratio,
             str(len(config.scores)),
             *([NO_VALUE] * 3 if score is None else [
@@ -69,7 +63,7 @@ def configs_table(outcome: EvalDatasetResult, reference: str) -> TextTable:
         rows.append(
             [
                 TRUTH_LABEL,
-                *(format_decimal(best.get(metric.key), DECIMALS) for metric in metrics),
+                *(format_metric(best.get(metric.key)) for metric in metrics),
                 *[""] * (5 + has_ratio),
             ]
         )
@@ -91,12 +85,12 @@ def rank_configs(outcome: EvalDatasetResult) -> list[ConfigScores]:
 def pairs_table(outcome: EvalDatasetResult) -> TextTable:
     """Return the table of all comparisons."""
     has_rows = any(one.row_interval is not None for one in outcome.differences)
-    header = ["figure", "config", "less", "difference", "95% over seeds", *(["95% over rows"] if has_rows else []),
+    header = ["metric", "config", "minus", "difference", "95% over seeds", *(["95% over rows"] if has_rows else []),
               "adjusted p", "better"]  # fmt: skip
     rows = []
     for one in outcome.differences:
         shown = [
-            one.metric.name, one.first, one.second, format_difference(one.seed_interval.mean, DECIMALS),
+            one.metric.name, one.first, one.second, format_difference(one.seed_interval.mean),
             format_bounds(one.seed_interval),
             *([format_bounds(one.row_interval)] if has_rows else []), f"{one.p_holm:.2g}",
             one.better_config or "not significant",
@@ -110,7 +104,7 @@ def strengths_table(outcome: SuiteResult) -> TextTable:
 
     The last column states whether the intervals overlap.
     """
-    header = ["world", "figure", "config", "less", "weaker", "stronger", "intervals"]
+    header = ["world", "metric", "config", "minus", "weaker", "stronger", "intervals"]
     rows = []
     for weaker, stronger in outcome.strength_pairs():
         for metric in stronger.metrics:
@@ -133,8 +127,8 @@ def _strength_row(
         first.metric.name,
         first.first,
         first.second,
-        f"{format_difference(first.seed_interval.mean, DECIMALS)} {format_bounds(first.seed_interval)}",
-        f"{format_difference(second.seed_interval.mean, DECIMALS)} {format_bounds(second.seed_interval)}",
+        f"{format_difference(first.seed_interval.mean)} {format_bounds(first.seed_interval)}",
+        f"{format_difference(second.seed_interval.mean)} {format_bounds(second.seed_interval)}",
         "disjoint" if is_clear else "overlap",
     ]
 
@@ -205,3 +199,34 @@ def markdown_table(table: TextTable) -> str:
 
     rule = ["---" if place < table.num_name_columns else "--:" for place in range(len(header))]
     return "\n".join([line(header), line(rule, "-"), *map(line, rows)])
+
+
+def format_metric(value: float | None, decimals: int = DECIMALS) -> str:
+    """Format a metric. Very large values use exponents."""
+    if value is None or not math.isfinite(value):
+        return NO_VALUE
+    return f"{value:.{decimals}f}" if abs(value) < 1e6 else f"{value:.{decimals}g}"
+
+
+def format_difference(value: float) -> str:
+    """Format a difference with its sign. One that rounds to zero has an exponent."""
+    text = f"{value:+.{DECIMALS}f}"
+    return "=" if value == 0 else text if any(digit in text for digit in "123456789") else f"{value:+.0e}"
+
+
+def format_count(value: float | None) -> str:
+    """Format a number without decimals, such as 1,234,567."""
+    return NO_VALUE if value is None else f"{value:,.0f}"
+
+
+def format_si(value: float) -> str:
+    """Format three significant digits with an SI prefix, such as 1.23M."""
+    for factor, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= factor * 0.9995:
+            return f"{value / factor:.3g}{suffix}" if value < factor * 999.5 else f"{value / factor:,.0f}{suffix}"
+    return f"{value:.3g}"
+
+
+def format_quantity(amount: int, noun: str) -> str:
+    """Format a count with its noun, such as 1 trial or 2 trials."""
+    return f"{amount:,} {noun}{'' if amount == 1 else 's'}"

@@ -1,4 +1,4 @@
-"""File format of a suite: configs to compare, worlds or datasets, and the settings to tune. Imports no torch."""
+"""File format of a suite: configs to compare, worlds or datasets, and the settings to tune."""
 
 from __future__ import annotations
 
@@ -8,17 +8,24 @@ import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import quote
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+from tools.quality.comparison import EvalDataset
 
-from meseta.config.load import validate_section
-from meseta.config.section import NonNegativeInt, PositiveInt, Section
-from meseta.data.synth.worlds import WORLDS
-from meseta.report.quality.suite_result import EvalDataset
+from meseta.config import read_config_document
+from meseta.data.synth import WORLDS
 from meseta.spec import MesetaError, suggest
-from meseta.spec.documents import read_mapping
-from meseta.system.files import to_file_name
-from meseta.train.sweep import Choices, SearchSpace, grid_settings, parse_setting, random_settings
+from meseta.train import grid_settings, parse_setting, random_settings
 
 RESERVED_KEYS = ("run_dir", "data.dir", "data.service", "seed", "checkpoint.dir", "checkpoint.mirror")
 """Config keys that a suite sets for each run, or that must not be shared by runs."""
@@ -27,6 +34,17 @@ NUM_WORLD_FILES = 10
 the validation split."""
 MAX_GRID_SIZE = 100_000
 """Largest grid that is enumerated and shuffled. Trials of a larger grid are sampled."""
+
+
+class Section(BaseModel):
+    """Section of a suite file. Unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _empty_means_defaults(cls, value: Any) -> Any:
+        return {} if value is None else value  # YAML's value of a section without keys.
 
 
 class SuiteWorld(Section):
@@ -187,9 +205,9 @@ class QualitySuite(Section):
 
 def _trial_settings(tune: Mapping[str, list[Any] | str], num_trials: int, seed: int) -> list[dict[str, Any]]:
     space = _parse_tune(tune)
-    if not all(isinstance(entry, Choices) for entry in space.values()):
+    if not all(hasattr(entry, "values") for entry in space.values()):  # A range has none.
         return random_settings(space, num_trials, seed)
-    size = math.prod(len(entry.values) for entry in space.values() if isinstance(entry, Choices))
+    size = math.prod(len(entry.values) for entry in space.values())
     if size < num_trials:
         raise MesetaError(f"'tune' has {size:,} combinations for {num_trials} trials; add values, or use a range")
     if size > MAX_GRID_SIZE:
@@ -203,7 +221,7 @@ def _remove_duplicates(settings: Sequence[dict[str, Any]]) -> list[dict[str, Any
     return [one for place, one in enumerate(settings) if one not in settings[:place]]
 
 
-def _parse_tune(tune: Mapping[str, list[Any] | str]) -> SearchSpace:
+def _parse_tune(tune: Mapping[str, list[Any] | str]) -> dict[str, Any]:
     space = {}
     for key, value in tune.items():
         text = value if isinstance(value, str) else json.dumps(value, default=str)
@@ -224,16 +242,12 @@ def load_suite(path: Path) -> QualitySuite:
     """
     where = f"suite {str(path)!r}"
     try:
-        document = read_mapping(path)
-    except MesetaError as error:
-        raise MesetaError(f"{where}: {error}") from None
-    suite = validate_section(QualitySuite, document, where)
-    folder = path.parent
-    try:
+        suite = _validate(read_config_document(path))
         for name in suite.configs:
             suite.trial_settings(name)
     except MesetaError as error:
-        raise MesetaError(f"{where}: {error}") from None
+        raise MesetaError(f"{where}: {str(error).removeprefix(f'config {str(path)!r}: ')}") from None
+    folder = path.parent
     configs = {
         name: config.model_copy(update={"base": folder / (config.base or suite.base or "")})
         for name, config in suite.configs.items()
@@ -242,6 +256,31 @@ def load_suite(path: Path) -> QualitySuite:
     return suite.model_copy(update={"configs": configs, "datasets": datasets})
 
 
+_SECTIONS: dict[str, type[Section]] = {"worlds": SuiteWorld, "datasets": SuiteDataset, "configs": SuiteConfig}
+"""Sections below each key of a suite. They are entries of a list or a mapping."""
+
+
+def _validate(document: Mapping[str, Any]) -> QualitySuite:
+    try:
+        return QualitySuite.model_validate(document)
+    except ValidationError as error:
+        # Escape control characters, so that the message is one line.
+        text = "; ".join(dict.fromkeys(_explain(entry["loc"], entry) for entry in error.errors()))
+        raise MesetaError("".join(char if char.isprintable() else repr(char)[1:-1] for char in text)) from None
+
+
+def _explain(place: tuple[int | str, ...], entry: Mapping[str, Any]) -> str:
+    key = ".".join(map(str, place))
+    if entry["type"] == "extra_forbidden":
+        section = _SECTIONS[str(place[0])] if len(place) > 1 else QualitySuite
+        return f"unknown key {key!r}; {suggest(str(place[-1]), list(section.model_fields))}"
+    if entry["type"] == "missing":
+        return f"key {key!r} is missing"
+    text = str(entry["ctx"]["error"]) if entry["type"] == "value_error" else f"{entry['msg']}, got {entry['input']!r}"
+    return f"key {key!r}: {text}" if key else text
+
+
 def folder_name(name: str) -> str:
     """Return the folder name of a world, dataset or config within the folder of a suite."""
-    return to_file_name(name.replace(" ", "-").replace("=", ""))
+    quoted = quote(name.replace(" ", "-").replace("=", ""), safe="")
+    return f"{quoted[:-1]}%2E" if quoted.endswith(".") else quoted

@@ -5,30 +5,49 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from meseta.report.quality.statistics import CONFIDENCE_LEVEL, ConfidenceInterval, holm_adjust, t_interval
-from meseta.telemetry.metrics import METRICS, Metric
-from meseta.telemetry.metrics_file import Count, Entry
+from pydantic import BaseModel, ConfigDict
+from tools.quality.intervals import CONFIDENCE_LEVEL, ConfidenceInterval, holm_adjust, t_interval
 
-REGRET = Metric(key="regret", name="regret", better_direction="lower", decimals=5)
-COMPARED_METRICS = (REGRET, *(metric for key in ("ne", "auc") for metric in METRICS if metric.key == key))
+
+@dataclass(frozen=True)
+class Metric:
+    """Metric by which configs are compared."""
+
+    key: str
+    name: str
+    is_higher_better: bool = False
+
+    def to_loss(self, value: float) -> float:
+        """Convert a value to a number that is smaller for better values."""
+        return -value if self.is_higher_better else value
+
+
+REGRET = Metric("regret", "regret")
+COMPARED_METRICS = (REGRET, Metric("ne", "NE"), Metric("auc", "AUC", is_higher_better=True))
 """Metrics by which configs are compared, the most sensitive one first."""
 
 
-class SeedScore(Entry):
+class SeedScore(BaseModel):
     """Metrics on the test split, size and speed of one run with the selected settings."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
 
     auc: float | None = None
     ne: float | None = None
     regret: float | None = None
     """Regret in nats. `None` if the true probabilities are unknown."""
-    num_dense_parameters: Count = 0
-    num_table_parameters: Count = 0
+    num_dense_parameters: int = 0
+    num_table_parameters: int = 0
     flops_per_sample: float = 0.0
     """Floating-point operations of the dense part per sample of a training step, as the planner counts them."""
     samples_per_s: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        return self.model_dump(exclude_unset=True)
 
     def metric_value(self, metric: Metric) -> float | None:
         """Return one of `COMPARED_METRICS`, or `None` if it is undefined on the test rows."""
@@ -214,7 +233,7 @@ def compare_configs(
         EvalDatasetResult(
             eval_dataset=ground,
             configs=tuple(configs),
-            differences=tuple(PairedDifference(**{**vars(one), "p_holm": next(adjusted)}) for one in differences),
+            differences=tuple(replace(one, p_holm=next(adjusted)) for one in differences),
         )
         for (ground, configs), differences in zip(grounds, compared, strict=True)
     ]

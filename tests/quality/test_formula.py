@@ -1,17 +1,18 @@
-"""The learned formula with the law's own numbers in it is the law."""
+"""`LearnedFormula` with the coefficients of a world computes the logits of the world."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
+from tools.quality.formula import DENSE_PRODUCTS, LearnedFormula
 
 from meseta import EmbeddingBagCollection, FeatureSpec, TableSpec
 from meseta.data.synth import ClickLog
+from meseta.data.synth import teacher as world_teacher
 from meseta.data.synth.teacher import LOGIT_STEP, NUM_BINS
 from meseta.data.synth.worlds import WORLDS, find_world
 from meseta.spec import MesetaError
-from meseta.train.quality.formula import LearnedFormula
 
 NUM_ROWS = 500
 
@@ -22,14 +23,14 @@ def collection(width: int, num_features: int = 26) -> EmbeddingBagCollection:
 
 
 def formula(world: str, width: int, **changes: object) -> LearnedFormula:
-    given = {"num_dense": 13, "labels": ("label",), "seed": 0, "world": world, **changes}
-    return LearnedFormula(collection(width), **given)  # type: ignore[arg-type]
+    arguments = {"num_dense": 13, "labels": ("label",), "seed": 0, "world": world, **changes}
+    return LearnedFormula(collection(width), **arguments)  # type: ignore[arg-type]
 
 
-def law_inputs(
+def world_inputs(
     model: LearnedFormula, log: ClickLog, counts: np.ndarray, ids: np.ndarray
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Dense inputs and rows of `counts` [13, n] and `ids` [26, n] as the law has them, and its other numbers set."""
+    """Set the coefficients of `model`, and return the dense inputs and rows of `counts` [13, n] and `ids` [26, n]."""
     teacher = log.teacher
     of_dense, of_main, of_planted = (float(gain) for gain in teacher._gains)
     logs = np.log1p(np.maximum(counts, 0).astype(np.float32))
@@ -49,14 +50,15 @@ def law_inputs(
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_with_the_numbers_of_the_law_it_gives_the_laws_logits(world: str) -> None:
+def test_formula_with_the_coefficients_of_a_world_gives_its_logits(world: str) -> None:
+    assert DENSE_PRODUCTS == world_teacher.DENSE_PRODUCTS
     log = ClickLog(seed=3, scale=0.001, world=world, strength=0.7)
     rows = log.chunk(0)[:NUM_ROWS]
     model = formula(world, 1 + find_world(world).latent_dim, main_scale=0.5, latent_scale=2.0)
     with torch.no_grad():
-        logits = model.score(*law_inputs(model, log, rows.dense, rows.ids)).numpy()
+        logits = model.score(*world_inputs(model, log, rows.dense, rows.ids)).numpy()
     true = (rows.bins - NUM_BINS // 2) * LOGIT_STEP
-    assert np.abs(logits - true).max() < 1e-3 and true.std() > 0.8  # the law rounds its logits to 2**-12
+    assert np.abs(logits - true).max() < 1e-3 and true.std() > 0.8  # The world rounds its logits to 2**-12.
 
 
 @pytest.mark.parametrize(
@@ -68,6 +70,6 @@ def test_with_the_numbers_of_the_law_it_gives_the_laws_logits(world: str) -> Non
         (5, {"world": "pears"}, "did you mean 'pairs'"),
     ],
 )
-def test_what_is_not_of_the_world_is_refused(width: int, changes: dict[str, object], words: str) -> None:
+def test_columns_of_another_world_are_rejected(width: int, changes: dict[str, object], words: str) -> None:
     with pytest.raises(MesetaError, match=words):
         formula(**{"world": "pairs", "width": width, **changes})  # type: ignore[arg-type]

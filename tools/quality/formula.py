@@ -10,11 +10,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from meseta.data.synth.teacher import DENSE_PRODUCTS
-from meseta.data.synth.worlds import find_world
-from meseta.models.layers import pooled_dims
+from meseta.data.synth import find_world
+from meseta.embedding import EmbeddingBagCollection
 from meseta.spec import MesetaError
 
+DENSE_PRODUCTS = ((0, 4), (2, 6), (5, 12), (7, 10))
+"""Pairs of dense inputs whose products are part of the formula."""
 MAX_ABS_INPUT = 2.5
 """Bound to which standardized dense inputs are clipped, as in the world's own formula."""
 
@@ -22,7 +23,7 @@ MAX_ABS_INPUT = 2.5
 class LearnedFormula(nn.Module):
     """logit = bias + dense part + sum of main effects + sum of planted products, as in docs/data_synth.md.
 
-    Select it with `model.name: meseta.train.quality.formula:LearnedFormula`. The model knows the features of each
+    Select it with `model.name: tools.quality.formula:LearnedFormula`. The model knows the features of each
     planted product and the products of dense inputs. It learns a linear and a quadratic coefficient per dense input,
     and a weight per product. For each id it learns the main effect (column 0 of its row) and the latent vector (columns
     1 to latent_dim).
@@ -30,7 +31,7 @@ class LearnedFormula(nn.Module):
 
     def __init__(
         self,
-        embeddings: nn.Module,
+        embeddings: EmbeddingBagCollection,
         *,
         num_dense: int,
         labels: Sequence[str],
@@ -55,8 +56,9 @@ class LearnedFormula(nn.Module):
         """
         super().__init__()
         law = find_world(world)
-        dims = pooled_dims("LearnedFormula", embeddings)
         width = 1 + law.latent_dim
+        widths = {table.name: table.embedding_dim for table in embeddings.tables}
+        dims = {feature.name: widths[feature.table] for feature in embeddings.features}
         if set(dims.values()) != {width}:
             raise MesetaError(
                 f"LearnedFormula: world {world!r} requires tables with {width} columns, for a main effect and "

@@ -1,4 +1,4 @@
-"""Configs that ask for what the data lack, and a score that is of other rows than the truth."""
+"""Configs that do not fit their data, and scores on the test split."""
 
 from __future__ import annotations
 
@@ -7,29 +7,26 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tools.quality.comparison import EvalDataset
+from tools.quality.scoring import check_configs_fit, score_run
+from tools.quality.study import SuiteRun
+from tools.quality.worlds import TRUTH_FILE
 
 from meseta.comm import World
 from meseta.config import load_config
-from meseta.data.dataset.dataset import Dataset
-from meseta.report.quality.suite_result import EvalDataset
+from meseta.data import Dataset
 from meseta.spec import MesetaError
 from meseta.train.metrics import auc, normalized_entropy
-from meseta.train.quality.compatibility import check_configs_fit
-from meseta.train.quality.scoring import score_run
-from meseta.train.quality.study import SuiteRun
-from meseta.train.quality.worlds import TRUTH_FILE
-from meseta.train.sweep import Trial
 from meseta.train.trainer import Trainer
 from small_run import settings, tiny_with_valid, write_config
 
 
-def run_of(folder: Path, data: Path, truth: Path | None = None, **changes: Any) -> SuiteRun:
-    """Of a config whose settings are given as `settings` takes them."""
+def make_run(folder: Path, data: Path, truth: Path | None = None, **changes: Any) -> SuiteRun:
+    """Return a run of a config with `changes`, as in `small_run.settings`."""
     config = write_config(folder / "c.yaml", settings(data, folder / "run", train__max_steps=3, **changes))
-    trial = Trial(1, {}, folder / "run")
     return SuiteRun(
-        eval_dataset=EvalDataset(name="tiny"), name="one", config=config, trial=trial, seed=1, data=data, truth=truth,
-        reads_test=True,
+        eval_dataset=EvalDataset(name="tiny"), name="one", config=config, number=1, settings={},
+        run_dir=folder / "run", seed=1, data=data, truth=truth, reads_test=True,
     )  # fmt: skip
 
 
@@ -43,34 +40,34 @@ def run_of(folder: Path, data: Path, truth: Path | None = None, **changes: Any) 
         ({"embedding__tables": {"town": {"init": {"scale": 1.0}}}}, "'town'"),
     ],
 )
-def test_what_the_data_lack_is_told_with_the_config(
+def test_configs_that_do_not_fit_the_data_are_rejected(
     tiny: Path, tmp_path: Path, changes: dict[str, Any], words: str
 ) -> None:
     data = tiny_with_valid(tiny)
-    check_configs_fit([run_of(tmp_path, data)], data)
+    check_configs_fit([make_run(tmp_path, data)], data)
     with pytest.raises(MesetaError, match=r"^quality: config 'one' does not fit 'tiny': ") as caught:
-        check_configs_fit([run_of(tmp_path, data, **changes)], data)
+        check_configs_fit([make_run(tmp_path, data, **changes)], data)
     assert words in str(caught.value)
 
 
-def test_a_score_is_that_of_predictions_of_test(tiny: Path, tmp_path: Path) -> None:
+def test_score_is_computed_on_the_test_split(tiny: Path, tmp_path: Path) -> None:
     data = tiny_with_valid(tiny)
-    run = run_of(tmp_path, data)
+    run = make_run(tmp_path, data)
     Trainer(load_config(run.config, run.overrides), World.current(), with_test=False).run()
     score_run(run)
-    with np.load(run.logits_file) as kept:
-        logits, labels = kept["logits"], kept["labels"]
-    found = run.score()
-    assert found is not None and len(labels) == Dataset.load(data).splits["test"].num_rows
-    assert (found.auc, found.ne, found.regret) == (auc(logits, labels), normalized_entropy(logits, labels), None)
-    assert found.num_table_parameters == sum(f.num_embeddings for f in Dataset.load(data).sparse) * 4
-    assert not (run.trial.run_dir / "checkpoints").exists() and found.flops_per_sample > 0
+    with np.load(run.logits_file) as saved:
+        logits, labels = saved["logits"], saved["labels"]
+    score = run.score()
+    assert score is not None and len(labels) == Dataset.load(data).splits["test"].num_rows
+    assert (score.auc, score.ne, score.regret) == (auc(logits, labels), normalized_entropy(logits, labels), None)
+    assert score.num_table_parameters == sum(f.num_embeddings for f in Dataset.load(data).sparse) * 4
+    assert not (run.run_dir / "checkpoints").exists() and score.flops_per_sample > 0
 
 
-def test_truth_of_other_rows_is_refused_and_leaves_no_score(tiny: Path, tmp_path: Path) -> None:
+def test_true_probabilities_of_other_rows_are_rejected(tiny: Path, tmp_path: Path) -> None:
     data, truth = tiny_with_valid(tiny), tmp_path / "truth"
     truth.mkdir()
-    run = run_of(tmp_path, data, truth)
+    run = make_run(tmp_path, data, truth)
     Trainer(load_config(run.config, run.overrides), World.current(), with_test=False).run()
     num_rows = Dataset.load(data).splits["test"].num_rows
     np.savez(truth / TRUTH_FILE, labels=np.full(num_rows, 1), probabilities=np.full(num_rows, 0.5))

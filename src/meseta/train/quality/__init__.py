@@ -1,1 +1,0 @@
-"""`meseta quality`: compares configs over synthetic worlds or datasets, and over seeds."""
