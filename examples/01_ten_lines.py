@@ -1,9 +1,9 @@
-"""Embedding tables in your own training loop: the same file on one process and, under torchrun, on several.
+"""Embedding tables in your own training loop, on one process or, under torchrun, on several.
 
     python examples/01_ten_lines.py
     torchrun --nproc-per-node 2 examples/01_ten_lines.py
 
-Both print the same losses, to rounding.
+Both print the same losses, up to rounding.
 """
 
 import os
@@ -17,7 +17,7 @@ rank, num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SI
 
 
 class Model(nn.Module):
-    """Your model: a collection of tables somewhere inside, and whatever you like around it."""
+    """Your model: any module that contains a collection of tables."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,27 +39,27 @@ class Model(nn.Module):
 
 
 def local_batch(step: int, batch_size: int = 256) -> tuple[meseta.KeyedJaggedTensor, torch.Tensor]:
-    """This rank's slice of global batch `step`: users click on items that are odd like themselves."""
+    """Return this rank's slice of global batch `step`. Users click on items with the same parity."""
     random = torch.Generator().manual_seed(step)
     who = torch.randint(100, (batch_size, 1), generator=random)
     clicked = torch.randint(200, (batch_size, 3), generator=random)
     shown = torch.randint(200, (batch_size, 1), generator=random)
     label = (who % 2 == shown % 2).float().squeeze(1)
-    mine = torch.arange(batch_size).chunk(num_ranks)[rank]
-    bags = {"who": who[mine], "clicked": clicked[mine], "shown": shown[mine]}
-    return meseta.KeyedJaggedTensor.from_lists({name: ids.tolist() for name, ids in bags.items()}), label[mine]
+    part = torch.arange(batch_size).chunk(num_ranks)[rank]
+    bags = {"who": who[part], "clicked": clicked[part], "shown": shown[part]}
+    return meseta.KeyedJaggedTensor.from_lists({name: ids.tolist() for name, ids in bags.items()}), label[part]
 
 
 torch.manual_seed(0)
-plan = {"tables": {"user": "data_parallel", "item": "row_wise"}}  # or leave it out and have one searched
-model = meseta.shard(Model(), plan)  # the one line that several processes need
+plan = {"tables": {"user": "data_parallel", "item": "row_wise"}}  # without a plan, the planner searches for one
+model = meseta.shard(Model(), plan)  # the only line for several processes
 optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
 for step in range(50):
     sparse, label = local_batch(step)
     loss = nn.functional.binary_cross_entropy_with_logits(model(sparse), label)
     optimizer.zero_grad()
-    loss.backward()  # tables learn here, row by row
-    optimizer.step()  # dense parameters learn here
+    loss.backward()  # also updates the rows of the tables
+    optimizer.step()  # updates the dense parameters
     if step % 10 == 9:
         total = loss.detach() / num_ranks  # slices are equal, so the mean over ranks is the global loss
         if num_ranks > 1:

@@ -1,8 +1,8 @@
-"""A checkpoint read with pyarrow and numpy alone: no meseta, no torch.
+"""Read a checkpoint with pyarrow and numpy, without meseta and torch.
 
     python examples/02_read_checkpoint.py [runs/main/checkpoints/step-000000500]
 
-Without an argument it first saves a small model, which is the only part that needs meseta.
+Without an argument, it first saves a small model, for which it needs meseta.
 """
 
 import hashlib
@@ -16,10 +16,10 @@ import pyarrow as pa
 
 
 def read_table(checkpoint: Path, entry: dict) -> dict[str, np.ndarray]:
-    """Rows and optimizer states of a table: [rows, D], or [rows] for what a row has one of.
+    """Return rows and optimizer states of a table by name: [rows, D], or [rows] for states with one value per row.
 
-    A block may lie in several files, of this checkpoint and of older ones beside it, which the manifest names from the
-    oldest to the newest: of a row that is in several, the last one holds.
+    Rows of a block may be in several files, of this checkpoint and of older ones. The manifest lists them from oldest
+    to newest, and the newest file with a row has its values.
     """
     columns: dict[str, np.ndarray] = {}
     for file in entry["blocks"]:
@@ -34,7 +34,7 @@ def read_table(checkpoint: Path, entry: dict) -> dict[str, np.ndarray]:
 
 
 def read_column(batch: pa.RecordBatch, column: dict, dim: int) -> np.ndarray:
-    """The values of one column of a file; bfloat16 as float32, of which it is the upper half."""
+    """Return the values of one column of a file. bfloat16 becomes float32, whose upper half it is."""
     values, metadata = batch.column(column["name"]), batch.schema.field(column["name"]).metadata or {}
     if column["kind"] == "row":
         return values.to_numpy()
@@ -46,8 +46,10 @@ def read_column(batch: pa.RecordBatch, column: dict, dim: int) -> np.ndarray:
 
 
 def restore(codes: np.ndarray, form: str, dim: int) -> np.ndarray:
-    """float32 [n, dim] of the bytes [n, k] of a quantised column: codes, each times the scale of its row, plus the
-    offset, both of which lie behind the codes. bf16 is the upper half of a float32."""
+    """Convert the bytes [n, k] of a quantized column to float32 [n, dim].
+
+    A row has codes, then a scale and an offset. A value is code * scale + offset. bf16 is the upper half of a float32.
+    """
     if form == "bf16":
         return (np.ascontiguousarray(codes).view("<u2").astype(np.uint32) << 16).view(np.float32)
     bits, kind = int(form.removeprefix("int")), "<f4" if form == "int8" else "<f2"
@@ -58,8 +60,10 @@ def restore(codes: np.ndarray, form: str, dim: int) -> np.ndarray:
 
 
 def checksum(checkpoint: Path, entry: dict, file: dict) -> str:
-    """SHA-256 of the columns of a file, one after the other, as the manifest must have it; of a file of some rows, or
-    of quantised ones, that of their ids before."""
+    """Return the SHA-256 of the columns of a file, one after the other, as in the manifest.
+
+    If a file has only some rows of its block, their ids come first.
+    """
     batch = pa.ipc.open_file(pa.memory_map(str(checkpoint / file["path"]))).get_batch(0)
     digest = hashlib.sha256()
     if batch.schema.field("id").type == pa.uint32():
@@ -82,14 +86,14 @@ def show(checkpoint: Path) -> None:
         middle = len(table["row"]) // 2
         print(f"  row {middle}: {[round(float(x), 4) for x in table['row'][middle][:4]]} ...")
         for column, error in manifest.get("quantised", {}).get(name, {}).items():
-            print(f"  {column} in codes, off by at most {error:.3g}")
+            print(f"  {column} is quantized, with errors of at most {error:.3g}")
         for file in entry["blocks"]:
             assert checksum(checkpoint, entry, file) == file["checksum"], file["path"]
-    print("every block has the checksum that the manifest says")
+    print("all blocks match the checksums of the manifest")
 
 
 def make_checkpoint(folder: Path) -> Path:
-    """A small model at step 0, saved as the trainer does."""
+    """Save a small model at step 0, as training does."""
     from meseta.checkpoint import save
     from meseta.comm import World
     from meseta.optim import make_row_optimizer

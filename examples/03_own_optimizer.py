@@ -1,4 +1,4 @@
-"""Your own row optimizer: Lion (arXiv 2302.06675, algorithm 2) in ten lines, fused into the backward pass.
+"""Your own row optimizer: Lion (arXiv 2302.06675, algorithm 2), fused into the backward pass.
 
 python examples/03_own_optimizer.py
 """
@@ -22,7 +22,7 @@ def lion(spec):
 
 
 if __name__ == "__main__":
-    # Written as 'package.module:factory'; this file runs as __main__.
+    # A name is 'package.module:factory'. This file runs as __main__.
     optimizer = meseta.OptimizerSpec(name="__main__:lion", lr=0.02, options={"beta2": 0.99}, element_states=1)
     tables = [meseta.TableSpec(name="item", num_embeddings=100, embedding_dim=16, optimizer=optimizer)]
     embeddings = meseta.EmbeddingBagCollection(tables, [meseta.FeatureSpec(name="seen", table="item")])

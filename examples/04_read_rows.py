@@ -1,9 +1,8 @@
-"""Rows from `meseta readers` with pyarrow alone: no meseta, no torch.
+"""Receive rows from `meseta readers` with pyarrow, without meseta and torch.
 
     python examples/04_read_rows.py [grpc://127.0.0.1:7077]
 
-Without an argument it first prepares a small log and starts a dispatcher and a reader, which is the only part that
-needs meseta.
+Without an argument, it first prepares a small log and starts a dispatcher and a reader, for which it needs meseta.
 """
 
 import json
@@ -19,21 +18,21 @@ from pyarrow import flight
 
 
 def options_for(url: str) -> flight.FlightCallOptions:
-    """Options of every call to a dispatcher and its readers: the token that it stored for this user."""
+    """Return the options of every call: the token that the dispatcher stored for this user."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     folder = Path(runtime) / "meseta" if runtime else Path.home() / ".local/state/meseta"
     token = (folder / f"{url.rpartition(':')[2]}.token").read_text().strip()
     return flight.FlightCallOptions(headers=[(b"authorization", f"Bearer {token}".encode())])
 
 
-def ask(dispatcher: flight.FlightClient, options: flight.FlightCallOptions, what: str, **question: object) -> dict:
-    """One question to the dispatcher: JSON there and back."""
-    [answer] = dispatcher.do_action(flight.Action(what, json.dumps(question).encode()), options)
+def ask(dispatcher: flight.FlightClient, options: flight.FlightCallOptions, name: str, **request: object) -> dict:
+    """Send a JSON request to the dispatcher and return its JSON response."""
+    [answer] = dispatcher.do_action(flight.Action(name, json.dumps(request).encode()), options)
     return json.loads(answer.body.to_pybytes())
 
 
 def read_epoch(url: str, split: str, batch_size: int) -> int:
-    """All rows of a split, shuffled; returns how many there are."""
+    """Read all rows of a split, shuffled, and return their number."""
     dispatcher, options = flight.connect(url), options_for(url)
     described = ask(dispatcher, options, "describe")
     rows = {
@@ -50,7 +49,7 @@ def read_epoch(url: str, split: str, batch_size: int) -> int:
     expected = sum(ask(dispatcher, options, "count", rows=rows)["group_rows"])
     session = {"rows": rows, "run": "an example", "attempt": 0, "rank": 0, "num_ranks": 1}
     num_rows, window = 0, 0
-    while num_rows < expected:  # a window is a part of the epoch, in whose order its rows come
+    while num_rows < expected:  # windows are parts of the shuffled epoch, in order
         [lease] = ask(dispatcher, options, "lease", session=session, epoch=0, windows=[window])["leases"]
         ticket = {"session": session, "epoch": 0, "window": window, "begin": 0, "batch_size": batch_size,
                   "last_batch": "keep"}  # fmt: skip
@@ -74,7 +73,7 @@ def main() -> None:
 
 
 def start(folder: Path, stack: ExitStack) -> str:
-    """A dispatcher and a reader of a small log; returns the URL of the first. They end with `stack`."""
+    """Start a dispatcher and a reader of a small log, which end with `stack`. Return the URL of the dispatcher."""
 
     def meseta(*arguments: str) -> subprocess.Popen[str]:
         process = subprocess.Popen(
@@ -90,7 +89,7 @@ def start(folder: Path, stack: ExitStack) -> str:
     url = json.loads(dispatcher.stdout.readline())["url"]
     reader = meseta("readers", "work", "--dispatcher", url)
     stack.callback(reader.terminate)
-    reader.stdout.readline()  # it is there
+    reader.stdout.readline()  # waits until the reader is ready
     return url
 
 

@@ -40,18 +40,18 @@ class Part:
 
 PARTS = {
     "exactness": Part(
-        "sharded training against one process: schemes x poolings x row optimizers x 2, 4 and 8 ranks, "
-        "whose table is [exactness.md](exactness.md)",
+        "sharded training compared with one process: sharding types, poolings, row optimizers, 2 to 8 ranks "
+        "([table](exactness.md))",
         ("tests/distributed/test_sharded.py",),
     ),
     "tiers": Part(
-        "rows near and far against the same run in memory, 50 steps each: every pair of optimizer, type of rows, tier "
-        "and engine, look-ahead, ranks, scheme, overlap, codec, threads and more, twice",
+        "offloaded rows compared with rows in memory, 50 steps each: every pair of optimizer, dtype, tier, "
+        "lookahead, ranks, sharding type, overlap, codec and other settings",
         ("tests/distributed/test_tier_bits.py",),
     ),
-    "distributed": Part("everything else on several ranks", ("tests/distributed",)),
+    "distributed": Part("all other tests on several ranks", ("tests/distributed",)),
     "kill": Part(
-        "`kill -9` at random moments of preparing, starting, training, saving and evaluating, then to the end",
+        "`kill -9` at random moments of preparing, training, saving and evaluating, then resume",
         (
             "tests/cli/test_kill.py",
             "tests/checkpoint/test_object_store.py",
@@ -61,65 +61,61 @@ PARTS = {
         ),
     ),
     "kill_models": Part(
-        "`kill -9` at random moments of training, saving and evaluating every model that has dropout and norms, on 1 "
-        "rank and, its dense part cut, on 2: the bits of runs that nobody killed",
+        "`kill -9` at random moments for every model with dropout and norms, on 1 and 2 ranks: the same bits as "
+        "without",
         ("tests/cli/test_kill_models.py",),
     ),
     "faults": Part(
-        "1,000 seeded faults of a run that saves deltas: files cut, flipped, exchanged or missing, full disks, "
-        "refused changes of the file system, two writers; and a death before each change, under every policy, while it "
-        "prunes and makes whole ones",
+        "1,000 seeded faults of runs with delta checkpoints: damaged, exchanged and missing files, full disks, "
+        "refused system calls, two writers; a kill before each change of the file system",
         ("tests/checkpoint/test_faults.py", "tests/checkpoint/test_deaths.py"),
     ),
     "reads": Part(
-        "each open, read, stat and listing of a run that saves deltas, prunes, mirrors, compacts, resumes and goes "
-        "back fails once with EIO, EMFILE and ESTALE, in a directory and at a URL, and each below the folder of a run "
-        "that a command resumes; 200 seeded runs in which 30 % of all reads of manifests fail",
+        "each open, read, stat and listing of runs with delta checkpoints, and of resuming, fails once with EIO, "
+        "EMFILE and ESTALE, in a folder and at a URL; 200 runs in which 30 % of all reads of manifests fail",
         ("tests/checkpoint/test_failed_reads.py", "tests/bad_input/test_unread_runs.py"),
         checks_types=False,  # the part would take five times as long
     ),
     "mirrors": Part(
-        "a mirror in 13 states, such as that of another run, half deleted or with a changed byte, under every policy, "
-        "at a directory and at an S3 server; two runs that save to one URL, interleaved at any request",
+        "a mirror in 13 states, such as damaged or of another run, in a folder and at an S3 server; two runs that"
+        " save to one URL",
         ("tests/checkpoint/test_mirror_cases.py", "tests/checkpoint/test_two_runs.py"),
     ),
     "everything": Part(
-        "examples/configs/everything.yaml on two hosts of two ranks: `kill -9` of all ranks and of one, and SIGTERM, "
-        "at random moments, with `pipeline.staleness` 0 and 1, and with nothing rounded: the bits of itself "
-        "undisturbed, and of a plain run",
+        "`examples/configs/everything.yaml` on two hosts of two ranks, killed and stopped at random moments: the "
+        "same bits as without",
         ("tests/distributed/test_everything.py",),
     ),
     "hang": Part(
-        "ranks killed, stopped and astray, and links cut, at random moments on 2, 4 and 8 ranks: the right one named "
-        "within 30 s, no process left",
+        "ranks killed, stopped and diverged, and links cut, on 2 to 8 ranks: the right rank is named within 30 s,"
+        " and no process remains",
         ("tests/cli/test_hang.py", "tests/cli/test_hang_links.py"),
     ),
     "stalls": Part(
-        "disks frozen, throttled and file servers stopped while one and two ranks train, save, load and evaluate; "
-        "control groups of 150 to 350 MB, and shrunk while training: one line within 30 s that names the cause",
+        "frozen and throttled disks, stopped file servers and full control groups: a line within 30 s names the cause",
         ("tests/telemetry/test_stalls.py", "tests/cli/test_stalls.py", "tests/cli/test_memory_limits.py"),
     ),
     "reader_faults": Part(
-        "200 schedules of readers and dispatchers killed, stopped, told to leave, begun again and joined, links cut "
-        "and slow, and ranks killed, with keys and without: every row once, in order",
+        "200 schedules of readers, dispatchers and ranks that are killed, stopped, drained and restarted, and of "
+        "cut and slow links: every row arrives once, in order",
         ("tests/data/service/test_faults.py",),
     ),
     "readers": Part(
-        "100,000 malformed tickets and questions; 1,000 mutated beats, tickets, filters and addresses each of another "
-        "user, without the token and with it; batches of readers, and of recipes, against those of a local one",
+        "100,000 malformed requests; 1,000 mutated heartbeats, tickets, filters and addresses each, with and "
+        "without the token; served batches compared with local ones",
         ("tests/data/service",),
     ),
     "configs": Part(
-        "5,000 spoiled configs and overrides; every key of configs, plans, topologies, constraints and cost models "
-        "with values of any type",
+        "5,000 mutated configs and overrides; every key of configs, plans, topologies, constraints and cost "
+        "models with values of any type",
         ("tests/bad_input/test_fuzz_config.py", "tests/bad_input/test_setting_values.py"),
     ),
-    "files": Part("spoiled and hostile data, plans, checkpoints and runs, through every command", ("tests/bad_input",)),
-    "operators": Part("hostile calls of every operator, and 200 random examples per property", ("tests/ops",)),
-    "planner": Part("plans of 12 tables on 4 ranks against an integer program", ("tests/planner",)),
-    "rest": Part("all other tests, 200 random examples per property", ("tests",)),
+    "files": Part("invalid and malicious data, plans, checkpoints and runs, with every command", ("tests/bad_input",)),
+    "operators": Part("invalid calls of every operator; 200 random examples per property", ("tests/ops",)),
+    "planner": Part("plans of 12 tables on 4 ranks compared with an integer program", ("tests/planner",)),
+    "rest": Part("all other tests; 200 random examples per property", ("tests",)),
     "sanitize": Part(
-        "the core under AddressSanitizer and UndefinedBehaviorSanitizer, each instruction set of the processor",
+        "the core with AddressSanitizer and UndefinedBehaviorSanitizer, for each instruction set of the processor",
         command=("tools/sanitize.sh",),
     ),
 }
