@@ -183,14 +183,11 @@ def learning_rate_factor(schedule: ScheduleConfig, step: int, num_steps: int, nu
     """Return the factor of the learning rate for `step`, which starts at 0.
 
     As in MLPerf's DLRM, the factor rises linearly to 1 during the warm-up, stays 1 until the decay starts, and then
-    decreases. Steps after the decay, which ends at `num_steps` by default, have `end_factor`.
+    decreases. The decay ends at `num_steps` by default, and later steps have `end_factor`.
 
-    Args:
-        schedule: Shape of the decay. 'polynomial' is (1 - progress) ** power. 'cosine' is (1 + cos(pi * progress)) / 2
-            (arXiv 1608.03983, equation 5, without restarts). Both are scaled to end at `end_factor`. 'step' multiplies
-            by `step_factor` every `step_every` steps, and 'plateau' after evaluations without progress, both down to
-            `end_factor`.
-        num_falls: Number of decreases so far, for 'plateau'.
+    Kind 'polynomial' is (1 - progress) ** power, and 'cosine' is (1 + cos(pi * progress)) / 2 (arXiv 1608.03983,
+    equation 5, without restarts). Both are scaled to end at `end_factor`. Kind 'step' multiplies by `step_factor` every
+    `step_every` steps, and 'plateau' after each of `num_falls` evaluations without progress, both down to `end_factor`.
     """
     # The decay never starts during the warm-up.
     if step < schedule.warmup_steps:
