@@ -116,6 +116,10 @@ PARTS = {
     ),
     "files": Part("spoiled and hostile data, plans, checkpoints and runs, through every command", ("tests/bad_input",)),
     "operators": Part("hostile calls of every operator, and 200 random examples per property", ("tests/ops",)),
+    "benchmarks": Part(
+        "comparisons of operators and training with other systems, whose losses and updates are checked",
+        ("tests/benchmarks",),
+    ),
     "planner": Part("plans of 12 tables on 4 ranks against an integer program", ("tests/planner",)),
     "rest": Part("all other tests, 200 random examples per property", ("tests",)),
     "sanitize": Part(

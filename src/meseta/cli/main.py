@@ -14,7 +14,6 @@ import typer
 
 import meseta
 from meseta.cli import launch
-from meseta.cli.bench import app as bench_app
 from meseta.cli.calibrate import calibrate
 from meseta.cli.checkpoint import app as checkpoint_app
 from meseta.cli.config import config
@@ -45,6 +44,10 @@ from meseta.telemetry.watching import StallReporter, check_start_memory
 
 TORCH_COMMANDS = {"train", "eval", "predict", "verify", "sweep", "quality", "calibrate"}
 """Commands that import torch with any options."""
+MOVED_COMMANDS = {
+    "bench": "'python benchmarks/bench_ops.py' or 'python benchmarks/bench_e2e.py'",
+}
+"""Former commands, and what to run instead in a clone of the repository."""
 PEER_LOSS_GRACE_S = 5.0
 """Seconds that a rank waits after a peer was lost, so that its watchdog can report which rank it was."""
 
@@ -62,7 +65,6 @@ app.command()(quality)
 app.command()(config)
 app.command()(plan)
 app.command()(verify)
-app.add_typer(bench_app, name="bench")
 app.command(name="eval")(evaluate)
 app.command()(predict)
 app.command()(report)
@@ -117,8 +119,12 @@ def _configure_warnings(*, is_quiet: bool) -> None:
 def main() -> None:
     """Run a command and exit with its code.
 
-    The code is 1 after a MesetaError, an error of the operating system or a lack of memory, and 130 after Ctrl-C.
+    The code is 1 after a MesetaError, an error of the operating system or a lack of memory, 2 for a command in
+    MOVED_COMMANDS, and 130 after Ctrl-C.
     """
+    if len(sys.argv) > 1 and sys.argv[1] in MOVED_COMMANDS:
+        command = sys.argv[1]
+        _exit(2, f"{ERROR_PREFIX}meseta {command}: moved; run {MOVED_COMMANDS[command]} in a clone of the repository")
     # torch reads the policy during its import, in this process and in each process that a command starts.
     set_wait_policy(environ)
     # The stub must be in place before torch is imported.
