@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import importlib
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 import pytest
 
