@@ -20,6 +20,8 @@ from itertools import cycle
 from typing import Any, cast
 
 import torch
+from peers.e2e_meseta import make_batch, make_pipeline
+from peers.workloads import E2E_WORKLOADS, shrink
 from plain_models import DIM, NUM_DENSE, PLAIN
 from record import record
 from torch import Tensor, nn
@@ -27,13 +29,11 @@ from torch import Tensor, nn
 from meseta.comm import World
 from meseta.config import ModelConfig
 from meseta.embedding import EmbeddingBagCollection
-from meseta.measure.bench.workloads import E2E_WORKLOADS, shrink
 from meseta.measure.synthetic_batches import DlrmWorkload, TrainingBatch, make_training_batches
 from meseta.models import make_model
 from meseta.ops.allocator import keep_freed_memory
 from meseta.spec import FeatureSpec, InitSpec, OptimizerSpec, TableSpec
 from meseta.spec.tables import DenseDtype
-from meseta.train.bench import make_batch, make_pipeline
 
 LR, FILL = 0.001, 0.01
 ROUNDS, STEPS = 15, 6

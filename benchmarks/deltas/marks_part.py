@@ -8,10 +8,10 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 
 import numpy as np
+from peers.ops_meseta import MesetaOperators
+from peers.workloads import OPS_WORKLOADS
 from record import record
 
-from meseta.measure.bench.ops_meseta import MesetaOperators
-from meseta.measure.bench.workloads import OPS_WORKLOADS
 from meseta.storage import TableShard
 
 MOST, MOST_OF_INTERVAL = 1.01, 1.02

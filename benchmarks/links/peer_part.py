@@ -7,13 +7,14 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
+from peers.installed import find_peers
+
+import meseta
 from hosts import Hosts
 from links import peer_training, shapes, training
 from links.crew import Crew, crew, on_hosts
 from links.timing import Measured, Options, asker, in_turns, table
 from links.variants import Layout, Variant, Window
-from meseta.measure import bench
-from meseta.measure.bench.peers import find_peers
 from meseta.spec.stages import OVERLAPS
 
 PAPER = Variant(precision="paper")
@@ -22,7 +23,7 @@ LEAST = {PAPER.name: 1.1, OVERLAPPED.name: 1.25}
 """How many times as fast as the peer they must be."""
 PORT = 29_500
 """Of the peer's ranks, beside ours."""
-SOURCES = str(Path(bench.__file__).parents[2])
+SOURCES = str(Path(meseta.__file__).parent)
 
 
 def _ask_peer(theirs: Crew, name: str, num_steps: int) -> list[Window]:

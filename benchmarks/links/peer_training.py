@@ -10,10 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from hosts.links import own_traffic
+from peers.e2e_peers import LR, TorchRecTraining
 from torch import nn
 
 from links.variants import Window
-from meseta.measure.bench.e2e_peers import LR, TorchRecTraining
 
 PIPELINED = " pipelined"
 _jobs: dict[str, Any] = {}

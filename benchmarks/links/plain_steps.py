@@ -10,8 +10,7 @@ _step: list[Any] = []
 def build(shape: dict[str, Any]) -> None:
     """On every rank, in either checkout."""
     import torch
-
-    from meseta.train.bench import MesetaTraining
+    from peers.e2e_meseta import MesetaTraining
 
     torch.set_num_threads(1)
     _step[:] = [MesetaTraining(shape, "sgd")]

@@ -6,8 +6,9 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+from peers.workloads import E2E_WORKLOADS, shrink
+
 from links.variants import Layout, Variant
-from meseta.measure.bench.workloads import E2E_WORKLOADS, shrink
 from meseta.measure.synthetic_batches import DlrmWorkload
 from meseta.spec import Communication, FeatureSpec, InitSpec, OptimizerSpec, Plan, TableSpec, Workload
 from meseta.spec.workload import DenseExchange, DenseLoad

@@ -7,9 +7,9 @@ import statistics
 import tempfile
 from dataclasses import replace
 
+from peers.workloads import E2E_WORKLOADS
 from record import record
 
-from meseta.measure.bench.workloads import E2E_WORKLOADS
 from meseta.measure.synthetic_batches import DlrmWorkload
 from tiers.mapped_process import MappedOptions
 from tiers.stores_part import can_limit_memory, memory_group, run_module

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from peers.e2e_peers import PlainDLRM
 from torch import Tensor, nn
 
-from meseta.measure.bench.e2e_peers import PlainDLRM
 from meseta.measure.synthetic_batches import DlrmWorkload, make_id_batches
 from tiers.map_file import open_map, write_map
 from tiers.process_memory import memory_bytes

@@ -11,19 +11,19 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from peers.e2e_meseta import make_batch, make_model, make_pipeline
+from peers.workloads import E2E_WORKLOADS
 from record import record
 
 from meseta import Plan
 from meseta.comm import World
 from meseta.data import Batch
-from meseta.measure.bench.workloads import E2E_WORKLOADS
 from meseta.measure.synthetic_batches import DlrmWorkload, TrainingBatch, make_id_batches
 from meseta.pipeline.pipeline import StepResult
 from meseta.spec import InitSpec
 from meseta.spec.tiers import StorageOptions
 from meseta.storage import Lease, TieredShard
 from meseta.telemetry.row_traffic import RowTraffic
-from meseta.train.bench import make_batch, make_model, make_pipeline
 
 SHARES = {"d16_2k": 0.2, "d64_2k": 0.15}
 """Of the bytes of all rows and states that lie near; of others a fifth."""

@@ -16,10 +16,11 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def run(page: Path, folder: Path) -> subprocess.CompletedProcess[str]:
-    """The page in a process of its own, in a folder that sees examples/, as a reader in the checkout does."""
+    """The page in a process of its own, in a folder with the scripts and examples of a clone."""
     work = folder / "work"
     work.mkdir()
-    (work / "examples").symlink_to(ROOT / "examples")
+    for name in ("benchmarks", "examples", "tools"):
+        (work / name).symlink_to(ROOT / name)
     out, err = folder / "out.txt", folder / "err.txt"
     process = forking().Process(target=_run_page, args=(page, work, folder / "commands", out, err))
     process.start()

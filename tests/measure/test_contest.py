@@ -5,24 +5,25 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from peers.installed import IMPORT_PATH
+from peers.ops_peers import FbgemmOperators
 
-from meseta.measure.bench.ops_peers import FbgemmOperators
 from meseta.measure.harness.interleaved import Timing, TimingOptions, memory_groups, run_interleaved
 from meseta.measure.harness.target import BenchmarkTarget
 from meseta.measure.harness.worker_group import TargetSpec, TimedWindow, WorkerGroup
 from meseta.measure.threads import CpuTime, read_cpu_time
 from meseta.spec import MesetaError
 
+FOLDER = str(Path(__file__).parent)
 QUICK = TimingOptions(num_starts=1, num_rounds=2, window_s=0.02, max_background_load=100.0)
 
 
 @pytest.fixture
 def sleeper(monkeypatch: pytest.MonkeyPatch) -> TargetSpec:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
-    monkeypatch.syspath_prepend(Path(__file__).parent)
+    monkeypatch.syspath_prepend(FOLDER)
     from sleeper import Sleeper
 
-    return TargetSpec(name="sleeper", target_class=Sleeper, arguments={"milliseconds": 2.0})
+    return TargetSpec(name="sleeper", target_class=Sleeper, arguments={"milliseconds": 2.0}, import_path=(FOLDER,))
 
 
 def test_a_contest_times_all_and_names_those_that_fail(monkeypatch: pytest.MonkeyPatch, sleeper: TargetSpec) -> None:
@@ -51,15 +52,15 @@ def test_an_interpreter_that_is_not_there(sleeper: TargetSpec) -> None:
         WorkerGroup(replace(sleeper, python="/nowhere/python"))
 
 
-def test_another_interpreter_sees_this_folder_alone(tmp_path: Path) -> None:
-    """Peers live where neither this package nor what it needs is installed."""
+def test_another_interpreter_needs_no_packages(tmp_path: Path) -> None:
+    """An interpreter of peers has neither Meseta nor its dependencies."""
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')  # -S: no installed packages at all
     python.chmod(0o755)
     team = TargetSpec(name="peer", target_class=BenchmarkTarget, arguments={}, python=str(python))
     with WorkerGroup(team) as running:
         assert running.facts == {}
-    broken = replace(team, target_class=FbgemmOperators)
+    broken = replace(team, target_class=FbgemmOperators, import_path=IMPORT_PATH)
     with pytest.raises(MesetaError, match="No module named 'torch'"):
         WorkerGroup(broken)
 

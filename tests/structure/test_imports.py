@@ -11,8 +11,8 @@ import pytest
 
 from source_tree import SOURCE, modules
 
-# Only comm/ talks to other ranks; the command line may start them, and other systems are measured as they are.
-MAY_USE_DISTRIBUTED = ("comm/", "cli/", "measure/bench/e2e_peers.py")
+# Only comm/ communicates with other ranks. The command line may start them.
+MAY_USE_DISTRIBUTED = ("comm/", "cli/")
 
 
 def test_import_contracts_are_kept(tmp_path: Path) -> None:

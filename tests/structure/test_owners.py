@@ -14,8 +14,6 @@ from meseta.spec.stages import STAGES
 from meseta.spec.tiers import CACHED, HBM
 from source_tree import modules
 
-PEERS = "measure/bench/e2e_peers.py"
-"""Runs in the interpreters of other systems, where the package is not."""
 PIPES = ("measure/harness/worker_group.py", "measure/harness/worker.py", "measure/doctor/child_processes.py")
 """Talk with processes that they started, a line of JSON at a time."""
 ROWS = "data/formats/json_lines.py"
@@ -29,7 +27,7 @@ OWNERS: dict[str, tuple[set[str], set[str]]] = {
         {"system/processes.py"},
     ),
     "opening Parquet files": ({"pq.ParquetFile"}, {"data/dataset/part_files.py", "data/formats/parquet_files.py"}),
-    "the environment": ({"os.environ", "os.getenv", "os.putenv"}, {"system/environment_variables.py", PEERS}),
+    "the environment": ({"os.environ", "os.getenv", "os.putenv"}, {"system/environment_variables.py"}),
     "YAML": ({"yaml.load", "yaml.safe_load", "yaml.SafeLoader", "yaml.Loader"}, {"system/yaml_text.py"}),
     "JSON": ({"json.load", "json.loads", "json.JSONDecoder"}, {"system/files.py", ROWS, *PIPES}),
 }  # fmt: skip

@@ -47,20 +47,21 @@ PUBLIC = {
     """,
     "meseta.ops.row_file": "DiskEngine EngineInfo RowFileSnapshot RowFile RowFileCounters PendingRowRead probe_engine",
     "meseta.ops.row_update": "Bags FeatureGradient TableRows UpdateGroup row_update",
-    "meseta.optim": "Hyper RowOptimizer element_state make_row_optimizer row_state where",
-    "meseta.pipeline": "LateNonFiniteLoss Pipeline StageTimes StepResult ahead",
+    "meseta.optim": "Hyper RowOptimizer element_state make_dense_optimizer make_row_optimizer row_state where",
+    "meseta.pipeline": "LateNonFiniteLoss Pipeline StageTimes StepResult ahead choose_overlap",
     "meseta.planner": """
         STEP_COMPONENTS DoesNotFitError PlanResult Prediction choose_exchange_algorithms documented_cost_model find_plan
         make_plan predict
     """,
     "meseta.spec": """
         COLUMN_BLOCK Communication CostModel DenseLoad DeviceKind FeatureLoad FeatureSpec IdPolicy InitSpec Link
-        MesetaError OptimizerSpec Plan Pooling Reuse Shard ShardingType TablePlan TableSpec Tier Topology Workload
-        check_features suggest
+        MesetaError OptimizerSpec Plan Pooling Reuse Shard ShardingType StorageOptions TablePlan TableSpec Tier Topology
+        Workload check_features suggest
     """,
     "meseta.storage": """
         ROW Lease CacheCapacityError SelectedRows TableShard TableStorage TieredShard as_stored make_storages
     """,
+    "meseta.system": "git_version hardware_summary read_processor set_wait_policy",
     "meseta.train": "grid_settings open_trained parse_setting random_settings run_workload",
     "meseta.train.metrics": """
         NUM_RELIABILITY_BINS BinnedAuc GroupedMetric LifetimeMetrics LifetimeWindow MetricWindow Metrics ReliabilityBin

@@ -112,6 +112,10 @@ PARTS = {
     ),
     "files": Part("invalid and malicious data, plans, checkpoints and runs, with every command", ("tests/bad_input",)),
     "operators": Part("invalid calls of every operator; 200 random examples per property", ("tests/ops",)),
+    "benchmarks": Part(
+        "comparisons of operators and training with other systems, and their correctness checks",
+        ("tests/benchmarks",),
+    ),
     "planner": Part("plans of 12 tables on 4 ranks compared with an integer program", ("tests/planner",)),
     "rest": Part("all other tests; 200 random examples per property", ("tests",)),
     "sanitize": Part(

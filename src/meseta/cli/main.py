@@ -14,7 +14,6 @@ import typer
 
 import meseta
 from meseta.cli import launch
-from meseta.cli.bench import app as bench_app
 from meseta.cli.calibrate import calibrate
 from meseta.cli.checkpoint import app as checkpoint_app
 from meseta.cli.config import config
@@ -44,6 +43,7 @@ from meseta.telemetry.watching import StallReporter, check_start_memory
 TORCH_COMMANDS = {"train", "eval", "predict", "verify", "sweep", "calibrate"}
 """Commands that import torch with any options."""
 MOVED_COMMANDS = {
+    "bench": "'python benchmarks/bench_ops.py' or 'python benchmarks/bench_e2e.py'",
     "quality": "'python tools/quality'",
 }
 """Former commands, and what to run instead in a clone of the repository."""
@@ -63,7 +63,6 @@ app.command()(sweep)
 app.command()(config)
 app.command()(plan)
 app.command()(verify)
-app.add_typer(bench_app, name="bench")
 app.command(name="eval")(evaluate)
 app.command()(predict)
 app.command()(report)

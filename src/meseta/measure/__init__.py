@@ -1,1 +1,1 @@
-"""Measurements on this machine: diagnosis, benchmarks against other systems, and calibration of the cost model."""
+"""Measurements on this machine: diagnosis, timing of benchmarks, and calibration of the cost model."""

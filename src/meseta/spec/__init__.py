@@ -14,7 +14,7 @@ from meseta.spec.tables import (
     TableSpec,
     check_features,
 )
-from meseta.spec.tiers import Tier
+from meseta.spec.tiers import StorageOptions, Tier
 from meseta.spec.topology import DeviceKind, Link, Topology
 from meseta.spec.workload import DenseLoad, FeatureLoad, Reuse, Workload
 
@@ -36,6 +36,7 @@ __all__ = [
     "Reuse",
     "Shard",
     "ShardingType",
+    "StorageOptions",
     "TablePlan",
     "TableSpec",
     "Tier",

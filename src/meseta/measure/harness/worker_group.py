@@ -26,13 +26,14 @@ REPLY_TIMEOUT_S = 600.0
 # The interpreter of another system need not have Meseta or its dependencies. Empty packages that point to the source
 # folders let it import single modules without running meseta/__init__.py.
 _PEER_BOOTSTRAP = """
-import sys, types
+import types
 for name, folder in (("meseta", {root!r}), ("meseta.measure", {root!r} + "/measure")):
     sys.modules[name] = types.ModuleType(name)
     sys.modules[name].__path__ = [folder]
 from meseta.measure.harness.worker import main
 main()
 """
+_IMPORT_PATH = "import sys; sys.path[:0] = {folders!r}\n"
 _BOOTSTRAP = "from meseta.measure.harness.worker import main; main()"
 
 
@@ -50,6 +51,8 @@ class TargetSpec:
     """Keyword arguments of `target_class`, serializable as JSON."""
     python: str = sys.executable
     """Path of the Python interpreter."""
+    import_path: tuple[str, ...] = ()
+    """Folders that precede the import path of `python`, for the module of `target_class`."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Environment variables of the worker processes, in addition to the inherited ones."""
     num_ranks: int = 1
@@ -195,6 +198,8 @@ class WorkerGroup:
 
 def _command(member: TargetSpec) -> list[str]:
     # -P and -I keep the working directory out of the import path.
+    import_path = _IMPORT_PATH.format(folders=list(member.import_path))
     if member.python == sys.executable:
-        return [member.python, "-P", "-c", _BOOTSTRAP]
-    return [member.python, "-I", "-c", _PEER_BOOTSTRAP.format(root=str(Path(__file__).resolve().parents[2]))]
+        return [member.python, "-P", "-c", import_path + _BOOTSTRAP]
+    bootstrap = _PEER_BOOTSTRAP.format(root=str(Path(__file__).resolve().parents[2]))
+    return [member.python, "-I", "-c", import_path + bootstrap]

@@ -1,21 +1,20 @@
-"""The contenders of `meseta bench e2e`."""
+"""Targets of benchmarks/bench_e2e.py."""
 
 from dataclasses import asdict, replace
 
 import pytest
 import torch
+from peers import e2e
+from peers.e2e_meseta import MesetaTraining, TrainingCheck
+from peers.e2e_peers import PyTorchTraining
+from peers.installed import Peers
+from peers.workloads import E2E_WORKLOADS, shrink
 
-from meseta.measure.bench import e2e
-from meseta.measure.bench.e2e_peers import PyTorchTraining
-from meseta.measure.bench.peers import Peers
-from meseta.measure.bench.workloads import E2E_WORKLOADS, shrink
 from meseta.measure.harness.interleaved import Timing, TimingResult
 from meseta.measure.harness.worker_group import TimedWindow
 from meseta.measure.synthetic_batches import make_training_batches
 from meseta.system.processors import Processor
-from meseta.train.bench import MesetaTraining, TrainingCheck
 
-OURS = e2e.MesetaTargets(target=MesetaTraining, check=TrainingCheck)
 ALL = Peers("peer-python", frozenset({"PyTorch", "TorchRec"}), ())
 TINY = {t.name: replace(t, lookups=shrink(t.lookups, max_rows=50, max_batch=16, max_tables=5)) for t in E2E_WORKLOADS}
 
@@ -34,9 +33,9 @@ def test_our_losses_are_plain_pytorch_s(name: str) -> None:
 
 def test_the_gate_sees_another_learning_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("meseta._C")
-    from meseta.train import bench
+    from peers import e2e_meseta
 
-    monkeypatch.setattr(bench, "TOLERANCE", -1.0)
+    monkeypatch.setattr(e2e_meseta, "TOLERANCE", -1.0)
     wrong = TrainingCheck().check(asdict(TINY["d16_2k"]))
     assert len(wrong) == 5 and wrong[0].startswith("d16_2k, step 1: our loss is ")
 
@@ -53,12 +52,12 @@ def test_contenders_take_steps() -> None:
 
 
 def test_the_best_peer_counts_and_autocast_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = len(e2e.training_targets(TINY["d16_2k"], (1, 2), OURS, ALL))
+    here = len(e2e.training_targets(TINY["d16_2k"], (1, 2), ALL))
     monkeypatch.setattr(Processor, "bfloat16_unavailable_reason", lambda _: "an old processor")
-    assert len(e2e.training_targets(TINY["d16_2k"], (1, 2), OURS, ALL)) in (here, here - 3)
+    assert len(e2e.training_targets(TINY["d16_2k"], (1, 2), ALL)) in (here, here - 3)
     monkeypatch.setattr(Processor, "bfloat16_unavailable_reason", lambda _: None)
-    members = e2e.training_targets(TINY["d16_2k"], (1, 2), OURS, ALL)
-    members += e2e.training_targets(TINY["d16_2k"], (2, 1), OURS, ALL)
+    members = e2e.training_targets(TINY["d16_2k"], (1, 2), ALL)
+    members += e2e.training_targets(TINY["d16_2k"], (2, 1), ALL)
     assert len({m.title for m in members}) == len(members) == 22
     tuned = [m for m in members if "malloc" in m.variant]
     assert len(tuned) == 8 and all("MALLOC_TOP_PAD_" in m.environment for m in tuned)

@@ -1,12 +1,12 @@
-"""Terminal tables with the results of `meseta bench`."""
+"""Terminal tables with the results of bench_ops.py and bench_e2e.py."""
 
 from __future__ import annotations
 
 from rich.table import Table
 
-from meseta.measure.bench.e2e import E2eResult
-from meseta.measure.bench.ops import BASE_OPTIMIZER, MAX_STEP_RATIO, OperatorMeasurement, OpsResult
 from meseta.measure.harness.worker_group import TargetSpec
+from peers.e2e import E2eResult
+from peers.ops import BASE_OPTIMIZER, MAX_STEP_RATIO, OperatorMeasurement, OpsResult
 
 
 def ops_table(result: OpsResult) -> Table:

@@ -1,4 +1,4 @@
-"""Benchmark `meseta bench ops`: targets for one workload, and comparison of their rates."""
+"""Targets of bench_ops.py for one workload, and comparison of their rates."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from meseta.measure.bench.correctness import OperatorCheck
-from meseta.measure.bench.ops_meseta import MesetaOperators
-from meseta.measure.bench.ops_peers import FbgemmOperators, PyTorchOperators, TorchRecOperators
-from meseta.measure.bench.peers import TUNED_MALLOC, Peers
-from meseta.measure.bench.workloads import shrink
+from record import PeerComparison
+
 from meseta.measure.harness.interleaved import TimingOptions, TimingResult, run_interleaved
 from meseta.measure.harness.worker_group import TargetSpec, WorkerGroup
 from meseta.measure.synthetic_batches import LookupWorkload
 from meseta.spec import MesetaError
-from meseta.telemetry.benchmark_history import PeerComparison
+from peers.correctness import OperatorCheck
+from peers.installed import IMPORT_PATH, TUNED_MALLOC, Peers
+from peers.ops_meseta import MesetaOperators
+from peers.ops_peers import FbgemmOperators, PyTorchOperators, TorchRecOperators
+from peers.workloads import shrink
 
 BASE_OPTIMIZER = "rowwise_adagrad"
 """Row optimizer with which the steps of all other optimizers are compared."""
@@ -116,9 +117,9 @@ def check_operators(traffics: Sequence[LookupWorkload], variants: Sequence[tuple
 
     `variants` are pairs of an optimizer and a dtype. Raises MesetaError if results differ.
     """
-    gate = TargetSpec(name="gate", target_class=OperatorCheck, arguments={})
+    check = TargetSpec(name="check", target_class=OperatorCheck, arguments={}, import_path=IMPORT_PATH)
     wrong: list[str] = []
-    with WorkerGroup(gate) as team:
+    with WorkerGroup(check) as team:
         for traffic in traffics:
             shape = dataclasses.asdict(shrink(traffic, max_rows=500, max_batch=256, max_tables=8))
             for optimizer, dtype in variants:
@@ -241,9 +242,8 @@ def _measurement(
         return facts["ids_per_call"][action] / spent_s if spent_s else None
 
     limit, bytes_per_id = None, 0.0
-    for (
-        other
-    ) in members:  # Only processes of Meseta measure the limit. Tables of the same shape and dtype have the same.
+    # Only processes of Meseta measure the limit. It is equal for tables of the same shape and dtype.
+    for other in members:
         facts_of_other = outcome.facts.get(other.title, {})
         spent_s = outcome.seconds(other, "limit", threads)
         if (
@@ -279,6 +279,7 @@ def _meseta_target(traffic: LookupWorkload, variant: tuple[str, str], threads: t
         variant=variant,
         target_class=MesetaOperators,
         arguments={"workload": dataclasses.asdict(traffic), "optimizer": optimizer, "dtype": dtype},
+        import_path=IMPORT_PATH,
         thread_counts=threads,
         memory_bytes=_PROCESS_BYTES + traffic.num_elements * (element_bytes + 4 * states),
     )

@@ -1,11 +1,11 @@
-"""Workloads and optimizers of `meseta bench`."""
+"""Workloads and optimizers of bench_ops.py and bench_e2e.py."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
-from meseta.data.synth.columns import CARDINALITIES
+from meseta.data.synth import CARDINALITIES
 from meseta.measure.synthetic_batches import DlrmWorkload, LookupWorkload
 from meseta.spec import OptimizerSpec
 
@@ -69,7 +69,7 @@ OPS_WORKLOADS: tuple[LookupWorkload, ...] = (
     replace(_HISTORY, name="weighted", weighted=True),
     replace(_HISTORY, name="mean", pooling="mean"),
 )
-"""Workloads of `meseta bench ops`."""
+"""Workloads of bench_ops.py."""
 # Names of the workloads:
 #   a16_*, a64_*        26 tables of Criteo with one id per bag; a64: dimension 64, at most a million rows per table.
 #   *_2k, *_8k          Batch size 2048 or 8192.
@@ -99,7 +99,7 @@ E2E_WORKLOADS: tuple[DlrmWorkload, ...] = (
         lookups=replace(_RM2, name="rm2_uni", id_distribution="uniform"), bottom_mlp=(256, 128), top_mlp=(128, 64)
     ),
 )
-"""Workloads of `meseta bench e2e`: DLRM on the tables of Criteo, and two shapes with long bags (rm1, rm2).
+"""Workloads of bench_e2e.py: DLRM on the tables of Criteo, and two shapes with long bags (rm1, rm2).
 
 d16 has the tables in full size. d64 has dimension 64 and at most a million rows per table.
 """

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 from meseta.embedding import EmbeddingBagCollection
-from meseta.measure.bench.workloads import make_optimizer
 from meseta.measure.gather_limit import PrefetchHint, best_prefetches, gather
 from meseta.measure.harness.target import BenchmarkTarget
 from meseta.measure.synthetic_batches import IdBatch, LookupWorkload, make_id_batches
@@ -18,6 +17,7 @@ from meseta.ops.pooled_lookup import LookupGroup, lookup_group
 from meseta.sparse import KeyedJaggedTensor
 from meseta.spec import FeatureSpec, InitSpec, OptimizerSpec, TableSpec
 from meseta.storage import Lease
+from peers.workloads import make_optimizer
 
 LR = 0.01
 INIT_VALUE = 0.01

@@ -1,16 +1,16 @@
-"""`meseta bench ops`: the gate, the contests, and what figures mean."""
+"""benchmarks/bench_ops.py: checks of correctness, targets, and meaning of the results."""
 
 from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 import torch
+from peers import correctness, ops
+from peers.installed import Peers, find_peers
+from peers.ops_meseta import MesetaOperators
+from peers.ops_peers import PyTorchOperators
+from peers.workloads import OPS_WORKLOADS, OPTIMIZERS, shrink
 
-from meseta.measure.bench import correctness, ops
-from meseta.measure.bench.ops_meseta import MesetaOperators
-from meseta.measure.bench.ops_peers import PyTorchOperators
-from meseta.measure.bench.peers import Peers, find_peers
-from meseta.measure.bench.workloads import OPS_WORKLOADS, OPTIMIZERS, shrink
 from meseta.measure.harness.interleaved import Timing, TimingResult
 from meseta.measure.harness.worker_group import TargetSpec, TimedWindow
 from meseta.spec import MesetaError

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
-from meseta.system.environment_variables import environ
-from meseta.system.processes import run_program
-
+IMPORT_PATH = (str(Path(__file__).resolve().parents[1]),)
+"""Import path of worker processes, whose targets are modules of this package."""
 PEER_PACKAGES = {"FBGEMM": "fbgemm-gpu-cpu", "TorchRec": "torchrec"}
 """Package that provides each peer other than PyTorch."""
 TUNED_MALLOC = {
@@ -38,7 +40,7 @@ def find_peers(python: str | None, *, enabled: bool) -> Peers:
     If `python` is `None`, the environment variable PEER_PYTHON names the interpreter, else this one is used. PyTorch
     always runs in this interpreter. Returns no peers if not `enabled`.
     """
-    python = python or environ.get("PEER_PYTHON") or sys.executable
+    python = python or os.environ.get("PEER_PYTHON") or sys.executable
     if not enabled:
         return Peers(python, frozenset(), ())
     program = "import importlib.util, sys; sys.exit(importlib.util.find_spec(sys.argv[1]) is None)"
@@ -47,7 +49,7 @@ def find_peers(python: str | None, *, enabled: bool) -> Peers:
         module = "fbgemm_gpu" if name == "FBGEMM" else package
         try:
             # With -I, modules in the working directory are not mistaken for packages.
-            code = run_program([python, "-I", "-c", program, module]).returncode
+            code = subprocess.run([python, "-I", "-c", program, module], capture_output=True, check=False).returncode
         except OSError as error:
             code = error.errno or 1
         if code == 0:

@@ -1,4 +1,4 @@
-"""Targets of `meseta bench e2e` that train a DLRM, and a check of the losses."""
+"""Target that trains a DLRM with Meseta, and a check of its losses."""
 
 from __future__ import annotations
 
@@ -14,18 +14,16 @@ from meseta.comm import World
 from meseta.config import DenseOptimizerConfig
 from meseta.data import Batch
 from meseta.embedding import EmbeddingBagCollection, shard
-from meseta.measure.bench.e2e_peers import INIT_VALUE, LR, PlainDLRM
 from meseta.measure.harness.target import BenchmarkTarget
 from meseta.measure.synthetic_batches import DlrmWorkload, TrainingBatch, make_training_batches
 from meseta.models import DLRM, MLP, MLPOptions
 from meseta.ops.core import instruction_set
-from meseta.optim.dense import make_dense_optimizer
-from meseta.pipeline import Pipeline
-from meseta.pipeline.overlap import choose_overlap
+from meseta.optim import make_dense_optimizer
+from meseta.pipeline import Pipeline, choose_overlap
 from meseta.sparse import KeyedJaggedTensor
-from meseta.spec import FeatureSpec, InitSpec, OptimizerSpec, Plan, TableSpec
-from meseta.spec.tiers import StorageOptions
+from meseta.spec import FeatureSpec, InitSpec, OptimizerSpec, Plan, StorageOptions, TableSpec
 from meseta.storage import ROW
+from peers.e2e_peers import INIT_VALUE, LR, PlainDLRM
 
 CHECK_LR = 0.01
 NUM_CHECKED_STEPS = 5

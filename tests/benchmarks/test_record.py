@@ -1,11 +1,10 @@
-"""The history of figures."""
+"""The history of measurements in benchmarks/results.csv."""
 
 import csv
 from pathlib import Path
 
 import pytest
-
-from meseta.telemetry.benchmark_history import HISTORY_COLUMNS, PeerComparison, append_comparisons
+from record import HISTORY_COLUMNS, ROOT, PeerComparison, append_comparisons
 
 
 def comparison(value: float, peer_value: float, unit: str) -> PeerComparison:
@@ -31,5 +30,5 @@ def test_lines_are_appended(tmp_path: Path) -> None:
 
 
 def test_the_columns_are_those_of_the_kept_history() -> None:
-    history = Path(__file__).parents[2] / "benchmarks" / "results.csv"
+    history = ROOT / "benchmarks" / "results.csv"
     assert tuple(next(csv.reader(history.read_text().splitlines()))) == HISTORY_COLUMNS

@@ -1,4 +1,4 @@
-"""Benchmark `meseta bench e2e`: targets that train the same DLRM, and comparison of their rates."""
+"""Targets of bench_e2e.py, which train the same DLRM, and comparison of their rates."""
 
 from __future__ import annotations
 
@@ -7,31 +7,21 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from meseta.measure.bench.e2e_peers import PyTorchTraining, TorchRecTraining
-from meseta.measure.bench.peers import TUNED_MALLOC, Peers
-from meseta.measure.bench.workloads import shrink
+from record import PeerComparison
+
 from meseta.measure.harness.interleaved import TimingOptions, TimingResult, run_interleaved
 from meseta.measure.harness.target import BenchmarkTarget
 from meseta.measure.harness.worker_group import TargetSpec, WorkerGroup
 from meseta.measure.synthetic_batches import DlrmWorkload
 from meseta.spec import MesetaError
-from meseta.system.processors import read_processor
-from meseta.telemetry.benchmark_history import PeerComparison
+from meseta.system import read_processor
+from peers.e2e_meseta import MesetaTraining, TrainingCheck
+from peers.e2e_peers import PyTorchTraining, TorchRecTraining
+from peers.installed import IMPORT_PATH, TUNED_MALLOC, Peers
+from peers.workloads import shrink
 
 AUTOCAST = "autocast"
 """Variant of a peer that computes in bfloat16 by autocast. It is shown, but not compared with Meseta in float32."""
-
-
-@dataclass(frozen=True)
-class MesetaTargets:
-    """Benchmark targets of Meseta's training."""
-
-    # The caller passes them, because this package must not import the training code that they use.
-
-    target: type[BenchmarkTarget]
-    """Target whose action `step` trains."""
-    check: type[BenchmarkTarget]
-    """Target whose method `check` compares losses with plain PyTorch."""
 
 
 @dataclass(frozen=True)
@@ -58,13 +48,14 @@ class E2eResult:
         return max(rates.values(), key=lambda pair: pair[0])[1] if rates else None
 
 
-def check_training(trainings: Sequence[DlrmWorkload], ours: MesetaTargets) -> None:
+def check_training(trainings: Sequence[DlrmWorkload]) -> None:
     """Compare losses of Meseta with those of plain PyTorch, on the same models with smaller tables.
 
     Raises MesetaError if they differ.
     """
     wrong: list[str] = []
-    with WorkerGroup(TargetSpec(name="gate", target_class=ours.check, arguments={})) as team:
+    check = TargetSpec(name="check", target_class=TrainingCheck, arguments={}, import_path=IMPORT_PATH)
+    with WorkerGroup(check) as team:
         for training in trainings:
             traffic = shrink(training.lookups, max_rows=1000, max_batch=256)
             shape = dataclasses.asdict(dataclasses.replace(training, lookups=traffic))
@@ -75,9 +66,7 @@ def check_training(trainings: Sequence[DlrmWorkload], ours: MesetaTargets) -> No
         )
 
 
-def training_targets(
-    training: DlrmWorkload, layout: tuple[int, int], ours: MesetaTargets, peers: Peers
-) -> list[TargetSpec]:
+def training_targets(training: DlrmWorkload, layout: tuple[int, int], peers: Peers) -> list[TargetSpec]:
     """Return the targets for `layout`, which is (number of processes, threads per process).
 
     Variants in bfloat16 are included only if the processor supports it efficiently.
@@ -97,6 +86,7 @@ def training_targets(
             target_class=contender,
             arguments=arguments,
             python=python,
+            import_path=IMPORT_PATH,
             environment={**TUNED_MALLOC} if "malloc" in variant else {},
             num_ranks=num_ranks,
             thread_counts=(num_threads,),
@@ -105,7 +95,7 @@ def training_targets(
 
     pays = read_processor().bfloat16_unavailable_reason() is None
     variants = [("sgd", "float32"), *([("sgd", "bfloat16")] if pays else []), ("rowwise_adagrad", "float32")]
-    targets = [member("ours", ours.target, variant, sys.executable) for variant in variants]
+    targets = [member("ours", MesetaTraining, variant, sys.executable) for variant in variants]
     for malloc in ((), ("malloc",)):
         if "PyTorch" in peers.available:
             targets.append(member("PyTorch", PyTorchTraining, ("sgd", "float32", *malloc), sys.executable, num_ranks))

@@ -1,1 +1,0 @@
-"""Benchmarks of `meseta bench`: operators and training compared with other systems."""
