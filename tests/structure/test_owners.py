@@ -111,7 +111,7 @@ def test_tiers_are_named_by_their_owner_alone() -> None:
 
 PROGRAMS = {"cli/verify.py", "measure/doctor/checks.py", "data/service/server/local_readers.py"}
 """Name a module that an interpreter of its own runs as a program."""
-DOORS = {"__init__.py", "data/__init__.py", "data/prepare/__init__.py", "report/__init__.py"}
+DOORS = {"__init__.py", "data/__init__.py", "data/prepare/__init__.py", "report/__init__.py", "train/__init__.py"}
 """Names that are imported at their first use (PEP 562)."""
 
 

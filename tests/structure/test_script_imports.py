@@ -20,6 +20,7 @@ SCRIPTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             "meseta.measure.synthetic_batches",
         ),
     ),
+    "comparisons of models": (("tools/quality",), ()),
 }
 """By name: scripts or folders, and modules of which they may import any name, also from submodules."""
 

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 ZIPF_EXPONENT = 1.05
 FOOTPRINT_BYTES = 256_000_000
-"""Bytes of rows that the batches of one benchmark read in total, far more than a hardware cache holds."""
 _HASH_MULTIPLIER = 2_654_435_761  # The multiplicative hash constant of Knuth, a prime.
 
 
@@ -87,7 +86,6 @@ class DlrmWorkload:
     lookups: LookupWorkload
     """Tables and ids of the model."""
     bottom_mlp: tuple[int, ...]
-    """Hidden widths of the bottom MLP. Its output layer has the embedding dimension."""
     top_mlp: tuple[int, ...]
     """Hidden widths of the top MLP, without its single output."""
     num_dense: int = 13

@@ -29,7 +29,6 @@ class CpuTime:
     """Reading of the CPU time counters."""
 
     total_s: float
-    """CPU seconds of all programs on all processors, including time stolen by the hypervisor."""
     process_s: float
     """CPU seconds of the selected processes."""
 
@@ -108,10 +107,9 @@ def current_contention() -> CpuContention | None:
 def adaptive_wait_policy(num_threads: int, min_threads: int = 1) -> Iterator[None]:
     """Context manager that monitors contention for the processors of a process with `num_threads` compute threads.
 
-    During contention, OpenMP threads sleep instead of spinning while they wait. Loops can read the state from
-    `current_contention` and use fewer threads, at least `min_threads`. `StepThreads` does so. Results do not change.
-
-    Has no effect with one thread, if the user has chosen a wait policy, or if the OpenMP runtime is not libgomp.
+    During contention, OpenMP threads sleep instead of spinning while they wait, and `StepThreads` uses fewer threads,
+    at least `min_threads`. Results do not change. Has no effect with one thread, with a wait policy of the user, or if
+    the OpenMP runtime is not libgomp.
     """
     runtime = _find_libgomp() if num_threads > 1 and has_default_policy(environ) else None
     if runtime is None:
@@ -201,11 +199,8 @@ def use_num_threads(count: int) -> Iterator[None]:
 
 
 SAMPLE_WINDOW_S = 0.1
-"""Total duration of the steps that form one window, which is one measurement."""
 MIN_SAMPLES, MAX_SAMPLES = 3, 8
-"""Measurements of each number of threads: required before the faster one is chosen, and kept for the comparison."""
 NUM_WINDOWS_PER_RETRY = 32
-"""Interval of the windows that use the slower number of threads, because it may have become the faster one."""
 
 
 class StepThreads:
@@ -222,7 +217,6 @@ class StepThreads:
 
     def __init__(self) -> None:
         self._times: dict[bool, deque[float]] = {fits: deque(maxlen=MAX_SAMPLES) for fits in (True, False)}
-        """Seconds per step in recent windows. The key is true for windows with fewer threads."""
         self._num_windows = 0
         self._num_steps = 0
         """Number of steps in the current window."""

@@ -15,7 +15,6 @@ from meseta.system.kernel import KernelFiles, read_cgroup_limits, total_memory_b
 from meseta.system.processors import num_cores
 
 RESERVED_MEMORY_SHARE = 0.1
-"""Share of host memory that is left to the system, to torch and to reading data."""
 
 
 @dataclass(frozen=True)
@@ -48,15 +47,8 @@ def detect_topology(
 ) -> DetectedTopology:
     """Detect the topology of this machine. Under torchrun, all hosts are assumed to be like this one.
 
-    Args:
-        num_devices: Ranks per host. `None` means the number that torchrun sets, else one per GPU, else one per core.
-        device: Kind of the devices. `None` means the kind of the GPUs, or `cpu` without GPUs.
-        folder: Folder on the disk that may hold tables.
-        cost_model: Cost model of `meseta calibrate`. If it has measured the exchange, its links are part of the
-            topology. Otherwise the topology names no links, and planners use the documented ones.
-        gpus: GPUs of this host, or `None` if there are none.
-        system: Kernel files to read. `None` means those of this machine.
-        environment: Environment variables, in which torchrun sets `WORLD_SIZE` and `LOCAL_WORLD_SIZE`.
+    Links are those that `cost_model` has measured, if any; otherwise planners use documented ones. `folder` is on the
+    disk that may hold tables. Other arguments override the detection.
 
     Raises MesetaError if the kind of GPU is unknown, or if the memory size cannot be read.
     """

@@ -1,7 +1,7 @@
 """The machine under a run: its files, locks, processes, processors and memory. Imports no torch."""
 
 from meseta.system.environment import git_version, hardware_summary
+from meseta.system.environment_variables import set_wait_policy
 from meseta.system.processors import read_processor
-from meseta.system.wait_policy import set_wait_policy
 
 __all__ = ["git_version", "hardware_summary", "read_processor", "set_wait_policy"]

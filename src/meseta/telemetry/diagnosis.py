@@ -82,8 +82,7 @@ def find_unresponsive(states: RankStates, silent: Mapping[int, float], heartbeat
 def find_diverged(states: RankStates) -> Diagnosis | None:
     """Return a diagnosis of diverged ranks, or of ranks that wait for each other in a cycle, or `None`.
 
-    The diverged ranks are the minority at the first recorded position of a lane where transfers differ. If only earlier
-    transfers differed, their hashes reveal it.
+    The diverged ranks are the minority at the first recorded position of a lane where transfers differ.
     """
     kept: dict[tuple[int, int], dict[int, RecordedTransfer]] = {}
     for rank, state in states.items():

@@ -78,18 +78,12 @@ TABLE_SHAPES = ((1_000_000, 64, 10.0), (500_000, 128, 3.0), (100_000, 32, 20.0),
 STAGED_COSTS = ("staged_shard_s", "staged_id_s", "staged_row_s")
 """Constants of UpdateCost that only this calibration determines."""
 NUM_TRIES = 3
-"""Number of measurements per table and variant. The fastest counts."""
 
 
 def measure_staged(team: WorkerGroup, num_threads: int, memory_bytes: float) -> Floats:
     """Measure the constants [3] in STAGED_COSTS, in about two seconds.
 
-    Compares updates in stages with one fused pass over shards of the same shape.
-
-    Args:
-        team: Worker group of one RankTimer.
-        num_threads: Number of threads.
-        memory_bytes: Memory for a shard. Larger shards are skipped.
+    Compares updates in stages with one fused pass. Shards that exceed `memory_bytes` are skipped.
     """
     terms, extra_s = [], []
     for seed, (num_rows, dim, pooling) in enumerate(TABLE_SHAPES):
@@ -134,21 +128,15 @@ MESSAGE_BYTES = (4_096, 32_768, 262_144, 1_048_576, 4_194_304, 16_777_216)
 HELD_OUT_MESSAGE_BYTES = (11_000, 90_000, 520_000, 2_000_000, 8_000_000, 12_000_000)
 """Message sizes that are held out from the fit of links."""
 NUM_ROUNDS = 3
-"""Number of interleaved measurements per collective. The median counts."""
 # Scheduling delays some calls by milliseconds, so one measurement needs many calls.
 NUM_CALLS = 20
 """Number of calls per measurement."""
 MATMUL_SHAPES = ((256, 512, 256), (512, 512, 512), (2048, 512, 256), (2048, 1024, 1024))
 MIN_COMBINATIONS = 50
-"""Number of combinations for which the time budget may be exceeded by 30 %, on a slow or busy machine."""
 MAX_BACKGROUND_LOAD = 0.2
-"""Mean number of processors used by other programs above which a measurement is repeated."""
 MAX_TRIES = 2
-"""Maximum number of tries of a measurement. The fastest counts."""
 HELD_OUT_STRIDE = 8
-"""Interval of the measurements that are held out from the fit to evaluate it. They are repeated."""
 _REPEAT_SHARE = 0.25
-"""Share of the time budget for repetitions of held-out measurements."""
 MIN_REPEATS = 2
 """Minimum number of repetitions of held-out measurements."""
 
@@ -162,7 +150,6 @@ class ErrorStatistics:
     """95th percentile of the errors."""
     count: int
     repeat_spread: float
-    """Median relative deviation of repeated measurements from their median."""
 
 
 @dataclass(frozen=True)
@@ -173,11 +160,9 @@ class Calibration:
     errors: Mapping[str, ErrorStatistics]
     """Errors on held-out measurements. Keys are 'lookup', 'update', 'all_to_all' and 'all_reduce'."""
     background_load: float
-    """Mean number of processors that other programs used during the calibration."""
     elapsed_s: float
     """Duration of the calibration."""
     timings: Sequence[ShardTimings] = ()
-    """Timings of all combinations of tables. Every eighth is held out from the fit."""
     held_out_rounds: Sequence[Sequence[ShardTimings]] = ()
     """First and repeated timings of the held-out combinations, one sequence per round."""
 
@@ -202,15 +187,10 @@ class ShardTimings:
 
 
 def calibrate(num_threads: int, num_ranks: int, budget_s: float, log: Callable[[str, float], None]) -> Calibration:
-    """Measure operators and collectives on this machine and fit a cost model to them.
+    """Measure operators and collectives on this machine for about `budget_s` seconds, and fit a cost model to them.
 
-    Args:
-        num_threads: Number of threads per rank.
-        num_ranks: Number of processes between which collectives are measured.
-        budget_s: Approximate duration of the calibration in seconds.
-        log: Function that is called with a description of the current work and the used share of the budget.
-
-    Raises MesetaError if a process fails.
+    Collectives are measured between `num_ranks` processes. `log` is called with a description of the current work and
+    the used share of the budget. Raises MesetaError if a process fails.
     """
     clock, before = _TimeBudget(time.perf_counter(), budget_s, log), read_cpu_time([os.getpid()])
     model = replace(documented_cost_model("cpu"), num_threads=num_threads)
@@ -307,8 +287,7 @@ def fit_operators(
 ) -> tuple[LookupCost, UpdateCost, HardwareCacheCost, dict[str, ErrorStatistics]]:
     """Fit constants of lookup and update, and choose the size of the hardware cache with the lowest error.
 
-    `rounds` are repeated timings of the held-out measurements. The last result is the errors on them, with the keys
-    'lookup' and 'update'.
+    `rounds` are repeated timings of the held-out measurements. The last result has the errors on them.
     """
     seconds = np.array([(item.lookup_s, item.update_s) for item in measured]).T
     unseen = np.arange(len(measured)) % HELD_OUT_STRIDE == HELD_OUT_STRIDE - 1
@@ -361,11 +340,8 @@ def measure_shards(team: WorkerGroup, task: ShardingTask, pieces: RankShards, nu
 
 
 def measure_uncontended(measure: Callable[[], list[float]]) -> tuple[float, float]:
-    """Return the fastest seconds of (a lookup, an update).
-
-    `measure` returns both times and the mean number of processors that other programs used. It is called again if that
-    number exceeds MAX_BACKGROUND_LOAD.
-    """
+    """Return the fastest seconds of (a lookup, an update), measured again if other programs used more than
+    MAX_BACKGROUND_LOAD processors."""
     fastest = (float("inf"), float("inf"))
     for _ in range(MAX_TRIES):
         lookup_s, update_s, others = measure()

@@ -18,7 +18,6 @@ from meseta.spec.codecs import CODECS, CodecName
 
 COLLECTIVE_NAME = "measurement"
 SMALL_MESSAGE_BYTES = 1024
-"""Bytes that each rank sends to each peer when the latency per peer is measured."""
 # More than the private caches of a core hold.
 CODEC_SHAPE = (2048, 64)
 """Number of rows and columns that codecs encode and decode."""

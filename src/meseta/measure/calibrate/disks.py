@@ -17,12 +17,10 @@ from meseta.ops.row_file import DiskEngine, RowFile
 from meseta.spec.cost_model import TierCost
 
 MAX_FILE_BYTES = 1 << 30
-"""Maximum size of the test file. It also takes at most an eighth of the free space."""
 RECORD_BYTES = 256
 ROWS_PER_CHUNK = 1 << 16
 READS_PER_BATCH = 1 << 14
 NUM_RANDOM_READ_ROUNDS, RANDOM_READ_WINDOW_S = 3, 0.5
-"""Number of measurements of random reads, and the minimum seconds of each. The median counts."""
 
 
 def measure_disk(
@@ -30,14 +28,8 @@ def measure_disk(
 ) -> TierCost:
     """Return `tiers` with measured constants for row files in `folder` and for the row cache.
 
-    Args:
-        folder: Folder on the disk to measure.
-        tiers: Constants to start from.
-        num_threads: Number of threads of a rank.
-        source: Value of `TierCost.source` in the result.
-        max_reads_per_s: Limit of random reads per second that the engine applies. `None` means no limit.
-
-    In a virtual machine, the host may cache the file that was just written, so that the disk appears faster than it is.
+    The engine limits random reads to `max_reads_per_s`. In a virtual machine, the host may cache the file that was just
+    written, so that the disk appears faster than it is.
 
     Raises MesetaError if the folder is not writable or its disk is too full.
     """

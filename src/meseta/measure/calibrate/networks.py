@@ -17,7 +17,6 @@ _NUM_ROUNDS = 20
 _MIN_ERROR = 0.01
 """Errors below this value have equal weights."""
 _MIN_RATIO = 0.2
-"""Ratios of predicted to measured seconds below this value have equal weights."""
 
 
 def fit_relative(terms: Floats, seconds: Floats) -> Floats:
@@ -79,12 +78,10 @@ LEARNING_RATE = 3e-3
 WEIGHT_DECAY = 1e-2
 MAX_EPOCHS = 400
 PATIENCE = 40
-"""Number of epochs without a lower validation error after which training stops."""
 # Larger errors count linearly, so that disturbed measurements have less weight.
 HUBER_BETA = 0.1
 """Error of the logarithm up to which the loss is quadratic."""
 CORRECTION_MARGIN = 0.1
-"""Amount by which corrections may exceed the range of the training targets, in units of the logarithm."""
 _MIN_SCALE = 1e-3
 
 
@@ -149,15 +146,15 @@ class CostNetwork(nn.Module):
         nn.init.zeros_(last.bias)
         self.head = nn.Sequential(nn.Linear(width, HIDDEN_WIDTH), nn.ReLU(), last)
 
-    def forward(self, told: Tensor, inputs: Tensor | None = None, shares: Tensor | None = None) -> Tensor:
+    def forward(self, features: Tensor, inputs: Tensor | None = None, shares: Tensor | None = None) -> Tensor:
         """Return logarithms of corrections [N].
 
         Args:
-            told: Features of ranks or collectives [N, G].
+            features: Features of ranks or collectives [N, G].
             inputs: Features of shards [N, P, F]. `None` for collectives.
             shares: Shares of shards [N, P]. `None` for collectives.
         """
-        known = self.feature_scaler(told)
+        known = self.feature_scaler(features)
         if (
             self.shard_scaler is not None
             and self.shard_layers is not None
@@ -190,11 +187,10 @@ class _InputScaler(nn.Module):
 
 
 def train_ensemble(examples: TrainingExamples, log: Callable[[int], None], seed: int = 0) -> list[CostNetwork]:
-    """Train NUM_MEMBERS networks on different parts of the examples. `log` is called with the index of each one.
+    """Train NUM_MEMBERS networks, each with another part of the examples as its validation set.
 
-    Each network leaves out another part of the examples as its validation set. The weights with the lowest validation
-    error are kept, which may be the initial ones. The result is reproducible for equal examples and seed on one kind of
-    machine.
+    `log` is called with the index of each. The weights with the lowest validation error are kept. The result is
+    reproducible for equal examples and seed on one kind of machine.
     """
     networks, numbers = [], np.arange(len(examples.target))
     with torch.random.fork_rng(devices=[]):

@@ -35,7 +35,6 @@ MIN_BYTES, MAX_BYTES = 4e3, 6e7
 NUM_CALLS = 11
 """Number of calls per measurement."""
 _IDS_TRANSFER = "ids"
-"""Name of collectives in which owners receive. In other exchanges, owners send."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +67,7 @@ def calibrate_networks(
 ) -> tuple[CostModel, dict[str, FitComparison]]:
     """Measure more collectives and train networks on them and on the measurements of a calibration.
 
-    Collectives are measured between `num_ranks` processes and for each number in DEVICE_COUNTS. `log` and the result
-    are as in `train_networks`. Raises MesetaError if a process fails.
+    `log` and the result are as in `train_networks`. Raises MesetaError if a process fails.
     """
     model = found.cost_model
     exchanged = [
@@ -96,17 +94,9 @@ def train_networks(
     changes. They predict the logarithm of measured over predicted seconds. Shards are weighted by their shares of the
     predicted seconds.
 
-    Args:
-        measured: Timings of operators to which the constants were fitted.
-        rounds: Repeated measurements of the held-out timings of operators.
-        exchanged: Timings of collectives.
-        cost_model: Cost model with fitted constants.
-        source: Value of `NeuralCost.source` in the result.
-        log: Function that is called with a description of the current work and the completed share of it.
-
-    Returns:
-        The cost model with its networks, and the accuracy on held-out measurements. Keys of the accuracy are 'lookup',
-        'update' and 'collectives, R devices'. Every eighth measurement is held out from constants and networks.
+    `rounds` are repeated timings of the held-out operators. `log` is called with a description of the current work and
+    its completed share. Returns the cost model with its networks, and the accuracy on held-out measurements by
+    'lookup', 'update' and 'collectives, R devices'. Every eighth measurement is held out.
     """
     # Weights that sum to 1 keep the inputs of the head in the trained range, however many shards a rank has.
     with use_num_threads(1):  # The products are small, and results would depend on the number of threads.
@@ -232,11 +222,8 @@ def measure_collectives(num_ranks: int, num_threads: int, log: Callable[[str, fl
 
 
 def random_collectives(num_ranks: int) -> list[Collective]:
-    """Return NUM_COLLECTIVES collectives, which depend on `num_ranks` only.
-
-    A quarter are all-reduces. The others are exchanges from or to the owners of rows. In about a third of the exchanges
-    all owners have the same load, and in the rest random loads.
-    """
+    """Return NUM_COLLECTIVES collectives: all-reduces and exchanges with equal and random loads. They depend on
+    `num_ranks` only."""
     random, nothing, collectives = np.random.default_rng([11, num_ranks]), np.zeros(num_ranks), []
     for number in range(NUM_COLLECTIVES):
         total = float(np.exp(random.uniform(np.log(MIN_BYTES), np.log(MAX_BYTES))))

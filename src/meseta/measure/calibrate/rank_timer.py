@@ -36,7 +36,6 @@ from meseta.spec import COLUMN_BLOCK, MesetaError, OptimizerSpec, Shard
 from meseta.storage import TableShard
 
 FOOTPRINT_BYTES = 96e6
-"""Minimum bytes of rows and gradients that all batches of a measurement touch, three times a large hardware cache."""
 MIN_BATCHES, MAX_BATCHES = 3, 10
 MIN_CALLS = 6
 
@@ -58,19 +57,11 @@ class ShardTimer(ComputeTimer):
         self._batches_task: ShardingTask | None = None
 
     def time_shards(self, task: dict[str, Any], shards: list[Any], num_rounds: int, threads: int) -> list[float]:
-        """Time the shards of one rank.
+        """Time the shards of one rank, in at least `num_rounds` rounds over all batches.
 
-        Args:
-            task: Result of `ShardingTask.to_dict`.
-            shards: Shards of the rank, each a `TaskShard` decoded from JSON.
-            num_rounds: Minimum number of rounds over all batches.
-            threads: Number of threads.
-
-        Returns:
-            Median seconds of a lookup, median seconds of an update, and the mean number of processors that other
-            programs used.
-
-        Raises MesetaError if the shards need more than the reserved memory.
+        `task` and `shards` are decoded from JSON. Returns the median seconds of a lookup and of an update, and the mean
+        number of processors that other programs used. Raises MesetaError if the shards need more than the reserved
+        memory.
         """
         self.free_all()
         rank = TimedShards(self, ShardingTask.from_dict(task), parse_shards(shards))
@@ -244,20 +235,10 @@ class RankTimer(ShardTimer):
     def time_device(
         self, task: dict[str, Any], shards: list[Any], replicas: list[Any], num_ranks: int, threads: int
     ) -> list[float]:
-        """Time the shards and replicas of one rank.
+        """Time the shards of one rank together with its replicas, which all `num_ranks` ranks hold.
 
-        Args:
-            task: Result of `ShardingTask.to_dict`.
-            shards: Shards that only this rank holds, each a `TaskShard` decoded from JSON.
-            replicas: Shards that all ranks hold, in the same form.
-            num_ranks: Number of ranks that share the batch.
-            threads: Number of threads.
-
-        Returns:
-            Median seconds of a lookup, median seconds of an update, and the mean number of processors that other
-            programs used.
-
-        Raises MesetaError if shards and replicas need more than the reserved memory.
+        Arguments and result are as in `ShardTimer.time_shards`. Raises MesetaError if they need more than the reserved
+        memory.
         """
         self.free_all()
         parsed = ShardingTask.from_dict(task)

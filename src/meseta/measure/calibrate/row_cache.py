@@ -25,11 +25,9 @@ from meseta.storage import Lease, TieredShard
 NUM_ROWS, NUM_CACHE_ROWS = 1 << 17, 1 << 14
 """Number of rows of each table, and of its cache."""
 NUM_ROUNDS, NUM_STEPS_PER_ROUND = 5, 8
-"""Number of counted rounds, and of steps per round for each of the two variants."""
 ROWS_PER_CHUNK = 1 << 13
 # Noise may make the difference between the two variants negative.
 _MIN_EXTRA_S, _MIN_BYTE_S = 1e-5, 1e-12
-"""Lower bounds of the additional seconds per step, and of the seconds per byte."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +39,7 @@ class RowCacheCase:
     dim: int
     batch_size: int
     num_hot: int
-    """Number of rows per table that are looked up in nearly every batch."""
     num_cold: int
-    """Number of ids per table and batch that are drawn uniformly from the other rows, which are rarely in the cache."""
 
 
 CACHED_CASES = (
@@ -61,7 +57,6 @@ DISK_CASES = (
     RowCacheCase(DISK, 8, 16, 8192, 2048, 100),
     RowCacheCase(DISK, 4, 32, 8192, 4096, 150),
 )
-"""Cases of tier `disk`. They have few misses, so that the disk delivers all rows within a step."""
 
 
 COST_NAMES = (

@@ -63,14 +63,7 @@ def check_bfloat16(system: KernelFiles, environment: Mapping[str, str]) -> Findi
 
 
 def check_cores(num_usable: int, num_all: int, limits: CgroupLimits, torch: Mapping[str, Any]) -> Finding:
-    """Compare the usable cores with the CPU time limit of control groups.
-
-    Args:
-        num_usable: Number of cores that this process may use.
-        num_all: Number of cores of the machine.
-        limits: Limits of control groups.
-        torch: Result of the probe 'torch', with the number of threads that torch uses by default.
-    """
+    """Compare the usable cores with the CPU time limit of control groups. `torch` is the result of its probe."""
     threads = torch.get("num_threads")
     values: dict[str, Any] = {
         "num_usable": num_usable,
@@ -263,7 +256,6 @@ def check_nccl(fact: ProbeResult, num_gpus: int) -> Finding:
 
 BLOCK_BYTES = 4 << 20
 WARMUP_BYTES = 2 * BLOCK_BYTES
-"""Bytes written first, to estimate how much can be written in the measurement window."""
 MAX_BYTES = 256 << 20
 MEASUREMENT_WINDOW_S = 2.0
 """Approximate seconds spent on writing, and again on reading."""
@@ -281,7 +273,6 @@ class DiskSpeed:
     write_bytes_per_s: float
     """Write speed, including the final fsync."""
     read_bytes_per_s: float
-    """Read speed after the kernel was advised to drop the file from the page cache."""
 
 
 def measure_disk_speed(folder: Path, max_bytes: int = MAX_BYTES, window_s: float = MEASUREMENT_WINDOW_S) -> DiskSpeed:

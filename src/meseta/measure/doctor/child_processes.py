@@ -16,7 +16,6 @@ from meseta.system.files import anonymous_file
 from meseta.system.processes import Program, start_program
 
 PEER_EXIT_GRACE_S = 3.0
-"""Seconds until the remaining processes are killed after one has failed."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """Gather limit: the maximum rate at which memory delivers the rows of given ids. Lookups are compared with it.
 
-The benchmark reads rows in the order of the lookup and prefetches later ones. It sums the values in registers and
-writes nothing. Cache level, distance and burst of the prefetch are tuned by search.
+Rows are read in the order of the lookup and summed in registers. The prefetch is tuned by search.
 """
 
 from __future__ import annotations
@@ -54,12 +53,8 @@ def gather(
 ) -> GatherResult:
     """Read the rows of all ids once.
 
-    Args:
-        tables: Contiguous CPU tensors [R_f, D_f] of any dtype, one per feature.
-        ids: Ids of all batches as int64 [nnz], grouped by batch, then by feature.
-        bounds: Segment boundaries. ids[bounds[s] : bounds[s + 1]] are rows of tables[s % F].
-        prefetch: Prefetch parameters.
-        num_threads: Number of threads. Ids are divided into chunks, which free threads take dynamically.
+    Table f [R_f, D_f] is a contiguous CPU tensor. `ids` (int64) are grouped by batch, then by feature: those in
+    bounds[s] : bounds[s + 1] are rows of tables[s % F]. Threads take chunks of ids dynamically.
 
     Raises MesetaError before reading if a table is not contiguous on the CPU, or if an argument is out of range.
     """

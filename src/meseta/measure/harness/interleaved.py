@@ -25,9 +25,7 @@ class TimingOptions:
     window_s: float = 0.25
     """Approximate duration of a timed window."""
     max_background_load: float = 0.15
-    """Maximum mean number of processors that other programs may use in a quiet window. Noisy windows are repeated."""
     max_retries: int = 4
-    """Maximum number of repetitions of a noisy window. After them, the quietest one counts."""
 
 
 @dataclass(frozen=True)
@@ -80,9 +78,9 @@ def run_interleaved(
 ) -> TimingResult:
     """Time every action of every target in `members`.
 
-    Targets run in groups that fit into `memory_bytes` together. `None` means most of the free memory. Within a group,
-    timed windows alternate between the targets. Everything is repeated with new processes, `num_starts` times in total.
-    A target that fails is listed in `failures`, and the others continue.
+    Timed windows alternate between the targets of a group that fits into `memory_bytes`, by default most of the free
+    memory. All is repeated with new processes, `num_starts` times in total. A target that fails is listed in
+    `failures`.
     """
     # Keys are the title of the target, the action and the number of threads.
     windows: dict[tuple[str, str, int], list[TimedWindow]] = {}

@@ -54,11 +54,9 @@ class TargetSpec:
     import_path: tuple[str, ...] = ()
     """Folders that precede the import path of `python`, for the module of `target_class`."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables of the worker processes, in addition to the inherited ones."""
     num_ranks: int = 1
     """Number of worker processes."""
     thread_counts: tuple[int, ...] = (1,)
-    """Numbers of threads per process. Each one is measured separately."""
     memory_bytes: float = 0.0
     """Approximate memory of all worker processes in total."""
 
@@ -74,7 +72,6 @@ class TimedWindow:
 
     seconds_per_call: float
     background_load: float
-    """Mean number of processors that other programs used during the window."""
 
 
 class WorkerGroup:
