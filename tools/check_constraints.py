@@ -5,9 +5,9 @@
                                                            if recent commits changed constraints or requirements
     python tools/check_constraints.py --constraints FILE   of other constraints
 
-The packages come from wherever pip is configured to take them. The index's torch for Linux is built for CUDA. A build
-for CPUs alone may lie elsewhere, so its metadata stand in for it: those of the index's, without what it requires on
-Linux only (CUDA's libraries and triton).
+The packages come from the index that pip is configured with. Its torch for Linux is built for CUDA. A build for CPUs
+may be in another index, so its metadata are derived: those of the CUDA build, without the requirements on Linux only
+(CUDA's libraries and triton).
 """
 
 from __future__ import annotations
@@ -90,12 +90,12 @@ CELLS = [
 
 
 def pins(constraints: Path) -> dict[str, str]:
-    """Version by name, of lines NAME==VERSION."""
+    """Return the versions by name in lines NAME==VERSION."""
     return dict(re.findall(r"^([\w.-]+)==(\S+)", constraints.read_text(), re.MULTILINE))
 
 
 def requirements(constraints: Path) -> list[str]:
-    """All that the project may ask for, and every pinned tool besides."""
+    """Return all requirements of the project, and the pinned tools."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     optional = [requirement for extra in project["optional-dependencies"].values() for requirement in extra]
     asked = [*project["dependencies"], *optional]
@@ -104,10 +104,10 @@ def requirements(constraints: Path) -> list[str]:
 
 
 def prepare_pip(markers_of: Callable[[], dict[str, str]]) -> None:
-    """Have pip, which is asked many times in this process, answer for other machines, and parse each page once.
+    """Make pip evaluate markers for other machines, and cache pages and metadata, because it runs many times here.
 
-    pip chooses wheels by --python-version and --platform, but reads markers as those of the interpreter that runs it.
-    Of a wheel whose index does not serve metadata it reads the end, by 10 kB a request: hundreds of them for torch's.
+    pip chooses wheels by --python-version and --platform, but evaluates markers for the interpreter that runs it. If an
+    index does not serve metadata, pip reads the end of a wheel in requests of 10 kB, hundreds of them for torch.
     """
     here = markers.default_environment
     markers.default_environment = lambda: {**here(), **markers_of()}
@@ -118,7 +118,8 @@ def prepare_pip(markers_of: Callable[[], dict[str, str]]) -> None:
 
 
 def once(ask: Callable[..., Any]) -> Callable[..., Any]:
-    """`ask`, called once for each of its positional arguments; pip's session, new in each run, is none of them."""
+    """Return a function that caches the results of `ask` by positional arguments. pip's session, new in each run, is
+    ignored."""
     answers: dict[str, Any] = {}
 
     def answer(*arguments: Any, **others: Any) -> Any:
@@ -131,7 +132,7 @@ def once(ask: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def resolve(cell: Cell, arguments: list[str], folder: Path) -> list[dict[str, Any]] | str:
-    """The metadata of each package that pip would install, or pip's own words on why it cannot."""
+    """Return the metadata of each package that pip would install, or pip's error message."""
     report = folder / "report.json"
     command = ["install", "--dry-run", "--ignore-installed", "--only-binary", ":all:"]
     command += ["--use-feature", "fast-deps", "--implementation", "cp", "--python-version", cell.python]
@@ -146,7 +147,7 @@ def resolve(cell: Cell, arguments: list[str], folder: Path) -> list[dict[str, An
 
 
 def write_cpu_build(torch: dict[str, Any], folder: Path) -> None:
-    """A wheel of nothing but the metadata of torch's build for CPUs, made from those of its build for CUDA."""
+    """Write a wheel with only the metadata of torch's build for CPUs, derived from those of its build for CUDA."""
     version = f"{torch['version']}+cpu"
     needed = [line for line in torch["requires_dist"] if 'platform_system == "Linux"' not in line]
     lines = ["Metadata-Version: 2.1", "Name: torch", f"Version: {version}", *(f"Requires-Dist: {n}" for n in needed)]
@@ -158,7 +159,7 @@ def write_cpu_build(torch: dict[str, Any], folder: Path) -> None:
 
 
 def check(cell: Cell, constraints: Path, folder: Path) -> tuple[bool, str]:
-    """(whether pip finds a solution, what it is)."""
+    """Return (whether pip finds a solution, its description or the error)."""
     version = pins(constraints)["torch"]
     if cell.build == "cpu" and cell.platform.system == "Linux":
         torch = resolve(cell, ["--no-deps", f"torch==={version}"], folder)
@@ -167,12 +168,12 @@ def check(cell: Cell, constraints: Path, folder: Path) -> tuple[bool, str]:
         write_cpu_build(torch[0], folder)
         version += "+cpu"
     asked = [f"torch==={version}", *requirements(constraints)]
-    found = resolve(cell, ["-c", str(constraints), "--find-links", str(folder), *asked], folder)
-    if isinstance(found, str):
-        return False, found
-    versions = {package["name"].lower(): package["version"] for package in found}
+    packages = resolve(cell, ["-c", str(constraints), "--find-links", str(folder), *asked], folder)
+    if isinstance(packages, str):
+        return False, packages
+    versions = {package["name"].lower(): package["version"] for package in packages}
     assert versions["torch"] == version
-    return True, f"{len(found)} packages, torch {version}, triton {versions.get('triton', 'none')}"
+    return True, f"{len(packages)} packages, torch {version}, triton {versions.get('triton', 'none')}"
 
 
 def cells_in_turns() -> list[Cell]:
@@ -189,7 +190,7 @@ def cells_in_turns() -> list[Cell]:
 
 
 def main() -> int:
-    """Print the table; 1 where a cell has no solution."""
+    """Print the table and return the exit code, 1 if a cell has no solution."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--constraints", type=Path, default=ROOT / "constraints.txt")
     parser.add_argument("--in-turns", action="store_true")

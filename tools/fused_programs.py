@@ -70,18 +70,18 @@ class Step:
     is_row: bool
     operands: list[Step | str] = field(default_factory=list)
     index: int = 0
-    """Of a state."""
+    """Index of the state that the instruction loads or stores."""
     users: list[Step] = field(default_factory=list)
     level: int = 0
-    """First pass that may run it: one more than the pass of any sum below it."""
+    """First pass that may run the step, one after the pass of any sum that it depends on."""
     at: int = 0
-    """Pass that runs it. What concerns rows alone runs before the elements of the same pass."""
+    """Pass that runs the step. Steps of rows run before the steps of elements of the same pass."""
     slot: int = 0
-    """Of a row's value, or of summands, or of an element kept for a later pass."""
+    """Slot of a value of a row, of summands, or of an element that is kept for a later pass."""
 
 
 def read(program: RowProgram) -> list[Step]:
-    """Instructions in order, with values instead of registers; the gradient comes first."""
+    """Return the gradient and the instructions in order, with values instead of registers."""
     gradient = Step(None, "g", is_row=False)
     steps, held = [gradient], {0: gradient}
     for position, (code, dst, *rest) in enumerate(program.fused_update.instructions.tolist()):
@@ -101,14 +101,17 @@ def read(program: RowProgram) -> list[Step]:
 
 
 def schedule(steps: list[Step]) -> int:
-    """Give each step its pass, as late as its users allow, so that little is kept; returns the number of passes."""
+    """Assign each step the latest pass that its users allow, so that few values are kept.
+
+    Return the number of passes.
+    """
     for step in steps:
         below = [operand.level for operand in step.operands if isinstance(operand, Step)]
         step.level = max(below, default=0) + (step.op is Op.SUM)
     last = max(step.level for step in steps)
     for step in reversed(steps):
-        wanted = [user.level - 1 if user.op is Op.SUM else user.at for user in step.users]
-        step.at = step.level if step.op is Op.SUM else min(wanted, default=last)
+        latest = [user.level - 1 if user.op is Op.SUM else user.at for user in step.users]
+        step.at = step.level if step.op is Op.SUM else min(latest, default=last)
     for step in steps:
         if step.op in STORES and isinstance(step.operands[0], Step) and step.operands[0].is_row == step.is_row:
             step.at = step.operands[0].at
@@ -116,7 +119,7 @@ def schedule(steps: list[Step]) -> int:
 
 
 def can_reload(step: Step, steps: list[Step], at: int) -> bool:
-    """Whether memory still holds in pass `at` what the step has read."""
+    """Whether memory still has the value of the step in pass `at`."""
     if step.op is None:
         return True
     store = {Op.LOAD_WEIGHT: Op.STORE_WEIGHT, Op.LOAD_STATE: Op.STORE_STATE}.get(step.op)
@@ -124,7 +127,7 @@ def can_reload(step: Step, steps: list[Step], at: int) -> bool:
 
 
 class Writer:
-    """The C++ of one program."""
+    """Writer of the C++ code of one program."""
 
     def __init__(self, name: str, program: RowProgram) -> None:
         self.name = name
@@ -146,11 +149,11 @@ class Writer:
         assert len(self.kept) <= MAX_BUFFERS and len(self.row_slots) <= 2 * MAX_BUFFERS
 
     def element_pass(self, user: Step) -> int:
-        """The pass in which a user reads an element."""
+        """Return the pass in which a user reads an element."""
         return user.at - 1 if user.op is Op.SUM else user.at
 
     def lines(self) -> Iterator[str]:
-        """The whole function."""
+        """Yield the lines of the function."""
         yield "template <typename T>"
         yield f"void {self.name}(Chunk<T>& x) {{"
         used = {operand for step in self.steps for operand in step.operands if isinstance(operand, str)}
@@ -162,15 +165,15 @@ class Writer:
         yield "}"
 
     def rows(self, at: int) -> Iterator[str]:
-        """What pass `at` computes with one number per row, sixteen rows at a time."""
-        own = [step for step in self.steps if step.is_row and step.at == at]
-        sums = [step for step in own if step.op is Op.SUM]
+        """Yield the lines of pass `at` that compute one number per row, sixteen rows at a time."""
+        row_steps = [step for step in self.steps if step.is_row and step.at == at]
+        sums = [step for step in row_steps if step.op is Op.SUM]
         for number, step in enumerate(sums):
             yield f"  x.sum({number}, {self.row_slots[step]});"
-        loads = [step for step in own if step.op is Op.LOAD_STATE]
+        loads = [step for step in row_steps if step.op is Op.LOAD_STATE]
         for step in loads:
             yield f"  x.load_row_state({step.index}, {self.row_slots[step]});"
-        body = [step for step in own if step not in sums and step not in loads and step.op not in STORES]
+        body = [step for step in row_steps if step not in sums and step not in loads and step.op not in STORES]
         if body:
             yield "  x.each_row([&](int64_t k) {"
             known: set[str] = set()
@@ -183,24 +186,28 @@ class Writer:
                 if step in self.row_slots:
                     yield f"    x.put_row({self.row_slots[step]}, k, {step.name});"
             yield "  });"
-        for step in own:
+        for step in row_steps:
             if step.op is Op.STORE_STATE:
                 value = step.operands[0]
                 assert isinstance(value, Step), "a row state that is one number for all rows"
                 yield f"  x.store_row_state({step.index}, {self.row_slots[value]});"
 
     def elements(self, at: int) -> Iterator[str]:
-        """One loop over all elements of the chunk."""
+        """Yield the loop of pass `at` over all elements of the chunk."""
         sums = [step for step in self.steps if step.op is Op.SUM and step.at == at + 1]
         assert len(sums) <= MAX_BUFFERS
-        own = [s for s in self.steps if not s.is_row and s.at == at and s.op is not None] + sums
-        if not own:
+        element_steps = [s for s in self.steps if not s.is_row and s.at == at and s.op is not None] + sums
+        if not element_steps:
             return
         yield "  x.each_element([&](const auto& at) {"
         known: set[Step] = set()
-        for step in own:
+        for step in element_steps:
             for operand in step.operands:
-                if isinstance(operand, Step) and operand not in known and (operand not in own or operand.is_row):
+                if (
+                    isinstance(operand, Step)
+                    and operand not in known
+                    and (operand not in element_steps or operand.is_row)
+                ):
                     known.add(operand)
                     yield f"    const Vec {operand.name} = {self.again(operand)};"
             if step.op in STORES:
@@ -217,28 +224,28 @@ class Writer:
         yield "  });"
 
     def again(self, step: Step) -> str:
-        """How an element gets the value of a row, or of a former pass."""
+        """Return the expression for a value of a row or of an earlier pass."""
         if step.is_row:
             return f"at.row({self.row_slots[step]})"
         return f"at.kept({self.kept[step]})" if step in self.kept else self.from_memory(step)
 
     def from_memory(self, step: Step) -> str:
-        """The gradient, or what a load reads."""
+        """Return the expression that reads the gradient, a weight or a state."""
         return {Op.LOAD_WEIGHT: "at.weight()", Op.LOAD_STATE: f"at.state({step.index})"}.get(step.op, "at.gradient()")
 
     def form(self, step: Step) -> str:
-        """The expression of a step."""
+        """Return the expression of a step."""
         assert step.op is not None
         return FORMS[step.op].format(*(o if isinstance(o, str) else o.name for o in step.operands))
 
     def table_entry(self) -> str:
-        """Its instructions, by which the core finds it."""
+        """Return the table entry of the function, with the instructions by which the core finds it."""
         words = self.program.fused_update.instructions.flatten().tolist()
         return f"    {{{{{', '.join(map(str, words))}}}, &{self.name}<T>}},"
 
 
 def text() -> str:
-    """The whole file."""
+    """Return the content of the file."""
     writers: dict[tuple[int, ...], Writer] = {}
     for name, spec in OPTIMIZERS.items():
         program = trace(make_row_optimizer(spec))

@@ -104,7 +104,7 @@ LISTS: dict[str, Callable[[Part], Iterator[str]]] = {
     "leftover": lambda part: map(str, leftovers(part.modules)),
     "class": lambda part: map(str, repeated_classes(part.modules)),
 }
-"""What `--list` can list, besides all texts of a kind."""
+"""Lists of hits for `--list`. It can also list all texts of a kind."""
 
 
 def list_hits(kind: str, path: Path, folders: list[Path]) -> Iterator[str]:

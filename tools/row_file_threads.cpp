@@ -1,5 +1,5 @@
-// Threads that write, read, freeze and thaw one file of rows at once until it is closed, under ThreadSanitizer; see
-// sanitize_threads.sh. No row may go back to an older write.
+// Threads that write, read, freeze and thaw one row file concurrently until it is closed, under ThreadSanitizer; see
+// sanitize_threads.sh. No row may revert to an older write.
 //   row_file_threads FOLDER SECONDS
 #include <cstdio>
 #include <numeric>

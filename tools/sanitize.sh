@@ -3,7 +3,7 @@
 # operators' tests on it, once per instruction set. The installed core stays as it is.
 #   PYTHON=.venv/bin/python        an interpreter that has the project, its tests and its build tools
 #   MESETA_ISA=baseline            one instruction set alone; by default all that this processor runs
-#   tools/sanitize.sh -k fuzz      arguments go on to pytest
+#   tools/sanitize.sh -k fuzz      arguments are passed to pytest
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=$(command -v "${PYTHON:-.venv/bin/python}")
@@ -29,7 +29,7 @@ for isa in $builds; do cmake --build "$build" --target "${module[$isa]}"; done
 preload="$(g++ -print-file-name=libasan.so) $(g++ -print-file-name=libstdc++.so)"
 # Reports go to files: pytest keeps what a process writes, and it is lost with a process that a sanitizer ends.
 reports=$build/reports
-# What is freed and held back, to find who still uses it, must be less than what a test of given-back memory takes.
+# Freed memory in quarantine, which finds uses after a free, must be less than the memory of tests that measure frees.
 export ASAN_OPTIONS=detect_leaks=0:quarantine_size_mb=64:log_path=$reports/address
 export UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1:log_path=$reports/undefined
 export MESETA_CORE_DIR=$build PYTHONPATH=$PWD/tools${PYTHONPATH:+:$PYTHONPATH} OMP_NUM_THREADS=2

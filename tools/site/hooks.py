@@ -1,4 +1,4 @@
-"""What mkdocs calls while it builds the site: pages that are not in docs/, and what pages of the repository need."""
+"""Hooks of mkdocs: they add generated pages, and adapt the pages of the repository to the site."""
 
 from __future__ import annotations
 
@@ -32,6 +32,6 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """A page as the site shows it."""
+    """Return a page with links of the site and with the config keys."""
     markdown = pages.on_site(markdown, page.file.src_uri)
     return markdown.replace(SCHEMA, config_keys.markdown())

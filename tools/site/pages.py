@@ -26,7 +26,7 @@ def outside_page(path: Path) -> str:
 
 
 def on_site(markdown: str, name: str) -> str:
-    """What a page of the repository says on the site, where it is called `name`."""
+    """Return a page of the repository for the site, on which its path is `name`."""
     outside = outside_pages()
     folder = outside.get(name, DOCS / name).parent
     names = {path: page for page, path in outside.items()}
@@ -36,22 +36,22 @@ def on_site(markdown: str, name: str) -> str:
             in_code = not in_code
             lines.append(FENCE.sub(r"\1```\2", line))
         else:
-            lines.append(line if in_code else LINK.sub(lambda found: _link(found, name, folder, names), line))
+            lines.append(line if in_code else LINK.sub(lambda match: _link(match, name, folder, names), line))
     return "\n".join(lines) + "\n"
 
 
-def _link(found: re.Match[str], name: str, folder: Path, names: dict[Path, str]) -> str:
-    """A link as the site needs it; one to a file that the site does not have becomes its text."""
-    text, target, anchor = found[1], found[2], found[3] or ""
+def _link(match: re.Match[str], name: str, folder: Path, names: dict[Path, str]) -> str:
+    """Return a link for the site, or only its text if the site does not have the target."""
+    text, target, anchor = match[1], match[2], match[3] or ""
     if "://" in target:
-        return found[0]
+        return match[0]
     path = Path(os.path.normpath(folder / target))
     if path in names:
         page = names[path]
     elif path.is_relative_to(DOCS) and path.exists():
         page = path.relative_to(DOCS).as_posix()
     elif folder.is_relative_to(DOCS) and not path.exists():
-        return found[0]  # another page that the hook makes
+        return match[0]  # Another generated page.
     else:
         return text
     return f"[{text}]({os.path.relpath(page, os.path.dirname(name) or '.')}{anchor})"

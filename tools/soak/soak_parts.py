@@ -2,10 +2,10 @@
 
     python tools/soak/soak_parts.py             all parts, one after the other
     python tools/soak/soak_parts.py kill files  these
-    python tools/soak/soak_parts.py --list      what they are
+    python tools/soak/soak_parts.py --list      their descriptions
 
-A part that is cut off, or in which a test failed, goes on where it was with the same command: what has passed is kept
-in build/soak/PART.jsonl until src/, tests/ or tools/ change. A part that has passed gets its row in docs/soak.md.
+The same command resumes a part that was interrupted or in which a test failed. Passed tests are recorded in
+build/soak/PART.jsonl until src/, tests/ or tools/ change. A part that has passed writes its row in docs/soak.md.
 """
 
 import json
@@ -117,6 +117,10 @@ PARTS = {
         ("tests/benchmarks",),
     ),
     "planner": Part("plans of 12 tables on 4 ranks compared with an integer program", ("tests/planner",)),
+    "quality": Part(
+        "suites of `tools/quality` from file to page, interrupted, with failing runs, and on a dataset",
+        ("tests/quality",),
+    ),
     "rest": Part("all other tests; 200 random examples per property", ("tests",)),
     "sanitize": Part(
         "the core with AddressSanitizer and UndefinedBehaviorSanitizer, for each instruction set of the processor",
@@ -134,12 +138,12 @@ def main(names: list[str]) -> int:
         return 2
     failed = [name for name in names or PARTS if not run(name)]
     if failed:
-        print(f"soak: not passed: {', '.join(failed)}; the same command goes on with what is left", file=sys.stderr)
+        print(f"soak: not passed: {', '.join(failed)}; the same command resumes them", file=sys.stderr)
     return bool(failed)
 
 
 def run(name: str) -> bool:
-    """Run what is left of a part; whether all of it has now passed."""
+    """Run the remaining tests of a part. Return whether all of its tests have passed."""
     record = RECORDS / f"{name}.jsonl"
     sessions = RECORDS / f"{name}.sessions.json"
     source = _source()
@@ -167,7 +171,7 @@ def run(name: str) -> bool:
 
 
 def _source() -> str:
-    """What the tests that have passed were run on: the trees of the last commit, and what was changed since."""
+    """Return the trees of the last commit and the uncommitted changes, on which the recorded tests ran."""
 
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout

@@ -61,7 +61,7 @@ REQUIRED = {
 
 @dataclass(frozen=True)
 class Part:
-    """The files of one folder, with what is in them."""
+    """Files of one folder, with their modules and texts."""
 
     paths: list[Path]
     modules: list[Module]

@@ -143,7 +143,7 @@ class MessageIndex:
         return candidates[0] if len(candidates) == 1 else None
 
     def _mark(self, node: ast.expr, kind: str, scope: Scope, is_indirect: bool) -> None:
-        """Set the kind of the strings of an expression, and of those that its names and calls stand for."""
+        """Set the kind of the strings of an expression, and of the strings that its names and calls refer to."""
         if isinstance(node, Literal):
             if not is_indirect or PHRASE.search(literal_text(node, placeholder="value")):
                 self._kinds.setdefault(id(node), kind)

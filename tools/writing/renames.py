@@ -26,7 +26,7 @@ DEFINED_AS = {
     "config key": {"variable"},
     "option": {"option", "parameter"},
 }
-"""Definitions that a name in a row of each kind may stand for; without a kind, any."""
+"""Kinds of definitions that a row of each kind may refer to. A row of another kind may refer to any."""
 MODULE_LEVEL = {"class", "function", "constant"}
 """Kinds of rows in which a name without an owner is one of the module."""
 STORED = "stored"
@@ -121,8 +121,10 @@ class RenameCheck:
                 self._new_paths[f"/{name.text}"] = f"{folder and '/'}{folder}/{name.new}"
 
     def remaining(self) -> list[tuple[Rename, list[Name]]]:
-        """Return each row that has names which the named file, or its successor, still defines, with these names. A
-        file that is gone stands for all files if the table does not name its successor."""
+        """Return each row with those of its names that the file of the row still defines.
+
+        A moved file is replaced by its successor, or by all files if the table has none.
+        """
         pairs = ((rename, list(self._defined(rename))) for rename in self._renames if rename.kind != STORED)
         return [(rename, names) for rename, names in pairs if names]
 
