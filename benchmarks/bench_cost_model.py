@@ -1,13 +1,10 @@
-"""Predicted against measured seconds of lookup, update and collectives, on tasks that no fit has seen.
+"""Compare predicted with measured seconds of lookup, update and collectives, on tasks that were not used for fitting.
 
     python benchmarks/bench_cost_model.py [cost.yaml [num_tasks]]
 
-Without a cost model, one is calibrated first. Tasks are those of meseta.measure.calibrate.tasks: 10 to 60 tables of
-random widths and rows, with reuse like production's. Their tables are dealt out to four devices at random; the pieces
-of every device are timed alone, in five rounds in turns, and so are collectives of random sizes between two processes.
-Figures are errors of the prediction against the median of the rounds, in percent; beside them how far single rounds lie
-from that median. Where the cost model has networks, they are judged beside its constants. Runs the correctness test
-first and reports nothing when it fails. Appends to benchmarks/results.csv.
+Without a cost model, one is calibrated. Tables of random tasks are assigned to four devices at random, and each device
+is timed alone, in five alternating rounds. Errors are relative to the median of the rounds. Networks are compared with
+constants if the cost model has any.
 """
 
 import statistics
@@ -39,7 +36,7 @@ NUM_EXCHANGES = 12
 
 @dataclass
 class Case:
-    """Something that is predicted, and measured round by round."""
+    """Predicted quantity with its measurements."""
 
     kind: str
     predicted_s: float
@@ -55,7 +52,7 @@ class Case:
 
     @property
     def spread(self) -> float:
-        """Median distance of a round from the median."""
+        """Median relative distance of a measurement from the median."""
         return statistics.median(abs(own / self.median_s - 1.0) for own in self.measured_s)
 
 
@@ -76,7 +73,6 @@ def main() -> None:
 
 
 def calibrated() -> CostModel:
-    """By `meseta calibrate`, as users run it."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "cost.yaml"
         subprocess.run([sys.executable, "-m", "meseta.cli.main", "calibrate", "--out", str(out)], check=True)
@@ -84,7 +80,7 @@ def calibrated() -> CostModel:
 
 
 def dealt(task: ShardingTask) -> list[RankShards]:
-    """Whole tables, each to a random device that has room for it; tables that no device has room for are left out."""
+    """Assign whole tables to random devices with enough memory. Tables without such a device are omitted."""
     random, left = np.random.default_rng(task.seed), [0.95 * DEVICE_BYTES] * NUM_DEVICES
     hands: list[list[tuple[int, tuple[int, int], tuple[int, int]]]] = [[] for _ in left]
     for number, table in enumerate(task.tables):
@@ -98,7 +94,7 @@ def dealt(task: ShardingTask) -> list[RankShards]:
 
 
 def operator_cases(model: CostModel, num_tasks: int) -> list[Case]:
-    """Two cases for each device of each task: lookup and update."""
+    """Measure lookup and update of each device of each task."""
     tasks = [random_task(seed) for seed in range(FIRST_SEED, FIRST_SEED + num_tasks)]
     ranks = [(task, hand) for task in tasks for hand in dealt(task)]
     cases: list[list[tuple[Case, Case]]] = []
@@ -119,13 +115,13 @@ def operator_cases(model: CostModel, num_tasks: int) -> list[Case]:
 
 
 def judged(model: CostModel) -> list[tuple[str, CostModel]]:
-    """The constants alone, and with the networks where the cost model has any."""
+    """Return the cost model without networks, and with them if it has any."""
     networks = [] if model.neural is None else [(" with networks", model)]
     return [("", replace(model, neural=None)), *networks]
 
 
 def exchange_cases(model: CostModel) -> list[Case]:
-    """Collectives between two processes; random bytes, log-uniform."""
+    """Measure collectives of random sizes between two processes."""
     random, nothing = np.random.default_rng(FIRST_SEED), np.zeros(2)
     sizes = np.exp(random.uniform(np.log(8e3), np.log(3e7), NUM_EXCHANGES)).astype(int)
     cases = []

@@ -1,20 +1,17 @@
-"""Checkpoints that hold the rows that have changed, beside whole ones and PyTorch's.
+"""Compare checkpoints of changed rows with full ones and PyTorch.
 
     python benchmarks/bench_deltas.py bytes [--rows 2000000] [--widths 64,16] [--bits exact,8,4,3,2] [--max-chain 8]
     python benchmarks/bench_deltas.py time [--gigabytes 2] [--turns 5]
     python benchmarks/bench_deltas.py beside [--gigabytes 2] [--seconds 30] [--turns 5] [--bits exact]
     python benchmarks/bench_deltas.py marks [--workloads b_uni,c,a64_2k] [--turns 200] [--threads 2]
 
-Parts:
-- bytes: what 24 checkpoints write, and hold at most with the one being written, keep_last 2, where 22 % of the rows are
-  touched between two (Zipf 1.05); seen from outside, file by file, beside whole checkpoints.
-- time: a delta of 20 % of the rows beside our whole save, torch.distributed.checkpoint and its async_save: until it is
-  durable, and until training may go on; memory beside the table for each byte copied; a cold load of a chain of eight,
-  exact and in 4 bits, beside one of a whole checkpoint. In turns; medians.
-- beside: training with a rolling delta every so many seconds, and without, in windows that alternate.
-- marks: a step of the embedding operators with marks of changed rows, and without, in windows that alternate.
+- bytes: bytes of 24 checkpoints with keep_last 2, written and stored at most, if 22 % of the rows change in between.
+- time: seconds of a delta of 20 % of the rows until it is durable and until training continues, and a cold load of a
+  chain of eight, exact and in 4 bits.
+- beside: training with a rolling delta every --seconds, and without.
+- marks: a step of the embedding operators with change marks, and without.
 
-Appends to benchmarks/results.csv. Exits with 1 where a part misses what it must reach: see the parts.
+The exit code is 1 if a requirement is missed.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""The map from keys to slots on a CPU: keys a second, beside numpy's sorted search, a dict, and what memory allows.
+"""Compare the index from keys to slots with sorted search, a dict and the limit of memory, in keys per second.
 
     python benchmarks/bench_directory.py [--keys 4000000] [--batch 100000] [--threads 2] [--no-record]
 
-Keys are random 64-bit numbers, and so is their order. The limit is a bare loop that reads 16 bytes at random places of
-as many bytes as the directory has, on as many threads, with the prefetch that is best there. Appends to
-benchmarks/results.csv.
+Keys are random 64-bit numbers. The limit is a loop that reads 16 bytes at random positions of as much memory.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ NUM_TURNS = 7
 
 
 def limit_rate(num_bytes: int, num_keys: int, num_threads: int) -> float:
-    """Random reads of 16 bytes a second."""
+    """Return random reads of 16 bytes per second."""
     table = torch.zeros(num_bytes // 16, 4)
     ids = np.random.default_rng(2).integers(0, len(table), num_keys)
     ways = best_prefetches([table], ids, [0, num_keys], num_threads)

@@ -1,13 +1,9 @@
-"""Criteo's TSV to hashed ids in memory and to Parquet (`meseta prepare`), beside polars' parse of the same file;
-Parquet to batches beside pyarrow, polars and torch's DataLoader, all of which end in tensors, and beside decoding
-alone, which is the limit.
+"""Compare ingestion of Criteo's TSV with polars, and reading of Parquet with pyarrow, polars and torch's DataLoader.
 
     python benchmarks/bench_ingest.py [num_rows [FILE.tsv]]
 
-Default 5,000,000 rows, synthetic, or those of a file again and again, in the directory for temporary files (TMPDIR;
-1.2 GB of text and as much while preparing).
-Every measurement runs in a process of its own, which also tells its peak memory; peers and ours take turns. Runs the
-correctness tests first and reports nothing when they fail. Appends to benchmarks/results.csv.
+By default, 5,000,000 synthetic rows are written to TMPDIR (2.4 GB). Rows of a file are repeated. All readers return
+tensors, and decoding alone is the limit. Every measurement is a separate process, whose peak memory is measured too.
 """
 
 import json
@@ -186,7 +182,6 @@ def main() -> None:
 
 
 def read_parquet(data: str, batch_size: int) -> dict[str, tuple[float, float]]:
-    """Rows per second and peak memory of our reader, of its peers, and of decoding alone."""
     readers = {
         name: (READER[0].replace("SHUFFLE", str(shuffle)), READER[1])
         for name, shuffle in (("reader", False), ("reader, shuffled", True))
@@ -197,7 +192,7 @@ def read_parquet(data: str, batch_size: int) -> dict[str, tuple[float, float]]:
 
 
 def take_turns(cases: Sequence[tuple[tuple[str, str], list[str]]]) -> list[tuple[float, float]]:
-    """(median rows per second, highest peak in MB) of each case, over rounds in which all cases take turns."""
+    """Return (median rows/s, maximum peak memory in MB) of each case."""
     results: list[list[tuple[float, float]]] = [[] for _ in cases]
     for _ in range(NUM_ROUNDS):
         for ((setup, run), arguments), found in zip(cases, results, strict=True):
@@ -212,7 +207,6 @@ def take_turns(cases: Sequence[tuple[tuple[str, str], list[str]]]) -> list[tuple
 
 
 def report(case: str, metric: str, value: float, unit: str, peer: tuple[str, float]) -> None:
-    """One line of the results."""
     packages = ("pyarrow", "polars", "numpy", "torch")
     record("ingest", case, metric, value, unit, peer=peer[0], peer_value=peer[1], packages=packages)
 

@@ -1,11 +1,9 @@
-"""Seconds and memory of planning, beside TorchRec's planner.
+"""Compare duration and memory of planning with TorchRec's planner.
 
     PEER_PYTHON=/path/to/peers/bin/python python benchmarks/bench_planner.py [NUM_TABLES NUM_RANKS]...
 
-Without sizes: 1,000 tables on 128 ranks and 4,000 tables on 1,024, in hosts of eight H100. Tables are those of random
-tasks (meseta.measure.calibrate.tasks). Each planner works on one core; TorchRec's may take ten minutes. Both plans are
-judged by our prediction, as no cluster of that size is at hand: it says which is better only as far as the prediction
-is right. Runs the correctness test first and reports nothing when it fails. Appends to benchmarks/results.csv.
+By default, 1,000 tables on 128 ranks and 4,000 tables on 1,024, in hosts of eight H100, from random tasks
+(meseta.measure.calibrate.tasks). Each planner uses one core. Steps of both plans are predicted by our cost model.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ BATCH_SIZE = 65_536
 
 
 def make_workload(num_tables: int) -> Workload:
-    """Tables of as many random tasks as give so many."""
+    """Combine random tasks until they have enough tables."""
     tables, features, loads = [], [], {}
     seed = 0
     while len(tables) < num_tables:
@@ -50,7 +48,7 @@ def make_workload(num_tables: int) -> Workload:
 
 
 def ours(workload: Workload, topology: Topology) -> tuple[float, float, float]:
-    """Seconds of planning, the most bytes that this process has held, and the predicted step."""
+    """Return (seconds, peak bytes of this process, predicted step) of our planner."""
     start = time.perf_counter()
     planned = find_plan(workload, topology)
     seconds = time.perf_counter() - start
@@ -58,7 +56,7 @@ def ours(workload: Workload, topology: Topology) -> tuple[float, float, float]:
 
 
 def peers(workload: Workload, topology: Topology, python: str) -> tuple[float, float, float] | str:
-    """The same of TorchRec, or why there is nothing."""
+    """Return the same quantities of TorchRec, or why there is no plan."""
     [found] = ask([Asked(workload=workload, topology=topology)], python, LIMIT_S)
     if isinstance(found, str):
         return found
@@ -66,7 +64,6 @@ def peers(workload: Workload, topology: Topology, python: str) -> tuple[float, f
 
 
 def main(sizes: list[tuple[int, int]]) -> None:
-    """Plan every size with both."""
     test = str(ROOT / "tests/planner/test_search.py")
     subprocess.run([sys.executable, "-m", "pytest", "-q", test], check=True, cwd=ROOT)
     python = os.environ.get("PEER_PYTHON", sys.executable)

@@ -1,30 +1,21 @@
-"""What training loses that is killed, and goes on from checkpoints whose rows have fewer bits.
+"""Measure the loss of quality by kills and restores from checkpoints with fewer bits.
 
     python benchmarks/bench_quality.py [--data main] [--seeds 10] [--folder build/quality] [--workers 2] [--no-record]
     python benchmarks/bench_quality.py --data steady
     python benchmarks/bench_quality.py --quick
 
-The main job with two million test rows. A run of each seed is trained
+The main job with two million test rows. Each seed trains
 - undisturbed;
-- as the floor: `kill -9` after 3, and after 20, saves at evenly spread steps, which are exact; at each restore one
-  weight of one row is moved by one unit in the last place;
-- with the same kills, with 4 bits and 3 restores, with 8 bits and 20;
-- with 2 bits without the adaptive range and 3 restores, which must come out visibly worse, else the measure is blind.
-A process of its own, which is `meseta train`, leads from each restore to the next kill.
+- as the floor: with 3 and with 20 kills, exact checkpoints, and one weight moved by one ulp at each restore;
+- with the same kills, in 4 bits with 3 restores, and in 8 bits with 20;
+- in 2 bits without the adaptive range and 3 restores, which must be visibly worse.
 
-Each kind may lose 0.01 % of NE more than its floor in the mean (the budget of Check-N-Run, arXiv 2010.08679), and its
-95 % interval ends below 0.03 %; where the floor's own interval is wider than that, it is said. What
-`meseta checkpoint advise` measures of the same bits in all tables, on the undisturbed run of the first seed, stands
-beside it.
+The mean loss of NE relative to the floor may be 0.01 % (the budget of Check-N-Run, arXiv 2010.08679), and its 95 %
+interval must end below 0.03 %. The forecast of `meseta checkpoint advise` is printed too.
 
-`--data steady` takes a log of fewer ids, and wider initial rows: on the main job's own ids runs of one seed lie 0.2 %
-of NE apart for one rounding, since a pair of features is learned sooner or later; here all are learned in time.
-
-What is done is kept in benchmarks/quality_ne.json, and the same command goes on from there: half an
-hour on two cores, 37 s a run that nobody kills, 75 with 20 kills, two at a time, and the forecast. --quick kills 5
-times instead of 20.
-Appends to benchmarks/results.csv (not with --quick or --only). Exits with 1 where a limit is missed, or 2 bits are not
-visibly worse, and the floor would have let it be seen.
+`--data steady` has fewer ids and wider initial rows, so that a single rounding changes NE less (see links.ne_part).
+Results are stored in benchmarks/quality_ne.json, and the same command continues with missing ones. It takes half an
+hour on two cores. The exit code is 1 if a limit is missed that the floor can resolve.
 """
 
 from __future__ import annotations

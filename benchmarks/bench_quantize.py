@@ -1,12 +1,9 @@
-"""The adaptive range of quantised rows on a CPU: rows a second and squared error, beside torch's search and k-means.
+"""Compare the adaptive range of quantized rows with torch's search and k-means: rows per second and squared error.
 
     python benchmarks/bench_quantize.py [--checkpoint RUN/checkpoints/step-000000782] [--rows 8192] [--threads 1]
 
-Rows are trained ones, of the tables of a checkpoint, of which those with a state that is not zero were stepped; and
-drawn ones of 16 and 64 columns: normal, and with one value of each row ten times as large. torch searches with
-`quantized::embedding_bag_4bit_prepack` and `_2bit_prepack`, `optimized_qparams=True`. scikit-learn's k-means of each
-row's own values shows what any codebook of as many codes could reach. Calls are timed in turns; figures go to
-benchmarks/results.csv.
+Rows are those of a checkpoint that training has changed, and random ones of 16 and 64 columns, with and without
+outliers. torch searches with `optimized_qparams=True`. K-means of each row is the bound of any codebook.
 """
 
 from __future__ import annotations
@@ -34,7 +31,7 @@ BITS: dict[RowFormat, int] = {"int4": 4, "int3": 3, "int2": 2}
 
 
 def trained_rows(checkpoint: Path, num_rows: int) -> Tensor:
-    """A sample of the rows that steps have changed, over all tables of the first one's width."""
+    """Return a sample of rows that training has changed."""
     parts, random = [], np.random.default_rng(1)
     tables = list(json.loads((checkpoint / "manifest.json").read_text())["tables"].values())
     for entry in tables:
@@ -67,7 +64,7 @@ def squared_error(rows: Tensor, restored: Tensor) -> float:
 
 
 def clustered_error(rows: Tensor, num_codes: int) -> float:
-    """What is left when each row's values are replaced by the nearest of their own `num_codes` means."""
+    """Return the error of k-means with `num_codes` clusters for each row."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # rows with fewer different values than clusters
         fits = [KMeans(num_codes, n_init=4, random_state=0).fit(row.double().numpy()[:, None]) for row in rows]

@@ -1,4 +1,4 @@
-"""Tables that lie on a disk: the engine that reads and writes their rows.
+"""Measure tables on disk.
 
     python benchmarks/bench_tiers.py engine [--gigabytes 4] [--widths 68,260,1032] [--engine auto] [--folder DIR]
         [--passes 5] [--reads 100000] [--no-record]
@@ -11,37 +11,20 @@
     python benchmarks/bench_tiers.py predict [--tasks 10] [--seed 0] [--folder DIR]
     python benchmarks/bench_tiers.py nodes [--models F,I]
 
-Parts:
-- engine: rows at random beside a bare loop of C at its best depth, which reads the blocks of the same file: reads a
-  second, processor time of one, bytes read per row, and p50 and p99 of reads at 25, 50 and 75 % load. Both take turns;
-  a virtual machine's host may hold the file, so each line says which pass it is of, and medians leave out the first.
-- stores: the same rows in numpy.memmap with MADV_RANDOM, LMDB and RocksDB with direct reads, beside ours, each in a
-  memory control group of its own: reading alone, and with as many rows written back; by one process, as in training,
-  and by sixteen, which is the most that the others give. `pip install lmdb rocksdict`.
-- misses: which rows lie near, on the large tables of Criteo over 16 with ids by Zipf's law, 10 % of rows near, first
-  touches left out; beside exact LRU, LFU and Belady on the same ids, where popular rows stay what they are, and where
-  others follow; and what evaluations in between add.
-- save: saves and loads of a table of which each row was written at random, alone and beside training, beside the disk
-  that writes a file in order and reads it; and the memory that they take beside the near rows.
-- large: a table larger than memory through `meseta train`, its resumption, `eval`, `predict`, `checkpoint verify` and
-  `checkpoint export`, each in a control group of --limit-mb; and the seconds that it takes to make it.
-- train: steps of the trainings of `meseta bench e2e` whose tables all lie on a disk, 20 % (d64: 15 %) of their bytes
-  near and each row written before, beside the same in memory, and beside the larger of what reads take the disk and
-  what they cost processors. Long bags (rm1, rm2) are bound by the disk: `--warm 40000 --steps 6 --turns 3`.
-- mapped: the same beside plain PyTorch with row-wise Adagrad by index operations, whose rows and sums are files mapped
-  into memory with MADV_RANDOM, in a control group of as much memory as ours takes for rows, and what the process takes
-  beside them.
-- predict: what the planner says of misses and steps of random tasks whose tables lie in several tiers, rows all written
-  before, beside what they take; and the near bytes that it advises beside five others.
-- nodes: the fewest hosts on which published models take no more than 1.1 times the step of the published cluster, with
-  and without disks, each host with its part of the batch. Modelled by documented constants; nothing is measured.
+- engine: random reads compared with a loop in C at its best depth, also at 25, 50 and 75 % load. A virtual machine's
+  host may cache the file, so medians omit the first pass.
+- stores: memmap with MADV_RANDOM, LMDB and RocksDB with direct reads, each in a memory control group, read by one
+  process and by sixteen. `pip install lmdb rocksdict`.
+- misses: cache misses with Zipf ids on the large tables of Criteo / 16, compared with LRU, LFU and Belady.
+- save: saves and loads of randomly written rows, alone and during training, compared with the disk.
+- large: a table larger than memory through training and other commands, in control groups of --limit-mb.
+- train: steps of bench_e2e.py with 20 % (d64: 15 %) of all tables cached, compared with memory and with the limits of
+  disk and processors. Long bags (rm1, rm2) are limited by the disk: `--warm 40000 --steps 6 --turns 3`.
+- mapped: the same, compared with plain PyTorch on mapped files with equal memory.
+- predict: predicted and measured misses and steps of random tasks, and the advised cache size.
+- nodes: the smallest clusters for published models with and without disks. Modeled, not measured.
 
-DIR is to be on the disk that is measured. Appends to benchmarks/results.csv. Exits with 1 where a part misses what it
-must reach: 0.9 of the loop's reads a second, 1.3 times its processor time, 3 times the best store where one process
-reads, 3 times PyTorch on mapped tables, 0.85 times the misses of LRU, and 1.05 times those of the better of LRU and
-LFU where popular rows change, 1.05 times those without evaluations in between, 0.6 of the disk's rate for saves and
-loads, 0.25 beside training and 0.8 of that, and 512 MB; misses 20 % and steps 25 % off what was predicted, 1.1 times
-the best step of five near sizes; four times fewer hosts where capacity binds, and no fewer where lookups do.
+DIR must be on the measured disk. The exit code is 1 if a requirement is missed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What long benchmarks have done so far, so that the same command goes on where it was cut off."""
+"""Results of long benchmarks, which continue after an interruption."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from meseta.system.files import write_atomic
 
 
 class Kept:
-    """Results by name, in a file that is rewritten after each."""
+    """Results by name, in a file that is rewritten after each new one."""
 
     def __init__(self, path: Path, *, again: str | None = None, makes: bool = True) -> None:
-        """Those whose names end in `again` count as missing; without `makes` what is missing raises KeyError."""
+        """Load the file. Names ending in `again` count as missing. Without `makes`, a missing name raises KeyError."""
         self._path, self._makes = path, makes
         cells: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
         self._cells = {name: cell for name, cell in cells.items() if again is None or not name.endswith(f"/{again}")}

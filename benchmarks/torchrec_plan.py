@@ -1,4 +1,4 @@
-"""Plans of TorchRec's planner: made under its own interpreter, told in our words."""
+"""Plans of TorchRec's planner, which runs in its own interpreter."""
 
 from __future__ import annotations
 
@@ -64,17 +64,14 @@ for task in json.load(sys.stdin):
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """One task for the planner."""
-
     workload: Workload
     topology: Topology
     bandwidths: Mapping[str, float] = field(default_factory=dict)
-    """Arguments of its Topology, in bytes a millisecond; those that are left out are its own defaults."""
+    """Arguments of TorchRec's Topology in bytes per millisecond. Missing ones keep their defaults."""
     kernels: tuple[str, ...] | None = None
-    """Compute kernels that it may choose; None: all."""
+    """Compute kernels that may be used. `None` means all."""
 
     def to_dict(self) -> dict[str, Any]:
-        """What the other process is told."""
         pooling = {f.table: self.workload.load(f).pooling_factor for f in self.workload.features}
         tables = [
             {"name": t.name, "dim": t.embedding_dim, "rows": t.num_embeddings, "pooling": pooling[t.name]}
@@ -93,16 +90,13 @@ class Asked:
 
 @dataclass(frozen=True)
 class Answer:
-    """A plan, and what it took to make it."""
-
     plan: Plan
     seconds: float
     peak_bytes: float
-    """Of the process, so far."""
 
 
 def ask(tasks: Sequence[Asked], python: str, timeout_s: float) -> list[Answer | str]:
-    """For each task the answer, or why there is none; all are planned by one process on one core."""
+    """Plan all tasks in one process on one core. Returns an answer or an error message for each."""
     try:
         done = subprocess.run(
             [python, "-I", "-c", PEER],
@@ -130,7 +124,7 @@ def _answer(task: Asked, found: dict[str, Any]) -> Answer | str:
 
 
 def translate(tables: dict[str, dict[str, Any]], workload: Workload, topology: Topology) -> Plan:
-    """TorchRec's plan in our words. Columns are moved to the nearest multiple of 16, as shards of ours begin there."""
+    """Convert TorchRec's plan. Columns are rounded to multiples of 16, which our shards require."""
     entries = []
     for table in workload.tables:
         own = tables[table.name]

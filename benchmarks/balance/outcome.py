@@ -1,4 +1,4 @@
-"""Outcomes of many tasks: as lines of a file that a later run goes on from, and as figures."""
+"""Results of planners for each task, stored as lines of JSON, and their comparison."""
 
 from __future__ import annotations
 
@@ -16,28 +16,22 @@ from meseta.spec import MesetaError
 
 @dataclass(frozen=True, kw_only=True)
 class BalanceOutcome:
-    """All planners on one task."""
-
     seed: int
-    """The task is `random_task(seed)`."""
     judged_by: str
-    """Digest of the cost model; outcomes of different ones are not mixed."""
+    """Digest of the cost model. Outcomes of different cost models are not mixed."""
     costs: Mapping[str, Cost]
-    """By planner."""
     failures: Mapping[str, str]
-    """By planner: why it has no plan, or none that fits."""
+    """Reason by planner without a plan that fits."""
 
     def has(self, planners: Iterable[str]) -> bool:
-        """Whether all of them were asked."""
         return all(name in self.costs or name in self.failures for name in planners)
 
     def to_json(self) -> str:
-        """One line."""
         return json.dumps(asdict(self))
 
     @staticmethod
     def from_json(line: str) -> BalanceOutcome:
-        """The inverse of `to_json`; raises ValueError, KeyError or TypeError for anything else."""
+        """Parse a line of `to_json`. Raises ValueError, KeyError or TypeError if it is invalid."""
         document = json.loads(line)
         costs = {name: _cost(own) for name, own in document["costs"].items()}
         return BalanceOutcome(**{**document, "costs": costs})
@@ -49,9 +43,7 @@ def _cost(document: dict[str, Any]) -> Cost:
 
 
 def read_outcomes(path: Path, judged_by: str) -> list[BalanceOutcome]:
-    """What a file holds; nothing where there is none. A last line that an interruption cut off is dropped from it.
-
-    Raises MesetaError for a file of something else, and for outcomes judged by another cost model."""
+    """Read all outcomes of a file, which may be missing. A truncated last line is removed from it."""
     if not path.exists():
         return []
     lines = path.read_text().splitlines(keepends=True)
@@ -75,20 +67,18 @@ def read_outcomes(path: Path, judged_by: str) -> list[BalanceOutcome]:
 
 @dataclass(frozen=True, kw_only=True)
 class Versus:
-    """One planner beside another, over the tasks in which both have a plan that fits."""
+    """Comparison of two planners over the tasks in which both have a plan that fits."""
 
     num_tasks: int
-    """Of these."""
     mean: float
-    """Mean of our cost over the other's: below 1 where ours is better."""
+    """Mean of our cost relative to the other planner. Below 1 if ours is better."""
     worst: float
-    """The largest."""
     wins: float
     """Share of tasks in which ours costs less."""
 
 
 def ratios_to(outcomes: Sequence[BalanceOutcome], ours: str, others: Sequence[str]) -> list[float]:
-    """Cost of `ours` over that of the best of `others`, of every task in which it and one of them has a plan."""
+    """Return our cost relative to the best of `others`, for each task in which both have a plan."""
     found = []
     for outcome in outcomes:
         known = [outcome.costs[name].step_s for name in others if name in outcome.costs]
@@ -98,7 +88,6 @@ def ratios_to(outcomes: Sequence[BalanceOutcome], ours: str, others: Sequence[st
 
 
 def versus(ratios: Sequence[float]) -> Versus:
-    """Figures of ratios; there is one at least."""
     values = np.array(ratios)
     return Versus(
         num_tasks=len(values),
@@ -109,5 +98,5 @@ def versus(ratios: Sequence[float]) -> Versus:
 
 
 def success(outcomes: Sequence[BalanceOutcome], planners: Sequence[str]) -> float:
-    """Share of tasks in which one of the planners has a plan that fits."""
+    """Return the share of tasks in which one of the planners has a plan that fits."""
     return sum(any(name in own.costs for name in planners) for own in outcomes) / max(len(outcomes), 1)

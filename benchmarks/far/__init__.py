@@ -1,1 +1,1 @@
-"""Readers whose files lie behind links, for benchmarks/bench_scaling.py."""
+"""Readers whose files are on another host, for bench_scaling.py."""

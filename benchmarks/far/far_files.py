@@ -1,10 +1,9 @@
-"""Files that lie on another host, behind its link: a stand-in for the network file system of a cluster.
+"""Files on another host behind its link, as a network file system of a cluster.
 
     python far_files.py serve ADDRESS:PORT        on the host that has the files
 
-A process finds in its environment where they are served, and takes one of the links that are free, whose host its
-connections leave from; it lives elsewhere. Then `io.FileIO` reads far files, which is what Parquet files are read by
-where their reads are timed, and so does `open` of files in the folder of raw ones.
+Environment variables name the server and the links. A process takes a free link and connects from its host. Then
+`io.FileIO` and `open` read files of the other host.
 """
 
 from __future__ import annotations
@@ -22,13 +21,12 @@ from pathlib import Path
 from typing import Any
 
 VARIABLE = "BENCH_FAR_FILES"
-"""{"address": [HOST, PORT], "links": [[files for setns] ...], "locks": folder, "raw": folder}"""
 CLONE_NEWNET = 0x40000000
 _open = open
 
 
 class _Files(socketserver.StreamRequestHandler):
-    """Each line asks for bytes of a file: [path, offset, size]."""
+    """Server of ranges of files. A request is [path, offset, size]."""
 
     def handle(self) -> None:
         with suppress(ConnectionError):  # a reader that has ended
@@ -51,7 +49,6 @@ class _Server(socketserver.ThreadingTCPServer):
 
 
 def _free_link(links: list[list[str]], locks: str) -> list[str]:
-    """One that no other process has, until this one ends."""
     for number, files in enumerate(links):
         lock = os.open(f"{locks}/{number}", os.O_CREAT | os.O_RDWR)
         try:
@@ -63,7 +60,7 @@ def _free_link(links: list[list[str]], locks: str) -> list[str]:
 
 
 def _connect(address: tuple[str, int], files: list[str]) -> socket.socket:
-    """A connection that leaves from the network namespace of `files`."""
+    """Connect from the network namespace of `files`."""
     libc = ctypes.CDLL(None, use_errno=True)
     home = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
     away = os.open(files[-1], os.O_RDONLY)
@@ -78,8 +75,6 @@ def _connect(address: tuple[str, int], files: list[str]) -> socket.socket:
 
 
 class FarFile(io.RawIOBase):
-    """A file of the other host."""
-
     link: list[str] | None = None
 
     def __init__(self, path: str | Path) -> None:
@@ -127,7 +122,7 @@ class FarFile(io.RawIOBase):
 
 
 def open_far(name: Any, mode: str = "r", *more: Any, **options: Any) -> Any:
-    """As `open`, of raw files on the other host."""
+    """Open a raw file on the other host."""
     if mode == "rb" and str(name).startswith(json.loads(os.environ[VARIABLE])["raw"] + "/"):
         return io.BufferedReader(FarFile(name), 1 << 20)
     return _open(name, mode, *more, **options)

@@ -1,4 +1,4 @@
-"""Python runs this first, where its folder is on PYTHONPATH: files of the process are far ones."""
+"""Hook that Python runs at startup if this folder is on PYTHONPATH. It redirects file reads to the other host."""
 
 import builtins
 import io

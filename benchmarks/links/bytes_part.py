@@ -1,4 +1,4 @@
-"""Bytes: what the kernel counts on the links beside what the planner predicts."""
+"""Part 'bytes': kernel counters of the links compared with predictions."""
 
 from __future__ import annotations
 
@@ -16,13 +16,11 @@ from meseta.spec import Topology
 
 LIMIT = 0.01
 BATCH = 8192
-"""Twice that of the steps: announcements weigh less."""
 SCHEMES = ("table_wise", "row_wise", "column_wise", "data_parallel", "table_row_wise", "grid")
 PRECISIONS = ("fp32", "fp16", "bf16", "fp8", "int8", "paper")
 
 
 def variants(layout: Layout) -> list[Variant]:
-    """Every scheme by both ways; every codec with those whose bytes are bags alone, and with sums."""
     listed = [Variant(sharding=name, exchange=way) for name in SCHEMES for way in ("flat", "hierarchical")]
     listed += [
         Variant(sharding=name, exchange="hierarchical", dense_path="chain") for name in ("table_wise", "data_parallel")
@@ -37,7 +35,7 @@ def variants(layout: Layout) -> list[Variant]:
 
 
 def predicted_bytes(shape: shapes.DlrmWorkload, variant: Variant, layout: Layout) -> list[float]:
-    """That leave each host in a step, as the planner says."""
+    """Return the predicted bytes that leave each host in a step."""
     topology = Topology(num_hosts=layout.hosts, devices_per_host=layout.per_host)
     prediction = predict(shapes.plan(shape, variant, layout), shapes.workload(shape, variant), topology)
     by_rank = np.sum([one.sent_inter_host for one in prediction.collectives], axis=0)
@@ -45,7 +43,7 @@ def predicted_bytes(shape: shapes.DlrmWorkload, variant: Variant, layout: Layout
 
 
 def measure_bytes(layout: Layout, options: Options, rate: str = "2gbit") -> bool:
-    """One layout; whether all are within LIMIT."""
+    """Measure one layout. Returns whether all errors are within LIMIT."""
     shape = shapes.training(BATCH)
     chosen = variants(layout)
     if not training.takes_codecs():
@@ -78,7 +76,7 @@ def measure_bytes(layout: Layout, options: Options, rate: str = "2gbit") -> bool
 
 
 def _compare(windows: Sequence[Window], predicted: Sequence[float], layout: Layout) -> tuple[list[str], float]:
-    """Cells of a row, and how far the kernel is from what is predicted."""
+    """Return the cells of a row, and the error of the prediction."""
     first = windows[:: layout.per_host]
     counted = [one.sent_bytes / one.num_steps for one in first]
     told = sum(sum(one.across.values()) for one in windows)

@@ -1,4 +1,4 @@
-"""Lanes: rows that are exchanged while sums are under way; and two ranks without slow links beside another checkout."""
+"""Part 'lanes': exchanges during sums, and two ranks without slow links compared with another checkout."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ NAME = "measurement"
 
 
 def measure_lanes(options: Options, why: str | None) -> bool:
-    """Both; whether they reach LIMIT and LEAST. `why`: there are no slow links."""
+    """Measure overlap of an all-to-all with a sum, and steps without slow links. Returns whether both meet their
+    requirements."""
     good = True
     if why is None:
         good &= _measure_beside_sums(options)
@@ -46,7 +47,7 @@ def _measure_beside_sums(options: Options) -> bool:
 
 
 def exchange_beside_sum() -> tuple[float, float, int]:
-    """On every rank: median seconds of an all-to-all alone, and while a sum is under way, and how many of these."""
+    """Return the median seconds of an all-to-all alone and during a sum, and the number of the latter."""
     import time
 
     import torch
@@ -82,7 +83,7 @@ def exchange_beside_sum() -> tuple[float, float, int]:
 
 
 def _measure_beside_before(before: Path, options: Options) -> bool:
-    """Steps of two ranks, of this checkout and of another one, in turns."""
+    """Compare steps of this checkout and of another one."""
     shape = asdict(shapes.training(1024 if options.quick else shapes.BATCH))
     spent: dict[str, list[float]] = {"now": [], "before": []}
     with ExitStack() as held:

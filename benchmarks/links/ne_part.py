@@ -1,8 +1,7 @@
-"""NE: what codecs cost in quality, over paired seeds on two ranks.
+"""Part 'ne': loss of quality by codecs, over paired seeds on two ranks.
 
-The main job does not show it: on its ids runs of one seed lie 0.2 % of NE apart (one standard deviation) where tables
-were rounded to bfloat16 once, before the first step, since a pair of features is learned sooner or later. So ids
-are fewer here, and rows begin wider: every pair is learned in time.
+Runs of the main job cannot resolve it: a single rounding changes their NE by 0.2 % (one standard deviation), because a
+pair of features is learned sooner or later. With fewer ids and wider initial rows, every pair is learned in time.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from links.crew import Crew, crew, here
 from links.timing import Options, table
 
 LIMITS = {"fp16": 0.0005, "bf16": 0.0005, "int8": 0.0015}
-"""Of fp32's NE, within which the interval of the mean difference must lie."""
+"""Maximum relative difference of NE to fp32. The interval of the mean difference must be below it."""
 BESIDE = ("paper", "fp8")
-"""Of these nothing is asked; they are trained last."""
+"""Codecs without requirements, which are trained last."""
 ULP = "fp32, one weight moved by one ulp"
 
 
 def compare_ne(options: Options) -> bool:
-    """All seeds; whether each interval lies within its limits."""
+    """Train all seeds. Returns whether each interval is within its limits."""
     folder = options.folder / ("ne-quick" if options.quick else "ne")
     folder.mkdir(parents=True, exist_ok=True)
     asked, beside = (tuple(LIMITS), BESIDE) if training.takes_codecs() else ((), ())

@@ -1,5 +1,4 @@
-"""Peers: precision 'paper', overlapped and not, beside TorchRec with its fp16 codec, with its pipeline and without, in
-turns over the same links."""
+"""Part 'peer': precision 'paper' with and without overlap, compared with TorchRec and its fp16 codec."""
 
 from __future__ import annotations
 
@@ -20,9 +19,8 @@ from meseta.spec.stages import OVERLAPS
 PAPER = Variant(precision="paper")
 OVERLAPPED = Variant(precision="paper", overlap=OVERLAPS)
 LEAST = {PAPER.name: 1.1, OVERLAPPED.name: 1.25}
-"""How many times as fast as the peer they must be."""
+"""Required speed relative to the peer."""
 PORT = 29_500
-"""Of the peer's ranks, beside ours."""
 SOURCES = str(Path(meseta.__file__).parent)
 
 
@@ -33,7 +31,7 @@ def _ask_peer(theirs: Crew, name: str, num_steps: int) -> list[Window]:
 def measure_peer(
     hosts: Hosts, ranks: Crew, shape: shapes.DlrmWorkload, layout: Layout, rate: str, options: Options
 ) -> bool:
-    """One layout, over links as they are; whether ours are faster by LEAST."""
+    """Measure one layout with TorchRec. Returns whether ours meets LEAST."""
     peers = find_peers(options.peer_python, enabled=True)
     if "TorchRec" not in peers.available:
         print(f"peer: left out; {next(one for one in peers.missing if one.startswith('TorchRec'))}")

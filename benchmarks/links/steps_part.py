@@ -1,4 +1,4 @@
-"""Steps: every variant over flat fp32, at one rate of the links; what is predicted of them; what 'auto' takes."""
+"""Parts 'step' and 'predicted': measured and predicted steps of all variants relative to flat fp32."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TOGETHER = (
     Variant(precision="int8", overlap=OVERLAPS),
     Variant(precision="int8", exchange="hierarchical", overlap=OVERLAPS),
 )
-"""What travels is hidden too."""
+"""Variants with overlap."""
 MATRIX = (
     Variant(sharding="column_wise"),
     *(Variant(sharding="row_wise", precision=name) for name in ("bf16", "int8")),
@@ -38,23 +38,22 @@ MATRIX = (
     *(Variant(sharding="row_wise", precision=name, exchange="hierarchical") for name in ("bf16", "int8")),
     *(Variant(sharding="column_wise", precision=name, exchange="hierarchical") for name in ("fp32", "bf16", "int8")),
 )
-"""What predictions are judged by, beside TIMED."""
+"""Variants for predictions, in addition to TIMED."""
 AUTO_LIMIT = 1.03
 ROUNDING = 5e-4
-"""Of a share of bytes, as it is printed."""
+"""Rounding of printed shares."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """What a variant must reach over its base."""
+    """Requirements relative to the base of a variant."""
 
     time: float
     bytes: float | None = None
-    """Of bags, rows and their gradients."""
+    """Bytes of embeddings and gradients."""
 
 
 def target(variant: Variant, layout: Layout) -> Target | None:
-    """None where nothing is asked."""
     if variant.overlap:
         return Target(0.45) if variant == TOGETHER[-1] else None
     if variant.sharding == "row_wise":
@@ -69,14 +68,13 @@ def target(variant: Variant, layout: Layout) -> Target | None:
 
 
 def crossing_share(plan: Plan, layout: Layout) -> float:
-    """Bags that cross under two levels over those that do when flat, of tables of one width cut by rows: a quarter on
-    hosts of four ranks, but for small tables, which have fewer ranges than there are ranks: fewer would cross flat."""
+    """Return the bags that cross hosts under the hierarchical exchange, relative to flat, for row-wise tables."""
     hosts = [[shard.ranks[0] // layout.per_host for shard in table.shards] for table in plan.tables]
     return sum(len(set(of_table)) for of_table in hosts) / sum(len(of_table) for of_table in hosts)
 
 
 def measure_steps(layout: Layout, parts: Sequence[str], options: Options) -> bool:
-    """Parts 'step', 'peer' and 'predicted' of one layout, over links of the same rate; whether all targets are met."""
+    """Run parts 'step', 'peer' and 'predicted' of one layout. Returns whether all requirements are met."""
     chosen = [*TIMED, *(MATRIX if "predicted" in parts else ()), *(TOGETHER if "step" in parts else ())]
     if not training.takes_codecs():
         left_out = [one.name for one in chosen if one.precision != "fp32"]
@@ -156,7 +154,7 @@ def _tell_auto(
     measured: Measured,
     options: Options,
 ) -> bool:
-    """Which way is predicted to take less, of which exchange 'auto' takes, beside which took less."""
+    """Print and record which algorithm is predicted to be faster, and which one was."""
     rows, good = [], True
     for sharding in ("table_wise", "row_wise"):
         ways = [Variant(sharding=sharding, exchange=way) for way in ("flat", "hierarchical")]

@@ -1,1 +1,1 @@
-"""The parts of benchmarks/bench_quality.py."""
+"""Parts of bench_quality.py."""

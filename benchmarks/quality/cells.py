@@ -1,4 +1,4 @@
-"""Cells: a run of one seed that is killed so often, and restored from checkpoints of one kind."""
+"""Results of runs that are killed and restored from checkpoints of one kind."""
 
 from __future__ import annotations
 
@@ -23,11 +23,9 @@ from quality.lives import Forecast, Life, Lives, forecast, live
 
 @dataclass(frozen=True)
 class Kind:
-    """Of a cell."""
-
     restores: int = 0
     bits: int | None = None
-    """Of rows in checkpoints; None: exact, and a weight is moved by an ulp at each restore."""
+    """Bits of rows in checkpoints. `None`: exact, and a weight is moved by one ulp at each restore."""
     adaptive: bool = True
 
 
@@ -41,19 +39,16 @@ KINDS: Mapping[str, Kind] = {
     "8 bits x20": Kind(20, 8),
 }
 SCALE: Mapping[str, float] = {"main": 0.01, "steady": STEADY_SCALE}
-"""Of the log."""
 OVERRIDES: Mapping[str, Sequence[str]] = {"main": (), "steady": STEADY}
 QUICK_BATCH, QUICK_RESTORES = 64, 5
-"""Of --quick: samples of a batch, and the most restores, whatever the kind's name says."""
+"""Batch size and maximum number of restores with --quick."""
 LOG_CHARACTERS = 800
-"""Of a run that failed, the last ones."""
 
 
 class Cells:
-    """Trains what is missing, and keeps its figures."""
+    """Results by seed and kind. Missing ones are trained."""
 
     def __init__(self, data: str, folder: Path, *, quick: bool, num_workers: int) -> None:
-        """Makes the data, where they are not there yet."""
         self.data, self._quick, self._num_workers = data, quick, num_workers
         self._folder = folder / (f"{data}-quick" if quick else data)
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -63,12 +58,11 @@ class Cells:
         self._num_steps = -(-Dataset.load(self._data).splits["train"].num_rows // self._batch_size)
 
     def find(self, seed: int, name: str) -> Mapping[str, Any] | None:
-        """The figures of a cell; None where it was not trained yet."""
         key = self._key(seed, name)
         return self._kept.get(key, dict) if key in self._kept else None
 
     def make(self, seeds: Sequence[int], names: Sequence[str]) -> None:
-        """Train what is missing, several at a time, then forecast; tells each."""
+        """Train missing results, several at a time, then compute the forecast."""
         wanted = [(seed, name) for seed in seeds for name in names if name != FORECAST or seed == seeds[0]]
         missing = [cell for cell in wanted if self.find(*cell) is None]
         with Lives() as lives, ThreadPoolExecutor(self._num_workers) as pool:
@@ -94,7 +88,6 @@ class Cells:
         return f"{self.data}/{seed}/{name}"
 
     def _train(self, lives: Lives, seed: int, name: str) -> dict[str, Any]:
-        """One cell, from its first step to its test NE."""
         kind, run_dir, start_s = KINDS[name], self._run_dir(seed, name), time.perf_counter()
         log = run_dir.with_suffix(".txt")
         log.unlink(missing_ok=True)
@@ -116,18 +109,16 @@ class Cells:
                 "seconds": time.perf_counter() - start_s}  # fmt: skip
 
     def _kills(self, kind: Kind) -> tuple[int, ...]:
-        """Steps, evenly spread."""
         return tuple(self._every(kind) * number for number in range(1, self._restores(kind) + 1))
 
     def _every(self, kind: Kind) -> int:
-        """Steps between saves."""
         return max(self._num_steps // (self._restores(kind) + 1), 1)
 
     def _restores(self, kind: Kind) -> int:
         return min(kind.restores, QUICK_RESTORES) if self._quick else kind.restores
 
     def _live(self, lives: Lives, seed: int, name: str, dies_after: int | None) -> float:
-        """From the newest checkpoint to the next kill, or to the end; the largest error of the rows that were saved."""
+        """Train from the newest checkpoint to the next kill. Returns the largest error of saved rows."""
         kind, run_dir = KINDS[name], self._run_dir(seed, name)
         log = run_dir.with_suffix(".txt")
         settings = [
@@ -153,11 +144,11 @@ class Cells:
         return 0.0 if dies_after is None else _largest_error(run_dir, dies_after)
 
     def _is_advised(self, seed: int, name: str) -> bool:
-        """Whether the run is kept until the forecast is made."""
+        """Whether the run is needed by the forecast."""
         return name == UNDISTURBED and seed == 0 and self.find(seed, FORECAST) is None
 
     def _forecast(self, lives: Lives, seed: int) -> dict[str, Any]:
-        """By what part NE is expected to rise, of each kind in codes, from the run that nobody killed."""
+        """Return the forecast of `meseta checkpoint advise` for the undisturbed run."""
         start_s, run_dir, out = time.perf_counter(), self._run_dir(seed, UNDISTURBED), self._folder / "forecast.json"
         self._live(lives, seed, UNDISTURBED, None)  # a finished run is shown again, a missing one is trained
         asked = {name: Forecast(k.bits, k.restores, k.adaptive) for name, k in KINDS.items() if k.bits is not None}
@@ -175,6 +166,5 @@ class Cells:
 
 
 def _largest_error(run_dir: Path, step: int) -> float:
-    """Of rows in codes, as the manifest states it; 0 where they are exact."""
     manifest = json.loads((run_dir / "checkpoints" / f"step-{step:09}" / "manifest.json").read_text())
     return max((float(of["row"]) for of in manifest.get("quantised", {}).values() if "row" in of), default=0.0)

@@ -1,4 +1,4 @@
-"""Lives of a run: `meseta train` in a process each, killed right after a save or at its end; and what is forecast."""
+"""Processes of `meseta train` that are killed after a save, and the forecast."""
 
 from __future__ import annotations
 
@@ -21,31 +21,24 @@ from paired import move_by_an_ulp
 
 @dataclass(frozen=True, kw_only=True)
 class Life:
-    """What one process does."""
-
     arguments: tuple[str, ...]
-    """Of `meseta train`."""
     log: Path
-    """To which what it prints is added."""
     dies_after: int | None = None
-    """Steps, whose save it does not outlive."""
+    """Step after whose save the process is killed."""
     moves: bool = False
-    """Whether one weight is moved by an ulp when it takes up a checkpoint."""
+    """Whether one weight is moved by one ulp when a checkpoint is restored."""
     adaptive: bool = True
-    """Whether ranges of codes are."""
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """What `meseta checkpoint advise` would measure, of one width for all tables."""
-
     bits: int
     restores: int
     adaptive: bool
 
 
 class Lives:
-    """Processes, forked from one that has imported torch; all of them end when a `with` is left."""
+    """Processes forked from one that has imported torch. All end when the context manager exits."""
 
     def __init__(self) -> None:
         self._context = get_context("forkserver")
@@ -69,7 +62,7 @@ class Lives:
             process.join()
 
     def run(self, function: Callable[..., None], *arguments: Any) -> int:
-        """To its end; its exit code, or minus the signal that has killed it. May be called by several threads."""
+        """Run a function in a new process and return its exit code. Thread-safe."""
         process = self._context.Process(target=function, args=arguments)
         with self._lock:
             if self._over:
@@ -84,7 +77,6 @@ class Lives:
 
 
 def live(life: Life) -> None:
-    """Be `meseta train`."""
     _begin(life.log)
     import meseta.cli.main
 
@@ -99,7 +91,7 @@ def live(life: Life) -> None:
 
 
 def forecast(run_dir: Path, log: Path, out: Path, asked: Mapping[str, Forecast]) -> None:
-    """Write by what part NE is expected to rise, by name, as JSON."""
+    """Write the predicted increase of NE by name, as JSON."""
     _begin(log)
     from meseta.checkpoint.files import quantization
     from meseta.train.advise import open_advisor
@@ -117,7 +109,7 @@ def forecast(run_dir: Path, log: Path, out: Path, asked: Mapping[str, Forecast])
 
 
 def _begin(log: Path) -> None:
-    """Print to a file, and end when the process that has asked for this one is gone."""
+    """Redirect output to a file, and exit when the parent process ends."""
     asker = parent_process()
     assert asker is not None
 
@@ -145,7 +137,7 @@ def _die_after(last_step: int) -> None:
 
 
 def _move_at_restores() -> None:
-    """Of the row of the first table that was trained the most."""
+    """Move a weight of the most trained row of the first table."""
     from meseta.storage import ROW, as_stored
     from meseta.train import trainer
 
@@ -166,7 +158,6 @@ def _move_at_restores() -> None:
 
 
 def _take_whole_ranges() -> None:
-    """Codes from the smallest to the largest value of a row."""
     from meseta.checkpoint.files import quantization
 
     quantize = quantization.quantize_rows

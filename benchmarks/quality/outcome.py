@@ -1,4 +1,4 @@
-"""What kills and restores cost: each kind of checkpoint beside its floor."""
+"""Loss of NE by kills and restores, relative to the floor."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from record import record
 from quality.cells import FORECAST, KINDS, UNDISTURBED, Cells
 
 MEAN_LIMIT, END_LIMIT = 0.0001, 0.0003
-"""Of the floor's NE: what the mean may lose, and where its 95 % interval ends at the latest."""
+"""Limits of the increase of NE relative to the floor: for the mean, and for the end of its 95 % interval."""
 BENCHMARK = "quality"
 
 
 @dataclass(frozen=True)
 class Loss:
-    """Of one kind beside another, as parts of the other's NE."""
+    """Relative differences of NE to the floor."""
 
     name: str
     beside: str
@@ -28,26 +28,23 @@ class Loss:
     base_ne: float
     mean: float
     half: float
-    """Of the 95 % interval."""
 
     @property
     def end(self) -> float:
-        """Of the interval."""
         return self.mean + self.half
 
     @property
     def is_wide(self) -> bool:
-        """Whether chance alone moves the mean by more than an interval may end at."""
+        """Whether the interval is too wide for the limit."""
         return self.half >= END_LIMIT
 
     @property
     def is_met(self) -> bool:
-        """Whether no more is lost than may be."""
         return self.mean <= MEAN_LIMIT and self.end < END_LIMIT
 
 
 def loss(cells: Cells, seeds: Sequence[int], name: str, beside: str) -> Loss | None:
-    """Over the seeds that have both; None where none has."""
+    """Return the loss over seeds with both results, or `None`."""
     found = [(cells.find(seed, name), cells.find(seed, beside)) for seed in seeds]
     pairs = [(float(one["ne"]), float(other["ne"])) for one, other in found if one is not None and other is not None]
     if not pairs:
@@ -59,7 +56,7 @@ def loss(cells: Cells, seeds: Sequence[int], name: str, beside: str) -> Loss | N
 
 
 def show(cells: Cells, seeds: Sequence[int], num_test_rows: int) -> tuple[list[Loss], bool]:
-    """Print the table and what follows from it; all losses, and whether nothing is missed that could have been seen."""
+    """Print the table. Returns all losses, and whether all limits are met that the interval can resolve."""
     forecast = cells.find(seeds[0], FORECAST) or {}
     losses, rows, told, good = list[Loss](), list[list[str]](), list[str](), True
     for floor in (name for name, kind in KINDS.items() if kind.restores and kind.bits is None):
@@ -97,7 +94,6 @@ def show(cells: Cells, seeds: Sequence[int], num_test_rows: int) -> tuple[list[L
 
 
 def keep(cells: Cells, losses: Sequence[Loss]) -> None:
-    """Append all of them to benchmarks/results.csv."""
     for one in losses:
         record(BENCHMARK, f"{cells.data} {one.name}", "test NE", one.ne, "of theirs", peer=one.beside,
                peer_value=one.base_ne)  # fmt: skip

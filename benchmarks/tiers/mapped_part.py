@@ -1,4 +1,4 @@
-"""Training whose tables lie on a disk, beside plain PyTorch whose tables are files mapped into as much memory."""
+"""Training with tables on disk, compared with plain PyTorch on memory-mapped files with equal memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LEAST, WARM_S = 3.0, 40.0
 
 
 def measure_mapped(options: TrainOptions) -> bool:
-    """Whether ours trains three times as many samples a second."""
+    """Measure both. Returns whether ours trains three times as many samples per second."""
     options.folder.mkdir(parents=True, exist_ok=True)
     if not can_limit_memory(1 << 30):
         return True
@@ -48,7 +48,6 @@ def _measure(training: DlrmWorkload, options: TrainOptions) -> bool:
 
 
 def _measure_ours(training: DlrmWorkload, options: TrainOptions) -> tuple[int, float]:
-    """Bytes of memory that rows take, and samples a second."""
     tiered = Trained(training, options.storage(training), seed=10)
     tiered.write_all()
     tiered.fill(options.num_warm)
@@ -58,7 +57,6 @@ def _measure_ours(training: DlrmWorkload, options: TrainOptions) -> tuple[int, f
 
 
 def _measure_theirs(training: DlrmWorkload, options: TrainOptions, limit: int | None) -> tuple[int, float]:
-    """Peak bytes of memory, and samples a second."""
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         told = MappedOptions(training, folder, None, options.num_steps, lr_of(training), 0.0)
         if limit is None:

@@ -1,4 +1,4 @@
-"""Hosts that published models need with and without disks: modelled by documented constants, nothing is measured."""
+"""Hosts that published models need with and without disks, modeled with documented constants."""
 
 from __future__ import annotations
 
@@ -12,21 +12,19 @@ from meseta.planner import DoesNotFitError, find_plan
 
 HOSTS = (1, 2, 4, 8, 16)
 WITHIN = 1.1
-"""Times the step of the published cluster."""
+"""Maximum step relative to the published cluster."""
 LIMITS = {"F": ("capacity", 4.0), "I": ("lookups", 1.0), "A": ("dense layers", None)}
-"""What a model is bound by, and how many times fewer hosts it must need at least, or at most; None: it is shown."""
+"""Limiting resource of a model, and the required reduction of hosts. `None` has no requirement."""
 
 
 @dataclass(frozen=True)
 class NodeOptions:
-    """What to model."""
-
     names: tuple[str, ...]
     keep: bool
 
 
 def step_s(case: Case, hosts: int, disk_bytes: int) -> float | None:
-    """Predicted; each host has its part of the batch of sixteen. None where the model does not fit."""
+    """Return the predicted step, or `None` if the model does not fit."""
     share = hosts / case.topology.num_hosts
     workload = replace(case.workload, batch_size=int(case.workload.batch_size * share))
     topology = replace(paper_cluster(disk_bytes), num_hosts=hosts)
@@ -37,7 +35,7 @@ def step_s(case: Case, hosts: int, disk_bytes: int) -> float | None:
 
 
 def measure_nodes(options: NodeOptions) -> bool:
-    """Whether disks save the hosts that they must."""
+    """Find the smallest clusters. Returns whether the requirements are met."""
     good = True
     for case in cases():
         name = case.name.split(":", maxsplit=1)[0]

@@ -1,4 +1,4 @@
-"""Training whose tables lie on a disk, beside the same tables in memory, and beside what disk and processors allow."""
+"""Training with tables on disk, compared with tables in memory and with the limits of disk and processors."""
 
 from __future__ import annotations
 
@@ -26,58 +26,50 @@ from meseta.storage import Lease, TieredShard
 from meseta.telemetry.row_traffic import RowTraffic
 
 SHARES = {"d16_2k": 0.2, "d64_2k": 0.15}
-"""Of the bytes of all rows and states that lie near; of others a fifth."""
+"""Cached share of rows and states. It is a fifth for other workloads."""
 BOUND, KEPT, WAITED, ROOM = 1.15, 0.85, 0.05, 1.5
 WARM_IDS = 3_000_000
-"""Samples whose rows are brought before the clock starts, so that slots are full."""
+"""Number of samples that fill the cache before the measurement."""
 WARM_STEPS, READS = 20, 1 << 17
 OPTIMIZER = "rowwise_adagrad"
 
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """What to measure."""
-
     folder: Path
     names: tuple[str, ...]
     max_reads_per_s: float | None
     num_warm: int
     num_steps: int
-    """Of a turn."""
     num_turns: int
     keep: bool
 
     def storage(self, training: DlrmWorkload) -> StorageOptions:
-        """A disk, and the share of all bytes that lies near."""
         row_bytes = 4 * training.dim + 4
         cache_bytes = int(share_of(training) * row_bytes * sum(training.lookups.rows))
         return StorageOptions(dir=self.folder, cache_bytes=cache_bytes)
 
 
 def lr_of(training: DlrmWorkload) -> float:
-    """Small where sums of long bags make large steps."""
+    """Return a learning rate, which is small for long bags."""
     return 0.05 if training.lookups.bag_size == 1 else 0.001
 
 
 def share_of(training: DlrmWorkload) -> float:
-    """Of all bytes that lie near."""
     return SHARES.get(training.name, 0.2)
 
 
 @dataclass(frozen=True)
 class Turn:
-    """Some steps, per step."""
-
     seconds: float
     traffic: RowTraffic
-    """Of all tables."""
 
 
 class Trained:
-    """A model that trains on batches that never come again."""
+    """Model that trains on new batches."""
 
     def __init__(self, training: DlrmWorkload, storage: StorageOptions | None, seed: int) -> None:
-        """With `storage` all tables lie on its disk."""
+        """Create the model. With `storage`, all tables use its disk."""
         self.training, self._seed = training, seed
         model = make_model(training, OPTIMIZER, "float32", lr_of(training), InitSpec(kind="uniform", scale=0.01))
         entries = {f"t{f}": {"sharding": "table_wise", "tier": "disk"} for f in range(len(training.lookups.rows))}
@@ -89,7 +81,6 @@ class Trained:
         self._steps: Iterator[StepResult] = self.pipeline.steps(iter(self._batches.pop, None))
 
     def prepare(self, num_steps: int) -> None:
-        """Make batches for so many steps more; as many as are read ahead stay."""
         self._seed += 1
         random = np.random.default_rng(self._seed)
         traffic = self.training.lookups
@@ -102,7 +93,6 @@ class Trained:
         self._batches += made
 
     def turn(self, num_steps: int) -> Turn:
-        """So many steps."""
         self.prepare(num_steps)
         before, start_s = self._traffic(), time.perf_counter()
         for _ in islice(self._steps, num_steps):
@@ -114,7 +104,7 @@ class Trained:
         return sum(self.embeddings.row_traffic.values(), RowTraffic())
 
     def write_all(self) -> None:
-        """Every row lies on the disk from now on."""
+        """Write every row to the disk."""
         row_bytes = 4 * self.training.dim + 4
         print(f"{self.training.name}: writing {row_bytes * sum(self.training.lookups.rows) / 1e9:.1f} GB", flush=True)
         for shard in self.far:
@@ -123,7 +113,7 @@ class Trained:
                 shard.write(first, {name: value.numpy() for name, value in shard.read(first, stop).items()})
 
     def fill(self, num_samples: int) -> None:
-        """Ask for the rows of so many samples, so that slots hold what is asked for often."""
+        """Request the rows of samples, so that the cache holds popular rows."""
         size = self.training.lookups.batch_size
         num_batches = num_samples // size
         for first in range(0, num_batches, 50):
@@ -134,8 +124,7 @@ class Trained:
                 lease.release()
 
     def read_alone(self, seed: int) -> tuple[float, float]:
-        """(rows a second, processor seconds of a row) of random reads of the largest table's file, 16 k at once, two
-        requests under way."""
+        """Return (rows/s, CPU seconds per row) of random reads of the largest table."""
         shard = max(self.far, key=lambda shard: shard.shard.num_rows)
         random, size = np.random.default_rng(seed), 1 << 14
         outs = [torch.empty(size, shard.backing_store.record_bytes, dtype=torch.uint8) for _ in range(2)]
@@ -153,7 +142,7 @@ class Trained:
         return count / (time.perf_counter() - start_s), (time.process_time() - processor_s) / count
 
     def cache_bytes(self) -> int:
-        """All memory that rows near and far take: rows, states, marks, index and buffers."""
+        """Return the memory of rows: cache, states, marks, index and buffers."""
         engines = {shard.backing_store.engine for shard in self.far}
         near = sum(shard.cache.num_slots * shard.num_bytes() // shard.shard.num_rows for shard in self.far)
         beside = sum(
@@ -163,7 +152,7 @@ class Trained:
 
 
 def measure_training(options: TrainOptions) -> bool:
-    """Whether all steps are within their bounds."""
+    """Measure all workloads. Returns whether all steps meet the requirements."""
     options.folder.mkdir(parents=True, exist_ok=True)
     good = True
     for training in (training for training in E2E_WORKLOADS if training.name in options.names):
