@@ -63,10 +63,10 @@ def main() -> None:
     model = cost_model(options.cost, options.out)
     judged_by = hashlib.sha256(repr(model).encode()).hexdigest()[:12]
     python = peer_python()
-    outcomes = {own.seed: own for own in read_outcomes(options.out, judged_by)}
+    outcomes = {outcome.seed: outcome for outcome in read_outcomes(options.out, judged_by)}
     seeds = range(FIRST_SEED, FIRST_SEED + options.tasks)
-    wanted = OTHERS if python else tuple(BASELINES)
-    missing = [seed for seed in seeds if seed not in outcomes or not outcomes[seed].has(wanted)]
+    needed = OTHERS if python else tuple(BASELINES)
+    missing = [seed for seed in seeds if seed not in outcomes or not outcomes[seed].has(needed)]
     arguments = {"memory_bytes": DEVICE_BYTES}
     member = TargetSpec(
         name="shares",
@@ -77,10 +77,10 @@ def main() -> None:
     with WorkerGroup(member) as team, options.out.open("a") as file:
         for start in range(0, len(missing), ASKED_AT_ONCE):
             tasks = [random_task(seed) for seed in missing[start : start + ASKED_AT_ONCE]]
-            theirs: list[Answer | str | None] = [None] * len(tasks)
+            answers: list[Answer | str | None] = [None] * len(tasks)
             if python:
-                theirs = [*ask([asked(task, model) for task in tasks], python, PEER_LIMIT_S)]
-            for task, answer in zip(tasks, theirs, strict=True):
+                answers = [*ask([asked(task, model) for task in tasks], python, PEER_LIMIT_S)]
+            for task, answer in zip(tasks, answers, strict=True):
                 begin_s = time.perf_counter()
                 outcome = judged(team, task, answer, model, judged_by)
                 outcomes[task.seed] = outcome
@@ -100,12 +100,12 @@ def peer_python() -> str | None:
     return None
 
 
-def cost_model(given: Path | None, out: Path) -> CostModel:
+def cost_model(cost_file: Path | None, out: Path) -> CostModel:
     """Load the given cost model, or calibrate one and store it next to `--out`."""
     kept = out.with_suffix(".cost.yaml")
-    if given is None and not kept.exists():
+    if cost_file is None and not kept.exists():
         calibrated().save(kept)
-    return CostModel.load(given or kept)
+    return CostModel.load(cost_file or kept)
 
 
 def asked(task: ShardingTask, model: CostModel) -> Asked:
@@ -125,18 +125,18 @@ def judged(
     team: WorkerGroup, task: ShardingTask, answer: Answer | str | None, model: CostModel, judged_by: str
 ) -> BalanceOutcome:
     workload = task.workload()
-    found: dict[str, Plan | str] = {}
+    candidates: dict[str, Plan | str] = {}
     try:
-        found[OURS] = find_plan(workload, TOPOLOGY, model).plan
+        candidates[OURS] = find_plan(workload, TOPOLOGY, model).plan
     except DoesNotFitError as error:
-        found[OURS] = error.certificate
+        candidates[OURS] = error.certificate
     for name, plan in baseline_plans(workload, TOPOLOGY, model, task.seed).items():
-        found[name] = plan or "no placement of whole tables fits"
+        candidates[name] = plan or "no placement of whole tables fits"
     if answer is not None:
-        found[TORCHREC] = answer if isinstance(answer, str) else answer.plan
+        candidates[TORCHREC] = answer if isinstance(answer, str) else answer.plan
     plans: dict[str, Plan] = {}
     failures: dict[str, str] = {}
-    for name, plan in found.items():
+    for name, plan in candidates.items():
         why = plan if isinstance(plan, str) else why_unfit(plan, task, model)
         if why is None and isinstance(plan, Plan):
             plans[name] = plan
@@ -176,13 +176,13 @@ def report(outcomes: Sequence[BalanceOutcome]) -> None:
         if not ratios:
             print(f"balance: no task in which {OURS} and {name} have plans")
             continue
-        found, mine, theirs = versus(ratios), success(outcomes, (OURS,)), success(outcomes, others)
-        case = f"{found.num_tasks} tasks of {len(outcomes)}, {name}"
+        comparison, our_success, their_success = versus(ratios), success(outcomes, (OURS,)), success(outcomes, others)
+        case = f"{comparison.num_tasks} tasks of {len(outcomes)}, {name}"
         for metric, value, unit, peer, beside in (
-            ("mean cost", found.mean, "of theirs", name, 1.0),
-            ("worst cost", found.worst, "of theirs", name, 1.0),
-            ("won", 100 * found.wins, "%", "even odds", 50.0),
-            ("success", 100 * mine, "%", name, 100 * theirs),
+            ("mean cost", comparison.mean, "of theirs", name, 1.0),
+            ("worst cost", comparison.worst, "of theirs", name, 1.0),
+            ("won", 100 * comparison.wins, "%", "even odds", 50.0),
+            ("success", 100 * our_success, "%", name, 100 * their_success),
         ):
             record("balance", case, metric, value, unit, peer=peer, peer_value=beside, packages=packages)
 

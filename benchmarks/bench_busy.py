@@ -242,9 +242,9 @@ def report(layout: tuple[int, int], batch_size: int, least: float, rates: Mappin
     disturbed = sum(r.disturbed for r in rates.values())
     if disturbed:
         print(f"{case}: others used the processors in {disturbed} of the quiet windows")
-    missed = [f"{case}: {beside:.3f} of spinning threads' speed when quiet, {QUIET} wanted"] if beside < QUIET else []
+    missed = [f"{case}: {beside:.3f} of spinning threads' speed when quiet, below {QUIET}"] if beside < QUIET else []
     if kept[OURS] < least:
-        missed.append(f"{case}: {kept[OURS]:.3f} of its own quiet speed beside loops, {least} wanted")
+        missed.append(f"{case}: {kept[OURS]:.3f} of its quiet speed during loops, below {least}")
     return missed
 
 

@@ -73,9 +73,9 @@ def main() -> None:
     num_mb = sum(t.numel() * t.element_size() for t in tensors.values()) / 1e6
     case = f"{num_mb:.0f} MB, {spec.num_embeddings} x {WIDTH}"
     for (metric, ours), peer in itertools.product(times["meseta"].items(), PEERS):
-        theirs = times[peer][metric]
-        wall = {"value": num_mb / ours.wall_s, "unit": "MB/s", "peer_value": num_mb / theirs.wall_s}
-        cpu = {"value": ours.cpu_s, "unit": "s", "peer_value": theirs.cpu_s}
+        peer_spent = times[peer][metric]
+        wall = {"value": num_mb / ours.wall_s, "unit": "MB/s", "peer_value": num_mb / peer_spent.wall_s}
+        cpu = {"value": ours.cpu_s, "unit": "s", "peer_value": peer_spent.cpu_s}
         for name, figures in ((metric, wall), (f"{metric}, processor", cpu)):
             if figures is cpu and peer == DISK:
                 continue  # it makes nothing of the bytes

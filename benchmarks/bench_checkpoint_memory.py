@@ -70,11 +70,11 @@ def measure(run: Run, kept: Kept, folder: Path) -> None:
         for operation in run.operations:
             name = run.name(operation)
             if name in kept:
-                if operation in ("save", "resume"):  # the next ones need what it writes
+                if operation in ("save", "resume"):  # Later operations need its checkpoint.
                     measurement.measure(operation)
                 continue
-            found = kept.get(name, lambda operation=operation: measurement.measure(operation))
-            result = "refused by check_memory" if "refused" in found else f"{found['more'] / 1e6:,.0f} MB more"
+            case = kept.get(name, lambda operation=operation: measurement.measure(operation))
+            result = "refused by check_memory" if "refused" in case else f"{case['more'] / 1e6:,.0f} MB more"
             print(f"  {name}: {result}", flush=True)
     finally:
         measurement.close()
@@ -100,13 +100,13 @@ def main() -> None:
         if not all(name in kept for name in names):
             measure(run, kept, options.folder)
         for name in (name for name in names if name in kept):
-            found = kept.get(name, dict)
-            if "refused" in found:
+            case = kept.get(name, dict)
+            if "refused" in case:
                 continue
-            is_good &= found["more"] <= ALLOWED_BYTES
+            is_good &= case["more"] <= ALLOWED_BYTES
             if not options.no_record:
                 allowed = ALLOWED_BYTES / 1e6
-                record("checkpoint memory", name, "more", found["more"] / 1e6, "MB", peer="allowed", peer_value=allowed)
+                record("checkpoint memory", name, "more", case["more"] / 1e6, "MB", peer="allowed", peer_value=allowed)
     sys.exit(not is_good)
 
 

@@ -164,8 +164,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="meseta-chosen-") as folder:
         for seed in range(num_seeds):
             trials.append(trial(Path(folder), seed))
-            told = ", ".join(f"on {split} {run.flattery:+.4f}" for split, run in trials[-1].items())
-            print(f"seed {seed}: test less untouched, chosen {told}", file=sys.stderr, flush=True)
+            summary = ", ".join(f"on {split} {run.flattery:+.4f}" for split, run in trials[-1].items())
+            print(f"seed {seed}: test less untouched, chosen {summary}", file=sys.stderr, flush=True)
     print("\n".join(lines(trials)))
 
 

@@ -53,7 +53,7 @@ class Case:
     @property
     def spread(self) -> float:
         """Median relative distance of a measurement from the median."""
-        return statistics.median(abs(own / self.median_s - 1.0) for own in self.measured_s)
+        return statistics.median(abs(seconds / self.median_s - 1.0) for seconds in self.measured_s)
 
 
 def main() -> None:
@@ -63,12 +63,12 @@ def main() -> None:
     num_tasks = int(sys.argv[2]) if len(sys.argv) > 2 else 10
     cases = [*operator_cases(model, num_tasks), *exchange_cases(model)]
     for kind in dict.fromkeys(case.kind for case in cases):
-        own = [case for case in cases if case.kind == kind]
-        errors, spread = [case.error for case in own], 100 * statistics.median(case.spread for case in own)
+        of_kind = [case for case in cases if case.kind == kind]
+        errors, spread = [case.error for case in of_kind], 100 * statistics.median(case.spread for case in of_kind)
         for metric, share in (("median error", 50), ("95th percentile", 95)):
             value = 100 * float(np.percentile(errors, share))
-            record("cost_model", f"{kind}, {len(own)} cases", metric, value, "%", peer="repeats", peer_value=spread)
-        ranks = np.argsort(np.argsort([[case.predicted_s, case.median_s] for case in own], axis=0), axis=0)
+            record("cost_model", f"{kind}, {len(of_kind)} cases", metric, value, "%", peer="repeats", peer_value=spread)
+        ranks = np.argsort(np.argsort([[case.predicted_s, case.median_s] for case in of_kind], axis=0), axis=0)
         print(f"{kind}: rank correlation {np.corrcoef(ranks.T)[0, 1]:.3f}")
 
 
@@ -99,18 +99,18 @@ def operator_cases(model: CostModel, num_tasks: int) -> list[Case]:
     ranks = [(task, hand) for task in tasks for hand in dealt(task)]
     cases: list[list[tuple[Case, Case]]] = []
     for task, hand in ranks:
-        own = ShardTimings(task, hand, 1.0, 1.0)
-        predicted = [(name, predict_rank(own, one)) for name, one in judged(model)]
+        timings = ShardTimings(task, hand, 1.0, 1.0)
+        predicted = [(name, predict_rank(timings, one)) for name, one in judged(model)]
         cases.append([(Case(f"lookup{name}", pair[0]), Case(f"update{name}", pair[1])) for name, pair in predicted])
     arguments = {"memory_bytes": DEVICE_BYTES}
     member = TargetSpec(name="operators", target_class=ShardTimer, arguments=arguments)
     with WorkerGroup(member) as team:
         for _ in range(NUM_ROUNDS):
             for (task, hand), pairs in zip(ranks, cases, strict=True):
-                found = measure_shards(team, task, hand, model.num_threads)
+                timing = measure_shards(team, task, hand, model.num_threads)
                 for lookup, update in pairs:
-                    lookup.measured_s.append(found.lookup_s)
-                    update.measured_s.append(found.update_s)
+                    lookup.measured_s.append(timing.lookup_s)
+                    update.measured_s.append(timing.update_s)
     return [case for pairs in cases for pair in pairs for case in pair]
 
 
@@ -130,8 +130,8 @@ def exchange_cases(model: CostModel) -> list[Case]:
             sent = np.full(2, float(size))
             reduces = kind == "all_reduce"
             exchange = Collective(kind, "backward", sent, nothing, sent, nothing, reduces=reduces)
-            own = [Case(f"{kind}{name}", predict_collective(exchange, one)) for name, one in judged(model)]
-            cases.append((kind, size, own))
+            variants = [Case(f"{kind}{name}", predict_collective(exchange, one)) for name, one in judged(model)]
+            cases.append((kind, size, variants))
     member = TargetSpec(
         name="collectives",
         target_class=CollectiveTimer,
@@ -141,11 +141,11 @@ def exchange_cases(model: CostModel) -> list[Case]:
     )
     with WorkerGroup(member) as team:
         for _ in range(NUM_ROUNDS):
-            for kind, size, own in cases:
+            for kind, size, variants in cases:
                 seconds = team.call("time_collective", kind=kind, num_bytes=size, num_rounds=NUM_CALLS)
-                for case in own:
+                for case in variants:
                     case.measured_s.append(seconds)
-    return [case for _, _, own in cases for case in own]
+    return [case for _, _, variants in cases for case in variants]
 
 
 if __name__ == "__main__":

@@ -38,23 +38,36 @@ def main() -> None:
     parser.add_argument("--max-chain", type=int, default=8)
     parser.add_argument("--gigabytes", type=float, default=2.0, help="of a table")
     parser.add_argument("--turns", type=int, help="200 for marks, else 5")
-    parser.add_argument("--seconds", type=float, default=30.0, help="between two deltas beside training")
+    parser.add_argument("--seconds", type=float, default=30.0, help="between two deltas during training")
     parser.add_argument("--workloads", default="b_uni,c,a64_2k", help="of `meseta bench ops`, for marks")
     parser.add_argument("--threads", type=int, default=2, help="of steps, for marks")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "deltas")
     parser.add_argument("--no-record", action="store_true", help="leave benchmarks/results.csv as it is")
-    told = parser.parse_args()
-    keep, widths, bits = not told.no_record, tuple(map(int, told.widths.split(","))), tuple(told.bits.split(","))
-    turns = told.turns or (200 if told.part == "marks" else 5)
-    if told.part == "bytes":
-        options = BytesOptions(told.folder, told.rows, widths, bits, told.intervals, told.share, told.max_chain, keep)
+    arguments = parser.parse_args()
+    keep, widths, bits = (
+        not arguments.no_record,
+        tuple(map(int, arguments.widths.split(","))),
+        tuple(arguments.bits.split(",")),
+    )
+    turns = arguments.turns or (200 if arguments.part == "marks" else 5)
+    if arguments.part == "bytes":
+        options = BytesOptions(
+            arguments.folder,
+            arguments.rows,
+            widths,
+            bits,
+            arguments.intervals,
+            arguments.share,
+            arguments.max_chain,
+            keep,
+        )
         sys.exit(not measure_bytes(options))
-    if told.part == "marks":
-        sys.exit(not measure_marks(told.workloads.split(","), turns, told.threads, keep))
-    if told.part == "beside":
-        beside = BesideOptions(told.folder, told.gigabytes, told.seconds, turns, told.bits, keep)
+    if arguments.part == "marks":
+        sys.exit(not measure_marks(arguments.workloads.split(","), turns, arguments.threads, keep))
+    if arguments.part == "beside":
+        beside = BesideOptions(arguments.folder, arguments.gigabytes, arguments.seconds, turns, arguments.bits, keep)
         sys.exit(not measure_beside(beside))
-    sys.exit(not measure_times(TimeOptions(told.folder, told.gigabytes, turns, keep)))
+    sys.exit(not measure_times(TimeOptions(arguments.folder, arguments.gigabytes, turns, keep)))
 
 
 if __name__ == "__main__":

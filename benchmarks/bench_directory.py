@@ -33,16 +33,16 @@ def main() -> None:
     for name, default in (("keys", 4_000_000), ("batch", 100_000), ("threads", 2)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--no-record", action="store_true", help="leave benchmarks/results.csv as it is")
-    told = parser.parse_args()
-    torch.set_num_threads(told.threads)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
     random = np.random.default_rng(1)
-    keys = np.unique(random.integers(-(2**62), 2**62, told.keys + told.batch))
+    keys = np.unique(random.integers(-(2**62), 2**62, options.keys + options.batch))
     random.shuffle(keys)
-    there, others = keys[: -told.batch], torch.from_numpy(keys[-told.batch :].copy())
-    directory = SlotMap(len(there) + told.batch)
+    there, others = keys[: -options.batch], torch.from_numpy(keys[-options.batch :].copy())
+    directory = SlotMap(len(there) + options.batch)
     directory.insert(torch.from_numpy(there), torch.arange(len(there)))
-    asked = torch.from_numpy(random.choice(there, told.batch, replace=False))
-    slots, ordered = torch.arange(len(there), len(there) + told.batch), np.sort(there)
+    asked = torch.from_numpy(random.choice(there, options.batch, replace=False))
+    slots, ordered = torch.arange(len(there), len(there) + options.batch), np.sort(there)
     table, listed = dict(zip(there.tolist(), range(len(there)), strict=True)), asked.tolist()
 
     def renew() -> None:
@@ -59,13 +59,13 @@ def main() -> None:
         },
         NUM_TURNS,
     )
-    rates = {name: told.batch / best for name, best in seconds.items()}
-    rates["limit of memory"] = limit_rate(directory.num_bytes(), told.batch, told.threads)
-    print(f"{len(there)} keys, {directory.num_bytes() / len(there):.1f} bytes each; {told.threads} threads")
+    rates = {name: options.batch / best for name, best in seconds.items()}
+    rates["limit of memory"] = limit_rate(directory.num_bytes(), options.batch, options.threads)
+    print(f"{len(there)} keys, {directory.num_bytes() / len(there):.1f} bytes each; {options.threads} threads")
     for name, rate in rates.items():
         print(f"{name:20} {rate / 1e6:8.1f} M keys/s")
-    case = f"{told.keys / 1e6:g} M keys, {told.batch} a batch, {told.threads} threads"
-    for metric in () if told.no_record else ("find", "find absent", "insert and remove"):
+    case = f"{options.keys / 1e6:g} M keys, {options.batch} a batch, {options.threads} threads"
+    for metric in () if options.no_record else ("find", "find absent", "insert and remove"):
         for peer in ("numpy searchsorted", "dict", "limit of memory"):
             record("directory", case, metric, rates[metric], "keys/s", peer=peer, peer_value=rates[peer])
 

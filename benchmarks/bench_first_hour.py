@@ -161,10 +161,10 @@ def measure(log: PlantedLog, seed: int, kept: Kept, folder: Path, num_rows: int 
         return lines[0]
 
     def cell(what: str, make: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
-        found = kept.get(f"{log.name}/{seed}/{what}", make)
-        told = ", ".join(f"{key} {value:.4g}" for key, value in found.items() if isinstance(value, int | float))
-        print(f"{log.name} {seed} {what}: {told}", file=sys.stderr, flush=True)
-        return found
+        cell_values = kept.get(f"{log.name}/{seed}/{what}", make)
+        values = ", ".join(f"{key} {value:.4g}" for key, value in cell_values.items() if isinstance(value, int | float))
+        print(f"{log.name} {seed} {what}: {values}", file=sys.stderr, flush=True)
+        return cell_values
 
     def tuned(what: str, number: int, choose: Callable[[int], tuple[Settings, int | None]]) -> Mapping[str, Any]:
         run = lambda: Tuned(log, written(), place, seed).run(*choose(number))  # noqa: E731
@@ -192,12 +192,12 @@ def table(rows: Mapping[str, Sequence[Mapping[str, float]]]) -> Iterator[str]:
     by_name = {log.name: log for log in LOGS}
     for name, seeds in rows.items():
         means = " | ".join(f"{statistics.mean(seed[what] for seed in seeds):.4f}" for what in names)
-        own = [seed["one command"] - seed["sweep"] for seed in seeds]
-        gaps += own
-        yield f"| {name} | {by_name[name].num_rows:,} | {means} | {statistics.mean(own):+.4f}, {min(own):+.4f} |"
+        differences = [seed["one command"] - seed["sweep"] for seed in seeds]
+        gaps += differences
+        yield f"| {name} | {by_name[name].num_rows:,} | {means} | {statistics.mean(differences):+.4f}, {min(differences):+.4f} |"
     yield ""
-    told = f"mean of command - sweep: {statistics.mean(gaps):+.4f} (asked: -{MEAN_LIMIT})"
-    yield f"{told}; worst {min(gaps):+.4f} (-{LIMIT})"
+    mean_gap = f"mean of command - sweep: {statistics.mean(gaps):+.4f} (asked: -{MEAN_LIMIT})"
+    yield f"{mean_gap}; worst {min(gaps):+.4f} (-{LIMIT})"
 
 
 def main() -> None:
@@ -205,7 +205,7 @@ def main() -> None:
     parser.add_argument("--logs", default=",".join(log.name for log in LOGS))
     parser.add_argument("--seeds", type=int, default=NUM_SEEDS)
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "first-hour")
-    parser.add_argument("--again", help="the last word of the names of what runs anew")
+    parser.add_argument("--again", help="the last word of the names of runs to repeat")
     parser.add_argument("--done", action="store_true")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)

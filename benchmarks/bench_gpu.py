@@ -96,7 +96,7 @@ class Peer:
     def lookup(self, number: int) -> None:
         shape = self.job.shape
         ids = self.job.batches[number].view(shape.num_tables, shape.batch_size, shape.bag_size)
-        self.outputs = [bag(own) for bag, own in zip(self.bags, ids, strict=True)]
+        self.outputs = [bag(part) for bag, part in zip(self.bags, ids, strict=True)]
 
     def step(self, name: str) -> Callable[[int], None]:
         """Return a function that runs forward, backward and optimizer for a batch."""
@@ -148,13 +148,13 @@ def measure(shape: Shape, dtype: torch.dtype, copy: float) -> None:
     def lookup(number: int) -> Tensor:
         return pooled_lookup(job.tables, job.batches[number], job.offsets)
 
-    ours, theirs = seconds(lookup), seconds(peer.lookup)
-    report(case, "lookup", ours, job.lookup_bytes(), copy, ("nn.EmbeddingBag", theirs))
+    ours, peer_s = seconds(lookup), seconds(peer.lookup)
+    report(case, "lookup", ours, job.lookup_bytes(), copy, ("nn.EmbeddingBag", peer_s))
     for name, element_states, row_states in (("sgd", 0, 0), ("rowwise_adagrad", 0, 1), ("adam", 2, 0)):
         update = job.update(name)
         report(case, f"update {name}", seconds(update), job.update_bytes(element_states, row_states), copy, None)
         if dtype != torch.float32:
-            continue  # torch's optimizers have no 16-bit rows beside float32 state
+            continue  # torch's optimizers have no 16-bit rows with float32 state
         step = seconds(lambda number, update=update: (lookup(number), update(number)))
         names = {"sgd": "SGD", "rowwise_adagrad": "Adagrad", "adam": "SparseAdam"}
         label = f"nn.EmbeddingBag(sparse) + {names[name]}"

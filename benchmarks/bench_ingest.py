@@ -173,12 +173,14 @@ def main() -> None:
     ):
         report(case, name, ours[0], "rows/s", ("polars read_csv", parsed[0]))
         report(case, f"{name}, peak memory", ours[1], "MB", ("polars read_csv", parsed[1]))
-    for batch_size, found in read.items():
+    for batch_size, timings in read.items():
         for name in ("reader", "reader, shuffled"):
             for peer in (*PEERS, "decoding alone"):
-                report(case, f"{name}, batches of {batch_size}", found[name][0], "rows/s", (peer, found[peer][0]))
+                report(case, f"{name}, batches of {batch_size}", timings[name][0], "rows/s", (peer, timings[peer][0]))
             peer = "pyarrow iter_batches"
-            report(case, f"{name}, batches of {batch_size}, peak memory", found[name][1], "MB", (peer, found[peer][1]))
+            report(
+                case, f"{name}, batches of {batch_size}, peak memory", timings[name][1], "MB", (peer, timings[peer][1])
+            )
 
 
 def read_parquet(data: str, batch_size: int) -> dict[str, tuple[float, float]]:
@@ -195,15 +197,15 @@ def take_turns(cases: Sequence[tuple[tuple[str, str], list[str]]]) -> list[tuple
     """Return (median rows/s, maximum peak memory in MB) of each case."""
     results: list[list[tuple[float, float]]] = [[] for _ in cases]
     for _ in range(NUM_ROUNDS):
-        for ((setup, run), arguments), found in zip(cases, results, strict=True):
+        for ((setup, run), arguments), timings in zip(cases, results, strict=True):
             code = MEASURE.format(setup=setup, run=run)
             child = subprocess.run(
                 [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False
             )
             if child.returncode:
                 sys.exit(f"bench_ingest: a measurement failed, nothing is reported\n{child.stderr}")
-            found.append(tuple(json.loads(child.stdout)))
-    return [(statistics.median(r for r, _ in found), max(m for _, m in found)) for found in results]
+            timings.append(tuple(json.loads(child.stdout)))
+    return [(statistics.median(r for r, _ in timings), max(m for _, m in timings)) for timings in results]
 
 
 def report(case: str, metric: str, value: float, unit: str, peer: tuple[str, float]) -> None:

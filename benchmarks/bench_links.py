@@ -77,25 +77,25 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="try it: few and small")
     parser.add_argument("--no-record", action="store_true", help="leave benchmarks/results.csv as it is")
     parser.add_argument("--peer-python", help="the interpreter that has TorchRec; PEER_PYTHON unless said")
-    parser.add_argument("--before", type=Path, help="a checkout with a .venv, whose steps stand beside these")
+    parser.add_argument("--before", type=Path, help="another checkout with a .venv, whose steps are timed too")
     parser.add_argument("--seeds", type=int, default=10, help="of part ne")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "links", help="data and runs of part ne")
-    told = parser.parse_args()
-    parts = told.parts.split(",")
+    arguments = parser.parse_args()
+    parts = arguments.parts.split(",")
     if unknown := sorted(set(parts) - set(PARTS)):
         parser.error(f"parts {', '.join(unknown)} are unknown; there are {', '.join(PARTS)}")
-    layouts = [layout(text) for text in told.layouts.split(",")]
+    layouts = [layout(text) for text in arguments.layouts.split(",")]
     if "hybrid" in parts and any(min(one.hosts, one.per_host) < 2 for one in layouts):
         parser.error("part hybrid cuts inside hosts and over them: take --layouts of two hosts of two ranks, or more")
     options = Options(
-        quick=told.quick,
-        rounds=told.rounds or (2 if told.quick else 5),
-        window_s=told.window or (0.5 if told.quick else 3.0),
-        keep=not (told.quick or told.no_record),
-        peer_python=told.peer_python,
-        before=told.before,
-        seeds=told.seeds,
-        folder=told.folder,
+        quick=arguments.quick,
+        rounds=arguments.rounds or (2 if arguments.quick else 5),
+        window_s=arguments.window or (0.5 if arguments.quick else 3.0),
+        keep=not (arguments.quick or arguments.no_record),
+        peer_python=arguments.peer_python,
+        before=arguments.before,
+        seeds=arguments.seeds,
+        folder=arguments.folder,
     )
     sys.exit(not run(parts, layouts, options))
 

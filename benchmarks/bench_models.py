@@ -82,15 +82,15 @@ def our_model(name: str, training: DlrmWorkload, dtype: DenseDtype, device: str)
 def copy_weights(model: Any, plain: PlainTraining) -> None:
     ours = [p for n, p in model.named_parameters() if not n.startswith("embeddings.")]
     with torch.no_grad():
-        for mine, other in zip(ours, plain.model.parameters(), strict=True):
-            other.copy_(mine)
+        for source, other in zip(ours, plain.model.parameters(), strict=True):
+            other.copy_(source)
 
 
 def check(model: Any, plain: PlainTraining, samples: TrainingBatch) -> None:
     batch = make_batch(samples).to(plain.device)
     with torch.no_grad():
-        ours, theirs = model(batch.dense, batch.sparse), plain.logits(samples)
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+        ours, expected = model(batch.dense, batch.sparse), plain.logits(samples)
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
 
 
 def in_turns(steps: dict[str, Callable[[], object]], rounds: int, device: str) -> dict[str, float]:

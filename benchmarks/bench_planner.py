@@ -36,13 +36,13 @@ def make_workload(num_tables: int) -> Workload:
     tables, features, loads = [], [], {}
     seed = 0
     while len(tables) < num_tables:
-        own = random_task(seed).workload()
-        for table, feature in zip(own.tables, own.features, strict=True):
+        task = random_task(seed).workload()
+        for table, feature in zip(task.tables, task.features, strict=True):
             if len(tables) < num_tables:
                 name = f"t{len(tables)}"
                 tables.append(type(table)(**{**vars(table), "name": name}))
                 features.append(type(feature)(**{**vars(feature), "name": f"f_{name}", "table": name}))
-                loads[f"f_{name}"] = own.loads[feature.name]
+                loads[f"f_{name}"] = task.loads[feature.name]
         seed += 1
     return Workload(tables=tuple(tables), features=tuple(features), batch_size=BATCH_SIZE, loads=loads)
 
@@ -57,10 +57,10 @@ def ours(workload: Workload, topology: Topology) -> tuple[float, float, float]:
 
 def peers(workload: Workload, topology: Topology, python: str) -> tuple[float, float, float] | str:
     """Return the same quantities of TorchRec, or why there is no plan."""
-    [found] = ask([Asked(workload=workload, topology=topology)], python, LIMIT_S)
-    if isinstance(found, str):
-        return found
-    return found.seconds, found.peak_bytes, predict(found.plan, workload, topology).step_s
+    [result] = ask([Asked(workload=workload, topology=topology)], python, LIMIT_S)
+    if isinstance(result, str):
+        return result
+    return result.seconds, result.peak_bytes, predict(result.plan, workload, topology).step_s
 
 
 def main(sizes: list[tuple[int, int]]) -> None:
@@ -81,12 +81,12 @@ def main(sizes: list[tuple[int, int]]) -> None:
                 f"planner {case}: {seconds:.1f} s, {peak / 1e6:.0f} MB, step {1e3 * step_s:.3g} ms; TorchRec: {other}"
             )
             continue
-        for metric, value, unit, theirs in (
+        for metric, value, unit, peer_value in (
             ("planning", seconds, "s", other[0]),
             ("peak memory", peak / 1e6, "MB", other[1] / 1e6),
             ("predicted step", 1e3 * step_s, "ms", 1e3 * other[2]),
         ):
-            record("planner", case, metric, value, unit, peer="TorchRec", peer_value=theirs, packages=("numpy",))
+            record("planner", case, metric, value, unit, peer="TorchRec", peer_value=peer_value, packages=("numpy",))
 
 
 if __name__ == "__main__":

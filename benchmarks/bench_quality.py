@@ -49,18 +49,18 @@ def main() -> None:
     parser.add_argument("--only", action="append", choices=names, help="train cells of this name; may be repeated")
     parser.add_argument("--quick", action="store_true", help="try it: two seeds, on data that mean nothing")
     parser.add_argument("--no-record", action="store_true", help="leave benchmarks/results.csv as it is")
-    told = parser.parse_args()
+    options = parser.parse_args()
     signal.signal(signal.SIGTERM, _end)
-    seeds = range(2 if told.quick else told.seeds)
+    seeds = range(2 if options.quick else options.seeds)
     try:
-        cells = Cells(told.data, told.folder, quick=told.quick, num_workers=told.workers)
-        cells.make([*seeds], [*(told.only or names)])
+        cells = Cells(options.data, options.folder, quick=options.quick, num_workers=options.workers)
+        cells.make([*seeds], [*(options.only or names)])
     except KeyboardInterrupt:
-        sys.exit("interrupted; the same command goes on with the cells that are missing")
-    losses, good = show(cells, seeds, num_test_rows(told.quick))
-    if not (told.quick or told.only or told.no_record):
+        sys.exit("interrupted; the same command continues with missing results")
+    losses, good = show(cells, seeds, num_test_rows(options.quick))
+    if not (options.quick or options.only or options.no_record):
         keep(cells, losses)
-    sys.exit(not (good or told.quick))
+    sys.exit(not (good or options.quick))
 
 
 if __name__ == "__main__":

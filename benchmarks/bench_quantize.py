@@ -92,9 +92,9 @@ def compare(name: str, rows: Tensor, row_format: RowFormat, recording: Callable[
         packed = getattr(torch.ops.quantized, f"embedding_bag_{bits}bit_prepack")
         unpack = getattr(torch.ops.quantized, f"embedding_bag_{bits}bit_unpack")
         seconds = best_s(calls | {"torch": lambda: packed(rows, optimized_qparams=True)}, NUM_TURNS)
-        theirs = squared_error(rows, unpack(packed(rows, optimized_qparams=True)))
+        peer_error = squared_error(rows, unpack(packed(rows, optimized_qparams=True)))
         case, peer = f"{name}, {row_format}", f"torch {bits}bit_prepack, optimized_qparams"
-        recording("quantize", case, "squared error", error / theirs, "of theirs", peer=peer, peer_value=1.0)
+        recording("quantize", case, "squared error", error / peer_error, "of theirs", peer=peer, peer_value=1.0)
         recording("quantize", case, "adaptive range", len(rows) / seconds["adaptive"], "rows/s",
                   peer=peer, peer_value=len(rows) / seconds["torch"])  # fmt: skip
     print("  " + ", ".join(f"{call} {taken / len(rows) * 1e9:.0f} ns a row" for call, taken in seconds.items()))
@@ -106,15 +106,15 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=8192)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--no-record", action="store_true", help="leave benchmarks/results.csv as it is")
-    told = parser.parse_args()
-    torch.set_num_threads(told.threads)
-    print(f"{read_processor().name}, core {instruction_set()}, torch {torch.__version__}, {told.threads} threads")
-    drawn = drawn_rows(told.rows)
-    trained = trained_rows(told.checkpoint, told.rows) if told.checkpoint else None
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    print(f"{read_processor().name}, core {instruction_set()}, torch {torch.__version__}, {options.threads} threads")
+    drawn = drawn_rows(options.rows)
+    trained = trained_rows(options.checkpoint, options.rows) if options.checkpoint else None
     sets = ({} if trained is None else {f"trained rows, {trained.shape[1]} columns": trained}) | drawn
     for name, rows in sets.items():
         for row_format in BITS:
-            compare(name, rows, row_format, print_only if told.no_record else record)
+            compare(name, rows, row_format, print_only if options.no_record else record)
 
 
 def print_only(

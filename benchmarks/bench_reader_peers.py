@@ -166,13 +166,13 @@ def serve(servers: list[subprocess.Popen[str]], python: str, what: str) -> str:
 def compare(case: str, arguments: list[str], batch_size: int, peers: dict) -> None:
     setup = OURS.replace("BATCH", str(batch_size)).replace("SHUFFLE", "False")
     served = SERVED.replace("KEYS", "None")
-    found = {name: [] for name in ("served", *peers)}
+    rates = {name: [] for name in ("served", *peers)}
     for _ in range(NUM_ROUNDS):
-        found["served"].append(measured((f"{setup}\n{served}", READ), arguments)[0])
+        rates["served"].append(measured((f"{setup}\n{served}", READ), arguments)[0])
         for name, peer in peers.items():
-            found[name].append(peer(batch_size))
-    ours = statistics.median(found.pop("served"))
-    for name, values in found.items():
+            rates[name].append(peer(batch_size))
+    ours = statistics.median(rates.pop("served"))
+    for name, values in rates.items():
         what = f"batches of {batch_size}, 2 workers"
         record("readers", case, what, ours, "rows/s", peer=name, peer_value=statistics.median(values))
 

@@ -134,12 +134,12 @@ def compare(case: str, served: str, arguments: list[str], batch_size: int, *, sh
     if not shuffle:
         peer = PEERS["DataLoader, 2 workers"]
         cases["DataLoader, 2 workers", 1] = (peer[0].replace("BATCH", str(batch_size)), peer[1])
-    found = {key: [] for key in cases}
+    results_by_case = {key: [] for key in cases}
     for _ in range(NUM_ROUNDS):
         for (name, num_ranks), code in cases.items():
-            found[name, num_ranks].append(measured(code, arguments, num_ranks))
-    speed = {key: statistics.median(rows for rows, _ in results) for key, results in found.items()}
-    used = {key: statistics.median(ns for _, ns in results) for key, results in found.items()}
+            results_by_case[name, num_ranks].append(measured(code, arguments, num_ranks))
+    speed = {key: statistics.median(rows for rows, _ in results) for key, results in results_by_case.items()}
+    used = {key: statistics.median(ns for _, ns in results) for key, results in results_by_case.items()}
     what = f"batches of {batch_size}" + ", shuffled" * shuffle
     for (name, num_ranks), value in speed.items():
         if name != "served":

@@ -84,8 +84,8 @@ def measure(case: str, source: str, folder: Path) -> None:
         ((READ[0].replace("SHUFFLE", shuffle).replace("SPLIT", split), READ[1]), [out])
         for out, shuffle, split in ways.values()
     ]
-    (first_pass, _), *found = take_turns([(FIRST_PASS, [source, f"{folder}/prepared"]), *reads])
-    for way, (rate, _) in zip(ways, found, strict=True):
+    (first_pass, _), *rates = take_turns([(FIRST_PASS, [source, f"{folder}/prepared"]), *reads])
+    for way, (rate, _) in zip(ways, rates, strict=True):
         record("recipes", case, f"through a recipe, {way}", rate, "rows/s", peer="prepare's first pass",
                peer_value=first_pass, packages=("pyarrow", "numpy", "torch"))  # fmt: skip
 

@@ -68,8 +68,8 @@ class Bench:
         self.raw, self.data = self.folder / "raw", self.folder / "data"
         self.far = self.folder / "recipe" if is_raw else self.data
         self.kind = "raw TSV, " * is_raw
-        self.found_at = self.folder / f"found{'-raw' * is_raw}.json"
-        self.found: dict[str, Any] = json.loads(self.found_at.read_text()) if self.found_at.exists() else {}
+        self._results_file = self.folder / f"found{'-raw' * is_raw}.json"
+        self.results: dict[str, Any] = json.loads(self._results_file.read_text()) if self._results_file.exists() else {}
         prepare = ["prepare", f"{self.raw}/*.tsv", "--test-files", f"{self.raw}/day_4.tsv", "--out"]
         synth = ["data", "synth", "--out", str(self.raw), "--rows", str(num_rows), "--files", "5", "--scale", "0.01"]
         recipe = [*prepare, str(self.folder / "recipe"), "--recipe-only"]
@@ -82,12 +82,12 @@ class Bench:
         self.row_bytes = sum(file.stat().st_size for file in files) / described["splits"]["train"]["num_rows"]
 
     def keep(self, name: str, value: Any) -> None:
-        self.found[name] = value
-        self.found_at.write_text(json.dumps(self.found))
+        self.results[name] = value
+        self._results_file.write_text(json.dumps(self.results))
 
     def rate(self, factor: float = 1.0) -> str:
         """Return the rate of a link that delivers a third of what training can consume."""
-        return f"{factor * self.found['memory'] * self.row_bytes * 8 / 3 / 1000:.0f}kbit"
+        return f"{factor * self.results['memory'] * self.row_bytes * 8 / 3 / 1000:.0f}kbit"
 
     @contextmanager
     def training(self, *overrides: str, program: list[str] | None = None, **variables: str) -> Iterator[Training]:
@@ -152,8 +152,8 @@ def links(bench: Bench) -> Iterator[tuple[Hosts, dict[str, str]]]:
         server.stdout.readline()
         locks = stack.enter_context(tempfile.TemporaryDirectory(prefix="meseta-links-"))
         ends = [hosts.namespace_files(host) for host in range(1, 1 + NUM_LINKS)]
-        found = {"address": [address(0), PORT], "links": ends, "locks": locks, "raw": str(bench.raw)}
-        yield hosts, {far_files.VARIABLE: json.dumps(found), "PYTHONPATH": str(Path(far_files.__file__).parent)}
+        settings = {"address": [address(0), PORT], "links": ends, "locks": locks, "raw": str(bench.raw)}
+        yield hosts, {far_files.VARIABLE: json.dumps(settings), "PYTHONPATH": str(Path(far_files.__file__).parent)}
 
 
 @contextmanager
@@ -190,7 +190,7 @@ def memory(bench: Bench, seconds: float) -> None:
         plain, waited = training.over(8, seconds)
     bench.keep("memory", plain)
     print(f"memory: {plain:,.0f} samples/s, {waited:.1%} waiting; {bench.row_bytes:.1f} bytes a row")
-    if (share := bench.found.get("processor_share")) is None:
+    if (share := bench.results.get("processor_share")) is None:
         return
     burner = subprocess.Popen([sys.executable, "-c", BURN, str(share)])
     try:
@@ -266,10 +266,12 @@ def told(
         print(f"{first_s:4}-{first_s + 20} s: {waited:6.1%} waiting, {min(readers)} to {max(readers)} readers")
     speed, waited = rates(lines, 60, faster_s)
     record("scaling", case, "waiting after 60 s", waited, "share", peer="at most", peer_value=WAITING)
-    record("scaling", case, "samples/s after 60 s", speed, "samples/s", peer="memory", peer_value=bench.found["memory"])
+    record(
+        "scaling", case, "samples/s after 60 s", speed, "samples/s", peer="memory", peer_value=bench.results["memory"]
+    )
     before = [number for now_s, number in numbers if faster_s - 20 <= now_s < faster_s]
-    if bench.found.get("needed"):
-        record("scaling", case, "readers", max(before), "readers", peer="sweep", peer_value=bench.found["needed"])
+    if bench.results.get("needed"):
+        record("scaling", case, "readers", max(before), "readers", peer="sweep", peer_value=bench.results["needed"])
     fewer = next((now_s - faster_s for now_s, number in numbers if now_s > faster_s and number < min(before)), None)
     after = [number for now_s, number in numbers if now_s > faster_s + (fewer or 0) + 5]
     changes = sum(a != b for a, b in pairwise(after))
@@ -310,7 +312,9 @@ def main() -> None:
     parser.add_argument("--page", type=Path, help="draw part auto")
     options = parser.parse_args()
     if options.auto_seconds < 250:
-        parser.error("--auto-seconds must be at least 250: what is after a minute is looked at, and after two more")
+        parser.error(
+            "--auto-seconds must be at least 250, because readings start after one minute and end two minutes later"
+        )
     why = why_impossible() or ("links are entered by root alone" if os.geteuid() else None)
     if why is not None:
         print(f"nothing is measured, since this machine makes no slow links: {why}")

@@ -58,8 +58,8 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=2000, help="of 2,048 samples, for misses")
     parser.add_argument("--rows", type=int, default=16_000_000, help="of a table that is saved")
     parser.add_argument("--disk-gb", type=float, default=60.0, help="that `large` may use at a time")
-    parser.add_argument("--seconds", type=float, default=30.0, help="of training beside saves")
-    parser.add_argument("--max-mb-per-s", default="", help="limits of saves beside training, such as 100,200")
+    parser.add_argument("--seconds", type=float, default=30.0, help="of training during saves")
+    parser.add_argument("--max-mb-per-s", default="", help="limits of saves during training, such as 100,200")
     parser.add_argument("--trainings", default="d16_2k,d64_2k", help="of `meseta bench e2e`")
     parser.add_argument("--max-reads-per-s", type=float, help="of training; none: as many as the disk gives")
     parser.add_argument("--warm", type=int, default=WARM_IDS, help="samples that fill slots before the clock starts")
@@ -70,30 +70,42 @@ def main() -> None:
     parser.add_argument("--models", default="F,I", help="of published_models.py, for nodes")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "tiers")
     parser.add_argument("--no-record", action="store_true", help="leave benchmarks/results.csv as it is")
-    told = parser.parse_args()
-    widths, keep = tuple(map(int, told.widths.split(","))), not told.no_record
-    if told.part == "engine":
+    arguments = parser.parse_args()
+    widths, keep = tuple(map(int, arguments.widths.split(","))), not arguments.no_record
+    if arguments.part == "engine":
         good = measure_engine(
-            EngineOptions(told.folder, told.gigabytes, widths, told.engine, told.passes, told.reads, keep)
+            EngineOptions(
+                arguments.folder, arguments.gigabytes, widths, arguments.engine, arguments.passes, arguments.reads, keep
+            )
         )
-    elif told.part == "misses":
-        good = measure_misses(MissOptions(told.batches, keep))
-    elif told.part == "large":
-        good = measure_large(LargeOptions(told.folder, told.rows, told.limit_mb, told.disk_gb, keep))
-    elif told.part == "save":
-        rates = tuple(float(rate) * 1e6 for rate in told.max_mb_per_s.split(",") if rate)
-        good = measure_saves(SaveOptions(told.folder, told.rows, told.passes, told.seconds, keep, rates))
-    elif told.part in ("train", "mapped"):
+    elif arguments.part == "misses":
+        good = measure_misses(MissOptions(arguments.batches, keep))
+    elif arguments.part == "large":
+        good = measure_large(
+            LargeOptions(arguments.folder, arguments.rows, arguments.limit_mb, arguments.disk_gb, keep)
+        )
+    elif arguments.part == "save":
+        rates = tuple(float(rate) * 1e6 for rate in arguments.max_mb_per_s.split(",") if rate)
+        good = measure_saves(
+            SaveOptions(arguments.folder, arguments.rows, arguments.passes, arguments.seconds, keep, rates)
+        )
+    elif arguments.part in ("train", "mapped"):
         options = TrainOptions(
-            told.folder, tuple(told.trainings.split(",")), told.max_reads_per_s, told.warm, told.steps, told.turns, keep
+            arguments.folder,
+            tuple(arguments.trainings.split(",")),
+            arguments.max_reads_per_s,
+            arguments.warm,
+            arguments.steps,
+            arguments.turns,
+            keep,
         )
-        good = measure_training(options) if told.part == "train" else measure_mapped(options)
-    elif told.part == "predict":
-        good = measure_predictions(PredictOptions(told.folder, told.tasks, told.seed, keep))
-    elif told.part == "nodes":
-        good = measure_nodes(NodeOptions(tuple(told.models.split(",")), keep))
+        good = measure_training(options) if arguments.part == "train" else measure_mapped(options)
+    elif arguments.part == "predict":
+        good = measure_predictions(PredictOptions(arguments.folder, arguments.tasks, arguments.seed, keep))
+    elif arguments.part == "nodes":
+        good = measure_nodes(NodeOptions(tuple(arguments.models.split(",")), keep))
     else:
-        good = measure_stores(StoreOptions(told.folder, told.gigabytes, widths, told.limit_mb, keep))
+        good = measure_stores(StoreOptions(arguments.folder, arguments.gigabytes, widths, arguments.limit_mb, keep))
     sys.exit(not good)
 
 

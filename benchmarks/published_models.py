@@ -134,7 +134,7 @@ class Case:
 
 def cases() -> list[Case]:
     model = mlperf()
-    found = [
+    inference_cases = [
         Case(f"MLPerf DLRM-DCNv2, {count} {device.upper()}", model, gpus(device, count, room))
         for device, room in (("h100", 80e9), ("h200", 141e9))
         for count in (1, 8, 64)
@@ -143,7 +143,7 @@ def cases() -> list[Case]:
     wide = (4, 16, 32, 64, 92, 128, 192, 4, 16, 32, 64, 92, 176, 384)
     narrow = (92,)
     return [
-        *found,
+        *inference_cases,
         Case("A: 793 billion, 128 A100", paper_model(793e9, 1000, wide, 15, 638), paper_cluster(DISK_BYTES)),
         Case("F: 12 trillion, 128 A100", paper_model(12e12, 10, (256,), 20, 5), paper_cluster(DISK_BYTES)),
         Case("I: 332 billion, 128 A100", paper_model(332e9, 100, narrow, 70, 60), paper_cluster(DISK_BYTES)),

@@ -39,10 +39,10 @@ def plan(task):
     planner = EmbeddingShardingPlanner(
         topology=topology, batch_size=task["batch_size"] // task["ranks"], constraints=constraints
     )
-    found = planner.plan(module, [EmbeddingBagCollectionSharder()])
+    answer = planner.plan(module, [EmbeddingBagCollectionSharder()])
     seconds = time.perf_counter() - start
     places = {}
-    for parameters in found.plan.values():
+    for parameters in answer.plan.values():
         for name, one in parameters.items():
             shards = [] if one.sharding_spec is None else one.sharding_spec.shards
             places[name] = {
@@ -116,26 +116,26 @@ def ask(tasks: Sequence[Asked], python: str, timeout_s: float) -> list[Answer | 
     return [_answer(task, json.loads(line)) for task, line in zip(tasks, lines, strict=True)]
 
 
-def _answer(task: Asked, found: dict[str, Any]) -> Answer | str:
-    if "failed" in found:
-        return str(found["failed"])
-    plan = translate(found["tables"], task.workload, task.topology)
-    return Answer(plan, found["seconds"], found["peak_bytes"])
+def _answer(task: Asked, reply: dict[str, Any]) -> Answer | str:
+    if "failed" in reply:
+        return str(reply["failed"])
+    plan = translate(reply["tables"], task.workload, task.topology)
+    return Answer(plan, reply["seconds"], reply["peak_bytes"])
 
 
 def translate(tables: dict[str, dict[str, Any]], workload: Workload, topology: Topology) -> Plan:
     """Convert TorchRec's plan. Columns are rounded to multiples of 16, which our shards require."""
     entries = []
     for table in workload.tables:
-        own = tables[table.name]
+        entry = tables[table.name]
         rows, columns = (0, table.num_embeddings), (0, table.embedding_dim)
-        sharding = ShardingType("grid" if own["sharding"] == "grid_shard" else str(own["sharding"]))
+        sharding = ShardingType("grid" if entry["sharding"] == "grid_shard" else str(entry["sharding"]))
         if sharding is ShardingType.DATA_PARALLEL:
             everywhere = tuple(range(topology.num_ranks))
             shards = [Shard(table=table.name, rows=rows, columns=columns, ranks=everywhere)]
         else:
             shards = []
-            for (row, column), (num_rows, num_columns), rank in own["shards"]:
+            for (row, column), (num_rows, num_columns), rank in entry["shards"]:
                 span = tuple(
                     min(round(at / 16) * 16, columns[1]) if at < columns[1] else at
                     for at in (column, column + num_columns)

@@ -26,7 +26,7 @@ def place_at_random(problem: PlacementProblem, seed: int) -> Assignment | None:
     """Place tables in random order, each on a random rank with room. Returns `None` if a table fits nowhere."""
     random = np.random.default_rng([11, seed])
     score, assignment = _Given(problem.cluster.num_ranks), _nothing_placed(problem)
-    for option in random.permutation(problem.options.num_units):  # of each unit there is one option, of its own number
+    for option in random.permutation(problem.options.num_units):  # Unit n has one option, n.
         score.values = random.random(problem.cluster.num_ranks)
         ranks = assignment.find_ranks(int(option), score)
         if ranks is None:
@@ -63,12 +63,12 @@ def _nothing_placed(problem: PlacementProblem) -> Assignment:
 
 def sizes(workload: Workload) -> Floats:
     return np.array(
-        [shard_storage_bytes(own, own.num_embeddings, own.embedding_dim) for own in workload.tables], np.float64
+        [shard_storage_bytes(table, table.num_embeddings, table.embedding_dim) for table in workload.tables], np.float64
     )
 
 
 def dims(workload: Workload) -> Floats:
-    return np.array([own.embedding_dim for own in workload.tables], np.float64)
+    return np.array([table.embedding_dim for table in workload.tables], np.float64)
 
 
 def lookups(workload: Workload) -> Floats:

@@ -33,12 +33,14 @@ class BalanceOutcome:
     def from_json(line: str) -> BalanceOutcome:
         """Parse a line of `to_json`. Raises ValueError, KeyError or TypeError if it is invalid."""
         document = json.loads(line)
-        costs = {name: _cost(own) for name, own in document["costs"].items()}
+        costs = {name: _cost(value) for name, value in document["costs"].items()}
         return BalanceOutcome(**{**document, "costs": costs})
 
 
 def _cost(document: dict[str, Any]) -> Cost:
-    fields: dict[str, Any] = {key: tuple(own) if isinstance(own, list) else own for key, own in document.items()}
+    fields: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in document.items()
+    }
     return Cost(**fields)
 
 
@@ -50,7 +52,7 @@ def read_outcomes(path: Path, judged_by: str) -> list[BalanceOutcome]:
     if lines and not lines[-1].endswith("\n"):
         lines = lines[:-1]
         path.write_text("".join(lines))
-    found = []
+    outcomes = []
     for number, line in enumerate(lines, 1):
         try:
             outcome = BalanceOutcome.from_json(line)
@@ -61,8 +63,8 @@ def read_outcomes(path: Path, judged_by: str) -> list[BalanceOutcome]:
                 f"{path} was judged by cost model {outcome.judged_by}, but this run has {judged_by}; give that "
                 "model, or another file"
             )
-        found.append(outcome)
-    return found
+        outcomes.append(outcome)
+    return outcomes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,12 +81,12 @@ class Versus:
 
 def ratios_to(outcomes: Sequence[BalanceOutcome], ours: str, others: Sequence[str]) -> list[float]:
     """Return our cost relative to the best of `others`, for each task in which both have a plan."""
-    found = []
+    ratios = []
     for outcome in outcomes:
         known = [outcome.costs[name].step_s for name in others if name in outcome.costs]
         if known and ours in outcome.costs:
-            found.append(outcome.costs[ours].step_s / min(known))
-    return found
+            ratios.append(outcome.costs[ours].step_s / min(known))
+    return ratios
 
 
 def versus(ratios: Sequence[float]) -> Versus:
@@ -99,4 +101,4 @@ def versus(ratios: Sequence[float]) -> Versus:
 
 def success(outcomes: Sequence[BalanceOutcome], planners: Sequence[str]) -> float:
     """Return the share of tasks in which one of the planners has a plan that fits."""
-    return sum(any(name in own.costs for name in planners) for own in outcomes) / max(len(outcomes), 1)
+    return sum(any(name in outcome.costs for name in planners) for outcome in outcomes) / max(len(outcomes), 1)

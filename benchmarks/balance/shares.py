@@ -80,11 +80,15 @@ def judge(
 ) -> dict[str, Cost]:
     """Measure the cost of several plans, by name. Shares of all plans are timed alternately, equal shares only once."""
     shares = {name: shares_of(plan, workload) for name, plan in plans.items()}
-    found: dict[DeviceShards, list[tuple[float, float]]] = {share: [] for pieces in shares.values() for share in pieces}
+    seconds_by_share: dict[DeviceShards, list[tuple[float, float]]] = {
+        share: [] for pieces in shares.values() for share in pieces
+    }
     for _ in range(num_rounds):
-        for share, seconds in found.items():
+        for share, seconds in seconds_by_share.items():
             seconds.append((0.0, 0.0) if share.is_empty else time_share(share))
-    medians = {share: tuple(map(statistics.median, zip(*seconds, strict=True))) for share, seconds in found.items()}
+    medians = {
+        share: tuple(map(statistics.median, zip(*seconds, strict=True))) for share, seconds in seconds_by_share.items()
+    }
     loads = WorkloadLoads(workload)
     costs = {}
     for name, plan in plans.items():

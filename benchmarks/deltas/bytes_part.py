@@ -106,11 +106,11 @@ def measure_bytes(options: BytesOptions) -> bool:
                     reached[policy] &= all(a >= b for a, b in zip(less, LEAST.get(bits, (0.0, 0.0)), strict=True))
                 if options.keep:
                     case = f"{options.num_rows} x {width}, {policy}, {bits}"
-                    for metric, own, peer in (
+                    for metric, value, peer in (
                         ("written", disk.written, whole.written),
                         ("held", disk.highest, whole.highest),
                     ):
-                        record("deltas", case, metric, own / 1e9, "GB", peer="whole saves", peer_value=peer / 1e9)
+                        record("deltas", case, metric, value / 1e9, "GB", peer="whole saves", peer_value=peer / 1e9)
         console.print(shown)
     print("reached at every width by: " + (", ".join(name for name, good in reached.items() if good) or "none"))
     return any(reached.values())

@@ -44,7 +44,7 @@ def measure_marks(names: Sequence[str], turns: int, num_threads: int, keep: bool
 
         def window(is_marked: bool, first: int, tables: MesetaOperators = tables, num_calls: int = num_calls) -> float:
             with nullcontext() if is_marked else without_marks(tables.embeddings.shards):
-                tables.time("step", first, 1)  # describes the tables anew
+                tables.time("step", first, 1)  # Updates the description of the tables.
                 return tables.time("step", first, num_calls)
 
         ratios = []

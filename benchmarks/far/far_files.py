@@ -78,11 +78,11 @@ class FarFile(io.RawIOBase):
     link: list[str] | None = None
 
     def __init__(self, path: str | Path) -> None:
-        found = json.loads(os.environ[VARIABLE])
+        settings = json.loads(os.environ[VARIABLE])
         if FarFile.link is None:
-            FarFile.link = _free_link(found["links"], found["locks"])
+            FarFile.link = _free_link(settings["links"], settings["locks"])
         self._path = str(path)
-        self._socket = _connect(tuple(found["address"]), FarFile.link)
+        self._socket = _connect(tuple(settings["address"]), FarFile.link)
         self._stream = self._socket.makefile("rwb")
         self._at = 0
         self._ask(0, -1)

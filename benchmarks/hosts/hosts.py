@@ -173,7 +173,7 @@ class Hosts:
 
         Args:
             command: a program and its arguments.
-            variables: of its environment, beside those of this process and `self.variables(rank)`.
+            variables: additional environment variables.
             limit_s: seconds after which all of it is killed.
 
         Raises Failure, which names the rank that ended first with an error and has its last words.

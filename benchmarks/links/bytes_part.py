@@ -79,10 +79,10 @@ def _compare(windows: Sequence[Window], predicted: Sequence[float], layout: Layo
     """Return the cells of a row, and the error of the prediction."""
     first = windows[:: layout.per_host]
     counted = [one.sent_bytes / one.num_steps for one in first]
-    told = sum(sum(one.across.values()) for one in windows)
+    sent_by_ranks = sum(sum(one.across.values()) for one in windows)
     counts = sum(one.across.get(name, 0.0) for one in windows for name in ("counts",))
     error = sum(counted) / sum(predicted) - 1
     worst = max((a / b - 1 for a, b in zip(counted, predicted, strict=True)), key=abs)
     resent = sum(one.resent_packets for one in first)
     cells = [f"{sum(counted) / 1e6:.3f}", f"{sum(predicted) / 1e6:.3f}", f"{error:+.2%}", f"{worst:+.2%}"]
-    return [*cells, f"{counts / 1e3:.1f}", f"{(sum(counted) - told) / 1e3:.1f}", str(resent)], error
+    return [*cells, f"{counts / 1e3:.1f}", f"{(sum(counted) - sent_by_ranks) / 1e3:.1f}", str(resent)], error

@@ -101,8 +101,8 @@ def _meet(door: socket.socket, num_ranks: int, pipes: dict[int, Connection], pro
         try:
             connection, _ = door.accept()
         except TimeoutError:
-            if (told := problem()) is not None or time.monotonic() > stop:
-                raise CrewError(told or f"{len(pipes)} of {num_ranks} ranks came within {START_S:g} s") from None
+            if (message := problem()) is not None or time.monotonic() > stop:
+                raise CrewError(message or f"{len(pipes)} of {num_ranks} ranks came within {START_S:g} s") from None
             continue
         connection.setblocking(True)
         pipe = Connection(connection.detach())

@@ -73,8 +73,8 @@ def build(shape: DlrmWorkload, all_ways: Sequence[Way]) -> list[int]:
     for way in all_ways:
         pipeline = make_pipeline(shape, way)
         training.keep(way.name, pipeline, make_training_batches(shape, pipeline.world.rank, pipeline.world.size))
-        own = [p.to_local() if isinstance(p, dist.tensor.DTensor) else p for p in pipeline.model.parameters()]
-        held.append(sum(one.numel() for one in own))
+        local_parts = [p.to_local() if isinstance(p, dist.tensor.DTensor) else p for p in pipeline.model.parameters()]
+        held.append(sum(one.numel() for one in local_parts))
     return held
 
 

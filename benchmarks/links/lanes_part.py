@@ -36,11 +36,11 @@ def measure_lanes(options: Options, why: str | None) -> bool:
 def _measure_beside_sums(options: Options) -> bool:
     num_rounds = 2 if options.quick else 7
     with Hosts(2, across=RATE) as hosts, crew(2, on_hosts(hosts)) as ranks:
-        told = [ranks.ask(exchange_beside_sum)[0] for _ in range(num_rounds)]
-    alone, beside = (statistics.median(one[place] for one in told) for place in (0, 1))
-    under_way = statistics.median(one[2] for one in told)
+        timings = [ranks.ask(exchange_beside_sum)[0] for _ in range(num_rounds)]
+    alone, beside = (statistics.median(one[place] for one in timings) for place in (0, 1))
+    under_way = statistics.median(one[2] for one in timings)
     row = [f"{1e3 * alone:.1f}", f"{1e3 * beside:.1f}", f"{beside / alone:.2f}", LIMIT, f"{under_way:.0f}"]
-    head = ("1 MB of rows alone, ms", "beside a sum of 64 MB, ms", "ratio", "at most", "exchanges while it ran")
+    head = ("1 MB of rows alone, ms", "during a sum of 64 MB, ms", "ratio", "at most", "exchanges while it ran")
     table(f"Lanes: 2 hosts, links of {RATE}, medians of {num_rounds} rounds", head, [row])
     options.record(f"2 x 1, {RATE}", "1 MB beside a sum", beside, "s", peer="alone", peer_value=alone)
     return beside <= LIMIT * alone
@@ -71,7 +71,7 @@ def exchange_beside_sum() -> tuple[float, float, int]:
         alone.append(exchange())
     world.barrier()
     beside, pending = [], world.start_all_reduce(buffer, NAME)
-    # A sum that has all links takes so long at least; exchanges are tried in the first half of it.
+    # Minimum duration of a sum. Exchanges run in its first half.
     sum_s = SUM_BYTES / ROWS_BYTES * statistics.median(alone)
     stop = time.perf_counter() + sum_s / 2
     for _ in range(8):

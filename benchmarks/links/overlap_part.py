@@ -69,9 +69,12 @@ def hideable(window: Sequence[Window], before_s: float) -> dict[str, tuple[float
         computed   | score, first half of backward | rest of backward | update       | lookup
         transferred  ids, agreement                  gradients          dense sums     dense sums
     """
-    found = [_of_rank(rank, before_s) for rank in window]
+    seconds_by_overlap = [_of_rank(rank, before_s) for rank in window]
     return {
-        name: (statistics.mean(one[name][0] for one in found), statistics.mean(one[name][1] for one in found))
+        name: (
+            statistics.mean(one[name][0] for one in seconds_by_overlap),
+            statistics.mean(one[name][1] for one in seconds_by_overlap),
+        )
         for name in OVERLAPS
     }
 

@@ -24,8 +24,8 @@ PORT = 29_500
 SOURCES = str(Path(meseta.__file__).parent)
 
 
-def _ask_peer(theirs: Crew, name: str, num_steps: int) -> list[Window]:
-    return theirs.ask(peer_training.window, name=name, num_steps=num_steps)
+def _ask_peer(peer_ranks: Crew, name: str, num_steps: int) -> list[Window]:
+    return peer_ranks.ask(peer_training.window, name=name, num_steps=num_steps)
 
 
 def measure_peer(
@@ -36,14 +36,14 @@ def measure_peer(
     if "TorchRec" not in peers.available:
         print(f"peer: left out; {next(one for one in peers.missing if one.startswith('TorchRec'))}")
         return True
-    with crew(layout.size, on_hosts(hosts, PORT), python=peers.python, sources=SOURCES) as theirs:
+    with crew(layout.size, on_hosts(hosts, PORT), python=peers.python, sources=SOURCES) as peer_ranks:
         runs = ("fp32", "fp16", f"fp16{peer_training.PIPELINED}")
-        theirs.ask(peer_training.build, shape=asdict(shape), names=runs)
-        mine = [Variant(), *([PAPER, OVERLAPPED] if training.takes_codecs() else [])]
-        ranks.ask(training.build, shape=shape, layout=layout, variants=mine)
-        ask = {one.name: asker(ranks, training.window, one) for one in mine}
+        peer_ranks.ask(peer_training.build, shape=asdict(shape), names=runs)
+        own_variants = [Variant(), *([PAPER, OVERLAPPED] if training.takes_codecs() else [])]
+        ranks.ask(training.build, shape=shape, layout=layout, variants=own_variants)
+        ask = {one.name: asker(ranks, training.window, one) for one in own_variants}
         for name in runs:
-            ask[f"TorchRec {name}"] = partial(_ask_peer, theirs, name)
+            ask[f"TorchRec {name}"] = partial(_ask_peer, peer_ranks, name)
         measured = Measured()
         in_turns(ask, options.rounds, options.window_s, measured)
     rows, good = [], True
@@ -61,5 +61,5 @@ def measure_peer(
                 f"{layout} {name}, {rate}", "step", measured.step_s(name), "s", peer=pairs[name], peer_value=theirs_s
             )
     head = ("", "step, ms", "MB a host and step", "times as fast as TorchRec", "at least")
-    table(f"Beside TorchRec ({best} is its best), {layout}, links of {rate}", head, rows)
+    table(f"TorchRec ({best} is its best), {layout}, links of {rate}", head, rows)
     return good

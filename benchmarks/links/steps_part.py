@@ -120,14 +120,14 @@ def _tell_steps(layout: Layout, rate: str, chosen: Sequence[Variant], measured: 
         sent, of_base = (sum(measured.link_bytes(one, layout)) for one in (name, base))
         bags = measured.bag_bytes(name) / measured.bag_bytes(base)
         asked = target(variant, layout)
-        met = asked is None or (ratio <= asked.time and (asked.bytes is None or bags <= asked.bytes))
-        good &= met
+        is_met = asked is None or (ratio <= asked.time and (asked.bytes is None or bags <= asked.bytes))
+        good &= is_met
         limit = "" if asked is None else f"{asked.time:.2f}" + (f", bags {asked.bytes:.3f}" if asked.bytes else "")
         rounds = zip(measured.windows[name], measured.windows[base], strict=True)
         each = [a[0].seconds / a[0].num_steps / (b[0].seconds / b[0].num_steps) for a, b in rounds]
         rows.append([
             name, f"{1e3 * measured.step_s(name):.0f}", f"{ratio:.3f}", f"{min(each):.2f} to {max(each):.2f}", limit,
-            "" if asked is None else "yes" if met else "NO", f"{measured.waiting(name):.0%}",
+            "" if asked is None else "yes" if is_met else "NO", f"{measured.waiting(name):.0%}",
             f"{measured.busy(name, os.cpu_count() or 1):.0%}", f"{sent / layout.hosts / 1e6:.2f}",
             f"{sent / of_base:.3f}", f"{bags:.3f}",
         ])  # fmt: skip

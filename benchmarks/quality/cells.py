@@ -63,8 +63,8 @@ class Cells:
 
     def make(self, seeds: Sequence[int], names: Sequence[str]) -> None:
         """Train missing results, several at a time, then compute the forecast."""
-        wanted = [(seed, name) for seed in seeds for name in names if name != FORECAST or seed == seeds[0]]
-        missing = [cell for cell in wanted if self.find(*cell) is None]
+        cells = [(seed, name) for seed in seeds for name in names if name != FORECAST or seed == seeds[0]]
+        missing = [cell for cell in cells if self.find(*cell) is None]
         with Lives() as lives, ThreadPoolExecutor(self._num_workers) as pool:
             futures = {pool.submit(self._train, lives, *cell): cell for cell in missing if cell[1] != FORECAST}
             try:
@@ -81,8 +81,8 @@ class Cells:
 
     def _keep(self, seed: int, name: str, figures: Mapping[str, Any]) -> None:
         cell = self._kept.get(self._key(seed, name), lambda: figures)
-        told = f"test NE {cell['ne']:.6f}, {cell['restores']} restores" if "ne" in cell else "done"
-        print(f"{self.data}, seed {seed}, {name}: {told}, in {cell['seconds']:.0f} s", flush=True)
+        text = f"test NE {cell['ne']:.6f}, {cell['restores']} restores" if "ne" in cell else "done"
+        print(f"{self.data}, seed {seed}, {name}: {text}, in {cell['seconds']:.0f} s", flush=True)
 
     def _key(self, seed: int, name: str) -> str:
         return f"{self.data}/{seed}/{name}"
@@ -94,10 +94,10 @@ class Cells:
         shutil.rmtree(run_dir, ignore_errors=True)
         errors = [self._live(lives, seed, name, step) for step in self._kills(kind)]
         self._live(lives, seed, name, None)
-        found = tuple(map(int, re.findall(r"resuming from step (\d+)", log.read_text())))
-        if found != self._kills(kind):
+        restores = tuple(map(int, re.findall(r"resuming from step (\d+)", log.read_text())))
+        if restores != self._kills(kind):
             raise RuntimeError(
-                f"seed {seed}, {name}: restored at {found}, and {self._kills(kind)} was asked; see {log}"
+                f"seed {seed}, {name}: restored at {restores}, and {self._kills(kind)} was asked; see {log}"
             )
         summary = json.loads((run_dir / "summary.json").read_text())
         if summary["num_steps"] != self._num_steps:
@@ -105,7 +105,7 @@ class Cells:
         if not self._is_advised(seed, name):
             shutil.rmtree(run_dir)
         log.unlink()
-        return {"ne": summary["test"]["ne"], "restores": len(found), "error": max(errors, default=0.0),
+        return {"ne": summary["test"]["ne"], "restores": len(restores), "error": max(errors, default=0.0),
                 "seconds": time.perf_counter() - start_s}  # fmt: skip
 
     def _kills(self, kind: Kind) -> tuple[int, ...]:
@@ -139,8 +139,8 @@ class Cells:
             ),
         )
         if code != (0 if dies_after is None else -signal.SIGKILL):
-            told = log.read_text()[-LOG_CHARACTERS:] if log.exists() else ""
-            raise RuntimeError(f"seed {seed}, {name}, to step {dies_after}: ended with {code}: {told}")
+            text = log.read_text()[-LOG_CHARACTERS:] if log.exists() else ""
+            raise RuntimeError(f"seed {seed}, {name}, to step {dies_after}: ended with {code}: {text}")
         return 0.0 if dies_after is None else _largest_error(run_dir, dies_after)
 
     def _is_advised(self, seed: int, name: str) -> bool:
@@ -155,11 +155,11 @@ class Cells:
         log = run_dir.with_suffix(".txt")
         if code := lives.run(forecast, run_dir, log, out, asked):
             raise RuntimeError(f"the forecast ended with {code}: {log.read_text()[-LOG_CHARACTERS:]}")
-        found: dict[str, Any] = json.loads(out.read_text())
+        forecasts: dict[str, Any] = json.loads(out.read_text())
         for path in (out, log):
             path.unlink()
         shutil.rmtree(run_dir)
-        return {**found, "seconds": time.perf_counter() - start_s}
+        return {**forecasts, "seconds": time.perf_counter() - start_s}
 
     def _run_dir(self, seed: int, name: str) -> Path:
         return self._folder / f"{name.replace(',', '').replace(' ', '-')}-{seed}"

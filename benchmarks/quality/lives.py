@@ -96,16 +96,16 @@ def forecast(run_dir: Path, log: Path, out: Path, asked: Mapping[str, Forecast])
     from meseta.checkpoint.files import quantization
     from meseta.train.advise import open_advisor
 
-    found: dict[str, Any] = {}
+    losses: dict[str, Any] = {}
     adaptive = quantization.quantize_rows
     for name, one in asked.items():
         with open_advisor(run_dir, one.restores) as advisor:
             quantization.quantize_rows = adaptive
             if not one.adaptive:
                 _take_whole_ranges()
-            found[name] = advisor.ne_loss(dict.fromkeys(advisor.tables, one.bits))  # type: ignore[arg-type]
-            found["split"] = advisor.split
-    out.write_text(json.dumps(found))
+            losses[name] = advisor.ne_loss(dict.fromkeys(advisor.tables, one.bits))  # type: ignore[arg-type]
+            losses["split"] = advisor.split
+    out.write_text(json.dumps(losses))
 
 
 def _begin(log: Path) -> None:

@@ -45,8 +45,8 @@ class Loss:
 
 def loss(cells: Cells, seeds: Sequence[int], name: str, beside: str) -> Loss | None:
     """Return the loss over seeds with both results, or `None`."""
-    found = [(cells.find(seed, name), cells.find(seed, beside)) for seed in seeds]
-    pairs = [(float(one["ne"]), float(other["ne"])) for one, other in found if one is not None and other is not None]
+    values = [(cells.find(seed, name), cells.find(seed, beside)) for seed in seeds]
+    pairs = [(float(one["ne"]), float(other["ne"])) for one, other in values if one is not None and other is not None]
     if not pairs:
         return None
     some, base = zip(*pairs, strict=True)
@@ -58,15 +58,15 @@ def loss(cells: Cells, seeds: Sequence[int], name: str, beside: str) -> Loss | N
 def show(cells: Cells, seeds: Sequence[int], num_test_rows: int) -> tuple[list[Loss], bool]:
     """Print the table. Returns all losses, and whether all limits are met that the interval can resolve."""
     forecast = cells.find(seeds[0], FORECAST) or {}
-    losses, rows, told, good = list[Loss](), list[list[str]](), list[str](), True
+    losses, rows, notes, good = list[Loss](), list[list[str]](), list[str](), True
     for floor in (name for name, kind in KINDS.items() if kind.restores and kind.bits is None):
         of_floor = loss(cells, seeds, floor, UNDISTURBED)
         if of_floor is not None:
             losses.append(of_floor)
             rows.append([*_cells(of_floor), "", "the floor"])
             if of_floor.is_wide:
-                told.append(f"{floor}: the floor's own interval, +-{of_floor.half:.4%}, is wider than the limit, "
-                            f"{END_LIMIT:.2%}: that is the result; what is missed beside it says nothing")  # fmt: skip
+                notes.append(f"{floor}: the floor's own interval, +-{of_floor.half:.4%}, is wider than the limit, "
+                            f"{END_LIMIT:.2%}: so missed limits are inconclusive")  # fmt: skip
         for name, kind in KINDS.items():
             if kind.restores != KINDS[floor].restores or kind.bits is None:
                 continue
@@ -76,20 +76,20 @@ def show(cells: Cells, seeds: Sequence[int], num_test_rows: int) -> tuple[list[L
             losses.append(of_bits)
             expected = f"{forecast[name]:+.4%}" if name in forecast else ""
             if kind.adaptive:
-                met, is_good = "yes" if of_bits.is_met else "NO", of_bits.is_met
+                verdict, is_good = "yes" if of_bits.is_met else "NO", of_bits.is_met
             else:
                 is_good = of_floor is not None and of_bits.mean - of_bits.half > of_floor.end
-                met = "visibly worse" if is_good else "NOT visibly worse: the measure is blind"
+                verdict = "visibly worse" if is_good else "NOT visibly worse: the measure is blind"
             good &= is_good or (of_floor is not None and of_floor.is_wide)
-            rows.append([*_cells(of_bits), expected, met])
+            rows.append([*_cells(of_bits), expected, verdict])
     head = ("", "seeds", "mean test NE", "beside", "mean difference", "95 %, from", "to", "forecast", "met")
     table(f"{cells.data}: normalised entropy over paired seeds, {num_test_rows:,} test rows; at most {MEAN_LIMIT:.2%} "
           f"in the mean, the interval ends below {END_LIMIT:.2%}", head, rows)  # fmt: skip
     if forecast:
-        told.append(f"forecast: advise's measure of these bits in all tables of seed {seeds[0]}'s undisturbed run, on "
+        notes.append(f"forecast: advise's measure of these bits in all tables of seed {seeds[0]}'s undisturbed run, on "
                     f"the split {forecast['split']}")  # fmt: skip
-    if told:
-        print("\n".join(told), flush=True)
+    if notes:
+        print("\n".join(notes), flush=True)
     return losses, good
 
 

@@ -32,19 +32,19 @@ def measure_mapped(options: TrainOptions) -> bool:
 def _measure(training: DlrmWorkload, options: TrainOptions) -> bool:
     cache_bytes, ours = _measure_ours(training, options)
     one_row = replace(training, lookups=replace(training.lookups, rows=(1,) * len(training.lookups.rows)))
-    beside, _ = _measure_theirs(one_row, options, None)  # what the process takes beside rows
+    beside, _ = _measure_theirs(one_row, options, None)  # memory of the process without rows
     limit = beside + cache_bytes
-    _, theirs = _measure_theirs(training, options, limit)
+    _, peer_rate = _measure_theirs(training, options, limit)
     print(
         f"{training.name}: {ours:,.0f} samples/s with {cache_bytes / 1e6:,.0f} MB of rows in memory; plain PyTorch on "
-        f"mapped files, in {limit / 1e6:,.0f} MB with the process, {theirs:,.0f}: x {ours / theirs:.1f}",
+        f"mapped files, in {limit / 1e6:,.0f} MB with the process, {peer_rate:,.0f}: x {ours / peer_rate:.1f}",
         flush=True,
     )
     if options.keep:
         case = f"{training.name}, {100 * share_of(training):.0f} % near"
         peer = "plain PyTorch, mapped tables, as much memory"
-        record("tiers", case, "training", ours, "samples/s", peer=peer, peer_value=theirs)
-    return ours >= LEAST * theirs
+        record("tiers", case, "training", ours, "samples/s", peer=peer, peer_value=peer_rate)
+    return ours >= LEAST * peer_rate
 
 
 def _measure_ours(training: DlrmWorkload, options: TrainOptions) -> tuple[int, float]:
@@ -58,11 +58,11 @@ def _measure_ours(training: DlrmWorkload, options: TrainOptions) -> tuple[int, f
 
 def _measure_theirs(training: DlrmWorkload, options: TrainOptions, limit: int | None) -> tuple[int, float]:
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        told = MappedOptions(training, folder, None, options.num_steps, lr_of(training), 0.0)
+        options_of_process = MappedOptions(training, folder, None, options.num_steps, lr_of(training), 0.0)
         if limit is None:
-            return _run(told)
+            return _run(options_of_process)
         with memory_group(limit) as group:
-            return _run(replace(told, group=str(group), warm_s=WARM_S))
+            return _run(replace(options_of_process, group=str(group), warm_s=WARM_S))
 
 
 def _run(options: MappedOptions) -> tuple[int, float]:

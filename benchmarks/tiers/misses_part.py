@@ -131,9 +131,16 @@ def measure_misses(options: MissOptions) -> bool:
         good &= totals["ours"] <= limit * totals[peer]
         for name in ("LRU", "LFU", "Belady") if options.keep else ():
             case = f"{len(tables)} tables / {SCALE}, {kind}, 10 % near"
-            ours, theirs = totals["ours"] / lookups, totals[name] / lookups
+            ours, peer_value = totals["ours"] / lookups, totals[name] / lookups
             record(
-                "tiers", case, "near rows", ours, "misses a lookup", peer=name, peer_value=theirs, packages=("numpy",)
+                "tiers",
+                case,
+                "near rows",
+                ours,
+                "misses a lookup",
+                peer=name,
+                peer_value=peer_value,
+                packages=("numpy",),
             )
     return good
 

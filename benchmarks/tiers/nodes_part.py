@@ -41,18 +41,21 @@ def measure_nodes(options: NodeOptions) -> bool:
         name = case.name.split(":", maxsplit=1)[0]
         if name not in options.names:
             continue
-        found: dict[str, dict[int, float]] = {"without": {}, "with": {}}
-        for told, disk_bytes in (("without", 0), ("with", DISK_BYTES)):
+        steps_by_disks: dict[str, dict[int, float]] = {"without": {}, "with": {}}
+        for label, disk_bytes in (("without", 0), ("with", DISK_BYTES)):
             for hosts in reversed(HOSTS):
                 start = time.perf_counter()
                 seconds = step_s(case, hosts, disk_bytes)
                 text = "does not fit" if seconds is None else f"{1e3 * seconds:.3g} ms"
-                print(f"{name} {hosts:2} hosts {told} disks: {text}, {time.perf_counter() - start:.0f} s", flush=True)
+                print(f"{name} {hosts:2} hosts {label} disks: {text}, {time.perf_counter() - start:.0f} s", flush=True)
                 if seconds is None:
                     break
-                found[told][hosts] = seconds
-        limit_s = WITHIN * found["without"][max(HOSTS)]
-        fewest = {told: min(n for n, seconds in steps.items() if seconds <= limit_s) for told, steps in found.items()}
+                steps_by_disks[label][hosts] = seconds
+        limit_s = WITHIN * steps_by_disks["without"][max(HOSTS)]
+        fewest = {
+            label: min(n for n, seconds in steps.items() if seconds <= limit_s)
+            for label, steps in steps_by_disks.items()
+        }
         times = fewest["without"] / fewest["with"]
         bound, limit = LIMITS[name]
         if limit is not None:

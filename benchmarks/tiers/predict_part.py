@@ -188,20 +188,20 @@ def measure_predictions(options: PredictOptions) -> bool:
         done += 1
         plan, storage = task.plan(), StorageOptions(dir=options.folder)
         workload, run = task.workload(), RunBytes(storage=storage)
-        found = predict(plan, workload, Topology(), model, run=run)
+        prediction = predict(plan, workload, Topology(), model, run=run)
         beside = replace(
             model, tiers=replace(model.tiers, disk_row_s=0.0, disk_write_bytes_per_s=1e30, disk_bytes_per_s=1e30)
         )
         busy, bare = (predict(one, workload, Topology(), beside, run=run) for one in (plan, task.plan(resident=True)))
         (resident_s, _), (step_s, missed) = measure_steps(task, [task.plan(resident=True), plan], storage)
-        # What a step has beside tiers is measured, with resident tables: what tiers add is predicted.
-        told_s = max(resident_s + busy.step_s - bare.step_s, float(found.disk_s[0]))
-        told = sum(found.cache_misses.values())
-        errors["misses"].append(told / missed - 1.0)
-        errors["step"].append(told_s / step_s - 1.0)
+        # Only the part of a step that tiers add is predicted. The rest is measured with resident tables.
+        predicted_s = max(resident_s + busy.step_s - bare.step_s, float(prediction.disk_s[0]))
+        predicted_misses = sum(prediction.cache_misses.values())
+        errors["misses"].append(predicted_misses / missed - 1.0)
+        errors["step"].append(predicted_s / step_s - 1.0)
         print(
-            f"task {seed - 1}: misses {told:,.0f} told, {missed:,.0f} measured; step {1e3 * told_s:.2f} ms told, "
-            f"of the disk {1e3 * found.disk_s[0]:.2f}, {1e3 * step_s:.2f} measured, {1e3 * resident_s:.2f} resident",
+            f"task {seed - 1}: misses {predicted_misses:,.0f} predicted, {missed:,.0f} measured; step {1e3 * predicted_s:.2f} ms predicted, "
+            f"of the disk {1e3 * prediction.disk_s[0]:.2f}, {1e3 * step_s:.2f} measured, {1e3 * resident_s:.2f} resident",
             flush=True,
         )
     for name, limit in (("misses", MISSES_WITHIN), ("step", STEP_WITHIN)):
@@ -220,12 +220,12 @@ def measure_advice(options: PredictOptions, model: CostModel) -> bool:
     task = RandomTask(5)
     workload = task.workload()
     places = {"tables": {table.name: {"sharding": "table_wise", "tier": "disk"} for table in task.tables}}
-    given = Plan.from_dict(places, task.tables, 1)
+    resident = Plan.from_dict(places, task.tables, 1)
     whole = sum(table.num_embeddings * (4 * table.embedding_dim + 59) for table in task.tables)
     plans = {}
     for size in (None, *(int(share * whole) for share in TRIED)):
         storage = StorageOptions(dir=options.folder, cache_bytes=size)
-        plan = allocate_cache_rows(given, workload, Topology(), model, RunBytes(storage=storage))
+        plan = allocate_cache_rows(resident, workload, Topology(), model, RunBytes(storage=storage))
         name = "advised" if size is None else f"{size / whole:.0%}"
         try:
             TrainedTask(task, plan, storage).warm(1)

@@ -198,7 +198,7 @@ def beside(
             num_steps += 1
         return num_steps / (time.perf_counter() - begun_s), num_saves / (time.perf_counter() - begun_s)
 
-    train(options.seconds)  # until the rows that come often lie near
+    train(options.seconds)  # Until popular rows are cached.
     without, _ = train(options.seconds)
     background = BackgroundSaver(World.single())
     saving, saves_per_s = train(options.seconds, background)
@@ -223,7 +223,7 @@ def measure_saves(options: SaveOptions) -> bool:
         shutil.rmtree(options.folder / "saved", ignore_errors=True)
         held = "" if max_bytes_per_s is None else f", of at most {max_bytes_per_s / 1e6:,.0f}"
         speeds = (
-            f"{training:.1f} steps/s, {saving:.1f} ({saving / training:.2f}) beside saves at {rate / 1e6:,.0f} MB/s"
+            f"{training:.1f} steps/s, {saving:.1f} ({saving / training:.2f}) during saves at {rate / 1e6:,.0f} MB/s"
         )
         print(f"  {speeds} ({rate / limit:.2f} of the disk's rate{held})", flush=True)
         if options.keep and held:

@@ -102,8 +102,8 @@ def compare(rates: dict[str, dict[str, float]], case: str, keep: bool) -> bool:
     """Compare ours in one process with the others. Returns whether it is three times as fast as the best in one
     process."""
     good = True
-    for kind, found in rates.items():
-        for name, other in found.items():
+    for kind, rates_of_store in rates.items():
+        for name, other in rates_of_store.items():
             what, _, readers = name.partition(", ")
             if kind == OURS or not what.startswith("read"):
                 continue

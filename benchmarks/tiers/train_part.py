@@ -178,7 +178,7 @@ def _measure(training: DlrmWorkload, options: TrainOptions) -> bool:
         turns["tiered"].append(tiered.turn(options.num_steps))
         alone.append(tiered.read_alone(number))
     reads_per_s, read_s = (statistics.median(figures) for figures in zip(*alone, strict=True))
-    seconds = {name: statistics.median(turn.seconds for turn in own) for name, own in turns.items()}
+    seconds = {name: statistics.median(turn.seconds for turn in values) for name, values in turns.items()}
     misses = statistics.median(turn.traffic.num_misses for turn in turns["tiered"])
     written = statistics.median(turn.traffic.written_bytes for turn in turns["tiered"])
     waited = statistics.median(turn.traffic.wait_s / turn.seconds for turn in turns["tiered"])
