@@ -22,9 +22,9 @@ import shutil
 import sys
 from pathlib import Path
 
-from kept import Kept
 from memory.cases import ALLOWED_BYTES, Measurement, Run, runs_of
 from record import ROOT, record
+from result_store import ResultStore
 
 from meseta.system.kernel import KernelFiles, free_memory_bytes, read_cgroup_limits
 
@@ -40,9 +40,9 @@ def is_large(run: Run) -> bool:
     return run.operations == ("save", "resume")
 
 
-def print_needs(runs: list[Run], kept: Kept, folder: Path) -> bool:
+def print_needs(runs: list[Run], store: ResultStore, folder: Path) -> bool:
     """Print what the missing cases need. Returns whether the disk has enough space."""
-    missing = [run for run in runs if any(run.name(operation) not in kept for operation in run.operations)]
+    missing = [run for run in runs if any(run.name(operation) not in store for operation in run.operations)]
     seconds = sum(
         run.gigabytes * 1e9 * (LARGE_MOVED_SHARE if is_large(run) else MOVED_SHARE) / BYTES_PER_S
         + START_S * len(run.operations)
@@ -59,7 +59,7 @@ def print_needs(runs: list[Run], kept: Kept, folder: Path) -> bool:
     return needed <= free
 
 
-def measure(run: Run, kept: Kept, folder: Path) -> None:
+def measure(run: Run, store: ResultStore, folder: Path) -> None:
     free = free_memory_bytes(KernelFiles(), read_cgroup_limits(KernelFiles()))
     needed = run.table_bytes + (2 << 30)
     if free is not None and needed > free:
@@ -69,11 +69,11 @@ def measure(run: Run, kept: Kept, folder: Path) -> None:
     try:
         for operation in run.operations:
             name = run.name(operation)
-            if name in kept:
+            if name in store:
                 if operation in ("save", "resume"):  # Later operations need its checkpoint.
                     measurement.measure(operation)
                 continue
-            case = kept.get(name, lambda operation=operation: measurement.measure(operation))
+            case = store.get(name, lambda operation=operation: measurement.measure(operation))
             result = "refused by check_memory" if "refused" in case else f"{case['more'] / 1e6:,.0f} MB more"
             print(f"  {name}: {result}", flush=True)
     finally:
@@ -90,17 +90,17 @@ def main() -> None:
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     sizes, large = ([float(size) for size in text.split(",") if size] for text in (options.sizes, options.large))
-    kept = Kept(options.folder / "cases.json")
+    store = ResultStore(options.folder / "cases.json")
     runs = [run for run in runs_of(sizes, large) if any(options.only in run.name(o) for o in run.operations)]
-    if not print_needs(runs, kept, options.folder):
+    if not print_needs(runs, store, options.folder):
         sys.exit("make room on the disk, or name another --folder")
     is_good = True
     for run in runs:
         names = [run.name(operation) for operation in run.operations]
-        if not all(name in kept for name in names):
-            measure(run, kept, options.folder)
-        for name in (name for name in names if name in kept):
-            case = kept.get(name, dict)
+        if not all(name in store for name in names):
+            measure(run, store, options.folder)
+        for name in (name for name in names if name in store):
+            case = store.get(name, dict)
             if "refused" in case:
                 continue
             is_good &= case["more"] <= ALLOWED_BYTES

@@ -29,9 +29,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kept import Kept
 from planted_logs import LOGS, PlantedLog, WrittenLog, write_log
 from record import ROOT
+from result_store import ResultStore
 
 from meseta.comm import World
 from meseta.config import read_config_document, validate_document
@@ -151,7 +151,9 @@ class Tuned:
         )
 
 
-def measure(log: PlantedLog, seed: int, kept: Kept, folder: Path, num_rows: int | None = None) -> dict[str, float]:
+def measure(
+    log: PlantedLog, seed: int, store: ResultStore, folder: Path, num_rows: int | None = None
+) -> dict[str, float]:
     """Return the test AUC by method for one log."""
     place = folder / f"{log.name}-{seed}"
     lines: list[WrittenLog] = []
@@ -161,7 +163,7 @@ def measure(log: PlantedLog, seed: int, kept: Kept, folder: Path, num_rows: int 
         return lines[0]
 
     def cell(what: str, make: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
-        cell_values = kept.get(f"{log.name}/{seed}/{what}", make)
+        cell_values = store.get(f"{log.name}/{seed}/{what}", make)
         values = ", ".join(f"{key} {value:.4g}" for key, value in cell_values.items() if isinstance(value, int | float))
         print(f"{log.name} {seed} {what}: {values}", file=sys.stderr, flush=True)
         return cell_values
@@ -194,7 +196,8 @@ def table(rows: Mapping[str, Sequence[Mapping[str, float]]]) -> Iterator[str]:
         means = " | ".join(f"{statistics.mean(seed[what] for seed in seeds):.4f}" for what in names)
         differences = [seed["one command"] - seed["sweep"] for seed in seeds]
         gaps += differences
-        yield f"| {name} | {by_name[name].num_rows:,} | {means} | {statistics.mean(differences):+.4f}, {min(differences):+.4f} |"
+        gap = f"{statistics.mean(differences):+.4f}, {min(differences):+.4f}"
+        yield f"| {name} | {by_name[name].num_rows:,} | {means} | {gap} |"
     yield ""
     mean_gap = f"mean of command - sweep: {statistics.mean(gaps):+.4f} (asked: -{MEAN_LIMIT})"
     yield f"{mean_gap}; worst {min(gaps):+.4f} (-{LIMIT})"
@@ -209,12 +212,12 @@ def main() -> None:
     parser.add_argument("--done", action="store_true")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
-    kept = Kept(ROOT / "benchmarks" / "first_hour.json", again=options.again, makes=not options.done)
+    store = ResultStore(ROOT / "benchmarks" / "first_hour.json", again=options.again, makes=not options.done)
     rows: dict[str, list[dict[str, float]]] = {}
     for seed in range(options.seeds):
         for log in (log for log in LOGS if log.name in options.logs.split(",")):
             with contextlib.suppress(KeyError) if options.done else contextlib.nullcontext():
-                rows.setdefault(log.name, []).append(measure(log, seed, kept, options.folder))
+                rows.setdefault(log.name, []).append(measure(log, seed, store, options.folder))
     print("\n".join(table({name: seeds for name, seeds in rows.items() if seeds})))
 
 

@@ -30,9 +30,9 @@ from types import FrameType
 os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}  # read where processes import torch
 
 from paired import num_test_rows
-from quality.cells import FORECAST, KINDS, SCALE, Cells
-from quality.outcome import keep, show
 from record import ROOT
+from restores.losses import keep, show
+from restores.run_results import FORECAST, KINDS, SCALE, RunResults
 
 
 def _end(number: int, frame: FrameType | None) -> None:
@@ -45,21 +45,21 @@ def main() -> None:
     parser.add_argument("--data", choices=tuple(SCALE), default="main")
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "quality", help="data and runs")
-    parser.add_argument("--workers", type=int, default=2, help="cells at a time, of one thread each")
-    parser.add_argument("--only", action="append", choices=names, help="train cells of this name; may be repeated")
+    parser.add_argument("--workers", type=int, default=2, help="runs at a time, of one thread each")
+    parser.add_argument("--only", action="append", choices=names, help="train runs of this name; may be repeated")
     parser.add_argument("--quick", action="store_true", help="try it: two seeds, on data that mean nothing")
     parser.add_argument("--no-record", action="store_true", help="leave benchmarks/results.csv as it is")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, _end)
     seeds = range(2 if options.quick else options.seeds)
     try:
-        cells = Cells(options.data, options.folder, quick=options.quick, num_workers=options.workers)
-        cells.make([*seeds], [*(options.only or names)])
+        results = RunResults(options.data, options.folder, quick=options.quick, num_workers=options.workers)
+        results.make([*seeds], [*(options.only or names)])
     except KeyboardInterrupt:
         sys.exit("interrupted; the same command continues with missing results")
-    losses, good = show(cells, seeds, num_test_rows(options.quick))
+    losses, good = show(results, seeds, num_test_rows(options.quick))
     if not (options.quick or options.only or options.no_record):
-        keep(cells, losses)
+        keep(results, losses)
     sys.exit(not (good or options.quick))
 
 

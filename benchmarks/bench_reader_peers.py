@@ -3,8 +3,8 @@
     PEER_PYTHON=/path/to/peers/bin/python python benchmarks/bench_reader_peers.py [num_rows]
 
 PEER_PYTHON has tensorflow-cpu, ray[data], torch and pyarrow. tf.data service cannot read Parquet, so it reads
-TFRecords: examples that workers parse by batch, and records of whole batches. All read the files eight times, peers after a
-warm-up. Every measurement is a separate process.
+TFRecords: examples that workers parse by batch, and records of whole batches. All read the files eight times, peers
+after a warm-up. Every measurement is a separate process.
 """
 
 import json

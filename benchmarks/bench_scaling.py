@@ -28,9 +28,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from far import far_files
 from hosts.links import address
 from record import ROOT, record
+from remote import remote_files
 
 from hosts import Hosts, why_impossible
 from meseta.data.service.dispatcher_client import DispatcherClient
@@ -50,10 +50,10 @@ BURN = (
 HERE = """
 import io, sys
 import pyarrow.parquet as pq
-from far_files import FarFile
+from remote_files import RemoteFile
 from meseta.data.dataset import part_files
 def open_part(path, metadata=None, **_):
-    return pq.ParquetFile(io.BufferedReader(FarFile(path)), metadata=metadata)
+    return pq.ParquetFile(io.BufferedReader(RemoteFile(path)), metadata=metadata)
 part_files.open_part = open_part
 from meseta.cli.main import main
 main()
@@ -66,7 +66,7 @@ class Bench:
     def __init__(self, folder: Path, *, is_raw: bool, num_rows: int = 2_000_000) -> None:
         self.folder = folder.resolve()
         self.raw, self.data = self.folder / "raw", self.folder / "data"
-        self.far = self.folder / "recipe" if is_raw else self.data
+        self.source = self.folder / "recipe" if is_raw else self.data
         self.kind = "raw TSV, " * is_raw
         self._results_file = self.folder / f"found{'-raw' * is_raw}.json"
         self.results: dict[str, Any] = json.loads(self._results_file.read_text()) if self._results_file.exists() else {}
@@ -145,7 +145,7 @@ def links(bench: Bench) -> Iterator[tuple[Hosts, dict[str, str]]]:
     with ExitStack() as stack:
         hosts = stack.enter_context(Hosts(1 + NUM_LINKS, across=bench.rate()))
         hosts.widen(0, "1gbit")
-        serve = [sys.executable, far_files.__file__, "serve", f"{address(0)}:{PORT}"]
+        serve = [sys.executable, remote_files.__file__, "serve", f"{address(0)}:{PORT}"]
         server = stack.enter_context(subprocess.Popen(hosts._hosts[0].entered(serve), stdout=subprocess.PIPE))
         stack.callback(server.kill)
         assert server.stdout is not None
@@ -153,13 +153,16 @@ def links(bench: Bench) -> Iterator[tuple[Hosts, dict[str, str]]]:
         locks = stack.enter_context(tempfile.TemporaryDirectory(prefix="meseta-links-"))
         ends = [hosts.namespace_files(host) for host in range(1, 1 + NUM_LINKS)]
         settings = {"address": [address(0), PORT], "links": ends, "locks": locks, "raw": str(bench.raw)}
-        yield hosts, {far_files.VARIABLE: json.dumps(settings), "PYTHONPATH": str(Path(far_files.__file__).parent)}
+        yield (
+            hosts,
+            {remote_files.VARIABLE: json.dumps(settings), "PYTHONPATH": str(Path(remote_files.__file__).parent)},
+        )
 
 
 @contextmanager
 def tier(bench: Bench, variables: dict[str, str], least: int, most: int) -> Iterator[tuple[str, int]]:
     """Context manager that yields (URL of a dispatcher, its process id)."""
-    command = ["readers", "dispatch", "--data", str(bench.far), "--listen", "127.0.0.1:0", "--start-local"]
+    command = ["readers", "dispatch", "--data", str(bench.source), "--listen", "127.0.0.1:0", "--start-local"]
     with subprocess.Popen(
         [*MESETA, *command, "--min", str(least), "--max", str(most), "--until-stdin-ends", "--json"],
         env={**os.environ, **variables}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
@@ -206,7 +209,7 @@ def memory(bench: Bench, seconds: float) -> None:
 def here(bench: Bench, seconds: float) -> None:
     with links(bench) as (_, variables):
         program = [sys.executable, "-c", HERE]
-        with bench.training(f"data.dir={bench.far}", program=program, **variables) as training:
+        with bench.training(f"data.dir={bench.source}", program=program, **variables) as training:
             speed, waited = training.over(15, seconds)
     print(f"read in the trainer over {bench.rate()}: {speed:,.0f} samples/s, {waited:.1%} waiting")
     record("scaling", bench.kind + bench.rate(), "waiting, read here", waited, "share", peer="at least", peer_value=0.5)

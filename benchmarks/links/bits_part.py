@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from links import bits_training, training
-from links.crew import crew, here
+from links.rank_pool import on_this_machine, start_ranks
 from links.timing import Options, table
 from links.variants import Layout, Variant
 
@@ -50,7 +50,7 @@ def compare_bits(options: Options) -> bool:
         print("bits: meseta.shard takes no codecs here, so that fp32 alone is compared")
     rows, good = [], True
     for layout in LAYOUTS[1:2] if options.quick else LAYOUTS:
-        with crew(layout.size, here(layout.size, bind=True)) as ranks:
+        with start_ranks(layout.size, on_this_machine(layout.size, bind=True)) as ranks:
             for precision in precisions:
                 runs: dict[str, list[Case]] = {}
                 for case in cases(precision, layout, options.quick):

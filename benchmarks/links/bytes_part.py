@@ -8,7 +8,7 @@ import numpy as np
 
 from hosts import Hosts
 from links import shapes, training
-from links.crew import crew, on_hosts
+from links.rank_pool import on_hosts, start_ranks
 from links.timing import Options, table
 from links.variants import Layout, Variant, Window
 from meseta.planner import predict
@@ -55,7 +55,7 @@ def measure_bytes(layout: Layout, options: Options, rate: str = "2gbit") -> bool
     rows, good = [], True
     with (
         Hosts(layout.hosts, ranks=layout.per_host, across=rate) as hosts,
-        crew(layout.size, on_hosts(hosts)) as ranks,
+        start_ranks(layout.size, on_hosts(hosts)) as ranks,
     ):
         for variant in chosen:
             ranks.ask(training.build, shape=shape, layout=layout, variants=[variant])

@@ -12,9 +12,9 @@ from functools import partial
 
 from hosts import Hosts, bits_per_s
 from links import hybrid_training, shapes, training
-from links.crew import Crew, crew, on_hosts
 from links.hybrid_training import Way
 from links.model import measured_link
+from links.rank_pool import RankPool, on_hosts, start_ranks
 from links.timing import Measured, Options, in_turns, table
 from links.variants import Layout, Window
 
@@ -37,7 +37,7 @@ def dense_bytes(way: Way, layout: Layout, parameter_bytes: float) -> float:
     """Return the mean bytes that leave a host in a step.
 
     With H hosts of L ranks, R = H L, and P bytes of parameters, a sum over hosts sends 2 (H - 1) / H P. If parameters
-    are sharded over all ranks, each of two ring gathers sends (R - 1) / R P over the link of a host, and each rank sends
+    are sharded over all ranks, each of two ring gathers sends (R - 1) / R P over the link of a host. Each rank sends
     gradients to R - L other ranks: L (R - L) / R P.
     """
     ranks, per_host = layout.size, layout.per_host
@@ -61,7 +61,7 @@ def measure_hybrid(layout: Layout, options: Options) -> bool:
     measured = Measured()
     with (
         Hosts(layout.hosts, ranks=layout.per_host, across=FIRST_RATE) as hosts,
-        crew(layout.size, on_hosts(hosts)) as ranks,
+        start_ranks(layout.size, on_hosts(hosts)) as ranks,
     ):
         rate = set_rate(ranks, hosts, layout, options)
         held = ranks.ask(hybrid_training.build, shape=shape, all_ways=all_ways)
@@ -74,7 +74,7 @@ def measure_hybrid(layout: Layout, options: Options) -> bool:
     return _tell(layout, rate, computed, most, measured, options)
 
 
-def _steps(ranks: Crew, name: str, num_steps: int) -> list[Window]:
+def _steps(ranks: RankPool, name: str, num_steps: int) -> list[Window]:
     return ranks.ask(training.window, name=name, num_steps=num_steps)
 
 
@@ -119,7 +119,7 @@ def _waited_s(measured: Measured, name: str, kinds: Sequence[str]) -> float:
     )
 
 
-def set_rate(ranks: Crew, hosts: Hosts, layout: Layout, options: Options) -> str:
+def set_rate(ranks: RankPool, hosts: Hosts, layout: Layout, options: Options) -> str:
     """Limit links to 1 / 24 of the rate inside a host, and return it."""
     sizes, calls = SIZES[:2] if options.quick else SIZES, 3 if options.quick else 9
     inside, across = 0.0, 0.0

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hosts import Hosts
 from links import plain_steps, shapes
-from links.crew import Crew, crew, here, on_hosts
+from links.rank_pool import RankPool, on_hosts, on_this_machine, start_ranks
 from links.timing import Options, table
 
 LIMIT = 1.5
@@ -35,7 +35,7 @@ def measure_lanes(options: Options, why: str | None) -> bool:
 
 def _measure_beside_sums(options: Options) -> bool:
     num_rounds = 2 if options.quick else 7
-    with Hosts(2, across=RATE) as hosts, crew(2, on_hosts(hosts)) as ranks:
+    with Hosts(2, across=RATE) as hosts, start_ranks(2, on_hosts(hosts)) as ranks:
         timings = [ranks.ask(exchange_beside_sum)[0] for _ in range(num_rounds)]
     alone, beside = (statistics.median(one[place] for one in timings) for place in (0, 1))
     under_way = statistics.median(one[2] for one in timings)
@@ -88,9 +88,9 @@ def _measure_beside_before(before: Path, options: Options) -> bool:
     spent: dict[str, list[float]] = {"now": [], "before": []}
     with ExitStack() as held:
         pythons = {"now": {}, "before": {"python": str(before / ".venv" / "bin" / "python")}}
-        crews: dict[str, Crew] = {}
+        crews: dict[str, RankPool] = {}
         for name, python in pythons.items():
-            crews[name] = held.enter_context(crew(2, here(2, bind=False), **python))
+            crews[name] = held.enter_context(start_ranks(2, on_this_machine(2, bind=False), **python))
             crews[name].ask(plain_steps.build, shape=shape)
         num_steps = 2 if options.quick else 8
         for turn in range(3 * options.rounds):

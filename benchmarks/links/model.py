@@ -13,7 +13,7 @@ import numpy as np
 
 from hosts import Hosts
 from links import shapes, training
-from links.crew import Crew
+from links.rank_pool import RankPool
 from links.timing import Options
 from links.variants import Layout, Variant
 from meseta.measure.calibrate.calibration import fit_link
@@ -26,7 +26,7 @@ PRODUCT = (512, 512, 256)
 
 
 def calibrated(
-    ranks: Crew, hosts: Hosts, shape: DlrmWorkload, layout: Layout, options: Options
+    ranks: RankPool, hosts: Hosts, shape: DlrmWorkload, layout: Layout, options: Options
 ) -> tuple[CostModel, Topology]:
     """Measure links, matrix products and steps without operators on all ranks simultaneously. Other costs are
     documented ones."""
@@ -83,7 +83,7 @@ def _slower(group: Any, factor: float) -> Any:
     return replace(group, **changed)
 
 
-def measured_link(ranks: Crew, layout: Layout, level: str, kind: str, sizes: tuple[int, ...], calls: int) -> Link:
+def measured_link(ranks: RankPool, layout: Layout, level: str, kind: str, sizes: tuple[int, ...], calls: int) -> Link:
     seconds = [
         float(np.median(ranks.ask(time_collective, level=level, kind=kind, per_host=layout.per_host, num_bytes=size,
                                   num_calls=calls)))

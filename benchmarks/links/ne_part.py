@@ -13,12 +13,12 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from kept import Kept
 from paired import STEADY, STEADY_SCALE, difference, num_test_rows, prepared_log
 from record import ROOT
+from result_store import ResultStore
 
 from links import ne_training, training
-from links.crew import Crew, crew, here
+from links.rank_pool import RankPool, on_this_machine, start_ranks
 from links.timing import Options, table
 
 LIMITS = {"fp16": 0.0005, "bf16": 0.0005, "int8": 0.0015}
@@ -35,14 +35,14 @@ def compare_ne(options: Options) -> bool:
     asked, beside = (tuple(LIMITS), BESIDE) if training.takes_codecs() else ((), ())
     if not asked:
         print("ne: meseta.shard takes no codecs here, so that fp32 alone is trained")
-    kept = Kept(folder / "cells.json" if options.quick else ROOT / "benchmarks" / "links_ne.json")
+    store = ResultStore(folder / "cells.json" if options.quick else ROOT / "benchmarks" / "links_ne.json")
     data = prepared_log(folder, STEADY_SCALE, options.quick)
     names = ("fp32", ULP, *asked, *beside)
     seeds = range(2 if options.quick else options.seeds)
     entropies: dict[str, list[float]] = {name: [] for name in names}
-    with crew(2, here(2, bind=False)) as ranks:
+    with start_ranks(2, on_this_machine(2, bind=False)) as ranks:
         for seed, name in [*product(seeds, ("fp32", ULP, *asked)), *product(seeds, beside)]:
-            cell = kept.get(f"{seed}/{name}", partial(_train, ranks, data, folder, name, seed))
+            cell = store.get(f"{seed}/{name}", partial(_train, ranks, data, folder, name, seed))
             entropies[name].append(float(cell["ne"]))
             print(f"seed {seed}, {name}: test NE {cell['ne']:.6f} in {cell['seconds']:.0f} s", flush=True)
     base, good = entropies["fp32"], True
@@ -62,7 +62,7 @@ def compare_ne(options: Options) -> bool:
     return good
 
 
-def _train(ranks: Crew, data: Path, folder: Path, name: str, seed: int) -> dict[str, Any]:
+def _train(ranks: RankPool, data: Path, folder: Path, name: str, seed: int) -> dict[str, Any]:
     run_dir = folder / "run"
     shutil.rmtree(run_dir, ignore_errors=True)
     overrides = [f"run_dir={run_dir}", f"data.dir={data}", f"seed={seed}", *STEADY]

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from hosts import Hosts
 from links import shapes, training
-from links.crew import crew, on_hosts
+from links.rank_pool import on_hosts, start_ranks
 from links.timing import FIRST_MBIT, Measured, Options, asker, find_rate, in_turns, table
 from links.variants import Layout, Variant, Window
 from meseta.spec.stages import OVERLAPS
@@ -40,7 +40,7 @@ def measure_overlap(layout: Layout, options: Options) -> bool:
     chosen = [OFF, ON, LATE, *singles, IN_PARTS, parts_on, FEWER_BYTES]
     with ExitStack() as held:
         hosts = held.enter_context(Hosts(layout.hosts, ranks=layout.per_host, across=f"{FIRST_MBIT}mbit"))
-        ranks = held.enter_context(crew(layout.size, on_hosts(hosts)))
+        ranks = held.enter_context(start_ranks(layout.size, on_hosts(hosts)))
         ranks.ask(training.build, shape=shape, layout=layout, variants=chosen)
         ask, num_steps = asker(ranks, training.window, OFF), 2 if options.quick else 6
         hosts.reshape(UNLIMITED)

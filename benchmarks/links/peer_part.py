@@ -11,7 +11,7 @@ from peers.installed import find_peers
 import meseta
 from hosts import Hosts
 from links import peer_training, shapes, training
-from links.crew import Crew, crew, on_hosts
+from links.rank_pool import RankPool, on_hosts, start_ranks
 from links.timing import Measured, Options, asker, in_turns, table
 from links.variants import Layout, Variant, Window
 from meseta.spec.stages import OVERLAPS
@@ -24,19 +24,19 @@ PORT = 29_500
 SOURCES = str(Path(meseta.__file__).parent)
 
 
-def _ask_peer(peer_ranks: Crew, name: str, num_steps: int) -> list[Window]:
+def _ask_peer(peer_ranks: RankPool, name: str, num_steps: int) -> list[Window]:
     return peer_ranks.ask(peer_training.window, name=name, num_steps=num_steps)
 
 
 def measure_peer(
-    hosts: Hosts, ranks: Crew, shape: shapes.DlrmWorkload, layout: Layout, rate: str, options: Options
+    hosts: Hosts, ranks: RankPool, shape: shapes.DlrmWorkload, layout: Layout, rate: str, options: Options
 ) -> bool:
     """Measure one layout with TorchRec. Returns whether ours meets LEAST."""
     peers = find_peers(options.peer_python, enabled=True)
     if "TorchRec" not in peers.available:
         print(f"peer: left out; {next(one for one in peers.missing if one.startswith('TorchRec'))}")
         return True
-    with crew(layout.size, on_hosts(hosts, PORT), python=peers.python, sources=SOURCES) as peer_ranks:
+    with start_ranks(layout.size, on_hosts(hosts, PORT), python=peers.python, sources=SOURCES) as peer_ranks:
         runs = ("fp32", "fp16", f"fp16{peer_training.PIPELINED}")
         peer_ranks.ask(peer_training.build, shape=asdict(shape), names=runs)
         own_variants = [Variant(), *([PAPER, OVERLAPPED] if training.takes_codecs() else [])]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from hosts import Hosts
 from links import model, peer_part, shapes, training
-from links.crew import Crew, crew, on_hosts
+from links.rank_pool import RankPool, on_hosts, start_ranks
 from links.timing import FIRST_MBIT, Measured, Options, asker, find_rate, in_turns, table
 from links.variants import Layout, Variant
 from meseta.planner import predict
@@ -85,7 +85,7 @@ def measure_steps(layout: Layout, parts: Sequence[str], options: Options) -> boo
           f"{layout.size} ranks of one thread on {os.cpu_count()} processors", flush=True)  # fmt: skip
     with ExitStack() as held:
         hosts = held.enter_context(Hosts(layout.hosts, ranks=layout.per_host, across=f"{FIRST_MBIT}mbit"))
-        ranks = held.enter_context(crew(layout.size, on_hosts(hosts)))
+        ranks = held.enter_context(start_ranks(layout.size, on_hosts(hosts)))
         ranks.ask(training.build, shape=shape, layout=layout, variants=[FLAT])
         ask = asker(ranks, training.window, FLAT)
         ask(2)
@@ -106,7 +106,12 @@ def measure_steps(layout: Layout, parts: Sequence[str], options: Options) -> boo
 
 
 def _build_and_time(
-    ranks: Crew, shape: shapes.DlrmWorkload, layout: Layout, chosen: Sequence[Variant], options: Options, into: Measured
+    ranks: RankPool,
+    shape: shapes.DlrmWorkload,
+    layout: Layout,
+    chosen: Sequence[Variant],
+    options: Options,
+    into: Measured,
 ) -> None:
     ranks.ask(training.build, shape=shape, layout=layout, variants=list(chosen))
     in_turns({one.name: asker(ranks, training.window, one) for one in chosen}, options.rounds, options.window_s, into)

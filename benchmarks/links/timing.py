@@ -11,7 +11,7 @@ from typing import Any
 from record import ROOT, record
 
 from hosts import Hosts
-from links.crew import Crew
+from links.rank_pool import RankPool
 from links.variants import Layout, Variant, Window
 
 WAITING = (0.75, 0.80)
@@ -136,8 +136,8 @@ class Options:
             record(BENCHMARK, case, metric, value, unit, peer=peer, peer_value=peer_value)
 
 
-def asker(crew: Crew, function: Callable[..., Window], variant: Variant) -> Callable[[int], list[Window]]:
+def asker(ranks: RankPool, function: Callable[..., Window], variant: Variant) -> Callable[[int], list[Window]]:
     def ask(num_steps: int) -> list[Any]:
-        return crew.ask(function, name=variant.name, num_steps=num_steps)
+        return ranks.ask(function, name=variant.name, num_steps=num_steps)
 
     return ask

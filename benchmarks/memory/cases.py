@@ -59,8 +59,8 @@ class Run:
     @property
     def table_bytes(self) -> int:
         """Memory of the table during training."""
-        far = ROW_INDEX_BYTES * self.num_rows if self.tier == "disk" else int(self.gigabytes * 1e9)
-        return far + (NEAR_BYTES if self.tier != "hbm" else 0)
+        stored = ROW_INDEX_BYTES * self.num_rows if self.tier == "disk" else int(self.gigabytes * 1e9)
+        return stored + (NEAR_BYTES if self.tier != "hbm" else 0)
 
 
 def runs_of(sizes: list[float], large: list[float]) -> Iterator[Run]:

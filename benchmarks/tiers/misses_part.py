@@ -58,8 +58,8 @@ def with_evaluations(trained: list[Ids], evaluated: list[Ids]) -> tuple[list[Ids
 
 def near_misses(batches: list[Ids], num_rows: int, is_read: NDArray[np.bool_] | None = None) -> int:
     """Return the misses of our cache in training. The first access of a row is not a miss."""
-    far = memory_backing_store(torch.zeros(num_rows, 1, dtype=torch.uint8), torch.zeros(num_rows, dtype=torch.bool))
-    cache = RowCache(int(num_rows * NEAR_SHARE), BATCH_SIZE, num_rows, far)
+    store = memory_backing_store(torch.zeros(num_rows, 1, dtype=torch.uint8), torch.zeros(num_rows, dtype=torch.bool))
+    cache = RowCache(int(num_rows * NEAR_SHARE), BATCH_SIZE, num_rows, store)
     is_known, misses = np.zeros(num_rows, np.bool_), 0
     for number, ids in enumerate(batches):
         to_read = is_read is not None and bool(is_read[number])

@@ -128,8 +128,8 @@ class TrainedTask:
     def __init__(self, task: RandomTask, plan: Plan, options: StorageOptions) -> None:
         self.made = EmbeddingBagCollection(task.tables, task.features, seed=1)
         self.made.apply_plan(plan, options)
-        self.far = [shard for shard in self.made.shards if isinstance(shard, TieredShard)]
-        for shard in self.far:
+        self.tiered_shards = [shard for shard in self.made.shards if isinstance(shard, TieredShard)]
+        for shard in self.tiered_shards:
             rows = shard.read(0, shard.shard.num_rows)
             shard.write(0, {name: value.numpy() for name, value in rows.items()})
         self._task = task
@@ -153,7 +153,7 @@ class TrainedTask:
         self.num_missed += self._misses() - before
 
     def _misses(self) -> int:
-        return sum(shard.cache.counters.num_misses for shard in self.far)
+        return sum(shard.cache.counters.num_misses for shard in self.tiered_shards)
 
 
 def measure_steps(task: RandomTask, plans: Sequence[Plan], options: StorageOptions) -> list[tuple[float, float]]:
@@ -200,8 +200,9 @@ def measure_predictions(options: PredictOptions) -> bool:
         errors["misses"].append(predicted_misses / missed - 1.0)
         errors["step"].append(predicted_s / step_s - 1.0)
         print(
-            f"task {seed - 1}: misses {predicted_misses:,.0f} predicted, {missed:,.0f} measured; step {1e3 * predicted_s:.2f} ms predicted, "
-            f"of the disk {1e3 * prediction.disk_s[0]:.2f}, {1e3 * step_s:.2f} measured, {1e3 * resident_s:.2f} resident",
+            f"task {seed - 1}: misses {predicted_misses:,.0f} predicted, {missed:,.0f} measured; step, ms: "
+            f"{1e3 * predicted_s:.2f} predicted, of the disk {1e3 * prediction.disk_s[0]:.2f}, "
+            f"{1e3 * step_s:.2f} measured, {1e3 * resident_s:.2f} resident",
             flush=True,
         )
     for name, limit in (("misses", MISSES_WITHIN), ("step", STEP_WITHIN)):

@@ -96,11 +96,11 @@ def table_on_disk(options: SaveOptions) -> EmbeddingBagCollection:
 
 def write_scattered(made: EmbeddingBagCollection, num_rows: int) -> None:
     """Write every row once in random order, like evictions of training."""
-    far: Any = made.shards[0]
+    shard: Any = made.shards[0]
     records = torch.randint(0, 120, (WRITTEN_AT_ONCE, ROW_BYTES), dtype=torch.uint8)
     for rows in torch.randperm(num_rows, generator=torch.Generator().manual_seed(1)).split(WRITTEN_AT_ONCE):
-        far.backing_store.write(rows, records[: len(rows)])
-    far.backing_store.flush()
+        shard.backing_store.write(rows, records[: len(rows)])
+    shard.backing_store.flush()
 
 
 def alone(made: EmbeddingBagCollection, options: SaveOptions) -> tuple[Figures, int]:

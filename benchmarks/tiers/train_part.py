@@ -76,7 +76,7 @@ class Trained:
         plan = Plan.from_dict({"tables": entries}, model.embeddings.tables, 1) if storage else None
         self.pipeline = make_pipeline(model, lr_of(training), World.single(), plan, storage)
         self.embeddings = self.pipeline.model.embeddings
-        self.far = [shard for shard in self.embeddings.shards if isinstance(shard, TieredShard)]
+        self.tiered_shards = [shard for shard in self.embeddings.shards if isinstance(shard, TieredShard)]
         self._batches: list[Batch] = []
         self._steps: Iterator[StepResult] = self.pipeline.steps(iter(self._batches.pop, None))
 
@@ -107,7 +107,7 @@ class Trained:
         """Write every row to the disk."""
         row_bytes = 4 * self.training.dim + 4
         print(f"{self.training.name}: writing {row_bytes * sum(self.training.lookups.rows) / 1e9:.1f} GB", flush=True)
-        for shard in self.far:
+        for shard in self.tiered_shards:
             for first in range(0, shard.shard.num_rows, 1 << 18):
                 stop = min(first + (1 << 18), shard.shard.num_rows)
                 shard.write(first, {name: value.numpy() for name, value in shard.read(first, stop).items()})
@@ -118,14 +118,14 @@ class Trained:
         num_batches = num_samples // size
         for first in range(0, num_batches, 50):
             for ids in make_id_batches(self.training.lookups, min(50, num_batches - first), 1_000_000 + first // 50):
-                each = torch.from_numpy(ids.ids).view(len(self.far), -1)
+                each = torch.from_numpy(ids.ids).view(len(self.tiered_shards), -1)
                 lease = Lease(self.embeddings.shards, list(enumerate(each)))
                 lease.wait()
                 lease.release()
 
     def read_alone(self, seed: int) -> tuple[float, float]:
         """Return (rows/s, CPU seconds per row) of random reads of the largest table."""
-        shard = max(self.far, key=lambda shard: shard.shard.num_rows)
+        shard = max(self.tiered_shards, key=lambda shard: shard.shard.num_rows)
         random, size = np.random.default_rng(seed), 1 << 14
         outs = [torch.empty(size, shard.backing_store.record_bytes, dtype=torch.uint8) for _ in range(2)]
         each = [torch.from_numpy(random.integers(0, shard.shard.num_rows, size)) for _ in range(READS // size)]
@@ -143,10 +143,11 @@ class Trained:
 
     def cache_bytes(self) -> int:
         """Return the memory of rows: cache, states, marks, index and buffers."""
-        engines = {shard.backing_store.engine for shard in self.far}
-        near = sum(shard.cache.num_slots * shard.num_bytes() // shard.shard.num_rows for shard in self.far)
+        engines = {shard.backing_store.engine for shard in self.tiered_shards}
+        near = sum(shard.cache.num_slots * shard.num_bytes() // shard.shard.num_rows for shard in self.tiered_shards)
         beside = sum(
-            shard.cache.num_bytes() + 8 * shard.cache.num_slots + shard.backing_store.num_bytes() for shard in self.far
+            shard.cache.num_bytes() + 8 * shard.cache.num_slots + shard.backing_store.num_bytes()
+            for shard in self.tiered_shards
         )
         return near + beside + sum(engine.num_bytes() for engine in engines)
 
@@ -167,7 +168,7 @@ def _measure(training: DlrmWorkload, options: TrainOptions) -> bool:
     tiered = Trained(training, options.storage(training), seed=10)
     tiered.write_all()
     tiered.fill(options.num_warm)
-    for engine in {shard.backing_store.engine for shard in tiered.far} if limit else ():
+    for engine in {shard.backing_store.engine for shard in tiered.tiered_shards} if limit else ():
         engine.max_reads_per_s = limit
     for one in (resident, tiered):
         one.turn(min(WARM_STEPS, options.num_steps))

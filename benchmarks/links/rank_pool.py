@@ -28,11 +28,11 @@ Run = Callable[[Sequence[str], Mapping[str, str]], object]
 """Function that runs a command as every rank, with additional environment variables."""
 
 
-class CrewError(Exception):
+class RankPoolError(Exception):
     """A rank failed or timed out."""
 
 
-class Crew:
+class RankPool:
     """Connections to all ranks."""
 
     def __init__(self, pipes: Mapping[int, Connection], problem: Callable[[], str | None]) -> None:
@@ -43,7 +43,7 @@ class Crew:
         return len(self._pipes)
 
     def ask(self, function: Callable[..., Any], **arguments: Any) -> list[Any]:
-        """Call a function on every rank and return all results. Raises CrewError with the traceback of a rank that
+        """Call a function on every rank and return all results. Raises RankPoolError with the traceback of a rank that
         failed."""
         for pipe in self._pipes.values():
             pipe.send((function.__module__, function.__qualname__, arguments))
@@ -52,21 +52,21 @@ class Crew:
         for rank in range(self.size):
             while not self._pipes[rank].poll(WATCH_S):
                 if (problem := self._problem()) is not None:
-                    raise CrewError(problem)
+                    raise RankPoolError(problem)
                 if time.monotonic() > stop:
-                    raise CrewError(f"rank {rank} did not answer {function.__qualname__} within {ANSWER_S:g} s")
+                    raise RankPoolError(f"rank {rank} did not answer {function.__qualname__} within {ANSWER_S:g} s")
             replies.append(self._pipes[rank].recv())
         for rank, (is_well, value) in enumerate(replies):
             if not is_well:
-                raise CrewError(f"rank {rank}: {value[-MESSAGE_CHARACTERS:]}")
+                raise RankPoolError(f"rank {rank}: {value[-MESSAGE_CHARACTERS:]}")
         return [value for _, value in replies]
 
 
 @contextmanager
-def crew(num_ranks: int, run: Run, *, python: str = sys.executable, sources: str = "") -> Iterator[Crew]:
+def start_ranks(num_ranks: int, run: Run, *, python: str = sys.executable, sources: str = "") -> Iterator[RankPool]:
     """Context manager that starts ranks with an interpreter."""
     problems: list[str] = []
-    with tempfile.TemporaryDirectory(prefix="meseta-crew-") as folder, socket.socket(socket.AF_UNIX) as door:
+    with tempfile.TemporaryDirectory(prefix="meseta-ranks-") as folder, socket.socket(socket.AF_UNIX) as door:
         address = str(Path(folder) / "door")
         door.bind(address)
         door.listen(num_ranks)
@@ -79,7 +79,7 @@ def crew(num_ranks: int, run: Run, *, python: str = sys.executable, sources: str
             except Exception as error:
                 problems.append(str(error))
 
-        thread = threading.Thread(target=start, name="crew", daemon=True)
+        thread = threading.Thread(target=start, name="ranks", daemon=True)
         thread.start()
 
         def problem() -> str | None:
@@ -88,7 +88,7 @@ def crew(num_ranks: int, run: Run, *, python: str = sys.executable, sources: str
         pipes: dict[int, Connection] = {}
         try:
             _meet(door, num_ranks, pipes, problem)
-            yield Crew(pipes, problem)
+            yield RankPool(pipes, problem)
         finally:
             for pipe in pipes.values():
                 pipe.close()
@@ -102,7 +102,7 @@ def _meet(door: socket.socket, num_ranks: int, pipes: dict[int, Connection], pro
             connection, _ = door.accept()
         except TimeoutError:
             if (message := problem()) is not None or time.monotonic() > stop:
-                raise CrewError(message or f"{len(pipes)} of {num_ranks} ranks came within {START_S:g} s") from None
+                raise RankPoolError(message or f"{len(pipes)} of {num_ranks} ranks came within {START_S:g} s") from None
             continue
         connection.setblocking(True)
         pipe = Connection(connection.detach())
@@ -115,7 +115,7 @@ def on_hosts(hosts: Hosts, port: int | None = None) -> Run:
     return lambda command, added: hosts.run(command, variables={**more, **added}, limit_s=FOREVER_S)
 
 
-def here(num_ranks: int, *, bind: bool) -> Run:
+def on_this_machine(num_ranks: int, *, bind: bool) -> Run:
     """Return a Run on this machine, like torchrun."""
 
     def run(command: Sequence[str], added: Mapping[str, str]) -> None:
@@ -138,7 +138,7 @@ def here(num_ranks: int, *, bind: bool) -> Run:
                 running = bool([process for process in ranks if process.poll() is None])
                 for rank, process in enumerate(ranks):
                     if process.returncode:
-                        raise CrewError(f"rank {rank} ended with {process.returncode}")
+                        raise RankPoolError(f"rank {rank} ended with {process.returncode}")
         finally:
             for process in ranks:
                 process.kill()

@@ -1,6 +1,6 @@
 """Files on another host behind its link, as a network file system of a cluster.
 
-    python far_files.py serve ADDRESS:PORT        on the host that has the files
+    python remote_files.py serve ADDRESS:PORT        on the host that has the files
 
 Environment variables name the server and the links. A process takes a free link and connects from its host. Then
 `io.FileIO` and `open` read files of the other host.
@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-VARIABLE = "BENCH_FAR_FILES"
+VARIABLE = "BENCH_REMOTE_FILES"
 CLONE_NEWNET = 0x40000000
 _open = open
 
@@ -74,15 +74,15 @@ def _connect(address: tuple[str, int], files: list[str]) -> socket.socket:
         os.close(home)
 
 
-class FarFile(io.RawIOBase):
+class RemoteFile(io.RawIOBase):
     link: list[str] | None = None
 
     def __init__(self, path: str | Path) -> None:
         settings = json.loads(os.environ[VARIABLE])
-        if FarFile.link is None:
-            FarFile.link = _free_link(settings["links"], settings["locks"])
+        if RemoteFile.link is None:
+            RemoteFile.link = _free_link(settings["links"], settings["locks"])
         self._path = str(path)
-        self._socket = _connect(tuple(settings["address"]), FarFile.link)
+        self._socket = _connect(tuple(settings["address"]), RemoteFile.link)
         self._stream = self._socket.makefile("rwb")
         self._at = 0
         self._ask(0, -1)
@@ -110,7 +110,7 @@ class FarFile(io.RawIOBase):
         if size:
             self._ask(self._at, size)
             if self._stream.readinto(memoryview(buffer)[:size]) != size:
-                raise OSError("the connection to the far files broke off")
+                raise OSError("the connection to the remote files was lost")
         self._at += size
         return size
 
@@ -121,10 +121,10 @@ class FarFile(io.RawIOBase):
         super().close()
 
 
-def open_far(name: Any, mode: str = "r", *more: Any, **options: Any) -> Any:
+def open_remote(name: Any, mode: str = "r", *more: Any, **options: Any) -> Any:
     """Open a raw file on the other host."""
     if mode == "rb" and str(name).startswith(json.loads(os.environ[VARIABLE])["raw"] + "/"):
-        return io.BufferedReader(FarFile(name), 1 << 20)
+        return io.BufferedReader(RemoteFile(name), 1 << 20)
     return _open(name, mode, *more, **options)
 
 

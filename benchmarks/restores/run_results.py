@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kept import Kept
 from paired import STEADY, STEADY_SCALE, prepared_log
 from record import ROOT
+from result_store import ResultStore
 
 from meseta.data import Dataset
-from quality.lives import Forecast, Life, Lives, forecast, live
+from restores.run_processes import Forecast, RunProcess, RunProcesses, forecast, run_train
 
 
 @dataclass(frozen=True)
@@ -45,55 +45,55 @@ QUICK_BATCH, QUICK_RESTORES = 64, 5
 LOG_CHARACTERS = 800
 
 
-class Cells:
+class RunResults:
     """Results by seed and kind. Missing ones are trained."""
 
     def __init__(self, data: str, folder: Path, *, quick: bool, num_workers: int) -> None:
         self.data, self._quick, self._num_workers = data, quick, num_workers
         self._folder = folder / (f"{data}-quick" if quick else data)
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._kept = Kept(self._folder / "cells.json" if quick else ROOT / "benchmarks" / "quality_ne.json")
+        self._store = ResultStore(self._folder / "cells.json" if quick else ROOT / "benchmarks" / "quality_ne.json")
         self._data = prepared_log(self._folder, SCALE[data], quick)
         self._batch_size = QUICK_BATCH if quick else 2048
         self._num_steps = -(-Dataset.load(self._data).splits["train"].num_rows // self._batch_size)
 
     def find(self, seed: int, name: str) -> Mapping[str, Any] | None:
         key = self._key(seed, name)
-        return self._kept.get(key, dict) if key in self._kept else None
+        return self._store.get(key, dict) if key in self._store else None
 
     def make(self, seeds: Sequence[int], names: Sequence[str]) -> None:
         """Train missing results, several at a time, then compute the forecast."""
-        cells = [(seed, name) for seed in seeds for name in names if name != FORECAST or seed == seeds[0]]
-        missing = [cell for cell in cells if self.find(*cell) is None]
-        with Lives() as lives, ThreadPoolExecutor(self._num_workers) as pool:
-            futures = {pool.submit(self._train, lives, *cell): cell for cell in missing if cell[1] != FORECAST}
+        results = [(seed, name) for seed in seeds for name in names if name != FORECAST or seed == seeds[0]]
+        missing = [cell for cell in results if self.find(*cell) is None]
+        with RunProcesses() as processes, ThreadPoolExecutor(self._num_workers) as pool:
+            futures = {pool.submit(self._train, processes, *cell): cell for cell in missing if cell[1] != FORECAST}
             try:
                 for future in as_completed(futures):
                     seed, name = futures[future]
                     self._keep(seed, name, future.result())
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
-                lives.__exit__(None, None, None)  # before the pool waits for those that run
+                processes.__exit__(None, None, None)  # before the pool waits for those that run
                 raise
             for seed, name in missing:
                 if name == FORECAST:
-                    self._keep(seed, name, self._forecast(lives, seed))
+                    self._keep(seed, name, self._forecast(processes, seed))
 
     def _keep(self, seed: int, name: str, figures: Mapping[str, Any]) -> None:
-        cell = self._kept.get(self._key(seed, name), lambda: figures)
+        cell = self._store.get(self._key(seed, name), lambda: figures)
         text = f"test NE {cell['ne']:.6f}, {cell['restores']} restores" if "ne" in cell else "done"
         print(f"{self.data}, seed {seed}, {name}: {text}, in {cell['seconds']:.0f} s", flush=True)
 
     def _key(self, seed: int, name: str) -> str:
         return f"{self.data}/{seed}/{name}"
 
-    def _train(self, lives: Lives, seed: int, name: str) -> dict[str, Any]:
+    def _train(self, processes: RunProcesses, seed: int, name: str) -> dict[str, Any]:
         kind, run_dir, start_s = KINDS[name], self._run_dir(seed, name), time.perf_counter()
         log = run_dir.with_suffix(".txt")
         log.unlink(missing_ok=True)
         shutil.rmtree(run_dir, ignore_errors=True)
-        errors = [self._live(lives, seed, name, step) for step in self._kills(kind)]
-        self._live(lives, seed, name, None)
+        errors = [self._train_until(processes, seed, name, step) for step in self._kills(kind)]
+        self._train_until(processes, seed, name, None)
         restores = tuple(map(int, re.findall(r"resuming from step (\d+)", log.read_text())))
         if restores != self._kills(kind):
             raise RuntimeError(
@@ -117,7 +117,7 @@ class Cells:
     def _restores(self, kind: Kind) -> int:
         return min(kind.restores, QUICK_RESTORES) if self._quick else kind.restores
 
-    def _live(self, lives: Lives, seed: int, name: str, dies_after: int | None) -> float:
+    def _train_until(self, processes: RunProcesses, seed: int, name: str, killed_after: int | None) -> float:
         """Train from the newest checkpoint to the next kill. Returns the largest error of saved rows."""
         kind, run_dir = KINDS[name], self._run_dir(seed, name)
         log = run_dir.with_suffix(".txt")
@@ -128,32 +128,32 @@ class Cells:
         if kind.restores:
             settings += [f"checkpoint.every_steps={self._every(kind)}", "checkpoint.background=never",
                          "checkpoint.keep_last=1", f"checkpoint.bits={kind.bits or 'exact'}"]  # fmt: skip
-        code = lives.run(
-            live,
-            Life(
+        code = processes.run(
+            run_train,
+            RunProcess(
                 arguments=(str(ROOT / "examples" / "configs" / "main.yaml"), *settings),
                 log=log,
-                dies_after=dies_after,
-                moves=kind.bits is None,
+                killed_after=killed_after,
+                moves_weight=kind.bits is None,
                 adaptive=kind.adaptive,
             ),
         )
-        if code != (0 if dies_after is None else -signal.SIGKILL):
+        if code != (0 if killed_after is None else -signal.SIGKILL):
             text = log.read_text()[-LOG_CHARACTERS:] if log.exists() else ""
-            raise RuntimeError(f"seed {seed}, {name}, to step {dies_after}: ended with {code}: {text}")
-        return 0.0 if dies_after is None else _largest_error(run_dir, dies_after)
+            raise RuntimeError(f"seed {seed}, {name}, to step {killed_after}: ended with {code}: {text}")
+        return 0.0 if killed_after is None else _largest_error(run_dir, killed_after)
 
     def _is_advised(self, seed: int, name: str) -> bool:
         """Whether the run is needed by the forecast."""
         return name == UNDISTURBED and seed == 0 and self.find(seed, FORECAST) is None
 
-    def _forecast(self, lives: Lives, seed: int) -> dict[str, Any]:
+    def _forecast(self, processes: RunProcesses, seed: int) -> dict[str, Any]:
         """Return the forecast of `meseta checkpoint advise` for the undisturbed run."""
         start_s, run_dir, out = time.perf_counter(), self._run_dir(seed, UNDISTURBED), self._folder / "forecast.json"
-        self._live(lives, seed, UNDISTURBED, None)  # a finished run is shown again, a missing one is trained
+        self._train_until(processes, seed, UNDISTURBED, None)  # a finished run is shown again, a missing one is trained
         asked = {name: Forecast(k.bits, k.restores, k.adaptive) for name, k in KINDS.items() if k.bits is not None}
         log = run_dir.with_suffix(".txt")
-        if code := lives.run(forecast, run_dir, log, out, asked):
+        if code := processes.run(forecast, run_dir, log, out, asked):
             raise RuntimeError(f"the forecast ended with {code}: {log.read_text()[-LOG_CHARACTERS:]}")
         forecasts: dict[str, Any] = json.loads(out.read_text())
         for path in (out, log):

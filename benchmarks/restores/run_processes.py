@@ -20,12 +20,12 @@ from paired import move_by_an_ulp
 
 
 @dataclass(frozen=True, kw_only=True)
-class Life:
+class RunProcess:
     arguments: tuple[str, ...]
     log: Path
-    dies_after: int | None = None
+    killed_after: int | None = None
     """Step after whose save the process is killed."""
-    moves: bool = False
+    moves_weight: bool = False
     """Whether one weight is moved by one ulp when a checkpoint is restored."""
     adaptive: bool = True
 
@@ -37,7 +37,7 @@ class Forecast:
     adaptive: bool
 
 
-class Lives:
+class RunProcesses:
     """Processes forked from one that has imported torch. All end when the context manager exits."""
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class Lives:
         self._over = False
         self._lock = threading.Lock()
 
-    def __enter__(self) -> Lives:
+    def __enter__(self) -> RunProcesses:
         return self
 
     def __exit__(
@@ -76,17 +76,17 @@ class Lives:
         return process.exitcode
 
 
-def live(life: Life) -> None:
-    _begin(life.log)
+def run_train(process: RunProcess) -> None:
+    _begin(process.log)
     import meseta.cli.main
 
-    if life.dies_after is not None:
-        _die_after(life.dies_after)
-    if life.moves:
+    if process.killed_after is not None:
+        _kill_after(process.killed_after)
+    if process.moves_weight:
         _move_at_restores()
-    if not life.adaptive:
+    if not process.adaptive:
         _take_whole_ranges()
-    sys.argv = ["meseta", "train", *life.arguments]
+    sys.argv = ["meseta", "train", *process.arguments]
     meseta.cli.main.main()
 
 
@@ -123,17 +123,17 @@ def _begin(log: Path) -> None:
             os.dup2(file.fileno(), number)
 
 
-def _die_after(last_step: int) -> None:
+def _kill_after(last_step: int) -> None:
     from meseta.train.saving import CheckpointManager
 
     save = CheckpointManager.save
 
-    def save_and_die(self: CheckpointManager, step: int, *arguments: Any, **options: Any) -> None:
+    def save_and_kill(self: CheckpointManager, step: int, *arguments: Any, **options: Any) -> None:
         save(self, step, *arguments, **options)
         if step == last_step:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    CheckpointManager.save = save_and_die  # type: ignore[method-assign]
+    CheckpointManager.save = save_and_kill  # type: ignore[method-assign]
 
 
 def _move_at_restores() -> None:

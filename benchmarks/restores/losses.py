@@ -10,7 +10,7 @@ from links.timing import table
 from paired import difference
 from record import record
 
-from quality.cells import FORECAST, KINDS, UNDISTURBED, Cells
+from restores.run_results import FORECAST, KINDS, UNDISTURBED, RunResults
 
 MEAN_LIMIT, END_LIMIT = 0.0001, 0.0003
 """Limits of the increase of NE relative to the floor: for the mean, and for the end of its 95 % interval."""
@@ -43,9 +43,9 @@ class Loss:
         return self.mean <= MEAN_LIMIT and self.end < END_LIMIT
 
 
-def loss(cells: Cells, seeds: Sequence[int], name: str, beside: str) -> Loss | None:
+def loss(results: RunResults, seeds: Sequence[int], name: str, beside: str) -> Loss | None:
     """Return the loss over seeds with both results, or `None`."""
-    values = [(cells.find(seed, name), cells.find(seed, beside)) for seed in seeds]
+    values = [(results.find(seed, name), results.find(seed, beside)) for seed in seeds]
     pairs = [(float(one["ne"]), float(other["ne"])) for one, other in values if one is not None and other is not None]
     if not pairs:
         return None
@@ -55,12 +55,12 @@ def loss(cells: Cells, seeds: Sequence[int], name: str, beside: str) -> Loss | N
     return Loss(name, beside, len(pairs), statistics.mean(some), base_ne, mean, half)
 
 
-def show(cells: Cells, seeds: Sequence[int], num_test_rows: int) -> tuple[list[Loss], bool]:
+def show(results: RunResults, seeds: Sequence[int], num_test_rows: int) -> tuple[list[Loss], bool]:
     """Print the table. Returns all losses, and whether all limits are met that the interval can resolve."""
-    forecast = cells.find(seeds[0], FORECAST) or {}
+    forecast = results.find(seeds[0], FORECAST) or {}
     losses, rows, notes, good = list[Loss](), list[list[str]](), list[str](), True
     for floor in (name for name, kind in KINDS.items() if kind.restores and kind.bits is None):
-        of_floor = loss(cells, seeds, floor, UNDISTURBED)
+        of_floor = loss(results, seeds, floor, UNDISTURBED)
         if of_floor is not None:
             losses.append(of_floor)
             rows.append([*_cells(of_floor), "", "the floor"])
@@ -70,7 +70,7 @@ def show(cells: Cells, seeds: Sequence[int], num_test_rows: int) -> tuple[list[L
         for name, kind in KINDS.items():
             if kind.restores != KINDS[floor].restores or kind.bits is None:
                 continue
-            of_bits = loss(cells, seeds, name, floor)
+            of_bits = loss(results, seeds, name, floor)
             if of_bits is None:
                 continue
             losses.append(of_bits)
@@ -83,8 +83,8 @@ def show(cells: Cells, seeds: Sequence[int], num_test_rows: int) -> tuple[list[L
             good &= is_good or (of_floor is not None and of_floor.is_wide)
             rows.append([*_cells(of_bits), expected, verdict])
     head = ("", "seeds", "mean test NE", "beside", "mean difference", "95 %, from", "to", "forecast", "met")
-    table(f"{cells.data}: normalised entropy over paired seeds, {num_test_rows:,} test rows; at most {MEAN_LIMIT:.2%} "
-          f"in the mean, the interval ends below {END_LIMIT:.2%}", head, rows)  # fmt: skip
+    table(f"{results.data}: normalised entropy over paired seeds, {num_test_rows:,} test rows; at most "
+          f"{MEAN_LIMIT:.2%} in the mean, the interval ends below {END_LIMIT:.2%}", head, rows)  # fmt: skip
     if forecast:
         notes.append(f"forecast: advise's measure of these bits in all tables of seed {seeds[0]}'s undisturbed run, on "
                     f"the split {forecast['split']}")  # fmt: skip
@@ -93,9 +93,9 @@ def show(cells: Cells, seeds: Sequence[int], num_test_rows: int) -> tuple[list[L
     return losses, good
 
 
-def keep(cells: Cells, losses: Sequence[Loss]) -> None:
+def keep(results: RunResults, losses: Sequence[Loss]) -> None:
     for one in losses:
-        record(BENCHMARK, f"{cells.data} {one.name}", "test NE", one.ne, "of theirs", peer=one.beside,
+        record(BENCHMARK, f"{results.data} {one.name}", "test NE", one.ne, "of theirs", peer=one.beside,
                peer_value=one.base_ne)  # fmt: skip
 
 

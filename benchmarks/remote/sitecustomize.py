@@ -3,7 +3,7 @@
 import builtins
 import io
 
-from far_files import FarFile, open_far
+from remote_files import RemoteFile, open_remote
 
-io.FileIO = FarFile  # type: ignore[misc,assignment]
-builtins.open = open_far
+io.FileIO = RemoteFile  # type: ignore[misc,assignment]
+builtins.open = open_remote
