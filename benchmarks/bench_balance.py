@@ -1,29 +1,15 @@
-"""Cost of our plans beside those of other planners, judged by what devices take with the real operators.
+"""Compare the cost of our plans with other planners, measured with the real operators.
 
     PEER_PYTHON=/path/to/peers/bin/python python benchmarks/bench_balance.py [--cost cost.yaml] [--tasks N] [--out FILE]
 
-Tasks are those of meseta.measure.calibrate.tasks, of 10 to 60 tables, to be placed on four devices of 4 GB. Planners:
+Tasks of 10 to 60 tables (meseta.measure.calibrate.tasks) are placed on four devices of 4 GB by our planner, by
+baselines for whole tables (balance.baselines) and by TorchRec. TorchRec plans for GPUs, because it shards no rows on
+CPUs, with the bandwidths of our cost model instead of its defaults for V100, and the kernels 'fused' and 'dense'.
 
-- ours, given the cost model;
-- random: every table whole, on a random device of those with room;
-- greedy: tables by size, by columns, or by columns times ids per sample (lookups as NeuroShard counts them), largest
-  first, each to the device with the least sum of it that has room;
-- LDM: Karmarkar and Karp's largest differencing of what we predict for whole tables;
-- TorchRec's planner. Its Topology is that of GPUs, since it cuts no table by rows on CPUs, with 4 GB of device memory,
-  and the bandwidths that the cost model has for this machine: with those of its own defaults, which are of a V100 with
-  NVLink, its plans cost more. Rows stay on the device (kernels 'fused' and 'dense'); it is told pooling factors and the
-  batch of a rank. Where PEER_PYTHON has no TorchRec, it is left out; tasks that it has not planned are judged anew
-  once it is there.
+The cost of a plan is the measured time of its slowest device for lookup and update, plus predicted collectives. Each
+device is measured alone. Ratios are over tasks in which both planners have a plan.
 
-A plan costs what its slowest device takes for lookup and update, measured alone, one device after the other, and what
-the cost model predicts for its collectives, by the same formula for all. Replicas are timed in every device: the lookup
-of its own samples, the sum of their gradients, and the step of the rows that the whole batch has touched. Rows that are
-cut by columns are stepped in stages, as ranks do. A planner that finds no placement that fits has failed in that task:
-success rates stand beside the ratios, which are over tasks in which both have a plan.
-
-Every task is a line of --out as soon as it is judged, and a later run goes on behind the last. Without --cost, one is
-calibrated, and kept beside it. Runs the correctness tests first and reports nothing when they fail. Appends to
-benchmarks/results.csv.
+Each task is appended to --out, and a later run continues from there. Without --cost, a cost model is calibrated.
 """
 
 from __future__ import annotations
@@ -62,12 +48,11 @@ NUM_ROUNDS = 3
 OURS, TORCHREC = "ours", "TorchRec"
 OTHERS = (*BASELINES, TORCHREC)
 ASKED_AT_ONCE = 10
-"""Tasks that one process of TorchRec plans."""
+"""Number of tasks that one process of TorchRec plans."""
 PEER_LIMIT_S = 600.0
 
 
 def main() -> None:
-    """Judge what --out does not hold yet, then print and record figures of all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cost", type=Path, help="what meseta calibrate measured")
     parser.add_argument("--tasks", type=int, default=100)
@@ -78,10 +63,10 @@ def main() -> None:
     model = cost_model(options.cost, options.out)
     judged_by = hashlib.sha256(repr(model).encode()).hexdigest()[:12]
     python = peer_python()
-    outcomes = {own.seed: own for own in read_outcomes(options.out, judged_by)}
+    outcomes = {outcome.seed: outcome for outcome in read_outcomes(options.out, judged_by)}
     seeds = range(FIRST_SEED, FIRST_SEED + options.tasks)
-    wanted = OTHERS if python else tuple(BASELINES)
-    missing = [seed for seed in seeds if seed not in outcomes or not outcomes[seed].has(wanted)]
+    needed = OTHERS if python else tuple(BASELINES)
+    missing = [seed for seed in seeds if seed not in outcomes or not outcomes[seed].has(needed)]
     arguments = {"memory_bytes": DEVICE_BYTES}
     member = TargetSpec(
         name="shares",
@@ -92,10 +77,10 @@ def main() -> None:
     with WorkerGroup(member) as team, options.out.open("a") as file:
         for start in range(0, len(missing), ASKED_AT_ONCE):
             tasks = [random_task(seed) for seed in missing[start : start + ASKED_AT_ONCE]]
-            theirs: list[Answer | str | None] = [None] * len(tasks)
+            answers: list[Answer | str | None] = [None] * len(tasks)
             if python:
-                theirs = [*ask([asked(task, model) for task in tasks], python, PEER_LIMIT_S)]
-            for task, answer in zip(tasks, theirs, strict=True):
+                answers = [*ask([asked(task, model) for task in tasks], python, PEER_LIMIT_S)]
+            for task, answer in zip(tasks, answers, strict=True):
                 begin_s = time.perf_counter()
                 outcome = judged(team, task, answer, model, judged_by)
                 outcomes[task.seed] = outcome
@@ -107,7 +92,7 @@ def main() -> None:
 
 
 def peer_python() -> str | None:
-    """The interpreter that has TorchRec; None where there is none."""
+    """Return the interpreter that has TorchRec, or `None`."""
     python = os.environ.get("PEER_PYTHON", sys.executable)
     if subprocess.run([python, "-I", "-c", "import torchrec"], capture_output=True, check=False).returncode == 0:
         return python
@@ -115,16 +100,16 @@ def peer_python() -> str | None:
     return None
 
 
-def cost_model(given: Path | None, out: Path) -> CostModel:
-    """The one that was given; else that of an earlier run with the same --out; else a new one, kept beside it."""
+def cost_model(cost_file: Path | None, out: Path) -> CostModel:
+    """Load the given cost model, or calibrate one and store it next to `--out`."""
     kept = out.with_suffix(".cost.yaml")
-    if given is None and not kept.exists():
+    if cost_file is None and not kept.exists():
         calibrated().save(kept)
-    return CostModel.load(given or kept)
+    return CostModel.load(cost_file or kept)
 
 
 def asked(task: ShardingTask, model: CostModel) -> Asked:
-    """What TorchRec is told: the link of the cost model, and the bytes of rows a second of our lookup on all tables."""
+    """Return TorchRec's input, with the bandwidths of our cost model."""
     workload = task.workload()
     loads = WorkloadLoads(workload)
     whole = loads.shard_loads(loads.whole_tables())
@@ -139,20 +124,19 @@ def asked(task: ShardingTask, model: CostModel) -> Asked:
 def judged(
     team: WorkerGroup, task: ShardingTask, answer: Answer | str | None, model: CostModel, judged_by: str
 ) -> BalanceOutcome:
-    """Plan a task with all planners, and time the plans that fit."""
     workload = task.workload()
-    found: dict[str, Plan | str] = {}
+    candidates: dict[str, Plan | str] = {}
     try:
-        found[OURS] = find_plan(workload, TOPOLOGY, model).plan
+        candidates[OURS] = find_plan(workload, TOPOLOGY, model).plan
     except DoesNotFitError as error:
-        found[OURS] = error.certificate
+        candidates[OURS] = error.certificate
     for name, plan in baseline_plans(workload, TOPOLOGY, model, task.seed).items():
-        found[name] = plan or "no placement of whole tables fits"
+        candidates[name] = plan or "no placement of whole tables fits"
     if answer is not None:
-        found[TORCHREC] = answer if isinstance(answer, str) else answer.plan
+        candidates[TORCHREC] = answer if isinstance(answer, str) else answer.plan
     plans: dict[str, Plan] = {}
     failures: dict[str, str] = {}
-    for name, plan in found.items():
+    for name, plan in candidates.items():
         why = plan if isinstance(plan, str) else why_unfit(plan, task, model)
         if why is None and isinstance(plan, Plan):
             plans[name] = plan
@@ -164,7 +148,7 @@ def judged(
 
 
 def why_unfit(plan: Plan, task: ShardingTask, model: CostModel) -> str | None:
-    """Why a plan cannot run on the devices; None where it can."""
+    """Return why a plan cannot run on the devices, or `None`."""
     workload = task.workload()
     try:
         plan.check(workload.tables)
@@ -174,7 +158,6 @@ def why_unfit(plan: Plan, task: ShardingTask, model: CostModel) -> str | None:
 
 
 def tell(outcome: BalanceOutcome, task: ShardingTask, where: str, seconds: float) -> None:
-    """One line of progress: milliseconds of each planner's step."""
     steps = [
         f"{name} {1e3 * outcome.costs[name].step_s:.2f}" if name in outcome.costs else f"{name} -"
         for name in (OURS, *OTHERS)
@@ -186,21 +169,20 @@ def tell(outcome: BalanceOutcome, task: ShardingTask, where: str, seconds: float
 
 
 def report(outcomes: Sequence[BalanceOutcome]) -> None:
-    """Print and record our cost over that of every planner, and of the best of them in each task; how often ours is the
-    lower one, beside even odds; and in how many tasks either has a plan that fits."""
+    """Print and record our cost relative to each planner, how often it is lower, and the success rates."""
     packages = ("torch", "numpy")
     for name, others in (*((other, (other,)) for other in OTHERS), ("the best baseline", OTHERS)):
         ratios = ratios_to(outcomes, OURS, others)
         if not ratios:
             print(f"balance: no task in which {OURS} and {name} have plans")
             continue
-        found, mine, theirs = versus(ratios), success(outcomes, (OURS,)), success(outcomes, others)
-        case = f"{found.num_tasks} tasks of {len(outcomes)}, {name}"
+        comparison, our_success, their_success = versus(ratios), success(outcomes, (OURS,)), success(outcomes, others)
+        case = f"{comparison.num_tasks} tasks of {len(outcomes)}, {name}"
         for metric, value, unit, peer, beside in (
-            ("mean cost", found.mean, "of theirs", name, 1.0),
-            ("worst cost", found.worst, "of theirs", name, 1.0),
-            ("won", 100 * found.wins, "%", "even odds", 50.0),
-            ("success", 100 * mine, "%", name, 100 * theirs),
+            ("mean cost", comparison.mean, "of theirs", name, 1.0),
+            ("worst cost", comparison.worst, "of theirs", name, 1.0),
+            ("won", 100 * comparison.wins, "%", "even odds", 50.0),
+            ("success", 100 * our_success, "%", name, 100 * their_success),
         ):
             record("balance", case, metric, value, unit, peer=peer, peer_value=beside, packages=packages)
 

@@ -1,17 +1,10 @@
-"""Training while other programs use the processors: what a run keeps of its speed with a busy loop on each core.
+"""Measure training while a busy loop runs on each core, at the same priority.
 
     python benchmarks/bench_busy.py [--rounds N] [--window-s S]
 
-Runs of `meseta train`'s own loop, reader included: with threads that wait as its commands choose
-(meseta.system.environment_variables) and of which steps take as many as is faster (meseta.measure.threads), and with
-threads that spin, as OpenMP's do by themselves. One process of two threads and two ranks of one, on batches of 64 and
-of 2,048, on two cores. All take turns window by window, quiet and beside the loops: one per core, at the same priority,
-so that a fair share is half of the processors. Loops are stopped in between, end with this program, and after half an
-hour anyway.
-
-Figures are medians of the windows; ours beside spinning threads is the median over pairs of neighbouring windows. Quiet
-windows in which others used the processors are repeated, so it takes a machine with nothing else running: ten minutes.
-Runs the correctness tests first and reports nothing when they fail. Appends to benchmarks/results.csv.
+Two wait policies train alternately, quiet and with loops: the default of commands (meseta.system.environment_variables), and
+OpenMP's spinning threads. Layouts are one process of two threads and two ranks of one thread. Results are medians of
+windows. Quiet windows in which other programs ran are repeated. It takes ten minutes on an idle machine.
 """
 
 from __future__ import annotations
@@ -46,15 +39,15 @@ TESTS = (
 )
 BATCHES = (64, 2048)
 LAYOUTS = {(1, 2): 0.4, (2, 1): 0.35}
-"""(Processes, threads of each) -> what it has to keep."""
+"""Required share of the quiet speed, by (processes, threads per process)."""
 QUIET = 0.98
-"""What ours has to reach of spinning threads on a quiet machine."""
+"""Required speed relative to spinning threads on a quiet machine."""
 OURS, SPINNING = "ours", "spinning"
 POLICIES: dict[str, dict[str, str]] = {OURS: dict(WAIT_POLICY), SPINNING: {}}
 FAIR = 0.5
 MAX_OTHERS, NUM_RETRIES = TimingOptions().max_background_load, 8
 SETTLE_S = 1.6
-"""Until a run has seen that others have stopped: meseta.measure.threads."""
+"""Seconds until a run notices that other programs have stopped (meseta.measure.threads)."""
 _LOOP = """
 import os, sys, time
 core, parent = int(sys.argv[1]), int(sys.argv[2])
@@ -67,7 +60,7 @@ while time.monotonic() < end and os.getppid() == parent:
 
 
 class Training(BenchmarkTarget):
-    """The trainer's loop: a batch from the reader, a step, figures every 50 steps. No evaluation, no checkpoint."""
+    """Training loop without evaluations and checkpoints."""
 
     def __init__(self, data: str, run_dir: str, batch_size: int, num_threads: int) -> None:
         super().__init__()
@@ -90,7 +83,7 @@ class Training(BenchmarkTarget):
         return {"actions": list(self.actions)}
 
     def set_threads(self, num_threads: int) -> None:
-        """The config has said how many."""
+        """Ignore the number, which is part of the config."""
 
     def barrier(self) -> None:
         self._world.barrier()
@@ -107,12 +100,12 @@ class Training(BenchmarkTarget):
 
 @dataclass
 class Rates:
-    """Samples a second, window by window."""
+    """Samples per second in each window."""
 
     quiet: list[float] = field(default_factory=list)
     busy: list[float] = field(default_factory=list)
     disturbed: int = 0
-    """Quiet windows in which others used the processors all the same."""
+    """Number of quiet windows in which other programs used the processors."""
 
 
 def main() -> None:
@@ -136,7 +129,6 @@ def main() -> None:
 
 
 def make_data(folder: Path) -> Path:
-    """100,000 rows in the shape of Criteo's, prepared."""
     command = [sys.executable, "-m", "meseta.cli.main"]
     synth = ["data", "synth", "--out", str(folder / "raw"), "--rows", "120000", "--files", "6", "--scale", "0.01"]
     prepare = ["prepare", str(folder / "raw" / "*.tsv"), "--out", str(folder / "data")]
@@ -149,7 +141,7 @@ def make_data(folder: Path) -> Path:
 def measure(
     data: Path, layout: tuple[int, int], batch_size: int, num_rounds: int, window_s: float
 ) -> Mapping[str, Rates]:
-    """Windows of every policy in turns: all of them quiet, then all of them beside the loops, and again."""
+    """Time windows of all policies alternately, first all quiet ones, then all busy ones."""
     num_ranks, num_threads = layout
     rates = {name: Rates() for name in POLICIES}
     with ExitStack() as stack:
@@ -184,7 +176,7 @@ def measure(
 
 
 def num_calls(team: WorkerGroup, num_threads: int, window_s: float) -> int:
-    """Steps that fill a window; warms up on the way."""
+    """Return the number of steps in a window."""
     calls = 4
     while True:
         spent_s = calls * team.time("step", calls, num_threads).seconds_per_call
@@ -194,7 +186,7 @@ def num_calls(team: WorkerGroup, num_threads: int, window_s: float) -> int:
 
 
 def quiet_window(team: WorkerGroup, calls: int, num_threads: int, batch_size: int) -> tuple[float, bool]:
-    """Samples a second in a window in which nobody else used the processors; in the quietest where there is none."""
+    """Return (samples/s, whether the window was quiet) of the quietest window."""
     windows = []
     time.sleep(SETTLE_S)
     while not windows or (windows[-1].background_load > MAX_OTHERS and len(windows) <= NUM_RETRIES):
@@ -205,7 +197,7 @@ def quiet_window(team: WorkerGroup, calls: int, num_threads: int, batch_size: in
 
 @contextmanager
 def busy_loops() -> Iterator[list[subprocess.Popen[bytes]]]:
-    """A loop bound to each core that this process may use, stopped until `going_on`."""
+    """Context manager that starts a loop on each core, stopped until `going_on`."""
     loops: list[subprocess.Popen[bytes]] = []
     try:
         for core in sorted(os.sched_getaffinity(0)):
@@ -220,7 +212,7 @@ def busy_loops() -> Iterator[list[subprocess.Popen[bytes]]]:
 
 @contextmanager
 def going_on(loops: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
-    """The loops run inside."""
+    """Context manager that runs the loops."""
     for loop in loops:
         loop.send_signal(signal.SIGCONT)
     time.sleep(0.3)  # their interpreters have started, too
@@ -232,7 +224,7 @@ def going_on(loops: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
 
 
 def report(layout: tuple[int, int], batch_size: int, least: float, rates: Mapping[str, Rates]) -> list[str]:
-    """Print and record the figures of a case; a line for each that is too low."""
+    """Print and record the results of a case. Returns a line for each missed requirement."""
     case = f"{layout[0]} x {layout[1]}, batches of {batch_size}"
     quiet, busy = (
         {name: statistics.median(getattr(r, kind)) for name, r in rates.items()} for kind in ("quiet", "busy")
@@ -250,9 +242,9 @@ def report(layout: tuple[int, int], batch_size: int, least: float, rates: Mappin
     disturbed = sum(r.disturbed for r in rates.values())
     if disturbed:
         print(f"{case}: others used the processors in {disturbed} of the quiet windows")
-    missed = [f"{case}: {beside:.3f} of spinning threads' speed when quiet, {QUIET} wanted"] if beside < QUIET else []
+    missed = [f"{case}: {beside:.3f} of spinning threads' speed when quiet, below {QUIET}"] if beside < QUIET else []
     if kept[OURS] < least:
-        missed.append(f"{case}: {kept[OURS]:.3f} of its own quiet speed beside loops, {least} wanted")
+        missed.append(f"{case}: {kept[OURS]:.3f} of its quiet speed during loops, below {least}")
     return missed
 
 

@@ -1,13 +1,10 @@
-"""Durable save and cold load of one table with optimizer state, beside torch.save, torch.distributed.checkpoint, numpy.
+"""Compare durable saves and cold loads with torch.save, torch.distributed.checkpoint and numpy.
 
     python benchmarks/bench_checkpoint.py [size_mb]
 
-Everything is written to the directory for temporary files (TMPDIR), which should be a disk and not memory. A save ends
-when the data are on the disk (fsync), a load begins with none of them in memory (posix_fadvise). Ours also takes and
-checks SHA-256 sums, which the peers do not. "held up" is how long training waits for a save in the background: the time
-of the copy, the first time and with its memory at hand; torch's own, async_save, stands beside it. Runs the correctness
-test first and reports nothing when it fails. "the disk alone" is the limit: as many bytes by direct transfers of 16 MB,
-two at a time, in the same turns. Appends to benchmarks/results.csv.
+Files are written to TMPDIR, which should be on a disk. Saves end with fsync, loads start with an empty page cache. Only
+Meseta computes and verifies SHA-256. "held up" is the pause of training by a background save. "the disk alone" is the
+limit: direct transfers of 16 MB, two at a time.
 """
 
 import itertools
@@ -76,9 +73,9 @@ def main() -> None:
     num_mb = sum(t.numel() * t.element_size() for t in tensors.values()) / 1e6
     case = f"{num_mb:.0f} MB, {spec.num_embeddings} x {WIDTH}"
     for (metric, ours), peer in itertools.product(times["meseta"].items(), PEERS):
-        theirs = times[peer][metric]
-        wall = {"value": num_mb / ours.wall_s, "unit": "MB/s", "peer_value": num_mb / theirs.wall_s}
-        cpu = {"value": ours.cpu_s, "unit": "s", "peer_value": theirs.cpu_s}
+        peer_spent = times[peer][metric]
+        wall = {"value": num_mb / ours.wall_s, "unit": "MB/s", "peer_value": num_mb / peer_spent.wall_s}
+        cpu = {"value": ours.cpu_s, "unit": "s", "peer_value": peer_spent.cpu_s}
         for name, figures in ((metric, wall), (f"{metric}, processor", cpu)):
             if figures is cpu and peer == DISK:
                 continue  # it makes nothing of the bytes
@@ -90,21 +87,20 @@ def main() -> None:
 
 @dataclass(frozen=True)
 class Spent:
-    """What one save or load took; on a busy machine the processor's seconds say more."""
+    """Duration of a save or load."""
 
     wall_s: float
     cpu_s: float
 
 
 def measure(action: Callable[[Path], None], path: Path) -> Spent:
-    """Run once."""
     wall, cpu = time.perf_counter(), time.process_time()
     action(path)
     return Spent(time.perf_counter() - wall, time.process_time() - cpu)
 
 
 def race(methods: dict[str, tuple[Callable, Callable]], folder: Path) -> dict[str, dict[str, Spent]]:
-    """Medians of saving and of loading, by method; interleaved, ours first, each save on a fresh path."""
+    """Return median durations of saving and loading by method."""
     runs: dict[str, list[tuple[Spent, Spent]]] = {name: [] for name in methods}
     for _ in range(NUM_ROUNDS):
         for name, (write, read) in methods.items():
@@ -126,7 +122,6 @@ def race(methods: dict[str, tuple[Callable, Callable]], folder: Path) -> dict[st
 
 
 def forget(path: Path) -> None:
-    """Drop the files from the page cache."""
     for file in path.rglob("*"):
         if file.is_file():
             with file.open("rb") as opened:
@@ -138,14 +133,14 @@ def save_ours(path: Path, plan: Plan, shard: TableShard) -> None:
 
 
 def load_ours(path: Path, shard: TableShard) -> None:
-    """Into the table itself: its sums are checked, so it stays what it was."""
+    """Load into the table itself, whose content is equal."""
     load(path / "step-000000001", world=World.single(), shards=[shard])
 
 
 def race_in_background(
     folder: Path, plan: Plan, shard: TableShard, tensors: dict[str, Tensor]
 ) -> dict[str, tuple[float, float]]:
-    """Seconds, (ours, torch's), until training may go on: of the first save, and the median of later ones."""
+    """Return the seconds of (ours, torch) for which saves stop training: of the first, and the median of later ones."""
     background = BackgroundSaver(World.single())
     known = {"step": 1, "plan": plan, "state": {}, "then": lambda world: None}
     waits: list[tuple[float, float]] = []
@@ -165,12 +160,11 @@ def race_in_background(
 
 
 def save_distributed(path: Path, tensors: dict[str, Tensor]) -> None:
-    """With two threads, the fastest here; it syncs its files."""
+    """Save with two threads, which is fastest here. The writer syncs its files."""
     dcp.save(tensors, storage_writer=dcp.FileSystemWriter(path, thread_count=2))
 
 
 def load_distributed(tensors: dict[str, Tensor], path: Path) -> None:
-    """Into tensors of the same shapes, as it must."""
     dcp.load({name: torch.empty_like(tensor) for name, tensor in tensors.items()}, checkpoint_id=path)
 
 
@@ -197,7 +191,7 @@ def load_numpy(path: Path) -> None:
 
 
 def write_alone(num_bytes: int, path: Path) -> None:
-    """Bytes that nobody made, past the page cache."""
+    """Write directly, without the page cache."""
     path.mkdir()
 
     def write(part: int) -> None:

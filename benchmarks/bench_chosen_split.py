@@ -1,13 +1,10 @@
-"""A figure that chose is flattered: the same small runs choose their best weights on valid, and on test.
+"""Measure the bias of a metric by which weights were selected, on the validation and on the test split.
 
     python benchmarks/bench_chosen_split.py [num_seeds]
 
-A planted overfit: a weak law of two columns, and a column of rare ids that a high rate learns by heart, so that
-evaluations of a few hundred rows go up and down by chance. Each seed makes its own rows and trains twice, equally but
-for the split that chooses among some forty evaluations (train.finish=best, by the AUC). The test figure of the weights
-so chosen is held against theirs on 20,000 rows of the same law that nothing has looked at. With a split valid the mean
-difference should be 0, and its 95% interval (Student's t over the seeds) should hold 0; without one it should not.
-Everything runs in this process, on one thread, in a temporary folder; a seed gives the same figures each time.
+The model overfits a column of rare ids, so that evaluations of a few hundred rows vary by chance. Each seed trains
+twice, selecting among forty evaluations by the AUC on `valid` or on `test`. The test AUC of these weights is compared
+with their AUC on 20,000 untouched rows. A seed always gives the same result.
 """
 
 import json
@@ -42,7 +39,7 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class Chosen:
-    """The AUC of the best weights of one run."""
+    """AUC of the best weights of one run."""
 
     step: int
     test: float
@@ -50,12 +47,12 @@ class Chosen:
 
     @property
     def flattery(self) -> float:
-        """By how much the test figure is above that of rows that nothing has looked at."""
+        """Difference between the test AUC and the AUC of untouched rows."""
         return self.test - self.untouched
 
 
 def write_rows(path: Path, num_rows: int, draw: np.random.Generator) -> None:
-    """A log of a weak law: two columns of eight values say a little, a column of 400 ids says nothing."""
+    """Write rows in which two columns have a weak effect, and a column of 400 ids has none."""
     first, second = draw.integers(0, 8, num_rows), draw.integers(0, 8, num_rows)
     logit = 0.25 * ((first - 3.5) / 2.3 + (second - 3.5) / 2.3)
     columns = {
@@ -69,8 +66,7 @@ def write_rows(path: Path, num_rows: int, draw: np.random.Generator) -> None:
 
 
 def prepare_rows(folder: Path, seed: int) -> dict[str, Path]:
-    """The same prepared rows twice, by the split that chooses: with the split valid, and without it. Both have a split
-    'untouched' too, which no run knows of."""
+    """Prepare the rows with a split 'valid' and without it. Both datasets also have a split 'untouched'."""
     draw = np.random.default_rng(seed)
     folder.mkdir(parents=True)
     for name, num_rows in NUM_ROWS.items():
@@ -101,7 +97,7 @@ def prepare_rows(folder: Path, seed: int) -> dict[str, Path]:
 
 
 def settings(data: Path, run_dir: Path, seed: int) -> RunConfig:
-    """Some forty evaluations of a model that learns by heart."""
+    """Return the config of a model that overfits, with about forty evaluations."""
     document: dict[str, Any] = {
         "run_dir": str(run_dir),
         "seed": seed,
@@ -124,7 +120,7 @@ def settings(data: Path, run_dir: Path, seed: int) -> RunConfig:
 
 
 def choose(data: Path, run_dir: Path, seed: int) -> Chosen:
-    """Train, end with the best weights, and look at the rows that nothing has looked at."""
+    """Train, and evaluate the best weights on untouched rows."""
     test = Trainer(settings(data, run_dir, seed), World.single()).run()[TEST]
     trained = load_trained(run_dir, "untouched", World.single())
     assert trained.step == test["step"]
@@ -133,7 +129,6 @@ def choose(data: Path, run_dir: Path, seed: int) -> Chosen:
 
 
 def trial(folder: Path, seed: int) -> dict[str, Chosen]:
-    """One seed, by the split that chose; its files are gone afterwards."""
     place = folder / f"seed-{seed}"
     data = prepare_rows(place, seed)
     chosen = {split: choose(data[split], place / f"run-{split}", seed) for split in CHOOSERS}
@@ -142,14 +137,13 @@ def trial(folder: Path, seed: int) -> dict[str, Chosen]:
 
 
 def interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """Mean of independent values, and the ends of its 95% interval by Student's t."""
+    """Return (mean, lower end, upper end) of the 95 % interval."""
     mean, error = float(np.mean(values)), float(np.std(values, ddof=1)) / math.sqrt(len(values))
     reach = float(stats.t.ppf(0.5 + CONFIDENCE / 2, len(values) - 1)) * error
     return mean, mean - reach, mean + reach
 
 
 def lines(trials: Sequence[dict[str, Chosen]]) -> list[str]:
-    """A table, one row per way to choose."""
     table = [
         "| chosen on | test AUC | AUC of 20,000 untouched rows | test - untouched | 95% interval | holds 0 |",
         "| --- | --- | --- | --- | --- | --- |",
@@ -170,8 +164,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="meseta-chosen-") as folder:
         for seed in range(num_seeds):
             trials.append(trial(Path(folder), seed))
-            told = ", ".join(f"on {split} {run.flattery:+.4f}" for split, run in trials[-1].items())
-            print(f"seed {seed}: test less untouched, chosen {told}", file=sys.stderr, flush=True)
+            summary = ", ".join(f"on {split} {run.flattery:+.4f}" for split, run in trials[-1].items())
+            print(f"seed {seed}: test less untouched, chosen {summary}", file=sys.stderr, flush=True)
     print("\n".join(lines(trials)))
 
 

@@ -1,13 +1,10 @@
-"""Predicted against measured seconds of lookup, update and collectives, on tasks that no fit has seen.
+"""Compare predicted with measured seconds of lookup, update and collectives, on tasks that were not used for fitting.
 
     python benchmarks/bench_cost_model.py [cost.yaml [num_tasks]]
 
-Without a cost model, one is calibrated first. Tasks are those of meseta.measure.calibrate.tasks: 10 to 60 tables of
-random widths and rows, with reuse like production's. Their tables are dealt out to four devices at random; the pieces
-of every device are timed alone, in five rounds in turns, and so are collectives of random sizes between two processes.
-Figures are errors of the prediction against the median of the rounds, in percent; beside them how far single rounds lie
-from that median. Where the cost model has networks, they are judged beside its constants. Runs the correctness test
-first and reports nothing when it fails. Appends to benchmarks/results.csv.
+Without a cost model, one is calibrated. Tables of random tasks are assigned to four devices at random, and each device
+is timed alone, in five alternating rounds. Errors are relative to the median of the rounds. Networks are compared with
+constants if the cost model has any.
 """
 
 import statistics
@@ -39,7 +36,7 @@ NUM_EXCHANGES = 12
 
 @dataclass
 class Case:
-    """Something that is predicted, and measured round by round."""
+    """Predicted quantity with its measurements."""
 
     kind: str
     predicted_s: float
@@ -55,8 +52,8 @@ class Case:
 
     @property
     def spread(self) -> float:
-        """Median distance of a round from the median."""
-        return statistics.median(abs(own / self.median_s - 1.0) for own in self.measured_s)
+        """Median relative distance of a measurement from the median."""
+        return statistics.median(abs(seconds / self.median_s - 1.0) for seconds in self.measured_s)
 
 
 def main() -> None:
@@ -66,17 +63,16 @@ def main() -> None:
     num_tasks = int(sys.argv[2]) if len(sys.argv) > 2 else 10
     cases = [*operator_cases(model, num_tasks), *exchange_cases(model)]
     for kind in dict.fromkeys(case.kind for case in cases):
-        own = [case for case in cases if case.kind == kind]
-        errors, spread = [case.error for case in own], 100 * statistics.median(case.spread for case in own)
+        of_kind = [case for case in cases if case.kind == kind]
+        errors, spread = [case.error for case in of_kind], 100 * statistics.median(case.spread for case in of_kind)
         for metric, share in (("median error", 50), ("95th percentile", 95)):
             value = 100 * float(np.percentile(errors, share))
-            record("cost_model", f"{kind}, {len(own)} cases", metric, value, "%", peer="repeats", peer_value=spread)
-        ranks = np.argsort(np.argsort([[case.predicted_s, case.median_s] for case in own], axis=0), axis=0)
+            record("cost_model", f"{kind}, {len(of_kind)} cases", metric, value, "%", peer="repeats", peer_value=spread)
+        ranks = np.argsort(np.argsort([[case.predicted_s, case.median_s] for case in of_kind], axis=0), axis=0)
         print(f"{kind}: rank correlation {np.corrcoef(ranks.T)[0, 1]:.3f}")
 
 
 def calibrated() -> CostModel:
-    """By `meseta calibrate`, as users run it."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "cost.yaml"
         subprocess.run([sys.executable, "-m", "meseta.cli.main", "calibrate", "--out", str(out)], check=True)
@@ -84,7 +80,7 @@ def calibrated() -> CostModel:
 
 
 def dealt(task: ShardingTask) -> list[RankShards]:
-    """Whole tables, each to a random device that has room for it; tables that no device has room for are left out."""
+    """Assign whole tables to random devices with enough memory. Tables without such a device are omitted."""
     random, left = np.random.default_rng(task.seed), [0.95 * DEVICE_BYTES] * NUM_DEVICES
     hands: list[list[tuple[int, tuple[int, int], tuple[int, int]]]] = [[] for _ in left]
     for number, table in enumerate(task.tables):
@@ -98,34 +94,34 @@ def dealt(task: ShardingTask) -> list[RankShards]:
 
 
 def operator_cases(model: CostModel, num_tasks: int) -> list[Case]:
-    """Two cases for each device of each task: lookup and update."""
+    """Measure lookup and update of each device of each task."""
     tasks = [random_task(seed) for seed in range(FIRST_SEED, FIRST_SEED + num_tasks)]
     ranks = [(task, hand) for task in tasks for hand in dealt(task)]
     cases: list[list[tuple[Case, Case]]] = []
     for task, hand in ranks:
-        own = ShardTimings(task, hand, 1.0, 1.0)
-        predicted = [(name, predict_rank(own, one)) for name, one in judged(model)]
+        timings = ShardTimings(task, hand, 1.0, 1.0)
+        predicted = [(name, predict_rank(timings, one)) for name, one in judged(model)]
         cases.append([(Case(f"lookup{name}", pair[0]), Case(f"update{name}", pair[1])) for name, pair in predicted])
     arguments = {"memory_bytes": DEVICE_BYTES}
     member = TargetSpec(name="operators", target_class=ShardTimer, arguments=arguments)
     with WorkerGroup(member) as team:
         for _ in range(NUM_ROUNDS):
             for (task, hand), pairs in zip(ranks, cases, strict=True):
-                found = measure_shards(team, task, hand, model.num_threads)
+                timing = measure_shards(team, task, hand, model.num_threads)
                 for lookup, update in pairs:
-                    lookup.measured_s.append(found.lookup_s)
-                    update.measured_s.append(found.update_s)
+                    lookup.measured_s.append(timing.lookup_s)
+                    update.measured_s.append(timing.update_s)
     return [case for pairs in cases for pair in pairs for case in pair]
 
 
 def judged(model: CostModel) -> list[tuple[str, CostModel]]:
-    """The constants alone, and with the networks where the cost model has any."""
+    """Return the cost model without networks, and with them if it has any."""
     networks = [] if model.neural is None else [(" with networks", model)]
     return [("", replace(model, neural=None)), *networks]
 
 
 def exchange_cases(model: CostModel) -> list[Case]:
-    """Collectives between two processes; random bytes, log-uniform."""
+    """Measure collectives of random sizes between two processes."""
     random, nothing = np.random.default_rng(FIRST_SEED), np.zeros(2)
     sizes = np.exp(random.uniform(np.log(8e3), np.log(3e7), NUM_EXCHANGES)).astype(int)
     cases = []
@@ -134,8 +130,8 @@ def exchange_cases(model: CostModel) -> list[Case]:
             sent = np.full(2, float(size))
             reduces = kind == "all_reduce"
             exchange = Collective(kind, "backward", sent, nothing, sent, nothing, reduces=reduces)
-            own = [Case(f"{kind}{name}", predict_collective(exchange, one)) for name, one in judged(model)]
-            cases.append((kind, size, own))
+            variants = [Case(f"{kind}{name}", predict_collective(exchange, one)) for name, one in judged(model)]
+            cases.append((kind, size, variants))
     member = TargetSpec(
         name="collectives",
         target_class=CollectiveTimer,
@@ -145,11 +141,11 @@ def exchange_cases(model: CostModel) -> list[Case]:
     )
     with WorkerGroup(member) as team:
         for _ in range(NUM_ROUNDS):
-            for kind, size, own in cases:
+            for kind, size, variants in cases:
                 seconds = team.call("time_collective", kind=kind, num_bytes=size, num_rounds=NUM_CALLS)
-                for case in own:
+                for case in variants:
                     case.measured_s.append(seconds)
-    return [case for _, _, own in cases for case in own]
+    return [case for _, _, variants in cases for case in variants]
 
 
 if __name__ == "__main__":

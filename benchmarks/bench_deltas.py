@@ -1,20 +1,17 @@
-"""Checkpoints that hold the rows that have changed, beside whole ones and PyTorch's.
+"""Compare checkpoints of changed rows with full ones and PyTorch.
 
     python benchmarks/bench_deltas.py bytes [--rows 2000000] [--widths 64,16] [--bits exact,8,4,3,2] [--max-chain 8]
     python benchmarks/bench_deltas.py time [--gigabytes 2] [--turns 5]
     python benchmarks/bench_deltas.py beside [--gigabytes 2] [--seconds 30] [--turns 5] [--bits exact]
     python benchmarks/bench_deltas.py marks [--workloads b_uni,c,a64_2k] [--turns 200] [--threads 2]
 
-Parts:
-- bytes: what 24 checkpoints write, and hold at most with the one being written, keep_last 2, where 22 % of the rows are
-  touched between two (Zipf 1.05); seen from outside, file by file, beside whole checkpoints.
-- time: a delta of 20 % of the rows beside our whole save, torch.distributed.checkpoint and its async_save: until it is
-  durable, and until training may go on; memory beside the table for each byte copied; a cold load of a chain of eight,
-  exact and in 4 bits, beside one of a whole checkpoint. In turns; medians.
-- beside: training with a rolling delta every so many seconds, and without, in windows that alternate.
-- marks: a step of the embedding operators with marks of changed rows, and without, in windows that alternate.
+- bytes: bytes of 24 checkpoints with keep_last 2, written and stored at most, if 22 % of the rows change in between.
+- time: seconds of a delta of 20 % of the rows until it is durable and until training continues, and a cold load of a
+  chain of eight, exact and in 4 bits.
+- beside: training with a rolling delta every --seconds, and without.
+- marks: a step of the embedding operators with change marks, and without.
 
-Appends to benchmarks/results.csv. Exits with 1 where a part misses what it must reach: see the parts.
+The exit code is 1 if a requirement is missed.
 """
 
 from __future__ import annotations
@@ -41,23 +38,36 @@ def main() -> None:
     parser.add_argument("--max-chain", type=int, default=8)
     parser.add_argument("--gigabytes", type=float, default=2.0, help="of a table")
     parser.add_argument("--turns", type=int, help="200 for marks, else 5")
-    parser.add_argument("--seconds", type=float, default=30.0, help="between two deltas beside training")
+    parser.add_argument("--seconds", type=float, default=30.0, help="between two deltas during training")
     parser.add_argument("--workloads", default="b_uni,c,a64_2k", help="of `meseta bench ops`, for marks")
     parser.add_argument("--threads", type=int, default=2, help="of steps, for marks")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "deltas")
     parser.add_argument("--no-record", action="store_true", help="leave benchmarks/results.csv as it is")
-    told = parser.parse_args()
-    keep, widths, bits = not told.no_record, tuple(map(int, told.widths.split(","))), tuple(told.bits.split(","))
-    turns = told.turns or (200 if told.part == "marks" else 5)
-    if told.part == "bytes":
-        options = BytesOptions(told.folder, told.rows, widths, bits, told.intervals, told.share, told.max_chain, keep)
+    arguments = parser.parse_args()
+    keep, widths, bits = (
+        not arguments.no_record,
+        tuple(map(int, arguments.widths.split(","))),
+        tuple(arguments.bits.split(",")),
+    )
+    turns = arguments.turns or (200 if arguments.part == "marks" else 5)
+    if arguments.part == "bytes":
+        options = BytesOptions(
+            arguments.folder,
+            arguments.rows,
+            widths,
+            bits,
+            arguments.intervals,
+            arguments.share,
+            arguments.max_chain,
+            keep,
+        )
         sys.exit(not measure_bytes(options))
-    if told.part == "marks":
-        sys.exit(not measure_marks(told.workloads.split(","), turns, told.threads, keep))
-    if told.part == "beside":
-        beside = BesideOptions(told.folder, told.gigabytes, told.seconds, turns, told.bits, keep)
+    if arguments.part == "marks":
+        sys.exit(not measure_marks(arguments.workloads.split(","), turns, arguments.threads, keep))
+    if arguments.part == "beside":
+        beside = BesideOptions(arguments.folder, arguments.gigabytes, arguments.seconds, turns, arguments.bits, keep)
         sys.exit(not measure_beside(beside))
-    sys.exit(not measure_times(TimeOptions(told.folder, told.gigabytes, turns, keep)))
+    sys.exit(not measure_times(TimeOptions(arguments.folder, arguments.gigabytes, turns, keep)))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,8 @@
-"""The map from keys to slots on a CPU: keys a second, beside numpy's sorted search, a dict, and what memory allows.
+"""Compare the index from keys to slots with sorted search, a dict and the limit of memory, in keys per second.
 
     python benchmarks/bench_directory.py [--keys 4000000] [--batch 100000] [--threads 2] [--no-record]
 
-Keys are random 64-bit numbers, and so is their order. The limit is a bare loop that reads 16 bytes at random places of
-as many bytes as the directory has, on as many threads, with the prefetch that is best there. Appends to
-benchmarks/results.csv.
+Keys are random 64-bit numbers. The limit is a loop that reads 16 bytes at random positions of as much memory.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ NUM_TURNS = 7
 
 
 def limit_rate(num_bytes: int, num_keys: int, num_threads: int) -> float:
-    """Random reads of 16 bytes a second."""
+    """Return random reads of 16 bytes per second."""
     table = torch.zeros(num_bytes // 16, 4)
     ids = np.random.default_rng(2).integers(0, len(table), num_keys)
     ways = best_prefetches([table], ids, [0, num_keys], num_threads)
@@ -35,16 +33,16 @@ def main() -> None:
     for name, default in (("keys", 4_000_000), ("batch", 100_000), ("threads", 2)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--no-record", action="store_true", help="leave benchmarks/results.csv as it is")
-    told = parser.parse_args()
-    torch.set_num_threads(told.threads)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
     random = np.random.default_rng(1)
-    keys = np.unique(random.integers(-(2**62), 2**62, told.keys + told.batch))
+    keys = np.unique(random.integers(-(2**62), 2**62, options.keys + options.batch))
     random.shuffle(keys)
-    there, others = keys[: -told.batch], torch.from_numpy(keys[-told.batch :].copy())
-    directory = SlotMap(len(there) + told.batch)
+    there, others = keys[: -options.batch], torch.from_numpy(keys[-options.batch :].copy())
+    directory = SlotMap(len(there) + options.batch)
     directory.insert(torch.from_numpy(there), torch.arange(len(there)))
-    asked = torch.from_numpy(random.choice(there, told.batch, replace=False))
-    slots, ordered = torch.arange(len(there), len(there) + told.batch), np.sort(there)
+    asked = torch.from_numpy(random.choice(there, options.batch, replace=False))
+    slots, ordered = torch.arange(len(there), len(there) + options.batch), np.sort(there)
     table, listed = dict(zip(there.tolist(), range(len(there)), strict=True)), asked.tolist()
 
     def renew() -> None:
@@ -61,13 +59,13 @@ def main() -> None:
         },
         NUM_TURNS,
     )
-    rates = {name: told.batch / best for name, best in seconds.items()}
-    rates["limit of memory"] = limit_rate(directory.num_bytes(), told.batch, told.threads)
-    print(f"{len(there)} keys, {directory.num_bytes() / len(there):.1f} bytes each; {told.threads} threads")
+    rates = {name: options.batch / best for name, best in seconds.items()}
+    rates["limit of memory"] = limit_rate(directory.num_bytes(), options.batch, options.threads)
+    print(f"{len(there)} keys, {directory.num_bytes() / len(there):.1f} bytes each; {options.threads} threads")
     for name, rate in rates.items():
         print(f"{name:20} {rate / 1e6:8.1f} M keys/s")
-    case = f"{told.keys / 1e6:g} M keys, {told.batch} a batch, {told.threads} threads"
-    for metric in () if told.no_record else ("find", "find absent", "insert and remove"):
+    case = f"{options.keys / 1e6:g} M keys, {options.batch} a batch, {options.threads} threads"
+    for metric in () if options.no_record else ("find", "find absent", "insert and remove"):
         for peer in ("numpy searchsorted", "dict", "limit of memory"):
             record("directory", case, metric, rates[metric], "keys/s", peer=peer, peer_value=rates[peer])
 

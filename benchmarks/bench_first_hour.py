@@ -1,20 +1,16 @@
-"""What one command reaches on a log that nobody prepared for it, beside what a day of tuning reaches.
+"""Compare one command on an unprepared log with tuning.
 
     python benchmarks/bench_first_hour.py [--logs few_rows,pairs] [--seeds 3] [--again command] [--done]
 
-Eight planted laws (planted_logs.py), three seeds each, 100,000 test rows. Of each log the test AUC of
-- `meseta train --data train.csv --test-files test.csv`, and nothing else;
-- the same with what that command chose before: DLRM 512-256-64, rows from 1/sqrt(rows), row-wise Adagrad at 0.01, one
-  epoch;
-- the best of a grid of hashed logistic regressions, chosen on the valid split;
-- the best of 20 settings drawn by chance (model, widths, rates, dropout, penalty, batch, hashes or a vocabulary), with
-  the schema of one who knows the law, chosen on the valid split;
+Eight planted laws (planted_logs.py), three seeds each, 100,000 test rows. The table has the test AUC of
+- `meseta train --data train.csv --test-files test.csv`;
+- the same with former defaults: DLRM 512-256-64, rows from 1/sqrt(rows), row-wise Adagrad at 0.01, one epoch;
+- the best of a grid of hashed logistic regressions, selected on the validation split;
+- the best of 20 random settings with a correct schema, selected on the validation split;
 - the true probabilities.
 
-Prints a table, in Markdown. What is done is kept in benchmarks/first_hour.json, with the commit and the processor that
-it ran on, so that the same command goes on where it was cut off, on another machine too; `--again command` runs what
-the command reaches anew, after its defaults have changed, and `--done` shows what is there. Four hours on two cores in
-all.
+Results are stored in benchmarks/first_hour.json, and the same command continues with missing ones. `--again command`
+repeats the runs of the command, and `--done` shows stored results. It takes four hours on two cores.
 """
 
 from __future__ import annotations
@@ -33,9 +29,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kept import Kept
 from planted_logs import LOGS, PlantedLog, WrittenLog, write_log
 from record import ROOT
+from result_store import ResultStore
 
 from meseta.comm import World
 from meseta.config import read_config_document, validate_document
@@ -46,7 +42,7 @@ from meseta.train.trainer import Trainer
 
 NUM_SETTINGS, NUM_SEEDS = 20, 3
 LIMIT, MEAN_LIMIT = 0.01, 0.005
-"""How far below the sweep's best a log may end, and all of them on average."""
+"""Maximum difference to the best setting of the sweep, for each log and on average."""
 LARGE_ROWS = 500_000
 OLD = ("model.name=dlrm", "model.embedding_dim=16", "model.bottom_mlp=[512,256,64]", "model.top_mlp=[512,256]",
        "model.dropout=0", "embedding.init.scale=null", "embedding.init.kind=uniform", "embedding.optimizer.lr=0.01",
@@ -55,8 +51,7 @@ Settings = Mapping[str, Any]
 
 
 def settings(number: int) -> tuple[Settings, int | None]:
-    """Setting `number` of the sweep by key, and the least count of its vocabulary, None for hashes; the same for all
-    logs and seeds."""
+    """Return a random setting and the minimum count of its vocabulary, which is `None` for hashing."""
     draw = random.Random(f"first hour {number}")
     model = draw.choice(["deepfm", "dlrm", "dlrm_dcnv2", "wide_deep"])
     widths = draw.choice([[64, 32], [128, 64], [256, 128]])
@@ -80,7 +75,6 @@ def settings(number: int) -> tuple[Settings, int | None]:
 
 
 def linear(number: int) -> Settings:
-    """Setting `number` of the grid of logistic regressions."""
     rate, penalty = [(rate, penalty) for rate in (0.02, 0.1, 0.5) for penalty in (0.0, 1e-5)][number]
     return {"model.name": "logistic_regression", "embedding.optimizer.lr": rate, "embedding.regularization.l2": penalty}
 
@@ -89,7 +83,7 @@ NUM_LINEAR = 6
 
 
 def one_command(log: WrittenLog, folder: Path, *more: str) -> dict[str, Any]:
-    """The test AUC of the command, as a user calls it."""
+    """Run the command and return its test AUC."""
     start_s = time.perf_counter()
     command = [
         sys.executable,
@@ -112,13 +106,12 @@ def one_command(log: WrittenLog, folder: Path, *more: str) -> dict[str, Any]:
 
 
 class Tuned:
-    """Runs on one log as one prepares it who knows its law."""
+    """Runs with the schema of a person who knows the data."""
 
     def __init__(self, log: PlantedLog, written: WrittenLog, folder: Path, seed: int) -> None:
         self._log, self._written, self._folder, self._seed = log, written, folder, seed
 
     def run(self, chosen: Settings, min_count: int | None) -> dict[str, Any]:
-        """The valid and the test AUC of the best weights."""
         start_s = time.perf_counter()
         data, run_dir = self._prepared(min_count), self._folder / "tuned"
         shutil.rmtree(run_dir, ignore_errors=True)
@@ -158,8 +151,10 @@ class Tuned:
         )
 
 
-def measure(log: PlantedLog, seed: int, kept: Kept, folder: Path, num_rows: int | None = None) -> dict[str, float]:
-    """The test AUCs of one log, by what reached them."""
+def measure(
+    log: PlantedLog, seed: int, store: ResultStore, folder: Path, num_rows: int | None = None
+) -> dict[str, float]:
+    """Return the test AUC by method for one log."""
     place = folder / f"{log.name}-{seed}"
     lines: list[WrittenLog] = []
 
@@ -168,10 +163,10 @@ def measure(log: PlantedLog, seed: int, kept: Kept, folder: Path, num_rows: int 
         return lines[0]
 
     def cell(what: str, make: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
-        found = kept.get(f"{log.name}/{seed}/{what}", make)
-        told = ", ".join(f"{key} {value:.4g}" for key, value in found.items() if isinstance(value, int | float))
-        print(f"{log.name} {seed} {what}: {told}", file=sys.stderr, flush=True)
-        return found
+        cell_values = store.get(f"{log.name}/{seed}/{what}", make)
+        values = ", ".join(f"{key} {value:.4g}" for key, value in cell_values.items() if isinstance(value, int | float))
+        print(f"{log.name} {seed} {what}: {values}", file=sys.stderr, flush=True)
+        return cell_values
 
     def tuned(what: str, number: int, choose: Callable[[int], tuple[Settings, int | None]]) -> Mapping[str, Any]:
         run = lambda: Tuned(log, written(), place, seed).run(*choose(number))  # noqa: E731
@@ -191,7 +186,7 @@ def measure(log: PlantedLog, seed: int, kept: Kept, folder: Path, num_rows: int 
 
 
 def table(rows: Mapping[str, Sequence[Mapping[str, float]]]) -> Iterator[str]:
-    """Means over the seeds, a line per log, and whether what is asked for was reached."""
+    """Yield a table with the mean over seeds for each log."""
     names = ("old defaults", "logistic regression", "one command", "sweep", "best")
     yield "| log | rows | " + " | ".join(names) + " | command - sweep, worst seed |"
     yield "| --- | --- | " + " | ".join("---" for _ in names) + " | --- |"
@@ -199,12 +194,13 @@ def table(rows: Mapping[str, Sequence[Mapping[str, float]]]) -> Iterator[str]:
     by_name = {log.name: log for log in LOGS}
     for name, seeds in rows.items():
         means = " | ".join(f"{statistics.mean(seed[what] for seed in seeds):.4f}" for what in names)
-        own = [seed["one command"] - seed["sweep"] for seed in seeds]
-        gaps += own
-        yield f"| {name} | {by_name[name].num_rows:,} | {means} | {statistics.mean(own):+.4f}, {min(own):+.4f} |"
+        differences = [seed["one command"] - seed["sweep"] for seed in seeds]
+        gaps += differences
+        gap = f"{statistics.mean(differences):+.4f}, {min(differences):+.4f}"
+        yield f"| {name} | {by_name[name].num_rows:,} | {means} | {gap} |"
     yield ""
-    told = f"mean of command - sweep: {statistics.mean(gaps):+.4f} (asked: -{MEAN_LIMIT})"
-    yield f"{told}; worst {min(gaps):+.4f} (-{LIMIT})"
+    mean_gap = f"mean of command - sweep: {statistics.mean(gaps):+.4f} (asked: -{MEAN_LIMIT})"
+    yield f"{mean_gap}; worst {min(gaps):+.4f} (-{LIMIT})"
 
 
 def main() -> None:
@@ -212,16 +208,16 @@ def main() -> None:
     parser.add_argument("--logs", default=",".join(log.name for log in LOGS))
     parser.add_argument("--seeds", type=int, default=NUM_SEEDS)
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "first-hour")
-    parser.add_argument("--again", help="the last word of the names of what runs anew")
+    parser.add_argument("--again", help="the last word of the names of runs to repeat")
     parser.add_argument("--done", action="store_true")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
-    kept = Kept(ROOT / "benchmarks" / "first_hour.json", again=options.again, makes=not options.done)
+    store = ResultStore(ROOT / "benchmarks" / "first_hour.json", again=options.again, makes=not options.done)
     rows: dict[str, list[dict[str, float]]] = {}
     for seed in range(options.seeds):
         for log in (log for log in LOGS if log.name in options.logs.split(",")):
             with contextlib.suppress(KeyError) if options.done else contextlib.nullcontext():
-                rows.setdefault(log.name, []).append(measure(log, seed, kept, options.folder))
+                rows.setdefault(log.name, []).append(measure(log, seed, store, options.folder))
     print("\n".join(table({name: seeds for name, seeds in rows.items() if seeds})))
 
 

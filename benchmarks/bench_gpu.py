@@ -1,10 +1,9 @@
-"""Lookup and fused update on a GPU: the share of its copy bandwidth, and the ratio to nn.EmbeddingBag + torch.optim.
+"""Compare lookup and fused update on a GPU with its copy bandwidth and with nn.EmbeddingBag + torch.optim.
 
     PYTHONPATH=src python benchmarks/bench_gpu.py
 
-Runs the correctness tests of tests/gpu first and reports nothing when they fail. Bytes are those that must move: every
-row that is looked up, every row and state that is updated (read and written), gradients and outputs once, ids twice.
-Appends to benchmarks/results.csv.
+Bytes are the necessary ones: rows that are looked up, rows and states that are updated (read and written), gradients
+and outputs once, ids twice.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ COPY_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class Shape:
-    """All tables alike, ids uniform."""
+    """Shape of equal tables with uniform ids."""
 
     name: str
     num_tables: int
@@ -50,8 +49,6 @@ SHAPES = [
 
 
 class Job:
-    """Tables, batches of ids and gradients of one shape and type of rows, on the device."""
-
     def __init__(self, shape: Shape, dtype: torch.dtype) -> None:
         self.shape, self.dtype = shape, dtype
         self.tables = [
@@ -63,12 +60,10 @@ class Job:
         self.gradient = torch.randn(shape.batch_size, shape.num_tables * shape.dim, device="cuda").mul_(0.01)
 
     def lookup_bytes(self) -> int:
-        """Of one batch."""
         row_bytes = self.shape.dim * self.dtype.itemsize
         return self.batches[0].numel() * (row_bytes + 8) + self.offsets.numel() * 8 + self.gradient.numel() * 4
 
     def update_bytes(self, element_states: int, row_states: int) -> int:
-        """Of the mean batch."""
         ids = torch.stack([batch.view(self.shape.num_tables, -1) for batch in self.batches])
         per_table = [int(table.unique().numel()) for batch in ids for table in batch]
         touched = sum(per_table) // NUM_BATCHES
@@ -77,7 +72,7 @@ class Job:
         return touched * row_bytes + self.gradient.numel() * 4 + self.batches[0].numel() * 16
 
     def update(self, name: str) -> Callable[[int], None]:
-        """One fused update by the batch of this number."""
+        """Return a function that applies the fused update for a batch."""
         optimizer = make_row_optimizer(OptimizerSpec(name=name, lr=0.01))  # type: ignore[arg-type]
         rows = tuple(TableRows(weight=table, state=optimizer.init(table)) for table in self.tables)
         features = tuple(FeatureGradient(f, f, 0, f * self.shape.dim) for f in range(len(rows)))
@@ -91,7 +86,7 @@ class Job:
 
 
 class Peer:
-    """The same tables as nn.EmbeddingBag(sparse=True), one call per table."""
+    """Equal tables as nn.EmbeddingBag(sparse=True)."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -101,10 +96,10 @@ class Peer:
     def lookup(self, number: int) -> None:
         shape = self.job.shape
         ids = self.job.batches[number].view(shape.num_tables, shape.batch_size, shape.bag_size)
-        self.outputs = [bag(own) for bag, own in zip(self.bags, ids, strict=True)]
+        self.outputs = [bag(part) for bag, part in zip(self.bags, ids, strict=True)]
 
     def step(self, name: str) -> Callable[[int], None]:
-        """Forward, backward and optimizer by the batch of this number."""
+        """Return a function that runs forward, backward and optimizer for a batch."""
         kinds = {"sgd": torch.optim.SGD, "rowwise_adagrad": torch.optim.Adagrad, "adam": torch.optim.SparseAdam}
         optimizer = kinds[name]([bag.weight for bag in self.bags], lr=0.01)
         parts = list(self.job.gradient.to(self.job.dtype).split(self.job.shape.dim, dim=1))
@@ -119,7 +114,7 @@ class Peer:
 
 
 def seconds(run: Callable[[int], object]) -> float:
-    """Median of one call, by the device's clock, after two calls for each batch."""
+    """Return the median seconds of a call, measured by the device."""
     times = []
     for number in range(2 * NUM_BATCHES + NUM_ROUNDS):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -132,7 +127,7 @@ def seconds(run: Callable[[int], object]) -> float:
 
 
 def copy_bandwidth() -> float:
-    """Bytes read and written per second by a copy."""
+    """Return the bytes per second that a copy reads and writes."""
     source = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda").random_()
     target = torch.empty_like(source)
     return 2 * COPY_BYTES / seconds(lambda _: target.copy_(source))
@@ -153,13 +148,13 @@ def measure(shape: Shape, dtype: torch.dtype, copy: float) -> None:
     def lookup(number: int) -> Tensor:
         return pooled_lookup(job.tables, job.batches[number], job.offsets)
 
-    ours, theirs = seconds(lookup), seconds(peer.lookup)
-    report(case, "lookup", ours, job.lookup_bytes(), copy, ("nn.EmbeddingBag", theirs))
+    ours, peer_s = seconds(lookup), seconds(peer.lookup)
+    report(case, "lookup", ours, job.lookup_bytes(), copy, ("nn.EmbeddingBag", peer_s))
     for name, element_states, row_states in (("sgd", 0, 0), ("rowwise_adagrad", 0, 1), ("adam", 2, 0)):
         update = job.update(name)
         report(case, f"update {name}", seconds(update), job.update_bytes(element_states, row_states), copy, None)
         if dtype != torch.float32:
-            continue  # torch's optimizers have no 16-bit rows beside float32 state
+            continue  # torch's optimizers have no 16-bit rows with float32 state
         step = seconds(lambda number, update=update: (lookup(number), update(number)))
         names = {"sgd": "SGD", "rowwise_adagrad": "Adagrad", "adam": "SparseAdam"}
         label = f"nn.EmbeddingBag(sparse) + {names[name]}"

@@ -1,9 +1,8 @@
-"""What an all-to-all of gloo makes of the links of benchmarks/hosts: their rate, and what the kernel counts.
+"""Measure an all-to-all of gloo over the links of benchmarks/hosts: its rate, and the kernel's counters.
 
     python benchmarks/bench_hosts.py [--hosts 2] [--ranks 2] [--across 200mbit] [--mb 4] [--page links.html]
 
-Each rank sends `--mb` megabytes to every other one. Prints, and appends to benchmarks/results.csv: payload that left a
-host beside what its ranks sent to others (1 is exact), and the rate that was reached beside that of the link.
+Each rank sends `--mb` megabytes to every other one.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
-"""Criteo's TSV to hashed ids in memory and to Parquet (`meseta prepare`), beside polars' parse of the same file;
-Parquet to batches beside pyarrow, polars and torch's DataLoader, all of which end in tensors, and beside decoding
-alone, which is the limit.
+"""Compare ingestion of Criteo's TSV with polars, and reading of Parquet with pyarrow, polars and torch's DataLoader.
 
     python benchmarks/bench_ingest.py [num_rows [FILE.tsv]]
 
-Default 5,000,000 rows, synthetic, or those of a file again and again, in the directory for temporary files (TMPDIR;
-1.2 GB of text and as much while preparing).
-Every measurement runs in a process of its own, which also tells its peak memory; peers and ours take turns. Runs the
-correctness tests first and reports nothing when they fail. Appends to benchmarks/results.csv.
+By default, 5,000,000 synthetic rows are written to TMPDIR (2.4 GB). Rows of a file are repeated. All readers return
+tensors, and decoding alone is the limit. Every measurement is a separate process, whose peak memory is measured too.
 """
 
 import json
@@ -177,16 +173,17 @@ def main() -> None:
     ):
         report(case, name, ours[0], "rows/s", ("polars read_csv", parsed[0]))
         report(case, f"{name}, peak memory", ours[1], "MB", ("polars read_csv", parsed[1]))
-    for batch_size, found in read.items():
+    for batch_size, timings in read.items():
         for name in ("reader", "reader, shuffled"):
             for peer in (*PEERS, "decoding alone"):
-                report(case, f"{name}, batches of {batch_size}", found[name][0], "rows/s", (peer, found[peer][0]))
+                report(case, f"{name}, batches of {batch_size}", timings[name][0], "rows/s", (peer, timings[peer][0]))
             peer = "pyarrow iter_batches"
-            report(case, f"{name}, batches of {batch_size}, peak memory", found[name][1], "MB", (peer, found[peer][1]))
+            report(
+                case, f"{name}, batches of {batch_size}, peak memory", timings[name][1], "MB", (peer, timings[peer][1])
+            )
 
 
 def read_parquet(data: str, batch_size: int) -> dict[str, tuple[float, float]]:
-    """Rows per second and peak memory of our reader, of its peers, and of decoding alone."""
     readers = {
         name: (READER[0].replace("SHUFFLE", str(shuffle)), READER[1])
         for name, shuffle in (("reader", False), ("reader, shuffled", True))
@@ -197,22 +194,21 @@ def read_parquet(data: str, batch_size: int) -> dict[str, tuple[float, float]]:
 
 
 def take_turns(cases: Sequence[tuple[tuple[str, str], list[str]]]) -> list[tuple[float, float]]:
-    """(median rows per second, highest peak in MB) of each case, over rounds in which all cases take turns."""
+    """Return (median rows/s, maximum peak memory in MB) of each case."""
     results: list[list[tuple[float, float]]] = [[] for _ in cases]
     for _ in range(NUM_ROUNDS):
-        for ((setup, run), arguments), found in zip(cases, results, strict=True):
+        for ((setup, run), arguments), timings in zip(cases, results, strict=True):
             code = MEASURE.format(setup=setup, run=run)
             child = subprocess.run(
                 [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False
             )
             if child.returncode:
                 sys.exit(f"bench_ingest: a measurement failed, nothing is reported\n{child.stderr}")
-            found.append(tuple(json.loads(child.stdout)))
-    return [(statistics.median(r for r, _ in found), max(m for _, m in found)) for found in results]
+            timings.append(tuple(json.loads(child.stdout)))
+    return [(statistics.median(r for r, _ in timings), max(m for _, m in timings)) for timings in results]
 
 
 def report(case: str, metric: str, value: float, unit: str, peer: tuple[str, float]) -> None:
-    """One line of the results."""
     packages = ("pyarrow", "polars", "numpy", "torch")
     record("ingest", case, metric, value, unit, peer=peer[0], peer_value=peer[1], packages=packages)
 

@@ -1,8 +1,6 @@
-"""Exact AUC and all figures of 10 million predictions, beside scikit-learn in the same run.
+"""Compare exact AUC and all metrics of 10 million predictions with scikit-learn.
 
-    python benchmarks/bench_metrics.py [num_samples]
-
-Runs the correctness test first and reports nothing when it fails. Appends to benchmarks/results.csv.
+python benchmarks/bench_metrics.py [num_samples]
 """
 
 import statistics
@@ -39,7 +37,7 @@ def main() -> None:
 
 
 def race(ours: Callable[[], float], peer: Callable[[], float]) -> tuple[float, float]:
-    """Median seconds of each, interleaved; both must give the same figure."""
+    """Return median seconds of both. Exits if their results differ."""
     times: tuple[list[float], list[float]] = ([], [])
     for _ in range(NUM_ROUNDS):
         values = []
@@ -53,7 +51,6 @@ def race(ours: Callable[[], float], peer: Callable[[], float]) -> tuple[float, f
 
 
 def report(metric: str, case: str, ours_s: float, peer_s: float, peer: str) -> None:
-    """One line of the results."""
     record("metrics", case, metric, ours_s, "s", peer=peer, peer_value=peer_s, packages=("numpy", "scikit-learn"))
 
 

@@ -1,12 +1,9 @@
-"""Samples a second of the interaction models in training, beside the same models in torch's modules.
+"""Compare training of the interaction models with the same models in torch modules.
 
     python benchmarks/bench_models.py [--quick] [--device cuda] [--batch 2048] [MODEL ...]
 
-Criteo's 26 tables of 16 columns, 13 dense inputs, 2,048 samples, two threads, SGD; ours through `Pipeline` as
-`meseta train` has it, in float32 and bfloat16, and torch's with an nn.EmbeddingBag(sparse=True) per table. Both start
-from the same weights and must have the same logits. Steps of all three in turns, in one process; the median counts.
-On a GPU torch's batches lie in pinned memory, ours do not, and the time of a turn, which ends when the device has
-ended, is divided.
+Criteo's 26 tables of 16 columns, two threads, SGD. Both start from equal weights and must have equal logits. Steps
+alternate in one process. On a GPU, torch's batches are in pinned memory, and whole turns are timed.
 """
 
 from __future__ import annotations
@@ -37,12 +34,9 @@ from meseta.spec.tables import DenseDtype
 
 LR, FILL = 0.001, 0.01
 ROUNDS, STEPS = 15, 6
-"""Turns, and steps of one."""
 
 
 class PlainTraining:
-    """A model of torch's modules with its tables, and its optimizer."""
-
     def __init__(self, name: str, training: DlrmWorkload, device: str) -> None:
         self.device, self._pinned = device, dict[int, Tensor]()
         self.tables = nn.ModuleList(
@@ -53,7 +47,7 @@ class PlainTraining:
         self.optimizer = torch.optim.SGD([*self.tables.parameters(), *self.model.parameters()], lr=LR)
 
     def moved(self, array: Any) -> Tensor:
-        """From memory that a GPU reads by itself, where the array was put once."""
+        """Copy an array to the device, from pinned memory."""
         tensor = self._pinned.get(id(array))
         if tensor is None:
             tensor = torch.from_numpy(array)
@@ -86,23 +80,21 @@ def our_model(name: str, training: DlrmWorkload, dtype: DenseDtype, device: str)
 
 
 def copy_weights(model: Any, plain: PlainTraining) -> None:
-    """From ours, parameter by parameter."""
     ours = [p for n, p in model.named_parameters() if not n.startswith("embeddings.")]
     with torch.no_grad():
-        for mine, other in zip(ours, plain.model.parameters(), strict=True):
-            other.copy_(mine)
+        for source, other in zip(ours, plain.model.parameters(), strict=True):
+            other.copy_(source)
 
 
 def check(model: Any, plain: PlainTraining, samples: TrainingBatch) -> None:
-    """Stops where ours and torch's have other logits."""
     batch = make_batch(samples).to(plain.device)
     with torch.no_grad():
-        ours, theirs = model(batch.dense, batch.sparse), plain.logits(samples)
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+        ours, expected = model(batch.dense, batch.sparse), plain.logits(samples)
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
 
 
 def in_turns(steps: dict[str, Callable[[], object]], rounds: int, device: str) -> dict[str, float]:
-    """Median seconds of a step; of a turn's mean step on a GPU, which works on while the host does."""
+    """Return median seconds of a step. On a GPU, a whole turn is timed, because steps are asynchronous."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     timed = 1 if device == "cpu" else STEPS
     for turn in range(rounds + 1):
@@ -119,7 +111,7 @@ def in_turns(steps: dict[str, Callable[[], object]], rounds: int, device: str) -
 
 
 def measure(name: str, training: DlrmWorkload, rounds: int, device: str) -> dict[str, float]:
-    """Samples a second, by contender."""
+    """Return samples per second by implementation."""
     samples = make_training_batches(training)
     plain = PlainTraining(name, training, device)
     steps: dict[str, Callable[[], object]] = {}

@@ -1,11 +1,9 @@
-"""Seconds and memory of planning, beside TorchRec's planner.
+"""Compare duration and memory of planning with TorchRec's planner.
 
     PEER_PYTHON=/path/to/peers/bin/python python benchmarks/bench_planner.py [NUM_TABLES NUM_RANKS]...
 
-Without sizes: 1,000 tables on 128 ranks and 4,000 tables on 1,024, in hosts of eight H100. Tables are those of random
-tasks (meseta.measure.calibrate.tasks). Each planner works on one core; TorchRec's may take ten minutes. Both plans are
-judged by our prediction, as no cluster of that size is at hand: it says which is better only as far as the prediction
-is right. Runs the correctness test first and reports nothing when it fails. Appends to benchmarks/results.csv.
+By default, 1,000 tables on 128 ranks and 4,000 tables on 1,024, in hosts of eight H100, from random tasks
+(meseta.measure.calibrate.tasks). Each planner uses one core. Steps of both plans are predicted by our cost model.
 """
 
 from __future__ import annotations
@@ -34,23 +32,23 @@ BATCH_SIZE = 65_536
 
 
 def make_workload(num_tables: int) -> Workload:
-    """Tables of as many random tasks as give so many."""
+    """Combine random tasks until they have enough tables."""
     tables, features, loads = [], [], {}
     seed = 0
     while len(tables) < num_tables:
-        own = random_task(seed).workload()
-        for table, feature in zip(own.tables, own.features, strict=True):
+        task = random_task(seed).workload()
+        for table, feature in zip(task.tables, task.features, strict=True):
             if len(tables) < num_tables:
                 name = f"t{len(tables)}"
                 tables.append(type(table)(**{**vars(table), "name": name}))
                 features.append(type(feature)(**{**vars(feature), "name": f"f_{name}", "table": name}))
-                loads[f"f_{name}"] = own.loads[feature.name]
+                loads[f"f_{name}"] = task.loads[feature.name]
         seed += 1
     return Workload(tables=tuple(tables), features=tuple(features), batch_size=BATCH_SIZE, loads=loads)
 
 
 def ours(workload: Workload, topology: Topology) -> tuple[float, float, float]:
-    """Seconds of planning, the most bytes that this process has held, and the predicted step."""
+    """Return (seconds, peak bytes of this process, predicted step) of our planner."""
     start = time.perf_counter()
     planned = find_plan(workload, topology)
     seconds = time.perf_counter() - start
@@ -58,15 +56,14 @@ def ours(workload: Workload, topology: Topology) -> tuple[float, float, float]:
 
 
 def peers(workload: Workload, topology: Topology, python: str) -> tuple[float, float, float] | str:
-    """The same of TorchRec, or why there is nothing."""
-    [found] = ask([Asked(workload=workload, topology=topology)], python, LIMIT_S)
-    if isinstance(found, str):
-        return found
-    return found.seconds, found.peak_bytes, predict(found.plan, workload, topology).step_s
+    """Return the same quantities of TorchRec, or why there is no plan."""
+    [result] = ask([Asked(workload=workload, topology=topology)], python, LIMIT_S)
+    if isinstance(result, str):
+        return result
+    return result.seconds, result.peak_bytes, predict(result.plan, workload, topology).step_s
 
 
 def main(sizes: list[tuple[int, int]]) -> None:
-    """Plan every size with both."""
     test = str(ROOT / "tests/planner/test_search.py")
     subprocess.run([sys.executable, "-m", "pytest", "-q", test], check=True, cwd=ROOT)
     python = os.environ.get("PEER_PYTHON", sys.executable)
@@ -84,12 +81,12 @@ def main(sizes: list[tuple[int, int]]) -> None:
                 f"planner {case}: {seconds:.1f} s, {peak / 1e6:.0f} MB, step {1e3 * step_s:.3g} ms; TorchRec: {other}"
             )
             continue
-        for metric, value, unit, theirs in (
+        for metric, value, unit, peer_value in (
             ("planning", seconds, "s", other[0]),
             ("peak memory", peak / 1e6, "MB", other[1] / 1e6),
             ("predicted step", 1e3 * step_s, "ms", 1e3 * other[2]),
         ):
-            record("planner", case, metric, value, unit, peer="TorchRec", peer_value=theirs, packages=("numpy",))
+            record("planner", case, metric, value, unit, peer="TorchRec", peer_value=peer_value, packages=("numpy",))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,9 @@
-"""Predictions of raw rows in one command, beside preparing them and predicting then; and the memory of both.
+"""Compare `meseta predict --data` with `prepare` and `predict`.
 
     python benchmarks/bench_predict_data.py [--rows N] [--small N]
 
-A log of `meseta data synth` is prepared with 10,000 rows per table, and a DLRM trained on its first part for a few
-steps; the other part, without labels, is then predicted by `meseta predict --data`, and by `meseta prepare --like` and
-`meseta predict` one after the other. Peak memory stands beside that of the same command on the first 10,000 rows; the
-limit of the difference is 300 MB. Runs the tests of such predictions first and reports nothing when they fail, or when
-the two ways differ in a byte. Appends to benchmarks/results.csv.
+Both must write the same bytes. The peak memory is compared with that for the first `--small` rows. The limit of the
+difference is 300 MB.
 """
 
 from __future__ import annotations
@@ -41,7 +38,6 @@ train: {{max_steps: 20}}
 
 
 def main() -> None:
-    """One log, both ways."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=5_000_000)
     parser.add_argument("--small", type=int, default=10_000)
@@ -69,7 +65,6 @@ def main() -> None:
 
 
 def trained(folder: Path) -> None:
-    """A run on the first of two files."""
     subprocess.run([*MESETA, "data", "synth", "--out", str(folder / "raw"), "--rows", "400000", "--files", "2",
                     "--scale", "0.01"], check=True, capture_output=True)  # fmt: skip
     subprocess.run([*MESETA, "prepare", str(folder / "raw/day_0.tsv"), "--out", str(folder / "data"),
@@ -79,7 +74,7 @@ def trained(folder: Path) -> None:
 
 
 def without_labels(folder: Path, num_rows: int) -> Path:
-    """The second file, again and again, without its first column."""
+    """Write rows of the second file repeatedly, without labels."""
     path = folder / f"{num_rows}.tsv"
     with (folder / "raw/day_1.tsv").open("rb") as file:
         lines = [line.partition(b"\t")[2] for line in file]
@@ -89,7 +84,7 @@ def without_labels(folder: Path, num_rows: int) -> Path:
 
 
 def measured(folder: Path, command: str, *arguments: object) -> tuple[float, float]:
-    """Seconds and peak MB of a command on the run."""
+    """Return (seconds, peak MB) of a command."""
     run = ["--like", folder / "run"] if command == "prepare" else [folder / "run"]
     words = [*MESETA, command, *map(str, [*run, *arguments])]
     child = subprocess.run([sys.executable, "-c", MEASURE, *words], capture_output=True, text=True, check=True)

@@ -1,12 +1,9 @@
-"""The adaptive range of quantised rows on a CPU: rows a second and squared error, beside torch's search and k-means.
+"""Compare the adaptive range of quantized rows with torch's search and k-means: rows per second and squared error.
 
     python benchmarks/bench_quantize.py [--checkpoint RUN/checkpoints/step-000000782] [--rows 8192] [--threads 1]
 
-Rows are trained ones, of the tables of a checkpoint, of which those with a state that is not zero were stepped; and
-drawn ones of 16 and 64 columns: normal, and with one value of each row ten times as large. torch searches with
-`quantized::embedding_bag_4bit_prepack` and `_2bit_prepack`, `optimized_qparams=True`. scikit-learn's k-means of each
-row's own values shows what any codebook of as many codes could reach. Calls are timed in turns; figures go to
-benchmarks/results.csv.
+Rows are those of a checkpoint that training has changed, and random ones of 16 and 64 columns, with and without
+outliers. torch searches with `optimized_qparams=True`. K-means of each row is the bound of any codebook.
 """
 
 from __future__ import annotations
@@ -34,7 +31,7 @@ BITS: dict[RowFormat, int] = {"int4": 4, "int3": 3, "int2": 2}
 
 
 def trained_rows(checkpoint: Path, num_rows: int) -> Tensor:
-    """A sample of the rows that steps have changed, over all tables of the first one's width."""
+    """Return a sample of rows that training has changed."""
     parts, random = [], np.random.default_rng(1)
     tables = list(json.loads((checkpoint / "manifest.json").read_text())["tables"].values())
     for entry in tables:
@@ -67,7 +64,7 @@ def squared_error(rows: Tensor, restored: Tensor) -> float:
 
 
 def clustered_error(rows: Tensor, num_codes: int) -> float:
-    """What is left when each row's values are replaced by the nearest of their own `num_codes` means."""
+    """Return the error of k-means with `num_codes` clusters for each row."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # rows with fewer different values than clusters
         fits = [KMeans(num_codes, n_init=4, random_state=0).fit(row.double().numpy()[:, None]) for row in rows]
@@ -95,9 +92,9 @@ def compare(name: str, rows: Tensor, row_format: RowFormat, recording: Callable[
         packed = getattr(torch.ops.quantized, f"embedding_bag_{bits}bit_prepack")
         unpack = getattr(torch.ops.quantized, f"embedding_bag_{bits}bit_unpack")
         seconds = best_s(calls | {"torch": lambda: packed(rows, optimized_qparams=True)}, NUM_TURNS)
-        theirs = squared_error(rows, unpack(packed(rows, optimized_qparams=True)))
+        peer_error = squared_error(rows, unpack(packed(rows, optimized_qparams=True)))
         case, peer = f"{name}, {row_format}", f"torch {bits}bit_prepack, optimized_qparams"
-        recording("quantize", case, "squared error", error / theirs, "of theirs", peer=peer, peer_value=1.0)
+        recording("quantize", case, "squared error", error / peer_error, "of theirs", peer=peer, peer_value=1.0)
         recording("quantize", case, "adaptive range", len(rows) / seconds["adaptive"], "rows/s",
                   peer=peer, peer_value=len(rows) / seconds["torch"])  # fmt: skip
     print("  " + ", ".join(f"{call} {taken / len(rows) * 1e9:.0f} ns a row" for call, taken in seconds.items()))
@@ -109,15 +106,15 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=8192)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--no-record", action="store_true", help="leave benchmarks/results.csv as it is")
-    told = parser.parse_args()
-    torch.set_num_threads(told.threads)
-    print(f"{read_processor().name}, core {instruction_set()}, torch {torch.__version__}, {told.threads} threads")
-    drawn = drawn_rows(told.rows)
-    trained = trained_rows(told.checkpoint, told.rows) if told.checkpoint else None
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    print(f"{read_processor().name}, core {instruction_set()}, torch {torch.__version__}, {options.threads} threads")
+    drawn = drawn_rows(options.rows)
+    trained = trained_rows(options.checkpoint, options.rows) if options.checkpoint else None
     sets = ({} if trained is None else {f"trained rows, {trained.shape[1]} columns": trained}) | drawn
     for name, rows in sets.items():
         for row_format in BITS:
-            compare(name, rows, row_format, print_only if told.no_record else record)
+            compare(name, rows, row_format, print_only if options.no_record else record)
 
 
 def print_only(

@@ -1,8 +1,6 @@
-"""What the record of a rank costs: microseconds for a transfer with its wait, and for a stage.
+"""Measure the microseconds that the rank record adds to a transfer and to a stage. See docs/hangs.md.
 
-    python benchmarks/bench_rank_record.py
-
-See docs/hangs.md. The best of 20 repetitions: what else runs on the machine only adds to them.
+python benchmarks/bench_rank_record.py
 """
 
 from __future__ import annotations
@@ -19,7 +17,6 @@ TABLES = tuple(f"table_{number}" for number in range(26))
 
 
 def best_us(call: Callable[[], object]) -> float:
-    """Microseconds of one call."""
     times = []
     for _ in range(NUM_REPETITIONS):
         begin_s = time.perf_counter()

@@ -1,9 +1,9 @@
-"""What readers, the dispatcher and trainers hold in memory: beside windows, and while somebody stands still or is slow.
+"""Measure the memory of readers and trainers, also if one of them is stopped or slow.
 
     python benchmarks/bench_reader_memory.py [num_rows] [seconds]
 
-Default 2,000,000 rows, synthetic, and 60 seconds of standing still. A reader may hold decoded windows of BUFFER_MB, one
-window more, and 200 MB; a trainer that stands still must not grow. Appends to benchmarks/results.csv.
+By default, 2,000,000 synthetic rows, and stopped processes for 60 seconds. A reader may hold windows of BUFFER_MB, one
+more window, and 200 MB. A stopped trainer must not grow.
 """
 
 import json
@@ -41,24 +41,20 @@ for number, batch in enumerate(reader.epochs(int(sys.argv[3]))):
 
 
 class Started(NamedTuple):
-    """A process, and its first line."""
-
     process: subprocess.Popen[str]
     said: str
 
     @property
     def resident_mb(self) -> float:
-        """What it has in memory now."""
         [line] = [line for line in Path(f"/proc/{self.process.pid}/status").read_text().splitlines() if "VmRSS" in line]
         return int(line.split()[1]) / 1000
 
     def signal(self, sign: signal.Signals) -> None:
-        """Send it a signal."""
         os.kill(self.process.pid, sign)
 
 
 class Peaks(threading.Thread):
-    """The most that each process has in memory, from when this is made until `end`."""
+    """Thread that samples the resident memory of processes until `end`."""
 
     def __init__(self, *processes: Started) -> None:
         super().__init__(daemon=True)
@@ -71,7 +67,6 @@ class Peaks(threading.Thread):
             self.mb = [max(peak, process.resident_mb) for peak, process in zip(self.mb, self._processes, strict=True)]
 
     def end(self) -> list[float]:
-        """MB."""
         self._is_over.set()
         self.join()
         return self.mb
@@ -79,7 +74,7 @@ class Peaks(threading.Thread):
 
 @contextmanager
 def started(*command: str) -> Iterator[Started]:
-    """A process, once it has said its first line."""
+    """Context manager that starts a process and waits for its first line."""
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
@@ -92,12 +87,10 @@ def started(*command: str) -> Iterator[Started]:
 
 
 def work(url: str) -> tuple[str, ...]:
-    """The command of a reader."""
     return (*READERS, "work", "--dispatcher", url, "--buffer-mb", str(BUFFER_MB))
 
 
 def trainer(url: str, batch_size: int, num_epochs: int, pause_s: float) -> tuple[str, ...]:
-    """The command of a trainer."""
     return (sys.executable, "-c", TRAINER, url, str(batch_size), str(num_epochs), str(pause_s))
 
 
@@ -114,8 +107,6 @@ def main() -> None:
 
 
 def measure(case: str, url: str, bound: float, still_s: float) -> None:
-    """All cases."""
-
     def note(what: str, value: float, unit: str, name: str, most: float) -> None:
         record("reader memory", case, what, value, unit, peer=name, peer_value=most)
 

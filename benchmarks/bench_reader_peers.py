@@ -1,12 +1,10 @@
-"""Parquet to tensors over loopback with two workers: `meseta readers` beside tf.data service and Ray Data.
+"""Compare `meseta readers` with tf.data service and Ray Data: Parquet to tensors over loopback, with two workers.
 
     PEER_PYTHON=/path/to/peers/bin/python python benchmarks/bench_reader_peers.py [num_rows]
 
-Default 500,000 rows, synthetic. PEER_PYTHON has tensorflow-cpu and ray[data] beside torch and pyarrow; one that lacks
-is named. tf.data service reads TFRecords, as it has no reader of Parquet: examples that its workers parse batch by
-batch, and beside them records that are the bytes of whole batches, which they cut. All read the files eight times, and
-the peers once before: a job of theirs takes one or two seconds to begin. Every measurement is a process of its own, and
-takes turns. Appends to benchmarks/results.csv.
+PEER_PYTHON has tensorflow-cpu, ray[data], torch and pyarrow. tf.data service cannot read Parquet, so it reads
+TFRecords: examples that workers parse by batch, and records of whole batches. All read the files eight times, peers
+after a warm-up. Every measurement is a separate process.
 """
 
 import json
@@ -109,7 +107,7 @@ print(json.dumps([num_rows, time.perf_counter() - start]))
 
 
 def rows_per_s(python: str, program: str, *arguments: str) -> float:
-    """Of a program that prints [rows, seconds] last. Raises RuntimeError with what it says otherwise."""
+    """Run a program that prints [rows, seconds] and return its rate. Raises RuntimeError if it fails."""
     done = subprocess.run([python, "-c", program, *arguments], capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(done.stderr.strip()[-600:])
@@ -118,7 +116,6 @@ def rows_per_s(python: str, program: str, *arguments: str) -> float:
 
 
 def lacks(python: str, module: str) -> bool:
-    """Whether a peer is not there; says so."""
     done = subprocess.run([python, "-c", f"import {module}"], capture_output=True, text=True, check=False)
     if done.returncode:
         print(f"{module} is left out: {done.stderr.strip().splitlines()[-1]}")
@@ -157,7 +154,7 @@ def main() -> None:
 
 
 def serve(servers: list[subprocess.Popen[str]], python: str, what: str) -> str:
-    """Start a server of tf.data service; what it says first."""
+    """Start a server of tf.data service, and return its first line."""
     server = subprocess.Popen(
         [python, "-c", TF_WORKER, what], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )
@@ -167,16 +164,15 @@ def serve(servers: list[subprocess.Popen[str]], python: str, what: str) -> str:
 
 
 def compare(case: str, arguments: list[str], batch_size: int, peers: dict) -> None:
-    """Rows a second, in turns."""
     setup = OURS.replace("BATCH", str(batch_size)).replace("SHUFFLE", "False")
     served = SERVED.replace("KEYS", "None")
-    found = {name: [] for name in ("served", *peers)}
+    rates = {name: [] for name in ("served", *peers)}
     for _ in range(NUM_ROUNDS):
-        found["served"].append(measured((f"{setup}\n{served}", READ), arguments)[0])
+        rates["served"].append(measured((f"{setup}\n{served}", READ), arguments)[0])
         for name, peer in peers.items():
-            found[name].append(peer(batch_size))
-    ours = statistics.median(found.pop("served"))
-    for name, values in found.items():
+            rates[name].append(peer(batch_size))
+    ours = statistics.median(rates.pop("served"))
+    for name, values in rates.items():
         what = f"batches of {batch_size}, 2 workers"
         record("readers", case, what, ours, "rows/s", peer=name, peer_value=statistics.median(values))
 

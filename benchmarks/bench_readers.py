@@ -1,11 +1,8 @@
-"""Batches from `meseta readers` over loopback, two readers, beside our own local Reader and torch's DataLoader with two
-workers: rows a second, the processor time of trainers, and bytes on the wire.
+"""Compare `meseta readers` over loopback with the local Reader and torch's DataLoader: rows/s, CPU time and bytes sent.
 
     python benchmarks/bench_readers.py [num_rows] [--keys] [--bytes]
 
-Default 2,000,000 rows, synthetic. --keys: encrypted, with tokens. --bytes: nothing but the bytes on the wire. Every
-measurement is a process of its own, or one for each rank; cases take turns. Appends to
-benchmarks/results.csv. tf.data service and Ray Data stand beside it in bench_reader_peers.py.
+By default, 2,000,000 synthetic rows. --keys encrypts, --bytes measures bytes only. Every rank is a separate process.
 """
 
 import argparse
@@ -28,8 +25,7 @@ BATCH_SIZES = (2048, 8192)
 NUM_READERS = 2
 MESETA = [sys.executable, "-m", "meseta.cli.main"]
 NUM_EPOCHS = 8
-"""Times the number of ranks: each process reads as many rows, enough that what its first batches cost, about 90 ms,
-does not count."""
+"""Number of epochs per rank. It is large, because the first batches take about 90 ms longer."""
 
 MEASURE = """
 import json, resource, sys, time
@@ -62,7 +58,7 @@ READ = f"num_rows = sum(batch.batch_size for batch in reader.epochs({NUM_EPOCHS}
 
 @contextmanager
 def tier(data: str, keys: str | None) -> Iterator[str]:
-    """A dispatcher and its readers; the URL."""
+    """Context manager that starts a dispatcher and readers, and yields its URL."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         place = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -83,7 +79,7 @@ def tier(data: str, keys: str | None) -> Iterator[str]:
 
 
 def measured(code: tuple[str, str], arguments: list[str], num_ranks: int = 1) -> tuple[float, float]:
-    """(rows per second of all ranks, nanoseconds of the processor per row and rank)."""
+    """Return (rows/s of all ranks, CPU nanoseconds per row and rank)."""
     program = MEASURE.format(setup=code[0], run=code[1])
     run = f"bench-{time.time_ns()}"
     ranks = [
@@ -100,13 +96,11 @@ def measured(code: tuple[str, str], arguments: list[str], num_ranks: int = 1) ->
 
 
 def loopback_bytes() -> int:
-    """That have been sent on this machine's loopback."""
     [line] = [line for line in Path("/proc/net/dev").read_text().splitlines() if line.strip().startswith("lo:")]
     return int(line.split(":")[1].split()[8])
 
 
 def prepared(folder: str, num_rows: int) -> str:
-    """A synthetic dataset, made in a folder."""
     raw, data = f"{folder}/raw", f"{folder}/data"
     subprocess.run([sys.executable, "-c", SYNTH, raw, str(num_rows)], check=True)
     prepare = [*MESETA, "prepare", f"{raw}/*.tsv", "--out", data]
@@ -134,19 +128,18 @@ def main() -> None:
 
 
 def compare(case: str, served: str, arguments: list[str], batch_size: int, *, shuffle: bool) -> None:
-    """Rows a second and processor time, in turns."""
     setup = OURS.replace("BATCH", str(batch_size)).replace("SHUFFLE", str(shuffle))
     ways = {"served": (f"{setup}\n{served}", READ), "local": (f"{setup}\n{LOCAL}", READ)}
     cases = {(name, num_ranks): code for num_ranks in (1, 4) for name, code in ways.items()}
     if not shuffle:
         peer = PEERS["DataLoader, 2 workers"]
         cases["DataLoader, 2 workers", 1] = (peer[0].replace("BATCH", str(batch_size)), peer[1])
-    found = {key: [] for key in cases}
+    results_by_case = {key: [] for key in cases}
     for _ in range(NUM_ROUNDS):
         for (name, num_ranks), code in cases.items():
-            found[name, num_ranks].append(measured(code, arguments, num_ranks))
-    speed = {key: statistics.median(rows for rows, _ in results) for key, results in found.items()}
-    used = {key: statistics.median(ns for _, ns in results) for key, results in found.items()}
+            results_by_case[name, num_ranks].append(measured(code, arguments, num_ranks))
+    speed = {key: statistics.median(rows for rows, _ in results) for key, results in results_by_case.items()}
+    used = {key: statistics.median(ns for _, ns in results) for key, results in results_by_case.items()}
     what = f"batches of {batch_size}" + ", shuffled" * shuffle
     for (name, num_ranks), value in speed.items():
         if name != "served":
@@ -158,7 +151,7 @@ def compare(case: str, served: str, arguments: list[str], batch_size: int, *, sh
 
 
 def measure_bytes(case: str, served: str, data: str, url: str) -> None:
-    """What an epoch of four ranks sends, beside its Arrow data."""
+    """Record the bytes that four ranks receive in an epoch, relative to their Arrow data."""
     from meseta.data import Dataset
 
     setup, num_ranks = OURS.replace("BATCH", "8192").replace("SHUFFLE", "True"), 4

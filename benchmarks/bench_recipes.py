@@ -1,11 +1,9 @@
-"""Rows made from raw files by a recipe, as they are read, beside the first pass of `prepare` over the same files: rows
-a second on one core.
+"""Compare reading raw files by a recipe with the first pass of `prepare`, in rows per second on one core.
 
     python benchmarks/bench_recipes.py [num_rows]
 
-Default 1,000,000 rows of Criteo's columns, synthetic: as TSV, as CSV, and as Parquet with row groups of 32,768 and of
-262,144 rows. Every measurement runs in a process of its own, on one core; cases take turns. Runs the correctness tests
-first and reports nothing when they fail. Appends to benchmarks/results.csv.
+By default, 1,000,000 synthetic rows of Criteo's columns: as TSV, as CSV, and as Parquet with row groups of 32,768 and
+262,144 rows. Every measurement is a separate process.
 """
 
 import subprocess
@@ -73,7 +71,6 @@ def main() -> None:
 
 
 def measure(case: str, source: str, folder: Path) -> None:
-    """Read one source in all ways, in turns, and record it."""
     recipe, parted = f"{folder}/recipe-{Path(source).name}", f"{folder}/parted-{Path(source).name}"
     for out, share in ((recipe, 0.0), (parted, 0.1)):
         subprocess.run([sys.executable, "-c", MAKE, source, out, str(share)], check=True)
@@ -87,8 +84,8 @@ def measure(case: str, source: str, folder: Path) -> None:
         ((READ[0].replace("SHUFFLE", shuffle).replace("SPLIT", split), READ[1]), [out])
         for out, shuffle, split in ways.values()
     ]
-    (first_pass, _), *found = take_turns([(FIRST_PASS, [source, f"{folder}/prepared"]), *reads])
-    for way, (rate, _) in zip(ways, found, strict=True):
+    (first_pass, _), *rates = take_turns([(FIRST_PASS, [source, f"{folder}/prepared"]), *reads])
+    for way, (rate, _) in zip(ways, rates, strict=True):
         record("recipes", case, f"through a recipe, {way}", rate, "rows/s", peer="prepare's first pass",
                peer_value=first_pass, packages=("pyarrow", "numpy", "torch"))  # fmt: skip
 

@@ -1,20 +1,15 @@
-"""`meseta train` on rows of readers whose files lie behind links, of which one gives a host a third of what training
-eats: how much training waits, and how many readers a dispatcher takes that adapts their number.
+"""Measure `meseta train` with readers whose files are behind slow links, and the autoscaler of readers.
 
     python benchmarks/bench_scaling.py --parts memory,here,sweep,auto [--raw] [--folder build/scaling]
         [--page scaling.html] [--seconds 90] [--auto-seconds 600] [--from 1]
 
-Parts, with main.yaml's model on 1.6 million rows of prepared data, or with `--raw` of TSV that a recipe reads,
-shuffled:
-- memory: all data prepared and in memory, and the same with as much processor time burnt beside it as readers took in
-  `auto`.
-- here: read in the trainer, over one link.
-- sweep: 1 to 5 readers, or `--from` more, a link each: the fewest with which training waits for less than 2 %.
-- auto: from one reader on, of at most 6; at two fifths of the time the links become three times as fast.
+The main job reads 1.6 million prepared rows, or TSV with `--raw`. A link delivers a third of what training consumes.
+- memory: all data in memory, and the same while a process uses as much CPU time as readers did in `auto`.
+- here: the trainer reads over one link.
+- sweep: 1 to 5 readers with one link each: the fewest with which training waits for less than 2 %.
+- auto: autoscaled from one to 6 readers. At two fifths of the time, the links become three times as fast.
 
-Trainers, readers and dispatcher are in one network; what readers read comes from another host, each reader's over a
-link of its own (benchmarks/hosts), so that it takes network namespaces; without them it says so. What is found stays in
-the folder, for parts that are run later. Appends to benchmarks/results.csv.
+It needs network namespaces. Results of parts are stored in the folder for later parts.
 """
 
 from __future__ import annotations
@@ -33,9 +28,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from far import far_files
 from hosts.links import address
 from record import ROOT, record
+from remote import remote_files
 
 from hosts import Hosts, why_impossible
 from meseta.data.service.dispatcher_client import DispatcherClient
@@ -46,7 +41,7 @@ from meseta.system.files import write_atomic
 PORT = 29500
 MOST = 6
 NUM_LINKS = 2 * MOST
-"""Readers that leave keep theirs until they have ended."""
+"""Number of links, including those of readers that are draining."""
 WAITING = 0.02
 BURN = (
     "import sys, time\nshare = float(sys.argv[1])\nwhile True:\n    end = time.perf_counter() + 0.02 * share\n"
@@ -55,10 +50,10 @@ BURN = (
 HERE = """
 import io, sys
 import pyarrow.parquet as pq
-from far_files import FarFile
+from remote_files import RemoteFile
 from meseta.data.dataset import part_files
 def open_part(path, metadata=None, **_):
-    return pq.ParquetFile(io.BufferedReader(FarFile(path)), metadata=metadata)
+    return pq.ParquetFile(io.BufferedReader(RemoteFile(path)), metadata=metadata)
 part_files.open_part = open_part
 from meseta.cli.main import main
 main()
@@ -68,16 +63,13 @@ MESETA = [sys.executable, "-m", "meseta.cli.main"]
 
 
 class Bench:
-    """The data, what was found so far, and the commands."""
-
     def __init__(self, folder: Path, *, is_raw: bool, num_rows: int = 2_000_000) -> None:
         self.folder = folder.resolve()
         self.raw, self.data = self.folder / "raw", self.folder / "data"
-        self.far = self.folder / "recipe" if is_raw else self.data
-        """What readers read."""
+        self.source = self.folder / "recipe" if is_raw else self.data
         self.kind = "raw TSV, " * is_raw
-        self.found_at = self.folder / f"found{'-raw' * is_raw}.json"
-        self.found: dict[str, Any] = json.loads(self.found_at.read_text()) if self.found_at.exists() else {}
+        self._results_file = self.folder / f"found{'-raw' * is_raw}.json"
+        self.results: dict[str, Any] = json.loads(self._results_file.read_text()) if self._results_file.exists() else {}
         prepare = ["prepare", f"{self.raw}/*.tsv", "--test-files", f"{self.raw}/day_4.tsv", "--out"]
         synth = ["data", "synth", "--out", str(self.raw), "--rows", str(num_rows), "--files", "5", "--scale", "0.01"]
         recipe = [*prepare, str(self.folder / "recipe"), "--recipe-only"]
@@ -90,16 +82,16 @@ class Bench:
         self.row_bytes = sum(file.stat().st_size for file in files) / described["splits"]["train"]["num_rows"]
 
     def keep(self, name: str, value: Any) -> None:
-        self.found[name] = value
-        self.found_at.write_text(json.dumps(self.found))
+        self.results[name] = value
+        self._results_file.write_text(json.dumps(self.results))
 
     def rate(self, factor: float = 1.0) -> str:
-        """Of a link that gives a third of what training eats from memory."""
-        return f"{factor * self.found['memory'] * self.row_bytes * 8 / 3 / 1000:.0f}kbit"
+        """Return the rate of a link that delivers a third of what training can consume."""
+        return f"{factor * self.results['memory'] * self.row_bytes * 8 / 3 / 1000:.0f}kbit"
 
     @contextmanager
     def training(self, *overrides: str, program: list[str] | None = None, **variables: str) -> Iterator[Training]:
-        """A run that is ended when this is left."""
+        """Context manager that starts a run and ends it on exit."""
         with tempfile.TemporaryDirectory(prefix="meseta-scaling-") as run:
             config = str(ROOT / "examples/configs/main.yaml")
             more = [f"run_dir={run}/run", "train.epochs=1000", "checkpoint.every_steps=null", *overrides]
@@ -115,13 +107,11 @@ class Bench:
 
 
 class Training:
-    """A run under way."""
-
     def __init__(self, process: subprocess.Popen[bytes], path: Path) -> None:
         self._process, self._path = process, path
 
     def lines(self) -> list[dict[str, Any]]:
-        """What it has logged. Raises SystemExit where it has ended."""
+        """Return the logged lines. Exits if the run has ended."""
         if self._process.poll() is not None:
             assert self._process.stderr is not None
             sys.exit(f"the training has ended: {self._process.stderr.read().decode()[-2000:]}")
@@ -130,14 +120,14 @@ class Training:
         return [json.loads(line) for line in self._path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
 
     def over(self, skipped_s: float, seconds: float) -> tuple[float, float]:
-        """(samples a second, share of the time that it waits) after its first `skipped_s`, over so long."""
+        """Return (samples/s, waiting share) of `seconds` after the first `skipped_s`."""
         while not (lines := self.lines()) or lines[-1]["time_s"] < skipped_s + seconds:
             time.sleep(0.5)
         return rates(lines, skipped_s, skipped_s + seconds)
 
 
 def rates(lines: list[dict[str, Any]], first_s: float, last_s: float) -> tuple[float, float]:
-    """(samples a second, share that was waited) of the lines from one time of training to another."""
+    """Return (samples/s, waiting share) between two times of training."""
     inside = [line for line in lines if first_s < line["time_s"] <= last_s]
     samples = inside[-1]["num_samples"] - inside[0]["num_samples"]
     seconds = inside[-1]["time_s"] - inside[0]["time_s"]
@@ -151,25 +141,28 @@ def waiting_share(line: dict[str, Any]) -> float:
 
 @contextmanager
 def links(bench: Bench) -> Iterator[tuple[Hosts, dict[str, str]]]:
-    """(hosts, variables of processes whose files lie behind a link of their own)."""
+    """Context manager that yields (hosts, variables of processes that read files over their own link)."""
     with ExitStack() as stack:
         hosts = stack.enter_context(Hosts(1 + NUM_LINKS, across=bench.rate()))
         hosts.widen(0, "1gbit")
-        serve = [sys.executable, far_files.__file__, "serve", f"{address(0)}:{PORT}"]
+        serve = [sys.executable, remote_files.__file__, "serve", f"{address(0)}:{PORT}"]
         server = stack.enter_context(subprocess.Popen(hosts._hosts[0].entered(serve), stdout=subprocess.PIPE))
         stack.callback(server.kill)
         assert server.stdout is not None
         server.stdout.readline()
         locks = stack.enter_context(tempfile.TemporaryDirectory(prefix="meseta-links-"))
         ends = [hosts.namespace_files(host) for host in range(1, 1 + NUM_LINKS)]
-        found = {"address": [address(0), PORT], "links": ends, "locks": locks, "raw": str(bench.raw)}
-        yield hosts, {far_files.VARIABLE: json.dumps(found), "PYTHONPATH": str(Path(far_files.__file__).parent)}
+        settings = {"address": [address(0), PORT], "links": ends, "locks": locks, "raw": str(bench.raw)}
+        yield (
+            hosts,
+            {remote_files.VARIABLE: json.dumps(settings), "PYTHONPATH": str(Path(remote_files.__file__).parent)},
+        )
 
 
 @contextmanager
 def tier(bench: Bench, variables: dict[str, str], least: int, most: int) -> Iterator[tuple[str, int]]:
-    """(URL of a dispatcher with readers behind links, its process)."""
-    command = ["readers", "dispatch", "--data", str(bench.far), "--listen", "127.0.0.1:0", "--start-local"]
+    """Context manager that yields (URL of a dispatcher, its process id)."""
+    command = ["readers", "dispatch", "--data", str(bench.source), "--listen", "127.0.0.1:0", "--start-local"]
     with subprocess.Popen(
         [*MESETA, *command, "--min", str(least), "--max", str(most), "--until-stdin-ends", "--json"],
         env={**os.environ, **variables}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
@@ -182,7 +175,7 @@ def tier(bench: Bench, variables: dict[str, str], least: int, most: int) -> Iter
 
 
 def processor_s(pid: int) -> float:
-    """That a process and those it has started have used, those that have ended among them."""
+    """Return the CPU seconds of a process and its children, including ended ones."""
     used = 0.0
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -196,12 +189,11 @@ def processor_s(pid: int) -> float:
 
 
 def memory(bench: Bench, seconds: float) -> None:
-    """Part `memory`."""
     with bench.training(f"data.dir={bench.data}") as training:
         plain, waited = training.over(8, seconds)
     bench.keep("memory", plain)
     print(f"memory: {plain:,.0f} samples/s, {waited:.1%} waiting; {bench.row_bytes:.1f} bytes a row")
-    if (share := bench.found.get("processor_share")) is None:
+    if (share := bench.results.get("processor_share")) is None:
         return
     burner = subprocess.Popen([sys.executable, "-c", BURN, str(share)])
     try:
@@ -215,17 +207,15 @@ def memory(bench: Bench, seconds: float) -> None:
 
 
 def here(bench: Bench, seconds: float) -> None:
-    """Part `here`."""
     with links(bench) as (_, variables):
         program = [sys.executable, "-c", HERE]
-        with bench.training(f"data.dir={bench.far}", program=program, **variables) as training:
+        with bench.training(f"data.dir={bench.source}", program=program, **variables) as training:
             speed, waited = training.over(15, seconds)
     print(f"read in the trainer over {bench.rate()}: {speed:,.0f} samples/s, {waited:.1%} waiting")
     record("scaling", bench.kind + bench.rate(), "waiting, read here", waited, "share", peer="at least", peer_value=0.5)
 
 
 def sweep(bench: Bench, seconds: float, first: int) -> None:
-    """Part `sweep`."""
     needed = None
     for number in range(first, MOST):
         with ExitStack() as stack:
@@ -241,7 +231,6 @@ def sweep(bench: Bench, seconds: float, first: int) -> None:
 
 
 def auto(bench: Bench, seconds: float, page: Path | None) -> None:
-    """Part `auto`."""
     faster_s = 0.4 * seconds
     with ExitStack() as stack:
         hosts, variables = stack.enter_context(links(bench))
@@ -271,7 +260,7 @@ def auto(bench: Bench, seconds: float, page: Path | None) -> None:
 def told(
     bench: Bench, lines: list[dict[str, Any]], numbers: list[tuple[float, int]], faster_s: float, share: float
 ) -> None:
-    """What must be reached, beside what was."""
+    """Print and record the results of part `auto`."""
     case = f"{bench.kind}{bench.rate()}, then x 3"
     bench.keep("processor_share", share)
     for first_s in range(0, int(numbers[-1][0]) - 19, 20):
@@ -280,10 +269,12 @@ def told(
         print(f"{first_s:4}-{first_s + 20} s: {waited:6.1%} waiting, {min(readers)} to {max(readers)} readers")
     speed, waited = rates(lines, 60, faster_s)
     record("scaling", case, "waiting after 60 s", waited, "share", peer="at most", peer_value=WAITING)
-    record("scaling", case, "samples/s after 60 s", speed, "samples/s", peer="memory", peer_value=bench.found["memory"])
+    record(
+        "scaling", case, "samples/s after 60 s", speed, "samples/s", peer="memory", peer_value=bench.results["memory"]
+    )
     before = [number for now_s, number in numbers if faster_s - 20 <= now_s < faster_s]
-    if bench.found.get("needed"):
-        record("scaling", case, "readers", max(before), "readers", peer="sweep", peer_value=bench.found["needed"])
+    if bench.results.get("needed"):
+        record("scaling", case, "readers", max(before), "readers", peer="sweep", peer_value=bench.results["needed"])
     fewer = next((now_s - faster_s for now_s, number in numbers if now_s > faster_s and number < min(before)), None)
     after = [number for now_s, number in numbers if now_s > faster_s + (fewer or 0) + 5]
     changes = sum(a != b for a, b in pairwise(after))
@@ -298,7 +289,7 @@ def told(
 def draw(
     path: Path, bench: Bench, lines: list[dict[str, Any]], numbers: list[tuple[float, int]], faster_s: float
 ) -> None:
-    """A page with waiting and readers over time."""
+    """Write a page with charts of waiting and readers over time."""
     waiting = [(line["time_s"], waiting_share(line)) for line in lines if line["time_s"] >= 0]
     last_s = numbers[-1][0]
     charts = [
@@ -324,7 +315,9 @@ def main() -> None:
     parser.add_argument("--page", type=Path, help="draw part auto")
     options = parser.parse_args()
     if options.auto_seconds < 250:
-        parser.error("--auto-seconds must be at least 250: what is after a minute is looked at, and after two more")
+        parser.error(
+            "--auto-seconds must be at least 250, because readings start after one minute and end two minutes later"
+        )
     why = why_impossible() or ("links are entered by root alone" if os.geteuid() else None)
     if why is not None:
         print(f"nothing is measured, since this machine makes no slow links: {why}")

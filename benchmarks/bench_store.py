@@ -1,12 +1,10 @@
-"""A save of four hosts straight to an S3 server, beside one in which rank 0 writes all blocks.
+"""Compare a save of four hosts to an S3 server with one in which rank 0 writes all blocks.
 
     python benchmarks/bench_store.py [size_mb] [--rate 100mbit] [--rounds 3] [--no-record]
 
-Four ranks hold one table with the state of its row optimizer, cut by rows, each on a host whose link lets `rate`
-through in either direction; the server is moto's, on a host with a link of 10 Gbit/s. The peer is the same save with
-every block written by rank 0, to which the other ranks send their rows over the same links. A save ends with its
-manifest; both are then read back and checked. They take turns. Needs network namespaces, see docs/testbed.md. Appends
-to benchmarks/results.csv, and exits with 1 where four ranks take more than 0.35 of the time of one.
+Each rank is on a host with a link of `rate`, and moto's server on a host with 10 Gbit/s. Both saves alternate and are
+verified. It needs network namespaces, see docs/testbed.md. The exit code is 1 if four ranks take more than 0.35 of the
+time of one.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ WIDTH = 64
 PORT = 5000
 ALONE = "rank 0 alone"
 DONE = "BENCH_STORE_DONE"
-"""Names a file that appears when the server is needed no more."""
+"""Name of a variable with the path of a file that ends the server when it is created."""
 
 
 def main() -> int:
@@ -68,7 +66,6 @@ def main() -> int:
 
 
 def serve() -> int:
-    """Moto's S3 server, until the ranks have ended."""
     from moto.server import ThreadedMotoServer
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
@@ -81,7 +78,7 @@ def serve() -> int:
 
 
 def save_in_turns(size_mb: int, num_rounds: int) -> int:
-    """As one of the ranks; rank 0 prints the seconds of every save."""
+    """Save alternately on one rank. Rank 0 prints the seconds of each save."""
     os.environ["WORLD_SIZE"] = str(NUM_RANKS)
     import torch
 
@@ -128,7 +125,7 @@ def save_in_turns(size_mb: int, num_rounds: int) -> int:
 
 
 def make_bucket() -> None:
-    """Once the server is there."""
+    """Wait for the server and create the bucket."""
     import boto3
 
     client = boto3.client("s3")

@@ -1,13 +1,9 @@
-"""Wall time of runs with hundreds to thousands of features, and what of it is training.
+"""Measure runs with hundreds to thousands of features by phase.
 
     python benchmarks/bench_wide.py [--features N,N] [--models A,B] [--ranks N,N]
 
-Each dataset is 4,000 rows of two dense and N sparse columns of text, prepared with 1,000 rows per table; each run is
-one epoch in batches of 512, by the command `meseta train`. What of its time is not training stands by phase, as the
-files of the run tell: until the run is set up (imports, data, memory check, plan, tables), evaluation and the last
-checkpoint, the report and the end. The limit of all but training is 15 s for 2,000 features. A DLRM of 5,000 features,
-whose products of pairs take more than this machine has, must be refused by the memory check's table within 20 s.
-Runs the tests of wide runs first and reports nothing when they fail. Appends to benchmarks/results.csv.
+Datasets have 4,000 rows of N sparse columns, runs one epoch. The limit of everything except training is 15 s for 2,000
+features. A DLRM of 5,000 features must be refused by the memory check within 20 s.
 """
 
 from __future__ import annotations
@@ -33,7 +29,6 @@ MESETA = [sys.executable, "-m", "meseta.cli.main"]
 
 
 def main() -> None:
-    """All models and ranks on every dataset."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--features", default="500,1000,2000,4000")
     parser.add_argument("--models", default="logistic_regression,deepfm")
@@ -63,7 +58,7 @@ def main() -> None:
 
 
 def prepared(folder: Path, num_features: int) -> float:
-    """Write and prepare a dataset; returns seconds of the command."""
+    """Write and prepare a dataset. Returns the seconds of `meseta prepare`."""
     draw = np.random.default_rng(num_features)
     ids = draw.integers(0, 50, (NUM_ROWS, num_features))
     dense = draw.random((NUM_ROWS, 2))
@@ -78,7 +73,6 @@ def prepared(folder: Path, num_features: int) -> float:
 
 
 def train_command(folder: Path, model: str, ranks: int) -> list[str]:
-    """Of a new run in folder/run."""
     run_dir = folder / "run"
     shutil.rmtree(run_dir, ignore_errors=True)
     settings = [f"run_dir={run_dir}", f"data.dir={folder / 'data'}", f"model.name={model}", "train.batch_size=512"]
@@ -86,7 +80,7 @@ def train_command(folder: Path, model: str, ranks: int) -> list[str]:
 
 
 def refused(folder: Path, ranks: int) -> float:
-    """Seconds until a model that does not fit is refused with the memory check's table."""
+    """Return the seconds until the memory check refuses a model that does not fit."""
     start_s = time.perf_counter()
     done = subprocess.run(train_command(folder, "dlrm", ranks), capture_output=True, text=True, check=False)
     seconds = time.perf_counter() - start_s
@@ -96,7 +90,7 @@ def refused(folder: Path, ranks: int) -> float:
 
 
 def trained(folder: Path, model: str, ranks: int) -> dict[str, float]:
-    """Seconds of a run by phase."""
+    """Return the seconds of a run by phase."""
     run_dir = folder / "run"
     start_s, start = time.perf_counter(), time.time()
     subprocess.run(train_command(folder, model, ranks), check=True, capture_output=True)
@@ -112,7 +106,6 @@ def trained(folder: Path, model: str, ranks: int) -> dict[str, float]:
 
 
 def tell(case: str, metric: str, seconds: float, training_s: float) -> None:
-    """Print and record one figure beside the limit of its width, or beside training where there is none."""
     limit = LIMIT_S.get(case.partition(" ")[0]) if metric == "all but training" else None
     peer, value = ("training", training_s) if limit is None else ("the limit", limit)
     record("wide", case, metric, seconds, "s", peer=peer, peer_value=value)

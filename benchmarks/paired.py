@@ -1,15 +1,14 @@
-"""What trainings have in common whose quality is compared over paired seeds: the log, the least move of a weight, and
-the interval of their mean difference."""
+"""Trainings that are compared over paired seeds."""
 
 from __future__ import annotations
 
+import math
 import shutil
+import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
-from math import inf
 from pathlib import Path
-from statistics import fmean, stdev
 from typing import TYPE_CHECKING
 
 from scipy import stats
@@ -18,30 +17,28 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FILE_ROWS, TRAIN_FILES, TEST_FILES = 200_000, 8, 10
-"""Those of the main job, and two million rows for testing where it has one file."""
+"""Rows and files of the main job, with two million rows for testing."""
 QUICK_ROWS, QUICK_FILES = 2000, 2
-"""Of a file, and files for training and for testing each."""
 STEADY_SCALE, STEADY = 0.001, ("embedding.init.scale=0.2",)
-"""Of the log, and of the main job, such that every pair of features is learned in time: on the main job's own ids runs
-of one seed lie 0.2 % of NE apart (one standard deviation) for one rounding."""
+"""Scale of the log, and overrides with which every pair of features is learned early. Otherwise a single rounding
+changes NE by 0.2 %."""
 
 
 def num_test_rows(quick: bool) -> int:
-    """Of `prepared_log`."""
     return QUICK_ROWS * QUICK_FILES if quick else FILE_ROWS * TEST_FILES
 
 
 def difference(some: Sequence[float], base: Sequence[float]) -> tuple[float, float]:
-    """Mean of paired differences, and half of its 95 % interval."""
+    """Return the mean of paired differences, and half of its 95 % interval."""
     differences = [a - b for a, b in zip(some, base, strict=True)]
     if len(differences) < 2:
-        return fmean(differences), inf
-    quantile = float(stats.t.ppf(0.975, len(differences) - 1))
-    return fmean(differences), quantile * stdev(differences) / len(differences) ** 0.5
+        return statistics.mean(differences), math.inf
+    error = statistics.stdev(differences) / math.sqrt(len(differences))
+    return statistics.mean(differences), float(stats.t.ppf(0.975, len(differences) - 1)) * error
 
 
 def move_by_an_ulp(weight: Tensor) -> None:
-    """To the next number above, in place."""
+    """Replace a weight by the next larger number."""
     import torch
 
     with torch.no_grad():
@@ -49,7 +46,7 @@ def move_by_an_ulp(weight: Tensor) -> None:
 
 
 def prepared_log(folder: Path, scale: float, quick: bool) -> Path:
-    """The log of the main job with more files for testing, prepared; made once."""
+    """Prepare the log of the main job with more test files, unless it exists."""
     raw, out = folder / "raw", folder / "data"
     if (folder / "done").exists():
         return out

@@ -1,7 +1,7 @@
-"""The interaction models as one writes them at home: torch's modules and functions alone, at the sizes of our defaults.
+"""The interaction models in torch modules, with our default sizes.
 
-Each reads dense inputs [B, num_dense] and the vectors of the features [B, F, D]; its parameters stand in the order of
-those of ours, so that weights can be copied.
+They read dense inputs [B, num_dense] and vectors [B, F, D]. Parameters have the order of ours, so that weights can be
+copied.
 """
 
 from __future__ import annotations
@@ -150,8 +150,6 @@ class FinalNet(nn.Module):
 
 
 class Mix(nn.Module):
-    """Linear combinations of vectors."""
-
     def __init__(self, num_inputs: int, num_outputs: int) -> None:
         super().__init__()
         self.linear = nn.Linear(num_inputs, num_outputs, bias=False)

@@ -1,7 +1,6 @@
-"""Click logs of eight planted laws with a known best AUC: what the defaults of `meseta train --data` have to learn.
+"""Click logs of eight planted laws with a known best AUC.
 
-Each is a CSV as people have them: a header, names of no special care, ids as whole numbers or text. The law of a seed
-is drawn first, then the rows; training and test rows are of the same law.
+Each is a CSV with a header, and ids as whole numbers or text. Training and test rows follow the same law.
 """
 
 from __future__ import annotations
@@ -20,35 +19,30 @@ from sklearn.metrics import roc_auc_score
 TEST_ROWS = 100_000
 Columns = Mapping[str, NDArray[Any]]
 Drawn = tuple[Columns, NDArray[np.float64]]
-"""The columns of n rows, and the logits of their labels [n]."""
+"""Columns of n rows, and logits of their labels [n]."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlantedLog:
-    """One kind of log."""
-
     name: str
     num_rows: int
-    """For training and choosing; TEST_ROWS more are for testing."""
+    """Number of rows without the TEST_ROWS for testing."""
     sparse: tuple[str, ...]
-    """What a person who knows the law would call categories; all other columns are numbers."""
+    """Columns that a person who knows the data would declare as categories. All others are numbers."""
     has_pairs: bool
-    """Whether columns act together, so that a sum of their effects cannot reach the best."""
+    """Whether columns interact, so that a sum of their effects cannot reach the best AUC."""
     draw: Callable[[np.random.Generator, int], Drawn]
 
 
 @dataclass(frozen=True)
 class WrittenLog:
-    """The files of one log."""
-
     train: Path
     test: Path
     best_auc: float
-    """Of the true probabilities, on the test rows."""
+    """AUC of the true probabilities on the test rows."""
 
 
 def write_log(log: PlantedLog, folder: Path, seed: int, num_rows: int | None = None) -> WrittenLog:
-    """Write the rows of a seed, or fewer of them."""
     generator = np.random.default_rng([seed, *log.name.encode()])
     num_train, num_test = num_rows or log.num_rows, min(TEST_ROWS, (num_rows or TEST_ROWS))
     columns, logits = log.draw(generator, num_train + num_test)
@@ -66,7 +60,7 @@ def _effects(draw: np.random.Generator, num_values: int, size: float) -> NDArray
 
 
 def _vectors(draw: np.random.Generator, num_values: int, width: int) -> NDArray[np.float64]:
-    """Rows whose dot products have a deviation of 1."""
+    """Return rows whose dot products have a standard deviation of 1."""
     return draw.normal(0, width**-0.25, (num_values, width))
 
 
@@ -75,14 +69,13 @@ def _texts(prefix: str, ids: NDArray[np.int64]) -> NDArray[Any]:
 
 
 def _zipf(draw: np.random.Generator, num_values: int, power: float, num_rows: int) -> NDArray[np.int64]:
-    """Ids whose frequency falls with a power of their rank, in no order of their number."""
+    """Return ids whose frequency is a power of their rank, in random order."""
     shares = np.arange(1, num_values + 1, dtype=np.float64) ** -power
     ranks = np.searchsorted(np.cumsum(shares) / shares.sum(), draw.random(num_rows))
     return draw.permutation(num_values)[np.minimum(ranks, num_values - 1)]
 
 
 def _pairs(draw: np.random.Generator, num_rows: int) -> Drawn:
-    """Tastes: users and items, items and hours."""
     user, item = _zipf(draw, 2000, 0.6, num_rows), _zipf(draw, 1000, 0.8, num_rows)
     hour = draw.integers(0, 24, num_rows)
     tastes, kinds, hours = _vectors(draw, 2000, 4), _vectors(draw, 1000, 4), _vectors(draw, 24, 4)
@@ -96,7 +89,6 @@ def _pairs(draw: np.random.Generator, num_rows: int) -> Drawn:
 
 
 def _rare_ids(draw: np.random.Generator, num_rows: int) -> Drawn:
-    """Users of some five rows each, whose habit is half of what can be known."""
     user, item = draw.integers(0, 60_000, num_rows), _zipf(draw, 3000, 0.9, num_rows)
     kind = draw.integers(0, 20, 3000)[item]
     logits = -1 + _effects(draw, 60_000, 1.0)[user] + _effects(draw, 3000, 0.6)[item]
@@ -105,7 +97,6 @@ def _rare_ids(draw: np.random.Generator, num_rows: int) -> Drawn:
 
 
 def _few_rows(draw: np.random.Generator, num_rows: int) -> Drawn:
-    """A small log of columns of all sizes."""
     sizes = (5, 12, 30, 80, 150, 200)
     ids = [draw.integers(0, size, num_rows) for size in sizes]
     numbers = draw.normal(0, 1, (num_rows, 4))
@@ -117,7 +108,6 @@ def _few_rows(draw: np.random.Generator, num_rows: int) -> Drawn:
 
 
 def _many_epochs(draw: np.random.Generator, num_rows: int) -> Drawn:
-    """Many weak pairs, which one pass over few rows hardly shows."""
     ids = draw.integers(0, 40, (num_rows, 10))
     vectors = np.stack([_vectors(draw, 40, 3) for _ in range(10)])
     picked = vectors[np.arange(10), ids]
@@ -128,7 +118,6 @@ def _many_epochs(draw: np.random.Generator, num_rows: int) -> Drawn:
 
 
 def _one_strong(draw: np.random.Generator, num_rows: int) -> Drawn:
-    """One measurement says nearly all; the rest is small beside it."""
     score, ids = draw.normal(0, 1, num_rows), draw.integers(0, 300, (num_rows, 8))
     logits = -0.5 + 3.5 * np.tanh(1.5 * score)
     logits += sum(_effects(draw, 300, 0.12)[ids[:, place]] for place in range(8))
@@ -137,7 +126,6 @@ def _one_strong(draw: np.random.Generator, num_rows: int) -> Drawn:
 
 
 def _dense_only(draw: np.random.Generator, num_rows: int) -> Drawn:
-    """Measurements that act in pairs, by waves and by thresholds, on both sides of zero."""
     x = draw.normal(0, 1, (num_rows, 10))
     logits = -0.3 + 1.2 * x[:, 0] * x[:, 1] + np.sin(2.5 * x[:, 2]) + 0.8 * np.abs(x[:, 3]) - 0.6
     logits += 0.9 * (x[:, 4] > 0.5) * (x[:, 5] < 0) + 0.5 * x[:, 6]
@@ -145,7 +133,6 @@ def _dense_only(draw: np.random.Generator, num_rows: int) -> Drawn:
 
 
 def _long_tails(draw: np.random.Generator, num_rows: int) -> Drawn:
-    """Ids without end, most of them seen once; the frequent ones say something, and so do they with the hour."""
     users, items, words = 3_000_000, 300_000, 1_000_000
     user, item = _zipf(draw, users, 0.8, num_rows), _zipf(draw, items, 1.0, num_rows)
     word, hour = _zipf(draw, words, 0.9, num_rows), draw.integers(0, 24, num_rows)
@@ -156,7 +143,6 @@ def _long_tails(draw: np.random.Generator, num_rows: int) -> Drawn:
 
 
 def _overfit(draw: np.random.Generator, num_rows: int) -> Drawn:
-    """Little to learn, and much to learn by heart: ten columns of ids that say nothing."""
     ids, noise = draw.integers(0, 30, (num_rows, 3)), draw.integers(0, 4000, (num_rows, 10))
     logits = -0.8 + sum(_effects(draw, 30, 0.3)[ids[:, place]] for place in range(3))
     columns = {f"group_{place}": ids[:, place] for place in range(3)}

@@ -1,8 +1,7 @@
 """Published model sizes planned on published clusters, with documented constants.
 
-`python benchmarks/published_models.py` prints the table of docs/published_models.md. Nothing of it is measured:
-parameters, tables and clusters are as published where a comment says so, everything else is approximate, and devices
-are described by their data sheets.
+`python benchmarks/published_models.py` prints the table of docs/published_models.md. Nothing is measured. Parameters,
+tables and clusters are published ones if a comment says so, and approximate otherwise.
 """
 
 from __future__ import annotations
@@ -45,7 +44,6 @@ DISK_BYTES = 8_000_000_000_000
 
 
 def mlperf() -> Workload:
-    """DLRM-DCNv2 with 204,184,588 rows of 128 columns."""
     inputs = 128 * (len(MLPERF_ROWS) + 1)
     layers = [(13, 512), (512, 256), (256, 128), *[(inputs, 512), (512, inputs)] * 3]
     layers += [(inputs, 1024), (1024, 1024), (1024, 512), (512, 256), (256, 1)]
@@ -63,10 +61,7 @@ def mlperf() -> Workload:
 
 
 def paper_model(parameters: float, num_tables: int, dims: tuple[int, ...], ids: float, mflops: float) -> Workload:
-    """A model of the paper: rows log-normal over tables and scaled to its parameters, rows of 16 bits.
-
-    `mflops` are those of a sample forwards, three times as many with the way back; the published count does not say.
-    """
+    """Return a model of the paper. Rows are log-normal over tables and have 16 bits. `mflops` is of a forward pass."""
     random = np.random.default_rng(num_tables)
     widths = random.choice(dims, num_tables)
     sizes = random.lognormal(sigma=1.5 if num_tables > 10 else 0.5, size=num_tables)
@@ -85,7 +80,7 @@ def paper_model(parameters: float, num_tables: int, dims: tuple[int, ...], ids: 
 
 
 def workload(tables: list[tuple[int, int, float]], dtype: str, dense: DenseLoad) -> Workload:
-    """Tables of (rows, columns, ids per sample) with row-wise Adagrad, reuse as in published production traces."""
+    """Return tables of (rows, columns, ids per sample), with reuse as in published production traces."""
     specs = tuple(
         TableSpec(
             name=f"t{n}",
@@ -109,7 +104,6 @@ def workload(tables: list[tuple[int, int, float]], dtype: str, dense: DenseLoad)
 
 
 def gpus(device: DeviceKind, num_gpus: int, hbm_bytes: float) -> Topology:
-    """Hosts of eight with 2 TB of DRAM each."""
     per_host = min(num_gpus, 8)
     return Topology(
         num_hosts=num_gpus // per_host,
@@ -121,7 +115,7 @@ def gpus(device: DeviceKind, num_gpus: int, hbm_bytes: float) -> Topology:
 
 
 def paper_cluster(disk_bytes: int = 0) -> Topology:
-    """128 A100; a direction of NVLink has half of the 600 GB/s."""
+    """Return 128 A100. A direction of NVLink has half of the 600 GB/s."""
     return Topology(
         num_hosts=16,
         **PAPER_HOST,  # type: ignore[arg-type]
@@ -133,17 +127,14 @@ def paper_cluster(disk_bytes: int = 0) -> Topology:
 
 @dataclass(frozen=True)
 class Case:
-    """One row of the table."""
-
     name: str
     workload: Workload
     topology: Topology
 
 
 def cases() -> list[Case]:
-    """The published models on their clusters."""
     model = mlperf()
-    found = [
+    inference_cases = [
         Case(f"MLPerf DLRM-DCNv2, {count} {device.upper()}", model, gpus(device, count, room))
         for device, room in (("h100", 80e9), ("h200", 141e9))
         for count in (1, 8, 64)
@@ -152,7 +143,7 @@ def cases() -> list[Case]:
     wide = (4, 16, 32, 64, 92, 128, 192, 4, 16, 32, 64, 92, 176, 384)
     narrow = (92,)
     return [
-        *found,
+        *inference_cases,
         Case("A: 793 billion, 128 A100", paper_model(793e9, 1000, wide, 15, 638), paper_cluster(DISK_BYTES)),
         Case("F: 12 trillion, 128 A100", paper_model(12e12, 10, (256,), 20, 5), paper_cluster(DISK_BYTES)),
         Case("I: 332 billion, 128 A100", paper_model(332e9, 100, narrow, 70, 60), paper_cluster(DISK_BYTES)),
@@ -163,7 +154,6 @@ HEAD = ("model and cluster", "parameters", "held, TB", "plan", "tiers", "step, m
 
 
 def describe(case: Case, planned: PlanResult, seconds: float) -> list[str]:
-    """The cells of one row."""
     prediction, step_s = planned.prediction, planned.prediction.step_s
     schemes: dict[str, int] = {}
     tiers: dict[str, float] = {}
@@ -195,7 +185,7 @@ COMPARED: tuple[Precision, ...] = ("fp32", "paper", "int8")
 
 
 def compare(case: Case, planned: PlanResult) -> tuple[list[str], list[str]]:
-    """Head and cells: predicted steps of one plan by precision and way, over flat fp32."""
+    """Return the header and cells of predicted steps by precision and algorithm, relative to flat fp32."""
     steps = {
         f"{one.precision} {one.exchange}": one.step_s for one in predict_codecs(planned) if one.precision in COMPARED
     }
@@ -205,12 +195,10 @@ def compare(case: Case, planned: PlanResult) -> tuple[list[str], list[str]]:
 
 
 def line(cells: Iterable[str]) -> None:
-    """One of a table in Markdown."""
     print("| " + " | ".join(cells) + " |", flush=True)
 
 
 def main() -> None:
-    """Plan every case and print the tables."""
     line(HEAD)
     print("| --- " * len(HEAD) + "|")
     compared = []

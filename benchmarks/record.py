@@ -31,19 +31,14 @@ HISTORY_COLUMNS = (
 
 @dataclass(frozen=True, kw_only=True)
 class PeerComparison:
-    """Measurement of Meseta and of another program in the same benchmark run."""
-
     benchmark: str
-    """Name of the benchmark, such as 'ops', 'e2e' or 'ingest'."""
     case: str
-    """Measured case, for example configuration, dtype and number of threads."""
     metric: str
     value: float
     unit: str
     peer: str
     peer_value: float
     versions: Mapping[str, str]
-    """Versions of the packages of both programs."""
 
     @property
     def ratio(self) -> float:
@@ -54,7 +49,6 @@ class PeerComparison:
 
 
 def append_comparisons(path: Path, comparisons: Sequence[PeerComparison]) -> None:
-    """Append a line per comparison. A new file starts with the column names."""
     is_new = not path.exists()
     about = (datetime.date.today().isoformat(), git_version()), hardware_summary()
     with path.open("a", newline="") as file:

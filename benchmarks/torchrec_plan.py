@@ -1,4 +1,4 @@
-"""Plans of TorchRec's planner: made under its own interpreter, told in our words."""
+"""Plans of TorchRec's planner, which runs in its own interpreter."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def plan(task):
     planner = EmbeddingShardingPlanner(
         topology=topology, batch_size=task["batch_size"] // task["ranks"], constraints=constraints
     )
-    found = planner.plan(module, [EmbeddingBagCollectionSharder()])
+    answer = planner.plan(module, [EmbeddingBagCollectionSharder()])
     seconds = time.perf_counter() - start
     places = {}
-    for parameters in found.plan.values():
+    for parameters in answer.plan.values():
         for name, one in parameters.items():
             shards = [] if one.sharding_spec is None else one.sharding_spec.shards
             places[name] = {
@@ -64,17 +64,14 @@ for task in json.load(sys.stdin):
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """One task for the planner."""
-
     workload: Workload
     topology: Topology
     bandwidths: Mapping[str, float] = field(default_factory=dict)
-    """Arguments of its Topology, in bytes a millisecond; those that are left out are its own defaults."""
+    """Arguments of TorchRec's Topology in bytes per millisecond. Missing ones keep their defaults."""
     kernels: tuple[str, ...] | None = None
-    """Compute kernels that it may choose; None: all."""
+    """Compute kernels that may be used. `None` means all."""
 
     def to_dict(self) -> dict[str, Any]:
-        """What the other process is told."""
         pooling = {f.table: self.workload.load(f).pooling_factor for f in self.workload.features}
         tables = [
             {"name": t.name, "dim": t.embedding_dim, "rows": t.num_embeddings, "pooling": pooling[t.name]}
@@ -93,16 +90,13 @@ class Asked:
 
 @dataclass(frozen=True)
 class Answer:
-    """A plan, and what it took to make it."""
-
     plan: Plan
     seconds: float
     peak_bytes: float
-    """Of the process, so far."""
 
 
 def ask(tasks: Sequence[Asked], python: str, timeout_s: float) -> list[Answer | str]:
-    """For each task the answer, or why there is none; all are planned by one process on one core."""
+    """Plan all tasks in one process on one core. Returns an answer or an error message for each."""
     try:
         done = subprocess.run(
             [python, "-I", "-c", PEER],
@@ -122,26 +116,26 @@ def ask(tasks: Sequence[Asked], python: str, timeout_s: float) -> list[Answer | 
     return [_answer(task, json.loads(line)) for task, line in zip(tasks, lines, strict=True)]
 
 
-def _answer(task: Asked, found: dict[str, Any]) -> Answer | str:
-    if "failed" in found:
-        return str(found["failed"])
-    plan = translate(found["tables"], task.workload, task.topology)
-    return Answer(plan, found["seconds"], found["peak_bytes"])
+def _answer(task: Asked, reply: dict[str, Any]) -> Answer | str:
+    if "failed" in reply:
+        return str(reply["failed"])
+    plan = translate(reply["tables"], task.workload, task.topology)
+    return Answer(plan, reply["seconds"], reply["peak_bytes"])
 
 
 def translate(tables: dict[str, dict[str, Any]], workload: Workload, topology: Topology) -> Plan:
-    """TorchRec's plan in our words. Columns are moved to the nearest multiple of 16, as shards of ours begin there."""
+    """Convert TorchRec's plan. Columns are rounded to multiples of 16, which our shards require."""
     entries = []
     for table in workload.tables:
-        own = tables[table.name]
+        entry = tables[table.name]
         rows, columns = (0, table.num_embeddings), (0, table.embedding_dim)
-        sharding = ShardingType("grid" if own["sharding"] == "grid_shard" else str(own["sharding"]))
+        sharding = ShardingType("grid" if entry["sharding"] == "grid_shard" else str(entry["sharding"]))
         if sharding is ShardingType.DATA_PARALLEL:
             everywhere = tuple(range(topology.num_ranks))
             shards = [Shard(table=table.name, rows=rows, columns=columns, ranks=everywhere)]
         else:
             shards = []
-            for (row, column), (num_rows, num_columns), rank in own["shards"]:
+            for (row, column), (num_rows, num_columns), rank in entry["shards"]:
                 span = tuple(
                     min(round(at / 16) * 16, columns[1]) if at < columns[1] else at
                     for at in (column, column + num_columns)

@@ -1,4 +1,4 @@
-"""Calls that are compared, in turns."""
+"""Calls that are timed alternately."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 def best_s(calls: dict[str, Callable[[], object]], num_turns: int) -> dict[str, float]:
-    """Seconds of the fastest of so many turns, in each of which every call runs once."""
+    """Return the minimum seconds of each call. All calls alternate for `num_turns`."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(num_turns):
         for name, call in calls.items():

@@ -1,4 +1,4 @@
-"""Planners that others have: whole tables, at random, greedily, or by largest differencing."""
+"""Baseline planners that place whole tables: random, greedy, largest differencing."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from meseta.spec.constraints import Constraints, TableRule
 
 
 class _Given(RankScore):
-    """Numbers that the caller sets."""
-
     def __init__(self, num_ranks: int) -> None:
         self.values = np.zeros(num_ranks)
 
@@ -25,10 +23,10 @@ class _Given(RankScore):
 
 
 def place_at_random(problem: PlacementProblem, seed: int) -> Assignment | None:
-    """Tables in random order, each on a random rank of those with room; None where one finds none."""
+    """Place tables in random order, each on a random rank with room. Returns `None` if a table fits nowhere."""
     random = np.random.default_rng([11, seed])
     score, assignment = _Given(problem.cluster.num_ranks), _nothing_placed(problem)
-    for option in random.permutation(problem.options.num_units):  # of each unit there is one option, of its own number
+    for option in random.permutation(problem.options.num_units):  # Unit n has one option, n.
         score.values = random.random(problem.cluster.num_ranks)
         ranks = assignment.find_ranks(int(option), score)
         if ranks is None:
@@ -38,8 +36,7 @@ def place_at_random(problem: PlacementProblem, seed: int) -> Assignment | None:
 
 
 def place_by_key(problem: PlacementProblem, key: Floats) -> Assignment | None:
-    """Tables by a number each [tables], largest first, to the rank whose tables have the least sum of it, of those with
-    room; None where a table finds none."""
+    """Place tables in descending order of `key` [tables], each on the rank with room whose sum is smallest."""
     score, assignment = _Given(problem.cluster.num_ranks), _nothing_placed(problem)
     for option in np.argsort(-key, kind="stable"):
         ranks = assignment.find_ranks(int(option), score)
@@ -51,8 +48,8 @@ def place_by_key(problem: PlacementProblem, key: Floats) -> Assignment | None:
 
 
 def place_by_seconds(problem: PlacementProblem) -> Assignment | None:
-    """Karmarkar and Karp's largest differencing of what whole tables are predicted to take; where ranks are too full,
-    some of their tables are placed greedily. None where the tables do not fit."""
+    """Place tables by Karmarkar and Karp's largest differencing of predicted seconds. Returns `None` if they do not
+    fit."""
     return place_by_differencing(problem.options, problem.cluster, _choice(problem))
 
 
@@ -65,19 +62,17 @@ def _nothing_placed(problem: PlacementProblem) -> Assignment:
 
 
 def sizes(workload: Workload) -> Floats:
-    """[tables]: bytes of rows and optimizer state."""
     return np.array(
-        [shard_storage_bytes(own, own.num_embeddings, own.embedding_dim) for own in workload.tables], np.float64
+        [shard_storage_bytes(table, table.num_embeddings, table.embedding_dim) for table in workload.tables], np.float64
     )
 
 
 def dims(workload: Workload) -> Floats:
-    """[tables]: columns."""
-    return np.array([own.embedding_dim for own in workload.tables], np.float64)
+    return np.array([table.embedding_dim for table in workload.tables], np.float64)
 
 
 def lookups(workload: Workload) -> Floats:
-    """[tables]: columns times ids per sample, as NeuroShard (D. Zha et al., arXiv 2305.01868) takes lookups."""
+    """Return columns times ids per sample [tables], the cost of NeuroShard (arXiv 2305.01868)."""
     pooling = dict.fromkeys((table.name for table in workload.tables), 0.0)
     for feature in workload.features:
         pooling[feature.table] += workload.load(feature).pooling_factor
@@ -91,18 +86,17 @@ BASELINES: Mapping[str, Callable[[PlacementProblem, int], Assignment | None]] = 
     "greedy by lookups": lambda problem, _: place_by_key(problem, lookups(problem.workload)),
     "LDM": lambda problem, _: place_by_seconds(problem),
 }
-"""By name: the assignment of a problem of whole tables, given a seed."""
+"""Placement function of each baseline. Its arguments are a problem of whole tables and a seed."""
 
 
 def whole_tables(workload: Workload, topology: Topology, cost_model: CostModel) -> PlacementProblem:
-    """The problem in which tables are not cut; unit and option n are table n. Room is what our own plans have: memory
-    but for what a step's buffers take."""
+    """Return the problem of placing whole tables, with the same memory budget as our planner."""
     rule = TableRule(sharding=(ShardingType.TABLE_WISE,))
     return make_problem(workload, topology, cost_model, Constraints(tables={"*": rule}), tiers=("hbm",))
 
 
 def baseline_plans(workload: Workload, topology: Topology, cost_model: CostModel, seed: int) -> dict[str, Plan | None]:
-    """The plan of each baseline; None where it has found no placement that fits."""
+    """Return the plan of each baseline, or `None` if it found no placement that fits."""
     problem = whole_tables(workload, topology, cost_model)
     assignments = {name: place(problem, seed) for name, place in BASELINES.items()}
     return {

@@ -1,4 +1,4 @@
-"""What each device of a plan holds, and what a plan costs once every share is timed."""
+"""Shards of each device of a plan, and the cost of a plan from their measured times."""
 
 from __future__ import annotations
 
@@ -16,32 +16,31 @@ from meseta.spec import CostModel, MesetaError, Plan, Topology, Workload
 from meseta.spec.tiers import HBM
 
 TimeShare = Callable[[DeviceShards], tuple[float, float]]
-"""Seconds of (a lookup, an update) of a share, measured once."""
+"""Function that measures (lookup seconds, update seconds) of a share once."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """What a step of a plan takes."""
+    """Seconds of one step of a plan."""
 
     lookup_s: tuple[float, ...]
-    """Of each device, measured."""
+    """Measured seconds by device."""
     update_s: tuple[float, ...]
-    """Of each device, measured."""
+    """Measured seconds by device."""
     communication_s: float
-    """Of all collectives, predicted."""
+    """Predicted seconds of all collectives."""
     predicted_s: float
-    """Of the whole step, by the cost model alone."""
+    """Predicted seconds of the step."""
 
     @property
     def step_s(self) -> float:
-        """The slowest device's lookup and update, and the collectives."""
+        """Seconds of the slowest device and of the collectives."""
         each = (lookup + update for lookup, update in zip(self.lookup_s, self.update_s, strict=True))
         return max(each) + self.communication_s
 
 
 def shares_of(plan: Plan, workload: Workload) -> tuple[DeviceShards, ...]:
-    """The share of each rank. Raises MesetaError where a plan does not place every table exactly once, or places rows
-    outside the memory of the devices, which nothing here can time."""
+    """Return the share of each rank. Raises MesetaError if the plan is invalid or uses other tiers than 'hbm'."""
     plan.check(workload.tables)
     number = {table.name: n for n, table in enumerate(workload.tables)}
     owned: list[list[TaskShard]] = [[] for _ in range(plan.num_ranks)]
@@ -62,7 +61,7 @@ def shares_of(plan: Plan, workload: Workload) -> tuple[DeviceShards, ...]:
 
 
 def why_too_large(plan: Plan, workload: Workload, topology: Topology, cost_model: CostModel) -> str | None:
-    """None where all ranks have room for a plan: rows, state, and a step's buffers as `predict` counts them."""
+    """Return why a rank lacks memory for the plan, or `None` if all have enough."""
     if topology.hbm_bytes is None:
         return None
     peak = predict(plan, workload, topology, cost_model).peak_bytes()
@@ -79,18 +78,17 @@ def judge(
     time_share: TimeShare,
     num_rounds: int,
 ) -> dict[str, Cost]:
-    """Cost of several plans of one workload, by name.
-
-    Shares are timed alone, one after the other, in `num_rounds` rounds in turns over the shares of all plans, so that
-    whatever the machine does meets all alike; the median of the rounds counts. Shares that several devices or plans
-    have in common are timed once. Collectives cost what the cost model says, by the same formula for all.
-    """
+    """Measure the cost of several plans, by name. Shares of all plans are timed alternately, equal shares only once."""
     shares = {name: shares_of(plan, workload) for name, plan in plans.items()}
-    found: dict[DeviceShards, list[tuple[float, float]]] = {share: [] for pieces in shares.values() for share in pieces}
+    seconds_by_share: dict[DeviceShards, list[tuple[float, float]]] = {
+        share: [] for pieces in shares.values() for share in pieces
+    }
     for _ in range(num_rounds):
-        for share, seconds in found.items():
+        for share, seconds in seconds_by_share.items():
             seconds.append((0.0, 0.0) if share.is_empty else time_share(share))
-    medians = {share: tuple(map(statistics.median, zip(*seconds, strict=True))) for share, seconds in found.items()}
+    medians = {
+        share: tuple(map(statistics.median, zip(*seconds, strict=True))) for share, seconds in seconds_by_share.items()
+    }
     loads = WorkloadLoads(workload)
     costs = {}
     for name, plan in plans.items():
@@ -108,6 +106,5 @@ def judge(
 def measure_share(
     team: WorkerGroup, task: ShardingTask, share: DeviceShards, num_ranks: int, num_threads: int
 ) -> tuple[float, float]:
-    """Seconds of (a lookup, an update) of a share by a team of one RankTimer; again where others disturb it."""
     arguments = {"shards": share.shards, "replicas": share.replicas, "num_ranks": num_ranks, "threads": num_threads}
     return measure_uncontended(lambda: team.call("time_device", task=task.to_dict(), **arguments))

@@ -1,1 +1,1 @@
-"""The parts of benchmarks/bench_deltas.py."""
+"""Parts of bench_deltas.py."""

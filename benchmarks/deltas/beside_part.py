@@ -1,4 +1,4 @@
-"""Training beside deltas that are saved every so many seconds."""
+"""Speed of training while deltas are saved."""
 
 from __future__ import annotations
 
@@ -23,25 +23,21 @@ from meseta.checkpoint.delta_tracker import DeltaTracker
 from meseta.comm import World
 
 KEPT = {"exact": 0.97, "4": 0.94}
-"""By width, the share of its speed that training keeps."""
+"""Required share of the speed of training, by bits."""
 
 
 @dataclass(frozen=True)
 class BesideOptions:
-    """What to measure."""
-
     folder: Path
     gigabytes: float
     seconds: float
-    """Of a window, in which one delta is saved."""
+    """Duration of a window, in which one delta is saved."""
     turns: int
     bits: str
     keep: bool
 
 
 class Training:
-    """A model on one table, whose batches never end."""
-
     def __init__(self, options: BesideOptions) -> None:
         num_rows = int(options.gigabytes * 1e9 / (4 * WIDTH + 4))
         table = TableSpec(name="table", num_embeddings=num_rows, embedding_dim=WIDTH,
@@ -54,7 +50,7 @@ class Training:
         self._steps: Iterator[Any] = meseta.ahead(batches(num_rows), self.model)
 
     def window(self, seconds: float) -> float:
-        """Steps a second."""
+        """Return steps per second."""
         begun_s, num_steps = time.perf_counter(), 0
         while time.perf_counter() < begun_s + seconds:
             loss = self.model(next(self._steps).sparse).square().mean()
@@ -66,7 +62,7 @@ class Training:
 
 
 def measure_beside(options: BesideOptions) -> bool:
-    """Whether training keeps as much of its speed as it must."""
+    """Measure training with and without saves. Returns whether the requirement is met."""
     shutil.rmtree(options.folder, ignore_errors=True)
     options.folder.mkdir(parents=True)
     training, world = Training(options), World.single()

@@ -1,4 +1,4 @@
-"""Bytes that checkpoints of a run write and hold, counted from outside, of all policies and widths."""
+"""Bytes that checkpoints of a run write and store, for all policies and widths."""
 
 from __future__ import annotations
 
@@ -19,40 +19,37 @@ from meseta.comm import World
 
 POLICIES = ("none", "one_shot", "consecutive", "intermittent", "rolling")
 LEAST = {"exact": (2.2, 1.0), "8": (7.0, 3.2), "4": (12.0, 5.5)}
-"""By width, how many times less a policy must write, and hold; one policy for all."""
+"""Required reductions of (written bytes, stored bytes), by bits. One policy must reach all."""
 
 
 @dataclass(frozen=True)
 class BytesOptions:
-    """What to measure."""
-
     folder: Path
     num_rows: int
     widths: Sequence[int]
-    """D of the tables; what must be reached is asked of the first."""
+    """Dimensions of the tables. The first one has requirements."""
     bits: Sequence[str]
     num_intervals: int
     share: float
-    """Of rows that each interval touches."""
+    """Share of rows that change in an interval."""
     max_chain: int
     keep: bool
 
 
 @dataclass
 class Disk:
-    """What lies in a folder, seen from outside: files by path and time of writing."""
+    """Bytes of files in a folder."""
 
     folder: Path
     written: int = 0
-    """Bytes of all files that were ever there."""
     highest: int = 0
-    """The most that was there at once, while a checkpoint was being written too."""
+    """Maximum size of the folder, including a checkpoint that replaces another."""
 
     def __post_init__(self) -> None:
         self._seen: set[tuple[Path, int]] = set()
 
     def look(self) -> None:
-        """To be called when a checkpoint is written and none is removed yet."""
+        """Count new files. Call this after each save and before old checkpoints are removed."""
         held = 0
         for path in self.folder.rglob("*"):
             if path.is_file():
@@ -65,7 +62,6 @@ class Disk:
 
 
 def run(options: BytesOptions, width: int, policy: str, bits: str) -> Disk:
-    """The saves of one run."""
     table, world = ChangingTable(options.num_rows, width), World.single()
     shards = [table.shard]
     of_tables = row_bits(table.spec.name, bits)
@@ -92,7 +88,7 @@ def run(options: BytesOptions, width: int, policy: str, bits: str) -> Disk:
 
 
 def measure_bytes(options: BytesOptions) -> bool:
-    """Whether one policy writes and holds as little as it must at every width."""
+    """Measure all policies and dimensions. Returns whether one policy meets all requirements."""
     console, reached = Console(), {policy: True for policy in POLICIES if policy != "none"}
     for width in options.widths:
         whole = run(options, width, "none", "exact")
@@ -110,11 +106,11 @@ def measure_bytes(options: BytesOptions) -> bool:
                     reached[policy] &= all(a >= b for a, b in zip(less, LEAST.get(bits, (0.0, 0.0)), strict=True))
                 if options.keep:
                     case = f"{options.num_rows} x {width}, {policy}, {bits}"
-                    for metric, own, peer in (
+                    for metric, value, peer in (
                         ("written", disk.written, whole.written),
                         ("held", disk.highest, whole.highest),
                     ):
-                        record("deltas", case, metric, own / 1e9, "GB", peer="whole saves", peer_value=peer / 1e9)
+                        record("deltas", case, metric, value / 1e9, "GB", peer="whole saves", peer_value=peer / 1e9)
         console.print(shown)
     print("reached at every width by: " + (", ".join(name for name, good in reached.items() if good) or "none"))
     return any(reached.values())

@@ -1,4 +1,4 @@
-"""A table some of whose rows change between saves, as batches with ids by Zipf's law change them."""
+"""Table whose rows change between saves, with Zipf ids."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ DRAWN_AT_ONCE = 1 << 17
 
 
 def row_bits(table: str, bits: str) -> dict[str, RowBits]:
-    """What a save is told for a table whose rows it keeps in so many bits, or 'exact'."""
     return {} if bits == "exact" else {table: cast(RowBits, int(bits))}
 
 
 class ChangingTable:
-    """One table of rows with the state of row-wise Adagrad, with marks of what changes."""
+    """Table with row-wise Adagrad and change marks."""
 
     def __init__(self, num_rows: int, width: int, seed: int = 0) -> None:
         self.spec = TableSpec(name="table", num_embeddings=num_rows, embedding_dim=width)
@@ -36,11 +35,10 @@ class ChangingTable:
 
     @property
     def num_bytes(self) -> int:
-        """Of rows and states."""
         return self.shard.num_bytes()
 
     def touch(self, share: float) -> int:
-        """Change rows as batches do until so large a share of all has changed; how many have."""
+        """Change rows with Zipf ids until `share` of all has changed. Returns their number."""
         num_rows = self.spec.num_embeddings
         touched: NDArray[np.bool_] = np.zeros(num_rows, bool)
         while (count := int(touched.sum())) < share * num_rows:

@@ -1,4 +1,4 @@
-"""What marks of changed rows cost a step of the embedding operators."""
+"""Cost of change marks in a step of the embedding operators."""
 
 from __future__ import annotations
 
@@ -16,13 +16,11 @@ from meseta.storage import TableShard
 
 MOST, MOST_OF_INTERVAL = 1.01, 1.02
 WINDOW_S = 0.08
-"""Short: what else a machine does lasts longer than that, and meets both sides of most turns or neither."""
 
 
 @contextmanager
 def without_marks(shards: Sequence[TableShard]) -> Iterator[None]:
-    """Steps of these tables mark nothing: the same rows in the same memory, or the place of a table would be
-    measured."""
+    """Context manager that disables marks without moving the rows, because their place affects the speed."""
     lent = [shard.rows for shard in shards]
     for shard, rows in zip(shards, lent, strict=True):
         shard.__dict__["rows"] = replace(rows, marks=None)
@@ -34,7 +32,7 @@ def without_marks(shards: Sequence[TableShard]) -> Iterator[None]:
 
 
 def measure_marks(names: Sequence[str], turns: int, num_threads: int, keep: bool) -> bool:
-    """Whether marks cost no more than they may; windows with and without alternate."""
+    """Measure steps with and without marks. Returns whether the requirements are met."""
     good = True
     for name in names:
         traffic = asdict(next(one for one in OPS_WORKLOADS if one.name == name))
@@ -46,7 +44,7 @@ def measure_marks(names: Sequence[str], turns: int, num_threads: int, keep: bool
 
         def window(is_marked: bool, first: int, tables: MesetaOperators = tables, num_calls: int = num_calls) -> float:
             with nullcontext() if is_marked else without_marks(tables.embeddings.shards):
-                tables.time("step", first, 1)  # describes the tables anew
+                tables.time("step", first, 1)  # Updates the description of the tables.
                 return tables.time("step", first, num_calls)
 
         ratios = []

@@ -1,4 +1,4 @@
-"""How long deltas take and hold training up, and what loading a chain costs, beside whole saves and PyTorch's own."""
+"""Duration of deltas and of loading a chain, compared with full saves and PyTorch."""
 
 from __future__ import annotations
 
@@ -28,8 +28,6 @@ WIDTH, SHARE, CHAIN, CODED = 64, 0.2, 8, "4"
 
 @dataclass(frozen=True)
 class TimeOptions:
-    """What to measure."""
-
     folder: Path
     gigabytes: float
     turns: int
@@ -37,7 +35,6 @@ class TimeOptions:
 
 
 def forget(folder: Path) -> None:
-    """Drop files from the page cache."""
     for path in folder.rglob("*"):
         if path.is_file():
             with path.open("rb") as file:
@@ -45,19 +42,17 @@ def forget(folder: Path) -> None:
 
 
 class Saves:
-    """Saves of one table by turns; each from the marks, as a run does it."""
-
     def __init__(self, options: TimeOptions, table: ChangingTable, bits: str = "exact") -> None:
         self.table, self.world, self._bits = table, World.single(), row_bits("table", bits)
         self.folder = options.folder / ("ours" if bits == "exact" else bits)
         self.step = 0
         self._former: dict[bool, list[Any]] = {True: [], False: []}
-        """Copies of the last whole save and of the last delta: a run keeps its memory for the next."""
+        """Memory of the last full save and of the last delta, which the next save reuses."""
         self._last = False
         self._changes = DeltaTracker(self.folder, self.world, "consecutive", 1 << 10)
 
     def save(self, *, whole: bool = False) -> tuple[float, float, int]:
-        """Seconds that training is held up, and until all is on the disk, and bytes of memory beside the table."""
+        """Return (seconds without training, seconds until the save is durable, additional bytes of memory)."""
         gc.collect()
         reset_peak()
         before, start_s = memory_bytes("VmRSS"), time.perf_counter()
@@ -71,14 +66,13 @@ class Saves:
         return held_s, time.perf_counter() - start_s, memory_bytes("VmHWM") - before
 
     def selected_bytes(self) -> int:
-        """Of the copy that was saved last."""
         [piece] = self._former[self._last]
         num_rows = len(piece.rows) if isinstance(piece, SelectedRows) else piece.shard.num_rows
         return int(num_rows * self.table.num_bytes / self.table.spec.num_embeddings)
 
 
 def measure_times(options: TimeOptions) -> bool:
-    """Whether deltas are as fast as they must be."""
+    """Measure saves and loads. Returns whether the requirements are met."""
     table = ChangingTable(int(options.gigabytes * 1e9 / (4 * WIDTH + 4)), WIDTH)
     tensors = {"row": table.shard.weight, **table.shard.state}
     shutil.rmtree(options.folder, ignore_errors=True)
@@ -124,14 +118,13 @@ def measure_times(options: TimeOptions) -> bool:
 
 
 def dcp_save(tensors: dict[str, torch.Tensor], path: Path) -> float:
-    """Seconds."""
     start_s = time.perf_counter()
     dcp.save(tensors, storage_writer=dcp.FileSystemWriter(path, thread_count=2))
     return time.perf_counter() - start_s
 
 
 def dcp_async(tensors: dict[str, torch.Tensor], path: Path) -> float:
-    """Seconds that training is held up."""
+    """Return the seconds without training."""
     start_s = time.perf_counter()
     saved: Any = dcp.async_save(tensors, checkpoint_id=path)
     held_s = time.perf_counter() - start_s
@@ -140,8 +133,7 @@ def dcp_async(tensors: dict[str, torch.Tensor], path: Path) -> float:
 
 
 def load_part(options: TimeOptions, table: ChangingTable) -> bool:
-    """Whether a cold load of a chain costs no more for each byte than that of a whole checkpoint, and less time where
-    rows are in codes."""
+    """Measure cold loads. Returns whether a chain is as fast per byte as a full checkpoint, and faster if quantized."""
     shutil.rmtree(options.folder / "ours")
     _, coded = _chain(options, table, CODED)
     whole, exact = _chain(options, table, "exact")
@@ -170,7 +162,7 @@ def load_part(options: TimeOptions, table: ChangingTable) -> bool:
 
 
 def _chain(options: TimeOptions, table: ChangingTable, bits: str) -> tuple[Path, Path]:
-    """A whole checkpoint, and the last of the deltas behind it."""
+    """Save a full checkpoint and a chain of deltas. Returns the path of the last one."""
     saves = Saves(options, table, bits)
     saves.save(whole=True)
     whole = saves.folder / f"step-{saves.step:09d}"

@@ -1,4 +1,4 @@
-"""Hosts and racks on one machine, with links as slow as is asked: see docs/testbed.md."""
+"""Hosts and racks on one machine, with links of limited rate. See docs/testbed.md."""
 
 from hosts.hosts import Failure, Hosts, Outcome
 from hosts.links import LinkTraffic, bits_per_s, own_traffic

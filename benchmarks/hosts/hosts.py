@@ -27,45 +27,41 @@ from hosts.namespaces import Impossible, Namespace, why_impossible
 from hosts.utilisation import Sample
 
 PORT = 29400
-"""Where rank 0 listens for torch's store, on a network of its own: it is free."""
+"""Port of torch's store on rank 0, in a new network."""
 GRACE_S = 3.0
-"""How long other ranks may take to say what one has done to them."""
+"""Seconds for other ranks to report the consequences of a failure."""
 WATCH_S = 0.1
-"""Between two looks at the counters."""
+"""Interval between samples of the counters."""
 LAST_WORDS = 2000
 
 
 class Failure(Exception):
-    """A command ended with an error on a rank, or not in time."""
+    """Command that failed on a rank or exceeded its time limit."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What is left of a command that ran on all hosts."""
-
     outputs: tuple[str, ...]
-    """What each rank has written to standard output."""
+    """Standard output of each rank."""
     seconds: float
-    """From start to end."""
     rate: float
-    """Of each link, in bits per second."""
+    """Rate of each link in bits per second."""
     samples: tuple[Sample, ...]
-    """What was counted, from time to time: first zeros, last all."""
+    """Counters over time. The first sample is zero, the last one is the total."""
 
     @property
     def traffic(self) -> tuple[LinkTraffic, ...]:
-        """Of each host, all of it."""
+        """Total traffic by host."""
         return self.samples[-1].traffic
 
 
 class Hosts:
-    """Hosts with links between them, for the time of a `with`; they leave nothing behind, however this process ends.
+    """Hosts with links between them. The context manager removes them, even if this process is killed.
 
         with Hosts(4, ranks=2, across="200mbit") as hosts:
             print(hosts.run([sys.executable, "job.py"]).outputs[0])
 
-    Each is a network namespace of its own. All see the same files. Inside a host ranks talk over loopback, as fast as
-    it goes. The links delay by what waits in them, and not by distance.
+    Each host is a network namespace. All hosts share the file system.
     """
 
     def __init__(
@@ -101,12 +97,11 @@ class Hosts:
 
     @property
     def num_ranks(self) -> int:
-        """On all hosts."""
         return self.num_hosts * self.ranks_per_host
 
     @property
     def namespaces(self) -> list[str]:
-        """As /proc names them: of the bridges, then of each host."""
+        """Paths in /proc of the namespaces of the bridges and of each host."""
         return [os.readlink(f"/proc/{held.pid}/ns/net") for held in (self._fabric, *self._hosts)]
 
     def __enter__(self) -> Hosts:
@@ -135,13 +130,11 @@ class Hosts:
         self._made.close()
 
     def dropped_packets(self) -> int:
-        """Packets that the queues of all links had no room for. TCP sends these again, and on a busy machine now and
-        then one that was not lost, since its acknowledgement is late."""
+        """Number of packets that did not fit into a queue. TCP sends them again."""
         return sum(place.dropped_packets() for place in (self._fabric, *self._hosts))
 
     def reshape(self, across: str) -> None:
-        """Let each host's link pass another rate from now on, under commands that run as well; links between racks stay
-        as they are."""
+        """Change the rate of each host's link, also while commands run. Links between racks do not change."""
         self.rate = bits_per_s(across)
         self.across = across
         self._fabric.configure("tc", [shaped(f"host{host}", across, "change") for host in range(self.num_hosts)])
@@ -149,12 +142,12 @@ class Hosts:
             host.configure("tc", [shaped(INTERFACE, across, "change")])
 
     def widen(self, host: int, across: str) -> None:
-        """Let the link of one host pass another rate than those of the others, as that of a server."""
+        """Change the rate of one host's link."""
         self._fabric.configure("tc", [shaped(f"host{host}", across, "change")])
         self._hosts[host].configure("tc", [shaped(INTERFACE, across, "change")])
 
     def variables(self, rank: int) -> dict[str, str]:
-        """What a rank finds in its environment, in the words of torchrun; gloo takes the link between hosts."""
+        """Return the environment variables of a rank, as torchrun sets them."""
         host, place = divmod(rank, self.ranks_per_host)
         return {
             "RANK": str(rank),
@@ -170,8 +163,7 @@ class Hosts:
         }
 
     def namespace_files(self, rank: int) -> list[str]:
-        """What a process opens for `setns`, in this order, to be on the host of a rank, where it then is that rank by
-        `variables`; it does not end with this one."""
+        """Return the files for `setns` with which a process enters the host of a rank. It outlives the hosts."""
         return self._hosts[rank // self.ranks_per_host].files
 
     def run(
@@ -181,7 +173,7 @@ class Hosts:
 
         Args:
             command: a program and its arguments.
-            variables: of its environment, beside those of this process and `self.variables(rank)`.
+            variables: additional environment variables.
             limit_s: seconds after which all of it is killed.
 
         Raises Failure, which names the rank that ended first with an error and has its last words.
@@ -222,7 +214,7 @@ class Hosts:
         seconds: float,
         limit_s: float,
     ) -> None:
-        """Raise what has gone wrong until now."""
+        """Raise Failure if a rank has failed."""
         failed = next((rank for rank, process in enumerate(ranks) if process.returncode), None)
         if failed is None and seconds < limit_s:
             return
@@ -238,7 +230,6 @@ class Hosts:
         )
 
     def traffic(self) -> list[LinkTraffic]:
-        """Of each host, since its link was made."""
         return [read_traffic(host.table("dev"), host.table("snmp")) for host in self._hosts]
 
     def _sample(self, start: float, zeros: Sequence[LinkTraffic]) -> Sample:
@@ -247,19 +238,16 @@ class Hosts:
 
 
 def _running(ranks: Sequence[subprocess.Popen[bytes]]) -> list[subprocess.Popen[bytes]]:
-    """Those that have not ended; `returncode` of the others is there."""
     return [process for process in ranks if process.poll() is None]
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]], limit_s: float) -> None:
-    """Until all have ended, or so long."""
     stop = time.monotonic() + limit_s
     while _running(ranks) and time.monotonic() < stop:
         time.sleep(WATCH_S)
 
 
 def _kill(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
-    """All that have not ended, and what they have started."""
     for process in _running(ranks):
         os.killpg(process.pid, signal.SIGKILL)
     for process in ranks:

@@ -1,12 +1,12 @@
-"""The links of the hosts: a star of racks, each link shaped in both directions, and what the kernel counts on them.
+"""Links of the hosts: a star of racks, each link limited in both directions, with kernel counters.
 
 host 0     host 1          host 2     host 3        link0 in each: address 10.77.0.(host + 1)
  | link0    | link0         | link0    | link0
- | host0    | host1         | host2    | host3      each end lets through `across`, in its direction
+ | host0    | host1         | host2    | host3      each end is limited to `across`
 [   rack0    ]             [   rack1    ]           bridges
       | rack0up                  | rack1up
-      | spine0                   | spine1           each end lets through `between_racks`
-[                 spine                 ]           a bridge; only where there are several racks
+      | spine0                   | spine1           each end is limited to `between_racks`
+[                 spine                 ]           a bridge, only with several racks
 """
 
 from __future__ import annotations
@@ -17,36 +17,34 @@ from dataclasses import dataclass
 from pathlib import Path
 
 INTERFACE = "link0"
-"""Of a host, towards the others."""
 HEADER_BYTES = 14 + 20 + 32
-"""Ethernet, IPv4, and TCP with time stamps: what stands before the bytes of a packet."""
+"""Bytes of Ethernet, IPv4 and TCP headers with time stamps."""
 QUEUE = "limit 256mb"
-"""What may wait at the end of a link. More than all windows of TCP, so that no packet is lost and sent again."""
+"""Queue at the end of a link. It is larger than all TCP windows, so that no packet is lost."""
 BURST = "burst 128kb"
-"""What may pass at once: a packet of the largest size, and what a fast link lets through between two clock ticks."""
+"""Bytes that may pass immediately: a packet of maximum size, or the rate between two clock ticks."""
 UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
 
 
 @dataclass(frozen=True)
 class LinkTraffic:
-    """What the kernel has counted on the link of one host."""
+    """Kernel counters of the link of one host."""
 
     sent_bytes: int
-    """With headers."""
+    """Bytes with headers."""
     sent_packets: int
     received_bytes: int
-    """With headers."""
+    """Bytes with headers."""
     received_packets: int
     resent_packets: int
-    """Of TCP, in this host; 0 unless a queue was too short."""
+    """TCP packets that this host sent again. 0 unless a queue was too short."""
 
     @property
     def payload_bytes(self) -> int:
-        """Sent, without headers. Packets that only open and acknowledge are but headers, to some bytes."""
+        """Bytes sent without headers."""
         return self.sent_bytes - HEADER_BYTES * self.sent_packets
 
     def since(self, start: LinkTraffic) -> LinkTraffic:
-        """What was counted after `start`."""
         return LinkTraffic(
             self.sent_bytes - start.sent_bytes,
             self.sent_packets - start.sent_packets,
@@ -57,7 +55,7 @@ class LinkTraffic:
 
 
 def bits_per_s(rate: str) -> float:
-    """Of a rate as `tc` reads it: '200mbit', '1.5gbit'. Raises ValueError for another one."""
+    """Parse a rate such as '200mbit' or '1.5gbit'. Raises ValueError if it is invalid."""
     parts = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)bit", rate)
     if parts is None or not float(parts[1]):
         raise ValueError(
@@ -67,17 +65,16 @@ def bits_per_s(rate: str) -> float:
 
 
 def address(host: int) -> str:
-    """Of a host, on the network of all."""
     return f"10.77.{(host + 1) // 256}.{(host + 1) % 256}"
 
 
 def host_commands(host: int) -> list[str]:
-    """`ip`, inside a host."""
+    """Return commands of `ip` inside a host."""
     return ["link set lo up", f"address add {address(host)}/16 dev {INTERFACE}", f"link set {INTERFACE} up"]
 
 
 def fabric_commands(holders: list[int], num_racks: int) -> Iterator[str]:
-    """`ip`, inside the namespace of the bridges; `holders` are the processes of the hosts."""
+    """Return commands of `ip` in the namespace of the bridges. `holders` are the processes of the hosts."""
     for rack in range(num_racks):
         yield f"link add name rack{rack} type bridge"
         yield f"link set rack{rack} up"
@@ -94,17 +91,17 @@ def fabric_commands(holders: list[int], num_racks: int) -> Iterator[str]:
 
 
 def shaped(interface: str, rate: str, how: str = "add") -> str:
-    """`tc`: what leaves by this interface leaves at no more than `rate`; 'change' where another was said before."""
+    """Return the command of `tc` that limits the rate of outgoing traffic."""
     return f"qdisc {how} dev {interface} root tbf rate {rate} {BURST} {QUEUE}"
 
 
 def own_traffic() -> LinkTraffic:
-    """Of the host that this process runs in."""
+    """Return the traffic of the host of this process."""
     return read_traffic(*(Path(f"/proc/self/net/{name}").read_text() for name in ("dev", "snmp")))
 
 
 def read_traffic(devices: str, protocols: str) -> LinkTraffic:
-    """From /proc/net/dev and /proc/net/snmp of a host."""
+    """Parse /proc/net/dev and /proc/net/snmp."""
     counts = next(line for line in devices.splitlines() if line.strip().startswith(f"{INTERFACE}:"))
     numbers = [int(word) for word in counts.split(":")[1].split()]
     names, values = (line.split() for line in protocols.splitlines() if line.startswith("Tcp:"))

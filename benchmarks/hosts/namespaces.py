@@ -1,4 +1,4 @@
-"""Network namespaces without a name: each lives as long as the process that holds it, which ends with this one."""
+"""Unnamed network namespaces. Each exists until the process that holds it ends, at the latest with this one."""
 
 from __future__ import annotations
 
@@ -17,26 +17,23 @@ PROGRAMS = {
     "nsenter": "util-linux",
     "setpriv": "util-linux",
 }
-"""What is called, and the package of Debian that has it."""
+"""Required programs, and their Debian packages."""
 IPV6 = "/proc/sys/net/ipv6/conf/default/disable_ipv6"
 HOLD = ("sh", "-c", f"if [ -e {IPV6} ]; then echo 1 > {IPV6}; fi; echo held && exec cat")
-"""Says that the namespace is there, and ends when nobody holds the other end of its standard input, however that
-happened. Without addresses of IPv6 nothing is sent that nobody asked for."""
 
 
 class Impossible(Exception):
-    """This machine makes no network namespaces, or no slow links between them."""
+    """This machine cannot create network namespaces or limit links between them."""
 
 
 class Namespace:
-    """A network of its own: interfaces, addresses, ports. A context manager.
+    """Network namespace with its own interfaces, addresses and ports.
 
-    Where this process may not make one, the first is made in a user namespace, in which it may; others go into the
-    same.
+    Without privileges, the first one is created in a user namespace, and others in the same one.
     """
 
     def __init__(self, first: Namespace | None = None) -> None:
-        """`first` of those that are to be joined by links. Raises Impossible."""
+        """Create a namespace, connected to `first`. Raises Impossible."""
         self._user = first._user if first is not None else None if _is_privileged() else self
         into, flags = (["--user", "--map-root-user"], []) if self._user is self else ([], self._in_user_namespace())
         self._holder = subprocess.Popen(
@@ -55,22 +52,21 @@ class Namespace:
 
     @property
     def pid(self) -> int:
-        """Of the process that holds it; /proc/PID/net says what is in it."""
         return self._holder.pid
 
     def entered(self, command: Sequence[str]) -> list[str]:
-        """The command, as it is run inside; it is killed with the thread that starts it."""
+        """Return the command that runs `command` inside. The command is killed with the thread that starts it."""
         user = [] if self._user is None else ["--user", "--preserve-credentials"]
         return ["nsenter", "--target", str(self.pid), *user, "--net", "setpriv", "--pdeathsig", "KILL", *command]
 
     @property
     def files(self) -> list[str]:
-        """What a process of one thread opens for `setns`, in this order, to be inside from then on."""
+        """Files for `setns` with which a single-threaded process enters the namespace."""
         user = [] if self._user is None else [f"/proc/{self.pid}/ns/user"]
         return [*user, f"/proc/{self.pid}/ns/net"]
 
     def configure(self, program: str, lines: Sequence[str]) -> None:
-        """Give `ip` or `tc` these commands, all in one. Raises Impossible with what it says."""
+        """Run commands of `ip` or `tc` in one batch. Raises Impossible with its message."""
         done = subprocess.run(
             self.entered([program, "-batch", "-"]), input="\n".join(lines), text=True, capture_output=True, check=False
         )
@@ -78,12 +74,11 @@ class Namespace:
             raise Impossible(f"{program}: {done.stderr.strip()}; the commands were: {'; '.join(lines)}")
 
     def dropped_packets(self) -> int:
-        """Packets that no queue inside had room for."""
         shown = subprocess.run(self.entered(["tc", "-s", "-j", "qdisc", "show"]), capture_output=True, check=True)
         return sum(queue["drops"] for queue in json.loads(shown.stdout))
 
     def table(self, name: str) -> str:
-        """/proc/net/NAME as a process inside reads it."""
+        """Read /proc/net/NAME inside the namespace."""
         return Path(f"/proc/{self.pid}/net/{name}").read_text()
 
     def __enter__(self) -> Namespace:
@@ -99,7 +94,7 @@ class Namespace:
 
 
 def why_impossible() -> str | None:
-    """Why there can be no slow links between hosts on this machine; None where there can."""
+    """Return why this machine cannot create hosts with slow links, or `None`."""
     lacking = sorted({package for program, package in PROGRAMS.items() if shutil.which(program) is None})
     if lacking:
         return f"programs of {' and '.join(lacking)} are missing"
@@ -113,7 +108,7 @@ def why_impossible() -> str | None:
 
 
 def _is_privileged() -> bool:
-    """Whether this process may make namespaces as it is: CAP_SYS_ADMIN and CAP_NET_ADMIN."""
+    """Whether this process has CAP_SYS_ADMIN and CAP_NET_ADMIN."""
     text = Path("/proc/self/status").read_text()
     effective = int(next(line.split()[1] for line in text.splitlines() if line.startswith("CapEff:")), 16)
     return os.geteuid() == 0 and bool(effective & (1 << 21)) and bool(effective & (1 << 12))

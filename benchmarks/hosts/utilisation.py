@@ -1,4 +1,4 @@
-"""How busy the links were, as pictures over time."""
+"""Charts of the utilization of links over time."""
 
 from __future__ import annotations
 
@@ -25,17 +25,15 @@ svg .received-line { stroke: var(--other); } svg .received-label { fill: var(--o
 
 @dataclass(frozen=True)
 class Sample:
-    """What was counted up to one moment."""
+    """Counters at one time."""
 
     seconds: float
-    """Since the command was started."""
+    """Seconds since the start of the command."""
     traffic: tuple[LinkTraffic, ...]
-    """By host."""
 
 
 def busy_shares(samples: Sequence[Sample], host: int, rate: float, way: str) -> list[tuple[float, float | None]]:
-    """[(seconds, share of the link's `rate` in bits per second)] of a host's link between each two samples, in the way
-    'sent' or 'received'."""
+    """Return [(seconds, utilization)] between consecutive samples. `way` is 'sent' or 'received'."""
     return [
         (
             after.seconds,
@@ -48,7 +46,7 @@ def busy_shares(samples: Sequence[Sample], host: int, rate: float, way: str) -> 
 
 
 def write_page(path: Path, title: str, outcome: Outcome) -> None:
-    """A page that needs nothing but itself: of each host how busy its link was in both directions, and its counts."""
+    """Write a page with the utilization of each link over time, and its counters."""
     charts, rows = [], []
     for host, traffic in enumerate(outcome.traffic):
         lines = [

@@ -1,1 +1,1 @@
-"""What communication between ranks takes on slow links: the parts of bench_links.py."""
+"""Parts of bench_links.py: communication between ranks over slow links."""

@@ -1,4 +1,4 @@
-"""Bits: what 20 steps make of all tables and dense weights, whatever way numbers take and however tables are cut."""
+"""Part 'bits': checksums of tables and dense weights after 20 steps, for all exchanges and sharding types."""
 
 from __future__ import annotations
 
@@ -11,32 +11,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 from links import bits_training, training
-from links.crew import crew, here
+from links.rank_pool import on_this_machine, start_ranks
 from links.timing import Options, table
 from links.variants import Layout, Variant
 
 PRECISIONS = ("fp32", "fp16", "bf16", "fp8", "int8", "paper")
 LAYOUTS = (Layout(2, 1), Layout(2, 2), Layout(2, 4), Layout(4, 2))
-"""On 2, 4 and 8 ranks."""
 WAYS = (("flat", ""), ("hierarchical", "cross_host"), ("hierarchical", "chain"))
-"""A chain, which would round at each hop, is for fp32 alone."""
+"""Exchange algorithms. A chain is used for fp32 only, because it would round at each hop."""
 SCHEMES = ("table_wise", "column_wise")
 CHUNKS = (2**20, 4096)
-"""Bytes of the pieces that sums go in; the smaller one cuts the sum of the dense part into many."""
+"""Bytes of a piece of a sum. The smaller one splits the sum of the dense part."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One run."""
-
     variant: Variant
     order: int
-    """Ranks of a host come in this one of its orders, and hold pieces of tables in it."""
+    """Index of the order of ranks inside a host."""
     chunk_bytes: int
 
 
 def cases(precision: str, layout: Layout, quick: bool) -> Iterator[Case]:
-    """All runs whose bits must be equal."""
+    """Yield all runs that must have equal bits."""
     orders = range(1 if quick else 3)
     for sharding in SCHEMES:
         for exchange, path in WAYS if precision == "fp32" else WAYS[:2]:
@@ -47,13 +44,13 @@ def cases(precision: str, layout: Layout, quick: bool) -> Iterator[Case]:
 
 
 def compare_bits(options: Options) -> bool:
-    """All layouts and codecs; whether each has one checksum."""
+    """Compare all layouts and codecs. Returns whether each has a single checksum."""
     precisions = PRECISIONS if training.takes_codecs() else PRECISIONS[:1]
     if len(precisions) < len(PRECISIONS):
         print("bits: meseta.shard takes no codecs here, so that fp32 alone is compared")
     rows, good = [], True
     for layout in LAYOUTS[1:2] if options.quick else LAYOUTS:
-        with crew(layout.size, here(layout.size, bind=True)) as ranks:
+        with start_ranks(layout.size, on_this_machine(layout.size, bind=True)) as ranks:
             for precision in precisions:
                 runs: dict[str, list[Case]] = {}
                 for case in cases(precision, layout, options.quick):
@@ -73,8 +70,7 @@ def compare_bits(options: Options) -> bool:
 
 
 def checksum(replies: Sequence[dict[str, Any]]) -> str:
-    """Of whole tables and states, put together from pieces, and of dense weights; ranks must agree on what several
-    have."""
+    """Return a checksum of whole tables, states and dense weights, or a message if copies differ between ranks."""
     whole: dict[tuple[str, str], NDArray[Any]] = {}
     seen: dict[tuple[str, str], NDArray[Any]] = {}
     for reply in replies:

@@ -1,4 +1,4 @@
-"""One small run on every rank of a crew, for its bits."""
+"""Small training run on every rank for part 'bits'."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 NUM_STEPS, BATCH, NUM_DENSE, DIM = 20, 64, 4, 48
 ROWS = {"replicated": 7, "small": 13, "middle": 101, "large": 700}
 REPLICATED = "replicated"
-"""Whose gradients are added over ranks, as those of the dense part are."""
+"""Table that is replicated."""
 MOST_IDS = 4
 LATE_S = 0.002
-"""By which the ranks of a host follow each other into a step."""
+"""Delay between ranks of a host."""
 
 
 def train(case: Case, layout: Layout) -> dict[str, Any]:
-    """The pieces of tables and states, and the dense weights, of this rank after NUM_STEPS."""
+    """Train NUM_STEPS and return the shards, states and dense weights of this rank."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     sums.CHUNK_BYTES = case.chunk_bytes
@@ -69,13 +69,12 @@ def train(case: Case, layout: Layout) -> dict[str, Any]:
 
 
 def turned(rank: int, order: int, layout: Layout) -> int:
-    """The place in its host that a rank takes in the first, the second and the third order."""
+    """Return the position of a rank in its host for each order."""
     host, place = divmod(rank, layout.per_host)
     return (place + (0, 1, 1 + host)[order]) % layout.per_host
 
 
 def plan(tables: list[TableSpec], case: Case, layout: Layout) -> Plan:
-    """Tables on ranks of each host in the order of the case; one is on all."""
     hosts = (rank // layout.per_host for rank in range(layout.size))
     ranks = [host * layout.per_host + turned(rank, case.order, layout) for rank, host in enumerate(hosts)]
     entries: dict[str, Any] = {REPLICATED: "data_parallel"}
@@ -94,7 +93,6 @@ def plan(tables: list[TableSpec], case: Case, layout: Layout) -> Plan:
 
 
 def batch(features: list[FeatureSpec], number: int, world: World) -> Batch:
-    """This rank's slice of a global batch; bags may be empty."""
     random = np.random.default_rng([11, number])
     first, last = (r * BATCH // world.size for r in (world.rank, world.rank + 1))
     values, lengths = [], []

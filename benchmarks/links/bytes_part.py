@@ -1,4 +1,4 @@
-"""Bytes: what the kernel counts on the links beside what the planner predicts."""
+"""Part 'bytes': kernel counters of the links compared with predictions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from hosts import Hosts
 from links import shapes, training
-from links.crew import crew, on_hosts
+from links.rank_pool import on_hosts, start_ranks
 from links.timing import Options, table
 from links.variants import Layout, Variant, Window
 from meseta.planner import predict
@@ -16,13 +16,11 @@ from meseta.spec import Topology
 
 LIMIT = 0.01
 BATCH = 8192
-"""Twice that of the steps: announcements weigh less."""
 SCHEMES = ("table_wise", "row_wise", "column_wise", "data_parallel", "table_row_wise", "grid")
 PRECISIONS = ("fp32", "fp16", "bf16", "fp8", "int8", "paper")
 
 
 def variants(layout: Layout) -> list[Variant]:
-    """Every scheme by both ways; every codec with those whose bytes are bags alone, and with sums."""
     listed = [Variant(sharding=name, exchange=way) for name in SCHEMES for way in ("flat", "hierarchical")]
     listed += [
         Variant(sharding=name, exchange="hierarchical", dense_path="chain") for name in ("table_wise", "data_parallel")
@@ -37,7 +35,7 @@ def variants(layout: Layout) -> list[Variant]:
 
 
 def predicted_bytes(shape: shapes.DlrmWorkload, variant: Variant, layout: Layout) -> list[float]:
-    """That leave each host in a step, as the planner says."""
+    """Return the predicted bytes that leave each host in a step."""
     topology = Topology(num_hosts=layout.hosts, devices_per_host=layout.per_host)
     prediction = predict(shapes.plan(shape, variant, layout), shapes.workload(shape, variant), topology)
     by_rank = np.sum([one.sent_inter_host for one in prediction.collectives], axis=0)
@@ -45,7 +43,7 @@ def predicted_bytes(shape: shapes.DlrmWorkload, variant: Variant, layout: Layout
 
 
 def measure_bytes(layout: Layout, options: Options, rate: str = "2gbit") -> bool:
-    """One layout; whether all are within LIMIT."""
+    """Measure one layout. Returns whether all errors are within LIMIT."""
     shape = shapes.training(BATCH)
     chosen = variants(layout)
     if not training.takes_codecs():
@@ -57,7 +55,7 @@ def measure_bytes(layout: Layout, options: Options, rate: str = "2gbit") -> bool
     rows, good = [], True
     with (
         Hosts(layout.hosts, ranks=layout.per_host, across=rate) as hosts,
-        crew(layout.size, on_hosts(hosts)) as ranks,
+        start_ranks(layout.size, on_hosts(hosts)) as ranks,
     ):
         for variant in chosen:
             ranks.ask(training.build, shape=shape, layout=layout, variants=[variant])
@@ -78,13 +76,13 @@ def measure_bytes(layout: Layout, options: Options, rate: str = "2gbit") -> bool
 
 
 def _compare(windows: Sequence[Window], predicted: Sequence[float], layout: Layout) -> tuple[list[str], float]:
-    """Cells of a row, and how far the kernel is from what is predicted."""
+    """Return the cells of a row, and the error of the prediction."""
     first = windows[:: layout.per_host]
     counted = [one.sent_bytes / one.num_steps for one in first]
-    told = sum(sum(one.across.values()) for one in windows)
+    sent_by_ranks = sum(sum(one.across.values()) for one in windows)
     counts = sum(one.across.get(name, 0.0) for one in windows for name in ("counts",))
     error = sum(counted) / sum(predicted) - 1
     worst = max((a / b - 1 for a, b in zip(counted, predicted, strict=True)), key=abs)
     resent = sum(one.resent_packets for one in first)
     cells = [f"{sum(counted) / 1e6:.3f}", f"{sum(predicted) / 1e6:.3f}", f"{error:+.2%}", f"{worst:+.2%}"]
-    return [*cells, f"{counts / 1e3:.1f}", f"{(sum(counted) - told) / 1e3:.1f}", str(resent)], error
+    return [*cells, f"{counts / 1e3:.1f}", f"{(sum(counted) - sent_by_ranks) / 1e3:.1f}", str(resent)], error

@@ -1,5 +1,7 @@
-"""Part 'hybrid': DHEN of 20 million dense parameters cut inside hosts and alike on all of them, beside cut over all
-ranks and whole on every rank, over links of 1 / 24 of what goes inside a host (arXiv 2203.11014, section 4)."""
+"""Part 'hybrid': DHEN with 20 million dense parameters, sharded inside hosts, over all ranks, or replicated.
+
+Links have 1 / 24 of the rate inside a host (arXiv 2203.11014, section 4).
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,9 @@ from functools import partial
 
 from hosts import Hosts, bits_per_s
 from links import hybrid_training, shapes, training
-from links.crew import Crew, crew, on_hosts
 from links.hybrid_training import Way
 from links.model import measured_link
+from links.rank_pool import RankPool, on_hosts, start_ranks
 from links.timing import Measured, Options, in_turns, table
 from links.variants import Layout, Window
 
@@ -20,7 +22,6 @@ BATCH = 512
 INSIDE_OVER_ACROSS = 24.0
 FIRST_RATE = "1gbit"
 SIZES = (1_048_576, 4_194_304, 16_777_216)
-"""Bytes that each rank sends to measure what goes inside a host and across."""
 AT_LEAST, BYTES_LIMIT = 1.5, 0.05
 NUMBER_BYTES, ID_BYTES = 4, 8
 HYBRID, BASE = "hybrid", "fsdp over all"
@@ -29,15 +30,15 @@ WAITS = {
     "sums inside": ("gradients of parameters",),
     "sums across": ("gradients of hosts", "dense"),
 }
-"""Transfers that a rank stands still for, by what they carry. Cut over all ranks, those inside cross too."""
+"""Transfers that block a rank, by their content."""
 
 
 def dense_bytes(way: Way, layout: Layout, parameter_bytes: float) -> float:
-    """That leave each host in a step, on average over hosts.
+    """Return the mean bytes that leave a host in a step.
 
-    With H hosts of L ranks, R = H L, and P bytes of parameters, a sum over hosts of what a host holds once sends
-    2 (H - 1) / H P. Cut over all, each of two gathers along a ring sends (R - 1) / R P over the one link that leaves
-    a host, and each of its ranks sends R - L others their part of its gradients: L (R - L) / R P.
+    With H hosts of L ranks, R = H L, and P bytes of parameters, a sum over hosts sends 2 (H - 1) / H P. If parameters
+    are sharded over all ranks, each of two ring gathers sends (R - 1) / R P over the link of a host. Each rank sends
+    gradients to R - L other ranks: L (R - L) / R P.
     """
     ranks, per_host = layout.size, layout.per_host
     if way.hosts == layout:
@@ -46,13 +47,13 @@ def dense_bytes(way: Way, layout: Layout, parameter_bytes: float) -> float:
 
 
 def table_bytes(shape: shapes.DlrmWorkload, layout: Layout) -> float:
-    """The same of ids, bags and gradients of bags: one id for each sample and feature, tables whole on some rank."""
+    """Return the bytes of ids, bags and gradients of bags."""
     crossing = shape.lookups.batch_size * len(shape.lookups.rows) * (layout.hosts - 1) / layout.hosts / layout.hosts
     return crossing * (ID_BYTES + 2 * NUMBER_BYTES * shape.dim)
 
 
 def measure_hybrid(layout: Layout, options: Options) -> bool:
-    """Steps of all ways in turns; whether hybrid takes as little as asked, and all send what is computed."""
+    """Measure steps of all sharding methods. Returns whether the requirements are met."""
     shape, all_ways = shapes.training(64 if options.quick else BATCH), hybrid_training.ways(layout)
     number = hybrid_training.num_parameters(shape)
     print(f"\n{layout}: DHEN of {number:,} dense parameters, global batch {shape.lookups.batch_size}; "
@@ -60,7 +61,7 @@ def measure_hybrid(layout: Layout, options: Options) -> bool:
     measured = Measured()
     with (
         Hosts(layout.hosts, ranks=layout.per_host, across=FIRST_RATE) as hosts,
-        crew(layout.size, on_hosts(hosts)) as ranks,
+        start_ranks(layout.size, on_hosts(hosts)) as ranks,
     ):
         rate = set_rate(ranks, hosts, layout, options)
         held = ranks.ask(hybrid_training.build, shape=shape, all_ways=all_ways)
@@ -73,7 +74,7 @@ def measure_hybrid(layout: Layout, options: Options) -> bool:
     return _tell(layout, rate, computed, most, measured, options)
 
 
-def _steps(ranks: Crew, name: str, num_steps: int) -> list[Window]:
+def _steps(ranks: RankPool, name: str, num_steps: int) -> list[Window]:
     return ranks.ask(training.window, name=name, num_steps=num_steps)
 
 
@@ -111,16 +112,15 @@ def _tell(
 
 
 def _waited_s(measured: Measured, name: str, kinds: Sequence[str]) -> float:
-    """Median over rounds of the seconds of a step in which a rank stands still for some transfers, on average over
-    ranks."""
+    """Return the median seconds of a step in which a rank waits for transfers."""
     return statistics.median(
         statistics.mean(sum(rank.waits.get(kind, 0.0) for kind in kinds) for rank in ranks)
         for ranks in measured.windows[name]
     )
 
 
-def set_rate(ranks: Crew, hosts: Hosts, layout: Layout, options: Options) -> str:
-    """Let links pass 1 / 24 of what the ranks of a host send each other, all at once; the rate."""
+def set_rate(ranks: RankPool, hosts: Hosts, layout: Layout, options: Options) -> str:
+    """Limit links to 1 / 24 of the rate inside a host, and return it."""
     sizes, calls = SIZES[:2] if options.quick else SIZES, 3 if options.quick else 9
     inside, across = 0.0, 0.0
     for level in ("inside", "across"):

@@ -1,4 +1,4 @@
-"""DHEN of 20 million dense parameters on every rank of a crew, its dense part whole or cut in one of two ways."""
+"""DHEN with 20 million dense parameters on every rank."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ from meseta.telemetry.span import TransferSpan, TransferTimes
 
 SHAPE = DHENShape(num_layers=10, interactions={"dot": 18, "self_attention": 18, "linear": 18})
 BOTTOM_MLP, TOP_MLP = (256,), (1024, 256)
-"""With 26 features of width 64: 19,997,463 parameters."""
+"""Widths with 19,997,463 dense parameters, for 26 features of dimension 64."""
 GATHER = "parameters"
-"""As meseta.spec.transfer calls what is gathered."""
+"""Name of gathers in meseta.spec.transfer."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """Where the dense part lies."""
+    """Placement of the dense part."""
 
     name: str
     sharding: str
     hosts: Layout
-    """As the plan tells them."""
+    """Layout of the plan."""
     exchange: str
 
 
 def ways(layout: Layout) -> list[Way]:
-    """Cut inside a host and alike on all, cut over all ranks as if they were one host, and whole on every rank."""
+    """Return the three placements: sharded inside hosts, sharded over all ranks, replicated."""
     return [
         Way("hybrid", "fsdp", layout, "hierarchical"),
         Way("fsdp over all", "fsdp", Layout(1, layout.size), "flat"),
@@ -52,7 +52,6 @@ def ways(layout: Layout) -> list[Way]:
 
 
 def make_model(shape: DlrmWorkload) -> DHEN:
-    """The same on every rank."""
     tables, features = shapes.specs(shape)
     return DHEN(
         EmbeddingBagCollection(tables, features),
@@ -64,24 +63,23 @@ def make_model(shape: DlrmWorkload) -> DHEN:
 
 
 def num_parameters(shape: DlrmWorkload) -> int:
-    """Dense ones of the model."""
     return sum(one.numel() for one in make_model(shape).parameters() if one.requires_grad)
 
 
 def build(shape: DlrmWorkload, all_ways: Sequence[Way]) -> list[int]:
-    """Pipelines of these ways; of each the numbers of dense parameters that this rank keeps. Collective."""
+    """Create pipelines on all ranks. Returns the numbers of dense parameters of this rank."""
     torch.set_num_threads(1)
     held = []
     for way in all_ways:
         pipeline = make_pipeline(shape, way)
         training.keep(way.name, pipeline, make_training_batches(shape, pipeline.world.rank, pipeline.world.size))
-        own = [p.to_local() if isinstance(p, dist.tensor.DTensor) else p for p in pipeline.model.parameters()]
-        held.append(sum(one.numel() for one in own))
+        local_parts = [p.to_local() if isinstance(p, dist.tensor.DTensor) else p for p in pipeline.model.parameters()]
+        held.append(sum(one.numel() for one in local_parts))
     return held
 
 
 def make_pipeline(shape: DlrmWorkload, way: Way) -> Pipeline:
-    """The steps of one way, which hide what a run hides, with transfers of their own."""
+    """Create a pipeline with `pipeline.overlap: auto` and its own collectives."""
     world = replace(World.current(), transfers=TransferTimes())
     variant = Variant(exchange=way.exchange)
     plan, comm = shapes.plan(shape, variant, way.hosts), shapes.communication(variant)
@@ -95,17 +93,15 @@ def make_pipeline(shape: DlrmWorkload, way: Way) -> Pipeline:
 
 
 class TimedGather:
-    """What `fully_shard` gathers by, and a span of each gather: torch waits for one before it begins another."""
+    """Gather of `fully_shard` that records its duration."""
 
     def __init__(self, world: World) -> None:
         self._world = world
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for what is received."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
-        """Done when it returns."""
         begin_s, peers = time.perf_counter(), dist.get_world_size(group) - 1
         dist.all_gather_into_tensor(output_tensor, input_tensor, group)
         done_s, transfers, sent = time.perf_counter(), self._world.transfers, float(peers * input_tensor.nbytes)

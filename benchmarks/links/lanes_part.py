@@ -1,4 +1,4 @@
-"""Lanes: rows that are exchanged while sums are under way; and two ranks without slow links beside another checkout."""
+"""Part 'lanes': exchanges during sums, and two ranks without slow links compared with another checkout."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hosts import Hosts
 from links import plain_steps, shapes
-from links.crew import Crew, crew, here, on_hosts
+from links.rank_pool import RankPool, on_hosts, on_this_machine, start_ranks
 from links.timing import Options, table
 
 LIMIT = 1.5
@@ -20,7 +20,8 @@ NAME = "measurement"
 
 
 def measure_lanes(options: Options, why: str | None) -> bool:
-    """Both; whether they reach LIMIT and LEAST. `why`: there are no slow links."""
+    """Measure overlap of an all-to-all with a sum, and steps without slow links. Returns whether both meet their
+    requirements."""
     good = True
     if why is None:
         good &= _measure_beside_sums(options)
@@ -34,19 +35,19 @@ def measure_lanes(options: Options, why: str | None) -> bool:
 
 def _measure_beside_sums(options: Options) -> bool:
     num_rounds = 2 if options.quick else 7
-    with Hosts(2, across=RATE) as hosts, crew(2, on_hosts(hosts)) as ranks:
-        told = [ranks.ask(exchange_beside_sum)[0] for _ in range(num_rounds)]
-    alone, beside = (statistics.median(one[place] for one in told) for place in (0, 1))
-    under_way = statistics.median(one[2] for one in told)
+    with Hosts(2, across=RATE) as hosts, start_ranks(2, on_hosts(hosts)) as ranks:
+        timings = [ranks.ask(exchange_beside_sum)[0] for _ in range(num_rounds)]
+    alone, beside = (statistics.median(one[place] for one in timings) for place in (0, 1))
+    under_way = statistics.median(one[2] for one in timings)
     row = [f"{1e3 * alone:.1f}", f"{1e3 * beside:.1f}", f"{beside / alone:.2f}", LIMIT, f"{under_way:.0f}"]
-    head = ("1 MB of rows alone, ms", "beside a sum of 64 MB, ms", "ratio", "at most", "exchanges while it ran")
+    head = ("1 MB of rows alone, ms", "during a sum of 64 MB, ms", "ratio", "at most", "exchanges while it ran")
     table(f"Lanes: 2 hosts, links of {RATE}, medians of {num_rounds} rounds", head, [row])
     options.record(f"2 x 1, {RATE}", "1 MB beside a sum", beside, "s", peer="alone", peer_value=alone)
     return beside <= LIMIT * alone
 
 
 def exchange_beside_sum() -> tuple[float, float, int]:
-    """On every rank: median seconds of an all-to-all alone, and while a sum is under way, and how many of these."""
+    """Return the median seconds of an all-to-all alone and during a sum, and the number of the latter."""
     import time
 
     import torch
@@ -70,7 +71,7 @@ def exchange_beside_sum() -> tuple[float, float, int]:
         alone.append(exchange())
     world.barrier()
     beside, pending = [], world.start_all_reduce(buffer, NAME)
-    # A sum that has all links takes so long at least; exchanges are tried in the first half of it.
+    # Minimum duration of a sum. Exchanges run in its first half.
     sum_s = SUM_BYTES / ROWS_BYTES * statistics.median(alone)
     stop = time.perf_counter() + sum_s / 2
     for _ in range(8):
@@ -82,14 +83,14 @@ def exchange_beside_sum() -> tuple[float, float, int]:
 
 
 def _measure_beside_before(before: Path, options: Options) -> bool:
-    """Steps of two ranks, of this checkout and of another one, in turns."""
+    """Compare steps of this checkout and of another one."""
     shape = asdict(shapes.training(1024 if options.quick else shapes.BATCH))
     spent: dict[str, list[float]] = {"now": [], "before": []}
     with ExitStack() as held:
         pythons = {"now": {}, "before": {"python": str(before / ".venv" / "bin" / "python")}}
-        crews: dict[str, Crew] = {}
+        crews: dict[str, RankPool] = {}
         for name, python in pythons.items():
-            crews[name] = held.enter_context(crew(2, here(2, bind=False), **python))
+            crews[name] = held.enter_context(start_ranks(2, on_this_machine(2, bind=False), **python))
             crews[name].ask(plain_steps.build, shape=shape)
         num_steps = 2 if options.quick else 8
         for turn in range(3 * options.rounds):

@@ -1,4 +1,4 @@
-"""The cost model of a testbed: links measured between its ranks as `meseta calibrate` measures them."""
+"""Cost model of a testbed, whose links are measured between its ranks like in `meseta calibrate`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from hosts import Hosts
 from links import shapes, training
-from links.crew import Crew
+from links.rank_pool import RankPool
 from links.timing import Options
 from links.variants import Layout, Variant
 from meseta.measure.calibrate.calibration import fit_link
@@ -22,16 +22,14 @@ from meseta.planner import documented_cost_model, predict
 from meseta.spec import CostModel, Link, Topology
 
 SIZES = (16_384, 131_072, 1_048_576, 4_194_304)
-"""Bytes that each rank sends, or adds."""
 PRODUCT = (512, 512, 256)
 
 
 def calibrated(
-    ranks: Crew, hosts: Hosts, shape: DlrmWorkload, layout: Layout, options: Options
+    ranks: RankPool, hosts: Hosts, shape: DlrmWorkload, layout: Layout, options: Options
 ) -> tuple[CostModel, Topology]:
-    """Links inside and across hosts, products of matrices and what a step takes beside its operators, measured on all
-    ranks at once, since they share the processors; operators of tables and codecs as documented for one thread, times
-    the ranks of a processor."""
+    """Measure links, matrix products and steps without operators on all ranks simultaneously. Other costs are
+    documented ones."""
     sizes = SIZES[:3] if options.quick else SIZES
     calls = 3 if options.quick else 7
     links = {
@@ -74,7 +72,7 @@ def calibrated(
 
 
 def _slower(group: Any, factor: float) -> Any:
-    """Constants of operators whose processor is shared."""
+    """Scale constants of operators for shared processors."""
     changed: dict[str, Any] = {}
     for entry in fields(group):
         value = getattr(group, entry.name)
@@ -85,7 +83,7 @@ def _slower(group: Any, factor: float) -> Any:
     return replace(group, **changed)
 
 
-def measured_link(ranks: Crew, layout: Layout, level: str, kind: str, sizes: tuple[int, ...], calls: int) -> Link:
+def measured_link(ranks: RankPool, layout: Layout, level: str, kind: str, sizes: tuple[int, ...], calls: int) -> Link:
     seconds = [
         float(np.median(ranks.ask(time_collective, level=level, kind=kind, per_host=layout.per_host, num_bytes=size,
                                   num_calls=calls)))
@@ -100,8 +98,7 @@ def measured_link(ranks: Crew, layout: Layout, level: str, kind: str, sizes: tup
 
 
 def time_collective(level: str, kind: str, per_host: int, num_bytes: int, num_calls: int) -> float:
-    """On every rank: the lower quartile of seconds, of an all-to-all to the ranks of this host or of others, or of a
-    sum in this host or over all by hosts."""
+    """Return the lower quartile of seconds of a collective."""
     from dataclasses import replace as changed
 
     import torch
@@ -132,7 +129,7 @@ def time_collective(level: str, kind: str, per_host: int, num_bytes: int, num_ca
 
 
 def time_product(shape: tuple[int, int, int], num_rounds: int) -> float:
-    """On every rank, all at once: seconds of [m, k] @ [k, n]."""
+    """Return the seconds of [m, k] @ [k, n], computed on all ranks simultaneously."""
     import torch
 
     m, k, n = shape
@@ -141,7 +138,7 @@ def time_product(shape: tuple[int, int, int], num_rounds: int) -> float:
 
 
 def time_alone(shape: DlrmWorkload, num_steps: int) -> float:
-    """On every rank, all at once: seconds of a step of a model of its own, the median."""
+    """Return the median seconds of a step of a model that every rank trains alone."""
     from meseta.comm import World
 
     step = training.make_pipeline(shape, Layout(1, 1), Variant(), World.single())
@@ -155,7 +152,7 @@ def _quartile(call: Any, num_calls: int, barrier: Any) -> float:
 
 
 def _seconds(call: Any, num_calls: int, barrier: Any) -> list[float]:
-    """Of each call, after a first one that is not counted."""
+    """Return the seconds of each call after the first."""
     import time
 
     spent = []

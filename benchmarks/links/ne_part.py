@@ -1,8 +1,7 @@
-"""NE: what codecs cost in quality, over paired seeds on two ranks.
+"""Part 'ne': loss of quality by codecs, over paired seeds on two ranks.
 
-The main job does not show it: on its ids runs of one seed lie 0.2 % of NE apart (one standard deviation) where tables
-were rounded to bfloat16 once, before the first step, since a pair of features is learned sooner or later. So ids
-are fewer here, and rows begin wider: every pair is learned in time.
+Runs of the main job cannot resolve it: a single rounding changes their NE by 0.2 % (one standard deviation), because a
+pair of features is learned sooner or later. With fewer ids and wider initial rows, every pair is learned in time.
 """
 
 from __future__ import annotations
@@ -14,36 +13,36 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from kept import Kept
 from paired import STEADY, STEADY_SCALE, difference, num_test_rows, prepared_log
 from record import ROOT
+from result_store import ResultStore
 
 from links import ne_training, training
-from links.crew import Crew, crew, here
+from links.rank_pool import RankPool, on_this_machine, start_ranks
 from links.timing import Options, table
 
 LIMITS = {"fp16": 0.0005, "bf16": 0.0005, "int8": 0.0015}
-"""Of fp32's NE, within which the interval of the mean difference must lie."""
+"""Maximum relative difference of NE to fp32. The interval of the mean difference must be below it."""
 BESIDE = ("paper", "fp8")
-"""Of these nothing is asked; they are trained last."""
+"""Codecs without requirements, which are trained last."""
 ULP = "fp32, one weight moved by one ulp"
 
 
 def compare_ne(options: Options) -> bool:
-    """All seeds; whether each interval lies within its limits."""
+    """Train all seeds. Returns whether each interval is within its limits."""
     folder = options.folder / ("ne-quick" if options.quick else "ne")
     folder.mkdir(parents=True, exist_ok=True)
     asked, beside = (tuple(LIMITS), BESIDE) if training.takes_codecs() else ((), ())
     if not asked:
         print("ne: meseta.shard takes no codecs here, so that fp32 alone is trained")
-    kept = Kept(folder / "cells.json" if options.quick else ROOT / "benchmarks" / "links_ne.json")
+    store = ResultStore(folder / "cells.json" if options.quick else ROOT / "benchmarks" / "links_ne.json")
     data = prepared_log(folder, STEADY_SCALE, options.quick)
     names = ("fp32", ULP, *asked, *beside)
     seeds = range(2 if options.quick else options.seeds)
     entropies: dict[str, list[float]] = {name: [] for name in names}
-    with crew(2, here(2, bind=False)) as ranks:
+    with start_ranks(2, on_this_machine(2, bind=False)) as ranks:
         for seed, name in [*product(seeds, ("fp32", ULP, *asked)), *product(seeds, beside)]:
-            cell = kept.get(f"{seed}/{name}", partial(_train, ranks, data, folder, name, seed))
+            cell = store.get(f"{seed}/{name}", partial(_train, ranks, data, folder, name, seed))
             entropies[name].append(float(cell["ne"]))
             print(f"seed {seed}, {name}: test NE {cell['ne']:.6f} in {cell['seconds']:.0f} s", flush=True)
     base, good = entropies["fp32"], True
@@ -63,7 +62,7 @@ def compare_ne(options: Options) -> bool:
     return good
 
 
-def _train(ranks: Crew, data: Path, folder: Path, name: str, seed: int) -> dict[str, Any]:
+def _train(ranks: RankPool, data: Path, folder: Path, name: str, seed: int) -> dict[str, Any]:
     run_dir = folder / "run"
     shutil.rmtree(run_dir, ignore_errors=True)
     overrides = [f"run_dir={run_dir}", f"data.dir={data}", f"seed={seed}", *STEADY]

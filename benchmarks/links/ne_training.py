@@ -1,4 +1,4 @@
-"""A run of the main job on the ranks of a crew."""
+"""Run of the main job on all ranks."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from meseta.train.trainer import Trainer
 
 
 def train(config: str, overrides: list[str], moved: bool) -> dict[str, Any]:
-    """On every rank: figures of the test split; `moved`: after the first weight of the dense part was moved by the
-    least that there is."""
+    """Return the metrics of the test split. With `moved`, one dense weight is moved by one ulp."""
     torch.set_num_threads(1)
     start_s = time.perf_counter()
     with contextlib.redirect_stderr(io.StringIO()):

@@ -1,4 +1,4 @@
-"""Part 'overlap': what of a step's waiting is hidden behind its computation, over links for which half of it waits."""
+"""Part 'overlap': share of waiting that overlap hides, over links with which half of a step is waiting."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from dataclasses import replace
 
 from hosts import Hosts
 from links import shapes, training
-from links.crew import crew, on_hosts
+from links.rank_pool import on_hosts, start_ranks
 from links.timing import FIRST_MBIT, Measured, Options, asker, find_rate, in_turns, table
 from links.variants import Layout, Variant, Window
 from meseta.spec.stages import OVERLAPS
 
 HALF = (0.45, 0.55)
-"""Share of a flat fp32 step that goes by waiting for links: what it takes longer than without a limit. Where ranks
-share processors they stand still for each other too, which no overlap can hide."""
+"""Share of waiting in a flat fp32 step, relative to links without a limit. Contention for processors does not count."""
 UNLIMITED = "20000mbit"
 OFF = Variant()
 ON = Variant(overlap=OVERLAPS)
@@ -32,17 +31,16 @@ NAMES = {
     "dense": ("dense",),
     "agree": ("agree",),
 }
-"""Transfers of each overlap."""
 
 
 def measure_overlap(layout: Layout, options: Options) -> bool:
-    """Steps of one layout; whether all targets are met."""
+    """Measure steps of one layout. Returns whether all requirements are met."""
     shape, singles = shapes.training(512 if options.quick else shapes.BATCH), [Variant(overlap=(o,)) for o in OVERLAPS]
     parts_on = replace(IN_PARTS, overlap=OVERLAPS)
     chosen = [OFF, ON, LATE, *singles, IN_PARTS, parts_on, FEWER_BYTES]
     with ExitStack() as held:
         hosts = held.enter_context(Hosts(layout.hosts, ranks=layout.per_host, across=f"{FIRST_MBIT}mbit"))
-        ranks = held.enter_context(crew(layout.size, on_hosts(hosts)))
+        ranks = held.enter_context(start_ranks(layout.size, on_hosts(hosts)))
         ranks.ask(training.build, shape=shape, layout=layout, variants=chosen)
         ask, num_steps = asker(ranks, training.window, OFF), 2 if options.quick else 6
         hosts.reshape(UNLIMITED)
@@ -64,15 +62,19 @@ def _step_s(window: Sequence[Window]) -> float:
 
 
 def hideable(window: Sequence[Window], before_s: float) -> dict[str, tuple[float, float]]:
-    """By overlap: the seconds that a step without any stands still for its transfers, and of these what its line lets
-    hide: on average over ranks. A second of a link hides behind a second of computation, and behind that nothing else:
+    """Return (waiting seconds, hideable seconds) by overlap, for a step without overlap.
 
-        computed   before | score, first half of backward | rest of backward | update | lookup
-        travels    answers   ids, agree                     gradients          dense    dense
+    A second of a transfer can be hidden by a second of computation, which hides nothing else:
+
+        computed   | score, first half of backward | rest of backward | update       | lookup
+        transferred  ids, agreement                  gradients          dense sums     dense sums
     """
-    found = [_of_rank(rank, before_s) for rank in window]
+    seconds_by_overlap = [_of_rank(rank, before_s) for rank in window]
     return {
-        name: (statistics.mean(one[name][0] for one in found), statistics.mean(one[name][1] for one in found))
+        name: (
+            statistics.mean(one[name][0] for one in seconds_by_overlap),
+            statistics.mean(one[name][1] for one in seconds_by_overlap),
+        )
         for name in OVERLAPS
     }
 
@@ -91,7 +93,7 @@ def _of_rank(rank: Window, before_s: float) -> dict[str, tuple[float, float]]:
 
 
 def _waits_in(stage: str, waits: Mapping[str, float]) -> float:
-    """Seconds of a stage in which it stands still."""
+    """Return the seconds of waiting in a stage."""
     names = {
         "input_dist": ("counts", "counts intra-host"),
         "lookup": ("ids", "weights", "ids intra-host", "weights intra-host"),

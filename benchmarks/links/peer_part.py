@@ -1,5 +1,4 @@
-"""Peers: precision 'paper', overlapped and not, beside TorchRec with its fp16 codec, with its pipeline and without, in
-turns over the same links."""
+"""Part 'peer': precision 'paper' with and without overlap, compared with TorchRec and its fp16 codec."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from peers.installed import find_peers
 import meseta
 from hosts import Hosts
 from links import peer_training, shapes, training
-from links.crew import Crew, crew, on_hosts
+from links.rank_pool import RankPool, on_hosts, start_ranks
 from links.timing import Measured, Options, asker, in_turns, table
 from links.variants import Layout, Variant, Window
 from meseta.spec.stages import OVERLAPS
@@ -20,32 +19,31 @@ from meseta.spec.stages import OVERLAPS
 PAPER = Variant(precision="paper")
 OVERLAPPED = Variant(precision="paper", overlap=OVERLAPS)
 LEAST = {PAPER.name: 1.1, OVERLAPPED.name: 1.25}
-"""How many times as fast as the peer they must be."""
+"""Required speed relative to the peer."""
 PORT = 29_500
-"""Of the peer's ranks, beside ours."""
 SOURCES = str(Path(meseta.__file__).parent)
 
 
-def _ask_peer(theirs: Crew, name: str, num_steps: int) -> list[Window]:
-    return theirs.ask(peer_training.window, name=name, num_steps=num_steps)
+def _ask_peer(peer_ranks: RankPool, name: str, num_steps: int) -> list[Window]:
+    return peer_ranks.ask(peer_training.window, name=name, num_steps=num_steps)
 
 
 def measure_peer(
-    hosts: Hosts, ranks: Crew, shape: shapes.DlrmWorkload, layout: Layout, rate: str, options: Options
+    hosts: Hosts, ranks: RankPool, shape: shapes.DlrmWorkload, layout: Layout, rate: str, options: Options
 ) -> bool:
-    """One layout, over links as they are; whether ours are faster by LEAST."""
+    """Measure one layout with TorchRec. Returns whether ours meets LEAST."""
     peers = find_peers(options.peer_python, enabled=True)
     if "TorchRec" not in peers.available:
         print(f"peer: left out; {next(one for one in peers.missing if one.startswith('TorchRec'))}")
         return True
-    with crew(layout.size, on_hosts(hosts, PORT), python=peers.python, sources=SOURCES) as theirs:
+    with start_ranks(layout.size, on_hosts(hosts, PORT), python=peers.python, sources=SOURCES) as peer_ranks:
         runs = ("fp32", "fp16", f"fp16{peer_training.PIPELINED}")
-        theirs.ask(peer_training.build, shape=asdict(shape), names=runs)
-        mine = [Variant(), *([PAPER, OVERLAPPED] if training.takes_codecs() else [])]
-        ranks.ask(training.build, shape=shape, layout=layout, variants=mine)
-        ask = {one.name: asker(ranks, training.window, one) for one in mine}
+        peer_ranks.ask(peer_training.build, shape=asdict(shape), names=runs)
+        own_variants = [Variant(), *([PAPER, OVERLAPPED] if training.takes_codecs() else [])]
+        ranks.ask(training.build, shape=shape, layout=layout, variants=own_variants)
+        ask = {one.name: asker(ranks, training.window, one) for one in own_variants}
         for name in runs:
-            ask[f"TorchRec {name}"] = partial(_ask_peer, theirs, name)
+            ask[f"TorchRec {name}"] = partial(_ask_peer, peer_ranks, name)
         measured = Measured()
         in_turns(ask, options.rounds, options.window_s, measured)
     rows, good = [], True
@@ -63,5 +61,5 @@ def measure_peer(
                 f"{layout} {name}, {rate}", "step", measured.step_s(name), "s", peer=pairs[name], peer_value=theirs_s
             )
     head = ("", "step, ms", "MB a host and step", "times as fast as TorchRec", "at least")
-    table(f"Beside TorchRec ({best} is its best), {layout}, links of {rate}", head, rows)
+    table(f"TorchRec ({best} is its best), {layout}, links of {rate}", head, rows)
     return good

@@ -1,4 +1,4 @@
-"""TorchRec's DLRM on every rank, with a codec of its exchanges; runs in the interpreter of the peer."""
+"""TorchRec's DLRM with a codec on every rank. Runs in the interpreter of the peer."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ _calls: dict[str, int] = {}
 
 
 class CodecTraining(TorchRecTraining):
-    """Table-wise, with gradients of the dense part by DistributedDataParallel, as DistributedModelParallel does."""
+    """Table-wise sharding, and DistributedDataParallel for the dense part."""
 
     def __init__(self, shape: dict[str, Any], codec: str, *, pipelined: bool) -> None:
-        """`pipelined`: by TorchRec's TrainPipelineSparseDist, which sends ids of the next batch during a step."""
+        """Create the model. `pipelined` uses TorchRec's TrainPipelineSparseDist, which sends the ids of the next batch
+        early."""
         self.codec = codec
         super().__init__(shape, "sgd")
         if pipelined:
@@ -35,12 +36,11 @@ class CodecTraining(TorchRecTraining):
             self.actions["step"] = lambda call: pipeline.progress(batches)
 
     def init_process_group(self) -> None:
-        """Become a rank as torchrun's variables say."""
         if not dist.is_initialized():
             dist.init_process_group("gloo")
 
     def shard(self, model: nn.Module) -> None:
-        """Tables whole, wherever TorchRec's planner likes; the codec both ways."""
+        """Shard whole tables with TorchRec's planner, and use the codec in both directions."""
         from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
         from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
         from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -65,7 +65,7 @@ class CodecTraining(TorchRecTraining):
 
 
 def build(shape: dict[str, Any], names: Sequence[str]) -> None:
-    """One model per name, which is a codec, with PIPELINED behind it where its pipeline drives it. Collective."""
+    """Create one model per name on all ranks. A name is a codec, with PIPELINED as suffix."""
     torch.set_num_threads(1)
     for name in names:
         codec = name.removesuffix(PIPELINED)
@@ -73,7 +73,7 @@ def build(shape: dict[str, Any], names: Sequence[str]) -> None:
 
 
 def window(name: str, num_steps: int) -> Window:
-    """Steps of one, between barriers of all ranks."""
+    """Time steps between barriers of all ranks."""
     job = _jobs[name]
     dist.barrier()
     before, busy_s = own_traffic(), time.process_time()

@@ -1,4 +1,4 @@
-"""Steps of a training as `meseta bench` makes it. It imports nothing that a checkout of the commit before lacks."""
+"""Steps of MesetaTraining, also with the package of another checkout."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ _step: list[Any] = []
 
 
 def build(shape: dict[str, Any]) -> None:
-    """On every rank, in either checkout."""
     import torch
     from peers.e2e_meseta import MesetaTraining
 
@@ -18,6 +17,5 @@ def build(shape: dict[str, Any]) -> None:
 
 
 def time_steps(num_steps: int) -> float:
-    """Seconds of a step."""
     seconds: float = _step[0].time("step", 0, num_steps)
     return seconds / num_steps

@@ -1,9 +1,8 @@
-"""The process of one rank of a Crew: calls what it is asked, in whichever interpreter it runs.
+"""Process of one rank, which calls the functions that it is asked for.
 
     python -m links.serve SOCKET [SOURCES]
 
-With SOURCES, the folder of this package in another system's interpreter, what is imported of it is found there, and
-nothing beside it.
+With SOURCES, the folder of this package, only its modules are found in the interpreter of another system.
 """
 
 from __future__ import annotations
@@ -18,11 +17,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 BIND = "LINKS_BIND"
-"""Set: each rank keeps to one processor, in turns."""
+"""Variable that pins each rank to one processor."""
 
 
 def main() -> None:
-    """Serve until the crew goes."""
     if len(sys.argv) > 2:
         _pretend("meseta", sys.argv[2])
         _pretend("meseta.measure", f"{sys.argv[2]}/measure")
@@ -49,7 +47,7 @@ def main() -> None:
 
 
 def _pretend(name: str, folder: str) -> None:
-    """A package without its __init__.py, which imports what is not there."""
+    """Register a package without running its __init__.py, whose imports may be missing."""
     sys.modules[name] = types.ModuleType(name)
     sys.modules[name].__path__ = [folder]
 

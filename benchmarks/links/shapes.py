@@ -1,4 +1,4 @@
-"""DLRM `d64` of `meseta bench e2e`, cut down to fit ten variants of it into memory: its tables, plans and workload."""
+"""DLRM `d64` of bench_e2e.py with fewer rows: its tables, plans and workload."""
 
 from __future__ import annotations
 
@@ -14,20 +14,18 @@ from meseta.spec import Communication, FeatureSpec, InitSpec, OptimizerSpec, Pla
 from meseta.spec.workload import DenseExchange, DenseLoad
 
 MAX_ROWS = 50_000
-"""Of a table, where `d64` has up to a million: the same bytes travel, and steps of all variants fit into memory."""
+"""Maximum number of rows, so that all variants fit into memory. `d64` has a million."""
 BATCH = 4096
 LR, FILL = 0.001, 0.01
 
 
 def training(batch_size: int = BATCH) -> DlrmWorkload:
-    """`d64` with fewer rows, and another global batch."""
     shape = next(one for one in E2E_WORKLOADS if one.name == "d64_8k")
     traffic = shrink(shape.lookups, max_rows=MAX_ROWS, max_batch=batch_size)
     return replace(shape, lookups=replace(traffic, name="d64", batch_size=batch_size))
 
 
 def specs(shape: DlrmWorkload) -> tuple[list[TableSpec], list[FeatureSpec]]:
-    """Tables and the feature of each."""
     tables = [
         TableSpec(
             name=f"t{f}",
@@ -42,7 +40,7 @@ def specs(shape: DlrmWorkload) -> tuple[list[TableSpec], list[FeatureSpec]]:
 
 
 def plan(shape: DlrmWorkload, variant: Variant, layout: Layout) -> Plan:
-    """Tables in turns to hosts, and in a host to its ranks, where a table stays whole or in one host."""
+    """Assign tables to hosts in turn, and to the ranks of a host in turn."""
     tables, _ = specs(shape)
     entries: dict[str, Any] = {}
     for number, table in enumerate(tables):
@@ -62,7 +60,6 @@ def plan(shape: DlrmWorkload, variant: Variant, layout: Layout) -> Plan:
 
 
 def communication(variant: Variant) -> Communication:
-    """What a run with the variant asks for."""
     chosen: Any = {"precision": variant.precision, "exchange": variant.exchange}
     if variant.sum_path != "flat":
         chosen["dense_exchange"] = variant.sum_path
@@ -70,7 +67,6 @@ def communication(variant: Variant) -> Communication:
 
 
 def workload(shape: DlrmWorkload, variant: Variant) -> Workload:
-    """What the planner knows of a step."""
     tables, features = specs(shape)
     num_vectors = len(tables) + 1
     bottom = [shape.num_dense, *shape.bottom_mlp, shape.dim]

@@ -1,4 +1,4 @@
-"""Steps: every variant over flat fp32, at one rate of the links; what is predicted of them; what 'auto' takes."""
+"""Parts 'step' and 'predicted': measured and predicted steps of all variants relative to flat fp32."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from hosts import Hosts
 from links import model, peer_part, shapes, training
-from links.crew import Crew, crew, on_hosts
+from links.rank_pool import RankPool, on_hosts, start_ranks
 from links.timing import FIRST_MBIT, Measured, Options, asker, find_rate, in_turns, table
 from links.variants import Layout, Variant
 from meseta.planner import predict
@@ -30,7 +30,7 @@ TOGETHER = (
     Variant(precision="int8", overlap=OVERLAPS),
     Variant(precision="int8", exchange="hierarchical", overlap=OVERLAPS),
 )
-"""What travels is hidden too."""
+"""Variants with overlap."""
 MATRIX = (
     Variant(sharding="column_wise"),
     *(Variant(sharding="row_wise", precision=name) for name in ("bf16", "int8")),
@@ -38,23 +38,22 @@ MATRIX = (
     *(Variant(sharding="row_wise", precision=name, exchange="hierarchical") for name in ("bf16", "int8")),
     *(Variant(sharding="column_wise", precision=name, exchange="hierarchical") for name in ("fp32", "bf16", "int8")),
 )
-"""What predictions are judged by, beside TIMED."""
+"""Variants for predictions, in addition to TIMED."""
 AUTO_LIMIT = 1.03
 ROUNDING = 5e-4
-"""Of a share of bytes, as it is printed."""
+"""Rounding of printed shares."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """What a variant must reach over its base."""
+    """Requirements relative to the base of a variant."""
 
     time: float
     bytes: float | None = None
-    """Of bags, rows and their gradients."""
+    """Bytes of embeddings and gradients."""
 
 
 def target(variant: Variant, layout: Layout) -> Target | None:
-    """None where nothing is asked."""
     if variant.overlap:
         return Target(0.45) if variant == TOGETHER[-1] else None
     if variant.sharding == "row_wise":
@@ -69,14 +68,13 @@ def target(variant: Variant, layout: Layout) -> Target | None:
 
 
 def crossing_share(plan: Plan, layout: Layout) -> float:
-    """Bags that cross under two levels over those that do when flat, of tables of one width cut by rows: a quarter on
-    hosts of four ranks, but for small tables, which have fewer ranges than there are ranks: fewer would cross flat."""
+    """Return the bags that cross hosts under the hierarchical exchange, relative to flat, for row-wise tables."""
     hosts = [[shard.ranks[0] // layout.per_host for shard in table.shards] for table in plan.tables]
     return sum(len(set(of_table)) for of_table in hosts) / sum(len(of_table) for of_table in hosts)
 
 
 def measure_steps(layout: Layout, parts: Sequence[str], options: Options) -> bool:
-    """Parts 'step', 'peer' and 'predicted' of one layout, over links of the same rate; whether all targets are met."""
+    """Run parts 'step', 'peer' and 'predicted' of one layout. Returns whether all requirements are met."""
     chosen = [*TIMED, *(MATRIX if "predicted" in parts else ()), *(TOGETHER if "step" in parts else ())]
     if not training.takes_codecs():
         left_out = [one.name for one in chosen if one.precision != "fp32"]
@@ -87,7 +85,7 @@ def measure_steps(layout: Layout, parts: Sequence[str], options: Options) -> boo
           f"{layout.size} ranks of one thread on {os.cpu_count()} processors", flush=True)  # fmt: skip
     with ExitStack() as held:
         hosts = held.enter_context(Hosts(layout.hosts, ranks=layout.per_host, across=f"{FIRST_MBIT}mbit"))
-        ranks = held.enter_context(crew(layout.size, on_hosts(hosts)))
+        ranks = held.enter_context(start_ranks(layout.size, on_hosts(hosts)))
         ranks.ask(training.build, shape=shape, layout=layout, variants=[FLAT])
         ask = asker(ranks, training.window, FLAT)
         ask(2)
@@ -108,7 +106,12 @@ def measure_steps(layout: Layout, parts: Sequence[str], options: Options) -> boo
 
 
 def _build_and_time(
-    ranks: Crew, shape: shapes.DlrmWorkload, layout: Layout, chosen: Sequence[Variant], options: Options, into: Measured
+    ranks: RankPool,
+    shape: shapes.DlrmWorkload,
+    layout: Layout,
+    chosen: Sequence[Variant],
+    options: Options,
+    into: Measured,
 ) -> None:
     ranks.ask(training.build, shape=shape, layout=layout, variants=list(chosen))
     in_turns({one.name: asker(ranks, training.window, one) for one in chosen}, options.rounds, options.window_s, into)
@@ -122,14 +125,14 @@ def _tell_steps(layout: Layout, rate: str, chosen: Sequence[Variant], measured: 
         sent, of_base = (sum(measured.link_bytes(one, layout)) for one in (name, base))
         bags = measured.bag_bytes(name) / measured.bag_bytes(base)
         asked = target(variant, layout)
-        met = asked is None or (ratio <= asked.time and (asked.bytes is None or bags <= asked.bytes))
-        good &= met
+        is_met = asked is None or (ratio <= asked.time and (asked.bytes is None or bags <= asked.bytes))
+        good &= is_met
         limit = "" if asked is None else f"{asked.time:.2f}" + (f", bags {asked.bytes:.3f}" if asked.bytes else "")
         rounds = zip(measured.windows[name], measured.windows[base], strict=True)
         each = [a[0].seconds / a[0].num_steps / (b[0].seconds / b[0].num_steps) for a, b in rounds]
         rows.append([
             name, f"{1e3 * measured.step_s(name):.0f}", f"{ratio:.3f}", f"{min(each):.2f} to {max(each):.2f}", limit,
-            "" if asked is None else "yes" if met else "NO", f"{measured.waiting(name):.0%}",
+            "" if asked is None else "yes" if is_met else "NO", f"{measured.waiting(name):.0%}",
             f"{measured.busy(name, os.cpu_count() or 1):.0%}", f"{sent / layout.hosts / 1e6:.2f}",
             f"{sent / of_base:.3f}", f"{bags:.3f}",
         ])  # fmt: skip
@@ -156,7 +159,7 @@ def _tell_auto(
     measured: Measured,
     options: Options,
 ) -> bool:
-    """Which way is predicted to take less, of which exchange 'auto' takes, beside which took less."""
+    """Print and record which algorithm is predicted to be faster, and which one was."""
     rows, good = [], True
     for sharding in ("table_wise", "row_wise"):
         ways = [Variant(sharding=sharding, exchange=way) for way in ("flat", "hierarchical")]

@@ -1,4 +1,4 @@
-"""What every rank of a crew does: models of all variants in one process group, and windows of steps of each."""
+"""Models of all variants on every rank, in one process group."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ NOTHING = LinkTraffic(0, 0, 0, 0, 0)
 
 
 def takes_codecs() -> bool:
-    """Whether `meseta.shard` can be told how numbers travel."""
+    """Whether `meseta.shard` has a parameter for codecs."""
     return "comm" in inspect.signature(shard).parameters
 
 
 def build(shape: DlrmWorkload, layout: Layout, variants: Sequence[Variant]) -> None:
-    """Models of these variants, beside those that are there. Collective."""
+    """Create models on all ranks, in addition to existing ones."""
     torch.set_num_threads(1)
     world = World.current()
     samples = make_training_batches(shape, world.rank, world.size)
@@ -49,7 +49,7 @@ def build(shape: DlrmWorkload, layout: Layout, variants: Sequence[Variant]) -> N
 
 
 def keep(name: str, pipeline: Pipeline, samples: Sequence[TrainingBatch]) -> None:
-    """A pipeline of which `window` times steps, of these samples in turns."""
+    """Store a pipeline for `window`."""
     _pipelines[name] = pipeline
     _steps[name] = pipeline.steps(map(make_batch, cycle(samples)))
     gc.collect()
@@ -57,7 +57,6 @@ def keep(name: str, pipeline: Pipeline, samples: Sequence[TrainingBatch]) -> Non
 
 
 def forget(names: Sequence[str]) -> None:
-    """Give the memory of variants back."""
     for name in names:
         del _steps[name], _pipelines[name]
     gc.unfreeze()
@@ -65,7 +64,7 @@ def forget(names: Sequence[str]) -> None:
 
 
 def make_pipeline(shape: DlrmWorkload, layout: Layout, variant: Variant, world: World) -> Pipeline:
-    """The steps of one variant, with transfers of their own."""
+    """Create a pipeline of a variant with its own collectives."""
     tables, features = shapes.specs(shape)
     model = DLRM(
         EmbeddingBagCollection(tables, features),
@@ -86,7 +85,7 @@ def make_pipeline(shape: DlrmWorkload, layout: Layout, variant: Variant, world: 
 
 
 def window(name: str, num_steps: int, counted: bool = True) -> Window:
-    """Steps of one variant, between barriers of all ranks; `counted`: on hosts that have a link."""
+    """Time steps between barriers. `counted`: whether hosts have links."""
     pipeline, steps = _pipelines[name], _steps[name]
     world, transfers = pipeline.world, pipeline.world.transfers
     transfers.pop_means()
@@ -117,7 +116,7 @@ def window(name: str, num_steps: int, counted: bool = True) -> Window:
 
 
 def time_before(name: str, num_calls: int) -> float:
-    """Seconds of what the model makes of dense inputs alone, the median of some calls."""
+    """Return the median seconds of the computation that needs dense inputs only."""
     pipeline, times = _pipelines[name], list[float]()
     model: Any = pipeline.model
     assert pipeline.batch is not None
@@ -130,7 +129,6 @@ def time_before(name: str, num_calls: int) -> float:
 
 
 def make_batch(samples: TrainingBatch) -> Batch:
-    """As the reader gives it: the KeyedJaggedTensor is new in every step."""
     num_features, batch_size, bag_size = samples.ids.shape
     sparse = KeyedJaggedTensor(
         keys=tuple(f"f{f}" for f in range(num_features)),

@@ -1,4 +1,4 @@
-"""What is compared: ways to exchange, and what a window of steps was like. Neither torch nor meseta is needed here."""
+"""Variants and measurements. Needs neither torch nor meseta."""
 
 from __future__ import annotations
 
@@ -10,28 +10,23 @@ from meseta.spec.stages import OVERLAPS, Overlap
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """How tables are cut, how numbers are written, and which way they take."""
+    """Sharding type, codec and exchange algorithm."""
 
     sharding: str = "table_wise"
     precision: str = "fp32"
     exchange: str = "flat"
     dense_path: str = ""
-    """Of sums over ranks; empty: 'flat' beside a flat exchange, else 'cross_host'."""
+    """Path of sums over ranks. Empty: 'flat' with a flat exchange, else 'cross_host'."""
     overlap: tuple[Overlap, ...] = ()
-    """What is hidden behind computation."""
     accumulate_steps: int = 1
-    """Micro-batches of a step."""
     stale: bool = False
-    """Whether lookups are one update late."""
 
     @property
     def sum_path(self) -> str:
-        """The same, always said."""
         return self.dense_path or ("flat" if self.exchange == "flat" else "cross_host")
 
     @property
     def name(self) -> str:
-        """For people, and to tell it from others."""
         path = self.exchange + (f" {self.dense_path}" if self.dense_path else "")
         parts = f" in {self.accumulate_steps} parts" if self.accumulate_steps > 1 else ""
         hidden = "" if not self.overlap else " overlapped" if self.overlap == OVERLAPS else f" {'+'.join(self.overlap)}"
@@ -39,20 +34,19 @@ class Variant:
 
     @property
     def base(self) -> Variant:
-        """What its steps are compared with."""
+        """Variant with which this one is compared."""
         return Variant(sharding=self.sharding)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Hosts, and ranks of each."""
+    """Number of hosts, and ranks per host."""
 
     hosts: int
     per_host: int
 
     @property
     def size(self) -> int:
-        """All ranks."""
         return self.hosts * self.per_host
 
     def __str__(self) -> str:
@@ -61,20 +55,20 @@ class Layout:
 
 @dataclass(frozen=True)
 class Window:
-    """Some steps of one rank, between barriers."""
+    """Timed steps of one rank."""
 
     num_steps: int
     seconds: float
     busy_s: float
-    """In which its process had a processor."""
+    """CPU seconds of the process."""
     waited_s: float
-    """In which it stood still for transfers."""
+    """Seconds of waiting for transfers."""
     sent_bytes: int
-    """That its host's link counted, without headers; 0 where there is none."""
+    """Payload that the link of the host counted. 0 without a link."""
     resent_packets: int
     across: Mapping[str, float]
-    """Bytes to other hosts that it meant to send in a step, by transfer."""
+    """Bytes that this rank sent to other hosts per step, by transfer."""
     waits: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of a step in which it stood still for each transfer."""
+    """Seconds of waiting per step, by transfer."""
     stages: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of a step in each stage."""
+    """Seconds per step, by stage."""

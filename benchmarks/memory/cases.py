@@ -1,4 +1,4 @@
-"""Runs of one table of a size, under a policy and in a tier, and the operations on their checkpoints."""
+"""Runs of one table, and the operations on their checkpoints."""
 
 from __future__ import annotations
 
@@ -24,22 +24,21 @@ WIDTH, ROW_BYTES, BATCH_SIZE, NUM_SAMPLES, STEPS = 64, 260, 2048, 150_000, 10
 NEAR_BYTES = 200_000_000
 ALLOWED_BYTES = 512 << 20
 GROUP_BYTES = 3 << 30
-"""Of the control group of the largest table, where its rows are on a disk."""
+"""Limit of the control group of the largest table, if its rows are on a disk."""
 POLICIES = ("none", "one_shot", "consecutive", "intermittent", "rolling")
 TIERS = ("hbm", "cached", "disk")
 OF_CHECKPOINTS = ("verify", "compact", "export")
-"""Commands that hold no table, whatever tier it had."""
+"""Commands that hold no table, in all tiers."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run whose operations are measured, each in a process of its own."""
+    """Training run whose operations are measured, each in a separate process."""
 
     gigabytes: float
     policy: str
     tier: str
     in_group: bool
-    """Whether its processes are in a control group of GROUP_BYTES."""
 
     @property
     def num_rows(self) -> int:
@@ -47,7 +46,6 @@ class Run:
 
     @property
     def operations(self) -> tuple[str, ...]:
-        """In the order in which they are measured."""
         if self.in_group or self.gigabytes > 4:
             return ("save", "resume")
         commands = OF_CHECKPOINTS if self.tier == "disk" else ()
@@ -60,13 +58,12 @@ class Run:
 
     @property
     def table_bytes(self) -> int:
-        """Memory of the table that an operation holds as training does."""
-        far = ROW_INDEX_BYTES * self.num_rows if self.tier == "disk" else int(self.gigabytes * 1e9)
-        return far + (NEAR_BYTES if self.tier != "hbm" else 0)
+        """Memory of the table during training."""
+        stored = ROW_INDEX_BYTES * self.num_rows if self.tier == "disk" else int(self.gigabytes * 1e9)
+        return stored + (NEAR_BYTES if self.tier != "hbm" else 0)
 
 
 def runs_of(sizes: list[float], large: list[float]) -> Iterator[Run]:
-    """All of `sizes`, and of `large` those whose operations are save and resume alone."""
     for gigabytes, tier, policy in product(sizes, TIERS, POLICIES):
         yield Run(gigabytes, policy, tier, in_group=False)
     for gigabytes, tier, policy in product(large, TIERS, POLICIES):
@@ -74,7 +71,7 @@ def runs_of(sizes: list[float], large: list[float]) -> Iterator[Run]:
 
 
 class Measurement:
-    """The operations of one run, in a folder that is emptied at the end."""
+    """Operations of one run in a temporary folder."""
 
     def __init__(self, run: Run, folder: Path) -> None:
         self.run, self.folder = run, folder / "run"
@@ -84,7 +81,7 @@ class Measurement:
         self._is_refused = False
 
     def measure(self, operation: str) -> Mapping[str, Any]:
-        """Return the peaks of the operation and of its baseline, in bytes, or why it was refused."""
+        """Return the peaks of the operation and of its baseline in bytes, or why it was refused."""
         if self._is_refused:
             return {"refused": True}
         with ExitStack() as held:
@@ -109,7 +106,7 @@ class Measurement:
         return {"level": level, "peak": most, "more": max(most - level, 0), "peaks": peaks}
 
     def _training_alone(self) -> int:
-        """Peak of training as far as with all saves. Rows in memory take pages only as training changes them."""
+        """Return the peak of training without saves. Rows in memory use pages only after training has changed them."""
         config = self._config("alone", 3 * STEPS)
         arguments = ["-m", "memory.run_process", "train_only", config, self.folder / "phase"]
         code, peaks, printed = peaks_of(arguments, self.folder)
@@ -161,7 +158,7 @@ class Measurement:
 
 
 def make_data(folder: Path, num_rows: int) -> Path:
-    """Samples with ids at random of a table of `num_rows`; made once."""
+    """Create samples with random ids of a table, unless they exist."""
     out = folder / f"data-{num_rows}"
     if not out.exists():
         random = np.random.default_rng(0)

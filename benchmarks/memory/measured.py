@@ -1,4 +1,4 @@
-"""Peak anonymous memory of a process by phase, sampled from outside of it."""
+"""Peak anonymous memory of a process by phase, sampled by another process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ INTERVAL_S = 0.003
 
 
 class PhaseFile:
-    """Name of the phase that a process is in, in memory that its observer shares."""
+    """Name of the current phase of a process, in shared memory."""
 
     def __init__(self, path: Path) -> None:
         if not path.exists():
@@ -35,7 +35,6 @@ class PhaseFile:
 
 
 def anonymous_bytes(pid: int) -> int:
-    """RssAnon of /proc/PID/status; 0 after the process has ended."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -44,10 +43,8 @@ def anonymous_bytes(pid: int) -> int:
 
 
 def peaks_of(arguments: Sequence[object], folder: Path, group: Path | None = None) -> tuple[int, dict[str, int], str]:
-    """Run Python with `arguments`, in a control group if one is given; its phases are in `folder/phase`.
-
-    Returns the exit code, the peak of each phase in bytes, and the end of the output.
-    """
+    """Run Python with `arguments`, optionally in a control group. Returns (exit code, peak bytes by phase, end of the
+    output)."""
     (folder / "phase").unlink(missing_ok=True)
     phases, log = PhaseFile(folder / "phase"), folder / "log"
     paths = os.pathsep.join([str(ROOT / "benchmarks"), *filter(None, [os.environ.get("PYTHONPATH")])])

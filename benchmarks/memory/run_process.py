@@ -1,6 +1,6 @@
 """One process of a run: memory.run_process train CONFIG PHASES, or import CONFIG PHASES MODEL, or model CONFIG MODEL.
 
-`train` goes on from the newest checkpoint, and names its phases in PHASES: load, training, save. `import` begins a run
+`train` resumes from the newest checkpoint and names its phases in PHASES: load, training, save. `import` starts a run
 with the tensors of MODEL (phases: start, import). `model` writes such a file of the initial values.
 """
 
@@ -25,7 +25,7 @@ FEW_STEP, NUM_FEW = 800_000, 10
 
 
 def mark(marks: RowMarks, changed: str) -> None:
-    """Let 'all' rows of a piece count as changed, or 'few': ten in each 800,000, so that most blocks have none."""
+    """Mark 'all' rows of a shard as changed, or 'few': ten of 800,000, so that most blocks have none."""
     marks.clear(Consumer.CHECKPOINTS)
     if changed == "all":
         marks.add_range(0, marks.num_rows)
@@ -36,10 +36,7 @@ def mark(marks: RowMarks, changed: str) -> None:
 
 
 def train(config: RunConfig, phases: PhaseFile, *, saves: bool = True) -> None:
-    """The first save is as training made it; of the later ones few rows have changed and, in the last one, all.
-
-    Without `saves`, training goes on as far and saves nothing.
-    """
+    """Train with the first save unchanged, then few rows changed, and all rows changed before the last save."""
     phases.phase = "load"
     trainer = Trainer(config, World.current())
     shards = trainer.model.embeddings.shards
@@ -59,7 +56,6 @@ def train(config: RunConfig, phases: PhaseFile, *, saves: bool = True) -> None:
             look()
 
     def look() -> None:
-        """Before the first save it is all training."""
         if phases.phase != "save":
             return
         thread = trainer.checkpoint_manager._background_saver._thread
@@ -81,7 +77,6 @@ def train(config: RunConfig, phases: PhaseFile, *, saves: bool = True) -> None:
 
 
 def start_from(model: Path, config: RunConfig, phases: PhaseFile) -> None:
-    """Import."""
     begin_with = Trainer.save_initial_checkpoint
 
     def begin(self: Trainer, fill: Any) -> Any:
@@ -95,7 +90,7 @@ def start_from(model: Path, config: RunConfig, phases: PhaseFile) -> None:
 
 
 def write_model(config: RunConfig, path: Path) -> None:
-    """A state_dict with the initial values of all tensors."""
+    """Write a state_dict with the initial values."""
     model: Any = Trainer(config, World.current()).model
     rows = {f"embeddings.{shard.spec.name}.weight": shard.values[ROW].detach() for shard in model.embeddings.shards}
     torch.save({**model.state_dict(), **rows}, path)

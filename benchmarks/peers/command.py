@@ -20,7 +20,6 @@ from peers.installed import Peers, find_peers
 
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
-    """Create a parser with the options of both commands."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument(
         "configs", nargs="*", metavar="CONFIG", help="configurations from docs/benchmarks.md (default: all)"
@@ -51,14 +50,12 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def timing_options(arguments: argparse.Namespace, window_s: float) -> TimingOptions:
-    """Return the durations for the options of a command. `window_s` is the duration of a window without `--quick`."""
     if arguments.quick:
         return TimingOptions(num_starts=1, num_rounds=1, window_s=0.01, max_retries=0)
     return TimingOptions(num_starts=arguments.starts, num_rounds=arguments.rounds, window_s=window_s)
 
 
 def select_peers(arguments: argparse.Namespace) -> Peers:
-    """Find the installed peers, and print those that are missing."""
     peers = find_peers(arguments.peer_python, enabled=arguments.peers)
     for line in peers.missing:
         log(line)
@@ -66,7 +63,6 @@ def select_peers(arguments: argparse.Namespace) -> Peers:
 
 
 def select_named(kind: str, names: Sequence[str], values: Mapping[str, Any]) -> list[Any]:
-    """Return the values of `names`, or all values if there are no names."""
     for name in names:
         if name not in values:
             raise MesetaError(f"bench: {kind} {name!r} is unknown; {suggest(name, values)}")
@@ -74,7 +70,6 @@ def select_named(kind: str, names: Sequence[str], values: Mapping[str, Any]) -> 
 
 
 def parse_count(text: str) -> int:
-    """Parse a number of threads or processes."""
     if not text.isdigit() or int(text) < 1:
         raise MesetaError(
             f"bench: {text!r} must be a whole number of at least 1, as in --threads 1,2 or --layouts 1x2,2x1"
@@ -83,20 +78,16 @@ def parse_count(text: str) -> int:
 
 
 def log(text: str) -> None:
-    """Print a line of progress to standard error."""
     print(text, file=sys.stderr, flush=True)
 
 
 class ResultPrinter:
-    """Prints tables to standard output, and appends results to a CSV file."""
-
     def __init__(self, arguments: argparse.Namespace) -> None:
         # Measurements of small tables in short windows are not comparable.
         self.out: Path | None = None if arguments.quick else arguments.out
         self.failures: list[str] = []
 
     def print_result(self, table: Table, comparisons: Iterable[PeerComparison], failures: Mapping[str, str]) -> None:
-        """Print the table of one comparison, save its measurements and collect failures of Meseta."""
         console = Console()
         # The default width of 80 would truncate names and ratios in a file or pipe.
         Console(width=None if console.is_terminal else 240).print(table)
@@ -106,7 +97,6 @@ class ResultPrinter:
         self.failures += [text for title, text in failures.items() if title.startswith("ours")]
 
     def raise_failures(self) -> None:
-        """Raise MesetaError if a measurement of Meseta failed."""
         if self.failures:
             raise MesetaError(f"bench: measurement failed for {self.failures[0]}")
 

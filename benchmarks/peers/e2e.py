@@ -112,7 +112,6 @@ def training_targets(training: DlrmWorkload, layout: tuple[int, int], peers: Pee
 def measure_training(
     training: DlrmWorkload, contestants: Sequence[TargetSpec], timing: TimingOptions, log: Callable[[str], None]
 ) -> E2eResult:
-    """Time all targets in `contestants` on one workload."""
     outcome = run_interleaved(contestants, timing, lambda text: log(f"{training.name}: {text}"))
     return E2eResult(workload=training, targets=tuple(contestants), timing_result=outcome)
 

@@ -51,11 +51,9 @@ class OperatorMeasurement:
     lookups_per_s: float | None
     """Ids per second in forward passes of the module."""
     operator_lookups_per_s: float | None
-    """Ids per second of the lookup operator, without the module around it."""
+    """Ids per second of the lookup operator alone."""
     trained_lookups_per_s: float | None
-    """Ids per second in train steps."""
     step_s: float | None
-    """Seconds per train step."""
     gather_limit_per_s: float | None
     """Maximum rate at which memory delivers rows of this dtype, in rows per second."""
     bytes_per_id: float
@@ -165,7 +163,6 @@ def measure_operators(
     timing: TimingOptions,
     log: Callable[[str], None],
 ) -> OpsResult:
-    """Time all targets in `members` on one workload."""
     outcome = run_interleaved(members, timing, lambda text: log(f"{traffic.name}: {text}"))
     lines = []
     for member in members:

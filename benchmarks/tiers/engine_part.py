@@ -1,4 +1,4 @@
-"""Rows of a file at random beside a bare loop that reads the same blocks of the same file, in turns."""
+"""Random reads of rows compared with a bare loop that reads the same blocks."""
 
 from __future__ import annotations
 
@@ -22,8 +22,6 @@ MADE_AT_ONCE = 1 << 18
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What to measure."""
-
     folder: Path
     gigabytes: float
     widths: tuple[int, ...]
@@ -31,25 +29,20 @@ class EngineOptions:
     passes: int
     num_reads: int
     keep: bool
-    """Whether figures go to results.csv."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One pass over the file."""
-
     reads_per_s: float
     processor_s: float
-    """Of one read."""
+    """CPU seconds per read."""
 
     @property
     def text(self) -> str:
-        """For people."""
         return f"{self.reads_per_s:,.0f} reads/s at {self.processor_s * 1e6:.1f} us of the processor"
 
 
 def compile_loop(folder: Path) -> Path:
-    """The program of bare_loop.c."""
     program = folder / "bare_loop"
     source = Path(__file__).with_name("bare_loop.c")
     subprocess.run(["cc", "-O2", "-pthread", "-o", str(program), str(source)], check=True)
@@ -58,13 +51,11 @@ def compile_loop(folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class BareLoop:
-    """The loop over one file."""
-
     program: Path
     file: RowFile
 
     def turn(self, way: tuple[str, int], num_reads: int, seed: int, *, copies: bool = False) -> Turn:
-        """Read as many entries at random; by a ring, which `copies` each record to its place."""
+        """Read random entries with one request each. With `copies`, each record is copied to its place."""
         block = self.file.engine.info.block_bytes
         entry, group, entries, segment, in_segment, _ = core().row_layout(self.file.record_bytes, block, 256 << 10)
         total = self.file.num_written_rows // in_segment * in_segment
@@ -76,7 +67,6 @@ class BareLoop:
 
 
 def fill(file: RowFile) -> None:
-    """Every row of it."""
     records = torch.randint(0, 256, (MADE_AT_ONCE, file.record_bytes), dtype=torch.uint8)
     for first in range(0, file.num_rows, MADE_AT_ONCE):
         count = min(MADE_AT_ONCE, file.num_rows - first)
@@ -85,7 +75,7 @@ def fill(file: RowFile) -> None:
 
 
 def engine_turn(file: RowFile, num_reads: int, seed: int) -> Turn:
-    """Read as many rows at random, into memory that is there already, as a cache is."""
+    """Read random rows into existing memory, like a cache."""
     rows = torch.randint(0, file.num_rows, (num_reads,), generator=torch.Generator().manual_seed(seed))
     out = torch.zeros(num_reads, file.record_bytes, dtype=torch.uint8)
     out.fill_(1)
@@ -98,7 +88,7 @@ def engine_turn(file: RowFile, num_reads: int, seed: int) -> Turn:
 
 
 def measure(file: RowFile, loop: BareLoop, options: EngineOptions) -> bool:
-    """One file; whether it keeps up with the loop."""
+    """Measure one file. Returns whether it meets the requirements."""
     ours: list[Turn] = []
     bare: list[Turn] = []
     copying: list[Turn] = []
@@ -142,7 +132,7 @@ def measure(file: RowFile, loop: BareLoop, options: EngineOptions) -> bool:
 
 
 def measure_engine(options: EngineOptions) -> bool:
-    """All widths; whether each reaches what it must."""
+    """Measure all widths. Returns whether each meets its requirements."""
     good = True
     engine = DiskEngine(options.folder, options.engine)
     print(engine.info.summary)

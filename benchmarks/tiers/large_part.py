@@ -1,5 +1,4 @@
-"""A table larger than memory: made, trained, evaluated, saved, resumed, and read by commands, each in a memory control
-group."""
+"""Table larger than memory: commands in a memory control group."""
 
 from __future__ import annotations
 
@@ -26,7 +25,6 @@ from tiers.stores_part import can_limit_memory, memory_group
 WIDTH, ROW_BYTES, BATCH_SIZE = 64, 260, 2048
 NUM_SAMPLES = 400_000
 NEAR_SHARE = 0.25
-"""Of the memory."""
 MADE_S = 5.0
 MADE = """
 import sys, time
@@ -44,18 +42,15 @@ print(time.perf_counter() - begun_s)
 
 @dataclass(frozen=True)
 class LargeOptions:
-    """What to measure."""
-
     folder: Path
     num_rows: int
     limit_mb: int
     disk_gb: float
-    """That may be used."""
     keep: bool
 
 
 class DiskUse:
-    """The most bytes of a disk that were used beside what was at first."""
+    """Thread that samples the maximum additional disk usage."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._ends = folder, threading.Event()
@@ -73,7 +68,7 @@ class DiskUse:
 
 
 def most_memory(group: Path) -> int:
-    """Bytes that a control group had at most, those of the page cache among them, which the system takes back."""
+    """Return the peak memory of a control group, including its page cache."""
     for name in ("memory.max_usage_in_bytes", "memory.peak"):
         if (group / name).exists():
             return int((group / name).read_text())
@@ -81,7 +76,7 @@ def most_memory(group: Path) -> int:
 
 
 def make_data(folder: Path, num_rows: int) -> Path:
-    """Samples with ids at random, so that most rows of a batch lie far, and a table of `num_rows`."""
+    """Create samples with random ids, so that most rows are not cached."""
     random, out = np.random.default_rng(0), folder / "data"
     columns = {
         "label": random.random(NUM_SAMPLES) < 0.3,
@@ -118,15 +113,12 @@ def write_config(options: LargeOptions, data: Path) -> Path:
 
 @dataclass(frozen=True)
 class Ended:
-    """A command in a memory control group."""
-
     good: bool
     most_bytes: int
     printed: str
 
 
 def run_limited(name: str, arguments: Sequence[object], options: LargeOptions) -> Ended:
-    """Run Python in a control group of its own."""
     with memory_group(options.limit_mb << 20) as group:
         enter = f"import os; open({str(group / 'cgroup.procs')!r}, 'w').write(str(os.getpid()));"
         become = "import sys; os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
@@ -144,7 +136,7 @@ def run_limited(name: str, arguments: Sequence[object], options: LargeOptions) -
 
 
 def measure_large(options: LargeOptions) -> bool:
-    """Whether all commands succeed under the limit, and the table is made in five seconds."""
+    """Run all commands under the limit. Returns whether they succeed and the table is created in five seconds."""
     options.folder.mkdir(parents=True, exist_ok=True)
     size = options.num_rows * ROW_BYTES
     free, needed = shutil.disk_usage(options.folder).free, int(3.6 * size)

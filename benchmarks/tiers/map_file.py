@@ -13,7 +13,7 @@ from numpy.typing import DTypeLike, NDArray
 
 
 def write_map(path: Path, parts: Iterable[NDArray[Any]]) -> None:
-    """A new file of these parts on the disk, none of which the system keeps in memory."""
+    """Write a file that is not in the page cache."""
     with open(path, "wb") as file:
         for part in parts:
             file.write(part.tobytes())
@@ -22,7 +22,7 @@ def write_map(path: Path, parts: Iterable[NDArray[Any]]) -> None:
 
 
 def open_map(path: Path, dtype: DTypeLike, shape: tuple[int, ...]) -> NDArray[Any]:
-    """Its numbers, to read and to change. Each page is asked for alone, which is the best for rows at random."""
+    """Map a file with MADV_RANDOM, the best advice for random rows."""
     numbers = np.memmap(path, dtype, "r+", shape=shape)
     numbers._mmap.madvise(mmap.MADV_RANDOM)  # type: ignore[attr-defined]
     return numbers

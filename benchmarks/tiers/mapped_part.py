@@ -1,4 +1,4 @@
-"""Training whose tables lie on a disk, beside plain PyTorch whose tables are files mapped into as much memory."""
+"""Training with tables on disk, compared with plain PyTorch on memory-mapped files with equal memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LEAST, WARM_S = 3.0, 40.0
 
 
 def measure_mapped(options: TrainOptions) -> bool:
-    """Whether ours trains three times as many samples a second."""
+    """Measure both. Returns whether ours trains three times as many samples per second."""
     options.folder.mkdir(parents=True, exist_ok=True)
     if not can_limit_memory(1 << 30):
         return True
@@ -32,23 +32,22 @@ def measure_mapped(options: TrainOptions) -> bool:
 def _measure(training: DlrmWorkload, options: TrainOptions) -> bool:
     cache_bytes, ours = _measure_ours(training, options)
     one_row = replace(training, lookups=replace(training.lookups, rows=(1,) * len(training.lookups.rows)))
-    beside, _ = _measure_theirs(one_row, options, None)  # what the process takes beside rows
+    beside, _ = _measure_theirs(one_row, options, None)  # memory of the process without rows
     limit = beside + cache_bytes
-    _, theirs = _measure_theirs(training, options, limit)
+    _, peer_rate = _measure_theirs(training, options, limit)
     print(
         f"{training.name}: {ours:,.0f} samples/s with {cache_bytes / 1e6:,.0f} MB of rows in memory; plain PyTorch on "
-        f"mapped files, in {limit / 1e6:,.0f} MB with the process, {theirs:,.0f}: x {ours / theirs:.1f}",
+        f"mapped files, in {limit / 1e6:,.0f} MB with the process, {peer_rate:,.0f}: x {ours / peer_rate:.1f}",
         flush=True,
     )
     if options.keep:
         case = f"{training.name}, {100 * share_of(training):.0f} % near"
         peer = "plain PyTorch, mapped tables, as much memory"
-        record("tiers", case, "training", ours, "samples/s", peer=peer, peer_value=theirs)
-    return ours >= LEAST * theirs
+        record("tiers", case, "training", ours, "samples/s", peer=peer, peer_value=peer_rate)
+    return ours >= LEAST * peer_rate
 
 
 def _measure_ours(training: DlrmWorkload, options: TrainOptions) -> tuple[int, float]:
-    """Bytes of memory that rows take, and samples a second."""
     tiered = Trained(training, options.storage(training), seed=10)
     tiered.write_all()
     tiered.fill(options.num_warm)
@@ -58,13 +57,12 @@ def _measure_ours(training: DlrmWorkload, options: TrainOptions) -> tuple[int, f
 
 
 def _measure_theirs(training: DlrmWorkload, options: TrainOptions, limit: int | None) -> tuple[int, float]:
-    """Peak bytes of memory, and samples a second."""
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        told = MappedOptions(training, folder, None, options.num_steps, lr_of(training), 0.0)
+        options_of_process = MappedOptions(training, folder, None, options.num_steps, lr_of(training), 0.0)
         if limit is None:
-            return _run(told)
+            return _run(options_of_process)
         with memory_group(limit) as group:
-            return _run(replace(told, group=str(group), warm_s=WARM_S))
+            return _run(replace(options_of_process, group=str(group), warm_s=WARM_S))
 
 
 def _run(options: MappedOptions) -> tuple[int, float]:

@@ -1,5 +1,7 @@
-"""Plain PyTorch whose tables are files mapped into memory, in a control group: tiers.mapped_process OPTIONS, JSON of
-MappedOptions. Prints seconds of a step, and the peak memory of the process in bytes, as JSON."""
+"""Plain PyTorch with memory-mapped tables in a control group: tiers.mapped_process OPTIONS, JSON of MappedOptions.
+
+Prints seconds of a step and the peak memory of the process in bytes as JSON.
+"""
 
 from __future__ import annotations
 
@@ -26,31 +28,26 @@ WARM_BATCHES, MADE_AT_ONCE = 50, 1 << 18
 
 @dataclass(frozen=True)
 class MappedOptions:
-    """What to train."""
-
     training: DlrmWorkload
     folder: str
-    """Of the mapped files."""
     group: str | None
-    """A memory control group to enter."""
+    """Memory control group to enter."""
     num_steps: int
     lr: float
     warm_s: float
-    """Rows of other batches are asked for so long before the clock starts."""
+    """Seconds of lookups before the measurement."""
 
     @staticmethod
     def from_json(text: str) -> MappedOptions:
-        """The inverse of `to_json`."""
         document: dict[str, Any] = json.loads(text)
         return MappedOptions(**{**document, "training": DlrmWorkload.from_json(document["training"])})
 
     def to_json(self) -> str:
-        """For the command line of the process."""
         return json.dumps(asdict(self))
 
 
 class MappedTables:
-    """Rows and their sums of squares in mapped files; row-wise Adagrad steps the rows of sparse gradients."""
+    """Rows and sums of squares in mapped files, updated by row-wise Adagrad."""
 
     def __init__(self, options: MappedOptions) -> None:
         self._lr = options.lr
@@ -63,7 +60,6 @@ class MappedTables:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Over the gradients of a batch."""
         for weight, sums in zip(self.weights, self.sums, strict=True):
             assert weight.grad is not None
             grad = weight.grad.coalesce()
@@ -75,7 +71,7 @@ class MappedTables:
 
 
 def _mapped(path: Path, shape: tuple[int, ...]) -> Tensor:
-    """A new file of small random numbers, none of which lies in memory yet."""
+    """Create a file of small random numbers."""
     random = np.random.default_rng(0)
     parts = (
         random.random((min(MADE_AT_ONCE, shape[0] - first), *shape[1:]), np.float32) * np.float32(0.01)
@@ -86,14 +82,13 @@ def _mapped(path: Path, shape: tuple[int, ...]) -> Tensor:
 
 
 class Bags(nn.Module):
-    """Sums of the rows of bags, as nn.EmbeddingBag has them, of rows that lie elsewhere."""
+    """Pooling of rows that are stored elsewhere, like nn.EmbeddingBag."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
         self.rows = [weight]  # no parameter of the module, which would be stepped with the layers
 
     def forward(self, ids: Tensor) -> Tensor:
-        """[B, dim] for ids [B, bag_size]."""
         return nn.functional.embedding_bag(ids, self.rows[0], mode="sum", sparse=True)
 
 

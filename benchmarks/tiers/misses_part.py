@@ -1,5 +1,4 @@
-"""Misses of the rows that lie near, beside exact policies on the same ids: LRU, LFU, and Belady's, which knows what
-comes."""
+"""Cache misses compared with exact LRU, LFU and Belady on the same ids."""
 
 from __future__ import annotations
 
@@ -17,27 +16,26 @@ from meseta.ops.row_cache import RowCache, memory_backing_store, pin_rows
 
 Ids = NDArray[np.int64]
 Score = Callable[[NDArray[np.float64], Ids, int], None]
-"""(scores of all rows, rows of a batch, number of the batch): gives the rows new scores; the least leaves."""
+"""Function of (scores of all rows, rows of a batch, index of the batch) that updates scores. The lowest score is
+evicted."""
 BATCH_SIZE, NEAR_SHARE = 2048, 0.1
 SCALE = 16
-"""Criteo's tables over so much, so that slots are full early in the run."""
+"""Divisor of Criteo's tables, so that the cache fills early."""
 LIMITS = {"still": 0.85, "moving": 1.05, "replaced": 1.05}
-"""Misses over those of LRU where rows stay as popular as they are, else over those of the better of LRU and LFU."""
+"""Maximum misses, relative to LRU if popular rows are constant, else to the better of LRU and LFU."""
 EVAL_EVERY, EVAL_BATCHES, EVAL_LIMIT = 200, 50, 1.05
-"""An evaluation of so many batches after each so many of training, and misses of training over those without any."""
+"""Evaluations of EVAL_BATCHES after every EVAL_EVERY batches, and the maximum of misses relative to training without
+them."""
 
 
 @dataclass(frozen=True)
 class MissOptions:
-    """What to measure."""
-
     num_batches: int
     keep: bool
 
 
 def batches_of(kind: str, num_rows: int, num_batches: int, seed: int = 3) -> list[Ids]:
-    """Ids by Zipf's law of a table. Popular rows stay what they are, give way to others little by little (a fifth of
-    all rows in the end), or all at once, nine times."""
+    """Return Zipf ids. Popular rows are constant, change gradually (a fifth in total), or are replaced nine times."""
     random, batches = np.random.default_rng(seed), []
     for number in range(num_batches):
         share = {"still": 0.0, "moving": 0.2 * number / num_batches, "replaced": number * 10 // num_batches / 10}[kind]
@@ -47,7 +45,7 @@ def batches_of(kind: str, num_rows: int, num_batches: int, seed: int = 3) -> lis
 
 
 def with_evaluations(trained: list[Ids], evaluated: list[Ids]) -> tuple[list[Ids], NDArray[np.bool_]]:
-    """Batches of training with EVAL_BATCHES of `evaluated` after each EVAL_EVERY, and which are of an evaluation."""
+    """Return batches with evaluations in between, and whether each is an evaluation."""
     batches: list[Ids] = []
     is_read: list[bool] = []
     for first in range(0, len(trained), EVAL_EVERY):
@@ -59,10 +57,9 @@ def with_evaluations(trained: list[Ids], evaluated: list[Ids]) -> tuple[list[Ids
 
 
 def near_misses(batches: list[Ids], num_rows: int, is_read: NDArray[np.bool_] | None = None) -> int:
-    """Of training, by our own. Batches that `is_read` names are of an evaluation. The first touch of a row counts no
-    miss here and below."""
-    far = memory_backing_store(torch.zeros(num_rows, 1, dtype=torch.uint8), torch.zeros(num_rows, dtype=torch.bool))
-    cache = RowCache(int(num_rows * NEAR_SHARE), BATCH_SIZE, num_rows, far)
+    """Return the misses of our cache in training. The first access of a row is not a miss."""
+    store = memory_backing_store(torch.zeros(num_rows, 1, dtype=torch.uint8), torch.zeros(num_rows, dtype=torch.bool))
+    cache = RowCache(int(num_rows * NEAR_SHARE), BATCH_SIZE, num_rows, store)
     is_known, misses = np.zeros(num_rows, np.bool_), 0
     for number, ids in enumerate(batches):
         to_read = is_read is not None and bool(is_read[number])
@@ -76,8 +73,7 @@ def near_misses(batches: list[Ids], num_rows: int, is_read: NDArray[np.bool_] | 
 
 
 def exact_misses(batches: list[Ids], num_rows: int, score: Score, is_read: NDArray[np.bool_] | None = None) -> int:
-    """Of a cache whose rows of least score leave, whatever that takes; it takes rows of an evaluation for any others,
-    and their misses are not counted."""
+    """Return the misses of a cache that evicts the row with the lowest score. Misses of evaluations are not counted."""
     num_slots, used, misses = int(num_rows * NEAR_SHARE), 0, 0
     scores, is_near, is_known = np.zeros(num_rows), np.zeros(num_rows, np.bool_), np.zeros(num_rows, np.bool_)
     for number, ids in enumerate(batches):
@@ -102,12 +98,10 @@ def lru(scores: NDArray[np.float64], rows: Ids, number: int) -> None:
 
 
 def lfu(scores: NDArray[np.float64], rows: Ids, number: int) -> None:
-    """Of equal numbers the latest stays."""
     scores[rows] = np.floor(scores[rows]) + 1 + number * 1e-9
 
 
 def belady(batches: list[Ids], num_rows: int) -> Score:
-    """The row that comes again last leaves."""
     last, coming = np.full(num_rows, len(batches)), []
     for number in range(len(batches) - 1, -1, -1):
         rows = np.unique(batches[number])
@@ -121,7 +115,7 @@ def belady(batches: list[Ids], num_rows: int) -> Score:
 
 
 def measure_misses(options: MissOptions) -> bool:
-    """Over the tables of which a tenth holds two batches at least; the others lie near whole."""
+    """Measure tables whose tenth holds at least two batches. Returns whether the requirements are met."""
     tables = [n // SCALE for n in CARDINALITIES if n // SCALE * NEAR_SHARE >= 2 * BATCH_SIZE]
     good = _measure_evaluations(tables, options)
     for kind, limit in LIMITS.items():
@@ -137,15 +131,22 @@ def measure_misses(options: MissOptions) -> bool:
         good &= totals["ours"] <= limit * totals[peer]
         for name in ("LRU", "LFU", "Belady") if options.keep else ():
             case = f"{len(tables)} tables / {SCALE}, {kind}, 10 % near"
-            ours, theirs = totals["ours"] / lookups, totals[name] / lookups
+            ours, peer_value = totals["ours"] / lookups, totals[name] / lookups
             record(
-                "tiers", case, "near rows", ours, "misses a lookup", peer=name, peer_value=theirs, packages=("numpy",)
+                "tiers",
+                case,
+                "near rows",
+                ours,
+                "misses a lookup",
+                peer=name,
+                peer_value=peer_value,
+                packages=("numpy",),
             )
     return good
 
 
 def _measure_evaluations(tables: list[int], options: MissOptions) -> bool:
-    """What evaluations of other ids by the same law add to the misses of training."""
+    """Measure how evaluations change the misses of training."""
     ways = ("ours", "ours, evaluated", "LRU", "LRU, evaluated")
     totals = dict.fromkeys(ways, 0)
     for num_rows in tables:

@@ -1,4 +1,4 @@
-"""Hosts that published models need with and without disks: modelled by documented constants, nothing is measured."""
+"""Hosts that published models need with and without disks, modeled with documented constants."""
 
 from __future__ import annotations
 
@@ -12,21 +12,19 @@ from meseta.planner import DoesNotFitError, find_plan
 
 HOSTS = (1, 2, 4, 8, 16)
 WITHIN = 1.1
-"""Times the step of the published cluster."""
+"""Maximum step relative to the published cluster."""
 LIMITS = {"F": ("capacity", 4.0), "I": ("lookups", 1.0), "A": ("dense layers", None)}
-"""What a model is bound by, and how many times fewer hosts it must need at least, or at most; None: it is shown."""
+"""Limiting resource of a model, and the required reduction of hosts. `None` has no requirement."""
 
 
 @dataclass(frozen=True)
 class NodeOptions:
-    """What to model."""
-
     names: tuple[str, ...]
     keep: bool
 
 
 def step_s(case: Case, hosts: int, disk_bytes: int) -> float | None:
-    """Predicted; each host has its part of the batch of sixteen. None where the model does not fit."""
+    """Return the predicted step, or `None` if the model does not fit."""
     share = hosts / case.topology.num_hosts
     workload = replace(case.workload, batch_size=int(case.workload.batch_size * share))
     topology = replace(paper_cluster(disk_bytes), num_hosts=hosts)
@@ -37,24 +35,27 @@ def step_s(case: Case, hosts: int, disk_bytes: int) -> float | None:
 
 
 def measure_nodes(options: NodeOptions) -> bool:
-    """Whether disks save the hosts that they must."""
+    """Find the smallest clusters. Returns whether the requirements are met."""
     good = True
     for case in cases():
         name = case.name.split(":", maxsplit=1)[0]
         if name not in options.names:
             continue
-        found: dict[str, dict[int, float]] = {"without": {}, "with": {}}
-        for told, disk_bytes in (("without", 0), ("with", DISK_BYTES)):
+        steps_by_disks: dict[str, dict[int, float]] = {"without": {}, "with": {}}
+        for label, disk_bytes in (("without", 0), ("with", DISK_BYTES)):
             for hosts in reversed(HOSTS):
                 start = time.perf_counter()
                 seconds = step_s(case, hosts, disk_bytes)
                 text = "does not fit" if seconds is None else f"{1e3 * seconds:.3g} ms"
-                print(f"{name} {hosts:2} hosts {told} disks: {text}, {time.perf_counter() - start:.0f} s", flush=True)
+                print(f"{name} {hosts:2} hosts {label} disks: {text}, {time.perf_counter() - start:.0f} s", flush=True)
                 if seconds is None:
                     break
-                found[told][hosts] = seconds
-        limit_s = WITHIN * found["without"][max(HOSTS)]
-        fewest = {told: min(n for n, seconds in steps.items() if seconds <= limit_s) for told, steps in found.items()}
+                steps_by_disks[label][hosts] = seconds
+        limit_s = WITHIN * steps_by_disks["without"][max(HOSTS)]
+        fewest = {
+            label: min(n for n, seconds in steps.items() if seconds <= limit_s)
+            for label, steps in steps_by_disks.items()
+        }
         times = fewest["without"] / fewest["with"]
         bound, limit = LIMITS[name]
         if limit is not None:

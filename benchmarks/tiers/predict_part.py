@@ -1,5 +1,4 @@
-"""Misses and steps as predicted, beside those of random tasks whose tables lie in several tiers; and advised near bytes
-beside others."""
+"""Predicted misses and steps of random tasks in several tiers, and the advised cache size."""
 
 from __future__ import annotations
 
@@ -36,33 +35,27 @@ from meseta.storage import TieredShard
 Ids = NDArray[np.int64]
 MISSES_WITHIN, STEP_WITHIN, BEST_WITHIN = 0.2, 0.25, 1.1
 TRIED = (0.05, 0.1, 0.2, 0.4, 0.8)
-"""Near bytes, over those of all rows."""
+"""Cache sizes relative to all rows."""
 WARM = 0.6
-"""Steps before the clock starts, over those that fill all slots."""
+"""Warm-up steps relative to those that fill the cache."""
 TURNS, STEPS = 6, 10
-"""Turns that plans take, and steps of each."""
 
 
 @dataclass(frozen=True)
 class PredictOptions:
-    """What to measure."""
-
     folder: Path
     num_tasks: int
     seed: int
-    """Of the first task; those with the numbers behind it follow."""
     keep: bool
 
 
 @dataclass(frozen=True)
 class Sparse:
-    """A batch as `meseta.ahead` takes it."""
-
     sparse: KeyedJaggedTensor
 
 
 class RandomTask:
-    """Tables of random sizes, with ids by power laws."""
+    """Tables of random sizes with ids of power laws."""
 
     def __init__(self, seed: int) -> None:
         self.random = np.random.default_rng(seed)
@@ -92,25 +85,23 @@ class RandomTask:
             self.places[table.name] = place
 
     def _law(self, num_rows: int) -> NDArray[np.float64]:
-        """Chances, added up."""
+        """Return cumulative probabilities."""
         weights = np.arange(1, num_rows + 1, dtype=np.float64) ** -self.random.uniform(0.8, 1.2)
         return np.cumsum(weights / weights.sum())
 
     def ids(self, table: int, num_samples: int) -> Ids:
-        """Of so many samples."""
         uniform = self.random.random(num_samples * self.pooling[table])
         ranks = np.minimum(np.searchsorted(self._ends[table], uniform), len(self._rows[table]) - 1)
         return self._rows[table][ranks]
 
     def batch(self) -> Sparse:
-        """The next one."""
         values = [self.ids(table, self.batch_size) for table in range(len(self.tables))]
         lengths = np.repeat(np.array(self.pooling), self.batch_size)
         names = [feature.name for feature in self.features]
         return Sparse(KeyedJaggedTensor(names, torch.from_numpy(np.concatenate(values)), torch.from_numpy(lengths)))
 
     def workload(self) -> Workload:
-        """With what `meseta prepare` would count."""
+        """Return the workload as `meseta prepare` would count it."""
         loads = {}
         for table, feature in enumerate(self.features):
             counted = FeatureStatistics(self.tables[table].num_embeddings)
@@ -119,12 +110,11 @@ class RandomTask:
         return Workload(tables=self.tables, features=self.features, batch_size=self.batch_size, loads=loads)
 
     def plan(self, *, resident: bool = False) -> Plan:
-        """Of one rank."""
         places = {name: {"sharding": "table_wise"} for name in self.places} if resident else self.places
         return Plan.from_dict({"tables": places}, self.tables, 1)
 
     def fits(self) -> bool:
-        """Whether rows of two batches lie near."""
+        """Whether the rows of two batches fit into the cache."""
         for table, place in enumerate(self.places.values()):
             near = place.get("cache_rows")
             if near is not None and near < 1.2 * len(np.unique(self.ids(table, 2 * self.batch_size))):
@@ -133,30 +123,27 @@ class RandomTask:
 
 
 class TrainedTask:
-    """The tables of a task, trained by `meseta.ahead`; all rows were written before."""
+    """Tables of a task whose rows have all been written."""
 
     def __init__(self, task: RandomTask, plan: Plan, options: StorageOptions) -> None:
         self.made = EmbeddingBagCollection(task.tables, task.features, seed=1)
         self.made.apply_plan(plan, options)
-        self.far = [shard for shard in self.made.shards if isinstance(shard, TieredShard)]
-        for shard in self.far:
+        self.tiered_shards = [shard for shard in self.made.shards if isinstance(shard, TieredShard)]
+        for shard in self.tiered_shards:
             rows = shard.read(0, shard.shard.num_rows)
             shard.write(0, {name: value.numpy() for name, value in rows.items()})
         self._task = task
         self._batches: list[Sparse] = []
         self._flights = ahead(iter(self._batches.pop, None), self.made)
         self.seconds: list[float] = []
-        """Of each step that counts."""
         self.num_missed = 0
-        """Rows of these that did not lie near."""
+        """Number of rows that were not cached."""
 
     def warm(self, num_steps: int) -> None:
-        """Steps that do not count."""
         self.turn(num_steps)
         self.seconds, self.num_missed = [], 0
 
     def turn(self, num_steps: int) -> None:
-        """So many steps."""
         self._batches += [self._task.batch() for _ in range(num_steps + self.made.lookahead + 1 - len(self._batches))]
         before, start_s = self._misses(), time.perf_counter()
         for flight in islice(self._flights, num_steps):
@@ -166,11 +153,11 @@ class TrainedTask:
         self.num_missed += self._misses() - before
 
     def _misses(self) -> int:
-        return sum(shard.cache.counters.num_misses for shard in self.far)
+        return sum(shard.cache.counters.num_misses for shard in self.tiered_shards)
 
 
 def measure_steps(task: RandomTask, plans: Sequence[Plan], options: StorageOptions) -> list[tuple[float, float]]:
-    """Of each plan, (seconds of a step, rows of it that did not lie near), all in turns."""
+    """Return (seconds, misses) of a step for each plan."""
     trained = [TrainedTask(task, plan, options) for plan in plans]
     for one, plan in zip(trained, plans, strict=True):
         one.warm(warm_steps(task, plan))
@@ -181,14 +168,14 @@ def measure_steps(task: RandomTask, plans: Sequence[Plan], options: StorageOptio
 
 
 def warm_steps(task: RandomTask, plan: Plan) -> int:
-    """Until slots are full, about."""
+    """Return the number of steps that approximately fill the cache."""
     near = [entry.shards[0].cache_rows or 0 for entry in plan.tables]
     ids = [task.batch_size * pooling for pooling in task.pooling]
     return int(min(max(WARM * 12 * count / of_batch for count, of_batch in zip(near, ids, strict=True)) + 20, 800))
 
 
 def measure_predictions(options: PredictOptions) -> bool:
-    """Whether misses, steps and advice are what they must be."""
+    """Compare predicted misses, steps and advice with measurements. Returns whether the requirements are met."""
     threads = torch.get_num_threads()
     model = replace(documented_cost_model("cpu"), num_threads=threads)
     model = replace(model, tiers=measure_disk(options.folder, model.tiers, threads, "measured before"))
@@ -201,20 +188,21 @@ def measure_predictions(options: PredictOptions) -> bool:
         done += 1
         plan, storage = task.plan(), StorageOptions(dir=options.folder)
         workload, run = task.workload(), RunBytes(storage=storage)
-        found = predict(plan, workload, Topology(), model, run=run)
+        prediction = predict(plan, workload, Topology(), model, run=run)
         beside = replace(
             model, tiers=replace(model.tiers, disk_row_s=0.0, disk_write_bytes_per_s=1e30, disk_bytes_per_s=1e30)
         )
         busy, bare = (predict(one, workload, Topology(), beside, run=run) for one in (plan, task.plan(resident=True)))
         (resident_s, _), (step_s, missed) = measure_steps(task, [task.plan(resident=True), plan], storage)
-        # What a step has beside tiers is measured, with resident tables: what tiers add is predicted.
-        told_s = max(resident_s + busy.step_s - bare.step_s, float(found.disk_s[0]))
-        told = sum(found.cache_misses.values())
-        errors["misses"].append(told / missed - 1.0)
-        errors["step"].append(told_s / step_s - 1.0)
+        # Only the part of a step that tiers add is predicted. The rest is measured with resident tables.
+        predicted_s = max(resident_s + busy.step_s - bare.step_s, float(prediction.disk_s[0]))
+        predicted_misses = sum(prediction.cache_misses.values())
+        errors["misses"].append(predicted_misses / missed - 1.0)
+        errors["step"].append(predicted_s / step_s - 1.0)
         print(
-            f"task {seed - 1}: misses {told:,.0f} told, {missed:,.0f} measured; step {1e3 * told_s:.2f} ms told, "
-            f"of the disk {1e3 * found.disk_s[0]:.2f}, {1e3 * step_s:.2f} measured, {1e3 * resident_s:.2f} resident",
+            f"task {seed - 1}: misses {predicted_misses:,.0f} predicted, {missed:,.0f} measured; step, ms: "
+            f"{1e3 * predicted_s:.2f} predicted, of the disk {1e3 * prediction.disk_s[0]:.2f}, "
+            f"{1e3 * step_s:.2f} measured, {1e3 * resident_s:.2f} resident",
             flush=True,
         )
     for name, limit in (("misses", MISSES_WITHIN), ("step", STEP_WITHIN)):
@@ -229,16 +217,16 @@ def measure_predictions(options: PredictOptions) -> bool:
 
 
 def measure_advice(options: PredictOptions, model: CostModel) -> bool:
-    """Steps with what is advised, and with five others."""
+    """Compare the advised cache size with five others."""
     task = RandomTask(5)
     workload = task.workload()
     places = {"tables": {table.name: {"sharding": "table_wise", "tier": "disk"} for table in task.tables}}
-    given = Plan.from_dict(places, task.tables, 1)
+    resident = Plan.from_dict(places, task.tables, 1)
     whole = sum(table.num_embeddings * (4 * table.embedding_dim + 59) for table in task.tables)
     plans = {}
     for size in (None, *(int(share * whole) for share in TRIED)):
         storage = StorageOptions(dir=options.folder, cache_bytes=size)
-        plan = allocate_cache_rows(given, workload, Topology(), model, RunBytes(storage=storage))
+        plan = allocate_cache_rows(resident, workload, Topology(), model, RunBytes(storage=storage))
         name = "advised" if size is None else f"{size / whole:.0%}"
         try:
             TrainedTask(task, plan, storage).warm(1)

@@ -1,4 +1,4 @@
-"""What memory a process takes, as Linux tells it."""
+"""Memory of this process on Linux."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def memory_bytes(kind: str) -> int:
-    """A field of /proc/self/status: VmRSS, or VmHWM, the most since `reset_peak`."""
+    """Return a field of /proc/self/status, such as VmRSS, or VmHWM, the peak since `reset_peak`."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{kind}:"):
             return int(line.split()[1]) * 1024
@@ -14,5 +14,5 @@ def memory_bytes(kind: str) -> int:
 
 
 def reset_peak() -> None:
-    """From now on VmHWM counts anew."""
+    """Reset VmHWM."""
     Path("/proc/self/clear_refs").write_text("5")

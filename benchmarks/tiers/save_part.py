@@ -1,4 +1,4 @@
-"""Saves and loads of a table on a disk, beside what the disk takes and gives in the same minutes."""
+"""Saves and loads of a table on disk, compared with the rates of the disk."""
 
 from __future__ import annotations
 
@@ -33,35 +33,29 @@ MORE_MEMORY = 512 << 20
 WRITTEN_AT_ONCE = 1 << 16
 LIMIT_BYTES, REQUEST_BYTES = 1 << 30, 1 << 20
 ROW_BYTES = 4 * WIDTH + 4
-"""Of a row with the state of row-wise Adagrad."""
 
 
 @dataclass(frozen=True)
 class SaveOptions:
-    """What to measure."""
-
     folder: Path
     num_rows: int
     turns: int
     seconds: float
-    """Of training, alone and beside saves each."""
+    """Duration of training with and without saves."""
     keep: bool
     rates: tuple[float, ...] = ()
-    """Bytes a second that saves beside training write at most, beside those that are not held back."""
+    """Write limits of additional saves during training, in bytes per second."""
 
 
 @dataclass
 class Figures:
-    """Of all turns."""
-
     limits: list[float] = field(default_factory=list)
-    """Bytes a second that are read once and written once."""
     saves: list[float] = field(default_factory=list)
     loads: list[float] = field(default_factory=list)
 
 
 def disk_limit(folder: Path) -> float:
-    """1 / (1 / read + 1 / write), of the disk's sequential rates, bytes a second."""
+    """Limit of copying: 1 / (1 / read + 1 / write), with the sequential rates of the disk in bytes per second."""
     path, block = folder / "limit", mmap.mmap(-1, REQUEST_BYTES)
     block.write(os.urandom(REQUEST_BYTES))
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
@@ -83,7 +77,7 @@ def disk_limit(folder: Path) -> float:
 
 
 def table_on_disk(options: SaveOptions) -> EmbeddingBagCollection:
-    """One table of which NEAR_SHARE lies near; no row of it was written yet."""
+    """Create a table that caches NEAR_SHARE of its unwritten rows."""
     spec = TableSpec(
         name="item",
         num_embeddings=options.num_rows,
@@ -101,16 +95,16 @@ def table_on_disk(options: SaveOptions) -> EmbeddingBagCollection:
 
 
 def write_scattered(made: EmbeddingBagCollection, num_rows: int) -> None:
-    """Every row once, in an order at random, as training pushes them out."""
-    far: Any = made.shards[0]
+    """Write every row once in random order, like evictions of training."""
+    shard: Any = made.shards[0]
     records = torch.randint(0, 120, (WRITTEN_AT_ONCE, ROW_BYTES), dtype=torch.uint8)
     for rows in torch.randperm(num_rows, generator=torch.Generator().manual_seed(1)).split(WRITTEN_AT_ONCE):
-        far.backing_store.write(rows, records[: len(rows)])
-    far.backing_store.flush()
+        shard.backing_store.write(rows, records[: len(rows)])
+    shard.backing_store.flush()
 
 
 def alone(made: EmbeddingBagCollection, options: SaveOptions) -> tuple[Figures, int]:
-    """Saves and loads, in turns with the disk's limit; and the memory that they took at most."""
+    """Measure saves and loads, alternating with the limit of the disk, and their peak memory."""
     figures, most, size = Figures(), 0, options.num_rows * ROW_BYTES
     world = World.single()
     for _ in range(options.turns):
@@ -158,7 +152,6 @@ class PooledModel(nn.Module):
 
 
 def batches(num_rows: int) -> Iterator[_Batch]:
-    """Without end: one id of each feature, by Zipf's law."""
     names, random = [f"f{number}" for number in range(NUM_FEATURES)], np.random.default_rng(0)
     lengths = torch.ones(NUM_FEATURES * BATCH_SIZE, dtype=torch.int64)
     drawn = [torch.from_numpy(zipf_ids(random, NUM_FEATURES * BATCH_SIZE, num_rows)) for _ in range(200)]
@@ -170,14 +163,14 @@ def batches(num_rows: int) -> Iterator[_Batch]:
 def beside(
     made: EmbeddingBagCollection, options: SaveOptions, max_bytes_per_s: float | None = None
 ) -> tuple[float, float, float]:
-    """Steps a second without and with saves beside them, and bytes a second of those saves."""
+    """Measure steps per second without and with saves, and the rate of these saves."""
     model, size = PooledModel(made), options.num_rows * ROW_BYTES
     rate = None if max_bytes_per_s is None else checkpoint.WriteRateLimiter(max_bytes_per_s)
     optimizer = torch.optim.SGD(model.dense.parameters(), lr=0.01)
     steps = meseta.ahead(batches(options.num_rows), model)
 
     def train(seconds: float, background: BackgroundSaver | None = None) -> tuple[float, float]:
-        """Steps a second, and saves that were ended a second."""
+        """Return (steps/s, saves/s)."""
         num_steps = num_saves = 0
         is_saved = threading.Event()
         is_saved.set()
@@ -205,7 +198,7 @@ def beside(
             num_steps += 1
         return num_steps / (time.perf_counter() - begun_s), num_saves / (time.perf_counter() - begun_s)
 
-    train(options.seconds)  # until the rows that come often lie near
+    train(options.seconds)  # Until popular rows are cached.
     without, _ = train(options.seconds)
     background = BackgroundSaver(World.single())
     saving, saves_per_s = train(options.seconds, background)
@@ -216,7 +209,7 @@ def beside(
 
 
 def measure_saves(options: SaveOptions) -> bool:
-    """Whether saves and loads reach what they must."""
+    """Run all measurements. Returns whether the requirements are met."""
     options.folder.mkdir(parents=True, exist_ok=True)
     made = table_on_disk(options)
     case = f"{options.num_rows:,} rows of {ROW_BYTES} bytes"
@@ -230,7 +223,7 @@ def measure_saves(options: SaveOptions) -> bool:
         shutil.rmtree(options.folder / "saved", ignore_errors=True)
         held = "" if max_bytes_per_s is None else f", of at most {max_bytes_per_s / 1e6:,.0f}"
         speeds = (
-            f"{training:.1f} steps/s, {saving:.1f} ({saving / training:.2f}) beside saves at {rate / 1e6:,.0f} MB/s"
+            f"{training:.1f} steps/s, {saving:.1f} ({saving / training:.2f}) during saves at {rate / 1e6:,.0f} MB/s"
         )
         print(f"  {speeds} ({rate / limit:.2f} of the disk's rate{held})", flush=True)
         if options.keep and held:

@@ -1,7 +1,7 @@
 """One store in one control group: tiers.store_process KIND FOLDER WIDTH ROWS GROUP. Prints rates as JSON.
 
-Stores of others are read by this process, as a training loop would, and by many processes at once, which is the most
-that they give. Ours is read by this process alone."""
+Other stores are also read by many processes, which is their maximum. Ours is read by this process only.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +22,14 @@ from tiers.map_file import open_map, write_map
 
 BATCH = 20_000
 READERS = 16
-"""Processes that read for a store whose reads wait one by one."""
+"""Number of processes for stores whose reads block."""
 SECONDS = 5.0
 MADE_AT_ONCE = 1 << 16
 Start = Callable[[np.ndarray], Callable[[], object]]
-"""Begins to read rows; what it gives waits for them."""
+"""Function that starts to read rows. Its result waits for them."""
 
 
 def chunks(num_rows: int, width: int) -> Iterator[tuple[int, np.ndarray]]:
-    """All rows, in order."""
     records = np.random.default_rng(0).integers(0, 256, (MADE_AT_ONCE, width), np.uint8)
     for first in range(0, num_rows, MADE_AT_ONCE):
         yield first, records[: min(MADE_AT_ONCE, num_rows - first)]
@@ -42,8 +41,6 @@ def keys_of(rows: np.ndarray) -> list[bytes]:
 
 
 class MemoryMap:
-    """numpy.memmap, with MADV_RANDOM."""
-
     reader: ClassVar[dict[str, bool]] = {}
 
     def __init__(self, folder: Path, num_rows: int, width: int) -> None:
@@ -63,7 +60,7 @@ class MemoryMap:
 
 
 class Lmdb:
-    """LMDB by its own bindings, with cursors that take many keys at once."""
+    """LMDB with cursors that read many keys."""
 
     reader: ClassVar[dict[str, bool]] = {"readonly": True}
 
@@ -99,7 +96,7 @@ class Lmdb:
 
 
 class RocksDb:
-    """RocksDB by rocksdict, with direct reads and batched gets; bulk-loaded from sorted files."""
+    """RocksDB (rocksdict) with direct reads and batched gets, loaded from sorted files."""
 
     reader: ClassVar[dict[str, bool]] = {"read_only": True}
 
@@ -163,8 +160,6 @@ class RocksDb:
 
 
 class Ours:
-    """Files of rows."""
-
     def __init__(self, folder: Path, num_rows: int, width: int) -> None:
         import torch
 
@@ -187,7 +182,6 @@ class Ours:
 
 
 STORE: Any = None
-"""Of a reading process."""
 
 
 def open_reader(store: Any) -> None:
@@ -205,7 +199,7 @@ def read_share(rows: np.ndarray) -> None:
 def rate(
     start: Callable[[np.ndarray], Callable[[], object]], write: Callable | None, num_rows: int, width: int
 ) -> float:
-    """Rows a second that are read, in batches; with `write`, as many are written back while the next are read."""
+    """Return rows per second. With `write`, rows are written back while the next ones are read."""
     generator, done, start_s = np.random.default_rng(1), 0, time.perf_counter()
     records = generator.integers(0, 256, (BATCH, width), np.uint8)
     before: np.ndarray | None = None
@@ -227,7 +221,6 @@ def ours(store: Ours) -> Iterator[Start]:
 
 @contextmanager
 def with_processes(store: Any) -> Iterator[Start]:
-    """Readers in processes of their own; this one writes."""
     with multiprocessing.get_context("fork").Pool(READERS, open_reader, (store,)) as pool:
         store.open()
         yield lambda rows: pool.map_async(read_share, np.array_split(rows, READERS)).get
@@ -235,8 +228,6 @@ def with_processes(store: Any) -> Iterator[Start]:
 
 @contextmanager
 def alone(store: Any) -> Iterator[Start]:
-    """Everything in this process, where `with_processes` has opened the store."""
-
     def start(rows: np.ndarray) -> Callable[[], object]:
         store.read(rows)
         return lambda: None

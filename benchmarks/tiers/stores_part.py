@@ -1,4 +1,4 @@
-"""Our files of rows beside what else keeps rows on a disk, each in a memory control group of its own."""
+"""Row files compared with other stores on disk, each in a memory control group."""
 
 from __future__ import annotations
 
@@ -18,13 +18,11 @@ from record import ROOT, record
 
 OURS = "meseta"
 STORES = {OURS: None, "memmap": None, "lmdb": "lmdb", "rocksdb": "rocksdict"}
-"""With the package that each needs."""
+"""Stores, and their packages."""
 
 
 @dataclass(frozen=True)
 class StoreOptions:
-    """What to measure."""
-
     folder: Path
     gigabytes: float
     widths: tuple[int, ...]
@@ -34,7 +32,7 @@ class StoreOptions:
 
 @contextmanager
 def memory_group(limit_bytes: int) -> Iterator[Path]:
-    """A new memory control group, of either version; raises OSError where none can be made."""
+    """Context manager that creates a memory control group. Raises OSError."""
     for root, name in (("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max")):
         group = Path(root, f"meseta-bench-{uuid.uuid4().hex[:8]}")
         if not Path(root).is_dir() or (root.endswith("cgroup") and not Path(root, "cgroup.controllers").exists()):
@@ -51,7 +49,6 @@ def memory_group(limit_bytes: int) -> Iterator[Path]:
 
 
 def can_limit_memory(limit_bytes: int) -> bool:
-    """Whether a memory control group can be made; says so where not."""
     try:
         with memory_group(limit_bytes):
             return True
@@ -63,7 +60,6 @@ def can_limit_memory(limit_bytes: int) -> bool:
 def run_module(
     name: str, arguments: Sequence[str], variables: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """A module beside this one in a process of its own."""
     paths = [str(ROOT / "benchmarks"), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)} | (variables or {})
     command = [sys.executable, "-m", name, *arguments]
@@ -71,7 +67,7 @@ def run_module(
 
 
 def measure_store(kind: str, width: int, options: StoreOptions) -> dict[str, float]:
-    """Rows a second, by 'read' and 'read and write back'."""
+    """Return rows per second by 'read' and 'read and write back'."""
     num_rows = int(options.gigabytes * 1e9 / width)
     with memory_group(options.limit_mb << 20) as group:
         arguments = [kind, str(options.folder), str(width), str(num_rows), str(group)]
@@ -85,7 +81,7 @@ def measure_store(kind: str, width: int, options: StoreOptions) -> dict[str, flo
 
 
 def measure_stores(options: StoreOptions) -> bool:
-    """All widths; whether ours is three times the best."""
+    """Measure all widths. Returns whether ours is three times as fast as the best."""
     options.folder.mkdir(parents=True, exist_ok=True)
     good = True
     if not can_limit_memory(options.limit_mb << 20):
@@ -103,11 +99,11 @@ def measure_stores(options: StoreOptions) -> bool:
 
 
 def compare(rates: dict[str, dict[str, float]], case: str, keep: bool) -> bool:
-    """Ours, which one process reads, beside each of the others, read by one and by many; whether it is three times what
-    one process has of the others."""
+    """Compare ours in one process with the others. Returns whether it is three times as fast as the best in one
+    process."""
     good = True
-    for kind, found in rates.items():
-        for name, other in found.items():
+    for kind, rates_of_store in rates.items():
+        for name, other in rates_of_store.items():
             what, _, readers = name.partition(", ")
             if kind == OURS or not what.startswith("read"):
                 continue

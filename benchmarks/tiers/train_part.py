@@ -1,4 +1,4 @@
-"""Training whose tables lie on a disk, beside the same tables in memory, and beside what disk and processors allow."""
+"""Training with tables on disk, compared with tables in memory and with the limits of disk and processors."""
 
 from __future__ import annotations
 
@@ -26,70 +26,61 @@ from meseta.storage import Lease, TieredShard
 from meseta.telemetry.row_traffic import RowTraffic
 
 SHARES = {"d16_2k": 0.2, "d64_2k": 0.15}
-"""Of the bytes of all rows and states that lie near; of others a fifth."""
+"""Cached share of rows and states. It is a fifth for other workloads."""
 BOUND, KEPT, WAITED, ROOM = 1.15, 0.85, 0.05, 1.5
 WARM_IDS = 3_000_000
-"""Samples whose rows are brought before the clock starts, so that slots are full."""
+"""Number of samples that fill the cache before the measurement."""
 WARM_STEPS, READS = 20, 1 << 17
 OPTIMIZER = "rowwise_adagrad"
 
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """What to measure."""
-
     folder: Path
     names: tuple[str, ...]
     max_reads_per_s: float | None
     num_warm: int
     num_steps: int
-    """Of a turn."""
     num_turns: int
     keep: bool
 
     def storage(self, training: DlrmWorkload) -> StorageOptions:
-        """A disk, and the share of all bytes that lies near."""
         row_bytes = 4 * training.dim + 4
         cache_bytes = int(share_of(training) * row_bytes * sum(training.lookups.rows))
         return StorageOptions(dir=self.folder, cache_bytes=cache_bytes)
 
 
 def lr_of(training: DlrmWorkload) -> float:
-    """Small where sums of long bags make large steps."""
+    """Return a learning rate, which is small for long bags."""
     return 0.05 if training.lookups.bag_size == 1 else 0.001
 
 
 def share_of(training: DlrmWorkload) -> float:
-    """Of all bytes that lie near."""
     return SHARES.get(training.name, 0.2)
 
 
 @dataclass(frozen=True)
 class Turn:
-    """Some steps, per step."""
-
     seconds: float
     traffic: RowTraffic
-    """Of all tables."""
 
 
 class Trained:
-    """A model that trains on batches that never come again."""
+    """Model that trains on new batches."""
 
     def __init__(self, training: DlrmWorkload, storage: StorageOptions | None, seed: int) -> None:
-        """With `storage` all tables lie on its disk."""
+        """Create the model. With `storage`, all tables use its disk."""
         self.training, self._seed = training, seed
         model = make_model(training, OPTIMIZER, "float32", lr_of(training), InitSpec(kind="uniform", scale=0.01))
         entries = {f"t{f}": {"sharding": "table_wise", "tier": "disk"} for f in range(len(training.lookups.rows))}
         plan = Plan.from_dict({"tables": entries}, model.embeddings.tables, 1) if storage else None
         self.pipeline = make_pipeline(model, lr_of(training), World.single(), plan, storage)
         self.embeddings = self.pipeline.model.embeddings
-        self.far = [shard for shard in self.embeddings.shards if isinstance(shard, TieredShard)]
+        self.tiered_shards = [shard for shard in self.embeddings.shards if isinstance(shard, TieredShard)]
         self._batches: list[Batch] = []
         self._steps: Iterator[StepResult] = self.pipeline.steps(iter(self._batches.pop, None))
 
     def prepare(self, num_steps: int) -> None:
-        """Make batches for so many steps more; as many as are read ahead stay."""
         self._seed += 1
         random = np.random.default_rng(self._seed)
         traffic = self.training.lookups
@@ -102,7 +93,6 @@ class Trained:
         self._batches += made
 
     def turn(self, num_steps: int) -> Turn:
-        """So many steps."""
         self.prepare(num_steps)
         before, start_s = self._traffic(), time.perf_counter()
         for _ in islice(self._steps, num_steps):
@@ -114,29 +104,28 @@ class Trained:
         return sum(self.embeddings.row_traffic.values(), RowTraffic())
 
     def write_all(self) -> None:
-        """Every row lies on the disk from now on."""
+        """Write every row to the disk."""
         row_bytes = 4 * self.training.dim + 4
         print(f"{self.training.name}: writing {row_bytes * sum(self.training.lookups.rows) / 1e9:.1f} GB", flush=True)
-        for shard in self.far:
+        for shard in self.tiered_shards:
             for first in range(0, shard.shard.num_rows, 1 << 18):
                 stop = min(first + (1 << 18), shard.shard.num_rows)
                 shard.write(first, {name: value.numpy() for name, value in shard.read(first, stop).items()})
 
     def fill(self, num_samples: int) -> None:
-        """Ask for the rows of so many samples, so that slots hold what is asked for often."""
+        """Request the rows of samples, so that the cache holds popular rows."""
         size = self.training.lookups.batch_size
         num_batches = num_samples // size
         for first in range(0, num_batches, 50):
             for ids in make_id_batches(self.training.lookups, min(50, num_batches - first), 1_000_000 + first // 50):
-                each = torch.from_numpy(ids.ids).view(len(self.far), -1)
+                each = torch.from_numpy(ids.ids).view(len(self.tiered_shards), -1)
                 lease = Lease(self.embeddings.shards, list(enumerate(each)))
                 lease.wait()
                 lease.release()
 
     def read_alone(self, seed: int) -> tuple[float, float]:
-        """(rows a second, processor seconds of a row) of random reads of the largest table's file, 16 k at once, two
-        requests under way."""
-        shard = max(self.far, key=lambda shard: shard.shard.num_rows)
+        """Return (rows/s, CPU seconds per row) of random reads of the largest table."""
+        shard = max(self.tiered_shards, key=lambda shard: shard.shard.num_rows)
         random, size = np.random.default_rng(seed), 1 << 14
         outs = [torch.empty(size, shard.backing_store.record_bytes, dtype=torch.uint8) for _ in range(2)]
         each = [torch.from_numpy(random.integers(0, shard.shard.num_rows, size)) for _ in range(READS // size)]
@@ -153,17 +142,18 @@ class Trained:
         return count / (time.perf_counter() - start_s), (time.process_time() - processor_s) / count
 
     def cache_bytes(self) -> int:
-        """All memory that rows near and far take: rows, states, marks, index and buffers."""
-        engines = {shard.backing_store.engine for shard in self.far}
-        near = sum(shard.cache.num_slots * shard.num_bytes() // shard.shard.num_rows for shard in self.far)
+        """Return the memory of rows: cache, states, marks, index and buffers."""
+        engines = {shard.backing_store.engine for shard in self.tiered_shards}
+        near = sum(shard.cache.num_slots * shard.num_bytes() // shard.shard.num_rows for shard in self.tiered_shards)
         beside = sum(
-            shard.cache.num_bytes() + 8 * shard.cache.num_slots + shard.backing_store.num_bytes() for shard in self.far
+            shard.cache.num_bytes() + 8 * shard.cache.num_slots + shard.backing_store.num_bytes()
+            for shard in self.tiered_shards
         )
         return near + beside + sum(engine.num_bytes() for engine in engines)
 
 
 def measure_training(options: TrainOptions) -> bool:
-    """Whether all steps are within their bounds."""
+    """Measure all workloads. Returns whether all steps meet the requirements."""
     options.folder.mkdir(parents=True, exist_ok=True)
     good = True
     for training in (training for training in E2E_WORKLOADS if training.name in options.names):
@@ -178,7 +168,7 @@ def _measure(training: DlrmWorkload, options: TrainOptions) -> bool:
     tiered = Trained(training, options.storage(training), seed=10)
     tiered.write_all()
     tiered.fill(options.num_warm)
-    for engine in {shard.backing_store.engine for shard in tiered.far} if limit else ():
+    for engine in {shard.backing_store.engine for shard in tiered.tiered_shards} if limit else ():
         engine.max_reads_per_s = limit
     for one in (resident, tiered):
         one.turn(min(WARM_STEPS, options.num_steps))
@@ -189,7 +179,7 @@ def _measure(training: DlrmWorkload, options: TrainOptions) -> bool:
         turns["tiered"].append(tiered.turn(options.num_steps))
         alone.append(tiered.read_alone(number))
     reads_per_s, read_s = (statistics.median(figures) for figures in zip(*alone, strict=True))
-    seconds = {name: statistics.median(turn.seconds for turn in own) for name, own in turns.items()}
+    seconds = {name: statistics.median(turn.seconds for turn in values) for name, values in turns.items()}
     misses = statistics.median(turn.traffic.num_misses for turn in turns["tiered"])
     written = statistics.median(turn.traffic.written_bytes for turn in turns["tiered"])
     waited = statistics.median(turn.traffic.wait_s / turn.seconds for turn in turns["tiered"])

@@ -15,7 +15,7 @@ import pytest
 from links import bits_part, hybrid_part, hybrid_training, shapes, timing
 from links.bits_part import Case, cases, checksum
 from links.bytes_part import SCHEMES
-from links.crew import CrewError, crew, here
+from links.rank_pool import RankPoolError, on_this_machine, start_ranks
 from links.steps_part import TIMED, target
 from links.variants import Layout, Variant, Window
 from paired import difference
@@ -26,16 +26,19 @@ BENCHMARK = str(Path(__file__).parents[2] / "benchmarks" / "bench_links.py")
 NAMESPACES = pytest.mark.skipif(why_impossible() is not None, reason=f"no network namespaces: {why_impossible()}")
 
 
-def test_ranks_of_a_crew_stay_and_tell_their_errors() -> None:
-    with crew(2, here(2, bind=False)) as ranks:
+def test_ranks_of_a_pool_stay_and_tell_their_errors() -> None:
+    with start_ranks(2, on_this_machine(2, bind=False)) as ranks:
         assert ranks.ask(statistics.mean, data=[1.0, 2.0]) == [1.5, 1.5]
-        with pytest.raises(CrewError, match=r"rank 0: (.|\n)*StatisticsError"):
+        with pytest.raises(RankPoolError, match=r"rank 0: (.|\n)*StatisticsError"):
             ranks.ask(statistics.mean, data=[])
         assert ranks.ask(statistics.mean, data=[4.0]) == [4.0, 4.0]
 
 
-def test_a_rank_that_cannot_start_ends_the_crew() -> None:
-    with pytest.raises(CrewError, match=r"rank \d ended with 1"), crew(2, here(2, bind=False), python="/bin/false"):
+def test_a_rank_that_cannot_start_ends_the_pool() -> None:
+    with (
+        pytest.raises(RankPoolError, match=r"rank \d ended with 1"),
+        start_ranks(2, on_this_machine(2, bind=False), python="/bin/false"),
+    ):
         pass
 
 
@@ -151,7 +154,7 @@ def test_one_case_of_bits_has_one_checksum() -> None:
     from links import bits_training
 
     layout, sums = Layout(2, 2), set[str]()
-    with crew(4, here(4, bind=True)) as ranks:
+    with start_ranks(4, on_this_machine(4, bind=True)) as ranks:
         for sharding, exchange in (("table_wise", "flat"), ("column_wise", "hierarchical")):
             case = Case(variant=Variant(sharding=sharding, exchange=exchange), order=0, chunk_bytes=bits_part.CHUNKS[1])
             sums.add(checksum(ranks.ask(bits_training.train, case=case, layout=layout)))
@@ -160,9 +163,9 @@ def test_one_case_of_bits_has_one_checksum() -> None:
 
 @NAMESPACES
 def test_links_pass_another_rate_while_ranks_stay() -> None:
-    from links.crew import on_hosts
+    from links.rank_pool import on_hosts
 
-    with Hosts(2, across="100mbit") as hosts, crew(2, on_hosts(hosts)) as ranks:
+    with Hosts(2, across="100mbit") as hosts, start_ranks(2, on_hosts(hosts)) as ranks:
         hosts.reshape("250mbit")
         assert hosts.rate == 250e6
         assert ranks.ask(statistics.mean, data=[1.0]) == [1.0, 1.0]

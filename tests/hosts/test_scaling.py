@@ -32,7 +32,7 @@ def test_two_readers_take_what_two_links_give(tmp_path: Path) -> None:
         served = [digest(batch) for batch in reader.epoch()]
         seconds = time.monotonic() - begin_s
         came = [now.since(then).received_bytes for now, then in zip(hosts.traffic(), before, strict=True)][1:]
-    assert served == [digest(batch) for batch in Reader(Dataset.load(bench.far), "train", options).epoch()]
+    assert served == [digest(batch) for batch in Reader(Dataset.load(bench.source), "train", options).epoch()]
     num_bytes = NUM_TRAINING_ROWS * bench.row_bytes
     busy = [received for received in came if received > num_bytes / 10]
     assert len(came) == NUM_LINKS and len(busy) == NUM_READERS

@@ -77,12 +77,12 @@ def test_a_benchmark_that_was_cut_off_goes_on(
         return {"test": 0.7, "seconds": 1.0}
 
     monkeypatch.setattr(bench, "one_command", one_command)
-    kept = bench.Kept(tmp_path / "cells.json")
+    kept = bench.ResultStore(tmp_path / "cells.json")
     first = bench.measure(log, 0, kept, tmp_path, num_rows=500)
     assert commands == [(), bench.OLD] and set(first) == {
         "best", "one command", "old defaults", "logistic regression", "sweep",
     }  # fmt: skip
-    again = bench.measure(log, 0, bench.Kept(tmp_path / "cells.json"), tmp_path, num_rows=500)
+    again = bench.measure(log, 0, bench.ResultStore(tmp_path / "cells.json"), tmp_path, num_rows=500)
     assert again == first and len(commands) == 2
     *_, mean = bench.table({"few_rows": [first, first]})
     assert f"{0.7 - first['sweep']:+.4f} (asked: -0.005)" in mean

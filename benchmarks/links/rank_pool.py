@@ -1,4 +1,4 @@
-"""Ranks that stay and do what they are asked, on hosts with slow links or on this machine alone."""
+"""Persistent rank processes that call functions on request, on hosts with slow links or on this machine."""
 
 from __future__ import annotations
 
@@ -20,36 +20,31 @@ from links.serve import BIND
 
 BENCHMARKS = Path(__file__).resolve().parent.parent
 START_S = 300.0
-"""Until all ranks are there: many import torch on few processors."""
 ANSWER_S = 1800.0
-"""Until all have answered."""
 WATCH_S = 0.2
-"""Between looks whether a rank has ended."""
 FOREVER_S = 1e6
 MESSAGE_CHARACTERS = 1500
-"""Of a rank's traceback, the last ones."""
 Run = Callable[[Sequence[str], Mapping[str, str]], object]
-"""Runs a command as every rank, with these variables beside those of the ranks, to its end."""
+"""Function that runs a command as every rank, with additional environment variables."""
 
 
-class CrewError(Exception):
-    """A rank failed, or did not answer in time."""
+class RankPoolError(Exception):
+    """A rank failed or timed out."""
 
 
-class Crew:
-    """A connection to each rank."""
+class RankPool:
+    """Connections to all ranks."""
 
     def __init__(self, pipes: Mapping[int, Connection], problem: Callable[[], str | None]) -> None:
         self._pipes, self._problem = pipes, problem
 
     @property
     def size(self) -> int:
-        """Ranks."""
         return len(self._pipes)
 
     def ask(self, function: Callable[..., Any], **arguments: Any) -> list[Any]:
-        """What a function of a module returns on every rank, all of which call it at once. It is found by its name, so
-        that another interpreter may have it. Raises CrewError with the traceback of the first rank that failed."""
+        """Call a function on every rank and return all results. Raises RankPoolError with the traceback of a rank that
+        failed."""
         for pipe in self._pipes.values():
             pipe.send((function.__module__, function.__qualname__, arguments))
         stop = time.monotonic() + ANSWER_S
@@ -57,21 +52,21 @@ class Crew:
         for rank in range(self.size):
             while not self._pipes[rank].poll(WATCH_S):
                 if (problem := self._problem()) is not None:
-                    raise CrewError(problem)
+                    raise RankPoolError(problem)
                 if time.monotonic() > stop:
-                    raise CrewError(f"rank {rank} did not answer {function.__qualname__} within {ANSWER_S:g} s")
+                    raise RankPoolError(f"rank {rank} did not answer {function.__qualname__} within {ANSWER_S:g} s")
             replies.append(self._pipes[rank].recv())
         for rank, (is_well, value) in enumerate(replies):
             if not is_well:
-                raise CrewError(f"rank {rank}: {value[-MESSAGE_CHARACTERS:]}")
+                raise RankPoolError(f"rank {rank}: {value[-MESSAGE_CHARACTERS:]}")
         return [value for _, value in replies]
 
 
 @contextmanager
-def crew(num_ranks: int, run: Run, *, python: str = sys.executable, sources: str = "") -> Iterator[Crew]:
-    """Ranks that `run` starts with an interpreter, for the time of a `with`."""
+def start_ranks(num_ranks: int, run: Run, *, python: str = sys.executable, sources: str = "") -> Iterator[RankPool]:
+    """Context manager that starts ranks with an interpreter."""
     problems: list[str] = []
-    with tempfile.TemporaryDirectory(prefix="meseta-crew-") as folder, socket.socket(socket.AF_UNIX) as door:
+    with tempfile.TemporaryDirectory(prefix="meseta-ranks-") as folder, socket.socket(socket.AF_UNIX) as door:
         address = str(Path(folder) / "door")
         door.bind(address)
         door.listen(num_ranks)
@@ -84,7 +79,7 @@ def crew(num_ranks: int, run: Run, *, python: str = sys.executable, sources: str
             except Exception as error:
                 problems.append(str(error))
 
-        thread = threading.Thread(target=start, name="crew", daemon=True)
+        thread = threading.Thread(target=start, name="ranks", daemon=True)
         thread.start()
 
         def problem() -> str | None:
@@ -93,7 +88,7 @@ def crew(num_ranks: int, run: Run, *, python: str = sys.executable, sources: str
         pipes: dict[int, Connection] = {}
         try:
             _meet(door, num_ranks, pipes, problem)
-            yield Crew(pipes, problem)
+            yield RankPool(pipes, problem)
         finally:
             for pipe in pipes.values():
                 pipe.close()
@@ -106,8 +101,8 @@ def _meet(door: socket.socket, num_ranks: int, pipes: dict[int, Connection], pro
         try:
             connection, _ = door.accept()
         except TimeoutError:
-            if (told := problem()) is not None or time.monotonic() > stop:
-                raise CrewError(told or f"{len(pipes)} of {num_ranks} ranks came within {START_S:g} s") from None
+            if (message := problem()) is not None or time.monotonic() > stop:
+                raise RankPoolError(message or f"{len(pipes)} of {num_ranks} ranks came within {START_S:g} s") from None
             continue
         connection.setblocking(True)
         pipe = Connection(connection.detach())
@@ -115,14 +110,13 @@ def _meet(door: socket.socket, num_ranks: int, pipes: dict[int, Connection], pro
 
 
 def on_hosts(hosts: Hosts, port: int | None = None) -> Run:
-    """On hosts with links, each rank on one processor; another port than theirs where other ranks are there too."""
+    """Return a Run on hosts with links, with one processor per rank."""
     more = {BIND: "1"} | ({} if port is None else {"MASTER_PORT": str(port)})
     return lambda command, added: hosts.run(command, variables={**more, **added}, limit_s=FOREVER_S)
 
 
-def here(num_ranks: int, *, bind: bool) -> Run:
-    """On this machine's loopback, as torchrun starts them; each on one processor in turns, or as the run itself binds
-    them."""
+def on_this_machine(num_ranks: int, *, bind: bool) -> Run:
+    """Return a Run on this machine, like torchrun."""
 
     def run(command: Sequence[str], added: Mapping[str, str]) -> None:
         with socket.socket() as free:
@@ -144,7 +138,7 @@ def here(num_ranks: int, *, bind: bool) -> Run:
                 running = bool([process for process in ranks if process.poll() is None])
                 for rank, process in enumerate(ranks):
                     if process.returncode:
-                        raise CrewError(f"rank {rank} ended with {process.returncode}")
+                        raise RankPoolError(f"rank {rank} ended with {process.returncode}")
         finally:
             for process in ranks:
                 process.kill()

@@ -1,10 +1,9 @@
-"""Files that lie on another host, behind its link: a stand-in for the network file system of a cluster.
+"""Files on another host behind its link, as a network file system of a cluster.
 
-    python far_files.py serve ADDRESS:PORT        on the host that has the files
+    python remote_files.py serve ADDRESS:PORT        on the host that has the files
 
-A process finds in its environment where they are served, and takes one of the links that are free, whose host its
-connections leave from; it lives elsewhere. Then `io.FileIO` reads far files, which is what Parquet files are read by
-where their reads are timed, and so does `open` of files in the folder of raw ones.
+Environment variables name the server and the links. A process takes a free link and connects from its host. Then
+`io.FileIO` and `open` read files of the other host.
 """
 
 from __future__ import annotations
@@ -21,14 +20,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-VARIABLE = "BENCH_FAR_FILES"
-"""{"address": [HOST, PORT], "links": [[files for setns] ...], "locks": folder, "raw": folder}"""
+VARIABLE = "BENCH_REMOTE_FILES"
 CLONE_NEWNET = 0x40000000
 _open = open
 
 
 class _Files(socketserver.StreamRequestHandler):
-    """Each line asks for bytes of a file: [path, offset, size]."""
+    """Server of ranges of files. A request is [path, offset, size]."""
 
     def handle(self) -> None:
         with suppress(ConnectionError):  # a reader that has ended
@@ -51,7 +49,6 @@ class _Server(socketserver.ThreadingTCPServer):
 
 
 def _free_link(links: list[list[str]], locks: str) -> list[str]:
-    """One that no other process has, until this one ends."""
     for number, files in enumerate(links):
         lock = os.open(f"{locks}/{number}", os.O_CREAT | os.O_RDWR)
         try:
@@ -63,7 +60,7 @@ def _free_link(links: list[list[str]], locks: str) -> list[str]:
 
 
 def _connect(address: tuple[str, int], files: list[str]) -> socket.socket:
-    """A connection that leaves from the network namespace of `files`."""
+    """Connect from the network namespace of `files`."""
     libc = ctypes.CDLL(None, use_errno=True)
     home = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
     away = os.open(files[-1], os.O_RDONLY)
@@ -77,17 +74,15 @@ def _connect(address: tuple[str, int], files: list[str]) -> socket.socket:
         os.close(home)
 
 
-class FarFile(io.RawIOBase):
-    """A file of the other host."""
-
+class RemoteFile(io.RawIOBase):
     link: list[str] | None = None
 
     def __init__(self, path: str | Path) -> None:
-        found = json.loads(os.environ[VARIABLE])
-        if FarFile.link is None:
-            FarFile.link = _free_link(found["links"], found["locks"])
+        settings = json.loads(os.environ[VARIABLE])
+        if RemoteFile.link is None:
+            RemoteFile.link = _free_link(settings["links"], settings["locks"])
         self._path = str(path)
-        self._socket = _connect(tuple(found["address"]), FarFile.link)
+        self._socket = _connect(tuple(settings["address"]), RemoteFile.link)
         self._stream = self._socket.makefile("rwb")
         self._at = 0
         self._ask(0, -1)
@@ -115,7 +110,7 @@ class FarFile(io.RawIOBase):
         if size:
             self._ask(self._at, size)
             if self._stream.readinto(memoryview(buffer)[:size]) != size:
-                raise OSError("the connection to the far files broke off")
+                raise OSError("the connection to the remote files was lost")
         self._at += size
         return size
 
@@ -126,10 +121,10 @@ class FarFile(io.RawIOBase):
         super().close()
 
 
-def open_far(name: Any, mode: str = "r", *more: Any, **options: Any) -> Any:
-    """As `open`, of raw files on the other host."""
+def open_remote(name: Any, mode: str = "r", *more: Any, **options: Any) -> Any:
+    """Open a raw file on the other host."""
     if mode == "rb" and str(name).startswith(json.loads(os.environ[VARIABLE])["raw"] + "/"):
-        return io.BufferedReader(FarFile(name), 1 << 20)
+        return io.BufferedReader(RemoteFile(name), 1 << 20)
     return _open(name, mode, *more, **options)
 
 

@@ -1,4 +1,4 @@
-"""Cells: a run of one seed that is killed so often, and restored from checkpoints of one kind."""
+"""Results of runs that are killed and restored from checkpoints of one kind."""
 
 from __future__ import annotations
 
@@ -13,21 +13,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kept import Kept
 from paired import STEADY, STEADY_SCALE, prepared_log
 from record import ROOT
+from result_store import ResultStore
 
 from meseta.data import Dataset
-from quality.lives import Forecast, Life, Lives, forecast, live
+from restores.run_processes import Forecast, RunProcess, RunProcesses, forecast, run_train
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Of a cell."""
-
     restores: int = 0
     bits: int | None = None
-    """Of rows in checkpoints; None: exact, and a weight is moved by an ulp at each restore."""
+    """Bits of rows in checkpoints. `None`: exact, and a weight is moved by one ulp at each restore."""
     adaptive: bool = True
 
 
@@ -41,70 +39,65 @@ KINDS: Mapping[str, Kind] = {
     "8 bits x20": Kind(20, 8),
 }
 SCALE: Mapping[str, float] = {"main": 0.01, "steady": STEADY_SCALE}
-"""Of the log."""
 OVERRIDES: Mapping[str, Sequence[str]] = {"main": (), "steady": STEADY}
 QUICK_BATCH, QUICK_RESTORES = 64, 5
-"""Of --quick: samples of a batch, and the most restores, whatever the kind's name says."""
+"""Batch size and maximum number of restores with --quick."""
 LOG_CHARACTERS = 800
-"""Of a run that failed, the last ones."""
 
 
-class Cells:
-    """Trains what is missing, and keeps its figures."""
+class RunResults:
+    """Results by seed and kind. Missing ones are trained."""
 
     def __init__(self, data: str, folder: Path, *, quick: bool, num_workers: int) -> None:
-        """Makes the data, where they are not there yet."""
         self.data, self._quick, self._num_workers = data, quick, num_workers
         self._folder = folder / (f"{data}-quick" if quick else data)
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._kept = Kept(self._folder / "cells.json" if quick else ROOT / "benchmarks" / "quality_ne.json")
+        self._store = ResultStore(self._folder / "cells.json" if quick else ROOT / "benchmarks" / "quality_ne.json")
         self._data = prepared_log(self._folder, SCALE[data], quick)
         self._batch_size = QUICK_BATCH if quick else 2048
         self._num_steps = -(-Dataset.load(self._data).splits["train"].num_rows // self._batch_size)
 
     def find(self, seed: int, name: str) -> Mapping[str, Any] | None:
-        """The figures of a cell; None where it was not trained yet."""
         key = self._key(seed, name)
-        return self._kept.get(key, dict) if key in self._kept else None
+        return self._store.get(key, dict) if key in self._store else None
 
     def make(self, seeds: Sequence[int], names: Sequence[str]) -> None:
-        """Train what is missing, several at a time, then forecast; tells each."""
-        wanted = [(seed, name) for seed in seeds for name in names if name != FORECAST or seed == seeds[0]]
-        missing = [cell for cell in wanted if self.find(*cell) is None]
-        with Lives() as lives, ThreadPoolExecutor(self._num_workers) as pool:
-            futures = {pool.submit(self._train, lives, *cell): cell for cell in missing if cell[1] != FORECAST}
+        """Train missing results, several at a time, then compute the forecast."""
+        results = [(seed, name) for seed in seeds for name in names if name != FORECAST or seed == seeds[0]]
+        missing = [cell for cell in results if self.find(*cell) is None]
+        with RunProcesses() as processes, ThreadPoolExecutor(self._num_workers) as pool:
+            futures = {pool.submit(self._train, processes, *cell): cell for cell in missing if cell[1] != FORECAST}
             try:
                 for future in as_completed(futures):
                     seed, name = futures[future]
                     self._keep(seed, name, future.result())
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
-                lives.__exit__(None, None, None)  # before the pool waits for those that run
+                processes.__exit__(None, None, None)  # before the pool waits for those that run
                 raise
             for seed, name in missing:
                 if name == FORECAST:
-                    self._keep(seed, name, self._forecast(lives, seed))
+                    self._keep(seed, name, self._forecast(processes, seed))
 
     def _keep(self, seed: int, name: str, figures: Mapping[str, Any]) -> None:
-        cell = self._kept.get(self._key(seed, name), lambda: figures)
-        told = f"test NE {cell['ne']:.6f}, {cell['restores']} restores" if "ne" in cell else "done"
-        print(f"{self.data}, seed {seed}, {name}: {told}, in {cell['seconds']:.0f} s", flush=True)
+        cell = self._store.get(self._key(seed, name), lambda: figures)
+        text = f"test NE {cell['ne']:.6f}, {cell['restores']} restores" if "ne" in cell else "done"
+        print(f"{self.data}, seed {seed}, {name}: {text}, in {cell['seconds']:.0f} s", flush=True)
 
     def _key(self, seed: int, name: str) -> str:
         return f"{self.data}/{seed}/{name}"
 
-    def _train(self, lives: Lives, seed: int, name: str) -> dict[str, Any]:
-        """One cell, from its first step to its test NE."""
+    def _train(self, processes: RunProcesses, seed: int, name: str) -> dict[str, Any]:
         kind, run_dir, start_s = KINDS[name], self._run_dir(seed, name), time.perf_counter()
         log = run_dir.with_suffix(".txt")
         log.unlink(missing_ok=True)
         shutil.rmtree(run_dir, ignore_errors=True)
-        errors = [self._live(lives, seed, name, step) for step in self._kills(kind)]
-        self._live(lives, seed, name, None)
-        found = tuple(map(int, re.findall(r"resuming from step (\d+)", log.read_text())))
-        if found != self._kills(kind):
+        errors = [self._train_until(processes, seed, name, step) for step in self._kills(kind)]
+        self._train_until(processes, seed, name, None)
+        restores = tuple(map(int, re.findall(r"resuming from step (\d+)", log.read_text())))
+        if restores != self._kills(kind):
             raise RuntimeError(
-                f"seed {seed}, {name}: restored at {found}, and {self._kills(kind)} was asked; see {log}"
+                f"seed {seed}, {name}: restored at {restores}, and {self._kills(kind)} was asked; see {log}"
             )
         summary = json.loads((run_dir / "summary.json").read_text())
         if summary["num_steps"] != self._num_steps:
@@ -112,22 +105,20 @@ class Cells:
         if not self._is_advised(seed, name):
             shutil.rmtree(run_dir)
         log.unlink()
-        return {"ne": summary["test"]["ne"], "restores": len(found), "error": max(errors, default=0.0),
+        return {"ne": summary["test"]["ne"], "restores": len(restores), "error": max(errors, default=0.0),
                 "seconds": time.perf_counter() - start_s}  # fmt: skip
 
     def _kills(self, kind: Kind) -> tuple[int, ...]:
-        """Steps, evenly spread."""
         return tuple(self._every(kind) * number for number in range(1, self._restores(kind) + 1))
 
     def _every(self, kind: Kind) -> int:
-        """Steps between saves."""
         return max(self._num_steps // (self._restores(kind) + 1), 1)
 
     def _restores(self, kind: Kind) -> int:
         return min(kind.restores, QUICK_RESTORES) if self._quick else kind.restores
 
-    def _live(self, lives: Lives, seed: int, name: str, dies_after: int | None) -> float:
-        """From the newest checkpoint to the next kill, or to the end; the largest error of the rows that were saved."""
+    def _train_until(self, processes: RunProcesses, seed: int, name: str, killed_after: int | None) -> float:
+        """Train from the newest checkpoint to the next kill. Returns the largest error of saved rows."""
         kind, run_dir = KINDS[name], self._run_dir(seed, name)
         log = run_dir.with_suffix(".txt")
         settings = [
@@ -137,44 +128,43 @@ class Cells:
         if kind.restores:
             settings += [f"checkpoint.every_steps={self._every(kind)}", "checkpoint.background=never",
                          "checkpoint.keep_last=1", f"checkpoint.bits={kind.bits or 'exact'}"]  # fmt: skip
-        code = lives.run(
-            live,
-            Life(
+        code = processes.run(
+            run_train,
+            RunProcess(
                 arguments=(str(ROOT / "examples" / "configs" / "main.yaml"), *settings),
                 log=log,
-                dies_after=dies_after,
-                moves=kind.bits is None,
+                killed_after=killed_after,
+                moves_weight=kind.bits is None,
                 adaptive=kind.adaptive,
             ),
         )
-        if code != (0 if dies_after is None else -signal.SIGKILL):
-            told = log.read_text()[-LOG_CHARACTERS:] if log.exists() else ""
-            raise RuntimeError(f"seed {seed}, {name}, to step {dies_after}: ended with {code}: {told}")
-        return 0.0 if dies_after is None else _largest_error(run_dir, dies_after)
+        if code != (0 if killed_after is None else -signal.SIGKILL):
+            text = log.read_text()[-LOG_CHARACTERS:] if log.exists() else ""
+            raise RuntimeError(f"seed {seed}, {name}, to step {killed_after}: ended with {code}: {text}")
+        return 0.0 if killed_after is None else _largest_error(run_dir, killed_after)
 
     def _is_advised(self, seed: int, name: str) -> bool:
-        """Whether the run is kept until the forecast is made."""
+        """Whether the run is needed by the forecast."""
         return name == UNDISTURBED and seed == 0 and self.find(seed, FORECAST) is None
 
-    def _forecast(self, lives: Lives, seed: int) -> dict[str, Any]:
-        """By what part NE is expected to rise, of each kind in codes, from the run that nobody killed."""
+    def _forecast(self, processes: RunProcesses, seed: int) -> dict[str, Any]:
+        """Return the forecast of `meseta checkpoint advise` for the undisturbed run."""
         start_s, run_dir, out = time.perf_counter(), self._run_dir(seed, UNDISTURBED), self._folder / "forecast.json"
-        self._live(lives, seed, UNDISTURBED, None)  # a finished run is shown again, a missing one is trained
+        self._train_until(processes, seed, UNDISTURBED, None)  # a finished run is shown again, a missing one is trained
         asked = {name: Forecast(k.bits, k.restores, k.adaptive) for name, k in KINDS.items() if k.bits is not None}
         log = run_dir.with_suffix(".txt")
-        if code := lives.run(forecast, run_dir, log, out, asked):
+        if code := processes.run(forecast, run_dir, log, out, asked):
             raise RuntimeError(f"the forecast ended with {code}: {log.read_text()[-LOG_CHARACTERS:]}")
-        found: dict[str, Any] = json.loads(out.read_text())
+        forecasts: dict[str, Any] = json.loads(out.read_text())
         for path in (out, log):
             path.unlink()
         shutil.rmtree(run_dir)
-        return {**found, "seconds": time.perf_counter() - start_s}
+        return {**forecasts, "seconds": time.perf_counter() - start_s}
 
     def _run_dir(self, seed: int, name: str) -> Path:
         return self._folder / f"{name.replace(',', '').replace(' ', '-')}-{seed}"
 
 
 def _largest_error(run_dir: Path, step: int) -> float:
-    """Of rows in codes, as the manifest states it; 0 where they are exact."""
     manifest = json.loads((run_dir / "checkpoints" / f"step-{step:09}" / "manifest.json").read_text())
     return max((float(of["row"]) for of in manifest.get("quantised", {}).values() if "row" in of), default=0.0)

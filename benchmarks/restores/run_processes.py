@@ -1,4 +1,4 @@
-"""Lives of a run: `meseta train` in a process each, killed right after a save or at its end; and what is forecast."""
+"""Processes of `meseta train` that are killed after a save, and the forecast."""
 
 from __future__ import annotations
 
@@ -20,32 +20,25 @@ from paired import move_by_an_ulp
 
 
 @dataclass(frozen=True, kw_only=True)
-class Life:
-    """What one process does."""
-
+class RunProcess:
     arguments: tuple[str, ...]
-    """Of `meseta train`."""
     log: Path
-    """To which what it prints is added."""
-    dies_after: int | None = None
-    """Steps, whose save it does not outlive."""
-    moves: bool = False
-    """Whether one weight is moved by an ulp when it takes up a checkpoint."""
+    killed_after: int | None = None
+    """Step after whose save the process is killed."""
+    moves_weight: bool = False
+    """Whether one weight is moved by one ulp when a checkpoint is restored."""
     adaptive: bool = True
-    """Whether ranges of codes are."""
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """What `meseta checkpoint advise` would measure, of one width for all tables."""
-
     bits: int
     restores: int
     adaptive: bool
 
 
-class Lives:
-    """Processes, forked from one that has imported torch; all of them end when a `with` is left."""
+class RunProcesses:
+    """Processes forked from one that has imported torch. All end when the context manager exits."""
 
     def __init__(self) -> None:
         self._context = get_context("forkserver")
@@ -54,7 +47,7 @@ class Lives:
         self._over = False
         self._lock = threading.Lock()
 
-    def __enter__(self) -> Lives:
+    def __enter__(self) -> RunProcesses:
         return self
 
     def __exit__(
@@ -69,7 +62,7 @@ class Lives:
             process.join()
 
     def run(self, function: Callable[..., None], *arguments: Any) -> int:
-        """To its end; its exit code, or minus the signal that has killed it. May be called by several threads."""
+        """Run a function in a new process and return its exit code. Thread-safe."""
         process = self._context.Process(target=function, args=arguments)
         with self._lock:
             if self._over:
@@ -83,41 +76,40 @@ class Lives:
         return process.exitcode
 
 
-def live(life: Life) -> None:
-    """Be `meseta train`."""
-    _begin(life.log)
+def run_train(process: RunProcess) -> None:
+    _begin(process.log)
     import meseta.cli.main
 
-    if life.dies_after is not None:
-        _die_after(life.dies_after)
-    if life.moves:
+    if process.killed_after is not None:
+        _kill_after(process.killed_after)
+    if process.moves_weight:
         _move_at_restores()
-    if not life.adaptive:
+    if not process.adaptive:
         _take_whole_ranges()
-    sys.argv = ["meseta", "train", *life.arguments]
+    sys.argv = ["meseta", "train", *process.arguments]
     meseta.cli.main.main()
 
 
 def forecast(run_dir: Path, log: Path, out: Path, asked: Mapping[str, Forecast]) -> None:
-    """Write by what part NE is expected to rise, by name, as JSON."""
+    """Write the predicted increase of NE by name, as JSON."""
     _begin(log)
     from meseta.checkpoint.files import quantization
     from meseta.train.advise import open_advisor
 
-    found: dict[str, Any] = {}
+    losses: dict[str, Any] = {}
     adaptive = quantization.quantize_rows
     for name, one in asked.items():
         with open_advisor(run_dir, one.restores) as advisor:
             quantization.quantize_rows = adaptive
             if not one.adaptive:
                 _take_whole_ranges()
-            found[name] = advisor.ne_loss(dict.fromkeys(advisor.tables, one.bits))  # type: ignore[arg-type]
-            found["split"] = advisor.split
-    out.write_text(json.dumps(found))
+            losses[name] = advisor.ne_loss(dict.fromkeys(advisor.tables, one.bits))  # type: ignore[arg-type]
+            losses["split"] = advisor.split
+    out.write_text(json.dumps(losses))
 
 
 def _begin(log: Path) -> None:
-    """Print to a file, and end when the process that has asked for this one is gone."""
+    """Redirect output to a file, and exit when the parent process ends."""
     asker = parent_process()
     assert asker is not None
 
@@ -131,21 +123,21 @@ def _begin(log: Path) -> None:
             os.dup2(file.fileno(), number)
 
 
-def _die_after(last_step: int) -> None:
+def _kill_after(last_step: int) -> None:
     from meseta.train.saving import CheckpointManager
 
     save = CheckpointManager.save
 
-    def save_and_die(self: CheckpointManager, step: int, *arguments: Any, **options: Any) -> None:
+    def save_and_kill(self: CheckpointManager, step: int, *arguments: Any, **options: Any) -> None:
         save(self, step, *arguments, **options)
         if step == last_step:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    CheckpointManager.save = save_and_die  # type: ignore[method-assign]
+    CheckpointManager.save = save_and_kill  # type: ignore[method-assign]
 
 
 def _move_at_restores() -> None:
-    """Of the row of the first table that was trained the most."""
+    """Move a weight of the most trained row of the first table."""
     from meseta.storage import ROW, as_stored
     from meseta.train import trainer
 
@@ -166,7 +158,6 @@ def _move_at_restores() -> None:
 
 
 def _take_whole_ranges() -> None:
-    """Codes from the smallest to the largest value of a row."""
     from meseta.checkpoint.files import quantization
 
     quantize = quantization.quantize_rows

@@ -1,1 +1,0 @@
-"""Readers whose files lie behind links, for benchmarks/bench_scaling.py."""

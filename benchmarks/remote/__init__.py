@@ -1,0 +1,1 @@
+"""Readers whose files are on another host, for bench_scaling.py."""
