@@ -2,7 +2,7 @@
 
     python benchmarks/bench_busy.py [--rounds N] [--window-s S]
 
-Two wait policies train alternately, quiet and with loops: the default of commands (meseta.system.environment_variables), and
+Two wait policies train alternately, quiet and with loops: the default of commands, and
 OpenMP's spinning threads. Layouts are one process of two threads and two ranks of one thread. Results are medians of
 windows. Quiet windows in which other programs ran are repeated. It takes ten minutes on an idle machine.
 """
