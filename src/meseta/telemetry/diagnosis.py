@@ -190,8 +190,8 @@ def find_stuck(states: RankStates, now_ns: int | None, after_s: float) -> Diagno
 def diagnose_exit(states: RankStates) -> Diagnosis | None:
     """Return a diagnosis of why all ranks have ended, from their records.
 
-    The cause is a rank whose heartbeats stopped before those of its peers, a diverged rank, or one that others waited
-    for. The result is `None` if the records do not show a cause.
+    The cause is a rank whose heartbeats stopped first, a diverged rank, or one that others waited for. `None` if the
+    records do not show a cause.
     """
     last_ns = max(max(state.heartbeat_ns, state.last_progress_ns) for state in states.values())
     silent = {rank: (last_ns - state.heartbeat_ns) / _NS for rank, state in states.items()}

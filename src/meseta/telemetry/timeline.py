@@ -155,9 +155,8 @@ def make_rank_tracks(
 ) -> list[Track]:
     """Return all tracks of one rank that have slices.
 
-    `spans`, `transfers` and `copies` are the results of `StageTimes.stop_recording`, `TransferTimes.stop_recording` and
-    `StageTimes.pop_recorded_copies`. `offset_s` is added to all times. `first` is the number of steps of the run before
-    their step 0.
+    `spans`, `transfers` and `copies` are what `StageTimes` and `TransferTimes` recorded. `offset_s` is added to all times.
+    `first` is the number of steps of the run before their step 0.
     """
 
     def ns(seconds: float) -> int:
