@@ -502,7 +502,7 @@ def _read_rank_record(path: Path) -> RankProcess:
 
 
 def collect_stacks(ranks: Mapping[int, RankProcess]) -> dict[int, str]:
-    """Return the Python stacks of all ranks that are alive on this host. A stack is empty if its rank did not respond."""
+    """Return the Python stacks of all ranks alive on this host. A stack is empty if its rank did not respond."""
     asked: dict[int, tuple[int, int]] = {}
     # `is_alive` compares start times, so the signal cannot reach another process with the same pid.
     texts = {rank: "" for rank, process in ranks.items() if process.is_alive}

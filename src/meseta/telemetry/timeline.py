@@ -155,7 +155,7 @@ def make_rank_tracks(
 ) -> list[Track]:
     """Return all tracks of one rank that have slices.
 
-    `spans`, `transfers` and `copies` are what `StageTimes` and `TransferTimes` recorded. `offset_s` is added to all times.
+    `spans`, `transfers` and `copies` are what `StageTimes` and `TransferTimes` recorded. `offset_s` is added to times.
     `first` is the number of steps of the run before their step 0.
     """
 
