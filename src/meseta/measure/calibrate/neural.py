@@ -35,7 +35,7 @@ MIN_BYTES, MAX_BYTES = 4e3, 6e7
 NUM_CALLS = 11
 """Number of calls per measurement."""
 _IDS_TRANSFER = "ids"
-"""Name of collectives in which owners receive. In other exchanges, owners send."""
+# Name of collectives in which owners receive. In other exchanges, owners send.
 
 
 @dataclass(frozen=True)
@@ -92,10 +92,6 @@ def train_networks(
 ) -> tuple[CostModel, dict[str, FitComparison]]:
     """Train networks that correct a fitted cost model. Deterministic.
 
-    The networks are small versions of those in NeuroShard (D. Zha et al., arXiv 2305.01868, section 3.2), with two
-    changes. They predict the logarithm of measured over predicted seconds. Shards are weighted by their shares of the
-    predicted seconds.
-
     Args:
         measured: Timings of operators to which the constants were fitted.
         rounds: Repeated measurements of the held-out timings of operators.
@@ -107,7 +103,11 @@ def train_networks(
     Returns:
         The cost model with its networks, and the accuracy on held-out measurements. Keys of the accuracy are 'lookup',
         'update' and 'collectives, R devices'. Every eighth measurement is held out from constants and networks.
+
     """
+    # The networks are small versions of those in NeuroShard (D. Zha et al., arXiv 2305.01868, section 3.2), with two
+    # changes. They predict the logarithm of measured over predicted seconds. Shards are weighted by their shares of the
+    # predicted seconds.
     # Weights that sum to 1 keep the inputs of the head in the trained range, however many shards a rank has.
     with use_num_threads(1):  # The products are small, and results would depend on the number of threads.
         networks = {}
@@ -232,11 +232,9 @@ def measure_collectives(num_ranks: int, num_threads: int, log: Callable[[str, fl
 
 
 def random_collectives(num_ranks: int) -> list[Collective]:
-    """Return NUM_COLLECTIVES collectives, which depend on `num_ranks` only.
-
-    A quarter are all-reduces. The others are exchanges from or to the owners of rows. In about a third of the exchanges
-    all owners have the same load, and in the rest random loads.
-    """
+    """Return NUM_COLLECTIVES collectives, which depend on `num_ranks` only."""
+    # A quarter are all-reduces. The others are exchanges from or to the owners of rows. In about a third of the
+    # exchanges all owners have the same load, and in the rest random loads.
     random, nothing, collectives = np.random.default_rng([11, num_ranks]), np.zeros(num_ranks), []
     for number in range(NUM_COLLECTIVES):
         total = float(np.exp(random.uniform(np.log(MIN_BYTES), np.log(MAX_BYTES))))
@@ -255,10 +253,8 @@ def random_collectives(num_ranks: int) -> list[Collective]:
 
 
 def pairwise_bytes(own: Collective) -> list[list[int]]:
-    """Return the bytes [R][R] that each device sends to each other one.
-
-    An owner exchanges the same number of bytes with every peer.
-    """
+    """Return the bytes [R][R] that each device sends to each other one."""
+    # An owner exchanges the same number of bytes with every peer.
     num_ranks, is_there = len(own.sent_intra_host), own.name == _IDS_TRANSFER
     each = (own.received_intra_host if is_there else own.sent_intra_host) / (num_ranks - 1)
     sent = np.broadcast_to(each if is_there else each[:, None], (num_ranks, num_ranks)) * (1 - np.eye(num_ranks))

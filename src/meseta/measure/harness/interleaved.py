@@ -80,10 +80,11 @@ def run_interleaved(
 ) -> TimingResult:
     """Time every action of every target in `members`.
 
-    Targets run in groups that fit into `memory_bytes` together. `None` means most of the free memory. Within a group,
-    timed windows alternate between the targets. Everything is repeated with new processes, `num_starts` times in total.
-    A target that fails is listed in `failures`, and the others continue.
+    Targets run in groups that fit into `memory_bytes` together. `None` means most of the free memory. A target that
+    fails is listed in `failures`, and the others continue.
     """
+    # Within a group, timed windows alternate between the targets. Everything is repeated with new processes,
+    # `num_starts` times in total.
     # Keys are the title of the target, the action and the number of threads.
     windows: dict[tuple[str, str, int], list[TimedWindow]] = {}
     outcome = TimingResult()
