@@ -14,15 +14,7 @@ import torch
 from numpy.typing import NDArray
 from record import record
 
-from meseta import (
-    EmbeddingBagCollection,
-    FeatureSpec,
-    KeyedJaggedTensor,
-    OptimizerSpec,
-    Plan,
-    TableSpec,
-    ahead,
-)
+from meseta import EmbeddingBagCollection, FeatureSpec, KeyedJaggedTensor, OptimizerSpec, Plan, TableSpec, ahead
 from meseta.data.dataset.statistics import WINDOW_SAMPLES, FeatureStatistics
 from meseta.measure.calibrate.disks import measure_disk
 from meseta.planner import documented_cost_model, predict
