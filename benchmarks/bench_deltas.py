@@ -31,7 +31,7 @@ PARTS = {"bytes": measure_bytes, "time": measure_times, "beside": measure_beside
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=PARTS)
+    parser.add_argument("part", nargs="?", choices=PARTS, help="(default: all)")
     parser.add_argument("--rows", dest="num_rows", type=int, default=2_000_000)
     parser.add_argument("--widths", default="64,16", help="D of tables")
     parser.add_argument("--bits", default="exact", help="of rows in checkpoints")
@@ -45,8 +45,11 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2, help="of steps, for marks")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "deltas")
     options = parse_arguments(parser)
-    options.turns = options.turns or (200 if options.part == "marks" else 5)
-    sys.exit(not PARTS[options.part](options))
+    turns, good = options.turns, True
+    for part in [options.part] if options.part else PARTS:
+        options.turns = turns or (200 if part == "marks" else 5)
+        good &= PARTS[part](options)
+    sys.exit(not good)
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ PARTS = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=PARTS)
+    parser.add_argument("part", nargs="?", choices=PARTS, help="(default: all)")
     parser.add_argument("--gigabytes", type=float, default=4.0, help="of rows in a file")
     parser.add_argument("--widths", default="68,260,1032", help="bytes of a row with its state")
     parser.add_argument("--engine", default="auto", help="io_uring or threads")
@@ -81,7 +81,10 @@ def main() -> None:
     parser.add_argument("--models", default="F,I", help="of published_models.py, for nodes")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "tiers")
     options = parse_arguments(parser)
-    sys.exit(not PARTS[options.part](options))
+    good = True
+    for part in [options.part] if options.part else PARTS:
+        good &= PARTS[part](options)
+    sys.exit(not good)
 
 
 if __name__ == "__main__":
