@@ -68,12 +68,7 @@ def main() -> None:
     needed = OTHERS if python else tuple(BASELINES)
     missing = [seed for seed in seeds if seed not in outcomes or not outcomes[seed].has(needed)]
     arguments = {"memory_bytes": DEVICE_BYTES}
-    member = TargetSpec(
-        name="shares",
-        target_class=RankTimer,
-        arguments=arguments,
-        thread_counts=(model.num_threads,),
-    )
+    member = TargetSpec(name="shares", target_class=RankTimer, arguments=arguments, thread_counts=(model.num_threads,))
     with WorkerGroup(member) as team, options.out.open("a") as file:
         for start in range(0, len(missing), ASKED_AT_ONCE):
             tasks = [random_task(seed) for seed in missing[start : start + ASKED_AT_ONCE]]

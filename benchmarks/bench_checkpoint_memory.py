@@ -23,7 +23,7 @@ import sys
 from pathlib import Path
 
 from memory.cases import ALLOWED_BYTES, Measurement, Run, runs_of
-from record import ROOT, record
+from record import ROOT, parse_arguments, record
 from result_store import ResultStore
 
 from meseta.system.kernel import KernelFiles, free_memory_bytes, read_cgroup_limits
@@ -86,8 +86,7 @@ def main() -> None:
     parser.add_argument("--large", default="8.2", help="likewise, for save and resume")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "checkpoint_memory")
     parser.add_argument("--only", default="", help="runs with a case whose name contains this")
-    parser.add_argument("--no-record", action="store_true", help="leave benchmarks/results.csv as it is")
-    options = parser.parse_args()
+    options = parse_arguments(parser)
     options.folder.mkdir(parents=True, exist_ok=True)
     sizes, large = ([float(size) for size in text.split(",") if size] for text in (options.sizes, options.large))
     store = ResultStore(options.folder / "cases.json")
@@ -104,9 +103,8 @@ def main() -> None:
             if "refused" in case:
                 continue
             is_good &= case["more"] <= ALLOWED_BYTES
-            if not options.no_record:
-                allowed = ALLOWED_BYTES / 1e6
-                record("checkpoint memory", name, "more", case["more"] / 1e6, "MB", peer="allowed", peer_value=allowed)
+            allowed = ALLOWED_BYTES / 1e6
+            record("checkpoint memory", name, "more", case["more"] / 1e6, "MB", peer="allowed", peer_value=allowed)
     sys.exit(not is_good)
 
 

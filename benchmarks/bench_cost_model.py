@@ -133,11 +133,7 @@ def exchange_cases(model: CostModel) -> list[Case]:
             variants = [Case(f"{kind}{name}", predict_collective(exchange, one)) for name, one in judged(model)]
             cases.append((kind, size, variants))
     member = TargetSpec(
-        name="collectives",
-        target_class=CollectiveTimer,
-        arguments={},
-        num_ranks=2,
-        thread_counts=(model.num_threads,),
+        name="collectives", target_class=CollectiveTimer, arguments={}, num_ranks=2, thread_counts=(model.num_threads,)
     )
     with WorkerGroup(member) as team:
         for _ in range(NUM_ROUNDS):

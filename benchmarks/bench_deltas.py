@@ -20,54 +20,36 @@ import argparse
 import sys
 from pathlib import Path
 
-from deltas.beside_part import BesideOptions, measure_beside
-from deltas.bytes_part import BytesOptions, measure_bytes
+from deltas.beside_part import measure_beside
+from deltas.bytes_part import measure_bytes
 from deltas.marks_part import measure_marks
-from deltas.time_part import TimeOptions, measure_times
-from record import ROOT
+from deltas.time_part import measure_times
+from record import ROOT, parse_arguments
+
+PARTS = {"bytes": measure_bytes, "time": measure_times, "beside": measure_beside, "marks": measure_marks}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("bytes", "time", "beside", "marks"))
-    parser.add_argument("--rows", type=int, default=2_000_000)
+    parser.add_argument("part", nargs="?", choices=PARTS, help="(default: all)")
+    parser.add_argument("--rows", dest="num_rows", type=int, default=2_000_000)
     parser.add_argument("--widths", default="64,16", help="D of tables")
     parser.add_argument("--bits", default="exact", help="of rows in checkpoints")
-    parser.add_argument("--intervals", type=int, default=24)
+    parser.add_argument("--intervals", dest="num_intervals", type=int, default=24)
     parser.add_argument("--share", type=float, default=0.22, help="of rows that an interval touches")
     parser.add_argument("--max-chain", type=int, default=8)
     parser.add_argument("--gigabytes", type=float, default=2.0, help="of a table")
     parser.add_argument("--turns", type=int, help="200 for marks, else 5")
     parser.add_argument("--seconds", type=float, default=30.0, help="between two deltas during training")
-    parser.add_argument("--workloads", default="b_uni,c,a64_2k", help="of `meseta bench ops`, for marks")
+    parser.add_argument("--workloads", default="b_uni,c,a64_2k", help="of bench_ops.py, for marks")
     parser.add_argument("--threads", type=int, default=2, help="of steps, for marks")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "deltas")
-    parser.add_argument("--no-record", action="store_true", help="leave benchmarks/results.csv as it is")
-    arguments = parser.parse_args()
-    keep, widths, bits = (
-        not arguments.no_record,
-        tuple(map(int, arguments.widths.split(","))),
-        tuple(arguments.bits.split(",")),
-    )
-    turns = arguments.turns or (200 if arguments.part == "marks" else 5)
-    if arguments.part == "bytes":
-        options = BytesOptions(
-            arguments.folder,
-            arguments.rows,
-            widths,
-            bits,
-            arguments.intervals,
-            arguments.share,
-            arguments.max_chain,
-            keep,
-        )
-        sys.exit(not measure_bytes(options))
-    if arguments.part == "marks":
-        sys.exit(not measure_marks(arguments.workloads.split(","), turns, arguments.threads, keep))
-    if arguments.part == "beside":
-        beside = BesideOptions(arguments.folder, arguments.gigabytes, arguments.seconds, turns, arguments.bits, keep)
-        sys.exit(not measure_beside(beside))
-    sys.exit(not measure_times(TimeOptions(arguments.folder, arguments.gigabytes, turns, keep)))
+    options = parse_arguments(parser)
+    turns, good = options.turns, True
+    for part in [options.part] if options.part else PARTS:
+        options.turns = turns or (200 if part == "marks" else 5)
+        good &= PARTS[part](options)
+    sys.exit(not good)
 
 
 if __name__ == "__main__":

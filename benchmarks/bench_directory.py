@@ -11,7 +11,7 @@ import argparse
 
 import numpy as np
 import torch
-from record import record
+from record import parse_arguments, record
 from turns import best_s
 
 from meseta.measure.gather_limit import best_prefetches, gather
@@ -32,8 +32,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("keys", 4_000_000), ("batch", 100_000), ("threads", 2)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--no-record", action="store_true", help="leave benchmarks/results.csv as it is")
-    options = parser.parse_args()
+    options = parse_arguments(parser)
     torch.set_num_threads(options.threads)
     random = np.random.default_rng(1)
     keys = np.unique(random.integers(-(2**62), 2**62, options.keys + options.batch))
@@ -65,7 +64,7 @@ def main() -> None:
     for name, rate in rates.items():
         print(f"{name:20} {rate / 1e6:8.1f} M keys/s")
     case = f"{options.keys / 1e6:g} M keys, {options.batch} a batch, {options.threads} threads"
-    for metric in () if options.no_record else ("find", "find absent", "insert and remove"):
+    for metric in ("find", "find absent", "insert and remove"):
         for peer in ("numpy searchsorted", "dict", "limit of memory"):
             record("directory", case, metric, rates[metric], "keys/s", peer=peer, peer_value=rates[peer])
 

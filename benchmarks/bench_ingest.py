@@ -158,12 +158,7 @@ def main() -> None:
             subprocess.run([sys.executable, "-c", REPEAT, str(real), tsv, str(num_rows)], check=True)
         case = f"{num_rows} rows, {Path(tsv).stat().st_size / 1e6:.0f} MB of text" + (f", {real.name}" if real else "")
         in_memory, prepared, with_vocabulary, parsed = take_turns(
-            [
-                (IN_MEMORY, [tsv]),
-                (PREPARE, [tsv, data]),
-                (VOCABULARY, [tsv, f"{folder}/vocabulary"]),
-                (POLARS, [tsv]),
-            ]
+            [(IN_MEMORY, [tsv]), (PREPARE, [tsv, data]), (VOCABULARY, [tsv, f"{folder}/vocabulary"]), (POLARS, [tsv])]
         )
         read = {batch_size: read_parquet(data, batch_size) for batch_size in BATCH_SIZES}
     for name, ours in (

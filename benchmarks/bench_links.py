@@ -29,7 +29,7 @@ from pathlib import Path
 from links import bits_part, bytes_part, hybrid_part, lanes_part, ne_part, overlap_part, steps_part
 from links.timing import Options
 from links.variants import Layout
-from record import ROOT
+from record import ROOT, disable_recording, parse_arguments
 
 from hosts import why_impossible
 
@@ -75,12 +75,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, help="windows of each variant")
     parser.add_argument("--window", type=float, help="seconds of a window")
     parser.add_argument("--quick", action="store_true", help="try it: few and small")
-    parser.add_argument("--no-record", action="store_true", help="leave benchmarks/results.csv as it is")
     parser.add_argument("--peer-python", help="the interpreter that has TorchRec; PEER_PYTHON unless said")
     parser.add_argument("--before", type=Path, help="another checkout with a .venv, whose steps are timed too")
     parser.add_argument("--seeds", type=int, default=10, help="of part ne")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "links", help="data and runs of part ne")
-    arguments = parser.parse_args()
+    arguments = parse_arguments(parser)
+    if arguments.quick:
+        disable_recording()
     parts = arguments.parts.split(",")
     if unknown := sorted(set(parts) - set(PARTS)):
         parser.error(f"parts {', '.join(unknown)} are unknown; there are {', '.join(PARTS)}")
@@ -91,7 +92,6 @@ def main() -> None:
         quick=arguments.quick,
         rounds=arguments.rounds or (2 if arguments.quick else 5),
         window_s=arguments.window or (0.5 if arguments.quick else 3.0),
-        keep=not (arguments.quick or arguments.no_record),
         peer_python=arguments.peer_python,
         before=arguments.before,
         seeds=arguments.seeds,

@@ -46,7 +46,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="meseta-bench-") as name:
         folder = Path(name)
         trained(folder)
-        files = {rows: without_labels(folder, rows) for rows in (options.small_sizes, options.rows)}
+        files = {rows: without_labels(folder, rows) for rows in (options.small, options.rows)}
         spent = {rows: measured(folder, "predict", "--data", file, "--out", file.with_suffix(".csv"))
                  for rows, file in files.items()}  # fmt: skip
         file = files[options.rows]

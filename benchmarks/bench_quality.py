@@ -30,7 +30,7 @@ from types import FrameType
 os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}  # read where processes import torch
 
 from paired import num_test_rows
-from record import ROOT
+from record import ROOT, parse_arguments
 from restores.losses import keep, show
 from restores.run_results import FORECAST, KINDS, SCALE, RunResults
 
@@ -48,8 +48,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2, help="runs at a time, of one thread each")
     parser.add_argument("--only", action="append", choices=names, help="train runs of this name; may be repeated")
     parser.add_argument("--quick", action="store_true", help="try it: two seeds, on data that mean nothing")
-    parser.add_argument("--no-record", action="store_true", help="leave benchmarks/results.csv as it is")
-    options = parser.parse_args()
+    options = parse_arguments(parser)
     signal.signal(signal.SIGTERM, _end)
     seeds = range(2 if options.quick else options.seeds)
     try:
@@ -58,7 +57,7 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit("interrupted; the same command continues with missing results")
     losses, good = show(results, seeds, num_test_rows(options.quick))
-    if not (options.quick or options.only or options.no_record):
+    if not (options.quick or options.only):
         keep(results, losses)
     sys.exit(not (good or options.quick))
 

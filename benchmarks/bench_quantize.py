@@ -11,13 +11,12 @@ from __future__ import annotations
 import argparse
 import json
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import torch
-from record import record
+from record import parse_arguments, record
 from sklearn.cluster import KMeans
 from torch import Tensor
 from turns import best_s
@@ -71,7 +70,7 @@ def clustered_error(rows: Tensor, num_codes: int) -> float:
     return sum(fit.inertia_ for fit in fits) / rows.numel()
 
 
-def compare(name: str, rows: Tensor, row_format: RowFormat, recording: Callable[..., None]) -> None:
+def compare(name: str, rows: Tensor, row_format: RowFormat) -> None:
     bits, dim = BITS[row_format], rows.shape[1]
     restored = {
         way: dequantize_rows(quantize_rows(rows, row_format, adaptive=way == "adaptive"), row_format, dim)
@@ -94,8 +93,8 @@ def compare(name: str, rows: Tensor, row_format: RowFormat, recording: Callable[
         seconds = best_s(calls | {"torch": lambda: packed(rows, optimized_qparams=True)}, NUM_TURNS)
         peer_error = squared_error(rows, unpack(packed(rows, optimized_qparams=True)))
         case, peer = f"{name}, {row_format}", f"torch {bits}bit_prepack, optimized_qparams"
-        recording("quantize", case, "squared error", error / peer_error, "of theirs", peer=peer, peer_value=1.0)
-        recording("quantize", case, "adaptive range", len(rows) / seconds["adaptive"], "rows/s",
+        record("quantize", case, "squared error", error / peer_error, "of theirs", peer=peer, peer_value=1.0)
+        record("quantize", case, "adaptive range", len(rows) / seconds["adaptive"], "rows/s",
                   peer=peer, peer_value=len(rows) / seconds["torch"])  # fmt: skip
     print("  " + ", ".join(f"{call} {taken / len(rows) * 1e9:.0f} ns a row" for call, taken in seconds.items()))
 
@@ -105,8 +104,7 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=Path, help="a folder of a run's checkpoints; without it, drawn rows alone")
     parser.add_argument("--rows", type=int, default=8192)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--no-record", action="store_true", help="leave benchmarks/results.csv as it is")
-    options = parser.parse_args()
+    options = parse_arguments(parser)
     torch.set_num_threads(options.threads)
     print(f"{read_processor().name}, core {instruction_set()}, torch {torch.__version__}, {options.threads} threads")
     drawn = drawn_rows(options.rows)
@@ -114,14 +112,7 @@ def main() -> None:
     sets = ({} if trained is None else {f"trained rows, {trained.shape[1]} columns": trained}) | drawn
     for name, rows in sets.items():
         for row_format in BITS:
-            compare(name, rows, row_format, print_only if options.no_record else record)
-
-
-def print_only(
-    benchmark: str, case: str, metric: str, value: float, unit: str, *, peer: str, peer_value: float
-) -> None:
-    ratio = value / peer_value if unit == "rows/s" else peer_value / value
-    print(f"{benchmark} {case} {metric} {value:,.4g} {unit} {peer} {peer_value:,.4g} x {ratio:.2f}")
+            compare(name, rows, row_format)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from typing import Any
 from unittest import mock
 
 from hosts.links import address
-from record import record
+from record import parse_arguments, record
 
 from hosts import Hosts, why_impossible
 
@@ -39,8 +39,7 @@ def main() -> int:
     parser.add_argument("size_mb", type=int, nargs="?", default=256)
     parser.add_argument("--rate", default="100mbit", help="of the link of each rank's host")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--no-record", action="store_true")
-    options = parser.parse_args()
+    options = parse_arguments(parser)
     if "RANK" in os.environ:
         return serve() if int(os.environ["RANK"]) == NUM_RANKS else save_in_turns(options.size_mb, options.rounds)
     if (why := why_impossible()) is not None:
@@ -59,9 +58,8 @@ def main() -> int:
     together_s, alone_s = (statistics.median(map(float, times[name].split())) for name in ("four ranks", ALONE))
     case = f"{options.size_mb}MB_{options.rate}"
     print(f"four ranks {times['four ranks']} s; {ALONE} {times[ALONE]} s; ratio {together_s / alone_s:.3f}")
-    if not options.no_record:
-        packages = ("torch", "s3fs", "moto")
-        record("store", case, "save", together_s, "s", peer=ALONE, peer_value=alone_s, packages=packages)
+    packages = ("torch", "s3fs", "moto")
+    record("store", case, "save", together_s, "s", peer=ALONE, peer_value=alone_s, packages=packages)
     return int(together_s > LIMIT * alone_s)
 
 

@@ -33,79 +33,57 @@ import argparse
 import sys
 from pathlib import Path
 
-from record import ROOT
-from tiers.engine_part import EngineOptions, measure_engine
-from tiers.large_part import LargeOptions, measure_large
+from record import ROOT, parse_arguments
+from tiers.engine_part import measure_engine
+from tiers.large_part import measure_large
 from tiers.mapped_part import measure_mapped
-from tiers.misses_part import MissOptions, measure_misses
-from tiers.nodes_part import NodeOptions, measure_nodes
-from tiers.predict_part import PredictOptions, measure_predictions
-from tiers.save_part import SaveOptions, measure_saves
-from tiers.stores_part import StoreOptions, measure_stores
-from tiers.train_part import WARM_IDS, TrainOptions, measure_training
+from tiers.misses_part import measure_misses
+from tiers.nodes_part import measure_nodes
+from tiers.predict_part import measure_predictions
+from tiers.save_part import measure_saves
+from tiers.stores_part import measure_stores
+from tiers.train_part import WARM_IDS, measure_training
+
+PARTS = {
+    "engine": measure_engine,
+    "stores": measure_stores,
+    "misses": measure_misses,
+    "save": measure_saves,
+    "large": measure_large,
+    "train": measure_training,
+    "mapped": measure_mapped,
+    "predict": measure_predictions,
+    "nodes": measure_nodes,
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parts = ("engine", "stores", "misses", "save", "large", "train", "mapped", "predict", "nodes")
-    parser.add_argument("part", choices=parts)
+    parser.add_argument("part", nargs="?", choices=PARTS, help="(default: all)")
     parser.add_argument("--gigabytes", type=float, default=4.0, help="of rows in a file")
     parser.add_argument("--widths", default="68,260,1032", help="bytes of a row with its state")
     parser.add_argument("--engine", default="auto", help="io_uring or threads")
     parser.add_argument("--passes", type=int, default=5)
-    parser.add_argument("--reads", type=int, default=100_000, help="of a pass")
+    parser.add_argument("--reads", dest="num_reads", type=int, default=100_000, help="of a pass")
     parser.add_argument("--limit-mb", type=int, default=1024, help="memory of each store")
-    parser.add_argument("--batches", type=int, default=2000, help="of 2,048 samples, for misses")
-    parser.add_argument("--rows", type=int, default=16_000_000, help="of a table that is saved")
-    parser.add_argument("--disk-gb", type=float, default=60.0, help="that `large` may use at a time")
+    parser.add_argument("--batches", dest="num_batches", type=int, default=2000, help="of 2,048 samples, for misses")
+    parser.add_argument("--rows", dest="num_rows", type=int, default=16_000_000, help="of a table that is saved")
+    parser.add_argument("--disk-gb", type=float, default=60.0, help="maximum disk space of `large`")
     parser.add_argument("--seconds", type=float, default=30.0, help="of training during saves")
     parser.add_argument("--max-mb-per-s", default="", help="limits of saves during training, such as 100,200")
-    parser.add_argument("--trainings", default="d16_2k,d64_2k", help="of `meseta bench e2e`")
-    parser.add_argument("--max-reads-per-s", type=float, help="of training; none: as many as the disk gives")
-    parser.add_argument("--warm", type=int, default=WARM_IDS, help="samples that fill slots before the clock starts")
-    parser.add_argument("--steps", type=int, default=60, help="of a turn of training")
-    parser.add_argument("--turns", type=int, default=5, help="of training")
-    parser.add_argument("--tasks", type=int, default=10, help="random ones, for predict")
+    parser.add_argument("--trainings", default="d16_2k,d64_2k", help="of bench_e2e.py")
+    parser.add_argument("--max-reads-per-s", type=float, help="of training (default: unlimited)")
+    parser.add_argument("--warm", dest="num_warm", type=int, default=WARM_IDS, help="samples that fill the cache")
+    parser.add_argument("--steps", dest="num_steps", type=int, default=60, help="of a turn of training")
+    parser.add_argument("--turns", dest="num_turns", type=int, default=5, help="of training")
+    parser.add_argument("--tasks", dest="num_tasks", type=int, default=10, help="random ones, for predict")
     parser.add_argument("--seed", type=int, default=0, help="of the first of these tasks")
     parser.add_argument("--models", default="F,I", help="of published_models.py, for nodes")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "tiers")
-    parser.add_argument("--no-record", action="store_true", help="leave benchmarks/results.csv as it is")
-    arguments = parser.parse_args()
-    widths, keep = tuple(map(int, arguments.widths.split(","))), not arguments.no_record
-    if arguments.part == "engine":
-        good = measure_engine(
-            EngineOptions(
-                arguments.folder, arguments.gigabytes, widths, arguments.engine, arguments.passes, arguments.reads, keep
-            )
-        )
-    elif arguments.part == "misses":
-        good = measure_misses(MissOptions(arguments.batches, keep))
-    elif arguments.part == "large":
-        good = measure_large(
-            LargeOptions(arguments.folder, arguments.rows, arguments.limit_mb, arguments.disk_gb, keep)
-        )
-    elif arguments.part == "save":
-        rates = tuple(float(rate) * 1e6 for rate in arguments.max_mb_per_s.split(",") if rate)
-        good = measure_saves(
-            SaveOptions(arguments.folder, arguments.rows, arguments.passes, arguments.seconds, keep, rates)
-        )
-    elif arguments.part in ("train", "mapped"):
-        options = TrainOptions(
-            arguments.folder,
-            tuple(arguments.trainings.split(",")),
-            arguments.max_reads_per_s,
-            arguments.warm,
-            arguments.steps,
-            arguments.turns,
-            keep,
-        )
-        good = measure_training(options) if arguments.part == "train" else measure_mapped(options)
-    elif arguments.part == "predict":
-        good = measure_predictions(PredictOptions(arguments.folder, arguments.tasks, arguments.seed, keep))
-    elif arguments.part == "nodes":
-        good = measure_nodes(NodeOptions(tuple(arguments.models.split(",")), keep))
-    else:
-        good = measure_stores(StoreOptions(arguments.folder, arguments.gigabytes, widths, arguments.limit_mb, keep))
+    options = parse_arguments(parser)
+    good = True
+    for part in [options.part] if options.part else PARTS:
+        good &= PARTS[part](options)
     sys.exit(not good)
 
 

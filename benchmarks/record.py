@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import datetime
 import importlib.metadata
@@ -58,6 +59,23 @@ def append_comparisons(path: Path, comparisons: Sequence[PeerComparison]) -> Non
         writer.writerows(_row(comparison, *about) for comparison in comparisons)
 
 
+_settings = {"record": True}
+
+
+def disable_recording() -> None:
+    """Let `record` print only."""
+    _settings["record"] = False
+
+
+def parse_arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Parse the command line, to which `--no-record` is added."""
+    parser.add_argument("--no-record", action="store_true", help="do not append to benchmarks/results.csv")
+    arguments = parser.parse_args()
+    if arguments.no_record:
+        disable_recording()
+    return arguments
+
+
 def record(
     benchmark: str,
     case: str,
@@ -69,7 +87,7 @@ def record(
     peer_value: float,
     packages: Sequence[str] = ("torch",),
 ) -> None:
-    """Print a comparison and append it to results.csv, with the versions of `packages`."""
+    """Print a comparison, and append it to results.csv unless recording is disabled."""
     comparison = PeerComparison(
         benchmark=benchmark,
         case=case,
@@ -84,7 +102,8 @@ def record(
         f"{benchmark:10} {case:28} {metric:22} {value:12,.4g} {unit:10} {peer} {peer_value:,.4g}  "
         f"x {comparison.ratio:.2f}"
     )
-    append_comparisons(ROOT / "benchmarks" / "results.csv", [comparison])
+    if _settings["record"]:
+        append_comparisons(ROOT / "benchmarks" / "results.csv", [comparison])
 
 
 def _row(c: PeerComparison, when: tuple[str, str], machine: str) -> list[str]:

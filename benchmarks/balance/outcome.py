@@ -92,10 +92,7 @@ def ratios_to(outcomes: Sequence[BalanceOutcome], ours: str, others: Sequence[st
 def versus(ratios: Sequence[float]) -> Versus:
     values = np.array(ratios)
     return Versus(
-        num_tasks=len(values),
-        mean=float(values.mean()),
-        worst=float(values.max()),
-        wins=float((values < 1.0).mean()),
+        num_tasks=len(values), mean=float(values.mean()), worst=float(values.max()), wins=float((values < 1.0).mean())
     )
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import shutil
 import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,19 +25,8 @@ KEPT = {"exact": 0.97, "4": 0.94}
 """Required share of the speed of training, by bits."""
 
 
-@dataclass(frozen=True)
-class BesideOptions:
-    folder: Path
-    gigabytes: float
-    seconds: float
-    """Duration of a window, in which one delta is saved."""
-    turns: int
-    bits: str
-    keep: bool
-
-
 class Training:
-    def __init__(self, options: BesideOptions) -> None:
+    def __init__(self, options: argparse.Namespace) -> None:
         num_rows = int(options.gigabytes * 1e9 / (4 * WIDTH + 4))
         table = TableSpec(name="table", num_embeddings=num_rows, embedding_dim=WIDTH,
                           optimizer=OptimizerSpec(name="rowwise_adagrad", lr=0.01))  # fmt: skip
@@ -61,7 +49,7 @@ class Training:
         return num_steps / (time.perf_counter() - begun_s)
 
 
-def measure_beside(options: BesideOptions) -> bool:
+def measure_beside(options: argparse.Namespace) -> bool:
     """Measure training with and without saves. Returns whether the requirement is met."""
     shutil.rmtree(options.folder, ignore_errors=True)
     options.folder.mkdir(parents=True)
@@ -92,9 +80,8 @@ def measure_beside(options: BesideOptions) -> bool:
     background.wait()
     kept = statistics.median(a / b for a, b in zip(speeds[True], speeds[False], strict=True))
     print(f"  training keeps {kept:.3f} of its speed (at least {KEPT[options.bits]})")
-    if options.keep:
-        medians = [statistics.median(speeds[which]) for which in (True, False)]
-        case = f"{options.gigabytes:g} GB, a delta every {options.seconds:g} s, {options.bits}"
-        record("deltas", case, "training", medians[0], "steps/s", peer="without saves", peer_value=medians[1])
+    medians = [statistics.median(speeds[which]) for which in (True, False)]
+    case = f"{options.gigabytes:g} GB, a delta every {options.seconds:g} s, {options.bits}"
+    record("deltas", case, "training", medians[0], "steps/s", peer="without saves", peer_value=medians[1])
     shutil.rmtree(options.folder)
     return kept >= KEPT[options.bits]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
 import shutil
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,20 +20,6 @@ from meseta.comm import World
 POLICIES = ("none", "one_shot", "consecutive", "intermittent", "rolling")
 LEAST = {"exact": (2.2, 1.0), "8": (7.0, 3.2), "4": (12.0, 5.5)}
 """Required reductions of (written bytes, stored bytes), by bits. One policy must reach all."""
-
-
-@dataclass(frozen=True)
-class BytesOptions:
-    folder: Path
-    num_rows: int
-    widths: Sequence[int]
-    """Dimensions of the tables. The first one has requirements."""
-    bits: Sequence[str]
-    num_intervals: int
-    share: float
-    """Share of rows that change in an interval."""
-    max_chain: int
-    keep: bool
 
 
 @dataclass
@@ -61,7 +47,7 @@ class Disk:
         self.highest = max(self.highest, held)
 
 
-def run(options: BytesOptions, width: int, policy: str, bits: str) -> Disk:
+def run(options: argparse.Namespace, width: int, policy: str, bits: str) -> Disk:
     table, world = ChangingTable(options.num_rows, width), World.single()
     shards = [table.shard]
     of_tables = row_bits(table.spec.name, bits)
@@ -87,30 +73,30 @@ def run(options: BytesOptions, width: int, policy: str, bits: str) -> Disk:
     return disk
 
 
-def measure_bytes(options: BytesOptions) -> bool:
+def measure_bytes(options: argparse.Namespace) -> bool:
     """Measure all policies and dimensions. Returns whether one policy meets all requirements."""
     console, reached = Console(), {policy: True for policy in POLICIES if policy != "none"}
-    for width in options.widths:
+    widths = [int(width) for width in options.widths.split(",")]
+    for width in widths:
         whole = run(options, width, "none", "exact")
         shown = Table(title=f"{options.num_rows:,} x {width}, {options.num_intervals} intervals, whole saves write "
                       f"{whole.written / 1e9:.2f} GB and hold {whole.highest / 1e9:.2f} GB")  # fmt: skip
         for name in ("bits", "policy", "written", "less", "held", "less"):
             shown.add_column(name)
-        for bits in options.bits:
+        for bits in options.bits.split(","):
             for policy in POLICIES if bits != "exact" else POLICIES[1:]:
                 disk = run(options, width, policy, bits)
                 less = whole.written / disk.written, whole.highest / disk.highest
                 row = f"{disk.written / 1e9:.3f} GB", f"{less[0]:.2f}", f"{disk.highest / 1e9:.3f} GB", f"{less[1]:.2f}"
                 shown.add_row(bits, policy, *row)
-                if width == options.widths[0] and policy != "none":
+                if width == widths[0] and policy != "none":
                     reached[policy] &= all(a >= b for a, b in zip(less, LEAST.get(bits, (0.0, 0.0)), strict=True))
-                if options.keep:
-                    case = f"{options.num_rows} x {width}, {policy}, {bits}"
-                    for metric, value, peer in (
-                        ("written", disk.written, whole.written),
-                        ("held", disk.highest, whole.highest),
-                    ):
-                        record("deltas", case, metric, value / 1e9, "GB", peer="whole saves", peer_value=peer / 1e9)
+                case = f"{options.num_rows} x {width}, {policy}, {bits}"
+                for metric, value, peer in (
+                    ("written", disk.written, whole.written),
+                    ("held", disk.highest, whole.highest),
+                ):
+                    record("deltas", case, metric, value / 1e9, "GB", peer="whole saves", peer_value=peer / 1e9)
         console.print(shown)
     print("reached at every width by: " + (", ".join(name for name, good in reached.items() if good) or "none"))
     return any(reached.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -31,13 +32,13 @@ def without_marks(shards: Sequence[TableShard]) -> Iterator[None]:
             shard.__dict__["rows"] = rows
 
 
-def measure_marks(names: Sequence[str], turns: int, num_threads: int, keep: bool) -> bool:
+def measure_marks(options: argparse.Namespace) -> bool:
     """Measure steps with and without marks. Returns whether the requirements are met."""
     good = True
-    for name in names:
+    for name in options.workloads.split(","):
         traffic = asdict(next(one for one in OPS_WORKLOADS if one.name == name))
         tables = MesetaOperators(traffic, "rowwise_adagrad", "float32")
-        tables.set_threads(num_threads)
+        tables.set_threads(options.threads)
         num_batches = len(tables.batches)
         tables.time("step", 0, num_batches)  # the first touch of rows takes their memory
         num_calls = max(int(WINDOW_S / (tables.time("step", 0, num_batches) / num_batches)), 4)
@@ -48,13 +49,13 @@ def measure_marks(names: Sequence[str], turns: int, num_threads: int, keep: bool
                 return tables.time("step", first, num_calls)
 
         ratios = []
-        for turn in range(turns):
+        for turn in range(options.turns):
             order = (True, False, False, True) if turn % 2 else (False, True, True, False)
             seconds = {True: 0.0, False: 0.0}
             for is_marked in order:
                 seconds[is_marked] += window(is_marked, turn * num_calls)
             ratios.append(seconds[True] / seconds[False])
-        draws = np.random.default_rng(0).choice(ratios, (4000, turns))
+        draws = np.random.default_rng(0).choice(ratios, (4000, options.turns))
         low, high = np.quantile(np.median(draws, axis=1), (0.025, 0.975))
         median = statistics.median(ratios)
         print(
@@ -62,7 +63,6 @@ def measure_marks(names: Sequence[str], turns: int, num_threads: int, keep: bool
             flush=True,
         )
         good &= median <= MOST and high < MOST_OF_INTERVAL
-        if keep:
-            record("deltas", name, "step with marks", median, "of one", peer="without marks", peer_value=1.0)
+        record("deltas", name, "step with marks", median, "of one", peer="without marks", peer_value=1.0)
         del tables
     return good

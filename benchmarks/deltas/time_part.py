@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import gc
 import os
 import shutil
 import statistics
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from record import record
-from tiers.process_memory import memory_bytes, reset_peak
+from tiers.system_memory import memory_bytes, reset_peak
 
 from deltas.changing import ChangingTable, row_bits
 from meseta.checkpoint import SaveOptions, load, save, summarize
@@ -26,14 +26,6 @@ from meseta.storage import SelectedRows
 WIDTH, SHARE, CHAIN, CODED = 64, 0.2, 8, "4"
 
 
-@dataclass(frozen=True)
-class TimeOptions:
-    folder: Path
-    gigabytes: float
-    turns: int
-    keep: bool
-
-
 def forget(folder: Path) -> None:
     for path in folder.rglob("*"):
         if path.is_file():
@@ -42,7 +34,7 @@ def forget(folder: Path) -> None:
 
 
 class Saves:
-    def __init__(self, options: TimeOptions, table: ChangingTable, bits: str = "exact") -> None:
+    def __init__(self, options: argparse.Namespace, table: ChangingTable, bits: str = "exact") -> None:
         self.table, self.world, self._bits = table, World.single(), row_bits("table", bits)
         self.folder = options.folder / ("ours" if bits == "exact" else bits)
         self.step = 0
@@ -71,7 +63,7 @@ class Saves:
         return int(num_rows * self.table.num_bytes / self.table.spec.num_embeddings)
 
 
-def measure_times(options: TimeOptions) -> bool:
+def measure_times(options: argparse.Namespace) -> bool:
     """Measure saves and loads. Returns whether the requirements are met."""
     table = ChangingTable(int(options.gigabytes * 1e9 / (4 * WIDTH + 4)), WIDTH)
     tensors = {"row": table.shard.weight, **table.shard.state}
@@ -110,9 +102,8 @@ def measure_times(options: TimeOptions) -> bool:
         ratio = medians[metric] / medians[peer]
         print(f"  {metric} / {peer}: {ratio:.2f} (at most {most})")
         good &= ratio <= most
-        if options.keep:
-            case = f"{options.gigabytes:g} GB, {SHARE:.0%} touched"
-            record("deltas", case, metric, medians[metric], "s", peer=peer, peer_value=medians[peer])
+        case = f"{options.gigabytes:g} GB, {SHARE:.0%} touched"
+        record("deltas", case, metric, medians[metric], "s", peer=peer, peer_value=medians[peer])
     print(f"  memory per byte copied: {medians['memory per byte']:.2f} (at most 1.3)")
     return good and medians["memory per byte"] <= 1.3
 
@@ -132,7 +123,7 @@ def dcp_async(tensors: dict[str, torch.Tensor], path: Path) -> float:
     return held_s
 
 
-def load_part(options: TimeOptions, table: ChangingTable) -> bool:
+def load_part(options: argparse.Namespace, table: ChangingTable) -> bool:
     """Measure cold loads. Returns whether a chain is as fast per byte as a full checkpoint, and faster if quantized."""
     shutil.rmtree(options.folder / "ours")
     _, coded = _chain(options, table, CODED)
@@ -153,15 +144,14 @@ def load_part(options: TimeOptions, table: ChangingTable) -> bool:
     print(f"  a byte of a chain of {CHAIN} costs {cost:.2f} of one of a whole checkpoint to load (at most 1.2)")
     print(f"  with {CODED} bits it takes {share:.2f} of its time (at most 0.7), "
           f"{median_s[coded] / median_s[whole]:.2f} of that of a whole checkpoint")  # fmt: skip
-    if options.keep:
-        case = f"{options.gigabytes:g} GB, chain of {CHAIN}"
-        record("deltas", case, "load", 1e9 * per_byte[exact], "s/GB", peer="whole", peer_value=1e9 * per_byte[whole])
-        record("deltas", f"{case}, {CODED} bits", "load", median_s[coded], "s", peer="exact",
-               peer_value=median_s[exact])  # fmt: skip
+    case = f"{options.gigabytes:g} GB, chain of {CHAIN}"
+    record("deltas", case, "load", 1e9 * per_byte[exact], "s/GB", peer="whole", peer_value=1e9 * per_byte[whole])
+    record("deltas", f"{case}, {CODED} bits", "load", median_s[coded], "s", peer="exact",
+           peer_value=median_s[exact])  # fmt: skip
     return cost <= 1.2 and share <= 0.7
 
 
-def _chain(options: TimeOptions, table: ChangingTable, bits: str) -> tuple[Path, Path]:
+def _chain(options: argparse.Namespace, table: ChangingTable, bits: str) -> tuple[Path, Path]:
     """Save a full checkpoint and a chain of deltas. Returns the path of the last one."""
     saves = Saves(options, table, bits)
     saves.save(whole=True)

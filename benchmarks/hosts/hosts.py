@@ -65,13 +65,7 @@ class Hosts:
     """
 
     def __init__(
-        self,
-        num_hosts: int,
-        *,
-        ranks: int = 1,
-        across: str = "1gbit",
-        racks: int = 1,
-        between_racks: str | None = None,
+        self, num_hosts: int, *, ranks: int = 1, across: str = "1gbit", racks: int = 1, between_racks: str | None = None
     ) -> None:
         """
         Args:

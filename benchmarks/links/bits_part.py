@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from links import bits_training, training
+from links import bits_training
 from links.rank_pool import on_this_machine, start_ranks
 from links.timing import Options, table
 from links.variants import Layout, Variant
@@ -45,13 +45,10 @@ def cases(precision: str, layout: Layout, quick: bool) -> Iterator[Case]:
 
 def compare_bits(options: Options) -> bool:
     """Compare all layouts and codecs. Returns whether each has a single checksum."""
-    precisions = PRECISIONS if training.takes_codecs() else PRECISIONS[:1]
-    if len(precisions) < len(PRECISIONS):
-        print("bits: meseta.shard takes no codecs here, so that fp32 alone is compared")
     rows, good = [], True
     for layout in LAYOUTS[1:2] if options.quick else LAYOUTS:
         with start_ranks(layout.size, on_this_machine(layout.size, bind=True)) as ranks:
-            for precision in precisions:
+            for precision in PRECISIONS:
                 runs: dict[str, list[Case]] = {}
                 for case in cases(precision, layout, options.quick):
                     replies = ranks.ask(bits_training.train, case=case, layout=layout)

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from links import shapes
-from links.training import takes_codecs
 from meseta.comm import World, sums
 from meseta.config import DenseOptimizerConfig
 from meseta.data import Batch
@@ -47,10 +46,8 @@ def train(case: Case, layout: Layout) -> dict[str, Any]:
     ]
     features = [FeatureSpec(name=f"of {table.name}", table=table.name) for table in tables]
     model = DLRM(EmbeddingBagCollection(tables, features), num_dense=NUM_DENSE, bottom_mlp=(64, DIM), top_mlp=(128, 64))
-    # Ways of sums as the plan says; where meseta.shard hears of no codecs, as the rank's World does.
     world = replace(world, plan_ranks_per_host=layout.per_host, sum_algorithm=cast(Any, case.variant.sum_path))
-    more: dict[str, Any] = {"comm": shapes.communication(case.variant)} if takes_codecs() else {}
-    model = shard(model, plan(tables, case, layout), world=world, **more)
+    model = shard(model, plan(tables, case, layout), world=world, comm=shapes.communication(case.variant))
     dense = make_dense_optimizer(DenseOptimizerConfig(name="adam", lr=0.01), model.parameters())
     step = Pipeline(cast(Any, model), dense, world)
     place = turned(world.rank, case.order, layout)

@@ -46,9 +46,6 @@ def measure_bytes(layout: Layout, options: Options, rate: str = "2gbit") -> bool
     """Measure one layout. Returns whether all errors are within LIMIT."""
     shape = shapes.training(BATCH)
     chosen = variants(layout)
-    if not training.takes_codecs():
-        chosen = [one for one in chosen if one.precision == "fp32"]
-        print("bytes: meseta.shard takes no codecs here, so that fp32 alone is counted")
     if options.quick:
         chosen = [one for one in chosen if one.sharding in ("table_wise", "row_wise") and not one.dense_path][:4]
     num_steps = 2 if options.quick else 4

@@ -7,16 +7,116 @@ from __future__ import annotations
 
 import os
 import statistics
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from hosts import Hosts, bits_per_s
-from links import hybrid_training, shapes, training
-from links.hybrid_training import Way
+from links import shapes, training
 from links.model import measured_link
 from links.rank_pool import RankPool, on_hosts, start_ranks
 from links.timing import Measured, Options, in_turns, table
-from links.variants import Layout, Window
+from links.variants import Layout, Variant, Window
+from meseta.comm import World
+from meseta.config import DenseOptimizerConfig
+from meseta.embedding import EmbeddingBagCollection, shard
+from meseta.measure.synthetic_batches import DlrmWorkload, make_training_batches
+from meseta.models import DHEN, DHENShape
+from meseta.optim.dense import make_dense_optimizer
+from meseta.pipeline import Pipeline
+from meseta.pipeline.overlap import choose_overlap
+from meseta.telemetry.span import TransferSpan, TransferTimes
+
+SHAPE = DHENShape(num_layers=10, interactions={"dot": 18, "self_attention": 18, "linear": 18})
+BOTTOM_MLP, TOP_MLP = (256,), (1024, 256)
+"""Widths with 19,997,463 dense parameters, for 26 features of dimension 64."""
+GATHER = "parameters"
+"""Name of gathers in meseta.spec.transfer."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """Placement of the dense part."""
+
+    name: str
+    sharding: str
+    hosts: Layout
+    """Layout of the plan."""
+    exchange: str
+
+
+def ways(layout: Layout) -> list[Way]:
+    """Return the three placements: sharded inside hosts, sharded over all ranks, replicated."""
+    return [
+        Way("hybrid", "fsdp", layout, "hierarchical"),
+        Way("fsdp over all", "fsdp", Layout(1, layout.size), "flat"),
+        Way("replicated", "replicated", layout, "hierarchical"),
+    ]
+
+
+def make_model(shape: DlrmWorkload) -> DHEN:
+    tables, features = shapes.specs(shape)
+    return DHEN(
+        EmbeddingBagCollection(tables, features),
+        num_dense=shape.num_dense,
+        bottom_mlp=BOTTOM_MLP,
+        shape=SHAPE,
+        top_mlp=TOP_MLP,
+    )
+
+
+def num_parameters(shape: DlrmWorkload) -> int:
+    return sum(one.numel() for one in make_model(shape).parameters() if one.requires_grad)
+
+
+def build(shape: DlrmWorkload, all_ways: Sequence[Way]) -> list[int]:
+    """Create pipelines on all ranks. Returns the numbers of dense parameters of this rank."""
+    torch.set_num_threads(1)
+    held = []
+    for way in all_ways:
+        pipeline = make_pipeline(shape, way)
+        training.keep(way.name, pipeline, make_training_batches(shape, pipeline.world.rank, pipeline.world.size))
+        local_parts = [p.to_local() if isinstance(p, dist.tensor.DTensor) else p for p in pipeline.model.parameters()]
+        held.append(sum(one.numel() for one in local_parts))
+    return held
+
+
+def make_pipeline(shape: DlrmWorkload, way: Way) -> Pipeline:
+    """Create a pipeline with `pipeline.overlap: auto` and its own collectives."""
+    world = replace(World.current(), transfers=TransferTimes())
+    variant = Variant(exchange=way.exchange)
+    plan, comm = shapes.plan(shape, variant, way.hosts), shapes.communication(variant)
+    model: Any = shard(make_model(shape), plan, world=world, dense=way.sharding, comm=comm)
+    optimizer = make_dense_optimizer(DenseOptimizerConfig(name="adam", lr=shapes.LR), model.parameters())
+    pipeline = Pipeline(model, optimizer, world, overlap=choose_overlap("auto", model, world).hidden)
+    for unit in model.modules():
+        if isinstance(unit, FSDPModule):
+            unit.set_custom_all_gather(TimedGather(pipeline.world))
+    return pipeline
+
+
+class TimedGather:
+    """Gather of `fully_shard` that records its duration."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
+        begin_s, peers = time.perf_counter(), dist.get_world_size(group) - 1
+        dist.all_gather_into_tensor(output_tensor, input_tensor, group)
+        done_s, transfers, sent = time.perf_counter(), self._world.transfers, float(peers * input_tensor.nbytes)
+        transfers.add(TransferSpan(GATHER, transfers.step, peers, sent, 0.0, begin_s, done_s, done_s - begin_s))
+
 
 BATCH = 512
 INSIDE_OVER_ACROSS = 24.0
@@ -26,7 +126,7 @@ AT_LEAST, BYTES_LIMIT = 1.5, 0.05
 NUMBER_BYTES, ID_BYTES = 4, 8
 HYBRID, BASE = "hybrid", "fsdp over all"
 WAITS = {
-    "parameters": (hybrid_training.GATHER,),
+    "parameters": (GATHER,),
     "sums inside": ("gradients of parameters",),
     "sums across": ("gradients of hosts", "dense"),
 }
@@ -54,8 +154,8 @@ def table_bytes(shape: shapes.DlrmWorkload, layout: Layout) -> float:
 
 def measure_hybrid(layout: Layout, options: Options) -> bool:
     """Measure steps of all sharding methods. Returns whether the requirements are met."""
-    shape, all_ways = shapes.training(64 if options.quick else BATCH), hybrid_training.ways(layout)
-    number = hybrid_training.num_parameters(shape)
+    shape, all_ways = shapes.training(64 if options.quick else BATCH), ways(layout)
+    number = num_parameters(shape)
     print(f"\n{layout}: DHEN of {number:,} dense parameters, global batch {shape.lookups.batch_size}; "
           f"{layout.size} ranks of one thread on {os.cpu_count()} processors", flush=True)  # fmt: skip
     measured = Measured()
@@ -64,7 +164,7 @@ def measure_hybrid(layout: Layout, options: Options) -> bool:
         start_ranks(layout.size, on_hosts(hosts)) as ranks,
     ):
         rate = set_rate(ranks, hosts, layout, options)
-        held = ranks.ask(hybrid_training.build, shape=shape, all_ways=all_ways)
+        held = ranks.ask(build, shape=shape, all_ways=all_ways)
         asked = {way.name: partial(_steps, ranks, way.name) for way in all_ways}
         in_turns(asked, options.rounds, options.window_s, measured)
     most = {way.name: max(of_rank[place] for of_rank in held) for place, way in enumerate(all_ways)}

@@ -6,20 +6,40 @@ pair of features is learned sooner or later. With fewer ids and wider initial ro
 
 from __future__ import annotations
 
+import contextlib
+import io
 import shutil
 import statistics
+import time
 from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from paired import STEADY, STEADY_SCALE, difference, num_test_rows, prepared_log
+import torch
+from paired import STEADY, STEADY_SCALE, difference, move_by_an_ulp, num_test_rows, prepared_log
 from record import ROOT
 from result_store import ResultStore
 
-from links import ne_training, training
 from links.rank_pool import RankPool, on_this_machine, start_ranks
 from links.timing import Options, table
+from meseta.comm import World
+from meseta.config import read_config_document, validate_document
+from meseta.train.trainer import Trainer
+
+
+def train(config: str, overrides: list[str], moved: bool) -> dict[str, Any]:
+    """Return the metrics of the test split. With `moved`, one dense weight is moved by one ulp."""
+    torch.set_num_threads(1)
+    start_s = time.perf_counter()
+    with contextlib.redirect_stderr(io.StringIO()):
+        trainer = Trainer(validate_document(read_config_document(Path(config), overrides)), World.current())
+        if moved:
+            move_by_an_ulp(next(iter(trainer.model.parameters())).detach().view(-1)[:1])
+        summary = trainer.run()
+    return {"ne": summary["test"]["ne"], "auc": summary["test"]["auc"], "steps": summary["num_steps"],
+            "seconds": time.perf_counter() - start_s}  # fmt: skip
+
 
 LIMITS = {"fp16": 0.0005, "bf16": 0.0005, "int8": 0.0015}
 """Maximum relative difference of NE to fp32. The interval of the mean difference must be below it."""
@@ -32,16 +52,13 @@ def compare_ne(options: Options) -> bool:
     """Train all seeds. Returns whether each interval is within its limits."""
     folder = options.folder / ("ne-quick" if options.quick else "ne")
     folder.mkdir(parents=True, exist_ok=True)
-    asked, beside = (tuple(LIMITS), BESIDE) if training.takes_codecs() else ((), ())
-    if not asked:
-        print("ne: meseta.shard takes no codecs here, so that fp32 alone is trained")
     store = ResultStore(folder / "cells.json" if options.quick else ROOT / "benchmarks" / "links_ne.json")
     data = prepared_log(folder, STEADY_SCALE, options.quick)
-    names = ("fp32", ULP, *asked, *beside)
+    names = ("fp32", ULP, *LIMITS, *BESIDE)
     seeds = range(2 if options.quick else options.seeds)
     entropies: dict[str, list[float]] = {name: [] for name in names}
     with start_ranks(2, on_this_machine(2, bind=False)) as ranks:
-        for seed, name in [*product(seeds, ("fp32", ULP, *asked)), *product(seeds, beside)]:
+        for seed, name in [*product(seeds, ("fp32", ULP, *LIMITS)), *product(seeds, BESIDE)]:
             cell = store.get(f"{seed}/{name}", partial(_train, ranks, data, folder, name, seed))
             entropies[name].append(float(cell["ne"]))
             print(f"seed {seed}, {name}: test NE {cell['ne']:.6f} in {cell['seconds']:.0f} s", flush=True)
@@ -69,7 +86,7 @@ def _train(ranks: RankPool, data: Path, folder: Path, name: str, seed: int) -> d
     if name not in ("fp32", ULP):
         overrides.append(f"comm.precision={name}")
     figures: dict[str, Any] = ranks.ask(
-        ne_training.train, config=str(ROOT / "examples" / "configs" / "main.yaml"), overrides=overrides,
+        train, config=str(ROOT / "examples" / "configs" / "main.yaml"), overrides=overrides,
         moved=name == ULP,
     )[0]  # fmt: skip
     shutil.rmtree(run_dir)

@@ -39,7 +39,7 @@ def measure_peer(
     with start_ranks(layout.size, on_hosts(hosts, PORT), python=peers.python, sources=SOURCES) as peer_ranks:
         runs = ("fp32", "fp16", f"fp16{peer_training.PIPELINED}")
         peer_ranks.ask(peer_training.build, shape=asdict(shape), names=runs)
-        own_variants = [Variant(), *([PAPER, OVERLAPPED] if training.takes_codecs() else [])]
+        own_variants = [Variant(), PAPER, OVERLAPPED]
         ranks.ask(training.build, shape=shape, layout=layout, variants=own_variants)
         ask = {one.name: asker(ranks, training.window, one) for one in own_variants}
         for name in runs:

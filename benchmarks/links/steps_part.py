@@ -76,10 +76,6 @@ def crossing_share(plan: Plan, layout: Layout) -> float:
 def measure_steps(layout: Layout, parts: Sequence[str], options: Options) -> bool:
     """Run parts 'step', 'peer' and 'predicted' of one layout. Returns whether all requirements are met."""
     chosen = [*TIMED, *(MATRIX if "predicted" in parts else ()), *(TOGETHER if "step" in parts else ())]
-    if not training.takes_codecs():
-        left_out = [one.name for one in chosen if one.precision != "fp32"]
-        print(f"steps: meseta.shard takes no codecs here, so that these are left out: {', '.join(left_out)}")
-        chosen = [one for one in chosen if one.precision == "fp32"]
     shape, good = shapes.training(512 if options.quick else shapes.BATCH), True
     print(f"\n{layout}: DLRM d64, tables of at most {shapes.MAX_ROWS:,} rows, global batch {shape.lookups.batch_size}; "
           f"{layout.size} ranks of one thread on {os.cpu_count()} processors", flush=True)  # fmt: skip

@@ -124,16 +124,13 @@ class Options:
     quick: bool
     rounds: int
     window_s: float
-    keep: bool
-    """Whether results are appended to benchmarks/results.csv."""
     peer_python: str | None = None
     before: Path | None = None
     seeds: int = 10
     folder: Path = ROOT / "build" / "links"
 
     def record(self, case: str, metric: str, value: float, unit: str, *, peer: str, peer_value: float) -> None:
-        if self.keep:
-            record(BENCHMARK, case, metric, value, unit, peer=peer, peer_value=peer_value)
+        record(BENCHMARK, case, metric, value, unit, peer=peer, peer_value=peer_value)
 
 
 def asker(ranks: RankPool, function: Callable[..., Window], variant: Variant) -> Callable[[int], list[Window]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import inspect
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -31,11 +30,6 @@ from meseta.telemetry.span import TransferTimes
 _pipelines: dict[str, Pipeline] = {}
 _steps: dict[str, Iterator[StepResult]] = {}
 NOTHING = LinkTraffic(0, 0, 0, 0, 0)
-
-
-def takes_codecs() -> bool:
-    """Whether `meseta.shard` has a parameter for codecs."""
-    return "comm" in inspect.signature(shard).parameters
 
 
 def build(shape: DlrmWorkload, layout: Layout, variants: Sequence[Variant]) -> None:
@@ -74,8 +68,8 @@ def make_pipeline(shape: DlrmWorkload, layout: Layout, variant: Variant, world: 
     )
     path = cast(Any, variant.sum_path)
     world = replace(world, plan_ranks_per_host=layout.per_host, sum_algorithm=path, transfers=TransferTimes())
-    more: dict[str, Any] = {"comm": shapes.communication(variant)} if takes_codecs() else {}
-    model = shard(model, shapes.plan(shape, variant, layout), world=world, **more)
+    plan, comm = shapes.plan(shape, variant, layout), shapes.communication(variant)
+    model = shard(model, plan, world=world, comm=comm)
     optimizer = make_dense_optimizer(DenseOptimizerConfig(name="sgd", lr=shapes.LR), model.parameters())
     pipeline = Pipeline(
         cast(Any, model), optimizer, world, accumulate_steps=variant.accumulate_steps, overlap=variant.overlap

@@ -79,11 +79,7 @@ class PyTorchOperators(PeerOperators):
             )
             for rows, dim in zip(self.workload.rows, self.workload.dims, strict=True)
         )
-        make: dict[str, Any] = {
-            "sgd": torch.optim.SGD,
-            "adagrad": torch.optim.Adagrad,
-            "adam": torch.optim.SparseAdam,
-        }
+        make: dict[str, Any] = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "adam": torch.optim.SparseAdam}
         self.optimizer: torch.optim.Optimizer = make[optimizer](list(self.tables.parameters()), lr=LR)
 
     def prepare(self, ids: Tensor, offsets: Tensor, weights: Tensor | None) -> list[tuple[Tensor, Tensor, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import subprocess
 import tempfile
@@ -18,17 +19,6 @@ from meseta.ops.row_file import DiskEngine, RowFile
 WAYS = tuple(("ring", depth) for depth in (16, 32, 64, 128, 256)) + tuple(("threads", depth) for depth in (16, 32, 64))
 LOADS = (0.25, 0.5, 0.75)
 MADE_AT_ONCE = 1 << 18
-
-
-@dataclass(frozen=True)
-class EngineOptions:
-    folder: Path
-    gigabytes: float
-    widths: tuple[int, ...]
-    engine: str
-    passes: int
-    num_reads: int
-    keep: bool
 
 
 @dataclass(frozen=True)
@@ -87,7 +77,7 @@ def engine_turn(file: RowFile, num_reads: int, seed: int) -> Turn:
     return Turn(num_reads / seconds, processor_s / num_reads)
 
 
-def measure(file: RowFile, loop: BareLoop, options: EngineOptions) -> bool:
+def measure(file: RowFile, loop: BareLoop, options: argparse.Namespace) -> bool:
     """Measure one file. Returns whether it meets the requirements."""
     ours: list[Turn] = []
     bare: list[Turn] = []
@@ -111,16 +101,14 @@ def measure(file: RowFile, loop: BareLoop, options: EngineOptions) -> bool:
     case = f"{file.record_bytes} bytes, {options.gigabytes:g} GB, {file.engine.info.engine}"
     peer = f"bare loop, {best[0]} {best[1]}, passes 2-{options.passes}"
     print(f"  {counters.read_bytes / counters.num_rows_read:,.0f} bytes read per row")
-    if options.keep:
-        record("tiers", case, "reads", rate, "reads/s", peer=peer, peer_value=limit)
-        record("tiers", case, "processor of a read", spent_s * 1e6, "us", peer=peer, peer_value=bare_s * 1e6)
+    record("tiers", case, "reads", rate, "reads/s", peer=peer, peer_value=limit)
+    record("tiers", case, "processor of a read", spent_s * 1e6, "us", peer=peer, peer_value=bare_s * 1e6)
     print(f"  {rate / limit:.2f} of the loop's reads/s, {spent_s / bare_s:.2f} of its processor time")
     if copying[1:]:
         copied_s = statistics.median(turn.processor_s for turn in copying[1:])
         print(f"  {spent_s / copied_s:.2f} of that of a loop that copies each record, {copied_s * 1e6:.2f} us")
-        if options.keep:
-            peer = f"loop that copies, {best[0]} {best[1]}"
-            record("tiers", case, "processor of a read", spent_s * 1e6, "us", peer=peer, peer_value=copied_s * 1e6)
+        peer = f"loop that copies, {best[0]} {best[1]}"
+        record("tiers", case, "processor of a read", spent_s * 1e6, "us", peer=peer, peer_value=copied_s * 1e6)
     for load in LOADS:
         file.engine.max_reads_per_s = load * limit
         before = file.engine.latencies()
@@ -131,14 +119,14 @@ def measure(file: RowFile, loop: BareLoop, options: EngineOptions) -> bool:
     return rate >= 0.9 * limit and spent_s <= 1.3 * bare_s
 
 
-def measure_engine(options: EngineOptions) -> bool:
+def measure_engine(options: argparse.Namespace) -> bool:
     """Measure all widths. Returns whether each meets its requirements."""
     good = True
     engine = DiskEngine(options.folder, options.engine)
     print(engine.info.summary)
     with tempfile.TemporaryDirectory() as folder:
         program = compile_loop(Path(folder))
-        for width in options.widths:
+        for width in map(int, options.widths.split(",")):
             file = RowFile(engine, f"rows{width}", num_rows=int(options.gigabytes * 1e9 / width), record_bytes=width)
             start_s = time.perf_counter()
             fill(file)

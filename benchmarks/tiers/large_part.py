@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import subprocess
@@ -38,15 +39,6 @@ plan = Plan.from_dict({"tables": {"item": {"sharding": "table_wise", "tier": "di
 made.place(plan, StorageOptions(dir=sys.argv[2], cache_bytes=int(sys.argv[3])))
 print(time.perf_counter() - begun_s)
 """
-
-
-@dataclass(frozen=True)
-class LargeOptions:
-    folder: Path
-    num_rows: int
-    limit_mb: int
-    disk_gb: float
-    keep: bool
 
 
 class DiskUse:
@@ -95,7 +87,7 @@ def make_data(folder: Path, num_rows: int) -> Path:
     return out
 
 
-def write_config(options: LargeOptions, data: Path) -> Path:
+def write_config(options: argparse.Namespace, data: Path) -> Path:
     document: dict[str, Any] = {
         "run_dir": str(options.folder / "run"),
         "data": {"dir": str(data)},
@@ -118,7 +110,7 @@ class Ended:
     printed: str
 
 
-def run_limited(name: str, arguments: Sequence[object], options: LargeOptions) -> Ended:
+def run_limited(name: str, arguments: Sequence[object], options: argparse.Namespace) -> Ended:
     with memory_group(options.limit_mb << 20) as group:
         enter = f"import os; open({str(group / 'cgroup.procs')!r}, 'w').write(str(os.getpid()));"
         become = "import sys; os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
@@ -135,7 +127,7 @@ def run_limited(name: str, arguments: Sequence[object], options: LargeOptions) -
     return Ended(done.returncode == 0, most, done.stdout)
 
 
-def measure_large(options: LargeOptions) -> bool:
+def measure_large(options: argparse.Namespace) -> bool:
     """Run all commands under the limit. Returns whether they succeed and the table is created in five seconds."""
     options.folder.mkdir(parents=True, exist_ok=True)
     size = options.num_rows * ROW_BYTES
@@ -165,14 +157,13 @@ def measure_large(options: LargeOptions) -> bool:
     ]
     ended = {name: run_limited(name, [*meseta, *arguments], options) for name, arguments in steps}
     print(f"  {use.end() / 1e9:.1f} GB of disk at most")
-    if options.keep:
-        case = f"{options.num_rows:,} rows of {ROW_BYTES} bytes in {options.limit_mb:,} MB"
-        record("tiers", case, "table made", made_s, "s", peer="allowed", peer_value=MADE_S)
-        record("tiers", case, "disk at most", use.most / 1e6, "MB", peer="allowed", peer_value=options.disk_gb * 1e3)
-        for name, one in ended.items():
-            if one.good:
-                most_mb, limit_mb = one.most_bytes / 1e6, (options.limit_mb << 20) / 1e6
-                record("tiers", case, f"{name}: memory", most_mb, "MB", peer="limit", peer_value=limit_mb)
+    case = f"{options.num_rows:,} rows of {ROW_BYTES} bytes in {options.limit_mb:,} MB"
+    record("tiers", case, "table made", made_s, "s", peer="allowed", peer_value=MADE_S)
+    record("tiers", case, "disk at most", use.most / 1e6, "MB", peer="allowed", peer_value=options.disk_gb * 1e3)
+    for name, one in ended.items():
+        if one.good:
+            most_mb, limit_mb = one.most_bytes / 1e6, (options.limit_mb << 20) / 1e6
+            record("tiers", case, f"{name}: memory", most_mb, "MB", peer="limit", peer_value=limit_mb)
     for left in (run, options.folder / "data", exported):
         shutil.rmtree(left, ignore_errors=True)
     return all(one.good for one in ended.values()) and made_s < MADE_S and use.most <= options.disk_gb * 1e9

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import tempfile
@@ -13,23 +14,23 @@ from record import record
 from meseta.measure.synthetic_batches import DlrmWorkload
 from tiers.mapped_process import MappedOptions
 from tiers.stores_part import can_limit_memory, memory_group, run_module
-from tiers.train_part import WARM_STEPS, Trained, TrainOptions, lr_of, share_of
+from tiers.train_part import WARM_STEPS, Trained, lr_of, share_of, storage_options
 
 LEAST, WARM_S = 3.0, 40.0
 
 
-def measure_mapped(options: TrainOptions) -> bool:
+def measure_mapped(options: argparse.Namespace) -> bool:
     """Measure both. Returns whether ours trains three times as many samples per second."""
     options.folder.mkdir(parents=True, exist_ok=True)
     if not can_limit_memory(1 << 30):
         return True
     good = True
-    for training in (training for training in E2E_WORKLOADS if training.name in options.names):
+    for training in (training for training in E2E_WORKLOADS if training.name in options.trainings.split(",")):
         good &= _measure(training, options)
     return good
 
 
-def _measure(training: DlrmWorkload, options: TrainOptions) -> bool:
+def _measure(training: DlrmWorkload, options: argparse.Namespace) -> bool:
     cache_bytes, ours = _measure_ours(training, options)
     one_row = replace(training, lookups=replace(training.lookups, rows=(1,) * len(training.lookups.rows)))
     beside, _ = _measure_theirs(one_row, options, None)  # memory of the process without rows
@@ -40,15 +41,14 @@ def _measure(training: DlrmWorkload, options: TrainOptions) -> bool:
         f"mapped files, in {limit / 1e6:,.0f} MB with the process, {peer_rate:,.0f}: x {ours / peer_rate:.1f}",
         flush=True,
     )
-    if options.keep:
-        case = f"{training.name}, {100 * share_of(training):.0f} % near"
-        peer = "plain PyTorch, mapped tables, as much memory"
-        record("tiers", case, "training", ours, "samples/s", peer=peer, peer_value=peer_rate)
+    case = f"{training.name}, {100 * share_of(training):.0f} % near"
+    peer = "plain PyTorch, mapped tables, as much memory"
+    record("tiers", case, "training", ours, "samples/s", peer=peer, peer_value=peer_rate)
     return ours >= LEAST * peer_rate
 
 
-def _measure_ours(training: DlrmWorkload, options: TrainOptions) -> tuple[int, float]:
-    tiered = Trained(training, options.storage(training), seed=10)
+def _measure_ours(training: DlrmWorkload, options: argparse.Namespace) -> tuple[int, float]:
+    tiered = Trained(training, storage_options(options.folder, training), seed=10)
     tiered.write_all()
     tiered.fill(options.num_warm)
     tiered.turn(WARM_STEPS)
@@ -56,7 +56,7 @@ def _measure_ours(training: DlrmWorkload, options: TrainOptions) -> tuple[int, f
     return tiered.cache_bytes(), training.lookups.batch_size / step_s
 
 
-def _measure_theirs(training: DlrmWorkload, options: TrainOptions, limit: int | None) -> tuple[int, float]:
+def _measure_theirs(training: DlrmWorkload, options: argparse.Namespace, limit: int | None) -> tuple[int, float]:
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         options_of_process = MappedOptions(training, folder, None, options.num_steps, lr_of(training), 0.0)
         if limit is None:

@@ -19,8 +19,7 @@ from peers.e2e_peers import PlainDLRM
 from torch import Tensor, nn
 
 from meseta.measure.synthetic_batches import DlrmWorkload, make_id_batches
-from tiers.map_file import open_map, write_map
-from tiers.process_memory import memory_bytes
+from tiers.system_memory import memory_bytes, open_map, write_map
 
 EPS = 1e-8
 WARM_BATCHES, MADE_AT_ONCE = 50, 1 << 18

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -26,12 +26,6 @@ LIMITS = {"still": 0.85, "moving": 1.05, "replaced": 1.05}
 EVAL_EVERY, EVAL_BATCHES, EVAL_LIMIT = 200, 50, 1.05
 """Evaluations of EVAL_BATCHES after every EVAL_EVERY batches, and the maximum of misses relative to training without
 them."""
-
-
-@dataclass(frozen=True)
-class MissOptions:
-    num_batches: int
-    keep: bool
 
 
 def batches_of(kind: str, num_rows: int, num_batches: int, seed: int = 3) -> list[Ids]:
@@ -114,7 +108,7 @@ def belady(batches: list[Ids], num_rows: int) -> Score:
     return score
 
 
-def measure_misses(options: MissOptions) -> bool:
+def measure_misses(options: argparse.Namespace) -> bool:
     """Measure tables whose tenth holds at least two batches. Returns whether the requirements are met."""
     tables = [n // SCALE for n in CARDINALITIES if n // SCALE * NEAR_SHARE >= 2 * BATCH_SIZE]
     good = _measure_evaluations(tables, options)
@@ -129,7 +123,7 @@ def measure_misses(options: MissOptions) -> bool:
         print(kind, *(f"{name} {misses / lookups:.4f}" for name, misses in totals.items()))
         peer = "LRU" if kind == "still" or totals["LRU"] < totals["LFU"] else "LFU"
         good &= totals["ours"] <= limit * totals[peer]
-        for name in ("LRU", "LFU", "Belady") if options.keep else ():
+        for name in ("LRU", "LFU", "Belady"):
             case = f"{len(tables)} tables / {SCALE}, {kind}, 10 % near"
             ours, peer_value = totals["ours"] / lookups, totals[name] / lookups
             record(
@@ -145,7 +139,7 @@ def measure_misses(options: MissOptions) -> bool:
     return good
 
 
-def _measure_evaluations(tables: list[int], options: MissOptions) -> bool:
+def _measure_evaluations(tables: list[int], options: argparse.Namespace) -> bool:
     """Measure how evaluations change the misses of training."""
     ways = ("ours", "ours, evaluated", "LRU", "LRU, evaluated")
     totals = dict.fromkeys(ways, 0)
@@ -162,10 +156,9 @@ def _measure_evaluations(tables: list[int], options: MissOptions) -> bool:
     for name in ("ours", "LRU"):
         alone, between = totals[name], totals[f"{name}, evaluated"]
         print(f"evaluations in between: {name} {between / lookups:.4f} misses a lookup, {between / alone - 1:+.1%}")
-        if options.keep:
-            label = "near rows" if name == "ours" else name
-            record(
-                "tiers", case, label, between / lookups, "misses a lookup", peer="without evaluation",
-                peer_value=alone / lookups, packages=("numpy",),
-            )  # fmt: skip
+        label = "near rows" if name == "ours" else name
+        record(
+            "tiers", case, label, between / lookups, "misses a lookup", peer="without evaluation",
+            peer_value=alone / lookups, packages=("numpy",),
+        )  # fmt: skip
     return totals["ours, evaluated"] <= EVAL_LIMIT * totals["ours"]

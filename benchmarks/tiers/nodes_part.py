@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from published_models import DISK_BYTES, Case, cases, paper_cluster
 from record import record
@@ -17,12 +18,6 @@ LIMITS = {"F": ("capacity", 4.0), "I": ("lookups", 1.0), "A": ("dense layers", N
 """Limiting resource of a model, and the required reduction of hosts. `None` has no requirement."""
 
 
-@dataclass(frozen=True)
-class NodeOptions:
-    names: tuple[str, ...]
-    keep: bool
-
-
 def step_s(case: Case, hosts: int, disk_bytes: int) -> float | None:
     """Return the predicted step, or `None` if the model does not fit."""
     share = hosts / case.topology.num_hosts
@@ -34,12 +29,12 @@ def step_s(case: Case, hosts: int, disk_bytes: int) -> float | None:
         return None
 
 
-def measure_nodes(options: NodeOptions) -> bool:
+def measure_nodes(options: argparse.Namespace) -> bool:
     """Find the smallest clusters. Returns whether the requirements are met."""
     good = True
     for case in cases():
         name = case.name.split(":", maxsplit=1)[0]
-        if name not in options.names:
+        if name not in options.models.split(","):
             continue
         steps_by_disks: dict[str, dict[int, float]] = {"without": {}, "with": {}}
         for label, disk_bytes in (("without", 0), ("with", DISK_BYTES)):
@@ -60,15 +55,14 @@ def measure_nodes(options: NodeOptions) -> bool:
         bound, limit = LIMITS[name]
         if limit is not None:
             good &= times >= limit if bound == "capacity" else times <= limit
-        if options.keep:
-            record(
-                "tiers",
-                f"{case.name}, bound by {bound}, modelled",
-                "fewest hosts",
-                fewest["with"],
-                "hosts",
-                peer="without disks",
-                peer_value=fewest["without"],
-                packages=("numpy",),
-            )
+        record(
+            "tiers",
+            f"{case.name}, bound by {bound}, modelled",
+            "fewest hosts",
+            fewest["with"],
+            "hosts",
+            peer="without disks",
+            peer_value=fewest["without"],
+            packages=("numpy",),
+        )
     return good

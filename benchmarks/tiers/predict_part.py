@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,15 +14,7 @@ import torch
 from numpy.typing import NDArray
 from record import record
 
-from meseta import (
-    EmbeddingBagCollection,
-    FeatureSpec,
-    KeyedJaggedTensor,
-    OptimizerSpec,
-    Plan,
-    TableSpec,
-    ahead,
-)
+from meseta import EmbeddingBagCollection, FeatureSpec, KeyedJaggedTensor, OptimizerSpec, Plan, TableSpec, ahead
 from meseta.data.dataset.statistics import WINDOW_SAMPLES, FeatureStatistics
 from meseta.measure.calibrate.disks import measure_disk
 from meseta.planner import documented_cost_model, predict
@@ -39,14 +31,6 @@ TRIED = (0.05, 0.1, 0.2, 0.4, 0.8)
 WARM = 0.6
 """Warm-up steps relative to those that fill the cache."""
 TURNS, STEPS = 6, 10
-
-
-@dataclass(frozen=True)
-class PredictOptions:
-    folder: Path
-    num_tasks: int
-    seed: int
-    keep: bool
 
 
 @dataclass(frozen=True)
@@ -174,7 +158,7 @@ def warm_steps(task: RandomTask, plan: Plan) -> int:
     return int(min(max(WARM * 12 * count / of_batch for count, of_batch in zip(near, ids, strict=True)) + 20, 800))
 
 
-def measure_predictions(options: PredictOptions) -> bool:
+def measure_predictions(options: argparse.Namespace) -> bool:
     """Compare predicted misses, steps and advice with measurements. Returns whether the requirements are met."""
     threads = torch.get_num_threads()
     model = replace(documented_cost_model("cpu"), num_threads=threads)
@@ -208,15 +192,12 @@ def measure_predictions(options: PredictOptions) -> bool:
     for name, limit in (("misses", MISSES_WITHIN), ("step", STEP_WITHIN)):
         worst = max(map(abs, errors[name]))
         good &= worst <= limit
-        if options.keep:
-            case = f"{options.num_tasks} random tasks of mixed tiers, from seed {options.seed}"
-            record(
-                "tiers", case, f"predicted {name}", 100 * worst, "% off at worst", peer="limit", peer_value=100 * limit
-            )
+        case = f"{options.num_tasks} random tasks of mixed tiers, from seed {options.seed}"
+        record("tiers", case, f"predicted {name}", 100 * worst, "% off at worst", peer="limit", peer_value=100 * limit)
     return measure_advice(options, model) and good
 
 
-def measure_advice(options: PredictOptions, model: CostModel) -> bool:
+def measure_advice(options: argparse.Namespace, model: CostModel) -> bool:
     """Compare the advised cache size with five others."""
     task = RandomTask(5)
     workload = task.workload()
@@ -239,7 +220,6 @@ def measure_advice(options: PredictOptions, model: CostModel) -> bool:
     for name, seconds in steps.items():
         print(f"near {name}: {1e3 * seconds:.2f} ms a step", flush=True)
     best = min(seconds for name, seconds in steps.items() if name != "advised")
-    if options.keep:
-        peer = "best of five tried"
-        record("tiers", "advised cache_bytes", "step", 1e3 * steps["advised"], "ms", peer=peer, peer_value=1e3 * best)
+    peer = "best of five tried"
+    record("tiers", "advised cache_bytes", "step", 1e3 * steps["advised"], "ms", peer=peer, peer_value=1e3 * best)
     return steps["advised"] <= BEST_WITHIN * best

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import gc
 import mmap
 import os
@@ -25,7 +26,7 @@ from meseta.checkpoint.background import BackgroundSaver
 from meseta.comm import World
 from meseta.measure.synthetic_batches import zipf_ids
 from meseta.spec.tiers import StorageOptions
-from tiers.process_memory import memory_bytes, reset_peak
+from tiers.system_memory import memory_bytes, reset_peak
 
 WIDTH, NUM_FEATURES, BATCH_SIZE = 64, 26, 2048
 NEAR_SHARE, ALONE_SHARE, BESIDE_SHARE, TRAINING_SHARE = 0.15, 0.6, 0.25, 0.8
@@ -33,18 +34,6 @@ MORE_MEMORY = 512 << 20
 WRITTEN_AT_ONCE = 1 << 16
 LIMIT_BYTES, REQUEST_BYTES = 1 << 30, 1 << 20
 ROW_BYTES = 4 * WIDTH + 4
-
-
-@dataclass(frozen=True)
-class SaveOptions:
-    folder: Path
-    num_rows: int
-    turns: int
-    seconds: float
-    """Duration of training with and without saves."""
-    keep: bool
-    rates: tuple[float, ...] = ()
-    """Write limits of additional saves during training, in bytes per second."""
 
 
 @dataclass
@@ -76,7 +65,7 @@ def disk_limit(folder: Path) -> float:
     return LIMIT_BYTES / (read_s - begun_s)
 
 
-def table_on_disk(options: SaveOptions) -> EmbeddingBagCollection:
+def table_on_disk(options: argparse.Namespace) -> EmbeddingBagCollection:
     """Create a table that caches NEAR_SHARE of its unwritten rows."""
     spec = TableSpec(
         name="item",
@@ -103,11 +92,11 @@ def write_scattered(made: EmbeddingBagCollection, num_rows: int) -> None:
     shard.backing_store.flush()
 
 
-def alone(made: EmbeddingBagCollection, options: SaveOptions) -> tuple[Figures, int]:
+def alone(made: EmbeddingBagCollection, options: argparse.Namespace) -> tuple[Figures, int]:
     """Measure saves and loads, alternating with the limit of the disk, and their peak memory."""
     figures, most, size = Figures(), 0, options.num_rows * ROW_BYTES
     world = World.single()
-    for _ in range(options.turns):
+    for _ in range(options.passes):
         figures.limits.append(disk_limit(options.folder))
         before = memory_bytes("VmRSS")
         reset_peak()
@@ -161,7 +150,7 @@ def batches(num_rows: int) -> Iterator[_Batch]:
 
 
 def beside(
-    made: EmbeddingBagCollection, options: SaveOptions, max_bytes_per_s: float | None = None
+    made: EmbeddingBagCollection, options: argparse.Namespace, max_bytes_per_s: float | None = None
 ) -> tuple[float, float, float]:
     """Measure steps per second without and with saves, and the rate of these saves."""
     model, size = PooledModel(made), options.num_rows * ROW_BYTES
@@ -208,7 +197,7 @@ def beside(
     return statistics.mean((without, after)), saving, saves_per_s * size
 
 
-def measure_saves(options: SaveOptions) -> bool:
+def measure_saves(options: argparse.Namespace) -> bool:
     """Run all measurements. Returns whether the requirements are met."""
     options.folder.mkdir(parents=True, exist_ok=True)
     made = table_on_disk(options)
@@ -218,7 +207,8 @@ def measure_saves(options: SaveOptions) -> bool:
     figures, most = alone(made, options)
     limit, save, load = map(statistics.median, (figures.limits, figures.saves, figures.loads))
     print(f"  saves {save / limit:.2f} and loads {load / limit:.2f} of the disk's rate, {most / 1e6:,.0f} MB of memory")
-    for max_bytes_per_s in (*options.rates, None):
+    rates = [float(rate) * 1e6 for rate in options.max_mb_per_s.split(",") if rate]
+    for max_bytes_per_s in (*rates, None):
         training, saving, rate = beside(made, options, max_bytes_per_s)
         shutil.rmtree(options.folder / "saved", ignore_errors=True)
         held = "" if max_bytes_per_s is None else f", of at most {max_bytes_per_s / 1e6:,.0f}"
@@ -226,13 +216,12 @@ def measure_saves(options: SaveOptions) -> bool:
             f"{training:.1f} steps/s, {saving:.1f} ({saving / training:.2f}) during saves at {rate / 1e6:,.0f} MB/s"
         )
         print(f"  {speeds} ({rate / limit:.2f} of the disk's rate{held})", flush=True)
-        if options.keep and held:
+        if held:
             record("tiers", case, f"training beside a save{held} MB/s", saving, "steps/s", peer="without",
                    peer_value=training)  # fmt: skip
-    if options.keep:
-        peer = "disk, read once and written once"
-        for name, value in (("save", save), ("load", load), ("save beside training", rate)):
-            record("tiers", case, name, value / 1e6, "MB/s", peer=peer, peer_value=limit / 1e6)
-        record("tiers", case, "training beside a save", saving, "steps/s", peer="without", peer_value=training)
+    peer = "disk, read once and written once"
+    for name, value in (("save", save), ("load", load), ("save beside training", rate)):
+        record("tiers", case, name, value / 1e6, "MB/s", peer=peer, peer_value=limit / 1e6)
+    record("tiers", case, "training beside a save", saving, "steps/s", peer="without", peer_value=training)
     good = min(save, load) >= ALONE_SHARE * limit and most <= MORE_MEMORY
     return good and saving >= TRAINING_SHARE * training and rate >= BESIDE_SHARE * limit

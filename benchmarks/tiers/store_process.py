@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from tiers.map_file import open_map, write_map
+from tiers.system_memory import open_map, write_map
 
 BATCH = 20_000
 READERS = 16

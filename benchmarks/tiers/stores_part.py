@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib.util
 import json
@@ -11,7 +12,6 @@ import sys
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from record import ROOT, record
@@ -19,15 +19,6 @@ from record import ROOT, record
 OURS = "meseta"
 STORES = {OURS: None, "memmap": None, "lmdb": "lmdb", "rocksdb": "rocksdict"}
 """Stores, and their packages."""
-
-
-@dataclass(frozen=True)
-class StoreOptions:
-    folder: Path
-    gigabytes: float
-    widths: tuple[int, ...]
-    limit_mb: int
-    keep: bool
 
 
 @contextmanager
@@ -66,7 +57,7 @@ def run_module(
     return subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
 
 
-def measure_store(kind: str, width: int, options: StoreOptions) -> dict[str, float]:
+def measure_store(kind: str, width: int, options: argparse.Namespace) -> dict[str, float]:
     """Return rows per second by 'read' and 'read and write back'."""
     num_rows = int(options.gigabytes * 1e9 / width)
     with memory_group(options.limit_mb << 20) as group:
@@ -80,13 +71,13 @@ def measure_store(kind: str, width: int, options: StoreOptions) -> dict[str, flo
         return rates
 
 
-def measure_stores(options: StoreOptions) -> bool:
+def measure_stores(options: argparse.Namespace) -> bool:
     """Measure all widths. Returns whether ours is three times as fast as the best."""
     options.folder.mkdir(parents=True, exist_ok=True)
     good = True
     if not can_limit_memory(options.limit_mb << 20):
         return True
-    for width in options.widths:
+    for width in map(int, options.widths.split(",")):
         print(f"{width} bytes, {options.gigabytes:g} GB, {options.limit_mb} MB of memory")
         rates = {}
         for kind, package in STORES.items():
@@ -94,11 +85,11 @@ def measure_stores(options: StoreOptions) -> bool:
                 print(f"  {kind} is left out: pip install {package}")
             else:
                 rates[kind] = measure_store(kind, width, options)
-        good &= compare(rates, f"{width} bytes, {options.gigabytes:g} GB in {options.limit_mb} MB", options.keep)
+        good &= compare(rates, f"{width} bytes, {options.gigabytes:g} GB in {options.limit_mb} MB")
     return good
 
 
-def compare(rates: dict[str, dict[str, float]], case: str, keep: bool) -> bool:
+def compare(rates: dict[str, dict[str, float]], case: str) -> bool:
     """Compare ours in one process with the others. Returns whether it is three times as fast as the best in one
     process."""
     good = True
@@ -109,7 +100,6 @@ def compare(rates: dict[str, dict[str, float]], case: str, keep: bool) -> bool:
                 continue
             rate = rates[OURS].get(f"{what}, 1 reader", 0.0)
             print(f"  {what}: {rate / other:.1f} x {kind}, {readers}")
-            if keep:
-                record("tiers", case, what, rate, "rows/s", peer=f"{kind}, {readers}", peer_value=other)
+            record("tiers", case, what, rate, "rows/s", peer=f"{kind}, {readers}", peer_value=other)
             good &= readers != "1 reader" or rate >= 3 * other
     return good

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
 from collections.abc import Iterator
@@ -34,20 +35,9 @@ WARM_STEPS, READS = 20, 1 << 17
 OPTIMIZER = "rowwise_adagrad"
 
 
-@dataclass(frozen=True)
-class TrainOptions:
-    folder: Path
-    names: tuple[str, ...]
-    max_reads_per_s: float | None
-    num_warm: int
-    num_steps: int
-    num_turns: int
-    keep: bool
-
-    def storage(self, training: DlrmWorkload) -> StorageOptions:
-        row_bytes = 4 * training.dim + 4
-        cache_bytes = int(share_of(training) * row_bytes * sum(training.lookups.rows))
-        return StorageOptions(dir=self.folder, cache_bytes=cache_bytes)
+def storage_options(folder: Path, training: DlrmWorkload) -> StorageOptions:
+    row_bytes = 4 * training.dim + 4
+    return StorageOptions(dir=folder, cache_bytes=int(share_of(training) * row_bytes * sum(training.lookups.rows)))
 
 
 def lr_of(training: DlrmWorkload) -> float:
@@ -152,20 +142,20 @@ class Trained:
         return near + beside + sum(engine.num_bytes() for engine in engines)
 
 
-def measure_training(options: TrainOptions) -> bool:
+def measure_training(options: argparse.Namespace) -> bool:
     """Measure all workloads. Returns whether all steps meet the requirements."""
     options.folder.mkdir(parents=True, exist_ok=True)
     good = True
-    for training in (training for training in E2E_WORKLOADS if training.name in options.names):
+    for training in (training for training in E2E_WORKLOADS if training.name in options.trainings.split(",")):
         good &= _measure(training, options)
     return good
 
 
-def _measure(training: DlrmWorkload, options: TrainOptions) -> bool:
+def _measure(training: DlrmWorkload, options: argparse.Namespace) -> bool:
     threads, limit = torch.get_num_threads(), options.max_reads_per_s
     share = share_of(training)
     resident = Trained(training, None, seed=10)
-    tiered = Trained(training, options.storage(training), seed=10)
+    tiered = Trained(training, storage_options(options.folder, training), seed=10)
     tiered.write_all()
     tiered.fill(options.num_warm)
     for engine in {shard.backing_store.engine for shard in tiered.tiered_shards} if limit else ():
@@ -197,10 +187,9 @@ def _measure(training: DlrmWorkload, options: TrainOptions) -> bool:
         f"{written / 1e6:,.1f} MB written a step; the disk gives {reads_per_s:,.0f} reads/s",
         flush=True,
     )
-    if options.keep:
-        case = f"{training.name}, {100 * share:.0f} % near" + (f", {limit:,.0f} reads/s" if limit else "")
-        rate = batch_size / seconds["tiered"]
-        for peer, peer_s in (("in memory", seconds["resident"]), ("bound of disk and processors", bound)):
-            record("tiers", case, "training", rate, "samples/s", peer=peer, peer_value=batch_size / peer_s)
+    case = f"{training.name}, {100 * share:.0f} % near" + (f", {limit:,.0f} reads/s" if limit else "")
+    rate = batch_size / seconds["tiered"]
+    for peer, peer_s in (("in memory", seconds["resident"]), ("bound of disk and processors", bound)):
+        record("tiers", case, "training", rate, "samples/s", peer=peer, peer_value=batch_size / peer_s)
     bounds_waiting = waited <= WAITED or by_disk > by_processor
     return ratio <= BOUND and bounds_waiting and (kept >= KEPT or not has_room)

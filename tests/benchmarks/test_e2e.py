@@ -26,12 +26,12 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", ["d16_2k", "rm1"])
-def test_our_losses_are_plain_pytorch_s(name: str) -> None:
+def test_our_losses_equal_those_of_plain_pytorch(name: str) -> None:
     pytest.importorskip("meseta._C")
     assert TrainingCheck().check(asdict(TINY[name])) == []
 
 
-def test_the_gate_sees_another_learning_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_check_reports_different_losses(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("meseta._C")
     from peers import e2e_meseta
 
@@ -40,18 +40,18 @@ def test_the_gate_sees_another_learning_rate(monkeypatch: pytest.MonkeyPatch) ->
     assert len(wrong) == 5 and wrong[0].startswith("d16_2k, step 1: our loss is ")
 
 
-def test_contenders_take_steps() -> None:
+def test_targets_take_steps() -> None:
     pytest.importorskip("meseta._C")
     torch.use_deterministic_algorithms(False)
-    for contender in (MesetaTraining(asdict(TINY["rm2"]), "sgd"), PyTorchTraining(asdict(TINY["rm2"]), "sgd")):
-        assert contender.facts()["samples_per_call"] == 16
-        assert contender.time("step", 0, 2) > 0
+    for target in (MesetaTraining(asdict(TINY["rm2"]), "sgd"), PyTorchTraining(asdict(TINY["rm2"]), "sgd")):
+        assert target.facts()["samples_per_call"] == 16
+        assert target.time("step", 0, 2) > 0
     plain, samples = PyTorchTraining(asdict(TINY["d16_2k"]), "sgd"), make_training_batches(TINY["d16_2k"])[0]
     losses = [plain.step(samples).item() for _ in range(5)]
     assert losses == sorted(losses, reverse=True)
 
 
-def test_the_best_peer_counts_and_autocast_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_best_peer_excludes_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
     here = len(e2e.training_targets(TINY["d16_2k"], (1, 2), ALL))
     monkeypatch.setattr(Processor, "bfloat16_unavailable_reason", lambda _: "an old processor")
     assert len(e2e.training_targets(TINY["d16_2k"], (1, 2), ALL)) in (here, here - 3)
@@ -69,6 +69,6 @@ def test_the_best_peer_counts_and_autocast_does_not(monkeypatch: pytest.MonkeyPa
     result = e2e.E2eResult(workload=TINY["d16_2k"], targets=tuple(members), timing_result=outcome)
     best = result.best_peer(1)
     assert best is not None and best.title == "PyTorch sgd float32 1 x 2"
-    found = {(c.case, c.peer): c.ratio for c in e2e.comparisons(result)}
-    assert found["d16_2k sgd float32 1 x 2", best.title] == pytest.approx(3.1 / 0.1)
-    assert ("d16_2k sgd float32 2 x 1", "ours sgd float32 1 x 2") in found
+    ratios = {(c.case, c.peer): c.ratio for c in e2e.comparisons(result)}
+    assert ratios["d16_2k sgd float32 1 x 2", best.title] == pytest.approx(3.1 / 0.1)
+    assert ("d16_2k sgd float32 2 x 1", "ours sgd float32 1 x 2") in ratios

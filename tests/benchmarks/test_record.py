@@ -29,6 +29,6 @@ def test_lines_are_appended(tmp_path: Path) -> None:
     assert rows[0]["versions"].endswith("torch 9.9 numpy 8") and rows[0]["hardware"]
 
 
-def test_the_columns_are_those_of_the_kept_history() -> None:
+def test_columns_equal_those_of_the_stored_history() -> None:
     history = ROOT / "benchmarks" / "results.csv"
     assert tuple(next(csv.reader(history.read_text().splitlines()))) == HISTORY_COLUMNS

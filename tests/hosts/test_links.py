@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from links import bits_part, hybrid_part, hybrid_training, shapes, timing
+from links import bits_part, hybrid_part, shapes, timing
 from links.bits_part import Case, cases, checksum
 from links.bytes_part import SCHEMES
 from links.rank_pool import RankPoolError, on_this_machine, start_ranks
@@ -185,7 +185,7 @@ def test_bytes_of_a_small_run_are_counted() -> None:
 @pytest.mark.parametrize("layout", [Layout(2, 2), Layout(4, 2), Layout(2, 4)], ids=str)
 def test_bytes_of_a_cut_dense_part_are_those_of_its_messages(layout: Layout) -> None:
     whole, size = 4.0e6, layout.size
-    hybrid, over_all, replicated = hybrid_training.ways(layout)
+    hybrid, over_all, replicated = hybrid_part.ways(layout)
 
     def of_a_host(messages: Iterable[tuple[int, int, float]]) -> float:
         return sum(num for a, b, num in messages if a // layout.per_host != b // layout.per_host) / layout.hosts
@@ -202,4 +202,4 @@ def test_bytes_of_a_cut_dense_part_are_those_of_its_messages(layout: Layout) -> 
 
 
 def test_the_dense_part_that_is_cut_has_20_million_parameters() -> None:
-    assert hybrid_training.num_parameters(shapes.training(64)) == 19_997_463
+    assert hybrid_part.num_parameters(shapes.training(64)) == 19_997_463

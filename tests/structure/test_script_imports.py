@@ -22,7 +22,7 @@ SCRIPTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "comparisons of models": (("tools/quality",), ()),
 }
-"""By name: scripts or folders, and modules of which they may import any name, also from submodules."""
+"""Scripts or folders, and modules of which they may import any name, also from submodules."""
 
 
 def script_trees(paths: Iterable[str]) -> Iterator[tuple[str, ast.Module]]:

@@ -82,10 +82,8 @@ class CpuContention:
         self._num_calm_polls = 0
 
     def update(self, others: float) -> bool:
-        """Record that `others` processors are busy with other programs, and return `is_contended`.
-
-        Contention begins with the first such reading. It ends after NUM_CALM_POLLS readings without contention.
-        """
+        """Record that `others` processors are busy with other programs, and return `is_contended`."""
+        # Contention begins with the first such reading. It ends after NUM_CALM_POLLS readings without contention.
         left = self._num_processors - math.ceil(others - LOAD_MARGIN)
         self.num_usable_threads = max(self._min_threads, min(left, self.num_threads))
         self._num_calm_polls = 0 if left < self.num_threads else self._num_calm_polls + 1
@@ -95,7 +93,7 @@ class CpuContention:
 
 
 _active_contention: list[CpuContention] = []
-"""States of the entered `adaptive_wait_policy` contexts, innermost last."""
+# States of the entered `adaptive_wait_policy` contexts, innermost last.
 
 
 def current_contention() -> CpuContention | None:
@@ -131,10 +129,9 @@ def adaptive_wait_policy(num_threads: int, min_threads: int = 1) -> Iterator[Non
 
 
 class OversubscriptionThreads:
-    """Sleeping OpenMP threads that disable spinning in the whole process.
+    """Sleeping OpenMP threads that disable spinning in the whole process."""
 
-    libgomp lets no thread spin while it manages more threads than there are processors.
-    """
+    # libgomp lets no thread spin while it manages more threads than there are processors.
 
     def __init__(self, runtime: Any, num_threads: int) -> None:
         """Start the threads, given that the process already computes on `num_threads`."""
@@ -206,11 +203,12 @@ NUM_WINDOWS_PER_RETRY = 32
 class StepThreads:
     """Context manager that chooses the number of threads for each step of a loop.
 
-    The thread that computes the step must enter it. While other programs leave too few processors, a step uses either
-    all threads, or as many as there are free processors. Both are timed, and most steps use the faster one. The number
-    of threads does not change results. Without contention, all threads are used. Outside
-    `cpu_contention.adaptive_wait_policy`, this class has no effect.
+    The thread that computes the step must enter it. The number of threads does not change results. Without contention,
+    all threads are used. Outside `cpu_contention.adaptive_wait_policy`, this class has no effect.
     """
+
+    # While other programs leave too few processors, a step uses either all threads, or as many as there are free
+    # processors. Both are timed, and most steps use the faster one.
 
     # Which number is faster depends on model, batch and machine. Many short matrix products lose time if threads wait
     # for one that has no processor. In long products, more threads get a larger share of the processors.

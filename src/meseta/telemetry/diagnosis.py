@@ -84,6 +84,7 @@ def find_diverged(states: RankStates) -> Diagnosis | None:
 
     The diverged ranks are the minority at the first recorded position of a lane where transfers differ.
     """
+    # If only earlier transfers differed, their hashes reveal it.
     kept: dict[tuple[int, int], dict[int, RecordedTransfer]] = {}
     for rank, state in states.items():
         for transfer in state.transfers:
@@ -134,9 +135,9 @@ def find_unreachable_hosts(
 ) -> Diagnosis | None:
     """Return a diagnosis of hosts from whose ranks the host of rank `observer` receives no heartbeats, or `None`.
 
-    `silent` maps each other rank to the seconds since its last heartbeat. If hosts have a single rank, a stopped rank
-    cannot be distinguished from a failed link.
+    `silent` maps each other rank to the seconds since its last heartbeat.
     """
+    # If hosts have a single rank, a stopped rank cannot be distinguished from a failed link.
     hosts: dict[str, list[int]] = {}
     for rank in silent:
         hosts.setdefault(states[rank].host, []).append(rank)
@@ -282,9 +283,9 @@ def _ranks_behind(states: RankStates, rank: int, wait: Wait) -> list[int]:
 def _late_ranks(states: RankStates, rank: int, wait: Wait) -> tuple[int, ...]:
     """Return the ranks that `rank` waits for.
 
-    They are the participants that have not started its transfer, or all other ranks if all have started it. Ranks that
-    do not wait themselves are preferred.
+    They are the participants that have not started its transfer, or all other ranks if all have started it.
     """
+    # Ranks that do not wait themselves are preferred.
     behind = _ranks_behind(states, rank, wait)
     free = [r for r in behind or states if r != rank and not states[r].waits]
     return tuple(free or behind)

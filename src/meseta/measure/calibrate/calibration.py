@@ -74,7 +74,8 @@ def random_combination(seed: int, memory_bytes: float) -> ShardingTask:
 TABLE_SHAPES = ((1_000_000, 64, 10.0), (500_000, 128, 3.0), (100_000, 32, 20.0), (10_000, 64, 10.0),
                 (1_000_000, 32, 1.0),
           (300_000, 128, 20.0), (3_000, 32, 30.0), (100_000, 64, 2.0))  # fmt: skip
-"""Rows, columns and ids per sample of the measured tables. One half of the columns is timed."""
+"""Rows, columns and ids per sample of the measured tables."""
+# One half of the columns is timed.
 STAGED_COSTS = ("staged_shard_s", "staged_id_s", "staged_row_s")
 """Constants of UpdateCost that only this calibration determines."""
 NUM_TRIES = 3
@@ -85,6 +86,7 @@ def measure_staged(team: WorkerGroup, num_threads: int, memory_bytes: float) -> 
 
     Compares updates in stages with one fused pass. Shards that exceed `memory_bytes` are skipped.
     """
+    # Compares updates in stages with one fused pass over shards of the same shape.
     terms, extra_s = [], []
     for seed, (num_rows, dim, pooling) in enumerate(TABLE_SHAPES):
         if num_rows * (dim // 2 + 1) * 4 > memory_bytes:  # Rows in float32, and one sum of squares per row.
@@ -121,7 +123,8 @@ def with_staged(update: UpdateCost, constants: Floats) -> UpdateCost:
 
 
 MAX_MEMORY_BYTES = 3_000_000_000
-"""Maximum bytes of rows and states of a combination. At most a quarter of the free memory is used."""
+"""Maximum bytes of rows and states of a combination."""
+# At most a quarter of the free memory is used.
 CACHE_BYTES_CANDIDATES = (1e6, 2e6, 4e6, 8e6, 16e6, 32e6)
 """Sizes of the hardware cache that the fit tries."""
 MESSAGE_BYTES = (4_096, 32_768, 262_144, 1_048_576, 4_194_304, 16_777_216)
@@ -227,7 +230,7 @@ def calibrate(num_threads: int, num_ranks: int, budget_s: float, log: Callable[[
 
 @dataclass(frozen=True)
 class _TimeBudget:
-    """Time budget of a calibration and its progress."""
+    # Time budget of a calibration and its progress.
 
     start_s: float
     budget_s: float
@@ -244,7 +247,7 @@ class _TimeBudget:
 def _measure_operators(
     team: WorkerGroup, num_threads: int, memory_bytes: int, clock: _TimeBudget
 ) -> tuple[list[ShardTimings], list[list[ShardTimings]]]:
-    """Measure random combinations. Returns their timings, and rounds of timings of the held-out ones."""
+    # Measure random combinations. Returns their timings, and rounds of timings of the held-out ones.
     measured: list[ShardTimings] = []
     while _needs_more_combinations(clock.elapsed_s, (1.0 - _REPEAT_SHARE) * clock.budget_s, len(measured)):
         clock.report(f"operators, {len(measured)} combinations")
@@ -384,10 +387,8 @@ def _measure_exchange(
 
 
 def _peer_seconds(team: WorkerGroup, num_ranks: int) -> float | None:
-    """Measure the additional seconds per peer in an all-to-all of few bytes. Returns `None` with two ranks.
-
-    Compares the exchange among all ranks with that between two.
-    """
+    """Measure the additional seconds per peer in an all-to-all of few bytes. Returns `None` with two ranks."""
+    # Compares the exchange among all ranks with that between two.
     if num_ranks == 2:
         return None
     rounds = [
@@ -399,10 +400,8 @@ def _peer_seconds(team: WorkerGroup, num_ranks: int) -> float | None:
 
 
 def split_peer_latency(link: Link, peer_s: float, num_ranks: int) -> Link:
-    """Move the latency per peer out of the latency of a link that was fitted between `num_ranks` ranks.
-
-    At most half of the latency is moved.
-    """
+    """Move the latency per peer out of the latency of a link that was fitted between `num_ranks` ranks."""
+    # At most half of the latency is moved.
     # The latency without peers must remain positive.
     peer_s = min(peer_s, link.latency_s / (2 * (num_ranks - 1)))
     return replace(link, latency_s=link.latency_s - (num_ranks - 1) * peer_s, peer_s=peer_s)
@@ -439,10 +438,8 @@ def _measure_compute(
 def _measure_codecs(
     team: WorkerGroup, num_threads: int, copy_byte_s: float, known: ExchangeCost
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Measure the seconds per element that each codec takes to encode and to decode, without copying the bytes.
-
-    Codecs without a measurement keep the values of `known`.
-    """
+    """Measure the seconds per element that each codec takes to encode and to decode, without copying the bytes."""
+    # Codecs without a measurement keep the values of `known`.
     encode, decode = dict(known.encode_number_s), dict(known.decode_number_s)
     for name, codec in CODECS.items():
         for is_drawn in (False, True) if codec.scale_bytes else (False,) if not codec.is_lossless else ():

@@ -24,10 +24,9 @@ CODEC_SHAPE = (2048, 64)
 
 
 class CollectiveTimer(BenchmarkTarget):
-    """Benchmark target that times collectives over gloo. All ranks must call the same methods.
+    """Benchmark target that times collectives over gloo. All ranks must call the same methods."""
 
-    Results are the lower quartile of all calls.
-    """
+    # Results are the lower quartile of all calls.
 
     # A system that shares its processors delays up to half of the calls by milliseconds, so the median would vary.
 
@@ -61,8 +60,9 @@ class CollectiveTimer(BenchmarkTarget):
     def time_small_all_to_all(self, num_peers: int, num_rounds: int) -> float:
         """Time an all-to-all among the first `num_peers` + 1 ranks and return its seconds.
 
-        Each of them sends SMALL_MESSAGE_BYTES to each other one. The remaining ranks wait in the barrier.
+        Each of them sends SMALL_MESSAGE_BYTES to each other one.
         """
+        # The remaining ranks wait in the barrier.
         world, ranks = self.world, range(num_peers + 1)
         splits = [SMALL_MESSAGE_BYTES // 4 if rank in ranks and rank != world.rank else 0 for rank in range(world.size)]
         buffer = torch.zeros(sum(splits))
@@ -139,7 +139,7 @@ def _lower_quartile(seconds: list[float]) -> float:
 def _time_calls(
     call: Callable[[], object], num_rounds: int, barrier: Callable[[], object] = lambda: None
 ) -> list[float]:
-    """Return the seconds of each of `num_rounds` calls, after two calls that warm up."""
+    # Return the seconds of each of `num_rounds` calls, after two calls that warm up.
     spent = []
     for _ in range(num_rounds + 2):
         barrier()

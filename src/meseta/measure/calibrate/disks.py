@@ -33,6 +33,8 @@ def measure_disk(
 
     Raises MesetaError if the folder is not writable or its disk is too full.
     """
+    # In a virtual machine, the host may cache the file that was just written, so that the disk appears faster than it
+    # is.
     engine = DiskEngine(folder, max_reads_per_s=max_reads_per_s)
     num_bytes = min(MAX_FILE_BYTES, shutil.disk_usage(engine.folder).free // 8)
     num_rows = num_bytes // RECORD_BYTES // ROWS_PER_CHUNK * ROWS_PER_CHUNK
@@ -60,7 +62,7 @@ def measure_disk(
 
 
 def _write_sequentially(rows: RowFile) -> float:
-    """Write all rows in order. Returns the bytes per second, including the final flush."""
+    # Write all rows in order. Returns the bytes per second, including the final flush.
     records = torch.randint(0, 256, (ROWS_PER_CHUNK, RECORD_BYTES), dtype=torch.uint8)
     start = time.perf_counter()
     for first in range(0, rows.num_rows, ROWS_PER_CHUNK):
@@ -70,7 +72,7 @@ def _write_sequentially(rows: RowFile) -> float:
 
 
 def _read_sequentially(rows: RowFile) -> float:
-    """Read all rows in order with one chunk of read-ahead. Returns the bytes per second."""
+    # Read all rows in order with one chunk of read-ahead. Returns the bytes per second.
     frozen, records = rows.snapshot(), [torch.empty(ROWS_PER_CHUNK, RECORD_BYTES, dtype=torch.uint8) for _ in range(2)]
     start = time.perf_counter()
     reading = frozen.read(0, records[0])
@@ -86,7 +88,7 @@ def _read_sequentially(rows: RowFile) -> float:
 
 
 def _read_randomly(rows: RowFile, seed: int) -> float:
-    """Read random rows with as many reads in flight as the engine allows. Returns the reads per second."""
+    # Read random rows with as many reads in flight as the engine allows. Returns the reads per second.
     random, done = np.random.default_rng(seed), 0
     records = torch.empty(READS_PER_BATCH, RECORD_BYTES, dtype=torch.uint8)
     before, start = rows.counters.num_reads, time.perf_counter()

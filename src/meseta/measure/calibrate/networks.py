@@ -15,16 +15,14 @@ from meseta.spec.cost_model import Float32Array, Network
 Floats = NDArray[np.float64]
 _NUM_ROUNDS = 20
 _MIN_ERROR = 0.01
-"""Errors below this value have equal weights."""
+# Errors below this value have equal weights.
 _MIN_RATIO = 0.2
 
 
 def fit_relative(terms: Floats, seconds: Floats) -> Floats:
-    """Fit non-negative constants [k] such that terms [n, k] @ constants approximates seconds [n].
-
-    Approximately minimizes the sum of the absolute logarithms of predicted over measured seconds, by iteratively
-    reweighted least squares (E. J. Schlossmacher, Journal of the American Statistical Association 68, 1973).
-    """
+    """Fit non-negative constants [k] such that terms [n, k] @ constants approximates seconds [n]."""
+    # Approximately minimizes the sum of the absolute logarithms of predicted over measured seconds, by iteratively
+    # reweighted least squares (E. J. Schlossmacher, Journal of the American Statistical Association 68, 1973).
     # Absolute errors make the fit robust to measurements that other programs disturbed. Logarithms treat predictions
     # that are too low and too high equally. The relative error of a low prediction never exceeds 1, so noise would bias
     # the constants downward.
@@ -39,10 +37,8 @@ def fit_relative(terms: Floats, seconds: Floats) -> Floats:
 
 
 def nnls(matrix: Floats, target: Floats) -> Floats:
-    """Return x >= 0 [k] that minimizes the norm of matrix [n, k] @ x - target [n].
-
-    Uses the active-set method of C. L. Lawson and R. J. Hanson, "Solving least squares problems", 1974, chapter 23.
-    """
+    """Return x >= 0 [k] that minimizes the norm of matrix [n, k] @ x - target [n]."""
+    # Uses the active-set method of C. L. Lawson and R. J. Hanson, "Solving least squares problems", 1974, chapter 23.
     num = matrix.shape[1]
     solution, active = np.zeros(num), np.zeros(num, bool)
     tolerance = 1e-10 * max(np.abs(matrix).sum(axis=0).max(initial=0.0), 1e-300)
@@ -72,7 +68,8 @@ def relative_errors(predicted: Sequence[float] | Floats, measured: Sequence[floa
 
 HIDDEN_WIDTH, SHARD_WIDTH = 24, 12
 NUM_MEMBERS = 4
-"""Number of networks per ensemble. They differ in initial weights and in the examples for early stopping."""
+"""Number of networks per ensemble."""
+# They differ in initial weights and in the examples for early stopping.
 BATCH_SIZE = 64
 LEARNING_RATE = 3e-3
 WEIGHT_DECAY = 1e-2
@@ -120,11 +117,10 @@ class TrainingExamples:
 
 
 class CostNetwork(nn.Module):
-    """Member of an ensemble. Predicts the logarithm of the correction for ranks or collectives.
+    """Member of an ensemble. Predicts the logarithm of the correction for ranks or collectives."""
 
-    A small network is applied to each shard, and its outputs are summed, weighted by the shares of the shards. A head
-    takes this sum and the features of the rank. For collectives, there is only the head.
-    """
+    # A small network is applied to each shard, and its outputs are summed, weighted by the shares of the shards. A head
+    # takes this sum and the features of the rank. For collectives, there is only the head.
 
     def __init__(self, examples: TrainingExamples) -> None:
         """Create a network whose inputs are scaled by mean, standard deviation and range of `examples`."""
@@ -192,6 +188,8 @@ def train_ensemble(examples: TrainingExamples, log: Callable[[int], None], seed:
     `log` is called with the index of each. The weights with the lowest validation error are kept. The result is
     reproducible for equal examples and seed on one kind of machine.
     """
+    # Each network leaves out another part of the examples as its validation set. The weights with the lowest validation
+    # error are kept, which may be the initial ones.
     networks, numbers = [], np.arange(len(examples.target))
     with torch.random.fork_rng(devices=[]):
         for member in range(NUM_MEMBERS):
@@ -205,11 +203,9 @@ def train_ensemble(examples: TrainingExamples, log: Callable[[int], None], seed:
 
 
 def _train_member(network: CostNetwork, learned: TrainingExamples, stops: TrainingExamples) -> None:
-    """Train one network on `learned`, with early stopping on `stops`.
-
-    Minimizes the Huber loss of the logarithms (P. J. Huber, The Annals of Mathematical Statistics 35, 1964) by AdamW
-    (I. Loshchilov and F. Hutter, arXiv 1711.05101).
-    """
+    """Train one network on `learned`, with early stopping on `stops`."""
+    # Minimizes the Huber loss of the logarithms (P. J. Huber, The Annals of Mathematical Statistics 35, 1964) by AdamW
+    # (I. Loshchilov and F. Hutter, arXiv 1711.05101).
     optimizer = torch.optim.AdamW(network.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
     (inputs, target), (held, held_target) = _tensors(learned), _tensors(stops)
     best, kept, num_stale_epochs = float("inf"), network.state_dict(), 0
@@ -239,10 +235,8 @@ def _tensors(examples: TrainingExamples) -> tuple[list[Tensor], Tensor]:
 
 
 def to_arrays(members: Sequence[CostNetwork], target: Floats) -> Network:
-    """Convert an ensemble to arrays for a cost model.
-
-    Corrections are limited to the range of `target`, extended to include 0 and by CORRECTION_MARGIN.
-    """
+    """Convert an ensemble to arrays for a cost model."""
+    # Corrections are limited to the range of `target`, extended to include 0 and by CORRECTION_MARGIN.
     first = members[0]
     arrays: dict[str, Floats] = {}
     has_pieces = first.shard_scaler is not None

@@ -41,7 +41,9 @@ MIN_CALLS = 6
 
 
 class ShardTimer(ComputeTimer):
-    """Benchmark target for the operators that a rank runs on its shards. Calls them as the sharded embedding does."""
+    """Benchmark target for the operators that a rank runs on its shards."""
+
+    # Calls them as the sharded embedding does.
 
     def __init__(self, memory_bytes: int) -> None:
         """Reserve `memory_bytes` for rows and states, and half as much in addition for 16-bit rows."""
@@ -78,9 +80,9 @@ class ShardTimer(ComputeTimer):
     ) -> list[float]:
         """Time alternating calls of look_up(batch index) and step(batch index, step number), starting at step 1.
 
-        One round over all batches warms up and is not counted. Returns the median seconds of each function, and the
-        mean number of processors that other programs used.
+        Returns the median seconds of each function, and the mean number of processors that other programs used.
         """
+        # One round over all batches warms up and is not counted.
         torch.set_num_threads(threads)
         before, start_s = read_cpu_time([os.getpid()]), time.perf_counter()
         # The CPU time of a single thread excludes the time slices of other programs on its processor.
@@ -230,7 +232,9 @@ class DeviceShards:
 
 
 class RankTimer(ShardTimer):
-    """Benchmark target for the operators of one rank of several. Calls them as the sharded embedding does."""
+    """Benchmark target for the operators of one rank of several."""
+
+    # Calls them as the sharded embedding does.
 
     def time_device(
         self, task: dict[str, Any], shards: list[Any], replicas: list[Any], num_ranks: int, threads: int
@@ -263,10 +267,9 @@ class RankTimer(ShardTimer):
 
 
 class _StagedShards(TimedShards):
-    """Shards of one rank, updated either in stages or in one fused pass.
+    """Shards of one rank, updated either in stages or in one fused pass."""
 
-    Shards with only some columns are updated in stages if their optimizer needs sums over whole rows.
-    """
+    # Shards with only some columns are updated in stages if their optimizer needs sums over whole rows.
 
     def __init__(self, timer: ShardTimer, task: ShardingTask, pieces: list[TaskShard]) -> None:
         super().__init__(timer, task, pieces)
@@ -321,11 +324,10 @@ class _StagedShards(TimedShards):
 
 
 class _ReplicatedShards:
-    """Replicated shards of one rank.
+    """Replicated shards of one rank."""
 
-    A rank looks up the rows of its samples and sums their gradients. It then updates all rows that the global batch
-    touches.
-    """
+    # A rank looks up the rows of its samples and sums their gradients. It then updates all rows that the global batch
+    # touches.
 
     def __init__(self, timer: ShardTimer, task: ShardingTask, pieces: list[TaskShard], num_ranks: int) -> None:
         self.timer, self.task, self.task_shards, self.num_samples = timer, task, pieces, task.batch_size // num_ranks

@@ -41,8 +41,9 @@ class ProcessResult:
     def messages(self, *keys: str) -> Iterator[dict[str, Any]]:
         """Yield the JSON objects in standard output that have one of `keys`.
 
-        Each object is one line. Other output, such as that of libraries, and incomplete lines are skipped.
+        Each object is one line.
         """
+        # Other output, such as that of libraries, and incomplete lines are skipped.
         for line in self.stdout.splitlines():
             try:
                 message = json.loads(line)

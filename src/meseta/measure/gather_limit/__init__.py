@@ -35,7 +35,8 @@ class PrefetchHint:
     """Minimum number of ids between a prefetch and the read of its row. 0 with `burst` 1 means no prefetching ahead."""
 
     burst: int = 1
-    """Number of rows prefetched together. The next burst starts when the prefetched rows are only `distance` ahead."""
+    """Number of rows prefetched together."""
+    # The next burst starts when the prefetched rows are only `distance` ahead.
 
 
 @dataclass(frozen=True)
@@ -77,10 +78,8 @@ def gather(
 def best_prefetches(
     tables: Sequence[Tensor], ids: NDArray[np.int64], bounds: Sequence[int], num_threads: int, *, keep: int = 3
 ) -> list[PrefetchHint]:
-    """Return the `keep` fastest prefetch parameters for these tables and ids, fastest first.
-
-    All combinations are measured three times, interleaved. The minimum counts.
-    """
+    """Return the `keep` fastest prefetch parameters for these tables and ids, fastest first."""
+    # All combinations are measured three times, interleaved. The minimum counts.
     ways = [PrefetchHint(*way) for way in itertools.product(CACHE_LEVELS, PREFETCH_DISTANCES, PREFETCH_BURSTS)]
     times: dict[PrefetchHint, list[float]] = {way: [] for way in ways}
     for _ in range(3):

@@ -95,10 +95,11 @@ def import_export(path: Path, config: RunConfig, *, states: bool = False) -> tup
     """Start the run of `config` with an export of `meseta.checkpoint.export` in folder `path`, in one process.
 
     `states` also imports the states of the dense and row optimizers and their step count. The first step of the run is
-    then identical to the next step of the exported run on the same batch. Tables are read block by block.
-    Returns (checkpoint of step 0, imported tensors). Raises MesetaError, without writing anything, if run_dir has a
-    checkpoint, the export is damaged or has no states, or it does not match the model and its optimizers.
+    then identical to the next step of the exported run on the same batch. Returns (checkpoint of step 0, imported
+    tensors). Raises MesetaError, without writing anything, if run_dir has a checkpoint, the export is damaged or has no
+    states, or it does not match the model and its optimizers.
     """
+    # Tables are read block by block.
     _check_no_checkpoint(config)
     exported = ExportReader.open(path)
     if states and (not exported.has_states or exported.embedding_step is None or exported.dense_optimizer is None):

@@ -101,9 +101,9 @@ def _extract_state_dict(file: Path, document: Any) -> dict[str, Tensor]:
 def translate_names(layout: Layout, names: Sequence[str], tables: Sequence[str]) -> dict[str, str]:
     """Return the name in the model of each tensor in `names`. Names unknown to the layout are unchanged.
 
-    `tables` are in the order of the data, which is that of `emb_l` in facebookresearch/dlrm. Tables of TorchRec are
-    matched by name. If no name matches and the numbers are equal, they are matched by order.
+    `tables` are in the order of the data, which is that of `emb_l` in facebookresearch/dlrm.
     """
+    # Tables of TorchRec are matched by name. If no name matches and the numbers are equal, they are matched by order.
     rules = {"torch": _from_torch, "torchrec": _from_torchrec, "dlrm": _from_dlrm}
     return rules[layout](names, tables)
 

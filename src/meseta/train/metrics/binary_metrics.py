@@ -1,7 +1,5 @@
-"""Metrics of one set of samples: exact AUC, average precision, log loss, normalized entropy, calibration, reliability.
-
-Sums run over the sorted logits of each class, so they do not depend on the order of the samples.
-"""
+"""Metrics of one set of samples: AUC, average precision, log loss, normalized entropy, calibration, reliability."""
+# Sums run over the sorted logits of each class, so they do not depend on the order of the samples.
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""Metrics of a whole run in constant memory, from sums and a histogram of the predictions.
-
-All sums are integers. Batches can therefore be added in any order and on any rank, with bitwise identical results.
-"""
+"""Metrics of a whole run in constant memory, from sums and a histogram of the predictions."""
+# All sums are integers. Batches can therefore be added in any order and on any rank, with bitwise identical results.
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of numbers that are mapped into memory."""
+"""Memory of this process, and files that are mapped into it."""
 
 from __future__ import annotations
 
@@ -26,3 +26,16 @@ def open_map(path: Path, dtype: DTypeLike, shape: tuple[int, ...]) -> NDArray[An
     numbers = np.memmap(path, dtype, "r+", shape=shape)
     numbers._mmap.madvise(mmap.MADV_RANDOM)  # type: ignore[attr-defined]
     return numbers
+
+
+def memory_bytes(kind: str) -> int:
+    """Return a field of /proc/self/status, such as VmRSS, or VmHWM, the peak since `reset_peak`."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{kind}:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {kind}")
+
+
+def reset_peak() -> None:
+    """Reset VmHWM."""
+    Path("/proc/self/clear_refs").write_text("5")
