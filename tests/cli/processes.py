@@ -89,20 +89,20 @@ class Command:
         """Processes that decode rows for the command, and their dispatcher."""
         return [pid for pid in self.members() if "readers" in fact_of(pid, "cmdline").split("\0")]
 
-    def until(self, condition: Callable[[], Any], what: str) -> None:
+    def until(self, condition: Callable[[], Any], what: str, interval_s: float = 0.005) -> None:
         """Poll; fails when the command ends first, so that a kill really lands where it was meant to."""
-        assert self.reached(condition, what), f"ended with {self.process.exitcode} before {what}:\n" + (
+        assert self.reached(condition, what, interval_s), f"ended with {self.process.exitcode} before {what}:\n" + (
             self.err.read_text()
         )
 
-    def reached(self, condition: Callable[[], Any], what: str) -> bool:
+    def reached(self, condition: Callable[[], Any], what: str, interval_s: float = 0.0005) -> bool:
         """Poll; whether the condition came before the command ended."""
         deadline = time.monotonic() + PATIENCE_S
         while not condition():
             if self.process.exitcode is not None:
                 return False
             assert time.monotonic() < deadline, f"{what} did not come"
-            time.sleep(0.0005)
+            time.sleep(interval_s)
         return True
 
 

@@ -7,8 +7,6 @@ import json
 import os
 import random
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -19,10 +17,10 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
+from cli.processes import Command
 from meseta.cli import train
 from meseta.data import Dataset, PrepareOptions
 from meseta.train.interop.default_settings import default_batch_size, default_run_dir
-from small_run import environment
 
 Output = Callable[..., str]
 SMALL = ("model.embedding_dim=4", "model.bottom_mlp=[8]", "model.top_mlp=[8]", "train.epochs=3", "num_threads=1",
@@ -186,11 +184,10 @@ def test_the_first_of_several_ranks_prepares_and_the_others_wait(clicks: Path, m
 
 
 def test_two_ranks_from_a_raw_file(clicks: Path) -> None:
-    command = [sys.executable, "-m", "meseta.cli.main", "train", "--data", "clicks.csv", *SMALL, "--nproc", "2"]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment(), timeout=200)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("columns, as inferred:") == 1 and "2 ranks" in done.stdout
-    assert float(done.stdout.split("test AUC ")[1].split()[0]) > 0.7
+    command = Command(clicks.parent, "train", "--data", "clicks.csv", *SMALL, "--nproc", 2).succeed()
+    printed = command.out.read_text()
+    assert printed.count("columns, as inferred:") == 1 and "2 ranks" in printed
+    assert float(printed.split("test AUC ")[1].split()[0]) > 0.7
 
 
 @pytest.mark.parametrize(

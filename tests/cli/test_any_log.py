@@ -126,7 +126,8 @@ def test_another_try_with_other_columns_says_what_to_do_and_force_does_it(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write_text(Path("log.csv"), LOGS["whole_numbers.csv"][0])
-    settings = ["train.epochs=1", "model.bottom_mlp=[8]", "model.top_mlp=[8]", "num_threads=1"]
+    settings = ["train.max_steps=2", "model.bottom_mlp=[8]", "model.top_mlp=[8]", "num_threads=1",
+                "embedding.optimizer.lr=0.1"]  # fmt: skip
     output_of("train", "--data", "log.csv", *settings)
     Path("runs/log/notes.txt").write_text("mine")
     refusal = error_of("train", "--data", "log.csv", "--sparse", "a", *settings)

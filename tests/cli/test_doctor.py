@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from bad_input.commands import run_here
 from meseta.cli import doctor as command
 from meseta.cli.main import main
 from meseta.measure.doctor import checks, probe
@@ -31,9 +32,9 @@ def run(*arguments: str, path: str = "", **variables: str) -> subprocess.Complet
 
 def test_this_machine(tmp_path: Path) -> None:
     pytest.importorskip("meseta._C")
-    done = run("--json", "--dir", str(tmp_path))
-    assert done.stderr == ""
-    document = json.loads(done.stdout)
+    done = run_here("doctor", "--json", "--dir", tmp_path)
+    assert done.err == ""
+    document = json.loads(done.out)
     found = {entry["topic"]: entry for entry in document["findings"]}
     assert list(found) == TOPICS
     for topic in ("meseta", "torch", "packages", "core", "gloo"):
@@ -41,7 +42,7 @@ def test_this_machine(tmp_path: Path) -> None:
     assert found["cores"]["figures"]["num_usable"] == len(os.sched_getaffinity(0))
     assert found["memory"]["figures"]["total_bytes"] == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert 0 < found["disk"]["figures"]["write_bytes_per_s"] < 1e12
-    assert (done.returncode == 0) == document["ok"]
+    assert (done.code == 0) == document["ok"]
     assert list(tmp_path.iterdir()) == []
 
 

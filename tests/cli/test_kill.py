@@ -10,7 +10,9 @@ import re
 import shutil
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from cli.processes import Command
+from docs.forked_commands import forked_commands
+from forked import forking
 from meseta import checkpoint
 from meseta.data.synth import ClickLog, SynthOptions, write_click_log
 from sampling import case_id, product
@@ -31,10 +35,32 @@ from small_run import (
     write_config,
 )
 
-COMMON = {"train__epochs": 6, "checkpoint__every_steps": 3, "train__eval_every_steps": 20}
-NUM_STEPS = 84
+NUM_EPOCHS = 6 if os.environ.get("MESETA_SOAK") else 3
+NUM_STEPS = 14 * NUM_EPOCHS
+COMMON = {"train__epochs": NUM_EPOCHS, "checkpoint__every_steps": 3, "train__eval_every_steps": 20}
 MOST_TRIES = 20
 """Of a kill that came too late, as they do on a busy machine."""
+
+
+@contextmanager
+def commands_for_torchrun(folder: Path) -> Iterator[Path]:
+    """Context manager that yields a program `meseta` whose processes are forked, as torchrun starts ranks by exec."""
+    ended = forking().Event()
+    server = forking().Process(target=_serve_commands, args=(folder, ended))
+    server.start()
+    try:
+        while not os.access(folder / "meseta", os.X_OK):
+            assert server.is_alive()
+            time.sleep(0.01)
+        yield folder / "meseta"
+    finally:
+        ended.set()
+        server.join()
+
+
+def _serve_commands(folder: Path, ended: Event) -> None:
+    with forked_commands(folder):
+        ended.wait()
 
 
 @pytest.fixture(scope="session")
@@ -51,9 +77,12 @@ def whole(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Callable[...,
             train(document)
             return
         words = ("train", write_config(folder / "c.yaml", document))
-        torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size))
-        started = Command(folder, *words, "--nproc", size) if stale else Command(folder, *words, launcher=torchrun)
-        started.succeed()
+        if stale:
+            Command(folder, *words, "--nproc", size).succeed()
+        else:
+            with commands_for_torchrun(folder / "programs") as meseta:
+                torchrun = ("--standalone", "--nproc-per-node", size, "--no-python", meseta)
+                Command(folder, *torchrun, *words, program="torchrun").succeed()
 
     def get(size: int, stale: int = 0) -> Path:
         folder = shared / f"whole-{size}-{stale}"
@@ -147,7 +176,8 @@ def reach(command: Command, run_dir: Path, moment: str, draw: random.Random, sha
 def check_equal(run_dir: Path, expected: Path) -> None:
     assert final_checksum(run_dir) == final_checksum(expected)
     assert without_times(metrics(run_dir)) == without_times(metrics(expected))
-    assert [line["step"] for line in metrics(run_dir) if line["kind"] == "train"] == [*range(4, NUM_STEPS + 1, 4)]
+    shown = [*range(4, NUM_STEPS, 4), NUM_STEPS]
+    assert [line["step"] for line in metrics(run_dir) if line["kind"] == "train"] == shown
     summaries = [json.loads((path / "summary.json").read_text()) for path in (run_dir, expected)]
     assert without_times([summaries[0]["test"]]) == without_times([summaries[1]["test"]])
     assert not [path for path in run_dir.rglob("*") if path.name.startswith(".") or ".tmp" in path.name]
@@ -270,7 +300,7 @@ def test_a_dead_rank_and_a_dead_launcher(whole: Callable[[int], Path], tiny: Pat
     ]
     assert dead_rank.members() == []
 
-    orphans = start("orphans", 40)
+    orphans = start("orphans", 24)
     orphans.send(signal.SIGKILL, to_all=False)
     orphans.wait(15)
     deadline = time.monotonic() + 15
@@ -290,7 +320,7 @@ def test_signals_save_and_the_run_goes_on(whole: Callable[[int], Path], tiny: Pa
     """SIGTERM to the process that was started, then Ctrl-C to all processes, as a terminal sends it."""
     run_dir = tmp_path / "run"
     config = write_config(tmp_path / "c.yaml", settings(tiny, run_dir, **COMMON | {"checkpoint__every_steps": None}))
-    for name, number, at in (("term", signal.SIGTERM, 12), ("int", signal.SIGINT, 44)):
+    for name, number, at in (("term", signal.SIGTERM, 12), ("int", signal.SIGINT, 24)):
         command = Command(tmp_path / name, "train", config, "--nproc", size)
         command.until(lambda at=at, c=command: f"step {at}/" in c.err.read_text(), f"step {at}")  # type: ignore[misc]
         if number == signal.SIGTERM:
@@ -326,7 +356,7 @@ def test_a_second_signal_leaves_at_once(tiny: Path, tmp_path: Path) -> None:
 def test_sigterm_to_one_rank_before_it_trains(tiny: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path / "c.yaml", settings(tiny, tmp_path / "run"))
     command = Command(tmp_path, "train", config, "--nproc", 2)
-    command.until(lambda: 1 in command.ranks(), "rank 1")
+    command.until(lambda: 1 in command.ranks(), "rank 1", interval_s=0.02)
     os.kill(command.ranks()[1], signal.SIGTERM)
     assert command.wait(30) == 143
     assert command.err.read_text() == "interrupted; the same command resumes from the last checkpoint\n"

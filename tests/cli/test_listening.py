@@ -73,12 +73,12 @@ def test_ranks_of_one_machine_listen_on_loopback_alone(tiny: Path, tmp_path: Pat
     config = write_config(tmp_path / "c.yaml", settings(tiny, tmp_path / "run"))
     commands = [
         Command(tmp_path / "1", "sweep", config, "seed=[1]", "--out", tmp_path / "s", "--nproc", 2),  # trains
-        Command(tmp_path / "2", "verify", config, "--nproc", 2, "--steps", 4),
-        Command(tmp_path / "3", "train", config, f"run_dir={tmp_path / 'read'}", "--readers", 2),
+        Command(tmp_path / "2", "verify", config, "--nproc", 2, "--steps", 2, "--float64"),
+        Command(tmp_path / "3", "train", config, f"run_dir={tmp_path / 'read'}", "--readers", 1),
     ]
     found = listened(commands)
-    # The ranks of each command keep a socket for each other; a dispatcher and readers listen for trainers.
-    assert len(found) >= 7
+    # The ranks of each command keep a socket for each other; a dispatcher and a reader listen for trainers.
+    assert len(found) >= 6
     assert not [address for address in sorted(found) if not is_loopback(address)]
 
 

@@ -61,7 +61,7 @@ def test_a_gpu_is_filled_to_its_data_sheet_and_not_beyond(run, files: Files, tmp
 
 def test_the_same_plan_as_with_the_bytes_written_down(output_of, files: Files, tmp_path: Path) -> None:
     """Several ranks and hosts; the page has the note too."""
-    tables = {"user": table_of(90), "item": table_of(55), "page": table_of(0.1, copies=5)}
+    tables = {"user": table_of(90), "item": table_of(55), "page": table_of(0.1, copies=2)}
     workload, cluster = files("model.yaml", {"batch_size": 4096, "tables": tables}), {"num_hosts": 2, "device": "h100"}
     ended = []
     for name, more in (("bare", {}), ("full", {"hbm_bytes": 80_000_000_000})):

@@ -28,8 +28,7 @@ from meseta.errors import FormerNameWarning
 from meseta.spec import MesetaError
 from small_run import final_checksum, metrics, settings, train, without_times, write_config
 
-COMMON = {"train__epochs": 4, "checkpoint__every_steps": 3, "checkpoint__keep_last": 100}
-NUM_STEPS = 56
+COMMON = {"checkpoint__every_steps": 3, "checkpoint__keep_last": 100}
 RESTART = re.compile(
     r"note: rank (\d) was killed by SIGKILL; restart (\d) of 2, on (\d) ranks?, from (?:step (\d+)|the first step)"
 )
@@ -60,13 +59,13 @@ def kill(command: Command, shown_step: int, ranks: Sequence[int], later_s: float
         os.kill(of[rank], signal.SIGKILL)
 
 
-def lose_ranks(folder: Path, tiny: Path, seed: int, least_ranks: int) -> None:
+def lose_ranks(folder: Path, tiny: Path, seed: int, least_ranks: int, epochs: int = 4) -> None:
     """Four ranks, of which one is killed at a random step, and two of those that go on at a later one: the bits of
     resuming so by hand, each time from the same checkpoint on the same number of ranks."""
     draw = random.Random(seed)
-    first, second = draw.randrange(4, 17, 4), draw.randrange(24, 41, 4)
+    first, second = draw.randrange(4, 4 * epochs + 1, 4), draw.randrange(6 * epochs, 10 * epochs + 1, 4)
     run_dir = folder / "run"
-    config = write_config(folder / "c.yaml", settings(tiny, run_dir, **COMMON))
+    config = write_config(folder / "c.yaml", settings(tiny, run_dir, **COMMON, train__epochs=epochs))
     fewer = ("--max-restarts", 2, "--min-nproc", least_ranks)
     command = Command(folder / "itself", "train", config, "--nproc", 4, *fewer)
     kill(command, first, [draw.randrange(4)], draw.uniform(0, 0.03))
@@ -88,16 +87,16 @@ def lose_ranks(folder: Path, tiny: Path, seed: int, least_ranks: int) -> None:
     assert checkpoint.verify(by_hand / at_second) == checkpoint.verify(run_dir / at_second)
     again = copied_at(by_hand, folder / "two", two[1])
     if two[0] == 1:
-        train(settings(tiny, again, **COMMON))
+        train(settings(tiny, again, **COMMON, train__epochs=epochs))
     else:
         Command(folder / "by-hand-2", "train", config, f"run_dir={again}", "--nproc", two[0]).succeed()
     assert final_checksum(again) == final_checksum(run_dir)
     assert without_times(metrics(again)) == without_times(metrics(run_dir))
-    assert step_of(checkpoint.latest_complete(run_dir / "checkpoints") or Path()) == NUM_STEPS
+    assert step_of(checkpoint.latest_complete(run_dir / "checkpoints") or Path()) == 14 * epochs
 
 
 def test_a_run_goes_on_on_the_ranks_that_are_left(tiny: Path, tmp_path: Path) -> None:
-    lose_ranks(tmp_path, tiny, seed=18, least_ranks=1)
+    lose_ranks(tmp_path, tiny, seed=18, least_ranks=1, epochs=2)
 
 
 @pytest.mark.soak

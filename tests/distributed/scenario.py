@@ -35,7 +35,7 @@ class Scenario:
     weighted: bool
     optimizer: str
     dtype: str = "float32"
-    num_steps: int = 4
+    num_steps: int = 4 if IS_SOAK else 2
     batch_size: int = 24
     max_ids: int = 5  # per bag
     seed: int = 0

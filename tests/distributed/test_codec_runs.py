@@ -67,7 +67,11 @@ def test_rounding_shows_in_training_and_in_no_evaluation(ranks: Ranks, tiny: Pat
     ("changes", "size"),
     [
         ({"plan": COLUMNS, "comm__precision": "int8"}, 2),
-        ({"plan": {**TABLES}, "comm__precision": "paper", "comm__exchange": "hierarchical"}, 4),
+        pytest.param(
+            {"plan": {**TABLES}, "comm__precision": "paper", "comm__exchange": "hierarchical"},
+            4,
+            marks=pytest.mark.soak,
+        ),
         ({"plan": MIXED, "comm__forward": "fp8", "embedding__pooling": "mean"}, 4),
         ({"plan": HOSTS, "comm__precision": "bf16", "comm__exchange": "hierarchical"}, 4),
     ],

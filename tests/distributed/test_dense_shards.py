@@ -32,6 +32,7 @@ from meseta.train.setup.meta_model import make_meta_model
 from small_run import predicted_memory, settings, train
 
 from .pool import RankPool
+from .scenario import IS_SOAK
 from .test_shard import user_loop
 from .test_training import STEPS, WIDE, evaluate_here, losses, message_of, train_until
 
@@ -113,7 +114,7 @@ def test_every_optimizer_with_clipping_and_accumulation(
 def test_float32(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
     changes = {**COMMON, "embedding__dtype": "float32", "model__batch_norm": True, "model__dropout": 0.2}
     train(settings(tiny, tmp_path / "one", **changes))
-    ranks(4).run(train, settings(tiny, tmp_path / "many", **changes, **SHARDED))
+    ranks(4 if IS_SOAK else 2).run(train, settings(tiny, tmp_path / "many", **changes, **SHARDED))
     np.testing.assert_allclose(losses(tmp_path / "many"), losses(tmp_path / "one"), rtol=0, atol=1e-5)
 
 
@@ -139,10 +140,6 @@ def test_every_model(ranks: Ranks, tiny: Path, tmp_path: Path, model: str) -> No
     check_equal(tmp_path / "one", tmp_path / "two", 1e-10)
 
 
-EVERYWHERE = {**HOSTS, "devices_per_host": 4}
-"""Four ranks that a plan calls one host."""
-
-
 def test_whole_cut_inside_hosts_and_cut_over_all(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
     """DHEN with all modules, each layer cut by itself. The norm takes away what the bias of a convolution adds; of its
     gradient, which is rounding alone, Adam would make steps."""
@@ -150,15 +147,17 @@ def test_whole_cut_inside_hosts_and_cut_over_all(ranks: Ranks, tiny: Path, tmp_p
         **COMMON,
         "model": {"name": "dhen", "embedding_dim": 4, "interactions": ALL_MODULES, "layers": 2},
         "dense__optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9},
-        "train__max_steps": 4,
+        "train__max_steps": 10 if IS_SOAK else 3,
     }
     train(settings(tiny, tmp_path / "one", **changes))
-    for name, sharding, plan in (
-        ("whole", "replicated", HOSTS),
-        ("hybrid", "fsdp", HOSTS),
-        ("everywhere", "fsdp", EVERYWHERE),
+    one_host = 4 if IS_SOAK else 2
+    for name, size, sharding, per_host in (
+        ("whole", one_host, "replicated", 2),
+        ("hybrid", 4, "fsdp", 2),
+        ("everywhere", one_host, "fsdp", one_host),
     ):
-        ranks(4).run(train, settings(tiny, tmp_path / name, **changes, dense__sharding=sharding, plan=plan))
+        plan = {**HOSTS, "devices_per_host": per_host}
+        ranks(size).run(train, settings(tiny, tmp_path / name, **changes, dense__sharding=sharding, plan=plan))
         check_equal(tmp_path / "one", tmp_path / name, 1e-10)
 
 

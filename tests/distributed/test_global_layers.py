@@ -71,8 +71,8 @@ def buffers(run_dir: Path) -> dict[str, torch.Tensor]:
 BOTH = {
     "model__dropout": 0.2,
     "model__batch_norm": True,
-    "model__top_mlp": [16, 8],
-    "model__deep_mlp": [16, 8],
+    "model__top_mlp": [8],
+    "model__deep_mlp": [8],
     "embedding__optimizer__lr": 0.02,
     "train__log_every_steps": 1,
 }

@@ -58,7 +58,7 @@ def train_by_kernels(scenario: Scenario) -> dict[str, Any]:
 @pytest.mark.parametrize(("sharding", "optimizer"), [("data_parallel", "adam"), ("hot_replicated", "rowwise_adagrad")])
 def test_rows_are_picked_on_the_device(ranks: Ranks, sharding: str, optimizer: str) -> None:
     pytest.importorskip("triton")
-    scenario = Scenario(sharding, "sum", weighted=False, optimizer=optimizer, num_steps=2, batch_size=8)
+    scenario = Scenario(sharding, "sum", weighted=False, optimizer=optimizer, num_steps=2, batch_size=4)
     plain, picked = ranks(2).run(train, scenario), ranks(2).run(train_by_kernels, scenario)
     for mine, other in zip(picked, plain, strict=True):
         for (place, weight, state), (same, expected, kept) in zip(mine["shards"], other["shards"], strict=True):

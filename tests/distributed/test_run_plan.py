@@ -75,7 +75,7 @@ def test_a_norm_that_no_rank_knows_is_refused_by_plan_and_run(
     assert str(refused.value) == said
 
 
-@pytest.mark.parametrize("name", sample(CASES, 4, seed=0))
+@pytest.mark.parametrize("name", sample(CASES, 4, seed=1007))
 def test_a_run_makes_the_plan_that_was_shown(
     ranks: Callable[[int], RankPool], tiny: Path, tmp_path: Path, name: str
 ) -> None:

@@ -46,8 +46,8 @@ def clicks_and_buys(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 MMOE: dict[str, Any] = {
     "model__name": "mmoe",
-    "model__num_experts": 3,
-    "model__expert_mlp": [16, 8],
+    "model__num_experts": 2,
+    "model__expert_mlp": [16],
     "model__tower_mlp": [8],
     "embedding__init__scale": 0.03,
     "embedding__optimizer__lr": 0.02,

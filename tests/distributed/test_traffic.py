@@ -199,8 +199,14 @@ def test_predicted_bytes_are_counted_bytes_of_two_hosts(
     check(ranks(4), plan, Topology(num_hosts=2, devices_per_host=2), optimizer, weighted, pooling)
 
 
-@pytest.mark.parametrize("name", HOSTS)
-@pytest.mark.parametrize(("optimizer", "weighted", "pooling"), KINDS)
+@pytest.mark.parametrize(
+    ("name", "optimizer", "weighted", "pooling"),
+    [
+        pytest.param(name, *kind, marks=[] if place == number % len(KINDS) else pytest.mark.soak)
+        for number, name in enumerate(HOSTS)
+        for place, kind in enumerate(KINDS)
+    ],
+)
 def test_predicted_bytes_are_counted_bytes_of_two_levels(
     ranks: Callable[[int], RankPool], name: str, optimizer: str, weighted: bool, pooling: str
 ) -> None:

@@ -30,7 +30,7 @@ def document(tiny: Path, run: Path, cls: str, pooling: str, **changes: Any) -> d
     tables = {name: {"pooling": pooling} for name in ("user", "city")}
     model = {"name": f"own_models:{cls}", "embedding_dim": 4}
     own = {"model": model, "embedding__tables": tables, "embedding__dtype": "float64"}
-    return settings(tiny, run, **own, train__max_steps=12, **changes)
+    return settings(tiny, run, **own, train__max_steps=5, train__log_every_steps=1, **changes)
 
 
 def predictions(run: Path, out: Path) -> list[str]:

@@ -57,11 +57,18 @@ FALLING = {
 
 
 @pytest.fixture(scope="module")
-def ended(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that has ended with the weights of step 6; tests that go on with it copy it."""
+def ended_trainer(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Trainer:
+    """One whose run has ended with the weights of step 6."""
     run_dir = tmp_path_factory.mktemp("choosing") / "ended"
-    train(settings(data, run_dir, **FIRST_IS_BEST))
-    return run_dir
+    own = Trainer(RunConfig.model_validate(settings(data, run_dir, **FIRST_IS_BEST)), World.current())
+    own.run()
+    return own
+
+
+@pytest.fixture(scope="module")
+def ended(ended_trainer: Trainer) -> Path:
+    """The directory of its run; tests that go on with it copy it."""
+    return ended_trainer.config.run_dir
 
 
 def summary_of(run_dir: Path) -> dict[str, Any]:
@@ -118,14 +125,11 @@ def test_commands_take_the_checkpoint_that_the_run_ended_with(ended: Path) -> No
         assert json.loads(result.stdout)["step"] == step
 
 
-def test_the_model_of_a_trainer_has_the_best_weights(data: Path, tmp_path: Path) -> None:
-    config = RunConfig.model_validate(settings(data, tmp_path / "run", **FIRST_IS_BEST))
-    own = Trainer(config, World.current())
-    own.run()
-    loaded = load_trained(tmp_path / "run", "test", World.single(), best=True)
-    for mine, other in zip(own.model.embeddings.shards, loaded.model.embeddings.shards, strict=True):
+def test_the_model_of_a_trainer_has_the_best_weights(ended_trainer: Trainer, ended: Path) -> None:
+    loaded = load_trained(ended, "test", World.single(), best=True)
+    for mine, other in zip(ended_trainer.model.embeddings.shards, loaded.model.embeddings.shards, strict=True):
         assert torch.equal(mine.weight, other.weight)
-    parts = [dense_tensors(one.model, own.optimizer, World.single()) for one in (own, loaded)]
+    parts = [dense_tensors(one.model, ended_trainer.optimizer, World.single()) for one in (ended_trainer, loaded)]
     assert all(torch.equal(parts[0][name], value) for name, value in parts[1].items() if name.startswith("model."))
 
 
@@ -311,7 +315,8 @@ def test_a_lost_checkpoint_of_the_best_is_told(ended: Path, tmp_path: Path) -> N
 
 
 def test_from_a_mirror_the_run_ends_alike(data: Path, tmp_path: Path) -> None:
-    document = settings(data, tmp_path / "run", **FIRST_IS_BEST, checkpoint__mirror=f"file://{tmp_path / 'mirror'}")
+    mirror = {"train__max_steps": 11, "checkpoint__mirror": f"file://{tmp_path / 'mirror'}"}
+    document = settings(data, tmp_path / "run", **FIRST_IS_BEST, **mirror)
     first = train(document)
     shutil.rmtree(tmp_path / "run")
     again = train(document)

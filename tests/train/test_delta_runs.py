@@ -80,6 +80,7 @@ def test_tables_that_step_all_rows_are_whole(tiny: Path, tmp_path: Path, capsys:
     """All of them, or one."""
     for name, where in (("all", "embedding__optimizer"), ("one", "embedding__tables__user__optimizer")):
         changes = {f"{where}__{key}": value for key, value in (("weight_decay", 0.1), ("stepped_rows", "all"))}
+        changes["train__max_steps"] = 8
         with_deltas(tiny, tmp_path / name, "rolling", **changes)
         assert "so each delta has all of them" in capsys.readouterr().err
         train(settings(tiny, tmp_path / f"{name}-whole", **STEPS | changes))

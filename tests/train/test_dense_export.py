@@ -78,14 +78,15 @@ def test_every_model_gives_the_same_logits(tiny: Path, tmp_path: Path, model: st
             np.testing.assert_allclose(found, expected.numpy(), rtol=1e-5, atol=1e-5)
 
 
-def test_running_statistics_stand_for_those_of_a_batch(tiny: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", ["torch-export", pytest.param("onnx", marks=pytest.mark.soak)])
+def test_running_statistics_stand_for_those_of_a_batch(tiny: Path, tmp_path: Path, form: DenseFormat) -> None:
     changes = {"model__name": "wide_deep", "model__deep_mlp": [8, 8], "model__batch_norm": True, "model__dropout": 0.5}
     path, trained = trained_run(tiny, tmp_path / "run", **changes)
-    export_dense(path, tmp_path / "out", "onnx")
+    export_dense(path, tmp_path / "out", form)
     batch = next(iter(trained.reader.epoch()))
     pooled = trained.model.embeddings(batch.sparse).pooled.values.detach()
     expected = trained.model.score(batch.dense, pooled).detach().numpy()
-    found = run_exported(tmp_path / "out", "onnx", batch.dense, pooled)
+    found = run_exported(tmp_path / "out", form, batch.dense, pooled)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 

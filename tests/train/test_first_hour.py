@@ -50,7 +50,7 @@ def test_pairs_are_planted_where_it_says_so(bench: ModuleType, tmp_path: Path) -
     short = {}
     for log in bench.LOGS:
         if log.name in ("many_epochs", "one_strong"):
-            written = bench.write_log(log, tmp_path / log.name, seed=0, num_rows=40_000)
+            written = bench.write_log(log, tmp_path / log.name, seed=0, num_rows=20_000)
             train, test = (pyarrow.csv.read_csv(path) for path in (written.train, written.test))
             encoder = OneHotEncoder(handle_unknown="ignore")
             ids = [np.stack([t[name].to_numpy() for name in log.sparse], axis=1).astype(str) for t in (train, test)]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from itertools import accumulate
 from pathlib import Path
 
@@ -12,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cli.processes import Command
 from meseta.config.models import MODEL_NAMES
 from meseta.train.setup.heap import NUM_SIMULATED_STEPS, HeapModel, heap_peak
-from small_run import environment
 
 MB = 1 << 20
 SIZES = {"autoint": 1024, "mmoe": 4096}
 """Samples, for 0.3 to 0.6 GB; those of all others are 16,384."""
-FIRST = ("autoint",)
+FIRST = ("wide_deep",)
 
 
 def peak_of(entries: list[tuple[int, int]]) -> float:
@@ -80,10 +78,10 @@ def test_it_holds_what_is_in_use_and_no_more_than_was_ever_taken(taken: list[tup
     "name", [name if name in FIRST else pytest.param(name, marks=pytest.mark.soak) for name in MODEL_NAMES
              if name != "logistic_regression"]
 )  # fmt: skip
-def test_a_model_holds_what_is_predicted_of_its_shapes(name: str) -> None:
+def test_a_model_holds_what_is_predicted_of_its_shapes(tmp_path: Path, name: str) -> None:
     """Within 30 % of the peak; logistic regression holds less than a process takes by chance."""
-    command = [sys.executable, str(Path(__file__).with_name("memory_of_models.py")), f"{name}:{SIZES.get(name, 16384)}"]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=200, check=True)
-    predicted, peak = json.loads(done.stdout)[name]
+    script = Path(__file__).with_name("memory_of_models.py")
+    command = Command(tmp_path, script, f"{name}:{SIZES.get(name, 16384)}", program="python").succeed()
+    predicted, peak = json.loads(command.out.read_text())[name]
     print(f"{name}: predicted {predicted / 1e6:.0f} MB, peak {peak / 1e6:.0f} MB")
     assert 0.7 * peak <= predicted <= 1.3 * peak

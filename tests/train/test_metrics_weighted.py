@@ -61,7 +61,6 @@ def test_weighted_figures_agree_with_scikit_learn(dtype: type) -> None:
     assert metrics.calibration == pytest.approx(wanted, rel=1e-12)
 
 
-@settings(max_examples=100, deadline=None)
 @given(SAMPLES)
 def test_small_sets_agree_with_scikit_learn(samples: list[tuple[int, int, float]]) -> None:
     logits, labels, weights = (

@@ -26,6 +26,7 @@ from meseta.train.trained_model import load_for_raw_rows, load_trained
 from small_run import settings, train, write_config
 
 NUM_NEW = 150
+FEW_EXPERTS = {"model__name": "mmoe", "model__num_experts": 2, "model__expert_mlp": [8], "model__tower_mlp": [4]}
 
 
 def trained(folder: Path, kind: str, *, vocabulary: bool = False, **changes: Any) -> tuple[Path, Path, Path]:
@@ -237,7 +238,7 @@ def test_a_model_of_two_labels(tmp_path: Path) -> None:
     rows = {"click": table["click"], "buy": [row % 3 // 2 for row in range(300)], "shop": table["shop"]}
     source = write_csv(tmp_path / "two.csv", rows)
     prepare(PrepareOptions(sources=[str(source)], out=tmp_path / "data", label=["click", "buy"]))
-    train(settings(tmp_path / "data", tmp_path / "run", train__max_steps=4, model__name="mmoe"))
+    train(settings(tmp_path / "data", tmp_path / "run", train__max_steps=4, **FEW_EXPERTS))
     train(settings(tmp_path / "data", tmp_path / "one", train__max_steps=4, data__labels=["buy"]))
     write_csv(tmp_path / "bare.csv", {"shop": rows["shop"]})
     for run, names in (("run", ["prediction.click", "prediction.buy"]), ("one", ["prediction"])):

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from forked import become_command, forking
 from sampling import product, sample
 from small_run import environment, settings
 
@@ -44,16 +44,24 @@ def measure(folder: Path, tiny: Path, ranks: int, background: str) -> list[dict[
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    script, started = Path(__file__).with_name("memory_of_phases.py"), []
+    started = []
     for rank in range(ranks):
         variables = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks}
         variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         process = environment() | {name: str(value) for name, value in variables.items()}
-        command = [sys.executable, str(script), str(folder)]
-        started.append(subprocess.Popen(command, env=process, stdout=subprocess.PIPE, text=True))
-    texts = [one.communicate(timeout=300)[0] for one in started]
-    assert [one.returncode for one in started] == [0] * ranks
-    return [json.loads(text.splitlines()[-1]) for text in texts]
+        started.append(forking().Process(target=_run_rank, args=(folder, rank, process)))
+        started[-1].start()
+    for one in started:
+        one.join(300)
+    assert [one.exitcode for one in started] == [0] * ranks
+    return [json.loads((folder / f"{rank}.out").read_text().splitlines()[-1]) for rank in range(ranks)]
+
+
+def _run_rank(folder: Path, rank: int, variables: dict[str, str]) -> None:
+    """In the new process."""
+    script = Path(__file__).with_name("memory_of_phases.py")
+    with Path(os.devnull).open() as nothing, (folder / f"{rank}.out").open("wb") as output:
+        become_command([str(script), str(folder)], folder, variables, [nothing.fileno(), output.fileno()], (), "python")
 
 
 def check(found: list[dict[str, list[int]]]) -> None:

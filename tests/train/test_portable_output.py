@@ -19,7 +19,7 @@ from meseta import checkpoint
 from meseta.comm import World
 from meseta.errors import UnknownColumnError
 from meseta.spec import MesetaError
-from meseta.train.interop.dense_export import export_dense, load_dense_part
+from meseta.train.interop.dense_export import DenseFormat, export_dense, load_dense_part
 from meseta.train.interop.output_columns import OutputColumns
 from meseta.train.predictions import write_predictions
 from meseta.train.trained_model import load_trained
@@ -28,15 +28,16 @@ from train.test_dense_export import run_exported, traces, trained_run
 from train.test_predictions import with_keys
 
 
-def test_exported_programs_name_no_file_of_this_machine(tiny: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", ["torch-export", pytest.param("onnx", marks=pytest.mark.soak)])
+def test_exported_programs_name_no_file_of_this_machine(tiny: Path, tmp_path: Path, form: DenseFormat) -> None:
     """Of a model of the user's own too, with the same logits; what torch writes by itself has all traces."""
     path, trained = trained_run(tiny, tmp_path / "run", model__name="own_models:Plain")
     batch = next(iter(trained.reader.epoch()))
     pooled = trained.model.embeddings(batch.sparse).pooled.values.detach()
     with torch.no_grad():
         expected = trained.model.score(batch.dense, pooled) + trained.logit_shift
-    assert [traces(file) for file in export_dense(path, tmp_path / "onnx", "onnx")] == [set(), set()]
-    found = run_exported(tmp_path / "onnx", "onnx", batch.dense, pooled)
+    assert [traces(file) for file in export_dense(path, tmp_path / "out", form)] == [set(), set()]
+    found = run_exported(tmp_path / "out", form, batch.dense, pooled)
     np.testing.assert_allclose(found, expected.numpy(), rtol=1e-5, atol=1e-5)
     part, _ = load_dense_part(path)
     torch.export.save(torch.export.export(part, (batch.dense, pooled)), tmp_path / "plain.pt2")
@@ -55,13 +56,13 @@ def read(path: Path) -> pa.Table:
 
 
 def test_columns_are_chosen_ordered_and_named(tiny: Path, run_dir: Path, tmp_path: Path) -> None:
-    """Twenty drawn choices against pyarrow's select and rename of a file with everything."""
+    """Eight drawn choices against pyarrow's select and rename of a file with everything."""
     data = with_keys(tiny, tmp_path / "data", group="session", time="when")
     trained = load_trained(run_dir, "test", World.single(), data)
     everything = tmp_path / "everything.parquet"
     write_predictions(trained.model, trained.reader, trained.world, everything, ["name", "city", "user"])
     whole, draw = pq.read_table(everything), random.Random(5)
-    for number in range(20):
+    for number in range(8):
         olds = draw.sample(whole.column_names, draw.randint(1, len(whole.column_names)))
         olds += draw.choices(olds, k=draw.randint(0, 2))  # a column may come under two names
         news = [old if draw.random() < 0.3 and olds.count(old) == 1 else f"c{i}" for i, old in enumerate(olds)]

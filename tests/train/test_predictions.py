@@ -83,7 +83,8 @@ def test_several_labels_give_several_columns(tiny: Path, tmp_path: Path) -> None
         split["positives"] = positives
     document["source_form"]["labels"] = ["label", "buy"]
     (data / "dataset.json").write_text(json.dumps(document))
-    train(settings(data, tmp_path / "run", train__max_steps=4, model__name="mmoe"))
+    small = {"model__num_experts": 2, "model__expert_mlp": [8], "model__tower_mlp": [4]}
+    train(settings(data, tmp_path / "run", train__max_steps=4, model__name="mmoe", **small))
     table = predict(tmp_path / "run", data, tmp_path / "p.parquet")
     assert table.column_names == ["row", "prediction.label", "prediction.buy", "label.label", "label.buy"]
     assert table["label.buy"].to_pylist() == [float(i % 5 == 0) for i in range(279)]

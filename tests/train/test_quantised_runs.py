@@ -48,25 +48,33 @@ def stop_before(document: dict[str, Any], step: int) -> None:
     shutil.rmtree(checkpoint_of(Path(document["run_dir"]), step))
 
 
+@pytest.fixture(scope="module")
+def exact_run(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose checkpoints are exact. Tests only read it."""
+    run_dir = tmp_path_factory.mktemp("exact")
+    train(settings(tiny, run_dir, **STEPS))
+    return run_dir
+
+
 @pytest.mark.parametrize("deltas", ["none", "consecutive"])
-def test_training_does_not_see_codes(tiny: Path, tmp_path: Path, deltas: str) -> None:
-    train(settings(tiny, tmp_path / "exact", **STEPS))
+def test_training_does_not_see_codes(tiny: Path, exact_run: Path, tmp_path: Path, deltas: str) -> None:
     train(settings(tiny, tmp_path / "coded", checkpoint__bits=2, checkpoint__deltas=deltas, **STEPS))
-    assert final_checksum(tmp_path / "coded") == final_checksum(tmp_path / "exact")
-    assert without_times(metrics(tmp_path / "coded")) == without_times(metrics(tmp_path / "exact"))
+    runs = (tmp_path / "coded", exact_run)
+    assert final_checksum(runs[0]) == final_checksum(exact_run)
+    assert without_times(metrics(runs[0])) == without_times(metrics(exact_run))
     assert [forms(tmp_path / "coded", step) for step in (4, 8, 16, 18)] == [{"int2"}] * 3 + [{"exact"}]
-    manifests = [read_manifest(checkpoint_of(tmp_path / name, 8)) for name in ("coded", "exact")]
+    manifests = [read_manifest(checkpoint_of(run, 8)) for run in runs]
     for key in ("dense", "reader", "plan", "step"):
         assert manifests[0][key] == manifests[1][key]
     states = [{**m["state"], "train_s": 0, "run_id": ""} for m in manifests]
     assert states[0] == states[1]
     for table, errors in manifests[0]["quantised"].items():
-        coded, exact = (values_of(checkpoint_of(tmp_path / name, 8), table) for name in ("coded", "exact"))
+        coded, exact = (values_of(checkpoint_of(run, 8), table) for run in runs)
         assert 0 < np.abs(coded["row"].astype(float) - exact["row"]).max() <= errors["row"]
         assert (coded["sum"] == exact["sum"]).all()
     final = read_manifest(checkpoint_of(tmp_path / "coded", 18))
     assert final["format"] == "meseta.checkpoint/1"
-    assert list(compare(checkpoint_of(tmp_path / "coded", 18), checkpoint_of(tmp_path / "exact", 18))) == []
+    assert list(compare(*(checkpoint_of(run, 18) for run in runs))) == []
 
 
 @pytest.mark.parametrize("deltas", ["none", "consecutive"])

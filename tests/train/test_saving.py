@@ -83,14 +83,26 @@ def fill_disk_at(steps: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DirectoryStore, "commit", commit)
 
 
+@pytest.fixture(scope="module")
+def twelve_steps(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The checksum of a run that saves at its end alone."""
+    run_dir = tmp_path_factory.mktemp("roomy")
+    train(settings(tiny, run_dir, train__max_steps=12))
+    return final_checksum(run_dir)
+
+
 @pytest.mark.parametrize("background", ["always", "never"])
 def test_a_run_goes_on_without_a_checkpoint_that_failed(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], background: str
+    tiny: Path,
+    twelve_steps: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    background: str,
 ) -> None:
     """Where it is told to; it says so, ends with the bits of a run with room, and leaves no half a checkpoint."""
-    changes = {"train__max_steps": 12, "checkpoint__every_steps": 2, "checkpoint__keep_last": 9}
-    train(settings(tiny, tmp_path / "roomy", **changes))
     fill_disk_at({4, 6}, monkeypatch)
+    changes = {"train__max_steps": 12, "checkpoint__every_steps": 2, "checkpoint__keep_last": 9}
     changes |= {"checkpoint__background": background, "checkpoint__on_failure": "continue"}
     capsys.readouterr()
     train(settings(tiny, tmp_path / "full", **changes))
@@ -102,7 +114,7 @@ def test_a_run_goes_on_without_a_checkpoint_that_failed(
         "10",
         "12",
     ]
-    assert final_checksum(tmp_path / "full") == final_checksum(tmp_path / "roomy")
+    assert final_checksum(tmp_path / "full") == twelve_steps
 
 
 def test_the_last_checkpoint_ends_a_run_that_has_no_room_for_it(

@@ -38,7 +38,7 @@ from meseta.train.trained_model import load_trained
 from meseta.train.trainer import Trainer
 from meseta.train.verify.steps import run_steps
 from readers.tier import SlowFiles, Tier, running
-from sampling import product, sample
+from sampling import case_id, product
 from small_run import final_checksum, metrics, settings, tiny_with_valid, train, without_times, write_config
 
 COMMON = {"train__epochs": 2, "train__eval_every_steps": 9, "checkpoint__every_steps": 5}
@@ -85,9 +85,13 @@ def train_on(num_ranks: int, two_ranks: RankPool, document: dict[str, Any]) -> N
 
 
 ORDERS = product(num_ranks=[1, 2], order=["served", "served, local, served", "local, served, local"])
+FIRST = ({"num_ranks": 1, "order": "served"}, {"num_ranks": 2, "order": "served, local, served"})
 
 
-@pytest.mark.parametrize("case", sample(ORDERS, 2, seed=5))
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=case_id(case), marks=() if case in FIRST else pytest.mark.soak) for case in ORDERS],
+)
 def test_a_run_ends_with_the_same_bits(
     tier: Tier, data: Path, two_ranks: RankPool, tmp_path: Path, case: dict[str, Any]
 ) -> None:
@@ -127,7 +131,7 @@ def test_with_keys_the_bits_are_the_same_and_nothing_tells_them(
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_waits_for_rows_are_told(
-    tier: Tier, data: Path, two_ranks: RankPool, tmp_path: Path, num_ranks: int, monkeypatch: pytest.MonkeyPatch
+    tier: Tier, two_ranks: RankPool, tmp_path: Path, num_ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By reader and cause, beside the stage that they are part of; of every rank at the end."""
     monkeypatch.setattr(part_files, "io", SlowFiles())
@@ -142,7 +146,10 @@ def test_waits_for_rows_are_told(
     summary = json.loads((run_dir / "summary.json").read_text())
     assert len(summary["row_waits_by_rank"]) == num_ranks and all(summary["row_waits_by_rank"])
     assert "rows were waited for" in (run_dir / "report.html").read_text()
-    train(local(data, tmp_path / "local"))
+
+
+def test_waits_for_rows_of_files_are_not_told(data: Path, tmp_path: Path) -> None:
+    train(local(data, tmp_path / "local", train__max_steps=8))
     assert not any("row_waits" in line for line in metrics(tmp_path / "local"))
     assert "row_waits_by_rank" not in json.loads((tmp_path / "local/summary.json").read_text())
 
@@ -207,27 +214,27 @@ def recorded(document: dict[str, Any]) -> list[int]:
 
 
 def test_what_is_left_of_a_former_attempt_is_turned_away(tier: Tier, tmp_path: Path) -> None:
-    document = served(tier, tmp_path / "run")
+    document = served(tier, tmp_path / "run", train__max_steps=6)
     former, later = (Trainer(RunConfig.model_validate(document), World.single()) for _ in range(2))
     later.run()
     expected = final_checksum(tmp_path / "run")
     with pytest.raises(MesetaError, match=r"rank 0 belongs to an earlier attempt of run '.*run'"):
         former.run()
     shutil.rmtree(tmp_path / "run")
-    train(served(tier, tmp_path / "run"))
+    train(document)
     assert final_checksum(tmp_path / "run") == expected
 
 
 def test_who_is_refused_turns_nobody_away(tier: Tier, run: Path, tmp_path: Path) -> None:
     """A command that was given twice, and an evaluation beside the run."""
     folder = Path(shutil.copytree(run, tmp_path / "run"))
-    document = served(tier, folder)
+    document = served(tier, folder, train__max_steps=10)
     at_work = Trainer(RunConfig.model_validate(document), World.single())
     with pytest.raises(MesetaError, match="is in use"):
         Trainer(RunConfig.model_validate(document), World.single())
     assert load_trained(folder, "valid", World.single()).reader.num_rows == 337
     at_work.run()
-    train(served(tier, tmp_path / "whole"))
+    train(served(tier, tmp_path / "whole", train__max_steps=10))
     assert final_checksum(folder) == final_checksum(tmp_path / "whole")
 
 

@@ -66,10 +66,20 @@ STOPS = {
 }
 
 
+@pytest.fixture(scope="module")
+def ended(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that stopped early and kept all its checkpoints. Tests only read it."""
+    run_dir = tmp_path_factory.mktemp("stopping") / "run"
+    train(settings(tiny, run_dir, train__epochs=3, **{**STOPS, "checkpoint__keep_last": 9}))
+    return run_dir
+
+
 def test_a_run_stops_and_stays_stopped(tiny: Path, tmp_path: Path) -> None:
     document = settings(tiny, tmp_path / "run", train__epochs=3, **STOPS)
     summary = train(document)
     assert summary["num_steps"] == 12
+    kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*"))
+    assert kept == ["step-000000004", "step-000000012"]
     assert summary["best"] == {"metric": "ne", "step": 4, "value": summary["best"]["value"]}
     lines, checksum = metrics(tmp_path / "run"), final_checksum(tmp_path / "run")
     evaluations = [line for line in lines if line["kind"] == "eval"]
@@ -81,22 +91,22 @@ def test_a_run_stops_and_stays_stopped(tiny: Path, tmp_path: Path) -> None:
     assert metrics(tmp_path / "run") == lines and final_checksum(tmp_path / "run") == checksum
 
 
-def test_the_best_checkpoint_is_kept_and_loaded(tiny: Path, tmp_path: Path) -> None:
-    train(settings(tiny, tmp_path / "run", train__epochs=3, **STOPS))
-    kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*"))
-    assert kept == ["step-000000004", "step-000000012"]
-    newest, best = (load_trained(tmp_path / "run", "test", World.single(), best=b).step for b in (False, True))
+def test_the_best_checkpoint_is_loaded(ended: Path, tmp_path: Path) -> None:
+    newest, best = (load_trained(ended, "test", World.single(), best=b).step for b in (False, True))
     assert (newest, best) == (12, 4)
-    shutil.rmtree(tmp_path / "run" / "checkpoints" / kept[0])
+    shutil.copytree(ended, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000000004")
     with pytest.raises(MesetaError, match=r"the best step is 4, but it has no checkpoint; train with checkpoint\.keep"):
         load_trained(tmp_path / "run", "test", World.single(), best=True)
 
 
 @pytest.mark.parametrize("newest", [4, 5, 10])
-def test_a_run_that_was_cut_off_stops_where_one_that_was_not_does(tiny: Path, tmp_path: Path, newest: int) -> None:
+def test_a_run_that_was_cut_off_stops_where_one_that_was_not_does(
+    tiny: Path, ended: Path, tmp_path: Path, newest: int
+) -> None:
     document = settings(tiny, tmp_path / "run", train__epochs=3, **{**STOPS, "checkpoint__keep_last": 9})
-    train(document)
-    lines, checksum = metrics(tmp_path / "run"), final_checksum(tmp_path / "run")
+    shutil.copytree(ended, tmp_path / "run")
+    lines, checksum = metrics(ended), final_checksum(ended)
     for path in (tmp_path / "run" / "checkpoints").glob("step-*"):
         if int(path.name.removeprefix("step-")) > newest:
             shutil.rmtree(path)

@@ -66,13 +66,13 @@ def refusal(document: dict[str, Any]) -> str:
 @pytest.mark.parametrize("model", MODELS)
 def test_from_a_synthetic_log_to_a_report(criteo_shaped: Path, tmp_path: Path, model: str) -> None:
     run_dir = tmp_path / "run"
-    changes = {"embedding__optimizer__lr": 0.03, "train__epochs": 2, "train__eval_every_steps": 40, **MODELS[model]}
-    summary = train(settings(criteo_shaped, run_dir, **changes))
+    changes = {"embedding__optimizer__lr": 0.03, "train__epochs": 2, "train__eval_every_steps": 20, **MODELS[model]}
+    summary = train(settings(criteo_shaped, run_dir, train__batch_size=180, **changes))
     lines = metrics(run_dir)
     steps = [line["step"] for line in lines if line["kind"] == "train"]
-    assert steps == [*range(4, 90, 4), 90]  # 2 * 4000 rows in batches of 90, the last of each epoch short
+    assert steps == [*range(4, 46, 4), 46]  # 2 * 4000 rows in batches of 180, the last of each epoch short
     assert [(line["kind"], line["step"]) for line in lines if line["kind"] == "eval"] == [
-        ("eval", 40), ("eval", 80), ("eval", 90),
+        ("eval", 20), ("eval", 40), ("eval", 46),
     ]  # fmt: skip
     for line in lines:
         keys = {"loss", "ne", "auc", "lr_dense", "lr_sparse"} if line["kind"] == "train" else {"logloss", "ne", "auc"}
@@ -87,9 +87,9 @@ def test_from_a_synthetic_log_to_a_report(criteo_shaped: Path, tmp_path: Path, m
     assert summary["test"] == lines[-1] and summary["test"]["num_samples"] == 2000
     teacher = Dataset.load(criteo_shaped).teacher
     assert teacher is not None and summary["teacher"] == {"auc": teacher.auc, "ne": teacher.ne}
-    assert summary["num_steps"] == 90 and summary["num_ranks"] == 1 and summary["ids_outside"] == {}
+    assert summary["num_steps"] == 46 and summary["num_ranks"] == 1 and summary["ids_outside"] == {}
     assert summary["samples_per_s"] == pytest.approx(8000 / summary["train_s"])
-    assert summary["checkpoint"].endswith("step-000000090")
+    assert summary["checkpoint"].endswith("step-000000046")
     assert "<html" in (run_dir / "report.html").read_text()
     assert {"config.yaml", "dataset.json", "plan.json", "environment.json"} <= {p.name for p in run_dir.iterdir()}
     assert final_checksum(run_dir) == manifest(run_dir)["checksum"]
@@ -108,25 +108,32 @@ def test_every_pair_of_optimizers_learns_and_resumes(tiny: Path, tmp_path: Path,
     changes = {
         "embedding__optimizer": {"name": optimizer, "lr": rates[optimizer]},
         "dense__optimizer": {"name": dense, "lr": 0.1 if dense == "sgd" else 0.01},
-        "train__epochs": 3,
+        "train__epochs": 2,
     }
     train(settings(tiny, tmp_path / "whole", **changes))
     losses = [line["loss"] for line in metrics(tmp_path / "whole") if line["kind"] == "train"]
     assert losses[-1] < losses[0]
     train(settings(tiny, tmp_path / "cut", **changes, train__max_steps=16))
     train(settings(tiny, tmp_path / "cut", **changes))
-    assert metrics(tmp_path / "cut")[-1]["step"] == 42
+    assert metrics(tmp_path / "cut")[-1]["step"] == 28
     assert final_checksum(tmp_path / "cut") == final_checksum(tmp_path / "whole")
 
 
-def test_float64_makes_the_whole_run_float64(tiny: Path, tmp_path: Path) -> None:
-    train(settings(tiny, tmp_path / "double", embedding__dtype="float64"))
+@pytest.fixture(scope="module")
+def double(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run in float64. Tests only read it."""
+    run_dir = tmp_path_factory.mktemp("double") / "run"
+    train(settings(tiny, run_dir, embedding__dtype="float64"))
+    return run_dir
+
+
+def test_float64_makes_the_whole_run_float64(tiny: Path, double: Path, tmp_path: Path) -> None:
     train(settings(tiny, tmp_path / "single"))
-    single, double = ([line["loss"] for line in metrics(tmp_path / n) if "loss" in line] for n in ("single", "double"))
-    assert single != double and single == pytest.approx(double, abs=1e-5)
-    entry = manifest(tmp_path / "double")["tables"]["user"]
+    losses = [[line["loss"] for line in metrics(run) if "loss" in line] for run in (tmp_path / "single", double)]
+    assert losses[0] != losses[1] and losses[0] == pytest.approx(losses[1], abs=1e-5)
+    entry = manifest(double)["tables"]["user"]
     assert entry["dtype"] == "float64"
-    trained = load_trained(tmp_path / "double", "test", World.single())
+    trained = load_trained(double, "test", World.single())
     assert {p.dtype for p in trained.model.parameters()} == {torch.float64}
 
 
@@ -165,7 +172,7 @@ def test_threads_that_change_between_steps_change_no_bit(
     def run(name: str) -> list[float]:
         shape = {"model__bottom_mlp": [128, 64], "model__top_mlp": [256, 64], "model__embedding_dim": 16}
         counts.clear()
-        train(settings(criteo_shaped, tmp_path / name, **shape, train__batch_size=800, train__log_every_steps=1))
+        train(settings(criteo_shaped, tmp_path / name, **shape, train__batch_size=1000, train__log_every_steps=1))
         return [line["loss"] for line in metrics(tmp_path / name) if line["kind"] == "train"]
 
     monkeypatch.setattr(Pipeline, "_train_step", noted)
@@ -185,7 +192,7 @@ def test_threads_that_change_between_steps_change_no_bit(
 def test_the_seed_and_nothing_else_makes_the_run(tiny: Path, tmp_path: Path) -> None:
     for name, seed, prefetch in (("a", 0, 1), ("b", 0, 3), ("c", 1, 1)):
         torch.manual_seed(hash(name))
-        train(settings(tiny, tmp_path / name, seed=seed, data__prefetch_batches=prefetch))
+        train(settings(tiny, tmp_path / name, seed=seed, data__prefetch_batches=prefetch, train__max_steps=6))
     assert without_times(metrics(tmp_path / "a")) == without_times(metrics(tmp_path / "b"))
     assert final_checksum(tmp_path / "a") == final_checksum(tmp_path / "b") != final_checksum(tmp_path / "c")
 
@@ -273,7 +280,7 @@ def test_a_run_that_goes_on_reads_from_where_it_was(
 
 
 def test_a_finished_run_is_shown_again(tiny: Path, tmp_path: Path) -> None:
-    document = settings(tiny, tmp_path / "run")
+    document = settings(tiny, tmp_path / "run", train__max_steps=5)
     first = train(document)
     before = metrics(tmp_path / "run")
     again = train(document)
@@ -285,9 +292,9 @@ def test_a_finished_run_is_shown_again(tiny: Path, tmp_path: Path) -> None:
 
 
 def test_training_time_goes_on_counting(tiny: Path, tmp_path: Path) -> None:
-    train(settings(tiny, tmp_path / "run", train__max_steps=9))
+    train(settings(tiny, tmp_path / "run", train__max_steps=2))
     first = [line for line in metrics(tmp_path / "run") if line["kind"] == "train"][-1]
-    train(settings(tiny, tmp_path / "run"))
+    train(settings(tiny, tmp_path / "run", train__max_steps=6))
     lines = [line for line in metrics(tmp_path / "run") if line["kind"] == "train"]
     times = [line["time_s"] for line in lines]
     assert times == sorted(times) and times[-1] > first["time_s"]
@@ -324,22 +331,21 @@ def test_what_does_not_fit_the_checkpoint_is_refused(
 def test_another_batch_size_goes_on_from_the_same_row(tiny: Path, tmp_path: Path) -> None:
     num_rows = Dataset.load(tiny).splits["train"].num_rows
     train(settings(tiny, tmp_path / "run", train__max_steps=6))
-    summary = train(settings(tiny, tmp_path / "run", train__batch_size=50))
+    summary = train(settings(tiny, tmp_path / "run", train__batch_size=200))
     assert summary["num_samples"] == num_rows
-    assert summary["num_steps"] == 6 + -(-(num_rows - 6 * 90) // 50)
+    assert summary["num_steps"] == 6 + -(-(num_rows - 6 * 90) // 200)
 
 
 # Evaluation and prediction
 
 
-def test_evaluation_and_predictions_equal_a_direct_computation(tiny: Path, tmp_path: Path) -> None:
+def test_evaluation_and_predictions_equal_a_direct_computation(tiny: Path, double: Path, tmp_path: Path) -> None:
     """Everything by hand: rows from pyarrow, tables from the checkpoint's files, layers as plain matrix products."""
-    run_dir = tmp_path / "run"
-    summary = train(settings(tiny, run_dir, embedding__dtype="float64"))
-    trained = load_trained(run_dir, "test", World.single())
+    summary = json.loads((double / "summary.json").read_text())
+    trained = load_trained(double, "test", World.single())
     assert write_predictions(trained.model, trained.reader, trained.world, tmp_path / "p.parquet") == len(rows(tiny))
     found = pq.read_table(tmp_path / "p.parquet").to_pydict()
-    logits, labels = by_hand(tiny, run_dir), [row["label"] for row in rows(tiny)]
+    logits, labels = by_hand(tiny, double), [row["label"] for row in rows(tiny)]
     assert found["row"] == list(range(len(labels))) and found["label"] == labels
     np.testing.assert_allclose(found["prediction"], 1 / (1 + np.exp(-logits)), rtol=1e-6)
     assert summary["test"]["logloss"] == pytest.approx(logloss(logits, labels), abs=1e-9)
@@ -399,7 +405,7 @@ def test_ids_outside_are_counted_apart_in_training_and_evaluation(tiny: Path, tm
             "tags": sum(i >= 50 for r in table for i in r["tags"]),
         }
         assert all(expected[split].values())
-    common = {"embedding__id_policy": policy, "train__eval_every_steps": 3, "checkpoint__every_steps": 5}
+    common = {"embedding__id_policy": policy, "train__eval_every_steps": 6, "checkpoint__every_steps": 5}
     train(settings(small, tmp_path / "run", **common, train__max_steps=8))
     summary = train(settings(small, tmp_path / "run", **common))
     assert summary["ids_outside"] == expected["train"]

@@ -189,7 +189,14 @@ def test_of_many_features_the_worst_is_named(capsys: pytest.CaptureFixture[str])
     assert len(found.warnings()) == 30 and "'f29' are unseen (test split: not stored)" in "".join(found.warnings())
 
 
-@pytest.fixture(scope="module", params=["vocabulary", "hash"])
+ENCODINGS = ("vocabulary", "hash")
+ONE_ENCODING = pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=[pytest.mark.soak] * (name == "hash")) for name in ENCODINGS], indirect=True
+)
+"""For what happens after values have been looked up."""
+
+
+@pytest.fixture(scope="module", params=ENCODINGS)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a run whose features have the shares of IN_TEST in its test split."""
     folder = tmp_path_factory.mktemp(request.param)
@@ -237,7 +244,17 @@ MATRIX = [
 ]
 
 
-@pytest.mark.parametrize("new", sample(MATRIX, 4, seed=372))
+def cells() -> list[Any]:
+    """Every encoding with every case of `MATRIX`. `make test` has a case that stops and one that does not of each."""
+    found = []
+    for encoding, names in zip(ENCODINGS, (("never", "half"), ("often", "seldom")), strict=True):
+        for new in sample(MATRIX, 4, seed=372):
+            marks = new.marks if new.values[0][0] in names else [pytest.mark.soak]
+            found.append(pytest.param(encoding, *new.values, marks=marks, id=f"{encoding}-{new.id}"))
+    return found
+
+
+@pytest.mark.parametrize(("case", "new"), cells(), indirect=["case"])
 def test_predict_and_prepare(case: Path, tmp_path: Path, new: tuple[str, int, int]) -> None:
     name, num, unseen = new
     stops, warns = outcome(num, unseen, Fraction(IN_TEST[name], NUM_TEST))
@@ -273,6 +290,7 @@ def test_lookups_count_not_rows(case: Path, tmp_path: Path, num_rows: int, stops
     assert (tmp_path / "p.csv").exists() != stops
 
 
+@ONE_ENCODING
 def test_files_count_together(case: Path, tmp_path: Path) -> None:
     rows = new_rows(case, 1000, {"never": 995})
     for number in range(4):
@@ -293,6 +311,7 @@ def old_run(case: Path, tmp_path: Path, change: Callable[[dict[str, Any]], Any])
     return run
 
 
+@ONE_ENCODING
 def test_a_run_without_the_counts_is_only_warned(case: Path, tmp_path: Path) -> None:
     run = old_run(case, tmp_path, lambda feature: feature.pop("test_lookups"))
     new = write_csv(tmp_path / "new.csv", new_rows(case, 1200, {"never": 1200, "half": 601, "more": 600}))
@@ -303,6 +322,7 @@ def test_a_run_without_the_counts_is_only_warned(case: Path, tmp_path: Path) -> 
     assert "values of 'half'" in half
 
 
+@ONE_ENCODING
 def test_what_is_not_of_new_rows_never_stops(case: Path, tmp_path: Path) -> None:
     """Not even if the stored counts make every value of the data suspicious."""
     run = old_run(case, tmp_path, lambda feature: feature.update(test_lookups={"num_lookups": 1000, "num_unseen": 0}))
@@ -314,6 +334,7 @@ def test_what_is_not_of_new_rows_never_stops(case: Path, tmp_path: Path) -> None
     assert ended.errors == ["error: predict: --allow-unseen needs raw files in --data; omit it"]
 
 
+@ONE_ENCODING
 def test_descriptions(case: Path, tmp_path: Path) -> None:
     """Counts that say nothing are left out, for versions that do not know them; those that cannot be are refused."""
     dataset = Dataset.load(case / "data")

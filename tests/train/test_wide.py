@@ -56,7 +56,7 @@ def calls_of_run(data: Path, run_dir: Path) -> int:
 
 
 def test_a_run_takes_calls_in_proportion_to_its_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    widths, num_drawn = (30, 60, 120), 20
+    widths, num_drawn = (20, 40, 80), 15
     monkeypatch.setattr(data_statistics, "MAX_DRAWN_FEATURES", num_drawn)
     datasets = [wide_data(tmp_path, width) for width in widths]
     calls_of_run(datasets[0], tmp_path / "first")  # what a process does once
