@@ -3,7 +3,7 @@
     python benchmarks/bench_busy.py [--rounds N] [--window-s S]
 
 Runs of `meseta train`'s own loop, reader included: with threads that wait as its commands choose
-(meseta.machine.wait_policy) and of which steps take as many as is faster (meseta.measure.step_threads), and with
+(meseta.system.wait_policy) and of which steps take as many as is faster (meseta.measure.threads), and with
 threads that spin, as OpenMP's do by themselves. One process of two threads and two ranks of one, on batches of 64 and
 of 2,048, on two cores. All take turns window by window, quiet and beside the loops: one per core, at the same priority,
 so that a fair share is half of the processors. Loops are stopped in between, end with this program, and after half an
@@ -33,10 +33,10 @@ from typing import Any
 
 from record import ROOT, record
 
-from meseta.machine.wait_policy import WAIT_POLICY, WAIT_POLICY_VARIABLES
 from meseta.measure.harness.interleaved import TimingOptions
 from meseta.measure.harness.target import BenchmarkTarget
 from meseta.measure.harness.worker_group import TargetSpec, WorkerGroup
+from meseta.system.wait_policy import WAIT_POLICY, WAIT_POLICY_VARIABLES
 
 TESTS = (
     "tests/measure/test_waiting.py",
@@ -54,7 +54,7 @@ POLICIES: dict[str, dict[str, str]] = {OURS: dict(WAIT_POLICY), SPINNING: {}}
 FAIR = 0.5
 MAX_OTHERS, NUM_RETRIES = TimingOptions().max_background_load, 8
 SETTLE_S = 1.6
-"""Until a run has seen that others have stopped: meseta.measure.cpu_contention."""
+"""Until a run has seen that others have stopped: meseta.measure.threads."""
 _LOOP = """
 import os, sys, time
 core, parent = int(sys.argv[1]), int(sys.argv[2])

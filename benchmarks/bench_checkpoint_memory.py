@@ -28,7 +28,7 @@ from kept import Kept
 from memory.cases import ALLOWED_BYTES, Measurement, Run, runs_of
 from record import ROOT, record
 
-from meseta.machine.kernel import KernelFiles, free_memory_bytes, read_cgroup_limits
+from meseta.system.kernel import KernelFiles, free_memory_bytes, read_cgroup_limits
 
 DISK_SHARE, LARGE_DISK_SHARE = 6.5, 4.5
 """Bytes of the disk over those of a table: its scratch file, checkpoints, and what commands make of them."""

@@ -29,7 +29,7 @@ from scipy import stats
 from meseta.comm import World
 from meseta.config import RunConfig
 from meseta.data.prepare import PrepareOptions, prepare
-from meseta.telemetry.splits import TEST, VALID
+from meseta.telemetry.metrics import TEST, VALID
 from meseta.train.evaluate import evaluate
 from meseta.train.trained_model import load_trained
 from meseta.train.trainer import Trainer

@@ -13,10 +13,10 @@ from collections.abc import Callable
 import torch
 from turns import best_s
 
-from meseta.machine.processors import read_processor
 from meseta.ops.codec import HalfRange, StochasticRounding, decode_columns, encode_columns
 from meseta.ops.core import instruction_set
 from meseta.spec.codecs import CODECS, Codec
+from meseta.system.processors import read_processor
 
 NUM_TURNS = 15
 

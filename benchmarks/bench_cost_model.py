@@ -23,7 +23,7 @@ from record import record
 from meseta.measure.calibrate.calibration import NUM_CALLS, RankShards, ShardTimings, measure_shards
 from meseta.measure.calibrate.collectives import CollectiveTimer
 from meseta.measure.calibrate.neural import predict_collective, predict_rank
-from meseta.measure.calibrate.shard_timer import ShardTimer
+from meseta.measure.calibrate.rank_timer import ShardTimer
 from meseta.measure.calibrate.tasks import ShardingTask, random_task
 from meseta.measure.harness.worker_group import TargetSpec, WorkerGroup
 from meseta.planner.cost.exchange import Collective

@@ -57,9 +57,9 @@ from meseta.data.schema.find_layout import find_layout
 from meseta.data.prepare import PrepareOptions
 from meseta.data.prepare.sources import find_sources
 from meseta.data.formats.format import read_blocks
-from meseta.data.prepare.splitting import Splitter
-from meseta.data.workers import run_in_order
-from meseta.machine.processors import num_cores
+from meseta.data.prepare.encode import Splitter
+from meseta.data.dataset.queues import run_in_order
+from meseta.system.processors import num_cores
 """,
     """
 [source] = find_sources([sys.argv[1]], {}, split_rest=True)

@@ -25,9 +25,9 @@ from sklearn.cluster import KMeans
 from torch import Tensor
 from turns import best_s
 
-from meseta.machine.processors import read_processor
 from meseta.ops.core import instruction_set
 from meseta.ops.quantize import RowFormat, dequantize_rows, quantize_rows
+from meseta.system.processors import read_processor
 
 NUM_TURNS, NUM_CLUSTERED = 7, 60
 BITS: dict[RowFormat, int] = {"int4": 4, "int3": 3, "int2": 2}

@@ -30,7 +30,7 @@ READERS = [*MESETA, "readers"]
 TRAINER = """
 import sys, time
 from meseta.data import ReaderOptions
-from meseta.data.read.served.reader import ReaderServiceAddress, ServedReader
+from meseta.data.service.client.reader import ReaderServiceAddress, ServedReader
 options = ReaderOptions(batch_size=int(sys.argv[2]), shuffle=True)
 reader = ServedReader(ReaderServiceAddress(url=sys.argv[1]), "train", options)
 for number, batch in enumerate(reader.epochs(int(sys.argv[3]))):

@@ -48,7 +48,7 @@ import torch; torch.set_num_threads(1)
 from meseta.ops.allocator import keep_freed_memory
 keep_freed_memory()  # as training does
 from meseta.data import Reader, ReaderOptions
-from meseta.data.read.served.reader import ReaderServiceAddress, RunAttempt, ServedReader
+from meseta.data.service.client.reader import ReaderServiceAddress, RunAttempt, ServedReader
 rank, num_ranks = int(sys.argv[3]), int(sys.argv[4])
 options = ReaderOptions(batch_size=BATCH, shuffle=SHUFFLE)
 """

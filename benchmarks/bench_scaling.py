@@ -38,11 +38,10 @@ from hosts.links import address
 from record import ROOT, record
 
 from hosts import Hosts, why_impossible
-from meseta.data.read.served.dispatcher_client import DispatcherClient
-from meseta.machine.files import write_atomic
+from meseta.data.service.dispatcher_client import DispatcherClient
 from meseta.report.charts.chart import Series, line_chart
-from meseta.report.charts.markup import escape, tag
-from meseta.report.document import html_document
+from meseta.report.charts.markup import escape, html_document, tag
+from meseta.system.files import write_atomic
 
 PORT = 29500
 MOST = 6

@@ -87,10 +87,10 @@ def save_in_turns(size_mb: int, num_rounds: int) -> int:
 
     from meseta.checkpoint import prune, save, saving, verify
     from meseta.comm import World
-    from meseta.machine.remote import to_location
     from meseta.optim import make_row_optimizer
     from meseta.spec import Plan, TableSpec
     from meseta.storage import TableShard
+    from meseta.system.remote import to_location
 
     world = World.current()
     spec = TableSpec(name="table", num_embeddings=size_mb * 1_000_000 // (WIDTH * 4 + 4), embedding_dim=WIDTH)

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from meseta.machine.environment import git_commit, hardware_summary
-from meseta.machine.files import write_atomic
+from meseta.system.environment import git_commit, hardware_summary
+from meseta.system.files import write_atomic
 
 
 class Kept:

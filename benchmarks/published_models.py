@@ -16,7 +16,7 @@ import numpy as np
 
 from meseta.measure.calibrate.tasks import ID_DISTRIBUTIONS
 from meseta.planner import DoesNotFitError, PlanResult, find_plan
-from meseta.planner.explain.codec_predictions import predict_codecs
+from meseta.planner.explain.communication import predict_codecs
 from meseta.spec import (
     DenseLoad,
     DeviceKind,

@@ -26,16 +26,16 @@ if find_spec("jaxtyping") and find_spec("beartype"):
 
     # A check costs more than most calls. `make test` checks shapes, in the tests of the packages whose signatures have
     # them; mypy holds the other types. `make soak` checks all types in all tests.
-    SHAPED = ("data", "embedding", "jagged", "models", "ops", "pipeline", "storage")
+    SHAPED = ("data", "embedding", "models", "ops", "pipeline", "sparse", "storage")
     CHECKS_ALL = bool(os.environ.get("MESETA_SOAK")) and os.environ.get("MESETA_SOAK_TYPES") != "0"
-    checked = [f"meseta.{'data.batch' if package == 'data' else package}" for package in SHAPED]
+    checked = [f"meseta.{'data.read.batch' if package == 'data' else package}" for package in SHAPED]
     install_import_hook(["meseta"] if CHECKS_ALL else checked, "typed.check")
 
     @pytest.fixture(autouse=True)
     def shape_checks(request: pytest.FixtureRequest) -> None:
         """Shapes are checked in each call, or in none."""
         folder = request.path.relative_to(Path(__file__).parent).parts[0]
-        config.update("jaxtyping_disable", not CHECKS_ALL and folder not in (*SHAPED, "house"))
+        config.update("jaxtyping_disable", not CHECKS_ALL and folder not in (*SHAPED, "structure"))
 
 
 # Tests compare bits, and a GPU has others: they run on the CPU, but for `pytest tests/gpu`. Workers inherit both.
@@ -88,12 +88,12 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
     """Two more than there are processors: tests wait for a third of their time, most of all for processes to start."""
-    from meseta.machine.processors import num_cores
+    from meseta.system.processors import num_cores
 
     return num_cores() + 2
 
 
-LONGEST = ("docs/test_pages.py", "cli", "train", "distributed", "bad_input", "checkpoint", "readers")
+LONGEST = ("docs/test_pages.py", "cli", "train", "distributed", "bad_input", "checkpoint", "data/service")
 """Tests below these paths begin first, so that no long one is left alone at the end."""
 
 
@@ -121,8 +121,8 @@ def pytest_collection() -> Iterator[object]:
 
 def pytest_report_header() -> str:
     """Which processor: what is equal on one instruction set may differ on another."""
-    from meseta.machine.processors import read_processor
     from meseta.ops.core import instruction_set
+    from meseta.system.processors import read_processor
 
     processor = read_processor()
     return f"processor: {processor.name}, products by {processor.instruction_set()}, the core's {instruction_set()}"

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from meseta.spec.neural_cost import (
+from meseta.spec.cost_model import (
     COLLECTIVE_ARRAYS,
     RANK_INPUTS,
     SHARD_ARRAYS,

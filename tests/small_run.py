@@ -217,8 +217,7 @@ def environment() -> dict[str, str]:
 def predicted_memory(config: RunConfig, dataset: Any, outline: Any, plan: Any, rank: int) -> Any:
     """What a rank holds under a plan while it trains or evaluates, at most."""
     from meseta.train.setup.memory import RunMemory, run_bytes
-    from meseta.train.setup.specs import make_specs
-    from meseta.train.setup.workload import make_workload
+    from meseta.train.setup.specs import make_specs, make_workload
 
     workload = make_workload(config, dataset, *make_specs(config, dataset), outline)
     run = run_bytes(config, dataset, outline, plan.num_ranks, plan.ranks_per_host, on_cpu=True)

@@ -1,4 +1,4 @@
-"""The package's own source, parsed, for the tests that hold the house rules."""
+"""The package's own source, parsed, for the tests that hold the structure rules."""
 
 import ast
 from collections.abc import Iterator

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from meseta.measure.threads import use_num_threads
+from meseta.ops.common import column_sums, repeat, softmax, total
 from meseta.ops.dot_interaction import dot_interaction
 from meseta.ops.mlp import mlp
 from meseta.ops.product import batched_product
-from meseta.ops.sums import column_sums, repeat, softmax, total
 from sampling import case_id, product
 
 THREADS = (1, 2, 3, 4)

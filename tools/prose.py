@@ -5,7 +5,7 @@
     python tools/prose.py --list tell-tale src/meseta/comm  each hit with its file, line and text
     python tools/prose.py --sample 60 7                     60 random docstrings with seed 7, one per line
     python tools/prose.py --sample-errors 60 7              60 random error messages
-    python tools/prose.py --lower-limits                    lower the limits that tests/house/test_prose.py holds
+    python tools/prose.py --lower-limits                    lower the limits that tests/structure/test_prose.py holds
 
 For another tree, such as site-packages with torchtitan, name its folder and its package: ROOT --package torchtitan.
 Test files inside the package are left out.

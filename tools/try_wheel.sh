@@ -47,6 +47,6 @@ mkdir empty
     meseta plan runs/1/config.yaml --topology machine.yaml
     test -s runs/1/report.html && test -s runs/2/report.html
 )
-python -m pytest tests/house/test_core.py tests/jagged tests/ops/test_unique.py tests/ops/test_pooled_lookup.py \
+python -m pytest tests/structure/test_core.py tests/sparse tests/ops/test_unique.py tests/ops/test_pooled_lookup.py \
     tests/data/test_hash_categories.py tests/data/test_parse_tsv.py tests/checkpoint/test_round_trip.py \
     tests/pipeline tests/distributed/test_step.py

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from meseta.planner.cost.sizes import shard_storage_bytes
+from meseta.planner.cost.loads import shard_storage_bytes
 from meseta.planner.search.assignment import Assignment, Floats, Ints, RankScore
 from meseta.planner.search.partition import place_by_differencing
 from meseta.planner.search.problem import PlacementProblem, make_problem

@@ -8,10 +8,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meseta.machine.files import write_atomic
 from meseta.report.charts.chart import Series, line_chart
-from meseta.report.charts.markup import escape, table, tag
-from meseta.report.document import html_document
+from meseta.report.charts.markup import escape, html_document, table, tag
+from meseta.system.files import write_atomic
 from meseta.telemetry.formatting import format_bytes, format_count, format_duration
 
 if TYPE_CHECKING:

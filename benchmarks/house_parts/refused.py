@@ -17,7 +17,7 @@ if str(ROOT / "tests") not in sys.path:
     sys.path.insert(0, str(ROOT / "tests"))
 
 from bad_input.cases import PREPARING, TRAINING, Place
-from meseta.machine.locks import FolderLock
+from meseta.system.locks import FolderLock
 from small_run import settings, tiny_data, write_config
 
 TWO_RANKS = ("--nproc", "2")

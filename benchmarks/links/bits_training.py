@@ -15,10 +15,10 @@ from meseta.comm import World, sums
 from meseta.config import DenseOptimizerConfig
 from meseta.data import Batch
 from meseta.embedding import EmbeddingBagCollection, shard
-from meseta.jagged import KeyedJaggedTensor
 from meseta.models import DLRM
 from meseta.optim.dense import make_dense_optimizer
 from meseta.pipeline import Pipeline
+from meseta.sparse import KeyedJaggedTensor
 from meseta.spec import FeatureSpec, OptimizerSpec, Plan, TableSpec
 from meseta.storage import ROW
 

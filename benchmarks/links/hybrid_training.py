@@ -22,7 +22,7 @@ from meseta.models import DHEN, DHENShape
 from meseta.optim.dense import make_dense_optimizer
 from meseta.pipeline import Pipeline
 from meseta.pipeline.overlap import choose_overlap
-from meseta.telemetry.transfers import TransferSpan, TransferTimes
+from meseta.telemetry.span import TransferSpan, TransferTimes
 
 SHAPE = DHENShape(num_layers=10, interactions={"dot": 18, "self_attention": 18, "linear": 18})
 BOTTOM_MLP, TOP_MLP = (256,), (1024, 256)

@@ -21,12 +21,12 @@ from meseta.comm import World
 from meseta.config import DenseOptimizerConfig
 from meseta.data import Batch
 from meseta.embedding import EmbeddingBagCollection, shard
-from meseta.jagged import KeyedJaggedTensor
 from meseta.measure.synthetic_batches import DlrmWorkload, TrainingBatch, make_training_batches
 from meseta.models import DLRM
 from meseta.optim.dense import make_dense_optimizer
 from meseta.pipeline import Pipeline, StepResult
-from meseta.telemetry.transfers import TransferTimes
+from meseta.sparse import KeyedJaggedTensor
+from meseta.telemetry.span import TransferTimes
 
 _pipelines: dict[str, Pipeline] = {}
 _steps: dict[str, Iterator[StepResult]] = {}

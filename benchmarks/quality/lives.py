@@ -102,7 +102,7 @@ def forecast(run_dir: Path, log: Path, out: Path, asked: Mapping[str, Forecast])
     """Write by what part NE is expected to rise, by name, as JSON."""
     _begin(log)
     from meseta.checkpoint.files import quantization
-    from meseta.train.advise.measure import open_advisor
+    from meseta.train.advise import open_advisor
 
     found: dict[str, Any] = {}
     adaptive = quantization.quantize_rows

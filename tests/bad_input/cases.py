@@ -19,7 +19,7 @@ from data.click_log import make_lines
 from meseta.checkpoint.files import digest
 from meseta.data import PrepareOptions
 from meseta.data.prepare import prepare
-from meseta.data.read.served.credentials import token_folders
+from meseta.data.service.credentials import token_folders
 from meseta.telemetry.rank_record import RECORD_BYTES, record_path
 from small_run import settings, train, write_config
 

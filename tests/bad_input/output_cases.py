@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from bad_input.cases import Place, cut
 from meseta import checkpoint
 from meseta.data.dataset.dataset import Dataset
-from meseta.data.dataset.touched_rows import read_touched
+from meseta.data.dataset.statistics import read_touched
 from meseta.data.hash_categories import hash_to_rows
 from small_run import settings, write_config
 

@@ -1,4 +1,4 @@
-"""Every bad input of docs/errors.md, on the command line, on one rank and on two: refused in the words of the page."""
+"""Every bad input of docs/errors.md, on the command line, on one rank and on two, with the message of its case."""
 
 from __future__ import annotations
 
@@ -23,16 +23,18 @@ from bad_input.cases import (
     file_that_others_need,
 )
 from bad_input.commands import Ended, run_here, run_on_rank, tree, within
+from bad_input.messages import MESSAGES
 from bad_input.output_cases import IMPORTING, PREDICTING, SCORING
 from bad_input.source_cases import SOURCES
 from distributed.pool import RankPool
 from meseta.checkpoint import list_checkpoints
-from meseta.machine.locks import FolderLock
+from meseta.system.locks import FolderLock
 from sampling import sample
 from small_run import environment, settings, train, write_config
 from source_tree import ROOT
 
-ROWS = dict(re.findall(r"^\| ([a-z ]+) \| `(.*)` \|$", (ROOT / "docs/errors.md").read_text(), re.MULTILINE))
+LISTS = re.findall(r"^```text no-run\n(.*?)^```", (ROOT / "docs/errors.md").read_text(), re.MULTILINE | re.DOTALL)
+"""Lists of messages on the page, shortened by `...`."""
 ON_RANKS = (*TRAINING, *PREDICTING)
 """Cases that several ranks meet."""
 ALL = (*PREPARING, *SOURCES, *ON_RANKS, *SCORING, *IMPORTING, *PLANNING, *DIAGNOSING)
@@ -41,14 +43,25 @@ LEAVES_A_RUN = ("prepared_label_outside", "id_outside", "nan_in_dense", "loss_wi
 
 
 def says(name: str, line: str) -> bool:
-    """Whether a line of standard error is the message that the page has for a case."""
-    pattern = ".*".join(re.escape(part) for part in ROWS[name.replace("_", " ")].split("..."))
-    return re.fullmatch(rf"error: (rank \d: )*{pattern}", line) is not None
+    """Whether a line of standard error is the message of a case."""
+    return re.fullmatch(rf"error: (rank \d: )*{pattern(MESSAGES[name.replace('_', ' ')])}", line) is not None
 
 
-def test_the_page_has_every_case_and_no_other() -> None:
+def pattern(message: str) -> str:
+    """Regular expression for a message in which `...` matches any text."""
+    return ".*".join(re.escape(part) for part in message.split("..."))
+
+
+def test_every_case_has_a_message() -> None:
     names = [case.__name__.replace("_", " ") for case in ALL]
-    assert sorted([*names, "run in use"]) == sorted(ROWS)
+    assert sorted([*names, "run in use"]) == sorted(MESSAGES)
+
+
+def test_the_page_has_every_message_and_no_other() -> None:
+    lines = [line for listed in LISTS for line in listed.splitlines()]
+    matches = {name: [line for line in lines if re.fullmatch(pattern(line), text)] for name, text in MESSAGES.items()}
+    assert [name for name, of_message in matches.items() if len(of_message) != 1] == []
+    assert {line for of_message in matches.values() for line in of_message} == set(lines)
 
 
 @pytest.fixture(scope="module")

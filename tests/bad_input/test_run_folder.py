@@ -17,9 +17,9 @@ import pytest
 from bad_input.cases import change_value
 from bad_input.commands import run_here, small_files, tree, within
 from checkpoint.simulated import flip_middle
-from meseta.machine.locks import FolderLock
 from meseta.ops.row_file.scratch_file import ScratchFile, remove_leftovers
 from meseta.spec import MesetaError
+from meseta.system.locks import FolderLock
 from sampling import product, sample
 from small_run import environment, final_checksum, metrics, settings, train, write_config
 
@@ -138,7 +138,7 @@ def test_the_second_run_in_a_folder_is_refused(tiny: Path, run: Path) -> None:
     config = write_config(run.parent / "c.yaml", settings(tiny, run, **EVERY_4, train__epochs=2))
     program = f"""
 from pathlib import Path
-from meseta.machine.locks import FolderLock
+from meseta.system.locks import FolderLock
 from meseta.ops.row_file.scratch_file import ScratchFile, remove_leftovers
 FolderLock(Path({str(run)!r})).acquire()
 print(flush=True)

@@ -20,11 +20,11 @@ from bad_input.test_fuzz_config import full_settings
 from meseta.config import RunConfig, load_config
 from meseta.config.models import CustomModelConfig, model_sections
 from meseta.config.models.base import ModelConfig
-from meseta.machine.files import has_control_characters
 from meseta.spec import MesetaError, Plan, TableSpec, Topology
 from meseta.spec.constraints import Constraints
 from meseta.spec.cost_model import CostModel
-from meseta.spec.plan_document import PLAN_KEYS, SHARD_KEYS, TABLE_KEYS
+from meseta.spec.plan import PLAN_KEYS, SHARD_KEYS, TABLE_KEYS
+from meseta.system.files import has_control_characters
 from sampling import fewer_examples
 from small_run import SHAPES
 

@@ -17,7 +17,7 @@ import pytest
 
 from bad_input.commands import run_here
 from meseta.data.prepare import PrepareOptions, prepare
-from meseta.machine.user_code import import_custom, log_user_code
+from meseta.system.user_code import import_custom, log_user_code
 from small_run import environment, settings, train
 
 MODULE = "strangers_model"

@@ -13,7 +13,7 @@ import pytest
 from bad_input.commands import run_here, tree
 from checkpoint.simulated import flip_middle
 from failing_reads import ERRORS, Read, failing_reads, once
-from meseta.checkpoint import latest_complete, list_checkpoints, retries
+from meseta.checkpoint import failures, latest_complete, list_checkpoints
 from meseta.checkpoint.store.names import QUARANTINE_MARKER, checkpoint_path
 from sampling import product, sample
 from small_run import final_checksum, settings, train, write_config
@@ -94,7 +94,7 @@ def test_a_checkpoint_that_cannot_be_read_is_not_passed_over(
     tmp_path: Path, tiny: Path, stopped: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """'older' repeats the read, and then says what to do by hand; 'auto' ends at once. Neither changes a file."""
-    monkeypatch.setattr(retries, "READ_RETRY_WINDOW_S", 0.3)
+    monkeypatch.setattr(failures, "READ_RETRY_WINDOW_S", 0.3)
     run = Path(shutil.copytree(stopped, tmp_path / "run"))
     newest = latest_complete(run / "checkpoints")
     assert newest is not None

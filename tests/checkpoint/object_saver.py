@@ -11,7 +11,7 @@ from meseta.checkpoint import newest, prune, save
 from meseta.checkpoint.files import layout
 from meseta.checkpoint.store.names import parse_step
 from meseta.comm import World
-from meseta.machine import remote
+from meseta.system import remote
 
 
 def save_step(url: str, step: int) -> None:

@@ -22,14 +22,14 @@ import pytest
 from checkpoint.running import SPECS, Run, holds, loads
 from checkpoint.simulated import flip_middle, plain_plan
 from failing_reads import ERRORS, Read, failing_reads, once
-from meseta.checkpoint import compact, fallback_checkpoint_error, newest, retries, verify
+from meseta.checkpoint import compact, failures, fallback_checkpoint_error, newest, verify
 from meseta.checkpoint.failures import DamagedCheckpoint
 from meseta.checkpoint.files import layout
 from meseta.checkpoint.store.names import QUARANTINE_MARKER
 from meseta.checkpoint.store.store import list_candidates, make_store
-from meseta.machine import remote
-from meseta.machine.remote import RemotePath, to_location
 from meseta.spec import MesetaError
+from meseta.system import remote
+from meseta.system.remote import RemotePath, to_location
 from sampling import product, sample
 
 PLAN = plain_plan(SPECS, 1, "table_wise")
@@ -153,7 +153,7 @@ def going_back(scene: Scene) -> None:
     is run again."""
 
     def start() -> None:
-        with retries.retry_reads():
+        with failures.retry_reads():
             path = newest(scene.folder)
             assert path is not None
             if path.name == "step-000000003":
@@ -318,7 +318,7 @@ def test_many_manifest_reads_fail(tmp_path: Path, seed: int) -> None:
         check_kept(tried)
         if step == 4:
             with (
-                retries.retry_reads() if draw.random() < 0.5 else nullcontext(),
+                failures.retry_reads() if draw.random() < 0.5 else nullcontext(),
                 failing_reads(*tried.roots, choose=choose),
             ):
                 path = tried.attempt(lambda: newest(tried.folder))
@@ -360,14 +360,14 @@ def test_pruning_keeps_what_the_newest_needs(tmp_path: Path, error: int) -> None
 
 def test_a_read_that_keeps_failing_ends_going_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After the time that is given to it; the line names the file, and what to do by hand."""
-    monkeypatch.setattr(retries, "READ_RETRY_WINDOW_S", 0.3)
+    monkeypatch.setattr(failures, "READ_RETRY_WINDOW_S", 0.3)
     tried = begun(tmp_path, "directory", "going_back")
     manifest = f"{tried.folder}/step-000000002/manifest.json"
 
     def choose(read: Read) -> int | None:
         return errno.EIO if read.path == manifest and read.kind == "open" else None
 
-    with failing_reads(tried.folder, choose=choose) as reads, retries.retry_reads():
+    with failing_reads(tried.folder, choose=choose) as reads, failures.retry_reads():
         [problem] = loads(tried.folder / "step-000000003", PLAN)
         assert isinstance(problem, DamagedCheckpoint)
         with pytest.raises(MesetaError) as raised:

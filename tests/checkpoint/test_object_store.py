@@ -33,9 +33,9 @@ from meseta.checkpoint.files import layout
 from meseta.checkpoint.manifest import file_entries, read_manifest
 from meseta.checkpoint.store.names import checkpoint_path, parse_step
 from meseta.checkpoint.store.store import make_store
-from meseta.machine import remote
-from meseta.machine.remote import RemotePath, to_location
 from meseta.spec import MesetaError
+from meseta.system import remote
+from meseta.system.remote import RemotePath, to_location
 from sampling import sample
 
 SPECS = some_specs()

@@ -16,7 +16,7 @@ import torch
 
 from checkpoint.simulated import on_ranks, pieces, placed, plain_plan, random_tables, returned
 from meseta.checkpoint import SaveOptions, WriteRateLimiter, save
-from meseta.checkpoint.files.rate_limit import MIN_BYTES_PER_S
+from meseta.checkpoint.files.direct_io import MIN_BYTES_PER_S
 from meseta.comm import World
 from meseta.config import CheckpointConfig
 from meseta.spec import MesetaError, OptimizerSpec, TableSpec

@@ -27,8 +27,8 @@ from meseta.checkpoint import (
 )
 from meseta.checkpoint.files import layout
 from meseta.comm import World
-from meseta.machine.files import to_file_name
 from meseta.spec import MesetaError
+from meseta.system.files import to_file_name
 
 SPECS = some_specs()
 TABLES = random_tables(SPECS, seed=3)

@@ -22,8 +22,8 @@ from meseta.checkpoint.store import objects
 from meseta.checkpoint.store.names import checkpoint_path
 from meseta.checkpoint.store.store import make_store
 from meseta.comm import World
-from meseta.machine.remote import RemotePath, to_location
 from meseta.spec import MesetaError, OptimizerSpec, TableSpec
+from meseta.system.remote import RemotePath, to_location
 from sampling import sample
 
 SPECS = [TableSpec(name="user", num_embeddings=64, embedding_dim=4, optimizer=OptimizerSpec(name="sgd"))]

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from meseta.data import Dataset
-from meseta.data.layout import NO_CATEGORY
+from meseta.data.schema.layout import NO_CATEGORY
 from sampling import sample
 
 ROWS = 600

@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 import meseta
-from meseta.machine.wait_policy import WAIT_POLICY, WAIT_POLICY_VARIABLES
+from meseta.system.wait_policy import WAIT_POLICY, WAIT_POLICY_VARIABLES
 from small_run import metrics, settings, write_config
 from source_tree import ROOT
 

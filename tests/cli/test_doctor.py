@@ -15,7 +15,7 @@ from bad_input.commands import run_here
 from meseta.cli import doctor as command
 from meseta.cli.main import main
 from meseta.measure.doctor import checks, probe
-from meseta.measure.doctor.finding import Finding, note, ok, problem
+from meseta.measure.doctor.packages import Finding, note, ok, problem
 from source_tree import ROOT
 
 TOPICS = [
@@ -100,8 +100,8 @@ def test_a_check_that_fails_is_told_and_the_others_go_on(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(probe, "run_probes", lambda: {stage: {"error": "x"} for stage in probe.PROBES})
     for topic in ("check_memory", "check_cores"):
-        monkeypatch.setattr(checks.machine, topic, fail)
-    monkeypatch.setattr(checks.disk, "check_disk", lambda *_: ok("disk", "fine"))
+        monkeypatch.setattr(checks, topic, fail)
+    monkeypatch.setattr(checks, "check_disk", lambda *_: ok("disk", "fine"))
     found = {finding.topic: finding for finding in checks.run_checks(tmp_path)}
     assert list(found) == TOPICS
     assert found["memory"].state == "note" and "the check failed: KeyError" in found["memory"].text

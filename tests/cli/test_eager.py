@@ -1,4 +1,4 @@
-"""Ranks leave torch._dynamo out, and whoever compiles has it nevertheless; tests/house/test_openmp.py has training."""
+"""Ranks do not import torch._dynamo, but processes that compile can; tests/structure/test_openmp.py covers training."""
 
 import subprocess
 import sys

@@ -16,7 +16,7 @@ import pytest
 
 import faulty_model
 from cli.processes import Command
-from meseta.machine.time_limits import HANG_EXIT_CODE
+from meseta.system.time_limits import HANG_EXIT_CODE
 from sampling import product, sample
 from small_run import settings, write_config
 

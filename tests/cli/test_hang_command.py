@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from forked import forking
-from meseta.machine.time_limits import HANG_EXIT_CODE
+from meseta.system.time_limits import HANG_EXIT_CODE
 from meseta.telemetry.rank_record import (
     RANK_RECORD_VARIABLE,
     RANKS_FOLDER,

@@ -17,7 +17,7 @@ import pytest
 from hosts.links import INTERFACE
 
 from hosts import Hosts, why_impossible
-from meseta.machine.time_limits import HANG_EXIT_CODE
+from meseta.system.time_limits import HANG_EXIT_CODE
 from sampling import sample
 from small_run import environment, settings, write_config
 

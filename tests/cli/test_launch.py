@@ -16,7 +16,7 @@ from cli.processes import fact_of, stat_of
 from forked import forking
 from meseta.cli import launch
 from meseta.cli.watch import RankWatch
-from meseta.machine.time_limits import TimeLimits
+from meseta.system.time_limits import TimeLimits
 
 
 def ranks_that(*programs: str) -> list[BaseProcess]:
@@ -67,11 +67,11 @@ def test_a_rank_that_does_not_listen_is_killed(monkeypatch: pytest.MonkeyPatch, 
 
 SLEEPER = """
 import os, sys, time, types
-from meseta.cli import forked
+from meseta.cli import launch
 say = lambda value: os.write(1, f"{value}\\n".encode())  # at once: two processes say something
 sys.modules["meseta.cli.preload"] = types.ModuleType("preloaded")
-sys.modules["meseta.cli.main"] = types.SimpleNamespace(main=lambda: (say(sys.argv), time.sleep(60)))
-command = forked.start_command(["train", "a.yaml"], "meseta rank 0")
+launch.command_line = lambda: (say(sys.argv), time.sleep(60))
+command = launch.start_command(["train", "a.yaml"], "meseta rank 0")
 say(command.pid)
 time.sleep(60)
 """

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from cli.processes import PATIENCE_S, Command
-from meseta.machine.kernel import KernelFiles, num_oom_kills, raise_oom_score, tightest_cgroup
-from meseta.telemetry.watching.memory_watch import MIN_RANK_BYTES, MIN_START_BYTES, MemoryWatch, check_start_memory
+from meseta.system.kernel import KernelFiles, num_oom_kills, raise_oom_score, tightest_cgroup
+from meseta.telemetry.watching import MIN_RANK_BYTES, MIN_START_BYTES, MemoryWatch, check_start_memory
 from sampling import sample
 from small_run import settings, write_config
 from stalled_disk import MemoryGroup, memory_group

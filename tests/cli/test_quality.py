@@ -20,7 +20,7 @@ from meseta.cli.launch import StopSignals
 from meseta.cli.main import main
 from meseta.cli.quality import _SuiteRunner
 from meseta.errors import check_number
-from meseta.machine.processes import fork
+from meseta.system.processes import fork
 from meseta.train.quality.study import SuiteRun
 from small_run import tiny_with_valid
 from source_tree import ROOT

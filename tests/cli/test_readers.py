@@ -14,8 +14,8 @@ import pytest
 
 from bad_input.commands import run_here
 from cli.processes import PATIENCE_S, Command
-from meseta.data.read.served.credentials import new_token
-from meseta.readers.local_readers import local_readers
+from meseta.data.service.credentials import new_token
+from meseta.data.service.server.local_readers import local_readers
 from meseta.spec import MesetaError
 from small_run import final_checksum, metrics, settings, train, without_times, write_config
 

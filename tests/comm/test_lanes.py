@@ -8,8 +8,8 @@ from functools import partial
 
 import pytest
 
-from meseta.comm import lanes
-from meseta.comm.lanes import Lane, RowPriority
+from meseta.comm import messages
+from meseta.comm.messages import Lane, RowPriority
 from meseta.spec import MesetaError
 
 
@@ -58,7 +58,7 @@ def test_what_a_lane_raises_is_raised_where_it_is_waited_for() -> None:
 
 
 def test_a_piece_holds_back_while_its_rank_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lanes, "YIELD_TIMEOUT_S", 60.0)
+    monkeypatch.setattr(messages, "YIELD_TIMEOUT_S", 60.0)
     crossing, order, has_begun = RowPriority(), list[str](), threading.Event()
 
     def piece() -> None:
@@ -78,7 +78,7 @@ def test_a_piece_holds_back_while_its_rank_waits(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_piece_does_not_hold_back_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lanes, "YIELD_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(messages, "YIELD_TIMEOUT_S", 0.01)
     crossing = RowPriority()
     with crossing.row_wait():
         crossing.yield_to_row_exchange()

@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from meseta.comm.peer_watchdog import PeerWatchdog
-from meseta.machine.time_limits import TimeLimits
+from meseta.system.time_limits import TimeLimits
 from meseta.telemetry.diagnosis import Diagnosis
 from meseta.telemetry.rank_record import HEARTBEAT_OFFSET, RECORD_BYTES, RankRecord, TransferInfo
 

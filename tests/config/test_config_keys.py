@@ -13,13 +13,12 @@ import pytest
 import yaml
 
 from meseta.config import ModelConfig, RunConfig, validate_document
-from meseta.config.example_config import example_config
-from meseta.config.keys import all_keys, find_keys
+from meseta.config.embedding import ScheduleConfig
+from meseta.config.keys import all_keys, example_config, find_keys
 from meseta.config.models import MODEL_NAMES, CustomModelConfig, model_sections
 from meseta.config.run import DenseOptimizerName
-from meseta.config.schedule import ScheduleConfig
-from meseta.models.base import loss_term_names
-from meseta.models.factory import make_model
+from meseta.models.layers import loss_term_names
+from meseta.models.registry import make_model
 from meseta.spec import MesetaError
 from meseta.spec.optimizer import USED_FIELDS
 from model_parts import OneRowEach

@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from meseta.config import load_config
-from meseta.machine.yaml_text import parse_yaml
 from meseta.spec import MesetaError, Plan, TableSpec, Topology
+from meseta.system.yaml_text import parse_yaml
 
 
 def refuse(folder: Path, message: str, **keys: Any) -> None:

@@ -17,16 +17,15 @@ from pathlib import Path
 from meseta.data import PrepareOptions
 from meseta.data.formats import parquet
 from meseta.data.formats import text as text_format
-from meseta.data.prepare import first_pass, spool, staging, write
+from meseta.data.prepare import first_pass, recipe_preparation, staging, write
 from meseta.data.prepare import prepare as run
-from meseta.data.recipe import recipe_preparation
 
 EVENTS = {"open", "os.rename", "os.remove", "os.rmdir", "os.truncate", "os.mkdir"}
 
 
 def make_small() -> None:
     text_format.BLOCK_BYTES, parquet.BLOCK_ROWS = 3000, 40
-    spool.WINDOW_SAMPLES = 64
+    write.WINDOW_SAMPLES = 64
     write.NUM_PART_WINDOWS = 1
     recipe_preparation.WINDOW_SAMPLES, recipe_preparation.ROW_GROUP_ROWS = 64, 32
     staging.COMMIT_INTERVAL_S = 0.0

@@ -13,12 +13,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from data.click_log import make_lines, write_tsv
+from data.service.tier import digest
 from meseta.data import Dataset, PrepareOptions, Reader, ReaderOptions
 from meseta.data.formats import parquet
 from meseta.data.formats import text as text_format
-from meseta.data.prepare import prepare, spool, write
-from meseta.data.recipe import recipe_preparation
-from readers.tier import digest
+from meseta.data.prepare import prepare, recipe_preparation, write
 
 NUM_ROWS = 330
 """Of each kind, in three files."""
@@ -41,7 +40,7 @@ def make_small(patch: pytest.MonkeyPatch) -> None:
     """Row groups, windows, parts and blocks of few rows."""
     patch.setattr(text_format, "BLOCK_BYTES", 3000)
     patch.setattr(parquet, "BLOCK_ROWS", 40)
-    patch.setattr(spool, "WINDOW_SAMPLES", 64)
+    patch.setattr(write, "WINDOW_SAMPLES", 64)
     patch.setattr(recipe_preparation, "WINDOW_SAMPLES", 64)
     patch.setattr(write, "NUM_PART_WINDOWS", 1)
     patch.setattr(write, "ROW_GROUP_ROWS", 32)

@@ -18,7 +18,7 @@ import pytest
 
 from data.click_log import hashed, read_split
 from meseta.data import Dataset
-from meseta.data.formats.parquet_types import can_be_feature
+from meseta.data.formats.parquet_files import can_be_feature
 from meseta.data.prepare import PrepareOptions, prepare
 from meseta.data.prepare.prepare_like import PrepareLikeOptions, prepare_like
 from meseta.spec import MesetaError

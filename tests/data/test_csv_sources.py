@@ -15,8 +15,8 @@ from xxhash import xxh64_intdigest
 
 from data.click_log import read_split
 from meseta.data import Dataset
-from meseta.data.formats import csv_records
 from meseta.data.formats import text as text_format
+from meseta.data.formats.csv import complete_records_size, count_records
 from meseta.data.prepare import PrepareOptions, prepare, read_layout
 from meseta.data.schema.infer import MISSING_TEXTS, infer_label, infer_role, role_from_name
 from meseta.data.schema.schema import format_schema
@@ -94,14 +94,11 @@ def test_records_end_where_the_csv_module_ends_them(rows: list[list[str]]) -> No
     text = io.StringIO(newline="")
     csv.writer(text, lineterminator="\n", quoting=csv.QUOTE_ALL).writerows(rows)
     data = text.getvalue().encode()
-    assert csv_records.count_records(data) == len(rows)
+    assert count_records(data) == len(rows)
     for stop in range(len(data) + 1):
-        cut = csv_records.complete_records_size(data[:stop])
-        assert (
-            list(csv.reader(io.StringIO(data[:cut].decode(), newline="")))
-            == rows[: csv_records.count_records(data[:cut])]
-        )
-        assert csv_records.count_records(data[cut:stop]) == 0
+        cut = complete_records_size(data[:stop])
+        assert list(csv.reader(io.StringIO(data[:cut].decode(), newline=""))) == rows[: count_records(data[:cut])]
+        assert count_records(data[cut:stop]) == 0
 
 
 def test_columns_of_several_files_go_by_name(tmp_path: Path) -> None:

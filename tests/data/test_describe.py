@@ -11,8 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from data.click_log import DENSE, SPARSE, Oracle, make_lines, write_tsv
-from meseta.data.dataset.dataset import DataFile, Dataset, SparseFeature, SparseStatistics, Split
+from meseta.data.dataset.dataset import Dataset
 from meseta.data.dataset.describe import DatasetSummary, describe
+from meseta.data.dataset.records import DataFile, SparseFeature, SparseStatistics, Split
 from meseta.data.prepare import PrepareOptions, prepare
 from meseta.report.data_page import data_page
 from meseta.spec import MesetaError, Reuse

@@ -23,7 +23,7 @@ from meseta.data.dataset.encoding import (
     with_vocabulary_digests,
 )
 from meseta.data.prepare import PrepareOptions, prepare
-from meseta.data.read.row_filter import RowFilter
+from meseta.data.read.selection import RowFilter
 from meseta.spec import MesetaError
 
 NUM_ROWS = 400

@@ -12,8 +12,8 @@ import torch
 
 from data.click_log import Oracle, make_lines, write_tsv
 from meseta.data import Batch, ReaderOptions
-from meseta.data.following_reader import FollowingReader
 from meseta.data.prepare import PrepareOptions, prepare
+from meseta.data.read.following_reader import FollowingReader
 from meseta.spec import MesetaError
 
 SIZES = {"day_0": 130, "day_1": 70, "day_2": 100}

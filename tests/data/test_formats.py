@@ -13,11 +13,9 @@ from meseta.data import Dataset, PrepareOptions
 from meseta.data.formats import registry
 from meseta.data.formats import text as text_format
 from meseta.data.formats.format import Block, ColumnRequest, FileHead, Source, TextDialect
-from meseta.data.formats.text import TextFormat, raw_text, read_first_line
-from meseta.data.formats.text_columns import infer_text_layout
-from meseta.data.layout import RawLayout
-from meseta.data.prepare import prepare, spool, staging
-from meseta.data.raw_rows import RawRows
+from meseta.data.formats.text import TextFormat, infer_text_layout, raw_text, read_first_line
+from meseta.data.prepare import prepare, staging, write
+from meseta.data.schema.layout import RawLayout, RawRows
 from meseta.spec import MesetaError
 
 
@@ -107,7 +105,7 @@ def test_a_damaged_line_is_explained_or_skipped(tmp_path: Path) -> None:
 
 def test_killed_and_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_format, "BLOCK_BYTES", 2000)
-    monkeypatch.setattr(spool, "WINDOW_SAMPLES", 64)
+    monkeypatch.setattr(write, "WINDOW_SAMPLES", 64)
     monkeypatch.setattr(staging, "COMMIT_INTERVAL_S", 0.0)
     source = write_toy(tmp_path / "log.kv")
     prepare(PrepareOptions(sources=[source], out=tmp_path / "whole"))

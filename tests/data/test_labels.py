@@ -16,12 +16,11 @@ from hypothesis import strategies as st
 
 from meseta.data import Dataset, PrepareOptions
 from meseta.data.dataset.encoding import DatasetEncoding, encoding_difference
-from meseta.data.layout import RawLayout
 from meseta.data.prepare import prepare
 from meseta.data.prepare.prepare_like import PrepareLikeOptions, prepare_like
 from meseta.data.prepare.run import read_layout
-from meseta.data.schema.labels import add_signed_labels, resolve_labels
-from meseta.data.schema.schema import format_schema
+from meseta.data.schema.layout import RawLayout
+from meseta.data.schema.schema import add_signed_labels, format_schema, resolve_labels
 from meseta.spec import MesetaError
 
 OPERATORS: dict[str, Callable[[float, float], bool]] = {

@@ -16,13 +16,17 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from meseta.data import Dataset, PrepareOptions
-from meseta.data.formats.normalize_numbers import normalize_formatted_numbers, normalize_numbers_strictly
-from meseta.data.number_format import NumberFormat, format_hint
 from meseta.data.prepare import prepare, read_layout
 from meseta.data.prepare.prepare_like import PrepareLikeOptions, prepare_like
 from meseta.data.schema.schema import Schema, format_schema
-from meseta.machine.yaml_text import parse_yaml
+from meseta.data.schema.text_syntax import (
+    NumberFormat,
+    format_hint,
+    normalize_formatted_numbers,
+    normalize_numbers_strictly,
+)
 from meseta.spec import MesetaError
+from meseta.system.yaml_text import parse_yaml
 from sampling import fewer_examples
 
 DECIMALS = (".", ",", "·")

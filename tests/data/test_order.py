@@ -4,8 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meseta.data.counter_rng import permutation, random_words
-from meseta.data.read.order import EpochOrder
+from meseta.data.read.order import EpochOrder, permutation, random_words
 
 LITERAL_ORDER = [3, 4, 2, 6, 7, 0, 1, 5]
 LITERAL_WORDS = [5197578548964807871, 12035550249420947055]

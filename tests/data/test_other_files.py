@@ -26,10 +26,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meseta.data import Dataset, PrepareOptions
-from meseta.data.formats import compression, json_records
+from meseta.data.formats import encodings, json_lines
 from meseta.data.formats import text as text_format
-from meseta.data.formats.delimiters import UNIT_SEPARATOR, convert_to_csv
-from meseta.data.prepare import prepare, read_layout, spool, staging
+from meseta.data.formats.csv import UNIT_SEPARATOR, convert_to_csv
+from meseta.data.prepare import prepare, read_layout, staging, write
 from meseta.data.prepare.prepare_like import PrepareLikeOptions, prepare_like
 from meseta.data.read.options import ReaderOptions
 from meseta.data.read.reader import Reader
@@ -201,7 +201,7 @@ def test_large_files_are_read_whole(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "log"
     path.write_bytes(COMPRESSIONS[kind][1](data))
     with path.open("rb") as stored:
-        stream = compression.decompress(str(path), stored).stream
+        stream = encodings.decompress(str(path), stored).stream
         assert b"".join(iter(lambda: stream.read(8 << 20), b"")) == data
         stream.seek(len(data) - 4)
         assert stream.read(9) == data[-4:]
@@ -246,7 +246,7 @@ def test_other_archives_and_binary_files_are_recognized(tmp_path: Path) -> None:
     old[148:156] = b" " * 8
     old[148:156] = f"{sum(old[:512]):06o}\0 ".encode()
     assert "is a tar archive" in refused(tmp_path, "old.tar", bytes(old))
-    for number, (magic, what, remedy) in enumerate(compression._UNSUPPORTED_FORMATS):
+    for number, (magic, what, remedy) in enumerate(encodings._UNSUPPORTED_FORMATS):
         message = refused(tmp_path, f"file{number}.csv", magic + bytes(600))
         assert f"is {what}, which is not supported; {remedy}" in message
     assert "is compressed twice" in refused(tmp_path, "twice.csv.gz", gzip.compress(bz2.compress(b"click,x\n1,2\n")))
@@ -374,7 +374,7 @@ def test_rows_are_decoded_as_by_the_json_module(value: Any) -> None:
         return value
 
     row = {"key": value}
-    assert json_records.JsonRowDecoder().decode(json.dumps(row).encode()) == spelled(json.loads(json.dumps(row)))
+    assert json_lines.JsonRowDecoder().decode(json.dumps(row).encode()) == spelled(json.loads(json.dumps(row)))
 
 
 def test_documents_of_several_lines_are_named(tmp_path: Path) -> None:
@@ -496,7 +496,7 @@ KINDS = {
 @pytest.mark.parametrize("name", sample(KINDS, 3, seed=4))
 @pytest.mark.usefixtures("small_blocks")
 def test_preparing_resumes_where_it_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(spool, "WINDOW_SAMPLES", 64)
+    monkeypatch.setattr(write, "WINDOW_SAMPLES", 64)
     monkeypatch.setattr(staging, "COMMIT_INTERVAL_S", 0.0)
     run(tmp_path, name, KINDS[name](make_rows()))
     options = PrepareOptions(sources=[str(tmp_path / name)], out=tmp_path / "resumed", hash_rows=500)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from meseta.data.formats.tsv import _COLUMN_TYPES as TYPES
 from meseta.data.parse_tsv import _parse_with_core, parse_tsv
 from meseta.data.parse_tsv.reference import parse_tsv as reference
-from meseta.data.raw_rows import RawRows
+from meseta.data.schema.layout import RawRows
 
 pytest.importorskip("meseta._C")
 

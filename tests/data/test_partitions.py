@@ -29,9 +29,9 @@ from meseta.data.dataset.dataset import DATASET_FILE
 from meseta.data.prepare import PrepareOptions, load_prepared, prepare, read_layout
 from meseta.data.prepare.new_rows import NewRows
 from meseta.data.prepare.prepare_like import PrepareLikeOptions, prepare_like
-from meseta.data.prepare.record import PREPARE_RECORD_FILE
-from meseta.machine.files import parse_json
+from meseta.data.prepare.staging import PREPARE_RECORD_FILE
 from meseta.spec import MesetaError
+from meseta.system.files import parse_json
 from sampling import product, sample
 from small_run import settings, train
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from meseta.data.read.prefetch import PrefetchIterator
+from meseta.data.dataset.queues import PrefetchIterator
 
 OTHERS: set[threading.Thread] = set()
 
@@ -66,7 +66,7 @@ def test_closing_early_stops_the_thread() -> None:
 
 def test_a_held_iterator_does_not_keep_the_process_alive() -> None:
     code = (
-        "from meseta.data.read.prefetch import PrefetchIterator as P; import itertools; p = P(itertools.count(), "
+        "from meseta.data.dataset.queues import PrefetchIterator as P; import itertools; p = P(itertools.count(), "
         "2); next(p)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

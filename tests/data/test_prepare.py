@@ -8,9 +8,9 @@ import pytest
 
 from data.click_log import DENSE, SPARSE, Oracle, make_lines, read_split, reuse_shares, write_tsv
 from meseta.data import Dataset
-from meseta.data.counter_rng import random_words
 from meseta.data.formats import text as text_format
 from meseta.data.prepare import PrepareOptions, prepare
+from meseta.data.read.order import random_words
 from meseta.data.synth import ClickLog, SynthOptions, write_click_log
 
 REAL_ROWS = Path(__file__).parents[3] / "shared" / "data" / "criteo_1tb_day0_head.tsv"
@@ -89,11 +89,11 @@ def test_seeded_fraction_depends_on_seed_and_row_alone(tmp_path: Path, monkeypat
 
 
 def test_windows_and_parts_do_not_change_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from meseta.data.prepare import spool, write
+    from meseta.data.prepare import write
 
     lines = make_lines(450)
     source = write_tsv(tmp_path / "log.tsv", lines)
-    monkeypatch.setattr(spool, "WINDOW_SAMPLES", 100)
+    monkeypatch.setattr(write, "WINDOW_SAMPLES", 100)
     monkeypatch.setattr(write, "NUM_PART_WINDOWS", 2)
     monkeypatch.setattr(write, "ROW_GROUP_ROWS", 30)
     dataset = prepare(PrepareOptions(sources=[str(source)], out=tmp_path / "out", test_fraction=0.0, hash_rows=1000))

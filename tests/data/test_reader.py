@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meseta.data import Batch, Dataset, Reader, ReaderOptions
-from meseta.data.dataset.dataset import DataFile, DenseFeature, SparseFeature, SparseStatistics, Split
+from meseta.data.dataset.records import DataFile, DenseFeature, SparseFeature, SparseStatistics, Split
 from meseta.spec import MesetaError, Reuse
 
 GROUP_ROWS = 37

@@ -19,11 +19,11 @@ from meseta.data import Dataset, PrepareOptions, Reader, ReaderOptions
 from meseta.data.formats import text as text_format
 from meseta.data.formats.format import Block
 from meseta.data.prepare import prepare
+from meseta.data.prepare.recipe_index import RowRange
+from meseta.data.prepare.recipe_rows import CursorPool
 from meseta.data.read.recipe_rows import RecipeRows
+from meseta.data.read.rows import WindowTimer
 from meseta.data.read.selection import RowSelection
-from meseta.data.read.window_times import WindowTimer
-from meseta.data.recipe.cursors import CursorPool
-from meseta.data.recipe.index import RowRange
 from meseta.data.synth import SynthOptions, write_click_log
 from meseta.spec import MesetaError
 from small_run import REAL_ROWS

@@ -22,10 +22,9 @@ from meseta.data import Dataset, PrepareOptions, Reader, ReaderOptions
 from meseta.data.dataset.check import check_dataset
 from meseta.data.dataset.dataset import DATASET_FILE
 from meseta.data.dataset.describe import describe
-from meseta.data.prepare import prepare
+from meseta.data.prepare import prepare, recipe_rows
+from meseta.data.prepare.recipe import RECIPE_FILE
 from meseta.data.read.key_columns import KeyColumns
-from meseta.data.recipe import cursors
-from meseta.data.recipe.recipe import RECIPE_FILE
 from meseta.spec import MesetaError
 from sampling import sample
 
@@ -110,7 +109,9 @@ def test_zipped_files_are_read_once_from_the_beginning(
     opened = 0
 
     def open_one(
-        self: cursors.CursorPool, stretch: cursors.RowRange, take: Callable[..., object] = cursors.CursorPool._acquire
+        self: recipe_rows.CursorPool,
+        stretch: recipe_rows.RowRange,
+        take: Callable[..., object] = recipe_rows.CursorPool._acquire,
     ) -> object:
         nonlocal opened
         before = {id(cursor) for _, cursor in self._idle}
@@ -118,9 +119,9 @@ def test_zipped_files_are_read_once_from_the_beginning(
         opened += id(cursor) not in before
         return cursor
 
-    monkeypatch.setattr(cursors.CursorPool, "_acquire", open_one)
+    monkeypatch.setattr(recipe_rows.CursorPool, "_acquire", open_one)
     assert batches(recipe, "train") == batches(whole, "train")
-    assert 1 <= opened <= 2 * cursors.MAX_IDLE_CURSORS_PER_FILE, "two epochs"
+    assert 1 <= opened <= 2 * recipe_rows.MAX_IDLE_CURSORS_PER_FILE, "two epochs"
 
 
 @pytest.fixture(scope="module")

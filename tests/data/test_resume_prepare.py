@@ -22,10 +22,9 @@ from data.click_log import make_lines, write_tsv
 from failing_reads import Read, failing_reads
 from meseta.data import PrepareOptions
 from meseta.data.formats import text as text_format
-from meseta.data.prepare import prepare, spool, staging, write
-from meseta.data.prepare.spool import Spool
+from meseta.data.prepare import prepare, recipe_preparation, staging, write
 from meseta.data.prepare.staging import staged_folder
-from meseta.data.recipe import recipe_preparation
+from meseta.data.prepare.write import Spool
 from meseta.spec import MesetaError
 from small_run import environment
 
@@ -104,7 +103,7 @@ def test_killed_often(tmp_path: Path, kind: str, seed: int) -> None:
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks, windows and parts of few rows, and a commit after each."""
     monkeypatch.setattr(text_format, "BLOCK_BYTES", 5000)
-    monkeypatch.setattr(spool, "WINDOW_SAMPLES", 64)
+    monkeypatch.setattr(write, "WINDOW_SAMPLES", 64)
     monkeypatch.setattr(write, "NUM_PART_WINDOWS", 1)
     monkeypatch.setattr(recipe_preparation, "WINDOW_SAMPLES", 64)
     monkeypatch.setattr(recipe_preparation, "ROW_GROUP_ROWS", 32)

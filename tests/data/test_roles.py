@@ -20,7 +20,7 @@ from xxhash import xxh64_intdigest
 from data.click_log import read_split
 from meseta.data import Dataset, Reader, ReaderOptions
 from meseta.data.formats import text as text_format
-from meseta.data.formats.values import group_keys, parse_times
+from meseta.data.formats.table_rows import group_keys, parse_times
 from meseta.data.prepare import PrepareOptions, prepare, read_layout
 from meseta.data.schema.infer import infer_role
 from meseta.data.schema.schema import format_schema

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from meseta.data.dataset.dataset import Dataset
 from meseta.data.prepare import PrepareOptions, prepare
-from meseta.data.read.row_filter import MAX_CONSTANTS, RowFilter
+from meseta.data.read.selection import MAX_CONSTANTS, RowFilter
 from meseta.errors import format_value
 from meseta.spec import MesetaError
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from meseta.data import Batch, Dataset, Reader, ReaderOptions
-from meseta.data.dataset.dataset import DataFile, DenseFeature, Split
+from meseta.data.dataset.records import DataFile, DenseFeature, Split
 from meseta.spec import MesetaError
 
 NUM_ROWS = 230

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from data.click_log import make_lines, read_split, write_tsv
 from data.timed_log import make_rows, rows_in, run, write
-from meseta.data import order_statistics
 from meseta.data.formats import text as text_format
 from meseta.data.prepare import PrepareOptions, prepare, survey
 from meseta.spec import MesetaError
@@ -27,10 +26,10 @@ def test_order_statistics_are_those_of_sort(values: list[float], size: int, data
     numbers = np.array(values)
     chunks = [numbers[start : start + size] for start in range(0, len(numbers), size)]
     expected = np.sort(numbers[~np.isnan(numbers)])
-    assert order_statistics.count_numbers(lambda: iter(chunks)) == expected.size
+    assert survey.count_numbers(lambda: iter(chunks)) == expected.size
     if expected.size:
         ranks = data.draw(st.lists(st.integers(0, expected.size - 1), min_size=1, max_size=5))
-        assert order_statistics.order_statistics(lambda: iter(chunks), ranks) == expected[ranks].tolist()
+        assert survey.order_statistics(lambda: iter(chunks), ranks) == expected[ranks].tolist()
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.1, 0.35, 0.9])

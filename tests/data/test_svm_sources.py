@@ -13,7 +13,7 @@ from xxhash import xxh64_intdigest
 
 from data.click_log import read_split
 from meseta.data import Dataset, Reader, ReaderOptions
-from meseta.data.formats import svm_layout
+from meseta.data.formats import svm
 from meseta.data.formats import text as text_format
 from meseta.data.prepare import PrepareOptions, prepare, read_layout
 from meseta.data.schema.schema import format_schema
@@ -165,7 +165,7 @@ def test_bad_rows_are_named(
 
 
 def test_too_many_fields_and_mixed_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(svm_layout, "MAX_LIBFFM_FIELDS", 2)
+    monkeypatch.setattr(svm, "MAX_LIBFFM_FIELDS", 2)
     (tmp_path / "log.txt").write_text("1 0:1:1 1:1:1\n0 2:1:1\n")
     with pytest.raises(MesetaError, match="more than 2 fields up to line 2; are fields and indices swapped"):
         run(tmp_path)

@@ -22,10 +22,11 @@ from data.click_log import make_lines
 from meseta.data import Dataset, PrepareOptions
 from meseta.data.formats import encodings as encodings_module
 from meseta.data.formats import text as text_format
-from meseta.data.formats.encodings import check_encoding, transcode_to_utf8
+from meseta.data.formats.encodings import transcode_to_utf8
 from meseta.data.prepare import prepare, read_layout
 from meseta.data.prepare.prepare_like import PrepareLikeOptions, prepare_like
 from meseta.data.schema.schema import format_schema
+from meseta.data.schema.text_syntax import check_encoding
 from meseta.spec import MesetaError
 from sampling import product, sample
 from small_run import settings, train

@@ -21,11 +21,11 @@ from hypothesis import strategies as st
 from data.click_log import make_lines, write_tsv
 from meseta.data import Dataset, PrepareOptions, Reader, ReaderOptions
 from meseta.data.dataset.encoding import DatasetEncoding, encoding_difference
-from meseta.data.formats.values import group_keys
+from meseta.data.formats.table_rows import group_keys
 from meseta.data.prepare import prepare, read_layout
 from meseta.data.prepare.new_rows import NewRows
 from meseta.data.prepare.prepare_like import PrepareLikeOptions, prepare_like
-from meseta.data.schema.number_spelling import holds_whole_numbers
+from meseta.data.schema.infer import holds_whole_numbers
 from meseta.data.schema.schema import format_schema
 from meseta.data.whole_numbers import reference, respell_whole_numbers
 from meseta.spec import MesetaError

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from meseta.data.dataset.dataset import Dataset
-from meseta.data.dataset.features import (
+from meseta.data.dataset.statistics import (
     MAX_CATEGORICAL_FEATURES,
     MAX_DENSE_BYTES,
     MAX_DENSE_VALUES,
@@ -19,8 +19,8 @@ from meseta.data.dataset.features import (
     MAX_SPARSE_VALUES,
 )
 from meseta.data.prepare import PrepareOptions, prepare
-from meseta.machine.files import count_json_values
 from meseta.spec import MesetaError
+from meseta.system.files import count_json_values
 
 
 def write_wide(path: Path, num_columns: int) -> None:

@@ -29,8 +29,7 @@ from meseta.data.synth import (
 )
 from meseta.data.synth.columns import id_probabilities
 from meseta.data.synth.teacher import PLANTED_STD
-from meseta.data.synth.worlds import planted_sum
-from meseta.data.synth.worlds.orders import BLOCKS, SHARED_CAUSE_SHARE
+from meseta.data.synth.worlds import BLOCKS, SHARED_CAUSE_SHARE, planted_sum
 from meseta.spec import MesetaError
 
 NUM_CHUNKS = 4

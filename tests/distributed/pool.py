@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from forked import collect_garbage_rarely, forking
-from meseta.machine.rendezvous import RENDEZVOUS_VARIABLE, Rendezvous
+from meseta.system.ranks import RENDEZVOUS_VARIABLE, Rendezvous
 
 
 class RankPool:
@@ -60,7 +60,7 @@ def _serve(pipe: Connection, variables: dict[str, str]) -> None:
     import torch
 
     from meseta.comm import World
-    from meseta.comm.known_collectives import UnknownCollectives
+    from meseta.comm.world import UnknownCollectives
 
     UnknownCollectives.is_fatal = True
     torch.set_num_threads(1)

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from meseta.comm import DenseGradients, World
-from meseta.comm.sum_codec import DENSE_FP16_EXPONENT
-from meseta.data.batch import Batch
+from meseta.comm.sums import DENSE_FP16_EXPONENT
+from meseta.data.read.batch import Batch
 from meseta.embedding import EmbeddingBagCollection, ShardedEmbeddingBagCollection
-from meseta.jagged import JaggedTensor, KeyedJaggedTensor
 from meseta.ops.row_marks import Consumer
+from meseta.sparse import JaggedTensor, KeyedJaggedTensor
 from meseta.spec import Communication, FeatureSpec, OptimizerSpec, Plan, Shard, TableSpec
 from meseta.spec.tiers import StorageOptions
 from meseta.storage import ROW

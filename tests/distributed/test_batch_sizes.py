@@ -13,7 +13,7 @@ from torch import Tensor
 
 from meseta.comm import World
 from meseta.embedding import EmbeddingBagCollection, ShardedEmbeddingBagCollection
-from meseta.jagged import JaggedTensor, KeyedJaggedTensor
+from meseta.sparse import JaggedTensor, KeyedJaggedTensor
 from meseta.spec import FeatureSpec, MesetaError, OptimizerSpec, Plan, TableSpec
 from sampling import product, sample
 

@@ -10,7 +10,7 @@ import pytest
 
 from meseta.comm import World
 from meseta.train.trained_model import load_trained
-from meseta.train.verify.rules import ToleranceRule
+from meseta.train.verify.compare import ToleranceRule
 from small_run import final_checksum, settings, table_checksums, train
 
 from .pool import RankPool

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from meseta.comm import World
-from meseta.comm.sum_codec import DENSE_FP16_EXPONENT, SumCodec
+from meseta.comm.sums import DENSE_FP16_EXPONENT, SumCodec
 from meseta.embedding import EmbeddingBagCollection, ShardedEmbeddingBagCollection
-from meseta.jagged import KeyedJaggedTensor
 from meseta.ops.codec import HalfRange
+from meseta.sparse import KeyedJaggedTensor
 from meseta.spec import Communication, FeatureSpec, MesetaError, Plan, TableSpec
 from meseta.spec.codecs import CODECS
 from sampling import product, sample

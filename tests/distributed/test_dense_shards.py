@@ -15,18 +15,18 @@ import torch
 from torch import nn
 
 from meseta import checkpoint
-from meseta.checkpoint.files.tensors import read_tensors
+from meseta.checkpoint.files.block import read_tensors
 from meseta.checkpoint.manifest import read_manifest
 from meseta.comm import World
-from meseta.comm.dense_shards import full_tensor, make_shard_sum
+from meseta.comm.dense import full_tensor, make_shard_sum
 from meseta.config import RunConfig
 from meseta.config.models import MODEL_NAMES
 from meseta.data.dataset.dataset import Dataset
 from meseta.embedding import EmbeddingBagCollection, shard
-from meseta.jagged import KeyedJaggedTensor
-from meseta.optim.clip import global_norm
+from meseta.optim.dense import global_norm
+from meseta.sparse import KeyedJaggedTensor
 from meseta.spec import FeatureSpec, MesetaError, Plan, TableSpec
-from meseta.telemetry.transfers import TransferTimes
+from meseta.telemetry.span import TransferTimes
 from meseta.train.setup.build import make_specs
 from meseta.train.setup.meta_model import make_meta_model
 from small_run import predicted_memory, settings, train

@@ -11,7 +11,7 @@ import torch
 from meseta.comm import DenseGradients, World
 from meseta.embedding import EmbeddingBagCollection, ShardedEmbeddingBagCollection, shard
 from meseta.errors import UnknownColumnError
-from meseta.jagged import KeyedJaggedTensor
+from meseta.sparse import KeyedJaggedTensor
 from meseta.spec import FeatureSpec, MesetaError, Plan, TableSpec
 
 from .pool import RankPool

@@ -11,11 +11,11 @@ import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from meseta.comm import World
-from meseta.data.batch import Batch
+from meseta.data.read.batch import Batch
 from meseta.embedding import EmbeddingBagCollection, shard
 from meseta.embedding.batch_context import OutOfRangeIds
-from meseta.jagged import KeyedJaggedTensor
 from meseta.models import DLRM, MLPOptions
+from meseta.sparse import KeyedJaggedTensor
 from meseta.spec import FeatureSpec, MesetaError, OptimizerSpec, Plan, TableSpec
 
 from .pool import RankPool
@@ -203,9 +203,9 @@ def wrong_uses() -> tuple[list[str], float]:
 def test_a_batch_goes_through_each_stage_once(ranks: Ranks, size: int) -> None:
     told = "a batch in stage '{}' cannot enter stage '{}', which follows stage '{}'; {}"
     expected = [
-        told.format("started", "finished", "looked up", "exchange it next"),
-        told.format("exchanged", "exchanged", "started", "finish it next"),
-        told.format("finished", "finished", "looked up", "run its backward pass next, or leave it"),
+        told.format("started", "finished", "looked up", "call input_dist next"),
+        told.format("exchanged", "exchanged", "started", "call lookup, then output_dist"),
+        told.format("finished", "finished", "looked up", "run its backward pass next, or drop the batch"),
         told.format("used", "used", "finished", "start another of the same ids"),
     ]
     for texts, loss in ranks(size).run(wrong_uses):

@@ -12,8 +12,8 @@ import pytest
 
 from meseta.comm import World
 from meseta.config import RunConfig
-from meseta.machine.interruption import TrainingInterrupt
 from meseta.spec import MesetaError
+from meseta.system.interruption import TrainingInterrupt
 from meseta.train.trainer import Trainer
 from small_run import final_checksum, metrics, settings, spoil, without_times
 

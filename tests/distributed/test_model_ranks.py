@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from meseta.comm.dense_shards import sharded_modules
+from meseta.comm.dense import sharded_modules
 from meseta.config import ModelConfig
 from meseta.models import DHEN, make_model
 from model_parts import OneRowEach

@@ -13,12 +13,12 @@ import torch
 
 import meseta
 from meseta.comm import World, dense
-from meseta.data.batch import Batch
+from meseta.data.read.batch import Batch
 from meseta.embedding import EmbeddingBagCollection, shard
-from meseta.jagged import KeyedJaggedTensor
 from meseta.models import DLRM, MLPOptions
 from meseta.pipeline import Pipeline
 from meseta.pipeline.overlap import choose_overlap
+from meseta.sparse import KeyedJaggedTensor
 from meseta.spec import Communication, FeatureSpec, MesetaError, OptimizerSpec, Plan, TableSpec
 from meseta.spec.stages import OVERLAPS, Overlap
 from sampling import product, sample

@@ -10,9 +10,9 @@ import pytest
 
 from meseta.comm import World
 from meseta.config import RunConfig
-from meseta.machine.processors import Processor
 from meseta.spec import MesetaError
-from meseta.train.setup import precision
+from meseta.system.processors import Processor
+from meseta.train.setup import specs
 from small_run import settings
 
 PLAIN = Processor("Old 1", frozenset({"avx2", "fma"}))
@@ -22,10 +22,10 @@ FAST = Processor("Fast 9", PLAIN.flags | {"avx512f", "avx512bw", "avx512dq", "av
 def settled(document: dict[str, Any], processors: list[Processor]) -> str:
     """What dense.dtype comes to on this rank, which has its own of `processors`; or the error."""
     world = World.current()
-    module: Any = sys.modules[precision.__name__]
+    module: Any = sys.modules[specs.__name__]
     before, module.read_processor = module.read_processor, lambda: processors[world.rank]
     try:
-        return precision.resolve_dense_dtype(RunConfig.model_validate(document), world).dense.dtype
+        return specs.resolve_dense_dtype(RunConfig.model_validate(document), world).dense.dtype
     except MesetaError as error:
         return str(error)
     finally:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from meseta import checkpoint
-from meseta.machine import files
 from meseta.spec import MesetaError
+from meseta.system import files
 from small_run import settings, train
 
 from .pool import RankPool

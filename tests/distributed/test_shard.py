@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from meseta.comm import DenseGradients, World
-from meseta.comm.dense_shards import full_tensor as put_together
+from meseta.comm.dense import full_tensor as put_together
 from meseta.embedding import EmbeddingBagCollection, shard
-from meseta.jagged import KeyedJaggedTensor
+from meseta.sparse import KeyedJaggedTensor
 from meseta.spec import FeatureSpec, OptimizerSpec, TableSpec
 from sampling import product, sample
 

@@ -14,11 +14,11 @@ from torch import nn
 from torch.nn import functional
 
 from meseta.comm import World
-from meseta.data.batch import Batch
+from meseta.data.read.batch import Batch
 from meseta.embedding import EmbeddingBagCollection, ShardedEmbeddingBagCollection, shard
-from meseta.jagged import KeyedJaggedTensor
 from meseta.pipeline import Pipeline
-from meseta.pipeline.micro_batches import split_batch
+from meseta.pipeline.losses import split_batch
+from meseta.sparse import KeyedJaggedTensor
 from meseta.spec import FeatureSpec, OptimizerSpec, Plan, TableSpec
 
 from .pool import RankPool

@@ -14,11 +14,10 @@ import pytest
 
 from meseta.comm import World, clocks
 from meseta.config import RunConfig
-from meseta.machine.interruption import TrainingInterrupt
 from meseta.report import write_report
 from meseta.spec.stages import OVERLAPS
-from meseta.telemetry.timeline import OUTSIDE_STAGES, WAITING, StepRange, Timeline
-from meseta.telemetry.trace_events import TraceDocument
+from meseta.system.interruption import TrainingInterrupt
+from meseta.telemetry.timeline import OUTSIDE_STAGES, WAITING, StepRange, Timeline, TraceDocument
 from meseta.train.run_dir import RunDir
 from meseta.train.trainer import Trainer
 from small_run import metrics, settings, without_times

@@ -19,15 +19,15 @@ from meseta.comm.messages import ANNOUNCEMENT_TAG
 from meseta.comm.sums import CHUNK_ALIGNMENT
 from meseta.config import RunConfig
 from meseta.embedding import EmbeddingBagCollection, shard
-from meseta.jagged import KeyedJaggedTensor
 from meseta.pipeline import Pipeline
 from meseta.planner import predict
+from meseta.sparse import KeyedJaggedTensor
 from meseta.spec import FeatureLoad, FeatureSpec, OptimizerSpec, Plan, TableSpec, Topology, Workload
 from meseta.spec.codecs import AllReduceAlgorithm, all_reduce_traffic_factors, traffic_factors
 from meseta.spec.transfer import Transfer, step_transfers
 from meseta.telemetry.metrics_file import TrainLine
 from meseta.train.setup.meta_model import make_meta_model
-from meseta.train.setup.workload import make_workload
+from meseta.train.setup.specs import make_workload
 from meseta.train.trainer import Trainer
 from small_run import settings
 

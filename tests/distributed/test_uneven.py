@@ -16,14 +16,13 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 import meseta
 from meseta.comm import World
-from meseta.data.batch import Batch
-from meseta.data.position import Position
+from meseta.data.read.batch import Batch, Position
 from meseta.embedding import EmbeddingBagCollection, shard
 from meseta.embedding.batch_context import UNEVEN_POLICIES
-from meseta.jagged import JaggedTensor, KeyedJaggedTensor
 from meseta.models import DLRM, MLPOptions
-from meseta.pipeline import uneven as uneven_module
-from meseta.pipeline.uneven import make_empty_batch
+from meseta.pipeline import losses as uneven_module
+from meseta.pipeline.losses import make_empty_batch
+from meseta.sparse import JaggedTensor, KeyedJaggedTensor
 from meseta.spec import FeatureSpec, MesetaError, OptimizerSpec, Plan, TableSpec
 from meseta.spec.tiers import StorageOptions
 
@@ -246,7 +245,7 @@ def passed_over(how: str) -> tuple[int, str, bool]:
 def test_a_batch_that_was_looked_up_and_passed_over_is_named(ranks: Ranks, size: int) -> None:
     told = (
         "meseta.ahead: batch 1 (counted from 0) was looked up and then skipped, so the next batch was not started; "
-        "pass the result of look_up to model.embeddings(...), skip batches only before look_up, and let errors end "
+        "pass the result of lookup to model.embeddings(...), skip batches only before lookup, and let errors end "
         "the loop"
     )
     assert ranks(size).run(passed_over, "passed over") == [(2, told, True)] * size

@@ -17,7 +17,7 @@ from meseta.config import RunConfig
 from meseta.embedding import ShardedEmbeddingBagCollection
 from meseta.spec import MesetaError
 from meseta.train.verify import Verification, compare, record, steps
-from meseta.train.verify.rules import ToleranceRule, find_violations, max_difference
+from meseta.train.verify.compare import ToleranceRule, find_violations, max_difference
 from small_run import settings, write_config
 
 from .pool import RankPool

@@ -22,14 +22,14 @@ from meseta.checkpoint.background import copy_shards
 from meseta.checkpoint.delta_tracker import DeltaTracker
 from meseta.checkpoint.files import layout
 from meseta.comm import World
-from meseta.data.batch import Batch
+from meseta.data.read.batch import Batch
 from meseta.embedding import EmbeddingBagCollection, shard
-from meseta.jagged import KeyedJaggedTensor
 from meseta.ops.row_file.engine import IO_URING, THREADS
 from meseta.ops.row_marks import Consumer
 from meseta.ops.row_program.optimizer import Hyper
 from meseta.optim import RowOptimizer, element_state
 from meseta.pipeline import Pipeline
+from meseta.sparse import KeyedJaggedTensor
 from meseta.spec import Communication, FeatureSpec, OptimizerSpec, Plan, ShardingType, TableSpec
 from meseta.spec.optimizer import USED_FIELDS
 from meseta.spec.stages import OVERLAPS

@@ -1,4 +1,4 @@
-"""Run the code of one page of documentation: `python tests/docs/run_page.py docs/tour.md` (in an empty folder).
+"""Run the code of one page of documentation: `python tests/docs/run_page.py docs/first_hour.md` (in an empty folder).
 
     ```python           runs; all blocks of a page share one namespace
     ```bash run         runs, with `set -eu`; a plain ```bash is only shown

@@ -1,10 +1,13 @@
-"""The site: every page has its place, the config and the public names are all there, and nothing is fetched."""
+"""The site: every page has its place and links to the next one, config and public names are all there, the search works
+from a folder, and nothing is fetched."""
 
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -32,15 +35,15 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def navigation() -> list[str]:
-    """Pages that mkdocs.yml names."""
+def navigation() -> list[list[str]]:
+    """Pages that mkdocs.yml names, by section."""
     entries = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
-    found = [page for section in entries for group in section.values() for page in group]
-    return [page if isinstance(page, str) else next(iter(page.values())) for page in found]
+    sections = [group for section in entries for group in section.values()]
+    return [[page if isinstance(page, str) else next(iter(page.values())) for page in group] for group in sections]
 
 
 def test_every_page_has_its_place() -> None:
-    named = navigation()
+    named = [page for section in navigation() for page in section]
     assert len(named) == len(set(named))
     made = set(pages.outside_pages())
     assert {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")} == set(named) - made
@@ -51,12 +54,12 @@ def test_every_page_has_its_place() -> None:
     ("name", "text", "shown"),
     [
         ("index.md", "[a](../README.md#limits)", "[a](readme.md#limits)"),
-        ("index.md", "[a](tour.md), [b](https://x.org/a.md)", "[a](tour.md), [b](https://x.org/a.md)"),
-        ("readme.md", "[a](docs/tour.md) and [b](CONTRIBUTING.md)", "[a](tour.md) and [b](contributing.md)"),
+        ("index.md", "[a](first_hour.md), [b](https://x.org/a.md)", "[a](first_hour.md), [b](https://x.org/a.md)"),
+        ("readme.md", "[a](docs/doctor.md) and [b](CONTRIBUTING.md)", "[a](doctor.md) and [b](contributing.md)"),
         ("embedding.md", "[a](../examples/01_ten_lines.py)", "[a](examples/01_ten_lines.md)"),
         ("soak.md", "see [the test](../tests/ops/test_fuzz.py).", "see the test."),
-        ("tour.md", "```python no-run\n[a](../README.md)\n```", "```python\n[a](../README.md)\n```"),
-        ("tour.md", "```bash run\n```", "```bash\n```"),
+        ("first_hour.md", "```python no-run\n[a](../README.md)\n```", "```python\n[a](../README.md)\n```"),
+        ("first_hour.md", "```bash run\n```", "```bash\n```"),
     ],
 )
 def test_a_page_of_the_repository_on_the_site(name: str, text: str, shown: str) -> None:
@@ -67,6 +70,39 @@ def test_nothing_is_fetched(site: Path) -> None:
     for page in site.rglob("*.html"):
         loaded = re.findall(r'<(?:script|img|iframe|link)[^>]*\b(?:src|href)="([^"]*)"', page.read_text())
         assert loaded and not [target for target in loaded if re.match(r"(https?:)?//", target)], page
+
+
+def test_pages_link_to_the_previous_and_next_page(site: Path) -> None:
+    sections = [[name.replace(".md", ".html") for name in section] for section in navigation()]
+    for first, second in (pair for section in sections for pair in pairwise(section)):
+        for page, direction, target in ((first, "next", second), (second, "prev", first)):
+            link = rf'<a href="{re.escape(target)}" class="md-footer__link md-footer__link--{direction}"'
+            assert re.search(link, (site / page).read_text()), (page, target)
+
+
+def test_search_needs_no_server(site: Path) -> None:
+    """A page from a folder can load scripts, but neither JSON nor workers."""
+    script = (site / "search" / "search_index.js").read_text()
+    index = json.loads((site / "search" / "search_index.json").read_text())
+    assert json.loads(script.removeprefix("var __index = ")) == index
+    for page in site.rglob("*.html"):
+        scripts = re.findall(r'<script src="([^"]*)"', page.read_text())
+        start = "/" if page.name == "404.html" else "../" * (len(page.relative_to(site).parts) - 1)
+        assert scripts[0] == f"{start}iframe-worker.js" and "/bundle." in scripts[1], page
+    assert (site / "iframe-worker.js").exists()
+
+
+@pytest.mark.parametrize("page", ["index.html", "reference/meseta.html"])
+def test_a_browser_searches_from_a_folder(site: Path, tmp_path: Path, page: str) -> None:
+    browsers = (shutil.which(name) for name in ("chromium", "chromium-browser", "google-chrome"))
+    browser = next((path for path in browsers if path), None)
+    if browser is None:
+        pytest.skip("no browser is installed")
+    options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}", "--dump-dom"]
+    command = [browser, *options, "--virtual-time-budget=60000", f"{(site / page).as_uri()}?q=KeyedJaggedTensor"]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=240).stdout
+    found = re.findall(r'<a href="([^"]*)" class="md-search-result__link"', shown)
+    assert (site / "reference/meseta.html").as_uri() in {url.partition("?")[0] for url in found}
 
 
 def test_public_names_and_keys_are_on_the_site(site: Path) -> None:
@@ -83,6 +119,6 @@ def test_pages_are_whole(site: Path) -> None:
         text = page.read_text()
         assert "```" not in text and ":::" not in text, page
     found = json.loads((site / "search" / "search_index.json").read_text())["docs"]
-    assert {"tour.html", "config.html", "reference/meseta.html"} <= {
+    assert {"first_hour.html", "config.html", "reference/meseta.html"} <= {
         entry["location"].partition("#")[0] for entry in found
     }

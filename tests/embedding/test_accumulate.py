@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from meseta.data.batch import Batch
+from meseta.data.read.batch import Batch
 from meseta.embedding import EmbeddingBagCollection
-from meseta.jagged import Embeddings, KeyedJaggedTensor
-from meseta.pipeline.micro_batches import split_batch
+from meseta.pipeline.losses import split_batch
+from meseta.sparse import Embeddings, KeyedJaggedTensor
 from meseta.spec import FeatureSpec, OptimizerSpec, TableSpec
 
 NUM_SAMPLES = 700  # two blocks of 256 and a part of one

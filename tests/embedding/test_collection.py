@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from meseta.embedding import EmbeddingBagCollection
-from meseta.jagged import JaggedTensor, KeyedJaggedTensor
+from meseta.sparse import JaggedTensor, KeyedJaggedTensor
 from meseta.spec import FeatureSpec, InitSpec, OptimizerSpec, TableSpec
 
 ROWS = {"item": 13, "user": 5, "one": 1}

@@ -16,7 +16,7 @@ from meseta.ops.row_program.optimizer import Hyper
 from meseta.ops.row_update import TableRows
 from meseta.optim import make_row_optimizer
 from meseta.spec import OptimizerSpec, Shard, TableSpec
-from meseta.storage.resident import TableShard
+from meseta.storage.table import TableShard
 from sampling import product, sample
 
 ROWS, CUTS, STEPS = (30, 90), ((0, 16), (16, 48)), 3

@@ -7,7 +7,7 @@ import torch
 
 from meseta.comm import World
 from meseta.embedding import EmbeddingBagCollection, ShardedEmbeddingBagCollection, shard
-from meseta.jagged import KeyedJaggedTensor
+from meseta.sparse import KeyedJaggedTensor
 from meseta.spec import FeatureSpec, MesetaError, Plan, TableSpec
 
 TABLE = TableSpec(name="item", num_embeddings=10, embedding_dim=4)

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from meseta.comm import World
 from meseta.embedding import EmbeddingBagCollection, ShardedEmbeddingBagCollection
-from meseta.jagged import KeyedJaggedTensor
 from meseta.ops.bucketize import bucketize
 from meseta.ops.bucketize import reference as bucketize_reference
 from meseta.ops.coalesce import coalesce
@@ -27,6 +26,7 @@ from meseta.ops.pooled_lookup import pooled_lookup
 from meseta.ops.pooled_lookup import reference as pooled_reference
 from meseta.ops.random_rows import initial_rows, random_bits
 from meseta.ops.random_rows import reference as random_reference
+from meseta.sparse import KeyedJaggedTensor
 from meseta.spec import FeatureSpec, InitSpec, MesetaError, OptimizerSpec, Plan, TableSpec
 
 SOURCE = Path(__file__).parents[2] / "src"
@@ -214,7 +214,7 @@ ABSENT = [
     "safetensors",
     *MODULES.values(),
 ]
-USED = ["embedding", "ops.coalesce", "ops.random_rows", "jagged", "optim", "comm", "storage", "planner", "spec"]
+USED = ["embedding", "ops.coalesce", "ops.random_rows", "sparse", "optim", "comm", "storage", "planner", "spec"]
 
 
 def bare(program: str) -> subprocess.CompletedProcess[str]:

@@ -19,13 +19,13 @@ pytest.importorskip("pydantic", reason="Meseta's own requirements are not instal
 from bad_input.commands import run_here
 from meseta.comm import World
 from meseta.config import DenseOptimizerConfig
-from meseta.data.batch import Batch
+from meseta.data.read.batch import Batch
 from meseta.embedding import EmbeddingBagCollection
-from meseta.jagged import KeyedJaggedTensor
 from meseta.models import DLRM, MLPOptions
 from meseta.optim.dense import make_dense_optimizer
 from meseta.pipeline import Pipeline
-from meseta.pipeline.agreement import LateNonFiniteLoss
+from meseta.pipeline.losses import LateNonFiniteLoss
+from meseta.sparse import KeyedJaggedTensor
 from meseta.spec import FeatureSpec, OptimizerSpec, TableSpec
 from model_parts import lasting_tensors
 from sampling import product, sample

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from bench_scaling import NUM_LINKS, Bench, links, tier
 
+from data.service.tier import digest
 from hosts import bits_per_s, why_impossible
 from meseta.data import Dataset, Reader, ReaderOptions
-from meseta.data.read.served.reader import ReaderServiceAddress, RunAttempt, ServedReader
-from readers.tier import digest
+from meseta.data.service.client.reader import ReaderServiceAddress, RunAttempt, ServedReader
 
 NO_LINKS = why_impossible() or ("links are entered by root alone" if os.geteuid() else None)
 BITS_PER_S = 40e6

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from meseta.measure.bench.ops_peers import FbgemmOperators
-from meseta.measure.cpu_usage import CpuTime, read_cpu_time
 from meseta.measure.harness.interleaved import Timing, TimingOptions, memory_groups, run_interleaved
 from meseta.measure.harness.target import BenchmarkTarget
 from meseta.measure.harness.worker_group import TargetSpec, TimedWindow, WorkerGroup
+from meseta.measure.threads import CpuTime, read_cpu_time
 from meseta.spec import MesetaError
 
 QUICK = TimingOptions(num_starts=1, num_rounds=2, window_s=0.02, max_background_load=100.0)

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from meseta.machine.kernel import KernelFiles
-from meseta.machine.processors import num_cores
 from meseta.measure.topology import GpuInfo, detect_topology
 from meseta.planner import documented_cost_model
 from meseta.spec import MesetaError
+from meseta.system.kernel import KernelFiles
+from meseta.system.processors import num_cores
 
 
 @pytest.fixture

@@ -11,16 +11,16 @@ from collections.abc import Sequence
 
 import pytest
 
-from meseta.machine.wait_policy import WAIT_POLICY
-from meseta.measure import cpu_contention
-from meseta.measure.cpu_usage import CpuTime, read_cpu_time
+from meseta.measure import threads
+from meseta.measure.threads import CpuTime, read_cpu_time
+from meseta.system.wait_policy import WAIT_POLICY
 from source_tree import ROOT
 
 # Two threads add up a little, then nothing happens for longer than a thread spins; the process's own seconds tell.
 PROGRAM = """
 import time
 import torch
-from meseta.measure import cpu_contention
+from meseta.measure import threads
 torch.set_num_threads(2)
 x = torch.zeros(1 << 17)
 def spent():
@@ -29,10 +29,10 @@ def spent():
         x.add_(1)
         time.sleep(0.02)
     return time.process_time() - before
-runtime = cpu_contention._find_libgomp()
+runtime = threads._find_libgomp()
 spent()
 spinning = spent()
-spare = cpu_contention.OversubscriptionThreads(runtime, 2)
+spare = threads.OversubscriptionThreads(runtime, 2)
 sleeping = spent()
 spare.stop()
 print(spinning, sleeping, spent())
@@ -49,13 +49,11 @@ def test_no_thread_spins_beside_a_spare_team() -> None:
 
 
 def test_crowded_at_once_and_calm_after_a_while() -> None:
-    crowd = cpu_contention.CpuContention(num_threads=2, num_processors=2)
+    crowd = threads.CpuContention(num_threads=2, num_processors=2)
     assert [crowd.update(others) for others in (0.0, 0.2, 1.0)] == [False, False, True]
-    calm = [crowd.update(0.1) for _ in range(cpu_contention.NUM_CALM_POLLS)]
-    assert calm == [True] * (cpu_contention.NUM_CALM_POLLS - 1) + [False]
-    assert not cpu_contention.CpuContention(num_threads=2, num_processors=4).update(2.0), (
-        "two processors are left to others"
-    )
+    calm = [crowd.update(0.1) for _ in range(threads.NUM_CALM_POLLS)]
+    assert calm == [True] * (threads.NUM_CALM_POLLS - 1) + [False]
+    assert not threads.CpuContention(num_threads=2, num_processors=4).update(2.0), "two processors are left to others"
 
 
 def test_a_spare_team_comes_and_goes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,12 +85,12 @@ def test_a_spare_team_comes_and_goes(monkeypatch: pytest.MonkeyPatch) -> None:
         ("POLL_INTERVAL_S", 0.01),
         ("_find_libgomp", object),
     ):
-        monkeypatch.setattr(cpu_contention, name, value)
+        monkeypatch.setattr(threads, name, value)
     for name, text in WAIT_POLICY.items():
         monkeypatch.setenv(name, text)
     monkeypatch.delenv("KMP_BLOCKTIME", raising=False)
     cores = len(os.sched_getaffinity(0))
-    with cpu_contention.adaptive_wait_policy(max(cores, 2)):
+    with threads.adaptive_wait_policy(max(cores, 2)):
         busy.set()
         wait_for(1)
         busy.clear()
@@ -102,7 +100,7 @@ def test_a_spare_team_comes_and_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Spare.alive == 0
     monkeypatch.setenv("OMP_WAIT_POLICY", "active")
     before = threading.active_count()
-    with cpu_contention.adaptive_wait_policy(2):
+    with threads.adaptive_wait_policy(2):
         assert threading.active_count() == before, "the user has chosen"
 
 

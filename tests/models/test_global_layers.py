@@ -12,15 +12,15 @@ from torch.nn import functional
 
 from meseta.comm import BatchSlice, World
 from meseta.config import ModelConfig
-from meseta.data.batch import Batch
+from meseta.data.read.batch import Batch
 from meseta.embedding import EmbeddingBagCollection
-from meseta.jagged import KeyedJaggedTensor
 from meseta.measure.threads import use_num_threads
 from meseta.models import DLRM, MLP, MLPOptions, make_model
 from meseta.models.global_layers import SyncBatchNorm, dropout, dropout_mask
 from meseta.ops.random_rows import random_bits, table_key
 from meseta.pipeline import Pipeline
-from meseta.pipeline.agreement import NonFiniteLoss
+from meseta.pipeline.losses import NonFiniteLoss
+from meseta.sparse import KeyedJaggedTensor
 from meseta.spec import FeatureSpec, MesetaError, TableSpec
 from meseta.train.evaluate import evaluation_mode
 from model_parts import OneRowEach

@@ -12,12 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meseta.models.cross import CrossShape
-from meseta.models.interactions.dcnv2 import DCNv2
+from meseta.models.interactions.deep_cross import GDCN, CrossShape, DCNv2
 from meseta.models.interactions.dhen import DHEN, DHENShape
 from meseta.models.interactions.final import FinalNet, FinalShape
 from meseta.models.interactions.finalmlp import FinalMLP, StreamShape
-from meseta.models.interactions.gdcn import GDCN
 from meseta.models.interactions.masknet import MaskNet, MaskShape
 from meseta.models.interactions.wukong import Wukong, WukongShape
 from model_parts import OneRowEach, some_dense, some_ids

@@ -15,13 +15,11 @@ from meseta.comm import BatchSlice, World
 from meseta.config.models.interactions import Interaction
 from meseta.measure.threads import use_num_threads
 from meseta.models import MLPOptions
-from meseta.models.cross import CrossShape
 from meseta.models.global_layers import LayerNorm, dropout_mask
-from meseta.models.interactions.dcnv2 import DCNv2
+from meseta.models.interactions.deep_cross import GDCN, CrossShape, DCNv2
 from meseta.models.interactions.dhen import DHEN, DHENShape
 from meseta.models.interactions.final import FinalBlock, FinalNet, FinalShape
 from meseta.models.interactions.finalmlp import FinalMLP, StreamShape
-from meseta.models.interactions.gdcn import GDCN
 from meseta.models.interactions.masknet import MaskNet, MaskShape
 from meseta.models.interactions.wukong import Wukong, WukongShape
 from meseta.models.layers import HiddenLayers

@@ -23,7 +23,7 @@ from meseta.models import (
     XDeepFM,
     make_model,
 )
-from meseta.models.base import find_dense_forward
+from meseta.models.layers import find_dense_forward
 from meseta.spec import FeatureSpec, MesetaError, TableSpec
 from model_parts import OneRowEach, some_dense, some_ids
 from small_run import of_its_model

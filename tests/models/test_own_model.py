@@ -12,7 +12,7 @@ import torch
 from meseta.config import ModelConfig
 from meseta.config.models import MODEL_NAMES
 from meseta.models import make_model
-from meseta.models.base import find_dense_forward
+from meseta.models.layers import find_dense_forward
 from meseta.spec import MesetaError
 from model_parts import OneRowEach
 from own_models import Plain, WithBefore

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from meseta.embedding import EmbeddingBagCollection
-from meseta.jagged import KeyedJaggedTensor
 from meseta.models import DLRMDCNv2
-from meseta.models.cross import CrossShape, make_cross
-from meseta.models.interactions.dcnv2 import DCNv2
+from meseta.models.interactions.deep_cross import CrossShape, DCNv2, make_cross
+from meseta.sparse import KeyedJaggedTensor
 from meseta.spec import FeatureSpec, TableSpec
 
 STORED = np.load(Path(__file__).with_name("published_vectors.npz"))

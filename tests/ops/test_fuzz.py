@@ -22,6 +22,7 @@ from meseta.ops.bucketize import reference as bucketize
 from meseta.ops.coalesce import reference as coalesce
 from meseta.ops.codec import reference as codec
 from meseta.ops.columns import reference as columns
+from meseta.ops.common import DTYPE_CODES
 from meseta.ops.dot_interaction import reference as dot_interaction
 from meseta.ops.hash_ids import reference as hash_ids
 from meseta.ops.id_policy import reference as id_policy
@@ -34,7 +35,6 @@ from meseta.ops.row_lookup import reference as row_lookup
 from meseta.ops.row_program.lowering import Op
 from meseta.ops.row_update import reference as row_update
 from meseta.ops.row_update.call import ApplyCall, UpdateCall
-from meseta.ops.tables import DTYPE_CODES
 from meseta.ops.unique import reference as unique
 from meseta.ops.weight_gradient import _reference as weight_gradient
 from meseta.spec import MesetaError

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meseta.jagged import KeyedJaggedTensor
 from meseta.measure.threads import use_num_threads
 from meseta.ops.id_policy import POLICIES, apply_id_policy, reference
+from meseta.sparse import KeyedJaggedTensor
 from meseta.spec import IdPolicy, MesetaError
 
 IDS = st.integers(-3, 12) | st.sampled_from([2**31 - 1, -(2**31)])

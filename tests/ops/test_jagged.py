@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meseta.jagged import KeyedJaggedTensor
 from meseta.measure.threads import use_num_threads
 from meseta.ops.jagged import lengths_to_offsets, permute, permute_segments, reference, split
+from meseta.sparse import KeyedJaggedTensor
 from meseta.spec import MesetaError
 
 Bags = dict[str, list[list[int]]]

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from instruction_sets import each_core
 from meseta.ops import product as operator
+from meseta.ops.common import softmax
 from meseta.ops.product import batched_product, product
-from meseta.ops.sums import softmax
 from meseta.spec import MesetaError
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from meseta.ops.sums import add_product
+from meseta.ops.common import add_product
 
 
 def made(dtype: torch.dtype) -> list[Tensor]:

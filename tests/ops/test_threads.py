@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import thread_cases
-from meseta.machine.processors import read_processor
 from meseta.ops.core import MODULES, instruction_set
 from meseta.ops.mlp import reference
+from meseta.system.processors import read_processor
 from thread_cases import CASES, differing
 
 LESSER = {

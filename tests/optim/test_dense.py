@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from meseta.config import DenseOptimizerConfig
-from meseta.optim.clip import GradientClipper, global_norm
-from meseta.optim.dense import make_dense_optimizer
+from meseta.optim.dense import GradientClipper, global_norm, make_dense_optimizer
 from meseta.spec import MesetaError
 
 NAMES = ["sgd", "adagrad", "adam", "adamw", "lamb"]

@@ -3,7 +3,7 @@
 import pytest
 
 from meseta.config import ScheduleConfig
-from meseta.optim.schedule import learning_rate_factor
+from meseta.optim.dense import learning_rate_factor
 
 
 def factors(num_steps: int, **keys: object) -> list[float]:

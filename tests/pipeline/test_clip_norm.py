@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from meseta.comm import World
-from meseta.data.batch import Batch
+from meseta.data.read.batch import Batch
 from meseta.embedding import EmbeddingBagCollection
-from meseta.jagged import KeyedJaggedTensor
-from meseta.optim.clip import GradientClipper
+from meseta.optim.dense import GradientClipper
 from meseta.pipeline import Pipeline
+from meseta.sparse import KeyedJaggedTensor
 from meseta.spec import FeatureSpec, MesetaError, OptimizerSpec, TableSpec
 from sampling import product, sample
 

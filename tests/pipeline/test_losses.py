@@ -10,10 +10,10 @@ import torch
 from torch.nn import functional
 
 from meseta.comm import World
-from meseta.data.batch import Batch
+from meseta.data.read.batch import Batch
 from meseta.embedding import EmbeddingBagCollection
-from meseta.jagged import KeyedJaggedTensor
 from meseta.pipeline import Pipeline
+from meseta.sparse import KeyedJaggedTensor
 from meseta.spec import FeatureSpec, MesetaError, OptimizerSpec, TableSpec
 from own_models import GlobalLoss, TwoBlocks
 

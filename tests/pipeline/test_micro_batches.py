@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from meseta.errors import UnknownColumnError
-from meseta.pipeline.agreement import LateNonFiniteLoss
-from meseta.pipeline.micro_batches import micro_batch_error_context
+from meseta.pipeline.losses import LateNonFiniteLoss, micro_batch_error_context
 from meseta.spec import MesetaError
 
 

@@ -12,13 +12,12 @@ import pytest
 import torch
 
 from meseta.comm import World
-from meseta.data.batch import Batch
-from meseta.data.position import Position
+from meseta.data.read.batch import Batch, Position
 from meseta.embedding import EmbeddingBagCollection
-from meseta.jagged import KeyedJaggedTensor
 from meseta.models import DLRM
 from meseta.pipeline import Pipeline, StageTimes
 from meseta.pipeline.device_copy import DeviceCopier
+from meseta.sparse import KeyedJaggedTensor
 from meseta.spec import FeatureSpec, TableSpec
 
 CPU = torch.device("cpu")

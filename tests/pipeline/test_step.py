@@ -10,13 +10,13 @@ import torch
 from torch.nn import functional
 
 from meseta.comm import World
-from meseta.data.batch import Batch
+from meseta.data.read.batch import Batch
 from meseta.embedding import EmbeddingBagCollection
-from meseta.jagged import KeyedJaggedTensor
 from meseta.models import DLRM
-from meseta.optim.clip import GradientClipper
+from meseta.optim.dense import GradientClipper
 from meseta.pipeline import Pipeline, StageTimes
-from meseta.pipeline.agreement import NonFiniteLoss
+from meseta.pipeline.losses import NonFiniteLoss
+from meseta.sparse import KeyedJaggedTensor
 from meseta.spec import FeatureSpec, MesetaError, OptimizerSpec, TableSpec
 
 

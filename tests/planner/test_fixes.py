@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from meseta.planner import DoesNotFitError, find_plan
-from meseta.planner.cost.sizes import shard_storage_bytes
+from meseta.planner.cost.loads import shard_storage_bytes
 from meseta.spec import TableSpec, Topology, Workload
 from meseta.spec.constraints import Constraints
 from planning_cases import random_workload

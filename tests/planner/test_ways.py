@@ -9,7 +9,7 @@ from typing import get_args
 import pytest
 
 from meseta.planner import documented_cost_model, find_plan, make_plan, predict
-from meseta.planner.explain.codec_predictions import predict_codecs
+from meseta.planner.explain.communication import predict_codecs
 from meseta.planner.planning import EXCHANGES, MAX_UNITS_TO_REPEAT, choose_exchange_algorithms
 from meseta.planner.search.bound import lower_bound
 from meseta.spec import DenseLoad, Link, Plan, Topology, Workload

@@ -13,13 +13,13 @@ import pytest
 from meseta.config import load_config
 from meseta.data.dataset.dataset import Dataset
 from meseta.data.schema.schema import Schema
-from meseta.machine.yaml_text import parse_yaml
 from meseta.planner.cost.documented import documented_cost_model
 from meseta.planner.search.kept_tables import read_plan_file
 from meseta.spec import MesetaError, Topology
 from meseta.spec.constraints import Constraints
 from meseta.spec.cost_model import CostModel
 from meseta.spec.workload import load_workload
+from meseta.system.yaml_text import parse_yaml
 
 PLAN = """\
 num_ranks: 2

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from meseta.machine.files import format_json, invalid_relative_path_reason, to_file_name, write_atomic
 from meseta.spec import CostModel, MesetaError, Plan, TableSpec, Topology
+from meseta.system.files import format_json, invalid_relative_path_reason, to_file_name, write_atomic
 
 PLAN = Plan.from_dict({"tables": {"a": "table_wise"}}, [TableSpec(name="a", num_embeddings=3, embedding_dim=4)], 1)
 WRITERS = {

@@ -10,7 +10,7 @@ import pytest
 
 from meseta.planner import documented_cost_model
 from meseta.spec import CostModel, MesetaError
-from meseta.spec.neural_cost import Float32Array
+from meseta.spec.cost_model import Float32Array
 from network_cases import constant_networks
 
 MODEL = replace(documented_cost_model("cpu"), neural=constant_networks(0.1, 0.2, 0.3))

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meseta.spec import MesetaError, Plan, Shard, ShardingType, TablePlan, TableSpec
-from meseta.spec.plan_document import rank_mismatch_reason
+from meseta.spec.plan import rank_mismatch_reason
 from meseta.spec.shards import shard_table
 
 USER = TableSpec(name="user", num_embeddings=10, embedding_dim=40)

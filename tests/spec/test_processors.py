@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meseta.machine.processors import Processor, read_processor
+from meseta.system.processors import Processor, read_processor
 
 AVX2 = "fpu sse4_2 avx avx2 fma"
 AVX512 = f"{AVX2} avx512f avx512bw avx512dq avx512vl avx512_vnni"

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from meseta.machine.files import (
+from meseta.spec import MesetaError
+from meseta.spec.documents import load_document, read_mapping
+from meseta.system.files import (
     MAX_DOCUMENT_VALUES,
     MAX_STRING_LENGTH,
     first_name_collision,
@@ -18,9 +20,7 @@ from meseta.machine.files import (
     read_bounded,
     resolve_inside,
 )
-from meseta.machine.yaml_text import parse_yaml
-from meseta.spec import MesetaError
-from meseta.spec.documents import load_document, read_mapping
+from meseta.system.yaml_text import parse_yaml
 
 
 def test_what_is_no_regular_file_is_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meseta.machine.wait_policy import WAIT_POLICY, has_default_policy, set_wait_policy, threads_spin
+from meseta.system.wait_policy import WAIT_POLICY, has_default_policy, set_wait_policy, threads_spin
 
 
 def test_commands_choose_where_nobody_has() -> None:

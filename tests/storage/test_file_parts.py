@@ -14,8 +14,8 @@ import torch
 from meseta.ops.row_file import DiskEngine, RowFile
 from meseta.ops.row_marks.row_set import RowSet
 from meseta.spec.tiers import NUM_PREFETCHED_PARTS
-from meseta.storage import snapshot_reader
-from meseta.storage.snapshot_reader import SnapshotReader
+from meseta.storage import selection
+from meseta.storage.selection import SnapshotReader
 
 WIDTHS = (256, 4)
 PART_ROWS, NUM_PARTS, BLOCK_ROWS = 2048, 24, 512
@@ -42,7 +42,7 @@ class Live:
 @pytest.fixture
 def live(monkeypatch: pytest.MonkeyPatch) -> Live:
     found = Live()
-    monkeypatch.setattr(snapshot_reader, "empty", found.empty)
+    monkeypatch.setattr(selection, "empty", found.empty)
     return found
 
 
@@ -63,7 +63,7 @@ def written(tmp_path: Path) -> Iterator[tuple[RowFile, np.ndarray[Any, Any]]]:
     file.close()
 
 
-def selection(kind: str, num_rows: int) -> RowSet:
+def select_rows(kind: str, num_rows: int) -> RowSet:
     rows, random = RowSet(num_rows), np.random.default_rng(1)
     if kind == "all":
         rows.add_range(0, num_rows)
@@ -83,7 +83,7 @@ def test_selected_rows_are_read_and_few_parts_are_in_memory(
     kind: str, live: Live, written: tuple[RowFile, np.ndarray[Any, Any]]
 ) -> None:
     file, records = written
-    before, selected = file.counters, selection(kind, file.num_rows)
+    before, selected = file.counters, select_rows(kind, file.num_rows)
     frozen = SnapshotReader(file.snapshot(), WIDTHS, None if kind == "all" else selected)
     file.write(torch.arange(file.num_rows), np.zeros_like(records))  # what comes later does not show
     for first in range(0, file.num_rows, BLOCK_ROWS):

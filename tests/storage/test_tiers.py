@@ -26,7 +26,7 @@ from meseta.checkpoint.background import BackgroundSaver
 from meseta.comm import World
 from meseta.ops.row_file import RowFile
 from meseta.optim import make_row_optimizer, row_state
-from meseta.optim.clip import GradientClipper
+from meseta.optim.dense import GradientClipper
 from meseta.spec import MesetaError
 from meseta.spec.optimizer import USED_FIELDS
 from meseta.spec.tiers import StorageOptions

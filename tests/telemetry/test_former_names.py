@@ -10,8 +10,7 @@ from meseta.planner.cost.documented import documented_cost_model
 from meseta.spec import CostModel, MesetaError, Plan, TableSpec
 from meseta.spec.workload import read_workload
 from meseta.telemetry.metrics_file import TrainLine
-from meseta.telemetry.timeline import RankClock, Slice, Timeline, Track
-from meseta.telemetry.trace_events import TraceDocument, to_trace_document
+from meseta.telemetry.timeline import RankClock, Slice, Timeline, TraceDocument, Track, to_trace_document
 
 FORMER_TRANSFERS = {
     "answers": "embeddings",

@@ -16,9 +16,9 @@ from zlib import crc32
 import pytest
 
 from forked import forking
-from meseta.machine.files import link_tmpfile, open_tmpfile
-from meseta.machine.process_state import has_signal_handler, process_start_ticks, read_process_state
 from meseta.spec import MesetaError
+from meseta.system.files import link_tmpfile, open_tmpfile
+from meseta.system.processes import has_signal_handler, process_start_ticks, read_process_state
 from meseta.telemetry.rank_record import RECORD_BYTES, RankRecord, TransferInfo, is_initialized, parse_record
 
 ROWS, SUMS = (0, "rows"), (1, "sums")

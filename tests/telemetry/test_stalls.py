@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 
 from fuse_server import fuse_mount
-from meseta.machine.waits.activity import current_activities, read_activities, track_activity, track_request
-from meseta.machine.waits.blocked_calls import blocked_calls
-from meseta.telemetry.watching import stalls
-from meseta.telemetry.watching.stalls import POLL_INTERVAL_S, STALL_TIMEOUT_S, StallWatch, WatchedProcess
+from meseta.system.waits import blocked_calls, current_activities, read_activities, track_activity, track_request
+from meseta.telemetry import watching
+from meseta.telemetry.watching import POLL_INTERVAL_S, STALL_TIMEOUT_S, StallWatch, WatchedProcess
 from sampling import sample
 from stalled_disk import loop_disk
 
@@ -184,7 +183,7 @@ def test_a_file_system_is_told_by_its_place(tmp_path: Path, monkeypatch: pytest.
     said = []
     for look in range(10):
         about = "nfs on server" if look < 8 else ""
-        monkeypatch.setattr(stalls, "find_mount", lambda _, about=about: ("/mnt/data", about))
+        monkeypatch.setattr(watching, "find_mount", lambda _, about=about: ("/mnt/data", about))
         said += watch.poll([WatchedProcess(os.getpid(), read_activities(current_activities.content()))], look * 2.5)
     ended.set()
     thread.join()

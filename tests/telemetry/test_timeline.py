@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meseta.machine.files import format_json, parse_json
 from meseta.spec import MesetaError
-from meseta.telemetry.span import Span
+from meseta.system.files import format_json, parse_json
+from meseta.telemetry.span import Span, TransferSpan
 from meseta.telemetry.timeline import (
     OUTSIDE_STAGES,
     WAITING,
@@ -21,12 +21,12 @@ from meseta.telemetry.timeline import (
     Slice,
     StepRange,
     Timeline,
+    TraceDocument,
     Track,
     make_rank_tracks,
     split_nested,
+    to_trace_document,
 )
-from meseta.telemetry.trace_events import TraceDocument, to_trace_document
-from meseta.telemetry.transfers import TransferSpan
 
 STAGES = ("data", "lookup", "backward", "table_update", "agree")
 LENGTH = 60

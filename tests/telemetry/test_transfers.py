@@ -6,7 +6,7 @@ from dataclasses import astuple
 
 import pytest
 
-from meseta.telemetry.transfers import NUM_RECENT_SPANS, TransferSpan, TransferTimes
+from meseta.telemetry.span import NUM_RECENT_SPANS, TransferSpan, TransferTimes
 
 
 def span(times: TransferTimes, name: str, inside: float, across: float, seconds: float) -> TransferSpan:

@@ -17,8 +17,7 @@ from meseta.config import load_config
 from meseta.config.row_bits import ROW_BIT_WIDTHS, RowBits
 from meseta.ops.quantize import reference
 from meseta.spec import MesetaError
-from meseta.train.advise.choice import MeasuredWidth, choose_widths
-from meseta.train.advise.measure import check_advice, open_advisor
+from meseta.train.advise import MeasuredWidth, check_advice, choose_widths, open_advisor
 from meseta.train.evaluate import evaluate
 from meseta.train.trained_model import open_trained
 from small_run import settings, tiny_data, tiny_with_valid, train

@@ -5,7 +5,6 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 
-from meseta.machine.processors import Processor
 from meseta.measure.bench import e2e
 from meseta.measure.bench.e2e_peers import PyTorchTraining
 from meseta.measure.bench.peers import Peers
@@ -13,6 +12,7 @@ from meseta.measure.bench.workloads import E2E_WORKLOADS, shrink
 from meseta.measure.harness.interleaved import Timing, TimingResult
 from meseta.measure.harness.worker_group import TimedWindow
 from meseta.measure.synthetic_batches import make_training_batches
+from meseta.system.processors import Processor
 from meseta.train.bench import MesetaTraining, TrainingCheck
 
 OURS = e2e.MesetaTargets(target=MesetaTraining, check=TrainingCheck)

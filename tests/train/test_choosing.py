@@ -18,9 +18,9 @@ from typer.testing import CliRunner
 from meseta.cli.main import app
 from meseta.comm import World
 from meseta.config import RunConfig
-from meseta.machine.interruption import TrainingInterrupt
 from meseta.pipeline import Pipeline
 from meseta.spec import MesetaError
+from meseta.system.interruption import TrainingInterrupt
 from meseta.train import trainer
 from meseta.train.evaluate import evaluate
 from meseta.train.run_dir import RunDir

@@ -13,9 +13,8 @@ import yaml
 from typer.testing import CliRunner
 
 from meseta.cli.main import app
-from meseta.report.comparison import EvaluationPart, compare_runs, speed_ratio
+from meseta.report.comparison import EvaluationPart, Fact, FactDifference, compare_runs, group_differences, speed_ratio
 from meseta.report.comparison_page import write_comparison
-from meseta.report.differences import Fact, FactDifference, group_differences
 from meseta.spec import MesetaError
 from meseta.telemetry.formatting import format_difference
 

@@ -9,8 +9,8 @@ import pytest
 
 from meseta.config import RunConfig, ScheduleConfig, TrainConfig, validate_document
 from meseta.spec import MesetaError
+from meseta.telemetry.metrics import selection_on_test_warning, validation_split
 from meseta.telemetry.metrics_file import EvalLine
-from meseta.telemetry.splits import selection_on_test_warning, validation_split
 from meseta.train.evaluation_tracker import (
     EvaluationTracker,
     PlateauTracker,

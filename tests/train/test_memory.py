@@ -19,8 +19,8 @@ from meseta.config.models import MODEL_NAMES
 from meseta.data.dataset.dataset import Dataset
 from meseta.embedding import EmbeddingBagCollection
 from meseta.embedding.batch_context import BatchContext
-from meseta.machine.kernel import KernelFiles
 from meseta.spec import MesetaError
+from meseta.system.kernel import KernelFiles
 from meseta.train.setup import memory
 from meseta.train.setup.build import make_sharded_model
 from meseta.train.setup.meta_model import make_meta_model, make_unsharded_model, step_peak_bytes

@@ -15,10 +15,9 @@ from meseta.config.models import MODEL_NAMES
 from meseta.data.dataset.dataset import Dataset
 from meseta.embedding import EmbeddingBagCollection
 from meseta.embedding.batch_context import BatchContext
-from meseta.models.base import find_dense_forward
+from meseta.models.layers import find_dense_forward
 from meseta.train.setup.meta_model import dense_only_flops, make_meta_model, make_unsharded_model, step_flops
-from meseta.train.setup.specs import make_specs
-from meseta.train.setup.workload import make_workload
+from meseta.train.setup.specs import make_specs, make_workload
 from small_run import settings
 
 BATCH_SIZE = 96

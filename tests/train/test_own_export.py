@@ -19,8 +19,7 @@ from torch import Tensor
 from bad_input.commands import run_here
 from distributed.pool import RankPool
 from meseta import checkpoint
-from meseta.checkpoint.export_reader import ExportReader
-from meseta.checkpoint.exporting import EXPORT_FORMATS
+from meseta.checkpoint.exporting import EXPORT_FORMATS, ExportReader
 from meseta.checkpoint.files.layout import BlockSchema, TableLayout
 from meseta.config import RunConfig
 from meseta.spec import MesetaError, TableSpec

@@ -20,7 +20,7 @@ from meseta.comm import World
 from meseta.errors import UnknownColumnError
 from meseta.spec import MesetaError
 from meseta.train.interop.dense_export import DenseFormat, export_dense, load_dense_part
-from meseta.train.interop.output_columns import OutputColumns
+from meseta.train.interop.output_tables import OutputColumns
 from meseta.train.predictions import write_predictions
 from meseta.train.trained_model import load_trained
 from small_run import settings, train

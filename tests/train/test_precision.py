@@ -11,9 +11,9 @@ import yaml
 
 from meseta.comm import World
 from meseta.config import RunConfig
-from meseta.machine.processors import Processor
 from meseta.spec import MesetaError
-from meseta.train.setup import precision
+from meseta.system.processors import Processor
+from meseta.train.setup import specs
 from meseta.train.trained_model import open_trained
 from small_run import settings, train
 
@@ -26,7 +26,7 @@ def on(monkeypatch: pytest.MonkeyPatch) -> Any:
     """`on(processor)`: from now on, the processor of this process."""
     for name in ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):
         monkeypatch.delenv(name, raising=False)
-    return lambda processor: monkeypatch.setattr(precision, "read_processor", lambda: processor)
+    return lambda processor: monkeypatch.setattr(specs, "read_processor", lambda: processor)
 
 
 def document(data: Path, run_dir: Path, **changes: Any) -> dict[str, Any]:
@@ -98,7 +98,7 @@ def test_auto_is_kept_by_a_mirror(tiny: Path, tmp_path: Path, on: Any) -> None:
 def test_auto_leaves_what_has_a_type_of_its_own(tmp_path: Path, on: Any, changes: dict[str, str]) -> None:
     on(FAST)
     config = RunConfig.model_validate(settings(tmp_path, tmp_path / "run", dense__dtype="auto", **changes))
-    assert precision.resolve_dense_dtype(config, World.single()).dense.dtype == "float32"
+    assert specs.resolve_dense_dtype(config, World.single()).dense.dtype == "float32"
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from meseta.checkpoint import compare, latest_complete, summarize
-from meseta.checkpoint.files.chain import group_files_by_block, read_chain
+from meseta.checkpoint.files.block import group_files_by_block, read_chain
 from meseta.checkpoint.files.layout import BlockSchema
 from meseta.checkpoint.manifest import read_manifest
 from meseta.comm import World
 from meseta.config import RunConfig
-from meseta.machine.interruption import TrainingInterrupt
+from meseta.system.interruption import TrainingInterrupt
 from meseta.train.trainer import Trainer
 from small_run import final_checksum, metrics, settings, train, without_times
 

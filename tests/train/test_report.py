@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from meseta.report import write_report
-from meseta.report.charts.axis import make_axis
+from meseta.report.charts.chart import make_axis
 from meseta.report.charts.plan_treemap import shards_by_rank, squarify
 from meseta.report.record import read_run
 from meseta.spec import MesetaError, Plan, TableSpec
-from meseta.spec.plan_document import read_explicit_plan
+from meseta.spec.plan import read_explicit_plan
 from meseta.telemetry.formatting import format_bytes, format_duration, format_percent, format_si
 from meseta.train.metrics import compute_metrics
 

@@ -16,7 +16,7 @@ from meseta.config import RunConfig
 from meseta.data import Batch
 from meseta.data.read.options import ReaderOptions
 from meseta.data.read.reader import Reader
-from meseta.jagged import KeyedJaggedTensor
+from meseta.sparse import KeyedJaggedTensor
 from meseta.spec import MesetaError
 from meseta.train.evaluate import predict
 from meseta.train.metrics import compute_metrics

@@ -21,8 +21,8 @@ from meseta.checkpoint.store.directory import DirectoryStore
 from meseta.checkpoint.store.names import checkpoint_path
 from meseta.comm import World
 from meseta.config import CheckpointConfig
-from meseta.machine.interruption import SignalListener
 from meseta.spec import MesetaError
+from meseta.system.interruption import SignalListener
 from meseta.train import saving as train_saving
 from meseta.train.saving import CheckpointManager
 from small_run import final_checksum, settings, train

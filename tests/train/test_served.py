@@ -15,18 +15,19 @@ import pytest
 
 from bad_input.commands import Ended, run_here
 from data.new_files import NUM_TRAIN, columns, part, without, write_csv
+from data.service.tier import SlowFiles, Tier, running
 from distributed.pool import RankPool
 from meseta.comm import World
 from meseta.config import RunConfig
 from meseta.data import Dataset
 from meseta.data.dataset import part_files
 from meseta.data.prepare import PrepareOptions, prepare
-from meseta.data.read.served import dispatcher_client
-from meseta.data.read.served.dispatcher_client import DispatcherClient
-from meseta.data.read.served.keys import CLIENT_FILE, KEY_FILE, TOKEN_FILE, TlsServerKeys
-from meseta.data.read.served.messages import TableRequest
+from meseta.data.service import dispatcher_client
+from meseta.data.service.dispatcher_client import DispatcherClient
+from meseta.data.service.keys import CLIENT_FILE, KEY_FILE, TOKEN_FILE, TlsServerKeys
+from meseta.data.service.messages import TableRequest
+from meseta.data.service.server.key_folder import make_keys
 from meseta.embedding import EmbeddingBagCollection
-from meseta.readers.key_folder import make_keys
 from meseta.spec import MesetaError
 from meseta.telemetry.row_waits import NO_READER
 from meseta.train.setup.build import make_reader
@@ -37,7 +38,6 @@ from meseta.train.setup.specs import make_specs
 from meseta.train.trained_model import load_trained
 from meseta.train.trainer import Trainer
 from meseta.train.verify.steps import run_steps
-from readers.tier import SlowFiles, Tier, running
 from sampling import case_id, product
 from small_run import final_checksum, metrics, settings, tiny_with_valid, train, without_times, write_config
 

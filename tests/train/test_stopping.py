@@ -12,7 +12,7 @@ from meseta.comm import World
 from meseta.config import EarlyStoppingConfig, load_config
 from meseta.spec import MesetaError
 from meseta.telemetry.metrics_file import EvalLine
-from meseta.train.early_stopping import EarlyStopping
+from meseta.train.evaluation_tracker import EarlyStopping
 from meseta.train.trained_model import load_trained
 from small_run import final_checksum, metrics, settings, train, without_times, write_config
 

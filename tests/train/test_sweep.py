@@ -15,7 +15,7 @@ from meseta.config import load_config
 from meseta.spec import MesetaError
 from meseta.telemetry.metrics_file import EvalLine
 from meseta.telemetry.summary import RunSummary
-from meseta.train.sweep.sweep import (
+from meseta.train.sweep import (
     Choices,
     Range,
     Sweep,

@@ -9,14 +9,12 @@ from typing import Any
 
 import pytest
 
-from meseta.machine.files import format_json
 from meseta.report import write_report
 from meseta.report.charts.timeline_chart import MARGIN_LEFT, MARGIN_RIGHT, WIDTH, timeline_section
 from meseta.report.record import read_run
-from meseta.telemetry.span import Span
-from meseta.telemetry.timeline import RankClock, Timeline, make_rank_tracks
-from meseta.telemetry.trace_events import to_trace_document
-from meseta.telemetry.transfers import TransferSpan
+from meseta.system.files import format_json
+from meseta.telemetry.span import Span, TransferSpan
+from meseta.telemetry.timeline import RankClock, Timeline, make_rank_tracks, to_trace_document
 
 
 def three_steps(num_ranks: int = 2) -> Timeline:

@@ -19,7 +19,7 @@ from meseta.comm import World
 from meseta.config import RunConfig
 from meseta.data.dataset.dataset import Dataset
 from meseta.data.read.batch_reader import BatchIterator, BatchReader
-from meseta.measure import cpu_contention, step_threads
+from meseta.measure import threads
 from meseta.measure.threads import use_num_threads
 from meseta.pipeline import Pipeline, StepResult
 from meseta.spec import MesetaError
@@ -163,7 +163,7 @@ def test_more_threads_give_the_same_bits(criteo_shaped: Path, tmp_path: Path) ->
 def test_threads_that_change_between_steps_change_no_bit(
     criteo_shaped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    crowd, counts, step = cpu_contention.CpuContention(num_threads=2, num_processors=2), [], Pipeline._train_step
+    crowd, counts, step = threads.CpuContention(num_threads=2, num_processors=2), [], Pipeline._train_step
 
     def noted(self: Pipeline, *arguments: Any) -> StepResult:
         counts.append(torch.get_num_threads())
@@ -176,9 +176,9 @@ def test_threads_that_change_between_steps_change_no_bit(
         return [line["loss"] for line in metrics(tmp_path / name) if line["kind"] == "train"]
 
     monkeypatch.setattr(Pipeline, "_train_step", noted)
-    monkeypatch.setattr(cpu_contention, "current_contention", lambda: crowd)
-    monkeypatch.setattr(step_threads, "SAMPLE_WINDOW_S", 0.0)
-    monkeypatch.setattr(step_threads, "MIN_SAMPLES", 1_000_000)  # steps take turns
+    monkeypatch.setattr(threads, "current_contention", lambda: crowd)
+    monkeypatch.setattr(threads, "SAMPLE_WINDOW_S", 0.0)
+    monkeypatch.setattr(threads, "MIN_SAMPLES", 1_000_000)  # steps take turns
     with use_num_threads(2):
         calm = run("calm")
         assert set(counts) == {2}

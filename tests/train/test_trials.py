@@ -16,10 +16,10 @@ from meseta.config import RunConfig, validate_document
 from meseta.config.models import MODEL_NAMES
 from meseta.data import Dataset, PrepareOptions
 from meseta.data.prepare import prepare
-from meseta.models.factory import make_model
+from meseta.models.registry import make_model
 from meseta.spec import FeatureSpec, TableSpec
+from meseta.train import sweep
 from meseta.train.interop.default_settings import MAX_EPOCHS, can_tune_table_rate, choose_settings
-from meseta.train.sweep import trials
 from meseta.train.trainer import Trainer
 
 ROWS = 1500
@@ -101,7 +101,7 @@ def test_every_model_can_be_made_as_chosen(tmp_path_factory: pytest.TempPathFact
 def test_the_rate_that_a_trial_finds_suits_the_ids(tmp_path: Path, noise: int, effect: float, is_small: bool) -> None:
     dataset = prepared(tmp_path, noise=noise, effect=effect)
     settings = config(dataset, tmp_path, train={"max_steps": 40})
-    rate = trials.choose_table_rate(settings, dataset, World.single()).embedding.optimizer.lr
+    rate = sweep.choose_table_rate(settings, dataset, World.single()).embedding.optimizer.lr
     assert (rate <= 0.015) if is_small else (rate >= 0.05)
     assert not (tmp_path / "run" / "trials").exists()
 
@@ -109,17 +109,17 @@ def test_the_rate_that_a_trial_finds_suits_the_ids(tmp_path: Path, noise: int, e
 def test_a_run_that_has_begun_keeps_its_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dataset = prepared(tmp_path, noise=0, effect=2.0)
     settings = config(dataset, tmp_path, train={"max_steps": 5})
-    monkeypatch.setattr(trials, "CANDIDATE_RATES", (0.02,))
-    found = trials.choose_table_rate(settings, dataset, World.single())
+    monkeypatch.setattr(sweep, "CANDIDATE_RATES", (0.02,))
+    found = sweep.choose_table_rate(settings, dataset, World.single())
     Trainer(found, World.single()).run()
     (tmp_path / "run" / "summary.json").unlink()
-    monkeypatch.setattr(trials, "CANDIDATE_RATES", (0.15,))
-    again = trials.choose_table_rate(settings, dataset, World.single())
+    monkeypatch.setattr(sweep, "CANDIDATE_RATES", (0.15,))
+    again = sweep.choose_table_rate(settings, dataset, World.single())
     assert found.embedding.optimizer.lr == again.embedding.optimizer.lr == 0.02
 
 
 def test_trials_that_are_cut_off_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trials, "CANDIDATE_RATES", (0.005, 0.05))
+    monkeypatch.setattr(sweep, "CANDIDATE_RATES", (0.005, 0.05))
     dataset = prepared(tmp_path, noise=2, effect=1)
     settings = config(dataset, tmp_path, train={"max_steps": 12})
     steps: list[int] = []
@@ -132,11 +132,11 @@ def test_trials_that_are_cut_off_go_on(tmp_path: Path, monkeypatch: pytest.Monke
         return take(self, batch)
 
     monkeypatch.setattr(Trainer, "_run_step", counted)
-    whole = trials.choose_table_rate(settings, dataset, World.single())
+    whole = sweep.choose_table_rate(settings, dataset, World.single())
     num_steps = len(steps)
     steps.clear()
     stop_at = num_steps - 6  # in the last trial, whose steps are done again
     with pytest.raises(KeyboardInterrupt):
-        trials.choose_table_rate(settings, dataset, World.single())
-    assert trials.choose_table_rate(settings, dataset, World.single()) == whole
+        sweep.choose_table_rate(settings, dataset, World.single())
+    assert sweep.choose_table_rate(settings, dataset, World.single()) == whole
     assert len(steps) < num_steps + 12  # what was done is not done again

@@ -19,8 +19,9 @@ from bad_input.commands import Ended, run_here, tree
 from data.new_files import Table, write_csv
 from meseta.cli.prepare import print_unseen
 from meseta.data.dataset.check import check_dataset
-from meseta.data.dataset.dataset import Dataset, SparseFeature
-from meseta.data.dataset.unseen_values import UnseenValues
+from meseta.data.dataset.dataset import Dataset
+from meseta.data.dataset.records import SparseFeature
+from meseta.data.dataset.statistics import UnseenValues
 from meseta.data.hash_categories import reference
 from meseta.data.prepare import PrepareOptions, prepare
 from meseta.spec import MesetaError

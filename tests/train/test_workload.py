@@ -12,8 +12,7 @@ from meseta.planner.cost.loads import WorkloadLoads
 from meseta.spec import MesetaError
 from meseta.spec.workload import read_workload
 from meseta.train.setup.meta_model import dense_only_flops, make_meta_model
-from meseta.train.setup.specs import make_specs
-from meseta.train.setup.workload import make_workload
+from meseta.train.setup.specs import make_specs, make_workload
 from small_run import settings
 
 

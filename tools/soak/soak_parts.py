@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from meseta.machine.environment import git_version, hardware_summary
-from meseta.machine.files import write_atomic
+from meseta.system.environment import git_version, hardware_summary
+from meseta.system.files import write_atomic
 from meseta.telemetry.formatting import format_duration
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -102,12 +102,12 @@ PARTS = {
     "reader_faults": Part(
         "200 schedules of readers and dispatchers killed, stopped, told to leave, begun again and joined, links cut "
         "and slow, and ranks killed, with keys and without: every row once, in order",
-        ("tests/readers/test_faults.py",),
+        ("tests/data/service/test_faults.py",),
     ),
     "readers": Part(
         "100,000 malformed tickets and questions; 1,000 mutated beats, tickets, filters and addresses each of another "
         "user, without the token and with it; batches of readers, and of recipes, against those of a local one",
-        ("tests/readers",),
+        ("tests/data/service",),
     ),
     "configs": Part(
         "5,000 spoiled configs and overrides; every key of configs, plans, topologies, constraints and cost models "

@@ -11,10 +11,10 @@ from writing.names import leftovers
 from writing.rules import begins_with_fragment, begins_with_question
 from writing.texts import DOCSTRINGS, MESSAGES
 
-LIMITS = Path("tests", "house", "prose_limits.toml")
+LIMITS = Path("tests", "structure", "prose_limits.toml")
 """Path of the table, below the root."""
 HEAD = """\
-# Largest number of hits in each folder, held by tests/house/test_prose.py. A number may only fall: after a rewrite,
+# Largest number of hits in each folder, held by tests/structure/test_prose.py. A number may only fall: after a rewrite,
 # `python tools/prose.py --lower-limits` lowers it. A folder without a line has the limit 0. If a folder is renamed,
 # rename its line, too.
 #   prose            tell-tale words in docstrings, comments and pages

@@ -5,11 +5,10 @@ from meseta.checkpoint.difference import CheckpointDifference, compare
 from meseta.checkpoint.exporting import export
 from meseta.checkpoint.failures import DamagedCheckpoint
 from meseta.checkpoint.fallback import fallback_checkpoint_error
-from meseta.checkpoint.files.rate_limit import WriteRateLimiter
+from meseta.checkpoint.files.direct_io import WriteRateLimiter
 from meseta.checkpoint.listing import CheckpointSummary, find_checkpoint, list_checkpoints, summarize
 from meseta.checkpoint.loading import LoadedCheckpoint, load, verify
-from meseta.checkpoint.options import SaveOptions
-from meseta.checkpoint.saving import save
+from meseta.checkpoint.saving import SaveOptions, save
 from meseta.checkpoint.store.mirror import Mirror, fetch
 from meseta.checkpoint.store.store import latest_complete, newest, prune
 

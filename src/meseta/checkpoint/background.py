@@ -13,10 +13,10 @@ from meseta.checkpoint.failures import run_on_all_ranks
 from meseta.checkpoint.saving import save
 from meseta.checkpoint.store.store import CheckpointStore
 from meseta.comm import World
-from meseta.machine.kernel import lower_priority
-from meseta.machine.remote import Location
 from meseta.ops.row_marks.row_set import RowSet
 from meseta.storage import SelectedRows, TableStorage
+from meseta.system.kernel import lower_priority
+from meseta.system.remote import Location
 
 
 class BackgroundSaver:

@@ -8,18 +8,23 @@ from functools import partial
 from typing import Any
 
 from meseta.checkpoint.failures import wrap_read_errors
-from meseta.checkpoint.files.block import sync_block, write_block
-from meseta.checkpoint.files.chain import FileEntry, group_files_by_block, read_chain
+from meseta.checkpoint.files.block import (
+    FileEntry,
+    group_files_by_block,
+    read_chain,
+    read_tensors,
+    sync_block,
+    write_block,
+)
 from meseta.checkpoint.files.direct_io import copy_file
 from meseta.checkpoint.files.layout import BlockSchema
 from meseta.checkpoint.files.paths import block_path, table_folder
-from meseta.checkpoint.files.tensors import read_tensors
 from meseta.checkpoint.manifest import PREFETCHED, full_manifest, read_manifest
 from meseta.checkpoint.store.names import checkpoint_path
 from meseta.checkpoint.store.store import CheckpointStore, make_store
-from meseta.machine.remote import Location, location_exists, to_location
 from meseta.spec import MesetaError
-from meseta.spec.checkpoint_blocks import NUM_PARALLEL_CHAIN_READS
+from meseta.spec.shards import NUM_PARALLEL_CHAIN_READS
+from meseta.system.remote import Location, location_exists, to_location
 
 
 def compact(

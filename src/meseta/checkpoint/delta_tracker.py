@@ -11,11 +11,11 @@ from meseta.checkpoint.policy import DeltaBase, DeltaPolicy, choose_base, is_cum
 from meseta.checkpoint.store.names import checkpoint_path
 from meseta.comm import World
 from meseta.config.row_bits import RowBits
-from meseta.machine.remote import Location
 from meseta.ops.row_marks import Consumer
 from meseta.ops.row_marks.row_set import RowSet
 from meseta.spec import MesetaError
 from meseta.storage import TableStorage
+from meseta.system.remote import Location
 
 
 class DeltaTracker:

@@ -11,13 +11,11 @@ import torch
 from torch import Tensor
 
 from meseta.checkpoint.failures import check_files
-from meseta.checkpoint.files.block import Values
-from meseta.checkpoint.files.chain import group_files_by_block, read_chain
+from meseta.checkpoint.files.block import Values, group_files_by_block, read_chain, read_tensors
 from meseta.checkpoint.files.digest import TABLE_SHAPE_KEYS, content_digest
 from meseta.checkpoint.files.layout import BlockSchema, widen_bfloat16
-from meseta.checkpoint.files.tensors import read_tensors
 from meseta.checkpoint.manifest import PREFETCHED, file_entries, read_manifest
-from meseta.machine.remote import Location, to_location
+from meseta.system.remote import Location, to_location
 
 
 @dataclass(frozen=True, kw_only=True)

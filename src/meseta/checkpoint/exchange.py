@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from meseta.checkpoint.files.chain import allocate_transient
+from meseta.checkpoint.files.block import allocate_transient
 from meseta.checkpoint.files.layout import ID, BlockSchema, Column, TableLayout
 from meseta.comm import World
 from meseta.ops.memory import empty

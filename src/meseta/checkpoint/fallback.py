@@ -13,8 +13,8 @@ from meseta.checkpoint.store.names import parse_step
 from meseta.checkpoint.store.references import resolve_file
 from meseta.checkpoint.store.store import list_candidates
 from meseta.errors import StorageError
-from meseta.machine.remote import Location
 from meseta.spec import MesetaError
+from meseta.system.remote import Location
 
 # Number of unusable checkpoints that a message names in addition to the first one.
 _MAX_LISTED = 4

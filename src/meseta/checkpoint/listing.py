@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from meseta.checkpoint.failures import check_files, has_file, read_with_retry
-from meseta.checkpoint.files.chain import group_files_by_block
+from meseta.checkpoint.files.block import group_files_by_block
 from meseta.checkpoint.files.paths import entry_step
 from meseta.checkpoint.manifest import (
     DELTAS,
@@ -21,9 +21,9 @@ from meseta.checkpoint.manifest import (
 from meseta.checkpoint.store.store import list_candidates, newest
 from meseta.config.load import checkpoint_location
 from meseta.errors import StorageError
-from meseta.machine.remote import Location, location_is_folder, modification_time_s, to_location
 from meseta.spec import MesetaError
 from meseta.storage import ROW
+from meseta.system.remote import Location, location_is_folder, modification_time_s, to_location
 
 
 @dataclass(frozen=True, kw_only=True)

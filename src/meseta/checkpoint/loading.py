@@ -14,23 +14,21 @@ from torch import Tensor
 
 from meseta.checkpoint.failures import has_file, read_with_retry, run_on_all_ranks
 from meseta.checkpoint.files import digest
-from meseta.checkpoint.files.block import Values
-from meseta.checkpoint.files.chain import FileEntry, group_files_by_block, read_chain
+from meseta.checkpoint.files.block import FileEntry, Values, group_files_by_block, read_chain, read_tensors
 from meseta.checkpoint.files.layout import BlockSchema, TableLayout
 from meseta.checkpoint.files.paths import entry_step, is_block_path
-from meseta.checkpoint.files.tensors import read_tensors
 from meseta.checkpoint.manifest import MANIFEST_PATH, PREFETCHED, full_step, read_manifest
 from meseta.checkpoint.store.store import latest_complete
 from meseta.comm import World
-from meseta.machine.kernel import trim_heap
-from meseta.machine.remote import Location, location_is_folder, to_location
-from meseta.machine.waits.activity import track_activity
 from meseta.ops.row_marks import Consumer
 from meseta.ops.row_marks.row_set import RowSet
 from meseta.spec import MesetaError
-from meseta.spec.checkpoint_blocks import NUM_PARALLEL_CHAIN_READS, NUM_PARALLEL_READS
 from meseta.spec.optimizer import USED_FIELDS
+from meseta.spec.shards import NUM_PARALLEL_CHAIN_READS, NUM_PARALLEL_READS
 from meseta.storage import ROW, TableStorage
+from meseta.system.kernel import trim_heap
+from meseta.system.remote import Location, location_is_folder, to_location
+from meseta.system.waits import track_activity
 
 FillJob = tuple[BlockSchema, list[FileEntry], bool, list[TableStorage]]
 """Tuple (schema, files of a block from oldest to newest, whether all its rows changed since the last full checkpoint,

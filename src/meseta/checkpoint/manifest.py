@@ -12,8 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from meseta.checkpoint.failures import DamagedCheckpoint, malformed_manifest_error, read_with_retry, wrap_write_errors
 from meseta.checkpoint.files import digest
-from meseta.checkpoint.files.chain import group_files_by_block
-from meseta.checkpoint.files.direct_io import write_buffered
+from meseta.checkpoint.files.block import DenseFileName, PrefetchedFileName, group_files_by_block
+from meseta.checkpoint.files.direct_io import WriteRateLimiter, write_buffered
 from meseta.checkpoint.files.layout import BlockSchema, StoredType
 from meseta.checkpoint.files.paths import (
     CHECKPOINT_NAME_PATTERN,
@@ -25,10 +25,10 @@ from meseta.checkpoint.files.paths import (
     table_folder,
 )
 from meseta.checkpoint.files.quantization import invalid_formats_reason, quantized_row_bytes
-from meseta.checkpoint.files.rate_limit import WriteRateLimiter
-from meseta.checkpoint.files.tensors import DenseFileName, PrefetchedFileName
 from meseta.errors import format_value
-from meseta.machine.files import (
+from meseta.spec import MesetaError, Plan
+from meseta.spec.tables import TableDtype, invalid_table_name_reason
+from meseta.system.files import (
     check_json_limits,
     first_name_collision,
     format_json,
@@ -36,9 +36,7 @@ from meseta.machine.files import (
     parse_json,
     to_json_types,
 )
-from meseta.machine.remote import Location, read_inner_file
-from meseta.spec import MesetaError, Plan
-from meseta.spec.tables import TableDtype, invalid_table_name_reason
+from meseta.system.remote import Location, read_inner_file
 
 CHECKPOINT_FORMAT = "meseta.checkpoint/1"
 # Checkpoints list their optional features, so that older versions can report a feature they lack.

@@ -9,17 +9,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from meseta.checkpoint.files.chain import FileEntry, group_files_by_block
+from meseta.checkpoint.files.block import FileEntry, group_files_by_block
 from meseta.checkpoint.files.digest import TABLE_SHAPE_KEYS
 from meseta.checkpoint.files.layout import BlockSchema, TableLayout
 from meseta.checkpoint.files.paths import entry_step, relative_to_sibling
 from meseta.checkpoint.files.quantization import estimate_row_bytes
 from meseta.checkpoint.manifest import DELTAS, MAX_DELTAS, full_step, read_manifest
 from meseta.config.row_bits import RowBits
-from meseta.machine.files import MAX_DOCUMENT_BYTES
-from meseta.machine.remote import Location
 from meseta.ops.row_marks.row_set import RowSet
 from meseta.spec import MesetaError, Shard
+from meseta.system.files import MAX_DOCUMENT_BYTES
+from meseta.system.remote import Location
 
 # Upper bound for the size of a file's entry in a manifest, without its path.
 _MAX_ENTRY_BYTES = 512

@@ -1,4 +1,4 @@
-"""Writing of checkpoints, block by block and by all ranks."""
+"""Options of a save."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import zip_longest
 from typing import Any
@@ -16,24 +16,48 @@ from torch import Tensor
 
 from meseta.checkpoint.exchange import BlockJob, LocalShards, SelectedCounts, exchange, group_into_rounds, pack, unpack
 from meseta.checkpoint.failures import run_on_all_ranks, run_on_rank_0
-from meseta.checkpoint.files.block import sync_block, write_block, write_rows
-from meseta.checkpoint.files.chain import FileEntry
+from meseta.checkpoint.files.block import (
+    DENSE_PATH,
+    PREFETCHED_PATH,
+    FileEntry,
+    sync_block,
+    write_block,
+    write_rows,
+    write_tensors,
+)
+from meseta.checkpoint.files.direct_io import WriteRateLimiter
 from meseta.checkpoint.files.layout import ID, TableLayout
 from meseta.checkpoint.files.paths import block_path, rows_path, table_folder
 from meseta.checkpoint.files.quantization import encode_rows
-from meseta.checkpoint.files.tensors import DENSE_PATH, PREFETCHED_PATH, write_tensors
 from meseta.checkpoint.manifest import build_manifest, check_state
-from meseta.checkpoint.options import DEFAULT_OPTIONS, SaveOptions
-from meseta.checkpoint.policy import check_base
+from meseta.checkpoint.policy import DeltaBase, check_base
 from meseta.checkpoint.store.names import checkpoint_path
 from meseta.checkpoint.store.store import CheckpointStore, make_store
 from meseta.comm import World
-from meseta.machine.kernel import trim_heap
-from meseta.machine.remote import Location
-from meseta.machine.waits.activity import track_activity
+from meseta.config.row_bits import RowBits
 from meseta.spec import MesetaError, Plan, Shard
-from meseta.spec.checkpoint_blocks import BLOCK_BYTES, NUM_PENDING_WRITES
+from meseta.spec.shards import BLOCK_BYTES, NUM_PENDING_WRITES
 from meseta.storage import SelectedRows, TableStorage
+from meseta.system.kernel import trim_heap
+from meseta.system.remote import Location
+from meseta.system.waits import track_activity
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveOptions:
+    """Options of one save, equal on all ranks except for the rate limiter."""
+
+    prefetched_embeddings: Mapping[str, Tensor] | None = None
+    """Embeddings of the next batch, which only rank 0 writes. `None` if there are none."""
+    base: DeltaBase | None = None
+    """Base checkpoint of a delta. `None` saves a full checkpoint."""
+    bits: Mapping[str, RowBits] = field(default_factory=dict)
+    """Bits per value of quantized rows, by table. Tables that are not listed are saved exactly."""
+    rate_limiter: WriteRateLimiter | None = None
+    """Limiter shared by all saves of this rank. `None` writes without a limit."""
+
+
+DEFAULT_OPTIONS = SaveOptions()
 
 
 def save(

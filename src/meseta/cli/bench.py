@@ -90,10 +90,10 @@ def e2e(
     """Benchmark DLRM training. Prints samples/s and the ratio to plain PyTorch and TorchRec."""
     from dataclasses import replace
 
-    from meseta.machine.processors import read_processor
     from meseta.measure.bench import e2e as bench
     from meseta.measure.bench.tables import e2e_table
     from meseta.measure.bench.workloads import E2E_WORKLOADS, shrink
+    from meseta.system.processors import read_processor
     from meseta.train.bench import MesetaTraining, TrainingCheck
 
     trainings = _select("configuration", configs, {training.name: training for training in E2E_WORKLOADS})

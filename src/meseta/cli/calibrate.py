@@ -42,8 +42,8 @@ def calibrate(
     ] = False,
 ) -> None:
     """Measure lookups, updates, matrix products and collectives of CPU ranks, and fit the planner's cost model."""
-    from meseta.machine.files import check_writable_path
     from meseta.measure.calibrate.calibration import calibrate as measure
+    from meseta.system.files import check_writable_path
 
     # Report an unwritable file before the measurement, which takes about a minute.
     check_writable_path(out)

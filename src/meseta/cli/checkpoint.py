@@ -15,7 +15,7 @@ import typer
 
 if TYPE_CHECKING:
     from meseta.checkpoint import CheckpointSummary
-    from meseta.machine.remote import Location
+    from meseta.system.remote import Location
 
 app = typer.Typer(help="List, verify, compare, export and import checkpoints.", no_args_is_help=True)
 
@@ -65,7 +65,7 @@ def list_command(
 def _resolve_checkpoint(path: str) -> Location:
     """Return the location of the checkpoint that a path or URL names."""
     from meseta.checkpoint import find_checkpoint
-    from meseta.machine.remote import to_location
+    from meseta.system.remote import to_location
     from meseta.train.run_dir import RunDir
 
     place = to_location(path)
@@ -297,7 +297,7 @@ def advise(
     that need the fewest bytes within the budget.
     """
     from meseta.telemetry.formatting import format_bytes
-    from meseta.train.advise.measure import check_advice, open_advisor
+    from meseta.train.advise import check_advice, open_advisor
 
     check_advice(budget, restores, out)
     with open_advisor(run_dir, restores, data, storage_dir) as advisor:

@@ -28,7 +28,7 @@ def config(
 ) -> None:
     """Print the keys of a config with their values, defaults and meanings."""
     if example is not None:
-        from meseta.config.example_config import example_config as text_of
+        from meseta.config.keys import example_config as text_of
 
         if key is not None:
             raise MesetaError(f"config: --example prints a complete file; omit the key {key!r}")

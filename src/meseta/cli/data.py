@@ -98,8 +98,8 @@ def stats(
     from meseta.data.dataset.check import STATISTICS_PAGE
     from meseta.data.dataset.dataset import Dataset
     from meseta.data.dataset.describe import describe
-    from meseta.machine.files import write_atomic
     from meseta.report.data_page import data_page
+    from meseta.system.files import write_atomic
 
     dataset = Dataset.load(path)
     with _progress_bar("count", sum(split.num_rows for split in dataset.splits.values())) as on_rows:

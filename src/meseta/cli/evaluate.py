@@ -1,17 +1,31 @@
-"""`meseta eval RUN`: metrics of a trained model on a split."""
+"""Formats the metrics of an evaluation as one line."""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from meseta.cli.launch import run_ranks
 from meseta.cli.watch import load_time_limits
-from meseta.machine.ranks import is_distributed
+from meseta.system.ranks import is_distributed
+
+
+def format_metrics(line: Mapping[str, Any]) -> str:
+    """Format an entry of metrics.jsonl."""
+    return (
+        f"AUC {_format_metric(line['auc'])}  NE {_format_metric(line['ne'])}  logloss "
+        f"{_format_metric(line['logloss'])}  "
+        f"calibration {_format_metric(line['calibration'])}  ({line['num_samples']:,} samples)"
+    )
+
+
+def _format_metric(value: float | None) -> str:
+    return "undefined" if value is None else f"{value:.4f}"
 
 
 def evaluate(

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from meseta.machine.time_limits import HANG_EXIT_CODE
+from meseta.system.time_limits import HANG_EXIT_CODE
 from meseta.telemetry.diagnosis import (
     MISSED_HEARTBEAT_TIMEOUT_S,
     Diagnosis,
@@ -19,7 +19,7 @@ from meseta.telemetry.diagnosis import (
     find_stuck,
     find_unresponsive,
 )
-from meseta.telemetry.rank_folder import RankProcess, collect_stacks, read_rank_records
+from meseta.telemetry.rank_record import RankProcess, collect_stacks, read_rank_records
 
 POLL_INTERVAL_S = 1.5
 """Seconds between two reads of the rank records. Each rank sends a heartbeat in this time."""

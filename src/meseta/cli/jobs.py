@@ -9,8 +9,7 @@ from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from meseta.cli.forked import start_command, start_function
-from meseta.cli.launch import StopSignals
+from meseta.cli.launch import StopSignals, start_command, start_function
 from meseta.errors import ERROR_PREFIX
 
 POLL_INTERVAL_S = 0.05

@@ -1,31 +1,87 @@
-"""Launcher for `--nproc N`: runs the same command on N ranks of this machine."""
+"""Processes forked from a process that has imported torch, so that its import time is paid once."""
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cache, partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
 from typing import IO
 
-from meseta.cli.forked import start_command
 from meseta.cli.watch import RankWatch
 from meseta.errors import ERROR_PREFIX, MesetaError
-from meseta.machine.environment_variables import environ
-from meseta.machine.kernel import KernelFiles, num_oom_kills
-from meseta.machine.processes import STOP_SIGNALS
-from meseta.machine.ranks import is_distributed
-from meseta.machine.rendezvous import RENDEZVOUS_VARIABLE, Rendezvous
-from meseta.machine.time_limits import HANG_EXIT_CODE, TimeLimits
+from meseta.system.environment_variables import environ
+from meseta.system.kernel import KernelFiles, num_oom_kills
+from meseta.system.processes import STOP_SIGNALS, fork
+from meseta.system.ranks import RENDEZVOUS_VARIABLE, Rendezvous, is_distributed
+from meseta.system.time_limits import HANG_EXIT_CODE, TimeLimits
 from meseta.telemetry.diagnosis import Diagnosis
-from meseta.telemetry.watching.memory_watch import cgroup_limit_text, check_start_memory
+from meseta.telemetry.watching import StallReporter, cgroup_limit_text, check_start_memory
+
+command_line: Callable[[], None] | None = None
+"""Runs the command in `sys.argv`. `meseta.cli.main` sets it, because this module cannot import its importer."""
+
+
+def start_command(
+    arguments: Sequence[str], name: str, *, variables: Mapping[str, str] | None = None, out: int = 1, err: int = 2
+) -> BaseProcess:
+    """Start `meseta ARGUMENTS` in a forked process.
+
+    Args:
+        arguments: Arguments of the command.
+        name: Title of the process.
+        variables: Environment variables to set in addition to those of this process.
+        out: Descriptor used as stdout.
+        err: Descriptor used as stderr.
+    """
+    _prepare_fork()
+    return fork(partial(_run_command, arguments), name, extra_environ=variables, stdout_fd=out, stderr_fd=err)
+
+
+def start_function(work: Callable[[], object], name: str, *, out: int = 1, err: int = 2) -> BaseProcess:
+    """Start `work` in a forked process. If it raises MesetaError or OSError, the process prints it and exits with 1."""
+    _prepare_fork()
+    return fork(partial(_run_function, work), name, stdout_fd=out, stderr_fd=err)
+
+
+def _prepare_fork() -> None:
+    if StallReporter.current is not None:
+        StallReporter.current.stop()  # A fork of a process with threads may deadlock.
+    _preload_imports()
+
+
+@cache
+def _preload_imports() -> None:
+    import meseta.cli.preload  # noqa: F401
+
+    gc.collect()
+    # Keep the garbage collector of forked processes from writing to memory pages that they share with this process.
+    gc.freeze()
+
+
+def _run_function(work: Callable[[], object]) -> None:
+    try:
+        work()
+    except (MesetaError, OSError) as error:
+        os.write(2, f"{ERROR_PREFIX}{error}\n".encode())
+        sys.exit(1)
+
+
+def _run_command(arguments: Sequence[str]) -> None:
+    if command_line is None:
+        raise RuntimeError("import meseta.cli.main before starting a command")
+    sys.argv = ["meseta", *arguments]
+    command_line()
+
 
 SHUTDOWN_GRACE_S = 10
 """Seconds that ranks have to exit by themselves before they are killed."""

@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 import meseta
+from meseta.cli import launch
 from meseta.cli.bench import app as bench_app
 from meseta.cli.calibrate import calibrate
 from meseta.cli.checkpoint import app as checkpoint_app
@@ -34,14 +35,13 @@ from meseta.cli.topology import app as topology_app
 from meseta.cli.train import train
 from meseta.cli.verify import verify
 from meseta.errors import ERROR_PREFIX, FormerNameWarning, MesetaError, error_summary
-from meseta.machine.environment import package_version
-from meseta.machine.environment_variables import environ
-from meseta.machine.processes import exit_immediately, remove_scratch_files
-from meseta.machine.rendezvous import RENDEZVOUS_VARIABLE
-from meseta.machine.wait_policy import set_wait_policy
+from meseta.system.environment import package_version
+from meseta.system.environment_variables import environ
+from meseta.system.processes import exit_immediately, remove_scratch_files
+from meseta.system.ranks import RENDEZVOUS_VARIABLE
+from meseta.system.wait_policy import set_wait_policy
 from meseta.telemetry.rank_record import RANK_RECORD_VARIABLE, CurrentRankRecord
-from meseta.telemetry.watching.memory_watch import check_start_memory
-from meseta.telemetry.watching.stalls import StallReporter
+from meseta.telemetry.watching import StallReporter, check_start_memory
 
 TORCH_COMMANDS = {"train", "eval", "predict", "verify", "sweep", "quality", "calibrate"}
 """Commands that import torch with any options."""
@@ -163,6 +163,9 @@ def main() -> None:
         # All ranks have already left the process group. A thread was seen to abort a rank while the interpreter shut
         # down, so skip that.
         _exit(left.code, "")
+
+
+launch.command_line = main
 
 
 def _run_command() -> None:

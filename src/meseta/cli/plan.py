@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from meseta.config import RunConfig
     from meseta.planner import DoesNotFitError, PlanResult
-    from meseta.planner.explain.table_choices import TableChoice
+    from meseta.planner.explain.tables import TableChoice
     from meseta.report.record import RunRecord
     from meseta.spec import CostModel, TableSpec, Topology
     from meseta.spec.constraints import Constraints
@@ -66,7 +66,7 @@ def plan(
         _print_check(what[1:])
         return
     from meseta.planner import DoesNotFitError
-    from meseta.planner.explain.table_choices import explain_tables
+    from meseta.planner.explain.tables import explain_tables
 
     console = _console()
     task = _read_request(what[0], what[1:], topology, cost, constraints)
@@ -200,7 +200,7 @@ def _table(title: str, columns: list[str]) -> Any:
 
 def _print_plan(console: Console, planned: PlanResult, choices: list[TableChoice], num_tables: int) -> None:
     """Print a summary of the plan, its ranks and its tables."""
-    from meseta.planner.explain.difference import format_ranks
+    from meseta.planner.explain.tables import format_ranks
 
     prediction, problem, bound = planned.prediction, planned.problem, planned.bound
     topology, step_s = problem.topology, planned.prediction.step_s
@@ -265,7 +265,7 @@ def _print_ranks(console: Console, planned: PlanResult) -> None:
 
 def _print_cache(console: Console, planned: PlanResult) -> None:
     """Print the cache misses per step by table, and step times for other cache sizes. Prints nothing without misses."""
-    from meseta.planner.explain.cache import MISS_HEADERS, STEP_HEADERS, miss_rows, step_rows_by_share
+    from meseta.planner.explain.memory import MISS_HEADERS, STEP_HEADERS, miss_rows, step_rows_by_share
 
     missed = miss_rows(planned)
     if not missed:
@@ -282,7 +282,7 @@ def _print_cache(console: Console, planned: PlanResult) -> None:
 
 def _print_overlap(console: Console, planned: PlanResult) -> None:
     """Print the hidden part of each transfer. Prints nothing if no transfer is overlapped."""
-    from meseta.planner.explain.overlap import OVERLAP_HEADERS, overlap_rows, overlap_title
+    from meseta.planner.explain.communication import OVERLAP_HEADERS, overlap_rows, overlap_title
 
     rows = overlap_rows(planned.prediction)
     if not rows or not planned.problem.workload.overlap:
@@ -378,7 +378,7 @@ def _print_misses(console: Console, record: RunRecord) -> None:
 
 def _print_codecs(console: Console, planned: PlanResult) -> None:
     """Print the predicted step time of this plan with each codec and each exchange algorithm."""
-    from meseta.planner.explain.codec_predictions import codec_headers, codec_rows, predict_codecs
+    from meseta.planner.explain.communication import codec_headers, codec_rows, predict_codecs
 
     predictions = predict_codecs(planned)
     if predictions:
@@ -392,7 +392,7 @@ def _print_codecs(console: Console, planned: PlanResult) -> None:
 
 def _print_difference(files: list[str]) -> None:
     """Print the number of rows and bytes that move between two plan files."""
-    from meseta.planner.explain.difference import diff_plans
+    from meseta.planner.explain.tables import diff_plans
     from meseta.planner.search.kept_tables import read_plan_file
 
     if len(files) not in (2, 3):

@@ -13,10 +13,10 @@ from meseta.cli.launch import run_ranks
 from meseta.cli.prepare import comma_list, print_unseen
 from meseta.cli.watch import load_time_limits
 from meseta.errors import MesetaError
-from meseta.machine.ranks import is_distributed
+from meseta.system.ranks import is_distributed
 
 if TYPE_CHECKING:
-    from meseta.train.interop.output_columns import OutputColumns
+    from meseta.train.interop.output_tables import OutputColumns
 
 _DEFAULT_SPLIT = "test"
 ColumnsOption = Annotated[
@@ -64,8 +64,7 @@ def predict(
     ] = None,
 ) -> None:
     """Predict with a checkpoint of a run. Writes one probability per row and label, in the order of the rows."""
-    from meseta.train.interop.output_columns import OutputColumns
-    from meseta.train.interop.table_files import check_suffix
+    from meseta.train.interop.output_tables import OutputColumns, check_suffix
 
     # Check the options before ranks start.
     check_suffix(out)
@@ -119,7 +118,7 @@ def _predict(
 def _is_dataset(data: Sequence[str]) -> bool:
     """Whether `data` is a single folder with a dataset.json. Any other folder holds raw files."""
     from meseta.data.dataset.dataset import DATASET_FILE
-    from meseta.machine.files import path_exists
+    from meseta.system.files import path_exists
 
     return len(data) == 1 and path_exists(Path(data[0]) / DATASET_FILE)
 
@@ -128,7 +127,7 @@ def _predict_rows(
     run_dir: Path, out: Path, patterns: Sequence[str], keys: Sequence[str], columns: OutputColumns, **options: Any
 ) -> None:
     """Predict raw rows, and print metrics if the rows have labels."""
-    from meseta.cli.metrics_line import format_metrics
+    from meseta.cli.evaluate import format_metrics
     from meseta.train.predictions import write_raw_predictions
     from meseta.train.trained_model import open_for_raw_rows
 

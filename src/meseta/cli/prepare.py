@@ -16,10 +16,10 @@ from meseta.errors import MesetaError
 
 if TYPE_CHECKING:
     from meseta.data.dataset.dataset import Dataset
-    from meseta.data.dataset.unseen_values import UnseenValues
-    from meseta.data.layout import RawLayout
+    from meseta.data.dataset.statistics import UnseenValues
     from meseta.data.prepare.first_pass import Progress
     from meseta.data.prepare.options import PrepareOptions
+    from meseta.data.schema.layout import RawLayout
 
 MAX_SHOWN_SHARES = 10
 """Maximum number of features to list in a table or in warnings."""
@@ -419,7 +419,7 @@ def print_summary(dataset: Dataset, out: Path, elapsed_s: float) -> None:
     """Print the rows, splits and features of a dataset. `elapsed_s` is the time of its preparation."""
     from rich import print as show
 
-    from meseta.data.layout import NO_CATEGORY
+    from meseta.data.schema.layout import NO_CATEGORY
 
     num_rows = sum(split.num_rows for split in dataset.splits.values())
     show(f"{num_rows:,} rows in {elapsed_s:.1f} s ({num_rows / elapsed_s:,.0f} rows/s) to {out}")

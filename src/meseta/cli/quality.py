@@ -47,8 +47,8 @@ def quality(suite: SuiteArgument, out: OutOption, workers: WorkersOption = None)
 
     The result says which differences are significant. A restart of the command keeps finished runs.
     """
-    from meseta.machine.locks import FolderLock
-    from meseta.machine.processors import num_cores
+    from meseta.system.locks import FolderLock
+    from meseta.system.processors import num_cores
     from meseta.train.quality.study import Study
     from meseta.train.quality.suite import load_suite
 
@@ -196,7 +196,7 @@ def _metrics_text(run: SuiteRun, choose_by: str) -> str:
     """Format the metrics of a finished run."""
     from meseta.report.quality.suite_result import COMPARED_METRICS
     from meseta.telemetry.formatting import format_decimal
-    from meseta.train.sweep.sweep import TrialResult
+    from meseta.train.sweep import TrialResult
 
     score = run.score() if run.reads_test else None
     if score is None:

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from meseta.errors import MesetaError
-from meseta.machine.processes import exit_immediately
+from meseta.system.processes import exit_immediately
 
 if TYPE_CHECKING:
-    from meseta.data.read.served.credentials import CommandToken
+    from meseta.data.service.credentials import CommandToken
 
 app = typer.Typer(help="Run readers, processes that decode rows for trainers.", no_args_is_help=True)
 
@@ -81,14 +81,13 @@ def dispatch(
 
     With --max or --start-local, an autoscaler computes the target number of readers, shown by `meseta readers status`.
     """
-    from meseta.machine.processors import num_cores
-    from meseta.readers.autoscaler import ReaderAutoscaler
-    from meseta.readers.autoscaling import run_autoscaler
-    from meseta.readers.catalog import Catalog
-    from meseta.readers.dispatch_server import DispatchServer
-    from meseta.readers.endpoint_server import Endpoint, run_server
-    from meseta.readers.lease_table import LeaseTable
-    from meseta.readers.local_readers import LocalReaders
+    from meseta.data.service.server.autoscaler import ReaderAutoscaler, run_autoscaler
+    from meseta.data.service.server.catalog import Catalog
+    from meseta.data.service.server.dispatch_server import DispatchServer
+    from meseta.data.service.server.endpoint_server import Endpoint, run_server
+    from meseta.data.service.server.lease_table import LeaseTable
+    from meseta.data.service.server.local_readers import LocalReaders
+    from meseta.system.processors import num_cores
 
     folders: dict[str, Path] = {}
     for text in data:
@@ -125,10 +124,10 @@ def work(
     as_json: AsJson = False,
 ) -> None:
     """Run a reader, which decodes rows for trainers. After SIGTERM it sends the requested rows, then exits."""
-    from meseta.data.read.served.credentials import credentials_for
-    from meseta.data.read.served.dispatcher_client import DispatcherClient
-    from meseta.readers.endpoint_server import Endpoint, run_server
-    from meseta.readers.window_reader import ReadServer, WindowReader, disable_allocator_caching
+    from meseta.data.service.credentials import credentials_for
+    from meseta.data.service.dispatcher_client import DispatcherClient
+    from meseta.data.service.server.endpoint_server import Endpoint, run_server
+    from meseta.data.service.server.window_reader import ReadServer, WindowReader, disable_allocator_caching
 
     # Must be called before threads are started.
     disable_allocator_caching()
@@ -156,8 +155,8 @@ def status(
     ] = False,
 ) -> None:
     """Show readers with their buffers and speeds, windows that were decoded again or reassigned, and waiting ranks."""
-    from meseta.data.read.served.reader import ReaderServiceAddress
-    from meseta.readers.status_text import prometheus_text, status_lines
+    from meseta.data.service.client.reader import ReaderServiceAddress
+    from meseta.data.service.server.status_text import prometheus_text, status_lines
 
     service_status = ReaderServiceAddress(url=dispatcher, keys=keys).dispatcher().status()
     if as_json:
@@ -186,7 +185,7 @@ def keys(
     DIR. Copy all files except key.pem to hosts of trainers, and set data.service.keys=DIR. The files key.pem,
     client.pem and token are secret. Commands reject them if other users can read them.
     """
-    from meseta.readers.key_folder import local_hosts, make_keys
+    from meseta.data.service.server.key_folder import local_hosts, make_keys
 
     hosts = host or local_hosts()
     make_keys(folder, hosts, days)
@@ -206,7 +205,7 @@ def _parse_dataset(text: str) -> tuple[str, Path]:
 
 def _read_token(keys: Path | None) -> CommandToken:
     """Read the token of the service from stdin. Raises MesetaError if it is missing or `keys` is set."""
-    from meseta.data.read.served.credentials import CommandToken, parse_token
+    from meseta.data.service.credentials import CommandToken, parse_token
 
     if keys is not None:
         raise MesetaError("readers: --token-stdin and --keys cannot be combined; omit one of them")

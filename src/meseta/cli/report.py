@@ -50,8 +50,7 @@ def _print_comparison(comparison: Comparison) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from meseta.report.comparison import speed_ratio
-    from meseta.report.differences import group_differences
+    from meseta.report.comparison import group_differences, speed_ratio
     from meseta.telemetry.formatting import NO_VALUE, format_count, format_decimal, format_difference, format_si
 
     # Names in the output may contain brackets, which are not markup.

@@ -90,7 +90,7 @@ def _checkpoint_steps(settings: RunConfig) -> dict[tuple[str, float], int]:
     from meseta.checkpoint.manifest import MANIFEST_PATH
     from meseta.checkpoint.store.names import parse_step
     from meseta.checkpoint.store.store import list_candidates
-    from meseta.machine.remote import location_exists, modification_time_s
+    from meseta.system.remote import location_exists, modification_time_s
 
     manifests = [path / MANIFEST_PATH for path in list_candidates(settings.checkpoint_location)]
     return {(str(m), modification_time_s(m)): parse_step(m.parent) for m in manifests if location_exists(m)}
@@ -100,7 +100,7 @@ def _refusal_reason(settings: RunConfig, num_ranks: int) -> str | None:
     """Return why the files of a run do not allow `num_ranks` ranks, or `None` if they do."""
     from meseta.spec.constraints import Constraints
     from meseta.spec.documents import load_document
-    from meseta.spec.plan_document import rank_mismatch_reason
+    from meseta.spec.plan import rank_mismatch_reason
 
     plan, planner = settings.plan, settings.planner
     if plan != "auto":

@@ -15,7 +15,7 @@ from meseta.cli.launch import StopSignals
 from meseta.errors import MesetaError
 
 if TYPE_CHECKING:
-    from meseta.train.sweep.sweep import Sweep, Trial, TrialResult
+    from meseta.train.sweep import Sweep, Trial, TrialResult
 
 
 class SweepMetric(enum.StrEnum):
@@ -47,8 +47,8 @@ def sweep(
     nproc: Annotated[int, typer.Option(min=1, help="Number of ranks of each trial.")] = 1,
 ) -> None:
     """Train once per combination of settings and rank the runs. A restarted sweep keeps its finished trials."""
-    from meseta.telemetry.splits import selection_on_test_warning
-    from meseta.train.sweep.sweep import (
+    from meseta.telemetry.metrics import selection_on_test_warning
+    from meseta.train.sweep import (
         TrialResult,
         grid_settings,
         open_sweep,
@@ -89,7 +89,7 @@ def sweep(
 
 def _finish_trial(plan: Sweep, trial: Trial, nproc: int, signals: StopSignals, metric: str) -> TrialResult:
     """Run a trial if it is not finished, and print its result as one line."""
-    from meseta.train.sweep.sweep import TrialResult, format_cell, metric_column
+    from meseta.train.sweep import TrialResult, format_cell, metric_column
 
     head = f"trial {trial.number + 1}/{len(plan.trials)}  {trial.title}"
     summary, problem, kept = trial.summary(), "", "  (kept)"
@@ -112,8 +112,8 @@ def _finish_trial(plan: Sweep, trial: Trial, nproc: int, signals: StopSignals, m
 def _evaluate_best(plan: Sweep, result: TrialResult, nproc: int, signals: StopSignals) -> TrialResult:
     """Evaluate the best trial on the test split, unless that was done, and return its result."""
     # If the trials were ranked on the validation split, none of them has read the test split before.
-    from meseta.telemetry.splits import TEST
-    from meseta.train.sweep.sweep import TrialResult
+    from meseta.telemetry.metrics import TEST
+    from meseta.train.sweep import TrialResult
 
     if result.summary is None or TEST in result.summary.evaluated_splits:
         return result
@@ -145,7 +145,7 @@ def _print_ranking(ranked: Sequence[TrialResult]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from meseta.train.sweep.sweep import PROBLEM, format_cell, table_rows
+    from meseta.train.sweep import PROBLEM, format_cell, table_rows
 
     # Names in the output may contain brackets, which are not markup.
     console = Console(highlight=False, markup=False)

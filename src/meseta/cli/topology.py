@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
-from meseta.machine.ranks import is_first_rank
+from meseta.system.ranks import is_first_rank
 
 if TYPE_CHECKING:
     from meseta.measure.topology import DetectedTopology
@@ -37,10 +37,10 @@ def detect(
 ) -> None:
     """Detect the topology of this machine. Under torchrun, describes all hosts and assumes that they are identical."""
     from meseta.errors import check_choice
-    from meseta.machine.files import write_atomic
     from meseta.measure.topology import detect_topology as look
     from meseta.measure.topology import find_gpus
     from meseta.spec import CostModel, DeviceKind
+    from meseta.system.files import write_atomic
 
     if device is not None:
         check_choice("topology detect", "--device", device, get_args(DeviceKind))

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from meseta.cli.evaluate import format_metrics
 from meseta.cli.launch import is_nproc_rank, run_ranks
-from meseta.cli.metrics_line import format_metrics
 from meseta.cli.prepare import (
     BadRowsOption,
     DenseOption,
@@ -38,7 +38,7 @@ from meseta.cli.prepare import (
 )
 from meseta.cli.restarts import RestartPolicy, run_with_restarts
 from meseta.errors import FormerNameWarning, MesetaError, format_value
-from meseta.machine.ranks import is_distributed, is_first_rank
+from meseta.system.ranks import is_distributed, is_first_rank
 
 if TYPE_CHECKING:
     from meseta.config import RunConfig
@@ -167,9 +167,9 @@ def _run_local_readers(readers: str, data: Sequence[str], settings: RunConfig) -
 
     Raises MesetaError if the option `readers` is invalid or does not fit the command.
     """
-    from meseta.machine.environment_variables import environ
-    from meseta.machine.processors import num_cores
-    from meseta.readers.local_readers import local_readers
+    from meseta.data.service.server.local_readers import local_readers
+    from meseta.system.environment_variables import environ
+    from meseta.system.processors import num_cores
     from meseta.train.setup.source import READERS_VARIABLE
 
     problem = None
@@ -275,10 +275,10 @@ def _train(
     With `from_scratch`, an existing run is deleted first. With `tuning_dataset`, trial runs on it choose the learning
     rate of the tables.
     """
-    from meseta.machine.interruption import TrainingInterrupt
+    from meseta.system.interruption import TrainingInterrupt
     from meseta.train.run_dir import clear_run
     from meseta.train.session import session
-    from meseta.train.sweep.trials import choose_table_rate
+    from meseta.train.sweep import choose_table_rate
     from meseta.train.trainer import Trainer
 
     try:
@@ -342,9 +342,9 @@ def _print_chosen(chosen: Mapping[str, Any], dataset: Dataset) -> None:
 
 
 def _print_result(summary: dict[str, Any], run_dir: Path) -> None:
-    from meseta.telemetry.splits import EVALUATED_SPLITS, TEST, selection_on_test_warning
+    from meseta.telemetry.metrics import EVALUATED_SPLITS, TEST, selection_on_test_warning
 
-    teacher, chosen, ends = summary["teacher"], summary.get("chosen", {}), []
+    teacher, chosen, ends = summary["teacher"], summary.get("selected", {}), []
     for split in (split for split in EVALUATED_SPLITS if split in summary):
         line = summary[split]
         ends.append((f"the {split} split", line.get("ids_outside")))

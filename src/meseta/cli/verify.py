@@ -12,8 +12,8 @@ import typer
 
 from meseta.cli.launch import run_ranks
 from meseta.errors import MesetaError
-from meseta.machine.processes import exec_module
-from meseta.machine.ranks import is_distributed
+from meseta.system.processes import exec_module
+from meseta.system.ranks import is_distributed
 
 if TYPE_CHECKING:
     from meseta.config import RunConfig

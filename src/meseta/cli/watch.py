@@ -11,8 +11,8 @@ from pathlib import Path
 from types import TracebackType
 
 from meseta.errors import MesetaError
-from meseta.machine.time_limits import TimeLimits
-from meseta.machine.waits.blocked_calls import is_blocked
+from meseta.system.time_limits import TimeLimits
+from meseta.system.waits import is_blocked
 from meseta.telemetry.diagnosis import Diagnosis, DivergenceGracePeriod, diagnose, find_diverged, find_stuck
 from meseta.telemetry.heartbeats import HeartbeatMonitor
 from meseta.telemetry.rank_record import (
@@ -24,8 +24,7 @@ from meseta.telemetry.rank_record import (
     parse_record,
     record_path,
 )
-from meseta.telemetry.watching.memory_watch import MemoryWatch
-from meseta.telemetry.watching.stalls import POLL_INTERVAL_S, StallWatch, WatchedProcess
+from meseta.telemetry.watching import POLL_INTERVAL_S, MemoryWatch, StallWatch, WatchedProcess
 
 RECORD_POLL_INTERVAL_S = 1.0
 """Seconds between two reads of the records."""

@@ -1,9 +1,8 @@
 """Collective communication. Other packages use `World` and never call torch.distributed."""
 
-from meseta.comm.batch_slice import BatchSlice, BatchTotals
 from meseta.comm.dense import DenseGradients
 from meseta.comm.messages import retain_until_exit
-from meseta.comm.world import ExchangeScope, PendingCollective, World
+from meseta.comm.world import BatchSlice, BatchTotals, ExchangeScope, PendingCollective, World
 
 __all__ = [
     "BatchSlice",

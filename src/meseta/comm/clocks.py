@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from meseta.comm.world import World
-from meseta.machine.kernel import clock_id
+from meseta.system.kernel import clock_id
 from meseta.telemetry.timeline import RankClock
 
 # No rank leaves an all-gather before all ranks have entered it. Each all-gather therefore bounds the offset between two

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from meseta.comm.timeouts import ProcessTimeouts
 from meseta.comm.world import World
 from meseta.errors import ERROR_PREFIX, MesetaError, error_summary
-from meseta.machine.environment_variables import environ
-from meseta.machine.processes import exit_immediately
-from meseta.machine.rendezvous import RENDEZVOUS_VARIABLE
-from meseta.machine.time_limits import HANG_EXIT_CODE, TimeLimits
+from meseta.system.environment_variables import environ
+from meseta.system.processes import exit_immediately
+from meseta.system.ranks import RENDEZVOUS_VARIABLE
+from meseta.system.time_limits import HANG_EXIT_CODE, TimeLimits
 from meseta.telemetry.diagnosis import (
     Diagnosis,
     DivergenceGracePeriod,

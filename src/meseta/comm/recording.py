@@ -15,10 +15,10 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from meseta.machine.environment_variables import environ
-from meseta.machine.files import link_tmpfile
-from meseta.machine.ranks import global_rank, is_distributed, num_ranks
 from meseta.ops.heartbeat import start_heartbeat
+from meseta.system.environment_variables import environ
+from meseta.system.files import link_tmpfile
+from meseta.system.ranks import global_rank, is_distributed, num_ranks
 from meseta.telemetry.rank_record import (
     HEARTBEAT_OFFSET,
     RANK_RECORD_VARIABLE,
@@ -72,7 +72,8 @@ def record_transfer(
     for it.
 
     `group` is a process group of torch.distributed, by default the default group. `step` is the number of earlier steps
-    of this process, or `None` if the transfer belongs to no step. `lane` is 'rows' or 'sums', see `meseta.comm.lanes`.
+    of this process, or `None` if the transfer belongs to no step.
+    `lane` is 'rows' or 'sums', see `meseta.comm.messages`.
     """
     return (
         NULL_RECORDING

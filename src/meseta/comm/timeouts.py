@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from meseta.machine.time_limits import TimeLimits
+from meseta.system.time_limits import TimeLimits
 
 
 class ProcessTimeouts:

@@ -1,4 +1,4 @@
-"""The ranks of a run and the collectives between them, over gloo (CPU tensors) and nccl (GPU tensors)."""
+"""Check that collectives are listed in `meseta.spec.transfer`, from which the planner predicts times."""
 
 from __future__ import annotations
 
@@ -13,22 +13,13 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-
-# torch imports this module later anyway. If a group already exists then, the default arguments of the module keep it
-# alive for ever, and the threads of a group that is never freed sometimes abort a process that ends.
 import torch.distributed.nn
 from torch import Tensor
 
-from meseta.comm.known_collectives import check_known_collective
-from meseta.comm.lanes import Lane, RowPriority
-from meseta.comm.messages import Peer, PendingExchange, start_exchange
+from meseta.comm.messages import Lane, Peer, PendingExchange, RowPriority, start_exchange
 from meseta.comm.recording import NULL_RECORDING, dtype_name, record_transfer, register_lane
-from meseta.comm.sum_codec import SumCodec
-from meseta.comm.sums import OrderedSum, ordered_sum
+from meseta.comm.sums import OrderedSum, SumCodec, ordered_sum
 from meseta.comm.timeouts import transport_timeout
-from meseta.machine.environment_variables import environ
-from meseta.machine.processors import batch_scheduled_threads
-from meseta.machine.rendezvous import RENDEZVOUS_VARIABLE
 from meseta.ops.memory import empty
 from meseta.spec import MesetaError, Plan
 from meseta.spec.codecs import (
@@ -39,8 +30,37 @@ from meseta.spec.codecs import (
     all_reduce_traffic_factors,
     traffic_factors,
 )
+from meseta.spec.transfer import NON_STEP_TRANSFERS, STEP_TRANSFERS
+from meseta.system.environment_variables import environ
+from meseta.system.processors import batch_scheduled_threads
+from meseta.system.ranks import RENDEZVOUS_VARIABLE
 from meseta.telemetry.rank_record import CurrentRankRecord, TransferInfo
-from meseta.telemetry.transfers import TransferSpan, TransferTimes
+from meseta.telemetry.span import TransferSpan, TransferTimes
+
+
+class UnknownCollectives:
+    """Counter of collectives in this process whose names are not listed, such as those of a custom model.
+
+    Predictions of the planner do not include them. Tests set `is_fatal` to raise an error instead.
+    """
+
+    count: int = 0
+    is_fatal: bool = False
+
+
+def check_known_collective(name: str) -> None:
+    """Count a collective whose name is not listed. Raises MesetaError if `UnknownCollectives.is_fatal` is set."""
+    if name not in STEP_TRANSFERS and name not in NON_STEP_TRANSFERS:
+        UnknownCollectives.count += 1
+        if UnknownCollectives.is_fatal:
+            raise MesetaError(
+                f"collective {name!r} is not listed in meseta.spec.transfer; add a transfer with this name"
+            )
+
+
+# torch imports this module later anyway. If a group already exists then, the default arguments of the module keep it
+# alive for ever, and the threads of a group that is never freed sometimes abort a process that ends.
+
 
 ResultT = TypeVar("ResultT")
 
@@ -516,3 +536,50 @@ def _bind_to_cpu_share() -> None:
     if share >= torch.get_num_threads():
         _previous_affinity.append(set(processors))
         os.sched_setaffinity(0, processors[rank * share : (rank + 1) * share])
+
+
+@dataclass(frozen=True)
+class BatchTotals:
+    """Sizes of a global batch, or of the part that one rank has."""
+
+    num_samples: int
+    """Number of samples, including padding."""
+    num_padding: int
+    weight: float
+    """Sum of the sample weights."""
+
+    @staticmethod
+    def sum_over_ranks(totals: Sequence[BatchTotals], per_host: int) -> BatchTotals:
+        """Return the totals of a global batch, given those of each rank. Weights are added by `ordered_sum`."""
+        weights = torch.tensor([entry.weight for entry in totals], dtype=torch.float64)
+        weight = weights.new_empty(1)
+        ordered_sum(list(weights.split(1)), weight, per_host)
+        return BatchTotals(sum(t.num_samples for t in totals), sum(t.num_padding for t in totals), weight.item())
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchSlice:
+    """Slice of a global batch that one rank trains, with all that a layer needs to compute as in one process."""
+
+    world: World
+    step: int
+    batch_size_per_rank: tuple[int, ...]
+    """Number of samples of each rank in the global batch, or in the micro-batch with gradient accumulation."""
+    offset: int | None = None
+    """Index of the first sample of this rank in the global batch. `None` if the slices of the ranks follow each other
+    in rank order."""
+
+    @property
+    def num_samples(self) -> int:
+        return sum(self.batch_size_per_rank)
+
+    @property
+    def first_sample(self) -> int:
+        return sum(self.batch_size_per_rank[: self.world.rank]) if self.offset is None else self.offset
+
+    @property
+    def local_share(self) -> float:
+        """Share of this rank in the samples of all ranks. It weights a mean over this rank's samples in the global
+        mean."""
+        # All ranks may be without samples.
+        return self.batch_size_per_rank[self.world.rank] / max(self.num_samples, 1)

@@ -1,6 +1,6 @@
 """Typed config of a run. Importing it does not import torch."""
 
-from meseta.config.embedding import EmbeddingConfig, TableConfig
+from meseta.config.embedding import EmbeddingConfig, ScheduleConfig, TableConfig
 from meseta.config.load import load_config, read_config_document, set_default, validate_document
 from meseta.config.models import ModelConfig
 from meseta.config.run import (
@@ -14,7 +14,6 @@ from meseta.config.run import (
     RunConfig,
     TrainConfig,
 )
-from meseta.config.schedule import ScheduleConfig
 
 __all__ = [
     "CheckpointConfig",

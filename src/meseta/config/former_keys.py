@@ -8,7 +8,7 @@ from typing import Any
 from meseta.errors import FormerNameWarning, MesetaError
 from meseta.spec.codecs import FORMER_DENSE_EXCHANGES, FORMER_EXCHANGES
 from meseta.spec.documents import rename_value
-from meseta.spec.plan_document import FORMER_KEYS
+from meseta.spec.plan import FORMER_KEYS
 from meseta.spec.stages import FORMER_OVERLAPS
 
 KEYS = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import textwrap
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -14,13 +15,16 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+import yaml
 from pydantic.fields import FieldInfo
 
+from meseta.config.embedding import RowOptimizerConfig
 from meseta.config.former_keys import current_key
-from meseta.config.models import CustomModelConfig, ModelConfig, model_sections
+from meseta.config.models import MODEL_NAMES, CustomModelConfig, ModelConfig, model_sections
 from meseta.config.run import RunConfig
 from meseta.config.section import Section, used_by
-from meseta.spec import MesetaError
+from meseta.spec import MesetaError, suggest
+from meseta.spec.optimizer import USED_FIELDS
 
 _MAX_EXCLUDED_MODELS = 2
 """Maximum length of a list of exceptions, as in "All but dlrm and fm"."""
@@ -249,3 +253,49 @@ def _format_item(value: Any) -> str:
 def _decapitalize(text: str | None) -> str:
     text = (text or "").rstrip(".")
     return text[:1].lower() + text[1:]
+
+
+_WIDTH = 110
+
+
+def example_config(name: str) -> str:
+    """Return a complete config for a built-in model as YAML text. Raises MesetaError if `name` is unknown."""
+    if name not in MODEL_NAMES:
+        raise MesetaError(f"config: there is no model {name!r}; {suggest(name, MODEL_NAMES)}")
+    config = RunConfig(run_dir=f"runs/{name}", data={"dir": "data/prepared"}, model={"name": name})  # type: ignore[arg-type]
+    head = (
+        f"A run of {name}, for `meseta train FILE`. Every key that matters to it is here, at its default; all but "
+        "run_dir and data.dir may be left out. null is none."
+    )
+    return "\n".join([*_comment(head, 0), "", *_lines(config, 0)]) + "\n"
+
+
+def _lines(section: Section, depth: int) -> Iterator[str]:
+    values = section.model_dump(mode="json")
+    for name in type(section).model_fields:
+        key, value = make_key(type(section), name, name), getattr(section, name)
+        if not _has_effect(section, key):
+            continue
+        text = key.description[:1].upper() + key.description[1:]
+        if isinstance(value, Section):
+            yield from ["", *_comment(text, depth), f"{'  ' * depth}{name}:", *_lines(value, depth + 1)]
+        else:
+            kind = "" if key.kind == "section" else f" [{strip_markdown(key.kind)}]"
+            yield from _comment(f"{text}{kind}", depth)
+            yield f"{'  ' * depth}{name}: {_yaml(values[name])}"
+
+
+def _has_effect(section: Section, key: ConfigKey) -> bool:
+    if isinstance(section, RowOptimizerConfig):
+        return key.path in ("name", *USED_FIELDS[section.name])
+    return not key.used_by or getattr(section, "name", getattr(section, "kind", None)) in key.used_by
+
+
+def _comment(text: str, depth: int) -> list[str]:
+    indent = f"{'  ' * depth}# "
+    return textwrap.wrap(text, _WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+
+
+def _yaml(value: Any) -> str:
+    # A large width keeps the value in one line.
+    return yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("...\n").strip()

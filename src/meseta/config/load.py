@@ -13,11 +13,11 @@ from meseta.config import former_keys
 from meseta.config.models.base import DEFAULT_MODEL, ModelConfig, section_class
 from meseta.config.run import RunConfig
 from meseta.errors import StorageError, format_value
-from meseta.machine.files import escape
-from meseta.machine.remote import Location, is_url, to_location
-from meseta.machine.yaml_text import parse_yaml
 from meseta.spec import MesetaError, suggest
 from meseta.spec.documents import read_mapping
+from meseta.system.files import escape
+from meseta.system.remote import Location, is_url, to_location
+from meseta.system.yaml_text import parse_yaml
 
 AnySection = TypeVar("AnySection", bound=BaseModel)
 

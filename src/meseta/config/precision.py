@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from meseta.config.models import MODEL_NAMES
 from meseta.config.run import RunConfig
-from meseta.machine.processors import read_processor
 from meseta.spec.tables import DenseDtype
+from meseta.system.processors import read_processor
 
 
 def dense_dtype(config: RunConfig, is_fast: bool | None = None) -> DenseDtype:

@@ -8,10 +8,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
-from meseta.config.embedding import EmbeddingConfig
+from meseta.config.embedding import EmbeddingConfig, ScheduleConfig
 from meseta.config.models import ModelConfig
 from meseta.config.row_bits import BitsFile, BitsSetting, RowBits, min_bits_for_restores
-from meseta.config.schedule import ScheduleConfig
 from meseta.config.section import (
     BatchSize,
     LocalPath,
@@ -24,13 +23,13 @@ from meseta.config.section import (
     used_by,
 )
 from meseta.errors import format_value
-from meseta.machine.remote import Location, check_encryption, is_url, to_location, validate_address
-from meseta.machine.time_limits import TimeLimits
 from meseta.spec import InitSpec, MesetaError
 from meseta.spec.codecs import CodecName, Communication, CrossHostAlgorithm, ExchangeAlgorithm, Precision
 from meseta.spec.stages import OVERLAPS, Overlap
 from meseta.spec.tables import InitKind, TableDtype
 from meseta.spec.tiers import MAX_LOOKAHEAD, EngineName, StorageOptions
+from meseta.system.remote import Location, check_encryption, is_url, to_location, validate_address
+from meseta.system.time_limits import TimeLimits
 
 
 class ServiceConfig(Section):

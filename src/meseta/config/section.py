@@ -9,8 +9,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validat
 from pydantic.fields import FieldInfo
 
 from meseta.errors import format_value
-from meseta.machine.files import has_control_characters
 from meseta.spec.tables import MAX_VALUE
+from meseta.system.files import has_control_characters
 
 Name = TypeVar("Name", str, Path)
 

@@ -4,15 +4,15 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from meseta.data.batch import Batch
     from meseta.data.dataset.dataset import Dataset
     from meseta.data.prepare.options import PrepareOptions
+    from meseta.data.read.batch import Batch
     from meseta.data.read.options import ReaderOptions
     from meseta.data.read.reader import Reader
 
 # Names are imported on first use (PEP 562), because only Batch and Reader need torch.
 _LAZY_IMPORTS = {
-    "Batch": "meseta.data.batch",
+    "Batch": "meseta.data.read.batch",
     "Dataset": "meseta.data.dataset.dataset",
     "PrepareOptions": "meseta.data.prepare.options",
     "Reader": "meseta.data.read.reader",

@@ -14,27 +14,27 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from meseta.comm import BatchSlice, BatchTotals, World
-from meseta.embedding.accumulate import GradientSegment
 from meseta.embedding.batch_context import (
     BatchContext,
     ExhaustedInput,
     GroupStateT,
     OutOfRangeIds,
     StageTimer,
+    group_features,
     no_op,
     null_timer,
 )
-from meseta.embedding.feature_group import group_features
-from meseta.jagged import Embeddings, JaggedTensor, KeyedJaggedTensor, KeyedTensor
-from meseta.jagged.shapes import Int
-from meseta.machine.ranks import print_note
-from meseta.ops.device_constants import device_constant
+from meseta.embedding.update import GradientSegment
+from meseta.ops.common import device_constant
 from meseta.ops.id_policy import CheckedIds
 from meseta.ops.row_program.optimizer import compute_dtype
 from meseta.ops.row_update import TableRows
+from meseta.sparse import Embeddings, JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from meseta.sparse.shapes import Int
 from meseta.spec import FeatureSpec, MesetaError, Plan, TableSpec, check_features
 from meseta.spec.tiers import OFFLOADED_TIERS, StorageOptions
 from meseta.storage import CacheCapacityError, Lease, TableStorage, TieredShard
+from meseta.system.ranks import print_note
 from meseta.telemetry.row_traffic import RowTraffic
 
 NO_BACKWARD = -1

@@ -11,14 +11,19 @@ import torch
 from torch import Tensor
 
 from meseta.comm import BatchTotals, World
-from meseta.embedding.accumulate import GradientSegment, local_segment, merge_backward_passes
 from meseta.embedding.base import BaseEmbeddingCollection, OptimizerInBackward
-from meseta.embedding.batch_context import BatchContext, Clip, ExhaustedInput
-from meseta.embedding.feature_group import FeatureGroup
+from meseta.embedding.batch_context import BatchContext, Clip, ExhaustedInput, FeatureGroup
 from meseta.embedding.input_dist import OwnedIds
-from meseta.embedding.message_format import GradientRounding, MessageFormat, gradient_exponent
-from meseta.embedding.update import group_shards, step_shards, sum_gradients, update_rows
-from meseta.jagged import Embeddings, KeyedJaggedTensor
+from meseta.embedding.routes import GradientRounding, MessageFormat, gradient_exponent
+from meseta.embedding.update import (
+    GradientSegment,
+    group_shards,
+    local_segment,
+    merge_backward_passes,
+    step_shards,
+    sum_gradients,
+    update_rows,
+)
 from meseta.ops.codec import HalfRange
 from meseta.ops.id_policy import NO_ERROR, CheckedIds
 from meseta.ops.pooled_lookup import LookupGroup, lookup_group
@@ -26,6 +31,7 @@ from meseta.ops.row_lookup import row_lookup
 from meseta.ops.row_program.optimizer import Hyper
 from meseta.ops.row_update import FeatureGradient, TableRows
 from meseta.ops.weight_gradient import weight_gradient
+from meseta.sparse import Embeddings, KeyedJaggedTensor
 from meseta.spec import Communication, FeatureSpec, MesetaError, Plan, Shard, ShardingType, TablePlan, TableSpec
 from meseta.spec.tiers import HBM, StorageOptions
 from meseta.storage import TableStorage, make_storages

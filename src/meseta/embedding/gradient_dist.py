@@ -16,8 +16,15 @@ from meseta.embedding.hierarchical import (
     send_gradients_to_cross_host_peers,
 )
 from meseta.embedding.input_dist import InputDist
-from meseta.embedding.message_format import GradientRounding, MatrixLayout, MessageFormat, MessageFormats
-from meseta.embedding.routes import Route, Routing, column_groups
+from meseta.embedding.routes import (
+    GradientRounding,
+    MatrixLayout,
+    MessageFormat,
+    MessageFormats,
+    Route,
+    Routing,
+    column_groups,
+)
 from meseta.spec import COLUMN_BLOCK, Plan, Shard
 from meseta.storage import TableStorage
 

@@ -12,12 +12,12 @@ from torch import Tensor
 from meseta.comm import BatchTotals, PendingCollective
 from meseta.embedding.batch_context import ExhaustedInput
 from meseta.embedding.routes import BucketKey, RouteRange, Routing
-from meseta.jagged import KeyedJaggedTensor
-from meseta.jagged.shapes import Int
 from meseta.ops.bucketize import Buckets, bucketize_features
 from meseta.ops.jagged import lengths_to_offsets, permute, permute_segments
 from meseta.ops.row_update import Bags
 from meseta.ops.unique import unique
+from meseta.sparse import KeyedJaggedTensor
+from meseta.sparse.shapes import Int
 from meseta.spec import MesetaError
 
 

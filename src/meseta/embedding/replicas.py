@@ -12,15 +12,14 @@ import torch
 from torch import Tensor
 
 from meseta.comm import PendingCollective, World
-from meseta.comm.sum_codec import SumCodec, round_up_to_blocks
+from meseta.comm.sums import SumCodec, round_up_to_blocks
 from meseta.embedding.input_dist import OwnedIds
 from meseta.embedding.sharded_lookup import ShardedLookup
 from meseta.embedding.update import FusedShards, group_shards, ids_by_table, lookup_penalty
-from meseta.jagged.shapes import Float
-from meseta.ops.device_constants import device_constant
+from meseta.ops.common import DTYPE_CODES, device_constant
 from meseta.ops.row_program.optimizer import Hyper, RowOptimizer, RowState, Value, Values, compute_dtype, row_state
 from meseta.ops.row_update import Bags, FeatureGradient, TableRows, UpdateGroup, row_update
-from meseta.ops.tables import DTYPE_CODES
+from meseta.sparse.shapes import Float
 from meseta.spec import COLUMN_BLOCK, Plan, Shard, TableSpec
 from meseta.storage import TableStorage
 

@@ -10,23 +10,29 @@ import torch
 from torch import Tensor
 
 from meseta.comm import BatchTotals, PendingCollective, World, retain_until_exit
-from meseta.comm.sum_codec import SumCodec
-from meseta.embedding.accumulate import GradientSegment, merge_backward_passes
+from meseta.comm.sums import SumCodec
 from meseta.embedding.base import BaseEmbeddingCollection, OptimizerInBackward
 from meseta.embedding.batch_context import BatchContext, ExhaustedInput, StageTimer
 from meseta.embedding.collection import EmbeddingBagCollection
 from meseta.embedding.gradient_dist import GradientDist, gather_column_stats
 from meseta.embedding.input_dist import InputDist, OwnedIds, PendingCounts
-from meseta.embedding.message_format import gradient_exponent
 from meseta.embedding.replicas import ReplicatedRows
+from meseta.embedding.routes import gradient_exponent
 from meseta.embedding.sharded_lookup import OutputDist, ShardedLookup
-from meseta.embedding.update import group_shards, step_shards, sum_gradients, update_rows
-from meseta.jagged import Embeddings, KeyedJaggedTensor
+from meseta.embedding.update import (
+    GradientSegment,
+    group_shards,
+    merge_backward_passes,
+    step_shards,
+    sum_gradients,
+    update_rows,
+)
 from meseta.ops.codec import HalfRange
 from meseta.ops.id_policy import CheckedIds
 from meseta.ops.row_program.optimizer import Hyper
 from meseta.ops.row_update import FeatureGradient, TableRows
 from meseta.optim import make_row_optimizer
+from meseta.sparse import Embeddings, KeyedJaggedTensor
 from meseta.spec import MesetaError, Plan, Shard
 from meseta.spec.codecs import DIRECTIONS, Communication, Direction
 from meseta.spec.tiers import StorageOptions

@@ -10,12 +10,9 @@ import torch
 from torch import Tensor
 
 from meseta.comm import BatchSlice, BatchTotals, ExchangeScope, PendingCollective, World
-from meseta.embedding.accumulate import GradientSegment, local_segment
-from meseta.embedding.batch_context import ExhaustedInput
-from meseta.embedding.counts import CountsExchange
-from meseta.embedding.feature_group import FeatureGroup
+from meseta.embedding.batch_context import ExhaustedInput, FeatureGroup
 from meseta.embedding.gradient_dist import GradientDist, receive_gradients, select_row_gradients
-from meseta.embedding.hierarchical import InterHostEmbeddings, RouteRows, send_to_cross_host_peers
+from meseta.embedding.hierarchical import CountsExchange, InterHostEmbeddings, RouteRows, send_to_cross_host_peers
 from meseta.embedding.input_dist import (
     BucketizedIds,
     DistinctRows,
@@ -26,16 +23,18 @@ from meseta.embedding.input_dist import (
     bucketize_permutes,
     unpack_ids,
 )
-from meseta.embedding.message_format import (
+from meseta.embedding.routes import (
     GradientRounding,
     MatrixLayout,
     MessageFormat,
     MessageFormats,
     MessageLayout,
+    Route,
+    RouteRange,
     gradient_exponent,
+    make_routing,
 )
-from meseta.embedding.routes import Route, RouteRange, make_routing
-from meseta.jagged import KeyedJaggedTensor
+from meseta.embedding.update import GradientSegment, local_segment
 from meseta.ops.codec import HalfRange
 from meseta.ops.columns import place_columns
 from meseta.ops.id_policy import CheckedIds
@@ -44,6 +43,7 @@ from meseta.ops.pooled_lookup import LookupGroup, lookup_group
 from meseta.ops.row_lookup import row_lookup
 from meseta.ops.row_update import FeatureGradient, TableRows
 from meseta.ops.unique import unique
+from meseta.sparse import KeyedJaggedTensor
 from meseta.spec import MesetaError, Plan, Shard, TableSpec
 from meseta.spec.codecs import FP32, Codec, Communication
 from meseta.spec.transfer import BATCH_REJECTED, CountsHeader, id_bytes, max_range_rows

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from meseta.comm import DenseGradients, World
-from meseta.comm.dense_shards import shard_dense
-from meseta.comm.sum_codec import DENSE_FP16_EXPONENT
+from meseta.comm.dense import shard_dense
+from meseta.comm.sums import DENSE_FP16_EXPONENT
 from meseta.embedding.base import BaseEmbeddingCollection
 from meseta.embedding.collection import EmbeddingBagCollection
 from meseta.embedding.sharded import ShardedEmbeddingBagCollection

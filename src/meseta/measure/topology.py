@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
-from meseta.machine.environment_variables import environ
-from meseta.machine.kernel import KernelFiles, read_cgroup_limits, total_memory_bytes
-from meseta.machine.processors import num_cores
 from meseta.planner import documented_cost_model
 from meseta.spec import CostModel, DeviceKind, Link, MesetaError, Topology
+from meseta.system.environment_variables import environ
+from meseta.system.kernel import KernelFiles, read_cgroup_limits, total_memory_bytes
+from meseta.system.processors import num_cores
 
 RESERVED_MEMORY_SHARE = 0.1
 """Share of host memory that is left to the system, to torch and to reading data."""

@@ -10,11 +10,10 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from meseta.jagged import Embeddings, JaggedTensor, KeyedTensor
-from meseta.machine.user_code import import_custom
-from meseta.models.base import find_dense_forward, loss_term_names
-from meseta.models.layers import pooled_dims
+from meseta.models.layers import find_dense_forward, loss_term_names, pooled_dims
+from meseta.sparse import Embeddings, JaggedTensor, KeyedTensor
 from meseta.spec import MesetaError, suggest
+from meseta.system.user_code import import_custom
 
 CONTRACT_HINT = "see docs/own_model.md for what a model must have"
 

@@ -10,9 +10,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from meseta.comm import BatchSlice
-from meseta.jagged.shapes import Bool, Float
+from meseta.ops.common import column_sums
 from meseta.ops.random_rows import random_bits, table_key
-from meseta.ops.sums import column_sums
+from meseta.sparse.shapes import Bool, Float
 
 DROPOUT_RESOLUTION = 1 << 16
 """Inverse of the step to which dropout rates are rounded. 32 random bits decide about two values."""

@@ -10,8 +10,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
-from meseta.machine.environment_variables import environ
 from meseta.spec import MesetaError, suggest
+from meseta.system.environment_variables import environ
 
 MODULES = {"avx512": "meseta._C_avx512", "avx2": "meseta._C_avx2", "baseline": "meseta._C"}
 # All modules are built from the same sources and return bitwise identical results. Order: fastest first.

@@ -1,16 +1,197 @@
-"""Optimizers of the dense parameters: those of torch.optim and LAMB."""
+"""Gradient clipping, bitwise identical for any number of threads."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from meseta.config import DenseOptimizerConfig
-from meseta.optim.clip import SumOverRanks, to_local
-from meseta.optim.lamb import Lamb
+from meseta.config import DenseOptimizerConfig, ScheduleConfig
+from meseta.spec import MesetaError
+
+NORM_EPSILON = 1e-6
+"""Added to a norm before division, as in torch.nn.utils.clip_grad_norm_."""
+CHUNK_ELEMENTS = 4096
+"""Number of elements per norm. Torch computes such a norm in one thread."""
+
+
+SumOverRanks = Callable[[float], float]
+"""Function that sums a number over the ranks that hold shards of tensors. All ranks get bitwise identical results."""
+
+
+def to_local(tensor: Tensor) -> Tensor:
+    """Return the local shard of a sharded tensor, or the tensor itself. Shares its memory."""
+    return cast(Any, tensor).to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def global_norm(tensors: Iterable[Tensor], sum_over_ranks: SumOverRanks | None = None) -> float:
+    """Return the Euclidean norm of all tensors together, computed in float64.
+
+    `sum_over_ranks` is used for sharded tensors. All ranks must then call this function together.
+    """
+    # Torch splits a sum to a scalar between its threads, which changes the last bits. Therefore torch computes only
+    # norms of chunks, and their squares are added exactly.
+    tensors = list(tensors)
+    cut = [tensor for tensor in tensors if hasattr(tensor, "to_local")]
+    square = _sum_of_squares(tensor for tensor in tensors if not hasattr(tensor, "to_local"))
+    if sum_over_ranks is not None and cut:
+        square += sum_over_ranks(_sum_of_squares(map(to_local, cut)))
+    return math.sqrt(square)
+
+
+def rows_norm(matrices: Iterable[Tensor]) -> float:
+    """Return the Euclidean norm of all matrices together. It does not depend on the order of rows."""
+    return math.sqrt(_add_squares(matrices))
+
+
+def _sum_of_squares(tensors: Iterable[Tensor]) -> float:
+    def chunks() -> Iterator[Tensor]:
+        for tensor in tensors:
+            flat = tensor.detach().reshape(-1)
+            whole = flat.numel() // CHUNK_ELEMENTS * CHUNK_ELEMENTS
+            yield from (flat[:whole].view(-1, CHUNK_ELEMENTS), flat[whole:].view(1, -1))
+
+    return _add_squares(chunks())
+
+
+def _add_squares(matrices: Iterable[Tensor]) -> float:
+    """Return the sum of the squares of all elements, or NaN if an element is not finite."""
+    squares: list[float] = []
+    for matrix in matrices:
+        squares += torch.linalg.vector_norm(matrix, dim=1, dtype=torch.float64).square().tolist()
+    return math.fsum(squares) if all(map(math.isfinite, squares)) else math.nan
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientClipper:
+    """Clipping of dense gradients, optionally with one norm that includes gradients of embedding rows.
+
+    Values are clipped before the norm is computed.
+    """
+
+    value: float | None = None
+    """Limit for each element: -value..value. `None` means no limit."""
+    norm: float | None = None
+    """Maximum norm of all gradients together (arXiv 1211.5063, algorithm 1). `None` means no limit."""
+    includes_rows: bool = False
+    """Whether row gradients are part of the norm. The gradient of a row is its sum over the batch."""
+    sum_over_ranks: SumOverRanks | None = None
+    """Sum for gradients that are sharded over ranks."""
+
+    def __call__(self, parameters: Iterable[Tensor], rows: Sequence[Tensor] = ()) -> float:
+        """Clip the gradients in place and return the factor applied by `norm`. The caller must scale `rows` by it.
+
+        Replicated gradients stay identical on all ranks. Raises MesetaError, on all ranks, if `norm` is set and a
+        gradient is not finite.
+        """
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        local = [to_local(gradient) for gradient in gradients]
+        if self.value is not None and local:
+            torch._foreach_clamp_min_(local, -self.value)
+            torch._foreach_clamp_max_(local, self.value)
+        if self.norm is None:
+            return 1.0
+        norm = math.hypot(global_norm(gradients, self.sum_over_ranks), rows_norm(rows))
+        if not math.isfinite(norm):
+            whose, key = ("", "train") if self.includes_rows else (" of the dense part", "dense")
+            raise MesetaError(
+                f"the gradients{whose} are not finite, so {key}.clip_norm cannot scale them; "
+                "lower the learning rates, or set dense.clip_value to limit each element"
+            )
+        if norm <= self.norm:
+            return 1.0
+        factor = self.norm / (norm + NORM_EPSILON)
+        if local:
+            torch._foreach_mul_(local, factor)
+        return factor
+
+
+class Lamb(torch.optim.Optimizer):
+    """LAMB (arXiv 1904.00962, algorithm 2): Adam's direction, scaled to the norm of each parameter tensor.
+
+    The ratio of norms is not transformed (phi is the identity). It is 1 if a norm is 0, as in the authors' code.
+    """
+
+    # direction = Adam's mean / (root + eps) + weight_decay * parameter
+    # parameter -= lr * |parameter| / |direction| * direction
+
+    def __init__(
+        self,
+        params: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
+        lr: float = 0.001,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+        sum_over_ranks: SumOverRanks | None = None,
+    ) -> None:
+        """Create the optimizer. `sum_over_ranks` sums squared norms of parameters that are sharded over ranks."""
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self._sum_over_ranks = sum_over_ranks
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient. `closure` is called first, as in torch.optim."""
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._step(parameter, parameter.grad, group)
+
+    def _step(self, parameter: nn.Parameter, gradient: torch.Tensor, group: dict[str, Any]) -> None:
+        state, (beta1, beta2) = self.state[parameter], group["betas"]
+        if not state:
+            state["step"] = torch.tensor(0.0)
+            state["exp_avg"] = torch.zeros_like(parameter)
+            state["exp_avg_sq"] = torch.zeros_like(parameter)
+        state["step"] += 1
+        step = int(state["step"])
+        mean = state["exp_avg"].mul_(beta1).add_(gradient, alpha=1 - beta1)
+        square = state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        root = (square / (1 - beta2**step)).sqrt_().add_(group["eps"])
+        direction = (mean / (1 - beta1**step)).div_(root)
+        if group["weight_decay"]:
+            direction.add_(parameter, alpha=group["weight_decay"])
+        of_parameter, of_direction = (global_norm([t], self._sum_over_ranks) for t in (parameter, direction))
+        quotient = of_parameter / of_direction if of_parameter > 0 and of_direction > 0 else 1.0
+        parameter.add_(direction, alpha=-group["lr"] * quotient)
+
+
+def learning_rate_factor(schedule: ScheduleConfig, step: int, num_steps: int, num_falls: int = 0) -> float:
+    """Return the factor of the learning rate for `step`, which starts at 0.
+
+    As in MLPerf's DLRM, the factor rises linearly to 1 during the warm-up, stays 1 until the decay starts, and then
+    decreases. The first step of the decay still has factor 1. Steps after the decay have `end_factor`.
+
+    Args:
+        schedule: Shape of the decay. 'polynomial' is (1 - progress) ** power. 'cosine' is (1 + cos(pi * progress)) / 2
+            (arXiv 1608.03983, equation 5, without restarts). Both are scaled to end at `end_factor`. 'step' multiplies
+            by `step_factor` every `step_every` steps, and 'plateau' after evaluations without progress, both down to
+            `end_factor`.
+        step: Index of the step.
+        num_steps: Number of steps of the training, at which the decay ends by default.
+        num_falls: Number of decreases so far, for 'plateau'.
+    """
+    # The decay never starts during the warm-up.
+    if step < schedule.warmup_steps:
+        return (step + 1) / schedule.warmup_steps
+    decay_start_step = max(schedule.decay_start_step, schedule.warmup_steps)
+    if schedule.kind == "constant" or step < decay_start_step:
+        return 1.0
+    if schedule.kind in ("step", "plateau"):
+        falls = num_falls if schedule.kind == "plateau" else (step - decay_start_step) // (schedule.step_every or 1)
+        return max(schedule.step_factor**falls, schedule.end_factor)
+    decay_steps = schedule.decay_steps or num_steps - decay_start_step
+    if step >= decay_start_step + decay_steps:
+        return schedule.end_factor
+    progress = (step - decay_start_step) / decay_steps
+    left = (1 + math.cos(math.pi * progress)) / 2 if schedule.kind == "cosine" else (1.0 - progress) ** schedule.power
+    return schedule.end_factor + (1.0 - schedule.end_factor) * left
 
 
 def make_dense_optimizer(

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from meseta.data.batch import Batch
+from meseta.data.read.batch import Batch
 from meseta.telemetry.span import StageTimes
 
 ALIGNMENT = 256

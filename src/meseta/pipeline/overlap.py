@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from meseta.comm import World
-from meseta.models.base import find_dense_forward
-from meseta.pipeline.model import Model
+from meseta.models.layers import find_dense_forward
+from meseta.pipeline.losses import Model
 from meseta.spec import MesetaError
 from meseta.spec.stages import OVERLAPS, Overlap
 

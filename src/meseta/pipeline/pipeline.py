@@ -13,26 +13,26 @@ import torch
 from torch import Tensor
 
 from meseta.comm import DenseGradients, World, retain_until_exit
-from meseta.comm.dense_shards import fsdp_parameter_error_context
-from meseta.data.batch import Batch
+from meseta.comm.dense import fsdp_parameter_error_context
+from meseta.data.read.batch import Batch
 from meseta.embedding.batch_context import BatchContext
-from meseta.jagged.shapes import Float
-from meseta.models.base import find_dense_forward, select_score_input
+from meseta.models.layers import find_dense_forward, select_score_input
 from meseta.ops.allocator import keep_freed_memory
-from meseta.optim.clip import GradientClipper
-from meseta.optim.dense import dense_parameters, step_if_finite
-from meseta.pipeline.agreement import (
+from meseta.optim.dense import GradientClipper, dense_parameters, step_if_finite
+from meseta.pipeline.device_copy import DeviceCopier
+from meseta.pipeline.losses import (
+    BatchLosses,
     DeferredLossCheck,
     LateNonFiniteLoss,
     LossAgreement,
+    Model,
     make_batch_totals,
+    micro_batch_error_context,
+    split_batch,
     start_task_factors,
 )
-from meseta.pipeline.device_copy import DeviceCopier
-from meseta.pipeline.losses import BatchLosses
-from meseta.pipeline.micro_batches import micro_batch_error_context, split_batch
-from meseta.pipeline.model import Model
-from meseta.pipeline.prefetched_embeddings import PrefetchedEmbeddings
+from meseta.pipeline.prefetch import PrefetchedEmbeddings
+from meseta.sparse.shapes import Float
 from meseta.spec import MesetaError
 from meseta.spec.stages import Overlap
 from meseta.telemetry.span import DeviceClock, StageTimes

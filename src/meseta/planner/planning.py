@@ -21,10 +21,9 @@ from meseta.planner.search.bound import lower_bound
 from meseta.planner.search.cache_allocation import reallocate_cache_rows
 from meseta.planner.search.cost_estimator import AlgorithmPair, ShardCostEstimator
 from meseta.planner.search.kept_tables import load_kept_tables, release_one_table
-from meseta.planner.search.plan_result import PlanResult
 from meseta.planner.search.problem import PlacementProblem, make_problem
 from meseta.planner.search.refine import refine_by_prediction
-from meseta.planner.search.search import search_assignments
+from meseta.planner.search.search import PlanResult, search_assignments
 from meseta.spec import CostModel, MesetaError, Plan, Topology, Workload
 from meseta.spec.codecs import CrossHostAlgorithm, ExchangeAlgorithm
 from meseta.spec.constraints import Constraints

@@ -5,14 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from meseta.machine.files import write_atomic
 from meseta.report.charts.chart import Series, horizontal_bars, line_chart
 from meseta.report.charts.curves import SAMPLES, SECONDS, STEPS, XAxisUnit, eval_points, last_x, train_points
-from meseta.report.charts.markup import escape, table, tag
-from meseta.report.comparison import OVERALL, ComparedRun, Comparison, EvaluationPart, speed_ratio
-from meseta.report.differences import FactDifference, group_differences
-from meseta.report.document import html_document
-from meseta.report.stages import order_stages, stage_css_class
+from meseta.report.charts.markup import escape, html_document, table, tag
+from meseta.report.comparison import (
+    OVERALL,
+    ComparedRun,
+    Comparison,
+    EvaluationPart,
+    FactDifference,
+    group_differences,
+    speed_ratio,
+)
+from meseta.report.step_tables import order_stages, stage_css_class
+from meseta.system.files import write_atomic
 from meseta.telemetry.formatting import (
     NO_VALUE,
     format_bytes,

@@ -10,10 +10,9 @@ import numpy as np
 
 from meseta.data.dataset.dataset import Dataset
 from meseta.data.dataset.describe import DatasetSummary, DenseSummary, SparseSummary, SplitSummary, ValueSummary
-from meseta.data.raw_rows import signed_expm1, signed_log1p
-from meseta.report.charts.bars import histogram, reuse_histogram
-from meseta.report.charts.markup import escape, table, tag
-from meseta.report.document import html_document
+from meseta.data.schema.layout import signed_expm1, signed_log1p
+from meseta.report.charts.chart import histogram, reuse_histogram
+from meseta.report.charts.markup import escape, html_document, table, tag
 from meseta.telemetry.formatting import NO_VALUE, format_count, format_percent, format_quantity, format_si
 
 MIN_MARKED_SHIFT = 0.1

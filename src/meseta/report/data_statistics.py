@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from meseta.data.dataset.dataset import Dataset, SparseFeature
-from meseta.report.charts.bars import reuse_histogram
+from meseta.data.dataset.dataset import Dataset
+from meseta.data.dataset.records import SparseFeature
+from meseta.report.charts.chart import reuse_histogram
 from meseta.report.charts.markup import escape, table, tag
 from meseta.report.record import RunRecord
 from meseta.telemetry.formatting import NO_VALUE, format_count, format_decimal

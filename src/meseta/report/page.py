@@ -7,20 +7,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from meseta.machine.files import write_atomic
 from meseta.report.charts.curves import curves_section
-from meseta.report.charts.markup import escape, table, tag
+from meseta.report.charts.markup import escape, html_document, table, tag
 from meseta.report.charts.plan_treemap import plan_section
 from meseta.report.data_statistics import data_section
-from meseta.report.document import html_document
-from meseta.report.evaluation import evaluation_section
-from meseta.report.headline import Headline, final_evaluation, headline
+from meseta.report.evaluation import Headline, evaluation_section, final_evaluation, headline
 from meseta.report.prediction import predicted_section
 from meseta.report.record import RUN_FILES, RunRecord, flatten, read_run
-from meseta.report.stages import stages_section
+from meseta.report.step_tables import stages_section
 from meseta.spec import MesetaError
+from meseta.system.files import write_atomic
 from meseta.telemetry.formatting import format_count, format_decimal, format_duration, format_si, is_drawable
-from meseta.telemetry.splits import TEST, VALID
+from meseta.telemetry.metrics import TEST, VALID
 from meseta.telemetry.timeline import TIMELINE_FILE
 
 

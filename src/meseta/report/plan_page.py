@@ -5,20 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from meseta.machine.files import write_atomic
 from meseta.planner import PlanResult
-from meseta.planner.explain.codec_predictions import codec_headers, codec_rows, predict_codecs
-from meseta.planner.explain.difference import format_ranks
+from meseta.planner.explain.communication import (
+    OVERLAP_HEADERS,
+    codec_headers,
+    codec_rows,
+    overlap_rows,
+    overlap_title,
+    predict_codecs,
+)
 from meseta.planner.explain.memory import describe_fullest_ranks
-from meseta.planner.explain.overlap import OVERLAP_HEADERS, overlap_rows, overlap_title
-from meseta.planner.explain.table_choices import TableChoice
+from meseta.planner.explain.tables import TableChoice, format_ranks
 from meseta.report.charts.chart import horizontal_bars
-from meseta.report.charts.markup import escape, table, tag
+from meseta.report.charts.markup import escape, html_document, table, tag
 from meseta.report.charts.plan_treemap import plan_treemap
-from meseta.report.document import html_document
-from meseta.report.stages import stage_css_class
+from meseta.report.step_tables import stage_css_class
 from meseta.spec.stages import STEP_COMPONENTS, StepComponent, component_stages
 from meseta.spec.tiers import DISK, HBM, HOST, MEMORIES, Memory
+from meseta.system.files import write_atomic
 from meseta.telemetry.formatting import format_bytes, format_count, format_percent, format_quantity, format_si
 
 MAX_DRAWN_RANKS = 64

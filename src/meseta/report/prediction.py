@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from meseta.report.charts.markup import escape, table, tag
 from meseta.report.record import RunRecord
 from meseta.spec.stages import STEP_COMPONENTS, StepComponent, component_stages
+from meseta.telemetry.span import TransferMeans
 from meseta.telemetry.summary import RunSummary
-from meseta.telemetry.transfers import TransferMeans
 
 MAX_RANKS = 8
 """Maximum number of ranks with a column each. For more ranks, the page shows one column of means."""

@@ -12,14 +12,13 @@ from pydantic import BaseModel, ValidationError
 from meseta.config import former_keys
 from meseta.config.load import get_value
 from meseta.data.dataset.dataset import DATASET_FILE, Dataset
-from meseta.machine.files import parse_json, read_bounded
-from meseta.machine.yaml_text import parse_yaml
 from meseta.spec import MesetaError, Plan
-from meseta.spec.plan_document import PLAN_FILE, read_explicit_plan
+from meseta.spec.plan import PLAN_FILE, read_explicit_plan
+from meseta.system.files import parse_json, read_bounded
+from meseta.system.yaml_text import parse_yaml
 from meseta.telemetry.metrics_file import METRICS_FILE, EvalLine, TrainLine, corrupt_lines_message, read_metrics_lines
 from meseta.telemetry.summary import ENVIRONMENT_FILE, SUMMARY_FILE, BestEvaluation, RunEnvironment, RunSummary
-from meseta.telemetry.timeline import TIMELINE_FILE, Timeline
-from meseta.telemetry.trace_events import TraceDocument
+from meseta.telemetry.timeline import TIMELINE_FILE, Timeline, TraceDocument
 
 RUN_FILES = ("config.yaml", DATASET_FILE, PLAN_FILE, ENVIRONMENT_FILE, METRICS_FILE, SUMMARY_FILE)
 # A prepared dataset has none of these files, so one of them identifies a run folder.

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from meseta.errors import MAX_INT64, MesetaError, StorageError, check_choice, check_keys, format_value, is_int
-from meseta.machine.files import escape, is_read_failure, parse_json, read_bounded, write_atomic
+from meseta.system.files import escape, is_read_failure, parse_json, read_bounded, write_atomic
 
 T = TypeVar("T")
 
@@ -43,7 +43,7 @@ def _parse_document(content: bytes) -> Any:
     if content.lstrip().startswith(b"{"):
         with suppress(ValueError):
             return parse_json(content)
-    from meseta.machine.yaml_text import parse_yaml  # A machine with only torch has no PyYAML.
+    from meseta.system.yaml_text import parse_yaml  # A machine with only torch has no PyYAML.
 
     return parse_yaml(content.decode())
 

@@ -10,8 +10,8 @@ from numbers import Integral
 from typing import Literal, get_args
 
 from meseta.errors import MAX_INT64, MesetaError, check_choice, check_number, duplicates, format_value, suggest
-from meseta.machine.files import first_name_collision, has_control_characters
 from meseta.spec.optimizer import OptimizerSpec
+from meseta.system.files import first_name_collision, has_control_characters
 
 Pooling = Literal["sum", "mean", "none"]
 IdPolicy = Literal["error", "drop", "clamp", "hash"]

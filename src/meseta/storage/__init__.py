@@ -10,13 +10,10 @@ from meseta.ops.row_file import DiskEngine, RowFile
 from meseta.optim import make_row_optimizer
 from meseta.spec import MesetaError, Shard, TableSpec
 from meseta.spec.tiers import CACHE_SLOT_OVERHEAD_BYTES, DISK, HOST, OFFLOADED_TIERS, StorageOptions, row_index_bytes
-from meseta.storage.backing_store import BackingStore, HostBackingStore
-from meseta.storage.lease import Lease
-from meseta.storage.records import RecordLayout
-from meseta.storage.resident import TableShard
+from meseta.storage.backing_store import BackingStore, HostBackingStore, RecordLayout
 from meseta.storage.selection import SelectedRows
-from meseta.storage.table import ROW, TableStorage, as_stored
-from meseta.storage.tiered import CacheCapacityError, TieredShard, meta_values
+from meseta.storage.table import ROW, TableShard, TableStorage, as_stored
+from meseta.storage.tiered import CacheCapacityError, Lease, TieredShard, meta_values
 
 __all__ = [
     "ROW",

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from meseta.machine.environment import git_version, hardware_summary
+from meseta.system.environment import git_version, hardware_summary
 
 HISTORY_COLUMNS = (
     "date",

@@ -15,9 +15,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from meseta.machine.process_state import read_process_state
-from meseta.machine.time_limits import TimeLimits
-from meseta.machine.waits.blocked_calls import blocked_text
+from meseta.system.processes import read_process_state
+from meseta.system.time_limits import TimeLimits
+from meseta.system.waits import blocked_text
 from meseta.telemetry.formatting import format_duration
 from meseta.telemetry.rank_record import RankState, RecordedTransfer, Wait
 

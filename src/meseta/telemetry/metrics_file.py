@@ -11,14 +11,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
 
-from meseta.machine.files import MAX_DOCUMENT_BYTES, file_too_long_error, open_regular, parse_json
 from meseta.spec.documents import rename_keys
 from meseta.spec.stages import FORMER_STAGES
 from meseta.spec.transfer import FORMER_TRANSFERS
-from meseta.telemetry import row_traffic, row_waits, transfers
+from meseta.system.files import MAX_DOCUMENT_BYTES, file_too_long_error, open_regular, parse_json
+from meseta.telemetry import row_traffic, row_waits, span
 from meseta.telemetry.row_traffic import RowTraffic
 from meseta.telemetry.row_waits import RowWait
-from meseta.telemetry.transfers import TransferMeans
+from meseta.telemetry.span import TransferMeans
 
 METRICS_FILE = "metrics.jsonl"
 # A million lines of a kilobyte.
@@ -39,7 +39,7 @@ def renames(former: Mapping[str, str]) -> BeforeValidator:
 
 StageSeconds = Annotated[dict[str, float], renames(FORMER_STAGES)]
 """Seconds per step of each stage."""
-Transfers = Annotated[dict[str, Annotated[TransferMeans, renames(transfers.FORMER_KEYS)]], renames(FORMER_TRANSFERS)]
+Transfers = Annotated[dict[str, Annotated[TransferMeans, renames(span.FORMER_KEYS)]], renames(FORMER_TRANSFERS)]
 """Means of each transfer, by name."""
 RowWaits = dict[str, Annotated[RowWait, renames(row_waits.FORMER_KEYS)]]
 """Seconds per step that a rank waited for each reader."""

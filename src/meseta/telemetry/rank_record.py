@@ -4,23 +4,11 @@ The record remains readable after the process has ended for any reason. All time
 which all processes of a host share.
 """
 
-# byte          content                                      written
-# ------------  -------------------------------------------  --------------------------------------------------
-# 0             header: rank, number of ranks, pid, host     at the start
-# 512           heartbeat: time, processor time              every second, by a thread of the compiled core
-# 576           position: stage, step                        at each change of the stage
-# 1024          awaited transfer of each lane                at each wait
-# 1536          activities: phases, requests to storage      at each change, see meseta.machine.waits.activity
-# 4096          ring buffer of the last transfers            at each transfer
-# RECORD_BYTES  Python stacks, appended                      at a request of `meseta hang`
-#
-# Writing to the mapped file needs no system call and no flush. Each part except the heartbeat ends in a CRC-32, so that
-# readers detect partly written and damaged parts.
-
 from __future__ import annotations
 
 import mmap
 import os
+import re
 import socket
 import struct
 import sys
@@ -34,16 +22,34 @@ from typing import NamedTuple
 from zlib import crc32
 
 from meseta.errors import MesetaError
-from meseta.machine.files import open_tmpfile
-from meseta.machine.process_state import process_start_ticks
-from meseta.machine.waits.activity import ACTIVITY_TABLE_BYTES, Activity, current_activities, read_activities
-from meseta.machine.waits.checked_memory import (
+from meseta.system.files import has_control_characters, open_regular, open_tmpfile
+from meseta.system.processes import has_signal_handler, process_start_ticks, read_process_state
+from meseta.system.waits import (
+    ACTIVITY_TABLE_BYTES,
     CHECKSUM_BYTES,
+    Activity,
     append_checksum,
+    blocked_text,
+    current_activities,
     decode_text,
     encode_text,
+    read_activities,
     unpack_checked,
 )
+
+# byte          content                                      written
+# ------------  -------------------------------------------  --------------------------------------------------
+# 0             header: rank, number of ranks, pid, host     at the start
+# 512           heartbeat: time, processor time              every second, by a thread of the compiled core
+# 576           position: stage, step                        at each change of the stage
+# 1024          awaited transfer of each lane                at each wait
+# 1536          activities: phases, requests to storage      at each change, see meseta.system.waits
+# 4096          ring buffer of the last transfers            at each transfer
+# RECORD_BYTES  Python stacks, appended                      at a request of `meseta hang`
+#
+# Writing to the mapped file needs no system call and no flush. Each part except the heartbeat ends in a CRC-32, so that
+# readers detect partly written and damaged parts.
+
 
 RANK_RECORD_VARIABLE = "MESETA_RANK_RECORD"
 """Environment variable with the record file of a rank, set by its launcher."""
@@ -420,3 +426,129 @@ def _parse_transfers(content: bytes) -> tuple[RecordedTransfer, ...]:
         )
         transfers.append(kept)
     return tuple(sorted(transfers, key=lambda kept: kept.index))
+
+
+_RECORD_NAME_PATTERN = re.compile(r"rank-(\d{5,9})\.record")
+STACKS_TIMEOUT_S = 3.0
+"""Maximum seconds to wait for the stacks of ranks."""
+STACKS_IDLE_TIMEOUT_S = 0.2
+"""Seconds without new output after which the stacks of ranks are complete."""
+MAX_STACKS_BYTES = 1 << 18
+"""Maximum bytes of stacks that are read per rank."""
+
+
+@dataclass(frozen=True)
+class RankProcess:
+    """Record of a rank, with the state of its process."""
+
+    path: Path
+    state: RankState
+    is_local: bool
+    """Whether the rank's process runs, or ran, on this host."""
+    is_alive: bool
+    """Whether the process still exists. False for processes of other hosts."""
+    blocked_reason: str
+    """Description of why the process cannot run, as in `ProcessState.blocked_reason`."""
+    is_stopped: bool
+    """Whether a signal has stopped the process. SIGCONT continues it."""
+
+
+def read_rank_records(run_dir: Path) -> dict[int, RankProcess]:
+    """Read the rank records in the folder of a run, by rank.
+
+    Raises MesetaError if there are none, or if a record is invalid or belongs to another run.
+    """
+    folder = run_dir / RANKS_FOLDER
+    try:
+        paths = {
+            int(match[1]): folder / match[0]
+            for name in os.listdir(folder)
+            if (match := _RECORD_NAME_PATTERN.fullmatch(name))
+        }
+    except OSError:
+        paths = {}
+    if not paths:
+        raise MesetaError(
+            f"{str(run_dir)!r} has no records of ranks in {RANKS_FOLDER!r}; give the run_dir of a training on several "
+            f"ranks, "
+            "on a file system of its hosts"
+        )
+    records = {rank: _read_rank_record(path) for rank, path in sorted(paths.items())}
+    sizes = {rank.state.num_ranks for rank in records.values()}
+    for number, rank in records.items():
+        if rank.state.rank != number or len(sizes) > 1:
+            raise MesetaError(
+                f"rank record {str(rank.path)!r} is of rank {rank.state.rank} of {rank.state.num_ranks}, which does "
+                "not match its name or the other records; move it away"
+            )
+    return records
+
+
+def _read_rank_record(path: Path) -> RankProcess:
+    try:
+        descriptor = open_regular(path, os.O_NOFOLLOW)
+        try:
+            state = parse_record(os.pread(descriptor, RECORD_BYTES, 0), str(path))
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise MesetaError(f"rank record {str(path)!r} cannot be read: {error.strerror}; move it away") from None
+    is_here = state.host == socket.gethostname()
+    process = read_process_state(state.pid) if is_here else None
+    if process is None or process.start_ticks != state.start_ticks or process.has_ended:
+        return RankProcess(path, state, is_here, is_alive=False, blocked_reason="", is_stopped=False)
+    held = blocked_text(state.pid, process)
+    return RankProcess(path, state, is_here, is_alive=True, blocked_reason=held, is_stopped=process.is_stopped)
+
+
+def collect_stacks(ranks: Mapping[int, RankProcess]) -> dict[int, str]:
+    """Return the Python stacks of all ranks that are alive on this host. A stack is empty if its rank did not respond.
+
+    Ranks write their stacks after a signal. Only processes with a handler for this signal receive it.
+    """
+    asked: dict[int, tuple[int, int]] = {}
+    # `is_alive` compares start times, so the signal cannot reach another process with the same pid.
+    texts = {rank: "" for rank, process in ranks.items() if process.is_alive}
+    try:
+        for number in texts:
+            process, state = ranks[number], ranks[number].state
+            if process.blocked_reason or not has_signal_handler(state.pid, state.signal):
+                continue
+            descriptor = open_regular(process.path, os.O_NOFOLLOW)
+            asked[number] = descriptor, os.fstat(descriptor).st_size
+            try:
+                os.kill(state.pid, state.signal)
+            except OSError:  # The process has ended, or belongs to another user.
+                continue
+        quiet_s = time.monotonic()
+        sizes, deadline = dict[int, int](), quiet_s + STACKS_TIMEOUT_S
+        while time.monotonic() < min(deadline, quiet_s + STACKS_IDLE_TIMEOUT_S) or not _all_responded(
+            asked, sizes, deadline
+        ):
+            now = {number: os.fstat(descriptor).st_size for number, (descriptor, _) in asked.items()}
+            if now != sizes:
+                sizes, quiet_s = now, time.monotonic()
+            time.sleep(0.02)
+        for number, (descriptor, before) in asked.items():
+            texts[number] = _strip_outer_frames(
+                os.pread(descriptor, MAX_STACKS_BYTES, max(before, RECORD_BYTES)).decode(errors="replace")
+            )
+    finally:
+        for descriptor, _ in asked.values():
+            os.close(descriptor)
+    return texts
+
+
+def _strip_outer_frames(text: str) -> str:
+    # Frames outside of the command are the same in all stacks.
+    lines, is_outside = list[str](), False
+    for line in "".join(c for c in text if c == "\n" or not has_control_characters(c)).splitlines():
+        is_outside = is_outside and line.startswith("  ")
+        if not is_outside:
+            lines.append(line)
+        is_outside = is_outside or f"{os.sep}meseta{os.sep}cli{os.sep}" in line
+    return "\n".join(lines)
+
+
+def _all_responded(asked: Mapping[int, tuple[int, int]], sizes: Mapping[int, int], deadline: float) -> bool:
+    return time.monotonic() > deadline or all(sizes.get(number, 0) > size for number, (_, size) in asked.items())

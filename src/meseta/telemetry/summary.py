@@ -7,11 +7,11 @@ from typing import Annotated, Any
 
 from pydantic import AliasChoices, BeforeValidator, Field
 
-from meseta.machine.files import parse_json, read_if_exists
 from meseta.spec.documents import rename_value
 from meseta.spec.stages import FORMER_COMPONENTS, FORMER_OVERLAPS
+from meseta.system.files import parse_json, read_if_exists
+from meseta.telemetry.metrics import EVALUATED_SPLITS, TEST, VALID
 from meseta.telemetry.metrics_file import Count, Entry, EvalLine, RowWaits, StageSeconds, Transfers, renames
-from meseta.telemetry.splits import EVALUATED_SPLITS, TEST, VALID
 
 SUMMARY_FILE = "summary.json"
 ENVIRONMENT_FILE = "environment.json"

@@ -14,7 +14,6 @@ from meseta.comm import World
 from meseta.config import DenseOptimizerConfig
 from meseta.data import Batch
 from meseta.embedding import EmbeddingBagCollection, shard
-from meseta.jagged import KeyedJaggedTensor
 from meseta.measure.bench.e2e_peers import INIT_VALUE, LR, PlainDLRM
 from meseta.measure.harness.target import BenchmarkTarget
 from meseta.measure.synthetic_batches import DlrmWorkload, TrainingBatch, make_training_batches
@@ -23,6 +22,7 @@ from meseta.ops.core import instruction_set
 from meseta.optim.dense import make_dense_optimizer
 from meseta.pipeline import Pipeline
 from meseta.pipeline.overlap import choose_overlap
+from meseta.sparse import KeyedJaggedTensor
 from meseta.spec import FeatureSpec, InitSpec, OptimizerSpec, Plan, TableSpec
 from meseta.spec.tiers import StorageOptions
 from meseta.storage import ROW

@@ -6,6 +6,7 @@ import sys
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 from meseta.checkpoint import DamagedCheckpoint
 from meseta.checkpoint.manifest import read_manifest
@@ -13,9 +14,9 @@ from meseta.comm import World
 from meseta.config import RunConfig
 from meseta.data.dataset.dataset import DATASET_FILE, Dataset
 from meseta.data.dataset.encoding import DatasetEncoding, encoding_difference, row_difference, uncomparable_parts
-from meseta.machine.files import path_exists
-from meseta.machine.remote import Location
 from meseta.spec import MesetaError
+from meseta.system.files import path_exists
+from meseta.system.remote import Location
 from meseta.train.run_dir import RunDir
 from meseta.train.setup.source import make_row_source
 
@@ -41,6 +42,11 @@ def open_dataset(config: RunConfig, world: World, data: Path | None = None) -> D
                     "the same folder to all hosts"
                 )
     return dataset
+
+
+def encoding_state(dataset: Dataset) -> dict[str, Any]:
+    """Return the entry of a checkpoint that `check_same_encoding` reads."""
+    return {ENCODING_KEY: DatasetEncoding.from_dataset(dataset).to_dict()}
 
 
 def check_same_encoding(

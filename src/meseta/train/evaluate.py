@@ -13,18 +13,19 @@ from numpy.typing import NDArray
 from torch import nn
 
 from meseta.comm import World
-from meseta.config import MetricsConfig
-from meseta.data.batch import Batch
+from meseta.config import MetricsConfig, RunConfig
 from meseta.data.dataset.dataset import Dataset
+from meseta.data.read.batch import Batch
 from meseta.data.read.batch_reader import BatchReader
 from meseta.data.read.new_batches import NewBatches
+from meseta.data.read.selection import calibration_shift
 from meseta.data.read.tensors import pad_batch
 from meseta.embedding.batch_context import OutOfRangeIds
-from meseta.machine.waits.activity import track_activity
-from meseta.measure.step_threads import StepThreads
-from meseta.models.base import select_score_input
-from meseta.pipeline.model import Model
+from meseta.measure.threads import StepThreads
+from meseta.models.layers import select_score_input
+from meseta.pipeline.losses import Model
 from meseta.spec import MesetaError, suggest
+from meseta.system.waits import track_activity
 from meseta.train.metrics import Metrics, MetricWindow, Segment, TaskWindows, segment_metrics, task_metrics
 from meseta.train.metrics.tasks import WindowT
 from meseta.train.state import sum_out_of_range_ids
@@ -74,7 +75,7 @@ def predict(
         model: Trained model.
         reader: Reader of the split.
         world: Ranks of the run.
-        logit_shift: Value added to the logits, see meseta.data.read.selection.calibration_shift.
+        logit_shift: Value added to the logits, see `logit_shift`.
         outside: Counts out-of-range ids. The counts of training are unchanged.
     """
     step_threads, outside = StepThreads(), outside or OutOfRangeIds()
@@ -136,6 +137,11 @@ def evaluate(
     metrics = {task: merged[task].compute(config.ndcg_k) for task in merged.tasks}
     counts = sum_out_of_range_ids(model.embeddings.features, outside.counts, world)
     return Evaluation(tasks=metrics, segments=segments, num_out_of_range=counts)
+
+
+def logit_shift(config: RunConfig) -> float:
+    """Return the value to add to the logits of a run, which corrects the share of negatives that training dropped."""
+    return calibration_shift(config.data.negative_keep)
 
 
 def check_segments(dataset: Dataset, segments: Sequence[str]) -> None:

@@ -15,17 +15,16 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from meseta.comm import World
-from meseta.data.dataset.unseen_values import UnseenValues
+from meseta.data.dataset.statistics import UnseenValues
 from meseta.data.read.batch_reader import BatchReader
 from meseta.data.read.key_columns import KeyColumns
 from meseta.data.read.new_batches import NewBatches
 from meseta.data.read.options import ReaderOptions
-from meseta.machine.files import move, sync
-from meseta.pipeline.model import Model
+from meseta.pipeline.losses import Model
 from meseta.spec import MesetaError
+from meseta.system.files import move, sync
 from meseta.train.evaluate import gather_windows, predict
-from meseta.train.interop.output_columns import LABEL, PREDICTION, ROW, OutputColumns
-from meseta.train.interop.table_files import CsvWriter, open_table_writer
+from meseta.train.interop.output_tables import LABEL, PREDICTION, ROW, CsvWriter, OutputColumns, open_table_writer
 from meseta.train.metrics import MetricWindow, TaskWindows
 from meseta.train.metrics.samples import logistic
 

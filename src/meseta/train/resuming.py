@@ -1,4 +1,4 @@
-"""Resume of a run: checks of its config, and the choice of its checkpoint."""
+"""Resume of a run: the choice of its checkpoint, checks of its config, and the restored state."""
 
 from __future__ import annotations
 
@@ -7,25 +7,31 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from meseta.checkpoint import retries
+from meseta.checkpoint import failures
 from meseta.checkpoint.failures import run_on_rank_0
 from meseta.checkpoint.fallback import FallbackCheckpointError
 from meseta.checkpoint.manifest import read_manifest
-from meseta.checkpoint.store.names import checkpoint_path
 from meseta.checkpoint.store.store import make_store, newest
 from meseta.comm import World
 from meseta.config import RunConfig
 from meseta.config.load import checkpoint_location, get_value
+from meseta.data.dataset.dataset import Dataset
 from meseta.data.read.batch_reader import BatchReader
 from meseta.errors import StorageError
-from meseta.machine.remote import Location, location_is_folder
+from meseta.pipeline.prefetch import PrefetchedEmbeddings
 from meseta.spec import MesetaError, Plan, TableSpec
 from meseta.spec.documents import load_document
-from meseta.spec.plan_document import PLAN_FILE, read_explicit_plan
-from meseta.train.early_stopping import EarlyStopping
+from meseta.spec.plan import PLAN_FILE, read_explicit_plan
+from meseta.system.remote import Location, location_is_folder
+from meseta.train.dataset_checks import check_same_encoding, check_same_rows
+from meseta.train.evaluation_tracker import EarlyStopping
 from meseta.train.run_dir import RunDir
+from meseta.train.state import restore, set_random_state
+
+if TYPE_CHECKING:
+    from meseta.train.trainer import Trainer
 
 # Config keys or sections that define the model.
 _MODEL_KEYS = ("model", "embedding.pooling")
@@ -97,7 +103,7 @@ def seek_reader(reader: BatchReader, path: Location | None) -> dict[str, Any] | 
 
 def retry_reads(config: RunConfig) -> AbstractContextManager[None]:
     """Context manager that retries failed reads of checkpoints if `checkpoint.resume` is 'older'."""
-    return retries.retry_reads() if config.checkpoint.resume == "older" else nullcontext()
+    return failures.retry_reads() if config.checkpoint.resume == "older" else nullcontext()
 
 
 def find_newest_checkpoint(run: RunDir) -> Location | None:
@@ -143,11 +149,68 @@ def quarantine_damaged(config: RunConfig, damaged: FallbackCheckpointError, worl
               f"{names}", file=sys.stderr)  # fmt: skip
 
 
+def check_dataset(run: RunDir, path: Location | None, dataset: Dataset, world: World) -> None:
+    """Raise MesetaError, on all ranks, if the checkpoint at `path` was trained on other data. Collective."""
+    if path is not None:
+        check_same_encoding(run, path, dataset, world)
+        check_same_rows(run, dataset, world)
+
+
+def resume(
+    trainer: Trainer, checked: Location | None, start_position: Mapping[str, Any] | None
+) -> dict[str, Any] | None:
+    """Restore the state of `trainer` from the newest checkpoint if there is one. Collective.
+
+    Args:
+        trainer: Run whose model, reader and metrics exist.
+        checked: Checkpoint that the dataset was already compared with.
+        start_position: Position at which the trainer has started to read.
+
+    Returns:
+        Row optimizers in the checkpoint by table, or `None` without a checkpoint.
+
+    Raises:
+        MesetaError: On all ranks, if the checkpoint is damaged, or does not match the config or the dataset.
+    """
+    world, run, manager = trainer.world, trainer.run_dir, trainer.checkpoint_manager
+    world.run_on_rank_0(manager.fetch_from_mirror)
+    path = world.broadcast_from_rank_0(lambda: newest(run.checkpoints))
+    if path is None:
+        return None
+    check_resume_allowed(trainer.config, path)
+    if path != checked:  # From the mirror, or an older one after quarantine.
+        check_dataset(run, path, trainer.dataset, world)
+    since_whole = manager.marks_since_full
+    try:
+        state = restore(path, trainer.model, trainer.optimizer, world, mark_changes_since_full=since_whole)
+    except FallbackCheckpointError as damaged:
+        quarantine_damaged(trainer.config, damaged, world)
+        return resume(trainer, path, start_position)
+    check_same_model(run, trainer.config, world)
+    trainer.step = manager.resume_from(state)
+    trainer.num_samples = state["num_samples"]
+    trainer.clock.train_s = state["train_s"]
+    # Reading has started at the position of the first checkpoint found. Start again if another one is resumed.
+    if state["reader"] != start_position:
+        trainer.restart_reading(state["reader"])
+    if trainer.config.pipeline.staleness and state["carried"] is not None:
+        trainer.pipeline.prefetched_embeddings = PrefetchedEmbeddings.from_tensors(
+            path, state["carried"], trainer.model.embeddings
+        )
+    set_random_state(state["random"])
+    trainer.running_metrics.set_tensors(state["dense"])
+    trainer.evaluation_tracker.set_state(state)
+    trainer.track_logged_evaluation()  # Made at the end of the previous start.
+    if trainer.config.train.finish == "best":
+        check_best_checkpoint(run, trainer.early_stopping.best_step, trainer.step, world)
+    return dict(state["optimizers"])
+
+
 def check_best_checkpoint(run: RunDir, best_step: int | None, step: int, world: World) -> None:
     """Raise MesetaError, on all ranks, if the best checkpoint was not kept. Collective."""
 
     def check() -> None:
-        if best_step not in (None, step) and not location_is_folder(checkpoint_path(run.checkpoints, best_step)):
+        if best_step not in (None, step) and not location_is_folder(run.checkpoint_path(best_step)):
             raise MesetaError(
                 f"run_dir {str(run.path)!r}: train.finish 'best' needs the checkpoint of step {best_step}, the best so "
                 "far, which was not kept; set train.finish=last, or choose another run_dir"

@@ -19,15 +19,15 @@ from meseta.config import RunConfig, load_config
 from meseta.config.load import checkpoint_location
 from meseta.data.dataset.dataset import DATASET_FILE, Dataset
 from meseta.errors import StorageError
-from meseta.machine.environment import git_commit, package_version
-from meseta.machine.files import append_atomic, format_json, is_folder, is_read_failure, move, path_exists
-from meseta.machine.locks import FolderLock
-from meseta.machine.processors import num_cores, read_processor
-from meseta.machine.ranks import print_note
-from meseta.machine.remote import Location, location_is_folder
 from meseta.ops.row_file import DiskEngine
 from meseta.spec import MesetaError
 from meseta.spec.tiers import DISK
+from meseta.system.environment import git_commit, package_version
+from meseta.system.files import append_atomic, format_json, is_folder, is_read_failure, move, path_exists
+from meseta.system.locks import FolderLock
+from meseta.system.processors import num_cores, read_processor
+from meseta.system.ranks import print_note
+from meseta.system.remote import Location, location_is_folder
 from meseta.telemetry.metrics_file import (
     METRICS_FILE,
     EvalLine,
@@ -44,7 +44,7 @@ from meseta.telemetry.timeline import TIMELINE_FILE
 from meseta.train.setup.source import make_row_source
 
 TRIALS_FOLDER = "trials"
-"""Folder of the trials before a run, see meseta.train.sweep.trials."""
+"""Folder of the trials before a run, see meseta.train.sweep."""
 
 
 class RunDir:
@@ -98,6 +98,10 @@ class RunDir:
             facts = DiskEngine(config.storage.dir, config.storage.engine).info  # Creates the folder.
             noted = noted.model_copy(update={"row_files": facts.summary})
         self.write_json(ENVIRONMENT_FILE, noted.to_dict())
+
+    def checkpoint_path(self, step: int) -> Location:
+        """Return the path of the checkpoint of a step."""
+        return checkpoint_path(self.checkpoints, step)
 
     @property
     def has_begun(self) -> bool:
@@ -193,7 +197,7 @@ class RunDir:
         """
         last = newest(self.checkpoints)
         best = None if last is None else self._best_step()
-        path = last if best is None else checkpoint_path(self.checkpoints, best)
+        path = last if best is None else self.checkpoint_path(best)
         if path is not None and not location_is_folder(path):
             raise MesetaError(
                 f"run {str(self.path)!r} ended with the weights of step {best}, but {str(path)!r} does not exist; "

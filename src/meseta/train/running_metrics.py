@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from meseta.comm import World
-from meseta.data.batch import Batch
+from meseta.data.read.batch import Batch
 from meseta.embedding.base import BaseEmbeddingCollection
-from meseta.ops.device_constants import AsyncHostCopy
-from meseta.pipeline.agreement import LossAgreement
+from meseta.ops.common import AsyncHostCopy
+from meseta.pipeline.losses import LossAgreement
 from meseta.telemetry.row_traffic import RowTraffic
 from meseta.train.evaluate import gather_windows
 from meseta.train.metrics import LifetimeMetrics, LifetimeWindow, Metrics, MetricWindow, TaskWindows

@@ -20,7 +20,7 @@ from meseta import checkpoint
 from meseta.checkpoint.background import BackgroundSaver, select_in_place
 from meseta.checkpoint.delta_tracker import DeltaTracker
 from meseta.checkpoint.failures import run_on_all_ranks
-from meseta.checkpoint.files.rate_limit import MIN_BYTES_PER_S
+from meseta.checkpoint.files.direct_io import MIN_BYTES_PER_S
 from meseta.checkpoint.manifest import RUN_ID
 from meseta.checkpoint.policy import is_cumulative
 from meseta.checkpoint.store.names import checkpoint_name
@@ -31,15 +31,15 @@ from meseta.config import CheckpointConfig
 from meseta.config.row_bits import RowBits
 from meseta.embedding import EmbeddingBagCollection, ShardedEmbeddingBagCollection
 from meseta.errors import StorageError
-from meseta.machine.interruption import SignalListener, TrainingInterrupt
-from meseta.machine.ranks import num_local_ranks
-from meseta.machine.remote import Location
 from meseta.ops.row_marks.row_set import RowSet
 from meseta.planner.cost.memory import copy_bytes
 from meseta.spec import MesetaError, Plan
-from meseta.spec.checkpoint_blocks import BLOCK_BYTES, NUM_PENDING_WRITES
+from meseta.spec.shards import BLOCK_BYTES, NUM_PENDING_WRITES
 from meseta.spec.tiers import DISK
 from meseta.storage import SelectedRows, TableStorage
+from meseta.system.interruption import SignalListener, TrainingInterrupt
+from meseta.system.ranks import num_local_ranks
+from meseta.system.remote import Location
 from meseta.train.setup.memory import available_bytes
 
 READBACK_STATE_FILE = "mirror_checks.json"

@@ -12,9 +12,9 @@ from meseta.comm.peer_watchdog import start_peer_watchdog
 from meseta.comm.recording import start_record
 from meseta.comm.timeouts import ProcessTimeouts
 from meseta.config import RunConfig
-from meseta.machine.processors import num_cores
-from meseta.machine.ranks import num_local_ranks
-from meseta.measure.cpu_contention import adaptive_wait_policy
+from meseta.measure.threads import adaptive_wait_policy
+from meseta.system.processors import num_cores
+from meseta.system.ranks import num_local_ranks
 from meseta.train.setup.build import choose_device
 
 

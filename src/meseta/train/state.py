@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from meseta import checkpoint
 from meseta.checkpoint.manifest import QUANTIZED
 from meseta.comm import World
-from meseta.comm.dense_shards import distribute_like, full_tensor, is_sharded
-from meseta.data.batch import Batch
+from meseta.comm.dense import distribute_like, full_tensor, is_sharded
 from meseta.data.dataset.dataset import Dataset
+from meseta.data.read.batch import Batch
 from meseta.errors import StorageError, format_value
-from meseta.machine.remote import Location
-from meseta.pipeline.agreement import LateNonFiniteLoss, NonFiniteLoss
+from meseta.pipeline.losses import LateNonFiniteLoss, NonFiniteLoss
 from meseta.spec import FeatureSpec, MesetaError
+from meseta.system.remote import Location
 
 Count = Annotated[int, Field(ge=0, lt=1 << 53)]
 

@@ -20,22 +20,22 @@ from meseta.data.prepare.new_rows import NewRows
 from meseta.data.read.batch_reader import BatchReader
 from meseta.data.read.new_batches import NewBatches
 from meseta.data.read.options import ReaderOptions
-from meseta.data.read.selection import calibration_shift
 from meseta.errors import StorageError
-from meseta.machine.files import path_exists
-from meseta.machine.remote import Location
 from meseta.spec import MesetaError
 from meseta.spec.documents import rename_keys
-from meseta.spec.plan_document import FORMER_KEYS
+from meseta.spec.plan import FORMER_KEYS
 from meseta.spec.tiers import DISK, OFFLOADED_TIERS
-from meseta.telemetry.splits import validation_split
+from meseta.system.files import path_exists
+from meseta.system.remote import Location
+from meseta.telemetry.metrics import validation_split
 from meseta.train.dataset_checks import check_same_encoding, open_dataset
-from meseta.train.early_stopping import EarlyStopping
+from meseta.train.evaluate import logit_shift
+from meseta.train.evaluation_tracker import EarlyStopping
 from meseta.train.run_dir import RunDir
 from meseta.train.session import session
 from meseta.train.setup.build import make_sharded_model
-from meseta.train.setup.precision import bfloat16_note
 from meseta.train.setup.source import make_row_source
+from meseta.train.setup.specs import bfloat16_note
 from meseta.train.state import restore
 
 ReaderT = TypeVar("ReaderT", BatchReader, NewBatches)
@@ -56,7 +56,7 @@ class TrainedModel(Generic[ReaderT]):
     @property
     def logit_shift(self) -> float:
         """Value to add to logits if the model was trained on a sample of the negatives."""
-        return calibration_shift(self.config.data.negative_keep)
+        return logit_shift(self.config)
 
 
 @contextmanager

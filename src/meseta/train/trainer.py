@@ -1,75 +1,56 @@
-"""Training run: read, train, log, evaluate and save, with resume from a checkpoint."""
+"""Training loop of a run: read, train, log, evaluate and save."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing
-from dataclasses import asdict, astuple
 from itertools import islice
 from typing import Any
 
 import torch
 
 from meseta import checkpoint
-from meseta.checkpoint.fallback import FallbackCheckpointError
-from meseta.checkpoint.store.names import checkpoint_path
 from meseta.comm import World
-from meseta.comm.dense_shards import make_shard_sum
-from meseta.comm.known_collectives import UnknownCollectives
 from meseta.comm.recording import publish_record
 from meseta.config import RunConfig
-from meseta.data.dataset.encoding import DatasetEncoding
-from meseta.data.read.batch_reader import BatchIterator
-from meseta.data.read.selection import calibration_shift
-from meseta.machine.remote import Location
-from meseta.measure.step_threads import StepThreads
-from meseta.optim.dense import make_dense_optimizer
-from meseta.pipeline import Pipeline, StepResult
-from meseta.pipeline.agreement import LateNonFiniteLoss
-from meseta.pipeline.prefetched_embeddings import PrefetchedEmbeddings
-from meseta.report import write_report
+from meseta.measure.threads import StepThreads
+from meseta.pipeline import LateNonFiniteLoss, StepResult
 from meseta.spec import MesetaError
+from meseta.system.remote import Location
 from meseta.telemetry.metrics_file import EvalLine, Line, TrainLine
-from meseta.telemetry.splits import TEST
-from meseta.telemetry.summary import (
-    SUMMARY_FILE,
-    BestEvaluation,
-    RunSummary,
-    SelectionRecord,
-    TeacherSummary,
-    read_summary,
-)
 from meseta.telemetry.timeline import StepRange
 from meseta.train import resuming
-from meseta.train.dataset_checks import ENCODING_KEY, check_same_encoding, check_same_rows, open_dataset
-from meseta.train.early_stopping import check_early_stopping
-from meseta.train.evaluate import check_segments, evaluate
-from meseta.train.evaluation_tracker import EvaluationTracker, decisions_from_evaluations, is_evaluation_due
+from meseta.train.dataset_checks import encoding_state, open_dataset
+from meseta.train.evaluate import check_segments, evaluate, logit_shift
+from meseta.train.evaluation_tracker import (
+    EvaluationTracker,
+    check_early_stopping,
+    is_evaluation_due,
+)
 from meseta.train.interop.profile import Profiler, choose_profiled_steps
 from meseta.train.interop.tensorboard import TensorBoardWriter
 from meseta.train.progress import TrainProgress
 from meseta.train.run_dir import RunDir
+from meseta.train.run_summary import RunSummary, load_summary, num_unknown_collectives, write_summary
 from meseta.train.running_metrics import RunningMetrics, TrainingClock
 from meseta.train.saving import CheckpointManager
 from meseta.train.setup.build import (
     count_steps,
-    make_clip,
+    make_pipeline,
     make_reader,
     place_model,
     plan_model,
     set_learning_rates,
     task_weights,
 )
-from meseta.train.setup.precision import DENSE_DTYPE_KEY, bfloat16_note, resolve_dense_dtype
 from meseta.train.setup.source import make_row_source
+from meseta.train.setup.specs import DENSE_DTYPE_KEY, bfloat16_note, resolve_dense_dtype
 from meseta.train.state import (
     add_step_context,
     dense_tensors,
     random_state,
     restore,
-    set_random_state,
-    sum_clamped,
     sum_out_of_range_ids,
 )
 
@@ -95,35 +76,34 @@ class Trainer:
             profile: Steps to write a timeline of. `True` selects some automatically.
         """
         torch.manual_seed(config.seed)
-        self._num_unknown_collectives_before = UnknownCollectives.count
+        self.num_unknown_collectives_before = num_unknown_collectives()
         with resuming.retry_reads(config), ExitStack() as held:  # Released when the run ends or is refused.
             self.config = config = resolve_dense_dtype(config, world)
             self.world, self.run_dir = world, RunDir(config.run_dir, config.checkpoint_location)
             self.dataset = open_dataset(config, world)
             self.dataset.check_has_labels()
-            self._check_dataset_matches(
-                world.broadcast_from_rank_0(lambda: resuming.find_newest_checkpoint(self.run_dir))
-            )
+            newest = world.broadcast_from_rank_0(lambda: resuming.find_newest_checkpoint(self.run_dir))
+            resuming.check_dataset(self.run_dir, newest, self.dataset, world)
             self._attempt = make_row_source(config.data).new_attempt(config.run_dir, world)
             self.reader = make_reader(self.config, self.dataset, "train", self.world, self._attempt)
-            self._start_position = resuming.seek_reader(self.reader, self._checked_checkpoint)
+            start_position = resuming.seek_reader(self.reader, newest)
             # Position of the reader after the last trained batch. The reader itself may be ahead.
             self._trained_position = self.reader.position
             self.step = 0
             self.num_samples = 0
             self.clock = TrainingClock()
-            self._best_position: tuple[int, int] | None = None
+            self.best_position: tuple[int, int] | None = None
             self._lr_factor = 1.0
             held.callback(self.run_dir.unlock)
             # Lock before reading, so that a refused run does not replace the running one at the dispatcher.
             self.world.run_on_rank_0(self.run_dir.lock)
-            held.callback(lambda: self._batches.close())  # noqa: PLW0108  `_resume` may replace the iterator.
-            self._batches = self._start_reading()  # Reads while the model is created.
+            held.callback(lambda: self._batches.close())  # noqa: PLW0108  `resume` may replace the iterator.
+            self._start_reading()  # Reads while the model is created.
             self._build(with_test)
             held.callback(self.checkpoint_manager.close)
             if self.tensorboard is not None:
                 held.callback(self.tensorboard.close)
-            self._saved_optimizers = self._resume()
+            self._saved_optimizers = resuming.resume(self, newest, start_position)
             self.num_steps = count_steps(config, self.reader, self.step)
             profiled = choose_profiled_steps(profile, self.step, self.num_steps, self._completion_reason())
             self.profiler = Profiler(profiled, self.run_dir, world, self.pipeline.stage_times, self.step, self.clock)
@@ -134,36 +114,23 @@ class Trainer:
     def _build(self, with_test: bool) -> None:
         config, world = self.config, self.world
         planner, plan = plan_model(config, self.dataset, world)
-        self._predicted_step = planner.predict(plan)
+        self.predicted_step = planner.predict(plan)
         self.model = place_model(planner, plan, world)
-        over_parts = make_shard_sum(self.model.parameters(), world)
-        self.optimizer = make_dense_optimizer(config.dense.optimizer, self.model.parameters(), over_parts)
-        weights = task_weights(config, self.dataset)
-        clip = make_clip(config, world, over_parts)
         self.overlap = planner.overlap
-        self.pipeline = Pipeline(
-            self.model,
-            self.optimizer,
-            world,
-            task_weights=weights,
-            clip=clip,
-            accumulate_steps=config.train.accumulate_steps,
-            overlap=self.overlap.hidden,
-        )
-        self.pipeline.num_masked_tasks = self.dataset.num_masked_tasks
-        self.pipeline.uses_stale_embeddings = bool(config.pipeline.staleness)
+        self.pipeline = make_pipeline(config, self.dataset, self.model, self.overlap.hidden, world)
+        self.optimizer = self.pipeline.optimizer
         self._step_threads = StepThreads()
         self.evaluation_tracker = EvaluationTracker(
             config, [name for name, split in self.dataset.splits.items() if split.num_rows]
         )
         self.early_stopping = self.evaluation_tracker.early_stopping
-        evaluated = dict.fromkeys([self.evaluation_tracker.split, *([TEST] if with_test else [])])
+        evaluated = self.evaluation_tracker.evaluated_splits(with_test=with_test)
         self.eval_readers = {
             split: make_reader(config, self.dataset, split, world, self._attempt) for split in evaluated
         }
         check_segments(self.dataset, config.metrics.segments)
         check_early_stopping(config.train.early_stopping, self.dataset)
-        self.running_metrics = RunningMetrics(self.dataset.labels, weights, world)
+        self.running_metrics = RunningMetrics(self.dataset.labels, task_weights(config, self.dataset), world)
         self.tensorboard = TensorBoardWriter(self.run_dir.path / "tensorboard") if config.train.tensorboard else None
         kept = config.checkpoint.model_copy(update={"keep_best": config.keeps_best})
         self.checkpoint_manager = CheckpointManager(kept, self.run_dir.checkpoints, world)
@@ -206,10 +173,10 @@ class Trainer:
             self._save()
             self.checkpoint_manager.wait()
             self.checkpoint_manager.sync_mirror()
-        return checkpoint_path(self.run_dir.checkpoints, self.step)
+        return self.run_dir.checkpoint_path(self.step)
 
     def _run(self) -> RunSummary:
-        former = self.world.broadcast_from_rank_0(lambda: read_summary(self.run_dir.path))
+        former = load_summary(self.run_dir, self.world)
         self.world.run_on_rank_0(self._prepare_run_dir)
         publish_record(self.run_dir.path, self.step)
         first = self.step
@@ -235,18 +202,7 @@ class Trainer:
                 raise self.checkpoint_manager.make_interrupt()
             outside = self._sum_out_of_range_ids()
             evaluations = self._evaluate_final_weights(progress)
-        parts = self.pipeline.stage_times, self.world.transfers, self.reader.row_waits
-        life = zip(*self.world.all_gather_object([part.lifetime_means() for part in parts]), strict=True)
-        stages, transfers, waits = map(list, life)
-        if any(stages):
-            by_rank = {"transfers_by_rank": transfers, "row_waits_by_rank": waits}
-            sent = {name: of_ranks for name, of_ranks in by_rank.items() if any(of_ranks)}
-            timed: dict[str, Any] = {"stages_s_by_rank": stages, **sent, "predicted": self._predicted_step}
-        else:  # All steps were done, and timed, by a previous start.
-            timed = {} if former is None or former.num_steps != self.step else former.timings
-        summary = self._summary(evaluations, outside, timed)
-        self.world.run_on_rank_0(lambda: self.run_dir.write_json(SUMMARY_FILE, summary.to_dict()))
-        self.world.run_on_rank_0(lambda: write_report(self.run_dir.path))
+        summary = write_summary(self, former, evaluations, outside)
         self.checkpoint_manager.sync_mirror()
         return summary
 
@@ -269,9 +225,9 @@ class Trainer:
         ones."""
         self._get_evaluation(self.evaluation_tracker.split, progress)
         if self.config.train.finish == "best" and self.early_stopping.best_step not in (None, self.step):
-            path = checkpoint_path(self.run_dir.checkpoints, self.early_stopping.best_step)
+            path = self.run_dir.checkpoint_path(self.early_stopping.best_step)
             state = restore(path, self.model, None, self.world)  # Without moments, because training has ended.
-            self._best_position = state["step"], state["num_samples"]
+            self.best_position = state["step"], state["num_samples"]
             progress.print_line(
                 f"restored the best weights: {self.evaluation_tracker.split} {self.early_stopping.best_text}"
             )
@@ -279,7 +235,7 @@ class Trainer:
 
     @property
     def _position(self) -> tuple[int, int]:
-        return self._best_position or (self.step, self.num_samples)
+        return self.best_position or (self.step, self.num_samples)
 
     def _get_evaluation(self, split: str, progress: TrainProgress) -> EvalLine:
         # After a resume, the current weights may have been evaluated already.
@@ -388,8 +344,9 @@ class Trainer:
     def _evaluate(self, split: str, progress: TrainProgress) -> EvalLine:
         start_s = time.perf_counter()
         self._synchronize()
-        shift = calibration_shift(self.config.data.negative_keep)
-        evaluation = evaluate(self.model, self.eval_readers[split], self.world, self.config.metrics, shift)
+        evaluation = evaluate(
+            self.model, self.eval_readers[split], self.world, self.config.metrics, logit_shift(self.config)
+        )
         step, num_samples = self._position
         line = EvalLine(
             kind="eval",
@@ -431,7 +388,7 @@ class Trainer:
             DENSE_DTYPE_KEY: self.config.dense.dtype,
             "learning_rates": {"embedding": self._lr_factor, "dense": self.optimizer.param_groups[0]["lr"]},
             "random": random_state(),
-            ENCODING_KEY: DatasetEncoding.from_dataset(self.dataset).to_dict(),
+            **encoding_state(self.dataset),
             **self.evaluation_tracker.get_state(),
         }
         dense = {**dense_tensors(self.model, self.optimizer, self.world), **self.running_metrics.get_tensors()}
@@ -448,84 +405,22 @@ class Trainer:
             prefetched=prefetched_tensors,
         )
 
-    def _check_dataset_matches(self, path: Location | None) -> None:
-        self._checked_checkpoint = path
-        if self._checked_checkpoint is not None:
-            check_same_encoding(self.run_dir, self._checked_checkpoint, self.dataset, self.world)
-            check_same_rows(self.run_dir, self.dataset, self.world)
+    def restart_reading(self, position: Mapping[str, Any]) -> None:
+        """Continue reading at a position of the reader."""
+        self._batches.close()
+        self.reader.set_state(position)
+        self._trained_position = self.reader.position
+        self._start_reading()
 
-    def _resume(self) -> dict[str, Any] | None:
-        """Resume from the newest checkpoint if there is one. Return the row optimizers in it by table."""
-        self.world.run_on_rank_0(self.checkpoint_manager.fetch_from_mirror)
-        path = self.world.broadcast_from_rank_0(lambda: checkpoint.newest(self.run_dir.checkpoints))
-        if path is None:
-            return None
-        resuming.check_resume_allowed(self.config, path)
-        if path != self._checked_checkpoint:  # From the mirror, or an older one after quarantine.
-            self._check_dataset_matches(path)
-        since_whole = self.checkpoint_manager.marks_since_full
-        try:
-            state = restore(path, self.model, self.optimizer, self.world, mark_changes_since_full=since_whole)
-        except FallbackCheckpointError as damaged:
-            resuming.quarantine_damaged(self.config, damaged, self.world)
-            return self._resume()
-        resuming.check_same_model(self.run_dir, self.config, self.world)
-        self.step = self.checkpoint_manager.resume_from(state)
-        self.num_samples = state["num_samples"]
-        self.clock.train_s = state["train_s"]
-        # Reading has started at the position of the first checkpoint found. Start again if another one is resumed.
-        if state["reader"] != self._start_position:
-            self._batches.close()
-            self.reader.set_state(state["reader"])
-            self._trained_position = self.reader.position
-            self._batches = self._start_reading()
-        if self.config.pipeline.staleness and state["carried"] is not None:
-            self.pipeline.prefetched_embeddings = PrefetchedEmbeddings.from_tensors(
-                path, state["carried"], self.model.embeddings
-            )
-        set_random_state(state["random"])
-        self.running_metrics.set_tensors(state["dense"])
-        self.evaluation_tracker.set_state(state)
-        for line in self.world.broadcast_from_rank_0(
-            lambda: self._logged_evaluations(self.evaluation_tracker.split, self.step)
-        ):
-            self._track_evaluation(line)  # Evaluation at the end of the previous start.
-        if self.config.train.finish == "best":
-            resuming.check_best_checkpoint(self.run_dir, self.early_stopping.best_step, self.step, self.world)
-        return dict(state["optimizers"])
+    def track_logged_evaluation(self) -> None:
+        """Track the evaluation of the current step if a previous start has logged it."""
+        split = self.evaluation_tracker.split
+        for line in self.world.broadcast_from_rank_0(lambda: self._logged_evaluations(split, self.step)):
+            self._track_evaluation(line)
 
     def _completion_reason(self) -> resuming.CompletionReason | None:
         return resuming.CompletionReason.find(self.config, self.step, self.num_steps, self.early_stopping)
 
-    def _start_reading(self) -> BatchIterator:
-        """Start reading the batches of the run. With stale embeddings, the reader is one batch ahead at the end."""
-        return self.reader.epochs(self.config.train.epochs + self.config.pipeline.staleness)
-
-    def _summary(
-        self, evaluations: Mapping[str, EvalLine], outside: dict[str, int], timed: Mapping[str, Any]
-    ) -> RunSummary:
-        teacher, chosen = self.dataset.teacher, decisions_from_evaluations(self.config)
-        parts: dict[str, Any] = {**evaluations, **timed}
-        if chosen:
-            parts["selected"] = SelectionRecord(split=self.evaluation_tracker.split, what=chosen)
-        if self.world.size > 1:
-            parts["overlap"] = asdict(self.overlap)
-        if any(astuple(self.reader.excluded_rows)):
-            parts["excluded_rows"] = asdict(self.reader.excluded_rows)
-        best, newest = self._best_position, checkpoint.newest(self.run_dir.checkpoints)
-        return RunSummary(
-            best=BestEvaluation(
-                **{key: value for key, value in self.early_stopping.get_state().items() if key != "num_stale"}
-            ),
-            teacher=None if teacher is None else TeacherSummary(auc=teacher.auc, ne=teacher.ne),
-            num_steps=self.step,
-            num_samples=self.num_samples,
-            train_s=self.clock.train_s,
-            samples_per_s=self.num_samples / self.clock.train_s if self.clock.train_s else None,
-            num_ranks=self.world.size,
-            unknown_collectives=UnknownCollectives.count - self._num_unknown_collectives_before,
-            num_clamped=sum_clamped(self.model.embeddings.num_clamped, self.world),
-            ids_outside=outside,
-            checkpoint=str(newest if best is None else checkpoint_path(self.run_dir.checkpoints, best[0])),
-            **parts,
-        )
+    def _start_reading(self) -> None:
+        # With stale embeddings, the reader is one batch ahead at the end.
+        self._batches = self.reader.epochs(self.config.train.epochs + self.config.pipeline.staleness)

@@ -10,12 +10,13 @@ from meseta.measure.calibrate.calibration import (
     error_statistics,
     fit_link,
     fit_operators,
+    fit_staged,
+    random_combination,
     rank_loads,
     split_peer_latency,
+    with_staged,
 )
-from meseta.measure.calibrate.combinations import random_combination
-from meseta.measure.calibrate.fit import fit_relative, nnls, relative_errors
-from meseta.measure.calibrate.staged import fit_staged, with_staged
+from meseta.measure.calibrate.networks import fit_relative, nnls, relative_errors
 from meseta.measure.calibrate.tasks import ShardingTask, TaskTable
 from meseta.planner import documented_cost_model
 from meseta.planner.cost.loads import ShardArrays, WorkloadLoads

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from meseta.measure.calibrate import calibration
-from meseta.measure.calibrate.calibration import ShardTimings, rank_loads
-from meseta.measure.calibrate.combinations import random_combination
+from meseta.measure.calibrate.calibration import ShardTimings, random_combination, rank_loads
 from meseta.measure.calibrate.networks import CostNetwork, TrainingExamples, to_arrays
 from meseta.measure.calibrate.neural import (
     CollectiveTiming,

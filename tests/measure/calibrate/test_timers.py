@@ -3,7 +3,7 @@
 import pytest
 
 from meseta.measure.calibrate.collectives import CollectiveTimer, ComputeTimer
-from meseta.measure.calibrate.shard_timer import ShardTimer
+from meseta.measure.calibrate.rank_timer import ShardTimer
 from meseta.measure.calibrate.tasks import ShardingTask, TaskTable
 from meseta.spec import MesetaError
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from meseta.machine.kernel import KernelFiles
-from meseta.measure.doctor import disk, ranks
+from meseta.measure.doctor import checks
 from meseta.measure.doctor.child_processes import ProcessResult
+from meseta.system.kernel import KernelFiles
 from source_tree import ROOT
 
 GB = 1_000_000_000
@@ -25,19 +25,19 @@ NOWHERE = KernelFiles(Path("/nowhere"))
 
 
 def fake(monkeypatch: pytest.MonkeyPatch, free: int, write: float = 1e9, read: float = 1e9) -> None:
-    monkeypatch.setattr(disk.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
-    monkeypatch.setattr(disk, "measure_disk_speed", lambda *_: disk.DiskSpeed(1, write, read))
+    monkeypatch.setattr(checks.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    monkeypatch.setattr(checks, "measure_disk_speed", lambda *_: checks.DiskSpeed(1, write, read))
 
 
 def test_a_small_measurement(tmp_path: Path) -> None:
-    speed = disk.measure_disk_speed(tmp_path, max_bytes=16 << 20, window_s=0.5)
+    speed = checks.measure_disk_speed(tmp_path, max_bytes=16 << 20, window_s=0.5)
     assert speed.num_bytes == 16 << 20
     assert speed.write_bytes_per_s > 0 and speed.read_bytes_per_s > 0
     assert list(tmp_path.iterdir()) == []
 
 
 def test_how_rows_are_read_is_told_with_why_not_better(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = disk.check_row_files(tmp_path, {"why_not": "it is forbidden"})
+    found = checks.check_row_files(tmp_path, {"why_not": "it is forbidden"})
     assert found.text.startswith("tables on this disk are read by threads (it is forbidden), ")
     assert found.figures["io_uring"] is False and found.figures["block_bytes"] in (512, 1024, 2048, 4096)
     assert list(tmp_path.iterdir()) == []
@@ -49,16 +49,16 @@ def test_how_rows_are_read_is_told_with_why_not_better(tmp_path: Path, monkeypat
         return real_open(path, flags, *more, **named)
 
     monkeypatch.setattr(os, "open", refuse)
-    found = disk.check_row_files(tmp_path, {"why_not": None})
+    found = checks.check_row_files(tmp_path, {"why_not": None})
     assert found.state == "note" and "by io_uring, through the page cache: its file system has no direct" in found.text
-    assert "cannot be written" in disk.check_row_files(tmp_path / "no", {"error": "ImportError: x"}).text
+    assert "cannot be written" in checks.check_row_files(tmp_path / "no", {"error": "ImportError: x"}).text
 
 
 def test_all_that_was_written_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a clock that stands at one second per look, rates are counts of bytes."""
     ticks = iter(range(10_000))
-    monkeypatch.setattr(disk.time, "perf_counter", lambda: float(next(ticks)))
-    speed = disk.measure_disk_speed(tmp_path, max_bytes=disk.WARMUP_BYTES + 4 * disk.BLOCK_BYTES, window_s=1000.0)
+    monkeypatch.setattr(checks.time, "perf_counter", lambda: float(next(ticks)))
+    speed = checks.measure_disk_speed(tmp_path, max_bytes=checks.WARMUP_BYTES + 4 * checks.BLOCK_BYTES, window_s=1000.0)
     assert speed.num_bytes == 24 << 20  # a first look, and two passes over two blocks
     assert speed.write_bytes_per_s == 8 << 20  # two blocks between two looks
     assert speed.read_bytes_per_s == (8 << 20) / 4  # two blocks, the end, and the look after it
@@ -86,10 +86,10 @@ def test_nothing_is_left_when_it_is_cut_off(kill: signal.Signals, tmp_path: Path
 
 
 def test_a_folder_that_is_none(tmp_path: Path) -> None:
-    found = disk.check_disk(tmp_path / "no", NOWHERE)
+    found = checks.check_disk(tmp_path / "no", NOWHERE)
     assert found.state == "problem" and found.text.endswith("/no' does not exist") and "--dir" in found.way_out
     (tmp_path / "file").touch()
-    assert disk.check_disk(tmp_path / "file", NOWHERE).text.endswith("is not a folder")
+    assert checks.check_disk(tmp_path / "file", NOWHERE).text.endswith("is not a folder")
 
 
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS, errno.ENOSPC])
@@ -97,13 +97,13 @@ def test_a_folder_that_refuses(code: int, tmp_path: Path, monkeypatch: pytest.Mo
     def refuse(**_: object) -> None:
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(disk.tempfile, "TemporaryFile", refuse)
-    found = disk.check_disk(tmp_path, NOWHERE)
+    monkeypatch.setattr(checks.tempfile, "TemporaryFile", refuse)
+    found = checks.check_disk(tmp_path, NOWHERE)
     assert found.state == "problem" and found.text.endswith(f"cannot be written: {os.strerror(code)}")
 
 
 def test_a_real_folder_that_refuses() -> None:
-    found = disk.check_disk(Path("/proc/self"), NOWHERE)  # root may not write there either
+    found = checks.check_disk(Path("/proc/self"), NOWHERE)  # root may not write there either
     assert found.state == "problem" and "'/proc/self' cannot be written: " in found.text and "--dir" in found.way_out
 
 
@@ -120,7 +120,7 @@ def test_room_and_speed(
     free: int, rates: tuple[float, float], state: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake(monkeypatch, free, *rates)
-    found = disk.check_disk(tmp_path, NOWHERE)
+    found = checks.check_disk(tmp_path, NOWHERE)
     assert found.state == state and words in found.text and found.figures["free_bytes"] == free
 
 
@@ -131,14 +131,14 @@ def test_a_folder_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     folder.mkdir()
     mounts = f"/dev/vda / ext4 rw 0 0\ntmpfs {str(folder).replace(' ', chr(92) + '040')} tmpfs rw 0 0\nrubbish\n"
     (tmp_path / "proc/self/mounts").write_text(mounts)
-    found = disk.check_disk(folder, KernelFiles(tmp_path))
+    found = checks.check_disk(folder, KernelFiles(tmp_path))
     assert found.state == "note" and "(tmpfs)" in found.text and "are in memory" in found.text
-    assert "(ext4)" in disk.check_disk(tmp_path, KernelFiles(tmp_path)).text
+    assert "(ext4)" in checks.check_disk(tmp_path, KernelFiles(tmp_path)).text
 
 
 def ended(monkeypatch: pytest.MonkeyPatch, *children: ProcessResult) -> Any:
-    monkeypatch.setattr(ranks, "run_children", lambda *_: list(children))
-    return ranks.check_gloo({})
+    monkeypatch.setattr(checks, "run_children", lambda *_: list(children))
+    return checks.check_gloo({})
 
 
 SUM, HANGS = ProcessResult(0, '{"sum": 3.0}\n', ""), ProcessResult(None, "", "")
@@ -170,14 +170,14 @@ def test_gloo_that_fails(children: tuple[ProcessResult, ...], words: str, monkey
 
 
 def test_gloo_without_torch() -> None:
-    assert ranks.check_gloo({"error": "ImportError"}).state == "note"
+    assert checks.check_gloo({"error": "ImportError"}).state == "note"
 
 
 def test_ranks_that_do_not_meet_are_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks, "NUM_RANKS", 1)
-    monkeypatch.setattr(ranks, "run_children", in_time(ranks.run_children))
+    monkeypatch.setattr(checks, "NUM_RANKS", 1)
+    monkeypatch.setattr(checks, "run_children", in_time(checks.run_children))
     start_s = time.monotonic()
-    found = ranks.check_gloo({}, timeout_s=1)
+    found = checks.check_gloo({}, timeout_s=1)
     assert found.state == "problem" and time.monotonic() - start_s < 10
 
 

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from meseta.machine.kernel import CgroupLimits, KernelFiles, read_cgroup_limits
-from meseta.machine.wait_policy import WAIT_POLICY
-from meseta.measure.doctor import machine
-from meseta.measure.doctor.finding import Finding, note, problem
+from meseta.measure.doctor import checks
+from meseta.measure.doctor.packages import Finding, note, problem
+from meseta.system.kernel import CgroupLimits, KernelFiles, read_cgroup_limits
+from meseta.system.wait_policy import WAIT_POLICY
 from meseta.telemetry.formatting import format_bytes
 
 Make = Callable[[dict[str, str]], KernelFiles]
 NO_LIMITS = CgroupLimits(None, None, None)
 MEMINFO = "MemTotal:       16000000 kB\nMemFree:  1 kB\nMemAvailable:   8000000 kB\n"
-THP = machine.HUGEPAGE_PATH
+THP = checks.HUGEPAGE_PATH
 FAST = "avx2 fma avx512f avx512bw avx512dq avx512vl avx512_bf16"
 
 
@@ -101,12 +101,12 @@ def test_version_1_without_limits(make: Make) -> None:
 )
 def test_processor(make: Make, chosen: str | None, best: str | None, state: str, words: str) -> None:
     system = make({"proc/cpuinfo": "processor : 0\nmodel\t: 17\nmodel name\t: Fast 9\n\nmodel name\t: Fast 9\n"})
-    found = machine.check_processor(system, {"instruction_set": chosen, "best": best} if chosen else {"error": "x"})
+    found = checks.check_processor(system, {"instruction_set": chosen, "best": best} if chosen else {"error": "x"})
     assert found.state == state and words in found.text and found.figures["name"] == "Fast 9"
 
 
 def test_a_processor_without_a_name(make: Make) -> None:
-    assert machine.check_processor(make({}), {"instruction_set": "avx2", "best": "avx2"}).state == "ok"
+    assert checks.check_processor(make({}), {"instruction_set": "avx2", "best": "avx2"}).state == "ok"
 
 
 @pytest.mark.parametrize(
@@ -118,32 +118,32 @@ def test_a_processor_without_a_name(make: Make) -> None:
     ],
 )  # fmt: skip
 def test_bfloat16(make: Make, flags: str, variables: dict[str, str], state: str, words: str) -> None:
-    found = machine.check_bfloat16(make({"proc/cpuinfo": f"model name : Fast 9\nflags : {flags}\n"}), variables)
+    found = checks.check_bfloat16(make({"proc/cpuinfo": f"model name : Fast 9\nflags : {flags}\n"}), variables)
     assert found.state == state and words in found.text and bool(found.way_out) == (state == "note")
     assert found.figures["pays"] == ("pays" in words)
 
 
 def test_waiting() -> None:
-    ours = machine.check_wait_policy({"PATH": "/bin", **WAIT_POLICY})
+    ours = checks.check_wait_policy({"PATH": "/bin", **WAIT_POLICY})
     assert ours.state == "ok" and "export OMP_WAIT_POLICY=passive" in ours.text
-    assert machine.check_wait_policy({"OMP_WAIT_POLICY": "passive"}).text.endswith(
+    assert checks.check_wait_policy({"OMP_WAIT_POLICY": "passive"}).text.endswith(
         "as your variables specify: OMP_WAIT_POLICY=passive"
     )
-    spinning = machine.check_wait_policy({"OMP_WAIT_POLICY": "active"})
+    spinning = checks.check_wait_policy({"OMP_WAIT_POLICY": "active"})
     assert (spinning.state, spinning.way_out) == ("note", "unset OMP_WAIT_POLICY")
 
 
 def test_cores() -> None:
     torch = {"num_threads": 1, "omp_num_threads": "1"}
-    assert machine.check_cores(2, 2, NO_LIMITS, torch).text == (
+    assert checks.check_cores(2, 2, NO_LIMITS, torch).text == (
         "2, all usable; torch alone uses 1 thread (OMP_NUM_THREADS=1), `meseta train` 2"
     )
-    assert machine.check_cores(4, 64, NO_LIMITS, {"error": "no torch"}).text == "4 of 64 usable"
-    tight = machine.check_cores(64, 64, CgroupLimits(2.5, None, None), {"num_threads": 64})
+    assert checks.check_cores(4, 64, NO_LIMITS, {"error": "no torch"}).text == "4 of 64 usable"
+    tight = checks.check_cores(64, 64, CgroupLimits(2.5, None, None), {"num_threads": 64})
     assert (tight.state, tight.figures["cgroup_cores"]) == ("note", 2.5)
     assert "num_threads=2" in tight.way_out and "the CPU time of 2.5 of them" in tight.text
-    assert "num_threads=1 " in machine.check_cores(4, 4, CgroupLimits(0.5, None, None), {}).way_out
-    assert machine.check_cores(2, 64, CgroupLimits(8.0, None, None), {}).state == "ok"
+    assert "num_threads=1 " in checks.check_cores(4, 4, CgroupLimits(0.5, None, None), {}).way_out
+    assert checks.check_cores(2, 64, CgroupLimits(8.0, None, None), {}).state == "ok"
 
 
 @pytest.mark.parametrize(
@@ -160,12 +160,12 @@ def test_cores() -> None:
     ],
 )
 def test_memory(make: Make, limits: CgroupLimits, state: str, text: str) -> None:
-    found = machine.check_memory(make({"proc/meminfo": MEMINFO}), limits)
+    found = checks.check_memory(make({"proc/meminfo": MEMINFO}), limits)
     assert found.state == state and text in found.text
 
 
 def test_memory_that_is_not_told(make: Make) -> None:
-    assert machine.check_memory(make({"proc/meminfo": "MemTotal: none\n"}), NO_LIMITS).state == "note"
+    assert checks.check_memory(make({"proc/meminfo": "MemTotal: none\n"}), NO_LIMITS).state == "note"
 
 
 @pytest.mark.parametrize(
@@ -180,19 +180,19 @@ def test_memory_that_is_not_told(make: Make) -> None:
     ],
 )
 def test_pages(make: Make, files: dict[str, str], share: float | None, state: str, words: str) -> None:
-    found = machine.check_huge_pages(make(files), share)
+    found = checks.check_huge_pages(make(files), share)
     assert found.state == state and words in found.text
     assert ("lookups in large tables are slow" in found.text) == ("off" in found.text or not files)
 
 
 def test_the_way_out_of_never(make: Make) -> None:
-    found = machine.check_huge_pages(make({THP: "always madvise [never]\n"}), None)
+    found = checks.check_huge_pages(make({THP: "always madvise [never]\n"}), None)
     assert found.way_out.startswith("echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled")
 
 
 @pytest.mark.parametrize(("num_bytes", "state"), [(None, "note"), (64 << 20, "note"), (8 << 30, "ok")])
 def test_shared_memory(num_bytes: int | None, state: str) -> None:
-    found = machine.check_shared_memory(num_bytes)
+    found = checks.check_shared_memory(num_bytes)
     assert found.state == state and ("--shm-size" in found.way_out) == (state == "note")
 
 
@@ -208,5 +208,5 @@ def test_shared_memory(num_bytes: int | None, state: str) -> None:
     ],
 )
 def test_open_files(soft: int, hard: int, way: str) -> None:
-    found: Finding = machine.check_open_files(soft, hard)
+    found: Finding = checks.check_open_files(soft, hard)
     assert (found.way_out, found.state) == (way, "note" if way else "ok")

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from meseta.machine.kernel import KernelFiles
-from meseta.measure.doctor import devices, packages, probe
+from meseta.measure.doctor import checks, packages, probe
 from meseta.measure.doctor.child_processes import run_children
+from meseta.system.kernel import KernelFiles
 from source_tree import ROOT
 
 GOOD = {
@@ -85,12 +85,12 @@ def test_extras() -> None:
 
 
 def test_core() -> None:
-    assert devices.check_core({"instruction_set": "avx2", "best": "avx2"}).state == "ok"
-    assert devices.check_core(NO_TORCH).state == "note"
-    missing = devices.check_core({"error": "ModuleNotFoundError: No module named 'meseta._C'"})
+    assert checks.check_core({"instruction_set": "avx2", "best": "avx2"}).state == "ok"
+    assert checks.check_core(NO_TORCH).state == "note"
+    missing = checks.check_core({"error": "ModuleNotFoundError: No module named 'meseta._C'"})
     assert missing.state == "problem" and "pip install ." in missing.way_out
     other = {"error": "ImportError: /MESETA_ISA/_C.so: no such file", "error_class": "ImportError"}
-    assert "pip install ." in devices.check_core(other).way_out
+    assert "pip install ." in checks.check_core(other).way_out
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_gpu(fact: Any, torch: Any, driver: str | None, state: str, words: str, 
     if driver:
         (tmp_path / "sys/module/nvidia").mkdir(parents=True)
         (tmp_path / "sys/module/nvidia/version").write_text(driver + "\n")
-    found = devices.check_gpu(fact, torch, KernelFiles(tmp_path))
+    found = checks.check_gpu(fact, torch, KernelFiles(tmp_path))
     assert found.state == state and words in found.text and found.figures["driver"] == driver
 
 
@@ -124,7 +124,7 @@ def test_the_driver_in_proc(tmp_path: Path) -> None:
         "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024\nGCC version:  gcc\n"
     )
     (tmp_path / "proc/driver/nvidia/version").write_text(line)
-    assert devices.driver_version(KernelFiles(tmp_path)) == "550.54.15"
+    assert checks.driver_version(KernelFiles(tmp_path)) == "550.54.15"
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_the_driver_in_proc(tmp_path: Path) -> None:
     ],
 )
 def test_triton(fact: Any, has_gpu: bool, installed: packages.VersionLookup, state: str, words: str) -> None:
-    found = devices.check_triton(fact, has_gpu, installed)
+    found = checks.check_triton(fact, has_gpu, installed)
     assert found.state == state and words in found.text
 
 
@@ -154,7 +154,7 @@ def test_triton(fact: Any, has_gpu: bool, installed: packages.VersionLookup, sta
     ],
 )
 def test_nccl(fact: Any, num_gpus: int, state: str) -> None:
-    assert devices.check_nccl(fact, num_gpus).state == state
+    assert checks.check_nccl(fact, num_gpus).state == state
 
 
 def ask(monkeypatch: pytest.MonkeyPatch, folder: Path, stages: list[str], **modules: str) -> dict[str, Any]:
@@ -199,7 +199,7 @@ def test_a_core_that_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     monkeypatch.delenv("MESETA_ISA", raising=False)
     facts = ask(monkeypatch, tmp_path, ["processor", "core"], sitecustomize=NO_CORE, torch=SMALL_TORCH)
     assert facts["processor"] == {"instruction_set": "avx2", "best": "avx2"}
-    found = devices.check_core(facts["core"])
+    found = checks.check_core(facts["core"])
     assert found.state == "problem" and "No module named 'meseta._C_avx2'" in found.text
 
 
@@ -212,7 +212,7 @@ def test_a_core_that_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 )
 def test_a_variable_that_names_no_core(chosen: str, text: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MESETA_ISA", chosen)
-    found = devices.check_core(ask(monkeypatch, tmp_path, ["core"], torch=SMALL_TORCH)["core"])
+    found = checks.check_core(ask(monkeypatch, tmp_path, ["core"], torch=SMALL_TORCH)["core"])
     assert (found.state, found.text, found.way_out) == ("problem", text, "unset MESETA_ISA")
 
 

@@ -18,7 +18,7 @@ from meseta.train.quality.compatibility import check_configs_fit
 from meseta.train.quality.scoring import score_run
 from meseta.train.quality.study import SuiteRun
 from meseta.train.quality.worlds import TRUTH_FILE
-from meseta.train.sweep.sweep import Trial
+from meseta.train.sweep import Trial
 from meseta.train.trainer import Trainer
 from small_run import settings, tiny_with_valid, write_config
 

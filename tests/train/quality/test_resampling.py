@@ -12,7 +12,7 @@ from meseta.report.quality.suite_result import EvalDataset
 from meseta.spec import MesetaError
 from meseta.train.quality.resampling import SortedPredictions, bootstrap_rows
 from meseta.train.quality.study import SuiteRun
-from meseta.train.sweep.sweep import Trial
+from meseta.train.sweep import Trial
 
 NUM_ROWS = 300
 

@@ -6,11 +6,17 @@ import hashlib
 import io
 import struct
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.torch import load, load_file, save, save_file
+from torch import Tensor
 
 from meseta.checkpoint.failures import (
     check_checksum,
@@ -20,14 +26,22 @@ from meseta.checkpoint.failures import (
     wrap_write_errors,
 )
 from meseta.checkpoint.files import digest
-from meseta.checkpoint.files.direct_io import BufferName, read_direct, scratch_buffer, write_direct
+from meseta.checkpoint.files.direct_io import (
+    BufferName,
+    WriteRateLimiter,
+    read_direct,
+    scratch_buffer,
+    write_buffered,
+    write_direct,
+)
 from meseta.checkpoint.files.layout import ID, BlockSchema
+from meseta.checkpoint.files.paths import is_block_path
 from meseta.checkpoint.files.quantization import StoredRows, decode_rows, quantized_schema
-from meseta.checkpoint.files.rate_limit import WriteRateLimiter
 from meseta.errors import error_summary, format_value
-from meseta.machine.files import sync
-from meseta.machine.remote import Location
+from meseta.ops.memory import empty
 from meseta.spec import MesetaError
+from meseta.system.files import has_control_characters, read_bounded, sync
+from meseta.system.remote import Location, RemotePath
 
 # Field numbers in Arrow's flatbuffer tables Message and RecordBatch.
 _MESSAGE_HEADER, _BATCH_COMPRESSION = 2, 3
@@ -259,3 +273,149 @@ def _to_numpy(array: pa.Array, memory: memoryview) -> np.ndarray:
         place = values.ctypes.data - np.frombuffer(memory, np.uint8).ctypes.data
         values = np.frombuffer(memory, values.dtype, len(values), place)
     return values.reshape(len(array), array.type.list_size) if is_list else values
+
+
+# Example of a chain:
+#
+# block-00003.arrow of step 500     all rows of the block
+# rows-00003.arrow of step 600      rows changed since then
+# rows-00003.arrow of step 700      rows changed since then; the newest version of each row is valid
+#
+# The first file of a block has all its rows. If they are quantized, its name also starts with rows-. A full checkpoint
+# without quantization has one block-... file per block.
+FileEntry = Mapping[str, Any]
+
+
+def group_files_by_block(table: Mapping[str, Any]) -> list[list[FileEntry]]:
+    """Return the files of each block, oldest first, from a table's entry in a manifest."""
+    return [list(files) for _, files in groupby(table["blocks"], key=lambda entry: entry["first_row"])]
+
+
+def read_chain(
+    root: Location,
+    schema: BlockSchema,
+    files: Sequence[FileEntry],
+    is_changed: NDArray[np.bool_] | None = None,
+    *,
+    copy: bool = False,
+) -> Values:
+    """Read all rows of a block from its files, which are ordered from oldest to newest.
+
+    Without `copy`, the next call of this thread may overwrite the result. If `is_changed` of shape [rows] is passed, it
+    is set to true for each row in a file after the first. Raises the errors of `read_block`.
+    """
+    block = _read_full_file(root, schema, files[0])
+    num_rows = files[0]["num_rows"]
+    # Values read from a URL are read-only, but later files overwrite rows.
+    if copy or (len(files) > 1 and not all(value.flags.writeable for value in block.values())):
+        values = block
+        block = {
+            column.name: allocate_transient(schema.shape(column, num_rows), column.stored_dtype)
+            for column in schema.columns
+        }
+        for name, value in values.items():
+            np.copyto(block[name], value)
+    for entry in files[1:]:
+        ids, some = read_rows(root, schema, entry, num_rows)
+        if is_changed is not None:
+            is_changed[ids] = True
+        for name, value in some.items():
+            block[name][ids] = value
+    return block
+
+
+def _read_full_file(root: Location, schema: BlockSchema, entry: FileEntry) -> Values:
+    if is_block_path(entry["path"]):
+        return read_block(root, schema, entry, buffer="block")
+    # The ids are not needed: num_rows ascending ids below num_rows are all rows.
+    return read_rows(root, schema, entry, entry["num_rows"], buffer="block")[1]
+
+
+def allocate_transient(shape: tuple[int, ...], stored: str) -> np.ndarray:
+    """Allocate an array outside the caching allocator, so that its memory is returned to the OS when it is freed."""
+    array: np.ndarray = empty(shape, getattr(torch, stored), keep=False).numpy()
+    return array
+
+
+DenseFileName = Literal["dense.safetensors"]
+DENSE_PATH: DenseFileName = "dense.safetensors"
+PrefetchedFileName = Literal["carried.safetensors"]
+PREFETCHED_PATH: PrefetchedFileName = "carried.safetensors"
+# Parsing the header with names, types and shapes takes a multiple of its size in memory.
+_MAX_HEADER_BYTES = 16 << 20
+
+
+def write_tensors(
+    root: Location,
+    name: DenseFileName | PrefetchedFileName,
+    tensors: Mapping[str, Tensor],
+    rate: WriteRateLimiter | None = None,
+) -> dict[str, Any]:
+    """Write and sync a file of tensors, and return its entry in the manifest. Raises MesetaError if writing fails."""
+    # The format rejects tensors that share memory, so clone all.
+    clones = {key: tensor.detach().cpu().contiguous().clone() for key, tensor in tensors.items()}
+    path = root / name
+    if isinstance(path, RemotePath):
+        content = save(clones)
+        with wrap_write_errors(path):
+            path.create(content)
+        return {"path": name, "num_bytes": len(content), "checksum": digest.hash_tensors(clones)}
+    try:
+        if rate is None:
+            save_file(clones, path)
+            sync(path)
+        else:  # The library cannot limit the rate. Serializing first takes more memory.
+            write_buffered(path, save(clones), rate)
+        num_bytes = path.stat().st_size
+    except (SafetensorError, OSError) as error:
+        raise MesetaError(f"checkpoint file {str(path)!r} cannot be written ({error}); make room there") from None
+    return {"path": name, "num_bytes": num_bytes, "checksum": digest.hash_tensors(clones)}
+
+
+def read_tensors(root: Location, entry: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Read the tensors of a file by name, on the CPU.
+
+    Raises DamagedCheckpoint if the file is missing, truncated or changed, and StorageError if it cannot be read.
+    """
+    path = locate_file(root, entry)
+    try:
+        tensors = _parse_tensors(read_with_retry(root, path, lambda: _read_content(path, entry["num_bytes"])))
+    except MesetaError:
+        raise
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError, RuntimeError, MemoryError) as error:
+        raise damaged_file_error(path, f"is not a whole safetensors file ({error_summary(error)})") from None
+    if any(has_control_characters(name) for name in tensors):
+        raise damaged_file_error(path, "has a tensor whose name has control characters")
+    check_checksum(path, entry["checksum"], digest.hash_tensors(tensors))
+    return tensors
+
+
+def load_tensors(path: Path) -> dict[str, Tensor]:
+    """Load the tensors of a local file, on the CPU. Raises ValueError as `check_header` does, and errors of
+    safetensors."""
+    check_header(path)
+    tensors: dict[str, Tensor] = load_file(path)
+    return tensors
+
+
+def check_header(path: Path) -> None:
+    """Raise ValueError if the header of a file is too long."""
+    with path.open("rb") as file:
+        _check_header_bytes(file.read(8))
+
+
+def _check_header_bytes(begin: bytes) -> None:
+    header_bytes = int.from_bytes(begin, "little")
+    if header_bytes > _MAX_HEADER_BYTES:
+        raise ValueError(f"its header has {header_bytes:,} bytes, more than the limit of {_MAX_HEADER_BYTES:,}")
+
+
+def _read_content(path: Location, num_bytes: int) -> bytes:
+    # With a memory map, an unreadable page would kill the process.
+    return read_bounded(path, num_bytes) if isinstance(path, Path) else path.read(0, num_bytes)
+
+
+def _parse_tensors(content: bytes) -> dict[str, Tensor]:
+    _check_header_bytes(content[:8])
+    # `load` returns tensors in an order that differs between processes, but ranks exchange them one by one.
+    return dict(sorted(load(content).items()))

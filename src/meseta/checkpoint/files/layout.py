@@ -11,10 +11,10 @@ import numpy as np
 import pyarrow as pa
 from torch import Tensor
 
-from meseta.machine.files import has_control_characters
 from meseta.spec import MesetaError, TableSpec
-from meseta.spec.checkpoint_blocks import BLOCK_BYTES, GLOBAL_ROW_ID_BYTES, rows_per_block
+from meseta.spec.shards import BLOCK_BYTES, GLOBAL_ROW_ID_BYTES, rows_per_block
 from meseta.storage import ROW
+from meseta.system.files import has_control_characters
 
 StoredType = Literal[
     "float64", "float32", "float16", "bfloat16",

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from meseta.machine.files import legacy_file_name, to_file_name
+from meseta.system.files import legacy_file_name, to_file_name
 
 # file                                                path in the manifest of step 600
 # -------------------------------------------------   ----------------------------------------------------

@@ -18,7 +18,7 @@ from meseta.errors import format_value
 from meseta.ops.quantize import RowFormat, dequantize_rows, quantize_rows
 from meseta.ops.quantize.reference import CODE_BITS, row_bytes
 from meseta.spec import MesetaError
-from meseta.spec.checkpoint_blocks import LOCAL_ROW_ID_BYTES
+from meseta.spec.shards import LOCAL_ROW_ID_BYTES
 from meseta.storage import ROW, as_stored
 from meseta.storage.table import from_stored
 

@@ -9,15 +9,13 @@ from typing import Any
 
 from meseta.checkpoint.failures import DamagedCheckpoint
 from meseta.checkpoint.files import digest
-from meseta.checkpoint.files.block import read_block, read_rows
-from meseta.checkpoint.files.chain import group_files_by_block
+from meseta.checkpoint.files.block import group_files_by_block, read_block, read_rows, read_tensors
 from meseta.checkpoint.files.layout import BlockSchema
 from meseta.checkpoint.files.paths import is_block_path, split_path
-from meseta.checkpoint.files.tensors import read_tensors
 from meseta.checkpoint.manifest import MANIFEST_PATH, PREFETCHED, file_entries, get_run_id, read_manifest
 from meseta.checkpoint.store.store import CheckpointStore
-from meseta.machine.files import is_link
-from meseta.machine.remote import Location
+from meseta.system.files import is_link
+from meseta.system.remote import Location
 
 FileKey = tuple[int, str]
 """Size in bytes and checksum of a file, as stated in a manifest."""

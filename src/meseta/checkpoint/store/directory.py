@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from meseta.checkpoint.failures import check_no_concurrent_saves, read_with_retry, wrap_write_errors
+from meseta.checkpoint.files.direct_io import WriteRateLimiter
 from meseta.checkpoint.files.paths import CHECKPOINT_NAME_PATTERN
-from meseta.checkpoint.files.rate_limit import WriteRateLimiter
 from meseta.checkpoint.manifest import MANIFEST_PATH, write_manifest
 from meseta.checkpoint.store.names import QUARANTINE_MARKER, QUARANTINE_MARKERS, checkpoint_name, parse_step
 from meseta.checkpoint.store.references import referenced_files
-from meseta.machine.files import (
+from meseta.spec import MesetaError
+from meseta.system.files import (
     is_folder,
     is_link,
     list_names,
@@ -30,8 +31,7 @@ from meseta.machine.files import (
     walk_bottom_up,
     walk_files,
 )
-from meseta.machine.locks import try_lock
-from meseta.spec import MesetaError
+from meseta.system.locks import try_lock
 
 # Entries of the folder:
 #

@@ -32,10 +32,10 @@ from meseta.checkpoint.store.contents import (
 from meseta.checkpoint.store.names import checkpoint_name
 from meseta.checkpoint.store.readback import ReadbackQueue
 from meseta.checkpoint.store.store import make_store
-from meseta.machine.files import is_read_failure
-from meseta.machine.remote import Location, RemotePath, read_inner_file, wrap_remote_errors
-from meseta.machine.waits.activity import track_activity
 from meseta.spec import MesetaError
+from meseta.system.files import is_read_failure
+from meseta.system.remote import Location, RemotePath, read_inner_file, wrap_remote_errors
+from meseta.system.waits import track_activity
 
 
 # Files of a mirror are untrusted input. Names, sizes and types of files are checked before a file is read, written or

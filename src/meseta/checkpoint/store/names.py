@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meseta.machine.remote import Location
+from meseta.system.remote import Location
 
 # A quarantined checkpoint is not loaded, counted or deleted, until a new checkpoint of its step replaces it.
 QUARANTINE_MARKER = "quarantined.txt"

@@ -11,15 +11,15 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from meseta.checkpoint.failures import check_no_concurrent_saves, concurrent_writer_error, has_file, read_with_retry
+from meseta.checkpoint.files.block import DENSE_PATH
+from meseta.checkpoint.files.direct_io import WriteRateLimiter
 from meseta.checkpoint.files.paths import CHECKPOINT_NAME_PATTERN
-from meseta.checkpoint.files.rate_limit import WriteRateLimiter
-from meseta.checkpoint.files.tensors import DENSE_PATH
 from meseta.checkpoint.manifest import MANIFEST_PATH, own_file_entries, write_manifest
 from meseta.checkpoint.store.names import QUARANTINE_MARKER, QUARANTINE_MARKERS, checkpoint_name, parse_step
 from meseta.checkpoint.store.references import referenced_files
 from meseta.errors import StorageError
-from meseta.machine.remote import RETRY_DELAYS_S, RemotePath
 from meseta.spec import MesetaError
+from meseta.system.remote import RETRY_DELAYS_S, RemotePath
 
 # Object stores have no rename. A file is created only if it does not exist, so the second of two runs that write to the
 # same place fails. A deletion removes the manifest first. A killed run may leave a folder without a manifest, a file

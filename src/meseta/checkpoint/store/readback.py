@@ -9,9 +9,9 @@ from itertools import zip_longest
 from pathlib import Path
 
 from meseta.checkpoint.files.direct_io import read_chunks
-from meseta.machine.files import format_json, is_read_failure, parse_json, read_bounded, resolve_inside, write_atomic
-from meseta.machine.remote import Location
 from meseta.spec import MesetaError
+from meseta.system.files import format_json, is_read_failure, parse_json, read_bounded, resolve_inside, write_atomic
+from meseta.system.remote import Location
 
 
 class ReadbackQueue:

@@ -9,8 +9,8 @@ from meseta.checkpoint.failures import DamagedCheckpoint
 from meseta.checkpoint.files.paths import split_path
 from meseta.checkpoint.manifest import file_entries, read_manifest
 from meseta.errors import StorageError
-from meseta.machine.remote import Location
 from meseta.spec import MesetaError
+from meseta.system.remote import Location
 
 
 def referenced_files(checkpoints: Iterable[Location]) -> set[Location] | None:

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from meseta.checkpoint.failures import DamagedCheckpoint, check_files, has_file, read_with_retry
-from meseta.checkpoint.files.rate_limit import WriteRateLimiter
+from meseta.checkpoint.files.direct_io import WriteRateLimiter
 from meseta.checkpoint.manifest import MANIFEST_PATH, file_entries, read_manifest
 from meseta.checkpoint.store.directory import DirectoryStore
 from meseta.checkpoint.store.names import checkpoint_path
 from meseta.checkpoint.store.objects import ObjectStore
 from meseta.errors import StorageError
-from meseta.machine.files import list_names
-from meseta.machine.remote import Location, RemotePath, to_location
 from meseta.spec import MesetaError
+from meseta.system.files import list_names
+from meseta.system.remote import Location, RemotePath, to_location
 
 
 @runtime_checkable

@@ -13,18 +13,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from meseta.data.dataset.columns import dataset_columns
-from meseta.data.dataset.dataset import DATASET_FILE, DataFile, Dataset, SparseFeature
+from meseta.data.dataset.columns import dataset_columns, find_violations
+from meseta.data.dataset.dataset import DATASET_FILE, Dataset
 from meseta.data.dataset.part_files import PART_ERRORS, open_part
-from meseta.data.dataset.touched_rows import read_touched
-from meseta.data.dataset.value_rules import find_violations
+from meseta.data.dataset.queues import run_in_order
+from meseta.data.dataset.records import DataFile, SparseFeature
+from meseta.data.dataset.statistics import read_touched
 from meseta.data.dataset.vocabulary import combine_chunks, values_digest
-from meseta.data.prepare.record import PREPARE_RECORD_FILE
-from meseta.data.workers import run_in_order
+from meseta.data.prepare.staging import PREPARE_RECORD_FILE
 from meseta.errors import error_summary
-from meseta.machine.files import resolve_inside
-from meseta.machine.processors import num_cores
 from meseta.spec import MesetaError
+from meseta.system.files import resolve_inside
+from meseta.system.processors import num_cores
 
 STATISTICS_PAGE = "statistics.html"
 """Page that `meseta data stats` writes into the dataset folder."""

@@ -7,22 +7,35 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from meseta.data.delimiter import invalid_delimiter_reason
-from meseta.data.number_format import NumberFormat
+from meseta.data.dataset.records import (
+    BadRows,
+    ColumnName,
+    Count,
+    Delimiter,
+    DenseFeature,
+    FrozenRecord,
+    InnerPath,
+    LabelRule,
+    Sign,
+    SourceFile,
+    SparseFeature,
+    Split,
+)
+from meseta.data.formats import registry
+from meseta.data.schema.text_syntax import NumberFormat, check_encoding
 from meseta.errors import duplicates, format_value, reading_error
-from meseta.machine.files import (
+from meseta.spec import MesetaError, suggest
+from meseta.system.files import (
     check_json_limits,
     first_name_collision,
     format_json,
-    invalid_relative_path_reason,
     parse_json,
     read_bounded,
     resolve_inside,
 )
-from meseta.spec import MesetaError, Reuse, suggest
 
 DATASET_FORMAT: Literal["meseta.dataset/1"] = "meseta.dataset/1"
 DATASET_FILE = "dataset.json"
@@ -30,225 +43,12 @@ SPLITS = ("train", "valid", "test")
 """Names of the splits in the order in which they are written. 'valid' is optional."""
 
 
-def _check_inner_path(path: str) -> str:
-    if fault := invalid_relative_path_reason(path):
-        raise ValueError(f"{format_value(path)} must be the path of a file in the folder of the dataset: {fault}")
-    return path
-
-
-SourceSplit = Literal["train", "valid", "test", "both"]
-"""Split to which the rows of a raw file go. 'both' assigns each row by itself, randomly by seed or by time."""
-Count = Annotated[int, Field(ge=0, lt=1 << 53)]
-InnerPath = Annotated[str, AfterValidator(_check_inner_path)]
-
-
-class FrozenRecord(BaseModel):
-    """Immutable part of dataset.json. Unknown keys are errors."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class DenseFeature(FrozenRecord):
-    """Numeric input feature, standardized."""
-
-    name: str
-    """Column of the Parquet files (float32)."""
-    fill: float
-    """Raw value that replaces a missing one, before the logarithm."""
-    signed: bool = False
-    """Whether negative values are kept. The feature is sign(x) * log1p(|x|) if true, log1p(max(x, 0)) if false."""
-    mean: float
-    """Mean of the logarithms over the training split."""
-    std: float = Field(gt=0)
-    """Standard deviation of the logarithms over the training split, or 1 for a constant feature."""
-
-
-class SparseStatistics(FrozenRecord):
-    """Statistics of a sparse feature, counted on the training split."""
-
-    num_rows: Count
-    num_lookups: Count
-    num_uniques: Count
-    """Number of distinct ids, after hashing or the lookup in the vocabulary."""
-    mean_pooling_factor: float = Field(ge=0)
-    reuse: Reuse
-    """Reuse histogram within windows of samples, summed over all windows. The last window may be shorter."""
-
-
-class LookupCounts(FrozenRecord):
-    """Lookups of a sparse feature in one split. `meseta.data.dataset.unseen_values` defines unseen values."""
-
-    num_lookups: int = Field(ge=1, lt=1 << 53)
-    num_unseen: Count
-    """Number of ids whose values do not occur in training."""
-
-    @property
-    def unseen_share(self) -> float:
-        return self.num_unseen / self.num_lookups
-
-    @model_validator(mode="after")
-    def _check(self) -> LookupCounts:
-        if self.num_unseen > self.num_lookups:
-            raise ValueError(f"{self.num_unseen} of {self.num_lookups} lookups cannot be unseen")
-        return self
-
-
-class SparseEncoding(FrozenRecord):
-    """Encoding of the values of a sparse feature as ids."""
-
-    name: str
-    """Column of the Parquet files with ids (int32 or int64) or lists of ids."""
-    num_embeddings: int = Field(ge=1, lt=1 << 53)
-    """Number of rows of the embedding table. Ids are in 0..num_embeddings-1."""
-    encoding: Literal["hash", "vocabulary", "buckets"]
-    """Rule that maps values to ids.
-
-    'hash': the high 64 bits of XXH64(value, hash_seed) * num_embeddings. 'vocabulary': the id in the vocabulary file.
-    'buckets': 0 for a missing number, otherwise 1 + the number of boundaries that are less than or equal to it.
-    """
-    multi_valued: bool = False
-    weighted: bool = False
-    """Whether the column '<name>.weight' holds one weight per id."""
-    hash_seed: str | None = Field(default=None, pattern="^0x[0-9a-f]{1,16}$")
-    """Seed of the hash function in hexadecimal. `None` if the encoding is not 'hash'."""
-    vocabulary_digest: str | None = Field(default=None, pattern="^[0-9a-f]{64}$")
-    """SHA-256 of the vocabulary's values in order of their ids. `None` without a vocabulary, or if it was not
-    recorded."""
-    boundaries: tuple[float, ...] | None = None
-    """Bucket boundaries in ascending order. `None` if the encoding is not 'buckets'."""
-    made_of: tuple[str, ...] = ()
-    """Raw columns of a feature with another name than its column, such as a cross."""
-
-
-class SparseFeature(SparseEncoding):
-    """Sparse feature with its encoding and statistics."""
-
-    vocabulary: InnerPath | None = None
-    """Path of a Parquet file with the columns value, id and count, relative to the dataset. `None` without a
-    vocabulary."""
-    statistics: SparseStatistics
-    test_lookups: LookupCounts | None = None
-    """Lookups in the test split that was made with the training split of `statistics`. `None` if that split has no ids,
-    or if unseen values cannot be counted."""
-
-
-class DataFile(FrozenRecord):
-    """Parquet file of a split."""
-
-    path: InnerPath
-    num_rows: Count
-
-
-class Split(FrozenRecord):
-    """One split, with its totals."""
-
-    num_rows: Count
-    num_positives: float = Field(ge=0)
-    """Sum of the labels. With several labels, sum of the first one."""
-    positives: dict[str, float] = {}
-    """Sum of each label. Empty if there is only one label."""
-    known: dict[str, Count] = {}
-    """Number of samples that have each label. Empty if all samples have all labels."""
-    files: tuple[DataFile, ...]
-    """Parquet files in the order of their rows. Empty if the dataset is a recipe."""
-
-    @property
-    def base_rates(self) -> dict[str, float]:
-        """Mean of each label over the samples that have it, or 0 without samples. The key of a single label is ''."""
-        sums = self.positives or {"": self.num_positives}
-        return {label: total / max(self.known.get(label, self.num_rows), 1) for label, total in sums.items()}
-
-    @model_validator(mode="after")
-    def _check(self) -> Split:
-        if any(number > self.num_rows for number in self.known.values()):
-            raise ValueError(f"known must be at most num_rows ({self.num_rows}) for each label")
-        total = sum(file.num_rows for file in self.files)
-        if total != self.num_rows and self.files:
-            raise ValueError(f"its files hold {total} rows, but num_rows is {self.num_rows}")
-        return self
-
-
-class SourceFile(FrozenRecord):
-    """Raw file from which the dataset was made."""
-
-    path: str
-    """Path as found when the sources were listed."""
-    split: SourceSplit
-    """Split that receives the rows. 'both' assigns each row by itself, randomly by seed or by time."""
-    num_rows: Count
-
-
-class BadRows(FrozenRecord):
-    """Skipped rows of the raw files that could not be parsed."""
-
-    num_rows: int = Field(ge=0)
-    first: tuple[str, ...]
-    """File, line and error of the first few skipped rows."""
-
-
-def _check_separator(text: str) -> str:
-    if not text.isascii() or text in '"\r\n':
-        raise ValueError(f"{format_value(text)} must be one ASCII character other than a quote or a line end")
-    return text
-
-
 def _check_format_name(kind: object) -> object:
-    # A late import: the registry imports this module, and it alone defines the names of the formats.
-    from meseta.data.formats.registry import FORMATS
-
-    names = [raw_format.name for raw_format in FORMATS]
+    names = [raw_format.name for raw_format in registry.FORMATS]
     if kind not in names:
         choice = f"{', '.join(map(repr, names[:-1]))} or {names[-1]!r}"
         raise PydanticCustomError("literal_error", "Input should be {choice}", {"choice": choice})
     return kind
-
-
-def _check_encoding(name: str) -> str:
-    from meseta.data.formats.encodings import check_encoding  # A late import: encodings imports this module.
-
-    return check_encoding(name)
-
-
-def _check_delimiter(text: str) -> str:
-    if problem := invalid_delimiter_reason(text):
-        raise ValueError(f"{format_value(text)} {problem}")
-    return text
-
-
-Delimiter = Annotated[str, AfterValidator(_check_delimiter)]
-Sign = Annotated[str, Field(min_length=1, max_length=1), AfterValidator(_check_separator)]
-ColumnName = Annotated[str, Field(min_length=1)]
-
-
-class LabelRule(FrozenRecord):
-    """Rule that makes a label of 0 and 1 from a raw column that is not a label itself."""
-
-    name: ColumnName
-    column: ColumnName
-    operator: Literal[">=", "<=", "==", "!=", ">", "<"] | None = None
-    """Comparison of the value with `threshold`, true for label 1. `None` if `is_signed`."""
-    threshold: float = 0.0
-    is_signed: bool = False
-    """Whether the raw column holds 1 for positives and -1 for negatives."""
-
-    @property
-    def condition(self) -> str:
-        """Text `COLUMN OPERATOR NUMBER`, or the column alone if there is no operator."""
-        if self.operator is None:
-            return self.column
-        whole = self.threshold.is_integer() and abs(self.threshold) < 1e15
-        return f"{self.column} {self.operator} {int(self.threshold) if whole else self.threshold!r}"
-
-    @property
-    def entry(self) -> str:
-        """Text that defines this label in a schema file or in `--label`."""
-        return self.condition if self.name == self.condition else f"{self.name}={self.condition}"
-
-    @model_validator(mode="after")
-    def _check(self) -> LabelRule:
-        if (self.operator is None) != self.is_signed:
-            raise ValueError("a label rule must have either an operator or is_signed")
-        return self
 
 
 class SourceForm(FrozenRecord):
@@ -264,7 +64,7 @@ class SourceForm(FrozenRecord):
     delimiter: Delimiter = ","
     header: tuple[str, ...] = ()
     """Names of all columns of CSV files without a header. Empty if the files have one."""
-    encoding: Annotated[str, AfterValidator(_check_encoding)] | None = None
+    encoding: Annotated[str, AfterValidator(check_encoding)] | None = None
     """Encoding of text files. `None` means that categories are stored as bytes without decoding, as earlier versions
     did."""
     whole_numbers: tuple[ColumnName, ...] = ()
@@ -274,9 +74,9 @@ class SourceForm(FrozenRecord):
     """Format of numbers in text. `None` means numbers such as 1234.5."""
     partition_keys: tuple[ColumnName, ...] = ()
     """Columns from partition folders such as `date=2026-01-31`."""
-    separators: dict[str, Sign] = {}
+    separators: dict[str, Sign] = Field(default_factory=dict)
     """Separator of the values in a CSV field, by multi-valued feature."""
-    weights: dict[str, ColumnName] = {}
+    weights: dict[str, ColumnName] = Field(default_factory=dict)
     """Position of the weights, by weighted feature: the character before each weight in CSV, or the weight column in
     Parquet."""
 
@@ -326,7 +126,7 @@ class Dataset(FrozenRecord):
     """First second of the valid split, since 1970-01-01 UTC. `None` if there is no valid split by time."""
     sources: tuple[SourceFile, ...] = ()
     """Raw files in the order in which they were read."""
-    not_finite: dict[str, Count] = {}
+    not_finite: dict[str, Count] = Field(default_factory=dict)
     """Number of inf and NaN values in the sources, by dense feature. They count as missing."""
     num_unlabelled: Count = 0
     """Number of source rows skipped because they have none of several labels."""
@@ -336,7 +136,7 @@ class Dataset(FrozenRecord):
     """Form of the sources, for reading further rows of the same kind. It may have labels that `labels` does not. `None`
     if it was not recorded."""
     touched: InnerPath | None = None
-    """Parquet file of table rows that training looks up, see `meseta.data.dataset.touched_rows`. `None` if they are
+    """Parquet file of table rows that training looks up, see `meseta.data.dataset.statistics`. `None` if they are
     unknown."""
     recipe: str | None = Field(default=None, pattern="^[0-9a-f]{64}$")
     """SHA-256 of recipe.json, if readers make the rows from the raw files, see `meseta.data.recipe`. `None` if the

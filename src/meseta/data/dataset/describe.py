@@ -13,14 +13,15 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from meseta.data.dataset.dataset import Dataset, DenseFeature, SparseFeature
+from meseta.data.dataset.dataset import Dataset
 from meseta.data.dataset.part_files import PART_ERRORS, open_part
+from meseta.data.dataset.records import DenseFeature, SparseFeature
 from meseta.data.dataset.vocabulary import read_vocabulary_values
-from meseta.data.raw_rows import signed_expm1, signed_log1p
+from meseta.data.schema.layout import signed_expm1, signed_log1p
 from meseta.errors import error_summary
-from meseta.machine.files import resolve_inside
-from meseta.machine.processors import num_cores
 from meseta.spec import MesetaError, Reuse
+from meseta.system.files import resolve_inside
+from meseta.system.processors import num_cores
 
 NUM_BINS = 24
 NUM_TOP_IDS = 5

@@ -7,7 +7,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from meseta.data.dataset.dataset import DATASET_FILE, Dataset, DenseFeature, FrozenRecord, LabelRule, SparseEncoding
+from meseta.data.dataset.dataset import DATASET_FILE, Dataset
+from meseta.data.dataset.records import DenseFeature, FrozenRecord, LabelRule, SparseEncoding
 from meseta.data.dataset.vocabulary import read_vocabulary_values, values_digest
 from meseta.spec import MesetaError
 

@@ -14,11 +14,11 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from meseta.data.dataset.dataset import SparseFeature
+from meseta.data.dataset.records import SparseFeature
 from meseta.data.hash_categories import hash_categories
 from meseta.errors import error_summary
-from meseta.machine.files import resolve_inside, to_file_name
 from meseta.spec import MesetaError
+from meseta.system.files import resolve_inside, to_file_name
 
 VOCABULARY_FOLDER = "vocabulary"
 _COUNTED_SCHEMA = pa.schema([("value", pa.large_binary()), ("count", pa.int64())])

@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 
 import pyarrow as pa
 
-from meseta.data.dataset.dataset import BadRows
+from meseta.data.dataset.records import BadRows
 from meseta.data.formats.format import Block
 from meseta.spec import MesetaError
 

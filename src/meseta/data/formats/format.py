@@ -7,6 +7,7 @@ file.
 from __future__ import annotations
 
 import io
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,22 +20,24 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from meseta.data.dataset.dataset import SourceSplit
-from meseta.data.formats.compression import (
+from meseta.data.dataset.records import SourceSplit
+from meseta.data.formats.encodings import (
     DECOMPRESSION_ERRORS,
+    UTF_8,
     ByteStream,
     check_content,
     decompress,
+    detect_bom_encoding,
     strip_compression_suffix,
+    transcode_to_utf8,
 )
-from meseta.data.formats.encodings import UTF_8, detect_bom_encoding, transcode_to_utf8
 from meseta.data.formats.partitions import Partition, check_partition
-from meseta.data.layout import RawLayout
-from meseta.data.raw_rows import RawRows
+from meseta.data.schema.infer import MAX_SAMPLE_ROWS
+from meseta.data.schema.layout import RawLayout, RawRows
 from meseta.data.schema.roles import NamedColumns
 from meseta.data.schema.schema import Schema
 from meseta.errors import MesetaError, error_summary, reading_error
-from meseta.machine.remote import is_url, open_file, wrap_remote_errors
+from meseta.system.remote import is_url, open_file, wrap_remote_errors
 
 MAX_HEAD_BYTES = 64 << 10
 """Maximum number of bytes of decompressed text from which a format is detected."""
@@ -365,3 +368,46 @@ def wrap_source_errors(path: str) -> Iterator[None]:
             raise
         with wrap_remote_errors("source", path, "read"):
             raise
+
+
+# Fewer rows are sampled from files with many columns.
+MAX_SAMPLED_FIELDS = 4_000_000
+_MIN_ROWS = 2000
+_MAX_FILES = 8
+NUM_PIECES = 8
+"""Number of places from which rows of a seekable file are sampled."""
+# Limits the number of long rows.
+MAX_SAMPLE_BYTES = 64 << 20
+"""Maximum number of bytes of text to sample from all files."""
+_MAX_LINE_BYTES = 8 << 20
+MAX_SMALL_FILE_BYTES = 4 << 20
+"""Maximum size of files that are sampled only from their beginning."""
+
+
+def rows_per_file(num_columns: int, num_files: int) -> int:
+    """Return the number of rows to sample from each of `num_files` files with `num_columns` columns."""
+    num_rows = max(_MIN_ROWS, min(MAX_SAMPLE_ROWS, MAX_SAMPLED_FIELDS // max(num_columns, 1)))
+    return -(-num_rows // num_files)
+
+
+def seek_pieces(stream: ByteStream, begin: int, size: int) -> Iterator[tuple[bool, int]]:
+    """Move a stream to the first line of each piece of a file, and yield (whether it is the first piece, end of the
+    piece).
+
+    A position within a multi-line record is not detected. `size` is the size of the file, and `begin` is the position
+    of the first row.
+    """
+    starts = [begin + place * (size - begin) // NUM_PIECES for place in range(NUM_PIECES)]
+    for start, stop in itertools.pairwise([*starts, size]):
+        stream.seek(start)
+        if start > begin:
+            # The piece may begin at the start of a line, so search for a line break from one byte before it.
+            stream.seek(start - 1)
+            stream.readline(_MAX_LINE_BYTES)
+        yield start == begin, stop
+
+
+def sample_sources(sources: Sequence[Source]) -> list[Source]:
+    """Return a subset of equally spaced files, including the first one."""
+    number = min(len(sources), _MAX_FILES)
+    return [sources[place * len(sources) // number] for place in range(number)]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from meseta.data.formats.csv import Csv
-from meseta.data.formats.delimited_text import DelimitedText
+from meseta.data.formats.csv import Csv, DelimitedText
 from meseta.data.formats.format import RawFormat
 from meseta.data.formats.json_lines import JsonLines
 from meseta.data.formats.parquet import Parquet

@@ -8,12 +8,11 @@ from dataclasses import replace
 
 import pyarrow as pa
 
+from meseta.data.formats.csv import read_texts
 from meseta.data.formats.format import FIX_LINE, Block, ColumnRequest, FileHead, RawFormat, Source, TextDialect
-from meseta.data.formats.parse_csv import read_texts
-from meseta.data.formats.text import TextFormat, prepend_field, raw_text, read_first_line
-from meseta.data.layout import RawLayout, SparseColumn
+from meseta.data.formats.text import CRITEO_FIELD_COUNTS, TextFormat, prepend_field, raw_text, read_first_line
 from meseta.data.parse_tsv import parse_tsv
-from meseta.data.raw_rows import RawRows, is_label
+from meseta.data.schema.layout import RawLayout, RawRows, SparseColumn, is_label
 from meseta.data.schema.schema import check_names
 from meseta.errors import error_summary
 from meseta.spec import MesetaError
@@ -30,8 +29,6 @@ CRITEO_LAYOUT = RawLayout(
     header=("label", *_DENSE_NAMES, *_SPARSE_NAMES),
 )
 """Layout of both Criteo click logs, Kaggle and 1TB."""
-CRITEO_FIELD_COUNTS = (40, 39)
-"""Number of fields in a line of a Criteo log: with a label, and without one."""
 _COLUMN_TYPES = {
     **{name: pa.float32() for name in CRITEO_LAYOUT.labels},
     **{name: pa.int64() for name in CRITEO_LAYOUT.dense},

@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from meseta.data.string_buffers import string_buffers
+from meseta.data.hash_categories.string_buffers import string_buffers
 from meseta.ops.core import baseline_core
 from meseta.spec import MesetaError
 

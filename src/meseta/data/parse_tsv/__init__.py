@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 
 from meseta.data.parse_tsv.reference import parse_tsv as reference
-from meseta.data.raw_rows import RawRows, RawSparse, log_transform
+from meseta.data.schema.layout import RawRows, RawSparse, log_transform
 from meseta.ops.core import baseline_core
 from meseta.spec import MesetaError
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pyarrow as pa
 from pyarrow import csv
 
-from meseta.data.raw_rows import RawRows, RawSparse, log_transform
+from meseta.data.schema.layout import RawRows, RawSparse, log_transform
 
 
 def parse_tsv(raw: bytes, types: Mapping[str, pa.DataType]) -> RawRows:

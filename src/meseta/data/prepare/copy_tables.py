@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from meseta.data.dataset.dataset import Dataset, SparseFeature
-from meseta.data.dataset.touched_rows import TOUCHED_ROWS_FILE
+from meseta.data.dataset.dataset import Dataset
+from meseta.data.dataset.records import SparseFeature
+from meseta.data.dataset.statistics import TOUCHED_ROWS_FILE
 from meseta.data.dataset.vocabulary import VOCABULARY_FOLDER, read_vocabulary_values
-from meseta.machine.files import first_name_collision, move, to_file_name
 from meseta.spec import MesetaError
+from meseta.system.files import first_name_collision, move, to_file_name
 
 Fetch = Callable[[str | None], Iterable[bytes]]
 """Returns the content of a file in chunks: the vocabulary of a feature, or the bits of trained rows for `None`."""

@@ -9,19 +9,19 @@ from dataclasses import replace
 
 import numpy as np
 
-from meseta.data.dataset.dataset import Dataset, SourceForm, SparseFeature
+from meseta.data.dataset.dataset import Dataset, SourceForm
+from meseta.data.dataset.records import SparseFeature
 from meseta.data.dataset.vocabulary import load_vocabulary
 from meseta.data.formats.encodings import UTF_8
 from meseta.data.formats.format import Source
 from meseta.data.formats.partitions import check_partition
 from meseta.data.formats.registry import find_format
 from meseta.data.hash_categories import feature_seed
-from meseta.data.layout import NO_CATEGORY, BucketRule, RawLayout, SparseColumn
-from meseta.data.prepare.encode import Encoder
+from meseta.data.prepare.encode import Encoder, Splitter
 from meseta.data.prepare.sources import find_sources
-from meseta.data.prepare.splitting import Splitter
 from meseta.data.prepare.write import RowFinalizer
 from meseta.data.schema.find_layout import check_features
+from meseta.data.schema.layout import NO_CATEGORY, BucketRule, RawLayout, SparseColumn
 from meseta.errors import duplicates
 from meseta.spec import MesetaError
 

@@ -10,20 +10,26 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from meseta.data.dataset.dataset import Dataset, SourceFile, Split
-from meseta.data.dataset.features import FeatureTables, describe_dense, describe_sparse, make_source_form
-from meseta.data.dataset.statistics import FeatureStatistics
-from meseta.data.dataset.touched_rows import MAX_TOUCHED_TABLE_ROWS
-from meseta.data.dataset.unseen_values import LookupCounter
+from meseta.data.dataset.dataset import Dataset
+from meseta.data.dataset.queues import run_in_order
+from meseta.data.dataset.records import SourceFile, Split
+from meseta.data.dataset.statistics import (
+    MAX_TOUCHED_TABLE_ROWS,
+    FeatureStatistics,
+    FeatureTables,
+    LookupCounter,
+    describe_dense,
+    describe_sparse,
+    make_source_form,
+)
 from meseta.data.dataset.vocabulary import VocabularyCounter
 from meseta.data.formats.bad_rows import BadRowCounter, ParsedRows, are_bad_rows_rare, parse_good_rows
 from meseta.data.formats.format import Block, FilePosition, Source, read_blocks
 from meseta.data.prepare.encode import EncodedBlock, Encoder
 from meseta.data.prepare.options import PrepareOptions
 from meseta.data.prepare.sources import find_teacher
-from meseta.data.prepare.spool import SplitTally
 from meseta.data.prepare.staging import Staging
-from meseta.data.workers import run_in_order
+from meseta.data.prepare.write import SplitTally
 from meseta.spec import MesetaError
 
 Progress = Callable[[str, int, float], None]

@@ -1,4 +1,4 @@
-"""Encode the rows of raw files like those of an earlier dataset, in one pass and in the order of the files."""
+"""Raw columns of files that identify rows, such as user ids."""
 
 from __future__ import annotations
 
@@ -9,18 +9,52 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from meseta.data.dataset.dataset import SPLITS, Dataset, SourceFile
-from meseta.data.dataset.touched_rows import read_touched
-from meseta.data.dataset.unseen_values import UnseenValues, count_unseen
+from meseta.data.dataset.dataset import SPLITS, Dataset
+from meseta.data.dataset.queues import run_in_order
+from meseta.data.dataset.records import SourceFile
+from meseta.data.dataset.statistics import UnseenValues, count_unseen, read_touched
 from meseta.data.formats.bad_rows import BadRowCounter, ParsedRows, parse_good_rows
-from meseta.data.formats.format import Block, read_blocks
-from meseta.data.formats.raw_columns import RawKeyColumns
+from meseta.data.formats.format import Block, Source, read_blocks
+from meseta.data.formats.parquet_files import ColumnTypes
 from meseta.data.prepare.earlier_dataset import find_matching_sources, make_encoders
-from meseta.data.prepare.splitting import TEST, Splitter
+from meseta.data.prepare.encode import TEST, Splitter
 from meseta.data.prepare.write import flatten_lists
-from meseta.data.workers import run_in_order
-from meseta.machine.processors import num_cores
 from meseta.spec import MesetaError
+from meseta.system.processors import num_cores
+
+
+class RawKeyColumns:
+    """Selected columns of files of one format. Values are fields of text, or stored values of Parquet."""
+
+    def __init__(self, sources: Sequence[Source], names: Sequence[str]) -> None:
+        """Determine the types. Raises MesetaError if a file lacks a column or has it twice, or if types are
+        incompatible."""
+        self._names = list(dict.fromkeys(names))
+        types = ColumnTypes()
+        for source in sources:
+            file_columns = source.file_columns(self._names)
+            schema = source.format.key_schema(f"keys: source {source.path!r}", source, file_columns)
+            made = [pa.field(name, pa.string()) for name in self._names if name in source.partition]
+            types.add(source.path, pa.schema([*schema, *made]))
+        for name in self._names:
+            types.check_compatible(name)
+        self.schema = pa.schema([types.common_schema.field(name) for name in self._names])
+
+    def extract(self, block: Block) -> pa.RecordBatch:
+        """Return the columns of a block, with the types of `schema`."""
+        file_columns, partition = block.source.file_columns(self._names), block.source.partition
+        if len(file_columns) == len(self._names):
+            return block.source.format.key_columns(block, file_columns, self.schema)
+        schema = pa.schema([self.schema.field(name) for name in file_columns])
+        batch = block.source.format.key_columns(block, file_columns, schema)
+        columns = [
+            batch[name]
+            if name in file_columns
+            else pa.repeat(pa.scalar(partition[name], self.schema.field(name).type), block.num_rows)
+            for name in self._names
+        ]
+        return pa.record_batch(columns, self.schema)
+
 
 NewRowsProgress = Callable[[int, float], None]
 """Called with the number of rows so far and the share of the files that has been read, 0 to 1."""

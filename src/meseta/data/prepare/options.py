@@ -9,8 +9,8 @@ from typing import Literal
 
 from meseta.data.dataset.dataset import SPLITS
 from meseta.data.schema.roles import NamedColumns
-from meseta.machine.remote import check_not_url
 from meseta.spec import MesetaError
+from meseta.system.remote import check_not_url
 
 HELD_OUT_SPLITS = ("test", "valid")
 """Splits other than the training split."""

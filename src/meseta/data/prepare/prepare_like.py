@@ -12,19 +12,17 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from meseta.data.dataset.dataset import DataFile, Dataset, Split
+from meseta.data.dataset.dataset import Dataset
 from meseta.data.dataset.encoding import DatasetEncoding
-from meseta.data.dataset.statistics import WINDOW_SAMPLES
-from meseta.data.dataset.unseen_values import UnseenValues
+from meseta.data.dataset.queues import RowQueue
+from meseta.data.dataset.records import DataFile, Split
+from meseta.data.dataset.statistics import WINDOW_SAMPLES, UnseenValues
 from meseta.data.prepare.copy_tables import copy_tables
 from meseta.data.prepare.new_rows import NewRows, NewRowsProgress
-from meseta.data.prepare.record import source_entries
 from meseta.data.prepare.sources import find_teacher
-from meseta.data.prepare.spool import partial_label_counts
-from meseta.data.prepare.staging import staged_folder
-from meseta.data.prepare.write import NUM_PART_WINDOWS, ROW_GROUP_ROWS, open_part_writer
-from meseta.data.row_queue import RowQueue
-from meseta.machine.remote import check_not_url
+from meseta.data.prepare.staging import source_entries, staged_folder
+from meseta.data.prepare.write import NUM_PART_WINDOWS, ROW_GROUP_ROWS, open_part_writer, partial_label_counts
+from meseta.system.remote import check_not_url
 
 TARGET_SPLIT = "test"
 """Split that receives all rows."""

@@ -8,14 +8,16 @@ from glob import has_magic
 from pathlib import Path
 from typing import Literal
 
-from meseta.data.dataset.dataset import DATASET_FILE, SourceSplit, TeacherMetrics
+from meseta.data.dataset.dataset import DATASET_FILE, TeacherMetrics
+from meseta.data.dataset.records import SourceSplit
 from meseta.data.formats import registry
-from meseta.data.formats.encodings import UTF_8, check_encoding
+from meseta.data.formats.encodings import UTF_8
 from meseta.data.formats.format import FileHead, Source, wrap_source_errors
 from meseta.data.formats.partitions import Partition, parse_partition
-from meseta.machine.files import parse_json
-from meseta.machine.remote import file_status, find_files, is_url, open_file
+from meseta.data.schema.text_syntax import check_encoding
 from meseta.spec import MesetaError
+from meseta.system.files import parse_json
+from meseta.system.remote import file_status, find_files, is_url, open_file
 
 
 def find_sources(

@@ -10,11 +10,10 @@ from contextlib import closing
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from meseta.data.batch import Batch
 from meseta.data.dataset.dataset import Dataset
-from meseta.data.position import Position
+from meseta.data.dataset.queues import PrefetchIterator
+from meseta.data.read.batch import Batch, Position
 from meseta.data.read.options import ReaderOptions
-from meseta.data.read.prefetch import PrefetchIterator
 from meseta.data.read.rows import Rows
 from meseta.data.read.selection import ExcludedRows
 from meseta.data.read.slicing import BatchSlicer

@@ -11,15 +11,14 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from meseta.data.dataset.columns import check_types, check_values
 from meseta.data.dataset.dataset import Dataset
 from meseta.data.dataset.part_files import open_part_or_raise
-from meseta.data.dataset.value_rules import check_types, check_values
 from meseta.data.read.options import CancellationCheck, never_cancelled
-from meseta.data.read.rows import Rows, decode_rows
+from meseta.data.read.rows import Rows, WindowTimer, decode_rows
 from meseta.data.read.selection import ExcludedRows, RowSelection
-from meseta.data.read.window_times import WindowTimer
-from meseta.machine.processors import num_cores
 from meseta.spec import MesetaError
+from meseta.system.processors import num_cores
 
 
 @dataclass(frozen=True)

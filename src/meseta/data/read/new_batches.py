@@ -8,14 +8,13 @@ from contextlib import closing
 
 import pyarrow as pa
 
-from meseta.data.batch import Batch
 from meseta.data.dataset.dataset import Dataset
+from meseta.data.dataset.queues import PrefetchIterator, RowQueue
 from meseta.data.prepare.new_rows import NewRows
-from meseta.data.read.prefetch import PrefetchIterator
+from meseta.data.read.batch import Batch
 from meseta.data.read.rows import decode_rows
 from meseta.data.read.slicing import rank_range
 from meseta.data.read.tensors import to_batch
-from meseta.data.row_queue import RowQueue
 
 
 class NewBatches:

@@ -36,7 +36,7 @@ class ReaderOptions:
     last_batch: LastBatch = "keep"
     """Treatment of an incomplete last batch: kept as it is, dropped, or padded with samples of weight 0."""
     filter: str | None = None
-    """Condition on the rows to read, see `meseta.data.read.row_filter`. `None` reads all rows."""
+    """Condition on the rows to read, see `meseta.data.read.selection`. `None` reads all rows."""
     negative_keep: float = 1.0
     """Share of the negatives to read. They are drawn by (seed, number of the row in the split), identically in all
     epochs."""

@@ -9,12 +9,11 @@ from itertools import accumulate
 import pyarrow as pa
 
 from meseta.data.dataset.dataset import Dataset
+from meseta.data.prepare.recipe import Recipe
+from meseta.data.prepare.recipe_rows import RowMaker, RowMakerTimes
 from meseta.data.read.options import CancellationCheck, never_cancelled
-from meseta.data.read.rows import Rows, decode_rows
+from meseta.data.read.rows import Rows, WindowTimer, decode_rows
 from meseta.data.read.selection import ExcludedRows, RowSelection
-from meseta.data.read.window_times import WindowTimer
-from meseta.data.recipe.recipe import Recipe
-from meseta.data.recipe.row_maker import RowMaker, RowMakerTimes
 from meseta.spec import MesetaError
 
 

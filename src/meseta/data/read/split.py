@@ -9,9 +9,8 @@ from meseta.data.dataset.dataset import Dataset
 from meseta.data.read.decode import SplitFiles
 from meseta.data.read.options import CancellationCheck, never_cancelled
 from meseta.data.read.recipe_rows import RecipeRows
-from meseta.data.read.rows import Rows
+from meseta.data.read.rows import Rows, WindowTimer
 from meseta.data.read.selection import ExcludedRows, RowSelection
-from meseta.data.read.window_times import WindowTimer
 
 
 @runtime_checkable  # Tests check all calls with beartype, which needs it.

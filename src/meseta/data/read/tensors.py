@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from meseta.data.batch import Batch
 from meseta.data.dataset.dataset import Dataset
+from meseta.data.read.batch import Batch
 from meseta.data.read.rows import IdLists, Rows
-from meseta.jagged import KeyedJaggedTensor
+from meseta.sparse import KeyedJaggedTensor
 
 
 def to_batch(dataset: Dataset, rows: Rows) -> Batch:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from meseta.data.dataset.features import check_description_size
+from meseta.data.dataset.statistics import check_description_size
 from meseta.data.formats.format import ColumnRequest, ScanProgress, Source
-from meseta.data.layout import RawLayout
+from meseta.data.schema.layout import RawLayout
 from meseta.data.schema.roles import NamedColumns
 from meseta.data.schema.schema import Schema
 from meseta.errors import duplicates, format_value
-from meseta.machine.files import first_name_collision
 from meseta.spec import MesetaError
 from meseta.spec.tables import invalid_table_name_reason
+from meseta.system.files import first_name_collision
 
 
 def find_layout(

@@ -7,8 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from meseta.data.schema.infer import ColumnRole, Role, has_negative, keep_one_per_role
-from meseta.data.schema.labels import is_condition
-from meseta.data.schema.schema import Schema
+from meseta.data.schema.schema import Schema, is_condition
 from meseta.errors import UnknownColumnError
 from meseta.spec import MesetaError
 

@@ -36,8 +36,8 @@ from meseta.data.synth.columns import (
 )
 from meseta.data.synth.teacher import CLICK_RATE, PROBABILITIES, Tally, Teacher
 from meseta.data.synth.worlds import SynthWorld, find_world
-from meseta.machine.files import move, sync
 from meseta.spec import MesetaError
+from meseta.system.files import move, sync
 
 # Chunk index for the calibration of the teacher. No log is long enough to contain it.
 _CALIBRATION_CHUNK = 2**64 - 1

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pyarrow as pa
 
-from meseta.data.string_buffers import string_buffers
+from meseta.data.hash_categories.string_buffers import string_buffers
 from meseta.ops.core import baseline_core
 
 __all__ = ["are_whole_numbers", "respell_whole_numbers"]

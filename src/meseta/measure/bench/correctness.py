@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from meseta.embedding import EmbeddingBagCollection
-from meseta.jagged import KeyedJaggedTensor
 from meseta.measure.bench.ops_meseta import make_collection, make_ids
 from meseta.measure.bench.workloads import make_optimizer
 from meseta.measure.harness.target import BenchmarkTarget
 from meseta.measure.synthetic_batches import LookupWorkload, make_id_batches
 from meseta.ops.row_program.optimizer import Hyper, RowState, reference_step
+from meseta.sparse import KeyedJaggedTensor
 from meseta.spec import InitSpec
 from meseta.spec.optimizer import USED_FIELDS
 from meseta.storage import ROW

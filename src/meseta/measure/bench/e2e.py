@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from meseta.machine.processors import read_processor
 from meseta.measure.bench.e2e_peers import PyTorchTraining, TorchRecTraining
 from meseta.measure.bench.peers import TUNED_MALLOC, Peers
 from meseta.measure.bench.workloads import shrink
@@ -16,6 +15,7 @@ from meseta.measure.harness.target import BenchmarkTarget
 from meseta.measure.harness.worker_group import TargetSpec, WorkerGroup
 from meseta.measure.synthetic_batches import DlrmWorkload
 from meseta.spec import MesetaError
+from meseta.system.processors import read_processor
 from meseta.telemetry.benchmark_history import PeerComparison
 
 AUTOCAST = "autocast"

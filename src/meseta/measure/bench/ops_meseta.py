@@ -9,13 +9,13 @@ import numpy as np
 import torch
 
 from meseta.embedding import EmbeddingBagCollection
-from meseta.jagged import KeyedJaggedTensor
 from meseta.measure.bench.workloads import make_optimizer
 from meseta.measure.gather_limit import PrefetchHint, best_prefetches, gather
 from meseta.measure.harness.target import BenchmarkTarget
 from meseta.measure.synthetic_batches import IdBatch, LookupWorkload, make_id_batches
 from meseta.ops.core import instruction_set
 from meseta.ops.pooled_lookup import LookupGroup, lookup_group
+from meseta.sparse import KeyedJaggedTensor
 from meseta.spec import FeatureSpec, InitSpec, OptimizerSpec, TableSpec
 from meseta.storage import Lease
 

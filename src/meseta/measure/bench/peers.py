@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
-from meseta.machine.environment_variables import environ
-from meseta.machine.processes import run_program
+from meseta.system.environment_variables import environ
+from meseta.system.processes import run_program
 
 PEER_PACKAGES = {"FBGEMM": "fbgemm-gpu-cpu", "TorchRec": "torchrec"}
 """Package that provides each peer other than PyTorch."""

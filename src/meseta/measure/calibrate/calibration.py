@@ -1,4 +1,4 @@
-"""Calibration of a CPU cost model: measurements, fit, and errors on held-out measurements."""
+"""Random combinations of tables on one rank, to which the cost model is fitted."""
 
 from __future__ import annotations
 
@@ -12,21 +12,119 @@ from typing import Any
 
 import numpy as np
 
-from meseta.machine.kernel import KernelFiles, free_memory_bytes, read_cgroup_limits
 from meseta.measure.calibrate.collectives import CollectiveTimer
-from meseta.measure.calibrate.combinations import OPTIMIZERS, random_combination
-from meseta.measure.calibrate.fit import Floats, fit_relative, relative_errors
+from meseta.measure.calibrate.networks import Floats, fit_relative, nnls, relative_errors
 from meseta.measure.calibrate.rank_timer import RankTimer
-from meseta.measure.calibrate.staged import STAGED_COSTS, measure_staged, with_staged
-from meseta.measure.calibrate.tasks import ShardingTask, TaskShard
-from meseta.measure.cpu_usage import read_cpu_time
+from meseta.measure.calibrate.tasks import (
+    DIMS,
+    ID_DISTRIBUTIONS,
+    MIN_ROWS,
+    ShardingTask,
+    TaskShard,
+    TaskTable,
+    random_table,
+)
 from meseta.measure.harness.worker_group import TargetSpec, WorkerGroup
+from meseta.measure.threads import read_cpu_time
 from meseta.planner import documented_cost_model
-from meseta.planner.cost.loads import ShardArrays, ShardLoads, WorkloadLoads
+from meseta.planner.cost.loads import ShardArrays, ShardLoads, WorkloadLoads, shard_storage_bytes
 from meseta.planner.cost.operators import lookup_terms, update_terms
-from meseta.spec import CostModel, Link
+from meseta.spec import CostModel, Link, OptimizerSpec, TableSpec
 from meseta.spec.codecs import CODECS
 from meseta.spec.cost_model import STOCHASTIC_SUFFIX, DenseCost, ExchangeCost, HardwareCacheCost, LookupCost, UpdateCost
+from meseta.system.kernel import KernelFiles, free_memory_bytes, read_cgroup_limits
+
+OPTIMIZERS = ("rowwise_adagrad", "sgd", "adagrad", "adam")
+DTYPES = ("float32", "float16", "bfloat16")
+BATCH_SIZES = (512, 1024, 2048, 4096)
+MAX_TABLES = 24
+# With this number of ids, one measurement takes about 0.1 s.
+MAX_BATCH_IDS = 300_000
+"""Maximum number of ids in a batch with several tables."""
+
+
+def random_combination(seed: int, memory_bytes: float) -> ShardingTask:
+    """Return the random combination of a seed: 1 to 24 tables (log-uniform) that fit in `memory_bytes` with states."""
+    random = np.random.default_rng([7, seed])
+    # Most models use float32 with row-wise Adagrad, so two thirds of the combinations do.
+    plain = random.random() < 0.67
+    dtype = "float32" if plain else str(random.choice(DTYPES))
+    optimizer = OPTIMIZERS[0] if plain else str(random.choice(OPTIMIZERS))
+    # In half of the combinations all tables have one dimension, so that a fit can separate costs per row and per byte.
+    dims = [int(random.choice(DIMS))] if random.random() < 0.5 else list(DIMS)
+    batch_size, distribution = int(random.choice(BATCH_SIZES)), int(random.integers(len(ID_DISTRIBUTIONS)))
+    number = round(float(np.exp(random.uniform(0.0, np.log(MAX_TABLES)))))
+    tables: list[TaskTable] = []
+    left, ids = memory_bytes, 0.0
+    for _ in range(number):
+        table = random_table(random, dims, distribution)
+        spec = TableSpec(
+            name="t", num_embeddings=table.num_rows, embedding_dim=table.dim, optimizer=OptimizerSpec(name=optimizer)
+        )
+        size = shard_storage_bytes(spec, spec.num_embeddings, spec.embedding_dim)
+        if size > left or (tables and ids + table.pooling_factor * batch_size > MAX_BATCH_IDS):
+            continue
+        left, ids = left - size, ids + table.pooling_factor * batch_size
+        tables.append(table)
+    if not tables:
+        tables = [TaskTable(num_rows=int(MIN_ROWS), dim=dims[0], pooling_factor=1.0, distribution_index=distribution)]
+    return ShardingTask(seed=seed, tables=tuple(tables), batch_size=batch_size, dtype=dtype, optimizer=optimizer)
+
+
+TABLE_SHAPES = ((1_000_000, 64, 10.0), (500_000, 128, 3.0), (100_000, 32, 20.0), (10_000, 64, 10.0),
+                (1_000_000, 32, 1.0),
+          (300_000, 128, 20.0), (3_000, 32, 30.0), (100_000, 64, 2.0))  # fmt: skip
+"""Rows, columns and ids per sample of the measured tables. One half of the columns is timed."""
+STAGED_COSTS = ("staged_shard_s", "staged_id_s", "staged_row_s")
+"""Constants of UpdateCost that only this calibration determines."""
+NUM_TRIES = 3
+"""Number of measurements per table and variant. The fastest counts."""
+
+
+def measure_staged(team: WorkerGroup, num_threads: int, memory_bytes: float) -> Floats:
+    """Measure the constants [3] in STAGED_COSTS, in about two seconds.
+
+    Compares updates in stages with one fused pass over shards of the same shape.
+
+    Args:
+        team: Worker group of one RankTimer.
+        num_threads: Number of threads.
+        memory_bytes: Memory for a shard. Larger shards are skipped.
+    """
+    terms, extra_s = [], []
+    for seed, (num_rows, dim, pooling) in enumerate(TABLE_SHAPES):
+        if num_rows * (dim // 2 + 1) * 4 > memory_bytes:  # Rows in float32, and one sum of squares per row.
+            continue
+        task = ShardingTask(
+            seed=seed,
+            tables=(TaskTable(num_rows=num_rows, dim=dim, pooling_factor=pooling, distribution_index=seed % 3),),
+        )
+        pieces = [(0, (0, num_rows), (0, dim // 2))]
+        shared = {"task": task.to_dict(), "shards": pieces, "threads": num_threads}
+        staged_s = min(team.call("time_device", **shared, replicas=[], num_ranks=2)[1] for _ in range(NUM_TRIES))
+        fused_s = min(team.call("time_shards", **shared, num_rounds=1)[1] for _ in range(NUM_TRIES))
+        loads = WorkloadLoads(task.workload())
+        load = loads.shard_loads(ShardArrays.from_values(0, (0, num_rows), (0, dim // 2)))
+        terms.append([1.0, float(load.num_ids[0]), float(load.num_distinct_rows[0])])
+        extra_s.append(max(staged_s - fused_s, 0.0))
+    return fit_staged(np.array(terms), np.array(extra_s))
+
+
+def fit_staged(terms: Floats, extra_s: Floats) -> Floats:
+    """Fit non-negative constants [3] of STAGED_COSTS such that terms [n, 3] @ constants approximates `extra_s` [n].
+
+    Columns of `terms` are the numbers of shards, ids and distinct rows. Errors count relative to `extra_s`.
+    """
+    weights = 1.0 / np.maximum(extra_s, 1e-5)[:, None]
+    scale = np.maximum(np.abs(terms * weights).max(axis=0), 1e-300)
+    return nnls(terms * weights / scale, extra_s * weights[:, 0]) / scale
+
+
+def with_staged(update: UpdateCost, constants: Floats) -> UpdateCost:
+    """Return a copy of `update` with the constants [3] of STAGED_COSTS."""
+    shard_s, id_s, row_s = constants.tolist()
+    return replace(update, staged_shard_s=shard_s, staged_id_s=id_s, staged_row_s=row_s)
+
 
 MAX_MEMORY_BYTES = 3_000_000_000
 """Maximum bytes of rows and states of a combination. At most a quarter of the free memory is used."""

@@ -17,15 +17,14 @@ from meseta.measure.calibrate.calibration import (
     rank_loads,
 )
 from meseta.measure.calibrate.collectives import CollectiveTimer
-from meseta.measure.calibrate.fit import Floats
-from meseta.measure.calibrate.networks import NUM_MEMBERS, TrainingExamples, to_arrays, train_ensemble
+from meseta.measure.calibrate.networks import NUM_MEMBERS, Floats, TrainingExamples, to_arrays, train_ensemble
 from meseta.measure.harness.worker_group import TargetSpec, WorkerGroup
 from meseta.measure.threads import use_num_threads
 from meseta.planner.cost.exchange import Collective
 from meseta.planner.cost.neural import collective_correction, collective_inputs, rank_inputs, rank_seconds, shard_inputs
 from meseta.planner.cost.operators import operator_seconds
 from meseta.spec import CostModel, Topology
-from meseta.spec.neural_cost import Network, NeuralCost
+from meseta.spec.cost_model import Network, NeuralCost
 
 DEVICE_COUNTS = (2, 4)
 """Numbers of devices for which collectives are always measured."""

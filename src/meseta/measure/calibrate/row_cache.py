@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from meseta.embedding import EmbeddingBagCollection
-from meseta.jagged import KeyedJaggedTensor
-from meseta.measure.calibrate.fit import fit_relative
+from meseta.measure.calibrate.networks import fit_relative
 from meseta.measure.threads import use_num_threads
+from meseta.sparse import KeyedJaggedTensor
 from meseta.spec import FeatureSpec, OptimizerSpec, Plan, TableSpec
 from meseta.spec.cost_model import TierCost
 from meseta.spec.tiers import CACHED, DISK, StorageOptions, Tier

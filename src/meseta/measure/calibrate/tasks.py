@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meseta.measure.synthetic_batches import permute_rows
+from meseta.planner.cost.loads import shard_storage_bytes
 from meseta.planner.cost.reuse import nonempty_bins
-from meseta.planner.cost.sizes import shard_storage_bytes
 from meseta.spec import FeatureLoad, FeatureSpec, OptimizerSpec, Reuse, TableSpec, Workload
 
 TaskShard = tuple[int, tuple[int, int], tuple[int, int]]

@@ -12,8 +12,8 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import IO, Any
 
-from meseta.machine.files import anonymous_file
-from meseta.machine.processes import Program, start_program
+from meseta.system.files import anonymous_file
+from meseta.system.processes import Program, start_program
 
 PEER_EXIT_GRACE_S = 3.0
 """Seconds until the remaining processes are killed after one has failed."""

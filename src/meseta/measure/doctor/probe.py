@@ -17,9 +17,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from meseta.errors import MesetaError
-from meseta.machine.environment_variables import environ
 from meseta.measure.doctor.child_processes import run_children
 from meseta.measure.doctor.packages import MODULES
+from meseta.system.environment_variables import environ
 
 ProbeResult = Mapping[str, Any]
 """Result of a stage. If the stage failed, the key `error` has the message, and `error_class` the class of the exception
@@ -115,8 +115,8 @@ def _pages() -> ProbeResult:
     """Measure the share of a large tensor that is on 2 MB pages."""
     import torch
 
-    from meseta.machine.kernel import KernelFiles
     from meseta.ops.memory import empty
+    from meseta.system.kernel import KernelFiles
 
     def huge() -> int | None:
         return KernelFiles().read_bytes_field("proc/self/smaps_rollup", "AnonHugePages")

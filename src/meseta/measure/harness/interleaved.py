@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from meseta.machine.kernel import KernelFiles, free_memory_bytes, read_cgroup_limits
 from meseta.measure.harness.worker_group import TargetSpec, TimedWindow, WorkerGroup
 from meseta.spec import MesetaError
+from meseta.system.kernel import KernelFiles, free_memory_bytes, read_cgroup_limits
 
 
 @dataclass(frozen=True, kw_only=True)

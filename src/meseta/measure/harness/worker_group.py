@@ -15,11 +15,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from meseta.machine.processes import Program, start_program
-from meseta.machine.rendezvous import Rendezvous
-from meseta.measure.cpu_usage import read_cpu_time
 from meseta.measure.harness.target import BenchmarkTarget
+from meseta.measure.threads import read_cpu_time
 from meseta.spec import MesetaError
+from meseta.system.processes import Program, start_program
+from meseta.system.ranks import Rendezvous
 
 REPLY_TIMEOUT_S = 600.0
 """Maximum seconds to wait for an answer."""

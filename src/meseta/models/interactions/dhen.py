@@ -13,16 +13,13 @@ from torch.nn import functional
 
 from meseta.comm import BatchSlice
 from meseta.config.models.interactions import DHENConfig, Ensemble, Interaction
-from meseta.jagged.shapes import Float
-from meseta.models.attention import InteractingLayer
-from meseta.models.base import ModelBuildArgs
-from meseta.models.cross import FullCross
-from meseta.models.fields import FieldMixer
 from meseta.models.global_layers import LayerNorm
-from meseta.models.interactions.vector_stack import VectorStack
-from meseta.models.layers import MLPOptions, SkipInitLinear, check_widths
+from meseta.models.interactions.deep_cross import FullCross
+from meseta.models.interactions.wukong import VectorStack
+from meseta.models.layers import FieldMixer, InteractingLayer, MLPOptions, ModelBuildArgs, SkipInitLinear, check_widths
+from meseta.ops.common import repeat
 from meseta.ops.dot_interaction import dot_interaction
-from meseta.ops.sums import repeat
+from meseta.sparse.shapes import Float
 from meseta.spec import MesetaError
 
 KERNEL_SIZE = 3

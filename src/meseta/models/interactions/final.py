@@ -12,11 +12,21 @@ from torch.nn import functional
 
 from meseta.comm import BatchSlice
 from meseta.config.models.interactions import FinalNetConfig, Residual
-from meseta.jagged.shapes import Float
-from meseta.models.base import DenseActivations, ModelBuildArgs, ScoringModel
-from meseta.models.fields import FieldMixer, FieldVectors, common_width
-from meseta.models.layers import HiddenLayers, MLPOptions, SkipInitLinear, check_widths, fill_linear
-from meseta.ops.sums import add_product
+from meseta.models.layers import (
+    DenseActivations,
+    FieldMixer,
+    FieldVectors,
+    HiddenLayers,
+    MLPOptions,
+    ModelBuildArgs,
+    ScoringModel,
+    SkipInitLinear,
+    check_widths,
+    common_width,
+    fill_linear,
+)
+from meseta.ops.common import add_product
+from meseta.sparse.shapes import Float
 from meseta.spec import MesetaError
 
 MUTUAL_LOSS_TERMS = ("first_block", "second_block")

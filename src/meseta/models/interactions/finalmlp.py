@@ -12,14 +12,21 @@ import torch
 from torch import Tensor, nn
 
 from meseta.config.models.interactions import FinalMLPConfig
-from meseta.jagged.shapes import Float
-from meseta.models.base import ModelBuildArgs, ScoringModel
-from meseta.models.fields import INITIAL_STD
-from meseta.models.initialization import fill_normal
-from meseta.models.layers import MLP, MLPOptions, SkipInitLinear, check_widths, fill_linear
+from meseta.models.layers import (
+    INITIAL_STD,
+    MLP,
+    MLPOptions,
+    ModelBuildArgs,
+    ScoringModel,
+    SkipInitLinear,
+    check_widths,
+    fill_linear,
+    fill_normal,
+)
+from meseta.ops.common import repeat
 from meseta.ops.mlp import mlp
 from meseta.ops.product import batched_product
-from meseta.ops.sums import repeat
+from meseta.sparse.shapes import Float
 from meseta.spec import MesetaError, suggest
 
 

@@ -12,12 +12,21 @@ from torch.nn import functional
 
 from meseta.comm import BatchSlice
 from meseta.config.models.interactions import MaskNetConfig, MaskStructure
-from meseta.jagged.shapes import Float
-from meseta.models.base import ModelBuildArgs, ScoringModel
-from meseta.models.fields import FieldVectors, common_width
 from meseta.models.global_layers import LayerNorm
-from meseta.models.layers import MLP, HiddenLayers, MLPOptions, SkipInitLinear, check_widths, fill_linear
+from meseta.models.layers import (
+    MLP,
+    FieldVectors,
+    HiddenLayers,
+    MLPOptions,
+    ModelBuildArgs,
+    ScoringModel,
+    SkipInitLinear,
+    check_widths,
+    common_width,
+    fill_linear,
+)
 from meseta.ops.mlp import mlp
+from meseta.sparse.shapes import Float
 from meseta.spec import MesetaError
 
 

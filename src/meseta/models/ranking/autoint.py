@@ -10,12 +10,20 @@ import torch
 from torch import Tensor, nn
 
 from meseta.config.models.classic import AutoIntConfig
-from meseta.jagged.shapes import Float
-from meseta.models.attention import InteractingLayer
-from meseta.models.base import ModelBuildArgs, ScoringModel
-from meseta.models.fields import FieldVectors, common_width
-from meseta.models.initialization import fill_normal
-from meseta.models.layers import MLP, MLPOptions, SkipInitLinear, check_widths, fill_glorot
+from meseta.models.layers import (
+    MLP,
+    FieldVectors,
+    InteractingLayer,
+    MLPOptions,
+    ModelBuildArgs,
+    ScoringModel,
+    SkipInitLinear,
+    check_widths,
+    common_width,
+    fill_glorot,
+    fill_normal,
+)
+from meseta.sparse.shapes import Float
 
 
 class AutoInt(ScoringModel):

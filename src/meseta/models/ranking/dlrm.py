@@ -10,11 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from meseta.config.models.classic import DLRMConfig
-from meseta.jagged.shapes import Float
-from meseta.models.base import ModelBuildArgs, ScoringModel
-from meseta.models.initialization import fill_normal
-from meseta.models.layers import MLP, MLPOptions, check_widths
+from meseta.models.layers import MLP, MLPOptions, ModelBuildArgs, ScoringModel, check_widths, fill_normal
 from meseta.ops.dot_interaction import dot_interaction
+from meseta.sparse.shapes import Float
 from meseta.spec import MesetaError
 
 

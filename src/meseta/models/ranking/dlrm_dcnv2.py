@@ -9,12 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from meseta.config.models.classic import DLRMDCNv2Config
-from meseta.jagged.shapes import Float
-from meseta.models.base import ModelBuildArgs
-from meseta.models.cross import LowRankCross
-from meseta.models.initialization import fill_uniform
-from meseta.models.layers import MLP, MLPOptions, check_widths, fill_linear
+from meseta.models.interactions.deep_cross import LowRankCross
+from meseta.models.layers import MLP, MLPOptions, ModelBuildArgs, check_widths, fill_linear, fill_uniform
 from meseta.models.ranking.dlrm import DLRMBase
+from meseta.sparse.shapes import Float
 from meseta.spec import MesetaError
 
 

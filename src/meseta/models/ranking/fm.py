@@ -8,10 +8,19 @@ import torch
 from torch import Tensor, nn
 
 from meseta.config.models.classic import DeepFMConfig, FMConfig
-from meseta.jagged.shapes import Float
-from meseta.models.base import ModelBuildArgs, ScoringModel
-from meseta.models.fields import FieldVectors, FirstOrderTerm, common_width, split_weights
-from meseta.models.layers import MLP, MLPOptions, check_widths, fill_glorot
+from meseta.models.layers import (
+    MLP,
+    FieldVectors,
+    FirstOrderTerm,
+    MLPOptions,
+    ModelBuildArgs,
+    ScoringModel,
+    check_widths,
+    common_width,
+    fill_glorot,
+    split_weights,
+)
+from meseta.sparse.shapes import Float
 
 
 def sum_over_pairs(vectors: Float[Tensor, "B M D"]) -> Float[Tensor, " B"]:

@@ -11,11 +11,18 @@ import torch
 from torch import Tensor, nn
 
 from meseta.config.models.classic import MMoEConfig
-from meseta.jagged.shapes import Float
-from meseta.models.base import ModelBuildArgs, ScoringModel
-from meseta.models.initialization import fill_normal
-from meseta.models.layers import MLP, MLPOptions, SkipInitLinear, check_widths, fill_glorot
-from meseta.ops.sums import softmax
+from meseta.models.layers import (
+    MLP,
+    MLPOptions,
+    ModelBuildArgs,
+    ScoringModel,
+    SkipInitLinear,
+    check_widths,
+    fill_glorot,
+    fill_normal,
+)
+from meseta.ops.common import softmax
+from meseta.sparse.shapes import Float
 from meseta.spec import MesetaError
 
 

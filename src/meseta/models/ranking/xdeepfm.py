@@ -11,12 +11,22 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from meseta.config.models.classic import XDeepFMConfig
-from meseta.jagged.shapes import Float
-from meseta.models.base import ModelBuildArgs, ScoringModel
-from meseta.models.fields import FieldVectors, FirstOrderTerm, common_width, split_weights
-from meseta.models.initialization import fill_normal
-from meseta.models.layers import MLP, MLPOptions, SkipInitLinear, check_widths, fill_glorot
+from meseta.models.layers import (
+    MLP,
+    FieldVectors,
+    FirstOrderTerm,
+    MLPOptions,
+    ModelBuildArgs,
+    ScoringModel,
+    SkipInitLinear,
+    check_widths,
+    common_width,
+    fill_glorot,
+    fill_normal,
+    split_weights,
+)
 from meseta.ops.product import product
+from meseta.sparse.shapes import Float
 
 MAX_CHUNK_ELEMENTS = 1 << 19
 """Maximum number of products or sums of a layer to compute at a time, 2 MiB in float32."""

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from meseta.jagged.shapes import Int
 from meseta.ops.bucketize import reference
+from meseta.ops.common import contiguous_ids, register
 from meseta.ops.core import core
-from meseta.ops.library import register
 from meseta.ops.memory import empty
-from meseta.ops.tables import contiguous_ids
+from meseta.sparse.shapes import Int
 from meseta.spec import MesetaError
 
 # Each owner takes memory for every sample, so that a wrong number must not reach the allocator.

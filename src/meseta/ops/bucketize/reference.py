@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from meseta.ops.device_constants import device_constant
+from meseta.ops.common import device_constant
 from meseta.ops.hash_ids.reference import multiply_high, splitmix64
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from meseta.jagged.shapes import Float, Int
 from meseta.ops.coalesce import reference
+from meseta.ops.common import contiguous_ids, register
 from meseta.ops.core import core
-from meseta.ops.library import register
 from meseta.ops.memory import empty
-from meseta.ops.tables import contiguous_ids
+from meseta.sparse.shapes import Float, Int
 from meseta.spec import MesetaError
 
 BLOCK_SAMPLES = 256

@@ -33,8 +33,8 @@ import torch
 from torch import Tensor
 
 from meseta.ops.codec.layout import INT64_SIGN_BIT, RowLayout, pack_layouts, unpack_layouts, unpack_random_source
+from meseta.ops.common import register
 from meseta.ops.core import core
-from meseta.ops.library import register
 from meseta.spec import MesetaError
 from meseta.spec.codecs import Codec
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from meseta.ops.codec.layout import CODEC_LIST, RowLayout, ScaleBlock, unpack_layouts, unpack_random_source
 from meseta.ops.codec.triton_kernels import BLOCKS, HEADER_WORDS, ROWS, decode_blocks, encode_blocks, kernel_variant
 from meseta.ops.columns import ColumnMove
-from meseta.ops.device_constants import device_constant
+from meseta.ops.common import device_constant
 from meseta.ops.triton_shared import padded_address_count, write_addresses
 from meseta.spec import COLUMN_BLOCK, MesetaError
 

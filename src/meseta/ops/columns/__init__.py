@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from meseta.ops.columns import reference
+from meseta.ops.common import register
 from meseta.ops.core import core
-from meseta.ops.library import register
 from meseta.spec import MesetaError
 
 

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meseta.jagged.shapes import Float
+from meseta.ops.common import LIBRARY, register
 from meseta.ops.core import core
 from meseta.ops.dot_interaction import reference
-from meseta.ops.library import LIBRARY, register
 from meseta.ops.memory import empty
 from meseta.ops.product import batched_product
+from meseta.sparse.shapes import Float
 from meseta.spec import MesetaError
 
 

@@ -8,8 +8,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from meseta.jagged.shapes import Float
-from meseta.ops.device_constants import device_constant
+from meseta.ops.common import device_constant
+from meseta.sparse.shapes import Float
 
 BatchedMatmul = Callable[[Tensor, Tensor], Tensor]
 

@@ -7,11 +7,10 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from meseta.jagged.shapes import Int
+from meseta.ops.common import contiguous_ids, register
 from meseta.ops.core import core
 from meseta.ops.hash_ids import reference
-from meseta.ops.library import register
-from meseta.ops.tables import contiguous_ids
+from meseta.sparse.shapes import Int
 from meseta.spec import MesetaError, suggest
 
 HashMethod = Literal["splitmix64", "xxh64"]

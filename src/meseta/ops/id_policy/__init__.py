@@ -9,12 +9,11 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from meseta.jagged import KeyedJaggedTensor
-from meseta.jagged.shapes import Int
+from meseta.ops.common import contiguous_ids, register
 from meseta.ops.core import core
 from meseta.ops.id_policy import reference
-from meseta.ops.library import register
-from meseta.ops.tables import contiguous_ids
+from meseta.sparse import KeyedJaggedTensor
+from meseta.sparse.shapes import Int
 from meseta.spec import IdPolicy, MesetaError
 
 

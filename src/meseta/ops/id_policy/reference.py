@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from meseta.ops.device_constants import copy_to_device, device_constant
+from meseta.ops.common import copy_to_device, device_constant
 from meseta.ops.hash_ids.reference import splitmix64
 
 ERROR, DROP, CLAMP, HASH = range(4)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from meseta.ops.device_constants import device_constant
+from meseta.ops.common import device_constant
 from meseta.ops.id_policy import reference
 from meseta.ops.triton_shared import find_last_at_most
 

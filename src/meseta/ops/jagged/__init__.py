@@ -8,13 +8,12 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from meseta.jagged import KeyedJaggedTensor
-from meseta.jagged.shapes import Int, Shaped
+from meseta.ops.common import check_bounds, contiguous_ids, register
 from meseta.ops.core import core
 from meseta.ops.jagged import reference
-from meseta.ops.library import register
 from meseta.ops.memory import empty
-from meseta.ops.tables import check_bounds, contiguous_ids
+from meseta.sparse import KeyedJaggedTensor
+from meseta.sparse.shapes import Int, Shaped
 from meseta.spec import MesetaError
 
 

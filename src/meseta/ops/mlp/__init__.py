@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from meseta.jagged.shapes import Float
+from meseta.ops.common import register
 from meseta.ops.core import core
-from meseta.ops.library import register
 from meseta.ops.memory import empty
 from meseta.ops.mlp import reference
 from meseta.ops.product import DTYPE_CODES, product
+from meseta.sparse.shapes import Float
 from meseta.spec import MesetaError
 
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.nn import functional
 
-from meseta.jagged.shapes import Float
-from meseta.ops.sums import column_sums
+from meseta.ops.common import column_sums
+from meseta.sparse.shapes import Float
 
 
 def mlp(

@@ -9,12 +9,11 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from meseta.jagged.shapes import Float, Int
+from meseta.ops.common import DTYPE_CODES, can_bypass_dispatcher, check_bags, contiguous_ids, register
 from meseta.ops.core import core
-from meseta.ops.library import can_bypass_dispatcher, register
 from meseta.ops.memory import empty
 from meseta.ops.pooled_lookup import reference
-from meseta.ops.tables import DTYPE_CODES, check_bags, contiguous_ids
+from meseta.sparse.shapes import Float, Int
 from meseta.spec import MesetaError
 
 WEIGHTED, MEAN = 1, 2

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from meseta.ops.device_constants import device_constant
+from meseta.ops.common import device_constant
 from meseta.ops.triton_shared import ROW_TYPES, VECTOR_BYTES, TensorMetadata, tensor_metadata
 from meseta.spec import MesetaError
 

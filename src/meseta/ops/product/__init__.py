@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from meseta.jagged.shapes import Float
-from meseta.machine.processors import read_processor
+from meseta.ops.common import register
 from meseta.ops.core import core
-from meseta.ops.library import register
 from meseta.ops.memory import empty
 from meseta.ops.product import reference
+from meseta.sparse.shapes import Float
 from meseta.spec import MesetaError
+from meseta.system.processors import read_processor
 
 DTYPE_CODES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
 """Codes by which the compiled kernel identifies dtypes."""

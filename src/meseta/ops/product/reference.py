@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from meseta.jagged.shapes import Float
+from meseta.sparse.shapes import Float
 
 
 def product(a: Float[Tensor, "M K"], b: Float[Tensor, "K N"], bias: Float[Tensor, " N"] | None) -> Float[Tensor, "M N"]:

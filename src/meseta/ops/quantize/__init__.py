@@ -26,13 +26,12 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from meseta.jagged.shapes import Float, Shaped
+from meseta.ops.common import DTYPE_CODES, register
 from meseta.ops.core import core
-from meseta.ops.library import register
 from meseta.ops.memory import empty
 from meseta.ops.quantize import reference
 from meseta.ops.quantize.reference import CODE_BITS, FORMATS, row_bytes
-from meseta.ops.tables import DTYPE_CODES
+from meseta.sparse.shapes import Float, Shaped
 from meseta.spec import MesetaError, suggest
 
 RowFormat = Literal["int8", "int4", "int3", "int2", "fp8_e4m3", "fp8_e5m2", "fp16", "bf16"]

@@ -8,10 +8,10 @@ import math
 import torch
 from torch import Tensor
 
-from meseta.jagged.shapes import Float, Int
 from meseta.ops.core import core
 from meseta.ops.memory import empty
 from meseta.ops.random_rows import reference
+from meseta.sparse.shapes import Float, Int
 from meseta.spec import MesetaError, TableSpec
 
 # Each chunk of normal cells needs several float64 tensors. If these were larger, the allocator would return them to the

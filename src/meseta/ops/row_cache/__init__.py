@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from meseta.jagged.shapes import Bool, Int, Shaped
 from meseta.ops.core import core
 from meseta.ops.eviction import GHOST_SCORES_PER_SLOT, HALF_LIVES
+from meseta.sparse.shapes import Bool, Int, Shaped
 from meseta.spec import MesetaError
 
 EMPTY = -1

@@ -12,10 +12,10 @@ from typing import Any, get_args
 import numpy as np
 
 from meseta.errors import MesetaError, check_choice, error_summary
-from meseta.machine.files import direct_io_block_bytes
 from meseta.ops.core import core
 from meseta.ops.row_file.scratch_file import remove_leftovers
 from meseta.spec.tiers import EngineName
+from meseta.system.files import direct_io_block_bytes
 
 ENGINES = get_args(EngineName)
 AUTO, IO_URING, THREADS = ENGINES

@@ -12,9 +12,9 @@ import weakref
 from pathlib import Path
 
 from meseta.errors import MesetaError, error_summary
-from meseta.machine.files import to_file_name
-from meseta.machine.locks import try_lock
-from meseta.machine.processes import register_scratch_file, remove_scratch_file
+from meseta.system.files import to_file_name
+from meseta.system.locks import try_lock
+from meseta.system.processes import register_scratch_file, remove_scratch_file
 
 SUFFIX = ".meseta-rows"
 

@@ -8,12 +8,11 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from meseta.jagged.shapes import Int
+from meseta.ops.common import DTYPE_CODES, check_bags, check_bounds, check_tables, contiguous_ids, register
 from meseta.ops.core import core
-from meseta.ops.library import register
 from meseta.ops.memory import empty
 from meseta.ops.row_lookup import reference
-from meseta.ops.tables import DTYPE_CODES, check_bags, check_bounds, check_tables, contiguous_ids
+from meseta.sparse.shapes import Int
 from meseta.spec import MesetaError
 
 

@@ -12,8 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from meseta.ops.device_constants import device_constant
-from meseta.ops.tables import check_tables, contiguous_ids
+from meseta.ops.common import check_tables, contiguous_ids, device_constant
 from meseta.ops.triton_shared import ROW_TYPES, VECTOR_BYTES, padded_address_count, write_addresses
 from meseta.spec import MesetaError
 

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from meseta.jagged.shapes import Int
 from meseta.ops.row_marks.row_set import RowSet
+from meseta.sparse.shapes import Int
 
 ROWS_PER_WORD = 16
 _LOW_BITS = 0x55555555

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from meseta.jagged.shapes import Int
+from meseta.sparse.shapes import Int
 
 CHUNK_ROWS = 1 << 12
 """Number of rows for which the members are counted once and cached. A multiple of 8."""

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meseta.jagged.shapes import Float
+from meseta.ops.common import DTYPE_CODES, can_bypass_dispatcher, contiguous_ids, register
 from meseta.ops.core import core
-from meseta.ops.library import can_bypass_dispatcher, register
 from meseta.ops.row_update import reference
 from meseta.ops.row_update.call import (
     NUM_FEATURE_FIELDS,
@@ -23,7 +22,7 @@ from meseta.ops.row_update.call import (
     check_program,
     pack_core_fields,
 )
-from meseta.ops.tables import DTYPE_CODES, contiguous_ids
+from meseta.sparse.shapes import Float
 from meseta.spec import MesetaError
 
 __all__ = ["Bags", "FeatureGradient", "TableRows", "UpdateGroup", "row_update"]

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from meseta.jagged.shapes import Float, Int
 from meseta.ops.row_marks import ROWS_PER_WORD, num_words
 from meseta.ops.row_program.optimizer import Hyper, RowOptimizer, RowState
 from meseta.ops.row_program.program import RowProgram, trace
+from meseta.sparse.shapes import Float, Int
 from meseta.spec import MesetaError
 
 

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meseta.jagged.shapes import Float, Int
+from meseta.ops.common import DTYPE_CODES, register
 from meseta.ops.core import core
-from meseta.ops.library import register
 from meseta.ops.row_program.lowering import RowCode
 from meseta.ops.row_program.optimizer import Hyper, RowOptimizer
 from meseta.ops.row_program.program import RowProgram, trace
@@ -24,7 +23,7 @@ from meseta.ops.row_update.call import (
     row_ids_address,
     to_int64,
 )
-from meseta.ops.tables import DTYPE_CODES
+from meseta.sparse.shapes import Float, Int
 from meseta.spec import COLUMN_BLOCK, MesetaError
 
 

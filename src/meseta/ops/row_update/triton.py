@@ -19,7 +19,7 @@ import triton
 from torch import Tensor
 
 from meseta.ops.coalesce import BLOCK_SAMPLES
-from meseta.ops.device_constants import device_constant
+from meseta.ops.common import device_constant
 from meseta.ops.row_update import reference
 from meseta.ops.row_update.call import FeatureGradient, UpdateCall, marks_address, row_ids_address, unpack_features
 from meseta.ops.row_update.triton_kernels import (

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from meseta.jagged.shapes import Int
 from meseta.ops.core import core
+from meseta.sparse.shapes import Int
 from meseta.spec import MesetaError
 
 NOT_FOUND = -1

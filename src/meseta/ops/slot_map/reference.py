@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from meseta.jagged.shapes import Int
+from meseta.sparse.shapes import Int
 
 
 class ReferenceSlotMap:

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from meseta.jagged.shapes import Float, Int
+from meseta.ops.common import DTYPE_CODES, check_bags, check_tables, contiguous_ids, register
 from meseta.ops.core import core
-from meseta.ops.library import register
-from meseta.ops.tables import DTYPE_CODES, check_bags, check_tables, contiguous_ids
 from meseta.ops.weight_gradient import reference
+from meseta.sparse.shapes import Float, Int
 from meseta.spec import MesetaError
 
 WEIGHTED, MEAN = 1, 2

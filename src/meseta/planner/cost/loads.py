@@ -1,7 +1,8 @@
-"""Loads of many shards in one step: numbers of ids, bags and distinct rows, and bytes."""
+"""Sizes of rows and of their optimizer states."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -11,10 +12,33 @@ from numpy.typing import NDArray
 
 from meseta.planner.cost.cache_misses import cache_misses, request_rates
 from meseta.planner.cost.reuse import Floats, row_classes
-from meseta.planner.cost.sizes import compute_bytes, value_bytes
-from meseta.spec import COLUMN_BLOCK, MesetaError, Reuse, Workload
+from meseta.spec import COLUMN_BLOCK, MesetaError, Reuse, TableSpec, Workload
+from meseta.spec.tables import ELEMENT_BYTES
 from meseta.spec.tiers import HBM, OFFLOADED_TIERS, TIERS
 from meseta.spec.transfer import ROW_STATISTICS, element_bytes
+
+
+def value_bytes(table: TableSpec) -> int:
+    """Return the bytes per stored element of a row."""
+    return ELEMENT_BYTES[table.dtype]
+
+
+def compute_bytes(table: TableSpec) -> int:
+    """Return the bytes per element of bags, gradients and optimizer states."""
+    return element_bytes((table,))
+
+
+def state_bytes_per_row(table: TableSpec) -> int:
+    """Return the bytes of the optimizer state of one row."""
+    per_element, per_row = table.optimizer.num_states
+    return (per_element * table.embedding_dim + per_row) * compute_bytes(table)
+
+
+def shard_storage_bytes(table: TableSpec, num_rows: int, num_columns: int) -> int:
+    """Return the bytes of a shard including its optimizer state, rounded up."""
+    row_bytes = table.embedding_dim * value_bytes(table) + state_bytes_per_row(table)
+    return math.ceil(num_rows * row_bytes * num_columns / table.embedding_dim)
+
 
 Indices = NDArray[np.int64]
 CACHE_LINE_BYTES = 64

@@ -10,12 +10,11 @@ from typing import Literal
 import numpy as np
 
 from meseta.planner.cost.exchange import UNPARTITIONED, Partitioning, count_items, shard_transfer_bytes
-from meseta.planner.cost.loads import ShardLoads, WorkloadLoads
+from meseta.planner.cost.loads import ShardLoads, WorkloadLoads, compute_bytes, state_bytes_per_row, value_bytes
 from meseta.planner.cost.placement import CacheOptions, Placement
 from meseta.planner.cost.reuse import Floats
-from meseta.planner.cost.sizes import compute_bytes, state_bytes_per_row, value_bytes
 from meseta.spec import Plan, Shard, TableSpec, Workload
-from meseta.spec.checkpoint_blocks import (
+from meseta.spec.shards import (
     BLOCK_BYTES,
     GLOBAL_ROW_ID_BYTES,
     NUM_PARALLEL_CHAIN_READS,

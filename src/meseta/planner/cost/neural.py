@@ -12,7 +12,7 @@ from meseta.planner.cost.loads import OFFLOADED_TIER_INDICES, Indices, ShardLoad
 from meseta.planner.cost.operators import operator_seconds
 from meseta.planner.cost.reuse import Floats
 from meseta.spec import CostModel, Topology
-from meseta.spec.neural_cost import SHARD_INPUTS, Float32Array, Network
+from meseta.spec.cost_model import SHARD_INPUTS, Float32Array, Network
 from meseta.spec.tiers import HBM, TIERS
 
 _OPTIMIZERS = ("sgd", "rowwise_adagrad", "adagrad", "adam")

@@ -13,15 +13,14 @@ from meseta.planner.cost.loads import OFFLOADED_TIER_INDICES, ShardLoads, Worklo
 from meseta.planner.cost.memory import MemoryBytes, PlanLoads, RunBytes, memory_bytes
 from meseta.planner.cost.neural import collective_correction, rank_seconds
 from meseta.planner.cost.operators import disk_seconds, operator_seconds
-from meseta.planner.cost.overlapped_step import OverlappedStep, TransferCost, dense_op_seconds, schedule_for
 from meseta.planner.cost.placement import CacheOptions, Placement
 from meseta.planner.cost.reuse import Floats
-from meseta.planner.cost.schedule import ALL_REDUCES
+from meseta.planner.cost.schedule import ALL_REDUCES, OverlappedStep, TransferCost, dense_op_seconds, schedule_for
 from meseta.spec import CostModel, MesetaError, Plan, Topology, Workload
 from meseta.spec.stages import STEP_COMPONENTS, StepComponent
 from meseta.spec.tiers import HBM, MEMORIES, Memory, StorageOptions
 from meseta.spec.transfer import step_transfers
-from meseta.telemetry.transfers import TransferMeans
+from meseta.telemetry.span import TransferMeans
 
 COMPUTE_COMPONENTS = ("lookup", "table_update")
 """Components in which ranks do not wait for each other."""

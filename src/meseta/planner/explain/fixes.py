@@ -8,9 +8,8 @@ from functools import partial
 
 import numpy as np
 
-from meseta.planner.cost.loads import WorkloadLoads
+from meseta.planner.cost.loads import WorkloadLoads, shard_storage_bytes
 from meseta.planner.cost.memory import RunBytes, fixed_bytes
-from meseta.planner.cost.sizes import shard_storage_bytes
 from meseta.planner.search.assignment import UNLIMITED, BusySeconds
 from meseta.planner.search.cost_estimator import ShardCostEstimator
 from meseta.planner.search.option_costs import OptionCosts

@@ -9,7 +9,7 @@ import numpy as np
 
 from meseta.planner.search.assignment import Floats, Mask
 from meseta.planner.search.option_costs import OptionCosts
-from meseta.planner.search.paths import best_mix
+from meseta.planner.search.partition import best_mix
 from meseta.planner.search.problem import PlacementProblem
 
 NUM_SINGLE_PATHS = 2

@@ -30,12 +30,18 @@ from meseta.planner.cost.memory import (
     stored_bytes,
 )
 from meseta.planner.cost.operators import disk_seconds, operator_seconds
-from meseta.planner.cost.overlapped_step import dense_op_seconds, schedule_for
 from meseta.planner.cost.placement import Placement
 from meseta.planner.cost.predict import dense_seconds, replica_seconds
-from meseta.planner.cost.schedule import HOST_POOLED_BAGS, MERGED_TRANSFERS, PACKING_PREFIX, Schedule
+from meseta.planner.cost.schedule import (
+    HOST_POOLED_BAGS,
+    MERGED_TRANSFERS,
+    PACKING_PREFIX,
+    Schedule,
+    dense_op_seconds,
+    schedule_for,
+)
 from meseta.planner.search.assignment import Floats, Ints, Mask, ShardingOptions, StepPaths
-from meseta.planner.search.paths import COMPUTE_COMPONENTS, DurationTerms, find_paths
+from meseta.planner.search.partition import COMPUTE_COMPONENTS, DurationTerms, find_paths
 from meseta.spec import CostModel, Topology, Workload
 from meseta.spec.codecs import (
     AllReduceAlgorithm,

@@ -6,12 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
-from meseta.planner.cost.sizes import shard_storage_bytes
+from meseta.planner.cost.loads import shard_storage_bytes
 from meseta.spec import MesetaError, Plan, Shard, TablePlan, TableSpec, Topology
 from meseta.spec.constraints import PinnedPlacement
 from meseta.spec.documents import read_mapping
-from meseta.spec.plan import check_sharding, check_tiling
-from meseta.spec.plan_document import read_explicit_plan
+from meseta.spec.plan import check_sharding, check_tiling, read_explicit_plan
 
 
 def load_kept_tables(keep: PinnedPlacement, tables: Sequence[TableSpec], topology: Topology) -> dict[str, TablePlan]:

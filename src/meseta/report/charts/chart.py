@@ -1,4 +1,4 @@
-"""Line charts, bar charts and reliability plots as SVG."""
+"""Axes of charts with round ticks."""
 
 from __future__ import annotations
 
@@ -6,10 +6,71 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meseta.report.charts.axis import Axis, make_axis
-from meseta.report.charts.markup import coordinate, escape, svg, svg_text, tag
-from meseta.telemetry.formatting import format_decimal, format_si, is_drawable
+from meseta.report.charts.markup import Number, coordinate, escape, svg, svg_text, tag
+from meseta.spec import Reuse
+from meseta.telemetry.formatting import format_decimal, format_percent, format_si, is_drawable
 from meseta.telemetry.metrics_file import ReliabilityPoint
+
+
+@dataclass(frozen=True, kw_only=True)
+class Axis:
+    """Linear scale from values to pixels."""
+
+    low: Number
+    high: Number
+    start: Number
+    """Pixel coordinate of `low`."""
+    end: Number
+    """Pixel coordinate of `high`."""
+    ticks: tuple[float, ...]
+    labels: tuple[str, ...]
+
+    def to_pixel(self, value: Number) -> float:
+        """Return the pixel coordinate of a value."""
+        return self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start)
+
+
+def make_axis(values: Sequence[Number], start: Number, end: Number, *, num_ticks: int = 4, widen: bool = True) -> Axis:
+    """Create an axis over `values` with about `num_ticks` round ticks.
+
+    Args:
+        values: Finite values that the axis covers.
+        start: Pixel coordinate of the low end.
+        end: Pixel coordinate of the high end.
+        num_ticks: Approximate number of ticks.
+        widen: Whether to extend the axis to the next ticks.
+    """
+    low, high = min(values), max(values)
+    # Equal values would give an axis of length zero, so pad it on both sides.
+    if high - low <= 1e-9 * max(abs(low), abs(high)):
+        pad = abs(high) * 0.1 or 1.0
+        low, high = (low - pad, high + pad) if low < 0 else (max(low - pad, 0.0), high + pad)
+    step = _round_step((high - low) / num_ticks)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    if widen:
+        low, high = first * step, last * step
+    ticks = tuple(k * step for k in range(first, last + 1) if low - 1e-9 * step <= k * step <= high + 1e-9 * step)
+    return Axis(low=low, high=high, start=start, end=end, ticks=ticks, labels=_tick_labels(ticks, step))
+
+
+def _round_step(rough: float) -> float:
+    """Return the smallest step of at least `rough` that is 1, 2 or 5 times a power of ten."""
+    power = 10.0 ** math.floor(math.log10(rough))
+    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9))
+
+
+def _tick_labels(ticks: Sequence[float], step: float) -> tuple[str, ...]:
+    """Format ticks with equal decimals and a common unit prefix, such as "1.5M"."""
+    largest = max((abs(tick) for tick in ticks), default=0.0)
+    # Very small and very large values have no prefix.
+    if largest < 1e-3 or largest >= 1e15:
+        return tuple(f"{tick:.6g}" if tick else "0" for tick in ticks)
+    factor, suffix = next(
+        ((f, s) for f, s in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")) if largest >= f), (1.0, "")
+    )
+    decimals = max(0, -math.floor(math.log10(step / factor) + 1e-9))
+    return tuple(f"{tick / factor:.{decimals}f}{suffix}" if tick else "0" for tick in ticks)
+
 
 WIDTH, HEIGHT = 340, 210
 MARGIN_LEFT, MARGIN_RIGHT, MARGIN_TOP, MARGIN_BOTTOM = 44, 64, 12, 30
@@ -248,3 +309,78 @@ def _separate_labels(ends: list[tuple[float, str, str]]) -> list[tuple[float, st
                 placed[i] = (placed[i][0] - overlap / 2, *placed[i][1:])
                 placed[i + 1] = (placed[i + 1][0] + overlap / 2, *placed[i + 1][1:])
     return [(min(max(y, float(MARGIN_TOP)), float(HEIGHT - MARGIN_BOTTOM)), name, class_) for y, name, class_ in placed]
+
+
+BAR_WIDTH, BAR_HEIGHT = 7, 26
+NOTE_WIDTH = 54
+
+
+def histogram(title: str, values: Sequence[float], hovers: Sequence[str], class_: str, notes: tuple[str, str]) -> str:
+    """Draw one bar per value. The tallest bar has the full height.
+
+    Args:
+        title: Description for screen readers.
+        values: Values of the bars. Negative, huge and non-finite values become 0.
+        hovers: Tooltips of the bars.
+        class_: CSS class of the bars.
+        notes: Two short lines to the right of the bars, '' for none.
+
+    Returns:
+        SVG, or an empty string if no value is positive.
+    """
+    heights = [value if is_drawable(value) and value > 0 else 0.0 for value in values]
+    tallest = max(heights, default=0.0)
+    if not tallest:
+        return ""
+    marks = []
+    for i, (value, hover) in enumerate(zip(heights, hovers, strict=True)):
+        # The smallest positive value remains visible.
+        height = max(value / tallest * BAR_HEIGHT, 0.75 if value else 0.0)
+        x = float(i * BAR_WIDTH)
+        # A transparent column over the full height shows the tooltip above short bars, too.
+        column = {"x": x, "y": 0.0, "width": float(BAR_WIDTH), "height": float(BAR_HEIGHT), "class_": "bar-back"}
+        bar = {"x": x, "y": BAR_HEIGHT - height, "width": BAR_WIDTH - 1.5, "height": height, "class_": class_}
+        marks.append(tag("g", tag("title", escape(hover)), tag("rect", **column), tag("rect", **bar)))
+    width = len(heights) * BAR_WIDTH
+    marks.append(tag("path", d=f"M0 {BAR_HEIGHT}H{width}", class_="grid"))
+    marks.append(svg_text(width + 4, 11, notes[0], "tick"))
+    marks.append(svg_text(width + 4, 24, notes[1], "axis-name"))
+    return svg(width + NOTE_WIDTH * any(notes), BAR_HEIGHT + 1, title, *marks, class_="chart bars")
+
+
+def reuse_histogram(reuse: Reuse, shares: Sequence[float], noun: str, class_: str) -> str:
+    """Draw the shares of rows or lookups by the number of uses of a row within a window.
+
+    The share and the uses of the tallest bar are shown next to the bars.
+
+    Args:
+        reuse: Reuse statistics with the edges of the bins.
+        shares: Share of each bin.
+        noun: Name of the counted items, "rows" or "lookups".
+        class_: CSS class of the bars.
+
+    Returns:
+        SVG, or an empty string if no share is positive.
+    """
+    heights = [value if is_drawable(value) else 0.0 for value in shares]
+    if not any(value > 0 for value in heights):
+        return ""
+    hovers = [
+        f"{format_percent(value)} of {noun}: used {_bin_label(reuse.edges, i)}" for i, value in enumerate(heights)
+    ]
+    peak = heights.index(max(heights))
+    notes = format_percent(heights[peak]), _bin_label(reuse.edges, peak, is_short=True)
+    return histogram(f"Reuse histogram, share of {noun}", heights, hovers, class_, notes)
+
+
+def _bin_label(edges: Sequence[int], index: int, *, is_short: bool = False) -> str:
+    """Format the bin (edges[i], edges[i + 1]] as a number of uses. The last bin has no upper edge."""
+    if index >= len(edges):
+        return ""
+    low = edges[index] + 1
+    if index + 1 == len(edges):
+        return f">{edges[index]:,}×" if is_short else f"more than {edges[index]:,} times"
+    high = edges[index + 1]
+    if low == high:
+        return f"{high:,}×" if is_short else ("once" if high == 1 else f"{high} times")
+    return f"≤{high:,}×" if is_short else f"{low:,} to {high:,} times"

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from meseta.report.charts.chart import Series, line_chart
 from meseta.report.charts.markup import escape, tag
-from meseta.report.record import RunRecord
 from meseta.telemetry.formatting import is_drawable
-from meseta.telemetry.metrics import Metric
+from meseta.telemetry.metrics import TEST, Metric
 from meseta.telemetry.metrics_file import EvalLine, TrainLine
-from meseta.telemetry.splits import TEST
+
+if TYPE_CHECKING:
+    from meseta.report.record import RunRecord
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meseta.report.charts.axis import make_axis
+from meseta.report.charts.chart import make_axis
 from meseta.report.charts.markup import coordinate, escape, svg, svg_text, tag
 
 WIDTH, ROW_HEIGHT, MARGIN_LEFT, MARGIN_RIGHT = 360, 20, 122, 18

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from meseta.report.charts.markup import escape, svg, svg_text, tag
-from meseta.report.record import RunRecord
 from meseta.spec import Plan, Shard, ShardingType
 from meseta.spec.tables import ELEMENT_BYTES
 from meseta.telemetry.formatting import format_bytes, format_count, format_quantity
+
+if TYPE_CHECKING:
+    from meseta.report.record import RunRecord
 
 MAX_HEIGHT = 300.0
 # Smaller boxes are too small for a label and for a tooltip.

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from statistics import median_low
 from typing import NamedTuple
 
-from meseta.report.charts.axis import Axis, make_axis
+from meseta.report.charts.chart import Axis, make_axis
 from meseta.report.charts.markup import coordinate, escape, svg, svg_text, tag
 from meseta.spec.stages import STAGE_NAMES
 from meseta.telemetry.formatting import format_bytes, format_count, format_quantity

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from meseta.machine.files import format_json, write_atomic
 from meseta.report.charts.intervals import IntervalRow, interval_chart
-from meseta.report.charts.markup import escape, table, tag
-from meseta.report.document import html_document
+from meseta.report.charts.markup import escape, html_document, table, tag
 from meseta.report.quality.suite_result import EvalDatasetResult, PairedDifference, SuiteResult
 from meseta.report.quality.tables import (
     DECIMALS,
@@ -21,6 +19,7 @@ from meseta.report.quality.tables import (
     strengths_table,
     to_markdown,
 )
+from meseta.system.files import format_json, write_atomic
 from meseta.telemetry.formatting import format_difference, format_quantity
 from meseta.telemetry.metrics import Metric
 

@@ -11,8 +11,8 @@ from meseta.config import TrainConfig, set_default
 from meseta.config.load import get_value
 from meseta.config.models import section_class
 from meseta.data.dataset.dataset import Dataset
-from meseta.data.layout import NO_CATEGORY
-from meseta.telemetry.splits import VALID
+from meseta.data.schema.layout import NO_CATEGORY
+from meseta.telemetry.metrics import VALID
 
 NUM_STEPS_PER_EPOCH = 200
 """Desired number of steps per epoch on a small dataset."""

@@ -12,18 +12,18 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from meseta.checkpoint.files.tensors import read_tensors
+from meseta.checkpoint.files.block import read_tensors
 from meseta.checkpoint.manifest import read_manifest
 from meseta.config import RunConfig
 from meseta.data.dataset.dataset import Dataset
-from meseta.data.read.selection import calibration_shift
 from meseta.embedding import EmbeddingBagCollection
 from meseta.errors import error_summary
-from meseta.machine.files import atomic_folder
-from meseta.machine.remote import Location
 from meseta.models import make_model
-from meseta.models.base import check_reads_pooled
+from meseta.models.layers import check_reads_pooled
 from meseta.spec import MesetaError
+from meseta.system.files import atomic_folder
+from meseta.system.remote import Location
+from meseta.train.evaluate import logit_shift
 from meseta.train.run_dir import RunDir
 from meseta.train.setup.specs import make_specs
 from meseta.train.state import set_dense_parameters
@@ -38,7 +38,7 @@ class DensePart(nn.Module):
     predict`."""
 
     def __init__(self, model: Any, shift: float) -> None:
-        """Wrap a model of `make_model`. `shift` is added to its logits, see `calibration_shift`."""
+        """Wrap a model of `make_model`. `shift` is added to its logits, see `logit_shift`."""
         super().__init__()
         self.model = model
         self.shift = shift
@@ -69,7 +69,7 @@ def load_dense_part(path: Location, run_dir: Path | None = None) -> tuple[DenseP
     model.to(dtype=collection.dtype)
     set_dense_parameters(model, read_tensors(path, read_manifest(path)["dense"]))
     check_reads_pooled("export", model)
-    part = DensePart(model, calibration_shift(config.data.negative_keep)).eval()
+    part = DensePart(model, logit_shift(config)).eval()
     return part, _describe_inputs(config, dataset, collection)
 
 

@@ -13,17 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from meseta import checkpoint
-from meseta.checkpoint.export_reader import EXPORT_PATH, ExportReader
+from meseta.checkpoint.exporting import EXPORT_PATH, ExportReader
 from meseta.checkpoint.files.layout import TableLayout
 from meseta.checkpoint.loading import check_tables
 from meseta.comm import World
 from meseta.config import DenseOptimizerConfig, RunConfig
-from meseta.machine.remote import Location
 from meseta.models import DLRM
 from meseta.optim.dense import make_dense_optimizer
 from meseta.spec import MesetaError, suggest
-from meseta.spec.checkpoint_blocks import BLOCK_BYTES
+from meseta.spec.shards import BLOCK_BYTES
 from meseta.storage import ROW, as_stored
+from meseta.system.remote import Location
 from meseta.train.interop.state_dicts import (
     LAYOUTS,
     Layout,

@@ -8,8 +8,7 @@ from meseta.comm import World
 from meseta.comm.clocks import measure_rank_clocks
 from meseta.spec import MesetaError
 from meseta.telemetry.span import StageTimes
-from meseta.telemetry.timeline import TIMELINE_FILE, StepRange, Timeline, make_rank_tracks
-from meseta.telemetry.trace_events import to_trace_document
+from meseta.telemetry.timeline import TIMELINE_FILE, StepRange, Timeline, make_rank_tracks, to_trace_document
 from meseta.train.resuming import CompletionReason
 from meseta.train.run_dir import RunDir
 from meseta.train.running_metrics import TrainingClock

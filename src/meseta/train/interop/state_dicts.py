@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from meseta.errors import error_summary
-from meseta.machine.files import open_regular
 from meseta.spec import MesetaError
+from meseta.system.files import open_regular
 
 Layout = Literal["torch", "torchrec", "dlrm"]
 LAYOUTS: tuple[Layout, ...] = ("torch", "torchrec", "dlrm")

@@ -11,10 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from meseta.machine.files import append_atomic
 from meseta.spec import MesetaError
+from meseta.system.files import append_atomic
+from meseta.telemetry.metrics import VALID
 from meseta.telemetry.metrics_file import EvalLine, Line
-from meseta.telemetry.splits import VALID
 
 # Keys of a line that identify it and are not scalars.
 _POSITION_KEYS = ("kind", "step", "split")

@@ -18,10 +18,9 @@ from meseta.train.metrics.binary_metrics import (
     reliability_curve,
 )
 from meseta.train.metrics.grouped import GroupedMetric, grouped_auc, grouped_ndcg
-from meseta.train.metrics.lifetime import BinnedAuc, LifetimeMetrics, LifetimeWindow, binned_auc
+from meseta.train.metrics.lifetime import BinnedAuc, LifetimeMetrics, LifetimeWindow, MetricWindow, binned_auc
 from meseta.train.metrics.regret import regret
 from meseta.train.metrics.tasks import Segment, TaskWindows, segment_metrics, task_metrics
-from meseta.train.metrics.window import MetricWindow
 
 __all__ = [
     "NUM_RELIABILITY_BINS",

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from meseta.data.weights import MAX_WEIGHT, MIN_WEIGHT, is_weight
+from meseta.data.schema.layout import MAX_WEIGHT, MIN_WEIGHT, is_weight
 from meseta.spec import MesetaError
 
 MAX_LOGIT = 1e100

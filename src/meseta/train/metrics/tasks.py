@@ -11,8 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from meseta.spec import MesetaError
 from meseta.train.metrics.binary_metrics import Metrics
-from meseta.train.metrics.lifetime import LifetimeWindow
-from meseta.train.metrics.window import MetricWindow
+from meseta.train.metrics.lifetime import LifetimeWindow, MetricWindow
 
 WindowT = TypeVar("WindowT", MetricWindow, LifetimeWindow)
 

@@ -10,8 +10,8 @@ from meseta.comm import World
 from meseta.config import RunConfig, load_config
 from meseta.spec import MesetaError
 from meseta.train.dataset_checks import open_dataset
-from meseta.train.early_stopping import check_early_stopping
 from meseta.train.evaluate import check_segments
+from meseta.train.evaluation_tracker import check_early_stopping
 from meseta.train.quality.study import SuiteRun
 from meseta.train.setup.build import make_reader, plan_model, task_weights
 

@@ -11,17 +11,16 @@ from numpy.typing import NDArray
 from meseta.config import RunConfig
 from meseta.data.dataset.dataset import Dataset
 from meseta.embedding import EmbeddingBagCollection
-from meseta.machine.files import write_atomic
 from meseta.report.quality.suite_result import SeedScore
 from meseta.spec import MesetaError
-from meseta.telemetry.splits import TEST
+from meseta.system.files import write_atomic
+from meseta.telemetry.metrics import TEST
 from meseta.train.evaluate import predict
 from meseta.train.metrics import compute_metrics, regret
 from meseta.train.quality.study import SuiteRun
 from meseta.train.quality.worlds import read_true_probabilities
 from meseta.train.setup.meta_model import make_meta_model
-from meseta.train.setup.specs import make_specs
-from meseta.train.setup.workload import dense_load
+from meseta.train.setup.specs import dense_load, make_specs
 from meseta.train.trained_model import open_trained
 
 MIN_TRUE_PROBABILITY = 1e-12

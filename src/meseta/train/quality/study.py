@@ -14,14 +14,14 @@ import yaml
 
 from meseta.config import read_config_document, set_default, validate_document
 from meseta.data.dataset.dataset import Dataset
-from meseta.machine.files import parse_json, path_exists, read_bounded, read_if_exists, to_json_types, write_atomic
-from meseta.machine.user_code import log_user_code
 from meseta.report.quality.suite_result import ConfigScores, EvalDataset, SeedScore
 from meseta.spec import MesetaError
-from meseta.telemetry.splits import TEST, VALID
+from meseta.system.files import parse_json, path_exists, read_bounded, read_if_exists, to_json_types, write_atomic
+from meseta.system.user_code import log_user_code
+from meseta.telemetry.metrics import TEST, VALID
 from meseta.train.quality.suite import QualitySuite, SuiteDataset, SuiteEntry, SuiteWorld, folder_name
 from meseta.train.quality.worlds import BEST_FILE, ROWS_FOLDER
-from meseta.train.sweep.sweep import Trial, TrialResult, find_custom_code, rank_trials
+from meseta.train.sweep import Trial, TrialResult, find_custom_code, rank_trials
 
 _FORMAT = "meseta.quality/1"
 

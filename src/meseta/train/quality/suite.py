@@ -14,11 +14,11 @@ from pydantic import Field, field_validator, model_validator
 from meseta.config.load import validate_section
 from meseta.config.section import NonNegativeInt, PositiveInt, Section
 from meseta.data.synth.worlds import WORLDS
-from meseta.machine.files import to_file_name
 from meseta.report.quality.suite_result import EvalDataset
 from meseta.spec import MesetaError, suggest
 from meseta.spec.documents import read_mapping
-from meseta.train.sweep.sweep import Choices, SearchSpace, grid_settings, parse_setting, random_settings
+from meseta.system.files import to_file_name
+from meseta.train.sweep import Choices, SearchSpace, grid_settings, parse_setting, random_settings
 
 RESERVED_KEYS = ("run_dir", "data.dir", "data.service", "seed", "checkpoint.dir", "checkpoint.mirror")
 """Config keys that a suite sets for each run, or that must not be shared by runs."""

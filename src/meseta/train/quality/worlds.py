@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from meseta.data.prepare import PrepareOptions, prepare
 from meseta.data.synth import ClickLog, SynthOptions, write_click_log
 from meseta.errors import error_summary
-from meseta.machine.files import atomic_folder
 from meseta.spec import MesetaError
+from meseta.system.files import atomic_folder
 from meseta.train.quality.suite import NUM_WORLD_FILES, SuiteWorld
 
 ROWS_FOLDER, TRUTH_FILE, BEST_FILE = "rows", "truth.npz", "best.json"

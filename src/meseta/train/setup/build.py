@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import astuple
 from typing import Any
 
 import torch
 
 from meseta.comm import World
+from meseta.comm.dense import make_shard_sum
 from meseta.config import RunConfig
 from meseta.data.dataset.dataset import Dataset
 from meseta.data.read.batch_reader import BatchReader
 from meseta.data.read.options import ReaderOptions
-from meseta.data.read.served.reader import RunAttempt
+from meseta.data.service.client.reader import RunAttempt
 from meseta.embedding import EmbeddingBagCollection, shard
-from meseta.machine.ranks import local_rank, num_local_ranks, print_note
-from meseta.optim.clip import GradientClipper, SumOverRanks
-from meseta.optim.schedule import learning_rate_factor
+from meseta.optim.dense import GradientClipper, SumOverRanks, learning_rate_factor, make_dense_optimizer
+from meseta.pipeline import Pipeline
 from meseta.spec import MesetaError, Plan, suggest
+from meseta.spec.stages import Overlap
+from meseta.system.ranks import local_rank, num_local_ranks, print_note
 from meseta.train.setup.meta_model import make_meta_model, make_unsharded_model
 from meseta.train.setup.planning import RunPlanner, check_clip
 from meseta.train.setup.source import make_row_source
@@ -96,6 +99,28 @@ def place_model(planner: RunPlanner, plan: Plan, world: World) -> Any:
     model.to(device=world.device if is_whole else "cpu", dtype=collection.dtype)
     comm, storage = config.comm.communication, config.storage.options
     return shard(model, plan, world=world, dense=config.dense.sharding, comm=comm, storage=storage)
+
+
+def make_pipeline(
+    config: RunConfig, dataset: Dataset, model: Any, overlap: Collection[Overlap], world: World
+) -> Pipeline:
+    """Create the pipeline that trains a sharded model, with the optimizer of the dense part.
+
+    `overlap` are the exchanges to hide. Raises MesetaError as `task_weights` and `make_clip` do.
+    """
+    over_parts = make_shard_sum(model.parameters(), world)
+    pipeline = Pipeline(
+        model,
+        make_dense_optimizer(config.dense.optimizer, model.parameters(), over_parts),
+        world,
+        task_weights=task_weights(config, dataset),
+        clip=make_clip(config, world, over_parts),
+        accumulate_steps=config.train.accumulate_steps,
+        overlap=overlap,
+    )
+    pipeline.num_masked_tasks = dataset.num_masked_tasks
+    pipeline.uses_stale_embeddings = bool(config.pipeline.staleness)
+    return pipeline
 
 
 def make_reader(

@@ -10,15 +10,15 @@ import torch
 from torch import nn
 
 from meseta.comm import World
-from meseta.comm.dense_shards import sharded_modules
+from meseta.comm.dense import sharded_modules
 from meseta.config import CheckpointConfig, RunConfig
 from meseta.data.dataset.dataset import Dataset
-from meseta.data.read.served.record_batches import MAX_RECORD_BATCH_ROWS
-from meseta.data.read.served.windows import MAX_WINDOWS_AHEAD
-from meseta.machine.kernel import KernelFiles, free_memory_bytes, read_cgroup_limits
+from meseta.data.service.client.windows import MAX_WINDOWS_AHEAD
+from meseta.data.service.record_batches import MAX_RECORD_BATCH_ROWS
 from meseta.planner.cost.memory import DENSE_COPIES, PHASES, PROCESS_OVERHEAD_BYTES, Phase, RunBytes, plan_memory_bytes
 from meseta.spec import MesetaError, OptimizerSpec, Plan, TableSpec, Workload
 from meseta.spec.tiers import HBM, HOST
+from meseta.system.kernel import KernelFiles, free_memory_bytes, read_cgroup_limits
 from meseta.telemetry.formatting import format_bytes
 from meseta.train.setup.meta_model import evaluation_peak_bytes, pooled_embedding_bytes, step_peak_bytes
 from meseta.train.setup.source import make_row_source

@@ -21,10 +21,9 @@ from meseta.data.dataset.dataset import Dataset
 from meseta.embedding import EmbeddingBagCollection
 from meseta.embedding.batch_context import BatchContext
 from meseta.models import make_model
-from meseta.models.base import DenseActivations, ScoringModel, check_reads_pooled, find_dense_forward
 from meseta.models.custom import load_custom_model_class
-from meseta.models.initialization import fill_by_pattern
-from meseta.ops.library import FLOPS
+from meseta.models.layers import DenseActivations, ScoringModel, check_reads_pooled, fill_by_pattern, find_dense_forward
+from meseta.ops.common import FLOPS
 from meseta.spec import InitSpec, MesetaError
 from meseta.train.setup.heap import heap_peak
 

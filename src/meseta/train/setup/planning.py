@@ -15,8 +15,6 @@ from meseta.config import RunConfig
 from meseta.data.dataset.dataset import Dataset
 from meseta.embedding import EmbeddingBagCollection
 from meseta.errors import error_summary
-from meseta.machine.kernel import KernelFiles, read_cgroup_limits, total_memory_bytes
-from meseta.machine.ranks import print_note
 from meseta.measure.topology import gpu_kind
 from meseta.pipeline.overlap import OverlapChoice, predict_overlap
 from meseta.planner import PlanResult, documented_cost_model, find_plan, predict
@@ -27,12 +25,13 @@ from meseta.spec import CostModel, DeviceKind, MesetaError, Plan, Topology, Work
 from meseta.spec.constraints import Constraints
 from meseta.spec.tiers import HOST, StorageOptions, Tier
 from meseta.spec.transfer import step_transfers
+from meseta.system.kernel import KernelFiles, read_cgroup_limits, total_memory_bytes
+from meseta.system.ranks import print_note
 from meseta.telemetry.summary import PredictedStep
 from meseta.train.setup.memory import RunMemory, available_bytes, check_memory, dense_part_bytes, run_bytes
 from meseta.train.setup.meta_model import dense_only_flops, make_meta_model
 from meseta.train.setup.source import make_row_source
-from meseta.train.setup.specs import make_specs
-from meseta.train.setup.workload import make_workload
+from meseta.train.setup.specs import make_specs, make_workload
 
 
 class RunPlanner:

@@ -19,16 +19,16 @@ from meseta.config.run import ServiceConfig
 from meseta.data.dataset.dataset import Dataset
 from meseta.data.dataset.encoding import with_vocabulary_digests
 from meseta.data.prepare.copy_tables import copy_tables
-from meseta.machine.environment_variables import environ
 from meseta.spec import MesetaError
+from meseta.system.environment_variables import environ
 
 if TYPE_CHECKING:
     from meseta.comm import World
     from meseta.data.read.batch_reader import BatchReader
     from meseta.data.read.options import ReaderOptions
-    from meseta.data.read.served.dispatcher_client import DispatcherClient
-    from meseta.data.read.served.messages import DatasetDescription
-    from meseta.data.read.served.reader import ReaderServiceAddress, RunAttempt
+    from meseta.data.service.client.reader import ReaderServiceAddress, RunAttempt
+    from meseta.data.service.dispatcher_client import DispatcherClient
+    from meseta.data.service.messages import DatasetDescription
 
 
 READERS_VARIABLE = "MESETA_READERS"
@@ -109,7 +109,7 @@ class _ServiceSource(RowSource):
     def reader(
         self, dataset: Dataset, split: str, options: ReaderOptions, world: World, run: RunAttempt | None = None
     ) -> BatchReader:
-        from meseta.data.read.served.reader import RunAttempt, ServedReader
+        from meseta.data.service.client.reader import RunAttempt, ServedReader
 
         # The ranks of one epoch share windows with each other and with no other reader, so the name must be unique.
         run = run or world.broadcast_from_rank_0(
@@ -132,7 +132,7 @@ class _ServiceSource(RowSource):
         return reader
 
     def new_attempt(self, run_dir: Path, world: World) -> RunAttempt | None:
-        from meseta.data.read.served.reader import RunAttempt
+        from meseta.data.service.client.reader import RunAttempt
 
         def begin() -> RunAttempt:
             # Runs on several machines may have equal paths.
@@ -160,7 +160,7 @@ class LocallyServedSource(_ServiceSource):
 
     @property
     def _service(self) -> ReaderServiceAddress:
-        from meseta.data.read.served.reader import ReaderServiceAddress
+        from meseta.data.service.client.reader import ReaderServiceAddress
 
         return ReaderServiceAddress(url=self.url)
 
@@ -175,12 +175,12 @@ class ServedSource(_ServiceSource):
         return str(self.config.url)
 
     def dataset(self) -> Dataset:
-        from meseta.data.read.served.reader import dataset_from_description
+        from meseta.data.service.client.reader import dataset_from_description
 
         return dataset_from_description(self._description, str(self))
 
     def keep_tables(self, dataset: Dataset, folder: Path) -> Dataset:
-        from meseta.data.read.served.messages import TableRequest
+        from meseta.data.service.messages import TableRequest
 
         described = self._description
 
@@ -193,7 +193,7 @@ class ServedSource(_ServiceSource):
 
     @property
     def _service(self) -> ReaderServiceAddress:
-        from meseta.data.read.served.reader import ReaderServiceAddress
+        from meseta.data.service.client.reader import ReaderServiceAddress
 
         assert self.config.url is not None
         return ReaderServiceAddress(
@@ -210,7 +210,7 @@ class ServedSource(_ServiceSource):
 
     @contextmanager
     def _dispatcher(self) -> Iterator[DispatcherClient]:
-        from meseta.data.read.served.connection import UnreachableError
+        from meseta.data.service.connection import UnreachableError
 
         dispatcher = self._service.dispatcher()
         try:

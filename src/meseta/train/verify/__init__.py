@@ -3,8 +3,7 @@
 The ranks call `record`. Afterwards one process calls `compare`, which repeats the steps.
 """
 
-from meseta.train.verify.compare import Verification, compare
-from meseta.train.verify.rules import Mismatch
+from meseta.train.verify.compare import Mismatch, Verification, compare
 from meseta.train.verify.steps import record
 
 __all__ = ["Mismatch", "Verification", "compare", "record"]

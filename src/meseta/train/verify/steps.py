@@ -13,14 +13,14 @@ from torch import Tensor
 
 from meseta.checkpoint import newest
 from meseta.comm import World
-from meseta.comm.dense_shards import make_shard_sum
+from meseta.comm.dense import make_shard_sum
 from meseta.config import RunConfig
-from meseta.data.batch import Batch
+from meseta.data.read.batch import Batch
 from meseta.embedding import EmbeddingBagCollection
-from meseta.jagged import KeyedJaggedTensor
 from meseta.ops.random_rows import initial_rows
 from meseta.optim.dense import make_dense_optimizer
 from meseta.pipeline import Pipeline
+from meseta.sparse import KeyedJaggedTensor
 from meseta.spec import MesetaError, Plan
 from meseta.storage import ROW, TableStorage
 from meseta.train.dataset_checks import check_same_encoding, open_dataset

@@ -1,0 +1,97 @@
+"""Position of a reader in the data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from meseta.sparse import KeyedJaggedTensor
+from meseta.sparse.shapes import Bool, Float, Int
+
+
+class Position(NamedTuple):
+    """Position of a reader: the next row in the order of an epoch."""
+
+    epoch: int
+    """Number of the epoch, from 0."""
+    row: int
+    """Number of the row in the epoch, from 0."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Contiguous slice of a global batch that belongs to one rank."""
+
+    dense: Float[Tensor, "B num_dense"]
+    """Dense inputs with missing values filled, transformed and standardized."""
+    sparse: KeyedJaggedTensor
+    label: Float[Tensor, " B *T"]
+    """Labels in 0..1 (float32), [B] if the dataset has one label, [B, T] if it has T > 1. NaN if the dataset has no
+    labels, and 0 where `label_mask` is false."""
+    weight: Float[Tensor, " B"] | None = None
+    """Sample weights (float32), finite and not negative. `None` means that all weights are 1."""
+    group: Int[Tensor, " B"] | None = None
+    """Group key of each sample (int64), for metrics within groups. `None` if there are no groups."""
+    label_mask: Bool[Tensor, " B *T"] | None = None
+    """Mask of the known labels with the shape of `label`. `None` means that all labels are known."""
+    num_padding: int = 0
+    """Number of padding samples at the end. They have weight 0 and no ids, and do not affect any result."""
+    position: Position | None = None
+    """Position of the reader after this batch. `None` if the batch was not made by a reader."""
+
+    @property
+    def batch_size(self) -> int:
+        """Number of samples, including padding."""
+        return self.label.shape[0]
+
+    @property
+    def label_mask_2d(self) -> Bool[Tensor, "B T"] | None:
+        """`label_mask` with one column per task. `None` if all labels are known."""
+        mask = self.label_mask
+        return mask[:, None] if mask is not None and mask.dim() == 1 else mask
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All tensors of the batch that are not `None`."""
+        optional_tensors = (
+            self.dense,
+            self.sparse.values,
+            self.sparse.lengths,
+            self.sparse.weights,
+            self.label,
+            self.weight,
+            self.group,
+            self.label_mask,
+        )
+        return tuple(tensor for tensor in optional_tensors if tensor is not None)
+
+    def find_non_finite(self) -> tuple[int, int, float] | None:
+        """Return (sample, column, value) of the first non-finite dense input, or `None` if all are finite."""
+        places = torch.nonzero(~self.dense.isfinite()).tolist()
+        return None if not places else (*places[0], float(self.dense[tuple(places[0])]))
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> Batch:
+        """Return a copy with other tensors in the order of `tensors`, such as copies on another device."""
+        replacements = iter(tensors)
+        sparse = self.sparse
+        return replace(
+            self,
+            dense=next(replacements),
+            sparse=sparse.with_tensors(
+                next(replacements), next(replacements), None if sparse.weights is None else next(replacements)
+            ),
+            label=next(replacements),
+            weight=None if self.weight is None else next(replacements),
+            group=None if self.group is None else next(replacements),
+            label_mask=None if self.label_mask is None else next(replacements),
+        )
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Batch:
+        """Return the batch on `device`, or the batch itself if it is there already."""
+        if self.label.device == torch.device(device):
+            return self
+        return self.with_tensors([tensor.to(device, non_blocking=non_blocking) for tensor in self.tensors])

@@ -1,0 +1,1 @@
+"""Reader service: processes that decode rows for trainers. `client` and `server` share the protocol in this folder."""

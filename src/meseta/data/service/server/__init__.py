@@ -1,0 +1,1 @@
+"""Reader processes, and the dispatcher that assigns windows to them. None of them loads torch."""

@@ -1,1 +1,0 @@
-"""Waits of threads for storage: current activities of a process, and blocked system calls."""

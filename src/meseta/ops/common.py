@@ -1,0 +1,268 @@
+"""Registration of operators with PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from meseta.sparse.shapes import Float
+from meseta.spec import MesetaError
+
+# `define` and `impl` cost a few microseconds per call.
+
+
+LIBRARY = torch.library.Library("meseta", "FRAGMENT")
+"""Library of all operators. They are available as torch.ops.meseta.NAME."""
+FLOPS: dict[Any, Callable[..., int]] = {}
+"""Functions that count the floating-point operations of an operator, for the `custom_mapping` of
+`torch.utils.flop_counter.FlopCounterMode`."""
+
+
+def can_bypass_dispatcher(tensor: Tensor) -> bool:
+    """Whether a call may go directly to the compiled core: eager execution on a CPU with a plain tensor."""
+    # With a hundred tables as arguments, the dispatcher costs as much as the work of a small batch.
+    return type(tensor) is Tensor and tensor.is_cpu and not torch.compiler.is_compiling()
+
+
+def register(
+    schema: str,
+    *,
+    cpu: Callable[..., Any],
+    fake: Callable[..., Any],
+    cuda: Callable[..., Any] | None = None,
+    flops: Callable[..., int] | None = None,
+) -> Any:
+    """Define an operator with its kernels and return it.
+
+    Args:
+        schema: PyTorch schema of the operator.
+        cpu: Kernel for the CPU. Without `cuda` it is used on all devices, and must then be plain PyTorch.
+        fake: Function that returns outputs with shapes and dtypes only, for torch.compile and torch.export.
+        cuda: Kernel for CUDA devices.
+        flops: Counts the operations of matrix products from the arguments of a call. A multiply-add counts as two.
+    """
+    name = schema.partition("(")[0]
+    LIBRARY.define(schema)
+    if cuda is None:
+        LIBRARY.impl(name, cpu, "CompositeExplicitAutograd")
+    else:
+        LIBRARY.impl(name, cpu, "CPU")
+        LIBRARY.impl(name, cuda, "CUDA")
+    torch.library.register_fake(f"meseta::{name}", fake, lib=LIBRARY)
+    if flops is not None:
+        FLOPS[getattr(torch.ops.meseta, name)] = _with_tensor_arguments(flops)
+    return getattr(torch.ops.meseta, name).default
+
+
+def _with_tensor_arguments(flops: Callable[..., int]) -> Callable[..., int]:
+    # `_get_raw` makes torch's counter pass the result and the tensors themselves instead of their shapes.
+
+    def counted(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
+        return flops(*args, **kwargs)
+
+    counted._get_raw = True  # type: ignore[attr-defined]
+    return counted
+
+
+DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+"""Codes by which the core identifies the dtype of rows."""
+
+
+def check_tables(operator: str, tables: Sequence[Tensor]) -> None:
+    """Raise MesetaError if there are no tables, or if one is not contiguous, 2-d and of the dtype of the first."""
+    if not tables:
+        raise MesetaError(f"{operator}: no table was given; pass one table per feature")
+    for index, table in enumerate(tables):
+        if table.dim() != 2 or not table.is_contiguous() or table.dtype != tables[0].dtype:
+            raise MesetaError(
+                f"{operator}: table {index} is {table.dtype} {list(table.shape)}, but all tables must be contiguous, "
+                f"[rows, D] and {tables[0].dtype} as the first; convert it"
+            )
+
+
+def contiguous_ids(operator: str, ids: Tensor, name: str = "ids") -> Tensor:
+    """Return 1-d int32 or int64 `ids` as a contiguous tensor. Messages call them `name`.
+
+    Raises MesetaError if they have another shape or dtype.
+    """
+    if ids.dim() != 1 or ids.dtype not in (torch.int32, torch.int64):
+        raise MesetaError(f"{operator}: {name} are {ids.dtype} {list(ids.shape)}; give a 1-d tensor of int32 or int64")
+    return ids.contiguous()
+
+
+def check_bounds(operator: str, bounds: Sequence[int], limit: int) -> None:
+    """Raise MesetaError if bounds are empty, decreasing or outside 0..limit."""
+    if not bounds:
+        raise MesetaError(f"{operator}: bounds are empty; pass at least one number")
+    for index, (before, bound) in enumerate(pairwise((0, *bounds))):
+        if not before <= bound <= limit:
+            raise MesetaError(
+                f"{operator}: bounds[{index}] is {bound}; bounds must not decrease and must be in 0..{limit}"
+            )
+
+
+def check_bags(operator: str, tables: Sequence[Tensor], ids: Tensor, offsets: Tensor) -> None:
+    """Check bags on a CPU as the compiled core does, for the references.
+
+    Raises MesetaError if a table is not [rows, D], the number of offsets is wrong, offsets decrease or exceed the
+    number of ids, or an id is outside its table.
+    """
+    # Without this check the references would read id -1 as the last row.
+    if any(table.dim() != 2 for table in tables) or offsets.dim() != 1 or (offsets.numel() - 1) % len(tables):
+        raise MesetaError(f"{operator}: {offsets.numel()} offsets for {len(tables)} tables [rows, D]; give F * B + 1")
+    contiguous_ids(operator, ids)
+    check_bounds(operator, offsets.tolist(), ids.numel())
+    num_bags = (offsets.numel() - 1) // len(tables)
+    for f, table in enumerate(tables):
+        feature_ids = ids[int(offsets[f * num_bags]) : int(offsets[(f + 1) * num_bags])]
+        if bool(((feature_ids < 0) | (feature_ids >= table.shape[0])).any()):
+            raise MesetaError(f"{operator}: an id of feature {f} is outside 0..{table.shape[0] - 1}")
+
+
+MAX_SERIAL_TERMS = 16384
+"""Maximum number of elements that torch sums to a scalar in one thread. It splits 32,768 elements between threads."""
+
+
+def total(x: Float[Tensor, " *shape"]) -> Float[Tensor, ""]:
+    """Return the sum of all elements. Large tensors are summed in chunks, so that torch uses one thread per chunk."""
+    flat = x.reshape(-1)
+    while len(flat) > MAX_SERIAL_TERMS:
+        flat = torch.stack([piece.sum() for piece in flat.split(MAX_SERIAL_TERMS)])
+    return flat.sum()
+
+
+def column_sums(x: Float[Tensor, "B N"]) -> Float[Tensor, " N"]:
+    """Return the sum of each column."""
+    # Torch sums each column in one thread, unless there is only one column.
+    return total(x)[None] if x.shape[1] == 1 else x.sum(dim=0)
+
+
+def repeat(x: Float[Tensor, " *shape"], count: int | torch.SymInt) -> Float[Tensor, "_count ..."]:
+    """Repeat `x` along a new first dimension. The gradient is summed by `column_sums`. Differentiable once."""
+    if torch.compiler.is_exporting():
+        return x.expand(count, *x.shape)
+    result: Tensor = _Repeat.apply(x, count)
+    return result
+
+
+def softmax(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """Return the softmax over the last dimension. On a CPU it is differentiable once."""
+    # The bits of torch's own CPU backward depend on the number of threads.
+    if x.device.type != "cpu" or torch.compiler.is_exporting():
+        return functional.softmax(x, dim=-1)
+    result: Tensor = _Softmax.apply(x)
+    return result
+
+
+def add_product(x: Float[Tensor, "*shape"], a: Float[Tensor, "*shape"], b: Float[Tensor, "*shape"]) -> Tensor:
+    """Return x + a * b, bitwise identical to `torch.addcmul`. All shapes must be equal. Differentiable once."""
+    # The backward of addcmul also multiplies both gradients by its factor 1, which takes four passes instead of two.
+    if torch.compiler.is_exporting():
+        return torch.addcmul(x, a, b)
+    result: Tensor = _AddProduct.apply(x, a, b)
+    return result
+
+
+class _AddProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        return torch.addcmul(x, a, b)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        a, b = ctx.saved_tensors
+        return gradient, gradient * b, gradient * a
+
+
+class _Repeat(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, count: Any) -> Tensor:
+        ctx.shape = x.shape
+        return x.expand(count, *x.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return column_sums(gradient.flatten(1)).view(ctx.shape), None
+
+
+class _Softmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        out = functional.softmax(x, dim=-1)
+        ctx.save_for_backward(out)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (out,) = ctx.saved_tensors
+        weighted: Tensor = out * gradient
+        return weighted.addcmul_(out, weighted.sum(dim=-1, keepdim=True), value=-1)
+
+
+def device_constant(words: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return an int64 tensor of `words` on `device`. It is copied at the first call and then cached.
+
+    The host does not wait, because the copy comes from pinned memory. Raises MesetaError if the first call is within
+    the capture of a CUDA graph, which cannot contain this copy.
+    """
+    constant = _make_constant(words, device)
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        _GRAPH_CONSTANTS[words, device] = constant
+    return constant
+
+
+_GRAPH_CONSTANTS: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
+"""Constants whose addresses a CUDA graph holds. They are never freed."""
+
+
+@lru_cache(maxsize=1024)
+def _make_constant(words: tuple[int, ...], device: torch.device) -> Tensor:
+    if device.type != "cuda":
+        return torch.tensor(words, dtype=torch.int64, device=device)
+    if torch.cuda.is_current_stream_capturing():
+        raise MesetaError(
+            "an operator was called with new tables while a CUDA graph is captured; run the same call, with the same "
+            "tables, once before the capture"
+        )
+    return torch.tensor(words, dtype=torch.int64, pin_memory=True).to(device, non_blocking=True)
+
+
+def copy_to_device(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Copy numbers to a 1-d tensor on `device` without blocking the host. For numbers that change in every step."""
+    if device.type != "cuda":
+        return torch.tensor(numbers, dtype=dtype, device=device)
+    return torch.tensor(numbers, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+
+
+class AsyncHostCopy:
+    """Asynchronous copy of a tensor to host memory, ordered after the previous work of the current stream.
+
+    Reading does not block if the caller has already waited for later work of the same stream.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        """Start the copy. A CPU tensor is not copied, and `read` then returns the tensor itself."""
+        self._host = tensor
+        self._copied_event: Any = None
+        if tensor.device.type == "cuda":
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host.copy_(tensor, non_blocking=True)
+            self._copied_event = torch.cuda.current_stream(tensor.device).record_event()
+
+    def read(self) -> Tensor:
+        """Return the tensor in host memory. Waits until the copy is complete."""
+        if self._copied_event is not None:
+            self._copied_event.synchronize()
+            self._copied_event = None
+        return self._host

@@ -1,1 +1,0 @@
-"""Choice of the number of bits per table in checkpoints, by measuring a trained model."""

@@ -1,0 +1,98 @@
+"""Summary of a finished run: summary.json and the report page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, astuple
+from typing import TYPE_CHECKING, Any
+
+from meseta import checkpoint
+from meseta.comm import World
+from meseta.comm.world import UnknownCollectives
+from meseta.report import write_report
+from meseta.telemetry.metrics_file import EvalLine
+from meseta.telemetry.summary import (
+    SUMMARY_FILE,
+    BestEvaluation,
+    RunSummary,
+    SelectionRecord,
+    TeacherSummary,
+    read_summary,
+)
+from meseta.train.evaluation_tracker import decisions_from_evaluations
+from meseta.train.run_dir import RunDir
+from meseta.train.state import sum_clamped
+
+if TYPE_CHECKING:
+    from meseta.train.trainer import Trainer
+
+
+def num_unknown_collectives() -> int:
+    """Return the number of unknown collectives of this process so far."""
+    return UnknownCollectives.count
+
+
+def load_summary(run: RunDir, world: World) -> RunSummary | None:
+    """Return the summary that a previous start wrote, or `None`. Collective."""
+    return world.broadcast_from_rank_0(lambda: read_summary(run.path))
+
+
+def write_summary(
+    trainer: Trainer, former: RunSummary | None, evaluations: Mapping[str, EvalLine], outside: dict[str, int]
+) -> RunSummary:
+    """Write summary.json and the report of a run whose steps are done. Collective.
+
+    Args:
+        trainer: Run that has ended.
+        former: Summary of a previous start. Its timings are kept if that start did all steps.
+        evaluations: Evaluation of the final weights by split.
+        outside: Number of ids outside of their tables, by feature.
+    """
+    timed = _timings(trainer, former)
+    summary = _build_summary(trainer, evaluations, outside, timed)
+    trainer.world.run_on_rank_0(lambda: trainer.run_dir.write_json(SUMMARY_FILE, summary.to_dict()))
+    trainer.world.run_on_rank_0(lambda: write_report(trainer.run_dir.path))
+    return summary
+
+
+def _timings(trainer: Trainer, former: RunSummary | None) -> dict[str, Any]:
+    parts = trainer.pipeline.stage_times, trainer.world.transfers, trainer.reader.row_waits
+    life = zip(*trainer.world.all_gather_object([part.lifetime_means() for part in parts]), strict=True)
+    stages, transfers, waits = map(list, life)
+    if any(stages):
+        by_rank = {"transfers_by_rank": transfers, "row_waits_by_rank": waits}
+        sent = {name: of_ranks for name, of_ranks in by_rank.items() if any(of_ranks)}
+        return {"stages_s_by_rank": stages, **sent, "predicted": trainer.predicted_step}
+    # All steps were done, and timed, by a previous start.
+    return {} if former is None or former.num_steps != trainer.step else former.timings
+
+
+def _build_summary(
+    trainer: Trainer, evaluations: Mapping[str, EvalLine], outside: dict[str, int], timed: Mapping[str, Any]
+) -> RunSummary:
+    teacher, chosen = trainer.dataset.teacher, decisions_from_evaluations(trainer.config)
+    parts: dict[str, Any] = {**evaluations, **timed}
+    if chosen:
+        parts["selected"] = SelectionRecord(split=trainer.evaluation_tracker.split, what=chosen)
+    if trainer.world.size > 1:
+        parts["overlap"] = asdict(trainer.overlap)
+    if any(astuple(trainer.reader.excluded_rows)):
+        parts["excluded_rows"] = asdict(trainer.reader.excluded_rows)
+    best, newest = trainer.best_position, checkpoint.newest(trainer.run_dir.checkpoints)
+    train_s = trainer.clock.train_s
+    return RunSummary(
+        best=BestEvaluation(
+            **{key: value for key, value in trainer.early_stopping.get_state().items() if key != "num_stale"}
+        ),
+        teacher=None if teacher is None else TeacherSummary(auc=teacher.auc, ne=teacher.ne),
+        num_steps=trainer.step,
+        num_samples=trainer.num_samples,
+        train_s=train_s,
+        samples_per_s=trainer.num_samples / train_s if train_s else None,
+        num_ranks=trainer.world.size,
+        unknown_collectives=num_unknown_collectives() - trainer.num_unknown_collectives_before,
+        num_clamped=sum_clamped(trainer.model.embeddings.num_clamped, trainer.world),
+        ids_outside=outside,
+        checkpoint=str(newest if best is None else trainer.run_dir.checkpoint_path(best[0])),
+        **parts,
+    )

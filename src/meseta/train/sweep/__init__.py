@@ -1,1 +1,0 @@
-"""Search over settings: trials, their folders, and their ranking."""
