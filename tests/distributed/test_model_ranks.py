@@ -1,4 +1,4 @@
-"""Models with dropout and norms on 1, 2 and 4 ranks (two hosts), three plans; one FSDP unit per layer of DHEN."""
+"""Models with dropout and norms on 1, 2 and 4 ranks (two hosts) under three plans, and the FSDP units of DHEN."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .test_training import PLANS, STEPS, WIDE, losses, train_on, weights
 
 Ranks = Callable[[int], RankPool]
 CASES = [
-    pytest.param(model, dtype, marks=[] if (model, dtype) == ("dhen", "float64") else pytest.mark.soak)
+    pytest.param(model, dtype, marks=[] if (model, dtype) == ("final", "float64") else pytest.mark.soak)
     for model in MODELS_WITH_NORMS
     for dtype in ("float64", "float32")
 ]

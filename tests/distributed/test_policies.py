@@ -1,4 +1,4 @@
-"""Chosen rows and filled-up batches on two ranks, against one process."""
+"""Filtered rows and padded batches on two ranks, against one process."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from small_run import settings, train
 from .pool import RankPool
 
 
-def test_two_ranks_with_full_batches_train_what_one_does_with_a_short_one(
+def test_padded_batches_on_two_ranks_train_as_short_ones_on_one(
     ranks: Callable[[int], RankPool], tiny: Path, tmp_path: Path
 ) -> None:
-    """The last batch has 20 to 22 rows, so that the second rank has nothing but padding."""
+    """The last batch has 20 to 22 rows, so that the second rank has only padding."""
     rows = {"filter": "age < 60", "negative_keep": 0.7}
     num_rows = Reader(tiny, "train", ReaderOptions(batch_size=1, **rows)).num_rows
     batch_size = (num_rows - 20) // 3
