@@ -191,8 +191,8 @@ def outcome(seed: int, **costs: float) -> BalanceOutcome:
 def test_outcomes_are_stored_and_compared(tmp_path: Path) -> None:
     outcomes = [outcome(1, ours=2.0, ldm=4.0, size=3.0), outcome(2, ours=3.0, ldm=2.0), outcome(3, ours=1.0)]
     assert ratios_to(outcomes, "ours", ("ldm", "size")) == pytest.approx([2 / 3, 1.5])
-    figures = versus(ratios_to(outcomes, "ours", ("ldm",)))
-    assert (figures.num_tasks, figures.mean, figures.worst, figures.wins) == pytest.approx((2, 1.0, 1.5, 0.5))
+    ratios = versus(ratios_to(outcomes, "ours", ("ldm",)))
+    assert (ratios.num_tasks, ratios.mean, ratios.worst, ratios.wins) == pytest.approx((2, 1.0, 1.5, 0.5))
     assert success(outcomes, ("ldm",)) == pytest.approx(2 / 3) and success(outcomes, ("random",)) == 0.0
     assert outcomes[0].has(("ours", "random")) and not outcomes[1].has(("size",))
     path = tmp_path / "out.jsonl"

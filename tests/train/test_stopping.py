@@ -1,4 +1,4 @@
-"""Early stopping and the best checkpoint: by hand-made evaluations, and in whole runs that are cut off and go on."""
+"""Early stopping and the best checkpoint: explicit evaluations, and whole runs that are interrupted and resumed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_the_best_of_some_evaluations(
     assert not best.should_stop
 
 
-def test_the_state_comes_back_and_another_metric_begins_anew() -> None:
+def test_the_state_is_restored_unless_the_metric_changes() -> None:
     best, _ = feed({"patience": 2}, [0.5, 0.6])
     again, other = EarlyStopping(best.config), EarlyStopping(EarlyStoppingConfig(metric="auc"))
     again.set_state(best.get_state())
@@ -55,7 +55,7 @@ def test_the_state_comes_back_and_another_metric_begins_anew() -> None:
     assert (other.best_step, other.best_value, other.num_without_improvement) == (None, None, 0)
 
 
-# No evaluation gains ten: the first is the best, and two more end the run at step 12.
+# No evaluation improves by ten: the first is the best, and two more end the run at step 12.
 STOPS = {
     "train__eval_every_steps": 4,
     "train__log_every_steps": 3,
@@ -68,7 +68,7 @@ STOPS = {
 
 @pytest.fixture(scope="module")
 def ended(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that stopped early and kept all its checkpoints. Tests only read it."""
+    """Return a run that stopped early and kept all its checkpoints. Tests only read it."""
     run_dir = tmp_path_factory.mktemp("stopping") / "run"
     train(settings(tiny, run_dir, train__epochs=3, **{**STOPS, "checkpoint__keep_last": 9}))
     return run_dir
@@ -101,9 +101,7 @@ def test_the_best_checkpoint_is_loaded(ended: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("newest", [4, 5, 10])
-def test_a_run_that_was_cut_off_stops_where_one_that_was_not_does(
-    tiny: Path, ended: Path, tmp_path: Path, newest: int
-) -> None:
+def test_an_interrupted_run_stops_at_the_same_step(tiny: Path, ended: Path, tmp_path: Path, newest: int) -> None:
     document = settings(tiny, tmp_path / "run", train__epochs=3, **{**STOPS, "checkpoint__keep_last": 9})
     shutil.copytree(ended, tmp_path / "run")
     lines, checksum = metrics(ended), final_checksum(ended)
@@ -123,7 +121,7 @@ def test_patience_without_evaluations_is_refused(tmp_path: Path) -> None:
 
 def test_the_best_of_a_run_without_evaluations(tiny: Path, tmp_path: Path) -> None:
     train(settings(tiny, tmp_path / "run", train__max_steps=3))
-    assert load_trained(tmp_path / "run", "test", World.single(), best=True).step == 3  # the one at its end
+    assert load_trained(tmp_path / "run", "test", World.single(), best=True).step == 3  # the final checkpoint
     (tmp_path / "run" / "metrics.jsonl").unlink()
     with pytest.raises(MesetaError, match="there was no evaluation"):
         load_trained(tmp_path / "run", "test", World.single(), best=True)
