@@ -1,4 +1,5 @@
-"""Commands on data whose samples lack labels; the metrics of each task are those of scikit-learn on its own samples."""
+"""Tests of commands on samples without labels: each task has the metrics that scikit-learn computes on its labeled
+samples."""
 
 from __future__ import annotations
 

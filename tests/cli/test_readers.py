@@ -1,4 +1,4 @@
-"""`meseta train --readers N`: the same run, whose rows other processes decode, which end with it."""
+"""Tests of `meseta train --readers N`, which gives the same run and ends its reader processes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COMMON = {"train__epochs": 2, "checkpoint__every_steps": 5}
 
 @pytest.fixture(scope="module")
 def whole(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of the same run on one rank, which decodes its rows itself."""
+    """Directory of the same run on one rank without readers."""
     run_dir = tmp_path_factory.mktemp("local") / "run"
     train(settings(tiny, run_dir, **COMMON))
     return run_dir
