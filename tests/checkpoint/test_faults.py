@@ -54,7 +54,7 @@ def saved(run: Run, draw: random.Random, step: int) -> None:
     assert not any(results), results
 
 
-def told(results: list[object], *names: str) -> str:
+def check_message(results: list[object], *names: str) -> str:
     """Check that all ranks report the same line with one of the names. Return the line."""
     assert all(isinstance(result, MesetaError) for result in results), results
     [text] = {str(result) for result in results}
@@ -152,7 +152,7 @@ def damage(folder: Path, draw: random.Random) -> None:
         assert holds(results, run.history) == int(newest.name[-9:])
         change_and_save_on(run, draw, 10, is_harmed=True)
         return
-    told(results, *names, "manifest.json: ")
+    check_message(results, *names, "manifest.json: ")
     [problem, *_] = results
     assert isinstance(problem, DamagedCheckpoint)
     offer = fallback_checkpoint_error(problem, newest)
@@ -200,7 +200,7 @@ def full_disk(folder: Path, draw: random.Random) -> None:
             run.train(draw.randrange(1 << 30))
             results = run.save(step)
             if any(results):
-                told(results, "No space left on device", "os error 28")
+                check_message(results, "No space left on device", "os error 28")
             else:
                 good.append(step)
             newest = latest_complete(run.folder) if run.folder.exists() else None
@@ -224,7 +224,7 @@ def refused_change(folder: Path, draw: random.Random) -> None:
         with FUSE.lit(draw.randrange(60), lambda n=number: OSError(n, os.strerror(n)), draw.choice([1, 1, 1 << 62])):  # type: ignore[misc]
             results = run.save(step)
         if any(results):
-            told(results, os.strerror(number))
+            check_message(results, os.strerror(number))
     newest = latest_complete(folder)
     assert newest is not None
     step = holds(loads(newest, run.plan), run.history)
@@ -260,7 +260,7 @@ def two_writers(folder: Path, draw: random.Random) -> None:
     refused = [result for result in results if not isinstance(result, Path)]
     assert len(refused) < 2
     for result in refused:
-        told([result], "another process is writing a checkpoint to it")
+        check_message([result], "another process is writing a checkpoint to it")
     for path in list_candidates(folder):
         writers = [number for number in (0, 1) if results[number] == path]
         [(_, shards)] = loads(path, plan)  # type: ignore[misc]
