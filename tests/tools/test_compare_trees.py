@@ -1,4 +1,4 @@
-"""`tools/compare_trees.py` accepts changes of names, prose and layout, and finds all others."""
+"""Tests of tools/compare_trees.py, which accepts changes of names, prose and layout, and reports all others."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ class Reader:
     def __init__(self, names):
         self.own_names = names
 
-    def take(self, told, *, most=2):
-        """What it is told."""
-        came = [name for name in self.own_names if name not in told]
-        if not came:
-            raise ValueError(f"nothing of {told} is in {self.own_names!r}")
-        return came[:most], LIMIT - most
+    def take(self, excluded, *, most=2):
+        """Return some names."""
+        remaining = [name for name in self.own_names if name not in excluded]
+        if not remaining:
+            raise ValueError(f"nothing of {excluded} is in {self.own_names!r}")
+        return remaining[:most], LIMIT - most
 
     def close(self): ...
 
 
 class Small(Reader):
-    def take(self, told, *, most=1):
+    def take(self, excluded, *, most=1):
         pass
 
 
@@ -81,7 +81,7 @@ def reasons(result: Result) -> list[str]:
 
 
 def changed(*pairs: tuple[str, str]) -> str:
-    """`BEFORE` with parts replaced everywhere."""
+    """Return `BEFORE` with parts replaced."""
     text = BEFORE
     for old, new in pairs:
         assert old in text, old
@@ -94,11 +94,11 @@ ACCEPTED = {
         ('"""Of rows."""', ""), ('"""Of a block."""', '"""Bytes of a block."""'), ("# Takes one.", "# Reads one row.")
     ),
     "layout": changed(
-        ("came[:most], LIMIT - most", "(\n            came[:most],\n            LIMIT - most,\n        )")
+        ("remaining[:most], LIMIT - most", "(\n            remaining[:most],\n            LIMIT - most,\n        )")
     ),
     "empty bodies": changed(("def close(self): ...", 'def close(self):\n        """Does nothing."""'), ("pass", "...")),
-    "a local name": changed(("came", "unread")),
-    "a positional parameter": changed(("told", "known")),
+    "a local name": changed(("remaining", "unread")),
+    "a positional parameter": changed(("excluded", "known")),
     "a loop variable and its uses in f-strings": changed(
         ("word ", "term "), ("word,", "term,"), ("word]", "term]"), ("{word}", "{term}")
     ),
@@ -131,26 +131,26 @@ FORBIDDEN = {
     "another type of constant": changed(("LIMIT = 3", "LIMIT = 3.0")),
     "a dropped call": changed(("{len(rows)}", "{rows}")),
     "a dropped statement": changed(('    b.close(reader.own_names, path.join("x", sep))\n', "")),
-    "an added statement": changed(("        return came", "        came.sort()\n        return came")),
+    "an added statement": changed(("        return remaining", "        remaining.sort()\n        return remaining")),
     "swapped statements": changed(
         ('    rows = {"key": reader.size}\n    for', "    for"),
         ("    b.close", '    rows = {"key": reader.size}\n    b.close'),
     ),
-    "a removed not": changed(("if not came", "if came")),
-    "not in that became in": changed(("not in told", "in told")),
+    "a removed not": changed(("if not remaining", "if remaining")),
+    "not in that became in": changed(("not in excluded", "in excluded")),
     "swapped arguments": changed(('reader.own_names, path.join("x", sep)', 'path.join("x", sep), reader.own_names')),
     "swapped names of one function": changed(("yield word, f", "yield rows, f")),
-    "a local name that captures another": changed(("came", "told")),
+    "a local name that captures another": changed(("remaining", "excluded")),
     "two local names that become one": changed(("rows", "words")),
-    "a local name that is renamed in one place only": changed(("return came", "return unread")),
+    "a local name that is renamed in one place only": changed(("return remaining", "return unread")),
     "a local name that hides a builtin": changed(("rows", "len")),
-    "a local name that hides a global": changed(("came", "LIMIT")),
+    "a local name that hides a global": changed(("remaining", "LIMIT")),
     "a comprehension that captures": changed(
-        ("name for name in self.own_names if name not", "told for told in self.own_names if told not")
+        ("name for name in self.own_names if name not", "excluded for excluded in self.own_names if excluded not")
     ),
     "a changed default": changed(("most=2", "most=3")),
     "a dropped default": changed(("*, most=2", "*, most")),
-    "a keyword parameter that became positional": changed(("told, *, most=2", "told, most=2")),
+    "a keyword parameter that became positional": changed(("excluded, *, most=2", "excluded, most=2")),
     "a dropped keyword": changed(("word, most=1)", "word)")),
     "an attribute that is not in the table": changed(("size", "num_rows")),
     "a method that is not in the table": changed(("close(self)", "stop(self)")),
@@ -159,7 +159,7 @@ FORBIDDEN = {
         ("reader.own_names", "reader.columns"), ("{self.own_names", "{self.columns")
     ),
     "a forgotten override": changed(
-        ("take(self, told, *, most=2", "read(self, told, *, most=2"), ("reader.take", "reader.read")
+        ("take(self, excluded, *, most=2", "read(self, excluded, *, most=2"), ("reader.take", "reader.read")
     ),
     "a forgotten keyword": changed(
         ("most=2", "limit=2"), ("[:most], LIMIT - most", "[:limit], LIMIT - limit"), ("most=1):", "limit=1):")
@@ -179,11 +179,11 @@ FORBIDDEN = {
     "an annotation that is gone": changed(("size: int = 4", "size = 4")),
     "a generator that became a list": changed(
         (
-            "[name for name in self.own_names if name not in told]",
-            "list(name for name in self.own_names if name not in told)",
+            "[name for name in self.own_names if name not in excluded]",
+            "list(name for name in self.own_names if name not in excluded)",
         )
     ),
-    "a changed slice": changed(("came[:most]", "came[most:]")),
+    "a changed slice": changed(("remaining[:most]", "remaining[most:]")),
     "a changed tuple": changed(('("a", "b")', '("b", "a")')),
     "a yield that became an assignment": changed(("yield word, f", "rows = word, f")),
 }
@@ -367,11 +367,11 @@ CPP = r"""
   ((x) + 1)  // of a macro
 namespace meseta {
 // Of rows.
-struct Told { int came; };
-inline int count(const Told& told, int own) {
+struct Selection { int remaining; };
+inline int count(const Selection& excluded, int own) {
   const char* raw = R"x(a "quoted" // no comment)x";
   if (own < 0) throw std::invalid_argument("row " + std::to_string(own) + " is bad");
-  return told.came + own * 1'000 + ROWS(own); /* why */
+  return excluded.remaining + own * 1'000 + ROWS(own); /* why */
 }
 }
 void bind(nb::module_& m) { m.def("count", &meseta::count); }
@@ -383,7 +383,7 @@ void bind(nb::module_& m) { m.def("count", &meseta::count); }
     [
         ([("// Of rows.", "// Counts of rows."), (" /* why */", ""), ("  // of a macro", "")], False),
         ([("own", "row")], False),
-        ([("Told", "Counts"), ("came", "received")], False),
+        ([("Selection", "Counts"), ("remaining", "received")], False),
         ([('"row " + std', '"r" "ow " + std')], False),
         ([('"row " + std', '"number " + std'), ('" is bad"', '" is not valid"')], True),
         ([('"row " + std', "std")], True),
@@ -397,7 +397,7 @@ def test_accepts_in_cpp(pairs: list[tuple[str, str]], messages: bool) -> None:
         assert old in after
         after = after.replace(old, new)
     table = RenameTable(
-        [Rename("class", "", "Told.came", "Counts.received"), Rename("function", "", "count", "num_rows")]
+        [Rename("class", "", "Selection.remaining", "Counts.received"), Rename("function", "", "count", "num_rows")]
     )
     result = compare({"a.cpp": CPP}, {"a.cpp": after}, table, messages=messages)
     assert reasons(result) == []
@@ -412,13 +412,13 @@ def test_accepts_in_cpp(pairs: list[tuple[str, str]], messages: bool) -> None:
         ("// no comment)x", ")x"),
         ("x(a", "x(b"),
         ('m.def("count"', 'm.def("counts"'),
-        ("told.came + own", "told.came - own"),
-        ("own", "told"),
-        ("told.came + own", "told.came + row"),
-        ("Told", "Counts"),
-        ("came", "received"),
-        ("const Told&", "Told&"),
-        ("int came", "long came"),
+        ("excluded.remaining + own", "excluded.remaining - own"),
+        ("own", "excluded"),
+        ("excluded.remaining + own", "excluded.remaining + row"),
+        ("Selection", "Counts"),
+        ("remaining", "received"),
+        ("const Selection&", "Selection&"),
+        ("int remaining", "long remaining"),
         ("to_string(own)", "to_string(0)"),
         ('"row "', '"number "'),
         ("  ((x) + 1)", "\n  ((x) + 1)"),
