@@ -1,4 +1,4 @@
-"""Calls of the codecs and what they must give, made of torch's own casts; alike for the CPU, Triton and a GPU."""
+"""Calls of the codecs, with expected results from torch's casts, for tests on CPU, Triton's interpreter and GPU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NOT_FINITE = [float("nan"), float("inf"), -float("inf")]
 
 @dataclass(frozen=True)
 class Case:
-    """Arguments of encode_columns beside the result."""
+    """Arguments of encode_columns, except the result."""
 
     codec: Codec
     pieces: tuple[int, ...]
@@ -49,7 +49,7 @@ class Case:
         return torch.full((self.num_rows, self.codec.row_bytes(self.pieces)), 77, dtype=torch.uint8, device=device)
 
     def encoded(self, device: str = "cpu") -> tuple[Tensor, int]:
-        """By the operator."""
+        """Return the result of the operator."""
         case, out = self.to(device), self.empty(device)
         overflows = torch.full((1,), 5, dtype=torch.int64, device=device)
         half = HalfRange(self.exponent, overflows)
@@ -66,7 +66,7 @@ class Case:
         return out.cpu(), int(overflows) - 5
 
     def arguments(self) -> tuple[Any, ...]:
-        """Those of the registered operator, behind `out`."""
+        """Return the arguments of the registered operator after `out`."""
         random: list[int] = []
         rows = None
         if self.rounding is not None:
@@ -78,15 +78,15 @@ class Case:
         return self.sources, list(self.moves), layout, self.scale, random, rows, torch.zeros(1, dtype=torch.int64)
 
     def by(self, implementation: Any) -> tuple[Tensor, int]:
-        """By the reference, or Triton under its interpreter."""
+        """Return the result of the reference, or of Triton under its interpreter."""
         out, arguments = self.empty(), self.arguments()
-        with np.errstate(all="ignore"):  # Triton's interpreter computes by numpy, which warns of what overflows
+        with np.errstate(all="ignore"):  # Triton's interpreter uses numpy, which warns about overflows
             implementation.encode_columns(out, *arguments)
         return out, int(arguments[-1])
 
 
 def draw_moves(random: np.random.Generator, widths: list[int], num_columns: int, count: int) -> tuple[int, ...]:
-    """Any moves at all, by fours of columns at times."""
+    """Draw any moves, some of them by groups of four columns."""
     numbers: list[int] = []
     step = 4 if random.integers(2) else 1
     for _ in range(count):
@@ -102,7 +102,8 @@ def draw_moves(random: np.random.Generator, widths: list[int], num_columns: int,
 def make_case(
     seed: int, name: str, num_rows: int, pieces: tuple[int, ...], *, drawn: bool = False, finite: bool = False
 ) -> Case:
-    """Normal numbers of several sizes, among them some of every kind; moves that cover the row, or any."""
+    """Return a case of normal numbers of several sizes and all special values, with moves that cover the row, or any
+    moves."""
     random = np.random.default_rng(seed)
     columns = sum(pieces)
     widths = [columns, *(int(width) for width in random.integers(0, 50, 2))]
@@ -131,13 +132,13 @@ def make_case(
 
 
 def recast(matrix: Tensor, dtype: torch.dtype) -> Tensor:
-    """The same bytes [B, any] as other numbers; torch refuses it for empty matrices with strides of 0."""
+    """View the bytes [B, any] as another dtype. Torch refuses this for empty matrices with strides of 0."""
     size = matrix.shape[1] * matrix.element_size() // dtype.itemsize
     return matrix.flatten().clone().view(dtype).view(len(matrix), size)
 
 
 def expected_bytes(case: Case) -> tuple[Tensor, int]:
-    """By torch's casts, block by block; and how many numbers are too large."""
+    """Return the bytes by torch's casts, block by block, and the number of overflows."""
     values = case.placed()
     if case.codec.name == "bf16":
         codes = values.to(torch.bfloat16).view(torch.int16)
@@ -171,7 +172,7 @@ def _words(case: Case, piece: int, start: int, width: int) -> Tensor:
 
 
 def _block(block: Tensor, codec: Codec, words: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Codes [B, width] and bytes [B, 2] of the scale."""
+    """Return codes [B, width] and bytes [B, 2] of the scale."""
     largest = block.abs().amax(1, keepdim=True)
     exact = torch.div(largest, torch.full_like(largest, codec.max_scaled_value))
     unit = exact.to(torch.bfloat16).float()  # nearest: up, or one below it
@@ -194,7 +195,7 @@ def _block(block: Tensor, codec: Codec, words: Tensor | None) -> tuple[Tensor, T
 
 
 def _random_e4m3(quotients: Tensor, words: Tensor) -> Tensor:
-    """The two neighbours found among all numbers that the type has."""
+    """Round randomly to one of the two neighbors among all numbers of the type."""
     grid = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
     magnitude = quotients.abs().double().nan_to_num()
     below = torch.searchsorted(grid, magnitude.contiguous(), right=True) - 1
@@ -206,7 +207,7 @@ def _random_e4m3(quotients: Tensor, words: Tensor) -> Tensor:
 
 
 def expected_numbers(codes: Tensor, codec: Codec, pieces: tuple[int, ...], exponent: int) -> Tensor:
-    """float32 [B, columns] of encoded rows."""
+    """Return float32 [B, columns] of encoded rows."""
     columns = sum(pieces)
     whole = codes[:, : columns * codec.element_bytes]
     if codec.name == "bf16":
@@ -220,7 +221,7 @@ def expected_numbers(codes: Tensor, codec: Codec, pieces: tuple[int, ...], expon
 
 
 def decode_case(seed: int, name: str, num_rows: int, all_pieces: list[tuple[int, ...]]) -> dict[str, Any]:
-    """Encoded matrices, moves from them, and a result with something in it."""
+    """Return encoded matrices, moves from them, and a result that is not empty."""
     random = np.random.default_rng(seed)
     codec, exponent = CODECS[name], int(random.choice([0, -7, 13]))  # type: ignore[index]
     sources = [make_case(seed + i, name, num_rows, pieces).by(reference)[0] for i, pieces in enumerate(all_pieces)]
@@ -234,7 +235,7 @@ def decode_case(seed: int, name: str, num_rows: int, all_pieces: list[tuple[int,
 
 
 def check_decode(case: dict[str, Any], device: str = "cpu", implementation: Any = None) -> None:
-    """Against whole matrices that are decoded and then moved."""
+    """Compare with matrices that are decoded as a whole and then moved."""
     codec, pieces, exponent = case["codec"], case["pieces"], case["exponent"]
     width = case["out"].shape[1] - 2
     expected = case["out"].clone()

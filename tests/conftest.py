@@ -1,15 +1,15 @@
-"""Settings of every test: checked shapes, poisoned memory, one thread, fixed hypothesis examples.
+"""Settings of all tests: checked shapes, poisoned memory, one thread, fixed hypothesis examples.
 
-The GPU folder runs on a machine with torch, numpy and pytest alone, so everything else is optional here.
+The GPU tests run on a machine with only torch, numpy and pytest, so all other packages are optional here.
 """
 
 import os
 
 # Ranks and tests share few cores; tests about thread counts set their own.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# A thread that waits for another one sleeps, where it else would take the processor from what it waits for.
+# A waiting thread sleeps. Otherwise it would take the processor from the thread that it waits for.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it in deterministic mode
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS requires it in deterministic mode
 
 import gc
 import signal
@@ -33,12 +33,12 @@ if find_spec("jaxtyping") and find_spec("beartype"):
 
     @pytest.fixture(autouse=True)
     def shape_checks(request: pytest.FixtureRequest) -> None:
-        """Shapes are checked in each call, or in none."""
+        """Check shapes in each call of a test, or in none."""
         folder = request.path.relative_to(Path(__file__).parent).parts[0]
         config.update("jaxtyping_disable", not CHECKS_ALL and folder not in (*SHAPED, "structure"))
 
 
-# Tests compare bits, and a GPU has others: they run on the CPU, but for `pytest tests/gpu`. Workers inherit both.
+# Tests compare bits, which differ on a GPU, so only `pytest tests/gpu` uses it. Workers inherit both variables.
 if not os.environ.setdefault("MESETA_TEST_GPU", "1" if any("tests/gpu" in argument for argument in sys.argv) else ""):
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
@@ -51,7 +51,7 @@ from forked import collect_garbage_rarely
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# A shell starts background jobs with Ctrl-C ignored, and they hand that on; tests about Ctrl-C need it heard.
+# Background jobs of a shell ignore Ctrl-C, and their children inherit that. Tests of Ctrl-C need the default.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -60,21 +60,21 @@ torch.use_deterministic_algorithms(True)
 torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
 
 
-# Dispatchers of tests store their tokens there, and not in the folders of whoever runs them.
+# Dispatchers of tests store their tokens there, and not in the user's folders.
 TOKENS = tempfile.TemporaryDirectory(prefix="meseta-tokens-")
 os.environ["XDG_RUNTIME_DIR"] = TOKENS.name
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """pyproject.toml sets `timeout`, which pytest refuses to read where its plugin is missing."""
+    """Define the ini option `timeout` if its plugin is missing, because pytest refuses unknown options."""
     if not find_spec("pytest_timeout"):
         parser.addini("timeout", "seconds per test; not enforced without pytest-timeout")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Few examples in `make test`, many in `make soak`; the same ones every time."""
+    """Draw few examples in `make test` and many in `make soak`, always the same."""
     sampling.leaves_soak_out = config.option.markexpr == "not soak"
-    if os.environ.get("MESETA_SOAK"):  # beartype asks it, in threads beside a property test
+    if os.environ.get("MESETA_SOAK"):  # beartype uses it in threads of property tests
         config.addinivalue_line("filterwarnings", "ignore:Do not use the .random. module")
     if find_spec("hypothesis"):
         from hypothesis import HealthCheck, settings
@@ -87,18 +87,18 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Two more than there are processors: tests wait for a third of their time, most of all for processes to start."""
+    """Return the number of processors plus two, because tests wait for a third of their time."""
     from meseta.system.processors import num_cores
 
     return num_cores() + 2
 
 
 LONGEST = ("docs/test_pages.py", "cli", "train", "distributed", "bad_input", "checkpoint", "data/service")
-"""Tests below these paths begin first, so that no long one is left alone at the end."""
+"""Tests below these paths start first, so that no long test runs alone at the end."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files keep their order otherwise."""
+    """Sort the tests by `LONGEST`, and keep the order of files otherwise."""
     here = Path(__file__).parent
     ranks = {here / path: rank for rank, path in enumerate(LONGEST)}
 
@@ -120,7 +120,7 @@ def pytest_collection() -> Iterator[object]:
 
 
 def pytest_report_header() -> str:
-    """Which processor: what is equal on one instruction set may differ on another."""
+    """Report the processor, as bits may differ between instruction sets."""
     from meseta.ops.core import instruction_set
     from meseta.system.processors import read_processor
 
@@ -130,7 +130,7 @@ def pytest_report_header() -> str:
 
 @pytest.fixture(autouse=True)
 def fixed_seed() -> Iterator[None]:
-    """Each test starts from the same torch seed and leaves the deterministic mode as it found it."""
+    """Start each test from the same torch seed, and restore the deterministic mode after it."""
     torch.manual_seed(0)
     yield
     torch.use_deterministic_algorithms(True)

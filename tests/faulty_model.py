@@ -1,4 +1,4 @@
-"""A model of one's own, of which one rank does something else than the others at one step; copied to where it runs."""
+"""Custom model of which one rank deviates from the others at one step. Tests copy it to the folder of a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meseta.comm import World
 
 
 class Faulty(nn.Module):
-    """Linear, with transfers of its own at one step, in which rank `fault_rank` differs as `fault` says."""
+    """Linear model with collectives at one step, in which rank `fault_rank` deviates as `fault` says."""
 
     def __init__(
         self,
@@ -37,11 +37,11 @@ class Faulty(nn.Module):
     def score(self, dense: Tensor, pooled: Tensor) -> Tensor:
         self.num_scored += self.training
         if self.num_scored == self.step and self.training:
-            self.meet()
+            self.run_collectives()
         return self.linear(torch.cat([dense.to(pooled.dtype), pooled], dim=1)).squeeze(1)
 
-    def meet(self) -> None:
-        """All ranks but one: a gather, a sum, an exchange of objects and a broadcast."""
+    def run_collectives(self) -> None:
+        """Run a gather, a sum, an exchange of objects and a broadcast on all ranks. The faulty rank deviates."""
         world, numbers = World.current(), torch.ones(40)
         faults = {
             "shorter": (numbers[:30], numbers),
@@ -50,26 +50,26 @@ class Faulty(nn.Module):
             "other broadcast": (numbers, numbers),
         }
         gathered, summed = faults[self.fault] if self.is_faulty and self.fault in faults else (numbers, numbers)
-        meetings = {
+        collectives = {
             "gather": lambda: world.all_gather(gathered, "agree"),
             "sum": lambda: world.all_reduce(summed.clone(), "norms"),
             "objects": lambda: world.all_gather_object(world.rank),
         }
         if self.is_faulty:
             if self.fault.startswith("without "):
-                del meetings[self.fault.removeprefix("without ")]
+                del collectives[self.fault.removeprefix("without ")]
             if self.fault == "swapped":
-                meetings = {name: meetings[name] for name in ("sum", "gather", "objects")}
+                collectives = {name: collectives[name] for name in ("sum", "gather", "objects")}
             if self.fault == "twice":
                 world.all_gather_object(world.rank)
-        for meet in meetings.values():
-            meet()
+        for collective in collectives.values():
+            collective()
         if self.fault == "other broadcast":
             world.broadcast(numbers.double() if self.is_faulty else numbers)
 
 
 def read_late(step: int, seconds: float) -> None:
-    """Let the reader of this process take so long for the batch of a step."""
+    """Delay the batch of one step by `seconds` in the reader of this process."""
     from meseta.pipeline.pipeline import Pipeline
 
     read, num_read = Pipeline._read, 0

@@ -1,4 +1,4 @@
-"""Processes that have imported torch and the package when they begin: they are forked by a server that has."""
+"""Processes forked by a server that has imported torch and the package."""
 
 import gc
 import multiprocessing
@@ -14,14 +14,15 @@ from pathlib import Path
 from typing import NoReturn
 
 AT_IMPORT = ("OMP_", "GOMP_", "KMP_", "MKL_", "ATEN_", "ONEDNN_", "TRITON_", "CUDA_", "LD_", "MESETA_ISA")
-"""Variables with such a beginning are read while torch or the core is imported."""
+"""Prefixes of variables that are read when torch or the core is imported."""
 
 PROGRAMS = {"meseta": "meseta.cli.main", "torchrun": "torch.distributed.run", "python": ""}
-"""The module that each one runs; `python` runs the script that it is given."""
+"""Module of each program. `python` runs the script among its arguments."""
 
 
 def forking() -> ForkServerContext:
-    """For `forking().Process(...)`. There is one server in a session, which imports these when it starts."""
+    """Return the context for `forking().Process(...)`. A session has one server, which imports these modules when it
+    starts."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
         [
@@ -29,6 +30,7 @@ def forking() -> ForkServerContext:
             "meseta.cli.main",
             "meseta.data.prepare",
             "meseta.cli.preload",
+            "small_run",
             "torch._dynamo",
             "pytest",
         ]
@@ -45,8 +47,8 @@ def collect_garbage_rarely() -> None:
 def killed_while_saving(
     save: Callable[..., None], arguments: Sequence[object], delay_s: float, saved: int, *, wait_for_one: bool = True
 ) -> int:
-    """Start `save(*arguments, pipe)`, which sends a number for each save, and kill it so long after the first, or after
-    it has begun; the last number that it sent, `saved` where there is none."""
+    """Start `save(*arguments, pipe)`, which sends a number for each save, and kill it `delay_s` after the first save,
+    or after its start. Return the last number sent, or `saved` if none was."""
     context = forking()
     here, there = context.Pipe(duplex=False)
     process = context.Process(target=save, args=(*arguments, there))
@@ -71,8 +73,10 @@ def become_command(
     launcher: Sequence[str] = (),
     program: str = "meseta",
 ) -> NoReturn:
-    """Be `PROGRAM ARGUMENTS` from now on, one of `PROGRAMS`, which reads and writes these open files as its standard
-    ones. By exec where a variable differs that torch has read, or with a `launcher`, options of Python; else as it is.
+    """Turn this process into `PROGRAM ARGUMENTS`, one of `PROGRAMS`, with `files` as its standard streams.
+
+    The program replaces the process by exec if a variable differs that torch reads at import, or with a `launcher`,
+    which are options of Python. Otherwise it runs in this process.
     """
     code = 1
     try:
@@ -99,7 +103,7 @@ def become_command(
 
 
 def _be(program: str, arguments: Sequence[str]) -> None:
-    """Run it in this process."""
+    """Run the program in this process."""
     if program == "python":
         sys.argv = [*arguments]
         sys.path.insert(0, str(Path(arguments[0]).parent))

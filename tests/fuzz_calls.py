@@ -25,7 +25,7 @@ from meseta.spec.codecs import CODECS
 from meseta.spec.optimizer import USED_FIELDS
 
 for module in pkgutil.iter_modules(ops.__path__, "meseta.ops."):
-    importlib.import_module(module.name)  # registers what is in it
+    importlib.import_module(module.name)  # registers the operators
 importlib.import_module("meseta.ops.row_update.staged")
 
 Rng = np.random.Generator
@@ -47,9 +47,9 @@ class Call:
     name: str
     arguments: list[Any]
     guards: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    """Memory beside what the operator writes, and what it holds."""
+    """Memory next to an operator's outputs, and its expected content."""
     code_at: int | None = None
-    """The argument that is a program, where the core runs it."""
+    """Index of the argument that is a program for the core, or `None`."""
 
     def run(self) -> Any:
         return getattr(torch.ops.meseta, self.name).default(*self.arguments)
@@ -74,7 +74,7 @@ def tables_of(rng: Rng, num_tables: int) -> list[Tensor]:
 
 
 def bags_of(rng: Rng, tables: list[Tensor]) -> tuple[Tensor, Tensor, list[int], int]:
-    """Ids, offsets, where each feature begins, samples."""
+    """Return ids, offsets, the first bag of each feature, and the number of samples."""
     num_bags, wide = int(rng.integers(0, 5)), bool(rng.integers(2))
     lengths = rng.integers(0, 4, (len(tables), num_bags))
     per_feature = lengths.sum(1)
@@ -119,8 +119,8 @@ def bucketize(rng: Rng) -> Call:
     cuts: list[int] = []
     sizes: list[int] = []
     for _ in range(num_features):
-        own = [int(rng.integers(1, 40))] if rng.integers(2) else [0, *sorted(rng.integers(0, 9, 3).tolist()), 9]
-        cuts, sizes = cuts + own, [*sizes, len(own)]
+        bounds = [int(rng.integers(1, 40))] if rng.integers(2) else [0, *sorted(rng.integers(0, 9, 3).tolist()), 9]
+        cuts, sizes = cuts + bounds, [*sizes, len(bounds)]
     return Call("bucketize", [integers(rng, 0, 9, int(lengths.sum()), wide), lengths, cuts, sizes])
 
 
@@ -144,9 +144,9 @@ def unique(rng: Rng) -> Call:
 def permute_keys(rng: Rng) -> Call:
     arrays, bounds = [], []
     for _ in range(pick(rng, (1, 2, 3))):
-        own = [0, *sorted(rng.integers(0, 12, 3).tolist())]
+        offsets = [0, *sorted(rng.integers(0, 12, 3).tolist())]
         dtype = pick(rng, (torch.int64, torch.int32, torch.float32, torch.float16, torch.uint8))
-        arrays, bounds = [*arrays, integers(rng, 0, 99, own[-1]).to(dtype)], bounds + own
+        arrays, bounds = [*arrays, integers(rng, 0, 99, offsets[-1]).to(dtype)], bounds + offsets
     return Call("permute_keys", [arrays, bounds, rng.permutation(3).tolist()])
 
 
@@ -183,7 +183,7 @@ def decode_columns(rng: Rng) -> Call:
     codec, num_rows = pick(rng, list(CODECS.values())[1:]), len(placed.arguments[0])
     pieces = [(source.shape[1],) for source in placed.arguments[1]]
     sources = [
-        torch.from_numpy(rng.integers(0, 256, (num_rows, codec.row_bytes(own))).astype("uint8")) for own in pieces
+        torch.from_numpy(rng.integers(0, 256, (num_rows, codec.row_bytes(piece))).astype("uint8")) for piece in pieces
     ]
     out = written(rng, call, floats(rng, num_rows, 8))
     call.arguments = [out, sources, placed.arguments[2], pack_layouts(codec, 3, pieces), 0.5]
@@ -232,7 +232,7 @@ def dot_interaction_backward(rng: Rng) -> Call:
 
 
 def written(rng: Rng, call: Call, values: Tensor) -> Tensor:
-    """The values, in half of the calls between guards."""
+    """Return the values, in half of the calls between guards."""
     if rng.integers(2) or values.numel() == 0:
         return values
     memory = torch.full((values.numel() + 2 * GUARD,), 5, dtype=values.dtype)
@@ -242,7 +242,7 @@ def written(rng: Rng, call: Call, values: Tensor) -> Tensor:
 
 
 def spoil_code(rng: Rng, code: Tensor) -> Tensor:
-    """The program with some numbers changed, or nonsense of known operations on known registers."""
+    """Return the program with some numbers changed, or random valid operations on valid registers."""
     registers = np.array([-1, 0, 1, 2, 63, 64, 65, 127, *range(128, 141), 2**31 - 1, -(2**31)])
     if rng.integers(2):
         code = code.clone()
@@ -339,7 +339,7 @@ CALLS: dict[str, Callable[[Rng], Call]] = {
 
 
 def spoil(rng: Rng, arguments: list[Any]) -> None:
-    """Change one argument, or one member of a list, into something hostile or just different."""
+    """Change one argument, or one member of a list, to a hostile or different value."""
     index = int(rng.integers(len(arguments)))
     value = arguments[index]
     if isinstance(value, list) and value and rng.integers(3):
@@ -376,7 +376,7 @@ def spoil_tensor(rng: Rng, x: Tensor) -> Tensor:
 
 
 def spoil_entries(rng: Rng, x: Tensor) -> Tensor:
-    """One or two entries changed: to a neighbour of another entry, to something hostile, or with their sum kept."""
+    """Change one or two entries to a neighbor of another entry or a hostile value, or keep their sum."""
     x = x.clone(memory_format=torch.contiguous_format)
     if not x.is_floating_point() and rng.integers(4) == 0:
         at, by = rng.integers(x.numel(), size=2), int(rng.integers(1, 4))

@@ -1,4 +1,4 @@
-"""The placement of a planner's problem as an integer program, which HiGHS solves: an oracle that shares no search."""
+"""Integer program of a placement problem, solved by HiGHS: an oracle that is independent of the search."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meseta.planner.search.problem import PlacementProblem
 
 
 class Rows:
-    """Linear constraints, row by row."""
+    """Linear constraints, added row by row."""
 
     def __init__(self) -> None:
         self.row: list[int] = []
@@ -21,7 +21,7 @@ class Rows:
         self.high: list[float] = []
 
     def add(self, terms: dict[int, float], low: float, high: float) -> None:
-        """low <= the sum of value * variable <= high."""
+        """Add low <= sum of value * variable <= high."""
         self.row += [len(self.low)] * len(terms)
         self.column += terms.keys()
         self.value += terms.values()
@@ -33,9 +33,12 @@ class Rows:
 
 
 class Program:
-    """Variables, in this order: z[piece, rank] and y[option], 0 or 1; h[block, host], 0 or 1, for pieces that share
-    one; the slowest rank of each component; whether each avoidable collective is used; the longest path, where some
-    components are hidden behind others."""
+    """Integer program of a placement problem.
+
+    Its variables are, in this order: z[shard, rank] and y[option], 0 or 1; h[block, host], 0 or 1, for shards that
+    share a host; the slowest rank of each component; whether each avoidable collective is used; the longest path, if
+    some components overlap.
+    """
 
     def __init__(self, problem: PlacementProblem) -> None:
         options, machine = problem.options, problem.cluster
@@ -69,7 +72,7 @@ class Program:
         return piece * self.ranks + rank
 
     def _choose(self) -> None:
-        """One way of every unit; its pieces on different ranks, those of other options nowhere."""
+        """Choose one option of every unit, with its shards on different ranks, and place no shard of other options."""
         options = self.options
         for unit in range(options.num_units):
             self.rows.add({self.y + option: 1.0 for option in options.unit_options(unit)}, 1.0, 1.0)
@@ -80,8 +83,8 @@ class Program:
             size = int(options.block_size[option]) or max(len(pieces), 1)
             for start in range(pieces.start, pieces.stop, size):
                 for rank in range(self.ranks):
-                    own = {self.z(piece, rank): 1.0 for piece in range(start, start + size)}
-                    self.rows.add({**own, self.y + option: -1.0}, -np.inf, 0.0)
+                    terms = {self.z(piece, rank): 1.0 for piece in range(start, start + size)}
+                    self.rows.add({**terms, self.y + option: -1.0}, -np.inf, 0.0)
             for collective in np.flatnonzero(options.optional_costs[option]):
                 self.rows.add({self.y + option: 1.0, self.use + int(collective): -1.0}, -np.inf, 0.0)
 
@@ -92,35 +95,37 @@ class Program:
             self.rows.add({**{first + host: 1.0 for host in range(self.hosts)}, self.y + option: -1.0}, 0.0, 0.0)
             for piece in pieces:
                 for host in range(self.hosts):
-                    own = {self.z(piece, host * per_host + r): 1.0 for r in range(per_host)}
-                    self.rows.add({**own, first + host: -1.0}, 0.0, 0.0)
+                    terms = {self.z(piece, host * per_host + r): 1.0 for r in range(per_host)}
+                    self.rows.add({**terms, first + host: -1.0}, 0.0, 0.0)
 
     def _measure(self) -> None:
-        """In milliseconds: no rank of a component is slower than its slowest, and no piece takes longer than that. The
-        latter follows for whole numbers, but not for the fractions that the solver begins with."""
+        """Bound each rank and each shard by the slowest rank of each component, in milliseconds.
+
+        The bound of shards follows for integers, but not for the fractions of the solver's relaxation.
+        """
         options = self.options
         longest = 1e3 * options.max_seconds
         for span in map(options.unit_options, range(options.num_units)):
             for part in range(options.seconds.shape[1]):
-                own = {self.y + option: float(longest[option, part]) for option in span}
-                self.rows.add({**own, self.top + part: -1.0}, -np.inf, 0.0)
+                terms = {self.y + option: float(longest[option, part]) for option in span}
+                self.rows.add({**terms, self.top + part: -1.0}, -np.inf, 0.0)
         for part in range(options.seconds.shape[1]):
             for rank in range(self.ranks):
-                own = {self.z(p, rank): 1e3 * s for p, s in enumerate(options.seconds[:, part].tolist()) if s}
-                self.rows.add({**own, self.top + part: -1.0}, -np.inf, 0.0)
+                terms = {self.z(p, rank): 1e3 * s for p, s in enumerate(options.seconds[:, part].tolist()) if s}
+                self.rows.add({**terms, self.top + part: -1.0}, -np.inf, 0.0)
 
     def _keep_to_room(self) -> None:
-        """Bytes of every device, as parts of its room."""
+        """Limit the bytes of every device, relative to its capacity."""
         room = int(self.machine.rank_capacity[0, 0])
         if room >= UNLIMITED:
             return
         for rank in range(self.ranks):
-            own = {self.z(p, rank): n / room for p, n in enumerate(self.options.rank_demand[:, 0].tolist()) if n}
+            terms = {self.z(p, rank): n / room for p, n in enumerate(self.options.rank_demand[:, 0].tolist()) if n}
             common = {self.y + w: n / room for w, n in enumerate(self.options.common_demand[:, 0].tolist()) if n}
-            self.rows.add({**own, **common}, -np.inf, 1.0)
+            self.rows.add({**terms, **common}, -np.inf, 1.0)
 
     def _order_ranks(self) -> None:
-        """Ranks of a host are alike, and hosts are: the one that computes longest comes first."""
+        """Order interchangeable ranks and hosts by decreasing compute time."""
         compute, per_host = 1e3 * self.options.seconds[:, 0], self.machine.devices_per_host
         pairs = [(rank, rank + 1) for rank in range(self.ranks - 1) if (rank + 1) % per_host]
         pairs += [(rank, rank + per_host) for rank in range(0, self.ranks - per_host, per_host)]
@@ -130,8 +135,10 @@ class Program:
             self.rows.add({**first, **second}, -np.inf, 0.0)
 
     def _follow_paths(self) -> None:
-        """No path is longer than the step, in milliseconds; those that need a collective count where that is used: with
-        it, no step is longer than the sum of all that there is."""
+        """Bound each path by the step, in milliseconds.
+
+        A path that needs an unused collective is exempt, by subtracting the sum of all times.
+        """
         paths, common = self.options.paths, 1e3 * self.options.common_seconds
         assert paths is not None
         longest = (
@@ -140,15 +147,15 @@ class Program:
         for coefs, fixed_s, use_s, needs in zip(
             paths.coefs, paths.fixed_s, paths.optional_s, paths.required_costs, strict=True
         ):
-            own = {self.top + part: float(share) for part, share in enumerate(coefs)}
-            own |= {self.y + option: float(spent) for option, spent in enumerate(common @ coefs)}
-            own |= {self.use + number: 1e3 * float(spent) for number, spent in enumerate(use_s)}
+            terms = {self.top + part: float(share) for part, share in enumerate(coefs)}
+            terms |= {self.y + option: float(spent) for option, spent in enumerate(common @ coefs)}
+            terms |= {self.use + number: 1e3 * float(spent) for number, spent in enumerate(use_s)}
             for number in np.flatnonzero(needs):
-                own[self.use + int(number)] += float(longest)
-            self.rows.add({**own, self.step: -1.0}, -np.inf, -1e3 * float(fixed_s) + needs.sum() * float(longest))
+                terms[self.use + int(number)] += float(longest)
+            self.rows.add({**terms, self.step: -1.0}, -np.inf, -1e3 * float(fixed_s) + needs.sum() * float(longest))
 
     def solve(self, limit_s: float, gap: float) -> tuple[float, float]:
-        """Seconds of (the best assignment found, the bound below which no assignment goes), beside what is fixed."""
+        """Return seconds of (best assignment, lower bound of all assignments), without the fixed part."""
         cost = np.zeros(self.size)
         if self.options.paths is None:
             cost[self.y : self.h] = 1e3 * self.options.common_seconds.sum(axis=1)

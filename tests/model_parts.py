@@ -1,4 +1,4 @@
-"""A stand-in for tables, and inputs for models that read it."""
+"""Replacement of an embedding collection, and inputs for models that read it."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +23,7 @@ class Looked:
 
 
 class OneRowEach(nn.Module):
-    """Stands for an embedding collection: one id per sample and feature, so pooling is plain indexing."""
+    """Replacement of an embedding collection with one id per sample and feature, so that pooling is plain indexing."""
 
     def __init__(self, dims: list[int], pooling: Any = "sum", num_rows: int = 7) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ def some_dense(batch_size: int, num_dense: int) -> Tensor:
 
 
 def lasting_tensors(pipeline: Pipeline) -> dict[str, Tensor]:
-    """Of all that a step changes, by name: dense weights, moments, rows and their states."""
+    """Return all tensors that a step changes, by name: dense weights, moments, rows and their states."""
     model: Any = pipeline.model
     tensors = {f"dense.{name}": value for name, value in model.named_parameters()}
     for name, parameter in model.named_parameters():

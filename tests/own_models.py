@@ -1,4 +1,4 @@
-"""Models such as users write, right and wrong; named by import path in test_own_model.py."""
+"""Correct and faulty user-defined models, named by import path in test_own_model.py."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class Plain(nn.Module):
 
 
 class NeedsAFile(Plain):
-    """Its weights lie on a machine of its own."""
+    """Model that loads its weights from a missing file."""
 
     def __init__(self, embeddings: Any, *, num_dense: int, labels: tuple[str, ...], seed: int):
         raise FileNotFoundError("no weights.bin here")
 
 
 class Uncalled(Plain):
-    """Its layer is never called, only its parameters are used."""
+    """Model that uses the parameters of its layer without calling it."""
 
     def score(self, dense: Tensor, pooled: Tensor) -> Tensor:
         x = torch.cat([dense.to(pooled.dtype), pooled], dim=1)
@@ -40,7 +40,7 @@ class Uncalled(Plain):
 
 
 class Regularised(Plain):
-    """As on the page."""
+    """Model of the documentation page, with dropout and batch norm."""
 
     def __init__(self, embeddings: Any, *, num_dense: int, labels: tuple[str, ...], seed: int):
         super().__init__(embeddings, num_dense=num_dense, labels=labels, seed=seed)
@@ -54,7 +54,7 @@ class Regularised(Plain):
 
 
 class TwoBlocks(Plain):
-    """Each of two blocks also learns what both say together, as the mutual loss of FinalNet has it."""
+    """Model whose two blocks also learn their mean prediction, as the mutual loss of FinalNet."""
 
     loss_terms = ("first", "second")
 
@@ -79,7 +79,7 @@ class TwoBlocks(Plain):
 
 
 class GlobalLoss(Plain):
-    """Also learns that its mean prediction is the base rate of the batch, and that positives are above negatives."""
+    """Model that also learns to match the base rate of the batch, and to rank positives above negatives."""
 
     global_loss_terms = ("calibration", "pairs")
 
@@ -90,23 +90,23 @@ class GlobalLoss(Plain):
 
 
 class AddsRows(Plain):
-    """Adds the rows of features that are not pooled by itself."""
+    """Model that sums the rows of unpooled features itself."""
 
     reads_embeddings = True
 
     def score(self, dense: Tensor, embeddings: Any) -> Tensor:
         bags = []
         for feature in self.embeddings.features:
-            found = embeddings[feature.name]
+            rows = embeddings[feature.name]
             if feature.pooling == "none":
-                sample = torch.repeat_interleave(torch.arange(len(dense)), found.lengths)
-                found = found.values.new_zeros(len(dense), found.values.shape[1]).index_add(0, sample, found.values)
-            bags.append(found)
+                sample = torch.repeat_interleave(torch.arange(len(dense)), rows.lengths)
+                rows = rows.values.new_zeros(len(dense), rows.values.shape[1]).index_add(0, sample, rows.values)
+            bags.append(rows)
         return super().score(dense, torch.cat(bags, dim=1))
 
 
 class AsksForNumbers(Plain):
-    """Its scale is read out of a tensor."""
+    """Model that reads its scale from a tensor."""
 
     def score(self, dense: Tensor, pooled: Tensor) -> Tensor:
         return super().score(dense, pooled) * max(self.linear.weight.detach().abs().max().item(), 1.0)
@@ -116,7 +116,7 @@ ONES = torch.ones(1)
 
 
 class KeepsNumbers(Plain):
-    """Its module has numbers of its own from the moment that it is imported."""
+    """Model that reads a tensor that its module created on import."""
 
     def score(self, dense: Tensor, pooled: Tensor) -> Tensor:
         return super().score(dense, pooled) * ONES.item()
@@ -160,21 +160,21 @@ number = 3
 
 
 class BeforeAlone(Plain):
-    """Its `score` knows nothing of its `forward_dense`."""
+    """Model whose `score` does not use its `forward_dense`."""
 
     def forward_dense(self, dense: Tensor) -> tuple[Tensor]:
         return (dense * 2.0,)
 
 
 class FormerName(Plain):
-    """Written for an earlier Meseta, which called `forward_dense` `before`."""
+    """Model of an earlier Meseta, which called `forward_dense` `before`."""
 
     def before(self, dense: Tensor) -> tuple[Tensor]:
         return (dense,)
 
 
 class WithBefore(Plain):
-    """What `forward_dense` returns is taken, and the inputs are too."""
+    """Model whose `score` accepts the result of `forward_dense`, or the dense inputs."""
 
     def forward_dense(self, dense: Tensor) -> tuple[Tensor]:
         return (dense.double(),)

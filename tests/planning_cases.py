@@ -1,4 +1,4 @@
-"""Workloads that planner tests share."""
+"""Workloads of planner tests."""
 
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ OPTIMIZERS = ("rowwise_adagrad", "sgd", "adam")
 
 
 def random_workload(num_tables: int, seed: int, *, batch_size: int = 16384, max_rows: float = 6.0) -> Workload:
-    """Tables of 10^3 to 10^max_rows rows and 4 to 128 columns, each with a feature of 1 to 20 ids a sample."""
+    """Return tables of 10^3 to 10^max_rows rows and 4 to 128 columns, each with a feature of 1 to 20 ids per sample."""
     random = np.random.default_rng(seed)
     tables = tuple(
         TableSpec(
@@ -30,7 +30,8 @@ def random_workload(num_tables: int, seed: int, *, batch_size: int = 16384, max_
 
 
 def skewed_workload(num_tables: int, seed: int) -> Workload:
-    """Large batches, tables of 10 to 10^7 rows, and few rows with most lookups: what replicas are made for."""
+    """Return large batches and tables of 10 to 10^7 rows with few rows that have most lookups, for which replicas pay
+    off."""
     random = np.random.default_rng(seed + 1000)
     workload = random_workload(num_tables, seed, batch_size=65536, max_rows=7.0)
     tables, loads = [], {}

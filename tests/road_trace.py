@@ -1,4 +1,4 @@
-"""Which functions of the package run, in the order in which each is first called."""
+"""Tracer of the package's functions, in the order in which each is first called."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Call = tuple[str, str]
 
 @contextmanager
 def calls() -> Iterator[list[Call]]:
-    """Collects first calls while it is entered, in this thread and in threads that begin meanwhile."""
+    """Context manager that collects first calls, in this thread and in threads that start meanwhile."""
     made: dict[Call, None] = {}
     seen: dict[int, CodeType] = {}
     root = f"{SOURCE}/"
@@ -33,28 +33,28 @@ def calls() -> Iterator[list[Call]]:
             name = code.co_qualname.partition(".<locals>")[0]
             made.setdefault((code.co_filename.removeprefix(root), name))
 
-    found: list[Call] = []
+    result: list[Call] = []
     before = sys.gettrace()
     threading.settrace(note)  # called for calls alone, while a profile function is also called for returns
     sys.settrace(note)
     try:
-        yield found
+        yield result
     finally:
         sys.settrace(before)
         threading.settrace(None)  # type: ignore[arg-type]
-        found += made
+        result += made
 
 
 def first_call_of(owner: type, method: str, number: int, action: Callable[[], Any]) -> list[Call]:
-    """What runs in call `number`, from 1, of a method while `action` runs; the function itself is the first."""
-    original, count, found = getattr(owner, method), 0, list[Call]()
+    """Return the calls within call `number` (from 1) of a method while `action` runs, the method first."""
+    original, count, result = getattr(owner, method), 0, list[Call]()
 
     def watched(*arguments: Any, **options: Any) -> Any:
-        nonlocal count, found
+        nonlocal count, result
         count += 1
         if count != number:
             return original(*arguments, **options)
-        with calls() as found:
+        with calls() as result:
             return original(*arguments, **options)
 
     setattr(owner, method, watched)
@@ -62,4 +62,4 @@ def first_call_of(owner: type, method: str, number: int, action: Callable[[], An
         action()
     finally:
         setattr(owner, method, original)
-    return found
+    return result

@@ -24,13 +24,14 @@ from meseta.train.trainer import Trainer
 SHAPES = {"user": 300, "item": 40, "city": 7, "tags": 60}
 """Rows per table of `tiny_data`."""
 REAL_ROWS = Path(__file__).parents[2] / "shared/data/criteo_1tb_day0_head.tsv"
-"""10,000 rows of the Criteo 1TB click logs; they are not part of this repository."""
+"""10,000 rows of the Criteo 1TB click logs, which are not part of this repository."""
 
 
 def tiny_data(folder: Path) -> Path:
-    """A prepared dataset of 1,500 rows: two dense features, single ids, and bags with weights; some structure to learn.
+    """Return a prepared dataset of 1,500 rows with two dense features, single ids and weighted bags. Its labels can be
+    learned.
 
-    Made once per test session: pass a folder of `tmp_path_factory.getbasetemp()`.
+    It is made once per test session: pass a folder of `tmp_path_factory.getbasetemp()`.
     """
     out = folder / "tiny"
     if not out.exists():
@@ -56,7 +57,8 @@ def tiny_data(folder: Path) -> Path:
 
 
 def tiny_with_valid(tiny: Path) -> Path:
-    """The rows of `tiny_data` with a fifth of them in a split valid; beside it, once per session."""
+    """Return the rows of `tiny_data` with a fifth of them in a split 'valid'. It is made once per session, next to
+    `tiny_data`."""
     out = tiny.with_name("tiny-with-valid")
     if not out.exists():
         _prepare_tiny(tiny.parent, out, valid_fraction=0.2)
@@ -77,7 +79,7 @@ def _prepare_tiny(folder: Path, out: Path, **splits: Any) -> None:
 
 
 def criteo_shaped_data(folder: Path) -> Path:
-    """6,000 rows of `meseta data synth`, prepared with 200 rows a table and the last third as the test split."""
+    """Return 6,000 prepared rows of `meseta data synth`, with 200 rows per table and the last third as test split."""
     out = folder / "criteo-shaped"
     if not out.exists():
         raw = folder / "criteo-shaped-raw"
@@ -100,7 +102,7 @@ def spoil(data: Path, split: str, column: str, row: int, value: Any) -> None:
 
 
 def settings(data: Path, run_dir: Path, **changes: Any) -> dict[str, Any]:
-    """A config document; keys of `changes` are written as `train__max_steps`."""
+    """Return a config document. Keys of `changes` are written as `train__max_steps`."""
     document: dict[str, Any] = {
         "run_dir": str(run_dir),
         "num_threads": 1,
@@ -141,21 +143,21 @@ TINY: dict[str, Any] = {
     "fm_mlp": [6],
     "interactions": {"self_attention": 2, "cross": 1, "dot": 2, "linear": 1, "convolution": 1},
 }
-"""Sizes of models whose sections take no keys of other models."""
+"""Sizes of models whose sections reject keys of other models."""
 
 
 def of_its_model(keys: dict[str, Any]) -> dict[str, Any]:
-    """Without sizes of other models than the one that is named; tiny, where its section takes no keys of others."""
+    """Return `keys` without sizes of other models. A section that rejects keys of other models gets tiny sizes."""
     section = section_class(keys.get("name", "dlrm"))
-    own = {} if section.accepts_legacy_keys else {key: TINY[key] for key in TINY if key in section.model_fields}
-    return own | {key: value for key, value in keys.items() if key in section.model_fields or key not in LEGACY_KEYS}
+    sizes = {} if section.accepts_legacy_keys else {key: TINY[key] for key in TINY if key in section.model_fields}
+    return sizes | {key: value for key, value in keys.items() if key in section.model_fields or key not in LEGACY_KEYS}
 
 
 MODELS_WITH_NORMS = ("dcnv2", "gdcn", "masknet", "finalmlp", "final", "wukong", "dhen")
 
 
 def dropout_and_norms(model: str) -> dict[str, Any]:
-    """Changes of `settings` to one of `MODELS_WITH_NORMS`, with what is drawn and counted anew in every step."""
+    """Return changes of `settings` to one of `MODELS_WITH_NORMS`, with dropout and batch norm."""
     shapes: dict[str, dict[str, Any]] = {
         "dcnv2": {"model__cross": "mixture", "model__structure": "parallel"},
         "final": {"model__second_block": [6]},
@@ -171,7 +173,7 @@ def write_config(path: Path, document: dict[str, Any]) -> Path:
 
 
 def train(document: dict[str, Any]) -> dict[str, Any]:
-    """One run on the ranks of this process; importable by every rank of a pool. Returns the summary."""
+    """Run on the ranks of this process and return the summary. Every rank of a pool can import it."""
     return Trainer(RunConfig.model_validate(document), World.current()).run()
 
 
@@ -186,12 +188,12 @@ TIMES = (
 
 
 def without_times(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What two runs of one config must agree on."""
+    """Return the part of the lines that two runs of one config must agree on."""
     return [{key: value for key, value in line.items() if key not in TIMES} for line in lines]
 
 
 def final_checksum(run_dir: Path) -> str:
-    """Of the newest checkpoint, after every file in it was read and checked."""
+    """Return the checksum of the newest checkpoint after reading and checking every file in it."""
     path = checkpoint.latest_complete(run_dir / "checkpoints")
     assert path is not None, f"{run_dir} has no checkpoint"
     return checkpoint.verify(path)
@@ -209,13 +211,13 @@ def table_checksums(run_dir: Path) -> dict[str, str]:
 
 
 def environment() -> dict[str, str]:
-    """For commands started by tests: this source tree, one thread."""
+    """Return variables for commands started by tests: this source tree, one thread."""
     source = Path(__file__).parents[1] / "src"
     return {**os.environ, "PYTHONPATH": str(source), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
 
 
 def predicted_memory(config: RunConfig, dataset: Any, outline: Any, plan: Any, rank: int) -> Any:
-    """What a rank holds under a plan while it trains or evaluates, at most."""
+    """Return the largest predicted memory of a rank under a plan, while it trains or evaluates."""
     from meseta.train.setup.memory import RunMemory, run_bytes
     from meseta.train.setup.specs import make_specs, make_workload
 
@@ -227,7 +229,8 @@ def predicted_memory(config: RunConfig, dataset: Any, outline: Any, plan: Any, r
 
 
 def need_and_held(document: dict[str, Any]) -> tuple[int, int, int, int]:
-    """Bytes of (tables, states) as predicted on this rank, then as held; importable by every rank of a pool."""
+    """Return the bytes of (tables, states) on this rank, first as predicted and then as allocated. Every rank of a pool
+    can import it."""
     from meseta.data import Dataset
     from meseta.embedding import EmbeddingBagCollection
     from meseta.train.setup.build import make_sharded_model

@@ -1,4 +1,4 @@
-"""The package's own source, parsed, for the tests that hold the structure rules."""
+"""Parsed source of the package, for tests of structure rules."""
 
 import ast
 from collections.abc import Iterator
@@ -13,12 +13,12 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 @cache
 def modules() -> tuple[tuple[str, ast.Module], ...]:
-    """(path below src/meseta, syntax tree) of every Python file."""
+    """Yield (path below src/meseta, syntax tree) of every Python file."""
     return tuple((str(path.relative_to(SOURCE)), ast.parse(path.read_text())) for path in sorted(SOURCE.rglob("*.py")))
 
 
 def functions() -> Iterator[tuple[str, Function]]:
-    """("path:line name", node) of every function and method, nested ones too."""
+    """Yield ("path:line name", node) of every function and method, including nested ones."""
     for name, tree in modules():
         for node in ast.walk(tree):
             if isinstance(node, Function):

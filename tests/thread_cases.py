@@ -1,7 +1,7 @@
-"""Products and sums of a training step, shape by shape, and which of them another number of threads changes.
+"""Products and sums of a training step by shape, and those whose result depends on the number of threads.
 
-As a program it reads the numbers of cases and prints those that differ, one a line, and how many it was given: for
-instruction sets, which are chosen before torch is loaded.
+As a program it reads the numbers of cases and prints those that differ, one per line, and their count. Instruction sets
+are chosen before torch is loaded, so each needs a process.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WIDTHS = (1, 2, 3, 13, 70, 256, 1000)
 
 
 def layer(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """One product forward and two back: with a row for each sample, and with a term for each."""
+    """One product forward and two backward: with a row for each sample, and with a term for each."""
     return mlp(x, [weight], [bias], relu_last=False)
 
 
@@ -41,7 +41,7 @@ def interaction(x: Tensor, pooled: Tensor) -> Tensor:
 
 
 def sums(x: Tensor) -> Tensor:
-    """Of all, of columns, and of rows as torch has them."""
+    """Return the total, the sums of columns, and the sums of rows by torch."""
     return torch.cat([total(x)[None], column_sums(x), x.sum(dim=1)])
 
 
@@ -59,7 +59,8 @@ CALLS: dict[str, Callable[..., Tensor]] = {
 
 
 def shapes(call: str, batch: int, inputs: int, outputs: int) -> list[tuple[int, ...]]:
-    """Of a call's arguments; of those without a weight `outputs` is another dimension of the samples, or not used."""
+    """Return the shapes of a call's arguments. Without a weight, `outputs` is another dimension of the samples, or
+    unused."""
     if call == "layer":
         return [(batch, inputs), (outputs, inputs), (outputs,)]
     if call == "pairs":
@@ -86,11 +87,11 @@ def _all() -> Iterator[dict[str, Any]]:
 
 
 CASES = list(_all())
-"""A case is a call, its shape, its type, and its multiplications."""
+"""Cases with their call, shape, dtype and number of multiplications."""
 
 
 def run(case: dict[str, Any]) -> list[Tensor]:
-    """The result and the gradients of all arguments."""
+    """Return the result and the gradients of all arguments, concatenated, for each number of threads."""
     random = torch.Generator().manual_seed(case["work"])
     arguments = [
         torch.randn(shape, generator=random, dtype=torch.float64).to(case["dtype"]).requires_grad_()
@@ -107,13 +108,13 @@ def run(case: dict[str, Any]) -> list[Tensor]:
 
 
 def differing(cases: list[dict[str, Any]]) -> list[str]:
-    """The cases whose bits are not those of one thread on every number of threads."""
-    found = []
+    """Return the cases whose bits on several threads differ from those on one thread."""
+    names = []
     for case in cases:
         one, *others = run(case)
         if not all(torch.equal(one.view(torch.uint8), other.view(torch.uint8)) for other in others):
-            found.append(case_id(case))
-    return found
+            names.append(case_id(case))
+    return names
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Cases for the Triton kernels, alike for the interpreter on a CPU and for a GPU; torch, numpy and triton suffice."""
+"""Cases of the Triton kernels, for the interpreter on a CPU and for a GPU. They need only torch, numpy and triton."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 @contextmanager
 def no_wait() -> Iterator[None]:
-    """Any wait of the host for the device is an error."""
+    """Context manager in which any synchronization with the device is an error."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch calls the mode a prototype
@@ -38,12 +38,13 @@ def no_wait() -> Iterator[None]:
 
 
 def ragged(random: np.random.Generator, num_bags: int, max_length: int) -> Any:
-    """Lengths of bags, every second one or so empty."""
+    """Return lengths of bags, about half of them zero."""
     return random.integers(0, max_length + 1, num_bags) * random.integers(0, 2, num_bags)
 
 
 def allowed_error(plain: Tensor, exact: Tensor) -> float:
-    """The contract's: twice that of the reference in the same precision, and one unit in the last place."""
+    """Return the documented tolerance: twice the error of the reference in the same precision, plus one unit in the
+    last place."""
     ulp = torch.finfo(torch.float32).eps * float(exact.abs().max())
     return 2 * float((plain.double() - exact).abs().max()) + ulp
 
@@ -77,7 +78,7 @@ def lookup_case(
     integers: torch.dtype = torch.int64,
     max_length: int = 7,
 ) -> Lookup:
-    """Random rows, some features weighted, some averaged; one table in four has one row."""
+    """Return random rows, with some features weighted and some averaged. One table in four has one row."""
     random = np.random.default_rng(seed)
     rows = [int(random.integers(1, 30)) if random.random() < 0.75 else 1 for _ in dims]
     tables = [torch.from_numpy(random.normal(size=(n, dim))).to(dtype) for n, dim in zip(rows, dims, strict=True)]
@@ -90,7 +91,7 @@ def lookup_case(
 
 
 def check_lookup(case: Lookup, device: str) -> None:
-    """The kernel on `device` against the reference and float64."""
+    """Compare the kernel on `device` with the reference and float64."""
     from meseta.ops.pooled_lookup import triton
 
     moved = case.to(device)
@@ -103,7 +104,7 @@ def check_lookup(case: Lookup, device: str) -> None:
 
 
 def check_repaired_ids(case: Lookup, device: str, seed: int = 0) -> None:
-    """All ids of a case, a third of them outside; nothing is rounded, so all is equal."""
+    """Check all ids of a case, a third of them invalid. Nothing is rounded, so that results are equal."""
     from meseta.ops.id_policy import triton
 
     random = np.random.default_rng(seed)
@@ -118,24 +119,24 @@ def check_repaired_ids(case: Lookup, device: str, seed: int = 0) -> None:
     policies = random.choice([0, 2, 3], len(case.tables)).tolist()
     rest = (bags, [table.shape[0] for table in case.tables], policies)
     got = triton.check_ids(ids.to(device), case.offsets.to(device), *rest)
-    for mine, plain in zip(got, ids_reference.check_ids(ids, case.offsets, *rest), strict=True):
-        assert mine.dtype == torch.int64 and torch.equal(mine.cpu(), plain)
+    for result, plain in zip(got, ids_reference.check_ids(ids, case.offsets, *rest), strict=True):
+        assert result.dtype == torch.int64 and torch.equal(result.cpu(), plain)
 
 
 def check_row_lookup(case: Lookup, device: str) -> None:
-    """All ids of a case, one by one; nothing is computed, so bits are equal."""
+    """Look up all ids of a case one by one. Nothing is computed, so that bits are equal."""
     from meseta.ops.row_lookup import triton
 
     bounds = case.offsets[:: (case.offsets.numel() - 1) // len(case.tables) or 1].tolist()
     bounds = bounds if case.offsets.numel() > 1 else [0] * (len(case.tables) + 1)
     moved = case.to(device)
     got = triton.row_lookup(moved.tables, moved.ids, bounds)
-    for mine, plain in zip(got, rows_reference.row_lookup(case.tables, case.ids, bounds), strict=True):
-        assert mine.dtype == torch.float32 and torch.equal(mine.cpu(), plain)
+    for result, plain in zip(got, rows_reference.row_lookup(case.tables, case.ids, bounds), strict=True):
+        assert result.dtype == torch.float32 and torch.equal(result.cpu(), plain)
 
 
 def check_weight_gradient(case: Lookup, device: str, seed: int = 0) -> None:
-    """The kernel on `device` against the reference and float64."""
+    """Compare the kernel on `device` with the reference and float64."""
     from meseta.ops.weight_gradient import triton
 
     num_bags = (case.offsets.numel() - 1) // len(case.tables)
@@ -161,7 +162,7 @@ def update_case(
     max_length: int = 6,
     max_rows: int = 30,
 ) -> UpdateCall:
-    """Two features for each table: pooled, weighted or not pooled, listed in any order."""
+    """Return an update with two features per table: pooled, weighted or not pooled, in any order."""
     random = np.random.default_rng(seed)
     program = trace(optimizer)
     tables, states, origins, features, ids, lengths, gradients = [], [], [], [], [], [], list[Tensor]()
@@ -204,7 +205,7 @@ def update_case(
 
 
 def copied(call: UpdateCall, device: str = "cpu", dtype: torch.dtype | None = None) -> UpdateCall:
-    """The same on another device, or in float64; rows, states and gradients are copies."""
+    """Return a copy of the call on another device, or in float64."""
 
     def copy(tensors: Sequence[Tensor]) -> list[Tensor]:
         return [tensor.to(device=device, dtype=dtype or tensor.dtype, copy=True) for tensor in tensors]
@@ -223,7 +224,7 @@ def copied(call: UpdateCall, device: str = "cpu", dtype: torch.dtype | None = No
 
 
 def updated(call: UpdateCall, device: str) -> list[Tensor]:
-    """Rows and states after the kernels have run on copies."""
+    """Run the kernels on copies, and return rows and states."""
     from meseta.ops.row_update import triton
 
     moved = copied(call, device)
@@ -232,23 +233,23 @@ def updated(call: UpdateCall, device: str) -> list[Tensor]:
 
 
 def check_found_inf(call: UpdateCall, device: str) -> None:
-    """0: the bits of no flag; else the bits of before."""
+    """Check that 0 gives the bits of no flag, and other numbers leave all bits unchanged."""
     before, plain = (*call.tables, *call.states), updated(call, device)
     for number, expected in ((0.0, plain), (1.0, before), (torch.nan, before)):
         got = updated(replace(call, found_inf=torch.tensor(number, device=device)), device)
-        assert all(torch.equal(mine, other) for mine, other in zip(got, expected, strict=True)), number
+        assert all(torch.equal(result, other) for result, other in zip(got, expected, strict=True)), number
 
 
 def in_slots(call: UpdateCall, seed: int = 0) -> tuple[UpdateCall, list[Tensor]]:
-    """The same with the rows of every other table in slots of any order, among slots of no row; and of each table the
-    slot of each row."""
+    """Return the call with the rows of every other table in slots of any order, some of them empty, and the slot of
+    each row of each table."""
     random, num_states = np.random.default_rng(seed), len(call.state_is_row)
     tables, states, row_ids, slots, ids = [], [], [], [], call.ids.clone()
     positions = {feature.position: feature.table for feature in unpack_features(call.features)}
     for t, table in enumerate(call.tables):
-        own = call.states[t * num_states : (t + 1) * num_states]
+        table_states = call.states[t * num_states : (t + 1) * num_states]
         if t % 2:
-            tables, states = [*tables, table], [*states, *own]
+            tables, states = [*tables, table], [*states, *table_states]
             row_ids.append(torch.empty(0, dtype=torch.int64))
             slots.append(torch.arange(len(table)))
             continue
@@ -257,7 +258,7 @@ def in_slots(call: UpdateCall, seed: int = 0) -> tuple[UpdateCall, list[Tensor]]
         of_slot[of_row] = torch.arange(len(table))
         row_ids.append(of_slot)
         slots.append(of_row)
-        for target, value in ((tables, table), *((states, state) for state in own)):
+        for target, value in ((tables, table), *((states, state) for state in table_states)):
             spread = torch.full((len(table) + 5, *value.shape[1:]), -3.0, dtype=value.dtype)
             spread[of_row] = value
             target.append(spread)
@@ -271,20 +272,21 @@ def in_slots(call: UpdateCall, seed: int = 0) -> tuple[UpdateCall, list[Tensor]]
 
 
 def check_slots(call: UpdateCall, run: Callable[[UpdateCall], Sequence[Tensor]]) -> None:
-    """Rows that lie in slots are stepped as those at their own places are; `run` returns rows, then states."""
+    """Check that rows in slots get the same update as rows in order. `run` returns rows, then states."""
     num_states, (moved, slots) = len(call.state_is_row), in_slots(call)
     expected, got = run(call), run(moved)
     of_tables = [*slots, *(slots[t] for t in range(len(slots)) for _ in range(num_states))]
-    for mine, other, of_row in zip(got, expected, of_tables, strict=True):
-        assert torch.equal(mine[of_row], other)
-        if len(mine) > len(other):
-            rest = torch.ones(len(mine), dtype=torch.bool)
+    for result, other, of_row in zip(got, expected, of_tables, strict=True):
+        assert torch.equal(result[of_row], other)
+        if len(result) > len(other):
+            rest = torch.ones(len(result), dtype=torch.bool)
             rest[of_row] = False
-            assert bool((mine[rest] == -3.0).all())
+            assert bool((result[rest] == -3.0).all())
 
 
 def check_marks(call: UpdateCall, device: str, run: Callable[[UpdateCall], None]) -> None:
-    """`run` marks the distinct rows that bags name, wherever rows lie, and none where it must not step."""
+    """Check that `run` marks the distinct rows of the bags, in slots or in order, and no row if the update is
+    suppressed."""
     ids: list[list[Tensor]] = [[] for _ in call.tables]
     for feature in unpack_features(call.features):
         begin, end = (call.offsets[(feature.position + k) * call.num_bags].item() for k in range(2))
@@ -300,19 +302,21 @@ def check_marks(call: UpdateCall, device: str, run: Callable[[UpdateCall], None]
 
 
 def check_update(call: UpdateCall, device: str) -> None:
-    """The kernels on `device` against the reference and float64."""
+    """Compare the kernels on `device` with the reference and float64."""
     # The references stay on the device: on a CPU they call the compiled core, which a GPU's machine may lack.
     got, plain, exact = updated(call, device), copied(call, device), copied(call, device, torch.float64)
     update_reference.row_update(plain)
     update_reference.row_update(exact)
     references = zip((*plain.tables, *plain.states), (*exact.tables, *exact.states), strict=True)
-    for mine, pair in zip(got, references, strict=True):
+    for result, pair in zip(got, references, strict=True):
         reference, true = (tensor.cpu() for tensor in pair)
-        assert mine.dtype == reference.dtype
+        assert result.dtype == reference.dtype
         if device == "cpu":
-            assert torch.equal(mine, reference), "the interpreter's float32 has no freedom"
-        elif mine.dtype == torch.float32:
-            assert (mine.double() - true).abs().max() <= allowed_error(reference, true)
+            assert torch.equal(result, reference), "the interpreter's float32 has no freedom"
+        elif result.dtype == torch.float32:
+            assert (result.double() - true).abs().max() <= allowed_error(reference, true)
         else:  # one of the two neighbours
-            spacing = 2 * torch.finfo(mine.dtype).eps * true.abs().clamp(min=torch.finfo(mine.dtype).smallest_normal)
-            assert ((mine.double() - true).abs() <= spacing).all()
+            spacing = (
+                2 * torch.finfo(result.dtype).eps * true.abs().clamp(min=torch.finfo(result.dtype).smallest_normal)
+            )
+            assert ((result.double() - true).abs() <= spacing).all()

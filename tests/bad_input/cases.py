@@ -1,4 +1,4 @@
-"""One bad input of each kind, in the order of docs/errors.md: how to make it, and the command that meets it."""
+"""One bad input of each kind, in the order of docs/errors.md: a function makes the input and returns the command."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ PART = "train/part-00000.parquet"
 
 @dataclass(frozen=True)
 class Place:
-    """A folder of a test's own, and what it may copy."""
+    """Folder of one test, and the data and run that the test may copy."""
 
     folder: Path
     tiny: Path
     """A prepared dataset."""
     finished: Path
-    """A run over it, with a whole checkpoint of step 4, pruned, and deltas of steps 8, 12 and 14."""
+    """A run over it, with a full checkpoint of step 4, which was pruned, and deltas of steps 8, 12 and 14."""
 
     def train(self, *overrides: str, **changes: Any) -> list[Any]:
-        """`meseta train` over the dataset, or over the copy of it that `data` has made."""
+        """Return `meseta train` over the dataset, or over its copy if `data` has made one."""
         copy = self.folder / "data"
         document = settings(copy if copy.exists() else self.tiny, self.folder / "run", **changes)
         return ["train", write_config(self.folder / "c.yaml", document), *overrides]
@@ -46,7 +46,7 @@ class Place:
         return Path(shutil.copytree(self.tiny, self.folder / "data"))
 
     def recipe(self, name: str = "log.csv") -> Path:
-        """A recipe instead of that dataset, and the raw file that it is made from."""
+        """Replace the dataset by a recipe, and return the raw file of the recipe."""
         source = self.folder / name
         text = "label,price,user\n" + "".join(f"{row % 2},{row},{row % 7}\n" for row in range(100))
         source.write_bytes(gzip.compress(text.encode()) if source.suffix == ".gz" else text.encode())
@@ -57,7 +57,7 @@ class Place:
         return Path(shutil.copytree(self.finished, self.folder / "run"))
 
     def prepare(self, name: str, content: bytes, *options: Any) -> list[Any]:
-        """`meseta prepare` of one file."""
+        """Return `meseta prepare` of one file."""
         (self.folder / name).write_bytes(content)
         return ["prepare", self.folder / name, "--out", self.folder / "out", *options]
 
@@ -86,7 +86,7 @@ TSV = "\n".join(make_lines(60)).encode()
 
 
 def with_line(number: int, text: str) -> bytes:
-    """The CSV file with another line there, counted from 1."""
+    """Return the CSV file with another line at `number`, counted from 1."""
     lines = CSV.splitlines()
     lines[number - 1] = text
     return "\n".join(lines).encode()

@@ -1,4 +1,4 @@
-"""Commands of `meseta` in this process, on one rank or on every rank of a pool, and what they leave on the disk."""
+"""Runs commands of `meseta` in this process, on one rank or on a pool of ranks, and reads the files that they leave."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from meseta.cli import main as entry
 from meseta.comm import World
 
 SPARE_BYTES = 2 << 30
-"""What a command under `within` may take beyond what the process has already."""
+"""Memory that a command under `within` may use in addition to that of the process."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a command ended."""
+    """Exit code and output of a command."""
 
     code: int
     out: str
@@ -34,7 +34,7 @@ class Ended:
 
 
 def run_here(*arguments: object) -> Ended:
-    """`meseta ARGUMENTS` in this process; anything that would be a traceback is raised."""
+    """Run `meseta ARGUMENTS` in this process. Exceptions that would become a traceback are raised."""
     out, err = io.StringIO(), io.StringIO()
     handler = signal.getsignal(signal.SIGINT)
     argv = ["meseta", *map(str, arguments)]
@@ -51,11 +51,11 @@ def run_here(*arguments: object) -> Ended:
 
 
 class _Left(BaseException):
-    """Stands for the end of a rank's process."""
+    """Raised instead of ending a rank's process."""
 
 
 def run_on_rank(arguments: list[str]) -> Ended:
-    """The same on a rank of a pool, whose process and process group must outlive the command."""
+    """Run a command on a rank of a pool. The process and its process group outlive the command."""
 
     def leave(code: int) -> None:
         raise _Left(code)
@@ -75,8 +75,8 @@ def run_on_rank(arguments: list[str]) -> Ended:
 
 
 def tree(folder: Path) -> dict[str, bytes | None]:
-    """Every file under a folder with its content, of a huge one its size, every link with its target, all else with
-    None."""
+    """Return every path under a folder with its content, the size of a huge file, or the target of a link. Other paths
+    have None."""
     return {str(path.relative_to(folder)): _content(path) for path in sorted(folder.rglob("*"))}
 
 
@@ -90,13 +90,13 @@ def _content(path: Path) -> bytes | None:
 
 
 class TooLong(BaseException):
-    """A command took longer than its test allows; no Exception, so that no command can turn it into a message."""
+    """A command took longer than its test allows. It is no Exception, so that commands cannot catch it."""
 
 
 @contextmanager
 def within(seconds: float, what: str) -> Iterator[None]:
-    """Raise TooLong, naming `what`, where the body takes longer, and keep it from taking all memory; anything that
-    escapes from the body is raised with `what` as its note."""
+    """Context manager that raises TooLong if the body takes longer, and limits its memory. Exceptions of the body get
+    `what` as note."""
 
     def ring(number: int, frame: object) -> None:
         raise TooLong(what)
@@ -119,7 +119,7 @@ def within(seconds: float, what: str) -> Iterator[None]:
 
 @contextmanager
 def small_files(num_bytes: int) -> Iterator[None]:
-    """No file may grow beyond this: the system refuses the write, as it does on a full disk."""
+    """Context manager that limits the size of files. The system refuses larger writes, as on a full disk."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))

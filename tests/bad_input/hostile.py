@@ -1,4 +1,4 @@
-"""A checkpoint by a stranger who knows the format: one thing is wrong in it, and every checksum is right."""
+"""Crafted checkpoints whose checksums are right, with one fault each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pyarrow as pa
 from meseta.checkpoint.files import digest
 
 Change = Callable[[Path], object]
-"""Spoils the checkpoint in a folder."""
+"""Damages the checkpoint in a folder."""
 USER, TAGS = "tables/user/block-00000.arrow", "tables/tags/block-00000.arrow"
 DENSE, MANIFEST = "dense.safetensors", "manifest.json"
 
@@ -79,7 +79,7 @@ FIELDS: dict[str, list[Any]] = {
     **dict.fromkeys((f"tables.user.blocks.0.{name}" for name in ("num_rows", "num_bytes")), NUMBERS),
     "tables.user.blocks.0.first_row": [value for value in NUMBERS if value != 0 or isinstance(value, bool | float)],
 }
-"""Where a value of another type or out of its range is put, and which."""
+"""Place of a value, and a value of another type or out of its range."""
 HARMLESS = {
     ("step", 0),
     ("step", 2**31),
@@ -93,7 +93,7 @@ HARMLESS |= {("tables.user.columns.1.name", name) for name in ("../x", "x", "flo
 
 
 def rewrite(change: Callable[[dict[str, Any]], object]) -> Change:
-    """Change a manifest, and make its checksums right as far as there still are such."""
+    """Change a manifest, and correct its checksums if it still has them."""
 
     def spoil(root: Path) -> None:
         manifest = json.loads((root / MANIFEST).read_text())
@@ -106,7 +106,7 @@ def rewrite(change: Callable[[dict[str, Any]], object]) -> Change:
 
 
 def sign(manifest: dict[str, Any], before: dict[str, Any]) -> None:
-    """Make every checksum right that is not what was changed."""
+    """Correct every checksum except those that were changed on purpose."""
     wrong = KeyError, TypeError, AttributeError, ValueError
     with suppress(*wrong):
         for name, entry in manifest["tables"].items():
@@ -121,7 +121,7 @@ def sign(manifest: dict[str, Any], before: dict[str, Any]) -> None:
 
 
 def at(document: Any, path: str) -> tuple[Any, Any]:
-    """The container and the key of a value inside a document."""
+    """Return the container and the key of a value inside a document."""
     *parents, last = [int(part) if part.isdigit() else part for part in path.split(".")]
     for part in parents:
         document = document[part]
@@ -157,7 +157,7 @@ def blocks(change: Callable[[list[dict[str, Any]]], object]) -> Change:
 
 
 def text(change: Callable[[str], str | bytes]) -> Change:
-    """Change the text of a manifest, whose checksums are then those of what a lenient reader makes of it."""
+    """Change the text of a manifest. Its checksums are those of the text as a lenient reader parses it."""
 
     def spoil(root: Path) -> None:
         changed = change((root / MANIFEST).read_text())
@@ -176,7 +176,7 @@ def nested(levels: int) -> Any:
 
 
 def manifests() -> Iterator[tuple[str, Change]]:
-    """Manifests that no run writes, by what is wrong with them."""
+    """Return manifests that no run writes, by their fault."""
     for place in ("tables.user.blocks.0.path", "tables.tags.blocks.0.path", "dense.path"):
         for number, name in enumerate(NAMES):
             yield f"{place} {number}", put(place, name)
@@ -254,7 +254,7 @@ def manifests() -> Iterator[tuple[str, Change]]:
 
 
 def replaced(name: str, make: Callable[[Path], object]) -> Change:
-    """Something else in the place of a file or folder."""
+    """Replace a file or folder by something else."""
 
     def spoil(root: Path) -> None:
         path = root / name
@@ -269,7 +269,7 @@ def linked(name: str, target: str) -> Change:
 
 
 def listen(path: Path) -> None:
-    """A socket, which outlives the process that has bound it; its name is given short."""
+    """Bind a socket, which outlives its process. A relative name keeps the address short."""
     folder = os.open(path.parent, os.O_RDONLY)
     with socket.socket(socket.AF_UNIX) as bound:
         bound.bind(f"/proc/self/fd/{folder}/{path.name}")
@@ -277,13 +277,13 @@ def listen(path: Path) -> None:
 
 
 def grown(path: Path) -> None:
-    """A file of 2^40 bytes, none of which is on the disk."""
+    """Make a sparse file of 2^40 bytes."""
     with path.open("ab") as file:
         file.truncate(1 << 40)
 
 
 def kinds_of_files() -> Iterator[tuple[str, Change]]:
-    """Checkpoints whose manifest is right, and one of whose files is none."""
+    """Return checkpoints with a valid manifest, one of whose files is no regular file."""
     for name in (MANIFEST, DENSE, USER):
         yield f"{name} a FIFO", replaced(name, os.mkfifo)
         yield f"{name} a socket", replaced(name, listen)
@@ -308,7 +308,7 @@ def kinds_of_files() -> Iterator[tuple[str, Change]]:
 
 
 def arrow(change: Callable[[pa.RecordBatch], pa.RecordBatch], **options: Any) -> Change:
-    """Another Arrow file in the place of a block, with its size in the manifest."""
+    """Replace a block by another Arrow file, and correct its size in the manifest."""
 
     def spoil(root: Path) -> None:
         with pa.OSFile(str(root / USER)) as file:
@@ -322,7 +322,7 @@ def arrow(change: Callable[[pa.RecordBatch], pa.RecordBatch], **options: Any) ->
 
 
 def with_metadata(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """As large as before, where a codec makes it smaller."""
+    """Add metadata and keep the size of the file, if a codec makes the data smaller."""
     return batch.replace_schema_metadata({"x": os.urandom(1 << 11).hex()})
 
 
@@ -336,7 +336,7 @@ def flipped(name: str, place: int) -> Change:
 
 
 def header(change: Callable[[dict[str, Any]], object], length: int | None = None) -> Change:
-    """Another header in the file of dense tensors, with its size in the manifest."""
+    """Replace the header of the file of dense tensors, and correct its size in the manifest."""
 
     def spoil(root: Path) -> None:
         content = (root / DENSE).read_bytes()
@@ -357,7 +357,7 @@ def first_tensor(**changes: Any) -> Change:
 
 
 def contents() -> Iterator[tuple[str, Change]]:
-    """Checkpoints whose manifest is right, and one of whose files says of itself what is not so."""
+    """Return checkpoints with a valid manifest, one of whose files has false metadata."""
     for codec in ("zstd", "lz4"):
         yield f"compressed by {codec}", arrow(with_metadata, compression=codec)
     yield "stranger's metadata", arrow(with_metadata)
@@ -382,7 +382,7 @@ MANIFESTS, FILES, CONTENTS = dict(manifests()), dict(kinds_of_files()), dict(con
 
 
 def states() -> Iterator[tuple[str, Change]]:
-    """Checkpoints that are whole, and whose state no run goes on from."""
+    """Return valid checkpoints whose state no run can resume from."""
     wrong: list[Any] = [None, True, -1, "x", [], {"x": "y"}, 1e300]
     for name in ("num_samples", "embedding_step", "ids_outside", "train_s", "dense_optimizer", "random", "best"):
         for number, value in enumerate(wrong):
@@ -397,7 +397,7 @@ def states() -> Iterator[tuple[str, Change]]:
 
 
 def descriptions() -> Iterator[tuple[str, Change]]:
-    """Prepared datasets whose dataset.json names what is none of their files, or is none itself."""
+    """Return prepared datasets whose dataset.json refers to other files, or is no regular file."""
 
     def change(path: str, value: Any) -> Change:
         def spoil(root: Path) -> None:
@@ -410,7 +410,7 @@ def descriptions() -> Iterator[tuple[str, Change]]:
 
     for number, name in enumerate(NAMES):
         yield f"a file {number}", change("splits.train.files.0.path", name)
-        if name.startswith(("/", "..", "./")) or "/../" in name:  # no other is opened for ids that are hashes
+        if name.startswith(("/", "..", "./")) or "/../" in name:  # hashed ids need no other file
             yield f"a vocabulary {number}", change("sparse.0.vocabulary", name)
             yield f"touched rows {number}", change("touched", name)
     for place in ("splits.train.num_rows", "splits.train.files.0.num_rows", "sparse.0.num_embeddings"):

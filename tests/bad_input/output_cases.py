@@ -1,4 +1,4 @@
-"""Bad inputs of docs/errors.md that concern what a run hands on: predictions, exports and their import."""
+"""Bad inputs of docs/errors.md that concern predictions, exports and their import."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def key_without_a_column(place: Place) -> list[Any]:
 
 
 def unseen_values(place: Place) -> list[Any]:
-    """1,000 users, all of which hash to rows that no training row looks up."""
+    """Write 1,000 users whose hashes are rows that no training row looks up."""
     run = Dataset.load(place.run())
     user = next(feature for feature in run.sparse if feature.name == "user")
     names = pa.array([f"u{number}" for number in range(20_000)])
@@ -70,7 +70,7 @@ def key_that_doubles_lose(place: Place) -> list[Any]:
 
 
 def import_export(place: Place, *options: str, states: bool = False, table: str = "*") -> list[Any]:
-    """`meseta checkpoint import` of what a run has exported."""
+    """Return `meseta checkpoint import` of an export."""
     checkpoint.export(
         checkpoint.find_checkpoint(place.run()), place.folder / "out", "numpy", tables=[table], states=states
     )
@@ -128,6 +128,6 @@ def export_by_another_name(place: Place) -> list[Any]:
 PREDICTING = (output_column_of_no_name, output_columns_of_one_name, unknown_output_column, unknown_output_label)
 PREDICTING += (key_without_a_column, unseen_values, option_of_raw_files)
 SCORING = (key_that_doubles_lose,)
-"""Predictions of raw rows: the launcher ends the other ranks."""
+"""Predictions of raw rows. The launcher ends the other ranks."""
 IMPORTING = (no_export, export_of_another_version, malformed_export, export_without_states, export_of_some_tables)
 IMPORTING += (damaged_export, export_with_other_moments, export_by_another_name)

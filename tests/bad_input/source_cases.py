@@ -1,4 +1,4 @@
-"""Bad source files: compressed ones, archives, JSON lines, other text, Parquet of several types, and folders."""
+"""Bad source files: compressed files, archives, JSON lines, other text, Parquet of several types, and folders."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def value_outside_its_dictionary(place: Place) -> list[Any]:
 
 
 def folders(place: Place, folder: str, *options: Any, schema: str = "") -> list[Any]:
-    """CSV below a folder, which is the source."""
+    """Write CSV below a folder, and return the command with the folder as source."""
     path = place.folder / "logs" / folder
     path.mkdir(parents=True)
     (path / "log.csv").write_text(CSV)

@@ -104,24 +104,24 @@ KEYS = [
 
 
 def places(document: Any) -> list[tuple[Any, Any]]:
-    """Every (container, key) inside a document."""
-    found: list[tuple[Any, Any]] = []
+    """Return every (container, key) inside a document."""
+    pairs: list[tuple[Any, Any]] = []
     items = document.items() if isinstance(document, dict) else enumerate(document)
     for key, value in list(items):
-        found.append((document, key))
+        pairs.append((document, key))
         if isinstance(value, dict | list) and value:
-            found += places(value)
-    return found
+            pairs += places(value)
+    return pairs
 
 
 def spoil_document(document: Any, draw: random.Random) -> Any:
-    """A copy with one to three keys or values changed, lost, moved or new."""
+    """Return a copy with one to three keys or values changed, removed, moved or added."""
     document = copy.deepcopy(document)
     for _ in range(draw.choice([1, 1, 1, 2, 3])):
-        found = places(document)
-        if not found:
+        pairs = places(document)
+        if not pairs:
             break
-        container, key = draw.choice(found)
+        container, key = draw.choice(pairs)
         kind = draw.choice(["value", "value", "drop", "name", "wrap", "move", "new", "near", "near", "near", "near"])
         value = container[key]
         if kind == "drop":
@@ -129,7 +129,7 @@ def spoil_document(document: Any, draw: random.Random) -> Any:
         elif kind == "wrap":
             container[key] = draw.choice([[value], {"x": value}, [value, value], str(value)])
         elif kind == "move":
-            other, place = draw.choice(found)
+            other, place = draw.choice(pairs)
             container[key] = copy.deepcopy(other[place])
         elif kind == "near":
             container[key] = near(value, draw)
@@ -143,14 +143,14 @@ def spoil_document(document: Any, draw: random.Random) -> Any:
 
 
 def near(value: Any, draw: random.Random) -> Any:
-    """A value of the same kind, if it is a number; else the value itself."""
+    """Return a similar number, or the value itself if it is no number."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return value
     return draw.choice([value + 1, value - 1, -value, value * 2, float(value), value * 1000])
 
 
 def spoil_bytes(data: bytes, draw: random.Random, pieces: list[bytes] = PIECES, times: int = 3) -> bytes:
-    """Up to `times` insertions, flips, losses and cuts."""
+    """Apply up to `times` insertions, flips, removals and truncations."""
     for _ in range(draw.randint(1, times)):
         at = draw.randrange(len(data) + 1)
         kind = draw.choice(["insert", "flip", "lose", "cut", "double"])
@@ -168,14 +168,14 @@ def spoil_bytes(data: bytes, draw: random.Random, pieces: list[bytes] = PIECES, 
 
 
 def as_yaml(document: Any, draw: random.Random) -> bytes:
-    """YAML of a document in one of several styles, or JSON."""
+    """Return YAML of a document in one of several styles, or JSON."""
     if draw.random() < 0.1:
         return json.dumps(document, default=str).encode()
     return yaml.safe_dump(document, default_flow_style=draw.choice([None, False, True]), allow_unicode=True).encode()
 
 
 def spoiled_yaml(document: dict[str, Any], draw: random.Random) -> bytes:
-    """A config file: its document spoiled, or its text, or lines of YAML's own put in."""
+    """Return a config file after changes to its document, its text, or lines of YAML."""
     kind = draw.random()
     if kind < 0.6:
         return as_yaml(spoil_document(document, draw), draw)
@@ -188,7 +188,7 @@ def spoiled_yaml(document: dict[str, Any], draw: random.Random) -> bytes:
 
 
 def overrides(document: dict[str, Any], draw: random.Random) -> list[str]:
-    """None, or settings of the command line, most of them wrong."""
+    """Return no settings of the command line, or some that are mostly wrong."""
     if draw.random() < 0.7:
         return []
     paths = {id(container): name for name, container in _sections("", document)}
@@ -208,8 +208,8 @@ def overrides(document: dict[str, Any], draw: random.Random) -> list[str]:
 
 
 def _sections(name: str, document: dict[Any, Any]) -> list[tuple[str, dict[Any, Any]]]:
-    found = [(name, document)]
+    sections = [(name, document)]
     for key, value in document.items():
         if isinstance(value, dict):
-            found += _sections(f"{name}.{key}".lstrip("."), value)
-    return found
+            sections += _sections(f"{name}.{key}".lstrip("."), value)
+    return sections

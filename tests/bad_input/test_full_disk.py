@@ -1,4 +1,4 @@
-"""Every command that writes, on disks of twenty sizes that are too small: one line, and nothing of it is left."""
+"""Tests of every command that writes, on twenty disks that are too small: one error line, and no partial output."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ COMMANDS = {
 
 @contextmanager
 def small_disk(folder: Path, num_bytes: int) -> Iterator[None]:
-    """A file system of this size in `folder`; files that were there are in it."""
+    """Context manager that mounts a file system of this size over `folder`, with the files of the folder."""
     pages = -(-num_bytes // resource.getpagesize())
     mount = ["mount", "-t", "tmpfs", "-o", f"nr_blocks={max(pages, 1)}", "tmpfs", str(folder)]
     if os.name != "posix" or subprocess.run(mount, capture_output=True, check=False).returncode:
@@ -54,7 +54,7 @@ def small_disk(folder: Path, num_bytes: int) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def places(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A run, its data and the log that they were prepared from."""
+    """A run, its data, and the log from which the data were prepared."""
     run = tmp_path_factory.mktemp("run") / "run"
     train(settings(tiny, run, train__max_steps=8, data__labels=["label"]))
     return {"run": run, "data": tiny, "log": tiny.parent / "tiny.parquet"}
@@ -66,7 +66,7 @@ def sizes(folder: Path) -> list[int]:
 
 @pytest.fixture(scope="session")
 def needs(places: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[int]]:
-    """`needs(command)`: sizes of the files that it leaves where there is room."""
+    """`needs(command)`: sizes of the files that it writes if the disk is large enough."""
     known: dict[str, list[int]] = {}
 
     def get(command: str) -> list[int]:
@@ -111,7 +111,7 @@ def check_one_line(err: str) -> None:
 
 @pytest.mark.parametrize("case", sample(product(size=range(NUM_SIZES), board=[False, True]), k=2, seed=1))
 def test_training_on_a_full_disk(tiny: Path, tmp_path: Path, case: dict[str, Any]) -> None:
-    """What was written before is whole."""
+    """Files written before the disk was full stay complete."""
     folder = tmp_path / "disk"
     folder.mkdir()
     run = folder / "run"

@@ -1,4 +1,4 @@
-"""Spoiled data files of every kind: used, or refused in one line; never a traceback, a hang, or half a result."""
+"""Tests of spoiled data files: they are used, or refused in one line. No traceback, hang or partial result."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ TYPES = [
 
 
 def values_of(kind: pa.DataType, size: int, draw: random.Random) -> pa.Array:
-    """Random values of a type, a few of them missing; all missing where they are hard to make."""
+    """Return random values of a type, some of them missing. All are missing if the type is hard to construct."""
     plain = [
         None,
         0,
@@ -80,7 +80,7 @@ def values_of(kind: pa.DataType, size: int, draw: random.Random) -> pa.Array:
 
 
 def spoil_table(table: pa.Table, draw: random.Random) -> pa.Table:
-    """One or two columns lost, named anew, doubled, of another type, or with one value changed."""
+    """Remove, rename, double or convert one or two columns, or change one value."""
     for _ in range(draw.choice([1, 1, 2])):
         place = draw.randrange(table.num_columns)
         name, kind = (
@@ -109,7 +109,8 @@ def spoil_table(table: pa.Table, draw: random.Random) -> pa.Table:
 
 
 def write_parquet(path: Path, table: pa.Table, draw: random.Random) -> None:
-    """The table, spoiled as a table or as bytes; what Parquet cannot hold is written as it was."""
+    """Write the table with spoiled columns or bytes. A table that Parquet cannot store is written without spoiled
+    columns."""
     if draw.random() < 0.6:
         try:
             pq.write_table(spoil_table(table, draw), path)
@@ -215,7 +216,7 @@ KINDS: dict[str, Case] = {
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Path:
-    """`run` beside `data`, small ones; tests take copies."""
+    """A small `run` next to its `data`. Tests copy both."""
     folder = tmp_path_factory.mktemp("trained")
     data = folder / "data"
     shutil.copytree(tiny, data)
@@ -232,9 +233,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Path:
     return folder / "run"
 
 
-def check_whole(place: Path, given: set[str], code: int) -> None:
-    """What a command adds is whole, and a refused one adds no result."""
-    for name in tree(place).keys() - given:
+def check_whole(place: Path, files_before: set[str], code: int) -> None:
+    """Check that all new files are complete, and that a refused command adds no result."""
+    for name in tree(place).keys() - files_before:
         assert not Path(name).name.startswith(".") and ".tmp" not in name, name
         assert code == 0 or name.split("/")[0] not in ("out", "p.parquet"), name
         if name.endswith(".json"):
@@ -250,13 +251,13 @@ def test_spoiled_files(trained: Path, tmp_path: Path, kind: str, seed: int) -> N
         place = tmp_path / str(number)
         place.mkdir()
         command = KINDS[kind](place, trained, draw)
-        given = set(tree(place))
+        files_before = set(tree(place))
         with within(120, f"{number}: {command}"):
             ended = run_here(*command)
         codes.append(ended.code)
         errors = [line for line in ended.err.splitlines() if line.startswith("error: ")]
-        is_list = command[:2] == ["data", "check"]  # whose faults are its result
+        is_list = command[:2] == ["data", "check"]  # its result lists the faults
         assert ended.code in (0, 1) and (len(errors) == ended.code or is_list), (number, ended)
-        check_whole(place, given, ended.code)
+        check_whole(place, files_before, ended.code)
         shutil.rmtree(place)
-    assert sum(codes) > 0 or kind == "run_files"  # much of what a run keeps is never read again
+    assert sum(codes) > 0 or kind == "run_files"  # many files of a run are never read again

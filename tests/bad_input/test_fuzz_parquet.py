@@ -1,5 +1,4 @@
-"""Spoiled Parquet files: one error line that names the file, or the rows that an independent reader gives for the same
-bytes."""
+"""Tests of spoiled Parquet files: one error line names the file, or the rows are those of an independent reader."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ from meseta.spec import MesetaError
 
 CASES_PER_TEST = 25
 NUM_TESTS = 400
-"""10,000 files."""
+"""10,000 files in total."""
 NUM_ROWS = 60
 TAGS = [[f"tag {place}" for place in range(row % 4)] for row in range(NUM_ROWS)]
 BIDS = pa.list_(pa.struct([("id", pa.string()), ("w", pa.float32())]))
@@ -58,7 +57,7 @@ FILES = (
 
 
 def flipped(data: bytes, draw: random.Random) -> bytes:
-    """With up to three bits of the pages changed, or of the footer; lengths stay, so that most files open."""
+    """Return the file with up to three bits changed in its pages or footer. Lengths stay, so that most files open."""
     [footer_bytes] = struct.unpack("<I", data[-8:-4])
     start = len(data) - 8 - footer_bytes
     first, stop = (4, start) if draw.random() < 0.7 else (start, len(data) - 8)
@@ -69,10 +68,10 @@ def flipped(data: bytes, draw: random.Random) -> bytes:
 
 
 def values_by_polars(data: bytes) -> pl.DataFrame | None:
-    """`None` if it cannot read the file, or not for want of a feature that Arrow has."""
+    """Return the values, or `None` if polars cannot read the file for another reason than a missing feature."""
     try:
         return pl.read_parquet(io.BytesIO(data))
-    except Exception:  # of any kind: polars panics too
+    except Exception:  # polars also panics
         return None
     except BaseException as error:
         if type(error).__name__ != "PanicException":
@@ -81,8 +80,8 @@ def values_by_polars(data: bytes) -> pl.DataFrame | None:
 
 
 def check(folder: Path, data: bytes, where: object) -> bool:
-    """Whether the rows were read; they are then those that polars reads. If it reads others than Arrow, which decodes
-    some damaged headers otherwise, they are those of Arrow's own table."""
+    """Whether the rows were read. They must be those of polars, or those of Arrow's own table if polars decodes a
+    damaged header differently."""
     path = folder / "log.parquet"
     path.write_bytes(data)
     options: dict[str, Any] = {"hash_rows": 500, "test_fraction": 0.0, "force": True, "num_threads": 2}
@@ -102,10 +101,10 @@ def check(folder: Path, data: bytes, where: object) -> bool:
         return True
     prepared = read_split(folder / "out", "train")
     for name in CATEGORIES:
-        found = prepared.column(name).to_pylist()
-        if found != [ids_of(name, value) for value in frame[name].to_list()]:
+        ids = prepared.column(name).to_pylist()
+        if ids != [ids_of(name, value) for value in frame[name].to_list()]:
             values = pq.read_table(io.BytesIO(data), columns=[name])[name].to_pylist()
-            assert found == [ids_of(name, value) for value in values], (where, name)
+            assert ids == [ids_of(name, value) for value in values], (where, name)
     return True
 
 
@@ -121,7 +120,7 @@ def test_good_files_are_read(tmp_path: Path, data: bytes) -> None:
 
 
 FORMER = (3, 4, 6, 139)
-"""Seeds that gave a traceback."""
+"""Seeds that once caused a traceback."""
 
 
 @pytest.mark.parametrize(
@@ -138,7 +137,7 @@ BAD = "Köln".encode("cp1252")
 
 
 def strings(values: list[bytes]) -> pa.Array:
-    """Of these bytes, UTF-8 or not."""
+    """Return strings of these bytes, which may be invalid UTF-8."""
     return pa.array(values).view(pa.string())
 
 
@@ -170,7 +169,7 @@ def test_bad_values_are_bad_rows(tmp_path: Path, column: str, role: str, values:
 
 
 def test_a_dictionary_that_is_not_utf8_is_a_damaged_file(tmp_path: Path) -> None:
-    """Arrow decodes none of its page, so that no row can be left out."""
+    """Arrow decodes no row of its page, so no row can be skipped."""
     column = pa.DictionaryArray.from_arrays([0, 1], strings([b"x", BAD]))
     pq.write_table(pa.table({"label": [1, 0], "city": column}), tmp_path / "a.parquet")
     options = PrepareOptions(sources=[f"{tmp_path}/a.parquet"], out=tmp_path / "out", bad_rows="skip")

@@ -1,5 +1,4 @@
-"""A run whose newest checkpoints are damaged, or need a file that is, goes back by itself where checkpoint.resume is
-'older', and ends as if nothing had been."""
+"""Tests of checkpoint.resume 'older': a run with damaged checkpoints resumes from an older one and ends identically."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ ROWS = "tables/user/rows-00000.arrow"
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Path:
-    """A finished run of 14 steps: a whole checkpoint of step 2, and a delta each two steps, on the one before."""
+    """A finished run of 14 steps, with a full checkpoint of step 2 and a delta every two steps."""
     folder = tmp_path_factory.mktemp("trained")
     train(settings(tiny, folder / "run", **EVERY_2))
     return folder / "run"
@@ -51,7 +50,7 @@ def config(run: Path, tiny: Path, **changes: Any) -> Path:
 
 
 def test_the_offer_names_all_that_need_the_file(tiny: Path, trained: Path, run: Path) -> None:
-    """`auto` stops, and its command works."""
+    """`auto` stops, and the offered command works."""
     flip_middle(step_path(run, 10) / ROWS)
     before = tree(run)
     ended = run_here("train", config(run, tiny, **EVERY_2))
@@ -78,7 +77,7 @@ def test_what_does_not_need_the_file_is_newest(tiny: Path, run: Path) -> None:
 
 @pytest.mark.parametrize("harm", ["content", "missing", "cut", "manifests", "another's"])
 def test_it_goes_back_and_ends_with_the_same_bits(tiny: Path, trained: Path, run: Path, harm: str) -> None:
-    """Each save replaces the damaged one of its step."""
+    """Each save replaces the damaged checkpoint of its step."""
     file = step_path(run, 10) / ROWS
     if harm == "content":
         flip_middle(file)
@@ -106,8 +105,8 @@ def test_it_goes_back_and_ends_with_the_same_bits(tiny: Path, trained: Path, run
     assert [listed.problem for listed in list_checkpoints(run)] == [""] * 7
 
 
-def test_what_was_passed_over_is_neither_taken_nor_counted_nor_deleted(tiny: Path, run: Path) -> None:
-    """Runs that save at other steps: damaged ones of steps 10 and 14 stay, although the file that they lack is back."""
+def test_quarantined_checkpoints_are_neither_used_nor_counted_nor_deleted(tiny: Path, run: Path) -> None:
+    """Damaged checkpoints of steps that the run does not save stay, even if the missing file returns."""
     file = step_path(run, 10) / ROWS
     content = file.read_bytes()
     flip_middle(file)
@@ -128,13 +127,13 @@ def test_what_was_passed_over_is_neither_taken_nor_counted_nor_deleted(tiny: Pat
     assert ended.code == 0 and "resuming from step 11," in ended.err and "note: " not in ended.err
     assert [listed.path.name[-2:] for listed in list_checkpoints(run)] == ["12", "14"]
     assert tree(step_path(run, 10)) == before[10]
-    for step in (12, 14):  # saved anew
+    for step in (12, 14):  # saved again
         assert not (step_path(run, step) / QUARANTINE_MARKER).exists()
         verify(step_path(run, step))
 
 
 def test_none_is_whole(tiny: Path, run: Path) -> None:
-    """'older' then stops as 'auto' does, and marks nothing."""
+    """'older' then stops as 'auto' does, and quarantines nothing."""
     flip_middle(step_path(run, 2) / "tables/user/block-00000.arrow")
     before = tree(run)
     ended = run_here("train", config(run, tiny, **OLDER))
@@ -142,8 +141,8 @@ def test_none_is_whole(tiny: Path, run: Path) -> None:
     assert tree(run) == before
 
 
-def test_going_back_is_refused_where_it_cannot_be_told(tiny: Path, run: Path) -> None:
-    """A stranger's link in the place of the mark leads nowhere: nothing is written through it."""
+def test_going_back_is_refused_without_a_marker(tiny: Path, run: Path) -> None:
+    """An untrusted link in place of the marker is not followed, so nothing is written through it."""
     flip_middle(step_path(run, 14) / ROWS)
     (step_path(run, 14) / QUARANTINE_MARKER).symlink_to(run.parent / "elsewhere")
     ended = run_here("train", config(run, tiny, **OLDER))
@@ -152,7 +151,7 @@ def test_going_back_is_refused_where_it_cannot_be_told(tiny: Path, run: Path) ->
 
 
 def test_killed_while_it_goes_back(tiny: Path, trained: Path, run: Path) -> None:
-    """Some are marked, and others not yet."""
+    """Some checkpoints are quarantined before the kill, and others are not."""
     flip_middle(step_path(run, 10) / ROWS)
     (step_path(run, 14) / QUARANTINE_MARKER).write_text("")
     ended = run_here("train", config(run, tiny, **OLDER))
@@ -161,7 +160,8 @@ def test_killed_while_it_goes_back(tiny: Path, trained: Path, run: Path) -> None
 
 
 def test_at_a_url(tiny: Path, trained: Path, tmp_path: Path) -> None:
-    """Nothing can be renamed there: the offer is the key, and what was passed over stays until its step is saved."""
+    """Objects cannot be renamed, so the error offers the key. Quarantined checkpoints stay until their step is saved
+    again."""
     url = f"memory://going-back-{tmp_path.name}"
     run, store = tmp_path / "run", fsspec.filesystem("memory")
     assert run_here("train", config(run, tiny, **EVERY_2, checkpoint__dir=url)).code == 0

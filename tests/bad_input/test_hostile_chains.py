@@ -1,5 +1,8 @@
-"""Checkpoints of strangers that need files of older ones: refused in one line by every command, with no file opened but
-those of the folder of checkpoints. One thing is wrong in each, and all checksums are right."""
+"""Tests of crafted deltas that need files of older checkpoints: every command refuses them in one line. It opens only
+files of the checkpoint folder.
+
+Each has one fault, and all checksums are right.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def trained(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A whole checkpoint of step 2, and deltas of 4 and 6."""
+    """A full checkpoint of step 2, and deltas of steps 4 and 6."""
     folder = tmp_path_factory.mktemp("chains")
     changes = {"train__max_steps": 6, "checkpoint__every_steps": 2, "checkpoint__deltas": "consecutive"}
     with pytest.MonkeyPatch.context() as patch:
@@ -45,7 +48,7 @@ def trained(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def sign(path: Path, manifest: Manifest) -> None:
-    """Write a manifest whose own checksums are right."""
+    """Write a manifest with correct checksums."""
     for entry in manifest["tables"].values():
         for key, made in (("checksum", digest.hash_table), ("chain", digest.hash_chain)):
             if key in entry:
@@ -63,7 +66,7 @@ def files(manifest: Manifest, table: str = "user") -> list[dict[str, Any]]:
 
 
 def chain(change: Callable[[list[dict[str, Any]]], object]) -> Change:
-    """Change the files of the first block of a table, which are three."""
+    """Change the three files of the first block of a table."""
 
     def spoil(manifest: Manifest) -> None:
         blocks = files(manifest)
@@ -111,7 +114,7 @@ MANIFESTS: dict[str, tuple[Change, str]] = {
     ),
     "an older file twice": (chain(lambda files: files.insert(1, dict(files[1]))), NEEDS),
     "the block twice": (chain(lambda files: files.insert(1, dict(files[0]))), WHOLE),
-    "of its own step": (at(1, path=f"../{NEWEST}/{ROWS}"), NEEDS),
+    "of its step": (at(1, path=f"../{NEWEST}/{ROWS}"), NEEDS),
     "of a later step": (at(1, path=f"../step-000000008/{ROWS}"), NEEDS),
     "of a step before the whole one": (at(0, path=f"../step-000000001/{BLOCK}"), NEEDS),
     "of a former one": (at(1, path=f"../.old-{SECOND}/{ROWS}"), NEEDS),
@@ -172,11 +175,11 @@ MANIFESTS: dict[str, tuple[Change, str]] = {
     ),
     "of another step": (put("step", value=7), "its step is 7"),
 }
-"""By what is wrong in the manifest of step 6: how it is made, and what is said."""
+"""Function that makes the manifest of step 6, and the expected error, by fault."""
 
 
 def rewritten(change: Callable[[pa.RecordBatch], pa.RecordBatch]) -> Callable[[Path], None]:
-    """Other rows in the file of step 4, and a manifest of step 6 that says their size and digest."""
+    """Write other rows into the file of step 4, and a manifest of step 6 with their size and digest."""
 
     def spoil(folder: Path) -> None:
         file = folder / SECOND / ROWS
@@ -203,7 +206,7 @@ def with_ids(change: Callable[[np.ndarray], np.ndarray], kind: str = "uint32") -
 
 
 def linked(name: str, target: str) -> Callable[[Path], None]:
-    """A link in the place of a file or folder."""
+    """Replace a file or folder by a link."""
 
     def spoil(folder: Path) -> None:
         path = folder / name
@@ -227,11 +230,11 @@ FILES: dict[str, tuple[Callable[[Path], None], str]] = {
     "a FIFO": (lambda folder: ((folder / SECOND / ROWS).unlink(), os.mkfifo(folder / SECOND / ROWS)), "it is a FIFO"),  # type: ignore[dict-item]
     "a folder that is none": (lambda folder: shutil.rmtree(folder / SECOND), "No such file or directory"),
 }
-"""By what is wrong with a file that step 6 needs of step 4."""
+"""Function that damages a file of step 4 that step 6 needs, by fault."""
 
 
 class Opened:
-    """Paths that this process opens."""
+    """Records the paths that this process opens."""
 
     paths: list[str] | None = None
 
@@ -253,7 +256,7 @@ sys.addaudithook(OPENED.hook)
 
 
 def refuse(tiny: Path, trained: Path, tmp_path: Path, spoil: Callable[[Path], object], says: str) -> None:
-    """By each command, which leaves everything as it was."""
+    """Check that each command refuses the checkpoint and changes no file."""
     run, out = Path(shutil.copytree(trained, tmp_path / "run")), tmp_path / "out"
     folder = run / "checkpoints"
     for name in (f"elsewhere/{ROWS}", f"checkpoints/elsewhere/{ROWS}", "secret", "secrets/user/rows-00000.arrow"):
@@ -298,7 +301,7 @@ def test_files(tiny: Path, trained: Path, tmp_path: Path, name: str) -> None:
 
 
 def test_as_it_was_it_is_whole(trained: Path) -> None:
-    """What the tests above spoil, and their signature."""
+    """The checkpoints of the other tests, and their checksums, are valid before a fault is made."""
     path = trained / "checkpoints" / NEWEST
     before = (path / "manifest.json").read_text()
     sign(path, json.loads(before))

@@ -1,4 +1,5 @@
-"""Datasets of strangers: what dataset.json names is a regular file inside the folder, or refused in one line."""
+"""Tests that the files of dataset.json must be regular files inside the folder. Other datasets are refused in one
+line."""
 
 from __future__ import annotations
 

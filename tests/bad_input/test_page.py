@@ -1,4 +1,4 @@
-"""Every bad input of docs/errors.md, on the command line, on one rank and on two, with the message of its case."""
+"""Tests of every bad input of docs/errors.md: commands on one and on two ranks print the message of its case."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ from source_tree import ROOT
 LISTS = re.findall(r"^```text no-run\n(.*?)^```", (ROOT / "docs/errors.md").read_text(), re.MULTILINE | re.DOTALL)
 """Lists of messages on the page, shortened by `...`."""
 ON_RANKS = (*TRAINING, *PREDICTING)
-"""Cases that several ranks meet."""
+"""Cases that can occur on several ranks."""
 ALL = (*PREPARING, *SOURCES, *ON_RANKS, *SCORING, *IMPORTING, *PLANNING, *DIAGNOSING)
 LEAVES_A_RUN = ("prepared_label_outside", "id_outside", "nan_in_dense", "loss_without_bound")
-"""What is found in a step: the run until then is left, whole."""
+"""Errors of a training step. They leave a complete run up to that step."""
 
 
 def says(name: str, line: str) -> bool:
@@ -79,7 +79,7 @@ def place(tmp_path: Path, tiny: Path, finished: Path) -> Place:
 
 @pytest.fixture(scope="module")
 def two_ranks() -> Iterator[Callable[..., list[Ended]]]:
-    """`two_ranks("train", config)`: how the command ended on each; the ranks are started once."""
+    """`two_ranks("train", config)`: end of the command on each rank of a pool."""
     pool = RankPool(2)
     yield lambda *arguments: pool.run(run_on_rank, [str(argument) for argument in arguments])
     pool.close()
@@ -108,7 +108,7 @@ def test_one_rank(place: Place, case: Callable[[Place], list[Any]]) -> None:
 
 @pytest.mark.parametrize("name", sample([case.__name__ for case in ON_RANKS], 6, seed=3))
 def test_two_ranks(place: Place, two_ranks: Callable[..., list[Ended]], name: str) -> None:
-    """Both ranks end, with one message; the launcher prints that of rank 0."""
+    """Both ranks end with one message. The launcher prints that of rank 0."""
     [case] = [case for case in ON_RANKS if case.__name__ == name]
     command = case(place)
     before = tree(place.folder)
@@ -121,7 +121,7 @@ def test_two_ranks(place: Place, two_ranks: Callable[..., list[Ended]], name: st
 
 @pytest.mark.parametrize("name", sample([case.__name__ for case in TRAINING], 1, seed=3))
 def test_as_a_command_on_two_ranks(place: Place, name: str) -> None:
-    """The launcher, its ranks and their end: one message, no traceback, within the time that starting takes."""
+    """The launcher and its ranks end within the time of a start, with one message and without a traceback."""
     [case] = [case for case in TRAINING if case.__name__ == name]
     command = [*map(str, case(place)), "--nproc", "2"]
     before = tree(place.folder)
@@ -146,10 +146,10 @@ def test_a_run_in_use_on_two_ranks(place: Place, two_ranks: Callable[..., list[E
 
 
 @pytest.mark.parametrize("policy", ["drop", "clamp", "hash"])
-def test_ids_outside_are_counted_alike(
+def test_out_of_range_ids_are_counted_identically(
     place: Place, two_ranks: Callable[..., list[Ended]], tmp_path: Path, policy: str
 ) -> None:
-    """What the command prints at its end, on one rank and two, is the number of such ids in the files."""
+    """On one rank and on two, the command prints the number of such ids in the files."""
     data = place.data()
     change_description(data, lambda document: document["sparse"][0].update(num_embeddings=100))
     expected = {}
@@ -167,7 +167,7 @@ def test_ids_outside_are_counted_alike(
 
 
 def test_going_back_on_two_ranks(place: Place, two_ranks: Callable[..., list[Ended]]) -> None:
-    """All go back together, whoever meets the damage; here the second rank alone reads the file."""
+    """All ranks go back together, although only the second rank reads the damaged file."""
     plan = {"tables": {"user": {"sharding": "table_wise", "ranks": [1]}, "*": "row_wise"}}
     command = [*file_that_others_need(place), "checkpoint.resume=older", "checkpoint.keep_last=3"]
     config = settings(place.tiny, place.folder / "run", plan=plan)

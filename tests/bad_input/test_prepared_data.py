@@ -1,4 +1,4 @@
-"""Parquet files that are not what dataset.json says, given to `meseta train`: file, row, column and rule are named."""
+"""Tests of Parquet files that contradict dataset.json: `meseta train` names file, row, column and rule."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_weight_that_is_no_number(tiny: Path, tmp_path: Path) -> None:
 
 
 def test_wider_ids_in_one_of_two_files_are_read(tiny: Path, tmp_path: Path) -> None:
-    """Files may come from several programs; ids of int32 and int64, labels of float64, are one to the reader."""
+    """Files may be written by several programs, with ids of int32 and int64 and labels of float64."""
     data = tmp_path / "data"
     shutil.copytree(tiny, data)
     table = pq.read_table(data / PART)
@@ -99,6 +99,6 @@ def test_wider_ids_in_one_of_two_files_are_read(tiny: Path, tmp_path: Path) -> N
     document["splits"]["train"]["files"] = files
     (data / "dataset.json").write_text(json.dumps(document))
     options = ReaderOptions(batch_size=len(table))
-    [found], [expected] = (list(Reader(path, "train", options).epoch()) for path in (data, tiny))
-    assert found.label.dtype == expected.label.dtype and found.label.equal(expected.label)
-    assert found.sparse.values.equal(expected.sparse.values) and found.dense.equal(expected.dense)
+    [wider], [expected] = (list(Reader(path, "train", options).epoch()) for path in (data, tiny))
+    assert wider.label.dtype == expected.label.dtype and wider.label.equal(expected.label)
+    assert wider.sparse.values.equal(expected.sparse.values) and wider.dense.equal(expected.dense)

@@ -1,4 +1,4 @@
-"""A run folder that is damaged, full or in use: refused with the way on, and never left half-written."""
+"""Tests of run folders that are damaged, full or in use: an error names the remedy, and no file is incomplete."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ EVERY_4 = {"checkpoint__every_steps": 4, "checkpoint__keep_last": 3}
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Path:
-    """A folder with a finished run of 14 steps and checkpoints of steps 8, 12 and 14; tests take a copy."""
+    """Folder with a finished run of 14 steps and checkpoints of steps 8, 12 and 14. Tests take a copy."""
     folder = tmp_path_factory.mktemp("trained")
     train(settings(tiny, folder / "run", **EVERY_4))
     return folder / "run"
@@ -57,7 +57,7 @@ def cut(path: Path) -> None:
 def test_a_damaged_checkpoint_is_refused_and_the_offer_works(
     tiny: Path, trained: Path, run: Path, name: str, harm: Callable[[Path], None]
 ) -> None:
-    """`train` and `eval` name the damaged file and the older checkpoint; the command they offer gives the same run."""
+    """`train` and `eval` name the damaged file and the older checkpoint. The offered command gives the same run."""
     newest, older = (run / "checkpoints" / f"step-0000000{step}" for step in ("14", "12"))
     harm(newest / name)
     config = write_config(run.parent / "c.yaml", settings(tiny, run, **EVERY_4))
@@ -96,7 +96,7 @@ def test_inspecting_a_run_does_not_pass_over_damage(run: Path) -> None:
 
 @pytest.mark.parametrize("limit_bytes", [0, 3000, 6000, 12_000, 20_000])
 def test_a_full_disk_leaves_whole_files(tiny: Path, trained: Path, tmp_path: Path, limit_bytes: int) -> None:
-    """At any moment of a run: one line, whole files only, and with room again the run ends with the same bits."""
+    """One line reports the error, files are complete, and with more space the run ends with the same bits."""
     run = tmp_path / "run"
     config = write_config(tmp_path / "c.yaml", settings(tiny, run, **EVERY_4))
     with small_files(limit_bytes):
@@ -124,7 +124,7 @@ def test_predictions_on_a_full_disk(run: Path, limit_bytes: int) -> None:
 
 
 def test_predictions_that_stop_on_the_way_leave_nothing(tiny: Path, run: Path) -> None:
-    """An id outside its table, in the last of three batches."""
+    """An id outside its table is in the last of three batches."""
     data = Path(shutil.copytree(tiny, run.parent / "data"))
     change_value(data, "user", 270, 412, "test/part-00000.parquet")
     before = tree(run.parent)
@@ -134,7 +134,7 @@ def test_predictions_that_stop_on_the_way_leave_nothing(tiny: Path, run: Path) -
 
 
 def test_the_second_run_in_a_folder_is_refused(tiny: Path, run: Path) -> None:
-    """While a process holds the lock; when that is killed, nothing needs to be cleaned up."""
+    """After a process with the lock is killed, nothing must be cleaned up."""
     config = write_config(run.parent / "c.yaml", settings(tiny, run, **EVERY_4, train__epochs=2))
     program = f"""
 from pathlib import Path
@@ -180,7 +180,7 @@ def test_a_lock_is_kept_by_one_object_and_given_back(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.EINTR])
 def test_a_lock_that_fails_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
-    """Whether another process holds it is unknown: nobody goes on, and no file counts as a leftover."""
+    """The state of the lock is unknown, so no run continues and no file is removed."""
     scratch = ScratchFile(tmp_path, "mine", "table 'user'")
 
     def flock(descriptor: int, operation: int) -> None:
@@ -198,7 +198,7 @@ def test_a_lock_that_fails_is_an_error(tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
 def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
-    """A run goes on there, and nothing is taken for a leftover."""
+    """The run continues, and no file is removed as a leftover."""
     scratch = ScratchFile(tmp_path, "mine", "table 'user'")
 
     def flock(descriptor: int, operation: int) -> None:
@@ -212,7 +212,7 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_refused_run_gives_the_lock_back(tiny: Path, run: Path) -> None:
-    """In one process, as a notebook does it: the next run finds the folder free."""
+    """A notebook runs both in one process, and the next run can lock the folder."""
     with pytest.raises(MesetaError, match="embedding_dim"):
         train(settings(tiny, run, **EVERY_4, model__embedding_dim=8))
     with pytest.raises(MesetaError, match="beyond"):
@@ -222,9 +222,9 @@ def test_a_refused_run_gives_the_lock_back(tiny: Path, run: Path) -> None:
 
 
 LIMIT_S = 60
-"""For a command that ends within a second where it does not hang, on a busy machine."""
+"""Timeout of a command that ends within a second if it does not hang."""
 OUTSIDE = "outside.txt"
-"""A file of the user's beside the run, which a link in a stranger's run may name."""
+"""A file outside the run, to which a link in an untrusted run may point."""
 
 
 def replaced_by(content: bytes) -> Callable[[Path], None]:
@@ -267,7 +267,7 @@ def link_to_itself(path: Path) -> None:
 
 
 def huge(path: Path) -> None:
-    """Longer than any document, and no disk is needed for it."""
+    """Write a sparse file that is longer than any document."""
     clear(path)
     path.touch()
     os.truncate(path, 40 << 20)
@@ -308,7 +308,7 @@ WRITTEN = {"page.html", "p.parquet", "run/report.html"}
 
 
 @pytest.mark.parametrize("case", sample(product(name=NAMES, harm=list(HARMS), command=list(COMMANDS)), k=8, seed=1))
-def test_a_strangers_file_in_a_run_ends_a_command_in_one_line_or_is_left_alone(
+def test_an_untrusted_file_in_a_run_is_refused_in_one_line_or_left_alone(
     case: dict[str, str], tiny: Path, trained: Path, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home = run.parent
@@ -321,8 +321,8 @@ def test_a_strangers_file_in_a_run_ends_a_command_in_one_line_or_is_left_alone(
     with within(LIMIT_S, str(case)):
         ended = run_here(*COMMANDS[case["command"]])
     assert ended.code in (0, 1)
-    told = [line for line in ended.out.splitlines() if "damaged: " in line] if case["command"] == "list" else []
-    assert len(ended.errors) + len(told) == ended.code, ended
+    faults = [line for line in ended.out.splitlines() if "damaged: " in line] if case["command"] == "list" else []
+    assert len(ended.errors) + len(faults) == ended.code, ended
     assert (home / OUTSIDE).read_text() == "mine\n"
     if case["command"] != "train":
         left = {name: content for name, content in tree(home).items() if name not in WRITTEN}
@@ -333,7 +333,7 @@ def test_a_strangers_file_in_a_run_ends_a_command_in_one_line_or_is_left_alone(
 
 @pytest.mark.parametrize("harm", [link, link_to_itself])
 def test_no_report_is_written_through_a_link(run: Path, harm: Callable[[Path], None]) -> None:
-    """Which a run of a stranger may have in the place of its report; a link that the user names is followed."""
+    """A run may have a link in place of its report. A link that the user names is followed."""
     (run.parent / OUTSIDE).write_text("mine\n")
     harm(run / "report.html")
     before = tree(run.parent)
@@ -348,7 +348,7 @@ def test_no_report_is_written_through_a_link(run: Path, harm: Callable[[Path], N
     "spoiled", [b"\xff\x00rubbish", b'{"kind": "eval", "step": "x"}', b"[" * 9999, b'{"kind": [], "step": 3}']
 )
 def test_a_spoiled_line_of_metrics_is_named_and_stays(spoiled: bytes, tiny: Path, trained: Path, run: Path) -> None:
-    """The run goes on to the same figures; what a kill cut off goes."""
+    """The resumed run has the same metrics, and an incomplete last line is removed."""
     path = run / "metrics.jsonl"
     lines = path.read_bytes().splitlines()
     path.write_bytes(b"\n".join([lines[0], spoiled, *lines[1:], b'{"kind": "train", "st']))
@@ -372,8 +372,8 @@ def test_strange_names_among_checkpoints_are_named_and_left_alone(tiny: Path, tr
     shutil.rmtree(parent / "step-000000014")
     ended = run_here("train", write_config(run.parent / "c.yaml", settings(tiny, run, **EVERY_4)))
     assert ended.code == 0
-    told = [line for line in ended.err.splitlines() if line.startswith("note: ")]
-    assert sorted(told) == sorted(f"note: {str(parent / n)!r} is no checkpoint and is ignored" for n in names)
+    notes = [line for line in ended.err.splitlines() if line.startswith("note: ")]
+    assert sorted(notes) == sorted(f"note: {str(parent / n)!r} is no checkpoint and is ignored" for n in names)
     assert all((parent / name).exists() for name in names)
     assert final_checksum(run) == final_checksum(trained)
     listed = run_here("checkpoint", "list", run)

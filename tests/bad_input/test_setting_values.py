@@ -1,4 +1,5 @@
-"""Every key of configs, plans, topologies, constraints and cost models, with values of any type: one error line."""
+"""Tests of every key of configs, plans, topologies, constraints and cost models with values of any type: one error
+line."""
 
 from __future__ import annotations
 
@@ -30,11 +31,11 @@ from small_run import SHAPES
 
 TABLES = tuple(TableSpec(name=name, num_embeddings=rows, embedding_dim=16) for name, rows in SHAPES.items())
 Place = tuple[str | int, ...]
-"""Keys from the outermost on."""
+"""Keys from the outermost to the innermost."""
 
 
 def section_keys(form: type[BaseModel], above: Place = (), seen: tuple[type, ...] = ()) -> Iterator[Place]:
-    """Places of all keys of a section and of those in it, models with all of theirs."""
+    """Return the keys of a section and of its subsections, with those of all models."""
     for name, field in form.model_fields.items():
         place = (*above, name)
         yield place
@@ -48,7 +49,7 @@ def section_keys(form: type[BaseModel], above: Place = (), seen: tuple[type, ...
 
 
 def record_keys(form: Any, above: Place = ()) -> Iterator[Place]:
-    """The same of a dataclass that documents are read into."""
+    """Return the keys of a dataclass that documents are parsed into."""
     for name, kind in get_type_hints(form).items():
         place = (*above, name)
         yield place
@@ -118,7 +119,7 @@ long_numbers = st.builds(
 
 
 class Written(str):
-    """A text that stands in YAML as it is."""
+    """Text that is written to YAML without quotes."""
 
 
 def write_as_it_is(dumper: yaml.SafeDumper, text: Written) -> yaml.ScalarNode:
@@ -130,7 +131,7 @@ any_value = st.one_of(values, values, deep, long_numbers.map(Written))
 
 
 def put(document: Any, place: Place, value: Any) -> None:
-    """Set the value at a place; what is above it and no mapping, or list of one, is replaced."""
+    """Set the value at a place. Parents that are no mapping or list of one are replaced."""
     for key, after in itertools.pairwise(place):
         if isinstance(key, int):
             document = document[key]
@@ -147,19 +148,19 @@ def put(document: Any, place: Place, value: Any) -> None:
 
 @st.composite
 def changes(draw: st.DrawFn, places: list[Place]) -> list[tuple[Place, Any]]:
-    """One to three places with values."""
+    """Strategy for one to three places with values."""
     return draw(st.lists(st.tuples(st.sampled_from(places), any_value), min_size=1, max_size=3))
 
 
 def written(document: dict[str, Any], made: list[tuple[Place, Any]]) -> str:
-    """YAML of a document with changes."""
+    """Return YAML of a document with changes."""
     for place, value in made:
         put(document, place, value)
     return yaml.safe_dump(document, sort_keys=False)
 
 
 def read(path: Path, text: str, load: Callable[[Path], Any]) -> None:
-    """Load a file; all but a MesetaError of one line without control characters fails."""
+    """Load a file. Only a MesetaError of one line without control characters is allowed."""
     path.write_text(text)
     with within(60, text[:2000]):
         try:
@@ -185,9 +186,9 @@ def test_overrides(folder: Path, made: list[tuple[Place, Any]]) -> None:
     def text_of(value: Any) -> str:
         return str(value) if isinstance(value, Written) else yaml.safe_dump(value, default_flow_style=True)
 
-    given = [f"{'.'.join(map(str, place))}={text_of(value)}" for place, value in made]
+    overrides = [f"{'.'.join(map(str, place))}={text_of(value)}" for place, value in made]
     text = yaml.safe_dump(full_settings(folder))
-    read(folder / "o.yaml", text, lambda path: load_config(path, given))
+    read(folder / "o.yaml", text, lambda path: load_config(path, overrides))
 
 
 DOCUMENTS: dict[str, tuple[list[Place], Callable[[], dict[str, Any]], Callable[[Path], Any]]] = {
@@ -209,7 +210,7 @@ def test_documents(folder: Path, kind: str, data: st.DataObject) -> None:
 @fewer_examples(8)
 @given(data=st.data())
 def test_planning(folder: Path, tiny: Path, data: st.DataObject) -> None:
-    """The command reads a config and a topology, and goes on to plan where both are valid."""
+    """The command reads a config and a topology, and plans if both are valid."""
     config = written(full_settings(tiny) | {"plan": "auto"}, data.draw(changes(CONFIG_PLACES)))
     topology = written(topology_document(), data.draw(changes(DOCUMENTS["topology"][0])))
     if data.draw(st.booleans()):

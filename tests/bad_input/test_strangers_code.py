@@ -1,4 +1,4 @@
-"""Code that lies in a stranger's folder, or that a stranger's run names: run where that is meant, and told first."""
+"""Tests of code in an untrusted folder, or named by an untrusted run: it runs only on request, after a warning."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from own_models import Plain
 
 @pytest.fixture(scope="module")
 def folder_of_a_stranger(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Path:
-    """A module, and a run whose config names it; tests take a copy."""
+    """A module, and a run whose config names it. Tests take a copy."""
     folder = tmp_path_factory.mktemp("stranger")
     (folder / f"{MODULE}.py").write_text(CODE)
     with pytest.MonkeyPatch.context() as patch:
@@ -43,7 +43,7 @@ def folder_of_a_stranger(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -
 
 @pytest.fixture
 def home(folder_of_a_stranger: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The copy, as the current folder; its module has not been imported."""
+    """The copy as current folder. Its module has not been imported."""
     home = Path(shutil.copytree(folder_of_a_stranger, tmp_path / "home"))
     (home / "ran.txt").unlink()
     config = home / "run/config.yaml"
@@ -84,18 +84,18 @@ def test_looking_runs_none_of_it(home: Path) -> None:
         ("eval", "run"),
         ("predict", "run", "--out", "p.parquet"),
         ("train", "run/config.yaml"),
-        ("plan", "run/config.yaml", "--topology", "topology.yaml"),  # the plan of its run, of which the model is a part
+        ("plan", "run/config.yaml", "--topology", "topology.yaml"),  # the plan of its run needs the model
         ("checkpoint", "export", "run", "--out", "program", "--format", "torch-export"),
     ],
 )
-def test_running_says_first_which_file(command: tuple[str, ...], home: Path) -> None:
+def test_a_note_names_the_file_before_its_code_runs(command: tuple[str, ...], home: Path) -> None:
     (home / "topology.yaml").write_text(TOPOLOGY)
     (home / f"{MODULE}.py").write_text("import sys\nprint('it runs', file=sys.stderr)\n" + CODE)
     ended = run_here(*command)
     assert ended.code == 0, ended.err
-    told = f"note: model.name '{MODULE}:Plain' runs the code in {str(home / f'{MODULE}.py')!r}"
+    note = f"note: model.name '{MODULE}:Plain' runs the code in {str(home / f'{MODULE}.py')!r}"
     lines = ended.err.splitlines()
-    assert lines.index(told) + 1 == lines.index("it runs")
+    assert lines.index(note) + 1 == lines.index("it runs")
 
 
 def test_a_sweep_says_it_before_its_trials(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,12 +103,12 @@ def test_a_sweep_says_it_before_its_trials(home: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(sweep, "_run_training", lambda *_: 1)
     ended = run_here("sweep", "run/config.yaml", "seed=[1, 2]", "--out", "out")
-    told = [line for line in ended.err.splitlines() if line.startswith("note: ")]
-    assert told == [f"note: model.name '{MODULE}:Plain' runs the code in {str(home / f'{MODULE}.py')!r}"]
+    notes = [line for line in ended.err.splitlines() if line.startswith("note: ")]
+    assert notes == [f"note: model.name '{MODULE}:Plain' runs the code in {str(home / f'{MODULE}.py')!r}"]
     assert not (home / "ran.txt").exists()
 
 
-def test_packages_are_told_too(
+def test_a_note_names_packages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     package = tmp_path / "outer_package/inner"
@@ -125,7 +125,7 @@ def test_packages_are_told_too(
     assert not [name for name in sys.modules if name.startswith("outer_package")]
     import_custom("row optimizer 'x'", "outer_package.inner.rows")
     assert capsys.readouterr().err
-    import_custom("row optimizer 'x'", "outer_package.inner.rows")  # it ran before
+    import_custom("row optimizer 'x'", "outer_package.inner.rows")  # it has run before
     for name in ("no_such_module", "", "a..b", "outer_package.inner.rows.deeper", ".x"):
         log_user_code("it", name)
     monkeypatch.setenv("RANK", "1")
@@ -133,8 +133,8 @@ def test_packages_are_told_too(
     assert capsys.readouterr().err == ""
 
 
-def test_files_beside_the_user_are_no_modules_of_the_ranks(tmp_path: Path) -> None:
-    """`eval` ends at once where there is no run; its ranks have loaded torch by then."""
+def test_ranks_import_no_modules_of_the_current_folder(tmp_path: Path) -> None:
+    """`eval` ends early without a run, but after its ranks have loaded torch."""
     for name in ("torch", "numpy", "typer", "yaml", "json", "signal", "pydantic"):
         (tmp_path / f"{name}.py").write_text("open('ran.txt', 'w').close()\nraise SystemExit(3)\n")
     command = [
@@ -158,18 +158,18 @@ NASTY = "<script>alert(1)</script>\"'><img src=x onerror=alert(1)>"
 
 
 class Tags(HTMLParser):
-    """What a browser would make of a page."""
+    """Parses a page as a browser does."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[tuple[str, list[tuple[str, str | None]]]] = []
+        self.tags: list[tuple[str, list[tuple[str, str | None]]]] = []
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        self.found.append((tag, attributes))
+        self.tags.append((tag, attributes))
 
 
-def test_pages_of_a_stranger_hold_no_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every text of every file: names of columns, tables and figures, notes of the machine, the folder's own name."""
+def test_pages_of_untrusted_runs_have_no_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The texts are names of columns, tables and metrics, notes of the machine, and the folder's name."""
     draw = np.random.default_rng(0)
     nasty = f"a{NASTY.replace('/', '')}"
     columns = {"label": draw.integers(0, 2, 300), "x": draw.normal(size=300), nasty: draw.integers(0, 9, 300)}
@@ -182,7 +182,7 @@ def test_pages_of_a_stranger_hold_no_script(tmp_path: Path, monkeypatch: pytest.
     train(settings(tmp_path / "data", run))
     for name in ("config.yaml", "dataset.json", "plan.json", "environment.json", "metrics.jsonl", "summary.json"):
         text = (run / name).read_text()
-        # Any short word among values and keys that a page may show.
+        # Keys and short values that a page may show.
         text = re.sub(r'"(train|documented for cpu|row_wise|table_wise|lookup|cpu|hash|test)"(?!: *\{)', _quoted, text)
         (run / name).write_text(text)
     monkeypatch.chdir(tmp_path)
@@ -192,13 +192,13 @@ def test_pages_of_a_stranger_hold_no_script(tmp_path: Path, monkeypatch: pytest.
         assert ended.code == 0, ended.err
         page = Tags()
         page.feed((tmp_path / str(command[-1])).read_text())
-        assert len(page.found) > 30
-        assert not {tag for tag, _ in page.found} & {"script", "img", "iframe", "object", "embed", "link", "a", "form"}
-        assert not [name for _, attributes in page.found for name, _ in attributes if name.startswith("on")]
+        assert len(page.tags) > 30
+        assert not {tag for tag, _ in page.tags} & {"script", "img", "iframe", "object", "embed", "link", "a", "form"}
+        assert not [name for _, attributes in page.tags for name, _ in attributes if name.startswith("on")]
     assert "&lt;script&gt;" in (tmp_path / "a.html").read_text()
 
 
 def _quoted(match: re.Match[str]) -> str:
-    if match[1] == "train":  # the kind of a line
+    if match[1] == "train":  # kind of a line
         return match[0]
     return '"' + NASTY.replace('"', '\\"') + '"'

@@ -1,5 +1,5 @@
-"""`meseta train` in a folder of which reads fail: one error line and every file as it was, or the bits of a run whose
-reads never failed."""
+"""Tests of `meseta train` in a folder with failing reads: one error line and unchanged files, or the bits of an
+undisturbed run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sampling import product, sample
 from small_run import final_checksum, settings, train, write_config
 
 STRIDE = 25
-"""Every so-manieth read fails in turn in one case, from the read that the case names."""
+"""Stride of the failing reads of one case, from the read that the case names."""
 SAVES: dict[str, Any] = {
     "checkpoint__every_steps": 4,
     "checkpoint__keep_last": 3,
@@ -30,7 +30,7 @@ SAVES: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Path:
-    """A run of 14 steps, whose checkpoints are of steps 8, 12 and 14."""
+    """A run of 14 steps with checkpoints of steps 8, 12 and 14."""
     folder = tmp_path_factory.mktemp("finished")
     train(settings(tiny, folder / "run", **SAVES))
     return folder / "run"
@@ -38,7 +38,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Path:
-    """The same run, of 11 steps so far."""
+    """A run stopped after 11 steps."""
     folder = tmp_path_factory.mktemp("stopped")
     train(settings(tiny, folder / "run", **SAVES, train__max_steps=11))
     return folder / "run"
@@ -56,7 +56,7 @@ def attempt(run: Path, tiny: Path, resume: str, choose: Any) -> tuple[Any, list[
 def test_each_read_of_a_run_fails_once(
     tmp_path: Path, tiny: Path, finished: Path, stopped: Path, case: dict[str, Any]
 ) -> None:
-    """What remains verifies; the same command, undisturbed, ends with the bits of a run that was never disturbed."""
+    """The remaining files verify. A repeated command ends with the bits of an undisturbed run."""
     number, count = case["first"], 1 << 62
     while number < count:
         for error in ERRORS:
@@ -90,10 +90,10 @@ def unread(file: Path) -> Any:
     return lambda read: errno.EIO if read.path == str(file) and read.kind == "open" else None
 
 
-def test_a_checkpoint_that_cannot_be_read_is_not_passed_over(
+def test_an_unreadable_checkpoint_is_not_quarantined(
     tmp_path: Path, tiny: Path, stopped: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """'older' repeats the read, and then says what to do by hand; 'auto' ends at once. Neither changes a file."""
+    """'older' repeats the read, then names the manual remedy. 'auto' ends immediately. Neither changes a file."""
     monkeypatch.setattr(failures, "READ_RETRY_WINDOW_S", 0.3)
     run = Path(shutil.copytree(stopped, tmp_path / "run"))
     newest = latest_complete(run / "checkpoints")
@@ -117,7 +117,7 @@ def test_a_checkpoint_that_cannot_be_read_is_not_passed_over(
 
 @pytest.mark.parametrize("name", ["config.yaml", "dataset.json", "metrics.jsonl", "summary.json"])
 def test_a_document_that_cannot_be_read_is_not_replaced(tmp_path: Path, tiny: Path, stopped: Path, name: str) -> None:
-    """The config may say another model, or that checkpoints are at a URL."""
+    """The config may name another model, or a URL of checkpoints."""
     run = Path(shutil.copytree(stopped, tmp_path / "run"))
     before = tree(run)
     ended, _ = attempt(run, tiny, "auto", unread(run / name))

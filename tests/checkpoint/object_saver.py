@@ -1,4 +1,4 @@
-"""A process that saves to a URL for ever, to be killed."""
+"""Process that saves to a URL until it is killed."""
 
 import os
 from collections.abc import Mapping
@@ -15,13 +15,13 @@ from meseta.system import remote
 
 
 def save_step(url: str, step: int) -> None:
-    """Tables made of the seed `step`."""
+    """Save tables made from the seed `step`."""
     shards = pieces(SPECS, PLAN, 0, tables_of(step))
     save(url, world=World.single(), step=step, plan=PLAN, shards=shards, dense=DENSE, state={"version": step})
 
 
 def save_for_ever(url: str, environment: Mapping[str, str], report: Connection) -> None:
-    """Go on from the newest checkpoint, and report each step once it is saved."""
+    """Resume from the newest checkpoint, then save steps and report each saved one."""
     os.environ |= environment
     layout.BLOCK_BYTES, remote.UPLOAD_PART_BYTES, remote.RETRY_DELAYS_S = 16_384, 4096, (0.05, 0.1, 0.2, 0.4)
     path = newest(url)

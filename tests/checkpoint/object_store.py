@@ -1,4 +1,4 @@
-"""An S3 server of this machine, and before it a proxy that delays, cuts and sends 503: what networks and stores do."""
+"""Local S3 server behind a proxy that delays, cuts and rejects requests, as networks and stores do."""
 
 from __future__ import annotations
 
@@ -25,36 +25,36 @@ KEYS = {
     "AWS_DEFAULT_REGION": "us-east-1",
     "AWS_MAX_ATTEMPTS": "1",
 }
-"""For botocore: who asks, and how often at most before s3fs and we ask again."""
+"""Settings of botocore: credentials, and the maximum number of attempts before s3fs and Meseta retry."""
 FAULTS = ("delay", "unavailable", "cut", "answer lost", "answer cut")
-"""A late answer; 503; no answer to a request that never came; none to one that came; and half of one."""
+"""Faults: a late answer, 503, a lost request, a lost answer, and half of an answer."""
 
 
 class Proxy(ThreadingHTTPServer):
-    """Hands requests on to a server; one of `rate` meets a fault, drawn by a seed."""
+    """Forwards requests to a server. A share `rate` of them meets a fault, drawn by a seed."""
 
     daemon_threads = True
 
     def __init__(self, server: tuple[str, int]) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.server = server
-        self.met: Counter[str] = Counter()
-        """Faults so far."""
+        self.requests_by_fault: Counter[str] = Counter()
+        """Number of requests by fault, or `none`."""
         self._lock = Lock()
         self.disturb(seed=0, rate=0.0)
 
     def disturb(self, seed: int, rate: float) -> None:
-        """From now on."""
+        """Start to disturb requests."""
         self._draw, self._rate = random.Random(seed), rate
 
     def next_fault(self) -> str | None:
         with self._lock:
             fault = self._draw.choice(FAULTS) if self._draw.random() < self._rate else None
-            self.met[fault or "none"] += 1
+            self.requests_by_fault[fault or "none"] += 1
             return fault
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that was killed is no news."""
+        """Ignore clients that were killed."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -103,14 +103,15 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(content)
 
     def log_message(self, *args: Any) -> None:
-        """Nothing."""
+        """Discard log messages."""
 
 
 @contextmanager
 def s3_server() -> Iterator[tuple[Proxy, Any]]:
-    """The proxy, by whose address this process and its children reach S3, and a client that reaches the server itself.
+    """Context manager that yields the proxy and a client. The proxy's address is that of S3 for this process and its
+    children, and the client reaches the server directly.
 
-    Parts of uploads may be of any size.
+    Parts of uploads may have any size.
     """
     models.S3_UPLOAD_PART_MIN_SIZE = 1
     before = dict(os.environ)
@@ -133,7 +134,7 @@ def s3_server() -> Iterator[tuple[Proxy, Any]]:
     finally:
         os.environ.clear()
         os.environ.update(before)
-        S3FileSystem.clear_instance_cache()  # whose address the next server does not have
+        S3FileSystem.clear_instance_cache()  # the next server has another address
         client.close()
         proxy.shutdown()
         proxy.server_close()
@@ -141,11 +142,11 @@ def s3_server() -> Iterator[tuple[Proxy, Any]]:
 
 
 def keys_of(client: Any, bucket: str) -> set[str]:
-    """Of all objects in a bucket."""
+    """Return the keys of all objects in a bucket."""
     pages = client.get_paginator("list_objects_v2").paginate(Bucket=bucket)
     return {entry["Key"] for page in pages for entry in page.get("Contents", ())}
 
 
 def uploads_of(client: Any, bucket: str) -> list[str]:
-    """Keys of uploads that nobody has finished."""
+    """Return the keys of unfinished uploads."""
     return [entry["Key"] for entry in client.list_multipart_uploads(Bucket=bucket).get("Uploads", ())]

@@ -1,5 +1,5 @@
-"""A run that saves time and again through `meseta.train.saving.CheckpointManager`, its ranks threads of this process;
-and a disk that fails at a chosen moment."""
+"""A run that saves repeatedly through `meseta.train.saving.CheckpointManager`, with threads as ranks, and a disk that
+fails at a chosen moment."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ SPECS = [
     TableSpec(name=name, num_embeddings=rows, embedding_dim=dim, optimizer=OptimizerSpec(name=optimizer))
     for name, rows, dim, optimizer in NAMES
 ]
-"""Two tables of several blocks, of names that are none of files, and one of a single number."""
+"""Two tables of several blocks, whose names are no file names, and one of a single number."""
 
 
 class Run:
-    """What it holds after each step is known: `history` has it by step."""
+    """Simulated run. `history` holds its rows, states and marks after each step."""
 
     def __init__(self, folder: Path, plan: Plan, seed: int = 0, **settings: Any) -> None:
         self.folder, self.plan, self.settings = folder, plan, settings
@@ -52,7 +52,7 @@ class Run:
         self.pieces = [pieces(SPECS, self.plan, rank, tables) for rank in range(size)]
 
     def on_ranks(self, action: Callable[[int], T]) -> list[T | Exception]:
-        """What it returns or raises on each rank."""
+        """Return the result of each rank, or its exception."""
 
         def guarded(rank: int) -> T | Exception:
             try:
@@ -61,12 +61,12 @@ class Run:
                 return error
 
         if len(self.worlds) == 1:
-            return [guarded(0)]  # where a stand-in for a kill may leave the test
+            return [guarded(0)]  # a simulated kill may leave the test there
         with ThreadPoolExecutor(len(self.worlds)) as pool:
             return list(pool.map(guarded, range(len(self.worlds))))
 
     def train(self, seed: int) -> None:
-        """Other bits in some rows, of some tables all and of others none, which the pieces mark."""
+        """Change the bits of rows, of some tables all and of others none, and mark them in the pieces."""
         draw, other = random.Random(seed), random_tables(SPECS, seed)
         for spec in SPECS:
             share = draw.choice([0.0, 0.02, 0.3, 1.0])
@@ -87,7 +87,7 @@ class Run:
         piece.marks.add(here - first)
 
     def save(self, step: int, best_step: int | None = None) -> list[Exception | None]:
-        """What it raises on each rank, or None."""
+        """Save on all ranks, and return the exception of each rank or `None`."""
         self.history[step] = self.tables.copy()
 
         def save(rank: int) -> None:
@@ -98,7 +98,7 @@ class Run:
         return self.on_ranks(save)
 
     def resume(self, path: Path, plan: Plan | None = None) -> None:
-        """Another process goes on from a checkpoint, which has what the run had at its step."""
+        """Resume from a checkpoint in another process, which must hold the bits of its step."""
         self.plan = plan or self.plan
         self._begin(random_tables(SPECS, seed=987_654_321))
         since_whole = self.savers[0].marks_since_full
@@ -120,7 +120,7 @@ def dense_of(step: int) -> dict[str, torch.Tensor]:
 
 
 def loads(path: Path, plan: Plan) -> list[tuple[int, list[TableShard]] | Exception]:
-    """What each rank of a plan makes of a checkpoint: its step and the shards, or an error."""
+    """Return the step and the shards that each rank of a plan loads, or its error."""
     run = Run(path.parent, plan)
 
     def loaded(rank: int) -> tuple[int, list[TableShard]]:
@@ -131,20 +131,20 @@ def loads(path: Path, plan: Plan) -> list[tuple[int, list[TableShard]] | Excepti
 
 
 def holds(results: Sequence[tuple[int, list[TableShard]] | Exception], history: dict[int, Tables]) -> int:
-    """The step of what was loaded, on all ranks the bits that the run had then; raises the first error."""
-    found = returned(results)
-    for step, shards in found:
+    """Return the step of the loaded shards after comparing their bits on all ranks. Raise the first error, if any."""
+    loaded = returned(results)
+    for step, shards in loaded:
         assert_holds(shards, history[step])
-    [step] = {step for step, _ in found}
+    [step] = {step for step, _ in loaded}
     return step
 
 
 class Killed(BaseException):
-    """Stands for SIGKILL: nothing that the process does afterwards reaches the disk."""
+    """Raised in place of SIGKILL: later writes of the process do not reach the disk."""
 
 
 class Fuse:
-    """Lets `left` changes of the file system happen and refuses later ones: all, or so many."""
+    """Allows `left` changes of the file system and refuses later ones: all of them, or a given number."""
 
     def __init__(self) -> None:
         self.left: int | None = None
@@ -154,7 +154,7 @@ class Fuse:
         self._lock = threading.Lock()
 
     def hook(self, event: str, arguments: tuple[Any, ...]) -> None:
-        """To be called by the interpreter."""
+        """Audit hook of the interpreter."""
         if self.left is None or event not in ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir"):
             return
         is_kill = self._raises is Killed

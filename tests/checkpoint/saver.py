@@ -1,4 +1,4 @@
-"""A process that saves for ever, to be killed."""
+"""Process that saves until it is killed."""
 
 from itertools import count
 from multiprocessing.connection import Connection
@@ -19,7 +19,8 @@ DENSE = {"weight": torch.arange(6.0).view(2, 3)}
 
 
 def save_version(parent: Path, version: int) -> None:
-    """Tables made of the seed `version`; versions 2k and 2k + 1 are both step k, so that one replaces the other."""
+    """Save tables made from the seed `version`. Versions 2k and 2k + 1 are both step k, so that one replaces the
+    other."""
     shards = pieces(SPECS, PLAN, 0, tables_of(version))
     state = {"version": version}
     save(parent, world=World.single(), step=version // 2, plan=PLAN, shards=shards, dense=DENSE, state=state)
@@ -30,13 +31,13 @@ def tables_of(version: int) -> Tables:
 
 
 def load_version(path: Path) -> tuple[int, list]:
-    """(version, the shards as loaded)."""
+    """Return (version, the shards as loaded)."""
     shards = blank(SPECS, PLAN, 0)
     return load(path, world=World.single(), shards=shards).state["version"], shards
 
 
 def save_for_ever(parent: Path, first: int, report: Connection) -> None:
-    """Save the versions from `first` on, and report each once it is saved."""
+    """Save the versions from `first` on, and report each saved one."""
     layout.BLOCK_BYTES = 16_384
     for version in count(first):
         save_version(parent, version)

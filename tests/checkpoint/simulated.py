@@ -1,4 +1,4 @@
-"""Ranks as threads of one process, tables of random bits, and pieces of them under any plan."""
+"""Ranks as threads of one process, tables of random bits, and their shards under any plan."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from meseta.storage import TableShard
 
 T = TypeVar("T")
 Tables = dict[str, dict[str, Tensor]]
-"""By table: 'row' [V, D] and each optimizer state [V, D] or [V]."""
+"""Rows 'row' [V, D] and each optimizer state [V, D] or [V], by table."""
 
 
 @dataclass(frozen=True)
 class ThreadWorld(World):
-    """The collectives that checkpoints use, between threads. A rank that does not come breaks the barrier."""
+    """The collectives of checkpoints between threads. A missing rank breaks the barrier."""
 
     slots: list[Any] = field(default_factory=list)
     gate: threading.Barrier = field(default_factory=lambda: threading.Barrier(1))
@@ -57,7 +57,7 @@ class ThreadWorld(World):
 
 
 def on_ranks(size: int, run: Callable[[World], T]) -> list[T | Exception]:
-    """What `run` returns or raises on each of `size` ranks."""
+    """Run a function on each of `size` ranks, and return its results or exceptions."""
     slots, gate = [None] * size, threading.Barrier(size, timeout=20)
 
     def guarded(rank: int) -> T | Exception:
@@ -71,7 +71,7 @@ def on_ranks(size: int, run: Callable[[World], T]) -> list[T | Exception]:
 
 
 def returned(results: Sequence[T | Exception]) -> list[T]:
-    """The results of all ranks; raises the first error among them."""
+    """Return the results of all ranks, or raise the first error among them."""
     for result in results:
         if isinstance(result, Exception):
             raise result
@@ -79,7 +79,7 @@ def returned(results: Sequence[T | Exception]) -> list[T]:
 
 
 def random_tables(specs: Sequence[TableSpec], seed: int) -> Tables:
-    """Random bits: among them -0.0, denormals, infinities and NaNs with payloads."""
+    """Return random bits, among them -0.0, denormals, infinities and NaNs with payloads."""
     generator = torch.Generator().manual_seed(seed)
 
     def fill(like: Tensor) -> Tensor:
@@ -95,33 +95,35 @@ def random_tables(specs: Sequence[TableSpec], seed: int) -> Tables:
 
 
 def pieces(specs: Sequence[TableSpec], plan: Plan, rank: int, tables: Tables) -> list[TableShard]:
-    """The shards of one rank, holding copies of their part of `tables`."""
-    found = []
+    """Return the shards of one rank with copies of their part of `tables`."""
+    shards = []
     for spec in specs:
         for shard in plan[spec.name].shards:
             if rank in shard.ranks:
                 rows, columns = slice(*shard.rows), slice(*shard.columns)
-                own = {n: (t[rows, columns] if t.dim() == 2 else t[rows]).clone() for n, t in tables[spec.name].items()}
+                values = {
+                    n: (t[rows, columns] if t.dim() == 2 else t[rows]).clone() for n, t in tables[spec.name].items()
+                }
                 optimizer = make_row_optimizer(spec.optimizer)
-                weight = own.pop("row")
-                found.append(TableShard(spec=spec, shard=shard, weight=weight, state=own, optimizer=optimizer))
-    return found
+                weight = values.pop("row")
+                shards.append(TableShard(spec=spec, shard=shard, weight=weight, state=values, optimizer=optimizer))
+    return shards
 
 
 def placed(plan: Plan, shards: Sequence[TableShard]) -> EmbeddingBagCollection:
-    """What of a collection a save asks for, of shards that no collection has made."""
+    """Return the part of a collection's interface that a save uses, for shards without a collection."""
     embeddings = EmbeddingBagCollection.__new__(EmbeddingBagCollection)
     embeddings.__dict__.update(plan=plan, shards=shards)
     return embeddings
 
 
 def blank(specs: Sequence[TableSpec], plan: Plan, rank: int) -> list[TableShard]:
-    """The shards of one rank, filled with something that no test table holds."""
+    """Return the shards of one rank, filled with a value that no test table holds."""
     return pieces(specs, plan, rank, random_tables(specs, seed=987_654_321))
 
 
 def assert_holds(shards: Sequence[TableShard], tables: Tables) -> None:
-    """Every shard holds, bit for bit, its part of `tables`."""
+    """Check that every shard holds its part of `tables` bit for bit."""
     for piece in shards:
         rows, columns = slice(*piece.shard.rows), slice(*piece.shard.columns)
         for name, tensor in {"row": piece.weight, **piece.state}.items():
@@ -135,8 +137,8 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 def random_plan(specs: Sequence[TableSpec], num_ranks: int, seed: int) -> Plan:
-    """Any tiling that a plan may have: replicas, or a grid of random row and aligned column cuts with random owners; of
-    some tables the first rows are replicas."""
+    """Return a random plan with replicas, or grids of random row and aligned column splits with random owners. The
+    first rows of some tables are replicas."""
     rng = random.Random(seed)
     entries = []
     for spec in specs:
@@ -169,12 +171,12 @@ def _cut(rng: random.Random, total: int, align: int) -> list[tuple[int, int]]:
 
 
 def plain_plan(specs: Sequence[TableSpec], num_ranks: int, sharding: str) -> Plan:
-    """Every table by one scheme over all ranks."""
+    """Return a plan with one sharding type for all tables and ranks."""
     return Plan.from_dict({"tables": {"*": sharding}}, specs, num_ranks)
 
 
 def some_specs() -> list[TableSpec]:
-    """One table per row optimizer, with odd sizes, another dtype and a name that is no file name."""
+    """Return a table per row optimizer, with odd sizes, another dtype and a name that is no file name."""
     return [
         TableSpec(name="user", num_embeddings=203, embedding_dim=40, optimizer=OptimizerSpec(name="adam")),
         TableSpec(name="item/..", num_embeddings=97, embedding_dim=16, optimizer=OptimizerSpec(name="rowwise_adagrad")),
@@ -194,12 +196,12 @@ def some_specs() -> list[TableSpec]:
 
 
 def flip_middle(file: Path) -> None:
-    """Change one bit of a value, in the middle of the file."""
+    """Change one bit of a value in the middle of the file."""
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
 
 
 def many_files(folder: Path) -> dict[str, bytes]:
-    """Content of all files below a folder, by path inside it."""
+    """Return the content of all files below a folder by path."""
     return {str(f.relative_to(folder)): f.read_bytes() for f in sorted(folder.rglob("*")) if f.is_file()}

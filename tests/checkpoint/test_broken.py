@@ -1,4 +1,4 @@
-"""Every way in which a checkpoint can be wrong is one clear error, on every rank, and never a wrong row."""
+"""Tests of damaged checkpoints: each fault is one clear error on every rank, and no wrong row is loaded."""
 
 import json
 import os
@@ -51,22 +51,22 @@ def path(tmp_path: Path) -> Path:
 
 
 def save_alone(parent: Path, **other: Any) -> Path:
-    given = {"step": 1, "plan": PLAN, "dense": DENSE, "state": {"random": "aa"}, **other}
-    return save(parent, world=World.single(), shards=pieces(SPECS, PLAN, 0, TABLES), **given)
+    arguments = {"step": 1, "plan": PLAN, "dense": DENSE, "state": {"random": "aa"}, **other}
+    return save(parent, world=World.single(), shards=pieces(SPECS, PLAN, 0, TABLES), **arguments)
 
 
 def refusals(path: Path, specs: list[TableSpec] = SPECS) -> list[str]:
-    """What `load` says on one rank, and on each of two under another plan; all must raise MesetaError."""
+    """Return the errors of `load` on one rank, and on each of two under another plan. All must raise MesetaError."""
     plans = [plain_plan(specs, 1, "table_wise"), plain_plan(specs, 2, "row_wise")]
-    found = []
+    messages = []
     for plan in plans:
         for result in on_ranks(
             plan.num_ranks,
             lambda world, plan=plan: load(path, world=world, shards=blank(specs, plan, world.rank)),
         ):
             assert isinstance(result, MesetaError), result
-            found.append(str(result))
-    return found
+            messages.append(str(result))
+    return messages
 
 
 def truncate(file: Path) -> None:
@@ -74,7 +74,7 @@ def truncate(file: Path) -> None:
 
 
 def spoil_name(file: Path) -> None:
-    """Name a column with bytes that are no text."""
+    """Rename a column to bytes that are not UTF-8."""
     file.write_bytes(file.read_bytes().replace(b"sum", b"\xffum"))
 
 
@@ -112,17 +112,17 @@ def test_checksums_are_named_in_full(path: Path) -> None:
     expected = json.loads((path / "manifest.json").read_text())["tables"]["user"]["blocks"][0]["checksum"]
     with pa.memory_map(str(path / BLOCK)) as file:
         batch = pa.ipc.open_file(file).get_batch(0)
-        found = digest.hash_arrays([batch["row"].flatten().to_numpy(), batch["sum"].to_numpy()])
+        actual = digest.hash_arrays([batch["row"].flatten().to_numpy(), batch["sum"].to_numpy()])
     for message in refusals(path):
-        assert expected in message and found in message
+        assert expected in message and actual in message
 
 
 def test_every_flipped_byte_is_found_or_harmless(path: Path) -> None:
-    """A changed byte either raises MesetaError or, where it carries nothing, leaves every value as it was."""
+    """A changed byte raises MesetaError, or leaves every value as it was."""
     rng = random.Random(0)
     for name in (BLOCK, "dense.safetensors", "manifest.json"):
         whole = (path / name).read_bytes()
-        ends = [*range(min(400, len(whole))), *range(max(0, len(whole) - 700), len(whole))]  # where the metadata is
+        ends = [*range(min(400, len(whole))), *range(max(0, len(whole) - 700), len(whole))]  # place of the metadata
         for position in rng.sample(ends, 25) + rng.sample(range(len(whole)), 8):
             content = bytearray(whole)
             content[position] ^= 1 << rng.randrange(8)
@@ -152,7 +152,7 @@ def rewrite(path: Path, change: Callable[[pa.RecordBatch], list[pa.RecordBatch]]
 
 
 def sign(path: Path, manifest: dict[str, Any]) -> None:
-    """Write a manifest whose own checksums are right, so that what it says of the files is what is wrong."""
+    """Write a manifest with correct checksums, so that only its statements about files are wrong."""
     for entry in manifest["tables"].values():
         entry["checksum"] = digest.hash_table(entry)
     manifest["checksum"] = digest.hash_model(manifest)
@@ -341,7 +341,7 @@ def test_plan_and_shards_that_disagree(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_cannot_write_stops_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One block hits a full disk: all ranks raise, name the file, and the directory is as it was."""
+    """One block meets a full disk. All ranks raise and name the file, and the directory is unchanged."""
     specs = some_specs()
     plan = plain_plan(specs, 3, "row_wise")
     tables = random_tables(specs, seed=1)
@@ -369,7 +369,7 @@ def test_a_rank_that_cannot_write_stops_all(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize("limit_bytes", [0, 1000, 10_000])
 def test_full_disk_in_the_middle_of_a_file(tmp_path: Path, limit_bytes: int) -> None:
-    """The system's own refusal to write more comes back as one error; the older checkpoint stays."""
+    """The system's refusal to write becomes one error, and the older checkpoint stays."""
     old = save_alone(tmp_path)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limits[1]))
@@ -391,8 +391,8 @@ def test_too_little_memory_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     plan = plain_plan(SPECS, size, "row_wise")
 
     def run(world: World) -> Path:
-        own = pieces(SPECS, plan, world.rank, TABLES)
-        return save(tmp_path, world=world, step=2, plan=plan, shards=own, dense={}, state={})
+        shards = pieces(SPECS, plan, world.rank, TABLES)
+        return save(tmp_path, world=world, step=2, plan=plan, shards=shards, dense={}, state={})
 
     assert all("no room for a block" in str(result) for result in on_ranks(size, run))
     assert not list(tmp_path.iterdir())

@@ -1,4 +1,5 @@
-"""Columns in fewer bits: the stated error is a bound, restored values lead back to their codes, numpy reads them."""
+"""Tests of columns with fewer bits: the stated error is a bound, restored values have the same codes, and numpy reads
+them."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ EDGES = (0.0, -0.0, TINY, -TINY, 2.0**-126, 2.0**-25, 1 / 3, 2049.0, 32768.0, 65
 
 
 def values_of(seed: int, shape: tuple[int, int], dtype: str, size: float, kind: str, rogue: float | None) -> np.ndarray:
-    """As a file would hold them: normal rows, equal ones, numbers at the edges of types; one of them `rogue`."""
+    """Return values as in a file: normal rows, equal rows, numbers at the limits of types, and the number `rogue`."""
     random = np.random.default_rng(seed)
     values = random.normal(size=shape) * size
     if kind == "constant":
@@ -41,7 +42,7 @@ def schema_of(dtype: str, dim: int) -> BlockSchema:
 
 
 def as_float64(stored: np.ndarray, dtype: str) -> np.ndarray:
-    """The numbers that a file's values mean, without torch."""
+    """Return the numbers that a file's values represent, without torch."""
     if dtype == "bfloat16":
         stored = (stored.astype(np.uint32) << 16).view(np.float32)
     return stored.astype(np.float64)
@@ -57,7 +58,7 @@ def as_float64(stored: np.ndarray, dtype: str) -> np.ndarray:
     bits=st.sampled_from(ROW_BIT_WIDTHS),
     name=st.sampled_from(["row", "moment"]),
 )
-@example(0, (2, 64), "float32", 1.0, "normal", HUGE, 8, "moment")  # bf16 would make an infinity of it
+@example(0, (2, 64), "float32", 1.0, "normal", HUGE, 8, "moment")  # it overflows in bf16
 def test_the_error_is_a_bound_and_a_second_save_has_the_same_bytes(
     seed: int, shape: tuple[int, int], dtype: str, size: float, kind: str, rogue: float | None, bits: RowBits, name: str
 ) -> None:
@@ -129,7 +130,7 @@ def test_values_beyond_a_width_take_wider_codes_or_none(rogue: float, expected: 
 
 
 def test_small_second_moments_stay() -> None:
-    """A linear scale of 8 bits would make zeros of them, and the next step would be divided by those."""
+    """A linear scale of 8 bits would round them to zero, and the next step would divide by zero."""
     schema = schema_of("float32", 4)
     moments = np.array([[1e-2, 1e-9, 1e-12, 0.0]], np.float32)
     stored = encode_column(schema, schema.columns[1], moments, 8)

@@ -1,5 +1,5 @@
-"""A process that saves deltas, prunes and makes a whole one of a chain, and dies before any change of the file system:
-the next one goes on with the bits of a checkpoint that was saved, and leaves nothing of what was not."""
+"""Tests of a process that saves, prunes and compacts deltas, and dies before any change of the file system. The next
+one resumes from a saved checkpoint and removes partial files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sampling import product, sample
 POLICIES = ("one_shot", "consecutive", "intermittent", "rolling")
 PLAN = plain_plan(SPECS, 1, "table_wise")
 STRIDE = 64
-"""Deaths are tried before each so-manieth change, from the first that a case names."""
+"""Stride of the changes before which the process dies, from the first one that a case names."""
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +31,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def begun(folder: Path, policy: str) -> Run:
-    """Four saves, of which two are kept."""
+    """Save four steps, of which two are kept."""
     run = Run(folder, PLAN, deltas=policy, max_chain=3, keep_last=2)
     for step in range(1, 5):
         run.train(step)
@@ -40,7 +40,7 @@ def begun(folder: Path, policy: str) -> Run:
 
 
 def on(run: Run, made: Path) -> None:
-    """Two more saves, the first of which is pruned at once, and whole ones of both."""
+    """Save two more steps, the first of which is pruned immediately, and compact both."""
     for step in (5, 6):
         run.train(step)
         assert run.save(step) == [None]
@@ -48,7 +48,8 @@ def on(run: Run, made: Path) -> None:
 
 
 def check(folder: Path, made: Path, run: Run) -> int:
-    """The newest is whole; returns its step. What was made of a chain is whole, or not there."""
+    """Check that the newest checkpoint is complete, and that a compacted one is complete or missing. Return the newest
+    step."""
     path = latest_complete(folder)
     assert path is not None
     step = holds(loads(path, PLAN), run.history)
@@ -59,7 +60,7 @@ def check(folder: Path, made: Path, run: Run) -> int:
 
 
 def check_nothing_is_left(folder: Path, made: Path) -> None:
-    """But checkpoints that are whole, and files of pruned ones that these need."""
+    """Check that only complete checkpoints, and files of pruned ones that they need, are left."""
     assert not list(folder.glob(".*")) and not list(made.glob(".*"))
     for path in (*list_candidates(folder), *list_candidates(made)):
         verify(path)

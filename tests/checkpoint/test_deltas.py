@@ -1,4 +1,4 @@
-"""Deltas hold what whole checkpoints hold: under any plan, policy and number of ranks, file by file."""
+"""Tests that deltas hold the content of full checkpoints under any plan, policy and number of ranks, file by file."""
 
 import json
 import os
@@ -57,7 +57,7 @@ def dense_of(step: int) -> dict[str, torch.Tensor]:
 
 
 def change(tables: Tables, seed: int) -> tuple[Tables, dict[str, torch.Tensor]]:
-    """Other bits in some rows, of some tables all and of others none; and which."""
+    """Return tables with other bits in random rows, of some tables all and of others none, and these rows."""
     rng, other = random.Random(seed), random_tables(SPECS, seed)
     changed = {}
     for spec in SPECS:
@@ -72,7 +72,7 @@ def change(tables: Tables, seed: int) -> tuple[Tables, dict[str, torch.Tensor]]:
 
 
 def marked(piece: TableStorage, rows: dict[str, torch.Tensor]) -> TableStorage:
-    """The piece, whose rows among these, of the whole table, are marked as changed."""
+    """Return the piece after marking its rows among `rows`, which index the whole table."""
     first, stop = piece.shard.rows
     here = rows[piece.spec.name]
     piece.marks.add(here[(here >= first) & (here < stop)] - first)
@@ -80,7 +80,7 @@ def marked(piece: TableStorage, rows: dict[str, torch.Tensor]) -> TableStorage:
 
 
 class Run:
-    """Saves of one policy; marks are kept by table here, and set on new pieces for each save, of any plan."""
+    """Saves of one policy. Marks are kept by table, and set on new pieces for each save under any plan."""
 
     def __init__(self, parent: Path, policy: str, max_chain: int) -> None:
         self.parent, self.policy, self.max_chain = parent, policy, max_chain

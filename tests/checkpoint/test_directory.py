@@ -1,4 +1,5 @@
-"""A process that dies at any moment leaves the old or the new checkpoint; names, pruning and cleaning up."""
+"""Tests that a process that dies leaves the old or the new checkpoint. Also tests of names, pruning and removal of
+leftovers."""
 
 import json
 import os
@@ -25,7 +26,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check_latest(parent: Path, at_least: int) -> int:
-    """The newest checkpoint is whole and not older than what was reported as saved; returns its version."""
+    """Check that the newest checkpoint is complete and not older than the last reported one. Return its version."""
     path = latest_complete(parent)
     assert path is not None
     version, shards = load_version(path)
@@ -35,7 +36,7 @@ def check_latest(parent: Path, at_least: int) -> int:
 
 
 def test_kill_9_while_saving(tmp_path: Path) -> None:
-    """Six moments; after each, the next process goes on in the same directory, with what the last one left there."""
+    """After each of six kills, the next process continues in the same directory."""
     rng = random.Random(0)
     saved = -1
     for _ in range(6):
@@ -45,7 +46,7 @@ def test_kill_9_while_saving(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("first", sample(range(8), k=1, seed=0))
 def test_death_at_every_change_of_the_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: int) -> None:
-    """Replace a step, add the next one, delete the older: dead before the n-th change, for every eighth n."""
+    """Replace a step, add the next one and delete the older. The process dies before every eighth change in turn."""
     monkeypatch.setattr(os, "fsync", lambda _: None)  # the page cache outlives a process
     save_version(tmp_path / "start", 0)
     for left in range(first, 1000, 8):
@@ -77,7 +78,7 @@ def test_latest_of_nothing(tmp_path: Path) -> None:
     assert latest_complete(tmp_path) is None
 
 
-def test_latest_counts_steps_and_passes_over_what_is_incomplete(tmp_path: Path) -> None:
+def test_latest_compares_steps_and_skips_incomplete_checkpoints(tmp_path: Path) -> None:
     for version in (2, 20, 200):
         save_version(tmp_path, version)
     assert latest_complete(tmp_path) == tmp_path / "step-000000100"
@@ -104,7 +105,7 @@ def test_latest_does_not_go_back_behind_a_newer_format(tmp_path: Path) -> None:
         load_version(latest_complete(tmp_path))
 
 
-def test_prune_reads_nothing_where_none_are_too_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prune_reads_nothing_if_none_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_version(tmp_path, 2)
     save_version(tmp_path, 4)
     monkeypatch.setattr("meseta.checkpoint.store.store.read_manifest", lambda path: pytest.fail(f"read {path}"))

@@ -1,7 +1,7 @@
-"""A read that fails says nothing about a checkpoint: nothing is deleted, set aside or chosen for it.
+"""Tests that a failed read causes no deletion, quarantine or choice of a checkpoint.
 
-Every read of a run that saves, prunes, mirrors, compacts and resumes fails once, with each of three errors. What is
-kept is compared with the bits that the run had at each step.
+Every read of a run that saves, prunes, mirrors, compacts and resumes fails once, with each of three errors. The kept
+checkpoints are compared with the bits of the run at each step.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from sampling import product, sample
 
 PLAN = plain_plan(SPECS, 1, "table_wise")
 STRIDE = {"directory": 200, "url": 25}
-"""Every so-manieth read fails in turn in one case, from the read that the case names."""
+"""Stride of the failing reads of one case, from the read that the case names."""
 NUM_SEEDED = 200
 MANIFEST_SHARE = 0.3
 """Share of manifest reads that fail in a seeded run."""
@@ -42,7 +42,7 @@ MANIFEST_SHARE = 0.3
 
 @pytest.fixture(autouse=True)
 def small_and_quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A store that fails once is asked once, so that the error is seen."""
+    """A store sends each failed request once, so that the error is visible."""
     monkeypatch.setattr(layout, "BLOCK_BYTES", 16_384)
     monkeypatch.setattr(os, "fsync", lambda _: None)
     monkeypatch.setattr(remote, "RETRY_DELAYS_S", ())
@@ -52,49 +52,49 @@ def small_and_quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @dataclass
 class Scene:
-    """A run, the place of its checkpoints, a mirror, a place for compacted ones, and lines that were told."""
+    """A run, its checkpoint folder, a mirror, a folder of compacted checkpoints, and the printed lines."""
 
     run: Run
     folder: Any
     mirror: str
     made: Path
-    told: list[str] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
 
     @property
     def roots(self) -> tuple[str, ...]:
         return (str(self.folder), self.mirror, str(self.made))
 
     def save(self, step: int) -> None:
-        """A save, and what it prunes and mirrors. A save that failed is told."""
+        """Save a step, prune and mirror. A failed save adds a line."""
         self.run.train(step)
         errors = [error for error in self.run.save(step) if error is not None]
         assert all(isinstance(error, MesetaError) for error in errors), errors
-        self.told += map(str, errors)
-        self.told += self.run.savers[0].pop_warnings()
+        self.lines += map(str, errors)
+        self.lines += self.run.savers[0].pop_warnings()
 
     def attempt(self, action: Callable[[], Any]) -> Any:
         try:
             return action()
         except MesetaError as error:
-            self.told.append(str(error))
+            self.lines.append(str(error))
         return None
 
 
 def scene(place: Path, where: str, *, saves: int = 0, **settings: Any) -> Scene:
-    """A run at a directory with a mirror at a URL, or at a URL, that has saved so many steps."""
+    """Return a run at a directory with a mirror at a URL, or at a URL, with the saved steps."""
     folder: Any = place / "run" if where == "directory" else to_location(f"failing://bucket{place}/run")
     mirror = f"failing://bucket{place}/mirror" if where == "directory" else ""
     keys = {"deltas": "consecutive", "max_chain": 8, "keep_last": 1, **settings}
     run = Run(folder, PLAN, **keys, **({"mirror": mirror} if mirror else {}))
-    found = Scene(run, folder, mirror or str(folder), place / "made")
+    made = Scene(run, folder, mirror or str(folder), place / "made")
     for step in range(1, saves + 1):
-        found.save(step)
-    assert found.told == []
-    return found
+        made.save(step)
+    assert made.lines == []
+    return made
 
 
 def check_kept(scene: Scene, *, spoiled: str = "") -> None:
-    """Every checkpoint here, at the mirror, and every compacted one verifies and has the bits of its step."""
+    """Check that every checkpoint, mirrored or compacted ones included, verifies and has the bits of its step."""
     places = [scene.folder, *([scene.mirror] if scene.mirror else []), scene.made]
     for place in places:
         for path in list_candidates(to_location(str(place)) if "://" in str(place) else place):
@@ -103,11 +103,11 @@ def check_kept(scene: Scene, *, spoiled: str = "") -> None:
                 verify(path)
 
 
-# What runs while reads fail. Each starts from the state that `START` names and returns nothing.
+# Actions during which reads fail. Each starts from its state in `START` and returns nothing.
 
 
 def saving(scene: Scene) -> None:
-    """A delta, which prunes the one before; the mirror follows."""
+    """Save a delta, which prunes the one before. The mirror follows."""
     scene.save(4)
 
 
@@ -116,7 +116,7 @@ def compacting(scene: Scene) -> None:
 
 
 def resuming(scene: Scene) -> None:
-    """The newest, in another process. A command that a failed read ends is run again."""
+    """Resume from the newest checkpoint in another process. A command that fails because of a read runs again."""
 
     def start() -> None:
         path = newest(scene.folder)
@@ -124,12 +124,12 @@ def resuming(scene: Scene) -> None:
         scene.run.resume(path)
 
     scene.attempt(start)
-    if scene.told:
+    if scene.lines:
         start()
 
 
 def fetching(scene: Scene) -> None:
-    """A machine without checkpoints begins with the mirror's. A command that a failed read ends is run again."""
+    """Start from the mirror on a machine without checkpoints. A command that fails because of a read runs again."""
     if isinstance(scene.folder, RemotePath):
         return
     scene.folder = scene.folder.with_name("elsewhere")
@@ -144,13 +144,13 @@ def fetching(scene: Scene) -> None:
         scene.run.resume(path)
 
     scene.attempt(start)
-    if scene.told:
+    if scene.lines:
         start()
 
 
 def going_back(scene: Scene) -> None:
-    """The newest is damaged; a failed read is repeated, and the one before is taken. A command that a failed mark ends
-    is run again."""
+    """Go back from a damaged newest checkpoint. A failed read is repeated, and a command that fails because of a marker
+    runs again."""
 
     def start() -> None:
         with failures.retry_reads():
@@ -169,7 +169,7 @@ def going_back(scene: Scene) -> None:
             scene.run.resume(path)
 
     scene.attempt(start)
-    if scene.told:
+    if scene.lines:
         start()
 
 
@@ -179,7 +179,7 @@ ACTIONS: dict[str, Callable[[Scene], None]] = {
 
 
 def spoil(scene: Scene) -> None:
-    """One bit of the newest."""
+    """Change one bit of the newest checkpoint."""
     path = newest(scene.folder)
     assert path is not None and path.name == "step-000000003"
     file = path / "dense.safetensors"
@@ -194,30 +194,30 @@ def spoil(scene: Scene) -> None:
 
 def begun(place: Path, where: str, action: str) -> Scene:
     keep_last = 3 if action in ("resuming", "going_back") else 1
-    found = scene(place, where, saves=3, keep_last=keep_last)
+    made = scene(place, where, saves=3, keep_last=keep_last)
     if action == "going_back":
-        found.mirror = ""
-        spoil(found)
-    return found
+        made.mirror = ""
+        spoil(made)
+    return made
 
 
 def copied(start: Scene, place: Path, where: str) -> Scene:
-    """The same at another place."""
-    found = scene(place, where, **{key: value for key, value in start.run.settings.items() if key != "mirror"})
-    if start.folder != found.folder and isinstance(start.folder, Path):
-        shutil.copytree(start.folder, found.folder)
+    """Return a copy of a scene at another place."""
+    copy = scene(place, where, **{key: value for key, value in start.run.settings.items() if key != "mirror"})
+    if start.folder != copy.folder and isinstance(start.folder, Path):
+        shutil.copytree(start.folder, copy.folder)
     store = fsspec.filesystem("failing").store
     origin = str(start.folder if where == "url" else start.folder.parent).removeprefix("failing://bucket")
-    target = str(found.folder if where == "url" else found.folder.parent).removeprefix("failing://bucket")
+    target = str(copy.folder if where == "url" else copy.folder.parent).removeprefix("failing://bucket")
     for name in [name for name in store if name.startswith(f"/bucket{origin}/")]:
         fsspec.filesystem("failing").pipe_file(name.replace(origin, target, 1), store[name].getvalue())
-    found.run.history = dict(start.run.history)
-    found.mirror = start.mirror and found.mirror
+    copy.run.history = dict(start.run.history)
+    copy.mirror = start.mirror and copy.mirror
     resumed = start.run.savers[0].saved_step
     if not start.mirror:  # its newest is damaged
         resumed -= 1
-    found.run.resume(found.folder / f"step-{resumed:09d}")
-    return found
+    copy.run.resume(copy.folder / f"step-{resumed:09d}")
+    return copy
 
 
 CASES = [
@@ -254,7 +254,7 @@ def test_each_read_fails_once(tmp_path: Path, case: dict[str, Any]) -> None:
 
 
 def test_a_listing_after_a_copy_fails(tmp_path: Path) -> None:
-    """The mirror has the checkpoint, and the next save finds it there."""
+    """The mirror has the checkpoint, and the next save uses it."""
     start = begun(tmp_path / "start", "directory", "saving")
     tried = copied(start, tmp_path / "whole", "directory")
     with failing_reads(*tried.roots) as reads:
@@ -265,29 +265,29 @@ def test_a_listing_after_a_copy_fails(tmp_path: Path) -> None:
         tried = copied(start, tmp_path / str(number), "directory")
         with failing_reads(*tried.roots, choose=once(number, errno.EIO)):
             saving(tried)
-        assert len(tried.told) == 1
+        assert len(tried.lines) == 1
         check_next_save(tried)
         check_kept(tried)
 
 
 def check_next_save(scene: Scene) -> None:
-    """It tells nothing, is whole, and prunes what was left."""
-    scene.told.clear()
+    """Check that the next save prints nothing, is complete, and prunes leftovers."""
+    scene.lines.clear()
     scene.save(7)
-    assert scene.told == []
+    assert scene.lines == []
     kept = list_candidates(scene.folder)
     assert len(kept) <= scene.run.settings["keep_last"] and kept[-1].name == "step-000000007"
     verify(kept[-1])
 
 
 def check_lines(scene: Scene) -> None:
-    """What was told is one line each, and names a file of the run."""
-    for line in scene.told:
+    """Check that each printed line is one line, and names a file of the run."""
+    for line in scene.lines:
         assert line.isprintable() and any(root and root in line for root in scene.roots), line
 
 
 def test_the_injector_sees_all_kinds_of_reads(tmp_path: Path) -> None:
-    """Opening, reading, asking and listing, of directories and of URLs."""
+    """The reads open, read, stat and list directories and URLs."""
     kinds = set()
     for where in ("directory", "url"):
         tried = begun(tmp_path / where, where, "resuming")
@@ -301,7 +301,7 @@ def test_the_injector_sees_all_kinds_of_reads(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", sample(range(NUM_SEEDED), k=1, seed=3))
 def test_many_manifest_reads_fail(tmp_path: Path, seed: int) -> None:
-    """30 % of all reads of manifests, in a run of six saves that is resumed once."""
+    """30 % of all reads of manifests fail in a run of six saves that is resumed once."""
     draw = random.Random(f"manifests {seed}")
     policy = draw.choice(("consecutive", "consecutive", "one_shot", "rolling", "intermittent"))
     settings = {"deltas": policy, "max_chain": draw.choice([3, 8]), "keep_last": draw.choice([1, 1, 2])}
@@ -334,7 +334,7 @@ def test_many_manifest_reads_fail(tmp_path: Path, seed: int) -> None:
 
 @pytest.mark.parametrize("error", sample(ERRORS, k=1, seed=1))
 def test_pruning_keeps_what_the_newest_needs(tmp_path: Path, error: int) -> None:
-    """The newest of a chain of 8, whose manifest is read twice while the run prunes: the second time in vain."""
+    """The newest checkpoint ends a chain of 8. Its manifest is read twice during pruning, and the second read fails."""
     tried = scene(tmp_path, "directory", saves=7)
     manifest, opened = f"{tried.folder}/step-000000008/manifest.json", [0]
 
@@ -347,7 +347,7 @@ def test_pruning_keeps_what_the_newest_needs(tmp_path: Path, error: int) -> None
     with failing_reads(tried.folder, choose=choose):
         tried.save(8)
     assert opened[0] >= 2
-    [line] = tried.told
+    [line] = tried.lines
     assert line == (
         f"checkpoint file '{manifest}' cannot be read ({os.strerror(error)}); run the command again when it can "
         "be read; no checkpoint is deleted for now, and the next save tries again"
@@ -359,7 +359,7 @@ def test_pruning_keeps_what_the_newest_needs(tmp_path: Path, error: int) -> None
 
 
 def test_a_read_that_keeps_failing_ends_going_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the time that is given to it; the line names the file, and what to do by hand."""
+    """The error appears after the timeout, and names the file and the manual remedy."""
     monkeypatch.setattr(failures, "READ_RETRY_WINDOW_S", 0.3)
     tried = begun(tmp_path, "directory", "going_back")
     manifest = f"{tried.folder}/step-000000002/manifest.json"

@@ -1,5 +1,5 @@
-"""Seeded faults of a run that saves deltas, on one rank and on several: after each, what is loaded has the right bits,
-or every rank says in one line which file is wrong; nothing is lost, hangs, or ends in a traceback."""
+"""Tests of seeded faults in a run with deltas, on one and several ranks. Loading gives the right bits, or all ranks
+name the bad file in one line."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def many_small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def started(folder: Path, draw: random.Random) -> Run:
-    """A run that has saved no step yet."""
+    """Return a run without checkpoints."""
     size = draw.choice([1, 1, 2, 2, 4])
     settings = {
         "deltas": draw.choice(POLICIES),
@@ -54,8 +54,8 @@ def saved(run: Run, draw: random.Random, step: int) -> None:
     assert not any(results), results
 
 
-def told(results: list[object], *names: str) -> str:
-    """What all ranks say alike, in one line, naming one of these."""
+def check_message(results: list[object], *names: str) -> str:
+    """Check that all ranks report the same line with one of the names. Return the line."""
     assert all(isinstance(result, MesetaError) for result in results), results
     [text] = {str(result) for result in results}
     assert text.isprintable() and any(name in text for name in names), (text, names)
@@ -63,8 +63,8 @@ def told(results: list[object], *names: str) -> str:
 
 
 def change_and_save_on(run: Run, draw: random.Random, step: int, *, is_harmed: bool = False) -> None:
-    """Two more saves, and nothing unfinished is left; every checkpoint, but one that was harmed before, is whole, and
-    has the bits of its step."""
+    """Save two more steps, and check that no partial file is left. Every checkpoint except those harmed before is
+    complete and has the bits of its step."""
     for later in (step, step + 1):
         saved(run, draw, later)
     assert not list(run.folder.glob(".*"))
@@ -78,7 +78,7 @@ def change_and_save_on(run: Run, draw: random.Random, step: int, *, is_harmed: b
         verify(path)
 
 
-# Files that are changed.
+# Changed files.
 
 
 def truncated(files: list[Path], draw: random.Random) -> list[Path]:
@@ -97,7 +97,7 @@ def flipped(files: list[Path], draw: random.Random) -> list[Path]:
 
 
 def exchanged(files: list[Path], draw: random.Random) -> list[Path]:
-    """Between steps, blocks or tables, or a manifest for a manifest."""
+    """Exchange files of steps, blocks or tables, or two manifests."""
     one = draw.choice(files)
     alike = [file for file in files if file.suffix == one.suffix and file != one] or files
     other = draw.choice([file for file in alike if file.name == one.name] or alike)
@@ -114,7 +114,7 @@ def missing(files: list[Path], draw: random.Random) -> list[Path]:
 
 
 def replaced(files: list[Path], draw: random.Random) -> list[Path]:
-    """By zeros, by a longer one, or by something that is no file."""
+    """Replace a file by zeros, by a longer one, or by something that is no regular file."""
     file = draw.choice(files)
     how = draw.randrange(3)
     if how == 0:
@@ -138,8 +138,8 @@ HARMS: tuple[Callable[[list[Path], random.Random], list[Path]], ...] = (
 
 
 def damage(folder: Path, draw: random.Random) -> None:
-    """The newest one needs files of others: each that does not need what is spoilt stays as it was, and the offer is
-    the newest of these; a run goes on from there."""
+    """Damage a file that the newest checkpoint needs. All checkpoints that do not need it are unchanged, the error
+    offers the newest of them, and a run resumes from it."""
     run = started(folder, draw)
     for step in range(1, draw.randrange(3, 7)):
         saved(run, draw, step)
@@ -152,7 +152,7 @@ def damage(folder: Path, draw: random.Random) -> None:
         assert holds(results, run.history) == int(newest.name[-9:])
         change_and_save_on(run, draw, 10, is_harmed=True)
         return
-    told(results, *names, "manifest.json: ")
+    check_message(results, *names, "manifest.json: ")
     [problem, *_] = results
     assert isinstance(problem, DamagedCheckpoint)
     offer = fallback_checkpoint_error(problem, newest)
@@ -170,7 +170,7 @@ def damage(folder: Path, draw: random.Random) -> None:
 
 
 def gone_back(run: Run, draw: random.Random, offer: FallbackCheckpointError) -> None:
-    """What it passed over is never taken up, nor are others deleted for it."""
+    """Resume from the offer. Quarantined checkpoints are never used again, and no other one is deleted for them."""
     assert offer.fallback is not None
     for path in offer.unusable:
         make_store(run.folder).quarantine(path, "damaged")
@@ -182,15 +182,16 @@ def gone_back(run: Run, draw: random.Random, offer: FallbackCheckpointError) -> 
             saved(run, draw, step)
             assert list_candidates(run.folder)[-1].name == f"step-{step:09d}"
     change_and_save_on(run, draw, 10, is_harmed=True)
-    for path in offer.unusable:  # each is as it was, or replaced and perhaps pruned
+    for path in offer.unusable:  # each is unchanged, or replaced and perhaps pruned
         assert (path / QUARANTINE_MARKER).exists() or int(path.name[-9:]) in run.history
 
 
-# Disks that refuse.
+# Refused writes.
 
 
 def full_disk(folder: Path, draw: random.Random) -> None:
-    """All saves until there is room end in one line on all ranks; then the next holds what each of them had."""
+    """All saves on a full disk end in one line on all ranks. With more space, the next save has the content of each
+    rank."""
     folder.mkdir()
     with small_disk(folder / "disk", draw.randrange(40_000, 1_500_000)):
         run = started(folder / "disk/checkpoints", draw)
@@ -199,7 +200,7 @@ def full_disk(folder: Path, draw: random.Random) -> None:
             run.train(draw.randrange(1 << 30))
             results = run.save(step)
             if any(results):
-                told(results, "No space left on device", "os error 28")
+                check_message(results, "No space left on device", "os error 28")
             else:
                 good.append(step)
             newest = latest_complete(run.folder) if run.folder.exists() else None
@@ -211,8 +212,8 @@ def full_disk(folder: Path, draw: random.Random) -> None:
 
 
 def refused_change(folder: Path, draw: random.Random) -> None:
-    """One change of the file system, or all from one on, are refused in the midst of a save; the next save holds what
-    both had, whether the run goes on or another one begins."""
+    """Refuse one or all changes of the file system during a save. The next save has the content of both, in the same
+    run or in another one."""
     run = started(folder, draw)
     first = draw.randrange(1, 4)
     for step in range(1, first + 1):
@@ -223,7 +224,7 @@ def refused_change(folder: Path, draw: random.Random) -> None:
         with FUSE.lit(draw.randrange(60), lambda n=number: OSError(n, os.strerror(n)), draw.choice([1, 1, 1 << 62])):  # type: ignore[misc]
             results = run.save(step)
         if any(results):
-            told(results, os.strerror(number))
+            check_message(results, os.strerror(number))
     newest = latest_complete(folder)
     assert newest is not None
     step = holds(loads(newest, run.plan), run.history)
@@ -234,7 +235,7 @@ def refused_change(folder: Path, draw: random.Random) -> None:
 
 
 def two_writers(folder: Path, draw: random.Random) -> None:
-    """Each saves, or is told of the other; what is there is whole, and one's or the other's."""
+    """Each writer saves, or reports the other. Every checkpoint is complete and written by one of them."""
     plan = plain_plan(SPECS, 1, "table_wise")
     held = [random_tables(SPECS, seed) for seed in (1, 2)]
     steps = [draw.choice([1, 2]), draw.choice([1, 2])]
@@ -259,7 +260,7 @@ def two_writers(folder: Path, draw: random.Random) -> None:
     refused = [result for result in results if not isinstance(result, Path)]
     assert len(refused) < 2
     for result in refused:
-        told([result], "another process is writing a checkpoint to it")
+        check_message([result], "another process is writing a checkpoint to it")
     for path in list_candidates(folder):
         writers = [number for number in (0, 1) if results[number] == path]
         [(_, shards)] = loads(path, plan)  # type: ignore[misc]
@@ -273,7 +274,7 @@ def two_writers(folder: Path, draw: random.Random) -> None:
 
 
 def fault_of(number: int) -> Callable[[Path, random.Random], None]:
-    """In every group some of each kind."""
+    """Return the fault of a number. Every group has some of each kind."""
     kinds = (damage, refused_change, damage, full_disk, damage, refused_change, damage, two_writers)
     return kinds[(number + number // 8) % len(kinds)]
 

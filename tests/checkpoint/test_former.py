@@ -1,5 +1,5 @@
-"""Checkpoints that the version before deltas has written, of commit 2f362fb: `former/` has one, and one that carries
-answers. They load bit for bit, and are written today byte for byte."""
+"""Tests of checkpoints written before deltas existed, by commit 2f362fb. `former/` has two, one of them with deferred
+answers. They load bit for bit, and are still written byte for byte."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CHECKSUMS = {
     6: "06f353f9d9f1a7380c06ea94064cd3fdb9ce71264032e1fd58e7d9e1a9c563b9",
     7: "74d3ea6a07161f49bc4e08f9cf9d89d1f5bc9e8c70e9b49366f29405c42c692c",
 }
-"""As that version told them."""
+"""Checksums printed by that version."""
 
 
 @pytest.mark.parametrize("step", CHECKSUMS)
@@ -38,21 +38,21 @@ def test_it_loads_under_any_plan(step: int, size: int, sharding: str) -> None:
 
     def loaded(world: World) -> None:
         shards = blank(SPECS, plan, world.rank)
-        found = load(path, world=world, shards=shards)
+        checkpoint = load(path, world=world, shards=shards)
         assert_holds(shards, random_tables(SPECS, seed=step))
-        assert (found.step, found.state) == (step, {**STATE, "reader": {"row": step * 90}})
-        assert torch.equal(found.dense["over.bias"], torch.arange(3.0) / step)
+        assert (checkpoint.step, checkpoint.state) == (step, {**STATE, "reader": {"row": step * 90}})
+        assert torch.equal(checkpoint.dense["over.bias"], torch.arange(3.0) / step)
         carried = CARRIED[step]
-        assert (found.prefetched_embeddings is None) == (carried is None)
+        assert (checkpoint.prefetched_embeddings is None) == (carried is None)
         for name, tensor in (carried or {}).items():
-            assert torch.equal(found.prefetched_embeddings[name], tensor)  # type: ignore[index]
+            assert torch.equal(checkpoint.prefetched_embeddings[name], tensor)  # type: ignore[index]
 
     returned(on_ranks(size, loaded))
 
 
 @pytest.mark.parametrize("step", CHECKSUMS)
 def test_it_is_written_byte_for_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
-    """By a save of the same, and by making a whole one of it."""
+    """A save of the same content writes the same bytes, and so does compacting it."""
     monkeypatch.setattr(layout, "BLOCK_BYTES", 1024)
     plan, former = plain_plan(SPECS, 1, "table_wise"), FORMER / f"step-{step:09d}"
     shards = pieces(SPECS, plan, 0, random_tables(SPECS, seed=step))

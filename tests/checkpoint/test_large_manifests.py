@@ -1,4 +1,5 @@
-"""Manifests of many tables and files: they stay small, and a delta that none could name is none."""
+"""Tests of manifests with many tables and files: they stay small, and a delta that they could not name becomes a full
+checkpoint."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ NUM_TABLES, CHAIN = 1000, 8
 
 
 def entry(name: str, schema: BlockSchema, age: int) -> dict[str, Any]:
-    """A file of the only block of a table, the oldest of age 0."""
+    """Return the entry of a table with a single block. Age 0 is the oldest."""
     rows = schema.block_rows if age == 0 else schema.block_rows // 5
     path = block_path(name, 0) if age == 0 else rows_path(name, 0)
     return {

@@ -1,4 +1,5 @@
-"""Checkpoints at a URL: the manifest is the commit, damage and half an upload are told apart, errors name the URL."""
+"""Tests of checkpoints at a URL: the manifest commits, damage differs from a partial upload, and errors name the
+URL."""
 
 from __future__ import annotations
 
@@ -24,13 +25,13 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(params=["memory", "file"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    """Of a store in this process, and of a folder."""
+    """URL of a store in this process, and of a folder."""
     yield "memory://bucket/run" if request.param == "memory" else f"file://{tmp_path}/there/run"
     fsspec.filesystem("memory").store.clear()
 
 
 def steps(mirror: Mirror) -> list[str]:
-    return [name.removeprefix("step-00000000") for name in (found.name for found in mirror.checkpoints())]
+    return [name.removeprefix("step-00000000") for name in (path.name for path in mirror.checkpoints())]
 
 
 def test_there_and_back(url: str, tmp_path: Path) -> None:
@@ -56,7 +57,7 @@ def test_a_step_saved_again_replaces_the_former(url: str, tmp_path: Path) -> Non
 
 
 def test_an_upload_that_breaks_off_is_no_checkpoint(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After any number of files; the former checkpoint is found, and the next upload makes it whole."""
+    """After any number of files, the former checkpoint is still the newest, and the next upload completes."""
     save_version(tmp_path, 2)
     save_version(tmp_path, 4)
     mirror = Mirror(url)

@@ -1,4 +1,4 @@
-"""A mirror in any state: after the next save every checkpoint there verifies, or the run was refused."""
+"""Tests of a mirror in any state: after the next save all its checkpoints verify, or the run was refused."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def few_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Place:
-    """A folder, or a bucket of an S3 server, as a map from names to contents."""
+    """Folder, or bucket of an S3 server, as a map from names to contents."""
 
     def __init__(self, url: str, client: Any = None) -> None:
         self.url, self._client = url, client
@@ -60,7 +60,7 @@ class Place:
         return {key[4:]: self._client.get_object(Bucket=self._bucket, Key=key)["Body"].read() for key in keys}
 
     def write(self, files: dict[str, bytes]) -> None:
-        """Make these files and no others."""
+        """Replace all files by these."""
         if self._client is None:
             shutil.rmtree(self._root, ignore_errors=True)
             for name, content in files.items():
@@ -76,7 +76,7 @@ class Place:
 @pytest.fixture(scope="module")
 def s3() -> Iterator[Any]:
     with s3_server() as (_, client):
-        os.environ["AWS_ENDPOINT_URL"] = client.meta.endpoint_url  # the server itself, without faults
+        os.environ["AWS_ENDPOINT_URL"] = client.meta.endpoint_url  # direct access to the server, without faults
         yield client
 
 
@@ -105,19 +105,19 @@ def save(run: Run, steps: range) -> None:
 
 
 def resume(run: Run, step: int) -> None:
-    """Another process resumes the run."""
+    """Resume the run in another process."""
     run.resume(run.folder / f"step-{step:09d}")
     run.savers[0].resume_from(resumed(run, step))
 
 
 def resumed(run: Run, step: int) -> dict[str, Any]:
-    """Part of what `restore` returns of a checkpoint."""
+    """Return part of the result of `restore` for a checkpoint."""
     state = read_manifest(run.folder / f"step-{step:09d}")["state"]
     return {"step": step, "restores": 0, RUN_ID: state[RUN_ID]}
 
 
 def bring_about(state: str, run: Run, place: Place, tmp_path: Path, policy: str, seed: int) -> None:
-    """Run to step 5, and leave the mirror in a state."""
+    """Run to step 5, and bring the mirror into a state."""
     draw = random.Random(f"{state} {policy} {seed}")
     save(run, range(1, 4))
     before = place.read()
@@ -154,7 +154,7 @@ def bring_about(state: str, run: Run, place: Place, tmp_path: Path, policy: str,
 
 
 def check_whole(place: Place, run: Run, step: int) -> None:
-    """Every checkpoint at the mirror verifies; the newest is that of the run, and can be fetched."""
+    """Check that every mirrored checkpoint verifies, and that the newest is that of the run and can be fetched."""
     paths = list(checkpoints_without_links(make_store(place.url)))
     assert paths and paths[-1].name == f"step-{step:09d}"
     for path in paths:
@@ -183,12 +183,14 @@ def test_after_the_next_save(
     saver = run.savers[0]
     if state in REFUSED:
         newest = {"another_run_later": 8, "another_run_older_version": 6}.get(state, 5)
-        told = rf"checkpoint.mirror '{place.url}' holds checkpoints of another run: the newest there is step {newest} "
-        told += r"of (run [0-9a-f]{32}|a run without an id), and this is run [0-9a-f]{32} at step 6; choose another"
+        refusal = (
+            rf"checkpoint.mirror '{place.url}' holds checkpoints of another run: the newest there is step {newest} "
+        )
+        refusal += r"of (run [0-9a-f]{32}|a run without an id), and this is run [0-9a-f]{32} at step 6; choose another"
         assert place.read() == before
-        with pytest.raises(MesetaError, match=told):
+        with pytest.raises(MesetaError, match=refusal):
             saver.sync_mirror()
-        with pytest.raises(MesetaError, match=told):
+        with pytest.raises(MesetaError, match=refusal):
             saver.resume_from(resumed(run, 6))
         assert place.read() == before
         return
@@ -196,8 +198,8 @@ def test_after_the_next_save(
     check_whole(place, run, step)
 
 
-def test_blocks_of_equal_size_are_told_apart(tmp_path: Path) -> None:
-    """The base of another run, and a base that has changed, are not taken for that of a delta."""
+def test_blocks_of_equal_size_are_distinguished(tmp_path: Path) -> None:
+    """The base of another run, or a changed base, does not count as base of a delta."""
     place = Place(f"file://{tmp_path}/there")
     run = begin(tmp_path, place, "consecutive", 1)
     save(run, range(1, 2))
@@ -224,7 +226,8 @@ CHANGED_AT_FILE, CHANGED_AT_S3 = (product(policy=POLICIES, kind=[kind], seed=ran
 
 @pytest.mark.parametrize("case", [*sample(CHANGED_AT_FILE, 1, seed=1), *sample(CHANGED_AT_S3, 0, seed=1)])
 def test_a_changed_byte_is_found(tmp_path: Path, place_of: Callable[[str], Place], case: dict[str, Any]) -> None:
-    """Within the number of saves that docs/checkpoints.md states, though the run is resumed now and then."""
+    """The change is detected within the number of saves in docs/checkpoints.md, even if the run is resumed
+    meanwhile."""
     place, draw = place_of(case["kind"]), random.Random(str(case))
     run = begin(tmp_path, place, case["policy"], case["seed"])
     step = draw.randrange(3, 8)
@@ -250,7 +253,7 @@ def test_a_changed_byte_is_found(tmp_path: Path, place_of: Callable[[str], Place
             verify(path)
 
 
-def test_both_damaged_is_told(tmp_path: Path) -> None:
+def test_damage_of_both_copies_is_reported(tmp_path: Path) -> None:
     """A copy that has changed is left alone if the original has changed too."""
     place = Place(f"file://{tmp_path}/there")
     run = begin(tmp_path, place, "one_shot", 1)
@@ -271,7 +274,7 @@ def test_both_damaged_is_told(tmp_path: Path) -> None:
 
 
 def test_a_damaged_original_is_not_sent(tmp_path: Path) -> None:
-    """The other checkpoints are, and none is deleted."""
+    """The other checkpoints are sent, and none is deleted."""
     place = Place(f"file://{tmp_path}/there")
     run = begin(tmp_path, place, "none", 1)
     save(run, range(1, 3))

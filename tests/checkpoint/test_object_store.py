@@ -1,4 +1,5 @@
-"""Checkpoints at a URL: made of parts, seen once whole, by one run; whatever the network, the store and kills do."""
+"""Tests of checkpoints at a URL despite faults of network and store, and kills: they are visible only when complete,
+and one run writes them."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ from sampling import sample
 
 SPECS = some_specs()
 RATE = 0.03
-"""Of requests that meet a fault."""
+"""Share of requests that meet a fault."""
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +60,7 @@ def s3() -> Iterator[tuple[Proxy, Any]]:
 
 @pytest.fixture
 def bucket(s3: tuple[Proxy, Any], request: pytest.FixtureRequest) -> str:
-    """Empty, behind a network that works."""
+    """Empty bucket behind a network without faults."""
     proxy, client = s3
     proxy.disturb(0, 0.0)
     name = f"bucket-{abs(hash(request.node.nodeid)):x}"
@@ -74,7 +75,7 @@ def memory() -> Iterator[str]:
 
 
 def check_collected(client: Any, bucket: str) -> None:
-    """No upload is unfinished, and every object is a manifest or named by one."""
+    """Check that no upload is unfinished, and that every object is a manifest or named by one."""
     assert uploads_of(client, bucket) == []
     needed = {f"{path}/manifest.json" for path in make_store(f"s3://{bucket}/run").list_candidates()}
     for path in make_store(f"s3://{bucket}/run").list_candidates():
@@ -88,7 +89,8 @@ def files_named(path: RemotePath) -> set[str]:
 
 @pytest.mark.parametrize("seed", sample(range(100), k=1, seed=4))
 def test_kill_9_while_saving_to_a_faulty_store(s3: tuple[Proxy, Any], bucket: str, seed: int) -> None:
-    """What is seen is whole, and no older than what was reported; the next save leaves nothing else there."""
+    """Visible checkpoints are complete and not older than the last reported one. The next save leaves no other
+    object."""
     proxy, client = s3
     url, delay_s = f"s3://{bucket}/run", random.Random(seed).uniform(0.0, 1.5)
     proxy.disturb(seed, RATE)
@@ -105,16 +107,16 @@ def test_kill_9_while_saving_to_a_faulty_store(s3: tuple[Proxy, Any], bucket: st
     check_collected(client, bucket)
 
 
-def test_faults_are_met_again_and_again(s3: tuple[Proxy, Any], bucket: str) -> None:
-    """Delays, 503, connections cut before and after the request: the save is made, once."""
+def test_repeated_faults(s3: tuple[Proxy, Any], bucket: str) -> None:
+    """The save is made once despite delays, 503, and connections cut before and after the request."""
     proxy, client = s3
-    proxy.met.clear()
+    proxy.requests_by_fault.clear()
     proxy.disturb(1, 0.1)
     save_step(f"s3://{bucket}/run", 1)
     path = checkpoint_path(to_location(f"s3://{bucket}/run"), 1)
     version, shards = load_version(path)
     proxy.disturb(1, 0.0)
-    assert version == 1 and len(proxy.met) > 3
+    assert version == 1 and len(proxy.requests_by_fault) > 3
     assert_holds(shards, tables_of(1))
     save_step(f"s3://{bucket}/run", 2)
     check_collected(client, bucket)
@@ -132,7 +134,7 @@ def test_a_store_that_stays_away_is_named(s3: tuple[Proxy, Any], bucket: str, mo
 
 
 def test_a_second_run_is_refused(s3: tuple[Proxy, Any], bucket: str) -> None:
-    """One that comes later, and one that writes at the same time, whose manifest meets 412."""
+    """A later run is refused, and a concurrent one, whose manifest gets 412."""
     _, client = s3
     url = f"s3://{bucket}/run"
     save_step(url, 1)
@@ -141,14 +143,14 @@ def test_a_second_run_is_refused(s3: tuple[Proxy, Any], bucket: str) -> None:
         MesetaError, match=r"step-000000001' was written by another run; stop that run, or choose another"
     ):
         save_step(url, 1)
-    mine, path = make_store(url), checkpoint_path(to_location(url), 1)
+    store, path = make_store(url), checkpoint_path(to_location(url), 1)
     with pytest.raises(MesetaError, match=r"step-000000001/manifest.json' was written by another run"):
-        mine.commit(path, {**read_manifest(path), "reader": "another"})
+        store.commit(path, {**read_manifest(path), "reader": "another"})
     assert before == {key: client.get_object(Bucket=bucket, Key=key)["ETag"] for key in keys_of(client, bucket)}
 
 
-def test_files_that_vanish_before_the_commit_are_told(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where a second run has taken them for leftovers."""
+def test_files_that_vanish_before_the_commit_are_reported(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second run may have removed them as leftovers."""
     really = saving.write_tensors
 
     def vanish(root: RemotePath, *args: Any) -> Any:
@@ -165,7 +167,7 @@ def test_files_that_vanish_before_the_commit_are_told(memory: str, monkeypatch: 
 
 
 def test_the_same_bytes_as_in_a_directory(memory: str, tmp_path: Path) -> None:
-    """And the tools read them where they lie."""
+    """The tools read them at the URL."""
     for parent in (memory, str(tmp_path / "here"), f"file://{tmp_path}/there"):
         save_step(parent, 1)
     path, here = f"{memory}/step-000000001", tmp_path / "here/step-000000001"
@@ -185,8 +187,8 @@ def test_the_same_bytes_as_in_a_directory(memory: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("policy", sample(POLICIES, k=2, seed=1))
 def test_deltas_at_a_url(memory: str, tmp_path: Path, policy: str) -> None:
-    """Each holds what a whole one does, and no file that one needs is deleted, there or at a mirror; a fetched one
-    brings the files of older ones that it needs."""
+    """Each delta holds the content of a full checkpoint. No file that it needs is deleted, at the URL or the mirror,
+    and fetching it includes files of older ones."""
     run, rng = Run(memory, policy, 3), random.Random(policy)  # type: ignore[arg-type]
     tables, changed = random_tables(SPECS, 1), {}
     mirrors = [Mirror(url) for url in ("memory://bucket/mirror", f"file://{tmp_path}/mirror")]

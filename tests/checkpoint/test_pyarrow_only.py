@@ -1,4 +1,4 @@
-"""A checkpoint is readable without this package."""
+"""Tests that a checkpoint is readable without this package."""
 
 import json
 import subprocess
@@ -47,7 +47,7 @@ def test_every_bit_through_pyarrow(path: Path) -> None:
 
 def test_blocks_are_the_files_that_arrow_writes(path: Path) -> None:
     blocks = list(path.glob("tables/*/*.arrow"))
-    assert len(blocks) > len(SPECS)  # whole ones and last ones
+    assert len(blocks) > len(SPECS)  # full and last rows
     for block in blocks:
         with pa.ipc.open_file(str(block)) as reader:
             batch, sink = reader.get_batch(0), pa.BufferOutputStream()

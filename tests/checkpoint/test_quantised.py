@@ -1,5 +1,5 @@
-"""Rows in codes, saved and restored again and again: within the error that is stated, and still where nobody touches
-them."""
+"""Tests of quantized rows that are saved and restored repeatedly: their error stays below the bound, and untouched rows
+stop changing."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from source_tree import ROOT
 
 SPECS = some_specs()
 EXACT = ("item/..", "..", "wide")
-"""Tables with NaNs in most blocks, of one column, and in float64: no codes take their values, or are shorter."""
+"""Tables with NaNs in most blocks, of one column, or in float64, for which codes are unsuitable or not shorter."""
 read_table = runpy.run_path(str(ROOT / "examples/02_read_checkpoint.py"))["read_table"]
 
 
@@ -53,7 +53,7 @@ def many_small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def numbers(seed: int) -> Tables:
-    """Normal numbers, but random bits in EXACT."""
+    """Return normal numbers, or random bits for tables of EXACT."""
     generator = torch.Generator().manual_seed(seed)
     return {
         name: of
@@ -66,7 +66,7 @@ def numbers(seed: int) -> Tables:
 def saved(
     parent: Path, step: int, plan: Plan, tables: Tables, bits: RowBits, base: DeltaBase | None, changed: dict[str, Any]
 ) -> Path:
-    """On the ranks of the plan; with a base, the rows that have changed."""
+    """Save on the ranks of the plan. With a base, only changed rows are saved."""
 
     def run(world: World) -> Path:
         shards: list[Any] = pieces(SPECS, plan, world.rank, tables)
@@ -84,11 +84,11 @@ def saved(
     return returned(on_ranks(plan.num_ranks, run))[0]
 
 
-def assert_near(found: np.ndarray, expected: np.ndarray, error: float) -> None:
-    """Within the error where numbers are finite; those that are not are still what they were."""
+def assert_near(actual: np.ndarray, expected: np.ndarray, error: float) -> None:
+    """Check the error of finite numbers, and that other numbers are unchanged."""
     finite = np.isfinite(expected)
-    assert np.abs(found[finite] - expected[finite]).max(initial=0) <= error
-    np.testing.assert_array_equal(found[~finite], expected[~finite])
+    assert np.abs(actual[finite] - expected[finite]).max(initial=0) <= error
+    np.testing.assert_array_equal(actual[~finite], expected[~finite])
 
 
 CASES = [
@@ -97,7 +97,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", sample(CASES, 1, seed=2002))
-def test_restored_again_and_again(tmp_path: Path, case: tuple[str | None, RowBits, int]) -> None:
+def test_repeated_saves_and_restores(tmp_path: Path, case: tuple[str | None, RowBits, int]) -> None:
     policy, bits, seed = case
     rng, tables, path = random.Random(seed), numbers(seed), tmp_path
     changed = {spec.name: torch.arange(spec.num_embeddings) for spec in SPECS}
@@ -163,7 +163,7 @@ def test_files_follow_from_tables_alone(tmp_path: Path) -> None:
 
 
 def test_sizes(tmp_path: Path) -> None:
-    """As many bytes of a row as the widths say, and those of the frame of a file."""
+    """A row has the bytes that its widths imply, and a file its frame."""
     path = saved(tmp_path, 3, plain_plan(SPECS, 1, "table_wise"), numbers(5), 4, None, {})
     for file in read_manifest(path)["tables"]["half"]["blocks"]:
         assert file["codes"] == {"row": "int4", "exp_avg": "bf16"}
@@ -198,7 +198,7 @@ def test_what_a_manifest_says_of_codes_is_checked(tmp_path: Path, change: dict[s
 
 @pytest.mark.parametrize("bits", ROW_BIT_WIDTHS)
 def test_rows_keep_their_bits_wherever_they_lie(tmp_path: Path, bits: RowBits) -> None:
-    """Saved, restored into another tier and on other ranks, and saved again, ever the same bytes."""
+    """Rows that are restored into another tier and on other ranks are saved with the same bytes."""
     specs = [TableSpec(name="user", num_embeddings=203, embedding_dim=40)]
     generator = torch.Generator().manual_seed(1)
     values = {"row": torch.randn(203, 40, generator=generator), "sum": torch.rand(203, generator=generator)}

@@ -1,4 +1,4 @@
-"""What a save writes in any second: by clocks that are made up, and of real files, counted by who looks on."""
+"""Tests of the bytes that a save writes per second, with simulated clocks and by an observer of real files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from meseta.train.saving import CheckpointManager
 
 
 class Write(NamedTuple):
-    """Some time between `start` and `end` the bytes came."""
+    """Bytes written at some time between `start` and `end`."""
 
     start: float
     end: float
@@ -33,7 +33,7 @@ class Write(NamedTuple):
 
 
 class SimulatedRank:
-    """A rank whose clock stands still but for what it does."""
+    """Rank with a simulated clock that advances only by its actions."""
 
     def __init__(self, limit: float, draw: random.Random) -> None:
         self.now, self.writes, self._draw = 0.0, list[Write](), draw
@@ -59,7 +59,7 @@ def meet(ranks: list[SimulatedRank]) -> None:
 
 
 def most_in_a_second(writes: list[Write]) -> int:
-    """However the bytes of each write lie within its time: a second may as well begin when one ends."""
+    """Return the largest number of bytes in one second, for any position of the bytes within their writes."""
     start, end, size = np.array(writes).T
     return max(int(size[(end >= begin) & (start <= begin + 1)].sum()) for begin in end)
 
@@ -67,7 +67,7 @@ def most_in_a_second(writes: list[Write]) -> int:
 @pytest.mark.parametrize("stalls", [False, True])
 @pytest.mark.parametrize("num_ranks", [1, 3, 8])
 def test_no_second_holds_more(num_ranks: int, stalls: bool) -> None:
-    """Saves one after the other: blocks by some ranks, then what rank 0 alone writes; of many bytes and of few."""
+    """Consecutive saves write blocks on some ranks and then files on rank 0, with many and few bytes."""
     limit, draw = 16e6, random.Random(f"{num_ranks}/{stalls}")
     ranks = [SimulatedRank(limit, draw) for _ in range(num_ranks)]
     for total in (40_000_000, 300_000, 2_000_000, 5_000, 11_000_000, 90_000_000):
@@ -88,7 +88,7 @@ def test_no_second_holds_more(num_ranks: int, stalls: bool) -> None:
 
 
 def test_writes_of_all_threads_take_turns() -> None:
-    """Of one rank, in real time."""
+    """The threads are those of one rank, in real time."""
     rate, writes = WriteRateLimiter(2e6), list[Write]()
 
     def write() -> None:
@@ -108,8 +108,8 @@ def test_writes_of_all_threads_take_turns() -> None:
     assert most_in_a_second(writes) <= 2e6
 
 
-def test_a_lifted_limit_holds_nobody() -> None:
-    """Neither one that waits already nor one that comes."""
+def test_a_lifted_limit_delays_no_write() -> None:
+    """Neither a waiting thread nor a new one waits."""
     slept, lifted = list[float](), threading.Event()
 
     def sleep(seconds: float) -> None:
@@ -162,7 +162,7 @@ def save_on(num_ranks: int, parent: Path, limit: float | None) -> None:
 
 
 def bytes_in(folder: Path, sizes: dict[int, int]) -> int:
-    """Of all files that were ever seen there, by their inodes."""
+    """Return the bytes of all files ever seen there, by inode."""
     for path in folder.rglob("*"):
         try:
             status = path.stat()
@@ -174,8 +174,8 @@ def bytes_in(folder: Path, sizes: dict[int, int]) -> int:
 
 
 def test_files_grow_so_fast_and_no_faster(tmp_path: Path) -> None:
-    """Blocks past the page cache and through it, dense and carried tensors and the manifest, by three ranks: the bytes
-    of a save without a limit."""
+    """Three ranks write blocks past the page cache and through it, dense and deferred tensors and the manifest. The
+    bytes are those of a save without limit."""
     limit, sizes, seen = 3e6, dict[int, int](), list[tuple[float, float, int]]()
     (tmp_path / "slow").mkdir()
     saving = threading.Thread(target=save_on, args=(3, tmp_path / "slow", limit))
@@ -209,7 +209,7 @@ def make_saver(folder: Path, monkeypatch: pytest.MonkeyPatch, **replaced: Any) -
 
 
 def test_a_signal_is_not_held_back_and_the_last_save_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A save beside training that a signal meets halfway goes on as fast as the one of the signal."""
+    """A background save that a signal interrupts continues at the speed of the last save."""
     plan, now, signalled = plain_plan(SPECS, 1, "table_wise"), [0.0], list[float]()
     embeddings = placed(plan, pieces(SPECS, plan, 0, TABLES))
 

@@ -1,4 +1,4 @@
-"""Direct transfers: any size, transfers that are cut short, file systems that know none."""
+"""Tests of direct I/O: any size, short transfers, and file systems without it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_any_size(tmp_path: Path, size: int) -> None:
 
 @pytest.mark.parametrize("limit", [PAGE_BYTES, PAGE_BYTES + 100])
 def test_short_transfers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
-    """The system may transfer less than asked."""
+    """The system may transfer less than requested."""
     pwrite, preadv = os.pwrite, os.preadv
     monkeypatch.setattr(os, "pwrite", lambda file, content, at: min(pwrite(file, content, at), limit))
     monkeypatch.setattr(os, "preadv", lambda file, buffers, at: min(preadv(file, buffers, at), limit))
@@ -60,7 +60,7 @@ def test_file_systems_without_direct_transfers(tmp_path: Path, monkeypatch: pyte
     assert refused
 
 
-def test_what_is_wrong_with_a_file_is_told(tmp_path: Path) -> None:
+def test_errors_of_files_are_reported(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         read_direct(tmp_path / "missing", 10)
     with pytest.raises(FileNotFoundError):

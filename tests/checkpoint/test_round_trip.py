@@ -1,4 +1,5 @@
-"""What is saved under one plan and number of ranks is loaded, bit for bit, under any other; the files are the same."""
+"""Tests that a checkpoint loads bit for bit under any plan and number of ranks, and that its files do not depend on
+them."""
 
 import os
 from pathlib import Path
@@ -44,20 +45,22 @@ STATE = {
 
 @pytest.fixture(autouse=True)
 def many_small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several blocks per table; hundreds of them need not survive a power failure."""
+    """Tables have several blocks, and writes skip fsync."""
     monkeypatch.setattr(layout, "BLOCK_BYTES", 16_384)
     monkeypatch.setattr(os, "fsync", lambda _: None)
 
 
 def save_on(parent: Path, plan: Plan, specs: list[TableSpec], tables: Tables, **other: Any) -> Path:
-    given = {"step": 5, "dense": DENSE, "state": STATE, **other}
+    arguments = {"step": 5, "dense": DENSE, "state": STATE, **other}
     paths = returned(
         on_ranks(
             plan.num_ranks,
-            lambda world: save(parent, world=world, plan=plan, shards=pieces(specs, plan, world.rank, tables), **given),
+            lambda world: save(
+                parent, world=world, plan=plan, shards=pieces(specs, plan, world.rank, tables), **arguments
+            ),
         )
     )
-    assert set(paths) == {parent / f"step-{given['step']:09d}"}
+    assert set(paths) == {parent / f"step-{arguments['step']:09d}"}
     return paths[0]
 
 
@@ -72,7 +75,7 @@ def load_on(path: Path, plan: Plan, specs: list[TableSpec], tables: Tables) -> L
 
 
 def files(path: Path) -> dict[str, bytes]:
-    """Content by path, without the manifest, which names the plan."""
+    """Return the content by path, except for the manifest, which names the plan."""
     return {
         str(f.relative_to(path)): f.read_bytes()
         for f in sorted(path.rglob("*"))
@@ -134,7 +137,7 @@ def test_dense_and_state_come_back(tmp_path: Path) -> None:
 
 def test_nothing_but_one_table(tmp_path: Path) -> None:
     specs = [TableSpec(name="t", num_embeddings=1, embedding_dim=3)]
-    plan = plain_plan(specs, 3, "row_wise")  # two ranks hold nothing
+    plan = plain_plan(specs, 3, "row_wise")  # two ranks have no shard
     tables = random_tables(specs, seed=6)
     loaded = load_on(save_on(tmp_path, plan, specs, tables, dense={}, state={}), plan, specs, tables)
     assert (loaded.dense, loaded.state) == ({}, {})

@@ -1,4 +1,4 @@
-"""Listing, comparing and exporting checkpoints: against the tables that were saved, and other programs' readers."""
+"""Tests of listing, comparing and exporting checkpoints, against the saved tables and readers of other programs."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def write(
 
 
 def changed(name: str, column: str, rows: list[int]) -> Tables:
-    """TABLES with one bit of the first number of some rows turned."""
+    """Return TABLES with one flipped bit in the first number of some rows."""
     tables = {table: {key: value.clone() for key, value in columns.items()} for table, columns in TABLES.items()}
     flat = tables[name][column].view(len(tables[name][column]), -1)
     flat.view(torch.uint8)[rows, 0] ^= 1
@@ -68,13 +68,13 @@ def test_list_has_all_by_step_and_says_what_is_damaged(tmp_path: Path) -> None:
     broken = tmp_path / "checkpoints" / "step-000000030" / "dense.safetensors"
     broken.write_bytes(b"")
     (tmp_path / "checkpoints" / ".tmp-step-000000300").mkdir()
-    found = list_checkpoints(tmp_path)
-    assert [c.path.name for c in found] == ["step-000000004", "step-000000030", "step-000000200"]
-    assert [c.summary.step if c.summary else None for c in found] == [4, None, 200]
-    assert str(broken) in found[1].problem and "must have" in found[1].problem
+    listed = list_checkpoints(tmp_path)
+    assert [c.path.name for c in listed] == ["step-000000004", "step-000000030", "step-000000200"]
+    assert [c.summary.step if c.summary else None for c in listed] == [4, None, 200]
+    assert str(broken) in listed[1].problem and "must have" in listed[1].problem
     assert find_checkpoint(tmp_path).name == "step-000000200"
     shutil.rmtree(tmp_path / "checkpoints" / "step-000000200")
-    assert find_checkpoint(tmp_path / "checkpoints").name == "step-000000030"  # damage is told, never passed over
+    assert find_checkpoint(tmp_path / "checkpoints").name == "step-000000030"  # damage is reported
 
 
 def test_a_summary_says_what_was_saved(tmp_path: Path) -> None:
@@ -133,15 +133,15 @@ def test_the_size_of_a_difference(tmp_path: Path) -> None:
 def test_other_tables_and_tensors_are_named(tmp_path: Path) -> None:
     one = write(tmp_path / "a", 1, specs=SPECS[1:], dense={"old": torch.zeros(1), "both": torch.zeros(2)})
     other = write(tmp_path / "b", 1, specs=SPECS[:-1], dense={"both": torch.zeros(3)})
-    found = {d.name: d.description for d in compare(one, other)}
-    assert found[f"table {SPECS[0].name!r}"] == f"is only in {str(other)!r}"
-    assert found[f"table {SPECS[-1].name!r}"] == f"is only in {str(one)!r}"
-    assert found["dense tensor 'old'"] == f"is only in {str(one)!r}"
-    assert found["dense tensor 'both'"] == "is float32 [2], and float32 [3]"
+    differences = {d.name: d.description for d in compare(one, other)}
+    assert differences[f"table {SPECS[0].name!r}"] == f"is only in {str(other)!r}"
+    assert differences[f"table {SPECS[-1].name!r}"] == f"is only in {str(one)!r}"
+    assert differences["dense tensor 'old'"] == f"is only in {str(one)!r}"
+    assert differences["dense tensor 'both'"] == "is float32 [2], and float32 [3]"
 
 
 def test_answers_that_are_carried_are_known_to_all_tools(tmp_path: Path) -> None:
-    """What it is otherwise stays byte for byte: the same model by its checksum, and the same files."""
+    """The checkpoint without them has the same checksum and, byte for byte, the same other files."""
     carried = {"ids": torch.arange(3), "pooled": torch.rand(3, 40)}
     plain, one = write(tmp_path / "plain", 1), write(tmp_path / "one", 1, carried=carried)
     other = write(tmp_path / "other", 1, carried={**carried, "pooled": carried["pooled"] + 1})
@@ -155,7 +155,7 @@ def test_answers_that_are_carried_are_known_to_all_tools(tmp_path: Path) -> None
         (f"carried tensor {name!r}", f"is only in {str(one)!r}") for name in ("ids", "pooled")
     ]
     export(one, tmp_path / "exported", "safetensors")
-    assert not [*(tmp_path / "exported").rglob("carried*")]  # what is served waits for no update
+    assert not [*(tmp_path / "exported").rglob("carried*")]  # served rows have no deferred update
     Mirror(f"file://{tmp_path}/there").put(one)
     fetched = fetch(f"file://{tmp_path}/there/{one.name}", tmp_path / "back")
     assert (fetched / "carried.safetensors").read_bytes() == (one / "carried.safetensors").read_bytes()
@@ -166,7 +166,7 @@ def test_answers_that_are_carried_are_known_to_all_tools(tmp_path: Path) -> None
     assert [listed.summary for listed in list_checkpoints(tmp_path / "back")] == [None]
     older = write(tmp_path / "back", 0)
     prune(tmp_path / "back", 1)
-    assert older.exists()  # the newest that is whole
+    assert older.exists()  # the newest complete one
 
 
 def test_every_bit_through_safetensors(tmp_path: Path) -> None:

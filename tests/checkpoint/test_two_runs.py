@@ -1,4 +1,4 @@
-"""Two runs that save to one URL: exactly one continues, and every checkpoint is one that it has saved."""
+"""Tests of two runs that save to one URL: exactly one continues, and every checkpoint is one of its saves."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ STEPS = {"same": ([2, 3], [2, 3]), "other": ([2, 4], [3, 5])}
 
 
 class Inline(Executor):
-    """An executor that runs everything in the calling thread."""
+    """Executor that runs everything in the calling thread."""
 
     def __init__(self, max_workers: int) -> None:
-        """As that of the library."""
+        """Accept the arguments of the standard executor."""
 
     def submit(self, action: Callable[..., Any], /, *args: Any, **options: Any) -> Future[Any]:
         done: Future[Any] = Future()
@@ -48,7 +48,7 @@ class Inline(Executor):
 
 
 class Turns:
-    """Lets one of two threads run at a time, and the other one after given numbers of requests."""
+    """Scheduler that runs one of two threads at a time, and switches after given numbers of requests."""
 
     def __init__(self, switches: list[int]) -> None:
         self._left = switches
@@ -61,7 +61,7 @@ class Turns:
     def request(self) -> None:
         """Wait for the turn of this thread, and count one of its requests."""
         me = getattr(self.number, "value", None)
-        if me is None:  # the test itself looks
+        if me is None:  # the test reads
             return
         with self._changed:
             while self._turn != me and not self._over[1 - me]:
@@ -80,7 +80,7 @@ class Turns:
             self._changed.wait(20)
 
     def sleep(self, _: float) -> None:
-        """The other thread runs meanwhile."""
+        """Let the other thread run meanwhile."""
         with self._changed:
             if not self._over[1 - self.number.value]:
                 self._yield(self.number.value)
@@ -92,14 +92,14 @@ class Turns:
 
 
 def save_step(store: Any, run: int, step: int) -> None:
-    """Of a run whose tables and id follow from its number; all have the same shapes."""
+    """Save a step of a run whose tables and id follow from its number. All runs have the same shapes."""
     shards = pieces(SPECS, PLAN, 0, random_tables(SPECS, 100 * run + step))
     known: dict[str, Any] = {"step": step, "plan": PLAN, "dense": {}, "state": {RUN_ID: f"{run:032x}"}}
     save(store, world=World.single(), shards=shards, options=SaveOptions(), **known)
 
 
 def save_all(store: Any, run: int, steps: list[int]) -> MesetaError | None:
-    """Save now and then, as a run does; returns why it was refused."""
+    """Save repeatedly as a run does. Return the error that refused it."""
     try:
         for step in steps:
             save_step(store, run, step)
@@ -110,7 +110,7 @@ def save_all(store: Any, run: int, steps: list[int]) -> MesetaError | None:
 
 
 def together(url: str, steps: tuple[list[int], list[int]], turns: Turns | None) -> list[MesetaError | None]:
-    """Why each of two runs, which have both begun, was refused."""
+    """Return the error that refused each of two runs that have both started."""
     stores = [make_store(url), make_store(url)]
     for store in stores:
         store.open()
@@ -134,15 +134,16 @@ def together(url: str, steps: tuple[list[int], list[int]], turns: Turns | None) 
 
 
 def check(url: str, results: list[MesetaError | None], steps: tuple[list[int], list[int]]) -> None:
-    """One run has ended, the other was refused, and what is there is whole; the newest is of the one."""
+    """Check that one run ended and the other was refused. All checkpoints are complete, and the newest belongs to the
+    run that ended."""
     assert all(error is None or isinstance(error, MesetaError) for error in results)
     [refused] = [error for error in results if error is not None]
     assert "was written by another run; stop that run, or choose another checkpoint.dir" in str(refused)
     winner = results.index(None)
-    found = list_checkpoints(url)
-    assert [listed.problem for listed in found] == [""] * len(found)
+    checkpoints = list_checkpoints(url)
+    assert [listed.problem for listed in checkpoints] == [""] * len(checkpoints)
     newest = checkpoint_path(to_location(url), steps[winner][-1])
-    for listed in found:
+    for listed in checkpoints:
         verify(listed.path)
     assert read_manifest(newest)["state"][RUN_ID] == f"{winner + 1:032x}"
 
@@ -176,7 +177,7 @@ def turns(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[int]], Turns]:
 @pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize("case", sample(range(400), 5, seed=0))
 def test_interleaved_requests(memory: str, turns: Callable[[list[int]], Turns], steps: str, case: int) -> None:
-    """Either run is interrupted at some requests, up to four times."""
+    """Each run is interrupted at some requests, up to four times."""
     draw = random.Random(case)
     switches = [case // 4] if case % 4 == 0 else [draw.randrange(90) for _ in range(1 + case % 4)]
     check(memory, together(memory, STEPS[steps], turns(switches)), STEPS[steps])
@@ -184,7 +185,7 @@ def test_interleaved_requests(memory: str, turns: Callable[[list[int]], Turns], 
 
 @pytest.mark.parametrize("seed", sample(range(40), 1, seed=2))
 def test_at_the_same_time(monkeypatch: pytest.MonkeyPatch, s3: Any, seed: int) -> None:
-    """At an S3 server, and the same steps or others."""
+    """Both save to an S3 server, at the same steps or others."""
     monkeypatch.setattr(layout, "BLOCK_BYTES", 512)
     s3.create_bucket(Bucket=f"bucket-{seed}")
     steps = STEPS["same" if seed % 2 else "other"]
@@ -200,7 +201,7 @@ def s3() -> Iterator[Any]:
 
 @pytest.mark.parametrize("steps", STEPS)
 def test_in_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: str) -> None:
-    """The first to save continues."""
+    """The first run to save continues."""
     monkeypatch.setattr(os, "fsync", lambda _: None)
     url = f"file://{tmp_path}/run"
     stores = [make_store(url), make_store(url)]

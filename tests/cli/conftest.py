@@ -1,4 +1,4 @@
-"""Commands run in this process, so that a test costs no start of Python."""
+"""Fixtures that run commands in this process, which saves the start of Python."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""`meseta ...` on every rank of a testbed of hosts, to be killed: ranks are forked, and enter the network of their
-host."""
+"""Runs `meseta ...` on every rank of a testbed of hosts. Ranks are forked and enter the network of their host."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from small_run import environment
 
 
 class HostsCommand(Command):
-    """Each rank is a session of its own; what rank 0 writes is the command's, others write into files beside it."""
+    """Command on several hosts. Each rank has a session, and all ranks except 0 write to separate files."""
 
     def __init__(self, hosts: Hosts, folder: Path, *arguments: object) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -30,14 +29,14 @@ class HostsCommand(Command):
             for file in files:
                 file.touch()
             variables = {**environment(), **hosts.variables(rank)}
-            told = (hosts.namespace_files(rank), [*map(str, arguments)], folder, variables, files)
-            process = forking().Process(target=_run, args=told, daemon=True)
+            arguments_of_run = (hosts.namespace_files(rank), [*map(str, arguments)], folder, variables, files)
+            process = forking().Process(target=_run, args=arguments_of_run, daemon=True)
             process.start()
             self.processes.append(process)
         self.process = self.processes[0]
 
     def wait(self, timeout_s: float = PATIENCE_S) -> int:
-        """For all ranks; the code of the first that did not end well."""
+        """Wait for all ranks and return the first nonzero exit code, or 0."""
         deadline = time.monotonic() + timeout_s
         for process in self.processes:
             process.join(max(deadline - time.monotonic(), 0))
@@ -48,14 +47,14 @@ class HostsCommand(Command):
         return next((code for code in codes if code), 0) or 0
 
     def send(self, number: int, to_all: bool = True) -> None:
-        """A signal to all ranks, or to the last one alone."""
+        """Send a signal to all ranks, or only to the last one."""
         for process in self.processes if to_all else self.processes[-1:]:
             with contextlib.suppress(ProcessLookupError):
                 assert process.pid is not None
                 os.kill(process.pid, number)
 
     def words(self) -> str:
-        """What all ranks have said on standard error."""
+        """Return the standard error of all ranks."""
         return "\n".join(path.read_text() for path in sorted(self.folder.glob("*.err")))
 
     def succeed(self) -> HostsCommand:
@@ -66,7 +65,6 @@ class HostsCommand(Command):
 def _run(
     namespaces: Sequence[str], arguments: list[str], folder: Path, variables: Mapping[str, str], files: Sequence[Path]
 ) -> None:
-    """In the new process."""
     os.setsid()
     for namespace in namespaces:
         _enter(namespace)
@@ -75,7 +73,7 @@ def _run(
 
 
 def _enter(namespace: str) -> None:
-    """As `os.setns` of Python 3.12."""
+    """Call setns, which the `os` module has since Python 3.12."""
     descriptor = os.open(namespace, os.O_RDONLY)
     if ctypes.CDLL(None, use_errno=True).setns(descriptor, 0):
         raise OSError(ctypes.get_errno(), f"{namespace}: {os.strerror(ctypes.get_errno())}")

@@ -1,4 +1,4 @@
-"""Real commands in processes of their own, to be killed."""
+"""Commands in separate processes, which tests can kill."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from forked import become_command, forking
 from small_run import environment
 
 PATIENCE_S = 180
-"""For starting torch on a busy machine, not for anything that is measured."""
+"""Timeout that allows for starting torch on a busy machine. No measurement uses it."""
 
 
 def fact_of(pid: int, name: str) -> str:
-    """What the system says of a process; nothing where it has ended, be it between two looks at it."""
+    """Return a file of /proc about a process, or an empty string if the process has ended."""
     try:
         return Path(f"/proc/{pid}/{name}").read_bytes().decode(errors="replace")
     except OSError:
@@ -26,15 +26,16 @@ def fact_of(pid: int, name: str) -> str:
 
 
 def stat_of(pid: int) -> list[str]:
-    """State, parent, group, session and so on of a process; nothing where it has ended, though its record may stand."""
+    """Return the fields of a process's stat file from the state on. The list is empty if the process has ended or is a
+    zombie."""
     fields = fact_of(pid, "stat").rpartition(")")[2].split()  # a name may hold blanks
     return fields if fields and fields[0] not in "ZX" else []
 
 
 class Command:
-    """`meseta ...` in a session of its own, or another `program` of `forked.PROGRAMS`; its ranks are in it too.
+    """A command in a new session, which includes its ranks: `meseta`, or another `program` of `forked.PROGRAMS`.
 
-    With `launcher`, options of Python, that starts it; else it is forked from a process that has imported torch.
+    It is forked from a process that has imported torch. With `launcher`, which are options of Python, it is executed.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class Command:
         return code
 
     def send(self, number: int, to_all: bool = True) -> None:
-        """A signal to the whole session, or to the command alone; nobody hears it where all has ended."""
+        """Send a signal to the whole session, or only to the command. Do nothing if it has ended."""
         with contextlib.suppress(ProcessLookupError):
             (os.killpg if to_all else os.kill)(self.pid, number)
 
@@ -71,43 +72,42 @@ class Command:
         return self
 
     def members(self) -> list[int]:
-        """Processes of the session that are alive, without the launcher."""
-        found = []
+        """Return the live processes of the session except the launcher."""
+        pids = []
         for name in os.listdir("/proc"):
             if name.isdigit() and int(name) != self.pid:
                 fields = stat_of(int(name))
                 if fields and int(fields[3]) == self.pid:
-                    found.append(int(name))
-        return sorted(found)
+                    pids.append(int(name))
+        return sorted(pids)
 
     def ranks(self) -> dict[int, int]:
-        """Process of each rank that `--nproc` has started."""
+        """Return the process of each rank that `--nproc` has started."""
         names = {pid: fact_of(pid, "comm").strip() for pid in self.members()}
         return {int(name.removeprefix("meseta rank ")): pid for pid, name in names.items() if "rank" in name}
 
     def readers(self) -> list[int]:
-        """Processes that decode rows for the command, and their dispatcher."""
+        """Return the processes that decode rows for the command, and their dispatcher."""
         return [pid for pid in self.members() if "readers" in fact_of(pid, "cmdline").split("\0")]
 
-    def until(self, condition: Callable[[], Any], what: str) -> None:
-        """Poll; fails when the command ends first, so that a kill really lands where it was meant to."""
-        assert self.reached(condition, what), f"ended with {self.process.exitcode} before {what}:\n" + (
+    def until(self, condition: Callable[[], Any], what: str, interval_s: float = 0.005) -> None:
+        """Poll until the condition holds. Fail if the command ends first, as a kill would then come too late."""
+        assert self.reached(condition, what, interval_s), f"ended with {self.process.exitcode} before {what}:\n" + (
             self.err.read_text()
         )
 
-    def reached(self, condition: Callable[[], Any], what: str) -> bool:
-        """Poll; whether the condition came before the command ended."""
+    def reached(self, condition: Callable[[], Any], what: str, interval_s: float = 0.0005) -> bool:
+        """Whether the condition holds before the command ends."""
         deadline = time.monotonic() + PATIENCE_S
         while not condition():
             if self.process.exitcode is not None:
                 return False
             assert time.monotonic() < deadline, f"{what} did not come"
-            time.sleep(0.0005)
+            time.sleep(interval_s)
         return True
 
 
 def _run(program: str, launcher: tuple[str, ...], arguments: list[str], folder: Path, out: Path, err: Path) -> None:
-    """In the new process."""
     os.setsid()
     with Path(os.devnull).open() as nothing, out.open("wb") as output, err.open("wb") as error:
         files = [nothing.fileno(), output.fileno(), error.fileno()]

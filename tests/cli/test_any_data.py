@@ -1,4 +1,4 @@
-"""From a file of a public format to a report: one command, and no schema written by hand."""
+"""Tests of one command that trains from files of public formats, without a handwritten schema."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import json
 import os
 import random
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -19,10 +17,10 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
+from cli.processes import Command
 from meseta.cli import train
 from meseta.data import Dataset, PrepareOptions
 from meseta.train.interop.default_settings import default_batch_size, default_run_dir
-from small_run import environment
 
 Output = Callable[..., str]
 SMALL = ("model.embedding_dim=4", "model.bottom_mlp=[8]", "model.top_mlp=[8]", "train.epochs=3", "num_threads=1",
@@ -30,7 +28,7 @@ SMALL = ("model.embedding_dim=4", "model.bottom_mlp=[8]", "model.top_mlp=[8]", "
 
 
 def write_csv(path: Path) -> None:
-    """Strings and missing values; the label is likelier in one city and at a low price."""
+    """Write strings and missing values. The label is more likely in one city and at a low price."""
     draw = random.Random(0)
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
@@ -42,7 +40,7 @@ def write_csv(path: Path) -> None:
 
 
 def write_parquet(path: Path) -> None:
-    """Lists with weights; the label is likelier where one item weighs much."""
+    """Write lists with weights. The label is more likely if a certain item has a large weight."""
     draw = random.Random(1)
     bags = [
         [(f"item {draw.randrange(5)}", draw.choice([0.0, 3.0])) for _ in range(draw.randrange(4))] for _ in range(2000)
@@ -53,7 +51,7 @@ def write_parquet(path: Path) -> None:
 
 
 def write_ffm(path: Path) -> None:
-    """Two fields, one of them with values; the label is likelier where index 3 of field 1 has a large value."""
+    """Write two fields, one of them with values. The label is more likely if index 3 of field 1 has a large value."""
     draw = random.Random(2)
     lines = []
     for _ in range(2000):
@@ -93,7 +91,7 @@ def test_one_command_from_file_to_report(
 
 @pytest.fixture
 def clicks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """clicks.csv in the current folder."""
+    """File clicks.csv in the current folder."""
     monkeypatch.chdir(tmp_path)
     write_csv(tmp_path / "clicks.csv")
     return tmp_path / "clicks.csv"
@@ -128,10 +126,10 @@ def test_a_tenth_is_kept_for_choosing_and_known_to_eval_and_predict(clicks: Path
     num_rows = dataset.splits["valid"].num_rows
     assert dataset.valid_fraction == 0.1 and 150 < num_rows < 250
     assert f"  valid {num_rows:>13,} rows, 1 files" in printed
-    found = json.loads(output_of("eval", "runs/clicks", "--split", "valid"))
-    assert (found["split"], found["num_samples"]) == ("valid", num_rows)
-    told = output_of("predict", "runs/clicks", "--split", "valid", "--out", "valid.parquet")
-    assert told == f"wrote {num_rows:,} predictions of valid to valid.parquet\n"
+    evaluation = json.loads(output_of("eval", "runs/clicks", "--split", "valid"))
+    assert (evaluation["split"], evaluation["num_samples"]) == ("valid", num_rows)
+    printed_line = output_of("predict", "runs/clicks", "--split", "valid", "--out", "valid.parquet")
+    assert printed_line == f"wrote {num_rows:,} predictions of valid to valid.parquet\n"
     labels = pq.read_table("runs/clicks/data/valid", columns=["label"])["label"]
     assert pq.read_table("valid.parquet")["label"].to_pylist() == labels.to_pylist()
 
@@ -166,7 +164,7 @@ def test_a_slip_in_the_config_comes_before_the_work(clicks: Path, error_of: Outp
     assert [path.name for path in clicks.parent.iterdir()] == ["clicks.csv"]
 
 
-def test_a_config_goes_before_what_is_chosen_for_raw_files(clicks: Path, output_of: Output) -> None:
+def test_a_config_overrides_the_defaults_for_raw_files(clicks: Path, output_of: Output) -> None:
     Path("c.yaml").write_text("run_dir: mine\ntrain: {batch_size: 100, max_steps: 1}\ndata:\n")
     output_of("train", "c.yaml", "--data", "clicks.csv", *SMALL[:3])
     config = yaml.safe_load(Path("mine/config.yaml").read_text())
@@ -186,11 +184,11 @@ def test_the_first_of_several_ranks_prepares_and_the_others_wait(clicks: Path, m
 
 
 def test_two_ranks_from_a_raw_file(clicks: Path) -> None:
-    command = [sys.executable, "-m", "meseta.cli.main", "train", "--data", "clicks.csv", *SMALL, "--nproc", "2"]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment(), timeout=200)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("columns, as inferred:") == 1 and "2 ranks" in done.stdout
-    assert float(done.stdout.split("test AUC ")[1].split()[0]) > 0.7
+    options = (*SMALL, "train.batch_size=100", "train.epochs=4", "--nproc", 2)
+    command = Command(clicks.parent, "train", "--data", "clicks.csv", *options).succeed()
+    printed = command.out.read_text()
+    assert printed.count("columns, as inferred:") == 1 and "2 ranks" in printed
+    assert float(printed.split("test AUC ")[1].split()[0]) > 0.7
 
 
 @pytest.mark.parametrize(

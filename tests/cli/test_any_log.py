@@ -1,4 +1,4 @@
-"""Twelve small logs of many kinds, from a file to a report with no other option; roles as a person would choose."""
+"""Tests that small logs of many kinds train without options, with the roles that a person would choose."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def write_parquet(path: Path, columns: dict[str, Values]) -> None:
 
 HOUR: Values = lambda d: d.randrange(24)  # noqa: E731
 LOGS: dict[str, tuple[dict[str, Values], dict[str, list[str]]]] = {
-    # name of the file: columns, and what they are to be
+    # name of the file: columns, and their expected roles
     "whole_numbers.csv": (
         {"label": clicked, "a": HOUR, "b": lambda d: d.randrange(90)},
         {"dense": ["a", "b"], "sparse": ["a.category", "b.category"]},
@@ -110,7 +110,7 @@ def test_a_log_and_nothing_else(tmp_path: Path, output_of: Output, monkeypatch: 
     assert {"dense": [feature.name for feature in dataset.dense], "sparse": sparse} == roles
 
 
-def test_what_is_no_number_is_counted_and_told(
+def test_values_that_are_not_finite_are_counted(
     tmp_path: Path, output_of: Output, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -126,7 +126,8 @@ def test_another_try_with_other_columns_says_what_to_do_and_force_does_it(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write_text(Path("log.csv"), LOGS["whole_numbers.csv"][0])
-    settings = ["train.epochs=1", "model.bottom_mlp=[8]", "model.top_mlp=[8]", "num_threads=1"]
+    settings = ["train.max_steps=2", "model.bottom_mlp=[8]", "model.top_mlp=[8]", "num_threads=1",
+                "embedding.optimizer.lr=0.1"]  # fmt: skip
     output_of("train", "--data", "log.csv", *settings)
     Path("runs/log/notes.txt").write_text("mine")
     refusal = error_of("train", "--data", "log.csv", "--sparse", "a", *settings)

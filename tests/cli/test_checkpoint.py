@@ -1,4 +1,4 @@
-"""`meseta checkpoint` on a finished run: what it prints, exit codes, one-line errors."""
+"""Tests of `meseta checkpoint` on a finished run: output, exit codes and one-line errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Path:
-    """The directory of a finished run; tests only read it."""
+    """Directory of a finished run. Tests only read it."""
     folder = tmp_path_factory.mktemp("trained")
     train(settings(tiny, folder / "run"))
     return folder / "run"

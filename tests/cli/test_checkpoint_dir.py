@@ -1,4 +1,4 @@
-"""A run whose checkpoints lie at a URL: the bits of one that keeps them in run_dir, and every command finds them."""
+"""Tests of a run with checkpoints at a URL: the bits are those of a run with local checkpoints."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ def url() -> Iterator[str]:
 
 
 def test_a_run_at_a_url(run: Run, tiny: Path, tmp_path: Path, url: str) -> None:
-    """Begun in one run_dir, gone on with in an empty one, with deltas; list, verify, inspect, diff, export, eval and
-    predict read the checkpoint where it lies."""
+    """Start in one run_dir and resume in an empty one. All commands read the checkpoints at the URL."""
     train(settings(tiny, tmp_path / "plain", **COMMON))
     deltas = {"checkpoint__dir": url, "checkpoint__deltas": "consecutive", "checkpoint__max_chain": 3}
     train(settings(tiny, tmp_path / "begun", **{**COMMON, "train__max_steps": 8}, **deltas))

@@ -1,4 +1,4 @@
-"""`meseta train`, `eval` and `predict` in this process: exit codes, one-line errors, and what they print."""
+"""Tests of `meseta train`, `eval` and `predict` in this process: output, exit codes and one-line errors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Path:
-    """A config whose run is finished; tests only read it."""
+    """Config of a finished run. Tests only read it."""
     from small_run import train
 
     folder = tmp_path_factory.mktemp("trained")
@@ -37,7 +37,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Path:
 
 
 def error_of(run: Run, *arguments: object) -> str:
-    """The one line that a refused command prints."""
+    """Return the one line that a refused command prints."""
     code, out, err = run(*arguments)
     assert code == 1 and out == ""
     [line] = err.splitlines()
@@ -80,11 +80,11 @@ def test_the_teacher_and_ids_outside_are_printed(run: Run, tiny: Path, tmp_path:
 def test_eval_equals_the_summary(run: Run, trained: Path) -> None:
     code, out, _ = run("eval", trained.parent / "run")
     assert code == 0
-    found = json.loads(out)
+    evaluation = json.loads(out)
     summary = json.loads((trained.parent / "run/summary.json").read_text())
     for name in ("num_samples", "num_positives", "logloss", "ne", "auc", "calibration"):
-        assert found[name] == summary["test"][name]
-    assert found["step"] == 14 and found["split"] == "test"
+        assert evaluation[name] == summary["test"][name]
+    assert evaluation["step"] == 14 and evaluation["split"] == "test"
     code, out, _ = run("eval", trained.parent / "run", "--split", "train")
     assert json.loads(out)["num_samples"] == summary["num_samples"]
 
@@ -194,7 +194,7 @@ def test_interrupted(run: Run, tiny: Path, tmp_path: Path, monkeypatch: pytest.M
     assert code == 0 and "resuming from step 10" in err
 
 
-def test_threads_are_told_how_to_wait_before_torch_is_loaded() -> None:
+def test_the_wait_policy_of_threads_is_set_before_torch_is_loaded() -> None:
     program = (
         "import os, sys; import meseta.cli.main as cli; "
         "cli.app = lambda: print(os.environ['OMP_WAIT_POLICY'], os.environ['GOMP_SPINCOUNT'], 'torch' in sys.modules); "

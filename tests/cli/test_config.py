@@ -1,4 +1,4 @@
-"""`meseta config`: lists, one key, a section, whole files that `meseta train` takes."""
+"""Tests of `meseta config`: lists, one key, a section, and whole files that `meseta train` accepts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_lines_are_as_wide_as_the_terminal(output_of: Output, monkeypatch: pytes
         assert limit - 20 < max(map(len, meanings)) <= limit
 
 
-def test_slips_are_told_in_one_line(error_of: Output) -> None:
+def test_errors_are_one_line(error_of: Output) -> None:
     assert "did you mean 'train.batch_size'" in error_of("config", "train.batchsize")
     assert "omit the key 'train'" in error_of("config", "train", "--example", "dlrm")
     assert "there is no model 'x'" in error_of("config", "--example", "x")

@@ -1,4 +1,4 @@
-"""`meseta data check` and `meseta data stats` on prepared data."""
+"""Tests of `meseta data check` and `meseta data stats` on prepared data."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_check_names_every_fault_and_ends_with_1(data: Path, run: Callable[..., 
     assert [fault["object"] for fault in json.loads(out)["faults"]] == ["notes.txt", "test/part-00000.parquet"]
 
 
-def test_check_of_no_dataset_is_told_in_one_line(tmp_path: Path, run: Callable[..., tuple[int, str, str]]) -> None:
+def test_check_of_a_missing_dataset_is_one_line(tmp_path: Path, run: Callable[..., tuple[int, str, str]]) -> None:
     code, out, err = run("data", "check", tmp_path)
     assert (code, out) == (1, "")
     assert "error: dataset" in err

@@ -1,4 +1,4 @@
-"""`meseta doctor` from the command line, on this machine."""
+"""Tests of `meseta doctor` from the command line, on this machine."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from bad_input.commands import run_here
 from meseta.cli import doctor as command
 from meseta.cli.main import main
 from meseta.measure.doctor import checks, probe
@@ -31,17 +32,17 @@ def run(*arguments: str, path: str = "", **variables: str) -> subprocess.Complet
 
 def test_this_machine(tmp_path: Path) -> None:
     pytest.importorskip("meseta._C")
-    done = run("--json", "--dir", str(tmp_path))
-    assert done.stderr == ""
-    document = json.loads(done.stdout)
-    found = {entry["topic"]: entry for entry in document["findings"]}
-    assert list(found) == TOPICS
+    done = run_here("doctor", "--json", "--dir", tmp_path)
+    assert done.err == ""
+    document = json.loads(done.out)
+    by_topic = {entry["topic"]: entry for entry in document["findings"]}
+    assert list(by_topic) == TOPICS
     for topic in ("meseta", "torch", "packages", "core", "gloo"):
-        assert found[topic]["state"] == "ok", found[topic]
-    assert found["cores"]["figures"]["num_usable"] == len(os.sched_getaffinity(0))
-    assert found["memory"]["figures"]["total_bytes"] == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    assert 0 < found["disk"]["figures"]["write_bytes_per_s"] < 1e12
-    assert (done.returncode == 0) == document["ok"]
+        assert by_topic[topic]["state"] == "ok", by_topic[topic]
+    assert by_topic["cores"]["figures"]["num_usable"] == len(os.sched_getaffinity(0))
+    assert by_topic["memory"]["figures"]["total_bytes"] == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert 0 < by_topic["disk"]["figures"]["write_bytes_per_s"] < 1e12
+    assert (done.code == 0) == document["ok"]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -54,7 +55,7 @@ def test_a_machine_without_torch(tmp_path: Path) -> None:
     assert "libtorch_cpu.so" in " ".join(lines[start : start + 3])
     assert any(line.strip().startswith("-> pip install --force-reinstall torch==") for line in lines)
     assert any(line.startswith("note     gloo           not tried") for line in lines)
-    assert lines[-1].startswith("2 problems will stop training; ")  # torch, and the folder that is not there
+    assert lines[-1].startswith("2 problems will stop training; ")  # torch, and the missing folder
     assert max(map(len, lines)) <= 80 or "/" in max(lines, key=len)  # only paths are longer
 
 
@@ -74,7 +75,7 @@ def doctor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
     signal.signal(signal.SIGINT, handler)
 
 
-def test_what_is_printed(doctor: object) -> None:
+def test_output(doctor: object) -> None:
     assert callable(doctor)
     findings = [
         ok("memory", "21 GB free"),
@@ -93,7 +94,7 @@ def test_what_is_printed(doctor: object) -> None:
     assert code == 1 and out.endswith("-> delete\n\n1 problem will stop training; 1 note.\n")
 
 
-def test_a_check_that_fails_is_told_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_failed_check_is_reported_and_the_others_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def fail(*_: object) -> Finding:
         raise KeyError("strange")
 
@@ -101,9 +102,9 @@ def test_a_check_that_fails_is_told_and_the_others_go_on(monkeypatch: pytest.Mon
     for topic in ("check_memory", "check_cores"):
         monkeypatch.setattr(checks, topic, fail)
     monkeypatch.setattr(checks, "check_disk", lambda *_: ok("disk", "fine"))
-    found = {finding.topic: finding for finding in checks.run_checks(tmp_path)}
-    assert list(found) == TOPICS
-    assert found["memory"].state == "note" and "the check failed: KeyError" in found["memory"].text
+    by_topic = {finding.topic: finding for finding in checks.run_checks(tmp_path)}
+    assert list(by_topic) == TOPICS
+    assert by_topic["memory"].state == "note" and "the check failed: KeyError" in by_topic["memory"].text
 
 
 def test_no_finding_is_wider_than_the_terminal() -> None:

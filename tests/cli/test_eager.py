@@ -7,7 +7,7 @@ import pytest
 
 from small_run import environment
 
-MEETS = """
+GROUP = """
 import sys
 from meseta.cli.lazy_dynamo import defer_dynamo_import
 
@@ -62,14 +62,14 @@ assert torch._dynamo.config.suppress_errors is False
 
 def run(program: str) -> None:
     command = [sys.executable, "-c", program]
-    found = subprocess.run(command, capture_output=True, text=True, env=environment(), check=False)
-    assert found.returncode == 0, found.stderr
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.soak
-def test_ranks_that_meet_do_without() -> None:
-    run(MEETS)
+def test_a_process_group_does_not_import_dynamo() -> None:
+    run(GROUP)
 
 
-def test_who_compiles_has_it() -> None:
+def test_processes_that_compile_import_dynamo() -> None:
     run(COMPILES)

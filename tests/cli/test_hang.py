@@ -1,4 +1,4 @@
-"""Real ranks of which one does not go on: it is named in one line, with the others that wait, and nobody is left."""
+"""Tests of ranks that stop: one line names the stopped rank and the ranks that wait, and no process remains."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from small_run import settings, write_config
 
 SILENT_S, STALL_S = 2.0, 60.0
 SOON_S = 30.0
-"""Within which a rank is to be named."""
+"""Time within which a stopped rank must be named."""
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 TOLD = ("without objects", "swapped", "twice", "other broadcast")
-"""Faults that nobody but the watch can see."""
+"""Faults that only the watchdog can detect."""
 SAID = ("without gather", "without sum", "shorter", "longer", "other dtype")
-"""Those that the ranks themselves tell."""
+"""Faults that the ranks report."""
 
 
 def begin(folder: Path, tiny: Path, size: int, **options: object) -> Command:
-    """Four ranks and more lie on hosts of two."""
+    """Start a run. Four or more ranks are on hosts of two."""
     folder.mkdir()
     shutil.copy(faulty_model.__file__, folder)
     limits = {"heartbeat_timeout_s": SILENT_S, "stall_timeout_s": STALL_S}
@@ -41,10 +41,11 @@ def begin(folder: Path, tiny: Path, size: int, **options: object) -> Command:
     return Command(folder, "train", write_config(folder / "c.yaml", document), "--nproc", size)
 
 
-def check_told(command: Command, rank: int, since_s: float) -> str:
-    """The command ends soon, with one error, which names the rank first; no process is left. Returns the error.
+def check_error(command: Command, rank: int, since_s: float) -> str:
+    """Check that the command ends soon with one error that names the rank first, and leaves no process. Return the
+    error.
 
-    Where two ranks are at different transfers, nobody can tell which one is right, and both are named.
+    If two ranks are at different collectives, either one may be wrong, and the error names both.
     """
     assert command.wait() == HANG_EXIT_CODE, command.err.read_text()
     assert time.monotonic() - since_s < SOON_S
@@ -57,8 +58,7 @@ def check_told(command: Command, rank: int, since_s: float) -> str:
 
 
 def moments(k: int, seed: int, **kinds: Sequence[str]) -> list[Any]:
-    """Random moments: ten on two hosts of two ranks, three on four hosts, and ten on two ranks, of which `k` of all
-    belong to every run of the tests."""
+    """Return random moments: ten on two hosts, three on four hosts, ten on two ranks. `k` of all run in `make test`."""
     each = [{"size": size, "number": n} for size, count in ((4, 10), (8, 3), (2, 10)) for n in range(count)]
     return sample([{**kind, **moment} for kind in product(**kinds) for moment in each], k=k, seed=seed)
 
@@ -78,18 +78,18 @@ def test_a_rank_that_does_not_run(case: dict[str, Any], tmp_path: Path, tiny: Pa
         assert f"error: rank {rank} was killed by SIGKILL; all ranks were stopped" in command.err.read_text()
         assert command.members() == []
         return
-    error = check_told(command, rank, since_s)
+    error = check_error(command, rank, since_s)
     words = (rf"\(process {ranks[rank]}\) has been silent for \d.* s, stopped by a signal, at ", "step", "wait")
     assert re.search(".*".join(words), error), error
 
 
 @pytest.mark.parametrize("case", moments(k=1, seed=1, fault=TOLD))
-def test_a_rank_that_is_astray(case: dict[str, Any], tmp_path: Path, tiny: Path) -> None:
+def test_a_diverged_rank(case: dict[str, Any], tmp_path: Path, tiny: Path) -> None:
     fault, size = case["fault"], case["size"]
     draw = random.Random(str(case))
     rank, step = draw.randrange(size), draw.randrange(3, 40)
     begun_s = time.monotonic()
-    error = check_told(begin(tmp_path / "a", tiny, size, fault=fault, fault_rank=rank, fault_step=step), rank, begun_s)
+    error = check_error(begin(tmp_path / "a", tiny, size, fault=fault, fault_rank=rank, fault_step=step), rank, begun_s)
     assert "every rank must take the same transfers, of the same types and lengths, in the same order" in error
     assert f"at step {step}, stage dense_forward" in error or "gradient_dist" in error or "lane rows" in error, error
 

@@ -1,4 +1,4 @@
-"""`meseta hang`: of ranks at work, of one that is stopped, and of a run that has ended; and what is no record."""
+"""Tests of `meseta hang` for running ranks, a stopped rank, a run that has ended, and folders without records."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 
 def be_rank(rank: int, run_dir: Path) -> None:
-    """A rank that waits for the counts of a batch, but for the last one of three, which is about to begin them."""
+    """Record a rank that waits for the counts of a batch. The last of three ranks has not started that exchange."""
     from meseta.comm.recording import start_record
 
     os.environ.update({"RANK": str(rank), "WORLD_SIZE": "3", RANK_RECORD_VARIABLE: str(record_path(run_dir, rank))})
@@ -47,7 +47,7 @@ def be_rank(rank: int, run_dir: Path) -> None:
 
 @pytest.fixture
 def ranks(tmp_path: Path) -> Iterator[list[BaseProcess]]:
-    """Three of them, at work in `run`."""
+    """Three ranks that write records in `run`."""
     (tmp_path / "run" / RANKS_FOLDER).mkdir(parents=True)
     processes = []
     for rank in range(3):
@@ -55,7 +55,7 @@ def ranks(tmp_path: Path) -> Iterator[list[BaseProcess]]:
         process: BaseProcess = forking().Process(target=be_rank, args=(rank, tmp_path / "run"))
         process.start()
         processes.append(process)
-    for rank in range(3):  # their hearts beat
+    for rank in range(3):  # heartbeats arrive
         while not any(record_path(tmp_path / "run", rank).read_bytes()[512:520]):
             time.sleep(0.01)
     yield processes
@@ -83,9 +83,9 @@ def test_ranks_at_work_stopped_and_ended(
     time.sleep(2)
     code, out, _ = run("hang", folder)
     assert (code, out.splitlines()[0].endswith(", stuck")) == (HANG_EXIT_CODE, True), out
-    told = r"^silent: rank 2 on \S+ \(process \d+\) has been silent for [\d.]+ s, stopped by a signal, at step 7, "
-    told += "stage data; ranks 0, 1 wait for 'counts' of tables user, item$"
-    assert re.search(told, out, re.MULTILINE), out
+    line = r"^silent: rank 2 on \S+ \(process \d+\) has been silent for [\d.]+ s, stopped by a signal, at step 7, "
+    line += "stage data; ranks 0, 1 wait for 'counts' of tables user, item$"
+    assert re.search(line, out, re.MULTILINE), out
     assert f"no stacks of rank 2: it is stopped by a signal and cannot answer; `kill -CONT {pid}` resumes it" in out
     assert "stacks of rank 1:" in out and ranks[0].is_alive() and ranks[1].is_alive()
     for process in ranks:
@@ -100,7 +100,7 @@ def test_ranks_at_work_stopped_and_ended(
 
 
 @pytest.mark.parametrize("kind", ["nothing", "another number", "another size", "a link", "a folder", "short"])
-def test_what_is_no_record_is_refused(kind: str, error_of: Callable[..., str], tmp_path: Path) -> None:
+def test_folders_without_records_are_refused(kind: str, error_of: Callable[..., str], tmp_path: Path) -> None:
     paths = [record_path(tmp_path, rank) for rank in range(2)]
     paths[0].parent.mkdir()
     for rank, path in enumerate(paths):

@@ -1,5 +1,4 @@
-"""Hosts whose link is cut, and ranks that are stopped, without a launcher: each side names the ranks it no longer
-hears."""
+"""Tests of cut links between hosts and stopped ranks, without a launcher: each side names the unresponsive ranks."""
 
 from __future__ import annotations
 
@@ -23,19 +22,19 @@ from small_run import environment, settings, write_config
 
 SILENT_S, SOON_S, PATIENCE_S = 6.0, 30.0, 120.0
 NAMED = ["unshare", "--uts", "sh", "-c", 'hostname host$GROUP_RANK && exec "$@"', "sh"]
-"""Hosts of the testbed share everything but their network: give them names."""
+"""Command prefix that names the host, as hosts of the testbed share everything except their network."""
 COMMAND = [*NAMED, sys.executable, "-P", "-m", "meseta.cli.main"]
 pytestmark = pytest.mark.skipif(why_impossible() is not None, reason=f"no network namespaces: {why_impossible()}")
 
 
 def cases() -> list[Any]:
-    """All in `make soak` alone."""
+    """Return all cases, which run only in `make soak`."""
     moments = [(num_hosts, n) for num_hosts, count in ((2, 10), (4, 3)) for n in range(count)]
     return sample([{"kind": k, "hosts": h, "number": n} for k in ("link", "stop") for h, n in moments], k=0, seed=0)
 
 
 @pytest.mark.parametrize("case", cases())
-def test_each_side_names_the_ranks_it_no_longer_hears(case: dict[str, Any], tmp_path: Path, tiny: Path) -> None:
+def test_each_side_names_the_unresponsive_ranks(case: dict[str, Any], tmp_path: Path, tiny: Path) -> None:
     draw, num_hosts = random.Random(str(case)), case["hosts"]
     limits = {"heartbeat_timeout_s": SILENT_S, "stall_timeout_s": 120.0}
     document = settings(tiny, tmp_path / "run", train__epochs=200, checkpoint__every_steps=100_000, comm=limits)
@@ -55,31 +54,31 @@ def test_each_side_names_the_ranks_it_no_longer_hears(case: dict[str, Any], tmp_
             else:
                 silent = (draw.randrange(hosts.num_ranks),)
                 os.kill(ranks[silent[0]].pid, signal.SIGSTOP)
-            told = [rank for rank in range(hosts.num_ranks) if case["kind"] == "link" or rank not in silent]
-            wait_for(lambda: all(ranks[rank].poll() is not None for rank in told), "the end")
+            running = [rank for rank in range(hosts.num_ranks) if case["kind"] == "link" or rank not in silent]
+            wait_for(lambda: all(ranks[rank].poll() is not None for rank in running), "the end")
             assert time.monotonic() - begun_s < SOON_S
         finally:
             for process in ranks:
                 process.kill()
                 process.wait()
-        assert {ranks[rank].returncode for rank in told} == {HANG_EXIT_CODE}
-        for rank in told:
+        assert {ranks[rank].returncode for rank in running} == {HANG_EXIT_CODE}
+        for rank in running:
             check_line(words(tmp_path, rank), silent, is_inside=rank in silent, num_ranks=hosts.num_ranks)
 
 
 def check_line(text: str, silent: Sequence[int], *, is_inside: bool, num_ranks: int) -> None:
-    """One error, which names the ranks that this one no longer hears."""
+    """Check that there is one error and that it names the unresponsive ranks."""
     errors = [line for line in text.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and "Traceback" not in text, text
     if len(silent) == 1:
         assert errors[0].startswith(f"error: rank {silent[0]} on host"), errors
         return
-    unheard = [rank for rank in range(num_ranks) if rank not in silent] if is_inside else silent
+    unresponsive = [rank for rank in range(num_ranks) if rank not in silent] if is_inside else silent
     if " the store at " in errors[0]:
         assert re.search(r"the link from host\d to ", errors[0]), errors
     else:
         assert re.search(r"the link between host\d and host\d.* is cut, or nothing runs there", errors[0]), errors
-        for rank in unheard:
+        for rank in unresponsive:
             assert re.search(rf"has not heard .*\b{rank}\b", errors[0]), errors
 
 

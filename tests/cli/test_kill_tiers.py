@@ -1,5 +1,5 @@
-"""Runs whose rows lie on a disk, killed while they read, push out, clean and save rows, or whose disk fills up: the
-bits of the run that nothing disturbed, or the named error; no file is left."""
+"""Tests of runs with rows on a disk that are killed, or whose disk is full. They resume with the bits of an undisturbed
+run or report the error, and leave no file."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from meseta.ops.row_file.scratch_file import SUFFIX
 from small_disk import small_disk
 from small_run import final_checksum, metrics, settings, train, write_config
 
-NEAR_ROWS = {1: 90, 2: 64}
-"""Little more than a batch has of table 'user' on one rank, so that each step reads, pushes out and, since records have
-3 KB, cleans."""
+CACHE_ROWS = {1: 90, 2: 64}
+"""Cache size that holds little more of table 'user' than a batch needs on one rank. Each step reads, evicts and cleans
+rows, as records have 3 KB."""
 WIDE = {
     **COMMON,
     "model__embedding_dim": 256,
@@ -30,16 +30,16 @@ WIDE = {
 
 
 def document(tiny: Path, run_dir: Path, size: int, tier: str, cache_rows: int | None = None) -> dict[str, Any]:
-    """Of a run whose largest table lies so, in rows on two ranks."""
-    far = {} if tier == "hbm" else {"tier": tier, "cache_rows": cache_rows or NEAR_ROWS[size]}
-    user = {"sharding": "table_wise" if size == 1 else "row_wise", **far}
+    """Return the settings of a run whose largest table has this storage, row-wise on two ranks."""
+    storage_keys = {} if tier == "hbm" else {"tier": tier, "cache_rows": cache_rows or CACHE_ROWS[size]}
+    user = {"sharding": "table_wise" if size == 1 else "row_wise", **storage_keys}
     storage = {"dir": str(run_dir.parent / "scratch")}
     return settings(tiny, run_dir, **WIDE, plan={"tables": {"user": user, "*": "table_wise"}}, storage=storage)
 
 
 @pytest.fixture(scope="session")
 def resident(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Callable[[int], Path]:
-    """The directory of a run on so many ranks whose tables lie in memory."""
+    """Directory of an undisturbed run whose tables are in memory, by number of ranks."""
     runs: dict[int, Path] = {}
 
     def get(size: int) -> Path:
@@ -64,7 +64,7 @@ def resident(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Callable[[
 def test_killed_while_rows_move(
     resident: Callable[[int], Path], tiny: Path, tmp_path: Path, size: int, seed: int, num_kills: int
 ) -> None:
-    """20 x 5 kills, and one more, in any of what moves rows; most steps read, push out and clean some."""
+    """Run 20 cases of 5 kills at moments when rows move. Most steps read, evict and clean some rows."""
     draw = random.Random(f"tiers/{size}/{seed}")
     run_dir = tmp_path / "run"
     config = write_config(tmp_path / "c.yaml", document(tiny, run_dir, size, "disk"))
@@ -83,7 +83,7 @@ def losses(run_dir: Path) -> list[tuple[int, float]]:
 
 @pytest.mark.parametrize("moment", ["pushed out", pytest.param("saved", marks=pytest.mark.soak)])
 def test_a_disk_that_fills_up_is_named_on_all_ranks(tiny: Path, tmp_path: Path, moment: str) -> None:
-    """While rows are pushed out, or, where all lie near, when those that were changed are written for a save."""
+    """The disk is full when rows are evicted, or when a save writes the changed rows of a cache that holds all rows."""
     run_dir = tmp_path / "run"
     made = document(tiny, run_dir, 2, "disk", cache_rows=None if moment == "pushed out" else 150)
     with small_disk(tmp_path / "scratch", "64k"):

@@ -1,4 +1,4 @@
-"""Which of several failed ranks is to blame, and that ranks end with their launcher."""
+"""Tests of the choice of the failed rank that is reported, and of ranks that end with their launcher."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from meseta.system.time_limits import TimeLimits
 
 
 def ranks_that(*programs: str) -> list[BaseProcess]:
-    """Processes that become Python running these."""
+    """Return processes that run these Python programs."""
     arguments = [[sys.executable, "-c", program] for program in programs]
     ranks: list[BaseProcess] = [forking().Process(target=os.execv, args=(sys.executable, words)) for words in arguments]
     for rank in ranks:
@@ -68,7 +68,7 @@ def test_a_rank_that_does_not_listen_is_killed(monkeypatch: pytest.MonkeyPatch, 
 SLEEPER = """
 import os, sys, time, types
 from meseta.cli import launch
-say = lambda value: os.write(1, f"{value}\\n".encode())  # at once: two processes say something
+say = lambda value: os.write(1, f"{value}\\n".encode())  # one write, as two processes print
 sys.modules["meseta.cli.preload"] = types.ModuleType("preloaded")
 launch.command_line = lambda: (say(sys.argv), time.sleep(60))
 command = launch.start_command(["train", "a.yaml"], "meseta rank 0")

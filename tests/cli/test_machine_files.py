@@ -1,4 +1,4 @@
-"""`meseta calibrate` and `meseta topology detect`: what they write, and what they refuse."""
+"""Tests of the output and the errors of `meseta calibrate` and `meseta topology detect`."""
 
 from collections.abc import Callable
 from pathlib import Path

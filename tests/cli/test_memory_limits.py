@@ -1,4 +1,4 @@
-"""Starts and runs in control groups with too little memory: one line that names the limit, whoever is killed."""
+"""Tests of control groups with too little memory: one line names the limit, whichever process is killed."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ SOON_S = 30.0
 
 
 def start(folder: Path, tiny: Path, group: MemoryGroup, *words: object, **changes: Any) -> Command:
-    """A training in a control group. It imports torch itself: pages of a process that it is forked from would be
-    charged to that."""
+    """Start a training in a control group. It is executed, because pages of a fork's parent would be charged to the
+    parent's group."""
     folder.mkdir()
     config = write_config(folder / "c.yaml", settings(tiny, folder / "run", **changes))
     joins = f"import os; open({str(group.folder / 'cgroup.procs')!r}, 'w').write(str(os.getpid())); "
@@ -43,7 +43,7 @@ LIMITS = [(mb, ranks) for ranks in (1, 2) for mb in range(150, 351, 25)]
 
 @pytest.mark.parametrize("case", sample(LIMITS, k=1, seed=2))
 def test_a_start_with_too_little(case: tuple[int, int], tmp_path: Path, tiny: Path) -> None:
-    """Refused before torch is imported or by the prediction of the run's need, or it fits; none is killed."""
+    """The start is refused before torch is imported, refused by the prediction, or it fits. No process is killed."""
     megabytes, ranks = case
     with memory_group(megabytes * MB) as group:
         command = start(tmp_path / "a", tiny, group, "--nproc", ranks)
@@ -63,7 +63,7 @@ def test_a_start_with_too_little(case: tuple[int, int], tmp_path: Path, tiny: Pa
 @pytest.mark.soak
 @pytest.mark.parametrize("options", [("--nproc", 2), ("--nproc", 2, "--max-restarts", 1), ("--max-restarts", 1)])
 def test_a_limit_that_shrinks(options: tuple[object, ...], tmp_path: Path, tiny: Path) -> None:
-    """The kernel kills a rank, the launcher says which one and why."""
+    """The kernel kills a rank, and the launcher reports which one and why."""
     with memory_group(2000 * MB) as group:
         command = start(tmp_path / "a", tiny, group, *options, train__epochs=100_000, checkpoint__every_steps=50)
         command.until(lambda: "step 100/" in command.err.read_text(), "the first steps")
@@ -83,7 +83,7 @@ def test_a_limit_that_shrinks(options: tuple[object, ...], tmp_path: Path, tiny:
 
 @pytest.mark.soak
 def test_a_group_that_is_nearly_full(tmp_path: Path, tiny: Path) -> None:
-    """One process has no launcher that outlives it; it warns before memory runs out."""
+    """A single process has no launcher to report its end, so it warns before memory is exhausted."""
     with memory_group(2000 * MB) as group:
         command = start(tmp_path / "a", tiny, group, train__epochs=100_000)
         command.until(lambda: "step 100/" in command.err.read_text(), "the first steps")
@@ -100,7 +100,7 @@ def test_a_group_that_is_nearly_full(tmp_path: Path, tiny: Path) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_the_need_of_a_start(ranks: int, tmp_path: Path, tiny: Path) -> None:
-    """MIN_START_BYTES and MIN_RANK_BYTES, measured again: a run that `check_memory` refuses has used as much by
+    """MIN_START_BYTES and MIN_RANK_BYTES, measured again: a run that `check_memory` refuses has used that much by
     then."""
     need = MIN_START_BYTES + (ranks * MIN_RANK_BYTES if ranks > 1 else 0)
     with memory_group(int(1.12 * need)) as group:
@@ -134,9 +134,9 @@ def v2(limit: str, used: int, cache: int = 0, kills: int = 0) -> Callable[[str],
 def test_the_tightest_group_counts(tmp_path: Path) -> None:
     outer, inner = "sys/fs/cgroup/outer", "sys/fs/cgroup/outer/inner"
     system = system_of(tmp_path, v2("200000000", 190 * MB, 20 * MB)(outer) | v2("max", 100 * MB, kills=3)(inner))
-    found = tightest_cgroup(system)
-    assert found is not None and found.folder == outer and found.unclaimed_bytes == 30 * MB
-    assert found.free_bytes == 20 * MB, "inactive cache alone is free"
+    tightest = tightest_cgroup(system)
+    assert tightest is not None and tightest.folder == outer and tightest.unclaimed_bytes == 30 * MB
+    assert tightest.free_bytes == 20 * MB, "inactive cache alone is free"
     assert num_oom_kills(system) == 3
     with pytest.raises(Exception, match="allows 200 MB of memory, but a start on 2 ranks needs 349 MB"):
         check_start_memory(2, system)

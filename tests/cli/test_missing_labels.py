@@ -1,10 +1,12 @@
-"""Commands on data whose samples lack labels; the metrics of each task are those of scikit-learn on its own samples."""
+"""Tests of commands on samples without labels: each task has the metrics that scikit-learn computes on its labeled
+samples."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -20,7 +22,8 @@ def test_training_measures_each_task_on_its_own_samples(tmp_path: Path, output_o
     source = write(tmp_path / "log.csv", columns())
     output_of("prepare", source, "--out", tmp_path / "data", "--label", "click,bought", "--ignore", "row",
               "--test-fraction", 0.3)  # fmt: skip
-    changes = {"train__batch_size": 64, "train__epochs": 2, "data__last_batch": "pad", "train__accumulate_steps": 2}
+    changes: dict[str, Any] = {"train__batch_size": 64, "train__epochs": 2, "train__accumulate_steps": 2}
+    changes |= {"data__last_batch": "pad", "model__num_experts": 2, "model__expert_mlp": [8], "model__tower_mlp": [4]}
     config = write_config(
         tmp_path / "c.yaml", settings(tmp_path / "data", tmp_path / "run", model__name="mmoe", **changes)
     )

@@ -1,4 +1,4 @@
-"""`meseta plan` never places more than the devices hold: memory of the data sheets, and the fullest rank."""
+"""Tests that `meseta plan` never places more than the devices hold."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sampling import sample
 SHEETS = {"a100": 40, "h100": 80, "h200": 141, "b200": 1440 / 8}
 """GB of one GPU by NVIDIA's data sheets: A100 40GB, H100 SXM, H200 SXM; DGX B200 has 1,440 GB in 8."""
 ROW_BYTES = 4 * 128 + 4
-"""A row of 128 float32 and its accumulator."""
+"""Bytes of a row of 128 float32 with its accumulator."""
 Files = Callable[..., Path]
 
 
@@ -60,8 +60,8 @@ def test_a_gpu_is_filled_to_its_data_sheet_and_not_beyond(run, files: Files, tmp
 
 
 def test_the_same_plan_as_with_the_bytes_written_down(output_of, files: Files, tmp_path: Path) -> None:
-    """Several ranks and hosts; the page has the note too."""
-    tables = {"user": table_of(90), "item": table_of(55), "page": table_of(0.1, copies=5)}
+    """The plan is the same on several ranks and hosts, and the page shows the note."""
+    tables = {"user": table_of(90), "item": table_of(55), "page": table_of(0.1, copies=2)}
     workload, cluster = files("model.yaml", {"batch_size": 4096, "tables": tables}), {"num_hosts": 2, "device": "h100"}
     ended = []
     for name, more in (("bare", {}), ("full", {"hbm_bytes": 80_000_000_000})):
@@ -86,13 +86,13 @@ def test_a_cpu_topology_without_memory_is_refused(run, files: Files, tmp_path: P
 
 
 def test_make_plan_checks_nothing_where_the_topology_names_no_memory(files: Files) -> None:
-    """As documented: a program of the user's own, and training, which knows its devices."""
+    """Calls of `make_plan` and trainings know their devices, as documented."""
     workload = load_workload(files("model.yaml", {"batch_size": 64, "tables": {"user": table_of(512)}}))
     assert make_plan(workload, Topology(device="h100"))["user"].shards[0].ranks == (0,)
 
 
 def test_the_fullest_rank_is_shown(output_of, files: Files, tmp_path: Path) -> None:
-    """Of 80 ranks, the one with a large table that is hardly read is neither among the 16 busiest, nor the 64."""
+    """The fullest of 80 ranks holds a large table with few lookups, so it is not among the 64 busiest."""
     tables = {"large": table_of(50, pooling_factor=0.001), "busy": table_of(1, copies=79, pooling_factor=30)}
     others = [rank for rank in range(80) if rank != 70]
     rules = {
@@ -107,17 +107,17 @@ def test_the_fullest_rank_is_shown(output_of, files: Files, tmp_path: Path) -> N
     out = output_of(
         "plan", workload, "--topology", machines, "--constraints", constraints, "--html", tmp_path / "p.html"
     )
-    found = find_plan(
+    prediction = find_plan(
         load_workload(workload), Topology.load(machines), constraints=Constraints.load(constraints)
     ).prediction
-    held = found.peak_bytes()
+    held = prediction.peak_bytes()
     assert held.argmax() == 70 and held[70] > 50e9
-    assert 70 not in sorted(range(80), key=lambda rank: -found.compute_s[rank])[:64]
+    assert 70 not in sorted(range(80), key=lambda rank: -prediction.compute_s[rank])[:64]
     assert f"fullest ranks: hbm {held[70] / 1e9:.1f} GB of 80.0 GB on rank 70" in out
     assert "the fullest and busiest 16 of 80" in out
     [row] = [line for line in out.splitlines() if re.match(r"70 +[\d.]", line)]
     assert f" {held[70] / 1e6:,.1f} " in row
     page = (tmp_path / "p.html").read_text()
     assert f"hbm {held[70] / 1e9:.1f} GB of 80.0 GB on rank 70" in page and ">rank 70<" in page
-    busiest = int(found.compute_s.argmax())
+    busiest = int(prediction.compute_s.argmax())
     assert re.search(rf"^{busiest} +[\d.]", out, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""The command `prepare`: options reach the work, and mistakes are named."""
+"""Tests of the command `prepare`: options take effect, and errors name the mistake."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -27,8 +27,8 @@ def test_options_reach_the_work(tmp_path: Path) -> None:
     write_tsv(tmp_path / "a.tsv", make_lines(60))
     write_tsv(tmp_path / "b.tsv", make_lines(40))
     out = str(tmp_path / "out")
-    given = ["--test-files", f"{tmp_path}/b.tsv", "--hash-rows", "1_000", "--hash-rows", "cat_2=50", "--seed", "7"]
-    assert "100 rows in" in run(f"{tmp_path}/a.tsv", "--out", out, *given)
+    options = ["--test-files", f"{tmp_path}/b.tsv", "--hash-rows", "1_000", "--hash-rows", "cat_2=50", "--seed", "7"]
+    assert "100 rows in" in run(f"{tmp_path}/a.tsv", "--out", out, *options)
     dataset = Dataset.load(out)
     assert [s.num_embeddings for s in dataset.sparse][1:4] == [1000, 50, 1000]
     assert (dataset.seed, dataset.splits["train"].num_rows, dataset.splits["test"].num_rows) == (7, 60, 40)
@@ -44,7 +44,7 @@ def test_bad_hash_rows_are_named(tmp_path: Path, rows: str) -> None:
         run("x", "--out", str(tmp_path / "out"), "--hash-rows", rows)
 
 
-def test_bad_rows_are_left_out_and_told(
+def test_bad_rows_are_skipped_and_reported(
     tmp_path: Path, output_of: Callable[..., str], error_of: Callable[..., str]
 ) -> None:
     log, out = tmp_path / "log.csv", tmp_path / "out"

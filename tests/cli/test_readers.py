@@ -1,4 +1,4 @@
-"""`meseta train --readers N`: the same run, whose rows other processes decode, which end with it."""
+"""Tests of `meseta train --readers N`, which gives the same run and ends its reader processes."""
 
 from __future__ import annotations
 
@@ -22,8 +22,16 @@ from small_run import final_checksum, metrics, settings, train, without_times, w
 COMMON = {"train__epochs": 2, "checkpoint__every_steps": 5}
 
 
+@pytest.fixture(scope="module")
+def whole(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of the same run on one rank without readers."""
+    run_dir = tmp_path_factory.mktemp("local") / "run"
+    train(settings(tiny, run_dir, **COMMON))
+    return run_dir
+
+
 @pytest.mark.parametrize("nproc", [1, pytest.param(2, marks=pytest.mark.soak)])
-def test_the_same_weights_and_no_process_is_left(nproc: int, tiny: Path, tmp_path: Path) -> None:
+def test_the_same_weights_and_no_process_is_left(nproc: int, tiny: Path, whole: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     config = write_config(tmp_path / "c.yaml", settings(tiny, run_dir, **COMMON))
     command = Command(tmp_path / "log", "train", config, "--readers", 2, "--nproc", nproc)
@@ -31,16 +39,15 @@ def test_the_same_weights_and_no_process_is_left(nproc: int, tiny: Path, tmp_pat
     assert len(command.readers()) == 3
     command.succeed()
     assert command.readers() == []
-    local = tmp_path / "local"
+    local = whole if nproc == 1 else tmp_path / "local"
     if nproc == 1:
-        train(settings(tiny, local, **COMMON))
         assert without_times(metrics(run_dir)) == without_times(metrics(local))
     else:
         Command(tmp_path / "log2", "train", config, f"run_dir={local}", "--nproc", nproc).succeed()
     assert final_checksum(run_dir) == final_checksum(local)
 
 
-def test_auto_begins_with_one(tiny: Path, tmp_path: Path) -> None:
+def test_auto_begins_with_one(tiny: Path, whole: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     config = write_config(tmp_path / "c.yaml", settings(tiny, run_dir, **COMMON))
     command = Command(tmp_path / "log", "train", config, "--readers", "auto")
@@ -48,8 +55,7 @@ def test_auto_begins_with_one(tiny: Path, tmp_path: Path) -> None:
     assert len(command.readers()) == 2
     command.succeed()
     assert command.readers() == []
-    train(settings(tiny, tmp_path / "local", **COMMON))
-    assert final_checksum(run_dir) == final_checksum(tmp_path / "local")
+    assert final_checksum(run_dir) == final_checksum(whole)
 
 
 def test_a_killed_launcher_leaves_no_reader(tiny: Path, tmp_path: Path) -> None:

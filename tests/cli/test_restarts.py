@@ -1,4 +1,5 @@
-"""A run that loses ranks goes on by itself, on fewer where some are gone; nothing else is started again."""
+"""Tests of runs that lose ranks: they resume by themselves, on fewer ranks if necessary. Other commands do not
+restart."""
 
 from __future__ import annotations
 
@@ -28,8 +29,7 @@ from meseta.errors import FormerNameWarning
 from meseta.spec import MesetaError
 from small_run import final_checksum, metrics, settings, train, without_times, write_config
 
-COMMON = {"train__epochs": 4, "checkpoint__every_steps": 3, "checkpoint__keep_last": 100}
-NUM_STEPS = 56
+COMMON = {"checkpoint__every_steps": 3, "checkpoint__keep_last": 100}
 RESTART = re.compile(
     r"note: rank (\d) was killed by SIGKILL; restart (\d) of 2, on (\d) ranks?, from (?:step (\d+)|the first step)"
 )
@@ -40,7 +40,7 @@ def step_of(path: Path) -> int:
 
 
 def copied_at(run_dir: Path, out: Path, step: int) -> Path:
-    """The folder of a run as it was when it had a checkpoint of this step and no later one; at step 0 none at all."""
+    """Copy the folder of a run as it was when this step was its newest checkpoint. At step 0 nothing is copied."""
     if not step:
         return out
     shutil.copytree(run_dir, out, ignore=lambda folder, names: [name for name in names if ".tmp" in name])
@@ -52,7 +52,7 @@ def copied_at(run_dir: Path, out: Path, step: int) -> Path:
 
 
 def kill(command: Command, shown_step: int, ranks: Sequence[int], later_s: float) -> None:
-    """These ranks, a moment after this step was shown."""
+    """Kill these ranks shortly after this step was logged."""
     command.until(lambda: f"step {shown_step}/" in command.err.read_text(), f"step {shown_step}")
     time.sleep(later_s)
     of = command.ranks()
@@ -60,13 +60,13 @@ def kill(command: Command, shown_step: int, ranks: Sequence[int], later_s: float
         os.kill(of[rank], signal.SIGKILL)
 
 
-def lose_ranks(folder: Path, tiny: Path, seed: int, least_ranks: int) -> None:
-    """Four ranks, of which one is killed at a random step, and two of those that go on at a later one: the bits of
-    resuming so by hand, each time from the same checkpoint on the same number of ranks."""
+def lose_ranks(folder: Path, tiny: Path, seed: int, least_ranks: int, epochs: int = 4) -> None:
+    """Kill one of four ranks at a random step, and two of the rest later. The bits must be those of resuming by hand
+    from the same checkpoints on as many ranks."""
     draw = random.Random(seed)
-    first, second = draw.randrange(4, 17, 4), draw.randrange(24, 41, 4)
+    first, second = draw.randrange(4, 4 * epochs + 1, 4), draw.randrange(6 * epochs, 10 * epochs + 1, 4)
     run_dir = folder / "run"
-    config = write_config(folder / "c.yaml", settings(tiny, run_dir, **COMMON))
+    config = write_config(folder / "c.yaml", settings(tiny, run_dir, **COMMON, train__epochs=epochs))
     fewer = ("--max-restarts", 2, "--min-nproc", least_ranks)
     command = Command(folder / "itself", "train", config, "--nproc", 4, *fewer)
     kill(command, first, [draw.randrange(4)], draw.uniform(0, 0.03))
@@ -75,9 +75,10 @@ def lose_ranks(folder: Path, tiny: Path, seed: int, least_ranks: int) -> None:
     command.succeed()
     assert command.members() == []
     restarts = [RESTART.fullmatch(line) for line in command.err.read_text().splitlines() if line.startswith("note: ra")]
-    one, two = [(int(own[3]), int(own[4] or 0)) for own in restarts if own]
+    one, two = [(int(match[3]), int(match[4] or 0)) for match in restarts if match]
     assert [one[0], two[0]] == [max(3, least_ranks), max(1, least_ranks)] and one[1] < two[1]
-    assert (f"resuming from step {one[1]}," in command.err.read_text()) == (one[1] > 0)  # else nothing was saved yet
+    # At step 0 nothing was saved yet.
+    assert (f"resuming from step {one[1]}," in command.err.read_text()) == (one[1] > 0)
 
     by_hand = copied_at(run_dir, folder / "one", one[1])
     at_second = f"checkpoints/step-{two[1]:09d}"
@@ -88,16 +89,16 @@ def lose_ranks(folder: Path, tiny: Path, seed: int, least_ranks: int) -> None:
     assert checkpoint.verify(by_hand / at_second) == checkpoint.verify(run_dir / at_second)
     again = copied_at(by_hand, folder / "two", two[1])
     if two[0] == 1:
-        train(settings(tiny, again, **COMMON))
+        train(settings(tiny, again, **COMMON, train__epochs=epochs))
     else:
         Command(folder / "by-hand-2", "train", config, f"run_dir={again}", "--nproc", two[0]).succeed()
     assert final_checksum(again) == final_checksum(run_dir)
     assert without_times(metrics(again)) == without_times(metrics(run_dir))
-    assert step_of(checkpoint.latest_complete(run_dir / "checkpoints") or Path()) == NUM_STEPS
+    assert step_of(checkpoint.latest_complete(run_dir / "checkpoints") or Path()) == 14 * epochs
 
 
-def test_a_run_goes_on_on_the_ranks_that_are_left(tiny: Path, tmp_path: Path) -> None:
-    lose_ranks(tmp_path, tiny, seed=18, least_ranks=1)
+def test_a_run_resumes_on_the_remaining_ranks(tiny: Path, tmp_path: Path) -> None:
+    lose_ranks(tmp_path, tiny, seed=18, least_ranks=1, epochs=2)
 
 
 @pytest.mark.soak
@@ -109,8 +110,8 @@ def test_runs_that_lose_ranks_at_random_steps(tiny: Path, tmp_path: Path, seed: 
 
 @pytest.fixture
 def attempts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[tuple[list[str], int]]]]:
-    """`attempts([[program of rank 0, ...], ...])`: arguments and ranks of each time that ranks are started, which run
-    these programs."""
+    """`attempts([[program of rank 0, ...], ...])`: set the programs of each start, and return its arguments and number
+    of ranks."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     monkeypatch.setattr(launch, "PEER_EXIT_GRACE_S", 1)
 
@@ -153,7 +154,7 @@ def test_restarts_are_used_up(
 
 
 @pytest.mark.parametrize(("first", "code"), [("exit(1)", 1), ("exit(143)", 143), ("exit(0)", 0)])
-def test_what_a_rank_says_itself_is_not_repeated(attempts: Any, tmp_path: Path, first: str, code: int) -> None:
+def test_an_error_that_a_rank_reports_is_not_repeated(attempts: Any, tmp_path: Path, first: str, code: int) -> None:
     made = attempts([[first, LOSES if code else "exit(0)"]])
     assert run_with_restarts(["train"], 2, RestartPolicy(3, 1), run_of(tmp_path)) == code
     assert len(made) == 1
@@ -162,7 +163,7 @@ def test_what_a_rank_says_itself_is_not_repeated(attempts: Any, tmp_path: Path, 
 def test_sigterm_ends_the_run(
     attempts: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It comes to the launcher while ranks run."""
+    """The launcher receives SIGTERM while ranks run."""
     made = attempts([[f"import os, signal; os.kill({os.getpid()}, signal.SIGTERM); {WAITS}", WAITS]])
     monkeypatch.setattr(sys, "argv", ["meseta", "train"])
     assert run_with_restarts(["train"], 2, RestartPolicy(3, 1), run_of(tmp_path)) == 143
@@ -170,8 +171,9 @@ def test_sigterm_ends_the_run(
     assert capsys.readouterr().err == "interrupted; the same command resumes from the last checkpoint\n"
 
 
-def test_a_run_begins_anew_once(attempts: Any, tmp_path: Path) -> None:
-    """--force is repeated while nothing of the new run is saved; what a former run saved at the same step is none."""
+def test_force_applies_once(attempts: Any, tmp_path: Path) -> None:
+    """--force is repeated until the new run has saved a checkpoint. A former run's checkpoint of the same step does not
+    count."""
     config = run_of(tmp_path)
     saved = config.run_dir / "checkpoints/step-000000003/manifest.json"
     saved.parent.mkdir(parents=True)
@@ -190,7 +192,7 @@ def test_ranks_that_were_killed_are_gone(num_ranks: int, killed: tuple[int, ...]
     assert RestartPolicy(1, least).next_ranks(num_ranks, LaunchResult(1, "rank 0 was killed", killed)) == left
 
 
-def test_what_forbids_fewer_ranks_is_told_at_the_start(
+def test_settings_that_forbid_fewer_ranks_are_refused_at_the_start(
     error_of: Callable[..., str], tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = {
@@ -203,7 +205,7 @@ def test_what_forbids_fewer_ranks_is_told_at_the_start(
         (tmp_path / name).write_text(text)
     config = write_config(tmp_path / "c.yaml", settings(tiny, tmp_path / "run"))
 
-    def told(*words: str) -> str:
+    def refusal(*words: str) -> str:
         return error_of("train", config, *words).removeprefix("error: ").replace(f"{tmp_path}/", "")
 
     fewer = ("--nproc", "4", "--max-restarts", "1", "--min-nproc", "3")
@@ -214,15 +216,15 @@ def test_what_forbids_fewer_ranks_is_told_at_the_start(
         ("planner.topology", "topology.yaml", "topology file 'topology.yaml' has 4 devices"),
         ("planner.constraints", "rules.yaml", "constraints file 'rules.yaml' names rank 3"),
     ):
-        assert told(f"{key}={tmp_path / name}", *fewer) == f"--min-nproc 3: {why}, {way_out}"
+        assert refusal(f"{key}={tmp_path / name}", *fewer) == f"--min-nproc 3: {why}, {way_out}"
     written = "plan={devices_per_host: 2, tables: {'*': row_wise}}"
-    assert told(written, *fewer) == f"--min-nproc 3: the plan of the config is for hosts of 2 ranks, {way_out}"
-    assert told("--nproc", "4", "--max-restarts", "-1") == "--max-restarts must be 0 or more, got -1"
+    assert refusal(written, *fewer) == f"--min-nproc 3: the plan of the config is for hosts of 2 ranks, {way_out}"
+    assert refusal("--nproc", "4", "--max-restarts", "-1") == "--max-restarts must be 0 or more, got -1"
     in_range = "--min-nproc must be in 1..4, the ranks of --nproc, got 5"
-    assert told("--nproc", "4", "--max-restarts", "1", "--min-nproc", "5") == in_range
+    assert refusal("--nproc", "4", "--max-restarts", "1", "--min-nproc", "5") == in_range
     needs = "--min-nproc 3 needs --max-restarts; set both"
-    assert told("--nproc", "4", "--min-nproc", "3") == needs
-    assert told("checkpoint.resume=never", "--max-restarts", "1") == (
+    assert refusal("--nproc", "4", "--min-nproc", "3") == needs
+    assert refusal("checkpoint.resume=never", "--max-restarts", "1") == (
         "--max-restarts: checkpoint.resume is 'never', so no run can be resumed; set it to auto"
     )
     assert not (tmp_path / "run").exists()

@@ -1,5 +1,5 @@
-"""Whole commands on one and two ranks, whose disk, file server or store stops answering: one line within 30 s, another
-one when it goes on, and the run ends well."""
+"""Tests of commands whose disk, file server or store stops answering. One line reports it within 30 s, another one the
+recovery, and the run ends well."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def lines_of(command: Command) -> list[str]:
     return [line for line in command.err.read_text().splitlines() if line.startswith(("warning: ", "error: "))]
 
 
-def told(command: Command, since_s: float) -> str:
-    """The first line, which comes soon; nothing else is said for a while after it."""
+def first_line(command: Command, since_s: float) -> str:
+    """Return the first line, which must appear soon. No other line may follow for a while."""
     command.until(lambda: lines_of(command), "a line")
     assert time.monotonic() - since_s < SOON_S
     time.sleep(5)
@@ -49,7 +49,7 @@ def told(command: Command, since_s: float) -> str:
 
 @contextmanager
 def silent_store() -> Iterator[str]:
-    """A server that takes connections and never answers; its address."""
+    """Context manager that starts a server that accepts connections and never answers. It yields the address."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         held = []
 
@@ -71,7 +71,7 @@ def silent_store() -> Iterator[str]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_stall(case: dict[str, Any], tmp_path: Path, tiny: Path) -> None:
-    """Which process waits, for what, how long and while it does what."""
+    """The line names the process, the file system or store, the elapsed time and the current stage."""
     stall, ranks = case["stall"], case["ranks"]
     endless = {"train__epochs": 100_000, "checkpoint__every_steps": 50, "num_threads": 1}
     # The launcher of `predict` reads the run's config itself.
@@ -84,7 +84,7 @@ def test_a_stall(case: dict[str, Any], tmp_path: Path, tiny: Path) -> None:
                 document["checkpoint"]["dir"] = f"file://{disk.place}/checkpoints"
             command = begin(tmp_path / "a", document, ranks)
             disk.freeze()
-            line = told(command, time.monotonic())
+            line = first_line(command, time.monotonic())
             assert f"for the file system at {str(disk.place)!r} (ext4 on {disk.device}): " in line
             assert stall == "run_dir" or ", while saving step " in line
             disk.thaw()
@@ -94,7 +94,7 @@ def test_a_stall(case: dict[str, Any], tmp_path: Path, tiny: Path) -> None:
             document = settings(tiny, tmp_path / "run", checkpoint__mirror=f"{address}/bucket/run")
             command = Command(tmp_path / "a", "train", write_config(tmp_path / "c.yaml", document), "--nproc", ranks)
             since_s = time.monotonic()
-            line = told(command, since_s + 5)  # of the start of torch
+            line = first_line(command, since_s + 5)  # for the start of torch
             assert f"for {address}: read of '{address}/bucket/run', while using the mirror; check the network" in line
             command.send(signal.SIGKILL)
             command.wait()
@@ -109,13 +109,13 @@ def test_a_stall(case: dict[str, Any], tmp_path: Path, tiny: Path) -> None:
                 command = Command(tmp_path / "a", "predict", tmp_path / "served/run", "--out", tmp_path / "p.csv",
                                   "--nproc", ranks)  # fmt: skip
                 mounted.stop()
-                line = told(command, time.monotonic() + 5)
+                line = first_line(command, time.monotonic() + 5)
             else:
                 every = {"train__eval_every_steps": 40} if stall == "evaluation data" else {}
                 document = settings(tmp_path / "served", tmp_path / "run", **endless, **every)
                 command = begin(tmp_path / "a", document, ranks)
                 mounted.stop()
-                line = told(command, time.monotonic())
+                line = first_line(command, time.monotonic())
             assert f"for the file system at '{tmp_path}/served' (fuse on served): " in line
             assert f" of '{tmp_path}/served" in line
             mounted.resume()
@@ -127,8 +127,8 @@ def test_a_stall(case: dict[str, Any], tmp_path: Path, tiny: Path) -> None:
 
 
 def finish(command: Command, note: str) -> None:
-    """The run goes on, says so, and stops in good order."""
-    command.until(lambda: note in command.err.read_text(), "a note that it goes on")
+    """Check that the run recovers, reports it, and stops on SIGTERM."""
+    command.until(lambda: note in command.err.read_text(), "a note that the run continues")
     command.send(signal.SIGTERM, to_all=False)
     assert command.wait() == 143, command.err.read_text()
     assert "Traceback" not in command.err.read_text() and command.members() == []

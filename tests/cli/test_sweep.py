@@ -1,4 +1,4 @@
-"""`meseta sweep`: trainings in processes of their own, ranked; failed and finished ones."""
+"""Tests of `meseta sweep`: ranked trainings in separate processes, failed and finished ones."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def config(tiny: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """Trainings in this process, which fail for seed 5; the run_dirs that were started."""
+    """Run trainings in this process, and return their run_dirs. Seed 5 fails and seed 6 is stopped."""
     runs: list[Path] = []
 
     def here(arguments: Sequence[str], log: Path, calls: StopSignals) -> int:
@@ -66,19 +66,19 @@ def rows(out: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def test_a_grid_in_processes_of_their_own(run: Run, config: Path, tmp_path: Path) -> None:
+def test_a_grid_in_separate_processes(run: Run, config: Path, tmp_path: Path) -> None:
     out = tmp_path / "sweep"
     code, text, _ = run("sweep", config, "seed=[4,5]", "train.max_steps=1", "--out", out, "--metric", "auc")
     assert code == 0
-    found = rows(out)
-    aucs = [json.loads((out / row["trial"] / "summary.json").read_text())["test"]["auc"] for row in found]
-    assert [float(row["auc"]) for row in found] == aucs == sorted(aucs, reverse=True)
-    assert {row["seed"] for row in found} == {"4", "5"}
+    table = rows(out)
+    aucs = [json.loads((out / row["trial"] / "summary.json").read_text())["test"]["auc"] for row in table]
+    assert [float(row["auc"]) for row in table] == aucs == sorted(aucs, reverse=True)
+    assert {row["seed"] for row in table} == {"4", "5"}
     assert "note: the test split decided which trial is the best, so its figures are flattered" in text
     assert (out / "comparison.html").exists() and f"report: {out / 'comparison.html'}" in text
 
 
-def test_a_failed_trial_is_told_and_finished_ones_are_kept(
+def test_a_failed_trial_is_reported_and_finished_ones_are_kept(
     run: Run, config: Path, tmp_path: Path, started: list[Path]
 ) -> None:
     out = tmp_path / "sweep"
@@ -103,22 +103,22 @@ def test_trials_are_ranked_by_valid_and_the_best_alone_reads_test(
     code, text, _ = run(*arguments)
     assert code == 0 and "flattered" not in text
     assert [path.name for path in started] == ["trial-000", "trial-001", "trial-002", "trial-001"]
-    found = rows(out)
+    table = rows(out)
     summaries = {path.name: json.loads((path / "summary.json").read_text()) for path in started}
     assert [name for name, summary in summaries.items() if "test" in summary] == ["trial-001"]
-    assert [row["trial"] for row in found] == sorted(summaries, key=lambda name: summaries[name]["valid"]["ne"])
-    assert [float(row["ne"]) for row in found] == [summaries[row["trial"]]["valid"]["ne"] for row in found]
-    assert float(found[0]["test auc"]) == summaries["trial-001"]["test"]["auc"]
-    assert {row["test auc"] for row in found[1:]} == {""}
+    assert [row["trial"] for row in table] == sorted(summaries, key=lambda name: summaries[name]["valid"]["ne"])
+    assert [float(row["ne"]) for row in table] == [summaries[row["trial"]]["valid"]["ne"] for row in table]
+    assert float(table[0]["test auc"]) == summaries["trial-001"]["test"]["auc"]
+    assert {row["test auc"] for row in table[1:]} == {""}
     lines = [json.loads(line) for path in started for line in (path / "metrics.jsonl").read_text().splitlines()]
     assert {line["step"] for line in lines if line.get("split") == "test"} == {10}
     page = (out / "comparison.html").read_text()
     assert "Metrics are computed on the split valid" in page and "trial-001 on test, at step 10:" in page
     assert f"{summaries['trial-000']['valid']['auc']:.4f}" in page
-    assert run(*arguments)[0] == 0 and len(started) == 4  # nothing is left to do
+    assert run(*arguments)[0] == 0 and len(started) == 4  # all trials are finished
 
 
-def test_a_stopped_sweep_goes_on(run: Run, config: Path, tmp_path: Path, started: list[Path]) -> None:
+def test_a_stopped_sweep_resumes(run: Run, config: Path, tmp_path: Path, started: list[Path]) -> None:
     out = tmp_path / "sweep"
     code, _, err = run("sweep", config, "seed=[4,6,7]", "--out", out)
     assert code == 143 and "interrupted in trial 2;" in err and len(started) == 2
@@ -133,7 +133,7 @@ def test_random_trials_can_be_extended(run: Run, config: Path, tmp_path: Path, s
     assert {row["dense.optimizer.lr"] for row in first} < {row["dense.optimizer.lr"] for row in rows(tmp_path / "s")}
 
 
-def test_what_is_wrong_is_one_line(run: Run, config: Path, tmp_path: Path, started: list[Path]) -> None:
+def test_errors_are_one_line(run: Run, config: Path, tmp_path: Path, started: list[Path]) -> None:
     for arguments, words in (
         (("seed=[1,2]", "--random"), "need each other"),
         (("seed=[1,2]", "--trials", 3), "need each other"),

@@ -1,4 +1,4 @@
-"""Clocks of hosts beside each other, by exchanges that nobody leaves before all have entered."""
+"""Clock offsets between hosts, estimated from exchanges that no rank leaves before all have entered."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from meseta.comm.clocks import estimate_offsets, measure_rank_clocks
 
 
 @given(st.data(), st.integers(2, 5), st.integers(1, 8))
-def test_the_true_offset_lies_within_the_bounds(data: st.DataObject, num_ranks: int, num_exchanges: int) -> None:
-    """Of exchanges that take any time, of ranks that come to them at any time, on hosts that are apart by any time."""
+def test_the_true_offset_is_within_the_bounds(data: st.DataObject, num_ranks: int, num_exchanges: int) -> None:
+    """Exchanges, arrivals and offsets of hosts are arbitrary."""
     clocks = [data.draw(st.sampled_from(["a", "b", "c"])) for _ in range(num_ranks)]
     ahead = {name: data.draw(st.floats(-1e6, 1e6)) for name in "abc"}
     now, moments = 0.0, [list[tuple[float, float]]() for _ in range(num_ranks)]

@@ -1,4 +1,4 @@
-"""Lanes: one thing after the other, by whoever comes first, and after what a rank waits for."""
+"""Lanes run one action after the other, in the thread that waits first, and yield to exchanges of rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meseta.comm.messages import Lane, RowPriority
 from meseta.spec import MesetaError
 
 
-def test_a_lane_does_one_thing_after_the_other() -> None:
+def test_a_lane_runs_actions_in_order() -> None:
     lane, done = Lane("sums", None), list[int]()
     gate = threading.Event()
     works = [lane.submit(lambda n=n: (gate.wait(), done.append(n))) for n in range(4)]  # type: ignore[misc]
@@ -28,7 +28,7 @@ def test_a_lane_does_one_thing_after_the_other() -> None:
     assert works[2].done_s is not None and before_s <= works[2].done_s <= time.perf_counter()
 
 
-def test_what_is_waited_for_at_once_needs_no_other_thread() -> None:
+def test_an_action_waited_for_immediately_needs_no_other_thread() -> None:
     lane, threads = Lane("sums", None), set[str]()
     lane.submit(lambda: threads.add(threading.current_thread().name), in_background=False).wait()
     assert threads == {threading.current_thread().name}
@@ -38,11 +38,11 @@ def test_what_is_waited_for_at_once_needs_no_other_thread() -> None:
     assert threads == {threading.current_thread().name, "meseta-sums"}
     lane.shutdown()
     assert not [thread for thread in threading.enumerate() if thread.name == "meseta-sums"]
-    lane.submit(lambda: None).wait()  # one that has ended begins again
+    lane.submit(lambda: None).wait()  # a lane restarts after its end
     lane.shutdown()
 
 
-def test_what_a_lane_raises_is_raised_where_it_is_waited_for() -> None:
+def test_an_error_is_raised_by_wait() -> None:
     lane, done = Lane("sums", None), list[int]()
 
     def fail() -> None:
@@ -57,7 +57,7 @@ def test_what_a_lane_raises_is_raised_where_it_is_waited_for() -> None:
     lane.shutdown()
 
 
-def test_a_piece_holds_back_while_its_rank_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chunk_yields_while_its_rank_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(messages, "YIELD_TIMEOUT_S", 60.0)
     crossing, order, has_begun = RowPriority(), list[str](), threading.Event()
 
@@ -77,15 +77,15 @@ def test_a_piece_holds_back_while_its_rank_waits(monkeypatch: pytest.MonkeyPatch
     crossing.yield_to_row_exchange()
 
 
-def test_a_piece_does_not_hold_back_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chunk_yields_for_a_limited_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(messages, "YIELD_TIMEOUT_S", 0.01)
     crossing = RowPriority()
     with crossing.row_wait():
         crossing.yield_to_row_exchange()
 
 
-def test_who_waits_is_not_kept_by_what_comes_behind_it() -> None:
-    """The second thing may need another rank, which needs this one to go on."""
+def test_wait_does_not_run_later_actions() -> None:
+    """The second action may need another rank, which needs this one to continue."""
     lane, has_begun, gates = Lane("sums", None), threading.Event(), [threading.Event(), threading.Event()]
 
     def carry(gate: threading.Event) -> None:
@@ -96,7 +96,7 @@ def test_who_waits_is_not_kept_by_what_comes_behind_it() -> None:
     has_begun.wait(20)  # in the thread of the lane
     waiter = threading.Thread(target=first.wait)
     waiter.start()
-    time.sleep(0.2)  # until it waits
+    time.sleep(0.2)  # so that it waits
     gates[0].set()
     waiter.join(10)
     try:

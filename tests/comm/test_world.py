@@ -1,4 +1,4 @@
-"""A world of one rank: every collective returns what it was given, and no network is touched."""
+"""Collectives of one rank return their input and use no network."""
 
 from __future__ import annotations
 
@@ -113,17 +113,17 @@ import torch
 from meseta.comm import World
 os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
 torch.distributed.init_process_group("gloo")
-import torch.distributed.nn, torch._dynamo  # whatever torch imports later
+import torch.distributed.nn, torch._dynamo  # modules that torch imports later
 torch.distributed.all_reduce(torch.ones(2))
 World.destroy_process_group()
 for task in os.listdir("/proc/self/task"):
-    with contextlib.suppress(OSError):  # a thread of others has ended meanwhile
+    with contextlib.suppress(OSError):  # the thread has ended meanwhile
         print(open(f"/proc/self/task/{task}/comm").read().strip())
 """
 
 
-@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="the system does not tell the names of threads")
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="the system does not list threads")
 def test_no_thread_of_a_group_outlives_it() -> None:
-    """One that does aborts a process that ends: it may want Python when there is none left."""
+    """Such a thread may need the interpreter after its end, and then aborts the process."""
     done = subprocess.run([sys.executable, "-c", LEAVES], capture_output=True, text=True, check=True, timeout=120)
     assert "gloo" not in done.stdout and "python" in done.stdout

@@ -1,4 +1,4 @@
-"""The pools that all distributed tests share."""
+"""Fixture with the pools of ranks that all distributed tests share."""
 
 from collections.abc import Callable, Iterator
 
@@ -9,7 +9,7 @@ from .pool import RankPool
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[[int], RankPool]]:
-    """`ranks(2).run(function, ...)`: the pool of that size, started at its first use."""
+    """Return a function that returns the pool of a size, and starts it on the first use."""
     pools: dict[int, RankPool] = {}
 
     def get(size: int) -> RankPool:

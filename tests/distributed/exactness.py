@@ -23,7 +23,7 @@ from distributed.scenario import IS_SOAK, Scenario, train, whole_tables
 from sampling import product
 
 SIZES = (2, 4, 8)
-"""Ranks; half of them are a host."""
+"""Numbers of ranks. Each run has two hosts."""
 SCHEMES = [
     "table_wise", "row_wise", "column_wise", "data_parallel", "table_row_wise", "table_column_wise", "grid",
     "hot_replicated", "mixed", "mixed of hosts",
@@ -32,22 +32,20 @@ POOLINGS = ["sum", "sum weighted", "mean", "mean weighted", "none"]
 OPTIMIZERS = ["sgd", "adagrad", "rowwise_adagrad", "adam"]
 MATRIX = product(ranks=list(SIZES), sharding=SCHEMES, pooling=POOLINGS, optimizer=OPTIMIZERS)
 TOLERANCES = (("float64", 20 if IS_SOAK else 5, 1e-10), ("float32", 4 if IS_SOAK else 3, 1e-5))
-"""(dtype, steps, largest difference): the contract of docs/design.md, over fewer steps in `make test`."""
+"""(dtype, steps, largest difference) of the contract in docs/design.md. `make test` runs fewer steps."""
 
 Ranks = Callable[[int], RankPool]
 
 
 def scenario_of(sharding: str, pooling: str, optimizer: str) -> Scenario:
-    """The scenario of one cell."""
     kind, _, weighted = pooling.partition(" ")
     return Scenario(sharding=sharding, pooling=kind, weighted=bool(weighted), optimizer=optimizer)
 
 
 def bitwise(scenario: Scenario) -> Scenario | None:
-    """The form of a cell that the contract wants equal bit for bit; None where it wants none.
+    """Return the form of a cell that the contract requires to be bitwise equal, or `None` if it requires none.
 
-    No bag may be summed across row shards, so bags of row-wise tables get at most one id, and no table may be
-    replicated.
+    No bag may be summed across row shards, so bags of row-wise tables get at most one id. No table may be replicated.
     """
     if scenario.sharding in ("data_parallel", "hot_replicated", "mixed", "mixed of hosts"):
         return None
@@ -59,23 +57,22 @@ BITWISE = [cell for cell in MATRIX if bitwise(scenario_of(cell["sharding"], cell
 
 
 def difference(ranks: Ranks, size: int, scenario: Scenario) -> float:
-    """The largest absolute difference in losses, dense weights, rows and optimizer state between `size` ranks and
-    one."""
+    """Return the largest difference in losses, dense weights, rows and optimizer state between `size` ranks and one."""
     alone, results = train(scenario), ranks(size).run(train, scenario)
     losses = [torch.tensor([r["losses"] for r in runs], dtype=torch.float64).sum(0) for runs in (results, [alone])]
-    found = [_largest(*losses)]
-    found += [_largest(a, b) for r in results for a, b in zip(r["dense"], alone["dense"], strict=True)]
-    return worst_of([*found, _largest_in_tables(results, [alone], scenario)])
+    differences = [_largest(*losses)]
+    differences += [_largest(a, b) for r in results for a, b in zip(r["dense"], alone["dense"], strict=True)]
+    return worst_of([*differences, _largest_in_tables(results, [alone], scenario)])
 
 
 def bit_difference(ranks: Ranks, size: int, scenario: Scenario) -> float:
-    """The same for outputs, rows and state, when both get the same upstream gradients."""
+    """Return the largest difference in outputs, rows and state under identical upstream gradients."""
     alone, results = train(scenario, True), ranks(size).run(train, scenario, True)
-    found = [
+    differences = [
         _largest(torch.cat([r["outputs"][step] for r in results]), alone["outputs"][step])
         for step in range(scenario.num_steps)
     ]
-    return worst_of([*found, _largest_in_tables(results, [alone], scenario)])
+    return worst_of([*differences, _largest_in_tables(results, [alone], scenario)])
 
 
 def _largest_in_tables(results: list[Any], others: list[Any], scenario: Scenario) -> float:
@@ -85,7 +82,8 @@ def _largest_in_tables(results: list[Any], others: list[Any], scenario: Scenario
 
 
 def worst_of(differences: list[float]) -> float:
-    """The largest; NaN where there is one, which is within no tolerance (Python's max would lose it)."""
+    """Return the largest difference, or NaN if there is one. NaN exceeds every tolerance, but Python's `max` would lose
+    it."""
     return float(torch.tensor(differences, dtype=torch.float64).max())
 
 

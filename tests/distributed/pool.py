@@ -1,4 +1,4 @@
-"""One pool of gloo ranks per world size, kept for the whole test session: starting torch costs more than most tests."""
+"""One pool of gloo ranks per world size, kept for the whole test session because starting torch is slow."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meseta.system.ranks import RENDEZVOUS_VARIABLE, Rendezvous
 
 
 class RankPool:
-    """Processes 0 .. size-1 of one process group; `run` calls a function on all of them at once."""
+    """Processes 0 .. size-1 of one process group."""
 
     def __init__(self, size: int) -> None:
         context = forking()
@@ -33,7 +33,8 @@ class RankPool:
             self._processes.append(process)
 
     def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 240) -> list[Any]:
-        """[function(*args) on rank 0, on rank 1, ...]; raises with the traceback of the first rank that failed."""
+        """Call the function on all ranks and return the results by rank. Raises with the traceback of the first rank
+        that failed."""
         # A call of seconds has taken 67 s on a busy machine. pytest ends a test after 300 s.
         for pipe in self._pipes:
             pipe.send((function, args))
@@ -47,7 +48,7 @@ class RankPool:
         return [value for _, value in replies]
 
     def close(self) -> None:
-        """Nothing is left to be sent or written, and ranks that leave their group wait for each other."""
+        """Kill the ranks. A rank that leaves its group in order would wait for the others."""
         for process in self._processes:
             process.kill()
         for process in self._processes:

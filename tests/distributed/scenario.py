@@ -1,4 +1,4 @@
-"""A small model, its batches and its training steps, run alike by one process and by every rank."""
+"""A small model, its batches and its training steps, which one process and every rank run identically."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ class Scenario:
     weighted: bool
     optimizer: str
     dtype: str = "float32"
-    num_steps: int = 4
+    num_steps: int = 4 if IS_SOAK else 2
     batch_size: int = 24
     max_ids: int = 5  # per bag
     seed: int = 0
-    exchange: str = "flat"  # how ids and rows cross hosts
-    per_host: int | None = None  # half of the ranks, where not said
+    exchange: str = "flat"  # of ids and rows between hosts
+    per_host: int | None = None  # half of the ranks by default
     comm: Communication = field(default_factory=Communication)
-    tier: str = "hbm"  # of rows that no other rank has copies of
-    cache_rows: int | None = None  # of each piece
+    tier: str = "hbm"  # of tables that are not replicated
+    cache_rows: int | None = None  # of each shard
     folder: str | None = None  # for tier "disk"
 
     def tables(self) -> list[TableSpec]:
@@ -61,7 +61,7 @@ class Scenario:
         return [FeatureSpec(name=n, table=t, pooling=self.pooling, weighted=self.weighted) for n, t in reads.items()]
 
     def plan(self, num_ranks: int) -> Plan:
-        """On two hosts, where there are so many ranks."""
+        """Return the plan for this number of ranks, on two hosts if there are several ranks."""
         mixes = {
             "mixed": ("data_parallel", "table_wise", "column_wise", "row_wise"),
             "mixed of hosts": ("table_row_wise", "hot_replicated", "grid", "table_column_wise"),
@@ -70,7 +70,7 @@ class Scenario:
         entries: dict[str, Any] = {}
         for table, name in zip(self.tables(), names, strict=True):
             entries[table.name] = name
-            if name == "hot_replicated":  # of a table of one row, nothing would be cold
+            if name == "hot_replicated":  # a table of one row has no cold rows
                 hot = {"sharding": name, "hot_rows": -(-table.num_embeddings // 3)}
                 entries[table.name] = hot if table.num_embeddings > 1 else "data_parallel"
             elif self.tier != "hbm" and name != "data_parallel":
@@ -80,7 +80,7 @@ class Scenario:
         return Plan.from_dict(document, self.tables(), num_ranks)
 
     def batch(self, step: int) -> KeyedJaggedTensor:
-        """The global batch of a step; bags may be empty."""
+        """Return the global batch of a step. Bags may be empty."""
         random = np.random.default_rng([self.seed, step])
         values, lengths = [], []
         rows = {table.name: table.num_embeddings for table in self.tables()}
@@ -100,37 +100,36 @@ class Scenario:
 
 
 def local_slice(batch: KeyedJaggedTensor, rank: int, num_ranks: int) -> tuple[KeyedJaggedTensor, slice]:
-    """The rank's contiguous samples; the first ranks get one more where the batch does not divide."""
+    """Return the rank's contiguous samples. The first ranks get one more if the batch does not divide."""
     bounds = [0]
     for r in range(num_ranks):
         bounds.append(bounds[-1] + batch.batch_size // num_ranks + (r < batch.batch_size % num_ranks))
-    mine = slice(bounds[rank], bounds[rank + 1])
-    return samples_of(batch, mine), mine
+    local = slice(bounds[rank], bounds[rank + 1])
+    return samples_of(batch, local), local
 
 
 def batch_slice(batch: Batch, world: World) -> Batch:
-    """This rank's slice of a whole batch."""
-    sparse, mine = local_slice(batch.sparse, world.rank, world.size)
-    weight = None if batch.weight is None else batch.weight[mine]
-    mask = None if batch.label_mask is None else batch.label_mask[mine]
-    return Batch(dense=batch.dense[mine], sparse=sparse, label=batch.label[mine], weight=weight, label_mask=mask)
+    """Return this rank's slice of a whole batch."""
+    sparse, local = local_slice(batch.sparse, world.rank, world.size)
+    weight = None if batch.weight is None else batch.weight[local]
+    mask = None if batch.label_mask is None else batch.label_mask[local]
+    return Batch(dense=batch.dense[local], sparse=sparse, label=batch.label[local], weight=weight, label_mask=mask)
 
 
 def random_ids(draw: np.random.Generator, rows: dict[str, int], size: int) -> tuple[Tensor, Tensor]:
-    """Values and lengths of a batch of `size` samples, 0 to 3 ids each, by feature."""
+    """Return values and lengths of a batch of `size` samples with 0 to 3 ids each, by feature."""
     lengths = {name: draw.integers(0, 4, size) for name in rows}
-    ids = np.concatenate([draw.integers(0, rows[name], own.sum()) for name, own in lengths.items()])
+    ids = np.concatenate([draw.integers(0, rows[name], bags.sum()) for name, bags in lengths.items()])
     return torch.from_numpy(ids), torch.from_numpy(np.concatenate(list(lengths.values())))
 
 
-def samples_of(batch: KeyedJaggedTensor, mine: slice) -> KeyedJaggedTensor:
-    """Consecutive samples."""
+def samples_of(batch: KeyedJaggedTensor, local: slice) -> KeyedJaggedTensor:
     values, lengths, weights = [], [], []
     for key in batch.keys:
         jagged = batch[key]
-        ids = slice(int(jagged.offsets[mine.start]), int(jagged.offsets[mine.stop]))
+        ids = slice(int(jagged.offsets[local.start]), int(jagged.offsets[local.stop]))
         values.append(jagged.values[ids])
-        lengths.append(jagged.lengths[mine])
+        lengths.append(jagged.lengths[local])
         if jagged.weights is not None:
             weights.append(jagged.weights[ids])
     return KeyedJaggedTensor(
@@ -138,12 +137,12 @@ def samples_of(batch: KeyedJaggedTensor, mine: slice) -> KeyedJaggedTensor:
         values=torch.cat(values),
         lengths=torch.cat(lengths),
         weights=torch.cat(weights) if weights else None,
-        batch_sizes=(mine.stop - mine.start,) * len(batch.keys),
+        batch_sizes=(local.stop - local.start,) * len(batch.keys),
     )
 
 
 def per_sample(out: Any, features: list[FeatureSpec]) -> Tensor:
-    """[B, sum of D]: pooled features as they are, rows of the others added per sample after a nonlinearity."""
+    """Return [B, sum of D]: pooled features unchanged, and rows of the others added per sample after a nonlinearity."""
     columns = []
     for feature in features:
         value = out[feature.name]
@@ -156,10 +155,10 @@ def per_sample(out: Any, features: list[FeatureSpec]) -> Tensor:
 
 
 def train(scenario: Scenario, given_gradients: bool = False) -> dict[str, Any]:
-    """Losses, outputs and shards of this rank after `num_steps`.
+    """Return losses, outputs and shards of this rank after `num_steps`.
 
-    `given_gradients`: the upstream gradient is a fixed function of (step, global sample), so that nothing but the
-    embedding is compared; else a small dense layer and the mean of a cross-entropy.
+    With `given_gradients` the upstream gradient is a fixed function of (step, global sample), so that only the
+    embedding is compared. Otherwise the model has a small dense layer and a mean cross-entropy.
     """
     world = World.current()
     dtype = getattr(torch, scenario.dtype)
@@ -182,15 +181,15 @@ def train(scenario: Scenario, given_gradients: bool = False) -> dict[str, Any]:
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
     losses, outputs = [], []
     for step in range(scenario.num_steps):
-        batch, mine = local_slice(scenario.batch(step), world.rank, world.size)
+        batch, local = local_slice(scenario.batch(step), world.rank, world.size)
         x = per_sample(collection(batch), scenario.features())
         outputs.append(x.detach())
         generator = torch.Generator().manual_seed(step)
         target = torch.randn(scenario.batch_size, width, generator=generator, dtype=torch.float64).to(dtype)
         if given_gradients:
-            (x * target[mine] / max(collection.local_share, 1e-9)).sum().backward()
+            (x * target[local] / max(collection.local_share, 1e-9)).sum().backward()
             continue
-        label = (target[mine, 0] > 0).to(dtype)
+        label = (target[local, 0] > 0).to(dtype)
         loss = torch.nn.functional.binary_cross_entropy_with_logits(layer(x).squeeze(1), label)
         optimizer.zero_grad()
         loss.backward()
@@ -207,13 +206,13 @@ def train(scenario: Scenario, given_gradients: bool = False) -> dict[str, Any]:
 
 
 def held(collection: Any) -> list[tuple[Shard, Tensor, dict[str, Tensor]]]:
-    """(place, rows, states) of each shard of this rank."""
+    """Return (shard, rows, states) of each shard of this rank."""
     pieces = [(s.shard, s.read(0, s.shard.num_rows)) for s in collection.shards]
     return [(place, values.pop(ROW), values) for place, values in pieces]
 
 
 def whole_tables(results: list[dict[str, Any]], scenario: Scenario) -> dict[str, dict[str, Tensor]]:
-    """{table: {"weight": [R, D], state ...}} put together from the shards of all ranks; replicas must be equal."""
+    """Return {table: {"weight": [R, D], state ...}}, assembled from the shards of all ranks. Replicas must be equal."""
     tables: dict[str, dict[str, Tensor]] = {t.name: {} for t in scenario.tables()}
     sizes = {t.name: t.num_embeddings for t in scenario.tables()}
     for result in results:
@@ -233,7 +232,7 @@ def whole_tables(results: list[dict[str, Any]], scenario: Scenario) -> dict[str,
 
 @dataclass
 class Passes:
-    """Backward passes of which none waits for another."""
+    """Context of backward passes that do not accumulate gradients."""
 
     local_share: float
     accumulates_gradients: bool = False

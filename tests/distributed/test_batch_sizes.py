@@ -1,4 +1,4 @@
-"""Features of several batch sizes: ranks against one process, and that against empty bags that fill the batch up."""
+"""Features of several batch sizes: ranks against one process, which is compared with batches padded by empty bags."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SIZES = {"": [24, 300, 5], "users": [7, 40, 1], "queries": [11, 600, 0]}
 
 
 def features(pooling: str, *, apart: bool = True) -> list[FeatureSpec]:
-    """The last one of each batch is not pooled, or all are."""
+    """Return features of three batches. With "mixed" the last one of each batch is not pooled."""
     kinds = {name: "none" if pooling == "mixed" and name in "bdf" else "sum" for name in READS}
     if pooling == "mean":
         kinds |= dict.fromkeys("ace", "mean")
@@ -44,7 +44,7 @@ def features(pooling: str, *, apart: bool = True) -> list[FeatureSpec]:
 
 
 def bags(step: int, feature: FeatureSpec, rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Ids, lengths and weights of a feature's global batch."""
+    """Return ids, lengths and weights of a feature's global batch."""
     random = np.random.default_rng([step, ord(feature.name)])
     lengths = random.integers(0, 4, SIZES[BATCHES.get(feature.name, "")][step])
     ids = random.integers(0, rows, lengths.sum())
@@ -52,13 +52,13 @@ def bags(step: int, feature: FeatureSpec, rows: int) -> tuple[np.ndarray, np.nda
 
 
 def gradients(step: int, name: str, num_rows: int) -> Tensor:
-    """Upstream, of each sample or id of the global batch."""
+    """Return upstream gradients of each sample or id of the global batch."""
     generator = torch.Generator().manual_seed(1000 * step + ord(name))
     return torch.randn(num_rows, 48, generator=generator)
 
 
 def run(scenario: Scenario, pooling: str, apart: bool = True) -> dict[str, Any]:
-    """Outputs of this rank's samples by feature, and its shards; without `apart` all batches are filled up."""
+    """Return outputs of this rank's samples by feature, and its shards. Without `apart` all batches are padded."""
     world = World.current()
     specs = features(pooling, apart=apart)
     collection: Any = EmbeddingBagCollection(scenario.tables(), specs, seed=1)
@@ -76,9 +76,9 @@ def run(scenario: Scenario, pooling: str, apart: bool = True) -> dict[str, Any]:
             bounds = [lengths.size * r // world.size for r in range(world.size + 1)]
             first, stop = bounds[world.rank], bounds[world.rank + 1]
             ends = np.concatenate([[0], lengths.cumsum()])
-            own = slice(ends[first], ends[stop])
-            parts.append((ids[own], lengths[first:stop], weights[own]))
-            slices[spec.name] = slice(first, stop), own
+            positions = slice(ends[first], ends[stop])
+            parts.append((ids[positions], lengths[first:stop], weights[positions]))
+            slices[spec.name] = slice(first, stop), positions
             shares.append((stop - first) / max(lengths.size, 1))
         batch = KeyedJaggedTensor(
             keys=tuple(READS),
@@ -88,20 +88,20 @@ def run(scenario: Scenario, pooling: str, apart: bool = True) -> dict[str, Any]:
             batch_sizes=tuple(lengths.size for _, lengths, _ in parts),
         )
         out = collection(batch)
-        total, found = torch.zeros(()), {}
+        total, values = torch.zeros(()), {}
         for spec in specs:
             value = out[spec.name]
-            samples, own = slices[spec.name]
+            samples, positions = slices[spec.name]
             if isinstance(value, JaggedTensor):
-                value, place = value.values, own
+                value, place = value.values, positions
             else:
                 place = samples
             size = SIZES[BATCHES.get(spec.name, "")][step]
-            given = gradients(step, spec.name, 4 * max(longest, size))[place]
-            total = total + (value * given).sum() / max(shares[0], 1e-9)
-            found[spec.name] = value.detach()
+            upstream = gradients(step, spec.name, 4 * max(longest, size))[place]
+            total = total + (value * upstream).sum() / max(shares[0], 1e-9)
+            values[spec.name] = value.detach()
         total.backward()
-        outputs.append(found)
+        outputs.append(values)
     return {"outputs": outputs, "shards": [(s.shard, s.weight, s.state) for s in collection.shards]}
 
 
@@ -111,7 +111,7 @@ def scenario(sharding: str, optimizer: str) -> Scenario:
 
 @pytest.mark.parametrize("pooling", ["sum", "mean", "mixed"])
 @pytest.mark.parametrize("optimizer", ["adam", "rowwise_adagrad"])
-def test_one_process_equals_batches_that_empty_bags_fill_up(pooling: str, optimizer: str) -> None:
+def test_one_process_equals_padded_batches(pooling: str, optimizer: str) -> None:
     base = scenario("table_wise", optimizer)
     got, expected = run(base, pooling), run(base, pooling, apart=False)
     for step, (ours, others) in enumerate(zip(got["outputs"], expected["outputs"], strict=True)):
@@ -147,7 +147,7 @@ def test_ranks_equal_one_process(ranks: Ranks, case: dict[str, Any]) -> None:
 
 
 def parts_of_a_batch(scenario: Scenario, num_parts: int) -> list[Any]:
-    """Shards after one step whose batch came in parts."""
+    """Return the shards after one step with `num_parts` micro-batches."""
     world = World.current()
     collection: Any = EmbeddingBagCollection(scenario.tables(), features("sum"), seed=1)
     if world.size > 1:
@@ -157,8 +157,10 @@ def parts_of_a_batch(scenario: Scenario, num_parts: int) -> list[Any]:
         ids, sizes = [], []
         for spec in features("sum"):
             random = np.random.default_rng(ord(spec.name))
-            own = random.integers(0, rows[spec.table], 12 if spec.batch == "users" else 24).reshape(2, -1)[world.rank]
-            ids.append(np.split(own, num_parts)[part])
+            local_ids = random.integers(0, rows[spec.table], 12 if spec.batch == "users" else 24).reshape(2, -1)[
+                world.rank
+            ]
+            ids.append(np.split(local_ids, num_parts)[part])
             sizes.append(len(ids[-1]))
         values = torch.from_numpy(np.concatenate(ids))
         batch = KeyedJaggedTensor(
@@ -183,7 +185,7 @@ def test_parts_of_a_batch_equal_the_whole(ranks: Ranks, sharding: str) -> None:
             torch.testing.assert_close(weight, other, rtol=0, atol=1e-6)
 
 
-def test_what_has_no_size() -> None:
+def test_features_without_a_default_batch() -> None:
     table = TableSpec(name="t", num_embeddings=5, embedding_dim=16, optimizer=OptimizerSpec(name="sgd", lr=0.1))
     spec = FeatureSpec(name="a", table="t", batch="users")
     with pytest.raises(MesetaError, match="leave `batch` out for at least one feature"):

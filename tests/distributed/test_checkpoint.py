@@ -1,4 +1,4 @@
-"""Checkpoints over gloo: saved on 4 ranks, loaded on 1 and 2 under other plans, and the other way round."""
+"""Checkpoints over gloo, saved on 1, 2 and 4 ranks and loaded on any other number under another plan."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +25,7 @@ def plan_for(num_ranks: int) -> Plan:
 
 
 def save_here(parent: Path, plan: Plan) -> Path:
-    """Run on every rank."""
+    """Save a checkpoint. Runs on every rank."""
     world = World.current()
     shards = pieces(SPECS, plan, world.rank, TABLES)
     with patch.object(layout, "BLOCK_BYTES", 16_384):  # the processes of the ranks are used by other tests too
@@ -33,7 +33,7 @@ def save_here(parent: Path, plan: Plan) -> Path:
 
 
 def load_here(path: Path, plan: Plan) -> tuple[str, dict]:
-    """Run on every rank; returns (checksum, state)."""
+    """Load a checkpoint and return (checksum, state). Runs on every rank."""
     world = World.current()
     shards = blank(SPECS, plan, world.rank)
     loaded = load(path, world=world, shards=shards)
@@ -42,7 +42,7 @@ def load_here(path: Path, plan: Plan) -> tuple[str, dict]:
 
 
 def refused_here(path: Path, plan: Plan) -> str:
-    """Run on every rank; returns what `load` says."""
+    """Return the error of `load`. Runs on every rank."""
     with pytest.raises(MesetaError) as refusal:
         load_here(path, plan)
     return str(refusal.value)
@@ -56,7 +56,7 @@ def files(path: Path) -> dict[str, bytes]:
 
 @pytest.fixture
 def run(ranks: Callable[[int], RankPool]) -> Callable:
-    """`run(size, function, ...)`: on that many ranks, this process where it is 1."""
+    """Return a function that runs another one on several ranks, or in this process for one rank."""
     return lambda size, function, *args: [function(*args)] if size == 1 else ranks(size).run(function, *args)
 
 
@@ -66,14 +66,14 @@ def test_any_number_of_ranks_to_any_other(run: Callable, tmp_path: Path, monkeyp
     assert all(set(paths) == {tmp_path / str(size) / "step-000000003"} for size, paths in saved.items())
     assert files(saved[1][0]) == files(saved[2][0]) == files(saved[4][0])
     assert len(files(saved[1][0])) > 10
-    found = [
+    results = [
         result
         for writers in saved
         for readers in saved
         for result in run(readers, load_here, saved[writers][0], plan_for(readers))
     ]
-    checksum = found[0][0]
-    assert found == [(checksum, {"position": 17})] * len(found)
+    checksum = results[0][0]
+    assert results == [(checksum, {"position": 17})] * len(results)
 
 
 def test_a_missing_block_stops_every_rank(run: Callable, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Whole runs in fewer bits: one run on every way between hosts, after a resume, and in one process that rounds."""
+"""Whole runs with codecs: under both exchanges, after a resume, and against one process that rounds."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ TABLES = {"devices_per_host": 2, "tables": {"*": "table_wise", "item": "column_w
 
 @pytest.mark.parametrize(("codec", "more"), [
     pytest.param("paper", {}, marks=pytest.mark.soak),
-    ("int8", {"train__accumulate_steps": 2}),
+    pytest.param("int8", {"train__accumulate_steps": 2}, marks=pytest.mark.soak),
     ("fp16", {"dense__sharding": "fsdp"}),
 ])  # fmt: skip
-def test_runs_on_every_way_are_one_run(
+def test_both_exchanges_train_the_same_run(
     ranks: Ranks, tiny: Path, tmp_path: Path, codec: str, more: dict[str, Any]
 ) -> None:
-    """Their checkpoints, and what evaluations say, which are exact."""
+    """Checkpoints are equal, and so are evaluations, which never use a codec."""
     changes = {**WIDE, **more, "plan": TABLES, "comm__precision": codec, "train__max_steps": 2}
     summaries = []
-    for way in ("flat", "hierarchical"):
-        document = settings(tiny, tmp_path / way, **changes, comm__exchange=way)
+    for exchange in ("flat", "hierarchical"):
+        document = settings(tiny, tmp_path / exchange, **changes, comm__exchange=exchange)
         summaries.append(ranks(4).run(train, document)[0])
     assert final_checksum(tmp_path / "flat") == final_checksum(tmp_path / "hierarchical")
     assert table_checksums(tmp_path / "flat") == table_checksums(tmp_path / "hierarchical")
@@ -41,8 +41,8 @@ def test_runs_on_every_way_are_one_run(
     assert [summary.get("num_clamped") for summary in summaries] == [0 if codec in ("paper", "fp16") else None] * 2
 
 
-@pytest.mark.parametrize("codec", ["int8", "fp16"])
-def test_a_run_that_goes_on_has_the_bits_of_one_that_was_not_cut_off(
+@pytest.mark.parametrize("codec", ["int8", pytest.param("fp16", marks=pytest.mark.soak)])
+def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(
     ranks: Ranks, tiny: Path, tmp_path: Path, codec: str
 ) -> None:
     changes = {**WIDE, "plan": COLUMNS, "comm__precision": codec, "checkpoint__resume": "auto"}
@@ -54,7 +54,7 @@ def test_a_run_that_goes_on_has_the_bits_of_one_that_was_not_cut_off(
 
 
 def test_rounding_shows_in_training_and_in_no_evaluation(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
-    """A run in 8 bits is another run than one in 32, and one process scores its checkpoint as its ranks did."""
+    """A run with int8 differs from one with fp32, and one process evaluates its checkpoint without a codec."""
     changes = {**WIDE, "plan": COLUMNS, "train__max_steps": 2}
     for codec in ("fp32", "int8"):
         ranks(2).run(train, settings(tiny, tmp_path / codec, **changes, comm__precision=codec))
@@ -67,24 +67,30 @@ def test_rounding_shows_in_training_and_in_no_evaluation(ranks: Ranks, tiny: Pat
     ("changes", "size"),
     [
         ({"plan": COLUMNS, "comm__precision": "int8"}, 2),
-        ({"plan": {**TABLES}, "comm__precision": "paper", "comm__exchange": "hierarchical"}, 4),
-        ({"plan": MIXED, "comm__forward": "fp8", "embedding__pooling": "mean"}, 4),
+        pytest.param(
+            {"plan": {**TABLES}, "comm__precision": "paper", "comm__exchange": "hierarchical"},
+            4,
+            marks=pytest.mark.soak,
+        ),
+        pytest.param({"plan": MIXED, "comm__forward": "fp8", "embedding__pooling": "mean"}, 4, marks=pytest.mark.soak),
         ({"plan": HOSTS, "comm__precision": "bf16", "comm__exchange": "hierarchical"}, 4),
     ],
 )
 def test_verify_rounds_where_ranks_do(
     ranks: Ranks, tiny: Path, tmp_path: Path, changes: dict[str, Any], size: int
 ) -> None:
-    found = verify(ranks, settings(tiny, tmp_path / "run", **{**WIDE, **changes}), tmp_path / "records", 2, size=size)
-    assert found.first_mismatch is None
-    item = found.tables["embedding"]["item"]
+    verification = verify(
+        ranks, settings(tiny, tmp_path / "run", **{**WIDE, **changes}), tmp_path / "records", 2, size=size
+    )
+    assert verification.first_mismatch is None
+    item = verification.tables["embedding"]["item"]
     assert item.rule == ToleranceRule("bits") and item.max_row_difference == item.max_state_difference == 0.0
 
 
 def test_verify_sees_another_rounding(
     ranks: Ranks, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One process that does not round is told from ranks that do."""
+    """A process without rounding differs from ranks with rounding."""
     from meseta.embedding import EmbeddingBagCollection
 
     monkeypatch.setattr(EmbeddingBagCollection, "emulate_rounding", lambda self, *_: None)
@@ -94,7 +100,7 @@ def test_verify_sees_another_rounding(
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"comm__precision": "bf17"}, "comm.precision"),
         ({"comm__backward": "int4"}, "comm.backward"),
@@ -102,11 +108,11 @@ def test_verify_sees_another_rounding(
         ({"comm__precision": "int8", "comm__dense_exchange": "chain"}, "'chain' cannot be used with a codec"),
     ],
 )
-def test_what_cannot_be_is_refused(tiny: Path, tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+def test_invalid_codecs_are_rejected(tiny: Path, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     from meseta.config import validate_document
     from meseta.spec import MesetaError
     from small_run import write_config
 
     document = settings(tiny, tmp_path / "run", **changes)
-    with pytest.raises(MesetaError, match=said):
+    with pytest.raises(MesetaError, match=message):
         validate_document(document, write_config(tmp_path / "run.yaml", document))

@@ -1,4 +1,4 @@
-"""Dense parts that are cut over ranks (dense 'fsdp') train the model that one process trains, and go on elsewhere."""
+"""Sharded dense parts (dense 'fsdp') train the model of one process, and resume under other modes and ranks."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ from meseta.train.setup.meta_model import make_meta_model
 from small_run import predicted_memory, settings, train
 
 from .pool import RankPool
+from .scenario import IS_SOAK
 from .test_shard import user_loop
 from .test_training import STEPS, WIDE, evaluate_here, losses, message_of, train_until
 
@@ -49,7 +50,7 @@ SHARDED = {"dense__sharding": "fsdp", "plan": HOSTS}
 
 
 def dense_of(run_dir: Path) -> dict[str, torch.Tensor]:
-    """What the newest checkpoint says of the dense part, without metrics."""
+    """Return parameters and optimizer state of the dense part in the newest checkpoint."""
     path = checkpoint.latest_complete(run_dir / "checkpoints")
     assert path is not None
     tensors = read_tensors(path, read_manifest(path)["dense"])
@@ -58,15 +59,17 @@ def dense_of(run_dir: Path) -> dict[str, torch.Tensor]:
 
 def check_equal(one: Path, other: Path, tolerance: float) -> None:
     np.testing.assert_allclose(losses(other), losses(one), rtol=0, atol=tolerance)
-    expected, found = dense_of(one), dense_of(other)
-    assert found.keys() == expected.keys()
+    expected, tensors = dense_of(one), dense_of(other)
+    assert tensors.keys() == expected.keys()
     for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=0, atol=tolerance, msg=lambda text, n=name: f"{n}: {text}")
+        torch.testing.assert_close(
+            tensors[name], tensor, rtol=0, atol=tolerance, msg=lambda text, n=name: f"{n}: {text}"
+        )
 
 
-@pytest.mark.parametrize(("size", "batch_size"), [pytest.param(2, 7, marks=pytest.mark.soak), (4, 24), (4, 3)])
-def test_a_loop_of_ones_own(ranks: Ranks, size: int, batch_size: int) -> None:
-    """Uneven slices and ranks without samples; modules that are never used, frozen, or used in every second step."""
+@pytest.mark.parametrize(("size", "batch_size"), [(2, 7), pytest.param(4, 24, marks=pytest.mark.soak), (4, 3)])
+def test_a_custom_loop(ranks: Ranks, size: int, batch_size: int) -> None:
+    """Slices are uneven, and some ranks have no samples. Modules are unused, frozen, or used in every second step."""
     alone = user_loop(None, batch_size)
     plan = {**HOSTS, "tables": {"user": "row_wise", "item": "column_wise"}}
     results = ranks(size).run(user_loop, plan, batch_size, "fsdp")
@@ -89,7 +92,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("name", "size"),
     [
-        *(pytest.param(name, 2, marks=[] if name in ("sgd", "adamw") else pytest.mark.soak) for name in OPTIMIZERS),
+        *(pytest.param(name, 2, marks=[] if name == "sgd" else pytest.mark.soak) for name in OPTIMIZERS),
         ("lamb", 4),
     ],
 )
@@ -112,8 +115,10 @@ def test_every_optimizer_with_clipping_and_accumulation(
 
 def test_float32(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
     changes = {**COMMON, "embedding__dtype": "float32", "model__batch_norm": True, "model__dropout": 0.2}
+    if not IS_SOAK:
+        changes["train__max_steps"] = 3
     train(settings(tiny, tmp_path / "one", **changes))
-    ranks(4).run(train, settings(tiny, tmp_path / "many", **changes, **SHARDED))
+    ranks(4 if IS_SOAK else 2).run(train, settings(tiny, tmp_path / "many", **changes, **SHARDED))
     np.testing.assert_allclose(losses(tmp_path / "many"), losses(tmp_path / "one"), rtol=0, atol=1e-5)
 
 
@@ -139,37 +144,32 @@ def test_every_model(ranks: Ranks, tiny: Path, tmp_path: Path, model: str) -> No
     check_equal(tmp_path / "one", tmp_path / "two", 1e-10)
 
 
-EVERYWHERE = {**HOSTS, "devices_per_host": 4}
-"""Four ranks that a plan calls one host."""
-
-
-def test_whole_cut_inside_hosts_and_cut_over_all(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
-    """DHEN with all modules, each layer cut by itself. The norm takes away what the bias of a convolution adds; of its
-    gradient, which is rounding alone, Adam would make steps."""
+def test_replicated_hybrid_and_full_sharding(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
+    """A DHEN with all modules has one unit per layer. The optimizer is SGD because the batch norm cancels the bias of a
+    convolution, so that the bias's gradient is rounding error, which Adam would normalize to full steps."""
     changes = {
         **COMMON,
         "model": {"name": "dhen", "embedding_dim": 4, "interactions": ALL_MODULES, "layers": 2},
         "dense__optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9},
-        "train__max_steps": 4,
+        "train__max_steps": 10 if IS_SOAK else 3,
     }
     train(settings(tiny, tmp_path / "one", **changes))
-    for name, sharding, plan in (
-        ("whole", "replicated", HOSTS),
-        ("hybrid", "fsdp", HOSTS),
-        ("everywhere", "fsdp", EVERYWHERE),
-    ):
-        ranks(4).run(train, settings(tiny, tmp_path / name, **changes, dense__sharding=sharding, plan=plan))
+    cases = [("hybrid", 4, "fsdp", 2), ("whole", 4, "replicated", 2), ("everywhere", 4, "fsdp", 4)]
+    for name, size, sharding, per_host in cases if IS_SOAK else cases[:1]:
+        plan = {**HOSTS, "devices_per_host": per_host}
+        ranks(size).run(train, settings(tiny, tmp_path / name, **changes, dense__sharding=sharding, plan=plan))
         check_equal(tmp_path / "one", tmp_path / name, 1e-10)
 
 
 ALL_MODULES = {"dot": 3, "self_attention": 2, "cross": 2, "linear": 2, "convolution": 2}
 
 
-def test_taken_up_under_any_number_of_ranks_and_either_mode(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
+def test_resumed_on_any_number_of_ranks_in_either_mode(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
     train(settings(tiny, tmp_path / "whole", **COMMON))
     cut = {**COMMON, "checkpoint__every_steps": 3}
     ranks(4).run(train_until, settings(tiny, tmp_path / "cut", **cut, **SHARDED), 4)
-    for size, sharding in ((1, "replicated"), (2, "replicated"), (2, "fsdp"), (4, "fsdp")):
+    cases = [(1, "replicated"), (2, "fsdp"), (2, "replicated"), (4, "fsdp")]
+    for size, sharding in cases if IS_SOAK else cases[:2]:
         run_dir = tmp_path / f"{sharding}{size}"
         shutil.copytree(tmp_path / "cut", run_dir)
         document = settings(tiny, run_dir, **cut, dense__sharding=sharding)
@@ -178,12 +178,12 @@ def test_taken_up_under_any_number_of_ranks_and_either_mode(ranks: Ranks, tiny: 
         else:
             ranks(size).run(train, {**document, "plan": HOSTS})
         check_equal(tmp_path / "whole", run_dir, 1e-10)
-    for found in ranks(2).run(evaluate_here, tmp_path / "fsdp4"):
-        assert found["logloss"] == pytest.approx(evaluate_here(tmp_path / "whole")["logloss"], abs=1e-10)
+    for result in ranks(2).run(evaluate_here, tmp_path / "fsdp2"):
+        assert result["logloss"] == pytest.approx(evaluate_here(tmp_path / "whole")["logloss"], abs=1e-10)
 
 
 class Head(nn.Module):
-    """What `spoil` makes of it cannot be cut."""
+    """Two layers behind an embedding. `spoil` names a fault that prevents sharding."""
 
     def __init__(self, spoil: str) -> None:
         super().__init__()
@@ -201,7 +201,7 @@ class Head(nn.Module):
 
 
 def refused_here(spoil: str, plan: dict[str, Any]) -> str:
-    """Run on every rank."""
+    """Return the error of sharding. Runs on every rank."""
     return message_of(lambda: shard(Head(spoil), plan, dense="fsdp"))
 
 
@@ -214,7 +214,7 @@ def refused_here(spoil: str, plan: dict[str, Any]) -> str:
         ("hosts", "requires hosts of at least two devices, got 2 ranks on hosts of 1"),
     ],
 )
-def test_models_that_cannot_be_cut(ranks: Ranks, spoil: str, words: str) -> None:
+def test_models_that_cannot_be_sharded(ranks: Ranks, spoil: str, words: str) -> None:
     plan = {"devices_per_host": 1 if spoil == "hosts" else 2, "tables": {"t": "table_wise"}}
     texts = ranks(2).run(refused_here, spoil, plan)
     assert texts[0] == texts[1] and words in texts[0] and "replicated" in texts[0]
@@ -228,7 +228,7 @@ def test_a_module_that_is_not_called(ranks: Ranks, tiny: Path, tmp_path: Path) -
 
 
 def predicted_here(document: dict[str, Any]) -> tuple[int, int, list[int]]:
-    """Run on every rank: bytes of the dense part, replicated and cut, and bytes of parameters of each MLP."""
+    """Return the bytes of the dense part, replicated and sharded, and the parameter bytes of each MLP."""
     dataset = Dataset.load(document["data"]["dir"])
     needs = []
     for sharding in ("replicated", "fsdp"):
@@ -243,22 +243,24 @@ def predicted_here(document: dict[str, Any]) -> tuple[int, int, list[int]]:
     return needs[0], needs[1], mlps
 
 
-def test_the_memory_that_is_predicted(tiny: Path, tmp_path: Path) -> None:
-    """Parameters, gradients and two moments; cut, half of them, and the largest module with its gradient."""
+def test_predicted_memory(tiny: Path, tmp_path: Path) -> None:
+    """Replicated: parameters, gradients and two moments. Sharded: half of each, and the largest module with its
+    gradient."""
     replicated, cut, mlps = predicted_here(settings(tiny, tmp_path / "run", **WIDE, plan=HOSTS))
     assert replicated == 4 * sum(mlps)
     assert cut == 4 * (sum(mlps) // 2) + 2 * max(mlps)
 
 
-def test_an_unknown_word() -> None:
+def test_an_unknown_mode() -> None:
     with pytest.raises(MesetaError, match="did you mean 'fsdp'"):
         shard(Head(""), dense="fsdb")
 
 
 def parts_here(plan: dict[str, Any]) -> tuple[int, int, float, float]:
-    """Run on every rank: numbers held, numbers in all, and the norm of all by parts and by torch.
+    """Return the numbers of local and of all elements, and the norm of all by parts and by torch. Runs on every rank.
 
-    Where the plan is silent, the ranks are told that they were launched on two hosts."""
+    Without `devices_per_host` in the plan, the launcher's variable gives the ranks of a host.
+    """
     before = os.environ["LOCAL_WORLD_SIZE"]
     os.environ["LOCAL_WORLD_SIZE"] = before if "devices_per_host" in plan else "2"
     try:
@@ -276,7 +278,7 @@ def parts_here(plan: dict[str, Any]) -> tuple[int, int, float, float]:
 
 
 @pytest.mark.parametrize("plan", [{"devices_per_host": 2}, {}], ids=["by the plan", "by the launcher"])
-def test_a_rank_holds_its_part_alone(ranks: Ranks, plan: dict[str, Any]) -> None:
+def test_a_rank_holds_only_its_shard(ranks: Ranks, plan: dict[str, Any]) -> None:
     for held, total, norm, expected in ranks(4).run(parts_here, plan):
         assert held == total // 2
         assert norm == pytest.approx(expected, rel=1e-12)
@@ -285,11 +287,13 @@ def test_a_rank_holds_its_part_alone(ranks: Ranks, plan: dict[str, Any]) -> None
 INSIDE, ACROSS = "gradients of parameters", "gradients of hosts"
 
 
-def crossing_here(num_passes: int, is_hooked: bool) -> tuple[list[str], float]:
-    """Run on every rank of two hosts: names of the sums of some passes whose gradients add up, in the order in which
-    they were done, and how far the gradients are from those of a model that is whole. A hook may have those of one
-    parameter in the first pass, and must find them summed."""
-    names, found = list[str](), list[list[torch.Tensor]]()
+def sum_order_here(num_passes: int, is_hooked: bool) -> tuple[list[str], float]:
+    """Return the names of the sums of some backward passes in their order, and the largest difference from replicated
+    gradients. Runs on every rank of two hosts.
+
+    With a hook, the first pass completes the sum of that parameter before the hook runs.
+    """
+    names, gradients = list[str](), list[list[torch.Tensor]]()
     for dense in ("fsdp", "replicated"):
         torch.manual_seed(1)
         world, seen = replace(World.current(), transfers=TransferTimes()), list[torch.Tensor]()
@@ -302,8 +306,8 @@ def crossing_here(num_passes: int, is_hooked: bool) -> tuple[list[str], float]:
             model.second(model.first(model.tables(ids).pooled.values)).square().mean().backward()
         assert all(torch.equal(one, weight.grad.to_local()) for one in seen)
         names += [span.name for span in world.transfers.recent_spans if span.name in (INSIDE, ACROSS)]
-        found.append([full_tensor(p.grad) for layer in (model.first, model.second) for p in layer.parameters()])
-    return names, max(float((a - b).abs().max()) for a, b in zip(*found, strict=True))
+        gradients.append([full_tensor(p.grad) for layer in (model.first, model.second) for p in layer.parameters()])
+    return names, max(float((a - b).abs().max()) for a, b in zip(*gradients, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -315,10 +319,8 @@ def crossing_here(num_passes: int, is_hooked: bool) -> tuple[list[str], float]:
     ],
     ids=["one pass", "a hook", "two passes"],
 )
-def test_sums_cross_behind_the_rest_of_the_pass(
-    ranks: Ranks, num_passes: int, is_hooked: bool, order: list[str]
-) -> None:
-    """Where nobody reads a gradient before its end."""
-    for names, difference in ranks(4).run(crossing_here, num_passes, is_hooked):
+def test_inter_host_sums_start_after_the_pass(ranks: Ranks, num_passes: int, is_hooked: bool, order: list[str]) -> None:
+    """Sums between hosts start at the end of a pass, unless a hook or an earlier pass needs them before."""
+    for names, difference in ranks(4).run(sum_order_here, num_passes, is_hooked):
         assert names == order
         assert difference < 1e-6

@@ -1,4 +1,4 @@
-"""What goes wrong on one rank is raised on all of them, nobody hangs, and the ranks can go on."""
+"""An error on one rank is raised on all of them, no rank hangs, and the ranks can continue."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def batch(who: list[list[int]], what: list[list[int]], weighted: bool = True) ->
 
 
 def message_of(call: Callable[[], object]) -> str:
-    """The text of the MesetaError that `call` raises, or '' when it raises none."""
+    """Return the text of the MesetaError that `call` raises, or "" if it raises none."""
     try:
         call()
     except MesetaError as error:
@@ -50,7 +50,7 @@ def message_of(call: Callable[[], object]) -> str:
 
 
 def good_step(embeddings: ShardedEmbeddingBagCollection) -> float:
-    """A step that would hang or break if a collective were still in flight."""
+    """Run a step that would hang or break if a collective were still in flight."""
     rank = embeddings.world.rank
     out = embeddings(batch([[rank], [9]], [[3], [19, rank]]))
     loss = out.pooled.values.square().sum() + out["what"].values.square().sum()
@@ -86,7 +86,7 @@ def outside_ids_everywhere() -> str:
     return message_of(lambda: embeddings(batch([[10 + rank]], [[]])))
 
 
-def test_the_first_rank_names_its_id_where_several_are_outside(ranks: Ranks) -> None:
+def test_the_lowest_rank_names_its_id_if_several_are_out_of_range(ranks: Ranks) -> None:
     texts = ranks(2).run(outside_ids_everywhere)
     assert texts[0] == texts[1] and "id 10 from feature 'who', sample 0," in texts[0]
 
@@ -162,23 +162,23 @@ def test_raise_together_names_the_lowest_rank(ranks: Ranks) -> None:
         assert ranks(2).run(raised_together, bad) == [(expected, "[0, 1]")] * 2
 
 
-def told_twice() -> list[str]:
+def raised_twice() -> list[str]:
     world = World.current()
     texts = []
     for bad in (0, 1):
         try:
             world.raise_on_all_ranks(OSError(f"disk {bad} is full") if world.rank == bad else None)
-        except MesetaError as told:
-            texts.append(message_of(partial(world.raise_on_all_ranks, told)))
+        except MesetaError as raised:
+            texts.append(message_of(partial(world.raise_on_all_ranks, raised)))
     return texts
 
 
-def test_an_error_that_all_were_told_names_its_rank_once(ranks: Ranks) -> None:
-    assert ranks(2).run(told_twice) == [["rank 0: disk 0 is full", "rank 1: disk 1 is full"]] * 2
+def test_an_error_raised_on_all_ranks_names_its_rank_once(ranks: Ranks) -> None:
+    assert ranks(2).run(raised_twice) == [["rank 0: disk 0 is full", "rank 1: disk 1 is full"]] * 2
 
 
 def unknown_columns() -> list[tuple[str, str, str | None]]:
-    """(text, column, remedy) of an error of rank 1 raised on all ranks, and of one of rank 0."""
+    """Return (text, column, remedy) of an error of rank 1 and of two errors of rank 0, raised on all ranks."""
     world = World.current()
     error = UnknownColumnError("log", "usr", ["user"])
 
@@ -219,14 +219,14 @@ def refused_by_the_system() -> list[str]:
     return [message(lambda: world.run_on_rank_0(write)), message(lambda: world.broadcast_from_rank_0(write))]
 
 
-def test_what_the_system_tells_rank_0_is_told_to_all(ranks: Ranks) -> None:
-    """None waits for a rank that has left."""
+def test_a_system_error_of_rank_0_is_raised_on_all(ranks: Ranks) -> None:
+    """No rank waits for one that has left."""
     text = "[Errno 28] No space left on device: 'notes.json'"
     assert ranks(2).run(refused_by_the_system) == [[f"rank 0: {text}", text]] * 2
 
 
 class Broken(torch.autograd.Function):
-    """Raises in the middle of a backward pass."""
+    """Function that raises in its backward pass."""
 
     @staticmethod
     def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,8 @@
-"""examples/configs/everything.yaml on two hosts of two ranks, killed at random moments: it ends with the bits of itself
-undisturbed; and, with nothing rounded and no lookup late, with those of tables in memory and nothing else of it."""
+"""examples/configs/everything.yaml on two hosts of two ranks, killed at random moments.
+
+The run ends with the bits of an undisturbed run. Without codecs and stale lookups it has the bits of a run with all
+tables in memory and none of the other features.
+"""
 
 from __future__ import annotations
 
@@ -33,28 +36,28 @@ SMALL = {
     "train": {"batch_size": 40, "log_every_steps": 2, "eval_every_steps": 8, "eval_batch_size": 500},
     "checkpoint": {"every_steps": 3},
 }
-"""So that a run takes seconds, and rows of 1.5 KB fill segments of their files."""
-NEAR_ROWS = {"cat_2": 32, "cat_11": 55, "cat_20": 105, "cat_3": 32, "cat_15": 105}
-"""Of each piece, so that rows come and go."""
+"""Sizes with which a run takes seconds, and rows of 1.5 KB fill segments of their files."""
+CACHE_ROWS = {"cat_2": 32, "cat_11": 55, "cat_20": 105, "cat_3": 32, "cat_15": 105}
+"""Cache rows of each shard, few enough that rows are evicted."""
 EXACT = {"comm": {"forward": "fp32", "dense": "fp32"}}
 MOMENTS = ["start-up", "training", "saving", "evaluating", "one rank", "signal"]
 
 
 def everything(data: Path, folder: Path, *changes: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The config with other sizes and places, and these changes of its sections."""
+    """Return the config with other sizes and paths, and `changes` of its sections."""
     document = yaml.safe_load(CONFIG.read_text())
     places = {"data": {"dir": str(data), "shuffle_window_rows": 500}, "storage": {"dir": str(folder / "rows")}}
     for change in (SMALL, {"train": {"max_steps": NUM_STEPS}}, places, *changes):
         for section, keys in change.items():
             document[section] |= keys
     tables = document["plan"]["tables"]
-    for name, cache_rows in NEAR_ROWS.items():
+    for name, cache_rows in CACHE_ROWS.items():
         tables[name] |= {"cache_rows": cache_rows}
     return document | {"run_dir": str(folder / "run"), "num_threads": 1}
 
 
 def plain(data: Path, folder: Path) -> dict[str, Any]:
-    """The same model, in memory, and nothing that the config names beside."""
+    """Return the config of the same model in memory, without the other features of the example."""
     document = everything(data, folder)
     for section in ("storage", "comm", "checkpoint"):
         del document[section]
@@ -81,7 +84,8 @@ def hosts() -> Iterator[Hosts]:
 def undisturbed(
     tmp_path_factory: pytest.TempPathFactory, ranks: Callable[[int], RankPool], data: Path
 ) -> Callable[[str], Path]:
-    """The directory of a run that nothing disturbed: '0' and '1' are `pipeline.staleness`, 'exact' rounds nothing."""
+    """Return a function that returns the directory of an undisturbed run. '0' and '1' are `pipeline.staleness`; 'exact'
+    has no codec."""
     runs: dict[str, Path] = {}
 
     def get(name: str) -> Path:
@@ -104,19 +108,19 @@ def check_equal(run_dir: Path, expected: Path) -> None:
 
 
 @pytest.mark.soak
-def test_nothing_of_it_shows_in_the_bits_of_a_plain_run(undisturbed: Callable[[str], Path]) -> None:
-    """Though rows came from the disk, and checkpoints stand on each other."""
+def test_features_change_no_bit_of_a_plain_run(undisturbed: Callable[[str], Path]) -> None:
+    """Rows were read from disk, and checkpoints are deltas."""
     check_equal(undisturbed("exact"), undisturbed("plain"))
     run_dir = undisturbed("exact")
     traffic = [line["row_traffic"] for line in metrics(run_dir) if line["kind"] == "train"]
-    for name in NEAR_ROWS:
+    for name in CACHE_ROWS:
         assert sum(of_tables[name]["num_misses"] for of_tables in traffic[2:]) > 0, name
     assert sum(of_tables["cat_20"]["read_bytes"] for of_tables in traffic) > 0
     assert [*run_dir.glob("checkpoints/*/tables/*/rows-*")] and [*run_dir.glob("checkpoints/*/pruned.json")]
 
 
 def reach(command: Command, run_dir: Path, moment: str, draw: random.Random, share: float) -> None:
-    """Wait for the moment to kill, as that of tests/cli/test_kill.py: steps are fewer here."""
+    """Wait for the moment to kill. It differs from tests/cli/test_kill.py because a run has fewer steps."""
     saved = checkpoint.latest_complete(run_dir / "checkpoints") if run_dir.exists() else None
     step = int(saved.name.removeprefix("step-")) if saved else 0
     aim = step + 2 * draw.randint(1, 4) + step % 2
@@ -131,21 +135,22 @@ def reach(command: Command, run_dir: Path, moment: str, draw: random.Random, sha
         time.sleep(draw.uniform(0, longest_s * share))
 
 
-def one_killed(command: HostsCommand) -> bool:
-    """Kill the last rank: the others say so and end by themselves. False where it had ended before."""
+def kill_one(command: HostsCommand) -> bool:
+    """Kill the last rank and check that the others report it and end. Return `False` if it had ended before."""
     command.send(signal.SIGKILL, to_all=False)
     command.wait(60)
     codes = [process.exitcode for process in command.processes]
     if codes[-1] == 0:
         return False
     assert codes[-1] == -signal.SIGKILL and 0 not in codes[:-1], (codes, command.words())
-    for said in sorted(command.folder.glob("[0-2].err")):
-        assert "error: " in said.read_text() and "Traceback" not in said.read_text(), command.words()
+    for file in sorted(command.folder.glob("[0-2].err")):
+        assert "error: " in file.read_text() and "Traceback" not in file.read_text(), command.words()
     return True
 
 
-def signalled(command: HostsCommand) -> bool:
-    """SIGTERM to all ranks: they save and end together, or had not begun to train. False where all had ended before."""
+def signal_all(command: HostsCommand) -> bool:
+    """Send SIGTERM to all ranks and check that they save and end together, or had not started to train. Return `False`
+    if all had ended before."""
     command.send(signal.SIGTERM)
     command.wait(60)
     codes = {process.exitcode for process in command.processes}
@@ -153,7 +158,7 @@ def signalled(command: HostsCommand) -> bool:
     return codes != {0}
 
 
-KILLS = {"one rank": one_killed, "signal": signalled}
+KILLS = {"one rank": kill_one, "signal": signal_all}
 
 
 @pytest.mark.soak
@@ -162,7 +167,7 @@ KILLS = {"one rank": one_killed, "signal": signalled}
 def test_killed_on_two_hosts(
     undisturbed: Callable[[str], Path], hosts: Hosts, data: Path, tmp_path: Path, name: str, seed: int
 ) -> None:
-    """3 x 10 x 2 kills."""
+    """A soak kills 60 times."""
     draw = random.Random(f"everything/{name}/{seed}")
     changes = EXACT if name == "plain" else {"pipeline": {"staleness": int(name)}}
     config = write_config(tmp_path / "c.yaml", everything(data, tmp_path, changes))

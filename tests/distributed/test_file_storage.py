@@ -1,4 +1,4 @@
-"""Rows that lie elsewhere, in another order, and are lent to operators: the bits of resident ones, all the way."""
+"""Rows in file storage, which has another order and lends copies to operators, have the bits of resident rows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from sampling import product, sample
 from small_run import final_checksum, metrics, settings, tiny_data, train, without_times
 
 from .pool import RankPool
-from .scenario import Scenario
+from .scenario import IS_SOAK, Scenario
 from .scenario import train as train_scenario
 
 Ranks = Callable[[int], RankPool]
@@ -45,19 +45,19 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def in_files(call: Callable[..., Any], *arguments: Any) -> tuple[Any, int]:
-    """What a call returns when its rows lie in files, and how often one was lent; all are given back."""
+    """Return the result of a call whose rows are in files, and the number of copies lent. All copies are returned."""
     with files_for_rows() as made:
-        found = call(*arguments)
+        result = call(*arguments)
         assert made and all(isinstance(piece, FileStorage) and piece.num_lent == 0 for piece in made)
-        return found, sum(piece.num_copies for piece in made)
+        return result, sum(piece.num_copies for piece in made)
 
 
 def scenario_in_files(scenario: Scenario) -> Any:
     return in_files(train_scenario, scenario)
 
 
-@pytest.mark.parametrize("cell", sample(CELLS, 5, seed=3), ids=lambda cell: " ".join(cell.values()))
-def test_all_row_optimizers_step_lent_rows_alike(ranks: Ranks, cell: dict[str, Any]) -> None:
+@pytest.mark.parametrize("cell", sample(CELLS, 4, seed=3), ids=lambda cell: " ".join(cell.values()))
+def test_all_row_optimizers_update_lent_rows_identically(ranks: Ranks, cell: dict[str, Any]) -> None:
     scenario = Scenario(weighted=cell["pooling"] != "none", **cell)
     size = 4 if "hosts" in scenario.sharding else 2
     expected = ranks(size).run(train_scenario, scenario)
@@ -74,7 +74,7 @@ def train_in_files(document: dict[str, Any]) -> Any:
 
 
 def runs(ranks: Ranks, size: int, document: dict[str, Any], files: bool) -> list[Any]:
-    """One run on so many ranks."""
+    """Run the config on `size` ranks."""
     if size == 1:
         return [train_in_files(document)[0] if files else train(document)]
     return ranks(size).run(train_in_files if files else train, document)
@@ -85,40 +85,41 @@ def plan_for(size: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("case", sample(product(size=[1, 2], background=["always", "never"]), 1, seed=3))
-def test_a_run_saves_and_goes_on_under_another_plan_and_storage(
+def test_a_run_resumes_under_another_plan_and_storage(
     ranks: Ranks, tiny: Path, tmp_path: Path, case: dict[str, Any]
 ) -> None:
-    """In two parts, each on files or resident, with micro-batches, replicas and saves on the way."""
+    """Each run has two parts, in files or resident, with micro-batches, replicas and saves."""
     saves = {"checkpoint__every_steps": 2, "checkpoint__background": case["background"]}
     common, size = {**WIDE, "train__accumulate_steps": 2, **saves}, case["size"]
     other = 3 - size
-    for files in ((False, False), (True, True), (True, False), (False, True)):
+    one_in_files = [(True, False), (False, True)] if IS_SOAK else []
+    for files in ((False, False), (True, True), *one_in_files):
         run = tmp_path / "-".join(map(str, files))
         first = settings(tiny, run, **common, **plan_for(size), train__max_steps=3)
         runs(ranks, size, first, files[0])
         runs(ranks, other, settings(tiny, run, **common, **plan_for(other), train__max_steps=5), files[1])
     resident, *others = [(final_checksum(run), without_times(metrics(run))) for run in sorted(tmp_path.iterdir())]
-    assert all(found == resident for found in others)
+    assert all(result == resident for result in others)
 
 
 def record_in_files(document: dict[str, Any], folder: Path, files: bool) -> None:
-    """Run on every rank."""
+    """Record steps for `meseta verify`. Runs on every rank."""
     with files_for_rows() if files else nullcontext():
         verify.record(RunConfig.model_validate(document), World.current(), folder, 3)
 
 
 @pytest.mark.parametrize("files", [(True, False), (False, True)])
-def test_verify_takes_both_for_equal(ranks: Ranks, tiny: Path, tmp_path: Path, files: tuple[bool, bool]) -> None:
+def test_verify_accepts_both_storages(ranks: Ranks, tiny: Path, tmp_path: Path, files: tuple[bool, bool]) -> None:
     document = settings(tiny, tmp_path / "run", **WIDE, **plan_for(2))
     (tmp_path / "records").mkdir()
     ranks(2).run(record_in_files, document, tmp_path / "records", files[0])
     with files_for_rows() if files[1] else nullcontext():
-        found = verify.compare(RunConfig.model_validate(document), tmp_path / "records", 3, 2)
-    assert found.first_mismatch is None and set(found.tables["training"]) == set(REPLICAS)
+        verification = verify.compare(RunConfig.model_validate(document), tmp_path / "records", 3, 2)
+    assert verification.first_mismatch is None and set(verification.tables["training"]) == set(REPLICAS)
 
 
 def test_imports_and_exports(tiny: Path, tmp_path: Path) -> None:
-    """Of another model's rows in float32, rounded to those of the tables."""
+    """Rows of another model in float32 are rounded to those of the tables."""
     source = settings(tiny, tmp_path / "source", train__max_steps=3)
     train(source)
     model = load_trained(tmp_path / "source", "test", World.single()).model

@@ -1,5 +1,4 @@
-"""A run folder and a quarantined checkpoint that were written under former names are read, and continued under new
-names."""
+"""A run folder and a quarantined checkpoint with former names are read, and continued under new names."""
 
 from __future__ import annotations
 
@@ -177,7 +176,7 @@ def test_current_files_have_no_former_names(current: Path, former: Path) -> None
         assert FORMER_NAMES & set(names_in(document)), name
 
 
-def test_former_files_say_the_same(current: Path, former: Path) -> None:
+def test_former_files_are_read_identically(current: Path, former: Path) -> None:
     first, second = read_run(current), read_run(former)
     assert first.plan == second.plan and first.plan is not None
     assert first.train_lines == second.train_lines and len(first.train_lines) > 2

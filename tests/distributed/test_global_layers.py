@@ -1,4 +1,5 @@
-"""Dropout and batch norm on several ranks: the model of one process; resumed, the bits of a run never stopped."""
+"""Dropout and batch norm on several ranks train the model of one process. A resumed run has the bits of an
+uninterrupted one."""
 
 from __future__ import annotations
 
@@ -21,18 +22,19 @@ Ranks = Callable[[int], RankPool]
 
 
 def normalise(sizes: tuple[int, ...], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Output, gradient of x, and in units of the global mean those of the parameters, of this rank's slice."""
+    """Return the output and the gradients of this rank's slice, and the running statistics. Gradients of parameters are
+    in units of the global mean."""
     world = World.current() if len(sizes) > 1 else World.single()
     batch = BatchSlice(world=world, step=0, batch_size_per_rank=sizes)
     generator = torch.Generator().manual_seed(3)
     data, upstream = (torch.randn(sum(sizes), 5, generator=generator, dtype=dtype) * 3 + 10 for _ in range(2))
-    mine = slice(batch.first_sample, batch.first_sample + sizes[world.rank])
+    local = slice(batch.first_sample, batch.first_sample + sizes[world.rank])
     layer = SyncBatchNorm(5).to(dtype)
     torch.nn.init.normal_(layer.weight, generator=generator)
-    x = data[mine].clone().requires_grad_()
+    x = data[local].clone().requires_grad_()
     y = layer(x, batch)
-    # As a loss that is the mean over this rank sends it.
-    y.backward(upstream[mine] / max(len(x), 1))
+    # The loss is the mean over this rank's samples.
+    y.backward(upstream[local] / max(len(x), 1))
     share = batch.local_share
     return {
         "y": y.detach(),
@@ -50,13 +52,13 @@ def test_batch_norm_is_that_of_one_process(ranks: Ranks, sizes: tuple[int, ...])
     parts = ranks(2).run(normalise, sizes, torch.float64)
     for name, whole in one.items():
         if name in ("y", "x"):
-            found = torch.cat([part[name] for part in parts])
+            combined = torch.cat([part[name] for part in parts])
         elif name in ("mean", "var"):
             assert torch.equal(parts[0][name], parts[1][name])
-            found = parts[0][name]
+            combined = parts[0][name]
         else:
-            found = sum(part[name] for part in parts)
-        torch.testing.assert_close(found, whole, rtol=0, atol=1e-12)
+            combined = sum(part[name] for part in parts)
+        torch.testing.assert_close(combined, whole, rtol=0, atol=1e-12)
 
 
 def losses(run_dir: Path) -> list[float]:
@@ -71,8 +73,8 @@ def buffers(run_dir: Path) -> dict[str, torch.Tensor]:
 BOTH = {
     "model__dropout": 0.2,
     "model__batch_norm": True,
-    "model__top_mlp": [16, 8],
-    "model__deep_mlp": [16, 8],
+    "model__top_mlp": [8],
+    "model__deep_mlp": [8],
     "embedding__optimizer__lr": 0.02,
     "train__log_every_steps": 1,
 }
@@ -97,13 +99,14 @@ def test_one_process_and_many_train_the_same_model(
 
 def test_fewer_samples_than_ranks(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
     common = {**BOTH, "embedding__dtype": "float64", "train__batch_size": 3, "train__max_steps": 5, "plan": ROW_WISE}
-    train(settings(tiny, tmp_path / "1", **common))
-    ranks(4).run(train, settings(tiny, tmp_path / "4", **common))
+    one = train(settings(tiny, tmp_path / "1", **common))
+    four = ranks(4).run(train, settings(tiny, tmp_path / "4", **common))[0]
     np.testing.assert_allclose(losses(tmp_path / "4"), losses(tmp_path / "1"), rtol=0, atol=1e-10)
+    assert four["num_samples"] == one["num_samples"] == 15
 
 
 @pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.soak), 2])
-def test_micro_batches_drop_what_the_whole_batch_drops(ranks: Ranks, tiny: Path, tmp_path: Path, size: int) -> None:
+def test_micro_batches_have_the_dropout_of_the_whole_batch(ranks: Ranks, tiny: Path, tmp_path: Path, size: int) -> None:
     common = {
         **BOTH,
         "model__batch_norm": False,
@@ -118,7 +121,9 @@ def test_micro_batches_drop_what_the_whole_batch_drops(ranks: Ranks, tiny: Path,
 
 
 @pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.soak), 2])
-def test_a_resumed_run_has_the_bits_of_one_never_stopped(ranks: Ranks, tiny: Path, tmp_path: Path, size: int) -> None:
+def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(
+    ranks: Ranks, tiny: Path, tmp_path: Path, size: int
+) -> None:
     def run(folder: str, **changes: object) -> None:
         document = settings(tiny, tmp_path / folder, **BOTH, model__name="deepfm", plan=ROW_WISE, **changes)
         train(document) if size == 1 else ranks(size).run(train, document)

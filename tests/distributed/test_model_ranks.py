@@ -1,10 +1,9 @@
-"""Models with dropout and norms on 1, 2 and 4 ranks (two hosts), three plans; one FSDP unit per layer of DHEN."""
+"""Models with dropout and norms on 1, 2 and 4 ranks (two hosts) under three plans, and the FSDP units of DHEN."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,12 +16,11 @@ from model_parts import OneRowEach
 from small_run import MODELS_WITH_NORMS, dropout_and_norms, of_its_model, settings
 
 from .pool import RankPool
-from .scenario import IS_SOAK
-from .test_training import HOSTS, MIXED, STEPS, WIDE, losses, train_on, weights
+from .test_training import PLANS, STEPS, WIDE, losses, train_on, weights
 
 Ranks = Callable[[int], RankPool]
 CASES = [
-    pytest.param(model, dtype, marks=[] if (model, dtype) == ("dhen", "float64") else pytest.mark.soak)
+    pytest.param(model, dtype, marks=[] if (model, dtype) == ("final", "float64") else pytest.mark.soak)
     for model in MODELS_WITH_NORMS
     for dtype in ("float64", "float32")
 ]
@@ -41,11 +39,10 @@ def test_dropout_and_norms_are_of_the_global_batch(
         "train__log_every_steps": 1,
         **STEPS,
     }
-    plans: dict[int, Any] = {1: "auto", **({2: MIXED} if IS_SOAK else {}), 4: HOSTS}
-    for size, plan in plans.items():
+    for size, plan in PLANS.items():
         train_on(ranks, size, settings(tiny, tmp_path / str(size), **common, plan=plan))
     tolerance, alone = {"float64": 1e-10, "float32": 1e-5}[dtype], weights(tmp_path / "1")
-    for size in {*plans} - {1}:
+    for size in PLANS.keys() - {1}:
         np.testing.assert_allclose(losses(tmp_path / str(size)), losses(tmp_path / "1"), rtol=0, atol=tolerance)
         for name, weight in weights(tmp_path / str(size)).items():
             torch.testing.assert_close(weight, alone[name], rtol=0, atol=tolerance)

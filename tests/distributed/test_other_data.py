@@ -1,4 +1,4 @@
-"""A run meets other data than it was trained on: refused by eval, predict, train and verify, on one rank and on two."""
+"""Data that differ from those of training are rejected by eval, predict, train and verify, on one rank and on two."""
 
 from __future__ import annotations
 
@@ -59,12 +59,13 @@ OTHER_ROWS: dict[str, tuple[Change, str]] = {
     "rows": (lambda d: d["splits"]["train"].update(num_positives=1), "other rows, as splits in dataset.json shows"),
     "statistics": (lambda d: feature(d, "city")["statistics"].update(num_uniques=1), "other rows, as statistics in"),
 }
-"""What other data may have to be evaluated, but not to go on with."""
+"""Differences that allow an evaluation but no further training."""
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A prepared dataset with every kind of encoding: 'shop' is hashed, though `prepare` gives all a vocabulary."""
+    """Return a prepared dataset with every kind of encoding. Feature 'shop' is hashed, although `prepare` gives all a
+    vocabulary."""
     folder = tmp_path_factory.mktemp("other_data")
     lines = [f"{n % 3 == 0:d},{n % 7},{n % 11},{n % 60},c{n * n % 13},s{n % 9}" for n in range(300)]
     (folder / "raw.csv").write_text("\n".join(["click,price,stock,age,city,shop", *lines]) + "\n")
@@ -86,7 +87,7 @@ def change(folder: Path, spoil: Change) -> None:
 
 @pytest.fixture
 def run(data: Path, tmp_path: Path) -> Path:
-    """A run of two steps."""
+    """Return a run of two steps."""
     train(config(data, tmp_path / "run", 2))
     return tmp_path / "run"
 
@@ -96,7 +97,7 @@ def config(data: Path, run_dir: Path, max_steps: int) -> dict[str, Any]:
 
 
 def spoilt(data: Path, folder: Path, spoils: dict[str, tuple[Change, str]]) -> list[Path]:
-    """A copy of the data for each; their Parquet files are never read."""
+    """Return a copy of the data for each change. No Parquet file is read."""
     copies = []
     for name, (spoil, _) in spoils.items():
         copies.append(Path(shutil.copytree(data, folder / name.replace(" ", "-"))))
@@ -104,9 +105,9 @@ def spoilt(data: Path, folder: Path, spoils: dict[str, tuple[Change, str]]) -> l
     return copies
 
 
-def meet(run_dir: Path, folder: Path, copies: Sequence[Path]) -> list[list[str]]:
-    """On every rank: what eval and predict, train, and verify say to each of the copies."""
-    world, told = World.current(), []
+def messages_of_commands(run_dir: Path, folder: Path, copies: Sequence[Path]) -> list[list[str]]:
+    """Return the errors of eval and predict, train, and verify for each copy. Runs on every rank."""
+    world, messages = World.current(), []
     for copy in copies:
         document = RunConfig.model_validate(config(copy, run_dir, 4))
         actions: list[Callable[[], Any]] = [
@@ -114,8 +115,8 @@ def meet(run_dir: Path, folder: Path, copies: Sequence[Path]) -> list[list[str]]
             lambda document=document: Trainer(document, world).run(),  # type: ignore[misc]
             lambda document=document: record(document, world, folder, 1),  # type: ignore[misc]
         ]
-        told.append([refusal(action) for action in actions])
-    return told
+        messages.append([refusal(action) for action in actions])
+    return messages
 
 
 def refusal(action: Callable[[], Any]) -> str:
@@ -130,31 +131,36 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def check_told(told: list[list[list[str]]], spoils: dict[str, tuple[Change, str]], only: slice = slice(None)) -> None:
-    """`told`: by rank, by copy, by command."""
-    for of_rank in told:
+def check_messages(
+    messages: list[list[list[str]]], spoils: dict[str, tuple[Change, str]], only: slice = slice(None)
+) -> None:
+    """Check messages by rank, copy and command."""
+    for of_rank in messages:
         for (name, (_, message)), of_copy in zip(spoils.items(), of_rank, strict=True):
             for text in of_copy[only]:
                 assert message in text and "run_dir" in text and "\n" not in text, (name, text)
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_other_data_are_refused_by_all_who_meet_them(
+def test_other_data_are_rejected_by_all_commands(
     ranks: Ranks, data: Path, run: Path, tmp_path: Path, size: int
 ) -> None:
     before = contents(run)
-    pool = [meet] if size == 1 else []
-    some = SPOILS if IS_SOAK or size == 1 else {name: SPOILS[name] for name in ("permuted", "dense order", "label")}
-    for spoils, only in ((some, slice(None)), (OTHER_ROWS, slice(1, 2))):
+    pool = [messages_of_commands] if size == 1 else []
+    spoilt_encodings, other_rows = SPOILS, OTHER_ROWS
+    if size > 1 and not IS_SOAK:
+        spoilt_encodings = {name: SPOILS[name] for name in ("permuted", "dense order", "label")}
+        other_rows = {"rows": OTHER_ROWS["rows"]}
+    for spoils, only in ((spoilt_encodings, slice(None)), (other_rows, slice(1, 2))):
         copies = spoilt(data, tmp_path / "copies" / str(len(spoils)), spoils)
-        told = [f(run, tmp_path, copies) for f in pool] or ranks(2).run(meet, run, tmp_path, copies)
-        assert len(told) == size
-        check_told(told, spoils, only)
+        messages = [f(run, tmp_path, copies) for f in pool] or ranks(2).run(messages_of_commands, run, tmp_path, copies)
+        assert len(messages) == size
+        check_messages(messages, spoils, only)
     assert contents(run) == before
 
 
 @pytest.mark.parametrize("command", ["eval", "predict", "train", "verify"])
-def test_the_commands_say_what_differs_and_the_way_out(
+def test_commands_name_the_difference_and_a_remedy(
     command: str,
     data: Path,
     run: Path,
@@ -188,7 +194,7 @@ def test_the_commands_say_what_differs_and_the_way_out(
 
 
 def accept(run_dir: Path, folder: Path, data: Path) -> tuple[int, int, int]:
-    """Steps that eval, train and verify took, and rows that predict wrote, on the ranks of this process."""
+    """Return the steps of eval, the rows of predict, and the steps of train. Runs on every rank."""
     world = World.current()
     trained = load_trained(run_dir, "test", world, data)
     num_rows = write_predictions(trained.model, trained.reader, world, folder / "out.parquet")
@@ -198,24 +204,24 @@ def accept(run_dir: Path, folder: Path, data: Path) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.soak), 2])
-def test_equal_content_under_another_path_is_taken(
+def test_equal_content_under_another_path_is_accepted(
     ranks: Ranks, data: Path, run: Path, tmp_path: Path, size: int
 ) -> None:
     copy = Path(shutil.copytree(data, tmp_path / "elsewhere"))
-    found = [accept(run, tmp_path, copy)] if size == 1 else ranks(2).run(accept, run, tmp_path, copy)
+    results = [accept(run, tmp_path, copy)] if size == 1 else ranks(2).run(accept, run, tmp_path, copy)
     num_test = json.loads((data / "dataset.json").read_text())["splits"]["test"]["num_rows"]
-    assert found == [(2, num_test, 3)] * size
+    assert results == [(2, num_test, 3)] * size
 
 
-def test_a_checkpoint_knows_without_its_run(data: Path, run: Path, tmp_path: Path) -> None:
-    """As it is where a mirror has the checkpoints alone."""
+def test_a_checkpoint_alone_is_enough_to_compare(data: Path, run: Path, tmp_path: Path) -> None:
+    """A mirror has the checkpoints alone."""
     (run / "dataset.json").unlink()
     copies = spoilt(data, tmp_path, {"mean": SPOILS["mean"]})
-    check_told([meet(run, tmp_path, copies)], {"mean": SPOILS["mean"]})
+    check_messages([messages_of_commands(run, tmp_path, copies)], {"mean": SPOILS["mean"]})
 
 
 def make_older(run: Path) -> None:
-    """A run of a version that kept neither digests nor what its checkpoints were trained on."""
+    """Rewrite a run as by a version that stored neither digests nor the encoding of the training data."""
     forget(run)
     document = manifest(run)
     del document["state"]["encoding"]
@@ -233,7 +239,7 @@ def forget(folder: Path) -> None:
     change(folder, without)
 
 
-def test_an_older_run_is_compared_as_far_as_its_data_tell(
+def test_an_older_run_is_compared_as_far_as_recorded(
     data: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_older(run)
@@ -241,25 +247,25 @@ def test_an_older_run_is_compared_as_far_as_its_data_tell(
     path = run / "config.yaml"
     path.write_text(path.read_text().replace(str(data), str(source)))
     cases = {name: SPOILS[name] for name in ("permuted", "mean")}
-    check_told([meet(run, tmp_path, spoilt(data, tmp_path / "copies", cases))], {
+    check_messages([messages_of_commands(run, tmp_path, spoilt(data, tmp_path / "copies", cases))], {
         name: (spoil, message) for name, (spoil, message) in cases.items()
     })  # fmt: skip
     capsys.readouterr()
     assert load_trained(run, "test", World.single(), source).step == 2
-    told = capsys.readouterr().err
-    assert "note: the name of the label cannot be compared, because an older version did not record it" in told
-    shutil.rmtree(source)  # and with it the vocabularies
+    text = capsys.readouterr().err
+    assert "note: the name of the label cannot be compared, because an older version did not record it" in text
+    shutil.rmtree(source)  # deletes the vocabularies, too
     assert load_trained(run, "test", World.single(), data).step == 2
     assert "note: the name of the label and 2 more cannot be compared" in capsys.readouterr().err
 
 
 def open_apart(run_dir: Path, data: Path, other: Path) -> str:
-    """Ranks whose hosts have other data under one path."""
+    """Return the error of ranks whose hosts have different data under one path."""
     world = World.current()
     return refusal(lambda: load_trained(run_dir, "test", world, other if world.rank else data))
 
 
-def test_ranks_with_other_data_are_refused_on_all(ranks: Ranks, data: Path, run: Path, tmp_path: Path) -> None:
+def test_ranks_with_different_data_are_rejected_on_all(ranks: Ranks, data: Path, run: Path, tmp_path: Path) -> None:
     [other] = spoilt(data, tmp_path, {"rows": OTHER_ROWS["statistics"]})
     for text in ranks(2).run(open_apart, run, data, other):
         assert "rank 1 and rank 0 have different files dataset.json" in text

@@ -1,4 +1,4 @@
-"""One rank whose processor cannot multiply bfloat16 decides for all."""
+"""A rank whose processor cannot multiply bfloat16 decides for all."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FAST = Processor("Fast 9", PLAIN.flags | {"avx512f", "avx512bw", "avx512dq", "av
 
 
 def settled(document: dict[str, Any], processors: list[Processor]) -> str:
-    """What dense.dtype comes to on this rank, which has its own of `processors`; or the error."""
+    """Return the resolved dense.dtype of this rank, whose processor is in `processors`, or the error."""
     world = World.current()
     module: Any = sys.modules[specs.__name__]
     before, module.read_processor = module.read_processor, lambda: processors[world.rank]
@@ -35,8 +35,10 @@ def settled(document: dict[str, Any], processors: list[Processor]) -> str:
 @pytest.mark.parametrize("slow", [0, 1])
 def test_a_new_run_is_refused_on_all_ranks(ranks: Any, tmp_path: Path, slow: int) -> None:
     processors = [PLAIN if rank == slow else FAST for rank in range(2)]
-    found = ranks(2).run(settled, settings(tmp_path, tmp_path / "run", dense__dtype="bfloat16"), processors)
-    assert found[0] == found[1] and found[0].startswith(f"rank {slow}: dense.dtype 'bfloat16' is slow: Old 1 (AVX2)")
+    results = ranks(2).run(settled, settings(tmp_path, tmp_path / "run", dense__dtype="bfloat16"), processors)
+    assert results[0] == results[1] and results[0].startswith(
+        f"rank {slow}: dense.dtype 'bfloat16' is slow: Old 1 (AVX2)"
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
-"""Rows that every rank holds, where kernels leave out those that nobody has touched and the host counts none: the bits
-of the way over the host, under Triton's interpreter."""
+"""Replicated rows selected on the device by kernels have the bits of rows selected on the host. Kernels run in Triton's
+interpreter."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def by_kernels(
     gradients: Sequence[Tensor],
     found_inf: Tensor | None = None,
 ) -> None:
-    """What the operator does on a GPU."""
+    """Run the operator's GPU kernel."""
     from meseta.ops.row_update import triton
 
     tables = group.weights, group.states, group.program.fused_update.instructions, group.uniforms(lr, step)
@@ -40,7 +40,7 @@ def by_kernels(
 
 
 def train_by_kernels(scenario: Scenario) -> dict[str, Any]:
-    """The same with the rows picked on the device."""
+    """Train with rows selected on the device."""
     made = replicas.ReplicatedRows.__init__
 
     def make(self: replicas.ReplicatedRows, *arguments: Any) -> None:
@@ -56,11 +56,11 @@ def train_by_kernels(scenario: Scenario) -> dict[str, Any]:
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize(("sharding", "optimizer"), [("data_parallel", "adam"), ("hot_replicated", "rowwise_adagrad")])
-def test_rows_are_picked_on_the_device(ranks: Ranks, sharding: str, optimizer: str) -> None:
+def test_rows_are_selected_on_the_device(ranks: Ranks, sharding: str, optimizer: str) -> None:
     pytest.importorskip("triton")
-    scenario = Scenario(sharding, "sum", weighted=False, optimizer=optimizer, num_steps=2, batch_size=8)
-    plain, picked = ranks(2).run(train, scenario), ranks(2).run(train_by_kernels, scenario)
-    for mine, other in zip(picked, plain, strict=True):
-        for (place, weight, state), (same, expected, kept) in zip(mine["shards"], other["shards"], strict=True):
+    scenario = Scenario(sharding, "sum", weighted=False, optimizer=optimizer, num_steps=2, batch_size=4)
+    plain, selected = ranks(2).run(train, scenario), ranks(2).run(train_by_kernels, scenario)
+    for on_device, on_host in zip(selected, plain, strict=True):
+        for (place, weight, state), (same, expected, kept) in zip(on_device["shards"], on_host["shards"], strict=True):
             assert place == same and torch.equal(weight, expected)
             assert all(torch.equal(state[name], kept[name]) for name in kept)

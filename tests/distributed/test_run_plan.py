@@ -1,4 +1,4 @@
-"""`meseta plan CONFIG` finds the plan that the run of that config makes, and predicts the same step."""
+"""`meseta plan CONFIG` finds the plan of a run with that config, and predicts the same step."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ FILES: dict[str, dict[str, Any]] = {
 
 
 def planned(config: RunConfig) -> PlanResult:
-    """By the files that the config names."""
+    """Return the plan for the files that the config names."""
     files = config.planner
     assert files.topology is not None
     rules = Constraints() if files.constraints is None else Constraints.load(files.constraints)
@@ -54,29 +54,29 @@ def planned(config: RunConfig) -> PlanResult:
 
 
 def refusal(document: dict[str, Any]) -> str:
-    """Why it cannot be trained; run on every rank."""
+    """Return the error of training. Runs on every rank."""
     with pytest.raises(MesetaError) as refused:
         train(document)
     return str(refused.value)
 
 
-def test_a_norm_that_no_rank_knows_is_refused_by_plan_and_run(
+def test_a_clip_norm_over_ranks_is_rejected_by_plan_and_run(
     ranks: Callable[[int], RankPool], tiny: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "machines.yaml").write_text(yaml.safe_dump(FILES["topology"]))
     document = settings(tiny, tmp_path / "run", train__clip_norm=1.0, planner__topology=str(tmp_path / "machines.yaml"))
-    said = (
+    message = (
         "config: train.clip_norm clips by a norm over layers and tables, which requires one process, but this run has "
         "2 ranks; use --nproc 1, or set dense.clip_norm and embedding.optimizer.clip_norm"
     )
-    assert ranks(2).run(refusal, document) == [said, said]
+    assert ranks(2).run(refusal, document) == [message, message]
     with pytest.raises(MesetaError) as refused:
         planned(RunConfig.model_validate(document))
-    assert str(refused.value) == said
+    assert str(refused.value) == message
 
 
-@pytest.mark.parametrize("name", sample(CASES, 4, seed=0))
-def test_a_run_makes_the_plan_that_was_shown(
+@pytest.mark.parametrize("name", sample(CASES, 2, seed=1007))
+def test_a_run_makes_the_displayed_plan(
     ranks: Callable[[int], RankPool], tiny: Path, tmp_path: Path, name: str
 ) -> None:
     document = settings(tiny, tmp_path / "run", train__max_steps=2, **{"planner__topology": "topology", **CASES[name]})
@@ -92,7 +92,7 @@ def test_a_run_makes_the_plan_that_was_shown(
     assert summary["predicted"]["overlap"] == list(before.problem.workload.overlap) == summary["overlap"]["hidden"]
 
 
-def test_of_one_process_too(tiny: Path, tmp_path: Path) -> None:
+def test_one_process_makes_the_displayed_plan(tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "topology.yaml").write_text("hbm_bytes: 1e9\n")
     document = settings(tiny, tmp_path / "run", planner__topology=str(tmp_path / "topology.yaml"), train__max_steps=2)
     before = planned(RunConfig.model_validate(document))
@@ -102,13 +102,13 @@ def test_of_one_process_too(tiny: Path, tmp_path: Path) -> None:
     assert summary["predicted"]["step_s"] == before.prediction.step_s
 
 
-def test_tables_of_a_run_lie_on_its_disk_with_near_rows(tiny: Path, tmp_path: Path) -> None:
+def test_disk_tables_of_a_run_get_cache_rows(tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "topology.yaml").write_text("hbm_bytes: 1e9\ndisk_bytes: 1e9\n")
     (tmp_path / "constraints.yaml").write_text("tables: {'*': {tiers: disk}}\n")
     files = {f"planner__{name}": str(tmp_path / f"{name}.yaml") for name in ("topology", "constraints")}
     document = settings(tiny, tmp_path / "run", **files, train__max_steps=2)
     with pytest.raises(MesetaError, match="the topology has none of its tiers"):
-        planned(RunConfig.model_validate(document))  # no folder is named
+        planned(RunConfig.model_validate(document))  # storage.dir is missing
     document["storage"] = {"dir": str(tmp_path / "rows")}
     before = planned(RunConfig.model_validate(document))
     summary = train(document)

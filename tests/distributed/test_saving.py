@@ -1,4 +1,4 @@
-"""Runs on two ranks save by the clock, and while training goes on."""
+"""Runs on two ranks save by the clock, and in the background."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CHANGES = {
 }
 
 
-def test_in_the_background_or_not_the_same_checkpoints(
+def test_background_saves_write_the_same_checkpoints(
     ranks: Callable[[int], RankPool], tiny: Path, tmp_path: Path
 ) -> None:
     sums = []
@@ -40,7 +40,7 @@ def test_in_the_background_or_not_the_same_checkpoints(
 
 
 def refused_here(document: dict[str, Any]) -> str:
-    """Run on every rank: the disk that rank 0 commits to is full from the second checkpoint on."""
+    """Return the error of a run whose disk is full from the second checkpoint on. Runs on every rank."""
     really = os.replace
 
     def rename(source: Any, target: Any, **more: Any) -> None:
@@ -55,7 +55,7 @@ def refused_here(document: dict[str, Any]) -> str:
     return str(refusal.value)
 
 
-def test_what_a_save_met_ends_all_ranks(ranks: Callable[[int], RankPool], tiny: Path, tmp_path: Path) -> None:
+def test_a_failed_background_save_ends_all_ranks(ranks: Callable[[int], RankPool], tiny: Path, tmp_path: Path) -> None:
     document = settings(tiny, tmp_path, checkpoint__background="always", **CHANGES | {"train__max_steps": 40})
     messages = ranks(2).run(refused_here, document)
     assert all("No space left on device" in message for message in messages)

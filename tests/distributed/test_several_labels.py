@@ -1,4 +1,4 @@
-"""Whole runs on data with two labels: MMoE on one and two ranks, and the choice of one label for the other models."""
+"""Whole runs on data with two labels: MMoE on one and two ranks, and one selected label for other models."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Ranks = Callable[[int], RankPool]
 
 @pytest.fixture(scope="module")
 def clicks_and_buys(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny data with the labels 'click' and 'buy'; who buys has clicked, and age decides about it."""
+    """Return the tiny data with labels 'click' and 'buy'. Every buyer has clicked, and 'buy' depends on 'age'."""
     folder = tmp_path_factory.mktemp("labels") / "data"
     shutil.copytree(tiny, folder)
     document = json.loads((folder / "dataset.json").read_text())
@@ -46,8 +46,8 @@ def clicks_and_buys(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 MMOE: dict[str, Any] = {
     "model__name": "mmoe",
-    "model__num_experts": 3,
-    "model__expert_mlp": [16, 8],
+    "model__num_experts": 2,
+    "model__expert_mlp": [16],
     "model__tower_mlp": [8],
     "embedding__init__scale": 0.03,
     "embedding__optimizer__lr": 0.02,

@@ -1,4 +1,4 @@
-"""Lookups one update late: against a plain loop that keeps the former rows, over ranks, and over checkpoints."""
+"""Stale embeddings against a plain loop that keeps the previous rows, over ranks and over checkpoints."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from sampling import product, sample
 from small_run import final_checksum, metrics, settings, train, without_times
 
 from .pool import RankPool
+from .scenario import IS_SOAK
 from .test_overlap import PRECISIONS, SIZES, checksum, make_model, slices
 from .test_training import MIXED, ROW_WISE, WIDE, message_of, train_on, train_until
 
@@ -42,15 +43,15 @@ def make_pipeline(model: Any, world: World, accumulate_steps: int, *, overlap: A
 
 
 def train_late(exchange: str, precision: str, accumulate_steps: int, overlap: tuple[Overlap, ...]) -> Any:
-    """Checksum and losses; run on every rank."""
+    """Return losses and checksum after training with stale embeddings. Runs on every rank."""
     model, world = make(exchange, precision)
     pipeline = make_pipeline(model, world, accumulate_steps, overlap=overlap, stale=True)
     return [step.loss for step in pipeline.steps(slices(world, SIZES))], checksum(model)
 
 
 def train_plainly(exchange: str, precision: str, accumulate_steps: int) -> Any:
-    """The same by a loop without look-ahead: each batch is scored on what a second model looks up, which holds the rows
-    of one update before."""
+    """Return losses and checksum of a loop without look-ahead. A second model, with the rows of one update before,
+    looks up each batch."""
     model, world = make(exchange, precision)
     former, _ = make(exchange, precision)
     pipeline, score = make_pipeline(model, world, accumulate_steps, stale=False), model.score
@@ -80,17 +81,17 @@ def test_one_process_looks_up_one_update_late() -> None:
     assert fresh[:1] == expected[0][:1] and fresh[2:] != expected[0][2:]  # the first has no update before it
 
 
-@pytest.mark.parametrize("case", sample(CASES, 1, seed=217))
+@pytest.mark.parametrize("case", sample(CASES, 1, seed=11))
 def test_ranks_look_up_one_update_late(ranks: Ranks, case: dict[str, Any]) -> None:
-    """What travels when is another matter: nothing of it changes a bit."""
+    """Overlap changes no bit."""
     size, run = case["size"], (case["exchange"], case["precision"], case["accumulate_steps"])
     plain = ranks(size).run(train_plainly, *run)
-    for overlap in ((), ("embeddings", "agree"), OVERLAPS):
+    for overlap in ((), ("embeddings", "agree"), OVERLAPS) if IS_SOAK else ((), OVERLAPS):
         assert ranks(size).run(train_late, *run, overlap) == plain, overlap
 
 
-def leave_and_go_on(overlap: tuple[Overlap, ...]) -> Any:
-    """Two loops over the batches, with what the first has looked up."""
+def leave_and_continue(overlap: tuple[Overlap, ...]) -> Any:
+    """Run two loops over the batches. The second one continues with the embeddings that the first has prefetched."""
     model, world = make("hierarchical", "paper")
     pipeline, batches = make_pipeline(model, world, 2, overlap=overlap, stale=True), [*slices(world, SIZES)]
     losses = []
@@ -101,15 +102,15 @@ def leave_and_go_on(overlap: tuple[Overlap, ...]) -> Any:
     return losses, checksum(model)
 
 
-@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.soak), 4])
-def test_a_loop_goes_on_with_the_answers_of_the_one_before(ranks: Ranks, size: int) -> None:
+@pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.soak) for size in (1, 4))])
+def test_a_loop_continues_with_prefetched_embeddings(ranks: Ranks, size: int) -> None:
     expected = ranks(size).run(train_late, "hierarchical", "paper", 2, ())
-    assert ranks(size).run(leave_and_go_on, ()) == expected
-    assert ranks(size).run(leave_and_go_on, OVERLAPS) == expected
+    assert ranks(size).run(leave_and_continue, ()) == expected
+    assert ranks(size).run(leave_and_continue, OVERLAPS) == expected
 
 
 def give_other_batch() -> str:
-    """On rank 0 alone the batch that comes is another one than was looked up."""
+    """Return the error if rank 0 alone receives another batch than the prefetched one."""
     model, world = make("flat", "fp32")
     pipeline, batches = make_pipeline(model, world, 1, stale=True), [*slices(world, SIZES)]
     with closing(pipeline.steps(iter(batches))) as steps:
@@ -120,7 +121,7 @@ def give_other_batch() -> str:
     return message_of(lambda: [*pipeline.steps(iter(batches[1:]))])
 
 
-def test_answers_for_another_batch_are_refused_on_all_ranks(ranks: Ranks) -> None:
+def test_embeddings_of_another_batch_are_rejected_on_all_ranks(ranks: Ranks) -> None:
     [first, second] = ranks(2).run(give_other_batch)
     assert (
         first == second
@@ -148,7 +149,7 @@ def manifest(run_dir: Path, step: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("size", "when"), [pytest.param(1, 5, marks=pytest.mark.soak), (2, 8)])
-def test_a_run_cut_off_goes_on_to_the_bit(ranks: Ranks, tiny: Path, tmp_path: Path, size: int, when: int) -> None:
+def test_an_interrupted_run_resumes_identically(ranks: Ranks, tiny: Path, tmp_path: Path, size: int, when: int) -> None:
     common = {**COMMON, "plan": MIXED if size > 1 else "auto"}
     train_on(ranks, size, settings(tiny, tmp_path / "whole", **common))
     if size == 1:
@@ -159,27 +160,30 @@ def test_a_run_cut_off_goes_on_to_the_bit(ranks: Ranks, tiny: Path, tmp_path: Pa
     assert without_times(metrics(tmp_path / "cut")) == without_times(metrics(tmp_path / "whole"))
     assert final_checksum(tmp_path / "cut") == final_checksum(tmp_path / "whole")
     for step in (3, 6, 9):
-        mine, other = (manifest(tmp_path / name, step) for name in ("cut", "whole"))
-        assert mine["carried"] == other["carried"] and mine["format"] == "meseta.checkpoint/2"
-        assert mine["features"] == ["carried"]
+        resumed, whole = (manifest(tmp_path / name, step) for name in ("cut", "whole"))
+        assert resumed["carried"] == whole["carried"] and resumed["format"] == "meseta.checkpoint/2"
+        assert resumed["features"] == ["carried"]
 
 
-def test_a_run_that_ends_and_is_given_more_steps_is_one_that_never_ended(tiny: Path, tmp_path: Path) -> None:
-    """By steps in the middle of an epoch, and by a whole epoch."""
+def test_an_extended_run_equals_a_longer_one(tiny: Path, tmp_path: Path) -> None:
+    """A run is extended in the middle of an epoch, and by a whole epoch."""
     train(settings(tiny, tmp_path / "whole", **COMMON))
     for limit in ({"train__max_steps": 3}, {"train__epochs": 1}, {}):
         train(settings(tiny, tmp_path / "more", **{**COMMON, **limit}))
     assert final_checksum(tmp_path / "more") == final_checksum(tmp_path / "whole")
 
 
-def test_another_number_of_ranks_takes_what_was_carried(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
-    """In float64, where sums over other ranks differ by less than a lookup that sees one more update."""
+def test_another_number_of_ranks_resumes_with_prefetched_embeddings(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
+    """Sums of float64 over expected ranks differ by less than a lookup after one more update."""
     common = {**COMMON, "embedding__dtype": "float64", "train__log_every_steps": 1}
     train(settings(tiny, tmp_path / "alone", **common))
-    train_on(ranks, 4, settings(tiny, tmp_path / "moved", **common, plan=MIXED, train__max_steps=4))
-    train_on(ranks, 2, settings(tiny, tmp_path / "moved", **common, plan=ROW_WISE))
-    [mine, other] = ([line["loss"] for line in metrics(tmp_path / n) if "loss" in line] for n in ("moved", "alone"))
-    assert mine == pytest.approx(other, abs=1e-9)
+    first, second = (4, 2) if IS_SOAK else (2, 1)
+    train_on(ranks, first, settings(tiny, tmp_path / "moved", **common, plan=MIXED, train__max_steps=4))
+    train_on(ranks, second, settings(tiny, tmp_path / "moved", **common, plan=ROW_WISE))
+    [losses, expected] = (
+        [line["loss"] for line in metrics(tmp_path / n) if "loss" in line] for n in ("moved", "alone")
+    )
+    assert losses == pytest.approx(expected, abs=1e-9)
     [moved, alone] = (
         load_file(tmp_path / name / "checkpoints" / f"step-{6:09}" / "carried.safetensors")
         for name in ("moved", "alone")
@@ -188,8 +192,8 @@ def test_another_number_of_ranks_takes_what_was_carried(ranks: Ranks, tiny: Path
     torch.testing.assert_close(moved["pooled"], alone["pooled"], rtol=0, atol=1e-9)
 
 
-def test_a_run_of_fresh_lookups_is_written_as_ever(tiny: Path, tmp_path: Path) -> None:
-    """And leaves alone what a checkpoint carries, where stale was turned off."""
+def test_a_run_without_staleness_writes_the_first_format(tiny: Path, tmp_path: Path) -> None:
+    """A run without staleness ignores the prefetched embeddings of a checkpoint."""
     train(settings(tiny, tmp_path / "run", **{**COMMON, "train__max_steps": 3}))
     train(settings(tiny, tmp_path / "run", **{**COMMON, "pipeline__staleness": 0, "train__max_steps": 6}))
     assert manifest(tmp_path / "run", 6)["format"] == "meseta.checkpoint/1"
@@ -197,7 +201,7 @@ def test_a_run_of_fresh_lookups_is_written_as_ever(tiny: Path, tmp_path: Path) -
     assert not (tmp_path / "run/checkpoints" / f"step-{6:09}" / "carried.safetensors").exists()
 
 
-def test_what_carries_nothing_that_can_be_used_is_refused(tiny: Path, tmp_path: Path) -> None:
+def test_unusable_prefetched_embeddings_are_rejected(tiny: Path, tmp_path: Path) -> None:
     from meseta.checkpoint.files import digest
 
     document = settings(tiny, tmp_path / "run", **{**COMMON, "train__max_steps": 3})

@@ -44,7 +44,7 @@ def test_pieces_of_any_scheme_have_the_bits_of_resident_ones(
 ) -> None:
     """With two levels between hosts in every other cell, and codecs where they go."""
     kinds = {"optimizer": cell["optimizer"], "dtype": cell["dtype"], "sharding": cell["sharding"]}
-    scenario = Scenario(weighted=cell["pooling"] != "none", pooling=cell["pooling"], **kinds)
+    scenario = Scenario(weighted=cell["pooling"] != "none", pooling=cell["pooling"], num_steps=4, **kinds)
     if cell["optimizer"] < "l":
         scenario = scenario.but(exchange="hierarchical")
     if cell["dtype"] == "float32" and cell["tier"] == "disk":

@@ -1,4 +1,4 @@
-"""Timelines of runs on ranks: what they hold of stages and transfers, beside metrics.jsonl and the time of a step."""
+"""Timelines of runs on ranks, against metrics.jsonl and the duration of a step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Ranks = Callable[[int], RankPool]
 
 
 def profile(document: dict[str, Any], steps: StepRange | bool, stop_after: int | None = None) -> None:
-    """A run on the ranks of this process; rank 1 is asked to stop on the way."""
+    """Run with a timeline on the ranks of this process. Rank 1 receives a signal after step `stop_after`."""
     world = World.current()
     trainer = Trainer(RunConfig.model_validate(document), world, profile=steps)
     if world.rank == world.size - 1 and stop_after is not None:
@@ -53,13 +53,13 @@ def read(run_dir: Path) -> Timeline:
 
 
 def seconds(timeline: Timeline, rank: int, name: str) -> float:
-    """Of a stage, over the whole timeline."""
+    """Return the seconds of a stage over the whole timeline."""
     tracks = [track for track in timeline.select_tracks(rank, "stage") if track.name == name]
     return sum(one.end_ns - one.begin_ns for track in tracks for one in track.slices) / 1e9
 
 
 def test_stages_and_transfers_are_those_of_metrics_jsonl(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
-    """Of steps 5 to 8, which are those of its second line."""
+    """The timeline covers steps 5 to 8, as the second line does."""
     sizes = {"train__accumulate_steps": 2, "train__max_steps": 8, "plan": ROW_WISE}
     document = settings(tiny, tmp_path / "run", **sizes, pipeline__overlap=list(OVERLAPS))
     ranks(2).run(profile, document, StepRange(5, 8))
@@ -85,7 +85,7 @@ def test_stages_and_transfers_are_those_of_metrics_jsonl(ranks: Ranks, tiny: Pat
 
 
 def test_lanes_of_an_overlapped_step_add_up_to_it(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
-    """Those of stages that have a name to 98 %, on every rank, where a step is as long as those of real runs."""
+    """Named stages cover 98 % of a step on every rank. Steps are as long as those of real runs."""
     sizes = {
         "train__batch_size": 300,
         "model__bottom_mlp": [512, 256],
@@ -108,16 +108,14 @@ def test_lanes_of_an_overlapped_step_add_up_to_it(ranks: Ranks, tiny: Path, tmp_
         assert median(left) <= 0.02, left
 
 
-def test_a_timeline_changes_no_number_and_is_written_where_a_run_is_stopped(
-    ranks: Ranks, tiny: Path, tmp_path: Path
-) -> None:
-    """By SIGTERM in the middle; the run that goes on has another, of its own steps."""
+def test_a_timeline_changes_no_metric_and_is_written_on_a_signal(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
+    """SIGTERM stops the run in the middle. The resumed run writes another timeline with its own steps."""
     short = {"train__max_steps": 8, "plan": ROW_WISE}
     ranks(2).run(profile, settings(tiny, tmp_path / "plain", **short), False)
     assert not (tmp_path / "plain/timeline.json").exists()
     document = settings(tiny, tmp_path / "run", **short)
     ranks(2).run(profile, document, StepRange(2, 60), 3)
-    # The votes of a rank travel with the loss of a step.
+    # The votes of a rank are exchanged with the loss of a step.
     assert [one.step for one in read(tmp_path / "run").steps(1)] == [2, 3, 4]
     ranks(2).run(profile, document, StepRange(6, 7))
     assert [one.step for one in read(tmp_path / "run").steps(1)] == [6, 7]
@@ -137,17 +135,17 @@ def test_one_process_has_stages_alone(tiny: Path, tmp_path: Path) -> None:
 
 
 def clocks_apart(ahead_s: float) -> tuple[float, float]:
-    """Rank 1 on another host, whose clock is ahead."""
+    """Return clock offsets if rank 1 is on another host, whose clock is ahead."""
     world, known = World.current(), (clocks.time.perf_counter, clocks.clock_id)
     real = time.perf_counter
     try:
         if world.rank == 1:
             clocks.time = type("Ahead", (), {"perf_counter": staticmethod(lambda: real() + ahead_s)})  # type: ignore[attr-defined]
         clocks.clock_id = lambda: f"of rank {world.rank}"  # type: ignore[attr-defined]
-        found = clocks.measure_rank_clocks(world)[1]
+        clock = clocks.measure_rank_clocks(world)[1]
     finally:
         clocks.time, clocks.clock_id = time, known[1]  # type: ignore[attr-defined]
-    return found.offset_s, found.error_s
+    return clock.offset_s, clock.error_s
 
 
 def test_clocks_of_two_hosts_are_aligned(ranks: Ranks) -> None:

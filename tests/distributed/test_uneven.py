@@ -1,4 +1,4 @@
-"""Loops of one's own whose ranks run out of batches unevenly: what each sample and each rank comes to."""
+"""Custom loops whose ranks have different numbers of batches, under each `uneven` policy."""
 
 from __future__ import annotations
 
@@ -35,14 +35,15 @@ ROWS = {"copied": 6, "columns": 11, "rows": 40}
 SCHEMES = ("data_parallel", "column_wise", "row_wise")
 WIDTH = 32
 SLICES = {2: ((5, 3, 2, 4), (6, 1)), 4: ((2, 3), (4, 0, 1, 3), (5,), (1, 2, 3))}
-"""By number of ranks, of each rank: samples of its batches."""
+"""Samples of each batch, by number of ranks and by rank."""
 EVEN = {2: ((5, 3), (6, 1)), 4: ((2,), (4,), (5,), (1,))}
-"""Of these, those that every rank has."""
+"""The batches of `SLICES` that every rank has."""
 Slices = tuple[tuple[int, ...], ...]
 
 
 def make_model(world: World, lookahead: int = 0) -> Any:
-    """With `lookahead`, tables that are cut lie far, and are read so many batches ahead."""
+    """Return the model. With `lookahead` its sharded tables are cached, and rows are prefetched that many batches
+    ahead."""
     spec = OptimizerSpec(name="rowwise_adagrad", lr=0.05)
     tables = [TableSpec(name=n, num_embeddings=rows, embedding_dim=WIDTH, optimizer=spec) for n, rows in ROWS.items()]
     features = [FeatureSpec(name=n, table=n, weighted=n == "rows") for n in ROWS]
@@ -58,16 +59,16 @@ def make_model(world: World, lookahead: int = 0) -> Any:
         return model
     places: dict[str, Any] = dict(zip(ROWS, SCHEMES, strict=True))
     if lookahead:
-        far = {"tier": "cached", "cache_rows": max(ROWS.values())}
-        places |= {name: {"sharding": places[name], **far} for name in ROWS if places[name] != "data_parallel"}
+        placement = {"tier": "cached", "cache_rows": max(ROWS.values())}
+        places |= {name: {"sharding": places[name], **placement} for name in ROWS if places[name] != "data_parallel"}
     document = {"devices_per_host": 2, "exchange": "hierarchical", "tables": places}
     storage = StorageOptions(lookahead=lookahead)
     return shard(model, Plan.from_dict(document, tables, world.size), world=world, storage=storage)
 
 
 def global_batch(number: int, slices: Slices) -> tuple[Batch, list[int]]:
-    """Batch `number` of all ranks that have one, and where the samples of each begin in it."""
-    sizes = [own[number] if number < len(own) else 0 for own in slices]
+    """Return batch `number` of all ranks, and the index of each rank's first sample."""
+    sizes = [counts[number] if number < len(counts) else 0 for counts in slices]
     draw, size = np.random.default_rng(number), sum(sizes)
     ids, lengths = random_ids(draw, ROWS, size)
     sparse = KeyedJaggedTensor(tuple(ROWS), ids, lengths, torch.from_numpy(draw.random(len(ids)).astype(np.float32)))
@@ -77,15 +78,15 @@ def global_batch(number: int, slices: Slices) -> tuple[Batch, list[int]]:
 
 
 def batches_of(rank: int, slices: Slices, num_batches: int) -> Iterator[Batch]:
-    """The slices of one rank, empty where it has none."""
+    """Yield the slices of one rank, empty ones after its last."""
     for number in range(num_batches):
         whole, firsts = global_batch(number, slices)
-        mine = slice(firsts[rank], firsts[rank + 1])
-        yield Batch(dense=whole.dense[mine], sparse=samples_of(whole.sparse, mine), label=whole.label[mine])
+        local = slice(firsts[rank], firsts[rank + 1])
+        yield Batch(dense=whole.dense[local], sparse=samples_of(whole.sparse, local), label=whole.label[local])
 
 
 def train(model: Any, batches: Iterable[Any]) -> list[int]:
-    """Samples of each batch that came."""
+    """Train on the batches and return the number of samples of each."""
     optimizer, sizes = torch.optim.SGD(model.parameters(), lr=0.05), []
     for batch in batches:
         loss = binary_cross_entropy_with_logits(model(batch.dense, batch.sparse), batch.label)
@@ -97,47 +98,47 @@ def train(model: Any, batches: Iterable[Any]) -> list[int]:
 
 
 def ahead_of(slices: Slices, uneven: str, epochs: int = 1, lookahead: int = 0) -> tuple[int, list[int], str]:
-    """Checksum, sizes of the batches of this rank, and what was said, after loops of these slices."""
-    world, said = World.current(), io.StringIO()
+    """Return checksum, sizes of this rank's batches, and the text on stderr after loops over these slices."""
+    world, output = World.current(), io.StringIO()
     model, sizes = make_model(world, lookahead), []
-    with redirect_stderr(said):
+    with redirect_stderr(output):
         for _ in range(epochs):
-            mine = batches_of(world.rank, slices, len(slices[world.rank]))
-            sizes += train(model, meseta.ahead(mine, model, uneven=uneven))
-    return checksum(model), sizes, said.getvalue()
+            batches = batches_of(world.rank, slices, len(slices[world.rank]))
+            sizes += train(model, meseta.ahead(batches, model, uneven=uneven))
+    return checksum(model), sizes, output.getvalue()
 
 
 def by_hand(slices: Slices, epochs: int = 1) -> tuple[int, list[int], str]:
-    """The same with empty slices given by hand, and nothing ahead."""
+    """Return the result of `ahead_of` for explicit empty slices and no look-ahead."""
     world = World.current()
     model, most = make_model(world), max(map(len, slices))
     sizes = [train(model, batches_of(world.rank, slices, most)) for _ in range(epochs)]
-    return checksum(model), [size for own in sizes for size in own], ""
+    return checksum(model), [size for epoch in sizes for size in epoch], ""
 
 
-def learned(model: Any) -> list[torch.Tensor]:
+def model_tensors(model: Any) -> list[torch.Tensor]:
     return [tensor.detach().clone() for tensor in (*model.parameters(), *model.buffers())]
 
 
-def learned_ahead(slices: Slices) -> list[torch.Tensor]:
+def tensors_after_ahead(slices: Slices) -> list[torch.Tensor]:
     model = make_model(World.current())
     rank = World.current().rank
     train(model, meseta.ahead(batches_of(rank, slices, len(slices[rank])), model, uneven="join"))
-    return learned(model)
+    return model_tensors(model)
 
 
 BY_LOOKAHEAD = [(2, 0), (4, 3), *(pytest.param(*case, marks=pytest.mark.soak) for case in ((2, 3), (4, 0)))]
 
 
 @pytest.mark.parametrize(("size", "lookahead"), BY_LOOKAHEAD)
-def test_ranks_that_have_run_out_join_with_empty_slices(ranks: Ranks, size: int, lookahead: int) -> None:
-    """Two loops one after the other: nothing of the first is left open."""
+def test_exhausted_ranks_join_with_empty_slices(ranks: Ranks, size: int, lookahead: int) -> None:
+    """A second loop starts with nothing left in flight by the first."""
     slices = SLICES[size]
     of_ranks = ranks(size).run(ahead_of, slices, "join", 2, lookahead), ranks(size).run(by_hand, slices, 2)
     for rank, (ahead, plain) in enumerate(zip(*of_ranks, strict=True)):
         assert ahead == plain
-        own = [*slices[rank], *[0] * (max(map(len, slices)) - len(slices[rank]))]
-        assert ahead[1] == 2 * own
+        padded = [*slices[rank], *[0] * (max(map(len, slices)) - len(slices[rank]))]
+        assert ahead[1] == 2 * padded
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -145,91 +146,97 @@ def test_join_is_one_process_that_trains_each_sample_once(ranks: Ranks, size: in
     slices, model = SLICES[size], make_model(World.single())
     whole = [global_batch(number, slices)[0] for number in range(max(map(len, slices)))]
     assert train(model, whole) == [batch.batch_size for batch in whole]
-    for found in ranks(size).run(learned_ahead, slices):
-        for tensor, expected in zip(found, learned(model), strict=True):
+    for tensors in ranks(size).run(tensors_after_ahead, slices):
+        for tensor, expected in zip(tensors, model_tensors(model), strict=True):
             torch.testing.assert_close(tensor, expected)
 
 
 @pytest.mark.parametrize(("size", "lookahead"), BY_LOOKAHEAD)
-def test_drop_ends_all_with_the_shortest_and_says_what_is_left(ranks: Ranks, size: int, lookahead: int) -> None:
-    found = ranks(size).run(ahead_of, SLICES[size], "drop", 1, lookahead)
-    assert [own[:2] for own in found] == [own[:2] for own in ranks(size).run(ahead_of, EVEN[size], "error")]
-    told = {
+def test_drop_ends_all_with_the_shortest_and_reports_the_rest(ranks: Ranks, size: int, lookahead: int) -> None:
+    results = ranks(size).run(ahead_of, SLICES[size], "drop", 1, lookahead)
+    assert [result[:2] for result in results] == [
+        result[:2] for result in ranks(size).run(ahead_of, EVEN[size], "error")
+    ]
+    notes = {
         2: "rank 1 is exhausted after 2 batches, so the loop ends; 2 batches of other ranks are not trained "
         "(rank 0: 2)",
         4: "rank 2 is exhausted after 1 batch, so the loop ends; 6 batches of other ranks are not trained "
         "(rank 0: 1, rank 1: 3, rank 3: 2)",
     }
-    assert [text for *_, text in found] == [f"note: meseta.ahead: {told[size]}\n", *[""] * (size - 1)]
+    assert [text for *_, text in results] == [f"note: meseta.ahead: {notes[size]}\n", *[""] * (size - 1)]
 
 
-def endless() -> str:
-    """What is said where rank 1 has batches without end."""
-    world, said, before = World.current(), io.StringIO(), uneven_module.COUNT_TIMEOUT_S
+def drop_infinite_batches() -> str:
+    """Return the text on stderr if rank 1 has infinitely many batches."""
+    world, output, before = World.current(), io.StringIO(), uneven_module.COUNT_TIMEOUT_S
     model, [batch] = make_model(world), batches_of(world.rank, ((2,), (2,)), 1)
     uneven_module.COUNT_TIMEOUT_S = 0.01
     try:
-        with redirect_stderr(said):
+        with redirect_stderr(output):
             train(
                 model,
                 meseta.ahead(repeat(batch, 3) if world.rank == 0 else cycle([batch]), model, uneven="drop"),
             )
     finally:
         uneven_module.COUNT_TIMEOUT_S = before
-    return said.getvalue()
+    return output.getvalue()
 
 
-def test_batches_without_end_are_counted_for_a_moment(ranks: Ranks) -> None:
-    told = ranks(2).run(endless)[0]
-    assert "rank 0 is exhausted after 3 batches, so the loop ends; at least " in told
-    assert "(rank 1: at least " in told
+def test_infinite_batches_are_counted_briefly(ranks: Ranks) -> None:
+    note = ranks(2).run(drop_infinite_batches)[0]
+    assert "rank 0 is exhausted after 3 batches, so the loop ends; at least " in note
+    assert "(rank 1: at least " in note
 
 
-def refused(slices: Slices, ways: tuple[str, ...]) -> tuple[int, str]:
-    """Batches that came before an error, and the error."""
+def stop_with_error(slices: Slices, policies: tuple[str, ...]) -> tuple[int, str]:
+    """Return the number of batches before an error, and the error."""
     world = World.current()
-    model, came = make_model(world), 0
-    mine = batches_of(world.rank, slices, len(slices[world.rank]))
+    model, num_batches = make_model(world), 0
+    batches = batches_of(world.rank, slices, len(slices[world.rank]))
     with pytest.raises(MesetaError) as caught:
-        for batch in meseta.ahead(mine, model, uneven=ways[world.rank]):
-            came += 1
+        for batch in meseta.ahead(batches, model, uneven=policies[world.rank]):
+            num_batches += 1
             model(batch.dense, batch.sparse).sum().backward()
-    return came, str(caught.value)
+    return num_batches, str(caught.value)
 
 
-def test_error_names_the_first_that_ran_out(ranks: Ranks) -> None:
-    told = (
+def test_error_names_the_first_exhausted_rank(ranks: Ranks) -> None:
+    message = (
         "meseta.ahead: rank 2 is exhausted after 1 batch, but others have more; give all ranks the same number of "
         "batches, or set uneven='join' to train the others too, or uneven='drop' to skip them"
     )
-    assert ranks(4).run(refused, SLICES[4], ("error",) * 4) == [(1, told)] * 4
+    assert ranks(4).run(stop_with_error, SLICES[4], ("error",) * 4) == [(1, message)] * 4
 
 
 def test_a_rank_without_any_batch_cannot_join(ranks: Ranks) -> None:
-    told = (
+    message = (
         "meseta.ahead: rank 1 has no batches, but uneven='join' needs one as a template for empty batches; give the "
         "rank at least one batch, which may be empty, or set uneven='drop'"
     )
-    assert ranks(2).run(refused, ((2, 2), ()), ("join",) * 2) == [(0, told)] * 2
+    assert ranks(2).run(stop_with_error, ((2, 2), ()), ("join",) * 2) == [(0, message)] * 2
     assert [sizes for _, sizes, _ in ranks(2).run(ahead_of, ((), ()), "join")] == [[], []]
     assert [sizes for _, sizes, _ in ranks(2).run(ahead_of, ((2,), ()), "drop")] == [[], []]
 
 
-def test_ranks_that_mean_different_ends_are_told(ranks: Ranks) -> None:
-    for came, text in ranks(2).run(refused, ((2,), (2,)), ("join", "drop")):
-        assert came == 1 and text.startswith("meseta.ahead: uneven must be equal") and text.endswith("on another rank")
+def test_ranks_with_different_policies_raise(ranks: Ranks) -> None:
+    for num_batches, text in ranks(2).run(stop_with_error, ((2,), (2,)), ("join", "drop")):
+        assert (
+            num_batches == 1
+            and text.startswith("meseta.ahead: uneven must be equal")
+            and text.endswith("on another rank")
+        )
 
 
-def passed_over(how: str) -> tuple[int, str, bool]:
-    """Batches that came, the error, and whether the next step of all ranks works."""
+def skip_after_lookup(how: str) -> tuple[int, str, bool]:
+    """Return the number of batches, the error, and whether the next step of all ranks succeeds."""
     world = World.current()
-    model, came, slices = make_model(world), 0, ((2,) * 4, (3,) * 4)
+    model, num_batches, slices = make_model(world), 0, ((2,) * 4, (3,) * 4)
     loop = meseta.ahead(batches_of(world.rank, slices[: world.size] or slices, 4), model)
     text = "nothing"
     try:
         for batch in loop:
-            came += 1
-            if came == 2:
+            num_batches += 1
+            if num_batches == 2:
                 model.embeddings.lookup(batch.sparse)
                 if how == "left":
                     break
@@ -238,18 +245,18 @@ def passed_over(how: str) -> tuple[int, str, bool]:
     except MesetaError as error:
         text = str(error)
     loop.close()
-    return came, text, train(model, batches_of(world.rank, slices, 2)) == [(2, 3)[world.rank]] * 2
+    return num_batches, text, train(model, batches_of(world.rank, slices, 2)) == [(2, 3)[world.rank]] * 2
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_batch_that_was_looked_up_and_passed_over_is_named(ranks: Ranks, size: int) -> None:
-    told = (
+def test_a_batch_skipped_after_its_lookup_raises(ranks: Ranks, size: int) -> None:
+    message = (
         "meseta.ahead: batch 1 (counted from 0) was looked up and then skipped, so the next batch was not started; "
         "pass the result of lookup to model.embeddings(...), skip batches only before lookup, and let errors end "
         "the loop"
     )
-    assert ranks(size).run(passed_over, "passed over") == [(2, told, True)] * size
-    assert ranks(size).run(passed_over, "left") == [(2, "nothing", True)] * size
+    assert ranks(size).run(skip_after_lookup, "passed over") == [(2, message, True)] * size
+    assert ranks(size).run(skip_after_lookup, "left") == [(2, "nothing", True)] * size
 
 
 @pytest.mark.parametrize("uneven", UNEVEN_POLICIES)
@@ -262,7 +269,7 @@ def test_one_process_ends_with_its_batches(uneven: str) -> None:
     assert train(ahead, meseta.ahead([], ahead, uneven=uneven)) == []
 
 
-def test_an_unknown_end_is_refused() -> None:
+def test_an_unknown_policy_is_rejected() -> None:
     model: Any = make_model(World.single())
     with pytest.raises(MesetaError, match=r"meseta\.ahead: uneven 'joined' is unknown; did you mean 'join'"):
         next(meseta.ahead([], model, uneven="joined"))
@@ -284,7 +291,7 @@ class OwnBatch:
     parts: dict[str, Any] = field(default_factory=dict)
 
 
-def test_a_batch_without_samples_is_like_the_one_it_is_made_of() -> None:
+def test_an_empty_batch_has_the_structure_of_its_template() -> None:
     sparse = KeyedJaggedTensor(("a", "b"), torch.arange(3), torch.tensor([1, 1, 1, 0]))
     parts = {"pair": Pair(torch.ones(2, 5), "name"), "list": [torch.ones(2)], "of all": torch.ones(3), "number": 4}
     parts |= {"bags": JaggedTensor(torch.ones(3, 2), torch.tensor([1, 2])), "ids": sparse, "scalar": torch.tensor(2)}

@@ -1,4 +1,4 @@
-"""Runs of a model that reads the rows of a feature by itself: they are those of the same model on pooled vectors."""
+"""A model that pools the rows of a feature itself trains as the model with pooled embeddings."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def losses(run: Path) -> list[float]:
 def document(tiny: Path, run: Path, cls: str, pooling: str, **changes: Any) -> dict[str, Any]:
     tables = {name: {"pooling": pooling} for name in ("user", "city")}
     model = {"name": f"own_models:{cls}", "embedding_dim": 4}
-    own = {"model": model, "embedding__tables": tables, "embedding__dtype": "float64"}
-    return settings(tiny, run, **own, train__max_steps=12, **changes)
+    keys = {"model": model, "embedding__tables": tables, "embedding__dtype": "float64"}
+    return settings(tiny, run, **keys, train__max_steps=5, train__log_every_steps=1, **changes)
 
 
 def predictions(run: Path, out: Path) -> list[str]:
@@ -39,22 +39,22 @@ def predictions(run: Path, out: Path) -> list[str]:
     return out.read_text().splitlines()
 
 
-def test_rows_that_a_model_adds_itself_train_as_bags_do(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
+def test_a_model_that_sums_rows_itself_trains_as_with_pooling(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
     pooled = train(document(tiny, tmp_path / "pooled", "Plain", "sum"))
     rows = {"parts": {"train__accumulate_steps": 3}, "ahead": {"pipeline__overlap": "auto"}}
     for name, changes in rows.items():
-        found = train(document(tiny, tmp_path / name, "AddsRows", "none", **changes))
+        summary = train(document(tiny, tmp_path / name, "AddsRows", "none", **changes))
         np.testing.assert_allclose(losses(tmp_path / name), losses(tmp_path / "pooled"), rtol=0, atol=1e-10)
-        assert found["test"]["logloss"] == pytest.approx(pooled["test"]["logloss"], abs=1e-9)
+        assert summary["test"]["logloss"] == pytest.approx(pooled["test"]["logloss"], abs=1e-9)
     [two, _] = ranks(2).run(train, document(tiny, tmp_path / "two", "AddsRows", "none", train__accumulate_steps=2))
     np.testing.assert_allclose(losses(tmp_path / "two"), losses(tmp_path / "pooled"), rtol=0, atol=1e-10)
     assert two["test"]["logloss"] == pytest.approx(pooled["test"]["logloss"], abs=1e-9)
-    told = [predictions(tmp_path / name, tmp_path / f"{name}.csv") for name in ("pooled", "two")]
-    numbers = [np.array([[float(cell) for cell in line.split(",")] for line in lines[1:]]) for lines in told]
+    files = [predictions(tmp_path / name, tmp_path / f"{name}.csv") for name in ("pooled", "two")]
+    numbers = [np.array([[float(cell) for cell in line.split(",")] for line in lines[1:]]) for lines in files]
     np.testing.assert_allclose(*numbers, rtol=0, atol=1e-6)
 
 
-def test_what_knows_pooled_vectors_alone_refuses_them(tiny: Path, tmp_path: Path) -> None:
+def test_unpooled_features_are_rejected_where_unsupported(tiny: Path, tmp_path: Path) -> None:
     train(document(tiny, tmp_path / "run", "AddsRows", "none"))
     path = newest(tmp_path / "run/checkpoints")
     assert path is not None

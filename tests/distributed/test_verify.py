@@ -1,4 +1,4 @@
-"""`meseta verify`: right runs pass, and a fault on one rank is found with its table, row, column and step."""
+"""`meseta verify` accepts correct runs, and reports a fault on one rank with its table, row, column and step."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ HOSTS = {
 }
 WIDE = {"model__embedding_dim": 32, "model__bottom_mlp": [16], "checkpoint__resume": "never"}
 AT = {"phase": "training", "step": 2}
-"""Where faults are put."""
+"""Phase and step of the fault."""
 
 
 def record_here(document: dict[str, Any], folder: Path, num_steps: int, fault: str | None = None) -> None:
-    """Run on every rank: what `meseta verify` starts there, with a fault on rank 1."""
+    """Record steps for `meseta verify`, with a fault on rank 1. Runs on every rank."""
     world, run_steps, lr = World.current(), steps.run_steps, ShardedEmbeddingBagCollection.lr
 
     def with_fault(config: RunConfig, world: World, phase: str, *args: Any) -> Iterator[steps.RecordedStep]:
@@ -55,8 +55,8 @@ def record_here(document: dict[str, Any], folder: Path, num_steps: int, fault: s
                     next(iter(shard.state.values()))[rows[2]] += 0.01
             yield result
 
-    def double(self: ShardedEmbeddingBagCollection, flight: Any, table: Any) -> float:
-        return lr(self, flight, table) * (2 if table.name == "city" and self.step == 2 else 1)
+    def double(self: ShardedEmbeddingBagCollection, context: Any, table: Any) -> float:
+        return lr(self, context, table) * (2 if table.name == "city" and self.step == 2 else 1)
 
     if world.rank == 1 and fault == "optimizer":
         ShardedEmbeddingBagCollection.lr = double  # type: ignore[method-assign]
@@ -72,14 +72,14 @@ def verify(
 ) -> Verification:
     folder.mkdir()
     ranks(size).run(record_here, document, folder, num_steps, fault)
-    found = compare(RunConfig.model_validate(document), folder, num_steps, size)
+    verification = compare(RunConfig.model_validate(document), folder, num_steps, size)
     assert list(folder.iterdir()) == []
-    assert found.num_steps == num_steps
-    return found
+    assert verification.num_steps == num_steps
+    return verification
 
 
 def touched_by(document: dict[str, Any], feature: str, step: int) -> list[int]:
-    """Rows of a feature in a global batch, read apart from what is tested."""
+    """Return the rows of a feature in a global batch, read independently of the code under test."""
     from meseta.data.dataset.dataset import Dataset
     from meseta.train.setup.build import make_reader
 
@@ -104,53 +104,58 @@ def touched_by(document: dict[str, Any], feature: str, step: int) -> list[int]:
             1.0,
             marks=pytest.mark.soak,
         ),
-        ({"plan": MIXED, "embedding__pooling": "mean", "train__batch_size": 61}, 4, 1e-5),
+        pytest.param(
+            {"plan": MIXED, "embedding__pooling": "mean", "train__batch_size": 61}, 4, 1e-5, marks=pytest.mark.soak
+        ),
         ({"plan": HOSTS, "dense__sharding": "fsdp"}, 4, 1e-5),
     ],
 )
-def test_right_runs_are_equal(
+def test_correct_runs_are_equal(
     ranks: Ranks, tiny: Path, tmp_path: Path, changes: dict[str, Any], size: int, bound: float
 ) -> None:
-    found = verify(ranks, settings(tiny, tmp_path / "run", **{**WIDE, **changes}), tmp_path / "records", 2, size=size)
-    assert found.first_mismatch is None
+    verification = verify(
+        ranks, settings(tiny, tmp_path / "run", **{**WIDE, **changes}), tmp_path / "records", 2, size=size
+    )
+    assert verification.first_mismatch is None
     for phase in ("embedding", "training"):
-        assert set(found.tables[phase]) == {"user", "item", "city", "tags"}
-        assert all(result.max_row_difference <= bound for result in found.tables[phase].values())
-    item = found.tables["embedding"]["item"]
+        assert set(verification.tables[phase]) == {"user", "item", "city", "tags"}
+        assert all(result.max_row_difference <= bound for result in verification.tables[phase].values())
+    item = verification.tables["embedding"]["item"]
     assert item.rule == ToleranceRule("bits") and item.max_row_difference == item.max_state_difference == 0.0
 
 
 def test_a_changed_row(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
     document = settings(tiny, tmp_path / "run", **WIDE, plan=COLUMNS)
-    found = verify(ranks, document, tmp_path / "records", fault="row")
+    verification = verify(ranks, document, tmp_path / "records", fault="row")
     row = touched_by(document, "item", 2)[1]
-    first = found.first_mismatch
+    first = verification.first_mismatch
     assert first is not None and (first.phase, first.step) == ("training", 2)
     assert (first.table, first.row, first.column, first.rank) == ("item", row, 16 + 3, 1)
     assert first.values[0] - first.values[1] == pytest.approx(0.001, abs=1e-6)
-    assert found.tables["training"]["item"].max_row_difference == pytest.approx(0.001, abs=1e-5)
+    assert verification.tables["training"]["item"].max_row_difference == pytest.approx(0.001, abs=1e-5)
     assert str(first).startswith(f"step 2 (training): table 'item', row {row:,}, column 19, is ")
 
 
 @pytest.mark.parametrize(("scheme", "size"), [("table_wise", 1), ("row_wise", 2)])
-def test_tables_that_lie_far(ranks: Ranks, tiny: Path, tmp_path: Path, scheme: str, size: int) -> None:
-    """With little more room than a batch needs, beside tables in memory."""
+def test_offloaded_tables(ranks: Ranks, tiny: Path, tmp_path: Path, scheme: str, size: int) -> None:
+    """The cache is little larger than a batch needs, and other tables are in memory."""
     tables = {
         "*": {"sharding": scheme, "tier": "disk", "cache_rows": 150},
         "tags": {"sharding": scheme, "tier": "cached", "cache_rows": 50},
         "city": scheme,
     }
     changes = {**WIDE, "plan": {"tables": tables}, "storage__dir": str(tmp_path / "scratch")}
-    found = verify(ranks, settings(tiny, tmp_path / "run", **changes), tmp_path / "records", size=size)
-    assert found.first_mismatch is None
+    verification = verify(ranks, settings(tiny, tmp_path / "run", **changes), tmp_path / "records", size=size)
+    assert verification.first_mismatch is None
     assert all(
-        result.max_row_difference == result.max_state_difference == 0.0 for result in found.tables["embedding"].values()
+        result.max_row_difference == result.max_state_difference == 0.0
+        for result in verification.tables["embedding"].values()
     )
 
 
 @pytest.mark.parametrize("tier", ["hbm", "disk"])
 def test_a_wrong_optimizer_on_one_rank(ranks: Ranks, tiny: Path, tmp_path: Path, tier: str) -> None:
-    """Twice the rate for table 'city' in the third step, which the embedding alone has first."""
+    """Table 'city' has twice the rate in the third step. The embedding phase comes first and reports it."""
     plan = {"tables": {"*": {"sharding": "column_wise", "tier": tier}}}
     storage = {"storage__dir": str(tmp_path / "scratch"), "storage__cache_bytes": 1 << 20}
     document = settings(tiny, tmp_path / "run", **WIDE, **storage, plan=plan)
@@ -161,21 +166,21 @@ def test_a_wrong_optimizer_on_one_rank(ranks: Ranks, tiny: Path, tmp_path: Path,
 
 
 @pytest.mark.parametrize(("fault", "step", "what"), [("stray", 3, "which no batch read"), ("state", 2, "state")])
-def test_what_moves_beside_touched_rows(
+def test_changes_outside_touched_rows(
     ranks: Ranks, tiny: Path, tmp_path: Path, fault: str, step: int, what: str
 ) -> None:
-    """A row that no batch read, which is found at the end, and an optimizer's state."""
+    """A row that no batch looked up is reported at the end, and an optimizer state in its step."""
     plan = {"tables": {"*": "table_wise", "item": {"sharding": "table_wise", "ranks": [1]}}}
     document = settings(tiny, tmp_path / "run", **WIDE, plan=plan)
-    document["train"]["batch_size"] = 9  # so that rows are left that nothing reads
+    document["train"]["batch_size"] = 9  # so that some rows are never looked up
     document["train"]["epochs"] = 1
     first = verify(ranks, document, tmp_path / "records", fault=fault).first_mismatch
     assert first is not None and (first.phase, first.step, first.table, first.rank) == ("training", step, "item", 1)
     assert what in first.description
 
 
-def test_rules() -> None:
-    """Neighbours of 16 bits against torch.nextafter, and values that are no numbers."""
+def test_tolerance_rules() -> None:
+    """Neighbours of 16 bits match torch.nextafter, and non-finite values are compared."""
     values = torch.tensor([-1.0, -0.0, 0.0, 0.5, 6e-8, 65504.0], dtype=torch.float16)
     up = torch.tensor([torch.nextafter(v, torch.tensor(torch.inf, dtype=torch.float16)) for v in values])
     up = up.to(torch.float16)
@@ -209,24 +214,24 @@ def test_the_command(
     ranks: Ranks, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     faults: tuple[str | None, ...], code: int,
 ) -> None:  # fmt: skip
-    """With the pool in place of ranks of its own; docs/verify.md starts real ones. What differs in float32 is looked at
-    in float64, whose word counts: what is gone there, as the third case has it, was rounding."""
+    """The pool replaces new ranks, which docs/verify.md starts. A difference in float32 is checked again in float64. If
+    it disappears there, as in the third case, it was rounding."""
     document = settings(tiny, tmp_path / "run", **WIDE)
-    path, given = write_config(tmp_path / "run.yaml", document), []
+    path, calls = write_config(tmp_path / "run.yaml", document), []
 
     def start(arguments: list[str], num_ranks: int, limits: object) -> int:
-        given.append(arguments)
+        calls.append(arguments)
         folder = Path(arguments[arguments.index("--record-to") + 1])
         wide = {"embedding__dtype": "float64"} if "--float64" in arguments else {}
-        own = settings(tiny, tmp_path / "run", **WIDE, **wide)
-        ranks(num_ranks).run(record_here, {**own, "plan": COLUMNS}, folder, 3, faults[len(given) - 1])
+        config = settings(tiny, tmp_path / "run", **WIDE, **wide)
+        ranks(num_ranks).run(record_here, {**config, "plan": COLUMNS}, folder, 3, faults[len(calls) - 1])
         return 0
 
     monkeypatch.setattr(command, "run_ranks", start)
     monkeypatch.setattr(command, "exec_module", lambda _, words: sys.exit(call(monkeypatch, *words[1:])))
     assert call(monkeypatch, path, "--plan", "column_wise", "--nproc", 2, "--steps", 3) == code
     out = capsys.readouterr().out
-    assert [own[:2] for own in given] == [["verify", str(path)]] * len(faults)
+    assert [config[:2] for config in calls] == [["verify", str(path)]] * len(faults)
     assert "item   column_wise" in out and "loss of step 3: " in out
     assert ("no difference exceeds the tolerances" in out) == (code == 0)
     assert out.count("differs first in step 2 (training): table 'item', row ") == faults.count("row")
@@ -241,7 +246,7 @@ def test_the_command(
         (["embedding.dtype=float65"], "embedding.dtype"),
     ],
 )
-def test_what_is_wrong_is_one_line(
+def test_an_invalid_argument_is_one_line(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     arguments: list[str], words: str,
 ) -> None:  # fmt: skip

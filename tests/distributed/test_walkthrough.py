@@ -21,8 +21,8 @@ Ranks = Callable[[int], RankPool]
 PAGE = (ROOT / "docs/walkthrough.md").read_text()
 
 
-def road(title: str, table: int = 0) -> tuple[list[Call], set[str]]:
-    """Rows of a table of a section as (file, function), and the folders or files that are said to lie beside it."""
+def section(title: str, table: int = 0) -> tuple[list[Call], set[str]]:
+    """Return the rows of a section's table as (file, function), and the folders or files named after it."""
     section = PAGE.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
     part = re.split(r"(?<=\n\n)(?=\| file \|)", section)[table + 1]
     rows = re.findall(r"^\| `([^`]+)` \| `([^`]+)` \|", part, re.MULTILINE)
@@ -30,19 +30,19 @@ def road(title: str, table: int = 0) -> tuple[list[Call], set[str]]:
     return rows, set(re.findall(r"`([a-z_]+(?:/|\.py))`", part.partition("Also called:")[2].partition(".\n\n")[0]))
 
 
-def faults(rows: Sequence[Call], beside: set[str], made: Sequence[Call]) -> list[str]:
-    """Where a road differs from the calls that were made."""
-    place, found = {call: number for number, call in enumerate(made)}, []
+def find_differences(rows: Sequence[Call], also_called: set[str], made: Sequence[Call]) -> list[str]:
+    """Return the differences between a section and the traced calls."""
+    place, differences = {call: number for number, call in enumerate(made)}, []
     for row in rows:
         if row not in place:
-            found.append(f"{row} does not run")
+            differences.append(f"{row} does not run")
     ran = [row for row in rows if row in place]
-    found += [f"{b} runs before {a}" for a, b in pairwise(ran) if place[b] < place[a]]
-    named = {file.partition("/")[0] + "/" for file, _ in rows} | beside
+    differences += [f"{b} runs before {a}" for a, b in pairwise(ran) if place[b] < place[a]]
+    named = {file.partition("/")[0] + "/" for file, _ in rows} | also_called
     calls_by_folder = {file.partition("/")[0] + "/" * ("/" in file): (file, name) for file, name in reversed(made)}
     folders = calls_by_folder.keys()
-    found += [f"{folder} runs and is not named: {calls_by_folder[folder]}" for folder in sorted(folders - named)]
-    return found + [f"{folder} is named and does not run" for folder in sorted(beside - folders)]
+    differences += [f"{folder} runs and is not named: {calls_by_folder[folder]}" for folder in sorted(folders - named)]
+    return differences + [f"{folder} is named and does not run" for folder in sorted(also_called - folders)]
 
 
 def third_step(folder: Path) -> list[Call]:
@@ -58,7 +58,7 @@ def third_step(folder: Path) -> list[Call]:
 
 def test_one_batch(ranks: Ranks, tmp_path: Path) -> None:
     tiny_data(tmp_path)
-    assert faults(*road("One batch"), ranks(2).run(third_step, tmp_path)[0]) == []
+    assert find_differences(*section("One batch"), ranks(2).run(third_step, tmp_path)[0]) == []
 
 
 def test_one_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +71,7 @@ def test_one_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with calls() as made, pytest.raises(SystemExit) as left:
         main()
     assert not left.value.code
-    differing = faults(*road("One plan"), made[made.index(("cli/plan.py", "plan")) :])
+    differing = find_differences(*section("One plan"), made[made.index(("cli/plan.py", "plan")) :])
     assert differing == []
 
 
@@ -84,10 +84,13 @@ def test_one_raw_file(tmp_path: Path) -> None:
     options = PrepareOptions(sources=[str(tmp_path / "log.csv")], out=tmp_path / "out", test_fraction=0.2, hash_rows=99)
     with calls() as made:
         prepare(options)
-    assert faults(*road("One raw file"), made[made.index(("data/prepare/run.py", "prepare")) :]) == []
+    assert find_differences(*section("One raw file"), made[made.index(("data/prepare/run.py", "prepare")) :]) == []
     with calls() as made:
         batches = list(Reader(Dataset.load(tmp_path / "out"), "train", ReaderOptions(batch_size=64)).epoch())
-    assert faults(*road("One raw file", table=1), made) == [] and sum(batch.batch_size for batch in batches) > 2000
+    assert (
+        find_differences(*section("One raw file", table=1), made) == []
+        and sum(batch.batch_size for batch in batches) > 2000
+    )
 
 
 def test_one_checkpoint(tmp_path: Path) -> None:
@@ -99,27 +102,29 @@ def test_one_checkpoint(tmp_path: Path) -> None:
         return train(settings(tiny_data(tmp_path), tmp_path / "run", train__max_steps=num_steps, checkpoint=saves))
 
     saved = first_call_of(Trainer, "_save", 2, lambda: run(4))
-    assert faults(*road("One checkpoint"), saved) == []
+    assert find_differences(*section("One checkpoint"), saved) == []
     resumed = first_call_of(resuming, "resume", 1, lambda: run(6))
-    assert faults(*road("One checkpoint", table=1), resumed) == []
+    assert find_differences(*section("One checkpoint", table=1), resumed) == []
 
 
-def test_a_road_that_is_not_gone_is_told() -> None:
+def test_differences_from_the_page_are_reported() -> None:
     made = [("a/b.py", "first"), ("c/d.py", "second"), ("e.py", "third")]
-    assert faults([made[0], made[1]], {"e.py"}, made) == []
-    assert faults([made[1], made[0]], {"e.py"}, made) == [f"{made[0]} runs before {made[1]}"]
-    assert faults([made[0], made[1], ("a/b.py", "gone")], {"e.py"}, made) == ["('a/b.py', 'gone') does not run"]
+    assert find_differences([made[0], made[1]], {"e.py"}, made) == []
+    assert find_differences([made[1], made[0]], {"e.py"}, made) == [f"{made[0]} runs before {made[1]}"]
+    assert find_differences([made[0], made[1], ("a/b.py", "gone")], {"e.py"}, made) == [
+        "('a/b.py', 'gone') does not run"
+    ]
     unnamed = "c/ runs and is not named: ('c/d.py', 'second')"
-    assert faults([made[0]], {"e.py", "f/"}, made) == [unnamed, "f/ is named and does not run"]
+    assert find_differences([made[0]], {"e.py", "f/"}, made) == [unnamed, "f/ is named and does not run"]
 
 
 ADDITIONS = re.findall(r"^\| ([a-z ]+) \| `(\w+)` \| (.+) \|$", PAGE, re.MULTILINE)
 
 
 @pytest.mark.parametrize(("kind", "name", "text"), ADDITIONS, ids=[kind for kind, _, _ in ADDITIONS])
-def test_what_an_addition_touches(kind: str, name: str, text: str) -> None:
-    told = {file for file in re.findall(r"`([^` ]+/[^` ]+\.(?:py|h))`", text) if (SOURCE / file).exists()}
+def test_files_of_an_addition(kind: str, name: str, text: str) -> None:
+    listed = {file for file in re.findall(r"`([^` ]+/[^` ]+\.(?:py|h))`", text) if (SOURCE / file).exists()}
     sources = (path for path in SOURCE.rglob("*") if path.suffix in {".py", ".h", ".cpp"})
     named = (path for path in sources if path.stem == name or re.search(rf"\b{name}\b", path.read_text()))
-    stands = {str(path.relative_to(SOURCE)) for path in named}
-    assert told == stands, kind
+    expected = {str(path.relative_to(SOURCE)) for path in named}
+    assert listed == expected, kind

@@ -1,4 +1,4 @@
-"""Each rank of even place sends bytes to the next rank over TCP, which counts them: `link_program.py BYTES`."""
+"""Program whose even ranks send bytes to the next rank, which counts them: `link_program.py BYTES`."""
 
 import os
 import socket
@@ -11,7 +11,7 @@ prefix = os.environ["MASTER_ADDR"].rsplit(".", 1)[0]
 
 
 def address(peer: int) -> tuple[str, int]:
-    """Where a rank listens: on its host, each at its own port."""
+    """Return the address on which a rank listens. Each rank has another port."""
     return f"{prefix}.{1 + peer // per_host}", 5000 + peer
 
 

@@ -1,4 +1,4 @@
-"""The testbed of benchmarks/hosts: what its links let through and count, how commands end, and what is left."""
+"""Tests of benchmarks/hosts: rates and counters of links, the end of commands, and cleanup."""
 
 import os
 import signal
@@ -28,7 +28,7 @@ def _processes() -> list[Path]:
 
 
 def _looked_at(process: Path) -> tuple[str, str]:
-    """(network namespace, command) of a process; nothing where it has ended, or is of another user."""
+    """Return (network namespace, command) of a process, or empty strings if it has ended or belongs to another user."""
     try:
         return os.readlink(process / "ns/net"), (process / "cmdline").read_text()
     except OSError:
@@ -36,7 +36,7 @@ def _looked_at(process: Path) -> tuple[str, str]:
 
 
 def namespaces() -> set[str]:
-    """All network namespaces that processes of this machine are in."""
+    """Return the network namespaces of all processes of this machine."""
     return {namespace for namespace, _ in map(_looked_at, _processes())}
 
 
@@ -72,11 +72,11 @@ def test_counters_are_those_of_the_link() -> None:
 
 
 @NAMESPACES
-def test_a_link_lets_its_rate_through_and_counts_what_is_sent() -> None:
+def test_a_link_limits_its_rate_and_counts_bytes() -> None:
     with Hosts(2, across="100mbit") as hosts:
         outcomes = [send(hosts) for _ in range(3)]
         assert hosts.dropped_packets() == 0
-    # On a busy machine TCP takes an acknowledgement that is late for a loss, now and then.
+    # On a busy machine TCP sometimes treats a late acknowledgement as a loss.
     outcome = min(outcomes, key=lambda one: sum(link.resent_packets for link in one.traffic))
     assert outcome.outputs[1].split() == ["listens", str(NUM_BYTES)]
     least = 8 * NUM_BYTES / 100e6
@@ -91,7 +91,7 @@ def test_a_link_lets_its_rate_through_and_counts_what_is_sent() -> None:
 
 
 @NAMESPACES
-def test_what_a_queue_has_no_room_for_is_counted_and_sent_again() -> None:
+def test_dropped_packets_are_counted_and_resent() -> None:
     with Hosts(2, across="100mbit") as hosts:
         hosts._fabric.configure("tc", ["qdisc change dev host1 root tbf rate 100mbit burst 16kb limit 16kb"])
         outcome = send(hosts)
@@ -110,7 +110,7 @@ def test_ranks_of_one_host_use_no_link() -> None:
 
 @NAMESPACES
 def test_racks_share_their_links() -> None:
-    """Ranks 0 and 1, in hosts 0 and 1, sit in one rack or in two; two pairs share the link between racks."""
+    """Ranks 0 and 1, on hosts 0 and 1, are in one rack or in two. Two pairs share the link between racks."""
     seconds = {}
     for racks in (1, 2):
         with Hosts(4 if racks == 1 else 2, across="400mbit", racks=racks, between_racks="50mbit") as hosts:
@@ -119,7 +119,7 @@ def test_racks_share_their_links() -> None:
 
 
 @NAMESPACES
-def test_a_command_finds_the_words_of_torchrun() -> None:
+def test_a_command_has_the_variables_of_torchrun() -> None:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "OWN")
     program = f"import os\nprint(*(os.environ[name] for name in {names}))"
     with Hosts(2, ranks=2) as hosts:
@@ -178,7 +178,7 @@ def test_nothing_is_left_when_it_is_stopped(number: int) -> None:
 
 
 def _ranks_in(made: set[str]) -> int:
-    """Processes of the command, in these namespaces."""
+    """Count the processes of the command in these namespaces."""
     return sum(
         namespace in made and command == "sleep\x00600\x00" for namespace, command in map(_looked_at, _processes())
     )
@@ -199,7 +199,7 @@ with Hosts(2, ranks=2, across="100mbit") as hosts:
 
 @NAMESPACES
 def test_no_rights_are_needed_where_there_are_user_namespaces() -> None:
-    """Root gives up what makes it root first, but for what Linux asks of it to be root in a user namespace."""
+    """Root drops its capabilities first, except the one that Linux requires of root in a user namespace."""
     few = ["setpriv", "--bounding-set", "-all,+setfcap", "--inh-caps", "-all"] if os.geteuid() == 0 else []
     done = subprocess.run(
         [*few, sys.executable, "-c", UNPRIVILEGED], env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},

@@ -1,4 +1,4 @@
-"""The machinery of benchmarks/bench_links.py: ranks that stay, plans, the rate of links, small runs."""
+"""Tests of benchmarks/bench_links.py: persistent ranks, plans, the rate of links, small runs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BENCHMARK = str(Path(__file__).parents[2] / "benchmarks" / "bench_links.py")
 NAMESPACES = pytest.mark.skipif(why_impossible() is not None, reason=f"no network namespaces: {why_impossible()}")
 
 
-def test_ranks_of_a_pool_stay_and_tell_their_errors() -> None:
+def test_ranks_of_a_pool_persist_and_report_errors() -> None:
     with start_ranks(2, on_this_machine(2, bind=False)) as ranks:
         assert ranks.ask(statistics.mean, data=[1.0, 2.0]) == [1.5, 1.5]
         with pytest.raises(RankPoolError, match=r"rank 0: (.|\n)*StatisticsError"):
@@ -44,7 +44,7 @@ def test_a_rank_that_cannot_start_ends_the_pool() -> None:
 
 @pytest.mark.parametrize("sharding", SCHEMES)
 @pytest.mark.parametrize("layout", [Layout(4, 2), Layout(2, 4)], ids=str)
-def test_plans_use_all_hosts_alike(sharding: str, layout: Layout) -> None:
+def test_plans_use_all_hosts_equally(sharding: str, layout: Layout) -> None:
     shape = shapes.training(64)
     plan = shapes.plan(shape, Variant(sharding=sharding, exchange="hierarchical"), layout)
     tables, _ = shapes.specs(shape)
@@ -56,7 +56,7 @@ def test_plans_use_all_hosts_alike(sharding: str, layout: Layout) -> None:
     assert held.max() <= 1.5 * held.min()
 
 
-def test_the_dense_part_that_is_predicted_is_that_of_the_model() -> None:
+def test_the_predicted_dense_part_is_that_of_the_model() -> None:
     from meseta.embedding import EmbeddingBagCollection
     from meseta.models import DLRM
 
@@ -93,7 +93,7 @@ class FakeHosts:
 
 
 @pytest.mark.parametrize("bits", [30.0, 600.0, 20_000.0])
-def test_the_rate_is_found_under_which_steps_wait(bits: float) -> None:
+def test_find_rate_makes_steps_wait(bits: float) -> None:
     fake: Any = FakeHosts(bits)
     rate, share = timing.find_rate(fake, fake.measure)
     assert timing.WAITING[0] <= share <= timing.WAITING[1]
@@ -118,8 +118,8 @@ def test_variants_take_turns() -> None:
     assert measured.step_s("b") == 1.0 and measured.waiting("b") == 0.5
 
 
-def test_bits_are_compared_over_all_ways() -> None:
-    """A chain is a way for fp32 alone."""
+def test_bits_are_compared_over_all_algorithms() -> None:
+    """The chain algorithm is for fp32 alone."""
     for precision, num_ways in (("fp32", 3), ("int8", 2)):
         all_cases = list(cases(precision, Layout(2, 4), quick=False))
         assert len(all_cases) == len(set(all_cases)) == 2 * num_ways * 3 * 2
@@ -137,7 +137,7 @@ def test_a_checksum_sees_copies_that_differ() -> None:
     assert checksum([first, second, moved]) == "copies of t.row differ"
 
 
-def test_targets_are_those_of_the_variants_that_are_timed() -> None:
+def test_targets_are_those_of_timed_variants() -> None:
     asked = {one.name for one in TIMED if target(one, Layout(2, 4)) is not None}
     assert {"table_wise flat bf16", "table_wise hierarchical int8", "row_wise hierarchical fp32"} < asked
     assert target(Variant(), Layout(2, 4)) is None
@@ -149,7 +149,7 @@ def test_the_interval_of_a_mean_difference() -> None:
     assert mean == pytest.approx(0.8333333) and half == pytest.approx(4.302653 * 0.2886751 / 3**0.5)
 
 
-@pytest.mark.soak  # tests/distributed/test_two_level.py has the bits of both exchanges in `make test`
+@pytest.mark.soak  # tests/distributed/test_hierarchical.py has the bits of both exchanges in `make test`
 def test_one_case_of_bits_has_one_checksum() -> None:
     from links import bits_training
 
@@ -162,7 +162,7 @@ def test_one_case_of_bits_has_one_checksum() -> None:
 
 
 @NAMESPACES
-def test_links_pass_another_rate_while_ranks_stay() -> None:
+def test_links_change_their_rate_while_ranks_run() -> None:
     from links.rank_pool import on_hosts
 
     with Hosts(2, across="100mbit") as hosts, start_ranks(2, on_hosts(hosts)) as ranks:
@@ -183,7 +183,7 @@ def test_bytes_of_a_small_run_are_counted() -> None:
 
 
 @pytest.mark.parametrize("layout", [Layout(2, 2), Layout(4, 2), Layout(2, 4)], ids=str)
-def test_bytes_of_a_cut_dense_part_are_those_of_its_messages(layout: Layout) -> None:
+def test_bytes_of_a_sharded_dense_part_are_those_of_its_messages(layout: Layout) -> None:
     whole, size = 4.0e6, layout.size
     hybrid, over_all, replicated = hybrid_part.ways(layout)
 
@@ -192,14 +192,16 @@ def test_bytes_of_a_cut_dense_part_are_those_of_its_messages(layout: Layout) -> 
 
     pairs = list(permutations(range(size), 2))
     rings = [(rank, (rank + 1) % size, whole / size) for rank in range(size) for _ in range(2 * (size - 1))]
-    twins = [(a, b) for a, b in pairs if a % layout.per_host == b % layout.per_host]
+    cross_host_peers = [(a, b) for a, b in pairs if a % layout.per_host == b % layout.per_host]
     piece = whole / layout.per_host / layout.hosts
     assert hybrid_part.dense_bytes(over_all, layout, whole) == pytest.approx(
         of_a_host([*rings, *((a, b, whole / size) for a, b in pairs)])
     )
-    for way in (hybrid, replicated):  # to the owner of a piece, and back
-        assert hybrid_part.dense_bytes(way, layout, whole) == pytest.approx(of_a_host([(*p, 2 * piece) for p in twins]))
+    for mode in (hybrid, replicated):  # to the owner of a piece, and back
+        assert hybrid_part.dense_bytes(mode, layout, whole) == pytest.approx(
+            of_a_host([(*p, 2 * piece) for p in cross_host_peers])
+        )
 
 
-def test_the_dense_part_that_is_cut_has_20_million_parameters() -> None:
+def test_the_sharded_dense_part_has_20_million_parameters() -> None:
     assert hybrid_part.num_parameters(shapes.training(64)) == 19_997_463

@@ -1,4 +1,4 @@
-"""A small case of benchmarks/bench_scaling.py: what readers read comes over links of their own, and these limit it."""
+"""A small case of benchmarks/bench_scaling.py, in which the links of two readers limit the rate."""
 
 from __future__ import annotations
 
@@ -21,9 +21,11 @@ NUM_TRAINING_ROWS = 40_000
 
 
 @pytest.mark.skipif(NO_LINKS is not None, reason=f"no slow links: {NO_LINKS}")
-def test_two_readers_take_what_two_links_give(tmp_path: Path) -> None:
+def test_two_links_limit_two_readers(tmp_path: Path) -> None:
     bench = Bench(tmp_path, is_raw=True, num_rows=NUM_TRAINING_ROWS * 5 // 4)
-    bench.keep("memory", 3 * BITS_PER_S / 8 / bench.row_bytes)  # a link gives a third of what training eats
+    bench.keep(
+        "memory", 3 * BITS_PER_S / 8 / bench.row_bytes
+    )  # a link supplies a third of the rows that training consumes
     assert bits_per_s(bench.rate()) == pytest.approx(BITS_PER_S, rel=1e-3)
     options = ReaderOptions(batch_size=1000, shuffle=True, window_rows=8192)
     with links(bench) as (hosts, variables), tier(bench, variables, NUM_READERS, NUM_READERS) as (url, _):
@@ -31,10 +33,10 @@ def test_two_readers_take_what_two_links_give(tmp_path: Path) -> None:
         before, begin_s = hosts.traffic(), time.monotonic()
         served = [digest(batch) for batch in reader.epoch()]
         seconds = time.monotonic() - begin_s
-        came = [now.since(then).received_bytes for now, then in zip(hosts.traffic(), before, strict=True)][1:]
+        received = [now.since(then).received_bytes for now, then in zip(hosts.traffic(), before, strict=True)][1:]
     assert served == [digest(batch) for batch in Reader(Dataset.load(bench.source), "train", options).epoch()]
     num_bytes = NUM_TRAINING_ROWS * bench.row_bytes
-    busy = [received for received in came if received > num_bytes / 10]
-    assert len(came) == NUM_LINKS and len(busy) == NUM_READERS
-    assert sum(came) > num_bytes
-    assert seconds > 0.9 * 8 * num_bytes / (NUM_READERS * BITS_PER_S)  # a bucket of tokens was full
+    busy = [num for num in received if num > num_bytes / 10]
+    assert len(received) == NUM_LINKS and len(busy) == NUM_READERS
+    assert sum(received) > num_bytes
+    assert seconds > 0.9 * 8 * num_bytes / (NUM_READERS * BITS_PER_S)  # the token bucket was full

@@ -1,4 +1,4 @@
-"""A contender that does next to nothing, for the tests of the contest."""
+"""A benchmark target that only sleeps, for tests of the harness."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""Judging plans by measured shares: what devices hold, what whole-table planners do, how a cost is put together."""
+"""Judging plans by measured shares: the shards of devices, baselines with whole tables, and the cost of a step."""
 
 import importlib.util
 import itertools
@@ -46,7 +46,7 @@ def plan_of(workload: Workload, document: dict[str, object], num_ranks: int = 4)
     return Plan.from_dict({"tables": document}, workload.tables, num_ranks)
 
 
-def test_hands_hold_every_table_exactly_once() -> None:
+def test_shares_hold_every_table_exactly_once() -> None:
     task = some_tables([1000, 2000, 300, 500, 700], [32, 64, 8, 128, 16])
     schemes = {"t0": "row_wise", "t1": "column_wise", "t2": "data_parallel", "*": "table_wise"}
     plans = [plan_of(task.workload(), schemes), find_plan(task.workload(), FOUR, MODEL).plan]
@@ -56,7 +56,7 @@ def test_hands_hold_every_table_exactly_once() -> None:
         assert len(shares) == 4 and len({share.replicas for share in shares}) == 1
         for t, rows, columns in [piece for share in shares for piece in share.shards] + list(shares[0].replicas):
             cells[t][slice(*rows), slice(*columns)] += 1
-        assert all((own == 1).all() for own in cells)
+        assert all((table_cells == 1).all() for table_cells in cells)
     assert shares_of(plans[0], task.workload())[2].replicas == ((2, (0, 300), (0, 8)),)
     on_disk = replace(plans[0].tables[4].shards[0], tier="disk")
     spilled = replace(plans[0], tables=(*plans[0].tables[:4], replace(plans[0].tables[4], shards=(on_disk,))))
@@ -81,7 +81,7 @@ def test_baselines_place_whole_tables_that_fit(seed: int) -> None:
     assert again == plans["random"] != other
 
 
-def test_baselines_fail_where_a_table_is_larger_than_a_device() -> None:
+def test_baselines_fail_if_a_table_is_larger_than_a_device() -> None:
     task = some_tables([9_000_000, 1000], [128, 8])
     assert set(baseline_plans(task.workload(), FOUR, MODEL, 0).values()) == {None}
     everywhere = plan_of(task.workload(), {"t0": {"sharding": "table_wise", "ranks": [2]}, "t1": "table_wise"})
@@ -96,7 +96,7 @@ def test_greedy_follows_its_key_and_the_room() -> None:
     two = Topology(devices_per_host=2, hbm_bytes=4_000_000_000)
     assert ranks_of(whole_tables(workload, two, MODEL), sizes(workload)) == [0, 1, 1, 1]
     assert ranks_of(whole_tables(workload, two, MODEL), dims(workload)) == [1, 0, 1, 1]
-    # Rank 1 would be next for t2, but has room for t0 alone.
+    # Rank 1 is next for t2, but has space only for t0.
     small = replace(two, hbm_bytes=1_300_000_000)
     assert ranks_of(whole_tables(workload, small, MODEL), dims(workload)) == [1, 0, 0, 1]
 
@@ -104,12 +104,12 @@ def test_greedy_follows_its_key_and_the_room() -> None:
 def ranks_of(problem: PlacementProblem, key: np.ndarray) -> list[int]:
     assignment = place_by_key(problem, key)
     assert assignment is not None
-    return [int(own[0]) for own in assignment.ranks]
+    return [int(ranks[0]) for ranks in assignment.ranks]
 
 
 def longest_of(assignment: Assignment | None, seconds: Sequence[float]) -> float:
     assert assignment is not None
-    return float(np.bincount([int(own[0]) for own in assignment.ranks], seconds).max())
+    return float(np.bincount([int(ranks[0]) for ranks in assignment.ranks], seconds).max())
 
 
 def test_differencing_keeps_its_bound() -> None:
@@ -122,14 +122,14 @@ def test_differencing_keeps_its_bound() -> None:
         places = np.array(list(itertools.product(range(num_ranks), repeat=7)))
         for _ in range(5):
             seconds = random.uniform(1.0, 10.0, 7)
-            found = longest_of(place_by_seconds(weighted(problem, seconds)), seconds)
+            longest = longest_of(place_by_seconds(weighted(problem, seconds)), seconds)
             loads = np.stack([(places == rank) @ seconds for rank in range(num_ranks)])
-            least = loads.max(axis=0).min()  # of all placements
-            assert least - 1e-9 <= found <= (7 / 6 if num_ranks == 2 else 4 / 3 - 1 / (3 * num_ranks)) * least + 1e-9
+            least = loads.max(axis=0).min()  # over all placements
+            assert least - 1e-9 <= longest <= (7 / 6 if num_ranks == 2 else 4 / 3 - 1 / (3 * num_ranks)) * least + 1e-9
 
 
 def test_differencing_of_the_textbook() -> None:
-    # Karmarkar and Karp's method on 8, 7, 6, 5, 4: 16 and 14, where the optimum is 15 and 15.
+    # Karmarkar and Karp's method on 8, 7, 6, 5, 4 gives 16 and 14. The optimum is 15 and 15.
     topology = Topology(devices_per_host=2, hbm_bytes=4_000_000_000)
     problem = whole_tables(some_tables([1000] * 5, [16] * 5).workload(), topology, MODEL)
     seconds = [8.0, 7.0, 6.0, 5.0, 4.0]
@@ -137,28 +137,28 @@ def test_differencing_of_the_textbook() -> None:
 
 
 def weighted(problem: PlacementProblem, seconds: np.ndarray) -> PlacementProblem:
-    """The same with other seconds of each table."""
-    given = np.zeros_like(problem.options.seconds)
-    given[:, 0] = seconds
-    return replace(problem, options=replace(problem.options, seconds=given))
+    """Return the problem with other times per table."""
+    option_seconds = np.zeros_like(problem.options.seconds)
+    option_seconds[:, 0] = seconds
+    return replace(problem, options=replace(problem.options, seconds=option_seconds))
 
 
-def test_a_cost_is_put_together_from_hands() -> None:
+def test_a_cost_adds_the_slowest_share_and_the_communication() -> None:
     task = some_tables([1000, 2000, 3000], [16, 32, 64])
     workload = task.workload()
     apart = {f"t{n}": {"sharding": "table_wise", "ranks": [n]} for n in range(3)}
     joined = {**apart, "t2": {"sharding": "table_wise", "ranks": [0]}}
     plans = {"apart": plan_of(workload, apart), "joined": plan_of(workload, joined)}
-    asked: list[DeviceShards] = []
+    timed: list[DeviceShards] = []
 
     def time_share(share: DeviceShards) -> tuple[float, float]:
-        asked.append(share)
-        turn = asked.count(share)  # the median of three rounds is that of the second
+        timed.append(share)
+        turn = timed.count(share)  # the median of three rounds is that of the second
         return 10.0 * sum(t + 1 for t, _, _ in share.shards) * turn, 1.0 * turn
 
     costs = judge(plans, workload, FOUR, MODEL, time_share, 3)
-    # Shares {0}, {1}, {2} and {0, 2}; the empty one is not timed, and that of table 1 is shared.
-    assert len(asked) == 3 * 4 and asked[:4] == asked[4:8] == asked[8:] and len(set(asked)) == 4
+    # The shares are {0}, {1}, {2} and {0, 2}. The empty one is not timed, and both plans have that of table 1.
+    assert len(timed) == 3 * 4 and timed[:4] == timed[4:8] == timed[8:] and len(set(timed)) == 4
     assert costs["apart"].lookup_s == (20.0, 40.0, 60.0, 0.0) and costs["apart"].update_s == (2.0, 2.0, 2.0, 0.0)
     assert costs["joined"].lookup_s == (80.0, 40.0, 0.0, 0.0)
     for name, slowest in (("apart", 62.0), ("joined", 82.0)):
@@ -169,7 +169,7 @@ def test_a_cost_is_put_together_from_hands() -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "sgd"])
-def test_hands_of_any_cut_are_timed(optimizer: str) -> None:
+def test_shares_of_any_sharding_are_timed(optimizer: str) -> None:
     task = replace(some_tables([2000, 500, 300], [64, 8, 20]), batch_size=64, optimizer=optimizer)
     timer = RankTimer(1 << 22)
     whole, columns = (0, (0, 2000), (0, 64)), (0, (0, 1000), (16, 64))
@@ -188,17 +188,17 @@ def outcome(seed: int, **costs: float) -> BalanceOutcome:
     return BalanceOutcome(seed=seed, judged_by="abc", costs=made, failures={"random": "no room"})
 
 
-def test_outcomes_are_kept_and_compared(tmp_path: Path) -> None:
-    found = [outcome(1, ours=2.0, ldm=4.0, size=3.0), outcome(2, ours=3.0, ldm=2.0), outcome(3, ours=1.0)]
-    assert ratios_to(found, "ours", ("ldm", "size")) == pytest.approx([2 / 3, 1.5])
-    figures = versus(ratios_to(found, "ours", ("ldm",)))
-    assert (figures.num_tasks, figures.mean, figures.worst, figures.wins) == pytest.approx((2, 1.0, 1.5, 0.5))
-    assert success(found, ("ldm",)) == pytest.approx(2 / 3) and success(found, ("random",)) == 0.0
-    assert found[0].has(("ours", "random")) and not found[1].has(("size",))
+def test_outcomes_are_stored_and_compared(tmp_path: Path) -> None:
+    outcomes = [outcome(1, ours=2.0, ldm=4.0, size=3.0), outcome(2, ours=3.0, ldm=2.0), outcome(3, ours=1.0)]
+    assert ratios_to(outcomes, "ours", ("ldm", "size")) == pytest.approx([2 / 3, 1.5])
+    ratios = versus(ratios_to(outcomes, "ours", ("ldm",)))
+    assert (ratios.num_tasks, ratios.mean, ratios.worst, ratios.wins) == pytest.approx((2, 1.0, 1.5, 0.5))
+    assert success(outcomes, ("ldm",)) == pytest.approx(2 / 3) and success(outcomes, ("random",)) == 0.0
+    assert outcomes[0].has(("ours", "random")) and not outcomes[1].has(("size",))
     path = tmp_path / "out.jsonl"
     assert read_outcomes(path, "abc") == []
-    path.write_text("".join(own.to_json() + "\n" for own in found) + found[0].to_json()[:50])
-    assert read_outcomes(path, "abc") == found and len(path.read_text().splitlines()) == 3
+    path.write_text("".join(one.to_json() + "\n" for one in outcomes) + outcomes[0].to_json()[:50])
+    assert read_outcomes(path, "abc") == outcomes and len(path.read_text().splitlines()) == 3
     with pytest.raises(MesetaError, match="cost model"):
         read_outcomes(path, "other")
     path.write_text("{}\n")
@@ -214,13 +214,13 @@ def test_plans_of_torchrec_are_translated(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setitem(sys.modules, "torchrec_plan", module)
     spec.loader.exec_module(module)
     workload = some_tables([1000, 10, 100, 50], [16, 8, 96, 64]).workload()
-    found = {
+    sharded = {
         "t0": {"sharding": "row_wise", "shards": [[[250 * n, 0], [250, 16], n] for n in range(4)]},
         "t1": {"sharding": "data_parallel", "shards": []},
         "t2": {"sharding": "column_wise", "shards": [[[0, 0], [100, 44], 1], [[0, 44], [100, 52], 3]]},
         "t3": {"sharding": "table_wise", "shards": [[[0, 0], [50, 64], 2]]},
     }
-    shares = shares_of(module.translate(found, workload, FOUR), workload)
+    shares = shares_of(module.translate(sharded, workload, FOUR), workload)
     assert {share.replicas for share in shares} == {((1, (0, 10), (0, 8)),)}
     assert [share.shards for share in shares] == [
         ((0, (0, 250), (0, 16)),),

@@ -1,4 +1,4 @@
-"""Contenders in processes of their own take turns, and one that fails does not stop the others."""
+"""Benchmark targets in separate processes take turns, and one that fails does not stop the others."""
 
 import sys
 from dataclasses import replace
@@ -26,8 +26,8 @@ def sleeper(monkeypatch: pytest.MonkeyPatch) -> TargetSpec:
     return TargetSpec(name="sleeper", target_class=Sleeper, arguments={"milliseconds": 2.0}, import_path=(FOLDER,))
 
 
-def test_a_contest_times_all_and_names_those_that_fail(monkeypatch: pytest.MonkeyPatch, sleeper: TargetSpec) -> None:
-    monkeypatch.setenv("PYTHONUNBUFFERED", "1")  # what is printed comes when it is
+def test_all_targets_are_timed_and_failures_are_named(monkeypatch: pytest.MonkeyPatch, sleeper: TargetSpec) -> None:
+    monkeypatch.setenv("PYTHONUNBUFFERED", "1")  # output is not buffered
     slow = replace(sleeper, variant=("slow",), arguments={"milliseconds": 6.0}, num_ranks=2)
     broken = [
         replace(sleeper, variant=(how,), arguments={"milliseconds": 0.0, "fails": how})
@@ -53,14 +53,14 @@ def test_an_interpreter_that_is_not_there(sleeper: TargetSpec) -> None:
 
 
 def test_another_interpreter_needs_no_packages(tmp_path: Path) -> None:
-    """An interpreter of peers has neither Meseta nor its dependencies."""
+    """Peers run without this package and its dependencies."""
     python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')  # -S: no installed packages at all
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')  # -S: no installed packages
     python.chmod(0o755)
-    team = TargetSpec(name="peer", target_class=BenchmarkTarget, arguments={}, python=str(python))
-    with WorkerGroup(team) as running:
+    target = TargetSpec(name="peer", target_class=BenchmarkTarget, arguments={}, python=str(python))
+    with WorkerGroup(target) as running:
         assert running.facts == {}
-    broken = replace(team, target_class=FbgemmOperators, import_path=IMPORT_PATH)
+    broken = replace(target, target_class=FbgemmOperators, import_path=IMPORT_PATH)
     with pytest.raises(MesetaError, match="No module named 'torch'"):
         WorkerGroup(broken)
 
@@ -78,7 +78,7 @@ def test_groups_fill_the_memory(sleeper: TargetSpec) -> None:
     assert list(memory_groups([], 7.0)) == []
 
 
-def test_disturbed_windows_do_not_count_while_others_do() -> None:
+def test_noisy_windows_do_not_count_if_there_are_others() -> None:
     quiet, loud = [TimedWindow(s, 0.0) for s in (1.0, 2.0, 9.0)], [TimedWindow(100.0, 0.9)] * 2
     timing = Timing((*quiet, *loud), max_background_load=0.15)
     assert timing.seconds == 2.0 and not timing.is_noisy
@@ -86,8 +86,8 @@ def test_disturbed_windows_do_not_count_while_others_do() -> None:
     assert noisy.seconds == 100.0 and noisy.is_noisy
 
 
-def test_others_are_all_but_us() -> None:
+def test_background_load_excludes_this_process() -> None:
     before, after = CpuTime(total_s=8.0, process_s=3.0), CpuTime(total_s=12.0, process_s=4.0)
     assert after.background_load_since(before, 2.0) == 1.5
     assert before.background_load_since(before, 2.0) == 0.0
-    assert read_cpu_time([2**30]) == CpuTime(0.0, 0.0)  # a process that has gone
+    assert read_cpu_time([2**30]) == CpuTime(0.0, 0.0)  # a process that has ended

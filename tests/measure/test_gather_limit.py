@@ -1,4 +1,4 @@
-"""The limit loop reads every row, once, whole."""
+"""The loop that measures the limit reads every row once and completely."""
 
 import itertools
 
@@ -16,7 +16,7 @@ NO_BOUNDS = [0, 4]
 
 @pytest.mark.parametrize("width", [1, 2, 8, 10, 16, 32, 64, 70, 128, 200])
 @pytest.mark.parametrize("num_threads", [1, 2])
-def test_the_checksum_is_torch_s(width: int, num_threads: int) -> None:
+def test_the_checksum_equals_that_of_torch(width: int, num_threads: int) -> None:
     tables = [torch.randn(50, width), torch.randn(9, 24).half(), torch.randn(1, 2 * width).bfloat16()]
     rng = np.random.default_rng(width)
     ids = np.concatenate([rng.integers(0, table.shape[0], 700) for _ in range(2) for table in tables])

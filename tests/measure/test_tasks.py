@@ -1,4 +1,4 @@
-"""Random tasks: the same for everybody, inside their ranges, and with the reuse that they claim."""
+"""Random tasks are reproducible, stay in their ranges and have the reuse that they declare."""
 
 import numpy as np
 import pytest

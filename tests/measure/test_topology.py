@@ -1,4 +1,4 @@
-"""Detected machines: of a faked system, of torchrun's variables, of GPUs."""
+"""Detected topologies: of a simulated system, of torchrun's variables, of GPUs."""
 
 from pathlib import Path
 
@@ -13,17 +13,17 @@ from meseta.system.processors import num_cores
 
 @pytest.fixture
 def system(tmp_path: Path) -> KernelFiles:
-    """A machine of 100,000 kB."""
+    """Return a machine with 100,000 kB."""
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/meminfo").write_text("MemTotal:  100000 kB\nMemAvailable: 50000 kB\n")
     return KernelFiles(tmp_path)
 
 
 def test_a_machine_without_gpus_has_a_rank_for_each_core(system: KernelFiles, tmp_path: Path) -> None:
-    found = detect_topology(system=system, folder=tmp_path, environment={}).topology
-    assert (found.num_hosts, found.devices_per_host, found.device) == (1, num_cores(), "cpu")
-    assert found.hbm_bytes == int(102_400_000 * 0.9) // num_cores()
-    assert found.disk_bytes is not None and found.host_bytes is None and found.inside is None
+    topology = detect_topology(system=system, folder=tmp_path, environment={}).topology
+    assert (topology.num_hosts, topology.devices_per_host, topology.device) == (1, num_cores(), "cpu")
+    assert topology.hbm_bytes == int(102_400_000 * 0.9) // num_cores()
+    assert topology.disk_bytes is not None and topology.host_bytes is None and topology.inside is None
 
 
 def test_a_control_group_limits_the_memory(system: KernelFiles) -> None:
@@ -33,37 +33,37 @@ def test_a_control_group_limits_the_memory(system: KernelFiles) -> None:
     group.mkdir(parents=True)
     for name, value in (("memory.max", "50000000"), ("memory.current", "0"), ("memory.stat", "inactive_file 0")):
         (group / name).write_text(value)
-    found = detect_topology(num_devices=1, system=system, environment={})
-    assert found.topology.hbm_bytes == 45_000_000
-    assert any("control group" in note for note in found.notes)
+    detected = detect_topology(num_devices=1, system=system, environment={})
+    assert detected.topology.hbm_bytes == 45_000_000
+    assert any("control group" in note for note in detected.notes)
 
 
-def test_torchrun_tells_hosts_and_devices(system: KernelFiles) -> None:
+def test_torchrun_sets_hosts_and_devices(system: KernelFiles) -> None:
     ranks = {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
-    found = detect_topology(system=system, environment=ranks).topology
-    assert (found.num_hosts, found.devices_per_host) == (2, 4)
+    topology = detect_topology(system=system, environment=ranks).topology
+    assert (topology.num_hosts, topology.devices_per_host) == (2, 4)
 
 
 def test_gpus_have_their_own_memory(system: KernelFiles) -> None:
     gpus = GpuInfo(name="NVIDIA H100 80GB HBM3", count=8, memory_bytes=85_000_000_000)
-    found = detect_topology(gpus=gpus, system=system, environment={}).topology
-    assert (found.device, found.devices_per_host, found.hbm_bytes) == ("h100", 8, 85_000_000_000)
-    assert found.host_bytes == int(102_400_000 * 0.9)
+    topology = detect_topology(gpus=gpus, system=system, environment={}).topology
+    assert (topology.device, topology.devices_per_host, topology.hbm_bytes) == ("h100", 8, 85_000_000_000)
+    assert topology.host_bytes == int(102_400_000 * 0.9)
     with pytest.raises(MesetaError, match=r"GeForce.*--device"):
         detect_topology(gpus=GpuInfo(name="GeForce 9", count=1, memory_bytes=1), system=system, environment={})
 
 
-def test_measured_links_are_written_down(system: KernelFiles) -> None:
+def test_measured_links_are_stored(system: KernelFiles) -> None:
     from dataclasses import replace
 
     model = documented_cost_model("cpu")
     measured = replace(model, exchange=replace(model.exchange, measured=True, source="a test"))
-    found = detect_topology(system=system, environment={}, cost_model=measured)
-    assert found.topology.inside == model.exchange.inside_all_to_all
-    assert found.notes[-1] == "inside: a test"
+    detected = detect_topology(system=system, environment={}, cost_model=measured)
+    assert detected.topology.inside == model.exchange.inside_all_to_all
+    assert detected.notes[-1] == "inside: a test"
     assert detect_topology(system=system, environment={}, cost_model=model).topology.inside is None
 
 
-def test_a_system_that_tells_nothing_is_named(tmp_path: Path) -> None:
+def test_a_system_without_memory_information_is_refused(tmp_path: Path) -> None:
     with pytest.raises(MesetaError, match="by hand"):
         detect_topology(system=KernelFiles(tmp_path), environment={})

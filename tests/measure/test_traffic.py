@@ -31,7 +31,7 @@ def test_zipf_has_the_shares_of_its_law() -> None:
     num_rows, count = 1000, 400_000
     ids = zipf_ids(np.random.default_rng(0), count, num_rows)
     counts = np.bincount(ids, minlength=num_rows)[permute_rows(np.arange(num_rows), num_rows)]
-    # Rank k has the integral of x^-1.05 over [k + 1, k + 2) out of that over [1, 1001).
+    # The share of rank k is the integral of x^-1.05 over [k + 1, k + 2), divided by that over [1, 1001).
     edges = np.arange(1.0, num_rows + 2) ** -0.05
     shares = np.diff(edges) / (edges[-1] - edges[0])
     error = np.abs(counts / count - shares)
@@ -52,8 +52,8 @@ def test_batches_fit_their_tables(ragged: bool) -> None:
         assert ragged or (batch.lengths == 3).all()
         assert (batch.weights is not None) == ragged
         for f, rows in enumerate(traffic.rows):
-            own = batch.ids[batch.offsets[6 * f] : batch.offsets[6 * f + 6]]
-            assert not own.size or (own.min() >= 0 and own.max() < rows)
+            ids = batch.ids[batch.offsets[6 * f] : batch.offsets[6 * f + 6]]
+            assert not ids.size or (ids.min() >= 0 and ids.max() < rows)
 
 
 def test_every_process_makes_the_same_batches() -> None:

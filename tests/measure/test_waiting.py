@@ -1,4 +1,4 @@
-"""Threads sleep while others want the processors, and only then."""
+"""OpenMP threads sleep while other processes need the processors, and only then."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from meseta.measure.threads import CpuTime, read_cpu_time
 from meseta.system.environment_variables import WAIT_POLICY
 from source_tree import ROOT
 
-# Two threads add up a little, then nothing happens for longer than a thread spins; the process's own seconds tell.
+# Two threads add up a little, then nothing runs for longer than a thread spins. The CPU time shows whether it spins.
 PROGRAM = """
 import time
 import torch
@@ -39,7 +39,7 @@ print(spinning, sleeping, spent())
 """
 
 
-def test_no_thread_spins_beside_a_spare_team() -> None:
+def test_no_thread_spins_next_to_a_spare_team() -> None:
     variables = {**os.environ, **WAIT_POLICY, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "2"}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=variables, timeout=120, check=True
@@ -48,15 +48,15 @@ def test_no_thread_spins_beside_a_spare_team() -> None:
     assert sleeping < 0.5 * spinning and sleeping < 0.5 * again
 
 
-def test_crowded_at_once_and_calm_after_a_while() -> None:
-    crowd = threads.CpuContention(num_threads=2, num_processors=2)
-    assert [crowd.update(others) for others in (0.0, 0.2, 1.0)] == [False, False, True]
-    calm = [crowd.update(0.1) for _ in range(threads.NUM_CALM_POLLS)]
+def test_contention_begins_immediately_and_ends_after_a_while() -> None:
+    contention = threads.CpuContention(num_threads=2, num_processors=2)
+    assert [contention.update(others) for others in (0.0, 0.2, 1.0)] == [False, False, True]
+    calm = [contention.update(0.1) for _ in range(threads.NUM_CALM_POLLS)]
     assert calm == [True] * (threads.NUM_CALM_POLLS - 1) + [False]
     assert not threads.CpuContention(num_threads=2, num_processors=4).update(2.0), "two processors are left to others"
 
 
-def test_a_spare_team_comes_and_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_spare_team_starts_and_stops(monkeypatch: pytest.MonkeyPatch) -> None:
     busy = threading.Event()
     clock = {"all": 0.0}
 

@@ -1,4 +1,4 @@
-"""Makes vectors/fbgemm_rowwise.json: small rows and the bytes that FBGEMM's CPU operators make of them.
+"""Make vectors/fbgemm_rowwise.json: small rows and their bytes as encoded by FBGEMM's CPU operators.
 
 PYTHON_WITH_FBGEMM tests/ops/make_fbgemm_rowwise.py
 """

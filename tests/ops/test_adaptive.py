@@ -1,4 +1,4 @@
-"""The adaptive range: bytes that restored rows lead back to, errors beside torch's search, the reference's bits."""
+"""Tests of the adaptive quantization range: round trips, errors compared with torch's search, bits of the reference."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ EDGES = [
 
 
 def make(seed: int, n: int, dim: int, size: float, mean: float, dtype: torch.dtype, kind: str) -> Tensor:
-    """Normal rows around a mean; with outliers, of few values, on a grid, or of numbers at the edges of types."""
+    """Return normal rows, rows with outliers, with few values or on a grid, or numbers at the limits of the types."""
     random = np.random.default_rng(seed)
     rows = random.normal(size=(n, dim)) * size + mean * size
     if kind == "outliers":
@@ -89,7 +89,7 @@ def test_restored_rows_have_the_bytes_they_came_from(rows: Tensor, row_format: R
 @example(values=[100.0, 100.00001], row_format="int4")
 @example(values=[TINY, 0.0, -TINY], row_format="int8")
 @example(values=[-65504.0], row_format="int3")
-def test_any_floats_do_and_the_core_has_the_reference_bits(values: list[float], row_format: RowFormat) -> None:
+def test_any_floats_give_the_bits_of_the_reference(values: list[float], row_format: RowFormat) -> None:
     rows = torch.tensor([values])
     codes = quantize_rows(rows, row_format, adaptive=True)
     assert torch.equal(codes, reference.quantize_rows(rows, row_format, True, False, 0, 0, 0))
@@ -104,7 +104,7 @@ def test_has_the_bits_of_the_reference(rows: Tensor, row_format: RowFormat) -> N
 
 
 @given(seed=st.integers(0, 2**32), row_format=formats, dim=st.integers(1, 40), exponent=st.integers(-20, 8))
-def test_rows_that_codes_hold_are_held_exactly(seed: int, row_format: RowFormat, dim: int, exponent: int) -> None:
+def test_representable_rows_are_exact(seed: int, row_format: RowFormat, dim: int, exponent: int) -> None:
     random = np.random.default_rng(seed)
     codes = random.integers(0, 2 ** WIDTHS[row_format], (7, dim))
     step, offset = random.integers(1, 2**6, (7, 1)), random.integers(-(2**6), 2**6, (7, 1))
@@ -123,14 +123,14 @@ def test_a_constant_row_keeps_22_bits(seed: int, size: float, row_format: RowFor
 @given(rows=rows_of, row_format=st.sampled_from(["int4", "int3", "int2"]))
 def test_the_error_is_no_larger_than_over_the_whole_range(rows: Tensor, row_format: RowFormat) -> None:
     exact, dim = rows.double(), rows.shape[1]
-    plain, found = (
+    plain, adaptive_errors = (
         (restore(quantize_rows(rows, row_format, adaptive=adaptive), row_format, dim).double() - exact).square().sum(1)
         for adaptive in (False, True)
     )
     # Levels are multiples of a part of the row's largest value, or of 2^-24.
     part = {torch.float32: 2.0**-22, torch.float16: 2.0**-9, torch.bfloat16: 2.0**-6}[rows.dtype]
     slack = 2 ** WIDTHS[row_format] * (exact.abs().amax(1) if len(rows) else exact.sum(1)) * part + 2.0**-23
-    assert (found.sqrt() <= plain.sqrt() * (1 + 1e-3) + math.sqrt(dim) * slack).all()
+    assert (adaptive_errors.sqrt() <= plain.sqrt() * (1 + 1e-3) + math.sqrt(dim) * slack).all()
 
 
 @given(rows=rows_of)
@@ -152,10 +152,10 @@ def test_errs_no_more_than_torchs_search(kind: str, dim: int, width: int) -> Non
     prepack = getattr(torch.ops.quantized, f"embedding_bag_{width}bit_prepack")
     unpack = getattr(torch.ops.quantized, f"embedding_bag_{width}bit_unpack")
     row_format: RowFormat = "int4" if width == 4 else "int2"
-    theirs = unpack(prepack(rows, optimized_qparams=True))
+    torch_rows = unpack(prepack(rows, optimized_qparams=True))
     # The same layout: torch reads ours.
     ours = unpack(quantize_rows(rows, row_format, adaptive=True))
-    errors = [(got.double() - rows.double()).square().mean() for got in (ours, theirs)]
+    errors = [(got.double() - rows.double()).square().mean() for got in (ours, torch_rows)]
     assert errors[0] <= 1.01 * errors[1]
 
 
@@ -181,7 +181,7 @@ def test_every_instruction_set_gives_the_same_bytes(row_format: RowFormat, monke
 
 
 @pytest.mark.parametrize("row_format", list(WIDTHS))
-def test_what_has_no_range_is_refused(row_format: RowFormat) -> None:
+def test_rows_without_a_range_are_refused(row_format: RowFormat) -> None:
     for bad in (math.nan, math.inf, -math.inf):
         rows = torch.zeros(40, 40)
         rows[33, 20] = bad

@@ -1,4 +1,4 @@
-"""Bucketize against plain loops over Python integers."""
+"""Tests of bucketize against plain loops over Python integers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def mix(x: int) -> int:
 def by_hand(
     ids: list[int], lengths: list[int], owners: list[int] | int
 ) -> tuple[list[int], list[list[int]], list[int]]:
-    """(local ids, ids per (owner, sample), order) of one feature."""
+    """Return (local ids, ids per (owner, sample), order) of one feature."""
     sample_of = [b for b, length in enumerate(lengths) for _ in range(length)]
     if isinstance(owners, int):
         placed = [((i + (mix(i // owners) * owners >> 64)) % owners, i // owners) for i in ids]
@@ -50,10 +50,10 @@ def by_hand(
 
 @st.composite
 def problems(draw: st.DrawFn) -> tuple[Tensor, Tensor, list[list[int] | int]]:
-    """Some features of row ranges (up to 40, empty ones too) and some of hash classes."""
+    """Draw features with up to 40 row ranges, some of them empty, and features with hash classes."""
     num_samples, owners, ids, lengths = draw(st.integers(0, 5)), [], [], []
     for _ in range(draw(st.integers(1, 4))):
-        own = [draw(st.integers(0, 4)) for _ in range(num_samples)]
+        lengths_of_feature = [draw(st.integers(0, 4)) for _ in range(num_samples)]
         if draw(st.booleans()):
             owner: Any = draw(st.integers(1, 7))
             top = 10**6
@@ -61,8 +61,8 @@ def problems(draw: st.DrawFn) -> tuple[Tensor, Tensor, list[list[int] | int]]:
             owner = [0, *sorted(draw(st.lists(st.integers(1, 60), min_size=1, max_size=40)))]
             top = owner[-1] - 1
         owners.append(owner)
-        lengths += own
-        ids += draw(st.lists(st.integers(0, top), min_size=sum(own), max_size=sum(own)))
+        lengths += lengths_of_feature
+        ids += draw(st.lists(st.integers(0, top), min_size=sum(lengths_of_feature), max_size=sum(lengths_of_feature)))
     return torch.tensor(ids, dtype=draw(INTS)), torch.tensor(lengths, dtype=draw(INTS)), owners
 
 
@@ -72,17 +72,19 @@ def test_equals_plain_loops_and_reference(problem: tuple[Any, ...]) -> None:
     got = bucketize_features(ids, lengths, owners)
     num_samples, at, local, counts, order = lengths.numel() // len(owners), 0, [], [], []
     for f, owner in enumerate(owners):
-        own = lengths[f * num_samples : (f + 1) * num_samples].tolist()
-        expected = by_hand(ids[at : at + sum(own)].tolist(), own, owner)
+        feature_lengths = lengths[f * num_samples : (f + 1) * num_samples].tolist()
+        expected = by_hand(ids[at : at + sum(feature_lengths)].tolist(), feature_lengths, owner)
         local += expected[0]
         counts += expected[1]
         order += [at + position for position in expected[2]]
-        at += sum(own)
+        at += sum(feature_lengths)
     assert got.ids.tolist() == local and got.ids.dtype == ids.dtype
     assert got.lengths.tolist() == counts and got.lengths.dtype == lengths.dtype
     assert got.order.tolist() == order and got.totals.tolist() == [sum(row) for row in counts]
     cuts = [[owner] if isinstance(owner, int) else owner for owner in owners]
-    plain = reference.bucketize(ids, lengths, [c for own in cuts for c in own], [len(own) for own in cuts])
+    plain = reference.bucketize(
+        ids, lengths, [c for feature_cuts in cuts for c in feature_cuts], [len(feature_cuts) for feature_cuts in cuts]
+    )
     for a, b in zip((got.ids, got.lengths, got.order, got.totals), plain, strict=True):
         assert a.dtype == b.dtype and torch.equal(a, b)
 

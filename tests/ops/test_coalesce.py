@@ -1,4 +1,4 @@
-"""Coalesce: the contract's order in plain Python, in the reference and in the compiled core, bit for bit."""
+"""Tests of coalesce: plain Python, the reference and the compiled core add in the same order, bit for bit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Problem = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
 def by_hand(
     ids: Tensor, source: Tensor, block: Tensor, gradient: Tensor, scale: Tensor | None
 ) -> dict[int, np.ndarray]:
-    """The contract, word by word: left to right inside a block, then block sums left to right; one number at a time."""
+    """Sum one number at a time: left to right inside a block, then the block sums left to right."""
     g = gradient.numpy()
     blocks: dict[int, list[tuple[int, np.ndarray]]] = {}
     for i, row in enumerate(ids.tolist()):
@@ -41,7 +41,7 @@ def by_hand(
 
 
 def problem(seed: int, nnz: int, dim: int, num_rows: int, dtype: torch.dtype, scaled: bool, strided: bool) -> Problem:
-    """Contributions in the order of their samples; the gradient may be some columns of a wider one."""
+    """Draw contributions in sample order. The gradient may be a column range of a wider one."""
     random = np.random.default_rng(seed)
     num_samples = int(random.integers(1, 4 * BLOCK_SAMPLES))
     sample = np.sort(random.integers(0, num_samples, nnz))
@@ -108,7 +108,7 @@ def test_sums_are_right() -> None:
 
 
 def test_blocks_decide_the_order_of_addition() -> None:
-    # 1e8 + 1 is 1e8 in float32, so 1 + 1 survives only where it is a block of its own.
+    # 1e8 + 1 is 1e8 in float32, so 1 + 1 survives only in a separate block.
     gradient = torch.tensor([[1e8], [1.0], [1.0], [1.0], [1.0], [1.0], [1.0], [1.0], [1.0]])
     ids, source = torch.zeros(9, dtype=torch.int64), torch.arange(9)
     one_block = coalesce(ids, source, torch.zeros(9, dtype=torch.int64), gradient)[1]

@@ -1,4 +1,4 @@
-"""Columns moved against sums by plain indices."""
+"""Tests of moved columns against sums by plain indices."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from meseta.spec import MesetaError
 
 @st.composite
 def moves_of(draw: st.DrawFn, widths: list[int], num_columns: int) -> list[ColumnMove]:
-    found = []
+    moves = []
     for _ in range(draw(st.integers(0, 6))):
         source = draw(st.integers(0, len(widths) - 1))
         width = draw(st.integers(0, min(widths[source], num_columns)))
         start, to = draw(st.integers(0, widths[source] - width)), draw(st.integers(0, num_columns - width))
-        found.append(ColumnMove(source, start, to, width, draw(st.integers(0, 1))))
-    return found
+        moves.append(ColumnMove(source, start, to, width, draw(st.integers(0, 1))))
+    return moves
 
 
 @given(data=st.data(), num_rows=st.sampled_from([0, 1, 5, 64, 700]))

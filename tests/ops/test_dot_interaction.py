@@ -1,4 +1,4 @@
-"""The dot interaction against numpy loops, its reference, numerical gradients, and itself on other threads."""
+"""Tests of the dot interaction against numpy loops, its reference, numerical gradients and other numbers of threads."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHAPES = [(0, 2, 3), (1, 1, 1), (5, 3, 4), (37, 26, 16), (33, 8, 19), (18, 7, 64
 
 
 def problem(num_samples: int, num_features: int, dim: int, dtype: torch.dtype = F32) -> tuple[Tensor, Tensor, Tensor]:
-    """x, pooled and the gradient of the result."""
+    """Return x, pooled embeddings and the gradient of the result."""
     random = np.random.default_rng([num_samples, num_features, dim])
     width = dim + num_features * (num_features + 1) // 2
     x, pooled, gradient = (random.normal(size=(num_samples, n)) for n in (dim, num_features * dim, width))
@@ -29,7 +29,7 @@ def problem(num_samples: int, num_features: int, dim: int, dtype: torch.dtype = 
 
 
 def run(x: Tensor, pooled: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The result, and the gradients of x and pooled."""
+    """Return the result and the gradients of x and pooled."""
     x, pooled = x.clone().requires_grad_(), pooled.clone().requires_grad_()
     out = dot_interaction(x, pooled)
     out.backward(gradient)
@@ -38,7 +38,7 @@ def run(x: Tensor, pooled: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, Te
 
 
 def by_hand(x: Tensor, pooled: Tensor, gradient: Tensor) -> tuple[Any, ...]:
-    """The same in float64, pair by pair."""
+    """Compute the result and both gradients in float64, pair by pair."""
     left, right, upper = x.double().numpy(), pooled.double().numpy(), gradient.double().numpy()
     num_samples, dim = left.shape
     vectors = np.concatenate([left, right], axis=1).reshape(num_samples, 1 + right.shape[1] // dim, dim)
@@ -58,18 +58,20 @@ def by_hand(x: Tensor, pooled: Tensor, gradient: Tensor) -> tuple[Any, ...]:
 @example(2, 101, 3, F32)
 def test_equals_pairs_by_hand(num_samples: int, num_features: int, dim: int, dtype: torch.dtype) -> None:
     given_problem = problem(num_samples, num_features, dim, dtype)
-    for mine, exact in zip(run(*given_problem), by_hand(*given_problem), strict=True):
-        epsilon = torch.finfo(mine.dtype).eps
-        np.testing.assert_allclose(mine.double().numpy(), exact, rtol=epsilon, atol=(num_features + dim) * 4e-7)
+    for result, exact in zip(run(*given_problem), by_hand(*given_problem), strict=True):
+        epsilon = torch.finfo(result.dtype).eps
+        np.testing.assert_allclose(result.double().numpy(), exact, rtol=epsilon, atol=(num_features + dim) * 4e-7)
 
 
 @pytest.mark.parametrize("shape", [(300, 26, 16), (64, 26, 64), (50, 5, 128)])
 def test_error_is_at_most_twice_that_of_the_reference(shape: tuple[int, int, int]) -> None:
     x, pooled, gradient = problem(*shape)
     plain = reference.dot_interaction(x, pooled), *reference.dot_interaction_backward(gradient, x, pooled)
-    for mine, theirs, exact in zip(run(x, pooled, gradient), plain, by_hand(x, pooled, gradient), strict=True):
+    for result, reference_result, exact in zip(
+        run(x, pooled, gradient), plain, by_hand(x, pooled, gradient), strict=True
+    ):
         largest = np.spacing(np.float32(np.abs(exact).max()))
-        errors = [np.abs(value.double().numpy() - exact).max() for value in (mine, theirs)]
+        errors = [np.abs(value.double().numpy() - exact).max() for value in (result, reference_result)]
         assert errors[0] <= 2 * errors[1] + largest
 
 
@@ -92,10 +94,10 @@ def test_a_sample_alone_gives_the_same_bits() -> None:
     x, pooled, gradient = problem(35, 5, 20)
     whole = run(x, pooled, gradient)
     order = torch.randperm(35, generator=torch.Generator().manual_seed(0))
-    for mine, theirs in zip(run(x[order], pooled[order], gradient[order]), whole, strict=True):
-        assert torch.equal(mine, theirs[order])
-    for mine, theirs in zip(run(x[34:], pooled[34:], gradient[34:]), whole, strict=True):
-        assert torch.equal(mine, theirs[34:])
+    for result, expected in zip(run(x[order], pooled[order], gradient[order]), whole, strict=True):
+        assert torch.equal(result, expected[order])
+    for result, expected in zip(run(x[34:], pooled[34:], gradient[34:]), whole, strict=True):
+        assert torch.equal(result, expected[34:])
 
 
 def test_literal_values() -> None:
@@ -126,8 +128,8 @@ def test_torch_accepts_the_operators(dtype: torch.dtype) -> None:
 def test_strided_inputs_are_read_as_they_are() -> None:
     x, pooled, gradient = problem(9, 3, 4)
     wide = torch.cat([pooled, torch.full((9, 1), torch.nan)], dim=1)[:, :-1]
-    for mine, theirs in zip(run(x.t().contiguous().t(), wide, gradient), run(x, pooled, gradient), strict=True):
-        assert torch.equal(mine, theirs)
+    for result, expected in zip(run(x.t().contiguous().t(), wide, gradient), run(x, pooled, gradient), strict=True):
+        assert torch.equal(result, expected)
 
 
 @pytest.mark.parametrize("shapes", [((2, 3), (2, 7)), ((2, 3), (1, 6)), ((2, 0), (2, 0)), ((2,), (2, 4))])

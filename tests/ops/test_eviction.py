@@ -1,4 +1,4 @@
-"""Which rows leave a cache: the compiled policy beside plain Python, slot after slot."""
+"""Tests of cache eviction: the compiled policy chooses the slots that plain Python chooses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meseta.spec import MesetaError
 
 
 class Cache:
-    """Rows in slots under a policy, and the same policy in lists."""
+    """Rows in slots under the compiled policy, with the same policy in lists."""
 
     def __init__(self, num_slots: int, num_rows: int) -> None:
         self.policy, self.num_rows = EvictionPolicy(num_slots, num_rows), num_rows
@@ -24,12 +24,12 @@ class Cache:
         self.hand = self.num_used = self.num_lookups = 0
 
     def ask(self, ids: list[int], pinned: list[int]) -> bool:
-        """One batch; `pinned` are slots that others need. False where there is no room."""
-        wanted, num_slots = sorted(set(ids)), len(self.rows)
+        """Look up one batch while other batches pin the slots `pinned`. Return whether it fits."""
+        rows, num_slots = sorted(set(ids)), len(self.rows)
         place = {int(row): slot for slot, row in enumerate(self.rows.tolist())}
         pins = torch.zeros(num_slots, dtype=torch.int32)
-        pins[torch.tensor([*pinned, *(place[row] for row in wanted if row in place)], dtype=torch.int64)] += 1
-        missing = [row for row in wanted if row not in place]
+        pins[torch.tensor([*pinned, *(place[row] for row in rows if row in place)], dtype=torch.int64)] += 1
+        missing = [row for row in rows if row not in place]
         slots = self.policy.choose_victims(len(missing), self.rows, pins)
         expected = self.chosen(len(missing), pins.tolist())
         assert (None if slots is None else slots.tolist()) == expected
@@ -44,10 +44,10 @@ class Cache:
             self.scores[slot] = self.kept[row % len(self.kept)]
         self.policy.admit(slots, torch.tensor(missing, dtype=torch.int64))
         now = REQUEST_SCORE + SCORE_STEPS * self.num_lookups // (HALF_LIVES[0] * num_slots)
-        for row in wanted:
+        for row in rows:
             self.scores[place[row]] = add_scores(self.scores[place[row]], now)
-        slots = torch.tensor([place[row] for row in wanted], dtype=torch.int64)
-        self.policy.touch(slots, torch.tensor(wanted, dtype=torch.int64), len(ids))
+        slots = torch.tensor([place[row] for row in rows], dtype=torch.int64)
+        self.policy.touch(slots, torch.tensor(rows, dtype=torch.int64), len(ids))
         self.num_lookups += len(ids)
         while self.num_lookups >= HALF_LIVES[0] * num_slots:
             self.num_lookups -= HALF_LIVES[0] * num_slots
@@ -66,7 +66,7 @@ class Cache:
 
 @settings(max_examples=40)
 @given(st.data())
-def test_it_is_the_reference(data: st.DataObject) -> None:
+def test_equals_the_reference(data: st.DataObject) -> None:
     num_slots, num_rows = data.draw(st.integers(1, 200)), data.draw(st.integers(1, 2000))
     cache = Cache(num_slots, num_rows)
     rows = st.integers(0, num_rows - 1) | st.integers(0, min(num_rows, 20) - 1)
@@ -82,7 +82,7 @@ def test_a_scan_pushes_out_no_row_that_is_asked_for_often() -> None:
     assert set(often) <= set(cache.rows.tolist())
 
 
-def test_what_was_asked_for_often_long_ago_leaves() -> None:
+def test_rows_that_were_popular_long_ago_are_evicted() -> None:
     cache = Cache(200, 10_000)
     for number in range(60):
         assert cache.ask(
@@ -101,7 +101,7 @@ def test_what_was_asked_for_often_long_ago_leaves() -> None:
         lambda p: p.choose_victims(1, torch.arange(3), torch.zeros(3, dtype=torch.int32)),
     ],
 )
-def test_what_does_not_fit_is_refused(call: Any) -> None:
+def test_mismatched_arguments_are_refused(call: Any) -> None:
     with pytest.raises(MesetaError, match="eviction"):
         call(EvictionPolicy(4, 5))
 
@@ -118,27 +118,27 @@ def test_no_slot_with_a_pin_leaves() -> None:
 
 
 def misses(num_slots: int, batches: list[torch.Tensor]) -> tuple[int, int]:
-    """Of a cache, and the half-life that it had in the end, in lookups of each slot."""
+    """Return (number of misses, last half-life in lookups per slot) of a cache."""
     policy, rows = EvictionPolicy(num_slots, 10 * num_slots), torch.full((num_slots,), -1)
     slot_of, total = torch.full((10 * num_slots,), -1), 0
     for ids in batches:
-        wanted = ids.unique()
-        missing = wanted[slot_of[wanted] < 0]
+        requested = ids.unique()
+        missing = requested[slot_of[requested] < 0]
         pins = torch.zeros(num_slots, dtype=torch.int32)
-        pins[slot_of[wanted][slot_of[wanted] >= 0]] = 1
+        pins[slot_of[requested][slot_of[requested] >= 0]] = 1
         slots = policy.choose_victims(missing.numel(), rows, pins)
         assert slots is not None and not bool(pins[slots].any())
         slot_of[rows[slots][rows[slots] >= 0]] = -1
         rows[slots], slot_of[missing] = missing, slots
         policy.admit(slots, missing)
-        policy.touch(slot_of[wanted], wanted, ids.numel())
+        policy.touch(slot_of[requested], requested, ids.numel())
         total += missing.numel()
     assert policy.num_bytes() <= MAX_POLICY_BYTES_PER_SLOT * num_slots
     return total, policy.half_life // num_slots
 
 
-def test_trials_tell_whether_rows_stay_popular() -> None:
-    """Ids by Zipf's law, of which the popular ones are always the same, or others every so often."""
+def test_half_life_adapts_to_changing_popularity() -> None:
+    """Ids follow Zipf's law. Popular ids stay the same, or change every 10 batches."""
     num_slots, size = 8192, 8192
     weights = 1 / torch.arange(1, 10 * num_slots + 1, dtype=torch.float64) ** 1.05
     ranks = torch.multinomial(weights, 120 * size, replacement=True, generator=torch.Generator().manual_seed(5))
@@ -149,6 +149,6 @@ def test_trials_tell_whether_rows_stay_popular() -> None:
 
 
 @pytest.mark.parametrize("num_slots", [8192, 10_000, 16_383, 1_000_000])
-def test_it_takes_no_more_memory_than_it_says(num_slots: int) -> None:
+def test_memory_is_bounded(num_slots: int) -> None:
     policy = EvictionPolicy(num_slots, 20 * num_slots)
     assert num_slots * (1 + GHOST_SCORES_PER_SLOT) < policy.num_bytes() <= num_slots * MAX_POLICY_BYTES_PER_SLOT

@@ -1,4 +1,4 @@
-"""A number beside the rows that forbids an update: every optimizer, type of rows and way to step them."""
+"""Tests of `found_inf`, which suppresses an update, for every optimizer, dtype and implementation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from meseta.ops.row_update.call import ApplyCall, TableRows, UpdateCall
 from meseta.ops.row_update.staged import TouchedRows, stage_block_sums, update_with_stats
 from meseta.optim import make_row_optimizer
 from optim.specs import SPECS
-from sampling import product, sample
+from sampling import diagonal, product, sample
 from triton_cases import TYPES, check_found_inf, copied, update_case
 
 NUMBERS = (None, 0.0, 1.0, torch.nan)
@@ -29,7 +29,8 @@ def flag(number: float | None) -> Tensor | None:
 
 
 def check(run: Callable[[float | None], Sequence[Tensor]], before: Sequence[Tensor]) -> None:
-    """`run` gives rows and states after an update: those of none and 0 are one, those of others are `before`."""
+    """Check rows and states returned by `run`: `None` and 0 give the same update, other numbers leave `before`
+    unchanged."""
     plain, zero, one, nan = (run(number) for number in NUMBERS)
     assert all(torch.equal(a, b) for a, b in zip(plain, zero, strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(plain, before, strict=True))
@@ -37,19 +38,20 @@ def check(run: Callable[[float | None], Sequence[Tensor]], before: Sequence[Tens
         assert all(torch.equal(a, b) for a, b in zip(stood, before, strict=True))
 
 
-@pytest.mark.parametrize("dtype", TYPES_AND_EXACT, ids=str)
-@pytest.mark.parametrize("optimizer", LEARNING)
-def test_the_fused_update(optimizer: str, dtype: torch.dtype) -> None:
-    """The operator, compiled and in plain torch, and the reference, in which the host asks nothing."""
-    call = update_case(make_row_optimizer(SPECS[optimizer]), 5, dims=(20,), dtype=dtype)
+@pytest.mark.parametrize("case", diagonal(optimizer=LEARNING, dtype=TYPES_AND_EXACT))
+def test_the_fused_update(case: dict[str, Any]) -> None:
+    """Covers the operator (compiled and in plain torch) and the reference, neither of which synchronizes with the
+    host."""
+    dtype = case["dtype"]
+    call = update_case(make_row_optimizer(SPECS[case["optimizer"]]), 5, dims=(20,), dtype=dtype)
     if dtype == torch.float64:
         call = copied(call, dtype=torch.float64)
     for update in (operator, reference.row_update):
 
         def run(number: float | None, update: Callable[[UpdateCall], None] = update) -> Sequence[Tensor]:
-            own = replace(copied(call), found_inf=flag(number))
-            update(own)
-            return (*own.tables, *own.states)
+            call_copy = replace(copied(call), found_inf=flag(number))
+            update(call_copy)
+            return (*call_copy.tables, *call_copy.states)
 
         check(run, (*call.tables, *call.states))
 
@@ -58,11 +60,13 @@ def operator(call: UpdateCall) -> None:
     torch.ops.meseta.row_update(*vars(call).values())
 
 
-@pytest.mark.parametrize("dtype", TYPES_AND_EXACT, ids=str)
-@pytest.mark.parametrize("optimizer", [name for name in SPECS if make_row_optimizer(SPECS[name]).row_stats])
-def test_the_update_in_stages(optimizer: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the operator, and by what stands in for it on a GPU."""
-    made = make_row_optimizer(SPECS[optimizer])
+STAGED = [name for name in SPECS if make_row_optimizer(SPECS[name]).row_stats]
+
+
+@pytest.mark.parametrize("case", diagonal(optimizer=STAGED, dtype=TYPES_AND_EXACT))
+def test_the_update_in_stages(case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Covers the operator and its replacement on a GPU."""
+    made, dtype = make_row_optimizer(SPECS[case["optimizer"]]), case["dtype"]
     generator = torch.Generator().manual_seed(4)
     weight = torch.randn(9, 32, generator=generator, dtype=torch.float64).to(dtype)
     exact = torch.float64 if dtype == torch.float64 else torch.float32
@@ -88,7 +92,7 @@ KERNELS = product(optimizer=LEARNING, dtype=TYPES)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles for the GPU here: see tests/gpu")
-@pytest.mark.parametrize("case", sample(KERNELS, 12, seed=2))
+@pytest.mark.parametrize("case", sample(KERNELS, 5, seed=2))
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_the_kernels_under_the_interpreter(case: dict[str, Any]) -> None:
     pytest.importorskip("triton")

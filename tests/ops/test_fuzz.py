@@ -1,6 +1,7 @@
-"""Hostile arguments of every operator: an error with a message, or the reference's result; nothing else is written.
+"""Fuzz tests of every operator: a call with hostile arguments raises an error with a message or gives the result of the
+reference. No other memory is written.
 
-Under tools/sanitize.sh the same calls show that nothing else is read.
+Under tools/sanitize.sh the same calls verify that no other memory is read.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from meseta.spec import MesetaError
 
 
 def row_apply(*arguments: Any) -> None:
-    """The reference, which expects what the operator makes of a call: numbers of the type that it computes in."""
+    """Call the reference with the numbers cast to the dtype in which the operator computes."""
     call = ApplyCall(*arguments)
     stores = [
         (op, b) for op, _, _, b, _ in call.code.tolist() if op in (Op.STORE_WEIGHT, Op.STORE_STATE, Op.STORE_STAT)
@@ -78,10 +79,10 @@ REFERENCES = {
     "row_apply": row_apply,
 }
 NAN_BYTES = {"fp16": torch.float16, "bf16": torch.bfloat16}
-"""Formats of quantised rows that keep NaN, of which any bits will do."""
+"""Formats of quantized rows that keep NaN. Any bit pattern of NaN is correct."""
 soak = pytest.mark.soak
 FEW, PART, MANY = 120, 1000, 10_000
-"""Calls of each operator in `make test`, in one test of `make soak`, and there in all."""
+"""Number of calls of each operator in `make test`, in one test of `make soak`, and in all of `make soak`."""
 PARTS = [range(FEW), *(range(start, start + PART) for start in range(FEW, FEW + MANY, PART))]
 
 
@@ -90,15 +91,16 @@ def in_order(bounds: list[int], limit: int) -> bool:
 
 
 def ids_inside(tables: list[Tensor], ids: Tensor, bounds: list[int]) -> bool:
-    """Whether each table's ids are its rows; a table without columns is never read."""
+    """Whether all ids are valid rows of their tables. A table without columns is never read."""
     parts = [ids[start:stop] for start, stop in pairwise(bounds)]
     return all(
-        t.shape[1] == 0 or not bool(((own < 0) | (own >= len(t))).any()) for t, own in zip(tables, parts, strict=True)
+        t.shape[1] == 0 or not bool(((rows < 0) | (rows >= len(t))).any())
+        for t, rows in zip(tables, parts, strict=True)
     )
 
 
 def sound(call: Call) -> bool:
-    """Whether the numbers of a call that was answered deserved an answer."""
+    """Whether an accepted call has valid arguments."""
     a = call.arguments
     if call.name in ("pooled_lookup", "weight_gradient"):
         tables, ids, offsets = a[0], a[1], a[2].tolist()
@@ -122,7 +124,7 @@ def sound(call: Call) -> bool:
 
 
 def sound_update(tables: list[Tensor], features: list[int], ids: Tensor, offsets: Tensor, num_bags: int) -> bool:
-    """The same for an update."""
+    """Whether an accepted update has valid arguments."""
     bounds = offsets.tolist()
     inside = [
         ids_inside([tables[table]], ids, [bounds[position * num_bags], bounds[(position + 1) * num_bags]])
@@ -132,7 +134,7 @@ def sound_update(tables: list[Tensor], features: list[int], ids: Tensor, offsets
 
 
 def sound_numbers(call: Call) -> bool:
-    """The same for operators without tables."""
+    """Whether an accepted call of an operator without tables has valid arguments."""
     a = call.arguments
     if call.name == "bucketize":
         return bool((a[1] >= 0).all()) and int(a[1].sum()) == a[0].numel()
@@ -143,15 +145,15 @@ def sound_numbers(call: Call) -> bool:
         return bool((lengths >= 0).all())
     if call.name == "permute_keys":
         per_array = len(a[1]) // max(len(a[0]), 1)
-        own = [a[1][i * per_array : (i + 1) * per_array] for i in range(len(a[0]))]
-        return all(in_order(b, len(x)) for b, x in zip(own, a[0], strict=True)) and min(a[2], default=0) >= 0
+        bounds = [a[1][i * per_array : (i + 1) * per_array] for i in range(len(a[0]))]
+        return all(in_order(b, len(x)) for b, x in zip(bounds, a[0], strict=True)) and min(a[2], default=0) >= 0
     if call.name == "hash_ids":
         return bool(a[1] > 0)
     return True
 
 
 def alike(result: Any, expected: Any) -> bool:
-    """Equal integers, floats within rounding, of all outputs."""
+    """Whether all outputs are equal: integers exactly, floats within rounding."""
     if isinstance(result, (tuple, list)):
         return len(result) == len(expected) and all(map(alike, result, expected))
     if result is None or expected is None:
@@ -167,7 +169,7 @@ def alike(result: Any, expected: Any) -> bool:
 
 
 def kept_rows(call: Call) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """For an update: each tensor that it writes, a copy, and the rows that it may not touch."""
+    """Return (tensor, copy, mask of the rows that must not change) for each tensor that an update writes."""
     if call.name not in ("row_update", "row_apply"):
         return []
     a = call.arguments
@@ -187,7 +189,7 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 
 def outputs(name: str, result: Any, arguments: list[Any]) -> list[Any]:
-    """What an operator returns and what it writes to its arguments."""
+    """Return the results of an operator and the arguments that it writes to."""
     if name == "row_update":
         return [*arguments[0], *arguments[1]]
     if name in ("place_columns", "decode_columns"):
@@ -203,13 +205,13 @@ def outputs(name: str, result: Any, arguments: list[Any]) -> list[Any]:
 
 
 def overlap(tensors: list[Any]) -> bool:
-    """Whether two of them, as in a list with a member twice, are the same memory."""
+    """Whether two tensors share memory."""
     starts = [x.data_ptr() for x in tensors if isinstance(x, Tensor) and x.numel()]
     return len(set(starts)) < len(starts)
 
 
 def is_refusal(error: Exception, call: Call) -> bool:
-    """A MesetaError, or what torch says where arguments do not fit the schema or, of float64 rows, each other."""
+    """Whether the error is a MesetaError, or one of torch about the schema or float64 rows."""
     schema = "Expected a value of type" in str(error)
     rows = call.arguments[0][:1] if isinstance(call.arguments[0], list) else call.arguments[:1]
     by_torch = isinstance(rows[0], Tensor) and rows[0].dtype == torch.float64 if rows else True
@@ -219,8 +221,8 @@ def is_refusal(error: Exception, call: Call) -> bool:
 
 
 def check(call: Call) -> str:
-    """Make the call and check what it did; 'refused', 'answered' or 'equal' to the reference."""
-    given = copy.deepcopy(call.arguments)
+    """Make the call and check its effects. Return 'refused', 'answered', or 'equal' if it equals the reference."""
+    arguments = copy.deepcopy(call.arguments)
     kept = kept_rows(call)
     try:
         result = call.run()
@@ -228,21 +230,21 @@ def check(call: Call) -> str:
     except Exception as error:
         assert is_refusal(error, call) and str(error).strip(), "an error of another kind, or without a message"
         outcome = "refused"
-    assert all(torch.equal(guard, before) for guard, before in call.guards), "memory beside a tensor was written"
+    assert all(torch.equal(guard, before) for guard, before in call.guards), "memory next to a tensor was written"
     assert all(same(now[free], before[free]) for now, before, free in kept), "a row without an id was written"
     if outcome == "refused":
         return outcome
-    assert sound(Call(call.name, given)), "hostile numbers were taken"
+    assert sound(Call(call.name, arguments)), "invalid arguments were accepted"
     written = outputs(call.name, result, call.arguments)
     if call.name in ("row_update", "row_apply") and overlap(written):
-        return outcome  # whose turn is first is not defined
-    if call.name == "pooled_lookup" and not given[0][0].is_floating_point():
-        return outcome  # whole numbers times weights are rounded as the path likes
+        return outcome  # the order of the updates is undefined
+    if call.name == "pooled_lookup" and not arguments[0][0].is_floating_point():
+        return outcome  # integers times weights are rounded differently by each path
     try:
-        expected = REFERENCES[call.name](*given)
+        expected = REFERENCES[call.name](*arguments)
     except (ValueError, RuntimeError, LookupError, TypeError):
-        return outcome  # the reference has less patience
-    assert alike(written, outputs(call.name, expected, given)), "not the reference's result"
+        return outcome  # the reference refuses more calls
+    assert alike(written, outputs(call.name, expected, arguments)), "not the reference's result"
     return "equal"
 
 

@@ -1,4 +1,4 @@
-"""Hashes of ids against the published numbers of SplitMix64, the xxhash package and Python integers."""
+"""Tests of id hashes against published numbers of SplitMix64, the xxhash package and Python integers."""
 
 from __future__ import annotations
 

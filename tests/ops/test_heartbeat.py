@@ -1,4 +1,4 @@
-"""A heartbeat goes on while something holds the interpreter, and needs a place in a file."""
+"""Tests of the heartbeat, which continues while the interpreter lock is held."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def beat(file: int, place: int) -> tuple[int, int]:
     return time_ns, processor_ns
 
 
-def test_it_beats_while_the_interpreter_is_held(file: int) -> None:
+def test_continues_while_the_interpreter_lock_is_held(file: int) -> None:
     before_ns = time.monotonic_ns()
     start_heartbeat(file, 64)
     first, _ = beat(file, 64)
@@ -39,7 +39,7 @@ def test_it_beats_while_the_interpreter_is_held(file: int) -> None:
     assert os.pread(file, 4096, 0).count(0) >= 4096 - 16
 
 
-def test_it_ends(file: int) -> None:
+def test_stops(file: int) -> None:
     start_heartbeat(file, 0)
     stop_heartbeat()
     stop_heartbeat()
@@ -54,7 +54,7 @@ def test_places_outside_are_refused(file: int, place: int) -> None:
         start_heartbeat(file, place)
 
 
-def test_what_is_no_file_is_refused() -> None:
+def test_paths_that_are_no_files_are_refused() -> None:
     reader, writer = os.pipe()
     with pytest.raises(ValueError, match="too short for this offset, or is not a regular file"):
         start_heartbeat(reader, 0)

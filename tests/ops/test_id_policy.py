@@ -1,4 +1,4 @@
-"""Id policies against plain loops over Python integers, and the published numbers of SplitMix64."""
+"""Tests of id policies against plain loops over Python integers and published numbers of SplitMix64."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MASK = (1 << 64) - 1
 def by_hand(
     bags: list[list[list[int]]], num_rows: list[int], policies: list[IdPolicy]
 ) -> tuple[list[list[list[int]]], list[int], tuple[int, int, int] | None]:
-    """Bags [F][B][length] -> (bags after the policies, ids outside per feature, the first refused one)."""
+    """Return (bags after the policies, number of invalid ids per feature, first refused id) of bags [F][B][length]."""
     fixed: list[list[list[int]]] = []
     num_outside = [0] * len(bags)
     first: tuple[int, int, int] | None = None

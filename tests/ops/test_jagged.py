@@ -1,4 +1,4 @@
-"""Jagged tensors in another order against Python lists."""
+"""Tests of permuted jagged tensors against Python lists."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Bags = dict[str, list[list[int]]]
 
 @st.composite
 def batches(draw: st.DrawFn) -> tuple[Bags, list[torch.dtype], bool]:
-    """Features of different batch sizes, types of ids and lengths, and whether there are weights."""
+    """Draw features with different batch sizes, the dtypes of ids and lengths, and whether ids have weights."""
     bags = {
         key: [draw(st.lists(st.integers(0, 99), max_size=4)) for _ in range(draw(st.integers(0, 4)))]
         for key in "abcdef"[: draw(st.integers(1, 6))]
@@ -26,18 +26,18 @@ def batches(draw: st.DrawFn) -> tuple[Bags, list[torch.dtype], bool]:
 
 
 def to_kjt(bags: Bags, dtypes: list[torch.dtype], weighted: bool) -> KeyedJaggedTensor:
-    values = torch.tensor([i for own in bags.values() for bag in own for i in bag], dtype=dtypes[0])
+    values = torch.tensor([i for feature_bags in bags.values() for bag in feature_bags for i in bag], dtype=dtypes[0])
     return KeyedJaggedTensor(
         keys=tuple(bags),
         values=values,
-        lengths=torch.tensor([len(bag) for own in bags.values() for bag in own], dtype=dtypes[1]),
+        lengths=torch.tensor([len(bag) for feature_bags in bags.values() for bag in feature_bags], dtype=dtypes[1]),
         weights=values * 0.5 if weighted else None,
-        batch_sizes=tuple(len(own) for own in bags.values()),
+        batch_sizes=tuple(len(feature_bags) for feature_bags in bags.values()),
     )
 
 
 def check(kjt: KeyedJaggedTensor, source: KeyedJaggedTensor, bags: Bags, keys: list[str]) -> None:
-    """`kjt` holds these keys of `bags`; it is also what its constructor would accept and count."""
+    """Check that `kjt` has these keys of `bags`, and that its constructor accepts its tensors."""
     expected = [bag for key in keys for bag in bags[key]]
     assert kjt.keys == tuple(keys) and kjt.batch_sizes == tuple(len(bags[key]) for key in keys)
     assert kjt.values.tolist() == [i for bag in expected for i in bag]

@@ -1,4 +1,4 @@
-"""Memory that one step leaves and the next one takes."""
+"""Tests of memory that one step frees and the next one reuses."""
 
 import resource
 from pathlib import Path
@@ -17,8 +17,8 @@ def test_a_large_output_gets_the_memory_of_the_one_before() -> None:
     assert empty(shape, torch.float32).data_ptr() == address
 
 
-def test_what_was_idle_the_longest_goes_first() -> None:
-    """Not the largest: a step that needs more than all before it would get fresh pages for ever."""
+def test_the_longest_idle_block_is_freed_first() -> None:
+    """Freeing the largest block would give a growing step new pages every time."""
     small = [empty((MIN_HUGE_PAGE_BYTES + 4 * k,), torch.float32) for k in range(4)]
     large = empty((200 * MIN_HUGE_PAGE_BYTES,), torch.uint8)
     del small
@@ -29,8 +29,8 @@ def test_what_was_idle_the_longest_goes_first() -> None:
         assert large.data_ptr() == address
 
 
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="Linux tells what a process takes")
-def test_what_is_idle_can_be_given_back() -> None:
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="Linux reports the memory of a process")
+def test_idle_blocks_can_be_freed() -> None:
     def resident_bytes() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 

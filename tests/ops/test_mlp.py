@@ -1,4 +1,4 @@
-"""Stacks of linear layers against float64, plain torch, and themselves on other threads and builds."""
+"""Tests of stacked linear layers against float64, plain torch, other numbers of threads and other builds."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def problem(batch: int, widths: list[int], bias: bool = True) -> tuple[Tensor, l
 def run(
     call: Any, given_problem: Any, dtype: torch.dtype, parameter_dtype: torch.dtype, relu_last: bool
 ) -> list[Tensor]:
-    """The result and all gradients, that of x first."""
+    """Return the result and all gradients, the one of x first."""
     x, weights, biases = given_problem
     x = x.to(dtype).requires_grad_()
     weights = [weight.to(parameter_dtype).requires_grad_() for weight in weights]
@@ -53,12 +53,12 @@ def test_error_is_at_most_twice_that_of_plain_torch(
     batch: int, widths: list[int], bias: bool, relu_last: bool, dtype: torch.dtype
 ) -> None:
     x, weights, biases = problem(batch, widths, bias)
-    # What is close to a kink falls to either side of it, as it likes.
+    # A value close to a kink may fall to either side of it.
     given_problem = x.to(dtype).float(), weights, biases
     exact = run(reference.mlp, given_problem, F64, F64, relu_last)
     plain = run(reference.mlp, given_problem, dtype, F32, relu_last)
-    mine = run(mlp, given_problem, dtype, F32, relu_last)
-    for a, b, e in zip(mine, plain, exact, strict=True):
+    computed = run(mlp, given_problem, dtype, F32, relu_last)
+    for a, b, e in zip(computed, plain, exact, strict=True):
         assert a.dtype == b.dtype and a.shape == b.shape
         scale = float(e.abs().max())
         errors = [float((value.double() - e).norm()) for value in (a, b)]

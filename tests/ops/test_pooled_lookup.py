@@ -1,4 +1,4 @@
-"""Pooled lookup against its reference, numpy and torch's own modules."""
+"""Tests of the pooled lookup against its reference, numpy and torch's modules."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def problem(
     mean: Sequence[bool] = (),
     integers: torch.dtype = torch.int64,
 ) -> Problem:
-    """About half of the bags are empty, and some tables have one row."""
+    """Return a problem in which about half of the bags are empty and some tables have one row."""
     random = np.random.default_rng(seed)
     tables, lengths, ids = [], [], []
     for dim in dims:
@@ -62,7 +62,7 @@ def problems(draw: st.DrawFn) -> Problem:
 
 
 def by_hand(given_problem: Problem) -> Tensor:
-    """Float64 sums in numpy."""
+    """Return float64 sums of numpy."""
     tables, ids, offsets, weights, weighted, mean = given_problem
     num_samples = (offsets.numel() - 1) // len(tables)
     pooled = []
@@ -137,7 +137,7 @@ def test_equals_nn_embedding_bag(weighted: bool, mode: str) -> None:
 
 
 def test_tables_of_more_than_two_billion_elements() -> None:
-    table = torch.from_numpy(np.zeros((2**31 + 8, 1), dtype=np.float16))  # pages that nobody writes take no memory
+    table = torch.from_numpy(np.zeros((2**31 + 8, 1), dtype=np.float16))  # unwritten pages take no memory
     table[-1], table[0] = 3.0, 1.0
     got = pooled_lookup([table], torch.tensor([2**31 + 7, 0, 7]), torch.tensor([0, 2, 3]))
     assert got.tolist() == [[4.0], [0.0]]

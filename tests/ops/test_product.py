@@ -1,4 +1,4 @@
-"""The compiled product against integers, in any order in memory, and what it refuses."""
+"""Tests of the compiled product against integers in any memory layout, and of its errors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def small_integers(*shape: int) -> Tensor:
 
 
 def laid(x: Tensor, order: tuple[int, ...]) -> Tensor:
-    """The same numbers, in memory in another order of dimensions."""
+    """Return `x` with another order of dimensions in memory."""
     return x.permute(order).contiguous().permute(*(order.index(i) for i in range(3)))
 
 
@@ -49,7 +49,7 @@ def test_products_of_small_integers_are_exact(
 
 @pytest.mark.skipif(not operator._onednn_has_kernels(), reason="oneDNN has no kernels for this processor")
 def test_libraries_are_given_no_part_of_a_wider_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
-    """oneDNN has no kernel for one: a layer of 64,000 inputs took minutes."""
+    """oneDNN has no kernel for column slices: a layer of 64,000 inputs took minutes."""
     linear, dense = torch.ops.mkldnn._linear_pointwise, []
 
     def watched(a: Tensor, weight: Tensor, *rest: Any) -> Any:
@@ -99,6 +99,6 @@ def test_torch_accepts_the_operator(dtype: torch.dtype) -> None:
         (torch.zeros(1, 2, 3), torch.zeros(1, 3, 2), torch.zeros(2).double()),
     ],
 )
-def test_what_does_not_fit_is_named(a: Tensor, b: Tensor, bias: Tensor | None) -> None:
+def test_mismatched_arguments_are_named(a: Tensor, b: Tensor, bias: Tensor | None) -> None:
     with pytest.raises(MesetaError, match=r"product: .*; pass"):
         torch.ops.meseta.product(a, b, bias)

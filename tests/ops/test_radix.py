@@ -1,4 +1,4 @@
-"""The radix sort of the compiled core against numpy's stable sort."""
+"""Tests of the compiled radix sort against numpy's stable sort."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Initial rows: the published generator, the same cell in any rectangle, and the moments they promise."""
+"""Tests of initial rows: the published generator, equal cells in any rectangle, and the moments of the
+distributions."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def test_compiled_core_gives_the_published_words() -> None:
 
 @st.composite
 def rectangles(draw: st.DrawFn) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Up to 9 rows, some beyond 2^32, and up to 11 columns at any alignment."""
+    """Draw up to 9 rows, some beyond 2^32, and up to 11 columns at any alignment."""
     row = draw(st.integers(0, 40) | st.integers(2**32 - 5, 2**32 + 5) | st.integers(2**40, 2**41))
     column = draw(st.integers(0, 300))
     return (row, row + draw(st.integers(1, 9))), (column, column + draw(st.integers(1, 11)))
@@ -105,18 +106,18 @@ def test_any_rows_are_those_of_the_whole(data: st.DataObject, kind: str, dtype: 
     c0 = data.draw(st.integers(0, table.embedding_dim - 1))
     columns = c0, data.draw(st.integers(c0 + 1, table.embedding_dim))
     rows = data.draw(st.lists(st.integers(0, table.num_embeddings - 1), max_size=40))
-    found = initial_rows_at(table, torch.tensor(rows, dtype=torch.int64), columns=columns, seed=3)
-    assert torch.equal(found, cut(table, (0, table.num_embeddings), columns)[rows])
+    computed = initial_rows_at(table, torch.tensor(rows, dtype=torch.int64), columns=columns, seed=3)
+    assert torch.equal(computed, cut(table, (0, table.num_embeddings), columns)[rows])
 
 
 @pytest.mark.parametrize("kind", ["uniform", "normal"])
-def test_many_rows_far_apart_on_several_threads(kind: str) -> None:
+def test_many_distant_rows_on_several_threads(kind: str) -> None:
     table, rows = spec(kind, 2**40, 24), torch.arange(0, 2**40, 2**26 + 12345)[:9000]
     with use_num_threads(3):
-        found = initial_rows_at(table, rows, columns=(5, 24), seed=3)
+        computed = initial_rows_at(table, rows, columns=(5, 24), seed=3)
     for place in (0, 1, 4097, 8999):
         row = int(rows[place])
-        assert torch.equal(found[place], cut(table, (row, row + 1), (5, 24))[0])
+        assert torch.equal(computed[place], cut(table, (row, row + 1), (5, 24))[0])
 
 
 def test_rows_are_spread_over_threads() -> None:

@@ -1,4 +1,4 @@
-"""Stochastic rounding in every build of the core: each 16-bit number, and values at the threshold of their own bits."""
+"""Tests of stochastic rounding in every build of the core: each 16-bit number, and values at the rounding threshold."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from meseta.optim import make_row_optimizer
 from meseta.spec import OptimizerSpec
 
 TYPES = {torch.bfloat16: (16, -133), torch.float16: (13, -24)}
-"""Bits that a float32 loses, and the exponent of the smallest number."""
+"""Number of bits that a float32 loses, and the exponent of the smallest number."""
 KEY, STEP, FIRST_ROW, FIRST_COLUMN = 0x9876543210FEDCBA, 0xFFFFFFF0, 2**32 - 700, 48
 
 
@@ -30,7 +30,7 @@ def build(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Mo
 
 
 def random_halves(num_rows: int, dim: int) -> Tensor:
-    """int64 [num_rows, dim], as row_update describes them, by the generator that published words check."""
+    """Return int64 [num_rows, dim] random halves as documented by row_update."""
     rows = torch.arange(num_rows) + FIRST_ROW
     groups = torch.arange(-(-dim // 8)) + FIRST_COLUMN // 8
     zeros = torch.zeros(num_rows, groups.numel(), dtype=torch.int64)
@@ -40,7 +40,7 @@ def random_halves(num_rows: int, dim: int) -> Tensor:
 
 
 def rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows of zeros, after a step that adds `values` [rows, dim]."""
+    """Return rows of zeros after a step that adds `values` [rows, dim]."""
     zero = torch.zeros(()).copysign(values).to(dtype)  # a negative zero plus nothing stays one
     table = TableRows(weight=zero, state={}, first_row=FIRST_ROW, first_column=FIRST_COLUMN, key=KEY)
     sgd = make_row_optimizer(OptimizerSpec(name="sgd"))
@@ -51,7 +51,7 @@ def rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def in_rows(flat: Tensor, dim: int) -> Tensor:
-    """[rows, dim], begun again at the end of the last row."""
+    """Return the values as [rows, dim], repeated to fill the last row."""
     num_rows = -(-flat.numel() // dim)
     return flat[torch.arange(num_rows * dim) % flat.numel()].view(num_rows, dim)
 

@@ -1,4 +1,4 @@
-"""Files of rows hold what a dict holds, by either engine, whatever is written, cleaned and frozen meanwhile."""
+"""Tests of row files: both engines hold the values of a dict while rows are written, cleaned and frozen."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from meseta.spec import MesetaError
 from row_file_cases import ENGINES, records_of
 
 SMALL = 4096
-"""Bytes of a segment, so that few rows make many."""
+"""Bytes of a segment, small enough that few rows fill several segments."""
 
 
 @pytest.fixture(params=ENGINES)
@@ -32,7 +32,7 @@ def engine(request: pytest.FixtureRequest, tmp_path: Path) -> DiskEngine:
 
 @dataclass
 class Both:
-    """A file and its oracle, with rows frozen of both."""
+    """A file and its oracle, with snapshots of both."""
 
     file: RowFile
     oracle: InMemoryRowFile
@@ -44,7 +44,7 @@ class Both:
         self.oracle.write(rows, records)
 
     def cut(self, records: Tensor) -> tuple[Tensor, ...]:
-        """Into three values, where they have as many bytes."""
+        """Split records into three values if they have at least three bytes."""
         width = self.file.record_bytes
         return records.split([width // 2, width // 3, width - width // 2 - width // 3] if width > 2 else [width], dim=1)
 
@@ -71,7 +71,7 @@ class Both:
 
 @st.composite
 def actions(draw: st.DrawFn) -> list[tuple[str, int, int]]:
-    """What to do, with a seed and how many rows."""
+    """Draw actions, each with a seed and a number of rows."""
     kinds = st.sampled_from(["write", "write", "write", "read", "freeze", "read frozen", "thaw", "flush"])
     return draw(st.lists(st.tuples(kinds, st.integers(0, 1 << 30), st.integers(0, 300)), min_size=5, max_size=40))
 
@@ -79,7 +79,7 @@ def actions(draw: st.DrawFn) -> list[tuple[str, int, int]]:
 @pytest.mark.parametrize("record_bytes", [1, 68, 260, 1032, 5000])
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=actions(), num_rows=st.sampled_from([1, 50, 5000]), num_parts=st.sampled_from([1, 7]))
-def test_it_holds_what_a_dict_holds(
+def test_equals_a_dict(
     engine: DiskEngine, record_bytes: int, steps: list[tuple[str, int, int]], num_rows: int, num_parts: int
 ) -> None:
     sizes = {"record_bytes": record_bytes, "segment_bytes": SMALL, "part_bytes": num_rows * record_bytes // num_parts}
@@ -119,7 +119,7 @@ def wait_for(is_so: Callable[[], bool], most_s: float = 60) -> None:
     [(68, ROW_FILE_PART_BYTES), pytest.param(260, 1_000_000, marks=pytest.mark.soak), (1032, ROW_FILE_PART_BYTES)],
 )
 def test_a_file_takes_one_and_a_half_of_its_rows(engine: DiskEngine, record_bytes: int, part_bytes: int) -> None:
-    num_rows = 3_000_000 // record_bytes
+    num_rows = 1_200_000 // record_bytes
     sizes = {"record_bytes": record_bytes, "segment_bytes": 2 * SMALL, "part_bytes": part_bytes}
     file = RowFile(engine, "t", num_rows=num_rows, **sizes)
     both = Both(file, InMemoryRowFile(num_rows, record_bytes))
@@ -133,11 +133,11 @@ def test_a_file_takes_one_and_a_half_of_its_rows(engine: DiskEngine, record_byte
     frozen = file.snapshot()
     for seed in range(13, 17):
         both.write(torch.randperm(num_rows, generator=generator)[: num_rows // 4], seed)
-    assert file.file_bytes > most  # what is frozen stays
+    assert file.file_bytes > most  # segments of a snapshot stay
     frozen.close()
     for seed in range(17, 21):
         both.write(torch.randperm(num_rows, generator=generator)[: num_rows // 4], seed)
-    wait_for(lambda: file.file_bytes <= most)  # room is given back in the background
+    wait_for(lambda: file.file_bytes <= most)  # space is freed in the background
     both.check(torch.arange(num_rows))
     counters = file.counters
     assert counters.num_rows_written == num_rows + 20 * (num_rows // 4) and counters.num_rows_cleaned > 0
@@ -146,9 +146,9 @@ def test_a_file_takes_one_and_a_half_of_its_rows(engine: DiskEngine, record_byte
 
 
 @pytest.mark.parametrize("kind", ENGINES)
-def test_a_row_that_is_written_while_cleaning_moves_it_is_the_written_one(tmp_path: Path, kind: str) -> None:
-    num_rows, width, num_rounds = 10, 5000, 700
-    engine = DiskEngine(tmp_path, kind, queue_depth=1)  # cleaning waits for room, with a row in its hand
+def test_a_write_during_cleaning_is_kept(tmp_path: Path, kind: str) -> None:
+    num_rows, width, num_rounds = 10, 5000, 250
+    engine = DiskEngine(tmp_path, kind, queue_depth=1)  # cleaning waits for a queue entry while it holds a row
     file = RowFile(engine, "t", num_rows=num_rows, record_bytes=width, segment_bytes=SMALL)
     random = np.random.default_rng(1)
     there, here = (torch.zeros(num_rows, width, dtype=torch.uint8) for _ in range(2))
@@ -157,7 +157,7 @@ def test_a_row_that_is_written_while_cleaning_moves_it_is_the_written_one(tmp_pa
         rows = torch.from_numpy(random.integers(0, num_rows, random.integers(1, 300)))
         records = records_of(len(rows), width, seed)
         file.write(rows, records)
-        there.numpy()[rows.numpy()] = records.numpy()  # of a row that is there twice, the last one stays
+        there.numpy()[rows.numpy()] = records.numpy()  # the last value of a repeated row wins
         file.read(torch.arange(num_rows), here).wait()
         assert torch.equal(here, there)
     assert file.counters.num_rows_cleaned > num_rounds
@@ -194,7 +194,7 @@ def test_rows_that_were_never_written_take_no_room(engine: DiskEngine) -> None:
     file.close()
 
 
-def test_memory_that_is_used_is_told(engine: DiskEngine) -> None:
+def test_reported_memory(engine: DiskEngine) -> None:
     file = RowFile(engine, "t", num_rows=1 << 20, record_bytes=16)
     empty = file.num_bytes()
     file.write(torch.arange(1 << 20), torch.zeros(1 << 20, 16, dtype=torch.uint8))
@@ -236,7 +236,7 @@ def test_crc32c_is_castagnolis() -> None:
 @pytest.mark.parametrize(
     ("record_bytes", "most"), [(68, 1.16), (200, 1.07), (260, 1.07), (384, 1.07), (388, 1.07), (1032, 1.06)]
 )
-def test_few_rows_lie_across_blocks_and_little_is_lost(record_bytes: int, most: float) -> None:
+def test_few_rows_cross_blocks_and_little_space_is_unused(record_bytes: int, most: float) -> None:
     entry, group, entries, segment, in_segment, read = core().row_layout(record_bytes, 512, 256 << 10)
     assert entry == record_bytes + 8 and group % 512 == 0 and segment % 4096 == 0 and segment >= 256 << 10
     assert entries * entry <= group and in_segment == segment // group * entries
@@ -245,7 +245,7 @@ def test_few_rows_lie_across_blocks_and_little_is_lost(record_bytes: int, most: 
     assert read / in_segment < anywhere
 
 
-def test_what_is_wrong_is_named(engine: DiskEngine) -> None:
+def test_wrong_calls_are_named(engine: DiskEngine) -> None:
     file = RowFile(engine, "t", num_rows=10, record_bytes=8, owner="table 't', rows 0..9")
     out = torch.zeros(1, 8, dtype=torch.uint8)
     with pytest.raises(MesetaError, match=r"table 't', rows 0..9: rows\[0\] is 10; the file has rows 0..9"):
@@ -273,18 +273,18 @@ def test_what_is_wrong_is_named(engine: DiskEngine) -> None:
 
 def test_a_file_that_is_dropped_ends_as_one_that_is_closed(engine: DiskEngine) -> None:
     file = RowFile(engine, "t", num_rows=20_000, record_bytes=260, segment_bytes=SMALL)
-    file.write(torch.arange(20_000), records_of(20_000, 260, 3))  # and some of it is on its way
+    file.write(torch.arange(20_000), records_of(20_000, 260, 3))  # and some writes are still pending
     path = file.path
     del file
     assert not os.path.exists(path)
 
 
-def test_a_read_outlives_what_asked_for_it(engine: DiskEngine) -> None:
+def test_a_read_outlives_its_caller(engine: DiskEngine) -> None:
     file = RowFile(engine, "t", num_rows=20_000, record_bytes=260)
     file.write(torch.arange(20_000), records_of(20_000, 260, 3))
     file.flush()
     for _ in range(5):
-        file.read(torch.randperm(20_000), torch.zeros(20_000, 260, dtype=torch.uint8))  # and its arrays are gone
+        file.read(torch.randperm(20_000), torch.zeros(20_000, 260, dtype=torch.uint8))  # and the arrays are deleted
     file.close()
 
 

@@ -1,4 +1,5 @@
-"""What a disk, another program or a kill does to files of rows: a named error or a removed file, never a wrong row."""
+"""Tests of row files under faults of a disk, another program or a kill: a clear error or a removed file, never wrong
+rows."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ WIDTH, ROWS = 260, 4000
 
 @pytest.fixture(params=ENGINES)
 def file(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RowFile]:
-    """Of rows that lie on disk, but for the last ones."""
+    """Row file of which all rows except the last ones are on disk."""
     file = RowFile(
         DiskEngine(tmp_path, request.param), "t", num_rows=ROWS, record_bytes=WIDTH, owner="table 't', rows 0..3999",
         segment_bytes=4096,
@@ -46,7 +47,7 @@ def read(file: RowFile, rows: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def in_its_place(file: RowFile, other: str) -> Iterator[None]:
-    """The descriptor leads to another file meanwhile."""
+    """Context manager that redirects the file's descriptor to another file."""
     descriptor = next(
         int(fd) for fd in os.listdir("/proc/self/fd") if os.path.realpath(f"/proc/self/fd/{fd}") == file.path
     )
@@ -94,12 +95,12 @@ def test_a_file_that_was_cut_is_named(file: RowFile) -> None:
         read(file, torch.arange(ROWS))
 
 
-def test_reads_that_are_under_way_end_before_the_file_is_closed(file: RowFile, tmp_path: Path) -> None:
-    """Another file may get its descriptor then. What is asked for later is refused, also by who has the file's handle
-    alone, as a cache has."""
+def test_pending_reads_end_before_the_file_is_closed(file: RowFile, tmp_path: Path) -> None:
+    """Another file may reuse the descriptor. Later requests are refused, also those through the bare handle that a
+    cache has."""
     file.flush()
-    near = torch.zeros(9, WIDTH, dtype=torch.uint8)
-    cache = RowCache(8, 1, ROWS, file.handle, [near])
+    values = torch.zeros(9, WIDTH, dtype=torch.uint8)
+    cache = RowCache(8, 1, ROWS, file.handle, [values])
     pinned = pin_rows([cache], [(0, torch.arange(8))])
     assert pinned.wait() == []
     pinned.unpin()
@@ -108,7 +109,7 @@ def test_reads_that_are_under_way_end_before_the_file_is_closed(file: RowFile, t
     rows = torch.arange(0, ROWS, 20)
     outs = [torch.zeros(len(rows), WIDTH, dtype=torch.uint8) for _ in range(3)]
     readings = [file.read(rows, out) for out in outs]
-    while not outs[0].any():  # until the first rows have come
+    while not outs[0].any():  # until the first rows are read
         time.sleep(0.001)
     file.close()
     other = os.open(tmp_path / "other", os.O_RDWR | os.O_CREAT)
@@ -131,7 +132,7 @@ def test_reads_that_are_under_way_end_before_the_file_is_closed(file: RowFile, t
     os.close(other)
 
 
-def test_an_error_of_the_system_is_named_and_the_rest_goes_on(file: RowFile, tmp_path: Path) -> None:
+def test_a_system_error_is_named_and_other_calls_succeed(file: RowFile, tmp_path: Path) -> None:
     file.flush()
     with (
         in_its_place(file, str(tmp_path)),
@@ -157,7 +158,7 @@ def test_rows_that_a_full_disk_has_not_taken_are_kept(file: RowFile) -> None:
     file.write(torch.arange(20, 30), newer[20:30])  # sends them again
     file.flush()
     assert torch.equal(read(file, torch.arange(10)), newer[:10])
-    assert torch.equal(read(file, torch.arange(10, 20)), records_of(ROWS, WIDTH, 0)[10:20])  # refused, so not taken
+    assert torch.equal(read(file, torch.arange(10, 20)), records_of(ROWS, WIDTH, 0)[10:20])  # refused, so not stored
     assert torch.equal(read(file, torch.arange(20, 30)), newer[20:30])
 
 
@@ -180,7 +181,7 @@ def test_a_disk_fills_up(engine: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_disk_fills_up_while_rows_are_cleaned(engine: str, tmp_path: Path) -> None:
-    """It has room for all rows, and not for what their file may take."""
+    """The disk has room for all rows, but not for the largest size of their file."""
     generator = torch.Generator().manual_seed(0)
     with small_disk(tmp_path, "1300k"):
         file = RowFile(DiskEngine(tmp_path, engine), "t", num_rows=ROWS, record_bytes=WIDTH, segment_bytes=16384)
@@ -192,11 +193,11 @@ def test_a_disk_fills_up_while_rows_are_cleaned(engine: str, tmp_path: Path) -> 
                 rows, newer = torch.randperm(ROWS, generator=generator)[:50], records_of(50, WIDTH, seed)
                 file.write(rows, newer)
                 expected[rows] = newer
-        found = read(file, torch.arange(ROWS))
-        is_old, is_new = (found[rows] == expected[rows]).all(1), (found[rows] == newer).all(1)
-        assert bool((is_old | is_new).all())  # of the last batch some rows may have been taken
-        found[rows] = expected[rows]
-        assert torch.equal(found, expected)
+        stored = read(file, torch.arange(ROWS))
+        is_old, is_new = (stored[rows] == expected[rows]).all(1), (stored[rows] == newer).all(1)
+        assert bool((is_old | is_new).all())  # some rows of the last batch may be stored
+        stored[rows] = expected[rows]
+        assert torch.equal(stored, expected)
         subprocess.run(["mount", "-o", "remount,size=32m", str(tmp_path)], check=True)
         file.write(rows, newer)
         expected[rows] = newer
@@ -218,42 +219,57 @@ def test_rows_that_cleaning_cannot_read_stay_and_are_named(file: RowFile) -> Non
 
 
 CHILD = """
-import signal, sys, torch
+import os, signal, sys, torch
 from meseta.ops.row_file import DiskEngine, RowFile
+if "two" in sys.argv:
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nothing waits for the second process
+    os.fork()
 file = RowFile(DiskEngine(sys.argv[1]), "a/b", num_rows=10_000, record_bytes=260)
 file.write(torch.arange(10_000), torch.zeros(10_000, 260, dtype=torch.uint8))
-print(file.path, flush=True)
-if len(sys.argv) == 2:
+print(os.getpid(), file.path, flush=True)
+if "end" not in sys.argv:
     signal.pause()
 """
 
 
-def test_files_of_a_killed_process_go_at_the_next_start_and_others_stay(tmp_path: Path) -> None:
-    living, killed = (
-        subprocess.Popen([sys.executable, "-c", CHILD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-        for _ in range(2)
-    )
+def has_ended(process_id: int) -> bool:
     try:
-        paths = [Path((child.stdout.readline() if child.stdout else "").strip()) for child in (living, killed)]
+        os.kill(process_id, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def test_files_of_a_killed_process_go_at_the_next_start_and_others_stay(tmp_path: Path) -> None:
+    living = subprocess.Popen([sys.executable, "-c", CHILD, str(tmp_path), "two"], stdout=subprocess.PIPE, text=True)
+    killed_id = 0
+    try:
+        assert living.stdout is not None
+        lines = [living.stdout.readline().split() for _ in range(2)]
+        path_of = {int(process_id): Path(path) for process_id, path in lines}
+        [killed_id] = path_of.keys() - {living.pid}
+        paths = [path_of[living.pid], path_of[killed_id]]
         assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 and path.parent == tmp_path for path in paths)
-        stranger = paths[1].with_name(f"t.otherhost.1.00000000{paths[1].suffix}")
-        stranger.write_bytes(b"")
-        stranger.chmod(0o600)
+        other_host = paths[1].with_name(f"t.otherhost.1.00000000{paths[1].suffix}")
+        other_host.write_bytes(b"")
+        other_host.chmod(0o600)
         (tmp_path / "notes.meseta-rows").write_text("mine")
         assert DiskEngine(tmp_path).removed_files == []
-        killed.kill()
-        killed.wait()
+        os.kill(killed_id, signal.SIGKILL)
+        while not has_ended(killed_id):
+            time.sleep(0.01)
         assert DiskEngine(tmp_path).removed_files == [paths[1]]
-        assert paths[0].exists() and stranger.exists() and (tmp_path / "notes.meseta-rows").exists()
+        assert paths[0].exists() and other_host.exists() and (tmp_path / "notes.meseta-rows").exists()
         living.send_signal(signal.SIGINT)
         living.wait()
         assert not paths[0].exists()
     finally:
-        for child in (living, killed):
-            child.kill()
-            child.wait()
-            if child.stdout:
-                child.stdout.close()
+        living.kill()
+        living.wait()
+        if killed_id and not has_ended(killed_id):
+            os.kill(killed_id, signal.SIGKILL)
+        if living.stdout:
+            living.stdout.close()
 
 
 def test_the_end_of_a_process_removes_its_files(tmp_path: Path) -> None:

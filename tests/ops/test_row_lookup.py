@@ -1,4 +1,4 @@
-"""Rows of ids against numpy's indexing."""
+"""Tests of the row lookup against numpy's indexing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 
 @st.composite
 def problems(draw: st.DrawFn) -> tuple[Any, ...]:
-    """Tables of any width, one row among them, and features without ids."""
+    """Draw tables of any width, some with one row, and features without ids."""
     random = np.random.default_rng(draw(st.integers(0, 2**32)))
     dtype, id_type = draw(st.sampled_from(DTYPES)), draw(st.sampled_from([torch.int32, torch.int64]))
     dims = draw(st.lists(st.sampled_from([1, 3, 15, 16, 17, 40, 130]), min_size=1, max_size=4))

@@ -1,4 +1,4 @@
-"""Marks of changed rows: what is kept, and that every way to step rows sets them, wherever rows lie."""
+"""Tests of row marks: they equal sets, and every implementation of an update sets them, in any order of slots."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Actions = list[tuple[str, set[int], Consumer]]
         )
     ),
 )
-def test_they_hold_what_sets_hold(num_rows: int, actions: Actions) -> None:
+def test_marks_equal_sets(num_rows: int, actions: Actions) -> None:
     marks, sets = RowMarks(num_rows), {one: set[int]() for one in Consumer}
     for kind, numbers, consumer in actions:
         rows = sorted(number % num_rows for number in numbers)
@@ -100,8 +100,8 @@ def test_the_kernels(dtype: torch.dtype) -> None:
 def test_rows_have_the_same_bits_with_marks_and_without() -> None:
     call = update_case(make_row_optimizer(SPECS["adam"]), 3, dims=(16, 40))
     marked = replace(call, marks=[torch.zeros(num_words(len(table)), dtype=torch.int32) for table in call.tables])
-    for mine, other in zip(updated(marked, "cpu"), updated(call, "cpu"), strict=True):
-        assert torch.equal(mine, other)
+    for marked_result, other in zip(updated(marked, "cpu"), updated(call, "cpu"), strict=True):
+        assert torch.equal(marked_result, other)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -109,7 +109,7 @@ def test_rows_have_the_same_bits_with_marks_and_without() -> None:
 def test_the_last_stage_marks_and_none_before(
     dtype: torch.dtype, stands_in: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the operator, and by what stands in for it on a GPU."""
+    """Covers the operator and its replacement on a GPU."""
     if stands_in:
         plain: Any = lambda *arguments: reference.row_apply(ApplyCall(*arguments))  # noqa: E731
         monkeypatch.setattr("meseta.ops.row_update.staged._operator", plain)
@@ -127,7 +127,7 @@ def test_the_last_stage_marks_and_none_before(
 
 
 def test_threads_that_share_words_lose_none() -> None:
-    """Rows lie in slots of any order, so that every thread marks in all words."""
+    """Rows are in slots of any order, so that every thread writes to all words."""
     num_rows, threads = 60_000, torch.get_num_threads()
     row_ids = torch.from_numpy(np.random.default_rng(5).permutation(num_rows))
     optimizer = make_row_optimizer(SPECS["sgd"])
@@ -146,8 +146,8 @@ def test_threads_that_share_words_lose_none() -> None:
 
 
 @pytest.mark.parametrize("num_threads", [1, 4])
-def test_rows_of_a_log_are_marked_when_it_is_full_and_when_somebody_asks(num_threads: int) -> None:
-    """Few rows of many at each step, as many as the log has room for, and more."""
+def test_logged_rows_are_marked_when_the_log_is_full_or_read(num_threads: int) -> None:
+    """Steps update few rows, as many rows as the log holds, and more."""
     num_rows, random, threads = 70_001, np.random.default_rng(6), torch.get_num_threads()
     optimizer, marks, weight = make_row_optimizer(SPECS["sgd"]), RowMarks(num_rows), torch.zeros(num_rows, 8)
     room = len(marks.words_and_log) - num_words(num_rows) - 1
@@ -175,7 +175,7 @@ def test_rows_of_a_log_are_marked_when_it_is_full_and_when_somebody_asks(num_thr
 
 
 @pytest.mark.parametrize(
-    ("marks", "told"),
+    ("marks", "message"),
     [
         ([torch.zeros(1, dtype=torch.int64)], "marks are torch.int64"),
         ([torch.zeros(1, dtype=torch.int32)], r"marks are torch.int32 \[1\]; pass contiguous int32 \[3\]"),
@@ -183,19 +183,19 @@ def test_rows_of_a_log_are_marked_when_it_is_full_and_when_somebody_asks(num_thr
         ([], "pass marks for each table, or for none"),
     ],
 )
-def test_marks_that_do_not_fit_are_named(marks: list[Tensor], told: str) -> None:
+def test_marks_that_do_not_fit_are_named(marks: list[Tensor], message: str) -> None:
     call = update_case(make_row_optimizer(SPECS["sgd"]), 4, dims=(16,))
     table = torch.zeros(33, 16)
-    with pytest.raises(MesetaError, match=told):
+    with pytest.raises(MesetaError, match=message):
         by_the_operator(replace(call, tables=[table], marks=marks))
 
 
 def test_a_row_outside_the_marks_is_named() -> None:
-    """Where rows lie in slots, only they tell how many there are."""
+    """With rows in slots, only the marks define the number of rows."""
     call = update_case(make_row_optimizer(SPECS["sgd"]), 4, dims=(16,))
-    far = torch.full((len(call.tables[0]),), 16)
+    row_ids = torch.full((len(call.tables[0]),), 16)
     with pytest.raises(MesetaError, match="row 16 is outside the marks of 16 rows"):
-        by_the_operator(replace(call, row_ids=[far], marks=[torch.zeros(1, dtype=torch.int32)]))
+        by_the_operator(replace(call, row_ids=[row_ids], marks=[torch.zeros(1, dtype=torch.int32)]))
 
 
 @given(
@@ -203,9 +203,7 @@ def test_a_row_outside_the_marks_is_named() -> None:
     ranges=st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), max_size=3),
     seed=st.integers(0, 99),
 )
-def test_a_set_of_rows_holds_what_a_list_of_flags_does(
-    num_rows: int, ranges: list[tuple[float, float]], seed: int
-) -> None:
+def test_a_row_set_equals_a_list_of_flags(num_rows: int, ranges: list[tuple[float, float]], seed: int) -> None:
     random = np.random.default_rng(seed)
     rows, flags = RowSet(num_rows), np.zeros(num_rows, bool)
     former = rows.copy()

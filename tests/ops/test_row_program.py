@@ -1,4 +1,5 @@
-"""Tracing and lowering: the program does what the Python does, bit for bit, on few registers, or says why not."""
+"""Tests of tracing and lowering: the program equals the Python function bit for bit on few registers, or an error
+states the reason."""
 
 from __future__ import annotations
 
@@ -41,14 +42,14 @@ LOADS = (Op.LOAD_WEIGHT, Op.LOAD_STATE, Op.LOAD_STAT)
 
 @pytest.fixture
 def with_the_root_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs round roots correctly, torch does not always: for equal bits both must take the same root."""
+    """Replace torch's square root, which is not always correctly rounded, by the one of programs."""
     monkeypatch.setitem(row_program._COMPUTE, Op.SQRT, torch.sqrt)
 
 
 def run_program(
     program: RowProgram, rows: Tensor, gradient: Tensor, state: RowState, hyper: Hyper
 ) -> tuple[Tensor, RowState]:
-    """`reference_step` by the program: whole rows [U, D], their gradient and state; returns new rows and state."""
+    """Run `reference_step` by the program on rows [U, D], their gradient and state, and return new rows and state."""
     dtype = compute_dtype(rows.dtype)
     values = [broadcast_state(state)[name] for name in program.state_names]
     done = interpret(
@@ -59,16 +60,16 @@ def run_program(
 
 
 def assert_same(program: RowProgram, optimizer: RowOptimizer, dtype: torch.dtype, num_steps: int = 5) -> None:
-    """Program and Python agree in every bit of rows and state."""
+    """Check that program and Python give the same bits of rows and state."""
     rows = draw(6, DIM, dtype=dtype)
     state = optimizer.init(rows)
     for k in range(1, num_steps + 1):
         g, h = draw(6, DIM, seed=k, dtype=dtype), Hyper(lr=0.1 / k, step=k, embedding_dim=DIM)
-        wanted, wanted_state = reference_step(optimizer, rows, g, state, h)
+        expected, wanted_state = reference_step(optimizer, rows, g, state, h)
         got, got_state = run_program(program, rows, g, state, h)
-        assert torch.equal(got, wanted) and got.dtype == wanted.dtype
+        assert torch.equal(got, expected) and got.dtype == expected.dtype
         assert all(torch.equal(got_state[name], wanted_state[name]) for name in wanted_state)
-        rows, state = wanted, wanted_state
+        rows, state = expected, wanted_state
 
 
 @every
@@ -92,9 +93,9 @@ def test_stages_and_given_have_the_bits_of_whole(spec: OptimizerSpec, dtype: tor
         assert len(summands) == len(names)
         stats += [sum_across_blocks(sum_in_blocks(summand))[:, None] for summand in summands]
     whole = interpret(program.fused_update, uniforms, rows, g, state, [])
-    given_ = interpret(program.staged_update, uniforms, rows, g, state, stats)
-    assert torch.equal(whole.weight, given_.weight)
-    assert all(torch.equal(a, b) for a, b in zip(whole.state, given_.state, strict=True))
+    staged = interpret(program.staged_update, uniforms, rows, g, state, stats)
+    assert torch.equal(whole.weight, staged.weight)
+    assert all(torch.equal(a, b) for a, b in zip(whole.state, staged.state, strict=True))
 
 
 def codes(program: RowProgram) -> list[RowCode]:
@@ -102,7 +103,7 @@ def codes(program: RowProgram) -> list[RowCode]:
 
 
 @every
-def test_registers_are_written_before_they_are_read_and_lie_side_by_side(spec: OptimizerSpec) -> None:
+def test_registers_are_written_before_they_are_read_and_contiguous(spec: OptimizerSpec) -> None:
     program = trace(make_row_optimizer(spec))
     for code in codes(program):
         assert code.instructions.dtype == torch.int32 and code.instructions.is_contiguous()
@@ -248,7 +249,7 @@ REFUSED: list[tuple[Callable[[], RowProgram], str]] = [
 
 
 @pytest.mark.parametrize(("make", "words"), REFUSED, ids=[words for _, words in REFUSED])
-def test_what_cannot_be_traced_is_named(make: Callable[[], RowProgram], words: str) -> None:
+def test_untraceable_code_is_named(make: Callable[[], RowProgram], words: str) -> None:
     with pytest.raises(MesetaError) as caught:
         make()
     assert "row optimizer 'mine'" in str(caught.value) and words in str(caught.value), str(caught.value)
@@ -339,5 +340,5 @@ def test_numbers_of_a_step_are_quick(spec: OptimizerSpec) -> None:
 def test_roots_are_rounded_correctly(values: list[float]) -> None:
     single = exact_sqrt(torch.tensor(values, dtype=torch.float32))
     # In float64 a root has more than twice the bits, so rounding it once more is harmless.
-    wanted = [np.float32(math.sqrt(value)) for value in values]
-    assert single.dtype == torch.float32 and single.tolist() == wanted
+    expected = [np.float32(math.sqrt(value)) for value in values]
+    assert single.dtype == torch.float32 and single.tolist() == expected

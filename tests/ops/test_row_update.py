@@ -1,10 +1,11 @@
-"""The fused update: the core against its reference, a dense gradient in torch, and numpy in float64."""
+"""Tests of the fused update against its reference, a dense gradient in torch, and numpy in float64."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import runpy
+from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
+from io import StringIO
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from meseta.ops.row_program.symbols import Op
 from meseta.ops.row_update import Bags, FeatureGradient, TableRows, UpdateGroup, reference, row_update
 from meseta.optim import make_row_optimizer
 from meseta.spec import MesetaError, OptimizerSpec
+from sampling import diagonal
 from source_tree import ROOT
 
 OPTIMIZERS = {
@@ -48,7 +50,7 @@ class Problem:
     gradients: list[Tensor]
 
     def run(self) -> list[Tensor]:
-        """Updated copies of all rows and states; the problem stays as it was."""
+        """Return updated copies of all rows and states, and leave the problem unchanged."""
         tables = [
             replace(t, weight=t.weight.clone(), state={name: s.clone() for name, s in t.state.items()})
             for t in self.tables
@@ -74,7 +76,8 @@ def make_problem(
     kinds: str = "pwn",
     max_length: int = 6,
 ) -> Problem:
-    """Two features per table, each 'p'ooled, 'w'eighted or 'n'ot pooled; every third bag or so is empty."""
+    """Return a problem with two features per table, each 'p'ooled, 'w'eighted or 'n'ot pooled. About a third of the
+    bags are empty."""
     random = np.random.default_rng(seed)
     record = make_row_optimizer(OPTIMIZERS[optimizer])
     tables, features, ids, lengths, gradients = [], [], [], [], []
@@ -104,14 +107,14 @@ def make_problem(
 
 
 def step_sgd(table: TableRows, bags: Bags, gradient: Tensor, lr: float = 0.1) -> None:
-    """One feature, one table."""
+    """Take an SGD step of one table with one feature."""
     sgd = make_row_optimizer(OptimizerSpec(name="sgd"))
     group = UpdateGroup(sgd, (table,), (table.weight.shape[1],), (FeatureGradient(0, 0, 0),))
     row_update(group, lr, 1, bags, [gradient])
 
 
 def by_reference(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """The same by the reference, whatever the type of rows."""
+    """Run the problem by the reference for any dtype of rows."""
     with monkeypatch.context() as patch:
         patch.setattr("meseta.ops.row_update.DTYPE_CODES", {})
         return problem.run()
@@ -121,13 +124,9 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize("seed", [0, 1])
-def test_the_core_has_the_bits_of_the_reference(
-    optimizer: str, dtype: torch.dtype, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    problem = make_problem(seed, optimizer, dtype, dims=(16, 1, 40, 128, 150, 5, 10, 12))
+@pytest.mark.parametrize("case", diagonal(optimizer=[*OPTIMIZERS], dtype=TYPES, seed=[0, 1]))
+def test_the_core_has_the_bits_of_the_reference(case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = make_problem(**case, dims=(16, 1, 40, 128, 150, 5, 10, 12))
     assert same(problem.run(), by_reference(problem, monkeypatch))
 
 
@@ -138,7 +137,7 @@ def test_programs_that_were_compiled_have_the_bits_of_those_that_are_interpreted
 ) -> None:
     problem = make_problem(2, optimizer, dtype, dims=(16, 7, 64, 2064))
     compiled, code = problem.run(), trace(problem.optimizer).fused_update
-    # One more load, of a value that nobody reads: a program that the core does not know.
+    # An additional load of an unused value gives a program that is not compiled into the core.
     load = torch.tensor([[Op.LOAD_WEIGHT, code.num_element_registers, UNUSED, UNUSED, UNUSED]], dtype=torch.int32)
     longer = replace(trace(problem.optimizer), fused_update=RowCode(torch.cat([load, code.instructions]), 0, 0))
     monkeypatch.setattr("meseta.ops.row_update.call.trace", lambda _: longer)
@@ -146,10 +145,11 @@ def test_programs_that_were_compiled_have_the_bits_of_those_that_are_interpreted
 
 
 def test_the_compiled_programs_are_those_of_the_optimizers() -> None:
-    """`python tools/fused_programs.py > src/meseta/ops/row_update/programs.h` mends it."""
-    run = [sys.executable, str(ROOT / "tools" / "fused_programs.py")]
-    made = subprocess.run(run, capture_output=True, text=True, check=True).stdout
-    assert made == (ROOT / "src/meseta/ops/row_update/programs.h").read_text()
+    """After a failure run `python tools/fused_programs.py > src/meseta/ops/row_update/programs.h`."""
+    made = StringIO()
+    with redirect_stdout(made):
+        runpy.run_path(str(ROOT / "tools" / "fused_programs.py"), run_name="__main__")
+    assert made.getvalue() == (ROOT / "src/meseta/ops/row_update/programs.h").read_text()
 
 
 @given(
@@ -164,8 +164,8 @@ def test_ragged_batches_against_float64(
 ) -> None:
     problem = make_problem(seed, "rowwise_adagrad", torch.float32, dims, num_samples, kinds)
     got, exact = problem.run(), problem.as_float64().run()
-    for mine, true in zip(got, exact, strict=True):
-        torch.testing.assert_close(mine.double(), true, rtol=1e-5, atol=1e-5)
+    for result, true in zip(got, exact, strict=True):
+        torch.testing.assert_close(result.double(), true, rtol=1e-5, atol=1e-5)
 
 
 def test_sgd_equals_a_dense_gradient_in_torch() -> None:

@@ -1,4 +1,4 @@
-"""x + a * b in one pass, beside torch.addcmul: the same bits forwards and backwards."""
+"""Tests of x + a * b in one pass: the same bits as torch.addcmul, forward and backward."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def made(dtype: torch.dtype) -> list[Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("places", [(0, 1, 2), (0, 0, 1), (0, 1, 1)], ids=["apart", "x_twice", "squared"])
-def test_it_has_the_bits_of_torch(dtype: torch.dtype, places: tuple[int, int, int]) -> None:
+def test_has_the_bits_of_torch(dtype: torch.dtype, places: tuple[int, int, int]) -> None:
     tensors = made(dtype)
     weights = torch.rand(37, 19, generator=torch.Generator().manual_seed(4)).to(dtype)
     outcomes = []
@@ -24,5 +24,5 @@ def test_it_has_the_bits_of_torch(dtype: torch.dtype, places: tuple[int, int, in
         out = form(*(tensors[place] for place in places))
         taken = [tensors[place] for place in sorted(set(places))]
         outcomes.append([out, *torch.autograd.grad(out, taken, weights)])
-    for expected, found in zip(*outcomes, strict=True):
-        assert torch.equal(expected, found) and expected.dtype == found.dtype
+    for expected, actual in zip(*outcomes, strict=True):
+        assert torch.equal(expected, actual) and expected.dtype == actual.dtype

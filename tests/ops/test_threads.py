@@ -1,4 +1,4 @@
-"""Any number of threads gives the same bits in all products and sums of a step, on this processor and lesser ones."""
+"""Any number of threads gives the same bits in all products and sums of a step, also with older instruction sets."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ KNOWN = [
     {"call": "loss", "batch": 32768, "inputs": 1, "outputs": 1, "dtype": torch.float32},
     {"call": "softmax", "batch": 700, "inputs": 13, "outputs": 1, "dtype": torch.float32},
 ]
-"""Where torch's own products, sums or softmax were seen to differ, or may by their sources."""
+"""Cases in which torch's products, sums or softmax differ between numbers of threads, or may differ by their source."""
 SMALL = 3e6
-"""Multiplications of a case that `make test` draws."""
+"""Maximum number of multiplications of a case that `make test` draws."""
 PARTS = 24
-"""Tests of `make soak` for each instruction set, which hold all cases."""
+"""Number of tests of `make soak` per instruction set, which together run all cases."""
 
 
 def numbers(part: int | None) -> list[int]:
-    """Of cases: those of a part, or the known ones and a sample of the small ones."""
+    """Return the indices of the cases of a part, or of the known cases and a sample of the small ones."""
     if part is not None:
         return list(range(part, len(CASES), PARTS))
     known = [number for number, case in enumerate(CASES) if {k: v for k, v in case.items() if k != "work"} in KNOWN]
@@ -55,7 +55,7 @@ SAMPLE_AND_PARTS = [None, *(pytest.param(part, marks=pytest.mark.soak) for part 
 
 @pytest.mark.parametrize("part", SAMPLE_AND_PARTS)
 def test_threads_change_no_bit(part: int | None) -> None:
-    """But those of bfloat16 with AMX, which is told."""
+    """Layers of bfloat16 with AMX are exempt, because the processor reports its thread dependence."""
     cases = [CASES[number] for number in numbers(part)]
     if read_processor().thread_dependence_reason():
         cases = [case for case in cases if case["dtype"] != torch.bfloat16 or case["call"] != "layer"]
@@ -64,7 +64,7 @@ def test_threads_change_no_bit(part: int | None) -> None:
 
 @pytest.mark.parametrize("part", SAMPLE_AND_PARTS)
 @pytest.mark.parametrize("name", ["no AMX", pytest.param("avx2", marks=pytest.mark.soak), "baseline"])
-def test_threads_change_no_bit_on_a_lesser_processor(name: str, part: int | None) -> None:
+def test_threads_change_no_bit_with_older_instruction_sets(name: str, part: int | None) -> None:
     if name == "no AMX":
         if not read_processor().thread_dependence_reason():
             pytest.skip("the processor, or ONEDNN_MAX_CPU_ISA, has no AMX")

@@ -1,4 +1,4 @@
-"""The Triton kernels compile for GPUs, with the instructions that they are written for; no GPU is needed."""
+"""Tests that the Triton kernels compile for GPUs, with the expected instructions. No GPU is needed."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ WIDE_LOADS = {
     "updates": ("rowwise_adagrad fp32", "adam bf16"),
     "codecs": tuple(f"encode {name} 0" for name in FORMS),
 }
-"""Kernels that read their rows or columns by 16 bytes, for each group."""
+"""Kernels of each group that read rows or columns in words of 16 bytes."""
 
 
-@pytest.mark.parametrize("case", sample(product(architecture=[80, 90], group=list(WIDE_LOADS)), 1, seed=3))
+@pytest.mark.parametrize("case", sample(product(architecture=[80, 90], group=list(WIDE_LOADS)), 1, seed=2))
 def test_kernels_compile_for_a_gpu(case: dict[str, Any], tmp_path: Path) -> None:
-    # The interpreter replaces the compiler for a whole process, hence another one.
+    # Triton's interpreter replaces the compiler for the whole process, so another process compiles.
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     group = case["group"]
     run = subprocess.run(
@@ -43,12 +43,16 @@ def test_kernels_compile_for_a_gpu(case: dict[str, Any], tmp_path: Path) -> None
     assert run.returncode == 0, run.stderr
     kernels: dict[str, dict[str, int]] = json.loads(run.stdout)
     assert kernels
-    for name, found in kernels.items():
-        fused = {i: n for i, n in found.items() if i.startswith("fma") or ".full" in i or ".approx" in i or "ftz" in i}
+    for name, instructions in kernels.items():
+        fused = {
+            i: n for i, n in instructions.items() if i.startswith("fma") or ".full" in i or ".approx" in i or "ftz" in i
+        }
         assert not fused, f"{name}: products are rounded before they are added, roots and quotients correctly"
     for name in WIDE_LOADS[group]:
-        assert kernels[name].get(WIDE), f"{name}: rows are read by 16 bytes, found {kernels[name]}"
+        assert kernels[name].get(WIDE), f"{name}: rows must be read in words of 16 bytes, got {kernels[name]}"
     if group == "lookups":
         assert WIDE not in kernels["lookup bf16, odd"]
     for name in FORMS if group == "codecs" else ():
-        assert kernels[f"decode {name}"].get("st.global.v4.b32"), f"{name}: and written so, {kernels[f'decode {name}']}"
+        assert kernels[f"decode {name}"].get("st.global.v4.b32"), (
+            f"{name}: numbers must be written in words of 16 bytes, got {kernels[f'decode {name}']}"
+        )

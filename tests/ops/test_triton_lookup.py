@@ -1,4 +1,4 @@
-"""The Triton lookup under Triton's interpreter; tests/gpu runs the same cases on a GPU."""
+"""Tests of the Triton lookup under Triton's interpreter. tests/gpu runs the same cases on a GPU."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_an_id_outside_adds_nothing(bad: int) -> None:
 
 
 def test_tables_of_more_than_two_billion_elements() -> None:
-    table = torch.from_numpy(np.zeros((2**31 + 8, 1), dtype=np.float16))  # pages that nobody writes take no memory
+    table = torch.from_numpy(np.zeros((2**31 + 8, 1), dtype=np.float16))  # unwritten pages take no memory
     table[-1], table[0] = 3.0, 1.0
     got = kernel.pooled_lookup([table], torch.tensor([2**31 + 7, 0, 7]), torch.tensor([0, 2, 3]), None, [0])
     assert got.tolist() == [[4.0], [0.0]]

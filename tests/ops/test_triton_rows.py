@@ -1,4 +1,5 @@
-"""The Triton kernels of row_lookup, weight_gradient and id policies, interpreted; tests/gpu has the same cases."""
+"""Tests of the Triton kernels of row_lookup, weight_gradient and id policies under the interpreter. tests/gpu has the
+same cases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Triton update under Triton's interpreter; tests/gpu runs the same cases on a GPU."""
+"""Tests of the Triton update under Triton's interpreter. tests/gpu runs the same cases on a GPU."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_ids_outside_are_left_out(integers: torch.dtype) -> None:
 
 def test_tables_of_more_than_two_billion_elements() -> None:
     call = update_case(make_row_optimizer(SPECS["sgd"]), dims=(1,))
-    table = torch.from_numpy(np.zeros((2**31 + 8, 1), dtype=np.float16))  # pages that nobody writes take no memory
+    table = torch.from_numpy(np.zeros((2**31 + 8, 1), dtype=np.float16))  # unwritten pages take no memory
     ids = torch.tensor([2**31 + 7, 0, 2**31 + 7])
     gradient = torch.tensor([[-1.0], [-2.0], [-4.0]])
     kernel.row_update(
@@ -128,14 +128,14 @@ def test_tables_of_more_than_two_billion_elements() -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "sgd-clip_value", "ftrl-penalties"])
-def test_what_is_not_finite_goes_the_way_of_the_reference(optimizer: str) -> None:
+def test_non_finite_numbers_give_the_bits_of_the_reference(optimizer: str) -> None:
     call = update_case(make_row_optimizer(SPECS[optimizer]), 3, dims=(20,), num_samples=30)
     call.gradients[0][::3, ::2] = torch.nan
     call.gradients[0][1::3, 1::2] = torch.inf
     plain = copied(call)
     reference.row_update(plain)
-    for mine, other in zip(updated(call, "cpu"), (*plain.tables, *plain.states), strict=True):
-        torch.testing.assert_close(mine, other, rtol=0, atol=0, equal_nan=True)
+    for result, other in zip(updated(call, "cpu"), (*plain.tables, *plain.states), strict=True):
+        torch.testing.assert_close(result, other, rtol=0, atol=0, equal_nan=True)
 
 
 def test_nothing_to_do_changes_nothing() -> None:

@@ -1,4 +1,4 @@
-"""Distinct ids against torch.unique and numpy."""
+"""Tests of distinct ids against torch.unique and numpy."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def test_equals_numpy_group_by_group(problem: tuple[Any, ...]) -> None:
     assert first[0] == 0 and first[-1] == got.rows.numel() == got.counts.numel()
     for g, (start, stop) in enumerate(pairwise(bounds)):
         rows, inverse, counts = np.unique(ids[start:stop].numpy(), return_inverse=True, return_counts=True)
-        mine = slice(first[g], first[g + 1])
-        assert got.rows[mine].tolist() == rows.tolist() and got.counts[mine].tolist() == counts.tolist()
+        group = slice(first[g], first[g + 1])
+        assert got.rows[group].tolist() == rows.tolist() and got.counts[group].tolist() == counts.tolist()
         assert got.inverse[start:stop].tolist() == (inverse + first[g]).tolist()
     plain = reference.unique(ids, bounds)
     assert all(torch.equal(a, b) for a, b in zip((got.rows, got.inverse, got.counts, got.bounds), plain, strict=True))

@@ -1,4 +1,4 @@
-"""Gradients of per-sample weights against autograd through nn.EmbeddingBag and a dot product by hand."""
+"""Tests of gradients of per-sample weights against autograd through nn.EmbeddingBag and a dot product by hand."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ def problem(seed: int, num_samples: int, dims: list[int], dtype: torch.dtype, id
     random = np.random.default_rng(seed)
     tables = [torch.from_numpy(random.normal(size=(random.integers(1, 30), dim))).to(dtype) for dim in dims]
     lengths = [random.integers(0, 6, num_samples) * random.integers(0, 2, num_samples) for _ in dims]
-    ids = [random.integers(0, table.shape[0], own.sum()) for table, own in zip(tables, lengths, strict=True)]
+    ids = [
+        random.integers(0, table.shape[0], table_lengths.sum())
+        for table, table_lengths in zip(tables, lengths, strict=True)
+    ]
     offsets = torch.from_numpy(np.concatenate([[0], np.cumsum(np.concatenate(lengths))]).astype(np.int64))
     gradient = torch.from_numpy(random.normal(size=(num_samples, sum(dims))))
     gradient = gradient.to(torch.float64 if dtype == torch.float64 else torch.float32)

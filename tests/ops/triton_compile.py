@@ -1,5 +1,6 @@
-"""Compile a group of the Triton kernels for a GPU that need not be there; print, as JSON, the instructions of each that
-count."""
+"""Compile a group of the Triton kernels for a GPU architecture and print the relevant instructions of each as JSON.
+
+No GPU is needed."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ INSTRUCTIONS = r"(?:ld|st)\.global(?:\.v\d)?\.\w+|fma\.\w+\.f32|(?:div|sqrt)\.\w
 
 
 def compiled(kernel: Any, types: dict[str, Any], architecture: int, num_warps: int = 4) -> dict[str, int]:
-    """`types` has the type of an argument, or the value of a constant."""
+    """Compile a kernel and count its instructions. `types` has the type of each argument, or the value of a
+    constant."""
     constants = {name: kind for name, kind in types.items() if not isinstance(kind, str)}
     signature = {name: types[name] if name not in constants else "constexpr" for name in kernel.arg_names}
     pointers = [i for i, name in enumerate(kernel.arg_names) if signature[name].startswith("*")]
@@ -58,13 +60,13 @@ def lookups(architecture: int) -> dict[str, Any]:
 
 
 def rows(architecture: int) -> dict[str, Any]:
-    found = {}
+    kernels = {}
     for row, vector in ((tl.float32, 4), (tl.float16, 8), (tl.bfloat16, 1)):
         types = {"addresses": WORDS, "features": WORDS, "ids": INTS, "VECTOR": vector, "ROW": row}
-        found[f"rows {row}"] = compiled(row_lookup._copy_rows, types, architecture)
+        kernels[f"rows {row}"] = compiled(row_lookup._copy_rows, types, architecture)
         types = {"out": FLOATS, "words": WORDS, "ids": INTS, "offsets": WORDS, "gradient": FLOATS, "ROW": row}
-        found[f"weights {row}"] = compiled(weight_gradient._dots, types, architecture)
-    return found
+        kernels[f"weights {row}"] = compiled(weight_gradient._dots, types, architecture)
+    return kernels
 
 
 def lists(architecture: int) -> dict[str, Any]:
@@ -101,7 +103,7 @@ def lists(architecture: int) -> dict[str, Any]:
 
 def updates(architecture: int) -> dict[str, Any]:
     common = {"plan": WORDS, "uniforms": "*fp64", "keys": INTS, "items": WORDS, "segments": WORDS, "ranges": WORDS}
-    found = {}
+    programs = {}
     for name, row, vector, blocks in (
         ("rowwise_adagrad", tl.float32, 4, 4),
         ("adam", tl.bfloat16, 8, 4),
@@ -113,23 +115,23 @@ def updates(architecture: int) -> dict[str, Any]:
         types: dict[str, Any] = common | {"scales": FLOATS, "group": "i32", "NUM_UNIFORMS": len(program.uniforms) + 1}
         types |= {"ROW": row, "ROWS": max(1, 32 // blocks), "BLOCKS": blocks}
         types |= {"VECTOR": vector, "LINE_VECTOR": min(vector, 4)}
-        for found_inf, told in ((None, ""), (FLOATS, " found_inf")):
-            found[f"{name} {row}{told}"] = compiled(kernel, types | {"found_inf": found_inf}, architecture)
-    return found
+        for found_inf, suffix in ((None, ""), (FLOATS, " found_inf")):
+            programs[f"{name} {row}{suffix}"] = compiled(kernel, types | {"found_inf": found_inf}, architecture)
+    return programs
 
 
 def codecs(architecture: int) -> dict[str, Any]:
-    found = {}
+    kernels = {}
     common = {"addresses": WORDS, "plan": WORDS, "num_rows": "i32"}
     for index, name in enumerate(("fp16", "bf16", "fp8", "int8"), start=1):
         for drawn in (0, 1, 2) if index > 2 else (0,):
             types = common | {"out": "*u8", "overflows": WORDS if name == "fp16" else None}
             types |= {"keys": WORDS if drawn else None, "rows": WORDS if drawn == 2 else None}
             types["FORM"] = codec.kernel_variant(index, drawn, 4, 4)
-            found[f"encode {name} {drawn}"] = compiled(codec.encode_blocks, types, architecture)
+            kernels[f"encode {name} {drawn}"] = compiled(codec.encode_blocks, types, architecture)
         types = common | {"out": FLOATS, "stride": "i32", "FORM": codec.kernel_variant(index, 0, 4, 4)}
-        found[f"decode {name}"] = compiled(codec.decode_blocks, types, architecture)
-    return found
+        kernels[f"decode {name}"] = compiled(codec.decode_blocks, types, architecture)
+    return kernels
 
 
 GROUPS = {"lookups": lookups, "rows": rows, "lists": lists, "updates": updates, "codecs": codecs}

@@ -24,7 +24,7 @@ DIM, NUM_SAMPLES, NUM_STEPS, LIMIT = 6, 14, 20, 0.45
 
 
 class Net(nn.Module):
-    """A layer before the embeddings, whose gradient comes last in a backward pass, and two behind them."""
+    """A layer before the embeddings, whose gradient comes last in a backward pass, and two after them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Ours(Net):
 
 
 class Plain(Net):
-    """The same of torch's modules alone."""
+    """The model with torch's modules alone."""
 
     def __init__(self, ours: Ours) -> None:
         super().__init__()
@@ -79,8 +79,8 @@ def batch(step: int) -> Batch:
     draw = torch.Generator().manual_seed(step)
     lengths = torch.randint(0, 4, (len(FEATURES), NUM_SAMPLES), generator=draw)
     ids = [
-        torch.randint(0, ROWS[table], (int(own.sum()),), generator=draw)
-        for (table, _), own in zip(FEATURES.values(), lengths, strict=True)
+        torch.randint(0, ROWS[table], (int(bags.sum()),), generator=draw)
+        for (table, _), bags in zip(FEATURES.values(), lengths, strict=True)
     ]
     return Batch(
         dense=torch.randn(NUM_SAMPLES, 3, generator=draw) * (4.0 if step % 3 else 0.3),
@@ -98,8 +98,8 @@ def loss_of(logits: Tensor, data: Batch) -> Tensor:
 
 
 def assert_same(ours: Ours, plain: Plain) -> None:
-    for (name, mine), theirs in zip(Net.named_parameters(ours), Net.parameters(plain), strict=False):
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12, msg=name)
+    for (name, parameter), expected in zip(Net.named_parameters(ours), Net.parameters(plain), strict=False):
+        torch.testing.assert_close(parameter, expected, rtol=0, atol=1e-12, msg=name)
     for shard in ours.embeddings.shards:
         name = "clicked" if shard.spec.name == "item" else "who"
         torch.testing.assert_close(shard.weight, plain.tables[name].weight.detach(), rtol=0, atol=1e-12)
@@ -122,13 +122,13 @@ KINDS: dict[str, tuple[OptimizerSpec, Any, float]] = {
 
 
 @pytest.mark.parametrize("case", sample(product(kind=list(KINDS), accumulate_steps=[1, 3]), 4, seed=1))
-def test_it_is_the_norm_of_a_model_with_dense_gradients(case: dict[str, Any]) -> None:
-    (spec, make_theirs, l2), accumulate_steps = KINDS[case["kind"]], case["accumulate_steps"]
+def test_the_norm_equals_that_of_dense_gradients(case: dict[str, Any]) -> None:
+    (spec, make_optimizer, l2), accumulate_steps = KINDS[case["kind"]], case["accumulate_steps"]
     ours = Ours(dict.fromkeys(ROWS, spec))
     plain = Plain(ours)
     tables = [plain.tables["clicked"].weight, plain.tables["who"].weight]
     layers = [p for name, p in plain.named_parameters() if not name.startswith("tables")]
-    theirs = [make_theirs(tables), torch.optim.Adam(layers, lr=0.01)]
+    optimizers = [make_optimizer(tables), torch.optim.Adam(layers, lr=0.01)]
     train = pipeline(ours, torch.optim.Adam(ours.parameters(), lr=0.01), accumulate_steps=accumulate_steps)
     norms = []
     for step in range(NUM_STEPS):
@@ -139,31 +139,31 @@ def test_it_is_the_norm_of_a_model_with_dense_gradients(case: dict[str, Any]) ->
         plain.zero_grad()
         loss.backward()
         norms.append(float(nn.utils.clip_grad_norm_(plain.parameters(), LIMIT)))
-        for optimizer in theirs:
+        for optimizer in optimizers:
             optimizer.step()
         train(data)
         assert_same(ours, plain)
     assert 3 < sum(norm > LIMIT for norm in norms) < NUM_STEPS - 3  # some are scaled, and some are not
 
 
-def test_a_frozen_table_has_no_part_in_it() -> None:
+def test_a_frozen_table_does_not_count() -> None:
     ours = Ours({"item": OptimizerSpec(name="sgd", lr=0.3), "user": OptimizerSpec(name="frozen")})
     plain = Plain(ours)
     plain.tables["who"].weight.requires_grad_(False)
-    theirs = torch.optim.SGD([p for p in plain.parameters() if p.requires_grad], lr=0.3)
+    optimizer = torch.optim.SGD([p for p in plain.parameters() if p.requires_grad], lr=0.3)
     train = pipeline(ours, torch.optim.SGD(ours.parameters(), lr=0.3))
     for step in range(6):
         data = batch(step)
-        theirs.zero_grad()
+        optimizer.zero_grad()
         loss_of(plain(data), data).backward()
         nn.utils.clip_grad_norm_(plain.parameters(), LIMIT)
-        theirs.step()
+        optimizer.step()
         train(data)
         assert_same(ours, plain)
 
 
-def test_lookups_that_do_not_see_the_last_update_are_clipped_alike() -> None:
-    """With pipeline.staleness: gradients are those of rows before the last update, and move the rows after it."""
+def test_stale_lookups_are_clipped_identically() -> None:
+    """With pipeline.staleness, gradients are those of rows before the last update, and change the rows after it."""
     ours = Ours(dict.fromkeys(ROWS, OptimizerSpec(name="sgd", lr=0.3)))
     plain, former = Plain(ours), Plain(ours)
     train = pipeline(ours, torch.optim.SGD(ours.parameters(), lr=0.3))
@@ -184,7 +184,7 @@ def test_lookups_that_do_not_see_the_last_update_are_clipped_alike() -> None:
         assert_same(ours, plain)
 
 
-def test_gradients_that_are_no_numbers_move_nothing() -> None:
+def test_non_finite_gradients_change_nothing() -> None:
     ours = Ours(dict.fromkeys(ROWS, OptimizerSpec(name="sgd", lr=0.3)))
     rows = [shard.weight.clone() for shard in ours.embeddings.shards]
     ours.head.weight.register_hook(lambda gradient: gradient * float("inf"))

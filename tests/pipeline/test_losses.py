@@ -1,4 +1,4 @@
-"""What a model adds to the cross-entropy: the same gradients as torch's own, and refused where it is no sum."""
+"""Loss terms of a model have the gradients of plain torch, and invalid terms are rejected."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_gradients_are_those_of_the_whole_sum(
 
 
 class Alone(TwoBlocks):
-    """Squares in place of the cross-entropy, which has a term of its name."""
+    """Model with a squared loss, whose name replaces the cross-entropy."""
 
     loss_terms = ("cross_entropy",)
 
@@ -83,13 +83,13 @@ class Alone(TwoBlocks):
         return logits, {"cross_entropy": (logits - label) ** 2}
 
 
-def test_a_term_of_that_name_stands_in_place_of_the_cross_entropy() -> None:
+def test_a_term_named_cross_entropy_replaces_it() -> None:
     model, data = made(cls=Alone), batch()
     with torch.no_grad():
         pooled = torch.stack([model.embeddings.shards[0].weight[ids].sum(0) for ids in IDS])
-        wanted = float(((model.score(data.dense, pooled) - data.label) ** 2).mean())
+        expected = float(((model.score(data.dense, pooled) - data.label) ** 2).mean())
     step = Pipeline(model, torch.optim.SGD(model.parameters(), lr=0.1), World.single())(data)
-    assert step.loss == pytest.approx(wanted, rel=1e-6) and step.agreement.terms == {"cross_entropy": step.loss}
+    assert step.loss == pytest.approx(expected, rel=1e-6) and step.agreement.terms == {"cross_entropy": step.loss}
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_a_term_of_that_name_stands_in_place_of_the_cross_entropy() -> None:
         ),
     ],
 )
-def test_terms_that_are_not_those_of_the_model_are_refused(names: Any, terms: Any, message: str) -> None:
+def test_invalid_terms_are_rejected(names: Any, terms: Any, message: str) -> None:
     class Wrong(TwoBlocks):
         loss_terms = names
 
@@ -133,8 +133,8 @@ def test_samples_of_weight_0_change_nothing() -> None:
 
 
 @pytest.mark.parametrize("weight", [None, [0.5, 3.0, 0.0, 1.0, 2.0]])
-def test_a_loss_of_the_whole_batch_is_added_to_the_mean_over_it(weight: list[float] | None) -> None:
-    """Without the samples that only fill the batch up: here the last one."""
+def test_a_global_loss_term_is_added_to_the_mean(weight: list[float] | None) -> None:
+    """Padding samples are excluded: here the last one."""
     model, data = made(cls=GlobalLoss), batch(weight=weight)
     real = replace(data, num_padding=1, weight=torch.tensor([*(weight or [1.0] * 5)[:4], 0.0]))
     table, dense = model.embeddings.shards[0].weight.clone().requires_grad_(), list(model.linear.parameters())
@@ -155,7 +155,7 @@ def test_a_loss_of_the_whole_batch_is_added_to_the_mean_over_it(weight: list[flo
         torch.testing.assert_close(got.detach(), want, rtol=0, atol=1e-12)
 
 
-def test_a_loss_of_the_whole_batch_is_refused_where_it_is_cut_into_parts_and_where_it_is_no_number() -> None:
+def test_invalid_global_loss_terms_are_rejected() -> None:
     model = made(cls=GlobalLoss)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     with pytest.raises(MesetaError, match=r"global_loss_terms, .* but train.accumulate_steps is 3; set"):

@@ -19,7 +19,7 @@ def test_an_error_names_its_micro_batch_and_keeps_its_attributes() -> None:
 
 
 @pytest.mark.parametrize(("num_parts", "error"), [(1, MesetaError("lost")), (3, LateNonFiniteLoss("it is inf"))])
-def test_errors_without_a_micro_batch_are_raised_as_they_are(num_parts: int, error: MesetaError) -> None:
+def test_errors_without_a_micro_batch_are_raised_unchanged(num_parts: int, error: MesetaError) -> None:
     with pytest.raises(MesetaError) as caught, micro_batch_error_context(0, num_parts):
         raise error
     assert caught.value is error

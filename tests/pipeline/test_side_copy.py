@@ -1,5 +1,5 @@
-"""Batches copied to a device on a stream of their own: in which order, and that no bit depends on it. Streams are the
-test's own; tests/gpu has those of a GPU."""
+"""Copies of batches to a device on a separate stream: their order, and equal bits. Streams are fakes; tests/gpu has
+real ones."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 class Streams:
-    """What is used of torch.cuda, noted as it happens."""
+    """Fake of the stream functions of torch.cuda that records events."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.events: list[str] = []
@@ -99,9 +99,9 @@ def test_the_computation_waits_for_the_copy_and_the_memory_for_the_computation(m
     copied = take()
     assert streams.events == ["main waits for copy 1", "used on main"]
     assert len(batch.tensors) == 5 and streams.num_streams == 1
-    for mine, other in zip(copied.tensors, batch.tensors, strict=True):
-        assert mine.dtype == other.dtype and torch.equal(mine, other)
-        assert mine.untyped_storage().data_ptr() == copied.dense.untyped_storage().data_ptr()
+    for copy, original in zip(copied.tensors, batch.tensors, strict=True):
+        assert copy.dtype == original.dtype and torch.equal(copy, original)
+        assert copy.untyped_storage().data_ptr() == copied.dense.untyped_storage().data_ptr()
     assert copied.sparse.key_offsets == batch.sparse.key_offsets and copied.position == batch.position
 
 
@@ -119,11 +119,11 @@ def test_the_next_batch_is_copied_while_one_is_trained(monkeypatch: pytest.Monke
     assert copied == [accumulate_steps * count for count in (2, 3, 4, 4)]
     waits = [event for event in streams.events if "waits" in event]
     assert waits == [f"main waits for copy {number + 1}" for number in range(4 * accumulate_steps)]
-    for mine, other in zip(side.model.parameters(), plain.model.parameters(), strict=True):  # type: ignore[attr-defined]
-        assert torch.equal(mine, other)
+    for copy, original in zip(side.model.parameters(), plain.model.parameters(), strict=True):  # type: ignore[attr-defined]
+        assert torch.equal(copy, original)
 
 
-def test_a_batch_that_cannot_be_read_is_told_at_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_batch_raises_at_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
     def given() -> Iterator[Batch]:
         yield from batches(2)
         raise OSError("the disk is gone")
@@ -133,6 +133,6 @@ def test_a_batch_that_cannot_be_read_is_told_at_its_step(monkeypatch: pytest.Mon
         for _ in side.steps(given()):
             done += 1
     assert done == 2
-    with closing(side.steps(iter(batches(3)))) as steps:  # left with a copy under way
+    with closing(side.steps(iter(batches(3)))) as steps:  # left while a copy is in flight
         next(steps)
     assert side(batches(1)[0]).num_samples == 6

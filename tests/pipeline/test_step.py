@@ -1,4 +1,4 @@
-"""One training step: the loss, what an update needs, and where the time goes."""
+"""One training step: the loss, the conditions of an update, and stage times."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_votes_travel_with_the_loss() -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1e39])
-def test_a_loss_that_is_no_number_updates_nothing(value: float) -> None:
+def test_a_non_finite_loss_updates_nothing(value: float) -> None:
     step, model = make()
     before = state(model)
     with pytest.raises(NonFiniteLoss, match="nothing was updated"):
@@ -84,7 +84,7 @@ def test_a_refused_id_updates_nothing() -> None:
 
 
 class TwoTasks(torch.nn.Module):
-    """A linear layer per task over what DLRM's inputs are."""
+    """A linear layer per task over dense inputs and pooled embeddings."""
 
     def __init__(self, num_tasks: int) -> None:
         super().__init__()
@@ -160,14 +160,14 @@ def test_a_batch_of_weight_zero_changes_nothing() -> None:
     assert model.embeddings.step == 1
 
 
-def test_a_model_with_other_outputs_than_labels_is_told() -> None:
+def test_a_model_with_other_outputs_than_labels_raises() -> None:
     model = TwoTasks(2)
     step = Pipeline(model, torch.optim.SGD(model.parameters(), lr=0.5), World.single())
     with pytest.raises(MesetaError, match=r"logits \[3, 2\] for labels \[3\]"):
         step(example(1, None))
 
 
-def test_times_are_means_per_step_and_start_anew() -> None:
+def test_times_are_means_per_step_and_are_reset() -> None:
     step, _ = make()
     step(batch())
     step(batch())
@@ -187,7 +187,7 @@ def test_times_are_means_per_step_and_start_anew() -> None:
     assert step.stage_times.pop_means() == {}
 
 
-def test_a_stage_that_comes_twice_is_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_repeated_stage_is_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 1.0, 10.0, 12.0, 13.0, 14.0])
     monkeypatch.setattr("meseta.telemetry.span.time.perf_counter", lambda: next(clock))
     times = StageTimes()
@@ -200,7 +200,7 @@ def test_a_stage_that_comes_twice_is_added_up(monkeypatch: pytest.MonkeyPatch) -
     assert times.pop_means() == {"data": 1.5}
 
 
-def test_a_stage_inside_another_is_timed_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_nested_stage_is_timed_separately(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 1.0, 4.0, 10.0, 11.0, 20.0, 21.0, 22.0])
     monkeypatch.setattr("meseta.telemetry.span.time.perf_counter", lambda: next(clock))
     times = StageTimes()

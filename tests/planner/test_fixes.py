@@ -1,4 +1,4 @@
-"""What a task that does not fit is told, and whether it helps."""
+"""Tests of the changes suggested for a task that does not fit, and of their effect."""
 
 import pickle
 from dataclasses import replace
@@ -23,26 +23,26 @@ def refused(workload: Workload, topology: Topology, constraints: Constraints | N
 
 
 def check_promises(error: DoesNotFitError) -> None:
-    """Every change makes the task fit, with the step that it promises; other ranks get the same changes."""
+    """Check that each change makes the task fit with the promised step time, and that the error survives pickling."""
     assert error.fixes
     received = pickle.loads(pickle.dumps(error))
     assert (str(received), received.certificate) == (str(error), error.certificate)
     assert [fix.description for fix in received.fixes] == [fix.description for fix in error.fixes]
     for fix in error.fixes:
         task = fix.task
-        found = find_plan(task.workload, task.topology, task.cost_model, task.constraints)
-        assert found.prediction.step_s == fix.step_s
-        assert found.prediction.peak_bytes().max() <= task.topology.hbm_bytes
+        result = find_plan(task.workload, task.topology, task.cost_model, task.constraints)
+        assert result.prediction.step_s == fix.step_s
+        assert result.prediction.peak_bytes().max() <= task.topology.hbm_bytes
         assert f"{1e3 * fix.step_s:.3g} ms" in str(error) and fix.description in str(error)
 
 
 def test_too_small_devices_are_named_with_bytes_and_changes_that_help() -> None:
-    workload = random_workload(5, 3, batch_size=1024)
+    workload = random_workload(4, 3, batch_size=1024)
     total = sum(table_bytes(table) for table in workload.tables)
     error = refused(workload, Topology(devices_per_host=2, device="h100", hbm_bytes=int(0.45 * total)))
     assert "too much" in error.certificate and "'t1'" in error.certificate
     kinds = [fix.description.split()[0] for fix in error.fixes]
-    assert kinds[0] == "store" and sorted(kinds[1:]) == ["give", "use"]  # what needs no machines comes first
+    assert kinds[0] == "store" and sorted(kinds[1:]) == ["give", "use"]  # changes without new machines are first
     check_promises(error)
 
 
@@ -60,13 +60,13 @@ def test_a_table_that_constraints_keep_whole_may_be_cut() -> None:
     check_promises(error)
 
 
-def test_what_no_change_helps_still_says_a_way_out() -> None:
+def test_an_error_without_fixes_suggests_a_smaller_batch() -> None:
     workload = random_workload(2, 0, batch_size=1 << 20)
     with pytest.raises(ValueError, match="lower the batch size"):
         find_plan(workload, Topology(hbm_bytes=10_000_000))
 
 
-def test_kept_tables_move_only_where_room_runs_out(tmp_path) -> None:
+def test_kept_tables_move_only_if_memory_runs_out(tmp_path) -> None:
     workload = random_workload(8, 11, batch_size=1024)
     topology = Topology(devices_per_host=4, device="h100", hbm_bytes=2_000_000_000)
     first = find_plan(workload, topology).plan

@@ -1,4 +1,4 @@
-"""Where a cost model has networks, they correct predictions and judge plans."""
+"""Tests of cost models with networks, which correct predictions and compare plans."""
 
 import itertools
 from dataclasses import replace
@@ -17,11 +17,11 @@ CPU = documented_cost_model("cpu")
 
 
 def with_cache_off(model: CostModel) -> CostModel:
-    """Pieces then cost the same beside any others."""
+    """Return a model without caches, in which the cost of a shard does not depend on other shards."""
     return replace(model, cache=replace(model.cache, cache_bytes=0.0))
 
 
-def test_corrections_multiply_what_the_constants_say() -> None:
+def test_corrections_multiply_the_constants() -> None:
     work, topology = random_workload(6, 0), Topology(devices_per_host=2)
     plan = Plan.from_dict({"tables": {"*": "row_wise"}}, work.tables, num_ranks=2)
     before = predict(plan, work, topology, CPU)
@@ -29,33 +29,38 @@ def test_corrections_multiply_what_the_constants_say() -> None:
     assert after.seconds["lookup"] == pytest.approx(np.exp(0.5) * before.seconds["lookup"])
     assert after.seconds["table_update"] == pytest.approx(np.exp(-0.25) * before.seconds["table_update"])
     byte_s = CPU.exchange.copy_byte_s
-    packing_s = sum(float((own.sent_intra_host + own.received_intra_host).max()) * byte_s for own in before.collectives)
+    packing_s = sum(
+        float((collective.sent_intra_host + collective.received_intra_host).max()) * byte_s
+        for collective in before.collectives
+    )
     bucket_s = before.step_s - before.compute_s.max() - packing_s
-    bucket_s -= sum(float(own.seconds(CPU, topology).max()) for own in before.collectives)
-    exchange_s = sum(float(own.seconds(CPU, topology).max()) for own in before.collectives)
+    bucket_s -= sum(float(collective.seconds(CPU, topology).max()) for collective in before.collectives)
+    exchange_s = sum(float(collective.seconds(CPU, topology).max()) for collective in before.collectives)
     expected = after.compute_s.max() + packing_s + bucket_s + np.exp(1.0) * exchange_s
     assert after.step_s == pytest.approx(expected, rel=1e-6)
 
 
-def test_no_correction_where_networks_know_nothing() -> None:
+def test_no_correction_outside_the_domain_of_networks() -> None:
     work, model = random_workload(4, 1), replace(CPU, neural=constant_networks(0.5, 0.5, 1.0))
     plan = Plan.from_dict({"tables": {"*": "table_wise"}}, work.tables, num_ranks=4)
     four, hosts = Topology(devices_per_host=4), Topology(num_hosts=2, devices_per_host=2)
     for topology in (four, hosts):  # networks are of two devices on one host
-        pair = [predict(plan, work, topology, own) for own in (CPU, model)]
+        pair = [predict(plan, work, topology, cost_model) for cost_model in (CPU, model)]
         assert pair[1].seconds["output_dist"] == pytest.approx(pair[0].seconds["output_dist"], rel=1e-12)
     lamb = replace(work, tables=tuple(replace(t, optimizer=replace(t.optimizer, name="lamb")) for t in work.tables))
-    pair = [predict(plan, lamb, four, own) for own in (CPU, model)]
+    pair = [predict(plan, lamb, four, cost_model) for cost_model in (CPU, model)]
     assert pair[1].seconds["table_update"] == pytest.approx(pair[0].seconds["table_update"], rel=1e-12)
     assert pair[1].seconds["lookup"] == pytest.approx(np.exp(0.5) * pair[0].seconds["lookup"])
     shards = [tuple(replace(shard, tier="host") for shard in entry.shards) for entry in plan.tables]
-    away = replace(plan, tables=tuple(replace(e, shards=own) for e, own in zip(plan.tables, shards, strict=True)))
-    pair = [predict(away, work, four, own) for own in (CPU, model)]
+    away = replace(
+        plan, tables=tuple(replace(e, shards=table_shards) for e, table_shards in zip(plan.tables, shards, strict=True))
+    )
+    pair = [predict(away, work, four, cost_model) for cost_model in (CPU, model)]
     assert pair[1].seconds["lookup"] == pytest.approx(pair[0].seconds["lookup"], rel=1e-12)
 
 
 def every_plan(work: Workload, model: CostModel, topology: Topology) -> float:
-    """The shortest predicted step of all table-wise plans, one after the other."""
+    """Return the shortest predicted step of all table-wise plans."""
     names = [table.name for table in work.tables]
     least = np.inf
     for ranks in itertools.product(range(topology.num_ranks), repeat=len(names)):
@@ -71,16 +76,16 @@ def test_networks_judge_plans(seed: int, gains: bool) -> None:
     rules = Constraints(tables={"*": TableRule(sharding=(ShardingType.TABLE_WISE,))})
     constants = with_cache_off(CPU)
     model = replace(constants, neural=crowded_networks(0.3))
-    found = find_plan(work, topology, model, rules)
+    result = find_plan(work, topology, model, rules)
     alone = find_plan(work, topology, constants, rules)
     judged_s = predict(alone.plan, work, topology, model).step_s
-    assert found.prediction.step_s < judged_s if gains else found.prediction.step_s == judged_s
-    assert found.prediction.step_s <= 1.03 * every_plan(work, model, topology)
-    assert found.prediction.step_s == pytest.approx(predict(found.plan, work, topology, model).step_s, rel=1e-12)
+    assert result.prediction.step_s < judged_s if gains else result.prediction.step_s == judged_s
+    assert result.prediction.step_s <= 1.03 * every_plan(work, model, topology)
+    assert result.prediction.step_s == pytest.approx(predict(result.plan, work, topology, model).step_s, rel=1e-12)
     # The bound holds for the constants, and so does the gap that is printed.
-    assert found.constants_step_s == pytest.approx(predict(found.plan, work, topology, constants).step_s)
-    assert found.bound.step_s <= found.constants_step_s and alone.constants_step_s == alone.prediction.step_s
-    assert find_plan(work, topology, model, rules).plan == found.plan
+    assert result.constants_step_s == pytest.approx(predict(result.plan, work, topology, constants).step_s)
+    assert result.bound.step_s <= result.constants_step_s and alone.constants_step_s == alone.prediction.step_s
+    assert find_plan(work, topology, model, rules).plan == result.plan
 
 
 def test_changes_keep_to_rules_and_room() -> None:
@@ -88,8 +93,8 @@ def test_changes_keep_to_rules_and_room() -> None:
     rules = Constraints(
         tables={"t0": TableRule(ranks=(2,)), "t1": TableRule(ranks=(0, 1))}, apart=(("t2", "t3", "t4"),)
     )
-    found = find_plan(work, topology, replace(CPU, neural=crowded_networks(1.0)), rules)
-    ranks = {entry.table: {rank for shard in entry.shards for rank in shard.ranks} for entry in found.plan.tables}
+    result = find_plan(work, topology, replace(CPU, neural=crowded_networks(1.0)), rules)
+    ranks = {entry.table: {rank for shard in entry.shards for rank in shard.ranks} for entry in result.plan.tables}
     assert ranks["t0"] == {2} and ranks["t1"] <= {0, 1}
     assert len(ranks["t2"] | ranks["t3"] | ranks["t4"]) == sum(len(ranks[name]) for name in ("t2", "t3", "t4"))
-    assert found.prediction.peak_bytes().max() <= 80_000_000
+    assert result.prediction.peak_bytes().max() <= 80_000_000

@@ -1,4 +1,4 @@
-"""Predicted seconds and bytes: closed forms, and directions in which they must move."""
+"""Tests of predicted seconds and bytes against closed forms and known directions of change."""
 
 from dataclasses import replace
 
@@ -102,12 +102,14 @@ def test_a_larger_cache_fetches_fewer_rows() -> None:
 
 def test_tiers_cost_more_the_further_away_they_are() -> None:
     loads = WorkloadLoads(workload(rows=10_000_000))
-    found = []
+    step_seconds = []
     for tier in (0, 2, 1, 3):  # hbm, cached, host, disk
         pieces = ShardArrays.from_values(0, (0, 10_000_000), (0, 64), tier, 2_000_000)
         model, load = documented_cost_model("a100"), loads.shard_loads(pieces)
-        found.append(float((sum(operator_seconds(model, load)) + load.tier_misses * disk_seconds(model, load))[0]))
-    assert found[0] <= found[1] <= found[2] < found[3]
+        step_seconds.append(
+            float((sum(operator_seconds(model, load)) + load.tier_misses * disk_seconds(model, load))[0])
+        )
+    assert step_seconds[0] <= step_seconds[1] <= step_seconds[2] < step_seconds[3]
 
 
 def plan(scheme: str, work: Workload, ranks: int) -> Plan:
@@ -116,21 +118,21 @@ def plan(scheme: str, work: Workload, ranks: int) -> Plan:
 
 def test_tables_are_counted_exactly_and_phases_grow() -> None:
     work, topology = workload(), Topology(devices_per_host=2)
-    found = predict(plan("row_wise", work, 2), work, topology)
-    start = found.memory_bytes["start"]["hbm"]
+    prediction = predict(plan("row_wise", work, 2), work, topology)
+    start = prediction.memory_bytes["start"]["hbm"]
     assert start.tolist() == [50_000 * (256 + 4) + 4_000_000] * 2
-    assert tuple(found.memory_bytes) == PHASES
-    steady = found.memory_bytes["steady"]["hbm"]
-    assert (steady >= found.memory_bytes["evaluation"]["hbm"]).all() and (steady > start).all()
-    assert (found.peak_bytes() == steady).all()
+    assert tuple(prediction.memory_bytes) == PHASES
+    steady = prediction.memory_bytes["steady"]["hbm"]
+    assert (steady >= prediction.memory_bytes["evaluation"]["hbm"]).all() and (steady > start).all()
+    assert (prediction.peak_bytes() == steady).all()
 
 
-def test_replicas_hold_their_gradient_and_exchange_it_alone() -> None:
+def test_replicas_store_their_gradient_and_exchange_nothing_else() -> None:
     work, topology = workload(), Topology(devices_per_host=2)
-    found = predict(plan("data_parallel", work, 2), work, topology)
-    checkpoint, start = (found.memory_bytes[phase]["hbm"][0] for phase in ("checkpoint", "start"))
+    prediction = predict(plan("data_parallel", work, 2), work, topology)
+    checkpoint, start = (prediction.memory_bytes[phase]["hbm"][0] for phase in ("checkpoint", "start"))
     assert checkpoint - start == 100_000 * 65 * 4 + 3 * 4_000_000
-    sent = {own.name: own.sent_intra_host.sum() for own in found.collectives}
+    sent = {collective.name: collective.sent_intra_host.sum() for collective in prediction.collectives}
     assert sent["replicas"] == 2 * 100_000 * 65 * 4
     assert sent["ids"] == sent["embeddings"] == 0
 
@@ -138,19 +140,19 @@ def test_replicas_hold_their_gradient_and_exchange_it_alone() -> None:
 def test_the_step_is_made_of_its_parts() -> None:
     work, topology = workload(), Topology(devices_per_host=4)
     model = documented_cost_model("cpu")
-    found = predict(plan("table_wise", work, 4), work, topology, model)
-    assert found.bottleneck == 0
-    assert found.seconds["lookup"][1:].tolist() == [0, 0, 0]
-    waits = found.step_s - found.compute_s.max() - found.seconds["dense"].max()
+    prediction = predict(plan("table_wise", work, 4), work, topology, model)
+    assert prediction.bottleneck == 0
+    assert prediction.seconds["lookup"][1:].tolist() == [0, 0, 0]
+    waits = prediction.step_s - prediction.compute_s.max() - prediction.seconds["dense"].max()
     assert waits > 0
     slower = replace(topology, inside=replace(model.exchange.inside_all_to_all, bytes_per_s=1e8))
-    assert predict(plan("table_wise", work, 4), work, slower, model).step_s > found.step_s
+    assert predict(plan("table_wise", work, 4), work, slower, model).step_s > prediction.step_s
 
 
 def test_sorted_rows_make_the_first_range_the_bottleneck() -> None:
     work, topology = workload(is_sorted=True), Topology(devices_per_host=2)
-    found = predict(plan("row_wise", work, 2), work, topology)
-    assert found.bottleneck == 0 and found.compute_s[0] > 1.2 * found.compute_s[1]
+    prediction = predict(plan("row_wise", work, 2), work, topology)
+    assert prediction.bottleneck == 0 and prediction.compute_s[0] > 1.2 * prediction.compute_s[1]
 
 
 def test_a_plan_for_other_ranks_or_tables_is_refused() -> None:

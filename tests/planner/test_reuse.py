@@ -1,4 +1,4 @@
-"""Distinct rows of a batch: closed forms and simulation."""
+"""Tests of the distinct rows of a batch against closed forms and simulation."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ def zipf(random: np.random.Generator, count: int, num_rows: int, exponent: float
     return random.choice(num_rows, count, p=weights / weights.sum())
 
 
-def test_rows_that_are_alike_follow_the_closed_form() -> None:
+def test_equally_likely_rows_follow_the_closed_form() -> None:
     classes = row_classes([1000], [2.0], [None])
     expected = 1000 * (1 - (1 - 1 / 1000) ** 500)
     assert classes.distinct_rows(np.array([500.0]))[0] == pytest.approx(expected, rel=1e-3)
@@ -42,10 +42,10 @@ def test_distinct_rows_grow_and_never_exceed_the_table_or_the_lookups() -> None:
     reuse = Reuse(window_samples=1000, edges=(0, 1, 2), rows=(0.5, 0.3, 0.2), lookups=(0.1, 0.12, 0.78))
     classes = row_classes([700] * 60, [3.0] * 60, [reuse] * 60)
     ids = np.geomspace(1, 1e7, 60)
-    found = classes.distinct_rows(ids)
-    assert (np.diff(found) >= -1e-9).all()
-    assert (found <= np.minimum(ids, 700) + 1e-6).all()
-    assert found[-1] == pytest.approx(700, rel=1e-3)
+    distinct_rows = classes.distinct_rows(ids)
+    assert (np.diff(distinct_rows) >= -1e-9).all()
+    assert (distinct_rows <= np.minimum(ids, 700) + 1e-6).all()
+    assert distinct_rows[-1] == pytest.approx(700, rel=1e-3)
 
 
 @pytest.mark.parametrize("exponent", [0.0, 0.6, 1.05, 1.3])

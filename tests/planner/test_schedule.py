@@ -1,4 +1,4 @@
-"""Steps that hide transfers: closed forms, a simulation that shares no code, and what must always hold."""
+"""Tests of steps with overlapped transfers: closed forms, an independent simulation, and invariants."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_micro_batches_hide_all_but_the_first_answers_and_the_last_gradients() -
 
 
 def simulated_s(program: Sequence[Action], seconds: dict[str, float], num_steps: int = 240) -> float:
-    """A rank that does one thing after the other, and one link with a queue, step after step."""
+    """Simulate steps of a rank without concurrency and a link with a queue, and return the seconds per step."""
     now, link_free, ends, marks = 0.0, 0.0, dict[tuple[str, int], float](), list[float]()
     for _ in range(num_steps):
         for action in program:
@@ -83,7 +83,7 @@ def simulated_s(program: Sequence[Action], seconds: dict[str, float], num_steps:
 @given(seed=st.integers(0, 10_000), num_parts=st.sampled_from([1, 2, 4]), packs=st.booleans())
 @settings(max_examples=30, deadline=None)
 def test_a_simulation_of_many_steps_takes_as_long(seed: int, num_parts: int, packs: bool) -> None:
-    """Where nothing that is waited for at once passes a sum."""
+    """Holds if no sum is overtaken by a transfer with an immediate wait."""
     draw = np.random.default_rng(seed)
     schedule = Schedule(step_program(OVERLAPS, num_parts, FLAT))
     seconds = {
@@ -107,16 +107,16 @@ def test_a_step_is_never_longer_than_its_sum(
     seconds = {name: float(10 ** draw.uniform(-2, 0)) for name in on.timed_names}
     total = sum(seconds.values())
     alone = {name: 0.0 if name.endswith(("replicas", "counts")) else spent_s for name, spent_s in seconds.items()}
-    assert off.step_s(alone) == pytest.approx(sum(alone.values()))  # these two always travel by themselves
-    found = on.step_s(seconds)
-    assert found <= total * (1 + 1e-12)
+    assert off.step_s(alone) == pytest.approx(sum(alone.values()))  # these two always overlap
+    step_s = on.step_s(seconds)
+    assert step_s <= total * (1 + 1e-12)
     computed = {action.name: seconds[action.name] for action in on.actions if action.kind == "compute"}
-    assert sum(on.wait_seconds(seconds).values()) + sum(computed.values()) == pytest.approx(found)
+    assert sum(on.wait_seconds(seconds).values()) + sum(computed.values()) == pytest.approx(step_s)
     longer = seconds | {name: seconds[name] * float(draw.uniform(1, 3)) for name in draw.choice(on.timed_names, 4)}
-    assert on.step_s(longer) >= found * (1 - 1e-12)
-    # Whatever all else takes, the longest cycle of these seconds is a sum of parts that no step is below.
+    assert on.step_s(longer) >= step_s * (1 - 1e-12)
+    # The longest cycle of these seconds is a lower bound of a step, whatever the other parts take.
     _, cycles = on.longest_cycle(on.duration_array(longer))
-    assert float(on.duration_array(seconds)[0] @ cycles[0]) <= found * (1 + 1e-12)
+    assert float(on.duration_array(seconds)[0] @ cycles[0]) <= step_s * (1 + 1e-12)
 
 
 SLOW = Link(bytes_per_s=2e8, latency_s=2e-4)

@@ -1,4 +1,4 @@
-"""Frozen rows of a file are read part by part: what is selected, with the memory of a few parts."""
+"""Tests that frozen rows of a file are read part by part: selected rows, with the memory of a few parts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RECORD_BYTES = sum(WIDTHS)
 
 
 class Live:
-    """Bytes of the tensors that `empty` has made and that are still there."""
+    """Counts the bytes of live tensors made by `empty`."""
 
     def __init__(self) -> None:
         self.now = self.most = 0
@@ -41,14 +41,14 @@ class Live:
 
 @pytest.fixture
 def live(monkeypatch: pytest.MonkeyPatch) -> Live:
-    found = Live()
-    monkeypatch.setattr(selection, "empty", found.empty)
-    return found
+    made = Live()
+    monkeypatch.setattr(selection, "empty", made.empty)
+    return made
 
 
 @pytest.fixture
 def written(tmp_path: Path) -> Iterator[tuple[RowFile, np.ndarray[Any, Any]]]:
-    """A file whose rows were written in an order at random, but every seventh, and what it holds."""
+    """Return a file whose rows, except every seventh, were written in random order, and its content."""
     num_rows, random = NUM_PARTS * PART_ROWS - 100, np.random.default_rng(0)
     records = random.integers(0, 256, (num_rows, RECORD_BYTES), dtype=np.uint8)
     file = RowFile(
@@ -67,7 +67,7 @@ def select_rows(kind: str, num_rows: int) -> RowSet:
     rows, random = RowSet(num_rows), np.random.default_rng(1)
     if kind == "all":
         rows.add_range(0, num_rows)
-    elif kind == "every third part":  # parts between them are passed over, and so are most blocks of these
+    elif kind == "every third part":  # parts between them are skipped, and most blocks of these parts
         for first in range(0, num_rows, 3 * PART_ROWS):
             rows.add_range(first + 10, first + 13)
     elif kind == "blocks":
@@ -85,7 +85,7 @@ def test_selected_rows_are_read_and_few_parts_are_in_memory(
     file, records = written
     before, selected = file.counters, select_rows(kind, file.num_rows)
     frozen = SnapshotReader(file.snapshot(), WIDTHS, None if kind == "all" else selected)
-    file.write(torch.arange(file.num_rows), np.zeros_like(records))  # what comes later does not show
+    file.write(torch.arange(file.num_rows), np.zeros_like(records))  # later writes are not visible
     for first in range(0, file.num_rows, BLOCK_ROWS):
         stop = min(first + BLOCK_ROWS, file.num_rows)
         rows = selected.rows(first, stop).numpy()

@@ -1,4 +1,4 @@
-"""Any number of near rows and any ids: the bits of rows that lie in memory, or a named error before any row moves."""
+"""Tests of any cache size and any ids: the bits of rows in memory, or a named error before any row moves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows that lie near and far: the bits of rows that all lie in memory."""
+"""Tests of cached rows with a backing store: their bits are those of rows that are all in memory."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def features() -> list[FeatureSpec]:
 
 
 def batch(number: int, size: int = 6, drift: int = 37) -> KeyedJaggedTensor:
-    """Ids that drift: most were not in the batch before."""
+    """Return drifting ids, most of which were not in the batch before."""
     random = np.random.default_rng(number)
     lengths = random.integers(0, 4, (len(FEATURES), size))
     rows = [ROWS["big"], ROWS["big"], ROWS["small"], ROWS["big"], ROWS["small"]]
@@ -107,17 +107,17 @@ def weighed(made: EmbeddingBagCollection, kjt: KeyedJaggedTensor) -> KeyedJagged
 
 
 def loss_of(made: EmbeddingBagCollection, kjt: KeyedJaggedTensor) -> Tensor:
-    return loss_of_flight(made, weighed(made, kjt))
+    return loss_of_batch(made, weighed(made, kjt))
 
 
-def loss_of_flight(made: EmbeddingBagCollection, sparse: Any) -> Tensor:
-    found = made(sparse)
-    single: Any = found["single"]
-    return (found.pooled.values.square().sum() + single.values.sin().sum()) / len(found.pooled.values)
+def loss_of_batch(made: EmbeddingBagCollection, sparse: Any) -> Tensor:
+    embeddings = made(sparse)
+    single: Any = embeddings["single"]
+    return (embeddings.pooled.values.square().sum() + single.values.sin().sum()) / len(embeddings.pooled.values)
 
 
 def train(made: EmbeddingBagCollection, num_steps: int = 12) -> list[float]:
-    """Losses of steps; every third takes its batch in two parts, and an evaluation is in between."""
+    """Return the losses of steps. Every third step takes its batch in two parts, and an evaluation is in between."""
     losses = []
     for step in range(num_steps):
         if step % 3 == 2:
@@ -143,7 +143,7 @@ def same(a: list[dict[str, Tensor]], b: list[dict[str, Tensor]]) -> bool:
 
 @pytest.mark.parametrize("cell", sample(CELLS, 6, seed=0), ids=lambda cell: " ".join(cell.values()))
 def test_losses_rows_and_states_are_those_of_resident_tables(cell: dict[str, Any], tmp_path: Path) -> None:
-    """With slots for little more than a step, and for half of the rows."""
+    """The cache has slots for little more than a step, or for half of the rows."""
     near = {"big": 80, "small": 36} if cell["near"] == "tight" else {"big": 250, "small": 40}
     resident = collection(cell["optimizer"], cell["dtype"])
     tiered = placed(cell["tier"], near, cell["optimizer"], cell["dtype"], tmp_path)
@@ -154,18 +154,18 @@ def test_losses_rows_and_states_are_those_of_resident_tables(cell: dict[str, Any
 
 @pytest.mark.parametrize("tier", ["cached", "disk"])
 def test_penalties_of_lookups_and_the_norm_of_all_rows_are_those_of_resident_tables(tier: str, tmp_path: Path) -> None:
-    """Bit for bit, though rows lie in another order."""
+    """The results are equal bit for bit, though rows have another order."""
     near = {"big": 80, "small": 36}
     assert train(placed(tier, near, "lookups", "float32", tmp_path / "a")) == train(collection("lookups", "float32"))
     tiered, resident = placed(tier, near, "lookups", "float32", tmp_path / "b"), collection("lookups", "float32")
     factors: list[list[float]] = [[], []]
     for step in range(8):
-        for made, found in zip((tiered, resident), factors, strict=True):
+        for made, values in zip((tiered, resident), factors, strict=True):
             flight = made.start_input_dist(weighed(made, batch(step)))
-            flight.clip = lambda rows, found=found: (
-                found.append(GradientClipper(norm=0.5, includes_rows=True)([], rows)) or found[-1]
+            flight.clip = lambda rows, values=values: (
+                values.append(GradientClipper(norm=0.5, includes_rows=True)([], rows)) or values[-1]
             )
-            loss_of_flight(made, made.input_dist(flight)).backward()
+            loss_of_batch(made, made.input_dist(flight)).backward()
     assert factors[0] == factors[1] and 0 < min(factors[0]) < 1
     assert same(contents(tiered), contents(resident))
 
@@ -182,7 +182,8 @@ def test_host_is_memory_where_the_rank_computes_on_a_cpu() -> None:
 
 @pytest.mark.parametrize("tier", ["cached", "disk"])
 def test_writes_reads_and_copies_for_saves(tier: str, tmp_path: Path) -> None:
-    """Of all names and of some, over rows that lie near and far; a copy stays as it was while training goes on."""
+    """All names and some names are read, from cached rows and others. A copy stays unchanged while training
+    continues."""
     resident = collection("adam", "bfloat16")
     tiered = placed(tier, {"big": 90, "small": 40}, "adam", "bfloat16", tmp_path)
     for made in (resident, tiered):
@@ -204,7 +205,7 @@ def test_writes_reads_and_copies_for_saves(tier: str, tmp_path: Path) -> None:
 
 
 def test_a_save_in_the_background_lets_its_copies_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing of a file is cleaned while one is held; what comes after is saved as well."""
+    """Nothing of a file is cleaned while a copy is held. Later rows are saved as well."""
     ended: list[HostBackingStoreSnapshot] = []
 
     def close(frozen: HostBackingStoreSnapshot) -> None:
@@ -233,18 +234,18 @@ def test_a_save_in_the_background_lets_its_copies_go(tmp_path: Path, monkeypatch
 
 def test_a_batch_that_does_not_fit_is_named(tmp_path: Path) -> None:
     tiered = placed("cached", {"big": 4, "small": 36}, "sgd", "float32", tmp_path)
-    told = (
+    refusal = (
         r"table 'big', rows 0\.\.499: a batch looks up \d+ distinct rows, but the cache has 4 slots; set cache_rows of"
     )
-    with pytest.raises(MesetaError, match=told):
+    with pytest.raises(MesetaError, match=refusal):
         loss_of(tiered, batch(0))
     assert same(contents(tiered), contents(collection("sgd", "float32")))
-    with torch.no_grad():  # rows that are read alone have room of their own
+    with torch.no_grad():  # rows of a separate read have separate slots
         assert float(loss_of(tiered, batch(0))) == float(loss_of(collection("sgd", "float32"), batch(0)))
 
 
-def test_rows_that_come_beside_others_that_cannot_be_had(tmp_path: Path) -> None:
-    """Both batches are told; what the disk gave the second one is near and right."""
+def test_a_damaged_row_fails_both_leases_of_it(tmp_path: Path) -> None:
+    """Both leases fail. The intact row of the second one is cached and correct."""
     big = placed("disk", {"big": 80, "small": 40}, "sgd", "float32", tmp_path).shards[0]
     assert isinstance(big, TieredShard) and isinstance(big.backing_store, RowFile)
     values = big.read(0, ROWS["big"])
@@ -282,7 +283,8 @@ def test_an_evaluation_pushes_nothing_out(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tier", ["cached", "disk"])
 def test_traffic_is_that_of_the_ids(tier: str, tmp_path: Path) -> None:
-    """With room for all, rows are missed once; with room for a batch, each that the one before has not asked for."""
+    """With room for all rows, each is missed once. With room for one batch, each row that the batch before did not
+    contain is missed."""
     batches = [batch(number) for number in range(5)]
     of_big = [np.unique(np.concatenate([kjt[name].values.numpy() for name in FEATURES[:2] + FEATURES[3:4]]))
               for kjt in batches]  # fmt: skip
@@ -330,23 +332,23 @@ def test_an_optimizer_whose_states_cannot_be_made_row_by_row_is_named() -> None:
 
 @pytest.mark.parametrize("tier", ["cached", "disk"])
 @pytest.mark.parametrize("near", [120, 250])
-def test_rows_that_are_brought_while_another_batch_is_trained(tier: str, near: int, tmp_path: Path) -> None:
-    """Two batches ahead, of which many share rows; a row of both is one slot. Evaluations, reads and frozen copies come
-    in between, and some batches are given up."""
+def test_rows_prefetched_while_another_batch_is_trained(tier: str, near: int, tmp_path: Path) -> None:
+    """Two batches are prefetched that share many rows, and a shared row takes one slot. Evaluations, reads and frozen
+    copies come in between, and some batches are dropped."""
     resident = collection("adam", "bfloat16")
     tiered = placed(tier, {"big": near, "small": 40}, "adam", "bfloat16", tmp_path)
-    found = []
+    results = []
     for made in (resident, tiered):
         open_: list[Any] = []
         losses, copies = [], []
         for number in range(14):
-            flight = made.input_dist(made.start_input_dist(weighed(made, batch(number, drift=11))))
-            made.prefetch(flight)
-            open_.append(flight)
+            context = made.input_dist(made.start_input_dist(weighed(made, batch(number, drift=11))))
+            made.prefetch(context)
+            open_.append(context)
             if number % 5 == 3:
-                given_up = made.input_dist(made.start_input_dist(weighed(made, batch(300 + number))))
-                made.prefetch(given_up)
-                made.drop(given_up)
+                dropped = made.input_dist(made.start_input_dist(weighed(made, batch(300 + number))))
+                made.prefetch(dropped)
+                made.drop(dropped)
             if len(open_) < 3:
                 continue
             if number % 4 == 0:
@@ -354,19 +356,17 @@ def test_rows_that_are_brought_while_another_batch_is_trained(tier: str, near: i
                     losses.append(float(loss_of(made, batch(700 + number, size=30))))
                 frozen = made.shards[0].snapshot()
                 copies.append({name: value.clone() for name, value in frozen.read(0, ROWS["big"]).items()})
-            loss = loss_of_flight(made, open_.pop(0))
+            loss = loss_of_batch(made, open_.pop(0))
             loss.backward()
             losses.append(float(loss.detach()))
-        found.append((losses, copies, contents(made)))
-    assert found[0][0] == found[1][0]
-    assert same(found[0][1], found[1][1]) and same(found[0][2], found[1][2])
+        results.append((losses, copies, contents(made)))
+    assert results[0][0] == results[1][0]
+    assert same(results[0][1], results[1][1]) and same(results[0][2], results[1][2])
 
 
 @pytest.mark.parametrize(("lookahead", "near"), [(0, 60), (1, 120), (8, 40), (8, 300)])
-def test_a_loop_of_ones_own_reads_ahead(
-    lookahead: int, near: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """As far as there is room, which is said once."""
+def test_a_custom_loop_prefetches(lookahead: int, near: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Prefetching stops when the cache is full, and one note says so."""
     losses = []
     for made in (
         collection("adagrad", "float16"),
@@ -376,7 +376,7 @@ def test_a_loop_of_ones_own_reads_ahead(
         model.embeddings = made
         of_model = []
         for one in ahead(batches, model):
-            loss = loss_of_flight(made, one.sparse)
+            loss = loss_of_batch(made, one.sparse)
             loss.backward()
             of_model.append(float(loss.detach()))
         losses.append((of_model, contents(made)))

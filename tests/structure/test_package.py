@@ -1,5 +1,7 @@
-"""What is built to be installed holds what a run needs: every module and type, and no source of the core."""
+"""The wheel contains every module and type and no source of the core, and the sdist contains all that the wheel is
+built from."""
 
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -11,7 +13,9 @@ import pytest
 from source_tree import ROOT, SOURCE
 
 CORE_SOURCES = {".cpp", ".h", ".hpp"}
-# Without CMake the core is left out, and the rest takes a second.
+BUILD_FILES = ("CMakeLists.txt", "pyproject.toml", "README.md", "LICENSE", ".gitignore")
+OUTPUT_FOLDERS = ("data", "runs", "build")
+# Without CMake the core is excluded, and the rest takes a second.
 PROGRAM = """
 import sys
 from scikit_build_core import build
@@ -22,16 +26,26 @@ build.build_sdist(sys.argv[1])
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the wheel, but for the core, and with the sdist."""
-    folder = tmp_path_factory.mktemp("package")
+    """Folder with the wheel, without the core, and the sdist.
+
+    They are built from a copy, because scikit-build-core visits all ignored files of a checkout, such as those of
+    .venv.
+    """
+    tree, folder = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("package")
+    shutil.copytree(SOURCE.parent, tree / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in BUILD_FILES:
+        shutil.copy(ROOT / name, tree)
+    for name in OUTPUT_FOLDERS:
+        (tree / name).mkdir()
+        (tree / name / "output").touch()
     command = [sys.executable, "-c", PROGRAM, str(folder)]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    run = subprocess.run(command, cwd=tree, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     return folder
 
 
 def package_files() -> set[str]:
-    """Files of the package as 'meseta/...', the core's sources among them; what is compiled is not."""
+    """Return the files of the package as 'meseta/...', with sources of the core and without compiled files."""
     paths = (path for path in SOURCE.rglob("*") if path.is_file() and path.suffix not in {".pyc", ".so"})
     return {path.relative_to(SOURCE.parent).as_posix() for path in paths}
 
@@ -48,6 +62,6 @@ def test_the_sdist_has_all_that_the_wheel_is_built_from(built: Path) -> None:
     [sdist] = built.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         packed = {name.partition("/")[2] for name in archive.getnames()}
-    needed = {"CMakeLists.txt", "pyproject.toml", "README.md", "LICENSE", *(f"src/{name}" for name in package_files())}
+    needed = {*BUILD_FILES, *(f"src/{name}" for name in package_files())}
     assert needed <= packed, needed - packed
-    assert not {name for name in packed if name.startswith(("data/", "runs/", "build/"))}
+    assert not {name for name in packed if name.startswith(tuple(f"{folder}/" for folder in OUTPUT_FOLDERS))}

@@ -1,9 +1,9 @@
-"""`make test` runs the sample, `make soak` the rest: together every case, once."""
+"""`make test` runs the sample and `make soak` the rest, so that together they run every case once."""
 
 import pytest
 
 import sampling
-from sampling import product, sample
+from sampling import diagonal, product, sample
 
 
 @pytest.fixture(autouse=True)
@@ -26,13 +26,21 @@ def test_the_choice_is_a_function_of_the_seed() -> None:
     assert chosen(1) == chosen(1) != chosen(2)
 
 
+def test_a_diagonal_has_every_value_of_every_axis() -> None:
+    axes = {"ranks": [1, 2, 4], "optimizer": ["sgd", "adam"], "pooling": ["sum"]}
+    params = diagonal(**axes)
+    chosen = [param.values[0] for param in params if not param.marks]
+    assert [param.values[0] for param in params] == product(**axes) and len(chosen) == 3
+    assert all({case[name] for case in chosen} == set(values) for name, values in axes.items())
+
+
 @pytest.mark.parametrize("k", [0, 3, 7])
 def test_k_may_exceed_the_matrix(k: int) -> None:
     assert sum(not param.marks for param in sample(range(3), k, seed=0)) == min(k, 3)
 
 
 @pytest.mark.parametrize("k", [0, 1, 3])
-def test_what_is_left_out_changes_no_choice(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_excluded_cases_change_no_choice(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def chosen() -> list[int]:
         return [param.values[0] for param in sample(range(100), k, seed=1) if not param.marks]
 

@@ -1,4 +1,4 @@
-"""Records of ranks: what was written is read, by what the page of the file says, and nothing damaged is believed."""
+"""Rank records: written values are read back, and damaged records are refused."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def content(file: int) -> bytes:
     return os.pread(file, RECORD_BYTES, 0)
 
 
-def test_what_was_written_is_read(file: int) -> None:
+def test_written_values_are_read_back(file: int) -> None:
     assert not is_initialized(content(file))
     record = RankRecord(file, rank=2, num_ranks=4, signal=40)
     record.num_previous_steps = 100
@@ -66,14 +66,14 @@ def test_the_ring_keeps_the_last(file: int) -> None:
     assert len(kept) == (RECORD_BYTES - 4096) // 256 and kept[-1].sequence_number == 1000
 
 
-def test_pasts_tell_lanes_that_ever_differed(file: int) -> None:
-    pasts = []
+def test_history_hashes_differ_after_any_difference(file: int) -> None:
+    hashes = []
     for other in ("agree", "agree", "norms"):
         record = RankRecord(file, 0, 2)
         for name in ("counts", other, "ids"):
             record.start_transfer(ROWS, 0, TransferInfo(name))
-        pasts.append(parse_record(content(file), "here").transfers[-1].history_hash)
-    assert pasts[0] == pasts[1] != pasts[2]
+        hashes.append(parse_record(content(file), "here").transfers[-1].history_hash)
+    assert hashes[0] == hashes[1] != hashes[2]
 
 
 def test_long_names_are_cut_between_characters(file: int) -> None:
@@ -89,7 +89,7 @@ def test_long_names_are_cut_between_characters(file: int) -> None:
     [(None, range(100)), ((0, 12), (0, 12)), ((), range(100)), (tuple(range(50)), range(100))],
 )
 def test_ranks_of_a_transfer(file: int, ranks: tuple[int, ...] | None, included: Sequence[int]) -> None:
-    """Without a list, or with one that is too long for the record, any rank may take part."""
+    """Without a list of ranks, or with one too long for the record, any rank may take part."""
     RankRecord(file, 0, 100).start_transfer(ROWS, 0, TransferInfo("ids", ranks=ranks))
     (kept,) = parse_record(content(file), "here").transfers
     assert [rank for rank in range(100) if kept.includes_rank(rank)] == list(included)
@@ -101,7 +101,7 @@ def die_writing(path: str) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_it_outlives_a_process_that_is_killed(tmp_path: Path) -> None:
+def test_a_record_survives_a_killed_process(tmp_path: Path) -> None:
     path = tmp_path / "record"
     path.write_bytes(bytes(RECORD_BYTES))
     process: BaseProcess = forking().Process(target=die_writing, args=(str(path),))
@@ -120,7 +120,7 @@ def test_it_outlives_a_process_that_is_killed(tmp_path: Path) -> None:
         (20, b"\7", "its header does not match its checksum"),
     ],
 )
-def test_what_is_no_record_is_refused(file: int, at: int, bytes_there: bytes, words: str) -> None:
+def test_other_files_are_refused(file: int, at: int, bytes_there: bytes, words: str) -> None:
     RankRecord(file, 0, 2)
     os.pwrite(file, bytes_there, at)
     with pytest.raises(MesetaError, match=f"rank record 'here': {words}.*move it away"):
@@ -129,7 +129,7 @@ def test_what_is_no_record_is_refused(file: int, at: int, bytes_there: bytes, wo
         parse_record(content(file)[:10], "here")
 
 
-def test_no_spoiled_byte_is_believed(file: int) -> None:
+def test_damaged_transfers_are_dropped(file: int) -> None:
     record, draw = RankRecord(file, 0, 2), random.Random(0)
     for number in range(200):
         with record.start_transfer(ROWS, number, TransferInfo("ids", tables=("user",))):

@@ -1,4 +1,4 @@
-"""Times of stages: what lies in a stage and in a step, and how a device is timed without being waited for."""
+"""Times of stages: nesting, steps, and timing of a device without waiting for it."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from meseta.telemetry.timeline import make_rank_tracks
 
 
 class Stream:
-    """A device with one stream, on a clock of its own: work takes its time behind what was begun before it."""
+    """Simulated device with one stream and its own clock. Work runs after all work that was started before."""
 
     def __init__(self) -> None:
         self.host_s = 100.0
         self.done_s = 0.0
-        """When all that was begun is done."""
+        """Time at which all started work is complete."""
         self.num_waits = self.num_asked_early = 0
 
     def compute(self, seconds: float) -> None:
-        """Begin work; the host goes on."""
+        """Start work without blocking the host."""
         self.done_s = max(self.done_s, self.host_s) + seconds
 
     def wait(self) -> None:
@@ -28,7 +28,7 @@ class Stream:
 
 
 class Event:
-    """As torch.cuda.Event(enable_timing=True): its differences have 32 bits."""
+    """Event like torch.cuda.Event(enable_timing=True), whose differences have 32 bits."""
 
     def __init__(self, stream: Stream) -> None:
         self.stream, self.passed_s = stream, -1.0
@@ -40,7 +40,7 @@ class Event:
         return self.stream.host_s >= self.passed_s
 
     def elapsed_time(self, other: Event) -> float:
-        self.stream.num_asked_early += not (self.query() and other.query())  # torch raises
+        self.stream.num_asked_early += not (self.query() and other.query())  # torch would raise
         return float(np.float32(1e3 * (other.passed_s - self.passed_s)))
 
 
@@ -56,7 +56,7 @@ def timed(stream: Stream) -> StageTimes:
 
 
 def step(times: StageTimes, stream: Stream) -> None:
-    """1 s of forward, 2 s of backward with 3 s of update in it, and a host that is done with all of it after 0.4 s."""
+    """Run 1 s of forward, and 2 s of backward with 3 s of update inside. The host is done after 0.4 s."""
     times.begin_step()
     with times.stage("dense_forward"):
         stream.compute(1.0)
@@ -72,7 +72,7 @@ def step(times: StageTimes, stream: Stream) -> None:
     times.end_step()
 
 
-def test_a_device_is_timed_by_its_own_stream_and_never_waited_for(stream: Stream) -> None:
+def test_a_device_is_timed_by_its_stream_without_waiting(stream: Stream) -> None:
     times = timed(stream)
     for _ in range(3):
         step(times, stream)
@@ -84,10 +84,10 @@ def test_a_device_is_timed_by_its_own_stream_and_never_waited_for(stream: Stream
     stream.host_s += 10.0
     assert times.pop_means() == pytest.approx({"dense_forward": 1.0, "backward": 2.0, "table_update": 3.0})
     assert times.lifetime_means() == pytest.approx({"dense_forward": 1.0, "backward": 2.0, "table_update": 3.0})
-    assert stream.num_waits == 1 and not stream.num_asked_early  # before the very first stage
+    assert stream.num_waits == 1 and not stream.num_asked_early  # only before the very first stage
 
 
-def test_a_device_that_stands_idle_counts_for_the_stage_of_the_host(stream: Stream) -> None:
+def test_idle_time_of_a_device_counts_for_the_stage_of_the_host(stream: Stream) -> None:
     times = timed(stream)
     times.begin_step()
     with times.stage("data"):
@@ -96,8 +96,8 @@ def test_a_device_that_stands_idle_counts_for_the_stage_of_the_host(stream: Stre
     assert times.pop_means() == {"data": pytest.approx(2.0)}
 
 
-def test_what_is_recorded_of_a_device_lies_on_the_clock_of_the_host(stream: Stream) -> None:
-    """After days, too: the difference of two events has few digits."""
+def test_recorded_spans_of_a_device_use_the_clock_of_the_host(stream: Stream) -> None:
+    """The times stay precise after days, although the difference of two events has few digits."""
     times = timed(stream)
     step(times, stream)
     stream.host_s += 300_000.125
@@ -115,7 +115,7 @@ def test_what_is_recorded_of_a_device_lies_on_the_clock_of_the_host(stream: Stre
     assert times.stop_recording() == []
 
 
-def test_a_step_has_its_stages_and_not_those_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stages_between_steps_belong_to_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(100))
     monkeypatch.setattr("meseta.telemetry.span.time.perf_counter", lambda: float(next(clock)))
     times = StageTimes()
@@ -135,18 +135,18 @@ def test_a_step_has_its_stages_and_not_those_between_steps(monkeypatch: pytest.M
     assert spans[:5] == [
         Span("lookup", 0, 1.0, 2.0, 0.0),
         Span("gradient_dist", 0, 5.0, 6.0, 0.0),
-        Span("backward", 0, 3.0, 7.0, 1.0),  # 'agree' has raised and counts for nothing
+        Span("backward", 0, 3.0, 7.0, 1.0),  # 'agree' has raised and does not count
         Span("step", 0, 0.0, 8.0, 5.0),
         Span("dense_update", 1, 9.0, 10.0, 0.0),
     ]
     assert spans[-2] == Span("step", 1, 11.0, 19.0, 5.0)
 
 
-def test_copies_on_a_side_stream_lie_on_the_clock_of_the_host_too(stream: Stream) -> None:
-    """Beside the stages, which are as long as without them, and also before the last event that was read."""
+def test_copies_on_a_side_stream_use_the_clock_of_the_host(stream: Stream) -> None:
+    """The stages are as long as without copies, and copies before the last event that was read are included."""
     side, times = Stream(), timed(stream)
     step(times, stream)
-    with times.time_copy(7, side):  # before anything is kept
+    with times.time_copy(7, side):  # before recording starts
         pass
     stream.host_s += 100.0
     times.start_recording()

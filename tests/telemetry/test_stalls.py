@@ -1,4 +1,4 @@
-"""Real calls that a disk or a server does not answer are reported once, with their cause; slow ones are not."""
+"""Calls that a disk or a server does not answer are reported once, with their cause. Slow calls are not."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ CALLS = {
     "rename": "os.rename(path, path + '2')",
     "open": "open(path, 'w')",
 }
-"""Calls that a frozen file system keeps waiting; `path` is a file there."""
+"""Calls that block on a frozen file system. `path` is a file on it."""
 READS = {"open": "open(path)", "stat": "os.stat(path)", "read": "os.read(file, 1)", "getdents": "os.listdir(folder)"}
 
 
 def start(code: str, path: Path, ready: str = "") -> subprocess.Popen[bytes]:
-    """A process that runs `ready`, prints a line, and then waits in `code`."""
+    """Start a process that runs `ready`, prints a line, waits for input and runs `code`."""
     program = f"import os; path = {str(path)!r}; folder = os.path.dirname(path)\n{ready}\nprint(flush=True)\n"
     program += f"os.read(0, 1)\n{code}\n"
     process = subprocess.Popen([sys.executable, "-S", "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -44,8 +44,8 @@ def end(process: subprocess.Popen[bytes]) -> None:
     process.communicate(timeout=20)
 
 
-def let_go(process: subprocess.Popen[bytes], call: str = "") -> None:
-    """Let a process of `start` come to this call, or to any on a file."""
+def release(process: subprocess.Popen[bytes], call: str = "") -> None:
+    """Let a process of `start` run until it blocks in `call`, or in any call on a file."""
     assert process.stdin is not None
     process.stdin.write(b"x")
     process.stdin.flush()
@@ -56,7 +56,7 @@ def let_go(process: subprocess.Popen[bytes], call: str = "") -> None:
 
 
 def lines_of(watch: StallWatch, process: int, begin_s: float, end_s: float) -> dict[float, list[str]]:
-    """What a watch says at which of its looks, on a clock of its own."""
+    """Return the lines of a watch by the time of its polls, on a simulated clock."""
     said = {}
     now_s = begin_s
     while now_s <= end_s:
@@ -67,8 +67,7 @@ def lines_of(watch: StallWatch, process: int, begin_s: float, end_s: float) -> d
 
 
 def test_writes_to_a_frozen_disk(tmp_path: Path) -> None:
-    """One line after STALL_S with the call, the file and the file system, a second one later, and one when it goes
-    on."""
+    """A stall is reported after STALL_TIMEOUT_S with call, file and file system, once more later, and when it ends."""
     with loop_disk(tmp_path / "disk") as disk:
         path = disk.place / "file"
         path.write_text("x" * 10)
@@ -76,7 +75,7 @@ def test_writes_to_a_frozen_disk(tmp_path: Path) -> None:
         for name, code in CALLS.items():
             process = start(code, path)
             disk.freeze()
-            let_go(process)
+            release(process)
             watch = StallWatch()
             said = lines_of(watch, process.pid, 0.0, 100.0)
             assert list(said) == [STALL_TIMEOUT_S, 4 * STALL_TIMEOUT_S], (name, said)
@@ -101,7 +100,7 @@ def test_reads_from_a_stopped_server(tmp_path: Path, name: str) -> None:
         path = tmp_path / "served/file"
         process = start(READS[name], path, "file = os.open(path, os.O_RDONLY)" if name == "read" else "")
         mounted.stop()
-        let_go(process)
+        release(process)
         said = lines_of(StallWatch(), process.pid, 0.0, STALL_TIMEOUT_S)
         assert list(said) == [STALL_TIMEOUT_S]
         assert f"for the file system at '{tmp_path}/served' (fuse on served): " in said[STALL_TIMEOUT_S][0]
@@ -113,14 +112,14 @@ def test_reads_from_a_stopped_server(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.soak
 def test_a_slow_sync_is_no_stall(tmp_path: Path) -> None:
-    """An fsync of 20 MB at 1 MB/s is one call for 20 s."""
+    """An fsync of 20 MB at 1 MB/s is one call of 20 s."""
     with loop_disk(tmp_path / "disk") as disk:
         path = disk.place / "file"
         code = "file = os.open(path, os.O_WRONLY | os.O_CREAT); os.write(file, bytes(20 << 20)); os.fsync(file)"
         process = start(code, path)
         disk.limit_writes(1_000_000)
         try:
-            let_go(process, "fsync")
+            release(process, "fsync")
             watch, num_looks = StallWatch(), 0
             while any(call.call == "fsync" for call in blocked_calls(process.pid)):
                 num_looks += 1
@@ -167,8 +166,8 @@ def test_requests_and_phases(tmp_path: Path) -> None:
     assert [line[:25] for line in watch.poll([WatchedProcess(os.getpid())], 20.0)] == ["note: s3://bucket answers"]
 
 
-def test_a_file_system_is_told_by_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is reported once, also if what is known of it changes meanwhile."""
+def test_a_file_system_is_identified_by_its_mount_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stall is reported once, even if the description of the file system changes."""
     watch, entered, ended = StallWatch(), threading.Event(), threading.Event()
 
     def read() -> None:
@@ -194,7 +193,7 @@ def test_a_file_system_is_told_by_its_place(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_progress_of_a_request(tmp_path: Path) -> None:
-    """The thread that transfers is another one than the thread that waits."""
+    """The thread that transfers differs from the thread that waits."""
     watch, ended = StallWatch(), threading.Event()
 
     def transfer() -> None:
@@ -212,12 +211,12 @@ def test_progress_of_a_request(tmp_path: Path) -> None:
     thread.join()
 
 
-def test_a_pause_of_the_watcher_counts_for_nothing(tmp_path: Path) -> None:
+def test_a_pause_of_the_watcher_does_not_count(tmp_path: Path) -> None:
     with loop_disk(tmp_path / "disk") as disk:
         path = disk.place / "file"
         process = start(CALLS["open"], path)
         disk.freeze()
-        let_go(process)
+        release(process)
         watch = StallWatch()
         assert watch.poll([WatchedProcess(process.pid)], 0.0) == []
         assert watch.poll([WatchedProcess(process.pid)], 1000.0) == []
@@ -230,7 +229,9 @@ def test_more_activities_than_slots() -> None:
     with ExitStack() as held:
         for number in range(30):
             held.enter_context(track_activity(f"phase {number} of a name that is longer than its field has room for"))
-        found = read_activities(current_activities.content())
-        assert len(found) == 10 and found[0].name.startswith("phase 0 ") and found[0].name.endswith("...")
+        activities = read_activities(current_activities.content())
+        assert (
+            len(activities) == 10 and activities[0].name.startswith("phase 0 ") and activities[0].name.endswith("...")
+        )
     assert read_activities(current_activities.content()) == []
     assert read_activities(bytes(range(256)) * 10) == []

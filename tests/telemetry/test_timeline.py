@@ -1,4 +1,4 @@
-"""Tracks of a timeline against time painted nanosecond by nanosecond, and the file against the rules of its format."""
+"""Tracks of a timeline against time painted nanosecond by nanosecond, and the trace file against its format."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LENGTH = 60
 
 @st.composite
 def nested(draw: st.DrawFn) -> list[Span]:
-    """Spans as they end: each lies in another or apart from it; nanoseconds as seconds."""
+    """Draw spans in the order of their ends, nested or disjoint. Times are nanoseconds, converted to seconds."""
     spans: list[Span] = []
 
     def fill(low: int, high: int, depth: int) -> None:
@@ -65,9 +65,9 @@ transfers = st.lists(
 
 
 @given(nested())
-def test_stages_without_what_lies_in_others_add_up_to_the_step(spans: list[Span]) -> None:
+def test_stages_without_inner_stages_add_up_to_the_step(spans: list[Span]) -> None:
     painted = np.full(LENGTH, "", dtype=object)
-    # The outer ones first; of equal ones that which ends last in the list.
+    # The outer spans first. Of equal spans, the last one in the list comes first.
     for k in sorted(range(len(spans)), key=lambda k: (spans[k].begin_s - spans[k].end_s, -k)):
         span = spans[k]
         painted[round(1e9 * span.begin_s) : round(1e9 * span.end_s)] = span.stage
@@ -81,7 +81,7 @@ def test_stages_without_what_lies_in_others_add_up_to_the_step(spans: list[Span]
 
 
 @given(nested(), transfers)
-def test_the_file_keeps_to_its_format_and_is_read_again(spans: list[Span], sent: list[TransferSpan]) -> None:
+def test_the_file_follows_its_format_and_is_read_back(spans: list[Span], sent: list[TransferSpan]) -> None:
     tracks = [*make_rank_tracks(0, spans, sent), *make_rank_tracks(1, spans, sent, offset_s=-3e-9, first=10)]
     written = Timeline(1, 11, (RankClock("a", 0.0, 0.0), RankClock("b", -3e-9, 1e-9)), tuple(tracks))
     text = format_json(to_trace_document(written))
@@ -100,8 +100,8 @@ def moved(one: Slice, begin_ns: int) -> Slice:
 
 
 def check_format(document: dict[str, Any]) -> None:
-    """What the format asks for: the keys of each kind of event, times that do not lie before 0, threads of one process
-    each, slices of a thread that lie apart or in each other, and flows that begin and end in a slice."""
+    """Check the keys of each kind of event, times from 0, one process per thread, slices that are nested or disjoint,
+    and flows that begin and end in a slice."""
     keys = {
         "M": {"ph", "name", "pid", "tid", "args"},
         "X": {"ph", "name", "cat", "pid", "tid", "ts", "dur", "args"},
@@ -121,9 +121,9 @@ def check_format(document: dict[str, Any]) -> None:
     assert all(len(processes) == 1 for processes in threads.values())
     names = Counter(e["tid"] for e in document["traceEvents"] if e["name"] == "thread_name")
     assert set(names) == set(slices) and set(names.values()) <= {1}
-    for found in slices.values():
-        for one in found:
-            for other in found:
+    for of_thread in slices.values():
+        for one in of_thread:
+            for other in of_thread:
                 apart = one[1] <= other[0] or other[1] <= one[0]
                 inside = (one[0] <= other[0] and other[1] <= one[1]) or (other[0] <= one[0] and one[1] <= other[1])
                 assert apart or inside
@@ -133,7 +133,7 @@ def check_format(document: dict[str, Any]) -> None:
         assert any(begin <= round(1e3 * event["ts"]) < end for begin, end in slices[event["tid"]])
 
 
-def test_transfers_that_overlap_themselves_lie_on_tracks_of_their_own() -> None:
+def test_overlapping_transfers_are_on_separate_tracks() -> None:
     sent = [
         TransferSpan("ids", 3, 1, 100.0, 0.0, 1.0, 5.0, 1.0),
         TransferSpan("ids", 4, 1, 200.0, 0.0, 3.0, 8.0, 0.0),
@@ -141,15 +141,15 @@ def test_transfers_that_overlap_themselves_lie_on_tracks_of_their_own() -> None:
         TransferSpan("ids", 4, 1, 300.0, 0.0, 5.0, 6.0, 0.0),
         TransferSpan("ids", None, 1, 300.0, 0.0, 8.0, 9.0, 0.0),
     ]
-    found = {track.name: track.slices for track in make_rank_tracks(0, [], sent, first=20)}
-    assert list(found) == ["ids in flight", "ids in flight (2)", "dense in flight"]
-    shown = [(one.name, one.begin_ns / 1e9, one.end_ns / 1e9, one.step) for one in found["ids in flight"]]
+    slices = {track.name: track.slices for track in make_rank_tracks(0, [], sent, first=20)}
+    assert list(slices) == ["ids in flight", "ids in flight (2)", "dense in flight"]
+    shown = [(one.name, one.begin_ns / 1e9, one.end_ns / 1e9, one.step) for one in slices["ids in flight"]]
     assert shown == [("ids", 1.0, 5.0, 24), (WAITING, 4.0, 5.0, 24), ("ids", 5.0, 6.0, 25), ("ids", 8.0, 9.0, None)]
-    assert [one.args["intra-host bytes"] for one in found["ids in flight (2)"]] == [200.0]
-    assert found["dense in flight"][0].args["inter-host bytes"] == 7.0
+    assert [one.args["intra-host bytes"] for one in slices["ids in flight (2)"]] == [200.0]
+    assert slices["dense in flight"][0].args["inter-host bytes"] == 7.0
 
 
-def test_steps_have_their_numbers_in_the_run_and_what_lies_between_them() -> None:
+def test_steps_have_their_numbers_in_the_run_and_the_gaps_between_them() -> None:
     spans = [Span("step", 0, 1.0, 2.0, 0.0), Span("dense_update", 1, 2.25, 2.5, 0.0), Span("step", 1, 3.0, 4.0, 0.0)]
     steps, update, no_stage = make_rank_tracks(2, spans, [], first=100)
     assert [(one.name, one.step) for one in steps.slices] == [

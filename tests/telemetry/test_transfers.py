@@ -1,4 +1,4 @@
-"""Sums over spans of transfers: those of steps, by name, per step."""
+"""Means of transfers per step, by name."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_means_are_per_step_since_the_last_call() -> None:
     assert times.lifetime_means()["embeddings"].num_calls == pytest.approx(2 / 3)
 
 
-def test_what_is_sent_between_steps_counts_for_no_step() -> None:
+def test_transfers_between_steps_count_for_no_step() -> None:
     times = TransferTimes()
     times.add(span(times, "ids", 1.0, 1.0, 1.0))
     with pytest.raises(ValueError, match="refused"), times.track_step():
@@ -43,14 +43,14 @@ def test_what_is_sent_between_steps_counts_for_no_step() -> None:
     assert [one.step for one in times.recent_spans] == [None]
 
 
-def test_other_names_than_those_of_transfers_are_kept_as_spans_alone() -> None:
+def test_transfers_with_unknown_names_are_kept_only_as_spans() -> None:
     times = TransferTimes()
     with times.track_step():
-        times.add(span(times, "of a model of one's own", 1.0, 1.0, 1.0))
+        times.add(span(times, "custom", 1.0, 1.0, 1.0))
     assert times.pop_means() == {} and [one.step for one in times.recent_spans] == [0]
 
 
-def test_old_spans_are_let_go() -> None:
+def test_old_spans_are_dropped() -> None:
     times = TransferTimes()
     for _ in range(NUM_RECENT_SPANS + 10):
         times.add(span(times, "ids", 1.0, 0.0, 0.0))

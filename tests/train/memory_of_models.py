@@ -1,4 +1,4 @@
-"""What training holds of models by /proc, and what is predicted of their shapes; to be started as a process of its own.
+"""Compare the memory that training takes, as /proc reports it, with the prediction from the shapes of models.
 
     python memory_of_models.py NAME:BATCH_SIZE ...
 
@@ -27,7 +27,7 @@ from meseta.train.setup.meta_model import step_peak_bytes
 NUM_DENSE, NUM_SPARSE, NUM_STEPS = 13, 26, 3
 
 
-def made(config: ModelConfig, device: str) -> Any:
+def build(config: ModelConfig, device: str) -> Any:
     names = [f"c{number}" for number in range(NUM_SPARSE)]
     tables = [TableSpec(name=name, num_embeddings=10, embedding_dim=config.table_width()) for name in names]
     collection = EmbeddingBagCollection(tables, [FeatureSpec(name=name, table=name) for name in names])
@@ -36,14 +36,14 @@ def made(config: ModelConfig, device: str) -> Any:
 
 
 def train(model: Any, batch_size: int) -> int:
-    """A few steps of the dense part; returns the bytes of its parameters."""
-    flight: BatchContext[Any] = BatchContext(
+    """Run a few steps of the dense part and return the bytes of its parameters."""
+    batch: BatchContext[Any] = BatchContext(
         batch_slice=BatchSlice(world=World.single(), step=0, batch_size_per_rank=(batch_size,))
     )
     parameters = list(model.parameters())
     for _ in range(NUM_STEPS):
         pooled = torch.rand(batch_size, model.pooled_width, requires_grad=True)
-        with model.embeddings.active_batch(flight):
+        with model.embeddings.active_batch(batch):
             logits = model.score(torch.rand(batch_size, NUM_DENSE), pooled)
         torch.autograd.grad(logits, [pooled, *parameters], torch.ones_like(logits))
         del logits, pooled
@@ -51,25 +51,25 @@ def train(model: Any, batch_size: int) -> int:
 
 
 def held(name: str) -> int:
-    """Bytes of a line of /proc/self/status."""
+    """Return the bytes of a line of /proc/self/status."""
     [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{name}:")]
     return 1024 * int(line.split()[1])
 
 
 def measure(name: str, batch_size: int) -> list[int]:
-    """(predicted, peak): activations, parameters and their gradients."""
+    """Return [predicted, peak] of activations, parameters and their gradients."""
     config = ModelConfig(name=name)
-    train(made(config, "cpu"), 64)  # what comes into memory once
-    predicted = step_peak_bytes(made(config, "meta"), batch_size, NUM_DENSE, on_heap=True)
+    train(build(config, "cpu"), 64)  # allocates everything that is allocated once
+    predicted = step_peak_bytes(build(config, "meta"), batch_size, NUM_DENSE, on_heap=True)
     ctypes.CDLL(None).malloc_trim(0)
     before = held("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
-    parameter_bytes = train(made(config, "cpu"), batch_size)
+    parameter_bytes = train(build(config, "cpu"), batch_size)
     return [predicted + 2 * parameter_bytes, held("VmHWM") - before]
 
 
 if __name__ == "__main__":
     keep_freed_memory()
     torch.set_num_threads(2)
-    asked = (argument.split(":") for argument in sys.argv[1:])
-    print(json.dumps({name: measure(name, int(batch_size)) for name, batch_size in asked}))
+    cases = (argument.split(":") for argument in sys.argv[1:])
+    print(json.dumps({name: measure(name, int(batch_size)) for name, batch_size in cases}))

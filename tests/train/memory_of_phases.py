@@ -1,9 +1,9 @@
-"""One rank of a run, to be started as a process: what it holds in each phase by /proc, and what was predicted.
+"""Run one rank and compare its memory in each phase, as /proc reports it, with the prediction.
 
     python memory_of_phases.py FOLDER    # with RANK, WORLD_SIZE, ... of torchrun
 
-FOLDER has warm.json and config.json: a small run that brings in all code first, then the one that is measured. Prints
-{phase: [predicted, peak]} in bytes as the last line.
+FOLDER contains the configs of two runs: warm.json of a small one, which loads all code, and config.json of the one to
+measure. The last line of the output is {phase: [predicted, peak]} in bytes.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from meseta.train.trainer import Trainer
 
 
 class Peaks:
-    """The most that this process held in each phase, above what it held before."""
+    """Peak memory of this process in each phase, above its memory at `begin`."""
 
     def __init__(self) -> None:
-        self.found: dict[Phase, int] = {}
+        self.bytes_by_phase: dict[Phase, int] = {}
         self.base = 0
         self._phase: Phase | None = None
 
     def begin(self) -> None:
-        """What is held now does not count."""
+        """Use the current memory as the base of all peaks."""
         self.base = held("VmRSS")
         self.enter("start")
 
     def enter(self, phase: Phase | None) -> None:
-        """End the phase before."""
+        """End the previous phase."""
         if self._phase is not None:
-            self.found[self._phase] = max(self.found.get(self._phase, 0), held("VmHWM") - self.base)
+            self.bytes_by_phase[self._phase] = max(self.bytes_by_phase.get(self._phase, 0), held("VmHWM") - self.base)
         Path("/proc/self/clear_refs").write_text("5")
         self._phase = phase
 
@@ -54,13 +54,13 @@ class Peaks:
 
 
 def held(name: str) -> int:
-    """Bytes of a line of /proc/self/status."""
+    """Return the bytes of a line of /proc/self/status."""
     [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{name}:")]
     return 1024 * int(line.split()[1])
 
 
 def measure(config: RunConfig, world: World) -> dict[Phase, int]:
-    """Train, evaluate and save, with a look at every phase."""
+    """Train, evaluate and save, and return the peak of each phase."""
     peaks, plan_model = Peaks(), training.plan_model
 
     def first_plan_model(*args: Any) -> Any:
@@ -75,7 +75,7 @@ def measure(config: RunConfig, world: World) -> dict[Phase, int]:
 
     def unless_saving(phase: Phase) -> Phase:
         if trainer.step == config.train.max_steps - 1:
-            background.join()  # so that one step at least is held against what is kept after a save
+            background.join()  # the last step runs after the save has ended, so it counts as "steady"
         thread = background._thread
         return "checkpoint" if thread is not None and thread.is_alive() else phase
 
@@ -86,11 +86,11 @@ def measure(config: RunConfig, world: World) -> dict[Phase, int]:
     trainer._save = peaks.within(trainer._save, lambda: "checkpoint")  # type: ignore[method-assign]
     trainer.run()
     peaks.enter(None)
-    return peaks.found
+    return peaks.bytes_by_phase
 
 
 def predicted(config: RunConfig, world: World) -> dict[Phase, int]:
-    """By phase, on this rank."""
+    """Return the predicted bytes of each phase on this rank."""
     dataset = Dataset.load(config.data.dir)
     specs = make_specs(config, dataset)
     collection = EmbeddingBagCollection(*specs)

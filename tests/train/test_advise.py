@@ -1,4 +1,5 @@
-"""Bits that a run's checkpoints need: against every choice there is, and a model whose rows were coded by hand."""
+"""Bits of rows in checkpoints: the choice against all combinations, the loss against a model that is quantized by
+hand."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ losses_of = st.lists(st.floats(-1e-5, 3e-4), min_size=4, max_size=4)
 
 
 def measured(losses: list[list[float]]) -> dict[str, list[MeasuredWidth]]:
-    """Tables of 100, 200 and so on bytes a bit."""
+    """Return sizes of tables with 100, 200, ... bytes per bit, and these losses."""
     return {
         f"t{number}": [
             MeasuredWidth(bits=None, num_bytes=3200 * (number + 1), ne_loss=0.0),
@@ -40,7 +41,7 @@ def measured(losses: list[list[float]]) -> dict[str, list[MeasuredWidth]]:
 
 
 def added(widths: Mapping[str, list[MeasuredWidth]], factor: float = 1.0) -> Any:
-    """Losses of tables that add up, times a factor where tables disturb each other."""
+    """Return a measurement that adds the losses of tables, times a factor if tables affect each other."""
 
     def measure(narrow: Mapping[str, RowBits]) -> float:
         losses = [max(w.ne_loss, 0.0) for name, of in widths.items() for w in of if w.bits == narrow.get(name, 0)]
@@ -64,7 +65,7 @@ def test_the_fewest_bytes_within_the_budget(losses: list[list[float]]) -> None:
 
 
 @given(st.lists(losses_of, min_size=1, max_size=4), st.sampled_from([2.0, 50.0, math.inf]))
-def test_tables_that_disturb_each_other(losses: list[list[float]], factor: float) -> None:
+def test_tables_that_affect_each_other(losses: list[list[float]], factor: float) -> None:
     widths = measured(losses)
     measure = added(widths, factor) if factor < math.inf else lambda narrow: 1.0
     chosen, together = choose_widths(widths, 1e-4, measure)
@@ -102,10 +103,10 @@ def test_the_loss_of_a_table(run: Path, restores: int) -> None:
     with open_advisor(run, restores) as advisor:
         assert advisor.split == "valid"
         assert advisor.ne_loss({"item": 2}) == pytest.approx(expected, rel=1e-5)
-        assert advisor.ne_loss({}) == 0.0  # the rows are back
+        assert advisor.ne_loss({}) == 0.0  # the exact rows are restored
 
 
-def test_the_file_can_be_given_to_the_config(run: Path, tmp_path: Path) -> None:
+def test_the_config_accepts_the_file(run: Path, tmp_path: Path) -> None:
     shown = []
     with open_advisor(run, 3) as advisor:
         advice = advisor.advise(1e9, lambda *width: shown.append(width))
@@ -134,6 +135,6 @@ def test_the_file_can_be_given_to_the_config(run: Path, tmp_path: Path) -> None:
         (1e-4, 3, "nowhere/bits.yaml", "cannot be a file"),
     ],
 )
-def test_what_is_refused(tmp_path: Path, budget: float, restores: int, out: str, words: str) -> None:
+def test_invalid_options_are_refused(tmp_path: Path, budget: float, restores: int, out: str, words: str) -> None:
     with pytest.raises(MesetaError, match=words):
         check_advice(budget, restores, tmp_path / out)

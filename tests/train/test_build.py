@@ -1,4 +1,4 @@
-"""Which device a rank takes."""
+"""Choice of the device of a rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def config(device: str) -> RunConfig:
 
 @pytest.fixture
 def two_gpus(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """A host of two GPUs, as far as torch says."""
+    """Simulate a host with two GPUs."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
@@ -37,8 +37,8 @@ def test_a_gpu_for_each_rank(two_gpus: pytest.MonkeyPatch, capsys: pytest.Captur
 
 def test_more_ranks_than_gpus(two_gpus: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     two_gpus.setenv("LOCAL_WORLD_SIZE", "3")
-    told = "note: this host has 3 ranks and only 2 GPU(s), so all ranks use the CPU; --nproc 2 uses the GPUs\n"
-    for rank, err in (("0", told), ("2", "")):
+    note = "note: this host has 3 ranks and only 2 GPU(s), so all ranks use the CPU; --nproc 2 uses the GPUs\n"
+    for rank, err in (("0", note), ("2", "")):
         two_gpus.setenv("RANK", rank)
         two_gpus.setenv("LOCAL_RANK", rank)
         assert choose_device(config("auto")) == torch.device("cpu")

@@ -1,4 +1,4 @@
-"""The machinery of benchmarks/bench_chosen_split.py: its rows, its choices, its intervals."""
+"""Parts of benchmarks/bench_chosen_split.py: rows, selection and intervals."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def bench() -> ModuleType:
     spec = importlib.util.spec_from_file_location("bench_chosen_split", FILE)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclasses look themselves up
+    sys.modules[spec.name] = module  # dataclasses look up their module there
     spec.loader.exec_module(module)
     return module
 
@@ -34,7 +34,7 @@ def labels(dataset: Dataset, split: str) -> list[float]:
     return [float(label) for batch in with_all.epoch() for label in batch.label]
 
 
-def test_both_ways_to_choose_see_the_same_rows(
+def test_both_splits_to_select_on_have_the_same_rows(
     bench: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes = {"train": 300, "valid": 60, "test": 60, "untouched": 200}
@@ -43,11 +43,11 @@ def test_both_ways_to_choose_see_the_same_rows(
     datasets = {chooser: Dataset.load(folder) for chooser, folder in folders.items()}
     assert set(datasets["valid"].splits) == set(sizes) == {*datasets["test"].splits, "valid"}
     for split, num_rows in sizes.items():
-        found = labels(datasets["valid"], split)
-        assert len(found) == num_rows == datasets["valid"].split(split).num_rows
-        assert sum(found) == datasets["valid"].split(split).num_positives
+        values = labels(datasets["valid"], split)
+        assert len(values) == num_rows == datasets["valid"].split(split).num_rows
+        assert sum(values) == datasets["valid"].split(split).num_positives
         if split != "valid":
-            assert labels(datasets["test"], split) == found
+            assert labels(datasets["test"], split) == values
     runs: dict[str, Any] = {}
     config = bench.settings(folders["valid"], tmp_path, 0)
     short = {"epochs": 2, "eval_every_epochs": 1.0}

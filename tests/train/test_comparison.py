@@ -1,4 +1,4 @@
-"""Runs side by side: what differs, by how much, and what a reader is warned of."""
+"""Comparison of runs: differences of metrics, settings and data, and warnings to the reader."""
 
 import json
 import math
@@ -29,7 +29,7 @@ def eval_line(step: int, **changes: Any) -> dict[str, Any]:
 def make_run(
     path: Path, config: dict[str, Any] | None = None, test: dict[str, Any] | None = None, **changes: Any
 ) -> Path:
-    """A finished run of 40 steps of 100 samples; `test` changes its last evaluation, `changes` its summary."""
+    """Write a finished run of 40 steps of 100 samples. `test` changes its last evaluation, `changes` its summary."""
     path.mkdir(parents=True)
     document = {"run_dir": str(path), "seed": 0, "train": {"batch_size": 100}, "model": {"bottom_mlp": [8, 4]}}
     document["train"] |= config or {}
@@ -68,7 +68,7 @@ def edit(path: Path, change: Any) -> None:
 
 
 def add_valid(run: Path, auc: float, *, with_test: bool, num_rows: int = 500) -> Path:
-    """A split valid that was evaluated after 20 and 40 steps."""
+    """Add a validation split that was evaluated after steps 20 and 40."""
     lines = [eval_line(20, split="valid", auc=0.6), eval_line(40, split="valid", auc=auc)]
     with (run / "metrics.jsonl").open("a") as file:
         file.writelines(json.dumps(line) + "\n" for line in lines)
@@ -96,18 +96,18 @@ def test_runs_that_were_not_all_tested_compare_on_valid(tmp_path: Path) -> None:
     assert not comparison.is_comparable(comparison.runs[1]) and comparison.best_value(auc) is None
 
 
-def test_metrics_are_laid_against_the_first(tmp_path: Path) -> None:
+def test_metrics_are_compared_with_the_first_run(tmp_path: Path) -> None:
     first = make_run(tmp_path / "first")
     second = make_run(
         tmp_path / "second", test={"auc": 0.7625, "ne": 0.9001, "calibration": 0.95}, samples_per_s=1500.0
     )
     comparison = compare_runs([first, second])
     named = {metric.key: metric for metric in comparison.metrics}
-    assert list(named) == ["logloss", "ne", "auc", "calibration"]  # the figures that these lines have
-    found = {key: comparison.difference(metric, comparison.runs[1]) for key, metric in named.items()}
-    assert found == pytest.approx({"logloss": 0.0, "ne": 0.0001, "auc": 0.0125, "calibration": -0.15})
+    assert list(named) == ["logloss", "ne", "auc", "calibration"]  # the metrics of these lines
+    differences = {key: comparison.difference(metric, comparison.runs[1]) for key, metric in named.items()}
+    assert differences == pytest.approx({"logloss": 0.0, "ne": 0.0001, "auc": 0.0125, "calibration": -0.15})
     best = {key: comparison.best_value(metric) for key, metric in named.items()}
-    assert best == {"logloss": None, "ne": 0.9, "auc": 0.7625, "calibration": 0.95}  # nearer to 1 than 1.1
+    assert best == {"logloss": None, "ne": 0.9, "auc": 0.7625, "calibration": 0.95}  # closer to 1 than 1.1
     assert speed_ratio(comparison.runs[1], comparison.runs[0]) == 1.5
     assert comparison.runs[0].stages_ms_per_1000_samples == pytest.approx({"lookup": 200.0, "backward": 300.0})
     assert comparison.notes == () and comparison.config == comparison.data == comparison.plan == ()
@@ -127,7 +127,7 @@ def test_labels_and_segments_are_compared_too(tmp_path: Path) -> None:
     auc = next(metric for metric in comparison.metrics if metric.key == "auc")
     assert comparison.difference(auc, comparison.runs[1], click) == pytest.approx(0.1)
     absent = EvaluationPart("segment", "city 4, click")
-    assert comparison.difference(auc, comparison.runs[1], absent) is None  # the first run does not have it
+    assert comparison.difference(auc, comparison.runs[1], absent) is None  # missing in the first run
     assert comparison.to_dict()["runs"][1]["parts"]["city 4, buy"]["auc"] == 0.6
     page = write_comparison(comparison, tmp_path / "page.html").read_text()
     assert "By label" in page and "By segment" in page and "city others" in page
@@ -172,7 +172,7 @@ def test_only_what_differs_is_listed(tmp_path: Path) -> None:
     ]
 
 
-def test_many_tables_cut_alike_are_one_line() -> None:
+def test_many_tables_with_equal_sharding_are_one_line() -> None:
     rows = [FactDifference(fact=Fact(kind="table", subject=f"t{i}"), values=("a", "b")) for i in range(26)]
     assert [row.name for row in group_differences(rows)] == ["table t0, t1, t2, t3 and 22 more"]
 
@@ -192,7 +192,7 @@ def test_a_feature_that_is_called_features_hides_no_number_of_features(tmp_path:
     ]
 
 
-def test_runs_of_other_data_are_told(tmp_path: Path) -> None:
+def test_runs_on_other_data_are_reported(tmp_path: Path) -> None:
     runs = [make_run(tmp_path / name) for name in ("first", "more", "other")]
     edit(runs[1] / "dataset.json", lambda d: d["splits"].update(train=split("train", 9999, 1000)))
     edit(runs[2] / "dataset.json", lambda d: d["splits"]["test"].update(num_positives=1))
@@ -204,10 +204,10 @@ def test_runs_of_other_data_are_told(tmp_path: Path) -> None:
     )
     auc = next(metric for metric in comparison.metrics if metric.key == "auc")
     edit(runs[1] / "summary.json", lambda d: d["test"].update(auc=0.8))
-    assert compare_runs(runs).best_value(auc) == 0.8  # not the 0.99 of other rows
+    assert compare_runs(runs).best_value(auc) == 0.8  # not the 0.99 measured on other rows
 
 
-def test_unfinished_and_unevaluated_runs_are_told(tmp_path: Path) -> None:
+def test_unfinished_and_unevaluated_runs_are_reported(tmp_path: Path) -> None:
     runs = [make_run(tmp_path / name) for name in ("first", "cut", "begun", "torn", "broken")]
     (runs[1] / "summary.json").unlink()
     for name in ("metrics.jsonl", "summary.json"):
@@ -274,6 +274,7 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert isinstance(CliRunner().invoke(app, ["report", "one", "two", "--out", out]).exception, MesetaError)
 
 
+@pytest.mark.soak  # test_report.py opens a page with the same parts
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed")
 def test_opens_in_a_browser_without_a_console_message(tmp_path: Path) -> None:
     runs = [make_run(tmp_path / name) for name in ("one", "two")]

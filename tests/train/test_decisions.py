@@ -1,4 +1,4 @@
-"""What evaluations decide: by hand-made evaluations, against rules that are written out."""
+"""Decisions that follow from evaluations, against explicit rules."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def line(step: int, ne: float, split: str = "test") -> EvalLine:
     return EvalLine(step=step, split=split, ne=ne)
 
 
-def test_valid_decides_where_there_is_one() -> None:
+def test_the_validation_split_decides_if_present() -> None:
     assert [validation_split(names) for names in (["train", "test"], ["train", "valid", "test"])] == ["test", "valid"]
     decisions = EvaluationTracker(config(), ["train", "valid", "test"])
     decisions.update(line(3, 0.1), scheduled=True)
@@ -38,7 +38,7 @@ def test_valid_decides_where_there_is_one() -> None:
     assert decisions.get_state()["best"]["split"] == "valid"
     of_test = EvaluationTracker(config(), ["train", "test"])
     of_test.set_state({**decisions.get_state(), "step": 3})
-    assert of_test.early_stopping.best_step is None  # what valid said is not about test
+    assert of_test.early_stopping.best_step is None  # the best on valid does not count for test
 
 
 @pytest.mark.parametrize(
@@ -54,20 +54,20 @@ def test_valid_decides_where_there_is_one() -> None:
     ],
 )
 def test_evaluations_by_epochs(every: float, num_batches: int, due: list[int]) -> None:
-    """After the first step at which k * every epochs are done, for k = 1, 2, ..."""
-    found = []
+    """An evaluation is due after the first step at which k * every epochs are complete, for k = 1, 2, ..."""
+    steps = []
     for step in range(1, 3 * num_batches + 1):
         epoch, batch = divmod(step, num_batches)
         num_read = epoch * num_batches + batch
         if is_evaluation_due(TrainConfig(eval_every_epochs=every), step, num_read, num_batches):
-            found.append(step)
-    assert found == due
+            steps.append(step)
+    assert steps == due
 
 
 def test_evaluations_by_steps_or_none() -> None:
     for every, due in ((None, []), (3, [3, 6, 9])):
-        found = [n for n in range(1, 11) if is_evaluation_due(TrainConfig(eval_every_steps=every), n, 0, 9)]
-        assert found == due
+        steps = [n for n in range(1, 11) if is_evaluation_due(TrainConfig(eval_every_steps=every), n, 0, 9)]
+        assert steps == due
 
 
 @pytest.mark.parametrize(
@@ -84,17 +84,17 @@ def test_evaluations_by_steps_or_none() -> None:
 )
 def test_a_plateau_lets_the_rate_fall(changes: dict[str, Any], gains: str, falls: list[int]) -> None:
     schedule = ScheduleConfig(**{"kind": "plateau", **changes})
-    plateau, found = PlateauTracker(schedule), []
+    plateau, reductions = PlateauTracker(schedule), []
     for k, gained in enumerate(gains, start=1):
         plateau.update(10 * k, improved=gained == "1")
-        found.append(plateau.num_reductions)
-        again = PlateauTracker(schedule)  # as a run that is cut off here and goes on
+        reductions.append(plateau.num_reductions)
+        again = PlateauTracker(schedule)  # like a run that is interrupted here and resumed
         again.set_state(plateau.get_state())
         plateau = again
-    assert found == falls
+    assert reductions == falls
 
 
-def test_an_evaluation_counts_once_and_one_off_the_way_can_only_be_the_best() -> None:
+def test_an_evaluation_counts_once_and_an_unscheduled_one_can_only_be_the_best() -> None:
     decisions = EvaluationTracker(
         config(eval_every_steps=2, early_stopping={"patience": 2}, schedule={"kind": "plateau", "plateau_patience": 1}),
         ["train", "test"],
@@ -121,8 +121,8 @@ def test_an_evaluation_counts_once_and_one_off_the_way_can_only_be_the_best() ->
     assert again.get_state() == decisions.get_state()
 
 
-def test_a_checkpoint_of_before_knows_its_evaluations() -> None:
-    """Older versions kept the best alone; what was evaluated up to the checkpoint is in there."""
+def test_checkpoints_of_older_versions_include_their_evaluations() -> None:
+    """Older versions stored only the best evaluation. It includes all evaluations up to the checkpoint."""
     decisions = EvaluationTracker(config(), ["test"])
     decisions.set_state({"step": 9, "best": {"metric": "ne", "step": 4, "value": 0.8, "num_stale": 1}})
     decisions.update(line(9, 0.1), scheduled=True)
@@ -135,7 +135,7 @@ def test_a_checkpoint_of_before_knows_its_evaluations() -> None:
     assert decisions.early_stopping.best_step == 4
 
 
-def test_what_was_chosen_on_test_is_told() -> None:
+def test_selection_on_the_test_split_is_reported() -> None:
     plain = config(eval_every_steps=5)
     assert decisions_from_evaluations(plain) == [] and selection_on_test_warning("test", []) == ""
     everything = config(eval_every_steps=5, finish="best", early_stopping={"patience": 1}, schedule={"kind": "plateau"})
@@ -163,10 +163,10 @@ def test_configs_that_do_not_fit(document: dict[str, Any], words: str) -> None:
 
 
 def test_a_schedule_for_all_and_one_for_a_part() -> None:
-    """That of a part replaces all keys, and the config keeps what was written."""
-    common, own = {"kind": "cosine", "warmup_steps": 9}, {"kind": "constant"}
+    """The schedule of a part replaces all keys of the common one, and the stored config keeps both."""
+    common, of_part = {"kind": "cosine", "warmup_steps": 9}, {"kind": "constant"}
     for part, other in (("embedding", "dense"), ("dense", "embedding")):
-        got = validate_document({"run_dir": "r", "data": {"dir": "d"}, "schedule": common, part: {"schedule": own}})
+        got = validate_document({"run_dir": "r", "data": {"dir": "d"}, "schedule": common, part: {"schedule": of_part}})
         schedules = {"embedding": got.embedding_schedule, "dense": got.dense_schedule}
         assert schedules[other] == ScheduleConfig(kind="cosine", warmup_steps=9)
         assert schedules[part] == ScheduleConfig()

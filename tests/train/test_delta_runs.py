@@ -1,5 +1,5 @@
-"""Runs that save deltas: they end with the bits of one that saves whole checkpoints, stopped, failed or not, and a run
-that was stopped writes the files of one that was not."""
+"""Runs that save delta checkpoints end with the bits of a run without deltas, also after interruptions and failed
+saves."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def whole(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkpoints of a run that saves whole ones; made in blocks of this size too."""
+    """Return the checkpoints of a run without deltas, written in small blocks."""
     folder = tmp_path_factory.mktemp("whole")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layout, "BLOCK_BYTES", SMALL_BYTES)
@@ -37,8 +37,8 @@ def whole(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def files(run_dir: Path) -> dict[str, bytes]:
-    """Those of tables, of all checkpoints; of a run that was stopped, manifests tell other times, and dense files other
-    figures."""
+    """Return the table files of all checkpoints. Manifests and dense files of an interrupted run have other times and
+    metrics."""
     return {name: content for name, content in many_files(run_dir / "checkpoints").items() if name.endswith(".arrow")}
 
 
@@ -76,10 +76,12 @@ def test_rows_of_a_save_that_failed_are_in_the_next(
         assert list(compare(listed.path, whole / listed.path.name)) == []
 
 
-def test_tables_that_step_all_rows_are_whole(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """All of them, or one."""
+def test_tables_that_update_all_rows_are_saved_completely(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name, where in (("all", "embedding__optimizer"), ("one", "embedding__tables__user__optimizer")):
         changes = {f"{where}__{key}": value for key, value in (("weight_decay", 0.1), ("stepped_rows", "all"))}
+        changes["train__max_steps"] = 8
         with_deltas(tiny, tmp_path / name, "rolling", **changes)
         assert "so each delta has all of them" in capsys.readouterr().err
         train(settings(tiny, tmp_path / f"{name}-whole", **STEPS | changes))

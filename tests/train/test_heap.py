@@ -1,10 +1,8 @@
-"""What the heap grows to for blocks that come and go, by hand; and what models really hold, by /proc."""
+"""Model of the heap: peaks of explicit sequences of blocks, and memory of real models as /proc reports it."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from itertools import accumulate
 from pathlib import Path
 
@@ -12,18 +10,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cli.processes import Command
 from meseta.config.models import MODEL_NAMES
 from meseta.train.setup.heap import NUM_SIMULATED_STEPS, HeapModel, heap_peak
-from small_run import environment
 
 MB = 1 << 20
 SIZES = {"autoint": 1024, "mmoe": 4096}
-"""Samples, for 0.3 to 0.6 GB; those of all others are 16,384."""
-FIRST = ("autoint",)
+"""Batch sizes that take 0.3 to 0.6 GB. The other models use 16,384."""
+FIRST = ("wide_deep",)
 
 
 def peak_of(entries: list[tuple[int, int]]) -> float:
-    """In MB, of one step: (number of a block, MB taken, or given back)."""
+    """Return the peak in MB of one step. Its entries are (block, MB): positive to allocate, negative to free."""
     heap = HeapModel()
     for block, size in entries:
         if size > 0:
@@ -33,38 +31,37 @@ def peak_of(entries: list[tuple[int, int]]) -> float:
     return heap.peak / MB
 
 
-def test_blocks_that_stay_lie_side_by_side() -> None:
+def test_blocks_in_use_are_contiguous() -> None:
     assert peak_of([(n, 1) for n in range(40)]) == pytest.approx(40, abs=0.01)
     assert peak_of([(0, 40), (1, 1)]) == pytest.approx(41, abs=0.01)
 
 
-def test_a_block_is_too_small_for_the_next_of_its_size_by_its_ends() -> None:
-    """Between two that stay, the place of one that was given back is taken by one a little smaller, not by one as
-    large."""
+def test_a_freed_block_does_not_fit_another_of_its_size() -> None:
+    """The space of a freed block between two others fits a slightly smaller block, but not one of equal size."""
     kept = [(0, 1), (1, 1), (2, 1), (1, -1)]
     assert peak_of([*kept, (3, 1)]) == pytest.approx(4, abs=0.01)
     assert peak_of([*kept, (3, 0.99)]) == pytest.approx(3, abs=0.01)
 
 
-def test_blocks_that_were_given_back_side_by_side_are_joined_where_their_ends_were_not_kept() -> None:
-    many = [(n, 1) for n in range(30)]  # more than ends are kept of one size
+def test_freed_neighbors_are_merged_if_their_remainders_are_not_kept() -> None:
+    many = [(n, 1) for n in range(30)]  # leaves more remainders of one size than the heap keeps
     again = [*many, *[(n, -1) for n in range(29)], (30, 10)]
     assert peak_of(again) == pytest.approx(30, abs=0.01)
 
 
-def test_large_blocks_are_the_systems_where_the_heap_has_no_room() -> None:
-    assert peak_of([(0, 33), (0, -33), (1, 4), (1, -4)]) == pytest.approx(33, abs=0.01)  # the heap has 4 of its own
+def test_large_blocks_are_mapped_if_the_heap_has_no_room() -> None:
+    assert peak_of([(0, 33), (0, -33), (1, 4), (1, -4)]) == pytest.approx(33, abs=0.01)  # the heap itself holds 4 MB
     assert peak_of([(0, 31), (0, -31), (1, 33), (1, -33)]) == pytest.approx(64, abs=0.01)
 
 
-def test_steps_are_done_again_and_what_one_keeps_is_given_back() -> None:
+def test_steps_are_repeated_and_kept_blocks_are_freed() -> None:
     once = [(0, 5 * MB), (1, 3 * MB), (1, -3 * MB)]
     assert 8 * MB <= heap_peak(once) <= NUM_SIMULATED_STEPS * 8.01 * MB
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 60), st.booleans()), max_size=30))
-def test_it_holds_what_is_in_use_and_no_more_than_was_ever_taken(taken: list[tuple[int, bool]]) -> None:
+def test_the_peak_is_between_the_blocks_in_use_and_all_blocks(taken: list[tuple[int, bool]]) -> None:
     entries, alive = list[tuple[int, int]](), list[tuple[int, int]]()
     for number, (size, gives_back) in enumerate(taken):
         entries.append((number, size))
@@ -80,10 +77,10 @@ def test_it_holds_what_is_in_use_and_no_more_than_was_ever_taken(taken: list[tup
     "name", [name if name in FIRST else pytest.param(name, marks=pytest.mark.soak) for name in MODEL_NAMES
              if name != "logistic_regression"]
 )  # fmt: skip
-def test_a_model_holds_what_is_predicted_of_its_shapes(name: str) -> None:
-    """Within 30 % of the peak; logistic regression holds less than a process takes by chance."""
-    command = [sys.executable, str(Path(__file__).with_name("memory_of_models.py")), f"{name}:{SIZES.get(name, 16384)}"]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=200, check=True)
-    predicted, peak = json.loads(done.stdout)[name]
+def test_the_memory_of_a_model_matches_the_prediction(tmp_path: Path, name: str) -> None:
+    """Within 30 % of the peak. Logistic regression is left out, since it takes less than the noise of a process."""
+    script = Path(__file__).with_name("memory_of_models.py")
+    command = Command(tmp_path, script, f"{name}:{SIZES.get(name, 16384)}", program="python").succeed()
+    predicted, peak = json.loads(command.out.read_text())[name]
     print(f"{name}: predicted {predicted / 1e6:.0f} MB, peak {peak / 1e6:.0f} MB")
     assert 0.7 * peak <= predicted <= 1.3 * peak

@@ -1,4 +1,4 @@
-"""Models built by hand in plain torch, under the names of other programs: the imported run gives their logits."""
+"""Import of models of other programs: their logits equal those of the same model in plain torch."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def run_layers(x: Tensor, stack: list[tuple[Tensor, Tensor]], relu_last: bool) -
     return x
 
 
-class ByHand:
-    """A DLRM, or a DCNv2, of the shapes of the tiny data; `pairs` orders its dot products."""
+class PlainModel:
+    """DLRM or DCNv2 with the shapes of the tiny data. `pairs` orders its dot products."""
 
     def __init__(self, pairs: Callable[[int], tuple[Tensor, Tensor]] | None) -> None:
         torch.manual_seed(5)
@@ -65,43 +65,43 @@ class ByHand:
 
 
 def lower(n: int) -> tuple[Tensor, Tensor]:
-    """facebookresearch/dlrm: for i in range(n) for j in range(i)."""
+    """Return the pairs of facebookresearch/dlrm: for i in range(n) for j in range(i)."""
     pairs = [(i, j) for i in range(n) for j in range(i)]
     return torch.tensor([i for i, _ in pairs]), torch.tensor([j for _, j in pairs])
 
 
 def upper(n: int) -> tuple[Tensor, Tensor]:
-    """TorchRec's InteractionArch: triu_indices with offset 1."""
+    """Return the pairs of TorchRec's InteractionArch: triu_indices with offset 1."""
     rows, columns = torch.triu_indices(n, n, offset=1)
     return rows, columns
 
 
 def stack_names(stack: list[tuple[Tensor, Tensor]], name: Callable[[int], str]) -> dict[str, Tensor]:
-    found = {}
+    tensors = {}
     for index, (weight, bias) in enumerate(stack):
-        found |= {f"{name(index)}.weight": weight, f"{name(index)}.bias": bias}
-    return found
+        tensors |= {f"{name(index)}.weight": weight, f"{name(index)}.bias": bias}
+    return tensors
 
 
-def dlrm_names(model: ByHand) -> dict[str, Tensor]:
+def dlrm_names(model: PlainModel) -> dict[str, Tensor]:
     tables = {f"emb_l.{n}.weight": table for n, table in enumerate(model.tables.values())}
     bottom = stack_names(model.bottom, lambda i: f"bot_l.{2 * i}")
     return tables | bottom | stack_names(model.top, lambda i: f"top_l.{2 * i}")
 
 
-def torchrec_names(model: ByHand, prefix: str = "model.", table: str = "{}") -> dict[str, Tensor]:
+def torchrec_names(model: PlainModel, prefix: str = "model.", table: str = "{}") -> dict[str, Tensor]:
     bags = prefix + "sparse_arch.embedding_bag_collection.embedding_bags.{}.weight"
-    found = {bags.format(table.format(name)): rows for name, rows in model.tables.items()}
-    found |= stack_names(model.bottom, lambda i: f"{prefix}dense_arch.model._mlp.{i}._linear")
-    found |= stack_names(model.top[:-1], lambda i: f"{prefix}over_arch.model.0._mlp.{i}._linear")
-    found |= stack_names(model.top[-1:], lambda i: f"{prefix}over_arch.model.1")
+    tensors = {bags.format(table.format(name)): rows for name, rows in model.tables.items()}
+    tensors |= stack_names(model.bottom, lambda i: f"{prefix}dense_arch.model._mlp.{i}._linear")
+    tensors |= stack_names(model.top[:-1], lambda i: f"{prefix}over_arch.model.0._mlp.{i}._linear")
+    tensors |= stack_names(model.top[-1:], lambda i: f"{prefix}over_arch.model.1")
     for i, (down, up, bias) in enumerate(model.cross):
         cross = f"{prefix}inter_arch.crossnet"
-        found |= {f"{cross}.V_kernels.{i}": down, f"{cross}.W_kernels.{i}": up, f"{cross}.bias.{i}": bias}
-    return found
+        tensors |= {f"{cross}.V_kernels.{i}": down, f"{cross}.W_kernels.{i}": up, f"{cross}.bias.{i}": bias}
+    return tensors
 
 
-def torch_names(model: ByHand, prefix: str = "module.") -> dict[str, Tensor]:
+def torch_names(model: PlainModel, prefix: str = "module.") -> dict[str, Tensor]:
     tables = {f"{prefix}tables.{name}.weight": rows for name, rows in model.tables.items()}
     bottom = stack_names(model.bottom, lambda i: f"{prefix}bottom_mlp.{2 * i}")
     return tables | bottom | stack_names(model.top, lambda i: f"{prefix}top_mlp.{2 * i}")
@@ -127,9 +127,14 @@ def load(path: Path, layout: Layout, document: dict[str, Any], **more: Any) -> P
     ids=["dlrm", "torchrec", "torchrec dcn", "torchrec by order", "torch"],
 )
 def test_the_same_logits(
-    tiny: Path, tmp_path: Path, layout: Layout, pairs: Any, name: Callable[[ByHand], dict[str, Tensor]], changes: dict
+    tiny: Path,
+    tmp_path: Path,
+    layout: Layout,
+    pairs: Any,
+    name: Callable[[PlainModel], dict[str, Tensor]],
+    changes: dict,
 ) -> None:
-    model = ByHand(pairs)
+    model = PlainModel(pairs)
     torch.save({"state_dict": name(model), "epoch": 3}, tmp_path / "model.pt")
     document = config_of(tiny, tmp_path / "run", **changes)
     saved = load(tmp_path / "model.pt", layout, document)
@@ -145,13 +150,13 @@ def test_the_same_logits(
     ]
     expected = model.logits(batch.dense, torch.cat(values, dim=1))
     with torch.no_grad():
-        found = trained.model.score(batch.dense, trained.model.embeddings(batch.sparse).pooled.values)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        logits = trained.model.score(batch.dense, trained.model.embeddings(batch.sparse).pooled.values)
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_training_goes_on_from_it(tiny: Path, tmp_path: Path) -> None:
-    """As it does from a safetensors file, and from a folder with the tensors in several files."""
-    tensors = dlrm_names(ByHand(lower))
+def test_training_continues_from_it(tiny: Path, tmp_path: Path) -> None:
+    """Training from a safetensors file equals training from a folder with the tensors in several files."""
+    tensors = dlrm_names(PlainModel(lower))
     save_file({n: t.contiguous() for n, t in tensors.items()}, tmp_path / "model.safetensors")
     (tmp_path / "folder").mkdir()
     for part, names in enumerate((list(tensors)[:3], list(tensors)[3:])):
@@ -167,8 +172,8 @@ def test_training_goes_on_from_it(tiny: Path, tmp_path: Path) -> None:
         load(tmp_path / "folder", "dlrm", document)
 
 
-def test_what_does_not_fit_is_listed_with_the_nearest(tiny: Path, tmp_path: Path) -> None:
-    tensors = torch_names(ByHand(lower), prefix="")
+def test_mismatches_are_listed_with_suggestions(tiny: Path, tmp_path: Path) -> None:
+    tensors = torch_names(PlainModel(lower), prefix="")
     tensors["tables.itme.weight"] = tensors.pop("tables.item.weight")
     tensors["top_mlp.0.bias"] = torch.zeros(3)
     tensors["steps"] = torch.zeros(())
@@ -182,7 +187,7 @@ def test_what_does_not_fit_is_listed_with_the_nearest(tiny: Path, tmp_path: Path
     assert "have a different shape: 'top_mlp.0.bias' [3], and [8] in the model" in message
     assert "--rename SOURCE=TARGET" in message
     assert not (tmp_path / "run").exists()
-    torch.save(dlrm_names(ByHand(lower)), tmp_path / "dlrm.pt")
+    torch.save(dlrm_names(PlainModel(lower)), tmp_path / "dlrm.pt")
     with pytest.raises(MesetaError, match=r"; use --from dlrm$"):
         load(tmp_path / "dlrm.pt", "torchrec", document)
     with pytest.raises(MesetaError, match=r"tensor 'x' of --rename is not in the file"):
@@ -194,7 +199,7 @@ def test_what_does_not_fit_is_listed_with_the_nearest(tiny: Path, tmp_path: Path
 
 
 class Evil:
-    """Would make a folder if anybody loaded its pickle."""
+    """Object whose pickle makes a folder when it is loaded."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -1,4 +1,4 @@
-"""Predicted bytes against the tensors that a run then holds, and runs that cannot fit."""
+"""Predicted memory against the tensors that a run holds, and refusal of runs that do not fit."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def test_a_dense_part_in_float64_takes_twice_the_bytes(tmp_path: Path, tiny: Pat
 
 
 @pytest.mark.parametrize("case", MODELS)
-def test_a_step_takes_what_was_predicted_of_its_shapes(tmp_path: Path, tiny: Path, case: str) -> None:
-    """Beside what autograd keeps for the way back of the model itself, counted on tensors that have numbers."""
+def test_activations_of_a_step_match_the_prediction(tmp_path: Path, tiny: Path, case: str) -> None:
+    """The prediction is at least the bytes that autograd saves for the backward pass, and not much more."""
     document = settings(tiny, tmp_path / "run", model__name=case.split(maxsplit=1)[0], **MODELS[case])
     batch_size, config, dataset = 512, RunConfig.model_validate(document), Dataset.load(tiny)
     collection = EmbeddingBagCollection(*make_specs(config, dataset))
@@ -73,26 +73,26 @@ def test_a_step_takes_what_was_predicted_of_its_shapes(tmp_path: Path, tiny: Pat
         kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
-    flight: BatchContext[Any] = BatchContext(
+    batch: BatchContext[Any] = BatchContext(
         batch_slice=BatchSlice(world=World.single(), step=0, batch_size_per_rank=(batch_size,))
     )
     dense = torch.rand(batch_size, len(dataset.dense))
     pooled = torch.rand(batch_size, sum(table.embedding_dim for table in collection.tables), requires_grad=True)
-    with collection.active_batch(flight), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        logits = model.score(dense, pooled)  # its graph holds what was kept
-    for own in model.parameters():
-        kept.pop(own.untyped_storage().data_ptr(), None)
+    with collection.active_batch(batch), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        logits = model.score(dense, pooled)  # its graph keeps the saved tensors alive
+    for parameter in model.parameters():
+        kept.pop(parameter.untyped_storage().data_ptr(), None)
     outline = make_meta_model(config, dataset, EmbeddingBagCollection(*make_specs(config, dataset)))
-    assert all(own.is_meta for own in outline.parameters())
+    assert all(parameter.is_meta for parameter in outline.parameters())
     whole = step_peak_bytes(outline, batch_size, len(dataset.dense))
     assert sum(kept.values()) <= whole <= 5 * sum(kept.values()) + 8 * pooled.nbytes + 8 * logits.nbytes
-    assert whole >= 2 * pooled.nbytes  # the bags, and their gradient
+    assert whole >= 2 * pooled.nbytes  # the pooled embeddings and their gradient
 
 
-def test_no_parameter_is_made_before_memory_is_checked(
+def test_no_parameter_is_allocated_before_memory_is_checked(
     tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every tensor that torch makes until the check, and what the check is told of a layer beyond all memory."""
+    """Until the check, torch allocates only small tensors, although one layer alone exceeds the memory."""
     document = settings(tiny, tmp_path / "run", model__name="dlrm", model__top_mlp=[1 << 20, 1 << 20])
     made = []
 
@@ -105,16 +105,16 @@ def test_no_parameter_is_made_before_memory_is_checked(
     with Watch(), pytest.raises(MesetaError) as caught:
         make_sharded_model(RunConfig.model_validate(document), Dataset.load(tiny), World.single())
     assert max(made, default=0) < 1000
-    assert "). prepare the data with fewer --hash-rows" in str(caught.value)  # no other type of rows would help
+    assert "). prepare the data with fewer --hash-rows" in str(caught.value)  # no other row type would help
     assert "dense part 17.6 TB" in str(caught.value)  # 2**40 weights of 4 bytes, gradients and two moments
     assert "the largest dense parameter 'top_mlp.2.weight', 1,048,576 x 1,048,576" in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["AsksForNumbers", "KeepsNumbers"])
-def test_a_model_that_asks_for_numbers_is_made_first(
+def test_a_model_that_reads_values_is_built_first(
     tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.delitem(sys.modules, "own_models", raising=False)  # imported anew, for what the module keeps
+    monkeypatch.delitem(sys.modules, "own_models", raising=False)  # a fresh import, since the module has state
     document = settings(tiny, tmp_path / "run", model__name=f"own_models:{name}")
     need = predicted(tiny, document)
     assert need.dense_part > 0 and need.activations > 0
@@ -129,8 +129,8 @@ def test_parts_of_a_batch_need_less_for_activations(tmp_path: Path, tiny: Path) 
     whole, part = needs
     dataset = Dataset.load(tiny)
     ids = sum(column.statistics.mean_pooling_factor for column in dataset.sparse)
-    kept = 4096 * (4 * 4 * len(dataset.sparse) + 8 * ids)  # gradients of bags of 4 columns, and ids
-    assert abs(part.activations - whole.activations / 4 - kept) <= 0.01 * whole.activations  # but for ends of blocks
+    kept = 4096 * (4 * 4 * len(dataset.sparse) + 8 * ids)  # gradients of embeddings with 4 columns, and ids
+    assert abs(part.activations - whole.activations / 4 - kept) <= 0.01 * whole.activations  # except the ends of blocks
     assert (part.tables, part.reading) == (whole.tables, whole.reading)
 
 
@@ -160,7 +160,7 @@ def test_ranks_of_a_host_share_its_memory(tmp_path: Path, tiny: Path, monkeypatc
     make_sharded_model(config, Dataset.load(tiny), World.current())
 
 
-def test_free_memory_is_what_the_tightest_limit_leaves(tmp_path: Path) -> None:
+def test_free_memory_follows_the_tightest_limit(tmp_path: Path) -> None:
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/meminfo").write_text("MemTotal: 8388608 kB\nMemAvailable: 6291456 kB\n")
     (tmp_path / "proc/self").mkdir()

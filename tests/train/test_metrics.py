@@ -71,7 +71,7 @@ def test_literal_values() -> None:
 
 
 def test_extreme_logits_keep_their_loss() -> None:
-    """A clamped probability would give 34.5 or 16.1 here; the loss of a confident error is its logit."""
+    """The loss of a confident error is its logit. A clamped probability would give 34.5 or 16.1."""
     assert logloss([50.0], [0]) == pytest.approx(50.0, rel=1e-15)
     assert logloss([-50.0], [1]) == pytest.approx(50.0, rel=1e-15)
     assert logloss([50.0], [1]) == pytest.approx(math.exp(-50.0), rel=1e-12)
@@ -171,7 +171,7 @@ def test_added_batches_are_copies() -> None:
     assert window.compute() == kept
 
 
-def test_bad_values_are_named_when_figures_are_asked_for() -> None:
+def test_bad_values_are_named_by_compute() -> None:
     window = MetricWindow()
     window.add([0.0, math.nan], [0, 1])
     with pytest.raises(MesetaError, match=r"logit 1 must be finite and at most .*, got nan"):

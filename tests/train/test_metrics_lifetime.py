@@ -33,7 +33,7 @@ def filled(logits: np.ndarray, labels: np.ndarray, weights: np.ndarray | None = 
 
 
 def text(window: LifetimeWindow) -> str:
-    """The figures, with every bit."""
+    """Return the metrics with every bit."""
     return json.dumps(window.compute().to_dict())
 
 
@@ -41,21 +41,21 @@ def text(window: LifetimeWindow) -> str:
 def test_agrees_with_scikit_learn(weighted: bool) -> None:
     logits, labels, weights = click_log(20_000)
     weights = weights if weighted else np.ones(20_000)
-    figures = filled(logits, labels, weights if weighted else None).compute()
+    metrics = filled(logits, labels, weights if weighted else None).compute()
     predictions = 1.0 / (1.0 + np.exp(-logits.astype(np.float64)))
     base = np.full(20_000, np.average(labels, weights=weights))
     loss = log_loss(labels, predictions, sample_weight=weights)
     exact = roc_auc_score(labels, logits, sample_weight=weights)
-    assert figures.num_samples == (weights > 0).sum()
-    assert figures.num_positives == ((weights > 0) & (labels == 1)).sum()
-    assert figures.weight == pytest.approx(weights.sum(), rel=1e-13)
-    assert figures.logloss == pytest.approx(loss, rel=1e-13)
-    assert figures.ne == pytest.approx(loss / log_loss(labels, base, sample_weight=weights), rel=1e-12)
-    assert figures.calibration == pytest.approx(np.average(predictions, weights=weights) / base[0], rel=1e-12)
-    assert abs(figures.auc.value - exact) < 1e-5 < figures.auc.error_bound < 1e-3
+    assert metrics.num_samples == (weights > 0).sum()
+    assert metrics.num_positives == ((weights > 0) & (labels == 1)).sum()
+    assert metrics.weight == pytest.approx(weights.sum(), rel=1e-13)
+    assert metrics.logloss == pytest.approx(loss, rel=1e-13)
+    assert metrics.ne == pytest.approx(loss / log_loss(labels, base, sample_weight=weights), rel=1e-12)
+    assert metrics.calibration == pytest.approx(np.average(predictions, weights=weights) / base[0], rel=1e-12)
+    assert abs(metrics.auc.value - exact) < 1e-5 < metrics.auc.error_bound < 1e-3
 
 
-def test_reliability_is_the_exact_one_where_bins_do_not_cut() -> None:
+def test_reliability_is_exact_if_bins_do_not_divide_equal_logits() -> None:
     logits = np.round(np.random.default_rng(2).normal(size=4_000), 1)
     labels = np.random.default_rng(3).random(4_000) < 0.3
     weights = np.random.default_rng(4).exponential(size=4_000)
@@ -80,7 +80,7 @@ def test_the_exact_auc_is_within_the_bound(samples: list[tuple[float, int, float
                 won += product * (Fraction(1, 2) if logit == other else int(logit > other))
     binned = window.compute().auc
     if pairs:
-        # Weights are cut below 2**-64, which is 1e-10 of the smallest one.
+        # Weights are truncated below 2**-64, which is 1e-10 of the smallest one.
         assert abs(binned.value - float(won / pairs)) <= binned.error_bound + 1e-9
     else:
         assert math.isnan(binned.value) and math.isnan(binned.error_bound)
@@ -90,12 +90,12 @@ def test_literal_values() -> None:
     # Bins are 1/512 wide: the first two scores share one, the third does not.
     binned = binned_auc([0.0, 0.001, 0.002], [1, 0, 0])
     assert (binned.value, binned.error_bound) == (0.25, 0.25)
-    assert binned_auc([100.0, 20.0], [0, 1]).error_bound == 0.5  # the outermost bin takes what lies beyond
-    figures = filled([50.0, -50.0], [0, 1], [1.0, 3.0]).compute()
-    assert figures.logloss == 50.0 and figures.weight == 4.0
+    assert binned_auc([100.0, 20.0], [0, 1]).error_bound == 0.5  # the outermost bin contains all values beyond it
+    metrics = filled([50.0, -50.0], [0, 1], [1.0, 3.0]).compute()
+    assert metrics.logloss == 50.0 and metrics.weight == 4.0
     assert filled([1e100, 0.0], [0, 1], [1e9, 1e-9]).compute().logloss == pytest.approx(1e100)
     assert filled([3e38, 3e38], [0, 0]).compute().logloss == pytest.approx(3e38)
-    # A class that is next to nothing: the entropy of its rate q is q (1 - log q).
+    # A very rare class: the entropy of its rate q is q (1 - log q).
     rare = filled([0.0, 0.0], [0, 1], [1e-9, 1e9]).compute()
     assert rare.ne == pytest.approx(math.log(2.0) / (1e-18 * (1.0 - math.log(1e-18))), rel=1e-9)
     assert filled([0.0] * 4, [1, 0, 0, 0]).compute().ne == pytest.approx(0.6931471805599453 / 0.5623351446188083)
@@ -126,7 +126,7 @@ def test_large_batches_in_another_order_have_the_same_bits() -> None:
 
 
 def test_sums_are_exact() -> None:
-    """A million small losses beside a large one: float64 sums in any order would lose them."""
+    """Sums in float64, in any order, would lose the small losses next to a large one."""
     window = filled(np.array([1e17]), np.array([0]))
     window.add(np.zeros(100_000), np.zeros(100_000))
     exact = (Fraction(1e17) + 100_000 * Fraction(logloss([0.0], [0]))) / 100_001
@@ -135,9 +135,9 @@ def test_sums_are_exact() -> None:
 
 def test_agrees_with_the_exact_window_on_a_short_run() -> None:
     logits, labels, weights = click_log(2_000, seed=5)
-    figures = filled(logits, labels, weights).compute()
-    assert figures.logloss == pytest.approx(logloss(logits, labels, weights), rel=1e-14)
-    assert figures.calibration == pytest.approx(calibration(logits, labels, weights), rel=1e-14)
+    metrics = filled(logits, labels, weights).compute()
+    assert metrics.logloss == pytest.approx(logloss(logits, labels, weights), rel=1e-14)
+    assert metrics.calibration == pytest.approx(calibration(logits, labels, weights), rel=1e-14)
 
 
 def test_state_is_of_fixed_size_and_restores_every_bit() -> None:
@@ -159,16 +159,16 @@ def test_nothing_and_one_class_only() -> None:
     empty = LifetimeWindow().compute()
     assert (empty.num_samples, empty.weight, empty.reliability) == (0, 0.0, ())
     padding = filled([math.nan], [0.5], [0.0]).compute()
-    for figures in (empty, padding):
-        assert all(math.isnan(v) for v in (figures.logloss, figures.ne, figures.auc.value, figures.calibration))
-        json.dumps(figures.to_dict(), allow_nan=False)
+    for metrics in (empty, padding):
+        assert all(math.isnan(v) for v in (metrics.logloss, metrics.ne, metrics.auc.value, metrics.calibration))
+        json.dumps(metrics.to_dict(), allow_nan=False)
     negatives = filled([0.0, 1.0], [0, 0]).compute()
     assert math.isnan(negatives.auc.value) and math.isnan(negatives.ne) and math.isnan(negatives.calibration)
     assert math.isfinite(negatives.logloss)
 
 
 def test_bad_values_are_raised_on_all_ranks() -> None:
-    """`add` keeps quiet on the rank that saw it; `compute` after a merge raises everywhere."""
+    """`add` does not raise on the rank with the bad value. `compute` after a merge raises on all ranks."""
     good, bad = filled([1.0], [1]), filled([0.0, math.nan], [0, 1])
     bad.add([0.0], [0.5])
     merged = LifetimeWindow.merge([good.get_state(), bad.get_state()])

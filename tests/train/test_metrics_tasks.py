@@ -1,4 +1,4 @@
-"""Figures by task and by segment, against scikit-learn on the samples picked by hand."""
+"""Metrics by task and by segment, against scikit-learn on selected samples."""
 
 from __future__ import annotations
 
@@ -40,23 +40,23 @@ def expected(logits: np.ndarray, labels: np.ndarray, weights: np.ndarray) -> dic
     }
 
 
-def test_every_task_has_its_own_figures() -> None:
+def test_every_task_has_its_own_metrics() -> None:
     windows, (logits, labels, weights, _) = filled()
     for place, task in enumerate(TASKS):
-        found = windows[task].compute().to_dict()
+        computed = windows[task].compute().to_dict()
         for name, value in expected(logits[:, place], labels[:, place], weights).items():
-            assert found[name] == pytest.approx(value, abs=1e-6), (task, name)
+            assert computed[name] == pytest.approx(value, abs=1e-6), (task, name)
 
 
 def test_the_largest_segments_come_first_and_the_rest_together() -> None:
     windows, (logits, labels, weights, keys) = filled()
-    found = segment_metrics(windows, keys, 3)
+    segments = segment_metrics(windows, keys, 3)
     values, counts = np.unique(keys, return_counts=True)
     largest = sorted(zip((-counts).tolist(), values.tolist(), strict=True))[:3]
-    assert [(-segment.metrics["buy"].num_samples, segment.value) for segment in found[:3]] == largest
-    assert found[3].value is None and len(found) == 4
+    assert [(-segment.metrics["buy"].num_samples, segment.value) for segment in segments[:3]] == largest
+    assert segments[3].value is None and len(segments) == 4
     picked = [keys == value for _, value in largest] + [~np.isin(keys, [value for _, value in largest])]
-    for segment, rows in zip(found, picked, strict=True):
+    for segment, rows in zip(segments, picked, strict=True):
         document = segment.to_dict()
         for place, task in enumerate(TASKS):
             for name, value in expected(logits[rows, place], labels[rows, place], weights[rows]).items():

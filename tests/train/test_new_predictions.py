@@ -1,4 +1,4 @@
-"""`meseta predict --data` of raw files: the same bits as of these rows in a prepared dataset, in CSV or Parquet."""
+"""`meseta predict --data` on raw files gives the bits of the same rows in a prepared dataset."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ from meseta.train.trained_model import load_for_raw_rows, load_trained
 from small_run import settings, train, write_config
 
 NUM_NEW = 150
+FEW_EXPERTS = {"model__name": "mmoe", "model__num_experts": 2, "model__expert_mlp": [8], "model__tower_mlp": [4]}
 
 
 def trained(folder: Path, kind: str, *, vocabulary: bool = False, **changes: Any) -> tuple[Path, Path, Path]:
-    """A run, whose data are gone but for its test split's predictions in before.parquet, and two files of those rows,
-    with labels and without."""
+    """Train a run, write its predictions of the test split to before.parquet and delete its data. Return (run, labeled
+    rows, unlabeled rows)."""
     sources, test, new, options = KINDS[kind](folder)
     data, run = folder / "data", folder / "run"
     prepare(
@@ -39,7 +40,7 @@ def trained(folder: Path, kind: str, *, vocabulary: bool = False, **changes: Any
             min_count=2, **options,
         )
     )  # fmt: skip
-    train(settings(data, run, train__max_steps=4, train__eval_batch_size=64, **changes))
+    train(settings(data, run, train__max_steps=2, train__eval_batch_size=64, **changes))
     before = load_trained(run, "test", World.single())
     write_predictions(before.model, before.reader, before.world, folder / "before.parquet")
     shutil.rmtree(data)
@@ -47,24 +48,24 @@ def trained(folder: Path, kind: str, *, vocabulary: bool = False, **changes: Any
 
 
 def predicted(run: Path, source: Path, out: Path, *keys: str) -> pa.Table:
-    found = load_for_raw_rows(run, [str(source)], World.single(), keys=keys)
-    assert write_raw_predictions(found.model, found.reader, found.world, out, found.logit_shift).num_rows == NUM_NEW
+    loaded = load_for_raw_rows(run, [str(source)], World.single(), keys=keys)
+    assert write_raw_predictions(loaded.model, loaded.reader, loaded.world, out, loaded.logit_shift).num_rows == NUM_NEW
     return pq.read_table(out)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_same_bits_and_the_data_may_be_gone(tmp_path: Path, kind: str) -> None:
+def test_the_same_bits_after_the_data_are_deleted(tmp_path: Path, kind: str) -> None:
     run, test, new = trained(tmp_path, kind, vocabulary=kind in ("csv", "libffm"))
     before = pq.read_table(tmp_path / "before.parquet")
-    found = predicted(run, test, tmp_path / "labelled.parquet")
-    assert found.equals(before.select(["row", "prediction", "label"]))
-    found = predicted(run, new, tmp_path / "bare.parquet")
-    assert found.equals(before.select(["row", "prediction"]))
+    predictions = predicted(run, test, tmp_path / "labelled.parquet")
+    assert predictions.equals(before.select(["row", "prediction", "label"]))
+    predictions = predicted(run, new, tmp_path / "bare.parquet")
+    assert predictions.equals(before.select(["row", "prediction"]))
 
 
 @pytest.fixture(scope="module")
 def case(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a run of single-valued columns."""
+    """Return a folder with a run of single-valued columns."""
     folder = tmp_path_factory.mktemp("new")
     table = without(columns(), "tags", "importance")
     source = write_csv(folder / "train.csv", part(table, 0, NUM_TRAIN))
@@ -81,7 +82,7 @@ def new_rows(case: Path) -> dict[str, list[Any]]:
     return part(without(columns(), "tags", "importance"), NUM_TRAIN, 500)
 
 
-def test_columns_of_the_files_are_handed_through(case: Path, tmp_path: Path) -> None:
+def test_key_columns_are_copied_to_the_output(case: Path, tmp_path: Path) -> None:
     rows = {**without(new_rows(case), "click"), "note": [f"a,\n{row}" for row in range(NUM_NEW)]}
     rows = dict(reversed(list(rows.items())))
     write_csv(tmp_path / "new.csv", rows)
@@ -96,23 +97,25 @@ def test_columns_of_the_files_are_handed_through(case: Path, tmp_path: Path) -> 
     for name in ("note", "price", "age"):
         assert [line[name] for line in lines] == [str(value) for value in rows[name]]
     assert [int(line["row"]) for line in lines] == list(range(NUM_NEW))
-    found = np.array([line["prediction"] for line in lines], np.float32)
-    assert np.array_equal(found, expected["prediction"].to_numpy())
+    predictions = np.array([line["prediction"] for line in lines], np.float32)
+    assert np.array_equal(predictions, expected["prediction"].to_numpy())
 
 
 def test_columns_of_parquet_keep_their_types(case: Path, tmp_path: Path) -> None:
     rows = {**new_rows(case), "lists": [[1, 2]] * NUM_NEW, "seen": [True] * NUM_NEW}
     write_parquet(tmp_path / "new.parquet", rows)
-    found = predicted(case / "run", tmp_path / "new.parquet", tmp_path / "p.parquet", "lists", "hour", "seen", "age")
+    predictions = predicted(
+        case / "run", tmp_path / "new.parquet", tmp_path / "p.parquet", "lists", "hour", "seen", "age"
+    )
     source = pq.read_table(tmp_path / "new.parquet")
-    assert found.select(["lists", "hour", "seen", "age"]).equals(source.select(["lists", "hour", "seen", "age"]))
-    assert found.select(["row", "prediction", "label"]).equals(pq.read_table(case / "before.parquet"))
+    assert predictions.select(["lists", "hour", "seen", "age"]).equals(source.select(["lists", "hour", "seen", "age"]))
+    assert predictions.select(["row", "prediction", "label"]).equals(pq.read_table(case / "before.parquet"))
     out = tmp_path / "out.csv"
     ended = run_here("predict", case / "run", "--data", tmp_path / "new.parquet", "--out", out, "--keys", "lists")
     assert ended.code == 1 and "CSV does not support" in ended.err and not out.exists()
 
 
-def test_with_labels_there_are_metrics_as_eval_has_them(case: Path, tmp_path: Path) -> None:
+def test_rows_with_labels_give_the_metrics_of_eval(case: Path, tmp_path: Path) -> None:
     ended = run_here("predict", case / "run", "--data", case / "test.csv", "--out", tmp_path / "p.csv")
     expected = json.loads(run_here("eval", case / "run").out)
     assert f"AUC {expected['auc']:.4f}  NE {expected['ne']:.4f}  logloss {expected['logloss']:.4f}" in ended.out
@@ -123,18 +126,18 @@ def test_with_labels_there_are_metrics_as_eval_has_them(case: Path, tmp_path: Pa
 
 
 def test_a_prediction_does_not_depend_on_its_batch(case: Path, tmp_path: Path) -> None:
-    """Alone, and at any place of a batch of any size, a row gets the same bits."""
+    """A row gets the same bits alone and at any position of a batch of any size."""
     expected = pq.read_table(case / "before.parquet")["prediction"].to_numpy()
     config = (case / "run/config.yaml").read_text()
     for size in (1, 7, 64, 1000):
         run = tmp_path / f"run-{size}"
         shutil.copytree(case / "run", run)
         (run / "config.yaml").write_text(config.replace("eval_batch_size: 130", f"eval_batch_size: {size}"))
-        found = predicted(run, case / "test.csv", tmp_path / f"{size}.parquet")
-        assert np.array_equal(found["prediction"].to_numpy(), expected), size
+        predictions = predicted(run, case / "test.csv", tmp_path / f"{size}.parquet")
+        assert np.array_equal(predictions["prediction"].to_numpy(), expected), size
     write_csv(tmp_path / "some.csv", part(new_rows(case), 41, 60))
-    found = load_for_raw_rows(case / "run", [str(tmp_path / "some.csv")], World.single())
-    write_raw_predictions(found.model, found.reader, found.world, tmp_path / "some.parquet")
+    loaded = load_for_raw_rows(case / "run", [str(tmp_path / "some.csv")], World.single())
+    write_raw_predictions(loaded.model, loaded.reader, loaded.world, tmp_path / "some.parquet")
     assert np.array_equal(pq.read_table(tmp_path / "some.parquet")["prediction"].to_numpy(), expected[41:60])
 
 
@@ -153,7 +156,7 @@ def test_a_prepared_dataset_without_labels(case: Path, tmp_path: Path) -> None:
     assert run_here("data", "stats", tmp_path / "data").code == 0
 
 
-def test_what_is_refused_leaves_nothing(case: Path, tmp_path: Path) -> None:
+def test_refused_inputs_leave_no_files(case: Path, tmp_path: Path) -> None:
     rows = new_rows(case)
     (tmp_path / "files").mkdir()
     write_csv(tmp_path / "files/less.csv", without(rows, "shop", "city"))
@@ -176,7 +179,7 @@ def test_what_is_refused_leaves_nothing(case: Path, tmp_path: Path) -> None:
     assert ended.code == 1 and "must end in .csv or .parquet" in ended.err
 
 
-def test_ctrl_c_leaves_nothing(case: Path, tmp_path: Path) -> None:
+def test_ctrl_c_leaves_no_files(case: Path, tmp_path: Path) -> None:
     from meseta.data.read.new_batches import NewBatches
 
     whole = NewBatches.take
@@ -191,11 +194,11 @@ def test_ctrl_c_leaves_nothing(case: Path, tmp_path: Path) -> None:
     assert ended.code == 130 and not list(tmp_path.iterdir())
 
 
-def test_a_run_of_an_older_version_asks_its_data(case: Path, tmp_path: Path) -> None:
+def test_a_run_of_an_older_version_reads_its_data(case: Path, tmp_path: Path) -> None:
     shutil.copytree(case / "run", tmp_path / "run")
     shutil.rmtree(tmp_path / "run/vocabulary")
-    found = predicted(tmp_path / "run", case / "test.csv", tmp_path / "p.parquet")
-    assert found.equals(pq.read_table(case / "before.parquet"))
+    predictions = predicted(tmp_path / "run", case / "test.csv", tmp_path / "p.parquet")
+    assert predictions.equals(pq.read_table(case / "before.parquet"))
     (case / "data").rename(case / "moved")
     try:
         with pytest.raises(MesetaError, match=r"vocabulary .* cannot be read .*; "):
@@ -204,8 +207,8 @@ def test_a_run_of_an_older_version_asks_its_data(case: Path, tmp_path: Path) -> 
         (case / "moved").rename(case / "data")
 
 
-def test_what_a_run_keeps_is_its_own(tmp_path: Path) -> None:
-    """Under the names that prepare gives, whatever a stranger's dataset calls them, and nothing else is replaced."""
+def test_a_run_stores_its_vocabularies(tmp_path: Path) -> None:
+    """Vocabularies get the file names of prepare, whatever the dataset calls them, and no other file is replaced."""
     sources, _, _, options = of_csv(tmp_path)
     data, run = tmp_path / "data", tmp_path / "run"
     prepare(PrepareOptions(sources=list(map(str, sources)), out=data, vocabulary=True, min_count=1, **options))
@@ -216,7 +219,7 @@ def test_what_a_run_keeps_is_its_own(tmp_path: Path) -> None:
             feature["vocabulary"] = "config.yaml"
     (data / "dataset.json").write_text(json.dumps(document))
     before = tree(data)
-    for steps in (2, 3):  # begun, and gone on with
+    for steps in (2, 3):  # start, then resume
         train(settings(data, run, train__max_steps=steps))
     kept = Dataset.load(run)
     assert (run / "config.yaml").read_text().startswith("run_dir:")
@@ -237,7 +240,7 @@ def test_a_model_of_two_labels(tmp_path: Path) -> None:
     rows = {"click": table["click"], "buy": [row % 3 // 2 for row in range(300)], "shop": table["shop"]}
     source = write_csv(tmp_path / "two.csv", rows)
     prepare(PrepareOptions(sources=[str(source)], out=tmp_path / "data", label=["click", "buy"]))
-    train(settings(tmp_path / "data", tmp_path / "run", train__max_steps=4, model__name="mmoe"))
+    train(settings(tmp_path / "data", tmp_path / "run", train__max_steps=4, **FEW_EXPERTS))
     train(settings(tmp_path / "data", tmp_path / "one", train__max_steps=4, data__labels=["buy"]))
     write_csv(tmp_path / "bare.csv", {"shop": rows["shop"]})
     for run, names in (("run", ["prediction.click", "prediction.buy"]), ("one", ["prediction"])):
@@ -248,7 +251,7 @@ def test_a_model_of_two_labels(tmp_path: Path) -> None:
             assert ("buy: AUC" in ended.out) == bool(labels)
 
 
-def test_criteo_rows_without_labels_are_told_by_their_fields(tmp_path: Path) -> None:
+def test_criteo_rows_without_labels_are_detected_by_their_fields(tmp_path: Path) -> None:
     run, _, _ = trained(tmp_path, "criteo")
     write_lines(tmp_path / "odd.tsv", ["\t".join(["1"] * 38)])
     ended = run_here("predict", run, "--data", tmp_path / "odd.tsv", "--out", tmp_path / "p.csv")

@@ -1,4 +1,4 @@
-"""Operations that the planner counts of shapes alone, against torch's counter on steps that are really done."""
+"""FLOPs that the planner counts from shapes, against torch's counter on real steps."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ BATCH_SIZE = 96
 
 
 def products(a: Any, b: Any, *_: Any, **__: Any) -> int:
-    """Of shapes [B, M, K] and [B, K, N]."""
+    """Return the FLOPs of a product of shapes [B, M, K] and [B, K, N]."""
     return int(2 * a[0] * a[1] * a[2] * b[2])
 
 
 def all_pairs(*shapes: Any, **_: Any) -> int:
-    """Of x [B, D] and pooled [B, F D], the last two shapes: all vectors with all, as plain torch has it in float64."""
+    """Return the FLOPs of the pairs of all vectors of x [B, D] and pooled [B, F D], the last two shapes, like plain
+    torch in float64."""
     x, pooled = shapes[-2:]
     return int(2 * (pooled[1] // x[1] + 1) ** 2 * x[0] * x[1])
 
@@ -39,7 +40,7 @@ OF_OPERATORS = {
     torch.ops.meseta.dot_interaction: all_pairs,
     torch.ops.meseta.dot_interaction_backward: all_pairs,
 }
-"""What torch's counter cannot know."""
+"""Formulas of operators that torch's counter does not know."""
 CASES = {
     **{name: {} for name in MODEL_NAMES},
     "dlrm without products": {"model__interaction": "none"},
@@ -49,8 +50,8 @@ CASES = {
 }
 
 
-def made(tiny: Path, run: Path, case: str, dtype: str = "float64") -> tuple[RunConfig, Dataset, Any, Any]:
-    """(config, dataset, outline, model with numbers)."""
+def build(tiny: Path, run: Path, case: str, dtype: str = "float64") -> tuple[RunConfig, Dataset, Any, Any]:
+    """Return (config, dataset, meta model, real model)."""
     document = settings(tiny, run, model__name=case.partition(" ")[0], embedding__dtype=dtype, **CASES[case])
     config, dataset = RunConfig.model_validate(document), Dataset.load(tiny)
     collections = [EmbeddingBagCollection(*make_specs(config, dataset)) for _ in range(2)]
@@ -60,7 +61,7 @@ def made(tiny: Path, run: Path, case: str, dtype: str = "float64") -> tuple[RunC
 
 @pytest.mark.parametrize("case", CASES)
 def test_operations_are_those_of_a_step_in_float64(tmp_path: Path, tiny: Path, case: str) -> None:
-    _, dataset, outline, model = made(tiny, tmp_path, case)
+    _, dataset, outline, model = build(tiny, tmp_path, case)
     batch = BatchSlice(world=World.single(), step=0, batch_size_per_rank=(BATCH_SIZE,))
     dense = torch.rand(BATCH_SIZE, len(dataset.dense))
     width = sum(table.embedding_dim for table in model.embeddings.tables)
@@ -70,11 +71,11 @@ def test_operations_are_those_of_a_step_in_float64(tmp_path: Path, tiny: Path, c
         model.embeddings.active_batch(BatchContext(batch_slice=batch)),
     ):
         model.score(dense, pooled).sum().backward()
-    counted, found = counter.get_total_flops(), step_flops(outline, BATCH_SIZE, len(dataset.dense))
-    if case == "own_models:AsksForNumbers":  # by its layers, of which the first has no gradient of dense inputs to make
-        assert found > 0
+    counted, predicted = counter.get_total_flops(), step_flops(outline, BATCH_SIZE, len(dataset.dense))
+    if case == "own_models:AsksForNumbers":  # counted by layers, of which the first has no gradient of dense inputs
+        assert predicted > 0
     else:
-        assert counted > 0 and abs(found - counted) <= 0.02 * counted
+        assert counted > 0 and abs(predicted - counted) <= 0.02 * counted
     before = find_dense_forward(model)
     if before is not None and case in MODEL_NAMES:
         with FlopCounterMode(display=False, custom_mapping=OF_OPERATORS) as counter:
@@ -84,26 +85,27 @@ def test_operations_are_those_of_a_step_in_float64(tmp_path: Path, tiny: Path, c
 
 
 def test_attention_and_compressed_products_cost_something(tmp_path: Path, tiny: Path) -> None:
-    """By the papers' sizes: M fields, of 8 numbers; forwards, and at least twice that on the way back."""
+    """The expected FLOPs are those of the papers for M fields of 8 numbers: forward, and at least twice that
+    backward."""
     config, dataset = RunConfig.model_validate(settings(tiny, tmp_path)), Dataset.load(tiny)
     num_fields = len(dataset.sparse) + len(dataset.dense)
-    wanted = {
+    forward_flops = {
         "autoint": 2 * num_fields**2 * 3 * 2 * 2 * 32,  # <q, k> and a v: 3 layers of 2 heads of 32 columns
         "xdeepfm": 2 * 8 * (num_fields * num_fields * 64 + 64 * num_fields * 64),  # layers of 64 rows
     }
-    for name, forward in wanted.items():
+    for name, forward in forward_flops.items():
         document = settings(tiny, tmp_path, model={"name": name, "embedding_dim": 8, "deep_mlp": [4]})
         config = RunConfig.model_validate(document)
         specs = make_specs(config, dataset)
         outline = make_meta_model(config, dataset, EmbeddingBagCollection(*specs))
         linear = sum(6 * w.numel() for w in outline.parameters() if w.dim() == 2)
-        found = make_workload(config, dataset, *specs, outline).dense.flops_per_sample
-        assert found > 3 * forward and found > 2 * linear
+        flops = make_workload(config, dataset, *specs, outline).dense.flops_per_sample
+        assert flops > 3 * forward and flops > 2 * linear
 
 
 def test_in_float32_each_pair_is_multiplied_once(tmp_path: Path, tiny: Path) -> None:
-    _, dataset, single, _ = made(tiny, tmp_path, "dlrm", "float32")
-    _, _, double, _ = made(tiny, tmp_path, "dlrm")
+    _, dataset, single, _ = build(tiny, tmp_path, "dlrm", "float32")
+    _, _, double, _ = build(tiny, tmp_path, "dlrm")
     num_vectors, dim = len(dataset.sparse) + 1, single.bottom_mlp[-2].out_features
     saved = 2 * num_vectors**2 * 2 * dim - 3 * num_vectors * (num_vectors - 1) // 2 * 2 * dim
     counts = [step_flops(outline, BATCH_SIZE, len(dataset.dense)) for outline in (double, single)]

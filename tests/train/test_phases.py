@@ -1,27 +1,27 @@
-"""What runs really hold by /proc in each phase, beside what was predicted of them."""
+"""Memory of real runs in each phase, as /proc reports it, against the prediction."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from forked import become_command, forking
 from sampling import product, sample
 from small_run import environment, settings
 
 TABLE_BYTES = 1_000_000_000
-"""Rows of all tables, over all ranks."""
+"""Bytes of the rows of all tables over all ranks."""
 WIDTH = 64
 CASES = product(ranks=[1, 2], background=["never", "always"])
 
 
 def measure(folder: Path, tiny: Path, ranks: int, background: str) -> list[dict[str, list[int]]]:
-    """By rank and phase: bytes predicted, and held at most."""
+    """Return [predicted, peak] in bytes of each phase, for each rank."""
     data = folder / "data"
     shutil.copytree(tiny, data)
     described = json.loads((data / "dataset.json").read_text())
@@ -44,25 +44,33 @@ def measure(folder: Path, tiny: Path, ranks: int, background: str) -> list[dict[
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    script, started = Path(__file__).with_name("memory_of_phases.py"), []
+    started = []
     for rank in range(ranks):
         variables = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks}
         variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         process = environment() | {name: str(value) for name, value in variables.items()}
-        command = [sys.executable, str(script), str(folder)]
-        started.append(subprocess.Popen(command, env=process, stdout=subprocess.PIPE, text=True))
-    texts = [one.communicate(timeout=300)[0] for one in started]
-    assert [one.returncode for one in started] == [0] * ranks
-    return [json.loads(text.splitlines()[-1]) for text in texts]
+        started.append(forking().Process(target=_run_rank, args=(folder, rank, process)))
+        started[-1].start()
+    for one in started:
+        one.join(300)
+    assert [one.exitcode for one in started] == [0] * ranks
+    return [json.loads((folder / f"{rank}.out").read_text().splitlines()[-1]) for rank in range(ranks)]
 
 
-def check(found: list[dict[str, list[int]]]) -> None:
-    for rank, phases in enumerate(found):
+def _run_rank(folder: Path, rank: int, variables: dict[str, str]) -> None:
+    """Become the rank's command."""
+    script = Path(__file__).with_name("memory_of_phases.py")
+    with Path(os.devnull).open() as nothing, (folder / f"{rank}.out").open("wb") as output:
+        become_command([str(script), str(folder)], folder, variables, [nothing.fileno(), output.fileno()], (), "python")
+
+
+def check(measured: list[dict[str, list[int]]]) -> None:
+    for rank, phases in enumerate(measured):
         for phase, (predicted, peak) in phases.items():
             print(f"rank {rank} {phase}: predicted {predicted / 1e6:.0f} MB, peak {peak / 1e6:.0f} MB")
             assert peak <= predicted <= 1.3 * peak, (rank, phase, predicted, peak)
 
 
 @pytest.mark.parametrize("case", sample(CASES, k=1, seed=2))
-def test_phases_hold_what_is_predicted(case: dict[str, object], tiny: Path, tmp_path: Path) -> None:
+def test_the_memory_of_phases_matches_the_prediction(case: dict[str, object], tiny: Path, tmp_path: Path) -> None:
     check(measure(tmp_path, tiny, **case))  # type: ignore[arg-type]

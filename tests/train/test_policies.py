@@ -1,4 +1,4 @@
-"""Training on chosen rows, and with filled-up batches: what the model learns and what it then predicts."""
+"""Training with excluded rows and with padded batches."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def criteo_shaped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return criteo_shaped_data(tmp_path_factory.getbasetemp() / "data")
 
 
-def test_filled_up_batches_train_the_same_model(tiny: Path, tmp_path: Path) -> None:
-    """Two epochs whose last batches are short, with Adam on both sides: rows that no sample names must not move."""
+def test_padded_batches_train_the_same_model(tiny: Path, tmp_path: Path) -> None:
+    """Both epochs end with a short batch. Adam must not move rows that no sample names."""
     common = {
         "embedding__dtype": "float64",
         "embedding__optimizer__name": "adam",
@@ -50,8 +50,9 @@ def test_filled_up_batches_train_the_same_model(tiny: Path, tmp_path: Path) -> N
         np.testing.assert_allclose(*(shard.weight.numpy() for shard in shards), atol=1e-10)
 
 
-def test_a_model_of_few_negatives_predicts_rates_of_all_rows(criteo_shaped: Path, tmp_path: Path) -> None:
-    """Mean prediction over mean label on the whole test split; without the correction it would be above 2."""
+def test_predictions_are_calibrated_after_sampling_negatives(criteo_shaped: Path, tmp_path: Path) -> None:
+    """The mean prediction equals the mean label of the whole test split. Without the correction the ratio would be
+    above 2."""
     keep = 0.2
     common: dict[str, Any] = {"train__epochs": 2, "model__name": "logistic_regression"}
     summary = train(settings(criteo_shaped, tmp_path / "run", data__negative_keep=keep, **common))
@@ -60,8 +61,8 @@ def test_a_model_of_few_negatives_predicts_rates_of_all_rows(criteo_shaped: Path
     assert summary["test"]["num_samples"] == 2000
     assert summary["test"]["calibration"] == pytest.approx(1.0, abs=0.12)
     trained = load_trained(tmp_path / "run", "test", World.single())
-    figures = evaluate(trained.model, trained.reader, trained.world, logit_shift=trained.logit_shift).to_dict()
-    assert figures["calibration"] == summary["test"]["calibration"]
+    evaluated = evaluate(trained.model, trained.reader, trained.world, logit_shift=trained.logit_shift).to_dict()
+    assert evaluated["calibration"] == summary["test"]["calibration"]
     trained = load_trained(tmp_path / "run", "test", World.single())
     assert evaluate(trained.model, trained.reader, trained.world).to_dict()["calibration"] > 2
     predictions = []
@@ -74,7 +75,7 @@ def test_a_model_of_few_negatives_predicts_rates_of_all_rows(criteo_shaped: Path
 
 
 @pytest.mark.parametrize("w", [1.0, 0.5, 0.01])
-def test_the_shift_is_that_of_the_published_formula(w: float) -> None:
+def test_the_shift_follows_the_published_formula(w: float) -> None:
     for p in (0.001, 0.3, 0.9):
         q = p / (p + (1 - p) / w)
         assert math.log(q / (1 - q)) == pytest.approx(math.log(p / (1 - p)) + calibration_shift(w))

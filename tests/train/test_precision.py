@@ -1,4 +1,5 @@
-"""bfloat16 begins where processors multiply it, and goes on anywhere. Processors are made up here."""
+"""New runs use bfloat16 only on processors that multiply it, and existing runs continue anywhere. Processors are
+faked."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ FAST = Processor("Fast 9", PLAIN.flags | {"avx512f", "avx512bw", "avx512dq", "av
 
 @pytest.fixture
 def on(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """`on(processor)`: from now on, the processor of this process."""
+    """Return a function that sets the processor of this process."""
     for name in ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):
         monkeypatch.delenv(name, raising=False)
     return lambda processor: monkeypatch.setattr(specs, "read_processor", lambda: processor)
@@ -34,7 +35,7 @@ def document(data: Path, run_dir: Path, **changes: Any) -> dict[str, Any]:
 
 
 def chosen(run_dir: Path) -> str:
-    """What the run's config.yaml says."""
+    """Return the dtype in the run's config.yaml."""
     text: str = yaml.safe_load((run_dir / "config.yaml").read_text())["dense"]["dtype"]
     return text
 
@@ -56,7 +57,7 @@ def test_unless_the_config_says_so(tiny: Path, tmp_path: Path, on: Any, capsys: 
     assert chosen(tmp_path / "run") == "bfloat16" and "slowly" not in "".join(capsys.readouterr())
 
 
-def test_a_run_that_has_begun_goes_on_and_says_so(
+def test_an_existing_run_continues_with_a_note(
     tiny: Path, tmp_path: Path, on: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     on(FAST)
@@ -95,7 +96,9 @@ def test_auto_is_kept_by_a_mirror(tiny: Path, tmp_path: Path, on: Any) -> None:
 
 
 @pytest.mark.parametrize("changes", [{"embedding__dtype": "float64"}, {"model__name": "own_models:Plain"}])
-def test_auto_leaves_what_has_a_type_of_its_own(tmp_path: Path, on: Any, changes: dict[str, str]) -> None:
+def test_auto_selects_float32_for_float64_tables_and_user_models(
+    tmp_path: Path, on: Any, changes: dict[str, str]
+) -> None:
     on(FAST)
     config = RunConfig.model_validate(settings(tmp_path, tmp_path / "run", dense__dtype="auto", **changes))
     assert specs.resolve_dense_dtype(config, World.single()).dense.dtype == "float32"
@@ -107,5 +110,5 @@ def test_a_new_run_says_that_its_bits_follow_the_threads(
 ) -> None:
     on(replace(FAST, flags=FAST.flags | {"amx_tile", "amx_bf16"}))
     train(document(tiny, tmp_path / "run", dense__dtype=dtype))
-    told = "note: products in bfloat16 take AMX, whose sums follow the number of threads" in capsys.readouterr().err
-    assert told == (dtype == "bfloat16")
+    is_noted = "note: products in bfloat16 take AMX, whose sums follow the number of threads" in capsys.readouterr().err
+    assert is_noted == (dtype == "bfloat16")

@@ -1,4 +1,4 @@
-"""Predicted and measured times of a run, from its summary to the page and the command."""
+"""Predicted and measured times of a run: summary, report page and command."""
 
 from __future__ import annotations
 
@@ -29,15 +29,17 @@ def test_every_stage_of_a_step_is_in_one_component(finished: Path) -> None:
     inside = [name for component in STEP_COMPONENTS for name in component_stages(component)]
     assert set(stages) <= {*inside, "data", "copy"} and len(inside) == len(set(inside))
     assert set(document["predicted"]["seconds"]) == set(STEP_COMPONENTS)
-    found = {own.component: own for own in compare_components(read_run(finished).summary)}
-    assert found["table_update"].measured_s == stages["table_update"] and found["table_update"].predicted_s > 0
+    components = {component.component: component for component in compare_components(read_run(finished).summary)}
+    assert (
+        components["table_update"].measured_s == stages["table_update"] and components["table_update"].predicted_s > 0
+    )
     dense = sum(stages[name] for name in ("dense_forward", "agree", "backward", "dense_update"))
-    assert found["dense"].measured_s == pytest.approx(dense)
-    assert found["lookup"].ratio == pytest.approx(stages["lookup"] / document["predicted"]["seconds"]["lookup"][0])
+    assert components["dense"].measured_s == pytest.approx(dense)
+    assert components["lookup"].ratio == pytest.approx(stages["lookup"] / document["predicted"]["seconds"]["lookup"][0])
 
 
 def test_transfers_are_compared_by_name(finished: Path, tmp_path: Path) -> None:
-    """What ranks were predicted to send and did send, in the mean; a transfer that only one of both has is 0."""
+    """Values are means over ranks. A transfer that is only predicted, or only measured, is 0 in the other."""
     assert compare_transfers(read_run(finished).summary) == []  # one rank
     document = json.loads((finished / "summary.json").read_text())
     one, two = ({"num_calls": 1, "intra_host_bytes": size, "inter_host_bytes": 4e3, "seconds": 2e-3, "wait_s": 1e-3}
@@ -45,10 +47,10 @@ def test_transfers_are_compared_by_name(finished: Path, tmp_path: Path) -> None:
     document["transfers_by_rank"] = [{"ids": one, "embeddings": one}, {"ids": two, "embeddings": two}]
     document["predicted"]["transfers_by_rank"] = [{"ids": two, "dense": one}, {"ids": two, "dense": two}]
     (tmp_path / "summary.json").write_text(json.dumps(document))
-    found = {one.name: one for one in compare_transfers(read_summary(tmp_path))}
-    assert [*found] == ["ids", "dense", "embeddings"]
-    assert (found["ids"].predicted.intra_host_bytes, found["ids"].measured.intra_host_bytes) == (3e3, 2e3)
-    assert found["dense"].measured.seconds == 0.0 and found["embeddings"].predicted.inter_host_bytes == 0.0
+    transfers = {one.name: one for one in compare_transfers(read_summary(tmp_path))}
+    assert [*transfers] == ["ids", "dense", "embeddings"]
+    assert (transfers["ids"].predicted.intra_host_bytes, transfers["ids"].measured.intra_host_bytes) == (3e3, 2e3)
+    assert transfers["dense"].measured.seconds == 0.0 and transfers["embeddings"].predicted.inter_host_bytes == 0.0
     result = CliRunner().invoke(app, ["plan", "check", str(tmp_path)])
     [row] = [line.split() for line in result.output.splitlines() if line.startswith("ids ")]
     assert row == ["ids", "2", "2", "1", "1", "3", "2", "4", "4"]
@@ -57,7 +59,7 @@ def test_transfers_are_compared_by_name(finished: Path, tmp_path: Path) -> None:
     document["predicted"]["overlap"] = ["ids", "dense"]
     (tmp_path / "summary.json").write_text(json.dumps(document))
     assert CliRunner().invoke(app, ["plan", "check", str(tmp_path)]).output.strip().endswith("hidden: ids, dense")
-    del document["predicted"]["overlap"]  # of a former version, which hid nothing in what it predicted
+    del document["predicted"]["overlap"]  # an older version, whose prediction had no overlap
     (tmp_path / "summary.json").write_text(json.dumps(document))
     result = CliRunner().invoke(app, ["plan", "check", str(tmp_path)])
     [row] = [line.split() for line in result.output.splitlines() if line.startswith("ids ")]
@@ -66,16 +68,16 @@ def test_transfers_are_compared_by_name(finished: Path, tmp_path: Path) -> None:
 
 
 def test_misses_are_compared_by_table(tmp_path: Path, tiny: Path) -> None:
-    """Those of the last line, when caches are as full as they get, beside what was predicted."""
+    """The measured misses are those of the last line, when the caches are full."""
     tables = {"user": {"sharding": "table_wise", "tier": "cached", "cache_rows": 150}, "*": "table_wise"}
     train(settings(tiny, tmp_path / "run", plan={"tables": tables}))
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     counted = [line["row_traffic"]["user"]["num_misses"] for line in lines if line["kind"] == "train"][-1]
-    found = compare_cache_misses(read_run(tmp_path / "run"))
-    assert set(found) == {"user"} and found["user"][1] == counted
+    misses = compare_cache_misses(read_run(tmp_path / "run"))
+    assert set(misses) == {"user"} and misses["user"][1] == counted
     result = CliRunner().invoke(app, ["plan", "check", str(tmp_path / "run")])
     [row] = [line.split() for line in result.output.splitlines() if line.startswith("user ")]
-    assert row[1:3] == [f"{found['user'][0]:,.1f}", f"{counted:,.1f}"]
+    assert row[1:3] == [f"{misses['user'][0]:,.1f}", f"{counted:,.1f}"]
 
 
 def test_the_command_prints_both(finished: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Predictions with the keys of their rows: order, columns, several labels, and what is refused."""
+"""Predictions with key columns: order, columns, several labels, and refusals."""
 
 import json
 import shutil
@@ -21,11 +21,11 @@ from meseta.train.trained_model import load_trained
 from small_run import settings, train
 
 FILE_ROWS = (100, 1, 178)
-"""Rows of the files that the test split is cut into; it has 279."""
+"""Rows of each file of the test split, which has 279."""
 
 
 def with_keys(tiny: Path, target: Path, **roles: Any) -> Path:
-    """A copy of the tiny dataset whose files have a name, a group and a time for every row, and a second label."""
+    """Copy the tiny dataset and add a name, a group, a time and a second label to every row."""
     shutil.copytree(tiny, target)
     document = json.loads((target / "dataset.json").read_text())
     for split, sizes in (("train", [1221]), ("test", FILE_ROWS)):
@@ -83,7 +83,8 @@ def test_several_labels_give_several_columns(tiny: Path, tmp_path: Path) -> None
         split["positives"] = positives
     document["source_form"]["labels"] = ["label", "buy"]
     (data / "dataset.json").write_text(json.dumps(document))
-    train(settings(data, tmp_path / "run", train__max_steps=4, model__name="mmoe"))
+    small = {"model__num_experts": 2, "model__expert_mlp": [8], "model__tower_mlp": [4]}
+    train(settings(data, tmp_path / "run", train__max_steps=4, model__name="mmoe", **small))
     table = predict(tmp_path / "run", data, tmp_path / "p.parquet")
     assert table.column_names == ["row", "prediction.label", "prediction.buy", "label.label", "label.buy"]
     assert table["label.buy"].to_pylist() == [float(i % 5 == 0) for i in range(279)]
@@ -91,7 +92,7 @@ def test_several_labels_give_several_columns(tiny: Path, tmp_path: Path) -> None
     assert not table["prediction.label"].equals(table["prediction.buy"])
 
 
-def test_what_is_refused(tiny: Path, run_dir: Path, tmp_path: Path) -> None:
+def test_invalid_keys_and_files_are_refused(tiny: Path, run_dir: Path, tmp_path: Path) -> None:
     data, out = with_keys(tiny, tmp_path / "data"), tmp_path / "p.parquet"
     with pytest.raises(MesetaError, match=r"has no column 'nmae'; did you mean 'name'\?"):
         predict(run_dir, data, out, "nmae")
@@ -123,7 +124,7 @@ def test_a_prediction_that_is_not_finite(tiny: Path, run_dir: Path, tmp_path: Pa
     assert not list(tmp_path.glob("*p.parquet*"))
 
 
-def test_nothing_is_left_where_prediction_fails(tiny: Path, run_dir: Path, tmp_path: Path) -> None:
+def test_a_failed_prediction_leaves_no_files(tiny: Path, run_dir: Path, tmp_path: Path) -> None:
     data = with_keys(tiny, tmp_path / "data")
     path = data / "test" / "2.parquet"
     table = pq.read_table(path)
@@ -135,7 +136,7 @@ def test_nothing_is_left_where_prediction_fails(tiny: Path, run_dir: Path, tmp_p
     assert [p.name for p in tmp_path.iterdir()] == ["data"]
 
 
-def test_a_reader_that_does_not_give_every_row_in_order(tiny: Path, run_dir: Path, tmp_path: Path) -> None:
+def test_a_shuffled_reader_is_refused(tiny: Path, run_dir: Path, tmp_path: Path) -> None:
     trained = load_trained(run_dir, "test", World.single(), tiny)
     reader = Reader(trained.reader.dataset, "test", ReaderOptions(batch_size=100, shuffle=True))
     with pytest.raises(MesetaError, match="must return every row once"):

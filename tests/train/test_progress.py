@@ -1,4 +1,4 @@
-"""What a person sees while training."""
+"""Progress lines of training."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from meseta.telemetry.metrics_file import EvalLine
 from meseta.train.progress import TrainProgress
 
 
-def test_an_evaluation_of_no_samples_says_that_it_has_no_figures(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_evaluation_of_no_samples_has_no_metrics(capsys: pytest.CaptureFixture[str]) -> None:
     line = EvalLine(step=1, num_samples=0, auc=None, logloss=None)
     progress = TrainProgress(1, first_step=0, visible=True)
     progress.log(line)

@@ -1,4 +1,4 @@
-"""Runs with rows in codes in their checkpoints: training does not see them, unless it is taken up from one."""
+"""Runs with quantized rows in their checkpoints: training does not change unless it resumes from one."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def checkpoint_of(run_dir: Path, step: int) -> Path:
 
 
 def forms(run_dir: Path, step: int) -> set[str]:
-    """What the rows of the checkpoint's own files are in."""
+    """Return the codecs of the rows in the checkpoint's own files."""
     tables = read_manifest(checkpoint_of(run_dir, step))["tables"].values()
-    own = [file for table in tables for file in table["blocks"] if not file["path"].startswith("../")]
-    return {file.get("codes", {}).get("row", "exact") for file in own}
+    files = [file for table in tables for file in table["blocks"] if not file["path"].startswith("../")]
+    return {file.get("codes", {}).get("row", "exact") for file in files}
 
 
 def values_of(path: Path, table: str) -> dict[str, np.ndarray]:
-    """All of one, exact types."""
+    """Return all values of a table, dequantized."""
     entry = read_manifest(path)["tables"][table]
     schema = BlockSchema.from_dict(entry)
     parts = [read_chain(path, schema, files, copy=True) for files in group_files_by_block(entry)]
@@ -43,34 +43,42 @@ def values_of(path: Path, table: str) -> dict[str, np.ndarray]:
 
 
 def stop_before(document: dict[str, Any], step: int) -> None:
-    """Train, and lose what was saved at the end: as if the run were killed behind its last checkpoint but one."""
+    """Train and delete the last checkpoint, as if the run had been killed after the one before."""
     train({**document, "train": {**document["train"], "max_steps": step}})
     shutil.rmtree(checkpoint_of(Path(document["run_dir"]), step))
 
 
+@pytest.fixture(scope="module")
+def exact_run(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a run with exact checkpoints. Tests only read it."""
+    run_dir = tmp_path_factory.mktemp("exact")
+    train(settings(tiny, run_dir, **STEPS))
+    return run_dir
+
+
 @pytest.mark.parametrize("deltas", ["none", "consecutive"])
-def test_training_does_not_see_codes(tiny: Path, tmp_path: Path, deltas: str) -> None:
-    train(settings(tiny, tmp_path / "exact", **STEPS))
+def test_quantized_checkpoints_do_not_change_training(tiny: Path, exact_run: Path, tmp_path: Path, deltas: str) -> None:
     train(settings(tiny, tmp_path / "coded", checkpoint__bits=2, checkpoint__deltas=deltas, **STEPS))
-    assert final_checksum(tmp_path / "coded") == final_checksum(tmp_path / "exact")
-    assert without_times(metrics(tmp_path / "coded")) == without_times(metrics(tmp_path / "exact"))
+    runs = (tmp_path / "coded", exact_run)
+    assert final_checksum(runs[0]) == final_checksum(exact_run)
+    assert without_times(metrics(runs[0])) == without_times(metrics(exact_run))
     assert [forms(tmp_path / "coded", step) for step in (4, 8, 16, 18)] == [{"int2"}] * 3 + [{"exact"}]
-    manifests = [read_manifest(checkpoint_of(tmp_path / name, 8)) for name in ("coded", "exact")]
+    manifests = [read_manifest(checkpoint_of(run, 8)) for run in runs]
     for key in ("dense", "reader", "plan", "step"):
         assert manifests[0][key] == manifests[1][key]
     states = [{**m["state"], "train_s": 0, "run_id": ""} for m in manifests]
     assert states[0] == states[1]
     for table, errors in manifests[0]["quantised"].items():
-        coded, exact = (values_of(checkpoint_of(tmp_path / name, 8), table) for name in ("coded", "exact"))
+        coded, exact = (values_of(checkpoint_of(run, 8), table) for run in runs)
         assert 0 < np.abs(coded["row"].astype(float) - exact["row"]).max() <= errors["row"]
         assert (coded["sum"] == exact["sum"]).all()
     final = read_manifest(checkpoint_of(tmp_path / "coded", 18))
     assert final["format"] == "meseta.checkpoint/1"
-    assert list(compare(checkpoint_of(tmp_path / "coded", 18), checkpoint_of(tmp_path / "exact", 18))) == []
+    assert list(compare(*(checkpoint_of(run, 18) for run in runs))) == []
 
 
-@pytest.mark.parametrize("deltas", ["none", "consecutive"])
-def test_taken_up_more_often_than_expected(tiny: Path, tmp_path: Path, deltas: str) -> None:
+@pytest.mark.parametrize("deltas", [pytest.param("none", marks=pytest.mark.soak), "consecutive"])
+def test_resumed_more_often_than_expected(tiny: Path, tmp_path: Path, deltas: str) -> None:
     changes = {"checkpoint__bits": "auto", "checkpoint__expected_restores": 1, "checkpoint__deltas": deltas}
     document = settings(tiny, tmp_path / "run", **STEPS | changes)
     for step in (5, 9, 13):
@@ -80,24 +88,24 @@ def test_taken_up_more_often_than_expected(tiny: Path, tmp_path: Path, deltas: s
     assert [forms(tmp_path / "run", step) for step in (4, 8, 12, 16, 18)] == [
         {"int2"},
         {"int2"},
-        {"int3"},  # taken up twice
+        {"int3"},  # resumed twice
         {"int3"},
         {"exact"},
     ]
     restores = [read_manifest(checkpoint_of(tmp_path / "run", s))["state"].get("restores") for s in (4, 8, 12, 16, 18)]
     assert restores == [None, 1, 2, 3, 3]
     after = values_of(checkpoint_of(tmp_path / "run", 16), "user")
-    still = before["sum"] == after["sum"]  # every step of a row adds to its sum
-    assert 0 < still.sum() < len(still)
-    assert (before["row"][still] == after["row"][still]).all()
+    unchanged = before["sum"] == after["sum"]  # every step of a row increases its sum
+    assert 0 < unchanged.sum() < len(unchanged)
+    assert (before["row"][unchanged] == after["row"][unchanged]).all()
 
 
 def test_widths_of_tables(tiny: Path, tmp_path: Path) -> None:
     changes = {"checkpoint__bits": 8, "checkpoint__tables": {"item": {"bits": 3}, "city": {"bits": "exact"}}}
     train(settings(tiny, tmp_path / "run", **STEPS | changes))
     tables = read_manifest(checkpoint_of(tmp_path / "run", 4))["tables"]
-    found = {name: {file.get("codes", {}).get("row") for file in table["blocks"]} for name, table in tables.items()}
-    assert found == {"user": {"int8"}, "item": {"int3"}, "city": {None}, "tags": {"int8"}}
+    codecs = {name: {file.get("codes", {}).get("row") for file in table["blocks"]} for name, table in tables.items()}
+    assert codecs == {"user": {"int8"}, "item": {"int3"}, "city": {None}, "tags": {"int8"}}
 
 
 @pytest.mark.parametrize(("on_signal", "expected"), [("exact", {"exact"}), ("delta", {"int4"})])
@@ -107,8 +115,8 @@ def test_a_signal(tiny: Path, tmp_path: Path, on_signal: str, expected: set[str]
     trainer = Trainer(RunConfig.model_validate(document), World.current())
     save = trainer.checkpoint_manager.save
 
-    def save_and_stop(step: int, *arguments: Any, **known: Any) -> None:
-        save(step, *arguments, **known)
+    def save_and_stop(step: int, *arguments: Any, **options: Any) -> None:
+        save(step, *arguments, **options)
         trainer.checkpoint_manager.signal_listener.signal_number = signal.SIGTERM
 
     trainer.checkpoint_manager.save = save_and_stop  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""The report page: what it says, what it survives, and that it needs nothing but itself."""
+"""The report page: contents, damaged inputs, and independence of other files."""
 
 import json
 import math
@@ -32,7 +32,7 @@ HOSTILE = '<script>alert("x")</script>&\'\x00'
 
 
 class Page(HTMLParser):
-    """Checks the nesting of a page and keeps its tags, attributes and text."""
+    """Parser that checks the nesting of a page and stores its tags, attributes and text."""
 
     def __init__(self, markup: str) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ def dataset(names: dict[str, int]) -> dict[str, Any]:
 
 
 def make_run(run_dir: Path, num_ranks: int = 2, names: dict[str, int] = ROWS) -> Path:
-    """A finished run of 100 steps."""
+    """Write a finished run of 100 steps."""
     run_dir.mkdir(parents=True, exist_ok=True)
     tables = [TableSpec(name=name, num_embeddings=rows, embedding_dim=32) for name, rows in names.items()]
     kinds = ["row_wise", "column_wise", "data_parallel", "table_wise"]
@@ -167,7 +167,7 @@ def check_self_contained(page: Page) -> None:
 
 
 def check_numbers(page: Page) -> None:
-    """Every coordinate is a finite number; sizes are not negative."""
+    """Check that all coordinates are finite and no size is negative."""
     for tag, attributes in page.tags:
         for name in ("x", "y", "cx", "cy", "r", "rx", "width", "height"):
             if name in attributes and tag in {"rect", "circle", "text", "svg", "line"}:
@@ -203,7 +203,7 @@ def test_a_finished_run_shows_everything(tmp_path: Path) -> None:
 
 
 def test_the_best_step_is_marked_and_both_splits_are_shown(tmp_path: Path) -> None:
-    """A run of 100 steps that chose step 20 on valid, and ended with those weights."""
+    """The run of 100 steps selected step 20 on valid and ended with its weights."""
     run_dir = make_run(tmp_path / "run")
     steps = [*range(10, 101, 5), 100]
     lines = [train_line(step) for step in range(10, 101, 10)] + [eval_line(step, "valid") for step in steps]
@@ -221,7 +221,7 @@ def test_the_best_step_is_marked_and_both_splits_are_shown(tmp_path: Path) -> No
     assert "test AUC" in page.texts and "flattered" not in page.text
     marked = {attributes["d"] for tag, attributes in page.tags if attributes.get("class") == "best"}
     dots = [attributes["cx"] for _, attributes in page.tags if attributes.get("class") == "other-dot"]
-    [path] = marked  # at one place in all charts, that of the third evaluation of valid
+    [path] = marked  # at one position in all charts, that of the third evaluation of valid
     assert path is not None and path.startswith(f"M{dots[2]} ")
     assert page.texts.count("best") == 3 and page.texts.count(" best") == 1
     at = page.texts.index(" best")
@@ -230,7 +230,7 @@ def test_the_best_step_is_marked_and_both_splits_are_shown(tmp_path: Path) -> No
     assert "The last 12 of 20 evaluations, and the best and the final one." in page.texts
 
 
-def test_what_was_chosen_on_test_is_told(tmp_path: Path) -> None:
+def test_selection_on_the_test_split_is_reported(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "run")
     summary = json.loads((run_dir / "summary.json").read_text())
     summary["best"] = {"metric": "ne", "step": 50, "value": 0.8}
@@ -244,9 +244,9 @@ def test_what_was_chosen_on_test_is_told(tmp_path: Path) -> None:
 def test_labels_and_segments_have_their_rows(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path)
     summary = json.loads((run_dir / "summary.json").read_text())
-    figures = {"num_samples": 400, "num_positives": 100, "auc": 0.61, "gauc": {"value": 0.5432, "num_groups": 3}}
-    both = {"click": figures, "buy": figures | {"auc": 0.7272}}
-    segments = [{"value": 1234, **figures, "tasks": both}, {"value": None, **figures, "tasks": both}]
+    metrics = {"num_samples": 400, "num_positives": 100, "auc": 0.61, "gauc": {"value": 0.5432, "num_groups": 3}}
+    both = {"click": metrics, "buy": metrics | {"auc": 0.7272}}
+    segments = [{"value": 1234, **metrics, "tasks": both}, {"value": None, **metrics, "tasks": both}]
     summary["test"] |= {"tasks": both, "segments": {"city<b>": segments}}
     (run_dir / "summary.json").write_text(json.dumps(summary))
     page = report(run_dir)
@@ -323,7 +323,7 @@ def test_a_broken_file_is_named(tmp_path: Path, broken: str, content: str) -> No
     make_run(tmp_path)
     (tmp_path / broken).write_text(content)
     page = report(tmp_path)
-    if not (broken == "environment.json" and content.startswith('{"')):  # any mapping is an environment
+    if not (broken == "environment.json" and content.startswith('{"')):  # any mapping is valid
         assert f"{broken}: " in page.text
     assert "This run has not ended" not in page.text
 
@@ -504,12 +504,12 @@ def test_exchanges_are_means_over_the_run(tmp_path: Path) -> None:
 def test_waits_for_rows_are_means_over_the_run(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     assert "rows were waited for" not in write_report(run).read_text()
-    near, far = "grpc://127.0.0.1:7", "grpc://<b>:8"
+    first, second = "grpc://127.0.0.1:7", "grpc://<b>:8"
     lines = [
-        train_line(10, row_waits={near: wait(storage_s=0.002, transfer_s=0.001), far: wait(decode_s=0.004)}),
-        train_line(20, row_waits={near: wait(transform_s=0.006), "no reader": wait(no_lease_s=0.01)}),
+        train_line(10, row_waits={first: wait(storage_s=0.002, transfer_s=0.001), second: wait(decode_s=0.004)}),
+        train_line(20, row_waits={first: wait(transform_s=0.006), "no reader": wait(no_lease_s=0.01)}),
         train_line(30),
-        train_line(40, row_waits={near: wait(storage_s=float("nan"))}),
+        train_line(40, row_waits={first: wait(storage_s=float("nan"))}),
     ]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     page = write_report(run).read_text()

@@ -1,4 +1,4 @@
-"""Figures that a run writes on its way: over its whole life, and by segment of the test split."""
+"""Metrics during a run: over its lifetime, and by segment of the test split."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from meseta.train.trainer import Trainer
 from small_run import metrics, settings, train
 
 
-def test_the_life_of_a_run_is_the_sum_of_its_lines(tmp_path: Path, tiny: Path) -> None:
+def test_lifetime_metrics_are_means_over_all_lines(tmp_path: Path, tiny: Path) -> None:
     train(settings(tiny, tmp_path / "run", train__epochs=3))
     lines = [line for line in metrics(tmp_path / "run") if line["kind"] == "train"]
     sizes = np.diff([0, *(line["num_samples"] for line in lines)])
@@ -36,7 +36,7 @@ def test_the_life_of_a_run_is_the_sum_of_its_lines(tmp_path: Path, tiny: Path) -
     loss = float(np.average([line["loss"] for line in lines], weights=sizes))
     life = lines[-1]["lifetime"]
     assert life["logloss"] == pytest.approx(loss, abs=1e-9)
-    assert life["ne"] == pytest.approx(loss / entropy, abs=1e-6)  # whole epochs: their base rate is that of the split
+    assert life["ne"] == pytest.approx(loss / entropy, abs=1e-6)  # over whole epochs the base rate is that of the split
     assert lines[0]["lifetime"]["logloss"] == pytest.approx(lines[0]["loss"], abs=1e-12)
     assert abs(lines[0]["lifetime"]["auc_binned"] - lines[0]["auc"]) <= lines[0]["lifetime"]["auc_error_bound"] + 1e-12
 
@@ -62,9 +62,9 @@ def test_a_checkpoint_holds_the_same_bytes_in_any_order_of_samples() -> None:
     runs[2].set_tensors(kept[0])
     lines = [run.pop_metrics() for run in runs]
     assert lines[0] == lines[1] == lines[2]
-    figures = [compute_metrics(logits[:, task], labels[:, task], weights) for task in range(2)]
-    assert lines[0]["loss"] == pytest.approx(figures[0].logloss + 0.5 * figures[1].logloss, abs=1e-12)
-    assert lines[0]["tasks"]["buy"]["auc"] == figures[1].auc and lines[0]["auc"] == figures[0].auc
+    computed = [compute_metrics(logits[:, task], labels[:, task], weights) for task in range(2)]
+    assert lines[0]["loss"] == pytest.approx(computed[0].logloss + 0.5 * computed[1].logloss, abs=1e-12)
+    assert lines[0]["tasks"]["buy"]["auc"] == computed[1].auc and lines[0]["auc"] == computed[0].auc
 
 
 def test_segments_of_the_test_split_are_measured_apart(tmp_path: Path, tiny: Path) -> None:
@@ -98,14 +98,14 @@ def test_segments_of_the_test_split_are_measured_apart(tmp_path: Path, tiny: Pat
         ({"train__early_stopping": {"task": "labl"}}, "'labl' is not a label; did you mean 'label'?"),
     ],
 )
-def test_what_no_evaluation_has_is_refused_before_the_first_step(
+def test_unavailable_metrics_are_refused_before_the_first_step(
     tmp_path: Path, tiny: Path, changes: dict, words: str
 ) -> None:
     before = set(threading.enumerate())
     with pytest.raises(MesetaError) as caught:
         Trainer(RunConfig.model_validate(settings(tiny, tmp_path / "run", **changes)), World.current())
     assert words in str(caught.value)
-    assert set(threading.enumerate()) <= before  # while the error, and so the trainer, is held
+    assert set(threading.enumerate()) <= before  # although `caught` still refers to the trainer
 
 
 def test_a_run_that_fails_leaves_no_thread(tiny: Path, tmp_path: Path) -> None:

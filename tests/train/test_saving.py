@@ -1,4 +1,4 @@
-"""When a run saves."""
+"""Saving of runs: triggers, failures, saves in the background, mirrors and signals."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def saved_steps(run_dir: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("step-")) for path in (run_dir / "checkpoints").iterdir())
 
 
-def test_every_so_many_minutes(tiny: Path, tmp_path: Path) -> None:
-    """So few that every step is due; and so many that none is."""
+def test_saves_by_minutes(tiny: Path, tmp_path: Path) -> None:
+    """With few minutes every step is due, with many none is."""
     for name, minutes, expected in (("few", 1e-9, [1, 2, 3, 4, 5]), ("many", 60, [5])):
         changes = {"train__max_steps": 5, "checkpoint__every_minutes": minutes, "checkpoint__keep_last": 9}
         train(settings(tiny, tmp_path / name, **changes))
@@ -72,37 +72,49 @@ def test_in_the_background_or_not_the_same_checkpoints(tiny: Path, tmp_path: Pat
 
 
 def fill_disk_at(steps: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checkpoints of these steps find no room."""
-    really = DirectoryStore.commit
+    """Let the disk be full at the checkpoints of these steps."""
+    original = DirectoryStore.commit
 
     def commit(self: DirectoryStore, growing: Path, manifest: dict, rate: WriteRateLimiter | None) -> Path:
         if int(growing.name.rpartition("-")[2]) in steps:
             raise OSError(errno.ENOSPC, "No space left on device")
-        return really(self, growing, manifest, rate)
+        return original(self, growing, manifest, rate)
 
     monkeypatch.setattr(DirectoryStore, "commit", commit)
 
 
+@pytest.fixture(scope="module")
+def twelve_steps(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return the checksum of a run that saves only at its end."""
+    run_dir = tmp_path_factory.mktemp("roomy")
+    train(settings(tiny, run_dir, train__max_steps=12))
+    return final_checksum(run_dir)
+
+
 @pytest.mark.parametrize("background", ["always", "never"])
-def test_a_run_goes_on_without_a_checkpoint_that_failed(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], background: str
+def test_a_run_continues_after_a_failed_checkpoint(
+    tiny: Path,
+    twelve_steps: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    background: str,
 ) -> None:
-    """Where it is told to; it says so, ends with the bits of a run with room, and leaves no half a checkpoint."""
-    changes = {"train__max_steps": 12, "checkpoint__every_steps": 2, "checkpoint__keep_last": 9}
-    train(settings(tiny, tmp_path / "roomy", **changes))
+    """The run reports failures, ends with the bits of a run with enough space, and leaves no partial checkpoint."""
     fill_disk_at({4, 6}, monkeypatch)
+    changes = {"train__max_steps": 12, "checkpoint__every_steps": 2, "checkpoint__keep_last": 9}
     changes |= {"checkpoint__background": background, "checkpoint__on_failure": "continue"}
     capsys.readouterr()
     train(settings(tiny, tmp_path / "full", **changes))
-    told = capsys.readouterr().err
-    assert told.count("No space left on device") == 2 and "training continues (checkpoint.on_failure)" in told
+    err = capsys.readouterr().err
+    assert err.count("No space left on device") == 2 and "training continues (checkpoint.on_failure)" in err
     assert [path.name[-2:] for path in sorted((tmp_path / "full" / "checkpoints").iterdir())] == [
         "02",
         "08",
         "10",
         "12",
     ]
-    assert final_checksum(tmp_path / "full") == final_checksum(tmp_path / "roomy")
+    assert final_checksum(tmp_path / "full") == twelve_steps
 
 
 def test_the_last_checkpoint_ends_a_run_that_has_no_room_for_it(
@@ -117,10 +129,10 @@ def test_the_last_checkpoint_ends_a_run_that_has_no_room_for_it(
     assert saved_steps(tmp_path) == [4, 6]
 
 
-def test_what_a_save_in_the_background_met_ends_the_run(
+def test_a_failed_save_in_the_background_ends_the_run(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The former checkpoint stays."""
+    """The previous checkpoint stays."""
     fill_disk_at({4}, monkeypatch)
     changes = {"train__max_steps": 60, "checkpoint__every_steps": 2, "checkpoint__background": "always"}
     with pytest.raises(MesetaError, match="No space left on device"):
@@ -128,16 +140,17 @@ def test_what_a_save_in_the_background_met_ends_the_run(
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000000002"]
 
 
-def test_training_goes_on_while_the_copy_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows change while the disk stands still; the checkpoint has those of the call, and the next save waits for it."""
+def test_training_continues_while_the_copy_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows change while the disk stalls. The checkpoint contains the rows of the call, and the next save waits for
+    it."""
     specs = some_specs()
     plan, tables = plain_plan(specs, 1, "table_wise"), random_tables(specs, seed=4)
     shards, gate, order = pieces(specs, plan, 0, tables), threading.Event(), list[str]()
-    really = directory.write_manifest
+    original = directory.write_manifest
 
     def slow(root: Path, manifest: dict, rate: WriteRateLimiter | None) -> None:
         assert gate.wait(30)
-        really(root, manifest, rate)
+        original(root, manifest, rate)
 
     monkeypatch.setattr(directory, "write_manifest", slow)
     background, dense = BackgroundSaver(World.single()), {"bias": torch.ones(3)}
@@ -170,7 +183,7 @@ def test_training_goes_on_while_the_copy_is_written(tmp_path: Path, monkeypatch:
     assert all(not piece.weight.any() for piece in back)
 
 
-def test_where_memory_is_short_training_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_waits_for_saves_if_memory_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     specs = some_specs()
     plan = plain_plan(specs, 1, "table_wise")
     shards = pieces(specs, plan, 0, random_tables(specs, seed=4))
@@ -183,8 +196,9 @@ def test_where_memory_is_short_training_waits(tmp_path: Path, monkeypatch: pytes
         assert saver._should_save_in_background(shards, few) == (free >= needed // 2 or background == "always")
 
 
-def test_a_mirror_takes_a_run_to_another_machine(tiny: Path, tmp_path: Path) -> None:
-    """It holds what run_dir holds; a run_dir that has nothing goes on from it, to the bits of a run in one go."""
+def test_a_run_continues_from_its_mirror(tiny: Path, tmp_path: Path) -> None:
+    """The mirror holds the checkpoints of run_dir. An empty run_dir continues from it, with the bits of an
+    uninterrupted run."""
     mirror = f"file://{tmp_path}/mirror"
     changes = {"checkpoint__every_steps": 2, "checkpoint__mirror": mirror}
     train(settings(tiny, tmp_path / "first", train__max_steps=5, **changes))
@@ -192,21 +206,21 @@ def test_a_mirror_takes_a_run_to_another_machine(tiny: Path, tmp_path: Path) -> 
     train(settings(tiny, tmp_path / "second", train__max_steps=8, **changes))
     train(settings(tiny, tmp_path / "whole", train__max_steps=8))
     assert final_checksum(tmp_path / "second") == final_checksum(tmp_path / "whole")
-    assert {found.name for found in Mirror(mirror).checkpoints()} == {"step-000000006", "step-000000008"}
+    assert {path.name for path in Mirror(mirror).checkpoints()} == {"step-000000006", "step-000000008"}
     assert run_id(tmp_path / "second", 8) == run_id(tmp_path / "first", 5) != run_id(tmp_path / "whole", 8)
     with pytest.raises(MesetaError, match=r"has checkpoints, but checkpoint\.resume is 'never'"):
         train(settings(tiny, tmp_path / "third", checkpoint__resume="never", **changes))
 
 
 def test_a_mirror_of_another_run_is_refused_before_the_first_step(tiny: Path, tmp_path: Path) -> None:
-    """Though it has the same data, config and seed."""
+    """The other run has the same data, config and seed."""
     mirror = {"checkpoint__mirror": f"file://{tmp_path}/mirror"}
     train(settings(tiny, tmp_path / "first", train__max_steps=5, **mirror))
     train(settings(tiny, tmp_path / "second", train__max_steps=4))
     ids = run_id(tmp_path / "first", 5), run_id(tmp_path / "second", 4)
     before = many_files(tmp_path)
-    told = rf"{mirror['checkpoint__mirror']}' .* step 5 of run {ids[0]}, and this is run {ids[1]} at step 4; choose"
-    with pytest.raises(MesetaError, match=told):
+    message = rf"{mirror['checkpoint__mirror']}' .* step 5 of run {ids[0]}, and this is run {ids[1]} at step 4; choose"
+    with pytest.raises(MesetaError, match=message):
         train(settings(tiny, tmp_path / "second", train__max_steps=6, **mirror))
     assert many_files(tmp_path) == before
 
@@ -215,10 +229,10 @@ def run_id(run_dir: Path, step: int) -> str:
     return str(read_manifest(checkpoint_path(run_dir / "checkpoints", step))["state"]["run_id"])
 
 
-def test_a_mirror_that_is_away_for_a_while(
+def test_a_mirror_that_fails_once(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Training goes on and says so; what was missed is copied with the next checkpoint."""
+    """Training continues with a note. The next checkpoint includes the files that the mirror lacks."""
     update, refused = Mirror.update, []
 
     def refuse_once(mirror: Mirror, folder: Path, names: list[str], run_id: str) -> list[str]:
@@ -231,12 +245,12 @@ def test_a_mirror_that_is_away_for_a_while(
     mirror = f"file://{tmp_path}/mirror"
     train(settings(tiny, tmp_path / "run", train__max_steps=6, checkpoint__every_steps=2, checkpoint__mirror=mirror))
     assert refused == ["step-000000002"]
-    told = capsys.readouterr().err
-    assert told.count("(timeout)") == 1 and "training continues, and the next checkpoint tries again" in told
-    assert {found.name for found in Mirror(mirror).checkpoints()} == {"step-000000004", "step-000000006"}
+    err = capsys.readouterr().err
+    assert err.count("(timeout)") == 1 and "training continues, and the next checkpoint tries again" in err
+    assert {path.name for path in Mirror(mirror).checkpoints()} == {"step-000000004", "step-000000006"}
 
 
-def test_a_mirror_that_stays_away_fails_at_the_end(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mirror_that_keeps_failing_ends_the_run(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(mirror: Mirror, *args: object) -> None:
         raise MesetaError("checkpoint 'file://there' cannot be used (timeout); check the network")
 
@@ -248,13 +262,13 @@ def test_a_mirror_that_stays_away_fails_at_the_end(tiny: Path, tmp_path: Path, m
             train(document)
     assert (tmp_path / "run/report.html").exists()
     train(document)
-    assert {found.name for found in Mirror(mirror).checkpoints()} == {"step-000000006"}
+    assert {path.name for path in Mirror(mirror).checkpoints()} == {"step-000000006"}
 
 
 def test_a_signal_is_noted_and_handlers_are_put_back() -> None:
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     with SignalListener() as interruption:
-        for _ in range(2):  # the second one comes so soon that it is the same call
+        for _ in range(2):  # the second signal follows so closely that it counts as the same
             os.kill(os.getpid(), signal.SIGTERM)
         deadline = time.monotonic() + 10
         while interruption.signal_number is None and time.monotonic() < deadline:
@@ -282,13 +296,13 @@ def test_ignored_signals_stay_ignored_and_other_threads_set_no_handler() -> None
             assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
-    found = []
+    handlers = []
 
     def elsewhere() -> None:
         with SignalListener():
-            found.append(signal.getsignal(signal.SIGTERM))
+            handlers.append(signal.getsignal(signal.SIGTERM))
 
     thread = threading.Thread(target=elsewhere)
     thread.start()
     thread.join()
-    assert found == [signal.getsignal(signal.SIGTERM)]
+    assert handlers == [signal.getsignal(signal.SIGTERM)]

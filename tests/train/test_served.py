@@ -1,4 +1,4 @@
-"""Runs whose rows come from readers: the same weights as from the files, whoever decodes, and what is refused."""
+"""Runs whose rows come from readers: the same weights as from files, and refusals."""
 
 from __future__ import annotations
 
@@ -38,15 +38,17 @@ from meseta.train.setup.specs import make_specs
 from meseta.train.trained_model import load_trained
 from meseta.train.trainer import Trainer
 from meseta.train.verify.steps import run_steps
-from sampling import product, sample
+from sampling import case_id, product
 from small_run import final_checksum, metrics, settings, tiny_with_valid, train, without_times, write_config
 
 COMMON = {"train__epochs": 2, "train__eval_every_steps": 9, "checkpoint__every_steps": 5}
+TWO_RANKS = {"tables": {"user": "row_wise", "*": "table_wise"}}
+"""Plan of runs on two ranks. Its search would take longer than the run."""
 
 
 @pytest.fixture(scope="module")
 def data(tiny: Path) -> Path:
-    """With a split valid."""
+    """Return the tiny data with a validation split."""
     return tiny_with_valid(tiny)
 
 
@@ -64,7 +66,7 @@ def two_ranks() -> Iterator[RankPool]:
 
 
 def served(tier: Tier, run_dir: Path, **changes: Any) -> dict[str, Any]:
-    """As `settings`, but with the rows of the tier."""
+    """Return a config like `settings`, but with rows from the tier."""
     document = settings(run_dir, run_dir, **{**COMMON, **changes})
     document["data"] |= {"dir": None, "service": {"url": tier.dispatcher.url, "reader_timeout_s": 20.0}}
     return document
@@ -78,26 +80,30 @@ def train_on(num_ranks: int, two_ranks: RankPool, document: dict[str, Any]) -> N
     if num_ranks == 1:
         train(document)
     else:
-        two_ranks.run(train, document)
+        two_ranks.run(train, {**document, "plan": TWO_RANKS})
 
 
-# The same weights
+# Same weights
 
 
 ORDERS = product(num_ranks=[1, 2], order=["served", "served, local, served", "local, served, local"])
+FIRST = ({"num_ranks": 1, "order": "served"}, {"num_ranks": 2, "order": "served, local, served"})
 
 
-@pytest.mark.parametrize("case", sample(ORDERS, 2, seed=5))
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=case_id(case), marks=() if case in FIRST else pytest.mark.soak) for case in ORDERS],
+)
 def test_a_run_ends_with_the_same_bits(
     tier: Tier, data: Path, two_ranks: RankPool, tmp_path: Path, case: dict[str, Any]
 ) -> None:
-    """An epoch has 10 or 11 steps: a run that stops at steps 8 and 12 does so in the middle of one."""
+    """An epoch has 10 or 11 steps, so steps 8 and 12 are in the middle of one."""
     num_ranks, order = case["num_ranks"], case["order"]
     expected, run = tmp_path / "expected", tmp_path / "run"
-    train_on(num_ranks, two_ranks, local(data, expected, train__max_steps=20))
+    train_on(num_ranks, two_ranks, local(data, expected, train__max_steps=14))
     make = {"served": lambda **c: served(tier, run, **c), "local": lambda **c: local(data, run, **c)}
     sources = order.split(", ")
-    for source, stop in zip(sources, (8, 12, 20)[-len(sources) :], strict=True):
+    for source, stop in zip(sources, (8, 12, 14)[-len(sources) :], strict=True):
         train_on(num_ranks, two_ranks, make[source](train__max_steps=stop))
     assert final_checksum(run) == final_checksum(expected)
     lines = {line["step"]: line for line in without_times(metrics(run)) if line["kind"] == "train"}
@@ -107,10 +113,10 @@ def test_a_run_ends_with_the_same_bits(
     assert (run / "touched.parquet").read_bytes() == (data / "touched.parquet").read_bytes()
 
 
-def test_with_keys_the_bits_are_the_same_and_nothing_tells_them(
+def test_keys_change_no_bit_and_appear_in_no_output(
     data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    keys, short = tmp_path / "keys", {"train__max_steps": 12}
+    keys, short = tmp_path / "keys", {"train__max_steps": 6}
     make_keys(keys, ["127.0.0.1"], days=2)
     train(local(data, tmp_path / "expected", **short))
     with running({"click": data}, 2, TlsServerKeys.load(keys)) as tier:
@@ -126,13 +132,14 @@ def test_with_keys_the_bits_are_the_same_and_nothing_tells_them(
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_waits_for_rows_are_told(
-    tier: Tier, data: Path, two_ranks: RankPool, tmp_path: Path, num_ranks: int, monkeypatch: pytest.MonkeyPatch
+def test_waits_for_rows_are_reported(
+    tier: Tier, two_ranks: RankPool, tmp_path: Path, num_ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By reader and cause, beside the stage that they are part of; of every rank at the end."""
+    """Waits are reported by reader and cause, as part of a stage, and for every rank at the end."""
     monkeypatch.setattr(part_files, "io", SlowFiles())
     run_dir = tmp_path / "run"
-    train_on(num_ranks, two_ranks, served(tier, run_dir, data__prefetch_batches=0, train__log_every_steps=5))
+    short = {"data__prefetch_batches": 0, "train__log_every_steps": 5, "train__max_steps": 10}
+    train_on(num_ranks, two_ranks, served(tier, run_dir, **short))
     lines = [line for line in metrics(run_dir) if "row_waits" in line]
     for line in lines:
         by_cause = [wait for waits in line["row_waits"].values() for wait in waits.values()]
@@ -142,13 +149,16 @@ def test_waits_for_rows_are_told(
     summary = json.loads((run_dir / "summary.json").read_text())
     assert len(summary["row_waits_by_rank"]) == num_ranks and all(summary["row_waits_by_rank"])
     assert "rows were waited for" in (run_dir / "report.html").read_text()
-    train(local(data, tmp_path / "local"))
+
+
+def test_waits_for_rows_of_files_are_not_reported(data: Path, tmp_path: Path) -> None:
+    train(local(data, tmp_path / "local", train__max_steps=8))
     assert not any("row_waits" in line for line in metrics(tmp_path / "local"))
     assert "row_waits_by_rank" not in json.loads((tmp_path / "local/summary.json").read_text())
 
 
-def test_rows_are_chosen_and_counted_alike(tier: Tier, data: Path, tmp_path: Path) -> None:
-    chosen = {"data__filter": "age >= 30", "data__negative_keep": 0.5, "data__last_batch": "drop"}
+def test_rows_are_selected_and_counted_identically(tier: Tier, data: Path, tmp_path: Path) -> None:
+    chosen = {"data__filter": "age >= 30", "data__negative_keep": 0.5, "data__last_batch": "drop", "train__epochs": 1}
     summaries = [
         train(local(data, tmp_path / "expected", **chosen)),
         train(served(tier, tmp_path / "run", **chosen)),
@@ -160,20 +170,20 @@ def test_rows_are_chosen_and_counted_alike(tier: Tier, data: Path, tmp_path: Pat
 
 @pytest.fixture(scope="module")
 def run(tier: Tier, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One that has ended, of rows of the tier."""
+    """Return a run that has ended, with rows from the tier."""
     folder = tmp_path_factory.mktemp("served") / "run"
     train(served(tier, folder, train__max_steps=6))
     return folder
 
 
 @pytest.mark.parametrize("split", ["train", "valid", "test"])
-def test_every_split_is_evaluated_where_no_files_are(run: Path, data: Path, split: str) -> None:
-    found, expected = (run_here("eval", run, "--split", split, *more) for more in ([], ["--data", data]))
-    assert found.code == expected.code == 0, found.err + expected.err
-    assert found.out == expected.out
+def test_every_split_is_evaluated_without_files(run: Path, data: Path, split: str) -> None:
+    ended, expected = (run_here("eval", run, "--split", split, *more) for more in ([], ["--data", data]))
+    assert ended.code == expected.code == 0, ended.err + expected.err
+    assert ended.out == expected.out
 
 
-def test_a_plan_and_a_comparison_ask_the_dispatcher_too(tier: Tier, data: Path, tmp_path: Path) -> None:
+def test_plan_and_plan_diff_query_the_dispatcher(tier: Tier, data: Path, tmp_path: Path) -> None:
     (tmp_path / "machine.yaml").write_text("devices_per_host: 2\ndevice: cpu\nhbm_bytes: 8000000000\n")
     outs = []
     for name, document in (("served", served(tier, tmp_path / "a")), ("local", local(data, tmp_path / "a"))):
@@ -187,15 +197,15 @@ def test_a_plan_and_a_comparison_ask_the_dispatcher_too(tier: Tier, data: Path, 
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_steps_that_are_compared_read_from_it(tier: Tier, two_ranks: RankPool, tmp_path: Path, num_ranks: int) -> None:
-    """As `meseta verify` does: each rank reads its slices, and whole batches beside them."""
-    document = served(tier, tmp_path / "run")
-    found = two_ranks.run(recorded, document) if num_ranks == 2 else [recorded(document)]
-    assert all(one == [90] * 3 for one in found)
+def test_verified_steps_read_from_the_tier(tier: Tier, two_ranks: RankPool, tmp_path: Path, num_ranks: int) -> None:
+    """Each rank reads its slices, and whole batches as well, like `meseta verify`."""
+    document = {**served(tier, tmp_path / "run"), "plan": TWO_RANKS}
+    sizes = two_ranks.run(recorded, document) if num_ranks == 2 else [recorded(document)]
+    assert all(one == [90] * 3 for one in sizes)
 
 
 def recorded(document: dict[str, Any]) -> list[int]:
-    """Samples of whole batches."""
+    """Return the numbers of samples of whole batches."""
     config, world = RunConfig.model_validate(document), World.current()
     return [
         step.batch.lengths.numel() // len(step.batch.keys)
@@ -206,28 +216,28 @@ def recorded(document: dict[str, Any]) -> list[int]:
 # Attempts
 
 
-def test_what_is_left_of_a_former_attempt_is_turned_away(tier: Tier, tmp_path: Path) -> None:
-    document = served(tier, tmp_path / "run")
+def test_an_earlier_attempt_is_refused(tier: Tier, tmp_path: Path) -> None:
+    document = served(tier, tmp_path / "run", train__max_steps=3)
     former, later = (Trainer(RunConfig.model_validate(document), World.single()) for _ in range(2))
     later.run()
     expected = final_checksum(tmp_path / "run")
     with pytest.raises(MesetaError, match=r"rank 0 belongs to an earlier attempt of run '.*run'"):
         former.run()
     shutil.rmtree(tmp_path / "run")
-    train(served(tier, tmp_path / "run"))
+    train(document)
     assert final_checksum(tmp_path / "run") == expected
 
 
-def test_who_is_refused_turns_nobody_away(tier: Tier, run: Path, tmp_path: Path) -> None:
-    """A command that was given twice, and an evaluation beside the run."""
+def test_refused_clients_do_not_disturb_a_run(tier: Tier, run: Path, tmp_path: Path) -> None:
+    """The run is started a second time and evaluated while it is in progress."""
     folder = Path(shutil.copytree(run, tmp_path / "run"))
-    document = served(tier, folder)
-    at_work = Trainer(RunConfig.model_validate(document), World.single())
+    document = served(tier, folder, train__max_steps=8)
+    running_trainer = Trainer(RunConfig.model_validate(document), World.single())
     with pytest.raises(MesetaError, match="is in use"):
         Trainer(RunConfig.model_validate(document), World.single())
     assert load_trained(folder, "valid", World.single()).reader.num_rows == 337
-    at_work.run()
-    train(served(tier, tmp_path / "whole"))
+    running_trainer.run()
+    train(served(tier, tmp_path / "whole", train__max_steps=8))
     assert final_checksum(folder) == final_checksum(tmp_path / "whole")
 
 
@@ -235,7 +245,7 @@ def test_who_is_refused_turns_nobody_away(tier: Tier, run: Path, tmp_path: Path)
 
 
 def vocabularies(folder: Path) -> Path:
-    """A dataset with some, beside test.csv with further rows."""
+    """Prepare a dataset with vocabularies, and test.csv with other rows."""
     table = without(columns(), "tags", "importance")
     source = write_csv(folder / "train.csv", part(table, 0, NUM_TRAIN))
     write_csv(folder / "test.csv", part(table, NUM_TRAIN, 500))
@@ -254,17 +264,17 @@ def test_new_rows_are_predicted_without_the_data(tmp_path: Path) -> None:
         kept = sorted((tmp_path / "run/vocabulary").iterdir())
         assert [path.read_bytes() for path in kept] == [(data / "vocabulary" / p.name).read_bytes() for p in kept]
         assert len(kept) == 3
-        shutil.rmtree(data / "vocabulary")  # what is there already does not come again
+        shutil.rmtree(data / "vocabulary")  # existing vocabularies are not fetched again
         train({**document, "train": {**document["train"], "max_steps": 4}})
     shutil.rmtree(data)
-    found = {}
+    results = {}
     for name in ("local", "run"):
         out = tmp_path / f"{name}.parquet"
         ended = run_here("predict", tmp_path / name, "--data", tmp_path / "test.csv", "--out", out)
         assert ended.code == 0, ended.err
-        found[name] = pq.read_table(out), ended.out.replace(name, "")
-    assert found["run"] == found["local"]
-    assert "not seen" in found["run"][1] and found["run"][0].num_rows == 500 - NUM_TRAIN
+        results[name] = pq.read_table(out), ended.out.replace(name, "")
+    assert results["run"] == results["local"]
+    assert "not seen" in results["run"][1] and results["run"][0].num_rows == 500 - NUM_TRAIN
 
 
 def test_a_vocabulary_that_has_changed_is_refused(tmp_path: Path) -> None:
@@ -282,7 +292,7 @@ def test_a_vocabulary_that_has_changed_is_refused(tmp_path: Path) -> None:
     ("feature", "problem"),
     [("../../dataset.json", "has no vocabulary of a feature"), ("price", "has no vocabulary of a feature 'price'")],
 )
-def test_files_are_asked_for_by_feature(tier: Tier, feature: str, problem: str) -> None:
+def test_vocabularies_are_requested_by_feature(tier: Tier, feature: str, problem: str) -> None:
     dispatcher = DispatcherClient(tier.dispatcher.url)
     described = dispatcher.describe(None)
     with pytest.raises(MesetaError, match=problem):
@@ -291,7 +301,7 @@ def test_files_are_asked_for_by_feature(tier: Tier, feature: str, problem: str) 
         list(dispatcher.fetch_table(TableRequest(dataset="click", digest="0" * 64, feature=None)))
 
 
-def test_a_file_has_a_bound(tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_size_of_a_file_is_bounded(tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatcher_client, "MAX_TABLE_BYTES", 10)
     dispatcher = DispatcherClient(tier.dispatcher.url)
     digest = dispatcher.describe(None).digest
@@ -299,7 +309,7 @@ def test_a_file_has_a_bound(tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None
         list(dispatcher.fetch_table(TableRequest(dataset="click", digest=digest, feature=None)))
 
 
-# What is refused
+# Refusals
 
 
 def refused(ended: Ended, *words: str) -> None:
@@ -309,7 +319,7 @@ def refused(ended: Ended, *words: str) -> None:
         assert word in line
 
 
-def test_predictions_of_a_split_are_made_where_it_lies(run: Path, tier: Tier, data: Path, tmp_path: Path) -> None:
+def test_predictions_of_a_split_need_its_files(run: Path, tier: Tier, data: Path, tmp_path: Path) -> None:
     out = tmp_path / "p.parquet"
     ended = run_here("predict", run, "--out", out)
     refused(ended, f"the readers of {tier.dispatcher.url}", "pass their folder with --data DIR", "--data FILE")
@@ -317,7 +327,7 @@ def test_predictions_of_a_split_are_made_where_it_lies(run: Path, tier: Tier, da
     assert run_here("predict", run, "--out", out, "--data", data).code == 0
 
 
-def test_a_dispatcher_that_is_not_there(tier: Tier, run: Path, tmp_path: Path) -> None:
+def test_a_dispatcher_that_does_not_run(tier: Tier, run: Path, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     document = served(tier, tmp_path / "run")
@@ -329,7 +339,7 @@ def test_a_dispatcher_that_is_not_there(tier: Tier, run: Path, tmp_path: Path) -
     assert not (tmp_path / "run").exists()
 
 
-def test_what_the_dispatcher_does_not_have(tier: Tier, tmp_path: Path) -> None:
+def test_data_that_the_dispatcher_lacks(tier: Tier, tmp_path: Path) -> None:
     def config(**changes: Any) -> Path:
         return write_config(tmp_path / "c.yaml", served(tier, tmp_path / "run", **changes))
 
@@ -351,7 +361,7 @@ def test_data_that_change_while_a_command_begins(tier: Tier, tmp_path: Path) -> 
 # Memory
 
 
-def test_memory_counts_what_a_client_holds(tier: Tier, data: Path, tmp_path: Path) -> None:
+def test_memory_includes_the_buffers_of_a_client(tier: Tier, data: Path, tmp_path: Path) -> None:
     def reading(document: dict[str, Any], num_ranks: int, num_rows: int) -> int:
         config = RunConfig.model_validate(document)
         dataset = make_row_source(config.data).dataset()
@@ -367,8 +377,8 @@ def test_memory_counts_what_a_client_holds(tier: Tier, data: Path, tmp_path: Pat
     large = {"data__shuffle_window_rows": 1_000_000, "pipeline__overlap": "off"}
     for num_ranks, batch_size in ((1, 90), (2, 45)):
         rows = 9 * 3 * 16_384 + 2 * batch_size
-        found = reading(served(tier, tmp_path, **large), num_ranks, 10_000_000)
-        assert found == int(rows * sample_bytes)
-    found = reading(served(tier, tmp_path, **{**large, "data__shuffle_window_rows": 1000}), 2, 10_000_000)
-    assert found == int((9 * 500 + 2 * 45) * sample_bytes)
+        num_bytes = reading(served(tier, tmp_path, **large), num_ranks, 10_000_000)
+        assert num_bytes == int(rows * sample_bytes)
+    num_bytes = reading(served(tier, tmp_path, **{**large, "data__shuffle_window_rows": 1000}), 2, 10_000_000)
+    assert num_bytes == int((9 * 500 + 2 * 45) * sample_bytes)
     assert reading(local(data, tmp_path, **large), 1, 10_000_000) == int((3_000_000 + 2 * 90) * sample_bytes)

@@ -1,4 +1,4 @@
-"""Early stopping and the best checkpoint: by hand-made evaluations, and in whole runs that are cut off and go on."""
+"""Early stopping and the best checkpoint: explicit evaluations, and whole runs that are interrupted and resumed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_the_best_of_some_evaluations(
     assert not best.should_stop
 
 
-def test_the_state_comes_back_and_another_metric_begins_anew() -> None:
+def test_the_state_is_restored_unless_the_metric_changes() -> None:
     best, _ = feed({"patience": 2}, [0.5, 0.6])
     again, other = EarlyStopping(best.config), EarlyStopping(EarlyStoppingConfig(metric="auc"))
     again.set_state(best.get_state())
@@ -55,7 +55,7 @@ def test_the_state_comes_back_and_another_metric_begins_anew() -> None:
     assert (other.best_step, other.best_value, other.num_without_improvement) == (None, None, 0)
 
 
-# No evaluation gains ten: the first is the best, and two more end the run at step 12.
+# No evaluation improves by ten: the first is the best, and two more end the run at step 12.
 STOPS = {
     "train__eval_every_steps": 4,
     "train__log_every_steps": 3,
@@ -66,10 +66,20 @@ STOPS = {
 }
 
 
+@pytest.fixture(scope="module")
+def ended(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a run that stopped early and kept all its checkpoints. Tests only read it."""
+    run_dir = tmp_path_factory.mktemp("stopping") / "run"
+    train(settings(tiny, run_dir, train__epochs=3, **{**STOPS, "checkpoint__keep_last": 9}))
+    return run_dir
+
+
 def test_a_run_stops_and_stays_stopped(tiny: Path, tmp_path: Path) -> None:
     document = settings(tiny, tmp_path / "run", train__epochs=3, **STOPS)
     summary = train(document)
     assert summary["num_steps"] == 12
+    kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*"))
+    assert kept == ["step-000000004", "step-000000012"]
     assert summary["best"] == {"metric": "ne", "step": 4, "value": summary["best"]["value"]}
     lines, checksum = metrics(tmp_path / "run"), final_checksum(tmp_path / "run")
     evaluations = [line for line in lines if line["kind"] == "eval"]
@@ -81,22 +91,20 @@ def test_a_run_stops_and_stays_stopped(tiny: Path, tmp_path: Path) -> None:
     assert metrics(tmp_path / "run") == lines and final_checksum(tmp_path / "run") == checksum
 
 
-def test_the_best_checkpoint_is_kept_and_loaded(tiny: Path, tmp_path: Path) -> None:
-    train(settings(tiny, tmp_path / "run", train__epochs=3, **STOPS))
-    kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*"))
-    assert kept == ["step-000000004", "step-000000012"]
-    newest, best = (load_trained(tmp_path / "run", "test", World.single(), best=b).step for b in (False, True))
+def test_the_best_checkpoint_is_loaded(ended: Path, tmp_path: Path) -> None:
+    newest, best = (load_trained(ended, "test", World.single(), best=b).step for b in (False, True))
     assert (newest, best) == (12, 4)
-    shutil.rmtree(tmp_path / "run" / "checkpoints" / kept[0])
+    shutil.copytree(ended, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000000004")
     with pytest.raises(MesetaError, match=r"the best step is 4, but it has no checkpoint; train with checkpoint\.keep"):
         load_trained(tmp_path / "run", "test", World.single(), best=True)
 
 
 @pytest.mark.parametrize("newest", [4, 5, 10])
-def test_a_run_that_was_cut_off_stops_where_one_that_was_not_does(tiny: Path, tmp_path: Path, newest: int) -> None:
+def test_an_interrupted_run_stops_at_the_same_step(tiny: Path, ended: Path, tmp_path: Path, newest: int) -> None:
     document = settings(tiny, tmp_path / "run", train__epochs=3, **{**STOPS, "checkpoint__keep_last": 9})
-    train(document)
-    lines, checksum = metrics(tmp_path / "run"), final_checksum(tmp_path / "run")
+    shutil.copytree(ended, tmp_path / "run")
+    lines, checksum = metrics(ended), final_checksum(ended)
     for path in (tmp_path / "run" / "checkpoints").glob("step-*"):
         if int(path.name.removeprefix("step-")) > newest:
             shutil.rmtree(path)
@@ -113,7 +121,7 @@ def test_patience_without_evaluations_is_refused(tmp_path: Path) -> None:
 
 def test_the_best_of_a_run_without_evaluations(tiny: Path, tmp_path: Path) -> None:
     train(settings(tiny, tmp_path / "run", train__max_steps=3))
-    assert load_trained(tmp_path / "run", "test", World.single(), best=True).step == 3  # the one at its end
+    assert load_trained(tmp_path / "run", "test", World.single(), best=True).step == 3  # the final checkpoint
     (tmp_path / "run" / "metrics.jsonl").unlink()
     with pytest.raises(MesetaError, match="there was no evaluation"):
         load_trained(tmp_path / "run", "test", World.single(), best=True)

@@ -1,4 +1,4 @@
-"""What a sweep tries, when a folder is the same sweep, and how trials rank."""
+"""Sweeps: search spaces, reopened folders and ranking of trials."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from meseta.train.sweep import (
 )
 
 
-def test_what_is_searched_and_what_is_fixed() -> None:
+def test_searched_and_fixed_settings() -> None:
     space, fixed = parse_space(
         [
             "dense.optimizer.lr=[0.001, 1e-2]",
@@ -42,7 +42,7 @@ def test_what_is_searched_and_what_is_fixed() -> None:
         ]
     )
     assert space == {
-        "dense.optimizer.lr": Choices((0.001, 0.01)),  # a number without a point, which YAML 1.1 takes for text
+        "dense.optimizer.lr": Choices((0.001, 0.01)),  # YAML 1.1 reads a number without a point as text
         "model.top_mlp": Choices(([64], [32, 8])),
         "train.batch_size": Range("randint", 8.0, 64.0),
         "embedding.optimizer.lr": Range("loguniform", 1e-4, 1e-1),
@@ -65,7 +65,7 @@ def test_what_is_searched_and_what_is_fixed() -> None:
         (["n=randint(0.5,2)"], "integers as bounds"),
     ],
 )
-def test_a_space_that_is_none_is_refused(settings: list[str], words: str) -> None:
+def test_invalid_spaces_are_refused(settings: list[str], words: str) -> None:
     with pytest.raises(MesetaError) as caught:
         parse_space(settings)
     assert words in str(caught.value)
@@ -106,7 +106,7 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_folder_is_taken_up_again_and_another_sweep_is_refused(config: Path, tmp_path: Path) -> None:
+def test_a_folder_is_reopened_and_another_sweep_is_refused(config: Path, tmp_path: Path) -> None:
     out, two = tmp_path / "sweep", [{"seed": 1}, {"seed": 2}]
     plan = open_sweep(out, config, ["train.epochs=2"], two, allow_growth=False)
     settings = load_config(plan.config, plan.trials[1].overrides)
@@ -119,16 +119,16 @@ def test_a_folder_is_taken_up_again_and_another_sweep_is_refused(config: Path, t
     more = [*two, {"seed": 3}]
     assert len(open_sweep(out, config, ["train.epochs=2"], more, allow_growth=True).trials) == 3
     open_sweep(out, config, ["train.epochs=2"], two, allow_growth=True)
-    assert json.loads((out / "sweep.json").read_text())["trials"] == more  # fewer do not forget the others
+    assert json.loads((out / "sweep.json").read_text())["trials"] == more  # fewer trials do not remove the others
     (out / "sweep.json").write_text("{")
     with pytest.raises(MesetaError, match="cannot be read"):
         open_sweep(out, config, [], two, allow_growth=False)
 
 
-def test_a_wrong_trial_is_named_before_anything_is_made(config: Path, tmp_path: Path) -> None:
-    for own, words in (({"seed": -1}, "trial 1 (seed=-1)"), ({"sed": 1}, "did you mean 'seed'")):
+def test_a_wrong_trial_is_named_before_files_are_written(config: Path, tmp_path: Path) -> None:
+    for trial, words in (({"seed": -1}, "trial 1 (seed=-1)"), ({"sed": 1}, "did you mean 'seed'")):
         with pytest.raises(MesetaError) as caught:
-            open_sweep(tmp_path / "sweep", config, [], [{"seed": 1}, own], allow_growth=False)
+            open_sweep(tmp_path / "sweep", config, [], [{"seed": 1}, trial], allow_growth=False)
         assert words in str(caught.value)
     assert not (tmp_path / "sweep").exists()
 

@@ -1,5 +1,4 @@
-"""Tables with a width of their own and features with a reduction of their own: taken or refused by name, and the same
-through training on ranks, checkpoints, prediction and exports."""
+"""Tables with an individual width and features with an individual pooling, in every model and through a run."""
 
 from __future__ import annotations
 
@@ -24,11 +23,11 @@ from small_run import settings, train
 
 TABLES = {"user": {"embedding_dim": 6}, "tags": {"pooling": "mean", "optimizer": {"lr": 0.05}}}
 TAKE_ANY = {"dlrm_dcnv2", "mmoe", "dcnv2", "gdcn", "finalmlp"}
-"""Models that lay vectors side by side."""
+"""Models that concatenate embeddings, and so take any width."""
 
 
 @pytest.mark.parametrize("name", [*MODEL_NAMES, "own_models:Plain", "dlrm without products"])
-def test_a_width_of_its_own_is_taken_or_refused_by_name(tiny: Path, tmp_path: Path, name: str) -> None:
+def test_a_table_width_is_accepted_or_refused_by_name(tiny: Path, tmp_path: Path, name: str) -> None:
     product = {"model__interaction": "none"} if "without" in name else {}
     document = settings(tiny, tmp_path, model__name=name.partition(" ")[0], embedding__tables=TABLES, **product)
     config, dataset = RunConfig.model_validate(document), Dataset.load(tiny)
@@ -46,7 +45,7 @@ def test_a_width_of_its_own_is_taken_or_refused_by_name(tiny: Path, tmp_path: Pa
     assert step_peak_bytes(outline, 64, len(dataset.dense)) >= 2 * 64 * 4 * sum(dims.values())
 
 
-def test_every_model_takes_a_reduction_of_its_own_and_the_width_of_all(tiny: Path, tmp_path: Path) -> None:
+def test_every_model_accepts_a_pooling_per_feature(tiny: Path, tmp_path: Path) -> None:
     for name in set(MODEL_NAMES) - {"logistic_regression"}:
         tables: dict[str, Any] = {"user": {"embedding_dim": 4}, "tags": {"pooling": "mean"}}
         config = RunConfig.model_validate(settings(tiny, tmp_path, model__name=name, embedding__tables=tables))
@@ -55,7 +54,7 @@ def test_every_model_takes_a_reduction_of_its_own_and_the_width_of_all(tiny: Pat
         make_meta_model(config, Dataset.load(tiny), EmbeddingBagCollection(*specs))
 
 
-def test_a_run_keeps_them(tiny: Path, tmp_path: Path) -> None:
+def test_table_settings_of_a_run(tiny: Path, tmp_path: Path) -> None:
     common = {"model__name": "dlrm_dcnv2", "embedding__tables": TABLES, "train__log_every_steps": 1}
     whole = train(settings(tiny, tmp_path / "whole", **common, train__max_steps=6))
     train(settings(tiny, tmp_path / "parts", **common, train__max_steps=3))
@@ -68,5 +67,5 @@ def test_a_run_keeps_them(tiny: Path, tmp_path: Path) -> None:
     assert (pooled["user"]["width"], pooled["tags"]["pooling"], pooled["tags"]["width"]) == (6, "mean", 4)
     widths = {shard.spec.name: shard.weight.shape[1] for shard in trained.model.embeddings.shards}
     assert widths["user"] == 6 and set(widths.values()) == {4, 6}
-    alike = train(settings(tiny, tmp_path / "alike", **{**common, "embedding__tables": {}}, train__max_steps=6))
-    assert not np.isclose(alike["test"]["logloss"], whole["test"]["logloss"], rtol=1e-6)
+    plain = train(settings(tiny, tmp_path / "plain", **{**common, "embedding__tables": {}}, train__max_steps=6))
+    assert not np.isclose(plain["test"]["logloss"], whole["test"]["logloss"], rtol=1e-6)

@@ -1,4 +1,4 @@
-"""What TensorBoardWriter reads of a run, by its own reader, against metrics.jsonl."""
+"""TensorBoard events of a run, read by TensorBoard's reader, against metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from small_run import metrics, settings, train
 
 
 def points(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """(step, value) by tag, each as often as it is there."""
+    """Return (step, value) by tag, with duplicates."""
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     read = accumulator.EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0})
     read.Reload()
@@ -25,17 +25,17 @@ def points(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def expected(run_dir: Path) -> dict[str, list[tuple[int, Any]]]:
-    found: dict[str, list[tuple[int, Any]]] = {}
+    values: dict[str, list[tuple[int, Any]]] = {}
     for line in metrics(run_dir):
         for name in ("loss", "ne", "auc", "logloss", "lr_dense", "samples_per_s"):
             if name in line:
-                found.setdefault(f"{line['kind']}/{name}", []).append(
+                values.setdefault(f"{line['kind']}/{name}", []).append(
                     (line["step"], pytest.approx(line[name], rel=1e-6))
                 )
-    return found
+    return values
 
 
-def test_all_lines_are_there_once_and_after_a_resume_too(tiny: Path, tmp_path: Path) -> None:
+def test_all_lines_are_written_once_also_after_a_resume(tiny: Path, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     common = {"train__tensorboard": True, "train__eval_every_steps": 6, "checkpoint__every_steps": 5}
     train(settings(tiny, tmp_path / "run", **common, train__max_steps=9))
@@ -70,10 +70,10 @@ def test_a_missing_package_is_named_with_its_install_line(monkeypatch: pytest.Mo
 
 
 def test_tags_and_values_are_those_of_torch(tmp_path: Path) -> None:
-    """Of torch's own writer, event by event; one line is one event here."""
+    """Events equal those of torch's writer. One line is one event here."""
     loader = pytest.importorskip("tensorboard.backend.event_processing.event_file_loader")
-    figures = {"a b:c/é": 1.5, "large": 1e300, "none": math.nan, "stages_s": {"x y": 1}}
-    line = TrainLine.model_validate({"kind": "train", "step": 3, "num_samples": 9} | figures)
+    numbers = {"a b:c/é": 1.5, "large": 1e300, "none": math.nan, "stages_s": {"x y": 1}}
+    line = TrainLine.model_validate({"kind": "train", "step": 3, "num_samples": 9} | numbers)
     board = TensorBoardWriter(tmp_path / "ours")
     board.begin([line])
     board.close()
@@ -81,17 +81,17 @@ def test_tags_and_values_are_those_of_torch(tmp_path: Path) -> None:
     for tag, value in scalars(line):
         writer.add_scalar(tag, value, 3)
     writer.close()
-    found = {}
+    events_of = {}
     for name in ("ours", "torch"):
         [file] = (tmp_path / name).iterdir()
         events = list(loader.LegacyEventFileLoader(str(file)).Load())
         values = [(e.step, v.tag, repr(v.simple_value)) for e in events for v in e.summary.value]
-        found[name] = values, [e.session_log.status for e in events if e.HasField("session_log")]
-    assert found["ours"] == found["torch"] and len(found["ours"][0]) == 5
+        events_of[name] = values, [e.session_log.status for e in events if e.HasField("session_log")]
+    assert events_of["ours"] == events_of["torch"] and len(events_of["ours"][0]) == 5
 
 
-def test_a_disk_that_fills_is_told_once_and_keeps_whole_lines(tmp_path: Path) -> None:
-    """No thread tells of it beside the error, closing does not fail again, and what is there is read."""
+def test_a_full_disk_is_reported_once_and_keeps_whole_lines(tmp_path: Path) -> None:
+    """No thread reports the error again, closing does not fail, and the complete events are readable."""
     pytest.importorskip("tensorboard")
     board, num_lines = TensorBoardWriter(tmp_path), 0
     board.begin([])
@@ -104,7 +104,7 @@ def test_a_disk_that_fills_is_told_once_and_keeps_whole_lines(tmp_path: Path) ->
     assert [step for step, _ in points(tmp_path)["train/loss"]] == list(range(num_lines)) and num_lines > 1
 
 
-def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     (tmp_path / "file").write_text("")
     with pytest.raises(MesetaError, match="cannot be written"):

@@ -1,4 +1,4 @@
-"""A profiled step on the page of a run: which one, drawn in proportion, and files of strangers."""
+"""A profiled step in the report: the choice of the step, its proportions, and untrusted files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from meseta.telemetry.timeline import RankClock, Timeline, make_rank_tracks, to_
 
 
 def three_steps(num_ranks: int = 2) -> Timeline:
-    """Of 30, 10 and 20 ms; the last one has 5 ms of lookup, and ids that are waited for during 4 of 8 ms."""
+    """Return steps of 30, 10 and 20 ms. The last one has 5 ms of lookup, and ids that it waits for during 4 of 8 ms."""
     spans = [
         Span("step", 0, 1.0, 1.030, 0.0),
         Span("step", 1, 1.040, 1.050, 0.0),
@@ -31,9 +31,9 @@ def three_steps(num_ranks: int = 2) -> Timeline:
 
 
 def boxes(markup: str, class_: str) -> list[tuple[float, float]]:
-    """Where rectangles of a class begin and end, in pixels."""
-    found = re.findall(rf'<rect x="([\d.]+)" y="[\d.]+" class="{class_}" width="([\d.]+)"', markup)
-    return [(float(x), float(x) + float(width)) for x, width in found]
+    """Return the horizontal extent of the rectangles of a class, in pixels."""
+    matches = re.findall(rf'<rect x="([\d.]+)" y="[\d.]+" class="{class_}" width="([\d.]+)"', markup)
+    return [(float(x), float(x) + float(width)) for x, width in matches]
 
 
 def test_the_step_of_median_length_is_drawn_in_proportion() -> None:
@@ -47,7 +47,7 @@ def test_the_step_of_median_length_is_drawn_in_proportion() -> None:
     assert "ids in flight, 2.00 MB to its host: 8 ms" in markup
 
 
-def test_ranks_that_are_not_drawn_are_told() -> None:
+def test_ranks_that_are_not_drawn_are_counted() -> None:
     markup = timeline_section(three_steps(6))
     assert "contains all steps, and 2 more ranks" in markup and "rank 3" in markup and "rank 4" not in markup
     assert timeline_section(None) == ""
@@ -68,7 +68,7 @@ def run_with(folder: Path, content: str) -> Path:
     return folder
 
 
-def test_the_page_has_it(tmp_path: Path) -> None:
+def test_the_page_shows_the_timeline(tmp_path: Path) -> None:
     run = run_with(tmp_path, format_json(to_trace_document(three_steps())))
     assert read_run(run).timeline is not None
     assert "A step over time" in write_report(run).read_text()
@@ -101,7 +101,7 @@ def changed(**changes: Any) -> str:
         ),
     ],
 )
-def test_a_file_that_nobody_can_read_is_named(tmp_path: Path, content: str, problem: str) -> None:
+def test_an_unreadable_file_is_named(tmp_path: Path, content: str, problem: str) -> None:
     run = run_with(tmp_path, content)
     page = write_report(run).read_text()
     assert f"timeline.json: {problem}".replace("'", "&#x27;") in page and "A step over time" not in page
@@ -110,6 +110,6 @@ def test_a_file_that_nobody_can_read_is_named(tmp_path: Path, content: str, prob
 @pytest.mark.parametrize(
     "changes", [{"name": "<script>"}, {"cat": "<script>"}, {"pid": 99}, {"dur": 0.0}, {"ts": 1e15}, {"args": {}}]
 )
-def test_a_file_of_a_stranger_is_drawn_or_left_out(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_an_untrusted_file_is_drawn_or_left_out(tmp_path: Path, changes: dict[str, Any]) -> None:
     run = run_with(tmp_path, changed(**changes))
     assert "<script>" not in write_report(run).read_text()

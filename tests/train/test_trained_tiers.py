@@ -1,4 +1,4 @@
-"""A trained model is opened in the tiers of its run, which may be all that its tables fit in."""
+"""A trained model is opened in the tiers of its run, since its tables may fit nowhere else."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from small_run import settings, train
 
 
 @pytest.mark.parametrize("is_file", [False, True])
-def test_tables_lie_far_where_they_did_in_the_run(tiny: Path, tmp_path: Path, is_file: bool) -> None:
-    """The plan stands in the config, or in a file."""
+def test_offloaded_tables_stay_offloaded(tiny: Path, tmp_path: Path, is_file: bool) -> None:
+    """The plan is in the config, or in a file."""
     plan: Any = {"tables": {"user": {"sharding": "row_wise", "tier": "disk", "cache_rows": 100}, "*": "table_wise"}}
     if is_file:
         (tmp_path / "plan.yaml").write_text(str(plan))
@@ -24,8 +24,8 @@ def test_tables_lie_far_where_they_did_in_the_run(tiny: Path, tmp_path: Path, is
     document = settings(tiny, tmp_path / "run", train__max_steps=6, plan=plan, storage={"dir": str(tmp_path / "rows")})
     expected = train(document)["test"]
     trained = load_trained(tmp_path / "run", "test", World.single())
-    found = evaluate(trained.model, trained.reader, trained.world, trained.config.metrics, trained.logit_shift)
-    assert found.to_dict(include_reliability=False)["logloss"] == expected["logloss"]
+    metrics = evaluate(trained.model, trained.reader, trained.world, trained.config.metrics, trained.logit_shift)
+    assert metrics.to_dict(include_reliability=False)["logloss"] == expected["logloss"]
     shards = trained.model.embeddings.shards
     assert [shard.spec.name for shard in shards if isinstance(shard, TieredShard)] == ["user"]
     moved = load_trained(tmp_path / "run", "test", World.single(), storage_dir=tmp_path / "other")

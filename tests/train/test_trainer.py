@@ -1,4 +1,4 @@
-"""Whole runs in this process: every model and optimizer, the files of a run, schedules, resume."""
+"""Whole runs in this process: models, optimizers, files, schedules and resumption."""
 
 from __future__ import annotations
 
@@ -66,13 +66,19 @@ def refusal(document: dict[str, Any]) -> str:
 @pytest.mark.parametrize("model", MODELS)
 def test_from_a_synthetic_log_to_a_report(criteo_shaped: Path, tmp_path: Path, model: str) -> None:
     run_dir = tmp_path / "run"
-    changes = {"embedding__optimizer__lr": 0.03, "train__epochs": 2, "train__eval_every_steps": 40, **MODELS[model]}
-    summary = train(settings(criteo_shaped, run_dir, **changes))
+    changes = {
+        "embedding__optimizer__lr": 0.03,
+        "train__log_every_steps": 2,
+        "train__epochs": 2,
+        "train__eval_every_steps": 10,
+        **MODELS[model],
+    }
+    summary = train(settings(criteo_shaped, run_dir, train__batch_size=360, **changes))
     lines = metrics(run_dir)
     steps = [line["step"] for line in lines if line["kind"] == "train"]
-    assert steps == [*range(4, 90, 4), 90]  # 2 * 4000 rows in batches of 90, the last of each epoch short
+    assert steps == [*range(2, 25, 2)]  # 2 * 4000 rows in batches of 360; the last batch of each epoch is short
     assert [(line["kind"], line["step"]) for line in lines if line["kind"] == "eval"] == [
-        ("eval", 40), ("eval", 80), ("eval", 90),
+        ("eval", 10), ("eval", 20), ("eval", 24),
     ]  # fmt: skip
     for line in lines:
         keys = {"loss", "ne", "auc", "lr_dense", "lr_sparse"} if line["kind"] == "train" else {"logloss", "ne", "auc"}
@@ -87,9 +93,9 @@ def test_from_a_synthetic_log_to_a_report(criteo_shaped: Path, tmp_path: Path, m
     assert summary["test"] == lines[-1] and summary["test"]["num_samples"] == 2000
     teacher = Dataset.load(criteo_shaped).teacher
     assert teacher is not None and summary["teacher"] == {"auc": teacher.auc, "ne": teacher.ne}
-    assert summary["num_steps"] == 90 and summary["num_ranks"] == 1 and summary["ids_outside"] == {}
+    assert summary["num_steps"] == 24 and summary["num_ranks"] == 1 and summary["ids_outside"] == {}
     assert summary["samples_per_s"] == pytest.approx(8000 / summary["train_s"])
-    assert summary["checkpoint"].endswith("step-000000090")
+    assert summary["checkpoint"].endswith("step-000000024")
     assert "<html" in (run_dir / "report.html").read_text()
     assert {"config.yaml", "dataset.json", "plan.json", "environment.json"} <= {p.name for p in run_dir.iterdir()}
     assert final_checksum(run_dir) == manifest(run_dir)["checksum"]
@@ -108,25 +114,31 @@ def test_every_pair_of_optimizers_learns_and_resumes(tiny: Path, tmp_path: Path,
     changes = {
         "embedding__optimizer": {"name": optimizer, "lr": rates[optimizer]},
         "dense__optimizer": {"name": dense, "lr": 0.1 if dense == "sgd" else 0.01},
-        "train__epochs": 3,
     }
-    train(settings(tiny, tmp_path / "whole", **changes))
+    train(settings(tiny, tmp_path / "whole", **changes, train__max_steps=12))
     losses = [line["loss"] for line in metrics(tmp_path / "whole") if line["kind"] == "train"]
     assert losses[-1] < losses[0]
-    train(settings(tiny, tmp_path / "cut", **changes, train__max_steps=16))
-    train(settings(tiny, tmp_path / "cut", **changes))
-    assert metrics(tmp_path / "cut")[-1]["step"] == 42
+    train(settings(tiny, tmp_path / "cut", **changes, train__max_steps=6))
+    train(settings(tiny, tmp_path / "cut", **changes, train__max_steps=12))
+    assert metrics(tmp_path / "cut")[-1]["step"] == 12
     assert final_checksum(tmp_path / "cut") == final_checksum(tmp_path / "whole")
 
 
-def test_float64_makes_the_whole_run_float64(tiny: Path, tmp_path: Path) -> None:
-    train(settings(tiny, tmp_path / "double", embedding__dtype="float64"))
+@pytest.fixture(scope="module")
+def double(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a run in float64. Tests only read it."""
+    run_dir = tmp_path_factory.mktemp("double") / "run"
+    train(settings(tiny, run_dir, embedding__dtype="float64"))
+    return run_dir
+
+
+def test_float64_makes_the_whole_run_float64(tiny: Path, double: Path, tmp_path: Path) -> None:
     train(settings(tiny, tmp_path / "single"))
-    single, double = ([line["loss"] for line in metrics(tmp_path / n) if "loss" in line] for n in ("single", "double"))
-    assert single != double and single == pytest.approx(double, abs=1e-5)
-    entry = manifest(tmp_path / "double")["tables"]["user"]
+    losses = [[line["loss"] for line in metrics(run) if "loss" in line] for run in (tmp_path / "single", double)]
+    assert losses[0] != losses[1] and losses[0] == pytest.approx(losses[1], abs=1e-5)
+    entry = manifest(double)["tables"]["user"]
     assert entry["dtype"] == "float64"
-    trained = load_trained(tmp_path / "double", "test", World.single())
+    trained = load_trained(double, "test", World.single())
     assert {p.dtype for p in trained.model.parameters()} == {torch.float64}
 
 
@@ -156,7 +168,7 @@ def test_more_threads_give_the_same_bits(criteo_shaped: Path, tmp_path: Path) ->
 def test_threads_that_change_between_steps_change_no_bit(
     criteo_shaped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    crowd, counts, step = threads.CpuContention(num_threads=2, num_processors=2), [], Pipeline._train_step
+    contention, counts, step = threads.CpuContention(num_threads=2, num_processors=2), [], Pipeline._train_step
 
     def noted(self: Pipeline, *arguments: Any) -> StepResult:
         counts.append(torch.get_num_threads())
@@ -165,27 +177,27 @@ def test_threads_that_change_between_steps_change_no_bit(
     def run(name: str) -> list[float]:
         shape = {"model__bottom_mlp": [128, 64], "model__top_mlp": [256, 64], "model__embedding_dim": 16}
         counts.clear()
-        train(settings(criteo_shaped, tmp_path / name, **shape, train__batch_size=800, train__log_every_steps=1))
+        train(settings(criteo_shaped, tmp_path / name, **shape, train__batch_size=1000, train__log_every_steps=1))
         return [line["loss"] for line in metrics(tmp_path / name) if line["kind"] == "train"]
 
     monkeypatch.setattr(Pipeline, "_train_step", noted)
-    monkeypatch.setattr(threads, "current_contention", lambda: crowd)
+    monkeypatch.setattr(threads, "current_contention", lambda: contention)
     monkeypatch.setattr(threads, "SAMPLE_WINDOW_S", 0.0)
-    monkeypatch.setattr(threads, "MIN_SAMPLES", 1_000_000)  # steps take turns
+    monkeypatch.setattr(threads, "MIN_SAMPLES", 1_000_000)  # steps alternate between the numbers of threads
     with use_num_threads(2):
         calm = run("calm")
         assert set(counts) == {2}
-        crowd.update(2.0)
+        contention.update(2.0)
         crowded = run("crowded")
     assert counts == [1, 2] * (len(counts) // 2) + [1] * (len(counts) % 2) and len(counts) > 2
     assert calm == crowded
     assert final_checksum(tmp_path / "calm") == final_checksum(tmp_path / "crowded")
 
 
-def test_the_seed_and_nothing_else_makes_the_run(tiny: Path, tmp_path: Path) -> None:
+def test_only_the_seed_determines_a_run(tiny: Path, tmp_path: Path) -> None:
     for name, seed, prefetch in (("a", 0, 1), ("b", 0, 3), ("c", 1, 1)):
         torch.manual_seed(hash(name))
-        train(settings(tiny, tmp_path / name, seed=seed, data__prefetch_batches=prefetch))
+        train(settings(tiny, tmp_path / name, seed=seed, data__prefetch_batches=prefetch, train__max_steps=6))
     assert without_times(metrics(tmp_path / "a")) == without_times(metrics(tmp_path / "b"))
     assert final_checksum(tmp_path / "a") == final_checksum(tmp_path / "b") != final_checksum(tmp_path / "c")
 
@@ -198,48 +210,48 @@ COMMON = {"train__epochs": 2, "train__eval_every_steps": 7, "checkpoint__every_s
 
 @pytest.fixture(scope="module")
 def whole(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a run of 28 steps that nothing stopped."""
+    """Return the folder of an uninterrupted run of 28 steps."""
     folder = tmp_path_factory.mktemp("whole")
     train(settings(tiny, folder / "run", **COMMON))
     return folder / "run"
 
 
 @pytest.mark.parametrize("k", [6, 14])
-def test_stopped_and_gone_on_is_not_stopped_at_all(whole: Path, tiny: Path, tmp_path: Path, k: int) -> None:
-    """Step 6 lies in the middle of a window of 4 and of an epoch of 14 steps; step 14 ends an epoch."""
+def test_a_stopped_run_resumes_identically(whole: Path, tiny: Path, tmp_path: Path, k: int) -> None:
+    """Step 6 is in the middle of a metrics window of 4 steps and of an epoch of 14 steps. Step 14 ends an epoch."""
     cut, common = tmp_path / "cut", COMMON | {"checkpoint__every_steps": 5}
     train(settings(tiny, cut, **common, train__max_steps=k))
     train(settings(tiny, cut, **common))
     assert final_checksum(cut) == final_checksum(whole)
     steps = [line["step"] for line in metrics(cut) if line["kind"] == "train"]
     assert steps == sorted({*range(4, 29, 4), 28, k})
-    # The end of the first run closes a window early and evaluates; all other figures are equal.
-    known = {(line["kind"], line["step"]): line for line in without_times(metrics(whole))}
+    # The end of the first part closes a window early and evaluates. All other metrics are equal.
+    lines = {(line["kind"], line["step"]): line for line in without_times(metrics(whole))}
     for line in without_times(metrics(cut)):
         if line["step"] == k or (line["kind"] == "train" and line["step"] == k + 4 - k % 4):
             continue
-        assert line == known[line["kind"], line["step"]]
+        assert line == lines[line["kind"], line["step"]]
 
 
-class Killed(Exception):
-    """Stands for a process that ends here."""
+class KilledRun(Exception):
+    """Exception that simulates a killed process."""
 
 
 @pytest.mark.parametrize("when", sample([1, 11, 27], 1, seed=2))
-def test_killed_in_a_step_and_gone_on(
+def test_a_killed_run_resumes_identically(
     whole: Path, tiny: Path, tmp_path: Path, when: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A checkpoint every 3 steps, a line of metrics every 4: resumed in the middle of windows."""
+    """Checkpoints are saved every 3 steps and metrics every 4, so the run resumes in the middle of a window."""
     cut, expected = tmp_path / "cut", json.loads((whole / "summary.json").read_text())
     step = Pipeline._train_step
 
     def die(self: Pipeline, *arguments: Any) -> Any:
         result = step(self, *arguments)
         if self.model.embeddings.step == when:
-            raise Killed
+            raise KilledRun
         return result
 
-    with monkeypatch.context() as patch, pytest.raises(Killed):
+    with monkeypatch.context() as patch, pytest.raises(KilledRun):
         patch.setattr(Pipeline, "_train_step", die)
         train(settings(tiny, cut, **COMMON))
     torch.manual_seed(99)
@@ -248,17 +260,15 @@ def test_killed_in_a_step_and_gone_on(
     assert final_checksum(cut) == final_checksum(whole)
     names = sorted(p.name for p in (cut / "checkpoints").iterdir())
     assert names == ["step-000000027", "step-000000028"]
-    for path in names:  # the one in the middle of a window, too
+    for path in names:  # also the one in the middle of a window
         both = [json.loads((d / "checkpoints" / path / "manifest.json").read_text())["checksum"] for d in (cut, whole)]
         assert both[0] == both[1]
     assert without_times([summary["test"]]) == without_times([expected["test"]])
     assert summary["num_samples"] == expected["num_samples"]
 
 
-def test_a_run_that_goes_on_reads_from_where_it_was(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its first windows are not read for nothing: reading begins once, in the middle."""
+def test_a_resumed_run_reads_from_its_position(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first windows are not read again: reading starts once, in the middle."""
     begun = []
     epochs = BatchReader.epochs
 
@@ -273,7 +283,7 @@ def test_a_run_that_goes_on_reads_from_where_it_was(
 
 
 def test_a_finished_run_is_shown_again(tiny: Path, tmp_path: Path) -> None:
-    document = settings(tiny, tmp_path / "run")
+    document = settings(tiny, tmp_path / "run", train__max_steps=5)
     first = train(document)
     before = metrics(tmp_path / "run")
     again = train(document)
@@ -284,10 +294,10 @@ def test_a_finished_run_is_shown_again(tiny: Path, tmp_path: Path) -> None:
     assert again["train_s"] == pytest.approx(first["train_s"], abs=0.2)
 
 
-def test_training_time_goes_on_counting(tiny: Path, tmp_path: Path) -> None:
-    train(settings(tiny, tmp_path / "run", train__max_steps=9))
+def test_training_time_accumulates(tiny: Path, tmp_path: Path) -> None:
+    train(settings(tiny, tmp_path / "run", train__max_steps=2))
     first = [line for line in metrics(tmp_path / "run") if line["kind"] == "train"][-1]
-    train(settings(tiny, tmp_path / "run"))
+    train(settings(tiny, tmp_path / "run", train__max_steps=6))
     lines = [line for line in metrics(tmp_path / "run") if line["kind"] == "train"]
     times = [line["time_s"] for line in lines]
     assert times == sorted(times) and times[-1] > first["time_s"]
@@ -295,7 +305,7 @@ def test_training_time_goes_on_counting(tiny: Path, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def six_steps(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a run of so many steps, which tests only read."""
+    """Return the folder of a run of six steps. Tests only read it."""
     folder = tmp_path_factory.mktemp("six")
     train(settings(tiny, folder / "run", train__max_steps=6))
     return folder / "run"
@@ -313,7 +323,7 @@ def six_steps(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"seed": 5}, "it was saved with seed 0, but this reader has 5"),
     ],
 )
-def test_what_does_not_fit_the_checkpoint_is_refused(
+def test_configs_that_do_not_fit_the_checkpoint_are_refused(
     tiny: Path, six_steps: Path, changes: dict[str, Any], message: str
 ) -> None:
     before = {p: p.read_bytes() for p in six_steps.rglob("*") if p.is_file()}
@@ -321,40 +331,40 @@ def test_what_does_not_fit_the_checkpoint_is_refused(
     assert {p: p.read_bytes() for p in six_steps.rglob("*") if p.is_file()} == before
 
 
-def test_another_batch_size_goes_on_from_the_same_row(tiny: Path, tmp_path: Path) -> None:
+def test_another_batch_size_continues_from_the_same_row(tiny: Path, tmp_path: Path) -> None:
     num_rows = Dataset.load(tiny).splits["train"].num_rows
     train(settings(tiny, tmp_path / "run", train__max_steps=6))
-    summary = train(settings(tiny, tmp_path / "run", train__batch_size=50))
+    summary = train(settings(tiny, tmp_path / "run", train__batch_size=200))
     assert summary["num_samples"] == num_rows
-    assert summary["num_steps"] == 6 + -(-(num_rows - 6 * 90) // 50)
+    assert summary["num_steps"] == 6 + -(-(num_rows - 6 * 90) // 200)
 
 
 # Evaluation and prediction
 
 
-def test_evaluation_and_predictions_equal_a_direct_computation(tiny: Path, tmp_path: Path) -> None:
-    """Everything by hand: rows from pyarrow, tables from the checkpoint's files, layers as plain matrix products."""
-    run_dir = tmp_path / "run"
-    summary = train(settings(tiny, run_dir, embedding__dtype="float64"))
-    trained = load_trained(run_dir, "test", World.single())
+def test_evaluation_and_predictions_equal_a_direct_computation(tiny: Path, double: Path, tmp_path: Path) -> None:
+    """The expected values use rows read by pyarrow, tables read from the checkpoint's files, and plain matrix
+    products."""
+    summary = json.loads((double / "summary.json").read_text())
+    trained = load_trained(double, "test", World.single())
     assert write_predictions(trained.model, trained.reader, trained.world, tmp_path / "p.parquet") == len(rows(tiny))
-    found = pq.read_table(tmp_path / "p.parquet").to_pydict()
-    logits, labels = by_hand(tiny, run_dir), [row["label"] for row in rows(tiny)]
-    assert found["row"] == list(range(len(labels))) and found["label"] == labels
-    np.testing.assert_allclose(found["prediction"], 1 / (1 + np.exp(-logits)), rtol=1e-6)
+    predictions = pq.read_table(tmp_path / "p.parquet").to_pydict()
+    logits, labels = by_hand(tiny, double), [row["label"] for row in rows(tiny)]
+    assert predictions["row"] == list(range(len(labels))) and predictions["label"] == labels
+    np.testing.assert_allclose(predictions["prediction"], 1 / (1 + np.exp(-logits)), rtol=1e-6)
     assert summary["test"]["logloss"] == pytest.approx(logloss(logits, labels), abs=1e-9)
     assert summary["test"]["auc"] == pytest.approx(auc(logits, labels), abs=1e-9)
 
 
 def rows(data: Path) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
+    read: list[dict[str, Any]] = []
     for path in sorted((data / "test").glob("*.parquet")):
-        found += pq.read_table(path).to_pylist()
-    return found
+        read += pq.read_table(path).to_pylist()
+    return read
 
 
 def by_hand(data: Path, run_dir: Path) -> np.ndarray:
-    """Logits [rows] of DLRM with dot interaction."""
+    """Return the logits [rows] of DLRM with dot interaction."""
     root = Path(json.loads((run_dir / "summary.json").read_text())["checkpoint"])
     tables = {}
     for name, entry in manifest(run_dir)["tables"].items():
@@ -385,7 +395,9 @@ def by_hand(data: Path, run_dir: Path) -> np.ndarray:
 
 
 @pytest.mark.parametrize("policy", ["drop", "clamp", "hash"])
-def test_ids_outside_are_counted_apart_in_training_and_evaluation(tiny: Path, tmp_path: Path, policy: str) -> None:
+def test_out_of_range_ids_are_counted_separately_in_training_and_evaluation(
+    tiny: Path, tmp_path: Path, policy: str
+) -> None:
     small = copy_of(tiny, tmp_path / "small")
     document = json.loads((small / "dataset.json").read_text())
     next(s for s in document["sparse"] if s["name"] == "user")["num_embeddings"] = 100
@@ -399,7 +411,7 @@ def test_ids_outside_are_counted_apart_in_training_and_evaluation(tiny: Path, tm
             "tags": sum(i >= 50 for r in table for i in r["tags"]),
         }
         assert all(expected[split].values())
-    common = {"embedding__id_policy": policy, "train__eval_every_steps": 3, "checkpoint__every_steps": 5}
+    common = {"embedding__id_policy": policy, "train__eval_every_steps": 6, "checkpoint__every_steps": 5}
     train(settings(small, tmp_path / "run", **common, train__max_steps=8))
     summary = train(settings(small, tmp_path / "run", **common))
     assert summary["ids_outside"] == expected["train"]
@@ -431,7 +443,7 @@ def test_a_loss_that_grows_without_bound_stops_the_run(tiny: Path, tmp_path: Pat
     assert not list((tmp_path / "run/checkpoints").iterdir())
 
 
-def test_a_missing_test_split_is_told_before_training(tiny: Path, tmp_path: Path) -> None:
+def test_a_missing_test_split_is_refused_before_training(tiny: Path, tmp_path: Path) -> None:
     lacking = copy_of(tiny, tmp_path / "lacking")
     document = json.loads((lacking / "dataset.json").read_text())
     del document["splits"]["test"]
@@ -450,12 +462,12 @@ def test_unknown_table_settings_are_refused(tiny: Path, tmp_path: Path) -> None:
     assert "embedding.tables has 'usr'" in text and "user" in text
 
 
-def test_a_table_of_its_own_kind(tiny: Path, tmp_path: Path) -> None:
-    own = {"user": {"optimizer": {"name": "adam", "lr": 0.01}, "init": {"kind": "normal", "scale": 0.5}}}
-    train(settings(tiny, tmp_path / "run", embedding__tables=own, train__max_steps=2))
-    tables = manifest(tmp_path / "run")["tables"]
-    assert tables["user"]["optimizer"]["name"] == "adam"
-    assert tables["item"]["optimizer"]["name"] == "rowwise_adagrad"
+def test_a_table_with_its_own_optimizer(tiny: Path, tmp_path: Path) -> None:
+    tables = {"user": {"optimizer": {"name": "adam", "lr": 0.01}, "init": {"kind": "normal", "scale": 0.5}}}
+    train(settings(tiny, tmp_path / "run", embedding__tables=tables, train__max_steps=2))
+    saved = manifest(tmp_path / "run")["tables"]
+    assert saved["user"]["optimizer"]["name"] == "adam"
+    assert saved["item"]["optimizer"]["name"] == "rowwise_adagrad"
 
 
 def test_other_features_are_refused_in_evaluation(tiny: Path, six_steps: Path, tmp_path: Path) -> None:
@@ -487,14 +499,14 @@ def test_the_loaded_model_is_the_trained_one(tiny: Path, tmp_path: Path) -> None
     trainer = Trainer(RunConfig.model_validate(document), World.single())
     trainer.run()
     loaded = load_trained(tmp_path / "run", "test", World.single())
-    for mine, theirs in zip(trainer.model.embeddings.shards, loaded.model.embeddings.shards, strict=True):
-        assert torch.equal(mine.weight, theirs.weight)
+    for trained, stored in zip(trainer.model.embeddings.shards, loaded.model.embeddings.shards, strict=True):
+        assert torch.equal(trained.weight, stored.weight)
     assert loaded.step == 14 and table_checksums(tmp_path / "run").keys() == {"user", "item", "city", "tags"}
 
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_step_counters_of_fused_optimizers_follow_their_parameter(fused: bool) -> None:
-    """As torch.optim.Optimizer.load_state_dict does it; a GPU's fused kernel refuses counters on the CPU."""
+    """Placement follows torch.optim.Optimizer.load_state_dict. A fused kernel of a GPU refuses counters on the CPU."""
     layer = torch.nn.Linear(2, 1, bias=False)
     optimizer = torch.optim.Adam(layer.parameters(), fused=True)
     layer(torch.ones(1, 2)).sum().backward()
@@ -509,7 +521,7 @@ def test_step_counters_of_fused_optimizers_follow_their_parameter(fused: bool) -
     assert devices == {"step": "meta" if fused else "cpu", "exp_avg": "meta", "exp_avg_sq": "meta"}
 
 
-def test_an_evaluation_that_fails_costs_no_training(tiny: Path, tmp_path: Path) -> None:
+def test_a_failed_evaluation_keeps_the_checkpoint(tiny: Path, tmp_path: Path) -> None:
     broken = copy_of(tiny, tmp_path / "broken")
     spoil(broken, "test", "age", 140, float("nan"))
     assert "must be finite" in refusal(settings(broken, tmp_path / "run"))

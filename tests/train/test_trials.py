@@ -1,4 +1,4 @@
-"""What a run from raw files chooses where its config is silent, and the rate that it finds by trial."""
+"""Default settings of a run from raw files, and the learning rate of tables that trials select."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROWS = 1500
 
 
 def prepared(folder: Path, *, noise: int, effect: float, valid: float = 0.2, labels: int = 1) -> Dataset:
-    """Columns of ids that say nothing, and one that says much."""
+    """Prepare a log with `noise` columns of random ids, and one column that determines the click rate."""
     draw = np.random.default_rng(0)
     group, ids = draw.integers(0, 8, ROWS), draw.integers(0, 200, (ROWS, noise))
     logits = -0.5 + effect * draw.normal(0, 1, 8)[group]
@@ -53,10 +53,10 @@ def config(dataset: Dataset, folder: Path, **document: Any) -> RunConfig:
     return validate_document(document)
 
 
-def test_what_a_config_says_goes_before_what_is_chosen(tmp_path: Path) -> None:
+def test_the_config_overrides_defaults(tmp_path: Path) -> None:
     dataset = prepared(tmp_path, noise=1, effect=1)
     assert config(dataset, tmp_path).model.name == "deepfm"
-    mine = config(
+    explicit = config(
         dataset,
         tmp_path,
         model={"embedding_dim": 3},
@@ -64,16 +64,16 @@ def test_what_a_config_says_goes_before_what_is_chosen(tmp_path: Path) -> None:
         schedule={"kind": "cosine"},
         embedding={"optimizer": {"name": "adam"}, "init": {"kind": "normal"}},
     )
-    assert (mine.model.embedding_dim, mine.model.deep_mlp) == (3, (128, 64))
-    assert (mine.train.max_steps, mine.train.epochs) == (7, 1)
-    assert (mine.train.eval_every_steps, mine.train.eval_every_epochs) == (5, None)
-    assert (mine.schedule.kind, mine.schedule.step_factor) == ("cosine", 0.1)
-    assert (mine.embedding.optimizer.lr, mine.embedding.init.scale) == (0.01, None)
+    assert (explicit.model.embedding_dim, explicit.model.deep_mlp) == (3, (128, 64))
+    assert (explicit.train.max_steps, explicit.train.epochs) == (7, 1)
+    assert (explicit.train.eval_every_steps, explicit.train.eval_every_epochs) == (5, None)
+    assert (explicit.schedule.kind, explicit.schedule.step_factor) == ("cosine", 0.1)
+    assert (explicit.embedding.optimizer.lr, explicit.embedding.init.scale) == (0.01, None)
     document = {"train": {"epochs": 2}}
     assert "train.epochs" not in choose_settings(document, dataset) and document["train"]["epochs"] == 2
 
 
-def test_without_a_split_to_choose_on_nothing_is_chosen_by_it(tmp_path: Path) -> None:
+def test_nothing_is_tuned_without_a_validation_split(tmp_path: Path) -> None:
     dataset = prepared(tmp_path, noise=1, effect=1, valid=0.0)
     chosen = config(dataset, tmp_path)
     assert chosen.train.epochs < MAX_EPOCHS and chosen.train.finish == "last"
@@ -86,7 +86,7 @@ def test_several_labels_are_learned_together(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", MODEL_NAMES)
-def test_every_model_can_be_made_as_chosen(tmp_path_factory: pytest.TempPathFactory, name: str) -> None:
+def test_every_model_can_be_built_with_default_settings(tmp_path_factory: pytest.TempPathFactory, name: str) -> None:
     folder = tmp_path_factory.getbasetemp() / "models"
     dataset = Dataset.load(folder / "data") if folder.exists() else prepared(folder, noise=1, effect=1)
     chosen = config(dataset, folder, model={"name": name})
@@ -98,24 +98,33 @@ def test_every_model_can_be_made_as_chosen(tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.mark.parametrize(("noise", "effect", "is_small"), [(8, 0.5, True), (0, 2.0, False)])
-def test_the_rate_that_a_trial_finds_suits_the_ids(tmp_path: Path, noise: int, effect: float, is_small: bool) -> None:
+def test_the_rate_that_a_trial_finds_suits_the_ids(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, noise: int, effect: float, is_small: bool
+) -> None:
+    monkeypatch.setattr(sweep, "CANDIDATE_RATES", (sweep.CANDIDATE_RATES[0], sweep.CANDIDATE_RATES[-1]))
     dataset = prepared(tmp_path, noise=noise, effect=effect)
     settings = config(dataset, tmp_path, train={"max_steps": 40})
-    found = sweep.choose_table_rate(settings, dataset, World.single())
-    rate = found.embedding.optimizer.lr
+    rate = sweep.choose_table_rate(settings, dataset, World.single()).embedding.optimizer.lr
     assert (rate <= 0.015) if is_small else (rate >= 0.05)
     assert not (tmp_path / "run" / "trials").exists()
-    # A run that has begun keeps its rate.
-    Trainer(found, World.single()).run()
+
+
+def test_a_started_run_keeps_its_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset = prepared(tmp_path, noise=0, effect=2.0)
+    settings = config(dataset, tmp_path, train={"max_steps": 5})
+    monkeypatch.setattr(sweep, "CANDIDATE_RATES", (0.02,))
+    tuned = sweep.choose_table_rate(settings, dataset, World.single())
+    Trainer(tuned, World.single()).run()
     (tmp_path / "run" / "summary.json").unlink()
+    monkeypatch.setattr(sweep, "CANDIDATE_RATES", (0.15,))
     again = sweep.choose_table_rate(settings, dataset, World.single())
-    assert again.embedding.optimizer.lr == rate
+    assert tuned.embedding.optimizer.lr == again.embedding.optimizer.lr == 0.02
 
 
-def test_trials_that_are_cut_off_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_trials_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweep, "CANDIDATE_RATES", (0.005, 0.05))
     dataset = prepared(tmp_path, noise=2, effect=1)
-    settings = config(dataset, tmp_path, train={"epochs": 1})
+    settings = config(dataset, tmp_path, train={"max_steps": 8})
     steps: list[int] = []
     take, stop_at = Trainer._run_step, math.inf
 
@@ -129,8 +138,8 @@ def test_trials_that_are_cut_off_go_on(tmp_path: Path, monkeypatch: pytest.Monke
     whole = sweep.choose_table_rate(settings, dataset, World.single())
     num_steps = len(steps)
     steps.clear()
-    stop_at = num_steps - 30  # in the last trial, whose steps are done again
+    stop_at = num_steps - 4  # in the last trial, whose steps are repeated
     with pytest.raises(KeyboardInterrupt):
         sweep.choose_table_rate(settings, dataset, World.single())
     assert sweep.choose_table_rate(settings, dataset, World.single()) == whole
-    assert len(steps) < num_steps + 40  # what was done is not done again
+    assert len(steps) < num_steps + 8  # completed trials are not repeated

@@ -1,4 +1,4 @@
-"""Unseen values: counted in the test split as sets count them, and new rows with too many stop `predict` or warn."""
+"""Unseen values: counts of the test split, and new rows with too many, which `predict` refuses or warns about."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from small_run import settings, train
 NUM_TRAIN, NUM_TEST = 300, 200
 HASH_ROWS = 3000
 IN_TEST = {"never": 0, "seldom": 40, "often": 99, "half": 100, "more": 101, "always": 200, "tags": 0}
-"""Feature -> its unseen values in the test split, of 200. 'tags' has two values a row."""
+"""Number of unseen values of each feature in the test split, of 200. 'tags' has two values per row."""
 
 
 class Seen:
-    """What training has of a feature: an oracle of sets, and of hashes in plain Python."""
+    """Oracle of the values that training has seen: sets, and hashes in plain Python."""
 
     def __init__(self, feature: SparseFeature, values: list[str], min_count: int = 1) -> None:
         self._feature = feature
@@ -46,7 +46,7 @@ class Seen:
         return self._row(value) in self._rows
 
     def fresh(self) -> Iterator[str]:
-        """Values that training has not seen."""
+        """Yield values that training has not seen."""
         return (value for value in map("n{}".format, count()) if not self.has(value))
 
     def _row(self, value: str) -> str | int:
@@ -57,8 +57,8 @@ class Seen:
 
 
 def expected_counts(dataset: Dataset, training: Table, test: Table, min_count: int) -> dict[str, Any]:
-    """Feature -> (lookups, unseen) of `test`."""
-    found = {}
+    """Return {feature: (lookups, unseen)} of `test`."""
+    counts = {}
     for feature in dataset.sparse:
         if feature.encoding == "buckets":
             continue
@@ -66,8 +66,8 @@ def expected_counts(dataset: Dataset, training: Table, test: Table, min_count: i
         if feature.multi_valued:
             parts = [[value for cell in cells for value in cell.split("|") if value] for cells in parts]
         seen = Seen(feature, parts[0], min_count)
-        found[feature.name] = (len(parts[1]), sum(not seen.has(value) for value in parts[1]))
-    return found
+        counts[feature.name] = (len(parts[1]), sum(not seen.has(value) for value in parts[1]))
+    return counts
 
 
 def stored_counts(dataset: Dataset) -> dict[str, Any]:
@@ -86,7 +86,7 @@ SPLITS: dict[str, dict[str, Any]] = {"files": {"test_files": ["later.csv"]}, "ti
     "case", sample(product(split=SPLITS, min_count=[0, 1, 2, 5], threads=[1, 4], recipe=[False, True]), 6, seed=2)
 )  # fmt: skip
 def test_counts_of_the_test_split(tmp_path: Path, case: dict[str, Any]) -> None:
-    """`min_count` 0 stands for hashed values."""
+    """`min_count` 0 means hashed values."""
     draw = random.Random(3)
     table = {
         "label": [draw.randrange(2) for _ in range(500)],
@@ -119,7 +119,7 @@ def test_counts_of_the_test_split(tmp_path: Path, case: dict[str, Any]) -> None:
 
 
 def test_tables_too_large_for_bits_have_no_counts(tmp_path: Path) -> None:
-    """And buckets have none, since they have no unseen values."""
+    """Buckets have no counts either, since they have no unseen values."""
     table = {"label": [0, 1] * 50, "city": [f"c{row}" for row in range(100)], "age": list(range(100))}
     (tmp_path / "schema.yaml").write_text(
         json.dumps(
@@ -136,15 +136,15 @@ def test_tables_too_large_for_bits_have_no_counts(tmp_path: Path) -> None:
 
 
 def bounds(test: Fraction | None) -> list[tuple[int, int]]:
-    """Numbers of lookups, and of unseen ones among them, on both sides of every bound."""
+    """Return numbers of lookups and of unseen ones on both sides of every bound."""
     shares = [Fraction(1, 2), Fraction(99, 100), 2 * (test or Fraction()), Fraction(0), Fraction(1)]
-    near = [(num, math.floor(num * share) + more) for num in (1, 7, 999, 1000, 1001) for share in shares
+    candidates = [(num, math.floor(num * share) + more) for num in (1, 7, 999, 1000, 1001) for share in shares
             for more in (-1, 0, 1)]  # fmt: skip
-    return sorted({(num, unseen) for num, unseen in near if 0 <= unseen <= num})
+    return sorted({(num, unseen) for num, unseen in candidates if 0 <= unseen <= num})
 
 
 def outcome(num: int, unseen: int, test: Fraction | None) -> tuple[bool, bool]:
-    """Whether `predict` stops, and whether it warns if it does not, as the documentation says."""
+    """Return (stops, warns): whether `predict` stops, and whether it warns if it does not, by the documentation."""
     share = Fraction(unseen, num)
     stops = num >= 1000 and share >= Fraction(99, 100) and test is not None and test < Fraction(1, 2)
     return stops, stops or (share > Fraction(1, 2) and (test is None or share >= 2 * test))
@@ -158,14 +158,14 @@ def test_both_sides_of_every_bound(test: Fraction | None) -> None:
     outcomes = set()
     for num, unseen in bounds(test):
         shares = {} if test is None else {"a": float(test)}
-        found = UnseenValues(unseen_counts=Counter(a=unseen), value_counts=Counter(a=num), test_shares=shares)
+        values = UnseenValues(unseen_counts=Counter(a=unseen), value_counts=Counter(a=num), test_shares=shares)
         stops, warns = outcome(num, unseen, test)
-        assert bool(found.warnings()) == warns, (num, unseen)
+        assert bool(values.warnings()) == warns, (num, unseen)
         if stops:
             with pytest.raises(MesetaError, match="values of 'a' are unseen"):
-                found.check()
+                values.check()
         else:
-            found.check()
+            values.check()
         outcomes.add((stops, warns))
     assert (True, True) in outcomes or test is None or test >= Fraction(1, 2)
     assert (False, True) in outcomes or (test is not None and test > Fraction(1, 2))
@@ -174,7 +174,7 @@ def test_both_sides_of_every_bound(test: Fraction | None) -> None:
 
 def test_of_many_features_the_worst_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     names = [f"f{place}" for place in range(30)]
-    found = UnseenValues(
+    values = UnseenValues(
         unseen_counts=Counter({name: 990 + place % 11 for place, name in enumerate(names)}),
         value_counts=Counter(dict.fromkeys(names, 1000)),
         test_shares=dict.fromkeys(names[:25], 0.25),
@@ -183,20 +183,27 @@ def test_of_many_features_the_worst_is_named(capsys: pytest.CaptureFixture[str])
         MesetaError,
         match=r"100\.00% of the 1,000 values of 'f10' .* 25\.00%\), and so are those of 24 other features; ",
     ):
-        found.check()
-    print_unseen(found)
+        values.check()
+    print_unseen(values)
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 11 and lines[-1] == "warning: and 20 more features with this problem"
-    assert len(found.warnings()) == 30 and "'f29' are unseen (test split: not stored)" in "".join(found.warnings())
+    assert len(values.warnings()) == 30 and "'f29' are unseen (test split: not stored)" in "".join(values.warnings())
 
 
-@pytest.fixture(scope="module", params=["vocabulary", "hash"])
+ENCODINGS = ("vocabulary", "hash")
+ONE_ENCODING = pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=[pytest.mark.soak] * (name == "hash")) for name in ENCODINGS], indirect=True
+)
+"""Marks tests of properties that do not depend on the encoding."""
+
+
+@pytest.fixture(scope="module", params=ENCODINGS)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a run whose features have the shares of IN_TEST in its test split."""
+    """Return a folder with a run whose test split has the unseen values of `IN_TEST`."""
     folder = tmp_path_factory.mktemp(request.param)
-    known = {name: [f"k{row % 20}" for row in range(NUM_TRAIN)] for name in IN_TEST}
-    known["tags"] = [f"{value}|{value}" for value in known["tags"]]
-    first = write_csv(folder / "first.csv", {"label": [row % 2 for row in range(NUM_TRAIN)], **known})
+    columns = {name: [f"k{row % 20}" for row in range(NUM_TRAIN)] for name in IN_TEST}
+    columns["tags"] = [f"{value}|{value}" for value in columns["tags"]]
+    first = write_csv(folder / "first.csv", {"label": [row % 2 for row in range(NUM_TRAIN)], **columns})
     (folder / "schema.yaml").write_text(
         json.dumps({"label": "label", "categorical": [*IN_TEST], "multi_valued": {"tags": "|"}})
     )
@@ -210,7 +217,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def new_rows(folder: Path, num_rows: int, unseen: dict[str, int]) -> dict[str, list[Any]]:
-    """Rows with so many unseen values; of 'tags', so many rows with two."""
+    """Return rows with the given numbers of unseen values. For 'tags' the number is that of rows with two."""
     columns: dict[str, list[Any]] = {}
     for feature in Dataset.load(folder / "data").sparse:
         fresh = Seen(feature, [f"k{value}" for value in range(20)]).fresh()
@@ -238,7 +245,17 @@ MATRIX = [
 ]
 
 
-@pytest.mark.parametrize("new", sample(MATRIX, 4, seed=372))
+def cells() -> list[Any]:
+    """Return every encoding with every case of `MATRIX`. `make test` has a case that stops and one that does not."""
+    cases = []
+    for encoding, in_make_test in zip(ENCODINGS, ("never", "seldom"), strict=True):
+        for new in sample(MATRIX, 4, seed=372):
+            marks = new.marks if new.values[0][0] == in_make_test else [pytest.mark.soak]
+            cases.append(pytest.param(encoding, *new.values, marks=marks, id=f"{encoding}-{new.id}"))
+    return cases
+
+
+@pytest.mark.parametrize(("case", "new"), cells(), indirect=["case"])
 def test_predict_and_prepare(case: Path, tmp_path: Path, new: tuple[str, int, int]) -> None:
     name, num, unseen = new
     stops, warns = outcome(num, unseen, Fraction(IN_TEST[name], NUM_TEST))
@@ -247,12 +264,12 @@ def test_predict_and_prepare(case: Path, tmp_path: Path, new: tuple[str, int, in
     before = tree(tmp_path)
     command = ["predict", case / "run", "--data", source, "--out", out]
     ended = run_here(*command)
-    told = (
+    text = (
         f"{unseen / num:.2%} of the {num:,} values of '{name}' are unseen (test split: {IN_TEST[name] / 2:.2f}%); check"
     )
     assert ended.code == stops
     if stops:
-        assert ended.errors[0].startswith(f"error: predict: {told}") and tree(tmp_path) == before
+        assert ended.errors[0].startswith(f"error: predict: {text}") and tree(tmp_path) == before
         assert ended.errors[0].endswith(", or predict with --allow-unseen")
         ended = run_here(*command, "--allow-unseen")
         assert ended.code == 0
@@ -260,11 +277,14 @@ def test_predict_and_prepare(case: Path, tmp_path: Path, new: tuple[str, int, in
     like = run_here("prepare", source, "--like", case / "run", "--out", tmp_path / "like")
     assert like.code == 0
     for command_ended in (ended, like):
-        assert [line.startswith(f"warning: {told}") for line in warned(command_ended)] == [True] * warns
+        assert [line.startswith(f"warning: {text}") for line in warned(command_ended)] == [True] * warns
     ended = run_here("predict", case / "run", "--data", tmp_path / "like", "--out", out)  # a prepared folder
     assert ended.code == 0 and not warned(ended)
 
 
+@pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=[pytest.mark.soak] * (name == "vocabulary")) for name in ENCODINGS], indirect=True
+)
 @pytest.mark.parametrize(("num_rows", "stops"), [(499, False), (500, True)])
 def test_lookups_count_not_rows(case: Path, tmp_path: Path, num_rows: int, stops: bool) -> None:
     new = write_csv(tmp_path / "new.csv", new_rows(case, num_rows, {"tags": num_rows}))
@@ -274,6 +294,7 @@ def test_lookups_count_not_rows(case: Path, tmp_path: Path, num_rows: int, stops
     assert (tmp_path / "p.csv").exists() != stops
 
 
+@ONE_ENCODING
 def test_files_count_together(case: Path, tmp_path: Path) -> None:
     rows = new_rows(case, 1000, {"never": 995})
     for number in range(4):
@@ -294,6 +315,7 @@ def old_run(case: Path, tmp_path: Path, change: Callable[[dict[str, Any]], Any])
     return run
 
 
+@ONE_ENCODING
 def test_a_run_without_the_counts_is_only_warned(case: Path, tmp_path: Path) -> None:
     run = old_run(case, tmp_path, lambda feature: feature.pop("test_lookups"))
     new = write_csv(tmp_path / "new.csv", new_rows(case, 1200, {"never": 1200, "half": 601, "more": 600}))
@@ -304,8 +326,9 @@ def test_a_run_without_the_counts_is_only_warned(case: Path, tmp_path: Path) -> 
     assert "values of 'half'" in half
 
 
-def test_what_is_not_of_new_rows_never_stops(case: Path, tmp_path: Path) -> None:
-    """Not even if the stored counts make every value of the data suspicious."""
+@ONE_ENCODING
+def test_commands_without_new_rows_never_stop(case: Path, tmp_path: Path) -> None:
+    """They do not stop even if the stored counts make every value of the data suspicious."""
     run = old_run(case, tmp_path, lambda feature: feature.update(test_lookups={"num_lookups": 1000, "num_unseen": 0}))
     for command in (["eval", run], ["predict", run, "--out", tmp_path / "p.csv"],
                     ["predict", run, "--out", tmp_path / "p.csv", "--data", case / "data"]):  # fmt: skip
@@ -315,8 +338,9 @@ def test_what_is_not_of_new_rows_never_stops(case: Path, tmp_path: Path) -> None
     assert ended.errors == ["error: predict: --allow-unseen needs raw files in --data; omit it"]
 
 
+@ONE_ENCODING
 def test_descriptions(case: Path, tmp_path: Path) -> None:
-    """Counts that say nothing are left out, for versions that do not know them; those that cannot be are refused."""
+    """Missing counts are not written, since older versions do not know them. Impossible counts are refused."""
     dataset = Dataset.load(case / "data")
     bare = dataset.model_copy(
         update={"sparse": tuple(feature.model_copy(update={"test_lookups": None}) for feature in dataset.sparse)}

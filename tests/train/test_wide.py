@@ -1,4 +1,4 @@
-"""Runs of many features: what a run does per feature grows with the features, not with their square."""
+"""Runs of many features: the work grows in proportion to the number of features."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from small_run import settings
 
 
 def wide_data(folder: Path, num_features: int) -> Path:
-    """40 rows of one dense and so many sparse features."""
+    """Prepare 40 rows of one dense and `num_features` sparse features."""
     names = [f"c{f}" for f in range(num_features)]
     lines = [",".join(["label", "price", *names])]
     for row in range(40):
@@ -39,7 +39,7 @@ def wide_data(folder: Path, num_features: int) -> Path:
 
 
 def calls_of_run(data: Path, run_dir: Path) -> int:
-    """Python functions that a whole run enters, in this thread."""
+    """Return the number of Python functions that a whole run calls in this thread."""
     config = RunConfig.model_validate(settings(data, run_dir, model__name="logistic_regression", train__batch_size=16))
     calls = 0
 
@@ -56,10 +56,10 @@ def calls_of_run(data: Path, run_dir: Path) -> int:
 
 
 def test_a_run_takes_calls_in_proportion_to_its_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    widths, num_drawn = (30, 60, 120), 20
+    widths, num_drawn = (20, 40, 80), 15
     monkeypatch.setattr(data_statistics, "MAX_DRAWN_FEATURES", num_drawn)
     datasets = [wide_data(tmp_path, width) for width in widths]
-    calls_of_run(datasets[0], tmp_path / "first")  # what a process does once
+    calls_of_run(datasets[0], tmp_path / "first")  # calls that happen once per process
     calls = [calls_of_run(data, tmp_path / f"run{data.name}") for data in datasets]
     per_feature = [(b - a) / (d - c) for a, b, c, d in zip(calls, calls[1:], widths, widths[1:], strict=False)]
     assert per_feature[1] <= 1.1 * per_feature[0], calls
@@ -69,7 +69,7 @@ def test_a_run_takes_calls_in_proportion_to_its_features(tmp_path: Path, monkeyp
     assert Dataset.load(datasets[-1]).sparse[-1].name in page
 
 
-def test_small_tables_of_a_checkpoint_travel_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_tables_of_a_checkpoint_are_exchanged_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tables = [TableSpec(name=f"t{t}", num_embeddings=10, embedding_dim=4) for t in range(60)]
     features = [FeatureSpec(name=table.name, table=table.name) for table in tables]
     embeddings = EmbeddingBagCollection(tables, features)
@@ -92,20 +92,20 @@ def test_small_tables_of_a_checkpoint_travel_together(tmp_path: Path, monkeypatc
     assert names[0] == names[1] and len(names[0]) == 60
 
 
-class Watched(str):
-    """Counts how often it is compared with another name."""
+class CountingName(str):
+    """String that counts comparisons with other names."""
 
     __slots__ = ()
     compared = 0
 
     def __eq__(self, other: object) -> bool:
-        Watched.compared += 1
+        CountingName.compared += 1
         return str.__eq__(self, other)
 
     __hash__ = str.__hash__
 
 
-def test_names_that_come_twice_are_found_without_comparing_all_with_all() -> None:
-    names = [Watched(f"name{i}") for i in range(1000)]
-    assert duplicates(names) == [] and Watched.compared < 4000
+def test_duplicate_names_are_found_without_comparing_all_pairs() -> None:
+    names = [CountingName(f"name{i}") for i in range(1000)]
+    assert duplicates(names) == [] and CountingName.compared < 4000
     assert duplicates(["b", "a", "b", "c", "a", "b"]) == ["b", "a"]

@@ -1,4 +1,4 @@
-"""What rows on a disk cost, as it is measured here."""
+"""Measured costs of rows on a disk."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ def test_rates_are_filled_in_and_keep_to_the_limit(tmp_path: Path, monkeypatch: 
     }.items():
         monkeypatch.setattr(row_cache, name, value)
     before, threads = TierCost(cached_share=0.3), torch.get_num_threads()
-    found = disks.measure_disk(tmp_path / "new", before, 1, "here", max_reads_per_s=10_000.0)
-    assert found.measured and found.source == "here" and found.cached_share == 0.3
-    assert 1 / found.disk_row_s <= 1.1 * 10_000  # and the first reads, which a full bucket lets pass
-    assert found.disk_bytes_per_s > 0 < found.disk_write_bytes_per_s and torch.get_num_threads() == threads
+    costs = disks.measure_disk(tmp_path / "new", before, 1, "here", max_reads_per_s=10_000.0)
+    assert costs.measured and costs.source == "here" and costs.cached_share == 0.3
+    assert 1 / costs.disk_row_s <= 1.1 * 10_000  # plus the first reads, which a full bucket admits
+    assert costs.disk_bytes_per_s > 0 < costs.disk_write_bytes_per_s and torch.get_num_threads() == threads
     assert list((tmp_path / "new").iterdir()) == []
-    model = replace(documented_cost_model("cpu"), tiers=found)
+    model = replace(documented_cost_model("cpu"), tiers=costs)
     assert CostModel.from_dict(model.to_dict()) == model
 
 
-def test_constants_of_near_rows_are_those_that_steps_were_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps as long as known constants say, with counts of rows as they come."""
+def test_constants_of_the_row_cache_are_recovered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulated steps last as long as known constants predict, and the fit returns these constants."""
     known = {
         "cache_call_s": 1e-4, "cache_shard_s": 2e-5, "cache_id_s": 1e-8, "cache_row_s": 2e-8, "host_row_s": 2e-7,
         "host_byte_s": 1e-10,
@@ -51,10 +51,10 @@ def test_constants_of_near_rows_are_those_that_steps_were_made_of(monkeypatch: p
 
     monkeypatch.setattr(row_cache, "measure_case", counted)
     before = documented_cost_model("cpu").tiers
-    found = row_cache.measure_row_cache(before, 1)
-    assert [getattr(found, name) for name in list(known)[:5]] == pytest.approx(list(known.values())[:5], rel=0.02)
-    assert found.host_bytes_per_s == pytest.approx(1e10, rel=0.02)
-    assert found.disk_processor_s == before.disk_processor_s
+    costs = row_cache.measure_row_cache(before, 1)
+    assert [getattr(costs, name) for name in list(known)[:5]] == pytest.approx(list(known.values())[:5], rel=0.02)
+    assert costs.host_bytes_per_s == pytest.approx(1e10, rel=0.02)
+    assert costs.disk_processor_s == before.disk_processor_s
 
 
 def test_steps_are_counted_as_they_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,12 +71,13 @@ def test_steps_are_counted_as_they_are_drawn(tmp_path: Path, monkeypatch: pytest
             case, StorageOptions(dir=tmp_path)
         ).terms
         assert (shards, ids) == (2, 1024) and 2 * (64 + 120) <= rows <= 2 * (64 + 128)
-        assert 150 < in_host + on_disk <= 256 and (in_host == 0) == (tier == "disk")  # a quarter lies near at times
+        # At times, a quarter of the rows is in the cache.
+        assert 150 < in_host + on_disk <= 256 and (in_host == 0) == (tier == "disk")
         assert copied == 2 * 4 * 17 * in_host
     assert not [*tmp_path.iterdir()]
 
 
-def test_a_cost_model_of_a_former_version_is_read() -> None:
+def test_a_cost_model_of_an_older_version_is_read() -> None:
     document = documented_cost_model("a100").to_dict()
     for name in ("cache_call_s", "cache_row_s", "cache_id_s", "disk_write_bytes_per_s", "disk_processor_s"):
         del document["tiers"][name]

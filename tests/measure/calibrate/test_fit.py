@@ -1,4 +1,4 @@
-"""Fitting: constants that made the seconds are found again; the conditions of the best solution hold."""
+"""Fits: constants that generated the times are recovered, and the conditions of the optimum hold."""
 
 import numpy as np
 import pytest
@@ -30,13 +30,14 @@ def test_no_change_of_a_non_negative_solution_helps(seed: int) -> None:
     random = np.random.default_rng(seed)
     matrix = random.random((20, 6)) ** 3
     target = matrix @ np.maximum(random.normal(size=6), 0.0) + 0.3 * random.normal(size=20)
-    found = nnls(matrix, target)
-    slope = matrix.T @ (target - matrix @ found)  # Karush, Kuhn and Tucker: 0 where used, not above 0 elsewhere
-    assert (found >= 0).all()
-    assert np.abs(slope[found > 0]).max(initial=0.0) < 1e-8 and slope.max() < 1e-8
+    solution = nnls(matrix, target)
+    # Karush, Kuhn and Tucker: the slope is 0 for used columns and not above 0 for others.
+    slope = matrix.T @ (target - matrix @ solution)
+    assert (solution >= 0).all()
+    assert np.abs(slope[solution > 0]).max(initial=0.0) < 1e-8 and slope.max() < 1e-8
 
 
-def test_a_disturbed_measurement_pulls_at_little() -> None:
+def test_a_disturbed_measurement_has_little_influence() -> None:
     random = np.random.default_rng(0)
     terms, constants = random.random((60, 3)) * [1.0, 1e6, 1e9], np.array([1e-4, 3e-9, 2e-12])
     seconds = terms @ constants
@@ -50,13 +51,13 @@ def test_a_link_is_found() -> None:
     assert (link.latency_s, link.bytes_per_s) == pytest.approx((2e-4, 3e9), rel=1e-6)
 
 
-def test_what_peers_take_is_apart_from_a_latency() -> None:
+def test_the_time_per_peer_is_separated_from_the_latency() -> None:
     link = split_peer_latency(Link(bytes_per_s=1e9, latency_s=5e-4), 5e-5, 4)
     assert (link.latency_s, link.peer_s) == pytest.approx((3.5e-4, 5e-5))
     assert split_peer_latency(Link(bytes_per_s=1e9, latency_s=3e-4), 1e-3, 4).latency_s == pytest.approx(1.5e-4)
 
 
-def test_stages_of_rows_that_are_cut_by_columns_are_fitted_and_predicted() -> None:
+def test_staged_updates_of_column_shards_are_fitted_and_predicted() -> None:
     random = np.random.default_rng(5)
     terms = np.stack([np.ones(8), random.uniform(1e3, 1e5, 8), random.uniform(1e2, 1e4, 8)], axis=1)
     known = np.array([3e-4, 2e-8, 5e-8])
@@ -77,8 +78,8 @@ def test_operators_of_a_known_model_are_predicted() -> None:
     for seed in range(60):
         task = random_combination(seed, 1e9)
         pieces = tuple((n, (0, table.num_rows), (0, table.dim)) for n, table in enumerate(task.tables))
-        own = ShardTimings(task, pieces, 1.0, 1.0)
-        lookup, update = operator_seconds(model, rank_loads(own, model.cache.cache_bytes))
+        untimed = ShardTimings(task, pieces, 1.0, 1.0)
+        lookup, update = operator_seconds(model, rank_loads(untimed, model.cache.cache_bytes))
         took = float(lookup.sum()) + model.lookup.call_s, float(update.sum()) + model.update.call_s
         measured.append(ShardTimings(task, pieces, *took))
     lookup_cost, update_cost, cache, errors = fit_operators(measured, [measured[7::8]] * 2, "a test")
@@ -93,6 +94,6 @@ def test_operators_of_a_known_model_are_predicted() -> None:
 def test_errors_are_relative() -> None:
     assert relative_errors([1.1, 0.5], [1.0, 1.0]) == pytest.approx([0.1, 0.5])
     assert error_statistics(np.array([]), np.zeros((3, 0))).count == 0
-    found = error_statistics(np.array([1.1, 2.0]), np.array([[1.0, 2.0], [1.0, 2.0], [9.0, 2.2]]))
-    assert (found.median, found.p95) == pytest.approx((0.05, 0.095))
-    assert found.repeat_spread == 0
+    statistics = error_statistics(np.array([1.1, 2.0]), np.array([[1.0, 2.0], [1.0, 2.0], [9.0, 2.2]]))
+    assert (statistics.median, statistics.p95) == pytest.approx((0.05, 0.095))
+    assert statistics.repeat_spread == 0

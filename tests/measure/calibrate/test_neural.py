@@ -1,4 +1,4 @@
-"""Networks learn what constants cannot say, are the same in numpy as in torch, and go into a cost model."""
+"""Networks learn effects that constants do not express, agree in numpy and torch, and are stored in a cost model."""
 
 from dataclasses import replace
 
@@ -25,27 +25,31 @@ from meseta.spec import CostModel, Link, Topology
 
 
 def combinations(number: int) -> list[ShardTimings]:
-    """Lookup takes the longer of two resources, one of which is six times as slow beyond some work, which no sum of
-    constants gives; update is noise around a sum."""
-    model, random, found = documented_cost_model("cpu"), np.random.default_rng(0), []
+    """Return times of lookups that no sum of constants gives, and times of updates that are noise around a sum. A
+    lookup takes the longer of two resources, one of which is six times as slow above some work."""
+    model, random, timings = documented_cost_model("cpu"), np.random.default_rng(0), []
     for seed in range(number):
         task = random_combination(seed, 1e9)
         pieces = tuple((n, (0, table.num_rows), (0, table.dim)) for n, table in enumerate(task.tables))
-        own = ShardTimings(task, pieces, 1.0, 1.0)
-        loads = rank_loads(own, model.cache.cache_bytes)
+        untimed = ShardTimings(task, pieces, 1.0, 1.0)
+        loads = rank_loads(untimed, model.cache.cache_bytes)
         lookup, update = (float(part.sum()) for part in operator_seconds(model, loads))
-        found.append(replace(own, lookup_s=lookup, update_s=update * float(np.exp(0.02 * random.normal()))))
-    middle = float(np.median([own.lookup_s for own in found]))
-    return [replace(own, lookup_s=1e-5 + max(own.lookup_s, 6.0 * own.lookup_s - 5.0 * middle)) for own in found]
+        timings.append(replace(untimed, lookup_s=lookup, update_s=update * float(np.exp(0.02 * random.normal()))))
+    middle = float(np.median([timing.lookup_s for timing in timings]))
+    return [
+        replace(timing, lookup_s=1e-5 + max(timing.lookup_s, 6.0 * timing.lookup_s - 5.0 * middle))
+        for timing in timings
+    ]
 
 
 def collectives() -> list[CollectiveTiming]:
-    """Bytes beyond a megabyte go three times as slowly, as when a buffer is full; no latency and bandwidth say that."""
-    found = []
-    for own in random_collectives(2):
-        most = float(np.maximum(own.sent_intra_host, own.received_intra_host).max())
-        found.append(CollectiveTiming(own, 1e-4 + (most + 2.0 * max(most - 1e6, 0.0)) / 1e9))
-    return found
+    """Return times in which bytes above a megabyte take three times as long, as if a buffer were full. No latency and
+    bandwidth express that."""
+    timings = []
+    for collective in random_collectives(2):
+        most = float(np.maximum(collective.sent_intra_host, collective.received_intra_host).max())
+        timings.append(CollectiveTiming(collective, 1e-4 + (most + 2.0 * max(most - 1e6, 0.0)) / 1e9))
+    return timings
 
 
 @pytest.fixture(scope="module")
@@ -58,22 +62,22 @@ def learned() -> tuple[CostModel, dict[str, object], list[ShardTimings]]:
     model = replace(documented_cost_model("cpu"), lookup=lookup, update=update, cache=cache)
     link = Link(latency_s=1e-4, bytes_per_s=6e8)
     model = replace(model, exchange=replace(model.exchange, inside_all_to_all=link, inside_all_reduce=link))
-    told: list[str] = []
-    found, compared = train_networks(
-        measured, [held], collectives(), model, source="a test", log=lambda text, share: told.append(text)
+    messages: list[str] = []
+    trained, compared = train_networks(
+        measured, [held], collectives(), model, source="a test", log=lambda text, share: messages.append(text)
     )
-    assert "network of lookup, 1 of 4" in told and "network of 2 devices, 4 of 4" in told
-    return found, dict(compared), measured
+    assert "network of lookup, 1 of 4" in messages and "network of 2 devices, 4 of 4" in messages
+    return trained, dict(compared), measured
 
 
-def test_networks_learn_what_no_sum_of_constants_gives(learned: tuple) -> None:
+def test_networks_learn_effects_that_constants_do_not_express(learned: tuple) -> None:
     _, compared, _ = learned
     lookup, both = compared["lookup"], compared["collectives, 2 devices"]
     assert lookup.networks.error.median < 0.8 * lookup.constants.error.median
     assert lookup.networks.error.p95 < 0.6 * lookup.constants.error.p95
     assert lookup.networks.rank_correlation > 0.95 and lookup.networks.error.count == 18
     assert both.networks.error.median < 0.5 * both.constants.error.median
-    # Nothing is to be learned of what the constants know already, and little is spoiled.
+    # The constants already predict updates, and the networks add little error.
     assert compared["update"].networks.error.median < 0.03
 
 
@@ -86,7 +90,7 @@ def test_the_same_measurements_give_the_same_networks(learned: tuple) -> None:
     assert both[0] == both[1]
 
 
-def test_numpy_gives_what_torch_does() -> None:
+def test_numpy_agrees_with_torch() -> None:
     random = np.random.default_rng(1)
     sizes = random.integers(1, 9, 40)
     ranks = []
@@ -100,25 +104,26 @@ def test_numpy_gives_what_torch_does() -> None:
         members.append(CostNetwork(examples))
         torch.nn.init.normal_(members[-1].head[2].weight)
     arrays = to_arrays(members, examples.target)
-    far = [(3.0 * inputs, shares, 3.0 * told) for inputs, shares, told in ranks]  # clipped to what was seen
-    for own in (ranks, far):
-        padded = TrainingExamples.from_ranks(own, examples.target)
+    # Inputs outside the range of the examples are clipped to it.
+    outside = [(3.0 * inputs, shares, 3.0 * features) for inputs, shares, features in ranks]
+    for case in (ranks, outside):
+        padded = TrainingExamples.from_ranks(case, examples.target)
         inputs = [torch.tensor(part) for part in (padded.features, padded.shard_features, padded.shard_shares)]
         with torch.no_grad():
             expected = torch.stack([member.double()(*inputs) for member in members]).mean(0).numpy()
         owner = np.repeat(np.arange(40), sizes)
-        pieces, shares = (np.concatenate([one[k] for one in own]) for k in (0, 1))
-        found = rank_corrections(arrays, pieces, shares, owner, np.stack([told for _, _, told in own]))
+        pieces, shares = (np.concatenate([one[k] for one in case]) for k in (0, 1))
+        corrections = rank_corrections(arrays, pieces, shares, owner, np.stack([features for _, _, features in case]))
         assert np.abs(expected).max() > 0.3
-        assert np.abs(found - expected).max() < 1e-6
+        assert np.abs(corrections - expected).max() < 1e-6
 
 
-def test_the_order_of_pieces_is_nothing(learned: tuple) -> None:
+def test_the_order_of_shards_does_not_matter(learned: tuple) -> None:
     model, _, measured = learned
-    own = max(measured, key=lambda one: len(one.shards))
-    examples = make_examples([own, replace(own, shards=own.shards[::-1])], model, 0)
-    assert examples.shard_features is not None and examples.shard_shares is not None and len(own.shards) > 8
-    network, one = model.neural.lookup, np.zeros(len(own.shards), np.int64)
+    largest = max(measured, key=lambda one: len(one.shards))
+    examples = make_examples([largest, replace(largest, shards=largest.shards[::-1])], model, 0)
+    assert examples.shard_features is not None and examples.shard_shares is not None and len(largest.shards) > 8
+    network, one = model.neural.lookup, np.zeros(len(largest.shards), np.int64)
     both = [
         rank_corrections(
             network, examples.shard_features[k], examples.shard_shares[k], one, examples.features[k : k + 1]
@@ -129,20 +134,20 @@ def test_the_order_of_pieces_is_nothing(learned: tuple) -> None:
 
 
 def test_bytes_between_devices_are_those_of_the_collective() -> None:
-    for own in random_collectives(4):
-        if not own.reduces:
-            matrix = np.array(pairwise_bytes(own))
+    for collective in random_collectives(4):
+        if not collective.reduces:
+            matrix = np.array(pairwise_bytes(collective))
             assert not matrix.diagonal().any()
-            assert matrix.sum(axis=1) == pytest.approx(own.sent_intra_host, abs=4)
-            assert matrix.sum(axis=0) == pytest.approx(own.received_intra_host, abs=4)
+            assert matrix.sum(axis=1) == pytest.approx(collective.sent_intra_host, abs=4)
+            assert matrix.sum(axis=0) == pytest.approx(collective.received_intra_host, abs=4)
 
 
-def test_a_collective_keeps_to_links_of_the_topology(learned: tuple) -> None:
-    model, own = learned[0], random_collectives(2)[1]
-    given = Topology(devices_per_host=2, inside=Link(bytes_per_s=1e9, latency_s=1e-5))
-    assert collective_correction(model, given, own) == 1.0
-    assert predict_collective(own, model) != predict_collective(own, replace(model, neural=None))
-    assert predict_collective(random_collectives(4)[1], model) > 0.0  # no network of four
+def test_a_collective_is_not_corrected_for_other_links(learned: tuple) -> None:
+    model, collective = learned[0], random_collectives(2)[1]
+    topology = Topology(devices_per_host=2, inside=Link(bytes_per_s=1e9, latency_s=1e-5))
+    assert collective_correction(model, topology, collective) == 1.0
+    assert predict_collective(collective, model) != predict_collective(collective, replace(model, neural=None))
+    assert predict_collective(random_collectives(4)[1], model) > 0.0  # there is no network of four
 
 
 def test_a_perfect_prediction_scores_so() -> None:

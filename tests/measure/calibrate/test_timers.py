@@ -1,4 +1,4 @@
-"""What is timed runs, on pieces of any cut, and refuses what is too large."""
+"""Timers run for shards of any kind, and refuse shards that are too large."""
 
 import pytest
 
@@ -15,9 +15,9 @@ TABLES = (
 
 @pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad", "adam"])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_pieces_are_timed(optimizer: str, dtype: str) -> None:
+def test_shards_are_timed(optimizer: str, dtype: str) -> None:
     task = ShardingTask(seed=1, tables=TABLES, batch_size=64, dtype=dtype, optimizer=optimizer)
-    # One table cut by rows and one by neither; column pieces need an optimizer without sums over rows.
+    # One table is sharded by rows, the other is whole. Column shards need an optimizer without sums over rows.
     columns = (0, 16) if optimizer == "sgd" else (0, 32)
     pieces = [(0, (0, 1000), columns), (0, (1000, 2000), columns), (1, (0, 500), (0, 8))]
     lookup_s, update_s, others = ShardTimer(1 << 22).time_shards(task.to_dict(), pieces, 1, 1)

@@ -1,24 +1,24 @@
-"""The check of a folder leaves nothing behind, and that of gloo tells who failed."""
+"""Checks of a folder, which leave no files, and of gloo, which name the failed rank."""
 
 from __future__ import annotations
 
 import errno
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from forked import forking
 from meseta.measure.doctor import checks
 from meseta.measure.doctor.child_processes import ProcessResult
 from meseta.system.kernel import KernelFiles
-from source_tree import ROOT
 
 GB = 1_000_000_000
 NOWHERE = KernelFiles(Path("/nowhere"))
@@ -36,10 +36,10 @@ def test_a_small_measurement(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_how_rows_are_read_is_told_with_why_not_better(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = checks.check_row_files(tmp_path, {"why_not": "it is forbidden"})
-    assert found.text.startswith("tables on this disk are read by threads (it is forbidden), ")
-    assert found.figures["io_uring"] is False and found.figures["block_bytes"] in (512, 1024, 2048, 4096)
+def test_the_way_rows_are_read_is_reported_with_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    finding = checks.check_row_files(tmp_path, {"why_not": "it is forbidden"})
+    assert finding.text.startswith("tables on this disk are read by threads (it is forbidden), ")
+    assert finding.figures["io_uring"] is False and finding.figures["block_bytes"] in (512, 1024, 2048, 4096)
     assert list(tmp_path.iterdir()) == []
     real_open = os.open
 
@@ -49,45 +49,46 @@ def test_how_rows_are_read_is_told_with_why_not_better(tmp_path: Path, monkeypat
         return real_open(path, flags, *more, **named)
 
     monkeypatch.setattr(os, "open", refuse)
-    found = checks.check_row_files(tmp_path, {"why_not": None})
-    assert found.state == "note" and "by io_uring, through the page cache: its file system has no direct" in found.text
+    finding = checks.check_row_files(tmp_path, {"why_not": None})
+    assert (
+        finding.state == "note" and "by io_uring, through the page cache: its file system has no direct" in finding.text
+    )
     assert "cannot be written" in checks.check_row_files(tmp_path / "no", {"error": "ImportError: x"}).text
 
 
 def test_all_that_was_written_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a clock that stands at one second per look, rates are counts of bytes."""
+    """The simulated clock advances by one second per reading, so rates are counts of bytes."""
     ticks = iter(range(10_000))
     monkeypatch.setattr(checks.time, "perf_counter", lambda: float(next(ticks)))
     speed = checks.measure_disk_speed(tmp_path, max_bytes=checks.WARMUP_BYTES + 4 * checks.BLOCK_BYTES, window_s=1000.0)
-    assert speed.num_bytes == 24 << 20  # a first look, and two passes over two blocks
-    assert speed.write_bytes_per_s == 8 << 20  # two blocks between two looks
-    assert speed.read_bytes_per_s == (8 << 20) / 4  # two blocks, the end, and the look after it
+    assert speed.num_bytes == 24 << 20  # the warm-up, and two passes over two blocks
+    assert speed.write_bytes_per_s == 8 << 20  # two blocks between two readings
+    assert speed.read_bytes_per_s == (8 << 20) / 4  # two blocks, the end, and the reading after it
 
 
-@pytest.mark.parametrize("kill", [signal.SIGINT, signal.SIGKILL])
-def test_nothing_is_left_when_it_is_cut_off(kill: signal.Signals, tmp_path: Path) -> None:
-    program = (
-        "import sys; from pathlib import Path; from meseta.measure.doctor import disk\n"
-        "print(flush=True)\nwhile True: disk.measure(Path(sys.argv[1]))"
-    )
-    child = subprocess.Popen(
-        [sys.executable, "-c", program, str(tmp_path)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
-    )
-    assert child.stdout is not None
-    child.stdout.readline()
-    time.sleep(0.2)
-    child.send_signal(kill)
-    child.wait(30)
-    child.stdout.close()
-    assert list(tmp_path.iterdir()) == []
+def measure_until_killed(folder: str, started: Connection) -> None:
+    started.send(None)
+    while True:
+        checks.measure_disk_speed(Path(folder), max_bytes=16 << 20)
 
 
-def test_a_folder_that_is_none(tmp_path: Path) -> None:
-    found = checks.check_disk(tmp_path / "no", NOWHERE)
-    assert found.state == "problem" and found.text.endswith("/no' does not exist") and "--dir" in found.way_out
+@pytest.mark.parametrize(("kill", "exit_code"), [(signal.SIGINT, 1), (signal.SIGKILL, -signal.SIGKILL)])
+def test_a_killed_check_leaves_no_files(kill: signal.Signals, exit_code: int, tmp_path: Path) -> None:
+    receiver, sender = forking().Pipe(duplex=False)
+    child: BaseProcess = forking().Process(target=measure_until_killed, args=(str(tmp_path), sender))
+    child.start()
+    sender.close()
+    receiver.recv()
+    time.sleep(0.1)
+    assert child.pid is not None
+    os.kill(child.pid, kill)
+    child.join(30)
+    assert child.exitcode == exit_code and list(tmp_path.iterdir()) == []
+
+
+def test_a_path_that_is_no_folder(tmp_path: Path) -> None:
+    finding = checks.check_disk(tmp_path / "no", NOWHERE)
+    assert finding.state == "problem" and finding.text.endswith("/no' does not exist") and "--dir" in finding.way_out
     (tmp_path / "file").touch()
     assert checks.check_disk(tmp_path / "file", NOWHERE).text.endswith("is not a folder")
 
@@ -98,13 +99,15 @@ def test_a_folder_that_refuses(code: int, tmp_path: Path, monkeypatch: pytest.Mo
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(checks.tempfile, "TemporaryFile", refuse)
-    found = checks.check_disk(tmp_path, NOWHERE)
-    assert found.state == "problem" and found.text.endswith(f"cannot be written: {os.strerror(code)}")
+    finding = checks.check_disk(tmp_path, NOWHERE)
+    assert finding.state == "problem" and finding.text.endswith(f"cannot be written: {os.strerror(code)}")
 
 
 def test_a_real_folder_that_refuses() -> None:
-    found = checks.check_disk(Path("/proc/self"), NOWHERE)  # root may not write there either
-    assert found.state == "problem" and "'/proc/self' cannot be written: " in found.text and "--dir" in found.way_out
+    finding = checks.check_disk(Path("/proc/self"), NOWHERE)  # root may not write there either
+    assert (
+        finding.state == "problem" and "'/proc/self' cannot be written: " in finding.text and "--dir" in finding.way_out
+    )
 
 
 @pytest.mark.parametrize(
@@ -120,8 +123,8 @@ def test_room_and_speed(
     free: int, rates: tuple[float, float], state: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake(monkeypatch, free, *rates)
-    found = checks.check_disk(tmp_path, NOWHERE)
-    assert found.state == state and words in found.text and found.figures["free_bytes"] == free
+    finding = checks.check_disk(tmp_path, NOWHERE)
+    assert finding.state == state and words in finding.text and finding.figures["free_bytes"] == free
 
 
 def test_a_folder_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,8 +134,8 @@ def test_a_folder_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     folder.mkdir()
     mounts = f"/dev/vda / ext4 rw 0 0\ntmpfs {str(folder).replace(' ', chr(92) + '040')} tmpfs rw 0 0\nrubbish\n"
     (tmp_path / "proc/self/mounts").write_text(mounts)
-    found = checks.check_disk(folder, KernelFiles(tmp_path))
-    assert found.state == "note" and "(tmpfs)" in found.text and "are in memory" in found.text
+    finding = checks.check_disk(folder, KernelFiles(tmp_path))
+    assert finding.state == "note" and "(tmpfs)" in finding.text and "are in memory" in finding.text
     assert "(ext4)" in checks.check_disk(tmp_path, KernelFiles(tmp_path)).text
 
 
@@ -165,24 +168,24 @@ def test_gloo_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_gloo_that_fails(children: tuple[ProcessResult, ...], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = ended(monkeypatch, *children)
-    assert found.state == "problem" and words in found.text and "ip link set lo up" in found.way_out
+    finding = ended(monkeypatch, *children)
+    assert finding.state == "problem" and words in finding.text and "ip link set lo up" in finding.way_out
 
 
 def test_gloo_without_torch() -> None:
     assert checks.check_gloo({"error": "ImportError"}).state == "note"
 
 
-def test_ranks_that_do_not_meet_are_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_do_not_connect_are_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "NUM_RANKS", 1)
-    monkeypatch.setattr(checks, "run_children", in_time(checks.run_children))
+    monkeypatch.setattr(checks, "run_children", with_missing_rank(checks.run_children))
     start_s = time.monotonic()
-    found = checks.check_gloo({}, timeout_s=1)
-    assert found.state == "problem" and time.monotonic() - start_s < 10
+    finding = checks.check_gloo({}, timeout_s=1)
+    assert finding.state == "problem" and time.monotonic() - start_s < 10
 
 
-def in_time(run: Callable[..., list[ProcessResult]]) -> Callable[..., list[ProcessResult]]:
-    """Ranks that are told of a second one, which never comes."""
+def with_missing_rank(run: Callable[..., list[ProcessResult]]) -> Callable[..., list[ProcessResult]]:
+    """Let the ranks wait for a second one that never starts."""
 
     def call(module: str, environments: list[dict[str, str]], *rest: Any) -> list[ProcessResult]:
         return run(module, [{**variables, "WORLD_SIZE": "2"} for variables in environments], *rest)

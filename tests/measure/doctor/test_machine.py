@@ -1,4 +1,4 @@
-"""Checks of the machine, on /proc and /sys trees made up here."""
+"""Checks of the machine on simulated /proc and /sys trees."""
 
 from __future__ import annotations
 
@@ -101,8 +101,8 @@ def test_version_1_without_limits(make: Make) -> None:
 )
 def test_processor(make: Make, chosen: str | None, best: str | None, state: str, words: str) -> None:
     system = make({"proc/cpuinfo": "processor : 0\nmodel\t: 17\nmodel name\t: Fast 9\n\nmodel name\t: Fast 9\n"})
-    found = checks.check_processor(system, {"instruction_set": chosen, "best": best} if chosen else {"error": "x"})
-    assert found.state == state and words in found.text and found.figures["name"] == "Fast 9"
+    finding = checks.check_processor(system, {"instruction_set": chosen, "best": best} if chosen else {"error": "x"})
+    assert finding.state == state and words in finding.text and finding.figures["name"] == "Fast 9"
 
 
 def test_a_processor_without_a_name(make: Make) -> None:
@@ -118,9 +118,9 @@ def test_a_processor_without_a_name(make: Make) -> None:
     ],
 )  # fmt: skip
 def test_bfloat16(make: Make, flags: str, variables: dict[str, str], state: str, words: str) -> None:
-    found = checks.check_bfloat16(make({"proc/cpuinfo": f"model name : Fast 9\nflags : {flags}\n"}), variables)
-    assert found.state == state and words in found.text and bool(found.way_out) == (state == "note")
-    assert found.figures["pays"] == ("pays" in words)
+    finding = checks.check_bfloat16(make({"proc/cpuinfo": f"model name : Fast 9\nflags : {flags}\n"}), variables)
+    assert finding.state == state and words in finding.text and bool(finding.way_out) == (state == "note")
+    assert finding.figures["pays"] == ("pays" in words)
 
 
 def test_waiting() -> None:
@@ -160,11 +160,11 @@ def test_cores() -> None:
     ],
 )
 def test_memory(make: Make, limits: CgroupLimits, state: str, text: str) -> None:
-    found = checks.check_memory(make({"proc/meminfo": MEMINFO}), limits)
-    assert found.state == state and text in found.text
+    finding = checks.check_memory(make({"proc/meminfo": MEMINFO}), limits)
+    assert finding.state == state and text in finding.text
 
 
-def test_memory_that_is_not_told(make: Make) -> None:
+def test_memory_that_is_not_reported(make: Make) -> None:
     assert checks.check_memory(make({"proc/meminfo": "MemTotal: none\n"}), NO_LIMITS).state == "note"
 
 
@@ -180,20 +180,20 @@ def test_memory_that_is_not_told(make: Make) -> None:
     ],
 )
 def test_pages(make: Make, files: dict[str, str], share: float | None, state: str, words: str) -> None:
-    found = checks.check_huge_pages(make(files), share)
-    assert found.state == state and words in found.text
-    assert ("lookups in large tables are slow" in found.text) == ("off" in found.text or not files)
+    finding = checks.check_huge_pages(make(files), share)
+    assert finding.state == state and words in finding.text
+    assert ("lookups in large tables are slow" in finding.text) == ("off" in finding.text or not files)
 
 
 def test_the_way_out_of_never(make: Make) -> None:
-    found = checks.check_huge_pages(make({THP: "always madvise [never]\n"}), None)
-    assert found.way_out.startswith("echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled")
+    finding = checks.check_huge_pages(make({THP: "always madvise [never]\n"}), None)
+    assert finding.way_out.startswith("echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled")
 
 
 @pytest.mark.parametrize(("num_bytes", "state"), [(None, "note"), (64 << 20, "note"), (8 << 30, "ok")])
 def test_shared_memory(num_bytes: int | None, state: str) -> None:
-    found = checks.check_shared_memory(num_bytes)
-    assert found.state == state and ("--shm-size" in found.way_out) == (state == "note")
+    finding = checks.check_shared_memory(num_bytes)
+    assert finding.state == state and ("--shm-size" in finding.way_out) == (state == "note")
 
 
 @pytest.mark.parametrize(
@@ -208,5 +208,5 @@ def test_shared_memory(num_bytes: int | None, state: str) -> None:
     ],
 )
 def test_open_files(soft: int, hard: int, way: str) -> None:
-    found: Finding = checks.check_open_files(soft, hard)
-    assert (found.way_out, found.state) == (way, "note" if way else "ok")
+    finding: Finding = checks.check_open_files(soft, hard)
+    assert (finding.way_out, finding.state) == (way, "note" if way else "ok")

@@ -1,4 +1,4 @@
-"""Checks of packages, core, GPUs and Triton, on facts made up here; and the probe that gathers them."""
+"""Checks of packages, core, GPUs and Triton on given facts, and the probe that collects facts."""
 
 from __future__ import annotations
 
@@ -33,14 +33,16 @@ def without(*names: str, **other: str) -> packages.VersionLookup:
 
 
 def test_the_packages_are_those_of_the_project() -> None:
-    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    assert dict(re.split(">=", entry) for entry in wanted) == packages.REQUIRED
+    dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert dict(re.split(">=", entry) for entry in dependencies) == packages.REQUIRED
 
 
 def test_all_packages_are_there() -> None:
-    found = packages.check_packages({}, GOOD.get)
+    finding = packages.check_packages({}, GOOD.get)
     assert (
-        found.state == "ok" and "numpy 2.4.6, pyarrow 26.0.1" in found.text and found.figures["torch"] == GOOD["torch"]
+        finding.state == "ok"
+        and "numpy 2.4.6, pyarrow 26.0.1" in finding.text
+        and finding.figures["torch"] == GOOD["torch"]
     )
 
 
@@ -59,8 +61,8 @@ def test_all_packages_are_there() -> None:
     ],
 )
 def test_wrong_packages(facts: dict[str, Any], installed: packages.VersionLookup, text: str, way: str) -> None:
-    found = packages.check_packages(facts, installed)
-    assert (found.state, found.text, found.way_out) == ("problem", text, way)
+    finding = packages.check_packages(facts, installed)
+    assert (finding.state, finding.text, finding.way_out) == ("problem", text, way)
 
 
 def test_torch() -> None:
@@ -80,8 +82,8 @@ def test_extras() -> None:
     }
     assert packages.OPTIONAL.keys() == named
     assert packages.check_optional(GOOD.get).state == "ok"
-    found = packages.check_optional(without("polars"))
-    assert (found.state, found.way_out) == ("note", "pip install polars") and "polars (a peer" in found.text
+    finding = packages.check_optional(without("polars"))
+    assert (finding.state, finding.way_out) == ("note", "pip install polars") and "polars (a peer" in finding.text
 
 
 def test_core() -> None:
@@ -114,8 +116,8 @@ def test_gpu(fact: Any, torch: Any, driver: str | None, state: str, words: str, 
     if driver:
         (tmp_path / "sys/module/nvidia").mkdir(parents=True)
         (tmp_path / "sys/module/nvidia/version").write_text(driver + "\n")
-    found = checks.check_gpu(fact, torch, KernelFiles(tmp_path))
-    assert found.state == state and words in found.text and found.figures["driver"] == driver
+    finding = checks.check_gpu(fact, torch, KernelFiles(tmp_path))
+    assert finding.state == state and words in finding.text and finding.figures["driver"] == driver
 
 
 def test_the_driver_in_proc(tmp_path: Path) -> None:
@@ -140,8 +142,8 @@ def test_the_driver_in_proc(tmp_path: Path) -> None:
     ],
 )
 def test_triton(fact: Any, has_gpu: bool, installed: packages.VersionLookup, state: str, words: str) -> None:
-    found = checks.check_triton(fact, has_gpu, installed)
-    assert found.state == state and words in found.text
+    finding = checks.check_triton(fact, has_gpu, installed)
+    assert finding.state == state and words in finding.text
 
 
 @pytest.mark.parametrize(
@@ -158,11 +160,11 @@ def test_nccl(fact: Any, num_gpus: int, state: str) -> None:
 
 
 def ask(monkeypatch: pytest.MonkeyPatch, folder: Path, stages: list[str], **modules: str) -> dict[str, Any]:
-    """What the probe finds where `folder` holds these modules, which hide others."""
+    """Return the facts of the probe if `folder` has these modules, which hide others."""
     for name, text in modules.items():
         (folder / f"{name}.py").write_text(text)
     monkeypatch.setenv("PYTHONPATH", f"{folder}{os.pathsep}{ROOT / 'src'}")
-    monkeypatch.setenv("PYTHONUNBUFFERED", "1")  # what is printed comes when it is
+    monkeypatch.setenv("PYTHONUNBUFFERED", "1")  # output is not buffered
     monkeypatch.setattr(probe, "PROBES", {stage: probe.PROBES[stage] for stage in stages})
     return dict(probe.run_probes(60.0))
 
@@ -199,8 +201,8 @@ def test_a_core_that_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     monkeypatch.delenv("MESETA_ISA", raising=False)
     facts = ask(monkeypatch, tmp_path, ["processor", "core"], sitecustomize=NO_CORE, torch=SMALL_TORCH)
     assert facts["processor"] == {"instruction_set": "avx2", "best": "avx2"}
-    found = checks.check_core(facts["core"])
-    assert found.state == "problem" and "No module named 'meseta._C_avx2'" in found.text
+    finding = checks.check_core(facts["core"])
+    assert finding.state == "problem" and "No module named 'meseta._C_avx2'" in finding.text
 
 
 @pytest.mark.parametrize(
@@ -212,8 +214,8 @@ def test_a_core_that_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 )
 def test_a_variable_that_names_no_core(chosen: str, text: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MESETA_ISA", chosen)
-    found = checks.check_core(ask(monkeypatch, tmp_path, ["core"], torch=SMALL_TORCH)["core"])
-    assert (found.state, found.text, found.way_out) == ("problem", text, "unset MESETA_ISA")
+    finding = checks.check_core(ask(monkeypatch, tmp_path, ["core"], torch=SMALL_TORCH)["core"])
+    assert (finding.state, finding.text, finding.way_out) == ("problem", text, "unset MESETA_ISA")
 
 
 SMALL_TORCH = """
@@ -243,8 +245,8 @@ def test_a_system_that_starts_no_process(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_children_that_hang_and_children_that_fail() -> None:
-    [silent] = run_children("timeit", [{}], 0.5, ["-n", "1", "-r", "1", "import time; time.sleep(60)"])
-    assert silent.exit_code is None and silent.reason == "no answer within the time limit"
+    [hanging] = run_children("timeit", [{}], 0.5, ["-n", "1", "-r", "1", "import time; time.sleep(60)"])
+    assert hanging.exit_code is None and hanging.reason == "no answer within the time limit"
     [failed] = run_children("no_such_module_here", [{}], 30.0)
     assert failed.exit_code == 1 and "No module named no_such_module_here" in failed.reason
     assert failed.reason.startswith(sys.executable)

@@ -1,4 +1,4 @@
-"""Whole runs that learn of a loss, and of a signal, one step later, as on a GPU: their files are those of others."""
+"""Whole runs with a deferred check of losses and signals, as on a GPU, write the files of other runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Ranks = Callable[[int], RankPool]
 
 
 def run(document: dict[str, Any], late: bool, asked_at: int | None = None) -> tuple[str, int]:
-    """What ends a run, and its step; the last rank gets SIGTERM in the step `asked_at`."""
+    """Return the end of a run and its step. The last rank receives SIGTERM in step `asked_at`."""
     world = World.current()
     trainer = Trainer(RunConfig.model_validate(document), world)
     trainer.pipeline.defers_loss_check = late
@@ -50,7 +50,9 @@ def saved(run_dir: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.soak), 2])
-def test_a_run_and_one_that_is_stopped_and_gone_on(ranks: Ranks, tiny: Path, tmp_path: Path, size: int) -> None:
+def test_deferred_checks_and_a_resumed_run_write_equal_files(
+    ranks: Ranks, tiny: Path, tmp_path: Path, size: int
+) -> None:
     changes = {"train__log_every_steps": 2, "train__eval_every_steps": 4, "checkpoint__every_steps": 3}
     changes |= {"train__batch_size": 180, "checkpoint__keep_last": 9, "plan": ROW_WISE}
     ends = {
@@ -61,27 +63,25 @@ def test_a_run_and_one_that_is_stopped_and_gone_on(ranks: Ranks, tiny: Path, tmp
     assert ends["stopped"] == [("stopped", 5)] * size
     assert saved(tmp_path / "stopped") == ["step-000000003", "step-000000005"]
     assert ranks(size).run(run, settings(tiny, tmp_path / "stopped", **changes), True) == ends["late"]
-    told = [without_times(metrics(tmp_path / name)) for name in ends]
-    assert told[0] == told[1] == told[2]
+    lines = [without_times(metrics(tmp_path / name)) for name in ends]
+    assert lines[0] == lines[1] == lines[2]
     assert saved(tmp_path / "late") == saved(tmp_path / "at once")
     assert len({final_checksum(tmp_path / name) for name in ends}) == 1
 
 
 @pytest.mark.parametrize("log_every", [1, 50])
-def test_a_loss_that_is_no_number_is_told_with_its_own_step(
-    ranks: Ranks, tiny: Path, tmp_path: Path, log_every: int
-) -> None:
-    """Where the host looks behind each step, and where the step behind it does."""
-    data, told = Path(shutil.copytree(tiny, tmp_path / "data")), list[Any]()
+def test_a_non_finite_loss_names_its_own_step(ranks: Ranks, tiny: Path, tmp_path: Path, log_every: int) -> None:
+    """The host reads the loss after each step, or only in the next step."""
+    data, messages = Path(shutil.copytree(tiny, tmp_path / "data")), list[Any]()
     spoil(data, "train", "price", 555, float("nan"))
     changes = {"data__shuffle": False, "checkpoint__every_steps": 6, "train__log_every_steps": log_every}
     changes["plan"] = ROW_WISE
     for late in (False, True):
         document = settings(data, tmp_path / str(late), **changes)
-        told.append([text for text, _ in ranks(2).run(run, document, late)])
+        messages.append([text for text, _ in ranks(2).run(run, document, late)])
         assert saved(tmp_path / str(late)) == ["step-000000006"]
-    assert [text.replace("/True/", "/False/") for text in told[1]] == told[0]
-    assert told[0][0].startswith("step 7: the loss is not finite, and nothing was updated: dense feature 'price'")
+    assert [text.replace("/True/", "/False/") for text in messages[1]] == messages[0]
+    assert messages[0][0].startswith("step 7: the loss is not finite, and nothing was updated: dense feature 'price'")
 
 
 @pytest.mark.parametrize("late", [False, True])

@@ -1,4 +1,4 @@
-"""What teams are asked by name, their contenders can do."""
+"""Methods that benchmarks call by name exist in their targets."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ import meseta.measure
 from source_tree import SOURCE
 
 
-def asked() -> list[tuple[str, str]]:
-    """(file and line, method) of every call of `call` with a name."""
-    found = []
+def called_methods() -> list[tuple[str, str]]:
+    """Return (file and line, method) of every call of `call` with a literal name."""
+    calls = []
     for path in sorted((SOURCE / "measure").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "call":
                 for argument in node.args[:1]:
                     if isinstance(argument, ast.Constant):
-                        found.append((f"{path.name}:{node.lineno}", str(argument.value)))
-    return found
+                        calls.append((f"{path.name}:{node.lineno}", str(argument.value)))
+    return calls
 
 
 def methods() -> set[str]:
-    """Names of the methods of all classes below meseta.measure."""
+    """Return the names of the methods of all classes in meseta.measure."""
     names: set[str] = set()
     for module in pkgutil.walk_packages(meseta.measure.__path__, "meseta.measure."):
         if module.name.rpartition(".")[2] in ("peers",) or "peer" in module.name:
@@ -41,10 +41,10 @@ def known() -> set[str]:
     return methods()
 
 
-@pytest.mark.parametrize(("where", "name"), asked())
-def test_contenders_have_the_method(known: set[str], where: str, name: str) -> None:
+@pytest.mark.parametrize(("where", "name"), called_methods())
+def test_targets_have_the_method(known: set[str], where: str, name: str) -> None:
     assert name in known, where
 
 
 def test_the_calls_are_seen() -> None:
-    assert len(asked()) >= 8
+    assert len(called_methods()) >= 8
