@@ -1,4 +1,4 @@
-"""Random changes of real files: all that change what a file does are found, all that only lay it out are accepted."""
+"""Tests of tools/compare_trees.py on mutated files: changes of behavior are reported, changes of layout accepted."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COMPARISONS = {ast.Lt: ast.LtE, ast.Eq: ast.NotEq, ast.Is: ast.IsNot, ast.In: as
 
 
 def stripped(tree: ast.Module) -> ast.Module:
-    """The tree without docstrings."""
+    """Return the tree without docstrings."""
     for node in ast.walk(tree):
         for name in ("body", "orelse", "finalbody"):
             body = getattr(node, name, None)
@@ -35,7 +35,7 @@ def stripped(tree: ast.Module) -> ast.Module:
 
 
 def mutate(node: ast.AST, random: random.Random) -> bool:
-    """Change what one node does; whether there was a way to."""
+    """Change the behavior of one node, and return whether it was possible."""
     match node:
         case ast.BinOp(op=op) if type(op) in OPERATORS:
             node.op = OPERATORS[type(op)]()
@@ -82,7 +82,7 @@ def mutate(node: ast.AST, random: random.Random) -> bool:
 
 
 def swap_names(function: ast.FunctionDef, random: random.Random) -> bool:
-    """Write one local name of a function for another one, in one place."""
+    """Replace one local name of a function by another one, in one place."""
     stored = {node.id for node in ast.walk(function) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     loads = [node for node in ast.walk(function) if isinstance(node, ast.Name) and node.id in stored]
     if len(stored) < 2:
@@ -93,7 +93,7 @@ def swap_names(function: ast.FunctionDef, random: random.Random) -> bool:
 
 
 def mutations(text: str, seed: int) -> Iterator[ast.Module]:
-    """Changed copies of a module, no two of the same place."""
+    """Yield changed copies of a module, each at another place."""
     draw = random.Random(seed)
     places = [index for index, node in enumerate(ast.walk(ast.parse(text))) if not isinstance(node, UNCHANGED)]
     draw.shuffle(places)
