@@ -113,8 +113,8 @@ def _hooked(name: str) -> Callable[..., Any]:
         writes = name == "open" and arguments and arguments[0] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
         if (watch := _Current.watch) is not None and not writes:
             watch.ask(name, _place(target, named.get("dir_fd")))
-        found = really(target, *arguments, **named)
-        return _Entries(found, _place(target)) if name == "scandir" else found
+        result = really(target, *arguments, **named)
+        return _Entries(result, _place(target)) if name == "scandir" else result
 
     return hook
 
@@ -122,20 +122,20 @@ def _hooked(name: str) -> Callable[..., Any]:
 class _Entries:
     """Result of os.scandir whose entries are watched too."""
 
-    def __init__(self, found: Any, folder: str | None) -> None:
-        self._found, self._folder = found, folder
+    def __init__(self, entries: Any, folder: str | None) -> None:
+        self._entries, self._folder = entries, folder
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        return _Entry(next(self._found), self._folder)
+        return _Entry(next(self._entries), self._folder)
 
     def __enter__(self) -> _Entries:
         return self
 
-    def __exit__(self, *told: object) -> None:
-        self._found.close()
+    def __exit__(self, *_exception: object) -> None:
+        self._entries.close()
 
     close = __exit__
 
@@ -149,12 +149,12 @@ class _Entry:
         return self.path
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._entry, name)
+        attribute = getattr(self._entry, name)
 
         def asked(**named: Any) -> Any:
             if (watch := _Current.watch) is not None and self._folder is not None:
                 watch.ask(f"DirEntry.{name}", os.path.join(self._folder, os.fsdecode(self.name)))
-            return found(**named)
+            return attribute(**named)
 
         return asked
 
@@ -227,7 +227,7 @@ class FailingFileSystem(MemoryFileSystem):
         return super().cat_file(path, start, end, **named)
 
     def pipe_file(self, path: str, value: Any, mode: str = "overwrite", **named: Any) -> Any:
-        """The condition of a store that keeps it: nobody reads."""
+        """Write without a read: `create` is checked against `store` directly."""
         if mode == "create" and self._strip_protocol(path) in self.store:
             raise FileExistsError(path)
         return super().pipe_file(path, value, **named)

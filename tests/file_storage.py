@@ -1,5 +1,4 @@
-"""A storage that shares nothing with the resident one: rows lie in a file, the last one first, and operators are lent
-copies."""
+"""A storage without resident rows: they are stored in a file in reverse order, and operators receive copies."""
 
 from __future__ import annotations
 
@@ -101,11 +100,11 @@ class FileStorage(TableStorage):
         return {name: value[rows].cpu() for name, value in self.read(0, self.shard.num_rows).items()}
 
     def _get(self, first: int, stop: int) -> dict[str, Tensor]:
-        found = {}
+        files = {}
         for name, file in self._files.items():
             stored = torch.from_numpy(file[::-1][first:stop].copy())
-            found[name] = stored.view(self._like[name].dtype).to(self._device)
-        return found
+            files[name] = stored.view(self._like[name].dtype).to(self._device)
+        return files
 
     def _put(self, first: int, values: Mapping[str, NDArray[Any]]) -> None:
         for name, source in values.items():
@@ -115,7 +114,7 @@ class FileStorage(TableStorage):
 
 @contextmanager
 def files_for_rows() -> Iterator[list[FileStorage]]:
-    """Every table that is made inside lies in files; yields its pieces as they are made."""
+    """Context manager that stores every table created inside in files, and yields its shards."""
     made: list[FileStorage] = []
 
     def make(pieces: Any, *, seed: int, device: Any, options: Any) -> tuple[FileStorage, ...]:

@@ -30,15 +30,15 @@ class Stoppable:
         self.process, self._connection = process, connection
 
     def stop(self) -> None:
-        """Answer nothing from now on."""
+        """Stop answering requests."""
         os.kill(self.process, signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Answer again, also what was asked meanwhile."""
+        """Answer again, including pending requests."""
         os.kill(self.process, signal.SIGCONT)
 
     def abort(self) -> None:
-        """Let every request fail, so that nobody waits for one."""
+        """Fail every request, so that no process waits for one."""
         with suppress(OSError):
             Path(f"/sys/fs/fuse/connections/{self._connection}/abort").write_text("1")
 
@@ -73,11 +73,11 @@ def fuse_mount(source: Path, place: Path) -> Iterator[Stoppable]:
 
 
 def _attributes(node: int, path: str) -> bytes:
-    found = os.stat(path)
-    times = [int(found.st_atime), int(found.st_mtime), int(found.st_ctime), 0, 0, 0]
+    status = os.stat(path)
+    times = [int(status.st_atime), int(status.st_mtime), int(status.st_ctime), 0, 0, 0]
     return struct.pack(
-        "<QQQQQQIIIIIIIIII", node, found.st_size, -(-found.st_size // 512), *times[:3], *times[3:], found.st_mode,
-        found.st_nlink, found.st_uid, found.st_gid, 0, 4096, 0,
+        "<QQQQQQIIIIIIIIII", node, status.st_size, -(-status.st_size // 512), *times[:3], *times[3:], status.st_mode,
+        status.st_nlink, status.st_uid, status.st_gid, 0, 4096, 0,
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""What tests of files of rows share."""
+"""Helpers of the tests of row files."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ ENGINES = [
 
 
 def records_of(count: int, width: int, seed: int) -> Tensor:
-    """uint8 [count, width] at random."""
+    """Return random rows, uint8 [count, width]."""
     return torch.from_numpy(np.random.default_rng(seed).integers(0, 256, (count, width), np.uint8))
 
 
 def damage(path: Path, record: bytes) -> None:
-    """Change a bit of a record, wherever it lies in a file."""
+    """Flip a bit of a record in one of the files."""
     with open(path, "r+b") as raw:
         content = raw.read()
         place = content.index(record) + len(record) // 2

@@ -1,4 +1,4 @@
-"""A disk that is soon full."""
+"""A small file system that fills up."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 @contextmanager
 def small_disk(folder: Path, size: str) -> Iterator[None]:
-    """A file system of so many bytes in `folder`; skips the test where none can be mounted."""
+    """Mount a file system of `size` in `folder`, or skip the test if that is impossible."""
     folder.mkdir(exist_ok=True)
     command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(folder)]
     if subprocess.run(command, check=False, capture_output=True).returncode != 0:

@@ -31,14 +31,13 @@ class Disk:
         self._is_frozen = True
 
     def thaw(self) -> None:
-        """Let writes go on."""
+        """Let writes continue."""
         if self._is_frozen:
             subprocess.run(["fsfreeze", "-u", self.place], check=True)
             self._is_frozen = False
 
     def limit_writes(self, bytes_per_s: int) -> None:
-        """Let the device write so many bytes per second; 0: as many as it can. Skips the test where that is not
-        allowed."""
+        """Limit the writes of the device, 0 for no limit. Skips the test if that is not allowed."""
         numbers = os.stat(self.device).st_rdev
         try:
             (_BLKIO / "blkio.throttle.write_bps_device").write_text(
@@ -50,7 +49,7 @@ class Disk:
 
 @contextmanager
 def loop_disk(folder: Path, size: str = "64M") -> Iterator[Disk]:
-    """A disk at `folder`, which is made; skips the test where none can be mounted."""
+    """Mount a disk at `folder`, or skip the test if that is impossible."""
     folder.mkdir(parents=True)
     image = folder.with_name(f"{folder.name}.img")
     with image.open("wb") as file:
@@ -80,7 +79,7 @@ class MemoryGroup:
         self._is_v1 = (folder / "memory.limit_in_bytes").exists()
 
     def limit(self, num_bytes: int) -> bool:
-        """Set the limit; whether the kernel takes one that is below what is used."""
+        """Set the limit. Return whether the kernel accepts one below the current usage."""
         try:
             (self.folder / ("memory.limit_in_bytes" if self._is_v1 else "memory.max")).write_text(str(num_bytes))
         except OSError:
@@ -88,7 +87,7 @@ class MemoryGroup:
         return True
 
     def peak_bytes(self) -> int:
-        """The most that was used."""
+        """Peak of the memory usage in bytes."""
         return int((self.folder / ("memory.max_usage_in_bytes" if self._is_v1 else "memory.peak")).read_text())
 
     def shrink(self, left_ratio: float = 0.0) -> None:
@@ -110,7 +109,7 @@ class MemoryGroup:
 
 @contextmanager
 def memory_group(num_bytes: int) -> Iterator[MemoryGroup]:
-    """A group with a limit; skips the test where none can be made. What is left in it at the end is killed."""
+    """Context manager with a control group, whose processes are killed at the end. Skips the test if not allowed."""
     parent = _MEMORY if _MEMORY.is_dir() else Path("/sys/fs/cgroup")
     folder = parent / f"meseta-test-{uuid.uuid4().hex[:12]}"
     try:

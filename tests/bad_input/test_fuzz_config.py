@@ -1,4 +1,4 @@
-"""Spoiled config files and settings: trained, or refused in one line, and never a traceback, hang or half a run."""
+"""Tests of spoiled configs and overrides: the run trains, or one line refuses it. No traceback, hang or partial run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CASES_PER_TEST = 25
 
 
 def full_settings(data: Path) -> dict:
-    """A config that uses every section."""
+    """Return a config that uses every section."""
     document = settings(
         data,
         Path("run"),
@@ -40,7 +40,7 @@ def full_settings(data: Path) -> dict:
 
 
 def check_folder(run_dir: Path) -> None:
-    """Whole files only."""
+    """Check that all files are complete."""
     for path in run_dir.rglob("*"):
         assert not path.name.startswith("."), path
         if path.suffix == ".json":
@@ -50,7 +50,7 @@ def check_folder(run_dir: Path) -> None:
             json.loads(line)
 
 
-@pytest.mark.parametrize("seed", sample(range(200), 2, seed=0))
+@pytest.mark.parametrize("seed", sample(range(200), 1, seed=0))
 def test_spoiled_configs(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     draw = random.Random(f"config {seed}")
     document = full_settings(tiny)
@@ -59,10 +59,10 @@ def test_spoiled_configs(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
         place = tmp_path / str(number)
         place.mkdir()
         monkeypatch.chdir(place)
-        text, given = spoiled_yaml(document, draw), overrides(document, draw)
+        text, options = spoiled_yaml(document, draw), overrides(document, draw)
         Path("c.yaml").write_bytes(text)
-        with within(120, f"{text!r} {given}"):
-            ended = run_here("train", "c.yaml", *given, "train.max_steps=2")
+        with within(120, f"{text!r} {options}"):
+            ended = run_here("train", "c.yaml", *options, "train.max_steps=2")
         codes.append(ended.code)
         if ended.code:
             assert ended.code in (1, 2), ended

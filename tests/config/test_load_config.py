@@ -1,4 +1,4 @@
-"""Configs from YAML and overrides: what they become, and what an error says."""
+"""Tests of configs from YAML and overrides, and of their errors."""
 
 import json
 from pathlib import Path
@@ -175,7 +175,7 @@ def test_every_key_is_documented() -> None:
     ["embedding.clip_norm", "embedding.clip_grad_norm", "embedding.tables.user.max_grad_norm", "train.clip_grad_norm",
      "train.gradient_clip", "clip_norm"],
 )  # fmt: skip
-def test_who_asks_for_clipping_elsewhere_is_told_the_keys(write: Any, key: str) -> None:
+def test_clipping_in_another_section_is_an_error_with_the_keys(write: Any, key: str) -> None:
     refused(write(SMALL), [f"{key}=1.0"], f"unknown key '{key}'", "train.clip_norm", "embedding.optimizer.clip_norm")
 
 
@@ -214,7 +214,7 @@ embedding:
 
 
 @pytest.mark.parametrize(
-    ("own", "expected"),
+    ("overrides", "expected"),
     [
         ({}, {"name": "sgd", "lr": 0.5, "momentum": 0.9, "clip_norm": 2.0}),
         ({"lr": 0.05}, {"name": "sgd", "lr": 0.05, "momentum": 0.9, "clip_norm": 2.0}),
@@ -225,15 +225,15 @@ embedding:
     ],
 )
 def test_a_table_inherits_the_optimizer_unless_it_names_another(
-    write: Any, own: dict[str, Any], expected: dict[str, Any]
+    write: Any, overrides: dict[str, Any], expected: dict[str, Any]
 ) -> None:
-    config = load_config(write(SMALL + COMMON), [f"embedding.tables.user.optimizer={json.dumps(own)}"])
+    config = load_config(write(SMALL + COMMON), [f"embedding.tables.user.optimizer={json.dumps(overrides)}"])
     assert OptimizerSpec(**config.embedding.table_optimizer("user")) == OptimizerSpec(**expected)
     assert config.embedding.table_optimizer("item") == config.embedding.optimizer.model_dump()
 
 
 @pytest.mark.parametrize(
-    ("own", "expected"),
+    ("overrides", "expected"),
     [
         ({"scale": 0.7}, InitSpec(kind="normal", scale=0.7)),
         ({"kind": "normal"}, InitSpec(kind="normal", scale=0.1)),
@@ -241,16 +241,16 @@ def test_a_table_inherits_the_optimizer_unless_it_names_another(
         ({"kind": "constant", "scale": 2.0}, InitSpec(kind="constant", scale=2.0)),
     ],
 )
-def test_initial_rows_go_the_same_way(write: Any, own: dict[str, Any], expected: InitSpec) -> None:
-    config = load_config(write(SMALL + COMMON), [f"embedding.tables.user.init={json.dumps(own)}"])
+def test_initial_rows_go_the_same_way(write: Any, overrides: dict[str, Any], expected: InitSpec) -> None:
+    config = load_config(write(SMALL + COMMON), [f"embedding.tables.user.init={json.dumps(overrides)}"])
     assert InitSpec(**config.embedding.table_init("user")) == expected
 
 
 def test_what_a_table_leaves_open_is_not_written_down(write: Any) -> None:
-    own = {"user": {"optimizer": {"lr": 0.05, "clip_norm": None}}, "item": {"init": {"scale": 3.0}}, "city": {}}
-    config = load_config(write(SMALL + COMMON), [f"embedding.tables={json.dumps(own)}"])
+    overrides = {"user": {"optimizer": {"lr": 0.05, "clip_norm": None}}, "item": {"init": {"scale": 3.0}}, "city": {}}
+    config = load_config(write(SMALL + COMMON), [f"embedding.tables={json.dumps(overrides)}"])
     written = config.model_dump(mode="json")["embedding"]["tables"]
-    assert {name: {k: v for k, v in entry.items() if v is not None} for name, entry in written.items()} == own
+    assert {name: {k: v for k, v in entry.items() if v is not None} for name, entry in written.items()} == overrides
     assert load_config(write(yaml.safe_dump(config.model_dump(mode="json")))) == config
 
 
@@ -263,7 +263,7 @@ def test_a_table_is_checked_with_what_it_inherits(write: Any) -> None:
 
 
 def test_what_is_hidden_is_a_word_or_a_list(write: Any) -> None:
-    """YAML reads a bare off as false."""
+    """YAML parses a bare `off` as false."""
     for value, expected in (("off", "off"), ("auto", "auto"), ("[ids, dense]", ["ids", "dense"]), ("[]", [])):
         assert load_config(write(f"{SMALL}pipeline: {{overlap: {value}}}\n"), []).pipeline.overlap == expected
         assert load_config(write(SMALL), [f"pipeline.overlap={value}"]).pipeline.overlap == expected

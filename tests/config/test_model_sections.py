@@ -1,4 +1,4 @@
-"""Each model has keys of its own; configs from before it had load, and nothing else that is not its own."""
+"""Tests of the keys of each model, and of configs that were written when all models shared one section."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def test_every_section_is_registered() -> None:
 @pytest.mark.parametrize("name", [*FORMER_NAMES, "package.module:Class"])
 def test_a_config_from_before_loads_and_keeps_what_its_model_reads(name: str) -> None:
     model = run_config({"name": name, **FORMER}).model
-    own = set(type(model).model_fields) - {"name"}
-    assert model.model_dump(mode="json") == {"name": name, **{key: FORMER[key] for key in FORMER if key in own}}
-    assert own <= set(FORMER) and model.name == name
+    keys = set(type(model).model_fields) - {"name"}
+    assert model.model_dump(mode="json") == {"name": name, **{key: FORMER[key] for key in FORMER if key in keys}}
+    assert keys <= set(FORMER) and model.name == name
 
 
 @pytest.mark.parametrize("name", [*MODEL_NAMES, "package.module:Class"])
@@ -85,6 +85,6 @@ def test_a_key_is_listed_by_the_models_that_have_it() -> None:
 
 @pytest.mark.parametrize("key", [None, 3, 1.5, True])
 def test_a_key_that_is_no_string_is_named(key: object) -> None:
-    """As YAML has them: `model: {null: 3}`."""
+    """YAML parses `model: {null: 3}` like this."""
     with pytest.raises(ValidationError, match=f"keys should be strings, got {key!r}"):
         ModelConfig.model_validate({key: 3})

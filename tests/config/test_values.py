@@ -1,4 +1,4 @@
-"""Values that settings may not have: numbers beyond what is computed with, and paths with control characters."""
+"""Tests of invalid values: numbers out of range, and paths with control characters."""
 
 from __future__ import annotations
 

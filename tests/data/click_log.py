@@ -24,7 +24,7 @@ SPARSE = [f"cat_{i}" for i in range(26)]
 
 
 def make_lines(num_rows: int, seed: int = 0, num_values: int = 40) -> list[str]:
-    """Rows in Criteo's layout, with missing values, negative integers and skewed categories."""
+    """Return lines in Criteo's layout, with missing values, negative integers and skewed categories."""
     draw = random.Random(seed)
     lines = []
     for _ in range(num_rows):
@@ -42,7 +42,7 @@ def write_tsv(path: Path, lines: list[str], end: str = "\n") -> Path:
 
 @dataclass
 class Oracle:
-    """What prepare must make of training and test lines, in plain Python."""
+    """Expected result of `prepare`, computed in plain Python from training and test lines."""
 
     label: list[float]
     dense: list[list[float]]
@@ -68,7 +68,7 @@ class Oracle:
 
 
 def reuse_shares(ids: list[list[int]], window: int = 65_536) -> tuple[list[float], list[float]]:
-    """Shares of rows and of lookups per bin of ids, one list per sample, counted with collections.Counter."""
+    """Return the shares of rows and of lookups per bin for one list of ids per sample."""
     edges = [0, *(2**i for i in range(16)), math.inf]
     rows, lookups = [0] * 17, [0] * 17
     for start in range(0, len(ids), window):
@@ -80,19 +80,19 @@ def reuse_shares(ids: list[list[int]], window: int = 65_536) -> tuple[list[float
 
 
 def read_split(folder: Path, split: str) -> pa.Table:
-    """All parts of a split in order."""
+    """Read all parts of a split in order."""
     return pa.concat_tables([pq.read_table(path) for path in sorted((folder / split).glob("*.parquet"))])
 
 
 def prepare_with(tmp_path: Path, name: str, schema: str | None, **options: Any) -> Dataset:
-    """`tmp_path`/`name` prepared as a schema file of this text says, in `tmp_path`/out."""
-    given = {"test_fraction": 0.0, "hash_rows": 500, "out": tmp_path / "out", **options}
+    """Prepare `tmp_path`/`name` with the text of a schema file, in `tmp_path`/out."""
+    settings = {"test_fraction": 0.0, "hash_rows": 500, "out": tmp_path / "out", **options}
     if schema is not None:
         (tmp_path / "schema.yaml").write_text(schema)
-        given["schema"] = tmp_path / "schema.yaml"
-    return prepare(PrepareOptions(sources=[str(tmp_path / name)], **given))
+        settings["schema"] = tmp_path / "schema.yaml"
+    return prepare(PrepareOptions(sources=[str(tmp_path / name)], **settings))
 
 
 def hashed(feature: str, value: str) -> int:
-    """The row of a value in the table that `prepare_with` makes, of 500."""
+    """Return the row of a value in one of the 500-row tables of `prepare_with`."""
     return xxh64(value.encode(), xxh64(feature.encode(), 0)) * 500 >> 64

@@ -70,7 +70,7 @@ def write_csv(path: Path, table: Table, *, header: bool = True) -> Path:
 
 
 def write_parquet(path: Path, table: Table) -> Path:
-    """Numbers as numbers, and tags as lists with weights beside."""
+    """Return numbers as numbers, and tags as lists with a column of weights."""
     made: dict[str, Any] = dict(table)
     for name in {"price", "age", "balance"} & set(table):
         made[name] = [float(value) if value != "" else None for value in table[name]]

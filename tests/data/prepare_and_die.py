@@ -1,8 +1,8 @@
-"""`python prepare_and_die.py FOLDER OPTIONS.json COUNT SEED`: prepare, killed COUNT times at random moments, then once
-to the end.
+"""`python prepare_and_die.py FOLDER OPTIONS.json COUNT SEED`: run prepare, kill it COUNT times at random moments, then
+complete it.
 
-Each run is a fork of this process, which itself runs nothing, and kills itself at a random call of those by which
-Python opens, renames, cuts or removes a file. Blocks, windows and parts are small, and everything is committed at once.
+Each run is a fork of this process, and kills itself at a random call with which Python opens, renames, truncates or
+removes a file. Blocks, windows and parts are small, and each write is committed immediately.
 """
 
 import json
@@ -33,7 +33,7 @@ def make_small() -> None:
 
 
 def forked(options: PrepareOptions, die_at: int | None, count_file: Path) -> int:
-    """The status with which a fork ends; it writes how many events it met."""
+    """Return the exit status of a fork that prepares. A completed one writes its number of events to `count_file`."""
     child = os.fork()
     if child:
         return os.waitpid(child, 0)[1]

@@ -1,4 +1,4 @@
-"""Small raw files of every kind, what is asked of them, and a dataset beside its recipe, which gives its batches."""
+"""Small raw files of every format, their options of `prepare`, and comparisons of a recipe with a prepared dataset."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from meseta.data.formats import text as text_format
 from meseta.data.prepare import prepare, recipe_preparation, write
 
 NUM_ROWS = 330
-"""Of each kind, in three files."""
+"""Number of rows of each format, in three files."""
 CSV_SCHEMA = """
 label: click
 weight: importance
@@ -37,7 +37,7 @@ crosses: {city_x_age: [city, age], city_x_user: [city, user]}
 
 
 def make_small(patch: pytest.MonkeyPatch) -> None:
-    """Row groups, windows, parts and blocks of few rows."""
+    """Use small row groups, windows, parts and blocks."""
     patch.setattr(text_format, "BLOCK_BYTES", 3000)
     patch.setattr(parquet, "BLOCK_ROWS", 40)
     patch.setattr(write, "WINDOW_SAMPLES", 64)
@@ -55,7 +55,7 @@ def write_tsv_log(folder: Path) -> dict[str, Any]:
 
 
 def write_csv_log(folder: Path) -> dict[str, Any]:
-    """Quotes, line ends in fields, columns in another order in the second file, no line end behind the last row."""
+    """Write quoted fields, line ends inside fields and a reordered file. The first file has no final line end."""
     draw = random.Random(1)
     header = ["click", "importance", "user", "ts", "age", "city", "genres", "tags", "unused"]
     for number in range(3):
@@ -83,7 +83,7 @@ def write_csv_log(folder: Path) -> dict[str, Any]:
 
 
 def write_bad_csv_log(folder: Path) -> dict[str, Any]:
-    """Without names, with bad rows and quotes that are not closed."""
+    """Write files without a header, with bad rows and unclosed quotes."""
     draw = random.Random(2)
     for number in range(3):
         rows = [
@@ -124,7 +124,7 @@ def write_ffm_log(folder: Path) -> dict[str, Any]:
 
 
 def write_parquet_log(folder: Path) -> dict[str, Any]:
-    """Lists, lists with weights, whole numbers with missing ones, several labels, times; small row groups."""
+    """Write lists, weighted lists, integers with nulls, several labels and times, in small row groups."""
     draw = random.Random(5)
     for number in range(3):
         size = NUM_ROWS // 3
@@ -166,24 +166,24 @@ SPLITS: dict[str, dict[str, Any]] = {
     "files alone": {"test_files": ["2"], "valid_files": ["1"]},
 }
 CASES = [
-    ("tsv", "drawn", {}),
+    pytest.param("tsv", "drawn", {}, marks=pytest.mark.soak),
     ("tsv", "files", {"vocabulary": True, "min_count": 3}),
-    ("csv", "drawn", {}),
+    pytest.param("csv", "drawn", {}, marks=pytest.mark.soak),
     ("csv", "groups", {}),
-    ("csv", "time", {"vocabulary": True, "min_count": 2}),
-    ("bad csv", "drawn", {}),
+    pytest.param("csv", "time", {"vocabulary": True, "min_count": 2}, marks=pytest.mark.soak),
+    pytest.param("bad csv", "drawn", {}, marks=pytest.mark.soak),
     ("bad csv", "files alone", {"vocabulary": True, "min_count": 1}),
-    ("svm", "groups", {}),
+    pytest.param("svm", "groups", {}, marks=pytest.mark.soak),
     ("svm", "drawn", {"vocabulary": True, "min_count": 2}),
     ("ffm", "files", {}),
     ("parquet", "time", {"hash_rows_by_feature": {"user": 2**31 + 5}}),
-    ("parquet", "drawn", {"vocabulary": True, "min_count": 2}),
-    ("parquet", "files alone", {}),
+    pytest.param("parquet", "drawn", {"vocabulary": True, "min_count": 2}, marks=pytest.mark.soak),
+    pytest.param("parquet", "files alone", {}, marks=pytest.mark.soak),
 ]
-"""Kind of files, how they are split, and more options."""
+"""Format of the files, split, and further options."""
 
 
-def asked(folder: Path, kind: str, split: str, more: dict[str, Any]) -> dict[str, Any]:
+def raw_options(folder: Path, kind: str, split: str, more: dict[str, Any]) -> dict[str, Any]:
     """Write files into `folder`/raw; returns options to prepare them with."""
     (folder / "raw").mkdir()
     options = KINDS[kind](folder / "raw") | SPLITS[split] | more
@@ -195,13 +195,13 @@ def asked(folder: Path, kind: str, split: str, more: dict[str, Any]) -> dict[str
 
 
 def both(folder: Path, **options: Any) -> tuple[Dataset, Dataset]:
-    """The same prepared, and as a recipe."""
+    """Return a prepared dataset and a recipe of the same files."""
     whole = prepare(PrepareOptions(out=folder / "whole", **options))
     return whole, prepare(PrepareOptions(out=folder / "recipe", recipe_only=True, **options))
 
 
 def described(dataset: Dataset) -> dict[str, Any]:
-    """dataset.json without what tells of files and recipe."""
+    """Return the content of dataset.json without files and recipe."""
     document = dataset.to_dict()
     document.pop("recipe", None)
     for split in document["splits"].values():
@@ -210,7 +210,7 @@ def described(dataset: Dataset) -> dict[str, Any]:
 
 
 def batches(dataset: Dataset, split: str, **options: Any) -> list[Any]:
-    """What every batch of two epochs holds, bit for bit, and what is told of them beside."""
+    """Return the sizes and state of a reader and the digests of all batches of two epochs."""
     reader = Reader(dataset, split, ReaderOptions(**{"batch_size": 23, "window_rows": 100, **options}))
-    found = [digest(batch) for batch in reader.epochs(2)]
-    return [reader.num_rows, reader.excluded_rows, reader.get_state(), *found]
+    digests = [digest(batch) for batch in reader.epochs(2)]
+    return [reader.num_rows, reader.excluded_rows, reader.get_state(), *digests]

@@ -1,4 +1,4 @@
-"""With --bad-rows skip the dataset is that of the same files without the bad rows, however the blocks are cut."""
+"""Tests that --bad-rows skip yields the dataset of the files without the bad rows, for any block size."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from meseta.data.prepare import prepare
 from meseta.spec import MesetaError
 
 NUM_ROWS = 300
+TSV_LINES = make_lines(NUM_ROWS)
 
 
 def tsv(number: int, bad: bool) -> str:
-    line = make_lines(NUM_ROWS)[number]
+    line = TSV_LINES[number]
     return line.replace("\t", "\tx\t", 1) + "\n" if bad else line + "\n"
 
 
@@ -58,44 +59,44 @@ def test_text_without_its_bad_rows(
     write, header = FORMS[name]
     draw = random.Random(name)
     bad = {row for row in range(NUM_ROWS) if draw.random() < 0.05} | {7, 8, NUM_ROWS - 1}
-    for folder, wanted in (("spoiled", range(NUM_ROWS)), ("clean", [r for r in range(NUM_ROWS) if r not in bad])):
+    for folder, rows in (("spoiled", range(NUM_ROWS)), ("clean", [r for r in range(NUM_ROWS) if r not in bad])):
         (tmp_path / folder).mkdir()
-        (tmp_path / folder / name).write_text(header + "".join(write(row, row in bad) for row in wanted))
+        (tmp_path / folder / name).write_text(header + "".join(write(row, row in bad) for row in rows))
     options: dict[str, Any] = {"test_fraction": 0.0}
     if name == "log.csv":
         options["dense"] = ["price"]  # with words among its values it would be inferred as text
     clean = prepare(PrepareOptions(**options, sources=[f"{tmp_path}/clean/{name}"], out=tmp_path / "a"))
     monkeypatch.setattr(text_format, "BLOCK_BYTES", block_bytes)
     options |= {"bad_rows": "skip", "max_bad_rows": 0.2}
-    found = prepare(PrepareOptions(**options, sources=[f"{tmp_path}/spoiled/{name}"], out=tmp_path / "b"))
-    assert content(found) == content(clean)
-    assert (found.dense, found.sparse) == (clean.dense, clean.sparse)
-    assert found.sources[0].num_rows == NUM_ROWS - len(bad)
-    assert found.bad_rows is not None and found.bad_rows.num_rows == len(bad)
-    assert len(found.bad_rows.first) == MAX_ERROR_EXAMPLES
+    dataset = prepare(PrepareOptions(**options, sources=[f"{tmp_path}/spoiled/{name}"], out=tmp_path / "b"))
+    assert content(dataset) == content(clean)
+    assert (dataset.dense, dataset.sparse) == (clean.dense, clean.sparse)
+    assert dataset.sources[0].num_rows == NUM_ROWS - len(bad)
+    assert dataset.bad_rows is not None and dataset.bad_rows.num_rows == len(bad)
+    assert len(dataset.bad_rows.first) == MAX_ERROR_EXAMPLES
     lines = (header + "".join(write(row, row in bad) for row in range(NUM_ROWS))).split("\n")
-    for place, row in zip(found.bad_rows.first, sorted(bad), strict=False):
+    for place, row in zip(dataset.bad_rows.first, sorted(bad), strict=False):
         number = int(place.split(", line ")[1].split(",")[0].split(":")[0])
         assert lines[number - 1] == write(row, True).split("\n")[0]
         assert place.startswith(f"source '{tmp_path}/spoiled/{name}', line ") and "fix" not in place
-    assert Dataset.load(tmp_path / "b") == found
+    assert Dataset.load(tmp_path / "b") == dataset
 
 
 @pytest.mark.parametrize("lines", [1, 2])
 def test_a_quote_too_many_costs_its_line_alone(tmp_path: Path, lines: int) -> None:
-    """Also among fields of several lines, whose quotes then look like the wrong ends of fields."""
+    """Holds in files with multi-line fields, whose quotes could be mistaken for closing ones."""
     rows = [f'{row % 2},{row},"town{chr(10) * (lines - 1)} {row % 7}"\n' for row in range(100)]
     rows[40], rows[70] = '1,40,"town\n', '1,7"0,town\n'
     (tmp_path / "log.csv").write_text("label,price,city\n" + "".join(rows))
-    found = prepare(
+    dataset = prepare(
         PrepareOptions(
             sources=[f"{tmp_path}/log.csv"], out=tmp_path / "out", test_fraction=0.0, bad_rows="skip", dense=["price"],
             max_bad_rows=2,
         )
     )  # fmt: skip
-    assert found.splits["train"].num_rows == 98
-    assert found.bad_rows is not None and found.bad_rows.num_rows == 2
-    assert f", line {2 + 40 * lines}: a quote is not closed" in found.bad_rows.first[0]
+    assert dataset.splits["train"].num_rows == 98
+    assert dataset.bad_rows is not None and dataset.bad_rows.num_rows == 2
+    assert f", line {2 + 40 * lines}: a quote is not closed" in dataset.bad_rows.first[0]
 
 
 def test_quantiles_and_the_split_by_time_do_not_see_bad_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,9 +110,10 @@ def test_quantiles_and_the_split_by_time_do_not_see_bad_rows(tmp_path: Path, mon
     clean = prepare(PrepareOptions(sources=[f"{tmp_path}/clean.csv"], out=tmp_path / "a", **options))
     monkeypatch.setattr(text_format, "BLOCK_BYTES", 700)
     skip = {"bad_rows": "skip", "max_bad_rows": 0.2}
-    found = prepare(PrepareOptions(sources=[f"{tmp_path}/spoiled.csv"], out=tmp_path / "b", **options, **skip))
-    assert found.bad_rows is not None and found.bad_rows.num_rows == sum(row.startswith("7") for row in spoiled) > 10
-    assert (found.sparse, found.test_from, content(found)) == (clean.sparse, clean.test_from, content(clean))
+    dataset = prepare(PrepareOptions(sources=[f"{tmp_path}/spoiled.csv"], out=tmp_path / "b", **options, **skip))
+    assert dataset.bad_rows is not None
+    assert dataset.bad_rows.num_rows == sum(row.startswith("7") for row in spoiled) > 10
+    assert (dataset.sparse, dataset.test_from, content(dataset)) == (clean.sparse, clean.test_from, content(clean))
 
 
 def test_parquet_without_its_bad_rows_in_both_splits(tmp_path: Path) -> None:
@@ -119,9 +121,9 @@ def test_parquet_without_its_bad_rows_in_both_splits(tmp_path: Path) -> None:
     label[30], label[31], label[150] = 3.0, None, -1.0  # type: ignore[call-overload]
     pq.write_table(pa.table({"label": label, "city": [f"c{r % 9}" for r in range(200)]}), tmp_path / "log.parquet")
     options = {"sources": [f"{tmp_path}/log.parquet"], "test_fraction": 0.3, "vocabulary": True, "min_count": 1}
-    found = prepare(PrepareOptions(**options, out=tmp_path / "out", bad_rows="skip", max_bad_rows=3))
-    assert found.bad_rows is not None and found.bad_rows.num_rows == 3
-    assert [text.partition(", ")[2].partition(",")[0] for text in found.bad_rows.first] == [
+    dataset = prepare(PrepareOptions(**options, out=tmp_path / "out", bad_rows="skip", max_bad_rows=3))
+    assert dataset.bad_rows is not None and dataset.bad_rows.num_rows == 3
+    assert [text.partition(", ")[2].partition(",")[0] for text in dataset.bad_rows.first] == [
         "row 31",
         "row 32",
         "row 151",
@@ -131,7 +133,7 @@ def test_parquet_without_its_bad_rows_in_both_splits(tmp_path: Path) -> None:
         pa.table({"label": [0.0, 1.0] * 100, "city": [f"c{r % 9}" for r in range(200)]}), tmp_path / "w.parquet"
     )
     whole = prepare(PrepareOptions(**options | {"sources": [f"{tmp_path}/w.parquet"]}, out=tmp_path / "whole"))
-    lost = [whole.splits[name].num_rows - found.splits[name].num_rows for name in ("train", "test")]
+    lost = [whole.splits[name].num_rows - dataset.splits[name].num_rows for name in ("train", "test")]
     assert sum(lost) == 3 and min(lost) >= 0
 
 
@@ -156,7 +158,7 @@ def test_too_many_are_refused(tmp_path: Path, limit: float, is_enough: bool) -> 
     assert not list(tmp_path.glob("out*"))
 
 
-def test_without_it_the_first_one_stops_the_work_and_says_how_to_go_on(tmp_path: Path) -> None:
+def test_the_first_bad_row_is_an_error_that_names_the_option(tmp_path: Path) -> None:
     (tmp_path / "log.csv").write_text("label,city\n1,a\n2,b\n" + "1,a\n" * 98)
     with pytest.raises(
         MesetaError, match=r"line 3.*fix or remove the line, or leave such rows out with --bad-rows skip"

@@ -168,7 +168,7 @@ def test_flipped_bits_are_found_by_the_checksums_of_pages(data: Path) -> None:
     assert f"{PART}: the file must be readable, got " in only_fault(data)
 
 
-def test_files_that_nobody_named(data: Path) -> None:
+def test_unlisted_files(data: Path) -> None:
     (data / "train" / "part-00007.parquet").touch()
     fault = only_fault(data)
     assert fault == "train/part-00007.parquet: files must be named in dataset.json, got an unknown file; move it away"

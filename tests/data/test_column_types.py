@@ -76,7 +76,7 @@ def values_of(name: str, first: int) -> list[Any]:
 
 
 def text_of(value: Any) -> str:
-    """As a category has it."""
+    """Return a value as the text of a category."""
     if value is None:
         return ""
     if isinstance(value, bool):
@@ -152,9 +152,9 @@ def check_role(folder: Path, rows: list[Any], kinds: set[str], role: str) -> Non
     if role == "dense":
         check_numbers(prepared, rows)
         return
-    for found, value in zip(prepared.column("shop_id").to_pylist(), rows, strict=True):
+    for prepared_value, value in zip(prepared.column("shop_id").to_pylist(), rows, strict=True):
         expected = pl.Series([value], dtype=pl.Datetime("us")).dt.epoch("s")[0] if value is not None else None
-        assert found == expected or (value is None and (found is None or np.isnan(found)))
+        assert prepared_value == expected or (value is None and (prepared_value is None or np.isnan(prepared_value)))
 
 
 def check_numbers(prepared: pa.Table, rows: list[Any]) -> None:
@@ -281,10 +281,10 @@ def test_new_rows_of_other_types(tmp_path: Path, other: str, lists: bool) -> Non
     rows = write_pair(tmp_path, "string", other, lists=lists)
     prepare(PrepareOptions(sources=[f"{tmp_path}/a.parquet"], out=tmp_path / "out", hash_rows=500))
     prepare_like(PrepareLikeOptions(sources=[f"{tmp_path}/b.parquet"], out=tmp_path / "new", like=tmp_path / "out"))
-    found = read_split(tmp_path / "new", "test").column("shop_id").to_pylist()
+    ids = read_split(tmp_path / "new", "test").column("shop_id").to_pylist()
     expected = [[hashed("shop_id", text_of(v)) for v in row or []] if lists else hashed("shop_id", text_of(row))
                 for row in rows[NUM_ROWS:]]  # fmt: skip
-    assert found == expected
+    assert ids == expected
 
 
 @pytest.mark.parametrize("swapped", [False, True])

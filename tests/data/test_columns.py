@@ -1,4 +1,4 @@
-"""What a column is taken for, beside what a person would choose: the table was written before the rules."""
+"""Tests of inferred roles of columns against choices that a person wrote down before the rules existed."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ COLUMNS: list[tuple[str, Draw, str]] = [
     ("a", lambda d: d.randrange(2), "dense"),
     ("a", lambda d: int(d.lognormvariate(9, 2)), "dense"),
     ("age", lambda d: f"{d.randrange(20, 30)} years", "categorical"),
-    # What is neither here nor there is both.
+    # Ambiguous columns get both roles.
     ("a", lambda d: d.randrange(24), "both"),
     ("a", lambda d: zipf(d, 900), "both"),
     ("f7", lambda d: 100_000 + d.randrange(700), "both"),
@@ -77,7 +77,7 @@ COLUMNS: list[tuple[str, Draw, str]] = [
     ("request_id", lambda d: d.getrandbits(62), "ignore"),
     ("a", lambda d: d.getrandbits(62), "ignore"),
     ("a", lambda d: f"{d.getrandbits(128):032x}", "ignore"),
-    # A missing value among equal ones tells something.
+    # A missing value among equal ones is information.
     ("seen", lambda d: d.choice(["1", ""]), "dense"),
     ("mark", lambda d: d.choice(["x", ""]), "categorical"),
 ]  # fmt: skip

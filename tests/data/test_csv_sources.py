@@ -51,8 +51,8 @@ def write_csv(path: Path, rows: list[list[str]], header: list[str] = HEADER, end
 
 
 def run(tmp_path: Path, *patterns: str, **options: Any) -> Dataset:
-    given = {"test_fraction": 0.0, "hash_rows": 500, "out": tmp_path / "out", **options}
-    return prepare(PrepareOptions(sources=[f"{tmp_path}/{p}" for p in patterns or ["log.csv"]], **given))
+    settings = {"test_fraction": 0.0, "hash_rows": 500, "out": tmp_path / "out", **options}
+    return prepare(PrepareOptions(sources=[f"{tmp_path}/{p}" for p in patterns or ["log.csv"]], **settings))
 
 
 def hashed(feature: str, value: str) -> int:

@@ -96,8 +96,8 @@ def test_features_made_of_csv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, b
     assert table.column("tags").to_pylist() == [[hashed("tags", value) for value, _ in bag] for bag in tags]
     weights = pa.array([[float(weight) for _, weight in bag] for bag in tags], pa.list_(pa.float32()))
     assert table.column("tags.weight").combine_chunks().equals(weights)
-    found = {s.name: (s.encoding, s.num_embeddings, s.made_of, s.multi_valued, s.weighted) for s in dataset.sparse}
-    assert found == {
+    features = {s.name: (s.encoding, s.num_embeddings, s.made_of, s.multi_valued, s.weighted) for s in dataset.sparse}
+    assert features == {
         "city": ("hash", 500, (), False, False),
         "genres": ("hash", 500, (), True, False),
         "tags": ("hash", 500, (), True, True),
@@ -138,7 +138,7 @@ def test_vocabularies_of_crosses(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "delimiter", "given"),
+    ("name", "delimiter", "is_explicit"),
     [
         ("log.csv", ";", False),
         ("log.csv.gz", "|", False),
@@ -149,10 +149,10 @@ def test_vocabularies_of_crosses(tmp_path: Path) -> None:
         ("log.csv", "^", True),
     ],
 )
-def test_delimiters(tmp_path: Path, name: str, delimiter: str, given: bool) -> None:
+def test_delimiters(tmp_path: Path, name: str, delimiter: str, is_explicit: bool) -> None:
     rows = make_rows()
     write(tmp_path / name, rows, delimiter)
-    run(tmp_path, name, SCHEMA + f'delimiter: "{delimiter}"\n' if given else SCHEMA)
+    run(tmp_path, name, SCHEMA + f'delimiter: "{delimiter}"\n' if is_explicit else SCHEMA)
     check(tmp_path, rows)
 
 

@@ -44,26 +44,26 @@ def test_splits(description: DatasetSummary) -> None:
 
 
 @pytest.mark.parametrize("place", range(len(DENSE)))
-def test_dense_features_are_told_in_the_unit_of_the_source(description: DatasetSummary, place: int) -> None:
+def test_dense_features_are_described_in_the_unit_of_the_source(description: DatasetSummary, place: int) -> None:
     def values(lines: list[str]) -> list[int]:
         return [max(int(line.split("\t")[1 + place] or 0), 0) for line in lines]
 
-    figures, found = description.dense[place], values([*TRAIN, *TEST])
-    assert figures.name == DENSE[place]
-    told = figures.values
-    assert told.mean == pytest.approx(statistics.fmean(found), rel=1e-5)
-    assert told.std == pytest.approx(statistics.pstdev(found), rel=1e-5)
-    assert (told.min, told.max) == (min(found), pytest.approx(max(found), rel=1e-5))
-    assert told.share_zero == found.count(0) / len(found)
-    logs = np.log1p(found)
-    assert sum(figures.bins) == len(found)
+    described, expected = description.dense[place], values([*TRAIN, *TEST])
+    assert described.name == DENSE[place]
+    described_values = described.values
+    assert described_values.mean == pytest.approx(statistics.fmean(expected), rel=1e-5)
+    assert described_values.std == pytest.approx(statistics.pstdev(expected), rel=1e-5)
+    assert (described_values.min, described_values.max) == (min(expected), pytest.approx(max(expected), rel=1e-5))
+    assert described_values.share_zero == expected.count(0) / len(expected)
+    logs = np.log1p(expected)
+    assert sum(described.bins) == len(expected)
     # Values on an edge may fall to either side of it.
     cumulated = np.searchsorted(np.sort(logs), np.linspace(logs.min(), logs.max(), 25)[1:-1] + 1e-5)
     below = np.searchsorted(np.sort(logs), np.linspace(logs.min(), logs.max(), 25)[1:-1] - 1e-5)
-    assert (below <= np.cumsum(figures.bins)[:-1]).all()
-    assert (np.cumsum(figures.bins)[:-1] <= cumulated).all()
+    assert (below <= np.cumsum(described.bins)[:-1]).all()
+    assert (np.cumsum(described.bins)[:-1] <= cumulated).all()
     train, test = np.log1p(values(TRAIN)), np.log1p(values(TEST))
-    assert figures.test_shift == pytest.approx((test.mean() - train.mean()) / train.std(), abs=1e-5)
+    assert described.test_shift == pytest.approx((test.mean() - train.mean()) / train.std(), abs=1e-5)
 
 
 @pytest.mark.parametrize("place", [0, 11, 25])

@@ -1,4 +1,4 @@
-"""All that encoding used is compared: equal rows of other values, means, buckets, seeds or order are told by name."""
+"""Tests of comparisons of encodings: other values, means, buckets, seeds or orders are reported by name."""
 
 from __future__ import annotations
 
@@ -88,13 +88,13 @@ def test_a_difference_is_named(name: str, tmp_path: Path) -> None:
     kind = {key: value for key, value in options.items() if key != "seed"}
     before = prepared(tmp_path / "before", columns(), **kind)
     now = prepared(tmp_path / "now", change(columns()), schema, **options)
-    if name == "vocabulary":  # what nothing else tells
+    if name == "vocabulary":  # not derivable from other fields
         assert [f.num_embeddings for f in before.sparse] == [f.num_embeddings for f in now.sparse]
-    found = encoding_difference(DatasetEncoding.from_dataset(before), DatasetEncoding.from_dataset(now))
-    assert found is not None and message in found
+    difference = encoding_difference(DatasetEncoding.from_dataset(before), DatasetEncoding.from_dataset(now))
+    assert difference is not None and message in difference
 
 
-def test_equal_content_is_equal_wherever_it_lies(tmp_path: Path) -> None:
+def test_equal_content_is_equal_in_any_folder(tmp_path: Path) -> None:
     before, now = (prepared(tmp_path / name, columns(), num_threads=n) for n, name in ((1, "one"), (3, "other")))
     assert encoding_difference(DatasetEncoding.from_dataset(before), DatasetEncoding.from_dataset(now)) is None
     assert (

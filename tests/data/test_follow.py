@@ -73,7 +73,7 @@ def test_parts_that_come_meanwhile_are_taken_up(days: Path, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("num_taken", [0, 2, 4, 5, 9])
 def test_resumed_to_the_row(days: Path, tmp_path: Path, num_taken: int) -> None:
-    """In the middle of a part and at its end, where a part that was read is gone."""
+    """Resumes inside a part and at its end, after a consumed part was deleted."""
     whole = list(FollowingReader(days, OPTIONS).batches())
     grow(days, tmp_path, *SIZES)
     first = FollowingReader(tmp_path, OPTIONS)
@@ -99,18 +99,18 @@ def test_two_ranks_share_every_batch(days: Path) -> None:
 
 
 def test_ranks_see_what_the_first_one_sees(days: Path, tmp_path: Path) -> None:
-    """Another rank looks later, when a part more is there, and must not begin it."""
+    """A rank that lists the folder later, with one more part, must not begin that part."""
     grow(days, tmp_path, "day_0")
-    told: list[object] = []
+    messages: list[object] = []
 
-    def tell(found: object) -> object:
-        told.append(found)
-        return found
+    def broadcast(message: object) -> object:
+        messages.append(message)
+        return message
 
-    first = list(FollowingReader(tmp_path, OPTIONS, broadcast=tell).batches())
+    first = list(FollowingReader(tmp_path, OPTIONS, broadcast=broadcast).batches())
     grow(days, tmp_path, "day_1")
-    heard = iter(told)
-    same(list(FollowingReader(tmp_path, OPTIONS, broadcast=lambda found: next(heard)).batches()), first)
+    heard = iter(messages)
+    same(list(FollowingReader(tmp_path, OPTIONS, broadcast=lambda message: next(heard)).batches()), first)
 
 
 def test_what_cannot_be_one_stream(days: Path, tmp_path: Path) -> None:

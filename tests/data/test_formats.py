@@ -123,7 +123,7 @@ def test_killed_and_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert not (tmp_path / "out").exists()
     first_rows: dict[str, int] = {}
     prepare(options, lambda stage, rows, share: first_rows.setdefault(stage, rows) and None)
-    assert first_rows["read"] > 0, "it did not go on where it was"
+    assert first_rows["read"] > 0, "it did not resume at its position"
     assert parts(tmp_path / "out") == parts(tmp_path / "whole")
 
 

@@ -66,7 +66,7 @@ def spoil(data: bytes, draw: random.Random) -> bytes:
 
 
 def num_csv_rows(data: bytes, delimiter: str) -> int:
-    """As the csv module counts them, without blank lines at the end."""
+    """Count rows like the csv module, without blank lines at the end."""
     rows = list(csv.reader(io.StringIO(data.decode("utf-8-sig", errors="replace"), newline=""), delimiter=delimiter))
     while rows and not rows[-1]:
         rows.pop()

@@ -64,7 +64,7 @@ crosses: {{both: [cat_0, int_1]}}
 
 
 @pytest.mark.parametrize("sign", [",", ";", "|", "\t"])
-def test_the_first_line_tells_the_delimiter(tmp_path: Path, sign: str) -> None:
+def test_the_first_line_determines_the_delimiter(tmp_path: Path, sign: str) -> None:
     rows = [("1", "30", "Rome"), ("0", "", "Oslo"), ("1", "12", f'"a{sign}b"')]
     (tmp_path / "clicks.log").write_text("".join(sign.join(row) + "\n" for row in rows))
     dataset = run(tmp_path, "clicks.log", SCHEMA)
@@ -101,7 +101,7 @@ def test_bad_headers_are_named(tmp_path: Path, text: str, message: str) -> None:
         run(tmp_path, "clicks.log", text)
 
 
-def test_other_files_have_names_of_their_own(tmp_path: Path) -> None:
+def test_other_files_have_headers(tmp_path: Path) -> None:
     pq.write_table(pa.table({"clicked": [1, 0], "age": [1, 2], "city": ["a", "b"]}), tmp_path / "log.parquet")
     with pytest.raises(MesetaError, match="header and delimiter of the --schema file apply only to text"):
         run(tmp_path, "log.parquet", SCHEMA)

@@ -1,4 +1,4 @@
-"""Labels made from ratings, from -1 and 1 and from words, in CSV and Parquet; the expected values come from Python."""
+"""Tests of labels from ratings, from -1 and 1 and from words, in CSV and Parquet, against plain Python."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from meseta.data.prepare.run import read_layout
 from meseta.data.schema.layout import RawLayout
 from meseta.data.schema.schema import add_signed_labels, format_schema, resolve_labels
 from meseta.spec import MesetaError
+from sampling import diagonal
 
 OPERATORS: dict[str, Callable[[float, float], bool]] = {
     ">=": operator.ge,
@@ -34,7 +35,7 @@ OPERATORS: dict[str, Callable[[float, float], bool]] = {
 
 
 def write(path: Path, columns: dict[str, list[Any]]) -> Path:
-    """The same table as CSV or as Parquet, by the name of the file."""
+    """Write a table as CSV or as Parquet, by the suffix of `path`."""
     if path.suffix == ".parquet":
         pq.write_table(pa.table(columns), path)
     else:
@@ -60,15 +61,15 @@ def labels_of(folder: Path, columns: dict[str, list[Any]], label: list[str], for
 def test_a_condition_makes_the_label(tmp_path: Path, sign: str, form: str) -> None:
     ratings = [draw / 2 for draw in np.random.default_rng(0).integers(0, 11, 200).tolist()]
     columns = {"rating": ratings, "city": [f"c{row % 3}" for row in range(200)]}
-    found = labels_of(tmp_path, columns, [f"rating {sign} 3.5"], form)
-    assert found == {"label": [float(OPERATORS[sign](rating, 3.5)) for rating in ratings]}
+    labels = labels_of(tmp_path, columns, [f"rating {sign} 3.5"], form)
+    assert labels == {"label": [float(OPERATORS[sign](rating, 3.5)) for rating in ratings]}
     assert [feature.name for feature in Dataset.load(tmp_path / "out").sparse] == ["city"]
 
 
 def test_several_labels_of_one_column(tmp_path: Path) -> None:
     columns = {"watched": list(range(100)), "liked": [row % 2 for row in range(100)], "city": ["a", "b"] * 50}
-    found = labels_of(tmp_path, columns, ["long=watched > 60", "short = watched>5", "liked"], "csv")
-    assert found == {
+    labels = labels_of(tmp_path, columns, ["long=watched > 60", "short = watched>5", "liked"], "csv")
+    assert labels == {
         "long": [float(row > 60) for row in range(100)],
         "short": [float(row > 5) for row in range(100)],
         "liked": [float(row % 2) for row in range(100)],
@@ -113,12 +114,12 @@ def test_minus_one_counts_as_zero(tmp_path: Path, form: str) -> None:
     assert "label: click                    # -1 and 1: -1 counts as 0\n" in format_schema(read_layout(options))
 
 
-@pytest.mark.parametrize("form", ["csv", "parquet"])
-@pytest.mark.parametrize("tail", [[0], [0.5], [2]])
-def test_another_number_among_signs_is_an_error(tmp_path: Path, form: str, tail: list[float]) -> None:
-    """The sample, which is judged first, has only -1 and 1."""
-    columns = {"click": [-1.0, 1.0] * 20_000 + tail, "city": ["a", "b"] * 20_000 + ["b"]}
-    place = "line 40002" if form == "csv" else "row 40001"
+@pytest.mark.parametrize("case", diagonal(tail=[0, 0.5, 2], form=["csv", "parquet"]))
+def test_another_number_among_signs_is_an_error(tmp_path: Path, case: dict[str, Any]) -> None:
+    """The sampled rows, from which labels are inferred, have only -1 and 1."""
+    form = case["form"]
+    columns = {"click": [-1.0, 1.0] * 10_500 + [case["tail"]], "city": ["a", "b"] * 10_500 + ["b"]}
+    place = "line 21002" if form == "csv" else "row 21001"
     with pytest.raises(MesetaError, match=f"{place}, column 'click': .* is not a label: labels must be -1 or 1"):
         labels_of(tmp_path, columns, ["click"], form)
 
@@ -167,7 +168,7 @@ def test_a_column_that_makes_a_label_has_no_other_role(tmp_path: Path, role: str
         prepare(PrepareOptions(sources=[str(source)], out=tmp_path / "out", schema=tmp_path / "schema.yaml"))
 
 
-def test_runs_on_other_conditions_are_told_apart(tmp_path: Path) -> None:
+def test_runs_on_other_conditions_are_distinguished(tmp_path: Path) -> None:
     columns: dict[str, list[Any]] = {"rating": [row % 6 for row in range(100)], "city": ["a", "b"] * 50}
     encodings = []
     for label in ("liked=rating >= 4", "liked=rating >= 3"):

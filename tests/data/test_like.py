@@ -1,4 +1,4 @@
-"""`prepare --like`: rows become what they would have become beside those of the earlier dataset, labelled or not."""
+"""Tests of `prepare --like`: new rows are encoded as in the earlier dataset, with and without labels."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def two_files(folder: Path, **options: Any) -> tuple[Table, Path]:
     return rest, folder / "data"
 
 
-def test_csv_and_parquet_stand_for_each_other(tmp_path: Path) -> None:
+def test_csv_and_parquet_are_interchangeable(tmp_path: Path) -> None:
     rest, data = two_files(tmp_path)
     like(tmp_path, write_parquet(tmp_path / "test.parquet", rest), data)
     assert pq.read_table(tmp_path / "like/test").equals(pq.read_table(data / "test"))
@@ -129,7 +129,7 @@ def test_the_share_of_new_values(tmp_path: Path, vocabulary: bool) -> None:
     assert shares == sorted(shares, reverse=True) and "age.bucket" not in dict(unseen.shares()) and shares[0] > 0
 
 
-def test_what_cannot_be_told_is_said(tmp_path: Path) -> None:
+def test_unknown_facts_are_reported(tmp_path: Path) -> None:
     """A dataset of an older version keeps neither how its files were written nor which rows training has touched."""
     _, data = two_files(tmp_path)
     document = json.loads((data / "dataset.json").read_text())
@@ -223,7 +223,7 @@ def test_an_interrupt_leaves_nothing_and_force_replaces(tmp_path: Path) -> None:
 
 
 def test_a_description_that_does_not_hold_together(tmp_path: Path) -> None:
-    """What no `prepare` writes is told in a line, whatever a stranger's dataset.json says of raw files."""
+    """An untrusted dataset.json with fields that `prepare` never writes is refused in one line."""
     train, test, _, options = of_csv(tmp_path)
     prepare(PrepareOptions(sources=[str(train[0])], out=tmp_path / "data", vocabulary=True, min_count=1, **options))
     whole = (tmp_path / "data/dataset.json").read_text()
@@ -252,8 +252,8 @@ def test_a_description_that_does_not_hold_together(tmp_path: Path) -> None:
         change(document)
         (tmp_path / "data/dataset.json").write_text(json.dumps(document))
         ended = run_here("prepare", test, "--like", tmp_path / "data", "--out", tmp_path / "like")
-        found = message.strip("'") in ended.err
-        assert ended.code == 1 and len(ended.errors) == 1 and found and not (tmp_path / "like").exists(), (
+        is_named = message.strip("'") in ended.err
+        assert ended.code == 1 and len(ended.errors) == 1 and is_named and not (tmp_path / "like").exists(), (
             message,
             ended.err,
         )

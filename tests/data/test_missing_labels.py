@@ -40,13 +40,13 @@ def test_a_missing_label_is_masked_and_a_row_without_any_left_out(tmp_path: Path
             assert batch.label_mask is not None and not batch.label[~batch.label_mask].any()
             labels.append(batch.label.numpy())
             masks.append(batch.label_mask.numpy())
-        mine = np.concatenate(masks)[-split.num_rows :]
-        assert split.known == dict(zip(dataset.labels, mine.sum(0).tolist(), strict=True))
-    found = [
+        split_masks = np.concatenate(masks)[-split.num_rows :]
+        assert split.known == dict(zip(dataset.labels, split_masks.sum(0).tolist(), strict=True))
+    batch_labels = [
         tuple(int(value) if known else None for value, known in zip(*row, strict=True))
         for row in zip(np.concatenate(labels), np.concatenate(masks), strict=True)
     ]
-    assert sorted(found, key=str) == sorted(pairs, key=str)
+    assert sorted(batch_labels, key=str) == sorted(pairs, key=str)
     if not recipe_only:
         assert not check_dataset(tmp_path / "out").faults
 

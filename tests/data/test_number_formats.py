@@ -73,26 +73,26 @@ def test_each_spelling_has_the_value_of_the_number(
     data: st.DataObject, form: NumberFormat, numbers: list[Decimal]
 ) -> None:
     texts = [data.draw(spelled(number, form)) for number in numbers]
-    found = plain(form, texts)
-    assert [Decimal(text) for text in found] == numbers
-    assert pa.array(found, pa.string()).cast(pa.float64()).to_pylist() == [float(number) for number in numbers]
-    assert plain(form, texts, pa.large_binary()) == found and all(map(form.is_number, texts))
+    plain_texts = plain(form, texts)
+    assert [Decimal(text) for text in plain_texts] == numbers
+    assert pa.array(plain_texts, pa.string()).cast(pa.float64()).to_pylist() == [float(number) for number in numbers]
+    assert plain(form, texts, pa.large_binary()) == plain_texts and all(map(form.is_number, texts))
     assert normalize_formatted_numbers(form, pa.array(texts, pa.string())).to_pylist() == [
-        text.encode() for text in found
+        text.encode() for text in plain_texts
     ]
 
 
 @given(formats(), st.lists(st.text("0123456789.,'+-eE €%$ \u00a0na", max_size=9), max_size=10))
 def test_other_texts_are_no_numbers(form: NumberFormat, texts: list[str]) -> None:
-    for text, found in zip(texts, plain(form, texts), strict=True):
+    for text, plain_text in zip(texts, plain(form, texts), strict=True):
         if form.is_number(text):
-            assert re.fullmatch(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?", found)
+            assert re.fullmatch(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?", plain_text)
             kept = text.replace(form.thousands, "") if form.thousands else text
             for sign in (*form.strip, " ", "\u00a0"):
                 kept = kept.replace(sign, "")
-            assert float(found) == float(kept.replace(form.decimal, "."))
+            assert float(plain_text) == float(kept.replace(form.decimal, "."))
         else:
-            assert found == ("?" if re.search(r"[0-9]", text) else text)
+            assert plain_text == ("?" if re.search(r"[0-9]", text) else text)
     for missing in ("", "NA", "nan", "-inf"):
         assert plain(form, [missing]) == [missing]
 
@@ -195,13 +195,13 @@ def test_every_number_of_a_row_is_read_so(tmp_path: Path) -> None:
         return prepare(PrepareOptions(sources=[str(path)], out=tmp_path / name, **options))
 
     expected = prepared("plain", log(tmp_path / "plain.csv", repr), SCHEMA)
-    found = prepared("german", log(tmp_path / "german.csv", german, " €"), SCHEMA + FORMAT)
+    dataset = prepared("german", log(tmp_path / "german.csv", german, " €"), SCHEMA + FORMAT)
     assert without_category(tmp_path / "german") == without_category(tmp_path / "plain")
-    assert found.dense == expected.dense and found.sparse[-1].boundaries == expected.sparse[-1].boundaries
-    assert found.source_form is not None and found.source_form.number_format == NumberFormat(
+    assert dataset.dense == expected.dense and dataset.sparse[-1].boundaries == expected.sparse[-1].boundaries
+    assert dataset.source_form is not None and dataset.source_form.number_format == NumberFormat(
         decimal=",", thousands=".", strip="€%"
     )
-    assert Dataset.load(tmp_path / "german") == found
+    assert Dataset.load(tmp_path / "german") == dataset
     assert "number_format" not in json.loads((tmp_path / "plain/dataset.json").read_text())["source_form"]
     prepare_like(
         PrepareLikeOptions(sources=[f"{tmp_path}/german.csv"], out=tmp_path / "like", like=tmp_path / "german")

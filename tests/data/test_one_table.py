@@ -140,5 +140,5 @@ def test_one_table_gives_one_dataset(tmp_path_factory: pytest.TempPathFactory, t
             is None
         )
         for split in ("train", "test"):
-            expected, found = (pq.read_table(folder / f"{form}.out" / split) for form in (first, name))
-            assert found.equals(expected), name
+            expected, other_table = (pq.read_table(folder / f"{form}.out" / split) for form in (first, name))
+            assert other_table.equals(expected), name

@@ -131,18 +131,25 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_format, "BLOCK_BYTES", 1500)
 
 
+@pytest.fixture(scope="module")
+def plain_parts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    folder = tmp_path_factory.mktemp("plain")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(text_format, "BLOCK_BYTES", 1500)
+        run(folder, "plain.csv", csv_bytes(make_rows()))
+    return parts(folder / "plain.csv.out")
+
+
 @pytest.mark.parametrize("kind", COMPRESSIONS)
 @pytest.mark.usefixtures("small_blocks")
-def test_compressed_files_give_the_rows_of_plain_ones(tmp_path: Path, kind: str) -> None:
+def test_compressed_files_give_the_rows_of_plain_ones(tmp_path: Path, plain_parts: dict[str, bytes], kind: str) -> None:
     ending, compress = COMPRESSIONS[kind]
-    data = csv_bytes(make_rows())
-    run(tmp_path, "plain.csv", data)
-    run(tmp_path, f"log.csv{ending}", compress(data))
-    assert parts(tmp_path / f"log.csv{ending}.out") == parts(tmp_path / "plain.csv.out") != {}
+    run(tmp_path, f"log.csv{ending}", compress(csv_bytes(make_rows())))
+    assert parts(tmp_path / f"log.csv{ending}.out") == plain_parts != {}
 
 
 @pytest.mark.usefixtures("small_blocks")
-def test_the_file_in_a_zip_archive_tells_the_format(tmp_path: Path) -> None:
+def test_the_file_in_a_zip_archive_determines_the_format(tmp_path: Path) -> None:
     """Its name is used for nothing else, and macOS's metadata are no file."""
     data = csv_bytes(make_rows()).replace(b",", b"|")
     file = io.BytesIO()
@@ -196,7 +203,7 @@ def test_archives_of_no_single_plain_file_are_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["zstd", "zip", "zip, stored"])
 def test_large_files_are_read_whole(tmp_path: Path, kind: str) -> None:
-    """Of which more than one block is stored, since they hardly shrink."""
+    """Incompressible rows, which take more than one stored block."""
     data = b"label,a\n1," + random.Random(0).randbytes(5 << 20).hex().encode() + b"\n0,x\n"
     path = tmp_path / "log"
     path.write_bytes(COMPRESSIONS[kind][1](data))
@@ -268,12 +275,12 @@ def test_lines_that_end_in_cr_alone_are_named(tmp_path: Path, compress: Callable
 def test_json_lines_give_the_rows_of_csv(tmp_path: Path, ending: str) -> None:
     rows = make_rows()
     compress = {"": bytes, ".zst": zstd, ".zip": lambda data: zipped(data, "anything")}[ending]
-    given = run(tmp_path, "log.csv", csv_bytes(rows), vocabulary=True, min_count=1)
+    csv_dataset = run(tmp_path, "log.csv", csv_bytes(rows), vocabulary=True, min_count=1)
     dataset = run(tmp_path, f"log.jsonl{ending}", compress(json_bytes(rows)), vocabulary=True, min_count=1)
     assert dataset.source_form is not None and dataset.source_form.kind == "jsonl"
     ours, expected = (pa.concat_tables(map(pq.read_table, sorted((tmp_path / name / "train").iterdir())))
                       for name in (f"log.jsonl{ending}.out", "log.csv.out"))  # fmt: skip
-    assert {f.name for f in dataset.sparse} == {f.name for f in given.sparse} == {"user_id", "city"}
+    assert {f.name for f in dataset.sparse} == {f.name for f in csv_dataset.sparse} == {"user_id", "city"}
     assert ours.select(expected.column_names).equals(expected)
 
 
@@ -435,7 +442,7 @@ def test_long_delimiters_give_the_rows_of_csv(tmp_path: Path, case: dict[str, st
 
 @pytest.mark.parametrize("delimiter", ["::", "\t", ";", "|", ",", " "])
 def test_the_delimiter_of_any_file_is_found(tmp_path: Path, delimiter: str) -> None:
-    """As of MovieLens: no header, and no usual name."""
+    """Like MovieLens: no header, and no usual file name."""
     lines = "".join(delimiter.join((str(row % 2), str(row * 7 % 50), f"u{row % 9}")) + "\n" for row in range(90))
     dataset = run(tmp_path, "u.data", lines.encode())
     assert dataset.source_form is not None and dataset.source_form.delimiter == delimiter
@@ -443,7 +450,7 @@ def test_the_delimiter_of_any_file_is_found(tmp_path: Path, delimiter: str) -> N
     assert parts(tmp_path / "u.data.out") == parts(tmp_path / "log.csv.out") != {}
 
 
-def test_text_without_a_delimiter_is_told_what_is_read(tmp_path: Path) -> None:
+def test_text_without_a_delimiter_is_refused(tmp_path: Path) -> None:
     message = refused(tmp_path, "notes.txt", b"some words here\nand more\nor\n" * 9)
     assert "is it a Criteo click log? Other data may be Parquet, JSON lines, libsvm, libffm" in message
 
@@ -525,9 +532,9 @@ def test_recipes_make_the_rows_or_refuse_to_shuffle(tmp_path: Path, name: str) -
         PrepareOptions(sources=[str(tmp_path / name)], out=tmp_path / "recipe", hash_rows=500, recipe_only=True)
     )
     in_order = ReaderOptions(batch_size=50, shuffle=False)
-    ours, theirs = (list(Reader(one, "train", in_order).epoch()) for one in (made, expected))
-    assert len(ours) == len(theirs) > 1
-    for one, other in zip(ours, theirs, strict=True):
+    batches, expected_batches = (list(Reader(one, "train", in_order).epoch()) for one in (made, expected))
+    assert len(batches) == len(expected_batches) > 1
+    for one, other in zip(batches, expected_batches, strict=True):
         np.testing.assert_array_equal(one.dense.numpy(), other.dense.numpy())
         np.testing.assert_array_equal(one.sparse.values.numpy(), other.sparse.values.numpy())
     shuffled = replace(in_order, shuffle=True)
@@ -544,7 +551,7 @@ def test_recipes_make_the_rows_or_refuse_to_shuffle(tmp_path: Path, name: str) -
 
 
 def test_new_rows_of_other_kinds(tmp_path: Path) -> None:
-    """CSV, text with a long delimiter and JSON stand for each other, as Parquet does."""
+    """CSV, text with a long delimiter, JSON and Parquet are interchangeable."""
     rows = make_rows()
     earlier = run(tmp_path, "log.csv", csv_bytes(rows))
     expected: dict[str, bytes] = {}

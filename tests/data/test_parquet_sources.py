@@ -35,8 +35,8 @@ def columns() -> dict[str, Any]:
 
 def run(tmp_path: Path, table: dict[str, Any], **options: Any) -> Dataset:
     pq.write_table(pa.table(table), tmp_path / "log.parquet")
-    given = {"label": "click", "test_fraction": 0.0, "hash_rows": 500, "out": tmp_path / "out", **options}
-    return prepare(PrepareOptions(sources=[f"{tmp_path}/log.parquet"], **given))
+    settings = {"label": "click", "test_fraction": 0.0, "hash_rows": 500, "out": tmp_path / "out", **options}
+    return prepare(PrepareOptions(sources=[f"{tmp_path}/log.parquet"], **settings))
 
 
 def hashed(feature: str, value: object) -> int:
@@ -70,15 +70,15 @@ def test_columns_by_name(tmp_path: Path) -> None:
 
 def test_statistics_of_lists(tmp_path: Path) -> None:
     source = columns()
-    found = next(f for f in run(tmp_path, source).sparse if f.name == "history").statistics
+    bag_statistics = next(f for f in run(tmp_path, source).sparse if f.name == "history").statistics
     bags = [[hashed("history", v) for v in b or []] for b in source["history"].to_pylist()]
     rows, lookups = reuse_shares(bags)
     num_lookups = sum(map(len, bags))
-    assert (found.num_rows, found.num_lookups) == (NUM_ROWS, num_lookups)
-    assert found.mean_pooling_factor == num_lookups / NUM_ROWS
-    assert found.num_uniques == len({i for b in bags for i in b})
-    np.testing.assert_allclose(found.reuse.rows, rows)
-    np.testing.assert_allclose(found.reuse.lookups, lookups)
+    assert (bag_statistics.num_rows, bag_statistics.num_lookups) == (NUM_ROWS, num_lookups)
+    assert bag_statistics.mean_pooling_factor == num_lookups / NUM_ROWS
+    assert bag_statistics.num_uniques == len({i for b in bags for i in b})
+    np.testing.assert_allclose(bag_statistics.reuse.rows, rows)
+    np.testing.assert_allclose(bag_statistics.reuse.lookups, lookups)
 
 
 def test_options_choose_by_name_and_by_pattern(tmp_path: Path) -> None:
@@ -92,8 +92,8 @@ def test_vocabulary_of_lists(tmp_path: Path) -> None:
     dataset = run(tmp_path, columns(), ignore=["city", "basket*"], vocabulary=True, min_count=2, test_fraction=0.3)
     history = read_split(tmp_path / "out", "train").column("history").to_pylist()
     counts = pq.read_table(tmp_path / "out" / "vocabulary" / "history.parquet").column("count").to_pylist()
-    found = np.bincount([i for b in history for i in b], minlength=dataset.sparse[1].num_embeddings)
-    assert found.tolist() == counts
+    id_counts = np.bincount([i for b in history for i in b], minlength=dataset.sparse[1].num_embeddings)
+    assert id_counts.tolist() == counts
 
 
 def test_the_reader_takes_it_from_here(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_files_with_other_columns_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["history.weight", "history_weight", "history_weights", "schema", "pairs"])
-def test_weights_beside_a_list_or_in_it(tmp_path: Path, form: str) -> None:
+def test_weights_in_a_list_or_in_another_column(tmp_path: Path, form: str) -> None:
     source = columns()
     bags = [bag or [] for bag in source["history"].to_pylist()]
     weights = [[0.5 * k - 1 for k, _ in enumerate(bag)] for bag in bags]
@@ -195,7 +195,7 @@ def test_a_column_without_a_name_is_left_out(tmp_path: Path, values: list[Any]) 
     assert ([d.name for d in dataset.dense], [s.name for s in dataset.sparse]) == ([], ["city"])
 
 
-def test_codes_are_categories_and_the_schema_tells_the_types(tmp_path: Path) -> None:
+def test_codes_are_categories_with_the_types_of_the_schema(tmp_path: Path) -> None:
     table = pa.table({"click": [0, 1], "age": [1, 2], "user_id": [1, 2], "__index_level_0__": [0, 1]})
     pq.write_table(table, tmp_path / "log.parquet")
     layout = read_layout(PrepareOptions(sources=[f"{tmp_path}/log.parquet"], out=tmp_path / "out"))

@@ -29,27 +29,27 @@ UNUSUAL = st.lists(FIELD, min_size=38, max_size=42).map(b"\t".join)
 LINES = st.tuples(st.lists(USUAL, min_size=1, max_size=20), st.sampled_from([b"\n", b"\r\n"]))
 
 
-def same(found: RawRows, expected: RawRows) -> bool:
-    assert found.labels[0].tobytes() == expected.labels[0].tobytes()
-    assert [column.tobytes() for column in found.dense] == [column.tobytes() for column in expected.dense]
-    assert [s.values.to_pylist() for s in found.sparse] == [s.values.to_pylist() for s in expected.sparse]
-    return all(s.values.type == pa.binary() and s.values.validate(full=True) is None for s in found.sparse)
+def same(rows: RawRows, expected: RawRows) -> bool:
+    assert rows.labels[0].tobytes() == expected.labels[0].tobytes()
+    assert [column.tobytes() for column in rows.dense] == [column.tobytes() for column in expected.dense]
+    assert [s.values.to_pylist() for s in rows.sparse] == [s.values.to_pylist() for s in expected.sparse]
+    return all(s.values.type == pa.binary() and s.values.validate(full=True) is None for s in rows.sparse)
 
 
 @given(LINES)
 def test_usual_lines_are_the_cores(lines: tuple[list[bytes], bytes]) -> None:
     raw = b"".join(line + lines[1] for line in lines[0])
-    found = _parse_with_core(raw, len(lines[0]))
-    assert found is not None and same(found, reference(raw, TYPES))
+    rows = _parse_with_core(raw, len(lines[0]))
+    assert rows is not None and same(rows, reference(raw, TYPES))
 
 
 @given(st.lists(st.one_of(USUAL, UNUSUAL, st.binary(max_size=300)), max_size=8), st.booleans())
 def test_whatever_the_core_takes_is_what_pyarrow_takes(lines: list[bytes], ends: bool) -> None:
     raw = b"\n".join(lines) + b"\n" * ends
     num_rows = raw.count(b"\n")
-    found = _parse_with_core(raw, num_rows)
-    if found is not None:
-        assert same(found, reference(raw, TYPES)) and len(found.labels[0]) == num_rows
+    rows = _parse_with_core(raw, num_rows)
+    if rows is not None:
+        assert same(rows, reference(raw, TYPES)) and len(rows.labels[0]) == num_rows
 
 
 def test_what_the_core_leaves_alone_goes_to_pyarrow() -> None:

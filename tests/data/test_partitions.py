@@ -32,7 +32,7 @@ from meseta.data.prepare.prepare_like import PrepareLikeOptions, prepare_like
 from meseta.data.prepare.staging import PREPARE_RECORD_FILE
 from meseta.spec import MesetaError
 from meseta.system.files import parse_json
-from sampling import product, sample
+from sampling import diagonal
 from small_run import settings, train
 
 Row = dict[str, Any]
@@ -92,14 +92,14 @@ def write_tree(root: Path, kind: str, table: Sequence[Row], keys: Sequence[str])
         folders.setdefault(folder_of(row, keys), []).append(row)
     for folder, members in folders.items():
         (root / folder).mkdir(parents=True)
-        own = [{name: value for name, value in row.items() if name not in keys} for row in members]
-        (root / folder / f"part.{kind}").write_bytes(content(kind, own))
+        values = [{name: value for name, value in row.items() if name not in keys} for row in members]
+        (root / folder / f"part.{kind}").write_bytes(content(kind, values))
     return [row for folder in sorted(folders, key=lambda name: f"{name}/part") for row in folders[folder]]
 
 
 def run(folder: Path, *sources: str, out: str = "out", **options: Any) -> Dataset:
-    given = {"test_fraction": 0.0, "hash_rows": 500, "out": folder / out, **options}
-    return prepare(PrepareOptions(sources=sources, **given))
+    settings = {"test_fraction": 0.0, "hash_rows": 500, "out": folder / out, **options}
+    return prepare(PrepareOptions(sources=sources, **settings))
 
 
 def schema_file(folder: Path) -> Path:
@@ -107,7 +107,7 @@ def schema_file(folder: Path) -> Path:
     return folder / "schema.yaml"
 
 
-@pytest.mark.parametrize("case", sample(product(kind=KINDS, keys=KEYS, way=WAYS), k=12, seed=2))
+@pytest.mark.parametrize("case", diagonal(kind=KINDS, keys=KEYS, way=WAYS))
 def test_rows_are_those_of_one_file(tmp_path: Path, case: Mapping[str, Any]) -> None:
     kind, keys = case["kind"], case["keys"]
     ordered = write_tree(tmp_path / "logs", kind, rows(), keys)
@@ -193,7 +193,7 @@ def test_predictions_of_a_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_roles_are_inferred_from_the_values_in_all_files(tmp_path: Path, kind: str) -> None:
-    """Of 20 files, eight are sampled, which may all be of one country."""
+    """Only eight of 20 files are sampled, which may all have the same country."""
     for number in range(20):
         folder = (
             tmp_path / f"logs/date=2026-02-{number + 1:02}/country={'PT' if number == 1 else 'ES'}/hour={number}/v=1"
@@ -283,7 +283,7 @@ def test_a_recipe_makes_the_same_rows(tmp_path: Path) -> None:
     assert batches[0] == batches[1]
 
 
-@pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
+@pytest.mark.parametrize("kind", ["csv", pytest.param("jsonl", marks=pytest.mark.soak), "parquet"])
 def test_new_rows_in_folders_and_in_a_file(tmp_path: Path, kind: str) -> None:
     """New rows may come in folders, or in a file that has the columns; folders that the dataset does not know are no
     columns, but may be handed through."""
@@ -292,12 +292,12 @@ def test_new_rows_in_folders_and_in_a_file(tmp_path: Path, kind: str) -> None:
     earlier = run(tmp_path, f"{tmp_path}/logs", schema=schema_file(tmp_path))
     ordered = write_tree(tmp_path / "new/source=web", kind, rows(seed=1), keys)
     (tmp_path / f"new.{kind}").write_bytes(content(kind, ordered))
-    found = []
+    tables = []
     for number, source in enumerate((f"{tmp_path}/new", f"{tmp_path}/new.{kind}")):
         out = tmp_path / f"like{number}"
         prepare_like(PrepareLikeOptions(sources=[source], out=out, like=tmp_path / "out"))
-        found.append(read_split(out, "test"))
-    assert found[0].equals(found[1])
+        tables.append(read_split(out, "test"))
+    assert tables[0].equals(tables[1])
     read = NewRows(earlier, [f"{tmp_path}/new"], keys=["country", "source", "city"]).read()
     handed = pa.Table.from_batches([part.keys for part in read if part.keys is not None])
     assert handed.to_pydict() == {
@@ -313,7 +313,7 @@ def test_new_rows_in_folders_and_in_a_file(tmp_path: Path, kind: str) -> None:
 
 
 def test_former_datasets_ignore_the_folders(tmp_path: Path) -> None:
-    """Of a dataset whose files had the column themselves, and of one without such a column."""
+    """Covers datasets with and without the column in their files."""
     table = rows()
     (tmp_path / "a/date=2026-05-05").mkdir(parents=True)
     (tmp_path / "a/date=2026-05-05/log.csv").write_bytes(content("csv", table))
@@ -329,7 +329,7 @@ def test_former_datasets_ignore_the_folders(tmp_path: Path) -> None:
 
 
 def test_a_prepared_folder_knows_which_folders_made_columns(tmp_path: Path) -> None:
-    """The same files named themselves are other rows; records of former versions are accepted."""
+    """The same files without their folders are different sources. Records of earlier versions are accepted."""
     write_tree(tmp_path / "logs", "csv", rows(), ("country",))
     options = {"out": tmp_path / "out", "test_fraction": 0.0}
     prepare(PrepareOptions(sources=[f"{tmp_path}/logs"], **options))

@@ -1,4 +1,4 @@
-"""Which rows the reader gives, and how an epoch ends: the same global batches for any number of ranks."""
+"""Tests of the rows and the end of an epoch: the same global batches for any number of ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def jagged(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 
 
 def real(batch: Batch) -> Batch:
-    """Without what fills it up, which must have weight 0, no ids and zeros."""
+    """Return a batch without its padding, which must have weight 0, no ids and zeros."""
     num_real = batch.batch_size - batch.num_padding
     if batch.weight is not None:
         assert batch.weight.tolist() == [1.0] * num_real + [0.0] * batch.num_padding

@@ -58,12 +58,12 @@ def test_statistics_agree_with_plain_counting(tmp_path: Path) -> None:
     ids = Oracle.of(lines, lines, 10**7, 0).sparse
     for place, feature in enumerate(dataset.sparse):
         column = [[row[place]] for row in ids]
-        found = feature.statistics
-        assert (found.num_rows, found.num_lookups, found.mean_pooling_factor) == (400, 400, 1.0)
-        assert found.num_uniques == len({i for (i,) in column})
+        statistics = feature.statistics
+        assert (statistics.num_rows, statistics.num_lookups, statistics.mean_pooling_factor) == (400, 400, 1.0)
+        assert statistics.num_uniques == len({i for (i,) in column})
         rows, lookups = reuse_shares(column)
-        np.testing.assert_allclose(found.reuse.rows, rows)
-        np.testing.assert_allclose(found.reuse.lookups, lookups)
+        np.testing.assert_allclose(statistics.reuse.rows, rows)
+        np.testing.assert_allclose(statistics.reuse.lookups, lookups)
     assert dataset.splits["test"].num_rows == 0
 
 
@@ -147,7 +147,7 @@ def test_synthetic_log_and_its_teacher(tmp_path: Path) -> None:
     assert dataset.splits["test"].num_rows == 1000
 
 
-@pytest.mark.skipif(not REAL_ROWS.exists(), reason="the real Criteo rows are not beside this repository")
+@pytest.mark.skipif(not REAL_ROWS.exists(), reason="the real Criteo rows are not next to this repository")
 def test_real_rows(tmp_path: Path) -> None:
     lines = REAL_ROWS.read_text().splitlines()
     dataset = prepare(PrepareOptions(sources=[str(REAL_ROWS)], out=tmp_path / "out", test_fraction=0.0, hash_rows=5000))

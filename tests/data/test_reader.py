@@ -37,12 +37,12 @@ def sparse(name: str, **kinds: bool) -> SparseFeature:
 
 
 def bag(row: int) -> list[int]:
-    """Row r has r % 4 ids, which tell the row and the place in the bag."""
+    """Return the r % 4 ids of row r, which encode the row and the position in the bag."""
     return [10 * row + place for place in range(row % 4)]
 
 
 def make_dataset(folder: Path, *, multi_valued: bool) -> Dataset:
-    """A dataset whose every value tells its row."""
+    """Write a dataset whose every value encodes its row."""
     features = [sparse("single"), sparse("other")]
     if multi_valued:
         features[1:1] = [sparse("bag", multi_valued=True), sparse("heavy", multi_valued=True, weighted=True)]
@@ -86,12 +86,12 @@ def jagged_dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 
 
 def rows_of(batch: Batch) -> list[int]:
-    """The rows of a batch; every other value must agree with them."""
+    """Return the rows of a batch, with which all other values must agree."""
     rows = batch.dense[:, 0].to(torch.int64)
     assert batch.dense.dtype == batch.label.dtype == torch.float32
     assert batch.sparse.values.dtype == batch.sparse.lengths.dtype == torch.int64
-    torch.testing.assert_close(batch.dense[:, 1], -rows.float())
-    torch.testing.assert_close(batch.label, (rows % 2).float())
+    assert torch.equal(batch.dense[:, 1], -rows.float())
+    assert torch.equal(batch.label, (rows % 2).float())
     assert batch.sparse["single"].values.tolist() == rows.tolist()
     assert batch.sparse["other"].values.tolist() == (rows + 10**8).tolist()
     if "bag" in batch.sparse.keys:
@@ -101,13 +101,13 @@ def rows_of(batch: Batch) -> list[int]:
             assert bags.values.tolist() == [i for row in rows.tolist() for i in bag(row)]
         heavy, light = batch.sparse["heavy"], batch.sparse["bag"]
         assert heavy.weights is not None and light.weights is not None
-        torch.testing.assert_close(heavy.weights, heavy.values.float() / 8)
+        assert torch.equal(heavy.weights, heavy.values.float() / 8)
         assert (light.weights == 1).all()
     return rows.tolist()
 
 
 def global_batches(dataset: Dataset, options: ReaderOptions, num_ranks: int, num_epochs: int = 1) -> list[list[int]]:
-    """Rows of every global batch, put together from the slices of all ranks, whose sizes are checked."""
+    """Return the rows of every global batch, joined from the slices of all ranks."""
     ranks = [
         [rows_of(b) for b in Reader(dataset, "train", options, rank=r, num_ranks=num_ranks).epochs(num_epochs)]
         for r in range(num_ranks)
@@ -131,7 +131,7 @@ def global_batches(dataset: Dataset, options: ReaderOptions, num_ranks: int, num
 def test_every_row_once_and_the_same_batches_for_any_ranks(
     dataset: Dataset, num_ranks: int, batch_size: int, last_batch: Any, prefetch_batches: int, **order: Any
 ) -> None:
-    batch_size = max(batch_size, 20)  # smaller ones have tests of their own; here they only cost time
+    batch_size = max(batch_size, 20)  # other tests use smaller ones
     options = ReaderOptions(batch_size=batch_size, last_batch=last_batch, prefetch_batches=prefetch_batches, **order)
     batches = global_batches(dataset, options, num_ranks)
     rows = [row for batch in batches for row in batch]
@@ -152,7 +152,7 @@ def test_multi_valued_and_weighted_features(jagged_dataset: Dataset, num_ranks: 
         assert sorted(row for batch in batches for row in batch) == list(range(NUM_ROWS))
 
 
-def test_small_batches_leave_ranks_empty_handed(jagged_dataset: Dataset) -> None:
+def test_small_batches_leave_ranks_without_rows(jagged_dataset: Dataset) -> None:
     batches = global_batches(jagged_dataset, ReaderOptions(batch_size=2, shuffle=True), 3)
     assert len(batches) == math.ceil(NUM_ROWS / 2)
     assert sorted(row for batch in batches for row in batch) == list(range(NUM_ROWS))
@@ -170,7 +170,7 @@ def test_order_is_a_function_of_seed_and_epoch(dataset: Dataset) -> None:
 
 
 def test_order_never_changes(dataset: Dataset) -> None:
-    """Literal: a resumed run depends on it, over versions of this package and of numpy."""
+    """Literal values: resumed runs depend on them across versions of this package and of numpy."""
     options = ReaderOptions(batch_size=8, shuffle=True, seed=42, window_rows=200, prefetch_batches=0)
     assert rows_of(next(Reader(dataset, "train", options).epoch())) == FIRST_ROWS
 
@@ -185,7 +185,7 @@ def test_order_never_changes(dataset: Dataset) -> None:
 def test_resume_is_exact_to_the_row(
     dataset: Dataset, consumed: int, ranks: tuple[int, int], sizes: tuple[int, int], shuffle: bool
 ) -> None:
-    """Also with another number of ranks and another batch size, in the middle of windows, and across epochs."""
+    """Resumes with another number of ranks and another batch size, inside windows and across epochs."""
 
     def options(batch_size: int) -> ReaderOptions:
         return ReaderOptions(batch_size=batch_size, shuffle=shuffle, seed=9, window_rows=100)
@@ -209,7 +209,7 @@ def test_resume_is_exact_to_the_row(
     assert resumed == whole[num_consumed:]
 
 
-def test_epoch_goes_on_where_the_last_loop_stopped(dataset: Dataset) -> None:
+def test_epoch_resumes_where_the_last_loop_stopped(dataset: Dataset) -> None:
     reader = Reader(dataset, "train", ReaderOptions(batch_size=100))
     assert (reader.num_batches, reader.num_remaining_batches, reader.epoch_index) == (6, 6, 0)
     head = []

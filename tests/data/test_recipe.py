@@ -1,4 +1,4 @@
-"""What a recipe gives is what the prepared dataset gives, bit for bit: its description, and every batch."""
+"""Tests that a recipe and the prepared dataset have the same description and bitwise identical batches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data.click_log import make_lines, write_tsv
-from data.recipe_cases import CASES, asked, batches, both, described, make_small
+from data.recipe_cases import CASES, batches, both, described, make_small, raw_options
 from meseta.data import Dataset, PrepareOptions, Reader, ReaderOptions
 from meseta.data.formats import text as text_format
 from meseta.data.formats.format import Block
@@ -26,11 +26,12 @@ from meseta.data.read.rows import WindowTimer
 from meseta.data.read.selection import RowSelection
 from meseta.data.synth import SynthOptions, write_click_log
 from meseta.spec import MesetaError
+from sampling import fewer_examples
 from small_run import REAL_ROWS
 
 
 def equal(whole: Dataset, recipe: Dataset, **options: Any) -> bool:
-    """Whether all batches of all splits are the same."""
+    """Whether all batches of all splits are equal."""
     return all(batches(whole, split, **options) == batches(recipe, split, **options) for split in whole.splits)
 
 
@@ -39,7 +40,7 @@ def test_batches_of_every_kind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, split: str, more: dict[str, Any]
 ) -> None:
     make_small(monkeypatch)
-    whole, recipe = both(tmp_path, **asked(tmp_path, kind, split, more))
+    whole, recipe = both(tmp_path, **raw_options(tmp_path, kind, split, more))
     assert described(whole) == described(recipe)
     assert {name: rows.num_rows for name, rows in recipe.splits.items()}["train"] > 100
     assert not list((tmp_path / "recipe").glob("*/*part*"))
@@ -58,7 +59,7 @@ def test_batches_of_every_kind(
     [
         ("csv", {"filter": "city == 'Paris' or age > 20", "negative_keep": 0.6}),
         ("csv", {"filter": "ts >= '2023-11-14T22:15:00'"}),
-        ("tsv", {"negative_keep": 0.3}),
+        pytest.param("tsv", {"negative_keep": 0.3}, marks=pytest.mark.soak),
         ("parquet", {"filter": "price >= 1 and click == 0"}),
     ],
 )
@@ -66,7 +67,7 @@ def test_rows_that_are_chosen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, options: dict[str, Any]
 ) -> None:
     make_small(monkeypatch)
-    whole, recipe = both(tmp_path, **asked(tmp_path, kind, "drawn", {}))
+    whole, recipe = both(tmp_path, **raw_options(tmp_path, kind, "drawn", {}))
     assert 0 < Reader(whole, "train", ReaderOptions(batch_size=1, **options)).num_rows < whole.splits["train"].num_rows
     assert equal(whole, recipe, **options)
     assert equal(whole, recipe, shuffle=True, **options)
@@ -74,7 +75,7 @@ def test_rows_that_are_chosen(
 
 def test_labels_and_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_small(monkeypatch)
-    whole, recipe = both(tmp_path, **asked(tmp_path, "parquet", "drawn", {}))
+    whole, recipe = both(tmp_path, **raw_options(tmp_path, "parquet", "drawn", {}))
     for labels in (["buy"], ["buy", "click"]):
         options = ReaderOptions(batch_size=50, shuffle=True)
         for rank in range(3):
@@ -84,6 +85,7 @@ def test_labels_and_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
             assert [b.label.tolist() for b in readers[0].epoch()] == [b.label.tolist() for b in readers[1].epoch()]
 
 
+@fewer_examples(2)
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=4),
     block_bytes=st.integers(60, 900),
@@ -127,7 +129,7 @@ def test_jagged_files_and_blocks(
 
 
 def test_whole_row_groups_and_real_rows(tmp_path: Path) -> None:
-    """With the sizes that stand in the code: 80,000 rows are three row groups, in two windows."""
+    """Default sizes: 80,000 rows are three row groups, in two windows."""
     write_click_log(SynthOptions(out=tmp_path / "raw", num_rows=80_000))
     whole, recipe = both(tmp_path, sources=[f"{tmp_path}/raw/*.tsv"], valid_fraction=0.05)
     assert described(whole) == described(recipe)
@@ -147,7 +149,7 @@ def test_real_rows(tmp_path: Path, vocabulary: bool) -> None:
 @pytest.mark.parametrize("kind", ["csv", "parquet"])
 def test_sources_by_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     make_small(monkeypatch)
-    options = asked(tmp_path, kind, "drawn", {})
+    options = raw_options(tmp_path, kind, "drawn", {})
     root = f"memory://{tmp_path.name}-{kind}"
     fsspec.filesystem("memory").put(f"{tmp_path}/raw/", root, recursive=True)
     whole = prepare(PrepareOptions(out=tmp_path / "whole", **options))
@@ -158,11 +160,10 @@ def test_sources_by_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: s
 
 
 def test_like_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """New rows become what they become beside the prepared dataset."""
     from meseta.data.prepare.prepare_like import PrepareLikeOptions, prepare_like
 
     make_small(monkeypatch)
-    whole, recipe = both(tmp_path, **asked(tmp_path, "tsv", "drawn", {"vocabulary": True, "min_count": 2}))
+    whole, recipe = both(tmp_path, **raw_options(tmp_path, "tsv", "drawn", {"vocabulary": True, "min_count": 2}))
     write_tsv(tmp_path / "new.tsv", make_lines(50, seed=9))
     sources = [str(tmp_path / "new.tsv")]
     likes = [
@@ -174,9 +175,9 @@ def test_like_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_making_rows_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Waiting for files, and making rows of them, held against a stopwatch; nothing is decoding."""
+    """The measured times are those of a stopwatch, and no time counts as decoding."""
     make_small(monkeypatch)
-    _, recipe = both(tmp_path, **asked(tmp_path, "tsv", "drawn", {}))
+    _, recipe = both(tmp_path, **raw_options(tmp_path, "tsv", "drawn", {}))
     rows = RecipeRows(recipe, "train", RowSelection(recipe, condition=None, negative_keep=1.0, seed=0), shuffle=True)
     read, times = CursorPool.read, WindowTimer()
 

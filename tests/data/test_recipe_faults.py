@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from data.click_log import make_lines, write_tsv
-from data.recipe_cases import asked, batches, both, make_small
+from data.recipe_cases import batches, both, make_small, raw_options
 from meseta.data import Dataset, PrepareOptions, Reader, ReaderOptions
 from meseta.data.dataset.check import check_dataset
 from meseta.data.dataset.dataset import DATASET_FILE
@@ -59,7 +59,7 @@ def touch(path: Path) -> None:
 def test_a_source_that_is_another(
     tmp_path: Path, small: None, kind: str, spoil: Callable[[Path], None], problem: str
 ) -> None:
-    recipe = prepare(PrepareOptions(out=tmp_path / "out", recipe_only=True, **asked(tmp_path, kind, "drawn", {})))
+    recipe = prepare(PrepareOptions(out=tmp_path / "out", recipe_only=True, **raw_options(tmp_path, kind, "drawn", {})))
     source = tmp_path / f"raw/2.{kind}"
     message = (
         rf"^source '{source}' {problem}: restore it, or make the recipe again with `meseta prepare --recipe-only`$"
@@ -74,7 +74,7 @@ def test_a_source_that_is_another(
         Reader(recipe, "train", OPTIONS)
 
 
-def test_rows_that_are_others_although_nothing_tells(tmp_path: Path, small: None) -> None:
+def test_changed_rows_with_the_same_size_and_time(tmp_path: Path, small: None) -> None:
     """Another file of the same size and time, with fewer rows, or rows that are none."""
     lines = make_lines(200)
     source = write_tsv(tmp_path / "log.tsv", lines)
@@ -88,7 +88,9 @@ def test_rows_that_are_others_although_nothing_tells(tmp_path: Path, small: None
 
 
 def test_what_wants_files(tmp_path: Path, small: None) -> None:
-    recipe = prepare(PrepareOptions(out=tmp_path / "out", recipe_only=True, **asked(tmp_path, "tsv", "drawn", {})))
+    recipe = prepare(
+        PrepareOptions(out=tmp_path / "out", recipe_only=True, **raw_options(tmp_path, "tsv", "drawn", {}))
+    )
     way_out = "needs them; prepare it without --recipe-only"
     for call in (
         lambda: check_dataset(recipe.dir),
@@ -103,7 +105,7 @@ def test_what_wants_files(tmp_path: Path, small: None) -> None:
 def test_zipped_files_are_read_once_from_the_beginning(
     tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where every second group is asked for first: bytes are unzipped once by each cursor, and no more."""
+    """Holds if only every second group is read: each cursor decompresses a byte once."""
     (tmp_path / "log.tsv.gz").write_bytes(gzip.compress("\n".join(make_lines(900)).encode()))
     whole, recipe = both(tmp_path, sources=[f"{tmp_path}/log.tsv.gz"], test_fraction=0.0, hash_rows=100)
     opened = 0
@@ -129,7 +131,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sound")
     with pytest.MonkeyPatch.context() as patch:
         make_small(patch)
-        prepare(PrepareOptions(out=folder / "out", recipe_only=True, **asked(folder, "csv", "drawn", {})))
+        prepare(PrepareOptions(out=folder / "out", recipe_only=True, **raw_options(folder, "csv", "drawn", {})))
     return folder / "out"
 
 

@@ -1,4 +1,4 @@
-"""A preparation that was killed, interrupted or ran out of disk goes on, and ends with the same bytes."""
+"""Tests that a killed, interrupted or failed `prepare` resumes and ends with identical files."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import gzip
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from cli.processes import Command
 from data import prepare_and_die
 from data.click_log import make_lines, write_tsv
 from failing_reads import Read, failing_reads
@@ -26,13 +25,12 @@ from meseta.data.prepare import prepare, recipe_preparation, staging, write
 from meseta.data.prepare.staging import staged_folder
 from meseta.data.prepare.write import Spool
 from meseta.spec import MesetaError
-from small_run import environment
 
 Progress = Callable[[str, int, float], None]
 
 
 def write_sources(folder: Path, kind: str) -> list[str]:
-    """Three files of one kind, 450 rows in all; those of CSV have a bad row each."""
+    """Write three files with 450 rows. CSV files have one bad row each."""
     lines = make_lines(450)
     for number in range(3):
         part = lines[number * 150 : (number + 1) * 150]
@@ -59,18 +57,18 @@ def tree(folder: Path) -> dict[str, bytes]:
 
 
 def kill(folder: Path, kind: str, num_kills: int, seed: int, **options: Any) -> int:
-    """Kill and go on, check the result, and return how often it was killed."""
+    """Kill and resume `prepare`, check the result, and return the number of kills."""
     raw = folder / "raw"
     raw.mkdir()
     document = {"sources": write_sources(raw, kind), "num_threads": 2, "hash_rows": 1000, "test_fraction": 0.3}
     (folder / "options.json").write_text(json.dumps(document | options))
-    script = str(Path(prepare_and_die.__file__))
-    command = [sys.executable, script, str(folder), str(folder / "options.json"), str(num_kills), str(seed)]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment(), timeout=250)
-    assert done.returncode == 0, done.stdout + done.stderr
+    script = Path(prepare_and_die.__file__)
+    streams = folder.with_name(f"{folder.name}-streams")
+    command = Command(streams, script, folder, folder / "options.json", num_kills, seed, program="python")
+    command.succeed()
     assert tree(folder / "out") == tree(folder / "whole")
     assert sorted(p.name for p in folder.iterdir()) == ["options.json", "out", "raw", "whole"]
-    return int(done.stdout)
+    return int(command.out.read_text())
 
 
 @pytest.mark.parametrize(
@@ -101,7 +99,7 @@ def test_killed_often(tmp_path: Path, kind: str, seed: int) -> None:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks, windows and parts of few rows, and a commit after each."""
+    """Use small blocks, windows and parts, and commit after each."""
     monkeypatch.setattr(text_format, "BLOCK_BYTES", 5000)
     monkeypatch.setattr(write, "WINDOW_SAMPLES", 64)
     monkeypatch.setattr(write, "NUM_PART_WINDOWS", 1)
@@ -135,7 +133,7 @@ def first_rows(options: PrepareOptions) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("stage", ["read", "count"])
-def test_a_recipe_is_not_begun_again_either(tmp_path: Path, small: None, stage: str) -> None:
+def test_a_recipe_resumes(tmp_path: Path, small: None, stage: str) -> None:
     (tmp_path / "log.csv").write_text(
         "label,price,city\n" + "".join(f"{row % 2},{row},{'long' * 20} {row % 37}\n" for row in range(400))
     )
@@ -161,13 +159,13 @@ def test_what_was_done_is_not_done_again(tmp_path: Path, small: None, stage: str
     assert begun["read"] == 400 if stage == "write" else 0 < begun["read"] < 400
     assert (begun["write"] > 0) == (stage == "write")
     prepare(options_of(tmp_path / "other"))
-    found, expected = tree(tmp_path / "out"), tree(tmp_path / "other/out")
-    assert found.keys() == expected.keys()
+    written, expected = tree(tmp_path / "out"), tree(tmp_path / "other/out")
+    assert written.keys() == expected.keys()
     # Two files name the sources.
-    assert {name for name in found if found[name] != expected[name]} == {"dataset.json", "prepare.json"}
+    assert {name for name in written if written[name] != expected[name]} == {"dataset.json", "prepare.json"}
 
 
-def test_other_work_is_begun_anew(tmp_path: Path, small: None) -> None:
+def test_other_work_starts_again(tmp_path: Path, small: None) -> None:
     interrupted(options_of(tmp_path), "read")
     assert first_rows(options_of(tmp_path, seed=3))["read"] == 0
     shutil.rmtree(tmp_path / "out")
@@ -180,7 +178,7 @@ def test_other_work_is_begun_anew(tmp_path: Path, small: None) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["log.tsv", "out"]
 
 
-def test_a_replacement_goes_on_too(tmp_path: Path, small: None) -> None:
+def test_a_replacement_resumes(tmp_path: Path, small: None) -> None:
     options = options_of(tmp_path)
     prepare(options)
     before = tree(tmp_path / "out")
@@ -243,7 +241,7 @@ def test_a_leftover_from_before_a_restart_of_the_machine_is_not_used(
 
 
 def test_rows_short_of_a_window_are_kept_while_a_split_gets_no_more(tmp_path: Path) -> None:
-    """As of a split by files, of which nothing comes between many commits."""
+    """A split by files may receive no rows between many commits."""
     batch = pa.record_batch(
         {"label": pa.array([1, 0, 1], pa.float32()), "price": pa.array([1.0, 2.0, 3.0], pa.float32())}
     )
@@ -258,7 +256,7 @@ def test_rows_short_of_a_window_are_kept_while_a_split_gets_no_more(tmp_path: Pa
 
 @pytest.mark.parametrize("name", [staging.JOURNAL_FILE, "prepare.json"])
 def test_a_failed_read_removes_no_work(tmp_path: Path, name: str) -> None:
-    """Of the journal, or the record: neither looks like no work so far."""
+    """A failed read of the journal or the record is not taken for missing work."""
     out, record = tmp_path / "out", {"options": {}, "sources": {}}
     with pytest.raises(KeyboardInterrupt), staged_folder(out, record, force=False) as work:
         (work.folder / "part").write_text("an hour of work")

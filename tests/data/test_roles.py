@@ -42,7 +42,7 @@ def signed(number: int) -> int:
 
 
 def key(value: str) -> int:
-    """The key of a group by its definition."""
+    """Return the key of a group by its definition."""
     is_whole = value == str(int(value)) if value.lstrip("-").isascii() and value.lstrip("-").isdigit() else False
     return int(value) if is_whole and len(value.lstrip("-")) <= 18 else signed(xxh64_intdigest(value.encode()))
 
@@ -64,8 +64,8 @@ def make_rows(num_rows: int) -> list[list[str]]:
 
 
 def run(tmp_path: Path, name: str, **options: Any) -> Dataset:
-    given = {"test_fraction": 0.0, "hash_rows": 500, "out": tmp_path / "out", **options}
-    return prepare(PrepareOptions(sources=[str(tmp_path / name)], **given))
+    settings = {"test_fraction": 0.0, "hash_rows": 500, "out": tmp_path / "out", **options}
+    return prepare(PrepareOptions(sources=[str(tmp_path / name)], **settings))
 
 
 def write_csv(path: Path, rows: list[list[str]], header: list[str] = HEADER, delimiter: str = ",") -> Path:
@@ -212,14 +212,14 @@ ZONES = st.sampled_from([None, UTC, timezone(timedelta(hours=5, minutes=30)), ti
 @given(st.lists(st.datetimes(datetime(1700, 1, 1), datetime(2200, 1, 1), timezones=ZONES), min_size=1), st.booleans())
 def test_times_are_those_of_datetime(moments: list[datetime], with_t: bool) -> None:
     texts = ["", *(moment.isoformat("T" if with_t else " ") for moment in moments)]
-    found = parse_times(pa.array(texts).cast(pa.binary()))
+    times = parse_times(pa.array(texts).cast(pa.binary()))
     expected = [m.replace(tzinfo=m.tzinfo or UTC).timestamp() for m in moments]
-    np.testing.assert_allclose(found, [np.nan, *expected], rtol=1e-12, atol=1e-5)
+    np.testing.assert_allclose(times, [np.nan, *expected], rtol=1e-12, atol=1e-5)
 
 
 def test_times_as_numbers_and_days() -> None:
-    found = parse_times(pa.array(["1700000000", "1700000000000", "1700000000000000", "1700000000000000000", "-5", "0"]))
-    assert found.tolist() == [1.7e9] * 4 + [-5, 0]
+    times = parse_times(pa.array(["1700000000", "1700000000000", "1700000000000000", "1700000000000000000", "-5", "0"]))
+    assert times.tolist() == [1.7e9] * 4 + [-5, 0]
     assert parse_times(pa.array(["1970-01-02"])).tolist() == [86400]
     for bad in (["1", "2026-01-01"], ["2026-13-01"], ["inf"], ["soon"], ["\udcff".encode("utf-8", "surrogateescape")]):
         with pytest.raises(pa.ArrowInvalid):
@@ -307,7 +307,7 @@ def test_bad_roles_are_named(tmp_path: Path, text: str, message: str) -> None:
 
 
 def test_a_column_of_times_may_be_named(tmp_path: Path) -> None:
-    """It is ignored by itself, and then beside one that has the name of a time."""
+    """It is ignored, and so is a second one if a column is named like a time."""
     hours = [f"2026-01-{1 + row // 24:02}T{row % 24:02}:00:00Z" for row in range(96)]
     lines = [f"{row % 2},{hour},{hours[-1 - row]},c{row % 5}" for row, hour in enumerate(hours)]
     (tmp_path / "log.csv").write_text("click,seen,ts,city\n" + "\n".join(lines) + "\n")

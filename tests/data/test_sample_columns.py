@@ -21,7 +21,7 @@ NUM_ROWS = 230
 
 
 def make(folder: Path, **roles: Any) -> Dataset:
-    """A dataset whose every value tells its row, with labels, a weight, a group and a time."""
+    """A dataset whose every value encodes its row, with labels, a weight, a group and a time."""
     rows = np.arange(NUM_ROWS)
     columns = {
         "click": (rows % 2).astype(np.float32),

@@ -54,8 +54,8 @@ def test_the_last_rows_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert feature.num_embeddings == len(expected) + 2
     for split, mask in (("train", ~test), ("test", test)):
         if mask.any():
-            wanted = [r["age"] for r, kept in zip(rows, mask, strict=True) if kept]
-            buckets = [0 if age == "" else 1 + sum(b <= age for b in expected) for age in wanted]
+            kept_ages = [r["age"] for r, kept in zip(rows, mask, strict=True) if kept]
+            buckets = [0 if age == "" else 1 + sum(b <= age for b in expected) for age in kept_ages]
             assert read_split(dataset.dir, split).column("age.bucket").to_pylist() == buckets
 
 

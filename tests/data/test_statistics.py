@@ -12,11 +12,11 @@ from meseta.data.dataset.statistics import FeatureStatistics
 @pytest.mark.parametrize("num_rows", [1, 37, 5_000, 2**31 + 5, 2**40])
 @pytest.mark.parametrize("windows", [0, 1, 9])
 def test_distinct_rows_are_counted_once(num_rows: int, windows: int) -> None:
-    draw, found = np.random.default_rng(num_rows % 97 + windows), FeatureStatistics(num_rows)
+    draw, merged = np.random.default_rng(num_rows % 97 + windows), FeatureStatistics(num_rows)
     ids = [(draw.random(400) ** 6 * num_rows).astype(np.int64) for _ in range(windows)]
     for window in ids:
-        found.add_window(window, 100)
-    result = found.result()
+        merged.add_window(window, 100)
+    result = merged.result()
     assert result.num_uniques == len(np.unique(np.concatenate(ids))) if ids else result.num_uniques == 0
     assert result.num_lookups == 400 * windows and result.num_rows == 100 * windows
 
@@ -26,8 +26,8 @@ def test_both_ways_to_count_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
     for largest in (10**6, 100):
         monkeypatch.setattr(statistics, "MAX_BITMAP_ROWS", largest)
-        found = FeatureStatistics(9_973)
+        window_statistics = FeatureStatistics(9_973)
         for window in ids:
-            found.add_window(window, 300)
-        results.append(found.result())
+            window_statistics.add_window(window, 300)
+        results.append(window_statistics.result())
     assert results[0] == results[1]

@@ -21,8 +21,8 @@ from meseta.spec import MesetaError
 
 
 def run(tmp_path: Path, *patterns: str, **options: Any) -> Dataset:
-    given = {"test_fraction": 0.0, "hash_rows": 500, "out": tmp_path / "out", **options}
-    return prepare(PrepareOptions(sources=[f"{tmp_path}/{p}" for p in patterns or ["log.txt"]], **given))
+    settings = {"test_fraction": 0.0, "hash_rows": 500, "out": tmp_path / "out", **options}
+    return prepare(PrepareOptions(sources=[f"{tmp_path}/{p}" for p in patterns or ["log.txt"]], **settings))
 
 
 def hashed(feature: str, value: int) -> int:
@@ -83,10 +83,10 @@ def test_fields_become_features(
     assert table.column("label").to_pylist() == [max(float(label), 0.0) for label, _ in rows]
     for field in fields:
         name = f"field_{field}"
-        mine = [[(index, value) for f, index, value in pairs if f == field] for _, pairs in rows]
-        assert table.column(name).to_pylist() == [[hashed(name, index) for index, _ in bag] for bag in mine]
+        field_pairs = [[(index, value) for f, index, value in pairs if f == field] for _, pairs in rows]
+        assert table.column(name).to_pylist() == [[hashed(name, index) for index, _ in bag] for bag in field_pairs]
         if field in weighted:
-            expected = [[np.float32(VALUES[value]).item() for _, value in bag] for bag in mine]
+            expected = [[np.float32(VALUES[value]).item() for _, value in bag] for bag in field_pairs]
             assert table.column(f"{name}.weight").to_pylist() == expected
     (batch,) = Reader(dataset, "train", ReaderOptions(batch_size=1000)).epoch()
     assert (batch.sparse.weights is not None) == bool(weighted)

@@ -207,7 +207,7 @@ def test_other_text_names_the_row_too(tmp_path: Path, name: str) -> None:
 
 
 def test_bytes_that_an_encoding_does_not_define_are_bad_rows(tmp_path: Path) -> None:
-    """Even if what is around them would be UTF-8."""
+    """The bytes around them may be valid UTF-8."""
     data = csv_text("cp1252").encode("cp1252").replace(b"Paris", b"Par\x81is", 1)
     message = refused(tmp_path, "log.csv", data, encoding="cp1252")
     assert "column 'city': the value has bytes that cp1252 does not define" in message

@@ -1,4 +1,4 @@
-"""Sources by URL are read as the same files on this machine are; what cannot be reached is told in one line."""
+"""Tests that URLs yield the rows of local files, and that an unreachable one is a one-line error."""
 
 from __future__ import annotations
 
@@ -95,8 +95,8 @@ def test_what_cannot_be_read_is_named(tmp_path: Path, memory: str, monkeypatch: 
         raise RuntimeError("the endpoint answers 503\nand more")
 
     monkeypatch.setattr(type(system), "_open", fail)
-    told = refused(tmp_path, f"{memory}/a.csv")
-    assert "a.csv' cannot be read (the endpoint answers 503); check the URL, the network and the credentials" in told
+    message = refused(tmp_path, f"{memory}/a.csv")
+    assert "a.csv' cannot be read (the endpoint answers 503); check the URL, the network and the credentials" in message
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A valid split beside the test split: whose rows they are, by plain arithmetic on the raw rows."""
+"""Tests of the validation split: its rows, computed with plain arithmetic on the raw rows."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_the_last_rows_in_time_and_those_just_before_them(times: list[int], test
             return
         assert (dataset.test_from, dataset.valid_from) == (test_from, valid_from)
         kept = {"test": lambda t: t >= end, "valid": lambda t: t >= valid_from}
-        # One row, or rows of one value, cannot be told by their standardised number.
+        # Standardized values do not identify one row, or rows of one value.
         sizes = {split: len(places) for split, places in expected(times, kept).items()}  # type: ignore[arg-type]
         assert {name: split.num_rows for name, split in dataset.splits.items()} == sizes
 
@@ -147,7 +147,7 @@ def test_the_last_rows_in_time_and_those_just_before_them(times: list[int], test
         ({"split_by": "time", "valid_fraction": 0.2, "test_fraction": 0.3}, None, None),
     ],
 )
-def test_times_given_and_shares_of_the_time(
+def test_times_and_shares_of_the_time(
     tmp_path: Path, options: dict[str, Any], test_from: float | None, valid_from: float | None
 ) -> None:
     rows = make_rows()
@@ -158,14 +158,14 @@ def test_times_given_and_shares_of_the_time(
     assert test_from is not None
     valid_from = valid_from or last_part(times, 0.2, test_from)
     kept = {"test": lambda row: row["ts"] >= test_from, "valid": lambda row: row["ts"] >= valid_from}
-    wanted = expected(rows, kept)
-    assert rows_of(dataset) == wanted
+    expected_rows = expected(rows, kept)
+    assert rows_of(dataset) == expected_rows
     assert (dataset.split_by, dataset.valid_from) == ("time", valid_from)
     assert dataset.test_from == (None if test_from == np.inf else test_from)
     assert (dataset.valid_fraction, dataset.test_fraction) == tuple(
         options.get(f"{name}_fraction") for name in ("valid", "test")
     )
-    ages = np.sort([rows[i]["age"] for i in wanted["train"] if rows[i]["age"] != ""])
+    ages = np.sort([rows[i]["age"] for i in expected_rows["train"] if rows[i]["age"] != ""])
     assert dataset.sparse[0].boundaries == tuple(np.unique(ages[[k * len(ages) // 7 for k in range(1, 7)]]))
 
 
@@ -182,9 +182,9 @@ FILES = [
 def test_files_and_shares_of_the_others(tmp_path: Path, options: dict[str, Any], where: dict[int, Any]) -> None:
     rows = make_rows()
     write(tmp_path, rows, num_files=3)
-    given = {k: [f"{tmp_path}/log-{v}.csv"] if k.endswith("files") else v for k, v in options.items()}
-    dataset = run(tmp_path, **given)
-    wanted: dict[str, list[int]] = {split: [] for split in SPLITS}
+    settings = {k: [f"{tmp_path}/log-{v}.csv"] if k.endswith("files") else v for k, v in options.items()}
+    dataset = run(tmp_path, **settings)
+    expected_rows: dict[str, list[int]] = {split: [] for split in SPLITS}
     drawn = 0
     for number, part in enumerate(np.array_split(np.arange(NUM_ROWS), 3)):
         for row in part:
@@ -194,10 +194,10 @@ def test_files_and_shares_of_the_others(tmp_path: Path, options: dict[str, Any],
                 x = word(drawn, 0)
                 name = "test" if x < test else "valid" if x < test + valid else "train"
                 drawn += 1
-            wanted[name].append(int(row))
-    assert rows_of(dataset) == wanted
-    told = {Path(source.path).name: source.split for source in dataset.sources}
-    assert told == {f"log-{n}.csv": name if isinstance(name, str) else "both" for n, name in where.items()}
+            expected_rows[name].append(int(row))
+    assert rows_of(dataset) == expected_rows
+    splits = {Path(source.path).name: source.split for source in dataset.sources}
+    assert splits == {f"log-{n}.csv": name if isinstance(name, str) else "both" for n, name in where.items()}
 
 
 def test_a_file_for_testing_and_the_last_rows_of_the_others(tmp_path: Path) -> None:
@@ -343,7 +343,7 @@ def test_a_folder_of_before_counts_as_prepared_with_the_same_options(tmp_path: P
     assert loaded is not None and loaded.valid_fraction is None
     assert load_prepared(with_training_defaults(options)) == loaded
     asked = PrepareOptions(sources=options.sources, out=options.out, valid_fraction=0.2)
-    assert with_training_defaults(asked) == asked  # and goes on to hash
+    assert with_training_defaults(asked) == asked  # and keeps hashing
     with pytest.raises(MesetaError, match=r"the option valid_fraction was null and is 0\.2 now"):
         load_prepared(asked)
     elsewhere = PrepareOptions(sources=options.sources, out=tmp_path / "elsewhere")

@@ -29,7 +29,7 @@ from meseta.data.schema.infer import holds_whole_numbers
 from meseta.data.schema.schema import format_schema
 from meseta.data.whole_numbers import reference, respell_whole_numbers
 from meseta.spec import MesetaError
-from sampling import fewer_examples
+from sampling import diagonal, fewer_examples
 
 LOW, HIGH = -(2**63), 2**64 - 1
 WHOLE = st.integers(LOW, HIGH) | st.integers(-200, 200) | st.sampled_from([0, LOW, HIGH, 2**53 + 1, 10**18, 10**19])
@@ -204,21 +204,20 @@ def training_rows(folder: Path) -> dict[str, list[Any]]:
     return pq.read_table(folder / "train").to_pydict()
 
 
-@pytest.mark.parametrize("vocabulary", [False, True])
-@pytest.mark.parametrize("form", [form for form in FORMS if form != "csv"])
-def test_one_table_in_any_form_gives_the_same_rows(tmp_path: Path, form: str, vocabulary: bool) -> None:
-    options = {"vocabulary": vocabulary, "min_count": 2} if vocabulary else {}
+@pytest.mark.parametrize("case", diagonal(form=[form for form in FORMS if form != "csv"], vocabulary=[False, True]))
+def test_one_table_in_any_form_gives_the_same_rows(tmp_path: Path, case: dict[str, Any]) -> None:
+    form, options = case["form"], {"vocabulary": True, "min_count": 2} if case["vocabulary"] else {}
     expected = prepared(tmp_path, "csv", rows(), SCHEMA, **options)
-    found = prepared(tmp_path, form, rows(), SCHEMA, **options)
-    assert training_rows(found) == training_rows(expected)
+    other = prepared(tmp_path, form, rows(), SCHEMA, **options)
+    assert training_rows(other) == training_rows(expected)
     assert (
         encoding_difference(
-            DatasetEncoding.from_dataset(Dataset.load(expected)), DatasetEncoding.from_dataset(Dataset.load(found))
+            DatasetEncoding.from_dataset(Dataset.load(expected)), DatasetEncoding.from_dataset(Dataset.load(other))
         )
         is None
     )
     keys = [row["user"] for row in rows() if row["user"] is not None]
-    assert {*keys} <= {*training_rows(found)["user.group"]}
+    assert {*keys} <= {*training_rows(other)["user.group"]}
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -269,7 +268,7 @@ def test_former_schemas_and_datasets_keep_the_former_rule(tmp_path: Path) -> Non
     assert "whole_numbers" not in document["source_form"]
     missing = [row["user"] is None for row in rows()]
     same = [one == other for one, other in zip(ids(folder), usual_ids, strict=True)]
-    assert same == missing  # each double is a value of its own
+    assert same == missing  # each double is a distinct value
     (tmp_path / "again.csv").write_bytes(csv_of(rows(), usual))
     prepare_like(PrepareLikeOptions(sources=[f"{tmp_path}/again.csv"], out=tmp_path / "again", like=folder))
     assert pq.read_table(tmp_path / "again/test")["user"].to_pylist() == usual_ids
@@ -313,8 +312,9 @@ def test_constants_of_filters_have_the_same_spelling(tmp_path: Path, condition: 
 def test_other_decisions_are_another_encoding(tmp_path: Path) -> None:
     former = {key: value for key, value in SCHEMA.items() if key != "whole_numbers"}
     one, other = (Dataset.load(prepared(tmp_path, "csv", rows(), schema)) for schema in (SCHEMA, former))
-    found = encoding_difference(DatasetEncoding.from_dataset(one), DatasetEncoding.from_dataset(other))
-    assert found is not None and "column 'shop', in which 12 and 12.0 were one value and are two values now" in found
+    difference = encoding_difference(DatasetEncoding.from_dataset(one), DatasetEncoding.from_dataset(other))
+    assert difference is not None
+    assert "column 'shop', in which 12 and 12.0 were one value and are two values now" in difference
     assert DatasetEncoding.from_dict(
         DatasetEncoding.from_dataset(one).to_dict(), "run"
     ) == DatasetEncoding.from_dataset(one)

@@ -1,4 +1,4 @@
-"""The worlds of synthetic logs: today's bytes of `pairs`, and laws that are what their formulas say."""
+"""Tests of the worlds of synthetic logs: unchanged bytes of `pairs`, and statistics that match the formulas."""
 
 import hashlib
 import json
@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,6 +32,7 @@ from meseta.data.synth.columns import id_probabilities
 from meseta.data.synth.teacher import PLANTED_STD
 from meseta.data.synth.worlds import BLOCKS, SHARED_CAUSE_SHARE, planted_sum
 from meseta.spec import MesetaError
+from sampling import diagonal
 
 NUM_CHUNKS = 4
 
@@ -43,11 +45,11 @@ def join(log: ClickLog) -> LogRows:
 
 def latents(log: ClickLog, rows: LogRows) -> dict[int, NDArray[np.float32]]:
     """[latent_dim, n] by feature, as the teacher sees them."""
-    teacher, found = log.teacher, {}
+    teacher, values = log.teacher, {}
     for f in log.synth_world.planted_features:
         effects = (teacher._effects(f, rows.ids[f]) - teacher._offsets[f][:, None]) * teacher._scales[f][:, None]
-        found[f] = effects[1:]
-    return found
+        values[f] = effects[1:]
+    return values
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +77,7 @@ BYTES_BEFORE_WORLDS = {
 
 
 @pytest.mark.parametrize("made_of", BYTES_BEFORE_WORLDS)
-def test_pairs_is_the_log_that_was_there_before(made_of: tuple[int, float, int], tmp_path: Path) -> None:
+def test_pairs_writes_the_bytes_of_earlier_versions(made_of: tuple[int, float, int], tmp_path: Path) -> None:
     seed, scale, num_rows = made_of
     write_click_log(SynthOptions(out=tmp_path, num_rows=num_rows, num_files=2, log=ClickLog(seed, scale)))
     digests = [hashlib.sha256((tmp_path / f"day_{k}.tsv").read_bytes()).hexdigest() for k in range(2)]
@@ -102,20 +104,20 @@ def test_popularity_of_coupled_ids_follows_the_zipf_law(orders: tuple[ClickLog, 
         expected = zipf_probabilities(log.cardinalities[f], ZIPF_EXPONENTS[f]) * len(present)
         head = int((expected >= 100).sum())
         counts = np.bincount(present, minlength=len(expected))
-        observed, wanted = (np.append(x[:head], x[head:].sum()) for x in (counts, expected))
-        keep = wanted > 0
-        assert stats.chisquare(observed[keep], wanted[keep]).pvalue > 1e-5, f
+        observed, expected_counts = (np.append(x[:head], x[head:].sum()) for x in (counts, expected))
+        keep = expected_counts > 0
+        assert stats.chisquare(observed[keep], expected_counts[keep]).pvalue > 1e-5, f
 
 
 def test_causes_couple_the_columns_of_a_block_and_no_others() -> None:
     stream = np.random.Philox(5)
     uniforms = np.random.Generator(np.random.Philox(6)).random((NUM_SPARSE, 100_000))
     coupled = WORLDS["orders"].correlate(uniforms, stream)
-    wanted = np.zeros((NUM_SPARSE, NUM_SPARSE))
+    expected = np.zeros((NUM_SPARSE, NUM_SPARSE))
     for block in BLOCKS:
-        wanted[np.ix_(block, block)] = SHARED_CAUSE_SHARE**2
-    np.fill_diagonal(wanted, 1.0)
-    np.testing.assert_allclose(np.corrcoef(coupled), wanted, atol=5 / math.sqrt(100_000))
+        expected[np.ix_(block, block)] = SHARED_CAUSE_SHARE**2
+    np.fill_diagonal(expected, 1.0)
+    np.testing.assert_allclose(np.corrcoef(coupled), expected, atol=5 / math.sqrt(100_000))
     assert all(stats.chisquare(np.histogram(column, 100, (0, 1))[0]).pvalue > 1e-5 for column in coupled)
 
 
@@ -144,8 +146,8 @@ def test_latents_of_orders_are_centred_by_enumeration(scale: float) -> None:
         assert z**2 @ probabilities == pytest.approx(1.0, abs=1e-5)
 
 
-def foretold(part: NDArray[np.float32], columns: Sequence[NDArray[np.int64]]) -> float:
-    """By how many standard errors the means of cells of ids, of the first half of rows, foretell the second half."""
+def predict_part(part: NDArray[np.float32], columns: Sequence[NDArray[np.int64]]) -> float:
+    """Return how many standard errors the second half of rows is predicted by means of id cells in the first half."""
     cells = np.zeros(len(part), np.int64)
     for ids in columns:
         cells = cells * (int(ids.max()) + 2) + ids + 1
@@ -157,52 +159,51 @@ def foretold(part: NDArray[np.float32], columns: Sequence[NDArray[np.int64]]) ->
     return float(products.mean() / (products.std() / math.sqrt(half)))
 
 
-def test_no_lower_order_sees_what_orders_plants(orders: tuple[ClickLog, LogRows]) -> None:
-    """By id and by cell of ids, whatever the shape of an effect: out of sample, so that noise foretells nothing."""
+def test_lower_orders_do_not_predict_the_planted_part_of_orders(orders: tuple[ClickLog, LogRows]) -> None:
+    """Neither single ids nor cells of ids predict the planted part, for effects of any shape."""
     log, rows = orders
-    found, ids = latents(log, rows), rows.ids
-    whole = planted_sum(log.synth_world.planted, found)
-    scores = [foretold(whole, [ids[f] for f in columns]) for k in (1, 2) for columns in combinations(range(26), k)]
+    values, ids = latents(log, rows), rows.ids
+    whole = planted_sum(log.synth_world.planted, values)
+    scores = [predict_part(whole, [ids[f] for f in columns]) for k in (1, 2) for columns in combinations(range(26), k)]
     assert max(np.abs(scores)) < 4.5  # of 351
     triples = [product for product in log.synth_world.planted if len(product.features) == 3]
     quadruples = [product for product in log.synth_world.planted if len(product.features) == 4]
-    assert all(foretold(whole, [ids[f] for f in product.features]) > 10 for product in triples)
-    fourth = planted_sum(quadruples, found)
+    assert all(predict_part(whole, [ids[f] for f in product.features]) > 10 for product in triples)
+    fourth = planted_sum(quadruples, values)
     scores = [
-        foretold(fourth, [ids[f] for f in columns])
+        predict_part(fourth, [ids[f] for f in columns])
         for product in quadruples
         for columns in combinations(product.features, 3)
     ]
     assert max(np.abs(scores)) < 4
-    assert all(foretold(fourth, [ids[f] for f in product.features]) > 10 for product in quadruples)
+    assert all(predict_part(fourth, [ids[f] for f in product.features]) > 10 for product in quadruples)
 
 
 def test_no_product_of_fewer_latents_correlates(orders: tuple[ClickLog, LogRows]) -> None:
     log, rows = orders
-    found = latents(log, rows)
+    values = latents(log, rows)
 
     def score(part: NDArray[np.float32], features: tuple[int, ...]) -> float:
-        products = part * np.prod([found[f][0] for f in features], axis=0)
+        products = part * np.prod([values[f][0] for f in features], axis=0)
         return float(products.mean() / (products.std() / math.sqrt(len(products))))
 
-    whole = planted_sum(log.synth_world.planted, found)
-    fewer = [score(whole, features) for k in (1, 2) for features in combinations(found, k)]
+    whole = planted_sum(log.synth_world.planted, values)
+    fewer = [score(whole, features) for k in (1, 2) for features in combinations(values, k)]
     assert max(np.abs(fewer)) < 4.5  # of 55
     for product in log.synth_world.planted:
         assert product.sign * score(whole, product.features) > 20
 
 
-def test_a_pair_of_ids_foretells_what_pairs_plants() -> None:
+def test_a_pair_of_ids_predicts_the_planted_part_of_pairs() -> None:
     log = ClickLog(3, 0.001)
     rows = join(log)
     part = planted_sum(log.synth_world.planted, latents(log, rows))
-    assert all(foretold(part, [rows.ids[f] for f in product.features]) > 10 for product in log.synth_world.planted)
+    assert all(predict_part(part, [rows.ids[f] for f in product.features]) > 10 for product in log.synth_world.planted)
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("scale", [0.001, 0.01])
-def test_planted_part_of_orders_is_as_large_as_stated(seed: int, scale: float) -> None:
-    log = ClickLog(seed, scale, "orders")
+@pytest.mark.parametrize("case", diagonal(seed=[0, 1], scale=[0.001, 0.01]))
+def test_planted_part_of_orders_is_as_large_as_stated(case: dict[str, Any]) -> None:
+    log = ClickLog(**case, world="orders")
     rows = join(log)
     part = planted_sum(log.synth_world.planted, latents(log, rows))
     # Products of different features do not correlate, and each has a variance of 1 under the law.
@@ -245,8 +246,8 @@ def test_command(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, [*arguments, "--out", str(tmp_path), *law])
     assert result.exit_code == 0, result.output
     log = ClickLog(5, 0.001, "orders", 0.5)
-    wanted = encode_tsv(log.chunk(0)) + encode_tsv(log.chunk(1)[: 33_000 - CHUNK_ROWS])
-    assert b"".join((tmp_path / f"day_{k}.tsv").read_bytes() for k in range(3)) == wanted
+    expected = encode_tsv(log.chunk(0)) + encode_tsv(log.chunk(1)[: 33_000 - CHUNK_ROWS])
+    assert b"".join((tmp_path / f"day_{k}.tsv").read_bytes() for k in range(3)) == expected
     document = json.loads((tmp_path / "teacher.json").read_text())
     assert (document["world"], document["strength"], document["latent_dim"]) == ("orders", 0.5, 1)
     assert document["planted"][0] == {"features": ["cat_0", "cat_9", "cat_17"], "sign": 1}

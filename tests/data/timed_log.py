@@ -41,8 +41,8 @@ def write(tmp_path: Path, rows: list[dict[str, Any]], num_files: int = 1) -> Non
 
 
 def run(tmp_path: Path, out: str = "out", **options: Any) -> Dataset:
-    given = {"out": tmp_path / out, "schema": tmp_path / "schema.yaml", "hash_rows": 100, **options}
-    return prepare(PrepareOptions(sources=[f"{tmp_path}/log-*.csv"], **given))
+    settings = {"out": tmp_path / out, "schema": tmp_path / "schema.yaml", "hash_rows": 100, **options}
+    return prepare(PrepareOptions(sources=[f"{tmp_path}/log-*.csv"], **settings))
 
 
 def rows_in(dataset: Dataset, split: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""Sharded equals unsharded: every scheme, pooling and row optimizer, on 1, 2 and 4 ranks."""
+"""Sharded equals unsharded for every scheme, pooling and row optimizer, on 2, 4 and 8 ranks."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ Record = Callable[[str, Any], None]
 
 
 def differences(ranks: Ranks, size: int, scenario: Scenario) -> dict[str, float]:
-    """The largest difference by dtype; within the contract."""
-    found = {d: difference(ranks, size, scenario.but(dtype=d, num_steps=steps)) for d, steps, _ in TOLERANCES}
-    assert all(found[dtype] <= tolerance for dtype, _, tolerance in TOLERANCES), found
-    return found
+    """Return the largest difference by dtype, and check it against the contract."""
+    largest = {d: difference(ranks, size, scenario.but(dtype=d, num_steps=steps)) for d, steps, _ in TOLERANCES}
+    assert all(largest[dtype] <= tolerance for dtype, _, tolerance in TOLERANCES), largest
+    return largest
 
 
-@pytest.mark.parametrize("cell", sample(MATRIX, 7, seed=1164))
+@pytest.mark.parametrize("cell", sample(MATRIX, 6, seed=1164))
 def test_sharded_equals_one_process(ranks: Ranks, cell: dict[str, Any], record_property: Record) -> None:
     size, *names = cell.values()
     record_property("cell", cell)
     record_property("differences", differences(ranks, size, scenario_of(*names)))
 
 
-@pytest.mark.parametrize("cell", sample(BITWISE, 5, seed=42))
+@pytest.mark.parametrize("cell", sample(BITWISE, 4, seed=42))
 def test_same_bits_for_same_upstream_gradients(ranks: Ranks, cell: dict[str, Any], record_property: Record) -> None:
     size, *names = cell.values()
     exact = bitwise(scenario_of(*names))
@@ -64,7 +64,8 @@ def test_samples_without_ids(ranks: Ranks) -> None:
 
 
 def test_many_blocks_of_samples(ranks: Ranks) -> None:
-    """More than 256 samples: contributions to one row are cut into blocks, the same ones on any number of ranks."""
+    """With more than 256 samples, contributions to one row are summed in blocks, which are equal on any number of
+    ranks."""
     scenario = Scenario(sharding="column_wise", pooling="sum", weighted=True, optimizer="rowwise_adagrad")
     assert bit_difference(ranks, 4, scenario.but(batch_size=1200, num_steps=2)) == 0
 
@@ -74,7 +75,7 @@ OTHER_STATISTICS = product(optimizer=["rowwise_lamb", "lars", "ftrl", "frozen"],
 
 @pytest.mark.parametrize("case", sample(OTHER_STATISTICS, 4, seed=1))
 def test_optimizers_with_other_statistics(ranks: Ranks, case: dict[str, str]) -> None:
-    """Sums over rows in two stages, of two values in one, and none: ranks agree on how often they exchange them."""
+    """Optimizers need sums over rows in two stages, in one, or none. Ranks must agree on the number of exchanges."""
     optimizer, sharding = case["optimizer"], case["sharding"]
     scenario = Scenario(sharding=sharding, pooling="sum", weighted=False, optimizer=optimizer)
     if sharding == "column_wise":

@@ -1,4 +1,4 @@
-"""Rows that lie near and far on several ranks, and in whole runs: the bits of rows that all lie in memory."""
+"""Tables in caches and backing stores, on several ranks and in whole runs, have the bits of tables in memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sampling import product, sample
 from small_run import final_checksum, metrics, settings, tiny_data, train, without_times
 
 from .pool import RankPool
-from .scenario import Scenario
+from .scenario import IS_SOAK, Scenario
 from .scenario import train as train_scenario
 
 Ranks = Callable[[int], RankPool]
@@ -29,7 +29,7 @@ CELLS = product(
     tier=["cached", "disk"],
     pooling=["mean", "none"],
 )
-FAR = {"user": "row_wise", "item": "table_wise", "city": "column_wise", "tags": "row_wise"}
+SCHEMES = {"user": "row_wise", "item": "table_wise", "city": "column_wise", "tags": "row_wise"}
 WIDE = {"model__embedding_dim": 32, "model__bottom_mlp": [8, 32]}
 
 
@@ -38,11 +38,11 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_data(tmp_path_factory.getbasetemp() / "data")
 
 
-@pytest.mark.parametrize("cell", sample(CELLS, 6, seed=189))
-def test_pieces_of_any_scheme_have_the_bits_of_resident_ones(
+@pytest.mark.parametrize("cell", sample(CELLS, 5, seed=189))
+def test_offloaded_shards_of_any_scheme_have_the_bits_of_resident_ones(
     ranks: Ranks, cell: dict[str, Any], tmp_path: Path
 ) -> None:
-    """With two levels between hosts in every other cell, and codecs where they go."""
+    """Every other cell has a hierarchical exchange, and some have codecs."""
     kinds = {"optimizer": cell["optimizer"], "dtype": cell["dtype"], "sharding": cell["sharding"]}
     scenario = Scenario(weighted=cell["pooling"] != "none", pooling=cell["pooling"], num_steps=4, **kinds)
     if cell["optimizer"] < "l":
@@ -51,8 +51,8 @@ def test_pieces_of_any_scheme_have_the_bits_of_resident_ones(
         scenario = scenario.but(comm=Communication(precision="int8"))
     size = 2 if cell["sharding"] in ("mixed", "row_wise") else 4
     tiered = scenario.but(tier=cell["tier"], cache_rows=72, folder=str(tmp_path))
-    expected, found = (ranks(size).run(train_scenario, one) for one in (scenario, tiered))
-    for got, resident in zip(found, expected, strict=True):
+    expected, results = (ranks(size).run(train_scenario, one) for one in (scenario, tiered))
+    for got, resident in zip(results, expected, strict=True):
         assert got["losses"] == resident["losses"]
         for (place, weight, state), (other, rows, states) in zip(got["shards"], resident["shards"], strict=True):
             assert (place.table, place.rows, place.columns) == (other.table, other.rows, other.columns)
@@ -67,8 +67,8 @@ def fails(scenario: Scenario) -> str:
     return str(raised.value)
 
 
-def test_all_ranks_are_told_of_one_that_has_no_room(ranks: Ranks, tmp_path: Path) -> None:
-    """Table 'wide', which is cut by rows, has one slot on each; 'tiny' has one row, and lies on rank 0 alone."""
+def test_a_full_cache_on_one_rank_raises_on_all(ranks: Ranks, tmp_path: Path) -> None:
+    """Table 'wide' is cut by rows and has one slot on each rank. Table 'tiny' has one row, on rank 0."""
     scenario = Scenario("row_wise", "sum", False, "sgd", tier="cached", cache_rows=1)
     first, second = ranks(2).run(fails, scenario)
     assert first == second and first.startswith("rank 0: table 'small', rows 0..3: a batch looks up ")
@@ -76,10 +76,10 @@ def test_all_ranks_are_told_of_one_that_has_no_room(ranks: Ranks, tmp_path: Path
 
 
 def document(tiny: Path, run: Path, size: int, tier: str, lookahead: Any, **changes: Any) -> dict[str, Any]:
-    """Of a run whose tables lie so; `cache_rows` are little more than those of a batch."""
-    far = {} if tier == "hbm" else {"tier": tier, "cache_rows": 150}
+    """Return the config of a run with tables in this tier. Its cache is little larger than a batch needs."""
+    placement = {} if tier == "hbm" else {"tier": tier, "cache_rows": 150}
     storage = {"dir": str(run.parent / "scratch"), "lookahead": lookahead}
-    tables = {name: {"sharding": sharding, **far} for name, sharding in FAR.items()}
+    tables = {name: {"sharding": sharding, **placement} for name, sharding in SCHEMES.items()}
     return settings(tiny, run, **WIDE, **changes, plan={"tables": tables}, storage=storage)
 
 
@@ -95,7 +95,7 @@ def document(tiny: Path, run: Path, size: int, tier: str, lookahead: Any, **chan
 def test_a_run_ends_with_the_checksum_of_one_in_memory(
     ranks: Ranks, tiny: Path, tmp_path: Path, size: int, overlap: Any
 ) -> None:
-    """In two parts, in different tiers, with micro-batches, saves in the background, evaluations; no file is left."""
+    """Runs have two parts in different tiers, micro-batches, background saves and evaluations. No file is left."""
     common = {
         "train__accumulate_steps": 2,
         "train__eval_every_steps": 2,
@@ -104,7 +104,8 @@ def test_a_run_ends_with_the_checksum_of_one_in_memory(
         "embedding__dtype": "bfloat16",
         **({} if size == 1 else {"pipeline__overlap": overlap}),
     }
-    for tiers, lookahead in ((("hbm", "hbm"), "auto"), (("disk", "cached"), 3), (("cached", "disk"), 0)):
+    cases: list[Any] = [(("hbm", "hbm"), "auto"), (("disk", "cached"), 3), (("cached", "disk"), 0)]
+    for tiers, lookahead in cases if IS_SOAK else cases[:2]:
         run = tmp_path / "-".join(tiers)
         for tier, last in zip(tiers, (3, 5), strict=True):
             one = document(tiny, run, size, tier, lookahead, **common, train__max_steps=last)
@@ -112,11 +113,13 @@ def test_a_run_ends_with_the_checksum_of_one_in_memory(
             noted = json.loads((run / "environment.json").read_text()).get("row_files")
             assert noted is None if tier != "disk" else re.search("direct, blocks of|page cache", noted)
         lines = [line for line in metrics(run) if line["kind"] == "train"]
-        is_far = tiers != ("hbm", "hbm")
-        assert ("Cache traffic per step" in (run / "report.html").read_text()) == is_far
-        assert all((set(line["row_traffic"]) == set(FAR)) if is_far else "row_traffic" not in line for line in lines)
-        for traffic in (own for line in lines if is_far for own in line["row_traffic"].values()):
+        is_offloaded = tiers != ("hbm", "hbm")
+        assert ("Cache traffic per step" in (run / "report.html").read_text()) == is_offloaded
+        assert all(
+            (set(line["row_traffic"]) == set(SCHEMES)) if is_offloaded else "row_traffic" not in line for line in lines
+        )
+        for traffic in (of_table for line in lines if is_offloaded for of_table in line["row_traffic"].values()):
             assert 0 <= traffic["num_misses"] <= traffic["num_rows"] and traffic["wait_s"] >= 0
     runs = [run for run in sorted(tmp_path.iterdir()) if run.name != "scratch"]
     first, *others = [(final_checksum(run), without_times(metrics(run))) for run in runs]
-    assert all(found == first for found in others)
+    assert all(result == first for result in others)

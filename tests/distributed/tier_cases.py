@@ -1,5 +1,4 @@
-"""What decides where rows lie and how they come, and steps of a small model under each combination of it: fifty in
-`make soak`."""
+"""Settings that affect the storage and transfer of rows, and training steps of a small model for each combination."""
 
 from __future__ import annotations
 
@@ -45,7 +44,7 @@ REPLICATED = (ShardingType.DATA_PARALLEL, ShardingType.HOT_REPLICATED)
 AXES: dict[str, Sequence[Any]] = {
     "optimizer": [*sorted(USED_FIELDS), OWN],
     "dtype": ["float32", "float16", "bfloat16", "float64"],
-    "far": [CACHED, f"{DISK} by {IO_URING}", f"{DISK} by {THREADS}"],
+    "tier": [CACHED, f"{DISK} by {IO_URING}", f"{DISK} by {THREADS}"],
     "lookahead": [0, 1, 8],
     "ranks": [1, 2, 4],
     "sharding": [str(one) for one in ShardingType if one not in REPLICATED],
@@ -54,14 +53,14 @@ AXES: dict[str, Sequence[Any]] = {
     "exchange": ["flat", "hierarchical"],
     "pooling": ["sum", "mean", "weighted"],
     "parts": [1, 3],
-    "batches_near": [1, 3],
+    "num_cached_batches": [1, 3],
     "threads": [1, 2],
     "deltas": ["one_shot", "consecutive", "intermittent", "rolling"],
 }
-"""`num_cached_batches`: as many rows lie near as these batches look up at most; `parts`: micro-batches of a step;
-`deltas`: what the checkpoints of a run are whose rows lie far, where those of the other one are whole."""
+"""`num_cached_batches`: batches whose rows fit into the cache; `parts`: micro-batches of a step; `deltas`: the delta
+policy of the run with offloaded rows. The other run writes whole checkpoints."""
 ON_ONE_RANK = {"sharding": str(ALONE), "overlap": "off", "precision": "fp32", "exchange": "flat"}
-"""Where nothing is cut and nothing sent."""
+"""Settings without sharding and exchanges."""
 
 
 def can_meet(one: Setting, other: Setting) -> bool:
@@ -80,13 +79,13 @@ SAVED_AFTER = (17, 30, 41, 50) if IS_SOAK else (6, 11, 15, 18)
 NUM_STEPS = SAVED_AFTER[-1]
 BLOCK_BYTES, MAX_CHAIN = 16_384, 3
 SIZES = (24, 13, 24, 2, 17)
-"""Samples of global batches, in turns: slices are uneven, and some ranks have none."""
+"""Samples of global batches, repeated. Slices are uneven, and some ranks have no samples."""
 DRIFT = {"tall": 173, "flat": 41}
-"""Rows by which the ids of a table move from batch to batch; after some steps they come back."""
+"""Rows by which the ids of a table shift from batch to batch. Rows return after some steps."""
 
 
 def heavy_ball(spec: OptimizerSpec) -> RowOptimizer:
-    """An optimizer of the user's own: SGD with momentum."""
+    """Return a user-defined optimizer: SGD with momentum."""
 
     def update(w: Any, g: Any, state: Any, stats: Any, h: Hyper) -> Any:
         velocity = state["velocity"] * spec.options["momentum"] + g
@@ -96,7 +95,7 @@ def heavy_ball(spec: OptimizerSpec) -> RowOptimizer:
 
 
 class Towers(nn.Module):
-    """A bottom layer, which may be computed while rows travel, and one on top."""
+    """A bottom layer, which can overlap with row transfers, and a top layer."""
 
     def __init__(self, embeddings: EmbeddingBagCollection, width: int) -> None:
         super().__init__()
@@ -117,17 +116,17 @@ class Towers(nn.Module):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run has left; alike on all ranks but for `pieces` and what was missing."""
+    """Result of a run. `pieces` and the counts of misses differ between ranks; the other fields are equal."""
 
     losses: tuple[float, ...]
     checksums: tuple[str, ...]
-    """Of what its checkpoints hold."""
+    """Checksums of the checkpoints' contents."""
     pieces: int
     """Checksum of rows and states of this rank, of its dense weights and of its logits."""
     num_rows: int
     """Distinct rows of each batch, of this rank's pieces."""
     num_misses: int
-    """Of these, those that did not lie near."""
+    """Number of these rows that were not in the cache."""
 
 
 def specs_of(cell: dict[str, Any]) -> tuple[list[TableSpec], list[FeatureSpec]]:
@@ -152,14 +151,14 @@ def specs_of(cell: dict[str, Any]) -> tuple[list[TableSpec], list[FeatureSpec]]:
 
 @cache
 def global_batch(number: int, dtype: str, is_weighted: bool) -> Batch:
-    """Ids that drift, with some that are always asked for."""
+    """Return a batch of drifting ids, with some ids that every batch looks up."""
     draw, size = np.random.default_rng([19, number]), SIZES[number % len(SIZES)]
     ids, lengths = [], []
     for table in ("tall", "tall", "flat"):
         of_table = draw.integers(0, 5, size)
-        near_first = draw.zipf(1.3, of_table.sum()) % (ROWS[table] // 3)
+        offsets = draw.zipf(1.3, of_table.sum()) % (ROWS[table] // 3)
         stays = draw.random(of_table.sum()) < 0.1
-        ids.append((DRIFT[table] * number * ~stays + near_first) % ROWS[table])
+        ids.append((DRIFT[table] * number * ~stays + offsets) % ROWS[table])
         lengths.append(of_table)
     values = torch.from_numpy(np.concatenate(ids))
     weights = torch.from_numpy(draw.normal(size=len(values))).to(getattr(torch, dtype)) if is_weighted else None
@@ -173,7 +172,7 @@ def global_batch(number: int, dtype: str, is_weighted: bool) -> Batch:
 
 
 def plan_of(cell: dict[str, Any], tables: list[TableSpec], tier: str) -> Plan:
-    """On hosts of two ranks. Near rows of each piece are those of `num_cached_batches` batches one after the other."""
+    """Return a plan on hosts of two ranks. Caches fit the rows of `num_cached_batches` consecutive batches."""
     entries: dict[str, Any] = {table.name: {"sharding": cell["sharding"]} for table in tables}
     document = {"devices_per_host": min(cell["ranks"], 2), "exchange": cell["exchange"], "tables": entries}
     plan = Plan.from_dict(document, tables, cell["ranks"])
@@ -182,22 +181,22 @@ def plan_of(cell: dict[str, Any], tables: list[TableSpec], tier: str) -> Plan:
     placed = []
     for entry in plan.tables:
         asked = _rows_asked(entry.table)
-        near = [max(_num_within(one.rows, asked, cell["batches_near"]), 1) for one in entry.shards]
-        shards = [replace(one, tier=tier, cache_rows=count) for one, count in zip(entry.shards, near, strict=True)]
+        counts = [max(_num_within(one.rows, asked, cell["num_cached_batches"]), 1) for one in entry.shards]
+        shards = [replace(one, tier=tier, cache_rows=count) for one, count in zip(entry.shards, counts, strict=True)]
         placed.append(replace(entry, shards=tuple(shards)))
     return replace(plan, tables=tuple(placed))
 
 
 @cache
 def _rows_asked(table: str) -> tuple[frozenset[int], ...]:
-    """By batch."""
+    """Return the rows that each batch looks up."""
     features = ("first", "second") if table == "tall" else ("third",)
     batches = [global_batch(number, "float32", False).sparse for number in range(NUM_STEPS)]
     return tuple(frozenset(torch.cat([one[name].values for name in features]).tolist()) for one in batches)
 
 
 def _num_within(rows: tuple[int, int], asked: tuple[frozenset[int], ...], num_batches: int) -> int:
-    """Distinct rows of a piece that so many batches one after the other ask for, at most."""
+    """Return the largest number of distinct rows of a shard in `num_batches` consecutive batches."""
     windows = [frozenset().union(*asked[first : first + num_batches]) for first in range(len(asked))]
     return max(sum(rows[0] <= row < rows[1] for row in window) for window in windows)
 
@@ -208,7 +207,7 @@ def slices(cell: dict[str, Any], world: World, first: int, stop: int) -> Iterato
 
 
 def train(cell: dict[str, Any], folder: Path, is_resident: bool) -> Outcome:
-    """`NUM_STEPS` steps, saved some times below `folder`; run on every rank."""
+    """Train `NUM_STEPS` steps and save several times below `folder`. Runs on every rank."""
     torch.set_num_threads(cell["threads"])
     block_bytes, layout.BLOCK_BYTES = layout.BLOCK_BYTES, BLOCK_BYTES
     try:
@@ -216,13 +215,13 @@ def train(cell: dict[str, Any], folder: Path, is_resident: bool) -> Outcome:
     finally:
         layout.BLOCK_BYTES = block_bytes
         torch.set_num_threads(1)
-        gc.collect()  # files of rows go with what holds them
+        gc.collect()  # row files are deleted with their owners
 
 
 def _train(cell: dict[str, Any], folder: Path, is_resident: bool) -> Outcome:
     world = World.current()
     tables, features = specs_of(cell)
-    tier, _, engine = cell["far"].partition(" by ")
+    tier, _, engine = cell["tier"].partition(" by ")
     plan = plan_of(cell, tables, HBM if is_resident else tier)
     storage = StorageOptions(dir=folder / "scratch", engine=engine or "auto", lookahead=cell["lookahead"])
     collection = EmbeddingBagCollection(tables, features, seed=3)

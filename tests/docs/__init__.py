@@ -1,1 +1,1 @@
-"""Tests of the documentation: what its code prints, its links, and the site."""
+"""Tests of the documentation: the output of its code, its links, and the site."""

@@ -38,7 +38,8 @@ sys.exit(code)
 
 @contextmanager
 def forked_commands(folder: Path) -> Iterator[Path]:
-    """The folder of programs that work inside. This process has imported torch, and computed nothing."""
+    """Context manager that returns the folder of forked programs. This process has imported torch, and computed
+    nothing."""
     folder.mkdir()
     address = str(folder / "socket")
     with socket.socket(socket.AF_UNIX) as listener:
@@ -68,7 +69,7 @@ def _serve(listener: socket.socket) -> None:
 
 
 def _attend(client: socket.socket) -> None:
-    """Fork the command, and tell the script how it goes."""
+    """Fork the command, and send its process id and exit code to the script."""
     code = 1
     try:
         _, files, _, _ = socket.recv_fds(client, 1, 3)

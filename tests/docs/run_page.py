@@ -3,9 +3,9 @@
     ```python           runs; all blocks of a page share one namespace
     ```bash run         runs, with `set -eu`; a plain ```bash is only shown
     ```python no-run    is only shown
-    ```text             right after a block that ran: what it must have printed; `...` stands for anything
+    ```text             directly after a block that ran: its expected output; `...` matches anything
 
-A line `print(x)  # -> 3` says the same as a text block, for one line of output.
+A line `print(x)  # -> 3` states one line of output, as a text block does.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ ARROW = re.compile(r"#\s*->\s?(.*)$")
 
 @dataclass(frozen=True)
 class Block:
-    """One fenced block: words after the fence, its text, the line of the page it starts on."""
+    """Fenced block: words after the fence, text, and first line on the page."""
 
     info: tuple[str, ...]
     text: str
@@ -40,7 +40,7 @@ class Block:
 
 
 def blocks(page: str) -> Iterator[Block]:
-    """Fenced blocks in order; a text block that follows at once becomes the `expected` of the one before."""
+    """Return the fenced blocks in order. A text block directly after a block becomes its `expected`."""
     pending: Block | None = None
     info: str | None = None
     body: list[str] = []
@@ -71,7 +71,7 @@ def blocks(page: str) -> Iterator[Block]:
 
 
 def promised(block: Block) -> str | None:
-    """What the block must print, from the text block after it or from its `# ->` comments."""
+    """Return the expected output, from the text block after it or from its `# ->` comments."""
     if block.expected is not None or block.info[0] != "python":
         return block.expected
     lines = [match[1] for line in block.text.splitlines() if (match := ARROW.search(line))]
@@ -79,7 +79,7 @@ def promised(block: Block) -> str | None:
 
 
 def execute(block: Block, namespace: dict[str, object], page: Path) -> str:
-    """Run one block and return what it printed."""
+    """Run one block and return its output."""
     if block.info[0] == "bash":
         command = ["bash", "-eu", "-o", "pipefail", "-c", block.text]
         run = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -96,7 +96,7 @@ def execute(block: Block, namespace: dict[str, object], page: Path) -> str:
 
 def main(page: Path, commands: Path = Path(sys.executable).parent) -> None:
     """Run a page; `commands` is a folder of programs that shells find first."""
-    sys.modules["__main__"] = ModuleType("__main__")  # where a page's code finds itself by name
+    sys.modules["__main__"] = ModuleType("__main__")  # the module name of a page's code
     namespace = vars(sys.modules["__main__"])
     checker = doctest.OutputChecker()
     options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE

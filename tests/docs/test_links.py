@@ -1,4 +1,4 @@
-"""Pages are found from the index, and their relative links lead somewhere."""
+"""The index links to every page, and relative links of pages name existing files."""
 
 import re
 from pathlib import Path
@@ -14,12 +14,12 @@ LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)")
 
 
 def targets(page: Path) -> list[Path]:
-    """Files that a page's relative links name."""
+    """Return the files that the relative links of a page name."""
     return [page.parent / link for link in LINK.findall(CODE.sub("", page.read_text())) if "://" not in link]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_name_existing_files(page: Path) -> None:
     assert [str(target) for target in targets(page) if not target.exists()] == []
 
 

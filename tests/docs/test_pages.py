@@ -1,4 +1,4 @@
-"""The code of README.md and of every page in docs/ runs and prints what the page says."""
+"""The code of README.md and of every page in docs/ runs and prints the stated output."""
 
 import os
 import subprocess
@@ -16,7 +16,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def run(page: Path, folder: Path) -> subprocess.CompletedProcess[str]:
-    """The page in a process of its own, in a folder with the scripts and examples of a clone."""
+    """Run the page in a separate process, in a folder with the scripts and examples of a checkout."""
     work = folder / "work"
     work.mkdir()
     for name in ("benchmarks", "examples", "tools"):

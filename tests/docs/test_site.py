@@ -1,5 +1,5 @@
-"""The site: every page has its place and links to the next one, config and public names are all there, the search works
-from a folder, and nothing is fetched."""
+"""Tests of the site: navigation, completeness of config keys and public names, offline search, and no external
+resources."""
 
 import json
 import os
@@ -26,7 +26,7 @@ DOCS = ROOT / "docs"
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site, built from this tree."""
+    """Site built from this tree."""
     out = tmp_path_factory.mktemp("site") / "site"
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(out)]
     env = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
@@ -36,7 +36,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def navigation() -> list[list[str]]:
-    """Pages that mkdocs.yml names, by section."""
+    """Return the pages of mkdocs.yml by section."""
     entries = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
     sections = [group for section in entries for group in section.values()]
     return [[page if isinstance(page, str) else next(iter(page.values())) for page in group] for group in sections]
@@ -101,8 +101,8 @@ def test_a_browser_searches_from_a_folder(site: Path, tmp_path: Path, page: str)
     options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}", "--dump-dom"]
     command = [browser, *options, "--virtual-time-budget=60000", f"{(site / page).as_uri()}?q=KeyedJaggedTensor"]
     shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=240).stdout
-    found = re.findall(r'<a href="([^"]*)" class="md-search-result__link"', shown)
-    assert (site / "reference/meseta.html").as_uri() in {url.partition("?")[0] for url in found}
+    links = re.findall(r'<a href="([^"]*)" class="md-search-result__link"', shown)
+    assert (site / "reference/meseta.html").as_uri() in {url.partition("?")[0] for url in links}
 
 
 def test_public_names_and_keys_are_on_the_site(site: Path) -> None:
@@ -118,7 +118,7 @@ def test_pages_are_whole(site: Path) -> None:
     for page in site.rglob("*.html"):
         text = page.read_text()
         assert "```" not in text and ":::" not in text, page
-    found = json.loads((site / "search" / "search_index.json").read_text())["docs"]
+    entries = json.loads((site / "search" / "search_index.json").read_text())["docs"]
     assert {"first_hour.html", "config.html", "reference/meseta.html"} <= {
-        entry["location"].partition("#")[0] for entry in found
+        entry["location"].partition("#")[0] for entry in entries
     }

@@ -1,6 +1,8 @@
-"""Backward passes over parts of a batch against one over all of it: equal bits, for every row optimizer."""
+"""Tests that backward passes over micro-batches give the bits of one over the batch, for every row optimizer."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from meseta.embedding import EmbeddingBagCollection
 from meseta.pipeline.losses import split_batch
 from meseta.sparse import Embeddings, KeyedJaggedTensor
 from meseta.spec import FeatureSpec, OptimizerSpec, TableSpec
+from sampling import diagonal
 
 NUM_SAMPLES = 700  # two blocks of 256 and a part of one
 ROWS = {"item": 40, "user": 7}
@@ -50,12 +53,12 @@ def batch(seed: int, num_samples: int = NUM_SAMPLES) -> Batch:
         [torch.randint(0, ROWS[f.table], (n,), generator=draw) for f, n in zip(FEATURES, per_key, strict=True)]
     )
     sparse = KeyedJaggedTensor(tuple(f.name for f in FEATURES), ids, lengths, torch.randn(ids.numel(), generator=draw))
-    dense = torch.randn(num_samples, 60, generator=draw)  # here: the upstream gradient of what is pooled
+    dense = torch.randn(num_samples, 60, generator=draw)  # here the upstream gradient of pooled features
     return Batch(dense=dense, sparse=sparse, label=torch.arange(float(num_samples)))
 
 
 def given_loss(out: Embeddings, part: Batch) -> Tensor:
-    """A loss whose gradient depends on the sample alone, and on the position for what is not pooled."""
+    """Return a loss whose gradient depends on the sample alone, and on the position for unpooled features."""
     total = (out.pooled.values * part.dense).sum()
     for name in ("history", "follows"):
         rows = out[name]
@@ -68,10 +71,9 @@ def state_of(ours: EmbeddingBagCollection) -> list[Tensor]:
     return [tensor for shard in ours.shards for tensor in (shard.weight, *shard.state.values())]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("spec", OPTIMIZERS, ids=lambda spec: f"{spec.name}-{spec.momentum}")
-def test_parts_equal_the_whole_batch_bit_for_bit(spec: OptimizerSpec, dtype: str) -> None:
-    whole, parts = make(spec, dtype), make(spec, dtype)
+@pytest.mark.parametrize("case", diagonal(optimizer=range(len(OPTIMIZERS)), dtype=["float32", "bfloat16"]))
+def test_parts_equal_the_whole_batch_bit_for_bit(case: dict[str, Any]) -> None:
+    whole, parts = (make(OPTIMIZERS[case["optimizer"]], case["dtype"]) for _ in range(2))
     for step, num_parts in enumerate((3, 2, 1, 5)):  # parts end inside blocks of 256 samples
         data = batch(step)
         given_loss(whole(data.sparse), data).backward()
@@ -86,7 +88,7 @@ def test_parts_equal_the_whole_batch_bit_for_bit(spec: OptimizerSpec, dtype: str
         assert all(torch.equal(a, b) for a, b in zip(state_of(whole), state_of(parts), strict=True))
 
 
-def test_what_was_kept_can_be_forgotten() -> None:
+def test_accumulated_gradients_can_be_discarded() -> None:
     ours, plain = make(OPTIMIZERS[0], "float32"), make(OPTIMIZERS[0], "float32")
     data = batch(0)
     with ours.accumulate_gradients():

@@ -1,4 +1,4 @@
-"""EmbeddingBagCollection against nn.EmbeddingBag, nn.Embedding and torch.optim over several training steps."""
+"""Tests of EmbeddingBagCollection against nn.EmbeddingBag, nn.Embedding and torch.optim over several steps."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def tables(optimizer: OptimizerSpec, dtype: str = "float64") -> list[TableSpec]:
 
 
 def batch(step: int, num_samples: int = 9, *, every_row: bool = False) -> KeyedJaggedTensor:
-    """Random bags, some empty; `every_row` adds one bag with each row of the table to the first sample."""
+    """Return random bags, some empty. `every_row` adds a bag with all rows of the table to the first sample."""
     random = np.random.default_rng(step)
     values, lengths = [], []
     for feature in FEATURES:
@@ -57,7 +57,7 @@ def batch(step: int, num_samples: int = 9, *, every_row: bool = False) -> KeyedJ
 
 
 class Plain(nn.Module):
-    """The same with torch's own modules: nothing of this package but the initial rows."""
+    """The collection built of torch's modules. Only the initial rows come from this package."""
 
     def __init__(self, ours: EmbeddingBagCollection) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Plain(nn.Module):
 
 
 def loss_of(out: Any, seed: int) -> Tensor:
-    """A nonlinear function of every output, unlike in every cell."""
+    """Return a nonlinear function of every output with a different weight in each cell."""
     generator = torch.Generator().manual_seed(seed)
     total = torch.zeros((), dtype=torch.float64)
     for feature in FEATURES:
@@ -111,11 +111,11 @@ def check_against(
             value = got[feature.name]
             value = value.values if isinstance(value, JaggedTensor) else value
             torch.testing.assert_close(value, expected[feature.name], rtol=0.0, atol=1e-10)
-        theirs, mine = loss_of(expected, step), loss_of(got, step)
-        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=0.0)
-        theirs.backward()
+        expected_loss, loss = loss_of(expected, step), loss_of(got, step)
+        torch.testing.assert_close(loss, expected_loss, rtol=1e-12, atol=0.0)
+        expected_loss.backward()
         optimizer.step()
-        mine.backward()
+        loss.backward()
     for name, weight in weights(ours).items():
         torch.testing.assert_close(weight, plain.weight[name].detach(), rtol=0.0, atol=1e-10)
 
@@ -130,8 +130,8 @@ def test_adagrad_equals_torch_on_any_rows() -> None:
     # Dense Adagrad leaves rows without gradient where they are, as the lazy one does.
     ours = make(OptimizerSpec(name="adagrad", lr=0.05, eps=1e-6, initial_accumulator=0.1))
     plain = Plain(ours)
-    theirs = torch.optim.Adagrad(plain.parameters(), lr=0.05, eps=1e-6, initial_accumulator_value=0.1)
-    check_against(plain, theirs, ours, every_row=False)
+    torch_optimizer = torch.optim.Adagrad(plain.parameters(), lr=0.05, eps=1e-6, initial_accumulator_value=0.1)
+    check_against(plain, torch_optimizer, ours, every_row=False)
 
 
 def test_adam_equals_torch_where_every_row_is_touched() -> None:
@@ -143,14 +143,14 @@ def test_adam_equals_torch_where_every_row_is_touched() -> None:
 
 
 @pytest.mark.parametrize("name", ["sgd", "adagrad", "adam"])
-def test_every_row_is_stepped_where_it_is_asked_for(name: str) -> None:
-    # As torch steps a dense table, rows that no bag reads included: their decay and moments go on.
+def test_every_row_is_updated_if_requested(name: str) -> None:
+    # As torch steps a dense table, including rows that no bag reads, whose decay and moments continue.
     constants = {"momentum": 0.9} if name == "sgd" else {"eps": 1e-6}
     ours = make(OptimizerSpec(name=name, lr=0.05, weight_decay=0.2, stepped_rows="all", **constants))  # type: ignore[arg-type]
     plain = Plain(ours)
     kind = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "adam": torch.optim.Adam}[name]
-    theirs = kind(plain.parameters(), lr=0.05, weight_decay=0.2, **constants)  # type: ignore[operator]
-    check_against(plain, theirs, ours, every_row=False)
+    torch_optimizer = kind(plain.parameters(), lr=0.05, weight_decay=0.2, **constants)  # type: ignore[operator]
+    check_against(plain, torch_optimizer, ours, every_row=False)
 
 
 def test_an_absolute_penalty_pulls_touched_rows_or_all() -> None:
@@ -168,24 +168,24 @@ def test_an_absolute_penalty_pulls_touched_rows_or_all() -> None:
 @pytest.mark.parametrize("name", ["sgd", "adagrad"])
 @pytest.mark.parametrize("clip", [None, 0.3])
 def test_penalties_of_each_lookup_are_those_of_a_loss_that_has_them(name: str, clip: float | None) -> None:
-    """Against autograd of the loss plus, for each id of each bag, l2 / 2 * |row|^2 + l1 * (sum of |row|)."""
+    """Compares with autograd of the loss plus l2 / 2 * |row|^2 + l1 * (sum of |row|) for each id of each bag."""
     l2, l1 = 0.04, 0.02
     spec = OptimizerSpec(name=name, lr=0.05, weight_decay=l2, l1=l1, stepped_rows="looked_up", clip_value=clip)
     ours = make(spec)
     plain = Plain(ours)
     kind = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad}[name]
-    theirs = kind(plain.parameters(), lr=0.05, **({} if name == "sgd" else {"eps": 1e-8}))  # type: ignore[operator]
+    torch_optimizer = kind(plain.parameters(), lr=0.05, **({} if name == "sgd" else {"eps": 1e-8}))  # type: ignore[operator]
     for step in range(8):
         kjt = batch(step)
         loss = loss_of(plain(kjt), step)
         for feature in FEATURES:
             rows = plain.weight[feature.table][kjt[feature.name].values]
             loss = loss + l2 / 2 * (rows**2).sum() + l1 * rows.abs().sum()
-        theirs.zero_grad()
+        torch_optimizer.zero_grad()
         loss.backward()
         if clip is not None:
             nn.utils.clip_grad_value_(plain.parameters(), clip)
-        theirs.step()
+        torch_optimizer.step()
         loss_of(ours(kjt), step).backward()
         for table, weight in weights(ours).items():
             torch.testing.assert_close(weight, plain.weight[table].detach(), rtol=0, atol=1e-12)
@@ -217,7 +217,7 @@ OPTIMIZERS = ["sgd", "adagrad", "rowwise_adagrad", "adam"]
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_untouched_rows_and_their_state_stand_still(name: str) -> None:
+def test_untouched_rows_and_their_state_are_unchanged(name: str) -> None:
     ours = make(OptimizerSpec(name=name, lr=0.05), "float32")
     for step in range(3):
         loss_of(ours(batch(step)), step).backward()
@@ -328,7 +328,7 @@ def test_a_table_that_no_feature_reads() -> None:
 
 
 def test_no_memory_before_the_first_use() -> None:
-    # 40 TB: whoever touches it fails.
+    # 40 TB, so that any access fails.
     huge = TableSpec(name="huge", num_embeddings=10**11, embedding_dim=100)
     collection = EmbeddingBagCollection([huge], [FeatureSpec(name="f", table="huge")])
     assert "shards" not in vars(collection)
@@ -358,7 +358,7 @@ def test_inference_mode_first_and_training_after() -> None:
 
 
 def test_two_forwards_before_one_backward() -> None:
-    """Both looked up the same rows; each has its own optimizer step, the later forward first."""
+    """Both forward passes looked up the same rows. Each takes a separate optimizer step, the later one first."""
     ours, other = make(OptimizerSpec(name="sgd", lr=0.5)), make(OptimizerSpec(name="sgd", lr=0.5))
     a, b = ours(batch(0)), ours(batch(1))
     (loss_of(a, 0) + loss_of(b, 1)).backward()
@@ -413,22 +413,22 @@ def test_weights_of_ids_get_the_gradient_that_torch_gives(dtype: str) -> None:
     ours = EmbeddingBagCollection(tables(OptimizerSpec(name="sgd", lr=0.1), dtype), FEATURES)
     ids = batch(3)
     weights = torch.rand(ids.values.numel(), dtype=ours.dtype, requires_grad=True)
-    given = KeyedJaggedTensor(keys=ids.keys, values=ids.values, lengths=ids.lengths, weights=weights)
+    weighted_ids = KeyedJaggedTensor(keys=ids.keys, values=ids.values, lengths=ids.lengths, weights=weights)
     rows = {shard.spec.name: shard.weight.clone() for shard in ours.shards}
-    out = ours(given)
+    out = ours(weighted_ids)
     upstream = torch.randn(out.pooled.values.shape, dtype=ours.dtype)
     (out.pooled.values * upstream).sum().backward()
     expected = torch.zeros_like(weights)
     column = 0
     for feature in ours.groups[0].pooled_features:
-        width, own = DIMS[feature.table], given[feature.name]
-        start = given.key_offsets[given.keys.index(feature.name)]
-        for sample, bag in enumerate(own.lengths.split(1)):
+        width, feature_ids = DIMS[feature.table], weighted_ids[feature.name]
+        start = weighted_ids.key_offsets[weighted_ids.keys.index(feature.name)]
+        for sample, bag in enumerate(feature_ids.lengths.split(1)):
             count = int(bag)
-            taken = range(int(own.lengths[:sample].sum()), int(own.lengths[:sample].sum()) + count)
+            taken = range(int(feature_ids.lengths[:sample].sum()), int(feature_ids.lengths[:sample].sum()) + count)
             for at in taken if feature.weighted else ():
                 gradient = upstream[sample, column : column + width] / (count if feature.pooling == "mean" else 1)
-                expected[start + at] = (rows[feature.table][own.values[at]] * gradient).sum()
+                expected[start + at] = (rows[feature.table][feature_ids.values[at]] * gradient).sum()
         column += width
     assert weights.grad is not None and expected.count_nonzero() > 5
     torch.testing.assert_close(weights.grad, expected)

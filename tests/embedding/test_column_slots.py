@@ -1,5 +1,5 @@
-"""Column shards that hold the same rows in different slots exchange statistics by row, with the bits of shards that lie
-in order."""
+"""Tests of column shards with the same rows in different slots, which exchange statistics by row and give the bits of
+ordered shards."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MATRIX = product(
 
 
 def gather(parts: list[Tensor | None]) -> list[Tensor | None]:
-    """As ranks exchange them: blocks side by side, and a line belongs to the same row on both."""
+    """Concatenate the blocks as ranks do. A line belongs to the same row on both."""
     assert all(part is not None for part in parts)
     whole = torch.cat([part for part in parts if part is not None], dim=1)
     return [whole, whole]
@@ -61,17 +61,23 @@ def in_slots(rows: TableRows, row_ids: Tensor) -> TableRows:
 
 
 @pytest.mark.parametrize("case", sample(MATRIX, 24, seed=0))
-def test_column_shards_meet_by_row(case: dict[str, Any]) -> None:
+def test_column_shards_exchange_statistics_by_row(case: dict[str, Any]) -> None:
     random = np.random.default_rng(0)
     shards = column_shards(OPTIMIZERS[case["optimizer"]], case["dtype"])
-    resident, near, slots = [shard.rows for shard in shards], [shard.rows for shard in shards], [torch.arange(60)] * 2
+    resident, in_slot_order, slots = (
+        [shard.rows for shard in shards],
+        [shard.rows for shard in shards],
+        [torch.arange(60)] * 2,
+    )
     for k, name in enumerate(("first", "second")):
         if case["slots"] in ("both", name):
             row_ids = torch.from_numpy(random.permutation(60))
-            near[k], slots[k] = in_slots(near[k], row_ids), row_ids.argsort()
+            in_slot_order[k], slots[k] = in_slots(in_slot_order[k], row_ids), row_ids.argsort()
         else:
-            near[k] = replace(
-                near[k], weight=near[k].weight.clone(), state={n: s.clone() for n, s in near[k].state.items()}
+            in_slot_order[k] = replace(
+                in_slot_order[k],
+                weight=in_slot_order[k].weight.clone(),
+                state={n: s.clone() for n, s in in_slot_order[k].state.items()},
             )
     exact = torch.float64 if case["dtype"] == "float64" else torch.float32
     for step in range(1, STEPS + 1):
@@ -79,7 +85,7 @@ def test_column_shards_meet_by_row(case: dict[str, Any]) -> None:
         ids, source = torch.from_numpy(random.integers(0, 60, 900) // 2 * 2), torch.arange(900)
         gradient = torch.from_numpy(random.normal(size=(600 if case["pooled"] else 900, 48))).to(exact)
         hypers = [Hyper(0.1, step, 48)] * 2
-        for tables, place in ((resident, [torch.arange(60)] * 2), (near, slots)):
+        for tables, place in ((resident, [torch.arange(60)] * 2), (in_slot_order, slots)):
             sums = [
                 sum_contributions(
                     shard,
@@ -93,7 +99,7 @@ def test_column_shards_meet_by_row(case: dict[str, Any]) -> None:
                 for k, shard in enumerate(shards)
             ]
             update_rows(shards, tables, sums, hypers, gather, len(shards[0].optimizer.row_stats))
-        for there, here, slot_of in zip(resident, near, slots, strict=True):
+        for there, here, slot_of in zip(resident, in_slot_order, slots, strict=True):
             assert torch.equal(here.weight[slot_of], there.weight)
             for name, value in there.state.items():
                 assert torch.equal(here.state[name][slot_of], value)

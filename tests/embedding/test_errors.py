@@ -1,4 +1,4 @@
-"""What users get wrong, and what they read then."""
+"""Tests of error messages about wrong use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every script in examples/ runs as it stands; those that mention torchrun run on two ranks too."""
+"""Every script in examples/ runs unchanged. Scripts that mention torchrun also run on two ranks."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ COMMANDS = {
 
 
 def run(name: str, folder: Path) -> str:
-    """What it prints, in a folder that sees examples/."""
+    """Run a script in a folder with examples/, and return its output."""
     (folder / "examples").symlink_to(ROOT / "examples")
     program, *words = COMMANDS[name]
     return Command(folder, *words, program=program).succeed().out.read_text()
@@ -30,7 +30,7 @@ def test_there_are_examples() -> None:
 
 @pytest.mark.parametrize("name", [name for name in COMMANDS if not name.startswith("01_ten_lines-")])
 def test_example(name: str, tmp_path: Path) -> None:
-    assert run(name, tmp_path), "an example prints what it shows"
+    assert run(name, tmp_path), "an example prints its result"
 
 
 @pytest.mark.soak  # docs/several_ranks.md has torchrun in `make test`

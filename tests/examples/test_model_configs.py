@@ -1,4 +1,4 @@
-"""Every config in examples/configs/models/ is read, and its model is built for the columns of Criteo and scores."""
+"""Every config in examples/configs/models/ loads, and its model for the columns of Criteo computes scores."""
 
 from __future__ import annotations
 

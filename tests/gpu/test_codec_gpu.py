@@ -1,4 +1,4 @@
-"""Codecs on a GPU: the bytes of the reference, no wait for the device, CUDA graphs, and how near to a copy they are."""
+"""Tests of codecs on a GPU: bytes of the reference, no synchronization, CUDA graphs, and speed relative to a copy."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_decodes_the_numbers_of_the_reference(case: dict[str, Any]) -> None:
 
 
 def call(name: str, drawn: bool = False) -> tuple[Any, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Encoding 4096 x 1664 numbers and decoding them; what goes in, what is between, what comes out."""
+    """Return (function that encodes and decodes 4096 x 1664 numbers, numbers, codes, decoded numbers)."""
     codec, pieces, whole = CODECS[name], (64,) * 26, (0, 0, 0, 1664, 0)  # type: ignore[index]
     values, back = torch.randn(4096, 1664, device="cuda"), torch.zeros(4096, 1664, device="cuda")
     codes = torch.zeros(4096, codec.row_bytes(pieces), dtype=torch.uint8, device="cuda")
@@ -63,7 +63,7 @@ def test_the_host_does_not_wait_and_a_graph_follows_its_inputs(name: str) -> Non
 
 
 def seconds(run: Any) -> float:
-    """Of a call, over many."""
+    """Return the mean seconds of a call."""
     for _ in range(3):
         run()
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -76,8 +76,8 @@ def seconds(run: Any) -> float:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_speed_is_told(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Printed and not judged: other work may share the device."""
+def test_speed_is_printed(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Speed is printed without a limit, because other work may share the device."""
     for drawn in [False, True] if name in ("fp8", "int8") else [False]:
         run, values, codes, back = call(name, drawn)
         num_bytes = values.nbytes + 2 * codes.nbytes + back.nbytes

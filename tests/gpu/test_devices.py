@@ -1,4 +1,6 @@
-"""The same comparisons on a GPU. This folder needs torch, numpy, pytest and PYTHONPATH=src, and nothing else."""
+"""Tests of the embedding collection on a GPU.
+
+This folder needs torch, numpy, pytest and PYTHONPATH=src, and nothing else."""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ from meseta.sparse import KeyedJaggedTensor
 from meseta.spec import FeatureSpec, InitSpec, MesetaError, OptimizerSpec, Plan, TableSpec
 
 SOURCE = Path(__file__).parents[2] / "src"
-# MESETA_TEST_DEVICE=cpu runs the tests themselves where there is no GPU (the compiled core is needed then).
+# MESETA_TEST_DEVICE=cpu runs the tests without a GPU (the compiled core is needed then).
 DEVICE = os.environ.get("MESETA_TEST_DEVICE", "cuda")
 gpu = pytest.mark.skipif(DEVICE == "cuda" and not torch.cuda.is_available(), reason="torch sees no GPU here")
 
@@ -54,7 +56,7 @@ def tables(optimizer: str, dtype: str) -> list[TableSpec]:
 
 
 def batch(step: int, num_samples: int = 300) -> KeyedJaggedTensor:
-    """Some ids of a, b and d lie outside their tables."""
+    """Return a batch in which some ids of a, b and d are outside their tables."""
     random = np.random.default_rng(step)
     limits = {"a": 44, "b": 44, "c": 9, "d": 12}
     lengths = [random.integers(0, 5, num_samples) for _ in limits]
@@ -69,7 +71,7 @@ def batch(step: int, num_samples: int = 300) -> KeyedJaggedTensor:
 
 
 def train(embeddings: EmbeddingBagCollection | ShardedEmbeddingBagCollection, device: str) -> list[Tensor]:
-    """Outputs, tables and states after three steps."""
+    """Return outputs, tables and states after three steps."""
     results = []
     for step in range(3):
         out = embeddings(batch(step).to(device))
@@ -86,7 +88,7 @@ def train(embeddings: EmbeddingBagCollection | ShardedEmbeddingBagCollection, de
 
 
 class OnCpuByReference:
-    """The unsharded collection in float64 with the reference of coalesce, which needs no compiled core."""
+    """Unsharded collection in float64 with the reference of coalesce, which needs no compiled core."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("meseta.embedding.update.coalesce", coalesce_reference.coalesce)
@@ -201,7 +203,7 @@ def test_pooled_lookup_bucketize_and_policies() -> None:
     assert torch.equal(there.first_error.cpu(), first_error) and first_error[0] == 2
 
 
-# What a bare GPU machine lacks.
+# Packages that a GPU machine without the extras lacks.
 ABSENT = [
     "pyarrow",
     "pydantic",

@@ -1,5 +1,6 @@
-"""Triton kernels on a GPU: the cases of tests/ops, no wait for the device, CUDA graphs. Needs torch, numpy, pytest,
-triton and PYTHONPATH=src, and nothing else."""
+"""Tests of Triton kernels on a GPU: the cases of tests/ops, no synchronization, and CUDA graphs.
+
+They need torch, numpy, pytest, triton and PYTHONPATH=src, and nothing else."""
 
 from __future__ import annotations
 
@@ -50,13 +51,13 @@ UPDATES = product(
 
 
 def on_device(call: Any, step: int) -> Any:
-    """The same update with its uniforms, and the step, on the device, as CUDA graphs need them."""
+    """Return the update with its uniforms and step on the device, as CUDA graphs need them."""
     steps = torch.full((len(call.tables), 1), step, dtype=torch.float64)
     return replace(call, uniforms=torch.cat([call.uniforms, steps], dim=1).cuda(), step=-1)
 
 
 def captured(run: Callable[[], Any]) -> torch.cuda.CUDAGraph:
-    """A graph of `run`, which has run once on a side stream before, as torch's documentation asks."""
+    """Return a graph of `run`, after one run on a side stream, as torch's documentation requires."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -70,11 +71,11 @@ def captured(run: Callable[[], Any]) -> torch.cuda.CUDAGraph:
 
 @pytest.mark.parametrize("case", sample(LOOKUPS, 60, seed=1))
 def test_lookups(case: dict[str, Any]) -> None:
-    given = lookup_case(**case)
-    check_lookup(given, "cuda")
-    check_row_lookup(given, "cuda")
-    check_weight_gradient(given, "cuda")
-    check_repaired_ids(given, "cuda", case["seed"])
+    problem = lookup_case(**case)
+    check_lookup(problem, "cuda")
+    check_row_lookup(problem, "cuda")
+    check_weight_gradient(problem, "cuda")
+    check_repaired_ids(problem, "cuda", case["seed"])
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
@@ -128,8 +129,8 @@ def test_a_captured_lookup_follows_its_inputs() -> None:
 def test_a_captured_update_takes_new_gradients_and_a_new_step() -> None:
     from meseta.ops.row_update import triton
 
-    given = update_case(make_row_optimizer(SPECS["adam"]), dims=(16, 40), dtype=torch.bfloat16, num_samples=300)
-    call = on_device(copied(given, "cuda"), step=3)
+    first_call = update_case(make_row_optimizer(SPECS["adam"]), dims=(16, 40), dtype=torch.bfloat16, num_samples=300)
+    call = on_device(copied(first_call, "cuda"), step=3)
     before = [tensor.clone() for tensor in (*call.tables, *call.states)]
     graph = captured(lambda: triton.row_update(call))
     for tensor, old in zip((*call.tables, *call.states), before, strict=True):
@@ -138,14 +139,14 @@ def test_a_captured_update_takes_new_gradients_and_a_new_step() -> None:
     call.uniforms[:, -1] = 7
     graph.replay()
     got = [tensor.cpu() for tensor in (*call.tables, *call.states)]
-    expected = copied(replace(given, step=7), "cuda")
+    expected = copied(replace(first_call, step=7), "cuda")
     expected.gradients[0].neg_()
     triton.row_update(expected)
-    for mine, other in zip(got, (*expected.tables, *expected.states), strict=True):
-        assert torch.equal(mine, other.cpu())
+    for result, other in zip(got, (*expected.tables, *expected.states), strict=True):
+        assert torch.equal(result, other.cpu())
 
 
-def test_a_first_use_inside_a_capture_is_told() -> None:
+def test_a_first_use_inside_a_capture_is_refused() -> None:
     case = lookup_case(77, [16, 4], num_samples=3).to("cuda")
     pooled_lookup(case.tables[:1], case.ids[:0], torch.zeros(4, dtype=torch.int64, device="cuda"))
     graph = torch.cuda.CUDAGraph()

@@ -1,5 +1,6 @@
-"""Steps on a GPU: one wait of the host in each, copies beside the computation, and a loss that is no number leaves
-every bit. MESETA_TEST_DEVICE=cpu runs what can be run where there is no GPU, with a device that plays its part."""
+"""Tests of steps on a GPU: one synchronization per step, overlapped copies, and no update after a non-finite loss.
+
+MESETA_TEST_DEVICE=cpu runs the tests that need no GPU, with a simulated device."""
 
 from __future__ import annotations
 
@@ -78,29 +79,29 @@ def learned(pipeline: Pipeline) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("settled", [False, True])
 @pytest.mark.parametrize("case", sample(MATRIX, 16, seed=3))
-def test_a_loss_that_is_no_number_leaves_every_bit(case: dict[str, Any], settled: bool) -> None:
+def test_a_non_finite_loss_leaves_every_bit(case: dict[str, Any], settled: bool) -> None:
     bad = case.pop("bad") if "bad" in case else 0
     before, pipeline = make(**case), make(**case)
     list(before.steps(map(batch, range(bad))))
-    given, done = [batch(number) for number in range(bad + 3)], 0
-    given[bad].dense[5, 1] = torch.nan
+    batches, done = [batch(number) for number in range(bad + 3)], 0
+    batches[bad].dense[5, 1] = torch.nan
     with pytest.raises(LateNonFiniteLoss, match="nothing was updated"):
-        for _ in pipeline.steps(iter(given)):
+        for _ in pipeline.steps(iter(batches)):
             done += 1
             if settled:
                 pipeline.synchronize()
-    mine, other = learned(pipeline), learned(before)
-    assert mine.keys() == other.keys()
-    assert [name for name in mine if not torch.equal(mine[name], other[name])] == []
-    assert pipeline.model.embeddings.step == bad and pipeline.batch is given[bad] and done <= bad + 1
-    assert pipeline(batch(99)).num_samples == 64  # and goes on
+    state, other = learned(pipeline), learned(before)
+    assert state.keys() == other.keys()
+    assert [name for name in state if not torch.equal(state[name], other[name])] == []
+    assert pipeline.model.embeddings.step == bad and pipeline.batch is batches[bad] and done <= bad + 1
+    assert pipeline(batch(99)).num_samples == 64  # and continues
 
 
 @gpu
 @pytest.mark.parametrize("dense", ["sgd", "adagrad", "adam", "adamw"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_steady_step_has_one_wait(dense: str, dtype: str) -> None:
-    """That for the first refused id, or on several ranks for the counts. What has been waited for is read behind it."""
+    """The wait is for the first refused id, or on several ranks for the counts. Other values are read after it."""
     steps = make("rowwise_adagrad", dtype, dense).steps(map(batch, range(12)))
     for _ in range(6):
         next(steps)
@@ -131,7 +132,7 @@ def test_copies_on_a_side_stream_are_in_the_timeline(tiny: Path, tmp_path: Path)
 
 @gpu
 def test_a_copy_runs_beside_the_computation(tmp_path: Path) -> None:
-    """As the profiler sees it: copies of batches and kernels are in different streams."""
+    """The profiler shows copies of batches and kernels in different streams."""
     steps = make("sgd", "float32", "sgd").steps(map(batch, range(8)))
     next(steps)
     with warnings.catch_warnings():
@@ -144,6 +145,6 @@ def test_a_copy_runs_beside_the_computation(tmp_path: Path) -> None:
     profile.export_chrome_trace(str(path))
     events = json.loads(path.read_text())["traceEvents"]
     kernels = Counter(event["args"]["stream"] for event in events if event.get("cat") == "kernel")
-    [(computing, _)] = kernels.most_common(1)  # the other one fills what these tests leave no memory without
+    [(computing, _)] = kernels.most_common(1)  # the other one fills memory for which these tests leave no space
     copies = [event for event in events if event.get("cat") == "gpu_memcpy" and "HtoD" in event["name"]]
     assert any(event["args"]["stream"] != computing for event in copies), (kernels, copies)

@@ -1,4 +1,5 @@
-"""Whole runs on a GPU, by the commands a user types. Needs what Meseta needs; skipped on a bare GPU machine."""
+"""Tests of complete runs on a GPU by the command line. They need the dependencies of Meseta, and are skipped without
+them."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from sklearn.metrics import log_loss
 from bad_input.commands import Ended, run_here
 from small_run import final_checksum, settings, write_config
 
-# MESETA_TEST_DEVICE=cpu runs the tests themselves where there is no GPU.
+# MESETA_TEST_DEVICE=cpu runs the tests without a GPU.
 DEVICE = os.environ.get("MESETA_TEST_DEVICE", "cuda")
 pytestmark = pytest.mark.skipif(
     DEVICE == "cuda" and not torch.cuda.is_available(),
@@ -53,7 +54,7 @@ def command(*arguments: object) -> Ended:
 
 
 def run(tiny: Path, folder: Path, **changes: Any) -> tuple[Path, Path]:
-    """(config, run folder) of a run that has ended."""
+    """Train a run, and return (config, run folder)."""
     changes = {"device": DEVICE, "checkpoint__every_steps": 4, "checkpoint__keep_last": 10, **changes}
     config = write_config(folder / "c.yaml", settings(tiny, folder / "run", **changes))
     command("train", config)
@@ -61,12 +62,12 @@ def run(tiny: Path, folder: Path, **changes: Any) -> tuple[Path, Path]:
 
 
 def figure_of_test(run_dir: Path, name: str) -> Any:
-    """Of the test split, as the run has measured it."""
+    """Return a metric of the test split as measured by the run."""
     return json.loads((run_dir / "summary.json").read_text())["test"][name]
 
 
 def forget_after(run_dir: Path, step: int) -> None:
-    """As if the run had been killed after this step."""
+    """Make the run folder look as if the run had been killed after this step."""
     for path in (run_dir / "checkpoints").iterdir():
         if path.name > f"step-{step:09}":
             shutil.rmtree(path)
@@ -92,7 +93,7 @@ def test_runs_repeat_and_go_on_with_the_same_bits_and_learn_as_on_a_cpu(
         assert figure_of_test(first, name) == pytest.approx(figure_of_test(on_cpu, name), abs=tolerance)
 
 
-def test_rows_that_lie_in_dram_are_trained_to_the_same_bits(tiny: Path, tmp_path: Path) -> None:
+def test_rows_in_dram_are_trained_to_the_same_bits(tiny: Path, tmp_path: Path) -> None:
     _, in_memory = run(tiny, tmp_path / "memory")
     _, cached = run(tiny, tmp_path / "cached", plan={"tables": CACHED})
     lines = [json.loads(line) for line in (cached / "metrics.jsonl").read_text().splitlines()]
@@ -100,7 +101,7 @@ def test_rows_that_lie_in_dram_are_trained_to_the_same_bits(tiny: Path, tmp_path
     assert final_checksum(cached) == final_checksum(in_memory)
 
 
-def test_a_run_goes_from_one_device_to_the_other(tiny: Path, tmp_path: Path) -> None:
+def test_a_run_moves_from_one_device_to_the_other(tiny: Path, tmp_path: Path) -> None:
     _, run_dir = run(tiny, tmp_path)
     logloss = figure_of_test(run_dir, "logloss")
     forget_after(run_dir, step=8)
@@ -108,8 +109,8 @@ def test_a_run_goes_from_one_device_to_the_other(tiny: Path, tmp_path: Path) -> 
     assert figure_of_test(run_dir, "logloss") == pytest.approx(logloss, abs=1e-4)
 
 
-def test_one_rank_is_verified_on_its_own_device(tiny: Path, tmp_path: Path) -> None:
-    """Equal bits are promised there, which a CPU and a GPU have not."""
+def test_one_rank_is_verified_on_its_device(tiny: Path, tmp_path: Path) -> None:
+    """Equal bits are guaranteed on the same device, but not between CPU and GPU."""
     config = write_config(tmp_path / "c.yaml", settings(tiny, tmp_path / "run", device=DEVICE))
     command("verify", config, "--nproc", "1", "--steps", "3")
 

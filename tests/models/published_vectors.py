@@ -1,4 +1,4 @@
-"""Makes tests/models/published_vectors.npz: outputs and gradients of published models on weights that are stored too.
+"""Make tests/models/published_vectors.npz: outputs and gradients of published models on weights that are stored too.
 
     PEER_PYTHON tests/models/published_vectors.py tests/models/published_vectors.npz
 
@@ -35,12 +35,12 @@ CROSSES: dict[str, Callable[[], nn.Module]] = {
 
 
 def drawn(*shape: int) -> Tensor:
-    """Numbers of few digits, which float32 holds as the file does."""
+    """Return numbers of few digits, which are exact in float32."""
     return (torch.randn(shape) * 256).round() / 512
 
 
 def record(case: str, model: nn.Module, inputs: dict[str, Tensor], call: Callable[[], Tensor]) -> dict[str, Any]:
-    """What the case is given and gives. `inputs` are those with gradients, `call` runs the model on them."""
+    """Record inputs, outputs and gradients of a case. `inputs` have gradients, and `call` runs the model on them."""
     stored = {}
     for parameter in model.parameters():
         parameter.data.copy_(drawn(*parameter.shape))
@@ -74,7 +74,7 @@ def dlrm_dcn() -> dict[str, Any]:
 
 
 def deepctr(case: str, make: Callable[..., nn.Module], **options: Any) -> dict[str, Any]:
-    """Its logits, before the sigmoid; the linear part that it adds reads no column."""
+    """Return the logits of a DeepCTR model. Its linear part reads no column."""
     columns = [*(SparseFeat(f"f{i}", ROWS, DIM) for i in range(2)), DenseFeat("x", 2)]
     model = make([], columns, cross_num=2, dnn_hidden_units=(5, 4), **options)
     ids = torch.randint(0, ROWS, (BATCH, 2))

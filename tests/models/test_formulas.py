@@ -1,4 +1,4 @@
-"""FM and its kin, AutoInt and MMoE against their papers' formulas, written as loops over samples and pairs."""
+"""Tests of FM and related models, AutoInt and MMoE against loops over the formulas of their papers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Array = np.ndarray
 
 
 def random_weights(model: nn.Module) -> nn.Module:
-    """float64, and no zeros left in which a wrong place would not show."""
+    """Return float64 weights without zeros, which would hide errors of order."""
     model.double()
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.5)
@@ -42,7 +42,7 @@ def softmax(x: Array) -> Array:
 
 
 def samples(model: nn.Module, num_features: int, batch_size: int) -> tuple[Array, Array, Array]:
-    """(dense [B, n], pooled [B, sum of D], what the model makes of them)."""
+    """Return (dense [B, n], pooled [B, sum of D], outputs of the model)."""
     dense, sparse = some_dense(batch_size, 2), some_ids(num_features, batch_size)
     return number(dense), number(model.embeddings(sparse).pooled.values), number(model(dense, sparse))
 
@@ -112,7 +112,7 @@ def test_wide_deep_adds_a_line_and_an_mlp(batch_size: int) -> None:
 def test_xdeepfm_compresses_products_of_rows(
     monkeypatch: pytest.MonkeyPatch, batch_size: int, cin_layers: tuple[int, ...]
 ) -> None:
-    monkeypatch.setattr(xdeepfm, "MAX_CHUNK_ELEMENTS", 1)  # or a cache holds all of these samples
+    monkeypatch.setattr(xdeepfm, "MAX_CHUNK_ELEMENTS", 1)  # otherwise a cache holds all of these samples
     model = random_weights(XDeepFM(OneRowEach([4, 4, 4]), num_dense=2, cin_layers=cin_layers, deep_mlp=(6, 5)))
     dense, pooled, logits = samples(model, 3, batch_size)
     expected = []
@@ -133,8 +133,8 @@ def test_xdeepfm_compresses_products_of_rows(
 
 
 @pytest.mark.parametrize("num_outputs", [2, 7], ids=["sums_first", "products_first"])
-def test_the_way_back_of_a_compressed_layer(monkeypatch: pytest.MonkeyPatch, num_outputs: int) -> None:
-    """By torch.autograd, of all samples at once."""
+def test_the_backward_pass_of_a_compressed_layer(monkeypatch: pytest.MonkeyPatch, num_outputs: int) -> None:
+    """Compares with torch.autograd over the whole batch."""
     monkeypatch.setattr(xdeepfm, "MAX_CHUNK_ELEMENTS", 1)
     generator = torch.Generator().manual_seed(5)
     shapes = (2 * xdeepfm.MIN_CHUNK_SAMPLES + 1, 3, 4), (2 * xdeepfm.MIN_CHUNK_SAMPLES + 1, 3, 5), (num_outputs, 20)
@@ -142,10 +142,10 @@ def test_the_way_back_of_a_compressed_layer(monkeypatch: pytest.MonkeyPatch, num
         torch.randn(shape, dtype=torch.float64, generator=generator, requires_grad=True) for shape in shapes
     )
     expected = torch.einsum("bdi,bdj,oij->bdo", x, first, weight.view(num_outputs, 4, 5))
-    found = xdeepfm.cin_layer(x, first, weight)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-    weights = torch.rand(found.shape, dtype=torch.float64, generator=generator)
-    pairs = (torch.autograd.grad(out, [x, first, weight], weights) for out in (found, expected))
+    outputs = xdeepfm.cin_layer(x, first, weight)
+    torch.testing.assert_close(outputs, expected, rtol=1e-12, atol=1e-12)
+    weights = torch.rand(outputs.shape, dtype=torch.float64, generator=generator)
+    pairs = (torch.autograd.grad(out, [x, first, weight], weights) for out in (outputs, expected))
     for one, other in zip(*pairs, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
@@ -158,9 +158,9 @@ def interact(layer: nn.Module, fields: list[Array], num_heads: int) -> list[Arra
     for field in fields:
         heads = []
         for head in range(num_heads):
-            own = slice(head * width, (head + 1) * width)
-            attention = softmax(np.array([(query[own] @ field) @ (key[own] @ other) for other in fields]))
-            heads.append(sum(a * (value[own] @ other) for a, other in zip(attention, fields, strict=True)))
+            columns = slice(head * width, (head + 1) * width)
+            attention = softmax(np.array([(query[columns] @ field) @ (key[columns] @ other) for other in fields]))
+            heads.append(sum(a * (value[columns] @ other) for a, other in zip(attention, fields, strict=True)))
         result.append(np.maximum(np.concatenate(heads) + number(layer.residual.weight) @ field, 0.0))
     return result
 

@@ -1,4 +1,4 @@
-"""Dropout and batch norm in one process: against torch's own, the law of the masks, and who must be told what."""
+"""Tests of dropout and batch norm in one process: torch's layers, the distribution of masks, and errors."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def on_rank(rank: int, sizes: tuple[int, ...], step: int = 0) -> BatchSlice:
 
 @pytest.mark.parametrize("width", [0, 1, 2, 7, 64])
 @pytest.mark.parametrize("sizes", [(6, 0, 1), (2, 2, 3), (0, 0, 7)])
-def test_a_sample_has_one_mask_wherever_it_lies(sizes: tuple[int, ...], width: int) -> None:
+def test_the_mask_of_a_sample_is_independent_of_its_place(sizes: tuple[int, ...], width: int) -> None:
     whole = dropout_mask(0.4, 3, "top_mlp.0", one_rank(7, 11), width)
     assert whole.shape == (7, width)
     parts = [dropout_mask(0.4, 3, "top_mlp.0", on_rank(r, sizes, 11), width) for r in range(3)]
@@ -89,26 +89,26 @@ def test_kept_values_grow_and_gradients_follow_the_mask(dtype: torch.dtype) -> N
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-5)])
 def test_batch_norm_is_that_of_torch_on_one_rank(dtype: torch.dtype, tolerance: float) -> None:
-    mine, torchs = SyncBatchNorm(5).to(dtype), nn.BatchNorm1d(5, dtype=dtype)
+    layer, torchs = SyncBatchNorm(5).to(dtype), nn.BatchNorm1d(5, dtype=dtype)
     close: Any = {"rtol": tolerance, "atol": tolerance}
     with torch.no_grad():
-        for module in (mine, torchs):
+        for module in (layer, torchs):
             module.weight.copy_(torch.linspace(-1, 2, 5))
             module.bias.copy_(torch.linspace(3, 1, 5))
     for step in range(3):
         data = torch.randn(8, 5, dtype=dtype) * (1 + step) + 10
         x, y = data.clone().requires_grad_(), data.clone().requires_grad_()
-        outputs = mine(x, one_rank(8)), torchs(y)
+        outputs = layer(x, one_rank(8)), torchs(y)
         torch.testing.assert_close(*outputs, **close)
         upstream = torch.randn(8, 5, dtype=dtype)
         for output in outputs:
             output.backward(upstream)
         torch.testing.assert_close(x.grad, y.grad, **close)
         for name in ("weight", "bias"):
-            torch.testing.assert_close(getattr(mine, name).grad, getattr(torchs, name).grad, **close)
+            torch.testing.assert_close(getattr(layer, name).grad, getattr(torchs, name).grad, **close)
         for name in ("running_mean", "running_var"):
-            torch.testing.assert_close(getattr(mine, name), getattr(torchs, name), **close)
-    torch.testing.assert_close(mine(data, None), torchs.eval()(data), **close)
+            torch.testing.assert_close(getattr(layer, name), getattr(torchs, name), **close)
+    torch.testing.assert_close(layer(data, None), torchs.eval()(data), **close)
 
 
 def test_batch_norm_gradients_equal_finite_differences() -> None:
@@ -177,7 +177,7 @@ def test_a_hidden_layer_is_linear_norm_relu_dropout(relu_last: bool) -> None:
     torch.testing.assert_close(stack(data), expected, rtol=0, atol=1e-12)
 
 
-def test_a_stack_that_is_not_told_where_its_samples_lie() -> None:
+def test_a_stack_without_the_position_of_its_samples() -> None:
     for options in (MLPOptions(dropout=0.5), MLPOptions(batch_norm=True)):
         stack = MLP([3, 4, 1], relu_last=False, options=options, name="deep")
         with pytest.raises(
@@ -228,7 +228,7 @@ def tables(dim: int) -> EmbeddingBagCollection:
     )
 
 
-def test_a_loss_that_is_no_number_leaves_the_running_statistics() -> None:
+def test_a_non_finite_loss_leaves_the_running_statistics() -> None:
     options = MLPOptions(batch_norm=True)
     model = DLRM(tables(3), num_dense=2, bottom_mlp=(4, 3), top_mlp=(4,), options=options)
     step = Pipeline(model, torch.optim.SGD(model.parameters(), lr=0.1), World.single())

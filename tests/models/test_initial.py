@@ -1,4 +1,4 @@
-"""Initial numbers of dense parameters by pattern: where they come from, and which pattern decides."""
+"""Tests of initial dense parameters by pattern: their generator and the order of patterns."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def dense_part(tiny: Path, tmp_path: Path, **changes: Any) -> dict[str, Tensor]:
 
 
 def drawn(draw: Any, name: str, shape: torch.Size) -> Tensor:
-    """Of (seed 3, name, shape) alone: a generator with 63 bits of BLAKE2b of "3/name" as its seed."""
+    """Draw numbers that depend on (seed 3, name, shape) alone, seeded by 63 bits of BLAKE2b of "3/name"."""
     digest = hashlib.blake2b(f"3/{name}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
     return draw(shape, dtype=torch.float64, generator=generator)
@@ -43,24 +43,24 @@ def test_patterns_decide_how_parameters_start(tiny: Path, tmp_path: Path) -> Non
         "bottom_mlp.[0-9].weight": {"scale": 0.01},
         "top_mlp.0.weight": {"kind": "uniform", "scale": 2.0},
     }
-    plain, found = dense_part(tiny, tmp_path), dense_part(tiny, tmp_path, dense__init=init)
-    assert plain.keys() == found.keys()
-    for name, parameter in found.items():
+    plain, parameters = dense_part(tiny, tmp_path), dense_part(tiny, tmp_path, dense__init=init)
+    assert plain.keys() == parameters.keys()
+    for name, parameter in parameters.items():
         if name.endswith("bias"):
-            wanted = torch.full_like(parameter, -0.25)
+            expected = torch.full_like(parameter, -0.25)
         elif name == "top_mlp.0.weight":
-            wanted = (drawn(torch.rand, name, parameter.shape) * 2 - 1) * 2.0
+            expected = (drawn(torch.rand, name, parameter.shape) * 2 - 1) * 2.0
         elif name.startswith("top_mlp"):
-            wanted = drawn(torch.randn, name, parameter.shape) * 0.5
+            expected = drawn(torch.randn, name, parameter.shape) * 0.5
         else:
-            wanted = (drawn(torch.rand, name, parameter.shape) * 2 - 1) * 0.01
-        torch.testing.assert_close(parameter, wanted.float(), rtol=1e-6, atol=0)
+            expected = (drawn(torch.rand, name, parameter.shape) * 2 - 1) * 0.01
+        torch.testing.assert_close(parameter, expected.float(), rtol=1e-6, atol=0)
     one = {"bottom_mlp.0.weight": {"kind": "normal", "scale": 0.1}}
-    found = dense_part(tiny, tmp_path, dense__init=one)
-    assert [name for name in plain if not torch.equal(plain[name], found[name])] == list(one)
+    parameters = dense_part(tiny, tmp_path, dense__init=one)
+    assert [name for name in plain if not torch.equal(plain[name], parameters[name])] == list(one)
 
 
-def test_patterns_that_meet_nothing_are_refused(tiny: Path, tmp_path: Path) -> None:
+def test_patterns_without_a_match_are_refused(tiny: Path, tmp_path: Path) -> None:
     with pytest.raises(MesetaError, match=r"^config: dense.init 'top_mlp.0.wight' matches no parameter; did you mean "):
         dense_part(tiny, tmp_path, dense__init={"top_mlp.0.wight": {"scale": 0.1}})
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""The models that lead published comparisons against loops over their papers' formulas: outputs, and all gradients.
+"""Tests of recent interaction models against loops over the formulas of their papers: outputs and all gradients.
 
 A loop scores one sample, from its dense inputs and its pooled rows, in float64; torch differentiates it.
 """
@@ -25,7 +25,7 @@ BATCHES = pytest.mark.parametrize("batch_size", [0, 1, 3])
 
 
 def check(model: nn.Module, loop: Loop, batch_size: int, num_dense: int = 2) -> None:
-    """Equal to 1e-10, on weights without zeros in which a wrong place would not show."""
+    """Check equality to 1e-10. Weights have no zeros, which would hide errors of order."""
     model.double()
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
@@ -35,17 +35,17 @@ def check(model: nn.Module, loop: Loop, batch_size: int, num_dense: int = 2) -> 
     pooled = model.embeddings(some_ids(num_features, batch_size)).pooled.values.detach().requires_grad_()
     parameters = {n: p for n, p in model.named_parameters() if not n.startswith("embeddings.")}
     leaves = {"pooled": pooled, **parameters} | ({"dense": dense} if num_dense else {})
-    found = model.score(dense, pooled)
-    assert found.shape == (batch_size,)
+    logits = model.score(dense, pooled)
+    assert logits.shape == (batch_size,)
     if not batch_size:
         return
-    wanted = torch.stack([loop(model, x, rows) for x, rows in zip(dense, pooled, strict=True)])
+    expected = torch.stack([loop(model, x, rows) for x, rows in zip(dense, pooled, strict=True)])
     weights = torch.arange(1.0, batch_size + 1, dtype=torch.float64)
-    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
-    ours = torch.autograd.grad((found * weights).sum(), list(leaves.values()))
-    theirs = torch.autograd.grad((wanted * weights).sum(), list(leaves.values()))
-    for name, mine, exact in zip(leaves, ours, theirs, strict=True):
-        torch.testing.assert_close(mine, exact, rtol=1e-10, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
+    torch.testing.assert_close(logits, expected, rtol=1e-10, atol=1e-10)
+    ours = torch.autograd.grad((logits * weights).sum(), list(leaves.values()))
+    expected_gradients = torch.autograd.grad((expected * weights).sum(), list(leaves.values()))
+    for name, gradient, exact in zip(leaves, ours, expected_gradients, strict=True):
+        torch.testing.assert_close(gradient, exact, rtol=1e-10, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def mlp(x: Tensor, stack: nn.Module, *, relu_last: bool = False) -> Tensor:
@@ -81,15 +81,15 @@ def low_rank(cross: Any, x0: Tensor) -> Tensor:
 
 
 def mixture(cross: Any, x0: Tensor) -> Tensor:
-    """Expert by expert, as equations 3 and 4 of arXiv 2008.13535 have it."""
+    """Compute equations 3 and 4 of arXiv 2008.13535, expert by expert."""
     x = x0
     for gates, down, inner, up in zip(cross.gates, cross.down, cross.inner, cross.up, strict=True):
         rank, total = len(inner[0]), x
         share = (gates.weight @ x).exp() / (gates.weight @ x).exp().sum()
         for i, c in enumerate(inner):
-            own = slice(i * rank, (i + 1) * rank)
-            inside = cross.activate(c @ cross.activate(down.weight[own] @ x))
-            total = total + share[i] * (x0 * (up.weight[:, own] @ inside + up.bias))
+            columns = slice(i * rank, (i + 1) * rank)
+            inside = cross.activate(c @ cross.activate(down.weight[columns] @ x))
+            total = total + share[i] * (x0 * (up.weight[:, columns] @ inside + up.bias))
         x = total
     return x
 
@@ -131,14 +131,14 @@ def test_gdcn(structure: Any, batch_size: int) -> None:
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Equation 4 of arXiv 1607.06450, of one vector."""
+    """Compute equation 4 of arXiv 1607.06450 for one vector."""
     mean = x.sum() / len(x)
     variance = ((x - mean) ** 2).sum() / len(x)
     return (x - mean) / (variance + 1e-5).sqrt() * weight + bias
 
 
 def field_vectors(model: Any, dense: Tensor, rows: Tensor) -> list[Tensor]:
-    """x_j v_j of dense inputs, then the pooled rows of every feature."""
+    """Return x_j v_j of dense inputs, then the pooled rows of every feature."""
     width = model.fields.width
     return [*(x * v for x, v in zip(dense, model.fields.dense_vectors, strict=True)), *rows.split(width)]
 
@@ -262,10 +262,12 @@ def self_attention(module: Any, vectors: list[Tensor]) -> list[Tensor]:
     seen = []
     for e in vectors:
         pieces = []
-        for own in (slice(h * width, (h + 1) * width) for h in range(heads)):
-            scores = torch.stack([(part.query.weight[own] @ e) @ (part.key.weight[own] @ other) for other in vectors])
+        for columns in (slice(h * width, (h + 1) * width) for h in range(heads)):
+            scores = torch.stack(
+                [(part.query.weight[columns] @ e) @ (part.key.weight[columns] @ other) for other in vectors]
+            )
             attention = scores.exp() / scores.exp().sum()
-            pieces.append(sum(a * (part.value.weight[own] @ o) for a, o in zip(attention, vectors, strict=True)))
+            pieces.append(sum(a * (part.value.weight[columns] @ o) for a, o in zip(attention, vectors, strict=True)))
         seen.append((torch.cat(pieces) + part.residual.weight @ e).clamp(min=0.0))
     return mix(module.mix, seen)
 
@@ -321,7 +323,7 @@ def dhen(model: DHEN, dense: Tensor, rows: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("kind", MODULES)
 def test_dhen_of_one_interaction(kind: Any) -> None:
-    """Three vectors of width 4, then three again by the shortcut X, in two layers."""
+    """Two layers have three vectors of width 4 each, the second through the shortcut X."""
     shape = DHENShape(num_layers=2, interactions={kind: 3}, num_channels=2)
     check(DHEN(OneRowEach([4, 4]), num_dense=2, bottom_mlp=(3,), shape=shape, top_mlp=()), dhen, 2)
 

@@ -1,4 +1,4 @@
-"""The models that lead published comparisons: layer norm, what training does to hidden layers, threads, refusals."""
+"""Tests of recent interaction models: layer norm, hidden layers in training, threads and errors."""
 
 from __future__ import annotations
 
@@ -52,15 +52,15 @@ def dense_parameters(model: nn.Module) -> dict[str, Tensor]:
 
 
 def scored(model: Any, size: int = 70) -> dict[str, Tensor]:
-    """Logits, and gradients of everything dense and of what was looked up."""
+    """Return logits and the gradients of dense parameters, dense inputs and pooled embeddings."""
     dtype = next(iter(dense_parameters(model).values())).dtype
     generator = torch.Generator().manual_seed(1)
     pooled = torch.randn(size, 12, generator=generator).to(dtype).requires_grad_()
     model.zero_grad()
     logits = model.score(some_dense(size, model.num_dense).to(dtype), pooled)
     logits.square().mean().backward()
-    found = {n: p.grad for n, p in model.named_parameters() if not n.startswith("embeddings.")}
-    return {"logits": logits.detach(), "pooled": pooled.grad, **found}
+    gradients = {n: p.grad for n, p in model.named_parameters() if not n.startswith("embeddings.")}
+    return {"logits": logits.detach(), "pooled": pooled.grad, **gradients}
 
 
 # Layer norm
@@ -76,10 +76,10 @@ def test_layer_norm_is_that_of_torch(shape: tuple[int, ...], size: int) -> None:
     expected = functional.layer_norm(x, shape[-1:]) * layer.weight + layer.bias
     cotangent = torch.randn_like(x)
     leaves = [x, layer.weight, layer.bias]
-    wanted = torch.autograd.grad(expected, leaves, cotangent)
+    expected_gradients = torch.autograd.grad(expected, leaves, cotangent)
     torch.testing.assert_close(layer(x), expected, rtol=0, atol=1e-12)
-    for mine, exact in zip(torch.autograd.grad(layer(x), leaves, cotangent), wanted, strict=True):
-        torch.testing.assert_close(mine, exact, rtol=0, atol=1e-11)
+    for gradient, exact in zip(torch.autograd.grad(layer(x), leaves, cotangent), expected_gradients, strict=True):
+        torch.testing.assert_close(gradient, exact, rtol=0, atol=1e-11)
     assert layer.float()(x.detach().bfloat16()).dtype == torch.bfloat16
 
 
@@ -103,7 +103,7 @@ def test_a_factorized_layer_is_followed_by_norm_and_dropout(residual: Any) -> No
     torch.testing.assert_close(block(data, batch), expected, rtol=0, atol=1e-12)
 
 
-def test_each_block_also_learns_what_both_say() -> None:
+def test_each_block_also_learns_the_combined_prediction() -> None:
     model = made("final").double()
     assert model.loss_terms == ("first_block", "second_block") and not made("final", blocks=((6,),)).loss_terms
     assert not made("final", shape=FinalShape(mutual_loss=False)).loss_terms
@@ -115,20 +115,20 @@ def test_each_block_also_learns_what_both_say() -> None:
         q = said.sigmoid()
         torch.testing.assert_close(term, -(p * q.log() + (1 - p) * (1 - q).log()), rtol=0, atol=1e-12)
     of_both = torch.autograd.grad(sum(term.sum() for term in terms.values()), pooled, retain_graph=True)[0]
-    wanted = torch.zeros_like(pooled)  # the target has no gradient
+    expected = torch.zeros_like(pooled)  # the target has no gradient
     for said in model.block_logits(model.encode_dense(dense), pooled).T:
-        wanted = wanted + torch.autograd.grad(said, pooled, said.detach().sigmoid() - p, retain_graph=True)[0]
-    torch.testing.assert_close(of_both, wanted, rtol=0, atol=1e-12)
+        expected = expected + torch.autograd.grad(said, pooled, said.detach().sigmoid() - p, retain_graph=True)[0]
+    torch.testing.assert_close(of_both, expected, rtol=0, atol=1e-12)
 
 
 def stacks(name: str) -> set[str]:
-    """Names under which hidden layers of a model draw their masks."""
+    """Return the names under which hidden layers of a model draw their masks."""
     model = made(name, options=MLPOptions(dropout=0.5))
     hidden = (part for part in model.modules() if isinstance(part, HiddenLayers) and part.options.dropout)
     return {f"{part.name}.{index}" for part in hidden for index in range(part.num_hidden)}
 
 
-def test_every_hidden_layer_has_masks_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_hidden_layer_has_separate_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[str] = []
 
     def watched(rate: float, seed: int, layer: str, batch: BatchSlice, width: int) -> Tensor:
@@ -168,9 +168,9 @@ def test_initial_weights_are_a_function_of_seed_and_name(name: str) -> None:
 def test_bfloat16_and_float32_stay_close_to_float64(name: str) -> None:
     exact = scored(made(name).double())
     for dtype, smallest, largest in (("float32", 1e-9, 5e-6), ("bfloat16", 1e-4, 0.1)):
-        found = scored(made(name, options=MLPOptions(dtype=dtype)))
-        assert all(tensor.dtype == torch.float32 for tensor in found.values())
-        error = sum(float((found[key] - exact[key]).square().sum()) for key in exact) ** 0.5
+        scores = scored(made(name, options=MLPOptions(dtype=dtype)))
+        assert all(tensor.dtype == torch.float32 for tensor in scores.values())
+        error = sum(float((scores[key] - exact[key]).square().sum()) for key in exact) ** 0.5
         whole = sum(float(tensor.square().sum()) for tensor in exact.values()) ** 0.5
         assert smallest < error / whole < largest
 
@@ -191,9 +191,9 @@ def test_no_dense_inputs_and_no_samples(name: str) -> None:
     bare = made(name, num_dense=0)
     assert not [key for key in dense_parameters(bare) if key.startswith("bottom")]
     assert scored(bare, 3)["logits"].isfinite().all()
-    found = made(name).score(torch.zeros(0, 3), torch.zeros(0, 12, requires_grad=True))
-    assert found.shape == (0,)
-    found.sum().backward()
+    logits = made(name).score(torch.zeros(0, 3), torch.zeros(0, 12, requires_grad=True))
+    assert logits.shape == (0,)
+    logits.sum().backward()
 
 
 # Refusals
@@ -207,7 +207,7 @@ def refused(make: Callable[[], Any], *words: str) -> None:
         assert word in str(caught.value), str(caught.value)
 
 
-def test_what_does_not_fit_is_named() -> None:
+def test_mismatched_arguments_are_named() -> None:
     for model in ("DCNv2", "GDCN"):
         key = "dcnv2 full" if model == "DCNv2" else "gdcn"
         refused(lambda k=key: made(k, structure="parallel", deep_mlp=()), f"{model}: deep_mlp is empty", "'stacked'")
@@ -240,7 +240,7 @@ def test_streams_that_do_not_fit_are_named() -> None:
     refused(lambda: made("final", blocks=((6,),) * 3), "layer widths of one or two blocks")
 
 
-def test_interactions_that_do_not_meet_are_named() -> None:
+def test_interactions_that_do_not_fit_are_named() -> None:
     def shape(**changes: Any) -> DHENShape:
         return DHENShape(**changes)
 

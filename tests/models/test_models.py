@@ -1,4 +1,4 @@
-"""The models against plain numpy arithmetic, literal values, numerical gradients and the widths they must refuse."""
+"""Tests of models against numpy, literal values, numerical gradients, and of refused widths."""
 
 from functools import partial
 from typing import Any
@@ -83,7 +83,7 @@ def test_dcnv2_equals_loops_in_numpy(batch_size: int) -> None:
     embeddings = OneRowEach([3, 5])  # mixed widths are fine here
     model = DLRMDCNv2(embeddings, num_dense=2, bottom_mlp=(6, 4), top_mlp=(8, 5), cross=(3, 2), seed=5).double()
     for up in model.cross.up:
-        nn.init.normal_(up.bias)  # they start at zero, where a wrong place would not show
+        nn.init.normal_(up.bias)  # they start at zero, which would hide errors of order
     dense, sparse = some_dense(batch_size, 2), some_ids(2, batch_size)
     pooled = embeddings(sparse).pooled.values.detach().numpy()
     x0 = np.concatenate([numpy_mlp(dense.numpy(), model, "bottom_mlp", relu_last=True), pooled], axis=1)
@@ -131,8 +131,8 @@ def test_gradients_equal_finite_differences(index: int) -> None:
     model = small_models()[index].double()
     for parameter in model.parameters():
         nn.init.normal_(parameter)
-    dense = some_dense(3, 2).requires_grad_()
-    pooled = model.embeddings(some_ids(2, 3)).pooled.values.detach().requires_grad_()
+    dense = some_dense(2, 2).requires_grad_()
+    pooled = model.embeddings(some_ids(2, 2)).pooled.values.detach().requires_grad_()
     weights = {n: p for n, p in model.named_parameters() if not n.startswith("embeddings.")}
 
     def score(dense: Tensor, pooled: Tensor, *values: Tensor) -> Tensor:
@@ -143,7 +143,7 @@ def test_gradients_equal_finite_differences(index: int) -> None:
 
 
 class Scorer(nn.Module):
-    """Makes `score` callable through functional_call."""
+    """Module whose forward pass is `score`, for functional_call."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -175,7 +175,7 @@ def test_no_dense_inputs_and_no_samples(name: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_without_dense_inputs_nothing_stands_in_their_place(dtype: Any) -> None:
+def test_without_dense_inputs_no_layer_replaces_them(dtype: Any) -> None:
     """The top MLP of DLRM reads the products of pairs of embeddings; no layer is made of biases alone."""
     embeddings, pooled = OneRowEach([4, 4, 4]), torch.randn(5, 12)
     for name in ("dlrm", "dlrm_dcnv2"):
@@ -215,7 +215,7 @@ def dense_parameters(model: nn.Module) -> dict[str, Tensor]:
     return {n: p.detach() for n, p in model.named_parameters() if not n.startswith("embeddings.")}
 
 
-def test_factory_builds_what_the_config_says() -> None:
+def test_factory_builds_the_configured_model() -> None:
     types = [type(built(config, 0)) for config in CONFIGS]
     assert types == [DLRM, DLRM, DLRMDCNv2, FM, DeepFM, WideDeep, XDeepFM, AutoInt, MMoE, LogisticRegression]
     assert [config.table_width() for config in CONFIGS] == [4, 4, 4, 5, 5, 5, 5, 4, 4, 1]
@@ -298,7 +298,7 @@ def test_float32_and_bfloat16_stay_close_to_float64(config: ModelConfig, dtype: 
             (logits.detach(), leaf.grad, *(p.grad for n, p in model.named_parameters() if "embeddings" not in n))
         )
         assert all(tensor.dtype == precision for tensor in results[-1])
-    errors = [float((mine - exact).norm() / exact.norm()) for exact, mine in zip(*results, strict=True)]
+    errors = [float((result - exact).norm() / exact.norm()) for exact, result in zip(*results, strict=True)]
     smallest, largest = (1e-9, 2e-6) if dtype == "float32" else (1e-4, 0.1)
     assert smallest < max(errors) < largest  # the precision asked for, neither more nor less
 

@@ -1,4 +1,4 @@
-"""A user's own class by import path: built, tried, refused in one line."""
+"""Tests of user-defined model classes by import path, and of one-line errors about them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def make(name: str, labels: tuple[str, ...] = ("label",), seed: int = 0, **optio
     return make_model(config, OneRowEach([4, 4]), 3, seed, labels=labels)
 
 
-def test_it_gets_what_the_page_says_and_starts_from_the_seed() -> None:
+def test_a_custom_model_gets_the_documented_arguments_and_the_seed() -> None:
     torch.manual_seed(1)
     before = torch.get_rng_state()
     first = make("own_models:Plain", seed=5, scale=2.0)
@@ -62,13 +62,13 @@ def test_it_gets_what_the_page_says_and_starts_from_the_seed() -> None:
         ("own_models:Breaks", r"score, on 2 samples of zeros, failed with RuntimeError: .*shapes.*functional|linear"),
     ],
 )
-def test_what_is_wrong_with_it_is_told_in_one_line(name: str, message: str) -> None:
+def test_errors_of_custom_models_are_one_line(name: str, message: str) -> None:
     with pytest.raises(MesetaError, match=message) as caught:
         make(name)
     assert str(caught.value).startswith(f"model.name {name!r}: ")
 
 
-def test_what_comes_before_the_embeddings_is_found_where_score_knows_it() -> None:
+def test_layers_before_the_embeddings_are_found_from_score() -> None:
     class OwnScore(WithBefore):
         def score(self, dense: Any, pooled: torch.Tensor) -> torch.Tensor:
             return super().score(dense + 1.0, pooled)
@@ -107,9 +107,7 @@ def test_models_of_the_package_score_what_they_have_made_of_dense_inputs(name: s
     assert (find_dense_forward(model) is None) == (name in reads_both)
 
 
-def test_options_that_it_does_not_take_and_modules_that_do_not_load(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unknown_options_and_modules_that_do_not_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(MesetaError, match=r"the constructor failed with TypeError: .*'scal'"):
         make("own_models:Plain", scal=1.0)
     monkeypatch.chdir(tmp_path)
@@ -124,6 +122,6 @@ def test_options_that_it_does_not_take_and_modules_that_do_not_load(
         make("lacks_here:Plain")
 
 
-def test_the_type_of_the_dense_part_is_its_own_business() -> None:
+def test_a_custom_model_chooses_the_dtype_of_its_dense_part() -> None:
     with pytest.raises(MesetaError, match=r"dense.dtype 'bfloat16' applies only to models of this package"):
         make_model(ModelConfig(name="own_models:Plain"), OneRowEach([4]), 3, 0, "bfloat16")

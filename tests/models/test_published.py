@@ -1,4 +1,4 @@
-"""Cross networks and models with them against published code: the same weights, outputs and gradients.
+"""Tests of cross networks, and models with them, against published code: equal weights, outputs and gradients.
 
 published_vectors.py has run TorchRec 1.8, FuxiCTR 2.3 and DeepCTR-Torch 0.3.
 """
@@ -27,47 +27,47 @@ DTYPES = pytest.mark.parametrize("dtype", TOLERANCE)
 
 
 def stored(case: str, kind: str, dtype: str = "") -> dict[str, Tensor]:
-    """What the file has of a case, by the published name: kind 'weight', 'input' or 'gradient'."""
+    """Return the tensors of a case by published name. `kind` is 'weight', 'input' or 'gradient'."""
     prefix = "/".join(filter(None, (case, dtype, f"{kind}.")))
     return {name.removeprefix(prefix): torch.from_numpy(STORED[name]) for name in STORED if name.startswith(prefix)}
 
 
-def layers(theirs: Tensors, name: str) -> list[Tensor]:
-    """`name` of each layer, which one tensor holds, or a list of them."""
-    if name in theirs:
-        return list(theirs[name])
-    return [theirs[key] for key in sorted(key for key in theirs if key.startswith(f"{name}."))]
+def layers(published: Tensors, name: str) -> list[Tensor]:
+    """Return `name` of each layer, from one tensor or from one tensor per layer."""
+    if name in published:
+        return list(published[name])
+    return [published[key] for key in sorted(key for key in published if key.startswith(f"{name}."))]
 
 
-def full(theirs: Tensors, weight: str, bias: str) -> dict[str, Tensor]:
+def full(published: Tensors, weight: str, bias: str) -> dict[str, Tensor]:
     return {
-        **{f"layers.{i}.weight": w for i, w in enumerate(layers(theirs, weight))},
-        **{f"layers.{i}.bias": b.flatten() for i, b in enumerate(layers(theirs, bias))},
+        **{f"layers.{i}.weight": w for i, w in enumerate(layers(published, weight))},
+        **{f"layers.{i}.bias": b.flatten() for i, b in enumerate(layers(published, bias))},
     }
 
 
-def fuxictr_full(theirs: Tensors) -> dict[str, Tensor]:
-    return {name.replace("cross_layers", "layers"): value for name, value in theirs.items()}
+def fuxictr_full(published: Tensors) -> dict[str, Tensor]:
+    return {name.replace("cross_layers", "layers"): value for name, value in published.items()}
 
 
-def low_rank(theirs: Tensors) -> dict[str, Tensor]:
+def low_rank(published: Tensors) -> dict[str, Tensor]:
     return {
-        **{f"down.{i}.weight": v for i, v in enumerate(layers(theirs, "V_kernels"))},
-        **{f"up.{i}.weight": w for i, w in enumerate(layers(theirs, "W_kernels"))},
-        **{f"up.{i}.bias": b for i, b in enumerate(layers(theirs, "bias"))},
+        **{f"down.{i}.weight": v for i, v in enumerate(layers(published, "V_kernels"))},
+        **{f"up.{i}.weight": w for i, w in enumerate(layers(published, "W_kernels"))},
+        **{f"up.{i}.bias": b for i, b in enumerate(layers(published, "bias"))},
     }
 
 
-def mixture(theirs: Tensors, suffix: str, gates: str, *, v_by_rows: bool) -> dict[str, Tensor]:
-    """U and V of all experts side by side. Their gates are one for all layers: 'gates' is what they hold together."""
-    result = {f"inner.{i}": c for i, c in enumerate(layers(theirs, f"C_{suffix}"))}
-    for i, v in enumerate(layers(theirs, f"V_{suffix}")):
+def mixture(published: Tensors, suffix: str, gates: str, *, v_by_rows: bool) -> dict[str, Tensor]:
+    """Concatenate U and V of all experts. Their gates are shared by all layers as 'gates'."""
+    result = {f"inner.{i}": c for i, c in enumerate(layers(published, f"C_{suffix}"))}
+    for i, v in enumerate(layers(published, f"V_{suffix}")):
         result[f"down.{i}.weight"] = (v if v_by_rows else v.transpose(1, 2)).flatten(0, 1)
-    for i, u in enumerate(layers(theirs, f"U_{suffix}")):
+    for i, u in enumerate(layers(published, f"U_{suffix}")):
         result[f"up.{i}.weight"] = u.transpose(0, 1).flatten(1)
-    for i, b in enumerate(layers(theirs, "bias")):
+    for i, b in enumerate(layers(published, "bias")):
         result[f"up.{i}.bias"] = b.flatten()
-    if together := layers(theirs, gates):
+    if together := layers(published, gates):
         result["gates"] = torch.cat(together)
     return result
 
@@ -92,7 +92,7 @@ CROSSES: dict[str, Any] = {
 
 
 def give(module: nn.Module, values: Tensors) -> None:
-    """Set all parameters; those of gates that are one for all layers, in each layer."""
+    """Set all parameters. Gates shared by all layers are set in each layer."""
     named = dict(module.named_parameters())
     with torch.no_grad():
         for name, parameter in named.items():
@@ -104,14 +104,14 @@ def give(module: nn.Module, values: Tensors) -> None:
 
 
 def check_gradients(module: nn.Module, values: Tensors, tolerance: float) -> None:
-    found: dict[str, Tensor] = {}
+    parameters: dict[str, Tensor] = {}
     for name, parameter in module.named_parameters():
         key = name.partition("gates.")[0] + "gates" if "gates." in name else name
-        found[key] = found.get(key, 0.0) + parameter.grad
-    assert set(values) <= set(found)
+        parameters[key] = parameters.get(key, 0.0) + parameter.grad
+    assert set(values) <= set(parameters)
     for name, value in values.items():
         torch.testing.assert_close(
-            found[name], value, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+            parameters[name], value, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
         )
 
 
@@ -131,7 +131,7 @@ def test_cross_networks(case: str, dtype: str) -> None:
 
 
 def check_model(case: str, dtype: str, model: nn.Module, ours: Any, sparse: KeyedJaggedTensor) -> None:
-    """Outputs, and gradients of dense weights, dense inputs and the rows that were looked up."""
+    """Check outputs and the gradients of dense weights, dense inputs and rows."""
     precision, tolerance = getattr(torch, dtype), TOLERANCE[dtype]
     values = ours(stored(case, "weight"))
     rows = {name: values.pop(name) for name in sorted(values) if name.startswith("rows.")}
@@ -147,12 +147,12 @@ def check_model(case: str, dtype: str, model: nn.Module, ours: Any, sparse: Keye
     output = model.score(dense, torch.cat(pooled, dim=1))
     np.testing.assert_allclose(output.detach(), STORED[f"{case}/{dtype}/output"][:, 0], rtol=tolerance, atol=tolerance)
     output.backward(torch.from_numpy(STORED[f"{case}/cotangent"][:, 0]).to(precision))
-    # TorchRec passes pooled rows on as float32, whatever they are, and so their gradients.
+    # TorchRec converts pooled rows, and so their gradients, to float32.
     of_rows = max(1e-7, tolerance) if case.startswith("torchrec") else tolerance
     for name, leaf in zip(rows, leaves, strict=True):
         torch.testing.assert_close(leaf.grad, gradients.pop(name), rtol=of_rows, atol=of_rows)
-    theirs = stored(case, "gradient", dtype)["dense"]
-    torch.testing.assert_close(dense.grad, theirs, rtol=tolerance, atol=tolerance)
+    expected = stored(case, "gradient", dtype)["dense"]
+    torch.testing.assert_close(dense.grad, expected, rtol=tolerance, atol=tolerance)
     check_gradients(dense_part(model), gradients, tolerance)
 
 
@@ -169,9 +169,9 @@ def collection(dim: int) -> EmbeddingBagCollection:
 def test_dlrm_dcn(dtype: str) -> None:
     case = "torchrec DLRM_DCN"
 
-    def ours(theirs: Tensors) -> dict[str, Tensor]:
+    def ours(published: Tensors) -> dict[str, Tensor]:
         bags, crossnet = "sparse_arch.embedding_bag_collection.embedding_bags", "inter_arch.crossnet."
-        inner = {name.removeprefix(crossnet): v for name, v in theirs.items() if name.startswith(crossnet)}
+        inner = {name.removeprefix(crossnet): v for name, v in published.items() if name.startswith(crossnet)}
         places = {f"rows.{i}": f"{bags}.t{i}.weight" for i in range(2)}
         for kind in ("weight", "bias"):
             for i in range(2):
@@ -179,7 +179,7 @@ def test_dlrm_dcn(dtype: str) -> None:
             places[f"top_mlp.0.{kind}"] = f"over_arch.model.0._mlp.0._linear.{kind}"
             places[f"top_mlp.2.{kind}"] = f"over_arch.model.1.{kind}"
         return {
-            **{name: theirs[place] for name, place in places.items()},
+            **{name: published[place] for name, place in places.items()},
             **{f"cross.{name}": value for name, value in low_rank(inner).items()},
         }
 
@@ -189,7 +189,7 @@ def test_dlrm_dcn(dtype: str) -> None:
 
 
 ORDER = [6, 7, 0, 1, 2, 3, 4, 5]
-"""Of the columns of our inputs, the place in DeepCTR's: there dense inputs come last."""
+"""Index of each of our input columns in DeepCTR's order, in which dense inputs are last."""
 
 
 @DTYPES
@@ -197,8 +197,8 @@ ORDER = [6, 7, 0, 1, 2, 3, 4, 5]
 def test_dcn_v2_in_parallel(case: str, dtype: str) -> None:
     mixed = case == "deepctr DCNMix"
 
-    def ours(theirs: Tensors) -> dict[str, Tensor]:
-        inner = {n.removeprefix("crossnet."): v for n, v in theirs.items() if n.startswith("crossnet.")}
+    def ours(published: Tensors) -> dict[str, Tensor]:
+        inner = {n.removeprefix("crossnet."): v for n, v in published.items() if n.startswith("crossnet.")}
         if mixed:
             cross = mixture(inner, "list", "gating", v_by_rows=False)
         else:
@@ -210,14 +210,14 @@ def test_dcn_v2_in_parallel(case: str, dtype: str) -> None:
             elif not name.startswith("inner"):
                 cross[name] = value[ORDER]
         return {
-            **{f"rows.{i}": theirs[f"embedding_dict.f{i}.weight"] for i in range(2)},
+            **{f"rows.{i}": published[f"embedding_dict.f{i}.weight"] for i in range(2)},
             **{f"cross.{name}": value for name, value in cross.items()},
-            "deep_mlp.0.weight": theirs["dnn.linears.0.weight"][:, ORDER],
-            "deep_mlp.0.bias": theirs["dnn.linears.0.bias"],
-            "deep_mlp.2.weight": theirs["dnn.linears.1.weight"],
-            "deep_mlp.2.bias": theirs["dnn.linears.1.bias"],
-            "head.weight": theirs["dnn_linear.weight"][:, [*ORDER, 8, 9, 10, 11]],
-            "head.bias": theirs["out.bias"],
+            "deep_mlp.0.weight": published["dnn.linears.0.weight"][:, ORDER],
+            "deep_mlp.0.bias": published["dnn.linears.0.bias"],
+            "deep_mlp.2.weight": published["dnn.linears.1.weight"],
+            "deep_mlp.2.bias": published["dnn.linears.1.bias"],
+            "head.weight": published["dnn_linear.weight"][:, [*ORDER, 8, 9, 10, 11]],
+            "head.bias": published["out.bias"],
         }
 
     shape = CrossShape(kind="mixture" if mixed else "full", num_layers=2, low_rank=2, num_experts=3)

@@ -1,10 +1,10 @@
-"""Makes tests/optim/fbgemm_vectors.json: a few rows trained by FBGEMM's CPU operators.
+"""Make tests/optim/fbgemm_vectors.json: a few rows trained by FBGEMM's CPU operators.
 
     PEER_PYTHON tests/optim/peer_vectors.py tests/optim/fbgemm_vectors.json
 
 PEER_PYTHON is an interpreter that has torch and fbgemm-gpu-cpu; the tests themselves need neither. Every sample reads
 one row, so the gradient of a row is the gradient of its sample. These are all the optimizers that FBGEMM 1.8.0 runs on
-CPUs; there it takes a weight decay, and ignores it.
+CPUs; its CPU operators ignore the weight decay.
 """
 
 import json
@@ -30,12 +30,12 @@ CASES = {
 
 
 def rounded(tensor: torch.Tensor) -> list:
-    """Numbers of few digits, which float32 and JSON hold alike."""
+    """Return numbers of few digits, which are exact in float32 and in JSON."""
     return [[round(x, 3) for x in row] for row in tensor.tolist()]
 
 
 def train(optimizer: EmbOptimType, constants: dict) -> dict:
-    """Start, gradients, the rows of each step, and rows and state after the last one."""
+    """Return the first rows, gradients, rows of each step, and last rows and state."""
     generator = torch.Generator().manual_seed(0)
     start = rounded(torch.randn(ROWS, DIM, generator=generator))
     gradients = [rounded(torch.randn(ROWS, DIM, generator=generator)) for _ in range(STEPS)]

@@ -1,4 +1,4 @@
-"""One table of all row optimizers and of what can be added to them; most tests run on each entry."""
+"""Specs of all row optimizers and their options. Most tests run on each entry."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dense optimizers and clipping: the published rules in numpy, and the same bits for any number of threads."""
+"""Tests of dense optimizers and clipping: published rules in numpy, and the same bits for any number of threads."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +16,7 @@ NAMES = ["sgd", "adagrad", "adam", "adamw", "lamb"]
 
 
 def numpy_steps(config: DenseOptimizerConfig, x: np.ndarray, gradients: list[np.ndarray]) -> np.ndarray:
-    """Textbook updates; LAMB as algorithm 2 of arXiv 1904.00962 with bias correction."""
+    """Take textbook steps. LAMB is algorithm 2 of arXiv 1904.00962 with bias correction."""
     lr, decay, beta1, beta2 = config.lr, config.weight_decay, config.beta1, config.beta2
     eps = {"adagrad": 1e-10, "lamb": 1e-6}.get(config.name, 1e-8) if config.eps is None else config.eps
     square, first = np.zeros_like(x), np.zeros_like(x)
@@ -136,25 +136,25 @@ def gradients(scale: float = 1.0) -> list[nn.Parameter]:
 
 @pytest.mark.parametrize("limit", [0.5, 100.0, 1e6])
 def test_clipping_by_norm_and_by_value_equals_torch(limit: float) -> None:
-    ours, theirs = gradients(), gradients()
+    ours, torch_clipped = gradients(), gradients()
     GradientClipper(norm=limit)(ours)
-    nn.utils.clip_grad_norm_(theirs, limit)
-    for a, b in zip(ours[:-1], theirs[:-1], strict=True):
+    nn.utils.clip_grad_norm_(torch_clipped, limit)
+    for a, b in zip(ours[:-1], torch_clipped[:-1], strict=True):
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-5, atol=0)
-    ours, theirs = gradients(), gradients()
+    ours, torch_clipped = gradients(), gradients()
     GradientClipper(value=limit, norm=20.0)(ours)
-    nn.utils.clip_grad_value_(theirs, limit)
-    nn.utils.clip_grad_norm_(theirs, 20.0)
-    for a, b in zip(ours[:-1], theirs[:-1], strict=True):
+    nn.utils.clip_grad_value_(torch_clipped, limit)
+    nn.utils.clip_grad_norm_(torch_clipped, 20.0)
+    for a, b in zip(ours[:-1], torch_clipped[:-1], strict=True):
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-5, atol=0)
     assert ours[-1].grad is None
     GradientClipper()(ours)
 
 
-def test_the_norm_is_exact_and_a_gradient_that_is_no_number_is_told() -> None:
-    found = [p.grad for p in gradients()[:-1] if p.grad is not None]
-    expected = np.linalg.norm(np.concatenate([g.double().numpy().ravel() for g in found]))
-    assert global_norm(found) == pytest.approx(expected, rel=1e-14)
+def test_the_norm_is_exact_and_a_non_finite_gradient_is_reported() -> None:
+    values = [p.grad for p in gradients()[:-1] if p.grad is not None]
+    expected = np.linalg.norm(np.concatenate([g.double().numpy().ravel() for g in values]))
+    assert global_norm(values) == pytest.approx(expected, rel=1e-14)
     assert global_norm([]) == 0.0
     for value in (float("nan"), float("inf")):
         parameters = gradients()

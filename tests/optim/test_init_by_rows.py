@@ -1,4 +1,4 @@
-"""The probe that tells whether an optimizer's state may be made row by row."""
+"""Tests of the probe that detects optimizers whose state can be initialized row by row."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def own(init: Callable[[Tensor], RowState]) -> RowOptimizer:
 
 @every
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64"])
-def test_rows_of_the_optimizers_stand_alone(spec: OptimizerSpec, dtype: str) -> None:
+def test_rows_of_the_optimizers_are_independent(spec: OptimizerSpec, dtype: str) -> None:
     check_row_init(table(7, dtype), make_row_optimizer(spec))
 
 
@@ -58,6 +58,6 @@ BAD_INITS: dict[str, Callable[[Tensor], RowState]] = {
 
 @pytest.mark.parametrize("init", BAD_INITS.values(), ids=BAD_INITS.keys())
 def test_an_init_that_looks_at_several_rows_is_refused(init: Callable[[Tensor], RowState]) -> None:
-    told = r"table 'users': .* `init` of optimizer 'mine:make' the state of a row depends on other rows; .* in 'hbm'"
-    with pytest.raises(MesetaError, match=told):
+    message = r"table 'users': .* `init` of optimizer 'mine:make' the state of a row depends on other rows; .* in 'hbm'"
+    with pytest.raises(MesetaError, match=message):
         check_row_init(table(), own(init))

@@ -1,4 +1,5 @@
-"""Row optimizers against torch.optim, formulas as published in float64, published numbers, and vectors of FBGEMM."""
+"""Tests of row optimizers against torch.optim, published formulas in float64, published numbers, and vectors of
+FBGEMM."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ def hyper(spec: OptimizerSpec, step: int, dim: int = DIM, lr: float | None = Non
 
 
 def torch_optimizer(spec: OptimizerSpec, rows: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-    """torch's own, over parameters of one row each, so that torch can clip each by its norm."""
+    """Return torch's optimizer over parameters of one row each, so that torch can clip each by its norm."""
     common = {"lr": spec.lr, "weight_decay": spec.weight_decay}
     if spec.name == "sgd":
         return torch.optim.SGD(rows, momentum=spec.momentum, **common)
@@ -43,12 +44,12 @@ def test_equals_torch_where_every_row_is_touched(name: str) -> None:
     spec = SPECS[name]
     rows = draw(6, DIM)
     parameters = [nn.Parameter(row.clone()) for row in rows]
-    theirs, ours = torch_optimizer(spec, parameters), make_row_optimizer(spec)
+    oracle, ours = torch_optimizer(spec, parameters), make_row_optimizer(spec)
     state = ours.init(rows)
     for k in range(1, 101):
         # Schedules change the rate from step to step.
         lr, g = spec.lr * (1 + k % 3), draw(6, DIM, seed=k)
-        theirs.param_groups[0]["lr"] = lr
+        oracle.param_groups[0]["lr"] = lr
         for parameter, gradient in zip(parameters, g, strict=True):
             parameter.grad = gradient.clone()
             if spec.clip_value is not None:
@@ -56,7 +57,7 @@ def test_equals_torch_where_every_row_is_touched(name: str) -> None:
             if spec.clip_norm is not None:
                 nn.utils.clip_grad_norm_(parameter, spec.clip_norm)
             parameter.grad += spec.l1 * parameter.detach().sign()
-        theirs.step()
+        oracle.step()
         rows, state = reference_step(ours, rows, g, state, hyper(spec, k, lr=lr))
         torch.testing.assert_close(rows, torch.stack([p.detach() for p in parameters]), rtol=0.0, atol=1e-12)
 
@@ -65,14 +66,14 @@ def test_lazy_adam_is_sparse_adam() -> None:
     # torch adds eps before it corrects the second moment, and the paper after: with almost none both are the same.
     spec = OptimizerSpec(name="adam", lr=0.1, eps=1e-16, beta1=0.8, beta2=0.95)
     table = nn.Parameter(draw(9, DIM))
-    theirs = torch.optim.SparseAdam([table], lr=spec.lr, eps=spec.eps, betas=(spec.beta1, spec.beta2))
+    oracle = torch.optim.SparseAdam([table], lr=spec.lr, eps=spec.eps, betas=(spec.beta1, spec.beta2))
     ours, rows = make_row_optimizer(spec), table.detach().clone()
     state = ours.init(rows)
     generator = torch.Generator().manual_seed(0)
     for k in range(1, 31):
         ids, g = torch.randperm(9, generator=generator)[: 1 + k % 9], draw(9, DIM, seed=k)
         table.grad = torch.sparse_coo_tensor(ids[None], g[ids], table.shape, check_invariants=True)
-        theirs.step()
+        oracle.step()
         part = {name: value[ids] for name, value in state.items()}
         rows[ids], part = reference_step(ours, rows[ids], g[ids], part, hyper(spec, k))
         for name, value in part.items():
@@ -80,7 +81,7 @@ def test_lazy_adam_is_sparse_adam() -> None:
         torch.testing.assert_close(rows, table.detach(), rtol=0.0, atol=1e-12)
 
 
-# The formulas as they stand in the papers, for one row of numpy numbers, written without a look at the code under test.
+# The formulas of the papers, for one row of numpy numbers, written without a look at the code under test.
 # Each keeps its state in the dict `s`.
 
 
@@ -113,7 +114,7 @@ def published_lamb(c: OptimizerSpec, w: Any, g: Any, s: dict[str, Any], t: int, 
 
 
 def published_rowwise_lamb(c: OptimizerSpec, w: Any, g: Any, s: dict[str, Any], t: int, lr: float) -> Any:
-    """The same with the second moment of row-wise Adam."""
+    """LAMB with the second moment of row-wise Adam."""
     direction = published_adam(c, g, np.mean(g**2), s, t) + c.weight_decay * w
     return w - lr * norm(w) / norm(direction) * direction
 
@@ -141,14 +142,16 @@ PUBLISHED = {
 def test_equals_the_published_formula(name: str) -> None:
     spec, formula = SPECS[name], PUBLISHED[name]
     rows, ours = draw(6, DIM), make_row_optimizer(spec)
-    theirs: list[Any] = list(rows.numpy().copy())
-    kept: list[dict[str, Any]] = [{} for _ in theirs]
+    expected: list[Any] = list(rows.numpy().copy())
+    kept: list[dict[str, Any]] = [{} for _ in expected]
     state = ours.init(rows)
     for k in range(1, 51):
         lr, g = spec.lr * (1 + k % 3), draw(6, DIM, seed=k)
-        theirs = [formula(spec, w, own.numpy(), s, k, lr) for w, own, s in zip(theirs, g, kept, strict=True)]
+        expected = [
+            formula(spec, w, gradient.numpy(), s, k, lr) for w, gradient, s in zip(expected, g, kept, strict=True)
+        ]
         rows, state = reference_step(ours, rows, g, state, hyper(spec, k, lr=lr))
-        torch.testing.assert_close(rows, torch.tensor(np.stack(theirs)), rtol=0.0, atol=1e-11)
+        torch.testing.assert_close(rows, torch.tensor(np.stack(expected)), rtol=0.0, atol=1e-11)
 
 
 def ftrl_proximal(c: OptimizerSpec, gradients: Sequence[np.ndarray]) -> np.ndarray:
@@ -171,12 +174,12 @@ def test_ftrl_from_rows_of_zeros_is_the_published_algorithm(name: str) -> None:
     gradients = [0.3 * draw(6, DIM, seed=k) for k in range(1, 51)]
     for k, g in enumerate(gradients, start=1):
         rows, state = reference_step(ours, rows, g, state, hyper(spec, k))
-        wanted = torch.tensor(ftrl_proximal(spec, [g.numpy() for g in gradients[:k]]))
-        torch.testing.assert_close(rows, wanted, rtol=0.0, atol=1e-12)
+        expected = torch.tensor(ftrl_proximal(spec, [g.numpy() for g in gradients[:k]]))
+        torch.testing.assert_close(rows, expected, rtol=0.0, atol=1e-12)
     assert (rows == 0.0).any() == (spec.l1 > 0.0)
 
 
-# Numbers that others have published or that follow by hand: (spec, first row, gradient of each step from the row,
+# Published numbers, or numbers computed by hand: (spec, first row, gradient of each step from the row,
 # number of steps, last row, tolerance).
 Literal = tuple[OptimizerSpec, list[float], Callable[[Tensor], Tensor], int, list[float], float]
 
@@ -334,10 +337,10 @@ def test_equals_fbgemm(name: str) -> None:
     state = ours.init(rows)
     for k, (touched, g) in enumerate(zip(case["touched"], case["gradients"], strict=True), start=1):
         part = {name: value[touched] for name, value in state.items()}
-        own = torch.tensor(g)[touched]
-        rows[touched], part = reference_step(ours, rows[touched], own, part, hyper(spec, k, dim=rows.shape[1]))
+        gradients = torch.tensor(g)[touched]
+        rows[touched], part = reference_step(ours, rows[touched], gradients, part, hyper(spec, k, dim=rows.shape[1]))
         for key, value in part.items():
             state[key][touched] = value
     torch.testing.assert_close(rows, torch.tensor(case["rows"]), rtol=0.0, atol=1e-6)
-    for value, theirs in zip(state.values(), case["states"], strict=True):
-        torch.testing.assert_close(value.flatten(), torch.tensor(theirs), rtol=1e-6, atol=1e-6)
+    for value, expected in zip(state.values(), case["states"], strict=True):
+        torch.testing.assert_close(value.flatten(), torch.tensor(expected), rtol=1e-6, atol=1e-6)

@@ -1,4 +1,4 @@
-"""Learning-rate factors against values worked out by hand and against MLPerf's rule."""
+"""Tests of learning-rate factors against values computed by hand and MLPerf's rule."""
 
 import pytest
 
@@ -32,10 +32,10 @@ def test_decay_until_the_end_of_training() -> None:
     assert factors(1, kind="polynomial") == [1.0]  # a run of one step learns
 
 
-def test_a_plateau_falls_as_often_as_it_is_told_down_to_its_floor() -> None:
+def test_a_plateau_falls_at_each_signal_down_to_its_floor() -> None:
     schedule = ScheduleConfig(kind="plateau", warmup_steps=2, step_factor=0.5, end_factor=0.2)
-    found = [[learning_rate_factor(schedule, step, 9, falls) for falls in range(5)] for step in (0, 1, 2, 8)]
-    assert found == [[0.5] * 5, [1.0] * 5, *[[1.0, 0.5, 0.25, 0.2, 0.2]] * 2]
+    factors = [[learning_rate_factor(schedule, step, 9, falls) for falls in range(5)] for step in (0, 1, 2, 8)]
+    assert factors == [[0.5] * 5, [1.0] * 5, *[[1.0, 0.5, 0.25, 0.2, 0.2]] * 2]
 
 
 def test_the_decay_waits_for_the_warm_up() -> None:

@@ -1,4 +1,4 @@
-"""Former names of packages."""
+"""Tests of former package names."""
 
 import importlib
 

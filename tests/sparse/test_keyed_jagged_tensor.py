@@ -1,4 +1,4 @@
-"""KeyedJaggedTensor against lists of lists."""
+"""Tests of KeyedJaggedTensor against lists of lists."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ bags = st.lists(st.integers(0, 2**40), max_size=4)
 
 
 def features(same_batch_size: bool) -> st.SearchStrategy[Lists]:
-    """A few features, each with one list of ids per sample."""
+    """Draw a few features, each with one list of ids per sample."""
     keys = st.lists(st.sampled_from("abcdefg"), unique=True, max_size=5)
     if same_batch_size:
         shapes = st.tuples(keys, st.integers(0, 4))
@@ -27,7 +27,7 @@ def features(same_batch_size: bool) -> st.SearchStrategy[Lists]:
 
 
 def lists_of(jagged: JaggedTensor, values: Tensor) -> list[list[Any]]:
-    """Back to one list per sample, by the lengths alone."""
+    """Return one list per sample, using only the lengths."""
     rest, lists = values.tolist(), []
     for length in jagged.lengths.tolist():
         lists.append(rest[:length])
@@ -122,7 +122,7 @@ def test_to_the_same_device_is_free() -> None:
 
 @pytest.fixture
 def as_for_users(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the type checks of the test run, which would be quicker than the errors under test."""
+    """Disable the type checks of the test run, which would fail before the tested errors."""
     monkeypatch.setattr("jaxtyping.config.jaxtyping_disable", True)
 
 

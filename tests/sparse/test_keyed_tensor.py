@@ -1,4 +1,4 @@
-"""What comes back from an embedding: columns by feature, rows by feature."""
+"""Tests of the outputs of an embedding: columns by feature and rows by feature."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Constraints: what they say, what plans keep to, and what bad ones are told."""
+"""Tests of constraints: their meaning, plans that satisfy them, and error messages."""
 
 import pytest
 
@@ -22,9 +22,11 @@ def ranks_of(plan: Plan, table: str) -> set[int]:
 @pytest.mark.parametrize("sharding", list(ShardingType))
 def test_every_scheme_can_be_asked_for(sharding: ShardingType) -> None:
     if sharding is ShardingType.HOT_REPLICATED:
-        pytest.skip("it needs statistics that tell hot rows")
-    wide = max(WORKLOAD.tables, key=lambda table: (table.embedding_dim, table.num_embeddings))
-    plan = planned({"tables": {wide.name: {"sharding": str(sharding)}}})
+        pytest.skip("it needs statistics of hot rows")
+    workload = random_workload(3, 7)
+    wide = max(workload.tables, key=lambda table: (table.embedding_dim, table.num_embeddings))
+    rules = Constraints.from_dict({"tables": {wide.name: {"sharding": str(sharding)}}})
+    plan = find_plan(workload, TOPOLOGY, None, rules).plan
     assert plan[wide.name].sharding is sharding
 
 
@@ -40,8 +42,8 @@ def test_plans_keep_to_all_rules() -> None:
         "max_tables_per_rank": 4,
         "keep_free_bytes": {"hbm": 500_000_000},
     }
-    found = find_plan(WORKLOAD, TOPOLOGY, None, Constraints.from_dict(document))
-    plan = found.plan
+    result = find_plan(WORKLOAD, TOPOLOGY, None, Constraints.from_dict(document))
+    plan = result.plan
     assert {entry.sharding for entry in plan.tables} <= {ShardingType.TABLE_WISE, ShardingType.ROW_WISE}
     assert ranks_of(plan, "t0") == {2}
     assert {shard.tier for shard in plan["t1"].shards} == {"host"}
@@ -49,7 +51,7 @@ def test_plans_keep_to_all_rules() -> None:
     places = [ranks_of(plan, name) for name in ("t0", "t4", "t5")]
     assert sum(map(len, places)) == len(set.union(*places))
     assert max(sum(rank in ranks_of(plan, t.name) for t in WORKLOAD.tables) for rank in range(4)) <= 4
-    assert found.prediction.peak_bytes().max() <= 500_000_000
+    assert result.prediction.peak_bytes().max() <= 500_000_000
 
 
 @pytest.mark.parametrize(
@@ -77,7 +79,7 @@ def test_plans_keep_to_all_rules() -> None:
         ({"format": "meseta.constraints/9"}, "its format is unknown"),
     ],
 )
-def test_bad_constraints_are_told(document: dict, message: str) -> None:
+def test_bad_constraints_are_named(document: dict, message: str) -> None:
     with pytest.raises(MesetaError) as caught:
         planned(document)
     assert message in str(caught.value)

@@ -1,4 +1,4 @@
-"""A cost model goes to a file and back, and refuses what breaks its rules."""
+"""Tests of cost models: round trips through files, and refused values."""
 
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ def test_a_model_comes_back_from_its_file(device: Any, tmp_path: Path) -> None:
         (("link",), {}, "unknown key 'link'"),
     ],
 )
-def test_what_breaks_a_rule_is_named(path: tuple[str, ...], value: object, message: str) -> None:
+def test_bad_values_are_named(path: tuple[str, ...], value: object, message: str) -> None:
     document = documented_cost_model("cpu").to_dict()
     at = document
     for key in path[:-1]:
@@ -67,5 +67,5 @@ def test_a_missing_group_is_named() -> None:
 
 def test_numbers_without_a_point_are_numbers() -> None:
     document = documented_cost_model("cpu").to_dict()
-    document["cache"]["cache_bytes"] = "32e6"  # what YAML 1.1 makes of it
+    document["cache"]["cache_bytes"] = "32e6"  # as YAML 1.1 reads it
     assert CostModel.from_dict(document).cache.cache_bytes == 32e6

@@ -1,4 +1,4 @@
-"""What holds of every file that people write: numbers with a power of ten, no key twice, no format of another
+"""Tests of the rules of all hand-written files: numbers with an exponent, no repeated key, and no format of another
 version."""
 
 from __future__ import annotations
@@ -124,8 +124,8 @@ def test_a_dataset_of_another_version_is_refused() -> None:
     ],
 )
 def test_numbers_of_yaml_1_2(text: str, number: float) -> None:
-    found = parse_yaml(f"a: {text}")["a"]
-    assert isinstance(found, float) and found == number
+    parsed = parse_yaml(f"a: {text}")["a"]
+    assert isinstance(parsed, float) and parsed == number
 
 
 @pytest.mark.parametrize("text", ["e9", "1e", "0x1e5x", "1e5 rows", "v1e5", "'2e-9'"])

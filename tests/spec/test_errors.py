@@ -1,4 +1,4 @@
-"""The remedies of errors, and what errors repeat of other errors."""
+"""Tests of errors: remedies, copies and causes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_the_text_of_an_error_is_its_reason_and_its_remedy() -> None:
 
 
 class DiskFullError(MesetaError):
-    """An error whose parameters are not its text."""
+    """Error whose parameters are not its text."""
 
     def __init__(self, disk: str, num_bytes: int) -> None:
         super().__init__(f"{disk} lacks {num_bytes:,} bytes", remedy="delete old runs")
@@ -70,7 +70,7 @@ def test_copies_of_an_error_keep_its_class_and_attributes() -> None:
 
 
 def test_a_reason_is_made_into_text_when_it_is_needed() -> None:
-    """Other ranks get the text: what it is made of may be large, and not for them."""
+    """Other ranks receive only the text, because the arguments may be large."""
     made = []
 
     class Reason:

@@ -1,4 +1,4 @@
-"""Files are written whole or not at all, by whatever writes them."""
+"""Tests of atomic file writes by every writer."""
 
 import json
 import os
@@ -61,7 +61,7 @@ def test_links_stay_and_name_the_new_file(tmp_path: Path) -> None:
     assert link.is_symlink() and target.read_text() == "new"
 
 
-def test_what_is_no_plain_file_is_not_replaced(tmp_path: Path) -> None:
+def test_special_files_are_not_replaced(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
@@ -80,7 +80,7 @@ def test_files_are_as_open_as_the_user_has_it(tmp_path: Path) -> None:
     assert (tmp_path / "own").read_bytes() == b"caf\xc3\xa9 ?"
 
 
-def test_every_name_gives_a_file_of_its_own() -> None:
+def test_every_name_gives_a_separate_file() -> None:
     assert [to_file_name(name) for name in ("user", "a/b", "..", "año")] == ["user", "a%2Fb", ".%2E", "a%C3%B1o"]
     names = ["x" * 300, "x" * 301, "x" * 150, "x" * 151, "列" * 40, "列" * 41, "a.", "/" * 300]
     files = [to_file_name(name) for name in names]

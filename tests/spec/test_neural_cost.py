@@ -1,4 +1,4 @@
-"""Networks go to the file of their cost model and back, and what breaks their rules is named."""
+"""Tests of cost-model networks: round trips through files, and refused values."""
 
 import base64
 from dataclasses import replace
@@ -25,9 +25,9 @@ def test_networks_come_back_from_their_file(tmp_path: Path) -> None:
 
 def test_numbers_come_back() -> None:
     numbers = np.arange(24, dtype=np.float32).reshape(2, 3, 4) / 7
-    own = Float32Array.from_array(numbers)
-    assert own.shape == (2, 3, 4) and (own.to_array() == numbers).all()
-    assert base64.b64decode(own.float32) == numbers.astype("<f4").tobytes()
+    array = Float32Array.from_array(numbers)
+    assert array.shape == (2, 3, 4) and (array.to_array() == numbers).all()
+    assert base64.b64decode(array.float32) == numbers.astype("<f4").tobytes()
 
 
 ONE = base64.b64encode(np.float32(1.0).tobytes()).decode()
@@ -62,7 +62,7 @@ NAN = base64.b64encode(np.float32("nan").tobytes()).decode()
         (("collectives",), 3, "neural.collectives must be a mapping"),
     ],
 )
-def test_what_breaks_a_rule_is_named(path: tuple[Any, ...], value: object, message: str) -> None:
+def test_bad_values_are_named(path: tuple[Any, ...], value: object, message: str) -> None:
     document: dict[str, Any] = MODEL.to_dict()
     at, keys = document, ("neural", *path)
     for key in keys[:-1]:

@@ -1,4 +1,4 @@
-"""Plans: short and long forms, round trips, and an error that names what is wrong for every way to be wrong."""
+"""Tests of plans: short and long forms, round trips, and an error for each rule."""
 
 import dataclasses
 import json
@@ -56,7 +56,7 @@ def test_table_wise_goes_to_the_given_or_the_lightest_rank() -> None:
     [(6, "float64", "float32"), (6, "float32", "float16"), (6, "float32", "bfloat16"), (3, "float64", "bfloat16")],
 )
 def test_the_lightest_rank_is_found_by_the_bytes_of_rows(rows: int, wide: str, narrow: str) -> None:
-    # 10 narrow rows weigh less than `rows` wide ones.
+    # 10 narrow rows have fewer bytes than `rows` wide ones.
     tables = [
         dataclasses.replace(ITEM, name=n, num_embeddings=r, dtype=d)
         for n, r, d in (("a", rows, wide), ("b", 10, narrow), ("c", 1, narrow))
@@ -119,7 +119,7 @@ def test_schemes_of_hosts() -> None:
     document = {"devices_per_host": 2, "tables": {"user": "table_row_wise", "item": "table_column_wise"}}
     plan = Plan.from_dict(document, TABLES, 4)
     assert spans(plan, "user") == [((0, 5), (0, 40), (0,)), ((5, 10), (0, 40), (1,))]
-    assert spans(plan, "item") == [((0, 7), (0, 16), (2,))]  # the host that holds less; one block of columns
+    assert spans(plan, "item") == [((0, 7), (0, 16), (2,))]  # the host with fewer bytes; one block of columns
     assert Plan.from_dict(plan.to_dict(), TABLES, 4) == plan and plan.ranks_per_host == 2
     plan = Plan.from_dict({"devices_per_host": 2, "tables": {"*": "grid"}}, TABLES, 4)
     assert spans(plan, "user") == [
@@ -165,8 +165,8 @@ def test_written_out_pieces_of_hosts_are_checked() -> None:
     whole, everywhere = [0, 16], [0, 1, 2, 3]
 
     def shards(sharding: str, *pieces: Any) -> dict[str, Any]:
-        own = [{"rows": rows, "columns": columns, "ranks": ranks} for rows, columns, ranks in pieces]
-        tables = {"item": {"sharding": sharding, "shards": own}, "user": "table_wise"}
+        shards = [{"rows": rows, "columns": columns, "ranks": ranks} for rows, columns, ranks in pieces]
+        tables = {"item": {"sharding": sharding, "shards": shards}, "user": "table_wise"}
         return {"devices_per_host": 2, "tables": tables}
 
     hot = ([0, 2], whole, everywhere)
@@ -352,8 +352,8 @@ def test_plans_built_in_python_are_checked() -> None:
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-def test_what_keeps_a_plan_from_a_number_of_ranks(document: Any, num_ranks: int) -> None:
-    """Told without the tables; as the plan itself is refused with them."""
+def test_reasons_against_a_number_of_ranks(document: Any, num_ranks: int) -> None:
+    """The reason needs no tables, and agrees with loading the plan with tables."""
     tables = [TableSpec(name=name, num_embeddings=10, embedding_dim=16) for name in "tu"]
     try:
         Plan.from_dict(document, tables, num_ranks)

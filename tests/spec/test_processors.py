@@ -1,4 +1,4 @@
-"""What processors are taken to be able to do, by the kernel's words and the variables that lower it."""
+"""Tests of detected processor features, from the kernel's flags and the variables that lower them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_who_is_to_blame() -> None:
     assert "has no instructions" in str(plain.bfloat16_unavailable_reason({"ONEDNN_MAX_CPU_ISA": "AVX2"}))
 
 
-def test_what_the_kernel_says() -> None:
+def test_flags_of_the_kernel() -> None:
     two = "processor : 0\nmodel\t: 17\nmodel name\t: Fast 9\nflags\t\t: avx2 fma\n\nmodel name\t: Other\nflags : sse\n"
     assert read_processor(two) == Processor("Fast 9", frozenset({"avx2", "fma"}))
     assert read_processor("processor : 0\nFeatures : fp asimd bf16\n").flags == {"fp", "asimd", "bf16"}

@@ -1,4 +1,4 @@
-"""What tables, features, row optimizers and topologies refuse, by name."""
+"""Tests of values that tables, features, row optimizers and topologies refuse."""
 
 import dataclasses
 from typing import Any
@@ -11,7 +11,7 @@ from meseta.spec import FeatureSpec, InitSpec, MesetaError, OptimizerSpec, Table
 
 @pytest.fixture(autouse=True)
 def as_for_users(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the type checks of the test run, which would be quicker than the errors under test."""
+    """Disable the type checks of the test run, which would fail before the tested errors."""
     monkeypatch.setattr("jaxtyping.config.jaxtyping_disable", True)
 
 

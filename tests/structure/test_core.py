@@ -1,4 +1,4 @@
-"""The compiled core stands alone: no symbol of torch, no library but the system's. Its stub is complete."""
+"""The compiled core uses no symbol of torch and only system libraries, and its stub is complete."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import pytest
 import meseta
 from meseta.ops.core import MODULES, core
 
-FORBIDDEN = re.compile(r"torch|c10|_ZN?K?2at|aten_", re.IGNORECASE)  # c10:: and at:: as they are mangled
-# OpenMP's runtime is not among them: test_openmp.py.
+FORBIDDEN = re.compile(r"torch|c10|_ZN?K?2at|aten_", re.IGNORECASE)  # mangled c10:: and at::
+# test_openmp.py tests OpenMP's runtime.
 SYSTEM = {"libstdc++", "libc++", "libm", "libgcc_s", "libc", "libpthread", "ld-linux-x86-64", "ld-linux-aarch64"}
 
 
@@ -41,7 +41,7 @@ def test_modules_are_there() -> None:
 @pytest.mark.parametrize("module", core_modules(), ids=lambda path: path.name.partition(".")[0])
 def test_no_symbol_of_torch_is_linked(module: Path) -> None:
     undefined = [line.split()[-1] for line in output("nm", "-D", "--undefined-only", str(module)).splitlines()]
-    assert any(name.startswith("Py") for name in undefined)  # so they were read
+    assert any(name.startswith("Py") for name in undefined)  # the symbols were read
     assert [name for name in undefined if FORBIDDEN.search(name)] == []
 
 
@@ -71,6 +71,6 @@ def test_the_stub_names_every_function_and_its_parameters() -> None:
 
 
 def parameters(function: str) -> list[str]:
-    """Those of the last overload, which all have the same names, as nanobind writes them."""
+    """Return the parameters of the last overload in nanobind's text. All overloads have the same names."""
     *_, (signature, _, _) = getattr(core(), function).__nb_signature__
     return re.findall(r"[(,] ?(\w+):", signature)

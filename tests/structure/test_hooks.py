@@ -1,4 +1,4 @@
-"""The tests' own protection works: shapes are checked in every call, and uninitialised memory is poisoned."""
+"""Tests of the protection of test runs: shapes are checked in every call, and uninitialized memory is poisoned."""
 
 import subprocess
 import sys

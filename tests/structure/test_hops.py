@@ -1,4 +1,4 @@
-"""From `forward` to the kernel a reader passes at most 8 frames of this package, and to its return at most 14 files."""
+"""A call of `forward` has at most 8 frames of this package down to the kernel, and uses at most 14 files."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ BATCH = KeyedJaggedTensor(
 
 
 def own_frames(frame: FrameType | None) -> list[str]:
-    """Functions of this package on the stack, outermost first. Generated wrappers of shape checks have other files."""
+    """Return the functions of this package on the stack, outermost first. Generated wrappers of shape checks have other
+    files."""
     hops = []
     while frame is not None:
         path = Path(frame.f_code.co_filename)
@@ -49,12 +50,12 @@ def own_frames(frame: FrameType | None) -> list[str]:
 
 @contextmanager
 def watched(operator: str, stacks: list[list[str]]) -> Iterator[None]:
-    """Write down the stack at each call of a function of the compiled core."""
+    """Record the stack at each call of a function of the compiled core."""
     module = importlib.import_module(f"meseta.ops.{operator}")
     compiled = module.core()
 
     class Spied:
-        """The compiled core, whose attributes cannot be replaced."""
+        """Wrapper of the compiled core, whose attributes cannot be replaced."""
 
         def __getattr__(self, name: str) -> Any:
             if name.startswith(operator):
@@ -105,7 +106,7 @@ def test_one_batch_from_the_command_to_the_kernel_in_under_ten_files(tmp_path_fa
     from meseta.cli.train import train
     from small_run import settings, tiny_data, write_config
 
-    folder = tmp_path_factory.mktemp("road")
+    folder = tmp_path_factory.mktemp("run")
     document = settings(tiny_data(tmp_path_factory.getbasetemp() / "data"), folder / "run", train__max_steps=1)
     stacks: list[list[str]] = []
     with watched("pooled_lookup", stacks):
@@ -132,7 +133,7 @@ def test_the_count_sees_this_package_alone() -> None:
 
 
 def test_the_rule_of_frames_bites() -> None:
-    """Frames count by the file that their code says it is from."""
+    """Frames count by the file name of their code."""
     known: dict[str, Any] = {"own_frames": own_frames, "sys": sys}
     code = "def deeper(n):\n    return deeper(n - 1) if n else own_frames(sys._getframe())\n"
     exec(compile(code, str(SOURCE / "embedding" / "made.py"), "exec"), known)

@@ -1,4 +1,4 @@
-"""Imports go one way, top to bottom, and collectives live in one place."""
+"""Imports follow the layers, and only `comm` issues collectives."""
 
 import ast
 import subprocess
@@ -59,7 +59,7 @@ def test_cycles_inside_functions_count(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def distributed_uses(tree: ast.Module) -> list[int]:
-    """Lines that name torch.distributed or the modules that issue its collectives."""
+    """Return the lines that name torch.distributed or the modules that issue its collectives."""
     lines = []
     for node in ast.walk(tree):
         names: list[str] = []
@@ -78,13 +78,13 @@ def distributed_uses(tree: ast.Module) -> list[int]:
 
 
 def test_every_collective_lives_in_comm() -> None:
-    found = [
+    violations = [
         f"{name}:{line}"
         for name, tree in modules()
         if not name.startswith(MAY_USE_DISTRIBUTED)
         for line in distributed_uses(tree)
     ]
-    assert not found, f"torch.distributed outside {MAY_USE_DISTRIBUTED}: {found}"
+    assert not violations, f"torch.distributed outside {MAY_USE_DISTRIBUTED}: {violations}"
 
 
 def test_the_collective_rule_sees_every_spelling() -> None:

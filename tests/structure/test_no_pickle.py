@@ -1,4 +1,4 @@
-"""Nothing on the road of rows from readers to trainers runs what comes as code: no pickle, nor its like."""
+"""No module between readers and trainers executes received data as code, by pickle or a similar module."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CALLS = {"torch.load", "pa.deserialize", "pyarrow.deserialize", "yaml.load", "ev
 
 
 def imported(tree: ast.AST) -> Iterator[str]:
-    """Modules, and names in them that may be modules, that a module loads at any time."""
+    """Yield the modules, and names that may be modules, that a module imports anywhere."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -25,27 +25,27 @@ def imported(tree: ast.AST) -> Iterator[str]:
 
 
 def faults(tree: ast.AST) -> list[str]:
-    """What it has that takes bytes for code."""
-    found = [name for name in imported(tree) if name.partition(".")[0] in RUNS_CODE]
+    """Return the imports and calls that execute data as code."""
+    imports = [name for name in imported(tree) if name.partition(".")[0] in RUNS_CODE]
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and ast.unparse(node.func) in CALLS:
-            found.append(ast.unparse(node.func))
+            imports.append(ast.unparse(node.func))
         elif isinstance(node, ast.keyword) and node.arg == "allow_pickle" and ast.unparse(node.value) != "False":
-            found.append("allow_pickle")
-    return found
+            imports.append("allow_pickle")
+    return imports
 
 
-def on_the_road() -> dict[str, ast.AST]:
-    """Modules of the road, and all of ours that they load, by their file."""
+def modules_of_data_path() -> dict[str, ast.AST]:
+    """Return the modules between readers and trainers, and all modules of this package that they import, by file."""
     trees = dict(modules())
     files = {name.removesuffix(".py").removesuffix("/__init__").replace("/", "."): name for name in trees}
-    found: dict[str, ast.AST] = {}
+    data_path: dict[str, ast.AST] = {}
     waiting = [name for name in trees if name.startswith(STARTS)]
     while waiting:
         name = waiting.pop()
-        if name in found:
+        if name in data_path:
             continue
-        found[name] = trees[name]
+        data_path[name] = trees[name]
         for module in imported(trees[name]):
             inner = module.removeprefix("meseta.")
             if module.startswith("meseta.") and inner in files:
@@ -53,19 +53,19 @@ def on_the_road() -> dict[str, ast.AST]:
                 waiting += [
                     files[".".join(parts[:i])] for i in range(1, len(parts) + 1) if ".".join(parts[:i]) in files
                 ]
-    return found
+    return data_path
 
 
-def test_no_pickle_is_on_the_road() -> None:
-    road = on_the_road()
+def test_no_pickle_is_modules_of_data_path() -> None:
+    data_path = modules_of_data_path()
     assert {
         "data/service/client/windows.py",
         "data/service/server/window_reader.py",
         "data/dataset/dataset.py",
         "system/files.py",
-    } <= set(road)
-    assert {name: found for name, tree in road.items() if (found := faults(tree))} == {}
-    assert all((SOURCE / name).exists() for name in road)
+    } <= set(data_path)
+    assert {name: names for name, tree in data_path.items() if (names := faults(tree))} == {}
+    assert all((SOURCE / name).exists() for name in data_path)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
-"""`meseta plan` and `meseta --help` start quickly: nothing from the planner down loads torch, even indirectly.
+"""`meseta plan` and `meseta --help` start quickly, because the planner and the layers below it do not import torch.
 
-`meseta doctor` does not either: it has to tell when torch is broken; nor does what decodes rows, which may do so for
-others alone, starts at once then and stays small.
+`meseta doctor` does not import torch either, so that it can report a broken torch. Readers do not, so that they start
+quickly and stay small.
 """
 
 import subprocess
@@ -12,13 +12,13 @@ import pytest
 
 from source_tree import SOURCE
 
-# Checked in a fresh interpreter: an import contract does not see imports inside functions or other packages.
+# A fresh interpreter is needed, because import contracts do not see imports inside functions or other packages.
 HEAVY = {"torch", "pyarrow", "numpy"}
 HEAVY_BY_MODULE = {
     "meseta": HEAVY,
     "meseta.spec": HEAVY,
     "meseta.config": HEAVY,
-    "meseta.planner": {"torch", "pyarrow"},  # it reckons in arrays
+    "meseta.planner": {"torch", "pyarrow"},  # it computes with arrays
     "meseta.measure.doctor.checks": HEAVY,
     "meseta.data.read.slicing": {"torch"},
     "meseta.data.synth": {"torch"},

@@ -1,4 +1,4 @@
-"""One OpenMP runtime serves torch and the core: the one that torch brings, whatever its file is called."""
+"""Torch and the core use one OpenMP runtime, the one that torch ships, under any file name."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from source_tree import SOURCE
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/maps")
 
-# The last line: the files of OpenMP runtimes, GNU's, LLVM's or Intel's, that the process has mapped.
+# The last line of output lists the mapped files of OpenMP runtimes (GNU's, LLVM's or Intel's).
 RUNTIMES = r"""
 import json, re, sys
 files = {line.split()[-1] for line in open("/proc/self/maps")}
@@ -31,7 +31,7 @@ except SystemExit as stop:
 loaded = [name for name in sys.modules if name.startswith((DYNAMO + ".", "torch._inductor"))]
 assert not loaded, loaded
 """
-"""Training in a new process, which needs neither torch._dynamo nor torch._inductor."""
+"""Trains in a new process, which needs neither torch._dynamo nor torch._inductor."""
 HASH = """
 import sys
 import pyarrow
@@ -39,7 +39,7 @@ from meseta.data.hash_categories import hash_categories
 hash_categories(pyarrow.array(["a", "b"]))
 assert "torch" not in sys.modules
 """
-# The system has no libgomp in the eyes of this process.
+# Hides the system's libgomp from this process.
 BARE = """
 import ctypes
 load = ctypes.CDLL
@@ -52,9 +52,8 @@ ctypes.CDLL = refuse
 
 
 def run(program: str, *arguments: str, path: Path | None = None, libraries: str = "") -> tuple[int, str, str]:
-    """(exit code, what it printed, last line of its errors); modules in `path` go before the installed ones, and the
-    system's libraries may lie in the folder `libraries` too.
-    """
+    """Return (exit code, output, last line of the errors) of a program. Modules in `path` precede the installed ones,
+    and `libraries` is an additional folder of system libraries."""
     folders = [str(folder) for folder in (path, SOURCE.parent) if folder is not None]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(folders), "LD_LIBRARY_PATH": libraries}
     command = [sys.executable, "-c", program, *arguments]
@@ -63,14 +62,14 @@ def run(program: str, *arguments: str, path: Path | None = None, libraries: str 
 
 
 def runtimes(program: str, *arguments: str, path: Path | None = None, libraries: str = "") -> list[str]:
-    """Files of OpenMP runtimes that are mapped when `program` has run."""
+    """Return the files of OpenMP runtimes that are mapped after `program` has run."""
     code, printed, error = run(program + RUNTIMES, *arguments, path=path, libraries=libraries)
     assert code == 0, error
     return json.loads(printed.splitlines()[-1])
 
 
 def other_torch(folder: Path) -> Path:
-    """A folder with a package that is called torch, and nothing in it."""
+    """Create an empty package named torch, and return its parent folder."""
     (folder / "torch" / "lib").mkdir(parents=True)
     (folder / "torch" / "__init__.py").touch()
     return folder
@@ -78,7 +77,7 @@ def other_torch(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def runtime() -> str:
-    """The one that torch alone maps."""
+    """File of the runtime that torch alone maps."""
     [file] = runtimes("import torch\n")
     return file
 
@@ -94,19 +93,19 @@ def test_a_process_without_torch_maps_the_same(runtime: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["torch.libs/libgomp-98b21ff3.so.1.0.0", "torch/lib/libgomp-a34b3233.so.1"])
-def test_it_is_found_under_the_names_that_wheels_give_it(name: str, runtime: str, tmp_path: Path) -> None:
+def test_the_runtime_is_found_under_the_names_of_wheels(name: str, runtime: str, tmp_path: Path) -> None:
     file = other_torch(tmp_path) / name
     file.parent.mkdir(exist_ok=True)
     shutil.copy(runtime, file)
     assert runtimes(BARE + HASH, path=tmp_path) == [str(file)]
 
 
-def test_where_torch_brings_none_it_is_the_systems(runtime: str, tmp_path: Path) -> None:
+def test_without_a_runtime_of_torch_it_is_the_systems(runtime: str, tmp_path: Path) -> None:
     shutil.copy(runtime, tmp_path / "libgomp.so.1")
     assert runtimes(HASH, path=other_torch(tmp_path), libraries=str(tmp_path)) == [str(tmp_path / "libgomp.so.1")]
 
 
-def test_none_is_told_in_one_line(tmp_path: Path) -> None:
+def test_a_missing_runtime_gives_one_line(tmp_path: Path) -> None:
     code, _, error = run(BARE + HASH, path=other_torch(tmp_path))
     assert code == 1
     assert "MesetaError: the compiled core needs GNU's OpenMP runtime" in error and "install torch again" in error

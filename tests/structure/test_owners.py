@@ -1,5 +1,6 @@
-"""What one module does for all (renames, locks, processes, the environment), and names that one class has.
-Each rule is shown to bite."""
+"""Tests that one module each owns renames, locks, processes and the environment, and that class names are unique.
+
+Each rule is also tested with a violation."""
 
 from __future__ import annotations
 
@@ -15,9 +16,9 @@ from meseta.spec.tiers import CACHED, HBM
 from source_tree import modules
 
 PIPES = ("measure/harness/worker_group.py", "measure/harness/worker.py", "measure/doctor/child_processes.py")
-"""Talk with processes that they started, a line of JSON at a time."""
+"""Exchange lines of JSON with the processes that they start."""
 ROWS = "data/formats/json_lines.py"
-"""Decodes rows of JSON lines, whose numbers stay as they are spelled."""
+"""Decodes rows of JSON lines, whose numbers keep their spelling."""
 OWNERS: dict[str, tuple[set[str], set[str]]] = {
     "renames": ({"os.replace", "os.rename", "os.renames", ".rename"}, {"system/files.py"}),
     "locks": ({"fcntl.flock", "fcntl.lockf"}, {"system/locks.py"}),
@@ -34,7 +35,7 @@ OWNERS: dict[str, tuple[set[str], set[str]]] = {
 
 
 def used(tree: ast.AST) -> Iterator[str]:
-    """Dotted names, and methods of what is no module, as '.rename'."""
+    """Return the dotted names, and methods of other objects as '.rename'."""
     modules = {alias.asname or alias.name for n in ast.walk(tree) if isinstance(n, ast.Import) for alias in n.names}
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
@@ -44,8 +45,8 @@ def used(tree: ast.AST) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def strangers(rule: str, uses: dict[str, set[str]]) -> list[str]:
-    """Files that do what another one does for all; `uses`: the names that each file uses."""
+def files_of_other_owners(rule: str, uses: dict[str, set[str]]) -> list[str]:
+    """Return the files that use names owned by another file. `uses` has the names of each file."""
     names, owners = OWNERS[rule]
     return sorted(path for path, its in uses.items() if path not in owners and names & its)
 
@@ -56,8 +57,8 @@ def uses() -> dict[str, set[str]]:
 
 
 @pytest.mark.parametrize("rule", OWNERS)
-def test_one_module_does_it_for_all(uses: dict[str, set[str]], rule: str) -> None:
-    assert strangers(rule, uses) == []
+def test_one_module_owns_each_task(uses: dict[str, set[str]], rule: str) -> None:
+    assert files_of_other_owners(rule, uses) == []
     names, owners = OWNERS[rule]
     assert all(names & uses[owner] for owner in owners), "an owner has nothing to own"
 
@@ -78,11 +79,11 @@ def test_one_module_does_it_for_all(uses: dict[str, set[str]], rule: str) -> Non
     ],
 )
 def test_the_rule_bites(rule: str, text: str) -> None:
-    assert strangers(rule, {"a.py": set(used(ast.parse(text)))}) == ["a.py"]
+    assert files_of_other_owners(rule, {"a.py": set(used(ast.parse(text)))}) == ["a.py"]
 
 
 def literals(tree: ast.AST) -> Iterator[str]:
-    """Strings of the source, without docstrings."""
+    """Return the strings of the source without docstrings."""
     notes = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in notes:
@@ -90,7 +91,7 @@ def literals(tree: ast.AST) -> Iterator[str]:
 
 
 def stage_lists(tree: ast.AST) -> int:
-    """Displays with three stages of a step or more."""
+    """Return the displays with at least three stages of a step."""
     names = {stage.name for stage in STAGES}
     displays = (node for node in ast.walk(tree) if isinstance(node, ast.Tuple | ast.List | ast.Set | ast.Dict))
     parts = (node.keys if isinstance(node, ast.Dict) else node.elts for node in displays)
@@ -110,13 +111,13 @@ def test_tiers_are_named_by_their_owner_alone() -> None:
 
 
 PROGRAMS = {"cli/verify.py", "measure/doctor/checks.py", "data/service/server/local_readers.py"}
-"""Name a module that an interpreter of its own runs as a program."""
+"""Name a module that a separate interpreter runs as a program."""
 DOORS = {"__init__.py", "data/__init__.py", "data/prepare/__init__.py", "report/__init__.py", "train/__init__.py"}
-"""Names that are imported at their first use (PEP 562)."""
+"""Modules with names that are imported at their first use (PEP 562)."""
 
 
 def module_paths(tree: ast.AST) -> list[str]:
-    """Strings that name a module of the package, or something in one."""
+    """Return the strings that name a module of the package, or an object in one."""
     paths = (text for text in literals(tree) if re.fullmatch(r"meseta(\.[a-z_0-9]+)+(:\w+)?", text))
     return [p for p in paths if importlib.util.find_spec(p.partition(":")[0]) is not None]
 
@@ -130,13 +131,13 @@ def test_no_import_is_a_string() -> None:
 
 
 def doubled_classes(trees: Iterable[tuple[str, ast.Module]]) -> dict[str, list[str]]:
-    """Files by the name of a class that stands in several."""
-    found: dict[str, list[str]] = {}
+    """Return the files of each class name that several files define."""
+    files_by_class: dict[str, list[str]] = {}
     for path, tree in trees:
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
-                found.setdefault(node.name, []).append(path)
-    return {name: files for name, files in found.items() if len(files) > 1}
+                files_by_class.setdefault(node.name, []).append(path)
+    return {name: files for name, files in files_by_class.items() if len(files) > 1}
 
 
 def test_no_name_has_two_classes() -> None:
@@ -149,7 +150,7 @@ def test_the_rule_of_names_bites() -> None:
 
 
 def imported(tree: ast.Module, known: Collection[str]) -> Iterator[str]:
-    """Those of `known` that imports at the head of a module name, for the type checker alone too."""
+    """Return the members of `known` that top-level imports name, including those for the type checker alone."""
     bodies = [tree.body]
     while bodies:
         for node in bodies.pop():
@@ -169,26 +170,26 @@ MEMORY_MODEL = {
     },
     "spec/shards.py": {"NUM_PENDING_WRITES"},
 }  # fmt: skip
-"""By module: what bytes of a phase of a run are made of, and the functions that make them."""
+"""Owner of each part of the memory model, and of the functions that compute it."""
 OTHER_PHASES = {"train/verify/steps.py"}
-"""PHASES there are those of a comparison."""
+"""PHASES of this module are those of a comparison."""
 
 
 def memory_models(trees: Iterable[tuple[str, ast.Module]]) -> set[tuple[str, str]]:
-    """(module, name) of every part of the memory model that stands outside of its module, under its name."""
+    """Return (module, name) of every part of the memory model that another module defines."""
     homes = {name: path for path, names in MEMORY_MODEL.items() for name in names}
-    found = set()
+    uses = set()
     for path, tree in trees:
         for node in ast.walk(tree):
             names = [node.name] if isinstance(node, (ast.FunctionDef, ast.ClassDef)) else []
             if isinstance(node, (ast.Assign, ast.AnnAssign)):
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
                 names = [target.id for target in targets if isinstance(target, ast.Name)]
-            found |= {(path, name.lstrip("_")) for name in names if homes.get(name.lstrip("_"), path) != path}
-    return {(path, name) for path, name in found if not (path in OTHER_PHASES and name == "PHASES")}
+            uses |= {(path, name.lstrip("_")) for name in names if homes.get(name.lstrip("_"), path) != path}
+    return {(path, name) for path, name in uses if not (path in OTHER_PHASES and name == "PHASES")}
 
 
-def test_one_module_says_what_a_phase_holds() -> None:
+def test_one_module_owns_the_memory_of_a_phase() -> None:
     assert memory_models(modules()) == set()
     defined = {path: ast.unparse(tree) for path, tree in modules() if path in MEMORY_MODEL}
     assert all(name in defined[path] for path, names in MEMORY_MODEL.items() for name in names), "a name has gone"

@@ -1,4 +1,4 @@
-"""Prose and names of the project, measured by tools/prose.py.
+"""Tests of the prose and names of the project, measured by tools/prose.py.
 
 `prose_limits.toml` limits the hits of each folder, so that new code cannot make it worse. To find the
 hits: `python tools/prose.py --list tell-tale src/meseta/comm` (also question, fragment and leftover). After a rewrite,
@@ -22,7 +22,7 @@ from writing.measures import COMMENT_LINES, DOCSTRING_WORDS, REQUIRED, Measure, 
 
 @pytest.fixture(scope="module")
 def source() -> Part:
-    """All files of src."""
+    """All files of src/."""
     return read_part(ROOT / "src")
 
 

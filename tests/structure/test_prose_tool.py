@@ -1,4 +1,4 @@
-"""tools/prose.py finds each kind of text and name in small sources, and applies its rules to them."""
+"""Tests of tools/prose.py on small sources: it reports each kind of text and name, and applies its rules."""
 
 from __future__ import annotations
 

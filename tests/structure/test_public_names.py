@@ -1,4 +1,4 @@
-"""Public names change on purpose only: a new one is added here in the same commit."""
+"""Public names are listed here, so that they change only on purpose."""
 
 import importlib
 from functools import cache
@@ -75,14 +75,14 @@ PUBLIC = {
 
 @cache
 def packages() -> dict[str, set[str]]:
-    """Names in `__all__` of every package that has one."""
-    found = {}
+    """Return the names in `__all__` of every package that has one."""
+    names_by_package = {}
     for init in sorted(SOURCE.rglob("__init__.py")):
         name = ".".join(("meseta", *init.parent.relative_to(SOURCE).parts))
         names = getattr(importlib.import_module(name), "__all__", None)
         if names is not None:
-            found[name] = set(names)
-    return found
+            names_by_package[name] = set(names)
+    return names_by_package
 
 
 def test_every_package_with_public_names_is_pinned() -> None:

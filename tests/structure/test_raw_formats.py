@@ -1,4 +1,4 @@
-"""Only data/formats/ asks which raw format a file has."""
+"""Only data/formats/ depends on the raw format of a file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ HOME = "data/formats/"
 
 
 def asked(trees: Iterable[tuple[str, ast.Module]]) -> list[str]:
-    """Places outside of data/formats/ where something is compared with the name of a raw format, or matched to it."""
+    """Return the places outside of data/formats/ that compare or match a value with the name of a raw format."""
     names = {raw_format.name for raw_format in FORMATS}
     places = []
     for path, tree in trees:

@@ -1,6 +1,6 @@
-"""A machine that lacks something gets one clear line for it, and a non-zero exit.
+"""Tests of tools/check_machine.sh: a missing requirement gives one clear line and a non-zero exit code.
 
-Each case runs tools/check_machine.sh on a PATH that holds only what the case puts there.
+Each case runs the script with a PATH that contains only the programs of the case.
 """
 
 import shutil
@@ -23,7 +23,7 @@ def write(path: Path, text: str) -> None:
 
 @pytest.fixture
 def machine(tmp_path: Path) -> Path:
-    """A folder to be the whole PATH: a complete machine, of which tests remove or replace parts."""
+    """Folder with all required programs, used as the whole PATH. Tests remove or replace some."""
     for tool in ("mktemp", "rm"):
         (tmp_path / tool).symlink_to(shutil.which(tool) or pytest.skip(f"no {tool} here"))
     write(tmp_path / "python3", f'exec "{sys.executable}" "$@"')
@@ -32,7 +32,7 @@ def machine(tmp_path: Path) -> Path:
 
 
 def check(path: Path, **env: str) -> tuple[int, list[str]]:
-    """(exit code, lines printed)."""
+    """Return (exit code, printed lines)."""
     run = subprocess.run(
         [SHELL, str(CHECK)], env={"PATH": str(path), **env}, capture_output=True, text=True, check=False, timeout=60
     )
@@ -40,12 +40,12 @@ def check(path: Path, **env: str) -> tuple[int, list[str]]:
 
 
 def old_python(path: Path, version: str) -> None:
-    """An interpreter that answers as an old one does."""
+    """Create an interpreter that reports an old version."""
     write(path, f'case "$2" in *print*) echo {version};; *version_info*) exit 1;; esac')
 
 
 def broken_python(path: Path, needle: str) -> None:
-    """This interpreter, failing where the check looks for `needle`."""
+    """Create an interpreter that fails when the check looks for `needle`."""
     write(path, f'case "$2" in *{needle}*) exit 1;; esac\nexec "{sys.executable}" "$@"')
 
 

@@ -1,4 +1,4 @@
-"""Files, functions and argument lists stay small enough to read in one go."""
+"""Files, functions, argument lists and folders have limited sizes."""
 
 import ast
 from collections import Counter
@@ -17,20 +17,20 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def long_files(texts: Mapping[str, str]) -> dict[str, int]:
-    """Files with too many lines, and how many."""
+    """Return the files with too many lines, and their numbers of lines."""
     lines = {name: len(text.splitlines()) for name, text in texts.items()}
     return {name: n for name, n in lines.items() if n > MAX_FILE_LINES}
 
 
 def long_functions(nodes: Iterable[tuple[str, Function]]) -> dict[str, int]:
-    """Functions with too many lines, and how many."""
+    """Return the functions with too many lines, and their numbers of lines."""
     lines = {name: (node.end_lineno or node.lineno) - node.lineno + 1 for name, node in nodes}
     return {name: n for name, n in lines.items() if n > MAX_FUNCTION_LINES}
 
 
 def wide_functions(nodes: Iterable[tuple[str, Function]]) -> dict[str, int]:
-    """Functions with too many arguments, and how many. Subcommands of the command line are exempt: each of their
-    arguments is one option of `meseta <command> --help`."""
+    """Return the functions with too many arguments, and their numbers of arguments. Subcommands of the command line are
+    exempt: each of their arguments is one option of `meseta <command> --help`."""
     counts = {
         name: len(node.args.posonlyargs) + len(node.args.args) + len(node.args.kwonlyargs)
         for name, node in nodes
@@ -70,11 +70,11 @@ def test_the_rules_of_sizes_bite() -> None:
 
 
 ONE_FILE_PER_KIND = {"models", "cli", "optim/row", "data/formats"}
-"""Folders with one file for each thing of a kind may have as many as there are things."""
+"""Folders with one file per item of a kind, which may have more files."""
 
 
 def crowded(files: Iterable[Path]) -> dict[str, int]:
-    """Folders with more than MAX_FILES sources beside `__init__.py`, and how many."""
+    """Return the folders with more than MAX_FILES sources in addition to `__init__.py`, and their numbers."""
     sources = (file for file in files if file.suffix in {".py", ".cpp", ".h", ".hpp"} and file.name != "__init__.py")
     counts = Counter(str(file.parent) for file in sources)
     return {folder: n for folder, n in counts.items() if n > MAX_FILES and folder not in ONE_FILE_PER_KIND}

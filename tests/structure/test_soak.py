@@ -1,4 +1,4 @@
-"""The parts of `make soak`: every test is in one of them, and what has passed is not run again."""
+"""Tests of the parts of `make soak`: every test is in one part, and passed tests are not repeated."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_it(number, record_property):
 @pytest.mark.parametrize(
     "processes", [pytest.param([], marks=pytest.mark.soak), ["-p", "xdist", "-n", "2"]], ids=["one", "two"]
 )
-def test_what_has_passed_is_left_out(tmp_path: Path, processes: list[str]) -> None:
+def test_passed_tests_are_not_repeated(tmp_path: Path, processes: list[str]) -> None:
     record = tmp_path / "record.jsonl"
     (tmp_path / "test_numbers.py").write_text(TESTS)
 
@@ -58,7 +58,7 @@ def test_what_has_passed_is_left_out(tmp_path: Path, processes: list[str]) -> No
             "PYTHONPATH": str(ROOT / "tools" / "soak"),
             "MESETA_SOAK_RECORD": str(record),
             "FAILS": str(fails),
-            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # they take longer to import than the tests to run
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # importing them takes longer than the tests
         }
         environment.pop("MESETA_ISA", None)
         command = [sys.executable, "-m", "pytest", "-q", "-p", "soak_record", "-p", "no:cacheprovider", *processes]
@@ -77,7 +77,7 @@ def test_what_has_passed_is_left_out(tmp_path: Path, processes: list[str]) -> No
 
 
 def uncheckable(text: str) -> list[str]:
-    """Protocols that no call can be checked against, as `make soak` checks every one."""
+    """Return the protocols that type checks cannot use. `make soak` checks every call."""
     return [
         node.name
         for node in ast.walk(ast.parse(text))
@@ -88,6 +88,6 @@ def uncheckable(text: str) -> list[str]:
 
 
 def test_protocols_can_be_checked_in_every_call() -> None:
-    found = {str(path.relative_to(SOURCE)): uncheckable(path.read_text()) for path in SOURCE.rglob("*.py")}
-    assert {path: names for path, names in found.items() if names} == {}
+    protocols = {str(path.relative_to(SOURCE)): uncheckable(path.read_text()) for path in SOURCE.rglob("*.py")}
+    assert {path: names for path, names in protocols.items() if names} == {}
     assert uncheckable("class A(Protocol): ...\n@runtime_checkable\nclass B(Protocol): ...") == ["A"]

@@ -1,4 +1,4 @@
-"""Tracked files name no machine: the project has to mean the same thing everywhere."""
+"""Tracked files name no machine, so that the project is independent of where it was written."""
 
 import subprocess
 
@@ -6,7 +6,7 @@ import pytest
 
 from source_tree import ROOT
 
-# Spelled in two halves, so that this file passes its own test.
+# Patterns are in two halves, so that this file passes the test.
 PATHS = ["/" + name + "/" for name in ("work", "root", "home", "opt", "Users")]
 HOSTS = ["pypi" + ".org", "python" + "hosted.org", "download.py" + "torch.org", "conda." + "anaconda.org"]
 SUFFIXES = {
@@ -41,8 +41,10 @@ def findings(text: str) -> list[str]:
 
 
 def test_no_file_names_a_machine_path_or_a_registry() -> None:
-    found = {name: words for name in tracked() if (words := findings((ROOT / name).read_text(errors="replace")))}
-    assert not found
+    findings_by_file = {
+        name: words for name in tracked() if (words := findings((ROOT / name).read_text(errors="replace")))
+    }
+    assert not findings_by_file
 
 
 def test_the_rule_bites() -> None:

@@ -16,6 +16,7 @@ import yaml
 from typer.testing import CliRunner
 
 from meseta.cli.main import app
+from meseta.cli.train import _print_result
 from meseta.comm import World
 from meseta.config import RunConfig
 from meseta.pipeline import Pipeline
@@ -133,11 +134,27 @@ def test_the_model_of_a_trainer_has_the_best_weights(ended_trainer: Trainer, end
     assert all(torch.equal(parts[0][name], value) for name, value in parts[1].items() if name.startswith("model."))
 
 
-def test_without_valid_the_best_weights_are_not_evaluated_again(tiny: Path, tmp_path: Path) -> None:
-    summary = train(settings(tiny, tmp_path / "run", **FIRST_IS_BEST))
-    assert evaluations(tmp_path / "run") == [(8, "test"), (15, "test"), (23, "test"), (30, "test")]
+@pytest.fixture(scope="module")
+def ended_without_valid(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("choosing") / "without-valid"
+    train(settings(tiny, run_dir, **FIRST_IS_BEST))
+    return run_dir
+
+
+def test_without_valid_the_best_weights_are_not_evaluated_again(ended_without_valid: Path) -> None:
+    summary = summary_of(ended_without_valid)
+    assert evaluations(ended_without_valid) == [(8, "test"), (15, "test"), (23, "test"), (30, "test")]
     assert summary["test"]["step"] == 8 and "valid" not in summary
     assert summary["selected"] == {"split": "test", "what": ["the best weights"]}
+
+
+def test_train_prints_what_the_test_split_decided(
+    ended: Path, ended_without_valid: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _print_result(summary_of(ended_without_valid), ended_without_valid)
+    assert "note: the test split decided the best weights, so" in capsys.readouterr().out
+    _print_result(summary_of(ended), ended)
+    assert "note:" not in capsys.readouterr().out
 
 
 def test_the_last_weights_may_be_the_best(data: Path, tmp_path: Path) -> None:

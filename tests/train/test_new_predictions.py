@@ -53,10 +53,16 @@ def predicted(run: Path, source: Path, out: Path, *keys: str) -> pa.Table:
     return pq.read_table(out)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_same_bits_after_the_data_are_deleted(tmp_path: Path, kind: str) -> None:
-    run, test, new = trained(tmp_path, kind, vocabulary=kind in ("csv", "libffm"))
-    before = pq.read_table(tmp_path / "before.parquet")
+@pytest.fixture(scope="module")
+def run_of_kind(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
+    kind = request.param
+    return trained(tmp_path_factory.mktemp(kind), kind, vocabulary=kind in ("csv", "libffm"))
+
+
+@pytest.mark.parametrize("run_of_kind", KINDS, indirect=True)
+def test_the_same_bits_after_the_data_are_deleted(run_of_kind: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    run, test, new = run_of_kind
+    before = pq.read_table(run.with_name("before.parquet"))
     predictions = predicted(run, test, tmp_path / "labelled.parquet")
     assert predictions.equals(before.select(["row", "prediction", "label"]))
     predictions = predicted(run, new, tmp_path / "bare.parquet")
@@ -251,8 +257,11 @@ def test_a_model_of_two_labels(tmp_path: Path) -> None:
             assert ("buy: AUC" in ended.out) == bool(labels)
 
 
-def test_criteo_rows_without_labels_are_detected_by_their_fields(tmp_path: Path) -> None:
-    run, _, _ = trained(tmp_path, "criteo")
+@pytest.mark.parametrize("run_of_kind", ["criteo"], indirect=True)
+def test_criteo_rows_without_labels_are_detected_by_their_fields(
+    run_of_kind: tuple[Path, Path, Path], tmp_path: Path
+) -> None:
+    run, _, _ = run_of_kind
     write_lines(tmp_path / "odd.tsv", ["\t".join(["1"] * 38)])
     ended = run_here("predict", run, "--data", tmp_path / "odd.tsv", "--out", tmp_path / "p.csv")
     assert ended.code == 1 and len(ended.errors) == 1

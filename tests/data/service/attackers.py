@@ -35,7 +35,7 @@ HEADERS = ("", "Bearer", "Bearer ", "Bearer wrong", "Basic dTpw", "Bearer " + "A
 
 @dataclass(frozen=True, kw_only=True)
 class Attack:
-    """What one process sends."""
+    """Requests of one process."""
 
     dispatcher: str
     reader: str
@@ -54,14 +54,14 @@ class Attack:
 
 @dataclass
 class Outcome:
-    """What came of the calls."""
+    """Results of the calls."""
 
     errors: Counter[str] = field(default_factory=Counter)
-    """By class, `answered` for none."""
+    """Number of calls by class of the error, `answered` for none."""
     texts: list[str] = field(default_factory=list)
     """Some of them."""
     max_processor_s: float = 0.0
-    """Of the answering processes for one call."""
+    """Processor time of the answering processes for one call."""
     costliest: str = ""
 
 

@@ -1,5 +1,6 @@
-"""A rank as a process of its own: it writes which rows came, and where its reader stands, a line for each batch; its
-first word, on stderr, is that it has begun.
+"""A rank in its own process, which prints a JSON line with rows and reader state for each batch.
+
+It prints a line to stderr when it has started.
 
 python rank.py SPEC    JSON: service, options, rank, num_ranks, run, attempt, state, num_epochs, pause_s
 """

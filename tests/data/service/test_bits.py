@@ -1,4 +1,4 @@
-"""Batches that come from readers are those of a local Reader, bit for bit, and so is their state."""
+"""Tests that batches and state of served readers are bitwise identical to those of a local Reader."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def tier(request: pytest.FixtureRequest, jagged: Dataset) -> Iterator[Tier]:
         yield tier
 
 
-@fewer_examples(3)
+@fewer_examples(5)
 @given(
     share=st.sampled_from([(0, 1), (0, 2), (1, 2), (0, 4), (1, 4), (2, 4), (3, 4)]),
     batch_size=st.integers(1, 700),
@@ -113,7 +113,7 @@ def test_rows_of_a_rank_are_those_of_its_slices(
 def test_ranks_of_a_window(
     num_rows: int, batch_size: int, num_ranks: int, last_batch: Any, data: st.DataObject
 ) -> None:
-    """Against the rows of single ranks, those at the ends of each range among them; there may be a million."""
+    """Compares with the rows of single ranks, including both ends of each range. Up to a million ranks exist."""
     begin = data.draw(st.integers(0, num_rows - 1))
     first = data.draw(st.integers(0, num_rows))
     last = data.draw(st.integers(first, num_rows))
@@ -140,12 +140,12 @@ def test_a_run_may_change_between_files_and_readers_in_the_middle(tier: Tier, ja
     one, other = (local, served) if begins == "local" else (served, local)
     expected = [digest(batch) for batch in local().epochs(2)]
     first = one()
-    came = [digest(batch) for _, batch in zip(range(4), first.epochs(2), strict=False)]
+    digests = [digest(batch) for _, batch in zip(range(4), first.epochs(2), strict=False)]
     second = other()
     second.set_state(first.get_state())
-    came += [digest(batch) for batch in second.epochs(2)]
-    assert came == expected
-    # And with another batch size, where batches begin in the middle of what were batches.
+    digests += [digest(batch) for batch in second.epochs(2)]
+    assert digests == expected
+    # With another batch size, whose batches begin inside the earlier ones.
     state = first.get_state()
     third, fourth = one(37), other(37)
     third.set_state(state)
@@ -155,7 +155,7 @@ def test_a_run_may_change_between_files_and_readers_in_the_middle(tier: Tier, ja
 
 
 def test_windows_of_the_next_epoch_are_asked_for_before_it_begins(jagged: Dataset) -> None:
-    """So that no epoch begins with a wait; and none is asked for that will not be read."""
+    """No epoch begins with a wait, and no window is requested that will not be read."""
     options = ReaderOptions(batch_size=50, shuffle=True, window_rows=100, prefetch_batches=0)
     local = Reader(jagged, "train", options)
     num_windows = [len(epoch_order(local._files.group_rows, options, epoch)) for epoch in range(2)]
@@ -175,7 +175,7 @@ def test_windows_of_the_next_epoch_are_asked_for_before_it_begins(jagged: Datase
             next(abandoned)
         abandoned.close()
         while any(server._reader.windows._entries and busy(server) for server in tier.readers):
-            assert time.monotonic() < deadline_s + 10, "a reader goes on sending to nobody"
+            assert time.monotonic() < deadline_s + 10, "a reader still sends windows of a closed session"
             time.sleep(0.01)
 
 

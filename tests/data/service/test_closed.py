@@ -1,4 +1,4 @@
-"""Closed by default: who has not the folder of keys is let in nowhere, reads nothing, and is told why in one line."""
+"""Tests that a process without the keys is refused everywhere, with a one-line error."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from bad_input.commands import run_here
 from cli.processes import fact_of
 from cli.test_listening import is_loopback, listening_inodes, open_inodes
 from data.service.spoiled import spoiled
-from data.service.test_refusals import ToldQuietly, ticket_of
+from data.service.test_refusals import OneLineErrors, ticket_of
 from data.service.tier import Tier, digest, running
 from data.test_reader import make_dataset
 from meseta.data import Dataset, Reader, ReaderOptions
@@ -58,8 +58,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Keys that somebody else has made."""
+def other_keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Keys of another tier."""
     folder = tmp_path_factory.mktemp("keys") / "others"
     make_keys(folder, HOSTS, days=9)
     return folder
@@ -72,9 +72,9 @@ def tier(data: Dataset, folder: Path) -> Iterator[Tier]:
 
 
 @pytest.fixture
-def mine(folder: Path, tmp_path: Path) -> Path:
-    """A copy to spoil."""
-    return Path(shutil.copytree(folder, tmp_path / "mine"))
+def key_copy(folder: Path, tmp_path: Path) -> Path:
+    """A copy of the keys that a test may damage."""
+    return Path(shutil.copytree(folder, tmp_path / "keys"))
 
 
 def token_of(folder: Path) -> str:
@@ -87,18 +87,18 @@ def token_of(folder: Path) -> str:
 def test_a_folder_of_keys(folder: Path) -> None:
     modes = {path.name: path.stat().st_mode & 0o777 for path in folder.iterdir()}
     assert modes == {CERTIFICATE_FILE: 0o644, KEY_FILE: 0o600, CLIENT_FILE: 0o600, TOKEN_FILE: 0o600}
-    found = x509.load_pem_x509_certificate((folder / CERTIFICATE_FILE).read_bytes())
-    names = found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    certificate = x509.load_pem_x509_certificate((folder / CERTIFICATE_FILE).read_bytes())
+    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     assert [str(name.value) for name in names] == HOSTS
-    found.verify_directly_issued_by(found)
+    certificate.verify_directly_issued_by(certificate)
     now = datetime.now(UTC)
-    assert found.not_valid_before_utc < now < found.not_valid_after_utc < now + timedelta(days=10)
+    assert certificate.not_valid_before_utc < now < certificate.not_valid_after_utc < now + timedelta(days=10)
     assert len(token_of(folder)) == 43 and b"PRIVATE" not in (folder / CERTIFICATE_FILE).read_bytes()
 
 
-def test_keys_are_new_each_time_and_not_written_over(folder: Path, others: Path) -> None:
+def test_keys_are_new_each_time_and_not_written_over(folder: Path, other_keys: Path) -> None:
     for name in (CERTIFICATE_FILE, KEY_FILE, CLIENT_FILE, TOKEN_FILE):
-        assert (folder / name).read_bytes() != (others / name).read_bytes()
+        assert (folder / name).read_bytes() != (other_keys / name).read_bytes()
     with pytest.raises(MesetaError, match="already exists"):
         make_keys(folder, HOSTS, days=9)
 
@@ -155,34 +155,36 @@ def empty(folder: Path, name: str) -> None:
         (empty, TOKEN_FILE, "must have 43 or more characters, all of them letters, digits, - and _, got 0"),
     ],
 )  # fmt: skip
-def test_files_that_are_no_keys(spoil: Callable[[Path, str], None], name: str, why: str, mine: Path) -> None:
-    spoil(mine, name)
-    with pytest.raises(MesetaError, match=rf"keys: '{mine / name}' {why}") as refused:
-        Endpoint.from_options("127.0.0.1:0", None, mine)
+def test_files_that_are_no_keys(spoil: Callable[[Path, str], None], name: str, why: str, key_copy: Path) -> None:
+    spoil(key_copy, name)
+    with pytest.raises(MesetaError, match=rf"keys: '{key_copy / name}' {why}") as refused:
+        Endpoint.from_options("127.0.0.1:0", None, key_copy)
     assert str(refused.value).isprintable()
     if name == KEY_FILE:
-        TlsKeys.load(mine)  # who asks needs none
+        TlsKeys.load(key_copy)  # who asks needs none
     else:
         with pytest.raises(MesetaError, match=why):
-            TlsKeys.load(mine)
+            TlsKeys.load(key_copy)
 
 
 @pytest.mark.parametrize("token", ["x" * 42, "short", "w" * 43 + " w", "ä" * 43, "x" * 2000])
-def test_tokens_that_are_none(token: str, mine: Path) -> None:
-    (mine / TOKEN_FILE).write_text(token)
+def test_tokens_that_are_none(token: str, key_copy: Path) -> None:
+    (key_copy / TOKEN_FILE).write_text(token)
     with pytest.raises(MesetaError, match=r"must have 43 or more characters, all of them letters") as refused:
-        TlsKeys.load(mine)
+        TlsKeys.load(key_copy)
     assert token not in str(refused.value)
 
 
-def test_a_certificate_and_the_key_of_another(mine: Path, others: Path) -> None:
-    shutil.copy(others / KEY_FILE, mine / KEY_FILE)
-    with pytest.raises(MesetaError, match=rf"'{mine / KEY_FILE}' is not the key of '{mine / CERTIFICATE_FILE}'"):
-        Endpoint.from_options("127.0.0.1:0", None, mine)
+def test_a_certificate_and_the_key_of_another(key_copy: Path, other_keys: Path) -> None:
+    shutil.copy(other_keys / KEY_FILE, key_copy / KEY_FILE)
+    with pytest.raises(
+        MesetaError, match=rf"'{key_copy / KEY_FILE}' is not the key of '{key_copy / CERTIFICATE_FILE}'"
+    ):
+        Endpoint.from_options("127.0.0.1:0", None, key_copy)
 
 
 def aged(folder: Path) -> Path:
-    """Keys that have expired half a day ago."""
+    """Return keys that expired half a day ago."""
     make_keys_without_checks = pytest.MonkeyPatch()
     with make_keys_without_checks.context() as patch:
         patch.setattr(TlsServerKeys, "load", lambda folder: None)
@@ -191,7 +193,7 @@ def aged(folder: Path) -> Path:
 
 
 def unchecked(folder: Path) -> TlsServerKeys:
-    """Keys as a server has them whose certificate expires while it runs."""
+    """Return server keys whose certificate expires while it is in use."""
     return TlsServerKeys(
         folder,
         *((folder / name).read_bytes().strip() for name in (CERTIFICATE_FILE, CLIENT_FILE, TOKEN_FILE, KEY_FILE)),
@@ -228,12 +230,12 @@ def test_every_address_is_called_by_the_name_of_the_machine(tmp_path: Path) -> N
 
 def test_the_same_rows(tier: Tier, data: Dataset) -> None:
     assert tier.service.url.startswith("grpc+tls://127.0.0.1:")
-    came = list(map(digest, ServedReader(tier.service, "train", OPTIONS).epochs(2)))
-    assert came == list(map(digest, Reader(data, "train", OPTIONS).epochs(2))) and len(came) > 8
+    digests = list(map(digest, ServedReader(tier.service, "train", OPTIONS).epochs(2)))
+    assert digests == list(map(digest, Reader(data, "train", OPTIONS).epochs(2))) and len(digests) > 8
 
 
 def refusal(call: Callable[[], object], *secrets: Path) -> str:
-    """The one line that a call ends in; quickly, for good, and without secrets."""
+    """Return the one-line error of a call, which must fail quickly, permanently and without secrets."""
     began_s = time.monotonic()
     with pytest.raises(MesetaError) as refused:
         call()
@@ -251,7 +253,7 @@ def ask(url: str, keys: Path | None) -> Callable[[], object]:
 
 @pytest.fixture
 def strange(data: Dataset) -> Iterator[Callable[[TlsServerKeys | None], str]]:
-    """Starts a dispatcher with keys, or without; its URL."""
+    """Function that starts a dispatcher with or without keys and returns its URL."""
     started = []
 
     def start(keys: TlsServerKeys | None) -> str:
@@ -263,25 +265,25 @@ def strange(data: Dataset) -> Iterator[Callable[[TlsServerKeys | None], str]]:
         server.stop()
 
 
-def test_a_token_of_others(tier: Tier, mine: Path, others: Path) -> None:
-    shutil.copy(others / TOKEN_FILE, mine)
-    said = refusal(ask(tier.service.url, mine), mine, others)
+def test_a_token_of_others(tier: Tier, key_copy: Path, other_keys: Path) -> None:
+    shutil.copy(other_keys / TOKEN_FILE, key_copy)
+    said = refusal(ask(tier.service.url, key_copy), key_copy, other_keys)
     assert said.startswith(
-        f"dispatcher {tier.service.url} expects another token than that in '{mine / TOKEN_FILE}'; use the"
+        f"dispatcher {tier.service.url} expects another token than that in '{key_copy / TOKEN_FILE}'; use the"
     )
-    whole = token_of(others) * 2
-    (mine / TOKEN_FILE).write_text(whole[:50])  # as the right one would be, were it longer and cut
-    assert "expects another token" in refusal(ask(tier.service.url, mine))
+    whole = token_of(other_keys) * 2
+    (key_copy / TOKEN_FILE).write_text(whole[:50])  # as the right one would be, were it longer and cut
+    assert "expects another token" in refusal(ask(tier.service.url, key_copy))
 
 
-def test_a_certificate_of_others(tier: Tier, mine: Path, others: Path) -> None:
-    said = refusal(ask(tier.service.url, others), others)
+def test_a_certificate_of_others(tier: Tier, key_copy: Path, other_keys: Path) -> None:
+    said = refusal(ask(tier.service.url, other_keys), other_keys)
     assert (
-        f"has another certificate than '{others / CERTIFICATE_FILE}'; use the folder of keys with which it was started"
-        in said
+        f"has another certificate than '{other_keys / CERTIFICATE_FILE}'; "
+        "use the folder of keys with which it was started" in said
     )
-    shutil.copy(others / CLIENT_FILE, mine)
-    assert f"does not know the certificate of '{mine / CLIENT_FILE}'" in refusal(ask(tier.service.url, mine))
+    shutil.copy(other_keys / CLIENT_FILE, key_copy)
+    assert f"does not know the certificate of '{key_copy / CLIENT_FILE}'" in refusal(ask(tier.service.url, key_copy))
 
 
 def test_encryption_on_one_side(tier: Tier, folder: Path, strange: Callable[..., str]) -> None:
@@ -319,7 +321,7 @@ def test_who_is_not_there(folder: Path) -> None:
 
 
 def test_a_fault_is_looked_for_and_not_made_up(tier: Tier, strange: Callable[..., str]) -> None:
-    """A call that fails for once, though all is as it should be, may be tried again."""
+    """A call that failed once may succeed when it is repeated."""
     plain = strange(None)
     for url, credentials in ((tier.dispatcher.url, tier.endpoint.credentials), (plain, credentials_for(plain))):
         connection = Connection("dispatcher", url, credentials)
@@ -367,7 +369,7 @@ def test_no_call_comes_through_without_the_token(
         with pytest.raises((flight.FlightError, OSError), match=r"header authorization: .*Unauthenticated") as refused:
             call()
         assert token[:-1] not in str(refused.value)
-    # Each was held against the right one in constant time, as those of the reader's beats meanwhile.
+    # Each token was compared in constant time, as were those of the reader's heartbeats.
     assert compared.count((sent.encode(), f"Bearer {token}".encode())) == len(calls)
 
 
@@ -385,8 +387,8 @@ def test_no_call_comes_through_without_keys_and_token(data: Dataset, which: str)
                     call()
 
 
-def test_no_call_comes_through_without_a_certificate(tier: Tier, folder: Path, others: Path) -> None:
-    keys, strange = TlsKeys.load(folder), TlsKeys.load(others)
+def test_no_call_comes_through_without_a_certificate(tier: Tier, folder: Path, other_keys: Path) -> None:
+    keys, strange = TlsKeys.load(folder), TlsKeys.load(other_keys)
     options = flight.FlightCallOptions(timeout=5, headers=[(b"authorization", keys.header_value().encode())])
     for shown in ({}, {"cert_chain": strange.client, "private_key": strange.client}):
         client = flight.connect(tier.dispatcher.url, tls_root_certs=keys.certificate, **shown)
@@ -402,7 +404,7 @@ def test_malformed_tickets_of_those_who_are_let_in(tier: Tier, folder: Path) -> 
     )
     options = flight.FlightCallOptions(headers=[(b"authorization", keys.header_value().encode())])
     for _ in range(150):
-        with ToldQuietly():
+        with OneLineErrors():
             list(client.do_get(flight.Ticket(spoiled(draw, ticket_of(tier, **ticket))), options))
 
 
@@ -419,24 +421,24 @@ def test_calls_have_a_limit(tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None
 # Refused is final
 
 
-def test_refused_in_the_middle_of_an_epoch_ends_a_run_at_once(data: Dataset, folder: Path, others: Path) -> None:
-    """The dispatcher is begun anew with other keys: nobody waits for reader_timeout_s."""
+def test_refused_in_the_middle_of_an_epoch_ends_a_run_at_once(data: Dataset, folder: Path, other_keys: Path) -> None:
+    """The dispatcher restarts with other keys: its clients fail without waiting for reader_timeout_s."""
     catalog = Catalog({"click": data.dir})
     with running({"click": data.dir}, 1, TlsServerKeys.load(folder)) as tier:
         batches = ServedReader(tier.service, "train", OPTIONS).epochs(1000)
         next(batches)
         port = tier.dispatcher.port
         tier.dispatcher.stop()
-        again = DispatchServer(Endpoint(port=port, credentials=TlsServerKeys.load(others)), catalog, LeaseTable())
+        again = DispatchServer(Endpoint(port=port, credentials=TlsServerKeys.load(other_keys)), catalog, LeaseTable())
         try:
-            assert "has another certificate" in refusal(lambda: list(batches), folder, others)
+            assert "has another certificate" in refusal(lambda: list(batches), folder, other_keys)
         finally:
             again.stop()
 
 
-def test_a_reader_that_is_refused_does_not_start(tier: Tier, mine: Path, others: Path) -> None:
-    shutil.copy(others / TOKEN_FILE, mine)
-    ended = run_here("readers", "work", "--dispatcher", tier.service.url, "--keys", str(mine))
+def test_a_reader_that_is_refused_does_not_start(tier: Tier, key_copy: Path, other_keys: Path) -> None:
+    shutil.copy(other_keys / TOKEN_FILE, key_copy)
+    ended = run_here("readers", "work", "--dispatcher", tier.service.url, "--keys", str(key_copy))
     assert ended.code == 1 and "expects another token" in ended.err and len(ended.err.splitlines()) == 1
 
 
@@ -457,7 +459,7 @@ def peak_mb(pid: int) -> int:
 
 
 def test_as_commands(data: Dataset, folder: Path, tmp_path: Path) -> None:
-    """Listening to all, with keys: what can be seen of them has no secret, and strangers cost nothing."""
+    """Listens on all interfaces: nothing visible contains a secret, and unauthenticated calls take no memory."""
     meseta = [sys.executable, "-m", "meseta.cli.main", "readers"]
     out, processes = tmp_path / "out", []
 

@@ -1,5 +1,4 @@
-"""Readers, dispatchers and ranks that are killed, stopped and begun again, and links that are cut or slow, with keys
-and without: every row exactly once, in order."""
+"""Tests that ranks receive every row exactly once, in order, if readers, dispatchers, ranks and links fail."""
 
 from __future__ import annotations
 
@@ -32,12 +31,12 @@ from sampling import sample
 
 NUM_SCHEDULES = 200
 NUM_EPOCHS = 3
-START_S = 120.0
-"""Until a rank's first word: a busy machine takes its time to import torch."""
-SILENCE_S = 30.0
-"""From one word of a rank to the next."""
-LIMIT_S = 240.0
-"""Of a schedule."""
+START_TIMEOUT_S = 120.0
+"""Maximum time until the first line of a rank, which imports torch on a busy machine."""
+OUTPUT_TIMEOUT_S = 30.0
+"""Maximum time between two lines of a rank."""
+SCHEDULE_TIMEOUT_S = 240.0
+"""Time limit of a schedule."""
 RANK = str(Path(__file__).with_name("rank.py"))
 FAST = "qdisc replace dev lo root tbf rate 10gbit burst 1mb limit 64mb"
 SLOW = "qdisc replace dev lo root tbf rate 1mbit burst 128kb limit 4mb"
@@ -58,7 +57,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Network:
-    """A loopback of its own, which may be cut and slow; where this machine makes none, that of all."""
+    """Network namespace whose loopback can be slowed and cut. Falls back to the loopback of the machine."""
 
     def __init__(self, made: ExitStack) -> None:
         self._namespace = None if why_impossible() else made.enter_context(Namespace())
@@ -66,12 +65,12 @@ class Network:
         self.port = 7077 if self.is_own else free_port()
         self.set("link set lo up", FAST)
 
-    def entered(self, command: list[str]) -> list[str]:
-        """The command, as it is run inside."""
+    def wrap(self, command: list[str]) -> list[str]:
+        """Return the command that runs `command` inside the namespace."""
         return command if self._namespace is None else self._namespace.entered(command)
 
     def set(self, link: str, rate: str | None = None) -> None:
-        """Tell `ip`, and `tc`, so."""
+        """Configure the link, and its rate if given."""
         if self._namespace is not None:
             self._namespace.configure("ip", [link])
             if rate is not None:
@@ -85,40 +84,40 @@ def free_port() -> int:
 
 
 class Rank:
-    """A rank, what it has told of its batches, and when it said something last."""
+    """Process of a rank, with its batches and the time of its last output."""
 
     def __init__(self, network: Network, spec: dict[str, Any]) -> None:
-        """`spec`: as rank.py says."""
+        """`spec` is the argument of rank.py."""
         self.name = f"rank {spec['rank']} of {spec['num_ranks']}"
-        command = network.entered([sys.executable, RANK, json.dumps(spec)])
+        command = network.wrap([sys.executable, RANK, json.dumps(spec)])
         variables = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
         self.process: Process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=variables
         )
         self.batches: list[dict[str, Any]] = []
-        self.words: list[str] = []
-        self.heard_s = time.monotonic()
-        self._threads = [threading.Thread(target=self._hear, args=(stream,)) for stream in ("stdout", "stderr")]
+        self.errors: list[str] = []
+        self.last_output_s = time.monotonic()
+        self._threads = [threading.Thread(target=self._read, args=(stream,)) for stream in ("stdout", "stderr")]
         for thread in self._threads:
             thread.start()
 
-    def _hear(self, stream: str) -> None:
+    def _read(self, stream: str) -> None:
         with getattr(self.process, stream) as lines:
             for line in lines:
-                self.heard_s = time.monotonic()
+                self.last_output_s = time.monotonic()
                 if stream == "stdout":
                     self.batches.append(json.loads(line))
                 else:
-                    self.words.append(line)
+                    self.errors.append(line)
 
-    def check_heard(self) -> None:
-        """It has ended well, or spoke not long ago."""
-        limit_s = SILENCE_S if self.words else START_S
-        is_heard = self.process.poll() == 0 or time.monotonic() - self.heard_s < limit_s
-        assert is_heard, f"{self.name} has said nothing for {limit_s:.0f} s, after {self.words}"
+    def check_output(self) -> None:
+        """Assert that the rank has succeeded or printed a line recently."""
+        limit_s = OUTPUT_TIMEOUT_S if self.errors else START_TIMEOUT_S
+        is_responsive = self.process.poll() == 0 or time.monotonic() - self.last_output_s < limit_s
+        assert is_responsive, f"{self.name} has printed nothing for {limit_s:.0f} s, after {self.errors}"
 
     def end(self) -> None:
-        """Kill it, and take what it has said."""
+        """Kill the process and collect its output."""
         self.process.kill()
         self.process.wait()
         for thread in self._threads:
@@ -140,19 +139,19 @@ class Schedule:
         self.dispatcher = self._dispatch()
         self.join()
 
-    def happens(self) -> bool:
-        """Wait a little, and let something happen; at last all goes on. Returns whether the training lives."""
+    def run_event(self) -> bool:
+        """Pause, then run a random event, or repair everything at the end. Return whether the training survives."""
         time.sleep(self._draw.uniform(0.1, 1.0))
         if not self.num_events:
-            self.mend()
-            self.go_on()
+            self.repair()
+            self.resume()
             return True
         self.num_events -= 1
-        links = [self.cut, self.slow, self.mend] if self._network.is_own else []
+        links = [self.cut, self.slow, self.repair] if self._network.is_own else []
         events: list[Callable[[], None]] = [
             self.kill,
             self.stop,
-            self.go_on,
+            self.resume,
             self.restart,
             self.join,
             self.leave,
@@ -164,20 +163,20 @@ class Schedule:
     def _dispatch(self) -> Process:
         process = self._start("dispatch", "--data", f"click={self._folder}", "--listen", self.address, "--json")
         assert process.stdout is not None
-        with process.stdout as said:
-            assert json.loads(said.readline())["url"] == self.url
+        with process.stdout as lines:
+            assert json.loads(lines.readline())["url"] == self.url
         return process
 
     def _start(self, *arguments: str) -> Process:
         out = subprocess.PIPE if arguments[0] == "dispatch" else subprocess.DEVNULL
-        return subprocess.Popen(self._network.entered([*MESETA, *arguments, *self._keys]), stdout=out, text=True)
+        return subprocess.Popen(self._network.wrap([*MESETA, *arguments, *self._keys]), stdout=out, text=True)
 
     def join(self) -> None:
-        """One more reader."""
+        """Start one more reader."""
         self.readers.append(self._start("work", "--dispatcher", self.url))
 
     def kill(self) -> None:
-        """A reader dies; another comes where it was the last that ran."""
+        """Kill a reader, and start another if no running one remains."""
         victim = self._draw.choice(self.readers)
         self.readers.remove(victim)
         self.stopped.discard(victim)
@@ -186,14 +185,14 @@ class Schedule:
         victim.wait()
 
     def stop(self) -> None:
-        """A reader stands still; another comes where it was the last that ran."""
+        """Suspend a reader, and start another if no running one remains."""
         self.stopped.add(self._draw.choice(self.readers))
         self._keep_one()
         for reader in self.stopped:
             os.kill(reader.pid, signal.SIGSTOP)
 
-    def go_on(self) -> None:
-        """All go on."""
+    def resume(self) -> None:
+        """Continue all suspended readers."""
         for reader in self.readers:
             os.kill(reader.pid, signal.SIGCONT)
         self.stopped.clear()
@@ -203,7 +202,7 @@ class Schedule:
             self.join()
 
     def leave(self) -> None:
-        """A reader is told to go, as one that is not wanted any more; another comes where it was the last that ran."""
+        """Drain a reader, and start another if no running one remains."""
         leaving = self._draw.choice(self.readers)
         if leaving in self.stopped:
             return
@@ -213,21 +212,21 @@ class Schedule:
         leaving.terminate()
 
     def restart(self) -> None:
-        """The dispatcher dies, and another is begun in its place."""
+        """Kill the dispatcher and start another at its address."""
         self.dispatcher.kill()
         self.dispatcher.wait()
         self.dispatcher = self._dispatch()
 
     def cut(self) -> None:
-        """Nothing comes through."""
+        """Cut the link."""
         self._network.set("link set lo down")
 
     def slow(self) -> None:
-        """A megabit per second does."""
+        """Limit the link to one megabit per second."""
         self._network.set("link set lo up", SLOW)
 
-    def mend(self) -> None:
-        """All does."""
+    def repair(self) -> None:
+        """Restore the link."""
         self._network.set("link set lo up", FAST)
 
     def end(self) -> None:
@@ -237,8 +236,8 @@ class Schedule:
 
 
 @pytest.mark.parametrize("seed", sample(range(NUM_SCHEDULES), 1, seed=0))
-def test_every_row_once_whatever_happens(seed: int, jagged: Dataset, keys: Path) -> None:
-    """Numbers of rows as they came are held against a plain read of the files, not against a reader of ours."""
+def test_every_row_once_despite_failures(seed: int, jagged: Dataset, keys: Path) -> None:
+    """Compares with a plain read of the files, not with a Reader."""
     draw = random.Random(seed)
     options = ReaderOptions(
         batch_size=draw.choice([10, 37]), shuffle=True, seed=seed, window_rows=90, prefetch_batches=draw.choice([0, 2])
@@ -257,50 +256,50 @@ def test_every_row_once_whatever_happens(seed: int, jagged: Dataset, keys: Path)
             "num_epochs": NUM_EPOCHS,
             "pause_s": 0.02,
         }
-        attempts, until_s = count(), time.monotonic() + LIMIT_S
+        attempts, until_s = count(), time.monotonic() + SCHEDULE_TIMEOUT_S
         while state is None or state["epoch"] < NUM_EPOCHS:
             num_ranks = draw.choice([1, 2, 3])
-            mine = {**spec, "num_ranks": num_ranks, "attempt": next(attempts), "state": state}
-            ranks = [Rank(network, {**mine, "rank": rank}) for rank in range(num_ranks)]
+            attempt_spec = {**spec, "num_ranks": num_ranks, "attempt": next(attempts), "state": state}
+            ranks = [Rank(network, {**attempt_spec, "rank": rank}) for rank in range(num_ranks)]
             try:
                 live(ranks, schedule, until_s)
             finally:
                 for rank in ranks:
                     rank.end()
-            came = list(zip(*(rank.batches for rank in ranks), strict=False))  # on all of them: a checkpoint
-            numbers.update(taken(came, jagged, options, state))
-            state = came[-1][0]["state"] if came else state
+            steps = list(zip(*(rank.batches for rank in ranks), strict=False))  # on all of them: a checkpoint
+            numbers.update(received_rows(steps, jagged, options, state))
+            state = steps[-1][0]["state"] if steps else state
         for process in [schedule.dispatcher, *schedule.readers]:
             assert "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text()
     assert numbers == Counter((epoch, row) for epoch in range(NUM_EPOCHS) for row in plain_rows(jagged))
 
 
 def live(ranks: list[Rank], schedule: Schedule, until_s: float) -> None:
-    """Until all have ended, or the training is killed; a rank that cannot begin kills it, too."""
+    """Run events until all ranks have ended or the training is killed. A rank that cannot start also ends it."""
     while any(rank.process.poll() is None for rank in ranks):
-        assert time.monotonic() < until_s, "it goes on for ever"
+        assert time.monotonic() < until_s, "the schedule does not end"
         for rank in ranks:
             if rank.process.poll():
                 rank.end()
-                assert not rank.batches and "cannot be reached" in "".join(rank.words), "".join(rank.words)
-                return schedule.mend()
-            rank.check_heard()
-        if not schedule.happens():
+                assert not rank.batches and "cannot be reached" in "".join(rank.errors), "".join(rank.errors)
+                return schedule.repair()
+            rank.check_output()
+        if not schedule.run_event():
             return None
     return None
 
 
-def taken(
-    came: list[tuple[dict[str, Any], ...]], dataset: Dataset, options: ReaderOptions, state: dict[str, Any] | None
+def received_rows(
+    steps: list[tuple[dict[str, Any], ...]], dataset: Dataset, options: ReaderOptions, state: dict[str, Any] | None
 ) -> Iterator[tuple[int, int]]:
-    """Epoch and number of each row of batches that came, which must be those of local readers from `state` on."""
+    """Yield (epoch, row) of the received batches, which must equal those of local readers from `state` on."""
     locally = []
-    for rank in range(len(came[0]) if came else 0):
-        reader = Reader(dataset, "train", options, rank=rank, num_ranks=len(came[0]))
+    for rank in range(len(steps[0]) if steps else 0):
+        reader = Reader(dataset, "train", options, rank=rank, num_ranks=len(steps[0]))
         if state is not None:
             reader.set_state(state)
         locally.append(reader.epochs(NUM_EPOCHS))
-    for slices in came:
+    for slices in steps:
         assert [part["digest"] for part in slices] == [digest(next(reader))[0] for reader in locally]
         assert all(part["state"] == slices[0]["state"] for part in slices)
         after = slices[0]["state"]
@@ -308,6 +307,6 @@ def taken(
 
 
 def plain_rows(dataset: Dataset) -> list[int]:
-    """The number of each row, as pyarrow alone reads it."""
+    """Return the row numbers as read by pyarrow alone."""
     files = sorted((dataset.dir / "train").glob("*.parquet"))
     return [int(number) for file in files for number in pq.read_table(file, columns=["d0"])["d0"].to_pylist()]

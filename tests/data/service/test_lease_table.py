@@ -1,4 +1,4 @@
-"""Who reads which window: the same answer to all, moved where a reader falls silent, fails or is slow."""
+"""Tests of leases: all ranks receive the same assignment, and windows move away from unresponsive or slow readers."""
 
 from __future__ import annotations
 
@@ -72,25 +72,25 @@ def table(clock: Clock) -> LeaseTable:
     return table
 
 
-def test_all_ranks_are_told_the_same_and_readers_share(table: LeaseTable) -> None:
+def test_all_ranks_receive_the_same_leases_and_readers_share(table: LeaseTable) -> None:
     first = of(table, 0, 1, 2, 3, 4, 5)
     assert sorted(first.values()) == ["a", "a", "b", "b", "c", "c"]
     assert of(table, 5, 3, 0, rank=1) == {window: first[window] for window in (5, 3, 0)}
 
 
-def test_nobody_reads_where_no_reader_is_there(clock: Clock) -> None:
+def test_no_leases_without_readers(clock: Clock) -> None:
     answer = LeaseTable(clock).lease(asked(0, 1))
     assert (answer.leases, answer.num_readers) == ((), 0)
 
 
-def test_windows_of_a_silent_reader_go_to_others(table: LeaseTable, clock: Clock) -> None:
+def test_windows_of_an_unresponsive_reader_move(table: LeaseTable, clock: Clock) -> None:
     before = of(table, 0, 1, 2)
     clock.now_s = HEARTBEAT_TIMEOUT_S
     table.record_heartbeat(beat("b"))
     clock.now_s += 0.1
     assert set(of(table, 0, 1, 2).values()) == {"b"}
     assert table.num_reassigned == {"silent": sum(reader != "b" for reader in before.values())}
-    table.record_heartbeat(beat("a"))  # comes back: what was moved stays where it is
+    table.record_heartbeat(beat("a"))  # returns: moved windows stay moved
     assert set(of(table, 0, 1, 2).values()) == {"b"}
 
 
@@ -114,7 +114,7 @@ def test_trouble_moves_a_window_and_keeps_the_run_away(
     [trouble] = received.failures
     moved = of(table, 7, failures=(trouble,))[7]
     assert moved != reader and table.num_reassigned == {why: 1}
-    assert of(table, 7, rank=1, failures=(trouble,))[7] == moved, "the second rank tells of what has been seen to"
+    assert of(table, 7, rank=1, failures=(trouble,))[7] == moved, "a report of a failure that was handled"
     assert reader not in of(table, *range(8, 20)).values()
     assert reader in of(table, *range(20, 32), run="another").values()
     clock.now_s += READER_BACKOFF_S + 0.1
@@ -194,12 +194,11 @@ def test_what_is_kept_is_bounded_and_readers_are_always_there(moves: list[tuple[
 
 
 def num_leases(table: LeaseTable) -> int:
-    """Of all readers."""
     return sum(reader.num_leases for reader in table.readers())
 
 
 def test_what_is_remembered_has_a_limit(table: LeaseTable, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many windows, runs and readers somebody makes up."""
+    """Any number of made-up windows, runs and readers."""
     monkeypatch.setattr(lease_table, "MAX_LEASES", 3)
     monkeypatch.setattr(lease_table, "MAX_RUNS", 3)
     monkeypatch.setattr(lease_table, "MAX_READERS", 4)

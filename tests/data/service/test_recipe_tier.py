@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from data.click_log import make_lines
-from data.recipe_cases import asked, both, make_small
+from data.recipe_cases import both, make_small, raw_options
 from data.service.tier import Tier, digest, running
 from meseta.data import Reader, ReaderOptions
 from meseta.data.service.client.reader import ServedReader
@@ -31,7 +31,7 @@ def test_batches_are_those_of_the_prepared_dataset(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, chosen: str
 ) -> None:
     make_small(monkeypatch)
-    whole, recipe = both(tmp_path, **asked(tmp_path, kind, "drawn", {"vocabulary": True, "min_count": 2}))
+    whole, recipe = both(tmp_path, **raw_options(tmp_path, kind, "drawn", {"vocabulary": True, "min_count": 2}))
     with running({"log": recipe.dir}, 2) as tier:
         for split, choice in (("train", {"shuffle": True}), ("valid", {}), ("test", {"filter": chosen})):
             options = ReaderOptions(batch_size=21, window_rows=70, **choice)
@@ -62,7 +62,7 @@ def test_zipped_sources_come_in_order_alone(tmp_path: Path, monkeypatch: pytest.
 
 def test_a_source_that_changes_ends_all_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_small(monkeypatch)
-    _, recipe = both(tmp_path, **asked(tmp_path, "tsv", "drawn", {}))
+    _, recipe = both(tmp_path, **raw_options(tmp_path, "tsv", "drawn", {}))
     with running({"log": recipe.dir}, 1) as tier:
         reader = ServedReader(tier.service, "train", ReaderOptions(batch_size=21, window_rows=70, prefetch_batches=0))
         batches = reader.epoch()

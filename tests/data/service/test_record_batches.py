@@ -1,4 +1,4 @@
-"""Rows that travel as Arrow record batches come back as they were, whatever memory the columns lie in."""
+"""Tests that rows sent as Arrow record batches arrive unchanged, for any layout of their memory."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def through_ipc(batch: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def backwards(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """The same columns in one piece of memory, the last of them first."""
+    """Return the same columns in one buffer, the last column first."""
     last_first = through_ipc(batch.select(batch.schema.names[::-1]))
     return last_first.select(batch.schema.names)
 
@@ -79,13 +79,13 @@ def test_rows_come_back(
     sent = rows.take(slice(start, stop))
     received = ReceivedRows(batch, dataset, schema, "reader").take(start, stop)
     assert received.single_ids.dtype == np.int64 and received.single_ids.flags.owndata
-    for ours, theirs in (
+    for expected_value, received_value in (
         (received.label, sent.label),
         (received.dense, sent.dense),
         (received.single_ids, sent.single_ids),
         *((getattr(a, name), getattr(b, name)) for a, b in zip(received.bags, sent.bags, strict=True)
           for name in ("lengths", "values", "weights")),
     ):  # fmt: skip
-        assert (ours is None) == (theirs is None)
-        if ours is not None:
-            np.testing.assert_array_equal(ours, theirs)
+        assert (expected_value is None) == (received_value is None)
+        if expected_value is not None:
+            np.testing.assert_array_equal(expected_value, received_value)

@@ -1,4 +1,4 @@
-"""What dispatchers, readers and trainers refuse, each in one line; and what they read of strangers is checked first."""
+"""Tests of requests that dispatchers, readers and trainers refuse in one line. Untrusted input is checked first."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import json
 import os
 import random
 import re
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -22,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import flight
 
+from cli.processes import Command
 from data.service.attackers import ADDRESSES_ELSEWHERE, BEAT, ODD_ADDRESSES
 from data.service.spoiled import spoiled
 from data.service.tier import Tier, running
@@ -135,10 +134,10 @@ def test_the_remedy_of_an_error_crosses_the_network(tier: Tier, monkeypatch: pyt
         monkeypatch.setattr(tier.dispatcher, "_handle", refuse)
         with pytest.raises(MesetaError) as caught:
             DispatcherClient(tier.dispatcher.url, tier.dispatcher.credentials).describe("click")
-        told = caught.value
+        received_error = caught.value
         sign = " " if kind is UnreachableError else ": "
-        assert (type(told), told.remedy) == (kind, remedy), error
-        assert told.reason == f"dispatcher {tier.dispatcher.url}{sign}{reason}", error
+        assert (type(received_error), received_error.remedy) == (kind, remedy), error
+        assert received_error.reason == f"dispatcher {tier.dispatcher.url}{sign}{reason}", error
 
 
 def test_a_dispatcher_that_is_not_there() -> None:
@@ -164,7 +163,7 @@ def test_datasets_and_splits_that_there_are_not(tier: Tier) -> None:
         reader("click", rank=2, num_ranks=2)
 
 
-def test_no_reader_is_waited_for_and_then_given_up(
+def test_a_missing_reader_is_waited_for_until_a_timeout(
     jagged: Dataset, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("meseta.data.service.client.windows.LOG_INTERVAL_S", 0.5)
@@ -239,7 +238,7 @@ def test_a_file_that_storage_never_gives_again_ends_the_run_and_is_named(tmp_pat
             list(reader.epoch())
 
 
-def test_data_that_were_prepared_anew(tmp_path: Path) -> None:
+def test_data_that_were_prepared_again(tmp_path: Path) -> None:
     dataset = make_dataset(tmp_path / "data", multi_valued=False)
     with running({"click": dataset.dir}, 1) as tier:
         reader = ServedReader(tier.service, "train", OPTIONS)
@@ -267,10 +266,10 @@ def test_malformed_tickets_and_actions(seed: int, tier: Tier) -> None:
     options = flight.FlightCallOptions(headers=[(b"authorization", header)])
     for _ in range(GROUP // 2):
         content = spoiled(draw, json.loads(json.dumps(ticket)))
-        with ToldQuietly():
+        with OneLineErrors():
             for chunk in reader.do_get(flight.Ticket(content), options):
                 assert chunk.data.num_rows <= NUM_ROWS  # a good ticket for a larger window is one, too
-        with ToldQuietly():
+        with OneLineErrors():
             list(
                 dispatcher.do_action(
                     flight.Action(draw.choice(["describe", "count", "lease", "heartbeat", "table", "other"]), content),
@@ -281,8 +280,8 @@ def test_malformed_tickets_and_actions(seed: int, tier: Tier) -> None:
     assert rows > 0, "and those that are as they should be are answered as before"
 
 
-class ToldQuietly:
-    """What is raised here is one line of ours, with no traceback and no path."""
+class OneLineErrors:
+    """Context manager in which an error of a server must be one line without traceback."""
 
     def __enter__(self) -> None:
         return None
@@ -334,17 +333,14 @@ def test_answers_have_a_limit() -> None:
 
 
 def test_commands_end_in_one_line(tmp_path: Path) -> None:
-    def said(*arguments: str) -> str:
-        run = subprocess.run(
-            [sys.executable, "-m", "meseta.cli.main", "readers", *arguments],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert run.returncode == 1 and len(run.stderr.splitlines()) == 1, run.stderr
-        return run.stderr
+    def error(*arguments: object) -> str:
+        command = Command(tmp_path / "command", "readers", *arguments)
+        code, text = command.wait(), command.err.read_text()
+        assert code == 1 and len(text.splitlines()) == 1, text
+        return text
 
-    assert "cannot read dataset.json" in said("dispatch", "--data", str(tmp_path))
-    assert "twice" in said("dispatch", "--data", str(tmp_path), "--data", str(tmp_path))
-    assert "grpc://HOST:PORT" in said("work", "--dispatcher", "nowhere")
-    assert "cannot be reached" in said("status", "grpc://127.0.0.1:9")
+    (tmp_path / "data").mkdir()
+    assert "cannot read dataset.json" in error("dispatch", "--data", tmp_path / "data")
+    assert "twice" in error("dispatch", "--data", tmp_path / "data", "--data", tmp_path / "data")
+    assert "grpc://HOST:PORT" in error("work", "--dispatcher", "nowhere")
+    assert "cannot be reached" in error("status", "grpc://127.0.0.1:9")

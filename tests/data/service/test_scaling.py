@@ -1,4 +1,4 @@
-"""Readers that come and go as they are wanted: who leaves gives what it was asked for, and bits do not change."""
+"""Tests of readers that start and drain on demand: requested rows are still sent, and batches do not change."""
 
 from __future__ import annotations
 
@@ -50,16 +50,16 @@ def test_a_reader_leaves_in_the_middle_and_no_window_is_made_twice(
     local = Reader(jagged, "train", options)
     expected = [digest(batch) for batch in local.epochs(3)]
     with running({"click": jagged.dir}, 2) as tier:
-        found = []
+        digests = []
         leaving, staying = tier.readers
         left = threading.Thread(target=leaving.drain)
         for number, batch in enumerate(ServedReader(tier.service, "train", options).epochs(3)):
-            found.append(digest(batch))
+            digests.append(digest(batch))
             time.sleep(0.03)
             if number == 10:
                 left.start()
         left.join(PATIENCE_S)
-        assert not left.is_alive() and found == expected
+        assert not left.is_alive() and digests == expected
         assert tier.leases.num_reassigned == {}
         stores = [reader._reader.windows for reader in (leaving, staying)]
         assert stores[0].num_buffered == 0 and 0 < stores[0].num_decoded < stores[1].num_decoded
@@ -67,7 +67,7 @@ def test_a_reader_leaves_in_the_middle_and_no_window_is_made_twice(
         assert sum(store.num_decoded for store in stores) == num_windows
 
 
-def test_one_that_has_nothing_leaves_at_once_and_one_that_nobody_relieves_in_the_end(
+def test_idle_readers_drain_immediately_and_busy_ones_after_the_grace_period(
     jagged: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(window_reader, "DRAIN_GRACE_S", 0.2)
@@ -98,21 +98,21 @@ def test_processes_follow_what_is_wanted(jagged: Dataset, monkeypatch: pytest.Mo
         finally:
             began_s = time.monotonic()
             readers.stop()
-        assert time.monotonic() - began_s < 2.0 < window_reader.DRAIN_GRACE_S, "one that leaves ends at once, too"
+        assert time.monotonic() - began_s < 2.0 < window_reader.DRAIN_GRACE_S, "also a draining one"
         assert not Path(f"/proc/{stays}").exists()
 
 
-def followed(readers: LocalReaders, wanted: int) -> list[int]:
-    readers.scale_to(wanted)
+def followed(readers: LocalReaders, target: int) -> list[int]:
+    readers.scale_to(target)
     return [program.pid for program in readers._programs]
 
 
-def follow(readers: LocalReaders, tier: Tier, wanted: int) -> None:
+def follow(readers: LocalReaders, tier: Tier, target: int) -> None:
     def staying() -> int:
-        readers.scale_to(wanted)
+        readers.scale_to(target)
         return sum(not reader.is_draining for reader in tier.leases.readers())
 
-    until(lambda: staying() == wanted, f"{wanted} readers")
+    until(lambda: staying() == target, f"{target} readers")
 
 
 def test_what_a_look_sees() -> None:
@@ -133,24 +133,24 @@ def test_what_a_look_sees() -> None:
     assert [reader.rows_per_s for reader in leases.readers()] == [100.0, 0.0, 0.0]
 
 
-def test_looks_go_on_until_it_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_autoscaler_runs_until_its_context_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(autoscaler, "POLL_INTERVAL_S", 0.01)
 
-    class Followed(LocalReaders):
+    class RecordedReaders(LocalReaders):
         def __init__(self) -> None:
             super().__init__("grpc://127.0.0.1:9", CommandToken(new_token()))
-            self.wanted: list[int] = []
+            self.targets: list[int] = []
             self.is_ended = False
 
-        def scale_to(self, wanted: int) -> None:
-            self.wanted.append(wanted)
+        def scale_to(self, target: int) -> None:
+            self.targets.append(target)
 
         def stop(self) -> None:
             self.is_ended = True
 
-    readers = Followed()
+    readers = RecordedReaders()
     with autoscaler.run_autoscaler(ReaderAutoscaler(3, 5), LeaseTable(), readers):
-        until(lambda: len(readers.wanted) > 3, "looks")
-    num_looks = len(readers.wanted)
+        until(lambda: len(readers.targets) > 3, "looks")
+    num_looks = len(readers.targets)
     time.sleep(0.05)
-    assert set(readers.wanted) == {3} and len(readers.wanted) == num_looks and readers.is_ended
+    assert set(readers.targets) == {3} and len(readers.targets) == num_looks and readers.is_ended

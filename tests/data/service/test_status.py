@@ -1,4 +1,4 @@
-"""What is told of readers and of those who read: rates, sessions, and what was made twice."""
+"""Tests of the status of readers and their clients: rates, sessions and windows decoded twice."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_lines_for_people() -> None:
 
 def test_text_for_prometheus() -> None:
     """Read back by the grammar of the format, not by what wrote it."""
-    found: dict[tuple[str, tuple[str, ...]], float] = {}
+    samples: dict[tuple[str, tuple[str, ...]], float] = {}
     kinds: dict[str, str] = {}
     for line in prometheus_text(STATUS).splitlines():
         if line.startswith("# TYPE "):
@@ -72,16 +72,18 @@ def test_text_for_prometheus() -> None:
             name, labels, value = re.fullmatch(r"(\w+)(?:\{(.*)\})? (\S+)", line).groups()  # type: ignore[union-attr]
             pairs = re.findall(r'(\w+)="((?:[^"\\]|\\.)*)"', labels or "")
             assert ",".join(f'{key}="{text}"' for key, text in pairs) == (labels or "")
-            found[name, tuple(json.loads(f'"{text}"', strict=False) for _, text in pairs)] = float(value)
-    assert found["meseta_readers", ()] == 1 and not any("target" in name for name, _ in found)
-    assert found["meseta_reader_rows_total", ("grpc://127.0.0.1:8",)] == 1_200_000
+            samples[name, tuple(json.loads(f'"{text}"', strict=False) for _, text in pairs)] = float(value)
+    assert samples["meseta_readers", ()] == 1 and not any("target" in name for name, _ in samples)
+    assert samples["meseta_reader_rows_total", ("grpc://127.0.0.1:8",)] == 1_200_000
     for name in ("meseta_reader_windows_redecoded_total", "meseta_reader_windows_again_total"):
-        assert found[name, ("grpc://127.0.0.1:7", "room")] == 2
+        assert samples[name, ("grpc://127.0.0.1:7", "room")] == 2
     assert (
-        found["meseta_windows_reassigned_total", ("silent",)] == found["meseta_windows_moved_total", ("silent",)] == 4
+        samples["meseta_windows_reassigned_total", ("silent",)]
+        == samples["meseta_windows_moved_total", ("silent",)]
+        == 4
     )
-    assert found["meseta_waiting_ratio", (ODD, "clicks", "train", "1")] == 0.03
-    assert {name for name, _ in found} == set(kinds) and kinds["meseta_reader_rows_total"] == "counter"
+    assert samples["meseta_waiting_ratio", (ODD, "clicks", "train", "1")] == 0.03
+    assert {name for name, _ in samples} == set(kinds) and kinds["meseta_reader_rows_total"] == "counter"
 
 
 def test_the_command(jagged: Dataset) -> None:
@@ -114,7 +116,7 @@ def test_the_command(jagged: Dataset) -> None:
 
 
 def test_the_share_that_is_waited_comes_to_the_dispatcher(jagged: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Held against a stopwatch: readers that take as long for a window as its taker does."""
+    """Compares with a stopwatch: decoding a window takes as long as consuming it."""
     monkeypatch.setattr("meseta.data.service.client.windows.STATUS_INTERVAL_S", 0.1)
     monkeypatch.setattr(decoding, "decode_rows", slowed(decoding.decode_rows, 0.05))
     with running({"click": jagged.dir}, 1) as tier:
@@ -125,7 +127,7 @@ def test_the_share_that_is_waited_comes_to_the_dispatcher(jagged: Dataset, monke
         waited_s, expected = 0.0, pytest.approx(0.0)
         for number in range(40):
             [session] = tier.dispatcher.status().sessions
-            if number >= 10 and session.waiting_share == expected:  # where it stands still, it is told late
+            if number >= 10 and session.waiting_share == expected:  # a blocked rank reports late
                 break
             time.sleep(0.02)
             before_s = time.perf_counter()
@@ -138,14 +140,14 @@ def test_the_share_that_is_waited_comes_to_the_dispatcher(jagged: Dataset, monke
 
 
 @given(
-    told=st.lists(st.tuples(st.floats(0.1, 4.0), st.integers(0, 9)), min_size=2, max_size=30),
+    counts=st.lists(st.tuples(st.floats(0.1, 4.0), st.integers(0, 9)), min_size=2, max_size=30),
     restart=st.none() | st.integers(1, 29),
 )
-def test_growth_is_that_of_the_last_seconds(told: list[tuple[float, int]], restart: int | None) -> None:
+def test_growth_is_that_of_the_last_seconds(counts: list[tuple[float, int]], restart: int | None) -> None:
     growth, now_s, total, history = CounterHistory(), 0.0, 100, [(0.0, 100)]
     growth.update(0.0, 100)
     assert growth.recent_increase() == (0,) and growth.rates() == (0,)
-    for number, (seconds, more) in enumerate(told, 1):
+    for number, (seconds, more) in enumerate(counts, 1):
         now_s += seconds
         if number == restart:
             history, total = [], 0

@@ -1,4 +1,4 @@
-"""Where the token of a dispatcher is stored, who may read it, and how those who need it find it."""
+"""Tests of the token file of a dispatcher: its place, its permissions and how clients find it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ OTHER_USER = 65_534
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """$XDG_RUNTIME_DIR/meseta, beside a home folder."""
+    """$XDG_RUNTIME_DIR/meseta, with a separate home folder."""
     (tmp_path / "run").mkdir()
     (tmp_path / "home").mkdir()
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
@@ -73,7 +73,7 @@ def test_below_the_home_folder(runtime: str | None, tmp_path: Path, monkeypatch:
 
 
 def give_away(path: Path) -> None:
-    """To another user; a folder unless it is there."""
+    """Change the owner of a path, which is created as a folder if it is missing."""
     if os.geteuid() != 0:
         pytest.skip("only root can give a file to another user")
     if not path.exists():
@@ -209,7 +209,7 @@ def test_the_token_of_a_command_is_in_no_file_argument_or_variable(
     monkeypatch.setattr(local_module, "start_program", lambda *a, **k: started.append(start(*a, **k)) or started[-1])
     with local_module.local_readers(dataset.dir, 1, 1) as url:
         token = credentials_for(url).current_token().decode()
-        came = list(map(digest, ServedReader(ReaderServiceAddress(url=url), "train", options).epochs(1)))
+        digests = list(map(digest, ServedReader(ReaderServiceAddress(url=url), "train", options).epochs(1)))
         tasks = Path(f"/proc/{started[0].pid}/task").iterdir()
         readers = [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
         pids = [started[0].pid, *readers]
@@ -218,6 +218,6 @@ def test_the_token_of_a_command_is_in_no_file_argument_or_variable(
         addresses = [heard[inode] for pid in pids for inode in open_inodes(pid) if inode in heard]
         with pytest.raises(UnreachableError, match="there is no token of port"):
             DispatcherClient(url, PortToken(int(url.rpartition(":")[2]))).status()
-    assert came == list(map(digest, Reader(dataset, "train", options).epochs(1)))
+    assert digests == list(map(digest, Reader(dataset, "train", options).epochs(1)))
     assert len(readers) == 1 and all(seen) and not [text for text in seen if token in text]
     assert len(addresses) == 2 and all(map(is_loopback, addresses)) and not folder.exists()

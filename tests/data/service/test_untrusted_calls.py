@@ -28,7 +28,7 @@ from small_run import final_checksum, settings, train, write_config
 
 OPTIONS = ReaderOptions(batch_size=50, shuffle=True, window_rows=100)
 MAX_PROCESSOR_S = 2.0 if os.environ.get("MESETA_SOAK") else 0.5
-"""Of a request. `make soak` checks the types of every call, here too, which takes several times as long."""
+"""Processor time of a request. `make soak` also checks the types of every call, which takes several times as long."""
 NUMS = [25, pytest.param(1000, marks=pytest.mark.soak)]
 ATTACKERS = [
     pytest.param(
@@ -56,7 +56,7 @@ def attack_of(tier: Tier, **changes: Any) -> Attack:
 
 
 def outcome_of(spec: Attack) -> Outcome:
-    """Run an attack in a process of its own."""
+    """Run an attack in a separate process."""
     context = forking()
     here, there = context.Pipe(duplex=False)
     process = context.Process(target=attack, args=(spec, there))
@@ -106,7 +106,7 @@ def test_rows_under_attack(tier: Tier, data: Dataset, is_nobody: bool) -> None:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("is_nobody", ATTACKERS)
 def test_a_training_under_attack(tier: Tier, tiny: Path, tmp_path: Path, is_nobody: bool) -> None:
-    """`meseta train --readers 2`: the weights of a training that nobody attacks, and secrets in nothing to be seen."""
+    """The training ends with the weights of one that is not attacked, and its output has no secrets."""
     common = {"train__epochs": 300, "checkpoint__every_steps": 2000}
     config = write_config(tmp_path / "c.yaml", settings(tiny, tmp_path / "run", **common))
     command = Command(tmp_path / "log", "train", config, "--readers", 2)
@@ -117,7 +117,7 @@ def test_a_training_under_attack(tier: Tier, tiny: Path, tmp_path: Path, is_nobo
     assert all(seen) and not any("Bearer" in text or "token=" in text for text in seen)
     urls = {"dispatcher": dispatcher, "reader": reader, "pids": ()}
     seed = 0
-    while command.process.exitcode is None or seed < 4:  # what is called after its end, nobody answers
+    while command.process.exitcode is None or seed < 4:  # calls after its end are not answered
         outcome = outcome_of(attack_of(tier, num=250, seed=seed, is_nobody=is_nobody, **urls))
         # A call that is open when the server ends is cancelled.
         allowed = {*UNAUTHENTICATED, "FlightUnavailableError", "FlightCancelledError"}

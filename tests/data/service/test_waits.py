@@ -1,4 +1,4 @@
-"""What rows are waited for, by cause and by reader: shares of the time that who takes the batches has stood still."""
+"""Tests of the causes of waits for rows, as shares of the time for which the consumer was blocked, by reader."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def jagged(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 def test_a_wait_is_shared_out_second_by_second(
     waited: int, storage: int, decode: int, transform: int, ready: int
 ) -> None:
-    """Held against a clock: of each second that is waited, whether the reader made the window in it."""
+    """Compares with a clock: for each second of a wait, whether the reader was decoding the window."""
     made = WindowTimings(storage_s=storage, decode_s=decode, transform_s=transform, buffered_s=ready)
     total = storage + decode + transform
     is_made_in = [-ready - total <= second < -ready for second in range(-waited, 0)]
@@ -56,7 +56,7 @@ def test_a_wait_is_shared_out_second_by_second(
         assert seconds * total == pytest.approx(sum(is_made_in) * part)
 
 
-def test_where_the_reader_has_told_nothing_it_is_the_wire() -> None:
+def test_waits_without_reader_times_count_as_network() -> None:
     assert attribute_wait(3.0, None) == RowWait(transfer_s=3.0)
 
 
@@ -157,13 +157,13 @@ def test_what_reading_ahead_hides_is_no_wait(jagged: Dataset, monkeypatch: pytes
     assert hidden.storage_s < 0.5 * seen.storage_s, "of the first batch there is always some"
 
 
-def test_who_decodes_waits_for_nobody(jagged: Dataset) -> None:
+def test_a_local_reader_has_no_waits(jagged: Dataset) -> None:
     _, _, waits = read_all(Reader(jagged, "train", ReaderOptions(batch_size=50)))
     assert waits == {}
 
 
 def test_a_file_that_is_cut_short_is_named_as_before(tmp_path: Path) -> None:
-    """Reads that are timed fail as others do."""
+    """Timed reads fail like others."""
     dataset = make_dataset(tmp_path / "data", multi_valued=False)
     files = decoding.SplitFiles(dataset, "train", RowSelection(dataset, condition=None, negative_keep=1.0, seed=0))
     times = WindowTimer()
@@ -171,6 +171,6 @@ def test_a_file_that_is_cut_short_is_named_as_before(tmp_path: Path) -> None:
     assert rows.label.size == 74 and times.storage_s > 0 and times.decode_s > 0 and times.transform_s == 0
     path = dataset.resolve_file(dataset.splits["train"].files[0].path)
     path.write_bytes(path.read_bytes()[:900])
-    for own in (None, WindowTimer()):
+    for timer in (None, WindowTimer()):
         with pytest.raises(MesetaError, match=f"{path.name}.*cannot be read"):
-            files.read([3], by_row=False, times=own)
+            files.read([3], by_row=False, times=timer)

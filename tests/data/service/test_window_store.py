@@ -1,4 +1,4 @@
-"""Windows are decoded once for all ranks, within a bound on their bytes, and nobody waits for ever."""
+"""Tests that windows are decoded once for all ranks, in bounded memory, and that no wait is infinite."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def store_of(windows: int) -> WindowStore[str]:
 def test_a_window_is_decoded_once_for_all_ranks_and_then_forgotten() -> None:
     store, decoded = store_of(2), Decoded()
     with ThreadPoolExecutor(4) as pool:
-        came = list(pool.map(lambda rank: take(store, decoded, 3, rank, 4), range(4)))
-    assert (len(set(came)), decoded, store.buffered_bytes) == (1, [(0, 3)], 0)
+        windows = list(pool.map(lambda rank: take(store, decoded, 3, rank, 4), range(4)))
+    assert (len(set(windows)), decoded, store.buffered_bytes) == (1, [(0, 3)], 0)
     assert (store.num_decoded, store.num_redecoded) == (1, {})
 
 
@@ -67,7 +67,7 @@ def test_a_window_waits_for_room_unless_it_comes_before_all_others() -> None:
         while len(decoded) < 2:
             time.sleep(0.01)
         later = pool.submit(take, store, decoded, 7)
-        assert take(store, decoded, 4).startswith("(0, 4)")  # else nobody would ever get to 5
+        assert take(store, decoded, 4).startswith("(0, 4)")  # otherwise no rank would reach 5
         time.sleep(0.2)
         assert not later.done() and store.buffered_bytes <= 3 * SIZE
         hold.set()
@@ -76,7 +76,7 @@ def test_a_window_waits_for_room_unless_it_comes_before_all_others() -> None:
     assert store.buffered_bytes == 0
 
 
-def test_what_nobody_comes_for_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unrequested_windows_are_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(window_store, "IDLE_TIMEOUT_S", 0.1)
     store, decoded = store_of(1), Decoded()
     take(store, decoded, 1, rank=0, takers=2)  # rank 1 has died
@@ -86,7 +86,7 @@ def test_what_nobody_comes_for_makes_room(monkeypatch: pytest.MonkeyPatch) -> No
     assert decoded == [(0, 1), (0, 2), (0, 1)] and store.num_redecoded == {"idle": 1}
 
 
-def test_who_stands_still_keeps_no_window_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_blocked_rank_pins_no_window_and_resumes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its window makes room for others, and is decoded again when it moves."""
     monkeypatch.setattr(window_store, "STALLED_TIMEOUT_S", 0.3)
     store, decoded = store_of(1), Decoded()
@@ -111,7 +111,7 @@ def test_who_takes_rows_slowly_keeps_its_window(monkeypatch: pytest.MonkeyPatch)
     assert later.result(10) and decoded == [(0, 1), (0, 2)]
 
 
-def test_a_damaged_window_is_told_to_all_who_wait_and_tried_again() -> None:
+def test_a_damaged_window_fails_all_waiting_ranks_and_is_retried() -> None:
     store = store_of(1)
 
     def fail(check: CancellationCheck) -> str:
@@ -168,7 +168,7 @@ def begun(decode: PiecewiseDecode) -> None:
         time.sleep(0.01)
 
 
-def test_decoding_ends_if_nobody_waits_any_more() -> None:
+def test_decoding_ends_without_waiting_ranks() -> None:
     store, decode, caller = store_of(1), PiecewiseDecode(), Caller()
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(ask, store, decode, caller)
@@ -179,7 +179,7 @@ def test_decoding_ends_if_nobody_waits_any_more() -> None:
     assert ask(store, PiecewiseDecode(1), Caller()), "and may be asked for again"
 
 
-def test_decoding_goes_on_for_another_caller_and_who_waits_may_cancel() -> None:
+def test_decoding_continues_for_another_caller_and_waits_can_be_canceled() -> None:
     store, decode, callers = store_of(1), PiecewiseDecode(), [Caller() for _ in range(3)]
     with ThreadPoolExecutor(3) as pool:
         asked = [pool.submit(ask, store, decode, callers[0])]

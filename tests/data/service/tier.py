@@ -1,4 +1,4 @@
-"""A dispatcher and readers in this process, and what is compared of batches."""
+"""A dispatcher and readers in this process, and digests of batches."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from meseta.data.service.server.window_reader import DEFAULT_BUFFER_BYTES, ReadS
 
 @dataclass
 class Tier:
-    """What trainers ask."""
+    """Dispatcher and readers that serve a test."""
 
     dispatcher: DispatchServer
     leases: LeaseTable
     endpoint: Endpoint
     readers: list[ReadServer] = field(default_factory=list)
     decoders: list[WindowReader] = field(default_factory=list)
-    """The part of each reader that decodes."""
+    """Decoder of each reader."""
 
     @property
     def service(self) -> ReaderServiceAddress:
@@ -39,7 +39,7 @@ class Tier:
         return ReaderServiceAddress(url=self.dispatcher.url, keys=keys, reader_timeout_s=20.0)
 
     def add_reader(self, buffer_bytes: int = DEFAULT_BUFFER_BYTES) -> ReadServer:
-        """One more, which the dispatcher knows."""
+        """Start one more reader and register it with the dispatcher."""
         dispatcher = DispatcherClient(self.dispatcher.url, self.dispatcher.credentials)
         decoder = WindowReader(dispatcher, buffer_bytes)
         server = ReadServer(replace(self.endpoint, credentials=dispatcher.credentials), decoder, dispatcher)
@@ -53,7 +53,7 @@ class Tier:
 def running(
     folders: Mapping[str, Path], num_readers: int, keys: TlsServerKeys | None = None, **options: Any
 ) -> Iterator[Tier]:
-    """A dispatcher of these datasets, and readers."""
+    """Context manager that runs a dispatcher of these datasets and readers."""
     with ExitStack() as stack:
         leases, endpoint = LeaseTable(), Endpoint(credentials=keys)
         tier = Tier(DispatchServer(endpoint, Catalog(folders), leases), leases, endpoint)
@@ -77,7 +77,7 @@ class SlowFiles:
 
 
 def digest(batch: Batch) -> tuple[Any, ...]:
-    """Of all that it holds, bit for bit."""
+    """Return a digest of the tensors of a batch, and its other fields."""
     content = hashlib.sha256()
     for tensor in batch.tensors:
         content.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())

@@ -1,4 +1,4 @@
-"""Files and names of strangers: what is opened, how much of it is read, and which names are names of files inside."""
+"""Tests of untrusted files and names: refused file types, size limits, and names that must be inside a folder."""
 
 import json
 import os
@@ -23,8 +23,8 @@ from meseta.system.files import (
 from meseta.system.yaml_text import parse_yaml
 
 
-def test_what_is_no_regular_file_is_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)  # names of sockets are short
+def test_special_files_are_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # names of sockets are limited
     os.mkfifo("fifo")
     listening = socket.socket(socket.AF_UNIX)
     listening.bind("socket")
@@ -54,12 +54,12 @@ def test_links_may_not_lead_out(tmp_path: Path) -> None:
     (folder / "deep").mkdir(parents=True)
     (folder / "deep/file").write_text("")
     (tmp_path / "secret").write_text("")
-    links = {"round": "deep/../deep/file", "out": "../secret", "up": "..", "far": "/etc", "short": "deep"}
+    links = {"round": "deep/../deep/file", "out": "../secret", "up": "..", "absolute": "/etc", "short": "deep"}
     for name, target in links.items():
         (folder / name).symlink_to(target)
     for name in ("deep/file", "round", "short/file"):
         assert resolve_inside(folder, name) == folder / name
-    for name in ("out", "up/secret", "far/hostname", "up"):
+    for name in ("out", "up/secret", "absolute/hostname", "up"):
         with pytest.raises(OSError, match="a link leads out of"):
             resolve_inside(folder, name)
     for name, what in (("nowhere", "No such file"), ("deep", "Is a directory")):
@@ -112,7 +112,7 @@ def test_texts_that_are_no_json(content: bytes) -> None:
         parse_json(content)
 
 
-def test_json_is_what_it_was() -> None:
+def test_json_round_trip() -> None:
     document = {"a": [1, -2.5, None, True, "é\U0001f600"], "b": {"": {}}, "c": 10**300}
     assert parse_json(json.dumps(document).encode()) == document
     assert parse_json(json.dumps(document, ensure_ascii=False).encode()) == document
@@ -121,13 +121,13 @@ def test_json_is_what_it_was() -> None:
 
 
 def bomb(levels: int) -> str:
-    """Text of a few hundred bytes that stands for 10 to the power of `levels` values."""
+    """Return a text of a few hundred bytes that expands to 10 to the power of `levels` values."""
     lines = ["a0: &a0 x", *(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, levels + 1))]
     return "\n".join(lines)
 
 
 @pytest.mark.parametrize("text", [bomb(9), "a: &a [*a]", "a: &a {b: *a}", "{a: &a [1], <<: &b {c: *b}}"])
-def test_aliases_that_stand_for_too_much(text: str) -> None:
+def test_aliases_that_expand_to_too_much(text: str) -> None:
     with pytest.raises(MesetaError, match="its aliases expand to more"):
         parse_yaml(text)
 

@@ -1,4 +1,4 @@
-"""Who decides how OpenMP's threads wait."""
+"""Tests of the wait policy of OpenMP threads."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from meseta.system.environment_variables import WAIT_POLICY, has_default_policy, set_wait_policy, threads_spin
 
 
-def test_commands_choose_where_nobody_has() -> None:
+def test_commands_set_the_policy_by_default() -> None:
     environment = {"PATH": "/bin", "KMP_BLOCKTIME": ""}
     set_wait_policy(environment)
     assert environment == {"PATH": "/bin", "KMP_BLOCKTIME": "", **WAIT_POLICY}
@@ -15,7 +15,7 @@ def test_commands_choose_where_nobody_has() -> None:
 
 
 @pytest.mark.parametrize(
-    ("own", "is_spinning"),
+    ("variables", "is_spinning"),
     [
         ({"OMP_WAIT_POLICY": "PASSIVE"}, False),
         ({"OMP_WAIT_POLICY": "active"}, True),
@@ -25,10 +25,10 @@ def test_commands_choose_where_nobody_has() -> None:
         ({"KMP_BLOCKTIME": "infinite"}, True),
     ],
 )
-def test_the_users_own_choice_stays(own: dict[str, str], is_spinning: bool) -> None:
-    environment = dict(own)
+def test_the_users_choice_is_kept(variables: dict[str, str], is_spinning: bool) -> None:
+    environment = dict(variables)
     set_wait_policy(environment)
-    assert environment == own and not has_default_policy(environment) and threads_spin(environment) == is_spinning
+    assert environment == variables and not has_default_policy(environment) and threads_spin(environment) == is_spinning
 
 
 def test_without_any_choice_threads_spin() -> None:

@@ -1,4 +1,4 @@
-"""How many rows of each piece lie near, where a plan does not say."""
+"""Tests of the default number of cache rows of each shard."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ pieces = st.lists(st.tuples(st.integers(1, 300), st.integers(1, 5000)), min_size
 
 
 @given(pieces=pieces, cache_bytes=st.none() | st.integers(1, 10**7))
-def test_what_there_is_goes_by_halves(pieces: list[tuple[int, int]], cache_bytes: int | None) -> None:
-    """Of two pieces the larger has no fewer, no piece has more than it has, and nearly all room is used and no more."""
-    row_bytes, num_rows = [own[0] for own in pieces], [own[1] for own in pieces]
-    near = StorageOptions(cache_bytes=cache_bytes).allocate_cache_rows(row_bytes, num_rows)
-    assert all(1 <= some <= count for some, count in zip(near, num_rows, strict=True))
-    by_size = [some for _, some in sorted(zip(num_rows, near, strict=True))]
+def test_memory_is_divided_among_shards(pieces: list[tuple[int, int]], cache_bytes: int | None) -> None:
+    """A larger shard has at least as many cache rows, no shard has more than its rows, and nearly all memory is
+    used."""
+    row_bytes, num_rows = [piece[0] for piece in pieces], [piece[1] for piece in pieces]
+    cache_rows = StorageOptions(cache_bytes=cache_bytes).allocate_cache_rows(row_bytes, num_rows)
+    assert all(1 <= some <= count for some, count in zip(cache_rows, num_rows, strict=True))
+    by_size = [some for _, some in sorted(zip(num_rows, cache_rows, strict=True))]
     assert by_size == sorted(by_size)
     whole = sum(of_row * count for of_row, count in pieces)
     room = DEFAULT_CACHE_SHARE * whole if cache_bytes is None else min(cache_bytes, whole)
-    used = sum(of_row * some for of_row, some in zip(row_bytes, near, strict=True))
-    slack = 2 * sum(row_bytes)  # rows are whole, and each piece has one at least
+    used = sum(of_row * some for of_row, some in zip(row_bytes, cache_rows, strict=True))
+    slack = 2 * sum(row_bytes)  # counts are integers, and each shard has at least one row
     assert room - slack <= used <= room + sum(row_bytes)
 
 
 @pytest.mark.parametrize(
-    ("cache_bytes", "near"),
+    ("cache_bytes", "cache_rows"),
     [
         # 5,000 bytes: 40 rows and 230 of each other table. 5,000 more for 800 and 1,870 rows: 500 / 2,670 of them.
         (10_000, [40, 230 + 149, 230 + 350]),
@@ -36,11 +37,11 @@ def test_what_there_is_goes_by_halves(pieces: list[tuple[int, int]], cache_bytes
         (31_700, [40, 1030, 2100]),
     ],
 )
-def test_small_tables_lie_near_whole(cache_bytes: int, near: list[int]) -> None:
-    assert StorageOptions(cache_bytes=cache_bytes).allocate_cache_rows([10, 10, 10], [40, 1030, 2100]) == near
+def test_small_tables_are_cached_as_a_whole(cache_bytes: int, cache_rows: list[int]) -> None:
+    assert StorageOptions(cache_bytes=cache_bytes).allocate_cache_rows([10, 10, 10], [40, 1030, 2100]) == cache_rows
 
 
-def test_the_index_of_rows_on_a_disk_takes_part_of_the_room() -> None:
+def test_the_index_of_rows_on_disk_uses_cache_memory() -> None:
     row_bytes, num_rows = [10, 10, 10], [40, 1030, 2100]
     with_index = StorageOptions(cache_bytes=10_000 + 4 * 3170).allocate_cache_rows(
         row_bytes, num_rows, index_bytes=4 * 3170
@@ -53,5 +54,5 @@ def test_the_index_of_rows_on_a_disk_takes_part_of_the_room() -> None:
     ("lookahead", "tiers", "num_batches"),
     [(None, {"disk", "hbm"}, 3), (None, {"cached"}, 2), (None, {"hbm"}, 1), (0, {"disk"}, 1), (8, {"cached"}, 9)],
 )
-def test_batches_near_at_once(lookahead: int | None, tiers: set[str], num_batches: int) -> None:
+def test_number_of_batches_in_the_cache(lookahead: int | None, tiers: set[str], num_batches: int) -> None:
     assert StorageOptions(lookahead=lookahead).num_cached_batches(tiers) == num_batches

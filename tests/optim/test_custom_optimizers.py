@@ -1,4 +1,4 @@
-"""Row optimizers of the user's own, and how constants and records are refused."""
+"""Tests of user-defined row optimizers, and of errors about constants and records."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from optim.specs import DIM, draw
 
 
 def heavy_ball(spec: OptimizerSpec) -> RowOptimizer:
-    """SGD with momentum from an option."""
+    """Return SGD with the momentum of an option."""
 
     def update(w: Any, g: Any, state: Any, stats: Any, h: Hyper) -> Any:
         velocity = state["velocity"] * spec.options["momentum"] + g
@@ -40,7 +40,7 @@ def per_row(spec: OptimizerSpec) -> RowOptimizer:
 
 @pytest.fixture(autouse=True)
 def module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """These functions as an importable module, whatever the test runner calls this file."""
+    """Module with these functions, importable under a fixed name."""
     made = ModuleType("own_optimizers")
     made.__dict__.update(
         heavy_ball=heavy_ball, traceless=traceless, per_row=per_row, constant=3, nothing=lambda spec: None
@@ -59,19 +59,19 @@ MOMENTUM = {"options": {"momentum": 0.9}, "element_states": 1}
 @pytest.mark.parametrize(
     "added", [{}, {"clip_norm": 2.0}, {"weight_decay": 0.1}, {"weight_decay": 0.1, "weight_decay_mode": "decoupled"}]
 )
-def test_its_own_optimizer_is_like_the_one_that_is_there(added: dict[str, Any]) -> None:
-    mine = make_row_optimizer(own("heavy_ball", lr=0.1, **MOMENTUM, **added))
-    theirs = make_row_optimizer(OptimizerSpec(name="sgd", lr=0.1, momentum=0.9, **added))
+def test_a_custom_optimizer_equals_the_built_in_one(added: dict[str, Any]) -> None:
+    custom = make_row_optimizer(own("heavy_ball", lr=0.1, **MOMENTUM, **added))
+    built_in = make_row_optimizer(OptimizerSpec(name="sgd", lr=0.1, momentum=0.9, **added))
     rows = other = draw(6, DIM, dtype=torch.float32)
-    state, other_state = mine.init(rows), theirs.init(rows)
+    state, other_state = custom.init(rows), built_in.init(rows)
     for k in range(1, 6):
         g, h = draw(6, DIM, seed=k, dtype=torch.float32), Hyper(lr=0.1, step=k, embedding_dim=DIM)
-        rows, state = reference_step(mine, rows, g, state, h)
-        other, other_state = reference_step(theirs, other, g, other_state, h)
+        rows, state = reference_step(custom, rows, g, state, h)
+        other, other_state = reference_step(built_in, other, g, other_state, h)
     assert torch.equal(rows, other) and torch.equal(state["velocity"], other_state["velocity"])
 
 
-def test_it_trains_a_table() -> None:
+def test_a_custom_optimizer_trains_a_table() -> None:
     def trained(optimizer: OptimizerSpec) -> torch.Tensor:
         table = meseta.TableSpec(name="t", num_embeddings=9, embedding_dim=4, optimizer=optimizer)
         embeddings = meseta.EmbeddingBagCollection([table], [meseta.FeatureSpec(name="f", table="t")])
@@ -80,8 +80,8 @@ def test_it_trains_a_table() -> None:
             out.pooled.values.square().sum().backward()
         return embeddings.shards[0].weight
 
-    mine = trained(own("heavy_ball", lr=0.1, **MOMENTUM))
-    assert torch.equal(mine, trained(OptimizerSpec(name="sgd", lr=0.1, momentum=0.9)))
+    weight = trained(own("heavy_ball", lr=0.1, **MOMENTUM))
+    assert torch.equal(weight, trained(OptimizerSpec(name="sgd", lr=0.1, momentum=0.9)))
 
 
 def test_equal_specs_share_one_record_and_a_new_function_makes_a_new_one(module: ModuleType) -> None:
@@ -105,7 +105,7 @@ def test_equal_specs_share_one_record_and_a_new_function_makes_a_new_one(module:
         (lambda: own("heavy_ball", options={"momentum": 0.9}), "set element_states=1, row_states=0"),
     ],
 )
-def test_what_is_wrong_with_it_is_named(spec: Callable[[], OptimizerSpec], words: str) -> None:
+def test_errors_of_custom_optimizers_are_named(spec: Callable[[], OptimizerSpec], words: str) -> None:
     with pytest.raises(MesetaError) as caught:
         make_row_optimizer(spec())
     assert words in str(caught.value), str(caught.value)
@@ -136,7 +136,7 @@ def test_a_constant_without_effect_is_refused_and_one_with_effect_has_it(name: s
         if field not in USED_FIELDS[name]:
             with pytest.raises(MesetaError, match=f"row optimizer '{name}' does not use {field}, which is set to"):
                 OptimizerSpec(name=name, **constants)
-        elif field not in ("weight_decay_mode", "stepped_rows"):  # these act elsewhere, or beside another
+        elif field not in ("weight_decay_mode", "stepped_rows"):  # these act elsewhere, or together with another
             # Without decay, LARS does not see how long a gradient is.
             others = {"weight_decay": 0.5} if name == "lars" and field != "weight_decay" else {}
             changed, unchanged = OptimizerSpec(name=name, **constants, **others), OptimizerSpec(name=name, **others)
@@ -144,7 +144,7 @@ def test_a_constant_without_effect_is_refused_and_one_with_effect_has_it(name: s
 
 
 def moved(spec: OptimizerSpec) -> list[list[float]]:
-    """Rows after three steps."""
+    """Return the rows after three steps."""
     optimizer, rows = make_row_optimizer(spec), 3.0 * draw(2, DIM)
     state = optimizer.init(rows)
     for k in range(1, 4):
