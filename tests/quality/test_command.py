@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from tools.quality.command import SuiteRunner
-from tools.quality.jobs import FinishedJob, Job, Step, StopSignals, last_output_line, run_jobs
-from tools.quality.study import SuiteRun
 
 from meseta.spec import MesetaError
 from small_run import tiny_with_valid
 from source_tree import ROOT
+from tools.quality.jobs import Job, Step, StopSignals, last_output_line, run_jobs
+from tools.quality.runner import SuiteRunner
+from tools.quality.study import SuiteRun
 
 Run = Callable[..., tuple[int, str, str]]
 SAMPLE = ROOT / "examples/quality/sample.yaml"
@@ -60,9 +60,9 @@ def test_interrupted_suite_resumes_and_copies_do_not_differ(
     out, trained = tmp_path / "out", list[str]()
     report_run = SuiteRunner.report_run
 
-    def report_and_stop(self: SuiteRunner, done_run: SuiteRun, done: FinishedJob) -> None:
+    def report_and_stop(self: SuiteRunner, done_run: SuiteRun, done: Job) -> None:
         report_run(self, done_run, done)
-        trained.append(done.job.name)
+        trained.append(done.name)
         if len(trained) == 3:  # The run of the other copy on this seed has not finished.
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -167,7 +167,7 @@ def test_jobs_run_simultaneously_and_stop_at_a_failed_step(run: Run, tmp_path: P
         return Job(name, tmp_path / f"{name}.log", [partial(_print_and_exit, name, code) for code in codes])
 
     jobs = [job("good", 0, 0), job("bad", 0, 3, 0), job("last", 0)]
-    codes = {done.job.name: done.exit_code for done in run_jobs(jobs, 2, StopSignals())}
+    codes = {done.name: done.exit_code for done in run_jobs(jobs, 2, StopSignals())}
     assert codes == {"good": 0, "bad": 3, "last": 0}
     printed = {name: (tmp_path / f"{name}.log").read_text().split() for name in codes}
     assert printed == {"good": ["good", "good"], "bad": ["bad", "bad"], "last": ["last"]}
