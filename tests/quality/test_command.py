@@ -35,6 +35,7 @@ def write_suite(folder: Path, **document: Any) -> Path:
     return folder / "suite.yaml"
 
 
+@pytest.mark.soak
 def test_suite_on_a_world_from_file_to_page(run: Run, tmp_path: Path) -> None:
     formula = {"model.name": "tools.quality.formula:LearnedFormula", "model.embedding_dim": 5}
     suite = write_suite(
@@ -98,15 +99,15 @@ def _check_runs(folder: Path, dataset: dict[str, Any], seeds: list[str]) -> None
     assert not [*folder.glob("*/*/checkpoints"), *folder.glob("world-*/"), *folder.glob(".tmp-*")]
 
 
-@pytest.mark.soak
-def test_intervals_over_rows_of_a_dataset(run: Run, tiny: Path, tmp_path: Path) -> None:
+def test_suite_on_a_dataset_from_file_to_page(run: Run, tiny: Path, tmp_path: Path) -> None:
     other = {"set": {"model.name": "fm", "embedding.init.scale": 0.5}}
     suite = write_suite(
-        tmp_path, datasets=[{"dir": str(tiny_with_valid(tiny))}], configs={"a": {}, "fm": other}, resamples=50
+        tmp_path, datasets=[{"dir": str(tiny_with_valid(tiny))}], configs={"a": {}, "fm": other}, seeds=1, resamples=50
     )
     code, text, err = run(suite, "--out", tmp_path / "out")
     assert code == 0, err
-    assert "| regret" not in text and "95% over rows" in text
+    assert "| regret" not in text and "95% over rows" in text and "[2/2]" in text
+    assert f"report: {tmp_path / 'out/quality.html'}" in text
     [dataset] = json.loads((tmp_path / "out/quality.json").read_text())["grounds"]
     assert [one["metric"] for one in dataset["differences"]] == ["ne", "auc"]
     for one in dataset["differences"]:

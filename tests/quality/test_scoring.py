@@ -64,7 +64,6 @@ def test_score_is_computed_on_the_test_split(tiny: Path, tmp_path: Path) -> None
     assert not (run.run_dir / "checkpoints").exists() and score.flops_per_sample > 0
 
 
-@pytest.mark.soak
 def test_true_probabilities_of_other_rows_are_rejected(tiny: Path, tmp_path: Path) -> None:
     data, truth = tiny_with_valid(tiny), tmp_path / "truth"
     truth.mkdir()
