@@ -7,9 +7,9 @@ import signal
 from collections.abc import Callable, Iterator
 
 import pytest
-from tools.quality.command import main
 
 from forked import forking
+from tools.quality.__main__ import main
 
 Run = Callable[..., tuple[int, str, str]]
 

@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from tools.quality.command import SuiteRunner
-from tools.quality.jobs import FinishedJob, Job, Step, StopSignals, last_output_line, run_jobs
-from tools.quality.study import SuiteRun
 
 from meseta.spec import MesetaError
 from small_run import tiny_with_valid
 from source_tree import ROOT
+from tools.quality.jobs import Job, Step, StopSignals, last_output_line, run_jobs
+from tools.quality.runner import SuiteRunner
+from tools.quality.study import SuiteRun
 
 Run = Callable[..., tuple[int, str, str]]
 SAMPLE = ROOT / "examples/quality/sample.yaml"
@@ -35,6 +35,7 @@ def write_suite(folder: Path, **document: Any) -> Path:
     return folder / "suite.yaml"
 
 
+@pytest.mark.soak
 def test_suite_on_a_world_from_file_to_page(run: Run, tmp_path: Path) -> None:
     formula = {"model.name": "tools.quality.formula:LearnedFormula", "model.embedding_dim": 5}
     suite = write_suite(
@@ -60,9 +61,9 @@ def test_interrupted_suite_resumes_and_copies_do_not_differ(
     out, trained = tmp_path / "out", list[str]()
     report_run = SuiteRunner.report_run
 
-    def report_and_stop(self: SuiteRunner, done_run: SuiteRun, done: FinishedJob) -> None:
+    def report_and_stop(self: SuiteRunner, done_run: SuiteRun, done: Job) -> None:
         report_run(self, done_run, done)
-        trained.append(done.job.name)
+        trained.append(done.name)
         if len(trained) == 3:  # The run of the other copy on this seed has not finished.
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -98,15 +99,15 @@ def _check_runs(folder: Path, dataset: dict[str, Any], seeds: list[str]) -> None
     assert not [*folder.glob("*/*/checkpoints"), *folder.glob("world-*/"), *folder.glob(".tmp-*")]
 
 
-@pytest.mark.soak
-def test_intervals_over_rows_of_a_dataset(run: Run, tiny: Path, tmp_path: Path) -> None:
+def test_suite_on_a_dataset_from_file_to_page(run: Run, tiny: Path, tmp_path: Path) -> None:
     other = {"set": {"model.name": "fm", "embedding.init.scale": 0.5}}
     suite = write_suite(
-        tmp_path, datasets=[{"dir": str(tiny_with_valid(tiny))}], configs={"a": {}, "fm": other}, resamples=50
+        tmp_path, datasets=[{"dir": str(tiny_with_valid(tiny))}], configs={"a": {}, "fm": other}, seeds=1, resamples=50
     )
     code, text, err = run(suite, "--out", tmp_path / "out")
     assert code == 0, err
-    assert "| regret" not in text and "95% over rows" in text
+    assert "| regret" not in text and "95% over rows" in text and "[2/2]" in text
+    assert f"report: {tmp_path / 'out/quality.html'}" in text
     [dataset] = json.loads((tmp_path / "out/quality.json").read_text())["grounds"]
     assert [one["metric"] for one in dataset["differences"]] == ["ne", "auc"]
     for one in dataset["differences"]:
@@ -167,7 +168,7 @@ def test_jobs_run_simultaneously_and_stop_at_a_failed_step(run: Run, tmp_path: P
         return Job(name, tmp_path / f"{name}.log", [partial(_print_and_exit, name, code) for code in codes])
 
     jobs = [job("good", 0, 0), job("bad", 0, 3, 0), job("last", 0)]
-    codes = {done.job.name: done.exit_code for done in run_jobs(jobs, 2, StopSignals())}
+    codes = {done.name: done.exit_code for done in run_jobs(jobs, 2, StopSignals())}
     assert codes == {"good": 0, "bad": 3, "last": 0}
     printed = {name: (tmp_path / f"{name}.log").read_text().split() for name in codes}
     assert printed == {"good": ["good", "good"], "bad": ["bad", "bad"], "last": ["last"]}

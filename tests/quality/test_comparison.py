@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from scipy import stats
+
 from tools.quality.comparison import (
     COMPARED_METRICS,
     ConfigScores,

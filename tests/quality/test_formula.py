@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from tools.quality.formula import DENSE_PRODUCTS, LearnedFormula
 
 from meseta import EmbeddingBagCollection, FeatureSpec, TableSpec
 from meseta.data.synth import ClickLog
@@ -13,6 +12,7 @@ from meseta.data.synth import teacher as world_teacher
 from meseta.data.synth.teacher import LOGIT_STEP, NUM_BINS
 from meseta.data.synth.worlds import WORLDS, find_world
 from meseta.spec import MesetaError
+from tools.quality.formula import DENSE_PRODUCTS, LearnedFormula
 
 NUM_ROWS = 500
 

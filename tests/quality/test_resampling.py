@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from sklearn.metrics import log_loss, roc_auc_score
+
+from meseta.spec import MesetaError
 from tools.quality.comparison import EvalDataset
 from tools.quality.resampling import SortedPredictions, bootstrap_rows
 from tools.quality.study import SuiteRun
-
-from meseta.spec import MesetaError
 
 NUM_ROWS = 300
 
@@ -69,20 +69,20 @@ def runs(folder: Path, names: dict[str, list[int]]) -> dict[str, dict[int, Suite
 
 
 def test_each_resample_has_the_same_rows_for_all_configs(tmp_path: Path) -> None:
-    intervals = bootstrap_rows("g", runs(tmp_path, {"a": [1, 2], "b": [3, 4], "a again": [1, 2]}), 200, seed=9)
+    intervals = bootstrap_rows("g", runs(tmp_path, {"a": [1, 2], "b": [3, 4], "a again": [1, 2]}), 100, seed=9)
     copy = intervals["g", "a", "a again", "auc"]
     assert (copy.mean, copy.low, copy.high, copy.p) == (0.0, 0.0, 0.0, 1.0)
     draw, ones = np.random.default_rng(2), np.ones(NUM_ROWS)
     means = []
-    for _ in range(200):
+    for _ in range(100):
         picked = draw.integers(NUM_ROWS, size=NUM_ROWS)
         auc = [expected_metrics(*(column[picked] for column in predictions(n)[:2]), ones)["auc"] for n in (1, 2, 3, 4)]
         means.append((auc[0] + auc[1] - auc[2] - auc[3]) / 2)
     one = intervals["g", "a", "b", "auc"]
     auc = [expected_metrics(*predictions(n)[:2], ones)["auc"] for n in (1, 2, 3, 4)]
     assert one.mean == pytest.approx((auc[0] + auc[1] - auc[2] - auc[3]) / 2, rel=1e-9)
-    # Two estimates of a standard error from 200 resamples differ by about 1 / sqrt(200). Allow three times as much.
-    assert (one.high - one.mean) / 1.959964 == pytest.approx(np.std(means, ddof=1), rel=0.21)
+    # Two estimates of a standard error from 100 resamples differ by about 1 / sqrt(100). Allow three times as much.
+    assert (one.high - one.mean) / 1.959964 == pytest.approx(np.std(means, ddof=1), rel=0.3)
 
 
 def test_damaged_predictions_are_reported(tmp_path: Path) -> None:

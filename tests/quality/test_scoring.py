@@ -7,10 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tools.quality.comparison import EvalDataset
-from tools.quality.scoring import check_configs_fit, score_run
-from tools.quality.study import SuiteRun
-from tools.quality.worlds import TRUTH_FILE
 
 from meseta.comm import World
 from meseta.config import load_config
@@ -19,6 +15,10 @@ from meseta.spec import MesetaError
 from meseta.train.metrics import auc, normalized_entropy
 from meseta.train.trainer import Trainer
 from small_run import settings, tiny_with_valid, write_config
+from tools.quality.comparison import EvalDataset
+from tools.quality.scoring import check_configs_fit, score_run
+from tools.quality.study import SuiteRun
+from tools.quality.worlds import TRUTH_FILE
 
 
 def make_run(folder: Path, data: Path, truth: Path | None = None, **changes: Any) -> SuiteRun:

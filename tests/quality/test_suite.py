@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import yaml
-from tools.quality.study import FORMER_FORMULA, FORMULA, Study
-from tools.quality.suite import QualitySuite, load_suite
 
 from meseta.config.models import MODEL_NAMES
 from meseta.spec import MesetaError
 from source_tree import ROOT
+from tools.quality.study import FORMER_FORMULA, FORMULA, Study
+from tools.quality.suite import QualitySuite, load_suite
 
 BASE = {"model": {"name": "dlrm"}, "train": {"batch_size": 256}}
 SUITE = {

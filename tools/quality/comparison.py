@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
+
 from tools.quality.intervals import CONFIDENCE_LEVEL, ConfidenceInterval, holm_adjust, t_interval
 
 

@@ -25,11 +25,6 @@ class ConfidenceInterval:
     p: float
     """Two-sided p-value of the hypothesis that the mean is 0. 1 if there are fewer than two values."""
 
-    @property
-    def excludes_zero(self) -> bool:
-        """Whether 0 is outside the interval. Use `holm_adjust` to judge several comparisons together."""
-        return self.low > 0 or self.high < 0
-
     def negated(self) -> ConfidenceInterval:
         """Return the interval of the negated values."""
         return ConfidenceInterval(-self.mean, -self.high, -self.low, self.p)

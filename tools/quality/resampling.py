@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+
+from meseta.train.metrics import base_rate_entropy
 from tools.quality.comparison import RowIntervals
 from tools.quality.intervals import normal_interval
 from tools.quality.study import SuiteRun
 from tools.quality.worlds import read_arrays
-
-from meseta.train.metrics import base_rate_entropy
 
 METRICS = ("ne", "auc")
 

@@ -1,4 +1,4 @@
-"""Work on the configs of a suite that needs torch: a check before training, and the score on the test split."""
+"""Work in child processes: a check of configs before training, and the score on the test split."""
 
 from __future__ import annotations
 
@@ -9,19 +9,27 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from tools.quality.comparison import SeedScore
-from tools.quality.files import write_atomic
-from tools.quality.study import SuiteRun
-from tools.quality.worlds import read_true_probabilities
 
 from meseta.config import load_config
 from meseta.data import Dataset
 from meseta.spec import MesetaError
 from meseta.train import open_trained, run_workload
 from meseta.train.metrics import compute_metrics, regret
+from tools.quality.comparison import SeedScore
+from tools.quality.files import write_atomic
+from tools.quality.study import Study, SuiteRun
+from tools.quality.worlds import read_true_probabilities
 
 MIN_TRUE_PROBABILITY = 1e-12
 """True probabilities are clipped to this distance from 0 and 1, because the regret would be unbounded."""
+
+
+def check_configs(study: Study, world_rows: Path) -> None:
+    """Check the first run of each config with the columns of each dataset, and of the rows of a world."""
+    for dataset in study.suite.datasets:
+        check_configs_fit(study.first_runs(dataset), dataset.dir)
+    for world in study.suite.worlds:
+        check_configs_fit(study.first_runs(world), world_rows)
 
 
 def check_configs_fit(runs: Sequence[SuiteRun], data: Path) -> None:
@@ -75,13 +83,13 @@ def score_run(run: SuiteRun) -> None:
 
 def _regret(run: SuiteRun, logits: NDArray[np.floating], labels: NDArray[np.floating]) -> float:
     assert run.truth is not None
-    truth = read_true_probabilities(run.truth)
-    if not np.array_equal(truth.labels, labels):
+    true_labels, probabilities = read_true_probabilities(run.truth)
+    if not np.array_equal(true_labels, labels):
         raise MesetaError(
             f"quality: the labels of the test rows of {str(run.data)!r} differ from those of the true probabilities; "
             f"delete {str(run.truth)!r}, and start the suite again"
         )
-    return regret(logits, np.clip(truth.probabilities, MIN_TRUE_PROBABILITY, 1 - MIN_TRUE_PROBABILITY))
+    return regret(logits, np.clip(probabilities, MIN_TRUE_PROBABILITY, 1 - MIN_TRUE_PROBABILITY))
 
 
 def _none_if_nan(value: float) -> float | None:  # JSON has no nan.

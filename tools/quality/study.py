@@ -14,14 +14,14 @@ from typing import Any
 
 import yaml
 from pydantic import ValidationError
-from tools.quality.comparison import ConfigScores, EvalDataset, SeedScore
-from tools.quality.files import write_atomic
-from tools.quality.suite import QualitySuite, SuiteDataset, SuiteEntry, SuiteWorld, folder_name
-from tools.quality.worlds import BEST_FILE, ROWS_FOLDER
 
 from meseta.config import RunConfig, read_config_document, set_default, validate_document
 from meseta.data import Dataset
 from meseta.spec import MesetaError
+from tools.quality.comparison import ConfigScores, EvalDataset, SeedScore
+from tools.quality.files import write_atomic
+from tools.quality.suite import QualitySuite, SuiteDataset, SuiteEntry, SuiteWorld, folder_name
+from tools.quality.worlds import BEST_FILE, ROWS_FOLDER
 
 _FORMAT = "meseta.quality/1"
 FORMER_FORMULA, FORMULA = "meseta.train.quality.formula:LearnedFormula", "tools.quality.formula:LearnedFormula"
@@ -163,7 +163,7 @@ class Study:
                 f"quality: folder {str(self.out)!r} cannot be created: {error.strerror}; choose another --out"
             ) from None
         for entry in self.suite.entries:
-            folder = self._dataset_folder(entry.eval_dataset)
+            folder = self._entry_folder(entry)
             write_or_verify(folder / "ground.json", _describe_rows(entry))
             for name in self.suite.config_names(entry):
                 document = documents[name]
@@ -239,24 +239,16 @@ class Study:
         return SuiteRound(world=world, seed=seed, folder=self._rows_folder(entry, seed), runs=tuple(runs))
 
     def _rows_folder(self, entry: SuiteEntry, seed: int) -> Path:
-        return (
-            entry.dir if isinstance(entry, SuiteDataset) else self._dataset_folder(entry.eval_dataset) / f"world-{seed}"
-        )
+        return entry.dir if isinstance(entry, SuiteDataset) else self._entry_folder(entry) / f"world-{seed}"
 
-    def _dataset_folder(self, ground: EvalDataset) -> Path:
-        return self.out / folder_name(ground.name)
+    def _entry_folder(self, entry: SuiteEntry) -> Path:
+        return self.out / folder_name(entry.eval_dataset.name)
 
     def _make_run(
-        self,
-        entry: SuiteEntry,
-        name: str,
-        settings: Mapping[str, Any],
-        number: int,
-        *,
-        reads_test: bool = False,
+        self, entry: SuiteEntry, name: str, settings: Mapping[str, Any], number: int, *, reads_test: bool = False
     ) -> SuiteRun:
         """Create a run. `number` is the index of a trial, or the seed of a run that reads the test split."""
-        folder = self._dataset_folder(entry.eval_dataset) / folder_name(name)
+        folder = self._entry_folder(entry) / folder_name(name)
         seed = number if reads_test else self.suite.first_seed
         rows = self._rows_folder(entry, seed)
         is_world = isinstance(entry, SuiteWorld)
@@ -298,31 +290,33 @@ class Study:
 
     def scores(self) -> list[tuple[EvalDataset, list[ConfigScores]]]:
         """Return (dataset, scores of its configs) for all runs that are done, in the order of the suite."""
-        results = []
-        for entry in self.suite.entries:
-            configs = []
-            for name in self.suite.config_names(entry):
-                runs = self.scored_runs(entry, name)
-                scores = {seed: score for seed, run in runs.items() if (score := run.score()) is not None}
-                chosen = self.best_settings(entry, name) or {}
-                configs.append(ConfigScores(name=name, scores=scores, chosen_settings=chosen))
-            results.append((self._with_best_reachable(entry.eval_dataset), configs))
-        return results
+        return [
+            (
+                self._with_best_reachable(entry),
+                [self._config_scores(entry, name) for name in self.suite.config_names(entry)],
+            )
+            for entry in self.suite.entries
+        ]
+
+    def _config_scores(self, entry: SuiteEntry, name: str) -> ConfigScores:
+        runs = self.scored_runs(entry, name)
+        scores = {seed: score for seed, run in runs.items() if (score := run.score()) is not None}
+        return ConfigScores(name=name, scores=scores, chosen_settings=self.best_settings(entry, name) or {})
 
     def save_best_reachable(self, one: SuiteRound) -> None:
         """Save the metrics of a world's true probabilities outside of the world's folder, which is deleted later."""
         if one.world is not None:
-            write_atomic(self._best_file(one.world.eval_dataset, one.seed), (one.folder / BEST_FILE).read_text())
+            write_atomic(self._best_file(one.world, one.seed), (one.folder / BEST_FILE).read_text())
 
-    def _with_best_reachable(self, ground: EvalDataset) -> EvalDataset:
+    def _with_best_reachable(self, entry: SuiteEntry) -> EvalDataset:
         # Metrics of the true probabilities, averaged over the fresh seeds.
-        files = [self._best_file(ground, seed) for seed in self.suite.fresh_seeds]
+        files = [self._best_file(entry, seed) for seed in self.suite.fresh_seeds]
         reached = [json.loads(file.read_bytes()) for file in files if file.exists()]
         means = {name: sum(one[name] for one in reached) / len(reached) for name in (reached[0] if reached else ())}
-        return replace(ground, best_reachable=means)
+        return replace(entry.eval_dataset, best_reachable=means)
 
-    def _best_file(self, ground: EvalDataset, seed: int) -> Path:
-        return self._dataset_folder(ground) / f"world-{seed}-{BEST_FILE}"
+    def _best_file(self, entry: SuiteEntry, seed: int) -> Path:
+        return self._entry_folder(entry) / f"world-{seed}-{BEST_FILE}"
 
 
 def to_overrides(settings: Mapping[str, Any]) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import quote
@@ -20,12 +20,12 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from tools.quality.comparison import EvalDataset
 
 from meseta.config import read_config_document
 from meseta.data.synth import WORLDS
 from meseta.spec import MesetaError, suggest
 from meseta.train import grid_settings, parse_setting, random_settings
+from tools.quality.comparison import EvalDataset
 
 RESERVED_KEYS = ("run_dir", "data.dir", "data.service", "seed", "checkpoint.dir", "checkpoint.mirror")
 """Config keys that a suite sets for each run, or that must not be shared by runs."""
@@ -211,14 +211,11 @@ def _trial_settings(tune: Mapping[str, list[Any] | str], num_trials: int, seed: 
     if size < num_trials:
         raise MesetaError(f"'tune' has {size:,} combinations for {num_trials} trials; add values, or use a range")
     if size > MAX_GRID_SIZE:
-        return _remove_duplicates(random_settings(space, 10 * num_trials, seed))[:num_trials]
+        samples = random_settings(space, 10 * num_trials, seed)
+        return [one for place, one in enumerate(samples) if one not in samples[:place]][:num_trials]
     combinations = grid_settings(space)
     random.Random(seed).shuffle(combinations)  # Shuffle all of them, so that more trials only append to the list.
     return combinations[:num_trials]
-
-
-def _remove_duplicates(settings: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [one for place, one in enumerate(settings) if one not in settings[:place]]
 
 
 def _parse_tune(tune: Mapping[str, list[Any] | str]) -> dict[str, Any]:

@@ -6,7 +6,6 @@ import json
 import shutil
 import zipfile
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,23 +13,15 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
-from tools.quality.jobs import Step
-from tools.quality.suite import NUM_WORLD_FILES, SuiteWorld
 
 from meseta.spec import MesetaError
+from tools.quality.jobs import Step
+from tools.quality.suite import NUM_WORLD_FILES, SuiteWorld
 
 ROWS_FOLDER, TRUTH_FILE, BEST_FILE = "rows", "truth.npz", "best.json"
 """Files in the folder of a world: the dataset, the true probabilities of its test rows, and their metrics."""
 MIN_COUNT = 10
 """Minimum number of occurrences in training for an id to have its own row. Rarer ids matter little in a world."""
-
-
-@dataclass(frozen=True)
-class TrueProbabilities:
-    """Labels and true probabilities of the test rows, in their order."""
-
-    labels: NDArray[Any]
-    probabilities: NDArray[Any]
 
 
 def world_steps(world: SuiteWorld, seed: int, out: Path) -> list[Step]:
@@ -68,10 +59,10 @@ def best_reachable_metrics(metrics: Mapping[str, float | None]) -> dict[str, flo
     return {"regret": 0.0, **reached}
 
 
-def read_true_probabilities(folder: Path) -> TrueProbabilities:
-    """Read the true probabilities of a world. Raises MesetaError if its folder has none."""
+def read_true_probabilities(folder: Path) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return (labels, true probabilities) of the test rows of a world. Raises MesetaError if its folder has none."""
     arrays = read_arrays(folder / TRUTH_FILE, f"delete {str(folder)!r}, and start the suite again")
-    return TrueProbabilities(arrays["labels"], arrays["probabilities"])
+    return arrays["labels"], arrays["probabilities"]
 
 
 def read_arrays(path: Path, way_out: str) -> dict[str, NDArray[Any]]:

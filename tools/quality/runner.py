@@ -1,64 +1,34 @@
-"""`python tools/quality SUITE --out DIR`: compares configs over worlds, datasets and seeds."""
+"""Execution of the runs of a suite in child processes, and its result."""
 
 from __future__ import annotations
 
-import argparse
-import os
 import shutil
 import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from meseta.spec import MesetaError
 from tools.quality.comparison import COMPARED_METRICS, ConfidenceInterval, SuiteResult, compare_configs
 from tools.quality.files import lock_folder
-from tools.quality.jobs import FinishedJob, Job, Step, StopSignals, last_output_line, run_jobs
+from tools.quality.jobs import Job, Step, StopSignals, last_output_line, run_jobs
 from tools.quality.page import JSON_FILE, PAGE_FILE, TEXT_FILE, write_suite_result
 from tools.quality.resampling import bootstrap_rows
+from tools.quality.scoring import check_configs, score_run
 from tools.quality.study import Study, SuiteRound, SuiteRun
 from tools.quality.suite import load_suite
 from tools.quality.tables import format_metric, to_markdown
 from tools.quality.worlds import ROWS_FOLDER, world_steps
 
-from meseta.spec import MesetaError
-
 PROBE_ROWS = 1000
 """Number of rows of a world that is made only to find its columns."""
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run the command and return its exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python tools/quality",
-        description="Tune each config with the same number of trials, train it on new seeds, and compare the results. "
-        "The result says which differences are significant. The same command resumes a suite and keeps finished runs.",
-    )
-    parser.add_argument("suite", type=Path, metavar="SUITE", help="YAML file of the suite, see docs/quality.md")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the results")
-    parser.add_argument(
-        "--workers",
-        type=_positive_int,
-        metavar="N",
-        help="number of simultaneous training runs, each with one thread (default: one per processor)",
-    )
-    options = parser.parse_args(arguments)
-    try:
-        return _run_suite(options.suite, options.out, options.workers or len(os.sched_getaffinity(0)))
-    except MesetaError as error:
-        print(f"error: {error}", file=sys.stderr)
-    except OSError as error:
-        where = f"{error.filename!r}: " if error.filename else ""
-        print(f"error: {where}{error.strerror or error}; fix this and run the command again", file=sys.stderr)
-    return 1
+def run_suite(suite: Path, out: Path, num_workers: int) -> int:
+    """Execute the pending runs of a suite, write and print its result, and return the exit code.
 
-
-def _positive_int(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"it must be a whole number of at least 1, got {text!r}")
-    return int(text)
-
-
-def _run_suite(suite: Path, out: Path, num_workers: int) -> int:
+    Raises MesetaError if the suite is invalid or runs failed.
+    """
     study = Study(load_suite(suite), suite.stem, out)
     study.open()
     with lock_folder(out):
@@ -125,7 +95,7 @@ class SuiteRunner:
             self._run_job(
                 "configs checked with the columns of the data",
                 self._study.out / "check.log",
-                [*steps, partial(_check_configs, self._study, probe)],
+                [*steps, partial(check_configs, self._study, probe / ROWS_FOLDER)],
             )
         finally:
             shutil.rmtree(probe, ignore_errors=True)
@@ -156,10 +126,10 @@ class SuiteRunner:
         jobs = [Job(title, run.log, _steps(run)) for title, run in by_title.items()]
         for done in run_jobs(jobs, self._num_workers, self._signals):
             if self._signals.first_signal is None:
-                self.report_run(by_title[done.job.name], done)
+                self.report_run(by_title[done.name], done)
         self._exit_if_interrupted()
 
-    def report_run(self, run: SuiteRun, done: FinishedJob) -> None:
+    def report_run(self, run: SuiteRun, done: Job) -> None:
         """Print the result of a run and the progress of the suite."""
         self._num_done += 1
         self._num_timed += 1
@@ -187,26 +157,7 @@ class SuiteRunner:
 def _steps(run: SuiteRun) -> list[Step]:
     """Return the pending steps of a run: training without the test split, then one evaluation on it if selected."""
     train: list[Step] = [["train", str(run.config), *run.overrides, "--no-test"]]
-    return [*(train if run.read_summary() is None else []), *([partial(_score_run, run)] if run.reads_test else [])]
-
-
-# These functions run in child processes, which import torch.
-
-
-def _score_run(run: SuiteRun) -> None:
-    from tools.quality.scoring import score_run
-
-    score_run(run)
-
-
-def _check_configs(study: Study, probe: Path) -> None:
-    """Check the first run of each config with the columns of each dataset and world."""
-    from tools.quality.scoring import check_configs_fit
-
-    for entry in study.suite.datasets:
-        check_configs_fit(study.first_runs(entry), entry.dir)
-    for world in study.suite.worlds:
-        check_configs_fit(study.first_runs(world), probe / ROWS_FOLDER)
+    return [*(train if run.read_summary() is None else []), *([partial(score_run, run)] if run.reads_test else [])]
 
 
 def _metrics_text(run: SuiteRun, choose_by: str) -> str:
