@@ -123,19 +123,18 @@ def _bits_text(worst: Mapping[str, float] | None) -> str:
 
 HEAD = """# Sharded equals unsharded, measured
 
-This page shows how far sharded training is from training in one process. `make soak PART=exactness` writes it.
+This page shows by how much sharded training differs from training in one process. `make soak PART=exactness` writes it.
 
-A cell of the table has the largest absolute differences of losses, dense weights, rows and optimizer states. The first
-value is for 20 steps in float64, the second one for 4 steps in float32. The [contract](design.md#contract-on-numbers)
-allows 1e-10 and 1e-5. A cell covers 2, 4 and 8 gloo ranks in two groups that act as hosts, and five poolings: `sum` and
-`mean`, each with and without weights, and `none`. The model has four tables of 1 to 101 rows, 48 columns and five
-features.
+The table has a row for each sharding type, and a column for each row optimizer. The first value of a cell is the
+largest absolute difference of losses, dense weights, rows and optimizer states in 20 steps in float64. The second value
+is the same for 4 steps in float32. The [contract](design.md#contract-on-numbers) allows 1e-10 and 1e-5.
 
-"Equal bits" compares outputs, rows and states for the same upstream gradients. If row shards are involved, bags have at
-most one id, or no pooling.
+Each cell covers runs on 2, 4 and 8 gloo ranks, in two groups that act as hosts, with five poolings: `sum` and `mean`,
+each with and without weights, and `none`. The model has five features and four tables of 1 to 101 rows and 48 columns.
 
-`mixed` and `mixed of hosts` shard each of the four tables differently. With `hot_replicated`, a third of the rows is
-replicated.
+The last column shows whether outputs, rows and states are bitwise equal for the same upstream gradients. If tables are
+divided by rows, bags have at most one id, or no pooling. `mixed` and `mixed of hosts` shard each of the four tables
+differently.
 """
 
 

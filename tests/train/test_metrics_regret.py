@@ -1,4 +1,4 @@
-"""Regret, beside the loop over its definition and the labels that it is expected over."""
+"""Regret compared with a loop over its definition, and with the expectation over labels."""
 
 from __future__ import annotations
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from meseta.config import DenseOptimizerConfig, RunConfig, ScheduleConfig
 from meseta.spec import MesetaError
+
+if TYPE_CHECKING:  # Operators are tested without pydantic.
+    from meseta.config import DenseOptimizerConfig, RunConfig, ScheduleConfig
 
 NORM_EPSILON = 1e-6
 """Added to a norm before division, as in torch.nn.utils.clip_grad_norm_."""
