@@ -19,6 +19,8 @@ from .pool import RankPool
 
 Ranks = Callable[[int], RankPool]
 PAGE = (ROOT / "docs/walkthrough.md").read_text()
+MAX_FILES_OF_STEP, MAX_FILES_OF_PREPARE = 48, 42
+"""Number of files in which a function runs, at most. A reader of the source has to know them all."""
 
 
 def section(title: str, table: int = 0) -> tuple[list[Call], set[str]]:
@@ -58,7 +60,9 @@ def third_step(folder: Path) -> list[Call]:
 
 def test_one_batch(ranks: Ranks, tmp_path: Path) -> None:
     tiny_data(tmp_path)
-    assert find_differences(*section("One batch"), ranks(2).run(third_step, tmp_path)[0]) == []
+    made = ranks(2).run(third_step, tmp_path)[0]
+    assert find_differences(*section("One batch"), made) == []
+    assert len({file for file, _ in made}) <= MAX_FILES_OF_STEP
 
 
 def test_one_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +88,9 @@ def test_one_raw_file(tmp_path: Path) -> None:
     options = PrepareOptions(sources=[str(tmp_path / "log.csv")], out=tmp_path / "out", test_fraction=0.2, hash_rows=99)
     with calls() as made:
         prepare(options)
-    assert find_differences(*section("One raw file"), made[made.index(("data/prepare/run.py", "prepare")) :]) == []
+    made = made[made.index(("data/prepare/run.py", "prepare")) :]
+    assert find_differences(*section("One raw file"), made) == []
+    assert len({file for file, _ in made}) <= MAX_FILES_OF_PREPARE
     with calls() as made:
         batches = list(Reader(Dataset.load(tmp_path / "out"), "train", ReaderOptions(batch_size=64)).epoch())
     assert (
