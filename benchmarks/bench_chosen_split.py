@@ -8,7 +8,6 @@ with their AUC on 20,000 untouched rows. A seed always gives the same result.
 """
 
 import json
-import math
 import shutil
 import sys
 import tempfile
@@ -21,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from scipy import stats
+from paired import interval
 
 from meseta.comm import World
 from meseta.config import RunConfig
@@ -34,7 +33,6 @@ from meseta.train.trainer import Trainer
 NUM_SEEDS = 20
 NUM_ROWS = {"train": 1500, "valid": 300, "test": 300, "untouched": 20_000}
 CHOOSERS = (VALID, TEST)
-CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True)
@@ -134,13 +132,6 @@ def trial(folder: Path, seed: int) -> dict[str, Chosen]:
     chosen = {split: choose(data[split], place / f"run-{split}", seed) for split in CHOOSERS}
     shutil.rmtree(place)
     return chosen
-
-
-def interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """Return (mean, lower end, upper end) of the 95 % interval."""
-    mean, error = float(np.mean(values)), float(np.std(values, ddof=1)) / math.sqrt(len(values))
-    reach = float(stats.t.ppf(0.5 + CONFIDENCE / 2, len(values) - 1)) * error
-    return mean, mean - reach, mean + reach
 
 
 def lines(trials: Sequence[dict[str, Chosen]]) -> list[str]:

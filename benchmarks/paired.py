@@ -28,13 +28,20 @@ def num_test_rows(quick: bool) -> int:
     return QUICK_ROWS * QUICK_FILES if quick else FILE_ROWS * TEST_FILES
 
 
+def interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """Return (mean, lower end, upper end) of the 95 % interval by Student's t, which is infinite for one value."""
+    mean = statistics.mean(values)
+    if len(values) < 2:
+        return mean, -math.inf, math.inf
+    error = statistics.stdev(values) / math.sqrt(len(values))
+    reach = float(stats.t.ppf(0.975, len(values) - 1)) * error
+    return mean, mean - reach, mean + reach
+
+
 def difference(some: Sequence[float], base: Sequence[float]) -> tuple[float, float]:
     """Return the mean of paired differences, and half of its 95 % interval."""
-    differences = [a - b for a, b in zip(some, base, strict=True)]
-    if len(differences) < 2:
-        return statistics.mean(differences), math.inf
-    error = statistics.stdev(differences) / math.sqrt(len(differences))
-    return statistics.mean(differences), float(stats.t.ppf(0.975, len(differences) - 1)) * error
+    mean, _, high = interval([a - b for a, b in zip(some, base, strict=True)])
+    return mean, high - mean
 
 
 def move_by_an_ulp(weight: Tensor) -> None:

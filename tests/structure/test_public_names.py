@@ -61,7 +61,7 @@ PUBLIC = {
     "meseta.storage": """
         ROW Lease CacheCapacityError SelectedRows TableShard TableStorage TieredShard as_stored make_storages
     """,
-    "meseta.system": "git_version hardware_summary read_processor set_wait_policy",
+    "meseta.system": "FolderLock git_version hardware_summary read_processor set_wait_policy write_atomic",
     "meseta.train": "grid_settings open_trained parse_setting random_settings run_workload",
     "meseta.train.metrics": """
         NUM_RELIABILITY_BINS BinnedAuc GroupedMetric LifetimeMetrics LifetimeWindow MetricWindow Metrics ReliabilityBin

@@ -7,9 +7,9 @@ from html import escape
 from pathlib import Path
 from string import Template
 
+from meseta.system import write_atomic
 from tools.quality.chart import IntervalRow, interval_chart
 from tools.quality.comparison import EvalDatasetResult, Metric, PairedDifference, SuiteResult
-from tools.quality.files import write_atomic
 from tools.quality.tables import (
     TextTable,
     configs_table,

@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 
 from meseta.spec import MesetaError
+from meseta.system import FolderLock
 from tools.quality.comparison import COMPARED_METRICS, ConfidenceInterval, SuiteResult, compare_configs
-from tools.quality.files import lock_folder
 from tools.quality.jobs import Job, Step, StopSignals, last_output_line, run_jobs
 from tools.quality.page import JSON_FILE, PAGE_FILE, TEXT_FILE, write_suite_result
 from tools.quality.resampling import bootstrap_rows
@@ -31,15 +31,18 @@ def run_suite(suite: Path, out: Path, num_workers: int) -> int:
     """
     study = Study(load_suite(suite), suite.stem, out)
     study.open()
-    with lock_folder(out):
+    lock = FolderLock(out)
+    lock.acquire()
+    try:
         runner = SuiteRunner(study, num_workers)
-        try:
-            runner.run()
-        except Interrupted as stopped:
-            print(stopped, file=sys.stderr)
-            return 128 + stopped.signal_number
+        runner.run()
         result = build_suite_result(study, runner.problems)
         write_suite_result(result, out)
+    except Interrupted as stopped:
+        print(stopped, file=sys.stderr)
+        return 128 + stopped.signal_number
+    finally:
+        lock.release()
     print(to_markdown(result))
     print(f"tables: {out / TEXT_FILE}, {out / JSON_FILE}")
     print(f"report: {out / PAGE_FILE}")

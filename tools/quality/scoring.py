@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from meseta.config import load_config
 from meseta.data import Dataset
 from meseta.spec import MesetaError
+from meseta.system import write_atomic
 from meseta.train import open_trained, run_workload
 from meseta.train.metrics import compute_metrics, regret
 from tools.quality.comparison import SeedScore
-from tools.quality.files import write_atomic
 from tools.quality.study import Study, SuiteRun
 from tools.quality.worlds import read_true_probabilities
 

@@ -18,8 +18,8 @@ from pydantic import ValidationError
 from meseta.config import RunConfig, read_config_document, set_default, validate_document
 from meseta.data import Dataset
 from meseta.spec import MesetaError
+from meseta.system import write_atomic
 from tools.quality.comparison import ConfigScores, EvalDataset, SeedScore
-from tools.quality.files import write_atomic
 from tools.quality.suite import QualitySuite, SuiteDataset, SuiteEntry, SuiteWorld, folder_name
 from tools.quality.worlds import BEST_FILE, ROWS_FOLDER
 

@@ -86,7 +86,6 @@ def measure_staged(team: WorkerGroup, num_threads: int, memory_bytes: float) -> 
 
     Compares updates in stages with one fused pass. Shards that exceed `memory_bytes` are skipped.
     """
-    # Compares updates in stages with one fused pass over shards of the same shape.
     terms, extra_s = [], []
     for seed, (num_rows, dim, pooling) in enumerate(TABLE_SHAPES):
         if num_rows * (dim // 2 + 1) * 4 > memory_bytes:  # Rows in float32, and one sum of squares per row.

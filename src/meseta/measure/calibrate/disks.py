@@ -33,8 +33,6 @@ def measure_disk(
 
     Raises MesetaError if the folder is not writable or its disk is too full.
     """
-    # In a virtual machine, the host may cache the file that was just written, so that the disk appears faster than it
-    # is.
     engine = DiskEngine(folder, max_reads_per_s=max_reads_per_s)
     num_bytes = min(MAX_FILE_BYTES, shutil.disk_usage(engine.folder).free // 8)
     num_rows = num_bytes // RECORD_BYTES // ROWS_PER_CHUNK * ROWS_PER_CHUNK

@@ -188,8 +188,6 @@ def train_ensemble(examples: TrainingExamples, log: Callable[[int], None], seed:
     `log` is called with the index of each. The weights with the lowest validation error are kept. The result is
     reproducible for equal examples and seed on one kind of machine.
     """
-    # Each network leaves out another part of the examples as its validation set. The weights with the lowest validation
-    # error are kept, which may be the initial ones.
     networks, numbers = [], np.arange(len(examples.target))
     with torch.random.fork_rng(devices=[]):
         for member in range(NUM_MEMBERS):

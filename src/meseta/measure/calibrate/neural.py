@@ -98,9 +98,6 @@ def train_networks(
     its completed share. Returns the cost model with its networks, and the accuracy on held-out measurements by
     'lookup', 'update' and 'collectives, R devices'. Every eighth measurement is held out.
     """
-    # The networks are small versions of those in NeuroShard (D. Zha et al., arXiv 2305.01868, section 3.2), with two
-    # changes. They predict the logarithm of measured over predicted seconds. Shards are weighted by their shares of the
-    # predicted seconds.
     # Weights that sum to 1 keep the inputs of the head in the trained range, however many shards a rank has.
     with use_num_threads(1):  # The products are small, and results would depend on the number of threads.
         networks = {}

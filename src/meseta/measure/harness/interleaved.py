@@ -82,8 +82,6 @@ def run_interleaved(
     memory. All is repeated with new processes, `num_starts` times in total. A target that fails is listed in
     `failures`.
     """
-    # Within a group, timed windows alternate between the targets. Everything is repeated with new processes,
-    # `num_starts` times in total.
     # Keys are the title of the target, the action and the number of threads.
     windows: dict[tuple[str, str, int], list[TimedWindow]] = {}
     outcome = TimingResult()
