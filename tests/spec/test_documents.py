@@ -7,8 +7,11 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from meseta.config import load_config
 from meseta.data.dataset.dataset import Dataset
@@ -19,6 +22,7 @@ from meseta.spec import MesetaError, Topology
 from meseta.spec.constraints import Constraints
 from meseta.spec.cost_model import CostModel
 from meseta.spec.workload import load_workload
+from meseta.system import yaml_text
 from meseta.system.yaml_text import parse_yaml
 
 PLAN = """\
@@ -131,3 +135,30 @@ def test_numbers_of_yaml_1_2(text: str, number: float) -> None:
 @pytest.mark.parametrize("text", ["e9", "1e", "0x1e5x", "1e5 rows", "v1e5", "'2e-9'"])
 def test_words_stay_words(text: str) -> None:
     assert isinstance(parse_yaml(f"a: {text}")["a"], str)
+
+
+TEXTS = [document[1] for document in DOCUMENTS.values()] + [
+    cost_model(),
+    "a: &x [1, {b: 'c d'}]\nd: *x\n",
+    "- |\n  text\n",
+]
+
+
+def parsed_or_refused(text: str, loaders: list[type] | None = None) -> str:
+    with mock.patch.object(yaml_text, "_LOADERS", loaders or yaml_text._LOADERS):
+        try:
+            return repr(parse_yaml(text))
+        except MesetaError as error:
+            return str(error)
+
+
+@pytest.mark.skipif(len(yaml_text._LOADERS) == 1, reason="this PyYAML was built without libyaml")
+@given(st.sampled_from(TEXTS), st.data())
+def test_libyaml_and_the_python_parser_agree(text: str, data: st.DataObject) -> None:
+    place = data.draw(st.integers(0, len(text)))
+    spoiled = (
+        text[:place]
+        + data.draw(st.sampled_from(["", ":", "[", "}", "'", "\n", "*y", "! ", "1e3", "- "]))
+        + text[place:]
+    )
+    assert parsed_or_refused(spoiled) == parsed_or_refused(spoiled, yaml_text._LOADERS[-1:])
