@@ -66,7 +66,7 @@ type: .venv/installed
 
 # The pages' code runs, then the site is built; open site/index.html.
 docs: .venv/installed
-	$(PYTEST) tests/docs tests/examples $(TEST_ARGS)
+	$(PYTEST) -m 'not soak' tests/docs tests/examples $(TEST_ARGS)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 # dist/ gets the sdist and, made from it, a wheel that installs without a compiler. No torch is needed to make them.
