@@ -75,7 +75,7 @@ def kill(folder: Path, kind: str, num_kills: int, seed: int, **options: Any) -> 
     ("kind", "options"),
     [
         pytest.param("tsv", {}, marks=pytest.mark.soak),
-        ("tsv.gz", {"valid_fraction": 0.2}),
+        pytest.param("tsv.gz", {"valid_fraction": 0.2}, marks=pytest.mark.soak),
         ("csv", {"vocabulary": True, "min_count": 1, "bad_rows": "skip", "valid_fraction": 0.3}),
         pytest.param("ffm", {}, marks=pytest.mark.soak),
         ("parquet", {}),
