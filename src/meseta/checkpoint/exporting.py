@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from pydantic import Field
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 
 from meseta.checkpoint.files.block import (
@@ -24,7 +25,6 @@ from meseta.checkpoint.files.block import (
     Values,
     check_header,
     group_files_by_block,
-    load_tensors,
     read_chain,
     read_tensors,
 )
@@ -347,7 +347,11 @@ class ExportReader:
         path = self.root / (DENSE_PATH if self.file_format == "safetensors" else ARCHIVE_PATH)
         with _wrap_read_errors(path):
             file = self._file(path)
-            tensors = load_tensors(file) if self.file_format == "safetensors" else _read_archive(file)
+            if self.file_format == "safetensors":
+                check_header(file)
+                tensors: dict[str, Tensor] = load_file(file)
+            else:
+                tensors = _read_archive(file)
             for name, tensor in tensors.items():
                 if has_control_characters(name):
                     raise ValueError(f"the name {format_value(name)} has control characters")

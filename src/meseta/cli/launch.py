@@ -43,14 +43,10 @@ def start_command(
         out: Descriptor used as stdout.
         err: Descriptor used as stderr.
     """
-    _prepare_fork()
-    return fork(partial(_run_command, arguments), name, extra_environ=variables, stdout_fd=out, stderr_fd=err)
-
-
-def _prepare_fork() -> None:
     if StallReporter.current is not None:
         StallReporter.current.stop()  # A fork of a process with threads may deadlock.
     _preload_imports()
+    return fork(partial(_run_command, arguments), name, extra_environ=variables, stdout_fd=out, stderr_fd=err)
 
 
 @cache

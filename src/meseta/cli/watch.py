@@ -100,7 +100,8 @@ class RankWatch:
         trouble = find_stuck(states, now_ns, self.limits.warn_delay_s)
         if trouble is None:
             self._warned.clear()
-        elif trouble.ranks not in self._warned and _is_in_step(states):
+        # Planning, loading and saving may take longer than a step.
+        elif trouble.ranks not in self._warned and any(state.stage for state in states.values()):
             self._warned.add(trouble.ranks)
             return f"{trouble.text}; the run is stopped after {self.limits.stall_timeout_s:g} s (comm.stall_timeout_s)"
         return None
@@ -125,11 +126,6 @@ class RankWatch:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         for descriptor in self._files:
             os.close(descriptor)
-
-
-def _is_in_step(states: Mapping[int, RankState]) -> bool:
-    """Whether a rank is in a training step. Planning, loading and saving may take longer."""
-    return any(state.stage for state in states.values())
 
 
 def load_time_limits(run_dir: Path) -> TimeLimits:

@@ -460,8 +460,9 @@ class BaseEmbeddingCollection(nn.Module, ABC, Generic[GroupStateT]):
         for group, group_ids, (pooled, *unpooled) in zip(
             self.groups, ids, self.split_by_group(embeddings), strict=True
         ):
-            keyed.append(group.to_keyed_tensor(pooled))
-            rows |= group.to_jagged_tensors(group_ids, unpooled)
+            keyed.append(KeyedTensor(keys=group.pooled_names, dims=group.pooled_dims, values=pooled))
+            for feature, values in zip(group.unpooled_features, unpooled, strict=True):
+                rows[feature.name] = JaggedTensor(values=values, lengths=group_ids[feature.name].lengths)
         pooled_by_batch = {group.batch_name: matrix for group, matrix in zip(self.groups[1:], keyed[1:], strict=True)}
         return Embeddings(pooled=keyed[0], rows=rows, pooled_by_batch=pooled_by_batch)
 

@@ -71,12 +71,9 @@ class MessageFormat:
 
     def message_sizes(self, messages: Sequence[MessageLayout]) -> list[int]:
         """Return the number of entries of each message in a buffer. An entry is a number, or a byte with a codec."""
-        return [self._message_size(message) for message in messages]
-
-    def _message_size(self, message: MessageLayout) -> int:
         if self.is_lossless:
-            return sum(matrix.num_rows * matrix.width for matrix in message)
-        return sum(self._matrix_bytes(message))
+            return [sum(matrix.num_rows * matrix.width for matrix in message) for message in messages]
+        return [sum(self._matrix_bytes(message)) for message in messages]
 
     def _order(self, message: MessageLayout) -> Sequence[int]:
         """Return the order of matrices in a message with a codec. Intra-host matrices come first."""
@@ -117,14 +114,11 @@ class MessageFormat:
 
     def _view(self, piece: Tensor, matrix: MatrixLayout) -> Tensor:
         if not piece.numel():  # An empty piece may have an unaligned address.
-            return self._empty_view(matrix)
+            shape = matrix.shape if matrix.is_intra_host else (matrix.num_rows, self.row_bytes(matrix))
+            return torch.empty(shape, dtype=self.dtype if matrix.is_intra_host else torch.uint8, device=self.device)
         if matrix.is_intra_host:
             return piece.view(self.dtype).view(matrix.shape)
         return piece.view(matrix.num_rows, -1)
-
-    def _empty_view(self, matrix: MatrixLayout) -> Tensor:
-        shape = matrix.shape if matrix.is_intra_host else (matrix.num_rows, self.row_bytes(matrix))
-        return torch.empty(shape, dtype=self.dtype if matrix.is_intra_host else torch.uint8, device=self.device)
 
     def write(
         self,
@@ -330,10 +324,6 @@ class Routing:
     def row_sharded_features(self) -> tuple[int, ...]:
         """Features whose tables have several row ranges, by which their ids are sorted."""
         return tuple(f for f, cuts in enumerate(self.range_bounds) if len(cuts) > 2)
-
-    @property
-    def output_width(self) -> int:
-        return sum(self.dims[f] for f in self.output_columns)
 
     @cached_property
     def pooled_replicated(self) -> tuple[Route, ...]:

@@ -282,7 +282,8 @@ class ShardedLookup:
         local_bags: Tensor | None,
     ) -> Tensor:
         batch_size, routing = x.batch_size_per_rank[self.world.rank], self.routing
-        pooled = empty((batch_size, routing.output_width), self.dtype, self.world.device)
+        width = sum(routing.dims[f] for f in routing.output_columns)
+        pooled = empty((batch_size, width), self.dtype, self.world.device)
         local = [] if local_bags is None else [local_bags]
         if message_format.is_lossless:
             place_columns(pooled, [*direct, *whole, *local], routing.output_moves)
@@ -407,11 +408,6 @@ class ShardedLookup:
         bags = replicated.select(replicated.keys[:num_pooled])
         return lookup_group(self._replicated_lookup_group, bags.values, bags.offsets, bags.weights)
 
-    def _lookup_replicated_rows(self, replicated: KeyedJaggedTensor, feature: int) -> Tensor:
-        [shard] = (r.shard for r in self.routing.replicated if r.feature == feature)
-        values = replicated[self.group.features[feature].name].values
-        return row_lookup([self._rows[shard].weight], values, [0, values.numel()])[0]
-
     def _expected_messages(self, x: InputDist) -> list[list[MatrixLayout]]:
         rank, ranks = self.world.rank, range(self.world.size)
         host_ranks = ranks if self._hierarchical is None else self._hierarchical.host_ranks
@@ -438,7 +434,9 @@ class ShardedLookup:
     def _lookup_replicated_range(self, x: InputDist, feature: int, number: int, is_distinct: bool) -> Tensor:
         assert x.replicated_ids is not None
         if x.distinct_rows is None or not is_distinct:
-            return self._lookup_replicated_rows(x.replicated_ids, feature)
+            [shard] = (r.shard for r in self.routing.replicated if r.feature == feature)
+            values = x.replicated_ids[self.group.features[feature].name].values
+            return row_lookup([self._rows[shard].weight], values, [0, values.numel()])[0]
         [shard] = (r.shard for r in self.routing.replicated if r.bucket == (feature, number))
         first, stop = self.routing.range_bounds[feature][number : number + 2]
         distinct = x.distinct_rows.rows[feature]

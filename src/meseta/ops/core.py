@@ -92,10 +92,6 @@ def instruction_set() -> str:
 
 def best_instruction_set() -> str:
     """Return the best instruction set of this processor: 'avx512', 'avx2' or 'baseline'."""
-    return {"AVX512": "avx512", "AVX2": "avx2"}.get(_cpu_capability(), "baseline")
-
-
-def _cpu_capability() -> str:
     import torch  # Not at the top: readers of text formats load the baseline core in processes without torch.
 
-    return torch.backends.cpu.get_cpu_capability()
+    return {"AVX512": "avx512", "AVX2": "avx2"}.get(torch.backends.cpu.get_cpu_capability(), "baseline")

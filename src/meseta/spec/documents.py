@@ -6,7 +6,7 @@ import enum
 import types
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -111,16 +111,12 @@ def parse_dataclass(owner: str, form: type[T], document: Any, path: str = "") ->
     for name, entry in entries.items():
         if document.get(name) is not None:
             values[name] = _parse_value(owner, f"{path}.{name}" if path else name, types_of[name], document[name])
-        elif _is_required(entry):
+        elif entry.default is MISSING and entry.default_factory is MISSING:
             raise MesetaError(f"{where}: key {name!r} is missing")
     try:
         return form(**values)
     except MesetaError as error:
         raise MesetaError(f"{where}: {error}" if path else str(error)) from None
-
-
-def _is_required(entry: Field[Any]) -> bool:
-    return entry.default is MISSING and entry.default_factory is MISSING
 
 
 def _parse_value(owner: str, path: str, kind: Any, value: Any) -> Any:

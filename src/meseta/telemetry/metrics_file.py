@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -226,11 +225,6 @@ def read_metrics_lines(path: Path) -> Iterator[MetricsLine]:
                 yield MetricsLine(
                     number=number, content=content, is_complete=content != line, is_corrupt=is_corrupt, record=record
                 )
-
-
-def format_line(line: Line) -> str:
-    """Format a line of metrics.jsonl with its newline."""
-    return json.dumps(line.to_dict()) + "\n"
 
 
 def _parse_line(line: bytes) -> Line | None:

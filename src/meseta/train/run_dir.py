@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import platform
 import shutil
 from collections.abc import Iterator, Mapping
@@ -34,7 +35,6 @@ from meseta.telemetry.metrics_file import (
     MetricsLine,
     TrainLine,
     corrupt_lines_message,
-    format_line,
     read_metrics_lines,
 )
 from meseta.telemetry.rank_record import RANKS_FOLDER
@@ -166,7 +166,7 @@ class RunDir:
     def append_metrics(self, line: Line) -> None:
         """Append one line to metrics.jsonl, atomically. Raises MesetaError if it cannot be written."""
         with self._wrap_write_errors(), self._metrics_path.open("ab", buffering=0) as file:
-            append_atomic(file, format_line(line).encode())
+            append_atomic(file, f"{json.dumps(line.to_dict())}\n".encode())
 
     def truncate_metrics(self, step: int, num_steps: int) -> None:
         """Remove the lines of metrics.jsonl that a run resumed at `step` writes again, and lines truncated by a kill.

@@ -116,9 +116,9 @@ class RunningMetrics:
         if self._world.rank == 0:
             for task, columns in window.get_state().items():
                 self._lifetime[task].add(columns["logits"], columns["labels"], columns.get("weights"))
-            so_far = {task: _select_lifetime_metrics(self._lifetime[task].compute()) for task in self.tasks}
+            so_far = {task: _select(self._lifetime[task].compute(), _LIFETIME_METRICS) for task in self.tasks}
         [(so_far, terms), *_] = self._world.all_gather_object((so_far, self._pop_loss_terms()))
-        by_task = {task: {**_select_metrics(metrics[task]), "lifetime": so_far[task]} for task in self.tasks}
+        by_task = {task: {**_select(metrics[task], _WINDOW_METRICS), "lifetime": so_far[task]} for task in self.tasks}
         losses = [metrics[task].to_dict()["logloss"] for task in self.tasks]
         total = None if None in losses else float(np.dot(self._task_weights, losses))
         first = by_task[self.tasks[0]]
@@ -190,14 +190,13 @@ def _float64_tensor(*numbers: float) -> Tensor:
     return torch.tensor(numbers, dtype=torch.float64)
 
 
-def _select_metrics(metrics: Metrics) -> dict[str, Any]:
-    document = metrics.to_dict()
-    return {name: document[name] for name in ("logloss", "ne", "auc")}
+_WINDOW_METRICS = ("logloss", "ne", "auc")
+_LIFETIME_METRICS = ("logloss", "ne", "auc_binned", "auc_error_bound", "calibration")
 
 
-def _select_lifetime_metrics(metrics: LifetimeMetrics) -> dict[str, Any]:
+def _select(metrics: Metrics | LifetimeMetrics, names: Sequence[str]) -> dict[str, Any]:
     document = metrics.to_dict()
-    return {name: document[name] for name in ("logloss", "ne", "auc_binned", "auc_error_bound", "calibration")}
+    return {name: document[name] for name in names}
 
 
 def _sort_samples(state: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:

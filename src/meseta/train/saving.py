@@ -27,12 +27,11 @@ from meseta.checkpoint.policy import is_cumulative
 from meseta.checkpoint.store.store import make_store
 from meseta.comm import World
 from meseta.config import CheckpointConfig
-from meseta.config.row_bits import RowBits
 from meseta.embedding import EmbeddingBagCollection, ShardedEmbeddingBagCollection
 from meseta.errors import StorageError
 from meseta.ops.row_marks.row_set import RowSet
 from meseta.planner.cost.memory import copy_bytes
-from meseta.spec import MesetaError, Plan
+from meseta.spec import MesetaError
 from meseta.spec.shards import BLOCK_BYTES, NUM_PENDING_WRITES
 from meseta.spec.tiers import DISK
 from meseta.storage import SelectedRows, TableStorage
@@ -180,7 +179,9 @@ class CheckpointManager:
         self._note_full_tables(shards)
         is_best = step == best_step and self._config.keep_best
         exact = is_last or is_best or (self.is_stopping and self._config.on_signal == "exact")
-        bits = self._inexact_bits(embeddings.plan)
+        tables = [entry.table for entry in embeddings.plan.tables]
+        rules = {table: self._config.table_bits(table, self._num_restores) for table in tables}
+        bits = {table: of_table for table, of_table in rules.items() if of_table is not None}
         base, rows = self._delta_tracker.begin_save(self.saved_step, shards, bits, full=bool(bits) and exact)
         bits = {} if exact else bits
         options = checkpoint.SaveOptions(
@@ -218,10 +219,6 @@ class CheckpointManager:
     def _check_mirror(self) -> None:
         if self._mirror is not None:
             self._mirror.check_owner(self._run_id, self._folder)
-
-    def _inexact_bits(self, plan: Plan) -> dict[str, RowBits]:
-        bits = {entry.table: self._config.table_bits(entry.table, self._num_restores) for entry in plan.tables}
-        return {table: of_table for table, of_table in bits.items() if of_table is not None}
 
     def _save_now(
         self,

@@ -30,20 +30,12 @@ def session(config: RunConfig) -> Iterator[World]:
     start_record(config.run_dir)
     world = World.current(choose_device(config))
     watch = start_peer_watchdog(world)
-    with adaptive_wait_policy(
-        num_threads, min_threads=1 if _is_thread_count_invariant(config, num_threads) else num_threads
-    ):
+    # bfloat16 products on 16 or more threads depend on the number of threads, see docs/design.md.
+    min_threads = num_threads if num_threads >= 16 and config.dense.dtype in {"bfloat16", "auto"} else 1
+    with adaptive_wait_policy(num_threads, min_threads=min_threads):
         yield world
     # After an error this is not reached, because other ranks may never arrive at the barrier.
     world.barrier()
     if watch is not None:
         watch.stop()
     World.destroy_process_group()
-
-
-def _is_thread_count_invariant(config: RunConfig, num_threads: int) -> bool:
-    """Whether results do not depend on the number of threads, see docs/design.md.
-
-    bfloat16 products on 16 or more threads do.
-    """
-    return num_threads < 16 or config.dense.dtype not in {"bfloat16", "auto"}

@@ -15,7 +15,7 @@ import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError
-from safetensors.torch import load, load_file, save, save_file
+from safetensors.torch import load, save, save_file
 from torch import Tensor
 
 from meseta.checkpoint.failures import (
@@ -387,14 +387,6 @@ def read_tensors(root: Location, entry: Mapping[str, Any]) -> dict[str, Tensor]:
     if any(has_control_characters(name) for name in tensors):
         raise damaged_file_error(path, "has a tensor whose name has control characters")
     check_checksum(path, entry["checksum"], digest.hash_tensors(tensors))
-    return tensors
-
-
-def load_tensors(path: Path) -> dict[str, Tensor]:
-    """Load the tensors of a local file, on the CPU. Raises ValueError as `check_header` does, and errors of
-    safetensors."""
-    check_header(path)
-    tensors: dict[str, Tensor] = load_file(path)
     return tensors
 
 

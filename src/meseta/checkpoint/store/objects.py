@@ -68,7 +68,7 @@ class ObjectStore:
         if has_file(growing, MANIFEST_PATH):
             raise concurrent_writer_error(growing)
         try:
-            self.collect_garbage()
+            self._remove_files(self._unreferenced_files())
         except StorageError:
             # Leftover files would look like those of another run.
             if growing.files():
@@ -221,13 +221,6 @@ class ObjectStore:
     def unrecognized_entries(self) -> list[RemotePath]:
         """Return an empty list, because a URL may contain any other files."""
         return []
-
-    def collect_garbage(self) -> None:
-        """Delete unfinished uploads and files that no manifest names, which killed runs have left.
-
-        Keeps all files of damaged checkpoints. Keeps all files if a later version wrote a checkpoint.
-        """
-        self._remove_files(self._unreferenced_files())
 
     def _unreferenced_files(self, doomed: Collection[RemotePath] = ()) -> dict[RemotePath, set[RemotePath] | None]:
         """Return unreferenced files by folder, except those of `doomed` checkpoints. `None` means all files of a

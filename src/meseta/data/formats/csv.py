@@ -159,16 +159,6 @@ def find_delimiter(head: bytes) -> str | None:
     return None
 
 
-def is_typed_header(names: Sequence[str]) -> bool:
-    """Whether all names have a type of RecBole's atomic files, such as `user_id:token`."""
-    return len(names) > 1 and all(map(_TYPED_NAME.fullmatch, names))
-
-
-def strip_types(names: Sequence[str]) -> tuple[str, ...]:
-    """Return the names of a typed header without their types."""
-    return tuple(name.rpartition(":")[0] for name in names)
-
-
 def typed_header_roles(
     names: Sequence[str], columns: Mapping[str, Sequence[str]]
 ) -> tuple[dict[str, ColumnRole], list[str]]:
@@ -487,7 +477,9 @@ class Csv(TextFormat):
     def text_dialect(self, head: FileHead, delimiter: str) -> TextDialect:
         """Return the dialect of a file with this delimiter, including whether its header has column types."""
         first = head.text.removeprefix(BOM_UTF8).partition(b"\n")[0].rstrip(b"\r").decode(errors="replace")
-        is_typed = not head.header and is_typed_header(first.split(delimiter))
+        names = first.split(delimiter)
+        # Names of RecBole's atomic files have types, such as `user_id:token`.
+        is_typed = not head.header and len(names) > 1 and all(map(_TYPED_NAME.fullmatch, names))
         return TextDialect(delimiter, head.header, is_typed)
 
     def columns(self, source: Source) -> tuple[str, ...]:
@@ -566,10 +558,6 @@ class Csv(TextFormat):
             f"{len(layout.header)}, or {len(rest)} without the label"
         )
 
-    def key_schema(self, where: str, source: Source, names: Sequence[str]) -> pa.Schema:
-        check_names(where, names, self.columns(source))
-        return pa.schema([pa.field(name, pa.string()) for name in names])
-
     def key_columns(self, block: Block, names: Sequence[str], schema: pa.Schema) -> pa.RecordBatch:
         """Return fields as text without their quotes."""
         texts = read_texts(raw_text(block), block.header, names, delimiter=block.source.delimiter, is_quoted=True)
@@ -590,7 +578,9 @@ class Csv(TextFormat):
         raw = read_header(read_line)
         try:
             names = tuple(parse_header(raw, source.delimiter))
-            return strip_types(names) if source.is_typed else names, raw
+            if source.is_typed:
+                names = tuple(name.rpartition(":")[0] for name in names)
+            return names, raw
         except (ValueError, csv.Error) as error:
             advice = "; name the encoding of the file with --encoding" if isinstance(error, UnicodeError) else ""
             raise MesetaError(

@@ -333,10 +333,6 @@ class JsonLines(TextFormat):
     def parse(self, block: Block, layout: RawLayout) -> RawRows:
         return parse_json_lines(block, raw_text(block), layout)
 
-    def key_schema(self, where: str, source: Source, names: Sequence[str]) -> pa.Schema:
-        check_names(where, names, self.columns(source))
-        return pa.schema([pa.field(name, pa.string()) for name in names])
-
     def key_columns(self, block: Block, names: Sequence[str], schema: pa.Schema) -> pa.RecordBatch:
         """Return single values as text, and lists and objects as JSON."""
         decode = JsonRowDecoder().decode

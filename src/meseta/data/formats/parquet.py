@@ -255,12 +255,6 @@ def _distinct_items(lists: pa.Array) -> pa.Array:
     return pc.unique(decode_values(pc.struct_field(items, [0])) if is_weighted_id(items.type) else items)
 
 
-def parquet_layout_from_schema(source: Source, schema: Schema) -> RawLayout:
-    """Return the layout of one file that a schema specifies. Raises MesetaError if a column is missing or has a wrong
-    type."""
-    return _layout_from_schema(f"source {str(source.path)!r}", source_schema(source), schema)
-
-
 def _layout_from_schema(where: str, schema: pa.Schema, requested: Schema) -> RawLayout:
     if requested.multi_valued:
         raise MesetaError(f"{where}: multi_valued applies only to CSV; in Parquet, use lists for several values")
@@ -340,11 +334,6 @@ def _holds_weights(kind: pa.DataType) -> bool:
 
 def _is_scalar(kind: pa.DataType) -> bool:
     return is_number(kind) or is_text(kind) or pa.types.is_null(kind)
-
-
-def parse_parquet(block: Block, batch: pa.RecordBatch, layout: RawLayout) -> RawRows:
-    """Check and convert all rows. Raises MesetaError naming the file, the row and the column."""
-    return convert_rows(_ParquetColumns(block, batch, layout), layout, block)
 
 
 @dataclass(frozen=True)
@@ -560,7 +549,7 @@ class Parquet(RawFormat):
         return FilePosition(row=block.first_row + row)
 
     def parse(self, block: Block, layout: RawLayout) -> RawRows:
-        return parse_parquet(block, _batch(block), layout)
+        return convert_rows(_ParquetColumns(block, _batch(block), layout), layout, block)
 
     def filter_rows(self, block: Block, mask: NDArray[np.bool_]) -> Block:
         rows = _batch(block).filter(pa.array(mask))
@@ -603,7 +592,7 @@ class Parquet(RawFormat):
             buckets={c.buckets.column: list(c.buckets.boundaries) for c in layout.sparse if c.buckets},
             crosses={column.name: list(column.cross) for column in layout.sparse if column.cross},
         )
-        present = parquet_layout_from_schema(source, schema)
+        present = _layout_from_schema(f"source {str(source.path)!r}", source_schema(source), schema)
         for now, before in zip(present.sparse, layout.sparse, strict=True):
             if (now.multi_valued, now.weighted) != (before.multi_valued, before.weighted):
                 kind = source_schema(source).field(before.raw_column).type

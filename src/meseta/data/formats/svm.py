@@ -66,11 +66,6 @@ class SvmRows:
     """Group of each row [n]. `None` if the rows have no groups."""
 
 
-def field_name(field: int) -> str:
-    """Return the name of the feature for a field of libffm."""
-    return f"{_FIELD_PREFIX}{field}"
-
-
 def starts_with_label(line: bytes) -> bool:
     """Whether a line begins with a label. Lines without labels begin with a pair."""
     return b":" not in line.split(maxsplit=1)[0] if line.split() else False
@@ -214,7 +209,7 @@ def infer_svm_layout(
     )
     where = f"source {str(sources[0].path)!r}"
     if has_fields:
-        weighted = {field_name(field): weighted_fields[field] for field in sorted(weighted_fields)}
+        weighted = {f"{_FIELD_PREFIX}{field}": weighted_fields[field] for field in sorted(weighted_fields)}
     else:
         weighted = {LIBSVM_FEATURE: any(weighted_fields.values())} if weighted_fields else {}
     if not weighted:

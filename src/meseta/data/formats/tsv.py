@@ -13,7 +13,6 @@ from meseta.data.formats.format import FIX_LINE, Block, ColumnRequest, FileHead,
 from meseta.data.formats.text import CRITEO_FIELD_COUNTS, TextFormat, prepend_field, raw_text, read_first_line
 from meseta.data.parse_tsv import parse_tsv
 from meseta.data.schema.layout import RawLayout, RawRows, SparseColumn, is_label
-from meseta.data.schema.schema import check_names
 from meseta.errors import error_summary
 from meseta.spec import MesetaError
 
@@ -84,10 +83,6 @@ class CriteoTsv(TextFormat):
         # The parser requires a label.
         rows = self.check_text(block, _parse_tsv(block, raw, has_labels=has_labels), layout)
         return rows if has_labels else replace(rows, labels=[])
-
-    def key_schema(self, where: str, source: Source, names: Sequence[str]) -> pa.Schema:
-        check_names(where, names, self.columns(source))
-        return pa.schema([pa.field(name, pa.string()) for name in names])
 
     def key_columns(self, block: Block, names: Sequence[str], schema: pa.Schema) -> pa.RecordBatch:
         raw = raw_text(block)

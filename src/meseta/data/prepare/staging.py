@@ -61,11 +61,6 @@ def source_entries(sources: Sequence[Source]) -> dict[str, dict[str, Any]]:
     }
 
 
-def save_record(record: Mapping[str, Any], folder: Path) -> None:
-    """Write `folder`/prepare.json."""
-    (folder / PREPARE_RECORD_FILE).write_text(json.dumps(record, indent=1) + "\n")
-
-
 def load_record(folder: Path) -> dict[str, Any] | None:
     """Return the record of a folder, or `None` if there is none or it is invalid. Raises StorageError if reading
     fails."""
@@ -166,7 +161,8 @@ class Staging:
         """Remove everything that is not part of the finished folder. Calling it again after an interruption is safe."""
         if (self.folder / JOURNAL_FILE).exists():
             # `is_complete` relies on this order: first the record, then the removal of the journal.
-            save_record(self._key["record"], self.folder)
+            record = json.dumps(self._key["record"], indent=1)
+            (self.folder / PREPARE_RECORD_FILE).write_text(record + "\n")
             (self.folder / JOURNAL_FILE).unlink()
         shutil.rmtree(self.scratch, ignore_errors=True)
 

@@ -268,7 +268,8 @@ class ServedRows:
             self._windows.pop(passed).close()
         parts = []
         while num_rows:
-            window = self._request_ahead(index)
+            self._request_windows(index + self._num_ahead)
+            window = self._windows[index]
             if window.rows is None or window.offset == window.rows.num_rows:
                 window.rows, window.offset = self._receive_rows(index, window), 0
             stop = min(window.offset + num_rows, window.rows.num_rows)
@@ -276,10 +277,6 @@ class ServedRows:
             num_rows -= stop - window.offset
             window.offset = stop
         return parts
-
-    def _request_ahead(self, index: int) -> PendingWindow:
-        self._request_windows(index + self._num_ahead)
-        return self._windows[index]
 
     def _request_windows(self, last: int) -> None:
         """Request windows up to `last`. If the epoch ends before, continue with the next epoch."""
