@@ -246,10 +246,8 @@ class _ExportManifest(ManifestPart):
 
 
 def export_manifest(manifest: Mapping[str, Any], form: ExportFormat, tables: Sequence[str], *, states: bool) -> str:
-    """Return the text of export.json for an export of some tables of a checkpoint.
-
-    The entries keep all columns and optimizers of the checkpoint, with or without `states`.
-    """
+    """Return the text of export.json for some tables of a checkpoint. Entries keep all columns and optimizers, with or
+    without `states`."""
     state = manifest["state"]
     kept = ("num_embeddings", "embedding_dim", "dtype", "optimizer", "columns")
     entries = {name: {key: manifest["tables"][name][key] for key in kept} for name in tables}
@@ -340,10 +338,7 @@ class ExportReader:
             yield read
 
     def read_dense(self) -> dict[str, Tensor]:
-        """Return the dense tensors by name, on the CPU.
-
-        Raises MesetaError if the file is missing or damaged, or has values that are not finite.
-        """
+        """Return the dense tensors by name, on the CPU. Raises MesetaError if missing, damaged or not finite."""
         path = self.root / (DENSE_PATH if self.file_format == "safetensors" else ARCHIVE_PATH)
         with _wrap_read_errors(path):
             file = self._file(path)

@@ -52,10 +52,7 @@ class RankWatch:
         return {RANK_RECORD_VARIABLE: f"/proc/self/fd/{self._files[rank]}"}
 
     def poll(self, running: Sequence[bool]) -> tuple[Diagnosis | None, list[str]]:
-        """Check the ranks that are running, once per second.
-
-        Returns (diagnosis, lines to print). The diagnosis is `None` if the run can continue.
-        """
+        """Check the running ranks, once per second. Returns (diagnosis, or `None` to continue, lines to print)."""
         now_s = time.monotonic()
         if now_s - self._last_poll_s < RECORD_POLL_INTERVAL_S:
             return None, []
@@ -72,10 +69,8 @@ class RankWatch:
         return trouble, [*([f"warning: {warning}"] if warning else []), *self._stall_lines(states, now_s)]
 
     def _waits_for_storage(self, state: RankState | None, silent_s: float) -> bool:
-        """Whether the heartbeat of a rank is late because the disk of its record does not answer.
-
-        This is reported as a stall, and ends the run only after `stall_timeout_s`.
-        """
+        """Whether a heartbeat is late because the disk of its record does not answer. Such a stall ends the run only
+        after `stall_timeout_s`."""
         if state is None or not self.limits.heartbeat_timeout_s < silent_s <= self.limits.stall_timeout_s:
             return False
         return is_blocked(state.pid)

@@ -69,10 +69,8 @@ class FeatureGroup:
         )
 
     def divide_means(self, pooled: Tensor, lengths: Tensor) -> Tensor:
-        """Divide the mean-pooled columns of `pooled` [B, sum of D] by the bag lengths [F, B] in place.
-
-        Empty bags remain zero.
-        """
+        """Divide the mean-pooled columns of `pooled` [B, sum of D] by the bag lengths [F, B] in place. Empty bags
+        remain zero."""
         column = 0
         for index, feature in enumerate(self.features):
             if feature.pooling == "none":

@@ -96,10 +96,8 @@ class MessageFormat:
         return empty((sum(self.message_sizes(messages)),), self.dtype if self.is_lossless else torch.uint8, self.device)
 
     def views(self, buffer: Tensor, messages: Sequence[MessageLayout]) -> list[list[Tensor]]:
-        """Return views of the matrices of each message in a buffer.
-
-        A view is [rows, columns] of numbers, or uint8 [rows, bytes] if the matrix is encoded.
-        """
+        """Return views of the matrices of each message in a buffer: [rows, columns] of numbers, or uint8 [rows,
+        bytes] if encoded."""
         if self.is_lossless:
             pieces = iter(buffer.split([m.num_rows * m.width for message in messages for m in message]))
             return [[next(pieces).view(matrix.shape) for matrix in message] for message in messages]
@@ -129,10 +127,8 @@ class MessageFormat:
         scale: float = 1.0,
         rounding: StochasticRounding | None = None,
     ) -> None:
-        """Write columns of the sources [rows, ...] times `scale` to a matrix in a buffer.
-
-        `moves` of `None` writes all columns of a single source.
-        """
+        """Write columns of the sources [rows, ...] times `scale` to a matrix in a buffer. Without `moves`, writes
+        all columns of a single source."""
         moves = full_row_move(matrix.width) if moves is None else moves
         if self.is_lossless or matrix.is_intra_host:
             place_columns(view, sources, moves, scale)
@@ -374,10 +370,8 @@ class Routing:
         return tuple((f, n) for f in features for n in range(len(self.range_bounds[f]) - 1))
 
     def send_layout(self, rank: int) -> tuple[tuple[BucketKey, ...], ...]:
-        """Return the buckets that `rank` sends to each rank in the first hop.
-
-        With a hierarchical exchange, a cross-host peer receives the buckets of all ranks of its host.
-        """
+        """Return the buckets that `rank` sends to each rank in the first hop: in a hierarchical exchange, to cross-host
+        peers those of all ranks of their host."""
         if not self.is_hierarchical:
             return tuple(tuple(r.bucket for r in routes) for routes in self.routes_by_owner)
         peers = self.cross_host_peers(rank)
@@ -430,10 +424,8 @@ class Routing:
 
     @cached_property
     def output_moves(self) -> tuple[int, ...]:
-        """Moves from [direct bags of owners, whole bags of hosts, replicated bags] to the output of a lookup.
-
-        Row ranges are added in ascending order.
-        """
+        """Moves from [direct bags of owners, whole bags of hosts, replicated bags] to the output. Row ranges are
+        added in ascending order."""
         num_ranks, num_hosts = len(self.routes_by_owner), len(self.host_widths)
         replicated = {r.bucket: r for r in self.pooled_replicated}
         moves = []

@@ -32,10 +32,7 @@ def core() -> ModuleType:
 
 
 def baseline_core() -> ModuleType:
-    """Return the compiled core that every processor supports, for processes that do not import torch.
-
-    Raises MesetaError if it was not built.
-    """
+    """Return the compiled core for any processor, which does not need torch. Raises MesetaError if it was not built."""
     return _load(MODULES["baseline"])
 
 
@@ -77,10 +74,7 @@ def load_openmp() -> None:
 
 
 def instruction_set() -> str:
-    """Return the value of `MESETA_ISA`, or the best instruction set of this processor.
-
-    Raises InstructionSetError if the value is unknown or unsupported.
-    """
+    """Return `MESETA_ISA` or the best instruction set. Raises InstructionSetError if it is unknown or unsupported."""
     best = best_instruction_set()
     chosen = environ.get("MESETA_ISA", best)
     if chosen not in MODULES:

@@ -49,10 +49,7 @@ def _parse_document(content: bytes) -> Any:
 
 
 def load_document(kind: str, path: str | Path, parse: Callable[[dict[Any, Any]], T]) -> T:
-    """Load a YAML or JSON file and apply `parse` to its mapping.
-
-    Raises MesetaError if reading or parsing fails. The message starts with `kind` and the path.
-    """
+    """Load a YAML or JSON file and `parse` it. Raises MesetaError, starting with `kind` and the path, on failure."""
     try:
         return parse(read_mapping(path))
     except MesetaError as error:
@@ -67,10 +64,7 @@ def write_yaml(path: str | Path, document: dict[str, Any]) -> None:
 
 
 def strip_format(owner: str, document: Mapping[Any, Any], name: str, *, required: bool = False) -> dict[Any, Any]:
-    """Return a copy of `document` without the key 'format'.
-
-    Raises MesetaError if the format is not `name`, or if it is missing and `required`.
-    """
+    """Return a copy without 'format'. Raises MesetaError if it is not `name`, or missing although `required`."""
     # Older files that users wrote have no format.
     content = dict(document)
     if content.pop("format", None if required else name) != name:

@@ -204,10 +204,8 @@ class MetricsLine:
 
 
 def read_metrics_lines(path: Path) -> Iterator[MetricsLine]:
-    """Yield the lines of metrics.jsonl that are not blank. Corrupt lines are marked.
-
-    Raises OSError if the file is missing or not regular, or if the file or a line is too long.
-    """
+    """Yield the nonblank lines of metrics.jsonl, corrupt ones marked. Raises OSError if the file is missing, not
+    regular, or it or a line is too long."""
     with open(open_regular(path), "rb") as file:
         if os.fstat(file.fileno()).st_size > MAX_METRICS_BYTES:
             raise file_too_long_error(str(path), MAX_METRICS_BYTES)

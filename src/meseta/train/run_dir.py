@@ -114,10 +114,7 @@ class RunDir:
                 self._lock.acquire()
 
     def clear(self) -> None:
-        """Remove checkpoints, metrics and results of a run, so that another one may start. Other files are kept.
-
-        Raises MesetaError if another run uses the folder.
-        """
+        """Remove checkpoints, metrics and results, but no other files. Raises MesetaError if the folder is in use."""
         if not is_folder(self.path):
             return
         self.lock()
@@ -247,10 +244,7 @@ class RunDir:
 
 
 def clear_run(config: RunConfig, world: World) -> None:
-    """Remove the results of a run from run_dir, see `RunDir.clear`. Collective.
-
-    Raises MesetaError if there is a mirror, from which the run would be restored.
-    """
+    """Remove the results of a run, see `RunDir.clear`. Collective. Raises MesetaError if a mirror would restore it."""
     if config.checkpoint.mirror is not None:
         raise MesetaError(
             f"--force: checkpoint.mirror {config.checkpoint.mirror!r} may have the run too, and --force does not "

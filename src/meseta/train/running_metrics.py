@@ -55,10 +55,7 @@ class TrainingClock:
 
 
 class RunningMetrics:
-    """Metrics of the predictions of all training steps.
-
-    Predictions are computed before the update of the step, so each sample is new to the model.
-    """
+    """Metrics of all training predictions, made before the update, so that each sample is new to the model."""
 
     def __init__(self, tasks: Sequence[str], task_weights: Sequence[float] | None, world: World) -> None:
         """Create metrics of `tasks`, the labels of the dataset. The loss is the sum of task losses, weighted by
@@ -77,8 +74,7 @@ class RunningMetrics:
         self._row_traffic: dict[str, RowTraffic] = {}
 
     def add(self, logits: Tensor, batch: Batch, agreement: LossAgreement | None = None) -> None:
-        """Add this rank's logits [B] or [B, T] of a step, with its slice and the loss terms that all ranks agreed
-        on."""
+        """Add this rank's logits [B] or [B, T] of a step, with its slice and the agreed loss terms."""
         self._process_pending()
         self._pending = AsyncHostCopy(logits[: batch.batch_size - batch.num_padding]), batch, agreement
         # Logits of a GPU are copied asynchronously and processed one step later.
@@ -149,10 +145,8 @@ class RunningMetrics:
         }
 
     def get_tensors(self) -> dict[str, Tensor]:
-        """Return the state for a checkpoint: `window.TASK.COLUMN`, `lifetime.TASK.COLUMN` and `terms.NAME`. Collective.
-
-        Rank 0 returns the samples of all ranks.
-        """
+        """Return the state for a checkpoint: `window.TASK.COLUMN`, `lifetime.TASK.COLUMN` and `terms.NAME`.
+        Collective. Rank 0 has the samples of all ranks."""
         self._process_pending()
         window = gather_windows(self._window, self._world).get_state()
         # A run that was resumed within a window has its samples in another order, so sort them to get the same file.

@@ -97,10 +97,7 @@ class CheckpointManager:
         self._mirror = checkpoint.Mirror(url, self._folder.parent / READBACK_STATE_FILE)
 
     def _make_rate_limiter(self) -> checkpoint.WriteRateLimiter | None:
-        """Return the rate limiter of all saves, if there is a limit.
-
-        Raises MesetaError if ranks would wait for a slow writer so long that they would be reported as stuck.
-        """
+        """Return the rate limiter, if any. Raises MesetaError if waits for a slow writer would be reported as stuck."""
         most = self._config.max_bytes_per_s
         if most is None:
             return None
@@ -243,10 +240,7 @@ class CheckpointManager:
             self._warnings.append(note)
 
     def _finish_background_save(self) -> None:
-        """Wait until the background save is complete. Collective.
-
-        Raises its error, on all ranks, if `checkpoint.on_failure` is 'stop'.
-        """
+        """Finish the background save. Collective. Raises its error, on all ranks, if `on_failure` is 'stop'."""
         try:
             self._background_saver.wait()
         except MesetaError as error:
@@ -320,10 +314,7 @@ class CheckpointManager:
         return [self._warnings.popleft() for _ in range(len(self._warnings))]
 
     def sync_mirror(self) -> None:
-        """Copy all missing files to the mirror, and print the remaining warnings. Collective.
-
-        Raises MesetaError, on all ranks, if the mirror cannot be updated.
-        """
+        """Update the mirror and print its warnings. Collective. Raises MesetaError, on all ranks, if that fails."""
         self._world.run_on_rank_0(self._update_mirror)
         for note in self.pop_warnings():
             print(f"warning: {note}", file=sys.stderr)

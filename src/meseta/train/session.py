@@ -20,10 +20,8 @@ from meseta.train.setup.build import choose_device
 
 @contextmanager
 def session(config: RunConfig) -> Iterator[World]:
-    """Context manager that sets up threads, device and timeouts of the config, and yields the ranks of the run.
-
-    It destroys the process group, unless an error is raised.
-    """
+    """Context manager that sets up threads, device and timeouts, and yields the ranks of the run. Without an error, it
+    destroys the process group."""
     num_threads = config.num_threads or max(1, num_cores() // num_local_ranks())
     torch.set_num_threads(num_threads)
     ProcessTimeouts.limits = config.comm.time_limits

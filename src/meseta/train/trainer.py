@@ -145,11 +145,8 @@ class Trainer:
             return self._run().to_dict()
 
     def run_trial(self, *, best: bool) -> EvalLine:
-        """Train to the end without saving the final weights. Return the best or the last evaluation of the validation
-        split.
-
-        Raises the same errors as `run`.
-        """
+        """Train to the end without saving the final weights. Return the best or last evaluation of the validation
+        split. Raises as `run` does."""
         with self._resources:
             self.world.run_on_rank_0(self._prepare_run_dir)
             with TrainProgress(self.num_steps, first_step=self.step, visible=self.world.rank == 0) as progress:
@@ -163,10 +160,8 @@ class Trainer:
         return lines[0] if lines else line
 
     def save_initial_checkpoint(self, fill: Callable[[Any], None]) -> None:
-        """Write the first checkpoint of a run, with the model that `fill` has modified. `run` resumes from it.
-
-        Nothing is written if `fill` raises an error.
-        """
+        """Write the first checkpoint of a run, as modified by `fill`, from which `run` resumes. Nothing is written if
+        `fill` raises an error."""
         with self._resources:
             fill(self.model)
             self.world.run_on_rank_0(self._prepare_run_dir)

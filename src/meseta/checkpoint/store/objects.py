@@ -179,10 +179,7 @@ class ObjectStore:
         pass  # The next save deletes the files. The store may be unreachable now, or in use by another run.
 
     def delete(self, doomed: Sequence[RemotePath]) -> None:
-        """Delete checkpoints, their manifests first, but keep files that other checkpoints need.
-
-        Everything that this depends on is read before the first deletion.
-        """
+        """Delete checkpoints, manifests first, but no files that others need. All reads precede the first deletion."""
         with nullcontext() if self._lock is not None else self.lock():
             unneeded = self._unreferenced_files(doomed)
             for path in doomed:

@@ -72,10 +72,7 @@ _QUOTE, _NEWLINE = ord('"'), ord("\n")
 
 
 def complete_records_size(data: bytes) -> int:
-    """Return the size of the complete records at the beginning of `data`, 0 if there are none.
-
-    `data` must begin at the start of a record.
-    """
+    """Return the size of the complete records at the beginning of `data`, which must be the start of a record."""
     if b'"' not in data:
         return data.rfind(b"\n") + 1
     ends = record_ends(data)
@@ -96,8 +93,7 @@ def read_header(read_line: Callable[[int], bytes]) -> bytes:
 
 
 def parse_header(header: bytes, delimiter: str) -> list[str]:
-    """Return the names in the first record, stripped of spaces. Raises ValueError or csv.Error if it is not valid
-    CSV."""
+    """Return the names in the first record, stripped of spaces. Raises ValueError or csv.Error if it is invalid."""
     rows = list(csv.reader(io.StringIO(header.decode("utf-8-sig"), newline=""), delimiter=delimiter))
     if len(rows) > 1:
         raise csv.Error("a quote is not closed, or it is inside a field without quotes")
@@ -536,10 +532,7 @@ class Csv(TextFormat):
         return tuple(replace(source, header=header) for source in sources)
 
     def with_header_from(self, source: Source, layout: RawLayout) -> Source:
-        """Return `source` with column names from `layout` if it has no header.
-
-        The file then has all columns of the earlier files, or all except the labels.
-        """
+        """Return `source` with names of `layout` if it has no header: all of them, or all except the labels."""
         columns = source.file_columns(layout.feature_columns)
         # Datasets of former versions keep the types of a header as part of the names.
         if source.is_typed and not set(columns) <= set(self.columns(source)):
@@ -569,10 +562,7 @@ class Csv(TextFormat):
         return {name for name, values in texts.items() if values and all(value in MISSING_TEXTS for value in values)}
 
     def read_header(self, source: Source, read_line: Callable[[int], bytes]) -> tuple[tuple[str, ...], bytes]:
-        """Return (names, bytes read). The names come from `source`, or else from the first record.
-
-        Names may be empty or repeated. The layout checks those that it uses.
-        """
+        """Return (names, bytes read). Names of `source`, or else of the first record, may be empty or repeated."""
         if source.header:
             return source.header, b""
         raw = read_header(read_line)
@@ -630,10 +620,7 @@ class Csv(TextFormat):
         return typed_header_roles(self.columns(replace(source, is_typed=False)), sample)
 
     def _sample(self, sources: Sequence[Source], names: Sequence[str]) -> dict[str, list[str]]:
-        """Return the sampled fields of each column, in row order.
-
-        `names` are the columns of the first file. Raises MesetaError for a damaged file.
-        """
+        """Return the sampled fields of the columns `names`, in row order. Raises MesetaError for a damaged file."""
         chosen = sample_sources(sources)
         columns: dict[str, list[str]] = {name: [] for name in names}
         for source in chosen:

@@ -182,10 +182,7 @@ def _infer_schema(
 
 
 def _role_from_name(name: str, weighed: str | None) -> ColumnRole | None:
-    """Return the role of a column that is ignored because of its name, or `None`.
-
-    If the column holds weights, `weighed` is the column that they apply to.
-    """
+    """Return the role of a column that its name excludes, or `None`. It holds the weights of `weighed`, if set."""
     if not name:
         return UNNAMED_COLUMN
     if _PANDAS_INDEX.fullmatch(name):
@@ -314,10 +311,7 @@ def _sparse_column(where: str, schema: pa.Schema, name: str, weight: str | None)
 
 
 def _find_weight(types: Mapping[str, pa.DataType], name: str) -> str | None:
-    """Return the column with the weights of `name`, or `None`.
-
-    It is '<name>.weight' or, if it contains lists of numbers, '<name>_weight' or '<name>_weights'.
-    """
+    """Return the weights column of `name`: '<name>.weight', for lists of numbers also '<name>_weight(s)', or `None`."""
     if not is_list(types[name]) or is_weighted_id(types[name].value_type):
         return None
     if f"{name}.weight" in types:
@@ -431,10 +425,7 @@ class _ParquetColumns:
 
 
 def cast_key_column(block: Block, name: str, array: pa.Array, kind: pa.DataType) -> pa.Array:
-    """Convert values to the type common to all files.
-
-    Raises MesetaError if the type cannot represent a value, or if text is not valid UTF-8.
-    """
+    """Convert values to the common type. Raises MesetaError if it cannot represent a value, or text is not UTF-8."""
     try:
         values = array if array.type == kind else decode_values(array).cast(kind)
         values.validate(full=True)
@@ -611,10 +602,7 @@ class Parquet(RawFormat):
 
 
 class ParquetCursor:
-    """Reader of some columns of a file, sequential within a row group.
-
-    Seeking backwards, or forward to another row group, starts at the beginning of the target row group.
-    """
+    """Sequential reader of some columns. Seeking backwards or to another row group starts at that group's beginning."""
 
     def __init__(self, source: Source, columns: Sequence[str]) -> None:
         self.row = 0

@@ -110,8 +110,7 @@ def parse_svm_rows(block: Block, raw: bytes, *, has_fields: bool) -> SvmRows:
 
 
 def parse_svm(block: Block, raw: bytes, layout: RawLayout, *, has_fields: bool) -> RawRows:
-    """Parse and check all rows, and keep the fields that the layout has. Raises MesetaError as `parse_svm_rows`
-    does."""
+    """Parse and check all rows. Keeps only the fields of the layout. Raises MesetaError as `parse_svm_rows` does."""
     pairs = parse_svm_rows(block, raw, has_fields=has_fields)
     group = pairs.group if layout.group else None
     if pairs.fields is None:
@@ -152,10 +151,7 @@ def _locate_error(block: Block, raw: bytes, detail: str, has_fields: bool) -> Me
 
 
 def _invalid_line_reason(line: bytes, form: str, *, has_qid: bool) -> str | None:
-    """Return the rule that a line breaks, or `None`. `form` is the form of its pairs.
-
-    If the first line of a block has a qid, all lines must have one.
-    """
+    """Return the rule that a line with pairs of `form` breaks, or `None`. `has_qid` requires a qid."""
     try:
         text = line.decode()
     except UnicodeDecodeError:

@@ -87,10 +87,7 @@ def infer_text_layout(
 
 
 def add_list_columns(layout: RawLayout, separators: Mapping[str, str | None]) -> RawLayout:
-    """Return `layout` with the columns in `separators` as multi-valued ones.
-
-    A separator of `None` means that the values are already lists.
-    """
+    """Return `layout` with the columns in `separators` multi-valued. A separator of `None` means lists of values."""
     sparse = tuple(
         replace(column, multi_valued=True, separator=separators[column.raw_column])
         if column.raw_column in separators and not column.has_row_ids and not column.cross

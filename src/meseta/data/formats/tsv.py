@@ -37,8 +37,7 @@ _INTEGER = re.compile(rb"-?\d{1,18}")
 
 
 class CriteoTsv(TextFormat):
-    """Criteo click logs, the fallback for text that no other format accepts. The first line must have 40 or 39
-    fields."""
+    """Criteo click logs, the fallback for all other text. The first line must have 40 or 39 fields."""
 
     name = "tsv"
     title = "tab-separated text"
@@ -47,8 +46,7 @@ class CriteoTsv(TextFormat):
         return TextDialect()
 
     def columns(self, source: Source) -> tuple[str, ...]:
-        """Return the columns of a Criteo log, with or without a label. Raises MesetaError if the number of fields
-        differs."""
+        """Return the columns, with or without a label. Raises MesetaError if the number of fields differs."""
         num_fields = read_first_line(source).count(b"\t") + 1
         if num_fields not in CRITEO_FIELD_COUNTS:
             raise MesetaError(
@@ -58,11 +56,8 @@ class CriteoTsv(TextFormat):
         return CRITEO_LAYOUT.header[-num_fields:]
 
     def layout(self, sources: Sequence[Source], asked: ColumnRequest) -> RawLayout:
-        """Return the layout of Criteo logs.
-
-        Raises MesetaError if options or schema require another one, or if the first line of a file does not have 40
-        fields.
-        """
+        """Return the layout of Criteo logs. Raises MesetaError if options or schema require another one, or a first
+        line does not have 40 fields."""
         for source in sources:
             _check_first_line(source)
         if asked.named_columns or asked.schema:

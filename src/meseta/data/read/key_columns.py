@@ -23,11 +23,8 @@ class KeyColumns:
     """
 
     def __init__(self, dataset: Dataset, split: str, names: Sequence[str]) -> None:
-        """Open the footers of all files.
-
-        Raises MesetaError if a file lacks a column or is damaged, the types of a column have no common type, or the
-        dataset is a recipe.
-        """
+        """Open the footers of all files. Raises MesetaError if a file is damaged or lacks a column, a column has no
+        common type, or the dataset is a recipe."""
         if names:
             dataset.check_has_files("a prediction with keys")
         self._paths = [dataset.resolve_file(file.path) for file in dataset.split(split).files]

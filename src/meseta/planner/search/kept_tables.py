@@ -32,10 +32,7 @@ def load_kept_tables(keep: PinnedPlacement, tables: Sequence[TableSpec], topolog
 
 
 def read_plan_file(path: str) -> tuple[Plan, tuple[TableSpec, ...]]:
-    """Read a plan file that lists all shards. The tables in the result have only names, rows and columns.
-
-    Raises MesetaError if the file is invalid.
-    """
+    """Read a plan file of all shards. Tables have only names, rows and columns. Raises MesetaError if it is invalid."""
     where = f"plan file {str(path)!r}"
     try:
         return read_explicit_plan(read_mapping(path))

@@ -150,10 +150,7 @@ def _max_rows_read_ahead(config: RunConfig, dataset: Dataset, num_ranks: int) ->
 
 
 def dense_part_bytes(config: RunConfig, model: nn.Module, num_ranks: int, per_host: int) -> int:
-    """Return the bytes of the dense part on one rank.
-
-    A sharded dense part takes a share, and the largest module while its parameters are gathered.
-    """
+    """Return one rank's bytes of the dense part: a share if sharded, plus the largest module while it is gathered."""
 
     def of(module: nn.Module) -> int:
         return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
@@ -166,10 +163,8 @@ def dense_part_bytes(config: RunConfig, model: nn.Module, num_ranks: int, per_ho
 
 
 def available_bytes(device: torch.device, system: KernelFiles | None = None) -> int | None:
-    """Return the free memory of this process's device, or `None` if the system does not report it.
-
-    Host memory is limited by the control groups of the process.
-    """
+    """Return the free memory of this process's device, within its control groups, or `None` if the system does not
+    report it."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     system = system or KernelFiles()

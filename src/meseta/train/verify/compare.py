@@ -172,12 +172,7 @@ def _ordinals(values: Tensor) -> Tensor:
 
 
 def max_bag_sizes(batch_lengths: Mapping[str, Tensor], features: Mapping[str, str]) -> dict[str, int]:
-    """Return the largest number of ids in a bag of each table.
-
-    Args:
-        batch_lengths: Bag lengths by feature.
-        features: Table name of each feature.
-    """
+    """Return the largest number of ids per bag of each table, given bag lengths and table names by feature."""
     longest: dict[str, int] = {}
     for feature, lengths in batch_lengths.items():
         table = features[feature]

@@ -68,10 +68,8 @@ class EpochRequest:
     def lease_request(
         self, windows: Sequence[int], failures: Sequence[ReaderFailure], standing: tuple[float, float]
     ) -> LeaseRequest:
-        """Return the request for the readers of windows.
-
-        `standing` is (seconds for which this rank waited for rows, seconds in total) since its first batch.
-        """
+        """Return the request for the readers of windows. `standing` is (seconds of waiting for rows, seconds in total)
+        since the first batch."""
         waited_s, elapsed_s = standing
         return LeaseRequest(
             session=self.session,
@@ -242,8 +240,7 @@ class ServedRows:
         threading.Thread(target=self._report_waits, name="meseta-tell", daemon=True).start()
 
     def take(self, first: int, last: int) -> Rows:
-        """Take the rows. Raises MesetaError if a reader reports an error, or no reader sends rows before the
-        timeout."""
+        """Take the rows. Raises MesetaError if a reader reports an error, or none sends rows before the timeout."""
         parts: list[Rows] = []
         while first < last:
             index = self._order.find_window(first)
