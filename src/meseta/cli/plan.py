@@ -1,4 +1,5 @@
-"""`meseta plan CONFIG`, `plan diff A B` and `plan check RUN`: sharding plans. Workload files need no torch."""
+"""`meseta plan CONFIG`, `meseta plan diff A B` and `meseta plan check RUN`: sharding plans with reasons and costs.
+Workload files need no torch."""
 
 from __future__ import annotations
 

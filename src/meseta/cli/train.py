@@ -232,7 +232,7 @@ def _prepare_and_choose_settings(document: dict[str, Any], settings: RunConfig, 
 
 
 def _choose_folders(document: dict[str, Any], data: Sequence[str], said: Mapping[str, Any]) -> None:
-    """Set missing folders of a run on raw files. Raises MesetaError without training data, or with several sources."""
+    """Set missing folders of a run on raw files in `document`. Raises MesetaError unless data has one source."""
     from meseta.config import set_default
     from meseta.config.load import get_value
     from meseta.train.interop.default_settings import default_run_dir

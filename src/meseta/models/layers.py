@@ -186,7 +186,8 @@ class ScoringModel(nn.Module, ABC):
         return self.score(dense, select_score_input(self, self.embeddings(sparse)))
 
     def forward_dense(self, dense: Float[Tensor, "B num_dense"]) -> DenseActivations:
-        """Compute activations that need no embeddings, for `score`. Raises MesetaError for a wrong number of inputs."""
+        """Compute the activations that need no embeddings, which `score` accepts in place of dense inputs. Raises
+        MesetaError if the number of inputs is wrong."""
         check_dense(type(self).__name__, dense, self.num_dense)
         return DenseActivations(self.encode_dense(dense.to(self._pooled_dtype)))
 
@@ -493,7 +494,8 @@ def fill_linear(module: nn.Module, seed: int, name: str = "") -> None:
 
 
 def pooled_dims(model: str, embeddings: nn.Module) -> dict[str, int]:
-    """Return pooled widths in the order of features. Raises MesetaError for pooling 'none' or another batch size."""
+    """Return the width of each pooled feature, as in `embeddings.features`. Raises MesetaError if one has pooling
+    'none' or its own batch size."""
     tables = cast(Sequence[TableSpec], embeddings.tables)
     features = cast(Sequence[FeatureSpec], embeddings.features)
     width = {table.name: table.embedding_dim for table in tables}

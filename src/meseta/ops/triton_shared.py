@@ -60,7 +60,8 @@ def _write_addresses(out, a, b, c, d, e, f, g):
 @triton.jit
 @no_type_check
 def find_last_at_most(values, first, count, wanted, live):
-    """Return the last index in [first, first + count) with a value <= `wanted`. Values ascend from one <= `wanted`."""
+    """Return the last index in [first, first + count) whose value is at most `wanted`. Values must be ascending, and
+    the first one at most `wanted`."""
     low, high = first, first + count
     width = count
     while width > 1:

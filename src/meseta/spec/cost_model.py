@@ -324,7 +324,7 @@ class ExchangeCost:
     source: str = ""
 
     def codec_seconds(self, codec: str, *, stochastic: bool = False) -> tuple[float, float]:
-        """Return the seconds to (encode, decode) one element, optionally with stochastic rounding of gradients."""
+        """Return the seconds to (encode, decode) one element. `stochastic` selects stochastic rounding of gradients."""
         write_s = self.encode_number_s.get(codec, 0.0)
         if stochastic:
             write_s = self.encode_number_s.get(codec + STOCHASTIC_SUFFIX, write_s)

@@ -64,7 +64,7 @@ def write_yaml(path: str | Path, document: dict[str, Any]) -> None:
 
 
 def strip_format(owner: str, document: Mapping[Any, Any], name: str, *, required: bool = False) -> dict[Any, Any]:
-    """Return a copy without 'format'. Raises MesetaError if it is not `name`, or missing although `required`."""
+    """Copy `document` without 'format'. Raises MesetaError if the format is not `name`, or missing but `required`."""
     # Older files that users wrote have no format.
     content = dict(document)
     if content.pop("format", None if required else name) != name:

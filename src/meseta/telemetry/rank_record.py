@@ -295,7 +295,7 @@ class ActiveTransfer:
 
 
 def create_record_file(folder: Path) -> int:
-    """Create an unnamed record file and return its descriptor, for `link_tmpfile`. Raises OSError if that fails."""
+    """Create an unnamed file that `link_tmpfile` can link below `folder`. Returns its descriptor. Raises OSError."""
     descriptor = open_tmpfile(folder)
     os.ftruncate(descriptor, RECORD_BYTES)
     return descriptor

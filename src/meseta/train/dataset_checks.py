@@ -79,7 +79,8 @@ def check_same_encoding(
 
 
 def check_same_rows(run: RunDir, dataset: Dataset, world: World) -> None:
-    """Raise MesetaError, on all ranks, unless rows, files and statistics are those of the run. Collective."""
+    """Raise MesetaError, on all ranks, if the run was trained on other rows than those of `dataset`: other numbers
+    of rows, files or statistics. Collective."""
     problem: Exception | None = None
     try:
         if path_exists(run.path / DATASET_FILE):

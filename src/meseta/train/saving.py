@@ -240,7 +240,7 @@ class CheckpointManager:
             self._warnings.append(note)
 
     def _finish_background_save(self) -> None:
-        """Finish the background save. Collective. Raises its error, on all ranks, if `on_failure` is 'stop'."""
+        """Finish the background save. Collective. Raises its error on all ranks if `checkpoint.on_failure='stop'`."""
         try:
             self._background_saver.wait()
         except MesetaError as error:

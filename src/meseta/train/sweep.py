@@ -224,7 +224,7 @@ def grid_settings(space: SearchSpace) -> list[dict[str, Any]]:
 
 
 def random_settings(space: SearchSpace, num_trials: int, seed: int) -> list[dict[str, Any]]:
-    """Return random samples of `space`. More trials extend the list, as only seed, key and index determine a value."""
+    """Return `num_trials` samples of `space`. More trials extend the list, as seed, key and index determine a value."""
     return [
         {key: entry.sample(random.Random(f"{seed}/{number}/{key}")) for key, entry in space.items()}
         for number in range(num_trials)

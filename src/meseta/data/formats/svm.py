@@ -151,7 +151,7 @@ def _locate_error(block: Block, raw: bytes, detail: str, has_fields: bool) -> Me
 
 
 def _invalid_line_reason(line: bytes, form: str, *, has_qid: bool) -> str | None:
-    """Return the rule that a line with pairs of `form` breaks, or `None`. `has_qid` requires a qid."""
+    """Return the rule that a line breaks, or `None`. `form` is that of its pairs. `has_qid` requires a qid."""
     try:
         text = line.decode()
     except UnicodeDecodeError:

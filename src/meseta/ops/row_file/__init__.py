@@ -205,7 +205,7 @@ class RowFile:
             raise self.explain(failure)
 
     def explain(self, failure: Sequence[int]) -> MesetaError:
-        """Return the error for a failure: (kind, errno, row, byte offset in the file, whether it was writing)."""
+        """Return the error for a `failure` (kind, errno, row, byte offset in the file, whether it was writing)."""
         kind, code, row, place, is_writing = failure
         at = f"{self.owner}: file {self.path!r}" + (f", byte {place:,}" if place >= 0 else "")
         return MesetaError(f"{at}: {_describe_failure(kind, code, row, bool(is_writing))}")

@@ -52,7 +52,7 @@ def default_run_dir(patterns: Sequence[str]) -> str:
 
 
 def default_batch_size(num_rows: int) -> int:
-    """Return a power of two, from 32 to the config's default, that divides an epoch into about 200 steps."""
+    """Return a power of two, from 32 to the config's default, that divides `num_rows` into about 200 steps."""
     limit: int = TrainConfig.model_fields["batch_size"].default
     target = max(num_rows // NUM_STEPS_PER_EPOCH, 1)
     return min(max(1 << (target.bit_length() - 1), MIN_BATCH_SIZE), limit)

@@ -218,8 +218,8 @@ def _reliability_bins(
 
 
 def binned_auc(logits: ArrayLike, labels: ArrayLike, weights: ArrayLike | None = None) -> BinnedAuc:
-    """Return the AUC of [n] logits from a histogram of 16,384 bins of width 1/512, and a bound on its error. Raises as
-    `MetricWindow.compute` does."""
+    """Return the AUC of [n] logits from a histogram of 16,384 bins of width 1/512, and a bound on its error. Raises
+    MesetaError as `MetricWindow.compute` does."""
     window = LifetimeWindow()
     window.add(logits, labels, weights)
     return window.compute().auc

@@ -110,7 +110,7 @@ def as_scores(scores: ArrayLike, truth: ArrayLike) -> tuple[NDArray[np.floating]
 
 
 def as_floats(name: str, values: NDArray[np.generic]) -> NDArray[np.floating]:
-    """Convert float16 and float32 to float32, other numbers to float64. Raises MesetaError if not numeric."""
+    """Convert float16 and float32 to float32, other numbers to float64. Raises MesetaError for other `values`."""
     if values.dtype.kind not in "biuf":
         raise MesetaError(f"metrics: {name} must be numbers, got dtype {values.dtype}")
     is_short = values.dtype in (np.float16, np.float32)

@@ -60,7 +60,7 @@ class Catalog:
         self._lock = threading.Lock()
 
     def describe(self, name: str | None) -> DatasetDescription:
-        """Return the description of a dataset, or the only one. Raises MesetaError for an unknown or ambiguous name."""
+        """Return the description of a dataset. `None` is the only one. Raises MesetaError if unknown or ambiguous."""
         if name is None:
             if len(self._descriptions) != 1:
                 raise MesetaError(
