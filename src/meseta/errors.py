@@ -6,7 +6,7 @@ import copy
 import difflib
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from numbers import Real
 from typing import Any, TypeVar
@@ -111,6 +111,12 @@ def error_summary(error: BaseException) -> str:
 
 ERROR_PREFIX = "error: "
 """Prefix of the line that a failing command writes to stderr."""
+
+
+def join_names(names: Sequence[str], limit: int, separator: str = ", ") -> str:
+    """Join the first `limit` names. The number of further names follows."""
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return separator.join(names[:limit]) + more
 
 
 def suggest(name: object, known: Iterable[object]) -> str:

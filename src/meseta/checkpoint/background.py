@@ -83,15 +83,13 @@ class BackgroundSaver:
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait until no save is in progress. Collective. If the last save failed on any rank, raises its error on all
-        ranks."""
+        """Wait until no save is in progress. Collective. Raises the error of the last save, on all ranks."""
         self.join()
         error, self._error = self._error, None
         self._world.raise_on_all_ranks(error)
 
     def join(self) -> None:
-        """Wait until this rank has finished its part of the save. Raises no error of the save, and is not
-        collective."""
+        """Wait until this rank has finished its part of the save. Raises no error of it. Not collective."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -102,10 +100,8 @@ def copy_shards(
     rows: Sequence[RowSet] | None,
     former: Sequence[TableStorage | SelectedRows] = (),
 ) -> list[TableStorage | SelectedRows]:
-    """Copy the shards, or the given rows of each shard, so that training can continue to change the originals.
-
-    The memory of `former` copies is reused if it fits.
-    """
+    """Copy the shards, or the given rows of each, so that training can change the originals. Reuses the memory of
+    `former` copies if it fits."""
     copies: list[TableStorage | SelectedRows] = []
     try:
         for number, piece in enumerate(shards):

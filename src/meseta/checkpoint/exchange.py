@@ -148,10 +148,7 @@ def group_into_rounds(jobs: Sequence[BlockJob], limit_bytes: int) -> list[list[B
 
 
 def pack(world: World, jobs: Sequence[BlockJob], local: LocalShards) -> Tensor:
-    """Pack the slices that this rank sends for all jobs into a uint8 buffer of shape [bytes] on the world's device.
-
-    Jobs must be ordered by writer.
-    """
+    """Pack this rank's slices for all jobs, ordered by writer, into a uint8 buffer [bytes] on the world's device."""
     pieces = [piece for job in jobs for piece in job.slices_sent_by(world.rank)]
     buffer = empty((sum(piece.num_bytes for piece in pieces),), torch.uint8, world.device, keep=False)
     offset = 0

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from pydantic import Field
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 
 from meseta.checkpoint.files.block import (
@@ -24,7 +25,6 @@ from meseta.checkpoint.files.block import (
     Values,
     check_header,
     group_files_by_block,
-    load_tensors,
     read_chain,
     read_tensors,
 )
@@ -246,10 +246,8 @@ class _ExportManifest(ManifestPart):
 
 
 def export_manifest(manifest: Mapping[str, Any], form: ExportFormat, tables: Sequence[str], *, states: bool) -> str:
-    """Return the text of export.json for an export of some tables of a checkpoint.
-
-    The entries keep all columns and optimizers of the checkpoint, with or without `states`.
-    """
+    """Return the text of export.json for some tables of a checkpoint. Entries keep all columns and optimizers, with or
+    without `states`."""
     state = manifest["state"]
     kept = ("num_embeddings", "embedding_dim", "dtype", "optimizer", "columns")
     entries = {name: {key: manifest["tables"][name][key] for key in kept} for name in tables}
@@ -340,14 +338,15 @@ class ExportReader:
             yield read
 
     def read_dense(self) -> dict[str, Tensor]:
-        """Return the dense tensors by name, on the CPU.
-
-        Raises MesetaError if the file is missing or damaged, or has values that are not finite.
-        """
+        """Return the dense tensors by name, on the CPU. Raises MesetaError if missing, damaged or not finite."""
         path = self.root / (DENSE_PATH if self.file_format == "safetensors" else ARCHIVE_PATH)
         with _wrap_read_errors(path):
             file = self._file(path)
-            tensors = load_tensors(file) if self.file_format == "safetensors" else _read_archive(file)
+            if self.file_format == "safetensors":
+                check_header(file)
+                tensors: dict[str, Tensor] = load_file(file)
+            else:
+                tensors = _read_archive(file)
             for name, tensor in tensors.items():
                 if has_control_characters(name):
                     raise ValueError(f"the name {format_value(name)} has control characters")

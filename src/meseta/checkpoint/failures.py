@@ -44,11 +44,8 @@ def retry_reads() -> Iterator[None]:
 
 
 def retry(root: Location | None, attempt: Callable[[], T]) -> T:
-    """Return the result of `attempt`, which reads a part of the checkpoint `root` and raises StorageError if that
-    fails.
-
-    Repeats it inside `retry_reads` only.
-    """
+    """Return the result of `attempt`, which reads a part of the checkpoint `root` and raises StorageError on
+    failure. Repeats it only inside `retry_reads`."""
     end_s, (wait_s, longest_s) = time.monotonic() + _RetryState.window_s, _BACKOFF_S
     while True:
         try:
@@ -185,8 +182,7 @@ def concurrent_writer_error(path: Location) -> MesetaError:
 
 
 def check_no_concurrent_saves(checkpoints: Iterable[Location], known_names: Collection[str] | None) -> None:
-    """Raise MesetaError if a checkpoint is not in `known_names`, because another run has saved it. `None` allows
-    all."""
+    """Raise MesetaError if a checkpoint is not in `known_names`, as another run has saved it. `None` allows all."""
     for path in checkpoints:
         if known_names is not None and path.name not in known_names:
             raise concurrent_writer_error(path)

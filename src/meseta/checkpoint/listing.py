@@ -96,10 +96,7 @@ class CheckpointInfo:
 
 
 def find_checkpoint_folder(path: Location | str) -> Location:
-    """Return the folder of checkpoints at `path`, or that of the run folder at `path`.
-
-    Raises MesetaError if neither holds a checkpoint.
-    """
+    """Return the folder of checkpoints at `path`, or of the run at `path`. Raises MesetaError without checkpoints."""
     path = to_location(path)
     for folder in (path, checkpoint_location(path) if isinstance(path, Path) else path / "checkpoints"):
         if list_candidates(folder):
@@ -123,11 +120,8 @@ def find_checkpoint(path: Location | str) -> Location:
 
 
 def summarize(path: Location | str) -> CheckpointSummary:
-    """Summarize a checkpoint.
-
-    Raises MesetaError if the manifest is damaged, or if a file is missing or has another size. Raises StorageError if
-    reading fails.
-    """
+    """Summarize a checkpoint. Raises MesetaError if the manifest is damaged or a file is missing or of another size,
+    StorageError if reading fails."""
     path = to_location(path)
     manifest = read_manifest(path)
     check_files(path, file_entries(manifest))

@@ -250,10 +250,8 @@ def check_state(state: Mapping[str, Any]) -> None:
 
 
 def write_manifest(root: Location, manifest: Mapping[str, Any], rate: WriteRateLimiter | None = None) -> None:
-    """Write and sync the manifest. At a URL it must not exist.
-
-    Raises MesetaError if writing fails, for example on a full disk, or if the manifest is too large to be read again.
-    """
+    """Write and sync the manifest, which must not exist at a URL. Raises MesetaError if writing fails, or if it is too
+    large to be read again."""
     path = root / MANIFEST_PATH
     content = format_json(manifest).encode()
     try:
@@ -382,8 +380,7 @@ def _validate(where: str, place: str, value: Any, kind: type[ManifestPart]) -> N
 
 
 def invalid_value_reason(place: str, value: Any, kind: type[ManifestPart]) -> str | None:
-    """Return the key of `value` that violates the types and ranges of `kind`, with the reason. `None` if all keys are
-    valid."""
+    """Return the key of `value` that violates the types or ranges of `kind`, with the reason, or `None` if valid."""
     unknown = value.keys() - kind.model_fields.keys() if isinstance(value, dict) else ()
     if unknown:
         return f"{format_value(place + min(unknown))} is an unknown key"

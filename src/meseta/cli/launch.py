@@ -43,14 +43,10 @@ def start_command(
         out: Descriptor used as stdout.
         err: Descriptor used as stderr.
     """
-    _prepare_fork()
-    return fork(partial(_run_command, arguments), name, extra_environ=variables, stdout_fd=out, stderr_fd=err)
-
-
-def _prepare_fork() -> None:
     if StallReporter.current is not None:
         StallReporter.current.stop()  # A fork of a process with threads may deadlock.
     _preload_imports()
+    return fork(partial(_run_command, arguments), name, extra_environ=variables, stdout_fd=out, stderr_fd=err)
 
 
 @cache
@@ -74,10 +70,7 @@ SHUTDOWN_GRACE_S = 10
 PEER_EXIT_GRACE_S = 3
 """Seconds in which the other ranks may fail as well, before the rank that failed first is determined."""
 SAME_SIGNAL_WINDOW_S = 1.0
-"""Seconds after the first signal within which another one counts as the same request.
-
-A request may signal both this process and its process group.
-"""
+"""Seconds after the first signal within which another is the same request, which may also signal the group."""
 LOST_CONNECTION_EXIT_CODE = 75
 """Exit code of a rank that failed because it lost the connection to another rank."""
 KILL_TIMEOUT_S = 10.0
@@ -256,10 +249,8 @@ def _start_ranks(
 
 
 def _wait_for_ranks(ranks: Sequence[BaseProcess], signals: StopSignals, watch: RankWatch) -> int | LaunchResult | None:
-    """Wait until all ranks have ended, and forward signals to them.
-
-    Returns `None` if all ranks succeeded, the failed rank, or the outcome if ranks were killed or have diverged.
-    """
+    """Wait for the end of all ranks, and forward signals. Returns the failed rank, the outcome if ranks were killed or
+    diverged, or `None` on success."""
     passed_on = None
     while True:
         codes = [rank.exitcode for rank in ranks]

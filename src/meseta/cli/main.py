@@ -186,10 +186,7 @@ def _run_command() -> None:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """Whether an allocation failed in NumPy, Arrow, the C++ core or torch.
-
-    torch raises a plain RuntimeError if an allocation on a CPU fails, so its message is compared.
-    """
+    """Whether an allocation failed in NumPy, Arrow, the core or torch, whose RuntimeError differs only in its text."""
     texts = ("can't allocate memory", "out of memory")
     return isinstance(error, MemoryError) or any(text in str(error) for text in texts)
 

@@ -1,7 +1,5 @@
-"""`meseta plan CONFIG`, `meseta plan diff A B` and `meseta plan check RUN`: sharding plans, with reasons and costs.
-
-Workload files need no torch.
-"""
+"""`meseta plan CONFIG`, `meseta plan diff A B` and `meseta plan check RUN`: sharding plans with reasons and costs.
+Workload files need no torch."""
 
 from __future__ import annotations
 
@@ -12,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from meseta.cli.report import plain_console
 from meseta.errors import MesetaError
 
 if TYPE_CHECKING:
@@ -68,7 +67,7 @@ def plan(
     from meseta.planner import DoesNotFitError
     from meseta.planner.explain.tables import explain_tables
 
-    console = _console()
+    console = plain_console()
     task = _read_request(what[0], what[1:], topology, cost, constraints)
     if task.note is not None:
         console.print(task.note, soft_wrap=True)
@@ -175,16 +174,6 @@ def _infeasible_message(error: DoesNotFitError) -> str:
     else:
         lines.append("No single change makes it fit; use more or larger machines, or smaller tables.")
     return "\n".join(lines)
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    # Names in the output may contain brackets, which are not markup.
-    console = Console(highlight=False, markup=False)
-    if not console.is_terminal:
-        console.width = 10_000  # Do not wrap lines in a file or a pipe.
-    return console
 
 
 def _table(title: str, columns: list[str]) -> Any:
@@ -308,7 +297,7 @@ def _print_check(names: list[str]) -> None:
             f"plan check: run {names[0]!r} has no predicted and measured times in its summary.json; they are written "
             "when a run of this version of Meseta ends"
         )
-    console = _console()
+    console = plain_console()
     table = _table("ms per step", ["component", "rank", "predicted", "measured", "measured / predicted"])
     for one in comparisons:
         ratio = "" if one.ratio is None else f"{one.ratio:.2f}"
@@ -404,7 +393,7 @@ def _print_difference(files: list[str]) -> None:
     if len(files) == 3:
         specs = {table.name: table for table in _load_tables(files[2])}
     differences = diff_plans(before, after, specs)
-    console = _console()
+    console = plain_console()
     table = _table("", ["table", "before", "after", "rows moved", "MB moved"])
     for one in differences:
         table.add_row(

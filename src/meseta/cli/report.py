@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from meseta.report.comparison import Comparison
 
 MAX_CHANGES = 6
@@ -45,18 +47,25 @@ def report(
     typer.echo(f"report: {page}")
 
 
-def _print_comparison(comparison: Comparison) -> None:
-    """Print the main metrics with their differences from the first run, and differences of config, data and plan."""
+def plain_console() -> Console:
+    """Create a console for tables of names and numbers."""
     from rich.console import Console
-    from rich.table import Table
-
-    from meseta.report.comparison import group_differences, speed_ratio
-    from meseta.telemetry.formatting import NO_VALUE, format_count, format_decimal, format_difference, format_si
 
     # Names in the output may contain brackets, which are not markup.
     console = Console(highlight=False, markup=False)
     if not console.is_terminal:
         console.width = 10_000  # Do not wrap lines in a file or a pipe.
+    return console
+
+
+def _print_comparison(comparison: Comparison) -> None:
+    """Print the main metrics with their differences from the first run, and differences of config, data and plan."""
+    from rich.table import Table
+
+    from meseta.report.comparison import group_differences, speed_ratio
+    from meseta.telemetry.formatting import NO_VALUE, format_count, format_decimal, format_difference, format_si
+
+    console = plain_console()
     first, metrics = comparison.runs[0], [m for m in comparison.metrics if m.is_main]
     table = Table(box=None, pad_edge=False)
     for name in ("run", "steps", "ranks", "samples/s", *(m.name for m in metrics)):

@@ -83,10 +83,7 @@ def run_with_restarts(arguments: Sequence[str], num_ranks: int, restarts: Restar
 
 
 def _checkpoint_steps(settings: RunConfig) -> dict[tuple[str, float], int]:
-    """Return the steps of the checkpoints of a run.
-
-    The key (manifest path, modification time) distinguishes a checkpoint from an older one of the same step.
-    """
+    """Return checkpoint steps by (manifest path, modification time), which distinguishes checkpoints of one step."""
     from meseta.checkpoint.files.paths import parse_step
     from meseta.checkpoint.manifest import MANIFEST_PATH
     from meseta.checkpoint.store.store import list_candidates

@@ -142,15 +142,12 @@ def _run_training(arguments: Sequence[str], log: Path, signals: StopSignals) -> 
 
 def _print_ranking(ranked: Sequence[TrialResult]) -> None:
     """Print the ranking as a table."""
-    from rich.console import Console
     from rich.table import Table
 
+    from meseta.cli.report import plain_console
     from meseta.train.sweep import PROBLEM, format_cell, table_rows
 
-    # Names in the output may contain brackets, which are not markup.
-    console = Console(highlight=False, markup=False)
-    if not console.is_terminal:
-        console.width = 10_000  # Do not wrap lines in a file or a pipe.
+    console = plain_console()
     cells = table_rows(ranked)
     columns = [column for column in cells[0] if column != PROBLEM or any(row[PROBLEM] for row in cells)]
     table = Table(box=None, pad_edge=False)

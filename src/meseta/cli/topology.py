@@ -10,7 +10,7 @@ import typer
 from meseta.system.ranks import is_first_rank
 
 if TYPE_CHECKING:
-    from meseta.measure.topology import DetectedTopology
+    pass
 
 app = typer.Typer(help="Describe hosts and devices for the planner.", no_args_is_help=True)
 
@@ -36,6 +36,8 @@ def detect(
     disk: Annotated[Path, typer.Option(help="Folder on the disk that tables may use.")] = Path(),
 ) -> None:
     """Detect the topology of this machine. Under torchrun, describes all hosts and assumes that they are identical."""
+    import yaml
+
     from meseta.errors import check_choice
     from meseta.measure.topology import detect_topology as look
     from meseta.measure.topology import find_gpus
@@ -50,7 +52,8 @@ def detect(
     detected = look(num_devices=devices_per_host, device=kind, folder=disk, cost_model=model, gpus=gpus)
     if not is_first_rank():
         return
-    text = _topology_yaml(detected)
+    notes = "".join(f"# {note}\n" for note in detected.notes)
+    text = notes + yaml.safe_dump(detected.topology.to_dict(), sort_keys=False)
     if out is None:
         typer.echo(text, nl=False)
         return
@@ -58,11 +61,3 @@ def detect(
     for note in detected.notes:
         typer.echo(note)
     typer.echo(f"wrote {out}")
-
-
-def _topology_yaml(detected: DetectedTopology) -> str:
-    """Format the topology as YAML, with the notes as comments."""
-    import yaml
-
-    comments = "".join(f"# {note}\n" for note in detected.notes)
-    return comments + yaml.safe_dump(detected.topology.to_dict(), sort_keys=False)

@@ -163,10 +163,7 @@ def train(
 
 @contextmanager
 def _run_local_readers(readers: str, data: Sequence[str], settings: RunConfig) -> Iterator[None]:
-    """Context manager that runs readers on this machine, used by all ranks.
-
-    Raises MesetaError if the option `readers` is invalid or does not fit the command.
-    """
+    """Context manager that runs local readers for all ranks. Raises MesetaError if `readers` does not suit."""
     from meseta.data.service.server.local_readers import local_readers
     from meseta.system.environment_variables import environ
     from meseta.system.processors import num_cores
@@ -205,10 +202,7 @@ def _current_max_restarts(max_restarts: int, restarts: int | None) -> int:
 
 
 def _launch_ranks(nproc: int, max_restarts: int, min_nproc: int | None, settings: RunConfig) -> None:
-    """Launch the ranks and exit with their code.
-
-    Returns if torchrun has started this process as a rank, or if it is the only rank and has no restarts.
-    """
+    """Launch the ranks and exit with their code. Returns if this process is a rank, or the only one without restart."""
     if is_distributed():
         if max_restarts or min_nproc is not None:
             raise MesetaError(
@@ -223,10 +217,8 @@ def _launch_ranks(nproc: int, max_restarts: int, min_nproc: int | None, settings
 
 
 def _prepare_and_choose_settings(document: dict[str, Any], settings: RunConfig, **options: Any) -> Dataset | None:
-    """Prepare the dataset, and choose settings that the config does not have.
-
-    Returns the dataset if trial runs have to choose the learning rate of the tables, else `None`.
-    """
+    """Prepare the dataset and choose missing settings. Returns the dataset if trial runs have to choose the learning
+    rate of the tables, else `None`."""
     from meseta.data import PrepareOptions
     from meseta.data.prepare import with_training_defaults
     from meseta.train.interop.default_settings import can_tune_table_rate, choose_settings
@@ -240,10 +232,7 @@ def _prepare_and_choose_settings(document: dict[str, Any], settings: RunConfig, 
 
 
 def _choose_folders(document: dict[str, Any], data: Sequence[str], said: Mapping[str, Any]) -> None:
-    """Set the folders of a run on raw files in `document`, unless it has them.
-
-    Raises MesetaError if there is no training data, or more than one source of it.
-    """
+    """Set missing folders of a run on raw files in `document`. Raises MesetaError unless data has one source."""
     from meseta.config import set_default
     from meseta.config.load import get_value
     from meseta.train.interop.default_settings import default_run_dir

@@ -112,12 +112,11 @@ def _verification_config(path: Path, settings: list[str], plan: str | None, floa
 
 def _print_verification(verification: Verification, config: RunConfig) -> None:
     """Print a table of the differences, the losses and the verdict."""
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False, markup=False)
-    if not console.is_terminal:
-        console.width = 10_000  # Do not wrap lines in a file or a pipe.
+    from meseta.cli.report import plain_console
+
+    console = plain_console()
     print(f"{verification.num_steps} steps of {config.train.batch_size:,} samples on "
           f"{verification.plan.ranks_text} and in one process, "
           f"{config.embedding.dtype}; largest differences and tolerances")  # fmt: skip

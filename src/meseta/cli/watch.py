@@ -52,10 +52,7 @@ class RankWatch:
         return {RANK_RECORD_VARIABLE: f"/proc/self/fd/{self._files[rank]}"}
 
     def poll(self, running: Sequence[bool]) -> tuple[Diagnosis | None, list[str]]:
-        """Check the ranks that are running, once per second.
-
-        Returns (diagnosis, lines to print). The diagnosis is `None` if the run can continue.
-        """
+        """Check the running ranks, once per second. Returns (diagnosis, or `None` to continue, lines to print)."""
         now_s = time.monotonic()
         if now_s - self._last_poll_s < RECORD_POLL_INTERVAL_S:
             return None, []
@@ -72,10 +69,8 @@ class RankWatch:
         return trouble, [*([f"warning: {warning}"] if warning else []), *self._stall_lines(states, now_s)]
 
     def _waits_for_storage(self, state: RankState | None, silent_s: float) -> bool:
-        """Whether the heartbeat of a rank is late because the disk of its record does not answer.
-
-        This is reported as a stall, and ends the run only after `stall_timeout_s`.
-        """
+        """Whether a heartbeat is late because the disk of its record does not answer. Such a stall ends the run only
+        after `stall_timeout_s`."""
         if state is None or not self.limits.heartbeat_timeout_s < silent_s <= self.limits.stall_timeout_s:
             return False
         return is_blocked(state.pid)
@@ -100,7 +95,8 @@ class RankWatch:
         trouble = find_stuck(states, now_ns, self.limits.warn_delay_s)
         if trouble is None:
             self._warned.clear()
-        elif trouble.ranks not in self._warned and _is_in_step(states):
+        # Planning, loading and saving may take longer than a step.
+        elif trouble.ranks not in self._warned and any(state.stage for state in states.values()):
             self._warned.add(trouble.ranks)
             return f"{trouble.text}; the run is stopped after {self.limits.stall_timeout_s:g} s (comm.stall_timeout_s)"
         return None
@@ -125,11 +121,6 @@ class RankWatch:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         for descriptor in self._files:
             os.close(descriptor)
-
-
-def _is_in_step(states: Mapping[int, RankState]) -> bool:
-    """Whether a rank is in a training step. Planning, loading and saving may take longer."""
-    return any(state.stage for state in states.values())
 
 
 def load_time_limits(run_dir: Path) -> TimeLimits:

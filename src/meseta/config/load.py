@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeGuard, TypeVar, get_args, get_origin
+from typing import Any, TypeGuard, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -18,8 +18,6 @@ from meseta.spec.documents import read_mapping
 from meseta.system.files import escape
 from meseta.system.remote import Location, is_url, to_location
 from meseta.system.yaml_text import parse_yaml
-
-AnySection = TypeVar("AnySection", bound=BaseModel)
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), *, is_stored: bool = False) -> RunConfig:
@@ -80,19 +78,14 @@ def get_value(document: Any, key: str) -> Any:
 
 
 def validate_document(document: Mapping[str, Any], path: str | Path | None = None) -> RunConfig:
-    """Convert a document to a config. Raises MesetaError, with `path`, if a key is unknown or a value is invalid."""
-    return validate_section(RunConfig, document, "config" if path is None else f"config {str(path)!r}")
-
-
-def validate_section(form: type[AnySection], document: Any, where: str) -> AnySection:
-    """Convert a document to a section of class `form`.
-
-    Raises MesetaError for all invalid keys together. The message starts with `where`.
-    """
+    """Convert a document to a config. Raises MesetaError, with `path`, for all unknown keys and invalid values."""
+    where = "config" if path is None else f"config {str(path)!r}"
     try:
-        return form.model_validate(document)
+        return RunConfig.model_validate(document)
     except ValidationError as error:
-        raise MesetaError(escape(f"{where}: " + "; ".join(_explain_all(error, form, document)))) from None
+        # Pydantic reports an error for each alternative type of `plan`. Their explanations are equal.
+        texts = dict.fromkeys(_explain(entry, RunConfig, document) for entry in error.errors())
+        raise MesetaError(escape(f"{where}: " + "; ".join(texts))) from None
 
 
 def _apply_override(document: dict[str, Any], override: str) -> None:
@@ -125,11 +118,6 @@ def _get_or_make_section(document: dict[str, Any], names: Sequence[str]) -> dict
         if not isinstance(section, dict):
             raise _NotASectionError(name)
     return section
-
-
-def _explain_all(error: ValidationError, form: type[BaseModel], document: Any) -> list[str]:
-    # Pydantic reports an error for each alternative type of `plan`. Their explanations are equal.
-    return list(dict.fromkeys(_explain(entry, form, document) for entry in error.errors()))
 
 
 def _explain(error: Mapping[str, Any], form: type[BaseModel], document: Any) -> str:

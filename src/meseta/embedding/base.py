@@ -131,10 +131,8 @@ class BaseEmbeddingCollection(nn.Module, ABC, Generic[GroupStateT]):
     def _acquire_lease(
         self, flight: BatchContext[GroupStateT], looked_up: Sequence[tuple[int, Tensor]] = ()
     ) -> list[Tensor]:
-        """Acquire all rows until the end of the backward pass of a batch.
-
-        `looked_up` holds pairs (shard index, rows). Returns the indices of these rows in the acquired tensors.
-        """
+        """Acquire rows, by pairs (shard index, rows) in `looked_up`, until the batch's backward pass ends. Returns
+        their indices in the acquired tensors."""
         offloaded = [(index, rows) for index, rows in looked_up if index in self._offloaded_shards]
         flight.lease = Lease(self.shards, offloaded, read_only=not torch.is_grad_enabled())
         rows = flight.lease.rows
@@ -240,18 +238,14 @@ class BaseEmbeddingCollection(nn.Module, ABC, Generic[GroupStateT]):
 
     @abstractmethod
     def input_dist(self, flight: BatchContext[GroupStateT]) -> BatchContext[GroupStateT]:
-        """Wait for the counts and start to send the ids. Raises MesetaError on all ranks if any rank has invalid
-        ids."""
+        """Wait for the counts, and start to send the ids. Raises MesetaError on all ranks if any has invalid ids."""
 
     @abstractmethod
     def lookup(self, flight: BatchContext[GroupStateT]) -> BatchContext[GroupStateT]:
         """Look up the current rows, and start to send embeddings to the ranks of the samples."""
 
     def start_second_hop(self, flight: BatchContext[GroupStateT]) -> None:
-        """Start the second hop of a hierarchical exchange of ids or embeddings. Collective.
-
-        Otherwise `lookup` and `output_dist` start it.
-        """
+        """Start the second hop of a hierarchical exchange, else left to `lookup` and `output_dist`. Collective."""
 
     def output_dist(self, flight: BatchContext[GroupStateT]) -> Embeddings:
         """Wait for the embeddings of this rank's samples. Calls `lookup` if it was not called before."""
@@ -312,8 +306,7 @@ class BaseEmbeddingCollection(nn.Module, ABC, Generic[GroupStateT]):
 
     @property
     def num_out_of_range(self) -> Int[Tensor, " F"] | None:
-        """Total number of out-of-range ids per feature with policy drop, clamp or hash. `None` before the first
-        batch."""
+        """Total out-of-range ids per feature with policy drop, clamp or hash. `None` before the first batch."""
         return self._out_of_range_ids.counts
 
     def set_resume_state(self, step: int, num_outside: Int[Tensor, " F"] | None) -> None:
@@ -365,8 +358,7 @@ class BaseEmbeddingCollection(nn.Module, ABC, Generic[GroupStateT]):
                 self._release_accumulated_leases()
 
     def _start_backward(self, flight: BatchContext[GroupStateT]) -> None:
-        """Store the batch of the backward pass. Raises MesetaError if dense gradients were weighted for another
-        batch."""
+        """Store the batch of the backward pass. Raises MesetaError if gradients were weighted for another batch."""
         flight.enter_stage("used", after="finished")
         # If dense gradients were reduced earlier in this pass, they were weighted for the batch of `last_backward`.
         backward, last_backward = torch._C._current_graph_task_id(), self._last_backward
@@ -460,8 +452,9 @@ class BaseEmbeddingCollection(nn.Module, ABC, Generic[GroupStateT]):
         for group, group_ids, (pooled, *unpooled) in zip(
             self.groups, ids, self.split_by_group(embeddings), strict=True
         ):
-            keyed.append(group.to_keyed_tensor(pooled))
-            rows |= group.to_jagged_tensors(group_ids, unpooled)
+            keyed.append(KeyedTensor(keys=group.pooled_names, dims=group.pooled_dims, values=pooled))
+            for feature, values in zip(group.unpooled_features, unpooled, strict=True):
+                rows[feature.name] = JaggedTensor(values=values, lengths=group_ids[feature.name].lengths)
         pooled_by_batch = {group.batch_name: matrix for group, matrix in zip(self.groups[1:], keyed[1:], strict=True)}
         return Embeddings(pooled=keyed[0], rows=rows, pooled_by_batch=pooled_by_batch)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from meseta.comm import BatchSlice, BatchTotals
 from meseta.ops.id_policy import CheckedIds, apply_id_policy
-from meseta.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from meseta.sparse import KeyedJaggedTensor
 from meseta.sparse.shapes import Float, Int
 from meseta.spec import FeatureSpec, MesetaError, TableSpec
 from meseta.spec.stages import StageName
@@ -69,10 +69,8 @@ class FeatureGroup:
         )
 
     def divide_means(self, pooled: Tensor, lengths: Tensor) -> Tensor:
-        """Divide the mean-pooled columns of `pooled` [B, sum of D] by the bag lengths [F, B] in place.
-
-        Empty bags remain zero.
-        """
+        """Divide the mean-pooled columns of `pooled` [B, sum of D] by the bag lengths [F, B] in place. Empty bags
+        remain zero."""
         column = 0
         for index, feature in enumerate(self.features):
             if feature.pooling == "none":
@@ -88,17 +86,6 @@ class FeatureGroup:
         if not self.has_means:
             return gradient
         return self.divide_means(gradient.clone(), lengths.view(len(self.features), -1))
-
-    def to_keyed_tensor(self, pooled: Tensor) -> KeyedTensor:
-        """Return pooled embeddings [B, sum of D] with their feature names."""
-        return KeyedTensor(keys=self.pooled_names, dims=self.pooled_dims, values=pooled)
-
-    def to_jagged_tensors(self, ids: KeyedJaggedTensor, rows: Sequence[Tensor]) -> dict[str, JaggedTensor]:
-        """Return the rows [nnz_f, D] of each unpooled feature."""
-        return {
-            f.name: JaggedTensor(values=values, lengths=ids[f.name].lengths)
-            for f, values in zip(self.unpooled_features, rows, strict=True)
-        }
 
 
 def group_features(features: Sequence[FeatureSpec], tables: Mapping[str, TableSpec]) -> tuple[FeatureGroup, ...]:

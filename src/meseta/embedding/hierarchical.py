@@ -223,10 +223,8 @@ class InterHostGradients:
 def send_gradients_to_cross_host_peers(
     routing: Routing, world: World, x: InputDist, buffer: Tensor, message_format: MessageFormat
 ) -> Callable[[], InterHostGradients]:
-    """Start to send each host the gradients of its bags and rows. `buffer` has the layout of `cross_host_message`.
-
-    Returns a function that waits for the gradients of this host.
-    """
+    """Start to send each host the gradients of its bags and rows, in `buffer` as in `cross_host_message`. Returns a
+    function that waits for this host's."""
     peers, host = routing.cross_host_peers(world.rank), world.rank // routing.ranks_per_host
     send, receive = [0] * world.size, [0] * world.size
     messages = [

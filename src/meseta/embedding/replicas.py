@@ -155,10 +155,7 @@ class ReplicatedRows:
         step: int,
         found_inf: Float[Tensor, ""] | None = None,
     ) -> None:
-        """Wait for the sums over all ranks, and update the replicas equally on all ranks.
-
-        No row is updated if `found_inf` is nonzero.
-        """
+        """Wait for the sums over all ranks, and update replicas equally, unless `found_inf` is nonzero."""
         if pending is None:
             return
         sums = self._gradients

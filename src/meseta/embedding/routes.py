@@ -71,12 +71,9 @@ class MessageFormat:
 
     def message_sizes(self, messages: Sequence[MessageLayout]) -> list[int]:
         """Return the number of entries of each message in a buffer. An entry is a number, or a byte with a codec."""
-        return [self._message_size(message) for message in messages]
-
-    def _message_size(self, message: MessageLayout) -> int:
         if self.is_lossless:
-            return sum(matrix.num_rows * matrix.width for matrix in message)
-        return sum(self._matrix_bytes(message))
+            return [sum(matrix.num_rows * matrix.width for matrix in message) for message in messages]
+        return [sum(self._matrix_bytes(message)) for message in messages]
 
     def _order(self, message: MessageLayout) -> Sequence[int]:
         """Return the order of matrices in a message with a codec. Intra-host matrices come first."""
@@ -99,10 +96,8 @@ class MessageFormat:
         return empty((sum(self.message_sizes(messages)),), self.dtype if self.is_lossless else torch.uint8, self.device)
 
     def views(self, buffer: Tensor, messages: Sequence[MessageLayout]) -> list[list[Tensor]]:
-        """Return views of the matrices of each message in a buffer.
-
-        A view is [rows, columns] of numbers, or uint8 [rows, bytes] if the matrix is encoded.
-        """
+        """Return views of the matrices of each message in a buffer: [rows, columns] of numbers, or uint8 [rows,
+        bytes] if encoded."""
         if self.is_lossless:
             pieces = iter(buffer.split([m.num_rows * m.width for message in messages for m in message]))
             return [[next(pieces).view(matrix.shape) for matrix in message] for message in messages]
@@ -117,14 +112,11 @@ class MessageFormat:
 
     def _view(self, piece: Tensor, matrix: MatrixLayout) -> Tensor:
         if not piece.numel():  # An empty piece may have an unaligned address.
-            return self._empty_view(matrix)
+            shape = matrix.shape if matrix.is_intra_host else (matrix.num_rows, self.row_bytes(matrix))
+            return torch.empty(shape, dtype=self.dtype if matrix.is_intra_host else torch.uint8, device=self.device)
         if matrix.is_intra_host:
             return piece.view(self.dtype).view(matrix.shape)
         return piece.view(matrix.num_rows, -1)
-
-    def _empty_view(self, matrix: MatrixLayout) -> Tensor:
-        shape = matrix.shape if matrix.is_intra_host else (matrix.num_rows, self.row_bytes(matrix))
-        return torch.empty(shape, dtype=self.dtype if matrix.is_intra_host else torch.uint8, device=self.device)
 
     def write(
         self,
@@ -135,10 +127,8 @@ class MessageFormat:
         scale: float = 1.0,
         rounding: StochasticRounding | None = None,
     ) -> None:
-        """Write columns of the sources [rows, ...] times `scale` to a matrix in a buffer.
-
-        `moves` of `None` writes all columns of a single source.
-        """
+        """Write columns of the sources [rows, ...] times `scale` to a matrix in a buffer. Without `moves`, writes
+        all columns of a single source."""
         moves = full_row_move(matrix.width) if moves is None else moves
         if self.is_lossless or matrix.is_intra_host:
             place_columns(view, sources, moves, scale)
@@ -331,10 +321,6 @@ class Routing:
         """Features whose tables have several row ranges, by which their ids are sorted."""
         return tuple(f for f, cuts in enumerate(self.range_bounds) if len(cuts) > 2)
 
-    @property
-    def output_width(self) -> int:
-        return sum(self.dims[f] for f in self.output_columns)
-
     @cached_property
     def pooled_replicated(self) -> tuple[Route, ...]:
         return tuple(r for r in self.replicated if r.feature in self.output_columns)
@@ -384,10 +370,8 @@ class Routing:
         return tuple((f, n) for f in features for n in range(len(self.range_bounds[f]) - 1))
 
     def send_layout(self, rank: int) -> tuple[tuple[BucketKey, ...], ...]:
-        """Return the buckets that `rank` sends to each rank in the first hop.
-
-        With a hierarchical exchange, a cross-host peer receives the buckets of all ranks of its host.
-        """
+        """Return the buckets that `rank` sends to each rank in the first hop: in a hierarchical exchange, to cross-host
+        peers those of all ranks of their host."""
         if not self.is_hierarchical:
             return tuple(tuple(r.bucket for r in routes) for routes in self.routes_by_owner)
         peers = self.cross_host_peers(rank)
@@ -440,10 +424,8 @@ class Routing:
 
     @cached_property
     def output_moves(self) -> tuple[int, ...]:
-        """Moves from [direct bags of owners, whole bags of hosts, replicated bags] to the output of a lookup.
-
-        Row ranges are added in ascending order.
-        """
+        """Moves from [direct bags of owners, whole bags of hosts, replicated bags] to the output. Row ranges are
+        added in ascending order."""
         num_ranks, num_hosts = len(self.routes_by_owner), len(self.host_widths)
         replicated = {r.bucket: r for r in self.pooled_replicated}
         moves = []

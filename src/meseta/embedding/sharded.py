@@ -338,10 +338,8 @@ class ShardedEmbeddingBagCollection(BaseEmbeddingCollection[GroupState]):
         return self.replicas.start_update(*merge_backward_passes(self._accumulated_replica_segments), 1.0, make_coding)
 
     def make_sum_codec(self, direction: Direction, name: str, exponent: int) -> Callable[[int], SumCodec] | None:
-        """Return a function that creates the codec of a sum for a number of elements, or `None` without a codec.
-
-        Rounding depends on the step of the active batch.
-        """
+        """Return a function that creates the codec of a sum for a number of elements, or `None` without one. Rounding
+        depends on the active batch's step."""
         codec = self.comm.codec(direction)
         if codec.is_lossless:
             return None

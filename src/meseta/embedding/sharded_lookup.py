@@ -95,10 +95,7 @@ class ShardedLookup:
         comm: Communication,
         clamped: Tensor | None,
     ) -> None:
-        """Create a lookup that returns embeddings of `dtype`. Call `bind_rows` before the first lookup.
-
-        `clamped` [1] counts values that overflow fp16.
-        """
+        """Create a lookup of `dtype` embeddings. Call `bind_rows` first. `clamped` [1] counts overflows of fp16."""
         self.group = group
         self.world = world
         self.comm = comm
@@ -231,10 +228,7 @@ class ShardedLookup:
         return unpack_ids(x, len(self.routes), arrival, payload.wait(), weights)
 
     def lookup(self, x: InputDist, owned: OwnedIds, *, is_evaluation: bool = False) -> OutputDist:
-        """Look up the rows that this rank owns, and start to send them to the ranks of the samples.
-
-        Evaluation uses no codec.
-        """
+        """Look up owned rows, and start to send them to the ranks of the samples. Evaluation uses no codec."""
         formats = self._make_formats(FP32 if is_evaluation else self.comm.codec("forward"))
         messages = self._expected_messages(x)
         pending = self._lookup_and_send(x, owned, formats.direct, formats.direct.message_sizes(messages))
@@ -252,8 +246,7 @@ class ShardedLookup:
             )
 
     def output_dist(self, x: InputDist, output: OutputDist) -> list[Tensor]:
-        """Wait for the embeddings of the local slice: pooled [B_local, sum of D], then rows of each unpooled
-        feature."""
+        """Wait for the local slice's embeddings: pooled [B_local, sum of D], then rows of each unpooled feature."""
         self.start_second_hop(x, output)
         formats, wait_for_second_hop = output.formats, output.wait_for_second_hop
         views = formats.direct.views(output.pending.wait(), output.message_layouts)
@@ -282,7 +275,8 @@ class ShardedLookup:
         local_bags: Tensor | None,
     ) -> Tensor:
         batch_size, routing = x.batch_size_per_rank[self.world.rank], self.routing
-        pooled = empty((batch_size, routing.output_width), self.dtype, self.world.device)
+        width = sum(routing.dims[f] for f in routing.output_columns)
+        pooled = empty((batch_size, width), self.dtype, self.world.device)
         local = [] if local_bags is None else [local_bags]
         if message_format.is_lossless:
             place_columns(pooled, [*direct, *whole, *local], routing.output_moves)
@@ -407,11 +401,6 @@ class ShardedLookup:
         bags = replicated.select(replicated.keys[:num_pooled])
         return lookup_group(self._replicated_lookup_group, bags.values, bags.offsets, bags.weights)
 
-    def _lookup_replicated_rows(self, replicated: KeyedJaggedTensor, feature: int) -> Tensor:
-        [shard] = (r.shard for r in self.routing.replicated if r.feature == feature)
-        values = replicated[self.group.features[feature].name].values
-        return row_lookup([self._rows[shard].weight], values, [0, values.numel()])[0]
-
     def _expected_messages(self, x: InputDist) -> list[list[MatrixLayout]]:
         rank, ranks = self.world.rank, range(self.world.size)
         host_ranks = ranks if self._hierarchical is None else self._hierarchical.host_ranks
@@ -438,7 +427,9 @@ class ShardedLookup:
     def _lookup_replicated_range(self, x: InputDist, feature: int, number: int, is_distinct: bool) -> Tensor:
         assert x.replicated_ids is not None
         if x.distinct_rows is None or not is_distinct:
-            return self._lookup_replicated_rows(x.replicated_ids, feature)
+            [shard] = (r.shard for r in self.routing.replicated if r.feature == feature)
+            values = x.replicated_ids[self.group.features[feature].name].values
+            return row_lookup([self._rows[shard].weight], values, [0, values.numel()])[0]
         [shard] = (r.shard for r in self.routing.replicated if r.bucket == (feature, number))
         first, stop = self.routing.range_bounds[feature][number : number + 2]
         distinct = x.distinct_rows.rows[feature]
@@ -641,8 +632,7 @@ def select_row_gradients(unpooled: Sequence[int], x: InputDist, gradients: Seque
 
 
 def select_range(x: InputDist, values: Tensor, route: Route) -> Tensor:
-    """Select values [ids, ...] of the row range of a route from the values of its feature, in the order of the
-    range."""
+    """Select values [ids, ...] in a route's row range from those of its feature, in the order of the range."""
     f = route.feature
     moved = values if f not in x.bucketize_permute else values[x.bucketize_permute[f]]
     return moved.split(x.range_counts[f])[route.row_range]
@@ -651,10 +641,8 @@ def select_range(x: InputDist, values: Tensor, route: Route) -> Tensor:
 def receive_gradients(
     routing: Routing, world: World, x: InputDist, sent: GradientDist, message_format: MessageFormat
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Return the gradients of this owner as (direct bags, partial bags, rows of each unpooled route).
-
-    The shapes are [B_global, columns] for bags and [ids, D] for rows.
-    """
+    """Return this owner's gradients as (direct bags, partial bags, rows per unpooled route), [B_global, columns] for
+    bags and [ids, D] for rows."""
     rank, buffer = world.rank, sent.wait()
     routes = routing.routes_by_owner[rank]
     messages = [

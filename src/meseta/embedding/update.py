@@ -64,10 +64,7 @@ def step_shards(
     gradients: Sequence[Tensor],
     found_inf: Float[Tensor, ""] | None = None,
 ) -> None:
-    """Update the rows that the bags touch, or all rows if the optimizer requires it.
-
-    No row is updated if `found_inf` is nonzero.
-    """
+    """Update the touched rows, or all rows if the optimizer requires it, unless `found_inf` is nonzero."""
     group, output_gradients, optimizer = fused.group, list(gradients), fused.spec.optimizer
     if optimizer.stepped_rows == "looked_up" and bags.num_samples:
         looked_up = ids_by_table(group.features, bags, len(group.tables))
@@ -115,10 +112,7 @@ def _all_rows(table: TableRows, like: Tensor) -> tuple[Tensor, Tensor]:
 def _append_rows(
     group: UpdateGroup, bags: Bags, gradients: list[Tensor], more: Sequence[tuple[Tensor, Tensor]], sizes: Tensor
 ) -> tuple[UpdateGroup, Bags, list[Tensor]]:
-    """Append one feature per table, whose first sample has the rows and gradients of `more`.
-
-    `sizes` has the number of rows per table.
-    """
+    """Append one feature per table, whose first sample has `more` rows and gradients. `sizes` are the tables' rows."""
     # The new rows come last, so that the sums of other contributions keep their bits.
     num_features = (bags.offsets.numel() - 1) // bags.num_samples
     ends = bags.ids.numel() + sizes.cumsum(0)

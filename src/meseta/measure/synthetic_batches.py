@@ -54,10 +54,7 @@ class LookupWorkload:
 
     @property
     def num_batches(self) -> int:
-        """Number of distinct batches of a benchmark, 4 to 64.
-
-        Within these bounds, they read at least FOOTPRINT_BYTES of float32 rows.
-        """
+        """Number of distinct batches, 4 to 64. If possible, they read at least FOOTPRINT_BYTES of float32 rows."""
         batch_bytes = 4 * self.batch_size * self.bag_size * sum(self.dims)
         return min(max(math.ceil(FOOTPRINT_BYTES / batch_bytes), 4), 64)
 

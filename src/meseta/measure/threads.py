@@ -1,7 +1,4 @@
-"""CPU time of this machine and of some processes, to detect load by other programs during a measurement.
-
-Only Linux is supported. On other systems all readings are zero.
-"""
+"""CPU time of this machine and some processes, to detect load by other programs. On Linux only, elsewhere zero."""
 
 from __future__ import annotations
 
@@ -39,10 +36,7 @@ class CpuTime:
 
 
 def read_cpu_time(pids: Sequence[int], processors: Sequence[int] | None = None) -> CpuTime:
-    """Read the CPU time of `processors` and of the processes `pids`. `None` means all processors.
-
-    Returns zeros if the system does not provide the counters.
-    """
+    """Read the CPU time of `processors`, or all, and of the processes `pids`. Zeros if the system has no counters."""
     names = {"cpu"} if processors is None else {f"cpu{number}" for number in processors}
     try:
         lines = [line.split() for line in Path("/proc/stat").read_text().splitlines()]
@@ -173,10 +167,7 @@ def _monitor(runtime: Any, seen: CpuContention, processors: list[int], ended: th
 
 
 def _find_libgomp() -> Any:
-    """Return the libgomp that this process has loaded.
-
-    Returns `None` if it uses another OpenMP runtime, or if its memory map cannot be read.
-    """
+    """Return the libgomp of this process, or `None` if it has another runtime or no readable memory map."""
     try:
         match = re.search(r"/\S*/libgomp[^/\s]*\.so\S*$", Path("/proc/self/maps").read_text(), re.MULTILINE)
         return ctypes.CDLL(match[0]) if match else None

@@ -49,10 +49,7 @@ def make_custom_model(
 
 
 def load_custom_model_class(path: str) -> type[nn.Module]:
-    """Import the module and return the class.
-
-    Raises MesetaError if that fails, or if the class is not an nn.Module with a method `score`.
-    """
+    """Import and return the class. Raises MesetaError if that fails or it is not an nn.Module with a method `score`."""
     module_name, _, class_name = path.partition(":")
     module = _call_custom_code(
         f"model.name {path!r}: importing {module_name!r}", lambda: _import_module(path, module_name)

@@ -37,10 +37,7 @@ def dropout_mask(rate: float, seed: int, layer: str, batch: BatchSlice, width: i
 
 
 def dropout(x: Float[Tensor, "B N"], rate: float, seed: int, layer: str, batch: BatchSlice) -> Float[Tensor, "B N"]:
-    """Apply `dropout_mask`, and divide the kept values by their probability (Srivastava et al., JMLR 2014, section 10).
-
-    NaN stays NaN.
-    """
+    """Apply `dropout_mask`, scaled by the inverse probability (Srivastava et al., JMLR 2014, section 10). NaN stays."""
     kept = dropout_mask(rate, seed, layer, batch, x.shape[1])
     return x * (kept.to(x.dtype) * (DROPOUT_RESOLUTION / (DROPOUT_RESOLUTION - _drop_threshold(rate))))
 
@@ -51,10 +48,7 @@ def _drop_threshold(rate: float) -> int:
 
 
 class LayerNorm(nn.Module):
-    """Layer normalization of the last dimension (Ba, Kiros and Hinton, arXiv 1607.06450, equation 4), with torch's eps.
-
-    It computes in the type of the parameters.
-    """
+    """Layer normalization of the last dimension (arXiv 1607.06450, equation 4) with torch's eps, in parameter dtype."""
 
     def __init__(self, *shape: int) -> None:
         """Create the layer. `shape` is [N], or [M, N] for M vectors per sample with separate weights."""

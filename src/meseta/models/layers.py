@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -129,6 +129,9 @@ def split_weights(
     return rows[..., :-1], rows[..., -1]
 
 
+Model = TypeVar("Model", bound=nn.Module)
+
+
 @dataclass(frozen=True)
 class ModelBuildArgs:
     """Arguments of a model of this package besides its config section."""
@@ -140,6 +143,10 @@ class ModelBuildArgs:
     seed: int
     """Seed of the initial weights."""
     options: MLPOptions
+
+    def build(self, model: Callable[..., Model], **parts: Any) -> Model:
+        """Create a model with these arguments, except for `num_tasks`, and the `parts` that its config specifies."""
+        return model(self.embeddings, num_dense=self.num_dense, options=self.options, seed=self.seed, **parts)
 
 
 @dataclass(frozen=True)
@@ -179,10 +186,8 @@ class ScoringModel(nn.Module, ABC):
         return self.score(dense, select_score_input(self, self.embeddings(sparse)))
 
     def forward_dense(self, dense: Float[Tensor, "B num_dense"]) -> DenseActivations:
-        """Compute the activations that need no embeddings. `score` accepts the result in place of the dense inputs.
-
-        Raises MesetaError if the number of dense inputs is wrong.
-        """
+        """Compute the activations that need no embeddings, which `score` accepts in place of dense inputs. Raises
+        MesetaError if the number of inputs is wrong."""
         check_dense(type(self).__name__, dense, self.num_dense)
         return DenseActivations(self.encode_dense(dense.to(self._pooled_dtype)))
 
@@ -450,28 +455,23 @@ class MLP(HiddenLayers, nn.Sequential):
         self.set_hidden_layers(widths[1 : num_hidden + 1], options, name)
 
     def forward(self, x: Float[Tensor, "B N"], batch: BatchSlice | None = None) -> Float[Tensor, "B outputs"]:
-        """Return the outputs. In training, batch norm is collective.
-
-        Raises MesetaError if dropout or batch norm needs `batch` and it is missing.
-        """
+        """Return the outputs. In training, batch norm is collective. Raises MesetaError if `batch` is missing."""
         x = self.options.cast(x)
         layers = [layer for layer in self if isinstance(layer, nn.Linear)]
         if self.options.batch_norm or (self.options.dropout and self.training):
             placed = self.resolve_batch_slice(batch, x)
             for index in range(self.num_hidden):
-                x = self._hidden_layer(index, x, layers.pop(0), placed)
+                layer = layers.pop(0)
+                x = mlp(x, [layer.weight], [layer.bias], relu_last=not self.options.batch_norm)
+                if self.options.batch_norm:
+                    x = functional.relu(self.normalize(index, x, placed))
+                x = self.apply_dropout(index, x, placed)
         # The last layer of a bfloat16 MLP computes in float32, and the others in bfloat16.
         head = layers.pop() if x.dtype == torch.bfloat16 and not self.relu_last else None
         weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
         if head is None:
             return mlp(x, weights, biases, relu_last=self.relu_last)
         return cast(Tensor, head(mlp(x, weights, biases, relu_last=True).to(head.weight.dtype)))
-
-    def _hidden_layer(self, index: int, x: Tensor, layer: nn.Linear, batch: BatchSlice | None) -> Tensor:
-        x = mlp(x, [layer.weight], [layer.bias], relu_last=not self.options.batch_norm)
-        if self.options.batch_norm:
-            x = functional.relu(self.normalize(index, x, batch))
-        return self.apply_dropout(index, x, batch)
 
 
 def fill_glorot(stack: MLP, seed: int) -> None:
@@ -494,10 +494,8 @@ def fill_linear(module: nn.Module, seed: int, name: str = "") -> None:
 
 
 def pooled_dims(model: str, embeddings: nn.Module) -> dict[str, int]:
-    """Return the width of each pooled feature, in the order of `embeddings.features`.
-
-    Raises MesetaError if a feature has pooling 'none' or its own batch size.
-    """
+    """Return the width of each pooled feature, as in `embeddings.features`. Raises MesetaError if one has pooling
+    'none' or its own batch size."""
     tables = cast(Sequence[TableSpec], embeddings.tables)
     features = cast(Sequence[FeatureSpec], embeddings.features)
     width = {table.name: table.embedding_dim for table in tables}

@@ -88,10 +88,7 @@ def check_tables(operator: str, tables: Sequence[Tensor]) -> None:
 
 
 def contiguous_ids(operator: str, ids: Tensor, name: str = "ids") -> Tensor:
-    """Return 1-d int32 or int64 `ids` as a contiguous tensor. Messages call them `name`.
-
-    Raises MesetaError if they have another shape or dtype.
-    """
+    """Return 1-d int32 or int64 `ids`, contiguous. Raises MesetaError, with `name`, for another shape or dtype."""
     if ids.dim() != 1 or ids.dtype not in (torch.int32, torch.int64):
         raise MesetaError(f"{operator}: {name} are {ids.dtype} {list(ids.shape)}; give a 1-d tensor of int32 or int64")
     return ids.contiguous()

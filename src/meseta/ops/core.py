@@ -32,10 +32,7 @@ def core() -> ModuleType:
 
 
 def baseline_core() -> ModuleType:
-    """Return the compiled core that every processor supports, for processes that do not import torch.
-
-    Raises MesetaError if it was not built.
-    """
+    """Return the compiled core for any processor, which does not need torch. Raises MesetaError if it was not built."""
     return _load(MODULES["baseline"])
 
 
@@ -77,10 +74,7 @@ def load_openmp() -> None:
 
 
 def instruction_set() -> str:
-    """Return the value of `MESETA_ISA`, or the best instruction set of this processor.
-
-    Raises InstructionSetError if the value is unknown or unsupported.
-    """
+    """Return `MESETA_ISA` or the best instruction set. Raises InstructionSetError if it is unknown or unsupported."""
     best = best_instruction_set()
     chosen = environ.get("MESETA_ISA", best)
     if chosen not in MODULES:
@@ -92,10 +86,6 @@ def instruction_set() -> str:
 
 def best_instruction_set() -> str:
     """Return the best instruction set of this processor: 'avx512', 'avx2' or 'baseline'."""
-    return {"AVX512": "avx512", "AVX2": "avx2"}.get(_cpu_capability(), "baseline")
-
-
-def _cpu_capability() -> str:
     import torch  # Not at the top: readers of text formats load the baseline core in processes without torch.
 
-    return torch.backends.cpu.get_cpu_capability()
+    return {"AVX512": "avx512", "AVX2": "avx2"}.get(torch.backends.cpu.get_cpu_capability(), "baseline")

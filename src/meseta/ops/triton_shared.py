@@ -33,10 +33,7 @@ def tensor_metadata(tensors: Sequence[Tensor]) -> tuple[TensorMetadata, ...]:
 
 
 def write_addresses(out: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Write the address of each tensor to the int64 tensor `out`.
-
-    `out` must have `padded_address_count(len(tensors))` elements. The host does not wait for the device.
-    """
+    """Write the address of each tensor to `out`, int64 [padded_address_count(len(tensors))], without a host sync."""
     # A kernel writes the addresses, because these tensors are reallocated in every step. CUDA graphs can replay it.
     for first in range(0, len(tensors), ADDRESSES_PER_LAUNCH):
         some = tensors[first : first + ADDRESSES_PER_LAUNCH]
@@ -63,10 +60,8 @@ def _write_addresses(out, a, b, c, d, e, f, g):
 @triton.jit
 @no_type_check
 def find_last_at_most(values, first, count, wanted, live):
-    """Find the last index in [first, first + count) whose value is at most `wanted`.
-
-    Values must be sorted in ascending order, and the first one must be at most `wanted`.
-    """
+    """Return the last index in [first, first + count) whose value is at most `wanted`. Values must be ascending, and
+    the first one at most `wanted`."""
     low, high = first, first + count
     width = count
     while width > 1:

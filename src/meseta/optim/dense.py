@@ -45,11 +45,6 @@ def global_norm(tensors: Iterable[Tensor], sum_over_ranks: SumOverRanks | None =
     return math.sqrt(square)
 
 
-def rows_norm(matrices: Iterable[Tensor]) -> float:
-    """Return the Euclidean norm of all matrices together. It does not depend on the order of rows."""
-    return math.sqrt(_add_squares(matrices))
-
-
 def _sum_of_squares(tensors: Iterable[Tensor]) -> float:
     def chunks() -> Iterator[Tensor]:
         for tensor in tensors:
@@ -97,7 +92,7 @@ class GradientClipper:
             torch._foreach_clamp_max_(local, self.value)
         if self.norm is None:
             return 1.0
-        norm = math.hypot(global_norm(gradients, self.sum_over_ranks), rows_norm(rows))
+        norm = math.hypot(global_norm(gradients, self.sum_over_ranks), math.sqrt(_add_squares(rows)))
         if not math.isfinite(norm):
             whose, key = ("", "train") if self.includes_rows else (" of the dense part", "dense")
             raise MesetaError(

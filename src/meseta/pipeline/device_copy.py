@@ -28,10 +28,8 @@ class DeviceCopier:
         cuda: Any = torch.cuda,
         new_buffer: Callable[[int], Tensor] | None = None,
     ) -> None:
-        """Create a copier. `times` records the time of each copy. Tests replace `cuda`.
-
-        `new_buffer` allocates host memory that the device can read directly. `None` uses torch's pinned memory.
-        """
+        """Create a copier. `times` records each copy. `new_buffer` allocates host memory for direct access, or
+        pinned memory if `None`. Tests replace `cuda`."""
         self._device, self._times, self._cuda = device, times, cuda
         self._new_buffer = new_buffer or partial(torch.empty, dtype=torch.uint8, pin_memory=True)
         self._stream = cuda.Stream(device)

@@ -26,10 +26,7 @@ class OverlapChoice:
 def choose_overlap(
     asked: Literal["auto", "off"] | Collection[Overlap], model: Model, world: World, accumulate_steps: int = 1
 ) -> OverlapChoice:
-    """Select the overlaps of a run with a placed model. 'auto' selects all that are possible.
-
-    Raises MesetaError if an overlap requested by name is not possible.
-    """
+    """Select the overlaps of a placed model, with 'auto' all possible ones. Raises MesetaError for impossible ones."""
     sums_dense = getattr(model, "dense_gradients", None) is not None
     copies = world.is_one_cpu_host
     return predict_overlap(

@@ -142,7 +142,9 @@ class Pipeline:
         # Votes that no `StepResult` has returned yet.
         self._resolved_votes: tuple[float, ...] = ()
         is_gpu = world.device.type == "cuda"
-        self.stage_times = StageTimes(_make_device_clock() if is_gpu else None)
+        new_event = partial(torch.cuda.Event, enable_timing=True)
+        clock = DeviceClock(new_event, torch.cuda.current_stream, torch.cuda.synchronize) if is_gpu else None
+        self.stage_times = StageTimes(clock)
         self.device_copier = DeviceCopier(world.device, self.stage_times) if is_gpu else None
         """Copies batches to the GPU during the previous step. `None` copies each batch in its step."""
         self.batch: Batch | None = None
@@ -416,7 +418,9 @@ class Pipeline:
                         self.model.embeddings.start_second_hop(part.context)
                     if index == 0:
                         self._finish_dense_update()
-                        self._set_lr_factor(parts, schedule())
+                        lr_factor = schedule()
+                        for other in parts:
+                            other.context.lr_factor = lr_factor
                     scores, summed, sums = self._score(coming, part, None if is_last else parts[index + 1])
                     local_losses = sums if local_losses is None else local_losses + sums
                     logits.append(scores.detach())
@@ -457,10 +461,6 @@ class Pipeline:
     def _num_steps_after(self, part: _MicroBatch) -> int:
         assert part.context.global_totals is not None and part.context.batch_slice is not None
         return part.context.batch_slice.step + (part.context.global_totals.weight > 0)
-
-    def _set_lr_factor(self, parts: Sequence[_MicroBatch], lr_factor: float | None) -> None:
-        for part in parts:
-            part.context.lr_factor = lr_factor
 
     def _score(
         self, coming: QueuedBatch, part: _MicroBatch, following: _MicroBatch | None
@@ -523,8 +523,3 @@ class Pipeline:
                 flight.overlaps_gradient_dist, flight.clip = True, partial(self.clip, dense_parameters(self.optimizer))
             divisor = part.device_batch.batch_size * weight / max(num_samples, 1)
             (summed / (divisor or 1.0)).backward()
-
-
-def _make_device_clock() -> DeviceClock:
-    new_event = partial(torch.cuda.Event, enable_timing=True)
-    return DeviceClock(new_event, torch.cuda.current_stream, torch.cuda.synchronize)

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from meseta.checkpoint import list_checkpoints
 from meseta.config.load import checkpoint_location
-from meseta.errors import StorageError
+from meseta.errors import StorageError, join_names
 from meseta.report.evaluation import Headline, final_evaluation, headline
 from meseta.report.record import RUN_FILES, RunRecord, flatten, read_run
 from meseta.report.step_tables import mean_stages_s
@@ -146,13 +146,9 @@ def group_differences(rows: Sequence[FactDifference]) -> list[FactDifference]:
         fact = replace(row.fact, subject="") if row.fact.is_grouped else row.fact
         subjects.setdefault((fact, row.values), []).append(row.fact.subject)
     return [
-        FactDifference(fact=replace(fact, subject=_join_names(names)), values=values)
+        FactDifference(fact=replace(fact, subject=join_names(names, 4)), values=values)
         for (fact, values), names in subjects.items()
     ]
-
-
-def _join_names(names: Sequence[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def _format_value(value: Any) -> str:

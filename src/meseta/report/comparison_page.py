@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from meseta.errors import join_names
 from meseta.report.charts.chart import Series, horizontal_bars, line_chart
 from meseta.report.charts.curves import SAMPLES, SECONDS, STEPS, XAxisUnit, eval_points, last_x, train_points
 from meseta.report.charts.markup import escape, html_document, table, tag
@@ -55,19 +56,16 @@ def render_comparison(comparison: Comparison) -> str:
         ("Environment", _differences_table(comparison.environment, labels), "machine and versions are equal"),
     ]
     notes = tag("ul", *(tag("li", escape(note)) for note in comparison.notes), class_="problems")
+    names = join_names(labels, 3, " · ")
     body = [
-        tag("header", tag("h1", escape(_title(labels))), tag("p", escape(f"{len(labels)} runs"), class_="facts")),
+        tag("header", tag("h1", escape(names)), tag("p", escape(f"{len(labels)} runs"), class_="facts")),
         notes if comparison.notes else "",
         _legend(comparison.runs),
     ]
     for title, content, absence in sections:
         shown = content or tag("p", escape(f"{absence[0].upper()}{absence[1:]}."), class_="absent")
         body.append(tag("section", tag("h2", escape(title)), shown, id=title.lower()))
-    return html_document(f"{_title(labels)}: Meseta runs", *body, style=_run_styles(len(labels)))
-
-
-def _title(labels: Sequence[str]) -> str:
-    return " · ".join(labels[:3]) + (f" and {len(labels) - 3} more" if len(labels) > 3 else "")
+    return html_document(f"{names}: Meseta runs", *body, style=_run_styles(len(labels)))
 
 
 def _run_styles(num_runs: int) -> str:

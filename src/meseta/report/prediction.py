@@ -31,10 +31,8 @@ class ComparedComponent:
 
 
 def compare_components(summary: RunSummary | None) -> list[ComparedComponent]:
-    """Return the components of all ranks, sorted by component and then by rank.
-
-    Empty if the run has not ended, or if its summary lacks the prediction or the measurement.
-    """
+    """Return the components of all ranks, sorted by component and rank. Empty if the run has not ended, or lacks
+    prediction or measurement."""
     if summary is None or summary.predicted is None or not summary.stages_s_by_rank:
         return []
     return [
@@ -85,10 +83,7 @@ def _mean_over_ranks(ranks: Sequence[Mapping[str, TransferMeans]], name: str) ->
 
 
 def compare_cache_misses(record: RunRecord) -> dict[str, tuple[float, float]]:
-    """Return (predicted, counted) cache misses per step over all ranks, by offloaded table.
-
-    Tables without a prediction or without a count are left out.
-    """
+    """Return (predicted, counted) cache misses per step and offloaded table. Tables without either are left out."""
     predicted = None if record.summary is None else record.summary.predicted
     # The last line covers the newest steps, for which the caches are as full as they will be.
     counted = next((line.row_traffic for line in reversed(record.train_lines) if line.row_traffic), {})

@@ -28,7 +28,8 @@ def stages_section(record: RunRecord) -> str:
     if not lines:
         return ""
     names = order_stages({name for line in lines for name in line.stages_s})
-    groups = _group_lines(lines)
+    size = -(-len(lines) // MAX_BARS)  # Long runs have more lines than bars fit into the chart.
+    groups = [lines[start : start + size] for start in range(0, len(lines), size)]
     # Each bar starts at the last sample of the previous bar.
     starts = [0, *(group[-1].num_samples for group in groups[:-1])]
     spans = [(float(start), float(group[-1].num_samples)) for start, group in zip(starts, groups, strict=True)]
@@ -88,12 +89,6 @@ def stage_css_class(names: Sequence[str], name: str) -> str:
     # Unknown stages of one chart share a few spare colors in turn.
     unknown = [other for other in names if other not in STAGE_NAMES]
     return f"stage-spare-{unknown.index(name) % NUM_SPARE_COLORS}"
-
-
-def _group_lines(lines: Sequence[TrainLine]) -> list[Sequence[TrainLine]]:
-    # Long runs have more lines than bars fit into the chart.
-    size = -(-len(lines) // MAX_BARS)
-    return [lines[start : start + size] for start in range(0, len(lines), size)]
 
 
 def _mean_ms(lines: Sequence[TrainLine], name: str) -> float:

@@ -65,10 +65,7 @@ class Codec:
         return self.element_bytes + self.scale_bytes / COLUMN_BLOCK
 
     def row_bytes(self, pieces: tuple[int, ...]) -> int:
-        """Return the encoded size of a row made of pieces with the given numbers of columns.
-
-        Each piece starts a new block. Scales follow the elements.
-        """
+        """Return the encoded bytes of a row of pieces with these columns. Each starts a new block. Scales come last."""
         numbers = sum(pieces) * self.element_bytes
         if not self.scale_bytes:
             return numbers

@@ -131,10 +131,8 @@ class NeuralCost:
 
     @staticmethod
     def from_dict(document: object) -> NeuralCost:
-        """Parse the group `neural` of a cost model.
-
-        Raises MesetaError if a key is unknown or missing, or an array is truncated, non-finite or of the wrong shape.
-        """
+        """Parse the group `neural`. Raises MesetaError for unknown or missing keys, and truncated, non-finite or
+        misshaped arrays."""
         document = _check_mapping("neural", document)
         keys = ("lookup", "update", "collectives", "source")
         check_keys("cost model: neural", document, keys)
@@ -326,10 +324,7 @@ class ExchangeCost:
     source: str = ""
 
     def codec_seconds(self, codec: str, *, stochastic: bool = False) -> tuple[float, float]:
-        """Return the seconds to (encode, decode) one element.
-
-        `stochastic` selects stochastic rounding, which some codecs use for gradients.
-        """
+        """Return the seconds to (encode, decode) one element. `stochastic` selects stochastic rounding of gradients."""
         write_s = self.encode_number_s.get(codec, 0.0)
         if stochastic:
             write_s = self.encode_number_s.get(codec + STOCHASTIC_SUFFIX, write_s)

@@ -6,7 +6,7 @@ import enum
 import types
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -49,10 +49,7 @@ def _parse_document(content: bytes) -> Any:
 
 
 def load_document(kind: str, path: str | Path, parse: Callable[[dict[Any, Any]], T]) -> T:
-    """Load a YAML or JSON file and apply `parse` to its mapping.
-
-    Raises MesetaError if reading or parsing fails. The message starts with `kind` and the path.
-    """
+    """Load a YAML or JSON file and `parse` it. Raises MesetaError, starting with `kind` and the path, on failure."""
     try:
         return parse(read_mapping(path))
     except MesetaError as error:
@@ -67,10 +64,7 @@ def write_yaml(path: str | Path, document: dict[str, Any]) -> None:
 
 
 def strip_format(owner: str, document: Mapping[Any, Any], name: str, *, required: bool = False) -> dict[Any, Any]:
-    """Return a copy of `document` without the key 'format'.
-
-    Raises MesetaError if the format is not `name`, or if it is missing and `required`.
-    """
+    """Copy `document` without 'format'. Raises MesetaError if the format is not `name`, or missing but `required`."""
     # Older files that users wrote have no format.
     content = dict(document)
     if content.pop("format", None if required else name) != name:
@@ -111,16 +105,12 @@ def parse_dataclass(owner: str, form: type[T], document: Any, path: str = "") ->
     for name, entry in entries.items():
         if document.get(name) is not None:
             values[name] = _parse_value(owner, f"{path}.{name}" if path else name, types_of[name], document[name])
-        elif _is_required(entry):
+        elif entry.default is MISSING and entry.default_factory is MISSING:
             raise MesetaError(f"{where}: key {name!r} is missing")
     try:
         return form(**values)
     except MesetaError as error:
         raise MesetaError(f"{where}: {error}" if path else str(error)) from None
-
-
-def _is_required(entry: Field[Any]) -> bool:
-    return entry.default is MISSING and entry.default_factory is MISSING
 
 
 def _parse_value(owner: str, path: str, kind: Any, value: Any) -> Any:

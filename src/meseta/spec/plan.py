@@ -73,10 +73,8 @@ def _is_contiguous(spans: Sequence[tuple[int, int]], last: int) -> bool:
 
 
 def check_sharding(table: TableSpec, entry: TablePlan, num_ranks: int, per_host: int) -> None:
-    """Raise MesetaError unless the shards conform to their sharding type on hosts of `per_host` ranks.
-
-    The shards must tile the table, see `check_tiling`.
-    """
+    """Raise MesetaError unless the shards conform to their type on hosts of `per_host` ranks. They must tile the
+    table, see `check_tiling`."""
     where = f"plan: table {table.name!r} ({entry.sharding})"
     sharding, shards = entry.sharding, entry.shards
     one_piece = sharding in (ShardingType.TABLE_WISE, ShardingType.DATA_PARALLEL)

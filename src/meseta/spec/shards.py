@@ -27,10 +27,7 @@ LOCAL_ROW_ID_BYTES = 4
 
 
 def rows_per_block(row_bytes: int, block_bytes: int = BLOCK_BYTES) -> int:
-    """Return the number of rows per block, a power of two. The last block of a table may have fewer.
-
-    `row_bytes` includes the row id and the optimizer state.
-    """
+    """Return the rows per block, a power of two. The last one may have fewer. `row_bytes` includes id and states."""
     return 1 << (max(block_bytes // row_bytes, 1).bit_length() - 1)
 
 
@@ -178,10 +175,8 @@ def shard_table(
 
 
 def _split_evenly(span: _Range, owners: Sequence[T], align: int = 1) -> list[tuple[_Range, T]]:
-    """Split `span` into contiguous parts of equal size, one per owner, aligned to `align` relative to its start.
-
-    The last part may be shorter, and the last owners may get none.
-    """
+    """Split `span` into contiguous parts, one per owner, aligned to `align` relative to its start. The last part may be
+    shorter, the last owners may get none."""
     first, last = span
     blocks = -(-(last - first) // align)
     step = -(-blocks // len(owners)) * align

@@ -55,10 +55,7 @@ def row_index_bytes(tier: str, num_rows: int) -> int:
 
 
 def rows_per_part(record_bytes: int, part_bytes: int = ROW_FILE_PART_BYTES) -> int:
-    """Return the number of rows per part of a row file, a power of two. The last part may have fewer.
-
-    `record_bytes` includes the optimizer state of a row.
-    """
+    """Return the rows per part of a row file, a power of two. The last has fewer. `record_bytes` includes states."""
     return 1 << (max(part_bytes // record_bytes, 1).bit_length() - 1)
 
 

@@ -127,12 +127,9 @@ _TASK_FOLDER = Path("/proc/self/task")
 
 def _num_allowed_levels(environment: Mapping[str, str]) -> int:
     aten = environment.get("ATEN_CPU_CAPABILITY", "")
+    # oneDNN reads the variable with its current name first.
+    onednn = environment.get("ONEDNN_MAX_CPU_ISA") or environment.get("DNNL_MAX_CPU_ISA") or ""
     return min(
         _ATEN_LEVEL_LIMITS.get(aten, len(_X86_LEVELS)),
-        _ONEDNN_LEVEL_LIMITS.get(_onednn_max_isa(environment).upper(), len(_X86_LEVELS)),
+        _ONEDNN_LEVEL_LIMITS.get(onednn.upper(), len(_X86_LEVELS)),
     )
-
-
-def _onednn_max_isa(environment: Mapping[str, str]) -> str:
-    # oneDNN reads the variable with its current name first.
-    return environment.get("ONEDNN_MAX_CPU_ISA") or environment.get("DNNL_MAX_CPU_ISA") or ""

@@ -281,10 +281,7 @@ def _ranks_behind(states: RankStates, rank: int, wait: Wait) -> list[int]:
 
 
 def _late_ranks(states: RankStates, rank: int, wait: Wait) -> tuple[int, ...]:
-    """Return the ranks that `rank` waits for.
-
-    They are the participants that have not started its transfer, or all other ranks if all have started it.
-    """
+    """Return the participants that have not started the transfer of `rank`, or all other ranks if all have."""
     # Ranks that do not wait themselves are preferred.
     behind = _ranks_behind(states, rank, wait)
     free = [r for r in behind or states if r != rank and not states[r].waits]

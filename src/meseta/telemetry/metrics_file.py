@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -205,10 +204,8 @@ class MetricsLine:
 
 
 def read_metrics_lines(path: Path) -> Iterator[MetricsLine]:
-    """Yield the lines of metrics.jsonl that are not blank. Corrupt lines are marked.
-
-    Raises OSError if the file is missing or not regular, or if the file or a line is too long.
-    """
+    """Yield the nonblank lines of metrics.jsonl, corrupt ones marked. Raises OSError if the file is missing, not
+    regular, or it or a line is too long."""
     with open(open_regular(path), "rb") as file:
         if os.fstat(file.fileno()).st_size > MAX_METRICS_BYTES:
             raise file_too_long_error(str(path), MAX_METRICS_BYTES)
@@ -226,11 +223,6 @@ def read_metrics_lines(path: Path) -> Iterator[MetricsLine]:
                 yield MetricsLine(
                     number=number, content=content, is_complete=content != line, is_corrupt=is_corrupt, record=record
                 )
-
-
-def format_line(line: Line) -> str:
-    """Format a line of metrics.jsonl with its newline."""
-    return json.dumps(line.to_dict()) + "\n"
 
 
 def _parse_line(line: bytes) -> Line | None:

@@ -295,10 +295,7 @@ class ActiveTransfer:
 
 
 def create_record_file(folder: Path) -> int:
-    """Create an unnamed file for a record, and return its descriptor. Raises OSError if that fails.
-
-    `link_tmpfile` can later link it below `folder`.
-    """
+    """Create an unnamed file that `link_tmpfile` can link below `folder`. Returns its descriptor. Raises OSError."""
     descriptor = open_tmpfile(folder)
     os.ftruncate(descriptor, RECORD_BYTES)
     return descriptor
@@ -454,10 +451,7 @@ class RankProcess:
 
 
 def read_rank_records(run_dir: Path) -> dict[int, RankProcess]:
-    """Read the rank records in the folder of a run, by rank.
-
-    Raises MesetaError if there are none, or if a record is invalid or belongs to another run.
-    """
+    """Read a run's rank records. Raises MesetaError if there is none, or one is invalid or of another run."""
     folder = run_dir / RANKS_FOLDER
     try:
         paths = {

@@ -46,10 +46,8 @@ class CopySpan(NamedTuple):
 
 
 class DeviceClock:
-    """Clock that measures stages with events in a device stream.
-
-    Events are read only after the device has passed them. The host therefore waits at the first event only.
-    """
+    """Clock that measures stages with events in a device stream. It reads events that the device has passed, so the
+    host waits at the first one only."""
 
     # The length of a stage is the time between its two events. Host work that a busy device hides takes no time, and
     # host work for which the device is idle counts.

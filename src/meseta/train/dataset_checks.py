@@ -79,10 +79,8 @@ def check_same_encoding(
 
 
 def check_same_rows(run: RunDir, dataset: Dataset, world: World) -> None:
-    """Raise MesetaError, on all ranks, if the run was trained on other rows than those of `dataset`. Collective.
-
-    Compares numbers of rows, files and statistics.
-    """
+    """Raise MesetaError, on all ranks, if the run was trained on other rows than those of `dataset`: other numbers
+    of rows, files or statistics. Collective."""
     problem: Exception | None = None
     try:
         if path_exists(run.path / DATASET_FILE):
@@ -100,8 +98,7 @@ def _other_data_error(run: RunDir, dataset: Dataset, differs: str, way_out: str)
 
 
 def load_encoding(checkpoint: Location) -> DatasetEncoding | None:
-    """Return the encoding of a checkpoint's data, or `None` if it is not recorded. Raises MesetaError if it is
-    damaged."""
+    """Return the encoding of a checkpoint's data, or `None` if it is not recorded. Raises MesetaError if damaged."""
     state = read_manifest(checkpoint)["state"]
     return (
         DatasetEncoding.from_dict(state[ENCODING_KEY], f"checkpoint {str(checkpoint)!r}")

@@ -120,7 +120,8 @@ def evaluate(
     reader.dataset.check_has_labels()
     check_segments(reader.dataset, config.segments)
     windows, outside = TaskWindows(reader.dataset.labels, MetricWindow), OutOfRangeIds()
-    keys: dict[str, list[NDArray[np.int64]]] = {feature: [] for feature in config.segments}
+    # A rank may have no batches.
+    keys = {feature: [np.empty(0, np.int64)] for feature in config.segments}
     with track_activity(f"evaluating the {reader.split} split"):
         for logits, batch in predict(model, reader, world, logit_shift, outside):
             label_mask = _to_numpy(batch.label_mask)
@@ -131,7 +132,7 @@ def evaluate(
                 parts.append(batch.sparse[feature].values.numpy())
     merged = gather_windows(windows, world)
     segments = {
-        feature: segment_metrics(merged, gather_rows(_concatenate(parts), world), config.max_segments)
+        feature: segment_metrics(merged, gather_rows(np.concatenate(parts), world), config.max_segments)
         for feature, parts in keys.items()
     }
     metrics = {task: merged[task].compute(config.ndcg_k) for task in merged.tasks}
@@ -168,7 +169,3 @@ def gather_rows(parts: NDArray[Any], world: World) -> NDArray[Any]:
 
 def _to_numpy(column: torch.Tensor | None) -> NDArray[Any] | None:
     return None if column is None else column.numpy()
-
-
-def _concatenate(parts: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
-    return np.concatenate([np.empty(0, np.int64), *parts])

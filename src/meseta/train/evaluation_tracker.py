@@ -29,8 +29,7 @@ def check_early_stopping(config: EarlyStoppingConfig, dataset: Dataset) -> None:
 
 
 class EarlyStopping:
-    """Early stopping over the evaluations of a run. It depends on the evaluations only, so a resumed run stops
-    identically."""
+    """Early stopping over the evaluations of a run, which alone determine it. A resumed run stops identically."""
 
     def __init__(self, config: EarlyStoppingConfig, split: str = "test") -> None:
         self.config = config
@@ -142,8 +141,7 @@ class PlateauTracker:
         self._schedule = schedule
 
     def update(self, step: int, *, improved: bool) -> None:
-        """Process an evaluation after `step` steps. Evaluations during warm-up, or before the decay starts, are
-        ignored."""
+        """Process an evaluation after `step` steps. Ignores those during warm-up, or before the decay starts."""
         schedule = self._schedule
         if schedule.kind != "plateau" or step < max(schedule.warmup_steps, schedule.decay_start_step):
             return
@@ -161,8 +159,7 @@ class PlateauTracker:
 
 
 class EvaluationTracker:
-    """Tracks all evaluations of a run. It depends on the evaluations only, so a resumed run makes identical
-    decisions."""
+    """Tracks all evaluations of a run, which alone determine decisions. A resumed run makes identical ones."""
 
     def __init__(self, config: RunConfig, splits: Collection[str]) -> None:
         self.split = validation_split(splits)

@@ -202,10 +202,8 @@ class _PredictionFile:
 def _open_key_columns(
     reader: BatchReader | NewBatches, keys: Sequence[str], taken: Sequence[str], *, with_roles: bool
 ) -> KeyColumns | NewBatches:
-    """Open the columns to copy, one global batch at a time.
-
-    `taken` are the columns of the predictions. `with_roles` adds the group and time of a prepared dataset.
-    """
+    """Open the columns to copy, one global batch at a time, besides the columns `taken`. `with_roles` adds the group
+    and time of a prepared dataset."""
     if isinstance(reader, BatchReader):
         _check_reader_options(reader.options)
         dataset = reader.dataset

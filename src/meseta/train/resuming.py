@@ -263,10 +263,8 @@ def report_topology_change(run: RunDir, plan: Plan) -> None:
 
 
 def _load_previous_config(run: RunDir) -> RunConfig | None:
-    """Return the config that the run used so far, or `None` if this version cannot parse it.
-
-    Raises StorageError if it cannot be read, because later checks depend on it.
-    """
+    """Return the run's previous config, or `None` if this version cannot parse it. Raises StorageError if it cannot be
+    read, because later checks need it."""
     try:
         return run.load_config()
     except StorageError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import platform
 import shutil
 from collections.abc import Iterator, Mapping
@@ -34,7 +35,6 @@ from meseta.telemetry.metrics_file import (
     MetricsLine,
     TrainLine,
     corrupt_lines_message,
-    format_line,
     read_metrics_lines,
 )
 from meseta.telemetry.rank_record import RANKS_FOLDER
@@ -114,10 +114,7 @@ class RunDir:
                 self._lock.acquire()
 
     def clear(self) -> None:
-        """Remove checkpoints, metrics and results of a run, so that another one may start. Other files are kept.
-
-        Raises MesetaError if another run uses the folder.
-        """
+        """Remove checkpoints, metrics and results, but no other files. Raises MesetaError if the folder is in use."""
         if not is_folder(self.path):
             return
         self.lock()
@@ -166,7 +163,7 @@ class RunDir:
     def append_metrics(self, line: Line) -> None:
         """Append one line to metrics.jsonl, atomically. Raises MesetaError if it cannot be written."""
         with self._wrap_write_errors(), self._metrics_path.open("ab", buffering=0) as file:
-            append_atomic(file, format_line(line).encode())
+            append_atomic(file, f"{json.dumps(line.to_dict())}\n".encode())
 
     def truncate_metrics(self, step: int, num_steps: int) -> None:
         """Remove the lines of metrics.jsonl that a run resumed at `step` writes again, and lines truncated by a kill.
@@ -247,10 +244,7 @@ class RunDir:
 
 
 def clear_run(config: RunConfig, world: World) -> None:
-    """Remove the results of a run from run_dir, see `RunDir.clear`. Collective.
-
-    Raises MesetaError if there is a mirror, from which the run would be restored.
-    """
+    """Remove the results of a run, see `RunDir.clear`. Collective. Raises MesetaError if a mirror would restore it."""
     if config.checkpoint.mirror is not None:
         raise MesetaError(
             f"--force: checkpoint.mirror {config.checkpoint.mirror!r} may have the run too, and --force does not "

@@ -7,7 +7,6 @@ from dataclasses import asdict, astuple
 from typing import TYPE_CHECKING, Any
 
 from meseta import checkpoint
-from meseta.comm import World
 from meseta.comm.world import UnknownCollectives
 from meseta.report import write_report
 from meseta.telemetry.metrics_file import EvalLine
@@ -17,10 +16,8 @@ from meseta.telemetry.summary import (
     RunSummary,
     SelectionRecord,
     TeacherSummary,
-    read_summary,
 )
 from meseta.train.evaluation_tracker import decisions_from_evaluations
-from meseta.train.run_dir import RunDir
 from meseta.train.state import sum_clamped
 
 if TYPE_CHECKING:
@@ -30,11 +27,6 @@ if TYPE_CHECKING:
 def num_unknown_collectives() -> int:
     """Return the number of unknown collectives of this process so far."""
     return UnknownCollectives.count
-
-
-def load_summary(run: RunDir, world: World) -> RunSummary | None:
-    """Return the summary that a previous start wrote, or `None`. Collective."""
-    return world.broadcast_from_rank_0(lambda: read_summary(run.path))
 
 
 def write_summary(

@@ -55,10 +55,7 @@ class TrainingClock:
 
 
 class RunningMetrics:
-    """Metrics of the predictions of all training steps.
-
-    Predictions are computed before the update of the step, so each sample is new to the model.
-    """
+    """Metrics of all training predictions, made before the update, so that each sample is new to the model."""
 
     def __init__(self, tasks: Sequence[str], task_weights: Sequence[float] | None, world: World) -> None:
         """Create metrics of `tasks`, the labels of the dataset. The loss is the sum of task losses, weighted by
@@ -77,8 +74,7 @@ class RunningMetrics:
         self._row_traffic: dict[str, RowTraffic] = {}
 
     def add(self, logits: Tensor, batch: Batch, agreement: LossAgreement | None = None) -> None:
-        """Add this rank's logits [B] or [B, T] of a step, with its slice and the loss terms that all ranks agreed
-        on."""
+        """Add this rank's logits [B] or [B, T] of a step, with its slice and the agreed loss terms."""
         self._process_pending()
         self._pending = AsyncHostCopy(logits[: batch.batch_size - batch.num_padding]), batch, agreement
         # Logits of a GPU are copied asynchronously and processed one step later.
@@ -116,9 +112,9 @@ class RunningMetrics:
         if self._world.rank == 0:
             for task, columns in window.get_state().items():
                 self._lifetime[task].add(columns["logits"], columns["labels"], columns.get("weights"))
-            so_far = {task: _select_lifetime_metrics(self._lifetime[task].compute()) for task in self.tasks}
+            so_far = {task: _select(self._lifetime[task].compute(), _LIFETIME_METRICS) for task in self.tasks}
         [(so_far, terms), *_] = self._world.all_gather_object((so_far, self._pop_loss_terms()))
-        by_task = {task: {**_select_metrics(metrics[task]), "lifetime": so_far[task]} for task in self.tasks}
+        by_task = {task: {**_select(metrics[task], _WINDOW_METRICS), "lifetime": so_far[task]} for task in self.tasks}
         losses = [metrics[task].to_dict()["logloss"] for task in self.tasks]
         total = None if None in losses else float(np.dot(self._task_weights, losses))
         first = by_task[self.tasks[0]]
@@ -149,10 +145,8 @@ class RunningMetrics:
         }
 
     def get_tensors(self) -> dict[str, Tensor]:
-        """Return the state for a checkpoint: `window.TASK.COLUMN`, `lifetime.TASK.COLUMN` and `terms.NAME`. Collective.
-
-        Rank 0 returns the samples of all ranks.
-        """
+        """Return the state for a checkpoint: `window.TASK.COLUMN`, `lifetime.TASK.COLUMN` and `terms.NAME`.
+        Collective. Rank 0 has the samples of all ranks."""
         self._process_pending()
         window = gather_windows(self._window, self._world).get_state()
         # A run that was resumed within a window has its samples in another order, so sort them to get the same file.
@@ -190,14 +184,13 @@ def _float64_tensor(*numbers: float) -> Tensor:
     return torch.tensor(numbers, dtype=torch.float64)
 
 
-def _select_metrics(metrics: Metrics) -> dict[str, Any]:
-    document = metrics.to_dict()
-    return {name: document[name] for name in ("logloss", "ne", "auc")}
+_WINDOW_METRICS = ("logloss", "ne", "auc")
+_LIFETIME_METRICS = ("logloss", "ne", "auc_binned", "auc_error_bound", "calibration")
 
 
-def _select_lifetime_metrics(metrics: LifetimeMetrics) -> dict[str, Any]:
+def _select(metrics: Metrics | LifetimeMetrics, names: Sequence[str]) -> dict[str, Any]:
     document = metrics.to_dict()
-    return {name: document[name] for name in ("logloss", "ne", "auc_binned", "auc_error_bound", "calibration")}
+    return {name: document[name] for name in names}
 
 
 def _sort_samples(state: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:

@@ -27,12 +27,11 @@ from meseta.checkpoint.policy import is_cumulative
 from meseta.checkpoint.store.store import make_store
 from meseta.comm import World
 from meseta.config import CheckpointConfig
-from meseta.config.row_bits import RowBits
 from meseta.embedding import EmbeddingBagCollection, ShardedEmbeddingBagCollection
 from meseta.errors import StorageError
 from meseta.ops.row_marks.row_set import RowSet
 from meseta.planner.cost.memory import copy_bytes
-from meseta.spec import MesetaError, Plan
+from meseta.spec import MesetaError
 from meseta.spec.shards import BLOCK_BYTES, NUM_PENDING_WRITES
 from meseta.spec.tiers import DISK
 from meseta.storage import SelectedRows, TableStorage
@@ -98,10 +97,7 @@ class CheckpointManager:
         self._mirror = checkpoint.Mirror(url, self._folder.parent / READBACK_STATE_FILE)
 
     def _make_rate_limiter(self) -> checkpoint.WriteRateLimiter | None:
-        """Return the rate limiter of all saves, if there is a limit.
-
-        Raises MesetaError if ranks would wait for a slow writer so long that they would be reported as stuck.
-        """
+        """Return the rate limiter, if any. Raises MesetaError if waits for a slow writer would be reported as stuck."""
         most = self._config.max_bytes_per_s
         if most is None:
             return None
@@ -180,7 +176,9 @@ class CheckpointManager:
         self._note_full_tables(shards)
         is_best = step == best_step and self._config.keep_best
         exact = is_last or is_best or (self.is_stopping and self._config.on_signal == "exact")
-        bits = self._inexact_bits(embeddings.plan)
+        tables = [entry.table for entry in embeddings.plan.tables]
+        rules = {table: self._config.table_bits(table, self._num_restores) for table in tables}
+        bits = {table: of_table for table, of_table in rules.items() if of_table is not None}
         base, rows = self._delta_tracker.begin_save(self.saved_step, shards, bits, full=bool(bits) and exact)
         bits = {} if exact else bits
         options = checkpoint.SaveOptions(
@@ -219,10 +217,6 @@ class CheckpointManager:
         if self._mirror is not None:
             self._mirror.check_owner(self._run_id, self._folder)
 
-    def _inexact_bits(self, plan: Plan) -> dict[str, RowBits]:
-        bits = {entry.table: self._config.table_bits(entry.table, self._num_restores) for entry in plan.tables}
-        return {table: of_table for table, of_table in bits.items() if of_table is not None}
-
     def _save_now(
         self,
         shards: Sequence[TableStorage],
@@ -246,10 +240,7 @@ class CheckpointManager:
             self._warnings.append(note)
 
     def _finish_background_save(self) -> None:
-        """Wait until the background save is complete. Collective.
-
-        Raises its error, on all ranks, if `checkpoint.on_failure` is 'stop'.
-        """
+        """Finish the background save. Collective. Raises its error on all ranks if `checkpoint.on_failure='stop'`."""
         try:
             self._background_saver.wait()
         except MesetaError as error:
@@ -323,10 +314,7 @@ class CheckpointManager:
         return [self._warnings.popleft() for _ in range(len(self._warnings))]
 
     def sync_mirror(self) -> None:
-        """Copy all missing files to the mirror, and print the remaining warnings. Collective.
-
-        Raises MesetaError, on all ranks, if the mirror cannot be updated.
-        """
+        """Update the mirror and print its warnings. Collective. Raises MesetaError, on all ranks, if that fails."""
         self._world.run_on_rank_0(self._update_mirror)
         for note in self.pop_warnings():
             print(f"warning: {note}", file=sys.stderr)

@@ -55,10 +55,8 @@ class _TrainerState(_StateModel):
 
 
 def dense_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> dict[str, Tensor]:
-    """Return `model.PARAMETER` and `optimizer.PARAMETER.MOMENT` tensors by name. Collective.
-
-    Sharded tensors are gathered one at a time. Only rank 0 keeps the result, on the CPU.
-    """
+    """Return `model.PARAMETER` and `optimizer.PARAMETER.MOMENT` tensors by name, only on rank 0, on the CPU.
+    Collective. Gathers sharded tensors one at a time."""
     tensors = {f"model.{name}": value.detach() for name, value in model.state_dict().items()}
     for name, parameter in model.named_parameters():
         for moment, value in optimizer.state.get(parameter, {}).items():
@@ -108,10 +106,7 @@ def set_dense_parameters(model: nn.Module, tensors: Mapping[str, Tensor], where:
 def add_step_context(
     error: MesetaError, done: int, batch: Batch | None, dataset: Dataset, folder: Location, world: World
 ) -> MesetaError:
-    """Extend an error of the step after `done` steps by its step number, its cause in `batch`, and the last checkpoint.
-
-    Collective.
-    """
+    """Add the step number, a cause in `batch` and the last checkpoint to an error after `done` steps. Collective."""
     cause = None
     if isinstance(error, NonFiniteLoss) and batch is not None:
         cause = find_non_finite_input(batch, dataset, world)

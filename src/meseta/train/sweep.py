@@ -72,8 +72,7 @@ def _load_table_rate(run_dir: Path) -> float | None:
 
 
 def _run_trial(config: RunConfig, dataset: Dataset, rate: float, world: World) -> float | None:
-    """Return the validation AUC of a trial, of its best evaluation if `train.finish` is 'best'. No checkpoints are
-    saved."""
+    """Return the validation AUC of a trial, the best one if `train.finish` is 'best'. No checkpoints are saved."""
     trial = RunDir(config.run_dir / TRIALS_FOLDER / f"rate-{rate:g}")
     evaluation = world.broadcast_from_rank_0(lambda: _load_result(trial))
     if evaluation is None:
@@ -182,10 +181,8 @@ def parse_space(settings: Sequence[str]) -> tuple[dict[str, Choices | Range], li
 
 
 def parse_setting(setting: str) -> tuple[str, Choices | Range | None]:
-    """Parse `key=[a, b]` or `key=loguniform(a, b)` to (key, values). The values of any other setting are `None`.
-
-    Raises MesetaError if a list is empty or bounds are invalid.
-    """
+    """Parse `key=[a, b]` or `key=loguniform(a, b)` to (key, values), with `None` for other settings. Raises MesetaError
+    for an empty list or invalid bounds."""
     key, equals, text = (part.strip() for part in setting.partition("="))
     drawn = _DISTRIBUTION_PATTERN.fullmatch(text)
     if equals and drawn:
@@ -217,10 +214,7 @@ def _parse_range(setting: str, kind: str, low: str, high: str) -> Range:
 
 
 def grid_settings(space: SearchSpace) -> list[dict[str, Any]]:
-    """Return all combinations of the values of `space`, the last key changing fastest.
-
-    Raises MesetaError if a key has a range.
-    """
+    """Return all combinations of `space`, the last key changing fastest. Raises MesetaError if a key has a range."""
     values = []
     for key, entry in space.items():
         if not isinstance(entry, Choices):
@@ -230,10 +224,7 @@ def grid_settings(space: SearchSpace) -> list[dict[str, Any]]:
 
 
 def random_settings(space: SearchSpace, num_trials: int, seed: int) -> list[dict[str, Any]]:
-    """Return `num_trials` random samples of `space`.
-
-    The value of a key depends only on the seed and the index of the trial, so more trials extend the list.
-    """
+    """Return `num_trials` samples of `space`. More trials extend the list, as seed, key and index determine a value."""
     return [
         {key: entry.sample(random.Random(f"{seed}/{number}/{key}")) for key, entry in space.items()}
         for number in range(num_trials)
@@ -440,10 +431,7 @@ def rank_trials(results: Sequence[TrialResult], metric: str) -> list[TrialResult
 
 
 def table_rows(ranked: Sequence[TrialResult]) -> list[dict[TrialColumn, Any]]:
-    """Return the rows of a table by column.
-
-    If trials are ranked by the validation split, only the best one shows its test metrics.
-    """
+    """Return a table's rows by column. If ranked on the validation split, only the best trial has test metrics."""
     lines = []
     for place, result in enumerate(ranked, start=1):
         line = {TrialColumn("rank"): place, **result.cells()}

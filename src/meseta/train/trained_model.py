@@ -76,10 +76,7 @@ def open_trained(
     ignore_filter: bool = False,
     storage_dir: Path | None = None,
 ) -> Iterator[TrainedModel[BatchReader]]:
-    """Context manager around the final model of a run, with a reader of `split` from the ranks of this process.
-
-    See `load_trained` for the arguments and errors.
-    """
+    """Context manager around the final model of a run and a reader of `split` for each rank. See `load_trained`."""
     with session(RunDir(run_dir).load_config()) as world:
         yield load_trained(run_dir, split, world, data, best=best, ignore_filter=ignore_filter, storage_dir=storage_dir)
 
@@ -209,10 +206,7 @@ def _find_checkpoint(run: RunDir, *, best: bool) -> tuple[RunConfig, Location]:
 
 
 def _load_training_dataset(run: RunDir, config: RunConfig) -> Dataset:
-    """Return the dataset description in the run folder.
-
-    An older version recorded less. Then the training data itself is described, if it still exists.
-    """
+    """Return the run folder's dataset, or that of existing training data if an older version recorded less."""
     kept = Dataset.load(run.path)
     vocabularies = [feature.vocabulary for feature in kept.sparse if feature.vocabulary is not None]
     if kept.source_form is None or not all(path_exists(run.path / path) for path in vocabularies):
@@ -254,10 +248,8 @@ def _with_plan(config: RunConfig, path: Location, storage_dir: Path | None, worl
 
 
 def _plan_with_saved_tiers(path: Location, num_ranks: int) -> Any:
-    """Return a plan for a config in which tables keep the tiers of the checkpoint.
-
-    Offloaded tables are split by rows. The plan is 'auto' if no table was offloaded.
-    """
+    """Return a plan in which tables keep the tiers of the checkpoint. Offloaded tables are split by rows. Without any,
+    the plan is 'auto'."""
     try:
         plan, offloaded = read_manifest(path)["plan"], dict[str, Any]()
     except checkpoint.DamagedCheckpoint:  # Loading the checkpoint raises the error with a remedy.
@@ -275,10 +267,8 @@ def _plan_with_saved_tiers(path: Location, num_ranks: int) -> Any:
 
 
 def _find_best_checkpoint(run: RunDir, config: RunConfig) -> Location | None:
-    """Return the checkpoint of the best evaluation, or `None` if the run has no checkpoint.
-
-    Raises MesetaError if there was no evaluation, or its checkpoint was not kept.
-    """
+    """Return the checkpoint of the best evaluation, or `None` without checkpoints. Raises MesetaError if there was no
+    evaluation or it was not kept."""
     if checkpoint.latest_complete(run.checkpoints) is None:
         return None
     lines = run.evaluations()

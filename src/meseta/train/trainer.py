@@ -19,6 +19,7 @@ from meseta.optim.dense import set_learning_rates
 from meseta.pipeline import LateNonFiniteLoss, StepResult
 from meseta.spec import MesetaError
 from meseta.telemetry.metrics_file import EvalLine, Line, TrainLine
+from meseta.telemetry.summary import read_summary
 from meseta.telemetry.timeline import StepRange
 from meseta.train import resuming
 from meseta.train.dataset_checks import encoding_state, open_dataset
@@ -32,7 +33,7 @@ from meseta.train.interop.profile import Profiler, choose_profiled_steps
 from meseta.train.interop.tensorboard import TensorBoardWriter
 from meseta.train.progress import TrainProgress
 from meseta.train.run_dir import RunDir
-from meseta.train.run_summary import RunSummary, load_summary, num_unknown_collectives, write_summary
+from meseta.train.run_summary import RunSummary, num_unknown_collectives, write_summary
 from meseta.train.running_metrics import RunningMetrics, TrainingClock
 from meseta.train.saving import CheckpointManager
 from meseta.train.setup.build import (
@@ -144,11 +145,8 @@ class Trainer:
             return self._run().to_dict()
 
     def run_trial(self, *, best: bool) -> EvalLine:
-        """Train to the end without saving the final weights. Return the best or the last evaluation of the validation
-        split.
-
-        Raises the same errors as `run`.
-        """
+        """Train to the end without saving the final weights. Return the best or last evaluation of the validation
+        split. Raises as `run` does."""
         with self._resources:
             self.world.run_on_rank_0(self._prepare_run_dir)
             with TrainProgress(self.num_steps, first_step=self.step, visible=self.world.rank == 0) as progress:
@@ -162,10 +160,8 @@ class Trainer:
         return lines[0] if lines else line
 
     def save_initial_checkpoint(self, fill: Callable[[Any], None]) -> None:
-        """Write the first checkpoint of a run, with the model that `fill` has modified. `run` resumes from it.
-
-        Nothing is written if `fill` raises an error.
-        """
+        """Write the first checkpoint of a run, as modified by `fill`, from which `run` resumes. Nothing is written if
+        `fill` raises an error."""
         with self._resources:
             fill(self.model)
             self.world.run_on_rank_0(self._prepare_run_dir)
@@ -174,7 +170,7 @@ class Trainer:
             self.checkpoint_manager.sync_mirror()
 
     def _run(self) -> RunSummary:
-        former = load_summary(self.run_dir, self.world)
+        former = self.world.broadcast_from_rank_0(lambda: read_summary(self.run_dir.path))
         self.world.run_on_rank_0(self._prepare_run_dir)
         publish_record(self.run_dir.path, self.step)
         first = self.step

@@ -15,7 +15,7 @@ import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError
-from safetensors.torch import load, load_file, save, save_file
+from safetensors.torch import load, save, save_file
 from torch import Tensor
 
 from meseta.checkpoint.failures import (
@@ -54,8 +54,7 @@ Values = dict[str, np.ndarray]
 def write_block(
     root: Location, path: str, schema: BlockSchema, first_row: int, values: Values, rate: WriteRateLimiter | None = None
 ) -> dict[str, Any]:
-    """Write a complete block without syncing it, and return its entry in the manifest. Raises MesetaError if writing
-    fails."""
+    """Write a complete block without syncing it, and return its manifest entry. Raises MesetaError if writing fails."""
     num_rows = len(next(iter(values.values())))
     ids, columns = np.arange(first_row, first_row + num_rows, dtype=np.int64), _contiguous_columns(schema, values)
     content, checksum = _build_arrow_file(schema.to_arrow(), schema, ids, columns, hashed=columns)
@@ -373,10 +372,8 @@ def write_tensors(
 
 
 def read_tensors(root: Location, entry: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Read the tensors of a file by name, on the CPU.
-
-    Raises DamagedCheckpoint if the file is missing, truncated or changed, and StorageError if it cannot be read.
-    """
+    """Read the tensors of a file by name, on the CPU. Raises DamagedCheckpoint if it is missing, truncated or changed,
+    StorageError if unreadable."""
     path = locate_file(root, entry)
     try:
         tensors = _parse_tensors(read_with_retry(root, path, lambda: _read_content(path, entry["num_bytes"])))
@@ -387,14 +384,6 @@ def read_tensors(root: Location, entry: Mapping[str, Any]) -> dict[str, Tensor]:
     if any(has_control_characters(name) for name in tensors):
         raise damaged_file_error(path, "has a tensor whose name has control characters")
     check_checksum(path, entry["checksum"], digest.hash_tensors(tensors))
-    return tensors
-
-
-def load_tensors(path: Path) -> dict[str, Tensor]:
-    """Load the tensors of a local file, on the CPU. Raises ValueError as `check_header` does, and errors of
-    safetensors."""
-    check_header(path)
-    tensors: dict[str, Tensor] = load_file(path)
     return tensors
 
 

@@ -32,8 +32,7 @@ def hash_json(document: object) -> str:
 
 
 def hash_tensors(tensors: Mapping[str, Tensor]) -> str:
-    """Hash tensors in the order of their names: for each, the digest of [name, dtype, shape] as JSON, then its
-    bytes."""
+    """Hash tensors by name: for each, the digest of [name, dtype, shape] as JSON, then its bytes."""
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         head = [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]

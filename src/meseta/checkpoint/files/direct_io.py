@@ -30,10 +30,7 @@ MIN_BYTES_PER_S = 1_000_000
 
 
 class WriteRateLimiter:
-    """Limiter of the writes of one rank, so that all ranks write at most `max_bytes_per_s` in any second.
-
-    Thread-safe.
-    """
+    """Thread-safe limiter of one rank's writes, so that all ranks write at most `max_bytes_per_s` in any second."""
 
     def __init__(
         self,
@@ -60,10 +57,7 @@ class WriteRateLimiter:
         self._lock = threading.Lock()
 
     def set_num_writers(self, num_writers: int) -> None:
-        """Set the number of ranks that write, which have equal shares of the limit.
-
-        Raises MesetaError if a share is below `MIN_BYTES_PER_S`.
-        """
+        """Set the number of ranks that share the limit. Raises MesetaError if a share is below `MIN_BYTES_PER_S`."""
         self._rank_bytes_per_s = self._max_bytes_per_s / num_writers
         if not self._rank_bytes_per_s >= MIN_BYTES_PER_S:
             raise MesetaError(
@@ -77,8 +71,7 @@ class WriteRateLimiter:
 
     @contextmanager
     def throttle(self, num_bytes: int) -> Iterator[None]:
-        """Context manager in which a chunk of at most `chunk_bytes` is written. Waits first until the chunk may
-        start."""
+        """Context manager to write a chunk of at most `chunk_bytes`. Waits first until the chunk may start."""
         if self._is_disabled():
             yield
             return
@@ -230,8 +223,7 @@ def copy_file(source: Location, target: Location, num_bytes: int) -> None:
 
 
 def read_chunks(source: Location, start: int, stop: int) -> Iterator[bytes]:
-    """Yield bytes start..stop-1 of a file in chunks of `COPY_CHUNK_BYTES`, or fewer if it is shorter. Raises
-    OSError."""
+    """Yield bytes start..stop-1 of a file, if it has them, in chunks of `COPY_CHUNK_BYTES`. Raises OSError."""
     if isinstance(source, Path):
         with os.fdopen(open_regular(source), "rb") as file:
             file.seek(start)

@@ -141,8 +141,7 @@ class TableLayout:
 
     @staticmethod
     def from_values(spec: TableSpec, values: Mapping[str, Tensor]) -> TableLayout:
-        """Return the layout for a table with these values of a shard by name. Raises MesetaError if a state cannot be
-        stored."""
+        """Return the layout for values of a table's shard by name. Raises MesetaError if a state cannot be stored."""
         columns = [Column(name=ROW, kind="element", dtype=spec.dtype)]
         held = _dtype(values[ROW])
         if held != spec.dtype:
@@ -181,8 +180,7 @@ def widen_bfloat16(stored: np.ndarray) -> np.ndarray:
 
 
 def narrow_to_bfloat16(values: np.ndarray) -> np.ndarray:
-    """Convert float32 values to stored bfloat16 values. Raises ValueError if a value is not representable as
-    bfloat16."""
+    """Convert float32 values to stored bfloat16 values. Raises ValueError if one is not representable."""
     bits = np.ascontiguousarray(values).view(np.uint32)
     if (bits & 0xFFFF).any():
         raise ValueError("some values are not representable as bfloat16")

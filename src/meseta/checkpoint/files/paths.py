@@ -40,8 +40,7 @@ def rows_path(table: str, number: int) -> str:
 
 
 def relative_to_sibling(entry: Mapping[str, Any], step: int) -> dict[str, Any]:
-    """Return a copy of a file entry from the checkpoint of `step`, with the path that other checkpoints use for the
-    file."""
+    """Return a file entry of the checkpoint `step` with the path that other checkpoints use for the file."""
     return {**entry, "path": sibling_path(entry_step(entry, step), split_path(entry["path"])[1])}
 
 
@@ -64,8 +63,7 @@ def split_path(path: str) -> tuple[str | None, str]:
 
 
 def parse_folder_step(folder: str) -> int | None:
-    """Return the step of the checkpoint in a folder of this name, or `None` if the name is not that of a current
-    checkpoint."""
+    """Return the step of a checkpoint folder, or `None` unless the name is that of a current checkpoint."""
     name = CHECKPOINT_NAME_PATTERN.fullmatch(folder)
     return None if name is None or name["old"] else int(name["step"])
 

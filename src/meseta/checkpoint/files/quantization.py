@@ -1,7 +1,4 @@
-"""Quantization of rows and optimizer states in files of a checkpoint.
-
-Rows are quantized as in Check-N-Run (NSDI 2022, section 5), with an adaptive scale per row.
-"""
+"""Quantization in checkpoint files as in Check-N-Run (NSDI 2022, section 5), with an adaptive scale per row."""
 
 from __future__ import annotations
 
@@ -62,11 +59,7 @@ class StoredColumn(NamedTuple):
 
 
 def candidate_formats(schema: BlockSchema, column: Column, bits: RowBits) -> tuple[RowFormat, ...]:
-    """Return the formats in which a column may be stored, in order of preference. All take fewer bytes than exact
-    values.
-
-    The result is empty if the column is always exact.
-    """
+    """Return the formats of a column in order of preference, all smaller than exact values. Empty if always exact."""
     if column.kind == "row" or column.dtype not in ("float32", "float16", "bfloat16"):
         return ()
     formats = _ROW_FORMATS[bits] if column.name == ROW else (_STATE_FORMAT,)
@@ -75,8 +68,7 @@ def candidate_formats(schema: BlockSchema, column: Column, bits: RowBits) -> tup
 
 
 def estimate_row_bytes(schema: BlockSchema, bits: RowBits | None) -> int:
-    """Estimate the size of a row with its id and states at `bits` bits per value. `None` means exact rows in a
-    block."""
+    """Estimate the size of a row with id and states at `bits` bits per value. `None` means exact rows in a block."""
     if bits is None:
         return schema.row_bytes
     forms = {column.name: candidate_formats(schema, column, bits) for column in schema.columns}

@@ -77,10 +77,7 @@ class StoreContents:
         self._listings: dict[str, Mapping[str, tuple[int, str]]] = {}
 
     def refresh(self) -> None:
-        """List the store again, and read the manifests that have changed.
-
-        Raises MesetaError if a manifest is of another version, because its files are unknown.
-        """
+        """List the store again, and read changed manifests. Raises MesetaError if one is of another version."""
         former, self.checkpoints, self.damaged, self._listings = self.checkpoints, {}, {}, {}
         for path in checkpoints_without_links(self.store):
             stamp = self._stamp(path.name)
@@ -148,10 +145,7 @@ def file_key(entry: Mapping[str, Any]) -> FileKey:
 
 
 def check_content(root: Location, manifest: Mapping[str, Any], files: Collection[str]) -> None:
-    """Read and verify files of a checkpoint. `files` has their paths below the store.
-
-    Raises DamagedCheckpoint if a file does not have the checksum in the manifest.
-    """
+    """Verify `files`, paths below the store. Raises DamagedCheckpoint if a checksum differs from the manifest."""
     for key in ("dense", PREFETCHED):
         if key in manifest and path_in_store(root.name, manifest[key]) in files:
             read_tensors(root, manifest[key])

@@ -53,8 +53,7 @@ _UNFINISHED_PATTERN = re.compile(rf"\.tmp-(deleted-)?{CHECKPOINT_NAME_PATTERN.pa
 
 
 class DirectoryStore:
-    """Store of checkpoints in a folder. Methods raise OSError if a system call fails, and StorageError if reads
-    fail."""
+    """Store of checkpoints in a folder. Methods raise OSError if a system call fails, StorageError if reads fail."""
 
     writes_locally = False
 
@@ -126,10 +125,7 @@ class DirectoryStore:
             )
 
     def list_files(self, folder: str) -> dict[str, tuple[int, str]]:
-        """Return (bytes, stamp) of the files of a checkpoint by path inside it. Also works for a pruned checkpoint.
-
-        A file with an unchanged stamp has not been written since.
-        """
+        """Return (bytes, stamp) of the files of a checkpoint, pruned or not, by inner path. Writes change the stamp."""
         home = self.parent / folder
         statuses = {path: stat_if_exists(path) for path in (walk_files(home) if is_folder(home) else ())}
         return {

@@ -52,14 +52,11 @@ class MirrorEntry:
 
 
 class Mirror:
-    """Mirror at a URL, which only one process may use at a time.
-
-    All methods raise MesetaError if the file system cannot be reached, is not installed, or rejects a request.
-    """
+    """Mirror at a URL, for one process at a time. All methods raise MesetaError if the file system is unreachable, not
+    installed, or rejects a request."""
 
     def __init__(self, url: str, readback_file: Path | None = None) -> None:
-        """Create a mirror. `readback_file` stores the order in which files are read back. `None` keeps the order in
-        memory."""
+        """Create a mirror. `readback_file`, or memory if `None`, stores the order in which files are read back."""
         self.url = url.rstrip("/")
         self._store = make_store(self.url)
         if isinstance(self._store.parent, RemotePath):
@@ -129,10 +126,7 @@ class Mirror:
             return warnings + self._read_back(here, intact, sent_bytes)
 
     def delete_except(self, names: Collection[str]) -> None:
-        """Delete the checkpoints of the mirror that are not in `names`, but keep files that the remaining ones need.
-
-        Files that belong to no checkpoint are kept.
-        """
+        """Delete the mirror's checkpoints not in `names`, but keep files that others need or that belong to none."""
         with self._wrap_errors(), self._store.lock():
             self._target.refresh()
             self._delete(candidate for name, candidate in self._target.checkpoints.items() if name not in names)
@@ -293,10 +287,7 @@ class Mirror:
 
 
 def _copy_checkpoint(source: Location, manifest: Mapping[str, Any], target: StoreContents) -> int:
-    """Copy a checkpoint into a store, where it appears atomically, and return the number of bytes written.
-
-    Raises OSError if the store is a folder and writing fails.
-    """
+    """Copy a checkpoint atomically to a store, and return its bytes. Raises OSError if writing to a folder fails."""
     # Files of older checkpoints that it needs are copied too, except those that the store has with the same checksum.
     store = target.store
     folders = {entry["path"].rpartition("/")[0] for entry in own_file_entries(manifest)} - {""}

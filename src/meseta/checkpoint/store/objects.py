@@ -68,7 +68,7 @@ class ObjectStore:
         if has_file(growing, MANIFEST_PATH):
             raise concurrent_writer_error(growing)
         try:
-            self.collect_garbage()
+            self._remove_files(self._unreferenced_files())
         except StorageError:
             # Leftover files would look like those of another run.
             if growing.files():
@@ -179,10 +179,7 @@ class ObjectStore:
         pass  # The next save deletes the files. The store may be unreachable now, or in use by another run.
 
     def delete(self, doomed: Sequence[RemotePath]) -> None:
-        """Delete checkpoints, their manifests first, but keep files that other checkpoints need.
-
-        Everything that this depends on is read before the first deletion.
-        """
+        """Delete checkpoints, manifests first, but no files that others need. All reads precede the first deletion."""
         with nullcontext() if self._lock is not None else self.lock():
             unneeded = self._unreferenced_files(doomed)
             for path in doomed:
@@ -221,13 +218,6 @@ class ObjectStore:
     def unrecognized_entries(self) -> list[RemotePath]:
         """Return an empty list, because a URL may contain any other files."""
         return []
-
-    def collect_garbage(self) -> None:
-        """Delete unfinished uploads and files that no manifest names, which killed runs have left.
-
-        Keeps all files of damaged checkpoints. Keeps all files if a later version wrote a checkpoint.
-        """
-        self._remove_files(self._unreferenced_files())
 
     def _unreferenced_files(self, doomed: Collection[RemotePath] = ()) -> dict[RemotePath, set[RemotePath] | None]:
         """Return unreferenced files by folder, except those of `doomed` checkpoints. `None` means all files of a

@@ -42,10 +42,8 @@ class CheckpointStore(Protocol):
         """Clean up after killed runs, and prepare a checkpoint with `folders` in it. Return its staging path."""
 
     def lock(self) -> AbstractContextManager[None]:
-        """Context manager that keeps other processes from writing a checkpoint to this store.
-
-        Raises MesetaError if another process is writing one, or has saved one since `open`.
-        """
+        """Context manager that keeps other processes from writing to this store. Raises MesetaError if one is
+        writing a checkpoint, or has saved one since `open`."""
 
     def check_shared(self, growing: Any) -> None:
         """Raise MesetaError if this rank cannot see the staging path that rank 0 created."""
@@ -57,10 +55,7 @@ class CheckpointStore(Protocol):
         """
 
     def replacement_path(self, folder: str, inner: str) -> AbstractContextManager[Any]:
-        """Context manager that yields a path at which to write a new version of a file of an existing checkpoint.
-
-        The file appears atomically.
-        """
+        """Context manager that yields a path for a new version of a checkpoint's file, which appears atomically."""
 
     def commit(self, growing: Any, manifest: Mapping[str, Any], rate: WriteRateLimiter | None = None) -> Any:
         """Turn the files below `growing` into a checkpoint, and return its location."""

@@ -92,7 +92,9 @@ def check_dataset(path: str | Path, on_rows: Callable[[int, int], None] | None =
                         seen.label_counts += group.label_counts
                         seen.lookups += group.lookups
                         num_rows += group.num_rows
-                        _merge_faults(file_faults, group.faults)
+                        for key, fault in group.faults.items():
+                            count = fault.count + (file_faults[key].count if key in file_faults else 0)
+                            file_faults[key] = replace(file_faults.get(key, fault), count=count)
                         if on_rows is not None:
                             on_rows(group.num_rows, total)
                 in_split += [*problems, *file_faults.values()]
@@ -247,11 +249,6 @@ def _first_null(array: pa.Array) -> int:
         return int(np.argmax(array.is_null().to_numpy(zero_copy_only=False)))
     inside = np.argmax(array.flatten().is_null().to_numpy(zero_copy_only=False))
     return int(np.searchsorted(_offsets(array), inside, side="right")) - 1
-
-
-def _merge_faults(faults: dict[tuple[str, str], Fault], more: dict[tuple[str, str], Fault]) -> None:
-    for key, fault in more.items():
-        faults[key] = replace(faults[key], count=faults[key].count + fault.count) if key in faults else fault
 
 
 def _sum_faults(dataset: Dataset, name: str, seen: _GroupCheck) -> Iterator[Fault]:

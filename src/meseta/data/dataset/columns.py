@@ -131,8 +131,7 @@ def check_values(path: Path, first_row: int, table: pa.Table, dataset: Dataset) 
 
 
 def find_violations(column: DataColumn, values: NDArray[Any]) -> NDArray[np.bool_] | None:
-    """Return which values [n] violate the rule of their column, or `None` if none does. `DataColumn.rule` states the
-    rules."""
+    """Return which values [n] violate `DataColumn.rule` of their column, or `None` if none does."""
     if not values.size or column.role in ("group", "time"):
         return None
     if column.role == "weight":

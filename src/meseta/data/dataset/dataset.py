@@ -190,8 +190,7 @@ class Dataset(FrozenRecord):
             )
 
     def check_has_files(self, what: str) -> None:
-        """Raise MesetaError if the dataset is a recipe, which has no Parquet files. `what` names the caller in the
-        message."""
+        """Raise MesetaError if the dataset is a recipe, without Parquet files. The message names the caller, `what`."""
         if self.recipe is not None:
             raise MesetaError(
                 f"dataset {str(self.dir)!r} is a recipe without Parquet files, but {what} needs them; "

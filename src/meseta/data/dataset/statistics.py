@@ -163,10 +163,8 @@ class _SortedRows:
 
 
 class Moments:
-    """Mean and standard deviation of several columns, accumulated over windows.
-
-    Source: Chan, Golub, LeVeque, "Algorithms for computing the sample variance", 1983.
-    """
+    """Mean and standard deviation of several columns over windows. Source: Chan, Golub, LeVeque, "Algorithms for
+    computing the sample variance", 1983."""
 
     def __init__(self, num_columns: int) -> None:
         self._count = 0
@@ -174,8 +172,7 @@ class Moments:
         self._squares = np.zeros(num_columns)
 
     def add(self, columns: list[NDArray[np.float32]]) -> None:
-        """Add one window of samples, as one float32 array [n] per column. The order of windows affects the last
-        bits."""
+        """Add a window of samples, one float32 array [n] per column. The order of windows affects the last bits."""
         if not columns or not columns[0].size:
             return
         count = columns[0].size
@@ -300,8 +297,7 @@ class UnseenValues:
         return sorted(shares, key=lambda pair: -pair[1])
 
     def warnings(self) -> list[str]:
-        """Return a warning for each feature whose share is far above that of the test split, the largest share
-        first."""
+        """Return a warning for each feature whose share is far above that of the test split, in descending order."""
         names = [name for name, share in self.shares() if self._is_warning(name, share)]
         return [f"{self._describe(name)}; {CHECK_SPELLING_REMEDY}" for name in names]
 
@@ -406,10 +402,7 @@ MAX_CATEGORICAL_FEATURES, MAX_NUMERIC_FEATURES = (
 
 
 def check_description_size(where: str, layout: RawLayout, paths: Sequence[str]) -> None:
-    """Raise MesetaError if dataset.json could exceed the limits for JSON documents.
-
-    `where` starts the message. `paths` are the paths of the sources.
-    """
+    """Raise MesetaError with the prefix `where` if dataset.json with these source `paths` could exceed JSON limits."""
     num_dense, num_sparse, num_sources = len(layout.dense), len(layout.sparse), len(paths)
     cuts = [column.buckets for column in layout.sparse if column.buckets]
     num_boundaries = sum(max(cut.num_quantiles or 0, len(cut.boundaries)) for cut in cuts)

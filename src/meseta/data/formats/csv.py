@@ -72,10 +72,7 @@ _QUOTE, _NEWLINE = ord('"'), ord("\n")
 
 
 def complete_records_size(data: bytes) -> int:
-    """Return the size of the complete records at the beginning of `data`, 0 if there are none.
-
-    `data` must begin at the start of a record.
-    """
+    """Return the size of the complete records at the beginning of `data`, which must be the start of a record."""
     if b'"' not in data:
         return data.rfind(b"\n") + 1
     ends = record_ends(data)
@@ -96,8 +93,7 @@ def read_header(read_line: Callable[[int], bytes]) -> bytes:
 
 
 def parse_header(header: bytes, delimiter: str) -> list[str]:
-    """Return the names in the first record, stripped of spaces. Raises ValueError or csv.Error if it is not valid
-    CSV."""
+    """Return the names in the first record, stripped of spaces. Raises ValueError or csv.Error if it is invalid."""
     rows = list(csv.reader(io.StringIO(header.decode("utf-8-sig"), newline=""), delimiter=delimiter))
     if len(rows) > 1:
         raise csv.Error("a quote is not closed, or it is inside a field without quotes")
@@ -157,16 +153,6 @@ def find_delimiter(head: bytes) -> str | None:
         if len(counts) == 1 and (count := counts.pop()):
             return None if sign == b"\t" and count + 1 in CRITEO_FIELD_COUNTS else sign.decode()
     return None
-
-
-def is_typed_header(names: Sequence[str]) -> bool:
-    """Whether all names have a type of RecBole's atomic files, such as `user_id:token`."""
-    return len(names) > 1 and all(map(_TYPED_NAME.fullmatch, names))
-
-
-def strip_types(names: Sequence[str]) -> tuple[str, ...]:
-    """Return the names of a typed header without their types."""
-    return tuple(name.rpartition(":")[0] for name in names)
 
 
 def typed_header_roles(
@@ -487,7 +473,9 @@ class Csv(TextFormat):
     def text_dialect(self, head: FileHead, delimiter: str) -> TextDialect:
         """Return the dialect of a file with this delimiter, including whether its header has column types."""
         first = head.text.removeprefix(BOM_UTF8).partition(b"\n")[0].rstrip(b"\r").decode(errors="replace")
-        is_typed = not head.header and is_typed_header(first.split(delimiter))
+        names = first.split(delimiter)
+        # Names of RecBole's atomic files have types, such as `user_id:token`.
+        is_typed = not head.header and len(names) > 1 and all(map(_TYPED_NAME.fullmatch, names))
         return TextDialect(delimiter, head.header, is_typed)
 
     def columns(self, source: Source) -> tuple[str, ...]:
@@ -544,10 +532,7 @@ class Csv(TextFormat):
         return tuple(replace(source, header=header) for source in sources)
 
     def with_header_from(self, source: Source, layout: RawLayout) -> Source:
-        """Return `source` with column names from `layout` if it has no header.
-
-        The file then has all columns of the earlier files, or all except the labels.
-        """
+        """Return `source` with names of `layout` if it has no header: all of them, or all except the labels."""
         columns = source.file_columns(layout.feature_columns)
         # Datasets of former versions keep the types of a header as part of the names.
         if source.is_typed and not set(columns) <= set(self.columns(source)):
@@ -566,10 +551,6 @@ class Csv(TextFormat):
             f"{len(layout.header)}, or {len(rest)} without the label"
         )
 
-    def key_schema(self, where: str, source: Source, names: Sequence[str]) -> pa.Schema:
-        check_names(where, names, self.columns(source))
-        return pa.schema([pa.field(name, pa.string()) for name in names])
-
     def key_columns(self, block: Block, names: Sequence[str], schema: pa.Schema) -> pa.RecordBatch:
         """Return fields as text without their quotes."""
         texts = read_texts(raw_text(block), block.header, names, delimiter=block.source.delimiter, is_quoted=True)
@@ -581,16 +562,15 @@ class Csv(TextFormat):
         return {name for name, values in texts.items() if values and all(value in MISSING_TEXTS for value in values)}
 
     def read_header(self, source: Source, read_line: Callable[[int], bytes]) -> tuple[tuple[str, ...], bytes]:
-        """Return (names, bytes read). The names come from `source`, or else from the first record.
-
-        Names may be empty or repeated. The layout checks those that it uses.
-        """
+        """Return (names, bytes read). Names of `source`, or else of the first record, may be empty or repeated."""
         if source.header:
             return source.header, b""
         raw = read_header(read_line)
         try:
             names = tuple(parse_header(raw, source.delimiter))
-            return strip_types(names) if source.is_typed else names, raw
+            if source.is_typed:
+                names = tuple(name.rpartition(":")[0] for name in names)
+            return names, raw
         except (ValueError, csv.Error) as error:
             advice = "; name the encoding of the file with --encoding" if isinstance(error, UnicodeError) else ""
             raise MesetaError(
@@ -640,10 +620,7 @@ class Csv(TextFormat):
         return typed_header_roles(self.columns(replace(source, is_typed=False)), sample)
 
     def _sample(self, sources: Sequence[Source], names: Sequence[str]) -> dict[str, list[str]]:
-        """Return the sampled fields of each column, in row order.
-
-        `names` are the columns of the first file. Raises MesetaError for a damaged file.
-        """
+        """Return the sampled fields of the columns `names`, in row order. Raises MesetaError for a damaged file."""
         chosen = sample_sources(sources)
         columns: dict[str, list[str]] = {name: [] for name in names}
         for source in chosen:

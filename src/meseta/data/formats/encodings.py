@@ -68,8 +68,7 @@ class ByteStream(Protocol):
         """Read up to `size` bytes, or all remaining ones if `size` is negative."""
 
     def readline(self, size: int = -1, /) -> bytes:
-        """Read a line including its line break, or its first `size` bytes. Returns no bytes at the end of the
-        content."""
+        """Read a line including its line break, or its first `size` bytes. Returns no bytes at the end."""
 
     def seek(self, offset: int, whence: int = 0, /) -> int:
         """Move to `offset` in the decompressed content, and return the new position."""
@@ -125,10 +124,7 @@ def strip_compression_suffix(path: str) -> str:
 
 
 def check_content(path: str, head: bytes) -> None:
-    """Raise MesetaError if the content is an archive or a known binary format that cannot be read.
-
-    `head` is the beginning of the decompressed content.
-    """
+    """Raise MesetaError if `head`, decompressed, begins an archive or a known binary format that cannot be read."""
     where = f"source {path!r}"
     for magic, what, remedy in _UNSUPPORTED_FORMATS:
         if head.startswith(magic):
@@ -346,10 +342,7 @@ def detect_bom_encoding(head: bytes) -> str:
 
 
 def transcode_to_utf8(stream: ByteStream, encoding: str) -> ByteStream:
-    """Return a stream of the same text in UTF-8. If the encoding is UTF-8, this is `stream` itself.
-
-    Bytes that the encoding does not define become 0xff, which is invalid UTF-8.
-    """
+    """Return the text as a UTF-8 stream, `stream` itself if it is UTF-8. Undefined bytes become 0xff (invalid)."""
     return stream if encoding == UTF_8 else restartable_stream(lambda: _utf8_reader(stream, encoding))
 
 

@@ -117,10 +117,7 @@ class Block:
 
 @runtime_checkable  # beartype asks for it where the tests check every call
 class RowCursor(Protocol):
-    """Open file from which ranges of rows are read. Not thread-safe.
-
-    Reading backwards is more expensive than reading forwards.
-    """
+    """Open file from which ranges of rows are read, cheapest in ascending order. Not thread-safe."""
 
     row: int
     """Index of the next row that can be read without seeking."""
@@ -168,10 +165,8 @@ class FileHead:
             return transcode_to_utf8(io.BytesIO(head), encoding).read(MAX_HEAD_BYTES), member, encoding
 
     def has_suffix(self, endings: tuple[str, ...]) -> bool:
-        """Whether the name of the file, or of the file in a zip archive, has one of the suffixes `endings`.
-
-        Ignores case and suffixes of compressed files such as .gz.
-        """
+        """Whether the name of the file, or of its member in a zip archive, has one of these suffixes. Ignores case and
+        suffixes of compression such as .gz."""
         names = (strip_compression_suffix(self.path), self._content[1])
         return any(name.lower().endswith(endings) for name in names)
 
@@ -241,20 +236,14 @@ class RawFormat(ABC):
         """Return the column names of a file."""
 
     def all_columns(self, source: Source) -> tuple[str, ...]:
-        """Return the column names of a file, followed by those from its folders.
-
-        Raises MesetaError if a column is in the file and a folder.
-        """
+        """Return the columns of a file, then those from its folders. Raises MesetaError if a column is in both."""
         names = self.columns(source)
         check_partition(f"source {source.path!r}", source.partition, names)
         return (*names, *source.partition)
 
     @abstractmethod
     def layout(self, sources: Sequence[Source], asked: ColumnRequest) -> RawLayout:
-        """Return the common layout of all files.
-
-        The schema or the options in `asked` determine the roles of columns, and the other roles are inferred.
-        """
+        """Return the common layout of all files. Roles come from the schema or options in `asked`, or are inferred."""
 
     @abstractmethod
     def blocks(self, source: Source, columns: Sequence[str], start: FilePosition) -> Iterator[Block]:
@@ -285,17 +274,12 @@ class RawFormat(ABC):
 
     @abstractmethod
     def filter_rows(self, block: Block, mask: NDArray[np.bool_]) -> Block:
-        """Return the rows of a block for which `mask` [num_rows] is set. The block must not have bad rows.
-
-        The result does not keep the positions of the rows.
-        """
+        """Return the rows of a block without bad rows for which `mask` [num_rows] is set, without their positions."""
 
     @abstractmethod
     def key_schema(self, where: str, source: Source, names: Sequence[str]) -> pa.Schema:
-        """Return the stored types of the columns `names`.
-
-        Raises MesetaError if the file lacks a column or has it twice. The message starts with `where`.
-        """
+        """Return the stored types of the columns `names`. Raises MesetaError with the prefix `where` if the file lacks
+        a column or has it twice."""
 
     @abstractmethod
     def key_columns(self, block: Block, names: Sequence[str], schema: pa.Schema) -> pa.RecordBatch:
@@ -314,10 +298,7 @@ class RawFormat(ABC):
         return self.columns(source)
 
     def can_hold(self, layout: RawLayout, earlier: RawFormat | None) -> bool:
-        """Whether files of this format can contain rows of a `layout`.
-
-        `earlier` is the format of the first files of the dataset, or `None` if it is unknown.
-        """
+        """Whether files can hold rows of `layout`. `earlier` is the format of the dataset's first files, if known."""
         has_lists = any(column.multi_valued and not column.is_empty for column in layout.sparse)
         return earlier is self or (not has_lists and (earlier is None or earlier.has_named_columns))
 

@@ -333,10 +333,6 @@ class JsonLines(TextFormat):
     def parse(self, block: Block, layout: RawLayout) -> RawRows:
         return parse_json_lines(block, raw_text(block), layout)
 
-    def key_schema(self, where: str, source: Source, names: Sequence[str]) -> pa.Schema:
-        check_names(where, names, self.columns(source))
-        return pa.schema([pa.field(name, pa.string()) for name in names])
-
     def key_columns(self, block: Block, names: Sequence[str], schema: pa.Schema) -> pa.RecordBatch:
         """Return single values as text, and lists and objects as JSON."""
         decode = JsonRowDecoder().decode
@@ -351,10 +347,7 @@ class JsonLines(TextFormat):
         return {name for name in names if name in texts and all(value in MISSING_TEXTS for value in texts[name])}
 
     def _sample(self, sources: Sequence[Source]) -> _JsonSample:
-        """Return a sample of all files.
-
-        Raises MesetaError if a file is damaged, or if none of its sampled rows is a JSON object.
-        """
+        """Return a sample of all files. Raises MesetaError if a file is damaged, or no sampled row is a JSON object."""
         sample = _JsonSample()
         chosen = sample_sources(sources)
         for source in chosen:
@@ -433,8 +426,7 @@ class _JsonSample:
         return self.num_rows * len(self.texts)
 
     def finish(self, where: str) -> _JsonSample:
-        """Complete the columns that the last rows lack. Raises MesetaError if rows have only a small share of the
-        keys."""
+        """Complete columns that the last rows lack. Raises MesetaError if rows have only a small share of the keys."""
         if len(self.texts) > _MAX_SPARSE_KEYS and self.num_values < _MIN_DENSITY * self.num_fields:
             raise MesetaError(
                 f"{where} has {len(self.texts):,} different keys in {self.num_rows:,} sampled rows, but a row has only "

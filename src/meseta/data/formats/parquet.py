@@ -182,10 +182,7 @@ def _infer_schema(
 
 
 def _role_from_name(name: str, weighed: str | None) -> ColumnRole | None:
-    """Return the role of a column that is ignored because of its name, or `None`.
-
-    If the column holds weights, `weighed` is the column that they apply to.
-    """
+    """Return the role of a column that its name excludes, or `None`. It holds the weights of `weighed`, if set."""
     if not name:
         return UNNAMED_COLUMN
     if _PANDAS_INDEX.fullmatch(name):
@@ -255,12 +252,6 @@ def _distinct_items(lists: pa.Array) -> pa.Array:
     return pc.unique(decode_values(pc.struct_field(items, [0])) if is_weighted_id(items.type) else items)
 
 
-def parquet_layout_from_schema(source: Source, schema: Schema) -> RawLayout:
-    """Return the layout of one file that a schema specifies. Raises MesetaError if a column is missing or has a wrong
-    type."""
-    return _layout_from_schema(f"source {str(source.path)!r}", source_schema(source), schema)
-
-
 def _layout_from_schema(where: str, schema: pa.Schema, requested: Schema) -> RawLayout:
     if requested.multi_valued:
         raise MesetaError(f"{where}: multi_valued applies only to CSV; in Parquet, use lists for several values")
@@ -320,10 +311,7 @@ def _sparse_column(where: str, schema: pa.Schema, name: str, weight: str | None)
 
 
 def _find_weight(types: Mapping[str, pa.DataType], name: str) -> str | None:
-    """Return the column with the weights of `name`, or `None`.
-
-    It is '<name>.weight' or, if it contains lists of numbers, '<name>_weight' or '<name>_weights'.
-    """
+    """Return the weights column of `name`: '<name>.weight', for lists of numbers also '<name>_weight(s)', or `None`."""
     if not is_list(types[name]) or is_weighted_id(types[name].value_type):
         return None
     if f"{name}.weight" in types:
@@ -340,11 +328,6 @@ def _holds_weights(kind: pa.DataType) -> bool:
 
 def _is_scalar(kind: pa.DataType) -> bool:
     return is_number(kind) or is_text(kind) or pa.types.is_null(kind)
-
-
-def parse_parquet(block: Block, batch: pa.RecordBatch, layout: RawLayout) -> RawRows:
-    """Check and convert all rows. Raises MesetaError naming the file, the row and the column."""
-    return convert_rows(_ParquetColumns(block, batch, layout), layout, block)
 
 
 @dataclass(frozen=True)
@@ -442,10 +425,7 @@ class _ParquetColumns:
 
 
 def cast_key_column(block: Block, name: str, array: pa.Array, kind: pa.DataType) -> pa.Array:
-    """Convert values to the type common to all files.
-
-    Raises MesetaError if the type cannot represent a value, or if text is not valid UTF-8.
-    """
+    """Convert values to the common type. Raises MesetaError if it cannot represent a value, or text is not UTF-8."""
     try:
         values = array if array.type == kind else decode_values(array).cast(kind)
         values.validate(full=True)
@@ -560,7 +540,7 @@ class Parquet(RawFormat):
         return FilePosition(row=block.first_row + row)
 
     def parse(self, block: Block, layout: RawLayout) -> RawRows:
-        return parse_parquet(block, _batch(block), layout)
+        return convert_rows(_ParquetColumns(block, _batch(block), layout), layout, block)
 
     def filter_rows(self, block: Block, mask: NDArray[np.bool_]) -> Block:
         rows = _batch(block).filter(pa.array(mask))
@@ -603,7 +583,7 @@ class Parquet(RawFormat):
             buckets={c.buckets.column: list(c.buckets.boundaries) for c in layout.sparse if c.buckets},
             crosses={column.name: list(column.cross) for column in layout.sparse if column.cross},
         )
-        present = parquet_layout_from_schema(source, schema)
+        present = _layout_from_schema(f"source {str(source.path)!r}", source_schema(source), schema)
         for now, before in zip(present.sparse, layout.sparse, strict=True):
             if (now.multi_valued, now.weighted) != (before.multi_valued, before.weighted):
                 kind = source_schema(source).field(before.raw_column).type
@@ -622,10 +602,7 @@ class Parquet(RawFormat):
 
 
 class ParquetCursor:
-    """Reader of some columns of a file, sequential within a row group.
-
-    Seeking backwards, or forward to another row group, starts at the beginning of the target row group.
-    """
+    """Sequential reader of some columns. Seeking backwards or to another row group starts at that group's beginning."""
 
     def __init__(self, source: Source, columns: Sequence[str]) -> None:
         self.row = 0

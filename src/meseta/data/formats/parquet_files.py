@@ -157,11 +157,8 @@ def is_weighted_id(kind: pa.DataType) -> bool:
 
 
 def can_be_feature(kind: pa.DataType, *, of_fractions: bool = True) -> bool:
-    """Whether a column of this type can be a feature.
-
-    With `of_fractions`, lists of fractional numbers can be features too. This is for lists that only contain whole
-    numbers.
-    """
+    """Whether a column of this type can be a feature. `of_fractions` admits lists of fractional numbers, for those that
+    only contain whole numbers."""
     kind = dictionary_value_type(kind)
     if is_list(kind):
         item = dictionary_value_type(kind.value_type)
@@ -278,10 +275,8 @@ def sample_parquet(
 def read_batches(
     file: pq.ParquetFile, groups: Sequence[int], columns: Sequence[str], num_rows: int = BLOCK_ROWS
 ) -> Iterator[pa.RecordBatch]:
-    """Yield some columns of row groups in batches of up to `num_rows` rows.
-
-    Raises pyarrow.ArrowException if the content is invalid. Text that is not UTF-8 is accepted.
-    """
+    """Yield columns of row groups in batches of up to `num_rows` rows. Text may be invalid UTF-8. Raises
+    pyarrow.ArrowException if other content is invalid."""
     for group in groups:  # One at a time, because Arrow cannot concatenate dictionaries inside lists.
         for batch in file.iter_batches(num_rows, row_groups=[group], columns=list(columns)):
             _check_batch(batch)
@@ -339,10 +334,8 @@ def decode_values(array: pa.Array) -> pa.Array:
 
 
 def check_exact_in_float64(sources: Sequence[Source], types: ColumnTypes, columns: Sequence[str]) -> None:
-    """Raise MesetaError if a value has more digits than float64 keeps.
-
-    Only columns are checked that are integers or decimals in some files and floating point in others.
-    """
+    """Raise MesetaError if a column that is exact (integers or decimals) in only some files has a value with more
+    digits than float64 keeps."""
     kinds = {field.name: field.type for field in types.common_schema}
     mixed = [name for name in columns if any(can_lose_precision(kind, kinds[name]) for kind in types.get_types(name))]
     for source in sources if mixed else ():

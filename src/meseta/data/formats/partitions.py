@@ -18,10 +18,8 @@ Partition = Mapping[str, str | None]
 
 
 def parse_partition(path: str, inner: str) -> dict[str, str | None]:
-    """Return the columns from the folders in `inner`, which is the end of `path`.
-
-    Raises MesetaError if a key occurs twice, or if a name is not valid UTF-8.
-    """
+    """Return the columns from the folders in `inner`, the end of `path`. Raises MesetaError if a key occurs twice or a
+    name is not valid UTF-8."""
     partition: dict[str, str | None] = {}
     for folder in inner.split("/")[:-1]:
         key, sign, value = folder.partition("=")
@@ -40,10 +38,7 @@ def parse_partition(path: str, inner: str) -> dict[str, str | None]:
 
 
 def check_partition(where: str, partition: Partition, names: Collection[str]) -> None:
-    """Raise MesetaError if a key of `partition` is also in `names`, the columns of the file.
-
-    The message starts with `where`.
-    """
+    """Raise MesetaError with the prefix `where` if a key of `partition` is also in `names`, the file's columns."""
     for key, value in partition.items():
         if key in names:
             raise MesetaError(

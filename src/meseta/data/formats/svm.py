@@ -66,11 +66,6 @@ class SvmRows:
     """Group of each row [n]. `None` if the rows have no groups."""
 
 
-def field_name(field: int) -> str:
-    """Return the name of the feature for a field of libffm."""
-    return f"{_FIELD_PREFIX}{field}"
-
-
 def starts_with_label(line: bytes) -> bool:
     """Whether a line begins with a label. Lines without labels begin with a pair."""
     return b":" not in line.split(maxsplit=1)[0] if line.split() else False
@@ -115,8 +110,7 @@ def parse_svm_rows(block: Block, raw: bytes, *, has_fields: bool) -> SvmRows:
 
 
 def parse_svm(block: Block, raw: bytes, layout: RawLayout, *, has_fields: bool) -> RawRows:
-    """Parse and check all rows, and keep the fields that the layout has. Raises MesetaError as `parse_svm_rows`
-    does."""
+    """Parse and check all rows. Keeps only the fields of the layout. Raises MesetaError as `parse_svm_rows` does."""
     pairs = parse_svm_rows(block, raw, has_fields=has_fields)
     group = pairs.group if layout.group else None
     if pairs.fields is None:
@@ -157,10 +151,7 @@ def _locate_error(block: Block, raw: bytes, detail: str, has_fields: bool) -> Me
 
 
 def _invalid_line_reason(line: bytes, form: str, *, has_qid: bool) -> str | None:
-    """Return the rule that a line breaks, or `None`. `form` is the form of its pairs.
-
-    If the first line of a block has a qid, all lines must have one.
-    """
+    """Return the rule that a line breaks, or `None`. `form` is that of its pairs. `has_qid` requires a qid."""
     try:
         text = line.decode()
     except UnicodeDecodeError:
@@ -214,7 +205,7 @@ def infer_svm_layout(
     )
     where = f"source {str(sources[0].path)!r}"
     if has_fields:
-        weighted = {field_name(field): weighted_fields[field] for field in sorted(weighted_fields)}
+        weighted = {f"{_FIELD_PREFIX}{field}": weighted_fields[field] for field in sorted(weighted_fields)}
     else:
         weighted = {LIBSVM_FEATURE: any(weighted_fields.values())} if weighted_fields else {}
     if not weighted:

@@ -43,10 +43,7 @@ _ZONED_PATTERN = r":.*(Z|[+-]\d\d(:?\d\d)?)$"
 
 
 def to_seconds(numbers: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Convert times [n] to seconds since 1970. NaN is unchanged.
-
-    The size of a number determines whether it is in seconds, milli-, micro- or nanoseconds.
-    """
+    """Convert times [n] to seconds since 1970. Their size determines the unit (s, ms, us or ns). NaN is unchanged."""
     result = numbers.copy()
     size = np.abs(numbers)
     for least, per_second in reversed(_TIME_UNITS):
@@ -81,10 +78,7 @@ def parse_times(texts: pa.Array) -> NDArray[np.float64]:
 
 
 def column_to_seconds(column: pa.Array) -> NDArray[np.float64]:
-    """Return seconds since 1970-01-01 UTC [n] for numbers, timestamps, dates or text.
-
-    Raises pyarrow.ArrowInvalid as `parse_times` does.
-    """
+    """Return seconds since 1970-01-01 UTC [n] of numbers, timestamps, dates or text. Raises as `parse_times` does."""
     if pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()
     if _is_timestamp_or_date(column):
@@ -95,10 +89,7 @@ def column_to_seconds(column: pa.Array) -> NDArray[np.float64]:
 
 
 def find_invalid_time(column: pa.Array) -> int:
-    """Return the index of the value that caused an error of `column_to_seconds`.
-
-    This is the first value that is not a time, or whose kind differs from earlier ones.
-    """
+    """Return the index of the value behind an error of `column_to_seconds`: no time, or of another kind than before."""
     first: type | None = None
     # The range of int64 nanoseconds is the years 1677 to 2262.
     if _is_timestamp_or_date(column):
@@ -113,8 +104,7 @@ def find_invalid_time(column: pa.Array) -> int:
 
 
 def group_keys(texts: pa.Array) -> NDArray[np.int64]:
-    """Return int64 keys [n]. An integer of at most 18 digits is its own key, and any other text is hashed (XXH64, seed
-    0)."""
+    """Return int64 keys [n]. An integer of up to 18 digits is its own key, other text is hashed (XXH64, seed 0)."""
     keys = hash_categories(texts).view(np.int64)
     whole = pc.match_substring_regex(texts, _INTEGER_PATTERN)
     if not pc.any(whole).as_py():
@@ -190,8 +180,7 @@ class BlockColumns(Protocol):
         """Return the values of a feature that is stored in one column, with an optional column of weights."""
 
     def error(self, row: int, name: str, problem: str) -> MesetaError:
-        """Return an error for a value. `row` counts from 0 in the block, and `problem` follows the value in the
-        message."""
+        """Return an error for a value. `row` counts from 0 in the block, and `problem` follows the value."""
 
 
 @dataclass(frozen=True)

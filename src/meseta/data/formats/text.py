@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from meseta.data.formats.encodings import check_text
@@ -24,6 +25,7 @@ from meseta.data.schema.infer import ColumnRole, infer_label, infer_label_from_v
 from meseta.data.schema.layout import RawLayout, RawRows, SparseColumn
 from meseta.data.schema.roles import NamedColumns, other_times_of, role_reasons, schema_from_roles
 from meseta.data.schema.schema import Schema, check_names, layout_from_schema, raw_label_columns
+from meseta.errors import join_names
 from meseta.spec import MesetaError
 
 
@@ -85,10 +87,7 @@ def infer_text_layout(
 
 
 def add_list_columns(layout: RawLayout, separators: Mapping[str, str | None]) -> RawLayout:
-    """Return `layout` with the columns in `separators` as multi-valued ones.
-
-    A separator of `None` means that the values are already lists.
-    """
+    """Return `layout` with the columns in `separators` multi-valued. A separator of `None` means lists of values."""
     sparse = tuple(
         replace(column, multi_valued=True, separator=separators[column.raw_column])
         if column.raw_column in separators and not column.has_row_ids and not column.cross
@@ -102,19 +101,14 @@ def _infer_labels(where: str, columns: Mapping[str, Sequence[str]], *, has_names
     label = infer_label(list(columns)) if has_names else infer_label_from_values(columns)
     if label is None and has_names:
         raise MesetaError(
-            f"{where}: none of {_format_names(list(columns))} has the name of a label; choose one with --label"
+            f"{where}: none of {join_names([*map(repr, columns)], 10)} has the name of a label; choose one with --label"
         )
     if label is None:
         raise MesetaError(
-            f"{where}: its first line has no names, so its columns are called {_format_names(list(columns))}; "
+            f"{where}: its first line has no names, so its columns are called {join_names([*map(repr, columns)], 10)}; "
             f"no single one of them contains only 0 and 1, so choose the label with --label"
         )
     return (label,)
-
-
-def _format_names(names: Sequence[str]) -> str:
-    shown = ", ".join(map(repr, names[:10]))
-    return shown if len(names) <= 10 else f"{shown} and {len(names) - 10} more"
 
 
 CRITEO_FIELD_COUNTS = (40, 39)
@@ -140,6 +134,10 @@ class TextFormat(RawFormat):
 
     def check_content(self, head: FileHead) -> None:
         head.check_text()
+
+    def key_schema(self, where: str, source: Source, names: Sequence[str]) -> pa.Schema:
+        check_names(where, names, self.columns(source))
+        return pa.schema([pa.field(name, pa.string()) for name in names])
 
     def read_header(self, source: Source, read_line: Callable[[int], bytes]) -> tuple[tuple[str, ...], bytes]:
         """Return (column names, bytes read). `read_line` is the `readline` of the stream at the start of the file."""

@@ -13,7 +13,6 @@ from meseta.data.formats.format import FIX_LINE, Block, ColumnRequest, FileHead,
 from meseta.data.formats.text import CRITEO_FIELD_COUNTS, TextFormat, prepend_field, raw_text, read_first_line
 from meseta.data.parse_tsv import parse_tsv
 from meseta.data.schema.layout import RawLayout, RawRows, SparseColumn, is_label
-from meseta.data.schema.schema import check_names
 from meseta.errors import error_summary
 from meseta.spec import MesetaError
 
@@ -38,8 +37,7 @@ _INTEGER = re.compile(rb"-?\d{1,18}")
 
 
 class CriteoTsv(TextFormat):
-    """Criteo click logs, the fallback for text that no other format accepts. The first line must have 40 or 39
-    fields."""
+    """Criteo click logs, the fallback for all other text. The first line must have 40 or 39 fields."""
 
     name = "tsv"
     title = "tab-separated text"
@@ -48,8 +46,7 @@ class CriteoTsv(TextFormat):
         return TextDialect()
 
     def columns(self, source: Source) -> tuple[str, ...]:
-        """Return the columns of a Criteo log, with or without a label. Raises MesetaError if the number of fields
-        differs."""
+        """Return the columns, with or without a label. Raises MesetaError if the number of fields differs."""
         num_fields = read_first_line(source).count(b"\t") + 1
         if num_fields not in CRITEO_FIELD_COUNTS:
             raise MesetaError(
@@ -59,11 +56,8 @@ class CriteoTsv(TextFormat):
         return CRITEO_LAYOUT.header[-num_fields:]
 
     def layout(self, sources: Sequence[Source], asked: ColumnRequest) -> RawLayout:
-        """Return the layout of Criteo logs.
-
-        Raises MesetaError if options or schema require another one, or if the first line of a file does not have 40
-        fields.
-        """
+        """Return the layout of Criteo logs. Raises MesetaError if options or schema require another one, or a first
+        line does not have 40 fields."""
         for source in sources:
             _check_first_line(source)
         if asked.named_columns or asked.schema:
@@ -84,10 +78,6 @@ class CriteoTsv(TextFormat):
         # The parser requires a label.
         rows = self.check_text(block, _parse_tsv(block, raw, has_labels=has_labels), layout)
         return rows if has_labels else replace(rows, labels=[])
-
-    def key_schema(self, where: str, source: Source, names: Sequence[str]) -> pa.Schema:
-        check_names(where, names, self.columns(source))
-        return pa.schema([pa.field(name, pa.string()) for name in names])
 
     def key_columns(self, block: Block, names: Sequence[str], schema: pa.Schema) -> pa.RecordBatch:
         raw = raw_text(block)

@@ -22,7 +22,7 @@ from meseta.data.prepare.sources import find_sources
 from meseta.data.prepare.write import RowFinalizer
 from meseta.data.schema.find_layout import check_features
 from meseta.data.schema.layout import NO_CATEGORY, BucketRule, RawLayout, SparseColumn
-from meseta.errors import duplicates
+from meseta.errors import duplicates, join_names
 from meseta.spec import MesetaError
 
 
@@ -221,7 +221,7 @@ def _check_columns(source: Source, present: Sequence[str], layout: RawLayout) ->
     times = Counter(present)
     lacking = [name for name in layout.columns if name not in times]
     if lacking:
-        shown = ", ".join(map(repr, lacking[:8])) + (f" and {len(lacking) - 8} more" if len(lacking) > 8 else "")
+        shown = join_names([*map(repr, lacking)], 8)
         roles = {layout.weight: "the sample weight", layout.group: "the group"}
         features = {*layout.feature_columns}
         only = [name for name in lacking if name not in features]

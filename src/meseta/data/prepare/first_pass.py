@@ -1,5 +1,4 @@
-"""First pass of `meseta prepare`: encode blocks of raw files and assign their rows to splits. It resumes when
-killed."""
+"""First pass of `meseta prepare`: encode blocks of raw files and assign rows to splits. It resumes when killed."""
 
 from __future__ import annotations
 
@@ -128,10 +127,8 @@ class FirstPass:
             self._commit(replace(at, source=len(self.sources), place=FilePosition(), position_bytes=0))
 
     def tables(self, folder: Path, statistics: Mapping[str, FeatureStatistics]) -> FeatureTables:
-        """Write the vocabularies to `folder` and return the tables of all features. Call it after `read`.
-
-        Features that are not in `statistics` get empty statistics.
-        """
+        """Write the vocabularies to `folder`, and return the tables of all features. Those without `statistics` get
+        empty ones. Call it after `read`."""
         vocabularies = {
             name: counter.finish(folder, self.options.min_count, self.encoder.hash_seeds[name])
             for name, counter in self.counters.items()

@@ -126,8 +126,7 @@ class NewRows:
 
     @property
     def dataset(self) -> Dataset:
-        """Description of the rows read so far, without splits. With several labels, rows may lack some or all
-        labels."""
+        """Description of the rows read so far, without splits. Rows may lack some or all of several labels."""
         has_labels, layout = bool(self.layout.labels), self.layout
         form = self._earlier.source_form
         labels = self._earlier.labels if form is None else ("label",) if len(form.labels) == 1 else form.labels

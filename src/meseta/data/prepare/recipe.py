@@ -1,7 +1,4 @@
-"""The file recipe.json of a dataset: the raw files from which rows are computed, and the checksums of their index.
-
-The encoding of the rows is described by dataset.json alone.
-"""
+"""File recipe.json: raw files of a dataset's rows and checksums of their index. dataset.json has the encoding."""
 
 from __future__ import annotations
 

@@ -82,8 +82,7 @@ class SourceIndex:
         return [min(size, num_rows - first) for first in range(0, num_rows, size)]
 
     def row_ranges(self, split: str, group: int) -> list[RowRange]:
-        """Return the ranges that contain the rows of a row group, in order. They may contain rows of other splits
-        too."""
+        """Return the ranges with the rows of a row group, in order. They may contain rows of other splits too."""
         first, last = self._group_start(split, group), self._group_start(split, group + 1)
         stretches = []
         for block in range(first[0], last[0] + 1):

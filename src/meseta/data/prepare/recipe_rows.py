@@ -45,8 +45,7 @@ class CursorPool:
         weakref.finalize(self, _close_all, self._idle)
 
     def read(self, stretch: RowRange) -> Block:
-        """Read the rows of a range. Raises MesetaError if the file is damaged or was changed since the recipe was
-        made."""
+        """Read the rows of a range. Raises MesetaError if the file is damaged or has changed since the recipe."""
         source = self._sources[stretch.source]
         try:
             with self._acquired(stretch) as cursor:
@@ -140,10 +139,7 @@ class RowMaker:
 
     @staticmethod
     def from_recipe(dataset: Dataset, recipe: Recipe, num_threads: int | None = None) -> RowMaker:
-        """Create a producer from the recipe of a dataset.
-
-        Raises MesetaError if a file of the dataset or a raw file is missing, damaged or changed.
-        """
+        """Create a producer from a dataset's recipe. Raises MesetaError if a file is missing, damaged or changed."""
         sources = recipe.to_sources(dataset)
         for source in sources:
             check_unchanged(source)

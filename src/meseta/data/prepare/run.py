@@ -110,8 +110,7 @@ DEFAULT_MIN_COUNT = 2
 
 
 def read_layout(options: PrepareOptions) -> RawLayout:
-    """Return the layout that `prepare` would use. Raises MesetaError if it cannot be inferred or does not fit the
-    files."""
+    """Return the layout that `prepare` would use. Raises MesetaError if there is none, or it does not fit the files."""
     schema = _load_schema(options)
     sources = _find_sources(options, schema)
     return _find_layout(options, schema, sources[0].format.with_header(sources))

@@ -61,14 +61,8 @@ def source_entries(sources: Sequence[Source]) -> dict[str, dict[str, Any]]:
     }
 
 
-def save_record(record: Mapping[str, Any], folder: Path) -> None:
-    """Write `folder`/prepare.json."""
-    (folder / PREPARE_RECORD_FILE).write_text(json.dumps(record, indent=1) + "\n")
-
-
 def load_record(folder: Path) -> dict[str, Any] | None:
-    """Return the record of a folder, or `None` if there is none or it is invalid. Raises StorageError if reading
-    fails."""
+    """Return the record of a folder, or `None` if it is missing or invalid. Raises StorageError if reading fails."""
     content = read_if_exists(folder / PREPARE_RECORD_FILE)
     try:
         record = parse_json(content or b"", finite=False)
@@ -133,10 +127,7 @@ class Staging:
             return {}
 
     def commit(self, state: Mapping[str, Any]) -> None:
-        """Record `state` (plain data) as the point at which an interrupted preparation resumes.
-
-        All files that the state refers to must be written already.
-        """
+        """Record `state`, plain data, to resume from. All files that it refers to must be written already."""
         # Written by a rename, so that an interruption never leaves a partial journal.
         temporary = self.folder / f"{JOURNAL_FILE}.tmp"
         temporary.write_text(json.dumps({"key": self._key, "state": state}))
@@ -166,7 +157,8 @@ class Staging:
         """Remove everything that is not part of the finished folder. Calling it again after an interruption is safe."""
         if (self.folder / JOURNAL_FILE).exists():
             # `is_complete` relies on this order: first the record, then the removal of the journal.
-            save_record(self._key["record"], self.folder)
+            record = json.dumps(self._key["record"], indent=1)
+            (self.folder / PREPARE_RECORD_FILE).write_text(record + "\n")
             (self.folder / JOURNAL_FILE).unlink()
         shutil.rmtree(self.scratch, ignore_errors=True)
 

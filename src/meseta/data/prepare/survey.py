@@ -30,10 +30,7 @@ _SIGN_BIT = np.uint64(1 << 63)
 
 
 def order_statistics(chunks: Chunks, ranks: Sequence[int]) -> list[float]:
-    """Return the numbers at positions `ranks` (from 0) of the sorted sequence without NaN, in five passes.
-
-    Each rank must be less than the number of numbers.
-    """
+    """Return the numbers at positions `ranks` (0 to count - 1) of the sorted sequence without NaN, in five passes."""
     prefixes = np.zeros(len(ranks), np.uint64)
     # A radix selection: each pass determines further bits of all results.
     left = np.array(ranks, np.int64)

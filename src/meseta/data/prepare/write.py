@@ -23,8 +23,7 @@ from meseta.data.schema.layout import RawLayout
 
 
 def partial_label_counts(known: Mapping[str, int], num_rows: int) -> dict[str, int]:
-    """Return the number of samples per label for the description of a split, or nothing if all samples have all
-    labels."""
+    """Return the number of samples per label for a split's description, or nothing if all samples have all labels."""
     return dict(known) if any(number < num_rows for number in known.values()) else {}
 
 

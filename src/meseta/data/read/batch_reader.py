@@ -33,8 +33,7 @@ class EpochRowSource(Protocol):
         ...
 
     def take_next_epoch(self) -> EpochRowSource | None:
-        """Return the rows of the next epoch if reading ahead has reached them, else `None`. The caller must close
-        them."""
+        """Return the next epoch's rows if reading ahead has reached them, else `None`. The caller must close them."""
         ...
 
     def close(self) -> None: ...
@@ -68,10 +67,8 @@ class WaitTracker:
         self._wait_start_s = time.monotonic()
 
     def end_wait(self, making_s: float) -> float:
-        """Record that the consumer has a batch that took `making_s` seconds of waiting for rows to make.
-
-        Returns the share of `making_s` for which the consumer waited too.
-        """
+        """Record the end of a wait for a batch that took `making_s` seconds of waiting for rows. Returns the share of
+        `making_s` for which the consumer waited."""
         now_s = time.monotonic()
         waited_s = 0.0 if self._wait_start_s is None else now_s - self._wait_start_s
         self._wait_start_s = None
@@ -111,10 +108,7 @@ class TimedBatch(NamedTuple):
 
 
 class BatchIterator(Iterator[Batch]):
-    """Iterator over the batches of a reader. Each batch advances the position of the reader.
-
-    Reading ahead stops when the iterator is closed or deleted.
-    """
+    """Iterator over a reader's batches, which advances its position. Reading ahead stops on close or deletion."""
 
     def __init__(
         self,
@@ -227,10 +221,8 @@ class BatchReader(ABC):
         return BatchIterator(PrefetchIterator(batches, self.options.prefetch_batches), self._advance, waits)
 
     def get_state(self, position: Position | None = None) -> dict[str, Any]:
-        """Return a position as plain data for JSON, by default the one after the last returned batch.
-
-        The state is the same on all ranks and for every reader of the same rows.
-        """
+        """Return a position as plain data for JSON, by default that after the last returned batch. It is equal on all
+        ranks and for every reader of these rows."""
         epoch, row = position or self.position
         chosen = {"filter": self.options.filter, "negative_keep": self.options.negative_keep}
         return {

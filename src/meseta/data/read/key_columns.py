@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import pyarrow as pa
 
@@ -24,18 +23,16 @@ class KeyColumns:
     """
 
     def __init__(self, dataset: Dataset, split: str, names: Sequence[str]) -> None:
-        """Open the footers of all files.
-
-        Raises MesetaError if a file lacks a column or is damaged, the types of a column have no common type, or the
-        dataset is a recipe.
-        """
+        """Open the footers of all files. Raises MesetaError if a file is damaged or lacks a column, a column has no
+        common type, or the dataset is a recipe."""
         if names:
             dataset.check_has_files("a prediction with keys")
         self._paths = [dataset.resolve_file(file.path) for file in dataset.split(split).files]
         self._names = list(names)
         schemas = []
         for path in self._paths if names else []:
-            schema = _read_schema(path)
+            with open_part_or_raise(path) as file:
+                schema = file.schema_arrow
             for name in names:
                 if name not in schema.names:
                     error = UnknownColumnError(f"keys: {str(path)!r}", name, schema.names)
@@ -72,8 +69,3 @@ class KeyColumns:
             with open_part_or_raise(path) as file:
                 for batch in file.iter_batches(MAX_BATCH_ROWS, columns=self._names):
                     yield batch.select(self._names).cast(self.schema)
-
-
-def _read_schema(path: Path) -> pa.Schema:
-    with open_part_or_raise(path) as file:
-        return file.schema_arrow

@@ -52,8 +52,7 @@ class NewBatches:
         return self.rows.key_schema
 
     def take(self, num_rows: int) -> pa.Table:
-        """Return the key columns of the next global batch. It must have been returned already and have `num_rows`
-        rows."""
+        """Return the key columns of the next global batch, already returned, which must have `num_rows` rows."""
         if not self.schema.names:
             return pa.table({})
         keys = self._keys.popleft()

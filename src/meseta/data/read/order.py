@@ -58,10 +58,7 @@ class Window:
 
 
 def group_into_windows(group_rows: Sequence[int], window_rows: int) -> list[list[int]]:
-    """Divide consecutive row groups into windows of at most `window_rows` rows, or of one larger group.
-
-    Returns the indices of the groups of each window.
-    """
+    """Return the group indices of windows of at most `window_rows` consecutive rows, or of one larger row group."""
     windows: list[list[int]] = []
     held = 0
     for place, rows in enumerate(group_rows):

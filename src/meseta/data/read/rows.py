@@ -31,8 +31,7 @@ class WindowTimer:
         return self.storage_s + self.decode_s + self.transform_s
 
     def add_transform(self, seconds: float, read_share: float) -> None:
-        """Add the time of making rows from raw files. `read_share` is the share in which the threads waited for
-        bytes."""
+        """Add the time of making rows from raw files. Threads waited for bytes for `read_share` of it."""
         self.storage_s += seconds * read_share
         self.transform_s += seconds * (1.0 - read_share)
 

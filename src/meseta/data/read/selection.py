@@ -324,8 +324,7 @@ class RowSelection:
         return list(dict.fromkeys([*decisive, *([] if self._label is None else [self._label])]))
 
     def mask(self, table: pa.Table, first_row: int) -> tuple[NDArray[np.bool_], ExcludedRows]:
-        """Return (mask [n] of the selected rows, excluded rows) of a table. `first_row` is its first row in the
-        split."""
+        """Return (mask [n] of the selected rows, excluded rows) of a table that starts at `first_row` of the split."""
         kept = np.ones(table.num_rows, bool) if self._filter is None else self._filter(table)
         by_filter = int(kept.size - kept.sum())
         if self._label is None:

@@ -129,8 +129,7 @@ class BatchSlicer:
         return RankSlice(min(first, stop), min(last, stop), max(last, stop) - max(first, stop))
 
     def rows_between(self, begin: int, first: int, last: int) -> NDArray[np.int64]:
-        """Return this rank's rows [n] among first..last-1, in ascending order. `begin` is the first row of the first
-        batch."""
+        """Return this rank's rows [n] among first..last-1, ascending. `begin` is the first row of the first batch."""
         starts, lengths = self._runs_between(begin, first, last)
         before = np.cumsum(lengths) - lengths
         return np.repeat(starts - before, lengths) + np.arange(lengths.sum())
@@ -139,10 +138,7 @@ class BatchSlicer:
         return int(self._runs_between(begin, first, last)[1].sum())
 
     def ranks_between(self, begin: int, first: int, last: int) -> RankRanges:
-        """Return all ranks that have any of the rows first..last-1.
-
-        The time does not depend on the number of ranks, rows and batches.
-        """
+        """Return all ranks with any of the rows first..last-1. Ranks, rows and batches do not affect the time."""
         first, last = max(first, begin), min(last, self._end(begin))
         if first >= last:
             return RankRanges(())
@@ -184,10 +180,8 @@ class BatchSlicer:
 
 
 def rank_range(rank: int, num_ranks: int, start: int, stop: int) -> tuple[int, int]:
-    """Return (first row, row after the last one) of a rank in rows start..stop-1.
-
-    Slices are contiguous. The first ranks get one more row if the number of rows is not divisible.
-    """
+    """Return (first row, row after the last one) of a rank in start..stop-1. Slices are contiguous. With a remainder,
+    the first ranks get one more row."""
     share, more = divmod(stop - start, num_ranks)
     first = start + rank * share + min(rank, more)
     return first, first + share + (rank < more)

@@ -51,10 +51,7 @@ def find_layout(
 
 
 def _add_partition_keys(where: str, sources: Sequence[Source], layout: RawLayout) -> RawLayout:
-    """Return `layout` with the columns from folders that it uses, and the others as ignored columns.
-
-    Raises MesetaError if a column from a folder should be multi-valued.
-    """
+    """Return `layout` with columns from folders, ignored if unused. Raises MesetaError if one would be multi-valued."""
     keys = dict.fromkeys(key for source in sources for key in source.partition)
     used, ignored = {*layout.columns}, {*layout.ignored}
     for column in layout.sparse:
@@ -76,10 +73,7 @@ def _add_partition_keys(where: str, sources: Sequence[Source], layout: RawLayout
 
 
 def check_features(where: str, layout: RawLayout) -> None:
-    """Raise MesetaError if a layout has no features, or if two of its columns have the same name in the dataset.
-
-    The message starts with `where`.
-    """
+    """Raise MesetaError with the prefix `where` if a layout has no features, or two columns of the same name."""
     if not layout.feature_names:
         labels = ", ".join(map(repr, layout.labels))
         left_out = [f"{name!r}: {layout.reasons[name]}" for name in layout.ignored if name in layout.reasons]

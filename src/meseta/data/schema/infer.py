@@ -279,7 +279,8 @@ def _infer_role_of_numbers(column: _ColumnSample) -> ColumnRole:
         return nothing or ColumnRole("categorical", f"codes, by their form: {shown}")
     if column.num_distinct <= 2:
         return ColumnRole("dense", f"numbers, no more than two: {shown}")
-    if nothing is not None and (_is_increasing(numbers) or not _is_concentrated(numbers)):
+    is_increasing = all(one < other for one, other in itertools.pairwise(numbers))
+    if nothing is not None and (is_increasing or not _is_concentrated(numbers)):
         return nothing
     if column.num_distinct > _MIN_DISTINCT_SHARE * len(numbers) and _is_concentrated(numbers):
         return ColumnRole("dense", f"numbers, spread as measurements are: {shown}")
@@ -293,10 +294,6 @@ def _infer_role_of_numbers(column: _ColumnSample) -> ColumnRole:
 def _are_codes(texts: Collection[str], largest: float) -> bool:
     # Numbers with leading zeros, or too large for float64, cannot be measurements.
     return largest > _MAX_EXACT_INTEGER or any(map(_ZERO_PADDED.fullmatch, texts))
-
-
-def _is_increasing(numbers: Sequence[float]) -> bool:
-    return all(one < other for one, other in itertools.pairwise(numbers))
 
 
 def _is_concentrated(numbers: Sequence[float]) -> bool:

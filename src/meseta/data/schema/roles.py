@@ -27,10 +27,8 @@ class NamedColumns:
         return bool(self.label or self.dense or self.sparse or self.ignore or self.time)
 
     def labels(self, where: str, names: Sequence[str]) -> tuple[str, ...]:
-        """Return the labels, which are columns in `names` or conditions for `resolve_labels`.
-
-        Raises MesetaError if a column does not exist. The message starts with `where`.
-        """
+        """Return the labels: columns in `names`, or conditions for `resolve_labels`. Raises MesetaError with the prefix
+        `where` for other columns."""
         known = {*names}
         chosen = [
             name

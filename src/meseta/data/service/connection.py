@@ -75,10 +75,8 @@ class Connection:
         return f"{self._kind} {self.url}"
 
     def call_options(self, timeout_s: float | None = None) -> flight.FlightCallOptions:
-        """Return the options of a call with a timeout.
-
-        Raises UnreachableError if no token is stored yet, and MesetaError if others may read its file.
-        """
+        """Return the options of a call with this timeout. Raises UnreachableError if no token is stored yet,
+        MesetaError if others may read its file."""
         try:
             header = self._credentials.header_value()
         except NoTokenError as error:
@@ -117,10 +115,7 @@ class Connection:
         return MesetaError(f"{self}: {status.reason}", remedy=status.remedy)
 
     def _diagnose_failure(self) -> None:
-        """Find out why a call failed.
-
-        Raises MesetaError if a retry would fail too, and UnreachableError if nothing listens.
-        """
+        """Find out why a call failed. Raises MesetaError if retries would fail, UnreachableError if nothing listens."""
         # gRPC does not report why a call failed.
         host, port = parse_address(self.url)
         try:

@@ -1,5 +1,4 @@
-"""Tokens that authenticate every call to a dispatcher or a reader: of a command, of a user's port, or of a key
-folder."""
+"""Tokens that authenticate calls to a dispatcher or a reader: of a command, of a user's port, or of a key folder."""
 
 from __future__ import annotations
 
@@ -122,10 +121,7 @@ def new_token() -> bytes:
 
 
 def parse_token(content: bytes, source: str, remedy: str) -> bytes:
-    """Return the token in `content` without surrounding white space.
-
-    Raises MesetaError with `source` and `remedy` if it is invalid.
-    """
+    """Return the token in `content`, stripped. Raises MesetaError with `source` and `remedy` if it is invalid."""
     token = content.strip()
     if not TOKEN_PATTERN.fullmatch(token):
         raise MesetaError(
@@ -136,11 +132,8 @@ def parse_token(content: bytes, source: str, remedy: str) -> bytes:
 
 
 def credentials_for(url: str) -> Credentials:
-    """Return the credentials of the dispatcher at an address without keys: of the command that started it, or of its
-    port.
-
-    Raises MesetaError if the address is invalid.
-    """
+    """Return the credentials for an address without keys: of the command that started the dispatcher, or of its port.
+    Raises MesetaError if it is invalid."""
     return _command_credentials.get(url) or PortToken(parse_address(url)[1])
 
 
@@ -155,8 +148,7 @@ def command_credentials(url: str, credentials: Credentials) -> Iterator[None]:
 
 
 def token_folders() -> list[Path]:
-    """Return this user's folders of tokens. New tokens are written to the first one. Raises MesetaError if there is
-    none."""
+    """Return this user's folders of tokens, first that of new tokens. Raises MesetaError if there is none."""
     folders = []
     with suppress(OSError):
         runtime = Path(environ.get("XDG_RUNTIME_DIR", ""))

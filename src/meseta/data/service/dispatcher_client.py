@@ -41,10 +41,8 @@ class DispatcherClient:
     """
 
     def __init__(self, url: str, credentials: Credentials | None = None) -> None:
-        """Create a client. `credentials` defaults to those of an address without keys.
-
-        Raises MesetaError if the address is invalid or does not match the credentials.
-        """
+        """Create a client. `credentials` defaults to those of an address without keys. Raises MesetaError if the
+        address is invalid or does not match."""
         self.url, self.credentials = url, credentials or credentials_for(url)
         self._connection = Connection("dispatcher", url, self.credentials)
         self._readers: dict[str, Connection] = {}

@@ -37,8 +37,7 @@ class TlsKeys(Credentials):
 
     @staticmethod
     def load(folder: Path) -> TlsKeys:
-        """Load the keys of a client. Raises MesetaError if a file is missing or damaged, or if others may read a
-        secret."""
+        """Load a client's keys. Raises MesetaError if a file is missing or damaged, or if others may read a secret."""
         token = parse_token(
             read_key_file(folder / TOKEN_FILE, is_secret=True),
             f"keys: {str(folder / TOKEN_FILE)!r}",
@@ -80,15 +79,13 @@ class TlsServerKeys(TlsKeys):
 
     @staticmethod
     def load(folder: Path) -> TlsServerKeys:
-        """Load the keys of a server. Raises what `TlsKeys.load` raises, and MesetaError if the private key does not
-        match."""
+        """Load a server's keys. Raises as `TlsKeys.load` does, and MesetaError if the private key does not match."""
         keys = TlsKeys.load(folder)
         key = read_key_file(folder / KEY_FILE, is_secret=True)
         return TlsServerKeys(folder, keys.certificate, keys.client, keys.token, key)
 
     def check_host(self, host: str) -> None:
-        """Raise MesetaError unless clients of `host` and this server would accept each other. Runs a handshake in
-        memory."""
+        """Raise MesetaError unless clients of `host` and this server would accept each other (tested in memory)."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         _load_own_certificate(context, self.folder / CERTIFICATE_FILE, self.folder / KEY_FILE)
         _load_trusted_certificate(context, self.client, self.folder / CLIENT_FILE)

@@ -191,10 +191,6 @@ class SynthOptions:
                 "specify at least one file, and at least as many rows as files"
             )
 
-    @property
-    def file_names(self) -> list[str]:
-        return [f"day_{k}.tsv" + (".gz" if self.gzip else "") for k in range(self.num_files)]
-
 
 def write_click_log(options: SynthOptions, on_rows: Callable[[int], None] | None = None) -> dict[str, Any]:
     """Write the log and then teacher.json, which marks it as complete. Return the content of teacher.json.
@@ -211,7 +207,7 @@ def write_click_log(options: SynthOptions, on_rows: Callable[[int], None] | None
             total = Tally.empty()
             files = {}
             for k, pieces in itertools.groupby(_split_into_files(options), key=lambda piece: piece[0]):
-                name = options.file_names[k]
+                name = f"day_{k}.tsv" + (".gz" if options.gzip else "")
                 tally = _write_file(options, name, (rows for _, rows in pieces), on_rows)
                 files[name] = tally.summary()
                 total.merge(tally)

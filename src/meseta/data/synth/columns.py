@@ -50,8 +50,7 @@ def draw_counts(stream: np.random.Philox) -> NDArray[np.int32]:
 
 
 def draw_categories(stream: np.random.Philox) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """Draw independent categories of a chunk as (uniforms for `zipf_ranks`, whether they are missing) [26,
-    CHUNK_ROWS]."""
+    """Draw a chunk's independent categories as (uniforms for `zipf_ranks`, whether missing) [26, CHUNK_ROWS]."""
     draws = [split_draw(stream.random_raw(CHUNK_ROWS), share) for share in MISSING_SPARSE]
     return np.stack([uniform for uniform, _ in draws]), np.stack([missing for _, missing in draws])
 

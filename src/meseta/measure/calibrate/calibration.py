@@ -82,10 +82,8 @@ NUM_TRIES = 3
 
 
 def measure_staged(team: WorkerGroup, num_threads: int, memory_bytes: float) -> Floats:
-    """Measure the constants [3] in STAGED_COSTS, in about two seconds.
-
-    Compares updates in stages with one fused pass. Shards that exceed `memory_bytes` are skipped.
-    """
+    """Measure STAGED_COSTS [3], in about two seconds, by updates in stages and in one fused pass. Skips shards above
+    `memory_bytes`."""
     terms, extra_s = [], []
     for seed, (num_rows, dim, pooling) in enumerate(TABLE_SHAPES):
         if num_rows * (dim // 2 + 1) * 4 > memory_bytes:  # Rows in float32, and one sum of squares per row.

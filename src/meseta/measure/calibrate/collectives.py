@@ -58,10 +58,7 @@ class CollectiveTimer(BenchmarkTarget):
         )
 
     def time_small_all_to_all(self, num_peers: int, num_rounds: int) -> float:
-        """Time an all-to-all among the first `num_peers` + 1 ranks and return its seconds.
-
-        Each of them sends SMALL_MESSAGE_BYTES to each other one.
-        """
+        """Time an all-to-all of SMALL_MESSAGE_BYTES among the first `num_peers` + 1 ranks. Returns seconds."""
         # The remaining ranks wait in the barrier.
         world, ranks = self.world, range(num_peers + 1)
         splits = [SMALL_MESSAGE_BYTES // 4 if rank in ranks and rank != world.rank else 0 for rank in range(world.size)]

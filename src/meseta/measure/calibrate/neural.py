@@ -195,10 +195,7 @@ def _is_held_out(number: int) -> bool:
 
 
 def measure_collectives(num_ranks: int, num_threads: int, log: Callable[[str, float], None]) -> list[CollectiveTiming]:
-    """Measure the result of `random_collectives` between `num_ranks` processes of this machine.
-
-    Raises MesetaError if a process fails.
-    """
+    """Measure `random_collectives` between `num_ranks` local processes. Raises MesetaError if a process fails."""
     member = TargetSpec(
         name=f"collectives of {num_ranks}",
         target_class=CollectiveTimer,

@@ -191,10 +191,7 @@ def ids_per_shard(bags: Bags) -> list[int]:
 
 
 def num_batches_beyond_cache(touched_bytes: int) -> int:
-    """Return the number of batches, each touching `touched_bytes`, that together exceed any hardware cache.
-
-    The number is between MIN_BATCHES and MAX_BATCHES.
-    """
+    """Return the number of batches of `touched_bytes`, MIN_BATCHES to MAX_BATCHES, that exceed any hardware cache."""
     return min(max(math.ceil(FOOTPRINT_BYTES / max(touched_bytes, 1)), MIN_BATCHES), MAX_BATCHES)
 
 

@@ -131,10 +131,7 @@ class TableTrainer:
             lease.release()
 
     def train(self, batches: Sequence[KeyedJaggedTensor]) -> list[float]:
-        """Train on `batches` and return the seconds of each step.
-
-        The last batches are only started. The next call trains them.
-        """
+        """Train on `batches`, and return step seconds. The last batches are only started. The next call trains them."""
         seconds = []
         for batch in batches:
             start_s = time.perf_counter()

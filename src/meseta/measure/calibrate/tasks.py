@@ -148,10 +148,7 @@ def random_task(seed: int, *, max_bytes: float = 12e9) -> ShardingTask:
 
 
 def random_table(random: np.random.Generator, dims: Sequence[int] = DIMS, distribution: int | None = None) -> TaskTable:
-    """Draw a table whose dimension is one of `dims`.
-
-    `distribution` is an index in ID_DISTRIBUTIONS. `None` draws one of the production histograms.
-    """
+    """Draw a table with one of `dims`. `distribution` indexes ID_DISTRIBUTIONS. `None` draws a production histogram."""
     return TaskTable(
         num_rows=round(float(np.exp(random.uniform(np.log(MIN_ROWS), np.log(MAX_ROWS))))),
         dim=int(random.choice(dims)),

@@ -121,10 +121,7 @@ def check_memory(system: KernelFiles, limits: CgroupLimits) -> Finding:
 
 
 def check_huge_pages(system: KernelFiles, huge_share: float | None) -> Finding:
-    """Check that large tensors get transparent huge pages of 2 MB.
-
-    `huge_share` is the share of a large tensor on such pages, or `None` if it was not measured.
-    """
+    """Check for huge pages of 2 MB. `huge_share` is the share of a large tensor on them, or `None` if not measured."""
     setting = system.read(HUGEPAGE_PATH) or ""
     chosen = setting.partition("[")[2].partition("]")[0]
     values: dict[str, Any] = {"transparent_hugepage": chosen or None, "huge_share": huge_share}
@@ -156,10 +153,7 @@ def check_shared_memory(num_bytes: int | None) -> Finding:
 
 
 def check_open_files(soft: int, hard: int) -> Finding:
-    """Check the limit of open files of this process.
-
-    `soft` is the current limit and `hard` its maximum. -1 means no limit.
-    """
+    """Check this process's limit of open files: `soft` is the current one, `hard` its maximum, -1 means no limit."""
     values: dict[str, Any] = {"soft": soft, "hard": hard}
     if soft == -1:
         return ok("open files", "no limit", **values)
@@ -352,10 +346,7 @@ def check_disk(folder: Path, system: KernelFiles) -> Finding:
 
 
 def check_row_files(folder: Path, fact: Mapping[str, Any]) -> Finding:
-    """Check whether row files in `folder` are read by io_uring and with direct I/O.
-
-    `fact` is the result of the probe 'io_uring'.
-    """
+    """Check that row files in `folder` use io_uring and direct I/O, given the result `fact` of the probe 'io_uring'."""
     values: dict[str, Any] = {"io_uring": "error" not in fact and fact.get("why_not") is None}
     how = "io_uring" if values["io_uring"] else f"threads ({fact.get('error') or fact.get('why_not')})"
     try:

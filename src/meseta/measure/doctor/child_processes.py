@@ -39,10 +39,7 @@ class ProcessResult:
         return lines[-1].strip() if lines else f"the process ended with exit code {self.exit_code} and no error output"
 
     def messages(self, *keys: str) -> Iterator[dict[str, Any]]:
-        """Yield the JSON objects in standard output that have one of `keys`.
-
-        Each object is one line.
-        """
+        """Yield the JSON objects, one per line, in standard output that have one of `keys`."""
         # Other output, such as that of libraries, and incomplete lines are skipped.
         for line in self.stdout.splitlines():
             try:

@@ -117,10 +117,8 @@ def check_torch(fact: Mapping[str, Any], installed: VersionLookup) -> Finding:
 
 
 def check_packages(facts: Mapping[str, Mapping[str, Any]], installed: VersionLookup) -> Finding:
-    """Check that required packages load and are recent enough. `facts` are all probe results.
-
-    For torch, only the version is checked. `check_torch` checks that it loads.
-    """
+    """Check that required packages load and are recent enough. `facts` are all probe results. `check_torch` checks
+    that torch loads."""
     versions = {name: installed(name) for name in REQUIRED}
     wrong, requirements, broken = [], [], set[str]()
     for name, version in versions.items():

@@ -33,10 +33,8 @@ TORCH_UNAVAILABLE = "not tried, since torch does not load"
 
 
 def run_probes(limit_s: float = PROBE_TIMEOUT_S) -> dict[str, ProbeResult]:
-    """Run all stages in child processes and return their results by stage.
-
-    If a stage kills its process, the remaining stages run in a new one. `limit_s` applies to each process.
-    """
+    """Run all stages in child processes of at most `limit_s` seconds, and return results by stage. If one kills its
+    process, a new one runs the rest."""
     facts: dict[str, ProbeResult] = {}
     while left := [stage for stage in PROBES if stage not in facts]:
         try:

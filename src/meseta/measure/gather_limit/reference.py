@@ -12,10 +12,7 @@ from torch import Tensor
 
 
 def checksum(tables: Sequence[Tensor], ids: NDArray[np.int64], bounds: Sequence[int]) -> int:
-    """Return `GatherResult.checksum` of a gather with these arguments.
-
-    The number of bytes per row must be a multiple of 4.
-    """
+    """Return `GatherResult.checksum` of a gather with these arguments and rows of a multiple of 4 bytes."""
     total = 0
     for segment, (start, stop) in enumerate(pairwise(bounds)):
         rows = tables[segment % len(tables)][torch.from_numpy(ids[start:stop])]

@@ -94,10 +94,7 @@ def run_interleaved(
 
 
 def memory_groups(members: Sequence[TargetSpec], memory_bytes: float) -> Iterator[list[TargetSpec]]:
-    """Yield consecutive targets in groups that fit into `memory_bytes` together.
-
-    A target that exceeds `memory_bytes` is a group alone.
-    """
+    """Yield consecutive targets in groups that fit into `memory_bytes`. A larger target is a group alone."""
     group: list[TargetSpec] = []
     for member in members:
         if group and sum(m.memory_bytes for m in group) + member.memory_bytes > memory_bytes:

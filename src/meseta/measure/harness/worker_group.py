@@ -78,10 +78,7 @@ class WorkerGroup:
     """Running worker processes of one benchmark target. As a context manager, stops them on exit."""
 
     def __init__(self, member: TargetSpec) -> None:
-        """Start the processes and create the target in each.
-
-        Raises MesetaError if a process fails. The message includes the last line of its standard error.
-        """
+        """Start the processes and their targets. Raises MesetaError, with the last line of its stderr, if one fails."""
         self.spec = member
         self.facts: dict[str, Any] = {}
         self._stderr_files: list[IO[bytes]] = []
@@ -114,10 +111,8 @@ class WorkerGroup:
         return self.request({"ask": method, "arguments": arguments})
 
     def request(self, request: dict[str, Any]) -> Any:
-        """Send a request to all ranks and wait for all answers. Returns the answer of rank 0.
-
-        Raises MesetaError if a rank reports an error, ends, or exceeds REPLY_TIMEOUT_S.
-        """
+        """Send a request to all ranks, wait for all, and return the answer of rank 0. Raises MesetaError if a rank
+        fails, ends, or exceeds REPLY_TIMEOUT_S."""
         line = json.dumps(request).encode() + b"\n"
         for process in self._processes:
             assert process.stdin is not None

@@ -114,11 +114,6 @@ class MixtureCross(nn.Module):
             x = add_product(x, x0, up(gated.flatten(1)))
         return x
 
-    def fill_inner(self, seed: int, name: str) -> None:
-        """Initialize the matrices C like those of `fill_linear`. `name` is the path of the network in its model."""
-        for index, inner in enumerate(self.inner):
-            fill_normal(inner, math.sqrt(1.0 / self.rank), seed, f"{name}.inner.{index}")
-
 
 class GatedCross(nn.Module):
     """Gated cross layers (arXiv 2311.04635, section 3.2): c_{l+1} = c_0 * (W_l c_l + b_l) * sigmoid(V_l c_l) + c_l."""
@@ -226,7 +221,8 @@ class DCNv2(DeepCrossModel):
             seed=seed,
         )
         if isinstance(self.cross, MixtureCross):
-            self.cross.fill_inner(seed, "cross")
+            for index, inner in enumerate(self.cross.inner):  # The matrices C, like those of `fill_linear`.
+                fill_normal(inner, math.sqrt(1.0 / self.cross.rank), seed, f"cross.inner.{index}")
 
 
 def make_dcnv2(config: DCNv2Config, request: ModelBuildArgs) -> DCNv2:
@@ -238,22 +234,17 @@ def make_dcnv2(config: DCNv2Config, request: ModelBuildArgs) -> DCNv2:
         num_experts=config.cross_experts,
         activation=config.cross_activation,
     )
-    return DCNv2(
-        request.embeddings,
-        num_dense=request.num_dense,
+    return request.build(
+        DCNv2,
         cross=cross,
         structure=config.structure,
         deep_mlp=config.deep_mlp,
-        options=request.options,
-        seed=request.seed,
     )
 
 
 class GDCN(DeepCrossModel):
-    """Gated deep and cross network (arXiv 2311.04635, section 3): a `DeepCrossModel` with a `GatedCross`.
-
-    Structure 'stacked' is the paper's GDCN-S, and 'parallel' its GDCN-P.
-    """
+    """Gated deep and cross network (arXiv 2311.04635, section 3): a `DeepCrossModel` with a `GatedCross`. The paper's
+    GDCN-S is 'stacked', GDCN-P 'parallel'."""
 
     def __init__(
         self,
@@ -286,12 +277,9 @@ class GDCN(DeepCrossModel):
 
 def make_gdcn(config: GDCNConfig, request: ModelBuildArgs) -> GDCN:
     """Build GDCN from its config."""
-    return GDCN(
-        request.embeddings,
-        num_dense=request.num_dense,
+    return request.build(
+        GDCN,
         cross_layers=config.cross_layers,
         structure=config.structure,
         deep_mlp=config.deep_mlp,
-        options=request.options,
-        seed=request.seed,
     )

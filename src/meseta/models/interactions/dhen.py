@@ -165,16 +165,8 @@ class DHEN(VectorStack):
         options: MLPOptions | None = None,
         seed: int = 0,
     ) -> None:
-        """Create the model.
-
-        Args:
-            embeddings: See `ScoringModel`.
-            num_dense: Number of dense inputs.
-            bottom_mlp: Hidden widths of the MLP over dense inputs. A layer with the width of the tables follows.
-            shape: Shape of the layers.
-            top_mlp: Hidden widths of the MLP over the last layer.
-            options: Options of the MLPs. Layers compute in the type of the embeddings.
-            seed: Seed of the initial weights.
+        """Create the model on `embeddings`, see `ScoringModel`, with the MLPs of `Wukong`. Layers compute in the type
+        of the embeddings.
 
         Raises MesetaError if tables have different widths, vectors of modules cannot be summed, heads do not divide the
         width, dot products have only one vector, or a width is below 1.
@@ -219,9 +211,8 @@ def _check_shape(shape: DHENShape, num_vectors: int, width: int) -> None:
 
 def make_dhen(config: DHENConfig, request: ModelBuildArgs) -> DHEN:
     """Build DHEN from its config."""
-    return DHEN(
-        request.embeddings,
-        num_dense=request.num_dense,
+    return request.build(
+        DHEN,
         bottom_mlp=config.bottom_mlp,
         shape=DHENShape(
             num_layers=config.layers,
@@ -231,6 +222,4 @@ def make_dhen(config: DHENConfig, request: ModelBuildArgs) -> DHEN:
             num_channels=config.convolution_channels,
         ),
         top_mlp=config.top_mlp,
-        options=request.options,
-        seed=request.seed,
     )

@@ -115,15 +115,7 @@ class FinalNet(ScoringModel):
         options: MLPOptions | None = None,
         seed: int = 0,
     ) -> None:
-        """Create the model.
-
-        Args:
-            embeddings: See `ScoringModel`.
-            num_dense: Number of dense inputs.
-            blocks: Layer widths of one or two blocks.
-            shape: Shape of the blocks.
-            options: Options of the blocks.
-            seed: Seed of the initial weights.
+        """Create the model on `embeddings`, see `ScoringModel`. `blocks` has the layer widths of one or two blocks.
 
         Raises MesetaError if tables have different widths, there are not one or two blocks, a block has no layers, or a
         width is below 1 or odd with residual 'concat'.
@@ -191,9 +183,8 @@ class FinalNet(ScoringModel):
 
 def make_final(config: FinalNetConfig, request: ModelBuildArgs) -> FinalNet:
     """Build FinalNet from its config."""
-    return FinalNet(
-        request.embeddings,
-        num_dense=request.num_dense,
+    return request.build(
+        FinalNet,
         blocks=[block for block in (config.first_block, config.second_block) if block],
         shape=FinalShape(
             residual=config.residual,
@@ -201,6 +192,4 @@ def make_final(config: FinalNetConfig, request: ModelBuildArgs) -> FinalNet:
             field_gate=config.field_gate,
             mutual_loss=config.mutual_loss,
         ),
-        options=request.options,
-        seed=request.seed,
     )

@@ -189,15 +189,12 @@ def _check_stream(name: str, stream: StreamShape, num_heads: int) -> None:
 
 def make_finalmlp(config: FinalMLPConfig, request: ModelBuildArgs) -> FinalMLP:
     """Build FinalMLP from its config."""
-    return FinalMLP(
-        request.embeddings,
-        num_dense=request.num_dense,
+    return request.build(
+        FinalMLP,
         streams=(
             StreamShape(mlp=config.first_mlp, gate_mlp=config.gate_mlp, context=config.first_context),
             StreamShape(mlp=config.second_mlp, gate_mlp=config.gate_mlp, context=config.second_context),
         ),
         feature_gates=config.feature_gates,
         num_heads=config.fusion_heads,
-        options=request.options,
-        seed=request.seed,
     )

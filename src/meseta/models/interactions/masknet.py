@@ -158,11 +158,8 @@ class MaskNet(ScoringModel):
 
 def make_masknet(config: MaskNetConfig, request: ModelBuildArgs) -> MaskNet:
     """Build MaskNet from its config."""
-    return MaskNet(
-        request.embeddings,
-        num_dense=request.num_dense,
+    return request.build(
+        MaskNet,
         shape=MaskShape(structure=config.structure, widths=config.mask_blocks, reduction=config.mask_reduction),
         deep_mlp=config.deep_mlp,
-        options=request.options,
-        seed=request.seed,
     )

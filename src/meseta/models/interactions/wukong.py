@@ -146,16 +146,11 @@ class Wukong(VectorStack):
         options: MLPOptions | None = None,
         seed: int = 0,
     ) -> None:
-        """Create the model.
+        """Create the model on `embeddings`, see `ScoringModel`.
 
-        Args:
-            embeddings: See `ScoringModel`.
-            num_dense: Number of dense inputs.
-            bottom_mlp: Hidden widths of the MLP over dense inputs. A layer with the width of the tables follows.
-            shape: Shape of the layers.
-            top_mlp: Hidden widths of the MLP over the last layer.
-            options: Options of the MLPs. All other parts compute in the type of the embeddings.
-            seed: Seed of the initial weights.
+        `bottom_mlp` has the hidden widths of the MLP over dense inputs, followed by a layer with the width of the
+        tables, and `top_mlp` those of the MLP over the last layer. All other parts compute in the type of the
+        embeddings.
 
         Raises MesetaError if tables have different widths or a width is below 1.
         """
@@ -174,9 +169,8 @@ class Wukong(VectorStack):
 
 def make_wukong(config: WukongConfig, request: ModelBuildArgs) -> Wukong:
     """Build Wukong from its config."""
-    return Wukong(
-        request.embeddings,
-        num_dense=request.num_dense,
+    return request.build(
+        Wukong,
         bottom_mlp=config.bottom_mlp,
         shape=WukongShape(
             num_layers=config.layers,
@@ -186,6 +180,4 @@ def make_wukong(config: WukongConfig, request: ModelBuildArgs) -> Wukong:
             fm_mlp=config.fm_mlp,
         ),
         top_mlp=config.top_mlp,
-        options=request.options,
-        seed=request.seed,
     )

@@ -46,15 +46,10 @@ class AutoInt(ScoringModel):
         options: MLPOptions | None = None,
         seed: int = 0,
     ) -> None:
-        """Create the model.
+        """Create the model on `embeddings`, see `ScoringModel`.
 
-        Args:
-            embeddings: See `ScoringModel`.
-            num_dense: Number of dense inputs.
-            attention: (number of layers, heads per layer, width of each head).
-            deep_mlp: Hidden widths of the MLP. If empty, there is no MLP.
-            options: Options of the MLP.
-            seed: Seed of the initial weights.
+        `attention` is (number of layers, heads per layer, width of each head). `deep_mlp` has the hidden widths of the
+        MLP. If it is empty, there is no MLP.
 
         Raises MesetaError if tables have different widths or a width is below 1.
         """
@@ -95,11 +90,8 @@ class AutoInt(ScoringModel):
 
 def make_autoint(config: AutoIntConfig, request: ModelBuildArgs) -> AutoInt:
     """Build AutoInt from its config."""
-    return AutoInt(
-        request.embeddings,
-        num_dense=request.num_dense,
+    return request.build(
+        AutoInt,
         attention=(config.attention_layers, config.attention_heads, config.attention_dim),
         deep_mlp=config.deep_mlp,
-        options=request.options,
-        seed=request.seed,
     )

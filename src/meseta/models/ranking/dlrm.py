@@ -124,12 +124,9 @@ def _check_equal_widths(dims: dict[str, int], width: int) -> None:
 
 def make_dlrm(config: DLRMConfig, request: ModelBuildArgs) -> DLRM:
     """Build DLRM from its config."""
-    return DLRM(
-        request.embeddings,
-        num_dense=request.num_dense,
+    return request.build(
+        DLRM,
         bottom_mlp=(*config.bottom_mlp, config.embedding_dim),
         top_mlp=config.top_mlp,
         interaction=config.interaction,
-        options=request.options,
-        seed=request.seed,
     )

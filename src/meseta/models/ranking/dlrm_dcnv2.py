@@ -78,12 +78,9 @@ class DLRMDCNv2(DLRMBase):
 
 def make_dlrm_dcnv2(config: DLRMDCNv2Config, request: ModelBuildArgs) -> DLRMDCNv2:
     """Build DLRM-DCNv2 from its config."""
-    return DLRMDCNv2(
-        request.embeddings,
-        num_dense=request.num_dense,
+    return request.build(
+        DLRMDCNv2,
         bottom_mlp=(*config.bottom_mlp, config.embedding_dim),
         top_mlp=config.top_mlp,
         cross=(config.cross_layers, config.cross_low_rank),
-        options=request.options,
-        seed=request.seed,
     )

@@ -24,10 +24,8 @@ from meseta.sparse.shapes import Float
 
 
 def sum_over_pairs(vectors: Float[Tensor, "B M D"]) -> Float[Tensor, " B"]:
-    """Sum the dot products of all pairs i < j in linear time: 1/2 sum_d ((sum_i v_id)^2 - sum_i v_id^2).
-
-    Rendle 2010, lemma 3.1.
-    """
+    """Sum the dot products of all pairs i < j in linear time: 1/2 sum_d ((sum_i v_id)^2 - sum_i v_id^2). Rendle
+    2010, lemma 3.1."""
     return 0.5 * (vectors.sum(dim=1).square() - vectors.square().sum(dim=1)).sum(dim=1)
 
 
@@ -41,10 +39,7 @@ class FM(ScoringModel):
     """
 
     def __init__(self, embeddings: nn.Module, *, num_dense: int, seed: int = 0) -> None:
-        """Create the model on `embeddings`, see `ScoringModel`.
-
-        Raises MesetaError unless all tables have the same width D + 1 >= 2.
-        """
+        """Create the model. Raises MesetaError unless all tables have the same width D + 1 >= 2. See `ScoringModel`."""
         super().__init__(embeddings, num_dense)
         width = common_width("FM", self.dims, min_width=2) - 1
         # For dense inputs, v is initialized from N(0, 0.1 squared), and w with zeros.
@@ -111,10 +106,7 @@ def make_fm(config: FMConfig, request: ModelBuildArgs) -> FM:
 
 def make_deepfm(config: DeepFMConfig, request: ModelBuildArgs) -> DeepFM:
     """Build DeepFM from its config."""
-    return DeepFM(
-        request.embeddings,
-        num_dense=request.num_dense,
+    return request.build(
+        DeepFM,
         deep_mlp=config.deep_mlp,
-        options=request.options,
-        seed=request.seed,
     )

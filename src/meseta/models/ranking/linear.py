@@ -108,10 +108,7 @@ class WideDeep(ScoringModel):
 
 def make_wide_deep(config: WideDeepConfig, request: ModelBuildArgs) -> WideDeep:
     """Build Wide & Deep from its config."""
-    return WideDeep(
-        request.embeddings,
-        num_dense=request.num_dense,
+    return request.build(
+        WideDeep,
         deep_mlp=config.deep_mlp,
-        options=request.options,
-        seed=request.seed,
     )

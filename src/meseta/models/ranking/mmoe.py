@@ -48,16 +48,10 @@ class MMoE(ScoringModel):
         options: MLPOptions | None = None,
         seed: int = 0,
     ) -> None:
-        """Create the model. Tables may have different widths.
+        """Create the model on `embeddings`, see `ScoringModel`. Tables may have different widths.
 
-        Args:
-            embeddings: See `ScoringModel`.
-            num_dense: Number of dense inputs.
-            num_tasks: Number of labels, T.
-            experts: Layer widths of each expert. All experts must have the same output width.
-            tower_mlp: Hidden widths of each task's tower.
-            options: Options of all MLPs.
-            seed: Seed of the initial weights.
+        `experts` has the layer widths of each expert, whose output widths must be equal, and `tower_mlp` the hidden
+        widths of the tower of each of `num_tasks` labels.
 
         Raises MesetaError if there is no task or no expert, an expert has no layers, or a width is invalid.
         """
@@ -104,12 +98,9 @@ class MMoE(ScoringModel):
 
 def make_mmoe(config: MMoEConfig, request: ModelBuildArgs) -> MMoE:
     """Build MMoE from its config."""
-    return MMoE(
-        request.embeddings,
-        num_dense=request.num_dense,
+    return request.build(
+        MMoE,
         num_tasks=request.num_tasks,
         experts=(config.expert_mlp,) * config.num_experts,
         tower_mlp=config.tower_mlp,
-        options=request.options,
-        seed=request.seed,
     )

@@ -198,11 +198,8 @@ class XDeepFM(ScoringModel):
 
 def make_xdeepfm(config: XDeepFMConfig, request: ModelBuildArgs) -> XDeepFM:
     """Build xDeepFM from its config."""
-    return XDeepFM(
-        request.embeddings,
-        num_dense=request.num_dense,
+    return request.build(
+        XDeepFM,
         cin_layers=config.cin_layers,
         deep_mlp=config.deep_mlp,
-        options=request.options,
-        seed=request.seed,
     )

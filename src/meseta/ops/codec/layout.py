@@ -79,10 +79,7 @@ def pack_layouts(codec: Codec, exponent: int, pieces: Sequence[Sequence[int]]) -
 
 
 def unpack_layouts(operator: str, numbers: Sequence[int]) -> CodecLayouts:
-    """Unpack the integers of `pack_layouts`.
-
-    Raises MesetaError if the codec is unknown or lossless, the exponent is out of range, or a width is negative.
-    """
+    """Unpack `pack_layouts`. Raises MesetaError for an unknown or lossless codec, bad exponent or negative width."""
     if len(numbers) < 2 or not 0 <= numbers[0] < len(CODEC_LIST):
         raise MesetaError(f"{operator}: the codec is not in meseta.spec.codecs; pass one of {', '.join(CODECS)}")
     codec, exponent, rest = CODEC_LIST[numbers[0]], numbers[1], list(numbers[2:])

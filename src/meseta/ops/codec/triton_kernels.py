@@ -46,10 +46,7 @@ def kernel_variant(codec, drawn, vector, codes):
 @triton.jit(do_not_specialize=["num_rows"])
 @no_type_check
 def encode_blocks(out, addresses, plan, keys, rows, overflows, num_rows, FORM: tl.constexpr):
-    """Encode rows into `out`, uint8 [num_rows, row bytes].
-
-    `addresses` has the addresses of the sources. In `keys` the number of the first row precedes the keys.
-    """
+    """Encode rows at `addresses` into `out`, uint8 [num_rows, row bytes]. `keys` begins with the first row's number."""
     CODEC: tl.constexpr = FORM % 8
     DRAWN: tl.constexpr = FORM // 8 % 4
     CODES: tl.constexpr = FORM // 256

@@ -53,20 +53,15 @@ class EvictionPolicy:
         return int(core().eviction_half_life(self._policy))
 
     def touch(self, slots: Int[Tensor, " n"], rows: Int[Tensor, " n"], num_lookups: int) -> None:
-        """Record that a batch of `num_lookups` lookups requested these distinct rows, which are in these slots.
-
-        Raises MesetaError if a slot does not exist.
-        """
+        """Record `num_lookups` lookups of distinct rows in these slots. Raises MesetaError if a slot does not exist."""
         try:
             core().eviction_touch(self._policy, slots.numpy(), rows.numpy(), num_lookups)
         except ValueError as error:
             raise MesetaError(f"eviction: {error}") from None
 
     def admit(self, slots: Int[Tensor, " n"], rows: Int[Tensor, " n"]) -> None:
-        """Record that these rows have been put into these slots, and restore their ghost scores.
-
-        Row numbers must not be negative. Raises MesetaError if a slot does not exist.
-        """
+        """Record that rows (not negative) were put into these slots, and restore their ghost scores. Raises MesetaError
+        if a slot does not exist."""
         try:
             core().eviction_admit(self._policy, slots.numpy(), rows.numpy())
         except ValueError as error:

@@ -19,10 +19,7 @@ def add_scores(one: int, other: int) -> int:
 
 
 def choose_victims(scores: Sequence[int], pins: Sequence[int], count: int, hand: int) -> tuple[list[int], int] | None:
-    """Return the victims in the order of the hand and the new position of the hand.
-
-    The result is `None` if fewer than `count` slots are unpinned.
-    """
+    """Return (victims in the order of the hand, its new position), or `None` if fewer than `count` are unpinned."""
     order = [*range(hand, len(scores)), *range(hand)]
     seen = min(max(count * WINDOW_FACTOR, MIN_WINDOW), len(scores))
     while seen < len(scores) and sum(pins[slot] == 0 for slot in order[:seen]) < count:

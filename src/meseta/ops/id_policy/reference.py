@@ -62,10 +62,8 @@ def fix_ids(
 def check_ids(
     ids: Tensor, offsets: Tensor, first_bags: Sequence[int], num_rows: Sequence[int], policies: Sequence[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Apply policies other than DROP and count out-of-range ids. Returns (ids, num_outside, first_error).
-
-    Bag g starts at offsets[g], and feature f starts at bag first_bags[f].
-    """
+    """Apply policies other than DROP. Returns (ids, num_outside, first_error). Bag g starts at offsets[g], feature f at
+    bag first_bags[f]."""
     fixed, _, _, first_error = fix_ids(ids, offsets.diff(), first_bags, num_rows, policies)
     bounds = offsets[torch.tensor(list(first_bags), device=offsets.device)].tolist()
     return fixed, count_outside(ids, bounds, num_rows), first_error

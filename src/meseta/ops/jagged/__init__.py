@@ -34,10 +34,8 @@ def permute(kjt: KeyedJaggedTensor, keys: Sequence[str]) -> KeyedJaggedTensor:
 
 
 def split(kjt: KeyedJaggedTensor, num_keys: Sequence[int]) -> list[KeyedJaggedTensor]:
-    """Split `kjt` into consecutive parts with num_keys[0], num_keys[1], ... keys, as views.
-
-    Raises MesetaError if the numbers are negative or do not add up to the number of keys.
-    """
+    """Split `kjt` into consecutive views with num_keys[0], num_keys[1], ... keys. Raises MesetaError if the numbers are
+    negative or do not add up."""
     ends = list(accumulate(num_keys, initial=0))
     if min(num_keys, default=0) < 0 or ends[-1] != len(kjt.keys):
         raise MesetaError(f"split: {list(num_keys)} must be numbers that add up to {len(kjt.keys)}, the number of keys")
@@ -45,19 +43,14 @@ def split(kjt: KeyedJaggedTensor, num_keys: Sequence[int]) -> list[KeyedJaggedTe
 
 
 def permute_segments(array: Shaped[Tensor, " n"], sizes: Iterable[int], order: Sequence[int]) -> Shaped[Tensor, " m"]:
-    """Split an array into segments of the given sizes, and concatenate them in the given order.
-
-    Raises MesetaError if the sizes exceed the array or a segment does not exist.
-    """
+    """Concatenate segments of an array in this order. Raises MesetaError if sizes exceed it or a segment is missing."""
     permuted: Tensor = _permute([array], list(accumulate(sizes, initial=0)), list(order))[0]
     return permuted
 
 
 def lengths_to_offsets(lengths: Int[Tensor, " n"]) -> Int[Tensor, " n_plus_1"]:
-    """Return 0 and the cumulative sums of int32 or int64 lengths, as int64: [2, 0, 1] -> [0, 2, 2, 3].
-
-    Raises MesetaError, on a CPU, if a length is negative.
-    """
+    """Return 0 and the cumulative sums of int32 or int64 lengths, as int64: [2, 0, 1] -> [0, 2, 2, 3]. Raises
+    MesetaError, on a CPU, if a length is negative."""
     offsets: Tensor = _offsets(lengths)
     return offsets
 

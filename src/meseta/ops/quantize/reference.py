@@ -128,10 +128,7 @@ def _round(values: Tensor, bits: Tensor | None) -> Tensor:
 
 
 def to_short(values: Tensor, row_format: str, bits: Tensor | None) -> Tensor:
-    """Convert float32 to a shorter float format, with the numbers rounded to nearest even.
-
-    With `bits` the magnitude is rounded stochastically to one of the two neighbors.
-    """
+    """Convert float32 to a shorter format, to nearest even. `bits` rounds magnitudes stochastically to a neighbor."""
     if bits is None:
         return values.to(_DTYPES[row_format])
     exponent = (torch.frexp(values).exponent - 1).clamp(min=_MIN_EXPONENT[row_format])

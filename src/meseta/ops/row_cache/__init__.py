@@ -228,8 +228,5 @@ def pin_rows(
 
 
 def memory_backing_store(records: Shaped[Tensor, "n bytes"], present: Bool[Tensor, " n"]) -> Any:
-    """Return the handle of a backing store in the caller's memory: uint8 records, and whether each row is written.
-
-    The caller must keep both tensors alive.
-    """
+    """Return the handle of a store in memory that the caller keeps alive: uint8 records and whether each is written."""
     return core().memory_backing_store(records.numpy(), present.numpy())

@@ -176,10 +176,7 @@ class RowFile:
 
     @property
     def file_bytes(self) -> int:
-        """Size of the file on the disk.
-
-        It is at most 1.5 times the size of the written records plus six segments. Snapshots keep more.
-        """
+        """Size of the file. At most 1.5 times the written records plus six segments, and more with snapshots."""
         return int(self._raw_counters()[1])
 
     def num_bytes(self) -> int:
@@ -208,10 +205,7 @@ class RowFile:
             raise self.explain(failure)
 
     def explain(self, failure: Sequence[int]) -> MesetaError:
-        """Return the error for a failure of the core.
-
-        `failure` is (kind, errno, row, byte offset in the file, whether it occurred while writing).
-        """
+        """Return the error for a `failure` (kind, errno, row, byte offset in the file, whether it was writing)."""
         kind, code, row, place, is_writing = failure
         at = f"{self.owner}: file {self.path!r}" + (f", byte {place:,}" if place >= 0 else "")
         return MesetaError(f"{at}: {_describe_failure(kind, code, row, bool(is_writing))}")

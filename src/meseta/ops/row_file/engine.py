@@ -168,10 +168,7 @@ class LatencyHistogram:
         return LatencyHistogram(self.counts - earlier.counts)
 
     def quantiles(self, shares: Sequence[float]) -> list[float]:
-        """Return latency quantiles in seconds, as upper bounds of bins. They are up to 1/8 too large.
-
-        The result is NaN if there are no reads.
-        """
+        """Return latency quantiles in seconds, upper bounds of bins up to 1/8 too large. NaN without reads."""
         sums = np.cumsum(self.counts)
         if not len(sums) or sums[-1] == 0:
             return [float("nan")] * len(shares)

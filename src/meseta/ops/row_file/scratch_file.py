@@ -27,10 +27,7 @@ class ScratchFile:
     """Open file for exclusive use by this process: mode 0600, and locked with flock(2) while the process lives."""
 
     def __init__(self, folder: Path, name: str, owner: str, flags: int = 0) -> None:
-        """Create a file in `folder` with a name that contains `name`.
-
-        Raises MesetaError with the prefix `owner` if the file cannot be created.
-        """
+        """Create a file in `folder` whose name contains `name`. Raises MesetaError, with prefix `owner`, on failure."""
         self.path = (
             folder / f"{to_file_name(name)[:100]}.{_host_name()[:60]}.{os.getpid()}.{secrets.token_hex(4)}{SUFFIX}"
         )

@@ -23,10 +23,7 @@ class RowSet:
     """Set of rows 0..num_rows-1. Threads may read it concurrently while no thread changes it."""
 
     def __init__(self, num_rows: int, bits: NDArray[np.uint8] | None = None) -> None:
-        """Create a set from a bitmap [ceil(num_rows / 8)], or an empty set if `bits` is `None`.
-
-        Row r is bit r % 8 of byte r // 8.
-        """
+        """Create a set from a bitmap [ceil(num_rows / 8)] with row r at bit r % 8 of byte r // 8, or an empty set."""
         self.num_rows = num_rows
         self._bits = np.zeros(-(-num_rows // 8), np.uint8) if bits is None else bits
         self._counts: NDArray[np.int64] | None = None

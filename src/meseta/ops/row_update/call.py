@@ -37,10 +37,7 @@ class TableRows:
     `None` means that row i of `weight` is row i of the shard. Random bits and marks use these rows.
     """
     marks: Int[Tensor, " words"] | None = None
-    """int32 tensor in which updated rows of the shard are marked, see `meseta.ops.row_marks`.
-
-    It may end with a log of rows if `row_ids` is `None`.
-    """
+    """int32 marks of updated rows, see `meseta.ops.row_marks`. May end with a log of rows if `row_ids` is `None`."""
 
 
 @dataclass(frozen=True)

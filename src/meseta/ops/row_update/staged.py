@@ -59,10 +59,7 @@ def update_with_stats(
     stats: Float[Tensor, "S U"],
     found_inf: Float[Tensor, ""] | None = None,
 ) -> None:
-    """Update touched rows in place with the statistics of whole rows.
-
-    `found_inf` is a device scalar (float32). If it is nonzero, nothing is written.
-    """
+    """Update rows in place, given statistics of whole rows, unless `found_inf` (float32, on the device) is nonzero."""
     program = trace(optimizer)
     _apply(program, program.staged_update, touched, stats, found_inf=found_inf)
 

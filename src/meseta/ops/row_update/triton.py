@@ -1,7 +1,4 @@
-"""Row update on a GPU, in three steps: sort contributions by row, sum long runs, and update a few rows per program.
-
-The host never waits for the device.
-"""
+"""Row update on a GPU without host sync: sort contributions by row, sum long runs, update a few rows per program."""
 # Numbers that the host does not know, such as the number of touched rows, stay on the device. Launches have the maximum
 # size that could be needed, and programs without work return immediately.
 

@@ -119,10 +119,7 @@ def mark_segments(segments, ranges, keys, counted, plan, limit) -> None:
 @triton.jit(do_not_specialize=["limit"])
 @no_type_check
 def sum_long_runs(sums, items, scales, keys, plan, limit, COLUMNS: tl.constexpr, VECTOR: tl.constexpr):
-    """Sum each long run from left to right into `sums`, and let its first item point to the sum.
-
-    `sums` is [limit // MIN_LONG_RUN + 1, COLUMNS].
-    """
+    """Sum long runs, left to right, into `sums` [limit // MIN_LONG_RUN + 1, COLUMNS]. Their first item points there."""
     index = tl.arange(0, RUN_SLOTS * MIN_LONG_RUN)
     n = tl.program_id(0).to(tl.int64) * (RUN_SLOTS * MIN_LONG_RUN) + index
     end = n + MIN_LONG_RUN - 1

@@ -30,10 +30,7 @@ class SlotMap:
     # no tombstones, so that the table does not degrade.
 
     def __init__(self, capacity: int, *, max_slot: int = MAX_UINT32_SLOT) -> None:
-        """Create a map with space for `capacity` keys, which grows as needed. Slots are 0..max_slot.
-
-        Raises MesetaError if `capacity` or `max_slot` is out of range.
-        """
+        """Create a growing map of `capacity` keys to slots 0..max_slot. Raises MesetaError if one is out of range."""
         if capacity < 0 or capacity > 2**48:
             raise MesetaError(f"slot map: capacity {capacity} is out of range; pass 0 to 2**48 keys")
         if not 0 <= max_slot <= MAX_SLOT:

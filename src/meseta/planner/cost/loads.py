@@ -153,11 +153,8 @@ class ShardLoads:
 
 
 class WorkloadLoads:
-    """Workload as arrays over its tables.
-
-    Features that read the same table are assumed to request its rows with the same frequencies, given by the feature
-    with the most ids.
-    """
+    """Workload as arrays over its tables. Features of one table are assumed to request its rows with the frequencies of
+    the one with the most ids."""
 
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
@@ -316,9 +313,7 @@ class WorkloadLoads:
         self, pieces: ShardArrays, owners: Indices, num_owners: int, cache_bytes: float
     ) -> Floats:
         """Return the number of samples whose rows fit together into the hardware cache of each owner [num_owners].
-
-        `owners` is the owner of each shard [n].
-        """
+        `owners` has one per shard [n]."""
         # An unused row remains in an LRU cache for this number of samples (P. J. Denning, "The working set model for
         # program behavior", Communications of the ACM 11, 1968).
         sizes = self.row_bytes(pieces)

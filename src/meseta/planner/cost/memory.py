@@ -128,8 +128,7 @@ def row_and_state_bytes(table: TableSpec, shard: Shard) -> tuple[int, int]:
 
 
 def copy_bytes(pieces: Iterable[tuple[TableSpec, Shard]]) -> int:
-    """Return the bytes that a background save copies of a rank's shards to host memory. Shards on a disk are not
-    copied."""
+    """Return the bytes of a rank's shards that a background save copies to host memory. Not those on a disk."""
     # A save reads a frozen view of row files.
     return sum(sum(row_and_state_bytes(table, shard)) for table, shard in pieces if shard.tier != DISK)
 
@@ -185,8 +184,7 @@ def _file_part_bytes(num_rows: int, record_bytes: int, block_bytes: int) -> int:
 def plan_memory_bytes(
     plan: Plan, workload: Workload, per_host: int, run: RunBytes | None = None, *, is_cpu: bool = False
 ) -> MemoryPartBytes:
-    """Return the bytes of each rank [R] by phase, memory and use, with `per_host` ranks per host. See
-    `memory_bytes`."""
+    """Return the bytes of each rank [R] by phase, memory and use, on hosts of `per_host` ranks. See `memory_bytes`."""
     loads = WorkloadLoads(workload)
     room = CacheOptions() if run is None or run.storage is None else CacheOptions(run.storage)
     placement = Placement.from_plan(plan, loads, per_host, room)

@@ -83,10 +83,8 @@ def update_terms(loads: ShardLoads) -> dict[str, Floats]:
 
 
 def operator_seconds(cost_model: CostModel, loads: ShardLoads) -> tuple[Floats, Floats]:
-    """Return the seconds of (lookup, update) per shard, both [n].
-
-    The sum over the shards of a rank excludes `call_s`, which applies once, and disk time, see `disk_seconds`.
-    """
+    """Return the seconds of (lookup, update) per shard [n], without `call_s`, which applies once per rank, and disk
+    time, see `disk_seconds`."""
     lookup, update = cost_model.lookup, cost_model.update
     lookup_s = np.zeros_like(loads.num_ids)
     for name, term in lookup_terms(loads).items():

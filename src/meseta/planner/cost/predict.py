@@ -18,7 +18,7 @@ from meseta.planner.cost.reuse import Floats
 from meseta.planner.cost.schedule import ALL_REDUCES, OverlappedStep, TransferCost, dense_op_seconds, schedule_for
 from meseta.spec import CostModel, MesetaError, Plan, Topology, Workload
 from meseta.spec.stages import STEP_COMPONENTS, StepComponent
-from meseta.spec.tiers import HBM, MEMORIES, Memory, StorageOptions
+from meseta.spec.tiers import HBM, MEMORIES, Memory
 from meseta.spec.transfer import step_transfers
 from meseta.telemetry.span import TransferMeans
 
@@ -118,7 +118,9 @@ def predict(
     sorted_ids = float((sharded.num_ids * (placement.row_parts > 1)).sum()) / plan.num_ranks
     each_s = [_transfer_cost(collective, cost_model, topology, sorted_ids) for collective in exchanged]
     step_s, hidden_s = _step_seconds(workload, (lookup, update), dense_s, each_s)
-    disk_s = _disk_seconds(placement, sharded, cost_model, topology, storage)
+    max_reads_per_s = None if storage is None else storage.max_reads_per_s
+    disk_row_s = disk_seconds(cost_model, sharded, topology.devices_per_host, max_reads_per_s)
+    disk_s = placement.sum_by_rank(sharded.tier_misses * disk_row_s)
     seconds: dict[StepComponent, Floats] = {name: np.zeros(plan.num_ranks) for name in STEP_COMPONENTS}
     # Disks are read one batch ahead, so only disk time beyond the step is exposed.
     seconds |= {"lookup": lookup + np.maximum(disk_s - step_s, 0.0), "table_update": update}
@@ -148,14 +150,6 @@ def _sharded_loads(loads: WorkloadLoads, placement: Placement, cache_bytes: floa
     rank_bytes = placement.sum_by_rank(loads.stored_bytes(pieces)) + loads.stored_bytes(placement.replicated).sum()
     of_owner = {"hardware_cached_samples": held[owner], "rank_bytes": rank_bytes[owner]}
     return loads.shard_loads(pieces, **of_owner, num_ranks=placement.num_ranks)
-
-
-def _disk_seconds(
-    placement: Placement, sharded: ShardLoads, cost_model: CostModel, topology: Topology, storage: StorageOptions | None
-) -> Floats:
-    limit = None if storage is None else storage.max_reads_per_s
-    row_s = disk_seconds(cost_model, sharded, topology.devices_per_host, limit)
-    return placement.sum_by_rank(sharded.tier_misses * row_s)
 
 
 def _cache_misses(workload: Workload, placement: Placement, sharded: ShardLoads) -> dict[str, float]:

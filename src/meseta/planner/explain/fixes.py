@@ -8,6 +8,7 @@ from functools import partial
 
 import numpy as np
 
+from meseta.errors import join_names
 from meseta.planner.cost.loads import WorkloadLoads, shard_storage_bytes
 from meseta.planner.cost.memory import RunBytes, fixed_bytes
 from meseta.planner.search.assignment import UNLIMITED, BusySeconds
@@ -281,5 +282,4 @@ def _find_min_count_by_doubling(change: Callable[[int], PlanTask], start: int) -
 
 
 def _format_tables(tables: Sequence[TableSpec]) -> str:
-    shown = ", ".join(repr(table.name) for table in tables[:3])
-    return shown + f" and {len(tables) - 3} more" * (len(tables) > 3)
+    return join_names([repr(table.name) for table in tables], 3)

@@ -73,7 +73,7 @@ def step_rows_by_share(planned: PlanResult) -> list[tuple[str, ...]]:
     room = CacheAllocator(plan, problem.loads, problem.topology, problem.cost_model, problem.run)
     table_rows: list[tuple[str, ...]] = []
     for share in CACHE_SHARES:
-        budget = room.bytes_for_share(share)
+        budget = share * room.full_cache_bytes
         prediction = room.predict(budget)
         lacks = " (batches in flight need more)" if (budget < room.min_cache_bytes).any() else ""
         of_rank = format_bytes(int(budget.max()))

@@ -157,7 +157,7 @@ class _OptionLowerBounds:
     def allows(self, limit_s: float) -> bool:
         """Whether the bounds permit a step of `limit_s` seconds in addition to the fixed seconds."""
         allowed = self.longest_rank_s <= limit_s
-        if not self._covers_all_units(allowed):
+        if len(np.unique(self.unit_index[allowed])) < len(self._starts):
             return False
         shard_s = np.sort(self._min_by_unit(np.where(allowed, self._longest_shard_s, np.inf)))[::-1]
         # Of num_ranks + 1 tables, two share a rank.
@@ -165,9 +165,6 @@ class _OptionLowerBounds:
         if len(shard_s) > ranks and shard_s[ranks - 1] + shard_s[ranks] > limit_s:
             return False
         return self.average_s(allowed) <= limit_s
-
-    def _covers_all_units(self, allowed: Mask) -> bool:
-        return len(np.unique(self.unit_index[allowed])) == len(self._starts)
 
     def most_constrained_table(self, limit_s: float) -> str:
         """Return the table whose cost increases most if shards may take at most `limit_s` seconds."""

@@ -175,10 +175,6 @@ class CacheAllocator:
         near = np.array([shards[number].cache_rows or 0 for number in self._unallocated], np.float64)
         return self._by_group(self._row_bytes * near) + self._index_bytes
 
-    def bytes_for_share(self, share: float) -> Floats:
-        """Return the size of each group that caches this share of all rows, in bytes."""
-        return share * self.full_cache_bytes
-
     def predict(self, budget: Floats) -> Prediction:
         """Predict a step with `budget` bytes for the caches of each group."""
         plan = self.allocate(budget)

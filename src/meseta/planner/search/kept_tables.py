@@ -19,7 +19,9 @@ def load_kept_tables(keep: PinnedPlacement, tables: Sequence[TableSpec], topolog
     If a table has more rows than before, its last shards get the new rows. Replicas are extended to all ranks. Raises
     MesetaError if the file is not a plan that lists all shards.
     """
-    old = _read_entries(keep.plan, tables)
+    plan, _ = read_plan_file(keep.plan)
+    names = {table.name for table in tables}
+    old = {entry.table: entry for entry in plan.tables if entry.table in names}
     kept = {}
     for table in tables:
         if table.name in old and any(fnmatchcase(table.name, name) for name in keep.tables):
@@ -30,21 +32,12 @@ def load_kept_tables(keep: PinnedPlacement, tables: Sequence[TableSpec], topolog
 
 
 def read_plan_file(path: str) -> tuple[Plan, tuple[TableSpec, ...]]:
-    """Read a plan file that lists all shards. The tables in the result have only names, rows and columns.
-
-    Raises MesetaError if the file is invalid.
-    """
+    """Read a plan file of all shards. Tables have only names, rows and columns. Raises MesetaError if it is invalid."""
     where = f"plan file {str(path)!r}"
     try:
         return read_explicit_plan(read_mapping(path))
     except MesetaError as error:
         raise MesetaError(f"{where}: {error}") from None
-
-
-def _read_entries(path: str, tables: Sequence[TableSpec]) -> dict[str, TablePlan]:
-    plan, _ = read_plan_file(path)
-    names = {table.name for table in tables}
-    return {entry.table: entry for entry in plan.tables if entry.table in names}
 
 
 def _extend_entry(entry: TablePlan, table: TableSpec, topology: Topology) -> TablePlan | None:

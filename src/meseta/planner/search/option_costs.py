@@ -30,9 +30,9 @@ class OptionCosts:
         self.unit_index, ranks = options.unit_index, machine.num_ranks
         self._starts = np.searchsorted(options.unit_index, np.arange(options.num_units))
         seconds = options.shard_s
-        sums = _sum_by_option(
-            np.column_stack([seconds, options.rank_demand[:, 0], options.host_demand]), options.first_shard
-        )
+        demands = np.column_stack([seconds, options.rank_demand[:, 0], options.host_demand])
+        ends = np.vstack([np.zeros((1, demands.shape[1])), np.cumsum(demands, axis=0, dtype=np.float64)])
+        sums = ends[options.first_shard[1:]] - ends[options.first_shard[:-1]]
         self.average_s = options.common_s + sums[:, 0] / ranks
         """Seconds that each option adds to the average rank [W]."""
         self.max_shard_s = _max_by_option(seconds, options.first_shard)
@@ -134,11 +134,6 @@ class OptionCosts:
         on_device = self.tier_index == 0
         palettes += [on_device | (self.tier_index == tier) for tier in np.unique(self.tier_index[~on_device])]
         return [everything, *(allowed for allowed in palettes if not allowed.all())]
-
-
-def _sum_by_option(values: Floats, first: Ints) -> Floats:
-    ends = np.vstack([np.zeros((1, values.shape[1])), np.cumsum(values, axis=0, dtype=np.float64)])
-    return ends[first[1:]] - ends[first[:-1]]
 
 
 def _max_by_option(values: Floats, first: Ints) -> Floats:

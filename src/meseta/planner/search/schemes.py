@@ -77,10 +77,8 @@ def make_table_plan(
     num_ranks: int,
     cache_rows: Sequence[int] | Ints,
 ) -> TablePlan:
-    """Return the plan of a table with one shard per entry of `ranks`, and its replicas on all ranks.
-
-    `cache_rows` is the cache capacity of each shard, or 0 without a cache.
-    """
+    """Return a table's plan with one shard per entry of `ranks`, and replicas on all ranks. `cache_rows` is the
+    capacity of each cache, or 0."""
     everywhere, dim = tuple(range(num_ranks)), table.embedding_dim
     replicated = table.num_embeddings if scheme.sharding_type is ShardingType.DATA_PARALLEL else scheme.hot_rows
     shards = [Shard(table=table.name, rows=(0, replicated), columns=(0, dim), ranks=everywhere)] * bool(replicated)

@@ -41,12 +41,11 @@ class PlanResult:
         networks."""
         if self.problem.cost_model.neural is None:
             return self.prediction.step_s
-        return _predict_with_constants(self.plan, self.problem).step_s
-
-
-def _predict_with_constants(plan: Plan, problem: PlacementProblem) -> Prediction:
-    constants = replace(problem.cost_model, neural=None)
-    return predict(plan, problem.workload, problem.topology, constants, loads=problem.loads, run=problem.run)
+        problem, constants = self.problem, replace(self.problem.cost_model, neural=None)
+        prediction = predict(
+            self.plan, problem.workload, problem.topology, constants, loads=problem.loads, run=problem.run
+        )
+        return prediction.step_s
 
 
 EXCHANGE_LIMIT_FACTORS = (1.0, 1.1, 1.3, float("inf"))

@@ -215,10 +215,7 @@ def horizontal_bars(title: str, rows: Sequence[tuple[str, Sequence[tuple[str, st
 
 
 def reliability_plot(points: Sequence[ReliabilityPoint]) -> str:
-    """Draw the observed rate over the mean prediction of each bin, with 95% intervals (Wilson 1927).
-
-    The diagonal is perfect calibration. Returns an empty string without bins.
-    """
+    """Plot observed rates over mean predictions with 95% intervals (Wilson 1927) and diagonal. Empty without bins."""
     size = 330
     points = [p for p in points if p.num_samples and is_drawable(p.mean_prediction) and is_drawable(p.mean_label)]
     if not points:

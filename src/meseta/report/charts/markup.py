@@ -1,7 +1,4 @@
-"""HTML and SVG as strings.
-
-Untrusted text must pass through `escape`, or through an attribute of `tag`, which escapes it.
-"""
+"""HTML and SVG as strings. Untrusted text must pass through `escape`, or an attribute of `tag`."""
 
 from __future__ import annotations
 

@@ -41,10 +41,7 @@ _ALTERNATIVE_KEYS: Mapping[str, Sequence[str]] = {
 
 
 def default_run_dir(patterns: Sequence[str]) -> str:
-    """Return 'runs/NAME', with a name from the first file or pattern.
-
-    'logs/clicks.csv.gz' results in runs/clicks, and 'logs/*.csv' in runs/logs.
-    """
+    """Return 'runs/NAME': runs/clicks for 'logs/clicks.csv.gz', and runs/logs for 'logs/*.csv' (first pattern)."""
     parts = [part for part in re.split(r"[/\\]", patterns[0].partition("://")[2] or patterns[0]) if part]
     for part in reversed(parts):
         name = re.sub(_SUFFIX_PATTERN, "", re.sub(r"[*?]|\[.*?\]", "", part))
@@ -55,10 +52,7 @@ def default_run_dir(patterns: Sequence[str]) -> str:
 
 
 def default_batch_size(num_rows: int) -> int:
-    """Return a power of two that divides an epoch of `num_rows` into about 200 steps.
-
-    It is at least 32 and at most the default of the config.
-    """
+    """Return a power of two, from 32 to the config's default, that divides `num_rows` into about 200 steps."""
     limit: int = TrainConfig.model_fields["batch_size"].default
     target = max(num_rows // NUM_STEPS_PER_EPOCH, 1)
     return min(max(1 << (target.bit_length() - 1), MIN_BATCH_SIZE), limit)

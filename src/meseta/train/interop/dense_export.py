@@ -34,8 +34,7 @@ INPUTS_PATH = "inputs.json"
 
 
 class DensePart(nn.Module):
-    """Dense part of a model as a module. It maps dense inputs and pooled embeddings to the logits of `meseta
-    predict`."""
+    """Dense part of a model as a module, from dense inputs and pooled embeddings to the logits of `meseta predict`."""
 
     def __init__(self, model: Any, shift: float) -> None:
         """Wrap a model of `make_model`. `shift` is added to its logits, see `logit_shift`."""

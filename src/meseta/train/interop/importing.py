@@ -18,6 +18,7 @@ from meseta.checkpoint.files.layout import TableLayout
 from meseta.checkpoint.loading import check_tables
 from meseta.comm import World
 from meseta.config import DenseOptimizerConfig, RunConfig
+from meseta.errors import join_names
 from meseta.models import DLRM
 from meseta.optim.dense import make_dense_optimizer
 from meseta.spec import MesetaError, suggest
@@ -186,7 +187,9 @@ def _fill_model(
     for name in renames:
         if name not in tensors:
             raise MesetaError(f"import: tensor {name!r} of --rename is not in the file; {suggest(name, tensors)}")
-    targets = _targets(model)
+    # Targets of tables have the shape of the table only.
+    targets = {table_target(shard.spec.name): shard.values[ROW] for shard in model.embeddings.shards}
+    targets |= model.state_dict()
     tables = [shard.spec.name for shard in model.embeddings.shards]
     names = translate_names(layout, list(tensors), tables) | renames
     matching_layouts = [
@@ -224,12 +227,6 @@ def _row_chunks(value: Tensor) -> Sequence[Tensor]:
     return value.split(max(BLOCK_BYTES // max(value[0].nbytes, 1), 1))
 
 
-def _targets(model: Any) -> dict[str, Tensor]:
-    """Return the tensors to fill by name. Those of tables have the shape of the table only."""
-    tables = {table_target(shard.spec.name): shard.values[ROW] for shard in model.embeddings.shards}
-    return tables | dict(model.state_dict())
-
-
 def _check_names(
     tensors: Mapping[str, Tensor], targets: Mapping[str, Tensor], names: Mapping[str, str], way_out: str
 ) -> None:
@@ -256,5 +253,4 @@ def _check_names(
 
 
 def _format_names(names: Sequence[str], more: Callable[[str], str]) -> str:
-    shown = ", ".join(f"{name!r} {more(name)}" for name in names[:_MAX_LISTED])
-    return shown if len(names) <= _MAX_LISTED else f"{shown} and {len(names) - _MAX_LISTED} more"
+    return join_names([f"{name!r} {more(name)}" for name in names], _MAX_LISTED)

@@ -28,10 +28,7 @@ class OutputColumns:
 
     @staticmethod
     def parse(entries: Sequence[str]) -> OutputColumns:
-        """Parse entries NEW=OLD, or NAME for a column that keeps its name.
-
-        Raises MesetaError if a name is missing or occurs twice.
-        """
+        """Parse entries NEW=OLD, or NAME to keep a name. Raises MesetaError if a name is missing or occurs twice."""
         pairs = []
         for entry in entries:
             new, equals, old = (part.strip() for part in entry.partition("="))
@@ -89,10 +86,7 @@ def check_suffix(path: Path) -> None:
 
 
 def open_table_writer(path: Path, suffix: str, schema: pa.Schema) -> pq.ParquetWriter | CsvWriter:
-    """Open a file for writing: CSV if `suffix` is .csv, else Parquet.
-
-    Raises OSError if it cannot be opened, and MesetaError if a column of a CSV file has lists.
-    """
+    """Open a CSV file if `suffix` is .csv, else Parquet. Raises OSError on failure, MesetaError for lists in CSV."""
     return CsvWriter(path, schema) if suffix.lower() == ".csv" else pq.ParquetWriter(path, schema)
 
 

@@ -84,10 +84,8 @@ class Profiler:
             self._world.transfers.start_recording()
 
     def close(self, step: int, say: Callable[[str], None]) -> None:
-        """Write the recorded steps after `step` steps, report the file, and stop recording. Collective.
-
-        Raises MesetaError, on all ranks, if the file cannot be written.
-        """
+        """Write the steps recorded up to `step`, report the file, and stop. Collective. Raises MesetaError, on all
+        ranks, if writing fails."""
         steps, self._steps = self._steps, None
         if steps is None:
             return

@@ -35,10 +35,7 @@ class ReliabilityBin:
 
 @dataclass(frozen=True, kw_only=True)
 class Metrics:
-    """Metrics of one set of samples.
-
-    A metric that is undefined for the set is nan. All means are weighted if the samples have weights.
-    """
+    """Metrics of one set of samples. Undefined metrics are nan. Means are weighted if the samples have weights."""
 
     num_samples: int
     """Number of samples, without those of weight 0."""

@@ -51,10 +51,7 @@ class BinnedAuc:
 
 @dataclass(frozen=True, kw_only=True)
 class LifetimeMetrics:
-    """Metrics of all samples added to a `LifetimeWindow`. The definitions are those of `Metrics`.
-
-    All means are weighted, and undefined metrics are nan.
-    """
+    """Metrics, as defined by `Metrics`, of a `LifetimeWindow`. Means are weighted, and undefined metrics are nan."""
 
     num_samples: int
     num_positives: int
@@ -88,10 +85,8 @@ class LifetimeMetrics:
 
 
 class LifetimeWindow:
-    """Metrics of any number of samples in 1.8 MB of memory.
-
-    Log loss, NE and calibration are as exact as those of `MetricWindow`. The AUC is binned and has an error bound.
-    """
+    """Metrics of any number of samples in 1.8 MB of memory. Log loss, NE and calibration are as exact as those of
+    `MetricWindow`. The AUC is binned, with an error bound."""
 
     def __init__(self) -> None:
         self._problem = ""
@@ -103,10 +98,8 @@ class LifetimeWindow:
         return int(self._counts.sum())
 
     def add(self, logits: ArrayLike, labels: ArrayLike, weights: ArrayLike | None = None) -> None:
-        """Add a batch of [B] logits, [B] labels and optional [B] weights.
-
-        Raises MesetaError if the shapes differ. An invalid value is stored and raised by `compute`.
-        """
+        """Add a batch of [B] logits, [B] labels and optional [B] weights. Raises MesetaError if the shapes differ.
+        `compute` raises errors of values."""
         batch = as_samples(logits, labels, weights)
         try:
             samples = batch.validate()
@@ -225,10 +218,8 @@ def _reliability_bins(
 
 
 def binned_auc(logits: ArrayLike, labels: ArrayLike, weights: ArrayLike | None = None) -> BinnedAuc:
-    """Return the AUC of [n] logits from a histogram of 16,384 bins of width 1/512, with a bound on its error.
-
-    Raises MesetaError under the conditions of `MetricWindow.compute`.
-    """
+    """Return the AUC of [n] logits from a histogram of 16,384 bins of width 1/512, and a bound on its error. Raises
+    MesetaError as `MetricWindow.compute` does."""
     window = LifetimeWindow()
     window.add(logits, labels, weights)
     return window.compute().auc

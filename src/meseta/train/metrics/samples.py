@@ -98,10 +98,8 @@ def as_samples(
 
 
 def as_scores(scores: ArrayLike, truth: ArrayLike) -> tuple[NDArray[np.floating], NDArray[np.generic]]:
-    """Return (scores, truth) as arrays [n]. Scores are float32 or float64.
-
-    Raises MesetaError if the shapes differ or scores are not numeric.
-    """
+    """Return (scores, truth) [n] with scores in float32 or float64. Raises MesetaError unless numeric and equally
+    long."""
     values, labels = np.asarray(scores), np.asarray(truth)
     if values.ndim != 1 or values.shape != labels.shape:
         raise MesetaError(
@@ -112,8 +110,7 @@ def as_scores(scores: ArrayLike, truth: ArrayLike) -> tuple[NDArray[np.floating]
 
 
 def as_floats(name: str, values: NDArray[np.generic]) -> NDArray[np.floating]:
-    """Convert float16 and float32 to float32, other numbers to float64. Raises MesetaError if `values` is not
-    numeric."""
+    """Convert float16 and float32 to float32, other numbers to float64. Raises MesetaError for other `values`."""
     if values.dtype.kind not in "biuf":
         raise MesetaError(f"metrics: {name} must be numbers, got dtype {values.dtype}")
     is_short = values.dtype in (np.float16, np.float32)
@@ -138,8 +135,7 @@ def as_keys(groups: ArrayLike | None, num_samples: int) -> NDArray[np.int64] | N
 
 
 def validate_weights(weights: NDArray[np.floating] | None, num_samples: int) -> NDArray[np.float64]:
-    """Return weights [n] in float64. `None` becomes ones. Raises MesetaError if a weight is neither 0 nor in
-    1e-9..1e9."""
+    """Return weights [n] in float64, `None` as ones. Raises MesetaError if one is neither 0 nor in 1e-9..1e9."""
     if weights is None:
         return np.ones(num_samples)
     _check_weights(weights)
@@ -149,10 +145,7 @@ def validate_weights(weights: NDArray[np.floating] | None, num_samples: int) -> 
 def losses_and_predictions(
     logits: NDArray[np.floating], sign: float | NDArray[np.float64]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return (losses, probabilities) [n]. The losses, log(1 + exp(sign * z)), are exact for any finite logit.
-
-    `sign` is -1 for positives and 1 for negatives.
-    """
+    """Return (losses, probabilities) [n]: exact log(1 + exp(sign * z)). `sign` is -1 for positives, 1 for negatives."""
     values = logits.astype(np.float64)
     losses = np.maximum(sign * values, 0.0) + np.log1p(np.exp(-np.abs(values)))  # exp cannot overflow.
     return losses, logistic(values)

@@ -60,10 +60,8 @@ def make_sharded_model(config: RunConfig, dataset: Dataset, world: World) -> Any
 
 
 def plan_model(config: RunConfig, dataset: Dataset, world: World) -> tuple[RunPlanner, Plan]:
-    """Plan the tables of a run before memory is allocated for them. Collective.
-
-    Raises MesetaError, on all ranks, if planning fails or the run needs more memory than there is.
-    """
+    """Plan the tables of a run before their memory is allocated. Collective. Raises MesetaError, on all ranks, if
+    planning fails or memory is insufficient."""
     tables, features = make_specs(config, dataset)
     collection = EmbeddingBagCollection(tables, features, seed=config.seed, device=world.device)
     outline = make_meta_model(config, dataset, collection)
@@ -174,10 +172,7 @@ def count_steps(config: RunConfig, reader: BatchReader, num_done_steps: int) -> 
 
 
 def task_weights(config: RunConfig, dataset: Dataset) -> list[float] | None:
-    """Return one weight per label of the dataset, or `None` if all are 1.
-
-    Raises MesetaError if the config names an unknown label, or all weights are 0.
-    """
+    """Return one weight per label, or `None` if all are 1. Raises MesetaError for an unknown label or only zeros."""
     weight_by_label = config.train.task_weights
     for name in weight_by_label:
         if name not in dataset.labels:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -88,11 +88,6 @@ class RunMemory:
         return {phase: [need(phase, rank) for rank in range(plan.num_ranks)] for phase in PHASES}
 
 
-def is_background_save_certain(config: CheckpointConfig) -> bool:
-    """Whether the run always saves in the background. 'auto' does so only if memory is free."""
-    return config.background == "always" and saves_during_training(config)
-
-
 def _has_deltas(config: CheckpointConfig) -> bool:
     return config.deltas != "none" or config.bits != "exact" or bool(config.tables)
 
@@ -125,6 +120,7 @@ def run_bytes(
     if overlaps or is_stale:  # The batch in input_dist, and the ids that it receives.
         ahead += 2 * batch_size
     scored = -(-train.eval_batch_size // num_ranks)
+    saving = config.checkpoint.model_copy(update={"keep_best": config.keeps_best})
     return RunBytes(
         dense_bytes=dense_part_bytes(config, outline, num_ranks, per_host),
         step_bytes=step_peak_bytes(outline, part_size, num_dense, on_heap=on_cpu)
@@ -136,9 +132,8 @@ def run_bytes(
         process_bytes=PROCESS_OVERHEAD_BYTES,
         has_deltas=_has_deltas(config.checkpoint),
         saves_during_training=config.checkpoint.background != "never" and saves_during_training(config.checkpoint),
-        saves_from_copies=is_background_save_certain(
-            config.checkpoint.model_copy(update={"keep_best": config.keeps_best})
-        ),
+        # With 'auto', a save is in the background only if memory is free.
+        saves_from_copies=saving.background == "always" and saves_during_training(saving),
         storage=config.storage.options,
     )
 
@@ -154,19 +149,8 @@ def _max_rows_read_ahead(config: RunConfig, dataset: Dataset, num_ranks: int) ->
     return (MAX_WINDOWS_AHEAD + 1) * min(3 * MAX_RECORD_BATCH_ROWS, of_rank) + batch_size * num_batches
 
 
-def _without_checkpoint_phase(needs: Mapping[Phase, list[MemoryDemand]]) -> dict[Phase, list[MemoryDemand]]:
-    return {phase: demands for phase, demands in needs.items() if phase != "checkpoint"}
-
-
-def _peak_phase(needs: Sequence[list[MemoryDemand]]) -> list[MemoryDemand]:
-    return max(needs, key=lambda demands: sum(need.total for need in demands))
-
-
 def dense_part_bytes(config: RunConfig, model: nn.Module, num_ranks: int, per_host: int) -> int:
-    """Return the bytes of the dense part on one rank.
-
-    A sharded dense part takes a share, and the largest module while its parameters are gathered.
-    """
+    """Return one rank's bytes of the dense part: a share if sharded, plus the largest module while it is gathered."""
 
     def of(module: nn.Module) -> int:
         return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
@@ -179,10 +163,8 @@ def dense_part_bytes(config: RunConfig, model: nn.Module, num_ranks: int, per_ho
 
 
 def available_bytes(device: torch.device, system: KernelFiles | None = None) -> int | None:
-    """Return the free memory of this process's device, or `None` if the system does not report it.
-
-    Host memory is limited by the control groups of the process.
-    """
+    """Return the free memory of this process's device, within its control groups, or `None` if the system does not
+    report it."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     system = system or KernelFiles()
@@ -207,7 +189,9 @@ def check_memory(memory: RunMemory, outline: nn.Module, world: World, plan: Plan
         if world.device.type == "cuda":
             needs = {phase: [need.device_demand for need in of_ranks] for phase, of_ranks in needs.items()}
         of_here = {phase: [of_ranks[rank] for rank in here] for phase, of_ranks in needs.items()}
-        return _peak_phase(list(_without_checkpoint_phase(of_here).values())), of_here["checkpoint"]
+        checkpoint = of_here.pop("checkpoint")
+        peak = max(of_here.values(), key=lambda demands: sum(need.total for need in demands))
+        return peak, checkpoint
 
     problem = None
     for phase, (together, while_so) in enumerate(zip(held(), ("", " while it saves"), strict=True)):

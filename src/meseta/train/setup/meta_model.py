@@ -46,10 +46,7 @@ def make_unsharded_model(config: RunConfig, dataset: Dataset, collection: Embedd
 
 
 def make_meta_model(config: RunConfig, dataset: Dataset, collection: EmbeddingBagCollection) -> nn.Module:
-    """Build the model of a config on the meta device, in its training dtype.
-
-    A custom model that cannot be built without values is built on the CPU.
-    """
+    """Build the model on the meta device in its training dtype. Custom models that need values are built on the CPU."""
     if ":" in config.model.name:
         load_custom_model_class(config.model.name)  # Tensors of its module must not become meta tensors.
     try:
@@ -199,8 +196,7 @@ def _tensors(outline: nn.Module) -> list[Tensor]:
 
 
 def _inputs(outline: nn.Module, batch_size: int, num_dense: int) -> tuple[Tensor, Tensor]:
-    """Return meta tensors (dense inputs [B, num_dense], pooled embeddings [B, sum of D]). The latter require
-    gradients."""
+    """Return meta tensors (dense inputs [B, num_dense], pooled embeddings [B, sum of D], which require gradients)."""
     check_reads_pooled("outline", outline)  # Without pooling, the number of rows would depend on the ids.
     dense = torch.empty(batch_size, num_dense, device="meta")
     dtype = _embeddings(outline).dtype

@@ -152,10 +152,7 @@ class RunPlanner:
         )
 
     def _with_topology(self, plan: Plan) -> tuple[Plan, Topology]:
-        """Return (plan, topology) with the same number of ranks per host. Collective.
-
-        If the plan has another number, the topology is adapted to it.
-        """
+        """Return (plan, topology) with equal ranks per host. If they differ, the topology changes. Collective."""
         topology = self.topology
         if plan.devices_per_host is None:
             plan = replace(plan, devices_per_host=topology.devices_per_host)

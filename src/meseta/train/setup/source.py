@@ -43,8 +43,7 @@ class RowSource(ABC):
 
     @abstractmethod
     def dataset(self) -> Dataset:
-        """Return the dataset description with the digests of all vocabularies. Raises MesetaError if it cannot be
-        read."""
+        """Return the dataset description with all vocabulary digests. Raises MesetaError if it cannot be read."""
 
     @abstractmethod
     def reader(
@@ -58,11 +57,8 @@ class RowSource(ABC):
 
     @abstractmethod
     def new_attempt(self, run_dir: Path, world: World) -> RunAttempt | None:
-        """Return an identifier of this start of the training in `run_dir`, or `None` if the source needs none.
-        Collective.
-
-        Readers reject requests of earlier attempts.
-        """
+        """Return an identifier of this start of the training in `run_dir`, or `None` if not needed. Collective. Readers
+        reject earlier attempts."""
 
     @abstractmethod
     def keep_tables(self, dataset: Dataset, folder: Path) -> Dataset:

@@ -95,8 +95,7 @@ def bfloat16_note(config: RunConfig, world: World) -> str | None:
 
 
 def _previous_dtype(config: RunConfig) -> tuple[bool, DenseDtype | None]:
-    """Return (whether the run resumes from a checkpoint of run_dir or its mirror, the dense dtype of that
-    checkpoint)."""
+    """Return (whether the run resumes from run_dir or its mirror, the dense dtype of that checkpoint)."""
     path = checkpoint.newest(config.checkpoint_location)
     try:
         if path is not None:
@@ -188,8 +187,7 @@ def make_specs(config: RunConfig, dataset: Dataset) -> tuple[list[TableSpec], li
 
 
 def _table_width(config: RunConfig, table: str) -> int:
-    """Return the number of columns of a table. Raises MesetaError if a dimension is set but the model has no
-    embeddings."""
+    """Return the number of columns of a table. Raises MesetaError if it is set but the model has no embeddings."""
     dim, model = config.embedding.table_embedding_dim(table), config.model
     if dim is not None and not isinstance(model, VectorModelConfig):
         raise MesetaError(
@@ -200,10 +198,8 @@ def _table_width(config: RunConfig, table: str) -> int:
 
 
 def _with_penalties(table: str, spec: OptimizerSpec, penalty: RegularizationConfig) -> OptimizerSpec:
-    """Return the optimizer of a table with the penalties of `embedding.regularization`.
-
-    Raises MesetaError if the optimizer does not support them or sets them itself.
-    """
+    """Return the optimizer with the penalties of `embedding.regularization`. Raises MesetaError if it does not support
+    them or sets its own."""
     if spec.name == "frozen" or not (penalty.l2 or penalty.l1):
         return spec
     where = f"config: embedding.regularization on table {table!r}, whose row optimizer is {spec.name!r}"
@@ -226,10 +222,7 @@ def make_workload(
     features: Sequence[FeatureSpec],
     outline: nn.Module | None = None,
 ) -> Workload:
-    """Return the workload of a run. Features are named after the columns of the dataset.
-
-    Without the `outline` of the model, the dense part is empty.
-    """
+    """Return a run's workload. Features have the names of columns. Without an `outline`, the dense part is empty."""
     columns = {column.name: column for column in dataset.sparse}
     num_samples = dataset.num_training_rows
     return Workload(

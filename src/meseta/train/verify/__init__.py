@@ -1,7 +1,4 @@
-"""Verification that a sharded run trains the same model as a single process.
-
-The ranks call `record`. Afterwards one process calls `compare`, which repeats the steps.
-"""
+"""Verification that a sharded run trains like one process: ranks `record` steps, which `compare` then repeats."""
 
 from meseta.train.verify.compare import Mismatch, Verification, compare
 from meseta.train.verify.steps import record

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -172,12 +172,7 @@ def _ordinals(values: Tensor) -> Tensor:
 
 
 def max_bag_sizes(batch_lengths: Mapping[str, Tensor], features: Mapping[str, str]) -> dict[str, int]:
-    """Return the largest number of ids in a bag of each table.
-
-    Args:
-        batch_lengths: Bag lengths by feature.
-        features: Table name of each feature.
-    """
+    """Return the largest number of ids per bag of each table, given bag lengths and table names by feature."""
     longest: dict[str, int] = {}
     for feature, lengths in batch_lengths.items():
         table = features[feature]
@@ -284,7 +279,8 @@ class _PhaseComparison:
             rows, shard = local_step.touched_rows[name], shards[name]
             expected = {name: _as_matrix(value) for name, value in shard.gather(rows).items()}
             seen = torch.zeros(rows.numel(), table.embedding_dim, dtype=torch.bool)
-            for rank, piece in _table_shards(records, name):
+            pieces = [(rank, piece) for rank, record in enumerate(records) for piece in record["pieces"]]
+            for rank, piece in [entry for entry in pieces if entry[1]["table"] == name]:
                 at = torch.searchsorted(rows, piece["rows"])
                 seen[at, slice(*piece["columns"])] = True
                 self._compare_piece(local_step.number, table, rank, piece, {k: v[at] for k, v in expected.items()})
@@ -421,13 +417,6 @@ class _PhaseComparison:
             first.phase == self.phase and self.first_position is not None and place < self.first_position
         ):
             self.result.first_mismatch, self.first_position = mismatch, place
-
-
-def _table_shards(records: list[Any], table: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    for rank, record in enumerate(records):
-        for piece in record["pieces"]:
-            if piece["table"] == table:
-                yield rank, piece
 
 
 def _as_matrix(values: Tensor) -> Tensor:

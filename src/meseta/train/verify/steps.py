@@ -141,10 +141,8 @@ def _make_training_step(
 def _make_embedding_step(
     config: RunConfig, model: Any, world: World, num_ranks: int
 ) -> Callable[[int, Batch, Batch], tuple[None, Tensor]]:
-    """Return a function that looks a batch up and updates the tables with random gradients.
-
-    The gradients depend on the seed, step, sample and column only.
-    """
+    """Return a function that looks up a batch and updates the tables with random gradients. They depend on the seed,
+    step, sample and column only."""
     embeddings = model.embeddings
     for feature in embeddings.features:
         if feature.pooling == "none":

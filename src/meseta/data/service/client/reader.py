@@ -107,6 +107,5 @@ class ServedReader(BatchReader):
 
 
 def dataset_from_description(description: DatasetDescription, url: str) -> Dataset:
-    """Return the dataset that the dispatcher at `url` describes. Its files are elsewhere, so its folder is only a
-    name."""
+    """Return the dataset that the dispatcher at `url` describes. Its files are elsewhere, its folder is only a name."""
     return Dataset.from_dict(description.document, f"{description.name} at {url.partition('://')[2]}")

@@ -68,10 +68,8 @@ class EpochRequest:
     def lease_request(
         self, windows: Sequence[int], failures: Sequence[ReaderFailure], standing: tuple[float, float]
     ) -> LeaseRequest:
-        """Return the request for the readers of windows.
-
-        `standing` is (seconds for which this rank waited for rows, seconds in total) since its first batch.
-        """
+        """Return the request for the readers of windows. `standing` is (seconds of waiting for rows, seconds in total)
+        since the first batch."""
         waited_s, elapsed_s = standing
         return LeaseRequest(
             session=self.session,
@@ -242,8 +240,7 @@ class ServedRows:
         threading.Thread(target=self._report_waits, name="meseta-tell", daemon=True).start()
 
     def take(self, first: int, last: int) -> Rows:
-        """Take the rows. Raises MesetaError if a reader reports an error, or no reader sends rows before the
-        timeout."""
+        """Take the rows. Raises MesetaError if a reader reports an error, or none sends rows before the timeout."""
         parts: list[Rows] = []
         while first < last:
             index = self._order.find_window(first)
@@ -268,7 +265,8 @@ class ServedRows:
             self._windows.pop(passed).close()
         parts = []
         while num_rows:
-            window = self._request_ahead(index)
+            self._request_windows(index + self._num_ahead)
+            window = self._windows[index]
             if window.rows is None or window.offset == window.rows.num_rows:
                 window.rows, window.offset = self._receive_rows(index, window), 0
             stop = min(window.offset + num_rows, window.rows.num_rows)
@@ -276,10 +274,6 @@ class ServedRows:
             num_rows -= stop - window.offset
             window.offset = stop
         return parts
-
-    def _request_ahead(self, index: int) -> PendingWindow:
-        self._request_windows(index + self._num_ahead)
-        return self._windows[index]
 
     def _request_windows(self, last: int) -> None:
         """Request windows up to `last`. If the epoch ends before, continue with the next epoch."""

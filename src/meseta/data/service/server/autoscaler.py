@@ -88,10 +88,7 @@ class _ScaleUp:
 
 
 class ReaderAutoscaler:
-    """Controller that computes the target number of readers from successive measurements of the load.
-
-    Its only side effect is reading the clock.
-    """
+    """Controller of the target number of readers from successive measurements of the load. Only reads the clock."""
 
     # If training waits for a share w of its time while n readers are saturated, it needs n / (1 - w) readers. If it
     # does not wait, it needs the utilization of all readers together, plus some headroom. Several rules prevent

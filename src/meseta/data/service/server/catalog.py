@@ -60,10 +60,7 @@ class Catalog:
         self._lock = threading.Lock()
 
     def describe(self, name: str | None) -> DatasetDescription:
-        """Return the description of a dataset. `None` is the only dataset.
-
-        Raises MesetaError if the name is unknown, or if it is `None` and there are several datasets.
-        """
+        """Return the description of a dataset. `None` is the only one. Raises MesetaError if unknown or ambiguous."""
         if name is None:
             if len(self._descriptions) != 1:
                 raise MesetaError(

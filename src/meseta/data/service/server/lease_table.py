@@ -70,10 +70,7 @@ class Sessions:
         evict_oldest(self._ranks, MAX_SESSIONS)
 
     def training_waiting_shares(self) -> list[float]:
-        """Return the waiting share of each training run and dataset, which is the maximum over its ranks.
-
-        Ranks without a full window are excluded.
-        """
+        """Return the waiting share of each training run and dataset: the maximum of its ranks with a full window."""
         # The slowest rank delays the others. Evaluations always wait, because they only read.
         shares: dict[tuple[str, str], float] = {}
         for (run, dataset, split, _), rank in self._active_ranks().items():
@@ -254,8 +251,7 @@ class LeaseTable:
             self.num_reassigned[why] += 1
 
     def _readers_in_turn(self, run: str, live_readers: list[str]) -> deque[str]:
-        """Return the accepting readers, least recently leased first. Readers in backoff are left out if there are
-        others."""
+        """Return the accepting readers, least recently leased first, without those in backoff if there are others."""
         # The order does not depend on the number of leases, so that a new reader need not catch up.
         now_s, accepting = self._clock(), self._accepting_readers(live_readers)
         preferred = [url for url in accepting if self._readers[url].backoff_until_s.get(run, now_s) <= now_s]

@@ -60,10 +60,8 @@ def _format_reasons(numbers: Mapping[Any, int], words: Mapping[str, str]) -> str
 
 
 def prometheus_text(status: ReaderServiceStatus) -> str:
-    """Format a status as text format 0.0.4 of Prometheus, for the textfile collector of its node exporter.
-
-    Source: https://prometheus.io/docs/instrumenting/exposition_formats/
-    """
+    """Format a status as text format 0.0.4 of Prometheus, for the textfile collector of its node exporter
+    (https://prometheus.io/docs/instrumenting/exposition_formats/)."""
     readers, scale = status.readers, status.scale
     families = [
         _format_family("readers", "gauge", "Readers at work", [({}, sum(not one.is_draining for one in readers))]),

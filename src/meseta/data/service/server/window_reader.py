@@ -72,10 +72,7 @@ class OpenSplit:
 
 
 def disable_allocator_caching() -> None:
-    """Return freed memory to the OS, so that this process holds little more than its windows.
-
-    Call before threads are started.
-    """
+    """Return freed memory to the OS, to hold little more than the windows. Call before threads are started."""
     # Arrow's default allocator and that of the C library keep freed memory.
     disable_heap_caching()
     pa.set_memory_pool(pa.system_memory_pool())
@@ -278,20 +275,15 @@ class ReadServer(EndpointServer):
             trim_heap()
 
     def wait_for_dispatcher(self, timeout_s: float | None = None) -> bool:
-        """Wait for the first reply of the dispatcher. Returns whether it has arrived.
-
-        Raises MesetaError if the dispatcher refuses this reader.
-        """
+        """Return whether the dispatcher replies before the timeout. Raises MesetaError if it refuses this reader."""
         has_reply = self._has_reply.wait(timeout_s)
         if self._refusal is not None:
             raise self._refusal
         return has_reply
 
     def drain(self) -> None:
-        """Accept no more windows, and wait until the requested windows were sent, at most `DRAIN_TIMEOUT_S` seconds.
-
-        Other readers decode the remaining windows.
-        """
+        """Accept no more windows, and wait at most `DRAIN_TIMEOUT_S` seconds until the requested ones were sent. Other
+        readers decode the rest."""
         self._is_draining = True
         deadline_s = time.monotonic() + DRAIN_TIMEOUT_S
         idle_since_s = time.monotonic()
