@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import Annotated, Any, get_args
 
 import typer
 
 from meseta.system.ranks import is_first_rank
-
-if TYPE_CHECKING:
-    pass
 
 app = typer.Typer(help="Describe hosts and devices for the planner.", no_args_is_help=True)
 
