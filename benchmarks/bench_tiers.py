@@ -1,7 +1,5 @@
 """Measure tables on disk.
 
-    python benchmarks/bench_tiers.py engine [--gigabytes 4] [--widths 68,260,1032] [--engine auto] [--folder DIR]
-        [--passes 5] [--reads 100000] [--no-record]
     python benchmarks/bench_tiers.py stores [--gigabytes 4] [--widths 260] [--limit-mb 1024] [--folder DIR]
     python benchmarks/bench_tiers.py misses [--batches 2000]
     python benchmarks/bench_tiers.py save [--rows 16000000] [--passes 5] [--seconds 30]
@@ -11,8 +9,6 @@
     python benchmarks/bench_tiers.py predict [--tasks 10] [--seed 0] [--folder DIR]
     python benchmarks/bench_tiers.py nodes [--models F,I]
 
-- engine: random reads compared with a loop in C at its best depth, also at 25, 50 and 75 % load. A virtual machine's
-  host may cache the file, so medians omit the first pass.
 - stores: memmap with MADV_RANDOM, LMDB and RocksDB with direct reads, each in a memory control group, read by one
   process and by sixteen. `pip install lmdb rocksdict`.
 - misses: cache misses with Zipf ids on the large tables of Criteo / 16, compared with LRU, LFU and Belady.
@@ -34,7 +30,6 @@ import sys
 from pathlib import Path
 
 from record import ROOT, parse_arguments
-from tiers.engine_part import measure_engine
 from tiers.large_part import measure_large
 from tiers.mapped_part import measure_mapped
 from tiers.misses_part import measure_misses
@@ -45,7 +40,6 @@ from tiers.stores_part import measure_stores
 from tiers.train_part import WARM_IDS, measure_training
 
 PARTS = {
-    "engine": measure_engine,
     "stores": measure_stores,
     "misses": measure_misses,
     "save": measure_saves,
@@ -61,10 +55,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", nargs="?", choices=PARTS, help="(default: all)")
     parser.add_argument("--gigabytes", type=float, default=4.0, help="of rows in a file")
-    parser.add_argument("--widths", default="68,260,1032", help="bytes of a row with its state")
-    parser.add_argument("--engine", default="auto", help="io_uring or threads")
+    parser.add_argument("--widths", default="260", help="bytes of a row with its state")
     parser.add_argument("--passes", type=int, default=5)
-    parser.add_argument("--reads", dest="num_reads", type=int, default=100_000, help="of a pass")
     parser.add_argument("--limit-mb", type=int, default=1024, help="memory of each store")
     parser.add_argument("--batches", dest="num_batches", type=int, default=2000, help="of 2,048 samples, for misses")
     parser.add_argument("--rows", dest="num_rows", type=int, default=16_000_000, help="of a table that is saved")

@@ -57,7 +57,7 @@ def compare_ne(options: Options) -> bool:
     names = ("fp32", ULP, *LIMITS, *BESIDE)
     seeds = range(2 if options.quick else options.seeds)
     entropies: dict[str, list[float]] = {name: [] for name in names}
-    with start_ranks(2, on_this_machine(2, bind=False)) as ranks:
+    with start_ranks(2, on_this_machine(2)) as ranks:
         for seed, name in [*product(seeds, ("fp32", ULP, *LIMITS)), *product(seeds, BESIDE)]:
             cell = store.get(f"{seed}/{name}", partial(_train, ranks, data, folder, name, seed))
             entropies[name].append(float(cell["ne"]))

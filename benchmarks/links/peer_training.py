@@ -86,4 +86,4 @@ def window(name: str, num_steps: int) -> Window:
     sent = own_traffic().since(before)
     dist.barrier()
     _calls[name] += num_steps
-    return Window(num_steps, seconds, busy_s, 0.0, sent.payload_bytes, sent.resent_packets, {})
+    return Window(num_steps, seconds, busy_s, 0.0, sent.payload_bytes, {})

@@ -48,9 +48,7 @@ def plan(shape: DlrmWorkload, variant: Variant, layout: Layout) -> Plan:
         ranks: list[int] | None = None
         if variant.sharding == "table_wise":
             ranks = [host * layout.per_host + place]
-        elif variant.sharding == "table_row_wise":
-            ranks = [host * layout.per_host + rank for rank in range(layout.per_host)]
-        elif variant.sharding in ("column_wise", "grid"):  # there are fewer blocks of columns than ranks
+        elif variant.sharding == "column_wise":  # there are fewer blocks of columns than ranks
             ranks = [(host * layout.per_host + step) % layout.size for step in range(layout.size)]
         entries[table.name] = {"sharding": variant.sharding} | ({} if ranks is None else {"ranks": ranks})
     document: dict[str, Any] = {"devices_per_host": layout.per_host, "exchange": variant.exchange, "tables": entries}

@@ -125,7 +125,6 @@ class Options:
     rounds: int
     window_s: float
     peer_python: str | None = None
-    before: Path | None = None
     seeds: int = 10
     folder: Path = ROOT / "build" / "links"
 

@@ -11,7 +11,6 @@ from itertools import cycle
 from typing import Any, cast
 
 import torch
-from hosts.links import LinkTraffic
 
 from hosts import own_traffic
 from links import shapes
@@ -29,7 +28,6 @@ from meseta.telemetry.span import TransferTimes
 
 _pipelines: dict[str, Pipeline] = {}
 _steps: dict[str, Iterator[StepResult]] = {}
-NOTHING = LinkTraffic(0, 0, 0, 0, 0)
 
 
 def build(shape: DlrmWorkload, layout: Layout, variants: Sequence[Variant]) -> None:
@@ -48,13 +46,6 @@ def keep(name: str, pipeline: Pipeline, samples: Sequence[TrainingBatch]) -> Non
     _steps[name] = pipeline.steps(map(make_batch, cycle(samples)))
     gc.collect()
     gc.freeze()
-
-
-def forget(names: Sequence[str]) -> None:
-    for name in names:
-        del _steps[name], _pipelines[name]
-    gc.unfreeze()
-    gc.collect()
 
 
 def make_pipeline(shape: DlrmWorkload, layout: Layout, variant: Variant, world: World) -> Pipeline:
@@ -78,14 +69,14 @@ def make_pipeline(shape: DlrmWorkload, layout: Layout, variant: Variant, world: 
     return pipeline
 
 
-def window(name: str, num_steps: int, counted: bool = True) -> Window:
-    """Time steps between barriers. `counted`: whether hosts have links."""
+def window(name: str, num_steps: int) -> Window:
+    """Time steps between barriers."""
     pipeline, steps = _pipelines[name], _steps[name]
     world, transfers = pipeline.world, pipeline.world.transfers
     transfers.pop_means()
     pipeline.stage_times.pop_means()
     world.barrier()
-    before, busy_s = own_traffic() if counted else NOTHING, time.process_time()
+    before, busy_s = own_traffic(), time.process_time()
     world.barrier()
     start_s = time.perf_counter()
     for _ in range(num_steps):
@@ -93,7 +84,7 @@ def window(name: str, num_steps: int, counted: bool = True) -> Window:
     pipeline.synchronize()
     world.barrier()
     seconds, busy_s = time.perf_counter() - start_s, time.process_time() - busy_s
-    sent = (own_traffic() if counted else NOTHING).since(before)
+    sent = own_traffic().since(before)
     world.barrier()
     means = transfers.pop_means()
     return Window(
@@ -102,7 +93,6 @@ def window(name: str, num_steps: int, counted: bool = True) -> Window:
         busy_s=busy_s,
         waited_s=num_steps * sum(one.wait_s for one in means.values()),
         sent_bytes=sent.payload_bytes,
-        resent_packets=sent.resent_packets,
         across={key: one.inter_host_bytes for key, one in means.items()},
         waits={key: one.wait_s for key, one in means.items()},
         stages=pipeline.stage_times.pop_means(),
