@@ -9,13 +9,13 @@ and outputs once, ids twice.
 from __future__ import annotations
 
 import statistics
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from record import ROOT, record
+from common.command import make_parser
+from common.processes import check_tests
+from record import record
 from torch import Tensor, nn
 
 from meseta.ops.pooled_lookup import pooled_lookup
@@ -162,12 +162,11 @@ def measure(shape: Shape, dtype: torch.dtype, copy: float) -> None:
 
 
 def main() -> None:
+    make_parser(__doc__).parse_args()
     if not torch.cuda.is_available():
         print("bench_gpu: torch sees no GPU here, so nothing was measured")
         return
-    subprocess.run(
-        [sys.executable, "-m", "pytest", "-x", str(ROOT / "tests/gpu/test_kernels.py")], check=True, cwd=ROOT
-    )
+    check_tests("tests/gpu/test_kernels.py")
     copy = copy_bandwidth()
     print(f"{torch.cuda.get_device_name()}: a copy moves {copy / 1e9:,.0f} GB/s, read and written")
     for shape in SHAPES:

@@ -9,8 +9,8 @@
 - predicted: predicted relative to measured steps over these links.
 - peer: precision 'paper' compared with TorchRec and its fp16 codec.
 - overlap: hidden waiting, over links with which half of a flat fp32 step is waiting.
-- ne: NE of ten paired seeds by codec, in half an hour. Results are stored in benchmarks/links_ne.json, and the same
-  command continues with missing ones. Only if named.
+- ne: NE of ten paired seeds by codec, in half an hour. Results are stored in
+  benchmarks/stored_results/links_ne.json, and the same command continues with missing ones. Only if named.
 - hybrid: DHEN with 20 million dense parameters, sharded inside hosts, over all ranks, and replicated. Only if named.
 
 Links need network namespaces, see docs/testbed.md. The exit code is 1 if a requirement is missed.
@@ -18,14 +18,14 @@ Links need network namespaces, see docs/testbed.md. The exit code is 1 if a requ
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
+from common.command import make_parser, parse_arguments
 from links import hybrid_part, ne_part, overlap_part, steps_part
 from links.timing import Options
 from links.variants import Layout
-from record import ROOT, disable_recording, parse_arguments
+from record import ROOT, disable_recording
 
 from hosts import why_impossible
 
@@ -59,7 +59,7 @@ def run(parts: list[str], layouts: list[Layout], options: Options) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--parts", default=",".join(name for name in PARTS if name not in ASKED))
     parser.add_argument("--layouts", default="4x2,2x4", help="hosts x ranks of each")
     parser.add_argument("--rounds", type=int, help="windows of each variant")

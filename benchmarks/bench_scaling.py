@@ -1,10 +1,10 @@
 """Measure `meseta train` with readers whose files are behind slow links, and the autoscaler of readers.
 
     python benchmarks/bench_scaling.py --parts memory,here,sweep,auto [--raw] [--folder build/scaling]
-        [--page scaling.html] [--seconds 90] [--auto-seconds 600] [--from 1]
+        [--seconds 90] [--auto-seconds 600]
 
 The main job reads 1.6 million prepared rows, or TSV with `--raw`. A link delivers a third of what training consumes.
-- memory: all data in memory, and the same while a process uses as much CPU time as readers did in `auto`.
+- memory: all data in memory.
 - here: the trainer reads over one link.
 - sweep: 1 to 5 readers with one link each: the fewest with which training waits for less than 2 %.
 - auto: autoscaled from one to 6 readers. At two fifths of the time, the links become three times as fast.
@@ -14,7 +14,6 @@ It needs network namespaces. Results of parts are stored in the folder for later
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
@@ -28,25 +27,20 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from common.command import make_parser, parse_arguments
+from common.processes import MESETA, run_meseta
 from hosts.links import address
 from record import ROOT, record
 from remote import remote_files
 
 from hosts import Hosts, why_impossible
 from meseta.data.service.dispatcher_client import DispatcherClient
-from meseta.report.charts.chart import Series, line_chart
-from meseta.report.charts.markup import escape, html_document, tag
-from meseta.system.files import write_atomic
 
 PORT = 29500
 MOST = 6
 NUM_LINKS = 2 * MOST
 """Number of links, including those of readers that are draining."""
 WAITING = 0.02
-BURN = (
-    "import sys, time\nshare = float(sys.argv[1])\nwhile True:\n    end = time.perf_counter() + 0.02 * share\n"
-    "    while time.perf_counter() < end: pass\n    time.sleep(0.02 * (1 - share))\n"
-)
 HERE = """
 import io, sys
 import pyarrow.parquet as pq
@@ -58,8 +52,6 @@ part_files.open_part = open_part
 from meseta.cli.main import main
 main()
 """
-STYLE = "svg .one-line { stroke: var(--test); } svg .two-line { stroke: var(--other); }"
-MESETA = [sys.executable, "-m", "meseta.cli.main"]
 
 
 class Bench:
@@ -76,7 +68,7 @@ class Bench:
         made = {self.raw / "day_4.tsv": synth, self.data: [*prepare, str(self.data)], self.folder / "recipe": recipe}
         for path, command in made.items():
             if not path.exists():
-                subprocess.run([*MESETA, *command], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+                run_meseta(*command)
         files = list(self.raw.glob("day_[0-3].tsv") if is_raw else (self.data / "train").glob("*.parquet"))
         described = json.loads((self.data / "dataset.json").read_text())
         self.row_bytes = sum(file.stat().st_size for file in files) / described["splits"]["train"]["num_rows"]
@@ -193,17 +185,6 @@ def memory(bench: Bench, seconds: float) -> None:
         plain, waited = training.over(8, seconds)
     bench.keep("memory", plain)
     print(f"memory: {plain:,.0f} samples/s, {waited:.1%} waiting; {bench.row_bytes:.1f} bytes a row")
-    if (share := bench.results.get("processor_share")) is None:
-        return
-    burner = subprocess.Popen([sys.executable, "-c", BURN, str(share)])
-    try:
-        with bench.training(f"data.dir={bench.data}") as training:
-            burnt, _ = training.over(8, seconds)
-    finally:
-        burner.kill()
-        burner.wait()
-    bench.keep("burnt", burnt)
-    print(f"memory, with {share:.2f} of a processor burnt: {burnt:,.0f} samples/s")
 
 
 def here(bench: Bench, seconds: float) -> None:
@@ -215,9 +196,9 @@ def here(bench: Bench, seconds: float) -> None:
     record("scaling", bench.kind + bench.rate(), "waiting, read here", waited, "share", peer="at least", peer_value=0.5)
 
 
-def sweep(bench: Bench, seconds: float, first: int) -> None:
+def sweep(bench: Bench, seconds: float) -> None:
     needed = None
-    for number in range(first, MOST):
+    for number in range(1, MOST):
         with ExitStack() as stack:
             _, variables = stack.enter_context(links(bench))
             url, _ = stack.enter_context(tier(bench, variables, number, number))
@@ -230,7 +211,7 @@ def sweep(bench: Bench, seconds: float, first: int) -> None:
     bench.keep("needed", needed)
 
 
-def auto(bench: Bench, seconds: float, page: Path | None) -> None:
+def auto(bench: Bench, seconds: float) -> None:
     faster_s = 0.4 * seconds
     with ExitStack() as stack:
         hosts, variables = stack.enter_context(links(bench))
@@ -252,9 +233,6 @@ def auto(bench: Bench, seconds: float, page: Path | None) -> None:
             time.sleep(0.5)
         lines = [line | {"time_s": line["time_s"] - train_s} for line in training.lines()]
     told(bench, lines, numbers, faster_s, share)
-    if page is not None:
-        draw(page, bench, lines, numbers, faster_s)
-        print(f"picture: {page}")
 
 
 def told(
@@ -262,7 +240,6 @@ def told(
 ) -> None:
     """Print and record the results of part `auto`."""
     case = f"{bench.kind}{bench.rate()}, then x 3"
-    bench.keep("processor_share", share)
     for first_s in range(0, int(numbers[-1][0]) - 19, 20):
         _, waited = rates(lines, first_s, first_s + 20)
         readers = [number for now_s, number in numbers if first_s <= now_s < first_s + 20]
@@ -286,34 +263,14 @@ def told(
         record("scaling", case, "fewer readers after", fewer, "seconds", peer="at most", peer_value=120.0)
 
 
-def draw(
-    path: Path, bench: Bench, lines: list[dict[str, Any]], numbers: list[tuple[float, int]], faster_s: float
-) -> None:
-    """Write a page with charts of waiting and readers over time."""
-    waiting = [(line["time_s"], waiting_share(line)) for line in lines if line["time_s"] >= 0]
-    last_s = numbers[-1][0]
-    charts = [
-        ("share of its time that training waits", Series(name="waiting", points=waiting, class_="one")),
-        ("readers", Series(name="readers", points=[(s, float(n)) for s, n in numbers], class_="two")),
-    ]
-    figures = [
-        tag("figure", tag("figcaption", escape(name)), line_chart(name, [one], last_s, include_zero=True, x_name="s"))
-        for name, one in charts
-    ]
-    title = f"Readers behind links of {bench.rate()}, from {faster_s:.0f} s on three times as fast"
-    write_atomic(path, html_document(title, tag("h1", escape(title)), tag("div", *figures, class_="grid"), style=STYLE))
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--parts", default="memory,here,sweep,auto")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "scaling")
     parser.add_argument("--seconds", type=float, default=90.0, help="of a measurement: several windows")
     parser.add_argument("--auto-seconds", type=float, default=600.0, help="of part auto")
     parser.add_argument("--raw", action="store_true", help="read raw TSV, by a recipe")
-    parser.add_argument("--from", type=int, default=1, dest="first", help="readers that the sweep begins with")
-    parser.add_argument("--page", type=Path, help="draw part auto")
-    options = parser.parse_args()
+    options = parse_arguments(parser)
     if options.auto_seconds < 250:
         parser.error(
             "--auto-seconds must be at least 250, because readings start after one minute and end two minutes later"
@@ -328,8 +285,8 @@ def main() -> None:
     parts = {
         "memory": lambda: memory(bench, options.seconds),
         "here": lambda: here(bench, options.seconds),
-        "sweep": lambda: sweep(bench, options.seconds, options.first),
-        "auto": lambda: auto(bench, options.auto_seconds, options.page),
+        "sweep": lambda: sweep(bench, options.seconds),
+        "auto": lambda: auto(bench, options.auto_seconds),
     }
     for part in options.parts.split(","):
         parts[part]()

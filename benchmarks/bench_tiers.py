@@ -25,11 +25,10 @@ DIR must be on the measured disk. The exit code is 1 if a requirement is missed.
 
 from __future__ import annotations
 
-import argparse
-import sys
 from pathlib import Path
 
-from record import ROOT, parse_arguments
+from common.command import make_parser, run_parts
+from record import ROOT
 from tiers.large_part import measure_large
 from tiers.mapped_part import measure_mapped
 from tiers.misses_part import measure_misses
@@ -52,8 +51,7 @@ PARTS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", nargs="?", choices=PARTS, help="(default: all)")
+    parser = make_parser(__doc__)
     parser.add_argument("--gigabytes", type=float, default=4.0, help="of rows in a file")
     parser.add_argument("--widths", default="260", help="bytes of a row with its state")
     parser.add_argument("--passes", type=int, default=5)
@@ -72,11 +70,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the first of these tasks")
     parser.add_argument("--models", default="F,I", help="of published_models.py, for nodes")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "tiers")
-    options = parse_arguments(parser)
-    good = True
-    for part in [options.part] if options.part else PARTS:
-        good &= PARTS[part](options)
-    sys.exit(not good)
+    run_parts(parser, PARTS)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import csv
 import datetime
 import importlib.metadata
@@ -65,15 +64,6 @@ _settings = {"record": True}
 def disable_recording() -> None:
     """Let `record` print only."""
     _settings["record"] = False
-
-
-def parse_arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """Parse the command line, to which `--no-record` is added."""
-    parser.add_argument("--no-record", action="store_true", help="do not append to benchmarks/results.csv")
-    arguments = parser.parse_args()
-    if arguments.no_record:
-        disable_recording()
-    return arguments
 
 
 def record(

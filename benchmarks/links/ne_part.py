@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from paired import STEADY, STEADY_SCALE, difference, move_by_an_ulp, num_test_rows, prepared_log
+from common.paired import STEADY, STEADY_SCALE, difference, move_by_an_ulp, num_test_rows, prepared_log
+from common.result_store import ResultStore
 from record import ROOT
-from result_store import ResultStore
 
 from links.rank_pool import RankPool, on_this_machine, start_ranks
 from links.timing import Options, table
@@ -52,7 +52,7 @@ def compare_ne(options: Options) -> bool:
     """Train all seeds. Returns whether each interval is within its limits."""
     folder = options.folder / ("ne-quick" if options.quick else "ne")
     folder.mkdir(parents=True, exist_ok=True)
-    store = ResultStore(folder / "cells.json" if options.quick else ROOT / "benchmarks" / "links_ne.json")
+    store = ResultStore(folder / "cells.json" if options.quick else ResultStore.FOLDER / "links_ne.json")
     data = prepared_log(folder, STEADY_SCALE, options.quick)
     names = ("fp32", ULP, *LIMITS, *BESIDE)
     seeds = range(2 if options.quick else options.seeds)

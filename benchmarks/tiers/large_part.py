@@ -6,24 +6,17 @@ import argparse
 import os
 import shutil
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import yaml
+from common.item_run import ROW_BYTES, make_config, make_data
+from common.processes import MESETA, can_limit_memory, in_group, memory_group
 from record import record
 
-from meseta.data.prepare import PrepareOptions, prepare
-from tiers.stores_part import can_limit_memory, memory_group
-
-WIDTH, ROW_BYTES, BATCH_SIZE = 64, 260, 2048
 NUM_SAMPLES = 400_000
 NEAR_SHARE = 0.25
 MADE_S = 5.0
@@ -67,38 +60,10 @@ def most_memory(group: Path) -> int:
     return 0
 
 
-def make_data(folder: Path, num_rows: int) -> Path:
-    """Create samples with random ids, so that most rows are not cached."""
-    random, out = np.random.default_rng(0), folder / "data"
-    columns = {
-        "label": random.random(NUM_SAMPLES) < 0.3,
-        "price": random.standard_normal(NUM_SAMPLES),
-        "item": pa.array(random.integers(0, num_rows, NUM_SAMPLES)),
-        "city": pa.array(random.integers(0, 1000, NUM_SAMPLES)),
-    }
-    pq.write_table(pa.table(columns), folder / "samples.parquet")
-    rows = {"item": num_rows, "city": 1000}
-    prepare(
-        PrepareOptions(
-            sources=[str(folder / "samples.parquet")], out=out, test_fraction=0.1, hash_rows_by_feature=rows,
-            sparse=list(rows),
-        )
-    )  # fmt: skip
-    return out
-
-
 def write_config(options: argparse.Namespace, data: Path) -> Path:
-    document: dict[str, Any] = {
-        "run_dir": str(options.folder / "run"),
-        "data": {"dir": str(data)},
-        "model": {"embedding_dim": WIDTH, "bottom_mlp": [WIDTH], "top_mlp": [64]},
-        "embedding": {"optimizer": {"name": "rowwise_adagrad", "lr": 0.05}},
-        "train": {"batch_size": BATCH_SIZE, "eval_batch_size": BATCH_SIZE, "log_every_steps": 20, "max_steps": 80},
-        "checkpoint": {"keep_last": 1},
-        "plan": {"tables": {"item": {"sharding": "table_wise", "tier": "disk"}, "*": "table_wise"}},
-        "storage": {"dir": str(options.folder / "rows"), "cache_bytes": int(NEAR_SHARE * (options.limit_mb << 20))},
-    }
-    path = options.folder / "config.yaml"
+    document = make_config(options.folder / "run", data, "disk", int(NEAR_SHARE * (options.limit_mb << 20)), 80)
+    document["train"]["log_every_steps"] = 20
+    path: Path = options.folder / "config.yaml"
     path.write_text(yaml.safe_dump(document))
     return path
 
@@ -112,11 +77,9 @@ class Ended:
 
 def run_limited(name: str, arguments: Sequence[object], options: argparse.Namespace) -> Ended:
     with memory_group(options.limit_mb << 20) as group:
-        enter = f"import os; open({str(group / 'cgroup.procs')!r}, 'w').write(str(os.getpid()));"
-        become = "import sys; os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
         begun_s = time.perf_counter()
         done = subprocess.run(
-            [sys.executable, "-c", enter + become, *map(str, arguments)], check=False, capture_output=True, text=True,
+            in_group(group, arguments), check=False, capture_output=True, text=True,
             env=os.environ | {"OMP_NUM_THREADS": "2"},
         )  # fmt: skip
         seconds, most = time.perf_counter() - begun_s, most_memory(group)
@@ -141,8 +104,9 @@ def measure_large(options: argparse.Namespace) -> bool:
     use = DiskUse(options.folder)
     run = options.folder / "run"
     shutil.rmtree(run, ignore_errors=True)
-    config = write_config(options, make_data(options.folder, options.num_rows))
-    meseta, exported = ("-m", "meseta.cli.main"), options.folder / "exported"
+    data = make_data(options.folder, options.num_rows, NUM_SAMPLES)
+    config = write_config(options, data)
+    meseta, exported = MESETA[1:], options.folder / "exported"
     cache_bytes = int(NEAR_SHARE * (options.limit_mb << 20))
     made = run_limited("made", ["-c", MADE, options.num_rows, options.folder / "rows", cache_bytes], options)
     made_s = float(made.printed) if made.good else float("inf")
@@ -164,6 +128,6 @@ def measure_large(options: argparse.Namespace) -> bool:
         if one.good:
             most_mb, limit_mb = one.most_bytes / 1e6, (options.limit_mb << 20) / 1e6
             record("tiers", case, f"{name}: memory", most_mb, "MB", peer="limit", peer_value=limit_mb)
-    for left in (run, options.folder / "data", exported):
+    for left in (run, data, exported):
         shutil.rmtree(left, ignore_errors=True)
     return all(one.good for one in ended.values()) and made_s < MADE_S and use.most <= options.disk_gb * 1e9

@@ -149,14 +149,30 @@ def batches(num_rows: int) -> Iterator[_Batch]:
             yield _Batch(KeyedJaggedTensor(names, ids, lengths, None))
 
 
+class PooledTraining:
+    """Training of `PooledModel` on Zipf ids, which fetches rows ahead."""
+
+    def __init__(self, embeddings: EmbeddingBagCollection, num_rows: int) -> None:
+        self.embeddings, self._model = embeddings, PooledModel(embeddings)
+        self._optimizer = torch.optim.SGD(self._model.dense.parameters(), lr=0.01)
+        self._steps = meseta.ahead(batches(num_rows), self._model)
+
+    def step(self) -> None:
+        loss = self._model(next(self._steps).sparse).square().mean()
+        self._optimizer.zero_grad()
+        loss.backward()
+        self._optimizer.step()
+
+    def close(self) -> None:
+        self._steps.close()
+
+
 def beside(
     made: EmbeddingBagCollection, options: argparse.Namespace, max_bytes_per_s: float | None = None
 ) -> tuple[float, float, float]:
     """Measure steps per second without and with saves, and the rate of these saves."""
-    model, size = PooledModel(made), options.num_rows * ROW_BYTES
     rate = None if max_bytes_per_s is None else checkpoint.WriteRateLimiter(max_bytes_per_s)
-    optimizer = torch.optim.SGD(model.dense.parameters(), lr=0.01)
-    steps = meseta.ahead(batches(options.num_rows), model)
+    training = PooledTraining(made, options.num_rows)
 
     def train(seconds: float, background: BackgroundSaver | None = None) -> tuple[float, float]:
         """Return (steps/s, saves/s)."""
@@ -170,20 +186,12 @@ def beside(
                 if now_s >= begun_s + seconds:
                     break
                 is_saved.clear()
-                known: dict[str, Any] = {
-                    "step": 1,
-                    "plan": made.plan,
-                    "state": {},
-                    "options": checkpoint.SaveOptions(rate_limiter=rate),
-                }
                 # Each save replaces the one before.
                 background.start(
-                    options.folder / "saved", shards=made.shards, dense={}, on_saved=lambda _: is_saved.set(), **known
-                )
-            loss = model(next(steps).sparse).square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+                    options.folder / "saved", shards=made.shards, dense={}, on_saved=lambda _: is_saved.set(),
+                    step=1, plan=made.plan, state={}, options=checkpoint.SaveOptions(rate_limiter=rate),
+                )  # fmt: skip
+            training.step()
             num_steps += 1
         return num_steps / (time.perf_counter() - begun_s), num_saves / (time.perf_counter() - begun_s)
 
@@ -193,8 +201,8 @@ def beside(
     saving, saves_per_s = train(options.seconds, background)
     background.wait()
     after, _ = train(options.seconds)
-    steps.close()
-    return statistics.mean((without, after)), saving, saves_per_s * size
+    training.close()
+    return statistics.mean((without, after)), saving, saves_per_s * options.num_rows * ROW_BYTES
 
 
 def measure_saves(options: argparse.Namespace) -> bool:

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from common.paired import difference
 from links import hybrid_part, shapes, timing
 from links.rank_pool import RankPoolError, on_this_machine, start_ranks
 from links.steps_part import TIMED, target
 from links.variants import Layout, Variant, Window
-from paired import difference
 
 from hosts import Hosts, why_impossible
 

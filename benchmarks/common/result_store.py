@@ -7,12 +7,17 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from record import ROOT
+
 from meseta.system.environment import git_commit, hardware_summary
 from meseta.system.files import write_atomic
 
 
 class ResultStore:
     """Results by name, in a file that is rewritten after each new one."""
+
+    FOLDER = ROOT / "benchmarks" / "stored_results"
+    """Folder of results that the repository has."""
 
     def __init__(self, path: Path, *, again: str | None = None, makes: bool = True) -> None:
         """Load the file. Names ending in `again` count as missing. Without `makes`, a missing name raises KeyError."""

@@ -1,12 +1,19 @@
-"""Table whose rows change between saves, with Zipf ids."""
+"""Table whose rows change between saves, with Zipf ids, and saves of PyTorch."""
 
 from __future__ import annotations
 
-from typing import cast
+import argparse
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import torch
+import torch.distributed.checkpoint as dcp
 from numpy.typing import NDArray
+from torch import Tensor
 
 from meseta import Plan, TableSpec
 from meseta.config.row_bits import RowBits
@@ -15,6 +22,7 @@ from meseta.optim import make_row_optimizer
 from meseta.storage import TableShard
 
 DRAWN_AT_ONCE = 1 << 17
+WIDTH = 64
 
 
 def row_bits(table: str, bits: str) -> dict[str, RowBits]:
@@ -37,6 +45,10 @@ class ChangingTable:
     def num_bytes(self) -> int:
         return self.shard.num_bytes()
 
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        return {"row": self.shard.weight, **self.shard.state}
+
     def touch(self, share: float) -> int:
         """Change rows with Zipf ids until `share` of all has changed. Returns their number."""
         num_rows = self.spec.num_embeddings
@@ -50,3 +62,37 @@ class ChangingTable:
             state[rows] += 1e-6
         self.shard.marks.add(rows)
         return count
+
+
+def table_of(options: argparse.Namespace) -> ChangingTable:
+    """Create a table of `--gigabytes`."""
+    return ChangingTable(int(options.gigabytes * 1e9 / (4 * WIDTH + 4)), WIDTH)
+
+
+def empty_folder(options: argparse.Namespace) -> Path:
+    folder: Path = options.folder / "saved"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    return folder
+
+
+def forget(folder: Path) -> None:
+    """Remove files from the page cache."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def save_with_dcp(tensors: dict[str, Tensor], path: Path) -> None:
+    """Save with two threads, which is fastest here. The writer syncs its files."""
+    dcp.save(tensors, storage_writer=dcp.FileSystemWriter(path, thread_count=2))
+
+
+def seconds_without_training(tensors: dict[str, Tensor], path: Path) -> float:
+    """Save with `async_save`, and return the seconds until training continues."""
+    start_s = time.perf_counter()
+    saved: Any = dcp.async_save(tensors, checkpoint_id=path)
+    pause_s = time.perf_counter() - start_s
+    saved.result()
+    return pause_s

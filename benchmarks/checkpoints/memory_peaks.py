@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import mmap
-import os
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from record import ROOT
+from common.processes import script_environment
 
 PHASE_BYTES = 64
 INTERVAL_S = 0.003
@@ -42,21 +41,17 @@ def anonymous_bytes(pid: int) -> int:
     return next((int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("RssAnon:")), 0)
 
 
-def peaks_of(arguments: Sequence[object], folder: Path, group: Path | None = None) -> tuple[int, dict[str, int], str]:
-    """Run Python with `arguments`, optionally in a control group. Returns (exit code, peak bytes by phase, end of the
-    output)."""
+def peaks_of(arguments: Sequence[object], folder: Path) -> tuple[int, dict[str, int], str]:
+    """Run Python with `arguments`. Returns (exit code, peak bytes by phase, end of the output)."""
     (folder / "phase").unlink(missing_ok=True)
     phases, log = PhaseFile(folder / "phase"), folder / "log"
-    paths = os.pathsep.join([str(ROOT / "benchmarks"), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "2"}
-    enter = "import os, sys; group = sys.argv[1]; group and open(group, 'w').write(str(os.getpid()));"
-    become = "os.execv(sys.executable, [sys.executable, *sys.argv[2:]])"
     # A benchmark that is killed takes its process with it.
-    interpreter = ["setpriv", "--pdeathsig", "KILL", sys.executable]
-    command = [*interpreter, "-c", enter + become, "" if group is None else group / "cgroup.procs", *arguments]
+    command = ["setpriv", "--pdeathsig", "KILL", sys.executable, *map(str, arguments)]
     peaks: dict[str, int] = {}
     with log.open("w") as output:
-        process = subprocess.Popen(list(map(str, command)), env=environment, stdout=output, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            command, env=script_environment(OMP_NUM_THREADS="2"), stdout=output, stderr=subprocess.STDOUT
+        )
         while process.poll() is None:
             phase, held = phases.phase, anonymous_bytes(process.pid)
             peaks[phase] = max(peaks.get(phase, 0), held)

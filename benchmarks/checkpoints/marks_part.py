@@ -49,13 +49,13 @@ def measure_marks(options: argparse.Namespace) -> bool:
                 return tables.time("step", first, num_calls)
 
         ratios = []
-        for turn in range(options.turns):
+        for turn in range(options.mark_turns):
             order = (True, False, False, True) if turn % 2 else (False, True, True, False)
             seconds = {True: 0.0, False: 0.0}
             for is_marked in order:
                 seconds[is_marked] += window(is_marked, turn * num_calls)
             ratios.append(seconds[True] / seconds[False])
-        draws = np.random.default_rng(0).choice(ratios, (4000, options.turns))
+        draws = np.random.default_rng(0).choice(ratios, (4000, options.mark_turns))
         low, high = np.quantile(np.median(draws, axis=1), (0.025, 0.975))
         median = statistics.median(ratios)
         print(

@@ -11,7 +11,7 @@ from record import record
 from rich.console import Console
 from rich.table import Table
 
-from deltas.changing import ChangingTable, row_bits
+from checkpoints.changing import ChangingTable, empty_folder, row_bits
 from meseta.checkpoint import SaveOptions, prune, save
 from meseta.checkpoint.background import copy_shards
 from meseta.checkpoint.delta_tracker import DeltaTracker
@@ -51,14 +51,13 @@ def run(options: argparse.Namespace, width: int, policy: str, bits: str) -> Disk
     table, world = ChangingTable(options.num_rows, width), World.single()
     shards = [table.shard]
     of_tables = row_bits(table.spec.name, bits)
-    shutil.rmtree(options.folder, ignore_errors=True)
-    options.folder.mkdir(parents=True)
-    disk, changes = Disk(options.folder), DeltaTracker(options.folder, world, policy, options.max_chain)  # type: ignore[arg-type]
+    folder = empty_folder(options)
+    disk, changes = Disk(folder), DeltaTracker(folder, world, policy, options.max_chain)  # type: ignore[arg-type]
     for step in range(1, options.num_intervals + 1):
         table.touch(options.share)
         base, rows = changes.begin_save(step - 1, shards, of_tables)
         save(
-            options.folder,
+            folder,
             world=world,
             step=step,
             plan=table.plan,
@@ -68,8 +67,8 @@ def run(options: argparse.Namespace, width: int, policy: str, bits: str) -> Disk
             options=SaveOptions(base=base, bits=of_tables),
         )
         disk.look()
-        prune(options.folder, keep_last=2)
-    shutil.rmtree(options.folder)
+        prune(folder, keep_last=2)
+    shutil.rmtree(folder)
     return disk
 
 

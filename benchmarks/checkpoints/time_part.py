@@ -4,39 +4,40 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
 import shutil
-import statistics
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
+from common.timing import alternate, medians
 from record import record
 from tiers.system_memory import memory_bytes, reset_peak
 
-from deltas.changing import ChangingTable, row_bits
+from checkpoints.changing import (
+    WIDTH,
+    ChangingTable,
+    empty_folder,
+    forget,
+    row_bits,
+    save_with_dcp,
+    seconds_without_training,
+    table_of,
+)
 from meseta.checkpoint import SaveOptions, load, save, summarize
 from meseta.checkpoint.background import copy_shards
 from meseta.checkpoint.delta_tracker import DeltaTracker
 from meseta.comm import World
 from meseta.storage import SelectedRows
 
-WIDTH, SHARE, CHAIN, CODED = 64, 0.2, 8, "4"
-
-
-def forget(folder: Path) -> None:
-    for path in folder.rglob("*"):
-        if path.is_file():
-            with path.open("rb") as file:
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+SHARE, CHAIN, CODED = 0.2, 8, "4"
 
 
 class Saves:
-    def __init__(self, options: argparse.Namespace, table: ChangingTable, bits: str = "exact") -> None:
+    def __init__(self, folder: Path, table: ChangingTable, bits: str = "exact") -> None:
         self.table, self.world, self._bits = table, World.single(), row_bits("table", bits)
-        self.folder = options.folder / ("ours" if bits == "exact" else bits)
+        self.folder = folder / ("ours" if bits == "exact" else bits)
         self.step = 0
         self._former: dict[bool, list[Any]] = {True: [], False: []}
         """Memory of the last full save and of the last delta, which the next save reuses."""
@@ -65,12 +66,9 @@ class Saves:
 
 def measure_times(options: argparse.Namespace) -> bool:
     """Measure saves and loads. Returns whether the requirements are met."""
-    table = ChangingTable(int(options.gigabytes * 1e9 / (4 * WIDTH + 4)), WIDTH)
-    tensors = {"row": table.shard.weight, **table.shard.state}
-    shutil.rmtree(options.folder, ignore_errors=True)
-    options.folder.mkdir(parents=True)
+    folder, table = empty_folder(options), table_of(options)
     times: dict[str, list[float]] = {}
-    saves = Saves(options, table)
+    saves = Saves(folder, table)
     saves.save(whole=True)
     for turn in range(options.turns + 1):
         for name, whole in (("whole", True), ("delta", False)):
@@ -82,78 +80,66 @@ def measure_times(options: argparse.Namespace) -> bool:
             print(f"  {name}: held up {held_s:.3f} s, durable after {durable_s:.2f} s, {memory / 1e6:,.0f} MB more "
                   f"memory, {saves.selected_bytes() / 1e6:,.0f} MB copied", flush=True)  # fmt: skip
             if not whole and not turn:  # later ones have it
-                times.setdefault("memory per byte", []).append(memory / saves.selected_bytes())
-        for name, action in (("dcp", dcp_save), ("async_save", dcp_async)):
-            begun = time.perf_counter()
-            held_s = action(tensors, options.folder / "torch")
-            times.setdefault(f"{name}, held up", []).append(held_s)
-            times.setdefault(f"{name}, durable", []).append(time.perf_counter() - begun)
-            shutil.rmtree(options.folder / "torch")
-    medians = {name: statistics.median(values) for name, values in times.items()}
-    for name, value in medians.items():
+                times["memory per byte"] = [memory / saves.selected_bytes()]
+        begin_s = time.perf_counter()
+        save_with_dcp(table.tensors, folder / "dcp")
+        times.setdefault("dcp, durable", []).append(time.perf_counter() - begin_s)
+        times.setdefault("async_save, held up", []).append(seconds_without_training(table.tensors, folder / "async"))
+        for name in ("dcp", "async"):
+            shutil.rmtree(folder / name)
+    seconds = medians(times)
+    for name, value in seconds.items():
         print(f"  {name}: {value:.3f}")
-    good = load_part(options, table)
+    good = load_part(options, folder, table)
     for metric, peer, most in (
         ("delta, durable", "whole, durable", 0.4),
         ("delta, durable", "dcp, durable", 0.2),
         ("delta, held up", "whole, held up", 0.6),
         ("delta, held up", "async_save, held up", 0.25),
     ):
-        ratio = medians[metric] / medians[peer]
+        ratio = seconds[metric] / seconds[peer]
         print(f"  {metric} / {peer}: {ratio:.2f} (at most {most})")
         good &= ratio <= most
         case = f"{options.gigabytes:g} GB, {SHARE:.0%} touched"
-        record("deltas", case, metric, medians[metric], "s", peer=peer, peer_value=medians[peer])
-    print(f"  memory per byte copied: {medians['memory per byte']:.2f} (at most 1.3)")
-    return good and medians["memory per byte"] <= 1.3
+        record("deltas", case, metric, seconds[metric], "s", peer=peer, peer_value=seconds[peer])
+    print(f"  memory per byte copied: {seconds['memory per byte']:.2f} (at most 1.3)")
+    shutil.rmtree(folder)
+    return good and seconds["memory per byte"] <= 1.3
 
 
-def dcp_save(tensors: dict[str, torch.Tensor], path: Path) -> float:
-    start_s = time.perf_counter()
-    dcp.save(tensors, storage_writer=dcp.FileSystemWriter(path, thread_count=2))
-    return time.perf_counter() - start_s
-
-
-def dcp_async(tensors: dict[str, torch.Tensor], path: Path) -> float:
-    """Return the seconds without training."""
-    start_s = time.perf_counter()
-    saved: Any = dcp.async_save(tensors, checkpoint_id=path)
-    held_s = time.perf_counter() - start_s
-    saved.result()
-    return held_s
-
-
-def load_part(options: argparse.Namespace, table: ChangingTable) -> bool:
+def load_part(options: argparse.Namespace, folder: Path, table: ChangingTable) -> bool:
     """Measure cold loads. Returns whether a chain is as fast per byte as a full checkpoint, and faster if quantized."""
-    shutil.rmtree(options.folder / "ours")
-    _, coded = _chain(options, table, CODED)
-    whole, exact = _chain(options, table, "exact")
+    shutil.rmtree(folder / "ours")
+    _, coded = _chain(folder, table, CODED)
+    whole, exact = _chain(folder, table, "exact")
     other = ChangingTable(table.spec.num_embeddings, WIDTH, seed=1)
-    seconds: dict[Path, list[float]] = {whole: [], coded: [], exact: []}
-    for _ in range(options.turns):
-        for path, seen in seconds.items():
-            forget(options.folder)
-            start_s = time.perf_counter()
-            load(path, world=World.single(), shards=[other.shard])
-            seen.append(time.perf_counter() - start_s)
-            print(f"  loaded {path.relative_to(options.folder)} in {seen[-1]:.2f} s")
+
+    def load_cold(path: Path) -> float:
+        forget(folder)
+        start_s = time.perf_counter()
+        load(path, world=World.single(), shards=[other.shard])
+        return time.perf_counter() - start_s
+
+    loads = {path: partial(load_cold, path) for path in (whole, coded, exact)}
+    seconds = medians(alternate(loads, options.turns))
     assert torch.equal(other.shard.weight, table.shard.weight)
-    median_s = {path: statistics.median(seen) for path, seen in seconds.items()}
-    per_byte = {path: median_s[path] / summarize(path).num_bytes for path in (whole, exact)}
-    cost, share = per_byte[exact] / per_byte[whole], median_s[coded] / median_s[exact]
+    for path, load_s in seconds.items():
+        print(f"  loaded {path.relative_to(folder)} in {load_s:.2f} s")
+    per_byte = {path: seconds[path] / summarize(path).num_bytes for path in (whole, exact)}
+    cost, share = per_byte[exact] / per_byte[whole], seconds[coded] / seconds[exact]
     print(f"  a byte of a chain of {CHAIN} costs {cost:.2f} of one of a whole checkpoint to load (at most 1.2)")
     print(f"  with {CODED} bits it takes {share:.2f} of its time (at most 0.7), "
-          f"{median_s[coded] / median_s[whole]:.2f} of that of a whole checkpoint")  # fmt: skip
+          f"{seconds[coded] / seconds[whole]:.2f} of that of a whole checkpoint")  # fmt: skip
     case = f"{options.gigabytes:g} GB, chain of {CHAIN}"
     record("deltas", case, "load", 1e9 * per_byte[exact], "s/GB", peer="whole", peer_value=1e9 * per_byte[whole])
-    record("deltas", f"{case}, {CODED} bits", "load", median_s[coded], "s", peer="exact",
-           peer_value=median_s[exact])  # fmt: skip
+    record("deltas", f"{case}, {CODED} bits", "load", seconds[coded], "s", peer="exact",
+           peer_value=seconds[exact])  # fmt: skip
     return cost <= 1.2 and share <= 0.7
 
 
-def _chain(options: argparse.Namespace, table: ChangingTable, bits: str) -> tuple[Path, Path]:
+def _chain(folder: Path, table: ChangingTable, bits: str) -> tuple[Path, Path]:
     """Save a full checkpoint and a chain of deltas. Returns the path of the last one."""
-    saves = Saves(options, table, bits)
+    saves = Saves(folder, table, bits)
     saves.save(whole=True)
     whole = saves.folder / f"step-{saves.step:09d}"
     for _ in range(CHAIN - 1):

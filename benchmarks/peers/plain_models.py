@@ -7,22 +7,16 @@ copied.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from peers.e2e_peers import mlp
+
 NUM_DENSE, NUM_FEATURES, DIM = 13, 26, 16
 INPUTS = NUM_DENSE + NUM_FEATURES * DIM
 FIELDS = NUM_DENSE + NUM_FEATURES
-
-
-def mlp(widths: Sequence[int], *, relu_last: bool = False) -> nn.Sequential:
-    layers: list[nn.Module] = []
-    for num_inputs, num_outputs in pairwise(widths):
-        layers += [nn.Linear(num_inputs, num_outputs), nn.ReLU()]
-    return nn.Sequential(*(layers if relu_last else layers[:-1]))
 
 
 class DCNv2(nn.Module):

@@ -1,32 +1,28 @@
-"""Measure the memory of readers and trainers, also if one of them is stopped or slow.
+"""Memory of readers and trainers, also if one of them is stopped or slow.
 
-    python benchmarks/bench_reader_memory.py [num_rows] [seconds]
-
-By default, 2,000,000 synthetic rows, and stopped processes for 60 seconds. A reader may hold windows of BUFFER_MB, one
-more window, and 200 MB. A stopped trainer must not grow.
+A reader may hold windows of BUFFER_MB, one more window, and 200 MB. A stopped trainer must not grow.
 """
 
+from __future__ import annotations
+
+import argparse
 import json
-import os
 import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
-from bench_readers import MESETA, prepared
+from common.processes import Started, started
 from record import record
+
+from readers.rates_part import READERS, dispatcher, prepared
 
 BUFFER_MB = 128
 NUM_STARTS = 5
 WINDOW_ROWS = 262_144
-READERS = [*MESETA, "readers"]
 TRAINER = """
 import sys, time
 from meseta.data import ReaderOptions
@@ -40,17 +36,10 @@ for number, batch in enumerate(reader.epochs(int(sys.argv[3]))):
 """
 
 
-class Started(NamedTuple):
-    process: subprocess.Popen[str]
-    said: str
-
-    @property
-    def resident_mb(self) -> float:
-        [line] = [line for line in Path(f"/proc/{self.process.pid}/status").read_text().splitlines() if "VmRSS" in line]
-        return int(line.split()[1]) / 1000
-
-    def signal(self, sign: signal.Signals) -> None:
-        os.kill(self.process.pid, sign)
+def resident_mb(started_process: Started) -> float:
+    status = Path(f"/proc/{started_process.process.pid}/status").read_text()
+    [line] = [line for line in status.splitlines() if "VmRSS" in line]
+    return int(line.split()[1]) / 1000
 
 
 class Peaks(threading.Thread):
@@ -64,26 +53,12 @@ class Peaks(threading.Thread):
 
     def run(self) -> None:
         while not self._is_over.wait(0.02):
-            self.mb = [max(peak, process.resident_mb) for peak, process in zip(self.mb, self._processes, strict=True)]
+            self.mb = [max(peak, resident_mb(process)) for peak, process in zip(self.mb, self._processes, strict=True)]
 
     def end(self) -> list[float]:
         self._is_over.set()
         self.join()
         return self.mb
-
-
-@contextmanager
-def started(*command: str) -> Iterator[Started]:
-    """Context manager that starts a process and waits for its first line."""
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        said = process.stdout.readline()
-        assert said
-        yield Started(process, said)
-    finally:
-        process.kill()
-        process.wait()
 
 
 def work(url: str) -> tuple[str, ...]:
@@ -94,16 +69,13 @@ def trainer(url: str, batch_size: int, num_epochs: int, pause_s: float) -> tuple
     return (sys.executable, "-c", TRAINER, url, str(batch_size), str(num_epochs), str(pause_s))
 
 
-def main() -> None:
-    num_rows = int(sys.argv[1].replace("_", "")) if len(sys.argv) > 1 else 2_000_000
-    still_s = float(sys.argv[2]) if len(sys.argv) > 2 else 60.0
-    with tempfile.TemporaryDirectory(prefix="meseta-bench-") as folder:
-        data = prepared(folder, num_rows)
+def measure_memory(options: argparse.Namespace) -> bool:
+    with prepared(options.rows) as data, dispatcher(data) as url:
         dataset = json.loads(Path(data, "dataset.json").read_text())
         row_bytes = 4 * (1 + len(dataset["dense"]) + len(dataset["sparse"])) + 16
         bound = 200 + BUFFER_MB + WINDOW_ROWS * row_bytes / 1e6
-        with started(*READERS, "dispatch", "--data", data, "--listen", "127.0.0.1:0", "--json") as dispatcher:
-            measure(f"{num_rows} rows", json.loads(dispatcher.said)["url"], bound, still_s)
+        measure(f"{options.rows} rows", url, bound, options.seconds)
+    return True
 
 
 def measure(case: str, url: str, bound: float, still_s: float) -> None:
@@ -113,24 +85,24 @@ def measure(case: str, url: str, bound: float, still_s: float) -> None:
     starts = []
     for _ in range(NUM_STARTS):
         begin_s = time.perf_counter()
-        with started(*work(url)) as reader:
+        with started(work(url)) as reader:
             starts.append(time.perf_counter() - begin_s)
-            held_mb = reader.resident_mb
+            held_mb = resident_mb(reader)
     note("start", statistics.median(starts), "s", "asked", 1.5)
     note("idle", held_mb, "MB", "asked", 200)
     time.sleep(6)  # those are taken to be gone
-    with started(*work(url)) as reader:
+    with started(work(url)) as reader:
         peaks = Peaks(reader)
         subprocess.run(trainer(url, 8192, 4, 0), check=True, stdout=subprocess.DEVNULL)
         note("while serving", peaks.end()[0], "MB", "bound", bound)
         time.sleep(2)
-        note("after serving", reader.resident_mb, "MB", "asked", 200)
+        note("after serving", resident_mb(reader), "MB", "asked", 200)
     time.sleep(6)
     for what, batch_size, pause_s in (("trainer stopped", 8192, 0.01), ("a row a second", 1, 1.0)):
-        with started(*work(url)) as reader, started(*trainer(url, batch_size, 100, pause_s)) as process:
-            before_mb = process.resident_mb
+        with started(work(url)) as reader, started(trainer(url, batch_size, 100, pause_s)) as process:
+            before_mb = resident_mb(process)
             if batch_size > 1:
-                process.signal(signal.SIGSTOP)
+                process.process.send_signal(signal.SIGSTOP)
             peaks = Peaks(reader, process)
             time.sleep(still_s)
             reader_mb, trainer_mb = peaks.end()
@@ -139,20 +111,16 @@ def measure(case: str, url: str, bound: float, still_s: float) -> None:
         time.sleep(6)
     reader = work(url)
     with (
-        started(*reader) as slow,
-        started(*reader) as fast,
-        started(*reader) as another,
-        started(*trainer(url, 8192, 100, 0)) as process,
+        started(reader) as slow,
+        started(reader) as fast,
+        started(reader) as another,
+        started(trainer(url, 8192, 100, 0)) as process,
     ):
         peaks = Peaks(slow, fast, another)
         until_s = time.monotonic() + still_s / 2
         while time.monotonic() < until_s:
             for sign, pause_s in ((signal.SIGSTOP, 0.95), (signal.SIGCONT, 0.05)):
-                slow.signal(sign)
+                slow.process.send_signal(sign)
                 time.sleep(pause_s)
         assert process.process.poll() is None
         note("a slow reader among fast ones: the largest", max(peaks.end()), "MB", "bound", bound + 32)
-
-
-if __name__ == "__main__":
-    main()

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import shutil
 import statistics
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from scipy import stats
+
+from common.processes import run_meseta
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -63,16 +63,9 @@ def prepared_log(folder: Path, scale: float, quick: bool) -> Path:
     files = num_train + num_test
     for place in (raw, out):
         shutil.rmtree(place, ignore_errors=True)
-    _meseta("data", "synth", "--out", raw, "--rows", rows * files, "--files", files, "--scale", scale)
+    run_meseta("data", "synth", "--out", raw, "--rows", rows * files, "--files", files, "--scale", scale)
     tests = [word for number in range(num_train, files) for word in ("--test-files", raw / f"day_{number}.tsv")]
-    _meseta("prepare", raw / "*.tsv", "--out", out, *tests)
+    run_meseta("prepare", raw / "*.tsv", "--out", out, *tests)
     shutil.rmtree(raw)
     (folder / "done").touch()
     return out
-
-
-def _meseta(*arguments: object) -> None:
-    command = [sys.executable, "-m", "meseta.cli.main", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)}: {done.stderr[-500:]}")

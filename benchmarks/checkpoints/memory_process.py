@@ -1,4 +1,8 @@
-"""One process of a run: memory.run_process train CONFIG PHASES, or import CONFIG PHASES MODEL, or model CONFIG MODEL.
+"""One process of a run.
+
+    checkpoints.memory_process train CONFIG PHASES
+    checkpoints.memory_process import CONFIG PHASES MODEL
+    checkpoints.memory_process model CONFIG MODEL
 
 `train` resumes from the newest checkpoint and names its phases in PHASES: load, training, save. `import` starts a run
 with the tensors of MODEL (phases: start, import). `model` writes such a file of the initial values.
@@ -13,7 +17,7 @@ from typing import Any
 
 import torch
 
-from memory.measured import PhaseFile
+from checkpoints.memory_peaks import PhaseFile
 from meseta.comm import World
 from meseta.config import RunConfig
 from meseta.ops.row_marks import Consumer, RowMarks

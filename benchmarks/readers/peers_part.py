@@ -1,22 +1,28 @@
-"""Compare `meseta readers` with tf.data service and Ray Data: Parquet to tensors over loopback, with two workers.
+"""Rates of readers, compared with tf.data service and Ray Data, each with two workers.
 
-    PEER_PYTHON=/path/to/peers/bin/python python benchmarks/bench_reader_peers.py [num_rows]
-
-PEER_PYTHON has tensorflow-cpu, ray[data], torch and pyarrow. tf.data service cannot read Parquet, so it reads
-TFRecords: examples that workers parse by batch, and records of whole batches. All read the files eight times, peers
-after a warm-up. Every measurement is a separate process.
+The interpreter of the peers has tensorflow-cpu, ray[data], torch and pyarrow. tf.data service cannot read Parquet, so
+it reads TFRecords: examples that workers parse by batch, and records of whole batches.
 """
 
+from __future__ import annotations
+
+import argparse
 import json
-import os
 import statistics
 import subprocess
-import sys
 import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
-from bench_readers import BATCH_SIZES, NUM_ROUNDS, OURS, READ, SERVED, measured, prepared, tier
+from bench_ingest import BATCH_SIZES
+from common.processes import started
+from common.timing import alternate
+from peers.installed import has_module, peer_python
 from record import record
+
+from readers.rates_part import NUM_ROUNDS, SERVED, measured, prepared, reading, service
 
 RAY = """
 import glob, json, os, sys, time
@@ -115,67 +121,40 @@ def rows_per_s(python: str, program: str, *arguments: str) -> float:
     return num_rows / seconds
 
 
-def lacks(python: str, module: str) -> bool:
-    done = subprocess.run([python, "-c", f"import {module}"], capture_output=True, text=True, check=False)
-    if done.returncode:
-        print(f"{module} is left out: {done.stderr.strip().splitlines()[-1]}")
-    return done.returncode != 0
+def measure_peers(options: argparse.Namespace) -> bool:
+    python = peer_python()
+    with prepared(options.rows) as data, tempfile.TemporaryDirectory() as records, ExitStack() as stack:
+        peers: dict[str, Callable[[int], float]] = {}
+        if has_module(python, "ray.data"):
+            peers["Ray Data"] = lambda size: rows_per_s(python, RAY, data, str(size), "label")
+        if has_module(python, "tensorflow"):
+            described = json.loads(Path(data, "dataset.json").read_text())
+            sizes = [str(len(described[kind])) for kind in ("dense", "sparse")]
+            subprocess.run([python, "-c", TF_WRITE, data, records, sizes[0]], check=True, stderr=subprocess.DEVNULL)
+
+            def serve(what: str) -> str:
+                server = stack.enter_context(started([python, "-c", TF_WORKER, what], stderr=subprocess.DEVNULL))
+                return server.first_line
+
+            address = serve("dispatch")
+            for _ in range(2):
+                serve(address)
+            for kind in ("examples", "raw"):
+                peers[f"tf.data service, {kind}"] = lambda size, kind=kind: rows_per_s(
+                    python, TF_READ, records, str(size), kind, address, *sizes
+                )
+        if not peers:
+            print(f"{python} has neither ray.data nor tensorflow, so peers are left out")
+        url = stack.enter_context(service(data))
+        for batch_size in BATCH_SIZES:
+            compare(f"{options.rows} rows", [data, url], batch_size, peers)
+    return True
 
 
-def main() -> None:
-    num_rows = int(sys.argv[1].replace("_", "")) if len(sys.argv) > 1 else 500_000
-    python = os.environ.get("PEER_PYTHON", sys.executable)
-    with tempfile.TemporaryDirectory(prefix="meseta-bench-") as folder:
-        data, records = prepared(folder, num_rows), f"{folder}/records"
-        described = json.loads(Path(data, "dataset.json").read_text())
-        sizes = [str(len(described[kind])) for kind in ("dense", "sparse")]
-        servers: list[subprocess.Popen[str]] = []
-        try:
-            peers = {}
-            if not lacks(python, "ray.data"):
-                peers["Ray Data"] = lambda size: rows_per_s(python, RAY, data, str(size), "label")
-            if not lacks(python, "tensorflow"):
-                Path(records).mkdir()
-                subprocess.run([python, "-c", TF_WRITE, data, records, sizes[0]], check=True, stderr=subprocess.DEVNULL)
-                address = serve(servers, python, "dispatch")
-                for _ in range(2):
-                    serve(servers, python, address)
-                for kind in ("examples", "raw"):
-                    peers[f"tf.data service, {kind}"] = lambda size, kind=kind: rows_per_s(
-                        python, TF_READ, records, str(size), kind, address, *sizes
-                    )
-            with tier(data, None) as url:
-                for batch_size in BATCH_SIZES:
-                    compare(f"{num_rows} rows", [data, url], batch_size, peers)
-        finally:
-            for server in servers:
-                server.kill()
-                server.wait()
-
-
-def serve(servers: list[subprocess.Popen[str]], python: str, what: str) -> str:
-    """Start a server of tf.data service, and return its first line."""
-    server = subprocess.Popen(
-        [python, "-c", TF_WORKER, what], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
-    servers.append(server)
-    assert server.stdout is not None
-    return server.stdout.readline().strip()
-
-
-def compare(case: str, arguments: list[str], batch_size: int, peers: dict) -> None:
-    setup = OURS.replace("BATCH", str(batch_size)).replace("SHUFFLE", "False")
-    served = SERVED.replace("KEYS", "None")
-    rates = {name: [] for name in ("served", *peers)}
-    for _ in range(NUM_ROUNDS):
-        rates["served"].append(measured((f"{setup}\n{served}", READ), arguments)[0])
-        for name, peer in peers.items():
-            rates[name].append(peer(batch_size))
-    ours = statistics.median(rates.pop("served"))
-    for name, values in rates.items():
+def compare(case: str, arguments: list[str], batch_size: int, peers: dict[str, Callable[[int], float]]) -> None:
+    calls = {"served": lambda: measured(reading(SERVED, batch_size), arguments)[0]}
+    calls |= {name: partial(peer, batch_size) for name, peer in peers.items()}
+    rates = {name: statistics.median(values) for name, values in alternate(calls, NUM_ROUNDS).items()}
+    for name in peers:
         what = f"batches of {batch_size}, 2 workers"
-        record("readers", case, what, ours, "rows/s", peer=name, peer_value=statistics.median(values))
-
-
-if __name__ == "__main__":
-    main()
+        record("readers", case, what, rates["served"], "rows/s", peer=name, peer_value=rates[name])
