@@ -4,7 +4,7 @@
     python benchmarks/bench_checkpoint.py memory [--sizes 1,3] [--only TEXT]
     python benchmarks/bench_checkpoint.py bytes [--rows 2000000] [--widths 64,16] [--bits exact,8,4,3,2] [--max-chain 8]
     python benchmarks/bench_checkpoint.py time [--gigabytes 2] [--turns 5]
-    python benchmarks/bench_checkpoint.py beside [--gigabytes 2] [--seconds 30] [--turns 5] [--bits exact]
+    python benchmarks/bench_checkpoint.py training [--gigabytes 2] [--seconds 30] [--turns 5] [--bits exact]
     python benchmarks/bench_checkpoint.py marks [--workloads b_uni,c,a64_2k] [--mark-turns 200] [--threads 2]
 
 - full: durable saves and cold loads, and the pause of training by a background save ("held up"). Saves end with fsync,
@@ -17,7 +17,7 @@
 - bytes: bytes of 24 checkpoints with keep_last 2, written and stored at most, if 22 % of the rows change in between.
 - time: seconds of a delta of 20 % of the rows until it is durable and until training continues, and a cold load of a
   chain of eight, exact and in 4 bits.
-- beside: training with a rolling delta every --seconds, and without.
+- training: steps with a rolling delta every --seconds, and without.
 - marks: a step of the embedding operators with change marks, and without.
 
 --folder must be on the measured disk. The exit code is 1 if a requirement is missed.
@@ -27,12 +27,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from checkpoints.beside_part import measure_beside
 from checkpoints.bytes_part import measure_bytes
 from checkpoints.full_part import measure_full
 from checkpoints.marks_part import measure_marks
 from checkpoints.memory_part import measure_memory
 from checkpoints.time_part import measure_times
+from checkpoints.training_part import measure_training
 from common.command import make_parser, run_parts
 from record import ROOT
 
@@ -59,7 +59,7 @@ def main() -> None:
         "memory": measure_memory,
         "bytes": measure_bytes,
         "time": measure_times,
-        "beside": measure_beside,
+        "training": measure_training,
         "marks": measure_marks,
     }
     run_parts(parser, parts)

@@ -70,8 +70,6 @@ def main() -> None:
         for metric, share in (("median error", 50), ("95th percentile", 95)):
             value = 100 * float(np.percentile(errors, share))
             record("cost_model", f"{kind}, {len(of_kind)} cases", metric, value, "%", peer="repeats", peer_value=spread)
-        ranks = np.argsort(np.argsort([[case.predicted_s, case.median_s] for case in of_kind], axis=0), axis=0)
-        print(f"{kind}: rank correlation {np.corrcoef(ranks.T)[0, 1]:.3f}")
 
 
 def calibrated() -> CostModel:
@@ -96,7 +94,6 @@ def dealt(task: ShardingTask) -> list[RankShards]:
 
 
 def operator_cases(model: CostModel, num_tasks: int) -> list[Case]:
-    """Measure lookup and update of each device of each task."""
     tasks = [random_task(seed) for seed in range(FIRST_SEED, FIRST_SEED + num_tasks)]
     ranks = [(task, hand) for task in tasks for hand in dealt(task)]
     cases: list[list[tuple[Case, Case]]] = []

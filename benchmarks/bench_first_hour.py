@@ -1,6 +1,6 @@
 """Compare one command on an unprepared log with tuning.
 
-    python benchmarks/bench_first_hour.py [--logs few_rows,pairs] [--seeds 3] [--again command] [--done]
+    python benchmarks/bench_first_hour.py [--logs few_rows,pairs] [--seeds 3]
 
 Eight planted laws (common/planted_logs.py), three seeds each, 100,000 test rows. The table has the test AUC of
 - `meseta train --data train.csv --test-files test.csv`;
@@ -8,13 +8,12 @@ Eight planted laws (common/planted_logs.py), three seeds each, 100,000 test rows
 - the best of 20 random settings with a correct schema, selected on the validation split;
 - the true probabilities.
 
-Results are stored in benchmarks/stored_results/first_hour.json, and the same command continues with missing ones.
-`--again command` repeats the runs of the command, and `--done` shows stored results. It takes four hours on two cores.
+Results are stored in benchmarks/stored_results/first_hour.json, and the same command continues with missing ones. It
+takes four hours on two cores.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import json
@@ -27,6 +26,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from common.command import make_parser
 from common.planted_logs import LOGS, PlantedLog, WrittenLog, write_log
 from common.processes import run_meseta
 from common.result_store import ResultStore
@@ -138,7 +138,6 @@ class Tuned:
 def measure(
     log: PlantedLog, seed: int, store: ResultStore, folder: Path, num_rows: int | None = None
 ) -> dict[str, float]:
-    """Return the test AUC by method for one log."""
     place = folder / f"{log.name}-{seed}"
     lines: list[WrittenLog] = []
 
@@ -169,7 +168,6 @@ def measure(
 
 
 def table(rows: Mapping[str, Sequence[Mapping[str, float]]]) -> Iterator[str]:
-    """Yield a table with the mean over seeds for each log."""
     names = ("logistic regression", "one command", "sweep", "best")
     yield "| log | rows | " + " | ".join(names) + " | command - sweep, worst seed |"
     yield "| --- | --- | " + " | ".join("---" for _ in names) + " | --- |"
@@ -187,21 +185,18 @@ def table(rows: Mapping[str, Sequence[Mapping[str, float]]]) -> Iterator[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--logs", default=",".join(log.name for log in LOGS))
     parser.add_argument("--seeds", type=int, default=NUM_SEEDS)
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "first-hour")
-    parser.add_argument("--again", help="the last word of the names of runs to repeat")
-    parser.add_argument("--done", action="store_true")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
-    store = ResultStore(ResultStore.FOLDER / "first_hour.json", again=options.again, makes=not options.done)
+    store = ResultStore(ResultStore.FOLDER / "first_hour.json")
     rows: dict[str, list[dict[str, float]]] = {}
     for seed in range(options.seeds):
         for log in (log for log in LOGS if log.name in options.logs.split(",")):
-            with contextlib.suppress(KeyError) if options.done else contextlib.nullcontext():
-                rows.setdefault(log.name, []).append(measure(log, seed, store, options.folder))
-    print("\n".join(table({name: seeds for name, seeds in rows.items() if seeds})))
+            rows.setdefault(log.name, []).append(measure(log, seed, store, options.folder))
+    print("\n".join(table(rows)))
 
 
 if __name__ == "__main__":

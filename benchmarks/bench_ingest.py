@@ -5,7 +5,7 @@
 
 By default, 5,000,000 synthetic rows are written to TMPDIR (2.4 GB). Rows of a file are repeated. Ingestion of Criteo's
 TSV is compared with polars, and reading of Parquet with pyarrow, polars and torch's DataLoader. All readers return
-tensors, and decoding alone is the limit. Peak memory is measured too.
+tensors. Peak memory is measured too.
 
 With --recipes, reading raw files by a recipe is compared with the first pass of `prepare` on one core: TSV, CSV, and
 Parquet with row groups of 32,768 and 262,144 rows.
@@ -148,11 +148,6 @@ loader = torch.utils.data.DataLoader(Files(), batch_size=None, num_workers=2)
         READ.replace("READS", "loader"),
     ),
 }
-LIMIT = (
-    COLUMNS,
-    "files = [pq.ParquetFile(path) for path in paths]\n"
-    "num_rows = sum(file.read_row_group(g).num_rows for file in files for g in range(file.num_row_groups))",
-)
 ONE_CORE = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
 # The same columns in other formats, names in front.
 CONVERT = """
@@ -227,11 +222,9 @@ def measure_ingestion(num_rows: int, real: Path | None, folder: Path) -> None:
     for batch_size in BATCH_SIZES:
         timings = read_parquet(data, batch_size)
         for name in ("reader", "reader, shuffled"):
-            metric, (rate, peak_mb) = f"{name}, batches of {batch_size}", timings[name]
-            for peer in (*PEERS, "decoding alone"):
+            metric, (rate, _) = f"{name}, batches of {batch_size}", timings[name]
+            for peer in PEERS:
                 report(case, metric, rate, "rows/s", (peer, timings[peer][0]))
-            peer = "pyarrow iter_batches"
-            report(case, f"{metric}, peak memory", peak_mb, "MB", (peer, timings[peer][1]))
 
 
 def read_parquet(data: str, batch_size: int) -> dict[str, tuple[float, float]]:
@@ -239,7 +232,7 @@ def read_parquet(data: str, batch_size: int) -> dict[str, tuple[float, float]]:
         name: (READER[0].replace("SHUFFLE", str(shuffle)), READER[1])
         for name, shuffle in (("reader", False), ("reader, shuffled", True))
     }
-    cases = {**readers, **PEERS, "decoding alone": LIMIT}
+    cases = {**readers, **PEERS}
     codes = [(setup.replace("BATCH", str(batch_size)), run) for setup, run in cases.values()]
     return dict(zip(cases, take_turns([(code, [data]) for code in codes]), strict=True))
 

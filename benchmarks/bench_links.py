@@ -41,7 +41,6 @@ def layout(text: str) -> Layout:
 
 
 def run(parts: list[str], layouts: list[Layout], options: Options) -> bool:
-    """Run all parts. Returns whether all requirements are met."""
     good, why = True, why_impossible()
     if why is not None and {"overlap", "hybrid", *TIMED} & set(parts):
         print(f"steps are left out, since this machine makes no slow links: {why}")

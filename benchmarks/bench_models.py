@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch
 from common.command import make_parser, parse_arguments
 from common.timing import alternate, seconds
-from peers.e2e_meseta import make_batch, make_pipeline
+from peers.e2e_meseta import make_batch, make_pipeline, make_specs
 from peers.plain_models import DIM, NUM_DENSE, PLAIN
 from peers.workloads import E2E_WORKLOADS, shrink
 from record import record
@@ -31,7 +31,7 @@ from meseta.embedding import EmbeddingBagCollection
 from meseta.measure.synthetic_batches import DlrmWorkload, TrainingBatch, make_training_batches
 from meseta.models import make_model
 from meseta.ops.allocator import keep_freed_memory
-from meseta.spec import FeatureSpec, InitSpec, OptimizerSpec, TableSpec
+from meseta.spec import InitSpec, OptimizerSpec
 from meseta.spec.tables import DenseDtype
 
 LR, FILL = 0.001, 0.01
@@ -70,14 +70,8 @@ class PlainTraining:
 
 
 def our_model(name: str, training: DlrmWorkload, dtype: DenseDtype, device: str) -> Any:
-    spec = OptimizerSpec(name="sgd", lr=LR)
-    init = InitSpec(kind="constant", scale=FILL)
-    tables = [
-        TableSpec(name=f"t{f}", num_embeddings=rows, embedding_dim=DIM, init=init, optimizer=spec)
-        for f, rows in enumerate(training.lookups.rows)
-    ]
-    features = [FeatureSpec(name=f"f{f}", table=table.name) for f, table in enumerate(tables)]
-    collection = EmbeddingBagCollection(tables, features, device=device)
+    specs = make_specs(training, OptimizerSpec(name="sgd", lr=LR), InitSpec(kind="constant", scale=FILL))
+    collection = EmbeddingBagCollection(*specs, device=device)
     return make_model(ModelConfig(name=name), collection, NUM_DENSE, 0, dtype).to(device)
 
 

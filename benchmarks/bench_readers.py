@@ -5,7 +5,7 @@
     PEER_PYTHON=/path/to/peers/bin/python python benchmarks/bench_readers.py peers [--rows 2000000]
 
 - rates: rows/s and CPU time, compared with the local Reader and torch's DataLoader.
-- memory: readers and trainers, also if one of them is stopped for --seconds, or slow.
+- memory: readers and trainers, also if a trainer is stopped for --seconds.
 - peers: Parquet to tensors, compared with tf.data service and Ray Data. All have two workers and read the files eight
   times, peers after a warm-up.
 
@@ -23,7 +23,7 @@ from readers.rates_part import measure_rates
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--rows", type=int, default=2_000_000)
-    parser.add_argument("--seconds", type=float, default=60.0, help="for which a process is stopped")
+    parser.add_argument("--seconds", type=float, default=60.0, help="for which a trainer is stopped")
     run_parts(parser, {"rates": measure_rates, "memory": measure_memory, "peers": measure_peers})
 
 

@@ -14,10 +14,10 @@
 - misses: cache misses with Zipf ids on the large tables of Criteo / 16, compared with LRU, LFU and Belady.
 - save: saves and loads of randomly written rows, alone and during training, compared with the disk.
 - large: a table larger than memory through training and other commands, in control groups of --limit-mb.
-- train: steps of bench_e2e.py with 20 % (d64: 15 %) of all tables cached, compared with memory and with the limits of
-  disk and processors. Long bags (rm1, rm2) are limited by the disk: `--warm 40000 --steps 6 --turns 3`.
+- train: steps of bench_e2e.py with 20 % (d64: 15 %) of all tables cached, compared with memory. Long bags (rm1, rm2)
+  are limited by the disk: `--warm 40000 --steps 6 --turns 3`.
 - mapped: the same, compared with plain PyTorch on mapped files with equal memory.
-- predict: predicted and measured misses and steps of random tasks, and the advised cache size.
+- predict: predicted and measured misses and steps of random tasks.
 - nodes: the smallest clusters for published models with and without disks. Modeled, not measured.
 
 DIR must be on the measured disk. The exit code is 1 if a requirement is missed.
@@ -60,7 +60,6 @@ def main() -> None:
     parser.add_argument("--rows", dest="num_rows", type=int, default=16_000_000, help="of a table that is saved")
     parser.add_argument("--disk-gb", type=float, default=60.0, help="maximum disk space of `large`")
     parser.add_argument("--seconds", type=float, default=30.0, help="of training during saves")
-    parser.add_argument("--max-mb-per-s", default="", help="limits of saves during training, such as 100,200")
     parser.add_argument("--trainings", default="d16_2k,d64_2k", help="of bench_e2e.py")
     parser.add_argument("--max-reads-per-s", type=float, help="of training (default: unlimited)")
     parser.add_argument("--warm", dest="num_warm", type=int, default=WARM_IDS, help="samples that fill the cache")

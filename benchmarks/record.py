@@ -15,18 +15,8 @@ from meseta.system import git_version, hardware_summary
 ROOT = Path(__file__).resolve().parent.parent
 
 HISTORY_COLUMNS = (
-    "date",
-    "commit",
-    "benchmark",
-    "case",
-    "metric",
-    "value",
-    "unit",
-    "peer",
-    "ratio",
-    "hardware",
-    "versions",
-)
+    "date", "commit", "benchmark", "case", "metric", "value", "unit", "peer", "ratio", "hardware", "versions",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

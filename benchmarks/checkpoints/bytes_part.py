@@ -7,9 +7,8 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.tables import table
 from record import record
-from rich.console import Console
-from rich.table import Table
 
 from checkpoints.changing import ChangingTable, empty_folder, row_bits
 from meseta.checkpoint import SaveOptions, prune, save
@@ -48,19 +47,19 @@ class Disk:
 
 
 def run(options: argparse.Namespace, width: int, policy: str, bits: str) -> Disk:
-    table, world = ChangingTable(options.num_rows, width), World.single()
-    shards = [table.shard]
-    of_tables = row_bits(table.spec.name, bits)
+    changing, world = ChangingTable(options.num_rows, width), World.single()
+    shards = [changing.shard]
+    of_tables = row_bits(changing.spec.name, bits)
     folder = empty_folder(options)
     disk, changes = Disk(folder), DeltaTracker(folder, world, policy, options.max_chain)  # type: ignore[arg-type]
     for step in range(1, options.num_intervals + 1):
-        table.touch(options.share)
+        changing.touch(options.share)
         base, rows = changes.begin_save(step - 1, shards, of_tables)
         save(
             folder,
             world=world,
             step=step,
-            plan=table.plan,
+            plan=changing.plan,
             shards=shards if rows is None else copy_shards(shards, rows),
             dense={},
             state={},
@@ -73,21 +72,17 @@ def run(options: argparse.Namespace, width: int, policy: str, bits: str) -> Disk
 
 
 def measure_bytes(options: argparse.Namespace) -> bool:
-    """Measure all policies and dimensions. Returns whether one policy meets all requirements."""
-    console, reached = Console(), {policy: True for policy in POLICIES if policy != "none"}
+    reached = {policy: True for policy in POLICIES if policy != "none"}
     widths = [int(width) for width in options.widths.split(",")]
     for width in widths:
         whole = run(options, width, "none", "exact")
-        shown = Table(title=f"{options.num_rows:,} x {width}, {options.num_intervals} intervals, whole saves write "
-                      f"{whole.written / 1e9:.2f} GB and hold {whole.highest / 1e9:.2f} GB")  # fmt: skip
-        for name in ("bits", "policy", "written", "less", "held", "less"):
-            shown.add_column(name)
+        rows = []
         for bits in options.bits.split(","):
             for policy in POLICIES if bits != "exact" else POLICIES[1:]:
                 disk = run(options, width, policy, bits)
                 less = whole.written / disk.written, whole.highest / disk.highest
                 row = f"{disk.written / 1e9:.3f} GB", f"{less[0]:.2f}", f"{disk.highest / 1e9:.3f} GB", f"{less[1]:.2f}"
-                shown.add_row(bits, policy, *row)
+                rows.append([bits, policy, *row])
                 if width == widths[0] and policy != "none":
                     reached[policy] &= all(a >= b for a, b in zip(less, LEAST.get(bits, (0.0, 0.0)), strict=True))
                 case = f"{options.num_rows} x {width}, {policy}, {bits}"
@@ -96,6 +91,8 @@ def measure_bytes(options: argparse.Namespace) -> bool:
                     ("held", disk.highest, whole.highest),
                 ):
                     record("deltas", case, metric, value / 1e9, "GB", peer="whole saves", peer_value=peer / 1e9)
-        console.print(shown)
+        title = f"{options.num_rows:,} x {width}, {options.num_intervals} intervals, whole saves write "
+        title += f"{whole.written / 1e9:.2f} GB and hold {whole.highest / 1e9:.2f} GB"
+        table(title, ("bits", "policy", "written", "less", "held", "less"), rows)
     print("reached at every width by: " + (", ".join(name for name, good in reached.items() if good) or "none"))
     return any(reached.values())

@@ -6,13 +6,11 @@ import argparse
 import itertools
 import mmap
 import os
-import resource
 import shutil
 import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +18,7 @@ import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from common.processes import check_tests
+from common.timing import alternate, seconds
 from record import record
 from torch import Tensor
 
@@ -38,6 +37,7 @@ from meseta.comm import World
 DISK = "the disk alone"
 PEERS = ("torch.save", "torch.distributed.checkpoint", "numpy.save", DISK)
 BLOCK_BYTES = 1 << 24
+Action = Callable[[Path], object]
 PACKAGES = ("torch", "numpy", "pyarrow")
 
 
@@ -45,7 +45,7 @@ def measure_full(options: argparse.Namespace) -> bool:
     check_tests("tests/checkpoint/test_round_trip.py")
     folder, table = empty_folder(options), table_of(options)
     tensors = table.tensors
-    methods: dict[str, tuple[Callable[[Path], object], Callable[[Path], object]]] = {
+    methods: dict[str, tuple[Action, Action]] = {
         "meseta": (partial(save_ours, table), partial(load_ours, table)),
         "torch.distributed.checkpoint": (partial(save_with_dcp, tensors), partial(load_with_dcp, tensors)),
         "torch.save": (partial(save_torch, tensors), load_torch),
@@ -57,53 +57,28 @@ def measure_full(options: argparse.Namespace) -> bool:
     shutil.rmtree(folder)
     num_mb = table.num_bytes / 1e6
     case = f"{num_mb:.0f} MB, {table.spec.num_embeddings} x {table.spec.embedding_dim}"
-    for (metric, ours), peer in itertools.product(times["meseta"].items(), PEERS):
-        theirs = times[peer][metric]
-        record("checkpoint", case, metric, num_mb / ours.wall_s, "MB/s", peer=peer,
-               peer_value=num_mb / theirs.wall_s, packages=PACKAGES)  # fmt: skip
-        if peer != DISK:
-            record("checkpoint", case, f"{metric}, processor", ours.cpu_s, "s", peer=peer, peer_value=theirs.cpu_s,
-                   packages=PACKAGES)  # fmt: skip
-    for name, (ours_s, theirs_s) in pauses.items():
+    for (metric, ours_s), peer in itertools.product(times["meseta"].items(), PEERS):
+        record("checkpoint", case, metric, num_mb / ours_s, "MB/s", peer=peer, peer_value=num_mb / times[peer][metric],
+               packages=PACKAGES)  # fmt: skip
+    for name, (ours_s, peer_s) in pauses.items():
         record("checkpoint", case, name, ours_s, "s", peer="torch.distributed.checkpoint async_save",
-               peer_value=theirs_s, packages=PACKAGES)  # fmt: skip
+               peer_value=peer_s, packages=PACKAGES)  # fmt: skip
     return True
 
 
-@dataclass(frozen=True)
-class Spent:
-    """Duration of a save or load."""
+def race(methods: dict[str, tuple[Action, Action]], path: Path, num_turns: int) -> dict[str, dict[str, float]]:
 
-    wall_s: float
-    cpu_s: float
+    def turn(write: Action, read: Action) -> tuple[float, float]:
+        written_s = seconds(partial(write, path))
+        forget(path)
+        loaded_s = seconds(partial(read, path))
+        shutil.rmtree(path)
+        return written_s, loaded_s
 
-
-def measure(action: Callable[[Path], object], path: Path) -> Spent:
-    wall, cpu = time.perf_counter(), time.process_time()
-    action(path)
-    return Spent(time.perf_counter() - wall, time.process_time() - cpu)
-
-
-def race(
-    methods: dict[str, tuple[Callable[[Path], object], Callable[[Path], object]]], path: Path, num_turns: int
-) -> dict[str, dict[str, Spent]]:
-    """Return median durations of saving and loading by method."""
-    runs: dict[str, list[tuple[Spent, Spent]]] = {name: [] for name in methods}
-    for _ in range(num_turns):
-        for name, (write, read) in methods.items():
-            before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            written = measure(write, path)
-            forget(path)
-            runs[name].append((written, measure(read, path)))
-            grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib
-            print(f"{name:12} save {written}, load {runs[name][-1][1]}, peak {grown_kib / 1e3:+.0f} MB")
-            shutil.rmtree(path)
+    turns = alternate({name: partial(turn, *actions) for name, actions in methods.items()}, num_turns)
     return {
-        name: {
-            metric: Spent(*(statistics.median(getattr(run[i], f) for run in spent) for f in ("wall_s", "cpu_s")))
-            for i, metric in enumerate(("durable save", "cold load"))
-        }
-        for name, spent in runs.items()
+        name: dict(zip(("durable save", "cold load"), map(statistics.median, zip(*times, strict=True)), strict=True))
+        for name, times in turns.items()
     }
 
 

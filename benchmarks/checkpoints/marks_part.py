@@ -33,7 +33,6 @@ def without_marks(shards: Sequence[TableShard]) -> Iterator[None]:
 
 
 def measure_marks(options: argparse.Namespace) -> bool:
-    """Measure steps with and without marks. Returns whether the requirements are met."""
     good = True
     for name in options.workloads.split(","):
         traffic = asdict(next(one for one in OPS_WORKLOADS if one.name == name))

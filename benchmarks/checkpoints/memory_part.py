@@ -57,7 +57,6 @@ def measure(run: Run, store: ResultStore, folder: Path) -> None:
 
 
 def measure_memory(options: argparse.Namespace) -> bool:
-    """Measure all cases. Returns whether each is within the limit."""
     folder: Path = options.folder / "memory"
     folder.mkdir(parents=True, exist_ok=True)
     store = ResultStore(folder / "cases.json")

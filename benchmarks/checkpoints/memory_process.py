@@ -94,7 +94,6 @@ def start_from(model: Path, config: RunConfig, phases: PhaseFile) -> None:
 
 
 def write_model(config: RunConfig, path: Path) -> None:
-    """Write a state_dict with the initial values."""
     model: Any = Trainer(config, World.current()).model
     rows = {f"embeddings.{shard.spec.name}.weight": shard.values[ROW].detach() for shard in model.embeddings.shards}
     torch.save({**model.state_dict(), **rows}, path)

@@ -33,7 +33,6 @@ def make_data(folder: Path, num_rows: int, num_samples: int) -> Path:
 
 
 def make_config(run_dir: Path, data: Path, tier: str, cache_bytes: int, num_steps: int) -> dict[str, Any]:
-    """Return a config whose rows are stored in `tier`."""
     document: dict[str, Any] = {
         "run_dir": str(run_dir),
         "data": {"dir": str(data)},

@@ -29,8 +29,6 @@ class PlantedLog:
     """Number of rows without the TEST_ROWS for testing."""
     sparse: tuple[str, ...]
     """Columns that a person who knows the data would declare as categories. All others are numbers."""
-    has_pairs: bool
-    """Whether columns interact, so that a sum of their effects cannot reach the best AUC."""
     draw: Callable[[np.random.Generator, int], Drawn]
 
 
@@ -154,15 +152,15 @@ def _named(prefix: str, number: int) -> tuple[str, ...]:
 
 
 LOGS = tuple(
-    PlantedLog(name=name, num_rows=num_rows, sparse=sparse, has_pairs=has_pairs, draw=draw)
-    for name, num_rows, sparse, has_pairs, draw in (
-        ("pairs", 1_000_000, ("user_id", "item_id", "hour", "device"), True, _pairs),
-        ("rare_ids", 300_000, ("user", "item", "category"), True, _rare_ids),
-        ("few_rows", 20_000, _named("c", 6), True, _few_rows),
-        ("many_epochs", 60_000, _named("f", 10), True, _many_epochs),
-        ("one_strong", 100_000, _named("tag_", 8), False, _one_strong),
-        ("dense_only", 100_000, (), True, _dense_only),
-        ("long_tails", 1_000_000, ("user_id", "item_id", "query", "hour"), True, _long_tails),
-        ("overfit", 200_000, (*_named("group_", 3), *_named("id_", 10)), False, _overfit),
+    PlantedLog(name=name, num_rows=num_rows, sparse=sparse, draw=draw)
+    for name, num_rows, sparse, draw in (
+        ("pairs", 1_000_000, ("user_id", "item_id", "hour", "device"), _pairs),
+        ("rare_ids", 300_000, ("user", "item", "category"), _rare_ids),
+        ("few_rows", 20_000, _named("c", 6), _few_rows),
+        ("many_epochs", 60_000, _named("f", 10), _many_epochs),
+        ("one_strong", 100_000, _named("tag_", 8), _one_strong),
+        ("dense_only", 100_000, (), _dense_only),
+        ("long_tails", 1_000_000, ("user_id", "item_id", "query", "hour"), _long_tails),
+        ("overfit", 200_000, (*_named("group_", 3), *_named("id_", 10)), _overfit),
     )
 )

@@ -23,7 +23,6 @@ os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
 
 
 def check_tests(*tests: str) -> None:
-    """Run tests of what is measured. Raises CalledProcessError if one fails."""
     subprocess.run([sys.executable, "-m", "pytest", "-q", *tests], check=True, cwd=ROOT)
 
 

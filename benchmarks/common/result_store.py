@@ -19,21 +19,15 @@ class ResultStore:
     FOLDER = ROOT / "benchmarks" / "stored_results"
     """Folder of results that the repository has."""
 
-    def __init__(self, path: Path, *, again: str | None = None, makes: bool = True) -> None:
-        """Load the file. Names ending in `again` count as missing. Without `makes`, a missing name raises KeyError."""
-        self._path, self._makes = path, makes
-        stored: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-        self._results = {
-            name: result for name, result in stored.items() if again is None or not name.endswith(f"/{again}")
-        }
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
 
     def __contains__(self, name: str) -> bool:
         return name in self._results
 
     def get(self, name: str, make: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
         if name not in self._results:
-            if not self._makes:
-                raise KeyError(name)
             self._results[name] = {**make(), "commit": git_commit(), "processor": hardware_summary()}
             # A line for each, since they are looked at as changes of this file.
             lines = (f"{json.dumps(key)}: {json.dumps(result)}" for key, result in sorted(self._results.items()))

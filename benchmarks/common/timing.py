@@ -26,7 +26,6 @@ def seconds(call: Callable[[], object]) -> float:
 
 
 def alternate_seconds(calls: Mapping[Key, Callable[[], object]], num_turns: int) -> dict[Key, list[float]]:
-    """Return the seconds of each call in all turns."""
     return alternate({name: lambda call=call: seconds(call) for name, call in calls.items()}, num_turns)
 
 

@@ -73,7 +73,6 @@ def build(shape: dict[str, Any], names: Sequence[str]) -> None:
 
 
 def window(name: str, num_steps: int) -> Window:
-    """Time steps between barriers of all ranks."""
     job = _jobs[name]
     dist.barrier()
     before, busy_s = own_traffic(), time.process_time()

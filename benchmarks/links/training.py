@@ -11,19 +11,17 @@ from itertools import cycle
 from typing import Any, cast
 
 import torch
+from peers.e2e_meseta import make_batch, make_model
 
 from hosts import own_traffic
 from links import shapes
 from links.variants import Layout, Variant, Window
 from meseta.comm import World
 from meseta.config import DenseOptimizerConfig
-from meseta.data import Batch
-from meseta.embedding import EmbeddingBagCollection, shard
+from meseta.embedding import shard
 from meseta.measure.synthetic_batches import DlrmWorkload, TrainingBatch, make_training_batches
-from meseta.models import DLRM
 from meseta.optim.dense import make_dense_optimizer
 from meseta.pipeline import Pipeline, StepResult
-from meseta.sparse import KeyedJaggedTensor
 from meseta.telemetry.span import TransferTimes
 
 _pipelines: dict[str, Pipeline] = {}
@@ -41,7 +39,6 @@ def build(shape: DlrmWorkload, layout: Layout, variants: Sequence[Variant]) -> N
 
 
 def keep(name: str, pipeline: Pipeline, samples: Sequence[TrainingBatch]) -> None:
-    """Store a pipeline for `window`."""
     _pipelines[name] = pipeline
     _steps[name] = pipeline.steps(map(make_batch, cycle(samples)))
     gc.collect()
@@ -49,14 +46,7 @@ def keep(name: str, pipeline: Pipeline, samples: Sequence[TrainingBatch]) -> Non
 
 
 def make_pipeline(shape: DlrmWorkload, layout: Layout, variant: Variant, world: World) -> Pipeline:
-    """Create a pipeline of a variant with its own collectives."""
-    tables, features = shapes.specs(shape)
-    model = DLRM(
-        EmbeddingBagCollection(tables, features),
-        num_dense=shape.num_dense,
-        bottom_mlp=(*shape.bottom_mlp, shape.dim),
-        top_mlp=shape.top_mlp,
-    )
+    model: Any = make_model(shape, "sgd", "float32", shapes.LR, shapes.INIT)
     path = cast(Any, variant.sum_path)
     world = replace(world, plan_ranks_per_host=layout.per_host, sum_algorithm=path, transfers=TransferTimes())
     plan, comm = shapes.plan(shape, variant, layout), shapes.communication(variant)
@@ -110,13 +100,3 @@ def time_before(name: str, num_calls: int) -> float:
         model.forward_dense(pipeline.batch.dense)
         times.append(time.perf_counter() - start_s)
     return statistics.median(times)
-
-
-def make_batch(samples: TrainingBatch) -> Batch:
-    num_features, batch_size, bag_size = samples.ids.shape
-    sparse = KeyedJaggedTensor(
-        keys=tuple(f"f{f}" for f in range(num_features)),
-        values=torch.from_numpy(samples.ids.reshape(-1)),
-        lengths=torch.full((num_features * batch_size,), bag_size),
-    )
-    return Batch(dense=torch.from_numpy(samples.dense), sparse=sparse, label=torch.from_numpy(samples.label))

@@ -41,7 +41,6 @@ class TrainingPeer(BenchmarkTarget):
         self.actions = {"step": lambda call: self.step(self.batches[call % len(self.batches)])}
 
     def build(self, optimizer: str, dense_dtype: str) -> None:
-        """Create the model and its optimizer."""
         raise NotImplementedError
 
     def init_process_group(self) -> None:

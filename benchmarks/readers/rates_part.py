@@ -53,7 +53,6 @@ READ = f"num_rows = sum(batch.batch_size for batch in reader.epochs({NUM_EPOCHS}
 
 @contextmanager
 def dispatcher(data: str) -> Iterator[str]:
-    """Context manager that starts a dispatcher and yields its URL."""
     command = [*READERS, "dispatch", "--data", data, "--listen", "127.0.0.1:0", "--json"]
     with started(command) as server:
         yield json.loads(server.first_line)["url"]

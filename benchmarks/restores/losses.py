@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from common.paired import difference
-from links.timing import table
+from common.tables import table
 from record import record
 
 from restores.run_results import DATA, FORECAST, KINDS, UNDISTURBED, RunResults

@@ -20,7 +20,6 @@ LEAST, WARM_S = 3.0, 40.0
 
 
 def measure_mapped(options: argparse.Namespace) -> bool:
-    """Measure both. Returns whether ours trains three times as many samples per second."""
     options.folder.mkdir(parents=True, exist_ok=True)
     if not can_limit_memory(1 << 30):
         return True

@@ -30,7 +30,6 @@ def step_s(case: Case, hosts: int, disk_bytes: int) -> float | None:
 
 
 def measure_nodes(options: argparse.Namespace) -> bool:
-    """Find the smallest clusters. Returns whether the requirements are met."""
     good = True
     for case in cases():
         name = case.name.split(":", maxsplit=1)[0]

@@ -29,7 +29,6 @@ def measure_store(kind: str, width: int, options: argparse.Namespace) -> dict[st
 
 
 def measure_stores(options: argparse.Namespace) -> bool:
-    """Measure all widths. Returns whether ours is three times as fast as the best."""
     options.folder.mkdir(parents=True, exist_ok=True)
     good = True
     if not can_limit_memory(options.limit_mb << 20):

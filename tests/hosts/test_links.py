@@ -12,7 +12,6 @@ import pytest
 from common.paired import difference
 from links import hybrid_part, shapes, timing
 from links.rank_pool import RankPoolError, on_this_machine, start_ranks
-from links.steps_part import TIMED, target
 from links.variants import Layout, Variant, Window
 
 from hosts import Hosts, why_impossible
@@ -110,13 +109,6 @@ def test_variants_take_turns() -> None:
     timing.in_turns({name: ask(name) for name in "abc"}, 3, 0.1, measured)
     assert asked[6:] == list("abcbcacab")
     assert measured.step_s("b") == 1.0 and measured.waiting("b") == 0.5
-
-
-def test_targets_are_those_of_timed_variants() -> None:
-    asked = {one.name for one in TIMED if target(one, Layout(2, 4)) is not None}
-    assert {"table_wise flat bf16", "table_wise hierarchical int8", "row_wise hierarchical fp32"} < asked
-    assert target(Variant(), Layout(2, 4)) is None
-    assert target(Variant(sharding="row_wise", exchange="hierarchical"), Layout(4, 2)) is None
 
 
 def test_the_interval_of_a_mean_difference() -> None:

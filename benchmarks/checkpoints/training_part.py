@@ -36,8 +36,7 @@ def steps_per_s(training: PooledTraining, seconds: float) -> float:
     return num_steps / (time.perf_counter() - begin_s)
 
 
-def measure_beside(options: argparse.Namespace) -> bool:
-    """Measure training with and without saves. Returns whether the requirement is met."""
+def measure_training(options: argparse.Namespace) -> bool:
     folder, world = empty_folder(options), World.single()
     training = make_training(int(options.gigabytes * 1e9 / (4 * WIDTH + 4)))
     embeddings = training.embeddings
