@@ -55,16 +55,9 @@ def run(options: argparse.Namespace, width: int, policy: str, bits: str) -> Disk
     for step in range(1, options.num_intervals + 1):
         changing.touch(options.share)
         base, rows = changes.begin_save(step - 1, shards, of_tables)
-        save(
-            folder,
-            world=world,
-            step=step,
-            plan=changing.plan,
-            shards=shards if rows is None else copy_shards(shards, rows),
-            dense={},
-            state={},
-            options=SaveOptions(base=base, bits=of_tables),
-        )
+        copies = shards if rows is None else copy_shards(shards, rows)
+        save(folder, world=world, step=step, plan=changing.plan, shards=copies, dense={}, state={},
+             options=SaveOptions(base=base, bits=of_tables))  # fmt: skip
         disk.look()
         prune(folder, keep_last=2)
     shutil.rmtree(folder)

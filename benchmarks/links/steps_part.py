@@ -118,14 +118,8 @@ def _tell_auto(
         rows.append(
             [sharding, chosen.exchange, f"{ratio:.3f}", f"{AUTO_LIMIT}", "yes" if ratio <= AUTO_LIMIT else "NO"]
         )
-        options.record(
-            f"{layout} {sharding} auto",
-            "step",
-            measured.step_s(chosen.name),
-            "s",
-            peer="the better way",
-            peer_value=best,
-        )
+        options.record(f"{layout} {sharding} auto", "step", measured.step_s(chosen.name), "s", peer="the better way",
+                       peer_value=best)  # fmt: skip
     table(f"Exchange auto, {layout}", ("tables", "takes", "over the better way", "at most", "met"), rows)
     return good
 

@@ -107,14 +107,6 @@ def measure_misses(options: argparse.Namespace) -> bool:
         for name in ("LRU", "LFU", "Belady"):
             case = f"{len(tables)} tables / {SCALE}, {kind}, 10 % near"
             ours, peer_value = totals["ours"] / lookups, totals[name] / lookups
-            record(
-                "tiers",
-                case,
-                "near rows",
-                ours,
-                "misses a lookup",
-                peer=name,
-                peer_value=peer_value,
-                packages=("numpy",),
-            )
+            record("tiers", case, "near rows", ours, "misses a lookup", peer=name, peer_value=peer_value,
+                   packages=("numpy",))  # fmt: skip
     return good

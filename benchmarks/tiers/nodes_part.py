@@ -54,14 +54,6 @@ def measure_nodes(options: argparse.Namespace) -> bool:
         bound, limit = LIMITS[name]
         if limit is not None:
             good &= times >= limit if bound == "capacity" else times <= limit
-        record(
-            "tiers",
-            f"{case.name}, bound by {bound}, modelled",
-            "fewest hosts",
-            fewest["with"],
-            "hosts",
-            peer="without disks",
-            peer_value=fewest["without"],
-            packages=("numpy",),
-        )
+        record("tiers", f"{case.name}, bound by {bound}, modelled", "fewest hosts", fewest["with"], "hosts",
+               peer="without disks", peer_value=fewest["without"], packages=("numpy",))  # fmt: skip
     return good

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -22,17 +22,13 @@ from meseta.planner.cost.memory import RunBytes
 from meseta.spec import FeatureLoad, Topology, Workload
 from meseta.spec.tiers import OFFLOADED_TIERS, StorageOptions, Tier
 from meseta.storage import TieredShard
+from tiers.save_part import SparseBatch
 
 Ids = NDArray[np.int64]
 MISSES_WITHIN, STEP_WITHIN = 0.2, 0.25
 WARM = 0.6
 """Warm-up steps relative to those that fill the cache."""
 TURNS, STEPS = 6, 10
-
-
-@dataclass(frozen=True)
-class Sparse:
-    sparse: KeyedJaggedTensor
 
 
 class RandomTask:
@@ -75,11 +71,13 @@ class RandomTask:
         ranks = np.minimum(np.searchsorted(self._ends[table], uniform), len(self._rows[table]) - 1)
         return self._rows[table][ranks]
 
-    def batch(self) -> Sparse:
+    def batch(self) -> SparseBatch:
         values = [self.ids(table, self.batch_size) for table in range(len(self.tables))]
         lengths = np.repeat(np.array(self.pooling), self.batch_size)
         names = [feature.name for feature in self.features]
-        return Sparse(KeyedJaggedTensor(names, torch.from_numpy(np.concatenate(values)), torch.from_numpy(lengths)))
+        return SparseBatch(
+            KeyedJaggedTensor(names, torch.from_numpy(np.concatenate(values)), torch.from_numpy(lengths))
+        )
 
     def workload(self) -> Workload:
         """Return the workload as `meseta prepare` would count it."""
@@ -114,7 +112,7 @@ class TrainedTask:
             rows = shard.read(0, shard.shard.num_rows)
             shard.write(0, {name: value.numpy() for name, value in rows.items()})
         self._task = task
-        self._batches: list[Sparse] = []
+        self._batches: list[SparseBatch] = []
         self._flights = ahead(iter(self._batches.pop, None), self.made)
         self.seconds: list[float] = []
         self.num_missed = 0

@@ -102,7 +102,7 @@ def alone(made: EmbeddingBagCollection, options: argparse.Namespace) -> dict[str
 
 
 @dataclass
-class _Batch:
+class SparseBatch:
     sparse: Any
 
 
@@ -119,13 +119,13 @@ class PooledModel(nn.Module):
         return self.dense(pooled.reshape(BATCH_SIZE, -1))
 
 
-def batches(num_rows: int) -> Iterator[_Batch]:
+def batches(num_rows: int) -> Iterator[SparseBatch]:
     names, random = [f"f{number}" for number in range(NUM_FEATURES)], np.random.default_rng(0)
     lengths = torch.ones(NUM_FEATURES * BATCH_SIZE, dtype=torch.int64)
     drawn = [torch.from_numpy(zipf_ids(random, NUM_FEATURES * BATCH_SIZE, num_rows)) for _ in range(200)]
     while True:
         for ids in drawn:
-            yield _Batch(KeyedJaggedTensor(names, ids, lengths, None))
+            yield SparseBatch(KeyedJaggedTensor(names, ids, lengths, None))
 
 
 class PooledTraining:
