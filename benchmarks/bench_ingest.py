@@ -214,7 +214,7 @@ def measure_ingestion(num_rows: int, real: Path | None, folder: Path) -> None:
         run_program(REPEAT, real.resolve(), tsv, num_rows)
     case = f"{num_rows} rows, {tsv.stat().st_size / 1e6:.0f} MB of text" + (f", {real.name}" if real else "")
     programs = (IN_MEMORY, PREPARE, VOCABULARY, POLARS)
-    outputs = ([], [data], [f"{data}-vocabulary"], [])
+    outputs: tuple[list[str], ...] = ([], [data], [f"{data}-vocabulary"], [])
     *ours, parsed = take_turns([(code, [str(tsv), *out]) for code, out in zip(programs, outputs, strict=True)])
     for metric, (rate, peak_mb) in zip(("TSV to ids in memory", "prepare", "prepare --vocabulary"), ours, strict=True):
         report(case, metric, rate, "rows/s", ("polars read_csv", parsed[0]))

@@ -5,9 +5,11 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TypeVar
 
-Key, Result = TypeVar("Key"), TypeVar("Result")
+Key = TypeVar("Key")
+Result = TypeVar("Result")
 
 
 def alternate(calls: Mapping[Key, Callable[[], Result]], num_turns: int) -> dict[Key, list[Result]]:
@@ -26,7 +28,7 @@ def seconds(call: Callable[[], object]) -> float:
 
 
 def alternate_seconds(calls: Mapping[Key, Callable[[], object]], num_turns: int) -> dict[Key, list[float]]:
-    return alternate({name: lambda call=call: seconds(call) for name, call in calls.items()}, num_turns)
+    return alternate({name: partial(seconds, call) for name, call in calls.items()}, num_turns)
 
 
 def medians(figures: Mapping[Key, list[float]]) -> dict[Key, float]:
