@@ -14,11 +14,7 @@ Each task is appended to --out, and a later run continues from there. Without --
 
 from __future__ import annotations
 
-import argparse
 import hashlib
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -27,9 +23,12 @@ from pathlib import Path
 from balance.baselines import BASELINES, baseline_plans
 from balance.outcome import BalanceOutcome, ratios_to, read_outcomes, success, versus
 from balance.shares import judge, measure_share, why_too_large
+from balance.torchrec_plan import Answer, Asked, ask
 from bench_cost_model import calibrated
-from record import record
-from torchrec_plan import Answer, Asked, ask
+from common.command import make_parser, parse_arguments
+from common.processes import check_tests
+from peers.installed import find_peers
+from record import ROOT, record
 
 from meseta.measure.calibrate.rank_timer import RankTimer
 from meseta.measure.calibrate.tasks import ShardingTask, random_task
@@ -39,7 +38,6 @@ from meseta.planner.cost.loads import WorkloadLoads
 from meseta.planner.cost.operators import operator_seconds
 from meseta.spec import CostModel, MesetaError, Plan, Topology
 
-ROOT = Path(__file__).resolve().parent.parent
 TESTS = ("tests/measure/test_balance.py", "tests/planner/test_search.py")
 FIRST_SEED = 5000
 DEVICE_BYTES = 4_000_000_000
@@ -53,19 +51,22 @@ PEER_LIMIT_S = 600.0
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--cost", type=Path, help="what meseta calibrate measured")
     parser.add_argument("--tasks", type=int, default=100)
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "balance.jsonl")
-    options = parser.parse_args()
-    subprocess.run([sys.executable, "-m", "pytest", "-q", *TESTS], check=True, cwd=ROOT)
+    options = parse_arguments(parser)
+    check_tests(*TESTS)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     model = cost_model(options.cost, options.out)
     judged_by = hashlib.sha256(repr(model).encode()).hexdigest()[:12]
-    python = peer_python()
+    peers = find_peers(None, enabled=True)
+    has_peer = TORCHREC in peers.available
+    if not has_peer:
+        print(next(line for line in peers.missing if line.startswith(TORCHREC)))
     outcomes = {outcome.seed: outcome for outcome in read_outcomes(options.out, judged_by)}
     seeds = range(FIRST_SEED, FIRST_SEED + options.tasks)
-    needed = OTHERS if python else tuple(BASELINES)
+    needed = OTHERS if has_peer else tuple(BASELINES)
     missing = [seed for seed in seeds if seed not in outcomes or not outcomes[seed].has(needed)]
     arguments = {"memory_bytes": DEVICE_BYTES}
     member = TargetSpec(name="shares", target_class=RankTimer, arguments=arguments, thread_counts=(model.num_threads,))
@@ -73,8 +74,8 @@ def main() -> None:
         for start in range(0, len(missing), ASKED_AT_ONCE):
             tasks = [random_task(seed) for seed in missing[start : start + ASKED_AT_ONCE]]
             answers: list[Answer | str | None] = [None] * len(tasks)
-            if python:
-                answers = [*ask([asked(task, model) for task in tasks], python, PEER_LIMIT_S)]
+            if has_peer:
+                answers = [*ask([asked(task, model) for task in tasks], peers.python, PEER_LIMIT_S)]
             for task, answer in zip(tasks, answers, strict=True):
                 begin_s = time.perf_counter()
                 outcome = judged(team, task, answer, model, judged_by)
@@ -84,15 +85,6 @@ def main() -> None:
                 done = options.tasks - len(missing) + missing.index(task.seed) + 1
                 tell(outcome, task, f"{done}/{options.tasks}", time.perf_counter() - begin_s)
     report([outcomes[seed] for seed in seeds])
-
-
-def peer_python() -> str | None:
-    """Return the interpreter that has TorchRec, or `None`."""
-    python = os.environ.get("PEER_PYTHON", sys.executable)
-    if subprocess.run([python, "-I", "-c", "import torchrec"], capture_output=True, check=False).returncode == 0:
-        return python
-    print(f"{python} has no TorchRec, which is left out: docs/benchmarks.md says how to install the peers")
-    return None
 
 
 def cost_model(cost_file: Path | None, out: Path) -> CostModel:

@@ -20,7 +20,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from paired import interval
+from common.command import make_parser
+from common.paired import interval
 
 from meseta.comm import World
 from meseta.config import RunConfig
@@ -149,7 +150,9 @@ def lines(trials: Sequence[dict[str, Chosen]]) -> list[str]:
 
 
 def main() -> None:
-    num_seeds = int(sys.argv[1]) if len(sys.argv) > 1 else NUM_SEEDS
+    parser = make_parser(__doc__)
+    parser.add_argument("num_seeds", type=int, nargs="?", default=NUM_SEEDS)
+    num_seeds = parser.parse_args().num_seeds
     torch.set_num_threads(1)
     trials = []
     with tempfile.TemporaryDirectory(prefix="meseta-chosen-") as folder:

@@ -9,12 +9,13 @@ constants if the cost model has any.
 
 import statistics
 import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
+from common.command import make_parser, parse_arguments
+from common.processes import MESETA, check_tests
 from record import record
 
 from meseta.measure.calibrate.calibration import NUM_CALLS, RankShards, ShardTimings, measure_shards
@@ -26,7 +27,6 @@ from meseta.measure.harness.worker_group import TargetSpec, WorkerGroup
 from meseta.planner.cost.exchange import Collective
 from meseta.spec import CostModel
 
-ROOT = Path(__file__).resolve().parent.parent
 FIRST_SEED = 1000
 NUM_DEVICES = 4
 DEVICE_BYTES = 4_000_000_000
@@ -57,25 +57,25 @@ class Case:
 
 
 def main() -> None:
-    test = str(ROOT / "tests/distributed/test_traffic.py")
-    subprocess.run([sys.executable, "-m", "pytest", "-q", test], check=True, cwd=ROOT)
-    model = CostModel.load(sys.argv[1]) if len(sys.argv) > 1 else calibrated()
-    num_tasks = int(sys.argv[2]) if len(sys.argv) > 2 else 10
-    cases = [*operator_cases(model, num_tasks), *exchange_cases(model)]
+    parser = make_parser(__doc__)
+    parser.add_argument("cost", nargs="?", help="cost model of meseta calibrate")
+    parser.add_argument("num_tasks", type=int, nargs="?", default=10)
+    options = parse_arguments(parser)
+    check_tests("tests/distributed/test_traffic.py")
+    model = CostModel.load(options.cost) if options.cost else calibrated()
+    cases = [*operator_cases(model, options.num_tasks), *exchange_cases(model)]
     for kind in dict.fromkeys(case.kind for case in cases):
         of_kind = [case for case in cases if case.kind == kind]
         errors, spread = [case.error for case in of_kind], 100 * statistics.median(case.spread for case in of_kind)
         for metric, share in (("median error", 50), ("95th percentile", 95)):
             value = 100 * float(np.percentile(errors, share))
             record("cost_model", f"{kind}, {len(of_kind)} cases", metric, value, "%", peer="repeats", peer_value=spread)
-        ranks = np.argsort(np.argsort([[case.predicted_s, case.median_s] for case in of_kind], axis=0), axis=0)
-        print(f"{kind}: rank correlation {np.corrcoef(ranks.T)[0, 1]:.3f}")
 
 
 def calibrated() -> CostModel:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "cost.yaml"
-        subprocess.run([sys.executable, "-m", "meseta.cli.main", "calibrate", "--out", str(out)], check=True)
+        subprocess.run([*MESETA, "calibrate", "--out", str(out)], check=True)
         return CostModel.load(out)
 
 
@@ -94,7 +94,6 @@ def dealt(task: ShardingTask) -> list[RankShards]:
 
 
 def operator_cases(model: CostModel, num_tasks: int) -> list[Case]:
-    """Measure lookup and update of each device of each task."""
     tasks = [random_task(seed) for seed in range(FIRST_SEED, FIRST_SEED + num_tasks)]
     ranks = [(task, hand) for task in tasks for hand in dealt(task)]
     cases: list[list[tuple[Case, Case]]] = []

@@ -1,37 +1,36 @@
 """Compare one command on an unprepared log with tuning.
 
-    python benchmarks/bench_first_hour.py [--logs few_rows,pairs] [--seeds 3] [--again command] [--done]
+    python benchmarks/bench_first_hour.py [--logs few_rows,pairs] [--seeds 3]
 
-Eight planted laws (planted_logs.py), three seeds each, 100,000 test rows. The table has the test AUC of
+Eight planted laws (common/planted_logs.py), three seeds each, 100,000 test rows. The table has the test AUC of
 - `meseta train --data train.csv --test-files test.csv`;
-- the same with former defaults: DLRM 512-256-64, rows from 1/sqrt(rows), row-wise Adagrad at 0.01, one epoch;
 - the best of a grid of hashed logistic regressions, selected on the validation split;
 - the best of 20 random settings with a correct schema, selected on the validation split;
 - the true probabilities.
 
-Results are stored in benchmarks/first_hour.json, and the same command continues with missing ones. `--again command`
-repeats the runs of the command, and `--done` shows stored results. It takes four hours on two cores.
+Results are stored in benchmarks/stored_results/first_hour.json, and the same command continues with missing ones. It
+takes four hours on two cores.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import json
 import random
 import shutil
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from planted_logs import LOGS, PlantedLog, WrittenLog, write_log
+from common.command import make_parser
+from common.planted_logs import LOGS, PlantedLog, WrittenLog, write_log
+from common.processes import run_meseta
+from common.result_store import ResultStore
 from record import ROOT
-from result_store import ResultStore
 
 from meseta.comm import World
 from meseta.config import read_config_document, validate_document
@@ -44,9 +43,6 @@ NUM_SETTINGS, NUM_SEEDS = 20, 3
 LIMIT, MEAN_LIMIT = 0.01, 0.005
 """Maximum difference to the best setting of the sweep, for each log and on average."""
 LARGE_ROWS = 500_000
-OLD = ("model.name=dlrm", "model.embedding_dim=16", "model.bottom_mlp=[512,256,64]", "model.top_mlp=[512,256]",
-       "model.dropout=0", "embedding.init.scale=null", "embedding.init.kind=uniform", "embedding.optimizer.lr=0.01",
-       "train.epochs=1")  # fmt: skip
 Settings = Mapping[str, Any]
 
 
@@ -82,24 +78,12 @@ def linear(number: int) -> Settings:
 NUM_LINEAR = 6
 
 
-def one_command(log: WrittenLog, folder: Path, *more: str) -> dict[str, Any]:
+def one_command(log: WrittenLog, folder: Path) -> dict[str, Any]:
     """Run the command and return its test AUC."""
     start_s = time.perf_counter()
-    command = [
-        sys.executable,
-        "-m",
-        "meseta.cli.main",
-        "train",
-        "--data",
-        str(log.train),
-        "--test-files",
-        str(log.test),
-    ]
     run_dir = folder / "run"
     shutil.rmtree(run_dir, ignore_errors=True)
-    done = subprocess.run([*command, f"run_dir={run_dir}", *more], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)}: {done.stderr[-500:]}")
+    run_meseta("train", "--data", log.train, "--test-files", log.test, f"run_dir={run_dir}")
     summary = json.loads((run_dir / "summary.json").read_text())
     shutil.rmtree(run_dir)
     return {"test": summary["test"]["auc"], "seconds": time.perf_counter() - start_s, "steps": summary["num_steps"]}
@@ -154,7 +138,6 @@ class Tuned:
 def measure(
     log: PlantedLog, seed: int, store: ResultStore, folder: Path, num_rows: int | None = None
 ) -> dict[str, float]:
-    """Return the test AUC by method for one log."""
     place = folder / f"{log.name}-{seed}"
     lines: list[WrittenLog] = []
 
@@ -175,7 +158,6 @@ def measure(
     result = {
         "best": cell("true", lambda: {"test": written().best_auc})["test"],
         "one command": cell("command", lambda: one_command(written(), place))["test"],
-        "old defaults": cell("old", lambda: one_command(written(), place, *OLD))["test"],
     }
     grid = [tuned("linear", number, lambda n: (linear(n), None)) for number in range(NUM_LINEAR)]
     sweep = [tuned("sweep", number, settings) for number in range(NUM_SETTINGS)]
@@ -186,8 +168,7 @@ def measure(
 
 
 def table(rows: Mapping[str, Sequence[Mapping[str, float]]]) -> Iterator[str]:
-    """Yield a table with the mean over seeds for each log."""
-    names = ("old defaults", "logistic regression", "one command", "sweep", "best")
+    names = ("logistic regression", "one command", "sweep", "best")
     yield "| log | rows | " + " | ".join(names) + " | command - sweep, worst seed |"
     yield "| --- | --- | " + " | ".join("---" for _ in names) + " | --- |"
     gaps = []
@@ -204,21 +185,18 @@ def table(rows: Mapping[str, Sequence[Mapping[str, float]]]) -> Iterator[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--logs", default=",".join(log.name for log in LOGS))
     parser.add_argument("--seeds", type=int, default=NUM_SEEDS)
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "first-hour")
-    parser.add_argument("--again", help="the last word of the names of runs to repeat")
-    parser.add_argument("--done", action="store_true")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
-    store = ResultStore(ROOT / "benchmarks" / "first_hour.json", again=options.again, makes=not options.done)
+    store = ResultStore(ResultStore.FOLDER / "first_hour.json")
     rows: dict[str, list[dict[str, float]]] = {}
     for seed in range(options.seeds):
         for log in (log for log in LOGS if log.name in options.logs.split(",")):
-            with contextlib.suppress(KeyError) if options.done else contextlib.nullcontext():
-                rows.setdefault(log.name, []).append(measure(log, seed, store, options.folder))
-    print("\n".join(table({name: seeds for name, seeds in rows.items() if seeds})))
+            rows.setdefault(log.name, []).append(measure(log, seed, store, options.folder))
+    print("\n".join(table(rows)))
 
 
 if __name__ == "__main__":

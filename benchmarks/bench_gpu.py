@@ -2,20 +2,19 @@
 
     PYTHONPATH=src python benchmarks/bench_gpu.py
 
-Bytes are the necessary ones: rows that are looked up, rows and states that are updated (read and written), gradients
-and outputs once, ids twice.
+Bytes of a lookup are the necessary ones: rows, ids and outputs once.
 """
 
 from __future__ import annotations
 
 import statistics
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from record import ROOT, record
+from common.command import make_parser
+from common.processes import check_tests
+from record import record
 from torch import Tensor, nn
 
 from meseta.ops.pooled_lookup import pooled_lookup
@@ -44,35 +43,23 @@ SHAPES = [
     Shape("8 x 4M x 64, 20 ids", 8, 4_000_000, 64, 8192, 20),
     Shape("8 x 2M x 128, 20 ids", 8, 2_000_000, 128, 8192, 20),
     Shape("26 x 1M x 16, 1 id", 26, 1_000_000, 16, 65536, 1),
-    Shape("26 x 1M x 64, 1 id", 26, 1_000_000, 64, 65536, 1),
 ]
 
 
 class Job:
-    def __init__(self, shape: Shape, dtype: torch.dtype) -> None:
-        self.shape, self.dtype = shape, dtype
-        self.tables = [
-            torch.randn(shape.rows, shape.dim, device="cuda").mul_(0.01).to(dtype) for _ in range(shape.num_tables)
-        ]
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+        self.tables = [torch.randn(shape.rows, shape.dim, device="cuda").mul_(0.01) for _ in range(shape.num_tables)]
         num_ids = shape.num_tables * shape.batch_size * shape.bag_size
         self.batches = [torch.randint(shape.rows, (num_ids,), device="cuda") for _ in range(NUM_BATCHES)]
         self.offsets = torch.arange(shape.num_tables * shape.batch_size + 1, device="cuda") * shape.bag_size
         self.gradient = torch.randn(shape.batch_size, shape.num_tables * shape.dim, device="cuda").mul_(0.01)
 
     def lookup_bytes(self) -> int:
-        row_bytes = self.shape.dim * self.dtype.itemsize
+        row_bytes = 4 * self.shape.dim
         return self.batches[0].numel() * (row_bytes + 8) + self.offsets.numel() * 8 + self.gradient.numel() * 4
 
-    def update_bytes(self, element_states: int, row_states: int) -> int:
-        ids = torch.stack([batch.view(self.shape.num_tables, -1) for batch in self.batches])
-        per_table = [int(table.unique().numel()) for batch in ids for table in batch]
-        touched = sum(per_table) // NUM_BATCHES
-        state = 4 * (element_states * self.shape.dim + row_states)
-        row_bytes = 2 * (self.shape.dim * self.dtype.itemsize + state)
-        return touched * row_bytes + self.gradient.numel() * 4 + self.batches[0].numel() * 16
-
     def update(self, name: str) -> Callable[[int], None]:
-        """Return a function that applies the fused update for a batch."""
         optimizer = make_row_optimizer(OptimizerSpec(name=name, lr=0.01))  # type: ignore[arg-type]
         rows = tuple(TableRows(weight=table, state=optimizer.init(table)) for table in self.tables)
         features = tuple(FeatureGradient(f, f, 0, f * self.shape.dim) for f in range(len(rows)))
@@ -102,7 +89,7 @@ class Peer:
         """Return a function that runs forward, backward and optimizer for a batch."""
         kinds = {"sgd": torch.optim.SGD, "rowwise_adagrad": torch.optim.Adagrad, "adam": torch.optim.SparseAdam}
         optimizer = kinds[name]([bag.weight for bag in self.bags], lr=0.01)
-        parts = list(self.job.gradient.to(self.job.dtype).split(self.job.shape.dim, dim=1))
+        parts = list(self.job.gradient.split(self.job.shape.dim, dim=1))
 
         def run(number: int) -> None:
             self.lookup(number)
@@ -133,47 +120,36 @@ def copy_bandwidth() -> float:
     return 2 * COPY_BYTES / seconds(lambda _: target.copy_(source))
 
 
-def report(case: str, what: str, time: float, num_bytes: int, copy: float, peer: tuple[str, float] | None) -> None:
-    rate = num_bytes / time / 1e9
-    record("gpu", case, what, rate, "GB/s", peer="device-to-device copy", peer_value=copy / 1e9)
-    if peer is not None:
-        record("gpu", case, what, time * 1000, "ms", peer=peer[0], peer_value=peer[1] * 1000)
-
-
-def measure(shape: Shape, dtype: torch.dtype, copy: float) -> None:
-    job = Job(shape, dtype)
-    case = f"{shape.name} B {shape.batch_size} {str(dtype).removeprefix('torch.')}, {torch.cuda.get_device_name()}"
+def measure(shape: Shape, copy: float) -> None:
+    job = Job(shape)
+    case = f"{shape.name} B {shape.batch_size} float32, {torch.cuda.get_device_name()}"
     peer = Peer(job)
 
     def lookup(number: int) -> Tensor:
         return pooled_lookup(job.tables, job.batches[number], job.offsets)
 
-    ours, peer_s = seconds(lookup), seconds(peer.lookup)
-    report(case, "lookup", ours, job.lookup_bytes(), copy, ("nn.EmbeddingBag", peer_s))
-    for name, element_states, row_states in (("sgd", 0, 0), ("rowwise_adagrad", 0, 1), ("adam", 2, 0)):
+    ours_s, peer_s = seconds(lookup), seconds(peer.lookup)
+    record("gpu", case, "lookup", job.lookup_bytes() / ours_s / 1e9, "GB/s", peer="device-to-device copy",
+           peer_value=copy / 1e9)  # fmt: skip
+    record("gpu", case, "lookup", ours_s * 1000, "ms", peer="nn.EmbeddingBag", peer_value=peer_s * 1000)
+    for name, peer_name in (("sgd", "SGD"), ("rowwise_adagrad", "Adagrad"), ("adam", "SparseAdam")):
         update = job.update(name)
-        report(case, f"update {name}", seconds(update), job.update_bytes(element_states, row_states), copy, None)
-        if dtype != torch.float32:
-            continue  # torch's optimizers have no 16-bit rows with float32 state
         step = seconds(lambda number, update=update: (lookup(number), update(number)))
-        names = {"sgd": "SGD", "rowwise_adagrad": "Adagrad", "adam": "SparseAdam"}
-        label = f"nn.EmbeddingBag(sparse) + {names[name]}"
+        label = f"nn.EmbeddingBag(sparse) + {peer_name}"
         record("gpu", case, f"step {name}", step * 1000, "ms", peer=label, peer_value=seconds(peer.step(name)) * 1000)
 
 
 def main() -> None:
+    make_parser(__doc__).parse_args()
     if not torch.cuda.is_available():
         print("bench_gpu: torch sees no GPU here, so nothing was measured")
         return
-    subprocess.run(
-        [sys.executable, "-m", "pytest", "-x", str(ROOT / "tests/gpu/test_kernels.py")], check=True, cwd=ROOT
-    )
+    check_tests("tests/gpu/test_kernels.py")
     copy = copy_bandwidth()
     print(f"{torch.cuda.get_device_name()}: a copy moves {copy / 1e9:,.0f} GB/s, read and written")
     for shape in SHAPES:
-        for dtype in (torch.float32, torch.float16):
-            measure(shape, dtype, copy)
-            torch.cuda.empty_cache()
+        measure(shape, copy)
+        torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

@@ -1,10 +1,17 @@
-"""Compare ingestion of Criteo's TSV with polars, and reading of Parquet with pyarrow, polars and torch's DataLoader.
+"""Compare reading of raw files and of Parquet with other libraries. Every measurement is a separate process.
 
     python benchmarks/bench_ingest.py [num_rows [FILE.tsv]]
+    python benchmarks/bench_ingest.py [num_rows] --recipes
 
-By default, 5,000,000 synthetic rows are written to TMPDIR (2.4 GB). Rows of a file are repeated. All readers return
-tensors, and decoding alone is the limit. Every measurement is a separate process, whose peak memory is measured too.
+By default, 5,000,000 synthetic rows are written to TMPDIR (2.4 GB). Rows of a file are repeated. Ingestion of Criteo's
+TSV is compared with polars, and reading of Parquet with pyarrow, polars and torch's DataLoader. All readers return
+tensors. Peak memory is measured too.
+
+With --recipes, reading raw files by a recipe is compared with the first pass of `prepare` on one core: TSV, CSV, and
+Parquet with row groups of 32,768 and 262,144 rows.
 """
+
+from __future__ import annotations
 
 import json
 import statistics
@@ -12,11 +19,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
-from record import ROOT, record
+from common.command import make_parser, parse_arguments
+from common.processes import check_tests
+from common.timing import alternate
+from record import record
 
-TESTS = ["tests/data/test_prepare.py", "tests/data/test_reader.py", "tests/data/test_hash_categories.py"]
 NUM_ROUNDS = 3
 BATCH_SIZES = (2048, 8192)
 
@@ -42,7 +52,7 @@ with open(sys.argv[1], "rb") as file, open(sys.argv[2], "wb") as out:
     lines = [line.rstrip(b"\\n") + b"\\n" for line in file]
     out.writelines(itertools.islice(itertools.cycle(lines), int(sys.argv[3])))
 """
-# What `prepare` does in its first pass, without keeping anything: label, dense and ids of each block.
+# The first pass of `prepare` alone: label, dense and ids of each block.
 IN_MEMORY = (
     """
 from concurrent.futures import ThreadPoolExecutor
@@ -138,44 +148,83 @@ loader = torch.utils.data.DataLoader(Files(), batch_size=None, num_workers=2)
         READ.replace("READS", "loader"),
     ),
 }
-LIMIT = (
-    COLUMNS,
-    "files = [pq.ParquetFile(path) for path in paths]\n"
-    "num_rows = sum(file.read_row_group(g).num_rows for file in files for g in range(file.num_row_groups))",
+ONE_CORE = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
+# The same columns in other formats, names in front.
+CONVERT = """
+import sys
+import pyarrow as pa, pyarrow.parquet as pq
+from pyarrow import csv
+from meseta.data.formats.tsv import CRITEO_LAYOUT
+types = {name: pa.string() if name.startswith("cat") else pa.int64() for name in CRITEO_LAYOUT.header}
+table = csv.read_csv(sys.argv[1], csv.ReadOptions(column_names=CRITEO_LAYOUT.header), csv.ParseOptions(delimiter="\\t"),
+                     csv.ConvertOptions(column_types=types))
+csv.write_csv(table, sys.argv[2] + "/log.csv")
+pq.write_table(table, sys.argv[2] + "/small.parquet", row_group_size=32_768)
+pq.write_table(table, sys.argv[2] + "/large.parquet", row_group_size=262_144)
+"""
+MAKE_RECIPE = """
+import sys
+from pathlib import Path
+from meseta.data.prepare import PrepareOptions, prepare
+prepare(PrepareOptions(sources=[sys.argv[1]], out=Path(sys.argv[2]), recipe_only=True, test_fraction=0.0))
+"""
+FIRST_PASS = (
+    ONE_CORE + "from pathlib import Path; from meseta.data.prepare import PrepareOptions, prepare\n"
+    "begun_s = {}\n"
+    "def on_progress(stage, rows, share):\n"
+    "    begun_s.setdefault(stage, time.perf_counter())",
+    "data = prepare(PrepareOptions(sources=[sys.argv[1]], out=Path(sys.argv[2]), force=True, test_fraction=0.0), "
+    "on_progress)\n"
+    "num_rows = data.splits['train'].num_rows\n"
+    "start = time.perf_counter() - (begun_s['write'] - begun_s['read'])",
+)
+READ_RECIPE = (
+    ONE_CORE + "from meseta.data import Reader, ReaderOptions\n"
+    "options = ReaderOptions(batch_size=8192, shuffle=SHUFFLE)\n"
+    "reader = Reader(sys.argv[1], 'train', options)",
+    "num_rows = sum(batch.batch_size for batch in reader.epoch())",
 )
 
 
 def main() -> None:
-    num_rows = int(sys.argv[1].replace("_", "")) if len(sys.argv) > 1 else 5_000_000
-    real = Path(sys.argv[2]).resolve() if len(sys.argv) > 2 else None
-    subprocess.run([sys.executable, "-m", "pytest", *TESTS], check=True, cwd=ROOT)
-    with tempfile.TemporaryDirectory(prefix="meseta-bench-") as folder:
-        tsv, data = f"{folder}/raw/day_0.tsv", f"{folder}/data"
-        if real is None:
-            subprocess.run([sys.executable, "-c", SYNTH, f"{folder}/raw", str(num_rows)], check=True)
+    parser = make_parser(__doc__)
+    parser.add_argument("num_rows", type=int, nargs="?", default=5_000_000)
+    parser.add_argument("file", type=Path, nargs="?", help="TSV file of Criteo's columns")
+    parser.add_argument("--recipes", action="store_true", help="measure reading by recipes")
+    options = parse_arguments(parser)
+    with tempfile.TemporaryDirectory(prefix="meseta-bench-") as name:
+        folder = Path(name)
+        if options.recipes:
+            measure_recipes(options.num_rows, folder)
         else:
-            Path(tsv).parent.mkdir()
-            subprocess.run([sys.executable, "-c", REPEAT, str(real), tsv, str(num_rows)], check=True)
-        case = f"{num_rows} rows, {Path(tsv).stat().st_size / 1e6:.0f} MB of text" + (f", {real.name}" if real else "")
-        in_memory, prepared, with_vocabulary, parsed = take_turns(
-            [(IN_MEMORY, [tsv]), (PREPARE, [tsv, data]), (VOCABULARY, [tsv, f"{folder}/vocabulary"]), (POLARS, [tsv])]
-        )
-        read = {batch_size: read_parquet(data, batch_size) for batch_size in BATCH_SIZES}
-    for name, ours in (
-        ("TSV to ids in memory", in_memory),
-        ("prepare", prepared),
-        ("prepare --vocabulary", with_vocabulary),
-    ):
-        report(case, name, ours[0], "rows/s", ("polars read_csv", parsed[0]))
-        report(case, f"{name}, peak memory", ours[1], "MB", ("polars read_csv", parsed[1]))
-    for batch_size, timings in read.items():
+            measure_ingestion(options.num_rows, options.file, folder)
+
+
+def run_program(program: str, *arguments: object) -> None:
+    subprocess.run([sys.executable, "-c", program, *map(str, arguments)], check=True)
+
+
+def measure_ingestion(num_rows: int, real: Path | None, folder: Path) -> None:
+    check_tests("tests/data/test_prepare.py", "tests/data/test_reader.py", "tests/data/test_hash_categories.py")
+    tsv, data = folder / "raw/day_0.tsv", str(folder / "data")
+    if real is None:
+        run_program(SYNTH, tsv.parent, num_rows)
+    else:
+        tsv.parent.mkdir()
+        run_program(REPEAT, real.resolve(), tsv, num_rows)
+    case = f"{num_rows} rows, {tsv.stat().st_size / 1e6:.0f} MB of text" + (f", {real.name}" if real else "")
+    programs = (IN_MEMORY, PREPARE, VOCABULARY, POLARS)
+    outputs: tuple[list[str], ...] = ([], [data], [f"{data}-vocabulary"], [])
+    *ours, parsed = take_turns([(code, [str(tsv), *out]) for code, out in zip(programs, outputs, strict=True)])
+    for metric, (rate, peak_mb) in zip(("TSV to ids in memory", "prepare", "prepare --vocabulary"), ours, strict=True):
+        report(case, metric, rate, "rows/s", ("polars read_csv", parsed[0]))
+        report(case, f"{metric}, peak memory", peak_mb, "MB", ("polars read_csv", parsed[1]))
+    for batch_size in BATCH_SIZES:
+        timings = read_parquet(data, batch_size)
         for name in ("reader", "reader, shuffled"):
-            for peer in (*PEERS, "decoding alone"):
-                report(case, f"{name}, batches of {batch_size}", timings[name][0], "rows/s", (peer, timings[peer][0]))
-            peer = "pyarrow iter_batches"
-            report(
-                case, f"{name}, batches of {batch_size}, peak memory", timings[name][1], "MB", (peer, timings[peer][1])
-            )
+            metric, (rate, _) = f"{name}, batches of {batch_size}", timings[name]
+            for peer in PEERS:
+                report(case, metric, rate, "rows/s", (peer, timings[peer][0]))
 
 
 def read_parquet(data: str, batch_size: int) -> dict[str, tuple[float, float]]:
@@ -183,29 +232,58 @@ def read_parquet(data: str, batch_size: int) -> dict[str, tuple[float, float]]:
         name: (READER[0].replace("SHUFFLE", str(shuffle)), READER[1])
         for name, shuffle in (("reader", False), ("reader, shuffled", True))
     }
-    cases = {**readers, **PEERS, "decoding alone": LIMIT}
+    cases = {**readers, **PEERS}
     codes = [(setup.replace("BATCH", str(batch_size)), run) for setup, run in cases.values()]
     return dict(zip(cases, take_turns([(code, [data]) for code in codes]), strict=True))
 
 
 def take_turns(cases: Sequence[tuple[tuple[str, str], list[str]]]) -> list[tuple[float, float]]:
     """Return (median rows/s, maximum peak memory in MB) of each case."""
-    results: list[list[tuple[float, float]]] = [[] for _ in cases]
-    for _ in range(NUM_ROUNDS):
-        for ((setup, run), arguments), timings in zip(cases, results, strict=True):
-            code = MEASURE.format(setup=setup, run=run)
-            child = subprocess.run(
-                [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False
-            )
-            if child.returncode:
-                sys.exit(f"bench_ingest: a measurement failed, nothing is reported\n{child.stderr}")
-            timings.append(tuple(json.loads(child.stdout)))
-    return [(statistics.median(r for r, _ in timings), max(m for _, m in timings)) for timings in results]
+    results = alternate({place: partial(measure, *case) for place, case in enumerate(cases)}, NUM_ROUNDS)
+    return [(statistics.median(r for r, _ in timings), max(m for _, m in timings)) for timings in results.values()]
+
+
+def measure(code: tuple[str, str], arguments: Sequence[str]) -> tuple[float, float]:
+    """Return (rows/s, peak memory in MB) of a process."""
+    program = MEASURE.format(setup=code[0], run=code[1])
+    child = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False)
+    if child.returncode:
+        sys.exit(f"bench_ingest: a measurement failed, nothing is reported\n{child.stderr}")
+    rate, peak_mb = json.loads(child.stdout)
+    return rate, peak_mb
 
 
 def report(case: str, metric: str, value: float, unit: str, peer: tuple[str, float]) -> None:
     packages = ("pyarrow", "polars", "numpy", "torch")
     record("ingest", case, metric, value, unit, peer=peer[0], peer_value=peer[1], packages=packages)
+
+
+def measure_recipes(num_rows: int, folder: Path) -> None:
+    check_tests("tests/data/test_recipe.py", "tests/data/test_recipe_faults.py")
+    run_program(SYNTH, folder, num_rows)
+    run_program(CONVERT, folder / "day_0.tsv", folder)
+    sources = {
+        "TSV": "day_0.tsv",
+        "CSV": "log.csv",
+        "Parquet, row groups of 32,768": "small.parquet",
+        "Parquet, row groups of 262,144": "large.parquet",
+    }
+    for kind, name in sources.items():
+        measure_recipe(f"{num_rows} rows, {kind}", str(folder / name), folder)
+
+
+def measure_recipe(case: str, source: str, folder: Path) -> None:
+    recipe = str(folder / f"recipe-{Path(source).name}")
+    run_program(MAKE_RECIPE, source, recipe)
+    codes = {
+        how: (READ_RECIPE[0].replace("SHUFFLE", str(how == "shuffled")), READ_RECIPE[1])
+        for how in ("in order", "shuffled")
+    }
+    cases = [(FIRST_PASS, [source, str(folder / "prepared")]), *((code, [recipe]) for code in codes.values())]
+    (first_pass, _), *rates = take_turns(cases)
+    for how, (rate, _) in zip(codes, rates, strict=True):
+        record("recipes", case, f"through a recipe, {how}", rate, "rows/s", peer="prepare's first pass",
+               peer_value=first_pass, packages=("pyarrow", "numpy", "torch"))  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -1,20 +1,16 @@
 """Measure communication between ranks over slow links.
 
-    python benchmarks/bench_links.py [--parts bits,bytes,step,predicted,peer,overlap,lanes] [--layouts 4x2,2x4]
-        [--quick] [--rounds 5] [--window 3] [--peer-python PYTHON] [--before CHECKOUT] [--no-record]
+    python benchmarks/bench_links.py [--parts step,predicted,peer,overlap] [--layouts 4x2,2x4]
+        [--quick] [--rounds 5] [--window 3] [--peer-python PYTHON] [--no-record]
     python benchmarks/bench_links.py --parts ne [--seeds 10] [--folder build/links]
     python benchmarks/bench_links.py --parts hybrid --layouts 2x2
 
-- bits: equal checksums of tables and dense weights after 20 steps, over exchange algorithms, sharding types, orders of
-  ranks and sizes of pieces, for each codec. Over loopback.
-- bytes: kernel counters within 1 % of predictions, by sharding type, codec and algorithm.
 - step: seconds of a step of DLRM `d64` relative to flat fp32. Links are set so that it waits 75 to 80 % of its time.
 - predicted: predicted relative to measured steps over these links.
 - peer: precision 'paper' compared with TorchRec and its fp16 codec.
 - overlap: hidden waiting, over links with which half of a flat fp32 step is waiting.
-- lanes: 1 MB exchanged during a sum of 64 MB, and two ranks without slow links compared with the checkout --before.
-- ne: NE of ten paired seeds by codec, in half an hour. Results are stored in benchmarks/links_ne.json, and the same
-  command continues with missing ones. Only if named.
+- ne: NE of ten paired seeds by codec, in half an hour. Results are stored in
+  benchmarks/stored_results/links_ne.json, and the same command continues with missing ones. Only if named.
 - hybrid: DHEN with 20 million dense parameters, sharded inside hosts, over all ranks, and replicated. Only if named.
 
 Links need network namespaces, see docs/testbed.md. The exit code is 1 if a requirement is missed.
@@ -22,21 +18,21 @@ Links need network namespaces, see docs/testbed.md. The exit code is 1 if a requ
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
-from links import bits_part, bytes_part, hybrid_part, lanes_part, ne_part, overlap_part, steps_part
+from common.command import make_parser, parse_arguments
+from links import hybrid_part, ne_part, overlap_part, steps_part
 from links.timing import Options
 from links.variants import Layout
-from record import ROOT, disable_recording, parse_arguments
+from record import ROOT, disable_recording
 
 from hosts import why_impossible
 
 TIMED = ("step", "predicted", "peer")
 ASKED = ("ne", "hybrid")
 """Parts that run only if they are named."""
-PARTS = ("bits", "bytes", *TIMED, "overlap", "lanes", *ASKED)
+PARTS = (*TIMED, "overlap", *ASKED)
 
 
 def layout(text: str) -> Layout:
@@ -45,18 +41,11 @@ def layout(text: str) -> Layout:
 
 
 def run(parts: list[str], layouts: list[Layout], options: Options) -> bool:
-    """Run all parts. Returns whether all requirements are met."""
     good, why = True, why_impossible()
-    if "bits" in parts:
-        good &= bits_part.compare_bits(options)
-    if "lanes" in parts:
-        good &= lanes_part.measure_lanes(options, why)
-    if why is not None and {"bytes", "overlap", "hybrid", *TIMED} & set(parts):
-        print(f"bytes and steps are left out, since this machine makes no slow links: {why}")
+    if why is not None and {"overlap", "hybrid", *TIMED} & set(parts):
+        print(f"steps are left out, since this machine makes no slow links: {why}")
         layouts = []
     for one in layouts:
-        if "bytes" in parts:
-            good &= bytes_part.measure_bytes(one, options)
         if "overlap" in parts:
             good &= overlap_part.measure_overlap(one, options)
         if "hybrid" in parts:
@@ -69,14 +58,13 @@ def run(parts: list[str], layouts: list[Layout], options: Options) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--parts", default=",".join(name for name in PARTS if name not in ASKED))
     parser.add_argument("--layouts", default="4x2,2x4", help="hosts x ranks of each")
     parser.add_argument("--rounds", type=int, help="windows of each variant")
     parser.add_argument("--window", type=float, help="seconds of a window")
     parser.add_argument("--quick", action="store_true", help="try it: few and small")
     parser.add_argument("--peer-python", help="the interpreter that has TorchRec; PEER_PYTHON unless said")
-    parser.add_argument("--before", type=Path, help="another checkout with a .venv, whose steps are timed too")
     parser.add_argument("--seeds", type=int, default=10, help="of part ne")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "links", help="data and runs of part ne")
     arguments = parse_arguments(parser)
@@ -93,7 +81,6 @@ def main() -> None:
         rounds=arguments.rounds or (2 if arguments.quick else 5),
         window_s=arguments.window or (0.5 if arguments.quick else 3.0),
         peer_python=arguments.peer_python,
-        before=arguments.before,
         seeds=arguments.seeds,
         folder=arguments.folder,
     )

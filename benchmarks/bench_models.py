@@ -8,18 +8,20 @@ alternate in one process. On a GPU, torch's batches are in pinned memory, and wh
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import cycle
+from functools import partial
+from itertools import chain, cycle
 from typing import Any, cast
 
 import torch
-from peers.e2e_meseta import make_batch, make_pipeline
+from common.command import make_parser, parse_arguments
+from common.timing import alternate, seconds
+from peers.e2e_meseta import make_batch, make_pipeline, make_specs
+from peers.plain_models import DIM, NUM_DENSE, PLAIN
 from peers.workloads import E2E_WORKLOADS, shrink
-from plain_models import DIM, NUM_DENSE, PLAIN
 from record import record
 from torch import Tensor, nn
 
@@ -29,7 +31,7 @@ from meseta.embedding import EmbeddingBagCollection
 from meseta.measure.synthetic_batches import DlrmWorkload, TrainingBatch, make_training_batches
 from meseta.models import make_model
 from meseta.ops.allocator import keep_freed_memory
-from meseta.spec import FeatureSpec, InitSpec, OptimizerSpec, TableSpec
+from meseta.spec import InitSpec, OptimizerSpec
 from meseta.spec.tables import DenseDtype
 
 LR, FILL = 0.001, 0.01
@@ -68,14 +70,8 @@ class PlainTraining:
 
 
 def our_model(name: str, training: DlrmWorkload, dtype: DenseDtype, device: str) -> Any:
-    spec = OptimizerSpec(name="sgd", lr=LR)
-    init = InitSpec(kind="constant", scale=FILL)
-    tables = [
-        TableSpec(name=f"t{f}", num_embeddings=rows, embedding_dim=DIM, init=init, optimizer=spec)
-        for f, rows in enumerate(training.lookups.rows)
-    ]
-    features = [FeatureSpec(name=f"f{f}", table=table.name) for f, table in enumerate(tables)]
-    collection = EmbeddingBagCollection(tables, features, device=device)
+    specs = make_specs(training, OptimizerSpec(name="sgd", lr=LR), InitSpec(kind="constant", scale=FILL))
+    collection = EmbeddingBagCollection(*specs, device=device)
     return make_model(ModelConfig(name=name), collection, NUM_DENSE, 0, dtype).to(device)
 
 
@@ -95,19 +91,19 @@ def check(model: Any, plain: PlainTraining, samples: TrainingBatch) -> None:
 
 def in_turns(steps: dict[str, Callable[[], object]], rounds: int, device: str) -> dict[str, float]:
     """Return median seconds of a step. On a GPU, a whole turn is timed, because steps are asynchronous."""
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    timed = 1 if device == "cpu" else STEPS
-    for turn in range(rounds + 1):
-        for name, step in steps.items():
-            for _ in range(STEPS // timed):
-                start = time.perf_counter()
-                for _ in range(timed):
-                    step()
-                if device == "cuda":
-                    torch.cuda.synchronize()
-                if turn:  # the first warms up
-                    seconds[name].append((time.perf_counter() - start) / timed)
-    return {name: statistics.median(each) for name, each in seconds.items()}
+
+    def turn(step: Callable[[], object]) -> list[float]:
+        if device == "cpu":
+            return [seconds(step) for _ in range(STEPS)]
+        start = time.perf_counter()
+        for _ in range(STEPS):
+            step()
+        torch.cuda.synchronize()
+        return [(time.perf_counter() - start) / STEPS]
+
+    turns = alternate({name: partial(turn, step) for name, step in steps.items()}, rounds + 1)
+    # The first turn warms up.
+    return {name: statistics.median(chain(*times[1:])) for name, times in turns.items()}
 
 
 def measure(name: str, training: DlrmWorkload, rounds: int, device: str) -> dict[str, float]:
@@ -126,16 +122,16 @@ def measure(name: str, training: DlrmWorkload, rounds: int, device: str) -> dict
         steps[dtype] = running.__next__
     turn = cycle(samples)
     steps["torch"] = lambda: plain.step(next(turn))
-    return {who: training.lookups.batch_size / seconds for who, seconds in in_turns(steps, rounds, device).items()}
+    return {who: training.lookups.batch_size / step_s for who, step_s in in_turns(steps, rounds, device).items()}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("models", nargs="*", default=list(PLAIN))
     parser.add_argument("--quick", action="store_true", help="small tables and two turns: to try the command")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--batch", type=int, default=2048, help="samples of one")
-    chosen = parser.parse_args()
+    chosen = parse_arguments(parser)
     torch.set_num_threads(2)
     keep_freed_memory()
     [training] = (one for one in E2E_WORKLOADS if one.name == "d16_2k")

@@ -8,23 +8,22 @@ By default, 1,000 tables on 128 ranks and 4,000 tables on 1,024, in hosts of eig
 
 from __future__ import annotations
 
-import os
 import resource
-import subprocess
-import sys
 import time
-from pathlib import Path
+from dataclasses import replace
 
+from balance.torchrec_plan import Asked, ask
+from common.command import make_parser, parse_arguments
+from common.processes import check_tests
+from peers.installed import peer_python
 from record import record
-from torchrec_plan import Asked, ask
 
 from meseta.measure.calibrate.tasks import random_task
 from meseta.planner import find_plan
 from meseta.planner.cost.predict import predict
 from meseta.spec import Topology, Workload
 
-ROOT = Path(__file__).resolve().parent.parent
-SIZES = ((1000, 128), (4000, 1024))
+SIZES = (1000, 128, 4000, 1024)
 LIMIT_S = 600
 PER_HOST = 8
 HBM_BYTES = 80_000_000_000
@@ -40,8 +39,8 @@ def make_workload(num_tables: int) -> Workload:
         for table, feature in zip(task.tables, task.features, strict=True):
             if len(tables) < num_tables:
                 name = f"t{len(tables)}"
-                tables.append(type(table)(**{**vars(table), "name": name}))
-                features.append(type(feature)(**{**vars(feature), "name": f"f_{name}", "table": name}))
+                tables.append(replace(table, name=name))
+                features.append(replace(feature, name=f"f_{name}", table=name))
                 loads[f"f_{name}"] = task.loads[feature.name]
         seed += 1
     return Workload(tables=tuple(tables), features=tuple(features), batch_size=BATCH_SIZE, loads=loads)
@@ -63,32 +62,34 @@ def peers(workload: Workload, topology: Topology, python: str) -> tuple[float, f
     return result.seconds, result.peak_bytes, predict(result.plan, workload, topology).step_s
 
 
-def main(sizes: list[tuple[int, int]]) -> None:
-    test = str(ROOT / "tests/planner/test_search.py")
-    subprocess.run([sys.executable, "-m", "pytest", "-q", test], check=True, cwd=ROOT)
-    python = os.environ.get("PEER_PYTHON", sys.executable)
-    for num_tables, num_ranks in sizes:
-        workload = make_workload(num_tables)
-        per_host = min(PER_HOST, num_ranks)
-        topology = Topology(
-            num_hosts=num_ranks // per_host, devices_per_host=per_host, device="h100", hbm_bytes=HBM_BYTES
-        )
-        case = f"{num_tables} tables, {num_ranks} ranks"
-        seconds, peak, step_s = ours(workload, topology)
-        other = peers(workload, topology, python)
-        if isinstance(other, str):
-            print(
-                f"planner {case}: {seconds:.1f} s, {peak / 1e6:.0f} MB, step {1e3 * step_s:.3g} ms; TorchRec: {other}"
-            )
-            continue
-        for metric, value, unit, peer_value in (
-            ("planning", seconds, "s", other[0]),
-            ("peak memory", peak / 1e6, "MB", other[1] / 1e6),
-            ("predicted step", 1e3 * step_s, "ms", 1e3 * other[2]),
-        ):
-            record("planner", case, metric, value, unit, peer="TorchRec", peer_value=peer_value, packages=("numpy",))
+def compare(num_tables: int, num_ranks: int) -> None:
+    per_host = min(PER_HOST, num_ranks)
+    workload = make_workload(num_tables)
+    topology = Topology(num_hosts=num_ranks // per_host, devices_per_host=per_host, device="h100", hbm_bytes=HBM_BYTES)
+    case = f"{num_tables} tables, {num_ranks} ranks"
+    seconds, peak, step_s = ours(workload, topology)
+    other = peers(workload, topology, peer_python())
+    if isinstance(other, str):
+        print(f"planner {case}: {seconds:.1f} s, {peak / 1e6:.0f} MB, step {1e3 * step_s:.3g} ms; TorchRec: {other}")
+        return
+    for metric, value, unit, peer_value in (
+        ("planning", seconds, "s", other[0]),
+        ("peak memory", peak / 1e6, "MB", other[1] / 1e6),
+        ("predicted step", 1e3 * step_s, "ms", 1e3 * other[2]),
+    ):
+        record("planner", case, metric, value, unit, peer="TorchRec", peer_value=peer_value, packages=("numpy",))
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("sizes", type=int, nargs="*", default=SIZES, help="numbers of tables and ranks")
+    sizes = parse_arguments(parser).sizes
+    if len(sizes) % 2:
+        parser.error("each number of tables needs a number of ranks")
+    check_tests("tests/planner/test_search.py")
+    for num_tables, num_ranks in zip(sizes[::2], sizes[1::2], strict=True):
+        compare(num_tables, num_ranks)
 
 
 if __name__ == "__main__":
-    numbers = [int(word) for word in sys.argv[1:]]
-    main(list(zip(numbers[::2], numbers[1::2], strict=True)) or list(SIZES))
+    main()

@@ -8,7 +8,6 @@ difference is 300 MB.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import subprocess
@@ -16,11 +15,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-from record import ROOT, record
+from common.command import make_parser, parse_arguments
+from common.processes import MESETA, check_tests, run_meseta
+from record import record
 
-TEST = "tests/train/test_new_predictions.py"
 LIMIT_MB = 300.0
-MESETA = [sys.executable, "-m", "meseta.cli.main"]
 # Peak memory is that of the command and of its children, which this process does not share.
 MEASURE = """
 import json, resource, subprocess, sys, time
@@ -38,11 +37,11 @@ train: {{max_steps: 20}}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--rows", type=int, default=5_000_000)
     parser.add_argument("--small", type=int, default=10_000)
-    options = parser.parse_args()
-    subprocess.run([sys.executable, "-m", "pytest", "-q", TEST], check=True, cwd=ROOT)
+    options = parse_arguments(parser)
+    check_tests("tests/train/test_new_predictions.py")
     with tempfile.TemporaryDirectory(prefix="meseta-bench-") as name:
         folder = Path(name)
         trained(folder)
@@ -65,12 +64,10 @@ def main() -> None:
 
 
 def trained(folder: Path) -> None:
-    subprocess.run([*MESETA, "data", "synth", "--out", str(folder / "raw"), "--rows", "400000", "--files", "2",
-                    "--scale", "0.01"], check=True, capture_output=True)  # fmt: skip
-    subprocess.run([*MESETA, "prepare", str(folder / "raw/day_0.tsv"), "--out", str(folder / "data"),
-                    "--hash-rows", "10000"], check=True, capture_output=True)  # fmt: skip
+    run_meseta("data", "synth", "--out", folder / "raw", "--rows", 400_000, "--files", 2, "--scale", 0.01)
+    run_meseta("prepare", folder / "raw/day_0.tsv", "--out", folder / "data", "--hash-rows", 10_000)
     (folder / "run.yaml").write_text(CONFIG.format(folder=folder))
-    subprocess.run([*MESETA, "train", str(folder / "run.yaml")], check=True, capture_output=True)
+    run_meseta("train", folder / "run.yaml")
 
 
 def without_labels(folder: Path, num_rows: int) -> Path:

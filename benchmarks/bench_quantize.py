@@ -8,7 +8,6 @@ outliers. torch searches with `optimized_qparams=True`. K-means of each row is t
 
 from __future__ import annotations
 
-import argparse
 import json
 import warnings
 from pathlib import Path
@@ -16,17 +15,18 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import torch
-from record import parse_arguments, record
+from common.command import make_parser, parse_arguments
+from common.timing import alternate_seconds
+from record import record
 from sklearn.cluster import KMeans
 from torch import Tensor
-from turns import best_s
 
 from meseta.ops.core import instruction_set
 from meseta.ops.quantize import RowFormat, dequantize_rows, quantize_rows
 from meseta.system.processors import read_processor
 
 NUM_TURNS, NUM_CLUSTERED = 7, 60
-BITS: dict[RowFormat, int] = {"int4": 4, "int3": 3, "int2": 2}
+BITS: dict[RowFormat, int] = {"int4": 4, "int2": 2}
 
 
 def trained_rows(checkpoint: Path, num_rows: int) -> Tensor:
@@ -83,24 +83,22 @@ def compare(name: str, rows: Tensor, row_format: RowFormat) -> None:
     print(f"{name}, {row_format}: squared error {error:.3g}; the whole range's is "
           f"{squared_error(rows, restored['whole range']) / error:.2f} of it, k-means' "
           f"{bound / few_error:.2f} (of {NUM_CLUSTERED} rows)")  # fmt: skip
+    packed = getattr(torch.ops.quantized, f"embedding_bag_{bits}bit_prepack")
+    unpack = getattr(torch.ops.quantized, f"embedding_bag_{bits}bit_unpack")
     calls = {"adaptive": lambda: quantize_rows(rows, row_format, adaptive=True),
-             "whole range": lambda: quantize_rows(rows, row_format)}  # fmt: skip
-    if bits == 3:  # torch has none
-        seconds = best_s(calls, NUM_TURNS)
-    else:
-        packed = getattr(torch.ops.quantized, f"embedding_bag_{bits}bit_prepack")
-        unpack = getattr(torch.ops.quantized, f"embedding_bag_{bits}bit_unpack")
-        seconds = best_s(calls | {"torch": lambda: packed(rows, optimized_qparams=True)}, NUM_TURNS)
-        peer_error = squared_error(rows, unpack(packed(rows, optimized_qparams=True)))
-        case, peer = f"{name}, {row_format}", f"torch {bits}bit_prepack, optimized_qparams"
-        record("quantize", case, "squared error", error / peer_error, "of theirs", peer=peer, peer_value=1.0)
-        record("quantize", case, "adaptive range", len(rows) / seconds["adaptive"], "rows/s",
-                  peer=peer, peer_value=len(rows) / seconds["torch"])  # fmt: skip
+             "whole range": lambda: quantize_rows(rows, row_format),
+             "torch": lambda: packed(rows, optimized_qparams=True)}  # fmt: skip
+    seconds = {call: min(times) for call, times in alternate_seconds(calls, NUM_TURNS).items()}
+    peer_error = squared_error(rows, unpack(packed(rows, optimized_qparams=True)))
+    case, peer = f"{name}, {row_format}", f"torch {bits}bit_prepack, optimized_qparams"
+    record("quantize", case, "squared error", error / peer_error, "of theirs", peer=peer, peer_value=1.0)
+    record("quantize", case, "adaptive range", len(rows) / seconds["adaptive"], "rows/s", peer=peer,
+           peer_value=len(rows) / seconds["torch"])  # fmt: skip
     print("  " + ", ".join(f"{call} {taken / len(rows) * 1e9:.0f} ns a row" for call, taken in seconds.items()))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--checkpoint", type=Path, help="a folder of a run's checkpoints; without it, drawn rows alone")
     parser.add_argument("--rows", type=int, default=8192)
     parser.add_argument("--threads", type=int, default=1)

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 import tempfile
-import time
 from collections.abc import Callable
+
+from common.command import make_parser
+from common.timing import alternate_seconds
 
 from meseta.telemetry.rank_record import RECORD_BYTES, RankRecord, TransferInfo
 
@@ -16,17 +18,16 @@ NUM_TIMES, NUM_REPETITIONS = 2000, 20
 TABLES = tuple(f"table_{number}" for number in range(26))
 
 
-def best_us(call: Callable[[], object]) -> float:
-    times = []
-    for _ in range(NUM_REPETITIONS):
-        begin_s = time.perf_counter()
+def repeated(call: Callable[[], object]) -> Callable[[], None]:
+    def repeat() -> None:
         for _ in range(NUM_TIMES):
             call()
-        times.append(time.perf_counter() - begin_s)
-    return min(times) / NUM_TIMES * 1e6
+
+    return repeat
 
 
 def main() -> None:
+    make_parser(__doc__).parse_args()
     with tempfile.TemporaryFile() as file:
         os.ftruncate(file.fileno(), RECORD_BYTES)
         record = RankRecord(file.fileno(), 0, 2)
@@ -39,7 +40,8 @@ def main() -> None:
             record.enter_stage("lookup", 3)
             record.leave_stage()
 
-        print(f"a transfer {best_us(transfer):.2f} us, a stage {best_us(stage):.2f} us")
+        times = alternate_seconds({"transfer": repeated(transfer), "stage": repeated(stage)}, NUM_REPETITIONS)
+        print(", ".join(f"a {name} {1e6 * min(seconds) / NUM_TIMES:.2f} us" for name, seconds in times.items()))
 
 
 if __name__ == "__main__":

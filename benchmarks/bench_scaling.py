@@ -1,20 +1,19 @@
 """Measure `meseta train` with readers whose files are behind slow links, and the autoscaler of readers.
 
     python benchmarks/bench_scaling.py --parts memory,here,sweep,auto [--raw] [--folder build/scaling]
-        [--page scaling.html] [--seconds 90] [--auto-seconds 600] [--from 1]
+        [--seconds 90] [--auto-seconds 240]
 
 The main job reads 1.6 million prepared rows, or TSV with `--raw`. A link delivers a third of what training consumes.
-- memory: all data in memory, and the same while a process uses as much CPU time as readers did in `auto`.
+- memory: all data in memory.
 - here: the trainer reads over one link.
 - sweep: 1 to 5 readers with one link each: the fewest with which training waits for less than 2 %.
-- auto: autoscaled from one to 6 readers. At two fifths of the time, the links become three times as fast.
+- auto: autoscaled from one to 6 readers.
 
 It needs network namespaces. Results of parts are stored in the folder for later parts.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
@@ -24,29 +23,23 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from common.command import make_parser, parse_arguments
+from common.processes import MESETA, run_meseta
 from hosts.links import address
 from record import ROOT, record
 from remote import remote_files
 
 from hosts import Hosts, why_impossible
 from meseta.data.service.dispatcher_client import DispatcherClient
-from meseta.report.charts.chart import Series, line_chart
-from meseta.report.charts.markup import escape, html_document, tag
-from meseta.system.files import write_atomic
 
 PORT = 29500
 MOST = 6
 NUM_LINKS = 2 * MOST
 """Number of links, including those of readers that are draining."""
 WAITING = 0.02
-BURN = (
-    "import sys, time\nshare = float(sys.argv[1])\nwhile True:\n    end = time.perf_counter() + 0.02 * share\n"
-    "    while time.perf_counter() < end: pass\n    time.sleep(0.02 * (1 - share))\n"
-)
 HERE = """
 import io, sys
 import pyarrow.parquet as pq
@@ -58,8 +51,6 @@ part_files.open_part = open_part
 from meseta.cli.main import main
 main()
 """
-STYLE = "svg .one-line { stroke: var(--test); } svg .two-line { stroke: var(--other); }"
-MESETA = [sys.executable, "-m", "meseta.cli.main"]
 
 
 class Bench:
@@ -76,7 +67,7 @@ class Bench:
         made = {self.raw / "day_4.tsv": synth, self.data: [*prepare, str(self.data)], self.folder / "recipe": recipe}
         for path, command in made.items():
             if not path.exists():
-                subprocess.run([*MESETA, *command], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+                run_meseta(*command)
         files = list(self.raw.glob("day_[0-3].tsv") if is_raw else (self.data / "train").glob("*.parquet"))
         described = json.loads((self.data / "dataset.json").read_text())
         self.row_bytes = sum(file.stat().st_size for file in files) / described["splits"]["train"]["num_rows"]
@@ -85,13 +76,12 @@ class Bench:
         self.results[name] = value
         self._results_file.write_text(json.dumps(self.results))
 
-    def rate(self, factor: float = 1.0) -> str:
+    def rate(self) -> str:
         """Return the rate of a link that delivers a third of what training can consume."""
-        return f"{factor * self.results['memory'] * self.row_bytes * 8 / 3 / 1000:.0f}kbit"
+        return f"{self.results['memory'] * self.row_bytes * 8 / 3 / 1000:.0f}kbit"
 
     @contextmanager
     def training(self, *overrides: str, program: list[str] | None = None, **variables: str) -> Iterator[Training]:
-        """Context manager that starts a run and ends it on exit."""
         with tempfile.TemporaryDirectory(prefix="meseta-scaling-") as run:
             config = str(ROOT / "examples/configs/main.yaml")
             more = [f"run_dir={run}/run", "train.epochs=1000", "checkpoint.every_steps=null", *overrides]
@@ -160,8 +150,7 @@ def links(bench: Bench) -> Iterator[tuple[Hosts, dict[str, str]]]:
 
 
 @contextmanager
-def tier(bench: Bench, variables: dict[str, str], least: int, most: int) -> Iterator[tuple[str, int]]:
-    """Context manager that yields (URL of a dispatcher, its process id)."""
+def tier(bench: Bench, variables: dict[str, str], least: int, most: int) -> Iterator[str]:
     command = ["readers", "dispatch", "--data", str(bench.source), "--listen", "127.0.0.1:0", "--start-local"]
     with subprocess.Popen(
         [*MESETA, *command, "--min", str(least), "--max", str(most), "--until-stdin-ends", "--json"],
@@ -171,21 +160,7 @@ def tier(bench: Bench, variables: dict[str, str], least: int, most: int) -> Iter
         url = json.loads(process.stdout.readline())["url"]
         while len(DispatcherClient(url).status().readers) < least:
             time.sleep(0.2)
-        yield url, process.pid
-
-
-def processor_s(pid: int) -> float:
-    """Return the CPU seconds of a process and its children, including ended ones."""
-    used = 0.0
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            words = path.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if pid in (int(path.parent.name), int(words[1])):
-            ended = words[13:15] if int(path.parent.name) == pid else []
-            used += sum(map(int, [*words[11:13], *ended])) / os.sysconf("SC_CLK_TCK")
-    return used
+        yield url
 
 
 def memory(bench: Bench, seconds: float) -> None:
@@ -193,17 +168,6 @@ def memory(bench: Bench, seconds: float) -> None:
         plain, waited = training.over(8, seconds)
     bench.keep("memory", plain)
     print(f"memory: {plain:,.0f} samples/s, {waited:.1%} waiting; {bench.row_bytes:.1f} bytes a row")
-    if (share := bench.results.get("processor_share")) is None:
-        return
-    burner = subprocess.Popen([sys.executable, "-c", BURN, str(share)])
-    try:
-        with bench.training(f"data.dir={bench.data}") as training:
-            burnt, _ = training.over(8, seconds)
-    finally:
-        burner.kill()
-        burner.wait()
-    bench.keep("burnt", burnt)
-    print(f"memory, with {share:.2f} of a processor burnt: {burnt:,.0f} samples/s")
 
 
 def here(bench: Bench, seconds: float) -> None:
@@ -215,12 +179,12 @@ def here(bench: Bench, seconds: float) -> None:
     record("scaling", bench.kind + bench.rate(), "waiting, read here", waited, "share", peer="at least", peer_value=0.5)
 
 
-def sweep(bench: Bench, seconds: float, first: int) -> None:
+def sweep(bench: Bench, seconds: float) -> None:
     needed = None
-    for number in range(first, MOST):
+    for number in range(1, MOST):
         with ExitStack() as stack:
             _, variables = stack.enter_context(links(bench))
-            url, _ = stack.enter_context(tier(bench, variables, number, number))
+            url = stack.enter_context(tier(bench, variables, number, number))
             training = stack.enter_context(bench.training("data.dir=null", f"data.service.url={url}"))
             speed, waited = training.over(20, seconds)
         print(f"{number} readers: {speed:,.0f} samples/s, {waited:.1%} waiting", flush=True)
@@ -230,94 +194,43 @@ def sweep(bench: Bench, seconds: float, first: int) -> None:
     bench.keep("needed", needed)
 
 
-def auto(bench: Bench, seconds: float, page: Path | None) -> None:
-    faster_s = 0.4 * seconds
+def auto(bench: Bench, seconds: float) -> None:
     with ExitStack() as stack:
-        hosts, variables = stack.enter_context(links(bench))
-        url, pid = stack.enter_context(tier(bench, variables, 1, MOST))
+        _, variables = stack.enter_context(links(bench))
+        url = stack.enter_context(tier(bench, variables, 1, MOST))
         training = stack.enter_context(bench.training("data.dir=null", f"data.service.url={url}"))
         while not training.lines():
             time.sleep(0.2)
-        dispatcher, began_s, used_s = DispatcherClient(url), time.monotonic(), processor_s(pid)
+        dispatcher, begin_s = DispatcherClient(url), time.monotonic()
         train_s = training.lines()[-1]["time_s"]
         numbers: list[tuple[float, int]] = []
-        is_fast = False
-        while (now_s := time.monotonic() - began_s) < seconds:
-            if now_s >= faster_s and not is_fast:
-                share = (processor_s(pid) - used_s) / now_s
-                hosts.reshape(bench.rate(3.0))
-                hosts.widen(0, "1gbit")
-                is_fast = True
+        while (now_s := time.monotonic() - begin_s) < seconds:
             numbers.append((now_s, sum(not reader.is_draining for reader in dispatcher.status().readers)))
             time.sleep(0.5)
         lines = [line | {"time_s": line["time_s"] - train_s} for line in training.lines()]
-    told(bench, lines, numbers, faster_s, share)
-    if page is not None:
-        draw(page, bench, lines, numbers, faster_s)
-        print(f"picture: {page}")
-
-
-def told(
-    bench: Bench, lines: list[dict[str, Any]], numbers: list[tuple[float, int]], faster_s: float, share: float
-) -> None:
-    """Print and record the results of part `auto`."""
-    case = f"{bench.kind}{bench.rate()}, then x 3"
-    bench.keep("processor_share", share)
+    case = bench.kind + bench.rate()
     for first_s in range(0, int(numbers[-1][0]) - 19, 20):
         _, waited = rates(lines, first_s, first_s + 20)
         readers = [number for now_s, number in numbers if first_s <= now_s < first_s + 20]
         print(f"{first_s:4}-{first_s + 20} s: {waited:6.1%} waiting, {min(readers)} to {max(readers)} readers")
-    speed, waited = rates(lines, 60, faster_s)
+    speed, waited = rates(lines, 60, seconds)
     record("scaling", case, "waiting after 60 s", waited, "share", peer="at most", peer_value=WAITING)
-    record(
-        "scaling", case, "samples/s after 60 s", speed, "samples/s", peer="memory", peer_value=bench.results["memory"]
-    )
-    before = [number for now_s, number in numbers if faster_s - 20 <= now_s < faster_s]
-    if bench.results.get("needed"):
-        record("scaling", case, "readers", max(before), "readers", peer="sweep", peer_value=bench.results["needed"])
-    fewer = next((now_s - faster_s for now_s, number in numbers if now_s > faster_s and number < min(before)), None)
-    after = [number for now_s, number in numbers if now_s > faster_s + (fewer or 0) + 5]
-    changes = sum(a != b for a, b in pairwise(after))
-    when = "never" if fewer is None else f"{fewer:.0f} s after the links became faster"
-    print(
-        f"readers and dispatcher took {share:.2f} of a processor; fewer readers: {when}, {changes} changes after that"
-    )
-    if fewer is not None:
-        record("scaling", case, "fewer readers after", fewer, "seconds", peer="at most", peer_value=120.0)
-
-
-def draw(
-    path: Path, bench: Bench, lines: list[dict[str, Any]], numbers: list[tuple[float, int]], faster_s: float
-) -> None:
-    """Write a page with charts of waiting and readers over time."""
-    waiting = [(line["time_s"], waiting_share(line)) for line in lines if line["time_s"] >= 0]
-    last_s = numbers[-1][0]
-    charts = [
-        ("share of its time that training waits", Series(name="waiting", points=waiting, class_="one")),
-        ("readers", Series(name="readers", points=[(s, float(n)) for s, n in numbers], class_="two")),
-    ]
-    figures = [
-        tag("figure", tag("figcaption", escape(name)), line_chart(name, [one], last_s, include_zero=True, x_name="s"))
-        for name, one in charts
-    ]
-    title = f"Readers behind links of {bench.rate()}, from {faster_s:.0f} s on three times as fast"
-    write_atomic(path, html_document(title, tag("h1", escape(title)), tag("div", *figures, class_="grid"), style=STYLE))
+    in_memory = bench.results["memory"]
+    record("scaling", case, "samples/s after 60 s", speed, "samples/s", peer="memory", peer_value=in_memory)
+    if needed := bench.results.get("needed"):
+        record("scaling", case, "readers", max(readers), "readers", peer="sweep", peer_value=needed)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--parts", default="memory,here,sweep,auto")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "scaling")
     parser.add_argument("--seconds", type=float, default=90.0, help="of a measurement: several windows")
-    parser.add_argument("--auto-seconds", type=float, default=600.0, help="of part auto")
+    parser.add_argument("--auto-seconds", type=float, default=240.0, help="of part auto")
     parser.add_argument("--raw", action="store_true", help="read raw TSV, by a recipe")
-    parser.add_argument("--from", type=int, default=1, dest="first", help="readers that the sweep begins with")
-    parser.add_argument("--page", type=Path, help="draw part auto")
-    options = parser.parse_args()
-    if options.auto_seconds < 250:
-        parser.error(
-            "--auto-seconds must be at least 250, because readings start after one minute and end two minutes later"
-        )
+    options = parse_arguments(parser)
+    if options.auto_seconds < 120:
+        parser.error("--auto-seconds must be at least 120, because readings start after one minute")
     why = why_impossible() or ("links are entered by root alone" if os.geteuid() else None)
     if why is not None:
         print(f"nothing is measured, since this machine makes no slow links: {why}")
@@ -328,8 +241,8 @@ def main() -> None:
     parts = {
         "memory": lambda: memory(bench, options.seconds),
         "here": lambda: here(bench, options.seconds),
-        "sweep": lambda: sweep(bench, options.seconds, options.first),
-        "auto": lambda: auto(bench, options.auto_seconds, options.page),
+        "sweep": lambda: sweep(bench, options.seconds),
+        "auto": lambda: auto(bench, options.auto_seconds),
     }
     for part in options.parts.split(","):
         parts[part]()

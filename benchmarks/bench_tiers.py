@@ -1,7 +1,5 @@
 """Measure tables on disk.
 
-    python benchmarks/bench_tiers.py engine [--gigabytes 4] [--widths 68,260,1032] [--engine auto] [--folder DIR]
-        [--passes 5] [--reads 100000] [--no-record]
     python benchmarks/bench_tiers.py stores [--gigabytes 4] [--widths 260] [--limit-mb 1024] [--folder DIR]
     python benchmarks/bench_tiers.py misses [--batches 2000]
     python benchmarks/bench_tiers.py save [--rows 16000000] [--passes 5] [--seconds 30]
@@ -11,17 +9,15 @@
     python benchmarks/bench_tiers.py predict [--tasks 10] [--seed 0] [--folder DIR]
     python benchmarks/bench_tiers.py nodes [--models F,I]
 
-- engine: random reads compared with a loop in C at its best depth, also at 25, 50 and 75 % load. A virtual machine's
-  host may cache the file, so medians omit the first pass.
 - stores: memmap with MADV_RANDOM, LMDB and RocksDB with direct reads, each in a memory control group, read by one
   process and by sixteen. `pip install lmdb rocksdict`.
 - misses: cache misses with Zipf ids on the large tables of Criteo / 16, compared with LRU, LFU and Belady.
 - save: saves and loads of randomly written rows, alone and during training, compared with the disk.
 - large: a table larger than memory through training and other commands, in control groups of --limit-mb.
-- train: steps of bench_e2e.py with 20 % (d64: 15 %) of all tables cached, compared with memory and with the limits of
-  disk and processors. Long bags (rm1, rm2) are limited by the disk: `--warm 40000 --steps 6 --turns 3`.
+- train: steps of bench_e2e.py with 20 % (d64: 15 %) of all tables cached, compared with memory. Long bags (rm1, rm2)
+  are limited by the disk: `--warm 40000 --steps 6 --turns 3`.
 - mapped: the same, compared with plain PyTorch on mapped files with equal memory.
-- predict: predicted and measured misses and steps of random tasks, and the advised cache size.
+- predict: predicted and measured misses and steps of random tasks.
 - nodes: the smallest clusters for published models with and without disks. Modeled, not measured.
 
 DIR must be on the measured disk. The exit code is 1 if a requirement is missed.
@@ -29,12 +25,10 @@ DIR must be on the measured disk. The exit code is 1 if a requirement is missed.
 
 from __future__ import annotations
 
-import argparse
-import sys
 from pathlib import Path
 
-from record import ROOT, parse_arguments
-from tiers.engine_part import measure_engine
+from common.command import make_parser, run_parts
+from record import ROOT
 from tiers.large_part import measure_large
 from tiers.mapped_part import measure_mapped
 from tiers.misses_part import measure_misses
@@ -45,7 +39,6 @@ from tiers.stores_part import measure_stores
 from tiers.train_part import WARM_IDS, measure_training
 
 PARTS = {
-    "engine": measure_engine,
     "stores": measure_stores,
     "misses": measure_misses,
     "save": measure_saves,
@@ -58,19 +51,15 @@ PARTS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", nargs="?", choices=PARTS, help="(default: all)")
+    parser = make_parser(__doc__)
     parser.add_argument("--gigabytes", type=float, default=4.0, help="of rows in a file")
-    parser.add_argument("--widths", default="68,260,1032", help="bytes of a row with its state")
-    parser.add_argument("--engine", default="auto", help="io_uring or threads")
+    parser.add_argument("--widths", default="260", help="bytes of a row with its state")
     parser.add_argument("--passes", type=int, default=5)
-    parser.add_argument("--reads", dest="num_reads", type=int, default=100_000, help="of a pass")
     parser.add_argument("--limit-mb", type=int, default=1024, help="memory of each store")
     parser.add_argument("--batches", dest="num_batches", type=int, default=2000, help="of 2,048 samples, for misses")
     parser.add_argument("--rows", dest="num_rows", type=int, default=16_000_000, help="of a table that is saved")
     parser.add_argument("--disk-gb", type=float, default=60.0, help="maximum disk space of `large`")
     parser.add_argument("--seconds", type=float, default=30.0, help="of training during saves")
-    parser.add_argument("--max-mb-per-s", default="", help="limits of saves during training, such as 100,200")
     parser.add_argument("--trainings", default="d16_2k,d64_2k", help="of bench_e2e.py")
     parser.add_argument("--max-reads-per-s", type=float, help="of training (default: unlimited)")
     parser.add_argument("--warm", dest="num_warm", type=int, default=WARM_IDS, help="samples that fill the cache")
@@ -80,11 +69,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the first of these tasks")
     parser.add_argument("--models", default="F,I", help="of published_models.py, for nodes")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "tiers")
-    options = parse_arguments(parser)
-    good = True
-    for part in [options.part] if options.part else PARTS:
-        good &= PARTS[part](options)
-    sys.exit(not good)
+    run_parts(parser, PARTS)
 
 
 if __name__ == "__main__":

@@ -6,12 +6,12 @@ tables and clusters are published ones if a comment says so, and approximate oth
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
+from common.command import make_parser
 
 from meseta.measure.calibrate.tasks import ID_DISTRIBUTIONS
 from meseta.planner import DoesNotFitError, PlanResult, find_plan
@@ -199,6 +199,7 @@ def line(cells: Iterable[str]) -> None:
 
 
 def main() -> None:
+    make_parser(__doc__).parse_args()
     line(HEAD)
     print("| --- " * len(HEAD) + "|")
     compared = []
@@ -220,4 +221,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

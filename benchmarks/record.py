@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import csv
 import datetime
 import importlib.metadata
@@ -16,18 +15,8 @@ from meseta.system import git_version, hardware_summary
 ROOT = Path(__file__).resolve().parent.parent
 
 HISTORY_COLUMNS = (
-    "date",
-    "commit",
-    "benchmark",
-    "case",
-    "metric",
-    "value",
-    "unit",
-    "peer",
-    "ratio",
-    "hardware",
-    "versions",
-)
+    "date", "commit", "benchmark", "case", "metric", "value", "unit", "peer", "ratio", "hardware", "versions",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,15 +54,6 @@ _settings = {"record": True}
 def disable_recording() -> None:
     """Let `record` print only."""
     _settings["record"] = False
-
-
-def parse_arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """Parse the command line, to which `--no-record` is added."""
-    parser.add_argument("--no-record", action="store_true", help="do not append to benchmarks/results.csv")
-    arguments = parser.parse_args()
-    if arguments.no_record:
-        disable_recording()
-    return arguments
 
 
 def record(

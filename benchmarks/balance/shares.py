@@ -5,6 +5,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+
+from common.timing import alternate
 
 from meseta.measure.calibrate.calibration import measure_uncontended
 from meseta.measure.calibrate.rank_timer import DeviceShards
@@ -80,14 +83,14 @@ def judge(
 ) -> dict[str, Cost]:
     """Measure the cost of several plans, by name. Shares of all plans are timed alternately, equal shares only once."""
     shares = {name: shares_of(plan, workload) for name, plan in plans.items()}
-    seconds_by_share: dict[DeviceShards, list[tuple[float, float]]] = {
-        share: [] for pieces in shares.values() for share in pieces
+    calls = {
+        share: partial(time_share, share) if not share.is_empty else lambda: (0.0, 0.0)
+        for pieces in shares.values()
+        for share in pieces
     }
-    for _ in range(num_rounds):
-        for share, seconds in seconds_by_share.items():
-            seconds.append((0.0, 0.0) if share.is_empty else time_share(share))
     medians = {
-        share: tuple(map(statistics.median, zip(*seconds, strict=True))) for share, seconds in seconds_by_share.items()
+        share: tuple(map(statistics.median, zip(*seconds, strict=True)))
+        for share, seconds in alternate(calls, num_rounds).items()
     }
     loads = WorkloadLoads(workload)
     costs = {}

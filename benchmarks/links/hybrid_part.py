@@ -7,23 +7,20 @@ from __future__ import annotations
 
 import os
 import statistics
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
+from common.tables import table
 
 from hosts import Hosts, bits_per_s
 from links import shapes, training
 from links.model import measured_link
 from links.rank_pool import RankPool, on_hosts, start_ranks
-from links.timing import Measured, Options, in_turns, table
-from links.variants import Layout, Variant, Window
+from links.timing import Measured, Options, asker, in_turns
+from links.variants import Layout, Variant
 from meseta.comm import World
 from meseta.config import DenseOptimizerConfig
 from meseta.embedding import EmbeddingBagCollection, shard
@@ -32,13 +29,11 @@ from meseta.models import DHEN, DHENShape
 from meseta.optim.dense import make_dense_optimizer
 from meseta.pipeline import Pipeline
 from meseta.pipeline.overlap import choose_overlap
-from meseta.telemetry.span import TransferSpan, TransferTimes
+from meseta.telemetry.span import TransferTimes
 
 SHAPE = DHENShape(num_layers=10, interactions={"dot": 18, "self_attention": 18, "linear": 18})
 BOTTOM_MLP, TOP_MLP = (256,), (1024, 256)
 """Widths with 19,997,463 dense parameters, for 26 features of dimension 64."""
-GATHER = "parameters"
-"""Name of gathers in meseta.spec.transfer."""
 
 
 @dataclass(frozen=True)
@@ -95,27 +90,7 @@ def make_pipeline(shape: DlrmWorkload, way: Way) -> Pipeline:
     plan, comm = shapes.plan(shape, variant, way.hosts), shapes.communication(variant)
     model: Any = shard(make_model(shape), plan, world=world, dense=way.sharding, comm=comm)
     optimizer = make_dense_optimizer(DenseOptimizerConfig(name="adam", lr=shapes.LR), model.parameters())
-    pipeline = Pipeline(model, optimizer, world, overlap=choose_overlap("auto", model, world).hidden)
-    for unit in model.modules():
-        if isinstance(unit, FSDPModule):
-            unit.set_custom_all_gather(TimedGather(pipeline.world))
-    return pipeline
-
-
-class TimedGather:
-    """Gather of `fully_shard` that records its duration."""
-
-    def __init__(self, world: World) -> None:
-        self._world = world
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
-        begin_s, peers = time.perf_counter(), dist.get_world_size(group) - 1
-        dist.all_gather_into_tensor(output_tensor, input_tensor, group)
-        done_s, transfers, sent = time.perf_counter(), self._world.transfers, float(peers * input_tensor.nbytes)
-        transfers.add(TransferSpan(GATHER, transfers.step, peers, sent, 0.0, begin_s, done_s, done_s - begin_s))
+    return Pipeline(model, optimizer, world, overlap=choose_overlap("auto", model, world).hidden)
 
 
 BATCH = 512
@@ -125,12 +100,6 @@ SIZES = (1_048_576, 4_194_304, 16_777_216)
 AT_LEAST, BYTES_LIMIT = 1.5, 0.05
 NUMBER_BYTES, ID_BYTES = 4, 8
 HYBRID, BASE = "hybrid", "fsdp over all"
-WAITS = {
-    "parameters": (GATHER,),
-    "sums inside": ("gradients of parameters",),
-    "sums across": ("gradients of hosts", "dense"),
-}
-"""Transfers that block a rank, by their content."""
 
 
 def dense_bytes(way: Way, layout: Layout, parameter_bytes: float) -> float:
@@ -153,7 +122,6 @@ def table_bytes(shape: shapes.DlrmWorkload, layout: Layout) -> float:
 
 
 def measure_hybrid(layout: Layout, options: Options) -> bool:
-    """Measure steps of all sharding methods. Returns whether the requirements are met."""
     shape, all_ways = shapes.training(64 if options.quick else BATCH), ways(layout)
     number = num_parameters(shape)
     print(f"\n{layout}: DHEN of {number:,} dense parameters, global batch {shape.lookups.batch_size}; "
@@ -165,17 +133,13 @@ def measure_hybrid(layout: Layout, options: Options) -> bool:
     ):
         rate = set_rate(ranks, hosts, layout, options)
         held = ranks.ask(build, shape=shape, all_ways=all_ways)
-        asked = {way.name: partial(_steps, ranks, way.name) for way in all_ways}
+        asked = {way.name: asker(ranks, training.window, way.name) for way in all_ways}
         in_turns(asked, options.rounds, options.window_s, measured)
     most = {way.name: max(of_rank[place] for of_rank in held) for place, way in enumerate(all_ways)}
     computed = {
         way.name: dense_bytes(way, layout, NUMBER_BYTES * number) + table_bytes(shape, layout) for way in all_ways
     }
     return _tell(layout, rate, computed, most, measured, options)
-
-
-def _steps(ranks: RankPool, name: str, num_steps: int) -> list[Window]:
-    return ranks.ask(training.window, name=name, num_steps=num_steps)
 
 
 def _tell(
@@ -197,7 +161,7 @@ def _tell(
         rows.append([
             name, f"{1e3 * step_s:.0f}", f"{base / step_s:.2f}", f"{min(each):.2f} to {max(each):.2f}",
             f"{sent / 1e6:.2f}", f"{num_bytes / 1e6:.2f}", f"{error:+.2%}", f"{1e3 * at_rate:.0f}",
-            *(f"{1e3 * _waited_s(measured, name, kinds):.0f}" for kinds in WAITS.values()), f"{held[name]:,}",
+            f"{held[name]:,}",
             "yes" if is_met else "NO",
         ])  # fmt: skip
         case = f"{layout} {name}, {rate}"
@@ -205,18 +169,10 @@ def _tell(
             options.record(case, "step", step_s, "s", peer=BASE, peer_value=base)
         options.record(case, "bytes across", sent, "bytes", peer="computed", peer_value=num_bytes)
     head = ("dense part", "step, ms", f"{BASE} over it", "by round", "MB a host", "computed", "error", "link busy, ms",
-            *(f"waits for {kind}, ms" for kind in WAITS), "numbers a rank", "met")  # fmt: skip
+            "numbers a rank", "met")  # fmt: skip
     table(f"DHEN, {layout}, links of {rate}, medians of {options.rounds} rounds in turns (hybrid at least {AT_LEAST} "
           f"times as fast, bytes within {BYTES_LIMIT:.0%})", head, rows)  # fmt: skip
     return good
-
-
-def _waited_s(measured: Measured, name: str, kinds: Sequence[str]) -> float:
-    """Return the median seconds of a step in which a rank waits for transfers."""
-    return statistics.median(
-        statistics.mean(sum(rank.waits.get(kind, 0.0) for kind in kinds) for rank in ranks)
-        for ranks in measured.windows[name]
-    )
 
 
 def set_rate(ranks: RankPool, hosts: Hosts, layout: Layout, options: Options) -> str:

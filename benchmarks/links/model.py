@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from peers.e2e_meseta import make_batch
 
 from hosts import Hosts
 from links import shapes, training
@@ -143,7 +144,7 @@ def time_alone(shape: DlrmWorkload, num_steps: int) -> float:
 
     step = training.make_pipeline(shape, Layout(1, 1), Variant(), World.single())
     samples = make_training_batches(shape, 0, 1)
-    batches = iter([training.make_batch(samples[call % len(samples)]) for call in range(num_steps + 1)])
+    batches = iter([make_batch(samples[call % len(samples)]) for call in range(num_steps + 1)])
     return statistics.median(_seconds(lambda: step(next(batches)), num_steps, World.current().barrier))
 
 

@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from paired import STEADY, STEADY_SCALE, difference, move_by_an_ulp, num_test_rows, prepared_log
+from common.paired import STEADY, STEADY_SCALE, difference, move_by_an_ulp, num_test_rows, prepared_log
+from common.result_store import ResultStore
+from common.tables import table
 from record import ROOT
-from result_store import ResultStore
 
 from links.rank_pool import RankPool, on_this_machine, start_ranks
-from links.timing import Options, table
+from links.timing import Options
 from meseta.comm import World
 from meseta.config import read_config_document, validate_document
 from meseta.train.trainer import Trainer
@@ -43,22 +44,19 @@ def train(config: str, overrides: list[str], moved: bool) -> dict[str, Any]:
 
 LIMITS = {"fp16": 0.0005, "bf16": 0.0005, "int8": 0.0015}
 """Maximum relative difference of NE to fp32. The interval of the mean difference must be below it."""
-BESIDE = ("paper", "fp8")
-"""Codecs without requirements, which are trained last."""
 ULP = "fp32, one weight moved by one ulp"
 
 
 def compare_ne(options: Options) -> bool:
-    """Train all seeds. Returns whether each interval is within its limits."""
     folder = options.folder / ("ne-quick" if options.quick else "ne")
     folder.mkdir(parents=True, exist_ok=True)
-    store = ResultStore(folder / "cells.json" if options.quick else ROOT / "benchmarks" / "links_ne.json")
+    store = ResultStore(folder / "cells.json" if options.quick else ResultStore.FOLDER / "links_ne.json")
     data = prepared_log(folder, STEADY_SCALE, options.quick)
-    names = ("fp32", ULP, *LIMITS, *BESIDE)
+    names = ("fp32", ULP, *LIMITS)
     seeds = range(2 if options.quick else options.seeds)
     entropies: dict[str, list[float]] = {name: [] for name in names}
-    with start_ranks(2, on_this_machine(2, bind=False)) as ranks:
-        for seed, name in [*product(seeds, ("fp32", ULP, *LIMITS)), *product(seeds, BESIDE)]:
+    with start_ranks(2, on_this_machine(2)) as ranks:
+        for seed, name in product(seeds, names):
             cell = store.get(f"{seed}/{name}", partial(_train, ranks, data, folder, name, seed))
             entropies[name].append(float(cell["ne"]))
             print(f"seed {seed}, {name}: test NE {cell['ne']:.6f} in {cell['seconds']:.0f} s", flush=True)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 
+from common.tables import table
 from peers.installed import find_peers
 
 import meseta
 from hosts import Hosts
 from links import peer_training, shapes, training
 from links.rank_pool import RankPool, on_hosts, start_ranks
-from links.timing import Measured, Options, asker, in_turns, table
-from links.variants import Layout, Variant, Window
+from links.timing import Measured, Options, asker, in_turns
+from links.variants import Layout, Variant
 from meseta.spec.stages import OVERLAPS
 
 PAPER = Variant(precision="paper")
@@ -24,14 +24,9 @@ PORT = 29_500
 SOURCES = str(Path(meseta.__file__).parent)
 
 
-def _ask_peer(peer_ranks: RankPool, name: str, num_steps: int) -> list[Window]:
-    return peer_ranks.ask(peer_training.window, name=name, num_steps=num_steps)
-
-
 def measure_peer(
     hosts: Hosts, ranks: RankPool, shape: shapes.DlrmWorkload, layout: Layout, rate: str, options: Options
 ) -> bool:
-    """Measure one layout with TorchRec. Returns whether ours meets LEAST."""
     peers = find_peers(options.peer_python, enabled=True)
     if "TorchRec" not in peers.available:
         print(f"peer: left out; {next(one for one in peers.missing if one.startswith('TorchRec'))}")
@@ -41,9 +36,9 @@ def measure_peer(
         peer_ranks.ask(peer_training.build, shape=asdict(shape), names=runs)
         own_variants = [Variant(), PAPER, OVERLAPPED]
         ranks.ask(training.build, shape=shape, layout=layout, variants=own_variants)
-        ask = {one.name: asker(ranks, training.window, one) for one in own_variants}
+        ask = {one.name: asker(ranks, training.window, one.name) for one in own_variants}
         for name in runs:
-            ask[f"TorchRec {name}"] = partial(_ask_peer, peer_ranks, name)
+            ask[f"TorchRec {name}"] = asker(peer_ranks, peer_training.window, name)
         measured = Measured()
         in_turns(ask, options.rounds, options.window_s, measured)
     rows, good = [], True

@@ -73,7 +73,6 @@ def build(shape: dict[str, Any], names: Sequence[str]) -> None:
 
 
 def window(name: str, num_steps: int) -> Window:
-    """Time steps between barriers of all ranks."""
     job = _jobs[name]
     dist.barrier()
     before, busy_s = own_traffic(), time.process_time()
@@ -86,4 +85,4 @@ def window(name: str, num_steps: int) -> Window:
     sent = own_traffic().since(before)
     dist.barrier()
     _calls[name] += num_steps
-    return Window(num_steps, seconds, busy_s, 0.0, sent.payload_bytes, sent.resent_packets, {})
+    return Window(num_steps, seconds, busy_s, 0.0, sent.payload_bytes, {})

@@ -115,7 +115,7 @@ def on_hosts(hosts: Hosts, port: int | None = None) -> Run:
     return lambda command, added: hosts.run(command, variables={**more, **added}, limit_s=FOREVER_S)
 
 
-def on_this_machine(num_ranks: int, *, bind: bool) -> Run:
+def on_this_machine(num_ranks: int) -> Run:
     """Return a Run on this machine, like torchrun."""
 
     def run(command: Sequence[str], added: Mapping[str, str]) -> None:
@@ -128,7 +128,7 @@ def on_this_machine(num_ranks: int, *, bind: bool) -> Run:
                 variables = {
                     "RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": num_ranks,
                     "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": 1,
-                    "OMP_WAIT_POLICY": "passive", **({BIND: 1} if bind else {}), **added,
+                    "OMP_WAIT_POLICY": "passive", **added,
                 }  # fmt: skip
                 environment = {**os.environ, **{name: str(value) for name, value in variables.items()}}
                 ranks.append(subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL))

@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+from peers.e2e_meseta import make_specs
 from peers.workloads import E2E_WORKLOADS, shrink
 
 from links.variants import Layout, Variant
@@ -16,7 +17,7 @@ from meseta.spec.workload import DenseExchange, DenseLoad
 MAX_ROWS = 50_000
 """Maximum number of rows, so that all variants fit into memory. `d64` has a million."""
 BATCH = 4096
-LR, FILL = 0.001, 0.01
+LR, INIT = 0.001, InitSpec(kind="constant", scale=0.01)
 
 
 def training(batch_size: int = BATCH) -> DlrmWorkload:
@@ -26,17 +27,7 @@ def training(batch_size: int = BATCH) -> DlrmWorkload:
 
 
 def specs(shape: DlrmWorkload) -> tuple[list[TableSpec], list[FeatureSpec]]:
-    tables = [
-        TableSpec(
-            name=f"t{f}",
-            num_embeddings=rows,
-            embedding_dim=shape.dim,
-            init=InitSpec(kind="constant", scale=FILL),
-            optimizer=OptimizerSpec(name="sgd", lr=LR),
-        )
-        for f, rows in enumerate(shape.lookups.rows)
-    ]
-    return tables, [FeatureSpec(name=f"f{f}", table=table.name) for f, table in enumerate(tables)]
+    return make_specs(shape, OptimizerSpec(name="sgd", lr=LR), INIT)
 
 
 def plan(shape: DlrmWorkload, variant: Variant, layout: Layout) -> Plan:
@@ -48,9 +39,7 @@ def plan(shape: DlrmWorkload, variant: Variant, layout: Layout) -> Plan:
         ranks: list[int] | None = None
         if variant.sharding == "table_wise":
             ranks = [host * layout.per_host + place]
-        elif variant.sharding == "table_row_wise":
-            ranks = [host * layout.per_host + rank for rank in range(layout.per_host)]
-        elif variant.sharding in ("column_wise", "grid"):  # there are fewer blocks of columns than ranks
+        elif variant.sharding == "column_wise":  # there are fewer blocks of columns than ranks
             ranks = [(host * layout.per_host + step) % layout.size for step in range(layout.size)]
         entries[table.name] = {"sharding": variant.sharding} | ({} if ranks is None else {"ranks": ranks})
     document: dict[str, Any] = {"devices_per_host": layout.per_host, "exchange": variant.exchange, "tables": entries}

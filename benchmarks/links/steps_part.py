@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+
+from common.tables import table
 
 from hosts import Hosts
 from links import model, peer_part, shapes, training
-from links.rank_pool import RankPool, on_hosts, start_ranks
-from links.timing import FIRST_MBIT, Measured, Options, asker, find_rate, in_turns, table
+from links.rank_pool import on_hosts, start_ranks
+from links.timing import FIRST_MBIT, Measured, Options, asker, find_rate, in_turns
 from links.variants import Layout, Variant
 from meseta.planner import predict
-from meseta.spec import CostModel, Plan, Topology
+from meseta.spec import CostModel, Topology
 from meseta.spec.stages import OVERLAPS
 
 FLAT = Variant()
@@ -40,41 +41,9 @@ MATRIX = (
 )
 """Variants for predictions, in addition to TIMED."""
 AUTO_LIMIT = 1.03
-ROUNDING = 5e-4
-"""Rounding of printed shares."""
-
-
-@dataclass(frozen=True)
-class Target:
-    """Requirements relative to the base of a variant."""
-
-    time: float
-    bytes: float | None = None
-    """Bytes of embeddings and gradients."""
-
-
-def target(variant: Variant, layout: Layout) -> Target | None:
-    if variant.overlap:
-        return Target(0.45) if variant == TOGETHER[-1] else None
-    if variant.sharding == "row_wise":
-        if layout != Layout(2, 4) or variant.exchange == "flat":
-            return None
-        plan = shapes.plan(shapes.training(), variant, layout)
-        return Target(0.45, crossing_share(plan, layout) + ROUNDING)
-    if variant.exchange == "flat":
-        limits = {"fp16": 0.68, "bf16": 0.68, "int8": 0.50}
-        return Target(limits[variant.precision]) if variant.precision in limits else None
-    return Target(0.50) if variant.precision == "int8" else None
-
-
-def crossing_share(plan: Plan, layout: Layout) -> float:
-    """Return the bags that cross hosts under the hierarchical exchange, relative to flat, for row-wise tables."""
-    hosts = [[shard.ranks[0] // layout.per_host for shard in table.shards] for table in plan.tables]
-    return sum(len(set(of_table)) for of_table in hosts) / sum(len(of_table) for of_table in hosts)
 
 
 def measure_steps(layout: Layout, parts: Sequence[str], options: Options) -> bool:
-    """Run parts 'step', 'peer' and 'predicted' of one layout. Returns whether all requirements are met."""
     chosen = [*TIMED, *(MATRIX if "predicted" in parts else ()), *(TOGETHER if "step" in parts else ())]
     shape, good = shapes.training(512 if options.quick else shapes.BATCH), True
     print(f"\n{layout}: DLRM d64, tables of at most {shapes.MAX_ROWS:,} rows, global batch {shape.lookups.batch_size}; "
@@ -83,14 +52,16 @@ def measure_steps(layout: Layout, parts: Sequence[str], options: Options) -> boo
         hosts = held.enter_context(Hosts(layout.hosts, ranks=layout.per_host, across=f"{FIRST_MBIT}mbit"))
         ranks = held.enter_context(start_ranks(layout.size, on_hosts(hosts)))
         ranks.ask(training.build, shape=shape, layout=layout, variants=[FLAT])
-        ask = asker(ranks, training.window, FLAT)
+        ask = asker(ranks, training.window, FLAT.name)
         ask(2)
         rate, share = find_rate(hosts, lambda: ask(2 if options.quick else 4))
         print(f"{layout}: links of {rate}, at which a flat fp32 step waits {share:.1%} of its time", flush=True)
         measured = Measured()
         if "step" in parts or "predicted" in parts:
-            _build_and_time(ranks, shape, layout, chosen, options, measured)
-            good &= _tell_steps(layout, rate, chosen, measured, options)
+            ranks.ask(training.build, shape=shape, layout=layout, variants=chosen)
+            calls = {one.name: asker(ranks, training.window, one.name) for one in chosen}
+            in_turns(calls, options.rounds, options.window_s, measured)
+            _tell_steps(layout, rate, chosen, measured, options)
             calibrated = model.calibrated(ranks, hosts, shape, layout, options)
             good &= _tell_auto(shape, layout, calibrated, measured, options)
             if "predicted" in parts:
@@ -101,44 +72,25 @@ def measure_steps(layout: Layout, parts: Sequence[str], options: Options) -> boo
     return good
 
 
-def _build_and_time(
-    ranks: RankPool,
-    shape: shapes.DlrmWorkload,
-    layout: Layout,
-    chosen: Sequence[Variant],
-    options: Options,
-    into: Measured,
-) -> None:
-    ranks.ask(training.build, shape=shape, layout=layout, variants=list(chosen))
-    in_turns({one.name: asker(ranks, training.window, one) for one in chosen}, options.rounds, options.window_s, into)
-
-
-def _tell_steps(layout: Layout, rate: str, chosen: Sequence[Variant], measured: Measured, options: Options) -> bool:
-    rows, good = [], True
+def _tell_steps(layout: Layout, rate: str, chosen: Sequence[Variant], measured: Measured, options: Options) -> None:
+    rows = []
     for variant in chosen:
         base, name = variant.base.name, variant.name
         ratio = measured.step_s(name) / measured.step_s(base)
         sent, of_base = (sum(measured.link_bytes(one, layout)) for one in (name, base))
-        bags = measured.bag_bytes(name) / measured.bag_bytes(base)
-        asked = target(variant, layout)
-        is_met = asked is None or (ratio <= asked.time and (asked.bytes is None or bags <= asked.bytes))
-        good &= is_met
-        limit = "" if asked is None else f"{asked.time:.2f}" + (f", bags {asked.bytes:.3f}" if asked.bytes else "")
         rounds = zip(measured.windows[name], measured.windows[base], strict=True)
         each = [a[0].seconds / a[0].num_steps / (b[0].seconds / b[0].num_steps) for a, b in rounds]
         rows.append([
-            name, f"{1e3 * measured.step_s(name):.0f}", f"{ratio:.3f}", f"{min(each):.2f} to {max(each):.2f}", limit,
-            "" if asked is None else "yes" if is_met else "NO", f"{measured.waiting(name):.0%}",
-            f"{measured.busy(name, os.cpu_count() or 1):.0%}", f"{sent / layout.hosts / 1e6:.2f}",
-            f"{sent / of_base:.3f}", f"{bags:.3f}",
+            name, f"{1e3 * measured.step_s(name):.0f}", f"{ratio:.3f}", f"{min(each):.2f} to {max(each):.2f}",
+            f"{measured.waiting(name):.0%}", f"{measured.busy(name, os.cpu_count() or 1):.0%}",
+            f"{sent / layout.hosts / 1e6:.2f}", f"{sent / of_base:.3f}",
         ])  # fmt: skip
         options.record(
             f"{layout} {name}, {rate}", "step", measured.step_s(name), "s", peer=base, peer_value=measured.step_s(base)
         )
-    head = ("variant", "step, ms", "over its base", "by round", "at most", "met", "waiting", "processors busy",
-            "MB a host and step", "bytes over base", "of bags alone")  # fmt: skip
+    head = ("variant", "step, ms", "over its base", "by round", "waiting", "processors busy",
+            "MB a host and step", "bytes over base")  # fmt: skip
     table(f"Steps, {layout}, links of {rate}, medians of {options.rounds} rounds in turns", head, rows)
-    return good
 
 
 def _predicted_s(
@@ -166,14 +118,8 @@ def _tell_auto(
         rows.append(
             [sharding, chosen.exchange, f"{ratio:.3f}", f"{AUTO_LIMIT}", "yes" if ratio <= AUTO_LIMIT else "NO"]
         )
-        options.record(
-            f"{layout} {sharding} auto",
-            "step",
-            measured.step_s(chosen.name),
-            "s",
-            peer="the better way",
-            peer_value=best,
-        )
+        options.record(f"{layout} {sharding} auto", "step", measured.step_s(chosen.name), "s", peer="the better way",
+                       peer_value=best)  # fmt: skip
     table(f"Exchange auto, {layout}", ("tables", "takes", "over the better way", "at most", "met"), rows)
     return good
 
@@ -197,14 +143,8 @@ def _tell_predicted(
                      f"{took:.3f}", f"{errors[name]:+.1%}"])  # fmt: skip
     head = ("variant", "predicted, ms", "measured, ms", "predicted over flat fp32", "measured", "error")
     table(f"Predicted and measured, {layout}, links of {rate}; {calibrated[0].exchange.source}", head, rows)
-    _sum_up(layout, {name: one for name, one in errors.items() if name != base}, options)
-
-
-def _sum_up(layout: Layout, errors: Mapping[str, float], options: Options) -> None:
-    sizes = [abs(one) for one in errors.values()]
+    sizes = [abs(error) for name, error in errors.items() if name != base]
     median, largest = statistics.median(sizes), max(sizes)
-    print(
-        f"{layout}: error of predicted over measured, relative to flat fp32: median {median:.1%}, largest {largest:.1%}"
-    )
+    print(f"{layout}: error of predicted ratios to flat fp32: median {median:.1%}, largest {largest:.1%}")
     for name, value in (("median", median), ("largest", largest)):
         options.record(f"{layout} predicted", f"{name} error", value, "of theirs", peer="asked", peer_value=0.1)

@@ -6,13 +6,12 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from record import ROOT, record
 
 from hosts import Hosts
 from links.rank_pool import RankPool
-from links.variants import Layout, Variant, Window
+from links.variants import Layout, Window
 
 WAITING = (0.75, 0.80)
 """Required waiting share of a flat fp32 step."""
@@ -21,7 +20,6 @@ NEAR_MIDDLE = 0.01
 FIRST_MBIT = 200.0
 MAX_TRIES = 12
 BENCHMARK = "links"
-OF_BAGS = ("embeddings", "embeddings inter-host", "gradients", "gradients inter-host")
 
 
 @dataclass
@@ -34,11 +32,9 @@ class Measured:
         return statistics.median(one[0].seconds / one[0].num_steps for one in self.windows[name])
 
     def waiting(self, name: str) -> float:
-        """Return the median waiting share of a step."""
         return statistics.median(waiting_share(one) for one in self.windows[name])
 
     def busy(self, name: str, num_processors: int) -> float:
-        """Return the median utilization of processors."""
         return statistics.median(
             sum(rank.busy_s for rank in one) / one[0].seconds / num_processors for one in self.windows[name]
         )
@@ -48,10 +44,6 @@ class Measured:
         rounds = self.windows[name]
         steps = sum(one[0].num_steps for one in rounds)
         return [sum(one[host * layout.per_host].sent_bytes for one in rounds) / steps for host in range(layout.hosts)]
-
-    def bag_bytes(self, name: str) -> float:
-        """Return the bytes of embeddings and gradients that leave each host in a step."""
-        return sum(rank.across.get(key, 0.0) for rank in self.windows[name][-1] for key in OF_BAGS)
 
 
 def waiting_share(ranks: Sequence[Window]) -> float:
@@ -107,25 +99,12 @@ def in_turns(
             into.windows.setdefault(name, []).append(list(ask[name](num_steps[name])))
 
 
-def table(title: str, head: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    cells = [list(head), *([str(cell) for cell in row] for row in rows)]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(head))]
-    lines = [
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in cells
-    ]
-    print(f"\n{title}\n")
-    print(
-        "\n".join([lines[0], "| " + " | ".join("-" * width for width in widths) + " |", *lines[1:]]) + "\n", flush=True
-    )
-
-
 @dataclass(frozen=True)
 class Options:
     quick: bool
     rounds: int
     window_s: float
     peer_python: str | None = None
-    before: Path | None = None
     seeds: int = 10
     folder: Path = ROOT / "build" / "links"
 
@@ -133,8 +112,6 @@ class Options:
         record(BENCHMARK, case, metric, value, unit, peer=peer, peer_value=peer_value)
 
 
-def asker(ranks: RankPool, function: Callable[..., Window], variant: Variant) -> Callable[[int], list[Window]]:
-    def ask(num_steps: int) -> list[Any]:
-        return ranks.ask(function, name=variant.name, num_steps=num_steps)
-
-    return ask
+def asker(ranks: RankPool, function: Callable[..., Window], name: str) -> Callable[[int], list[Window]]:
+    """Return a function that times steps of a model on all ranks."""
+    return lambda num_steps: ranks.ask(function, name=name, num_steps=num_steps)

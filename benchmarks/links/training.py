@@ -11,25 +11,21 @@ from itertools import cycle
 from typing import Any, cast
 
 import torch
-from hosts.links import LinkTraffic
+from peers.e2e_meseta import make_batch, make_model
 
 from hosts import own_traffic
 from links import shapes
 from links.variants import Layout, Variant, Window
 from meseta.comm import World
 from meseta.config import DenseOptimizerConfig
-from meseta.data import Batch
-from meseta.embedding import EmbeddingBagCollection, shard
+from meseta.embedding import shard
 from meseta.measure.synthetic_batches import DlrmWorkload, TrainingBatch, make_training_batches
-from meseta.models import DLRM
 from meseta.optim.dense import make_dense_optimizer
 from meseta.pipeline import Pipeline, StepResult
-from meseta.sparse import KeyedJaggedTensor
 from meseta.telemetry.span import TransferTimes
 
 _pipelines: dict[str, Pipeline] = {}
 _steps: dict[str, Iterator[StepResult]] = {}
-NOTHING = LinkTraffic(0, 0, 0, 0, 0)
 
 
 def build(shape: DlrmWorkload, layout: Layout, variants: Sequence[Variant]) -> None:
@@ -43,29 +39,14 @@ def build(shape: DlrmWorkload, layout: Layout, variants: Sequence[Variant]) -> N
 
 
 def keep(name: str, pipeline: Pipeline, samples: Sequence[TrainingBatch]) -> None:
-    """Store a pipeline for `window`."""
     _pipelines[name] = pipeline
     _steps[name] = pipeline.steps(map(make_batch, cycle(samples)))
     gc.collect()
     gc.freeze()
 
 
-def forget(names: Sequence[str]) -> None:
-    for name in names:
-        del _steps[name], _pipelines[name]
-    gc.unfreeze()
-    gc.collect()
-
-
 def make_pipeline(shape: DlrmWorkload, layout: Layout, variant: Variant, world: World) -> Pipeline:
-    """Create a pipeline of a variant with its own collectives."""
-    tables, features = shapes.specs(shape)
-    model = DLRM(
-        EmbeddingBagCollection(tables, features),
-        num_dense=shape.num_dense,
-        bottom_mlp=(*shape.bottom_mlp, shape.dim),
-        top_mlp=shape.top_mlp,
-    )
+    model: Any = make_model(shape, "sgd", "float32", shapes.LR, shapes.INIT)
     path = cast(Any, variant.sum_path)
     world = replace(world, plan_ranks_per_host=layout.per_host, sum_algorithm=path, transfers=TransferTimes())
     plan, comm = shapes.plan(shape, variant, layout), shapes.communication(variant)
@@ -78,14 +59,14 @@ def make_pipeline(shape: DlrmWorkload, layout: Layout, variant: Variant, world: 
     return pipeline
 
 
-def window(name: str, num_steps: int, counted: bool = True) -> Window:
-    """Time steps between barriers. `counted`: whether hosts have links."""
+def window(name: str, num_steps: int) -> Window:
+    """Time steps between barriers."""
     pipeline, steps = _pipelines[name], _steps[name]
     world, transfers = pipeline.world, pipeline.world.transfers
     transfers.pop_means()
     pipeline.stage_times.pop_means()
     world.barrier()
-    before, busy_s = own_traffic() if counted else NOTHING, time.process_time()
+    before, busy_s = own_traffic(), time.process_time()
     world.barrier()
     start_s = time.perf_counter()
     for _ in range(num_steps):
@@ -93,7 +74,7 @@ def window(name: str, num_steps: int, counted: bool = True) -> Window:
     pipeline.synchronize()
     world.barrier()
     seconds, busy_s = time.perf_counter() - start_s, time.process_time() - busy_s
-    sent = (own_traffic() if counted else NOTHING).since(before)
+    sent = own_traffic().since(before)
     world.barrier()
     means = transfers.pop_means()
     return Window(
@@ -102,7 +83,6 @@ def window(name: str, num_steps: int, counted: bool = True) -> Window:
         busy_s=busy_s,
         waited_s=num_steps * sum(one.wait_s for one in means.values()),
         sent_bytes=sent.payload_bytes,
-        resent_packets=sent.resent_packets,
         across={key: one.inter_host_bytes for key, one in means.items()},
         waits={key: one.wait_s for key, one in means.items()},
         stages=pipeline.stage_times.pop_means(),
@@ -120,13 +100,3 @@ def time_before(name: str, num_calls: int) -> float:
         model.forward_dense(pipeline.batch.dense)
         times.append(time.perf_counter() - start_s)
     return statistics.median(times)
-
-
-def make_batch(samples: TrainingBatch) -> Batch:
-    num_features, batch_size, bag_size = samples.ids.shape
-    sparse = KeyedJaggedTensor(
-        keys=tuple(f"f{f}" for f in range(num_features)),
-        values=torch.from_numpy(samples.ids.reshape(-1)),
-        lengths=torch.full((num_features * batch_size,), bag_size),
-    )
-    return Batch(dense=torch.from_numpy(samples.dense), sparse=sparse, label=torch.from_numpy(samples.label))

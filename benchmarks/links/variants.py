@@ -15,22 +15,20 @@ class Variant:
     sharding: str = "table_wise"
     precision: str = "fp32"
     exchange: str = "flat"
-    dense_path: str = ""
-    """Path of sums over ranks. Empty: 'flat' with a flat exchange, else 'cross_host'."""
     overlap: tuple[Overlap, ...] = ()
     accumulate_steps: int = 1
     stale: bool = False
 
     @property
     def sum_path(self) -> str:
-        return self.dense_path or ("flat" if self.exchange == "flat" else "cross_host")
+        """Path of sums over ranks."""
+        return "flat" if self.exchange == "flat" else "cross_host"
 
     @property
     def name(self) -> str:
-        path = self.exchange + (f" {self.dense_path}" if self.dense_path else "")
         parts = f" in {self.accumulate_steps} parts" if self.accumulate_steps > 1 else ""
         hidden = "" if not self.overlap else " overlapped" if self.overlap == OVERLAPS else f" {'+'.join(self.overlap)}"
-        return f"{self.sharding} {path} {self.precision}{parts}{hidden}{' stale' * self.stale}"
+        return f"{self.sharding} {self.exchange} {self.precision}{parts}{hidden}{' stale' * self.stale}"
 
     @property
     def base(self) -> Variant:
@@ -64,8 +62,7 @@ class Window:
     waited_s: float
     """Seconds of waiting for transfers."""
     sent_bytes: int
-    """Payload that the link of the host counted. 0 without a link."""
-    resent_packets: int
+    """Payload that the link of the host counted."""
     across: Mapping[str, float]
     """Bytes that this rank sent to other hosts per step, by transfer."""
     waits: Mapping[str, float] = field(default_factory=dict)

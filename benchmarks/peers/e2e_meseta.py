@@ -90,14 +90,20 @@ class TrainingCheck(BenchmarkTarget):
         return wrong
 
 
-def make_model(training: DlrmWorkload, optimizer: str, dense_dtype: str, lr: float, init: InitSpec) -> DLRM:
-    """Create a DLRM of this shape. `dense_dtype` is the compute dtype of its layers."""
-    spec = OptimizerSpec(name=optimizer, lr=lr)
+def make_specs(
+    training: DlrmWorkload, optimizer: OptimizerSpec, init: InitSpec
+) -> tuple[list[TableSpec], list[FeatureSpec]]:
+    """Return a table and a feature for each table of the workload."""
     tables = [
-        TableSpec(name=f"t{f}", num_embeddings=rows, embedding_dim=training.dim, init=init, optimizer=spec)
+        TableSpec(name=f"t{f}", num_embeddings=rows, embedding_dim=training.dim, init=init, optimizer=optimizer)
         for f, rows in enumerate(training.lookups.rows)
     ]
-    features = [FeatureSpec(name=f"f{f}", table=table.name) for f, table in enumerate(tables)]
+    return tables, [FeatureSpec(name=f"f{f}", table=table.name) for f, table in enumerate(tables)]
+
+
+def make_model(training: DlrmWorkload, optimizer: str, dense_dtype: str, lr: float, init: InitSpec) -> DLRM:
+    """Create a DLRM of this shape. `dense_dtype` is the compute dtype of its layers."""
+    tables, features = make_specs(training, OptimizerSpec(name=optimizer, lr=lr), init)
     return DLRM(
         EmbeddingBagCollection(tables, features),
         num_dense=training.num_dense,

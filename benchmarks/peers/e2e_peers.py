@@ -41,7 +41,6 @@ class TrainingPeer(BenchmarkTarget):
         self.actions = {"step": lambda call: self.step(self.batches[call % len(self.batches)])}
 
     def build(self, optimizer: str, dense_dtype: str) -> None:
-        """Create the model and its optimizer."""
         raise NotImplementedError
 
     def init_process_group(self) -> None:
@@ -77,9 +76,9 @@ class PlainDLRM(nn.Module):
             nn.EmbeddingBag(rows, dim, mode="sum", sparse=True, _weight=torch.full((rows, dim), INIT_VALUE))
             for rows in traffic.rows
         )
-        self.bottom = _mlp([training.num_dense, *training.bottom_mlp, dim], relu_last=True)
+        self.bottom = mlp([training.num_dense, *training.bottom_mlp, dim], relu_last=True)
         num_pairs = num_vectors * (num_vectors - 1) // 2
-        self.top = _mlp([dim + num_pairs, *training.top_mlp, 1], relu_last=False)
+        self.top = mlp([dim + num_pairs, *training.top_mlp, 1])
         self.pair_rows, self.pair_columns = torch.tril_indices(num_vectors, num_vectors, offset=-1)
 
     def forward(self, dense: Tensor, ids: Tensor) -> Tensor:
@@ -92,7 +91,7 @@ class PlainDLRM(nn.Module):
         return logits
 
 
-def _mlp(widths: Sequence[int], *, relu_last: bool) -> nn.Sequential:
+def mlp(widths: Sequence[int], *, relu_last: bool = False) -> nn.Sequential:
     layers: list[nn.Module] = []
     for num_inputs, num_outputs in pairwise(widths):
         layers += [nn.Linear(num_inputs, num_outputs), nn.ReLU()]

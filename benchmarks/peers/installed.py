@@ -34,25 +34,34 @@ class Peers:
     """One line per missing peer, with instructions to install it."""
 
 
+def peer_python(python: str | None = None) -> str:
+    """Return `python`, by default the interpreter that PEER_PYTHON names, or this one."""
+    return python or os.environ.get("PEER_PYTHON") or sys.executable
+
+
+def has_module(python: str, module: str) -> bool:
+    """Whether an interpreter finds a module. False if the interpreter cannot be started."""
+    program = "import importlib.util, sys; sys.exit(importlib.util.find_spec(sys.argv[1]) is None)"
+    try:
+        # With -I, modules in the working directory are not mistaken for packages.
+        done = subprocess.run([python, "-I", "-c", program, module], capture_output=True, check=False)
+    except OSError:
+        return False
+    return done.returncode == 0
+
+
 def find_peers(python: str | None, *, enabled: bool) -> Peers:
     """Find the peers that the interpreter `python` can import.
 
     If `python` is `None`, the environment variable PEER_PYTHON names the interpreter, else this one is used. PyTorch
     always runs in this interpreter. Returns no peers if not `enabled`.
     """
-    python = python or os.environ.get("PEER_PYTHON") or sys.executable
+    python = peer_python(python)
     if not enabled:
         return Peers(python, frozenset(), ())
-    program = "import importlib.util, sys; sys.exit(importlib.util.find_spec(sys.argv[1]) is None)"
     names, missing = {"PyTorch"}, []
     for name, package in PEER_PACKAGES.items():
-        module = "fbgemm_gpu" if name == "FBGEMM" else package
-        try:
-            # With -I, modules in the working directory are not mistaken for packages.
-            code = subprocess.run([python, "-I", "-c", program, module], capture_output=True, check=False).returncode
-        except OSError as error:
-            code = error.errno or 1
-        if code == 0:
+        if has_module(python, "fbgemm_gpu" if name == "FBGEMM" else package):
             names.add(name)
         else:
             missing.append(

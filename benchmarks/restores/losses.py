@@ -6,11 +6,11 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from links.timing import table
-from paired import difference
+from common.paired import difference
+from common.tables import table
 from record import record
 
-from restores.run_results import FORECAST, KINDS, UNDISTURBED, RunResults
+from restores.run_results import DATA, FORECAST, KINDS, UNDISTURBED, RunResults
 
 MEAN_LIMIT, END_LIMIT = 0.0001, 0.0003
 """Limits of the increase of NE relative to the floor: for the mean, and for the end of its 95 % interval."""
@@ -83,7 +83,7 @@ def show(results: RunResults, seeds: Sequence[int], num_test_rows: int) -> tuple
             good &= is_good or (of_floor is not None and of_floor.is_wide)
             rows.append([*_cells(of_bits), expected, verdict])
     head = ("", "seeds", "mean test NE", "beside", "mean difference", "95 %, from", "to", "forecast", "met")
-    table(f"{results.data}: normalised entropy over paired seeds, {num_test_rows:,} test rows; at most "
+    table(f"{DATA}: normalised entropy over paired seeds, {num_test_rows:,} test rows; at most "
           f"{MEAN_LIMIT:.2%} in the mean, the interval ends below {END_LIMIT:.2%}", head, rows)  # fmt: skip
     if forecast:
         notes.append(f"forecast: advise's measure of these bits in all tables of seed {seeds[0]}'s undisturbed run, on "
@@ -93,9 +93,9 @@ def show(results: RunResults, seeds: Sequence[int], num_test_rows: int) -> tuple
     return losses, good
 
 
-def keep(results: RunResults, losses: Sequence[Loss]) -> None:
+def keep(losses: Sequence[Loss]) -> None:
     for one in losses:
-        record(BENCHMARK, f"{results.data} {one.name}", "test NE", one.ne, "of theirs", peer=one.beside,
+        record(BENCHMARK, f"{DATA} {one.name}", "test NE", one.ne, "of theirs", peer=one.beside,
                peer_value=one.base_ne)  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from paired import move_by_an_ulp
+from common.paired import move_by_an_ulp
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paired import STEADY, STEADY_SCALE, prepared_log
+from common.paired import prepared_log
+from common.result_store import ResultStore
 from record import ROOT
-from result_store import ResultStore
 
 from meseta.data import Dataset
 from restores.run_processes import Forecast, RunProcess, RunProcesses, forecast, run_train
@@ -38,8 +38,7 @@ KINDS: Mapping[str, Kind] = {
     "exact x20": Kind(20),
     "8 bits x20": Kind(20, 8),
 }
-SCALE: Mapping[str, float] = {"main": 0.01, "steady": STEADY_SCALE}
-OVERRIDES: Mapping[str, Sequence[str]] = {"main": (), "steady": STEADY}
+DATA, SCALE = "main", 0.01
 QUICK_BATCH, QUICK_RESTORES = 64, 5
 """Batch size and maximum number of restores with --quick."""
 LOG_CHARACTERS = 800
@@ -48,12 +47,12 @@ LOG_CHARACTERS = 800
 class RunResults:
     """Results by seed and kind. Missing ones are trained."""
 
-    def __init__(self, data: str, folder: Path, *, quick: bool, num_workers: int) -> None:
-        self.data, self._quick, self._num_workers = data, quick, num_workers
-        self._folder = folder / (f"{data}-quick" if quick else data)
+    def __init__(self, folder: Path, *, quick: bool, num_workers: int) -> None:
+        self._quick, self._num_workers = quick, num_workers
+        self._folder = folder / (f"{DATA}-quick" if quick else DATA)
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._store = ResultStore(self._folder / "cells.json" if quick else ROOT / "benchmarks" / "quality_ne.json")
-        self._data = prepared_log(self._folder, SCALE[data], quick)
+        self._store = ResultStore(self._folder / "cells.json" if quick else ResultStore.FOLDER / "quality_ne.json")
+        self._data = prepared_log(self._folder, SCALE, quick)
         self._batch_size = QUICK_BATCH if quick else 2048
         self._num_steps = -(-Dataset.load(self._data).splits["train"].num_rows // self._batch_size)
 
@@ -82,10 +81,10 @@ class RunResults:
     def _keep(self, seed: int, name: str, figures: Mapping[str, Any]) -> None:
         cell = self._store.get(self._key(seed, name), lambda: figures)
         text = f"test NE {cell['ne']:.6f}, {cell['restores']} restores" if "ne" in cell else "done"
-        print(f"{self.data}, seed {seed}, {name}: {text}, in {cell['seconds']:.0f} s", flush=True)
+        print(f"{DATA}, seed {seed}, {name}: {text}, in {cell['seconds']:.0f} s", flush=True)
 
     def _key(self, seed: int, name: str) -> str:
-        return f"{self.data}/{seed}/{name}"
+        return f"{DATA}/{seed}/{name}"
 
     def _train(self, processes: RunProcesses, seed: int, name: str) -> dict[str, Any]:
         kind, run_dir, start_s = KINDS[name], self._run_dir(seed, name), time.perf_counter()
@@ -123,7 +122,7 @@ class RunResults:
         log = run_dir.with_suffix(".txt")
         settings = [
             f"run_dir={run_dir}", f"data.dir={self._data}", f"seed={seed}", f"train.batch_size={self._batch_size}",
-            "num_threads=1", *OVERRIDES[self.data],
+            "num_threads=1",
         ]  # fmt: skip
         if kind.restores:
             settings += [f"checkpoint.every_steps={self._every(kind)}", "checkpoint.background=never",

@@ -6,57 +6,17 @@ import argparse
 import os
 import shutil
 import subprocess
-import sys
-import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import yaml
+from common.item_run import ROW_BYTES, make_config, make_data
+from common.processes import MESETA, can_limit_memory, in_group, memory_group
 from record import record
 
-from meseta.data.prepare import PrepareOptions, prepare
-from tiers.stores_part import can_limit_memory, memory_group
-
-WIDTH, ROW_BYTES, BATCH_SIZE = 64, 260, 2048
 NUM_SAMPLES = 400_000
 NEAR_SHARE = 0.25
-MADE_S = 5.0
-MADE = """
-import sys, time
-from meseta import EmbeddingBagCollection, FeatureSpec, OptimizerSpec, Plan, TableSpec
-from meseta.spec.tiers import StorageOptions
-optimizer = OptimizerSpec(name="rowwise_adagrad")
-spec = TableSpec(name="item", num_embeddings=int(sys.argv[1]), embedding_dim=64, optimizer=optimizer)
-begun_s = time.perf_counter()
-made = EmbeddingBagCollection([spec], [FeatureSpec(name="item", table="item")], seed=0)
-plan = Plan.from_dict({"tables": {"item": {"sharding": "table_wise", "tier": "disk"}}}, made.tables, 1)
-made.place(plan, StorageOptions(dir=sys.argv[2], cache_bytes=int(sys.argv[3])))
-print(time.perf_counter() - begun_s)
-"""
-
-
-class DiskUse:
-    """Thread that samples the maximum additional disk usage."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._ends = folder, threading.Event()
-        self._before = shutil.disk_usage(folder).used
-        self.most = 0
-        threading.Thread(target=self._watch, daemon=True).start()
-
-    def _watch(self) -> None:
-        while not self._ends.wait(0.2):
-            self.most = max(self.most, shutil.disk_usage(self._folder).used - self._before)
-
-    def end(self) -> int:
-        self._ends.set()
-        return self.most
 
 
 def most_memory(group: Path) -> int:
@@ -67,56 +27,20 @@ def most_memory(group: Path) -> int:
     return 0
 
 
-def make_data(folder: Path, num_rows: int) -> Path:
-    """Create samples with random ids, so that most rows are not cached."""
-    random, out = np.random.default_rng(0), folder / "data"
-    columns = {
-        "label": random.random(NUM_SAMPLES) < 0.3,
-        "price": random.standard_normal(NUM_SAMPLES),
-        "item": pa.array(random.integers(0, num_rows, NUM_SAMPLES)),
-        "city": pa.array(random.integers(0, 1000, NUM_SAMPLES)),
-    }
-    pq.write_table(pa.table(columns), folder / "samples.parquet")
-    rows = {"item": num_rows, "city": 1000}
-    prepare(
-        PrepareOptions(
-            sources=[str(folder / "samples.parquet")], out=out, test_fraction=0.1, hash_rows_by_feature=rows,
-            sparse=list(rows),
-        )
-    )  # fmt: skip
-    return out
-
-
 def write_config(options: argparse.Namespace, data: Path) -> Path:
-    document: dict[str, Any] = {
-        "run_dir": str(options.folder / "run"),
-        "data": {"dir": str(data)},
-        "model": {"embedding_dim": WIDTH, "bottom_mlp": [WIDTH], "top_mlp": [64]},
-        "embedding": {"optimizer": {"name": "rowwise_adagrad", "lr": 0.05}},
-        "train": {"batch_size": BATCH_SIZE, "eval_batch_size": BATCH_SIZE, "log_every_steps": 20, "max_steps": 80},
-        "checkpoint": {"keep_last": 1},
-        "plan": {"tables": {"item": {"sharding": "table_wise", "tier": "disk"}, "*": "table_wise"}},
-        "storage": {"dir": str(options.folder / "rows"), "cache_bytes": int(NEAR_SHARE * (options.limit_mb << 20))},
-    }
-    path = options.folder / "config.yaml"
+    document = make_config(options.folder / "run", data, "disk", int(NEAR_SHARE * (options.limit_mb << 20)), 80)
+    document["train"]["log_every_steps"] = 20
+    path: Path = options.folder / "config.yaml"
     path.write_text(yaml.safe_dump(document))
     return path
 
 
-@dataclass(frozen=True)
-class Ended:
-    good: bool
-    most_bytes: int
-    printed: str
-
-
-def run_limited(name: str, arguments: Sequence[object], options: argparse.Namespace) -> Ended:
+def run_limited(name: str, arguments: Sequence[object], options: argparse.Namespace) -> int | None:
+    """Run a command in a control group. Returns its peak memory in bytes, or `None` if it failed."""
     with memory_group(options.limit_mb << 20) as group:
-        enter = f"import os; open({str(group / 'cgroup.procs')!r}, 'w').write(str(os.getpid()));"
-        become = "import sys; os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
         begun_s = time.perf_counter()
         done = subprocess.run(
-            [sys.executable, "-c", enter + become, *map(str, arguments)], check=False, capture_output=True, text=True,
+            in_group(group, arguments), check=False, capture_output=True, text=True,
             env=os.environ | {"OMP_NUM_THREADS": "2"},
         )  # fmt: skip
         seconds, most = time.perf_counter() - begun_s, most_memory(group)
@@ -124,11 +48,11 @@ def run_limited(name: str, arguments: Sequence[object], options: argparse.Namesp
           f"{most / 1e6:,.0f} MB at most", flush=True)  # fmt: skip
     if done.returncode != 0:
         print("\n".join(f"    {line}" for line in (done.stdout + done.stderr).strip().splitlines()[-6:]))
-    return Ended(done.returncode == 0, most, done.stdout)
+        return None
+    return most
 
 
 def measure_large(options: argparse.Namespace) -> bool:
-    """Run all commands under the limit. Returns whether they succeed and the table is created in five seconds."""
     options.folder.mkdir(parents=True, exist_ok=True)
     size = options.num_rows * ROW_BYTES
     free, needed = shutil.disk_usage(options.folder).free, int(3.6 * size)
@@ -138,15 +62,11 @@ def measure_large(options: argparse.Namespace) -> bool:
         return False
     if not can_limit_memory(options.limit_mb << 20):
         return True
-    use = DiskUse(options.folder)
     run = options.folder / "run"
     shutil.rmtree(run, ignore_errors=True)
-    config = write_config(options, make_data(options.folder, options.num_rows))
-    meseta, exported = ("-m", "meseta.cli.main"), options.folder / "exported"
-    cache_bytes = int(NEAR_SHARE * (options.limit_mb << 20))
-    made = run_limited("made", ["-c", MADE, options.num_rows, options.folder / "rows", cache_bytes], options)
-    made_s = float(made.printed) if made.good else float("inf")
-    print(f"    made in {made_s:.2f} s")
+    data = make_data(options.folder, options.num_rows, NUM_SAMPLES)
+    config = write_config(options, data)
+    meseta, exported = MESETA[1:], options.folder / "exported"
     steps: list[tuple[str, list[object]]] = [
         ("train, evaluate, save", ["train", config]),
         ("resume", ["train", config, "train.max_steps=120"]),
@@ -156,14 +76,11 @@ def measure_large(options: argparse.Namespace) -> bool:
         ("checkpoint export", ["checkpoint", "export", run, "--out", exported, "--table", "item"]),
     ]
     ended = {name: run_limited(name, [*meseta, *arguments], options) for name, arguments in steps}
-    print(f"  {use.end() / 1e9:.1f} GB of disk at most")
     case = f"{options.num_rows:,} rows of {ROW_BYTES} bytes in {options.limit_mb:,} MB"
-    record("tiers", case, "table made", made_s, "s", peer="allowed", peer_value=MADE_S)
-    record("tiers", case, "disk at most", use.most / 1e6, "MB", peer="allowed", peer_value=options.disk_gb * 1e3)
-    for name, one in ended.items():
-        if one.good:
-            most_mb, limit_mb = one.most_bytes / 1e6, (options.limit_mb << 20) / 1e6
-            record("tiers", case, f"{name}: memory", most_mb, "MB", peer="limit", peer_value=limit_mb)
-    for left in (run, options.folder / "data", exported):
+    for name, most_bytes in ended.items():
+        if most_bytes:
+            limit_mb = (options.limit_mb << 20) / 1e6
+            record("tiers", case, f"{name}: memory", most_bytes / 1e6, "MB", peer="limit", peer_value=limit_mb)
+    for left in (run, data, exported):
         shutil.rmtree(left, ignore_errors=True)
-    return all(one.good for one in ended.values()) and made_s < MADE_S and use.most <= options.disk_gb * 1e9
+    return all(ended.values())

@@ -8,19 +8,18 @@ import statistics
 import tempfile
 from dataclasses import replace
 
+from common.processes import can_limit_memory, memory_group, run_module
 from peers.workloads import E2E_WORKLOADS
 from record import record
 
 from meseta.measure.synthetic_batches import DlrmWorkload
 from tiers.mapped_process import MappedOptions
-from tiers.stores_part import can_limit_memory, memory_group, run_module
 from tiers.train_part import WARM_STEPS, Trained, lr_of, share_of, storage_options
 
 LEAST, WARM_S = 3.0, 40.0
 
 
 def measure_mapped(options: argparse.Namespace) -> bool:
-    """Measure both. Returns whether ours trains three times as many samples per second."""
     options.folder.mkdir(parents=True, exist_ok=True)
     if not can_limit_memory(1 << 30):
         return True

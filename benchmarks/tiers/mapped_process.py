@@ -70,7 +70,6 @@ class MappedTables:
 
 
 def _mapped(path: Path, shape: tuple[int, ...]) -> Tensor:
-    """Create a file of small random numbers."""
     random = np.random.default_rng(0)
     parts = (
         random.random((min(MADE_AT_ONCE, shape[0] - first), *shape[1:]), np.float32) * np.float32(0.01)

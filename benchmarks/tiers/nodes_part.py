@@ -30,7 +30,6 @@ def step_s(case: Case, hosts: int, disk_bytes: int) -> float | None:
 
 
 def measure_nodes(options: argparse.Namespace) -> bool:
-    """Find the smallest clusters. Returns whether the requirements are met."""
     good = True
     for case in cases():
         name = case.name.split(":", maxsplit=1)[0]
@@ -55,14 +54,6 @@ def measure_nodes(options: argparse.Namespace) -> bool:
         bound, limit = LIMITS[name]
         if limit is not None:
             good &= times >= limit if bound == "capacity" else times <= limit
-        record(
-            "tiers",
-            f"{case.name}, bound by {bound}, modelled",
-            "fewest hosts",
-            fewest["with"],
-            "hosts",
-            peer="without disks",
-            peer_value=fewest["without"],
-            packages=("numpy",),
-        )
+        record("tiers", f"{case.name}, bound by {bound}, modelled", "fewest hosts", fewest["with"], "hosts",
+               peer="without disks", peer_value=fewest["without"], packages=("numpy",))  # fmt: skip
     return good

@@ -1,11 +1,11 @@
-"""Predicted misses and steps of random tasks in several tiers, and the advised cache size."""
+"""Predicted misses and steps of random tasks in several tiers."""
 
 from __future__ import annotations
 
 import argparse
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -19,23 +19,16 @@ from meseta.data.dataset.statistics import WINDOW_SAMPLES, FeatureStatistics
 from meseta.measure.calibrate.disks import measure_disk
 from meseta.planner import documented_cost_model, predict
 from meseta.planner.cost.memory import RunBytes
-from meseta.planner.search.cache_allocation import allocate_cache_rows
-from meseta.spec import CostModel, FeatureLoad, MesetaError, Topology, Workload
+from meseta.spec import FeatureLoad, Topology, Workload
 from meseta.spec.tiers import OFFLOADED_TIERS, StorageOptions, Tier
 from meseta.storage import TieredShard
+from tiers.save_part import SparseBatch
 
 Ids = NDArray[np.int64]
-MISSES_WITHIN, STEP_WITHIN, BEST_WITHIN = 0.2, 0.25, 1.1
-TRIED = (0.05, 0.1, 0.2, 0.4, 0.8)
-"""Cache sizes relative to all rows."""
+MISSES_WITHIN, STEP_WITHIN = 0.2, 0.25
 WARM = 0.6
 """Warm-up steps relative to those that fill the cache."""
 TURNS, STEPS = 6, 10
-
-
-@dataclass(frozen=True)
-class Sparse:
-    sparse: KeyedJaggedTensor
 
 
 class RandomTask:
@@ -78,11 +71,13 @@ class RandomTask:
         ranks = np.minimum(np.searchsorted(self._ends[table], uniform), len(self._rows[table]) - 1)
         return self._rows[table][ranks]
 
-    def batch(self) -> Sparse:
+    def batch(self) -> SparseBatch:
         values = [self.ids(table, self.batch_size) for table in range(len(self.tables))]
         lengths = np.repeat(np.array(self.pooling), self.batch_size)
         names = [feature.name for feature in self.features]
-        return Sparse(KeyedJaggedTensor(names, torch.from_numpy(np.concatenate(values)), torch.from_numpy(lengths)))
+        return SparseBatch(
+            KeyedJaggedTensor(names, torch.from_numpy(np.concatenate(values)), torch.from_numpy(lengths))
+        )
 
     def workload(self) -> Workload:
         """Return the workload as `meseta prepare` would count it."""
@@ -117,7 +112,7 @@ class TrainedTask:
             rows = shard.read(0, shard.shard.num_rows)
             shard.write(0, {name: value.numpy() for name, value in rows.items()})
         self._task = task
-        self._batches: list[Sparse] = []
+        self._batches: list[SparseBatch] = []
         self._flights = ahead(iter(self._batches.pop, None), self.made)
         self.seconds: list[float] = []
         self.num_missed = 0
@@ -159,7 +154,6 @@ def warm_steps(task: RandomTask, plan: Plan) -> int:
 
 
 def measure_predictions(options: argparse.Namespace) -> bool:
-    """Compare predicted misses, steps and advice with measurements. Returns whether the requirements are met."""
     threads = torch.get_num_threads()
     model = replace(documented_cost_model("cpu"), num_threads=threads)
     model = replace(model, tiers=measure_disk(options.folder, model.tiers, threads, "measured before"))
@@ -194,32 +188,4 @@ def measure_predictions(options: argparse.Namespace) -> bool:
         good &= worst <= limit
         case = f"{options.num_tasks} random tasks of mixed tiers, from seed {options.seed}"
         record("tiers", case, f"predicted {name}", 100 * worst, "% off at worst", peer="limit", peer_value=100 * limit)
-    return measure_advice(options, model) and good
-
-
-def measure_advice(options: argparse.Namespace, model: CostModel) -> bool:
-    """Compare the advised cache size with five others."""
-    task = RandomTask(5)
-    workload = task.workload()
-    places = {"tables": {table.name: {"sharding": "table_wise", "tier": "disk"} for table in task.tables}}
-    resident = Plan.from_dict(places, task.tables, 1)
-    whole = sum(table.num_embeddings * (4 * table.embedding_dim + 59) for table in task.tables)
-    plans = {}
-    for size in (None, *(int(share * whole) for share in TRIED)):
-        storage = StorageOptions(dir=options.folder, cache_bytes=size)
-        plan = allocate_cache_rows(resident, workload, Topology(), model, RunBytes(storage=storage))
-        name = "advised" if size is None else f"{size / whole:.0%}"
-        try:
-            TrainedTask(task, plan, storage).warm(1)
-        except MesetaError as error:  # too few for the batches under way
-            print(f"near {name}: {error}")
-            continue
-        plans[name] = plan
-    measured = measure_steps(task, list(plans.values()), StorageOptions(dir=options.folder))
-    steps = {name: seconds for name, (seconds, _) in zip(plans, measured, strict=True)}
-    for name, seconds in steps.items():
-        print(f"near {name}: {1e3 * seconds:.2f} ms a step", flush=True)
-    best = min(seconds for name, seconds in steps.items() if name != "advised")
-    peer = "best of five tried"
-    record("tiers", "advised cache_bytes", "step", 1e3 * steps["advised"], "ms", peer=peer, peer_value=1e3 * best)
-    return steps["advised"] <= BEST_WITHIN * best
+    return good

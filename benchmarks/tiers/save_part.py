@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import mmap
 import os
 import shutil
@@ -11,12 +10,14 @@ import statistics
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from common.timing import alternate, medians, seconds
 from record import record
 from torch import nn
 
@@ -26,21 +27,12 @@ from meseta.checkpoint.background import BackgroundSaver
 from meseta.comm import World
 from meseta.measure.synthetic_batches import zipf_ids
 from meseta.spec.tiers import StorageOptions
-from tiers.system_memory import memory_bytes, reset_peak
 
 WIDTH, NUM_FEATURES, BATCH_SIZE = 64, 26, 2048
 NEAR_SHARE, ALONE_SHARE, BESIDE_SHARE, TRAINING_SHARE = 0.15, 0.6, 0.25, 0.8
-MORE_MEMORY = 512 << 20
 WRITTEN_AT_ONCE = 1 << 16
 LIMIT_BYTES, REQUEST_BYTES = 1 << 30, 1 << 20
 ROW_BYTES = 4 * WIDTH + 4
-
-
-@dataclass
-class Figures:
-    limits: list[float] = field(default_factory=list)
-    saves: list[float] = field(default_factory=list)
-    loads: list[float] = field(default_factory=list)
 
 
 def disk_limit(folder: Path) -> float:
@@ -66,7 +58,6 @@ def disk_limit(folder: Path) -> float:
 
 
 def table_on_disk(options: argparse.Namespace) -> EmbeddingBagCollection:
-    """Create a table that caches NEAR_SHARE of its unwritten rows."""
     spec = TableSpec(
         name="item",
         num_embeddings=options.num_rows,
@@ -92,38 +83,26 @@ def write_scattered(made: EmbeddingBagCollection, num_rows: int) -> None:
     shard.backing_store.flush()
 
 
-def alone(made: EmbeddingBagCollection, options: argparse.Namespace) -> tuple[Figures, int]:
-    """Measure saves and loads, alternating with the limit of the disk, and their peak memory."""
-    figures, most, size = Figures(), 0, options.num_rows * ROW_BYTES
-    world = World.single()
-    for _ in range(options.passes):
-        figures.limits.append(disk_limit(options.folder))
-        before = memory_bytes("VmRSS")
-        reset_peak()
-        begun_s, spent_s = time.perf_counter(), time.process_time()
-        path = checkpoint.save(options.folder / "saved", world=world, step=1, plan=made.plan, shards=made.shards,
-                               dense={}, state={})  # fmt: skip
-        figures.saves.append(size / (time.perf_counter() - begun_s))
-        spent_s, most = time.process_time() - spent_s, max(most, memory_bytes("VmHWM") - before)
-        print(f"  saved at {figures.saves[-1] / 1e6:,.0f} MB/s, {spent_s / size * 1e9:.2f} s of the processor per GB, "
-              f"{most / 1e6:,.0f} MB of memory", flush=True)  # fmt: skip
-        other = table_on_disk(options)
-        before = memory_bytes("VmRSS")
-        reset_peak()
-        begun_s, spent_s = time.perf_counter(), time.process_time()
-        checkpoint.load(path, world=world, shards=other.shards)
-        figures.loads.append(size / (time.perf_counter() - begun_s))
-        spent_s, most = time.process_time() - spent_s, max(most, memory_bytes("VmHWM") - before)
-        print(f"  loaded at {figures.loads[-1] / 1e6:,.0f} MB/s, {spent_s / size * 1e9:.2f} s of the processor per GB",
-              flush=True)  # fmt: skip
-        del other
-        gc.collect()
-        shutil.rmtree(options.folder / "saved")
-    return figures, most
+def alone(made: EmbeddingBagCollection, options: argparse.Namespace) -> dict[str, float]:
+    """Return median bytes per second of saves and loads, and the limit of the disk."""
+    size, world, path = options.num_rows * ROW_BYTES, World.single(), options.folder / "saved"
+    known: dict[str, Any] = {"step": 1, "plan": made.plan, "dense": {}, "state": {}}
+
+    def save() -> float:
+        return size / seconds(lambda: checkpoint.save(path, world=world, shards=made.shards, **known))
+
+    def load() -> float:
+        shards = table_on_disk(options).shards
+        rate = size / seconds(lambda: checkpoint.load(path / "step-000000001", world=world, shards=shards))
+        shutil.rmtree(path)
+        return rate
+
+    calls = {"limit": partial(disk_limit, options.folder), "save": save, "load": load}
+    return medians(alternate(calls, options.passes))
 
 
 @dataclass
-class _Batch:
+class SparseBatch:
     sparse: Any
 
 
@@ -140,23 +119,36 @@ class PooledModel(nn.Module):
         return self.dense(pooled.reshape(BATCH_SIZE, -1))
 
 
-def batches(num_rows: int) -> Iterator[_Batch]:
+def batches(num_rows: int) -> Iterator[SparseBatch]:
     names, random = [f"f{number}" for number in range(NUM_FEATURES)], np.random.default_rng(0)
     lengths = torch.ones(NUM_FEATURES * BATCH_SIZE, dtype=torch.int64)
     drawn = [torch.from_numpy(zipf_ids(random, NUM_FEATURES * BATCH_SIZE, num_rows)) for _ in range(200)]
     while True:
         for ids in drawn:
-            yield _Batch(KeyedJaggedTensor(names, ids, lengths, None))
+            yield SparseBatch(KeyedJaggedTensor(names, ids, lengths, None))
 
 
-def beside(
-    made: EmbeddingBagCollection, options: argparse.Namespace, max_bytes_per_s: float | None = None
-) -> tuple[float, float, float]:
+class PooledTraining:
+    """Training of `PooledModel` on Zipf ids, which fetches rows ahead."""
+
+    def __init__(self, embeddings: EmbeddingBagCollection, num_rows: int) -> None:
+        self.embeddings, self._model = embeddings, PooledModel(embeddings)
+        self._optimizer = torch.optim.SGD(self._model.dense.parameters(), lr=0.01)
+        self._steps = meseta.ahead(batches(num_rows), self._model)
+
+    def step(self) -> None:
+        loss = self._model(next(self._steps).sparse).square().mean()
+        self._optimizer.zero_grad()
+        loss.backward()
+        self._optimizer.step()
+
+    def close(self) -> None:
+        self._steps.close()
+
+
+def beside(made: EmbeddingBagCollection, options: argparse.Namespace) -> tuple[float, float, float]:
     """Measure steps per second without and with saves, and the rate of these saves."""
-    model, size = PooledModel(made), options.num_rows * ROW_BYTES
-    rate = None if max_bytes_per_s is None else checkpoint.WriteRateLimiter(max_bytes_per_s)
-    optimizer = torch.optim.SGD(model.dense.parameters(), lr=0.01)
-    steps = meseta.ahead(batches(options.num_rows), model)
+    training = PooledTraining(made, options.num_rows)
 
     def train(seconds: float, background: BackgroundSaver | None = None) -> tuple[float, float]:
         """Return (steps/s, saves/s)."""
@@ -170,20 +162,12 @@ def beside(
                 if now_s >= begun_s + seconds:
                     break
                 is_saved.clear()
-                known: dict[str, Any] = {
-                    "step": 1,
-                    "plan": made.plan,
-                    "state": {},
-                    "options": checkpoint.SaveOptions(rate_limiter=rate),
-                }
                 # Each save replaces the one before.
                 background.start(
-                    options.folder / "saved", shards=made.shards, dense={}, on_saved=lambda _: is_saved.set(), **known
-                )
-            loss = model(next(steps).sparse).square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+                    options.folder / "saved", shards=made.shards, dense={}, on_saved=lambda _: is_saved.set(),
+                    step=1, plan=made.plan, state={},
+                )  # fmt: skip
+            training.step()
             num_steps += 1
         return num_steps / (time.perf_counter() - begun_s), num_saves / (time.perf_counter() - begun_s)
 
@@ -193,35 +177,25 @@ def beside(
     saving, saves_per_s = train(options.seconds, background)
     background.wait()
     after, _ = train(options.seconds)
-    steps.close()
-    return statistics.mean((without, after)), saving, saves_per_s * size
+    training.close()
+    return statistics.mean((without, after)), saving, saves_per_s * options.num_rows * ROW_BYTES
 
 
 def measure_saves(options: argparse.Namespace) -> bool:
-    """Run all measurements. Returns whether the requirements are met."""
     options.folder.mkdir(parents=True, exist_ok=True)
     made = table_on_disk(options)
     case = f"{options.num_rows:,} rows of {ROW_BYTES} bytes"
     print(f"{case}, {options.num_rows * ROW_BYTES / 1e9:.1f} GB")
     write_scattered(made, options.num_rows)
-    figures, most = alone(made, options)
-    limit, save, load = map(statistics.median, (figures.limits, figures.saves, figures.loads))
-    print(f"  saves {save / limit:.2f} and loads {load / limit:.2f} of the disk's rate, {most / 1e6:,.0f} MB of memory")
-    rates = [float(rate) * 1e6 for rate in options.max_mb_per_s.split(",") if rate]
-    for max_bytes_per_s in (*rates, None):
-        training, saving, rate = beside(made, options, max_bytes_per_s)
-        shutil.rmtree(options.folder / "saved", ignore_errors=True)
-        held = "" if max_bytes_per_s is None else f", of at most {max_bytes_per_s / 1e6:,.0f}"
-        speeds = (
-            f"{training:.1f} steps/s, {saving:.1f} ({saving / training:.2f}) during saves at {rate / 1e6:,.0f} MB/s"
-        )
-        print(f"  {speeds} ({rate / limit:.2f} of the disk's rate{held})", flush=True)
-        if held:
-            record("tiers", case, f"training beside a save{held} MB/s", saving, "steps/s", peer="without",
-                   peer_value=training)  # fmt: skip
+    limit, save, load = alone(made, options).values()
+    print(f"  saves {save / limit:.2f} and loads {load / limit:.2f} of the disk's rate")
+    training, saving, rate = beside(made, options)
+    shutil.rmtree(options.folder / "saved", ignore_errors=True)
+    print(f"  {training:.1f} steps/s, {saving:.1f} ({saving / training:.2f}) during saves at {rate / 1e6:,.0f} MB/s "
+          f"({rate / limit:.2f} of the disk's rate)", flush=True)  # fmt: skip
     peer = "disk, read once and written once"
     for name, value in (("save", save), ("load", load), ("save beside training", rate)):
         record("tiers", case, name, value / 1e6, "MB/s", peer=peer, peer_value=limit / 1e6)
     record("tiers", case, "training beside a save", saving, "steps/s", peer="without", peer_value=training)
-    good = min(save, load) >= ALONE_SHARE * limit and most <= MORE_MEMORY
+    good = min(save, load) >= ALONE_SHARE * limit
     return good and saving >= TRAINING_SHARE * training and rate >= BESIDE_SHARE * limit

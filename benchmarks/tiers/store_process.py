@@ -236,13 +236,8 @@ def alone(store: Any) -> Iterator[Start]:
 
 
 def main() -> None:
-    kind, folder, width, num_rows, group = (
-        sys.argv[1],
-        Path(sys.argv[2]),
-        int(sys.argv[3]),
-        int(sys.argv[4]),
-        sys.argv[5],
-    )
+    kind, folder, group = sys.argv[1], Path(sys.argv[2]), sys.argv[5]
+    width, num_rows = map(int, sys.argv[3:5])
     Path(group, "cgroup.procs").write_text(str(os.getpid()))
     place = folder / f"{kind}-{os.getpid()}"
     place.mkdir(parents=True)

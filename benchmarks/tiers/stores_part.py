@@ -3,58 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.util
 import json
-import os
-import subprocess
-import sys
-import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from pathlib import Path
 
-from record import ROOT, record
+from common.processes import can_limit_memory, memory_group, run_module
+from record import record
 
 OURS = "meseta"
 STORES = {OURS: None, "memmap": None, "lmdb": "lmdb", "rocksdb": "rocksdict"}
 """Stores, and their packages."""
-
-
-@contextmanager
-def memory_group(limit_bytes: int) -> Iterator[Path]:
-    """Context manager that creates a memory control group. Raises OSError."""
-    for root, name in (("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max")):
-        group = Path(root, f"meseta-bench-{uuid.uuid4().hex[:8]}")
-        if not Path(root).is_dir() or (root.endswith("cgroup") and not Path(root, "cgroup.controllers").exists()):
-            continue
-        group.mkdir()
-        try:
-            (group / name).write_text(str(limit_bytes))
-            yield group
-        finally:
-            with contextlib.suppress(OSError):
-                group.rmdir()
-        return
-    raise OSError("there is no control group of memory")
-
-
-def can_limit_memory(limit_bytes: int) -> bool:
-    try:
-        with memory_group(limit_bytes):
-            return True
-    except OSError as error:
-        print(f"this part is left out, since no memory control group can be made here: {error}")
-        return False
-
-
-def run_module(
-    name: str, arguments: Sequence[str], variables: Mapping[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
-    paths = [str(ROOT / "benchmarks"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)} | (variables or {})
-    command = [sys.executable, "-m", name, *arguments]
-    return subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
 
 
 def measure_store(kind: str, width: int, options: argparse.Namespace) -> dict[str, float]:
@@ -72,7 +29,6 @@ def measure_store(kind: str, width: int, options: argparse.Namespace) -> dict[st
 
 
 def measure_stores(options: argparse.Namespace) -> bool:
-    """Measure all widths. Returns whether ours is three times as fast as the best."""
     options.folder.mkdir(parents=True, exist_ok=True)
     good = True
     if not can_limit_memory(options.limit_mb << 20):

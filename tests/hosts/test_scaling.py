@@ -28,7 +28,7 @@ def test_two_links_limit_two_readers(tmp_path: Path) -> None:
     )  # a link supplies a third of the rows that training consumes
     assert bits_per_s(bench.rate()) == pytest.approx(BITS_PER_S, rel=1e-3)
     options = ReaderOptions(batch_size=1000, shuffle=True, window_rows=8192)
-    with links(bench) as (hosts, variables), tier(bench, variables, NUM_READERS, NUM_READERS) as (url, _):
+    with links(bench) as (hosts, variables), tier(bench, variables, NUM_READERS, NUM_READERS) as url:
         reader = ServedReader(ReaderServiceAddress(url=url), "train", options, run=RunAttempt(name="small", attempt=0))
         before, begin_s = hosts.traffic(), time.monotonic()
         served = [digest(batch) for batch in reader.epoch()]

@@ -1,8 +1,6 @@
 """Judging plans by measured shares: the shards of devices, baselines with whole tables, and the cost of a step."""
 
-import importlib.util
 import itertools
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +19,7 @@ from balance.baselines import (
 )
 from balance.outcome import BalanceOutcome, ratios_to, read_outcomes, success, versus
 from balance.shares import Cost, DeviceShards, judge, shares_of, why_too_large
+from balance.torchrec_plan import translate
 
 from meseta.measure.calibrate.rank_timer import RankTimer
 from meseta.measure.calibrate.tasks import ShardingTask, TaskTable, random_task
@@ -206,13 +205,7 @@ def test_outcomes_are_stored_and_compared(tmp_path: Path) -> None:
         read_outcomes(path, "abc")
 
 
-def test_plans_of_torchrec_are_translated(monkeypatch: pytest.MonkeyPatch) -> None:
-    file = Path(__file__).parents[2] / "benchmarks" / "torchrec_plan.py"
-    spec = importlib.util.spec_from_file_location("torchrec_plan", file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "torchrec_plan", module)
-    spec.loader.exec_module(module)
+def test_plans_of_torchrec_are_translated() -> None:
     workload = some_tables([1000, 10, 100, 50], [16, 8, 96, 64]).workload()
     sharded = {
         "t0": {"sharding": "row_wise", "shards": [[[250 * n, 0], [250, 16], n] for n in range(4)]},
@@ -220,7 +213,7 @@ def test_plans_of_torchrec_are_translated(monkeypatch: pytest.MonkeyPatch) -> No
         "t2": {"sharding": "column_wise", "shards": [[[0, 0], [100, 44], 1], [[0, 44], [100, 52], 3]]},
         "t3": {"sharding": "table_wise", "shards": [[[0, 0], [50, 64], 2]]},
     }
-    shares = shares_of(module.translate(sharded, workload, FOUR), workload)
+    shares = shares_of(translate(sharded, workload, FOUR), workload)
     assert {share.replicas for share in shares} == {((1, (0, 10), (0, 8)),)}
     assert [share.shards for share in shares] == [
         ((0, (0, 250), (0, 16)),),
