@@ -8,7 +8,9 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from importlib import import_module
+from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import NoReturn
@@ -33,9 +35,23 @@ def forking() -> ForkServerContext:
             "small_run",
             "torch._dynamo",
             "pytest",
+            "forked_last",
         ]
     )
+    _start_server()
     return context
+
+
+@cache
+def _start_server() -> None:
+    path = os.environ.get("PYTHONPATH")
+    # The server of Python 3.11 ignores `sys.path`, so that it would find no module of tests/.
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *([path] if path else [])])
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.environ.pop("PYTHONPATH")
+        os.environ.update({"PYTHONPATH": path} if path else {})
 
 
 def collect_garbage_rarely() -> None:

@@ -18,7 +18,7 @@ from meseta.data import Dataset
 from meseta.data.schema.layout import NO_CATEGORY
 from sampling import sample
 
-ROWS = 600
+ROWS = 300
 Output = Callable[..., str]
 Values = Callable[[random.Random], object]
 

@@ -197,8 +197,8 @@ def test_interrupted(run: Run, tiny: Path, tmp_path: Path, monkeypatch: pytest.M
 def test_the_wait_policy_of_threads_is_set_before_torch_is_loaded() -> None:
     program = (
         "import os, sys; import meseta.cli.main as cli; "
-        "cli.COMMAND = lambda: print(os.environ['OMP_WAIT_POLICY'], os.environ['GOMP_SPINCOUNT'], 'torch' in sys.modules); "
-        "cli.main()"
+        "shown = lambda: print(os.environ['OMP_WAIT_POLICY'], os.environ['GOMP_SPINCOUNT'], 'torch' in sys.modules); "
+        "cli.COMMAND = shown; cli.main()"
     )
     variables = {name: value for name, value in os.environ.items() if name not in WAIT_POLICY_VARIABLES}
     variables["PYTHONPATH"] = str(ROOT / "src")

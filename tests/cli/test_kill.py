@@ -38,7 +38,9 @@ from small_run import (
 NUM_EPOCHS = 6 if os.environ.get("MESETA_SOAK") else 2
 NUM_RAW_ROWS = 30_000 if os.environ.get("MESETA_SOAK") else 12_000
 NUM_STEPS = 14 * NUM_EPOCHS
-COMMON = {"train__epochs": NUM_EPOCHS, "checkpoint__every_steps": 3, "train__eval_every_steps": 20}
+# `make soak` searches for plans.
+PLAN = {} if os.environ.get("MESETA_SOAK") else {"plan": {"tables": {"user": "row_wise", "*": "table_wise"}}}
+COMMON = {"train__epochs": NUM_EPOCHS, "checkpoint__every_steps": 3, "train__eval_every_steps": 20, **PLAN}
 MAX_TRIES = 20
 """Maximum number of attempts at a kill. On a busy machine some kills come after the end of the command."""
 
@@ -278,6 +280,7 @@ def test_killed_while_it_saves_deltas(
     assert {path.name for path in (run_dir / "checkpoints").iterdir()} == needed | {one.path.name for one in listed}
 
 
+@pytest.mark.soak  # tests/data/test_resume_prepare.py kills a preparation in `make test`
 def test_killed_while_preparing(raw: Path, tmp_path: Path) -> None:
     check_equal_data(prepared_under_kills(tmp_path, raw, 1, random.Random(0)), raw / "whole")
 

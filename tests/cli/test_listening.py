@@ -71,10 +71,11 @@ def is_loopback(address: str) -> bool:
 
 
 def test_ranks_of_one_machine_listen_on_loopback_alone(tiny: Path, tmp_path: Path) -> None:
-    config = write_config(tmp_path / "c.yaml", settings(tiny, tmp_path / "run", train__max_steps=5))
+    plan = {"tables": {"*": "row_wise"}}
+    config = write_config(tmp_path / "c.yaml", settings(tiny, tmp_path / "run", train__max_steps=2, plan=plan))
     commands = [
         Command(tmp_path / "1", "sweep", config, "seed=[1]", "--out", tmp_path / "s", "--nproc", 2),  # trains
-        Command(tmp_path / "2", "verify", config, "--nproc", 2, "--steps", 2, "--float64"),
+        Command(tmp_path / "2", "verify", config, "--nproc", 2, "--steps", 1, "--float64"),
         Command(tmp_path / "3", "train", config, f"run_dir={tmp_path / 'read'}", "--readers", 1),
     ]
     addresses = listened(commands)

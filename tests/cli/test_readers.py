@@ -59,7 +59,8 @@ def test_auto_begins_with_one(tiny: Path, whole: Path, tmp_path: Path) -> None:
 
 
 def test_a_killed_launcher_leaves_no_reader(tiny: Path, tmp_path: Path) -> None:
-    config = write_config(tmp_path / "c.yaml", settings(tiny, tmp_path / "run", **COMMON))
+    plan = {"tables": {"*": "row_wise"}}
+    config = write_config(tmp_path / "c.yaml", settings(tiny, tmp_path / "run", **COMMON, plan=plan))
     command = Command(tmp_path / "log", "train", config, "--readers", 1, "--nproc", 2)
     command.until(lambda: "step 8/" in command.err.read_text(), "step 8")
     assert len(command.readers()) == 2

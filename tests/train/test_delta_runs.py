@@ -61,7 +61,7 @@ def test_a_run_that_was_stopped_writes_the_same_files(tiny: Path, whole: Path, t
         assert list(compare(summary.path, plain)) == []
 
 
-@pytest.mark.parametrize("case", sample(product(policy=POLICIES, background=["always", "never"]), 2, seed=7))
+@pytest.mark.parametrize("case", sample(product(policy=POLICIES, background=["always", "never"]), 1, seed=7))
 def test_rows_of_a_save_that_failed_are_in_the_next(
     tiny: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: dict[str, str]
 ) -> None:

@@ -14,7 +14,7 @@ from forked import become_command, forking
 from sampling import product, sample
 from small_run import environment, settings
 
-TABLE_BYTES = 1_000_000_000
+TABLE_BYTES = 1_000_000_000 if os.environ.get("MESETA_SOAK") else 500_000_000
 """Bytes of the rows of all tables over all ranks."""
 WIDTH = 64
 CASES = product(ranks=[1, 2], background=["never", "always"])

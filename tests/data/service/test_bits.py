@@ -29,7 +29,7 @@ def jagged(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     return make_dataset(tmp_path_factory.mktemp("served") / "data", multi_valued=True)
 
 
-@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.soak), 5])
+@pytest.fixture(scope="module", params=[*(pytest.param(number, marks=pytest.mark.soak) for number in (1, 2)), 5])
 def tier(request: pytest.FixtureRequest, jagged: Dataset) -> Iterator[Tier]:
     with running({"click": jagged.dir}, request.param) as tier:
         yield tier

@@ -30,7 +30,7 @@ from meseta.data import Dataset, Reader, ReaderOptions
 from sampling import sample
 
 NUM_SCHEDULES = 200
-NUM_EPOCHS = 3
+NUM_EPOCHS = 3 if os.environ.get("MESETA_SOAK") else 2
 START_TIMEOUT_S = 120.0
 """Maximum time until the first line of a rank, which imports torch on a busy machine."""
 OUTPUT_TIMEOUT_S = 30.0
@@ -235,7 +235,7 @@ class Schedule:
             process.wait()
 
 
-@pytest.mark.parametrize("seed", sample(range(NUM_SCHEDULES), 1, seed=0))
+@pytest.mark.parametrize("seed", sample(range(NUM_SCHEDULES), 1, seed=132))
 def test_every_row_once_despite_failures(seed: int, jagged: Dataset, keys: Path) -> None:
     """Compares with a plain read of the files, not with a Reader."""
     draw = random.Random(seed)

@@ -26,7 +26,9 @@ def local(whole: Any, split: str, options: ReaderOptions, **more: Any) -> list[A
     return [reader.num_rows, reader.excluded_rows, reader.get_state(), *map(digest, reader.epochs(2))]
 
 
-@pytest.mark.parametrize(("kind", "chosen"), [("csv", "label == 1"), ("parquet", "click == 1")])
+@pytest.mark.parametrize(
+    ("kind", "chosen"), [("csv", "label == 1"), pytest.param("parquet", "click == 1", marks=pytest.mark.soak)]
+)
 def test_batches_are_those_of_the_prepared_dataset(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, chosen: str
 ) -> None:

@@ -86,11 +86,14 @@ class _AllocationTracker(TorchDispatchMode):
         """Return the block numbers of the storage of `tensors`."""
         return {self._block_ids[t.untyped_storage()._cdata] for t in tensors if t is not None}
 
-    def peak_bytes(self, on_heap: bool, exclude: Collection[int] = ()) -> int:
-        """Return the peak of allocated bytes without the blocks in `exclude`. `on_heap` predicts the size of the C heap
-        instead."""
-        entries = [(number, num_bytes) for number, num_bytes in self.allocations if number not in exclude]
-        return heap_peak(entries) if on_heap else max(accumulate(n for _, n in entries), default=0)
+    def allocations_without(self, blocks: Collection[int]) -> Sequence[tuple[int, int]]:
+        """Return the allocations and frees of all blocks except `blocks`."""
+        return [(number, num_bytes) for number, num_bytes in self.allocations if number not in blocks]
+
+
+def _peak_bytes(allocations: Sequence[tuple[int, int]], on_heap: bool) -> int:
+    """Return the peak of allocated bytes. `on_heap` predicts the size of the C heap instead."""
+    return heap_peak(allocations) if on_heap else max(accumulate(n for _, n in allocations), default=0)
 
 
 def pooled_embedding_bytes(outline: nn.Module, batch_size: int) -> int:
@@ -105,7 +108,7 @@ def step_peak_bytes(outline: nn.Module, batch_size: int, num_dense: int, *, on_h
     gradients. `on_heap` predicts the size of the C heap of a CPU process.
     """
     try:
-        return _trace_step(outline, batch_size, num_dense, on_heap)
+        return _peak_bytes(_trace_step(outline, batch_size, num_dense), on_heap)
     except Exception:  # Code of a custom model may raise anything if tensors have no values.
         if isinstance(outline, ScoringModel):
             raise
@@ -164,13 +167,23 @@ def _backward(outline: nn.Module, outputs: Iterable[Any], *inputs: Tensor) -> Se
     return torch.autograd.grad(tensors, learned, ones, allow_unused=True) if tensors and learned else ()
 
 
-def _trace_step(outline: nn.Module, batch_size: int, num_dense: int, on_heap: bool) -> int:
+_step_traces: weakref.WeakKeyDictionary[nn.Module, dict[tuple[int, int, bool], Sequence[tuple[int, int]]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _trace_step(outline: nn.Module, batch_size: int, num_dense: int) -> Sequence[tuple[int, int]]:
+    """Return the allocations and frees of a step, except parameter gradients. A model is traced once per batch size."""
+    traces, key = _step_traces.setdefault(outline, {}), (batch_size, num_dense, outline.training)
+    if key in traces:
+        return traces[key]
     with _AllocationTracker(_tensors(outline)) as tracker:
         dense, pooled = _inputs(outline, batch_size, num_dense)
         logits = _score(outline, dense, pooled, batch_size)
         gradients = _backward(outline, [logits], pooled)
         del logits
-    return tracker.peak_bytes(on_heap, exclude=tracker.block_ids(gradients[1:]))
+    traces[key] = tracker.allocations_without(tracker.block_ids(gradients[1:]))
+    return traces[key]
 
 
 def evaluation_peak_bytes(outline: nn.Module, batch_size: int, num_dense: int, *, on_heap: bool = False) -> int:
@@ -182,7 +195,7 @@ def evaluation_peak_bytes(outline: nn.Module, batch_size: int, num_dense: int, *
         if isinstance(outline, ScoringModel):
             raise
         return _estimate_from_linear_layers(outline, batch_size) // 2
-    return tracker.peak_bytes(on_heap)
+    return _peak_bytes(tracker.allocations, on_heap)
 
 
 def _estimate_from_linear_layers(outline: nn.Module, batch_size: int) -> int:
