@@ -44,7 +44,9 @@ def test_offloaded_shards_of_any_scheme_have_the_bits_of_resident_ones(
 ) -> None:
     """Every other cell has a hierarchical exchange, and some have codecs."""
     kinds = {"optimizer": cell["optimizer"], "dtype": cell["dtype"], "sharding": cell["sharding"]}
-    scenario = Scenario(weighted=cell["pooling"] != "none", pooling=cell["pooling"], num_steps=4, **kinds)
+    scenario = Scenario(
+        weighted=cell["pooling"] != "none", pooling=cell["pooling"], num_steps=4 if IS_SOAK else 3, **kinds
+    )
     if cell["optimizer"] < "l":
         scenario = scenario.but(exchange="hierarchical")
     if cell["dtype"] == "float32" and cell["tier"] == "disk":

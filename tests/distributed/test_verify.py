@@ -153,7 +153,7 @@ def test_offloaded_tables(ranks: Ranks, tiny: Path, tmp_path: Path, scheme: str,
     )
 
 
-@pytest.mark.parametrize("tier", ["hbm", "disk"])
+@pytest.mark.parametrize("tier", [pytest.param("hbm", marks=pytest.mark.soak), "disk"])
 def test_a_wrong_optimizer_on_one_rank(ranks: Ranks, tiny: Path, tmp_path: Path, tier: str) -> None:
     """Table 'city' has twice the rate in the third step. The embedding phase comes first and reports it."""
     plan = {"tables": {"*": {"sharding": "column_wise", "tier": tier}}}
