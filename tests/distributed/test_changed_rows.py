@@ -30,7 +30,7 @@ def named_rows(scenario: Scenario) -> dict[str, Tensor]:
 @pytest.mark.parametrize(("sharding", "size"), [("mixed", 1), ("mixed", 2), *((scheme, 4) for scheme in SCHEMES)])
 def test_changed_rows_are_the_rows_of_the_batches(ranks: Ranks, sharding: str, size: int) -> None:
     optimizer = {"table_wise": "frozen", "row_wise": "adam", "column_wise": "rowwise_adagrad"}.get(sharding, "adagrad")
-    scenario = Scenario(sharding=sharding, pooling="mean", weighted=True, optimizer=optimizer, max_ids=2, num_steps=3)
+    scenario = Scenario(sharding=sharding, pooling="mean", weighted=True, optimizer=optimizer, max_ids=2, num_steps=2)
     results, before = ranks(size).run(train, scenario), [train(scenario.but(num_steps=0))]
     named = named_rows(scenario) if optimizer != "frozen" else {}
     changed: dict[str, list[Tensor]] = {table.name: [] for table in scenario.tables()}

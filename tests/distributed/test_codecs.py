@@ -67,12 +67,11 @@ def lookups_of(plan: dict[str, Any], codec: str) -> tuple[Tensor, Tensor]:
     return both[0].detach(), both[1]
 
 
-@pytest.mark.parametrize("codec", CODED)
-@pytest.mark.parametrize("exchange", ["flat", "hierarchical"])
-@pytest.mark.parametrize("sharding", WHOLE_ROWS)
-def test_lookups_are_the_casts_of_torch_and_evaluations_are_exact(
-    ranks: Ranks, codec: str, exchange: str, sharding: str
-) -> None:
+@pytest.mark.parametrize(
+    "case", sample(product(sharding=WHOLE_ROWS, exchange=["flat", "hierarchical"], codec=CODED), 8, seed=751)
+)
+def test_lookups_are_the_casts_of_torch_and_evaluations_are_exact(ranks: Ranks, case: dict[str, str]) -> None:
+    sharding, exchange, codec = case.values()
     plan = {"devices_per_host": 2, "exchange": exchange, "tables": {"a": sharding}}
     table = EmbeddingBagCollection([TableSpec(name="a", num_embeddings=64, embedding_dim=48)],
                                    [FeatureSpec(name="f", table="a")], seed=3).shards[0].read(0, 64)  # fmt: skip
@@ -83,7 +82,7 @@ def test_lookups_are_the_casts_of_torch_and_evaluations_are_exact(
         assert torch.equal(trained, cast(asked, codec))
 
 
-@pytest.mark.parametrize("cell", sample(MATRIX, 10, seed=2827))
+@pytest.mark.parametrize("cell", sample(MATRIX, 6, seed=785))
 def test_ranks_round_where_one_process_does(ranks: Ranks, cell: dict[str, Any]) -> None:
     (size, per_host), codec, exchange, sharding, pooling = cell.values()
     scenario = scenario_of(sharding, pooling, "rowwise_adagrad")
@@ -91,7 +90,9 @@ def test_ranks_round_where_one_process_does(ranks: Ranks, cell: dict[str, Any]) 
     assert bit_difference(ranks, size, scenario) == 0
 
 
-@pytest.mark.parametrize("codec", CODED)
+@pytest.mark.parametrize(
+    "codec", [pytest.param(c, marks=() if c in ("bf16", "int8") else pytest.mark.soak) for c in CODED]
+)
 def test_whole_runs_have_the_same_bits_under_both_exchanges(ranks: Ranks, codec: str) -> None:
     """Tables and dense weights are equal under both exchanges, and for whole rows and columns."""
     base = Scenario(sharding="table_wise", pooling="mean", weighted=False, optimizer="adagrad", batch_size=40)
@@ -114,7 +115,7 @@ CUT_BY_ROWS = product(
 )
 
 
-@pytest.mark.parametrize("case", sample(CUT_BY_ROWS, 8, seed=30))
+@pytest.mark.parametrize("case", sample(CUT_BY_ROWS, 5, seed=19))
 def test_bags_cut_by_rows_are_within_the_rounding(ranks: Ranks, case: dict[str, str]) -> None:
     """Each partial bag is rounded once, by at most half a unit of its codec."""
     codec, exchange, pooling, sharding = case.values()

@@ -69,7 +69,7 @@ def test_deferred_checks_and_a_resumed_run_write_equal_files(
     assert len({final_checksum(tmp_path / name) for name in ends}) == 1
 
 
-@pytest.mark.parametrize("log_every", [1, 50])
+@pytest.mark.parametrize("log_every", [pytest.param(1, marks=pytest.mark.soak), 50])
 def test_a_non_finite_loss_names_its_own_step(ranks: Ranks, tiny: Path, tmp_path: Path, log_every: int) -> None:
     """The host reads the loss after each step, or only in the next step."""
     data, messages = Path(shutil.copytree(tiny, tmp_path / "data")), list[Any]()

@@ -92,8 +92,8 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("name", "size"),
     [
-        *(pytest.param(name, 2, marks=[] if name == "sgd" else pytest.mark.soak) for name in OPTIMIZERS),
-        ("lamb", 4),
+        *(pytest.param(name, 2, marks=[] if name == "lamb" else pytest.mark.soak) for name in OPTIMIZERS),
+        pytest.param("lamb", 4, marks=pytest.mark.soak),
     ],
 )
 def test_every_optimizer_with_clipping_and_accumulation(
@@ -104,7 +104,7 @@ def test_every_optimizer_with_clipping_and_accumulation(
         "dense__optimizer": {"name": name, **OPTIMIZERS[name]},
         "dense__clip_value": 0.02,
         "dense__clip_norm": 0.05,
-        "train__accumulate_steps": 3 if name in ("adam", "lamb") else 1,
+        "train__accumulate_steps": (3 if IS_SOAK else 2) if name in ("adam", "lamb") else 1,
     }
     one = train(settings(tiny, tmp_path / "one", **changes))
     many = ranks(size).run(train, settings(tiny, tmp_path / "many", **changes, **SHARDED))
@@ -116,13 +116,13 @@ def test_every_optimizer_with_clipping_and_accumulation(
 def test_float32(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
     changes = {**COMMON, "embedding__dtype": "float32", "model__batch_norm": True, "model__dropout": 0.2}
     if not IS_SOAK:
-        changes["train__max_steps"] = 3
+        changes["train__max_steps"] = 2
     train(settings(tiny, tmp_path / "one", **changes))
     ranks(4 if IS_SOAK else 2).run(train, settings(tiny, tmp_path / "many", **changes, **SHARDED))
     np.testing.assert_allclose(losses(tmp_path / "many"), losses(tmp_path / "one"), rtol=0, atol=1e-5)
 
 
-MODELS = [pytest.param(name, marks=[] if name in ("mmoe", "xdeepfm") else pytest.mark.soak) for name in MODEL_NAMES]
+MODELS = [pytest.param(name, marks=[] if name == "xdeepfm" else pytest.mark.soak) for name in MODEL_NAMES]
 
 
 @pytest.mark.parametrize("model", [*MODELS, "own_models:Plain"])
@@ -136,7 +136,7 @@ def test_every_model(ranks: Ranks, tiny: Path, tmp_path: Path, model: str) -> No
         "model__cin_layers": [6, 4],
         "model__expert_mlp": [8],
         "model__tower_mlp": [4],
-        "train__max_steps": 3,
+        "train__max_steps": 3 if IS_SOAK else 2,
         "train__log_every_steps": 1,
     }
     train(settings(tiny, tmp_path / "one", **changes))
@@ -151,7 +151,7 @@ def test_replicated_hybrid_and_full_sharding(ranks: Ranks, tiny: Path, tmp_path:
         **COMMON,
         "model": {"name": "dhen", "embedding_dim": 4, "interactions": ALL_MODULES, "layers": 2},
         "dense__optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9},
-        "train__max_steps": 10 if IS_SOAK else 3,
+        **({"train__max_steps": 10} if IS_SOAK else {"train__max_steps": 2, "train__batch_size": 90}),
     }
     train(settings(tiny, tmp_path / "one", **changes))
     cases = [("hybrid", 4, "fsdp", 2), ("whole", 4, "replicated", 2), ("everywhere", 4, "fsdp", 4)]
@@ -166,8 +166,8 @@ ALL_MODULES = {"dot": 3, "self_attention": 2, "cross": 2, "linear": 2, "convolut
 
 def test_resumed_on_any_number_of_ranks_in_either_mode(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
     train(settings(tiny, tmp_path / "whole", **COMMON))
-    cut = {**COMMON, "checkpoint__every_steps": 3}
-    ranks(4).run(train_until, settings(tiny, tmp_path / "cut", **cut, **SHARDED), 4)
+    cut = {**COMMON, "checkpoint__every_steps": 2}
+    ranks(4).run(train_until, settings(tiny, tmp_path / "cut", **cut, **SHARDED), 3)
     cases = [(1, "replicated"), (2, "fsdp"), (2, "replicated"), (4, "fsdp")]
     for size, sharding in cases if IS_SOAK else cases[:2]:
         run_dir = tmp_path / f"{sharding}{size}"

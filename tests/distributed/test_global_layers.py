@@ -98,11 +98,11 @@ def test_one_process_and_many_train_the_same_model(
 
 
 def test_fewer_samples_than_ranks(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
-    common = {**BOTH, "embedding__dtype": "float64", "train__batch_size": 3, "train__max_steps": 5, "plan": ROW_WISE}
+    common = {**BOTH, "embedding__dtype": "float64", "train__batch_size": 3, "train__max_steps": 3, "plan": ROW_WISE}
     one = train(settings(tiny, tmp_path / "1", **common))
     four = ranks(4).run(train, settings(tiny, tmp_path / "4", **common))[0]
     np.testing.assert_allclose(losses(tmp_path / "4"), losses(tmp_path / "1"), rtol=0, atol=1e-10)
-    assert four["num_samples"] == one["num_samples"] == 15
+    assert four["num_samples"] == one["num_samples"] == 9
 
 
 @pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.soak), 2])
@@ -129,9 +129,9 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(
         train(document) if size == 1 else ranks(size).run(train, document)
 
     often = {"train__eval_every_steps": 2, "train__accumulate_steps": 2}
-    run("whole", train__max_steps=5, **often)
+    run("whole", train__max_steps=4, **often)
     run("cut", train__max_steps=3, **often)
-    run("cut", train__max_steps=5, **often)
+    run("cut", train__max_steps=4, **often)
     assert final_checksum(tmp_path / "cut") == final_checksum(tmp_path / "whole")
     lines = [
         without_times([line for line in metrics(tmp_path / run) if line["kind"] == "train"]) for run in ("cut", "whole")

@@ -23,7 +23,7 @@ def differences(ranks: Ranks, size: int, scenario: Scenario) -> dict[str, float]
     return largest
 
 
-@pytest.mark.parametrize("cell", sample(MATRIX, 6, seed=1164))
+@pytest.mark.parametrize("cell", sample(MATRIX, 4, seed=2580))
 def test_sharded_equals_one_process(ranks: Ranks, cell: dict[str, Any], record_property: Record) -> None:
     size, *names = cell.values()
     record_property("cell", cell)

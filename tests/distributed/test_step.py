@@ -127,9 +127,9 @@ def assert_same(got: dict[str, Any], alone: dict[str, Any], atol: float) -> None
             torch.testing.assert_close(value, expected[part[: expected.dim()]], rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("size", [2, 4])
-def test_the_weighted_loss_on_several_ranks_is_that_of_one(ranks: Ranks, size: int, weighted: bool) -> None:
+@pytest.mark.parametrize("case", diagonal(size=[2, 4], weighted=[False, True]))
+def test_the_weighted_loss_on_several_ranks_is_that_of_one(ranks: Ranks, case: dict[str, Any]) -> None:
+    size, weighted = case.values()
     sizes = [13, 8, 1, 24]  # uneven slices, and ranks without a sample
     alone = run_steps(sizes, weighted)
     for got in ranks(size).run(run_steps, sizes, weighted):
@@ -199,7 +199,7 @@ def test_missing_labels_do_not_count_on_any_number_of_ranks(ranks: Ranks, weight
     values = [*alone["dense"], *(weight for _, weight, _ in alone["shards"])]
     for value, want in zip(values, expected, strict=True):
         torch.testing.assert_close(value, want, rtol=0, atol=1e-10)
-    for size, parts in ((2, 1), (4, 1), (2, 3)) if IS_SOAK else ((4, 1), (2, 3)):
+    for size, parts in ((2, 1), (4, 1), (2, 3)) if IS_SOAK else ((4, 1) if weighted else (2, 3),):
         for got in ranks(size).run(run_steps, sizes, weighted, parts, SGD, True):
             np.testing.assert_allclose(got["losses"], alone["losses"], rtol=1e-12)
             assert_same(got, alone, 1e-12)
@@ -269,7 +269,7 @@ def test_the_penalty_of_each_lookup_on_several_ranks_is_that_of_one(ranks: Ranks
     assert any(not torch.equal(a[1], b[1]) for a, b in zip(alone["shards"], once["shards"], strict=True))
     for got in [run_steps([7, 2, 1, 5], True, 3, spec), *ranks(2).run(run_steps, [7, 2, 1, 5], True, 2, spec)]:
         assert_same(got, alone, 1e-12)
-    for got in ranks(4).run(run_steps, [7, 2, 1, 5], True, 1, spec):
+    for got in ranks(4).run(run_steps, [7, 2, 1, 5], True, 1, spec) if IS_SOAK or name == "rowwise_adagrad" else ():
         assert_same(got, alone, 1e-12)
 
 

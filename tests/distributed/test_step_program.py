@@ -51,7 +51,7 @@ def once(names: list[str]) -> list[str]:
     return [name for name, _ in groupby(names)]
 
 
-@pytest.mark.parametrize("case", sample(CASES, 3, seed=7))
+@pytest.mark.parametrize("case", sample(CASES, 2, seed=97))
 def test_a_step_follows_its_program(ranks: Callable[[int], RankPool], case: dict[str, Any]) -> None:
     overlap, num_parts = case["overlap"], case["accumulate_steps"]
     names = TWO_LEVEL if case["exchange"] == "hierarchical" else FLAT

@@ -126,7 +126,7 @@ def test_correct_runs_are_equal(
 
 def test_a_changed_row(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
     document = settings(tiny, tmp_path / "run", **WIDE, plan=COLUMNS)
-    verification = verify(ranks, document, tmp_path / "records", fault="row")
+    verification = verify(ranks, document, tmp_path / "records", 2, fault="row")
     row = touched_by(document, "item", 2)[1]
     first = verification.first_mismatch
     assert first is not None and (first.phase, first.step) == ("training", 2)
@@ -145,7 +145,7 @@ def test_offloaded_tables(ranks: Ranks, tiny: Path, tmp_path: Path, scheme: str,
         "city": scheme,
     }
     changes = {**WIDE, "plan": {"tables": tables}, "storage__dir": str(tmp_path / "scratch")}
-    verification = verify(ranks, settings(tiny, tmp_path / "run", **changes), tmp_path / "records", size=size)
+    verification = verify(ranks, settings(tiny, tmp_path / "run", **changes), tmp_path / "records", 2, size=size)
     assert verification.first_mismatch is None
     assert all(
         result.max_row_difference == result.max_state_difference == 0.0
@@ -153,7 +153,7 @@ def test_offloaded_tables(ranks: Ranks, tiny: Path, tmp_path: Path, scheme: str,
     )
 
 
-@pytest.mark.parametrize("tier", ["hbm", "disk"])
+@pytest.mark.parametrize("tier", [pytest.param("hbm", marks=pytest.mark.soak), "disk"])
 def test_a_wrong_optimizer_on_one_rank(ranks: Ranks, tiny: Path, tmp_path: Path, tier: str) -> None:
     """Table 'city' has twice the rate in the third step. The embedding phase comes first and reports it."""
     plan = {"tables": {"*": {"sharding": "column_wise", "tier": tier}}}
@@ -224,15 +224,15 @@ def test_the_command(
         folder = Path(arguments[arguments.index("--record-to") + 1])
         wide = {"embedding__dtype": "float64"} if "--float64" in arguments else {}
         config = settings(tiny, tmp_path / "run", **WIDE, **wide)
-        ranks(num_ranks).run(record_here, {**config, "plan": COLUMNS}, folder, 3, faults[len(calls) - 1])
+        ranks(num_ranks).run(record_here, {**config, "plan": COLUMNS}, folder, 2, faults[len(calls) - 1])
         return 0
 
     monkeypatch.setattr(command, "run_ranks", start)
     monkeypatch.setattr(command, "exec_module", lambda _, words: sys.exit(call(monkeypatch, *words[1:])))
-    assert call(monkeypatch, path, "--plan", "column_wise", "--nproc", 2, "--steps", 3) == code
+    assert call(monkeypatch, path, "--plan", "column_wise", "--nproc", 2, "--steps", 2) == code
     out = capsys.readouterr().out
     assert [config[:2] for config in calls] == [["verify", str(path)]] * len(faults)
-    assert "item   column_wise" in out and "loss of step 3: " in out
+    assert "item   column_wise" in out and "loss of step 2: " in out
     assert ("no difference exceeds the tolerances" in out) == (code == 0)
     assert out.count("differs first in step 2 (training): table 'item', row ") == faults.count("row")
     assert not (tmp_path / "run").exists()
