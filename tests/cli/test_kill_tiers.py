@@ -34,7 +34,8 @@ def document(tiny: Path, run_dir: Path, size: int, tier: str, cache_rows: int | 
     storage_keys = {} if tier == "hbm" else {"tier": tier, "cache_rows": cache_rows or CACHE_ROWS[size]}
     user = {"sharding": "table_wise" if size == 1 else "row_wise", **storage_keys}
     storage = {"dir": str(run_dir.parent / "scratch")}
-    return settings(tiny, run_dir, **WIDE, plan={"tables": {"user": user, "*": "table_wise"}}, storage=storage)
+    changes = {**WIDE, "plan": {"tables": {"user": user, "*": "table_wise"}}, "storage": storage}
+    return settings(tiny, run_dir, **changes)
 
 
 @pytest.fixture(scope="session")
