@@ -18,9 +18,6 @@ from typing import NoReturn
 AT_IMPORT = ("OMP_", "GOMP_", "KMP_", "MKL_", "ATEN_", "ONEDNN_", "TRITON_", "CUDA_", "LD_", "MESETA_ISA")
 """Prefixes of variables that are read when torch or the core is imported."""
 
-if __name__ == "tests.forked":  # The fork server has the current folder on its path, and not pytest's `pythonpath`.
-    sys.path.insert(0, str(Path(__file__).parent))
-
 PROGRAMS = {"meseta": "meseta.cli.main", "torchrun": "torch.distributed.run", "python": ""}
 """Module of each program. `python` runs the script among its arguments."""
 
@@ -31,7 +28,6 @@ def forking() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
         [
-            "tests.forked",
             "checkpoint.saver",
             "meseta.cli.main",
             "meseta.data.prepare",
