@@ -27,7 +27,7 @@ from meseta.data.schema.text_syntax import (
 )
 from meseta.spec import MesetaError
 from meseta.system.yaml_text import parse_yaml
-from sampling import fewer_examples
+from sampling import diagonal, fewer_examples
 
 DECIMALS = (".", ",", "·")
 THOUSANDS = ("", ".", ",", " ", "'", "_", "\u00a0", "\u202f")
@@ -219,9 +219,9 @@ def test_numbers_agree_with_arrow(tmp_path: Path) -> None:
     assert numbers == column.to_pylist()
 
 
-@pytest.mark.parametrize("value", ["1.5", "12,3,4", "x9", "1.23,5"])
-@pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
-def test_a_number_in_another_format_is_a_bad_row(tmp_path: Path, kind: str, value: str) -> None:
+@pytest.mark.parametrize("case", diagonal(value=["1.5", "12,3,4", "x9", "1.23,5"], kind=["csv", "jsonl", "parquet"]))
+def test_a_number_in_another_format_is_a_bad_row(tmp_path: Path, case: dict[str, Any]) -> None:
+    kind, value = case["kind"], case["value"]
     prices = [f"{row},5" for row in range(40)]
     prices[7] = value
     (tmp_path / "schema.yaml").write_text(

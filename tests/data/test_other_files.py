@@ -201,7 +201,7 @@ def test_archives_of_no_single_plain_file_are_named(tmp_path: Path) -> None:
     assert "is a zip archive with too many files" in refused(tmp_path, "many.zip", many.getvalue())
 
 
-@pytest.mark.parametrize("kind", ["zstd", "zip", "zip, stored"])
+@pytest.mark.parametrize("kind", sample(["zstd", "zip", "zip, stored"], 1, seed=0))
 def test_large_files_are_read_whole(tmp_path: Path, kind: str) -> None:
     """Incompressible rows, which take more than one stored block."""
     data = b"label,a\n1," + random.Random(0).randbytes(5 << 20).hex().encode() + b"\n0,x\n"
@@ -270,7 +270,7 @@ def test_lines_that_end_in_cr_alone_are_named(tmp_path: Path, compress: Callable
     assert "has lines that end with a carriage return alone" in refused(tmp_path, "mac.jsonl", compress(data))
 
 
-@pytest.mark.parametrize("ending", ["", ".zst", ".zip"])
+@pytest.mark.parametrize("ending", ["", ".zst", pytest.param(".zip", marks=pytest.mark.soak)])
 @pytest.mark.usefixtures("small_blocks")
 def test_json_lines_give_the_rows_of_csv(tmp_path: Path, ending: str) -> None:
     rows = make_rows()
@@ -349,11 +349,15 @@ BAD_ROWS = {
 
 
 @pytest.mark.parametrize("line", BAD_ROWS, ids=lambda line: BAD_ROWS[line][:40])
-def test_bad_rows_of_json_are_named_or_left_out(tmp_path: Path, line: bytes) -> None:
+def test_bad_rows_of_json_are_named(tmp_path: Path, line: bytes) -> None:
     message = refused(tmp_path, "log.jsonl", GOOD + line + b"\n" + GOOD, dense=["n"])
     assert "log.jsonl', line 41, " in message and BAD_ROWS[line] in message and "; fix or remove the line" in message
-    dataset = run(tmp_path, "skip.jsonl", GOOD + line + b"\n" + GOOD, bad_rows="skip", max_bad_rows=1, dense=["n"])
-    assert dataset.bad_rows is not None and dataset.bad_rows.num_rows == 1
+
+
+def test_bad_rows_of_json_are_left_out(tmp_path: Path) -> None:
+    data = GOOD + b"".join(line + b"\n" for line in BAD_ROWS) + GOOD
+    dataset = run(tmp_path, "log.jsonl", data, bad_rows="skip", max_bad_rows=len(BAD_ROWS), dense=["n"])
+    assert dataset.bad_rows is not None and dataset.bad_rows.num_rows == len(BAD_ROWS)
     assert sum(split.num_rows for split in dataset.splits.values()) == 80
 
 
@@ -500,7 +504,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("name", sample(KINDS, 3, seed=4))
+@pytest.mark.parametrize("name", sample(KINDS, 1, seed=4))
 @pytest.mark.usefixtures("small_blocks")
 def test_preparing_resumes_where_it_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(write, "WINDOW_SAMPLES", 64)
@@ -523,7 +527,7 @@ def test_preparing_resumes_where_it_was_killed(tmp_path: Path, monkeypatch: pyte
     assert parts(tmp_path / "resumed") == parts(tmp_path / f"{name}.out")
 
 
-@pytest.mark.parametrize("name", sample(KINDS, 3, seed=6))
+@pytest.mark.parametrize("name", sample(KINDS, 2, seed=6))
 @pytest.mark.usefixtures("small_blocks")
 def test_recipes_make_the_rows_or_refuse_to_shuffle(tmp_path: Path, name: str) -> None:
     data = KINDS[name](make_rows())

@@ -299,9 +299,12 @@ def test_zeros_in_front_are_another_value(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("condition", ["user == 12", "user == 12.0", "user == '+12'", "user in ['1.2e1', 99]"])
-@pytest.mark.parametrize("vocabulary", [False, True])
-def test_constants_of_filters_have_the_same_spelling(tmp_path: Path, condition: str, vocabulary: bool) -> None:
+CONDITIONS = ["user == 12", "user == 12.0", "user == '+12'", "user in ['1.2e1', 99]"]
+
+
+@pytest.mark.parametrize("case", diagonal(condition=CONDITIONS, vocabulary=[False, True]))
+def test_constants_of_filters_have_the_same_spelling(tmp_path: Path, case: dict[str, Any]) -> None:
+    condition, vocabulary = case["condition"], case["vocabulary"]
     options = {"vocabulary": True, "min_count": 1} if vocabulary else {}
     table = [{**row, "user": (12, 99, 7)[place % 3]} for place, row in enumerate(rows())]
     folder = prepared(tmp_path, "csv of doubles", table, SCHEMA, **options)
