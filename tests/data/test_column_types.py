@@ -48,12 +48,14 @@ PAIRS = list(itertools.permutations(TYPES, 2))
 SHIFTS = zip(MODES, (1, 4, 10), strict=True)
 SAMPLED = {(place, (place + shift) % len(TYPES), mode) for mode, shift in SHIFTS for place in range(len(TYPES))}
 """Cases of `make test`: each type in both places of each mode."""
+FORMER = {("date", "float", "list"), ("double", "timestamp", "list")}
+"""Cases in which a column was once dropped because of one part."""
 CASES = [
     pytest.param(
         *pair,
         mode,
         id=f"{pair[0]}-{pair[1]}-{mode}",
-        marks=() if (*map(list(TYPES).index, pair), mode) in SAMPLED else pytest.mark.soak,
+        marks=() if (*map(list(TYPES).index, pair), mode) in SAMPLED or (*pair, mode) in FORMER else pytest.mark.soak,
     )
     for pair in PAIRS
     for mode in MODES

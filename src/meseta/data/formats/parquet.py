@@ -162,10 +162,16 @@ def _infer_schema(
     scalars = [field.name for field in free if _is_scalar(field.type)]
     sample = sample_parquet(sources, scalars)
     texts = {name: _sample_texts(sample[name]) for name in scalars}
-    lists = [field.name for field in free if is_list(field.type) and can_be_feature(field.type)]
+    lists = [
+        field.name for field in free if is_list(field.type) and any(map(can_be_feature, types.get_types(field.name)))
+    ]
     if lists:
         sample = sample_parquet(sources, lists, _MAX_LIST_ROWS)
-        texts |= {name: _sample_texts([_distinct_items(array) for array in sample[name]]) for name in lists}
+        # Lists of times in one file do not tell whether the numbers in another file are whole.
+        texts |= {
+            name: _sample_texts([_distinct_items(array) for array in sample[name] if can_be_feature(array.type)])
+            for name in lists
+        }
     guesses = {
         field.name: chosen.get(field.name)
         or _role_from_name(field.name, weights.get(field.name))
