@@ -20,20 +20,30 @@ from meseta.train.setup.build import choose_device
 
 @contextmanager
 def session(config: RunConfig) -> Iterator[World]:
-    """Context manager that sets up threads, device and timeouts, and yields the ranks of the run. Without an error, it
-    destroys the process group."""
+    """Context manager that sets up threads, device and timeouts of the config, and yields the ranks of the run.
+
+    It destroys the process group, unless an error is raised.
+    """
     num_threads = config.num_threads or max(1, num_cores() // num_local_ranks())
     torch.set_num_threads(num_threads)
     ProcessTimeouts.limits = config.comm.time_limits
     start_record(config.run_dir)
     world = World.current(choose_device(config))
     watch = start_peer_watchdog(world)
-    # bfloat16 products on 16 or more threads depend on the number of threads, see docs/design.md.
-    min_threads = num_threads if num_threads >= 16 and config.dense.dtype in {"bfloat16", "auto"} else 1
-    with adaptive_wait_policy(num_threads, min_threads=min_threads):
+    with adaptive_wait_policy(
+        num_threads, min_threads=1 if _is_thread_count_invariant(config, num_threads) else num_threads
+    ):
         yield world
     # After an error this is not reached, because other ranks may never arrive at the barrier.
     world.barrier()
     if watch is not None:
         watch.stop()
     World.destroy_process_group()
+
+
+def _is_thread_count_invariant(config: RunConfig, num_threads: int) -> bool:
+    """Whether results do not depend on the number of threads, see docs/design.md.
+
+    bfloat16 products on 16 or more threads do.
+    """
+    return num_threads < 16 or config.dense.dtype not in {"bfloat16", "auto"}
