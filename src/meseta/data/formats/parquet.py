@@ -167,7 +167,7 @@ def _infer_schema(
     ]
     if lists:
         sample = sample_parquet(sources, lists, _MAX_LIST_ROWS)
-        # Lists of times in one file do not tell whether the numbers in another file are whole.
+        # Lists of times in another file do not change whether the numbers in this one are whole.
         texts |= {
             name: _sample_texts([_distinct_items(array) for array in sample[name] if can_be_feature(array.type)])
             for name in lists
