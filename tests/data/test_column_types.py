@@ -22,7 +22,7 @@ from meseta.data.formats.parquet_files import can_be_feature
 from meseta.data.prepare import PrepareOptions, prepare
 from meseta.data.prepare.prepare_like import PrepareLikeOptions, prepare_like
 from meseta.spec import MesetaError
-from sampling import product, sample
+from sampling import diagonal, product, sample
 
 NUM_ROWS = 60
 START = datetime.datetime(2026, 1, 1)
@@ -226,9 +226,9 @@ PAIR = pa.struct([("item", pa.string()), ("seconds", pa.float32())])
     ],
     ids=str,
 )
-@pytest.mark.parametrize("swapped", [False, True])
-@pytest.mark.parametrize("with_schema", [False, True])
-def test_lists_of_pairs(tmp_path: Path, kind: pa.DataType, swapped: bool, with_schema: bool) -> None:
+@pytest.mark.parametrize("case", diagonal(swapped=[False, True], with_schema=[True, False]))
+def test_lists_of_pairs(tmp_path: Path, kind: pa.DataType, case: dict[str, bool]) -> None:
+    swapped, with_schema = case["swapped"], case["with_schema"]
     rows = [[{"item": f"v{i}", "seconds": float(i)} for i in range(row % 4)] for row in range(NUM_ROWS)]
     holds_pairs = pa.types.is_large_list(kind) or "float64" in str(kind) or "double" in str(kind)
     names = [kind.value_type.field(place).name for place in (0, 1)] if holds_pairs else []

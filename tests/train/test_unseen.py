@@ -83,7 +83,7 @@ SPLITS: dict[str, dict[str, Any]] = {"files": {"test_files": ["later.csv"]}, "ti
 
 
 @pytest.mark.parametrize(
-    "case", sample(product(split=SPLITS, min_count=[0, 1, 2, 5], threads=[1, 4], recipe=[False, True]), 6, seed=2)
+    "case", sample(product(split=SPLITS, min_count=[0, 1, 2, 5], threads=[1, 4], recipe=[False, True]), 4, seed=2)
 )  # fmt: skip
 def test_counts_of_the_test_split(tmp_path: Path, case: dict[str, Any]) -> None:
     """`min_count` 0 means hashed values."""
