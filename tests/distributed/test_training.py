@@ -139,7 +139,7 @@ def test_every_model_learns_and_is_the_same_on_two_ranks(ranks: Ranks, tiny: Pat
         "embedding__init__scale": 0.03,
         "embedding__optimizer__lr": 0.02,
         "dense__optimizer__lr": 0.02,
-        "train__batch_size": 180,
+        "train__batch_size": 90 if IS_SOAK else 180,
         "train__epochs": 2,
     }
     one = train(settings(tiny, tmp_path / "one", **common))
