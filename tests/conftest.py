@@ -29,7 +29,10 @@ if find_spec("jaxtyping") and find_spec("beartype"):
     SHAPED = ("data", "embedding", "models", "ops", "pipeline", "sparse", "storage")
     CHECKS_ALL = bool(os.environ.get("MESETA_SOAK")) and os.environ.get("MESETA_SOAK_TYPES") != "0"
     checked = [f"meseta.{'data.read.batch' if package == 'data' else package}" for package in SHAPED]
-    install_import_hook(*((["meseta"], "typed.check") if CHECKS_ALL else (checked, "typed.check_shapes")))
+    if CHECKS_ALL:
+        install_import_hook(["meseta"], "typed.check")
+    else:
+        install_import_hook(checked, "typed.check_shapes")
 
     @pytest.fixture(autouse=True)
     def shape_checks(request: pytest.FixtureRequest) -> None:

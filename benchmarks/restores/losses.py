@@ -22,7 +22,7 @@ class Loss:
     """Relative differences of NE to the floor."""
 
     name: str
-    beside: str
+    baseline: str
     num_seeds: int
     ne: float
     base_ne: float
@@ -43,16 +43,16 @@ class Loss:
         return self.mean <= MEAN_LIMIT and self.end < END_LIMIT
 
 
-def loss(results: RunResults, seeds: Sequence[int], name: str, beside: str) -> Loss | None:
+def loss(results: RunResults, seeds: Sequence[int], name: str, baseline: str) -> Loss | None:
     """Return the loss over seeds with both results, or `None`."""
-    values = [(results.find(seed, name), results.find(seed, beside)) for seed in seeds]
+    values = [(results.find(seed, name), results.find(seed, baseline)) for seed in seeds]
     pairs = [(float(one["ne"]), float(other["ne"])) for one, other in values if one is not None and other is not None]
     if not pairs:
         return None
     some, base = zip(*pairs, strict=True)
     base_ne = statistics.mean(base)
     mean, half = (figure / base_ne for figure in difference(some, base))
-    return Loss(name, beside, len(pairs), statistics.mean(some), base_ne, mean, half)
+    return Loss(name, baseline, len(pairs), statistics.mean(some), base_ne, mean, half)
 
 
 def show(results: RunResults, seeds: Sequence[int], num_test_rows: int) -> tuple[list[Loss], bool]:
@@ -82,7 +82,7 @@ def show(results: RunResults, seeds: Sequence[int], num_test_rows: int) -> tuple
                 verdict = "visibly worse" if is_good else "NOT visibly worse: the measure is blind"
             good &= is_good or (of_floor is not None and of_floor.is_wide)
             rows.append([*_cells(of_bits), expected, verdict])
-    head = ("", "seeds", "mean test NE", "beside", "mean difference", "95 %, from", "to", "forecast", "met")
+    head = ("", "seeds", "mean test NE", "baseline", "mean difference", "95 %, from", "to", "forecast", "met")
     table(f"{DATA}: normalised entropy over paired seeds, {num_test_rows:,} test rows; at most "
           f"{MEAN_LIMIT:.2%} in the mean, the interval ends below {END_LIMIT:.2%}", head, rows)  # fmt: skip
     if forecast:
@@ -95,10 +95,10 @@ def show(results: RunResults, seeds: Sequence[int], num_test_rows: int) -> tuple
 
 def keep(losses: Sequence[Loss]) -> None:
     for one in losses:
-        record(BENCHMARK, f"{DATA} {one.name}", "test NE", one.ne, "of theirs", peer=one.beside,
+        record(BENCHMARK, f"{DATA} {one.name}", "test NE", one.ne, "of theirs", peer=one.baseline,
                peer_value=one.base_ne)  # fmt: skip
 
 
 def _cells(one: Loss) -> list[str]:
-    return [one.name, str(one.num_seeds), f"{one.ne:.6f}", one.beside, f"{one.mean:+.4%}",
+    return [one.name, str(one.num_seeds), f"{one.ne:.6f}", one.baseline, f"{one.mean:+.4%}",
             f"{one.mean - one.half:+.4%}", f"{one.end:+.4%}"]  # fmt: skip

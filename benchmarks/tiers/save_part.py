@@ -146,7 +146,7 @@ class PooledTraining:
         self._steps.close()
 
 
-def beside(made: EmbeddingBagCollection, options: argparse.Namespace) -> tuple[float, float, float]:
+def measure_training_and_saves(made: EmbeddingBagCollection, options: argparse.Namespace) -> tuple[float, float, float]:
     """Measure steps per second without and with saves, and the rate of these saves."""
     training = PooledTraining(made, options.num_rows)
 
@@ -189,7 +189,7 @@ def measure_saves(options: argparse.Namespace) -> bool:
     write_scattered(made, options.num_rows)
     limit, save, load = alone(made, options).values()
     print(f"  saves {save / limit:.2f} and loads {load / limit:.2f} of the disk's rate")
-    training, saving, rate = beside(made, options)
+    training, saving, rate = measure_training_and_saves(made, options)
     shutil.rmtree(options.folder / "saved", ignore_errors=True)
     print(f"  {training:.1f} steps/s, {saving:.1f} ({saving / training:.2f}) during saves at {rate / 1e6:,.0f} MB/s "
           f"({rate / limit:.2f} of the disk's rate)", flush=True)  # fmt: skip
