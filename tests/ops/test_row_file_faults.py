@@ -226,7 +226,7 @@ if "two" in sys.argv:
     os.fork()
 file = RowFile(DiskEngine(sys.argv[1]), "a/b", num_rows=10_000, record_bytes=260)
 file.write(torch.arange(10_000), torch.zeros(10_000, 260, dtype=torch.uint8))
-print(os.getpid(), file.path, flush=True)
+os.write(1, f"{os.getpid()} {file.path}\\n".encode())  # one write: lines of two processes do not mix
 if "end" not in sys.argv:
     signal.pause()
 """
