@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import yaml
@@ -14,7 +14,7 @@ from meseta.planner import find_plan, make_plan
 from meseta.spec import DeviceKind, Plan, Topology
 from meseta.spec.constraints import Constraints
 from meseta.spec.workload import load_workload
-from sampling import sample
+from sampling import product, sample
 
 SHEETS = {"a100": 40, "h100": 80, "h200": 141, "b200": 1440 / 8}
 """GB of one GPU by NVIDIA's data sheets: A100 40GB, H100 SXM, H200 SXM; DGX B200 has 1,440 GB in 8."""
@@ -40,23 +40,24 @@ def test_every_gpu_has_a_documented_memory() -> None:
     assert {"cpu", *SHEETS} == set(get_args(DeviceKind))
 
 
-@pytest.mark.parametrize("device", sample(SHEETS, k=1, seed=0))
-def test_a_gpu_is_filled_to_its_data_sheet_and_not_beyond(run, files: Files, tmp_path: Path, device: str) -> None:
+@pytest.mark.parametrize("case", sample(product(factor=[0.98, 1.01, 6.4], device=list(SHEETS)), k=2, seed=4))
+def test_a_gpu_is_filled_to_its_data_sheet_and_not_beyond(
+    run, files: Files, tmp_path: Path, case: dict[str, Any]
+) -> None:
+    device, factor, code = case["device"], case["factor"], int(case["factor"] > 1)
     machines, plan = files("machines.yaml", {"device": device}), tmp_path / "plan.yaml"
-    for factor, code in ((0.98, 0), (1.01, 1), (6.4, 1)):
-        workload = files("model.yaml", {"batch_size": 64, "tables": {"user": table_of(factor * SHEETS[device])}})
-        ended = run("plan", workload, "--topology", machines, "--out", plan)
-        assert ended[0] == code, ended
-        [note] = [line for line in ended[1].splitlines() if line.startswith("Memory: ")]
-        size = f"{SHEETS[device]:.3g}" if SHEETS[device] >= 100 else f"{SHEETS[device]:.1f}"
-        assert note == (
-            f"Memory: {size} GB for each {device}, as in its data sheet, since topology file {str(machines)!r} has no "
-            "hbm_bytes"
-        )
-        assert plan.exists() == (code == 0)
-        if code:
-            assert "no plan fits" in ended[2] and "Traceback" not in ended[2]
-        plan.unlink(missing_ok=True)
+    workload = files("model.yaml", {"batch_size": 64, "tables": {"user": table_of(factor * SHEETS[device])}})
+    ended = run("plan", workload, "--topology", machines, "--out", plan)
+    assert ended[0] == code, ended
+    [note] = [line for line in ended[1].splitlines() if line.startswith("Memory: ")]
+    size = f"{SHEETS[device]:.3g}" if SHEETS[device] >= 100 else f"{SHEETS[device]:.1f}"
+    assert note == (
+        f"Memory: {size} GB for each {device}, as in its data sheet, since topology file {str(machines)!r} has no "
+        "hbm_bytes"
+    )
+    assert plan.exists() == (code == 0)
+    if code:
+        assert "no plan fits" in ended[2] and "Traceback" not in ended[2]
 
 
 def test_the_same_plan_as_with_the_bytes_written_down(output_of, files: Files, tmp_path: Path) -> None:

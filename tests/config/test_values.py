@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from meseta.config import load_config
+from meseta.config.load import read_config_document
 from meseta.spec import MesetaError, Plan, TableSpec, Topology
 from meseta.system.yaml_text import parse_yaml
 
@@ -25,7 +26,7 @@ def refuse(folder: Path, message: str, **keys: Any) -> None:
 def test_long_numbers(tmp_path: Path, number: str) -> None:
     for key in ("seed", "dense.optimizer.lr"):
         with pytest.raises(MesetaError, match="is not a YAML value"):
-            load_config(None, [f"{key}={number}"])  # type: ignore[arg-type]
+            read_config_document(None, [f"{key}={number}"])
     with pytest.raises(MesetaError, match="a number of more than 250 characters, in line 2"):
         parse_yaml(f"a: 1\nb: {number}")
     assert parse_yaml("0x" + "f" * 248) == 16**248 - 1

@@ -73,6 +73,7 @@ def test_every_spelling_becomes_the_usual_one(data: st.DataObject, numbers: list
     assert not numbers or holds_whole_numbers(["", *(text.decode() for text in texts)])
 
 
+@fewer_examples(2)
 @given(st.lists(NUMBER_LIKE | st.text(max_size=8), max_size=20))
 def test_no_other_text_changes(texts: list[str]) -> None:
     encoded = [text.encode() for text in texts]

@@ -217,8 +217,7 @@ class Assignment:
         """Return the cost [...] if the slowest ranks had the component seconds `busy` [..., K]. Without overlap, common
         seconds are omitted."""
         if self.options.paths is None:
-            added: Floats = busy.sum(axis=-1)
-            return added
+            return np.asarray(busy.sum(axis=-1))
         return self.options.step_s(busy, self.common_seconds, self.optional_counts > 0)
 
     @property
