@@ -27,6 +27,14 @@ def test_agrees_with_reference_and_xxhash(strings: list[bytes], seed: int) -> No
     assert reference.hash_categories(strings, seed).tolist() == expected
 
 
+def test_strings_of_all_short_lengths() -> None:
+    """XXH64 handles 1, 4, 8 and 32 bytes at a time."""
+    strings = [bytes(range(1, length + 1)) for length in range(100)]
+    expected = [xxhash.xxh64_intdigest(s, 5) for s in strings]
+    assert hash_categories(pa.array(strings), 5).tolist() == expected
+    assert reference.hash_categories(strings, 5).tolist() == expected
+
+
 @given(strings=STRINGS, seed=SEEDS, num_rows=st.sampled_from([1, 2, 1000, 2**31, 2**31 + 1, 2**63]))
 def test_rows_agree_with_reference(strings: list[bytes], seed: int, num_rows: int) -> None:
     rows = hash_to_rows(pa.array(strings, pa.binary()), num_rows, seed)
