@@ -14,7 +14,7 @@ from meseta.spec import MesetaError
 from source_tree import ROOT
 
 
-@pytest.mark.soak  # tests/docs/test_pages.py runs a similar command in `make test`
+@pytest.mark.soak  # tests/docs/test_pages.py runs a similar command
 def test_a_quick_run_prints_every_rate_and_saves_none(tmp_path: Path) -> None:
     pytest.importorskip("meseta._C")
     done = subprocess.run(

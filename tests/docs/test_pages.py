@@ -40,7 +40,13 @@ def _run_page(page: Path, folder: Path, commands: Path, out: Path, err: Path) ->
         run_page.main(page, programs)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, id=str(page.relative_to(ROOT)), marks=[pytest.mark.docs] * (page.name != "README.md"))
+        for page in PAGES
+    ],
+)
 def test_page(page: Path, tmp_path: Path) -> None:
     ended = run(page, tmp_path)
     assert ended.returncode == 0, ended.stdout + ended.stderr

@@ -66,14 +66,14 @@ def test_a_page_of_the_repository_on_the_site(name: str, text: str, shown: str) 
     assert pages.on_site(text, name) == shown + "\n"
 
 
-@pytest.mark.site
+@pytest.mark.docs
 def test_nothing_is_fetched(site: Path) -> None:
     for page in site.rglob("*.html"):
         loaded = re.findall(r'<(?:script|img|iframe|link)[^>]*\b(?:src|href)="([^"]*)"', page.read_text())
         assert loaded and not [target for target in loaded if re.match(r"(https?:)?//", target)], page
 
 
-@pytest.mark.site
+@pytest.mark.docs
 def test_pages_link_to_the_previous_and_next_page(site: Path) -> None:
     sections = [[name.replace(".md", ".html") for name in section] for section in navigation()]
     for first, second in (pair for section in sections for pair in pairwise(section)):
@@ -82,7 +82,7 @@ def test_pages_link_to_the_previous_and_next_page(site: Path) -> None:
             assert re.search(link, (site / page).read_text()), (page, target)
 
 
-@pytest.mark.site
+@pytest.mark.docs
 def test_search_needs_no_server(site: Path) -> None:
     """A page from a folder can load scripts, but neither JSON nor workers."""
     script = (site / "search" / "search_index.js").read_text()
@@ -95,7 +95,7 @@ def test_search_needs_no_server(site: Path) -> None:
     assert (site / "iframe-worker.js").exists()
 
 
-@pytest.mark.site
+@pytest.mark.docs
 @pytest.mark.parametrize("page", ["index.html", "reference/meseta.html"])
 def test_a_browser_searches_from_a_folder(site: Path, tmp_path: Path, page: str) -> None:
     browsers = (shutil.which(name) for name in ("chromium", "chromium-browser", "google-chrome"))
@@ -109,7 +109,7 @@ def test_a_browser_searches_from_a_folder(site: Path, tmp_path: Path, page: str)
     assert (site / "reference/meseta.html").as_uri() in {url.partition("?")[0] for url in links}
 
 
-@pytest.mark.site
+@pytest.mark.docs
 def test_public_names_and_keys_are_on_the_site(site: Path) -> None:
     for name, package in reference.packages().items():
         page = (site / "reference" / f"{name}.html").read_text()
@@ -119,7 +119,7 @@ def test_public_names_and_keys_are_on_the_site(site: Path) -> None:
     assert all(f"<code>{key.path.replace('<', '&lt;').replace('>', '&gt;')}</code>" in config for key in all_keys())
 
 
-@pytest.mark.site
+@pytest.mark.docs
 def test_pages_are_whole(site: Path) -> None:
     for page in site.rglob("*.html"):
         text = page.read_text()
