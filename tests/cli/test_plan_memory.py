@@ -60,6 +60,7 @@ def test_a_gpu_is_filled_to_its_data_sheet_and_not_beyond(
         assert "no plan fits" in ended[2] and "Traceback" not in ended[2]
 
 
+@pytest.mark.soak
 def test_the_same_plan_as_with_the_bytes_written_down(output_of, files: Files, tmp_path: Path) -> None:
     """The plan is the same on several ranks and hosts, and the page shows the note."""
     tables = {"user": table_of(90), "item": table_of(55), "page": table_of(0.1, copies=2)}

@@ -213,7 +213,7 @@ def test_bytes_that_an_encoding_does_not_define_are_bad_rows(tmp_path: Path) -> 
     assert "column 'city': the value has bytes that cp1252 does not define" in message
 
 
-@pytest.mark.parametrize("codec", sample(["shift_jis", "ascii", "utf-16-le", "utf-7"], 2, seed=0))
+@pytest.mark.parametrize("codec", sample(["shift_jis", "ascii", "utf-16-le", "utf-7"], 1, seed=0))
 def test_bytes_that_no_text_has_are_refused(tmp_path: Path, codec: str) -> None:
     whole = csv_text(codec).encode(codec)
     at = len("click,price,city\n0,0.5,".encode(codec))
