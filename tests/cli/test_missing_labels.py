@@ -22,7 +22,7 @@ def test_training_measures_each_task_on_its_own_samples(tmp_path: Path, output_o
     source = write(tmp_path / "log.csv", columns())
     output_of("prepare", source, "--out", tmp_path / "data", "--label", "click,bought", "--ignore", "row",
               "--test-fraction", 0.3)  # fmt: skip
-    changes: dict[str, Any] = {"train__batch_size": 64, "train__epochs": 2, "train__accumulate_steps": 2}
+    changes: dict[str, Any] = {"train__batch_size": 64, "train__accumulate_steps": 2}
     changes |= {"data__last_batch": "pad", "model__num_experts": 2, "model__expert_mlp": [8], "model__tower_mlp": [4]}
     config = write_config(
         tmp_path / "c.yaml", settings(tmp_path / "data", tmp_path / "run", model__name="mmoe", **changes)

@@ -40,7 +40,7 @@ def test_every_gpu_has_a_documented_memory() -> None:
     assert {"cpu", *SHEETS} == set(get_args(DeviceKind))
 
 
-@pytest.mark.parametrize("case", sample(product(factor=[0.98, 1.01, 6.4], device=list(SHEETS)), k=2, seed=4))
+@pytest.mark.parametrize("case", sample(product(factor=[0.98, 1.01, 6.4], device=list(SHEETS)), k=1, seed=4))
 def test_a_gpu_is_filled_to_its_data_sheet_and_not_beyond(
     run, files: Files, tmp_path: Path, case: dict[str, Any]
 ) -> None:

@@ -21,6 +21,7 @@ NUM_TRAINING_ROWS = 40_000
 
 
 @pytest.mark.skipif(NO_LINKS is not None, reason=f"no slow links: {NO_LINKS}")
+@pytest.mark.soak
 def test_two_links_limit_two_readers(tmp_path: Path) -> None:
     bench = Bench(tmp_path, is_raw=True, num_rows=NUM_TRAINING_ROWS * 5 // 4)
     bench.keep(
