@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from failing_reads import Read, failing_reads
 from meseta.comm import World
 from meseta.config import EarlyStoppingConfig, load_config
+from meseta.errors import StorageError
 from meseta.spec import MesetaError
 from meseta.telemetry.metrics_file import EvalLine
 from meseta.train.evaluation_tracker import EarlyStopping
@@ -98,6 +101,19 @@ def test_the_best_checkpoint_is_loaded(ended: Path, tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000000004")
     with pytest.raises(MesetaError, match=r"the best step is 4, but it has no checkpoint; train with checkpoint\.keep"):
         load_trained(tmp_path / "run", "test", World.single(), best=True)
+
+
+def test_an_unreadable_best_checkpoint_is_not_reported_as_missing(ended: Path) -> None:
+    manifest = str(ended / "checkpoints" / "step-000000004" / "manifest.json")
+
+    def choose(read: Read) -> int | None:
+        return errno.EIO if read.path == manifest and read.kind == "open" else None
+
+    with (
+        failing_reads(ended, choose=choose),
+        pytest.raises(StorageError, match=r"cannot be read \(Input/output error\)"),
+    ):
+        load_trained(ended, "test", World.single(), best=True)
 
 
 @pytest.mark.parametrize("newest", [4, 5, 10])
