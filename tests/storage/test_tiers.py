@@ -30,7 +30,7 @@ from meseta.optim.dense import GradientClipper
 from meseta.spec import MesetaError
 from meseta.spec.optimizer import USED_FIELDS
 from meseta.spec.tiers import StorageOptions
-from meseta.storage import ROW, Lease, TableShard, TieredShard, as_stored
+from meseta.storage import ROW, Lease, TableShard, TieredShard, as_stored, fetch_rows
 from meseta.storage.backing_store import HostBackingStoreSnapshot
 from meseta.storage.tiered import check_row_init
 from row_file_cases import damage
@@ -252,7 +252,7 @@ def test_a_damaged_row_fails_both_leases_of_it(tmp_path: Path) -> None:
     big.write(0, {name: value.numpy() for name, value in values.items()})
     big.backing_store.flush()
     damage(Path(big.backing_store.path), values[ROW][7].numpy().tobytes())
-    leases = [Lease([big], [(0, torch.tensor(rows))]) for rows in ([7, 8], [8, 9])]
+    leases = [Lease([big], fetch_rows([big], [(0, torch.tensor(rows))])) for rows in ([7, 8], [8, 9])]
     for lease in leases:
         with pytest.raises(MesetaError, match="the checksum of row 7 is wrong"):
             lease.wait()

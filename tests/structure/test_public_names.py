@@ -59,7 +59,8 @@ PUBLIC = {
         Workload check_features suggest
     """,
     "meseta.storage": """
-        ROW Lease CacheCapacityError SelectedRows TableShard TableStorage TieredShard as_stored make_storages
+        ROW Lease CacheCapacityError SelectedRows TableShard TableStorage TieredShard as_stored fetch_rows
+        make_storages
     """,
     "meseta.system": "FolderLock git_version hardware_summary read_processor set_wait_policy write_atomic",
     "meseta.train": "grid_settings open_trained parse_setting random_settings run_workload",

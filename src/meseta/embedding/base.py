@@ -33,7 +33,7 @@ from meseta.sparse import Embeddings, JaggedTensor, KeyedJaggedTensor, KeyedTens
 from meseta.sparse.shapes import Int
 from meseta.spec import FeatureSpec, MesetaError, Plan, TableSpec, check_features
 from meseta.spec.tiers import OFFLOADED_TIERS, StorageOptions
-from meseta.storage import CacheCapacityError, Lease, TableStorage, TieredShard
+from meseta.storage import CacheCapacityError, Lease, TableStorage, TieredShard, fetch_rows
 from meseta.system.ranks import print_note
 from meseta.telemetry.row_traffic import RowTraffic
 
@@ -134,7 +134,8 @@ class BaseEmbeddingCollection(nn.Module, ABC, Generic[GroupStateT]):
         """Acquire rows, by pairs (shard index, rows) in `looked_up`, until the batch's backward pass ends. Returns
         their indices in the acquired tensors."""
         offloaded = [(index, rows) for index, rows in looked_up if index in self._offloaded_shards]
-        flight.lease = Lease(self.shards, offloaded, read_only=not torch.is_grad_enabled())
+        fetch = fetch_rows(self.shards, offloaded, read_only=not torch.is_grad_enabled()) if offloaded else None
+        flight.lease = Lease(self.shards, fetch)
         rows = flight.lease.rows
         if self._acquired_rows is None or any(
             current is not previous for current, previous in zip(rows, self._acquired_rows, strict=True)

@@ -66,15 +66,12 @@ class ReplicatedRows:
         self._trained_shards = [
             shards_by_table[table] for table in table_names if shards_by_table[table].spec.optimizer.name != "frozen"
         ]
+        self.has_trained_tables = bool(self._trained_shards)
         self._fused_shards: tuple[FusedShards, ...] = ()
         self.selects_on_device = world.device.type == "cuda" and all(
             s.dtype in DTYPE_CODES for s in self._trained_shards
         )
         """Whether kernels skip untouched rows. Otherwise the host counts the touched rows."""
-
-    @property
-    def has_trained_tables(self) -> bool:
-        return bool(self._trained_shards)
 
     def start_update(
         self, replicated: OwnedIds, gradients: Sequence[Tensor], share: float, make_coding: MakeSumCodec | None
@@ -150,14 +147,12 @@ class ReplicatedRows:
 
     def finish_update(
         self,
-        pending: PendingCollective | None,
+        pending: PendingCollective,
         lr: Callable[[TableSpec], float],
         step: int,
         found_inf: Float[Tensor, ""] | None = None,
     ) -> None:
         """Wait for the sums over all ranks, and update replicas equally, unless `found_inf` is nonzero."""
-        if pending is None:
-            return
         sums = self._gradients
         self._unpad(pending.wait(), sums)
         for shard, rank_counts in zip(self._trained_shards, sums.rank_counts, strict=True):

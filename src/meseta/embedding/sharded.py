@@ -306,7 +306,8 @@ class ShardedEmbeddingBagCollection(BaseEmbeddingCollection[GroupState]):
                     fused, self.lr(flight, fused.spec), self.step + 1, whole.bags, row_gradients, flight.found_inf
                 )
             self._update_staged(flight, whole, row_gradients)
-            self.replicas.finish_update(replicated, partial(self.lr, flight), self.step + 1, flight.found_inf)
+            if replicated is not None:
+                self.replicas.finish_update(replicated, partial(self.lr, flight), self.step + 1, flight.found_inf)
         self.step += 1
 
     def _finish_gradient_dist(

@@ -12,8 +12,8 @@ from meseta.spec import MesetaError, Shard, TableSpec
 from meseta.spec.tiers import CACHE_SLOT_OVERHEAD_BYTES, DISK, HOST, OFFLOADED_TIERS, StorageOptions, row_index_bytes
 from meseta.storage.backing_store import BackingStore, HostBackingStore, RecordLayout
 from meseta.storage.selection import SelectedRows
-from meseta.storage.table import ROW, TableShard, TableStorage, as_stored
-from meseta.storage.tiered import CacheCapacityError, Lease, TieredShard, meta_values
+from meseta.storage.table import ROW, Lease, TableShard, TableStorage, as_stored
+from meseta.storage.tiered import CacheCapacityError, TieredShard, fetch_rows, meta_values
 
 __all__ = [
     "ROW",
@@ -24,6 +24,7 @@ __all__ = [
     "TableStorage",
     "TieredShard",
     "as_stored",
+    "fetch_rows",
     "make_storages",
 ]
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -128,6 +129,52 @@ class TableStorage(ABC):
     @abstractmethod
     def gather(self, rows: Int[Tensor, " n"]) -> dict[str, Tensor]:
         """Return copies of `rows` by name, in host memory. The rows must be in ascending order."""
+
+
+class PendingFetch(ABC):
+    """Asynchronous fetch of rows into the caches of offloaded shards. They stay pinned until `release`."""
+
+    slots: Sequence[Int[Tensor, " _"]]
+    """Cache slot of each row (int64, on the CPU), one tensor per lookup."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Wait until all rows are in their slots. If the fetch failed, each call raises MesetaError."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Unpin the rows."""
+
+
+class Lease:
+    """Access to the rows of some shards for one batch, until `release` or garbage collection."""
+
+    def __init__(self, shards: Sequence[TableStorage], fetch: PendingFetch | None = None) -> None:
+        self._fetch = fetch
+        self._acquired: Sequence[TableStorage] = ()
+        self.slots = () if fetch is None else fetch.slots
+        """Index of each fetched row in the tensors of `rows`, one tensor per lookup."""
+        self.rows = tuple(shard.acquire() for shard in shards)
+        """Rows and optimizer states of each shard, as operators take them."""
+        self._acquired = shards
+
+    def wait(self) -> None:
+        """Wait for the fetch. Raises MesetaError if it failed."""
+        if self._fetch is not None:
+            self._fetch.wait()
+
+    def release(self) -> None:
+        """Unpin the rows and release all shards. Further calls do nothing."""
+        acquired, self._acquired = self._acquired, ()
+        fetch, self._fetch = self._fetch, None
+        if fetch is not None:
+            fetch.release()
+        for shard in acquired:
+            shard.release()
+
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_finalizing():  # Module globals may be gone at the exit of the interpreter.
+            self.release()
 
 
 def from_stored(array: NDArray[Any], dtype: torch.dtype) -> Tensor:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from time import perf_counter
@@ -27,7 +25,7 @@ from meseta.spec import MesetaError, Shard, TableSpec
 from meseta.spec.tiers import CACHE_SLOT_OVERHEAD_BYTES, DISK, row_index_bytes
 from meseta.storage.backing_store import BackingStore, BackingStoreSnapshot, RecordLayout
 from meseta.storage.selection import CopiedRows, LazyRows, SelectedRows, SnapshotReader, allocate_buffers
-from meseta.storage.table import ROW, TableStorage, as_stored, from_stored
+from meseta.storage.table import ROW, PendingFetch, TableStorage, as_stored, from_stored
 from meseta.telemetry.row_traffic import RowTraffic
 
 MAX_READ_ONLY_ROWS = 1 << 22
@@ -38,14 +36,6 @@ TRANSFER_CHUNK_ROWS = 1 << 14
 
 class CacheCapacityError(MesetaError):
     """Error for a batch that looks up more rows than the unpinned part of the cache can hold."""
-
-
-class PendingFetch(ABC):
-    """Asynchronous fetch of rows into the caches of offloaded shards."""
-
-    @abstractmethod
-    def wait(self) -> None:
-        """Wait until all rows are in their slots. If the fetch failed, each call raises MesetaError."""
 
 
 class _OffloadedShard(TableStorage):
@@ -493,49 +483,14 @@ class _CapacityMessage:
         return num_bytes
 
 
-class Lease:
-    """Access to the rows of some shards for one batch, until `release` or garbage collection."""
+def fetch_rows(
+    shards: Sequence[TableStorage], looked_up: Sequence[tuple[int, Tensor]], *, read_only: bool = False
+) -> RowFetch:
+    """Start to fetch the rows in `looked_up`, pairs (index into `shards`, rows) of offloaded shards.
 
-    def __init__(
-        self, shards: Sequence[TableStorage], looked_up: Sequence[tuple[int, Tensor]] = (), *, read_only: bool = False
-    ) -> None:
-        """Acquire all `shards`, and start to fetch rows of the offloaded ones.
-
-        `looked_up` has pairs (index into `shards`, rows) of offloaded shards. With `read_only`, the rows are not
-        updated and evict no other rows. Raises CacheCapacityError if the rows do not fit, and MesetaError if evicted
-        rows cannot be written.
-        """
-        self._acquired: Sequence[TableStorage] = ()
-        self._fetch: RowFetch | None = None
-        self.slots: Sequence[Int[Tensor, " _"]] = ()
-        """Index of each row of `looked_up` in the tensors of `rows`, one tensor per entry of `looked_up`."""
-        if looked_up:
-            tiered_indices = {
-                index: number for number, index in enumerate(dict.fromkeys(index for index, _ in looked_up))
-            }
-            tiered = [shard for shard in map(shards.__getitem__, tiered_indices) if isinstance(shard, TieredShard)]
-            self._fetch = RowFetch(
-                tiered, [(tiered_indices[index], rows) for index, rows in looked_up], read_only=read_only
-            )
-            self.slots = self._fetch.slots
-        self.rows = tuple(shard.acquire() for shard in shards)
-        """Rows and optimizer states of each shard, as operators take them."""
-        self._acquired = shards
-
-    def wait(self) -> None:
-        """Wait until the fetched rows are in their slots. Raises MesetaError if the fetch failed."""
-        if self._fetch is not None:
-            self._fetch.wait()
-
-    def release(self) -> None:
-        """Unpin the rows and release all shards. Further calls do nothing."""
-        acquired, self._acquired = self._acquired, ()
-        fetch, self._fetch = self._fetch, None
-        if fetch is not None:
-            fetch.release()
-        for shard in acquired:
-            shard.release()
-
-    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not is_finalizing():  # Module globals may be gone at the exit of the interpreter.
-            self.release()
+    With `read_only`, the rows are not updated and evict no other rows. Raises CacheCapacityError if the rows do not
+    fit, and MesetaError if evicted rows cannot be written.
+    """
+    places = {index: place for place, index in enumerate(dict.fromkeys(index for index, _ in looked_up))}
+    tiered = [shard for shard in map(shards.__getitem__, places) if isinstance(shard, TieredShard)]
+    return RowFetch(tiered, [(places[index], rows) for index, rows in looked_up], read_only=read_only)

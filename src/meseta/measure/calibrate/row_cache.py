@@ -20,7 +20,7 @@ from meseta.sparse import KeyedJaggedTensor
 from meseta.spec import FeatureSpec, OptimizerSpec, Plan, TableSpec
 from meseta.spec.cost_model import TierCost
 from meseta.spec.tiers import CACHED, DISK, StorageOptions, Tier
-from meseta.storage import Lease, TieredShard
+from meseta.storage import Lease, TieredShard, fetch_rows
 
 NUM_ROWS, NUM_CACHE_ROWS = 1 << 17, 1 << 14
 """Number of rows of each table, and of its cache."""
@@ -126,7 +126,8 @@ class TableTrainer:
         """Fill all cache slots with rows that are rarely looked up, so that each miss evicts a row."""
         last = torch.arange(NUM_ROWS - NUM_CACHE_ROWS, NUM_ROWS)
         for rows in last.split(ROWS_PER_CHUNK) if self._offloaded_shards else ():
-            lease = Lease(self.embeddings.shards, [(number, rows) for number in range(len(self._offloaded_shards))])
+            shards = self.embeddings.shards
+            lease = Lease(shards, fetch_rows(shards, [(index, rows) for index in range(len(self._offloaded_shards))]))
             lease.wait()
             lease.release()
 
