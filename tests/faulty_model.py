@@ -70,16 +70,16 @@ class Faulty(nn.Module):
 
 def read_late(step: int, seconds: float) -> None:
     """Delay the batch of one step by `seconds` in the reader of this process."""
-    from meseta.pipeline.pipeline import Pipeline
+    from meseta.pipeline.lookahead import LookaheadQueue
 
-    read, num_read = Pipeline._read, 0
+    read, num_read = LookaheadQueue._read, 0
 
-    def late(self: Pipeline, batches: Any) -> Any:
+    def late(self: LookaheadQueue) -> Any:
         nonlocal num_read
         num_read += 1
         if num_read == step:
             with self.stage_times.stage("data"):
                 time.sleep(seconds)
-        return read(self, batches)
+        return read(self)
 
-    Pipeline._read = late  # type: ignore[method-assign]
+    LookaheadQueue._read = late  # type: ignore[method-assign]

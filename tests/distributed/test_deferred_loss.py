@@ -20,7 +20,7 @@ from meseta.config import DenseOptimizerConfig
 from meseta.data.read.batch import Batch
 from meseta.optim.dense import GradientClipper, make_dense_optimizer, step_if_finite
 from meseta.pipeline import Pipeline
-from meseta.pipeline.losses import NonFiniteLoss
+from meseta.pipeline.update_check import NonFiniteLoss
 from meseta.spec import MesetaError
 from meseta.spec.stages import OVERLAPS, Overlap
 from model_parts import lasting_tensors
@@ -51,7 +51,7 @@ def make(case: dict[str, Any], late: bool) -> Pipeline:
     clip = GradientClipper(norm=0.5) if case["clip"] else None
     overlap: tuple[Overlap, ...] = case["overlap"]
     pipeline = Pipeline(model, optimizer, world, clip=clip, accumulate_steps=case["accumulate_steps"], overlap=overlap)
-    pipeline.defers_loss_check, pipeline.uses_stale_embeddings = late, case["stale"]
+    pipeline.update_check.is_deferred, pipeline.uses_stale_embeddings = late, case["stale"]
     return pipeline
 
 

@@ -27,7 +27,7 @@ def run(document: dict[str, Any], late: bool, asked_at: int | None = None) -> tu
     """Return the end of a run and its step. The last rank receives SIGTERM in step `asked_at`."""
     world = World.current()
     trainer = Trainer(RunConfig.model_validate(document), world)
-    trainer.pipeline.defers_loss_check = late
+    trainer.pipeline.update_check.is_deferred = late
     flags = trainer.checkpoint_manager.flags
 
     def asked() -> tuple[float, float, float]:

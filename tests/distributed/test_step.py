@@ -17,7 +17,7 @@ from meseta.comm import World
 from meseta.data.read.batch import Batch
 from meseta.embedding import EmbeddingBagCollection, ShardedEmbeddingBagCollection, shard
 from meseta.pipeline import Pipeline
-from meseta.pipeline.losses import split_batch
+from meseta.pipeline.lookahead import split_batch
 from meseta.sparse import KeyedJaggedTensor
 from meseta.spec import FeatureSpec, OptimizerSpec, Plan, TableSpec
 from sampling import diagonal

@@ -20,8 +20,8 @@ from meseta.data.read.batch import Batch, Position
 from meseta.embedding import EmbeddingBagCollection, shard
 from meseta.embedding.batch_context import UNEVEN_POLICIES
 from meseta.models import DLRM, MLPOptions
-from meseta.pipeline import losses as uneven_module
-from meseta.pipeline.losses import make_empty_batch
+from meseta.pipeline import ahead_loop as uneven_module
+from meseta.pipeline.ahead_loop import make_empty_batch
 from meseta.sparse import JaggedTensor, KeyedJaggedTensor
 from meseta.spec import FeatureSpec, MesetaError, OptimizerSpec, Plan, TableSpec
 from meseta.spec.tiers import StorageOptions

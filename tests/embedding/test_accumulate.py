@@ -10,7 +10,7 @@ from torch import Tensor
 
 from meseta.data.read.batch import Batch
 from meseta.embedding import EmbeddingBagCollection
-from meseta.pipeline.losses import split_batch
+from meseta.pipeline.lookahead import split_batch
 from meseta.sparse import Embeddings, KeyedJaggedTensor
 from meseta.spec import FeatureSpec, OptimizerSpec, TableSpec
 from sampling import diagonal

@@ -25,7 +25,7 @@ from meseta.embedding import EmbeddingBagCollection
 from meseta.models import DLRM, MLPOptions
 from meseta.optim.dense import make_dense_optimizer
 from meseta.pipeline import Pipeline
-from meseta.pipeline.losses import LateNonFiniteLoss
+from meseta.pipeline.update_check import LateNonFiniteLoss
 from meseta.sparse import KeyedJaggedTensor
 from meseta.spec import FeatureSpec, OptimizerSpec, TableSpec
 from model_parts import lasting_tensors
@@ -69,7 +69,7 @@ def make(rows: str, dtype: str, dense: str, accumulate_steps: int = 1) -> Pipeli
     config = DenseOptimizerConfig(name=dense, lr=0.02)  # type: ignore[arg-type]
     optimizer = make_dense_optimizer(config, model.parameters())
     pipeline = Pipeline(model, optimizer, World.single(DEVICE), accumulate_steps=accumulate_steps)
-    pipeline.defers_loss_check = True
+    pipeline.update_check.is_deferred = True
     return pipeline
 
 

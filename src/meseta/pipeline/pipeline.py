@@ -3,7 +3,6 @@ update."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,25 +14,15 @@ from torch import Tensor
 from meseta.comm import DenseGradients, World, retain_until_exit
 from meseta.comm.dense import fsdp_parameter_error_context
 from meseta.data.read.batch import Batch
-from meseta.embedding.batch_context import BatchContext
 from meseta.models.layers import find_dense_forward, select_score_input
 from meseta.ops.allocator import keep_freed_memory
-from meseta.optim.dense import GradientClipper, dense_parameters, step_if_finite
+from meseta.optim.dense import GradientClipper, dense_parameters
 from meseta.pipeline.device_copy import DeviceCopier
-from meseta.pipeline.losses import (
-    BatchLosses,
-    DeferredLossCheck,
-    LateNonFiniteLoss,
-    LossAgreement,
-    Model,
-    make_batch_totals,
-    micro_batch_error_context,
-    split_batch,
-    start_task_factors,
-)
+from meseta.pipeline.lookahead import LookaheadQueue, MicroBatch, QueuedBatch
+from meseta.pipeline.losses import BatchLosses, Model
 from meseta.pipeline.prefetch import PrefetchedEmbeddings
+from meseta.pipeline.update_check import LateNonFiniteLoss, LossAgreement, UpdateCheck
 from meseta.sparse.shapes import Float
-from meseta.spec import MesetaError
 from meseta.spec.stages import Overlap
 from meseta.telemetry.span import DeviceClock, StageTimes
 
@@ -56,37 +45,6 @@ class StepResult:
     def loss(self) -> float:
         """Weighted mean over the global batch, or 0 if all weights are 0. Waits for a GPU. Raises NonFiniteLoss."""
         return self.agreement.loss
-
-
-@dataclass(eq=False)
-class _MicroBatch:
-    batch: Batch | None
-    """Micro-batch on its device. `None` if reading failed."""
-    context: BatchContext[Any]
-
-    @property
-    def device_batch(self) -> Batch:
-        # A failure of reading was raised before.
-        assert self.batch is not None
-        return self.batch
-
-
-@dataclass(eq=False)
-class QueuedBatch:
-    """Batch that was read, possibly ahead of its step."""
-
-    batch: Batch | None
-    """`None` if reading failed."""
-    error: Exception | None = None
-    """Exception raised while reading."""
-    deferred_error: MesetaError | None = None
-    """Error that all ranks detected before the step of the batch, which raises it."""
-    pending_copies: list[Callable[[], Batch]] = field(default_factory=list)
-    """Functions that return each micro-batch on the device. Empty until its copies are started."""
-    micro_batches: list[_MicroBatch] = field(default_factory=list)
-    """Empty until the input_dist of the batch is started."""
-    task_factors: Callable[[float], Tensor] | None = None
-    """Result of `start_task_factors`. `None` if all labels are known."""
 
 
 class Pipeline:
@@ -135,26 +93,22 @@ class Pipeline:
         """Whether each batch is looked up before the update of the previous batch. Set it before the first step."""
         self.prefetched_embeddings: PrefetchedEmbeddings | None = None
         """Embeddings of the next batch if it was looked up before this loop. The next step uses them."""
-        # With a deferred check, the device itself skips the update after a non-finite loss.
-        self.defers_loss_check = world.device.type != "cpu"
-        """Whether the host learns loss and votes in the next step or in `synchronize`. Set it before the first step."""
-        self._deferred_check: DeferredLossCheck | None = None
-        # Votes that no `StepResult` has returned yet.
-        self._resolved_votes: tuple[float, ...] = ()
         is_gpu = world.device.type == "cuda"
         new_event = partial(torch.cuda.Event, enable_timing=True)
         clock = DeviceClock(new_event, torch.cuda.current_stream, torch.cuda.synchronize) if is_gpu else None
         self.stage_times = StageTimes(clock)
         self.device_copier = DeviceCopier(world.device, self.stage_times) if is_gpu else None
         """Copies batches to the GPU during the previous step. `None` copies each batch in its step."""
+        self.update_check = UpdateCheck(
+            self.world, self.stage_times, self._losses.term_names, overlaps_backward="agree" in self.overlap
+        )
         self.batch: Batch | None = None
         """Current batch, or the last one after a step."""
-        self._forward_dense = find_dense_forward(model)
+        self._dense_forward = find_dense_forward(model)
         self._dense_gradients: DenseGradients | None = getattr(model, "dense_gradients", None)
         if self._dense_gradients is not None:
             self._dense_gradients.overlaps_update = "dense" in self.overlap
-        # Batches read ahead of their steps.
-        self._queue: deque[QueuedBatch] = deque()
+        self._queue: LookaheadQueue | None = None
         self._has_pending_dense_update = False
         # Steps reuse the memory that earlier steps have freed.
         if world.device.type == "cpu":
@@ -171,9 +125,7 @@ class Pipeline:
         Raises NonFiniteLoss on all ranks before any update, and MesetaError if an id is outside its table.
         """
         [step] = self.steps(iter([batch]), schedule=lambda: lr_factor, votes=lambda: votes)
-        if self.defers_loss_check:
-            step, self._resolved_votes = replace(step, votes=self._resolved_votes), ()
-        return step
+        return replace(step, votes=self.update_check.pop_votes()) if self.update_check.is_deferred else step
 
     def steps(
         self,
@@ -195,29 +147,36 @@ class Pipeline:
                 returns the factor of the tables' learning rates, or `None` for that of the collection.
             votes: Called in each step for the votes, see `__call__`.
         """
-        self.stage_times.begin_step()
-        coming = self._read(batches)
+        queue = self._queue = LookaheadQueue(
+            batches=batches,
+            embeddings=self.model.embeddings,
+            world=self.world,
+            stage_times=self.stage_times,
+            accumulate_steps=self.accumulate_steps,
+            num_masked_tasks=self.num_masked_tasks,
+            exchanges_ids=self.uses_stale_embeddings or "ids" in self.overlap,
+            overlaps_gradient_dist="gradients" in self.overlap,
+            device_copier=self.device_copier,
+        )
         try:
-            while coming is not None:
-                self.batch = coming.batch
+            self.stage_times.begin_step()
+            while (queued := queue.pop()) is not None:
+                self.batch = queued.batch
                 with self.world.transfers.track_step():
-                    step = self._train_step(coming, batches, schedule, votes)
-                coming = None  # Free the batch before waiting for the next one.
+                    step = self._train_step(queue, queued, schedule, votes)
+                queue.current = queued = None  # Free the batch before waiting for the next one.
                 yield step
                 self.stage_times.begin_step()
                 del step
-                coming = self._queue.popleft() if self._queue else None if self._queue_size else self._read(batches)
         except (GeneratorExit, LateNonFiniteLoss):  # All ranks leave at the same step.
-            for begun in (coming, *self._queue):
-                for part in [] if begun is None else begun.micro_batches:
-                    self.model.embeddings.drop(part.context)
+            queue.drop()
             raise
         except BaseException:
             # The transport may still use the memory of open batches.
-            retain_until_exit((coming, *self._queue))
+            retain_until_exit(queue.open_batches)
             raise
         finally:
-            self._queue.clear()
+            self._queue = None
             self.synchronize()
 
     def synchronize(self) -> None:
@@ -226,20 +185,138 @@ class Pipeline:
         Raises LateNonFiniteLoss if the loss of that step was not finite.
         """
         self._finish_dense_update()
-        self._resolve_deferred_loss()
+        self._resolve_check()
 
-    def _resolve_deferred_loss(self) -> None:
-        """Complete the deferred loss check of the previous step. Raises LateNonFiniteLoss."""
-        pending_check, self._deferred_check = self._deferred_check, None
-        if pending_check is None:
-            return
+    def snapshot_prefetched(self) -> PrefetchedEmbeddings | None:
+        """Return the prefetched embeddings of the next batch on rank 0, and each rank's slice on others, or `None`.
+
+        Call it between two steps. Collective. Later loops start with these embeddings.
+        """
+        queued = None if self._queue is None else self._queue.next
+        if self.uses_stale_embeddings and self.prefetched_embeddings is None and queued and queued.can_be_trained:
+            embeddings = [self.model.embeddings.wait_for_embeddings(part.context)[0] for part in queued.micro_batches]
+            batch = cast(Batch, queued.batch)
+            self.prefetched_embeddings = PrefetchedEmbeddings.gather(self.world, batch, torch.cat(embeddings))
+        return self.prefetched_embeddings
+
+    def _train_step(
+        self,
+        queue: LookaheadQueue,
+        queued: QueuedBatch,
+        schedule: Callable[[], float | None],
+        votes: Callable[[], Sequence[float]],
+    ) -> StepResult:
+        embeddings, check, hides_embeddings = self.model.embeddings, self.update_check, "embeddings" in self.overlap
+        former_step, logits, losses = embeddings.step, list[Tensor](), list[Tensor]()
+        self._start_input_dist(queue, queued)
+        micro_batches = queued.micro_batches
         try:
-            with self.stage_times.stage("agree"):
-                self._resolved_votes = pending_check.votes()
-        except LateNonFiniteLoss:
-            # Restore the state before the step.
-            self.model.embeddings.step, self.batch = pending_check.step, pending_check.batch
-            raise
+            for part in micro_batches:
+                with part.error_context():
+                    queue.run_lookup(part)
+                    if part.is_first:
+                        queue.fill()  # The queued batches are exchanged during the rest of this step.
+                    if hides_embeddings:
+                        embeddings.start_second_hop(part.context)
+                    if part.is_first:
+                        self._finish_dense_update()  # of the previous step
+                        lr_factor = schedule()
+                        for other in micro_batches:
+                            other.context.lr_factor = lr_factor
+                    with embeddings.active_batch(part.context):
+                        dense = self._forward_dense(part) if hides_embeddings else part.device_batch.dense
+                        pooled = self._output_dist(part)
+                        queue.input_dist()
+                        self._resolve_check()  # The host has just waited for id counts, so this hardly waits.
+                        if hides_embeddings and not part.is_last:
+                            queue.run_lookup(micro_batches[part.index + 1])
+                        part_logits, loss, loss_sums = self._score(queued, part, dense, pooled)
+                        del dense, pooled  # The autograd graph keeps what the backward pass needs.
+                    logits.append(part_logits.detach())
+                    losses.append(loss_sums)
+                    if part.is_first:
+                        queue.start_second_hop()
+                        queue.prefetch_rows()
+                        if self.uses_stale_embeddings:
+                            queue.lookup_next(self._num_steps_after(part))
+                    if part.is_last:
+                        agreement = check.start(part.context, sum(losses[1:], losses[0]), votes())
+                    self._backward(part, loss)
+        finally:
+            embeddings.discard_accumulated()
+        check.finish(agreement, part.context, queued.batch, former_step)
+        totals = agreement.global_totals
+        self._has_pending_dense_update = totals.weight > 0
+        if "dense" not in self.overlap:
+            self._finish_dense_update()
+        self.stage_times.end_step()
+        return StepResult(
+            agreement=agreement,
+            num_samples=totals.num_samples - totals.num_padding,
+            logits=torch.cat(logits),
+            batch=cast(Batch, queued.batch),
+            votes=check.pop_votes(),
+        )
+
+    def _start_input_dist(self, queue: LookaheadQueue, queued: QueuedBatch) -> None:
+        # An earlier step may have started it.
+        prefetched, self.prefetched_embeddings = self.prefetched_embeddings, None
+        if not queued.micro_batches:
+            queue.start_input_dist(queued)
+            if prefetched is not None:
+                self._use_prefetched_embeddings(queue, queued, prefetched)
+        if queued.deferred_error is not None:
+            raise queued.deferred_error
+
+    def _use_prefetched_embeddings(
+        self, queue: LookaheadQueue, queued: QueuedBatch, prefetched: PrefetchedEmbeddings
+    ) -> None:
+        for part in queued.micro_batches:
+            queue.run_input_dist(part)
+        embeddings = prefetched.local_slice(self.world, cast(Batch, queued.batch))
+        for part in queued.micro_batches:
+            part.context.embeddings = [embeddings[part.context.slice_offset :][: part.device_batch.batch_size]]
+
+    def _num_steps_after(self, part: MicroBatch) -> int:
+        assert part.context.global_totals is not None and part.context.batch_slice is not None
+        return part.context.batch_slice.step + (part.context.global_totals.weight > 0)
+
+    def _forward_dense(self, part: MicroBatch) -> Any:
+        if self._dense_forward is None:
+            return part.device_batch.dense
+        with self.stage_times.stage("dense_forward"), fsdp_parameter_error_context():
+            return self._dense_forward(part.device_batch.dense)
+
+    def _output_dist(self, part: MicroBatch) -> Any:
+        with self.stage_times.stage("lookup"):
+            return select_score_input(self.model, self.model.embeddings.output_dist(part.context))
+
+    def _score(self, queued: QueuedBatch, part: MicroBatch, dense: Any, pooled: Any) -> tuple[Tensor, Tensor, Tensor]:
+        totals, factors = part.context.global_totals, queued.task_factors
+        assert totals is not None
+        with self.stage_times.stage("dense_forward"), fsdp_parameter_error_context():
+            task_factors = None if factors is None else factors(totals.weight)
+            return self._losses(dense, pooled, part.device_batch, part.context, task_factors)
+
+    def _backward(self, part: MicroBatch, loss: Tensor) -> None:
+        context = part.context
+        assert context.global_totals is not None
+        weight, num_samples = context.global_totals.weight, sum(context.batch_size_per_rank)
+        if not weight > 0:
+            return
+        with self.model.embeddings.active_batch(context), self.stage_times.stage("backward"):
+            if part.is_first:
+                self.optimizer.zero_grad(set_to_none=True)
+            if self.clip is not None and self.clip.includes_rows:
+                # Clip at the end of the backward pass, when all gradients are available.
+                context.overlaps_gradient_dist, context.clip = (
+                    True,
+                    partial(self.clip, dense_parameters(self.optimizer)),
+                )
+            # Tables and dense gradients scale the loss by B_local / B_global, so it is finally divided by the total
+            # weight. Without weights, the divisor is exactly the local batch size.
+            divisor = part.device_batch.batch_size * weight / max(num_samples, 1)
+            (loss / (divisor or 1.0)).backward()
 
     def _finish_dense_update(self) -> None:
         if not self._has_pending_dense_update:
@@ -252,274 +329,14 @@ class Pipeline:
             if self.clip is not None and not self.clip.includes_rows:
                 # The host reads the norm and raises an error if it is not finite, so check the loss first.
                 if self.clip.norm is not None:
-                    self._resolve_deferred_loss()
+                    self._resolve_check()
                 self.clip(dense_parameters(self.optimizer))
-            if self._deferred_check is None:
-                self.optimizer.step()
-            else:
-                self._deferred_check.undo = step_if_finite(self.optimizer, self._deferred_check.found_inf)
+            self.update_check.step_optimizer(self.optimizer)
 
-    def snapshot_prefetched(self) -> PrefetchedEmbeddings | None:
-        """Return the prefetched embeddings of the next batch on rank 0, and each rank's slice on others, or `None`.
-
-        Call it between two steps. Collective. Later loops start with these embeddings.
-        """
-        coming = self._queue[0] if self._queue else None
-        if (
-            self.uses_stale_embeddings
-            and self.prefetched_embeddings is None
-            and coming
-            and coming.batch is not None
-            and coming.deferred_error is None
-        ):
-            embeddings = [self.model.embeddings.wait_for_embeddings(part.context)[0] for part in coming.micro_batches]
-            self.prefetched_embeddings = PrefetchedEmbeddings.gather(self.world, coming.batch, torch.cat(embeddings))
-        return self.prefetched_embeddings
-
-    @property
-    def _prefetches_ids(self) -> bool:
-        return self.uses_stale_embeddings or "ids" in self.overlap or self.model.embeddings.lookahead > 0
-
-    @property
-    def _queue_size(self) -> int:
-        if self._prefetches_ids or self.device_copier is not None:
-            return max(self.model.embeddings.lookahead, 1)
-        return 0
-
-    def _read(self, batches: Iterator[Batch]) -> QueuedBatch | None:
+    def _resolve_check(self) -> None:
         try:
-            with self.stage_times.stage("data"):
-                return QueuedBatch(next(batches))
-        except StopIteration:
-            return None
-        except Exception as error:
-            return QueuedBatch(None, error)
-
-    def _start_copy(self, coming: QueuedBatch) -> None:
-        if coming.batch is None or coming.pending_copies:
-            return
-        with self.stage_times.stage("copy"):
-            for part in split_batch(coming.batch, self.accumulate_steps):
-                now = partial(part.to, self.world.device, non_blocking=True)
-                coming.pending_copies.append(now if self.device_copier is None else self.device_copier.start(part))
-
-    def _start_input_dist(self, coming: QueuedBatch) -> None:
-        batch, error, start = coming.batch, coming.error, self.model.embeddings.start_input_dist
-        if self.num_masked_tasks:
-            coming.task_factors = start_task_factors(self.world, batch, self.num_masked_tasks)
-        if batch is None:
-            assert error is not None
-            coming.micro_batches = [_MicroBatch(None, start(error)) for _ in range(self.accumulate_steps)]
-            return
-        self._start_copy(coming)
-        totals, place = make_batch_totals(batch), 0
-        for index, take in enumerate(coming.pending_copies):
-            with self.stage_times.stage("copy"):
-                on_device = take()
-            is_part = index < self.accumulate_steps - 1
-            with self.stage_times.stage("input_dist"):
-                flight = start(
-                    on_device.sparse,
-                    local_totals=totals,
-                    accumulates_gradients=is_part,
-                    stage_timer=self.stage_times.stage,
-                )
-            flight.slice_offset, flight.overlaps_gradient_dist = place, "gradients" in self.overlap
-            coming.micro_batches.append(_MicroBatch(on_device, flight))
-            place += on_device.batch_size
-        coming.pending_copies.clear()
-
-    def _use_prefetched_embeddings(self, prefetched: PrefetchedEmbeddings, coming: QueuedBatch) -> None:
-        for part in coming.micro_batches:
-            self._input_dist(part)
-        assert coming.batch is not None
-        embeddings = prefetched.local_slice(self.world, coming.batch)
-        for part in coming.micro_batches:
-            part.context.embeddings = [embeddings[part.context.slice_offset :][: part.device_batch.batch_size]]
-
-    def _fill_queue(self, batches: Iterator[Batch]) -> None:
-        # All ranks stop at a batch that cannot be trained.
-        while len(self._queue) < self._queue_size:
-            if self._queue:
-                self._for_each_queued(self._input_dist)
-                if self._queue[-1].batch is None or self._queue[-1].deferred_error is not None:
-                    return
-            if (coming := self._read(batches)) is None:
-                return
-            self._queue.append(coming)
-            if self._prefetches_ids and (coming.batch is not None or self.world.size > 1):
-                try:
-                    self._start_input_dist(coming)
-                except MesetaError as error:
-                    coming.deferred_error = error
-            else:
-                self._start_copy(coming)
-
-    def _for_each_queued(self, carry_on: Callable[[_MicroBatch], object], count: int | None = None) -> None:
-        """Call `carry_on` with each micro-batch of the first `count` queued batches, or of all."""
-        for coming in list(self._queue)[:count]:
-            if coming.deferred_error is None:
-                try:
-                    for part in coming.micro_batches:
-                        carry_on(part)
-                except MesetaError as error:
-                    # The step of the batch raises it.
-                    coming.deferred_error = error
-
-    def _prefetch_rows(self, parts: Sequence[_MicroBatch]) -> None:
-        # The current batch comes first, then the queued ones, until the cache is full.
-        if self.model.embeddings.lookahead:
-            with self.stage_times.stage("lookup"):
-                for part in (*parts, *(part for coming in self._queue for part in coming.micro_batches)):
-                    if part.context.stage == "started" or not self.model.embeddings.prefetch(part.context):
-                        break
-
-    def _lookup_queued(self, step: int, part: _MicroBatch) -> None:
-        part.context.step = step
-        self._lookup(part)
-
-    def _input_dist(self, part: _MicroBatch) -> None:
-        # The batch may have been exchanged ahead of its step.
-        if part.context.stage == "started":
-            with self.stage_times.stage("input_dist"):
-                self.model.embeddings.input_dist(part.context)
-
-    def _lookup(self, part: _MicroBatch) -> None:
-        self._input_dist(part)
-        if part.context.stage == "exchanged":
-            with self.stage_times.stage("lookup"):
-                self.model.embeddings.lookup(part.context)
-
-    def _train_step(
-        self,
-        coming: QueuedBatch,
-        batches: Iterator[Batch],
-        schedule: Callable[[], float | None],
-        votes: Callable[[], Sequence[float]],
-    ) -> StepResult:
-        prefetched, self.prefetched_embeddings = self.prefetched_embeddings, None
-        if not coming.micro_batches:
-            self._start_input_dist(coming)
-            if prefetched is not None:
-                self._use_prefetched_embeddings(prefetched, coming)
-        if coming.deferred_error is not None:
-            raise coming.deferred_error
-        parts, logits, former_step = coming.micro_batches, list[Tensor](), self.model.embeddings.step
-        local_losses: Tensor | None = None
-        try:
-            for index, part in enumerate(parts):
-                is_last = index == len(parts) - 1
-                with micro_batch_error_context(index, len(parts)):
-                    self._lookup(part)
-                    # The input_dist of later batches runs during the rest of this step.
-                    if index == 0:
-                        self._fill_queue(batches)
-                    if "embeddings" in self.overlap:
-                        self.model.embeddings.start_second_hop(part.context)
-                    if index == 0:
-                        self._finish_dense_update()
-                        lr_factor = schedule()
-                        for other in parts:
-                            other.context.lr_factor = lr_factor
-                    scores, summed, sums = self._score(coming, part, None if is_last else parts[index + 1])
-                    local_losses = sums if local_losses is None else local_losses + sums
-                    logits.append(scores.detach())
-                    if index == 0:
-                        self._for_each_queued(lambda ahead: self.model.embeddings.start_second_hop(ahead.context))
-                        self._prefetch_rows(parts)
-                        if self.uses_stale_embeddings:
-                            self._for_each_queued(partial(self._lookup_queued, self._num_steps_after(part)), count=1)
-                    agreement = self._start_agreement(part, local_losses, votes()) if is_last else None
-                    self._backward(part, summed, is_first=index == 0)
-        finally:
-            self.model.embeddings.discard_accumulated()
-        assert agreement is not None
-        self._record_agreement(agreement, coming, former_step)
-        whole = agreement.global_totals
-        self._has_pending_dense_update = whole.weight > 0
-        if "dense" not in self.overlap:
-            self._finish_dense_update()
-        self.stage_times.end_step()
-        votes_heard, self._resolved_votes = self._resolved_votes, ()
-        return StepResult(
-            agreement=agreement,
-            num_samples=whole.num_samples - whole.num_padding,
-            logits=torch.cat(logits),
-            batch=cast(Batch, coming.batch),
-            votes=votes_heard,
-        )
-
-    def _record_agreement(self, agreement: LossAgreement, coming: QueuedBatch, former_step: int) -> None:
-        flight = coming.micro_batches[-1].context
-        self._set_update_guard(agreement, flight)
-        if flight.found_inf is None:
-            self._resolved_votes = agreement.votes
-        else:
-            # `_resolve_deferred_loss` records the votes later.
-            self._deferred_check = DeferredLossCheck(agreement, flight.found_inf, coming.batch, former_step)
-
-    def _num_steps_after(self, part: _MicroBatch) -> int:
-        assert part.context.global_totals is not None and part.context.batch_slice is not None
-        return part.context.batch_slice.step + (part.context.global_totals.weight > 0)
-
-    def _score(
-        self, coming: QueuedBatch, part: _MicroBatch, following: _MicroBatch | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (logits, loss, sums of losses) of a micro-batch. Starts the lookup of `following` meanwhile."""
-        embeddings, stage, batch = self.model.embeddings, self.stage_times.stage, part.device_batch
-        hides = "embeddings" in self.overlap
-        with embeddings.active_batch(part.context):
-            dense: Any = batch.dense
-            if hides and self._forward_dense is not None:
-                with stage("dense_forward"), fsdp_parameter_error_context():
-                    dense = self._forward_dense(dense)
-            with stage("lookup"):
-                pooled = select_score_input(self.model, embeddings.output_dist(part.context))
-            self._for_each_queued(self._input_dist)
-            # The host has just waited for id counts, so this check hardly waits.
-            self._resolve_deferred_loss()
-            if hides and following is not None:
-                self._lookup(following)
-            with stage("dense_forward"), fsdp_parameter_error_context():
-                assert part.context.global_totals is not None
-                factors = (
-                    None if coming.task_factors is None else coming.task_factors(part.context.global_totals.weight)
-                )
-                return self._losses(dense, pooled, batch, part.context, factors)
-
-    def _start_agreement(self, part: _MicroBatch, local_losses: Tensor, votes: Sequence[float]) -> LossAgreement:
-        assert part.context.global_totals is not None
-        with self.stage_times.stage("agree"):
-            agreement = LossAgreement.start(
-                self.world, part.context.global_totals, local_losses, votes, self._losses.term_names
-            )
-        if "agree" not in self.overlap:
-            self._set_update_guard(agreement, part.context)
-        # No row is updated before the agreement.
-        part.context.pre_update_hook = partial(self._set_update_guard, agreement, part.context)
-        return agreement
-
-    def _set_update_guard(self, agreement: LossAgreement, flight: BatchContext[Any]) -> None:
-        # After a non-finite loss, an error on the host or a flag on the device prevents the update of rows.
-        with self.stage_times.stage("agree"):
-            if not self.defers_loss_check:
-                agreement.check()
-            elif flight.found_inf is None:
-                flight.found_inf = agreement.found_inf()
-
-    def _backward(self, part: _MicroBatch, summed: Tensor, *, is_first: bool) -> None:
-        flight = part.context
-        assert flight.global_totals is not None
-        weight, num_samples = flight.global_totals.weight, sum(flight.batch_size_per_rank)
-        if not weight > 0:
-            return
-        with self.model.embeddings.active_batch(flight), self.stage_times.stage("backward"):
-            if is_first:
-                self.optimizer.zero_grad(set_to_none=True)
-            # Tables and dense gradients scale the loss by B_local / B_global, so it is finally divided by the total
-            # weight. Without weights, the divisor is exactly the local batch size.
-            if self.clip is not None and self.clip.includes_rows:
-                # Clip at the end of the backward pass, when all gradients are available.
-                flight.overlaps_gradient_dist, flight.clip = True, partial(self.clip, dense_parameters(self.optimizer))
-            divisor = part.device_batch.batch_size * weight / max(num_samples, 1)
-            (summed / (divisor or 1.0)).backward()
+            self.update_check.resolve()
+        except LateNonFiniteLoss as error:
+            # Restore the state before the skipped step.
+            self.model.embeddings.step, self.batch = error.step, error.batch
+            raise

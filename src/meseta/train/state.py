@@ -17,7 +17,7 @@ from meseta.comm.dense import distribute_like, full_tensor, is_sharded
 from meseta.data.dataset.dataset import Dataset
 from meseta.data.read.batch import Batch
 from meseta.errors import StorageError, format_value
-from meseta.pipeline.losses import LateNonFiniteLoss, NonFiniteLoss
+from meseta.pipeline.update_check import LateNonFiniteLoss, NonFiniteLoss
 from meseta.spec import FeatureSpec, MesetaError
 from meseta.system.remote import Location
 

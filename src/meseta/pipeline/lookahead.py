@@ -1,0 +1,294 @@
+"""Look-ahead queue of a training loop. Copies, exchanges and lookups of queued batches overlap with earlier steps."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meseta.comm import World
+from meseta.data.read.batch import Batch
+from meseta.embedding.base import BaseEmbeddingCollection
+from meseta.embedding.batch_context import BatchContext
+from meseta.pipeline.device_copy import DeviceCopier
+from meseta.pipeline.losses import make_batch_totals, start_task_factors
+from meseta.pipeline.update_check import LateNonFiniteLoss
+from meseta.sparse import KeyedJaggedTensor
+from meseta.spec import MesetaError
+from meseta.telemetry.span import StageTimes
+
+
+@dataclass(eq=False)
+class MicroBatch:
+    """Part of a batch, from its `input_dist` to its backward pass."""
+
+    index: int
+    num_parts: int
+    context: BatchContext[Any]
+    batch: Batch | None
+    """Micro-batch on its device. `None` if reading failed."""
+
+    @property
+    def device_batch(self) -> Batch:
+        # A failure of reading was raised before.
+        assert self.batch is not None
+        return self.batch
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == self.num_parts - 1
+
+    def error_context(self) -> AbstractContextManager[None]:
+        """See `micro_batch_error_context`."""
+        return micro_batch_error_context(self.index, self.num_parts)
+
+
+@dataclass(eq=False)
+class QueuedBatch:
+    """Batch that was read, possibly ahead of its step."""
+
+    batch: Batch | None
+    """`None` if reading failed."""
+    error: Exception | None = None
+    """Exception raised while reading."""
+    deferred_error: MesetaError | None = None
+    """Error that all ranks detected before the step of the batch, which raises it."""
+    pending_copies: list[Callable[[], Batch]] = field(default_factory=list)
+    """Functions that return each micro-batch on the device. Empty until its copies are started."""
+    micro_batches: list[MicroBatch] = field(default_factory=list)
+    """Empty until the `input_dist` of the batch is started."""
+    task_factors: Callable[[float], Tensor] | None = None
+    """Result of `start_task_factors`. `None` if all labels are known."""
+
+    @property
+    def can_be_trained(self) -> bool:
+        return self.batch is not None and self.deferred_error is None
+
+
+@dataclass(eq=False, kw_only=True)
+class LookaheadQueue:
+    """Batches of one training loop, in order. All ranks call the same methods in the same order."""
+
+    batches: Iterator[Batch]
+    embeddings: BaseEmbeddingCollection[Any]
+    world: World
+    stage_times: StageTimes
+    accumulate_steps: int
+    num_masked_tasks: int
+    """Number of tasks if batches have a mask of known labels, else 0."""
+    exchanges_ids: bool
+    """Whether the ids of a batch are exchanged during the previous step."""
+    overlaps_gradient_dist: bool
+    device_copier: DeviceCopier | None
+    """`None` copies each batch in its step."""
+    current: QueuedBatch | None = field(default=None, init=False)
+    _waiting: deque[QueuedBatch] = field(default_factory=deque, init=False)
+    _has_ended: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self._starts_input_dist = self.exchanges_ids or self.embeddings.lookahead > 0
+        is_read_ahead = self._starts_input_dist or self.device_copier is not None
+        self._size = max(self.embeddings.lookahead, 1) if is_read_ahead else 0
+
+    @property
+    def next(self) -> QueuedBatch | None:
+        """Batch of the next step. `None` if it was not read yet."""
+        return self._waiting[0] if self._waiting else None
+
+    @property
+    def open_batches(self) -> list[QueuedBatch]:
+        return [*([] if self.current is None else [self.current]), *self._waiting]
+
+    def pop(self) -> QueuedBatch | None:
+        """Make the next batch the current one and return it. `None` at the end."""
+        self.current = self._waiting.popleft() if self._waiting else self._read()
+        return self.current
+
+    def _read(self) -> QueuedBatch | None:
+        if self._has_ended:
+            return None
+        try:
+            with self.stage_times.stage("data"):
+                return QueuedBatch(next(self.batches))
+        except StopIteration:
+            self._has_ended = True
+            return None
+        except Exception as error:
+            return QueuedBatch(None, error)
+
+    def fill(self) -> None:
+        """Read batches until the queue is full, and start their copies and exchanges."""
+        # All ranks stop at a batch that cannot be trained.
+        while len(self._waiting) < self._size:
+            if self._waiting:
+                self.input_dist()
+                if not self._waiting[-1].can_be_trained:
+                    return
+            if (queued := self._read()) is None:
+                return
+            self._waiting.append(queued)
+            if self._starts_input_dist and (queued.batch is not None or self.world.size > 1):
+                try:
+                    self.start_input_dist(queued)
+                except MesetaError as error:
+                    queued.deferred_error = error
+            else:
+                self._start_copy(queued)
+
+    def _start_copy(self, queued: QueuedBatch) -> None:
+        if queued.batch is None or queued.pending_copies:
+            return
+        with self.stage_times.stage("copy"):
+            for part in split_batch(queued.batch, self.accumulate_steps):
+                now = partial(part.to, self.world.device, non_blocking=True)
+                queued.pending_copies.append(now if self.device_copier is None else self.device_copier.start(part))
+
+    def start_input_dist(self, queued: QueuedBatch) -> None:
+        """Copy the micro-batches of a batch to the device and start their `input_dist`."""
+        batch, error, start = queued.batch, queued.error, self.embeddings.start_input_dist
+        if self.num_masked_tasks:
+            queued.task_factors = start_task_factors(self.world, batch, self.num_masked_tasks)
+        count = self.accumulate_steps
+        if batch is None:
+            assert error is not None
+            queued.micro_batches = [MicroBatch(index, count, start(error), None) for index in range(count)]
+            return
+        self._start_copy(queued)
+        totals, offset = make_batch_totals(batch), 0
+        for index, take in enumerate(queued.pending_copies):
+            with self.stage_times.stage("copy"):
+                on_device = take()
+            with self.stage_times.stage("input_dist"):
+                context = start(
+                    on_device.sparse,
+                    local_totals=totals,
+                    accumulates_gradients=index < count - 1,
+                    stage_timer=self.stage_times.stage,
+                )
+            context.slice_offset, context.overlaps_gradient_dist = offset, self.overlaps_gradient_dist
+            queued.micro_batches.append(MicroBatch(index, count, context, on_device))
+            offset += on_device.batch_size
+        queued.pending_copies.clear()
+
+    def input_dist(self) -> None:
+        """Complete the `input_dist` of all queued batches."""
+        self._for_each_waiting(self.run_input_dist)
+
+    def start_second_hop(self) -> None:
+        self._for_each_waiting(lambda part: self.embeddings.start_second_hop(part.context))
+
+    def lookup_next(self, step: int) -> None:
+        """Look up the next batch before the update of the current one. `step` is the number of updates before it."""
+
+        def run(part: MicroBatch) -> None:
+            part.context.step = step
+            self.run_lookup(part)
+
+        self._for_each_waiting(run, count=1)
+
+    def _for_each_waiting(self, run: Callable[[MicroBatch], object], count: int | None = None) -> None:
+        for queued in list(self._waiting)[:count]:
+            if queued.deferred_error is None:
+                try:
+                    for part in queued.micro_batches:
+                        run(part)
+                except MesetaError as error:
+                    # The step of the batch raises it.
+                    queued.deferred_error = error
+
+    def prefetch_rows(self) -> None:
+        """Prefetch offloaded rows, in the order of the batches, until the cache is full."""
+        if self.embeddings.lookahead:
+            with self.stage_times.stage("lookup"):
+                for part in (part for queued in self.open_batches for part in queued.micro_batches):
+                    if part.context.stage == "started" or not self.embeddings.prefetch(part.context):
+                        break
+
+    def run_input_dist(self, part: MicroBatch) -> None:
+        # It may have been completed ahead of its step.
+        if part.context.stage == "started":
+            with self.stage_times.stage("input_dist"):
+                self.embeddings.input_dist(part.context)
+
+    def run_lookup(self, part: MicroBatch) -> None:
+        # It may have been looked up ahead of its step.
+        self.run_input_dist(part)
+        if part.context.stage == "exchanged":
+            with self.stage_times.stage("lookup"):
+                self.embeddings.lookup(part.context)
+
+    def drop(self) -> None:
+        """Drop all open batches."""
+        for queued in self.open_batches:
+            for part in queued.micro_batches:
+                self.embeddings.drop(part.context)
+
+
+def split_batch(batch: Batch, num_parts: int) -> list[Batch]:
+    """Split a batch into `num_parts` micro-batches of consecutive samples, as equal in size as possible.
+
+    Ids are copied. All other tensors are views.
+    """
+    if num_parts == 1:
+        return [batch]
+    # The first parts are smaller, or empty. Therefore no part that is empty on all ranks follows a non-empty one.
+    share, more = divmod(batch.batch_size, num_parts)
+    sizes = [share + (part >= num_parts - more) for part in range(num_parts)]
+    bounds = torch.tensor([0, *sizes]).cumsum(0)
+    ids = batch.sparse
+    first_bags = torch.arange(len(ids.keys))[:, None] * batch.batch_size + bounds
+    places = ids.offsets[first_bags.to(ids.offsets.device)].tolist()
+    lengths = ids.lengths.view(len(ids.keys), batch.batch_size).split(sizes, dim=1)
+
+    def cut(tensor: Tensor | None) -> list[Tensor | None]:
+        return [None] * num_parts if tensor is None else list(tensor.split(sizes))
+
+    def cut_ids(tensor: Tensor, part: int) -> Tensor:
+        return torch.cat([tensor[of_key[part] : of_key[part + 1]] for of_key in places])
+
+    return [
+        Batch(
+            dense=batch.dense[start:stop],
+            sparse=KeyedJaggedTensor(
+                keys=ids.keys,
+                values=cut_ids(ids.values, part),
+                lengths=lengths[part].reshape(-1),
+                weights=None if ids.weights is None else cut_ids(ids.weights, part),
+                batch_sizes=(stop - start,) * len(ids.keys),
+            ),
+            label=batch.label[start:stop],
+            weight=weight,
+            group=group,
+            label_mask=None if batch.label_mask is None else batch.label_mask[start:stop],
+        )
+        for part, ((start, stop), weight, group) in enumerate(
+            zip(pairwise(bounds.tolist()), cut(batch.weight), cut(batch.group), strict=True)
+        )
+    ]
+
+
+@contextmanager
+def micro_batch_error_context(index: int, num_parts: int) -> Iterator[None]:
+    """Context manager that prefixes errors with the index of the micro-batch that raised them.
+
+    Errors deferred from the previous step pass through unchanged.
+    """
+    try:
+        yield
+    except LateNonFiniteLoss:
+        raise
+    except MesetaError as error:
+        if num_parts == 1:
+            raise
+        raise error.with_prefix(f"micro-batch {index + 1} of {num_parts}: ") from None
