@@ -20,7 +20,7 @@ from meseta.config import DenseOptimizerConfig
 from meseta.data.read.batch import Batch
 from meseta.optim.dense import GradientClipper, make_dense_optimizer, step_if_finite
 from meseta.pipeline import Pipeline
-from meseta.pipeline.update_check import NonFiniteLoss
+from meseta.pipeline.losses import NonFiniteLoss
 from meseta.spec import MesetaError
 from meseta.spec.stages import OVERLAPS, Overlap
 from model_parts import lasting_tensors

@@ -19,7 +19,7 @@ from meseta.models import DLRM, MLP, MLPOptions, make_model
 from meseta.models.global_layers import SyncBatchNorm, dropout, dropout_mask
 from meseta.ops.random_rows import random_bits, table_key
 from meseta.pipeline import Pipeline
-from meseta.pipeline.update_check import NonFiniteLoss
+from meseta.pipeline.losses import NonFiniteLoss
 from meseta.sparse import KeyedJaggedTensor
 from meseta.spec import FeatureSpec, MesetaError, TableSpec
 from meseta.train.evaluate import evaluation_mode

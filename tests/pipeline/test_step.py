@@ -15,7 +15,7 @@ from meseta.embedding import EmbeddingBagCollection
 from meseta.models import DLRM
 from meseta.optim.dense import GradientClipper
 from meseta.pipeline import Pipeline, StageTimes
-from meseta.pipeline.update_check import NonFiniteLoss
+from meseta.pipeline.losses import NonFiniteLoss
 from meseta.sparse import KeyedJaggedTensor
 from meseta.spec import FeatureSpec, MesetaError, OptimizerSpec, TableSpec
 

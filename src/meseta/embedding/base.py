@@ -311,10 +311,9 @@ class BaseEmbeddingCollection(nn.Module, ABC, Generic[GroupStateT]):
         return self._out_of_range_ids.counts
 
     def set_resume_state(self, step: int, num_outside: Int[Tensor, " F"] | None) -> None:
-        """Set the number of updates and of out-of-range ids of a saved run."""
+        """Set the number of updates and of out-of-range ids, for example of a saved run."""
         self.step = step
-        if num_outside is not None:
-            self._out_of_range_ids.counts = num_outside
+        self._out_of_range_ids.counts = num_outside
 
     def _set_batch_slice(
         self, flight: BatchContext[GroupStateT], world: World, sizes: tuple[int, ...], totals: Sequence[BatchTotals]

@@ -88,6 +88,18 @@ class FeatureGroup:
         return self.divide_means(gradient.clone(), lengths.view(len(self.features), -1))
 
 
+RejectedId = tuple[FeatureGroup, Tensor]
+"""Feature group with the `CheckedIds.first_error` of its ids."""
+
+
+def raise_rejected_id(rejected_ids: Sequence[RejectedId]) -> None:
+    """Raise the error of the first rejected id in `BatchContext.rejected_ids`. Waits for a GPU."""
+    for group, first_error in rejected_ids:
+        feature, sample, row = first_error.tolist()
+        if feature >= 0:
+            raise group.out_of_range_error(feature, sample, row)
+
+
 def group_features(features: Sequence[FeatureSpec], tables: Mapping[str, TableSpec]) -> tuple[FeatureGroup, ...]:
     """Group features by batch name. The first group has the name '', over whose samples the loss is averaged.
 
@@ -208,6 +220,10 @@ class BatchContext(Generic[GroupStateT]):
     error, no row is updated."""
     clip: Clip | None = None
     """Gradient clipping in one process. `None` means no clipping."""
+    defers_id_check: bool = False
+    """Whether the caller raises errors for rejected ids later, by `rejected_ids`. Only for a collection in one process.
+    A rejected id reads row 0."""
+    rejected_ids: tuple[RejectedId, ...] = ()
     found_inf: Float[Tensor, ""] | None = None
     """Device scalar (float32). If nonzero, kernels skip the row update without a host sync. `None` means always
     update."""

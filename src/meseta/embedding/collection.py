@@ -12,7 +12,7 @@ from torch import Tensor
 
 from meseta.comm import BatchTotals, World
 from meseta.embedding.base import BaseEmbeddingCollection, OptimizerInBackward
-from meseta.embedding.batch_context import BatchContext, Clip, ExhaustedInput, FeatureGroup
+from meseta.embedding.batch_context import BatchContext, Clip, ExhaustedInput, FeatureGroup, raise_rejected_id
 from meseta.embedding.input_dist import OwnedIds
 from meseta.embedding.routes import GradientRounding, MessageFormat, gradient_exponent
 from meseta.embedding.update import (
@@ -233,14 +233,17 @@ class EmbeddingBagCollection(BaseEmbeddingCollection[CheckedIds]):
         flight.num_out_of_range = self.count_out_of_range(flight.group_states)
 
     def input_dist(self, flight: BatchContext[CheckedIds]) -> BatchContext[CheckedIds]:
-        """Raise MesetaError for invalid ids. One process has no exchange."""
+        """Raise MesetaError for invalid ids, unless the batch defers it. One process has no exchange."""
         flight.enter_stage("exchanged", after="started")
         with flight.drop_on_error():
-            for group, group_ids in zip(self.groups, flight.group_states, strict=True):
-                if group_ids.first_error is not NO_ERROR:
-                    feature, sample, row = group_ids.first_error.tolist()
-                    if feature >= 0:
-                        raise group.out_of_range_error(feature, sample, row)
+            flight.rejected_ids = tuple(
+                (group, group_ids.first_error)
+                for group, group_ids in zip(self.groups, flight.group_states, strict=True)
+                if group_ids.first_error is not NO_ERROR
+            )
+            if not flight.defers_id_check:
+                raise_rejected_id(flight.rejected_ids)
+                flight.rejected_ids = ()
             batch_size = flight.group_states[0].kjt.batch_size
             flight.global_totals = flight.local_totals or BatchTotals(batch_size, 0, float(batch_size))
         return flight

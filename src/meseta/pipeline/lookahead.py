@@ -18,8 +18,7 @@ from meseta.data.read.batch import Batch
 from meseta.embedding.base import BaseEmbeddingCollection
 from meseta.embedding.batch_context import BatchContext
 from meseta.pipeline.device_copy import DeviceCopier
-from meseta.pipeline.losses import make_batch_totals, start_task_factors
-from meseta.pipeline.update_check import LateNonFiniteLoss
+from meseta.pipeline.losses import SkippedUpdate, make_batch_totals, start_task_factors
 from meseta.sparse import KeyedJaggedTensor
 from meseta.spec import MesetaError
 from meseta.telemetry.span import StageTimes
@@ -90,6 +89,7 @@ class LookaheadQueue:
     exchanges_ids: bool
     """Whether the ids of a batch are exchanged during the previous step."""
     overlaps_gradient_dist: bool
+    defers_id_check: bool
     device_copier: DeviceCopier | None
     """`None` copies each batch in its step."""
     current: QueuedBatch | None = field(default=None, init=False)
@@ -177,6 +177,7 @@ class LookaheadQueue:
                     stage_timer=self.stage_times.stage,
                 )
             context.slice_offset, context.overlaps_gradient_dist = offset, self.overlaps_gradient_dist
+            context.defers_id_check = self.defers_id_check
             queued.micro_batches.append(MicroBatch(index, count, context, on_device))
             offset += on_device.batch_size
         queued.pending_copies.clear()
@@ -286,7 +287,7 @@ def micro_batch_error_context(index: int, num_parts: int) -> Iterator[None]:
     """
     try:
         yield
-    except LateNonFiniteLoss:
+    except SkippedUpdate:
         raise
     except MesetaError as error:
         if num_parts == 1:

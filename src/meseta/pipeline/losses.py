@@ -41,6 +41,18 @@ CROSS_ENTROPY = "cross_entropy"
 """Name of a loss term that replaces the default cross-entropy."""
 
 
+class NonFiniteLoss(MesetaError):
+    """Non-finite loss of a global batch. Raised on all ranks before any update."""
+
+
+class SkippedUpdate(MesetaError):
+    """Error of a step that the host detects one step late. The device has skipped the update."""
+
+
+class LateNonFiniteLoss(NonFiniteLoss, SkippedUpdate):
+    """Non-finite loss that the host detects one step late."""
+
+
 class BatchLosses:
     """Computes logits and losses of batches of one model.
 

@@ -19,9 +19,9 @@ from meseta.ops.allocator import keep_freed_memory
 from meseta.optim.dense import GradientClipper, dense_parameters
 from meseta.pipeline.device_copy import DeviceCopier
 from meseta.pipeline.lookahead import LookaheadQueue, MicroBatch, QueuedBatch
-from meseta.pipeline.losses import BatchLosses, Model
+from meseta.pipeline.losses import BatchLosses, Model, SkippedUpdate
 from meseta.pipeline.prefetch import PrefetchedEmbeddings
-from meseta.pipeline.update_check import LateNonFiniteLoss, LossAgreement, UpdateCheck
+from meseta.pipeline.update_check import DeferredCheck, LossAgreement, UpdateCheck
 from meseta.sparse.shapes import Float
 from meseta.spec.stages import Overlap
 from meseta.telemetry.span import DeviceClock, StageTimes
@@ -156,6 +156,7 @@ class Pipeline:
             num_masked_tasks=self.num_masked_tasks,
             exchanges_ids=self.uses_stale_embeddings or "ids" in self.overlap,
             overlaps_gradient_dist="gradients" in self.overlap,
+            defers_id_check=self.update_check.is_deferred,
             device_copier=self.device_copier,
         )
         try:
@@ -168,7 +169,7 @@ class Pipeline:
                 yield step
                 self.stage_times.begin_step()
                 del step
-        except (GeneratorExit, LateNonFiniteLoss):  # All ranks leave at the same step.
+        except (GeneratorExit, SkippedUpdate):  # All ranks leave at the same step.
             queue.drop()
             raise
         except BaseException:
@@ -207,7 +208,8 @@ class Pipeline:
         votes: Callable[[], Sequence[float]],
     ) -> StepResult:
         embeddings, check, hides_embeddings = self.model.embeddings, self.update_check, "embeddings" in self.overlap
-        former_step, logits, losses = embeddings.step, list[Tensor](), list[Tensor]()
+        logits, losses = list[Tensor](), list[Tensor]()
+        step, num_out_of_range = embeddings.step, embeddings.num_out_of_range
         self._start_input_dist(queue, queued)
         micro_batches = queued.micro_batches
         try:
@@ -240,11 +242,11 @@ class Pipeline:
                         if self.uses_stale_embeddings:
                             queue.lookup_next(self._num_steps_after(part))
                     if part.is_last:
-                        agreement = check.start(part.context, sum(losses[1:], losses[0]), votes())
+                        agreement = check.start(micro_batches, sum(losses[1:], losses[0]), votes())
                     self._backward(part, loss)
         finally:
             embeddings.discard_accumulated()
-        check.finish(agreement, part.context, queued.batch, former_step)
+        check.finish(agreement, queued, step, num_out_of_range)
         totals = agreement.global_totals
         self._has_pending_dense_update = totals.weight > 0
         if "dense" not in self.overlap:
@@ -336,7 +338,9 @@ class Pipeline:
     def _resolve_check(self) -> None:
         try:
             self.update_check.resolve()
-        except LateNonFiniteLoss as error:
+        except SkippedUpdate:
             # Restore the state before the skipped step.
-            self.model.embeddings.step, self.batch = error.step, error.batch
+            skipped = cast(DeferredCheck, self.update_check.skipped)
+            self.batch = skipped.batch
+            self.model.embeddings.set_resume_state(skipped.step, skipped.num_out_of_range)
             raise

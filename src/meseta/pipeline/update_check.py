@@ -13,26 +13,14 @@ from torch import Tensor
 
 from meseta.comm import BatchTotals, World
 from meseta.data.read.batch import Batch
-from meseta.embedding.batch_context import BatchContext, no_op
+from meseta.embedding.batch_context import BatchContext, FeatureGroup, RejectedId, no_op, raise_rejected_id
 from meseta.ops.common import AsyncHostCopy, copy_to_device
 from meseta.optim.dense import step_if_finite
-from meseta.sparse.shapes import Float
+from meseta.pipeline.lookahead import MicroBatch, QueuedBatch, micro_batch_error_context
+from meseta.pipeline.losses import LateNonFiniteLoss, NonFiniteLoss, SkippedUpdate
+from meseta.sparse.shapes import Float, Int
 from meseta.spec import MesetaError
 from meseta.telemetry.span import StageTimes
-
-
-class NonFiniteLoss(MesetaError):
-    """Non-finite loss of a global batch. Raised on all ranks before any update."""
-
-
-class LateNonFiniteLoss(NonFiniteLoss):
-    """Non-finite loss that the host detects one step late. The device has skipped the update."""
-
-    def __init__(self, error: NonFiniteLoss, batch: Batch | None, step: int) -> None:
-        super().__init__(error.reason, remedy=error.remedy)
-        self.batch = batch
-        self.step = step
-        """Number of updates before the skipped one."""
 
 
 @dataclass(eq=False)
@@ -42,7 +30,10 @@ class LossAgreement:
     global_totals: BatchTotals
     wait: Callable[[], Tensor]
     term_names: tuple[str, ...] = ()
+    rejected_ids: Sequence[Sequence[RejectedId]] = ()
+    """`BatchContext.rejected_ids` of each micro-batch."""
     _copy: AsyncHostCopy | None = field(default=None, init=False)
+    _id_copies: list[list[tuple[FeatureGroup, AsyncHostCopy]]] = field(default_factory=list, init=False)
     _sums: list[float] | None = field(default=None, init=False)
 
     @staticmethod
@@ -54,15 +45,24 @@ class LossAgreement:
         return LossAgreement(whole, world.start_all_reduce_small(local_sums, "agree"), names)
 
     def found_inf(self) -> Float[Tensor, ""]:
-        """Return a float32 device scalar, 1 if `check` will raise NonFiniteLoss, else 0."""
+        """Return a float32 device scalar, 1 if `check` will raise an error, else 0."""
         sums = self.wait()
-        # `check` reads this copy, so that the host does not wait.
+        is_refused = ~sums[0].isfinite() | (not math.isfinite(self.global_totals.weight))
+        # `check` reads these copies, so that the host does not wait.
         self._copy = AsyncHostCopy(sums)
-        return (~sums[0].isfinite() | (not math.isfinite(self.global_totals.weight))).float()
+        for of_part in self.rejected_ids:
+            self._id_copies.append([(group, AsyncHostCopy(first_error)) for group, first_error in of_part])
+            for _, first_error in of_part:
+                is_refused = is_refused | (first_error[0] >= 0)
+        return is_refused.float()
 
     def check(self) -> list[float]:
-        """Wait for the sums of the loss, its terms and the votes. Raises NonFiniteLoss."""
+        """Wait for the sums of the loss, its terms and the votes. Raises NonFiniteLoss, and MesetaError for a rejected
+        id."""
         if self._sums is None:
+            for index, of_part in enumerate(self._id_copies):
+                with micro_batch_error_context(index, len(self._id_copies)):
+                    raise_rejected_id([(group, copy.read()) for group, copy in of_part])
             self._sums = (self.wait() if self._copy is None else self._copy.read()).tolist()
         loss_sum, weight = self._sums[0], self.global_totals.weight
         if not (math.isfinite(loss_sum) and math.isfinite(weight)):
@@ -92,18 +92,34 @@ class LossAgreement:
 
 
 @dataclass(eq=False)
-class _PendingCheck:
+class DeferredCheck:
+    """Check of a step that the host completes in the next step."""
+
     agreement: LossAgreement
     found_inf: Float[Tensor, ""]
     batch: Batch | None
     step: int
+    """Number of updates before this step."""
+    num_out_of_range: Int[Tensor, " F"] | None
+    """Number of out-of-range ids before this step."""
     undo_host_update: Callable[[], None] = no_op
+
+    def complete(self) -> tuple[float, ...]:
+        """Return the votes. Raises SkippedUpdate for a rejected id or a non-finite loss."""
+        try:
+            return self.agreement.votes
+        except MesetaError as error:
+            # The device has skipped its part of the update.
+            self.undo_host_update()
+            kind = LateNonFiniteLoss if isinstance(error, NonFiniteLoss) else SkippedUpdate
+            raise kind(error.reason, remedy=error.remedy) from None
 
 
 class UpdateCheck:
-    """Check of each step's loss. If it is deferred, the host does not wait for the device.
+    """Check of the loss of each step, and in one process of the ids. If it is deferred, the host does not wait.
 
-    The device then skips the update after a non-finite loss, and `resolve` raises LateNonFiniteLoss in the next step.
+    The device then skips the update after a non-finite loss or a rejected id, and `resolve` raises SkippedUpdate in
+    the next step.
     """
 
     def __init__(
@@ -111,49 +127,54 @@ class UpdateCheck:
     ) -> None:
         self.is_deferred = world.device.type != "cpu"
         """Set it before the first step."""
+        self.skipped: DeferredCheck | None = None
+        """Check for which `resolve` raised an error."""
         self._world, self._stage_times, self._term_names = world, stage_times, term_names
         self._overlaps_backward = overlaps_backward
-        self._pending: _PendingCheck | None = None
+        self._pending: DeferredCheck | None = None
         self._votes: tuple[float, ...] = ()
 
-    def start(self, context: BatchContext[Any], local_losses: Tensor, votes: Sequence[float]) -> LossAgreement:
+    def start(self, micro_batches: Sequence[MicroBatch], local_losses: Tensor, votes: Sequence[float]) -> LossAgreement:
         """Start the sums over all ranks. No row is updated before they are known. Raises NonFiniteLoss."""
+        context = micro_batches[-1].context
         assert context.global_totals is not None
         with self._stage_times.stage("agree"):
             agreement = LossAgreement.start(self._world, context.global_totals, local_losses, votes, self._term_names)
+            agreement.rejected_ids = [part.context.rejected_ids for part in micro_batches]
         if not self._overlaps_backward:
             self._guard_update(agreement, context)
         context.pre_update_hook = partial(self._guard_update, agreement, context)
         return agreement
 
     def _guard_update(self, agreement: LossAgreement, context: BatchContext[Any]) -> None:
-        # After a non-finite loss, an error on the host or a flag on the device prevents the update of rows.
+        # An error on the host or a flag on the device prevents the update of rows.
         with self._stage_times.stage("agree"):
             if not self.is_deferred:
                 agreement.check()
             elif context.found_inf is None:
                 context.found_inf = agreement.found_inf()
 
-    def finish(self, agreement: LossAgreement, context: BatchContext[Any], batch: Batch | None, step: int) -> None:
-        """Complete the check after the backward pass, or leave it to `resolve`. Raises NonFiniteLoss."""
+    def finish(
+        self, agreement: LossAgreement, queued: QueuedBatch, step: int, num_out_of_range: Int[Tensor, " F"] | None
+    ) -> None:
+        """Complete the check after the backward pass, or leave it to `resolve`. Raises NonFiniteLoss.
+
+        `step` and `num_out_of_range` are the numbers of updates and out-of-range ids before this step.
+        """
+        context = queued.micro_batches[-1].context
         self._guard_update(agreement, context)
         if context.found_inf is None:
             self._votes = agreement.votes
         else:
-            self._pending = _PendingCheck(agreement, context.found_inf, batch, step)
+            self._pending = DeferredCheck(agreement, context.found_inf, queued.batch, step, num_out_of_range)
 
     def resolve(self) -> None:
-        """Complete a deferred check of the previous step. Raises LateNonFiniteLoss."""
-        pending, self._pending = self._pending, None
-        if pending is None:
-            return
-        try:
+        """Complete a deferred check of the previous step. Raises SkippedUpdate."""
+        self.skipped, self._pending = self._pending, None
+        if self.skipped is not None:
             with self._stage_times.stage("agree"):
-                self._votes = pending.agreement.votes
-        except NonFiniteLoss as error:
-            # The device has skipped its part of the update.
-            pending.undo_host_update()
-            raise LateNonFiniteLoss(error, pending.batch, pending.step) from None
+                self._votes = self.skipped.complete()
+            self.skipped = None
 
     def pop_votes(self) -> tuple[float, ...]:
         """Return the votes of the last completed check, once."""
@@ -161,7 +182,7 @@ class UpdateCheck:
         return votes
 
     def step_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Run an optimizer step unless the loss is not finite."""
+        """Run an optimizer step unless the update is skipped."""
         if self._pending is None:
             optimizer.step()
         else:

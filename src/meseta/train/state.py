@@ -17,7 +17,7 @@ from meseta.comm.dense import distribute_like, full_tensor, is_sharded
 from meseta.data.dataset.dataset import Dataset
 from meseta.data.read.batch import Batch
 from meseta.errors import StorageError, format_value
-from meseta.pipeline.update_check import LateNonFiniteLoss, NonFiniteLoss
+from meseta.pipeline.losses import NonFiniteLoss, SkippedUpdate
 from meseta.spec import FeatureSpec, MesetaError
 from meseta.system.remote import Location
 
@@ -115,8 +115,8 @@ def add_step_context(
         back = "there is no checkpoint yet" if saved is None else f"the last checkpoint is {str(saved)!r}"
     except StorageError as unread:  # The original error is more important than this one.
         back = str(unread)
-    # A deferred check reports the loss of the step before.
-    number = done if isinstance(error, LateNonFiniteLoss) else done + 1
+    # A deferred check reports the step before.
+    number = done if isinstance(error, SkippedUpdate) else done + 1
     return MesetaError(f"step {number}: {cause or error} ({back})")
 
 

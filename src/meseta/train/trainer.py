@@ -16,7 +16,8 @@ from meseta.comm.recording import publish_record
 from meseta.config import RunConfig
 from meseta.measure.threads import StepThreads
 from meseta.optim.dense import set_learning_rates
-from meseta.pipeline import LateNonFiniteLoss, StepResult
+from meseta.pipeline import StepResult
+from meseta.pipeline.losses import SkippedUpdate
 from meseta.spec import MesetaError
 from meseta.telemetry.metrics_file import EvalLine, Line, TrainLine
 from meseta.telemetry.summary import read_summary
@@ -290,10 +291,10 @@ class Trainer:
             raise self._add_step_context(error) from None
 
     def _synchronize(self) -> None:
-        """Finish all pending updates. Raises MesetaError if a GPU skipped the last one because of a non-finite loss."""
+        """Finish all pending updates. Raises MesetaError if a GPU skipped the last one."""
         try:
             self.pipeline.synchronize()
-        except LateNonFiniteLoss as error:
+        except SkippedUpdate as error:
             raise self._add_step_context(error) from None
 
     def _add_step_context(self, error: MesetaError) -> MesetaError:
