@@ -118,7 +118,7 @@ class BatchLosses:
             summed = summed + term
             reported.append(term.detach().double() * is_told)
             reported[0] = reported[0] + reported[-1]
-        return logits, summed, torch.stack(reported)
+        return logits, summed, torch.stack(reported) if len(reported) > 1 else reported[0].view(1)
 
     def _global_terms(self, logits: Tensor, batch: Batch, flight: BatchContext[Any]) -> list[tuple[Tensor, bool]]:
         """Return pairs (term, is_reported). Each term is multiplied by the total weight."""

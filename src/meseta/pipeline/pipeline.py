@@ -110,6 +110,7 @@ class Pipeline:
             self._dense_gradients.overlaps_update = "dense" in self.overlap
         self._queue: LookaheadQueue | None = None
         self._has_pending_dense_update = False
+        self._divisor, self._inverse_divisor = 1.0, torch.ones((), device=world.device)
         # Steps reuse the memory that earlier steps have freed.
         if world.device.type == "cpu":
             keep_freed_memory()
@@ -255,7 +256,7 @@ class Pipeline:
         return StepResult(
             agreement=agreement,
             num_samples=totals.num_samples - totals.num_padding,
-            logits=torch.cat(logits),
+            logits=torch.cat(logits) if len(logits) > 1 else logits[0],
             batch=cast(Batch, queued.batch),
             votes=check.pop_votes(),
         )
@@ -311,14 +312,18 @@ class Pipeline:
                 self.optimizer.zero_grad(set_to_none=True)
             if self.clip is not None and self.clip.includes_rows:
                 # Clip at the end of the backward pass, when all gradients are available.
-                context.overlaps_gradient_dist, context.clip = (
-                    True,
-                    partial(self.clip, dense_parameters(self.optimizer)),
-                )
+                context.overlaps_gradient_dist = True
+                context.clip = partial(self.clip, dense_parameters(self.optimizer))
             # Tables and dense gradients scale the loss by B_local / B_global, so it is finally divided by the total
             # weight. Without weights, the divisor is exactly the local batch size.
             divisor = part.device_batch.batch_size * weight / max(num_samples, 1)
-            (loss / (divisor or 1.0)).backward()
+            loss.backward(self._loss_gradient(loss, divisor or 1.0))
+
+    def _loss_gradient(self, loss: Tensor, divisor: float) -> Tensor:
+        # The same in each step of full batches without weights, so that it is computed once.
+        if divisor != self._divisor or self._inverse_divisor.dtype != loss.dtype:
+            self._divisor, self._inverse_divisor = divisor, torch.ones_like(loss) / divisor
+        return self._inverse_divisor
 
     def _finish_dense_update(self) -> None:
         if not self._has_pending_dense_update:

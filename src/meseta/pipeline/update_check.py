@@ -30,6 +30,8 @@ class LossAgreement:
     global_totals: BatchTotals
     wait: Callable[[], Tensor]
     term_names: tuple[str, ...] = ()
+    host_votes: tuple[float, ...] = ()
+    """Votes of a single rank. They are not copied to the device."""
     rejected_ids: Sequence[Sequence[RejectedId]] = ()
     """`BatchContext.rejected_ids` of each micro-batch."""
     _copy: AsyncHostCopy | None = field(default=None, init=False)
@@ -41,20 +43,26 @@ class LossAgreement:
         world: World, whole: BatchTotals, losses: Tensor, votes: Sequence[float], names: tuple[str, ...] = ()
     ) -> LossAgreement:
         """Start the all-reduce of `votes` and float64 `losses`, the local sums of the loss and of the terms `names`."""
+        if world.size == 1:
+            return LossAgreement(whole, lambda: losses, names, tuple(votes))
         local_sums = torch.cat([losses, copy_to_device(votes, torch.float64, world.device)])
         return LossAgreement(whole, world.start_all_reduce_small(local_sums, "agree"), names)
 
     def found_inf(self) -> Float[Tensor, ""]:
         """Return a float32 device scalar, 1 if `check` will raise an error, else 0."""
         sums = self.wait()
-        is_refused = ~sums[0].isfinite() | (not math.isfinite(self.global_totals.weight))
+        is_refused = torch.empty((), dtype=torch.float32, device=sums.device)
+        # NaN and inf times 0 are NaN, which differs from 0. `isfinite` would take five kernels.
+        torch.ne(sums[0] * 0.0, 0.0, out=is_refused)
+        if not math.isfinite(self.global_totals.weight):
+            is_refused.fill_(1.0)
         # `check` reads these copies, so that the host does not wait.
         self._copy = AsyncHostCopy(sums)
         for of_part in self.rejected_ids:
             self._id_copies.append([(group, AsyncHostCopy(first_error)) for group, first_error in of_part])
             for _, first_error in of_part:
-                is_refused = is_refused | (first_error[0] >= 0)
-        return is_refused.float()
+                is_refused.logical_or_(first_error[0] >= 0)
+        return is_refused
 
     def check(self) -> list[float]:
         """Wait for the sums of the loss, its terms and the votes. Raises NonFiniteLoss, and MesetaError for a rejected
@@ -88,7 +96,7 @@ class LossAgreement:
     @property
     def votes(self) -> tuple[float, ...]:
         """Sums over all ranks. Raises NonFiniteLoss."""
-        return tuple(self.check()[1 + len(self.term_names) :])
+        return self.host_votes + tuple(self.check()[1 + len(self.term_names) :])
 
 
 @dataclass(eq=False)
