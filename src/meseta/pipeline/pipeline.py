@@ -19,7 +19,7 @@ from meseta.embedding.batch_context import BatchContext
 from meseta.models.layers import find_dense_forward, select_score_input
 from meseta.ops.allocator import keep_freed_memory
 from meseta.optim.dense import GradientClipper, dense_parameters, step_if_finite
-from meseta.pipeline.device_copy import DeviceCopier
+from meseta.pipeline.device_copy import DeviceCopier, PackedBatch, PackedPart
 from meseta.pipeline.losses import (
     BatchLosses,
     DeferredLossCheck,
@@ -81,6 +81,8 @@ class QueuedBatch:
     """Exception raised while reading."""
     deferred_error: MesetaError | None = None
     """Error that all ranks detected before the step of the batch, which raises it."""
+    packed: Sequence[PackedPart] = ()
+    """Packed micro-batches. Empty if none are packed, or after their copies are started."""
     pending_copies: list[Callable[[], Batch]] = field(default_factory=list)
     """Functions that return each micro-batch on the device. Empty until its copies are started."""
     micro_batches: list[_MicroBatch] = field(default_factory=list)
@@ -177,7 +179,7 @@ class Pipeline:
 
     def steps(
         self,
-        batches: Iterator[Batch],
+        batches: Iterator[Batch | PackedBatch],
         *,
         schedule: Callable[[], float | None] = lambda: None,
         votes: Callable[[], Sequence[float]] = tuple,
@@ -190,7 +192,7 @@ class Pipeline:
         open batches. All ranks must leave it after the same step.
 
         Args:
-            batches: Slices of this rank. All ranks must have the same number.
+            batches: Slices of this rank, packed or not. All ranks must have the same number.
             schedule: Called in each step after all previous updates. It sets the learning rates of `optimizer`, and
                 returns the factor of the tables' learning rates, or `None` for that of the collection.
             votes: Called in each step for the votes, see `__call__`.
@@ -286,10 +288,13 @@ class Pipeline:
             return max(self.model.embeddings.lookahead, 1)
         return 0
 
-    def _read(self, batches: Iterator[Batch]) -> QueuedBatch | None:
+    def _read(self, batches: Iterator[Batch | PackedBatch]) -> QueuedBatch | None:
         try:
             with self.stage_times.stage("data"):
-                return QueuedBatch(next(batches))
+                batch = next(batches)
+                if isinstance(batch, PackedBatch):
+                    return QueuedBatch(batch.batch, packed=batch.parts)
+                return QueuedBatch(batch)
         except StopIteration:
             return None
         except Exception as error:
@@ -299,9 +304,13 @@ class Pipeline:
         if coming.batch is None or coming.pending_copies:
             return
         with self.stage_times.stage("copy"):
-            for part in split_batch(coming.batch, self.accumulate_steps):
-                now = partial(part.to, self.world.device, non_blocking=True)
-                coming.pending_copies.append(now if self.device_copier is None else self.device_copier.start(part))
+            if self.device_copier is None:
+                parts = split_batch(coming.batch, self.accumulate_steps)
+                coming.pending_copies = [partial(part.to, self.world.device, non_blocking=True) for part in parts]
+            else:
+                packed = coming.packed or split_batch(coming.batch, self.accumulate_steps)
+                coming.pending_copies = [self.device_copier.start(part) for part in packed]
+                coming.packed = ()
 
     def _start_input_dist(self, coming: QueuedBatch) -> None:
         batch, error, start = coming.batch, coming.error, self.model.embeddings.start_input_dist
@@ -337,7 +346,7 @@ class Pipeline:
         for part in coming.micro_batches:
             part.context.embeddings = [embeddings[part.context.slice_offset :][: part.device_batch.batch_size]]
 
-    def _fill_queue(self, batches: Iterator[Batch]) -> None:
+    def _fill_queue(self, batches: Iterator[Batch | PackedBatch]) -> None:
         # All ranks stop at a batch that cannot be trained.
         while len(self._queue) < self._queue_size:
             if self._queue:
@@ -393,7 +402,7 @@ class Pipeline:
     def _train_step(
         self,
         coming: QueuedBatch,
-        batches: Iterator[Batch],
+        batches: Iterator[Batch | PackedBatch],
         schedule: Callable[[], float | None],
         votes: Callable[[], Sequence[float]],
     ) -> StepResult:
