@@ -13,9 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from meseta.comm import World
-from meseta.data.read.batch import Batch
+from meseta.data.read.batch import Batch, split_batch
 from meseta.pipeline import Pipeline
-from meseta.pipeline.lookahead import split_batch
 from meseta.spec import MesetaError
 from meseta.spec.stages import OVERLAPS, Overlap
 from meseta.storage import ROW

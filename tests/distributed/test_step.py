@@ -14,10 +14,9 @@ from torch import nn
 from torch.nn import functional
 
 from meseta.comm import World
-from meseta.data.read.batch import Batch
+from meseta.data.read.batch import Batch, split_batch
 from meseta.embedding import EmbeddingBagCollection, ShardedEmbeddingBagCollection, shard
 from meseta.pipeline import Pipeline
-from meseta.pipeline.lookahead import split_batch
 from meseta.sparse import KeyedJaggedTensor
 from meseta.spec import FeatureSpec, OptimizerSpec, Plan, TableSpec
 from sampling import diagonal

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from meseta.data.read.batch import Batch
+from meseta.data.read.batch import Batch, split_batch
 from meseta.embedding import EmbeddingBagCollection
-from meseta.pipeline.lookahead import split_batch
 from meseta.sparse import Embeddings, KeyedJaggedTensor
 from meseta.spec import FeatureSpec, OptimizerSpec, TableSpec
 from sampling import diagonal

@@ -18,6 +18,7 @@ from safetensors.numpy import load_file
 from meseta.comm import World
 from meseta.config import RunConfig
 from meseta.data.dataset.dataset import Dataset
+from meseta.data.read.batch import Batch
 from meseta.data.read.batch_reader import BatchIterator, BatchReader
 from meseta.measure import threads
 from meseta.measure.threads import use_num_threads
@@ -272,7 +273,7 @@ def test_a_resumed_run_reads_from_its_position(tiny: Path, tmp_path: Path, monke
     begun = []
     epochs = BatchReader.epochs
 
-    def spy(self: BatchReader, num_epochs: int) -> BatchIterator:
+    def spy(self: BatchReader, num_epochs: int) -> BatchIterator[Batch]:
         begun.append((self.split, self.get_state()["row"]))
         return epochs(self, num_epochs)
 

@@ -2,23 +2,102 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from meseta.data.read.batch import Batch
+from meseta.data.read.batch import Batch, split_batch
+from meseta.data.read.packing import PackedLayout, pack
+from meseta.pipeline.losses import make_batch_totals
 from meseta.telemetry.span import StageTimes
 
-ALIGNMENT = 256
-"""Alignment in bytes of tensors that share a buffer, as in torch's allocator."""
+MAX_PENDING_COPIES = 4
+"""Number of copies in progress at which a new batch waits for the oldest one."""
+BUFFER_GROWTH_FACTOR = 1.25
+"""Size of new buffers relative to the batch that did not fit."""
+
+
+class BufferPool:
+    """Thread-safe pool of host buffers. A buffer is reused after its copy has completed."""
+
+    def __init__(self, new_buffer: Callable[[int], Tensor]) -> None:
+        self._new_buffer = new_buffer
+        self._num_bytes = 0
+        # In the order of the copies, which is that of their completion.
+        self._copied = deque[tuple[Tensor, Any]]()
+        self._lock = threading.Lock()
+
+    def acquire(self, num_bytes: int) -> Tensor:
+        """Return a buffer of at least `num_bytes`. May wait for a copy."""
+        with self._lock:
+            can_reuse = self._copied and (len(self._copied) >= MAX_PENDING_COPIES or self._copied[0][1].query())
+            reused = self._copied.popleft() if can_reuse else None
+            if num_bytes > self._num_bytes:
+                self._num_bytes = int(num_bytes * BUFFER_GROWTH_FACTOR)
+            num_new_bytes = self._num_bytes
+        if reused is not None:
+            buffer, copied = reused
+            copied.synchronize()
+            if buffer.numel() >= num_bytes:
+                return buffer
+        return self._new_buffer(num_new_bytes)
+
+    def release(self, buffer: Tensor, copied: Any) -> None:
+        """Return a buffer to the pool. `copied` is the event after its copy."""
+        with self._lock:
+            self._copied.append((buffer, copied))
+
+
+@dataclass(frozen=True, eq=False)
+class PackedPart:
+    """Micro-batch in a buffer. It can be copied once."""
+
+    layout: PackedLayout
+    buffer: Tensor
+    pool: BufferPool
+
+
+@dataclass(frozen=True, eq=False)
+class PackedBatch:
+    """Batch with its packed micro-batches."""
+
+    batch: Batch
+    parts: tuple[PackedPart, ...]
+
+
+class BatchPacker:
+    """Packs batches into pinned buffers, such as in a reading thread."""
+
+    def __init__(
+        self, device: torch.device, num_parts: int = 1, *, new_buffer: Callable[[int], Tensor] | None = None
+    ) -> None:
+        """Create a packer of `num_parts` micro-batches. Tests replace `new_buffer`."""
+        self._num_parts = num_parts
+        self._pool = BufferPool(new_buffer or partial(_new_pinned_buffer, device))
+
+    @staticmethod
+    def for_device(device: torch.device, num_parts: int) -> BatchPacker | None:
+        """Return a packer, or `None` if the device needs no copies."""
+        return BatchPacker(device, num_parts) if device.type == "cuda" else None
+
+    def pack(self, batch: Batch) -> PackedBatch:
+        """Pack the micro-batches of a batch."""
+        return PackedBatch(batch, tuple(map(self.pack_part, split_batch(batch, self._num_parts))))
+
+    def pack_part(self, part: Batch) -> PackedPart:
+        """Pack one micro-batch."""
+        layout, buffer = pack(part, make_batch_totals(part).weight, self._pool.acquire)
+        return PackedPart(layout, buffer, self._pool)
 
 
 class DeviceCopier:
-    """Copies batches to a device asynchronously. The host never waits, only the computation on the device."""
+    """Copies batches to a device asynchronously. Only the computation on the device waits for a copy."""
 
     def __init__(
         self,
@@ -28,42 +107,35 @@ class DeviceCopier:
         cuda: Any = torch.cuda,
         new_buffer: Callable[[int], Tensor] | None = None,
     ) -> None:
-        """Create a copier. `times` records each copy. `new_buffer` allocates host memory for direct access, or
-        pinned memory if `None`. Tests replace `cuda`."""
+        """Create a copier. `times` records each copy. Tests replace `cuda` and `new_buffer`."""
         self._device, self._times, self._cuda = device, times, cuda
-        self._new_buffer = new_buffer or partial(torch.empty, dtype=torch.uint8, pin_memory=True)
+        self._packer = BatchPacker(device, new_buffer=new_buffer)
         self._stream = cuda.Stream(device)
 
-    def start(self, batch: Batch) -> Callable[[], Batch]:
-        """Start copying a batch. Return a function that makes the then current stream wait, and returns the batch."""
-        buffer, places = self._pack(batch.tensors)
+    def start(self, part: Batch | PackedPart) -> Callable[[], Batch]:
+        """Start copying a micro-batch, which is packed first if needed.
+
+        Return a function that makes the then current stream wait, and returns the copy.
+        """
+        packed = part if isinstance(part, PackedPart) else self._packer.pack_part(part)
+        source = packed.buffer[: packed.layout.num_bytes]
         with self._cuda.stream(self._stream):
-            with self._times.time_copy(buffer.nbytes, self._stream):
-                on_device = buffer.to(self._device, non_blocking=True)
+            with self._times.time_copy(source.nbytes, self._stream):
+                on_device = torch.empty(source.shape, dtype=source.dtype, device=self._device)
+                on_device.copy_(source, non_blocking=True)
             arrived = self._stream.record_event()
-        tensors = [
-            on_device[place : place + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            for place, tensor in zip(places, batch.tensors, strict=True)
-        ]
-        return partial(self._wait, batch.with_tensors(tensors), on_device, arrived)
+        packed.pool.release(packed.buffer, arrived)
+        return partial(self._wait, packed.layout, on_device, arrived)
 
-    def _pack(self, tensors: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
-        # With one buffer, one copy suffices.
-        places, size = list[int](), 0
-        for tensor in tensors:
-            places.append(size)
-            size += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-        buffer = self._new_buffer(size)
-        memory = buffer.numpy()
-        for place, tensor in zip(places, tensors, strict=True):
-            # In numpy, because torch would wake a team of threads for it.
-            source = tensor.contiguous().view(-1).view(torch.uint8).numpy()
-            np.copyto(memory[place : place + source.size], source)
-        return buffer, places
-
-    def _wait(self, batch: Batch, on_device: Tensor, arrived: Any) -> Batch:
+    def _wait(self, layout: PackedLayout, on_device: Tensor, arrived: Any) -> Batch:
         stream = self._cuda.current_stream(self._device)
         stream.wait_event(arrived)
         # Without this, the copy stream, which allocated the memory, could reuse it for a later batch too early.
         on_device.record_stream(stream)
-        return batch
+        return layout.unpack(on_device)
+
+
+def _new_pinned_buffer(device: torch.device, num_bytes: int) -> Tensor:
+    # A reading thread would otherwise create a context on the first device of the host.
+    with torch.cuda.device(device):
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)

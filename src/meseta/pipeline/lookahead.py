@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from meseta.comm import World
-from meseta.data.read.batch import Batch
+from meseta.data.read.batch import Batch, split_batch
 from meseta.embedding.base import BaseEmbeddingCollection
 from meseta.embedding.batch_context import BatchContext
-from meseta.pipeline.device_copy import DeviceCopier
+from meseta.pipeline.device_copy import DeviceCopier, PackedBatch, PackedPart
 from meseta.pipeline.losses import SkippedUpdate, make_batch_totals, start_task_factors
-from meseta.sparse import KeyedJaggedTensor
 from meseta.spec import MesetaError
 from meseta.telemetry.span import StageTimes
 
@@ -63,8 +60,10 @@ class QueuedBatch:
     """Exception raised while reading."""
     deferred_error: MesetaError | None = None
     """Error that all ranks detected before the step of the batch, which raises it."""
+    packed: Sequence[PackedPart] = ()
+    """Packed micro-batches, until their copies are started."""
     pending_copies: list[Callable[[], Batch]] = field(default_factory=list)
-    """Functions that return each micro-batch on the device. Empty until its copies are started."""
+    """Functions that return each micro-batch on the device."""
     micro_batches: list[MicroBatch] = field(default_factory=list)
     """Empty until the `input_dist` of the batch is started."""
     task_factors: Callable[[float], Tensor] | None = None
@@ -79,7 +78,7 @@ class QueuedBatch:
 class LookaheadQueue:
     """Batches of one training loop, in order. All ranks call the same methods in the same order."""
 
-    batches: Iterator[Batch]
+    batches: Iterator[Batch | PackedBatch]
     embeddings: BaseEmbeddingCollection[Any]
     world: World
     stage_times: StageTimes
@@ -120,7 +119,10 @@ class LookaheadQueue:
             return None
         try:
             with self.stage_times.stage("data"):
-                return QueuedBatch(next(self.batches))
+                batch = next(self.batches)
+                if isinstance(batch, PackedBatch):
+                    return QueuedBatch(batch.batch, packed=batch.parts)
+                return QueuedBatch(batch)
         except StopIteration:
             self._has_ended = True
             return None
@@ -150,9 +152,13 @@ class LookaheadQueue:
         if queued.batch is None or queued.pending_copies:
             return
         with self.stage_times.stage("copy"):
-            for part in split_batch(queued.batch, self.accumulate_steps):
-                now = partial(part.to, self.world.device, non_blocking=True)
-                queued.pending_copies.append(now if self.device_copier is None else self.device_copier.start(part))
+            if self.device_copier is None:
+                parts = split_batch(queued.batch, self.accumulate_steps)
+                queued.pending_copies = [partial(part.to, self.world.device, non_blocking=True) for part in parts]
+            else:
+                packed = queued.packed or split_batch(queued.batch, self.accumulate_steps)
+                queued.pending_copies = [self.device_copier.start(part) for part in packed]
+                queued.packed = ()
 
     def start_input_dist(self, queued: QueuedBatch) -> None:
         """Copy the micro-batches of a batch to the device and start their `input_dist`."""
@@ -234,49 +240,6 @@ class LookaheadQueue:
         for queued in self.open_batches:
             for part in queued.micro_batches:
                 self.embeddings.drop(part.context)
-
-
-def split_batch(batch: Batch, num_parts: int) -> list[Batch]:
-    """Split a batch into `num_parts` micro-batches of consecutive samples, as equal in size as possible.
-
-    Ids are copied. All other tensors are views.
-    """
-    if num_parts == 1:
-        return [batch]
-    # The first parts are smaller, or empty. Therefore no part that is empty on all ranks follows a non-empty one.
-    share, more = divmod(batch.batch_size, num_parts)
-    sizes = [share + (part >= num_parts - more) for part in range(num_parts)]
-    bounds = torch.tensor([0, *sizes]).cumsum(0)
-    ids = batch.sparse
-    first_bags = torch.arange(len(ids.keys))[:, None] * batch.batch_size + bounds
-    places = ids.offsets[first_bags.to(ids.offsets.device)].tolist()
-    lengths = ids.lengths.view(len(ids.keys), batch.batch_size).split(sizes, dim=1)
-
-    def cut(tensor: Tensor | None) -> list[Tensor | None]:
-        return [None] * num_parts if tensor is None else list(tensor.split(sizes))
-
-    def cut_ids(tensor: Tensor, part: int) -> Tensor:
-        return torch.cat([tensor[of_key[part] : of_key[part + 1]] for of_key in places])
-
-    return [
-        Batch(
-            dense=batch.dense[start:stop],
-            sparse=KeyedJaggedTensor(
-                keys=ids.keys,
-                values=cut_ids(ids.values, part),
-                lengths=lengths[part].reshape(-1),
-                weights=None if ids.weights is None else cut_ids(ids.weights, part),
-                batch_sizes=(stop - start,) * len(ids.keys),
-            ),
-            label=batch.label[start:stop],
-            weight=weight,
-            group=group,
-            label_mask=None if batch.label_mask is None else batch.label_mask[start:stop],
-        )
-        for part, ((start, stop), weight, group) in enumerate(
-            zip(pairwise(bounds.tolist()), cut(batch.weight), cut(batch.group), strict=True)
-        )
-    ]
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from meseta.data.read.batch import Batch
 from meseta.models.layers import find_dense_forward, select_score_input
 from meseta.ops.allocator import keep_freed_memory
 from meseta.optim.dense import GradientClipper, dense_parameters
-from meseta.pipeline.device_copy import DeviceCopier
+from meseta.pipeline.device_copy import DeviceCopier, PackedBatch
 from meseta.pipeline.lookahead import LookaheadQueue, MicroBatch, QueuedBatch
 from meseta.pipeline.losses import BatchLosses, Model, SkippedUpdate
 from meseta.pipeline.prefetch import PrefetchedEmbeddings
@@ -130,7 +130,7 @@ class Pipeline:
 
     def steps(
         self,
-        batches: Iterator[Batch],
+        batches: Iterator[Batch | PackedBatch],
         *,
         schedule: Callable[[], float | None] = lambda: None,
         votes: Callable[[], Sequence[float]] = tuple,
@@ -143,7 +143,7 @@ class Pipeline:
         open batches. All ranks must leave it after the same step.
 
         Args:
-            batches: Slices of this rank. All ranks must have the same number.
+            batches: Slices of this rank, packed or not. All ranks must have the same number.
             schedule: Called in each step after all previous updates. It sets the learning rates of `optimizer`, and
                 returns the factor of the tables' learning rates, or `None` for that of the collection.
             votes: Called in each step for the votes, see `__call__`.

@@ -113,7 +113,7 @@ class DeferredCheck:
     undo_host_update: Callable[[], None] = no_op
 
     def complete(self) -> tuple[float, ...]:
-        """Return the votes. Raises SkippedUpdate for a rejected id or a non-finite loss."""
+        """Return the votes. Raises SkippedUpdate."""
         try:
             return self.agreement.votes
         except MesetaError as error:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from meseta.comm import World
 from meseta.data.read.batch import Batch
-from meseta.pipeline.losses import LossAgreement
+from meseta.pipeline.update_check import LossAgreement
 from meseta.system.background import BackgroundJobs
 from meseta.train.running_metrics import RunningMetrics, StepPredictions
 

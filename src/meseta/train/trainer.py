@@ -14,9 +14,11 @@ from meseta import checkpoint
 from meseta.comm import World
 from meseta.comm.recording import publish_record
 from meseta.config import RunConfig
+from meseta.data.read.batch_reader import BatchIterator
 from meseta.measure.threads import StepThreads
 from meseta.optim.dense import set_learning_rates
 from meseta.pipeline import StepResult
+from meseta.pipeline.device_copy import BatchPacker
 from meseta.pipeline.losses import SkippedUpdate
 from meseta.spec import MesetaError
 from meseta.telemetry.metrics_file import EvalLine, Line, TrainLine
@@ -100,6 +102,7 @@ class Trainer:
             # Lock before reading, so that a refused run does not replace the running one at the dispatcher.
             self.world.run_on_rank_0(self.run_dir.lock)
             held.callback(lambda: self._batches.close())  # noqa: PLW0108  `resume` may replace the iterator.
+            self._packer = BatchPacker.for_device(world.device, config.train.accumulate_steps)
             self._start_reading()  # Reads while the model is created.
             self._build(with_test)
             held.callback(self.checkpoint_manager.close)
@@ -425,4 +428,9 @@ class Trainer:
 
     def _start_reading(self) -> None:
         # With stale embeddings, the reader is one batch ahead at the end.
-        self._batches = self.reader.epochs(self.config.train.epochs + self.config.pipeline.staleness)
+        num_epochs = self.config.train.epochs + self.config.pipeline.staleness
+        self._batches: BatchIterator[Any] = (
+            self.reader.epochs(num_epochs)
+            if self._packer is None
+            else self.reader.prepared_epochs(num_epochs, self._packer.pack)
+        )

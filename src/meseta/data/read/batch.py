@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -95,3 +96,46 @@ class Batch:
         if self.label.device == torch.device(device):
             return self
         return self.with_tensors([tensor.to(device, non_blocking=non_blocking) for tensor in self.tensors])
+
+
+def split_batch(batch: Batch, num_parts: int) -> list[Batch]:
+    """Split a batch into `num_parts` micro-batches of consecutive samples, as equal in size as possible.
+
+    Ids are copied. All other tensors are views.
+    """
+    if num_parts == 1:
+        return [batch]
+    # The first parts are smaller, or empty. Therefore no part that is empty on all ranks follows a non-empty one.
+    share, more = divmod(batch.batch_size, num_parts)
+    sizes = [share + (part >= num_parts - more) for part in range(num_parts)]
+    bounds = torch.tensor([0, *sizes]).cumsum(0)
+    ids = batch.sparse
+    first_bags = torch.arange(len(ids.keys))[:, None] * batch.batch_size + bounds
+    places = ids.offsets[first_bags.to(ids.offsets.device)].tolist()
+    lengths = ids.lengths.view(len(ids.keys), batch.batch_size).split(sizes, dim=1)
+
+    def cut(tensor: Tensor | None) -> list[Tensor | None]:
+        return [None] * num_parts if tensor is None else list(tensor.split(sizes))
+
+    def cut_ids(tensor: Tensor, part: int) -> Tensor:
+        return torch.cat([tensor[of_key[part] : of_key[part + 1]] for of_key in places])
+
+    return [
+        Batch(
+            dense=batch.dense[start:stop],
+            sparse=KeyedJaggedTensor(
+                keys=ids.keys,
+                values=cut_ids(ids.values, part),
+                lengths=lengths[part].reshape(-1),
+                weights=None if ids.weights is None else cut_ids(ids.weights, part),
+                batch_sizes=(stop - start,) * len(ids.keys),
+            ),
+            label=batch.label[start:stop],
+            weight=weight,
+            group=group,
+            label_mask=None if batch.label_mask is None else batch.label_mask[start:stop],
+        )
+        for part, ((start, stop), weight, group) in enumerate(
+            zip(pairwise(bounds.tolist()), cut(batch.weight), cut(batch.group), strict=True)
+        )
+    ]

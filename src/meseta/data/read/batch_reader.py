@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from meseta.data.dataset.dataset import Dataset
 from meseta.data.dataset.queues import PrefetchIterator
@@ -22,6 +22,8 @@ from meseta.spec import MesetaError
 from meseta.telemetry.span import RowWait, RowWaits
 
 READER_FORMAT = "meseta.reader/1"
+
+Prepared = TypeVar("Prepared")
 
 
 @runtime_checkable
@@ -102,25 +104,28 @@ class WaitCancelled(Exception):
 class TimedBatch(NamedTuple):
     """Batch with the waits for rows that making it took."""
 
-    batch: Batch
+    prepared: Any
+    """The batch, or the result of `prepare`."""
+    position: Position
+    """Position after the batch."""
     waits: dict[str, RowWait]
     """Waits by reader. Empty if this process decodes the rows."""
 
 
-class BatchIterator(Iterator[Batch]):
+class BatchIterator(Iterator[Prepared], Generic[Prepared]):
     """Iterator over a reader's batches, which advances its position. Reading ahead stops on close or deletion."""
 
     def __init__(
         self,
         ahead: PrefetchIterator[TimedBatch],
-        move_on: Callable[[TimedBatch, WaitTracker], Batch],
+        move_on: Callable[[TimedBatch, WaitTracker], Prepared],
         waits: WaitTracker,
     ) -> None:
         """Create the iterator. `move_on` is called with each batch that is taken, and `waits` is used by the read-ahead
         thread."""
         self._prefetch, self._on_batch, self._waits = ahead, move_on, waits
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> Prepared:
         self._waits.begin_wait()
         return self._on_batch(next(self._prefetch), self._waits)  # No variable here keeps the batch alive.
 
@@ -206,18 +211,22 @@ class BatchReader(ABC):
         """Return the number of global batches from the start of the first epoch to a position."""
         return (position.epoch + 1) * self.num_batches - self._slicer.num_batches_from(position.row)
 
-    def epoch(self) -> BatchIterator:
+    def epoch(self) -> BatchIterator[Batch]:
         """Return the batches from the current position to the end of its epoch."""
         return self.epochs(self.position.epoch + 1)
 
-    def epochs(self, num_epochs: int) -> BatchIterator:
+    def epochs(self, num_epochs: int) -> BatchIterator[Batch]:
         """Return the batches from the current position to the end of epoch `num_epochs`, counted from the first epoch.
 
         Reading starts immediately. The position advances when a batch is returned, so prefetched batches do not count
         as consumed. If the loop ends early, the next call continues with the next batch.
         """
+        return self.prepared_epochs(num_epochs, lambda batch: batch)
+
+    def prepared_epochs(self, num_epochs: int, prepare: Callable[[Batch], Prepared]) -> BatchIterator[Prepared]:
+        """Return the results of `prepare` for the batches of `epochs`. The thread that reads ahead calls it."""
         waits = WaitTracker()
-        batches = self._produce(*self.position, num_epochs, waits)
+        batches = self._produce(*self.position, num_epochs, waits, prepare)
         return BatchIterator(PrefetchIterator(batches, self.options.prefetch_batches), self._advance, waits)
 
     def get_state(self, position: Position | None = None) -> dict[str, Any]:
@@ -258,21 +267,24 @@ class BatchReader(ABC):
             raise MesetaError(f"reader state: epoch {epoch!r}, row {row!r} is not a position in {self.num_rows} rows")
         self.position = Position(epoch, row)
 
-    def _advance(self, made: TimedBatch, waits: WaitTracker) -> Batch:
-        batch, for_rows = made
+    def _advance(self, made: TimedBatch, waits: WaitTracker) -> Any:
+        prepared, self.position, for_rows = made
         self.row_waits.add(for_rows, waits.end_wait(sum(wait.total_s for wait in for_rows.values())))
-        assert batch.position is not None
-        self.position = batch.position
-        return batch
+        return prepared
 
-    def _produce(self, epoch: int, row: int, num_epochs: int, waits: WaitTracker) -> Iterator[TimedBatch]:
+    def _produce(
+        self, epoch: int, row: int, num_epochs: int, waits: WaitTracker, prepare: Callable[[Batch], Any]
+    ) -> Iterator[TimedBatch]:
         following: EpochRowSource | None = None
         while epoch < num_epochs:
             with closing(following or self._rows(epoch, row, waits, num_epochs)) as rows:
                 for left in range(self._slicer.num_batches_from(row), 0, -1):
                     # The position after the last batch of an epoch is the start of the next epoch.
-                    after = (epoch, row + self.options.batch_size) if left > 1 else (epoch + 1, 0)
-                    yield TimedBatch(replace(self._make_batch(rows, row), position=Position(*after)), waits.pop_waits())
+                    after = Position(*((epoch, row + self.options.batch_size) if left > 1 else (epoch + 1, 0)))
+                    # No variable here keeps the batch alive.
+                    yield TimedBatch(
+                        prepare(replace(self._make_batch(rows, row), position=after)), after, waits.pop_waits()
+                    )
                     row += self.options.batch_size
                 following = rows.take_next_epoch()
             epoch, row = epoch + 1, 0
