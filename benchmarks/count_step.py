@@ -1,0 +1,102 @@
+"""Count the kernels, copies and waits of one training step on a GPU, on any machine.
+
+    python benchmarks/count_step.py [MODEL ...] [--batch-size 64] [--list] [--compare]
+
+Steps run as in `meseta train` on one rank, with 26 tables of 16 columns, on an emulated GPU: operators on host memory,
+and Triton's kernels in its interpreter. A sort counts as one kernel. Python calls are those of the training thread,
+without those inside Triton's launcher. Sums of losses need more kernels for batches of more than 16,384 samples.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import warnings
+from dataclasses import replace
+
+os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported.
+
+import torch
+from common.command import make_parser
+from common.tables import table
+from gpu_path.patches import emulated_gpu
+from gpu_path.records import StepRecording, compare_steps, num_different
+from gpu_path.training import Training, TrainingCase, record_steps
+
+from meseta.config.models import MODEL_NAMES
+
+NUM_GROUPS = 12
+
+
+def record(case: TrainingCase, num_steps: int = 1) -> list[StepRecording]:
+    """Record successive steps on a new emulated GPU."""
+    with emulated_gpu() as gpu:
+        return record_steps(gpu, Training(case, "cuda"), num_steps)
+
+
+def print_groups(name: str, recording: StepRecording) -> None:
+    """Print the lines of the package that start most kernels, and all of other kinds."""
+    rows = []
+    for (stage, source), names in recording.groups()[:NUM_GROUPS]:
+        rows.append((names.total(), stage, source, ", ".join(f"{n} {one}" for one, n in names.most_common(4))))
+    table(f"{name}: kernels", ("kernels", "stage", "line", "most frequent"), rows)
+    others = [
+        (kind, names.total(), stage, source, ", ".join(names))
+        for kind in ("copy to device", "copy to host", "synchronization", "event wait", "pinned allocation")
+        for (stage, source), names in recording.groups(kind)
+    ]
+    table(f"{name}: copies and waits", ("kind", "number", "stage", "line", "name"), others)
+
+
+def print_differences(case: TrainingCase) -> None:
+    """Print what differs between two steps with ragged ids, weights and other learning rates."""
+    first, second = record(case, 2)
+    differences = compare_steps(first, second)
+    print(
+        f"\n{case.model}: {num_different(differences, 'operator', 'scalar', 'shape')} operators differ in scalars or "
+        f"shapes, {num_different(differences, 'address')} in addresses\n"
+    )
+    for difference in differences:
+        print(difference)
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("models", nargs="*", metavar="MODEL", help="(default: dlrm dcnv2)")
+    parser.add_argument("--batch-size", type=int, default=64, help="(default: 64)")
+    parser.add_argument("--row-optimizer", default="rowwise_adagrad", help="(default: rowwise_adagrad)")
+    parser.add_argument("--dense-optimizer", default="adam", help="(default: adam)")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="(default: float32)")
+    parser.add_argument("--list", action="store_true", help="print each operator")
+    parser.add_argument("--compare", action="store_true", help="compare two steps with ragged ids")
+    chosen = parser.parse_args()
+    if unknown := sorted({*chosen.models} - {*MODEL_NAMES}):
+        parser.error(f"unknown models {', '.join(unknown)}; choose from {', '.join(MODEL_NAMES)}")
+    warnings.filterwarnings("ignore", category=RuntimeWarning, module="triton")  # NaN and infinity in masked lanes.
+    torch.set_num_threads(1)
+    run(chosen)
+
+
+def run(chosen: argparse.Namespace) -> None:
+    """Record a step of each model. Print the requested lists, and one table of counts."""
+    counts = []
+    for name in chosen.models or ["dlrm", "dcnv2"]:
+        case = TrainingCase(
+            model=name,
+            row_optimizer=chosen.row_optimizer,
+            dense_optimizer=chosen.dense_optimizer,
+            dtype=chosen.dtype,
+            batch_size=chosen.batch_size,
+        )
+        [recording] = record(case)
+        if chosen.list:
+            print(*recording.records, sep="\n")
+        print_groups(name, recording)
+        if chosen.compare:
+            print_differences(replace(case, is_ragged=True))
+        counts.append((name, recording.counts()))
+    table("One training step", ("model", *counts[0][1]), [(name, *numbers.values()) for name, numbers in counts])
+
+
+if __name__ == "__main__":
+    main()
