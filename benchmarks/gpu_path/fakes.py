@@ -81,6 +81,11 @@ class FakeCuda:
         finally:
             self._current = before
 
+    @contextmanager
+    def device(self, device: Any) -> Iterator[None]:
+        """Context manager that selects a device."""
+        yield
+
     def synchronize(self, device: Any = None) -> None:
         """Wait for all work of the device."""
         self._note("synchronization", "cuda.synchronize")

@@ -34,7 +34,15 @@ def emulated_gpu() -> Iterator[EmulatedGpu]:
                 stack.enter_context(mock.patch.object(owner, name, member))
 
         replace(torch.cuda, _lazy_init=lambda: None)
-        for name in ("Event", "Stream", "current_stream", "stream", "synchronize", "is_current_stream_capturing"):
+        for name in (
+            "Event",
+            "Stream",
+            "current_stream",
+            "stream",
+            "device",
+            "synchronize",
+            "is_current_stream_capturing",
+        ):
             replace(torch.cuda, **{name: getattr(cuda, name)})
         replace(Tensor, **tensor_members(gpu))
         replace(torch, **constructors(gpu))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,11 +25,14 @@ from meseta.models import make_model
 from meseta.models.registry import MODELS
 from meseta.optim import make_dense_optimizer
 from meseta.pipeline import Pipeline, StepResult
+from meseta.pipeline.device_copy import BatchPacker, PackedBatch
 from meseta.sparse import KeyedJaggedTensor
 from meseta.spec import FeatureSpec, OptimizerSpec, TableSpec
-from meseta.train.running_metrics import RunningMetrics
+from meseta.train.running_metrics import StepPredictions
 
 NUM_DENSE, DIM, NUM_BATCHES, NUM_WARM_UP_STEPS = 13, 16, 8, 3
+NUM_PACKED_BATCHES = 2
+"""The first step reads two batches, and each later one a single batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,18 +102,27 @@ class Training:
         config = DenseOptimizerConfig(name=case.dense_optimizer, lr=0.01)  # type: ignore[arg-type]
         self.optimizer = make_dense_optimizer(config, self.model.parameters())
         self.pipeline = Pipeline(self.model, self.optimizer, world)
-        self._metrics = RunningMetrics(case.labels, None, world)
+        self._predictions: StepPredictions | None = None
         self._num_steps = 0
-        # The thread that trains does not create them in `meseta train` either.
-        batches = [case.make_batch(number) for number in range(NUM_BATCHES)]
+        # In `meseta train`, another thread creates and packs them.
+        self._batches = cycle([case.make_batch(number) for number in range(NUM_BATCHES)])
+        self._packer = BatchPacker.for_device(world.device, num_parts=1)
+        self._packed: deque[Batch | PackedBatch] = deque()
         self._steps: Iterator[StepResult] = self.pipeline.steps(
-            cycle(batches), schedule=self._set_rates, votes=lambda: (float(self._num_steps), 0.0)
+            iter(self._packed.popleft, None), schedule=self._set_rates, votes=lambda: (float(self._num_steps), 0.0)
         )
 
+    def pack_batches(self) -> None:
+        """Pack the batches that the next step reads."""
+        while len(self._packed) < NUM_PACKED_BATCHES:
+            batch = next(self._batches)
+            self._packed.append(batch if self._packer is None else self._packer.pack(batch))
+
     def step(self) -> StepResult:
-        """Train on the next batch, and add its predictions to the metrics."""
+        """Train on the next batch, and copy its predictions for the metrics, which another thread computes."""
+        self.pack_batches()
         result = next(self._steps)
-        self._metrics.add(result.logits, result.batch, result.agreement)
+        self._predictions = StepPredictions.start_copy(result.logits, result.batch, result.agreement)
         self._num_steps += 1
         return result
 
@@ -127,6 +140,7 @@ def record_steps(gpu: EmulatedGpu, training: Training, num_steps: int = 1) -> li
         training.step()
     recordings = []
     for _ in range(num_steps):
+        training.pack_batches()
         gpu.begin()
         training.step()
         recordings.append(StepRecording(tuple(gpu.end()), gpu.python_calls.num_calls))

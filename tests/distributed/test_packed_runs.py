@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from late_copies import train_packed
 from small_run import final_checksum, settings, train
 
 from .pool import RankPool
 
 
+@pytest.mark.soak
 def test_packed_batches_change_no_bit(tiny: Path, tmp_path: Path, ranks: Callable[[int], RankPool]) -> None:
     plan = {"tables": {"user": "row_wise", "*": "table_wise"}}
     for name, run in (("plain", train), ("packed", train_packed)):
