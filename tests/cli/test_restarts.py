@@ -56,8 +56,11 @@ def kill(command: Command, shown_step: int, ranks: Sequence[int], later_s: float
     command.until(lambda: f"step {shown_step}/" in command.err.read_text(), f"step {shown_step}")
     time.sleep(later_s)
     of = command.ranks()
+    # Otherwise the launcher may already restart the others after the first kill.
+    command.send(signal.SIGSTOP, to_all=False)
     for rank in ranks:
         os.kill(of[rank], signal.SIGKILL)
+    command.send(signal.SIGCONT, to_all=False)
 
 
 def lose_ranks(folder: Path, tiny: Path, seed: int, least_ranks: int, epochs: int = 4, **options: object) -> None:

@@ -28,7 +28,7 @@ def sleeper(monkeypatch: pytest.MonkeyPatch) -> TargetSpec:
 
 def test_all_targets_are_timed_and_failures_are_named(monkeypatch: pytest.MonkeyPatch, sleeper: TargetSpec) -> None:
     monkeypatch.setenv("PYTHONUNBUFFERED", "1")  # output is not buffered
-    slow = replace(sleeper, variant=("slow",), arguments={"milliseconds": 6.0}, num_ranks=2)
+    slow = replace(sleeper, variant=("slow",), arguments={"milliseconds": 30.0}, num_ranks=2)
     broken = [
         replace(sleeper, variant=(how,), arguments={"milliseconds": 0.0, "fails": how})
         for how in ("start", "action", "exit")

@@ -17,8 +17,7 @@ from meseta.train.running_metrics import RunningMetrics, StepPredictions
 HANDOVER_SAMPLES = 1 << 16
 """Number of samples after which the predictions of steps are handed over, because waking a thread takes time."""
 MAX_PENDING_JOBS = 8
-"""Number of handovers and lines that may be pending. Training waits for a thread that is slower, such as on a slow
-disk."""
+"""Number of handovers and lines that may be pending. Training waits if a slow disk delays the thread further."""
 
 
 class BackgroundMetrics:
@@ -27,7 +26,7 @@ class BackgroundMetrics:
     Every rank has one, and all ranks make the same calls.
     """
 
-    # Only the calling thread uses collectives. A thread would use them in another order than other ranks.
+    # Windows are gathered by the caller. The threads would call collectives in another order on each rank.
 
     def __init__(self, metrics: RunningMetrics, world: World) -> None:
         self._metrics, self._world = metrics, world
@@ -75,8 +74,8 @@ class BackgroundMetrics:
         self._world.broadcast_from_rank_0(self._raise_error)
 
     def close(self) -> None:
-        """Write all lines, and end the thread. Raises the error of this rank that no other call has raised. Not
-        collective, so that it can be called after an error."""
+        """Wait until all lines were written, and end the thread. Raises the error of this rank that no other call has
+        raised. Not collective, so that it can be called after an error."""
         self._jobs.join()
         self._raise_error()
 
