@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from threading import Lock
+
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -11,12 +13,13 @@ MIN_REFERENCES = 4096
 
 
 class StorageSet:
-    """Set of the storages of tensors, in the order in which they were added. It keeps no storage alive."""
+    """Thread-safe set of the storages of tensors, in the order in which they were added. It keeps no storage alive."""
 
     def __init__(self) -> None:
         # A weak reference prevents that a later storage gets the same key.
         self._members: dict[int, tuple[StorageWeakRef, int]] = {}
         self._limit, self._num_added = MIN_REFERENCES, 0
+        self._lock = Lock()
 
     def __contains__(self, tensor: Tensor) -> bool:
         return self.number(tensor) is not None
@@ -30,14 +33,15 @@ class StorageSet:
 
     def add(self, tensor: Tensor) -> None:
         """Add the storage of a tensor, unless it is a member."""
-        if tensor in self:
-            return
-        reference = StorageWeakRef(tensor.untyped_storage())
-        self._members[reference.cdata] = reference, self._num_added
-        self._num_added += 1
-        if len(self._members) > self._limit:
-            self._members = {key: member for key, member in self._members.items() if not member[0].expired()}
-            self._limit = max(MIN_REFERENCES, 2 * len(self._members))
+        with self._lock:
+            if tensor in self:
+                return
+            reference = StorageWeakRef(tensor.untyped_storage())
+            self._members[reference.cdata] = reference, self._num_added
+            self._num_added += 1
+            if len(self._members) > self._limit:
+                self._members = {key: member for key, member in self._members.items() if not member[0].expired()}
+                self._limit = max(MIN_REFERENCES, 2 * len(self._members))
 
     def clear(self) -> None:
         """Remove all storages."""

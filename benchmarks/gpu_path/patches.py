@@ -126,19 +126,29 @@ def tensor_dtype(dtype: torch.dtype | None, tensor: Tensor) -> torch.dtype:
 
 
 def constructors(gpu: EmulatedGpu) -> dict[str, Any]:
-    """Return functions that create tensors from data."""
+    """Return functions that create tensors from data, or in pinned memory."""
+    allocate = torch.empty
+
+    def pin(tensor: Tensor, name: str) -> None:
+        gpu.pinned.add(tensor)
+        gpu.record("pinned allocation", name, {"shape": tuple(tensor.shape)}, ())
 
     def wrap(make: Any) -> Any:
         def made(*args: Any, device: Any = None, pin_memory: bool = False, **kwargs: Any) -> Tensor:
             tensor = make(*args, **kwargs)
             if pin_memory:
-                gpu.pinned.add(tensor)
-                gpu.record("pinned allocation", make.__name__, {"shape": tuple(tensor.shape)}, ())
+                pin(tensor, make.__name__)
             return tensor if device is None else tensor.to(device)
 
         return made
 
-    return {"tensor": wrap(torch.tensor), "as_tensor": wrap(torch.as_tensor)}
+    def empty(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
+        tensor = allocate(*args, **kwargs)
+        if pin_memory:
+            pin(tensor, "empty")
+        return tensor
+
+    return {"tensor": wrap(torch.tensor), "as_tensor": wrap(torch.as_tensor), "empty": empty}
 
 
 def grouping(gpu: EmulatedGpu) -> Any:
