@@ -76,8 +76,7 @@ def measure(config: RunConfig, world: World) -> dict[Phase, int]:
     def unless_saving(phase: Phase) -> Phase:
         if trainer.step == config.train.max_steps - 1:
             background.join()  # the last step runs after the save has ended, so it counts as "steady"
-        thread = background._thread
-        return "checkpoint" if thread is not None and thread.is_alive() else phase
+        return "checkpoint" if background._jobs._pending else phase
 
     trainer._run_step = peaks.within(  # type: ignore[method-assign]
         trainer._run_step, lambda: unless_saving("steady" if trainer.step else "first step")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -15,6 +14,7 @@ from meseta.checkpoint.store.store import CheckpointStore
 from meseta.comm import World
 from meseta.ops.row_marks.row_set import RowSet
 from meseta.storage import SelectedRows, TableStorage
+from meseta.system.background import BackgroundJobs
 from meseta.system.kernel import lower_priority
 from meseta.system.remote import Location
 
@@ -30,13 +30,12 @@ class BackgroundSaver:
         self._world = world
         self._save_world: World | None = None
         self._copies: Sequence[TableStorage | SelectedRows] = ()
-        self._thread: threading.Thread | None = None
-        self._error: Exception | None = None
+        self._jobs = BackgroundJobs("meseta-save")
 
     @property
     def has_failed(self) -> bool:
         """Whether the last save failed on this rank. `wait` raises its error."""
-        return self._error is not None
+        return self._jobs.has_failed
 
     def start(
         self,
@@ -73,26 +72,20 @@ class BackgroundSaver:
             try:
                 save(parent, world=apart, shards=self._copies, dense=frozen, **known)
                 on_saved(apart)
-            except Exception as error:
-                self._error = error
             finally:
                 for copy in self._copies:
                     copy.close()
 
-        self._thread = threading.Thread(target=run, name="meseta-save", daemon=True)
-        self._thread.start()
+        self._jobs.submit(run)
 
     def wait(self) -> None:
         """Wait until no save is in progress. Collective. Raises the error of the last save, on all ranks."""
         self.join()
-        error, self._error = self._error, None
-        self._world.raise_on_all_ranks(error)
+        self._world.raise_on_all_ranks(self._jobs.pop_error())
 
     def join(self) -> None:
         """Wait until this rank has finished its part of the save. Raises no error of it. Not collective."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        self._jobs.join()
 
 
 def copy_shards(
