@@ -20,7 +20,7 @@ from meseta.sparse import KeyedJaggedTensor
 from meseta.spec import MesetaError
 from meseta.train.evaluate import predict
 from meseta.train.metrics import compute_metrics
-from meseta.train.running_metrics import RunningMetrics
+from meseta.train.running_metrics import RunningMetrics, StepPredictions
 from meseta.train.trained_model import load_trained
 from meseta.train.trainer import Trainer
 from small_run import metrics, settings, train
@@ -52,7 +52,7 @@ def test_a_checkpoint_holds_the_same_bytes_in_any_order_of_samples() -> None:
         for part in places.split(70):
             none = KeyedJaggedTensor.from_lists({"item": [[] for _ in part]})
             batch = Batch(dense=torch.empty(len(part), 0), sparse=none, label=labels[part], weight=weights[part])
-            run.add(logits[part], batch)
+            run.add([StepPredictions.start_copy(logits[part], batch)])
     kept = [run.get_tensors() for run in runs[:2]]
     columns = ("logits", "labels", "weights")
     assert {name for name in kept[0] if name.startswith("window")} == {
@@ -60,7 +60,7 @@ def test_a_checkpoint_holds_the_same_bytes_in_any_order_of_samples() -> None:
     }
     assert kept[0].keys() == kept[1].keys() and all(torch.equal(kept[0][name], kept[1][name]) for name in kept[0])
     runs[2].set_tensors(kept[0])
-    lines = [run.pop_metrics() for run in runs]
+    lines = [run.compute_line(run.pop_windows()) for run in runs]
     assert lines[0] == lines[1] == lines[2]
     computed = [compute_metrics(logits[:, task], labels[:, task], weights) for task in range(2)]
     assert lines[0]["loss"] == pytest.approx(computed[0].logloss + 0.5 * computed[1].logloss, abs=1e-12)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from itertools import groupby
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -54,8 +55,42 @@ class TrainingClock:
         self._begin_s += time.perf_counter() - start_s
 
 
+class StepPredictions(NamedTuple):
+    """Predictions of a step, and the columns of its batch that metrics need. Nothing else of the batch stays alive."""
+
+    num_samples: int
+    """Number of samples without padding, which come first in each column."""
+    logits: AsyncHostCopy
+    """Logits [B] or [B, T], computed before the update."""
+    labels: Tensor
+    weights: Tensor | None
+    label_mask: Tensor | None
+    agreement: LossAgreement | None
+    """Agreement on the loss terms. `None` if the model has none."""
+
+    @staticmethod
+    def start_copy(logits: Tensor, batch: Batch, agreement: LossAgreement | None = None) -> StepPredictions:
+        """Start to copy logits [B] or [B, T] of this rank to the host, and select the columns of their `batch`."""
+        return StepPredictions(
+            batch.batch_size - batch.num_padding,
+            AsyncHostCopy(logits),
+            batch.label,
+            batch.weight,
+            batch.label_mask,
+            agreement if agreement is not None and agreement.term_names else None,
+        )
+
+    def read(self) -> list[NDArray[Any] | None]:
+        """Return logits, labels, weights and mask without padding. Waits for the copy of the logits."""
+        columns = (self.logits.read(), self.labels, self.weights, self.label_mask)
+        return [None if column is None else column[: self.num_samples].numpy() for column in columns]
+
+
 class RunningMetrics:
-    """Metrics of all training predictions, made before the update, so that each sample is new to the model."""
+    """Metrics of all training predictions, made before the update, so that each sample is new to the model.
+
+    One thread at a time may use it, except that `pop_row_traffic` may run next to the other methods.
+    """
 
     def __init__(self, tasks: Sequence[str], task_weights: Sequence[float] | None, world: World) -> None:
         """Create metrics of `tasks`, the labels of the dataset. The loss is the sum of task losses, weighted by
@@ -65,65 +100,59 @@ class RunningMetrics:
         self._world = world
         self._window = TaskWindows(tasks, MetricWindow)
         # Weighted sum of each additional loss term of the model since the previous line. See `_loss_terms_weight`.
+        # The sums are over all ranks, so only rank 0 has them.
         self._loss_term_sums: dict[str, float] = {}
         self._loss_terms_weight = 0.0
-        self._pending: tuple[AsyncHostCopy, Batch, LossAgreement | None] | None = None
         # Only rank 0 has samples of earlier lines, which were gathered there. Integer sums make the order irrelevant.
         self._lifetime = TaskWindows(tasks, LifetimeWindow)
         # Total row traffic up to the previous line, by table.
         self._row_traffic: dict[str, RowTraffic] = {}
 
-    def add(self, logits: Tensor, batch: Batch, agreement: LossAgreement | None = None) -> None:
-        """Add this rank's logits [B] or [B, T] of a step, with its slice and the agreed loss terms."""
-        self._process_pending()
-        self._pending = AsyncHostCopy(logits[: batch.batch_size - batch.num_padding]), batch, agreement
-        # Logits of a GPU are copied asynchronously and processed one step later.
-        if logits.device.type == "cpu":
-            self._process_pending()
+    def add(self, steps: Sequence[StepPredictions]) -> None:
+        """Add the predictions of successive steps. Waits for the copies of their logits."""
+        for step in steps:
+            if step.agreement is not None and self._world.rank == 0:
+                weight_of_all = step.agreement.global_totals.weight
+                for name, mean in step.agreement.terms.items():
+                    self._loss_term_sums[name] = self._loss_term_sums.get(name, 0.0) + mean * weight_of_all
+                self._loss_terms_weight += weight_of_all
+        # Each numpy call may take the interpreter lock from the training thread, so add several steps in one call.
+        for _, alike in groupby(steps, lambda step: (step.weights is None, step.label_mask is None)):
+            logits, labels, weights, label_mask = map(_concatenate, zip(*(step.read() for step in alike), strict=True))
+            self._window.add(logits, labels, weights, label_mask=label_mask)
 
-    def _process_pending(self) -> None:
-        pending, self._pending = self._pending, None
-        if pending is None:
-            return
-        logits, batch, agreement = pending
-        if agreement is not None and agreement.term_names:
-            weight_of_all = agreement.global_totals.weight
-            for name, mean in agreement.terms.items():
-                self._loss_term_sums[name] = self._loss_term_sums.get(name, 0.0) + mean * weight_of_all
-            self._loss_terms_weight += weight_of_all
-        num_real = batch.batch_size - batch.num_padding
-        weight, label_mask = (
-            None if column is None else column[:num_real].numpy() for column in (batch.weight, batch.label_mask)
-        )
-        self._window.add(logits.read().numpy(), batch.label[:num_real].numpy(), weight, label_mask=label_mask)
+    def pop_windows(self) -> list[dict[str, dict[str, NDArray[Any]]]]:
+        """Return the samples of each rank since the previous line, and start the next line. Collective."""
+        states = self._world.all_gather_object(self._window.get_state())
+        self._window.reset()
+        return states
 
-    def pop_metrics(self) -> dict[str, Any]:
-        """Return the metrics of a log line as plain data for JSON, and start the next line. Collective, equal on all
-        ranks.
+    def compute_line(self, windows: Sequence[Mapping[str, Mapping[str, NDArray[Any]]]]) -> dict[str, Any]:
+        """Return the metrics of a log line as plain data for JSON, given the result of `pop_windows`. Only for rank 0.
 
         "ne", "auc" and "logloss" are those of the first task. "logloss" is omitted for a single task, because it equals
         "loss". "lifetime" has the metrics of the whole run, and "tasks" the metrics of each of several tasks.
+        Raises MesetaError under the conditions of `MetricWindow.compute`.
         """
-        self._process_pending()
-        window = gather_windows(self._window, self._world)
-        self._window.reset()
+        window = self._window.merge(windows)
         metrics = {task: window[task].compute() for task in self.tasks}
-        so_far: dict[str, dict[str, Any]] = {}
-        if self._world.rank == 0:
-            for task, columns in window.get_state().items():
-                self._lifetime[task].add(columns["logits"], columns["labels"], columns.get("weights"))
-            so_far = {task: _select(self._lifetime[task].compute(), _LIFETIME_METRICS) for task in self.tasks}
-        [(so_far, terms), *_] = self._world.all_gather_object((so_far, self._pop_loss_terms()))
-        by_task = {task: {**_select(metrics[task], _WINDOW_METRICS), "lifetime": so_far[task]} for task in self.tasks}
+        for task, columns in window.get_state().items():
+            self._lifetime[task].add(columns["logits"], columns["labels"], columns.get("weights"))
+        by_task = {
+            task: {
+                **_select(metrics[task], _WINDOW_METRICS),
+                "lifetime": _select(self._lifetime[task].compute(), _LIFETIME_METRICS),
+            }
+            for task in self.tasks
+        }
         losses = [metrics[task].to_dict()["logloss"] for task in self.tasks]
         total = None if None in losses else float(np.dot(self._task_weights, losses))
-        first = by_task[self.tasks[0]]
+        first, terms = by_task[self.tasks[0]], self._pop_loss_terms()
         if len(self.tasks) > 1:
             return {"loss": total, **terms, **first, "tasks": by_task}
         return {"loss": total, **terms, **{name: value for name, value in first.items() if name != "logloss"}}
 
     def _pop_loss_terms(self) -> dict[str, Any]:
-        # After a resume, only rank 0 has the sums from before.
         means = {name: one / (self._loss_terms_weight or 1.0) for name, one in self._loss_term_sums.items()}
         self._loss_term_sums, self._loss_terms_weight = {}, 0.0
         return {"loss_terms": means} if means else {}
@@ -146,13 +175,15 @@ class RunningMetrics:
 
     def get_tensors(self) -> dict[str, Tensor]:
         """Return the state for a checkpoint: `window.TASK.COLUMN`, `lifetime.TASK.COLUMN` and `terms.NAME`.
-        Collective. Rank 0 has the samples of all ranks."""
-        self._process_pending()
+        Collective. Rank 0 has the samples of all ranks, and other ranks return nothing."""
         window = gather_windows(self._window, self._world).get_state()
+        if self._world.rank != 0:
+            return {}
         # A run that was resumed within a window has its samples in another order, so sort them to get the same file.
-        kept = {"window": {task: _sort_samples(state) for task, state in window.items()}, "lifetime": {}}
-        if self._world.rank == 0:
-            kept["lifetime"] = self._lifetime.get_state()
+        kept = {
+            "window": {task: _sort_samples(state) for task, state in window.items()},
+            "lifetime": self._lifetime.get_state(),
+        }
         columns = {
             f"{kind}.{task}.{name}": torch.from_numpy(column.copy())
             for kind, states in kept.items()
@@ -178,6 +209,10 @@ class RunningMetrics:
                 kept[kind].setdefault(task, {})[name] = tensor.numpy()
         self._window.set_state(kept["window"])
         self._lifetime.set_state(kept["lifetime"])
+
+
+def _concatenate(parts: Sequence[Any]) -> Any:
+    return None if parts[0] is None else np.concatenate(parts)
 
 
 def _float64_tensor(*numbers: float) -> Tensor:

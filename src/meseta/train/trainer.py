@@ -22,6 +22,7 @@ from meseta.telemetry.metrics_file import EvalLine, Line, TrainLine
 from meseta.telemetry.summary import read_summary
 from meseta.telemetry.timeline import StepRange
 from meseta.train import resuming
+from meseta.train.background_metrics import BackgroundMetrics
 from meseta.train.dataset_checks import encoding_state, open_dataset
 from meseta.train.evaluate import check_segments, evaluate, logit_shift
 from meseta.train.evaluation_tracker import (
@@ -103,6 +104,7 @@ class Trainer:
             held.callback(self.checkpoint_manager.close)
             if self.tensorboard is not None:
                 held.callback(self.tensorboard.close)
+            held.callback(self.background_metrics.close)  # Before an error, write the lines of completed steps.
             self._saved_optimizers = resuming.resume(self, newest, start_position)
             self.num_steps = count_steps(config, self.reader, self.step)
             profiled = choose_profiled_steps(profile, self.step, self.num_steps, self._completion_reason())
@@ -131,6 +133,7 @@ class Trainer:
         check_segments(self.dataset, config.metrics.segments)
         check_early_stopping(config.train.early_stopping, self.dataset)
         self.running_metrics = RunningMetrics(self.dataset.labels, task_weights(config, self.dataset), world)
+        self.background_metrics = BackgroundMetrics(self.running_metrics, world)
         self.tensorboard = TensorBoardWriter(self.run_dir.path / "tensorboard") if config.train.tensorboard else None
         kept = config.checkpoint.model_copy(update={"keep_best": config.keeps_best})
         self.checkpoint_manager = CheckpointManager(kept, self.run_dir.checkpoints, world)
@@ -267,6 +270,7 @@ class Trainer:
                         self._save()
             self._synchronize()
             self.pipeline.snapshot_prefetched()
+        self.background_metrics.wait()
         self.profiler.close(self.step, progress.print_line)
         if self.early_stopping.should_stop and self.step < self.num_steps:
             progress.print_line(f"stopped at step {self.step}: {self.early_stopping}")
@@ -303,41 +307,43 @@ class Trainer:
 
     def _record(self, result: StepResult) -> None:
         self.step += 1
-        self.running_metrics.add(result.logits, result.batch, result.agreement)
+        self.background_metrics.add(result.logits, result.batch, result.agreement)
         self.num_samples += result.num_samples
         self._trained_position = result.batch.position or self._trained_position
 
     def _log(self, progress: TrainProgress) -> None:
         self._synchronize()
-        metrics = self.running_metrics.pop_metrics()
+        compute_metrics = self.background_metrics.start_line()
         # A metrics window restored from a checkpoint has samples from before this start. Only later ones are timed.
         first_step, first_sample = self._last_logged
         elapsed_s, num_steps = self.clock.lap(), self.step - first_step
+        measured: dict[str, Any] = {}
         if outside := self._sum_out_of_range_ids():
-            metrics["ids_outside"] = outside
+            measured["ids_outside"] = outside
         if self.world.size > 1:
-            metrics["transfers"] = self.world.transfers.pop_means()
-        metrics |= self.running_metrics.pop_row_traffic(self.model.embeddings, num_steps)
-        metrics |= {"row_waits": waits} if (waits := self.reader.row_waits.pop_means(num_steps)) else {}
-        line = TrainLine(
-            kind="train",
-            step=self.step,
-            num_samples=self.num_samples,
-            time_s=self.clock.train_s,
-            **metrics,
-            samples_per_s=(self.num_samples - first_sample) / elapsed_s,
-            seconds_per_step=elapsed_s / max(num_steps, 1),
-            lr_dense=self.optimizer.param_groups[0]["lr"],
-            lr_sparse=self.config.embedding.optimizer.lr * self._lr_factor,
-            stages_s=self.pipeline.stage_times.pop_means(),
+            measured["transfers"] = self.world.transfers.pop_means()
+        measured |= self.running_metrics.pop_row_traffic(self.model.embeddings, num_steps)
+        measured |= {"row_waits": waits} if (waits := self.reader.row_waits.pop_means(num_steps)) else {}
+        measured |= {
+            "step": self.step,
+            "num_samples": self.num_samples,
+            "time_s": self.clock.train_s,
+            "samples_per_s": (self.num_samples - first_sample) / elapsed_s,
+            "seconds_per_step": elapsed_s / max(num_steps, 1),
+            "lr_dense": self.optimizer.param_groups[0]["lr"],
+            "lr_sparse": self.config.embedding.optimizer.lr * self._lr_factor,
+            "stages_s": self.pipeline.stage_times.pop_means(),
+        }
+        self.background_metrics.write(
+            lambda: self._write(TrainLine(kind="train", **measured, **compute_metrics()), progress)
         )
-        self._write(line, progress)
         self._last_logged = (self.step, self.num_samples)
         self.clock.start()
 
     def _evaluate(self, split: str, progress: TrainProgress) -> EvalLine:
-        start_s = time.perf_counter()
         self._synchronize()
+        self.background_metrics.wait()
+        start_s = time.perf_counter()
         evaluation = evaluate(
             self.model, self.eval_readers[split], self.world, self.config.metrics, logit_shift(self.config)
         )
@@ -372,6 +378,7 @@ class Trainer:
         """Save a checkpoint from which training resumes bit for bit, also within an epoch or a metrics window."""
         embeddings = self.model.embeddings
         self._synchronize()
+        self.background_metrics.wait()
         state = {
             "reader": self.reader.get_state(self._trained_position),
             "num_samples": self.num_samples,
