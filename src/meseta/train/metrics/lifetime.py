@@ -133,10 +133,10 @@ class LifetimeWindow:
         """Compute the metrics of all samples. Raises MesetaError if an added value was invalid."""
         if self._problem:
             raise MesetaError(self._problem)
-        used = self._counts.any(0)  # Most bins are empty, and arithmetic on Python integers is slow.
-        negative, positive = _combine_digits(self._weights[:, :, used])
-        predictions = _combine_digits(self._predictions[:, used])
-        weight, positive_weight = int((negative + positive).sum()), int(positive.sum())
+        used = self._counts.any(0)  # Most bins may be empty.
+        weights, predictions = self._weights[:, :, used], self._predictions[:, used]
+        negative_weight, positive_weight = _combine_digits(weights.sum(2)).tolist()
+        weight = negative_weight + positive_weight
         mean_loss = math.nan
         if weight:
             mean_loss = (self._loss << _UNIT_BITS) / (weight << _LOSS_BITS)
@@ -147,9 +147,9 @@ class LifetimeWindow:
             weight=weight / (1 << _UNIT_BITS),
             logloss=mean_loss,
             ne=mean_loss / entropy if entropy > 0.0 else math.nan,
-            auc=_auc(positive, negative),
-            calibration=int(predictions.sum()) / positive_weight if positive_weight else math.nan,
-            reliability=_reliability_bins(self._counts[:, used].sum(0), positive, negative + positive, predictions),
+            auc=_auc(weights[:, 1], weights[:, 0], positive_weight * negative_weight),
+            calibration=int(_combine_digits(predictions.sum(1))) / positive_weight if positive_weight else math.nan,
+            reliability=_reliability_bins(self._counts[:, used].sum(0), weights, predictions),
         )
 
     def reset(self) -> None:
@@ -199,21 +199,22 @@ class LifetimeWindow:
 
 
 def _reliability_bins(
-    counts: NDArray[np.int64],
-    positive: NDArray[np.object_],
-    weight: NDArray[np.object_],
-    predictions: NDArray[np.object_],
+    counts: NDArray[np.int64], weights: NDArray[np.int64], predictions: NDArray[np.int64]
 ) -> tuple[ReliabilityBin, ...]:
-    """Merge nonempty histogram bins, in ascending order of predictions, into `NUM_RELIABILITY_BINS` bins at most."""
+    """Merge n nonempty histogram bins, in ascending order of predictions, into `NUM_RELIABILITY_BINS` bins at most.
+
+    `counts` [n] are numbers of samples. `weights` [4, 2, n] and `predictions` [4, n] are digits.
+    """
     if not len(counts):
         return ()
     up_to = np.cumsum(counts)
     ranks = [k * int(up_to[-1]) // NUM_RELIABILITY_BINS for k in range(NUM_RELIABILITY_BINS)]
     starts = np.unique(np.searchsorted(up_to, ranks, "right"))
-    sums = [np.add.reduceat(column, starts) for column in (predictions, positive, weight, counts)]
+    digits = (predictions, weights[:, 1], weights.sum(1))
+    sums = [_combine_digits(np.add.reduceat(column, starts, axis=1)) for column in digits]
     return tuple(
         ReliabilityBin(mean_prediction=p / w, mean_label=y / w, num_samples=int(n))
-        for p, y, w, n in zip(*sums, strict=True)
+        for p, y, w, n in zip(*sums, np.add.reduceat(counts, starts), strict=True)
     )
 
 
@@ -225,15 +226,37 @@ def binned_auc(logits: ArrayLike, labels: ArrayLike, weights: ArrayLike | None =
     return window.compute().auc
 
 
-def _auc(positive: NDArray[np.object_], negative: NDArray[np.object_]) -> BinnedAuc:
-    pairs = int(positive.sum()) * int(negative.sum())
+def _auc(positive: NDArray[np.int64], negative: NDArray[np.int64], pairs: int) -> BinnedAuc:
+    """Return the AUC, given the digits [4, n] of the weights by class and bin, and the product of their totals."""
     if not pairs:
         return BinnedAuc(value=math.nan, error_bound=math.nan)
     # Integer sums, divided once, give the same bits for any order of the samples.
-    below = np.cumsum(negative) - negative
-    tied = int((positive * negative).sum())
-    won_twice = 2 * int((positive * below).sum()) + tied
+    ones, zeros = _carry(positive), _carry(negative)
+    below = _carry(np.cumsum(zeros, axis=1) - zeros)
+    tied = _dot(ones, zeros)
+    won_twice = 2 * _dot(ones, below) + tied
     return BinnedAuc(value=won_twice / (2 * pairs), error_bound=tied / (2 * pairs))
+
+
+# Arithmetic on arrays of Python integers is slow, and stops all other threads of the process meanwhile.
+def _carry(digits: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return numbers with digits [m, n] of any size as [m + 2, n] digits below 2**24."""
+    carried, rest = [], np.zeros(digits.shape[1], np.int64)
+    for digit in (*digits[::-1], 0, 0):
+        rest = rest + digit
+        carried.append(rest & ((1 << _DIGIT_BITS) - 1))
+        rest >>= _DIGIT_BITS
+    return np.stack(carried[::-1])
+
+
+def _dot(one: NDArray[np.int64], other: NDArray[np.int64]) -> int:
+    """Return the exact dot product of numbers with digits below 2**24, [m, n] and [k, n], for n up to 2**15."""
+    total = 0
+    products = one @ other.T  # The sum of 2**15 products of two digits fits into an int64.
+    for place in range(sum(products.shape) - 1):
+        # Digits whose places in both numbers add up to `place` have the same power of the base.
+        total = (total << _DIGIT_BITS) + sum(np.fliplr(products).diagonal(products.shape[1] - 1 - place).tolist())
+    return total
 
 
 def _digits_by_bin(values: NDArray[np.float64], bins: NDArray[np.intp], num_bins: int) -> NDArray[np.int64]:

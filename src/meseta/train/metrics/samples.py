@@ -91,7 +91,7 @@ def as_samples(
     values, truth = as_scores(logits, labels)
     return WeightedSamples(
         logits=values,
-        labels=np.where(truth == 1, np.uint8(1), np.where(truth == 0, np.uint8(0), np.uint8(_INVALID_LABEL))),
+        labels=_as_labels(truth),
         weights=as_weights(weights, len(values)),
         groups=as_keys(groups, len(values)),
     )
@@ -107,6 +107,12 @@ def as_scores(scores: ArrayLike, truth: ArrayLike) -> tuple[NDArray[np.floating]
             f"{list(values.shape)} and {list(labels.shape)}"
         )
     return as_floats("logits", values), labels
+
+
+def _as_labels(truth: NDArray[np.generic]) -> NDArray[np.uint8]:
+    # This is several times faster than np.where.
+    is_one, is_zero = (np.asarray(truth == label).astype(np.uint8) for label in (1, 0))
+    return np.uint8(_INVALID_LABEL) - is_one - 2 * is_zero
 
 
 def as_floats(name: str, values: NDArray[np.generic]) -> NDArray[np.floating]:
@@ -147,13 +153,16 @@ def losses_and_predictions(
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return (losses, probabilities) [n]: exact log(1 + exp(sign * z)). `sign` is -1 for positives, 1 for negatives."""
     values = logits.astype(np.float64)
-    losses = np.maximum(sign * values, 0.0) + np.log1p(np.exp(-np.abs(values)))  # exp cannot overflow.
-    return losses, logistic(values)
+    decay = np.exp(-np.abs(values))  # It cannot overflow.
+    return np.maximum(sign * values, 0.0) + np.log1p(decay), _logistic(values, decay)
 
 
 def logistic(logits: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return 1 / (1 + exp(-z)), without overflow for any finite logit."""
-    decay = np.exp(-np.abs(logits))
+    return _logistic(logits, np.exp(-np.abs(logits)))
+
+
+def _logistic(logits: NDArray[np.float64], decay: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.where(logits >= 0.0, 1.0, decay) / (1.0 + decay)
 
 
