@@ -158,6 +158,7 @@ MIXES = [
 ]
 
 
+@pytest.mark.soak  # tests/data/test_one_table.py has these forms, too
 def test_one_table_in_every_form(tmp_path: Path) -> None:
     """Every kind of file, and Parquet whose files differ in type, in folders and not."""
     schema, keys = schema_file(tmp_path), ("country",)

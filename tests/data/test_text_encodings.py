@@ -267,6 +267,7 @@ def test_former_datasets_keep_raw_bytes(tmp_path: Path) -> None:
     assert parts(tmp_path / "new") != {}
 
 
+@pytest.mark.soak
 def test_predictions_of_new_rows_take_an_encoding(tmp_path: Path) -> None:
     text = csv_text("cp1252")
     data = run(tmp_path, "log.csv", text.encode("cp1252"), encoding="cp1252").dir

@@ -170,6 +170,7 @@ def config(tiny: Path, tmp_path: Path) -> Callable[..., RunConfig]:
     return make
 
 
+@pytest.mark.soak
 def test_on_the_command_line(run: Path, tiny: Path, tmp_path: Path) -> None:
     """Evaluation gives the metrics of the run, training starts, and an existing run is not replaced."""
     out = tmp_path / "out"

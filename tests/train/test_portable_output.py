@@ -80,6 +80,7 @@ def test_columns_are_chosen_ordered_and_named(tiny: Path, run_dir: Path, tmp_pat
         assert read(out).equals(expected), text
 
 
+@pytest.mark.soak
 def test_on_the_command_line(tiny: Path, run_dir: Path, tmp_path: Path) -> None:
     """A prepared split, and raw rows without labels. Columns in --columns need no --keys."""
     raw = pq.read_table(tiny.parent / "tiny.parquet").slice(0, 50)
