@@ -117,8 +117,8 @@ class RunningMetrics:
                     self._loss_term_sums[name] = self._loss_term_sums.get(name, 0.0) + mean * weight_of_all
                 self._loss_terms_weight += weight_of_all
         # Each numpy call may take the interpreter lock from the training thread, so add several steps in one call.
-        for _, alike in groupby(steps, lambda step: (step.weights is None, step.label_mask is None)):
-            logits, labels, weights, label_mask = map(_concatenate, zip(*(step.read() for step in alike), strict=True))
+        for _, group in groupby(steps, lambda step: (step.weights is None, step.label_mask is None)):
+            logits, labels, weights, label_mask = map(_concatenate, zip(*(step.read() for step in group), strict=True))
             self._window.add(logits, labels, weights, label_mask=label_mask)
 
     def pop_windows(self) -> list[dict[str, dict[str, NDArray[Any]]]]:
