@@ -275,7 +275,7 @@ def _combine_digits(digits: NDArray[np.int64]) -> NDArray[np.object_]:
     total = np.zeros(digits.shape[1:], object)
     for digit in digits.astype(object):
         total = total * (1 << _DIGIT_BITS) + digit
-    return total
+    return np.asarray(total, object)  # Of one number, numpy returns an int.
 
 
 def _exact_sum(values: NDArray[np.float64]) -> int:
