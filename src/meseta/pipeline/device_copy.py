@@ -115,9 +115,12 @@ class PendingCopy:
         """Totals of the batch of which the micro-batch is a part."""
         return self.part.totals
 
-    def wait(self) -> Batch:
-        """Return the micro-batch on the device, and make the current stream wait for the copy."""
-        return self.part.layout.unpack(self.part.batch, self.wait_buffer())
+    def wait(self, *, padded: bool = False) -> Batch:
+        """Return the micro-batch on the device, and make the current stream wait for the copy.
+
+        With `padded`, ids are padded to the capacity of the layout, see `PackedLayout.unpack`.
+        """
+        return self.part.layout.unpack(self.part.batch, self.wait_buffer(), padded=padded)
 
     def wait_buffer(self) -> Tensor:
         """Return the buffer on the device (uint8 [layout.num_bytes]), and make the current stream wait for the copy."""
@@ -129,6 +132,21 @@ class PendingCopy:
 
 
 @dataclass(frozen=True, eq=False)
+class StaticPart:
+    """Packed micro-batch in a buffer on the device whose content changes, as in a CUDA graph."""
+
+    buffer: Tensor
+    layout: PackedLayout
+    batch: Batch
+    """Host batch with this layout."""
+    totals: BatchTotals
+
+    def wait(self, *, padded: bool = True) -> Batch:
+        """Return the micro-batch on the device. It is always padded."""
+        return self.layout.unpack(self.batch, self.buffer, padded=True)
+
+
+@dataclass(frozen=True, eq=False)
 class HostPart:
     """Micro-batch that is copied when it is needed. On a CPU it is not copied."""
 
@@ -137,8 +155,8 @@ class HostPart:
     """Totals of the batch of which the micro-batch is a part."""
     device: torch.device
 
-    def wait(self) -> Batch:
-        """Return the micro-batch on the device."""
+    def wait(self, *, padded: bool = False) -> Batch:
+        """Return the micro-batch on the device. It is never padded."""
         return self.batch.to(self.device, non_blocking=True)
 
 

@@ -190,3 +190,24 @@ def find_eager_reason(
         "losses of the global batch": bool(loss_term_names(model, *GLOBAL_LOSS_HOOKS)),
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def graph_signature(model: Any, optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
+    """Return what CUDA graphs of a model have captured besides batches: addresses and constants of the optimizer."""
+    module_tensors = [*model.parameters(), *model.buffers()] if isinstance(model, torch.nn.Module) else []
+    moments = [tensor for state in optimizer.state.values() for tensor in state.values() if isinstance(tensor, Tensor)]
+    tensors = [*module_tensors, *dense_parameters(optimizer), *moments]
+    shards = [shard.rows.weight for shard in model.embeddings.shards if hasattr(shard, "rows")]
+    constants = [
+        tuple((name, str(value)) for name, value in group.items() if name not in ("params", "lr"))
+        for group in optimizer.param_groups
+    ]
+    addresses = tuple(tensor.data_ptr() for tensor in (*tensors, *shards))
+    return addresses, tuple(constants), getattr(model, "training", True)
+
+
+def record_external_event() -> Any:
+    """Record a new event in the CUDA graph that is captured. Each replay records it again."""
+    event = torch.cuda.Event(enable_timing=True, external=True)
+    event.record()
+    return event

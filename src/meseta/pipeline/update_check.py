@@ -53,6 +53,19 @@ class LossAgreement:
         local_sums = torch.cat([losses, copy_to_device(votes, torch.float64, world.device)])
         return LossAgreement(whole, world.start_all_reduce_small(local_sums, "agree"), names)
 
+    @staticmethod
+    def of_report(
+        whole: BatchTotals,
+        report: Int[Tensor, " words"],
+        rejected_ids: Sequence[Sequence[RejectedId]],
+        names: tuple[str, ...],
+        votes: Sequence[float],
+    ) -> LossAgreement:
+        """Start to copy the report of a step of one rank, which a CUDA graph has made."""
+        agreement = LossAgreement(whole, lambda: report, names, tuple(votes), rejected_ids, report)
+        agreement.start_report_copy()
+        return agreement
+
     def record_verdict(self, found_inf: Float[Tensor, ""]) -> None:
         """Set `found_inf`, a float32 device scalar, to 1 if `check` will raise an error. The host does not wait."""
         first_errors = [first_error for of_part in self.rejected_ids for _, first_error in of_part]
@@ -146,7 +159,7 @@ class UpdateCheck:
         """Set it before the first step."""
         self.skipped: DeferredCheck | None = None
         """Check for which `resolve` raised an error."""
-        self._world, self._stage_times, self._term_names = world, stage_times, term_names
+        self._world, self._stage_times, self.term_names = world, stage_times, term_names
         self._overlaps_backward = overlaps_backward
         self.pending: DeferredCheck | None = None
         """Check that the next call of `resolve` completes."""
@@ -163,7 +176,7 @@ class UpdateCheck:
         context = micro_batches[-1].context
         assert context.global_totals is not None
         with self._stage_times.stage("agree"):
-            agreement = LossAgreement.start(self._world, context.global_totals, local_losses, votes, self._term_names)
+            agreement = LossAgreement.start(self._world, context.global_totals, local_losses, votes, self.term_names)
             agreement.rejected_ids = [part.context.rejected_ids for part in micro_batches]
         if not self._overlaps_backward:
             self._guard_update(agreement, context)

@@ -27,7 +27,9 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: int | Tensor) ->
     return c0, c1, c2, c3
 
 
-def random_bits(key: int | Tensor, rows: tuple[int, int], columns: tuple[int, int], device: torch.device | str) -> Tensor:
+def random_bits(
+    key: int | Tensor, rows: tuple[int, int], columns: tuple[int, int], device: torch.device | str
+) -> Tensor:
     """Implement `meseta.ops.random_rows.random_bits` in plain PyTorch."""
     return cell_bits(key, torch.arange(*rows, device=device), columns)
 
