@@ -388,7 +388,7 @@ class Pipeline:
         assert self.graphs is not None
         self._finish_dense_update()
         embeddings, layout, batch = self.model.embeddings, copy.part.layout, copy.part.batch
-        buffer = torch.empty(layout.num_bytes, dtype=torch.uint8, device=self.world.device)
+        buffer = copy.wait_buffer().clone()
         queue, queued = self._make_queue(iter(()), None), QueuedBatch(batch)
         queued.pending_copies = [StaticPart(buffer, layout, batch, copy.totals)]
         mark = record_external_event if is_timed else no_op
