@@ -20,7 +20,7 @@ def write_words(words: Tensor, packed: bytes) -> None:
     with torch.cuda.device_of(words):
         for start in range(0, len(packed), _WORDS.size):
             part = packed[start : start + _WORDS.size].ljust(_WORDS.size, b"\0")
-            _write_words[(1,)](words[start // 8 :], *_WORDS.unpack(part), num_warps=1)
+            _write_words[(1,)](words[start // 8 :] if start else words, *_WORDS.unpack(part), num_warps=1)
 
 
 # The annotations give all arguments the same type, however small a number is.
