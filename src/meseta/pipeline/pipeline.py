@@ -437,8 +437,8 @@ class Pipeline:
         captured.replay(copy.wait_buffer())
         if captured.stages is not None:
             self.stage_times.add_replay(captured.stages, self.graphs.pop_num_timed())
-        embeddings.count_replayed_step(captured.num_out_of_range)
         agreement = LossAgreement.of_report(totals, captured.report, captured.rejected_ids, check.term_names, votes())
+        embeddings.count_replayed_step(captured.num_out_of_range)
         # The next replay overwrites the results, so they are copied.
         logits = captured.logits.clone()
         queue.fill()
