@@ -76,7 +76,6 @@ class Pipeline:
         clip: GradientClipper | None = None,
         accumulate_steps: int = 1,
         overlap: Collection[Overlap] = (),
-        uses_graphs: bool = True,
     ) -> None:
         """Create a pipeline.
 
@@ -88,8 +87,6 @@ class Pipeline:
             clip: Clipper of the dense gradients.
             accumulate_steps: Number of micro-batches, which limit memory. All optimizers step after the last one.
             overlap: Transfers to overlap with computation. They do not change any result.
-            uses_graphs: Whether steps on one GPU are captured in CUDA graphs where possible. They do not change any
-                result.
         """
         self.model = model
         self.optimizer = optimizer
@@ -117,8 +114,8 @@ class Pipeline:
         )
         self.scalars = StepScalars(world.device) if is_gpu else None
         """Numbers of the current step on a GPU."""
-        self.graphs = StepGraphs(world.device) if is_gpu and uses_graphs else None
-        """CUDA graphs of steps. `None` runs each step eagerly."""
+        self.graphs = StepGraphs(world.device) if is_gpu else None
+        """CUDA graphs of steps, which do not change any result. Set it to `None` to run each step eagerly."""
         self.batch: Batch | None = None
         """Current batch, or the last one after a step."""
         self._dense_forward = find_dense_forward(model)
