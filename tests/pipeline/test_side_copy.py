@@ -19,7 +19,8 @@ from meseta.data.read.batch import Batch, Position, split_batch
 from meseta.embedding import EmbeddingBagCollection
 from meseta.models import DLRM
 from meseta.pipeline import Pipeline, StageTimes, device_copy, lookahead
-from meseta.pipeline.device_copy import MAX_PENDING_COPIES, BatchPacker, BufferPool, DeviceCopier, PendingCopy
+from meseta.ops.host_buffers import MAX_PENDING_COPIES, BufferPool
+from meseta.pipeline.device_copy import BatchPacker, DeviceCopier, PendingCopy
 from meseta.sparse import KeyedJaggedTensor
 from meseta.spec import FeatureSpec, IdPolicy, MesetaError, TableSpec
 

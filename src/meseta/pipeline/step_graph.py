@@ -114,7 +114,7 @@ class StepGraphs:
         return step
 
     def pop_num_timed(self) -> int:
-        """Return the number of replayed steps since the last timed one, for which a timed step stands."""
+        """Return the number of replayed steps since the last timed one, and start to count again."""
         count, self._num_since_timed = self._num_since_timed, 0
         return count
 
@@ -124,7 +124,7 @@ class StepGraphs:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        # Other threads go on: one packs batches into new pinned buffers, and another one reads finished copies.
+        # Other threads may allocate pinned buffers and read events meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             yield graph
 

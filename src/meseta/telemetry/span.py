@@ -125,7 +125,7 @@ class _MarkedSpan:
 
 
 class CapturedStages:
-    """Stages of a step in a CUDA graph. Each replay records their events again."""
+    """Stages of a step in a CUDA graph."""
 
     def __init__(self) -> None:
         self.spans: list[_MarkedSpan] = []
@@ -182,10 +182,7 @@ class StageTimes:
 
     @contextmanager
     def capture(self, mark: Callable[[], Any]) -> Iterator[CapturedStages]:
-        """Context manager around the capture of a step in a CUDA graph.
-
-        `mark` records a new event in the graph and returns it. If it returns `None`, the stages cannot be timed.
-        """
+        """Context manager that captures a step in a CUDA graph. `mark` records an event in it, or returns `None`."""
         captured = CapturedStages()
         outer, self._open_spans = self._open_spans, captured.spans
         self._captured_mark = mark
@@ -195,7 +192,7 @@ class StageTimes:
             self._open_spans, self._captured_mark = outer, None
 
     def add_replay(self, captured: CapturedStages, num_steps: int) -> None:
-        """Add the stages of a replayed graph to the current step. They stand for `num_steps` steps."""
+        """Add the stages of a replayed graph to the current step. They count for `num_steps` steps."""
         for span in captured.spans:
             span.count_for(num_steps)
         if captured.spans:
@@ -204,7 +201,6 @@ class StageTimes:
 
     @property
     def is_recording(self) -> bool:
-        """Whether spans are recorded."""
         return self._recording is not None
 
     def begin_step(self) -> None:
