@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -15,7 +14,7 @@ from meseta.comm import World
 from meseta.data.read.batch import Batch, split_batch
 from meseta.embedding.base import BaseEmbeddingCollection
 from meseta.embedding.batch_context import BatchContext
-from meseta.pipeline.device_copy import DeviceCopier, PackedBatch, PackedPart
+from meseta.pipeline.device_copy import DeviceCopier, HostPart, PackedBatch, PackedPart, PendingCopy
 from meseta.pipeline.losses import SkippedUpdate, make_batch_totals, start_task_factors
 from meseta.spec import MesetaError
 from meseta.telemetry.span import StageTimes
@@ -62,8 +61,8 @@ class QueuedBatch:
     """Error that all ranks detected before the step of the batch, which raises it."""
     packed: Sequence[PackedPart] = ()
     """Packed micro-batches, until their copies are started."""
-    pending_copies: list[Callable[[], Batch]] = field(default_factory=list)
-    """Functions that return each micro-batch on the device."""
+    pending_copies: Sequence[PendingCopy | HostPart] = ()
+    """Micro-batches until their `input_dist` is started."""
     micro_batches: list[MicroBatch] = field(default_factory=list)
     """Empty until the `input_dist` of the batch is started."""
     task_factors: Callable[[float], Tensor] | None = None
@@ -153,10 +152,11 @@ class LookaheadQueue:
             return
         with self.stage_times.stage("copy"):
             if self.device_copier is None:
+                totals, device = make_batch_totals(queued.batch), self.world.device
                 parts = split_batch(queued.batch, self.accumulate_steps)
-                queued.pending_copies = [partial(part.to, self.world.device, non_blocking=True) for part in parts]
+                queued.pending_copies = [HostPart(part, totals, device) for part in parts]
             else:
-                packed = queued.packed or split_batch(queued.batch, self.accumulate_steps)
+                packed = queued.packed or self.device_copier.packer.pack(queued.batch).parts
                 queued.pending_copies = [self.device_copier.start(part) for part in packed]
                 queued.packed = ()
 
@@ -171,14 +171,14 @@ class LookaheadQueue:
             queued.micro_batches = [MicroBatch(index, count, start(error), None) for index in range(count)]
             return
         self._start_copy(queued)
-        totals, offset = make_batch_totals(batch), 0
-        for index, take in enumerate(queued.pending_copies):
+        offset = 0
+        for index, copy in enumerate(queued.pending_copies):
             with self.stage_times.stage("copy"):
-                on_device = take()
+                on_device = copy.wait()
             with self.stage_times.stage("input_dist"):
                 context = start(
                     on_device.sparse,
-                    local_totals=totals,
+                    local_totals=copy.totals,
                     accumulates_gradients=index < count - 1,
                     stage_timer=self.stage_times.stage,
                 )
@@ -186,7 +186,7 @@ class LookaheadQueue:
             context.defers_id_check = self.defers_id_check
             queued.micro_batches.append(MicroBatch(index, count, context, on_device))
             offset += on_device.batch_size
-        queued.pending_copies.clear()
+        queued.pending_copies = ()
 
     def input_dist(self) -> None:
         """Complete the `input_dist` of all queued batches."""

@@ -97,7 +97,7 @@ class Pipeline:
         new_event = partial(torch.cuda.Event, enable_timing=True)
         clock = DeviceClock(new_event, torch.cuda.current_stream, torch.cuda.synchronize) if is_gpu else None
         self.stage_times = StageTimes(clock)
-        self.device_copier = DeviceCopier(world.device, self.stage_times) if is_gpu else None
+        self.device_copier = DeviceCopier(world.device, self.stage_times, accumulate_steps) if is_gpu else None
         """Copies batches to the GPU during the previous step. `None` copies each batch in its step."""
         self.update_check = UpdateCheck(
             self.world, self.stage_times, self._losses.term_names, overlaps_backward="agree" in self.overlap

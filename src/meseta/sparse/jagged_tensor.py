@@ -267,6 +267,16 @@ class KeyedJaggedTensor:
             key_offsets=self.key_offsets,
         )
 
+    def without_key_offsets(self) -> KeyedJaggedTensor:
+        """Return the batch without stored `key_offsets`, as padded `values` on a device require."""
+        return self._unchecked(
+            keys=self.keys,
+            values=self.values,
+            lengths=self.lengths,
+            weights=self.weights,
+            batch_sizes=self.batch_sizes,
+        )
+
     def with_values(self, values: Int[Tensor, " nnz"]) -> KeyedJaggedTensor:
         """Return a batch with other ids and the same lengths and weights."""
         if values.shape != self.values.shape or values.dtype not in (torch.int32, torch.int64):
