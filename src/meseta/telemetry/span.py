@@ -115,8 +115,8 @@ class _MarkedSpan:
         self.nested: list[_MarkedSpan] = []
         self.num_steps = 1
         """Number of steps for which the span counts."""
+        # Captured stages of which this is the last one.
         self.captured: CapturedStages | None = None
-        """Captured stages of which this is the last one."""
 
     def count_for(self, num_steps: int) -> None:
         self.num_steps = num_steps
@@ -130,7 +130,7 @@ class CapturedStages:
     def __init__(self) -> None:
         self.spans: list[_MarkedSpan] = []
         self.is_pending = False
-        """Whether the times of the last replay were not read yet. The graph must not be replayed then."""
+        """Whether times were not read yet, so that the graph must not be replayed."""
 
 
 class StageTimes:
@@ -192,7 +192,7 @@ class StageTimes:
             self._open_spans, self._captured_mark = outer, None
 
     def add_replay(self, captured: CapturedStages, num_steps: int) -> None:
-        """Add the stages of a replayed graph to the current step. They count for `num_steps` steps."""
+        """Add the stages of a replayed graph, which count for `num_steps` steps."""
         for span in captured.spans:
             span.count_for(num_steps)
         if captured.spans:
