@@ -170,7 +170,8 @@ class Pipeline:
             votes: Called in each step for the votes, see `__call__`.
         """
         if self.graphs is not None:
-            self.graphs.begin_loop(self._find_eager_reason(), graph_signature(self.model, self.optimizer))
+            reason = self.graphs.reason or self._find_eager_reason()
+            self.graphs.begin_loop(reason, None if reason else graph_signature(self.model, self.optimizer))
         queue = self._queue = self._make_queue(batches, self.device_copier)
         try:
             self.stage_times.begin_step()
@@ -382,7 +383,9 @@ class Pipeline:
         queue.start_copy(queued)
         [copy, *_] = queued.pending_copies
         assert isinstance(copy, PendingCopy)
-        return self.graphs.find(copy, self._capture_step)
+        captured = self.graphs.find(copy, self._capture_step, is_recorded=self.stage_times.is_recording)
+        queue.pads_ids = self.graphs.reason is None
+        return captured
 
     def _capture_step(self, copy: PendingCopy, is_timed: bool) -> CapturedStep:
         """Capture the step of a batch without running it. Raises MesetaError or RuntimeError if it is not possible."""
