@@ -23,6 +23,8 @@ from meseta.ops.row_lookup import triton as row_lookup
 from meseta.ops.row_program.program import trace
 from meseta.ops.row_update import triton_kernels as kernels
 from meseta.ops.row_update.triton_source import update_kernel
+from meseta.ops.step_scalars import triton as step_scalars
+from meseta.ops.step_verdict import triton as step_verdict
 from meseta.ops.weight_gradient import triton as weight_gradient
 from meseta.optim import make_row_optimizer
 from meseta.spec import OptimizerSpec
@@ -71,6 +73,7 @@ def rows(architecture: int) -> dict[str, Any]:
 
 def lists(architecture: int) -> dict[str, Any]:
     many = {"plan": WORDS, "items": WORDS, "limit": "i32"}
+    report = {"report": WORDS, "found_inf": FLOATS, "sums": "*fp64", "at": "i32", "NUM_SUMS": 2}
     cases: dict[str, tuple[Any, dict[str, Any]]] = {
         "repair": (
             id_policy._repair,
@@ -83,6 +86,9 @@ def lists(architecture: int) -> dict[str, Any]:
             | {"ids": WORDS, "offsets": WORDS, "num_features": "i32", "num_ids": "i32"},
         ),
         "addresses": (triton_shared._write_addresses, {"out": WORDS, **dict.fromkeys("abcdefg", FLOATS)}),
+        "scalars": (step_scalars._write_words, {"out": WORDS, **dict.fromkeys("abcdefg", "i64")}),
+        "verdict": (step_verdict._record, report | {"first_error": None, "IS_FIRST": True}),
+        "verdict of ids": (step_verdict._record, report | {"first_error": WORDS, "IS_FIRST": False}),
         "starts": (kernels.feature_starts, {"starts": WORDS, "plan": WORDS, "offsets": WORDS, "PADDED": 32}),
         "items": (
             kernels.list_items,

@@ -18,8 +18,9 @@ from meseta.comm import World
 from meseta.data.read.batch import Batch, Position, split_batch
 from meseta.embedding import EmbeddingBagCollection
 from meseta.models import DLRM
+from meseta.ops.host_buffers import MAX_PENDING_COPIES, BufferPool
 from meseta.pipeline import Pipeline, StageTimes, device_copy, lookahead
-from meseta.pipeline.device_copy import MAX_PENDING_COPIES, BatchPacker, BufferPool, DeviceCopier, PendingCopy
+from meseta.pipeline.device_copy import BatchPacker, DeviceCopier, PendingCopy
 from meseta.sparse import KeyedJaggedTensor
 from meseta.spec import FeatureSpec, IdPolicy, MesetaError, TableSpec
 
@@ -65,8 +66,13 @@ def test_the_computation_waits_for_the_copy_and_the_memory_for_the_computation(m
     pending = start(copier(device), batch)
     assert device.events == ["copy 1 on side", "event on side"]
     device.events.clear()
+    buffer = pending.wait_buffer()
+    assert device.events == ["main waits for copy 1", "used on main"]
+    device.events.clear()
     copied = pending.wait()
     assert device.events == ["main waits for copy 1", "used on main"]
+    assert (buffer.dtype, buffer.shape) == (torch.uint8, (pending.part.layout.num_bytes,))
+    assert buffer.data_ptr() == copied.dense.data_ptr()
     assert len(batch.tensors) == 5 and device.num_streams == 1
     for copy, original in zip(copied.tensors, batch.tensors, strict=True):
         assert torch.equal(copy, original)

@@ -121,7 +121,6 @@ class BaseEmbeddingCollection(nn.Module, ABC, Generic[GroupStateT]):
 
     @property
     def emulates_rounding(self) -> bool:
-        """Whether data is rounded as several ranks do in exchanges."""
         return False
 
     @property
@@ -321,14 +320,14 @@ class BaseEmbeddingCollection(nn.Module, ABC, Generic[GroupStateT]):
         self._out_of_range_ids.counts = num_outside
 
     def count_replayed_step(self, num_out_of_range: Int[Tensor, " F"]) -> None:
-        """Count a batch that a CUDA graph has looked up and trained, with the number of its out-of-range ids."""
+        """Count a batch that a CUDA graph has trained."""
         self.step += 1
         self._num_started += 1
         self._out_of_range_ids.add(num_out_of_range)
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """Context manager after which the number of batches and updates is as before, such as around a capture."""
+        """Context manager whose batches and updates are not counted."""
         before = self.step, self._num_started, self._last_slice
         try:
             yield

@@ -62,7 +62,7 @@ class FeatureGroup:
         return apply_id_policy(kjt, self._num_rows, self._policies)
 
     def raise_rejected(self, place: RejectedPlace) -> None:
-        """Raise the error for an id that policy 'error' rejects, if there is one."""
+        """Raise `out_of_range_error`, unless the feature is -1."""
         if place.feature >= 0:
             raise self.out_of_range_error(*place)
 
@@ -233,8 +233,7 @@ class BatchContext(Generic[GroupStateT]):
     """Device scalar (float32). If nonzero, kernels skip the row update without a host sync. `None` means always
     update."""
     scalars: StepScalars | None = None
-    """Numbers of the step on a GPU. Kernels read the rate and number of the step from them. `None` passes them from the
-    host."""
+    """Numbers of the step on a GPU. `None` passes them from the host."""
     stage_timer: StageTimer = null_timer
     """Timer of the stages 'output_dist', 'gradient_dist' and 'table_update'."""
     out_of_range_ids: OutOfRangeIds = field(default_factory=OutOfRangeIds)

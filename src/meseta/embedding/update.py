@@ -68,7 +68,7 @@ def step_shards(
 ) -> None:
     """Update the touched rows, or all rows if the optimizer requires it, unless `found_inf` is nonzero.
 
-    With the `scalars` of the step on a GPU, kernels read its rate and number from them in place of `lr` and `step`.
+    Kernels read rate and step from `scalars`, if there are any.
     """
     group, output_gradients, optimizer = fused.group, list(gradients), fused.spec.optimizer
     if optimizer.stepped_rows == "looked_up" and bags.num_samples:
@@ -305,7 +305,7 @@ class GradientSegment:
 
 def local_segment(ids: KeyedJaggedTensor, gradients: Sequence[Tensor], unpooled: Sequence[int]) -> GradientSegment:
     """Return the segment of one rank's samples, by feature."""
-    # Only the device knows the sizes of padded ids, which no caller needs for a single segment.
+    # No caller needs the sizes of a single segment.
     sizes = () if ids.is_padded else tuple(b - a for a, b in pairwise(ids.key_offsets))
     bags = Bags(ids.values, ids.offsets, ids.batch_size, ids.weights)
     return GradientSegment(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -15,44 +13,9 @@ from torch import Tensor
 from meseta.comm import BatchTotals
 from meseta.data.read.batch import Batch, split_batch
 from meseta.data.read.packing import PackedLayout, PackedLayouts
+from meseta.ops.host_buffers import BufferPool
 from meseta.pipeline.losses import make_batch_totals
 from meseta.telemetry.span import StageTimes
-
-MAX_PENDING_COPIES = 4
-"""Number of copies in progress at which a new batch waits for the oldest one."""
-BUFFER_GROWTH_FACTOR = 1.25
-"""Size of new buffers relative to the batch that did not fit."""
-
-
-class BufferPool:
-    """Thread-safe pool of host buffers. A buffer is reused after its copy has completed."""
-
-    def __init__(self, new_buffer: Callable[[int], Tensor]) -> None:
-        self._new_buffer = new_buffer
-        self._num_bytes = 0
-        # In the order of the copies, which is that of their completion.
-        self._copied = deque[tuple[Tensor, Any]]()
-        self._lock = threading.Lock()
-
-    def acquire(self, num_bytes: int) -> Tensor:
-        """Return a buffer of at least `num_bytes`. May wait for a copy."""
-        with self._lock:
-            can_reuse = self._copied and (len(self._copied) >= MAX_PENDING_COPIES or self._copied[0][1].query())
-            reused = self._copied.popleft() if can_reuse else None
-            if num_bytes > self._num_bytes:
-                self._num_bytes = int(num_bytes * BUFFER_GROWTH_FACTOR)
-            num_new_bytes = self._num_bytes
-        if reused is not None:
-            buffer, copied = reused
-            copied.synchronize()
-            if buffer.numel() >= num_bytes:
-                return buffer
-        return self._new_buffer(num_new_bytes)
-
-    def release(self, buffer: Tensor, copied: Any) -> None:
-        """Return a buffer to the pool. `copied` is the event after its copy."""
-        with self._lock:
-            self._copied.append((buffer, copied))
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +25,7 @@ class PackedPart:
     batch: Batch
     """The micro-batch in host memory."""
     totals: BatchTotals
-    """Totals of the batch of which this is a part."""
+    """Totals of the whole batch."""
     layout: PackedLayout
     buffer: Tensor
     pool: BufferPool
@@ -77,7 +40,7 @@ class PackedBatch:
 
 
 class BatchPacker:
-    """Thread-safe packing of batches into pinned buffers, such as in a reading thread."""
+    """Thread-safe packing of batches into pinned buffers."""
 
     def __init__(
         self, device: torch.device, num_parts: int = 1, *, new_buffer: Callable[[int], Tensor] | None = None
@@ -103,7 +66,7 @@ class BatchPacker:
 
 @dataclass(frozen=True, eq=False)
 class PendingCopy:
-    """Copy of a micro-batch to a device on a separate stream."""
+    """Copy of a micro-batch to a device."""
 
     part: PackedPart
     _buffer: Tensor
@@ -112,18 +75,15 @@ class PendingCopy:
 
     @property
     def totals(self) -> BatchTotals:
-        """Totals of the batch of which the micro-batch is a part."""
+        """Totals of the whole batch."""
         return self.part.totals
 
     def wait(self, *, padded: bool = False) -> Batch:
-        """Return the micro-batch on the device, and make the current stream wait for the copy.
-
-        With `padded`, ids are padded to the capacity of the layout, see `PackedLayout.unpack`.
-        """
+        """Return the micro-batch on the device. The current stream waits for it. See `PackedLayout.unpack`."""
         return self.part.layout.unpack(self.part.batch, self.wait_buffer(), padded=padded)
 
     def wait_buffer(self) -> Tensor:
-        """Return the buffer on the device (uint8 [layout.num_bytes]), and make the current stream wait for the copy."""
+        """Return the buffer on the device, uint8 [layout.num_bytes]. The current stream waits for it."""
         stream = self._current_stream()
         stream.wait_event(self._arrived)
         # Without this, the copy stream, which allocated the memory, could reuse it for a later batch too early.
@@ -141,23 +101,9 @@ class StaticPart:
     """Host batch with this layout."""
     totals: BatchTotals
 
-    def wait(self, *, padded: bool = True) -> Batch:
-        """Return the micro-batch on the device. It is always padded."""
-        return self.layout.unpack(self.batch, self.buffer, padded=True)
-
-
-@dataclass(frozen=True, eq=False)
-class HostPart:
-    """Micro-batch that is copied when it is needed. On a CPU it is not copied."""
-
-    batch: Batch
-    totals: BatchTotals
-    """Totals of the batch of which the micro-batch is a part."""
-    device: torch.device
-
     def wait(self, *, padded: bool = False) -> Batch:
-        """Return the micro-batch on the device. It is never padded."""
-        return self.batch.to(self.device, non_blocking=True)
+        """Return the micro-batch on the device."""
+        return self.layout.unpack(self.batch, self.buffer, padded=padded)
 
 
 class DeviceCopier:
@@ -175,7 +121,7 @@ class DeviceCopier:
         """Create a copier. `times` records each copy. Tests replace `cuda` and `new_buffer`."""
         self._device, self._times, self._cuda = device, times, cuda
         self.packer = BatchPacker(device, num_parts, new_buffer=new_buffer)
-        """Packs batches that were read without a packer into `num_parts` micro-batches."""
+        """Packs batches that were not packed before."""
         self._stream = cuda.Stream(device)
 
     def start(self, part: PackedPart) -> PendingCopy:

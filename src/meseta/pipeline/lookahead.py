@@ -8,17 +8,31 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from meseta.comm import World
+from meseta.comm import BatchTotals, World
 from meseta.data.read.batch import Batch, split_batch
 from meseta.embedding.base import BaseEmbeddingCollection
 from meseta.embedding.batch_context import BatchContext
 from meseta.ops.step_scalars import StepScalars
-from meseta.pipeline.device_copy import DeviceCopier, HostPart, PackedBatch, PackedPart, PendingCopy, StaticPart
+from meseta.pipeline.device_copy import DeviceCopier, PackedBatch, PackedPart, PendingCopy, StaticPart
 from meseta.pipeline.losses import SkippedUpdate, make_batch_totals, start_task_factors
 from meseta.spec import MesetaError
 from meseta.telemetry.span import StageTimes
+
+
+@dataclass(frozen=True, eq=False)
+class HostPart:
+    """Micro-batch that is copied in its step, if its device is not the CPU."""
+
+    batch: Batch
+    totals: BatchTotals
+    device: torch.device
+
+    def wait(self, *, padded: bool = False) -> Batch:
+        """Return the micro-batch on the device. It is never padded."""
+        return self.batch.to(self.device, non_blocking=True)
 
 
 @dataclass(eq=False)
@@ -63,7 +77,7 @@ class QueuedBatch:
     packed: Sequence[PackedPart] = ()
     """Packed micro-batches, until their copies are started."""
     pending_copies: Sequence[PendingCopy | StaticPart | HostPart] = ()
-    """Micro-batches on their way to the device, until their `input_dist` is started."""
+    """Micro-batches until their `input_dist` is started."""
     micro_batches: list[MicroBatch] = field(default_factory=list)
     """Empty until the `input_dist` of the batch is started."""
     task_factors: Callable[[float], Tensor] | None = None

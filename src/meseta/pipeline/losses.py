@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -16,6 +17,7 @@ from meseta.embedding.base import BaseEmbeddingCollection
 from meseta.embedding.batch_context import BatchContext
 from meseta.models.layers import GLOBAL_LOSS_HOOKS, loss_term_names
 from meseta.ops.common import copy_to_device, total
+from meseta.ops.step_scalars import StepNumbers
 from meseta.sparse.shapes import Float
 from meseta.spec import MesetaError
 
@@ -246,3 +248,16 @@ def start_task_factors(world: World, batch: Batch | None, num_tasks: int) -> Cal
         return torch.where(sums[0] > 0, weight / sums[0], 0.0)
 
     return factors
+
+
+def loss_divisor(batch_size: int, weight: float, num_samples: int) -> float:
+    """Return the divisor of a rank's sum of losses, given its samples, and weight and samples of the global batch."""
+    # Tables and dense gradients scale the loss by B_local / B_global, so it is finally divided by the total weight.
+    # Without weights, the divisor is exactly the local batch size.
+    return batch_size * weight / max(num_samples, 1) or 1.0
+
+
+def inverse_divisor(dtype: torch.dtype, numbers: StepNumbers) -> list[float]:
+    """Return 1 / divisor of a step [1], divided in the dtype of the loss, float32 or float64."""
+    kind = np.float64 if dtype == torch.float64 else np.float32
+    return [float(kind(1.0) / kind(numbers.divisor))]

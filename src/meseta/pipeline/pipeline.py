@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,10 +18,10 @@ from meseta.embedding.batch_context import OutOfRangeIds, no_op
 from meseta.models.layers import find_dense_forward, select_score_input
 from meseta.ops.allocator import keep_freed_memory
 from meseta.ops.step_scalars import StepNumbers, StepScalars
-from meseta.optim.dense import GradientClipper, dense_parameters, keep_former
+from meseta.optim.dense import GradientClipper, dense_parameters
 from meseta.pipeline.device_copy import DeviceCopier, PackedBatch, PendingCopy, StaticPart
 from meseta.pipeline.lookahead import LookaheadQueue, MicroBatch, QueuedBatch
-from meseta.pipeline.losses import BatchLosses, Model, SkippedUpdate
+from meseta.pipeline.losses import BatchLosses, Model, SkippedUpdate, inverse_divisor, loss_divisor
 from meseta.pipeline.prefetch import PrefetchedEmbeddings
 from meseta.pipeline.step_graph import (
     CapturedStep,
@@ -31,7 +30,13 @@ from meseta.pipeline.step_graph import (
     graph_signature,
     record_external_event,
 )
-from meseta.pipeline.update_check import DeferredCheck, LossAgreement, UpdateCheck
+from meseta.pipeline.update_check import (
+    DeferredCheck,
+    LossAgreement,
+    UpdateCheck,
+    find_running_stats,
+    keep_running_stats,
+)
 from meseta.sparse.shapes import Float
 from meseta.spec.stages import Overlap
 from meseta.telemetry.span import DeviceClock, StageTimes
@@ -76,7 +81,6 @@ class Pipeline:
         clip: GradientClipper | None = None,
         accumulate_steps: int = 1,
         overlap: Collection[Overlap] = (),
-        uses_graphs: bool = True,
     ) -> None:
         """Create a pipeline.
 
@@ -88,8 +92,6 @@ class Pipeline:
             clip: Clipper of the dense gradients.
             accumulate_steps: Number of micro-batches, which limit memory. All optimizers step after the last one.
             overlap: Transfers to overlap with computation. They do not change any result.
-            uses_graphs: Whether steps on one GPU are captured in CUDA graphs where possible. They do not change any
-                result.
         """
         self.model = model
         self.optimizer = optimizer
@@ -117,8 +119,8 @@ class Pipeline:
         )
         self.scalars = StepScalars(world.device) if is_gpu else None
         """Numbers of the current step on a GPU."""
-        self.graphs = StepGraphs(world.device) if is_gpu and uses_graphs else None
-        """CUDA graphs of steps. `None` runs each step eagerly."""
+        self.graphs = StepGraphs(world.device) if is_gpu else None
+        """CUDA graphs of steps, which do not change any result. Set it to `None` to run each step eagerly."""
         self.batch: Batch | None = None
         """Current batch, or the last one after a step."""
         self._dense_forward = find_dense_forward(model)
@@ -168,7 +170,8 @@ class Pipeline:
             votes: Called in each step for the votes, see `__call__`.
         """
         if self.graphs is not None:
-            self.graphs.begin_loop(self._find_eager_reason(), graph_signature(self.model, self.optimizer))
+            reason = self.graphs.reason or self._find_eager_reason()
+            self.graphs.begin_loop(reason, None if reason else graph_signature(self.model, self.optimizer))
         queue = self._queue = self._make_queue(batches, self.device_copier)
         try:
             self.stage_times.begin_step()
@@ -329,16 +332,14 @@ class Pipeline:
                 # Clip at the end of the backward pass, when all gradients are available.
                 context.overlaps_gradient_dist = True
                 context.clip = partial(self.clip, dense_parameters(self.optimizer))
-            running_stats = [buffer.clone() for buffer in self._running_stats] if context.found_inf is not None else []
             divisor = loss_divisor(part.device_batch.batch_size, weight, num_samples)
-            loss.backward(self._loss_gradient(loss, divisor, part.num_parts))
-            for buffer, former in zip(self._running_stats, running_stats, strict=False):
-                keep_former(buffer, former, cast(Tensor, context.found_inf))
+            with keep_running_stats(self._running_stats, context.found_inf):
+                loss.backward(self._loss_gradient(loss, divisor, part.num_parts))
 
     def _loss_gradient(self, loss: Tensor, divisor: float, num_parts: int) -> Tensor:
         if self.scalars is not None and num_parts == 1:
             dtype = torch.float64 if loss.dtype == torch.float64 else torch.float32
-            return self.scalars.view(("divisor", dtype), dtype, partial(_inverse_divisor, dtype))[0].to(loss.dtype)
+            return self.scalars.view(("divisor", dtype), dtype, partial(inverse_divisor, dtype))[0].to(loss.dtype)
         # The same in each step of full batches without weights, so that it is computed once.
         if divisor != self._divisor or self._inverse_divisor.dtype != loss.dtype:
             self._divisor, self._inverse_divisor = divisor, torch.ones_like(loss) / divisor
@@ -382,7 +383,9 @@ class Pipeline:
         queue.start_copy(queued)
         [copy, *_] = queued.pending_copies
         assert isinstance(copy, PendingCopy)
-        return self.graphs.find(copy, self._capture_step)
+        captured = self.graphs.find(copy, self._capture_step, is_recorded=self.stage_times.is_recording)
+        queue.pads_ids = self.graphs.reason is None
+        return captured
 
     def _capture_step(self, copy: PendingCopy, is_timed: bool) -> CapturedStep:
         """Capture the step of a batch without running it. Raises MesetaError or RuntimeError if it is not possible."""
@@ -480,23 +483,3 @@ class Pipeline:
             self.batch = skipped.batch
             self.model.embeddings.set_resume_state(skipped.step, skipped.num_out_of_range)
             raise
-
-
-def loss_divisor(batch_size: int, weight: float, num_samples: int) -> float:
-    """Return the divisor of a rank's sum of losses, given its samples, and weight and samples of the global batch."""
-    # Tables and dense gradients scale the loss by B_local / B_global, so it is finally divided by the total weight.
-    # Without weights, the divisor is exactly the local batch size.
-    return batch_size * weight / max(num_samples, 1) or 1.0
-
-
-def _inverse_divisor(dtype: torch.dtype, numbers: StepNumbers) -> list[float]:
-    # Division in the dtype of the loss.
-    kind = np.float64 if dtype == torch.float64 else np.float32
-    return [float(kind(1.0) / kind(numbers.divisor))]
-
-
-def find_running_stats(model: Any) -> list[Tensor]:
-    """Return the running statistics of a model's normalization layers, which a refused step must not change."""
-    names = ("running_mean", "running_var", "num_batches_tracked")
-    buffers = model.named_buffers() if hasattr(model, "named_buffers") else ()
-    return [buffer for name, buffer in buffers if name.rpartition(".")[2] in names]

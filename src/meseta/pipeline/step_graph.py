@@ -69,8 +69,8 @@ class StepGraphs:
         self._signature: object = None
         self._pool: Any = None
         self._num_since_timed = 0
-        self.batch_size: int | None = None
-        """Number of samples of the first batch. Only batches of this size are captured."""
+        self._batch_size = 0
+        """Number of samples of the largest batch. Only batches of this size are captured."""
         self.reason: str | None = None
         """Reason for which no step can be captured."""
         self.num_replayed = 0
@@ -87,19 +87,24 @@ class StepGraphs:
 
         `reason` is the reason for which no step can be captured, or `None`.
         """
-        self.reason = self.reason or reason
+        self.reason = reason
         if signature != self._signature:
             self._steps.clear()
             self._warm_layouts.clear()
         self._signature = signature
 
-    def find(self, copy: PendingCopy, capture: Callable[[PendingCopy, bool], CapturedStep]) -> CapturedStep | None:
+    def find(
+        self, copy: PendingCopy, capture: Callable[[PendingCopy, bool], CapturedStep], *, is_recorded: bool = False
+    ) -> CapturedStep | None:
         """Return the captured step for a batch, or `None` if it must run eagerly.
 
-        `capture` captures the step of a batch, timed if its argument is true. If it raises an error, all later steps
-        run eagerly.
+        Args:
+            copy: Packed batch.
+            capture: Function that captures the step of a batch, timed if its argument is true. If it raises an error,
+                all later steps run eagerly.
+            is_recorded: Whether the stages of the step are recorded, which requires an eager step.
         """
-        reason = self.reason or self._eager_reason(copy)
+        reason = self.reason or self._eager_reason(copy) or ("recorded timeline" if is_recorded else None)
         if reason is not None:
             self.eager_reasons[reason] += 1
             return None
@@ -114,7 +119,7 @@ class StepGraphs:
         return step
 
     def pop_num_timed(self) -> int:
-        """Return the number of replayed steps since the last timed one, for which a timed step stands."""
+        """Return the number of replayed steps since the last timed one, and start to count again."""
         count, self._num_since_timed = self._num_since_timed, 0
         return count
 
@@ -124,16 +129,15 @@ class StepGraphs:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        # Other threads go on: one packs batches into new pinned buffers, and another one reads finished copies.
+        # Other threads may allocate pinned buffers and read events meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             yield graph
 
     def _eager_reason(self, copy: PendingCopy) -> str | None:
         part, weight = copy.part, copy.totals.weight
-        if self.batch_size is None:
-            self.batch_size = part.batch.batch_size
-        if part.batch.batch_size != self.batch_size:
-            return "another number of samples"
+        self._batch_size = max(self._batch_size, part.batch.batch_size)
+        if part.batch.batch_size < self._batch_size:
+            return "short batch"
         if not (weight > 0 and math.isfinite(weight)):
             return "no finite positive weight"
         if len(set(part.batch.sparse.batch_sizes)) > 1:

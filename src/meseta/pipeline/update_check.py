@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from meseta.ops.common import copy_to_device
 from meseta.ops.host_buffers import AsyncHostCopy
 from meseta.ops.step_scalars import StepScalars
 from meseta.ops.step_verdict import REJECTED_ID, StepReport, record_verdict
-from meseta.optim.dense import step_if_finite
+from meseta.optim.dense import keep_former, step_if_finite
 from meseta.pipeline.lookahead import MicroBatch, QueuedBatch, micro_batch_error_context
 from meseta.pipeline.losses import LateNonFiniteLoss, NonFiniteLoss, SkippedUpdate
 from meseta.sparse.shapes import Float, Int
@@ -248,3 +248,19 @@ class UpdateCheck:
             optimizer.step()
         else:
             self.pending.undo_host_update = step_if_finite(optimizer, self.pending.found_inf, scalars)
+
+
+def find_running_stats(model: Any) -> list[Tensor]:
+    """Return the running statistics of a model's normalization layers, which a refused step must not change."""
+    names = ("running_mean", "running_var", "num_batches_tracked")
+    buffers = model.named_buffers() if hasattr(model, "named_buffers") else ()
+    return [buffer for name, buffer in buffers if name.rpartition(".")[2] in names]
+
+
+@contextmanager
+def keep_running_stats(running_stats: Sequence[Tensor], found_inf: Float[Tensor, ""] | None) -> Iterator[None]:
+    """Context manager that restores running statistics if `found_inf`, a device scalar, is nonzero."""
+    former = [] if found_inf is None else [buffer.clone() for buffer in running_stats]
+    yield
+    for buffer, before in zip(running_stats, former, strict=False):
+        keep_former(buffer, before, cast(Tensor, found_inf))

@@ -267,11 +267,8 @@ class KeyedJaggedTensor:
             key_offsets=self.key_offsets,
         )
 
-    def without_key_offsets(self) -> KeyedJaggedTensor:
-        """Return the batch without stored `key_offsets`, so that reading them synchronizes with the device.
-
-        `values` and `weights` may then be longer than the sum of the lengths, which suits static memory of a device.
-        """
+    def as_padded(self) -> KeyedJaggedTensor:
+        """Return the batch on a device with `is_padded`, and without stored `key_offsets`."""
         return self._unchecked(
             keys=self.keys,
             values=self.values,
@@ -283,7 +280,7 @@ class KeyedJaggedTensor:
 
     @cached_property
     def is_padded(self) -> bool:
-        """Whether there may be more values than the sum of the lengths. The last values then belong to no feature."""
+        """Whether values may follow that belong to no feature."""
         return False
 
     def with_values(self, values: Int[Tensor, " nnz"]) -> KeyedJaggedTensor:

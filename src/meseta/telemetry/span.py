@@ -115,8 +115,8 @@ class _MarkedSpan:
         self.nested: list[_MarkedSpan] = []
         self.num_steps = 1
         """Number of steps for which the span counts."""
+        # Captured stages of which this is the last one.
         self.captured: CapturedStages | None = None
-        """Captured stages of which this is the last one."""
 
     def count_for(self, num_steps: int) -> None:
         self.num_steps = num_steps
@@ -125,12 +125,12 @@ class _MarkedSpan:
 
 
 class CapturedStages:
-    """Stages of a step in a CUDA graph. Each replay records their events again."""
+    """Stages of a step in a CUDA graph."""
 
     def __init__(self) -> None:
         self.spans: list[_MarkedSpan] = []
         self.is_pending = False
-        """Whether the times of the last replay were not read yet. The graph must not be replayed then."""
+        """Whether times were not read yet, so that the graph must not be replayed."""
 
 
 class StageTimes:
@@ -182,10 +182,7 @@ class StageTimes:
 
     @contextmanager
     def capture(self, mark: Callable[[], Any]) -> Iterator[CapturedStages]:
-        """Context manager around the capture of a step in a CUDA graph.
-
-        `mark` records a new event in the graph and returns it. If it returns `None`, the stages cannot be timed.
-        """
+        """Context manager that captures a step in a CUDA graph. `mark` records an event in it, or returns `None`."""
         captured = CapturedStages()
         outer, self._open_spans = self._open_spans, captured.spans
         self._captured_mark = mark
@@ -195,7 +192,7 @@ class StageTimes:
             self._open_spans, self._captured_mark = outer, None
 
     def add_replay(self, captured: CapturedStages, num_steps: int) -> None:
-        """Add the stages of a replayed graph to the current step. They stand for `num_steps` steps."""
+        """Add the stages of a replayed graph, which count for `num_steps` steps."""
         for span in captured.spans:
             span.count_for(num_steps)
         if captured.spans:
@@ -204,7 +201,6 @@ class StageTimes:
 
     @property
     def is_recording(self) -> bool:
-        """Whether spans are recorded."""
         return self._recording is not None
 
     def begin_step(self) -> None:

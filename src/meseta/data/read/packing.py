@@ -125,7 +125,7 @@ class PackedLayout:
             section.write(memory, source)
 
     def unpack(self, batch: Batch, buffer: Tensor, *, padded: bool = False) -> Batch:
-        """Return a packed batch on the device of `buffer` [num_bytes], uint8. Its tensors are views, except the lengths.
+        """Return a batch on the device of `buffer` [num_bytes], uint8. Its tensors are views, except the lengths.
 
         Ids are int32 if they were packed as int32. All other tensors equal those of `batch`.
 
@@ -139,7 +139,7 @@ class PackedLayout:
         dense, ids, *others = (section.view(buffer) for section in sections)
         unpacked = batch.with_tensors([dense, ids, self._unpack_lengths(buffer), *others])
         if padded and self.key_offsets is None:
-            return replace(unpacked, sparse=unpacked.sparse.without_key_offsets())
+            return replace(unpacked, sparse=unpacked.sparse.as_padded())
         return unpacked
 
     def _unpack_lengths(self, buffer: Tensor) -> Tensor:
@@ -231,7 +231,7 @@ class _Extremes(NamedTuple):
 class PackedLayouts:
     """Thread-safe packing of successive batches with as few layouts as possible.
 
-    A layout has room for all earlier batches of the same kind. It changes only if a batch does not fit, and then widens.
+    A layout has room for all earlier batches of the same kind. If a batch does not fit, the layout widens.
     """
 
     def __init__(self) -> None:
