@@ -334,6 +334,66 @@ def test_single_calls_replay_a_graph() -> None:
     assert training.graphs.eager_reasons == {FIRST: 2} and training.graphs.num_replayed == 3
 
 
+def stop_dropout(training: GraphTraining) -> None:
+    model: Any = training.pipeline.model
+    model.bottom_mlp.eval()
+
+
+def freeze_bottom(training: GraphTraining) -> None:
+    model: Any = training.pipeline.model
+    for parameter in model.bottom_mlp.parameters():
+        parameter.requires_grad_(False)
+
+
+def change_decay(training: GraphTraining) -> None:
+    for group in training.pipeline.optimizer.param_groups:
+        group["weight_decay"] = 0.5
+
+
+def restore_moments(training: GraphTraining) -> None:
+    optimizer = training.pipeline.optimizer
+    state = optimizer.state_dict()
+    moments = {index: {key: value.clone() for key, value in one.items()} for index, one in state["state"].items()}
+    optimizer.load_state_dict({**state, "state": moments})
+
+
+CHANGES = [(stop_dropout, freeze_bottom), pytest.param((change_decay, restore_moments), marks=pytest.mark.soak)]
+
+
+@pytest.mark.parametrize("changes", CHANGES)
+def test_a_change_between_loops_is_captured_again(changes: Sequence[Callable[[GraphTraining], None]]) -> None:
+    """The first loop creates the moments, whose addresses the graph of the second loop contains."""
+    case = GraphCase(layers=REGULARIZED, num_batches=3 + 2 * len(changes))
+    batches, states = case.make_batches(), []
+    for is_captured in (False, True):
+        with emulated_gpu():
+            training = GraphTraining(case, is_captured=is_captured)
+            training.train(batches[:1])
+            training.train(batches[1:3])
+            for number, change in enumerate(changes):
+                change(training)
+                training.train(batches[3 + 2 * number :][:2])
+            states.append({**training.state(), **training.outputs()})
+    assert different_tensors(*states) == []
+    assert training.graphs.eager_reasons == {FIRST: 2 + len(changes)}
+    assert training.graphs.num_replayed == 1 + len(changes)
+
+
+def test_an_error_in_the_first_step_leaves_no_graph() -> None:
+    """The moments do not exist after it. A graph that created them would reset them in each replay."""
+    case = GraphCase(num_batches=4)
+    states = []
+    for is_captured in (False, True):
+        with emulated_gpu():
+            training = GraphTraining(case, is_captured=is_captured)
+            with pytest.raises(ZeroDivisionError):
+                list(training.pipeline.steps(iter(case.make_batches()), schedule=lambda: 1 / 0))
+            training.train(case.make_batches())
+            states.append({**training.state(), **training.outputs()})
+    assert different_tensors(*states) == []
+    assert training.graphs.eager_reasons == {FIRST: 2} and training.graphs.num_replayed == 3
+
+
 def test_each_nth_replay_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_graph, "TIMED_STEP_INTERVAL", 3)
     case, num_timed = GraphCase(num_batches=8), list[int]()
@@ -354,3 +414,63 @@ def test_each_nth_replay_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert num_timed == [3, 3] and training.graphs.num_captured == 2
     assert [in_graph <= names for names in stages] == [True, False, False, True, False, False, True, False]
     assert all(in_graph.isdisjoint(names) for names in (stages[2], stages[4], stages[5]))
+
+
+# Refused steps
+
+REFUSED = diagonal(
+    dense=["sgd", "adam", "adagrad"],
+    fault=["id", "id and loss", "loss"],
+    bad=[0, 1, 2, 3],
+    is_checkpoint_due=[False, True],
+)
+NUM_BEFORE = 4
+BAD_SAMPLE, BAD_ID = 4, NUM_ROWS + 7
+
+
+def spoil(batch: Batch, fault: str) -> None:
+    """Plant a fault in `BAD_SAMPLE`."""
+    if "id" in fault:
+        batch.sparse.values[BAD_SAMPLE] = BAD_ID
+    if "loss" in fault:
+        batch.dense[BAD_SAMPLE, 1] = torch.nan
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_refused_step_leaves_every_bit(case: dict[str, Any]) -> None:
+    """The first feature has single ids, so that an id has the number of its sample."""
+    bad, fault = case["bad"], case["fault"]
+    graph_case = GraphCase(
+        dense=case["dense"],
+        rows=("sgd", "adam", "adagrad"),
+        num_tables=3,
+        layers=REGULARIZED,
+        lengths=((1, 1),),
+        num_batches=6,
+    )
+    batches, replaced = graph_case.make_batches(), graph_case.make_batches()
+    spoil(replaced[bad], fault)
+    with emulated_gpu():
+        expected = GraphTraining(graph_case, is_captured=False)
+        expected.train(batches[:bad])
+        training, num_yielded = GraphTraining(graph_case), 0
+        steps = training.steps(replaced[:NUM_BEFORE])
+        with pytest.raises(SkippedUpdate) as raised:
+            for _ in steps:
+                num_yielded += 1
+                if case["is_checkpoint_due"] and num_yielded == bad + 1:
+                    training.pipeline.synchronize()
+        steps.close()
+        message = f"id {BAD_ID} from feature 'f0', sample {BAD_SAMPLE}, is outside" if "id" in fault else "loss is nan"
+        assert message in str(raised.value) and isinstance(raised.value, LateNonFiniteLoss) == (fault == "loss")
+        assert num_yielded == min(bad + 1, NUM_BEFORE) and training.pipeline.model.embeddings.step == bad
+        assert training.pipeline.batch is replaced[bad]
+        assert different_tensors(training.state(), expected.state()) == []
+        before = training.graphs.num_replayed
+        for one in (expected, training):
+            one.results.clear()
+            one.train(batches[NUM_BEFORE:])
+        assert different_tensors(training.state(), expected.state()) == []
+        # The first votes are those of the step before the loop.
+        assert set(different_tensors(training.outputs(), expected.outputs())) <= {"votes 0"}
+        assert (training.graphs.num_replayed - before == 1) == (case["dense"] != "adagrad")
