@@ -20,6 +20,7 @@ if torch.cuda.is_available():
 from gpu_path.dispatch import EmulatedGpu
 from gpu_path.patches import emulated_gpu
 from gpu_path.records import StepRecording, compare_steps
+from gpu_path.training import Training, TrainingCase, record_steps
 
 from meseta.ops.triton_shared import padded_address_count, write_addresses
 
@@ -108,6 +109,21 @@ def test_a_capture_changes_no_memory_that_existed_before(gpu: EmulatedGpu) -> No
     capture(training.train)
     assert all(map(same_bits, training.state(), before))
     assert torch.isnan(training.loss).item() and torch.isnan(training.layer.weight.grad).all().item()
+
+
+def test_a_capture_reads_no_values(gpu: EmulatedGpu) -> None:
+    """Ids outside of the rows are an error only for operators that run."""
+    rows, ids = torch.ones(4, 2, device="cuda"), torch.full((3,), 9, device="cuda")
+    results: list[Tensor] = []
+
+    def look_up() -> None:
+        results.append(rows.index_select(0, ids))
+        results.append(torch.repeat_interleave(rows, ids[:1].expand(4), dim=0, output_size=5))
+
+    graph = capture(look_up)
+    assert [list(result.shape) for result in results] == [[3, 2], [5, 2]]
+    with pytest.raises((IndexError, RuntimeError), match="out of range"):
+        graph.replay()
 
 
 def test_results_in_the_graph_are_undefined_until_its_replay(gpu: EmulatedGpu) -> None:
@@ -348,3 +364,15 @@ def test_a_graph_keeps_its_memory(gpu: EmulatedGpu) -> None:
     gc.collect()
     graph.replay()
     assert target.tolist() == [2.0] * 3
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NaN and infinity in masked lanes
+def test_a_replayed_training_step_is_one_graph_and_one_copy(gpu: EmulatedGpu) -> None:
+    case = TrainingCase(model="dlrm", batch_size=8, num_tables=3, num_rows=20)
+    [recording] = record_steps(gpu, Training(case, "cuda", uses_graphs=True))
+    counts = recording.counts()
+    numbers = {name: counts[name] for name in ("graph replays", "copies to device", "synchronizations")}
+    assert numbers == {"graph replays": 1, "copies to device": 1, "synchronizations": 0}
+    [replay] = recording.select("graph replay")
+    stages = {operator.stage for operator in replay.operators}
+    assert {"lookup", "dense_forward", "backward", "table_update", "dense_update"} <= stages
