@@ -146,6 +146,11 @@ class EmulatedGpu(TorchDispatchMode):
         if self.capture is not None:
             self.capture.check(name)
 
+    def check_outside(self, *captures: Capture | None) -> None:
+        """Raise RuntimeError if an event belongs to a capture, which only its own streams can wait for."""
+        if any(capture is not None for capture in captures):
+            raise RuntimeError("CUDA error: operation not permitted on an event last recorded in a capturing stream")
+
     def note(self, kind: Kind, name: str) -> None:
         """Record a call that is not an operator."""
         self.record(kind, name, {}, ())
