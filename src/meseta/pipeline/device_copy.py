@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -15,44 +13,9 @@ from torch import Tensor
 from meseta.comm import BatchTotals
 from meseta.data.read.batch import Batch, split_batch
 from meseta.data.read.packing import PackedLayout, PackedLayouts
+from meseta.ops.host_buffers import BufferPool
 from meseta.pipeline.losses import make_batch_totals
 from meseta.telemetry.span import StageTimes
-
-MAX_PENDING_COPIES = 4
-"""Number of copies in progress at which a new batch waits for the oldest one."""
-BUFFER_GROWTH_FACTOR = 1.25
-"""Size of new buffers relative to the batch that did not fit."""
-
-
-class BufferPool:
-    """Thread-safe pool of host buffers. A buffer is reused after its copy has completed."""
-
-    def __init__(self, new_buffer: Callable[[int], Tensor]) -> None:
-        self._new_buffer = new_buffer
-        self._num_bytes = 0
-        # In the order of the copies, which is that of their completion.
-        self._copied = deque[tuple[Tensor, Any]]()
-        self._lock = threading.Lock()
-
-    def acquire(self, num_bytes: int) -> Tensor:
-        """Return a buffer of at least `num_bytes`. May wait for a copy."""
-        with self._lock:
-            can_reuse = self._copied and (len(self._copied) >= MAX_PENDING_COPIES or self._copied[0][1].query())
-            reused = self._copied.popleft() if can_reuse else None
-            if num_bytes > self._num_bytes:
-                self._num_bytes = int(num_bytes * BUFFER_GROWTH_FACTOR)
-            num_new_bytes = self._num_bytes
-        if reused is not None:
-            buffer, copied = reused
-            copied.synchronize()
-            if buffer.numel() >= num_bytes:
-                return buffer
-        return self._new_buffer(num_new_bytes)
-
-    def release(self, buffer: Tensor, copied: Any) -> None:
-        """Return a buffer to the pool. `copied` is the event after its copy."""
-        with self._lock:
-            self._copied.append((buffer, copied))
 
 
 @dataclass(frozen=True, eq=False)

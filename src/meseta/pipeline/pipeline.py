@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -75,7 +76,6 @@ class Pipeline:
         clip: GradientClipper | None = None,
         accumulate_steps: int = 1,
         overlap: Collection[Overlap] = (),
-        uses_graphs: bool = True,
     ) -> None:
         """Create a pipeline.
 
@@ -87,8 +87,6 @@ class Pipeline:
             clip: Clipper of the dense gradients.
             accumulate_steps: Number of micro-batches, which limit memory. All optimizers step after the last one.
             overlap: Transfers to overlap with computation. They do not change any result.
-            uses_graphs: Whether steps on one GPU are captured in CUDA graphs where possible. They do not change any
-                result.
         """
         self.model = model
         self.optimizer = optimizer
@@ -116,8 +114,8 @@ class Pipeline:
         )
         self.scalars = StepScalars(world.device) if is_gpu else None
         """Numbers of the current step on a GPU."""
-        self.graphs = StepGraphs(world.device) if is_gpu and uses_graphs else None
-        """CUDA graphs of steps. `None` runs each step eagerly."""
+        self.graphs = StepGraphs(world.device) if is_gpu else None
+        """CUDA graphs of steps, which do not change any result. Set it to `None` to run each step eagerly."""
         self.batch: Batch | None = None
         """Current batch, or the last one after a step."""
         self._dense_forward = find_dense_forward(model)
@@ -388,7 +386,7 @@ class Pipeline:
         assert self.graphs is not None
         self._finish_dense_update()
         embeddings, layout, batch = self.model.embeddings, copy.part.layout, copy.part.batch
-        buffer = torch.empty(layout.num_bytes, dtype=torch.uint8, device=self.world.device)
+        buffer = copy.wait_buffer().clone()
         queue, queued = self._make_queue(iter(()), None), QueuedBatch(batch)
         queued.pending_copies = [StaticPart(buffer, layout, batch, copy.totals)]
         mark = record_external_event if is_timed else no_op
@@ -490,7 +488,8 @@ def loss_divisor(batch_size: int, weight: float, num_samples: int) -> float:
 
 def _inverse_divisor(dtype: torch.dtype, numbers: StepNumbers) -> list[float]:
     # Division in the dtype of the loss.
-    return [(torch.ones((), dtype=dtype) / numbers.divisor).item()]
+    kind = np.float64 if dtype == torch.float64 else np.float32
+    return [float(kind(1.0) / kind(numbers.divisor))]
 
 
 def find_running_stats(model: Any) -> list[Tensor]:

@@ -115,8 +115,9 @@ def make_pipeline(
         clip=make_clip(config, world, over_parts),
         accumulate_steps=config.train.accumulate_steps,
         overlap=overlap,
-        uses_graphs=config.pipeline.graph == "auto",
     )
+    if config.pipeline.graph == "off":
+        pipeline.graphs = None
     pipeline.num_masked_tasks = dataset.num_masked_tasks
     pipeline.uses_stale_embeddings = bool(config.pipeline.staleness)
     return pipeline
