@@ -101,7 +101,9 @@ class Training:
         world = World.single(device)
         config = DenseOptimizerConfig(name=case.dense_optimizer, lr=0.01)  # type: ignore[arg-type]
         self.optimizer = make_dense_optimizer(config, self.model.parameters())
-        self.pipeline = Pipeline(self.model, self.optimizer, world, uses_graphs=uses_graphs)
+        self.pipeline = Pipeline(self.model, self.optimizer, world)
+        if not uses_graphs:
+            self.pipeline.graphs = None
         self._predictions: StepPredictions | None = None
         self._num_steps = 0
         # In `meseta train`, another thread creates and packs them.
