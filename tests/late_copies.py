@@ -156,8 +156,10 @@ def late_device(packing_threads: set[str], killed_at: int | None = None) -> Iter
 
         def build_with_copier(self: Trainer, with_test: bool) -> None:
             build(self, with_test)
-            times = self.pipeline.stage_times
-            self.pipeline.device_copier = DeviceCopier(CPU, times, cuda=device, new_buffer=new_buffer)
+            pipeline = self.pipeline
+            pipeline.device_copier = DeviceCopier(
+                CPU, pipeline.stage_times, pipeline.accumulate_steps, cuda=device, new_buffer=new_buffer
+            )
 
         def record_or_die(self: Trainer, result: Any) -> None:
             record(self, result)

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import meseta
+from gpu_path.arguments import describe, is_tensors, leaves, name_arguments
+from gpu_path.capture import FORBIDDEN, Capture, CaptureMode
 from gpu_path.memory import StorageSet, has_storage
 from gpu_path.python_calls import PythonCallCounter
 from gpu_path.records import Kind, Record, TensorRecord
@@ -33,6 +37,7 @@ EMPTY = frozenset(
     f"aten::{name}" for name in ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided")
 )
 """Operators that allocate memory and launch no kernel."""
+UNPINNED_COPY = "Cannot copy between CPU and CUDA tensors during CUDA graph capture unless the CPU tensor is pinned"
 
 # The package caches constants on the device, which a later emulation uses too.
 MEMORY, PINNED = StorageSet(), StorageSet()
@@ -55,6 +60,11 @@ class EmulatedGpu(TorchDispatchMode):
         """Stages that are open, the innermost one last."""
         self.is_transferring = False
         """Whether the next `_to_copy` moves a tensor to another device."""
+        self.capture: Capture | None = None
+        """CUDA graph that is captured."""
+        self.current_stream: Any = None
+        self._region = ""
+        self._graphs = WeakSet[Capture]()
         self._born = StorageSet()
 
     @classmethod
@@ -73,6 +83,73 @@ class EmulatedGpu(TorchDispatchMode):
         self.is_recording = False
         return self.records
 
+    @contextmanager
+    def region(self, name: str) -> Iterator[None]:
+        """Context manager that names a region of a step. New memory is numbered from its start."""
+        self._region = name
+        self._born.clear()
+        try:
+            yield
+        finally:
+            self._region = ""
+
+    @contextmanager
+    def host_view(self) -> Iterator[None]:
+        """Context manager in which tensors are on the host, and nothing is recorded or counted."""
+        memory, self.memory = self.memory, StorageSet()
+        self.python_calls.suspend()
+        try:
+            with _disable_current_modes(), torch._C._AutoDispatchBelowAutograd():
+                yield
+        finally:
+            self.python_calls.resume()
+            self.memory = memory
+
+    def begin_capture(self, pool: tuple[int, int], mode: CaptureMode) -> None:
+        """Start to capture the current stream."""
+        if self.capture is not None:
+            raise RuntimeError("CUDA error: a stream is already capturing")
+        memory = self.memory
+        with self.host_view():
+            self.capture = Capture(memory, self.current_stream, mode, pool)
+
+    def end_capture(self) -> Capture:
+        """Stop capturing, and return the graph."""
+        assert self.capture is not None
+        capture, self.capture = self.capture, None
+        with self.host_view():
+            capture.finish()
+        self._graphs.add(capture)
+        return capture
+
+    def replay(self, graph: Capture) -> None:
+        """Run a captured graph. Memory of graphs that were captured later in the same pool becomes undefined."""
+        self.record("graph replay", "CUDAGraph.replay", {}, (), operators=tuple(graph.records))
+        with self.host_view():
+            for other in self._graphs:
+                if other.pool == graph.pool and other.number > graph.number:
+                    other.clobber()
+            graph.replay()
+
+    def capture_here(self) -> Capture | None:
+        """Return the capture of the calling thread, or `None`."""
+        return self.capture if self.capture is not None and self.capture.is_in_this_thread else None
+
+    def capture_of(self, stream: Any) -> Capture | None:
+        """Return the capture of a stream by the calling thread, or `None`."""
+        capture = self.capture_here()
+        return capture if capture is not None and capture.includes(stream) else None
+
+    def wait(self, waiting: Any, stream: Any, *, is_captured: bool) -> None:
+        """Let the stream `waiting` wait for work of another one."""
+        if (capture := self.capture_here()) is not None:
+            capture.wait(waiting, stream, is_captured=is_captured)
+
+    def check(self, name: str) -> None:
+        """Raise RuntimeError if a capture forbids a wait or an allocation."""
+        if self.capture is not None:
+            self.capture.check(name)
+
     def note(self, kind: Kind, name: str) -> None:
         """Record a call that is not an operator."""
         self.record(kind, name, {}, ())
@@ -85,21 +162,29 @@ class EmulatedGpu(TorchDispatchMode):
         tensors: Sequence[Tensor],
         *,
         is_dispatched: bool = False,
+        operators: tuple[Record, ...] = (),
     ) -> None:
-        """Record an operator with named arguments. `tensors` are its tensor arguments and results."""
-        if not self.is_recording:
+        """Record an operator with named arguments. `tensors` are its tensor arguments and results.
+
+        Raises RuntimeError if a capture forbids it.
+        """
+        if kind in FORBIDDEN:
+            self.check(name)
+        capture = self.capture_here()
+        if capture is None and not self.is_recording:
             return
         scalars = tuple((key, describe(value)) for key, value in arguments.items() if not is_tensors(value))
         described = tuple(self._describe_tensor(tensor) for tensor in tensors)
         stage = self.stages[-1] if self.stages else ""
-        self.records.append(Record(kind, name, scalars, described, package_line(), stage, is_dispatched))
+        record = Record(kind, name, scalars, described, package_line(), stage, is_dispatched, self._region, operators)
+        (self.records if capture is None else capture.records).append(record)
 
     def place(self, tensor: Tensor) -> None:
         """Move the storage of a new tensor to the device."""
         if tensor not in self.memory:
             self.memory.add(tensor)
-            if self.is_recording:
-                self._born.add(tensor)
+            if self.is_recording or self.capture is not None:
+                self._new_memory().add(tensor)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -128,15 +213,23 @@ class EmulatedGpu(TorchDispatchMode):
         if func.namespace == "meseta":
             return self._run_own(func, args, arguments)
         check_devices(name, inputs, on_device)
+        capture = self.capture_here()
+        if capture is not None:
+            check_captured(capture, func, inputs, on_device)
         result = func(*args, **arguments)
         outputs = [leaf for leaf in leaves(result) if has_storage(leaf)]
         for output in outputs:
             self.place(output)
-        named = name_arguments(func, args, arguments) if self.is_recording else {}
+        kind = kind_of(func, inputs, outputs)
+        named = name_arguments(func, args, arguments) if self.is_recording or capture is not None else {}
         named.pop("device", None)
-        self.record(kind_of(func, inputs, outputs), name, named, (*inputs, *outputs), is_dispatched=True)
+        self.record(kind, name, named, (*inputs, *outputs), is_dispatched=True)
         if waits(name, args, arguments):
             self.note("synchronization", name)
+        if capture is not None:
+            if kind == "kernel":
+                capture.use(self.current_stream)
+            capture.add(kind, func, args, arguments, outputs)
         return result
 
     def _run_own(self, func: Any, args: tuple[Any, ...], arguments: dict[str, Any]) -> Any:
@@ -163,10 +256,18 @@ class EmulatedGpu(TorchDispatchMode):
         if to_device:
             self.place(result)
         self._note_copy(args[0], result, to_device=to_device, is_async=is_async)
+        if (capture := self.capture_here()) is not None:
+            capture.use(self.current_stream)
+            capture.add("copy to device", func, args, arguments, (result,))
         return result
 
     def _copy(self, func: Any, args: tuple[Any, ...], arguments: dict[str, Any], *, to_device: bool) -> Any:
         target, source, is_async = (*args, arguments.pop("non_blocking", False))[:3]
+        if (capture := self.capture_here()) is not None:
+            capture.use(self.current_stream)
+            if not to_device:
+                capture.save(target)
+            capture.launch(func, (target, source), {})
         result = func(target, source)
         self._note_copy(source, target, to_device=to_device, is_async=is_async)
         return result
@@ -174,9 +275,16 @@ class EmulatedGpu(TorchDispatchMode):
     def _note_copy(self, source: Tensor, target: Tensor, *, to_device: bool, is_async: bool) -> None:
         if not source.numel():
             return
+        capture = self.capture_here()
+        if capture is not None and (source if to_device else target) not in self.pinned:
+            capture.fail(UNPINNED_COPY)
         self.record("copy to device" if to_device else "copy to host", "copy", {}, (source, target), is_dispatched=True)
         if not (is_async and (source if to_device else target) in self.pinned):
             self.note("synchronization", "copy that blocks the host")
+
+    def _new_memory(self) -> StorageSet:
+        capture = self.capture_here()
+        return self._born if capture is None else capture.memory
 
     def _describe_tensor(self, tensor: Tensor) -> TensorRecord:
         if tensor in self.pinned:
@@ -184,42 +292,12 @@ class EmulatedGpu(TorchDispatchMode):
         elif tensor not in self.memory:
             # A kernel receives a scalar of the host by value.
             memory = "host" if tensor.dim() else f"host {tensor.tolist()}"
-        elif (number := self._born.number(tensor)) is not None:
+        elif (number := self._new_memory().number(tensor)) is not None:
             memory = f"new {number}"
         else:
             memory = hex(tensor.untyped_storage().data_ptr())
         shape, strides = tuple(tensor.shape), tuple(tensor.stride())
         return TensorRecord(str(tensor.dtype).removeprefix("torch."), shape, strides, tensor.storage_offset(), memory)
-
-
-def leaves(value: Any) -> Iterator[Any]:
-    """Yield the members of nested lists, tuples and dictionaries."""
-    if isinstance(value, (list, tuple)):
-        for member in value:
-            yield from leaves(member)
-    elif isinstance(value, dict):
-        for member in value.values():
-            yield from leaves(member)
-    else:
-        yield value
-
-
-def is_tensors(value: Any) -> bool:
-    """Whether `value` is a tensor, or a list that has one."""
-    return any(isinstance(leaf, Tensor) for leaf in leaves(value))
-
-
-def describe(value: Any) -> Any:
-    """Return a scalar argument in a form that can be compared and printed."""
-    if isinstance(value, (list, tuple)):
-        return tuple(describe(member) for member in value)
-    return value if isinstance(value, (bool, int, float, str, type(None))) else str(value)
-
-
-def name_arguments(func: Any, args: Sequence[Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of an operator by name."""
-    names = [argument.name for argument in func._schema.arguments]
-    return {**dict(zip(names, args, strict=False)), **arguments}
 
 
 def kind_of(func: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Kind:
@@ -252,6 +330,17 @@ def check_devices(name: str, inputs: Sequence[Tensor], on_device: Sequence[bool]
     hosted = [tensor for tensor, is_there in zip(inputs, on_device, strict=True) if not is_there and tensor.dim()]
     if hosted and any(on_device) and name not in MIXING:
         raise RuntimeError(f"{name}: expected all tensors on the emulated GPU, but {list(hosted[0].shape)} is not")
+
+
+def check_captured(capture: Capture, func: Any, inputs: Sequence[Tensor], on_device: Sequence[bool]) -> None:
+    """Raise RuntimeError if an operator cannot be captured."""
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        capture.fail(f"{func}: the emulated GPU has no registered generator for a captured random operator")
+    # Torch copies indices of the host to the device.
+    if any(on_device) and any(
+        tensor.dim() and not is_there for tensor, is_there in zip(inputs, on_device, strict=True)
+    ):
+        capture.fail(UNPINNED_COPY)
 
 
 def package_line() -> str:

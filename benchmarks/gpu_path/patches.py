@@ -10,9 +10,9 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
-from gpu_path.dispatch import CPU, GPU, EmulatedGpu, leaves
+from gpu_path.arguments import leaves
+from gpu_path.dispatch import CPU, GPU, EmulatedGpu
 from gpu_path.fakes import FakeCuda
 from gpu_path.memory import has_storage
 
@@ -26,7 +26,7 @@ def emulated_gpu() -> Iterator[EmulatedGpu]:
     from triton.runtime.interpreter import InterpretedFunction
 
     gpu = EmulatedGpu()
-    cuda = FakeCuda(gpu.note)
+    cuda = FakeCuda(gpu)
     with ExitStack() as stack:
 
         def replace(owner: Any, **members: Any) -> None:
@@ -42,6 +42,9 @@ def emulated_gpu() -> Iterator[EmulatedGpu]:
             "device",
             "synchronize",
             "is_current_stream_capturing",
+            "graph_pool_handle",
+            "CUDAGraph",
+            "graph",
         ):
             replace(torch.cuda, **{name: getattr(cuda, name)})
         replace(Tensor, **tensor_members(gpu))
@@ -170,15 +173,12 @@ def launcher(gpu: EmulatedGpu, run: Any) -> Any:
         named = {**dict(zip(kernel.arg_names, args, strict=False)), **kwargs}
         tensors = [leaf for leaf in leaves(list(named.values())) if isinstance(leaf, Tensor)]
         gpu.record("kernel", kernel.fn.__name__, {"grid": grid, **named}, tensors)
-        memory, gpu.memory = gpu.memory, type(gpu.memory)()
-        gpu.python_calls.suspend()
-        try:
-            # The interpreter sees tensors of the host.
-            with _disable_current_modes():
-                return run(kernel, *args, grid=grid, warmup=warmup, **kwargs)
-        finally:
-            gpu.python_calls.resume()
-            gpu.memory = memory
+        capture = gpu.capture_here()
+        with gpu.host_view():
+            if capture is not None:
+                capture.use(gpu.current_stream)
+                capture.launch(run, (kernel, *args), {"grid": grid, "warmup": warmup, **kwargs})
+            return run(kernel, *args, grid=grid, warmup=warmup, **kwargs)
 
     return launch
 

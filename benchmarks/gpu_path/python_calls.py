@@ -10,7 +10,7 @@ from typing import Any
 from torch._library import simple_registry
 
 EMULATION = frozenset(
-    (*(str(Path(__file__).with_name(name)) for name in ("dispatch.py", "patches.py", "python_calls.py")),
+    (*(str(Path(__file__).with_name(name)) for name in ("capture.py", "dispatch.py", "patches.py", "python_calls.py")),
      simple_registry.__file__)
 )  # fmt: skip
 """Files whose functions, with all that they call, do not count. The last one selects the handler of each operator."""

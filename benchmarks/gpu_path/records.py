@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 Kind = Literal[
@@ -17,6 +17,7 @@ Kind = Literal[
     "event wait",
     "timed event",
     "pinned allocation",
+    "graph replay",
     "wrapper",
     "host",
 ]
@@ -57,6 +58,10 @@ class Record:
     """Stage of the step, empty between stages."""
     is_dispatched: bool = False
     """Whether the record is a call of torch's dispatcher."""
+    region: str = ""
+    """Region of the program that is open, see `EmulatedGpu.region`."""
+    operators: tuple[Record, ...] = ()
+    """Operators of a replayed CUDA graph."""
 
     def __str__(self) -> str:
         shapes = " ".join(f"{tensor.dtype}{list(tensor.shape)}" for tensor in self.tensors)
@@ -76,8 +81,15 @@ class StepRecording:
         """Return the records of a kind."""
         return [record for record in self.records if record.kind == kind]
 
+    def in_region(self, name: str) -> StepRecording:
+        """Return a recording that has the records of a region only, such as to compare the region in two steps."""
+        return replace(self, records=tuple(record for record in self.records if record.region == name))
+
     def counts(self) -> dict[str, int]:
-        """Return the number of each kind of record that a benchmark reports, by title of its column."""
+        """Return the number of each kind of record that a benchmark reports, by title of its column.
+
+        The operators of a replayed graph are not counted.
+        """
         by_kind = Counter(record.kind for record in self.records)
         return {
             "kernels": by_kind["kernel"],
@@ -87,6 +99,7 @@ class StepRecording:
             "event waits": by_kind["event wait"],
             "pinned allocations": by_kind["pinned allocation"],
             "timed events": by_kind["timed event"],
+            "graph replays": by_kind["graph replay"],
             "dispatcher calls": sum(record.is_dispatched and record.kind != "view" for record in self.records),
             "views": by_kind["view"],
             "Python calls": self.num_python_calls,

@@ -4,7 +4,7 @@ real ones."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from typing import Any
@@ -18,8 +18,8 @@ from meseta.comm import World
 from meseta.data.read.batch import Batch, Position, split_batch
 from meseta.embedding import EmbeddingBagCollection
 from meseta.models import DLRM
-from meseta.pipeline import Pipeline, StageTimes, device_copy
-from meseta.pipeline.device_copy import MAX_PENDING_COPIES, BatchPacker, BufferPool, DeviceCopier
+from meseta.pipeline import Pipeline, StageTimes, device_copy, lookahead
+from meseta.pipeline.device_copy import MAX_PENDING_COPIES, BatchPacker, BufferPool, DeviceCopier, PendingCopy
 from meseta.sparse import KeyedJaggedTensor
 from meseta.spec import FeatureSpec, IdPolicy, MesetaError, TableSpec
 
@@ -47,20 +47,25 @@ def make(device: LateDevice | None, accumulate_steps: int = 1, policy: IdPolicy 
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     pipeline = Pipeline(model, optimizer, World.single(), accumulate_steps=accumulate_steps)
     if device is not None:
-        pipeline.device_copier = copier(device, pipeline.stage_times)
+        pipeline.device_copier = copier(device, pipeline.stage_times, accumulate_steps)
     return pipeline
 
 
-def copier(device: LateDevice, times: StageTimes | None = None) -> DeviceCopier:
-    return DeviceCopier(CPU, times or StageTimes(), cuda=device, new_buffer=device.new_buffer)
+def copier(device: LateDevice, times: StageTimes | None = None, num_parts: int = 1) -> DeviceCopier:
+    return DeviceCopier(CPU, times or StageTimes(), num_parts, cuda=device, new_buffer=device.new_buffer)
+
+
+def start(copying: DeviceCopier, batch: Batch) -> PendingCopy:
+    [part] = copying.packer.pack(batch).parts
+    return copying.start(part)
 
 
 def test_the_computation_waits_for_the_copy_and_the_memory_for_the_computation(monkeypatch: pytest.MonkeyPatch) -> None:
     device, batch = LateDevice(monkeypatch), replace(batches(1)[0], weight=torch.ones(6))
-    take = copier(device).start(batch)
+    pending = start(copier(device), batch)
     assert device.events == ["copy 1 on side", "event on side"]
     device.events.clear()
-    copied = take()
+    copied = pending.wait()
     assert device.events == ["main waits for copy 1", "used on main"]
     assert len(batch.tensors) == 5 and device.num_streams == 1
     for copy, original in zip(copied.tensors, batch.tensors, strict=True):
@@ -75,13 +80,13 @@ def test_no_buffer_is_overwritten_while_its_copy_is_in_progress(monkeypatch: pyt
     """Batches of different sizes are packed much faster than they are copied."""
     device, inputs = LateDevice(monkeypatch), batches(40)
     inputs = [part for index, batch in enumerate(inputs) for part in split_batch(batch, 1 + index % 3)]
-    copying, queue = copier(device), deque[Callable[[], Batch]]()
+    copying, queue = copier(device), deque[PendingCopy]()
     for number, batch in enumerate(inputs):
-        queue.append(copying.start(batch))
+        queue.append(start(copying, batch))
         if number >= 7:
-            check_equal(queue.popleft()(), inputs[number - 7])
-    for take, batch in zip(queue, inputs[-7:], strict=True):
-        check_equal(take(), batch)
+            check_equal(queue.popleft().wait(), inputs[number - 7])
+    for pending, batch in zip(queue, inputs[-7:], strict=True):
+        check_equal(pending.wait(), batch)
     device.check_copies()
     assert device.num_buffers == MAX_PENDING_COPIES
     assert sum("the host waits" in event for event in device.events) > 40
@@ -109,10 +114,11 @@ def test_the_training_thread_only_starts_a_copy_of_a_packed_batch(monkeypatch: p
     device, batch = LateDevice(monkeypatch), batches(1)[0]
     [part] = BatchPacker(CPU, new_buffer=device.new_buffer).pack(batch).parts
     copying = copier(device)
-    monkeypatch.setattr(device_copy, "pack", None)
+    for function in ("make_batch_totals", "split_batch", "PackedLayouts"):
+        monkeypatch.setattr(device_copy, function, None)
     with CountOperators() as counter:
-        taken = copying.start(part)()
-    check_equal(taken, batch)
+        copied = copying.start(part).wait()
+    check_equal(copied, batch)
     assert counter.count <= 24 and device.num_buffers == 1
 
 
@@ -132,6 +138,9 @@ def test_the_next_batch_is_copied_while_one_is_trained(
     device = LateDevice(monkeypatch)
     plain, side = make(None, accumulate_steps), make(device, accumulate_steps)
     expected = [step.loss for step in plain.steps(iter(batches(4)))]
+    # The thread that packs a batch splits it and adds its weights.
+    for function in ("make_batch_totals", "split_batch"):
+        monkeypatch.setattr(lookahead, function, None)
     packer = BatchPacker(CPU, accumulate_steps, new_buffer=device.new_buffer)
     inputs = map(packer.pack, batches(4)) if packs_ahead else iter(batches(4))
     losses, copied = [], []

@@ -29,6 +29,7 @@ from meseta.comm.messages import (
 )
 from meseta.comm.sums import OrderedSum, SumCodec, ordered_sum
 from meseta.ops.memory import empty
+from meseta.ops.step_scalars import StepScalars
 from meseta.spec import MesetaError, Plan
 from meseta.spec.codecs import (
     FP32,
@@ -577,6 +578,8 @@ class BatchSlice:
     offset: int | None = None
     """Index of the first sample of this rank in the global batch. `None` if the slices of the ranks follow each other
     in rank order."""
+    scalars: StepScalars | None = field(default=None, compare=False)
+    """Numbers of the step on a GPU, see `BatchContext.scalars`."""
 
     @property
     def num_samples(self) -> int:

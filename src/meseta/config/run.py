@@ -388,10 +388,19 @@ class PipelineConfig(Section):
     """Exchanges that overlap with computation: ids, embeddings, gradients, dense and agree, see docs/pipeline.md. The
     results do not depend on it. 'auto': all that can overlap."""
 
+    graph: Literal["auto", "off"] = "auto"
+    """CUDA graphs of whole steps on one GPU, see docs/pipeline.md. The results do not depend on them. 'auto':
+    all steps that can be captured."""
+
     staleness: Literal[0, 1] = 0
     """Number of updates that a lookup does not see. With 1, each batch is looked up before the update of the previous
     batch, so that embeddings are exchanged during its computation. Results differ from those with 0, but not between
     numbers of ranks. See docs/pipeline.md for the effect on quality."""
+
+    @field_validator("graph", mode="before")
+    @classmethod
+    def _check_graph(cls, graph: object) -> object:
+        return "off" if graph is False else graph  # YAML 1.1 reads `off` as false.
 
     @field_validator("overlap", mode="before")
     @classmethod

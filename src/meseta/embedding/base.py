@@ -120,6 +120,11 @@ class BaseEmbeddingCollection(nn.Module, ABC, Generic[GroupStateT]):
         return 1
 
     @property
+    def emulates_rounding(self) -> bool:
+        """Whether data is rounded as several ranks do in exchanges."""
+        return False
+
+    @property
     @abstractmethod
     def shards(self) -> Sequence[TableStorage]:
         """Shards of tables on this rank."""
@@ -315,12 +320,29 @@ class BaseEmbeddingCollection(nn.Module, ABC, Generic[GroupStateT]):
         self.step = step
         self._out_of_range_ids.counts = num_outside
 
+    def count_replayed_step(self, num_out_of_range: Int[Tensor, " F"]) -> None:
+        """Count a batch that a CUDA graph has looked up and trained, with the number of its out-of-range ids."""
+        self.step += 1
+        self._num_started += 1
+        self._out_of_range_ids.add(num_out_of_range)
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Context manager after which the number of batches and updates is as before, such as around a capture."""
+        before = self.step, self._num_started, self._last_slice
+        try:
+            yield
+        finally:
+            self.step, self._num_started, self._last_slice = before
+
     def _set_batch_slice(
         self, flight: BatchContext[GroupStateT], world: World, sizes: tuple[int, ...], totals: Sequence[BatchTotals]
     ) -> None:
         step = self.step if flight.step is None else flight.step
         first = sum(rank_totals.num_samples for rank_totals in totals[: world.rank]) + flight.slice_offset
-        flight.batch_slice = BatchSlice(world=world, step=step, batch_size_per_rank=sizes, offset=first)
+        flight.batch_slice = BatchSlice(
+            world=world, step=step, batch_size_per_rank=sizes, offset=first, scalars=flight.scalars
+        )
         self._last_slice = flight.batch_slice
 
     @abstractmethod

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from meseta.comm import BatchSlice, BatchTotals
 from meseta.ops.id_policy import CheckedIds, apply_id_policy
+from meseta.ops.step_scalars import StepScalars
+from meseta.ops.step_verdict import RejectedPlace
 from meseta.sparse import KeyedJaggedTensor
 from meseta.sparse.shapes import Float, Int
 from meseta.spec import FeatureSpec, MesetaError, TableSpec
@@ -59,6 +61,11 @@ class FeatureGroup:
             )
         return apply_id_policy(kjt, self._num_rows, self._policies)
 
+    def raise_rejected(self, place: RejectedPlace) -> None:
+        """Raise the error for an id that policy 'error' rejects, if there is one."""
+        if place.feature >= 0:
+            raise self.out_of_range_error(*place)
+
     def out_of_range_error(self, feature: int, sample: int, row: int) -> MesetaError:
         """Return the error for an id that policy 'error' rejects."""
         spec = self.features[feature]
@@ -95,9 +102,7 @@ RejectedId = tuple[FeatureGroup, Tensor]
 def raise_rejected_id(rejected_ids: Sequence[RejectedId]) -> None:
     """Raise the error of the first rejected id in `BatchContext.rejected_ids`. Waits for a GPU."""
     for group, first_error in rejected_ids:
-        feature, sample, row = first_error.tolist()
-        if feature >= 0:
-            raise group.out_of_range_error(feature, sample, row)
+        group.raise_rejected(RejectedPlace(*first_error.tolist()))
 
 
 def group_features(features: Sequence[FeatureSpec], tables: Mapping[str, TableSpec]) -> tuple[FeatureGroup, ...]:
@@ -227,6 +232,9 @@ class BatchContext(Generic[GroupStateT]):
     found_inf: Float[Tensor, ""] | None = None
     """Device scalar (float32). If nonzero, kernels skip the row update without a host sync. `None` means always
     update."""
+    scalars: StepScalars | None = None
+    """Numbers of the step on a GPU. Kernels read the rate and number of the step from them. `None` passes them from the
+    host."""
     stage_timer: StageTimer = null_timer
     """Timer of the stages 'output_dist', 'gradient_dist' and 'table_update'."""
     out_of_range_ids: OutOfRangeIds = field(default_factory=OutOfRangeIds)

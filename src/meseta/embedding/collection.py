@@ -302,6 +302,10 @@ class EmbeddingBagCollection(BaseEmbeddingCollection[CheckedIds]):
         comm.check_dtype(self.tables[0].dtype)
         self._rounding, self._acquired_rows = EmulatedRounding(comm, frozenset(at_home)), None
 
+    @property
+    def emulates_rounding(self) -> bool:
+        return not self._rounding.comm.is_lossless
+
     def _make_lookup(self, group: FeatureGroup, weights: Mapping[str, Tensor]) -> LocalLookup:
         if self._rounding.comm.is_lossless:
             return LocalLookup(group, weights, self.dtype)
@@ -354,7 +358,8 @@ class EmbeddingBagCollection(BaseEmbeddingCollection[CheckedIds]):
                 self._update_clipped(flight, flight.clip, whole, moved)
             else:
                 for fused in self._fused_shards:
-                    step_shards(fused, self.lr(flight, fused.spec), self.step + 1, whole.bags, moved, flight.found_inf)
+                    lr, step = self.lr(flight, fused.spec), self.step + 1
+                    step_shards(fused, lr, step, whole.bags, moved, flight.found_inf, flight.scalars)
         self.step += 1
 
     def _update_clipped(

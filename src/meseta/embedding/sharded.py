@@ -302,9 +302,8 @@ class ShardedEmbeddingBagCollection(BaseEmbeddingCollection[GroupState]):
             whole, row_gradients = merge_backward_passes(received)
             self._discard_row_gradients()
             for fused in self._fused_shards:
-                step_shards(
-                    fused, self.lr(flight, fused.spec), self.step + 1, whole.bags, row_gradients, flight.found_inf
-                )
+                lr, step = self.lr(flight, fused.spec), self.step + 1
+                step_shards(fused, lr, step, whole.bags, row_gradients, flight.found_inf, flight.scalars)
             self._update_staged(flight, whole, row_gradients)
             if replicated is not None:
                 self.replicas.finish_update(replicated, partial(self.lr, flight), self.step + 1, flight.found_inf)

@@ -17,6 +17,7 @@ from meseta.ops.jagged import lengths_to_offsets, permute_segments
 from meseta.ops.row_program.optimizer import Hyper, compute_dtype, sum_across_blocks
 from meseta.ops.row_update import Bags, FeatureGradient, TableRows, UpdateGroup, row_update
 from meseta.ops.row_update.staged import TouchedRows, stage_block_sums, update_with_stats
+from meseta.ops.step_scalars import StepScalars
 from meseta.sparse import KeyedJaggedTensor
 from meseta.sparse.shapes import Float, Int
 from meseta.spec import OptimizerSpec, TableSpec
@@ -63,8 +64,12 @@ def step_shards(
     bags: Bags,
     gradients: Sequence[Tensor],
     found_inf: Float[Tensor, ""] | None = None,
+    scalars: StepScalars | None = None,
 ) -> None:
-    """Update the touched rows, or all rows if the optimizer requires it, unless `found_inf` is nonzero."""
+    """Update the touched rows, or all rows if the optimizer requires it, unless `found_inf` is nonzero.
+
+    With the `scalars` of the step on a GPU, kernels read its rate and number from them in place of `lr` and `step`.
+    """
     group, output_gradients, optimizer = fused.group, list(gradients), fused.spec.optimizer
     if optimizer.stepped_rows == "looked_up" and bags.num_samples:
         looked_up = ids_by_table(group.features, bags, len(group.tables))
@@ -78,7 +83,10 @@ def step_shards(
         group, bags, output_gradients = _append_rows(
             group, bags, output_gradients, [_all_rows(t, output_gradients[0]) for t in group.tables], sizes
         )
-    row_update(group, lr, step, bags, output_gradients, found_inf)
+    # float64 rows are updated by the reference, which needs numbers of the host.
+    on_device = scalars is not None and group.weights[0].dtype != torch.float64
+    uniforms = group.uniforms_on_device(scalars, optimizer.lr) if scalars is not None and on_device else None
+    row_update(group, lr, step, bags, output_gradients, found_inf, uniforms)
 
 
 def ids_by_table(features: Sequence[FeatureGradient], bags: Bags, num_tables: int) -> list[Int[Tensor, " nnz"]]:

@@ -12,7 +12,7 @@ from torch.nn import functional
 from meseta.comm import BatchSlice
 from meseta.ops.common import column_sums
 from meseta.ops.random_rows import random_bits, table_key
-from meseta.sparse.shapes import Bool, Float
+from meseta.sparse.shapes import Bool, Float, Int
 
 DROPOUT_RESOLUTION = 1 << 16
 """Inverse of the step to which dropout rates are rounded. 32 random bits decide about two values."""
@@ -28,12 +28,21 @@ def dropout_mask(rate: float, seed: int, layer: str, batch: BatchSlice, width: i
     The mask depends only on seed, layer, step, position of the sample in the global batch, and column.
     """
     # Bits of Philox4x32-10, see `meseta.ops.random_rows`.
-    key = table_key(seed, f"dropout/{layer}/{batch.step}")
+    key = _step_key(seed, layer, batch)
     first, size = batch.first_sample, batch.batch_size_per_rank[batch.world.rank]
     num_words = (width + 1) // 2
     words = random_bits(key, (first, first + size), (0, num_words), batch.world.device)
     halves = words.view(torch.int16).view(size, num_words, 4)[..., :2]  # The low 32 of 64 bits, as two numbers.
     return halves.reshape(size, 2 * num_words)[:, :width] >= _drop_threshold(rate) - DROPOUT_RESOLUTION // 2
+
+
+def _step_key(seed: int, layer: str, batch: BatchSlice) -> int | Int[Tensor, ""]:
+    # On a GPU the key has the same address in all steps, so that a CUDA graph can read it.
+    if batch.scalars is None:
+        return table_key(seed, f"dropout/{layer}/{batch.step}")
+    name = ("dropout", seed, layer)
+    keys = batch.scalars.view(name, torch.int64, lambda now: [table_key(seed, f"dropout/{layer}/{now.step}")])
+    return keys[0]
 
 
 def dropout(x: Float[Tensor, "B N"], rate: float, seed: int, layer: str, batch: BatchSlice) -> Float[Tensor, "B N"]:

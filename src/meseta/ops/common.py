@@ -240,26 +240,3 @@ def copy_to_device(numbers: Sequence[float], dtype: torch.dtype, device: torch.d
     if device.type != "cuda":
         return torch.tensor(numbers, dtype=dtype, device=device)
     return torch.tensor(numbers, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
-
-
-class AsyncHostCopy:
-    """Asynchronous copy of a tensor to host memory, ordered after the previous work of the current stream.
-
-    Reading does not block if the caller has already waited for later work of the same stream.
-    """
-
-    def __init__(self, tensor: Tensor) -> None:
-        """Start the copy. A CPU tensor is not copied, and `read` then returns the tensor itself."""
-        self._host = tensor
-        self._copied_event: Any = None
-        if tensor.device.type == "cuda":
-            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            self._host.copy_(tensor, non_blocking=True)
-            self._copied_event = torch.cuda.current_stream(tensor.device).record_event()
-
-    def read(self) -> Tensor:
-        """Return the tensor in host memory. Waits until the copy is complete."""
-        if self._copied_event is not None:
-            self._copied_event.synchronize()
-            self._copied_event = None
-        return self._host

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from meseta.ops.step_scalars import StepNumbers, StepScalars
 from meseta.spec import MesetaError
 
 if TYPE_CHECKING:  # Operators are tested without pydantic.
@@ -240,12 +243,49 @@ def dense_parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def step_if_finite(optimizer: torch.optim.Optimizer, found_inf: Tensor) -> Callable[[], None]:
+def is_capturable(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a CUDA graph can contain the steps of an optimizer, in `rates_on_device`."""
+    fused = all(group.get("fused") for group in optimizer.param_groups)
+    return fused and type(optimizer) in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+
+
+@contextmanager
+def rates_on_device(optimizer: torch.optim.Optimizer, scalars: StepScalars) -> Iterator[None]:
+    """Context manager in which a fused optimizer reads its learning rates from the numbers of a step on a GPU.
+
+    Rates become float32. A CUDA graph may capture the step of the optimizer.
+    """
+    groups, before = optimizer.param_groups, [dict(group) for group in optimizer.param_groups]
+    for index, group in enumerate(groups):
+        # The scalars keep the optimizer, so that no other one gets its id.
+        rate = partial(_host_rate, optimizer, index)
+        group["lr"] = scalars.view(("learning rate", id(optimizer), index), torch.float32, rate)[0]
+        if "capturable" in group:
+            group["capturable"] = True
+    try:
+        yield
+    finally:
+        for group, former in zip(groups, before, strict=True):
+            group.update({key: former[key] for key in ("lr", "capturable") if key in former})
+
+
+def _host_rate(optimizer: torch.optim.Optimizer, index: int, _: StepNumbers) -> list[float]:
+    return [float(optimizer.param_groups[index]["lr"])]
+
+
+def keep_former(tensor: Tensor, former: Tensor, found_inf: Tensor) -> None:
+    """Restore the `former` content of a tensor if `found_inf`, a device scalar, is nonzero. There is no host sync."""
+    tensor.copy_(torch.where(found_inf == 0, tensor, former))
+
+
+def step_if_finite(
+    optimizer: torch.optim.Optimizer, found_inf: Tensor, scalars: StepScalars | None = None
+) -> Callable[[], None]:
     """Run an optimizer step unless `found_inf`, a device scalar (float32), is nonzero. There is no host sync.
 
     If it is nonzero, parameters, moments and step counts keep their bits. The returned function undoes the changes that
     only the host can undo: moments created by this step, and step counts on the CPU. Call it once the host knows that
-    `found_inf` was nonzero.
+    `found_inf` was nonzero. Fused optimizers read their rates from `scalars` if given, see `rates_on_device`.
     """
     # Fused optimizers read `found_inf` themselves, as with torch.amp.GradScaler. Other optimizers always step, so their
     # tensors are copied before and restored on the device.
@@ -260,7 +300,8 @@ def step_if_finite(optimizer: torch.optim.Optimizer, found_inf: Tensor) -> Calla
     if is_fused and not any(hasattr(parameter, "to_local") for parameter in parameters):
         optimizer.found_inf = found_inf  # type: ignore[attr-defined]
         try:
-            optimizer.step()
+            with nullcontext() if scalars is None else rates_on_device(optimizer, scalars):
+                optimizer.step()
         finally:
             del optimizer.found_inf  # type: ignore[attr-defined]
         return forget_fresh
@@ -273,7 +314,7 @@ def step_if_finite(optimizer: torch.optim.Optimizer, found_inf: Tensor) -> Calla
     on_host: list[tuple[Tensor, Tensor]] = []
     for tensor, former in zip(lasting, before, strict=True):
         if tensor.device == found_inf.device:
-            tensor.copy_(torch.where(found_inf == 0, tensor, former))
+            keep_former(tensor, former, found_inf)
         else:
             on_host.append((tensor, former))
 

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meseta.comm import BatchTotals
 from meseta.data.read.batch import Batch, split_batch
-from meseta.data.read.packing import PackedLayout, pack
+from meseta.data.read.packing import PackedLayout, PackedLayouts
 from meseta.pipeline.losses import make_batch_totals
 from meseta.telemetry.span import StageTimes
 
@@ -58,6 +59,10 @@ class BufferPool:
 class PackedPart:
     """Micro-batch in a buffer. It can be copied once."""
 
+    batch: Batch
+    """The micro-batch in host memory."""
+    totals: BatchTotals
+    """Totals of the batch of which this is a part."""
     layout: PackedLayout
     buffer: Tensor
     pool: BufferPool
@@ -72,7 +77,7 @@ class PackedBatch:
 
 
 class BatchPacker:
-    """Packs batches into pinned buffers, such as in a reading thread."""
+    """Thread-safe packing of batches into pinned buffers, such as in a reading thread."""
 
     def __init__(
         self, device: torch.device, num_parts: int = 1, *, new_buffer: Callable[[int], Tensor] | None = None
@@ -80,6 +85,7 @@ class BatchPacker:
         """Create a packer of `num_parts` micro-batches. Tests replace `new_buffer`."""
         self._num_parts = num_parts
         self._pool = BufferPool(new_buffer or partial(_new_pinned_buffer, device))
+        self._layouts = PackedLayouts()
 
     @staticmethod
     def for_device(device: torch.device, num_parts: int) -> BatchPacker | None:
@@ -88,12 +94,70 @@ class BatchPacker:
 
     def pack(self, batch: Batch) -> PackedBatch:
         """Pack the micro-batches of a batch."""
-        return PackedBatch(batch, tuple(map(self.pack_part, split_batch(batch, self._num_parts))))
+        totals, parts = make_batch_totals(batch), []
+        for part in split_batch(batch, self._num_parts):
+            layout, buffer = self._layouts.pack(part, self._pool.acquire, num_padding=batch.num_padding)
+            parts.append(PackedPart(part, totals, layout, buffer, self._pool))
+        return PackedBatch(batch, tuple(parts))
 
-    def pack_part(self, part: Batch) -> PackedPart:
-        """Pack one micro-batch."""
-        layout, buffer = pack(part, make_batch_totals(part).weight, self._pool.acquire)
-        return PackedPart(layout, buffer, self._pool)
+
+@dataclass(frozen=True, eq=False)
+class PendingCopy:
+    """Copy of a micro-batch to a device on a separate stream."""
+
+    part: PackedPart
+    _buffer: Tensor
+    _arrived: Any
+    _current_stream: Callable[[], Any]
+
+    @property
+    def totals(self) -> BatchTotals:
+        """Totals of the batch of which the micro-batch is a part."""
+        return self.part.totals
+
+    def wait(self, *, padded: bool = False) -> Batch:
+        """Return the micro-batch on the device, and make the current stream wait for the copy.
+
+        With `padded`, ids are padded to the capacity of the layout, see `PackedLayout.unpack`.
+        """
+        return self.part.layout.unpack(self.part.batch, self.wait_buffer(), padded=padded)
+
+    def wait_buffer(self) -> Tensor:
+        """Return the buffer on the device (uint8 [layout.num_bytes]), and make the current stream wait for the copy."""
+        stream = self._current_stream()
+        stream.wait_event(self._arrived)
+        # Without this, the copy stream, which allocated the memory, could reuse it for a later batch too early.
+        self._buffer.record_stream(stream)
+        return self._buffer
+
+
+@dataclass(frozen=True, eq=False)
+class StaticPart:
+    """Packed micro-batch in a buffer on the device whose content changes, as in a CUDA graph."""
+
+    buffer: Tensor
+    layout: PackedLayout
+    batch: Batch
+    """Host batch with this layout."""
+    totals: BatchTotals
+
+    def wait(self, *, padded: bool = True) -> Batch:
+        """Return the micro-batch on the device. It is always padded."""
+        return self.layout.unpack(self.batch, self.buffer, padded=True)
+
+
+@dataclass(frozen=True, eq=False)
+class HostPart:
+    """Micro-batch that is copied when it is needed. On a CPU it is not copied."""
+
+    batch: Batch
+    totals: BatchTotals
+    """Totals of the batch of which the micro-batch is a part."""
+    device: torch.device
+
+    def wait(self, *, padded: bool = False) -> Batch:
+        """Return the micro-batch on the device. It is never padded."""
+        return self.batch.to(self.device, non_blocking=True)
 
 
 class DeviceCopier:
@@ -103,36 +167,27 @@ class DeviceCopier:
         self,
         device: torch.device,
         times: StageTimes,
+        num_parts: int,
         *,
         cuda: Any = torch.cuda,
         new_buffer: Callable[[int], Tensor] | None = None,
     ) -> None:
         """Create a copier. `times` records each copy. Tests replace `cuda` and `new_buffer`."""
         self._device, self._times, self._cuda = device, times, cuda
-        self._packer = BatchPacker(device, new_buffer=new_buffer)
+        self.packer = BatchPacker(device, num_parts, new_buffer=new_buffer)
+        """Packs batches that were read without a packer into `num_parts` micro-batches."""
         self._stream = cuda.Stream(device)
 
-    def start(self, part: Batch | PackedPart) -> Callable[[], Batch]:
-        """Start copying a micro-batch, which is packed first if needed.
-
-        Return a function that makes the then current stream wait, and returns the copy.
-        """
-        packed = part if isinstance(part, PackedPart) else self._packer.pack_part(part)
-        source = packed.buffer[: packed.layout.num_bytes]
+    def start(self, part: PackedPart) -> PendingCopy:
+        """Start copying a micro-batch."""
+        source = part.buffer[: part.layout.num_bytes]
         with self._cuda.stream(self._stream):
             with self._times.time_copy(source.nbytes, self._stream):
                 on_device = torch.empty(source.shape, dtype=source.dtype, device=self._device)
                 on_device.copy_(source, non_blocking=True)
             arrived = self._stream.record_event()
-        packed.pool.release(packed.buffer, arrived)
-        return partial(self._wait, packed.layout, on_device, arrived)
-
-    def _wait(self, layout: PackedLayout, on_device: Tensor, arrived: Any) -> Batch:
-        stream = self._cuda.current_stream(self._device)
-        stream.wait_event(arrived)
-        # Without this, the copy stream, which allocated the memory, could reuse it for a later batch too early.
-        on_device.record_stream(stream)
-        return layout.unpack(on_device)
+        part.pool.release(part.buffer, arrived)
+        return PendingCopy(part, on_device, arrived, partial(self._cuda.current_stream, self._device))
 
 
 def _new_pinned_buffer(device: torch.device, num_bytes: int) -> Tensor:

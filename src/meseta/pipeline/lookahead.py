@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -15,7 +14,8 @@ from meseta.comm import World
 from meseta.data.read.batch import Batch, split_batch
 from meseta.embedding.base import BaseEmbeddingCollection
 from meseta.embedding.batch_context import BatchContext
-from meseta.pipeline.device_copy import DeviceCopier, PackedBatch, PackedPart
+from meseta.ops.step_scalars import StepScalars
+from meseta.pipeline.device_copy import DeviceCopier, HostPart, PackedBatch, PackedPart, PendingCopy, StaticPart
 from meseta.pipeline.losses import SkippedUpdate, make_batch_totals, start_task_factors
 from meseta.spec import MesetaError
 from meseta.telemetry.span import StageTimes
@@ -62,8 +62,8 @@ class QueuedBatch:
     """Error that all ranks detected before the step of the batch, which raises it."""
     packed: Sequence[PackedPart] = ()
     """Packed micro-batches, until their copies are started."""
-    pending_copies: list[Callable[[], Batch]] = field(default_factory=list)
-    """Functions that return each micro-batch on the device."""
+    pending_copies: Sequence[PendingCopy | StaticPart | HostPart] = ()
+    """Micro-batches on their way to the device, until their `input_dist` is started."""
     micro_batches: list[MicroBatch] = field(default_factory=list)
     """Empty until the `input_dist` of the batch is started."""
     task_factors: Callable[[float], Tensor] | None = None
@@ -91,6 +91,10 @@ class LookaheadQueue:
     defers_id_check: bool
     device_copier: DeviceCopier | None
     """`None` copies each batch in its step."""
+    pads_ids: bool = False
+    """Whether ids are padded to the capacity of their layout, as in a CUDA graph."""
+    scalars: StepScalars | None = None
+    """Numbers of the step on a GPU."""
     current: QueuedBatch | None = field(default=None, init=False)
     _waiting: deque[QueuedBatch] = field(default_factory=deque, init=False)
     _has_ended: bool = field(default=False, init=False)
@@ -146,17 +150,19 @@ class LookaheadQueue:
                 except MesetaError as error:
                     queued.deferred_error = error
             else:
-                self._start_copy(queued)
+                self.start_copy(queued)
 
-    def _start_copy(self, queued: QueuedBatch) -> None:
+    def start_copy(self, queued: QueuedBatch) -> None:
+        """Start to copy the micro-batches of a batch to the device, unless it was done before."""
         if queued.batch is None or queued.pending_copies:
             return
         with self.stage_times.stage("copy"):
             if self.device_copier is None:
+                totals, device = make_batch_totals(queued.batch), self.world.device
                 parts = split_batch(queued.batch, self.accumulate_steps)
-                queued.pending_copies = [partial(part.to, self.world.device, non_blocking=True) for part in parts]
+                queued.pending_copies = [HostPart(part, totals, device) for part in parts]
             else:
-                packed = queued.packed or split_batch(queued.batch, self.accumulate_steps)
+                packed = queued.packed or self.device_copier.packer.pack(queued.batch).parts
                 queued.pending_copies = [self.device_copier.start(part) for part in packed]
                 queued.packed = ()
 
@@ -170,23 +176,23 @@ class LookaheadQueue:
             assert error is not None
             queued.micro_batches = [MicroBatch(index, count, start(error), None) for index in range(count)]
             return
-        self._start_copy(queued)
-        totals, offset = make_batch_totals(batch), 0
-        for index, take in enumerate(queued.pending_copies):
+        self.start_copy(queued)
+        offset = 0
+        for index, copy in enumerate(queued.pending_copies):
             with self.stage_times.stage("copy"):
-                on_device = take()
+                on_device = copy.wait(padded=self.pads_ids)
             with self.stage_times.stage("input_dist"):
                 context = start(
                     on_device.sparse,
-                    local_totals=totals,
+                    local_totals=copy.totals,
                     accumulates_gradients=index < count - 1,
                     stage_timer=self.stage_times.stage,
                 )
             context.slice_offset, context.overlaps_gradient_dist = offset, self.overlaps_gradient_dist
-            context.defers_id_check = self.defers_id_check
+            context.defers_id_check, context.scalars = self.defers_id_check, self.scalars
             queued.micro_batches.append(MicroBatch(index, count, context, on_device))
             offset += on_device.batch_size
-        queued.pending_copies.clear()
+        queued.pending_copies = ()
 
     def input_dist(self) -> None:
         """Complete the `input_dist` of all queued batches."""

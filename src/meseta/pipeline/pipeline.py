@@ -11,16 +11,25 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from meseta.comm import DenseGradients, World, retain_until_exit
+from meseta.comm import BatchTotals, DenseGradients, World, retain_until_exit
 from meseta.comm.dense import fsdp_parameter_error_context
 from meseta.data.read.batch import Batch
+from meseta.embedding.batch_context import OutOfRangeIds, no_op
 from meseta.models.layers import find_dense_forward, select_score_input
 from meseta.ops.allocator import keep_freed_memory
-from meseta.optim.dense import GradientClipper, dense_parameters
-from meseta.pipeline.device_copy import DeviceCopier, PackedBatch
+from meseta.ops.step_scalars import StepNumbers, StepScalars
+from meseta.optim.dense import GradientClipper, dense_parameters, keep_former
+from meseta.pipeline.device_copy import DeviceCopier, PackedBatch, PendingCopy, StaticPart
 from meseta.pipeline.lookahead import LookaheadQueue, MicroBatch, QueuedBatch
 from meseta.pipeline.losses import BatchLosses, Model, SkippedUpdate
 from meseta.pipeline.prefetch import PrefetchedEmbeddings
+from meseta.pipeline.step_graph import (
+    CapturedStep,
+    StepGraphs,
+    find_eager_reason,
+    graph_signature,
+    record_external_event,
+)
 from meseta.pipeline.update_check import DeferredCheck, LossAgreement, UpdateCheck
 from meseta.sparse.shapes import Float
 from meseta.spec.stages import Overlap
@@ -66,6 +75,7 @@ class Pipeline:
         clip: GradientClipper | None = None,
         accumulate_steps: int = 1,
         overlap: Collection[Overlap] = (),
+        uses_graphs: bool = True,
     ) -> None:
         """Create a pipeline.
 
@@ -77,6 +87,8 @@ class Pipeline:
             clip: Clipper of the dense gradients.
             accumulate_steps: Number of micro-batches, which limit memory. All optimizers step after the last one.
             overlap: Transfers to overlap with computation. They do not change any result.
+            uses_graphs: Whether steps on one GPU are captured in CUDA graphs where possible. They do not change any
+                result.
         """
         self.model = model
         self.optimizer = optimizer
@@ -97,11 +109,15 @@ class Pipeline:
         new_event = partial(torch.cuda.Event, enable_timing=True)
         clock = DeviceClock(new_event, torch.cuda.current_stream, torch.cuda.synchronize) if is_gpu else None
         self.stage_times = StageTimes(clock)
-        self.device_copier = DeviceCopier(world.device, self.stage_times) if is_gpu else None
+        self.device_copier = DeviceCopier(world.device, self.stage_times, accumulate_steps) if is_gpu else None
         """Copies batches to the GPU during the previous step. `None` copies each batch in its step."""
         self.update_check = UpdateCheck(
             self.world, self.stage_times, self._losses.term_names, overlaps_backward="agree" in self.overlap
         )
+        self.scalars = StepScalars(world.device) if is_gpu else None
+        """Numbers of the current step on a GPU."""
+        self.graphs = StepGraphs(world.device) if is_gpu and uses_graphs else None
+        """CUDA graphs of steps. `None` runs each step eagerly."""
         self.batch: Batch | None = None
         """Current batch, or the last one after a step."""
         self._dense_forward = find_dense_forward(model)
@@ -111,6 +127,8 @@ class Pipeline:
         self._queue: LookaheadQueue | None = None
         self._has_pending_dense_update = False
         self._divisor, self._inverse_divisor = 1.0, torch.ones((), device=world.device)
+        self._is_capturing = False
+        self._running_stats = find_running_stats(model)
         # Steps reuse the memory that earlier steps have freed.
         if world.device.type == "cpu":
             keep_freed_memory()
@@ -148,24 +166,20 @@ class Pipeline:
                 returns the factor of the tables' learning rates, or `None` for that of the collection.
             votes: Called in each step for the votes, see `__call__`.
         """
-        queue = self._queue = LookaheadQueue(
-            batches=batches,
-            embeddings=self.model.embeddings,
-            world=self.world,
-            stage_times=self.stage_times,
-            accumulate_steps=self.accumulate_steps,
-            num_masked_tasks=self.num_masked_tasks,
-            exchanges_ids=self.uses_stale_embeddings or "ids" in self.overlap,
-            overlaps_gradient_dist="gradients" in self.overlap,
-            defers_id_check=self.update_check.is_deferred,
-            device_copier=self.device_copier,
-        )
+        if self.graphs is not None:
+            self.graphs.begin_loop(self._find_eager_reason(), graph_signature(self.model, self.optimizer))
+        queue = self._queue = self._make_queue(batches, self.device_copier)
         try:
             self.stage_times.begin_step()
             while (queued := queue.pop()) is not None:
                 self.batch = queued.batch
                 with self.world.transfers.track_step():
-                    step = self._train_step(queue, queued, schedule, votes)
+                    captured = self._find_captured(queue, queued)
+                    if captured is None:
+                        step = self._train_step(queue, queued, schedule, votes)
+                    else:
+                        step = self._replay_step(captured, queue, queued, schedule, votes)
+                    self.stage_times.end_step()
                 queue.current = queued = None  # Free the batch before waiting for the next one.
                 yield step
                 self.stage_times.begin_step()
@@ -226,6 +240,7 @@ class Pipeline:
                         lr_factor = schedule()
                         for other in micro_batches:
                             other.context.lr_factor = lr_factor
+                        self._write_scalars(lr_factor, part.context.global_totals, part.context.batch_size_per_rank)
                     with embeddings.active_batch(part.context):
                         dense = self._forward_dense(part) if hides_embeddings else part.device_batch.dense
                         pooled = self._output_dist(part)
@@ -252,7 +267,6 @@ class Pipeline:
         self._has_pending_dense_update = totals.weight > 0
         if "dense" not in self.overlap:
             self._finish_dense_update()
-        self.stage_times.end_step()
         return StepResult(
             agreement=agreement,
             num_samples=totals.num_samples - totals.num_padding,
@@ -314,12 +328,16 @@ class Pipeline:
                 # Clip at the end of the backward pass, when all gradients are available.
                 context.overlaps_gradient_dist = True
                 context.clip = partial(self.clip, dense_parameters(self.optimizer))
-            # Tables and dense gradients scale the loss by B_local / B_global, so it is finally divided by the total
-            # weight. Without weights, the divisor is exactly the local batch size.
-            divisor = part.device_batch.batch_size * weight / max(num_samples, 1)
-            loss.backward(self._loss_gradient(loss, divisor or 1.0))
+            running_stats = [buffer.clone() for buffer in self._running_stats] if context.found_inf is not None else []
+            divisor = loss_divisor(part.device_batch.batch_size, weight, num_samples)
+            loss.backward(self._loss_gradient(loss, divisor, part.num_parts))
+            for buffer, former in zip(self._running_stats, running_stats, strict=False):
+                keep_former(buffer, former, cast(Tensor, context.found_inf))
 
-    def _loss_gradient(self, loss: Tensor, divisor: float) -> Tensor:
+    def _loss_gradient(self, loss: Tensor, divisor: float, num_parts: int) -> Tensor:
+        if self.scalars is not None and num_parts == 1:
+            dtype = torch.float64 if loss.dtype == torch.float64 else torch.float32
+            return self.scalars.view(("divisor", dtype), dtype, partial(_inverse_divisor, dtype))[0].to(loss.dtype)
         # The same in each step of full batches without weights, so that it is computed once.
         if divisor != self._divisor or self._inverse_divisor.dtype != loss.dtype:
             self._divisor, self._inverse_divisor = divisor, torch.ones_like(loss) / divisor
@@ -338,7 +356,119 @@ class Pipeline:
                 if self.clip.norm is not None:
                     self._resolve_check()
                 self.clip(dense_parameters(self.optimizer))
-            self.update_check.step_optimizer(self.optimizer)
+            self.update_check.step_optimizer(self.optimizer, self.scalars)
+
+    def _write_scalars(self, lr_factor: float | None, totals: BatchTotals | None, sizes: Sequence[int]) -> None:
+        if self.scalars is None or self._is_capturing:
+            return
+        assert totals is not None
+        embeddings = self.model.embeddings
+        factor = embeddings.lr_factor if lr_factor is None else lr_factor
+        divisor = loss_divisor(sizes[self.world.rank], totals.weight, sum(sizes))
+        self.scalars.write(StepNumbers(embeddings.step, factor, divisor))
+
+    def _find_eager_reason(self) -> str | None:
+        if self.num_masked_tasks:
+            return "missing labels"
+        if self.uses_stale_embeddings:
+            return "stale embeddings"
+        args = self.model, self.model.embeddings, self.optimizer, self.clip, self.world, self.accumulate_steps
+        return find_eager_reason(*args)
+
+    def _find_captured(self, queue: LookaheadQueue, queued: QueuedBatch) -> CapturedStep | None:
+        if self.graphs is None or queued.batch is None:
+            return None
+        queue.start_copy(queued)
+        [copy, *_] = queued.pending_copies
+        assert isinstance(copy, PendingCopy)
+        return self.graphs.find(copy, self._capture_step)
+
+    def _capture_step(self, copy: PendingCopy, is_timed: bool) -> CapturedStep:
+        """Capture the step of a batch without running it. Raises MesetaError or RuntimeError if it is not possible."""
+        assert self.graphs is not None
+        self._finish_dense_update()
+        embeddings, layout, batch = self.model.embeddings, copy.part.layout, copy.part.batch
+        buffer = torch.empty(layout.num_bytes, dtype=torch.uint8, device=self.world.device)
+        queue, queued = self._make_queue(iter(()), None), QueuedBatch(batch)
+        queued.pending_copies = [StaticPart(buffer, layout, batch, copy.totals)]
+        mark = record_external_event if is_timed else no_op
+        self._is_capturing = True
+        try:
+            with (
+                embeddings.uncounted(),
+                self.update_check.capturing(),
+                self.stage_times.capture(mark) as stages,
+                self.graphs.capturing() as graph,
+            ):
+                queue.start_input_dist(queued)
+                [part] = queued.micro_batches
+                part.context.out_of_range_ids = OutOfRangeIds()  # Each replay adds them.
+                step = self._train_step(queue, queued, lambda: None, tuple)
+                self._finish_dense_update()
+        finally:
+            self._is_capturing, self._has_pending_dense_update = False, False
+        report, num_out_of_range = step.agreement.report, part.context.num_out_of_range
+        assert report is not None and num_out_of_range is not None
+        return CapturedStep(
+            graph=graph,
+            buffer=buffer,
+            logits=step.logits,
+            report=report,
+            rejected_ids=step.agreement.rejected_ids,
+            num_out_of_range=num_out_of_range,
+            stages=stages if is_timed else None,
+        )
+
+    def _replay_step(
+        self,
+        captured: CapturedStep,
+        queue: LookaheadQueue,
+        queued: QueuedBatch,
+        schedule: Callable[[], float | None],
+        votes: Callable[[], Sequence[float]],
+    ) -> StepResult:
+        assert self.graphs is not None
+        embeddings, check, [copy] = self.model.embeddings, self.update_check, queued.pending_copies
+        assert isinstance(copy, PendingCopy)
+        step, num_out_of_range, totals = embeddings.step, embeddings.num_out_of_range, copy.totals
+        self._finish_dense_update()  # of an eager step
+        self._write_scalars(schedule(), totals, (totals.num_samples,))
+        captured.replay(copy.wait_buffer())
+        if captured.stages is not None:
+            self.stage_times.add_replay(captured.stages, self.graphs.pop_num_timed())
+        embeddings.count_replayed_step(captured.num_out_of_range)
+        agreement = LossAgreement.of_report(totals, captured.report, captured.rejected_ids, check.term_names, votes())
+        # The next replay overwrites the results, so they are copied.
+        logits = captured.logits.clone()
+        queue.fill()
+        # If the previous step was refused, the device has skipped this one too, and it is dropped.
+        self._resolve_check()
+        check.defer(agreement, queued.batch, step, num_out_of_range)
+        return StepResult(
+            agreement=agreement,
+            num_samples=totals.num_samples - totals.num_padding,
+            logits=logits,
+            batch=cast(Batch, queued.batch),
+            votes=check.pop_votes(),
+        )
+
+    def _make_queue(self, batches: Iterator[Batch | PackedBatch], device_copier: DeviceCopier | None) -> LookaheadQueue:
+        uses_graphs = self.graphs is not None and self.graphs.reason is None
+        return LookaheadQueue(
+            batches=batches,
+            embeddings=self.model.embeddings,
+            world=self.world,
+            stage_times=self.stage_times,
+            accumulate_steps=self.accumulate_steps,
+            num_masked_tasks=self.num_masked_tasks,
+            # A graph contains the whole step, so that no part of it can run earlier.
+            exchanges_ids=self.uses_stale_embeddings or ("ids" in self.overlap and not uses_graphs),
+            overlaps_gradient_dist="gradients" in self.overlap,
+            defers_id_check=self.update_check.is_deferred,
+            device_copier=device_copier,
+            pads_ids=uses_graphs,
+            scalars=self.scalars,
+        )
 
     def _resolve_check(self) -> None:
         try:
@@ -349,3 +479,22 @@ class Pipeline:
             self.batch = skipped.batch
             self.model.embeddings.set_resume_state(skipped.step, skipped.num_out_of_range)
             raise
+
+
+def loss_divisor(batch_size: int, weight: float, num_samples: int) -> float:
+    """Return the divisor of a rank's sum of losses, given its samples, and weight and samples of the global batch."""
+    # Tables and dense gradients scale the loss by B_local / B_global, so it is finally divided by the total weight.
+    # Without weights, the divisor is exactly the local batch size.
+    return batch_size * weight / max(num_samples, 1) or 1.0
+
+
+def _inverse_divisor(dtype: torch.dtype, numbers: StepNumbers) -> list[float]:
+    # Division in the dtype of the loss.
+    return [(torch.ones((), dtype=dtype) / numbers.divisor).item()]
+
+
+def find_running_stats(model: Any) -> list[Tensor]:
+    """Return the running statistics of a model's normalization layers, which a refused step must not change."""
+    names = ("running_mean", "running_var", "num_batches_tracked")
+    buffers = model.named_buffers() if hasattr(model, "named_buffers") else ()
+    return [buffer for name, buffer in buffers if name.rpartition(".")[2] in names]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -13,8 +14,11 @@ from torch import Tensor
 
 from meseta.comm import BatchTotals, World
 from meseta.data.read.batch import Batch
-from meseta.embedding.batch_context import BatchContext, FeatureGroup, RejectedId, no_op, raise_rejected_id
-from meseta.ops.common import AsyncHostCopy, copy_to_device
+from meseta.embedding.batch_context import BatchContext, RejectedId, no_op
+from meseta.ops.common import copy_to_device
+from meseta.ops.host_buffers import AsyncHostCopy
+from meseta.ops.step_scalars import StepScalars
+from meseta.ops.step_verdict import REJECTED_ID, StepReport, record_verdict
 from meseta.optim.dense import step_if_finite
 from meseta.pipeline.lookahead import MicroBatch, QueuedBatch, micro_batch_error_context
 from meseta.pipeline.losses import LateNonFiniteLoss, NonFiniteLoss, SkippedUpdate
@@ -34,8 +38,9 @@ class LossAgreement:
     """Votes of a single rank. They are not copied to the device."""
     rejected_ids: Sequence[Sequence[RejectedId]] = ()
     """`BatchContext.rejected_ids` of each micro-batch."""
-    _copy: AsyncHostCopy | None = field(default=None, init=False)
-    _id_copies: list[list[tuple[FeatureGroup, AsyncHostCopy]]] = field(default_factory=list, init=False)
+    report: Int[Tensor, " words"] | None = None
+    """Result of `record_verdict` on the device. `None` if the host checks the sums."""
+    _report_copy: AsyncHostCopy | None = field(default=None, init=False)
     _sums: list[float] | None = field(default=None, init=False)
 
     @staticmethod
@@ -48,30 +53,36 @@ class LossAgreement:
         local_sums = torch.cat([losses, copy_to_device(votes, torch.float64, world.device)])
         return LossAgreement(whole, world.start_all_reduce_small(local_sums, "agree"), names)
 
-    def found_inf(self) -> Float[Tensor, ""]:
-        """Return a float32 device scalar, 1 if `check` will raise an error, else 0."""
-        sums = self.wait()
-        is_refused = torch.empty((), dtype=torch.float32, device=sums.device)
-        # NaN and inf times 0 are NaN, which differs from 0. `isfinite` would take five kernels.
-        torch.ne(sums[0] * 0.0, 0.0, out=is_refused)
+    @staticmethod
+    def of_report(
+        whole: BatchTotals,
+        report: Int[Tensor, " words"],
+        rejected_ids: Sequence[Sequence[RejectedId]],
+        names: tuple[str, ...],
+        votes: Sequence[float],
+    ) -> LossAgreement:
+        """Start to copy the report of a step of one rank, which a CUDA graph has made."""
+        agreement = LossAgreement(whole, lambda: report, names, tuple(votes), rejected_ids, report)
+        agreement.start_report_copy()
+        return agreement
+
+    def record_verdict(self, found_inf: Float[Tensor, ""]) -> None:
+        """Set `found_inf`, a float32 device scalar, to 1 if `check` will raise an error. The host does not wait."""
+        first_errors = [first_error for of_part in self.rejected_ids for _, first_error in of_part]
+        self.report = record_verdict(found_inf, self.wait(), first_errors)
         if not math.isfinite(self.global_totals.weight):
-            is_refused.fill_(1.0)
-        # `check` reads these copies, so that the host does not wait.
-        self._copy = AsyncHostCopy(sums)
-        for of_part in self.rejected_ids:
-            self._id_copies.append([(group, AsyncHostCopy(first_error)) for group, first_error in of_part])
-            for _, first_error in of_part:
-                is_refused.logical_or_(first_error[0] >= 0)
-        return is_refused
+            found_inf.fill_(1.0)
+
+    def start_report_copy(self) -> None:
+        """Start to copy the report, which `check` reads, to the host."""
+        assert self.report is not None
+        self._report_copy = AsyncHostCopy(self.report)
 
     def check(self) -> list[float]:
         """Wait for the sums of the loss, its terms and the votes. Raises NonFiniteLoss, and MesetaError for a rejected
         id."""
         if self._sums is None:
-            for index, of_part in enumerate(self._id_copies):
-                with micro_batch_error_context(index, len(self._id_copies)):
-                    raise_rejected_id([(group, copy.read()) for group, copy in of_part])
-            self._sums = (self.wait() if self._copy is None else self._copy.read()).tolist()
+            self._sums = self.wait().tolist() if self._report_copy is None else self._read_report(self._report_copy)
         loss_sum, weight = self._sums[0], self.global_totals.weight
         if not (math.isfinite(loss_sum) and math.isfinite(weight)):
             raise NonFiniteLoss(
@@ -79,6 +90,17 @@ class LossAgreement:
                 "in the dense inputs, or lower the learning rates"
             )
         return self._sums
+
+    def _read_report(self, copy: AsyncHostCopy) -> list[float]:
+        words, num_errors = copy.read(), sum(map(len, self.rejected_ids))
+        report = StepReport.from_words(words, len(words) - 1 - 3 * num_errors)
+        if report.verdict & REJECTED_ID:
+            places = iter(report.rejected)
+            for index, of_part in enumerate(self.rejected_ids):
+                with micro_batch_error_context(index, len(self.rejected_ids)):
+                    for group, _ in of_part:
+                        group.raise_rejected(next(places))
+        return report.sums
 
     @property
     def loss(self) -> float:
@@ -137,17 +159,24 @@ class UpdateCheck:
         """Set it before the first step."""
         self.skipped: DeferredCheck | None = None
         """Check for which `resolve` raised an error."""
-        self._world, self._stage_times, self._term_names = world, stage_times, term_names
+        self._world, self._stage_times, self.term_names = world, stage_times, term_names
         self._overlaps_backward = overlaps_backward
-        self._pending: DeferredCheck | None = None
+        self.pending: DeferredCheck | None = None
+        """Check that the next call of `resolve` completes."""
+        self._copies_reports = True
         self._votes: tuple[float, ...] = ()
+
+    @cached_property
+    def found_inf(self) -> Float[Tensor, ""]:
+        """Device scalar (float32). It is 1 from a refused step until `resolve` has raised its error, else 0."""
+        return torch.zeros((), device=self._world.device)
 
     def start(self, micro_batches: Sequence[MicroBatch], local_losses: Tensor, votes: Sequence[float]) -> LossAgreement:
         """Start the sums over all ranks. No row is updated before they are known. Raises NonFiniteLoss."""
         context = micro_batches[-1].context
         assert context.global_totals is not None
         with self._stage_times.stage("agree"):
-            agreement = LossAgreement.start(self._world, context.global_totals, local_losses, votes, self._term_names)
+            agreement = LossAgreement.start(self._world, context.global_totals, local_losses, votes, self.term_names)
             agreement.rejected_ids = [part.context.rejected_ids for part in micro_batches]
         if not self._overlaps_backward:
             self._guard_update(agreement, context)
@@ -160,7 +189,10 @@ class UpdateCheck:
             if not self.is_deferred:
                 agreement.check()
             elif context.found_inf is None:
-                context.found_inf = agreement.found_inf()
+                context.found_inf = self.found_inf
+                agreement.record_verdict(self.found_inf)
+                if self._copies_reports:
+                    agreement.start_report_copy()
 
     def finish(
         self, agreement: LossAgreement, queued: QueuedBatch, step: int, num_out_of_range: Int[Tensor, " F"] | None
@@ -174,24 +206,45 @@ class UpdateCheck:
         if context.found_inf is None:
             self._votes = agreement.votes
         else:
-            self._pending = DeferredCheck(agreement, context.found_inf, queued.batch, step, num_out_of_range)
+            self.defer(agreement, queued.batch, step, num_out_of_range)
 
     def resolve(self) -> None:
         """Complete a deferred check of the previous step. Raises SkippedUpdate."""
-        self.skipped, self._pending = self._pending, None
+        self.skipped, self.pending = self.pending, None
         if self.skipped is not None:
             with self._stage_times.stage("agree"):
-                self._votes = self.skipped.complete()
+                try:
+                    self._votes = self.skipped.complete()
+                except SkippedUpdate:
+                    self.found_inf.zero_()
+                    raise
             self.skipped = None
+
+    def defer(
+        self, agreement: LossAgreement, batch: Batch | None, step: int, num_out_of_range: Int[Tensor, " F"] | None
+    ) -> None:
+        """Leave the check of a step to `resolve`. See `finish` for the arguments."""
+        self.pending = DeferredCheck(agreement, self.found_inf, batch, step, num_out_of_range)
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Context manager in which a step is captured in a CUDA graph. It leaves the checks of other steps alone."""
+        before = self.pending, self._votes
+        self.pending, self._copies_reports = None, False
+        try:
+            yield
+        finally:
+            self._copies_reports = True
+            self.pending, self._votes = before
 
     def pop_votes(self) -> tuple[float, ...]:
         """Return the votes of the last completed check, once."""
         votes, self._votes = self._votes, ()
         return votes
 
-    def step_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Run an optimizer step unless the update is skipped."""
-        if self._pending is None:
+    def step_optimizer(self, optimizer: torch.optim.Optimizer, scalars: StepScalars | None) -> None:
+        """Run an optimizer step unless the update is skipped. `scalars` are the numbers of the step on a GPU."""
+        if self.pending is None:
             optimizer.step()
         else:
-            self._pending.undo_host_update = step_if_finite(optimizer, self._pending.found_inf)
+            self.pending.undo_host_update = step_if_finite(optimizer, self.pending.found_inf, scalars)

@@ -55,7 +55,8 @@ def stages_section(record: RunRecord) -> str:
     )
     waited = row_waits_table(record, groups, spans)
     over_time = transfers_table(record) + row_traffic_table(record) + timeline_section(record.timeline)
-    return tag("p", escape(_intro(record, total))) + pictures + waited + over_time
+    graphs = "".join(tag("p", escape(line)) for line in _graph_lines(record))
+    return tag("p", escape(_intro(record, total))) + graphs + pictures + waited + over_time
 
 
 def mean_stages_s(record: RunRecord) -> dict[str, float]:
@@ -162,6 +163,15 @@ def _overlap_lines(record: RunRecord) -> list[str]:
         return []
     hidden = f"Hidden behind computation: {', '.join(overlap.hidden) or 'nothing'}."
     return [hidden, *(f"Not hidden: {name}, because {why}." for name, why in overlap.excluded.items())]
+
+
+def _graph_lines(record: RunRecord) -> list[str]:
+    """Return one line about the steps that were replayed from CUDA graphs, and one per reason for other steps."""
+    graphs = None if record.summary is None else record.summary.graphs
+    if graphs is None:
+        return []
+    replayed = f"Steps replayed from {graphs.num_graphs or 0} CUDA graphs: {graphs.num_replayed_steps or 0:,}."
+    return [replayed, *(f"Eager steps: {count:,}, because of {why}." for why, count in graphs.eager_steps.items())]
 
 
 def _mean_transfer(lines: Sequence[TrainLine], name: str) -> TransferMeans:

@@ -267,6 +267,19 @@ class KeyedJaggedTensor:
             key_offsets=self.key_offsets,
         )
 
+    def without_key_offsets(self) -> KeyedJaggedTensor:
+        """Return the batch without stored `key_offsets`, so that reading them synchronizes with the device.
+
+        `values` and `weights` may then be longer than the sum of the lengths, which suits static memory of a device.
+        """
+        return self._unchecked(
+            keys=self.keys,
+            values=self.values,
+            lengths=self.lengths,
+            weights=self.weights,
+            batch_sizes=self.batch_sizes,
+        )
+
     def with_values(self, values: Int[Tensor, " nnz"]) -> KeyedJaggedTensor:
         """Return a batch with other ids and the same lengths and weights."""
         if values.shape != self.values.shape or values.dtype not in (torch.int32, torch.int64):

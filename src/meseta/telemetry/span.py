@@ -108,11 +108,29 @@ class DeviceClock:
 class _MarkedSpan:
     # `begin` and `end` are seconds, or events of a device.
 
-    __slots__ = ("begin", "end", "nested", "stage")
+    __slots__ = ("begin", "captured", "end", "nested", "num_steps", "stage")
 
     def __init__(self, stage: StageName | Literal["step"], begin: Any, end: Any = None) -> None:
         self.stage, self.begin, self.end = stage, begin, end
         self.nested: list[_MarkedSpan] = []
+        self.num_steps = 1
+        """Number of steps for which the span counts."""
+        self.captured: CapturedStages | None = None
+        """Captured stages of which this is the last one."""
+
+    def count_for(self, num_steps: int) -> None:
+        self.num_steps = num_steps
+        for span in self.nested:
+            span.count_for(num_steps)
+
+
+class CapturedStages:
+    """Stages of a step in a CUDA graph. Each replay records their events again."""
+
+    def __init__(self) -> None:
+        self.spans: list[_MarkedSpan] = []
+        self.is_pending = False
+        """Whether the times of the last replay were not read yet. The graph must not be replayed then."""
 
 
 class StageTimes:
@@ -128,6 +146,8 @@ class StageTimes:
         """Steps that are not accumulated yet. Each has its outermost stages, ordered by their end, and then itself."""
         self._open_spans: list[_MarkedSpan] = []
         self._step_begin: Any = None
+        self._captured_mark: Callable[[], Any] | None = None
+        """Function that marks the stages of a captured step. `None` outside of a capture."""
         self._seconds: dict[str, float] = {}
         self._lifetime_seconds: dict[str, float] = {}
         self._num_steps = self._num_reported_steps = 0
@@ -159,6 +179,33 @@ class StageTimes:
         yield
         if begin is not None:
             self._copies.append((self._num_steps + len(self._pending_steps), num_bytes, begin, self._mark(stream)))
+
+    @contextmanager
+    def capture(self, mark: Callable[[], Any]) -> Iterator[CapturedStages]:
+        """Context manager around the capture of a step in a CUDA graph.
+
+        `mark` records a new event in the graph and returns it. If it returns `None`, the stages cannot be timed.
+        """
+        captured = CapturedStages()
+        outer, self._open_spans = self._open_spans, captured.spans
+        self._captured_mark = mark
+        try:
+            yield captured
+        finally:
+            self._open_spans, self._captured_mark = outer, None
+
+    def add_replay(self, captured: CapturedStages, num_steps: int) -> None:
+        """Add the stages of a replayed graph to the current step. They stand for `num_steps` steps."""
+        for span in captured.spans:
+            span.count_for(num_steps)
+        if captured.spans:
+            captured.spans[-1].captured, captured.is_pending = captured, True
+        self._open_spans += captured.spans
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether spans are recorded."""
+        return self._recording is not None
 
     def begin_step(self) -> None:
         """Start a step. Stages since the end of the previous step are not part of it."""
@@ -210,6 +257,8 @@ class StageTimes:
         return [CopySpan(step, size, seconds(begin), seconds(end)) for step, size, begin, end in copies]
 
     def _mark(self, stream: Any = None) -> Any:
+        if self._captured_mark is not None:
+            return self._captured_mark()
         return time.perf_counter() if self._clock is None else self._clock.mark(stream)
 
     def _has_passed(self, mark: Any) -> bool:
@@ -245,7 +294,9 @@ class StageTimes:
             span = self._accumulate_stage(inner)
             inside_s += span.end_s - span.begin_s
         span = Span(timed.stage, self._num_steps, begin_s, self._to_seconds(timed.end), inside_s)
-        self._seconds[span.stage] = self._seconds.get(span.stage, 0.0) + span.self_s
+        self._seconds[span.stage] = self._seconds.get(span.stage, 0.0) + span.self_s * timed.num_steps
+        if timed.captured is not None:
+            timed.captured.is_pending = False
         if self._recording is not None:
             self._recording.append(span)
         return span

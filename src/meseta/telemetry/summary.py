@@ -73,6 +73,15 @@ class OverlapSummary(Entry):
     """Exchanges that 'auto' does not overlap, each with the reason."""
 
 
+class GraphSummary(Entry):
+    """Steps of the last start of a run that were replayed from CUDA graphs."""
+
+    num_graphs: Count | None = None
+    num_replayed_steps: Count | None = None
+    eager_steps: dict[str, Count] = Field(default={})
+    """Number of steps that ran eagerly, by reason."""
+
+
 class RunSummary(Entry):
     """Summary of a completed run."""
 
@@ -109,6 +118,8 @@ class RunSummary(Entry):
     overlap: OverlapSummary | None = None
     """Overlap with computation. `None` for a single rank."""
     predicted: PredictedStep | None = None
+    graphs: GraphSummary | None = None
+    """CUDA graphs. `None` on a CPU, and for `pipeline.graph: off`."""
 
     @property
     def timings(self) -> dict[str, Any]:

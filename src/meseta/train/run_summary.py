@@ -13,6 +13,7 @@ from meseta.telemetry.metrics_file import EvalLine
 from meseta.telemetry.summary import (
     SUMMARY_FILE,
     BestEvaluation,
+    GraphSummary,
     RunSummary,
     SelectionRecord,
     TeacherSummary,
@@ -68,6 +69,12 @@ def _build_summary(
         parts["selected"] = SelectionRecord(split=trainer.evaluation_tracker.split, what=chosen)
     if trainer.world.size > 1:
         parts["overlap"] = asdict(trainer.overlap)
+    if (graphs := trainer.pipeline.graphs) is not None:
+        parts["graphs"] = GraphSummary(
+            num_graphs=graphs.num_captured,
+            num_replayed_steps=graphs.num_replayed,
+            eager_steps=dict(graphs.eager_reasons),
+        )
     if any(astuple(trainer.reader.excluded_rows)):
         parts["excluded_rows"] = asdict(trainer.reader.excluded_rows)
     best, newest = trainer.best_position, checkpoint.newest(trainer.run_dir.checkpoints)

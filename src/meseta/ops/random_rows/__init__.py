@@ -26,9 +26,9 @@ def table_key(seed: int, table: str) -> int:
 
 
 def random_bits(
-    key: int, rows: tuple[int, int], columns: tuple[int, int], device: torch.device | str = "cpu"
+    key: int | Int[Tensor, ""], rows: tuple[int, int], columns: tuple[int, int], device: torch.device | str = "cpu"
 ) -> Int[Tensor, "rows columns"]:
-    """Return 32 random bits for each cell, as int64 in 0..2^32-1.
+    """Return 32 random bits for each cell, as int64 in 0..2^32-1. On a GPU the key may be a device scalar (int64).
 
     The generator is Philox4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011, section 3.3).
     Raises MesetaError if `rows` or `columns` are negative, reversed or too large.
@@ -42,7 +42,7 @@ def random_bits(
     if torch.device(device).type != "cpu":
         return reference.random_bits(key, rows, columns, device)
     out = torch.empty(rows[1] - rows[0], columns[1] - columns[0], dtype=torch.int64)
-    core().random_bits(key, rows[0], columns[0], out.numpy(), torch.get_num_threads())
+    core().random_bits(int(key), rows[0], columns[0], out.numpy(), torch.get_num_threads())
     return out
 
 

@@ -10,10 +10,10 @@ from torch import Tensor
 _WORD_MASK = 0xFFFFFFFF
 
 
-def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Apply ten rounds of Philox to four int64 tensors of 32-bit words."""
+def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: int | Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Apply ten rounds of Philox to four int64 tensors of 32-bit words. A tensor `key` is an int64 scalar."""
     c0, c1, c2, c3 = counter
-    k0, k1 = key & _WORD_MASK, key >> 32
+    k0, k1 = key & _WORD_MASK, (key >> 32) & _WORD_MASK
     for _ in range(10):
         # Products wrap around in int64. Shift and mask still return their upper words.
         product0, product1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
@@ -27,12 +27,14 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: int) -> tuple[Te
     return c0, c1, c2, c3
 
 
-def random_bits(key: int, rows: tuple[int, int], columns: tuple[int, int], device: torch.device | str) -> Tensor:
+def random_bits(
+    key: int | Tensor, rows: tuple[int, int], columns: tuple[int, int], device: torch.device | str
+) -> Tensor:
     """Implement `meseta.ops.random_rows.random_bits` in plain PyTorch."""
     return cell_bits(key, torch.arange(*rows, device=device), columns)
 
 
-def cell_bits(key: int, rows: Tensor, columns: tuple[int, int]) -> Tensor:
+def cell_bits(key: int | Tensor, rows: Tensor, columns: tuple[int, int]) -> Tensor:
     """Return the random bits of rows with arbitrary numbers, int64 [n]."""
     group = torch.arange(columns[0] // 4, -(-columns[1] // 4), device=rows.device)[None, :]
     row, group = torch.broadcast_tensors(rows[:, None], group)

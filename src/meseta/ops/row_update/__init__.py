@@ -38,6 +38,7 @@ def row_update(
     bags: Bags,
     gradients: Sequence[Tensor],
     found_inf: Float[Tensor, ""] | None = None,
+    uniforms: Float[Tensor, "tables n"] | None = None,
 ) -> None:
     """Update all touched rows in place. Other rows and their state are not changed.
 
@@ -51,6 +52,8 @@ def row_update(
         bags: Ids of the batch.
         gradients: float32 [B, columns] or [ids of the feature, columns] for each feature, with contiguous columns.
         found_inf: Device scalar (float32). If nonzero, nothing is written, and the host does not need to know.
+        uniforms: Result of `UpdateGroup.uniforms_on_device`, float64, for a GPU. `lr` and `step` are ignored then, so
+            that a CUDA graph can capture the update. `None` computes them from `lr` and `step`.
 
     Raises:
         MesetaError: Offsets decrease or tensors do not match each other. Nothing is written then. Also if an id is
@@ -68,7 +71,7 @@ def row_update(
         group.weights,
         group.states,
         group.program.fused_update.instructions,
-        group.uniforms(lr, step),
+        group.uniforms(lr, step) if uniforms is None else uniforms,
         group.state_is_row,
         group.origins,
         group.feature_fields,

@@ -10,9 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from meseta.ops.common import device_constant
 from meseta.ops.row_marks import ROWS_PER_WORD, num_words
 from meseta.ops.row_program.optimizer import Hyper, RowOptimizer, RowState
 from meseta.ops.row_program.program import RowProgram, trace
+from meseta.ops.step_scalars import StepNumbers, StepScalars
 from meseta.sparse.shapes import Float, Int
 from meseta.spec import MesetaError
 
@@ -142,6 +144,21 @@ class UpdateGroup:
         """Return the uniforms of each table in this step, float64 [tables, uniforms]."""
         values = {d: self.program.uniform_values(Hyper(lr, step, d)) for d in set(self.embedding_dims)}
         return torch.from_numpy(np.array([values[d] for d in self.embedding_dims], dtype=np.float64))
+
+    def uniforms_on_device(self, scalars: StepScalars, lr: float) -> Float[Tensor, "tables n"]:
+        """Return the uniforms of each table in the step of `scalars`, then the step, on their device. `lr` is the rate
+        before the factor of the step."""
+        widths = sorted(set(self.embedding_dims))
+
+        def compute(numbers: StepNumbers) -> list[float]:
+            hypers = [Hyper(lr * numbers.lr_factor, numbers.step + 1, width) for width in widths]
+            return [n for hyper in hypers for n in (*self.program.uniform_values(hyper), hyper.step)]
+
+        # The scalars keep this group, so that no other group gets its id.
+        by_width = scalars.view(("row update", id(self)), torch.float64, compute).view(len(widths), -1)
+        if len(widths) == 1:
+            return by_width.expand(len(self.tables), -1).contiguous()
+        return by_width[device_constant(tuple(map(widths.index, self.embedding_dims)), by_width.device)]
 
 
 @dataclass(frozen=True)

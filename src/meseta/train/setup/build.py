@@ -115,6 +115,7 @@ def make_pipeline(
         clip=make_clip(config, world, over_parts),
         accumulate_steps=config.train.accumulate_steps,
         overlap=overlap,
+        uses_graphs=config.pipeline.graph == "auto",
     )
     pipeline.num_masked_tasks = dataset.num_masked_tasks
     pipeline.uses_stale_embeddings = bool(config.pipeline.staleness)

@@ -1,0 +1,213 @@
+"""CUDA graphs of training steps on one rank: which steps can be captured, and the graphs by layout of their batch."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meseta.comm import World
+from meseta.data.read.packing import PackedLayout
+from meseta.embedding.base import BaseEmbeddingCollection
+from meseta.embedding.batch_context import RejectedId
+from meseta.models.layers import GLOBAL_LOSS_HOOKS, loss_term_names
+from meseta.optim.dense import GradientClipper, dense_parameters, is_capturable
+from meseta.pipeline.device_copy import PendingCopy
+from meseta.spec import MesetaError
+from meseta.telemetry.span import CapturedStages
+
+MAX_GRAPHS = 16
+"""Maximum number of layouts for which steps are captured."""
+TIMED_STEP_INTERVAL = 20
+"""Number of replayed steps per step whose stages are timed."""
+
+
+@dataclass(frozen=True, eq=False)
+class CapturedStep:
+    """Training step in a CUDA graph. Each replay reads `buffer` and overwrites the results."""
+
+    graph: Any
+    buffer: Tensor
+    """Packed batch on the device, uint8."""
+    logits: Tensor
+    report: Tensor
+    """See `LossAgreement.report`."""
+    rejected_ids: Sequence[Sequence[RejectedId]]
+    num_out_of_range: Tensor
+    """Number of out-of-range ids per feature."""
+    stages: CapturedStages | None
+    """Stages with events in the graph. `None` if it is not timed."""
+
+    def replay(self, packed: Tensor) -> None:
+        """Train on a packed batch with the layout of this step. The host does not wait."""
+        self.buffer.copy_(packed)
+        self.graph.replay()
+
+
+@dataclass(frozen=True)
+class _GraphKey:
+    layout: PackedLayout
+    is_timed: bool
+
+
+class StepGraphs:
+    """CUDA graphs of one pipeline. They share one pool of memory."""
+
+    # A step with a new layout runs eagerly once: it compiles kernels, and creates the constants and moments that the
+    # capture needs. The next one is captured.
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._steps: dict[_GraphKey, CapturedStep] = {}
+        self._warm_layouts: set[PackedLayout] = set()
+        self._signature: object = None
+        self._pool: Any = None
+        self._num_since_timed = 0
+        self.batch_size: int | None = None
+        """Number of samples of the first batch. Only batches of this size are captured."""
+        self.reason: str | None = None
+        """Reason for which no step can be captured."""
+        self.num_replayed = 0
+        self.eager_reasons: Counter[str] = Counter()
+        """Number of steps that ran eagerly, by reason."""
+
+    @property
+    def num_captured(self) -> int:
+        """Number of graphs."""
+        return len(self._steps)
+
+    def begin_loop(self, reason: str | None, signature: object) -> None:
+        """Start a training loop. Graphs are dropped if `signature` differs from that of the last call.
+
+        `reason` is the reason for which no step can be captured, or `None`.
+        """
+        self.reason = self.reason or reason
+        if signature != self._signature:
+            self._steps.clear()
+            self._warm_layouts.clear()
+        self._signature = signature
+
+    def find(self, copy: PendingCopy, capture: Callable[[PendingCopy, bool], CapturedStep]) -> CapturedStep | None:
+        """Return the captured step for a batch, or `None` if it must run eagerly.
+
+        `capture` captures the step of a batch, timed if its argument is true. If it raises an error, all later steps
+        run eagerly.
+        """
+        reason = self.reason or self._eager_reason(copy)
+        if reason is not None:
+            self.eager_reasons[reason] += 1
+            return None
+        step = self._find_timed(copy, capture) if self._num_since_timed + 1 >= TIMED_STEP_INTERVAL else None
+        step = step or self._find(_GraphKey(copy.part.layout, False), copy, capture)
+        if step is None:
+            assert self.reason is not None
+            self.eager_reasons[self.reason] += 1
+        else:
+            self.num_replayed += 1
+            self._num_since_timed += 1
+        return step
+
+    def pop_num_timed(self) -> int:
+        """Return the number of replayed steps since the last timed one, for which a timed step stands."""
+        count, self._num_since_timed = self._num_since_timed, 0
+        return count
+
+    @contextmanager
+    def capturing(self) -> Iterator[Any]:
+        """Context manager that captures the work of the current thread in a new CUDA graph, which it returns."""
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        # Other threads go on: one packs batches into new pinned buffers, and another one reads finished copies.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            yield graph
+
+    def _eager_reason(self, copy: PendingCopy) -> str | None:
+        part, weight = copy.part, copy.totals.weight
+        if self.batch_size is None:
+            self.batch_size = part.batch.batch_size
+        if part.batch.batch_size != self.batch_size:
+            return "another number of samples"
+        if not (weight > 0 and math.isfinite(weight)):
+            return "no finite positive weight"
+        if len(set(part.batch.sparse.batch_sizes)) > 1:
+            return "features of several batch sizes"
+        if part.layout not in self._warm_layouts:
+            if len(self._warm_layouts) == MAX_GRAPHS:
+                return f"more than {MAX_GRAPHS} layouts of batches"
+            self._warm_layouts.add(part.layout)
+            return "first step of a layout"
+        return None
+
+    def _find_timed(
+        self, copy: PendingCopy, capture: Callable[[PendingCopy, bool], CapturedStep]
+    ) -> CapturedStep | None:
+        step = self._find(_GraphKey(copy.part.layout, True), copy, capture)
+        return None if step is None or step.stages is None or step.stages.is_pending else step
+
+    def _find(
+        self, key: _GraphKey, copy: PendingCopy, capture: Callable[[PendingCopy, bool], CapturedStep]
+    ) -> CapturedStep | None:
+        if key not in self._steps and self.reason is None:
+            try:
+                self._steps[key] = capture(copy, key.is_timed)
+            except (MesetaError, RuntimeError) as error:
+                # The model waits for the device, or calls an operator that a graph cannot contain.
+                self.reason = f"the step cannot be captured: {str(error).splitlines()[0]}"
+        return self._steps.get(key) if self.reason is None else None
+
+
+def find_eager_reason(
+    model: Any,
+    embeddings: BaseEmbeddingCollection[Any],
+    optimizer: torch.optim.Optimizer,
+    clip: GradientClipper | None,
+    world: World,
+    accumulate_steps: int,
+) -> str | None:
+    """Return why no step of a training can be captured in a CUDA graph, or `None`."""
+    rows = [table.optimizer for table in embeddings.tables]
+    reasons = {
+        "several ranks": world.size > 1,
+        "gradient accumulation": accumulate_steps > 1,
+        "gradient clipping": clip is not None and (clip.norm is not None or clip.includes_rows),
+        f"dense optimizer {type(optimizer).__name__}": not is_capturable(optimizer),
+        "sharded dense parameters": any(hasattr(parameter, "to_local") for parameter in dense_parameters(optimizer)),
+        "rows outside of the GPU's memory": embeddings.has_offloaded_rows,
+        "unpooled features": any(feature.pooling == "none" for feature in embeddings.features),
+        "id policy 'drop'": any(feature.id_policy == "drop" for feature in embeddings.features),
+        "several batches of features": len(embeddings.groups) > 1,
+        "row optimizer that steps untouched rows": any(spec.stepped_rows == "all" for spec in rows),
+        "row optimizer with a penalty of looked-up rows": any(spec.stepped_rows == "looked_up" for spec in rows),
+        "float64 rows": embeddings.dtype == torch.float64,
+        "emulated rounding of exchanges": embeddings.emulates_rounding,
+        "losses of the global batch": bool(loss_term_names(model, *GLOBAL_LOSS_HOOKS)),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def graph_signature(model: Any, optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
+    """Return what CUDA graphs of a model have captured besides batches: addresses and constants of the optimizer."""
+    module_tensors = [*model.parameters(), *model.buffers()] if isinstance(model, torch.nn.Module) else []
+    moments = [tensor for state in optimizer.state.values() for tensor in state.values() if isinstance(tensor, Tensor)]
+    tensors = [*module_tensors, *dense_parameters(optimizer), *moments]
+    shards = [shard.rows.weight for shard in model.embeddings.shards if hasattr(shard, "rows")]
+    constants = [
+        tuple((name, str(value)) for name, value in group.items() if name not in ("params", "lr"))
+        for group in optimizer.param_groups
+    ]
+    addresses = tuple(tensor.data_ptr() for tensor in (*tensors, *shards))
+    return addresses, tuple(constants), getattr(model, "training", True)
+
+
+def record_external_event() -> Any:
+    """Record a new event in the CUDA graph that is captured. Each replay records it again."""
+    event = torch.cuda.Event(enable_timing=True, external=True)
+    event.record()
+    return event
