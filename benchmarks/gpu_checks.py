@@ -71,7 +71,7 @@ CHECKS = (
 
 def run_check(check: Check, folder: Path) -> list[Row]:
     """Run a check to its end or its time limit, and kill all of its processes. Return its rows."""
-    rows_file, log = folder / f"{check.name}.jsonl", folder / f"{check.name}.log"
+    rows_file, log = rows_path(check, folder), folder / f"{check.name}.log"
     rows_file.unlink(missing_ok=True)
     command = (*check.command, str(rows_file))
     with log.open("w") as output:
@@ -92,6 +92,11 @@ def run_check(check: Check, folder: Path) -> list[Row]:
     if code != 0:
         return [*rows, failure(f"exit code {code}", log)]
     return rows or [failure("no rows", log)]
+
+
+def rows_path(check: Check, folder: Path) -> Path:
+    """Return the file of rows of a check in progress."""
+    return folder / f"{check.name}.jsonl"
 
 
 def failure(reason: str, log: Path) -> Row:
@@ -148,6 +153,7 @@ def run_checks(checks: Sequence[Check], folder: Path, results: ResultTable) -> b
         start_s = time.perf_counter()
         rows = run_check(check, folder)
         results.add(check.name, rows, time.perf_counter() - start_s)
+        rows_path(check, folder).unlink(missing_ok=True)
         is_met &= all(row.result != "missed" for row in rows)
     print(f"\n{results.format()}", flush=True)
     return is_met

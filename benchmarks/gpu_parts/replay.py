@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 from gpu_path.training import Training, TrainingCase
@@ -30,28 +28,17 @@ class Outcome(NamedTuple):
     tensors: dict[str, Tensor]
     """Predictions of each step, weights, moments, rows and their states, by name."""
     num_replays: int
+    eager_reasons: dict[str, int]
+    """Number of eager steps by reason, without those of a pipeline that uses no graphs."""
 
 
-@contextmanager
-def count_replays() -> Iterator[list[torch.cuda.CUDAGraph]]:
-    """Context manager that lists the graph of each replay."""
-    replay, replayed = torch.cuda.CUDAGraph.replay, list[torch.cuda.CUDAGraph]()
-
-    def listed(graph: torch.cuda.CUDAGraph) -> None:
-        replayed.append(graph)
-        replay(graph)
-
-    with mock.patch.object(torch.cuda.CUDAGraph, "replay", listed):
-        yield replayed
-
-
-def train(make_training: Callable[[], Training], num_steps: int) -> Outcome:
-    with count_replays() as replayed:
-        training = make_training()
-        # The next step may reuse the memory of the logits.
-        tensors = {f"prediction {number}": training.step().logits.clone() for number in range(num_steps)}
-        training.pipeline.synchronize()
-    return Outcome(tensors | learned_tensors(training), len(replayed))
+def train(training: Training, num_steps: int) -> Outcome:
+    # The next step may reuse the memory of the logits.
+    tensors = {f"prediction {number}": training.step().logits.clone() for number in range(num_steps)}
+    training.pipeline.synchronize()
+    graphs = training.pipeline.graphs
+    counts = (0, {}) if graphs is None else (graphs.num_replayed, dict(graphs.eager_reasons))
+    return Outcome(tensors | learned_tensors(training), *counts)
 
 
 def learned_tensors(training: Training) -> dict[str, Tensor]:
@@ -86,13 +73,16 @@ def compare(
     rows: RowWriter, name: str, make_training: Callable[..., Training], num_steps: int, num_replays: int
 ) -> None:
     """Compare an eager training with two replayed ones. `make_training` has the argument `uses_graphs`."""
-    expected = train(partial(make_training, uses_graphs=False), num_steps)
+    expected = train(make_training(uses_graphs=False), num_steps)
     rows.at_most(f"{name}: replays in an eager run", expected.num_replays, 0, "")
     for number in (1, 2):
-        outcome = train(partial(make_training, uses_graphs=True), num_steps)
+        outcome = train(make_training(uses_graphs=True), num_steps)
         names = different(outcome, expected)
-        rows.at_least(f"{name}: replays in run {number} of {num_steps} steps", outcome.num_replays, num_replays, "")
-        found = f"{len(names)} of {len(expected.tensors)} tensors differ" + f", first {names[0]}" * bool(names)
+        reasons = "".join(f", {count} eager: {reason}" for reason, count in outcome.eager_reasons.items())
+        unit = f"of {num_steps} steps{reasons}"
+        rows.at_least(f"{name}: replays in run {number}", outcome.num_replays, num_replays, unit)
+        first = f", such as {names[0]}" if names else ""
+        found = f"{len(names)} of {len(expected.tensors)} tensors differ{first}"
         rows.holds(f"{name}: bits of run {number} equal those of eager steps", not names, found)
 
 

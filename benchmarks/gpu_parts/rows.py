@@ -24,9 +24,10 @@ class Row:
     result: Result = "measured"
 
     def cells(self) -> Sequence[str]:
+        """Return the cells of a line in Markdown."""
         value = self.value if isinstance(self.value, str) else f"{self.value:,.4g} {self.unit}".rstrip()
-        # Messages may have characters that end a cell.
-        return (self.quantity, value.replace("|", "/"), self.limit, self.result)
+        # Messages may have characters that end a cell or a row.
+        return (self.quantity, " ".join(value.replace("|", "/").split()), self.limit, self.result)
 
 
 class RowWriter:
