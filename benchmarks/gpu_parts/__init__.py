@@ -1,1 +1,1 @@
-"""Checks of gpu_checks.py, each in a process of its own."""
+"""Checks of gpu_checks.py, which runs each in a separate process."""

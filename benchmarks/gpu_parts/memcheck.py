@@ -15,7 +15,7 @@ from gpu_parts.rows import RowWriter
 NUM_STEPS = 4
 CASE = TrainingCase(model="dlrm", is_ragged=True)
 RUNS = {
-    # Each tensor is an allocation of its own, so that its bounds are known. Graphs cannot be captured then.
+    # Each tensor is a separate allocation, so that its bounds are known. Graphs cannot be captured then.
     "eager": {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
     "replayed": {},
 }

@@ -82,8 +82,8 @@ def compare(
         unit = f"of {num_steps} steps{reasons}"
         rows.at_least(f"{name}: replays in run {number}", outcome.num_replays, num_replays, unit)
         first = f", such as {names[0]}" if names else ""
-        found = f"{len(names)} of {len(expected.tensors)} tensors differ{first}"
-        rows.holds(f"{name}: bits of run {number} equal those of eager steps", not names, found)
+        summary = f"{len(names)} of {len(expected.tensors)} tensors differ{first}"
+        rows.holds(f"{name}: bits of run {number} equal those of eager steps", not names, summary)
 
 
 def check(rows: RowWriter) -> None:

@@ -43,7 +43,7 @@ class RowWriter:
         self._add_limited(quantity, value, unit, f">= {limit:,g}", value >= limit)
 
     def holds(self, quantity: str, is_met: bool, value: str) -> None:
-        """Add a row about a condition. `value` says what was found."""
+        """Add a row about a condition. `value` describes the observation."""
         self._add(Row(quantity=quantity, value=value, result="met" if is_met else "missed"))
 
     def measured(self, quantity: str, value: float | str, unit: str = "") -> None:
