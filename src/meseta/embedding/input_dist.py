@@ -133,6 +133,7 @@ class OwnedIds:
     """Ids of each route, ordered by (global sample, position)."""
     lengths: Int[Tensor, " routes_times_B"]
     sizes: tuple[int, ...]
+    """Number of ids of each route. Empty if only the device knows them, see `KeyedJaggedTensor.is_padded`."""
     rows: Int[Tensor, " nnz"] | None = None
     """Row of each id, if the ids are cache slots. `None` if the ids are rows."""
 

@@ -305,7 +305,8 @@ class GradientSegment:
 
 def local_segment(ids: KeyedJaggedTensor, gradients: Sequence[Tensor], unpooled: Sequence[int]) -> GradientSegment:
     """Return the segment of one rank's samples, by feature."""
-    sizes = tuple(b - a for a, b in pairwise(ids.key_offsets))
+    # Only the device knows the sizes of padded ids, which no caller needs for a single segment.
+    sizes = () if ids.is_padded else tuple(b - a for a, b in pairwise(ids.key_offsets))
     bags = Bags(ids.values, ids.offsets, ids.batch_size, ids.weights)
     return GradientSegment(
         ids=OwnedIds(bags=bags, lengths=ids.lengths, sizes=sizes),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor
 
 MAX_PENDING_COPIES = 4
 """Number of copies in progress at which a new batch waits for the oldest one."""
+MAX_SHAPES = 64
+"""Number of shapes of tensors for which buffers are kept."""
 BUFFER_GROWTH_FACTOR = 1.25
 """Size of new buffers relative to the batch that did not fit."""
 
@@ -29,14 +32,15 @@ class BufferPool:
     def acquire(self, num_bytes: int) -> Tensor:
         """Return a buffer of at least `num_bytes`. May wait for a copy."""
         with self._lock:
-            can_reuse = self._copied and (len(self._copied) >= MAX_PENDING_COPIES or self._copied[0][1].query())
-            reused = self._copied.popleft() if can_reuse else None
+            is_done = bool(self._copied) and self._copied[0][1].query()
+            reused = self._copied.popleft() if is_done or len(self._copied) >= MAX_PENDING_COPIES else None
             if num_bytes > self._num_bytes:
                 self._num_bytes = int(num_bytes * BUFFER_GROWTH_FACTOR)
             num_new_bytes = self._num_bytes
         if reused is not None:
             buffer, copied = reused
-            copied.synchronize()
+            if not is_done:
+                copied.synchronize()
             if buffer.numel() >= num_bytes:
                 return buffer
         return self._new_buffer(num_new_bytes)
@@ -59,17 +63,17 @@ class AsyncHostCopy:
         self._pinned: Tensor | None = None
         if tensor.device.type == "cuda":
             self._host = None
-            self._pool = _pool_of_size(tensor.nbytes)
-            self._pinned = self._pool.acquire(1 << tensor.nbytes.bit_length())
-            self._source = self._pinned[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            self._source.copy_(tensor, non_blocking=True)
+            self._pool = _pool_of_shape(tensor.dtype, tensor.shape)
+            self._pinned = self._pool.acquire(tensor.numel())
+            self._pinned.copy_(tensor, non_blocking=True)
             self._copied_event = torch.cuda.current_stream(tensor.device).record_event()
 
     def read(self) -> Tensor:
         """Return the tensor in host memory. Waits until the copy is complete."""
         if self._host is None:
+            assert self._pinned is not None
             self._copied_event.synchronize()
-            self._host = self._source.clone()
+            self._host = self._pinned.clone()
             self._release()
         return self._host
 
@@ -83,13 +87,6 @@ class AsyncHostCopy:
             self._release()
 
 
-_POOLS: dict[int, BufferPool] = {}
-"""Pools of pinned buffers of 2^n bytes, by n."""
-
-
-def _pool_of_size(num_bytes: int) -> BufferPool:
-    return _POOLS.setdefault(num_bytes.bit_length(), BufferPool(_new_pinned_buffer))
-
-
-def _new_pinned_buffer(num_bytes: int) -> Tensor:
-    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+@lru_cache(maxsize=MAX_SHAPES)
+def _pool_of_shape(dtype: torch.dtype, shape: torch.Size) -> BufferPool:
+    return BufferPool(lambda _: torch.empty(shape, dtype=dtype, pin_memory=True))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -388,7 +389,7 @@ class Pipeline:
         assert self.graphs is not None
         self._finish_dense_update()
         embeddings, layout, batch = self.model.embeddings, copy.part.layout, copy.part.batch
-        buffer = torch.empty(layout.num_bytes, dtype=torch.uint8, device=self.world.device)
+        buffer = copy.wait_buffer().clone()
         queue, queued = self._make_queue(iter(()), None), QueuedBatch(batch)
         queued.pending_copies = [StaticPart(buffer, layout, batch, copy.totals)]
         mark = record_external_event if is_timed else no_op
@@ -490,7 +491,8 @@ def loss_divisor(batch_size: int, weight: float, num_samples: int) -> float:
 
 def _inverse_divisor(dtype: torch.dtype, numbers: StepNumbers) -> list[float]:
     # Division in the dtype of the loss.
-    return [(torch.ones((), dtype=dtype) / numbers.divisor).item()]
+    kind = np.float64 if dtype == torch.float64 else np.float32
+    return [float(kind(1.0) / kind(numbers.divisor))]
 
 
 def find_running_stats(model: Any) -> list[Tensor]:

@@ -92,7 +92,7 @@ class LossAgreement:
         return self._sums
 
     def _read_report(self, copy: AsyncHostCopy) -> list[float]:
-        words, num_errors = copy.read(), sum(map(len, self.rejected_ids))
+        words, num_errors = copy.read().numpy(), sum(map(len, self.rejected_ids))
         report = StepReport.from_words(words, len(words) - 1 - 3 * num_errors)
         if report.verdict & REJECTED_ID:
             places = iter(report.rejected)

@@ -278,7 +278,13 @@ class KeyedJaggedTensor:
             lengths=self.lengths,
             weights=self.weights,
             batch_sizes=self.batch_sizes,
+            is_padded=True,
         )
+
+    @cached_property
+    def is_padded(self) -> bool:
+        """Whether there may be more values than the sum of the lengths. The last values then belong to no feature."""
+        return False
 
     def with_values(self, values: Int[Tensor, " nnz"]) -> KeyedJaggedTensor:
         """Return a batch with other ids and the same lengths and weights."""

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from meseta.ops.step_scalars import reference
+from meseta.ops.step_scalars.reference import WORDS_PER_BLOCK
 from meseta.sparse.shapes import Shaped
 from meseta.spec import MesetaError
 
-WORDS_PER_BLOCK = 16
-"""Number of 64-bit words that one launch writes."""
 _FORMATS = {torch.int64: "Q", torch.float64: "d", torch.float32: "f4x"}
 """Format of one word in `struct`. A float32 number has the lower half of its word."""
 
@@ -66,7 +65,7 @@ class _Block:
 class StepScalars:
     """Numbers of the current step on a device. Each number keeps its address.
 
-    The host computes all of them at the start of a step, and one kernel per 16 numbers receives them as arguments. A
+    The host computes all of them at the start of a step, and one kernel per seven numbers receives them as arguments. A
     kernel that reads one from device memory can be captured in a CUDA graph, and one that receives it as an argument
     cannot.
     """

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from meseta.ops.step_verdict import reference
@@ -36,10 +37,10 @@ class StepReport:
     """First rejected id of each group of features."""
 
     @staticmethod
-    def from_words(words: Int[Tensor, " n"], num_sums: int) -> StepReport:
-        """Read the result of `record_verdict` in host memory."""
-        places = words[1 + num_sums :].view(-1, 3).tolist()
-        sums = words[1 : 1 + num_sums].view(torch.float64).tolist()
+    def from_words(words: NDArray[np.int64], num_sums: int) -> StepReport:
+        """Read the result of `record_verdict`."""
+        places = words[1 + num_sums :].reshape(-1, 3).tolist()
+        sums = words[1 : 1 + num_sums].view(np.float64).tolist()
         return StepReport(int(words[0]), sums, [RejectedPlace(*place) for place in places])
 
 
