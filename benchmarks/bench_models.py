@@ -171,6 +171,7 @@ def measure(
         peer = plain
         if implementation != "torch":
             peer = PlainTraining(name, training, device, autocast=implementation == "torch autocast")
+            peer.model.load_state_dict(plain.model.state_dict())
         if implementation == "torch compiled":
             # A second batch size would otherwise be compiled with dynamic shapes.
             peer.model.compile(mode="reduce-overhead", dynamic=False)

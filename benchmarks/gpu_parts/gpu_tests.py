@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from importlib.util import find_spec
 
+from common.processes import run_and_print
 from record import ROOT
 
 from gpu_parts.rows import RowWriter
@@ -18,13 +18,8 @@ NUM_PROCESSES = 6
 def check(rows: RowWriter) -> None:
     parallel = ["-n", str(NUM_PROCESSES), "--dist", "worksteal"] if find_spec("xdist") else []
     command = [sys.executable, "-m", "pytest", "-q", "-rf", *parallel, "tests/gpu"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT) as process:
-        assert process.stdout is not None
-        lines = []
-        for line in process.stdout:
-            print(line, end="", flush=True)
-            lines.append(line.strip())
-    add_outcome(rows, lines, process.returncode)
+    code, lines = run_and_print(command, cwd=ROOT)
+    add_outcome(rows, lines, code)
 
 
 def add_outcome(rows: RowWriter, lines: list[str], exit_code: int) -> None:
@@ -33,5 +28,5 @@ def add_outcome(rows: RowWriter, lines: list[str], exit_code: int) -> None:
         if line.startswith("FAILED "):
             test, _, reason = line.removeprefix("FAILED ").partition(" - ")
             rows.holds(test, False, reason)
-    summary = next((line.strip("= ") for line in reversed(lines) if line), "no output")
+    summary = lines[-1].strip("= ") if lines else "no output"
     rows.holds("tests/gpu", exit_code == 0 and re.search(r"\b\d+ passed", summary) is not None, summary)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
+from common.processes import run_and_print
 from gpu_path.training import Training, TrainingCase
 
 from gpu_parts.rows import RowWriter
@@ -35,23 +35,20 @@ def check(rows: RowWriter) -> None:
         rows.skip("memcheck", "compute-sanitizer is not installed")
         return
     for kind, variables in RUNS.items():
-        done = subprocess.run(
-            [
-                # torch handles some errors of CUDA's functions itself.
-                tool, "--tool", "memcheck", "--report-api-errors", "no", "--error-exitcode", str(ERROR_CODE),
-                "--target-processes", "application-only", sys.executable, "-m", "gpu_parts.memcheck", kind,
-            ],
-            check=False, capture_output=True, text=True, env={**os.environ, **variables},
-        )  # fmt: skip
-        print(done.stdout, done.stderr, flush=True)
-        add_outcome(rows, kind, done)
+        command = [
+            # torch handles some errors of CUDA's functions itself.
+            tool, "--tool", "memcheck", "--report-api-errors", "no", "--error-exitcode", str(ERROR_CODE),
+            "--target-processes", "application-only", sys.executable, "-m", "gpu_parts.memcheck", kind,
+        ]  # fmt: skip
+        code, lines = run_and_print(command, env={**os.environ, **variables})
+        add_outcome(rows, kind, lines, code)
 
 
-def add_outcome(rows: RowWriter, kind: str, done: subprocess.CompletedProcess[str]) -> None:
-    """Add a row about the last line of the tool, or of the step if that failed."""
-    lines = [line.strip("= ") for line in (done.stdout + done.stderr).splitlines() if line.strip("= ")]
-    summary = next((line for line in reversed(lines) if "ERROR SUMMARY" in line), lines[-1] if lines else "no output")
-    rows.holds(f"memcheck of {NUM_STEPS} {kind} steps", done.returncode == 0 and "ERROR SUMMARY: 0" in summary, summary)
+def add_outcome(rows: RowWriter, kind: str, lines: list[str], exit_code: int) -> None:
+    """Add a row with the summary of the tool, or the last line of the step if that failed."""
+    summaries = [line for line in lines if "ERROR SUMMARY" in line] or lines[-1:] or ["no output"]
+    is_clean = exit_code == 0 and "ERROR SUMMARY: 0 " in summaries[-1]
+    rows.holds(f"memcheck of {NUM_STEPS} {kind} steps", is_clean, summaries[-1].strip("= "))
 
 
 if __name__ == "__main__":

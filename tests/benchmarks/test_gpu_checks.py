@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import time
 from importlib import import_module
@@ -190,17 +189,16 @@ def test_skipped_tests_do_not_pass(lines: list[str], exit_code: int, results: li
 
 
 @pytest.mark.parametrize(
-    ("output", "exit_code", "result"),
+    ("lines", "exit_code", "result"),
     [
-        ("========= ERROR SUMMARY: 0 errors\n", 0, "met"),
-        ("========= Invalid __global__ read\n========= ERROR SUMMARY: 1 error\n", 9, "missed"),
-        ("RuntimeError: planted\n========= ERROR SUMMARY: 0 errors\n", 1, "missed"),
-        ("", 0, "missed"),
+        (["========= ERROR SUMMARY: 0 errors"], 0, "met"),
+        (["========= Invalid __global__ read", "========= ERROR SUMMARY: 1 error"], 9, "missed"),
+        (["RuntimeError: planted", "========= ERROR SUMMARY: 0 errors"], 1, "missed"),
+        ([], 0, "missed"),
     ],
 )
-def test_memcheck_reads_the_summary(output: str, exit_code: int, result: str, tmp_path: Path) -> None:
-    done = subprocess.CompletedProcess([], exit_code, output, "")
-    memcheck.add_outcome(RowWriter(tmp_path / "rows"), "eager", done)
+def test_memcheck_reads_the_summary(lines: list[str], exit_code: int, result: str, tmp_path: Path) -> None:
+    memcheck.add_outcome(RowWriter(tmp_path / "rows"), "eager", lines, exit_code)
     [row] = read_rows(tmp_path / "rows")
     assert row.result == result
 
