@@ -2,10 +2,11 @@
 
     python benchmarks/gpu_checks.py [--only NAME ...] [--list] [--out runs/gpu_checks]
 
-Each check is a process with a time limit. After each one, table.md and results.json in the output folder are rewritten,
-so that an interrupted run loses no result. Next to them are the output of each check, and the rows of the check in
-progress. A check that fails, crashes or exceeds its limit is a row, and the exit code is then 1. `--only` keeps the
-stored results of other checks if they are of the same commit, card and versions.
+Each check is a process with a time limit. Time that a check leaves is available to later ones. After each one, table.md
+and results.json in the output folder are rewritten, so that an interrupted run loses no result. Next to them are the
+output of each check, and the rows of the check in progress. A check that fails, crashes or exceeds its limit is a row,
+and the exit code is then 1. `--only` keeps the stored results of other checks if they are of the same commit, card and
+versions.
 """
 
 from __future__ import annotations
@@ -57,20 +58,20 @@ def part(name: str, function: str, time_limit_s: float) -> Check:
 
 
 CHECKS = (
-    part("tests", "gpu_tests.check", 90),
+    part("tests", "gpu_tests.check", 100),
     part("replay", "replay.check", 45),
     part("memcheck", "memcheck.check", 60),
     part("step_time", "step_time.check", 25),
     part("models_2048", "models.check_2048", 60),
-    part("models_65536", "models.check_65536", 70),
+    part("models_65536", "models.check_65536", 65),
     part("models_compiled", "models.check_compiled", 55),
-    part("data", "main_job.prepare", 25),
+    part("data", "main_job.prepare", 20),
     part("main_job", "main_job.check", 40),
 )
 
 
-def run_check(check: Check, folder: Path) -> list[Row]:
-    """Run a check to its end or its time limit, and kill all of its processes. Return its rows."""
+def run_check(check: Check, time_limit_s: float, folder: Path) -> list[Row]:
+    """Run a check to its end or a time limit, and kill all of its processes. Return its rows."""
     rows_file, log = rows_path(check, folder), folder / f"{check.name}.log"
     rows_file.unlink(missing_ok=True)
     command = (*check.command, str(rows_file))
@@ -79,7 +80,7 @@ def run_check(check: Check, folder: Path) -> list[Row]:
             command, stdout=output, stderr=subprocess.STDOUT, env=script_environment(), start_new_session=True
         )
         try:
-            code: int | None = process.wait(check.time_limit_s)
+            code: int | None = process.wait(time_limit_s)
         except subprocess.TimeoutExpired:
             code = None
         finally:
@@ -88,7 +89,7 @@ def run_check(check: Check, folder: Path) -> list[Row]:
             process.wait()
     rows = read_rows(rows_file)
     if code is None:
-        return [*rows, failure(f"no end within {check.time_limit_s:g} s", log)]
+        return [*rows, failure(f"no end within {time_limit_s:.0f} s", log)]
     if code != 0:
         return [*rows, failure(f"exit code {code}", log)]
     return rows or [failure("no rows", log)]
@@ -146,13 +147,19 @@ class ResultTable:
 
 
 def run_checks(checks: Sequence[Check], folder: Path, results: ResultTable) -> bool:
-    """Run checks, and add their rows. Return whether nothing was missed."""
-    is_met = True
+    """Run checks, and add their rows. Time that a check leaves is available to later ones.
+
+    Return whether nothing was missed.
+    """
+    is_met, limit_s = True, 0.0
     for check in checks:
-        print(f"{check.name} (at most {check.time_limit_s:g} s)", flush=True)
+        limit_s += check.time_limit_s
+        print(f"{check.name} (at most {limit_s:.0f} s)", flush=True)
         start_s = time.perf_counter()
-        rows = run_check(check, folder)
-        results.add(check.name, rows, time.perf_counter() - start_s)
+        rows = run_check(check, limit_s, folder)
+        duration_s = time.perf_counter() - start_s
+        limit_s = max(limit_s - duration_s, 0.0)
+        results.add(check.name, rows, duration_s)
         rows_path(check, folder).unlink(missing_ok=True)
         is_met &= all(row.result != "missed" for row in rows)
     print(f"\n{results.format()}", flush=True)

@@ -17,7 +17,7 @@ NUM_PROCESSES = 6
 
 def check(rows: RowWriter) -> None:
     parallel = ["-n", str(NUM_PROCESSES), "--dist", "worksteal"] if find_spec("xdist") else []
-    command = [sys.executable, "-m", "pytest", "-q", "-rf", *parallel, "tests/gpu"]
+    command = [sys.executable, "-m", "pytest", "-rf", *parallel, "tests/gpu"]
     code, lines = run_and_print(command, cwd=ROOT)
     add_outcome(rows, lines, code)
 

@@ -107,6 +107,13 @@ def test_a_check_that_takes_too_long_is_killed_with_its_children(tmp_path: Path)
         time.sleep(0.01)
 
 
+def test_time_that_a_check_leaves_is_available_to_later_ones(tmp_path: Path) -> None:
+    slow = script("slow", "time.sleep(600)", time_limit_s=0.0)
+    is_met, rows = run(tmp_path, slow, good("first"), good("second")._replace(time_limit_s=0.0))
+    assert not is_met and str(rows["slow"][0].value).startswith("no end within 0 s")
+    assert [row.result for row in rows["first"] + rows["second"]] == ["met", "met"]
+
+
 def test_the_table_is_written_after_each_check(tmp_path: Path) -> None:
     text = f"""
 from pathlib import Path
