@@ -83,10 +83,8 @@ class OurTraining:
 
     def __init__(self, model: Any, samples: list[TrainingBatch], device: str) -> None:
         world = World.single(device)
-        options = {"uses_graphs": True} if device == "cuda" else {}
-        pipeline = make_pipeline(model, LR, world, **options)
         self._batches = PackedBatches(map(make_batch, cycle(samples)), world.device)
-        self._steps = pipeline.steps(self._batches)
+        self._steps = make_pipeline(model, LR, world).steps(self._batches)
 
     def prepare(self, num_steps: int) -> None:
         self._batches.pack(num_steps)

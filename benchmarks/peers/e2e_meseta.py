@@ -114,17 +114,12 @@ def make_model(training: DlrmWorkload, optimizer: str, dense_dtype: str, lr: flo
 
 
 def make_pipeline(
-    model: DLRM,
-    lr: float,
-    world: World,
-    plan: Plan | None = None,
-    storage: StorageOptions | None = None,
-    **options: Any,
+    model: DLRM, lr: float, world: World, plan: Plan | None = None, storage: StorageOptions | None = None
 ) -> Pipeline:
-    """Shard the model by `plan`, and create a Pipeline with `options` that trains it with SGD."""
+    """Shard the model by `plan`, and create a Pipeline that trains it with SGD."""
     placed = cast(Any, shard(model, plan, world=world, storage=storage))
     optimizer = make_dense_optimizer(DenseOptimizerConfig(name="sgd", lr=lr), model.parameters())
-    return Pipeline(placed, optimizer, world, overlap=choose_overlap("auto", placed, world).hidden, **options)
+    return Pipeline(placed, optimizer, world, overlap=choose_overlap("auto", placed, world).hidden)
 
 
 def make_batch(samples: TrainingBatch) -> Batch:
