@@ -17,6 +17,7 @@ from triton.compiler import ASTSource
 
 from meseta.ops import triton_shared
 from meseta.ops.codec import triton_kernels as codec
+from meseta.ops.dot_interaction import triton as dot_interaction
 from meseta.ops.id_policy import triton as id_policy
 from meseta.ops.pooled_lookup import triton as lookup
 from meseta.ops.row_lookup import triton as row_lookup
@@ -83,15 +84,21 @@ def lists(architecture: int) -> dict[str, Any]:
             | {"ids": WORDS, "offsets": WORDS, "num_features": "i32", "num_ids": "i32"},
         ),
         "addresses": (triton_shared._write_addresses, {"out": WORDS, **dict.fromkeys("abcdefg", FLOATS)}),
-        "starts": (kernels.feature_starts, {"starts": WORDS, "plan": WORDS, "offsets": WORDS, "PADDED": 32}),
+        "starts": (
+            kernels.feature_starts,
+            dict.fromkeys(("starts", "plan", "offsets"), WORDS) | dict.fromkeys("abcdefg", FLOATS) | {"PADDED": 32},
+        ),
         "items": (
             kernels.list_items,
             many | {"keys": INTS, "starts": WORDS, "ids": INTS, "offsets": WORDS, "weights": FLOATS},
         ),
-        "order": (kernels.order_items, many | {"ordered": WORDS, "scales": None, "keys": WORDS, "order": WORDS}),
+        "order": (
+            kernels.order_items,
+            many | {"ordered": WORDS, "scales": None, "num_keys": INTS, "keys": WORDS, "order": WORDS},
+        ),
         "segments": (
             kernels.mark_segments,
-            {"segments": WORDS, "ranges": WORDS, "keys": INTS, "counted": WORDS, "plan": WORDS, "limit": "i32"},
+            {"segments": WORDS, "ranges": WORDS, "keys": INTS, "num_keys": INTS, "plan": WORDS, "limit": "i32"},
         ),
         "long runs": (
             kernels.sum_long_runs,
@@ -134,7 +141,24 @@ def codecs(architecture: int) -> dict[str, Any]:
     return kernels
 
 
-GROUPS = {"lookups": lookups, "rows": rows, "lists": lists, "updates": updates, "codecs": codecs}
+def products(architecture: int) -> dict[str, Any]:
+    kernels = {}
+    for dtype in ("*fp32", "*bf16"):
+        common = {"x": dtype, "pooled": FLOATS, "num_features": "i32", "dim": "i32"}
+        for block, columns in ((16, 16), (32, 64)):
+            sizes = {"BLOCK": block, "COLUMNS": columns}
+            name = f"{dtype} {block}"
+            kernels[f"pairs {name}"] = compiled(
+                dot_interaction._multiply_pairs, common | sizes | {"out": dtype}, architecture, 1
+            )
+            gradients = {"x_gradient": dtype, "pooled_gradient": FLOATS, "gradient": dtype}
+            kernels[f"pairs backward {name}"] = compiled(
+                dot_interaction._sum_scaled_vectors, common | sizes | gradients, architecture, 1
+            )
+    return kernels
+
+
+GROUPS = {"lookups": lookups, "rows": rows, "lists": lists, "updates": updates, "codecs": codecs, "products": products}
 
 if __name__ == "__main__":
     print(json.dumps(GROUPS[sys.argv[2]](int(sys.argv[1]))))

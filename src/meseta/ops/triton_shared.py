@@ -37,7 +37,12 @@ def write_addresses(out: Tensor, tensors: Sequence[Tensor]) -> None:
     # A kernel writes the addresses, because these tensors are reallocated in every step. CUDA graphs can replay it.
     for first in range(0, len(tensors), ADDRESSES_PER_LAUNCH):
         some = tensors[first : first + ADDRESSES_PER_LAUNCH]
-        _write_addresses[(1,)](out[first:], *some, *[some[-1]] * (ADDRESSES_PER_LAUNCH - len(some)), num_warps=1)
+        _write_addresses[(1,)](out[first:], *pad_addresses(some), num_warps=1)
+
+
+def pad_addresses(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Repeat the last of at most ADDRESSES_PER_LAUNCH tensors, so that there are as many as a kernel takes."""
+    return [*tensors, *[tensors[-1]] * (ADDRESSES_PER_LAUNCH - len(tensors))]
 
 
 def padded_address_count(count: int) -> int:
@@ -48,6 +53,13 @@ def padded_address_count(count: int) -> int:
 @triton.jit(do_not_specialize=["a", "b", "c", "d", "e", "f", "g"])
 @no_type_check
 def _write_addresses(out, a, b, c, d, e, f, g):
+    store_addresses(out, a, b, c, d, e, f, g)
+
+
+@triton.jit
+@no_type_check
+def store_addresses(out, a, b, c, d, e, f, g):
+    """Store the addresses of seven tensors."""
     tl.store(out, a.to(tl.int64))
     tl.store(out + 1, b.to(tl.int64))
     tl.store(out + 2, c.to(tl.int64))

@@ -23,6 +23,7 @@ from meseta.ops.row_update.triton_kernels import (
     ITEMS_PER_PROGRAM,
     MIN_LONG_RUN,
     RUN_SLOTS,
+    SEGMENT_ITEMS,
     feature_starts,
     list_items,
     mark_segments,
@@ -32,9 +33,11 @@ from meseta.ops.row_update.triton_kernels import (
 from meseta.ops.row_update.triton_parts import PLAN_WORDS, TABLE_WORDS
 from meseta.ops.row_update.triton_source import update_kernel
 from meseta.ops.triton_shared import (
+    ADDRESSES_PER_LAUNCH,
     ROW_TYPES,
     VECTOR_BYTES,
     TensorMetadata,
+    pad_addresses,
     padded_address_count,
     tensor_metadata,
     write_addresses,
@@ -296,8 +299,9 @@ def _feature_starts(bags: _DeviceBags, num_features: int, gradients: Sequence[Te
     # Gradients have new addresses in every step. A kernel writes them, which a CUDA graph can replay.
     room = num_features + 1 + padded_address_count(len(gradients))
     starts = torch.empty(room, dtype=torch.int64, device=bags.ids.device)
-    feature_starts[(1,)](starts, bags.plan, bags.offsets, PADDED=triton.next_power_of_2(num_features))
-    write_addresses(starts[num_features + 1 :], gradients)
+    first = pad_addresses(gradients[:ADDRESSES_PER_LAUNCH])
+    feature_starts[(1,)](starts, bags.plan, bags.offsets, *first, PADDED=triton.next_power_of_2(num_features))
+    write_addresses(starts[num_features + 1 + ADDRESSES_PER_LAUNCH :], gradients[ADDRESSES_PER_LAUNCH:])
     return starts
 
 
@@ -311,12 +315,12 @@ def _list_contributions(bags: _DeviceBags, layout: _KeyLayout, starts: Tensor) -
     keys, order = torch.sort(keys, stable=True)
     ordered = torch.empty_like(items)
     scales = None if bags.weights is None else torch.empty(limit, dtype=torch.float32, device=device)
-    order_items[grid](ordered, scales, items, keys, order, bags.plan, limit)
-    is_first = torch.ones(limit, dtype=torch.int32, device=device)
-    torch.ne(keys[1:], keys[:-1], out=is_first[1:])
+    num_keys = torch.empty(grid, dtype=torch.int32, device=device)
+    order_items[grid](ordered, scales, num_keys, items, keys, order, bags.plan, limit)
     segments = torch.empty(limit + 1, dtype=torch.int64, device=device)
     ranges = torch.empty(len(layout.bounds), dtype=torch.int64, device=device)
-    mark_segments[grid](segments, ranges, keys, torch.cumsum(is_first, 0), bags.plan, limit)
+    segment_grid = (triton.cdiv(limit, SEGMENT_ITEMS.value),)
+    mark_segments[segment_grid](segments, ranges, keys, num_keys, bags.plan, limit, num_warps=8)
     return _Contributions(keys=keys, items=ordered, scales=scales, segments=segments, ranges=ranges)
 
 

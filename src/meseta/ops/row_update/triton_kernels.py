@@ -15,10 +15,12 @@ import triton
 import triton.language as tl
 
 from meseta.ops.row_update.triton_parts import FEATURE_WORDS, PLAN_WORDS
-from meseta.ops.triton_shared import find_last_at_most
+from meseta.ops.triton_shared import find_last_at_most, store_addresses
 
 ITEMS_PER_PROGRAM = tl.constexpr(512)
 """Number of items per program."""
+SEGMENT_ITEMS = tl.constexpr(4096)
+"""Number of items per program of `mark_segments`, a multiple of ITEMS_PER_PROGRAM."""
 # A run has the contributions of one block of samples to one row.
 MIN_LONG_RUN = tl.constexpr(16)
 """Minimum length of a run that is summed before the update."""
@@ -28,15 +30,18 @@ RUN_SLOTS = tl.constexpr(8)
 PREFETCH_ITEMS = tl.constexpr(8)
 """Number of gradients of a run that are loaded before they are added."""
 SCAN_ITEMS = tl.constexpr(256)
-"""Number of items that are searched for the end of a run at a time."""
+"""Number of items that are searched for the end of a run, or numbers that are summed, at a time."""
 BLOCK_SAMPLES = tl.constexpr(256)
 """Number of samples per block."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["a", "b", "c", "d", "e", "f", "g"])
 @no_type_check
-def feature_starts(starts, plan, offsets, PADDED: tl.constexpr):
-    """Write the first contribution of each feature and the number of contributions to starts [features + 1]."""
+def feature_starts(starts, plan, offsets, a, b, c, d, e, f, g, PADDED: tl.constexpr):
+    """Write the first contribution of each feature and the number of contributions to starts [features + 1].
+
+    The addresses of `a` to `g` follow.
+    """
     num_features, num_bags = tl.load(plan), tl.load(plan + 1)
     k = tl.arange(0, PADDED)
     live = k < num_features
@@ -45,6 +50,7 @@ def feature_starts(starts, plan, offsets, PADDED: tl.constexpr):
     last = tl.load(offsets + (position + 1) * num_bags, mask=live, other=0).to(tl.int64)
     tl.store(starts + 1 + k, tl.cumsum(last - first, axis=0), mask=live)
     tl.store(starts + k, tl.zeros([PADDED], dtype=tl.int64), mask=k == 0)
+    store_addresses(starts + num_features + 1, a, b, c, d, e, f, g)
 
 
 @triton.jit(do_not_specialize=["limit"])
@@ -81,11 +87,17 @@ def list_items(keys, items, starts, plan, ids, offsets, weights, limit):
 
 @triton.jit(do_not_specialize=["limit"])
 @no_type_check
-def order_items(ordered, scales, items, keys, order, plan, limit):
-    """Write items and scales in the order of the sort. Each item then points to the next one."""
+def order_items(ordered, scales, num_keys, items, keys, order, plan, limit):
+    """Write items and scales in the order of the sort. Each item then points to the next one.
+
+    `num_keys` [programs] receives the number of items of each program whose key differs from the previous one.
+    """
     n = tl.program_id(0).to(tl.int64) * ITEMS_PER_PROGRAM + tl.arange(0, ITEMS_PER_PROGRAM)
     live = n < limit
-    live = live & (tl.load(keys + n, mask=live, other=0) < tl.load(plan + 2))
+    key = tl.load(keys + n, mask=live, other=0)
+    is_first = live & (key != tl.load(keys + n - 1, mask=live & (n > 0), other=-1))
+    tl.store(num_keys + tl.program_id(0), tl.sum(is_first.to(tl.int32), axis=0))
+    live = live & (key < tl.load(plan + 2))
     source = tl.load(order + n, mask=live, other=0)
     block = tl.load(items + 2 * source + 1, mask=live, other=0)
     tl.store(ordered + 2 * n, tl.load(items + 2 * source, mask=live, other=0), mask=live)
@@ -96,18 +108,24 @@ def order_items(ordered, scales, items, keys, order, plan, limit):
 
 @triton.jit(do_not_specialize=["limit"])
 @no_type_check
-def mark_segments(segments, ranges, keys, counted, plan, limit) -> None:
+def mark_segments(segments, ranges, keys, num_keys, plan, limit) -> None:
     """Write the first item of each key to `segments`, and the first segment of each group of tables to `ranges`.
 
-    `counted` [limit] is the number of keys up to each item. `ranges` ends with the first segment of unused entries.
+    `num_keys` is that of `order_items`. `ranges` ends with the first segment of unused entries.
     """
-    n = tl.program_id(0).to(tl.int64) * ITEMS_PER_PROGRAM + tl.arange(0, ITEMS_PER_PROGRAM)
+    first = tl.program_id(0).to(tl.int64) * SEGMENT_ITEMS
+    num_before = tl.zeros([SCAN_ITEMS], dtype=tl.int64)
+    for start in range(0, first // ITEMS_PER_PROGRAM, SCAN_ITEMS):
+        index = start + tl.arange(0, SCAN_ITEMS)
+        num_before += tl.load(num_keys + index, mask=index < first // ITEMS_PER_PROGRAM, other=0)
+    n = first + tl.arange(0, SEGMENT_ITEMS)
     live = n < limit
     key = tl.load(keys + n, mask=live, other=0).to(tl.int64)
     before = tl.load(keys + n - 1, mask=live & (n > 0), other=-1).to(tl.int64)
-    segment = tl.load(counted + n, mask=live, other=0)
+    is_first = live & (key != before)
+    segment = tl.sum(num_before, axis=0) + tl.cumsum(is_first.to(tl.int64), axis=0)
     is_last = n == limit - 1
-    tl.store(segments + segment - 1, n, mask=live & (key != before))
+    tl.store(segments + segment - 1, n, mask=is_first)
     tl.store(segments + segment, n + 1, mask=is_last)
     bounds = plan + tl.load(plan + 6)
     for group in range(tl.load(plan + 7) + 1):

@@ -1,0 +1,119 @@
+"""Dot interaction on a GPU: one launch forward and one backward, with a program per sample and block of vectors."""
+# A program holds BLOCK vectors of a sample, and multiplies them with the vectors of each block in turn. Vector 0 is the
+# dense vector x, and the others are those of `pooled`.
+
+from __future__ import annotations
+
+from typing import no_type_check
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+MIN_BLOCK, MAX_BLOCK = 16, 32
+"""Minimum and maximum number of vectors per block. `tl.dot` needs at least 16."""
+MAX_COLUMNS = 64
+"""Maximum number of columns that are multiplied at a time."""
+
+
+def dot_interaction(x: Tensor, pooled: Tensor) -> Tensor:
+    """Implement `meseta.ops.dot_interaction.dot_interaction` on a GPU for float32 `pooled`."""
+    num_samples, dim = x.shape
+    num_features = pooled.shape[1] // dim
+    out = x.new_empty(num_samples, dim + num_features * (num_features + 1) // 2)
+    if num_samples:
+        grid, sizes = _launch_sizes(num_samples, num_features, dim)
+        with torch.cuda.device_of(x):
+            _multiply_pairs[grid](out, x.contiguous(), pooled.contiguous(), num_features, dim, **sizes)
+    return out
+
+
+def dot_interaction_backward(gradient: Tensor, x: Tensor, pooled: Tensor) -> tuple[Tensor, Tensor]:
+    """Implement the backward pass on a GPU. Returns the gradients of x and pooled."""
+    num_samples, dim = x.shape
+    num_features = pooled.shape[1] // dim
+    x_gradient, pooled_gradient = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (x, pooled))
+    if num_samples:
+        grid, sizes = _launch_sizes(num_samples, num_features, dim)
+        with torch.cuda.device_of(x):
+            _sum_scaled_vectors[grid](
+                x_gradient,
+                pooled_gradient,
+                gradient.contiguous(),
+                x.contiguous(),
+                pooled.contiguous(),
+                num_features,
+                dim,
+                **sizes,
+            )
+    return x_gradient, pooled_gradient
+
+
+def _launch_sizes(num_samples: int, num_features: int, dim: int) -> tuple[tuple[int, int], dict[str, int]]:
+    """Return (grid, constants of the kernels)."""
+    block = min(max(triton.next_power_of_2(num_features + 1), MIN_BLOCK), MAX_BLOCK)
+    columns = min(max(triton.next_power_of_2(dim), MIN_BLOCK), MAX_COLUMNS)
+    grid = num_samples, triton.cdiv(num_features + 1, block)
+    return grid, {"BLOCK": block, "COLUMNS": columns, "num_warps": 1 if columns <= MAX_BLOCK else 4}
+
+
+@triton.jit
+@no_type_check  # Triton parses the source, so that no decorator that checks types may wrap the function.
+def _load_vectors(x, pooled, sample, vector, column, num_features, dim):
+    """Return the vectors `vector` of a sample as float32. `vector` and `column` are broadcast to a matrix."""
+    column = column + tl.zeros_like(vector)
+    inside = column < dim
+    dense = tl.load(x + sample * dim + column, mask=inside & (vector == 0), other=0.0).to(tl.float32)
+    place = (sample * num_features + vector - 1) * dim + column
+    sparse = tl.load(pooled + place, mask=inside & (vector > 0) & (vector <= num_features), other=0.0)
+    return tl.where(vector == 0, dense, sparse)
+
+
+@triton.jit
+@no_type_check
+def _multiply_pairs(out, x, pooled, num_features, dim, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
+    sample = tl.program_id(0).to(tl.int64)
+    line = out + sample * (dim + num_features * (num_features + 1) // 2)
+    left = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[:, None]
+    inner = tl.arange(0, COLUMNS)
+    if tl.program_id(1) == 0:
+        for first in range(0, dim, COLUMNS):
+            column = first + inner
+            tl.store(line + column, tl.load(x + sample * dim + column, mask=column < dim), mask=column < dim)
+    # Only pairs below the diagonal are stored, so that the blocks after this one are not needed.
+    for other in range(0, tl.program_id(1) + 1):
+        right = other * BLOCK + tl.arange(0, BLOCK)[None, :]
+        products = tl.zeros([BLOCK, BLOCK], dtype=tl.float32)
+        for first in range(0, dim, COLUMNS):
+            column = first + inner
+            rows = _load_vectors(x, pooled, sample, left, column[None, :], num_features, dim)
+            columns = _load_vectors(x, pooled, sample, right, column[:, None], num_features, dim)
+            products = tl.dot(rows, columns, products, input_precision="ieee")
+        place = dim + left * (left - 1) // 2 + right
+        tl.store(line + place, products.to(out.dtype.element_ty), mask=(right < left) & (left <= num_features))
+
+
+@triton.jit
+@no_type_check
+def _sum_scaled_vectors(
+    x_gradient, pooled_gradient, gradient, x, pooled, num_features, dim, BLOCK: tl.constexpr, COLUMNS: tl.constexpr
+):
+    sample = tl.program_id(0).to(tl.int64)
+    line = gradient + sample * (dim + num_features * (num_features + 1) // 2)
+    vector = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[:, None]
+    for first in range(0, dim, COLUMNS):
+        column = first + tl.arange(0, COLUMNS)[None, :] + tl.zeros_like(vector)
+        sums = tl.load(line + column, mask=(column < dim) & (vector == 0), other=0.0).to(tl.float32)
+        for other in range(0, tl.num_programs(1)):
+            right = other * BLOCK + tl.arange(0, BLOCK)
+            high, low = tl.maximum(vector, right[None, :]), tl.minimum(vector, right[None, :])
+            scales = tl.load(
+                line + dim + high * (high - 1) // 2 + low, mask=(high <= num_features) & (low < high), other=0.0
+            )
+            vectors = _load_vectors(x, pooled, sample, right[:, None], column, num_features, dim)
+            sums = tl.dot(scales.to(tl.float32), vectors, sums, input_precision="ieee")
+        inside = column < dim
+        tl.store(x_gradient + sample * dim + column, sums.to(x_gradient.dtype.element_ty), mask=inside & (vector == 0))
+        place = (sample * num_features + vector - 1) * dim + column
+        tl.store(pooled_gradient + place, sums, mask=inside & (vector > 0) & (vector <= num_features))
