@@ -17,8 +17,10 @@ from triton.compiler import ASTSource
 
 from meseta.ops import triton_shared
 from meseta.ops.codec import triton_kernels as codec
+from meseta.ops.cross_entropy import triton as cross_entropy
 from meseta.ops.dot_interaction import triton as dot_interaction
 from meseta.ops.id_policy import triton as id_policy
+from meseta.ops.mlp import triton as mlp
 from meseta.ops.pooled_lookup import triton as lookup
 from meseta.ops.row_lookup import triton as row_lookup
 from meseta.ops.row_program.program import trace
@@ -141,24 +143,36 @@ def codecs(architecture: int) -> dict[str, Any]:
     return kernels
 
 
-def products(architecture: int) -> dict[str, Any]:
+def dense(architecture: int) -> dict[str, Any]:
+    numbers = dict.fromkeys(
+        "num_features dim num_samples width first_sum num_sums num_logits num_columns row_stride column_stride".split(),
+        "i32",
+    )
     kernels = {}
-    for dtype in ("*fp32", "*bf16"):
-        common = {"x": dtype, "pooled": FLOATS, "num_features": "i32", "dim": "i32"}
-        for block, columns in ((16, 16), (32, 64)):
-            sizes = {"BLOCK": block, "COLUMNS": columns}
-            name = f"{dtype} {block}"
-            kernels[f"pairs {name}"] = compiled(
-                dot_interaction._multiply_pairs, common | sizes | {"out": dtype}, architecture, 1
-            )
-            gradients = {"x_gradient": dtype, "pooled_gradient": FLOATS, "gradient": dtype}
-            kernels[f"pairs backward {name}"] = compiled(
-                dot_interaction._sum_scaled_vectors, common | sizes | gradients, architecture, 1
-            )
+    for dtype in ("*fp32", "*bf16", "*fp64"):
+        tensors = "x out x_gradient gradient output masked logits label factor weight bias".split()
+        sums = "*fp64" if dtype == "*fp64" else FLOATS
+        common = numbers | dict.fromkeys(tensors, dtype) | {"sums": sums, "pooled": FLOATS, "pooled_gradient": FLOATS}
+        sizes = {"BLOCK_ROWS": 256, "ROWS": 32, "COLUMNS": 64, "RELU": True}
+        for kernel, types in (
+            (mlp._mask_and_sum, sizes),
+            (mlp._scalar_linear, sizes),
+            (mlp._scalar_linear_backward, sizes),
+            (cross_entropy._sum_losses, {"sums": "*fp64"}),
+            (cross_entropy._scale_gradients, {"gradient": "*fp64", "factor": None}),
+            (dot_interaction._multiply_pairs, {"BLOCK": 16, "COLUMNS": 16}),
+            (dot_interaction._multiply_pairs, {"BLOCK": 32, "COLUMNS": 64}),
+            (dot_interaction._sum_scaled_vectors, {"BLOCK": 16, "COLUMNS": 16}),
+            (dot_interaction._sum_scaled_vectors, {"BLOCK": 32, "COLUMNS": 64}),
+        ):
+            if dtype == "*fp64" and kernel.__module__ == dot_interaction.__name__:
+                continue  # Products of float64 vectors use plain PyTorch.
+            used = {name: kind for name, kind in (common | types).items() if name in kernel.arg_names}
+            kernels[f"{kernel.__name__} {dtype} {types.get('COLUMNS')}"] = compiled(kernel, used, architecture)
     return kernels
 
 
-GROUPS = {"lookups": lookups, "rows": rows, "lists": lists, "updates": updates, "codecs": codecs, "products": products}
+GROUPS = {"lookups": lookups, "rows": rows, "lists": lists, "updates": updates, "codecs": codecs, "dense": dense}
 
 if __name__ == "__main__":
     print(json.dumps(GROUPS[sys.argv[2]](int(sys.argv[1]))))
