@@ -75,15 +75,14 @@ def rows(architecture: int) -> dict[str, Any]:
 def lists(architecture: int) -> dict[str, Any]:
     many = {"plan": WORDS, "items": WORDS, "limit": "i32"}
     cases: dict[str, tuple[Any, dict[str, Any]]] = {
-        "repair": (
-            id_policy._repair,
-            dict.fromkeys(("fixed", "counts", "words"), WORDS)
-            | {"ids": INTS, "offsets": WORDS, "num_features": "i32", "num_ids": "i32"},
+        "lengths": (
+            id_policy._sum_lengths,
+            dict.fromkeys(("sums", "counts", "words"), WORDS) | {"lengths": INTS, "num_features": "i32"},
         ),
-        "first": (
-            id_policy._report_first_error,
-            dict.fromkeys(("first_error", "counts", "words"), WORDS)
-            | {"ids": WORDS, "offsets": WORDS, "num_features": "i32", "num_ids": "i32"},
+        "ids": (
+            id_policy._check,
+            dict.fromkeys(("fixed", "offsets", "first_error", "counts", "lengths", "sums", "words"), WORDS)
+            | {"ids": INTS, "num_features": "i32", "num_chunks": "i32", "num_ids": "i32"},
         ),
         "addresses": (triton_shared._write_addresses, {"out": WORDS, **dict.fromkeys("abcdefg", FLOATS)}),
         "starts": (
@@ -160,10 +159,10 @@ def dense(architecture: int) -> dict[str, Any]:
             (mlp._scalar_linear_backward, sizes),
             (cross_entropy._sum_losses, {"sums": "*fp64"}),
             (cross_entropy._scale_gradients, {"gradient": "*fp64", "factor": None}),
-            (dot_interaction._multiply_pairs, {"BLOCK": 16, "COLUMNS": 16}),
-            (dot_interaction._multiply_pairs, {"BLOCK": 32, "COLUMNS": 64}),
-            (dot_interaction._sum_scaled_vectors, {"BLOCK": 16, "COLUMNS": 16}),
-            (dot_interaction._sum_scaled_vectors, {"BLOCK": 32, "COLUMNS": 64}),
+            (dot_interaction._multiply_pairs, {"SAMPLES": 8, "BLOCK": 16, "COLUMNS": 16}),
+            (dot_interaction._multiply_pairs, {"SAMPLES": 4, "BLOCK": 32, "COLUMNS": 64}),
+            (dot_interaction._sum_scaled_vectors, {"SAMPLES": 8, "BLOCK": 16, "COLUMNS": 16}),
+            (dot_interaction._sum_scaled_vectors, {"SAMPLES": 4, "BLOCK": 32, "COLUMNS": 64}),
         ):
             if dtype == "*fp64" and kernel.__module__ == dot_interaction.__name__:
                 continue  # Products of float64 vectors use plain PyTorch.

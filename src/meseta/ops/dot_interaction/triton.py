@@ -1,6 +1,6 @@
-"""Dot interaction on a GPU: one launch forward and one backward, with a program per sample and block of vectors."""
-# A program holds BLOCK vectors of a sample, and multiplies them with the vectors of each block in turn. Vector 0 is the
-# dense vector x, and the others are those of `pooled`.
+"""Dot interaction on a GPU: one launch forward and one backward, whose programs handle a few samples each."""
+# A program holds BLOCK vectors of each of its samples, and multiplies them with the vectors of each block in turn.
+# Vector 0 is the dense vector x, and the others are those of `pooled`. Tiles are [SAMPLES, vectors, columns].
 
 from __future__ import annotations
 
@@ -15,6 +15,10 @@ MIN_BLOCK, MAX_BLOCK = 16, 32
 """Minimum and maximum number of vectors per block. `tl.dot` needs at least 16."""
 MAX_COLUMNS = 64
 """Maximum number of columns that are multiplied at a time."""
+TILE_ELEMENTS = 8192
+"""Maximum number of elements of a tile."""
+MAX_SAMPLES = 8
+"""Maximum number of samples per program."""
 
 
 def dot_interaction(x: Tensor, pooled: Tensor) -> Tensor:
@@ -25,7 +29,7 @@ def dot_interaction(x: Tensor, pooled: Tensor) -> Tensor:
     if num_samples:
         grid, sizes = _launch_sizes(num_samples, num_features, dim)
         with torch.cuda.device_of(x):
-            _multiply_pairs[grid](out, x.contiguous(), pooled.contiguous(), num_features, dim, **sizes)
+            _multiply_pairs[grid](out, x.contiguous(), pooled.contiguous(), num_samples, num_features, dim, **sizes)
     return out
 
 
@@ -43,6 +47,7 @@ def dot_interaction_backward(gradient: Tensor, x: Tensor, pooled: Tensor) -> tup
                 gradient.contiguous(),
                 x.contiguous(),
                 pooled.contiguous(),
+                num_samples,
                 num_features,
                 dim,
                 **sizes,
@@ -54,66 +59,90 @@ def _launch_sizes(num_samples: int, num_features: int, dim: int) -> tuple[tuple[
     """Return (grid, constants of the kernels)."""
     block = min(max(triton.next_power_of_2(num_features + 1), MIN_BLOCK), MAX_BLOCK)
     columns = min(max(triton.next_power_of_2(dim), MIN_BLOCK), MAX_COLUMNS)
-    grid = num_samples, triton.cdiv(num_features + 1, block)
-    return grid, {"BLOCK": block, "COLUMNS": columns, "num_warps": 1 if columns <= MAX_BLOCK else 4}
+    samples = min(TILE_ELEMENTS // (block * max(block, columns)), MAX_SAMPLES)
+    grid = triton.cdiv(num_samples, samples), triton.cdiv(num_features + 1, block)
+    return grid, {"SAMPLES": samples, "BLOCK": block, "COLUMNS": columns}
 
 
 @triton.jit
 @no_type_check  # Triton parses the source, so that no decorator that checks types may wrap the function.
-def _load_vectors(x, pooled, sample, vector, column, num_features, dim):
-    """Return the vectors `vector` of a sample as float32. `vector` and `column` are broadcast to a matrix."""
-    column = column + tl.zeros_like(vector)
-    inside = column < dim
+def _load_vectors(x, pooled, sample, vector, column, num_samples, num_features, dim):
+    """Return vectors of samples as float32. `sample`, `vector` and `column` are broadcast to a tile."""
+    column = column + tl.zeros_like(vector) + tl.zeros_like(sample)
+    inside = (column < dim) & (sample < num_samples)
     dense = tl.load(x + sample * dim + column, mask=inside & (vector == 0), other=0.0).to(tl.float32)
     place = (sample * num_features + vector - 1) * dim + column
     sparse = tl.load(pooled + place, mask=inside & (vector > 0) & (vector <= num_features), other=0.0)
     return tl.where(vector == 0, dense, sparse)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_samples"])
 @no_type_check
-def _multiply_pairs(out, x, pooled, num_features, dim, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
-    sample = tl.program_id(0).to(tl.int64)
+def _multiply_pairs(
+    out,
+    x,
+    pooled,
+    num_samples,
+    num_features,
+    dim,
+    SAMPLES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    sample = (tl.program_id(0).to(tl.int64) * SAMPLES + tl.arange(0, SAMPLES))[:, None, None]
     line = out + sample * (dim + num_features * (num_features + 1) // 2)
-    left = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[:, None]
+    left = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :, None]
     inner = tl.arange(0, COLUMNS)
     if tl.program_id(1) == 0:
         for first in range(0, dim, COLUMNS):
-            column = first + inner
-            tl.store(line + column, tl.load(x + sample * dim + column, mask=column < dim), mask=column < dim)
+            column = first + inner[None, None, :]
+            inside = (column < dim) & (sample < num_samples)
+            tl.store(line + column, tl.load(x + sample * dim + column, mask=inside), mask=inside)
     # Only pairs below the diagonal are stored, so that the blocks after this one are not needed.
     for other in range(0, tl.program_id(1) + 1):
-        right = other * BLOCK + tl.arange(0, BLOCK)[None, :]
-        products = tl.zeros([BLOCK, BLOCK], dtype=tl.float32)
+        right = other * BLOCK + tl.arange(0, BLOCK)[None, None, :]
+        products = tl.zeros([SAMPLES, BLOCK, BLOCK], dtype=tl.float32)
         for first in range(0, dim, COLUMNS):
             column = first + inner
-            rows = _load_vectors(x, pooled, sample, left, column[None, :], num_features, dim)
-            columns = _load_vectors(x, pooled, sample, right, column[:, None], num_features, dim)
+            rows = _load_vectors(x, pooled, sample, left, column[None, None, :], num_samples, num_features, dim)
+            columns = _load_vectors(x, pooled, sample, right, column[None, :, None], num_samples, num_features, dim)
             products = tl.dot(rows, columns, products, input_precision="ieee")
         place = dim + left * (left - 1) // 2 + right
-        tl.store(line + place, products.to(out.dtype.element_ty), mask=(right < left) & (left <= num_features))
+        inside = (right < left) & (left <= num_features) & (sample < num_samples)
+        tl.store(line + place, products.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_samples"])
 @no_type_check
 def _sum_scaled_vectors(
-    x_gradient, pooled_gradient, gradient, x, pooled, num_features, dim, BLOCK: tl.constexpr, COLUMNS: tl.constexpr
+    x_gradient,
+    pooled_gradient,
+    gradient,
+    x,
+    pooled,
+    num_samples,
+    num_features,
+    dim,
+    SAMPLES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
-    sample = tl.program_id(0).to(tl.int64)
+    sample = (tl.program_id(0).to(tl.int64) * SAMPLES + tl.arange(0, SAMPLES))[:, None, None]
     line = gradient + sample * (dim + num_features * (num_features + 1) // 2)
-    vector = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[:, None]
+    vector = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :, None]
     for first in range(0, dim, COLUMNS):
-        column = first + tl.arange(0, COLUMNS)[None, :] + tl.zeros_like(vector)
-        sums = tl.load(line + column, mask=(column < dim) & (vector == 0), other=0.0).to(tl.float32)
+        column = first + tl.arange(0, COLUMNS)[None, None, :] + tl.zeros_like(vector) + tl.zeros_like(sample)
+        inside = (column < dim) & (sample < num_samples)
+        sums = tl.load(line + column, mask=inside & (vector == 0), other=0.0).to(tl.float32)
         for other in range(0, tl.num_programs(1)):
             right = other * BLOCK + tl.arange(0, BLOCK)
-            high, low = tl.maximum(vector, right[None, :]), tl.minimum(vector, right[None, :])
-            scales = tl.load(
-                line + dim + high * (high - 1) // 2 + low, mask=(high <= num_features) & (low < high), other=0.0
+            high, low = tl.maximum(vector, right[None, None, :]), tl.minimum(vector, right[None, None, :])
+            is_pair = (high <= num_features) & (low < high) & (sample < num_samples)
+            scales = tl.load(line + dim + high * (high - 1) // 2 + low, mask=is_pair, other=0.0)
+            vectors = _load_vectors(
+                x, pooled, sample, right[None, :, None], column, num_samples, num_features, dim
             )
-            vectors = _load_vectors(x, pooled, sample, right[:, None], column, num_features, dim)
             sums = tl.dot(scales.to(tl.float32), vectors, sums, input_precision="ieee")
-        inside = column < dim
         tl.store(x_gradient + sample * dim + column, sums.to(x_gradient.dtype.element_ty), mask=inside & (vector == 0))
         place = (sample * num_features + vector - 1) * dim + column
         tl.store(pooled_gradient + place, sums, mask=inside & (vector > 0) & (vector <= num_features))
