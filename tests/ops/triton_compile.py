@@ -144,7 +144,8 @@ def codecs(architecture: int) -> dict[str, Any]:
 
 def dense(architecture: int) -> dict[str, Any]:
     numbers = dict.fromkeys(
-        "num_features dim num_samples width first_sum num_sums num_logits num_columns row_stride column_stride".split(),
+        "num_features dim num_samples width first_sum num_sums num_inputs num_outputs num_logits num_columns row_stride"
+        " column_stride".split(),
         "i32",
     )
     kernels = {}
@@ -154,6 +155,7 @@ def dense(architecture: int) -> dict[str, Any]:
         common = numbers | dict.fromkeys(tensors, dtype) | {"sums": sums, "pooled": FLOATS, "pooled_gradient": FLOATS}
         sizes = {"BLOCK_ROWS": 256, "ROWS": 32, "COLUMNS": 64, "RELU": True}
         for kernel, types in (
+            (mlp._linear_relu, {"ROWS": 64, "COLUMNS": 16, "INPUTS": 64}),
             (mlp._mask_and_sum, sizes),
             (mlp._scalar_linear, sizes),
             (mlp._scalar_linear_backward, sizes),
@@ -164,8 +166,10 @@ def dense(architecture: int) -> dict[str, Any]:
             (dot_interaction._sum_scaled_vectors, {"SAMPLES": 8, "BLOCK": 16, "COLUMNS": 16}),
             (dot_interaction._sum_scaled_vectors, {"SAMPLES": 4, "BLOCK": 32, "COLUMNS": 64}),
         ):
-            if dtype == "*fp64" and kernel.__module__ == dot_interaction.__name__:
-                continue  # Products of float64 vectors use plain PyTorch.
+            if (dtype != FLOATS and kernel is mlp._linear_relu) or (
+                dtype == "*fp64" and kernel.__module__ == dot_interaction.__name__
+            ):
+                continue  # These products use plain PyTorch.
             used = {name: kind for name, kind in (common | types).items() if name in kernel.arg_names}
             kernels[f"{kernel.__name__} {dtype} {types.get('COLUMNS')}"] = compiled(kernel, used, architecture)
     return kernels

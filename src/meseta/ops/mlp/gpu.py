@@ -1,4 +1,4 @@
-"""`mlp` on a GPU: ReLU and bias gradients take one kernel per layer, and so does a last layer with one output."""
+"""`mlp` on a GPU: few kernels per layer, because ReLU and bias gradients are computed together with other steps."""
 
 from __future__ import annotations
 
@@ -15,6 +15,11 @@ from meseta.ops.mlp import reference
 from meseta.ops.product import product
 
 
+MAX_FUSED_INPUTS, MAX_FUSED_WEIGHTS = 64, 8192
+"""Maximum numbers of inputs and weights of a layer that is computed together with its ReLU. The time of such a layer is
+that of its memory accesses. cuBLAS computes larger ones faster."""
+
+
 class GpuMlp(torch.autograd.Function):
     """Stack of linear layers, with the arguments (x, relu_last, *weights, *biases)."""
 
@@ -28,10 +33,14 @@ class GpuMlp(torch.autograd.Function):
         inputs, output = list[Tensor](), x.contiguous()
         for index in range(num_products):
             inputs.append(output)
-            output = product(output, weights[index].t(), biases[index])
             # A last layer with one output applies the ReLU to its input.
-            if relu_last or index < num_products - 1:
-                # cuBLASLt could fuse the ReLU, but its ReLU turns NaN into 0, and training would continue unnoticed.
+            has_relu = relu_last or index < num_products - 1
+            if has_relu and _is_fused(weights[index]):
+                output = _linear_relu(output, weights[index], biases[index])
+                continue
+            output = product(output, weights[index].t(), biases[index])
+            # cuBLASLt could fuse the ReLU, but its ReLU turns NaN into 0, and training would continue unnoticed.
+            if has_relu:
                 output.relu_()
         if ctx.ends_in_scalar:
             inputs.append(output)
@@ -78,9 +87,21 @@ class GpuMlp(torch.autograd.Function):
         return x_gradient, None, *_cast([*weight_gradients, *bias_gradients], ctx.dtypes)
 
 
+def _is_fused(weight: Tensor) -> bool:
+    return (
+        weight.dtype == torch.float32 and weight.shape[1] <= MAX_FUSED_INPUTS and weight.numel() <= MAX_FUSED_WEIGHTS
+    )
+
+
 def _cast(gradients: Sequence[Any], dtypes: Sequence[torch.dtype | None]) -> list[Tensor | None]:
     """Cast gradients to the dtypes of their parameters. A parameter that is `None` has no gradient."""
     return [None if dtype is None else one.to(dtype) for one, dtype in zip(gradients, dtypes, strict=True)]
+
+
+def _linear_relu_gpu(*arguments: Any) -> Tensor:
+    from meseta.ops.mlp import triton
+
+    return triton.linear_relu(*arguments)
 
 
 def _mask_and_sum_gpu(*arguments: Any) -> Tensor:
@@ -101,6 +122,13 @@ def _scalar_linear_backward_gpu(*arguments: Any) -> Tensor:
     return triton.scalar_linear_backward(*arguments)
 
 
+_linear_relu = register(
+    "linear_relu(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
+    cpu=reference.linear_relu,
+    cuda=_linear_relu_gpu,
+    fake=lambda x, weight, bias: x.new_empty(x.shape[0], weight.shape[0]),
+    flops=lambda x, weight, bias: 2 * x.numel() * weight.shape[0],
+)
 _mask_and_sum = register(
     "mask_and_sum(Tensor gradient, Tensor output, Tensor(a!) sums, int column) -> Tensor",
     cpu=reference.mask_and_sum,

@@ -55,6 +55,13 @@ def mask_and_sum(
     return masked
 
 
+def linear_relu(
+    x: Float[Tensor, "B N"], weight: Float[Tensor, "outputs N"], bias: Float[Tensor, " outputs"] | None
+) -> Float[Tensor, "B outputs"]:
+    """Return the output of a linear layer with ReLU."""
+    return functional.relu(functional.linear(x, weight, bias))
+
+
 def scalar_linear(
     x: Float[Tensor, "B N"], weight: Float[Tensor, " N"], bias: Float[Tensor, " one"] | None, relu: bool
 ) -> Float[Tensor, "B one"]:

@@ -1,6 +1,6 @@
-"""Triton kernels of `mlp`: ReLU's backward pass with the sums of bias gradients, and a linear layer with one output."""
-# A program handles BLOCK_SAMPLES samples and some columns, so that its sums need no atomics. Triton parses the source of
-# these functions, so that no decorator that checks types may wrap them.
+"""Triton kernels of `mlp`: ReLU and bias gradients backward, and linear layers with few inputs or one output."""
+# Backward, a program handles BLOCK_SAMPLES samples and some columns, so that its sums need no atomics. Triton parses the
+# source of these functions, so that no decorator that checks types may wrap them.
 
 from __future__ import annotations
 
@@ -17,6 +17,31 @@ TILE_ELEMENTS = 2048
 """Number of elements that a program loads at a time."""
 MAX_COLUMNS = 64
 """Maximum number of columns per program."""
+NUM_ROWS = 64
+"""Number of samples per program of `linear_relu`."""
+MIN_DOT = 16
+"""Minimum size of each dimension of `tl.dot`."""
+
+
+def linear_relu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Implement `meseta.ops.mlp.reference.linear_relu` on a GPU, for float32 and few inputs."""
+    (num_samples, num_inputs), num_outputs = x.shape, len(weight)
+    out = x.new_empty(num_samples, num_outputs)
+    columns = max(min(triton.next_power_of_2(num_outputs), MAX_COLUMNS), MIN_DOT)
+    with torch.cuda.device_of(x):
+        _linear_relu[(triton.cdiv(num_samples, NUM_ROWS), triton.cdiv(num_outputs, columns))](
+            out,
+            x.contiguous(),
+            weight.contiguous(),
+            bias,
+            num_samples,
+            num_inputs,
+            num_outputs,
+            ROWS=NUM_ROWS,
+            COLUMNS=columns,
+            INPUTS=max(triton.next_power_of_2(num_inputs), MIN_DOT),
+        )
+    return out
 
 
 def mask_and_sum(gradient: Tensor, output: Tensor, sums: Tensor, column: int) -> Tensor:
@@ -74,6 +99,33 @@ def _launch_sizes(num_samples: int, width: int) -> tuple[tuple[int, int], dict[s
     grid = triton.cdiv(num_samples, BLOCK_SAMPLES), triton.cdiv(width, columns)
     rows = min(TILE_ELEMENTS // columns, BLOCK_SAMPLES)
     return grid, {"BLOCK_ROWS": BLOCK_SAMPLES, "ROWS": rows, "COLUMNS": columns}
+
+
+@triton.jit(do_not_specialize=["num_samples"])
+@no_type_check
+def _linear_relu(
+    out,
+    x,
+    weight,
+    bias,
+    num_samples,
+    num_inputs,
+    num_outputs,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    INPUTS: tl.constexpr,
+):
+    row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+    column = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+    k = tl.arange(0, INPUTS)
+    is_sample, is_output, is_input = row < num_samples, column < num_outputs, k < num_inputs
+    inputs = tl.load(x + row * num_inputs + k[None, :], mask=is_sample & is_input[None, :], other=0.0)
+    weights = tl.load(weight + column * num_inputs + k[:, None], mask=is_output & is_input[:, None], other=0.0)
+    result = tl.dot(inputs, weights, input_precision="ieee")
+    if bias is not None:
+        result += tl.load(bias + column, mask=is_output, other=0.0).to(tl.float32)
+    result = tl.where(result <= 0, 0.0, result)  # NaN stays NaN.
+    tl.store(out + row * num_outputs + column, result.to(out.dtype.element_ty), mask=is_sample & is_output)
 
 
 @triton.jit(do_not_specialize=["num_samples", "first_sum"])
