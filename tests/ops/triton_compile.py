@@ -85,13 +85,11 @@ def lists(architecture: int) -> dict[str, Any]:
             | {"ids": INTS, "num_features": "i32", "num_chunks": "i32", "num_ids": "i32"},
         ),
         "addresses": (triton_shared._write_addresses, {"out": WORDS, **dict.fromkeys("abcdefg", FLOATS)}),
-        "starts": (
-            kernels.feature_starts,
-            dict.fromkeys(("starts", "plan", "offsets"), WORDS) | dict.fromkeys("abcdefg", FLOATS) | {"PADDED": 32},
-        ),
         "items": (
             kernels.list_items,
-            many | {"keys": INTS, "starts": WORDS, "ids": INTS, "offsets": WORDS, "weights": FLOATS},
+            many
+            | {"keys": INTS, "ids": INTS, "offsets": WORDS, "weights": FLOATS, "addresses": WORDS}
+            | dict.fromkeys("abcdefg", FLOATS),
         ),
         "order": (
             kernels.order_items,

@@ -53,13 +53,6 @@ def padded_address_count(count: int) -> int:
 @triton.jit(do_not_specialize=["a", "b", "c", "d", "e", "f", "g"])
 @no_type_check
 def _write_addresses(out, a, b, c, d, e, f, g):
-    store_addresses(out, a, b, c, d, e, f, g)
-
-
-@triton.jit
-@no_type_check
-def store_addresses(out, a, b, c, d, e, f, g):
-    """Store the addresses of seven tensors."""
     tl.store(out, a.to(tl.int64))
     tl.store(out + 1, b.to(tl.int64))
     tl.store(out + 2, c.to(tl.int64))

@@ -139,9 +139,7 @@ def _sum_scaled_vectors(
             high, low = tl.maximum(vector, right[None, None, :]), tl.minimum(vector, right[None, None, :])
             is_pair = (high <= num_features) & (low < high) & (sample < num_samples)
             scales = tl.load(line + dim + high * (high - 1) // 2 + low, mask=is_pair, other=0.0)
-            vectors = _load_vectors(
-                x, pooled, sample, right[None, :, None], column, num_samples, num_features, dim
-            )
+            vectors = _load_vectors(x, pooled, sample, right[None, :, None], column, num_samples, num_features, dim)
             sums = tl.dot(scales.to(tl.float32), vectors, sums, input_precision="ieee")
         tl.store(x_gradient + sample * dim + column, sums.to(x_gradient.dtype.element_ty), mask=inside & (vector == 0))
         place = (sample * num_features + vector - 1) * dim + column

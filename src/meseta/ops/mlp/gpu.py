@@ -88,9 +88,7 @@ class GpuMlp(torch.autograd.Function):
 
 
 def _is_fused(weight: Tensor) -> bool:
-    return (
-        weight.dtype == torch.float32 and weight.shape[1] <= MAX_FUSED_INPUTS and weight.numel() <= MAX_FUSED_WEIGHTS
-    )
+    return weight.dtype == torch.float32 and weight.shape[1] <= MAX_FUSED_INPUTS and weight.numel() <= MAX_FUSED_WEIGHTS
 
 
 def _cast(gradients: Sequence[Any], dtypes: Sequence[torch.dtype | None]) -> list[Tensor | None]:

@@ -24,7 +24,6 @@ from meseta.ops.row_update.triton_kernels import (
     MIN_LONG_RUN,
     RUN_SLOTS,
     SEGMENT_ITEMS,
-    feature_starts,
     list_items,
     mark_segments,
     order_items,
@@ -91,7 +90,7 @@ def row_update(call: UpdateCall) -> None:
             weights=call.weights.to(torch.float32).contiguous() if call.weights is not None else None,
             max_contributions=limit,
         )
-        contributions = _list_contributions(bags, layout, _feature_starts(bags, launch.num_features, gradients))
+        contributions = _list_contributions(bags, layout, gradients)
         sums = _sum_long_runs(bags, contributions, layout.group_blocks[-1] * COLUMN_BLOCK, launch.line_vector)
         kernel = update_kernel(tuple(map(tuple, call.code.tolist())), tuple(call.state_is_row))
         _launch_updates(
@@ -153,7 +152,6 @@ class _UpdateLaunch:
     layout: _KeyLayout
     words: tuple[int, ...]
     """The plan, see triton_parts.py."""
-    num_features: int
     max_tables_per_feature: int
     """Maximum number of tables per feature, several for column shards. Each gets a contribution of each id."""
     line_vector: int
@@ -201,7 +199,6 @@ def _plan_launch(
     return _UpdateLaunch(
         layout=layout,
         words=(*head, bounds_at, num_groups, *words, *layout.bounds),
-        num_features=len(features),
         max_tables_per_feature=max(Counter(f.position for f in features).values(), default=0),
         line_vector=line_vector,
         pooled=tuple({f.gradient: f for f in reversed(features) if not f.per_id}.values()),
@@ -294,24 +291,20 @@ def _uniforms_on_device(call: UpdateCall) -> Tensor:
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
 
 
-def _feature_starts(bags: _DeviceBags, num_features: int, gradients: Sequence[Tensor]) -> Tensor:
-    """Return the first contribution of each feature, the number of contributions, then the addresses of gradients."""
-    # Gradients have new addresses in every step. A kernel writes them, which a CUDA graph can replay.
-    room = num_features + 1 + padded_address_count(len(gradients))
-    starts = torch.empty(room, dtype=torch.int64, device=bags.ids.device)
-    first = pad_addresses(gradients[:ADDRESSES_PER_LAUNCH])
-    feature_starts[(1,)](starts, bags.plan, bags.offsets, *first, PADDED=triton.next_power_of_2(num_features))
-    write_addresses(starts[num_features + 1 + ADDRESSES_PER_LAUNCH :], gradients[ADDRESSES_PER_LAUNCH:])
-    return starts
-
-
-def _list_contributions(bags: _DeviceBags, layout: _KeyLayout, starts: Tensor) -> _Contributions:
+def _list_contributions(bags: _DeviceBags, layout: _KeyLayout, gradients: Sequence[Tensor]) -> _Contributions:
     limit, device = bags.max_contributions, bags.ids.device
     key_type = torch.int32 if layout.bounds[-1] < 2**31 - 1 else torch.int64
     grid = (triton.cdiv(limit, ITEMS_PER_PROGRAM.value),)
     keys = torch.empty(limit, dtype=key_type, device=device)
     items = torch.empty((limit, 2), dtype=torch.int64, device=device)
-    list_items[grid](keys, items, starts, bags.plan, bags.ids, bags.offsets, bags.weights, limit)
+    # Gradients have new addresses in every step. Kernels receive them as arguments, which a CUDA graph can replay.
+    first, others, addresses = gradients[:ADDRESSES_PER_LAUNCH], gradients[ADDRESSES_PER_LAUNCH:], None
+    if others:
+        addresses = torch.empty(padded_address_count(len(others)), dtype=torch.int64, device=device)
+        write_addresses(addresses, others)
+    list_items[grid](
+        keys, items, bags.plan, bags.ids, bags.offsets, bags.weights, addresses, *pad_addresses(first), limit
+    )
     keys, order = torch.sort(keys, stable=True)
     ordered = torch.empty_like(items)
     scales = None if bags.weights is None else torch.empty(limit, dtype=torch.float32, device=device)

@@ -15,10 +15,12 @@ import triton
 import triton.language as tl
 
 from meseta.ops.row_update.triton_parts import FEATURE_WORDS, PLAN_WORDS
-from meseta.ops.triton_shared import find_last_at_most, store_addresses
+from meseta.ops.triton_shared import find_last_at_most
 
 ITEMS_PER_PROGRAM = tl.constexpr(512)
 """Number of items per program."""
+FEATURE_BLOCK = tl.constexpr(32)
+"""Number of features among which a program searches at a time."""
 SEGMENT_ITEMS = tl.constexpr(4096)
 """Number of items per program of `mark_segments`, a multiple of ITEMS_PER_PROGRAM."""
 # A run has the contributions of one block of samples to one row.
@@ -35,36 +37,18 @@ BLOCK_SAMPLES = tl.constexpr(256)
 """Number of samples per block."""
 
 
-@triton.jit(do_not_specialize=["a", "b", "c", "d", "e", "f", "g"])
+@triton.jit(do_not_specialize=["limit", "a", "b", "c", "d", "e", "f", "g"])
 @no_type_check
-def feature_starts(starts, plan, offsets, a, b, c, d, e, f, g, PADDED: tl.constexpr):
-    """Write the first contribution of each feature and the number of contributions to starts [features + 1].
-
-    The addresses of `a` to `g` follow.
-    """
-    num_features, num_bags = tl.load(plan), tl.load(plan + 1)
-    k = tl.arange(0, PADDED)
-    live = k < num_features
-    position = tl.load(plan + PLAN_WORDS + k * FEATURE_WORDS, mask=live, other=0)
-    first = tl.load(offsets + position * num_bags, mask=live, other=0).to(tl.int64)
-    last = tl.load(offsets + (position + 1) * num_bags, mask=live, other=0).to(tl.int64)
-    tl.store(starts + 1 + k, tl.cumsum(last - first, axis=0), mask=live)
-    tl.store(starts + k, tl.zeros([PADDED], dtype=tl.int64), mask=k == 0)
-    store_addresses(starts + num_features + 1, a, b, c, d, e, f, g)
-
-
-@triton.jit(do_not_specialize=["limit"])
-@no_type_check
-def list_items(keys, items, starts, plan, ids, offsets, weights, limit):
-    """Write key and item of each contribution. `starts` is followed by the addresses of the gradients."""
+def list_items(keys, items, plan, ids, offsets, weights, addresses, a, b, c, d, e, f, g, limit):
+    """Write key and item of each contribution. The gradients are `a` to `g`, and those at `addresses` if not `None`."""
     num_features, num_bags, num_rows = tl.load(plan), tl.load(plan + 1), tl.load(plan + 2)
     n = tl.program_id(0).to(tl.int64) * ITEMS_PER_PROGRAM + tl.arange(0, ITEMS_PER_PROGRAM)
-    live = n < tl.load(starts + num_features)
-    k = find_last_at_most(starts, tl.zeros([ITEMS_PER_PROGRAM], dtype=tl.int64), num_features, n, live)
+    k, begin, num_items = _find_feature(n, plan, offsets, num_features, num_bags)
+    live = n < num_items
     feature = plan + PLAN_WORDS + k * FEATURE_WORDS
     position = tl.load(feature, mask=live, other=0)
     table = plan + tl.load(plan + 4) + tl.load(feature + 1, mask=live, other=0) * tl.load(plan + 5)
-    ordinal = n - tl.load(starts + k, mask=live, other=0)
+    ordinal = n - begin
     at = ordinal + tl.load(offsets + position * num_bags, mask=live, other=0)
     sample = find_last_at_most(offsets, position * num_bags, num_bags, at, live) - position * num_bags
 
@@ -73,16 +57,51 @@ def list_items(keys, items, starts, plan, ids, offsets, weights, limit):
     key = tl.where(fits, row + tl.load(table + 3, mask=live, other=0), num_rows)
     tl.store(keys + n, key.to(keys.dtype.element_ty), mask=n < limit)
 
-    matrix = num_features + 1 + tl.load(feature + 2, mask=live, other=0)
+    matrix = tl.load(feature + 2, mask=live, other=0)
+    address = _choose_address(matrix, a, b, c, d, e, f, g)
+    if addresses is not None:
+        address = tl.where(matrix < 7, address, tl.load(addresses + matrix - 7, mask=live & (matrix >= 7), other=0))
     line = tl.where(tl.load(feature + 5, mask=live, other=0) != 0, ordinal, sample)
     element = line * tl.load(feature + 4, mask=live, other=0) + tl.load(feature + 3, mask=live, other=0)
-    tl.store(items + 2 * n, tl.load(starts + matrix, mask=live, other=0) + 4 * element, mask=live)
+    tl.store(items + 2 * n, address + 4 * element, mask=live)
     block = k * tl.load(plan + 3) + sample // BLOCK_SAMPLES
     if weights is not None:
         is_weighted = tl.load(feature + 6, mask=live, other=0)
         scale = tl.load(weights + at, mask=live & (is_weighted != 0), other=1.0).to(tl.int32, bitcast=True)
         block = block | (scale.to(tl.int64) << 32)
     tl.store(items + 2 * n + 1, block, mask=live)
+
+
+@triton.jit
+@no_type_check
+def _find_feature(n, plan, offsets, num_features, num_bags):
+    """Return (feature, first contribution of this feature) of contributions `n`, and the number of contributions."""
+    num_started, begin = tl.zeros_like(n), tl.zeros_like(n)
+    num_items = num_features * 0
+    for first in range(0, num_features, FEATURE_BLOCK):
+        index = first + tl.arange(0, FEATURE_BLOCK)
+        live = index < num_features
+        position = tl.load(plan + PLAN_WORDS + index * FEATURE_WORDS, mask=live, other=0)
+        start = tl.load(offsets + position * num_bags, mask=live, other=0).to(tl.int64)
+        length = tl.load(offsets + (position + 1) * num_bags, mask=live, other=0).to(tl.int64) - start
+        begins = num_items + tl.cumsum(length, axis=0) - length
+        has_started = live[None, :] & (begins[None, :] <= n[:, None])
+        num_started += tl.sum(has_started.to(tl.int64), axis=1)
+        begin = tl.maximum(begin, tl.max(tl.where(has_started, begins[None, :], 0), axis=1))
+        num_items += tl.sum(length, axis=0)
+    return num_started - 1, begin, num_items
+
+
+@triton.jit
+@no_type_check
+def _choose_address(matrix, a, b, c, d, e, f, g):
+    """Return the address of tensor number `matrix`."""
+    address = tl.where(matrix == 0, a.to(tl.int64), b.to(tl.int64))
+    address = tl.where(matrix == 2, c.to(tl.int64), address)
+    address = tl.where(matrix == 3, d.to(tl.int64), address)
+    address = tl.where(matrix == 4, e.to(tl.int64), address)
+    address = tl.where(matrix == 5, f.to(tl.int64), address)
+    return tl.where(matrix == 6, g.to(tl.int64), address)
 
 
 @triton.jit(do_not_specialize=["limit"])
