@@ -75,21 +75,19 @@ def rows(architecture: int) -> dict[str, Any]:
 def lists(architecture: int) -> dict[str, Any]:
     many = {"plan": WORDS, "items": WORDS, "limit": "i32"}
     cases: dict[str, tuple[Any, dict[str, Any]]] = {
-        "lengths": (
-            id_policy._sum_lengths,
-            dict.fromkeys(("sums", "counts", "words"), WORDS) | {"lengths": INTS, "num_features": "i32"},
-        ),
+        "lengths": (id_policy._sum_lengths, {"work": WORDS, "lengths": INTS, "words": WORDS}),
         "ids": (
             id_policy._check,
-            dict.fromkeys(("fixed", "offsets", "first_error", "counts", "lengths", "sums", "words"), WORDS)
-            | {"ids": INTS, "num_features": "i32", "num_chunks": "i32", "num_ids": "i32"},
+            dict.fromkeys(("fixed", "work", "lengths", "words"), WORDS) | {"ids": INTS, "num_ids": "i32"},
         ),
         "addresses": (triton_shared._write_addresses, {"out": WORDS, **dict.fromkeys("abcdefg", FLOATS)}),
         "items": (
             kernels.list_items,
-            many
-            | {"keys": INTS, "ids": INTS, "offsets": WORDS, "weights": FLOATS, "addresses": WORDS}
-            | dict.fromkeys("abcdefg", FLOATS),
+            many | {"keys": INTS, "ids": INTS, "offsets": WORDS, "weights": FLOATS, "gradients": FLOATS},
+        ),
+        "items, several gradients": (
+            kernels.list_items,
+            many | {"keys": INTS, "ids": INTS, "offsets": WORDS, "weights": None, "gradients": WORDS},
         ),
         "order": (
             kernels.order_items,
@@ -141,35 +139,28 @@ def codecs(architecture: int) -> dict[str, Any]:
 
 
 def dense(architecture: int) -> dict[str, Any]:
-    numbers = dict.fromkeys(
-        "num_features dim num_samples width first_sum num_sums num_inputs num_outputs num_logits num_columns row_stride"
-        " column_stride".split(),
-        "i32",
-    )
+    sizes = dict.fromkeys(("num_samples", "num_logits", "stride"), "i32")
+    names = ("x", "out", "x_gradient", "gradient", "output", "masked", "logits", "label", "factor", "weight", "bias")
     kernels = {}
     for dtype in ("*fp32", "*bf16", "*fp64"):
-        tensors = "x out x_gradient gradient output masked logits label factor weight bias".split()
-        sums = "*fp64" if dtype == "*fp64" else FLOATS
-        common = numbers | dict.fromkeys(tensors, dtype) | {"sums": sums, "pooled": FLOATS, "pooled_gradient": FLOATS}
-        sizes = {"BLOCK_ROWS": 256, "ROWS": 32, "COLUMNS": 64, "RELU": True}
-        for kernel, types in (
-            (mlp._linear_relu, {"ROWS": 64, "COLUMNS": 16, "INPUTS": 64}),
-            (mlp._mask_and_sum, sizes),
-            (mlp._scalar_linear, sizes),
-            (mlp._scalar_linear_backward, sizes),
+        common = sizes | dict.fromkeys(names, dtype) | {"sums": "*fp64" if dtype == "*fp64" else FLOATS}
+        cases: list[tuple[Any, dict[str, Any]]] = [
+            (mlp._mask_and_sum, {"WIDTH": 512}),
+            (mlp._scalar_linear, {"WIDTH": 250, "RELU": True}),
+            (mlp._scalar_linear_backward, {"FORM": 2 * 250 + 1}),
             (cross_entropy._sum_losses, {"sums": "*fp64"}),
             (cross_entropy._scale_gradients, {"gradient": "*fp64", "factor": None}),
-            (dot_interaction._multiply_pairs, {"SAMPLES": 8, "BLOCK": 16, "COLUMNS": 16}),
-            (dot_interaction._multiply_pairs, {"SAMPLES": 4, "BLOCK": 32, "COLUMNS": 64}),
-            (dot_interaction._sum_scaled_vectors, {"SAMPLES": 8, "BLOCK": 16, "COLUMNS": 16}),
-            (dot_interaction._sum_scaled_vectors, {"SAMPLES": 4, "BLOCK": 32, "COLUMNS": 64}),
-        ):
-            if (dtype != FLOATS and kernel is mlp._linear_relu) or (
-                dtype == "*fp64" and kernel.__module__ == dot_interaction.__name__
-            ):
-                continue  # These products use plain PyTorch.
+        ]
+        if dtype == FLOATS:
+            cases.append((mlp._linear_relu, {"INPUTS": 13, "OUTPUTS": 512}))
+        if dtype != "*fp64":  # Other products are those of plain PyTorch.
+            pooled = {"pooled": FLOATS, "pooled_gradient": FLOATS}
+            for shape in ({"FEATURES": 7, "DIM": 16}, {"FEATURES": 100, "DIM": 128}):
+                cases += [(dot_interaction._multiply_pairs, pooled | shape)]
+                cases += [(dot_interaction._sum_scaled_vectors, pooled | shape)]
+        for kernel, types in cases:
             used = {name: kind for name, kind in (common | types).items() if name in kernel.arg_names}
-            kernels[f"{kernel.__name__} {dtype} {types.get('COLUMNS')}"] = compiled(kernel, used, architecture)
+            kernels[f"{kernel.__name__} {dtype} {types.get('DIM')}"] = compiled(kernel, used, architecture)
     return kernels
 
 

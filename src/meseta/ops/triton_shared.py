@@ -37,12 +37,7 @@ def write_addresses(out: Tensor, tensors: Sequence[Tensor]) -> None:
     # A kernel writes the addresses, because these tensors are reallocated in every step. CUDA graphs can replay it.
     for first in range(0, len(tensors), ADDRESSES_PER_LAUNCH):
         some = tensors[first : first + ADDRESSES_PER_LAUNCH]
-        _write_addresses[(1,)](out[first:], *pad_addresses(some), num_warps=1)
-
-
-def pad_addresses(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Repeat the last of at most ADDRESSES_PER_LAUNCH tensors, so that there are as many as a kernel takes."""
-    return [*tensors, *[tensors[-1]] * (ADDRESSES_PER_LAUNCH - len(tensors))]
+        _write_addresses[(1,)](out[first:], *some, *[some[-1]] * (ADDRESSES_PER_LAUNCH - len(some)), num_warps=1)
 
 
 def padded_address_count(count: int) -> int:

@@ -1,6 +1,6 @@
 """Sum of cross-entropies on a GPU, with one launch for at most SPAN logits and two for more, and one backward."""
-# All computation is in float64, so that sums are accurate in any order, and logits of any size need no special function.
-# Triton parses the source of these functions, so that no decorator that checks types may wrap them.
+# All computation is in float64, so that sums are accurate in any order and for logits of any size. Triton parses the
+# source of these functions, so that no decorator that checks types may wrap them.
 
 from __future__ import annotations
 
@@ -38,22 +38,14 @@ def cross_entropy_backward(gradient: Tensor, logits: Tensor, label: Tensor, fact
 
 
 def _arguments(logits: Tensor, label: Tensor, factor: Tensor | None) -> tuple[Any, ...]:
-    """Return (logits, labels, factors, number of logits, number of columns, strides of the factors)."""
-    num_columns = 1 if logits.dim() == 1 else logits.shape[1]
-    strides = (0, 0) if factor is None else factor.expand_as(logits).reshape(len(logits), num_columns).stride()
-    return logits.contiguous(), label.contiguous(), factor, logits.numel(), max(num_columns, 1), *strides
+    """Return (logits, labels, factors, number of logits)."""
+    factor = None if factor is None else factor.expand_as(logits).contiguous()
+    return logits.contiguous(), label.contiguous(), factor, logits.numel()
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_logits"])
 @no_type_check
-def _load_factors(factor, n, num_columns, row_stride, column_stride, live):
-    place = n // num_columns * row_stride + n % num_columns * column_stride
-    return tl.load(factor + place, mask=live, other=0.0).to(tl.float64)
-
-
-@triton.jit(do_not_specialize=["num_logits", "row_stride", "column_stride"])
-@no_type_check
-def _sum_losses(sums, logits, label, factor, num_logits, num_columns, row_stride, column_stride):
+def _sum_losses(sums, logits, label, factor, num_logits):
     total = tl.zeros([BLOCK], dtype=tl.float64)
     for first in range(0, SPAN, BLOCK):
         n = tl.program_id(0).to(tl.int64) * SPAN + first + tl.arange(0, BLOCK)
@@ -67,21 +59,21 @@ def _sum_losses(sums, logits, label, factor, num_logits, num_columns, row_stride
         positive = 1.0 - tl.load(label + n, mask=live, other=0.0).to(tl.float64)
         loss = positive * logit - tl.where(logit < 0, logit, 0.0) + log_1p
         if factor is not None:
-            loss = loss * _load_factors(factor, n, num_columns, row_stride, column_stride, live)
+            loss = loss * tl.load(factor + n, mask=live, other=0.0).to(tl.float64)
         total += tl.where(live, loss, 0.0)
     tl.store(sums + tl.program_id(0), tl.sum(total, axis=0))
 
 
-@triton.jit(do_not_specialize=["num_logits", "row_stride", "column_stride"])
+@triton.jit(do_not_specialize=["num_logits"])
 @no_type_check
-def _scale_gradients(out, gradient, logits, label, factor, num_logits, num_columns, row_stride, column_stride):
+def _scale_gradients(out, gradient, logits, label, factor, num_logits):
     n = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live = n < num_logits
     logit = tl.load(logits + n, mask=live, other=0.0).to(tl.float64)
     difference = 1.0 / (1.0 + tl.exp(-logit)) - tl.load(label + n, mask=live, other=0.0).to(tl.float64)
     result = difference * tl.load(gradient).to(tl.float64)
     if factor is not None:
-        result = result * _load_factors(factor, n, num_columns, row_stride, column_stride, live)
+        result = result * tl.load(factor + n, mask=live, other=0.0).to(tl.float64)
     if out.dtype.element_ty != tl.float64:
         result = result.to(tl.float32)
     tl.store(out + n, result.to(out.dtype.element_ty), mask=live)

@@ -11,14 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-MIN_BLOCK, MAX_BLOCK = 16, 32
-"""Minimum and maximum number of vectors per block. `tl.dot` needs at least 16."""
-MAX_COLUMNS = 64
-"""Maximum number of columns that are multiplied at a time."""
-TILE_ELEMENTS = 8192
-"""Maximum number of elements of a tile."""
-MAX_SAMPLES = 8
-"""Maximum number of samples per program."""
+SAMPLES = tl.constexpr(4)
+"""Number of samples per program."""
 
 
 def dot_interaction(x: Tensor, pooled: Tensor) -> Tensor:
@@ -27,9 +21,10 @@ def dot_interaction(x: Tensor, pooled: Tensor) -> Tensor:
     num_features = pooled.shape[1] // dim
     out = x.new_empty(num_samples, dim + num_features * (num_features + 1) // 2)
     if num_samples:
-        grid, sizes = _launch_sizes(num_samples, num_features, dim)
         with torch.cuda.device_of(x):
-            _multiply_pairs[grid](out, x.contiguous(), pooled.contiguous(), num_samples, num_features, dim, **sizes)
+            _multiply_pairs[_grid(num_samples, num_features)](
+                out, x.contiguous(), pooled.contiguous(), num_samples, FEATURES=num_features, DIM=dim
+            )
     return out
 
 
@@ -39,29 +34,23 @@ def dot_interaction_backward(gradient: Tensor, x: Tensor, pooled: Tensor) -> tup
     num_features = pooled.shape[1] // dim
     x_gradient, pooled_gradient = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (x, pooled))
     if num_samples:
-        grid, sizes = _launch_sizes(num_samples, num_features, dim)
         with torch.cuda.device_of(x):
-            _sum_scaled_vectors[grid](
+            _sum_scaled_vectors[_grid(num_samples, num_features)](
                 x_gradient,
                 pooled_gradient,
                 gradient.contiguous(),
                 x.contiguous(),
                 pooled.contiguous(),
                 num_samples,
-                num_features,
-                dim,
-                **sizes,
+                FEATURES=num_features,
+                DIM=dim,
             )
     return x_gradient, pooled_gradient
 
 
-def _launch_sizes(num_samples: int, num_features: int, dim: int) -> tuple[tuple[int, int], dict[str, int]]:
-    """Return (grid, constants of the kernels)."""
-    block = min(max(triton.next_power_of_2(num_features + 1), MIN_BLOCK), MAX_BLOCK)
-    columns = min(max(triton.next_power_of_2(dim), MIN_BLOCK), MAX_COLUMNS)
-    samples = min(TILE_ELEMENTS // (block * max(block, columns)), MAX_SAMPLES)
-    grid = triton.cdiv(num_samples, samples), triton.cdiv(num_features + 1, block)
-    return grid, {"SAMPLES": samples, "BLOCK": block, "COLUMNS": columns}
+def _grid(num_samples: int, num_features: int) -> tuple[int, int]:
+    # The kernels compute the number of vectors per block too.
+    return triton.cdiv(num_samples, SAMPLES.value), triton.cdiv(num_features + 1, 16 if num_features < 16 else 32)
 
 
 @triton.jit
@@ -78,69 +67,53 @@ def _load_vectors(x, pooled, sample, vector, column, num_samples, num_features, 
 
 @triton.jit(do_not_specialize=["num_samples"])
 @no_type_check
-def _multiply_pairs(
-    out,
-    x,
-    pooled,
-    num_samples,
-    num_features,
-    dim,
-    SAMPLES: tl.constexpr,
-    BLOCK: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+def _multiply_pairs(out, x, pooled, num_samples, FEATURES: tl.constexpr, DIM: tl.constexpr):
+    BLOCK: tl.constexpr = 16 if FEATURES < 16 else 32
+    COLUMNS: tl.constexpr = 16 if DIM <= 16 else 64
     sample = (tl.program_id(0).to(tl.int64) * SAMPLES + tl.arange(0, SAMPLES))[:, None, None]
-    line = out + sample * (dim + num_features * (num_features + 1) // 2)
+    line = out + sample * (DIM + FEATURES * (FEATURES + 1) // 2)
     left = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :, None]
     inner = tl.arange(0, COLUMNS)
     if tl.program_id(1) == 0:
-        for first in range(0, dim, COLUMNS):
+        for first in range(0, DIM, COLUMNS):
             column = first + inner[None, None, :]
-            inside = (column < dim) & (sample < num_samples)
-            tl.store(line + column, tl.load(x + sample * dim + column, mask=inside), mask=inside)
+            inside = (column < DIM) & (sample < num_samples)
+            tl.store(line + column, tl.load(x + sample * DIM + column, mask=inside), mask=inside)
     # Only pairs below the diagonal are stored, so that the blocks after this one are not needed.
-    for other in range(0, tl.program_id(1) + 1):
+    for other in range(tl.program_id(1) + 1):
         right = other * BLOCK + tl.arange(0, BLOCK)[None, None, :]
         products = tl.zeros([SAMPLES, BLOCK, BLOCK], dtype=tl.float32)
-        for first in range(0, dim, COLUMNS):
+        for first in range(0, DIM, COLUMNS):
             column = first + inner
-            rows = _load_vectors(x, pooled, sample, left, column[None, None, :], num_samples, num_features, dim)
-            columns = _load_vectors(x, pooled, sample, right, column[None, :, None], num_samples, num_features, dim)
+            rows = _load_vectors(x, pooled, sample, left, column[None, None, :], num_samples, FEATURES, DIM)
+            columns = _load_vectors(x, pooled, sample, right, column[None, :, None], num_samples, FEATURES, DIM)
             products = tl.dot(rows, columns, products, input_precision="ieee")
-        place = dim + left * (left - 1) // 2 + right
-        inside = (right < left) & (left <= num_features) & (sample < num_samples)
+        place = DIM + left * (left - 1) // 2 + right
+        inside = (right < left) & (left <= FEATURES) & (sample < num_samples)
         tl.store(line + place, products.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_samples"])
 @no_type_check
 def _sum_scaled_vectors(
-    x_gradient,
-    pooled_gradient,
-    gradient,
-    x,
-    pooled,
-    num_samples,
-    num_features,
-    dim,
-    SAMPLES: tl.constexpr,
-    BLOCK: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    x_gradient, pooled_gradient, gradient, x, pooled, num_samples, FEATURES: tl.constexpr, DIM: tl.constexpr
 ):
+    BLOCK: tl.constexpr = 16 if FEATURES < 16 else 32
+    COLUMNS: tl.constexpr = 16 if DIM <= 16 else 64
     sample = (tl.program_id(0).to(tl.int64) * SAMPLES + tl.arange(0, SAMPLES))[:, None, None]
-    line = gradient + sample * (dim + num_features * (num_features + 1) // 2)
+    line = gradient + sample * (DIM + FEATURES * (FEATURES + 1) // 2)
     vector = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :, None]
-    for first in range(0, dim, COLUMNS):
+    for first in range(0, DIM, COLUMNS):
         column = first + tl.arange(0, COLUMNS)[None, None, :] + tl.zeros_like(vector) + tl.zeros_like(sample)
-        inside = (column < dim) & (sample < num_samples)
+        inside = (column < DIM) & (sample < num_samples)
         sums = tl.load(line + column, mask=inside & (vector == 0), other=0.0).to(tl.float32)
-        for other in range(0, tl.num_programs(1)):
+        for other in range(tl.num_programs(1)):
             right = other * BLOCK + tl.arange(0, BLOCK)
             high, low = tl.maximum(vector, right[None, None, :]), tl.minimum(vector, right[None, None, :])
-            is_pair = (high <= num_features) & (low < high) & (sample < num_samples)
-            scales = tl.load(line + dim + high * (high - 1) // 2 + low, mask=is_pair, other=0.0)
-            vectors = _load_vectors(x, pooled, sample, right[None, :, None], column, num_samples, num_features, dim)
+            is_pair = (high <= FEATURES) & (low < high) & (sample < num_samples)
+            scales = tl.load(line + DIM + high * (high - 1) // 2 + low, mask=is_pair, other=0.0)
+            vectors = _load_vectors(x, pooled, sample, right[None, :, None], column, num_samples, FEATURES, DIM)
             sums = tl.dot(scales.to(tl.float32), vectors, sums, input_precision="ieee")
-        tl.store(x_gradient + sample * dim + column, sums.to(x_gradient.dtype.element_ty), mask=inside & (vector == 0))
-        place = (sample * num_features + vector - 1) * dim + column
-        tl.store(pooled_gradient + place, sums, mask=inside & (vector > 0) & (vector <= num_features))
+        tl.store(x_gradient + sample * DIM + column, sums.to(x_gradient.dtype.element_ty), mask=inside & (vector == 0))
+        place = (sample * FEATURES + vector - 1) * DIM + column
+        tl.store(pooled_gradient + place, sums, mask=inside & (vector > 0) & (vector <= FEATURES))

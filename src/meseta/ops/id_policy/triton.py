@@ -1,6 +1,6 @@
 """Offsets of bags and id policies on a GPU, in two launches."""
-# The first launch sums the lengths of chunks of bags. In the second one, some programs of each feature write offsets, and
-# the others fix and count out-of-range ids. The last program to finish reports the first error.
+# The first launch sums the lengths of chunks of bags. In the second one, some programs of each feature write offsets,
+# and the others fix and count out-of-range ids. The last program to finish reports the first error.
 #
 # Triton parses the source of these functions, so that no decorator that checks types may wrap them.
 
@@ -41,64 +41,68 @@ def check_ids(
     num_chunks = max(triton.cdiv(max(stop - start for start, stop in pairwise(first_bags)), CHUNK_BAGS.value), 1)
     # Twice as many programs as needed if all features have as many ids.
     num_programs = min(max(triton.cdiv(2 * ids.numel(), IDS.value * num_features), 1), MAX_PROGRAMS)
-    sums, counts, offsets, fixed, first_error = (
-        torch.empty(size, dtype=torch.int64, device=device)
-        for size in (num_features * num_chunks, num_features + 2, first_bags[-1] + 1, ids.numel(), 3)
-    )
-    words, lengths = device_constant((*first_bags, *num_rows, *policies), device), lengths.contiguous()
+    sizes = 3, num_features, 2, num_features * num_chunks, first_bags[-1] + 1
+    fixed, work = (torch.empty(size, dtype=torch.int64, device=device) for size in (ids.numel(), sum(sizes)))
+    words = device_constant((num_features, num_chunks, *first_bags, *num_rows, *policies), device)
     with torch.cuda.device_of(ids):
-        _sum_lengths[(num_features, num_chunks)](sums, counts, lengths, words, num_features)
-        _check[(num_features, num_chunks + num_programs)](
-            fixed,
-            offsets,
-            first_error,
-            counts,
-            ids.contiguous(),
-            lengths,
-            sums,
-            words,
-            num_features,
-            num_chunks,
-            ids.numel(),
-        )
-    return fixed, offsets, counts[:num_features], first_error
+        lengths = lengths.contiguous()
+        _sum_lengths[(num_features, num_chunks)](work, lengths, words)
+        _check[(num_features, num_chunks + num_programs)](fixed, work, ids.contiguous(), lengths, words, ids.numel())
+    first_error, num_outside, _, _, offsets = work.split(sizes)
+    return fixed, offsets, num_outside, first_error
 
 
-@triton.jit(do_not_specialize=["num_features"])
+# `words` has the numbers of features F and of chunks C per feature, then F + 1 first bags, F numbers of rows and F
+# policies. `work` has the first error, F numbers of out-of-range ids, the number of ids from the first rejected one to
+# the end, the number of programs that have finished, the F * C sums of the lengths of chunks, and the offsets. The
+# largest number of ids to the end belongs to the first error, so that an atomic maximum finds it.
+COUNTS = tl.constexpr(3)
+"""Position of the numbers of out-of-range ids in `work`."""
+BAGS = tl.constexpr(2)
+"""Position of the first bags in `words`."""
+
+
+@triton.jit
 @no_type_check
-def _sum_lengths(sums, counts, lengths, words, num_features):
-    """Write the sums of the lengths of chunks, [features, chunks], and set `counts` to 0.
-
-    `counts` has the number of out-of-range ids per feature, then the number of ids from the first rejected one to the
-    end, then the number of programs that have finished. The largest second number belongs to the first error, so that an
-    atomic maximum finds it.
-    """
+def _sum_lengths(work, lengths, words):
+    """Write the sums of the lengths of chunks, and set all counts to 0."""
     feature, chunk = tl.program_id(0), tl.program_id(1)
-    bag = tl.load(words + feature) + chunk * CHUNK_BAGS + tl.arange(0, CHUNK_BAGS)
-    length = tl.load(lengths + bag, mask=bag < tl.load(words + feature + 1), other=0).to(tl.int64)
+    num_features = tl.load(words)
+    bag = tl.load(words + BAGS + feature) + chunk * CHUNK_BAGS + tl.arange(0, CHUNK_BAGS)
+    length = tl.load(lengths + bag, mask=bag < tl.load(words + BAGS + feature + 1), other=0).to(tl.int64)
+    sums = work + COUNTS + num_features + 2
     tl.store(sums + feature * tl.num_programs(1) + chunk, tl.sum(length, axis=0))
     index = feature + tl.arange(0, 4)  # The last feature also clears the two numbers behind the counts.
     is_own = (index == feature) | ((feature == num_features - 1) & (index < num_features + 2))
-    tl.store(counts + index, tl.zeros([4], dtype=tl.int64), mask=is_own)
+    tl.store(work + COUNTS + index, tl.zeros([4], dtype=tl.int64), mask=is_own)
 
 
-@triton.jit(do_not_specialize=["num_features", "num_chunks", "num_ids"])
+@triton.jit(do_not_specialize=["num_ids"])
 @no_type_check
-def _check(fixed, offsets, first_error, counts, ids, lengths, sums, words, num_features, num_chunks, num_ids):
+def _check(fixed, work, ids, lengths, words, num_ids):
+    """Write offsets, fix ids, and report the first error."""
     feature, part = tl.program_id(0), tl.program_id(1)
+    num_features, num_chunks = tl.load(words), tl.load(words + 1)
+    sums = work + COUNTS + num_features + 2
+    offsets = sums + num_features * num_chunks
     if part < num_chunks:
-        _write_offsets(offsets, lengths, sums, words, feature, part, num_chunks)
+        first_bag, last_bag = tl.load(words + BAGS + feature), tl.load(words + BAGS + feature + 1)
+        bag = first_bag + part * CHUNK_BAGS + tl.arange(0, CHUNK_BAGS)
+        length = tl.load(lengths + bag, mask=bag < last_bag, other=0).to(tl.int64)
+        ends = _sum_first(sums, feature * num_chunks + part) + tl.cumsum(length, axis=0)
+        tl.store(offsets + bag + 1, ends, mask=bag < last_bag)
+        tl.store(offsets + tl.zeros_like(bag), tl.zeros_like(bag), mask=bag == 0)
     else:
         first_chunk = feature * num_chunks
-        begin = _sum_first(sums, first_chunk)
+        begin = _sum_first(sums, first_chunk) + (part - num_chunks) * IDS
         end = tl.minimum(_sum_first(sums, first_chunk + num_chunks), num_ids)
-        _repair(fixed, counts, ids, words, feature, begin, end, part - num_chunks, num_chunks, num_features, num_ids)
+        _repair(fixed, work, ids, words, feature, begin, end, num_ids)
     # All threads of this program have written before its number of finished programs, which orders the writes of all
     # programs before the reads of the last one.
     tl.debug_barrier()
-    num_finished = tl.atomic_add(counts + num_features + 1, 1, sem="acq_rel")
+    num_finished = tl.atomic_add(work + COUNTS + num_features + 1, 1, sem="acq_rel")
     if num_finished == tl.num_programs(0) * tl.num_programs(1) - 1:
-        _report_first_error(first_error, counts, ids, offsets, words, num_features, num_ids)
+        _report_first_error(work, offsets, ids, words, num_ids)
 
 
 @triton.jit
@@ -114,17 +118,6 @@ def _sum_first(sums, count):
 
 @triton.jit
 @no_type_check
-def _write_offsets(offsets, lengths, sums, words, feature, chunk, num_chunks):
-    bag = tl.load(words + feature) + chunk * CHUNK_BAGS + tl.arange(0, CHUNK_BAGS)
-    live = bag < tl.load(words + feature + 1)
-    length = tl.load(lengths + bag, mask=live, other=0).to(tl.int64)
-    end = _sum_first(sums, feature * num_chunks + chunk) + tl.cumsum(length, axis=0)
-    tl.store(offsets + bag + 1, end, mask=live)
-    tl.store(offsets + tl.zeros_like(bag), tl.zeros_like(bag), mask=bag == 0)
-
-
-@triton.jit
-@no_type_check
 def _mix_bits(ids):
     """Return the finalizer of SplitMix64 without its highest bit."""
     mixed = ids.to(tl.uint64) + 0x9E3779B97F4A7C15
@@ -135,13 +128,14 @@ def _mix_bits(ids):
 
 @triton.jit
 @no_type_check
-def _repair(fixed, counts, ids, words, feature, begin, end, part, num_chunks, num_features, num_ids):
-    """Fix and count out-of-range ids of a feature, which are ids[begin:end]."""
-    limit = tl.load(words + num_features + 1 + feature)
-    policy = tl.load(words + 2 * num_features + 1 + feature)
+def _repair(fixed, work, ids, words, feature, begin, end, num_ids):
+    """Fix and count out-of-range ids of a feature in ids[begin:end]. Other programs have some of them."""
+    num_features, num_chunks = tl.load(words), tl.load(words + 1)
+    limit = tl.load(words + BAGS + num_features + 1 + feature)
+    policy = tl.load(words + BAGS + 2 * num_features + 1 + feature)
     num_outside = tl.zeros([IDS], dtype=tl.int64)
     refused = tl.zeros([IDS], dtype=tl.int64)
-    for first in range(begin + part * IDS, end, (tl.num_programs(1) - num_chunks) * IDS):
+    for first in range(begin, end, (tl.num_programs(1) - num_chunks) * IDS):
         at = first + tl.arange(0, IDS)
         live = at < end
         row = tl.load(ids + at, mask=live, other=0).to(tl.int64)
@@ -151,23 +145,24 @@ def _repair(fixed, counts, ids, words, feature, begin, end, part, num_chunks, nu
         tl.store(fixed + at, tl.where(outside, repaired, row), mask=live)
         num_outside += outside.to(tl.int64)
         refused = tl.maximum(refused, tl.where(outside & (policy == ERROR), num_ids - at, 0))
-    tl.atomic_add(counts + feature, tl.sum(num_outside, axis=0))
-    tl.atomic_max(counts + num_features, tl.max(refused, axis=0))
+    tl.atomic_add(work + COUNTS + feature, tl.sum(num_outside, axis=0))
+    tl.atomic_max(work + COUNTS + num_features, tl.max(refused, axis=0))
 
 
 @triton.jit
 @no_type_check
-def _report_first_error(first_error, counts, ids, offsets, words, num_features, num_ids):
-    left = tl.load(counts + num_features)
+def _report_first_error(work, offsets, ids, words, num_ids):
+    num_features = tl.load(words)
+    left = tl.load(work + COUNTS + num_features)
     there = left > 0
     at = tl.where(there, num_ids - left, 0)
     feature = _find_feature(at, offsets, words, num_features, there)
-    first_bag = tl.load(words + feature)
-    bag = find_last_at_most(offsets, first_bag, tl.load(words + feature + 1) - first_bag, at, there)
+    first_bag = tl.load(words + BAGS + feature)
+    bag = find_last_at_most(offsets, first_bag, tl.load(words + BAGS + feature + 1) - first_bag, at, there)
     row = tl.load(ids + at, mask=there, other=0).to(tl.int64)
-    tl.store(first_error, tl.where(there, feature, -1))
-    tl.store(first_error + 1, tl.where(there, bag - first_bag, 0))
-    tl.store(first_error + 2, tl.where(there, row, 0))
+    tl.store(work, tl.where(there, feature, -1))
+    tl.store(work + 1, tl.where(there, bag - first_bag, 0))
+    tl.store(work + 2, tl.where(there, row, 0))
 
 
 @triton.jit
@@ -180,7 +175,7 @@ def _find_feature(at, offsets, words, num_features, live):
     width = num_features
     while width > 1:
         middle = (low + high) // 2
-        bag = tl.load(words + middle, mask=live, other=0)
+        bag = tl.load(words + BAGS + middle, mask=live, other=0)
         begins = tl.load(offsets + bag, mask=live, other=0) <= at
         low = tl.where(begins, middle, low)
         high = tl.where(begins, high, middle)

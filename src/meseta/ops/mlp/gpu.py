@@ -14,7 +14,6 @@ from meseta.ops.common import register
 from meseta.ops.mlp import reference
 from meseta.ops.product import product
 
-
 MAX_FUSED_INPUTS, MAX_FUSED_WEIGHTS = 64, 8192
 """Maximum numbers of inputs and weights of a layer that is computed together with its ReLU. The time of such a layer is
 that of its memory accesses. cuBLAS computes larger ones faster."""

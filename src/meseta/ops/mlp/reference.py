@@ -40,7 +40,7 @@ def relu_backward(
     return transposed, column_sums(gradient)
 
 
-def new_block_sums(gradient: Float[Tensor, "B *shape"], width: int) -> Float[Tensor, "blocks _width"]:
+def new_block_sums(gradient: Float[Tensor, "B N"], width: int) -> Float[Tensor, "blocks _width"]:
     """Return uninitialized sums over blocks of 256 samples, float32 or for a float64 gradient float64."""
     dtype = torch.float64 if gradient.dtype == torch.float64 else torch.float32
     return gradient.new_empty(-(-len(gradient) // BLOCK_SAMPLES), width, dtype=dtype)

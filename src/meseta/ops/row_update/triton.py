@@ -32,11 +32,9 @@ from meseta.ops.row_update.triton_kernels import (
 from meseta.ops.row_update.triton_parts import PLAN_WORDS, TABLE_WORDS
 from meseta.ops.row_update.triton_source import update_kernel
 from meseta.ops.triton_shared import (
-    ADDRESSES_PER_LAUNCH,
     ROW_TYPES,
     VECTOR_BYTES,
     TensorMetadata,
-    pad_addresses,
     padded_address_count,
     tensor_metadata,
     write_addresses,
@@ -297,14 +295,12 @@ def _list_contributions(bags: _DeviceBags, layout: _KeyLayout, gradients: Sequen
     grid = (triton.cdiv(limit, ITEMS_PER_PROGRAM.value),)
     keys = torch.empty(limit, dtype=key_type, device=device)
     items = torch.empty((limit, 2), dtype=torch.int64, device=device)
-    # Gradients have new addresses in every step. Kernels receive them as arguments, which a CUDA graph can replay.
-    first, others, addresses = gradients[:ADDRESSES_PER_LAUNCH], gradients[ADDRESSES_PER_LAUNCH:], None
-    if others:
-        addresses = torch.empty(padded_address_count(len(others)), dtype=torch.int64, device=device)
-        write_addresses(addresses, others)
-    list_items[grid](
-        keys, items, bags.plan, bags.ids, bags.offsets, bags.weights, addresses, *pad_addresses(first), limit
-    )
+    # Gradients have new addresses in every step. A kernel writes them, which a CUDA graph can replay.
+    matrices = gradients[0]
+    if len(gradients) > 1:
+        matrices = torch.empty(padded_address_count(len(gradients)), dtype=torch.int64, device=device)
+        write_addresses(matrices, gradients)
+    list_items[grid](keys, items, bags.plan, bags.ids, bags.offsets, bags.weights, matrices, limit)
     keys, order = torch.sort(keys, stable=True)
     ordered = torch.empty_like(items)
     scales = None if bags.weights is None else torch.empty(limit, dtype=torch.float32, device=device)

@@ -37,10 +37,10 @@ BLOCK_SAMPLES = tl.constexpr(256)
 """Number of samples per block."""
 
 
-@triton.jit(do_not_specialize=["limit", "a", "b", "c", "d", "e", "f", "g"])
+@triton.jit(do_not_specialize=["limit", "gradients"])
 @no_type_check
-def list_items(keys, items, plan, ids, offsets, weights, addresses, a, b, c, d, e, f, g, limit):
-    """Write key and item of each contribution. The gradients are `a` to `g`, and those at `addresses` if not `None`."""
+def list_items(keys, items, plan, ids, offsets, weights, gradients, limit):
+    """Write key and item of each contribution. `gradients` is the only matrix, or has the int64 addresses of all."""
     num_features, num_bags, num_rows = tl.load(plan), tl.load(plan + 1), tl.load(plan + 2)
     n = tl.program_id(0).to(tl.int64) * ITEMS_PER_PROGRAM + tl.arange(0, ITEMS_PER_PROGRAM)
     k, begin, num_items = _find_feature(n, plan, offsets, num_features, num_bags)
@@ -58,9 +58,10 @@ def list_items(keys, items, plan, ids, offsets, weights, addresses, a, b, c, d, 
     tl.store(keys + n, key.to(keys.dtype.element_ty), mask=n < limit)
 
     matrix = tl.load(feature + 2, mask=live, other=0)
-    address = _choose_address(matrix, a, b, c, d, e, f, g)
-    if addresses is not None:
-        address = tl.where(matrix < 7, address, tl.load(addresses + matrix - 7, mask=live & (matrix >= 7), other=0))
+    if gradients.dtype.element_ty == tl.int64:
+        address = tl.load(gradients + matrix, mask=live, other=0)
+    else:
+        address = gradients.to(tl.int64)
     line = tl.where(tl.load(feature + 5, mask=live, other=0) != 0, ordinal, sample)
     element = line * tl.load(feature + 4, mask=live, other=0) + tl.load(feature + 3, mask=live, other=0)
     tl.store(items + 2 * n, address + 4 * element, mask=live)
@@ -90,18 +91,6 @@ def _find_feature(n, plan, offsets, num_features, num_bags):
         begin = tl.maximum(begin, tl.max(tl.where(has_started, begins[None, :], 0), axis=1))
         num_items += tl.sum(length, axis=0)
     return num_started - 1, begin, num_items
-
-
-@triton.jit
-@no_type_check
-def _choose_address(matrix, a, b, c, d, e, f, g):
-    """Return the address of tensor number `matrix`."""
-    address = tl.where(matrix == 0, a.to(tl.int64), b.to(tl.int64))
-    address = tl.where(matrix == 2, c.to(tl.int64), address)
-    address = tl.where(matrix == 3, d.to(tl.int64), address)
-    address = tl.where(matrix == 4, e.to(tl.int64), address)
-    address = tl.where(matrix == 5, f.to(tl.int64), address)
-    return tl.where(matrix == 6, g.to(tl.int64), address)
 
 
 @triton.jit(do_not_specialize=["limit"])
