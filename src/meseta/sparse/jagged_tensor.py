@@ -270,8 +270,7 @@ class KeyedJaggedTensor:
     def with_values(
         self, values: Int[Tensor, " nnz"], offsets: Int[Tensor, " F_times_B_plus_1"] | None = None
     ) -> KeyedJaggedTensor:
-        """Return a batch with other ids and the same lengths and weights. `offsets` are those of the lengths, if
-        known."""
+        """Return a batch with other ids, the same lengths and weights, and `offsets` if they are known."""
         if values.shape != self.values.shape or values.dtype not in (torch.int32, torch.int64):
             raise MesetaError(
                 f"KeyedJaggedTensor.with_values: values {values.dtype} {list(values.shape)} do not replace "
