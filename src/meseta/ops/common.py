@@ -128,9 +128,10 @@ MAX_SERIAL_TERMS = 16384
 
 
 def total(x: Float[Tensor, " *shape"]) -> Float[Tensor, ""]:
-    """Return the sum of all elements. Large tensors are summed in chunks, so that torch uses one thread per chunk."""
+    """Return the sum of all elements. On a CPU large tensors are summed in chunks, so that torch uses one thread per
+    chunk."""
     flat = x.reshape(-1)
-    while len(flat) > MAX_SERIAL_TERMS:
+    while x.device.type != "cuda" and len(flat) > MAX_SERIAL_TERMS:
         flat = torch.stack([piece.sum() for piece in flat.split(MAX_SERIAL_TERMS)])
     return flat.sum()
 

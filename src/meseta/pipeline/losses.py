@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from meseta.comm import BatchTotals, World
 from meseta.data.read.batch import Batch
@@ -17,6 +16,7 @@ from meseta.embedding.base import BaseEmbeddingCollection
 from meseta.embedding.batch_context import BatchContext
 from meseta.models.layers import GLOBAL_LOSS_HOOKS, loss_term_names
 from meseta.ops.common import copy_to_device, total
+from meseta.ops.cross_entropy import cross_entropy
 from meseta.ops.step_scalars import StepNumbers
 from meseta.sparse.shapes import Float
 from meseta.spec import MesetaError
@@ -207,7 +207,7 @@ def _cross_entropy(logits: Tensor, batch: Batch, weigh: _LossWeights) -> Tensor:
             "per label of the dataset"
         )
     factor = weigh(logits, is_of_tasks=True)
-    return total(functional.binary_cross_entropy_with_logits(logits, label, factor, reduction="none"))
+    return cross_entropy(logits, label, factor)
 
 
 def make_batch_totals(batch: Batch) -> BatchTotals:
