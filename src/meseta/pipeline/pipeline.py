@@ -194,6 +194,7 @@ class Pipeline:
         except BaseException:
             # The transport may still use the memory of open batches.
             retain_until_exit(queue.open_batches)
+            self._drop_graphs()
             raise
         finally:
             self._queue = None
@@ -440,8 +441,8 @@ class Pipeline:
         captured.replay(copy.wait_buffer())
         if captured.stages is not None:
             self.stage_times.add_replay(captured.stages, self.graphs.pop_num_timed())
-        embeddings.count_replayed_step(captured.num_out_of_range)
         agreement = LossAgreement.of_report(totals, captured.report, captured.rejected_ids, check.term_names, votes())
+        embeddings.count_replayed_step(captured.num_out_of_range)
         # The next replay overwrites the results, so they are copied.
         logits = captured.logits.clone()
         queue.fill()
@@ -482,4 +483,10 @@ class Pipeline:
             skipped = cast(DeferredCheck, self.update_check.skipped)
             self.batch = skipped.batch
             self.model.embeddings.set_resume_state(skipped.step, skipped.num_out_of_range)
+            self._drop_graphs()
             raise
+
+    def _drop_graphs(self) -> None:
+        # A refused first step leaves no moments, and graphs must not contain their addresses or create them.
+        if self.graphs is not None:
+            self.graphs.drop()

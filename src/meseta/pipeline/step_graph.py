@@ -89,9 +89,13 @@ class StepGraphs:
         """
         self.reason = reason
         if signature != self._signature:
-            self._steps.clear()
-            self._warm_layouts.clear()
+            self.drop()
         self._signature = signature
+
+    def drop(self) -> None:
+        """Drop all graphs, such as after a refused step. The next step of each layout runs eagerly."""
+        self._steps.clear()
+        self._warm_layouts.clear()
 
     def find(
         self, copy: PendingCopy, capture: Callable[[PendingCopy, bool], CapturedStep], *, is_recorded: bool = False
@@ -197,8 +201,9 @@ def find_eager_reason(
 
 
 def graph_signature(model: Any, optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
-    """Return what CUDA graphs of a model have captured besides batches: addresses and constants of the optimizer."""
-    module_tensors = [*model.parameters(), *model.buffers()] if isinstance(model, torch.nn.Module) else []
+    """Return what CUDA graphs of a model have captured besides batches: addresses, modes and constants."""
+    modules = list(model.modules()) if isinstance(model, torch.nn.Module) else []
+    module_tensors = [*model.parameters(), *model.buffers()] if modules else []
     moments = [tensor for state in optimizer.state.values() for tensor in state.values() if isinstance(tensor, Tensor)]
     tensors = [*module_tensors, *dense_parameters(optimizer), *moments]
     shards = [shard.rows.weight for shard in model.embeddings.shards if hasattr(shard, "rows")]
@@ -207,7 +212,8 @@ def graph_signature(model: Any, optimizer: torch.optim.Optimizer) -> tuple[Any, 
         for group in optimizer.param_groups
     ]
     addresses = tuple(tensor.data_ptr() for tensor in (*tensors, *shards))
-    return addresses, tuple(constants), getattr(model, "training", True)
+    modes = [module.training for module in modules] + [tensor.requires_grad for tensor in module_tensors]
+    return addresses, tuple(constants), tuple(modes)
 
 
 def record_external_event() -> Any:
