@@ -145,7 +145,7 @@ def codecs(architecture: int) -> dict[str, Any]:
 
 
 def dense(architecture: int) -> dict[str, Any]:
-    sizes = dict.fromkeys(("num_samples", "num_logits", "stride"), "i32")
+    sizes = dict.fromkeys(("num_samples", "num_logits", "stride", "gradient_stride"), "i32")
     names = ("x", "out", "x_gradient", "gradient", "output", "masked", "logits", "label", "factor", "weight", "bias")
     kernels = {}
     for dtype in ("*fp32", "*bf16", "*fp64"):

@@ -178,6 +178,9 @@ class _AddProduct(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         a, b = ctx.saved_tensors
+        if gradient.is_cuda:  # Both products are one kernel.
+            a_gradient, b_gradient = torch._foreach_mul([gradient, gradient], [b, a])
+            return gradient, a_gradient, b_gradient
         return gradient, gradient * b, gradient * a
 
 

@@ -29,7 +29,8 @@ class GpuMlp(torch.autograd.Function):
         biases = [None if bias is None else bias.to(x.dtype) for bias in parameters[depth:]]
         ctx.ends_in_scalar = not relu_last and len(weights[-1]) == 1
         num_products = depth - ctx.ends_in_scalar
-        inputs, output = list[Tensor](), x.contiguous()
+        inputs: list[Tensor] = []
+        output = x.contiguous()
         for index in range(num_products):
             inputs.append(output)
             # A last layer with one output applies the ReLU to its input.
@@ -57,10 +58,10 @@ class GpuMlp(torch.autograd.Function):
         columns = list(accumulate((len(weight) for weight in weights), initial=0))
         width = columns[-1] + (weights[-1].numel() if ctx.ends_in_scalar else 0)
         sums = reference.new_block_sums(gradient, width)
-        weight_gradients, bias_gradients = list[Any]([None] * depth), list[Any]([None] * depth)
-        num_products = depth
+        weight_gradients: list[Any] = [None] * depth
+        bias_gradients: list[Any] = [None] * depth
+        num_products = depth - ctx.ends_in_scalar
         if ctx.ends_in_scalar:
-            num_products = depth - 1
             gradient = _scalar_linear_backward(
                 gradient, inputs[-1], weights[-1][0], depth > 1, sums, columns[num_products]
             )

@@ -34,12 +34,20 @@ def linear_relu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def mask_and_sum(gradient: Tensor, output: Tensor, sums: Tensor, column: int) -> Tensor:
     """Implement `meseta.ops.mlp.reference.mask_and_sum` on a GPU."""
-    gradient, output = gradient.contiguous(), output.contiguous()
-    masked = torch.empty_like(gradient)
-    width = gradient.shape[1]
+    masked = gradient.new_empty(gradient.shape)
+    if gradient.stride(1) != 1:
+        gradient = gradient.contiguous()
+    num_samples, width = gradient.shape
     with torch.cuda.device_of(gradient):
         _mask_and_sum[_block_grid(gradient)](
-            masked, sums[:, column:], gradient, output, len(gradient), sums.stride(0), WIDTH=width
+            masked,
+            sums[:, column:],
+            gradient,
+            output.contiguous(),
+            num_samples,
+            sums.stride(0),
+            gradient.stride(0),
+            WIDTH=width,
         )
     return masked
 
@@ -106,8 +114,8 @@ def _linear_relu(out, x, weight, bias, num_samples, INPUTS: tl.constexpr, OUTPUT
 
 @triton.jit(do_not_specialize=["num_samples"])
 @no_type_check
-def _mask_and_sum(masked, sums, gradient, output, num_samples, stride, WIDTH: tl.constexpr):
-    """`sums` has a row of the length `stride` for each block of samples."""
+def _mask_and_sum(masked, sums, gradient, output, num_samples, stride, gradient_stride, WIDTH: tl.constexpr):
+    """`sums` has a row for each block of samples, and `stride` is the distance of its rows."""
     COLUMNS: tl.constexpr = 16 if WIDTH <= 16 else 64
     ROWS: tl.constexpr = 2048 // COLUMNS
     block = tl.program_id(0).to(tl.int64)
@@ -118,7 +126,8 @@ def _mask_and_sum(masked, sums, gradient, output, num_samples, stride, WIDTH: tl
         inside = (row < num_samples) & (column < WIDTH)[None, :]
         place = row * WIDTH + column[None, :]
         is_active = tl.load(output + place, mask=inside, other=0.0) > 0
-        values = tl.where(is_active, tl.load(gradient + place, mask=inside, other=0.0), 0.0)
+        values = tl.load(gradient + row * gradient_stride + column[None, :], mask=inside, other=0.0)
+        values = tl.where(is_active, values, 0.0)
         tl.store(masked + place, values, mask=inside)
         total += values.to(total.dtype)
     tl.store(sums + block * stride + column, tl.sum(total, axis=0), mask=column < WIDTH)
@@ -147,7 +156,7 @@ def _scalar_linear(out, x, weight, bias, num_samples, WIDTH: tl.constexpr, RELU:
 @triton.jit(do_not_specialize=["num_samples"])
 @no_type_check
 def _scalar_linear_backward(x_gradient, sums, gradient, x, weight, num_samples, stride, FORM: tl.constexpr):
-    """FORM is 2 * width + relu. `sums` has a row of the length `stride` for each block of samples."""
+    """FORM is 2 * width + relu. `sums` and `stride` are those of `_mask_and_sum`."""
     WIDTH: tl.constexpr = FORM // 2
     RELU: tl.constexpr = FORM % 2
     COLUMNS: tl.constexpr = 16 if WIDTH <= 16 else 64
