@@ -16,7 +16,7 @@ from meseta.embedding.base import BaseEmbeddingCollection
 from meseta.embedding.batch_context import BatchContext
 from meseta.models.layers import GLOBAL_LOSS_HOOKS, loss_term_names
 from meseta.ops.common import copy_to_device, total
-from meseta.ops.cross_entropy import cross_entropy
+from meseta.ops.cross_entropy import cross_entropy, reference
 from meseta.ops.step_scalars import StepNumbers
 from meseta.sparse.shapes import Float
 from meseta.spec import MesetaError
@@ -207,7 +207,7 @@ def _cross_entropy(logits: Tensor, batch: Batch, weigh: _LossWeights) -> Tensor:
             "per label of the dataset"
         )
     factor = weigh(logits, is_of_tasks=True)
-    return cross_entropy(logits, label, factor)
+    return (cross_entropy if logits.is_cuda else reference.cross_entropy)(logits, label, factor)
 
 
 def make_batch_totals(batch: Batch) -> BatchTotals:
