@@ -1,10 +1,12 @@
 """Count the kernels, copies and waits of one training step on a GPU, on any machine.
 
-    python benchmarks/count_step.py [MODEL ...] [--batch-size 64] [--list] [--compare]
+    python benchmarks/count_step.py [MODEL ...] [--batch-size 64] [--replay] [--list] [--compare]
 
 Steps run as in `meseta train` on one rank, with 26 tables of 16 columns, on an emulated GPU: operators on host memory,
 and Triton's kernels in its interpreter. A sort counts as one kernel. Python calls are those of the training thread,
-without those inside Triton's launcher. Sums of losses need more kernels for batches of more than 16,384 samples.
+without those inside Triton's launcher. Batches of more than 256 samples need one more kernel per MLP, for the gradients
+of its biases, and those of more than 4,096 samples one for the loss. With --replay the step is a CUDA graph, whose
+operators are listed but not counted.
 """
 
 from __future__ import annotations
@@ -24,14 +26,28 @@ from gpu_path.records import StepRecording, compare_steps, num_different
 from gpu_path.training import Training, TrainingCase, record_steps
 
 from meseta.config.models import MODEL_NAMES
+from meseta.spec import MesetaError
 
 NUM_GROUPS = 12
 
 
-def record(case: TrainingCase, num_steps: int = 1) -> list[StepRecording]:
-    """Record successive steps on a new emulated GPU."""
+def record(case: TrainingCase, num_steps: int = 1, *, uses_graphs: bool = False) -> list[StepRecording]:
+    """Record successive steps on a new emulated GPU. Raises MesetaError if `uses_graphs` but a step is not replayed."""
     with emulated_gpu() as gpu:
-        return record_steps(gpu, Training(case, "cuda"), num_steps)
+        training = Training(case, "cuda", uses_graphs=uses_graphs)
+        recordings = record_steps(gpu, training, num_steps)
+    if uses_graphs and not all(recording.select("graph replay") for recording in recordings):
+        reasons = training.pipeline.graphs.eager_reasons
+        raise MesetaError(f"{case.model}: a step is not replayed ({', '.join(reasons)}); omit --replay")
+    return recordings
+
+
+def print_records(recording: StepRecording) -> None:
+    """Print all records, and the operators of a replayed graph."""
+    for one in recording.records:
+        print(one)
+        for operator in one.operators:
+            print(f"  {operator}")
 
 
 def print_groups(name: str, recording: StepRecording) -> None:
@@ -67,6 +83,7 @@ def main() -> None:
     parser.add_argument("--row-optimizer", default="rowwise_adagrad", help="(default: rowwise_adagrad)")
     parser.add_argument("--dense-optimizer", default="adam", help="(default: adam)")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="(default: float32)")
+    parser.add_argument("--replay", action="store_true", help="count a step that is replayed as a CUDA graph")
     parser.add_argument("--list", action="store_true", help="print each operator")
     parser.add_argument("--compare", action="store_true", help="compare two steps with ragged ids")
     chosen = parser.parse_args()
@@ -88,9 +105,9 @@ def run(chosen: argparse.Namespace) -> None:
             dtype=chosen.dtype,
             batch_size=chosen.batch_size,
         )
-        [recording] = record(case)
+        [recording] = record(case, uses_graphs=chosen.replay)
         if chosen.list:
-            print(*recording.records, sep="\n")
+            print_records(recording)
         print_groups(name, recording)
         if chosen.compare:
             print_differences(replace(case, is_ragged=True))

@@ -117,10 +117,14 @@ def check_repaired_ids(case: Lookup, device: str, seed: int = 0) -> None:
     ).to(case.ids.dtype)
     bags = [num_bags * feature for feature in range(len(case.tables) + 1)]
     policies = random.choice([0, 2, 3], len(case.tables)).tolist()
-    rest = (bags, [table.shape[0] for table in case.tables], policies)
-    got = triton.check_ids(ids.to(device), case.offsets.to(device), *rest)
-    for result, plain in zip(got, ids_reference.check_ids(ids, case.offsets, *rest), strict=True):
-        assert result.dtype == torch.int64 and torch.equal(result.cpu(), plain)
+    rest = (case.offsets.diff(), bags, [table.shape[0] for table in case.tables], policies)
+    expected = ids_reference.check_ids(ids, *rest)
+    for padding in (0, 40):
+        padded = torch.cat([ids, torch.full((padding,), -5, dtype=ids.dtype)])
+        got = triton.check_ids(*(value.to(device) if isinstance(value, Tensor) else value for value in (padded, *rest)))
+        assert len(got[0]) == len(padded)
+        for result, plain in zip((got[0][: len(ids)], *got[1:]), expected, strict=True):
+            assert result.dtype == torch.int64 and torch.equal(result.cpu(), plain)
 
 
 def check_row_lookup(case: Lookup, device: str) -> None:

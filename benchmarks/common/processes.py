@@ -34,6 +34,19 @@ def run_meseta(*arguments: object) -> None:
         raise SystemExit(f"{' '.join(command)}: {done.stderr[-500:]}")
 
 
+def run_and_print(command: Sequence[str], **options: Any) -> tuple[int, list[str]]:
+    """Run a command and print its output line by line. Return (exit code, stripped lines that are not empty)."""
+    lines = []
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", **options
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            lines.append(line.strip())
+    return process.returncode, [line for line in lines if line]
+
+
 class Started(NamedTuple):
     process: subprocess.Popen[str]
     first_line: str

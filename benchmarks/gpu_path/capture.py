@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from gpu_path.arguments import leaves, map_leaves
+from gpu_path.arguments import leaves, map_leaves, name_arguments
 from gpu_path.memory import StorageSet, has_storage
 from gpu_path.records import Kind, Record
 
@@ -29,8 +29,7 @@ NUMBERS = count()
 class Capture:
     """Captured work of a CUDA graph.
 
-    Operators run once during a capture, because Python needs the shapes of their results. A GPU does not run captured
-    work. `finish` therefore restores all memory of the device that existed before, and makes results undefined.
+    As on a GPU, nothing runs during a capture. Python receives results of the right shapes with undefined values.
     """
 
     def __init__(self, device_memory: StorageSet, origin: Any, mode: CaptureMode, pool: tuple[int, int]) -> None:
@@ -47,7 +46,6 @@ class Capture:
         self._origin, self._mode, self._thread = origin, mode, get_ident()
         self._streams, self._unjoined = {origin}, set[Any]()
         self._device_memory = device_memory
-        self._saved = [(storage, storage.clone()) for storage in device_memory.living()]
         self._allocated: list[Tensor] = []
         self._launches: list[Callable[[], object]] = []
 
@@ -87,34 +85,38 @@ class Capture:
         if is_captured and stream is not waiting:
             self._unjoined.discard(stream)
 
-    def save(self, tensor: Tensor) -> None:
-        """Save pinned memory that a captured copy overwrites."""
-        storage = tensor.untyped_storage()
-        self._saved.append((storage, storage.clone()))
-
     def launch(self, function: Callable[..., object], args: Sequence[Any], arguments: Mapping[str, Any]) -> None:
         """Capture the call of a function with the addresses of its tensors."""
         self._launches.append(partial(function, *map_leaves(_alias, args), **map_leaves(_alias, arguments)))
 
+    def run(self, func: Any, args: tuple[Any, ...], arguments: dict[str, Any]) -> Any:
+        """Return the results of an operator without running it, except if it only allocates or returns views."""
+        schema = func._schema
+        written = [result.alias_info is not None and result.alias_info.is_write for result in schema.returns]
+        is_view = not schema.is_mutable and any(r.alias_info for r in schema.returns)
+        has_tensors = any(has_storage(leaf) for leaf in leaves((args, arguments)))
+        if is_view or not has_tensors or torch.Tag.inplace_view in func.tags:
+            return func(*args, **arguments)
+        if all(written):
+            named = name_arguments(func, args, arguments)
+            targets = tuple(named[one.name] for one in map(partial(_find_alias, schema.arguments), schema.returns))
+            return targets[0] if len(targets) == 1 else targets or None
+        return self._allocate(func, args, arguments)
+
     def add(
         self, kind: Kind, func: Any, args: Sequence[Any], arguments: Mapping[str, Any], outputs: Sequence[Tensor]
     ) -> None:
-        """Capture an operator that has run. A scalar of the host is captured by value, unless it is copied."""
+        """Capture an operator with its results. A scalar of the host is captured by value, unless it is copied."""
         storages = {leaf.untyped_storage()._cdata for leaf in leaves((args, arguments)) if has_storage(leaf)}
         targets = [None if out.untyped_storage()._cdata in storages else _alias(out) for out in outputs]
-        self._allocated += [target for target in targets if target is not None]
+        allocated = [target for target in targets if target is not None]
+        _clobber(allocated)
+        self._allocated += allocated
         if kind in ("view", "allocation") or torch.Tag.inplace_view in func.tags:
             return
         if kind == "kernel":
             args, arguments = map_leaves(self._freeze, args), map_leaves(self._freeze, arguments)
         self.launch(partial(_run, func, targets), args, arguments)
-
-    def finish(self) -> None:
-        """Restore the memory of the device, and make all results undefined."""
-        for storage, saved in reversed(self._saved):
-            storage.copy_(saved)
-        self._saved.clear()
-        self.clobber()
 
     def check_result(self) -> None:
         """Raise RuntimeError if the capture failed, or if the origin has not waited for all streams of the capture."""
@@ -124,14 +126,8 @@ class Capture:
             raise RuntimeError("CUDA error: capturing stream has unjoined work")
 
     def clobber(self) -> None:
-        """Overwrite the memory that the graph allocates with NaN and large integers."""
-        for tensor in self._allocated:
-            if tensor.is_floating_point() or tensor.is_complex():
-                tensor.fill_(float("nan"))
-            elif tensor.dtype == torch.bool:
-                tensor.fill_(True)
-            else:
-                tensor.fill_(int.from_bytes(GARBAGE_BYTE * tensor.itemsize))
+        """Make the memory undefined that the graph allocates."""
+        _clobber(self._allocated)
 
     def replay(self) -> None:
         """Run the captured work."""
@@ -141,6 +137,49 @@ class Capture:
     def _freeze(self, value: Any) -> Any:
         is_host_scalar = has_storage(value) and value.dim() == 0 and value not in self._device_memory
         return value.clone() if is_host_scalar else value
+
+    def _allocate(self, func: Any, args: tuple[Any, ...], arguments: dict[str, Any]) -> Any:
+        originals: list[tuple[Tensor, Tensor]] = []
+
+        def to_meta(value: Any) -> Any:
+            if not has_storage(value) or (value.dim() == 0 and value not in self._device_memory):
+                return value
+            meta = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+            originals.append((meta, value))
+            return meta
+
+        def from_meta(value: Any) -> Any:
+            if not has_storage(value):
+                return value
+            for meta, original in originals:
+                if value is meta:
+                    return original
+            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+
+        device = {"device": "meta"} if "device" in arguments else {}
+        results = func(*map_leaves(to_meta, args), **{**map_leaves(to_meta, arguments), **device})
+        storages = {meta.untyped_storage()._cdata for meta, _ in originals}
+        made = [leaf for leaf in leaves(results) if has_storage(leaf)]
+        if not func._schema.is_mutable and any(leaf.untyped_storage()._cdata in storages for leaf in made):
+            return func(*args, **arguments)  # a view without an annotation, such as that of `_unsafe_view`
+        return map_leaves(from_meta, results)
+
+
+def _find_alias(arguments: Sequence[Any], result: Any) -> Any:
+    """Return the argument of a schema that an operator returns as `result`."""
+    names = result.alias_info.before_set
+    return next(one for one in arguments if one.alias_info is not None and one.alias_info.before_set == names)
+
+
+def _clobber(tensors: Sequence[Tensor]) -> None:
+    """Overwrite tensors with NaN or large integers."""
+    for tensor in tensors:
+        if tensor.is_floating_point() or tensor.is_complex():
+            tensor.fill_(float("nan"))
+        elif tensor.dtype == torch.bool:
+            tensor.fill_(True)
+        else:
+            tensor.fill_(int.from_bytes(GARBAGE_BYTE * tensor.itemsize))
 
 
 def _alias(value: Any) -> Any:
@@ -152,6 +191,7 @@ def _run(func: Any, targets: Sequence[Tensor | None], *args: Any, **arguments: A
     for result, target in zip(results, targets, strict=True):
         if target is None:
             continue
-        if result.shape != target.shape:
-            raise RuntimeError(f"{func}: captured {list(target.shape)}, but the replay has {list(result.shape)}")
+        layouts = [(tensor.dtype, tensor.shape, tensor.stride()) for tensor in (target, result)]
+        if layouts[0] != layouts[1]:
+            raise RuntimeError(f"{func}: captured {layouts[0]}, but the replay has {layouts[1]}")
         target.copy_(result)

@@ -109,16 +109,12 @@ class EmulatedGpu(TorchDispatchMode):
         """Start to capture the current stream."""
         if self.capture is not None:
             raise RuntimeError("CUDA error: a stream is already capturing")
-        memory = self.memory
-        with self.host_view():
-            self.capture = Capture(memory, self.current_stream, mode, pool)
+        self.capture = Capture(self.memory, self.current_stream, mode, pool)
 
     def end_capture(self) -> Capture:
         """Stop capturing, and return the graph."""
         assert self.capture is not None
         capture, self.capture = self.capture, None
-        with self.host_view():
-            capture.finish()
         self._graphs.add(capture)
         return capture
 
@@ -149,6 +145,11 @@ class EmulatedGpu(TorchDispatchMode):
         """Raise RuntimeError if a capture forbids a wait or an allocation."""
         if self.capture is not None:
             self.capture.check(name)
+
+    def check_outside(self, *captures: Capture | None) -> None:
+        """Raise RuntimeError if an event belongs to a capture, which only its own streams can wait for."""
+        if any(capture is not None for capture in captures):
+            raise RuntimeError("CUDA error: operation not permitted on an event last recorded in a capturing stream")
 
     def note(self, kind: Kind, name: str) -> None:
         """Record a call that is not an operator."""
@@ -214,9 +215,14 @@ class EmulatedGpu(TorchDispatchMode):
             return self._run_own(func, args, arguments)
         check_devices(name, inputs, on_device)
         capture = self.capture_here()
-        if capture is not None:
+        is_waiting = waits(name, args, arguments)
+        if capture is None:
+            result = func(*args, **arguments)
+        else:
             check_captured(capture, func, inputs, on_device)
-        result = func(*args, **arguments)
+            if is_waiting:
+                capture.check(name)
+            result = capture.run(func, args, arguments)
         outputs = [leaf for leaf in leaves(result) if has_storage(leaf)]
         for output in outputs:
             self.place(output)
@@ -224,7 +230,7 @@ class EmulatedGpu(TorchDispatchMode):
         named = name_arguments(func, args, arguments) if self.is_recording or capture is not None else {}
         named.pop("device", None)
         self.record(kind, name, named, (*inputs, *outputs), is_dispatched=True)
-        if waits(name, args, arguments):
+        if is_waiting:
             self.note("synchronization", name)
         if capture is not None:
             if kind == "kernel":
@@ -252,23 +258,24 @@ class EmulatedGpu(TorchDispatchMode):
 
     def _transfer(self, func: Any, args: tuple[Any, ...], arguments: dict[str, Any], *, to_device: bool) -> Tensor:
         is_async = arguments.pop("non_blocking", False)
-        result: Tensor = func(*args, **arguments)
+        capture = self.capture_here()
+        result: Tensor = func(*args, **arguments) if capture is None else capture.run(func, args, arguments)
         if to_device:
             self.place(result)
         self._note_copy(args[0], result, to_device=to_device, is_async=is_async)
-        if (capture := self.capture_here()) is not None:
+        if capture is not None:
             capture.use(self.current_stream)
             capture.add("copy to device", func, args, arguments, (result,))
         return result
 
     def _copy(self, func: Any, args: tuple[Any, ...], arguments: dict[str, Any], *, to_device: bool) -> Any:
         target, source, is_async = (*args, arguments.pop("non_blocking", False))[:3]
-        if (capture := self.capture_here()) is not None:
+        if (capture := self.capture_here()) is None:
+            result = func(target, source)
+        else:
+            result = target
             capture.use(self.current_stream)
-            if not to_device:
-                capture.save(target)
             capture.launch(func, (target, source), {})
-        result = func(target, source)
         self._note_copy(source, target, to_device=to_device, is_async=is_async)
         return result
 

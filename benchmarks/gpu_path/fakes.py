@@ -41,19 +41,19 @@ class FakeEvent:
     def query(self) -> bool:
         """Whether the device has passed the event."""
         self._gpu.check("Event.query")
-        self._check_is_outside()
+        self._gpu.check_outside(self._capture)
         return True
 
     def synchronize(self) -> None:
         """Wait for the event."""
         self._gpu.note("event wait", "Event.synchronize")
-        self._check_is_outside()
+        self._gpu.check_outside(self._capture)
 
     def elapsed_time(self, other: FakeEvent) -> float:
         """Return the milliseconds between two events."""
         self._gpu.check("Event.elapsed_time")
+        self._gpu.check_outside(self._capture, other._capture)
         for event in (self, other):
-            event._check_is_outside()
             if not (event._is_timed and event._is_recorded):
                 raise RuntimeError("CUDA error: invalid resource handle: the event is not timed or not recorded")
         return 0.0
@@ -62,16 +62,12 @@ class FakeEvent:
         """Let later work of a stream wait for the event."""
         stream = self._gpu.current_stream if stream is None else stream
         if self._capture is not None and self._capture is not self._gpu.capture:
-            self._check_is_outside()
+            self._gpu.check_outside(self._capture)
         if self._is_recorded and not self._is_external:
             self._gpu.wait(stream, self._stream, is_captured=self._capture is not None)
 
     def _mark(self) -> None:
         self._is_recorded = True
-
-    def _check_is_outside(self) -> None:
-        if self._capture is not None:
-            raise RuntimeError("CUDA error: operation not permitted on an event last recorded in a capturing stream")
 
 
 class FakeStream:

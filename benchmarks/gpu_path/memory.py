@@ -43,13 +43,6 @@ class StorageSet:
                 self._members = {key: member for key, member in self._members.items() if not member[0].expired()}
                 self._limit = max(MIN_REFERENCES, 2 * len(self._members))
 
-    def living(self) -> list[torch.UntypedStorage]:
-        """Return the members that have not been freed."""
-        with self._lock:
-            references = [reference for reference, _ in self._members.values()]
-        storages = (torch.UntypedStorage._new_with_weak_ptr(reference.cdata) for reference in references)
-        return [storage for storage in storages if storage is not None]
-
     def clear(self) -> None:
         """Remove all storages."""
         self._members.clear()

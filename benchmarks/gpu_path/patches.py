@@ -58,6 +58,7 @@ def emulated_gpu() -> Iterator[EmulatedGpu]:
 def tensor_members(gpu: EmulatedGpu) -> dict[str, Any]:
     """Return properties and methods of tensors that depend on the device."""
     to, tolist, numpy, new_tensor = Tensor.to, Tensor.tolist, Tensor.numpy, Tensor.new_tensor
+    device_of: Any = Tensor.device
 
     def is_there(tensor: Tensor) -> bool:
         return has_storage(tensor) and tensor in gpu.memory
@@ -91,7 +92,7 @@ def tensor_members(gpu: EmulatedGpu) -> dict[str, Any]:
         return move(made, GPU) if is_there(tensor) else made
 
     return {
-        "device": property(lambda tensor: GPU if is_there(tensor) else CPU),
+        "device": property(lambda tensor: GPU if is_there(tensor) else device_of.__get__(tensor)),
         "is_cuda": property(is_there),
         "is_cpu": property(lambda tensor: not is_there(tensor)),
         "to": move,
@@ -175,10 +176,10 @@ def launcher(gpu: EmulatedGpu, run: Any) -> Any:
         gpu.record("kernel", kernel.fn.__name__, {"grid": grid, **named}, tensors)
         capture = gpu.capture_here()
         with gpu.host_view():
-            if capture is not None:
-                capture.use(gpu.current_stream)
-                capture.launch(run, (kernel, *args), {"grid": grid, "warmup": warmup, **kwargs})
-            return run(kernel, *args, grid=grid, warmup=warmup, **kwargs)
+            if capture is None:
+                return run(kernel, *args, grid=grid, warmup=warmup, **kwargs)
+            capture.use(gpu.current_stream)
+            return capture.launch(run, (kernel, *args), {"grid": grid, "warmup": warmup, **kwargs})
 
     return launch
 

@@ -96,12 +96,14 @@ class TrainingCase:
 class Training:
     """Training of a case on a device. Batches, learning rates and votes differ between steps."""
 
-    def __init__(self, case: TrainingCase, device: str) -> None:
+    def __init__(self, case: TrainingCase, device: str, *, uses_graphs: bool = False) -> None:
         self.model = case.make_model(device)
         world = World.single(device)
         config = DenseOptimizerConfig(name=case.dense_optimizer, lr=0.01)  # type: ignore[arg-type]
         self.optimizer = make_dense_optimizer(config, self.model.parameters())
         self.pipeline = Pipeline(self.model, self.optimizer, world)
+        if not uses_graphs:
+            self.pipeline.graphs = None
         self._predictions: StepPredictions | None = None
         self._num_steps = 0
         # In `meseta train`, another thread creates and packs them.

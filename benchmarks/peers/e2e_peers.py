@@ -64,6 +64,23 @@ class TrainingPeer(BenchmarkTarget):
             dist.barrier()
 
 
+class PairProducts(nn.Module):
+    """Dot products of all pairs of vectors. Its buffers move with the model, so that a step copies no indices."""
+
+    rows: Tensor
+    columns: Tensor
+
+    def __init__(self, num_vectors: int) -> None:
+        super().__init__()
+        rows, columns = torch.tril_indices(num_vectors, num_vectors, offset=-1)
+        self.register_buffer("rows", rows, persistent=False)
+        self.register_buffer("columns", columns, persistent=False)
+
+    def forward(self, vectors: Tensor) -> Tensor:
+        """Return products [B, F(F-1)/2] of vectors [B, F, D]."""
+        return torch.bmm(vectors, vectors.transpose(1, 2))[:, self.rows, self.columns]
+
+
 class PlainDLRM(nn.Module):
     """DLRM of standard PyTorch modules. Each table is an nn.EmbeddingBag with sparse gradients."""
 
@@ -79,15 +96,14 @@ class PlainDLRM(nn.Module):
         self.bottom = mlp([training.num_dense, *training.bottom_mlp, dim], relu_last=True)
         num_pairs = num_vectors * (num_vectors - 1) // 2
         self.top = mlp([dim + num_pairs, *training.top_mlp, 1])
-        self.pair_rows, self.pair_columns = torch.tril_indices(num_vectors, num_vectors, offset=-1)
+        self.products = PairProducts(num_vectors)
 
     def forward(self, dense: Tensor, ids: Tensor) -> Tensor:
         """Return logits [B] for dense features [B, num_dense] and ids [F, B, bag_size]."""
         x = self.bottom(dense)
         # nn.EmbeddingBag needs no offsets for two-dimensional ids, which are bags of equal length.
         vectors = torch.stack([x, *(table(ids[f]) for f, table in enumerate(self.tables))], dim=1)
-        products = torch.bmm(vectors, vectors.transpose(1, 2))[:, self.pair_rows, self.pair_columns]
-        logits: Tensor = self.top(torch.cat([x, products], dim=1)).squeeze(1)
+        logits: Tensor = self.top(torch.cat([x, self.products(vectors)], dim=1)).squeeze(1)
         return logits
 
 

@@ -12,11 +12,24 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from peers.e2e_peers import mlp
+from peers.e2e_peers import PairProducts, mlp
 
 NUM_DENSE, NUM_FEATURES, DIM = 13, 26, 16
 INPUTS = NUM_DENSE + NUM_FEATURES * DIM
 FIELDS = NUM_DENSE + NUM_FEATURES
+
+
+class DLRM(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bottom = mlp([NUM_DENSE, 512, 256, 64, DIM], relu_last=True)
+        self.products = PairProducts(NUM_FEATURES + 1)
+        self.top = mlp([DIM + NUM_FEATURES * (NUM_FEATURES + 1) // 2, 512, 256, 1])
+
+    def forward(self, dense: Tensor, vectors: Tensor) -> Tensor:
+        x = self.bottom(dense)
+        products = self.products(torch.cat([x[:, None], vectors], dim=1))
+        return self.top(torch.cat([x, products], dim=1)).squeeze(1)
 
 
 class DCNv2(nn.Module):
@@ -190,15 +203,14 @@ class Wukong(OfVectors):
 class DHENLayer(nn.Module):
     def __init__(self, num_inputs: int) -> None:
         super().__init__()
-        self.rows, self.columns = torch.tril_indices(num_inputs, num_inputs, offset=-1)
-        self.dot = nn.Linear(DIM + len(self.rows), 16 * DIM)
+        self.products = PairProducts(num_inputs)
+        self.dot = nn.Linear(DIM + num_inputs * (num_inputs - 1) // 2, 16 * DIM)
         self.linear = Mix(num_inputs, 16)
         self.shortcut = Mix(num_inputs, 32) if num_inputs != 32 else nn.Identity()
         self.norm = nn.LayerNorm(DIM)
 
     def forward(self, x: Tensor) -> Tensor:
-        products = torch.bmm(x, x.transpose(1, 2))[:, self.rows, self.columns]
-        dots = self.dot(torch.cat([x[:, 0], products], dim=1)).unflatten(1, (16, DIM))
+        dots = self.dot(torch.cat([x[:, 0], self.products(x)], dim=1)).unflatten(1, (16, DIM))
         return self.norm(torch.cat([dots, self.linear(x)], dim=1) + self.shortcut(x))
 
 
@@ -208,6 +220,7 @@ class DHEN(OfVectors):
 
 
 PLAIN: dict[str, type[nn.Module]] = {
+    "dlrm": DLRM,
     "dcnv2": DCNv2,
     "finalmlp": FinalMLP,
     "final": FinalNet,

@@ -265,10 +265,12 @@ def test_the_number_of_features_whose_lengths_are_stored_is_a_power_of_two() -> 
 
 
 @pytest.mark.parametrize("wide", [2**31, -(2**31) - 1])
-def test_a_batch_with_an_id_beyond_int32_keeps_all_ids(wide: int) -> None:
-    batch = make([[1, 1]], [5, wide])
-    layout, on_device = pack_and_copy(batch)
-    assert layout.unpack(batch, on_device).sparse.values.tolist() == [5, wide]
+def test_ids_are_int64_from_the_first_batch_with_an_id_beyond_int32(wide: int) -> None:
+    layouts, dtypes = PackedLayouts(), [torch.int32, torch.int64, torch.int64]
+    for ids, dtype in zip([[5, 6], [5, wide], [7, 8]], dtypes, strict=True):
+        batch = make([[1, 1]], ids)
+        layout, on_device = pack_and_copy(batch, layouts)
+        check_equal(layout.unpack(batch, on_device), batch, dtype)
 
 
 @pytest.mark.parametrize("num_parts", [1, 2])
@@ -310,4 +312,5 @@ def test_a_batch_of_single_ids_takes_a_third_of_its_bytes() -> None:
     batch = Batch(dense=torch.zeros(size, 13), sparse=ids, label=torch.zeros(size))
     layout, _ = PackedLayouts().pack(batch, lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8))
     assert sum(tensor.nbytes for tensor in batch.tensors) == 30_932_992
-    assert layout.num_bytes == 10_486_016 and layout.id_capacity == 26 * size
+    assert layout.num_bytes == 10_486_016
+    assert layout.id_capacity == 26 * size and layout.key_offsets == ids.key_offsets

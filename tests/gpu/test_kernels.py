@@ -12,6 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from dense_cases import (
+    DTYPES,
+    check_cross_entropy,
+    check_dot_interaction,
+    check_gpu_mlp,
+    check_linear_relu,
+    check_mask_and_sum,
+    check_scalar_linear,
+)
 from meseta.ops.pooled_lookup import pooled_lookup
 from meseta.optim import make_row_optimizer
 from meseta.spec import MesetaError
@@ -50,6 +59,20 @@ UPDATES = product(
 )
 
 
+LAYERS = product(num_samples=[1, 256, 600, 5000], width=[1, 7, 64, 513], dtype=DTYPES)
+STACKS = product(
+    num_samples=[1, 300, 5000],
+    widths=[(13, 512, 256, 16), (5, 1), (367, 512, 256, 1), (3, 4, 1), (66, 8, 5)],
+    dtype=DTYPES,
+    bias=[True, False],
+    relu_last=[True, False],
+)
+PAIRS = product(
+    sizes=[(1, 1, 1), (5, 3, 4), (3000, 26, 16), (3, 101, 3), (4, 0, 5), (300, 40, 70), (70, 26, 128)],
+    dtype=DTYPES[:2],
+)
+
+
 def on_device(call: Any, step: int) -> Any:
     """Return the update with its uniforms and step on the device, as CUDA graphs need them."""
     steps = torch.full((len(call.tables), 1), step, dtype=torch.float64)
@@ -67,6 +90,32 @@ def captured(run: Callable[[], Any]) -> torch.cuda.CUDAGraph:
     with torch.cuda.graph(graph):
         run()
     return graph
+
+
+@pytest.mark.parametrize("case", sample(LAYERS, 20, seed=3))
+def test_layers(case: dict[str, Any]) -> None:
+    check_mask_and_sum(**case, device="cuda")
+    for relu in (False, True):
+        check_scalar_linear(**case, relu=relu, device="cuda")
+    if case["width"] <= 64:
+        check_linear_relu(case["num_samples"], case["width"], 100, "cuda")
+
+
+@pytest.mark.parametrize("case", sample(STACKS, 30, seed=4))
+def test_stacks_of_layers(case: dict[str, Any]) -> None:
+    check_gpu_mlp(**case, device="cuda")
+
+
+@pytest.mark.parametrize("case", PAIRS)
+def test_pairwise_products(case: dict[str, Any]) -> None:
+    check_dot_interaction(*case["sizes"], dtype=case["dtype"], device="cuda")
+
+
+@pytest.mark.parametrize("shape", [(1,), (5000,), (70000, 3)])
+@pytest.mark.parametrize("factors", ["none", "each", "rows"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_cross_entropies(shape: tuple[int, ...], factors: str, dtype: torch.dtype) -> None:
+    check_cross_entropy(shape, factors, dtype, "cuda")
 
 
 @pytest.mark.parametrize("case", sample(LOOKUPS, 60, seed=1))

@@ -52,6 +52,14 @@ def test_an_id_outside_adds_nothing(bad: int) -> None:
     assert got.tolist() == [[1.0] * 4, [1.0] * 4]
 
 
+def test_padding_ids_add_nothing() -> None:
+    case = lookup_case(4, [16, 3, 8])
+    ids = torch.cat([case.ids, torch.zeros(50, dtype=torch.int64)])
+    weights = None if case.weights is None else torch.cat([case.weights, torch.ones(50)])
+    got = kernel.pooled_lookup(case.tables, ids, case.offsets, weights, case.flags)
+    assert torch.equal(got, case.by_reference())
+
+
 def test_tables_of_more_than_two_billion_elements() -> None:
     table = torch.from_numpy(np.zeros((2**31 + 8, 1), dtype=np.float16))  # unwritten pages take no memory
     table[-1], table[0] = 3.0, 1.0

@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 if torch.cuda.is_available():
     pytest.skip("Triton compiles for the GPU here: see tests/gpu", allow_module_level=True)
 
+from meseta.ops.id_policy import triton
 from meseta.ops.row_lookup import triton as rows
 from meseta.ops.weight_gradient import triton as weights
 from triton_cases import TYPES, check_repaired_ids, check_row_lookup, check_weight_gradient, lookup_case
@@ -49,6 +50,19 @@ def test_an_id_outside_gives_zeros(bad: int) -> None:
     assert rows.row_lookup([table], ids, [0, 3])[0].tolist() == [[1.0] * 4, [0.0] * 4, [1.0] * 4]
     got = weights.weight_gradient([table], ids, torch.tensor([0, 2, 3]), torch.ones(2, 4), [1])
     assert got.tolist() == [4.0, 0.0, 4.0]
+
+
+def test_policies_of_long_batches() -> None:
+    # More bags and ids of a feature than a program handles at a time, in features of different size.
+    check_repaired_ids(lookup_case(0, [1, 1, 1], num_samples=5000, max_length=3), "cpu")
+    ids, lengths = torch.tensor([5, 1, 9, -7, 2]), torch.tensor([0, 2, 1, 0, 0, 1, 1])
+    got = triton.check_ids(ids, lengths, [0, 3, 3, 7], [6, 1, 2], [0, 2, 0])
+    assert [result.tolist() for result in got] == [
+        [5, 1, 0, 0, 0],
+        [0, 0, 2, 3, 3, 3, 4, 5],
+        [1, 0, 2],
+        [0, 2, 9],
+    ]
 
 
 def test_tensors_that_do_not_fit_are_refused() -> None:

@@ -106,6 +106,24 @@ def test_ids_outside_are_left_out(integers: torch.dtype) -> None:
     assert all(torch.equal(a, b) for a, b in zip(outside, silent, strict=True))
 
 
+@pytest.mark.parametrize("padding", [1, 5000])
+def test_padding_ids_change_nothing(padding: int) -> None:
+    call = update_case(make_row_optimizer(SPECS["adam"]), 6, dims=(8, 40), num_samples=30)
+    ids = torch.cat([call.ids, torch.zeros(padding, dtype=torch.int64)])
+    padded = replace(call, ids=ids, weights=torch.cat([call.weights, torch.ones(padding)]))
+    for got, expected in zip(updated(padded, "cpu"), updated(call, "cpu"), strict=True):
+        assert torch.equal(got, expected)
+
+
+def test_many_rows_features_and_gradients() -> None:
+    # More items and features than a program handles at a time, and more gradients than a launch takes addresses of.
+    call = update_case(
+        make_row_optimizer(SPECS["rowwise_adagrad"]), 4, dims=(1, 20) * 10, num_samples=150, max_rows=300
+    )
+    assert len(call.gradients) > 8 and call.ids.numel() > 2 * kernel.SEGMENT_ITEMS.value
+    check_update(call, "cpu")
+
+
 def test_tables_of_more_than_two_billion_elements() -> None:
     call = update_case(make_row_optimizer(SPECS["sgd"]), dims=(1,))
     table = torch.from_numpy(np.zeros((2**31 + 8, 1), dtype=np.float16))  # unwritten pages take no memory

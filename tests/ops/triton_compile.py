@@ -17,7 +17,10 @@ from triton.compiler import ASTSource
 
 from meseta.ops import triton_shared
 from meseta.ops.codec import triton_kernels as codec
+from meseta.ops.cross_entropy import triton as cross_entropy
+from meseta.ops.dot_interaction import triton as dot_interaction
 from meseta.ops.id_policy import triton as id_policy
+from meseta.ops.mlp import triton as mlp
 from meseta.ops.pooled_lookup import triton as lookup
 from meseta.ops.row_lookup import triton as row_lookup
 from meseta.ops.row_program.program import trace
@@ -75,29 +78,30 @@ def lists(architecture: int) -> dict[str, Any]:
     many = {"plan": WORDS, "items": WORDS, "limit": "i32"}
     report = {"report": WORDS, "found_inf": FLOATS, "sums": "*fp64", "at": "i32", "NUM_SUMS": 2}
     cases: dict[str, tuple[Any, dict[str, Any]]] = {
-        "repair": (
-            id_policy._repair,
-            dict.fromkeys(("fixed", "counts", "words"), WORDS)
-            | {"ids": INTS, "offsets": WORDS, "num_features": "i32", "num_ids": "i32"},
-        ),
-        "first": (
-            id_policy._report_first_error,
-            dict.fromkeys(("first_error", "counts", "words"), WORDS)
-            | {"ids": WORDS, "offsets": WORDS, "num_features": "i32", "num_ids": "i32"},
+        "lengths": (id_policy._sum_lengths, {"work": WORDS, "lengths": INTS, "words": WORDS}),
+        "ids": (
+            id_policy._check,
+            dict.fromkeys(("fixed", "work", "lengths", "words"), WORDS) | {"ids": INTS, "num_ids": "i32"},
         ),
         "addresses": (triton_shared._write_addresses, {"out": WORDS, **dict.fromkeys("abcdefg", FLOATS)}),
         "scalars": (step_scalars._write_words, {"out": WORDS, **dict.fromkeys("abcdefg", "i64")}),
         "verdict": (step_verdict._record, report | {"first_error": None, "IS_FIRST": True}),
         "verdict of ids": (step_verdict._record, report | {"first_error": WORDS, "IS_FIRST": False}),
-        "starts": (kernels.feature_starts, {"starts": WORDS, "plan": WORDS, "offsets": WORDS, "PADDED": 32}),
         "items": (
             kernels.list_items,
-            many | {"keys": INTS, "starts": WORDS, "ids": INTS, "offsets": WORDS, "weights": FLOATS},
+            many | {"keys": INTS, "ids": INTS, "offsets": WORDS, "weights": FLOATS, "gradients": FLOATS},
         ),
-        "order": (kernels.order_items, many | {"ordered": WORDS, "scales": None, "keys": WORDS, "order": WORDS}),
+        "items, several gradients": (
+            kernels.list_items,
+            many | {"keys": INTS, "ids": INTS, "offsets": WORDS, "weights": None, "gradients": WORDS},
+        ),
+        "order": (
+            kernels.order_items,
+            many | {"ordered": WORDS, "scales": None, "num_keys": INTS, "keys": WORDS, "order": WORDS},
+        ),
         "segments": (
             kernels.mark_segments,
-            {"segments": WORDS, "ranges": WORDS, "keys": INTS, "counted": WORDS, "plan": WORDS, "limit": "i32"},
+            {"segments": WORDS, "ranges": WORDS, "keys": INTS, "num_keys": INTS, "plan": WORDS, "limit": "i32"},
         ),
         "long runs": (
             kernels.sum_long_runs,
@@ -140,7 +144,33 @@ def codecs(architecture: int) -> dict[str, Any]:
     return kernels
 
 
-GROUPS = {"lookups": lookups, "rows": rows, "lists": lists, "updates": updates, "codecs": codecs}
+def dense(architecture: int) -> dict[str, Any]:
+    sizes = dict.fromkeys(("num_samples", "num_logits", "stride", "gradient_stride"), "i32")
+    names = ("x", "out", "x_gradient", "gradient", "output", "masked", "logits", "label", "factor", "weight", "bias")
+    kernels = {}
+    for dtype in ("*fp32", "*bf16", "*fp64"):
+        common = sizes | dict.fromkeys(names, dtype) | {"sums": "*fp64" if dtype == "*fp64" else FLOATS}
+        cases: list[tuple[Any, dict[str, Any]]] = [
+            (mlp._mask_and_sum, {"WIDTH": 512}),
+            (mlp._scalar_linear, {"WIDTH": 250, "RELU": True}),
+            (mlp._scalar_linear_backward, {"FORM": 2 * 250 + 1}),
+            (cross_entropy._sum_losses, {"sums": "*fp64"}),
+            (cross_entropy._scale_gradients, {"gradient": "*fp64", "factor": None}),
+        ]
+        if dtype == FLOATS:
+            cases.append((mlp._linear_relu, {"INPUTS": 13, "OUTPUTS": 512}))
+        if dtype != "*fp64":  # Other products are those of plain PyTorch.
+            pooled = {"pooled": FLOATS, "pooled_gradient": FLOATS}
+            for shape in ({"FEATURES": 7, "DIM": 16}, {"FEATURES": 100, "DIM": 128}):
+                cases += [(dot_interaction._multiply_pairs, pooled | shape)]
+                cases += [(dot_interaction._sum_scaled_vectors, pooled | shape)]
+        for kernel, types in cases:
+            used = {name: kind for name, kind in (common | types).items() if name in kernel.arg_names}
+            kernels[f"{kernel.__name__} {dtype} {types.get('DIM')}"] = compiled(kernel, used, architecture)
+    return kernels
+
+
+GROUPS = {"lookups": lookups, "rows": rows, "lists": lists, "updates": updates, "codecs": codecs, "dense": dense}
 
 if __name__ == "__main__":
     print(json.dumps(GROUPS[sys.argv[2]](int(sys.argv[1]))))

@@ -18,7 +18,7 @@ from meseta.comm import World
 from meseta.data.read.batch import Batch, Position, split_batch
 from meseta.embedding import EmbeddingBagCollection
 from meseta.models import DLRM
-from meseta.ops.host_buffers import MAX_PENDING_COPIES, BufferPool
+from meseta.ops.common import MAX_PENDING_COPIES, BufferPool
 from meseta.pipeline import Pipeline, StageTimes, device_copy, lookahead
 from meseta.pipeline.device_copy import BatchPacker, DeviceCopier, PendingCopy
 from meseta.sparse import KeyedJaggedTensor

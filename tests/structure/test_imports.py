@@ -13,6 +13,7 @@ from source_tree import SOURCE, modules
 
 # Only comm/ communicates with other ranks. The command line may start them.
 MAY_USE_DISTRIBUTED = ("comm/", "cli/")
+MAX_TRAINER_IMPORTS = 25
 
 
 def test_import_contracts_are_kept(tmp_path: Path) -> None:
@@ -75,6 +76,13 @@ def distributed_uses(tree: ast.Module) -> list[int]:
         ):
             lines.append(node.lineno)
     return lines
+
+
+def test_the_trainer_imports_few_modules() -> None:
+    """The training loop delegates to other modules, so that a reader needs to know few of them."""
+    tree = ast.parse((SOURCE / "train/trainer.py").read_text())
+    imports = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
+    assert sum(module.partition(".")[0] == "meseta" for module in imports) <= MAX_TRAINER_IMPORTS
 
 
 def test_every_collective_lives_in_comm() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from late_copies import KilledRun, late_device
-from meseta.ops.host_buffers import MAX_PENDING_COPIES
+from meseta.ops.common import MAX_PENDING_COPIES
 from small_run import final_checksum, metrics, settings, train, without_times
 
 COMMON = {"train__epochs": 2, "train__eval_every_steps": 7, "checkpoint__every_steps": 3}

@@ -13,7 +13,7 @@ from torch import Tensor
 from meseta.comm import BatchTotals
 from meseta.data.read.batch import Batch, split_batch
 from meseta.data.read.packing import PackedLayout, PackedLayouts
-from meseta.ops.host_buffers import BufferPool
+from meseta.ops.common import BufferPool
 from meseta.pipeline.losses import make_batch_totals
 from meseta.telemetry.span import StageTimes
 

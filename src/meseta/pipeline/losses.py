@@ -17,6 +17,7 @@ from meseta.embedding.base import BaseEmbeddingCollection
 from meseta.embedding.batch_context import BatchContext
 from meseta.models.layers import GLOBAL_LOSS_HOOKS, loss_term_names
 from meseta.ops.common import copy_to_device, total
+from meseta.ops.cross_entropy import cross_entropy
 from meseta.ops.step_scalars import StepNumbers
 from meseta.sparse.shapes import Float
 from meseta.spec import MesetaError
@@ -207,6 +208,8 @@ def _cross_entropy(logits: Tensor, batch: Batch, weigh: _LossWeights) -> Tensor:
             "per label of the dataset"
         )
     factor = weigh(logits, is_of_tasks=True)
+    if logits.is_cuda:
+        return cross_entropy(logits, label, factor)
     return total(functional.binary_cross_entropy_with_logits(logits, label, factor, reduction="none"))
 
 

@@ -15,8 +15,7 @@ from torch import Tensor
 from meseta.comm import BatchTotals, World
 from meseta.data.read.batch import Batch
 from meseta.embedding.batch_context import BatchContext, RejectedId, no_op
-from meseta.ops.common import copy_to_device
-from meseta.ops.host_buffers import AsyncHostCopy
+from meseta.ops.common import AsyncHostCopy, copy_to_device
 from meseta.ops.step_scalars import StepScalars
 from meseta.ops.step_verdict import REJECTED_ID, StepReport, record_verdict
 from meseta.optim.dense import keep_former, step_if_finite

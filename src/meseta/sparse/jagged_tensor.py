@@ -283,11 +283,14 @@ class KeyedJaggedTensor:
         """Whether values may follow that belong to no feature."""
         return False
 
-    def with_values(self, values: Int[Tensor, " nnz"]) -> KeyedJaggedTensor:
-        """Return a batch with other ids and the same lengths and weights."""
+    def with_values(
+        self, values: Int[Tensor, " nnz"], offsets: Int[Tensor, " F_times_B_plus_1"] | None = None
+    ) -> KeyedJaggedTensor:
+        """Return a batch with other ids, the same lengths and weights, and `offsets` if they are known."""
         if values.shape != self.values.shape or values.dtype not in (torch.int32, torch.int64):
             raise MesetaError(
                 f"KeyedJaggedTensor.with_values: values {values.dtype} {list(values.shape)} do not replace "
                 f"{self.values.numel()} ids; give one int32 or int64 per id"
             )
-        return self._unchecked(**{**self.__dict__, "values": values})
+        known = {} if offsets is None else {"offsets": offsets}
+        return self._unchecked(**{**self.__dict__, "values": values, **known})

@@ -38,7 +38,14 @@ from meseta.telemetry.metrics_file import (
     read_metrics_lines,
 )
 from meseta.telemetry.rank_record import RANKS_FOLDER
-from meseta.telemetry.summary import ENVIRONMENT_FILE, SUMMARY_FILE, PackageVersions, RunEnvironment, read_summary
+from meseta.telemetry.summary import (
+    ENVIRONMENT_FILE,
+    SUMMARY_FILE,
+    PackageVersions,
+    RunEnvironment,
+    RunSummary,
+    read_summary,
+)
 from meseta.telemetry.timeline import TIMELINE_FILE
 from meseta.train.setup.source import make_row_source
 
@@ -56,6 +63,10 @@ class RunDir:
         self._metrics_path = path / METRICS_FILE
         self._lock = FolderLock(path, self._lock_error_text)
         self._printed_notes: set[str] = set()
+
+    def read_summary(self) -> RunSummary | None:
+        """Return the summary of the last completed start, or `None`. See `meseta.telemetry.summary.read_summary`."""
+        return read_summary(self.path)
 
     def _lock_error_text(self, holder: str) -> str:
         return (

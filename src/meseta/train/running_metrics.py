@@ -16,7 +16,7 @@ from torch import Tensor
 from meseta.comm import World
 from meseta.data.read.batch import Batch
 from meseta.embedding.base import BaseEmbeddingCollection
-from meseta.ops.host_buffers import AsyncHostCopy
+from meseta.ops.common import AsyncHostCopy
 from meseta.pipeline.update_check import LossAgreement
 from meseta.telemetry.row_traffic import RowTraffic
 from meseta.train.evaluate import gather_windows

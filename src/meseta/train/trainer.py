@@ -14,15 +14,11 @@ from meseta import checkpoint
 from meseta.comm import World
 from meseta.comm.recording import publish_record
 from meseta.config import RunConfig
-from meseta.data.read.batch_reader import BatchIterator
 from meseta.measure.threads import StepThreads
 from meseta.optim.dense import set_learning_rates
-from meseta.pipeline import StepResult
-from meseta.pipeline.device_copy import BatchPacker
-from meseta.pipeline.losses import SkippedUpdate
+from meseta.pipeline import SkippedUpdate, StepResult
 from meseta.spec import MesetaError
 from meseta.telemetry.metrics_file import EvalLine, Line, TrainLine
-from meseta.telemetry.summary import read_summary
 from meseta.telemetry.timeline import StepRange
 from meseta.train import resuming
 from meseta.train.background_metrics import BackgroundMetrics
@@ -46,9 +42,10 @@ from meseta.train.setup.build import (
     make_reader,
     place_model,
     plan_model,
+    read_packed,
+    start_attempt,
     task_weights,
 )
-from meseta.train.setup.source import make_row_source
 from meseta.train.setup.specs import DENSE_DTYPE_KEY, bfloat16_note, resolve_dense_dtype
 from meseta.train.state import (
     add_step_context,
@@ -88,7 +85,7 @@ class Trainer:
             self.dataset.check_has_labels()
             newest = world.broadcast_from_rank_0(lambda: resuming.find_newest_checkpoint(self.run_dir))
             resuming.check_dataset(self.run_dir, newest, self.dataset, world)
-            self._attempt = make_row_source(config.data).new_attempt(config.run_dir, world)
+            self._attempt = start_attempt(config, world)
             self.reader = make_reader(self.config, self.dataset, "train", self.world, self._attempt)
             start_position = resuming.seek_reader(self.reader, newest)
             # Position of the reader after the last trained batch. The reader itself may be ahead.
@@ -102,7 +99,6 @@ class Trainer:
             # Lock before reading, so that a refused run does not replace the running one at the dispatcher.
             self.world.run_on_rank_0(self.run_dir.lock)
             held.callback(lambda: self._batches.close())  # noqa: PLW0108  `resume` may replace the iterator.
-            self._packer = BatchPacker.for_device(world.device, config.train.accumulate_steps)
             self._start_reading()  # Reads while the model is created.
             self._build(with_test)
             held.callback(self.checkpoint_manager.close)
@@ -177,7 +173,7 @@ class Trainer:
             self.checkpoint_manager.sync_mirror()
 
     def _run(self) -> RunSummary:
-        former = self.world.broadcast_from_rank_0(lambda: read_summary(self.run_dir.path))
+        former = self.world.broadcast_from_rank_0(self.run_dir.read_summary)
         self.world.run_on_rank_0(self._prepare_run_dir)
         publish_record(self.run_dir.path, self.step)
         first = self.step
@@ -429,8 +425,4 @@ class Trainer:
     def _start_reading(self) -> None:
         # With stale embeddings, the reader is one batch ahead at the end.
         num_epochs = self.config.train.epochs + self.config.pipeline.staleness
-        self._batches: BatchIterator[Any] = (
-            self.reader.epochs(num_epochs)
-            if self._packer is None
-            else self.reader.prepared_epochs(num_epochs, self._packer.pack)
-        )
+        self._batches = read_packed(self.reader, num_epochs, self.world.device, self.config.train.accumulate_steps)

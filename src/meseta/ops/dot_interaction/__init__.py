@@ -80,13 +80,17 @@ def _forward_cpu(x: Tensor, pooled: Tensor) -> Tensor:
     return out
 
 
-def _backward_cpu(gradient: Tensor, x: Tensor, pooled: Tensor) -> tuple[Tensor, Tensor]:
+def _check_gradient(gradient: Tensor, x: Tensor, pooled: Tensor) -> None:
     _check(x, pooled)
     if gradient.shape != (x.shape[0], _output_width(x, pooled)) or gradient.dtype != x.dtype:
         raise MesetaError(
             f"dot_interaction_backward: the gradient is {gradient.dtype} {tuple(gradient.shape)}, but the result was "
             f"{x.dtype} {(x.shape[0], _output_width(x, pooled))}; pass the same dtype and shape"
         )
+
+
+def _backward_cpu(gradient: Tensor, x: Tensor, pooled: Tensor) -> tuple[Tensor, Tensor]:
+    _check_gradient(gradient, x, pooled)
     if not _has_kernel(x, pooled):
         return reference.dot_interaction_backward(gradient, x, pooled, batched_product)
     gradient, x, pooled = gradient.contiguous(), x.contiguous(), pooled.contiguous()
@@ -106,17 +110,35 @@ def _backward_cpu(gradient: Tensor, x: Tensor, pooled: Tensor) -> tuple[Tensor, 
     return x_gradient, pooled_gradient
 
 
+def _forward_gpu(x: Tensor, pooled: Tensor) -> Tensor:
+    _check(x, pooled)
+    if not _has_kernel(x, pooled):
+        return reference.dot_interaction(x, pooled)
+    from meseta.ops.dot_interaction import triton
+
+    return triton.dot_interaction(x, pooled)
+
+
+def _backward_gpu(gradient: Tensor, x: Tensor, pooled: Tensor) -> tuple[Tensor, Tensor]:
+    _check_gradient(gradient, x, pooled)
+    if not _has_kernel(x, pooled):
+        return reference.dot_interaction_backward(gradient, x, pooled)
+    from meseta.ops.dot_interaction import triton
+
+    return triton.dot_interaction_backward(gradient, x, pooled)
+
+
 _forward = register(
     "dot_interaction(Tensor x, Tensor pooled) -> Tensor",
     cpu=_forward_cpu,
-    cuda=reference.dot_interaction,
+    cuda=_forward_gpu,
     fake=lambda x, pooled: x.new_empty(x.shape[0], _output_width(x, pooled)),
     flops=_flops,
 )
 _backward = register(
     "dot_interaction_backward(Tensor gradient, Tensor x, Tensor pooled) -> (Tensor, Tensor)",
     cpu=_backward_cpu,
-    cuda=reference.dot_interaction_backward,
+    cuda=_backward_gpu,
     fake=lambda gradient, x, pooled: (x.new_empty(x.shape), pooled.new_empty(pooled.shape)),
     # The kernel multiplies both vectors of each pair. Plain PyTorch adds the transpose to the gradients of all products
     # first, and then needs one product.

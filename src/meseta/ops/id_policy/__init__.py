@@ -62,8 +62,10 @@ def apply_id_policy(kjt: KeyedJaggedTensor, num_rows: Sequence[int], policies: S
     if kjt.values.is_cuda and "drop" not in policies:
         from meseta.ops.id_policy import triton
 
-        ids, num_outside, first_error = triton.check_ids(kjt.values, kjt.offsets, first_bags, num_rows, numbers)
-        return CheckedIds(kjt=kjt.with_values(ids), num_outside=num_outside, first_error=first_error)
+        ids, offsets, num_outside, first_error = triton.check_ids(
+            kjt.values, kjt.lengths, first_bags, num_rows, numbers
+        )
+        return CheckedIds(kjt=kjt.with_values(ids, offsets), num_outside=num_outside, first_error=first_error)
     num_outside = _count(kjt.values, kjt.key_offsets, list(num_rows))
     if kjt.values.is_cpu and not num_outside.any():
         return CheckedIds(kjt=kjt, num_outside=num_outside, first_error=NO_ERROR)

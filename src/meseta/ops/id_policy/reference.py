@@ -60,13 +60,17 @@ def fix_ids(
 
 
 def check_ids(
-    ids: Tensor, offsets: Tensor, first_bags: Sequence[int], num_rows: Sequence[int], policies: Sequence[int]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Apply policies other than DROP. Returns (ids, num_outside, first_error). Bag g starts at offsets[g], feature f at
-    bag first_bags[f]."""
-    fixed, _, _, first_error = fix_ids(ids, offsets.diff(), first_bags, num_rows, policies)
+    ids: Tensor, lengths: Tensor, first_bags: Sequence[int], num_rows: Sequence[int], policies: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Apply policies other than DROP. Returns int64 (ids, offsets, num_outside, first_error).
+
+    Feature f starts at bag first_bags[f]. Ids behind the last bag are padding, which is not in the result.
+    """
+    offsets = torch.cat([lengths.new_zeros(1, dtype=torch.int64), lengths.cumsum(0, dtype=torch.int64)])
     bounds = offsets[torch.tensor(list(first_bags), device=offsets.device)].tolist()
-    return fixed, count_outside(ids, bounds, num_rows), first_error
+    ids = ids[: bounds[-1]]
+    fixed, _, _, first_error = fix_ids(ids, lengths, first_bags, num_rows, policies)
+    return fixed, offsets, count_outside(ids, bounds, num_rows), first_error
 
 
 def mix_bits(ids: Tensor) -> Tensor:

@@ -1,8 +1,13 @@
-"""Id policies on a GPU: one launch fixes and counts out-of-range ids, a second one reports the first error."""
+"""Offsets of bags and id policies on a GPU, in two launches."""
+# The first launch sums the lengths of chunks of bags. In the second one, some programs of each feature write offsets,
+# and the others fix and count out-of-range ids. The last program to finish reports the first error.
+#
+# Triton parses the source of these functions, so that no decorator that checks types may wrap them.
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import no_type_check
 
 import torch
@@ -14,47 +19,101 @@ from meseta.ops.common import device_constant
 from meseta.ops.id_policy import reference
 from meseta.ops.triton_shared import find_last_at_most
 
+CHUNK_BAGS = tl.constexpr(4096)
+"""Number of bags of a feature whose offsets a program writes."""
 IDS = tl.constexpr(512)
-"""Number of ids per program."""
+"""Number of ids that a program fixes at a time."""
+MAX_PROGRAMS = 256
+"""Maximum number of programs that fix the ids of a feature."""
+SUM_BLOCK = tl.constexpr(1024)
+"""Number of chunks whose lengths are added at a time."""
 ERROR, CLAMP, HASH = (tl.constexpr(number) for number in (reference.ERROR, reference.CLAMP, reference.HASH))
 
 
 def check_ids(
-    ids: Tensor, offsets: Tensor, first_bags: Sequence[int], num_rows: Sequence[int], policies: Sequence[int]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Implement `meseta.ops.id_policy.reference.check_ids` on a GPU, with equal results. The host does not wait."""
+    ids: Tensor, lengths: Tensor, first_bags: Sequence[int], num_rows: Sequence[int], policies: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Implement `meseta.ops.id_policy.reference.check_ids` on a GPU, with equal results. The host does not wait.
+
+    The result has all of `ids`, but those behind the last bag are not initialized.
+    """
     num_features, device = len(num_rows), ids.device
-    fixed = torch.empty(ids.numel(), dtype=torch.int64, device=device)
-    # The number of out-of-range ids per feature, then the number of ids from the first rejected one to the end. The
-    # largest such number belongs to the first error, so that an atomic maximum finds it.
-    counts = torch.zeros(num_features + 1, dtype=torch.int64, device=device)
-    first_error = torch.empty(3, dtype=torch.int64, device=device)
-    words = device_constant((*first_bags, *num_rows, *policies), device)
+    num_chunks = max(triton.cdiv(max(stop - start for start, stop in pairwise(first_bags)), CHUNK_BAGS.value), 1)
+    # Twice as many programs as needed if all features have as many ids.
+    num_programs = min(max(triton.cdiv(2 * ids.numel(), IDS.value * num_features), 1), MAX_PROGRAMS)
+    sizes = 3, num_features, 2, num_features * num_chunks, first_bags[-1] + 1
+    fixed, work = (torch.empty(size, dtype=torch.int64, device=device) for size in (ids.numel(), sum(sizes)))
+    words = device_constant((num_features, num_chunks, *first_bags, *num_rows, *policies), device)
     with torch.cuda.device_of(ids):
-        if ids.numel():
-            _repair[(triton.cdiv(ids.numel(), IDS.value),)](
-                fixed, counts, ids.contiguous(), offsets, words, num_features, ids.numel()
-            )
-        _report_first_error[(1,)](first_error, counts, ids, offsets, words, num_features, ids.numel(), num_warps=1)
-    return fixed, counts[:num_features], first_error
+        lengths = lengths.contiguous()
+        _sum_lengths[(num_features, num_chunks)](work, lengths, words)
+        _check[(num_features, num_chunks + num_programs)](fixed, work, ids.contiguous(), lengths, words, ids.numel())
+    first_error, num_outside, _, _, offsets = work.split(sizes)
+    return fixed, offsets, num_outside, first_error
+
+
+# `words` has the numbers of features F and of chunks C per feature, then F + 1 first bags, F numbers of rows and F
+# policies. `work` has the first error, F numbers of out-of-range ids, the number of ids from the first rejected one to
+# the end, the number of programs that have finished, the F * C sums of the lengths of chunks, and the offsets. The
+# largest number of ids to the end belongs to the first error, so that an atomic maximum finds it.
+COUNTS = tl.constexpr(3)
+"""Position of the numbers of out-of-range ids in `work`."""
+BAGS = tl.constexpr(2)
+"""Position of the first bags in `words`."""
 
 
 @triton.jit
-@no_type_check  # Triton parses the source, so that no decorator that checks types may wrap the function.
-def _find_feature(at, offsets, words, num_features, live):
-    """Return the feature of the id at position `at`: the last one whose first bag starts at or before it."""
-    # Features without ids start at the same position as the next feature with ids, and precede it.
-    low = tl.zeros_like(at)
-    high = low + num_features
-    width = num_features
-    while width > 1:
-        middle = (low + high) // 2
-        bag = tl.load(words + middle, mask=live, other=0)
-        begins = tl.load(offsets + bag, mask=live, other=0) <= at
-        low = tl.where(begins, middle, low)
-        high = tl.where(begins, high, middle)
-        width = (width + 1) // 2
-    return low
+@no_type_check
+def _sum_lengths(work, lengths, words):
+    """Write the sums of the lengths of chunks, and set all counts to 0."""
+    feature, chunk = tl.program_id(0), tl.program_id(1)
+    num_features = tl.load(words)
+    bag = tl.load(words + BAGS + feature) + chunk * CHUNK_BAGS + tl.arange(0, CHUNK_BAGS)
+    length = tl.load(lengths + bag, mask=bag < tl.load(words + BAGS + feature + 1), other=0).to(tl.int64)
+    sums = work + COUNTS + num_features + 2
+    tl.store(sums + feature * tl.num_programs(1) + chunk, tl.sum(length, axis=0))
+    index = feature + tl.arange(0, 4)  # The last feature also clears the two numbers behind the counts.
+    is_own = (index == feature) | ((feature == num_features - 1) & (index < num_features + 2))
+    tl.store(work + COUNTS + index, tl.zeros([4], dtype=tl.int64), mask=is_own)
+
+
+@triton.jit(do_not_specialize=["num_ids"])
+@no_type_check
+def _check(fixed, work, ids, lengths, words, num_ids):
+    """Write offsets, fix ids, and report the first error."""
+    feature, part = tl.program_id(0), tl.program_id(1)
+    num_features, num_chunks = tl.load(words), tl.load(words + 1)
+    sums = work + COUNTS + num_features + 2
+    offsets = sums + num_features * num_chunks
+    if part < num_chunks:
+        first_bag, last_bag = tl.load(words + BAGS + feature), tl.load(words + BAGS + feature + 1)
+        bag = first_bag + part * CHUNK_BAGS + tl.arange(0, CHUNK_BAGS)
+        length = tl.load(lengths + bag, mask=bag < last_bag, other=0).to(tl.int64)
+        ends = _sum_first(sums, feature * num_chunks + part) + tl.cumsum(length, axis=0)
+        tl.store(offsets + bag + 1, ends, mask=bag < last_bag)
+        tl.store(offsets + tl.zeros_like(bag), tl.zeros_like(bag), mask=bag == 0)
+    else:
+        first_chunk = feature * num_chunks
+        begin = _sum_first(sums, first_chunk) + (part - num_chunks) * IDS
+        end = tl.minimum(_sum_first(sums, first_chunk + num_chunks), num_ids)
+        _repair(fixed, work, ids, words, feature, begin, end, num_ids)
+    # All threads of this program have written before its number of finished programs, which orders the writes of all
+    # programs before the reads of the last one.
+    tl.debug_barrier()
+    num_finished = tl.atomic_add(work + COUNTS + num_features + 1, 1, sem="acq_rel")
+    if num_finished == tl.num_programs(0) * tl.num_programs(1) - 1:
+        _report_first_error(work, offsets, ids, words, num_ids)
+
+
+@triton.jit
+@no_type_check
+def _sum_first(sums, count):
+    """Return the sum of the first `count` numbers."""
+    total = tl.zeros([SUM_BLOCK], dtype=tl.int64)
+    for first in range(0, count, SUM_BLOCK):
+        index = first + tl.arange(0, SUM_BLOCK)
+        total += tl.load(sums + index, mask=index < count, other=0)
+    return tl.sum(total, axis=0)
 
 
 @triton.jit
@@ -67,34 +126,58 @@ def _mix_bits(ids):
     return ((mixed ^ (mixed >> 31)) & 0x7FFFFFFFFFFFFFFF).to(tl.int64)
 
 
-@triton.jit(do_not_specialize=["num_features"])
+@triton.jit
 @no_type_check
-def _repair(fixed, counts, ids, offsets, words, num_features, num_ids):
-    at = tl.program_id(0).to(tl.int64) * IDS + tl.arange(0, IDS)
-    live = at < num_ids
-    row = tl.load(ids + at, mask=live, other=0).to(tl.int64)
-    feature = _find_feature(at, offsets, words, num_features, live)
-    limit = tl.load(words + num_features + 1 + feature, mask=live, other=1)
-    policy = tl.load(words + 2 * num_features + 1 + feature, mask=live, other=0)
-    outside = live & ((row < 0) | (row >= limit))
-    nearest = tl.where(row < 0, 0, limit - 1)
-    repaired = tl.where(policy == HASH, _mix_bits(row) % limit, tl.where(policy == CLAMP, nearest, 0))
-    tl.store(fixed + at, tl.where(outside, repaired, row), mask=live)
-    tl.atomic_add(counts + feature, 1, mask=outside)
-    refused = tl.where(outside & (policy == ERROR), num_ids - at, 0)
-    tl.atomic_max(counts + num_features, tl.max(refused, axis=0))
+def _repair(fixed, work, ids, words, feature, begin, end, num_ids):
+    """Fix and count out-of-range ids of a feature in ids[begin:end]. Other programs have some of them."""
+    num_features, num_chunks = tl.load(words), tl.load(words + 1)
+    limit = tl.load(words + BAGS + num_features + 1 + feature)
+    policy = tl.load(words + BAGS + 2 * num_features + 1 + feature)
+    num_outside = tl.zeros([IDS], dtype=tl.int64)
+    refused = tl.zeros([IDS], dtype=tl.int64)
+    for first in range(begin, end, (tl.num_programs(1) - num_chunks) * IDS):
+        at = first + tl.arange(0, IDS)
+        live = at < end
+        row = tl.load(ids + at, mask=live, other=0).to(tl.int64)
+        outside = live & ((row < 0) | (row >= limit))
+        nearest = tl.where(row < 0, 0, limit - 1)
+        repaired = tl.where(policy == HASH, _mix_bits(row) % limit, tl.where(policy == CLAMP, nearest, 0))
+        tl.store(fixed + at, tl.where(outside, repaired, row), mask=live)
+        num_outside += outside.to(tl.int64)
+        refused = tl.maximum(refused, tl.where(outside & (policy == ERROR), num_ids - at, 0))
+    tl.atomic_add(work + COUNTS + feature, tl.sum(num_outside, axis=0))
+    tl.atomic_max(work + COUNTS + num_features, tl.max(refused, axis=0))
 
 
-@triton.jit(do_not_specialize=["num_features"])
+@triton.jit
 @no_type_check
-def _report_first_error(first_error, counts, ids, offsets, words, num_features, num_ids):
-    left = tl.load(counts + num_features)
+def _report_first_error(work, offsets, ids, words, num_ids):
+    num_features = tl.load(words)
+    left = tl.load(work + COUNTS + num_features)
     there = left > 0
     at = tl.where(there, num_ids - left, 0)
     feature = _find_feature(at, offsets, words, num_features, there)
-    first_bag = tl.load(words + feature)
-    bag = find_last_at_most(offsets, first_bag, tl.load(words + feature + 1) - first_bag, at, there)
+    first_bag = tl.load(words + BAGS + feature)
+    bag = find_last_at_most(offsets, first_bag, tl.load(words + BAGS + feature + 1) - first_bag, at, there)
     row = tl.load(ids + at, mask=there, other=0).to(tl.int64)
-    tl.store(first_error, tl.where(there, feature, -1))
-    tl.store(first_error + 1, tl.where(there, bag - first_bag, 0))
-    tl.store(first_error + 2, tl.where(there, row, 0))
+    tl.store(work, tl.where(there, feature, -1))
+    tl.store(work + 1, tl.where(there, bag - first_bag, 0))
+    tl.store(work + 2, tl.where(there, row, 0))
+
+
+@triton.jit
+@no_type_check
+def _find_feature(at, offsets, words, num_features, live):
+    """Return the feature of the id at position `at`: the last one whose first bag starts at or before it."""
+    # Features without ids start at the same position as the next feature with ids, and precede it.
+    low = tl.zeros_like(at)
+    high = low + num_features
+    width = num_features
+    while width > 1:
+        middle = (low + high) // 2
+        bag = tl.load(words + BAGS + middle, mask=live, other=0)
+        begins = tl.load(offsets + bag, mask=live, other=0) <= at
+        low = tl.where(begins, middle, low)
+        high = tl.where(begins, high, middle)
+        width = (width + 1) // 2
+    return low

@@ -13,6 +13,7 @@ from meseta.ops.common import register
 from meseta.ops.core import core
 from meseta.ops.memory import empty
 from meseta.ops.mlp import reference
+from meseta.ops.mlp.gpu import GpuMlp
 from meseta.ops.product import DTYPE_CODES, product
 from meseta.sparse.shapes import Float
 from meseta.spec import MesetaError
@@ -34,15 +35,16 @@ def mlp(
         relu_last: Whether ReLU follows the last layer.
 
     Returns:
-        Output of the last layer. On a CPU it is bitwise identical for any number of threads, and differentiable once.
-        On other devices and in torch.export, this is plain PyTorch.
+        Output of the last layer, differentiable once. On a CPU it is bitwise identical for any number of threads. In
+        torch.export, this is plain PyTorch.
     """
     # The CPU backward computes ReLU, the bias gradient and the transpose for the weight gradient in one pass.
     # On the meta device, run the CPU implementation, so that shapes of a step are those of the CPU.
-    compiled = x.device.type in {"cpu", "meta"} and x.dtype in DTYPE_CODES and weights
+    compiled = x.device.type in {"cpu", "meta", "cuda"} and x.dtype in DTYPE_CODES and weights
     if not compiled or torch.compiler.is_exporting() or x.numel() == 0:
         return reference.mlp(x, weights, biases, relu_last=relu_last)
-    result: Tensor = _Mlp.apply(x, relu_last, *weights, *biases)
+    function = GpuMlp if x.device.type == "cuda" else _Mlp
+    result: Tensor = function.apply(x, relu_last, *weights, *biases)
     return result
 
 

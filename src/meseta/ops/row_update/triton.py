@@ -23,7 +23,7 @@ from meseta.ops.row_update.triton_kernels import (
     ITEMS_PER_PROGRAM,
     MIN_LONG_RUN,
     RUN_SLOTS,
-    feature_starts,
+    SEGMENT_ITEMS,
     list_items,
     mark_segments,
     order_items,
@@ -88,7 +88,7 @@ def row_update(call: UpdateCall) -> None:
             weights=call.weights.to(torch.float32).contiguous() if call.weights is not None else None,
             max_contributions=limit,
         )
-        contributions = _list_contributions(bags, layout, _feature_starts(bags, launch.num_features, gradients))
+        contributions = _list_contributions(bags, layout, gradients)
         sums = _sum_long_runs(bags, contributions, layout.group_blocks[-1] * COLUMN_BLOCK, launch.line_vector)
         kernel = update_kernel(tuple(map(tuple, call.code.tolist())), tuple(call.state_is_row))
         _launch_updates(
@@ -150,7 +150,6 @@ class _UpdateLaunch:
     layout: _KeyLayout
     words: tuple[int, ...]
     """The plan, see triton_parts.py."""
-    num_features: int
     max_tables_per_feature: int
     """Maximum number of tables per feature, several for column shards. Each gets a contribution of each id."""
     line_vector: int
@@ -198,7 +197,6 @@ def _plan_launch(
     return _UpdateLaunch(
         layout=layout,
         words=(*head, bounds_at, num_groups, *words, *layout.bounds),
-        num_features=len(features),
         max_tables_per_feature=max(Counter(f.position for f in features).values(), default=0),
         line_vector=line_vector,
         pooled=tuple({f.gradient: f for f in reversed(features) if not f.per_id}.values()),
@@ -291,32 +289,27 @@ def _uniforms_on_device(call: UpdateCall) -> Tensor:
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
 
 
-def _feature_starts(bags: _DeviceBags, num_features: int, gradients: Sequence[Tensor]) -> Tensor:
-    """Return the first contribution of each feature, the number of contributions, then the addresses of gradients."""
-    # Gradients have new addresses in every step. A kernel writes them, which a CUDA graph can replay.
-    room = num_features + 1 + padded_address_count(len(gradients))
-    starts = torch.empty(room, dtype=torch.int64, device=bags.ids.device)
-    feature_starts[(1,)](starts, bags.plan, bags.offsets, PADDED=triton.next_power_of_2(num_features))
-    write_addresses(starts[num_features + 1 :], gradients)
-    return starts
-
-
-def _list_contributions(bags: _DeviceBags, layout: _KeyLayout, starts: Tensor) -> _Contributions:
+def _list_contributions(bags: _DeviceBags, layout: _KeyLayout, gradients: Sequence[Tensor]) -> _Contributions:
     limit, device = bags.max_contributions, bags.ids.device
     key_type = torch.int32 if layout.bounds[-1] < 2**31 - 1 else torch.int64
     grid = (triton.cdiv(limit, ITEMS_PER_PROGRAM.value),)
     keys = torch.empty(limit, dtype=key_type, device=device)
     items = torch.empty((limit, 2), dtype=torch.int64, device=device)
-    list_items[grid](keys, items, starts, bags.plan, bags.ids, bags.offsets, bags.weights, limit)
+    # Gradients have new addresses in every step. A kernel writes them, which a CUDA graph can replay.
+    matrices = gradients[0]
+    if len(gradients) > 1:
+        matrices = torch.empty(padded_address_count(len(gradients)), dtype=torch.int64, device=device)
+        write_addresses(matrices, gradients)
+    list_items[grid](keys, items, bags.plan, bags.ids, bags.offsets, bags.weights, matrices, limit)
     keys, order = torch.sort(keys, stable=True)
     ordered = torch.empty_like(items)
     scales = None if bags.weights is None else torch.empty(limit, dtype=torch.float32, device=device)
-    order_items[grid](ordered, scales, items, keys, order, bags.plan, limit)
-    is_first = torch.ones(limit, dtype=torch.int32, device=device)
-    torch.ne(keys[1:], keys[:-1], out=is_first[1:])
+    num_keys = torch.empty(grid, dtype=torch.int32, device=device)
+    order_items[grid](ordered, scales, num_keys, items, keys, order, bags.plan, limit)
     segments = torch.empty(limit + 1, dtype=torch.int64, device=device)
     ranges = torch.empty(len(layout.bounds), dtype=torch.int64, device=device)
-    mark_segments[grid](segments, ranges, keys, torch.cumsum(is_first, 0), bags.plan, limit)
+    segment_grid = (triton.cdiv(limit, SEGMENT_ITEMS.value),)
+    mark_segments[segment_grid](segments, ranges, keys, num_keys, bags.plan, limit, num_warps=8)
     return _Contributions(keys=keys, items=ordered, scales=scales, segments=segments, ranges=ranges)
 
 

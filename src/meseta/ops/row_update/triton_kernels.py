@@ -19,6 +19,10 @@ from meseta.ops.triton_shared import find_last_at_most
 
 ITEMS_PER_PROGRAM = tl.constexpr(512)
 """Number of items per program."""
+FEATURE_BLOCK = tl.constexpr(32)
+"""Number of features among which a program searches at a time."""
+SEGMENT_ITEMS = tl.constexpr(4096)
+"""Number of items per program of `mark_segments`, a multiple of ITEMS_PER_PROGRAM."""
 # A run has the contributions of one block of samples to one row.
 MIN_LONG_RUN = tl.constexpr(16)
 """Minimum length of a run that is summed before the update."""
@@ -28,37 +32,23 @@ RUN_SLOTS = tl.constexpr(8)
 PREFETCH_ITEMS = tl.constexpr(8)
 """Number of gradients of a run that are loaded before they are added."""
 SCAN_ITEMS = tl.constexpr(256)
-"""Number of items that are searched for the end of a run at a time."""
+"""Number of items that are searched for the end of a run, or numbers that are summed, at a time."""
 BLOCK_SAMPLES = tl.constexpr(256)
 """Number of samples per block."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["limit", "gradients"])
 @no_type_check
-def feature_starts(starts, plan, offsets, PADDED: tl.constexpr):
-    """Write the first contribution of each feature and the number of contributions to starts [features + 1]."""
-    num_features, num_bags = tl.load(plan), tl.load(plan + 1)
-    k = tl.arange(0, PADDED)
-    live = k < num_features
-    position = tl.load(plan + PLAN_WORDS + k * FEATURE_WORDS, mask=live, other=0)
-    first = tl.load(offsets + position * num_bags, mask=live, other=0).to(tl.int64)
-    last = tl.load(offsets + (position + 1) * num_bags, mask=live, other=0).to(tl.int64)
-    tl.store(starts + 1 + k, tl.cumsum(last - first, axis=0), mask=live)
-    tl.store(starts + k, tl.zeros([PADDED], dtype=tl.int64), mask=k == 0)
-
-
-@triton.jit(do_not_specialize=["limit"])
-@no_type_check
-def list_items(keys, items, starts, plan, ids, offsets, weights, limit):
-    """Write key and item of each contribution. `starts` is followed by the addresses of the gradients."""
+def list_items(keys, items, plan, ids, offsets, weights, gradients, limit):
+    """Write key and item of each contribution. `gradients` is the only matrix, or has the int64 addresses of all."""
     num_features, num_bags, num_rows = tl.load(plan), tl.load(plan + 1), tl.load(plan + 2)
     n = tl.program_id(0).to(tl.int64) * ITEMS_PER_PROGRAM + tl.arange(0, ITEMS_PER_PROGRAM)
-    live = n < tl.load(starts + num_features)
-    k = find_last_at_most(starts, tl.zeros([ITEMS_PER_PROGRAM], dtype=tl.int64), num_features, n, live)
+    k, begin, num_items = _find_feature(n, plan, offsets, num_features, num_bags)
+    live = n < num_items
     feature = plan + PLAN_WORDS + k * FEATURE_WORDS
     position = tl.load(feature, mask=live, other=0)
     table = plan + tl.load(plan + 4) + tl.load(feature + 1, mask=live, other=0) * tl.load(plan + 5)
-    ordinal = n - tl.load(starts + k, mask=live, other=0)
+    ordinal = n - begin
     at = ordinal + tl.load(offsets + position * num_bags, mask=live, other=0)
     sample = find_last_at_most(offsets, position * num_bags, num_bags, at, live) - position * num_bags
 
@@ -67,10 +57,14 @@ def list_items(keys, items, starts, plan, ids, offsets, weights, limit):
     key = tl.where(fits, row + tl.load(table + 3, mask=live, other=0), num_rows)
     tl.store(keys + n, key.to(keys.dtype.element_ty), mask=n < limit)
 
-    matrix = num_features + 1 + tl.load(feature + 2, mask=live, other=0)
+    matrix = tl.load(feature + 2, mask=live, other=0)
+    if gradients.dtype.element_ty == tl.int64:
+        address = tl.load(gradients + matrix, mask=live, other=0)
+    else:
+        address = gradients.to(tl.int64)
     line = tl.where(tl.load(feature + 5, mask=live, other=0) != 0, ordinal, sample)
     element = line * tl.load(feature + 4, mask=live, other=0) + tl.load(feature + 3, mask=live, other=0)
-    tl.store(items + 2 * n, tl.load(starts + matrix, mask=live, other=0) + 4 * element, mask=live)
+    tl.store(items + 2 * n, address + 4 * element, mask=live)
     block = k * tl.load(plan + 3) + sample // BLOCK_SAMPLES
     if weights is not None:
         is_weighted = tl.load(feature + 6, mask=live, other=0)
@@ -79,13 +73,39 @@ def list_items(keys, items, starts, plan, ids, offsets, weights, limit):
     tl.store(items + 2 * n + 1, block, mask=live)
 
 
+@triton.jit
+@no_type_check
+def _find_feature(n, plan, offsets, num_features, num_bags):
+    """Return (feature, first contribution of this feature) of contributions `n`, and the number of contributions."""
+    num_started, begin = tl.zeros_like(n), tl.zeros_like(n)
+    num_items = num_features * 0
+    for first in range(0, num_features, FEATURE_BLOCK):
+        index = first + tl.arange(0, FEATURE_BLOCK)
+        live = index < num_features
+        position = tl.load(plan + PLAN_WORDS + index * FEATURE_WORDS, mask=live, other=0)
+        start = tl.load(offsets + position * num_bags, mask=live, other=0).to(tl.int64)
+        length = tl.load(offsets + (position + 1) * num_bags, mask=live, other=0).to(tl.int64) - start
+        begins = num_items + tl.cumsum(length, axis=0) - length
+        has_started = live[None, :] & (begins[None, :] <= n[:, None])
+        num_started += tl.sum(has_started.to(tl.int64), axis=1)
+        begin = tl.maximum(begin, tl.max(tl.where(has_started, begins[None, :], 0), axis=1))
+        num_items += tl.sum(length, axis=0)
+    return num_started - 1, begin, num_items
+
+
 @triton.jit(do_not_specialize=["limit"])
 @no_type_check
-def order_items(ordered, scales, items, keys, order, plan, limit):
-    """Write items and scales in the order of the sort. Each item then points to the next one."""
+def order_items(ordered, scales, num_keys, items, keys, order, plan, limit):
+    """Write items and scales in the order of the sort. Each item then points to the next one.
+
+    `num_keys` [programs] receives the number of items of each program whose key differs from the previous one.
+    """
     n = tl.program_id(0).to(tl.int64) * ITEMS_PER_PROGRAM + tl.arange(0, ITEMS_PER_PROGRAM)
     live = n < limit
-    live = live & (tl.load(keys + n, mask=live, other=0) < tl.load(plan + 2))
+    key = tl.load(keys + n, mask=live, other=0)
+    is_first = live & (key != tl.load(keys + n - 1, mask=live & (n > 0), other=-1))
+    tl.store(num_keys + tl.program_id(0), tl.sum(is_first.to(tl.int32), axis=0))
+    live = live & (key < tl.load(plan + 2))
     source = tl.load(order + n, mask=live, other=0)
     block = tl.load(items + 2 * source + 1, mask=live, other=0)
     tl.store(ordered + 2 * n, tl.load(items + 2 * source, mask=live, other=0), mask=live)
@@ -96,18 +116,24 @@ def order_items(ordered, scales, items, keys, order, plan, limit):
 
 @triton.jit(do_not_specialize=["limit"])
 @no_type_check
-def mark_segments(segments, ranges, keys, counted, plan, limit) -> None:
+def mark_segments(segments, ranges, keys, num_keys, plan, limit) -> None:
     """Write the first item of each key to `segments`, and the first segment of each group of tables to `ranges`.
 
-    `counted` [limit] is the number of keys up to each item. `ranges` ends with the first segment of unused entries.
+    `num_keys` is that of `order_items`. `ranges` ends with the first segment of unused entries.
     """
-    n = tl.program_id(0).to(tl.int64) * ITEMS_PER_PROGRAM + tl.arange(0, ITEMS_PER_PROGRAM)
+    first = tl.program_id(0).to(tl.int64) * SEGMENT_ITEMS
+    num_before = tl.zeros([SCAN_ITEMS], dtype=tl.int64)
+    for start in range(0, first // ITEMS_PER_PROGRAM, SCAN_ITEMS):
+        index = start + tl.arange(0, SCAN_ITEMS)
+        num_before += tl.load(num_keys + index, mask=index < first // ITEMS_PER_PROGRAM, other=0)
+    n = first + tl.arange(0, SEGMENT_ITEMS)
     live = n < limit
     key = tl.load(keys + n, mask=live, other=0).to(tl.int64)
     before = tl.load(keys + n - 1, mask=live & (n > 0), other=-1).to(tl.int64)
-    segment = tl.load(counted + n, mask=live, other=0)
+    is_first = live & (key != before)
+    segment = tl.sum(num_before, axis=0) + tl.cumsum(is_first.to(tl.int64), axis=0)
     is_last = n == limit - 1
-    tl.store(segments + segment - 1, n, mask=live & (key != before))
+    tl.store(segments + segment - 1, n, mask=is_first)
     tl.store(segments + segment, n + 1, mask=is_last)
     bounds = plan + tl.load(plan + 6)
     for group in range(tl.load(plan + 7) + 1):

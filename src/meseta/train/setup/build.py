@@ -12,12 +12,13 @@ from meseta.comm import World
 from meseta.comm.dense import make_shard_sum
 from meseta.config import RunConfig
 from meseta.data.dataset.dataset import Dataset
-from meseta.data.read.batch_reader import BatchReader
+from meseta.data.read.batch_reader import BatchIterator, BatchReader
 from meseta.data.read.options import ReaderOptions
 from meseta.data.service.client.reader import RunAttempt
 from meseta.embedding import EmbeddingBagCollection, shard
 from meseta.optim.dense import GradientClipper, SumOverRanks, make_dense_optimizer
 from meseta.pipeline import Pipeline
+from meseta.pipeline.device_copy import BatchPacker
 from meseta.spec import MesetaError, Plan, suggest
 from meseta.spec.stages import Overlap
 from meseta.system.ranks import local_rank, num_local_ranks, print_note
@@ -144,6 +145,17 @@ def make_reader(
         negative_keep=data.negative_keep if is_train else 1.0,
     )
     return make_row_source(data).reader(dataset, split, options, world, run)
+
+
+def start_attempt(config: RunConfig, world: World) -> RunAttempt | None:
+    """Return the new attempt of a run at the reader service, or `None` if it reads its dataset itself. Collective."""
+    return make_row_source(config.data).new_attempt(config.run_dir, world)
+
+
+def read_packed(reader: BatchReader, num_epochs: int, device: torch.device, num_parts: int) -> BatchIterator[Any]:
+    """Return the batches of epochs. For a GPU, the reading thread packs them into `num_parts` micro-batches."""
+    packer = BatchPacker.for_device(device, num_parts)
+    return reader.epochs(num_epochs) if packer is None else reader.prepared_epochs(num_epochs, packer.pack)
 
 
 def count_steps(config: RunConfig, reader: BatchReader, num_done_steps: int) -> int:

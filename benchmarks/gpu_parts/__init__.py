@@ -1,0 +1,1 @@
+"""Checks of gpu_checks.py, which runs each in a separate process."""

@@ -1,0 +1,90 @@
+"""The checks of benchmarks/gpu_parts that train, on an emulated GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+if torch.cuda.is_available():
+    pytest.skip("Triton compiles for the GPU here", allow_module_level=True)
+
+from gpu_parts import replay, step_time
+from gpu_parts.rows import Row, RowWriter, read_rows
+from gpu_path.patches import emulated_gpu
+from gpu_path.training import Training, TrainingCase
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NaN and infinity in masked lanes
+CASE = TrainingCase(model="dlrm", batch_size=4, num_tables=2, num_rows=20, is_ragged=True)
+
+
+def compare(folder: Path, make_training: Callable[..., Training], num_steps: int = 4) -> list[Row]:
+    """Return the rows of a comparison on an emulated GPU."""
+    with emulated_gpu():
+        replay.compare(RowWriter(folder / "rows"), "dlrm", make_training, num_steps, num_replays=num_steps - 2)
+    return read_rows(folder / "rows")
+
+
+def planted(case: TrainingCase, *, uses_graphs: bool) -> Training:
+    """Create a training with a factor of the logits that a graph captures."""
+    training, factors = Training(case, "cuda", uses_graphs=uses_graphs), count(1)
+    score: Callable[[Any, Any], Tensor] = training.model.score
+    training.model.score = lambda dense, pooled: score(dense, pooled) * float(next(factors))
+    return training
+
+
+def test_replayed_steps_equal_eager_ones(tmp_path: Path) -> None:
+    eager, *replayed = compare(tmp_path, partial(Training, CASE, "cuda"))
+    assert eager.value == 0
+    assert [row.result for row in replayed] == ["met"] * 4
+    assert [row.value for row in replayed[::2]] == [3, 3]
+
+
+def test_a_captured_constant_is_found(tmp_path: Path) -> None:
+    _, num_replays, bits, *_ = compare(tmp_path, partial(planted, CASE))
+    assert num_replays.result == "met"
+    assert bits.result == "missed" and "such as prediction 2" in str(bits.value)
+
+
+def test_steps_that_are_not_captured_are_found(tmp_path: Path) -> None:
+    def make_eager(*, uses_graphs: bool) -> Training:
+        return Training(CASE, "cuda", uses_graphs=False)
+
+    _, num_replays, bits, *_ = compare(tmp_path, make_eager, 3)
+    assert (num_replays.result, bits.result) == ("missed", "met")
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        (torch.tensor([1.0, 2.0, 0.0]), []),
+        (torch.tensor([1.0, 2.0, -0.0]), ["rows"]),
+        (torch.tensor([1.0, 2.0, 0.0], dtype=torch.float64), ["rows"]),
+        (torch.tensor([[1.0, 2.0, 0.0]]), ["rows"]),
+        (None, ["rows"]),
+    ],
+)
+def test_bits_are_compared(changed: Tensor | None, expected: list[str]) -> None:
+    before = {"rows": torch.tensor([1.0, 2.0, 0.0]), "step": torch.tensor(3.0)}
+    after = {"step": torch.tensor(3.0)} | ({} if changed is None else {"rows": changed})
+    assert replay.different(replay.Outcome(after, 0, {}), replay.Outcome(before, 0, {})) == expected
+
+
+def test_timed_steps_pack_no_batch() -> None:
+    with emulated_gpu() as gpu:
+        steps = step_time.TimedSteps(Training(CASE, "cuda", uses_graphs=True), CASE, "cuda")
+        assert step_time.time_steps(steps, 3) > 0 and step_time.time_host(steps) > 0
+        steps.batches.pack(2)
+        steps.batches._batches = iter(())  # Packing another batch would end the loop.
+        gpu.begin()
+        steps()
+        steps()
+        records = gpu.end()
+    assert [record.kind for record in records].count("graph replay") == 2

@@ -1,0 +1,127 @@
+"""Tests of the Triton kernels of the dense part under Triton's interpreter. tests/gpu has the same cases."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from meseta.spec import MesetaError
+from sampling import product, sample
+
+pytest.importorskip("triton")
+if torch.cuda.is_available():
+    pytest.skip("Triton compiles for the GPU here: see tests/gpu", allow_module_level=True)
+
+from dense_cases import (
+    DTYPES,
+    check_cross_entropy,
+    check_dot_interaction,
+    check_gpu_mlp,
+    check_linear_relu,
+    check_mask_and_sum,
+    check_scalar_linear,
+    numbers,
+)
+from meseta.ops.mlp import gpu, triton
+from meseta.ops.mlp.gpu import GpuMlp
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NaN and infinity in masked lanes
+SHAPES = product(num_samples=[1, 9, 256, 600], width=[1, 7, 64, 130], dtype=DTYPES)
+STACKS = product(
+    num_samples=[1, 30, 300],
+    widths=[(13, 20, 1), (5, 1), (70, 9), (100, 90, 40, 1), (3, 4, 1), (66, 8, 5)],
+    dtype=DTYPES,
+    bias=[True, False],
+    relu_last=[True, False],
+)
+
+
+@pytest.mark.parametrize("case", sample(SHAPES, 8, seed=1))
+def test_masked_gradients_and_sums(case: dict[str, Any]) -> None:
+    check_mask_and_sum(**case, device="cpu")
+
+
+@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize("case", sample(SHAPES, 6, seed=2))
+def test_layers_with_one_output(case: dict[str, Any], relu: bool) -> None:
+    check_scalar_linear(**case, relu=relu, device="cpu")
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (9, 13, 70), (70, 64, 16), (3, 20, 40)])
+def test_layers_with_few_inputs(sizes: tuple[int, int, int]) -> None:
+    check_linear_relu(*sizes, device="cpu")
+
+
+@pytest.mark.parametrize("is_kernel", [False, True])
+@pytest.mark.parametrize("case", sample(STACKS, 12, seed=3))
+def test_stacks_of_layers(case: dict[str, Any], is_kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("linear_relu", "mask_and_sum", "scalar_linear", "scalar_linear_backward") if is_kernel else ():
+        monkeypatch.setattr(gpu, f"_{name}", getattr(triton, name))
+    check_gpu_mlp(**case, device="cpu")
+
+
+def test_nan_and_infinity_come_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("linear_relu", "scalar_linear"):
+        monkeypatch.setattr(gpu, f"_{name}", getattr(triton, name))
+    x = numbers(1, 6, 5)
+    x[1, 2], x[3, 0], x[4, 4] = torch.nan, torch.inf, -torch.inf
+    for widths in ((5, 40, 30, 1), (5, 300, 1)):
+        weights = [numbers(k, n, m) for k, (m, n) in enumerate(pairwise(widths))]
+        out = GpuMlp.apply(x, False, *weights, *(None for _ in weights))
+        assert out.isfinite().flatten().tolist() == [True, False, True, False, False, True]
+
+
+def test_inputs_without_gradient_get_none() -> None:
+    weight, bias = numbers(1, 1, 4).requires_grad_(), numbers(2, 1).requires_grad_()
+    x = numbers(3, 5, 4)
+    GpuMlp.apply(x, False, weight, bias).sum().backward()
+    torch.testing.assert_close(weight.grad, x.sum(0, keepdim=True))
+    torch.testing.assert_close(bias.grad, torch.tensor([5.0]))
+    assert x.grad is None
+
+
+@pytest.mark.parametrize("shape", [(1,), (0,), (700,), (5000,), (0, 2), (40, 3)])
+@pytest.mark.parametrize("factors", ["none", "each", "rows"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_cross_entropies(shape: tuple[int, ...], factors: str, dtype: torch.dtype) -> None:
+    check_cross_entropy(shape, factors, dtype, "cpu")
+
+
+def test_the_loss_of_a_logit_that_is_no_number_is_none() -> None:
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        loss = torch.ops.meseta.cross_entropy(torch.tensor([0.0, bad]), torch.tensor([1.0, 0.5]), None)
+        assert not loss.isfinite()
+
+
+@pytest.mark.parametrize("case", sample(product(
+    sizes=[(0, 2, 3), (1, 1, 1), (5, 3, 4), (9, 26, 16), (3, 101, 3), (4, 0, 5), (3, 40, 70), (2, 33, 64)],
+    dtype=DTYPES[:2],
+), 8, seed=4))  # fmt: skip
+def test_pairwise_products(case: dict[str, Any]) -> None:
+    check_dot_interaction(*case["sizes"], dtype=case["dtype"], device="cpu")
+
+
+def test_torch_accepts_the_operators() -> None:
+    ops, sums = torch.ops.meseta, torch.zeros(1, 9)
+    x, gradient = numbers(1, 5, 3), numbers(2, 5, 1)
+    torch.library.opcheck(ops.linear_relu.default, (x, numbers(3, 2, 3), numbers(4, 2)))
+    torch.library.opcheck(ops.mask_and_sum.default, (x, numbers(3, 5, 3), sums, 2))
+    torch.library.opcheck(ops.scalar_linear.default, (x, numbers(3, 3), None, True))
+    torch.library.opcheck(ops.scalar_linear_backward.default, (gradient, x, numbers(3, 3), True, sums, 4))
+    logits, label = numbers(5, 4, 2).requires_grad_(), torch.ones(4, 2)
+    torch.library.opcheck(ops.cross_entropy.default, (logits, label, torch.ones(2)))
+    torch.library.opcheck(
+        ops.cross_entropy_backward.default, (torch.tensor(1.0).double(), logits.detach(), label, None)
+    )
+
+
+def test_labels_and_factors_that_do_not_fit_are_named() -> None:
+    logits = torch.zeros(3)
+    for arguments in ((logits, torch.zeros(2), None), (logits[None, None], logits[None, None], None)):
+        with pytest.raises(MesetaError, match="cross_entropy: logits"):
+            torch.ops.meseta.cross_entropy(*arguments)
+    with pytest.raises(MesetaError, match="cross_entropy: factors"):
+        torch.ops.meseta.cross_entropy(logits, logits, torch.zeros(2, 3))
