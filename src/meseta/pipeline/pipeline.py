@@ -120,7 +120,8 @@ class Pipeline:
         self.scalars = StepScalars(world.device) if is_gpu else None
         """Numbers of the current step on a GPU."""
         self.graphs = StepGraphs(world.device) if is_gpu else None
-        """CUDA graphs of steps, which do not change any result. Set it to `None` to run each step eagerly."""
+        """CUDA graphs of steps, which do not change any result. `None` runs each step eagerly. New modes, frozen
+        parameters or optimizer constants take effect in the next loop."""
         self.batch: Batch | None = None
         """Current batch, or the last one after a step."""
         self._dense_forward = find_dense_forward(model)

@@ -16,10 +16,10 @@ from meseta.comm.recording import publish_record
 from meseta.config import RunConfig
 from meseta.measure.threads import StepThreads
 from meseta.optim.dense import set_learning_rates
-from meseta.pipeline import SkippedUpdate, StepResult
+from meseta.pipeline import StepResult
+from meseta.pipeline.losses import SkippedUpdate
 from meseta.spec import MesetaError
 from meseta.telemetry.metrics_file import EvalLine, Line, TrainLine
-from meseta.telemetry.timeline import StepRange
 from meseta.train import resuming
 from meseta.train.background_metrics import BackgroundMetrics
 from meseta.train.dataset_checks import encoding_state, open_dataset
@@ -29,7 +29,7 @@ from meseta.train.evaluation_tracker import (
     check_early_stopping,
     is_evaluation_due,
 )
-from meseta.train.interop.profile import Profiler, choose_profiled_steps
+from meseta.train.interop.profile import ProfiledSteps, Profiler, choose_profiled_steps
 from meseta.train.interop.tensorboard import TensorBoardWriter
 from meseta.train.progress import TrainProgress
 from meseta.train.run_dir import RunDir
@@ -63,7 +63,7 @@ class Trainer:
     """One run of one config. Every rank creates a trainer and calls `run`."""
 
     def __init__(
-        self, config: RunConfig, world: World, *, with_test: bool = True, profile: StepRange | bool = False
+        self, config: RunConfig, world: World, *, with_test: bool = True, profile: ProfiledSteps = False
     ) -> None:
         """Open the data, shard the tables, and resume from the newest checkpoint of run_dir if there is one.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeAlias
 
 from meseta.comm import World
 from meseta.comm.clocks import measure_rank_clocks
@@ -13,9 +14,12 @@ from meseta.train.resuming import CompletionReason
 from meseta.train.run_dir import RunDir
 from meseta.train.running_metrics import TrainingClock
 
+ProfiledSteps: TypeAlias = StepRange | bool
+"""Steps to profile. True selects a few steps after the start."""
+
 
 def choose_profiled_steps(
-    asked: StepRange | bool, done: int, num_steps: int, over: CompletionReason | None
+    asked: ProfiledSteps, done: int, num_steps: int, over: CompletionReason | None
 ) -> StepRange | None:
     """Return the steps to profile in a run that has done `done` of `num_steps` steps, or `None` if `asked` is false.
 
