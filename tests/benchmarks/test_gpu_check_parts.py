@@ -47,12 +47,14 @@ def test_replayed_steps_equal_eager_ones(tmp_path: Path) -> None:
     assert [row.value for row in replayed[::2]] == [3, 3]
 
 
+@pytest.mark.soak
 def test_a_captured_constant_is_found(tmp_path: Path) -> None:
     _, num_replays, bits, *_ = compare(tmp_path, partial(planted, CASE))
     assert num_replays.result == "met"
     assert bits.result == "missed" and "such as prediction 2" in str(bits.value)
 
 
+@pytest.mark.soak
 def test_steps_that_are_not_captured_are_found(tmp_path: Path) -> None:
     def make_eager(*, uses_graphs: bool) -> Training:
         return Training(CASE, "cuda", uses_graphs=False)

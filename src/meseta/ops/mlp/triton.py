@@ -121,7 +121,7 @@ def _mask_and_sum(masked, sums, gradient, output, num_samples, stride, gradient_
     block = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros([ROWS, COLUMNS], dtype=sums.dtype.element_ty)
-    for first in range(0, BLOCK_SAMPLES, ROWS):
+    for first in range(0, tl.minimum(num_samples - block * BLOCK_SAMPLES, BLOCK_SAMPLES), ROWS):
         row = (block * BLOCK_SAMPLES + first + tl.arange(0, ROWS))[:, None]
         inside = (row < num_samples) & (column < WIDTH)[None, :]
         place = row * WIDTH + column[None, :]
@@ -167,7 +167,7 @@ def _scalar_linear_backward(x_gradient, sums, gradient, x, weight, num_samples, 
     factor = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(TYPE)[None, :]
     x_total, weight_total = tl.zeros([ROWS, COLUMNS], dtype=TYPE), tl.zeros([ROWS, COLUMNS], dtype=TYPE)
     total = tl.zeros([ROWS], dtype=TYPE)
-    for first in range(0, BLOCK_SAMPLES, ROWS):
+    for first in range(0, tl.minimum(num_samples - block * BLOCK_SAMPLES, BLOCK_SAMPLES), ROWS):
         row = block * BLOCK_SAMPLES + first + tl.arange(0, ROWS)
         inside = (row < num_samples)[:, None] & (column < WIDTH)[None, :]
         place = row[:, None] * WIDTH + column[None, :]
