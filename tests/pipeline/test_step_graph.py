@@ -261,6 +261,32 @@ def test_a_training_that_cannot_be_captured_has_a_reason(reason: str) -> None:
         assert pipeline._find_eager_reason() == reason
 
 
+@pytest.mark.parametrize(
+    ("options", "change"),
+    [
+        ({"accumulate_steps": 2, "overlap": ["ids"]}, None),
+        ({}, use_stale_embeddings),
+        pytest.param({}, cache_rows, marks=pytest.mark.soak),
+    ],
+)
+def test_batches_that_are_started_ahead_run_eagerly(options: dict[str, Any], change: Change | None) -> None:
+    """Each batch is copied once, and the graphs of the pipeline change nothing."""
+    case, states = GraphCase(pipeline_options=options), []
+    with emulated_gpu() as gpu:
+        for is_captured in (True, False):
+            training = GraphTraining(case, is_captured=is_captured)
+            if change is not None:
+                change(training.pipeline)
+            gpu.begin()
+            training.train(case.make_batches())
+            num_copies = [record.source for record in gpu.end() if "device_copy" in record.source]
+            states.append((training.state(), training.outputs(), len(num_copies)))
+            assert not is_captured or training.graphs.eager_reasons.total() == case.num_batches
+    (state, outputs, num_copies), (expected_state, expected_outputs, expected_copies) = states
+    assert different_tensors(state, expected_state) == different_tensors(outputs, expected_outputs) == []
+    assert num_copies == expected_copies
+
+
 def test_the_default_training_can_be_captured() -> None:
     with emulated_gpu():
         assert GraphCase().make_pipeline()._find_eager_reason() is None

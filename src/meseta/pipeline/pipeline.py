@@ -372,6 +372,8 @@ class Pipeline:
         self.scalars.write(StepNumbers(embeddings.step, factor, divisor))
 
     def _find_eager_reason(self) -> str | None:
+        if self.device_copier is None:
+            return "batches that are copied in their step"
         if self.num_masked_tasks:
             return "missing labels"
         if self.uses_stale_embeddings:
@@ -381,6 +383,9 @@ class Pipeline:
 
     def _find_captured(self, queue: LookaheadQueue, queued: QueuedBatch) -> CapturedStep | None:
         if self.graphs is None or queued.batch is None:
+            return None
+        if self.graphs.reason is not None:
+            self.graphs.eager_reasons[self.graphs.reason] += 1
             return None
         queue.start_copy(queued)
         [copy, *_] = queued.pending_copies

@@ -108,7 +108,7 @@ class StepGraphs:
                 all later steps run eagerly.
             is_recorded: Whether the stages of the step are recorded, which requires an eager step.
         """
-        reason = self.reason or self._eager_reason(copy) or ("recorded timeline" if is_recorded else None)
+        reason = self._eager_reason(copy) or ("recorded timeline" if is_recorded else None)
         if reason is not None:
             self.eager_reasons[reason] += 1
             return None
