@@ -477,6 +477,17 @@ def test_opens_in_a_browser_without_a_console_message(tmp_path: Path) -> None:
     assert "CONSOLE" not in result.stderr
 
 
+def test_replayed_and_eager_steps_are_counted(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    assert "CUDA graphs" not in write_report(run).read_text()
+    summary = json.loads((run / "summary.json").read_text())
+    summary["graphs"] = {"num_graphs": 2, "num_replayed_steps": 1234, "eager_steps": {"short batch": 5}}
+    (run / "summary.json").write_text(json.dumps(summary))
+    page = write_report(run).read_text()
+    assert "Steps replayed from 2 CUDA graphs: 1,234." in page
+    assert "Eager steps: 5, because of short batch." in page
+
+
 def test_exchanges_are_means_over_the_run(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     assert "Exchanges per step" not in write_report(run).read_text()
