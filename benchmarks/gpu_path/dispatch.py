@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -58,6 +59,8 @@ class EmulatedGpu(TorchDispatchMode):
         self.python_calls = PythonCallCounter()
         self.stages: list[str] = []
         """Stages that are open, the innermost one last."""
+        self.warns_of_waits = False
+        """Whether an operator that waits for the device causes a warning."""
         self.is_transferring = False
         """Whether the next `_to_copy` moves a tensor to another device."""
         self.capture: Capture | None = None
@@ -171,6 +174,8 @@ class EmulatedGpu(TorchDispatchMode):
         """
         if kind in FORBIDDEN:
             self.check(name)
+        if kind == "synchronization" and self.warns_of_waits and name != "cuda.synchronize":
+            warnings.warn("called a synchronizing CUDA operation", stacklevel=2)
         capture = self.capture_here()
         if capture is None and not self.is_recording:
             return

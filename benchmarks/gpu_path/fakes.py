@@ -152,6 +152,14 @@ class FakeCuda:
         """Wait for all work of the device."""
         self._gpu.note("synchronization", "cuda.synchronize")
 
+    def get_sync_debug_mode(self) -> int:
+        """Return 1 if operators that wait for the device cause a warning, else 0."""
+        return int(self._gpu.warns_of_waits)
+
+    def set_sync_debug_mode(self, debug_mode: int | str) -> None:
+        """Set whether operators that wait for the device cause a warning."""
+        self._gpu.warns_of_waits = debug_mode in (1, "warn")
+
     def is_current_stream_capturing(self) -> bool:
         """Whether a CUDA graph is captured."""
         return self._gpu.capture_of(self._gpu.current_stream) is not None

@@ -41,6 +41,8 @@ def emulated_gpu() -> Iterator[EmulatedGpu]:
             "stream",
             "device",
             "synchronize",
+            "get_sync_debug_mode",
+            "set_sync_debug_mode",
             "is_current_stream_capturing",
             "graph_pool_handle",
             "CUDAGraph",

@@ -4,6 +4,7 @@ update."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
@@ -181,7 +182,8 @@ class Pipeline:
                 with self.world.transfers.track_step():
                     captured = self._find_captured(queue, queued)
                     if captured is None:
-                        step = self._train_step(queue, queued, schedule, votes)
+                        with nullcontext() if self.graphs is None else self.graphs.watch_waits():
+                            step = self._train_step(queue, queued, schedule, votes)
                     else:
                         step = self._replay_step(captured, queue, queued, schedule, votes)
                     self.stage_times.end_step()

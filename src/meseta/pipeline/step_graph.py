@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,10 +21,15 @@ from meseta.models.layers import GLOBAL_LOSS_HOOKS, loss_term_names
 from meseta.optim.dense import GradientClipper, dense_parameters, is_capturable
 from meseta.pipeline.device_copy import PendingCopy
 from meseta.spec import MesetaError
+from meseta.system.ranks import print_note
 from meseta.telemetry.span import CapturedStages
 
+MAX_WAITING_STEPS = 2
+"""Number of successive eager steps that wait for the device after which no step is captured."""
 MAX_GRAPHS = 16
 """Maximum number of layouts for which steps are captured."""
+SYNC_WARNING = "synchronizing CUDA operation"
+"""Part of torch's warning about an operator that waits."""
 TIMED_STEP_INTERVAL = 20
 """Number of replayed steps per step whose stages are timed."""
 
@@ -60,12 +66,16 @@ class StepGraphs:
     """CUDA graphs of one pipeline. They share one pool of memory."""
 
     # A step with a new layout runs eagerly once: it compiles kernels, and creates the constants and moments that the
-    # capture needs. The next one is captured.
+    # capture needs. The next one is captured, unless the first one has waited for the device. Its capture would fail,
+    # from which torch does not recover completely.
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._steps: dict[_GraphKey, CapturedStep] = {}
         self._warm_layouts: set[PackedLayout] = set()
+        self._watched: PackedLayout | None = None
+        """Layout of the current step if it is the first one with this layout."""
+        self._num_waiting_steps = 0
         self._signature: object = None
         self._pool: Any = None
         self._num_since_timed = 0
@@ -137,6 +147,30 @@ class StepGraphs:
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             yield graph
 
+    @contextmanager
+    def watch_waits(self) -> Iterator[None]:
+        """Context manager around an eager step, which finds out whether the first step of a layout waits."""
+        layout, self._watched = self._watched, None
+        if layout is None:
+            yield
+            return
+        before = torch.cuda.get_sync_debug_mode()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                yield
+            finally:
+                torch.cuda.set_sync_debug_mode(before)
+        others = [one for one in caught if SYNC_WARNING not in str(one.message)]
+        for one in others:
+            warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
+        self._num_waiting_steps = self._num_waiting_steps + 1 if len(others) < len(caught) else 0
+        if self._num_waiting_steps:
+            self._warm_layouts.discard(layout)
+        if self._num_waiting_steps >= MAX_WAITING_STEPS:
+            self.reason = "a model that waits for the device"
+
     def _eager_reason(self, copy: PendingCopy) -> str | None:
         part, weight = copy.part, copy.totals.weight
         self._batch_size = max(self._batch_size, part.batch.batch_size)
@@ -150,6 +184,7 @@ class StepGraphs:
             if len(self._warm_layouts) == MAX_GRAPHS:
                 return f"more than {MAX_GRAPHS} layouts of batches"
             self._warm_layouts.add(part.layout)
+            self._watched = part.layout
             return "first step of a layout"
         return None
 
@@ -166,8 +201,9 @@ class StepGraphs:
             try:
                 self._steps[key] = capture(copy, key.is_timed)
             except (MesetaError, RuntimeError) as error:
-                # The model waits for the device, or calls an operator that a graph cannot contain.
+                # The model calls what a graph cannot contain, other than the waits that were watched for.
                 self.reason = f"the step cannot be captured: {str(error).splitlines()[0]}"
+                print_note(f"steps are not replayed from CUDA graphs: {self.reason}")
         return self._steps.get(key) if self.reason is None else None
 
 
