@@ -158,6 +158,7 @@ class StepGraphs:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
+            caught.clear()  # Torch has warned that this mode is a prototype.
             try:
                 yield
             finally:
