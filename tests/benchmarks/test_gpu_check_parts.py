@@ -79,6 +79,7 @@ def test_bits_are_compared(changed: Tensor | None, expected: list[str]) -> None:
     assert replay.different(replay.Outcome(after, 0, {}), replay.Outcome(before, 0, {})) == expected
 
 
+@pytest.mark.soak
 def test_timed_steps_pack_no_batch() -> None:
     with emulated_gpu() as gpu:
         steps = step_time.TimedSteps(Training(CASE, "cuda", uses_graphs=True), CASE, "cuda")

@@ -95,7 +95,7 @@ def test_a_graph_has_no_constants_of_its_batch(case: dict[str, Any]) -> None:
     assert len(first.select("kernel")) > 20 and compare_steps(first, second) == []
 
 
-@pytest.mark.parametrize("model", ["dlrm", TwoBlocks])
+@pytest.mark.parametrize("model", ["dlrm", pytest.param(TwoBlocks, marks=pytest.mark.soak)])
 def test_regularization_and_loss_terms_have_no_constants(model: Any) -> None:
     layers = REGULARIZED if model == "dlrm" else {}
     assert compare_steps(*capture_twice(GraphCase(model=model, layers=layers))) == []
@@ -267,7 +267,7 @@ def test_a_training_that_cannot_be_captured_has_a_reason(reason: str) -> None:
     ("options", "change"),
     [
         ({"accumulate_steps": 2, "overlap": ["ids"]}, None),
-        ({}, use_stale_embeddings),
+        pytest.param({}, use_stale_embeddings, marks=pytest.mark.soak),
         pytest.param({}, cache_rows, marks=pytest.mark.soak),
     ],
 )
@@ -294,6 +294,7 @@ def test_the_default_training_can_be_captured() -> None:
         assert GraphCase().make_pipeline()._find_eager_reason() is None
 
 
+@pytest.mark.soak
 def test_float64_rows_run_eagerly() -> None:
     case = GraphCase(row_dtype="float64", num_batches=3)
     expected, _, _ = train(case, is_captured=False)
@@ -309,6 +310,7 @@ def test_a_model_that_waits_for_the_device_runs_eagerly() -> None:
     assert reasons == {FIRST: 2, "a model that waits for the device": 1}
 
 
+@pytest.mark.soak
 def test_a_wait_in_the_first_step_alone_delays_the_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     case, score, calls = GraphCase(num_batches=5), Pipeline._score, count(1)
 
@@ -486,7 +488,7 @@ REFUSED = diagonal(
     dense=["sgd", "adam", "adagrad"],
     fault=["id", "id and loss", "loss"],
     bad=[0, 1, 3],
-    is_checkpoint_due=[False, True],
+    is_checkpoint_due=[True, False],
 )
 NUM_BEFORE = 4
 BAD_SAMPLE, BAD_ID = 4, NUM_ROWS + 7

@@ -14,7 +14,7 @@ from small_run import final_checksum, metrics, settings, train, without_times
 COMMON = {"train__epochs": 2, "train__eval_every_steps": 7, "checkpoint__every_steps": 3}
 
 
-@pytest.mark.parametrize("accumulate_steps", [1, 2])
+@pytest.mark.parametrize("accumulate_steps", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_a_killed_run_with_packed_batches_equals_a_run_without(
     tiny: Path, tmp_path: Path, accumulate_steps: int
 ) -> None:
