@@ -273,7 +273,7 @@ def test_a_training_that_cannot_be_captured_has_a_reason(reason: str) -> None:
 )
 def test_batches_that_are_started_ahead_run_eagerly(options: dict[str, Any], change: Change | None) -> None:
     """Each batch is copied once, and the graphs of the pipeline change nothing."""
-    case, states = GraphCase(pipeline_options=options), []
+    case, states = GraphCase(pipeline_options=options, num_batches=2), []
     with emulated_gpu() as gpu:
         for is_captured in (True, False):
             training = GraphTraining(case, is_captured=is_captured)
