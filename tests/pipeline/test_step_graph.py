@@ -210,7 +210,7 @@ def set_world_size(pipeline: Pipeline) -> None:
 
 def cache_rows(pipeline: Pipeline) -> None:
     embeddings: Any = pipeline.model.embeddings
-    plan = {"tables": {"*": {"sharding": "table_wise", "tier": "cached"}}}
+    plan = {"tables": {"*": {"sharding": "table_wise", "tier": "cached", "cache_rows": NUM_ROWS}}}
     embeddings.apply_plan(Plan.from_dict(plan, embeddings.tables, 1))
 
 
