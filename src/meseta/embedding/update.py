@@ -84,8 +84,9 @@ def step_shards(
             group, bags, output_gradients, [_all_rows(t, output_gradients[0]) for t in group.tables], sizes
         )
     # float64 rows are updated by the reference, which needs numbers of the host.
-    on_device = scalars is not None and group.weights[0].dtype != torch.float64
-    uniforms = group.uniforms_on_device(scalars, optimizer.lr) if scalars is not None and on_device else None
+    uniforms = None
+    if scalars is not None and group.weights[0].dtype != torch.float64:
+        uniforms = group.uniforms_on_device(scalars, optimizer.lr)
     row_update(group, lr, step, bags, output_gradients, found_inf, uniforms)
 
 

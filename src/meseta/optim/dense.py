@@ -255,7 +255,10 @@ def rates_on_device(optimizer: torch.optim.Optimizer, scalars: StepScalars) -> I
 
     Rates become float32. A CUDA graph may capture the step of the optimizer.
     """
-    groups, before = optimizer.param_groups, [dict(group) for group in optimizer.param_groups]
+    groups = optimizer.param_groups
+    before: list[dict[str, Any]] = [
+        {key: group[key] for key in ("lr", "capturable") if key in group} for group in groups
+    ]
     for index, group in enumerate(groups):
         # The scalars keep the optimizer, so that no other one gets its id.
         rate = partial(_host_rate, optimizer, index)
@@ -266,7 +269,7 @@ def rates_on_device(optimizer: torch.optim.Optimizer, scalars: StepScalars) -> I
         yield
     finally:
         for group, former in zip(groups, before, strict=True):
-            group.update({key: former[key] for key in ("lr", "capturable") if key in former})
+            group.update(former)
 
 
 def _host_rate(optimizer: torch.optim.Optimizer, index: int, _: StepNumbers) -> list[float]:

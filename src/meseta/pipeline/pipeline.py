@@ -120,7 +120,7 @@ class Pipeline:
         )
         self.scalars = StepScalars(world.device) if is_gpu else None
         """Numbers of the current step on a GPU."""
-        self.graphs = StepGraphs(world.device) if is_gpu else None
+        self.graphs = StepGraphs() if is_gpu else None
         """CUDA graphs of steps, which do not change any result. `None` runs each step eagerly. New modes, frozen
         parameters or optimizer constants take effect in the next loop."""
         self.batch: Batch | None = None

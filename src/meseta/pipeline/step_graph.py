@@ -69,8 +69,7 @@ class StepGraphs:
     # capture needs. The next one is captured, unless the first one has waited for the device. Its capture would fail,
     # from which torch does not recover completely.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self) -> None:
         self._steps: dict[_GraphKey, CapturedStep] = {}
         self._warm_layouts: set[PackedLayout] = set()
         self._watched: PackedLayout | None = None

@@ -125,7 +125,6 @@ class DeferredCheck:
     """Check of a step that the host completes in the next step."""
 
     agreement: LossAgreement
-    found_inf: Float[Tensor, ""]
     batch: Batch | None
     step: int
     """Number of updates before this step."""
@@ -223,7 +222,7 @@ class UpdateCheck:
         self, agreement: LossAgreement, batch: Batch | None, step: int, num_out_of_range: Int[Tensor, " F"] | None
     ) -> None:
         """Leave the check of a step to `resolve`. See `finish` for the arguments."""
-        self.pending = DeferredCheck(agreement, self.found_inf, batch, step, num_out_of_range)
+        self.pending = DeferredCheck(agreement, batch, step, num_out_of_range)
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
@@ -246,7 +245,7 @@ class UpdateCheck:
         if self.pending is None:
             optimizer.step()
         else:
-            self.pending.undo_host_update = step_if_finite(optimizer, self.pending.found_inf, scalars)
+            self.pending.undo_host_update = step_if_finite(optimizer, self.found_inf, scalars)
 
 
 def find_running_stats(model: Any) -> list[Tensor]:

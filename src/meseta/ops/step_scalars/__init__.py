@@ -37,7 +37,7 @@ class _Slot:
     view: Tensor
 
 
-class _Block:
+class _WordBlock:
     """Words in device memory that are written together."""
 
     def __init__(self, num_words: int, device: torch.device) -> None:
@@ -73,7 +73,7 @@ class StepScalars:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._slots: dict[Hashable, Tensor] = {}
-        self._blocks: list[_Block] = []
+        self._blocks: list[_WordBlock] = []
         self._numbers = StepNumbers(0, 1.0)
 
     def write(self, numbers: StepNumbers) -> None:
@@ -104,7 +104,7 @@ class StepScalars:
             )
         size = len(compute(self._numbers))
         if not self._blocks or self._blocks[-1].num_used + size > len(self._blocks[-1].words):
-            self._blocks.append(_Block(-(-size // WORDS_PER_BLOCK) * WORDS_PER_BLOCK, self._device))
+            self._blocks.append(_WordBlock(-(-size // WORDS_PER_BLOCK) * WORDS_PER_BLOCK, self._device))
         self._slots[key] = self._blocks[-1].add(size, dtype, compute)
         self._blocks[-1].write(self._numbers)
         return self._slots[key]
