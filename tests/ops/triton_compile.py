@@ -24,7 +24,9 @@ from meseta.ops.mlp import triton as mlp
 from meseta.ops.pooled_lookup import triton as lookup
 from meseta.ops.row_lookup import triton as row_lookup
 from meseta.ops.row_program.program import trace
-from meseta.ops.row_update import triton_kernels as kernels
+from meseta.ops.row_update import triton_kernels as update_kernels
+from meseta.ops.row_update.call import SortedRowIds
+from meseta.ops.row_update.triton_parts import NUM_WORDS, Lines
 from meseta.ops.row_update.triton_source import update_kernel
 from meseta.ops.step_scalars import triton as step_scalars
 from meseta.ops.step_verdict import triton as step_verdict
@@ -33,20 +35,27 @@ from meseta.optim import make_row_optimizer
 from meseta.spec import OptimizerSpec
 
 WORDS, INTS, FLOATS = "*i64", "*i32", "*fp32"
+SORTED: Any = SortedRowIds(INTS, INTS, "*i16", INTS, WORDS, WORDS, FLOATS)  # type: ignore[arg-type]
+LINES: Any = Lines(WORDS, FLOATS, FLOATS, INTS)  # type: ignore[arg-type]
 INSTRUCTIONS = r"(?:ld|st)\.global(?:\.v\d)?\.\w+|fma\.\w+\.f32|(?:div|sqrt)\.\w+(?:\.ftz)?\.f32"
 
 
 def compiled(kernel: Any, types: dict[str, Any], architecture: int, num_warps: int = 4) -> dict[str, int]:
     """Compile a kernel and count its instructions. `types` has the type of each argument, or the value of a
-    constant."""
-    constants = {name: kind for name, kind in types.items() if not isinstance(kind, str)}
-    signature = {name: types[name] if name not in constants else "constexpr" for name in kernel.arg_names}
-    pointers = [i for i, name in enumerate(kernel.arg_names) if signature[name].startswith("*")]
+    constant, or a named tuple of types and `None`."""
+    signature, constants, pointers = {}, dict[Any, Any](), list[tuple[int, ...]]()
+    for i, name in enumerate(kernel.arg_names):
+        is_tuple = hasattr(types[name], "_fields")
+        members = {(i, k): kind for k, kind in enumerate(types[name])} if is_tuple else {(i,): types[name]}
+        constants |= {path: kind for path, kind in members.items() if not isinstance(kind, str)}
+        pointers += [path for path, kind in members.items() if str(kind).startswith("*")]
+        kinds = [kind if isinstance(kind, str) else "constexpr" for kind in members.values()]
+        signature[name] = type(types[name])(*kinds) if is_tuple else kinds[0]
     source = ASTSource(
         fn=kernel,
         signature=signature,
         constexprs=constants,
-        attrs={(i,): [["tt.divisibility", 16]] for i in pointers},
+        attrs={path: [["tt.divisibility", 16]] for path in pointers},
     )
     options = {"num_warps": num_warps, "enable_fp_fusion": False}
     built = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
@@ -75,7 +84,8 @@ def rows(architecture: int) -> dict[str, Any]:
 
 
 def lists(architecture: int) -> dict[str, Any]:
-    many = {"plan": WORDS, "items": WORDS, "limit": "i32"}
+    listed = SortedRowIds(keys=INTS, bags=INTS, begins=WORDS, scales=FLOATS)  # type: ignore[arg-type]
+    numbers = {"num_bags": "i32", "num_rows": "i32", "limit": "i32", "SHIFT": 0, "INDEX": tl.int32}
     report = {"report": WORDS, "found_inf": FLOATS, "sums": "*fp64", "at": "i32", "NUM_SUMS": 2}
     cases: dict[str, tuple[Any, dict[str, Any]]] = {
         "lengths": (id_policy._sum_lengths, {"work": WORDS, "lengths": INTS, "words": WORDS}),
@@ -87,32 +97,31 @@ def lists(architecture: int) -> dict[str, Any]:
         "scalars": (step_scalars._write_words, {"out": WORDS, **dict.fromkeys("abcdefg", "i64")}),
         "verdict": (step_verdict._record, report | {"first_error": None, "IS_FIRST": True}),
         "verdict of ids": (step_verdict._record, report | {"first_error": WORDS, "IS_FIRST": False}),
-        "items": (
-            kernels.list_items,
-            many | {"keys": INTS, "ids": INTS, "offsets": WORDS, "weights": FLOATS, "gradients": FLOATS},
+        "keys": (
+            update_kernels.list_keys,
+            numbers | {"out": listed, "plan": WORDS, "ids": INTS, "offsets": WORDS, "weights": FLOATS},
         ),
-        "items, several gradients": (
-            kernels.list_items,
-            many | {"keys": INTS, "ids": INTS, "offsets": WORDS, "weights": None, "gradients": WORDS},
+        "keys, no weights": (
+            update_kernels.list_keys,
+            numbers
+            | {"out": listed._replace(keys="*i16", scales=None), "plan": WORDS, "ids": WORDS, "offsets": INTS}
+            | {"weights": None, "SHIFT": 2**15},
         ),
         "order": (
-            kernels.order_items,
-            many | {"ordered": WORDS, "scales": None, "num_keys": INTS, "keys": WORDS, "order": WORDS},
-        ),
-        "segments": (
-            kernels.mark_segments,
-            {"segments": WORDS, "ranges": WORDS, "keys": INTS, "num_keys": INTS, "plan": WORDS, "limit": "i32"},
+            update_kernels.order_bags,
+            numbers | {"out": SORTED, "bags": INTS, "scales": FLOATS},
         ),
         "long runs": (
-            kernels.sum_long_runs,
-            many | {"sums": FLOATS, "scales": FLOATS, "keys": INTS, "COLUMNS": 128, "VECTOR": 4},
+            update_kernels.sum_long_runs,
+            numbers | {"sorted_ids": SORTED, "lines": LINES, "FORM": (14, 128, 4)},
         ),
     }
     return {name: compiled(kernel, types, architecture) for name, (kernel, types) in cases.items()}
 
 
 def updates(architecture: int) -> dict[str, Any]:
-    common = {"plan": WORDS, "uniforms": "*fp64", "keys": INTS, "items": WORDS, "segments": WORDS, "ranges": WORDS}
+    common = {"lines": LINES, "uniforms": "*fp64", "CHUNK": update_kernels.CHUNK.value, "SHIFT": 0, "INDEX": tl.int32}
+    common |= {"num_bags": "i32", "limit": "i32", "first_key": "i64", "end_key": "i64"}
     programs = {}
     for name, row, vector, blocks in (
         ("rowwise_adagrad", tl.float32, 4, 4),
@@ -122,11 +131,11 @@ def updates(architecture: int) -> dict[str, Any]:
         program = trace(make_row_optimizer(OptimizerSpec(name=name, lr=0.1)))  # type: ignore[arg-type]
         instructions = tuple(map(tuple, program.fused_update.instructions.tolist()))
         kernel = update_kernel(instructions, tuple(kind == "row" for kind in program.state_kinds))
-        types: dict[str, Any] = common | {"scales": FLOATS, "group": "i32", "NUM_UNIFORMS": len(program.uniforms) + 1}
-        types |= {"ROW": row, "ROWS": max(1, 32 // blocks), "BLOCKS": blocks}
-        types |= {"VECTOR": vector, "LINE_VECTOR": min(vector, 4)}
+        form = (NUM_WORDS.value + len(program.state_kinds), blocks * 16, min(vector, 4))
+        types: dict[str, Any] = common | {"ROW": row, "ROWS": max(1, 64 // blocks), "BLOCKS": blocks, "FORM": form}
+        types |= {"sorted_ids": SORTED, "VECTOR": vector, "NUM_UNIFORMS": len(program.uniforms) + 1}
         for found_inf, suffix in ((None, ""), (FLOATS, " found_inf")):
-            programs[f"{name} {row}{suffix}"] = compiled(kernel, types | {"found_inf": found_inf}, architecture)
+            programs[f"{name} {row}{suffix}"] = compiled(kernel, types | {"found_inf": found_inf}, architecture, 1)
     return programs
 
 

@@ -18,30 +18,34 @@ from meseta.ops.row_update import triton_parts as parts
 Instructions = tuple[tuple[int, int, int, int, int], ...]
 """Rows of `RowCode.instructions`."""
 
-# Selects the rows of a program and sums their gradients. A tile is [ROWS, BLOCKS, 16].
-KERNEL_PROLOGUE = """@triton.jit(do_not_specialize=["group"])
-def update(plan, uniforms, keys, items, scales, segments, ranges, found_inf, group, NUM_UNIFORMS: tl.constexpr,
-           ROW: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, VECTOR: tl.constexpr,
-           LINE_VECTOR: tl.constexpr):
-    first = tl.load(ranges + group) + tl.program_id(0) * ROWS
-    last = tl.load(ranges + group + 1)
+# Selects the rows of a program and sums their gradients. A tile is [BLOCKS, ROWS, 16]. Programs of one chunk of
+# contributions share its first contributions of rows, so that they have no idle lanes. Programs have one warp: their
+# sums need no barriers.
+KERNEL_PROLOGUE = """@triton.jit(do_not_specialize=["num_bags", "limit", "first_key", "end_key"])
+def update(sorted_ids, lines, uniforms, found_inf, num_bags, limit, first_key, end_key, NUM_UNIFORMS: tl.constexpr,
+           ROW: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, CHUNK: tl.constexpr, SHIFT: tl.constexpr,
+           VECTOR: tl.constexpr, FORM: tl.constexpr, INDEX: tl.constexpr):
+    chunk = (tl.program_id(0) // (CHUNK // ROWS)).to(INDEX)
+    first_slot = tl.program_id(0) % (CHUNK // ROWS) * ROWS
+    slot = first_slot + tl.arange(0, ROWS)
+    count = tl.load(sorted_ids.counts + chunk)
+    start = tl.load(sorted_ids.starts + chunk * CHUNK + slot)
     if found_inf is not None:
-        last = tl.where(tl.load(found_inf) == 0.0, last, first)
-    if first >= last:
+        count = tl.where(tl.load(found_inf) == 0.0, count, 0)
+    if first_slot >= count:
         return
-    segment = first + tl.arange(0, ROWS)
-    live = segment < last
-    begin = tl.load(segments + segment, mask=live, other=0)
-    end = tl.load(segments + segment + 1, mask=live, other=0)
-    feature = (tl.load(items + 2 * begin + 1, mask=live, other=0) & 0xFFFFFFFF) // tl.load(plan + 3)
-    table = tl.load(plan + parts.PLAN_WORDS + feature * parts.FEATURE_WORDS + 1, mask=live, other=0)
-    words = plan + tl.load(plan + 4) + table * tl.load(plan + 5)
-    numbers = uniforms + table * NUM_UNIFORMS
-    dim = tl.multiple_of(tl.load(words + 1, mask=live, other=0), VECTOR)
-    row = tl.load(keys + begin, mask=live, other=0).to(tl.int64) - tl.load(words + 3, mask=live, other=0)
-    column = (tl.arange(0, BLOCKS)[:, None] * 16 + tl.arange(0, 16)[None, :])[None, :, :]
-    inside = column < dim[:, None, None]
-    e0 = parts.sum_lines(items, scales, begin, end, inside, LINE_VECTOR)
+    live = slot < count
+    n = chunk * CHUNK + tl.where(live, start, 0)
+    bag = tl.load(sorted_ids.bags + n, mask=live, other=0)
+    key = tl.load(sorted_ids.keys + n, mask=live, other=0).to(tl.int64) + SHIFT
+    live = live & (key >= first_key) & (key < end_key)
+    words = lines.plan + tl.where(bag < 0, ~bag, bag) // num_bags * FORM[0]
+    numbers = uniforms + tl.load(words + parts.TABLE, mask=live, other=0) * NUM_UNIFORMS
+    dim = tl.multiple_of(tl.load(words + parts.WIDTH, mask=live, other=0), VECTOR)
+    row = key - tl.load(words + parts.FIRST_KEY, mask=live, other=0)
+    column = tl.arange(0, BLOCKS)[:, None, None] * 16 + tl.arange(0, 16)[None, None, :]
+    inside = column < dim[None, :, None]
+    e0 = parts.sum_lines(sorted_ids, lines, bag, n, live, inside, (num_bags, limit), FORM)
 """
 """First part of each kernel, up to the summed gradient in register e0."""
 
@@ -85,14 +89,16 @@ def kernel_source(instructions: Instructions, state_is_row: Sequence[bool]) -> s
 
 def _pointer_statements(state_is_row: Sequence[bool]) -> str:
     """Return statements that compute pointers to the rows of the weight and of each state."""
-    text = "    weight = parts.row_pointers(words, row * dim, live, ROW, VECTOR)[:, None, None] + column\n"
+    text = (
+        "    weight = parts.row_pointers(words + parts.WEIGHT, row * dim, live, ROW, VECTOR)[None, :, None] + column\n"
+    )
     for state, is_row in enumerate(state_is_row):
-        at = f"words + (parts.TABLE_WORDS + {state})"
+        at = f"words + (parts.NUM_WORDS + {state})"
         if is_row:
             text += f"    state{state} = parts.row_pointers({at}, row, live, tl.float32, 1)\n"
         else:
             text += f"    state{state} = parts.row_pointers({at}, row * dim, live, tl.float32, VECTOR)"
-            text += "[:, None, None] + column\n"
+            text += "[None, :, None] + column\n"
     return text
 
 
@@ -104,11 +110,11 @@ def _operands(code: Sequence[int]) -> list[int]:
 
 
 def _register_name(register: int, is_tile: bool) -> str:
-    """Return the name of a register or uniform. `is_tile` broadcasts it to [ROWS, 1, 1]."""
+    """Return the name of a register or uniform. `is_tile` broadcasts it to [1, ROWS, 1]."""
     if register < FIRST_ROW:
         return f"e{register}"
     name = f"r{register}" if register < FIRST_UNIFORM else f"u{register}"
-    return f"{name}[:, None, None]" if is_tile else name
+    return f"{name}[None, :, None]" if is_tile else name
 
 
 def _statement(code: Sequence[int], state_is_row: Sequence[bool]) -> str:
@@ -124,7 +130,7 @@ def _statement(code: Sequence[int], state_is_row: Sequence[bool]) -> str:
         is_row = state_is_row[b]
         return f"tl.store(state{b}, {_register_name(a, not is_row)}, mask={'live' if is_row else 'inside'})"
     if op == Op.STORE_WEIGHT:
-        value = f"tl.broadcast_to({_register_name(a, True)}, [ROWS, BLOCKS, 16])"
+        value = f"tl.broadcast_to({_register_name(a, True)}, [BLOCKS, ROWS, 16])"
         return f"parts.store_rows(weight, {value}, inside, words, live, row, numbers + NUM_UNIFORMS - 1)"
     is_tile = dst < FIRST_ROW
     return (
