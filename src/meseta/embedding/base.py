@@ -24,11 +24,12 @@ from meseta.embedding.batch_context import (
     no_op,
     null_timer,
 )
-from meseta.embedding.update import GradientSegment
+from meseta.embedding.sort_ahead import SortAhead
+from meseta.embedding.update import FusedShards, GradientSegment, step_shards
 from meseta.ops.common import device_constant
 from meseta.ops.id_policy import CheckedIds
 from meseta.ops.row_program.optimizer import compute_dtype
-from meseta.ops.row_update import TableRows
+from meseta.ops.row_update import Bags, TableRows
 from meseta.sparse import Embeddings, JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from meseta.sparse.shapes import Int
 from meseta.spec import FeatureSpec, MesetaError, Plan, TableSpec, check_features
@@ -95,6 +96,8 @@ class BaseEmbeddingCollection(nn.Module, ABC, Generic[GroupStateT]):
         self._last_slice: BatchSlice | None = None
         """Slice of the batch that was looked up last."""
         self._num_started = 0
+        self._fused_shards: tuple[FusedShards, ...] = ()
+        """Shards that are updated without data of other ranks."""
         self._acquired_rows: tuple[TableRows, ...] | None = None
         """Rows of each shard that operators use. `None` before the first lookup."""
         self._last_backward: tuple[int, BatchSlice | None] = (NO_BACKWARD, None)
@@ -264,11 +267,41 @@ class BaseEmbeddingCollection(nn.Module, ABC, Generic[GroupStateT]):
                 flight.output_dist_callback()
             if flight.num_out_of_range is not None:
                 flight.out_of_range_ids.add(flight.num_out_of_range)
-            return self._output_dist(flight)
+            embeddings = self._output_dist(flight)
+            self._start_sort(flight)
+        return embeddings
 
     @abstractmethod
     def _output_dist(self, flight: BatchContext[GroupStateT]) -> Embeddings:
         """Implement `output_dist` after the checks."""
+
+    def _start_sort(self, flight: BatchContext[GroupStateT]) -> None:
+        """Start to sort the ids on a GPU for the update of the batch, if they are those of the whole update."""
+        # Only one group has the same ids in the update. Accumulated batches are merged.
+        if not torch.is_grad_enabled() or len(flight.group_states) > 1 or self.has_offloaded_rows:
+            return
+        if flight.clip is not None or self._accumulated_segments or self._accumulates_gradients(flight):
+            return
+        bags = self._bags(flight.group_states[0])
+        groups = [f.group for f in self._fused_shards if f.spec.optimizer.stepped_rows == "touched"]
+        if groups and bags.ids.is_cuda:
+            flight.sort_ahead = SortAhead.start(self._sort_stream, groups, bags)
+
+    @cached_property
+    def _sort_stream(self) -> Any:
+        return torch.cuda.Stream(self.shards[0].device)
+
+    @abstractmethod
+    def _bags(self, state: GroupStateT) -> Bags:
+        """Return the bags that the update of a batch with one feature group reads."""
+
+    def _step_fused(self, flight: BatchContext[GroupStateT], bags: Bags, gradients: Sequence[Tensor]) -> None:
+        """Update the rows of all shards that need no data of other ranks."""
+        sort, step = flight.pop_sort(), self.step + 1
+        for fused in self._fused_shards:
+            sorted_ids = None if sort is None else sort.select(fused.group, bags)
+            rate = self.lr(flight, fused.spec)
+            step_shards(fused, rate, step, bags, gradients, flight.found_inf, flight.scalars, sorted_ids)
 
     def wait_for_embeddings(self, flight: BatchContext[GroupStateT]) -> Sequence[Tensor]:
         """Wait for the embeddings of a batch after `lookup`. The stage of the batch does not change."""
@@ -370,6 +403,7 @@ class BaseEmbeddingCollection(nn.Module, ABC, Generic[GroupStateT]):
         try:
             update()
         finally:
+            flight.pop_sort()
             # Rows of accumulated passes are updated with the last micro-batch, and must stay in the cache until then.
             if accumulates and flight.lease is not None:
                 self._accumulated_leases.append(flight.lease)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from meseta.comm import BatchSlice, BatchTotals
+from meseta.embedding.sort_ahead import SortAhead
 from meseta.ops.id_policy import CheckedIds, apply_id_policy
 from meseta.ops.step_scalars import StepScalars
 from meseta.ops.step_verdict import RejectedPlace
@@ -247,6 +248,8 @@ class BatchContext(Generic[GroupStateT]):
     set before `lookup`, from an earlier lookup of the same ids, they are used instead of a new lookup."""
     group_states: tuple[GroupStateT, ...] = ()
     """State of each feature group. Released in the backward pass."""
+    sort_ahead: SortAhead | None = None
+    """Sort of the ids in progress on a GPU. `None` if the update sorts them."""
     batch_slice: BatchSlice | None = None
     """Slice of this rank in the global batch. `None` before the lookup."""
     stage: BatchStage = "started"
@@ -290,8 +293,16 @@ class BatchContext(Generic[GroupStateT]):
             self.drop()
             raise
 
+    def pop_sort(self) -> SortAhead | None:
+        """Return the sort of the ids, for which the current stream then waits."""
+        sort, self.sort_ahead = self.sort_ahead, None
+        if sort is not None:
+            sort.wait()
+        return sort
+
     def drop(self) -> None:
         self.stage, self.group_states, self.embeddings = "dropped", (), None
+        self.pop_sort()
         self.release()
 
     def release(self) -> None:

@@ -1,7 +1,7 @@
 """Triton functions for generated update kernels: sums in the order of the reference, and stochastic rounding."""
-# A tile is [BLOCKS, ROWS, 16]: the columns of rows in blocks of 16, the last one padded. Blocks are the first dimension,
-# so that a lane has all blocks of its columns. Sums of rows then need no shared memory. Triton parses the source of
-# these functions, so that no decorator that checks types may wrap them.
+# A tile is [BLOCKS, ROWS, 16]: the columns of rows in blocks of 16, the last one padded. Blocks are the first
+# dimension, so that a lane has all blocks of its columns. Sums of rows then need no shared memory. Triton parses the
+# source of these functions, so that no decorator that checks types may wrap them.
 
 from __future__ import annotations
 
