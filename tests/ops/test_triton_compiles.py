@@ -23,7 +23,7 @@ WIDE_LOADS = {
     "lists": (),
     "updates": ("rowwise_adagrad fp32", "adam bf16"),
     "codecs": tuple(f"encode {name} 0" for name in FORMS),
-    "dense": (),
+    "dense": ("cross *fp32 inner", "cross *bf16 inner", "concat *bf16"),
 }
 """Kernels of each group that read rows or columns in words of 16 bytes."""
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
