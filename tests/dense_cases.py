@@ -12,6 +12,7 @@ from torch import Tensor
 
 from meseta.ops.cross_entropy import reference as cross_entropy_reference
 from meseta.ops.dot_interaction import reference as dot_reference
+from meseta.ops.linear import reference as linear_reference
 from meseta.ops.mlp import reference as mlp_reference
 from meseta.ops.mlp.gpu import GpuMlp
 
@@ -36,16 +37,16 @@ def check_accuracy(got: Tensor, plain: Tensor, exact: Tensor) -> None:
 
 def check_mask_and_sum(num_samples: int, width: int, dtype: torch.dtype, device: str) -> None:
     """Check masked gradients and their sums, and that other columns of the sums are not written."""
-    from meseta.ops.mlp import triton
+    from meseta.ops.linear import triton
 
     gradient, output = numbers(1, num_samples, width, dtype=dtype), numbers(2, num_samples, width, dtype=dtype)
-    sums = mlp_reference.new_block_sums(gradient, width + 3).fill_(7.0)
+    sums = linear_reference.new_block_sums(gradient, width + 3).fill_(7.0)
     got = sums.to(device, copy=True)
     wide = torch.cat([gradient, torch.full_like(gradient, torch.nan)], dim=1).to(device)
     masked = triton.mask_and_sum(wide[:, :width], output.to(device), got, 2)
-    expected = mlp_reference.mask_and_sum(gradient, output, sums, 2)
+    expected = linear_reference.mask_and_sum(gradient, output, sums, 2)
     assert torch.equal(masked.cpu(), expected)
-    exact = torch.stack([block.double().sum(0) for block in expected.split(mlp_reference.BLOCK_SAMPLES)])
+    exact = torch.stack([block.double().sum(0) for block in expected.split(linear_reference.BLOCK_SAMPLES)])
     check_accuracy(got[:, 2:-1], sums[:, 2:-1], exact)
     assert got[:, :2].eq(7.0).all() and got[:, -1].eq(7.0).all()
 
@@ -62,7 +63,7 @@ def check_scalar_linear(num_samples: int, width: int, dtype: torch.dtype, relu: 
         plain = mlp_reference.scalar_linear(x, weight, bias, relu)
         exact = mlp_reference.scalar_linear(x.double(), weight.double(), None if bias is None else bias.double(), relu)
         check_accuracy(got, plain, exact)
-    sums = mlp_reference.new_block_sums(gradient, 2 * width + 3).fill_(7.0)
+    sums = linear_reference.new_block_sums(gradient, 2 * width + 3).fill_(7.0)
     got_sums, exact_sums = sums.to(device, copy=True), sums.double()
     got = triton.scalar_linear_backward(gradient.to(device), x.to(device), weight.to(device), relu, got_sums, width + 1)
     plain = mlp_reference.scalar_linear_backward(gradient, x, weight, relu, sums, width + 1)
@@ -73,19 +74,6 @@ def check_scalar_linear(num_samples: int, width: int, dtype: torch.dtype, relu: 
     check_accuracy(got_sums, sums, exact_sums)
     for unwritten in (got_sums[:, :1], got_sums[:, -1:], *([] if relu else [got_sums[:, : width + 1]])):
         assert unwritten.eq(7.0).all()
-
-
-def check_linear_relu(num_samples: int, num_inputs: int, num_outputs: int, device: str) -> None:
-    """Check a layer that is computed with its ReLU. NaN stays NaN."""
-    from meseta.ops.mlp import triton
-
-    x, weight = numbers(1, num_samples, num_inputs), numbers(2, num_outputs, num_inputs)
-    for bias in (None, numbers(3, num_outputs)):
-        moved = [None if value is None else value.to(device, copy=True) for value in (x, weight, bias)]
-        exact = mlp_reference.linear_relu(x.double(), weight.double(), None if bias is None else bias.double())
-        check_accuracy(triton.linear_relu(*moved), mlp_reference.linear_relu(x, weight, bias), exact)
-        moved[0][0, -1] = torch.nan
-        assert triton.linear_relu(*moved).isnan().all(1).tolist() == [True] + [False] * (num_samples - 1)
 
 
 def check_gpu_mlp(

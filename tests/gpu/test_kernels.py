@@ -12,12 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from cross_cases import LAYERS as CROSS_LAYERS
+from cross_cases import NETWORKS, check_concat, check_cross_backward, check_cross_network
 from dense_cases import (
     DTYPES,
     check_cross_entropy,
     check_dot_interaction,
     check_gpu_mlp,
-    check_linear_relu,
     check_mask_and_sum,
     check_scalar_linear,
 )
@@ -97,13 +98,26 @@ def test_layers(case: dict[str, Any]) -> None:
     check_mask_and_sum(**case, device="cuda")
     for relu in (False, True):
         check_scalar_linear(**case, relu=relu, device="cuda")
-    if case["width"] <= 64:
-        check_linear_relu(case["num_samples"], case["width"], 100, "cuda")
 
 
 @pytest.mark.parametrize("case", sample(STACKS, 30, seed=4))
 def test_stacks_of_layers(case: dict[str, Any]) -> None:
     check_gpu_mlp(**case, device="cuda")
+
+
+@pytest.mark.parametrize("case", sample(CROSS_LAYERS, 20, seed=5))
+def test_cross_layers(case: dict[str, Any]) -> None:
+    check_cross_backward(**case, device="cuda")
+
+
+@pytest.mark.parametrize("case", sample(NETWORKS, 20, seed=6))
+def test_cross_networks(case: dict[str, Any]) -> None:
+    check_cross_network(**case, device="cuda")
+
+
+@pytest.mark.parametrize("widths", [(0, 5), (13, 200), (128, 3328)])
+def test_concatenated_columns(widths: tuple[int, int]) -> None:
+    check_concat(1000, widths, torch.bfloat16, "cuda")
 
 
 @pytest.mark.parametrize("case", PAIRS)
