@@ -83,7 +83,7 @@ class OurTraining:
 
     def __init__(self, model: Any, samples: list[TrainingBatch], device: str) -> None:
         world = World.single(device)
-        self._batches = PackedBatches(map(make_batch, cycle(samples)), world.device)
+        self._batches = PackedBatches(cycle(samples), make_batch, world.device)
         self._steps = make_pipeline(model, LR, world).steps(self._batches)
 
     def prepare(self, num_steps: int) -> None:
