@@ -2,7 +2,8 @@
 
     PYTHONPATH=src python benchmarks/bench_gpu.py
 
-Bytes of a lookup are the necessary ones: rows, ids and outputs once.
+Bytes of a lookup are the necessary ones: rows, ids and outputs once. Those of an update are different rows and their
+states, read and written, and ids and gradients once.
 """
 
 from __future__ import annotations
@@ -53,9 +54,21 @@ class Job:
         self.offsets = torch.arange(shape.num_tables * shape.batch_size + 1, device="cuda") * shape.bag_size
         self.gradient = torch.randn(shape.batch_size, shape.num_tables * shape.dim, device="cuda").mul_(0.01)
 
+    def ids(self, number: int) -> Tensor:
+        """Return the ids of a batch. Batches repeat."""
+        return self.batches[number % NUM_BATCHES]
+
     def lookup_bytes(self) -> int:
         row_bytes = 4 * self.shape.dim
         return self.batches[0].numel() * (row_bytes + 8) + self.offsets.numel() * 8 + self.gradient.numel() * 4
+
+    def update_bytes(self, name: str) -> int:
+        """Return the bytes of different rows and their states, read and written, and of ids and gradients."""
+        shape = self.shape
+        by_table = self.batches[0].view(shape.num_tables, -1)
+        num_touched = sum(table_ids.unique().numel() for table_ids in by_table)
+        num_values = {"sgd": shape.dim, "rowwise_adagrad": shape.dim + 1, "adam": 3 * shape.dim}[name]
+        return 2 * 4 * num_touched * num_values + 8 * by_table.numel() + 4 * self.gradient.numel()
 
     def update(self, name: str) -> Callable[[int], None]:
         optimizer = make_row_optimizer(OptimizerSpec(name=name, lr=0.01))  # type: ignore[arg-type]
@@ -64,7 +77,7 @@ class Job:
         group = UpdateGroup(optimizer, rows, (self.shape.dim,) * len(rows), features)
 
         def run(number: int) -> None:
-            bags = Bags(self.batches[number % NUM_BATCHES], self.offsets, self.shape.batch_size)
+            bags = Bags(self.ids(number), self.offsets, self.shape.batch_size)
             row_update(group, 0.01, 1, bags, [self.gradient])
 
         return run
@@ -80,7 +93,7 @@ class Peer:
 
     def lookup(self, number: int) -> None:
         shape = self.job.shape
-        ids = self.job.batches[number % NUM_BATCHES].view(shape.num_tables, shape.batch_size, shape.bag_size)
+        ids = self.job.ids(number).view(shape.num_tables, shape.batch_size, shape.bag_size)
         self.outputs = [bag(part) for bag, part in zip(self.bags, ids, strict=True)]
 
     def step(self, name: str) -> Callable[[int], None]:
@@ -104,7 +117,7 @@ def measure(shape: Shape, copy: float) -> None:
     peer = Peer(job)
 
     def lookup(number: int) -> Tensor:
-        return pooled_lookup(job.tables, job.batches[number % NUM_BATCHES], job.offsets)
+        return pooled_lookup(job.tables, job.ids(number), job.offsets)
 
     ours_s, peer_s = device_seconds(lookup), device_seconds(peer.lookup)
     record("gpu", case, "lookup", job.lookup_bytes() / ours_s / 1e9, "GB/s", peer="device-to-device copy",
@@ -112,6 +125,9 @@ def measure(shape: Shape, copy: float) -> None:
     record("gpu", case, "lookup", ours_s * 1000, "ms", peer="nn.EmbeddingBag", peer_value=peer_s * 1000)
     for name, peer_name in (("sgd", "SGD"), ("rowwise_adagrad", "Adagrad"), ("adam", "SparseAdam")):
         update = job.update(name)
+        update_s = device_seconds(update)
+        record("gpu", case, f"update {name}", job.update_bytes(name) / update_s / 1e9, "GB/s",
+               peer="device-to-device copy", peer_value=copy / 1e9)  # fmt: skip
         step = device_seconds(lambda number, update=update: (lookup(number), update(number)))
         label = f"nn.EmbeddingBag(sparse) + {peer_name}"
         record(
