@@ -26,7 +26,9 @@ ROW_SOURCES = ("ops/row_update/", "ops/pooled_lookup/", "ops/id_policy/", "data/
 """Sources of the kernels whose work depends on the number of ids."""
 UPDATE_KERNEL = "update"
 """Kernel of the row update. Its programs are many and slow in the interpreter, and equal in distribution."""
-PRODUCTS = {"aten::mm": 1, "aten::addmm": 1, "aten::bmm": 1}
+PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm")
+SCALAR_PRODUCTS = {"_scalar_linear": 1, "_scalar_linear_backward": 2}
+"""Number of products of x [B, N] with vectors, by kernel."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +140,7 @@ def scale_launch(launch: Launch, recorded: Dcnv2Shape, shape: Dcnv2Shape) -> Ste
         stage=record.stage,
         count=1,
         num_bytes=sum(tensor_bytes) if special is None else special,
-        num_flops=num_flops(record, recorded.batch_size) * factor,
+        num_flops=num_flops(record) * factor,
         num_requested=None if requests is None else requests.num_bytes * (factor if any(has_batch) else 1.0),
     )
 
@@ -157,12 +159,13 @@ def size_of(tensor: TensorRecord) -> int:
     return math.prod(tensor.shape) * torch.empty(0, dtype=getattr(torch, tensor.dtype)).itemsize
 
 
-def num_flops(record: Record, batch_size: int) -> float:
-    """Return the operations of a matrix product, 0 for other kernels."""
+def num_flops(record: Record) -> float:
+    """Return the operations of matrix products, 0 for other kernels."""
     if record.name in PRODUCTS:
         a, b = (tensor.shape for tensor in record.tensors[-3:-1])
         return 2.0 * math.prod(a) * b[-1]
-    return 0.0
+    largest = max((math.prod(tensor.shape) for tensor in record.tensors), default=0)
+    return 2.0 * SCALAR_PRODUCTS.get(record.name, 0) * largest
 
 
 def row_kernel_bytes(record: Record, shape: Dcnv2Shape) -> float | None:
