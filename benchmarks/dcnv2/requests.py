@@ -2,17 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from inspect import signature
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
+import torch
+from torch import Tensor
 
+POINTERS = {
+    torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float64: "*fp64",
+    torch.int64: "*i64", torch.int32: "*i32", torch.int16: "*i16", torch.uint8: "*u8", torch.bool: "*i1",
+}  # fmt: skip
+"""Triton's name of the pointer to a type."""
 MAX_PROGRAMS = 128
 """Number of programs of a sampled launch that run, about."""
+
+
+class Signature(NamedTuple):
+    """What determines the compiled code of a kernel. All values can be encoded as JSON."""
+
+    module: str
+    """Module that defines the kernel."""
+    name: str
+    arguments: dict[str, Any]
+    """Type of each argument, the value of a constant or of an option of the compiler, or {"dtype": name} for a type."""
+
+    @staticmethod
+    def from_launch(kernel: Any, arguments: Mapping[str, Any]) -> Signature:
+        """Return the signature of a launch with named arguments."""
+        types = {n for n, parameter in signature(kernel.fn).parameters.items() if "constexpr" not in str(parameter)}
+        described = {name: _describe(value, is_constant=name not in types) for name, value in arguments.items()}
+        return Signature(kernel.fn.__module__, kernel.fn.__name__, described)
+
+
+def _describe(value: Any, *, is_constant: bool) -> Any:
+    if isinstance(value, Tensor):
+        return POINTERS[value.dtype]
+    if hasattr(value, "primitive_bitwidth"):
+        return {"dtype": value.name}
+    if is_constant or not isinstance(value, (int, float)) or isinstance(value, bool):
+        return value
+    return "fp32" if isinstance(value, float) else "i32" if -(2**31) <= value < 2**31 else "i64"
 
 
 @dataclass
@@ -23,6 +58,7 @@ class LaunchRequests:
     """
 
     kernel: str
+    signature: Signature
     load_bytes: float = 0.0
     store_bytes: float = 0.0
 
@@ -45,7 +81,9 @@ def count_requests(*sampled: str) -> Iterator[list[LaunchRequests]]:
     run: Any = InterpretedFunction.run
 
     def counted_run(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        launch, name = LaunchRequests(kernel.fn.__name__), kernel.fn.__name__
+        name = kernel.fn.__name__
+        named = {**dict(zip(kernel.arg_names, args, strict=False)), **kwargs}
+        launch = LaunchRequests(name, Signature.from_launch(kernel, named))
         launches.append(launch)
         step = max(1, prod(grid) // MAX_PROGRAMS) if name in sampled else 1
         step = min(step, grid[0])

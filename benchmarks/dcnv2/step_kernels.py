@@ -16,7 +16,7 @@ from gpu_path.patches import emulated_gpu
 from gpu_path.records import Record, TensorRecord
 from gpu_path.training import Training, record_steps
 
-from dcnv2.requests import LaunchRequests, count_requests
+from dcnv2.requests import LaunchRequests, Signature, count_requests
 from dcnv2.shape import Dcnv2Shape
 from dcnv2.training import UniformBatches, make_dcnv2
 
@@ -45,6 +45,8 @@ class StepKernel:
     """Computed operations of matrix products."""
     num_requested: float | None
     """Bytes that Triton kernels request. `None` for kernels of torch."""
+    signatures: tuple[Signature, ...] = ()
+    """Different signatures of Triton kernels."""
 
 
 class StepCase:
@@ -123,6 +125,7 @@ def merge(some: StepKernel, other: StepKernel) -> StepKernel:
         num_bytes=some.num_bytes + other.num_bytes,
         num_flops=some.num_flops + other.num_flops,
         num_requested=requested,
+        signatures=(*some.signatures, *(one for one in other.signatures if one not in some.signatures)),
     )
 
 
@@ -142,6 +145,7 @@ def scale_launch(launch: Launch, recorded: Dcnv2Shape, shape: Dcnv2Shape) -> Ste
         num_bytes=sum(tensor_bytes) if special is None else special,
         num_flops=num_flops(record) * factor,
         num_requested=None if requests is None else requests.num_bytes * (factor if any(has_batch) else 1.0),
+        signatures=() if requests is None else (requests.signature,),
     )
 
 

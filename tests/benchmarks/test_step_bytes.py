@@ -13,7 +13,7 @@ if torch.cuda.is_available():
 
 import triton
 import triton.language as tl
-from dcnv2.requests import count_requests
+from dcnv2.requests import Signature, count_requests
 from dcnv2.shape import TINY
 from dcnv2.step_kernels import Launch, LaunchRequests, scale_launch, step_kernels, total
 from gpu_path.records import Record, TensorRecord
@@ -34,6 +34,7 @@ def test_requests_are_counted() -> None:
         copy[(8,)](out, x, 1000, SIZE=128)
         copy[(1,)](out, x, 10, SIZE=128)
     assert [launch.kernel for launch in launches] == ["copy", "copy"]
+    assert launches[0].signature.arguments == {"out": "*fp32", "x": "*bf16", "n": "i32", "SIZE": 128}
     assert (launches[0].load_bytes, launches[0].store_bytes) == (2 * 1008 + 4 * 8, 4 * 1008)
     assert launches[1].num_bytes == 2 * 11 + 4 + 4 * 11
     assert out[1:].equal(torch.ones(999)) and out[0] == 2.0
@@ -45,6 +46,9 @@ def test_sampled_programs_represent_all() -> None:
         copy[(1024,)](out, x, 32_768, SIZE=32)
     assert launches[0].num_bytes == 2 * 4 * (32_768 + 1024) + 4 * 1024
     assert out[32:64].sum() == 0.0 and out[8 * 32 : 9 * 32].equal(torch.ones(32))
+
+
+SIGNATURE = Signature("module", "kernel", {})
 
 
 def tensor(dtype: str, *shape: int) -> TensorRecord:
@@ -59,10 +63,10 @@ def test_launches_are_scaled() -> None:
     one = scale_launch(Launch(product, None), recorded, shape)
     assert (one.num_bytes, one.num_flops, one.num_requested) == (2 * (90 * 8 + 8 * 4 + 90 * 4), 2 * 90 * 8 * 4, None)
     words = Record("kernel", "_write_words", tensors=(tensor("int64", 8),))
-    one = scale_launch(Launch(words, LaunchRequests("_write_words", 0.0, 64.0)), recorded, shape)
+    one = scale_launch(Launch(words, LaunchRequests("_write_words", SIGNATURE, 0.0, 64.0)), recorded, shape)
     assert (one.num_bytes, one.num_requested) == (64, 64.0)
     mask = Record("kernel", "_mask", tensors=(tensor("float32", 9, 8), tensor("float32", 9, 8)))
-    one = scale_launch(Launch(mask, LaunchRequests("_mask", 288.0, 300.0)), recorded, shape)
+    one = scale_launch(Launch(mask, LaunchRequests("_mask", SIGNATURE, 288.0, 300.0)), recorded, shape)
     assert (one.num_bytes, one.num_requested) == (2 * 4 * 90 * 8, 5880.0)
 
 
