@@ -32,8 +32,8 @@ def find_widths(kernels: Sequence[StepKernel], optimizer: str) -> list[str]:
     """Return the widest loads and stores of each kernel in the compiled code."""
     signatures = [one for kernel in kernels for one in kernel.signatures]
     widths = iter(widest_accesses(signatures, optimizer))
-    found = [[next(widths) for _ in kernel.signatures] for kernel in kernels]
-    return ["; ".join(map(format_range, zip(*pairs, strict=True))) for pairs in found]
+    by_kernel = [[next(widths) for _ in kernel.signatures] for kernel in kernels]
+    return ["; ".join(map(format_range, zip(*pairs, strict=True))) for pairs in by_kernel]
 
 
 def format_range(widths: Sequence[int]) -> str:

@@ -24,7 +24,7 @@ MAX_PROGRAMS = 128
 
 
 class Signature(NamedTuple):
-    """What determines the compiled code of a kernel. All values can be encoded as JSON."""
+    """Kernel with all that determines its compiled code. All values can be encoded as JSON."""
 
     module: str
     """Module that defines the kernel."""
