@@ -85,7 +85,7 @@ def test_timed_steps_pack_no_batch() -> None:
         steps = step_time.TimedSteps(Training(CASE, "cuda", uses_graphs=True), CASE, "cuda")
         assert step_time.time_steps(steps, 3) > 0 and step_time.time_host(steps) > 0
         steps.batches.pack(2)
-        steps.batches._batches = iter(())  # Packing another batch would end the loop.
+        steps.batches._arguments = iter(())  # Packing another batch would end the loop.
         gpu.begin()
         steps()
         steps()

@@ -1,0 +1,71 @@
+"""Compare the computed bytes of each kernel of a DLRM-DCNv2 step with those that compiled kernels request.
+
+    python benchmarks/step_bytes.py [--tiny]
+
+No GPU is needed: steps run on the emulated GPU of count_step.py, and Triton's interpreter counts the bytes of loads and
+stores that are not masked. An element that several programs load counts several times, though caches serve some of
+these loads. Kernels of torch have computed bytes only. Triton compiles its kernels for an H100, and the table has the
+bytes that a lane loads and stores with the widest instruction. Sizes are MLPerf's, 55,296 samples. It takes minutes.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Sequence
+
+os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported.
+
+import torch
+from common.command import make_parser
+from common.tables import table
+from dcnv2.compiled import widest_accesses
+from dcnv2.shape import MLPERF, TINY
+from dcnv2.step_kernels import StepKernel, step_kernels, total
+
+NUM_ROW_SAMPLES, NUM_DENSE_SAMPLES = 320, 8448
+"""Numbers of recorded samples. The latter has the tiles of large products."""
+HEAD = ("kernel", "stage", "launches", "MB", "MB requested", "ratio", "GFLOP", "widest load; store, bytes")
+
+
+def find_widths(kernels: Sequence[StepKernel], optimizer: str) -> list[str]:
+    """Return the widest loads and stores of each kernel in the compiled code."""
+    signatures = [one for kernel in kernels for one in kernel.signatures]
+    widths = iter(widest_accesses(signatures, optimizer))
+    by_kernel = [[next(widths) for _ in kernel.signatures] for kernel in kernels]
+    return ["; ".join(map(format_range, zip(*pairs, strict=True))) for pairs in by_kernel]
+
+
+def format_range(widths: Sequence[int]) -> str:
+    """Format the widths of several launches."""
+    low, high = min(widths), max(widths)
+    return str(low) if low == high else f"{low} to {high}"
+
+
+def cells(kernel: StepKernel, widths: str) -> tuple[str, ...]:
+    """Return the cells of a kernel's row."""
+    requested = ("", "")
+    if kernel.num_requested is not None:
+        ratio = kernel.num_requested / kernel.num_bytes if kernel.num_bytes else 0.0
+        requested = f"{kernel.num_requested / 1e6:,.1f}", f"{ratio:.2f}"
+    flops = f"{kernel.num_flops / 1e9:,.0f}" if kernel.num_flops else ""
+    name = kernel.name.removeprefix("aten::")
+    return (name, kernel.stage, str(kernel.count), f"{kernel.num_bytes / 1e6:,.1f}", *requested, flops, widths)
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--tiny", action="store_true", help="a small model, to try the command")
+    chosen = parser.parse_args()
+    warnings.filterwarnings("ignore", category=RuntimeWarning, module="triton")  # NaN and infinity in masked lanes.
+    torch.set_num_threads(1)
+    shape, sizes = (TINY, (9, 9)) if chosen.tiny else (MLPERF, (NUM_ROW_SAMPLES, NUM_DENSE_SAMPLES))
+    kernels = step_kernels(shape, *sizes)
+    count, num_bytes, flops = total(kernels)
+    last = ("total", "", f"{count:.0f}", f"{num_bytes / 1e6:,.1f}", "", "", f"{flops / 1e9:,.0f}", "")
+    rows = [cells(*pair) for pair in zip(kernels, find_widths(kernels, shape.optimizer), strict=True)]
+    table(f"One step of {shape.batch_size:,} samples", HEAD, [*rows, last])
+
+
+if __name__ == "__main__":
+    main()
