@@ -23,7 +23,7 @@ from cross_cases import (
 )
 from dense_cases import numbers
 from meseta.ops import cross_network as operator
-from meseta.ops.concat import _Concat
+from meseta.ops.concat import _Concatenation
 from meseta.ops.concat import _operator as concat_operator
 from meseta.ops.cross_network import GpuCrossNetwork, cross_network, reference, triton
 
@@ -71,7 +71,7 @@ def test_concatenated_columns(case: dict[str, Any]) -> None:
 
 def test_gradients_of_columns_have_their_dtypes() -> None:
     a, b = numbers(1, 4, 3, dtype=torch.bfloat16).requires_grad_(), numbers(2, 4, 2).requires_grad_()
-    out = _Concat.apply(a, b, torch.bfloat16)
+    out = _Concatenation.apply(a, b, torch.bfloat16)
     upper = numbers(3, 4, 5, dtype=torch.bfloat16)
     out.backward(upper)
     assert torch.equal(a.grad, upper[:, :3]) and torch.equal(b.grad, upper[:, 3:].float())

@@ -15,6 +15,8 @@ pytest.importorskip("triton")
 if torch.cuda.is_available():
     pytest.skip("Triton compiles for the GPU here: see tests/gpu", allow_module_level=True)
 
+from triton.runtime.interpreter import InterpreterBuilder
+
 from dense_cases import (
     DTYPES,
     check_cross_entropy,
@@ -24,6 +26,8 @@ from dense_cases import (
     check_scalar_linear,
     numbers,
 )
+from meseta.ops import linear
+from meseta.ops.linear import triton as linear_kernels
 from meseta.ops.mlp import gpu, triton
 from meseta.ops.mlp.gpu import GpuMlp
 
@@ -49,16 +53,28 @@ def test_layers_with_one_output(case: dict[str, Any], relu: bool) -> None:
     check_scalar_linear(**case, relu=relu, device="cpu")
 
 
+def use_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the implementations for GPUs, with large tiles."""
+    products = pytest.importorskip("gpu_path.products", reason="benchmarks/ does not belong to a wheel")
+    for name in ("scalar_linear", "scalar_linear_backward"):
+        monkeypatch.setattr(gpu, f"_{name}", getattr(triton, name))
+    for name in ("linear", "linear_backward", "mask_and_sum"):
+        monkeypatch.setattr(linear, f"_{name}", getattr(linear, f"_{name}_gpu"))
+    for name in ("choose_tile", "choose_block_tile"):
+        monkeypatch.setattr(linear_kernels, name, products.choose_large_tile)
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", products.multiply)
+
+
 @pytest.mark.parametrize("is_kernel", [False, True])
 @pytest.mark.parametrize("case", sample(STACKS, 12, seed=3))
 def test_stacks_of_layers(case: dict[str, Any], is_kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("scalar_linear", "scalar_linear_backward") if is_kernel else ():
-        monkeypatch.setattr(gpu, f"_{name}", getattr(triton, name))
+    if is_kernel:
+        use_kernels(monkeypatch)
     check_gpu_mlp(**case, device="cpu")
 
 
 def test_nan_and_infinity_come_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "_scalar_linear", triton.scalar_linear)
+    use_kernels(monkeypatch)
     x = numbers(1, 6, 5)
     x[1, 2], x[3, 0], x[4, 4] = torch.nan, torch.inf, -torch.inf
     for widths in ((5, 40, 30, 1), (5, 300, 1)):

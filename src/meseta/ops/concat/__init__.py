@@ -21,11 +21,11 @@ def concat(a: Float[Tensor, "B N"], b: Float[Tensor, "B M"], dtype: torch.dtype)
     is_cast = a.dtype != dtype or b.dtype != dtype
     if not is_cast or a.device.type != "cuda" or torch.compiler.is_exporting():
         return reference.concat(a, b, dtype)
-    result: Tensor = _Concat.apply(a, b, dtype)
+    result: Tensor = _Concatenation.apply(a, b, dtype)
     return result
 
 
-class _Concat(torch.autograd.Function):
+class _Concatenation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
         ctx.width, ctx.dtypes = a.shape[1], (a.dtype, b.dtype)

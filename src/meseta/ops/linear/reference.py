@@ -51,7 +51,7 @@ def linear_backward(
     residual: Float[Tensor, "B N"] | None,
     sums: Float[Tensor, "blocks width"] | None,
     column: int,
-) -> tuple[Float[Tensor, "B N"], Float[Tensor, "M N"]]:
+) -> tuple[Float[Tensor, "_B _N"], Float[Tensor, "M N"]]:
     """Implement the operator `meseta::linear_backward` in plain PyTorch."""
     weight_gradient = torch.mm(gradient.t().to(sum_dtype(gradient)), x.to(sum_dtype(gradient)))
     if not needs_input:
@@ -74,5 +74,5 @@ def mask_and_sum(
 
 def write_block_sums(sums: Float[Tensor, "blocks width"], values: Float[Tensor, "B N"]) -> None:
     """Write the sum over each block of samples to the first N columns of `sums`."""
-    for index, block in enumerate(values.split(BLOCK_SAMPLES)):
-        torch.sum(block, dim=0, dtype=sums.dtype, out=sums[index, : values.shape[1]])
+    for line, block in zip(sums, values.split(BLOCK_SAMPLES), strict=len(values) > 0):
+        torch.sum(block, dim=0, dtype=sums.dtype, out=line[: values.shape[1]])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from meseta.ops.common import register
+from meseta.ops.common import cast_all, register
 from meseta.ops.linear import linear, linear_backward, mask_and_sum, new_block_sums
 from meseta.ops.mlp import reference
 
@@ -21,8 +21,8 @@ class GpuMlp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, relu_last: bool, *parameters: Any) -> Tensor:
         depth = len(parameters) // 2
-        weights = [weight.to(x.dtype) for weight in parameters[:depth]]
-        biases = [None if bias is None else bias.to(x.dtype) for bias in parameters[depth:]]
+        cast = cast_all(parameters, x.dtype)
+        weights, biases = cast[:depth], cast[depth:]
         ctx.ends_in_scalar = not relu_last and len(weights[-1]) == 1
         num_products = depth - ctx.ends_in_scalar
         inputs: list[Tensor] = []
