@@ -76,17 +76,17 @@ def rows(architecture: int) -> dict[str, Any]:
 
 def lists(architecture: int) -> dict[str, Any]:
     many = {"plan": WORDS, "items": WORDS, "limit": "i32"}
-    report = {"report": WORDS, "found_inf": FLOATS, "sums": "*fp64", "at": "i32", "NUM_SUMS": 2}
+    report = {"report": WORDS, "memory": WORDS, "sums": "*fp64", "at": "i32", "size": "i32", "NUM_SUMS": 2}
     cases: dict[str, tuple[Any, dict[str, Any]]] = {
-        "lengths": (id_policy._sum_lengths, {"work": WORDS, "lengths": INTS, "words": WORDS}),
+        "lengths": (id_policy._sum_lengths, dict.fromkeys(("report", "work", "words"), WORDS) | {"lengths": INTS}),
         "ids": (
             id_policy._check,
-            dict.fromkeys(("fixed", "work", "lengths", "words"), WORDS) | {"ids": INTS, "num_ids": "i32"},
+            dict.fromkeys(("fixed", "report", "work", "lengths", "words"), WORDS) | {"ids": INTS, "num_ids": "i32"},
         ),
         "addresses": (triton_shared._write_addresses, {"out": WORDS, **dict.fromkeys("abcdefg", FLOATS)}),
         "scalars": (step_scalars._write_words, {"out": WORDS, **dict.fromkeys("abcdefg", "i64")}),
-        "verdict": (step_verdict._record, report | {"first_error": None, "IS_FIRST": True}),
-        "verdict of ids": (step_verdict._record, report | {"first_error": WORDS, "IS_FIRST": False}),
+        "verdict": (step_verdict._record, report | {"id_report": None, "IS_FIRST": True}),
+        "verdict of ids": (step_verdict._record, report | {"id_report": WORDS, "IS_FIRST": False}),
         "items": (
             kernels.list_items,
             many | {"keys": INTS, "ids": INTS, "offsets": WORDS, "weights": FLOATS, "gradients": FLOATS},
@@ -155,7 +155,8 @@ def dense(architecture: int) -> dict[str, Any]:
             (mlp._scalar_linear, {"WIDTH": 250, "RELU": True}),
             (mlp._scalar_linear_backward, {"FORM": 2 * 250 + 1}),
             (cross_entropy._sum_losses, {"sums": "*fp64"}),
-            (cross_entropy._scale_gradients, {"gradient": "*fp64", "factor": None}),
+            (cross_entropy._scale_gradients, {"scale": "*fp64", "factor": None}),
+            (cross_entropy._finish_step, {"scale": "*fp64", "memory": WORDS, "report": WORDS}),
         ]
         if dtype == FLOATS:
             cases.append((mlp._linear_relu, {"INPUTS": 13, "OUTPUTS": 512}))

@@ -45,8 +45,6 @@ class CapturedStep:
     report: Tensor
     """See `LossAgreement.report`."""
     rejected_ids: Sequence[Sequence[RejectedId]]
-    num_out_of_range: Tensor
-    """Number of out-of-range ids per feature."""
     stages: CapturedStages | None
     """Stages with events in the graph. `None` if it is not timed."""
 

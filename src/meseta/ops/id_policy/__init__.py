@@ -30,6 +30,15 @@ class CheckedIds:
 
     Ids with this policy read row 0 until the caller raises the error, which must happen before rows are updated.
     """
+    joint_report: Int[Tensor, " words"] | None = None
+    """Tensor of which `first_error` and `num_outside` are views, if there is one."""
+
+    @property
+    def report(self) -> Int[Tensor, " words"]:
+        """The verdict, REJECTED_ID or 0, a word for the loss of a step, `first_error` and `num_outside`."""
+        if self.joint_report is None:
+            return reference.make_report(self.first_error, self.num_outside)
+        return self.joint_report
 
 
 NO_ERROR = torch.tensor([-1, 0, 0])
@@ -62,10 +71,9 @@ def apply_id_policy(kjt: KeyedJaggedTensor, num_rows: Sequence[int], policies: S
     if kjt.values.is_cuda and "drop" not in policies:
         from meseta.ops.id_policy import triton
 
-        ids, offsets, num_outside, first_error = triton.check_ids(
-            kjt.values, kjt.lengths, first_bags, num_rows, numbers
-        )
-        return CheckedIds(kjt=kjt.with_values(ids, offsets), num_outside=num_outside, first_error=first_error)
+        ids, offsets, report = triton.check_ids(kjt.values, kjt.lengths, first_bags, num_rows, numbers)
+        checked = kjt.with_values(ids, offsets)
+        return CheckedIds(kjt=checked, num_outside=report[5:], first_error=report[2:5], joint_report=report)
     num_outside = _count(kjt.values, kjt.key_offsets, list(num_rows))
     if kjt.values.is_cpu and not num_outside.any():
         return CheckedIds(kjt=kjt, num_outside=num_outside, first_error=NO_ERROR)
