@@ -270,7 +270,7 @@ class UpdateCheck:
         if self.pending is None:
             optimizer.step()
         else:
-            self.pending.undo_host_update = step_if_finite(optimizer, self.found_inf, scalars)
+            self.pending.undo_host_update = step_if_finite(optimizer, self.memory.flags, scalars)
 
 
 def find_running_stats(model: Any) -> list[Tensor]:
