@@ -83,6 +83,10 @@ def lists(architecture: int) -> dict[str, Any]:
             id_policy._check,
             dict.fromkeys(("fixed", "report", "work", "lengths", "words"), WORDS) | {"ids": INTS, "num_ids": "i32"},
         ),
+        "placed ids": (
+            id_policy._check_placed,
+            dict.fromkeys(("fixed", "report", "zeros", "offsets", "words"), WORDS) | {"ids": INTS, "num_ids": "i32"},
+        ),
         "addresses": (triton_shared._write_addresses, {"out": WORDS, **dict.fromkeys("abcdefg", FLOATS)}),
         "scalars": (step_scalars._write_words, {"out": WORDS, **dict.fromkeys("abcdefg", "i64")}),
         "verdict": (step_verdict._record, report | {"id_report": None, "IS_FIRST": True}),

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from meseta.comm import BatchSlice, BatchTotals
 from meseta.ops.id_policy import CheckedIds, apply_id_policy
+from meseta.ops.id_policy.reference import NUM_REPORT_WORDS
 from meseta.ops.step_scalars import StepScalars
 from meseta.ops.step_verdict import RejectedPlace
 from meseta.sparse import KeyedJaggedTensor
@@ -102,7 +103,7 @@ RejectedId = tuple[FeatureGroup, Tensor]
 def raise_rejected_id(rejected_ids: Sequence[RejectedId]) -> None:
     """Raise the error of the first rejected id in `BatchContext.rejected_ids`. Waits for a GPU."""
     for group, report in rejected_ids:
-        group.raise_rejected(RejectedPlace(*report[2:5].tolist()))
+        group.raise_rejected(RejectedPlace(*report[2:NUM_REPORT_WORDS].tolist()))
 
 
 def group_features(features: Sequence[FeatureSpec], tables: Mapping[str, TableSpec]) -> tuple[FeatureGroup, ...]:

@@ -447,6 +447,7 @@ class Pipeline:
         return CapturedStep(
             graph=graph,
             buffer=buffer,
+            batch=queued.micro_batches[0].device_batch,
             logits=step.logits,
             report=report,
             rejected_ids=step.agreement.rejected_ids,

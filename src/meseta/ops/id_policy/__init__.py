@@ -12,6 +12,7 @@ from torch import Tensor
 from meseta.ops.common import contiguous_ids, register
 from meseta.ops.core import core
 from meseta.ops.id_policy import reference
+from meseta.ops.id_policy.reference import NUM_REPORT_WORDS
 from meseta.sparse import KeyedJaggedTensor
 from meseta.sparse.shapes import Int
 from meseta.spec import IdPolicy, MesetaError
@@ -71,9 +72,14 @@ def apply_id_policy(kjt: KeyedJaggedTensor, num_rows: Sequence[int], policies: S
     if kjt.values.is_cuda and "drop" not in policies:
         from meseta.ops.id_policy import triton
 
-        ids, offsets, report = triton.check_ids(kjt.values, kjt.lengths, first_bags, num_rows, numbers)
-        checked = kjt.with_values(ids, offsets)
-        return CheckedIds(kjt=checked, num_outside=report[5:], first_error=report[2:5], joint_report=report)
+        zeros = kjt.pop_zeros()
+        if zeros is None:
+            ids, offsets, report = triton.check_ids(kjt.values, kjt.lengths, first_bags, num_rows, numbers)
+        else:
+            offsets, bounds = kjt.offsets, kjt.key_offsets
+            ids, report = triton.check_placed_ids(kjt.values, zeros, offsets, (first_bags, bounds, num_rows, numbers))
+        first_error, num_outside = report[2:NUM_REPORT_WORDS], report[NUM_REPORT_WORDS:]
+        return CheckedIds(kjt.with_values(ids, offsets), num_outside, first_error, report)
     num_outside = _count(kjt.values, kjt.key_offsets, list(num_rows))
     if kjt.values.is_cpu and not num_outside.any():
         return CheckedIds(kjt=kjt, num_outside=num_outside, first_error=NO_ERROR)

@@ -13,6 +13,8 @@ from meseta.ops.hash_ids.reference import splitmix64
 from meseta.ops.step_verdict import REJECTED_ID
 
 ERROR, DROP, CLAMP, HASH = range(4)
+NUM_REPORT_WORDS = 5
+"""Number of words of a `CheckedIds.report` before the numbers of out-of-range ids."""
 
 
 def count_outside(ids: Tensor, bounds: Sequence[int], num_rows: Sequence[int]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Offsets of bags and id policies on a GPU, in two launches."""
+"""Offsets of bags and id policies on a GPU, in two launches, or id policies alone in one."""
 # The first launch sums the lengths of chunks of bags. In the second one, some programs of each feature write offsets,
 # and the others fix and count out-of-range ids. The last program to finish reports the first error.
 #
@@ -55,11 +55,35 @@ def check_ids(
     return fixed, work[num_sums:], report
 
 
+def check_placed_ids(
+    ids: Tensor, zeros: Tensor, offsets: Tensor, numbers: Sequence[Sequence[int]]
+) -> tuple[Tensor, Tensor]:
+    """Check ids as `check_ids` does, in one launch, if the offsets of all bags are known. Returns (ids, report).
+
+    Args:
+        ids: Ids of all features.
+        zeros: int64 zeros [F + 5], which are overwritten.
+        offsets: Offsets of all bags.
+        numbers: The first bags, the key offsets, the numbers of rows and the policies.
+    """
+    first_bags, bounds, num_rows, policies = numbers
+    num_features = len(num_rows)
+    fixed, report = (torch.empty(size, dtype=torch.int64, device=ids.device) for size in (ids.numel(), len(zeros)))
+    longest = max((stop - start for start, stop in pairwise(bounds)), default=0)
+    grid = (num_features, min(max(triton.cdiv(longest, IDS.value), 1), MAX_PROGRAMS))
+    # There are no programs that write offsets.
+    words = device_constant((num_features, 0, *first_bags, *num_rows, *policies, *bounds), ids.device)
+    with torch.cuda.device_of(ids):
+        _check_placed[grid](fixed, report, zeros, ids.contiguous(), offsets, words, ids.numel())
+    return fixed, report
+
+
 # `words` has the numbers of features F and of chunks C per feature, then F + 1 first bags, F numbers of rows and F
-# policies. `work` has the F * C sums of the lengths of chunks, and the offsets. Until the last program finishes, the
-# first words of `report` are the number of ids from the first rejected one to the end, and the number of programs that
-# have finished. The largest number of ids to the end belongs to the first error, so that an atomic maximum finds it.
-NUM_OUTSIDE = tl.constexpr(5)
+# policies, and in `_check_placed` the F + 1 key offsets. `work` has the F * C sums of the lengths of chunks, and the
+# offsets. Until the last program finishes, the first words of `report` (or `zeros`) are the number of ids from the
+# first rejected one to the end, and the number of programs that have finished. The largest number of ids to the end
+# belongs to the first error, so that an atomic maximum finds it.
+NUM_OUTSIDE = tl.constexpr(reference.NUM_REPORT_WORDS)
 """Position of the numbers of out-of-range ids in `report`."""
 BAGS = tl.constexpr(2)
 """Position of the first bags in `words`."""
@@ -102,7 +126,24 @@ def _check(fixed, report, work, ids, lengths, words, num_ids):
     tl.debug_barrier()
     num_finished = tl.atomic_add(report + 1, 1, sem="acq_rel")
     if num_finished == tl.num_programs(0) * tl.num_programs(1) - 1:
-        _report_first_error(report, offsets, ids, words, num_ids)
+        _report_first_error(report, tl.load(report), offsets, ids, words, num_ids)
+
+
+@triton.jit(do_not_specialize=["num_ids"])
+@no_type_check
+def _check_placed(fixed, report, zeros, ids, offsets, words, num_ids):
+    """Fix ids and count in `zeros`, which the last program copies to the report."""
+    feature, num_features = tl.program_id(0), tl.load(words)
+    bounds = words + BAGS + 3 * num_features + 1
+    begin = tl.load(bounds + feature) + tl.program_id(1) * IDS
+    _repair(fixed, zeros, ids, words, feature, begin, tl.load(bounds + feature + 1), num_ids)
+    tl.debug_barrier()  # See `_check`.
+    if tl.atomic_add(zeros + 1, 1, sem="acq_rel") == tl.num_programs(0) * tl.num_programs(1) - 1:
+        for first in range(0, num_features, IDS):
+            index = first + tl.arange(0, IDS)
+            counts = tl.load(zeros + NUM_OUTSIDE + index, mask=index < num_features, other=0)
+            tl.store(report + NUM_OUTSIDE + index, counts, mask=index < num_features)
+        _report_first_error(report, tl.load(zeros), offsets, ids, words, num_ids)
 
 
 @triton.jit
@@ -151,9 +192,8 @@ def _repair(fixed, report, ids, words, feature, begin, end, num_ids):
 
 @triton.jit
 @no_type_check
-def _report_first_error(report, offsets, ids, words, num_ids):
+def _report_first_error(report, left, offsets, ids, words, num_ids):
     num_features = tl.load(words)
-    left = tl.load(report)
     there = left > 0
     at = tl.where(there, num_ids - left, 0)
     feature = _find_feature(at, offsets, words, num_features, there)
