@@ -15,6 +15,7 @@ from meseta.ops.dot_interaction import reference as dot_reference
 from meseta.ops.linear import reference as linear_reference
 from meseta.ops.mlp import reference as mlp_reference
 from meseta.ops.mlp.gpu import GpuMlp
+from meseta.ops.step_verdict import REJECTED_ID, VerdictMemory
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 
@@ -225,11 +226,32 @@ def check_cross_entropy(shape: Sequence[int], factors: str, dtype: torch.dtype, 
     got, exact = triton.cross_entropy(*moved).cpu(), cross_entropy_reference.cross_entropy(*doubles)
     assert got.dtype == torch.float64
     torch.testing.assert_close(got, exact, rtol=1e-12, atol=1e-12 * logits.numel())
+    check_loss_step(arguments, device)
     upper = torch.tensor(0.3, dtype=torch.float64)
     leaf = logits.double().clone().requires_grad_()
     (exact,) = torch.autograd.grad(cross_entropy_reference.cross_entropy(leaf, *doubles[1:]), leaf, upper)
     plain = cross_entropy_reference.cross_entropy_backward(upper, *arguments)
     check_accuracy(triton.cross_entropy_backward(upper.to(device), *moved), plain, exact)
+
+
+def check_loss_step(arguments: Sequence[Tensor | None], device: str) -> None:
+    """Check loss, gradient and verdict of one launch against plain torch, twice with the same memory."""
+    from meseta.ops.cross_entropy import triton
+
+    memory, flags = VerdictMemory.create(torch.device(device)), torch.tensor([0.0, 1.0])
+    doubles = [None if value is None else value.double() for value in arguments]
+    moved = [None if value is None else value.to(device) for value in arguments]
+    for number, words in enumerate(([0, 0, -1, 0, 0, 5, 6], [REJECTED_ID, 0])):
+        scale, expected = torch.tensor(0.3 + number, dtype=torch.float64), torch.tensor(words)
+        report = expected.to(device, copy=True)
+        gradient = triton.cross_entropy_step(*moved, scale.to(device), memory.words, report)
+        plain = cross_entropy_reference.cross_entropy_step(*arguments, scale, flags, expected)
+        losses = [one.cpu()[1:2].view(torch.float64) for one in (report, expected)]
+        torch.testing.assert_close(*losses, rtol=1e-12, atol=1e-12 * gradient.numel())
+        check_accuracy(gradient, plain, cross_entropy_reference.cross_entropy_backward(scale, *doubles))
+        assert report[::2].tolist() == expected[::2].tolist() and report[3:].tolist() == expected[3:].tolist()
+        assert memory.flags.tolist() == flags.tolist() == [float(number), float(1 - number)]
+        assert memory.words[1].item() == 0
 
 
 def check_dot_interaction(num_samples: int, num_features: int, dim: int, dtype: torch.dtype, device: str) -> None:

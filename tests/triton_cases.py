@@ -125,6 +125,11 @@ def check_repaired_ids(case: Lookup, device: str, seed: int = 0) -> None:
         assert len(got[0]) == len(padded)
         for result, plain in zip((got[0][: len(ids)], *got[1:]), expected, strict=True):
             assert result.dtype == torch.int64 and torch.equal(result.cpu(), plain)
+        # The offsets are known.
+        numbers = bags, [int(expected[1][bag]) for bag in bags], *rest[2:]
+        zeros = torch.zeros_like(expected[2]).to(device)
+        fixed, report = triton.check_placed_ids(padded.to(device), zeros, expected[1].to(device), numbers)
+        assert torch.equal(fixed[: len(ids)].cpu(), expected[0]) and torch.equal(report.cpu(), expected[2])
 
 
 def check_row_lookup(case: Lookup, device: str) -> None:

@@ -12,7 +12,7 @@ from meseta.ops.linear import triton as linear
 from meseta.ops.mlp import triton as mlp
 
 Kernels = dict[str, tuple[Any, dict[str, Any]]]
-FLOATS = "*fp32"
+WORDS, FLOATS = "*i64", "*fp32"
 
 
 def dense() -> Kernels:
@@ -26,7 +26,8 @@ def dense() -> Kernels:
             (mlp._scalar_linear, {"WIDTH": 250, "RELU": True}),
             (mlp._scalar_linear_backward, {"FORM": 2 * 250 + 1}),
             (cross_entropy._sum_losses, {"sums": "*fp64"}),
-            (cross_entropy._scale_gradients, {"gradient": "*fp64", "factor": None}),
+            (cross_entropy._scale_gradients, {"scale": "*fp64", "factor": None}),
+            (cross_entropy._finish_step, {"scale": "*fp64", "memory": WORDS, "report": WORDS}),
         ]
         if dtype != "*fp64":  # Other products are those of plain PyTorch.
             pooled = {"pooled": FLOATS, "pooled_gradient": FLOATS}

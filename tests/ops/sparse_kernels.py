@@ -51,17 +51,21 @@ def rows() -> Kernels:
 def lists() -> Kernels:
     listed = SortedRowIds(keys=INTS, bags=INTS, begins=WORDS, scales=FLOATS)  # type: ignore[arg-type]
     numbers = {"num_bags": "i32", "num_rows": "i32", "limit": "i32", "SHIFT": 0, "INDEX": tl.int32}
-    report = {"report": WORDS, "found_inf": FLOATS, "sums": "*fp64", "at": "i32", "NUM_SUMS": 2}
+    report = {"report": WORDS, "memory": WORDS, "sums": "*fp64", "at": "i32", "size": "i32", "NUM_SUMS": 2}
     return {
-        "lengths": (id_policy._sum_lengths, {"work": WORDS, "lengths": INTS, "words": WORDS}),
+        "lengths": (id_policy._sum_lengths, dict.fromkeys(("report", "work", "words"), WORDS) | {"lengths": INTS}),
         "ids": (
             id_policy._check,
-            dict.fromkeys(("fixed", "work", "lengths", "words"), WORDS) | {"ids": INTS, "num_ids": "i32"},
+            dict.fromkeys(("fixed", "report", "work", "lengths", "words"), WORDS) | {"ids": INTS, "num_ids": "i32"},
+        ),
+        "placed ids": (
+            id_policy._check_placed,
+            dict.fromkeys(("fixed", "report", "zeros", "offsets", "words"), WORDS) | {"ids": INTS, "num_ids": "i32"},
         ),
         "addresses": (triton_shared._write_addresses, {"out": WORDS, **dict.fromkeys("abcdefg", FLOATS)}),
         "scalars": (step_scalars._write_words, {"out": WORDS, **dict.fromkeys("abcdefg", "i64")}),
-        "verdict": (step_verdict._record, report | {"first_error": None, "IS_FIRST": True}),
-        "verdict of ids": (step_verdict._record, report | {"first_error": WORDS, "IS_FIRST": False}),
+        "verdict": (step_verdict._record, report | {"id_report": None, "IS_FIRST": True}),
+        "verdict of ids": (step_verdict._record, report | {"id_report": WORDS, "IS_FIRST": False}),
         "keys": (
             update_kernels.list_keys,
             numbers | {"out": listed, "plan": WORDS, "ids": INTS, "offsets": WORDS, "weights": FLOATS},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 from typing import Any
 
@@ -27,9 +28,12 @@ from dense_cases import (
     numbers,
 )
 from meseta.ops import linear
+from meseta.ops.cross_entropy import reference
+from meseta.ops.cross_entropy import triton as cross_entropy
 from meseta.ops.linear import triton as linear_kernels
 from meseta.ops.mlp import gpu, triton
 from meseta.ops.mlp.gpu import GpuMlp
+from meseta.ops.step_verdict import NON_FINITE_LOSS, VerdictMemory
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NaN and infinity in masked lanes
 SHAPES = product(num_samples=[1, 9, 256, 600], width=[1, 7, 64, 130], dtype=DTYPES)
@@ -103,6 +107,29 @@ def test_the_loss_of_a_logit_that_is_no_number_is_none() -> None:
     for bad in (torch.nan, torch.inf, -torch.inf):
         loss = torch.ops.meseta.cross_entropy(torch.tensor([0.0, bad]), torch.tensor([1.0, 0.5]), None)
         assert not loss.isfinite()
+
+
+def test_a_step_with_a_logit_that_is_no_number_is_refused() -> None:
+    logits, label = torch.tensor([0.0, 1e30, -1e30, torch.inf, -torch.inf, torch.nan]), torch.ones(6)
+    scale, results = torch.tensor(0.5, dtype=torch.float64), []
+    memories = [VerdictMemory.create(torch.device("cpu")) for _ in range(2)]
+    for kernel, memory in zip((cross_entropy.cross_entropy_step, reference.cross_entropy_step), memories, strict=True):
+        report = torch.zeros(2, dtype=torch.int64)
+        is_plain = kernel is reference.cross_entropy_step
+        gradient = kernel(logits, label, None, scale, memory.flags if is_plain else memory.words, report)
+        results.append((gradient, memory.flags))
+        assert report[0] == NON_FINITE_LOSS and report[1:].view(torch.float64).isnan().all()
+        assert memory.flags.tolist() == [1.0, 0.0] and gradient.isnan().tolist() == [False] * 5 + [True]
+    torch.testing.assert_close(results[0][0], results[1][0], rtol=0, atol=0, equal_nan=True)
+
+
+def test_programs_add_the_losses_of_several_blocks() -> None:
+    size = 3 * cross_entropy.BLOCK.value + 1
+    memory, report = VerdictMemory.create(torch.device("cpu")), torch.zeros(2, dtype=torch.int64)
+    logits, scale, gradient = torch.zeros(size), torch.tensor(2.0, dtype=torch.float64), torch.full((size,), torch.nan)
+    cross_entropy._finish_step[(2,)](gradient, scale, logits, logits, None, size, memory.words, report)
+    torch.testing.assert_close(report[1:].view(torch.float64), torch.tensor([size * math.log(2)]).double())
+    assert gradient.eq(1.0).all()
 
 
 @pytest.mark.parametrize("case", sample(product(

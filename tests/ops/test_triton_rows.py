@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from meseta.ops.step_verdict import REJECTED_ID
 from meseta.spec import MesetaError
 from sampling import product, sample
 
@@ -60,8 +61,7 @@ def test_policies_of_long_batches() -> None:
     assert [result.tolist() for result in got] == [
         [5, 1, 0, 0, 0],
         [0, 0, 2, 3, 3, 3, 4, 5],
-        [1, 0, 2],
-        [0, 2, 9],
+        [REJECTED_ID, 0, 0, 2, 9, 1, 0, 2],
     ]
 
 

@@ -91,7 +91,7 @@ class BaseEmbeddingCollection(nn.Module, ABC, Generic[GroupStateT]):
         """Factor of the learning rates of all tables. A batch may have another factor."""
         self.num_clamped: Tensor | None = None
         """Total number [1] of values that overflowed fp16 in exchanges, or `None` if no exchange uses fp16."""
-        self._out_of_range_ids = OutOfRangeIds()
+        self.out_of_range_ids = OutOfRangeIds()
         self._active_batch: BatchContext[GroupStateT] | None = None
         self._last_slice: BatchSlice | None = None
         """Slice of the batch that was looked up last."""
@@ -238,7 +238,7 @@ class BaseEmbeddingCollection(nn.Module, ABC, Generic[GroupStateT]):
             local_totals=local_totals,
             accumulates_gradients=accumulates_gradients,
             stage_timer=stage_timer,
-            out_of_range_ids=self._out_of_range_ids if out_of_range_ids is None else out_of_range_ids,
+            out_of_range_ids=self.out_of_range_ids if out_of_range_ids is None else out_of_range_ids,
         )
         self._start_input_dist(flight, kjt)
         self._num_started += 1
@@ -265,7 +265,7 @@ class BaseEmbeddingCollection(nn.Module, ABC, Generic[GroupStateT]):
             if flight.output_dist_callback is not no_op:
                 self.start_second_hop(flight)
                 flight.output_dist_callback()
-            if flight.num_out_of_range is not None:
+            if flight.num_out_of_range is not None and not flight.defers_id_check:
                 flight.out_of_range_ids.add(flight.num_out_of_range)
             embeddings = self._output_dist(flight)
             self._start_sort(flight)
@@ -345,18 +345,17 @@ class BaseEmbeddingCollection(nn.Module, ABC, Generic[GroupStateT]):
     @property
     def num_out_of_range(self) -> Int[Tensor, " F"] | None:
         """Total out-of-range ids per feature with policy drop, clamp or hash. `None` before the first batch."""
-        return self._out_of_range_ids.counts
+        return self.out_of_range_ids.counts
 
     def set_resume_state(self, step: int, num_outside: Int[Tensor, " F"] | None) -> None:
         """Set the number of updates and of out-of-range ids, for example of a saved run."""
         self.step = step
-        self._out_of_range_ids.counts = num_outside
+        self.out_of_range_ids.counts = num_outside
 
-    def count_replayed_step(self, num_out_of_range: Int[Tensor, " F"]) -> None:
+    def count_replayed_step(self) -> None:
         """Count a batch that a CUDA graph has trained."""
         self.step += 1
         self._num_started += 1
-        self._out_of_range_ids.add(num_out_of_range)
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:

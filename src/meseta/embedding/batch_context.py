@@ -13,6 +13,7 @@ from torch import Tensor
 from meseta.comm import BatchSlice, BatchTotals
 from meseta.embedding.sort_ahead import SortAhead
 from meseta.ops.id_policy import CheckedIds, apply_id_policy
+from meseta.ops.id_policy.reference import NUM_REPORT_WORDS
 from meseta.ops.step_scalars import StepScalars
 from meseta.ops.step_verdict import RejectedPlace
 from meseta.sparse import KeyedJaggedTensor
@@ -97,13 +98,13 @@ class FeatureGroup:
 
 
 RejectedId = tuple[FeatureGroup, Tensor]
-"""Feature group with the `CheckedIds.first_error` of its ids."""
+"""Feature group with the `CheckedIds.report` of its ids."""
 
 
 def raise_rejected_id(rejected_ids: Sequence[RejectedId]) -> None:
     """Raise the error of the first rejected id in `BatchContext.rejected_ids`. Waits for a GPU."""
-    for group, first_error in rejected_ids:
-        group.raise_rejected(RejectedPlace(*first_error.tolist()))
+    for group, report in rejected_ids:
+        group.raise_rejected(RejectedPlace(*report[2:NUM_REPORT_WORDS].tolist()))
 
 
 def group_features(features: Sequence[FeatureSpec], tables: Mapping[str, TableSpec]) -> tuple[FeatureGroup, ...]:
@@ -155,7 +156,8 @@ class OutOfRangeIds:
         """Number of ids per feature, or `None` before the first batch."""
 
     def add(self, counts: Int[Tensor, " F"]) -> None:
-        self.counts = counts if self.counts is None else self.counts + counts
+        # The counts of a deferred check are on the host.
+        self.counts = counts if self.counts is None else self.counts.to(counts.device) + counts
 
 
 UNEVEN_POLICIES = ("error", "join", "drop")
@@ -227,8 +229,8 @@ class BatchContext(Generic[GroupStateT]):
     clip: Clip | None = None
     """Gradient clipping in one process. `None` means no clipping."""
     defers_id_check: bool = False
-    """Whether the caller raises errors for rejected ids later, by `rejected_ids`. Only for a collection in one process.
-    A rejected id reads row 0."""
+    """Whether the caller raises errors for rejected ids later, by `rejected_ids`, and counts out-of-range ids then.
+    Only a collection in one process defers errors. A rejected id reads row 0."""
     rejected_ids: tuple[RejectedId, ...] = ()
     found_inf: Float[Tensor, ""] | None = None
     """Device scalar (float32). If nonzero, kernels skip the row update without a host sync. `None` means always
@@ -238,7 +240,7 @@ class BatchContext(Generic[GroupStateT]):
     stage_timer: StageTimer = null_timer
     """Timer of the stages 'output_dist', 'gradient_dist' and 'table_update'."""
     out_of_range_ids: OutOfRangeIds = field(default_factory=OutOfRangeIds)
-    """Counter to which `output_dist` adds the out-of-range ids of this batch."""
+    """Counter to which `output_dist` adds the out-of-range ids of this batch, unless `defers_id_check`."""
     num_out_of_range: Int[Tensor, " F"] | None = None
     """Number of out-of-range ids of this batch per feature. `None` if its ids were rejected."""
     lease: Lease | None = None

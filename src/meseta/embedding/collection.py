@@ -237,7 +237,7 @@ class EmbeddingBagCollection(BaseEmbeddingCollection[CheckedIds]):
         flight.enter_stage("exchanged", after="started")
         with flight.drop_on_error():
             flight.rejected_ids = tuple(
-                (group, group_ids.first_error)
+                (group, group_ids.report)
                 for group, group_ids in zip(self.groups, flight.group_states, strict=True)
                 if group_ids.first_error is not NO_ERROR
             )
