@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -13,10 +17,12 @@ if torch.cuda.is_available():
 
 import triton
 import triton.language as tl
+from dcnv2.compiled import decode
 from dcnv2.requests import Signature, count_requests
 from dcnv2.shape import TINY
 from dcnv2.step_kernels import Launch, LaunchRequests, scale_launch, step_kernels, total
 from gpu_path.records import Record, TensorRecord
+from record import ROOT
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NaN and infinity in masked lanes
 
@@ -44,8 +50,27 @@ def test_sampled_programs_represent_all() -> None:
     x, out = torch.ones(32_768), torch.zeros(32_768)
     with count_requests("copy") as launches:
         copy[(1024,)](out, x, 32_768, SIZE=32)
-    assert launches[0].num_bytes == 2 * 4 * (32_768 + 1024) + 4 * 1024
-    assert out[32:64].sum() == 0.0 and out[8 * 32 : 9 * 32].equal(torch.ones(32))
+    assert launches[0].num_bytes == pytest.approx(2 * 4 * (32_768 + 1024) + 4 * 1024, rel=1e-6)
+    assert out[32:64].sum() == 0.0 and out[9 * 32 : 10 * 32].equal(torch.ones(32))
+
+
+class Pair(NamedTuple):
+    x: Any
+    weights: Any
+
+
+def test_signatures_are_decoded() -> None:
+    arguments = {"out": Pair(torch.ones(1), None), "x": (torch.ones(1).int(), 3), "n": 1 << 40, "SIZE": (tl.float16, 2)}
+    encoded = json.loads(json.dumps(Signature.from_launch(copy, {**arguments, "num_warps": 4})))
+    decoded = {name: decode(value) for name, value in Signature(*encoded).arguments.items()}
+    assert decoded == {
+        "out": Pair("*fp32", None),
+        "x": ("*i32", "i32"),
+        "n": "i64",
+        "SIZE": (tl.float16, 2),
+        "num_warps": 4,
+    }
+    assert isinstance(decoded["out"], Pair)
 
 
 SIGNATURE = Signature("module", "kernel", {})
@@ -78,3 +103,13 @@ def test_a_recorded_step_has_all_products() -> None:
     assert count > 30 and num_bytes > 0
     requested = {kernel.name for kernel in kernels if kernel.num_requested}
     assert {"_pool", "update"} <= requested
+
+
+@pytest.mark.soak
+def test_the_command_prints_each_kernel() -> None:
+    command = [sys.executable, "benchmarks/step_bytes.py", "--tiny"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = [[cell.strip() for cell in line.split("|")] for line in done.stdout.splitlines()]
+    [update] = [row for row in rows if row[1:2] == ["update"]]
+    assert update[2:4] == ["table_update", "1"] and update[-2] == "16; 16"
