@@ -37,7 +37,7 @@ from record import record
 
 NUM_STEPS, NUM_ROUNDS = 20, 5
 NUM_WARM_UP_STEPS = 25
-"""Steps that compile kernels, and capture the graph of a step whose stages are not timed, and that of one with stages."""
+"""Number of steps that compile kernels and capture the graphs of a step, without and with times of its stages."""
 MAX_ROWS = {"sgd": 40_000_000, "rowwise_adagrad": 40_000_000, "adagrad": 20_000_000}
 """Largest number of rows per table by optimizer."""
 SAMPLE_BYTES, RESERVED_BYTES = 300_000, 2_000_000_000

@@ -7,7 +7,7 @@ have such tensors, are scaled to the wanted batch size.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -209,10 +209,11 @@ def dense_kernel_bytes(record: Record, shape: Dcnv2Shape) -> float | None:
     return None
 
 
-def total(kernels: Iterable[StepKernel]) -> Sequence[float]:
+def total(kernels: Iterable[StepKernel]) -> tuple[int, float, float]:
     """Return the number of launches, and the total computed bytes and operations."""
     listed = list(kernels)
-    return tuple(
-        sum(values)
-        for values in zip(*((one.count, one.num_bytes, one.num_flops) for one in listed), strict=True)
-    )  # fmt: skip
+    return (
+        sum(kernel.count for kernel in listed),
+        sum(kernel.num_bytes for kernel in listed),
+        sum(kernel.num_flops for kernel in listed),
+    )

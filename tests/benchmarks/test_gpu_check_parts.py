@@ -104,7 +104,6 @@ def test_dcnv2_is_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.num_replayed >= 4 and result.rate > 0
 
 
-@pytest.mark.soak
 def test_kernels_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     shape = bench_gpu.Shape("small", 2, 50, 16, 8, 3)
     monkeypatch.setattr(kernels, "SHAPES", [shape])

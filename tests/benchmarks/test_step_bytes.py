@@ -15,12 +15,13 @@ pytest.importorskip("triton")
 if torch.cuda.is_available():
     pytest.skip("Triton compiles for the GPU here", allow_module_level=True)
 
+import step_bytes
 import triton
 import triton.language as tl
 from dcnv2.compiled import decode
 from dcnv2.requests import Signature, count_requests
 from dcnv2.shape import TINY
-from dcnv2.step_kernels import Launch, LaunchRequests, scale_launch, step_kernels, total
+from dcnv2.step_kernels import Launch, LaunchRequests, StepKernel, scale_launch, step_kernels, total
 from gpu_path.records import Record, TensorRecord
 from record import ROOT
 
@@ -111,5 +112,21 @@ def test_the_command_prints_each_kernel() -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     rows = [[cell.strip() for cell in line.split("|")] for line in done.stdout.splitlines()]
-    [update] = [row for row in rows if row[1:2] == ["update"]]
-    assert update[2:4] == ["table_update", "1"] and update[-2] == "16; 16"
+    assert [row[1] for row in rows if row[1:2] in (["others"], ["total"])] == ["others", "total"]
+
+
+def test_small_kernels_share_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_bytes, "widest_accesses", lambda signatures, _: [(16, 8) for _ in signatures])
+    kernels = [
+        StepKernel("_pool", "lookup", 1, 4e6, 0.0, 5e6, (SIGNATURE, SIGNATURE)),
+        StepKernel("aten::mm", "forward", 2, 2e6, 3e9, None),
+        StepKernel("aten::mm", "backward", 1, 2e6, 1e9, None),
+        StepKernel("_small", "agree", 3, 5e5, 0.0, 5e5, (SIGNATURE,)),
+    ]
+    assert step_bytes.make_rows(kernels, "sgd") == [
+        ("_pool", "1", "4", "5 (1.25)", "", "16; 8"),
+        ("mm, forward", "2", "2", "", "3", ""),
+        ("mm, backward", "1", "2", "", "1", ""),
+        ("others", "3", "0", "", "", ""),
+        ("total", "7", "8", "", "4", ""),
+    ]
