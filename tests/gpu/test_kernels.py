@@ -16,8 +16,10 @@ from dense_cases import (
     DTYPES,
     check_cross_entropy,
     check_dot_interaction,
+    check_extremes,
     check_gpu_mlp,
-    check_linear_relu,
+    check_linear,
+    check_linear_backward,
     check_mask_and_sum,
     check_scalar_linear,
 )
@@ -60,6 +62,18 @@ UPDATES = product(
 
 
 LAYERS = product(num_samples=[1, 256, 600, 5000], width=[1, 7, 64, 513], dtype=DTYPES)
+PRODUCTS = product(
+    sizes=[
+        (1, 1, 1),
+        (64, 432, 512),
+        (300, 40, 37),
+        (2100, 13, 512),
+        (700, 512, 256),
+        (5000, 64, 16),
+        (9000, 520, 1000),
+    ],
+    dtype=DTYPES[:2],
+)
 STACKS = product(
     num_samples=[1, 300, 5000],
     widths=[(13, 512, 256, 16), (5, 1), (367, 512, 256, 1), (3, 4, 1), (66, 8, 5)],
@@ -97,8 +111,19 @@ def test_layers(case: dict[str, Any]) -> None:
     check_mask_and_sum(**case, device="cuda")
     for relu in (False, True):
         check_scalar_linear(**case, relu=relu, device="cuda")
-    if case["width"] <= 64:
-        check_linear_relu(case["num_samples"], case["width"], 100, "cuda")
+
+
+@pytest.mark.parametrize("case", sample(PRODUCTS, 30, seed=5))
+def test_products(case: dict[str, Any]) -> None:
+    sizes, dtype = case["sizes"], case["dtype"]
+    check_linear(*sizes, dtype=dtype, device="cuda")
+    for options in ((), ("input",), ("input", "mask"), ("input", "residual"), ("input", "mask", "residual")):
+        check_linear_backward(*sizes, dtype=dtype, options=options, device="cuda")
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+def test_nan_and_infinity_come_out(dtype: torch.dtype) -> None:
+    check_extremes(dtype, "cuda")
 
 
 @pytest.mark.parametrize("case", sample(STACKS, 30, seed=4))

@@ -15,16 +15,19 @@ pytest.importorskip("triton")
 if torch.cuda.is_available():
     pytest.skip("Triton compiles for the GPU here: see tests/gpu", allow_module_level=True)
 
+from triton.runtime.interpreter import InterpreterBuilder
+
 from dense_cases import (
     DTYPES,
     check_cross_entropy,
     check_dot_interaction,
     check_gpu_mlp,
-    check_linear_relu,
     check_mask_and_sum,
     check_scalar_linear,
     numbers,
 )
+from meseta.ops import linear
+from meseta.ops.linear import triton as linear_kernels
 from meseta.ops.mlp import gpu, triton
 from meseta.ops.mlp.gpu import GpuMlp
 
@@ -50,22 +53,28 @@ def test_layers_with_one_output(case: dict[str, Any], relu: bool) -> None:
     check_scalar_linear(**case, relu=relu, device="cpu")
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 1), (9, 13, 70), (70, 64, 16), (3, 20, 40)])
-def test_layers_with_few_inputs(sizes: tuple[int, int, int]) -> None:
-    check_linear_relu(*sizes, device="cpu")
+def use_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the implementations for GPUs, with large tiles."""
+    products = pytest.importorskip("gpu_path.products", reason="benchmarks/ does not belong to a wheel")
+    for name in ("scalar_linear", "scalar_linear_backward"):
+        monkeypatch.setattr(gpu, f"_{name}", getattr(triton, name))
+    for name in ("linear", "linear_backward", "mask_and_sum"):
+        monkeypatch.setattr(linear, f"_{name}", getattr(linear, f"_{name}_gpu"))
+    for name in ("choose_tile", "choose_block_tile"):
+        monkeypatch.setattr(linear_kernels, name, products.choose_large_tile)
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", products.multiply)
 
 
 @pytest.mark.parametrize("is_kernel", [False, True])
 @pytest.mark.parametrize("case", sample(STACKS, 12, seed=3))
 def test_stacks_of_layers(case: dict[str, Any], is_kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("linear_relu", "mask_and_sum", "scalar_linear", "scalar_linear_backward") if is_kernel else ():
-        monkeypatch.setattr(gpu, f"_{name}", getattr(triton, name))
+    if is_kernel:
+        use_kernels(monkeypatch)
     check_gpu_mlp(**case, device="cpu")
 
 
 def test_nan_and_infinity_come_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("linear_relu", "scalar_linear"):
-        monkeypatch.setattr(gpu, f"_{name}", getattr(triton, name))
+    use_kernels(monkeypatch)
     x = numbers(1, 6, 5)
     x[1, 2], x[3, 0], x[4, 4] = torch.nan, torch.inf, -torch.inf
     for widths in ((5, 40, 30, 1), (5, 300, 1)):
@@ -107,7 +116,6 @@ def test_pairwise_products(case: dict[str, Any]) -> None:
 def test_torch_accepts_the_operators() -> None:
     ops, sums = torch.ops.meseta, torch.zeros(1, 9)
     x, gradient = numbers(1, 5, 3), numbers(2, 5, 1)
-    torch.library.opcheck(ops.linear_relu.default, (x, numbers(3, 2, 3), numbers(4, 2)))
     torch.library.opcheck(ops.mask_and_sum.default, (x, numbers(3, 5, 3), sums, 2))
     torch.library.opcheck(ops.scalar_linear.default, (x, numbers(3, 3), None, True))
     torch.library.opcheck(ops.scalar_linear_backward.default, (gradient, x, numbers(3, 3), True, sums, 4))
