@@ -25,8 +25,8 @@ from dcnv2.compiled import widest_accesses
 from dcnv2.shape import MLPERF, TINY
 from dcnv2.step_kernels import StepKernel, step_kernels, total
 
-NUM_ROW_SAMPLES, NUM_DENSE_SAMPLES = 320, 8448
-"""Numbers of recorded samples. The latter has the tiles of large products."""
+NUM_ROW_SAMPLES, NUM_DENSE_SAMPLES = 160, 1536
+"""Numbers of recorded samples."""
 MIN_MB = 1.0
 """Megabytes below which kernels share a row."""
 HEAD = ("kernel", "launches", "MB", "requested MB (ratio)", "GFLOP", "widest load; store")
@@ -77,7 +77,7 @@ def main() -> None:
     chosen = parser.parse_args()
     warnings.filterwarnings("ignore", category=RuntimeWarning, module="triton")  # NaN and infinity in masked lanes.
     torch.set_num_threads(1)
-    shape, sizes = (TINY, (9, 9)) if chosen.tiny else (MLPERF, (NUM_ROW_SAMPLES, NUM_DENSE_SAMPLES))
+    shape, sizes = (TINY, (11, 11)) if chosen.tiny else (MLPERF, (NUM_ROW_SAMPLES, NUM_DENSE_SAMPLES))
     kernels = step_kernels(shape, *sizes)
     table(f"One step of {shape.batch_size:,} samples", HEAD, make_rows(kernels, shape.optimizer))
 

@@ -98,7 +98,7 @@ def test_launches_are_scaled() -> None:
 
 @pytest.mark.soak
 def test_a_recorded_step_has_all_products() -> None:
-    kernels = step_kernels(TINY, 9, 9)
+    kernels = step_kernels(TINY, 11, 11)
     count, num_bytes, num_flops = total(kernels)
     assert num_flops == pytest.approx(TINY.product_flops)
     assert count > 30 and num_bytes > 0
