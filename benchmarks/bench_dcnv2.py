@@ -35,7 +35,9 @@ from dcnv2.shape import MLPERF, TINY, Dcnv2Shape, RowDtype, RowOptimizerName
 from dcnv2.training import Dcnv2Training
 from record import record
 
-NUM_STEPS, NUM_ROUNDS, NUM_WARM_UP_STEPS = 20, 5, 5
+NUM_STEPS, NUM_ROUNDS = 20, 5
+NUM_WARM_UP_STEPS = 25
+"""Number of steps that compile kernels and capture the graphs of a step, without and with times of its stages."""
 MAX_ROWS = {"sgd": 40_000_000, "rowwise_adagrad": 40_000_000, "adagrad": 20_000_000}
 """Largest number of rows per table by optimizer."""
 SAMPLE_BYTES, RESERVED_BYTES = 300_000, 2_000_000_000
@@ -107,7 +109,7 @@ def measure_rates(shape: Dcnv2Shape, device: str, *, is_tiny: bool = False) -> C
 def measure(shape: Dcnv2Shape, device: str, num_steps: int = NUM_STEPS, num_rounds: int = NUM_ROUNDS) -> Result:
     """Train, and return the median time of a step over rounds of `num_steps` steps."""
     training = Dcnv2Training(shape, device)
-    training.time_steps(NUM_WARM_UP_STEPS)  # It compiles kernels and captures the step.
+    training.time_steps(NUM_WARM_UP_STEPS)
     training.pop_stages_ms()
     rounds = [training.time_steps(num_steps) for _ in range(num_rounds)]
     return Result(shape, statistics.median(rounds), training.pop_stages_ms(), training.num_replayed)

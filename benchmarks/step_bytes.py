@@ -5,13 +5,15 @@
 No GPU is needed: steps run on the emulated GPU of count_step.py, and Triton's interpreter counts the bytes of loads and
 stores that are not masked. An element that several programs load counts several times, though caches serve some of
 these loads. Kernels of torch have computed bytes only. Triton compiles its kernels for an H100, and the table has the
-bytes that a lane loads and stores with the widest instruction. Sizes are MLPerf's, 55,296 samples. It takes minutes.
+bytes that a lane loads and stores with the widest instruction. Kernels of less than a megabyte share a row. Sizes are
+MLPerf's, 55,296 samples. It takes some minutes.
 """
 
 from __future__ import annotations
 
 import os
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 
 os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported.
@@ -23,9 +25,11 @@ from dcnv2.compiled import widest_accesses
 from dcnv2.shape import MLPERF, TINY
 from dcnv2.step_kernels import StepKernel, step_kernels, total
 
-NUM_ROW_SAMPLES, NUM_DENSE_SAMPLES = 320, 8448
-"""Numbers of recorded samples. The latter has the tiles of large products."""
-HEAD = ("kernel", "stage", "launches", "MB", "MB requested", "ratio", "GFLOP", "widest load; store, bytes")
+NUM_ROW_SAMPLES, NUM_DENSE_SAMPLES = 160, 1536
+"""Numbers of recorded samples."""
+MIN_MB = 1.0
+"""Megabytes below which kernels share a row."""
+HEAD = ("kernel", "launches", "MB", "requested MB (ratio)", "GFLOP", "widest load; store")
 
 
 def find_widths(kernels: Sequence[StepKernel], optimizer: str) -> list[str]:
@@ -42,15 +46,29 @@ def format_range(widths: Sequence[int]) -> str:
     return str(low) if low == high else f"{low} to {high}"
 
 
-def cells(kernel: StepKernel, widths: str) -> tuple[str, ...]:
-    """Return the cells of a kernel's row."""
-    requested = ("", "")
+def cells(kernel: StepKernel, widths: str, *, is_named_once: bool) -> tuple[str, ...]:
+    """Return the cells of a kernel's row. The name has the stage unless no other row has this name."""
+    name = kernel.name.removeprefix("aten::") + ("" if is_named_once else f", {kernel.stage}")
+    requested = ""
     if kernel.num_requested is not None:
-        ratio = kernel.num_requested / kernel.num_bytes if kernel.num_bytes else 0.0
-        requested = f"{kernel.num_requested / 1e6:,.1f}", f"{ratio:.2f}"
+        requested = f"{kernel.num_requested / 1e6:,.0f} ({kernel.num_requested / kernel.num_bytes:.2f})"
     flops = f"{kernel.num_flops / 1e9:,.0f}" if kernel.num_flops else ""
-    name = kernel.name.removeprefix("aten::")
-    return (name, kernel.stage, str(kernel.count), f"{kernel.num_bytes / 1e6:,.1f}", *requested, flops, widths)
+    return name, str(kernel.count), f"{kernel.num_bytes / 1e6:,.0f}", requested, flops, widths
+
+
+def make_rows(kernels: Sequence[StepKernel], optimizer: str) -> list[tuple[str, ...]]:
+    """Return the rows of kernels with at least `MIN_MB`, then one of all others, and one of the totals."""
+    large = [kernel for kernel in kernels if max(kernel.num_bytes, kernel.num_requested or 0.0) >= 1e6 * MIN_MB]
+    small = [kernel for kernel in kernels if kernel not in large]
+    names = Counter(kernel.name for kernel in large)
+    rows = [
+        cells(kernel, widths, is_named_once=names[kernel.name] == 1)
+        for kernel, widths in zip(large, find_widths(large, optimizer), strict=True)
+    ]
+    for name, part in (("others", small), ("total", kernels)):
+        count, num_bytes, flops = total(part)
+        rows.append((name, f"{count:.0f}", f"{num_bytes / 1e6:,.0f}", "", f"{flops / 1e9:,.0f}" if flops else "", ""))
+    return rows
 
 
 def main() -> None:
@@ -59,12 +77,9 @@ def main() -> None:
     chosen = parser.parse_args()
     warnings.filterwarnings("ignore", category=RuntimeWarning, module="triton")  # NaN and infinity in masked lanes.
     torch.set_num_threads(1)
-    shape, sizes = (TINY, (9, 9)) if chosen.tiny else (MLPERF, (NUM_ROW_SAMPLES, NUM_DENSE_SAMPLES))
+    shape, sizes = (TINY, (11, 11)) if chosen.tiny else (MLPERF, (NUM_ROW_SAMPLES, NUM_DENSE_SAMPLES))
     kernels = step_kernels(shape, *sizes)
-    count, num_bytes, flops = total(kernels)
-    last = ("total", "", f"{count:.0f}", f"{num_bytes / 1e6:,.1f}", "", "", f"{flops / 1e9:,.0f}", "")
-    rows = [cells(*pair) for pair in zip(kernels, find_widths(kernels, shape.optimizer), strict=True)]
-    table(f"One step of {shape.batch_size:,} samples", HEAD, [*rows, last])
+    table(f"One step of {shape.batch_size:,} samples", HEAD, make_rows(kernels, shape.optimizer))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ from record import ROOT
 from dcnv2.requests import Signature
 
 ARCHITECTURE = 90
-OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 UPDATE_MODULE = "meseta.ops.row_update.triton_source"
 """Module that generates the kernel of a row update."""
 
@@ -54,14 +53,25 @@ def find_kernel(one: Signature, optimizer: str) -> Any:
     return update_kernel(instructions, tuple(kind == "row" for kind in program.state_kinds))
 
 
+def decode(value: Any) -> Any:
+    """Return an argument of a signature as Triton's compiler takes it."""
+    import triton.language as tl
+
+    if isinstance(value, list):
+        return tuple(map(decode, value))
+    if not isinstance(value, dict):
+        return value
+    if "dtype" in value:
+        return tl.dtype(value["dtype"])
+    members, (module, _, name) = map(decode, value["members"]), value["tuple"].partition(":")
+    return getattr(import_module(module), name)(*members) if name else tuple(members)
+
+
 def compile_kernel(one: Signature, optimizer: str) -> tuple[int, int]:
     """Return the bytes of the widest load and store of a lane."""
-    import triton.language as tl
     from triton_compile import compiled
 
-    types = {
-        name: tl.dtype(value["dtype"]) if isinstance(value, dict) else value for name, value in one.arguments.items()
-    }
+    types = {name: decode(value) for name, value in one.arguments.items()}
     resources = compiled(find_kernel(one, optimizer), types, ARCHITECTURE)
     loads, stores = (max(map(int, resources[kind]), default=0) for kind in ("loads", "stores"))
     return loads, stores

@@ -30,7 +30,8 @@ class Signature(NamedTuple):
     """Module that defines the kernel."""
     name: str
     arguments: dict[str, Any]
-    """Type of each argument, the value of a constant or of an option of the compiler, or {"dtype": name} for a type."""
+    """Type of each argument, or the value of a constant or of an option of the compiler. A constant that is a type is
+    {"dtype": name}, and a tuple {"tuple": module:class, "members": values}."""
 
     @staticmethod
     def from_launch(kernel: Any, arguments: Mapping[str, Any]) -> Signature:
@@ -41,8 +42,14 @@ class Signature(NamedTuple):
 
 
 def _describe(value: Any, *, is_constant: bool) -> Any:
+    if isinstance(value, tuple) and not is_constant:
+        kind = type(value)
+        name = f"{kind.__module__}:{kind.__qualname__}" if kind is not tuple else ""
+        return {"tuple": name, "members": [_describe(member, is_constant=False) for member in value]}
     if isinstance(value, Tensor):
         return POINTERS[value.dtype]
+    if isinstance(value, tuple):
+        return [_describe(member, is_constant=True) for member in value]
     if hasattr(value, "primitive_bitwidth"):
         return {"dtype": value.name}
     if is_constant or not isinstance(value, (int, float)) or isinstance(value, bool):
@@ -85,8 +92,8 @@ def count_requests(*sampled: str) -> Iterator[list[LaunchRequests]]:
         named = {**dict(zip(kernel.arg_names, args, strict=False)), **kwargs}
         launch = LaunchRequests(name, Signature.from_launch(kernel, named))
         launches.append(launch)
-        step = max(1, prod(grid) // MAX_PROGRAMS) if name in sampled else 1
-        step = min(step, grid[0])
+        # Neighboring programs may differ by their number modulo a power of two.
+        step = min(prod(grid) // MAX_PROGRAMS | 1, grid[0]) if name in sampled else 1
         num_runs = -(-grid[0] // step)
         with _every(step, grid):
             result = run(kernel, *args, grid=(num_runs, *grid[1:]), warmup=warmup, **kwargs)

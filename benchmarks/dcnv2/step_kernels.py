@@ -7,9 +7,11 @@ have such tensors, are scaled to the wanted batch size.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import torch
 from gpu_path.patches import emulated_gpu
@@ -20,6 +22,8 @@ from dcnv2.requests import LaunchRequests, Signature, count_requests
 from dcnv2.shape import Dcnv2Shape
 from dcnv2.training import UniformBatches, make_dcnv2
 from meseta.data import Batch
+from meseta.ops import linear
+from meseta.ops.linear import triton as linear_triton
 
 BLOCK_SAMPLES, MIN_LONG_RUN = 256, 16
 """Samples whose contributions to a row are added first, and the number of contributions that are added ahead."""
@@ -31,6 +35,7 @@ UPDATE_KERNEL = "update"
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm")
 SCALAR_PRODUCTS = {"_scalar_linear": 1, "_scalar_linear_backward": 2}
 """Number of products of x [B, N] with vectors, by kernel."""
+LINEAR_KERNELS = ("_linear", "_linear_backward")
 
 
 @dataclass(frozen=True)
@@ -77,9 +82,29 @@ class Launch:
     requests: LaunchRequests | None
 
 
-def record_launches(shape: Dcnv2Shape) -> list[Launch]:
-    """Train for two steps on an emulated GPU. Return the kernels of the second one."""
-    with count_requests(UPDATE_KERNEL) as requests, emulated_gpu() as gpu:
+@contextmanager
+def kernels_of(batch_size: int, recorded_size: int) -> Iterator[Callable[[], object]]:
+    """Context manager that returns a function. Linear layers of `recorded_size` samples later choose the kernels and
+    tiles of `batch_size` samples."""
+
+    def choose(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda num_samples, *args: function(batch_size if num_samples == recorded_size else num_samples, *args)
+
+    # An emulated GPU replaces some of these functions.
+    choices = [(linear, "_is_small"), (linear_triton, "choose_tile"), (linear_triton, "choose_block_tile")]
+    patches = [mock.patch.object(owner, name, choose(getattr(owner, name))) for owner, name in choices]
+    with ExitStack() as stack:
+        yield lambda: [stack.enter_context(patch) for patch in patches]
+
+
+def record_launches(shape: Dcnv2Shape, batch_size: int) -> list[Launch]:
+    """Train for two steps on an emulated GPU. Return the kernels of the second one, as for `batch_size` samples."""
+    with (
+        count_requests(UPDATE_KERNEL) as requests,
+        kernels_of(batch_size, shape.batch_size) as choose,
+        emulated_gpu() as gpu,
+    ):
+        choose()
         training = Training(StepCase(shape), "cuda")
         [recording] = record_steps(gpu, training, num_warm_up_steps=1)
     records = recording.select("kernel")
@@ -99,18 +124,20 @@ def step_kernels(shape: Dcnv2Shape, num_row_samples: int, num_dense_samples: int
     """Return the kernels of a step of `shape`.
 
     Kernels for ids and rows are recorded with `num_row_samples` samples, and with fewer rows, so that ids repeat as
-    often. All others are recorded with `num_dense_samples` samples, which have one id per table. Neither number may be
-    a divisor of a width of the model.
+    often. All others are recorded with `num_dense_samples` samples, which have one id per table. No
+    width of the model may be a multiple of one of these numbers, or one more.
     """
     row_shape = shape.with_batch_size(num_row_samples)
     dense_shape = replace(shape, rows=(64,) * len(shape.rows), ids=(1,) * len(shape.ids), batch_size=num_dense_samples)
     parts = [
-        (recorded, [launch for launch in record_launches(recorded) if is_row_kernel(launch.record) == selects_rows])
+        (recorded, record_launches(recorded, shape.batch_size), selects_rows)
         for recorded, selects_rows in ((row_shape, True), (dense_shape, False))
     ]
     kernels: dict[tuple[str, str], StepKernel] = {}
-    for recorded, launches in parts:
+    for recorded, launches, selects_rows in parts:
         for launch in launches:
+            if is_row_kernel(launch.record) != selects_rows:
+                continue
             one = scale_launch(launch, recorded, shape)
             key = one.name, one.stage
             kernels[key] = merge(kernels[key], one) if key in kernels else one
@@ -149,7 +176,7 @@ def scale_launch(launch: Launch, recorded: Dcnv2Shape, shape: Dcnv2Shape) -> Ste
         stage=record.stage,
         count=1,
         num_bytes=sum(tensor_bytes) if special is None else special,
-        num_flops=num_flops(record) * factor,
+        num_flops=num_flops(record, recorded.batch_size) * factor,
         num_requested=None if requests is None else requests.num_bytes * (factor if any(has_batch) else 1.0),
         signatures=() if requests is None else (requests.signature,),
     )
@@ -158,10 +185,7 @@ def scale_launch(launch: Launch, recorded: Dcnv2Shape, shape: Dcnv2Shape) -> Ste
 def is_batch(tensor: TensorRecord, batch_size: int) -> bool:
     """Whether a dimension of a tensor is proportional to the number of samples or of their blocks."""
     num_blocks = math.ceil(batch_size / BLOCK_SAMPLES)
-    return any(
-        dim == num_blocks > 1 or (dim >= batch_size and dim % batch_size in (0, 1, batch_size - 1))
-        for dim in tensor.shape
-    )
+    return any(dim == num_blocks > 1 or (dim >= batch_size and dim % batch_size <= 1) for dim in tensor.shape)
 
 
 def size_of(tensor: TensorRecord) -> int:
@@ -169,13 +193,23 @@ def size_of(tensor: TensorRecord) -> int:
     return math.prod(tensor.shape) * torch.empty(0, dtype=getattr(torch, tensor.dtype)).itemsize
 
 
-def num_flops(record: Record) -> float:
+def num_flops(record: Record, batch_size: int) -> float:
     """Return the operations of matrix products, 0 for other kernels."""
+    shapes = [tensor.shape for tensor in record.tensors]
     if record.name in PRODUCTS:
-        a, b = (tensor.shape for tensor in record.tensors[-3:-1])
+        a, b, _ = shapes[-3:]
         return 2.0 * math.prod(a) * b[-1]
-    largest = max((math.prod(tensor.shape) for tensor in record.tensors), default=0)
-    return 2.0 * SCALAR_PRODUCTS.get(record.name, 0) * largest
+    if record.name in SCALAR_PRODUCTS:
+        return 2.0 * SCALAR_PRODUCTS[record.name] * max(map(math.prod, shapes))
+    if record.name not in LINEAR_KERNELS:
+        return 0.0
+    # The gradient of the weight has one matrix per chunk of samples. That of the input comes first.
+    num_products = 1
+    if record.name == "_linear_backward":
+        num_products = any(len(one) == 3 for one in shapes) + (shapes[0][0] == batch_size and len(shapes[0]) == 2)
+    *_, weight = [one for one, tensor in zip(shapes, record.tensors, strict=True)
+                  if len(one) == 2 and not is_batch(tensor, batch_size)]  # fmt: skip
+    return 2.0 * num_products * batch_size * math.prod(weight)
 
 
 def row_kernel_bytes(record: Record, shape: Dcnv2Shape) -> float | None:
@@ -206,13 +240,17 @@ def dense_kernel_bytes(record: Record, shape: Dcnv2Shape) -> float | None:
     """Return the computed bytes of a dense kernel that also writes its arguments."""
     if record.name == "aten::_fused_adam_":
         return shape.work()["dense optimizer"].num_bytes
+    if record.name == "_cross_backward":
+        num_matrices = 5 if dict(record.scalars)["FORM"] % 2 else 6  # The last layer does not read the gradient of x0.
+        return num_matrices * shape.batch_size * shape.num_inputs * shape.activation_bytes
     return None
 
 
-def total(kernels: Iterable[StepKernel]) -> Sequence[float]:
+def total(kernels: Iterable[StepKernel]) -> tuple[int, float, float]:
     """Return the number of launches, and the total computed bytes and operations."""
     listed = list(kernels)
-    return tuple(
-        sum(values)
-        for values in zip(*((one.count, one.num_bytes, one.num_flops) for one in listed), strict=True)
-    )  # fmt: skip
+    return (
+        sum(kernel.count for kernel in listed),
+        sum(kernel.num_bytes for kernel in listed),
+        sum(kernel.num_flops for kernel in listed),
+    )

@@ -17,6 +17,7 @@ H200_BYTES, H100_BYTES = 149_000_000_000, 85_000_000_000
 
 
 def test_a_small_model_trains(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(bench_dcnv2, "NUM_WARM_UP_STEPS", 1)
     monkeypatch.setattr(sys, "argv", ["bench_dcnv2.py", "--tiny", "--steps", "1", "--optimizer", "adagrad"])
     bench_dcnv2.main()
     printed = capsys.readouterr().out

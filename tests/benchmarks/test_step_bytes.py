@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -11,12 +15,15 @@ pytest.importorskip("triton")
 if torch.cuda.is_available():
     pytest.skip("Triton compiles for the GPU here", allow_module_level=True)
 
+import step_bytes
 import triton
 import triton.language as tl
+from dcnv2.compiled import decode
 from dcnv2.requests import Signature, count_requests
 from dcnv2.shape import TINY
-from dcnv2.step_kernels import Launch, LaunchRequests, scale_launch, step_kernels, total
+from dcnv2.step_kernels import Launch, LaunchRequests, StepKernel, scale_launch, step_kernels, total
 from gpu_path.records import Record, TensorRecord
+from record import ROOT
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NaN and infinity in masked lanes
 
@@ -44,8 +51,27 @@ def test_sampled_programs_represent_all() -> None:
     x, out = torch.ones(32_768), torch.zeros(32_768)
     with count_requests("copy") as launches:
         copy[(1024,)](out, x, 32_768, SIZE=32)
-    assert launches[0].num_bytes == 2 * 4 * (32_768 + 1024) + 4 * 1024
-    assert out[32:64].sum() == 0.0 and out[8 * 32 : 9 * 32].equal(torch.ones(32))
+    assert launches[0].num_bytes == pytest.approx(2 * 4 * (32_768 + 1024) + 4 * 1024, rel=1e-6)
+    assert out[32:64].sum() == 0.0 and out[9 * 32 : 10 * 32].equal(torch.ones(32))
+
+
+class Pair(NamedTuple):
+    x: Any
+    weights: Any
+
+
+def test_signatures_are_decoded() -> None:
+    arguments = {"out": Pair(torch.ones(1), None), "x": (torch.ones(1).int(), 3), "n": 1 << 40, "SIZE": (tl.float16, 2)}
+    encoded = json.loads(json.dumps(Signature.from_launch(copy, {**arguments, "num_warps": 4})))
+    decoded = {name: decode(value) for name, value in Signature(*encoded).arguments.items()}
+    assert decoded == {
+        "out": Pair("*fp32", None),
+        "x": ("*i32", "i32"),
+        "n": "i64",
+        "SIZE": (tl.float16, 2),
+        "num_warps": 4,
+    }
+    assert isinstance(decoded["out"], Pair)
 
 
 SIGNATURE = Signature("module", "kernel", {})
@@ -72,9 +98,35 @@ def test_launches_are_scaled() -> None:
 
 @pytest.mark.soak
 def test_a_recorded_step_has_all_products() -> None:
-    kernels = step_kernels(TINY, 9, 9)
+    kernels = step_kernels(TINY, 11, 11)
     count, num_bytes, num_flops = total(kernels)
     assert num_flops == pytest.approx(TINY.product_flops)
     assert count > 30 and num_bytes > 0
     requested = {kernel.name for kernel in kernels if kernel.num_requested}
     assert {"_pool", "update"} <= requested
+
+
+@pytest.mark.soak
+def test_the_command_prints_each_kernel() -> None:
+    command = [sys.executable, "benchmarks/step_bytes.py", "--tiny"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = [[cell.strip() for cell in line.split("|")] for line in done.stdout.splitlines()]
+    assert [row[1] for row in rows if row[1:2] in (["others"], ["total"])] == ["others", "total"]
+
+
+def test_small_kernels_share_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_bytes, "widest_accesses", lambda signatures, _: [(16, 8) for _ in signatures])
+    kernels = [
+        StepKernel("_pool", "lookup", 1, 4e6, 0.0, 5e6, (SIGNATURE, SIGNATURE)),
+        StepKernel("aten::mm", "forward", 2, 2e6, 3e9, None),
+        StepKernel("aten::mm", "backward", 1, 2e6, 1e9, None),
+        StepKernel("_small", "agree", 3, 5e5, 0.0, 5e5, (SIGNATURE,)),
+    ]
+    assert step_bytes.make_rows(kernels, "sgd") == [
+        ("_pool", "1", "4", "5 (1.25)", "", "16; 8"),
+        ("mm, forward", "2", "2", "", "3", ""),
+        ("mm, backward", "1", "2", "", "1", ""),
+        ("others", "3", "0", "", "", ""),
+        ("total", "7", "8", "", "4", ""),
+    ]
