@@ -135,9 +135,9 @@ def _linear_backward_gpu(
     weight_gradient = _weight_gradient(gradient, x)
     if not needs_input:
         return gradient.new_empty(0, 0), weight_gradient
-    if mask is not None and sums is not None and residual is None and has_fused_input:
-        return triton.masked_input_gradient(gradient, weight, mask, sums, column), weight_gradient
-    # cuBLAS adds the residual.
+    # A product without mask and residual is faster in cuBLAS. `addmm` copies the residual before cuBLAS adds to it.
+    if has_fused_input and (mask is not None or residual is not None):
+        return triton.input_gradient(gradient, x, weight, mask, residual, sums, column), weight_gradient
     result = product(gradient, weight) if residual is None else torch.addmm(residual, gradient, weight)
     return result if mask is None else _mask_and_sum(result, mask, sums, column), weight_gradient
 

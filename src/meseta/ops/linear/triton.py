@@ -120,10 +120,19 @@ def linear_backward(
     return x_gradient, weight_gradient[0] if num_chunks == 1 else weight_gradient.sum(dim=0)
 
 
-def masked_input_gradient(gradient: Tensor, weight: Tensor, mask: Tensor, sums: Tensor, column: int) -> Tensor:
+def input_gradient(
+    gradient: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    mask: Tensor | None,
+    residual: Tensor | None,
+    sums: Tensor | None,
+    column: int,
+) -> Tensor:
     """Return the gradient of the input as `linear_backward` does, without the gradient of the weight."""
-    x_gradient = torch.empty_like(mask, memory_format=torch.contiguous_format)
-    _launch_backward((x_gradient, None, sums[:, column:]), (gradient, mask, weight), (mask, None))
+    x_gradient = x.new_empty(x.shape)
+    sums = None if sums is None or mask is None else sums[:, column:]
+    _launch_backward((x_gradient, None, sums), (gradient, x, weight), (mask, residual))
     return x_gradient
 
 
