@@ -48,7 +48,7 @@ def choose_tile(num_rows: int, num_columns: int, num_terms: int, dtype: torch.dt
 
 
 def limit_rows(tile: Tile) -> Tile:
-    """Return the tile of a product that is followed by reads of two matrices."""
+    """Return the tile of a product that is followed by reads of other matrices."""
     # Two programs fit on a multiprocessor, so that one multiplies while the other one reads.
     return tile._replace(rows=min(tile.rows, 128))
 
@@ -144,6 +144,7 @@ def _launch_backward(outputs: Any, operands: Any, terms: Any) -> None:
     gradient, x, weight = _with_contiguous_rows(gradient), _with_contiguous_rows(x), weight.contiguous()
     (num_samples, num_inputs), num_outputs = x.shape, len(weight)
     tile = (choose_tile if mask is None else choose_block_tile)(num_samples, num_inputs, num_outputs, x.dtype)
+    tile = tile if residual is None or mask is not None else limit_rows(tile)
     num_chunks = 0 if weight_gradient is None else len(weight_gradient)
     weight_tile = choose_tile(num_chunks * num_outputs, num_inputs, num_samples, x.dtype)
     num_input_tiles = 0 if x_gradient is None else _num_tiles(num_samples, num_inputs, tile)
