@@ -30,7 +30,7 @@ def forward_kernels(
 ) -> dict[str, tuple[Any, dict[str, Any]]]:
     """Return the kernels of a layer with ReLU and of the last steps of a cross layer."""
     pointer = f"*{dtype}"
-    tile = linear.choose_tile(num_samples, num_outputs, num_inputs, DTYPES[dtype])
+    tile = linear.choose_forward_tile(num_samples, num_outputs, num_inputs, DTYPES[dtype])
     alignment = 16 // DTYPES[dtype].itemsize
     common = {
         "operands": (pointer, pointer, pointer),
