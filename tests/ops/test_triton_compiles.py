@@ -24,6 +24,12 @@ WIDE_LOADS = {
     "updates": ("rowwise_adagrad fp32", "adam bf16"),
     "codecs": tuple(f"encode {name} 0" for name in FORMS),
     "dense": ("cross *fp32 inner", "cross *bf16 inner", "concat *bf16"),
+    "products": tuple(
+        f"{kind} {dtype} {size}"
+        for kind in ("relu", "cross", "mask", "residual", "weight")
+        for dtype in ("fp32", "bf16")
+        for size in ("small", "medium")
+    ),
 }
 """Kernels of each group that read rows or columns in words of 16 bytes."""
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
@@ -51,7 +57,7 @@ def test_kernels_compile_for_a_gpu(case: dict[str, Any], tmp_path: Path) -> None
         fused = [
             i for i in resources["arithmetic"] if i.startswith("fma") or ".full" in i or ".approx" in i or "ftz" in i
         ]
-        assert group == "dense" or not fused, (
+        assert group in ("dense", "products") or not fused, (
             f"{name}: products are rounded before they are added, roots and quotients correctly, got {resources}"
         )
     for name in WIDE_LOADS[group]:

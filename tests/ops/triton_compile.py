@@ -16,15 +16,17 @@ from contextlib import redirect_stdout
 from typing import Any
 
 import dense_kernels
+import linear_kernels
 import sparse_kernels
 import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-GROUPS = {**sparse_kernels.GROUPS, **dense_kernels.GROUPS}
+GROUPS = {**sparse_kernels.GROUPS, **dense_kernels.GROUPS, **linear_kernels.GROUPS}
 """Functions that return the kernels of a group: (kernel, types) by name. `types` has the type of each argument, or the
-value of a constant or of one of `OPTIONS`. Other names are ignored."""
+value of a constant or of one of `OPTIONS`, and "architecture", the lowest one for this kernel. Other names are
+ignored. The type of a tuple has those of its members."""
 OPTIONS = {"num_warps": 4, "num_stages": 3, "enable_fp_fusion": False}
 """Options of the compiler and their defaults."""
 # ld.global.L1::evict_last.v4.b32 moves 4 x 32 bits.
@@ -37,15 +39,23 @@ def compiled(kernel: Any, types: dict[str, Any], architecture: int) -> dict[str,
     """Compile a kernel and return its resources."""
     types = {name: kind for name, kind in types.items() if name in kernel.arg_names or name in OPTIONS}
     options = {name: types.pop(name, default) for name, default in OPTIONS.items()}
-    constants = {name: kind for name, kind in types.items() if not isinstance(kind, str)}
-    signature = {name: types[name] if name not in constants else "constexpr" for name in kernel.arg_names}
-    pointers = [i for i, name in enumerate(kernel.arg_names) if signature[name].startswith("*")]
-    source = ASTSource(
-        fn=kernel,
-        signature=signature,
-        constexprs=constants,
-        attrs={(i,): [["tt.divisibility", 16]] for i in pointers},
-    )
+    signature: dict[str, Any] = {}
+    constants: dict[tuple[int, ...], Any] = {}
+    attributes: dict[tuple[int, ...], Any] = {}
+
+    def describe(path: tuple[int, ...], kind: Any) -> Any:
+        if isinstance(kind, tuple) and not kernel.params[path[0]].is_constexpr:
+            return tuple(describe((*path, index), member) for index, member in enumerate(kind))
+        if not isinstance(kind, str):
+            constants[path] = kind
+            return "constexpr"
+        if kind.startswith("*"):
+            attributes[path] = [["tt.divisibility", 16]]
+        return kind
+
+    for index, name in enumerate(kernel.arg_names):
+        signature[name] = describe((index,), types.get(name))
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     # The log of the assembler has the registers. It is printed only if the kernel is compiled.
     log = io.StringIO()
     with knobs.nvidia.scope(), knobs.compilation.scope(), redirect_stdout(log):
@@ -78,5 +88,10 @@ def logged(log: str, pattern: str) -> int:
 
 
 if __name__ == "__main__":
-    kernels = GROUPS[sys.argv[2]]()
-    print(json.dumps({name: compiled(*kernel, int(sys.argv[1])) for name, kernel in kernels.items()}))
+    architecture = int(sys.argv[1])
+    kernels = {
+        name: compiled(kernel, types, architecture)
+        for name, (kernel, types) in GROUPS[sys.argv[2]]().items()
+        if types.get("architecture", architecture) <= architecture
+    }
+    print(json.dumps(kernels))

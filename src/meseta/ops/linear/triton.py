@@ -47,6 +47,12 @@ def choose_tile(num_rows: int, num_columns: int, num_terms: int, dtype: torch.dt
     return Tile(128, 128, min(terms, 64), 8) if size >= 128 * 128 * 64 else Tile(64, 32, min(terms, 64), 4)
 
 
+def limit_rows(tile: Tile) -> Tile:
+    """Return the tile of a product that is followed by reads of two matrices."""
+    # Two programs fit on a multiprocessor, so that one multiplies while the other one reads.
+    return tile._replace(rows=min(tile.rows, 128))
+
+
 def choose_block_tile(num_rows: int, num_columns: int, num_terms: int, dtype: torch.dtype) -> Tile:
     """Return the tile of a product whose columns are summed over blocks of samples: a program has a whole block."""
     rows = min(max(triton.next_power_of_2(num_rows), 64), BLOCK_SAMPLES.value)
@@ -69,10 +75,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, relu: bool) -> Tensor
 def linear_cross(t: Tensor, weight: Tensor, bias: Tensor | None, x0: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     """Implement `meseta.ops.linear.reference.linear_cross` on a GPU for float32 and bfloat16."""
     out, p = (t.new_empty(len(t), len(weight)) for _ in range(2))
-    # The last step reads two matrices. Two programs with this tile fit on a multiprocessor, so that one can multiply
-    # at this time.
-    tile = choose_tile(len(t), len(weight), t.shape[1], t.dtype)
-    tile = tile._replace(rows=min(tile.rows, 128))
+    tile = limit_rows(choose_tile(len(t), len(weight), t.shape[1], t.dtype))
     _launch_linear((out, p), (t, weight, bias), (x0.contiguous(), x.contiguous()), tile)
     return out, p
 
