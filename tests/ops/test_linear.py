@@ -14,7 +14,7 @@ pytest.importorskip("gpu_path", reason="the products of the interpreter are in b
 if torch.cuda.is_available():
     pytest.skip("Triton compiles for the GPU here: see tests/gpu", allow_module_level=True)
 
-from gpu_path.products import choose_large_tile, multiply
+from gpu_path.products import TILE_CHOICES, choose_large_tile, multiply
 from triton.runtime.interpreter import InterpreterBuilder
 
 from dense_cases import check_extremes, check_linear, check_linear_backward, layer
@@ -37,6 +37,7 @@ def use_tile(tile: triton.Tile | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Use a tile for all products, or those of their shapes if it is `None`."""
     if tile is not None:
         monkeypatch.setattr(triton, "choose_tile", lambda *shape: tile)
+        monkeypatch.setattr(triton, "choose_forward_tile", lambda *shape: tile)
         monkeypatch.setattr(triton, "choose_block_tile", lambda *shape: tile._replace(rows=256))
 
 
@@ -71,7 +72,7 @@ def test_all_paths_give_the_results_of_the_reference(
 ) -> None:
     monkeypatch.setattr(operators, "MAX_FUSED_FLOPS", limits[0])
     monkeypatch.setattr(operators, "MAX_FUSED_TERMS", limits[1])
-    for name in ("choose_tile", "choose_block_tile"):
+    for name in TILE_CHOICES:
         monkeypatch.setattr(triton, name, choose_large_tile)
     for num_samples in (0, 300):
         results = [call_all(num_samples, dtype)]

@@ -13,10 +13,11 @@ from meseta.ops.linear.reference import new_block_sums as new_block_sums
 from meseta.ops.product import product
 from meseta.sparse.shapes import Float
 
-MAX_FUSED_FLOPS = 200_000_000
+MAX_FUSED_FLOPS = 50_000_000
 """Maximum number of operations of a product that is computed in one launch with the other steps of a layer."""
-# In float32 these launches use CUDA cores, with perhaps 30 TFLOP/s on an H100, where cuBLAS has 50: 0.2 GFLOP take 3 us
-# longer. This is the time to launch the kernels that they replace.
+# In float32 these launches use CUDA cores. The terms of x and W are contiguous, so that threads read the same banks of
+# shared memory: perhaps 12 TFLOP/s on an H100, where cuBLAS has 50. 50 MFLOP take 3 us longer. This is the time to
+# launch the kernels that they replace.
 MAX_FUSED_TERMS = 1024
 """Maximum number of terms of a sum of such a product."""
 # One program computes a sum, so that long sums take long if there are few of them. With bfloat16, products with fewer

@@ -47,8 +47,16 @@ def choose_tile(num_rows: int, num_columns: int, num_terms: int, dtype: torch.dt
     return Tile(128, 128, min(terms, 64), 8) if size >= 128 * 128 * 64 else Tile(64, 32, min(terms, 64), 4)
 
 
+def choose_forward_tile(num_rows: int, num_columns: int, num_terms: int, dtype: torch.dtype) -> Tile:
+    """Return the tile of x W^T."""
+    tile = choose_tile(num_rows, num_columns, num_terms, dtype)
+    # In float32, conflicts between the threads of a multiprocessor determine the time, see MAX_FUSED_FLOPS.
+    is_tiny = dtype == torch.float32 and num_rows * num_columns < 16 * 16 * 264
+    return Tile(16, 16, tile.terms, 2) if is_tiny else tile
+
+
 def limit_rows(tile: Tile) -> Tile:
-    """Return the tile of a product that is followed by reads of two matrices."""
+    """Return the tile of a product that is followed by reads of other matrices."""
     # Two programs fit on a multiprocessor, so that one multiplies while the other one reads.
     return tile._replace(rows=min(tile.rows, 128))
 
@@ -75,7 +83,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, relu: bool) -> Tensor
 def linear_cross(t: Tensor, weight: Tensor, bias: Tensor | None, x0: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     """Implement `meseta.ops.linear.reference.linear_cross` on a GPU for float32 and bfloat16."""
     out, p = (t.new_empty(len(t), len(weight)) for _ in range(2))
-    tile = limit_rows(choose_tile(len(t), len(weight), t.shape[1], t.dtype))
+    tile = limit_rows(choose_forward_tile(len(t), len(weight), t.shape[1], t.dtype))
     _launch_linear((out, p), (t, weight, bias), (x0.contiguous(), x.contiguous()), tile)
     return out, p
 
@@ -144,6 +152,7 @@ def _launch_backward(outputs: Any, operands: Any, terms: Any) -> None:
     gradient, x, weight = _with_contiguous_rows(gradient), _with_contiguous_rows(x), weight.contiguous()
     (num_samples, num_inputs), num_outputs = x.shape, len(weight)
     tile = (choose_tile if mask is None else choose_block_tile)(num_samples, num_inputs, num_outputs, x.dtype)
+    tile = tile if residual is None or mask is not None else limit_rows(tile)
     num_chunks = 0 if weight_gradient is None else len(weight_gradient)
     weight_tile = choose_tile(num_chunks * num_outputs, num_inputs, num_samples, x.dtype)
     num_input_tiles = 0 if x_gradient is None else _num_tiles(num_samples, num_inputs, tile)
