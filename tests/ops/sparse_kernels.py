@@ -25,13 +25,15 @@ WORDS, INTS, FLOATS = "*i64", "*i32", "*fp32"
 
 
 def lookups() -> Kernels:
-    common = {"out": FLOATS, "features": WORDS, "offsets": WORDS, "num_bags": "i32"}
-    cases: dict[str, dict[str, Any]] = {
-        "lookup fp32": {"ids": WORDS, "weights": FLOATS, "VECTOR": 4, "ROW": tl.float32},
-        "lookup fp16": {"ids": INTS, "weights": None, "VECTOR": 8, "ROW": tl.float16},
-        "lookup bf16, odd": {"ids": INTS, "weights": FLOATS, "VECTOR": 1, "ROW": tl.bfloat16},
-    }
-    return {name: (lookup._pool, common | case) for name, case in cases.items()}
+    common = {"out": FLOATS, "words": WORDS, "offsets": WORDS, "num_bags": "i32", "num_units": "i32", "num_warps": 1}
+    kernels: Kernels = {}
+    for row, ids, weights in ((tl.float32, WORDS, FLOATS), (tl.float16, INTS, None), (tl.bfloat16, INTS, FLOATS)):
+        for aligned, suffix in ((True, ""), (False, ", odd widths")):
+            for bags in (1, 4):
+                types = {"ids": ids, "weights": weights, "BAGS": bags, "ROWS": 4 // bags, "ROW": row}
+                name = f"lookup {row}{suffix}, {bags} bags per lane"
+                kernels[name] = (lookup._pool, common | types | {"INDEX": tl.int32, "ALL_ALIGNED": aligned})
+    return kernels
 
 
 def rows() -> Kernels:
