@@ -32,6 +32,11 @@ def tensor_metadata(tensors: Sequence[Tensor]) -> tuple[TensorMetadata, ...]:
     return tuple(TensorMetadata(t.data_ptr(), t.dtype, tuple(t.shape), t.is_contiguous()) for t in tensors)
 
 
+def is_aligned(*numbers: int) -> bool:
+    """Whether all addresses or sizes, in bytes, are multiples of `VECTOR_BYTES`."""
+    return all(number % VECTOR_BYTES == 0 for number in numbers)
+
+
 def write_addresses(out: Tensor, tensors: Sequence[Tensor]) -> None:
     """Write the address of each tensor to `out`, int64 [padded_address_count(len(tensors))], without a host sync."""
     # A kernel writes the addresses, because these tensors are reallocated in every step. CUDA graphs can replay it.

@@ -2,9 +2,9 @@
 # A lane adds 16 bytes of each row of its bags in float32, from left to right. A program is one warp, so that it loops
 # only as often as the longest of its own bags needs, without barriers.
 #
-# Bandwidth B needs B * latency bytes in flight: 4.8 TB/s * 600 ns / 132 multiprocessors = 22 KB on an H200. 32 programs
-# of 32 lanes, each with four loads of 16 bytes, have 64 KB in flight while they wait for rows. They also wait for
-# offsets and first ids. The ids of the next rows are loaded before the rows.
+# Bandwidth B needs B * latency bytes in flight: 4.8 TB/s * 600 ns / 132 multiprocessors = 22 KB on an H200. Programs have
+# at most 128 registers per lane, so that at least 16 of them, each with 2 KB of rows in flight, run on a multiprocessor.
+# Of float32 rows without weights, 20 to 25 run. The ids of the next rows are loaded before the rows.
 
 from __future__ import annotations
 
@@ -18,7 +18,14 @@ import triton.language as tl
 from torch import Tensor
 
 from meseta.ops.common import device_constant
-from meseta.ops.triton_shared import ROW_TYPES, VECTOR_BYTES, TensorMetadata, load_row_parts, tensor_metadata
+from meseta.ops.triton_shared import (
+    ROW_TYPES,
+    VECTOR_BYTES,
+    TensorMetadata,
+    is_aligned,
+    load_row_parts,
+    tensor_metadata,
+)
 from meseta.spec import MesetaError
 
 WEIGHTED, MEAN, ALIGNED, WIDE = 1, 2, 4, 8
@@ -26,8 +33,13 @@ WEIGHTED, MEAN, ALIGNED, WIDE = 1, 2, 4, 8
 the output is aligned to 16 bytes."""
 LANES = tl.constexpr(32)
 """Number of lanes per program."""
-LOADS = 4
+LOADS = tl.constexpr(4)
 """Number of rows that a lane loads before it adds them: of several bags, or of one bag if there are few programs."""
+MAX_COLUMNS_PER_LANE = 16
+"""Maximum number of columns, in several bags, that a lane sums. They are in registers."""
+MAX_REGISTERS = 128
+"""Maximum number of registers per lane. Without this number the assembler saves registers at the cost of loads: it adds
+a row before it loads the next one."""
 MIN_PROGRAMS = 4096
 """Number of programs that fill a GPU: 32 for each of 128 multiprocessors."""
 FEATURE_WORDS = tl.constexpr(8)
@@ -43,7 +55,6 @@ class LaunchPlan(NamedTuple):
     num_units: int
     width: int
     """Total number of columns."""
-    max_rows: int
     all_aligned: bool
 
 
@@ -66,7 +77,9 @@ def pooled_lookup(
     out = torch.empty((num_bags, plan.width), dtype=torch.float32, device=ids.device)
     if out.numel() == 0:
         return out
-    bags_per_lane = LOADS if plan.num_units * num_bags >= MIN_PROGRAMS * LANES.value * LOADS else 1
+    bags_per_lane = MAX_COLUMNS_PER_LANE // (VECTOR_BYTES // tables[0].dtype.itemsize)
+    if plan.num_units * num_bags < MIN_PROGRAMS * LANES.value * bags_per_lane:
+        bags_per_lane = 1
     with torch.cuda.device_of(ids):
         _pool[(triton.cdiv(num_bags, LANES.value * bags_per_lane) * plan.num_units,)](
             out,
@@ -76,12 +89,9 @@ def pooled_lookup(
             None if weights is None else weights.to(torch.float32).contiguous(),
             num_bags,
             plan.num_units,
-            BAGS=bags_per_lane,
-            ROWS=LOADS // bags_per_lane,
-            ROW=ROW_TYPES[tables[0].dtype],
-            INDEX=tl.int32 if plan.max_rows < 2**31 else tl.int64,
-            ALL_ALIGNED=plan.all_aligned,
+            FORM=(ROW_TYPES[tables[0].dtype], bags_per_lane, plan.all_aligned),
             num_warps=1,
+            maxnreg=MAX_REGISTERS,
             enable_fp_fusion=False,
         )
     return out
@@ -105,22 +115,21 @@ def _plan_launch(tables: tuple[TensorMetadata, ...], flags: tuple[int, ...]) -> 
     all_aligned = True
     for f, table in enumerate(tables):
         dim = table.shape[1]
-        is_aligned = table.address % VECTOR_BYTES == 0 and dim * dtype.itemsize % VECTOR_BYTES == 0
-        is_wide = all(number * 4 % VECTOR_BYTES == 0 for number in (dim, column, width))
-        kind = flags[f] | ALIGNED * is_aligned | WIDE * is_wide
+        has_aligned_rows = is_aligned(table.address, dim * dtype.itemsize)
+        kind = flags[f] | ALIGNED * has_aligned_rows | WIDE * is_aligned(4 * dim, 4 * column, 4 * width)
         words += [table.address, *table.shape, column, width, kind, len(units), 0]
         units += [f] * triton.cdiv(dim * dtype.itemsize, VECTOR_BYTES)
         column += dim
-        all_aligned &= is_aligned
-    return LaunchPlan((*units, *words), len(units), width, max(table.shape[0] for table in tables), all_aligned)
+        all_aligned &= has_aligned_rows
+    return LaunchPlan((*units, *words), len(units), width, all_aligned)
 
 
 @triton.jit(do_not_specialize=["num_bags", "num_units"])
 @no_type_check  # Triton parses the source, so that no decorator that checks types may wrap the function.
-def _pool(
-    out, words, ids, offsets, weights, num_bags, num_units,
-    BAGS: tl.constexpr, ROWS: tl.constexpr, ROW: tl.constexpr, INDEX: tl.constexpr, ALL_ALIGNED: tl.constexpr,
-):  # fmt: skip
+def _pool(out, words, ids, offsets, weights, num_bags, num_units, FORM: tl.constexpr):
+    """FORM has the type of rows, the number of bags per lane, and whether the rows of all tables are aligned."""
+    ROW: tl.constexpr = FORM[0]
+    BAGS: tl.constexpr = FORM[1]
     VECTOR: tl.constexpr = 128 // ROW.primitive_bitwidth
     # Programs of all features handle the same bags at about the same time, so that long features do not run alone.
     unit = tl.program_id(0) % num_units
@@ -138,12 +147,12 @@ def _pool(
     start = tl.load(offsets, mask=live, other=0)
     length = (tl.load(offsets + 1, mask=live, other=0) - start).to(tl.int32)
 
-    if ALL_ALIGNED:
-        total = _sum_rows(feature, ids, weights, start, length, first_column, ROWS, ROW, INDEX, True)
-    elif (flags & 4) != 0:
-        total = _sum_rows(feature, ids, weights, start, length, first_column, ROWS, ROW, INDEX, True)
+    if FORM[2]:
+        total = _sum_rows(feature, ids, weights, start, length, first_column, ROW, True)
+    elif (flags & 4) == 0:
+        total = _sum_rows(feature, ids, weights, start, length, first_column, ROW, False)
     else:
-        total = _sum_rows(feature, ids, weights, start, length, first_column, ROWS, ROW, INDEX, False)
+        total = _sum_rows(feature, ids, weights, start, length, first_column, ROW, True)
     if (flags & 2) != 0:
         count = tl.maximum(length, 1).to(tl.float32)[:, :, None] + tl.zeros_like(total)
         total = tl.div_rn(total, count)
@@ -160,38 +169,41 @@ def _pool(
 
 @triton.jit
 @no_type_check
-def _sum_rows(
-    feature, ids, weights, start, length, first_column,
-    ROWS: tl.constexpr, ROW: tl.constexpr, INDEX: tl.constexpr, IS_ALIGNED: tl.constexpr,
-):  # fmt: skip
+def _sum_rows(feature, ids, weights, start, length, first_column, ROW: tl.constexpr, IS_ALIGNED: tl.constexpr):
     """Return the sums of bags, [BAGS, LANES, VECTOR], from `first_column` on."""
+    ROWS: tl.constexpr = LOADS // length.shape[0]
     SIZE: tl.constexpr = ROW.primitive_bitwidth // 8
     num_rows, row_bytes = tl.load(feature + 1), tl.load(feature + 2) * SIZE
     weighted_length = length * (tl.load(feature + 5) & 1).to(tl.int32)
     first_byte = first_column * SIZE
     table = tl.load(feature) + first_byte
     total = tl.zeros([length.shape[0], length.shape[1], 16 // SIZE], dtype=tl.float32)
-    rows = _load_ids(ids, start, length, 0, num_rows, ROWS, INDEX)
+    # Pointers advance instead of being computed from `first`, which would become a number of 64 bits.
+    ids += start
+    rows = _load_ids(ids, length, 0, ROWS)
     for first in range(0, tl.max(tl.max(length, axis=1), axis=0), ROWS):
-        next_rows = _load_ids(ids, start, length, first + ROWS, num_rows, ROWS, INDEX)
+        # Ids are checked one iteration after their load, so that nothing waits for them before.
+        ids += ROWS
+        next_rows = _load_ids(ids, length, first + ROWS, ROWS)
+        values = ()
         for k in tl.static_range(ROWS):
-            is_valid = rows[k] >= 0
-            address = table + rows[k].to(tl.int64) * row_bytes
-            values = load_row_parts(address, row_bytes - first_byte, is_valid, ROW, IS_ALIGNED)
+            is_valid = (rows[k] >= 0) & (rows[k] < num_rows)
+            values += (load_row_parts(table + rows[k] * row_bytes, row_bytes - first_byte, is_valid, ROW, IS_ALIGNED),)
+        for k in tl.static_range(ROWS):
+            term = values[k]
             if weights is not None:
-                is_weighted = is_valid & (first + k < weighted_length)
-                values = values * tl.load(weights + (start + first + k), mask=is_weighted, other=1.0)[:, :, None]
-            total += values
+                is_weighted = (first + k < weighted_length) & (rows[k] >= 0) & (rows[k] < num_rows)
+                term = term * tl.load(weights + (start + first + k), mask=is_weighted, other=1.0)[:, :, None]
+            total += term
         rows = next_rows
     return total
 
 
 @triton.jit
 @no_type_check
-def _load_ids(ids, start, length, first, num_rows, COUNT: tl.constexpr, INDEX: tl.constexpr):
-    """Return the rows of the ids at `first` and the next positions of bags, COUNT tensors. Invalid ids become -1."""
+def _load_ids(ids, length, first, COUNT: tl.constexpr):
+    """Return the ids of bags at `first` and the next positions, as COUNT tensors. Missing ids are -1."""
     rows = ()
     for k in tl.static_range(COUNT):
-        row = tl.load(ids + (start + first + k), mask=first + k < length, other=-1).to(tl.int64)
-        rows = rows + (tl.where((row >= 0) & (row < num_rows), row, -1).to(INDEX),)
+        rows += (tl.load(ids + k, mask=first + k < length, other=-1).to(tl.int64),)
     return rows
