@@ -1,0 +1,41 @@
+"""Triton kernels of the dense part of a model, for `triton_compile.py`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meseta.ops.cross_entropy import triton as cross_entropy
+from meseta.ops.dot_interaction import triton as dot_interaction
+from meseta.ops.mlp import triton as mlp
+
+Kernels = dict[str, tuple[Any, dict[str, Any]]]
+FLOATS = "*fp32"
+
+
+def dense() -> Kernels:
+    sizes = dict.fromkeys(("num_samples", "num_logits", "stride", "gradient_stride"), "i32")
+    names = ("x", "out", "x_gradient", "gradient", "output", "masked", "logits", "label", "factor", "weight", "bias")
+    kernels: Kernels = {}
+    for dtype in ("*fp32", "*bf16", "*fp64"):
+        common = sizes | dict.fromkeys(names, dtype) | {"sums": "*fp64" if dtype == "*fp64" else FLOATS}
+        cases: list[tuple[Any, dict[str, Any]]] = [
+            (mlp._mask_and_sum, {"WIDTH": 512}),
+            (mlp._scalar_linear, {"WIDTH": 250, "RELU": True}),
+            (mlp._scalar_linear_backward, {"FORM": 2 * 250 + 1}),
+            (cross_entropy._sum_losses, {"sums": "*fp64"}),
+            (cross_entropy._scale_gradients, {"scale": "*fp64", "factor": None}),
+            (cross_entropy._finish_step, {"scale": "*fp64", "memory": "*i64", "report": "*i64"}),
+        ]
+        if dtype == FLOATS:
+            cases.append((mlp._linear_relu, {"INPUTS": 13, "OUTPUTS": 512}))
+        if dtype != "*fp64":  # Other products are those of plain PyTorch.
+            pooled = {"pooled": FLOATS, "pooled_gradient": FLOATS, "enable_fp_fusion": True, **dot_interaction.OPTIONS}
+            for shape in ({"FEATURES": 7, "DIM": 16}, {"FEATURES": 26, "DIM": 64}, {"FEATURES": 100, "DIM": 128}):
+                cases += [(dot_interaction._multiply_pairs, pooled | shape)]
+                cases += [(dot_interaction._sum_scaled_vectors, pooled | shape)]
+        for kernel, types in cases:
+            kernels[f"{kernel.__name__} {dtype} {types.get('DIM')}"] = (kernel, common | types)
+    return kernels
+
+
+GROUPS = {"dense": dense}
