@@ -1,9 +1,8 @@
 """Dot interaction on a GPU: one launch forward and one backward, whose programs handle a few samples each."""
 # A program holds BLOCK vectors of each of its samples, and multiplies them with the vectors of each block in turn.
 # Vector 0 is the dense vector x, and the others are those of `pooled`. Tiles are [samples, vectors, columns]. A thread
-# keeps its part of both tiles of a product in registers, so that tiles have at most 64 columns of all samples together,
-# or 16 vectors. Programs are small, and many of them run at the same time. Therefore loads are not pipelined, which
-# would take up to 320 KiB of shared memory.
+# has its part of both factors of a product in registers, which limits the inner dimension. Many small programs hide the
+# latency of loads. Pipelined loads of larger tiles need up to 320 KiB of shared memory, more than a multiprocessor has.
 
 from __future__ import annotations
 
