@@ -30,8 +30,8 @@ def dense() -> Kernels:
             (cross_entropy._finish_step, {"scale": "*fp64", "memory": WORDS, "report": WORDS}),
         ]
         if dtype != "*fp64":  # Other products are those of plain PyTorch.
-            pooled = {"pooled": FLOATS, "pooled_gradient": FLOATS}
-            for shape in ({"FEATURES": 7, "DIM": 16}, {"FEATURES": 100, "DIM": 128}):
+            pooled = {"pooled": FLOATS, "pooled_gradient": FLOATS, "enable_fp_fusion": True, **dot_interaction.OPTIONS}
+            for shape in ({"FEATURES": 7, "DIM": 16}, {"FEATURES": 26, "DIM": 64}, {"FEATURES": 100, "DIM": 128}):
                 cases += [(dot_interaction._multiply_pairs, pooled | shape)]
                 cases += [(dot_interaction._sum_scaled_vectors, pooled | shape)]
         for kernel, types in cases:

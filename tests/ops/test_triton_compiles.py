@@ -32,7 +32,17 @@ WIDE_LOADS = {
     "lists": (),
     "updates": ("rowwise_adagrad fp32", "adam bf16"),
     "codecs": tuple(f"encode {name} 0" for name in FORMS),
-    "dense": ("cross *fp32 inner", "cross *bf16 inner", "concat *bf16"),
+    "dense": (
+        "cross *fp32 inner",
+        "cross *bf16 inner",
+        "concat *bf16",
+        *(
+            f"{name} {dtype} {dim}"
+            for name in ("_multiply_pairs", "_sum_scaled_vectors")
+            for dtype in ("*fp32", "*bf16")
+            for dim in (16, 64, 128)
+        ),
+    ),
     "products": tuple(
         f"{kind} {dtype} {size}"
         for kind in ("relu", "cross", "mask", "residual", "weight")

@@ -30,6 +30,8 @@ from dense_cases import (
 from meseta.ops import linear
 from meseta.ops.cross_entropy import reference
 from meseta.ops.cross_entropy import triton as cross_entropy
+from meseta.ops.dot_interaction import reference as dot_reference
+from meseta.ops.dot_interaction import triton as dot_triton
 from meseta.ops.linear import triton as linear_kernels
 from meseta.ops.mlp import gpu, triton
 from meseta.ops.mlp.gpu import GpuMlp
@@ -138,6 +140,18 @@ def test_programs_add_the_losses_of_several_blocks() -> None:
 ), 8, seed=4))  # fmt: skip
 def test_pairwise_products(case: dict[str, Any]) -> None:
     check_dot_interaction(*case["sizes"], dtype=case["dtype"], device="cpu")
+
+
+def test_non_finite_numbers_spread_to_the_same_pairs() -> None:
+    x, pooled, gradient = numbers(1, 3, 16), numbers(2, 3, 40 * 16), numbers(3, 3, 16 + 40 * 41 // 2)
+    pooled[0, 5], pooled[1, 36 * 16], x[2, 1], gradient[1, 90] = torch.nan, torch.inf, -torch.inf, torch.nan
+    for kernel, plain in (
+        ((dot_triton.dot_interaction(x, pooled),), (dot_reference.dot_interaction(x, pooled),)),
+        (f(gradient, x, pooled) for f in (dot_triton.dot_interaction_backward, dot_reference.dot_interaction_backward)),
+    ):
+        for got, expected in zip(kernel, plain, strict=True):
+            torch.testing.assert_close(got, expected, equal_nan=True)
+            assert not got.isfinite().all()
 
 
 def test_torch_accepts_the_operators() -> None:

@@ -40,7 +40,7 @@ class Model(Protocol):
         """Compute logits, of shape [B], or [B, T] for T > 1 tasks."""
 
 
-LossStep = Callable[[Tensor, Tensor, Tensor | None], StepLoss]
+LossKernel = Callable[[Tensor, Tensor, Tensor | None], StepLoss]
 """Function of logits, labels and factors of the losses, see `cross_entropy_step`."""
 CROSS_ENTROPY = "cross_entropy"
 """Name of a loss term that replaces the default cross-entropy."""
@@ -96,7 +96,7 @@ class BatchLosses:
         batch: Batch,
         flight: BatchContext[Any],
         task_factors: Tensor | None = None,
-        loss_step: LossStep | None = None,
+        loss_kernel: LossKernel | None = None,
     ) -> tuple[Float[Tensor, " B *T"], Float[Tensor, ""] | StepLoss, Float[Tensor, " _losses"]]:
         """Compute the losses of a batch. Collective if there is a loss of the global batch.
 
@@ -106,7 +106,7 @@ class BatchLosses:
             batch: Samples of this rank. With a mask of known labels, only these count.
             flight: Context of the batch.
             task_factors: Factors [T] of the task losses for a batch with missing labels, see `start_task_factors`.
-            loss_step: Function that computes a loss without terms. The second result is then that of the function.
+            loss_kernel: Function that computes a loss without terms. The second result is then that of the function.
 
         Returns (logits, differentiable weighted sum of the loss, detached float64 sums of the loss and of each term).
         Raises MesetaError if logits or terms have unexpected names or shapes.
@@ -117,9 +117,9 @@ class BatchLosses:
         else:
             logits, terms = model.score(dense, pooled), {}
         weigh = _LossWeights(batch, self._task_weights, task_factors)
-        if loss_step is not None:
+        if loss_kernel is not None:
             _check_label(logits, batch.label)
-            loss = loss_step(logits.detach(), batch.label, weigh(logits, is_of_tasks=True))
+            loss = loss_kernel(logits.detach(), batch.label, weigh(logits, is_of_tasks=True))
             return logits, loss, loss.sums
         sums = [
             self._weighted_sum(name, one, logits, weigh)

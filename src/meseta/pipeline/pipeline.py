@@ -23,7 +23,7 @@ from meseta.ops.step_scalars import StepNumbers, StepScalars
 from meseta.optim.dense import GradientClipper, dense_parameters
 from meseta.pipeline.device_copy import DeviceCopier, PackedBatch, PendingCopy, StaticPart
 from meseta.pipeline.lookahead import LookaheadQueue, MicroBatch, QueuedBatch
-from meseta.pipeline.losses import BatchLosses, LossStep, Model, SkippedUpdate, inverse_divisor, loss_divisor
+from meseta.pipeline.losses import BatchLosses, LossKernel, Model, SkippedUpdate, inverse_divisor, loss_divisor
 from meseta.pipeline.prefetch import PrefetchedEmbeddings
 from meseta.pipeline.step_graph import (
     CapturedStep,
@@ -324,10 +324,10 @@ class Pipeline:
         assert totals is not None
         with self.stage_times.stage("dense_forward"), fsdp_parameter_error_context():
             task_factors = None if factors is None else factors(totals.weight)
-            loss_step = self._make_loss_step(part)
-            return self._losses(dense, pooled, part.device_batch, part.context, task_factors, loss_step)
+            loss_kernel = self._find_loss_kernel(part)
+            return self._losses(dense, pooled, part.device_batch, part.context, task_factors, loss_kernel)
 
-    def _make_loss_step(self, part: MicroBatch) -> LossStep | None:
+    def _find_loss_kernel(self, part: MicroBatch) -> LossKernel | None:
         """Return the function that computes the loss, its gradient and the verdict together, if one kernel can."""
         reports = [report for _, report in part.context.rejected_ids]
         # In other cases, the loss is a sum over terms, micro-batches or ranks.
