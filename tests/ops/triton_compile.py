@@ -40,7 +40,7 @@ LINES: Any = Lines(WORDS, FLOATS, FLOATS, INTS)  # type: ignore[arg-type]
 INSTRUCTIONS = r"(?:ld|st)\.global(?:\.v\d)?\.\w+|fma\.\w+\.f32|(?:div|sqrt)\.\w+(?:\.ftz)?\.f32"
 
 
-def compiled(kernel: Any, types: dict[str, Any], architecture: int, num_warps: int = 4) -> dict[str, int]:
+def compiled(kernel: Any, types: dict[str, Any], architecture: int, **options: int) -> dict[str, int]:
     """Compile a kernel and count its instructions. `types` has the type of each argument, or the value of a
     constant, or a named tuple of types and `None`."""
     signature, constants, pointers = {}, dict[Any, Any](), list[tuple[int, ...]]()
@@ -57,7 +57,7 @@ def compiled(kernel: Any, types: dict[str, Any], architecture: int, num_warps: i
         constexprs=constants,
         attrs={path: [["tt.divisibility", 16]] for path in pointers},
     )
-    options = {"num_warps": num_warps, "enable_fp_fusion": False}
+    options = {"enable_fp_fusion": False, **options}
     built = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
     assert built.asm["cubin"]
     return dict(Counter(re.findall(INSTRUCTIONS, built.asm["ptx"])))
@@ -120,7 +120,14 @@ def lists(architecture: int) -> dict[str, Any]:
 
 
 def updates(architecture: int) -> dict[str, Any]:
-    common = {"lines": LINES, "uniforms": "*fp64", "CHUNK": update_kernels.CHUNK.value, "SHIFT": 0, "INDEX": tl.int32}
+    common = {
+        "lines": LINES,
+        "uniforms": "*fp64",
+        "CHUNK": update_kernels.CHUNK.value,
+        "SHIFT": 0,
+        "HAS_MARKS": True,
+        "INDEX": tl.int32,
+    }
     common |= {"num_bags": "i32", "limit": "i32", "first_key": "i64", "end_key": "i64"}
     programs = {}
     for name, row, vector, blocks in (
@@ -132,10 +139,11 @@ def updates(architecture: int) -> dict[str, Any]:
         instructions = tuple(map(tuple, program.fused_update.instructions.tolist()))
         kernel = update_kernel(instructions, tuple(kind == "row" for kind in program.state_kinds))
         form = (NUM_WORDS.value + len(program.state_kinds), blocks * 16, min(vector, 4))
-        types: dict[str, Any] = common | {"ROW": row, "ROWS": max(1, 64 // blocks), "BLOCKS": blocks, "FORM": form}
+        types: dict[str, Any] = common | {"ROW": row, "ROWS": max(1, 32 // blocks), "BLOCKS": blocks, "FORM": form}
         types |= {"sorted_ids": SORTED, "VECTOR": vector, "NUM_UNIFORMS": len(program.uniforms) + 1}
         for found_inf, suffix in ((None, ""), (FLOATS, " found_inf")):
-            programs[f"{name} {row}{suffix}"] = compiled(kernel, types | {"found_inf": found_inf}, architecture, 1)
+            types["found_inf"] = found_inf
+            programs[f"{name} {row}{suffix}"] = compiled(kernel, types, architecture, num_warps=1, maxnreg=168)
     return programs
 
 

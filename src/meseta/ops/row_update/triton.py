@@ -39,10 +39,12 @@ from meseta.ops.triton_shared import (
 )
 from meseta.spec import COLUMN_BLOCK, MesetaError
 
-TILE_ELEMENTS = 1024
+TILE_ELEMENTS = 512
 """Number of elements in the tile of a program with one warp, unless a single row needs more."""
-MAX_ROWS = 32
-"""Maximum number of rows of a program. More rows than lanes would need shared memory."""
+# Registers of a multiprocessor: 65,536 / (168 * 32) = 12 warps. Without a limit ptxas prefers 16, and spills. Twelve
+# programs load 12 * 512 * 8 = 49,152 bytes of rows and gradients at a time.
+MAX_REGISTERS = 168
+"""Maximum number of registers of a thread."""
 INT16_ROWS, INT32_ROWS = 2**16, 2**31
 """Number of rows of all tables from which keys need more than 16 and 32 bits."""
 INT32_BAGS = 2**31
@@ -348,7 +350,7 @@ def _launch_updates(plan: _UpdatePlan, sorted_ids: SortedRowIds, lines: Lines, c
     kernel = update_kernel(tuple(map(tuple, call.code.tolist())), tuple(call.state_is_row))
     uniforms, limit = _uniforms_on_device(call), sorted_ids.keys.numel()
     for blocks, first_key, end_key in plan.bounds:
-        rows = min(MAX_ROWS, max(1, TILE_ELEMENTS // (blocks * COLUMN_BLOCK)))
+        rows = max(1, TILE_ELEMENTS // (blocks * COLUMN_BLOCK))
         kernel[(triton.cdiv(limit, CHUNK.value) * (CHUNK.value // rows),)](
             sorted_ids,
             lines,
@@ -365,8 +367,10 @@ def _launch_updates(plan: _UpdatePlan, sorted_ids: SortedRowIds, lines: Lines, c
             CHUNK=CHUNK.value,
             SHIFT=_key_shift(sorted_ids.keys.dtype),
             VECTOR=plan.vector,
+            HAS_MARKS=call.marks is not None,
             FORM=plan.form,
             INDEX=_index_type(limit),
-            num_warps=max(1, blocks * COLUMN_BLOCK // TILE_ELEMENTS),
+            num_warps=max(1, blocks * COLUMN_BLOCK // (2 * TILE_ELEMENTS)),
+            maxnreg=MAX_REGISTERS,
             enable_fp_fusion=False,
         )

@@ -17,7 +17,7 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from meseta.ops.row_update.triton_parts import MIN_LONG_RUN, WIDTH, block_of, find_lines
+from meseta.ops.row_update.triton_parts import MIN_LONG_RUN, WIDTH, block_of, find_line, find_matrix
 from meseta.ops.triton_shared import find_last_at_most
 
 CHUNK = tl.constexpr(512)
@@ -151,9 +151,10 @@ def sum_long_runs(sorted_ids, lines, num_bags, limit, FORM: tl.constexpr, INDEX:
         bag = ~tl.load(sorted_ids.bags + first)
         end = _run_end(sorted_ids, first, block_of(bag, num_bags), num_bags, limit)
         tl.store(lines.lengths + first // MIN_LONG_RUN, (end - first).to(tl.int32))
+        words = lines.plan + bag // num_bags * FORM[0]
         column = tl.arange(0, FORM[1])
-        width = tl.load(lines.plan + bag // num_bags * FORM[0] + WIDTH)
-        inside = column < tl.multiple_of(width, tl.constexpr(FORM[2]))
+        inside = column < tl.multiple_of(tl.load(words + WIDTH), tl.constexpr(FORM[2]))
+        address, stride = find_matrix(lines, words, True)
         # -0.0 is neutral: adding it changes no number, not even the sign of zero.
         total = tl.where(inside, -0.0, -0.0)
         for start in range(first, end, PREFETCH_LINES):
@@ -161,10 +162,9 @@ def sum_long_runs(sorted_ids, lines, num_bags, limit, FORM: tl.constexpr, INDEX:
                 n = start + ahead
                 live = n < end
                 bag = tl.load(sorted_ids.bags + n, mask=live, other=0)
-                bag = tl.where(bag < 0, ~bag, bag)
-                line = find_lines(sorted_ids, lines, bag, n, live, (num_bags, limit), FORM)
-                line = tl.multiple_of(line.to(tl.pointer_type(tl.float32)), FORM[2] * 4)
-                term = tl.load(line + column, mask=inside & live, other=-0.0)
+                line = find_line(sorted_ids, words, tl.where(bag < 0, ~bag, bag), n, live, num_bags)
+                line = (address + stride * line).to(tl.pointer_type(tl.float32))
+                term = tl.load(tl.multiple_of(line, FORM[2] * 4) + column, mask=inside & live, other=-0.0)
                 if sorted_ids.scales is not None:
                     term = term * tl.load(sorted_ids.scales + n, mask=live, other=1.0)
                 total += term

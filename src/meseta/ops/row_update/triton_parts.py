@@ -58,42 +58,50 @@ def block_of(bag, num_bags):
 
 @triton.jit
 @no_type_check
-def find_lines(sorted_ids, lines, bag, n, live, sizes, FORM: tl.constexpr):
-    """Return the addresses of the gradients of contributions `n`, or of the sums of long runs.
-
-    `sizes` are the numbers of bags and contributions. `FORM` is (number of words per feature, columns of sums, number
-    of elements that are loaded with one instruction).
-    """
-    is_long, bag, num_bags = bag < 0, tl.where(bag < 0, ~bag, bag), sizes[0]
-    feature = bag // num_bags
-    words = lines.plan + feature * FORM[0]
-    line = (bag - feature * num_bags).to(tl.int64)
-    if sorted_ids.order is not None:
-        is_per_id = live & (tl.load(words + PER_ID, mask=live, other=0) != 0)
-        begin = tl.load(sorted_ids.begins + feature, mask=is_per_id, other=0)
-        line = tl.where(is_per_id, tl.load(sorted_ids.order + n, mask=is_per_id, other=0) - begin, line)
+def find_matrix(lines, words, live):
+    """Return the addresses of the first gradients of features, and the bytes between gradients."""
     if lines.gradients.dtype.element_ty == tl.int64:
         matrix = tl.load(words + GRADIENT, mask=live, other=0)
         address = tl.load(lines.gradients + matrix, mask=live, other=0)
     else:
         address = lines.gradients.to(tl.int64)
-    stride, column = tl.load(words + STRIDE, mask=live, other=0), tl.load(words + COLUMN, mask=live, other=0)
-    address += 4 * (line * stride + column)
-    total = lines.sums.to(tl.int64) + (n // MIN_LONG_RUN).to(tl.int64) * (4 * FORM[1])
-    return tl.where(is_long, total, address)
+    address += 4 * tl.load(words + COLUMN, mask=live, other=0)
+    return address, 4 * tl.load(words + STRIDE, mask=live, other=0)
+
+
+@triton.jit
+@no_type_check
+def find_line(sorted_ids, words, bag, n, live, num_bags):
+    """Return the rows of gradient matrices that belong to contributions `n`."""
+    feature = bag // num_bags
+    line = (bag - feature * num_bags).to(tl.int64)
+    if sorted_ids.order is not None:
+        is_per_id = live & (tl.load(words + PER_ID, mask=live, other=0) != 0)
+        begin = tl.load(sorted_ids.begins + feature, mask=is_per_id, other=0)
+        line = tl.where(is_per_id, tl.load(sorted_ids.order + n, mask=is_per_id, other=0) - begin, line)
+    return line
 
 
 @triton.jit
 @no_type_check
 def load_lines(sorted_ids, lines, bag, n, live, inside, sizes, FORM: tl.constexpr):
-    """Return a tile with the gradients of contributions `n`, multiplied by their weights, and -0.0 outside."""
-    address = find_lines(sorted_ids, lines, bag, n, live, sizes, FORM).to(tl.pointer_type(tl.float32))
+    """Return a tile with the gradients of contributions `n`, or the sums of long runs, and -0.0 outside.
+
+    `sizes` are the numbers of bags and contributions. `FORM` is (number of words per feature, columns of sums, number
+    of elements that are loaded with one instruction).
+    """
+    is_long, bag = bag < 0, tl.where(bag < 0, ~bag, bag)
+    words = lines.plan + bag // sizes[0] * FORM[0]
+    address, stride = find_matrix(lines, words, live)
+    address += stride * find_line(sorted_ids, words, bag, n, live, sizes[0])
+    total = lines.sums.to(tl.int64) + (n // MIN_LONG_RUN).to(tl.int64) * (4 * FORM[1])
+    address = tl.where(is_long, total, address).to(tl.pointer_type(tl.float32))
     line = tl.multiple_of(address, FORM[2] * 4)[None, :, None]
     column = tl.arange(0, inside.shape[0])[:, None, None] * 16 + tl.arange(0, 16)[None, None, :]
     # -0.0 is neutral: adding it changes no number, not even the sign of zero.
     values = tl.load(line + column, mask=inside & live[None, :, None], other=-0.0)
     if sorted_ids.scales is not None:
-        values = values * tl.load(sorted_ids.scales + n, mask=live & (bag >= 0), other=1.0)[None, :, None]
+        values = values * tl.load(sorted_ids.scales + n, mask=live & ~is_long, other=1.0)[None, :, None]
     return values
 
 
@@ -111,14 +119,27 @@ def sum_lines(sorted_ids, lines, bag, n, live, inside, sizes, FORM: tl.constexpr
     block = block_of(bag, sizes[0])
     n, live = next_contribution(sorted_ids, lines, key, bag, n, live, sizes[1])
     while tl.max(live.to(tl.int32), axis=0) > 0:
+        # Two gradients are loaded before the first one is added.
         bag = tl.load(sorted_ids.bags + n, mask=live, other=0)
         term = load_lines(sorted_ids, lines, bag, n, live, inside, sizes, FORM)
-        is_new = live & (block_of(bag, sizes[0]) != block)
-        block = tl.where(live, block_of(bag, sizes[0]), block)
-        total = tl.where(is_new[None, :, None], total + part, total)
-        part = tl.where(is_new[None, :, None], term, part + term)
-        n, live = next_contribution(sorted_ids, lines, key, bag, n, live, sizes[1])
+        n, has_next = next_contribution(sorted_ids, lines, key, bag, n, live, sizes[1])
+        next_bag = tl.load(sorted_ids.bags + n, mask=has_next, other=0)
+        next_term = load_lines(sorted_ids, lines, next_bag, n, has_next, inside, sizes, FORM)
+        n, has_more = next_contribution(sorted_ids, lines, key, next_bag, n, has_next, sizes[1])
+        total, part, block = add_term(total, part, block, term, bag, live, sizes[0])
+        total, part, block = add_term(total, part, block, next_term, next_bag, has_next, sizes[0])
+        live = has_more
     return total + part
+
+
+@triton.jit
+@no_type_check
+def add_term(total, part, block, term, bag, live, num_bags):
+    """Add a tile of gradients to the sums of their block. The first one of a new block ends the last block."""
+    is_new = live & (block_of(bag, num_bags) != block)
+    block = tl.where(live, block_of(bag, num_bags), block)
+    total = tl.where(is_new[None, :, None], total + part, total)
+    return total, tl.where(is_new[None, :, None], term, part + term), block
 
 
 @triton.jit

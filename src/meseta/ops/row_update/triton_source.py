@@ -24,7 +24,7 @@ Instructions = tuple[tuple[int, int, int, int, int], ...]
 KERNEL_PROLOGUE = """@triton.jit(do_not_specialize=["num_bags", "limit", "first_key", "end_key"])
 def update(sorted_ids, lines, uniforms, found_inf, num_bags, limit, first_key, end_key, NUM_UNIFORMS: tl.constexpr,
            ROW: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, CHUNK: tl.constexpr, SHIFT: tl.constexpr,
-           VECTOR: tl.constexpr, FORM: tl.constexpr, INDEX: tl.constexpr):
+           VECTOR: tl.constexpr, HAS_MARKS: tl.constexpr, FORM: tl.constexpr, INDEX: tl.constexpr):
     chunk = (tl.program_id(0) // (CHUNK // ROWS)).to(INDEX)
     first_slot = tl.program_id(0) % (CHUNK // ROWS) * ROWS
     slot = first_slot + tl.arange(0, ROWS)
@@ -64,6 +64,10 @@ COMPUTE_TEMPLATES = BINARY_TEMPLATES | {
 }
 
 
+LOAD_OPS = (Op.LOAD_WEIGHT, Op.LOAD_STATE)
+"""Operations that load a row or a state, each at most once."""
+
+
 @cache
 def update_kernel(instructions: Instructions, state_is_row: tuple[bool, ...]) -> Any:
     """Return the kernel for a program. Kernels are cached, so that equal programs share one."""
@@ -82,8 +86,10 @@ def kernel_source(instructions: Instructions, state_is_row: Sequence[bool]) -> s
         f"    u{register} = tl.load(numbers + {register - FIRST_UNIFORM}, mask=live, other=0.0).to(tl.float32)\n"
         for register in sorted({r for code in instructions for r in _operands(code) if r >= FIRST_UNIFORM})
     ]
+    # Rows and states are loaded before the gradient is used. Stores would keep the compiler from doing that.
+    lines += [f"    {_load_statement(code, state_is_row)}\n" for code in instructions if code[0] in LOAD_OPS]
     lines += [f"    {_statement(code, state_is_row)}\n" for code in instructions]
-    lines.append("    parts.mark_rows(words, live, row)\n")
+    lines.append("    if HAS_MARKS:\n        parts.mark_rows(words, live, row)\n")
     return "".join(lines)
 
 
@@ -117,13 +123,18 @@ def _register_name(register: int, is_tile: bool) -> str:
     return f"{name}[None, :, None]" if is_tile else name
 
 
+def _load_statement(code: Sequence[int], state_is_row: Sequence[bool]) -> str:
+    op, _, state, _, _ = code
+    if op == Op.LOAD_WEIGHT:
+        return "loaded_weight = tl.load(weight, mask=inside, other=0.0).to(tl.float32)"
+    mask = "live" if state_is_row[state] else "inside"
+    return f"loaded_state{state} = tl.load(state{state}, mask={mask}, other=0.0)"
+
+
 def _statement(code: Sequence[int], state_is_row: Sequence[bool]) -> str:
     op, dst, a, b, _ = code
-    if op == Op.LOAD_WEIGHT:
-        return f"e{dst} = tl.load(weight, mask=inside, other=0.0).to(tl.float32)"
-    if op == Op.LOAD_STATE:
-        mask = "live" if state_is_row[a] else "inside"
-        return f"{_register_name(dst, False)} = tl.load(state{a}, mask={mask}, other=0.0)"
+    if op in LOAD_OPS:
+        return f"{_register_name(dst, False)} = loaded_{'weight' if op == Op.LOAD_WEIGHT else f'state{a}'}"
     if op == Op.SUM:
         return f"r{dst} = parts.sum_columns(tl.where(inside, {_register_name(a, True)}, 0.0))"
     if op == Op.STORE_STATE:
