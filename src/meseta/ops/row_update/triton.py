@@ -44,7 +44,7 @@ TILE_ELEMENTS = 512
 # Registers of a multiprocessor: 65,536 / (168 * 32) = 12 warps. Without a limit ptxas prefers 16, and spills. Twelve
 # programs load 12 * 512 * 8 = 49,152 bytes of rows and gradients at a time.
 MAX_REGISTERS = 168
-"""Maximum number of registers of a thread."""
+"""Maximum number of registers of a thread, unless a single row needs a larger tile."""
 INT16_ROWS, INT32_ROWS = 2**16, 2**31
 """Number of rows of all tables from which keys need more than 16 and 32 bits."""
 INT32_BAGS = 2**31
@@ -228,8 +228,8 @@ class _UpdatePlan:
     """(Blocks of 16 columns, first key, end) of each width. Each has its own launch."""
     vector: int
     """Number of elements that are loaded with one instruction. All rows start at multiples of it."""
-    form: tuple[int, int, int]
-    """`FORM` of the kernels, see `find_lines`."""
+    form: tuple[int, int, int, int, bool]
+    """`FORM` of the kernels for the widest tables, see `load_lines`."""
     pooled: tuple[FeatureGradient, ...]
     """First feature of each gradient matrix that has one row per bag."""
 
@@ -268,11 +268,13 @@ def _plan_update(
             )
         words += [f.gradient, f.column, stride, int(f.per_id), f.table, *table_words[f.table]]
         line_vector = gcd(line_vector, f.column, stride, misalignment // 4)
+    columns = bounds[-1][0] * COLUMN_BLOCK
+    is_full = all(table.shape[1] == columns for table in tables)
     return _UpdatePlan(
         words=tuple(words),
         bounds=tuple(bounds),
         vector=vector,
-        form=(NUM_WORDS.value + len(state_is_row), bounds[-1][0] * COLUMN_BLOCK, line_vector),
+        form=(NUM_WORDS.value + len(state_is_row), columns, line_vector, bounds[-1][0], is_full),
         pooled=tuple({f.gradient: f for f in reversed(features) if not f.per_id}.values()),
     )
 
@@ -368,9 +370,9 @@ def _launch_updates(plan: _UpdatePlan, sorted_ids: SortedRowIds, lines: Lines, c
             SHIFT=_key_shift(sorted_ids.keys.dtype),
             VECTOR=plan.vector,
             HAS_MARKS=call.marks is not None,
-            FORM=plan.form,
+            FORM=(*plan.form[:3], blocks, plan.form[4]),
             INDEX=_index_type(limit),
             num_warps=max(1, blocks * COLUMN_BLOCK // (2 * TILE_ELEMENTS)),
-            maxnreg=MAX_REGISTERS,
+            maxnreg=MAX_REGISTERS if blocks * COLUMN_BLOCK <= TILE_ELEMENTS else None,
             enable_fp_fusion=False,
         )

@@ -17,7 +17,7 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from meseta.ops.row_update.triton_parts import MIN_LONG_RUN, WIDTH, block_of, find_line, find_matrix
+from meseta.ops.row_update.triton_parts import MIN_LONG_RUN, WIDTH, block_of, find_line, find_matrix, load_tile, neutral
 from meseta.ops.triton_shared import find_last_at_most
 
 CHUNK = tl.constexpr(512)
@@ -154,20 +154,19 @@ def sum_long_runs(sorted_ids, lines, num_bags, limit, FORM: tl.constexpr, INDEX:
         words = lines.plan + bag // num_bags * FORM[0]
         column = tl.arange(0, FORM[1])
         inside = column < tl.multiple_of(tl.load(words + WIDTH), tl.constexpr(FORM[2]))
-        address, stride = find_matrix(lines, words, True)
-        # -0.0 is neutral: adding it changes no number, not even the sign of zero.
-        total = tl.where(inside, -0.0, -0.0)
+        address, stride = find_matrix(lines, words)
+        total = tl.reshape(neutral(), [1]) + tl.zeros([FORM[1]], dtype=tl.float32)
         for start in range(first, end, PREFETCH_LINES):
             for ahead in tl.static_range(PREFETCH_LINES):
-                n = start + ahead
-                live = n < end
-                bag = tl.load(sorted_ids.bags + n, mask=live, other=0)
-                line = find_line(sorted_ids, words, tl.where(bag < 0, ~bag, bag), n, live, num_bags)
+                # Lanes after the end load the last gradient again, so that loads need no mask.
+                n = tl.minimum(start + ahead, end - 1)
+                bag = tl.load(sorted_ids.bags + n)
+                line = find_line(sorted_ids, words, tl.where(bag < 0, ~bag, bag), n, num_bags)
                 line = (address + stride * line).to(tl.pointer_type(tl.float32))
-                term = tl.load(tl.multiple_of(line, FORM[2] * 4) + column, mask=inside & live, other=-0.0)
+                term = load_tile(tl.multiple_of(line, FORM[2] * 4) + column, None if FORM[4] else inside)
                 if sorted_ids.scales is not None:
-                    term = term * tl.load(sorted_ids.scales + n, mask=live, other=1.0)
-                total += term
+                    term = term * tl.load(sorted_ids.scales + n)
+                total = tl.where(start + ahead < end, total + term, total)
         tl.store(lines.sums + (first // MIN_LONG_RUN).to(tl.int64) * FORM[1] + column, total, mask=inside)
 
 

@@ -29,22 +29,27 @@ def update(sorted_ids, lines, uniforms, found_inf, num_bags, limit, first_key, e
     first_slot = tl.program_id(0) % (CHUNK // ROWS) * ROWS
     slot = first_slot + tl.arange(0, ROWS)
     count = tl.load(sorted_ids.counts + chunk)
-    start = tl.load(sorted_ids.starts + chunk * CHUNK + slot)
+    start, first_start = tl.load(sorted_ids.starts + chunk * CHUNK + slot), tl.load(
+        sorted_ids.starts + chunk * CHUNK + first_slot)
     if found_inf is not None:
         count = tl.where(tl.load(found_inf) == 0.0, count, 0)
     if first_slot >= count:
         return
+    # Idle lanes load the first row again, so that loads need no mask.
     live = slot < count
-    n = chunk * CHUNK + tl.where(live, start, 0)
-    bag = tl.load(sorted_ids.bags + n, mask=live, other=0)
-    key = tl.load(sorted_ids.keys + n, mask=live, other=0).to(tl.int64) + SHIFT
+    n = chunk * CHUNK + tl.where(live, start, first_start)
+    bag = tl.load(sorted_ids.bags + n)
+    key = tl.load(sorted_ids.keys + n).to(tl.int64) + SHIFT
     live = live & (key >= first_key) & (key < end_key)
     words = lines.plan + tl.where(bag < 0, ~bag, bag) // num_bags * FORM[0]
-    numbers = uniforms + tl.load(words + parts.TABLE, mask=live, other=0) * NUM_UNIFORMS
-    dim = tl.multiple_of(tl.load(words + parts.WIDTH, mask=live, other=0), VECTOR)
-    row = key - tl.load(words + parts.FIRST_KEY, mask=live, other=0)
+    numbers = uniforms + tl.load(words + parts.TABLE) * NUM_UNIFORMS
+    dim = tl.multiple_of(tl.load(words + parts.WIDTH), VECTOR)
+    row = key - tl.load(words + parts.FIRST_KEY)
     column = tl.arange(0, BLOCKS)[:, None, None] * 16 + tl.arange(0, 16)[None, None, :]
-    inside = column < dim[None, :, None]
+    stored = tl.broadcast_to(live[None, :, None], [BLOCKS, ROWS, 16])
+    if not FORM[4]:
+        stored = column < tl.multiple_of(tl.where(live, dim, 0), VECTOR)[None, :, None]
+    inside = None if FORM[4] else stored
     e0 = parts.sum_lines(sorted_ids, lines, bag, n, live, inside, (num_bags, limit), FORM)
 """
 """First part of each kernel, up to the summed gradient in register e0."""
@@ -83,7 +88,7 @@ def kernel_source(instructions: Instructions, state_is_row: Sequence[bool]) -> s
     """Return the Python source of the kernel `update`."""
     lines = [KERNEL_PROLOGUE, _pointer_statements(state_is_row)]
     lines += [
-        f"    u{register} = tl.load(numbers + {register - FIRST_UNIFORM}, mask=live, other=0.0).to(tl.float32)\n"
+        f"    u{register} = tl.load(numbers + {register - FIRST_UNIFORM}).to(tl.float32)\n"
         for register in sorted({r for code in instructions for r in _operands(code) if r >= FIRST_UNIFORM})
     ]
     # Rows and states are loaded before the gradient is used. Stores would keep the compiler from doing that.
@@ -96,14 +101,14 @@ def kernel_source(instructions: Instructions, state_is_row: Sequence[bool]) -> s
 def _pointer_statements(state_is_row: Sequence[bool]) -> str:
     """Return statements that compute pointers to the rows of the weight and of each state."""
     text = (
-        "    weight = parts.row_pointers(words + parts.WEIGHT, row * dim, live, ROW, VECTOR)[None, :, None] + column\n"
+        "    weight = parts.row_pointers(words + parts.WEIGHT, row * dim, ROW, VECTOR)[None, :, None] + column\n"
     )
     for state, is_row in enumerate(state_is_row):
         at = f"words + (parts.NUM_WORDS + {state})"
         if is_row:
-            text += f"    state{state} = parts.row_pointers({at}, row, live, tl.float32, 1)\n"
+            text += f"    state{state} = parts.row_pointers({at}, row, tl.float32, 1)\n"
         else:
-            text += f"    state{state} = parts.row_pointers({at}, row * dim, live, tl.float32, VECTOR)"
+            text += f"    state{state} = parts.row_pointers({at}, row * dim, tl.float32, VECTOR)"
             text += "[None, :, None] + column\n"
     return text
 
@@ -126,9 +131,9 @@ def _register_name(register: int, is_tile: bool) -> str:
 def _load_statement(code: Sequence[int], state_is_row: Sequence[bool]) -> str:
     op, _, state, _, _ = code
     if op == Op.LOAD_WEIGHT:
-        return "loaded_weight = tl.load(weight, mask=inside, other=0.0).to(tl.float32)"
-    mask = "live" if state_is_row[state] else "inside"
-    return f"loaded_state{state} = tl.load(state{state}, mask={mask}, other=0.0)"
+        return "loaded_weight = parts.load_tile(weight, inside).to(tl.float32)"
+    load = "tl.load(state{0})" if state_is_row[state] else "parts.load_tile(state{0}, inside)"
+    return f"loaded_state{state} = {load.format(state)}"
 
 
 def _statement(code: Sequence[int], state_is_row: Sequence[bool]) -> str:
@@ -136,13 +141,13 @@ def _statement(code: Sequence[int], state_is_row: Sequence[bool]) -> str:
     if op in LOAD_OPS:
         return f"{_register_name(dst, False)} = loaded_{'weight' if op == Op.LOAD_WEIGHT else f'state{a}'}"
     if op == Op.SUM:
-        return f"r{dst} = parts.sum_columns(tl.where(inside, {_register_name(a, True)}, 0.0))"
+        return f"r{dst} = parts.sum_columns(tl.where(stored, {_register_name(a, True)}, 0.0))"
     if op == Op.STORE_STATE:
         is_row = state_is_row[b]
-        return f"tl.store(state{b}, {_register_name(a, not is_row)}, mask={'live' if is_row else 'inside'})"
+        return f"tl.store(state{b}, {_register_name(a, not is_row)}, mask={'live' if is_row else 'stored'})"
     if op == Op.STORE_WEIGHT:
         value = f"tl.broadcast_to({_register_name(a, True)}, [BLOCKS, ROWS, 16])"
-        return f"parts.store_rows(weight, {value}, inside, words, live, row, numbers + NUM_UNIFORMS - 1)"
+        return f"parts.store_rows(weight, {value}, stored, words, live, row, numbers + NUM_UNIFORMS - 1)"
     is_tile = dst < FIRST_ROW
     return (
         f"{_register_name(dst, False)} = "
