@@ -35,7 +35,7 @@ from meseta.optim import make_row_optimizer
 from meseta.spec import OptimizerSpec
 
 WORDS, INTS, FLOATS = "*i64", "*i32", "*fp32"
-SORTED: Any = SortedRowIds(INTS, INTS, "*i16", INTS, WORDS, WORDS, FLOATS)  # type: ignore[arg-type]
+SORTED: Any = SortedRowIds(INTS, INTS, "*i16", WORDS, WORDS, FLOATS)  # type: ignore[arg-type]
 LINES: Any = Lines(WORDS, FLOATS, FLOATS, INTS)  # type: ignore[arg-type]
 INSTRUCTIONS = r"(?:ld|st)\.global(?:\.v\d)?\.\w+|fma\.\w+\.f32|(?:div|sqrt)\.\w+(?:\.ftz)?\.f32"
 
@@ -113,7 +113,7 @@ def lists(architecture: int) -> dict[str, Any]:
         ),
         "long runs": (
             update_kernels.sum_long_runs,
-            numbers | {"sorted_ids": SORTED, "lines": LINES, "FORM": (14, 128, 4)},
+            numbers | {"sorted_ids": SORTED, "lines": LINES, "FORM": (14, 128, 4, 8, True)},
         ),
     }
     return {name: compiled(kernel, types, architecture) for name, (kernel, types) in cases.items()}
@@ -138,7 +138,7 @@ def updates(architecture: int) -> dict[str, Any]:
         program = trace(make_row_optimizer(OptimizerSpec(name=name, lr=0.1)))  # type: ignore[arg-type]
         instructions = tuple(map(tuple, program.fused_update.instructions.tolist()))
         kernel = update_kernel(instructions, tuple(kind == "row" for kind in program.state_kinds))
-        form = (NUM_WORDS.value + len(program.state_kinds), blocks * 16, min(vector, 4))
+        form = (NUM_WORDS.value + len(program.state_kinds), blocks * 16, min(vector, 4), blocks, vector > 1)
         types: dict[str, Any] = common | {"ROW": row, "ROWS": max(1, 32 // blocks), "BLOCKS": blocks, "FORM": form}
         types |= {"sorted_ids": SORTED, "VECTOR": vector, "NUM_UNIFORMS": len(program.uniforms) + 1}
         for found_inf, suffix in ((None, ""), (FLOATS, " found_inf")):

@@ -25,7 +25,7 @@ class SortAhead:
 
     @staticmethod
     def start(stream: Any, groups: Sequence[UpdateGroup], bags: Bags) -> SortAhead:
-        """Start to sort the ids in `stream`, after the work that is now in the current stream."""
+        """Start to sort in `stream`, after the current work of the current stream."""
         # The current stream has used earlier results before they were freed. `stream` waits for it, and may therefore
         # reuse their memory.
         stream.wait_stream(torch.cuda.current_stream(bags.ids.device))
@@ -41,7 +41,7 @@ class SortAhead:
         torch.cuda.current_stream(self.bags.ids.device).wait_event(self.done)
 
     def select(self, group: UpdateGroup, bags: Bags) -> SortedRowIds | None:
-        """Return the result for a group, or `None` if it is not that of `bags`. Call `wait` before."""
+        """Return the result for a group, or `None` for other bags. Call `wait` before."""
         # Micro-batches and groups of features are merged into new bags.
         if bags.ids is not self.bags.ids:
             return None

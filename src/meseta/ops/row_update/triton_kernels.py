@@ -113,9 +113,10 @@ def order_bags(out, bags, scales, num_bags, num_rows, limit, SHIFT: tl.constexpr
     key = tl.load(out.keys + n, mask=n < limit, other=0)
     live = (n < limit) & (key.to(tl.int64) + SHIFT != num_rows)
     is_first = live & ((n == 0) | (key != tl.load(out.keys + n - 1, mask=live & (n > 0), other=0)))
-    slot = first + tl.cumsum(is_first.to(tl.int32), axis=0) - 1
-    tl.store(out.starts + slot, lane.to(tl.int16), mask=is_first)
-    tl.store(out.counts + tl.program_id(0), tl.sum(is_first.to(tl.int32), axis=0))
+    slot = tl.cumsum(is_first.to(tl.int32), axis=0) - 1
+    tl.store(out.starts + first + slot, lane.to(tl.int16), mask=is_first)
+    is_unused = lane >= tl.sum(is_first.to(tl.int32), axis=0)
+    tl.store(out.starts + n, (lane * 0 - 1).to(tl.int16), mask=is_unused)
 
     source = tl.load(out.order + n, mask=live, other=0)
     bag = tl.load(bags + source, mask=live, other=0)
@@ -155,7 +156,7 @@ def sum_long_runs(sorted_ids, lines, num_bags, limit, FORM: tl.constexpr, INDEX:
         column = tl.arange(0, FORM[1])
         inside = column < tl.multiple_of(tl.load(words + WIDTH), tl.constexpr(FORM[2]))
         address, stride = find_matrix(lines, words)
-        total = tl.reshape(neutral(), [1]) + tl.zeros([FORM[1]], dtype=tl.float32)
+        total = tl.zeros_like(column).to(tl.float32) + tl.reshape(neutral(), [1])
         for start in range(first, end, PREFETCH_LINES):
             for ahead in tl.static_range(PREFETCH_LINES):
                 # Lanes after the end load the last gradient again, so that loads need no mask.

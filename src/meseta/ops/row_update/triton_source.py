@@ -26,17 +26,16 @@ def update(sorted_ids, lines, uniforms, found_inf, num_bags, limit, first_key, e
            ROW: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, CHUNK: tl.constexpr, SHIFT: tl.constexpr,
            VECTOR: tl.constexpr, HAS_MARKS: tl.constexpr, FORM: tl.constexpr, INDEX: tl.constexpr):
     chunk = (tl.program_id(0) // (CHUNK // ROWS)).to(INDEX)
-    first_slot = tl.program_id(0) % (CHUNK // ROWS) * ROWS
-    slot = first_slot + tl.arange(0, ROWS)
-    count = tl.load(sorted_ids.counts + chunk)
-    start, first_start = tl.load(sorted_ids.starts + chunk * CHUNK + slot), tl.load(
-        sorted_ids.starts + chunk * CHUNK + first_slot)
+    first_slot = chunk * CHUNK + tl.program_id(0) % (CHUNK // ROWS) * ROWS
+    start = tl.load(sorted_ids.starts + first_slot + tl.arange(0, ROWS))
+    first_start = tl.load(sorted_ids.starts + first_slot)
+    is_stored = first_start >= 0
     if found_inf is not None:
-        count = tl.where(tl.load(found_inf) == 0.0, count, 0)
-    if first_slot >= count:
+        is_stored = is_stored & (tl.load(found_inf) == 0.0)
+    if not is_stored:
         return
     # Idle lanes load the first row again, so that loads need no mask.
-    live = slot < count
+    live = start >= 0
     n = chunk * CHUNK + tl.where(live, start, first_start)
     bag = tl.load(sorted_ids.bags + n)
     key = tl.load(sorted_ids.keys + n).to(tl.int64) + SHIFT
@@ -100,9 +99,7 @@ def kernel_source(instructions: Instructions, state_is_row: Sequence[bool]) -> s
 
 def _pointer_statements(state_is_row: Sequence[bool]) -> str:
     """Return statements that compute pointers to the rows of the weight and of each state."""
-    text = (
-        "    weight = parts.row_pointers(words + parts.WEIGHT, row * dim, ROW, VECTOR)[None, :, None] + column\n"
-    )
+    text = "    weight = parts.row_pointers(words + parts.WEIGHT, row * dim, ROW, VECTOR)[None, :, None] + column\n"
     for state, is_row in enumerate(state_is_row):
         at = f"words + (parts.NUM_WORDS + {state})"
         if is_row:
