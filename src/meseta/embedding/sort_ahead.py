@@ -1,4 +1,4 @@
-"""Sort of the ids of a batch on a separate stream of a GPU, next to the dense part of the step."""
+"""Sort of ids on a separate stream of a GPU, next to the dense part of the step."""
 
 from __future__ import annotations
 
@@ -13,15 +13,12 @@ from meseta.ops.row_update import Bags, SortedRowIds, UpdateGroup, sort_row_ids
 
 @dataclass(frozen=True)
 class SortAhead:
-    """Sort in progress of the ids of a batch, for its update."""
+    """Sort in progress of the ids of a batch."""
 
     groups: tuple[UpdateGroup, ...]
-    """Groups of tables for which the ids are sorted."""
     bags: Bags
     sorted_ids: tuple[SortedRowIds | None, ...]
-    """Result for each group. Valid in a stream that has waited for `done`."""
-    done: Any
-    """CUDA event after the sort."""
+    done: Any  # CUDA event
 
     @staticmethod
     def start(stream: Any, groups: Sequence[UpdateGroup], bags: Bags) -> SortAhead:
