@@ -14,6 +14,7 @@ from meseta.ops.row_lookup import triton as row_lookup
 from meseta.ops.row_program.program import trace
 from meseta.ops.row_update import triton_kernels as update_kernels
 from meseta.ops.row_update.call import SortedRowIds
+from meseta.ops.row_update.triton import MAX_REGISTERS
 from meseta.ops.row_update.triton_parts import NUM_WORDS, Lines
 from meseta.ops.row_update.triton_source import update_kernel
 from meseta.ops.step_scalars import triton as step_scalars
@@ -24,7 +25,7 @@ from meseta.spec import OptimizerSpec
 
 Kernels = dict[str, tuple[Any, dict[str, Any]]]
 WORDS, INTS, FLOATS = "*i64", "*i32", "*fp32"
-SORTED: Any = SortedRowIds(INTS, INTS, "*i16", INTS, WORDS, WORDS, FLOATS)  # type: ignore[arg-type]
+SORTED: Any = SortedRowIds(INTS, INTS, "*i16", WORDS, WORDS, FLOATS)  # type: ignore[arg-type]
 LINES: Any = Lines(WORDS, FLOATS, FLOATS, INTS)  # type: ignore[arg-type]
 
 
@@ -87,14 +88,15 @@ def lists() -> Kernels:
         ),
         "long runs": (
             update_kernels.sum_long_runs,
-            numbers | {"sorted_ids": SORTED, "lines": LINES, "FORM": (14, 128, 4)},
+            numbers | {"sorted_ids": SORTED, "lines": LINES, "FORM": (14, 128, 4, 8, True)},
         ),
     }
 
 
 def updates() -> Kernels:
     common = {"lines": LINES, "uniforms": "*fp64", "CHUNK": update_kernels.CHUNK.value, "SHIFT": 0, "INDEX": tl.int32}
-    common |= {"num_bags": "i32", "limit": "i32", "first_key": "i64", "end_key": "i64", "num_warps": 1}
+    common |= {"num_bags": "i32", "limit": "i32", "first_key": "i64", "end_key": "i64", "HAS_MARKS": True}
+    common |= {"num_warps": 1, "maxnreg": MAX_REGISTERS}
     programs: Kernels = {}
     for name, row, vector, blocks in (
         ("rowwise_adagrad", tl.float32, 4, 4),
@@ -104,8 +106,8 @@ def updates() -> Kernels:
         program = trace(make_row_optimizer(OptimizerSpec(name=name, lr=0.1)))  # type: ignore[arg-type]
         instructions = tuple(map(tuple, program.fused_update.instructions.tolist()))
         kernel = update_kernel(instructions, tuple(kind == "row" for kind in program.state_kinds))
-        form = (NUM_WORDS.value + len(program.state_kinds), blocks * 16, min(vector, 4))
-        types: dict[str, Any] = common | {"ROW": row, "ROWS": max(1, 64 // blocks), "BLOCKS": blocks, "FORM": form}
+        form = (NUM_WORDS.value + len(program.state_kinds), blocks * 16, min(vector, 4), blocks, vector > 1)
+        types: dict[str, Any] = common | {"ROW": row, "ROWS": max(1, 32 // blocks), "BLOCKS": blocks, "FORM": form}
         types |= {"sorted_ids": SORTED, "VECTOR": vector, "NUM_UNIFORMS": len(program.uniforms) + 1}
         for found_inf, suffix in ((None, ""), (FLOATS, " found_inf")):
             programs[f"{name} {row}{suffix}"] = (kernel, types | {"found_inf": found_inf})

@@ -97,7 +97,7 @@ class BaseEmbeddingCollection(nn.Module, ABC, Generic[GroupStateT]):
         """Slice of the batch that was looked up last."""
         self._num_started = 0
         self._fused_shards: tuple[FusedShards, ...] = ()
-        """Shards that are updated without data of other ranks."""
+        """Shards updated without data of other ranks."""
         self._acquired_rows: tuple[TableRows, ...] | None = None
         """Rows of each shard that operators use. `None` before the first lookup."""
         self._last_backward: tuple[int, BatchSlice | None] = (NO_BACKWARD, None)
@@ -276,7 +276,7 @@ class BaseEmbeddingCollection(nn.Module, ABC, Generic[GroupStateT]):
         """Implement `output_dist` after the checks."""
 
     def _start_sort(self, flight: BatchContext[GroupStateT]) -> None:
-        """Start to sort the ids on a GPU for the update of the batch, if they are those of the whole update."""
+        """Start to sort the ids on a GPU, if the update has no other ids."""
         # Only one group has the same ids in the update. Accumulated batches are merged.
         if not torch.is_grad_enabled() or len(flight.group_states) > 1 or self.has_offloaded_rows:
             return
@@ -296,7 +296,7 @@ class BaseEmbeddingCollection(nn.Module, ABC, Generic[GroupStateT]):
         """Return the bags that the update of a batch with one feature group reads."""
 
     def _step_fused(self, flight: BatchContext[GroupStateT], bags: Bags, gradients: Sequence[Tensor]) -> None:
-        """Update the rows of all shards that need no data of other ranks."""
+        """Update the shards that need no data of other ranks."""
         sort, step = flight.pop_sort(), self.step + 1
         for fused in self._fused_shards:
             sorted_ids = None if sort is None else sort.select(fused.group, bags)

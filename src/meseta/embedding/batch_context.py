@@ -296,7 +296,7 @@ class BatchContext(Generic[GroupStateT]):
             raise
 
     def pop_sort(self) -> SortAhead | None:
-        """Return the sort of the ids, for which the current stream then waits."""
+        """Return the sort of the ids. The current stream waits for it."""
         sort, self.sort_ahead = self.sort_ahead, None
         if sort is not None:
             sort.wait()

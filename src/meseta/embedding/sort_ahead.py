@@ -1,4 +1,4 @@
-"""Sort of the ids of a batch on a separate stream of a GPU, next to the dense part of the step."""
+"""Sort of ids on a separate stream of a GPU, next to the dense part of the step."""
 
 from __future__ import annotations
 
@@ -13,19 +13,16 @@ from meseta.ops.row_update import Bags, SortedRowIds, UpdateGroup, sort_row_ids
 
 @dataclass(frozen=True)
 class SortAhead:
-    """Sort in progress of the ids of a batch, for its update."""
+    """Sort in progress of the ids of a batch."""
 
     groups: tuple[UpdateGroup, ...]
-    """Groups of tables for which the ids are sorted."""
     bags: Bags
     sorted_ids: tuple[SortedRowIds | None, ...]
-    """Result for each group. Valid in a stream that has waited for `done`."""
-    done: Any
-    """CUDA event after the sort."""
+    done: Any  # CUDA event
 
     @staticmethod
     def start(stream: Any, groups: Sequence[UpdateGroup], bags: Bags) -> SortAhead:
-        """Start to sort the ids in `stream`, after the work that is now in the current stream."""
+        """Start to sort in `stream`, after the current work of the current stream."""
         # The current stream has used earlier results before they were freed. `stream` waits for it, and may therefore
         # reuse their memory.
         stream.wait_stream(torch.cuda.current_stream(bags.ids.device))
@@ -41,7 +38,7 @@ class SortAhead:
         torch.cuda.current_stream(self.bags.ids.device).wait_event(self.done)
 
     def select(self, group: UpdateGroup, bags: Bags) -> SortedRowIds | None:
-        """Return the result for a group, or `None` if it is not that of `bags`. Call `wait` before."""
+        """Return the result for a group, or `None` for other bags. Call `wait` before."""
         # Micro-batches and groups of features are merged into new bags.
         if bags.ids is not self.bags.ids:
             return None

@@ -77,8 +77,7 @@ def step_shards(
 ) -> None:
     """Update the touched rows, or all rows if the optimizer requires it, unless `found_inf` is nonzero.
 
-    Kernels read rate and step from `scalars`, if there are any. `sorted_ids` are those of the touched rows, if only
-    these are updated, and they were sorted before.
+    Kernels read rate and step from `scalars`, if there are any. `sorted_ids` is the result of an earlier sort.
     """
     group, output_gradients, optimizer = fused.group, list(gradients), fused.spec.optimizer
     if optimizer.stepped_rows == "looked_up" and bags.num_samples:
@@ -318,7 +317,7 @@ class GradientSegment:
 
 
 def local_bags(ids: KeyedJaggedTensor) -> Bags:
-    """Return the bags of one rank's samples, by feature."""
+    """Return the bags of one rank."""
     return Bags(ids.values, ids.offsets, ids.batch_size, ids.weights)
 
 

@@ -83,9 +83,7 @@ class SortedRowIds(NamedTuple):
     bags: Int[Tensor, " n"]
     """feature * num_samples + sample, int32 or int64. The first contribution of a long run has the complement."""
     starts: Int[Tensor, " n_rounded_up"] | None = None
-    """Offset of the first contribution of each row in its chunk of contributions, int16, chunk by chunk."""
-    counts: Int[Tensor, " chunks"] | None = None
-    """Number of rows whose first contribution is in each chunk, int32."""
+    """Offset of the first contribution of each row in its chunk of contributions, int16, chunk by chunk. Then -1."""
     order: Int[Tensor, " n"] | None = None
     """Number of each contribution before the sort. `None` in an update without gradients per id."""
     begins: Int[Tensor, " F"] | None = None

@@ -39,10 +39,12 @@ from meseta.ops.triton_shared import (
 )
 from meseta.spec import COLUMN_BLOCK, MesetaError
 
-TILE_ELEMENTS = 1024
+TILE_ELEMENTS = 512
 """Number of elements in the tile of a program with one warp, unless a single row needs more."""
-MAX_ROWS = 32
-"""Maximum number of rows of a program. More rows than lanes would need shared memory."""
+# Registers of a multiprocessor: 65,536 / (168 * 32) = 12 warps. Without a limit ptxas prefers 16, and spills. Twelve
+# programs load 12 * 512 * 8 = 49,152 bytes of rows and gradients at a time.
+MAX_REGISTERS = 168
+"""Maximum number of registers of a thread, unless a single row needs a larger tile."""
 INT16_ROWS, INT32_ROWS = 2**16, 2**31
 """Number of rows of all tables from which keys need more than 16 and 32 bits."""
 INT32_BAGS = 2**31
@@ -171,8 +173,8 @@ def _sort(plan: _SortPlan, ids: Tensor, offsets: Tensor, weights: Tensor | None)
     words = device_constant(plan.words, device)
     list_keys[grid](listed, words, ids, offsets, weights, limit, **form)
     keys, order = torch.sort(listed.keys, stable=True)
-    starts, counts = new(grid[0] * CHUNK.value, torch.int16), new(grid[0], torch.int32)
-    ordered = SortedRowIds(keys, new(limit, bag_type), starts, counts, order, listed.begins, new_scales())
+    starts = new(grid[0] * CHUNK.value, torch.int16)
+    ordered = SortedRowIds(keys, new(limit, bag_type), starts, order, listed.begins, new_scales())
     order_bags[grid](ordered, listed.bags, listed.scales, plan.num_bags, plan.num_rows, limit, **form)
     return ordered if plan.has_rows_per_id else ordered._replace(order=None)
 
@@ -226,8 +228,8 @@ class _UpdatePlan:
     """(Blocks of 16 columns, first key, end) of each width. Each has its own launch."""
     vector: int
     """Number of elements that are loaded with one instruction. All rows start at multiples of it."""
-    form: tuple[int, int, int]
-    """`FORM` of the kernels, see `find_lines`."""
+    form: tuple[int, int, int, int, bool]
+    """`FORM` of the kernels for the widest tables, see `load_lines`."""
     pooled: tuple[FeatureGradient, ...]
     """First feature of each gradient matrix that has one row per bag."""
 
@@ -266,11 +268,13 @@ def _plan_update(
             )
         words += [f.gradient, f.column, stride, int(f.per_id), f.table, *table_words[f.table]]
         line_vector = gcd(line_vector, f.column, stride, misalignment // 4)
+    columns = bounds[-1][0] * COLUMN_BLOCK
+    is_full = all(table.shape[1] == columns for table in tables)
     return _UpdatePlan(
         words=tuple(words),
         bounds=tuple(bounds),
         vector=vector,
-        form=(NUM_WORDS.value + len(state_is_row), bounds[-1][0] * COLUMN_BLOCK, line_vector),
+        form=(NUM_WORDS.value + len(state_is_row), columns, line_vector, bounds[-1][0], is_full),
         pooled=tuple({f.gradient: f for f in reversed(features) if not f.per_id}.values()),
     )
 
@@ -348,7 +352,7 @@ def _launch_updates(plan: _UpdatePlan, sorted_ids: SortedRowIds, lines: Lines, c
     kernel = update_kernel(tuple(map(tuple, call.code.tolist())), tuple(call.state_is_row))
     uniforms, limit = _uniforms_on_device(call), sorted_ids.keys.numel()
     for blocks, first_key, end_key in plan.bounds:
-        rows = min(MAX_ROWS, max(1, TILE_ELEMENTS // (blocks * COLUMN_BLOCK)))
+        rows = max(1, TILE_ELEMENTS // (blocks * COLUMN_BLOCK))
         kernel[(triton.cdiv(limit, CHUNK.value) * (CHUNK.value // rows),)](
             sorted_ids,
             lines,
@@ -365,8 +369,10 @@ def _launch_updates(plan: _UpdatePlan, sorted_ids: SortedRowIds, lines: Lines, c
             CHUNK=CHUNK.value,
             SHIFT=_key_shift(sorted_ids.keys.dtype),
             VECTOR=plan.vector,
-            FORM=plan.form,
+            HAS_MARKS=call.marks is not None,
+            FORM=(*plan.form[:3], blocks, plan.form[4]),
             INDEX=_index_type(limit),
-            num_warps=max(1, blocks * COLUMN_BLOCK // TILE_ELEMENTS),
+            num_warps=max(1, blocks * COLUMN_BLOCK // (2 * TILE_ELEMENTS)),
+            maxnreg=MAX_REGISTERS if blocks * COLUMN_BLOCK <= TILE_ELEMENTS else None,
             enable_fp_fusion=False,
         )

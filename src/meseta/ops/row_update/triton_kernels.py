@@ -17,7 +17,7 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from meseta.ops.row_update.triton_parts import MIN_LONG_RUN, WIDTH, block_of, find_lines
+from meseta.ops.row_update.triton_parts import MIN_LONG_RUN, WIDTH, block_of, find_line, find_matrix, load_tile, neutral
 from meseta.ops.triton_shared import find_last_at_most
 
 CHUNK = tl.constexpr(512)
@@ -113,9 +113,10 @@ def order_bags(out, bags, scales, num_bags, num_rows, limit, SHIFT: tl.constexpr
     key = tl.load(out.keys + n, mask=n < limit, other=0)
     live = (n < limit) & (key.to(tl.int64) + SHIFT != num_rows)
     is_first = live & ((n == 0) | (key != tl.load(out.keys + n - 1, mask=live & (n > 0), other=0)))
-    slot = first + tl.cumsum(is_first.to(tl.int32), axis=0) - 1
-    tl.store(out.starts + slot, lane.to(tl.int16), mask=is_first)
-    tl.store(out.counts + tl.program_id(0), tl.sum(is_first.to(tl.int32), axis=0))
+    slot = tl.cumsum(is_first.to(tl.int32), axis=0) - 1
+    tl.store(out.starts + first + slot, lane.to(tl.int16), mask=is_first)
+    is_unused = lane >= tl.sum(is_first.to(tl.int32), axis=0)
+    tl.store(out.starts + n, (lane * 0 - 1).to(tl.int16), mask=is_unused)
 
     source = tl.load(out.order + n, mask=live, other=0)
     bag = tl.load(bags + source, mask=live, other=0)
@@ -151,23 +152,22 @@ def sum_long_runs(sorted_ids, lines, num_bags, limit, FORM: tl.constexpr, INDEX:
         bag = ~tl.load(sorted_ids.bags + first)
         end = _run_end(sorted_ids, first, block_of(bag, num_bags), num_bags, limit)
         tl.store(lines.lengths + first // MIN_LONG_RUN, (end - first).to(tl.int32))
+        words = lines.plan + bag // num_bags * FORM[0]
         column = tl.arange(0, FORM[1])
-        width = tl.load(lines.plan + bag // num_bags * FORM[0] + WIDTH)
-        inside = column < tl.multiple_of(width, tl.constexpr(FORM[2]))
-        # -0.0 is neutral: adding it changes no number, not even the sign of zero.
-        total = tl.where(inside, -0.0, -0.0)
+        inside = column < tl.multiple_of(tl.load(words + WIDTH), tl.constexpr(FORM[2]))
+        address, stride = find_matrix(lines, words)
+        total = tl.zeros_like(column).to(tl.float32) + tl.reshape(neutral(), [1])
         for start in range(first, end, PREFETCH_LINES):
             for ahead in tl.static_range(PREFETCH_LINES):
-                n = start + ahead
-                live = n < end
-                bag = tl.load(sorted_ids.bags + n, mask=live, other=0)
-                bag = tl.where(bag < 0, ~bag, bag)
-                line = find_lines(sorted_ids, lines, bag, n, live, (num_bags, limit), FORM)
-                line = tl.multiple_of(line.to(tl.pointer_type(tl.float32)), FORM[2] * 4)
-                term = tl.load(line + column, mask=inside & live, other=-0.0)
+                # Lanes after the end load the last gradient again, so that loads need no mask.
+                n = tl.minimum(start + ahead, end - 1)
+                bag = tl.load(sorted_ids.bags + n)
+                line = find_line(sorted_ids, words, tl.where(bag < 0, ~bag, bag), n, num_bags)
+                line = (address + stride * line).to(tl.pointer_type(tl.float32))
+                term = load_tile(tl.multiple_of(line, FORM[2] * 4) + column, None if FORM[4] else inside)
                 if sorted_ids.scales is not None:
-                    term = term * tl.load(sorted_ids.scales + n, mask=live, other=1.0)
-                total += term
+                    term = term * tl.load(sorted_ids.scales + n)
+                total = tl.where(start + ahead < end, total + term, total)
         tl.store(lines.sums + (first // MIN_LONG_RUN).to(tl.int64) * FORM[1] + column, total, mask=inside)
 
 

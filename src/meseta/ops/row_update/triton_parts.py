@@ -41,10 +41,17 @@ NUM_WORDS = tl.constexpr(13)
 
 @triton.jit
 @no_type_check
-def row_pointers(words, offset, live, TYPE: tl.constexpr, VECTOR: tl.constexpr):
+def row_pointers(words, offset, TYPE: tl.constexpr, VECTOR: tl.constexpr):
     """Return pointers [ROWS] to the elements at `offset` [ROWS] from the address stored at `words` [ROWS]."""
-    address = tl.load(words, mask=live, other=0) + offset * (TYPE.primitive_bitwidth // 8)
+    address = tl.load(words) + offset * (TYPE.primitive_bitwidth // 8)
     return tl.multiple_of(address.to(tl.pointer_type(TYPE)), VECTOR * (TYPE.primitive_bitwidth // 8))
+
+
+@triton.jit
+@no_type_check
+def load_tile(pointers, inside):
+    """Load a tile. `inside` is `None` if no cell is masked, which lets the compiler keep more loads in flight."""
+    return tl.load(pointers) if inside is None else tl.load(pointers, mask=inside, other=0.0)
 
 
 @triton.jit
@@ -58,42 +65,46 @@ def block_of(bag, num_bags):
 
 @triton.jit
 @no_type_check
-def find_lines(sorted_ids, lines, bag, n, live, sizes, FORM: tl.constexpr):
-    """Return the addresses of the gradients of contributions `n`, or of the sums of long runs.
-
-    `sizes` are the numbers of bags and contributions. `FORM` is (number of words per feature, columns of sums, number
-    of elements that are loaded with one instruction).
-    """
-    is_long, bag, num_bags = bag < 0, tl.where(bag < 0, ~bag, bag), sizes[0]
-    feature = bag // num_bags
-    words = lines.plan + feature * FORM[0]
-    line = (bag - feature * num_bags).to(tl.int64)
-    if sorted_ids.order is not None:
-        is_per_id = live & (tl.load(words + PER_ID, mask=live, other=0) != 0)
-        begin = tl.load(sorted_ids.begins + feature, mask=is_per_id, other=0)
-        line = tl.where(is_per_id, tl.load(sorted_ids.order + n, mask=is_per_id, other=0) - begin, line)
+def find_matrix(lines, words):
+    """Return the addresses of the first gradients of features, and the bytes between gradients."""
     if lines.gradients.dtype.element_ty == tl.int64:
-        matrix = tl.load(words + GRADIENT, mask=live, other=0)
-        address = tl.load(lines.gradients + matrix, mask=live, other=0)
+        address = tl.load(lines.gradients + tl.load(words + GRADIENT))
     else:
         address = lines.gradients.to(tl.int64)
-    stride, column = tl.load(words + STRIDE, mask=live, other=0), tl.load(words + COLUMN, mask=live, other=0)
-    address += 4 * (line * stride + column)
-    total = lines.sums.to(tl.int64) + (n // MIN_LONG_RUN).to(tl.int64) * (4 * FORM[1])
-    return tl.where(is_long, total, address)
+    return address + 4 * tl.load(words + COLUMN), 4 * tl.load(words + STRIDE)
 
 
 @triton.jit
 @no_type_check
-def load_lines(sorted_ids, lines, bag, n, live, inside, sizes, FORM: tl.constexpr):
-    """Return a tile with the gradients of contributions `n`, multiplied by their weights, and -0.0 outside."""
-    address = find_lines(sorted_ids, lines, bag, n, live, sizes, FORM).to(tl.pointer_type(tl.float32))
+def find_line(sorted_ids, words, bag, n, num_bags):
+    """Return the rows of gradient matrices that belong to contributions `n`."""
+    feature = bag // num_bags
+    line = (bag - feature * num_bags).to(tl.int64)
+    if sorted_ids.order is not None:
+        ordinal = tl.load(sorted_ids.order + n) - tl.load(sorted_ids.begins + feature)
+        line = tl.where(tl.load(words + PER_ID) != 0, ordinal, line)
+    return line
+
+
+@triton.jit
+@no_type_check
+def load_lines(sorted_ids, lines, bag, n, inside, num_bags, FORM: tl.constexpr):
+    """Return a tile with the gradients of contributions `n`, or the sums of long runs.
+
+    `FORM` is (number of words per feature, columns of sums, number of elements that are loaded with one instruction,
+    blocks of the tile, whether no cell is masked).
+    """
+    is_long, bag = bag < 0, tl.where(bag < 0, ~bag, bag)
+    words = lines.plan + bag // num_bags * FORM[0]
+    address, stride = find_matrix(lines, words)
+    address += stride * find_line(sorted_ids, words, bag, n, num_bags)
+    total = lines.sums.to(tl.int64) + (n // MIN_LONG_RUN).to(tl.int64) * (4 * FORM[1])
+    address = tl.where(is_long, total, address).to(tl.pointer_type(tl.float32))
     line = tl.multiple_of(address, FORM[2] * 4)[None, :, None]
-    column = tl.arange(0, inside.shape[0])[:, None, None] * 16 + tl.arange(0, 16)[None, None, :]
-    # -0.0 is neutral: adding it changes no number, not even the sign of zero.
-    values = tl.load(line + column, mask=inside & live[None, :, None], other=-0.0)
+    column = tl.arange(0, FORM[3])[:, None, None] * 16 + tl.arange(0, 16)[None, None, :]
+    values = load_tile(line + column, inside)
     if sorted_ids.scales is not None:
-        values = values * tl.load(sorted_ids.scales + n, mask=live & (bag >= 0), other=1.0)[None, :, None]
+        values = values * tl.where(is_long, 1.0, tl.load(sorted_ids.scales + n))[None, :, None]
     return values
 
 
@@ -102,23 +113,38 @@ def load_lines(sorted_ids, lines, bag, n, live, inside, sizes, FORM: tl.constexp
 def sum_lines(sorted_ids, lines, bag, n, live, inside, sizes, FORM: tl.constexpr):
     """Return a tile with the summed gradients of rows, given the bags of their first contributions `n`.
 
-    Gradients are added from left to right within a block of samples, and then the blocks from left to right.
+    Gradients are added from left to right within a block of samples, and then the blocks from left to right. `sizes`
+    are the numbers of bags and contributions.
     """
-    key = tl.load(sorted_ids.keys + n, mask=live, other=0)
-    # Most rows have one contribution, which needs no loop.
-    part = load_lines(sorted_ids, lines, bag, n, live, inside, sizes, FORM)
-    total = tl.where(inside, -0.0, -0.0)
+    key = tl.load(sorted_ids.keys + n)
+    # Most rows have one contribution, which needs no loop. The loop loads a gradient before it adds the previous one.
+    # Rows without another contribution load their first gradient again, so that loads need no mask.
+    first, is_added = n, live
+    term = load_lines(sorted_ids, lines, bag, n, inside, sizes[0], FORM)
+    part = tl.zeros_like(term) + neutral()
+    total = part
     block = block_of(bag, sizes[0])
     n, live = next_contribution(sorted_ids, lines, key, bag, n, live, sizes[1])
     while tl.max(live.to(tl.int32), axis=0) > 0:
-        bag = tl.load(sorted_ids.bags + n, mask=live, other=0)
-        term = load_lines(sorted_ids, lines, bag, n, live, inside, sizes, FORM)
+        at = tl.where(live, n, first)
+        bag = tl.load(sorted_ids.bags + at)
+        next_term = load_lines(sorted_ids, lines, bag, at, inside, sizes[0], FORM)
         is_new = live & (block_of(bag, sizes[0]) != block)
-        block = tl.where(live, block_of(bag, sizes[0]), block)
+        block = tl.where(is_new, block_of(bag, sizes[0]), block)
+        part = tl.where(is_added[None, :, None], part + term, part)
         total = tl.where(is_new[None, :, None], total + part, total)
-        part = tl.where(is_new[None, :, None], term, part + term)
+        part = tl.where(is_new[None, :, None], neutral(), part)
+        term, is_added = next_term, live
         n, live = next_contribution(sorted_ids, lines, key, bag, n, live, sizes[1])
-    return total + part
+    return total + tl.where(is_added[None, :, None], part + term, part)
+
+
+@triton.jit
+@no_type_check
+def neutral():
+    """Return -0.0, which changes no number that it is added to, not even the sign of zero."""
+    # Triton compiles the literal -0.0 to 0.0.
+    return tl.full([1, 1, 1], -(2**31), tl.int32).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -139,9 +165,10 @@ def sum_columns(values):
     ROWS: tl.constexpr = values.shape[1]
     sums = tl.reshape(sum_16(tl.reshape(values, [BLOCKS * ROWS, 16])), [BLOCKS, ROWS])
     index = tl.arange(0, BLOCKS)[:, None]
-    total = tl.sum(tl.where(index == 0, sums, -0.0), axis=0)
+    nothing = tl.reshape(neutral(), [1, 1])
+    total = tl.sum(tl.where(index == 0, sums, nothing), axis=0)
     for block in tl.static_range(1, BLOCKS):
-        total += tl.sum(tl.where(index == block, sums, -0.0), axis=0)
+        total += tl.sum(tl.where(index == block, sums, nothing), axis=0)
     return total
 
 
@@ -177,17 +204,17 @@ def mark_rows(words, live, row):
 
 @triton.jit
 @no_type_check
-def store_rows(weight, values, inside, words, live, row, steps):
+def store_rows(weight, values, stored, words, live, row, steps):
     """Store a tile of new rows. Rows of 16 bits are rounded. `steps` [ROWS] points to the number of the step."""
     TYPE: tl.constexpr = weight.dtype.element_ty
     if TYPE.primitive_bitwidth == 32:
-        tl.store(weight, values, mask=inside)
+        tl.store(weight, values, mask=stored)
     else:
         BLOCKS: tl.constexpr = values.shape[0]
         step = tl.load(steps, mask=live, other=0).to(tl.int64)
         random = random_16_bits(words, live, row, step, BLOCKS)
         cut = round_to_fp16(values, random) if TYPE.is_fp16() else round_to_bf16(values, random)
-        tl.store(weight, cut.to(tl.uint16).to(TYPE, bitcast=True), mask=inside)
+        tl.store(weight, cut.to(tl.uint16).to(TYPE, bitcast=True), mask=stored)
 
 
 @triton.jit

@@ -24,27 +24,31 @@ Instructions = tuple[tuple[int, int, int, int, int], ...]
 KERNEL_PROLOGUE = """@triton.jit(do_not_specialize=["num_bags", "limit", "first_key", "end_key"])
 def update(sorted_ids, lines, uniforms, found_inf, num_bags, limit, first_key, end_key, NUM_UNIFORMS: tl.constexpr,
            ROW: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, CHUNK: tl.constexpr, SHIFT: tl.constexpr,
-           VECTOR: tl.constexpr, FORM: tl.constexpr, INDEX: tl.constexpr):
+           VECTOR: tl.constexpr, HAS_MARKS: tl.constexpr, FORM: tl.constexpr, INDEX: tl.constexpr):
     chunk = (tl.program_id(0) // (CHUNK // ROWS)).to(INDEX)
-    first_slot = tl.program_id(0) % (CHUNK // ROWS) * ROWS
-    slot = first_slot + tl.arange(0, ROWS)
-    count = tl.load(sorted_ids.counts + chunk)
-    start = tl.load(sorted_ids.starts + chunk * CHUNK + slot)
+    first_slot = chunk * CHUNK + tl.program_id(0) % (CHUNK // ROWS) * ROWS
+    start = tl.load(sorted_ids.starts + first_slot + tl.arange(0, ROWS))
+    first_start = tl.load(sorted_ids.starts + first_slot)
+    is_stored = first_start >= 0
     if found_inf is not None:
-        count = tl.where(tl.load(found_inf) == 0.0, count, 0)
-    if first_slot >= count:
+        is_stored = is_stored & (tl.load(found_inf) == 0.0)
+    if not is_stored:
         return
-    live = slot < count
-    n = chunk * CHUNK + tl.where(live, start, 0)
-    bag = tl.load(sorted_ids.bags + n, mask=live, other=0)
-    key = tl.load(sorted_ids.keys + n, mask=live, other=0).to(tl.int64) + SHIFT
+    # Idle lanes load the first row again, so that loads need no mask.
+    live = start >= 0
+    n = chunk * CHUNK + tl.where(live, start, first_start)
+    bag = tl.load(sorted_ids.bags + n)
+    key = tl.load(sorted_ids.keys + n).to(tl.int64) + SHIFT
     live = live & (key >= first_key) & (key < end_key)
     words = lines.plan + tl.where(bag < 0, ~bag, bag) // num_bags * FORM[0]
-    numbers = uniforms + tl.load(words + parts.TABLE, mask=live, other=0) * NUM_UNIFORMS
-    dim = tl.multiple_of(tl.load(words + parts.WIDTH, mask=live, other=0), VECTOR)
-    row = key - tl.load(words + parts.FIRST_KEY, mask=live, other=0)
+    numbers = uniforms + tl.load(words + parts.TABLE) * NUM_UNIFORMS
+    dim = tl.multiple_of(tl.load(words + parts.WIDTH), VECTOR)
+    row = key - tl.load(words + parts.FIRST_KEY)
     column = tl.arange(0, BLOCKS)[:, None, None] * 16 + tl.arange(0, 16)[None, None, :]
-    inside = column < dim[None, :, None]
+    stored = tl.broadcast_to(live[None, :, None], [BLOCKS, ROWS, 16])
+    if not FORM[4]:
+        stored = column < tl.multiple_of(tl.where(live, dim, 0), VECTOR)[None, :, None]
+    inside = None if FORM[4] else stored
     e0 = parts.sum_lines(sorted_ids, lines, bag, n, live, inside, (num_bags, limit), FORM)
 """
 """First part of each kernel, up to the summed gradient in register e0."""
@@ -64,6 +68,10 @@ COMPUTE_TEMPLATES = BINARY_TEMPLATES | {
 }
 
 
+LOAD_OPS = (Op.LOAD_WEIGHT, Op.LOAD_STATE)
+"""Operations that load a row or a state, each at most once."""
+
+
 @cache
 def update_kernel(instructions: Instructions, state_is_row: tuple[bool, ...]) -> Any:
     """Return the kernel for a program. Kernels are cached, so that equal programs share one."""
@@ -79,25 +87,25 @@ def kernel_source(instructions: Instructions, state_is_row: Sequence[bool]) -> s
     """Return the Python source of the kernel `update`."""
     lines = [KERNEL_PROLOGUE, _pointer_statements(state_is_row)]
     lines += [
-        f"    u{register} = tl.load(numbers + {register - FIRST_UNIFORM}, mask=live, other=0.0).to(tl.float32)\n"
+        f"    u{register} = tl.load(numbers + {register - FIRST_UNIFORM}).to(tl.float32)\n"
         for register in sorted({r for code in instructions for r in _operands(code) if r >= FIRST_UNIFORM})
     ]
+    # Rows and states are loaded before the gradient is used. Stores would keep the compiler from doing that.
+    lines += [f"    {_load_statement(code, state_is_row)}\n" for code in instructions if code[0] in LOAD_OPS]
     lines += [f"    {_statement(code, state_is_row)}\n" for code in instructions]
-    lines.append("    parts.mark_rows(words, live, row)\n")
+    lines.append("    if HAS_MARKS:\n        parts.mark_rows(words, live, row)\n")
     return "".join(lines)
 
 
 def _pointer_statements(state_is_row: Sequence[bool]) -> str:
     """Return statements that compute pointers to the rows of the weight and of each state."""
-    text = (
-        "    weight = parts.row_pointers(words + parts.WEIGHT, row * dim, live, ROW, VECTOR)[None, :, None] + column\n"
-    )
+    text = "    weight = parts.row_pointers(words + parts.WEIGHT, row * dim, ROW, VECTOR)[None, :, None] + column\n"
     for state, is_row in enumerate(state_is_row):
         at = f"words + (parts.NUM_WORDS + {state})"
         if is_row:
-            text += f"    state{state} = parts.row_pointers({at}, row, live, tl.float32, 1)\n"
+            text += f"    state{state} = parts.row_pointers({at}, row, tl.float32, 1)\n"
         else:
-            text += f"    state{state} = parts.row_pointers({at}, row * dim, live, tl.float32, VECTOR)"
+            text += f"    state{state} = parts.row_pointers({at}, row * dim, tl.float32, VECTOR)"
             text += "[None, :, None] + column\n"
     return text
 
@@ -117,21 +125,26 @@ def _register_name(register: int, is_tile: bool) -> str:
     return f"{name}[None, :, None]" if is_tile else name
 
 
+def _load_statement(code: Sequence[int], state_is_row: Sequence[bool]) -> str:
+    op, _, state, _, _ = code
+    if op == Op.LOAD_WEIGHT:
+        return "loaded_weight = parts.load_tile(weight, inside).to(tl.float32)"
+    load = "tl.load(state{0})" if state_is_row[state] else "parts.load_tile(state{0}, inside)"
+    return f"loaded_state{state} = {load.format(state)}"
+
+
 def _statement(code: Sequence[int], state_is_row: Sequence[bool]) -> str:
     op, dst, a, b, _ = code
-    if op == Op.LOAD_WEIGHT:
-        return f"e{dst} = tl.load(weight, mask=inside, other=0.0).to(tl.float32)"
-    if op == Op.LOAD_STATE:
-        mask = "live" if state_is_row[a] else "inside"
-        return f"{_register_name(dst, False)} = tl.load(state{a}, mask={mask}, other=0.0)"
+    if op in LOAD_OPS:
+        return f"{_register_name(dst, False)} = loaded_{'weight' if op == Op.LOAD_WEIGHT else f'state{a}'}"
     if op == Op.SUM:
-        return f"r{dst} = parts.sum_columns(tl.where(inside, {_register_name(a, True)}, 0.0))"
+        return f"r{dst} = parts.sum_columns(tl.where(stored, {_register_name(a, True)}, 0.0))"
     if op == Op.STORE_STATE:
         is_row = state_is_row[b]
-        return f"tl.store(state{b}, {_register_name(a, not is_row)}, mask={'live' if is_row else 'inside'})"
+        return f"tl.store(state{b}, {_register_name(a, not is_row)}, mask={'live' if is_row else 'stored'})"
     if op == Op.STORE_WEIGHT:
         value = f"tl.broadcast_to({_register_name(a, True)}, [BLOCKS, ROWS, 16])"
-        return f"parts.store_rows(weight, {value}, inside, words, live, row, numbers + NUM_UNIFORMS - 1)"
+        return f"parts.store_rows(weight, {value}, stored, words, live, row, numbers + NUM_UNIFORMS - 1)"
     is_tile = dst < FIRST_ROW
     return (
         f"{_register_name(dst, False)} = "
