@@ -7,8 +7,8 @@ have such tensors, are scaled to the wanted batch size.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
@@ -82,29 +82,23 @@ class Launch:
     requests: LaunchRequests | None
 
 
-@contextmanager
-def kernels_of(batch_size: int, recorded_size: int) -> Iterator[Callable[[], object]]:
-    """Context manager that returns a function. Linear layers of `recorded_size` samples later choose the kernels and
-    tiles of `batch_size` samples."""
+def kernels_of(batch_size: int, recorded_size: int) -> list[AbstractContextManager[Any]]:
+    """Return context managers in which linear layers of `recorded_size` samples have the kernels and tiles of
+    `batch_size` samples. Enter them on an emulated GPU, which has other tiles."""
 
     def choose(function: Callable[..., Any]) -> Callable[..., Any]:
         return lambda num_samples, *args: function(batch_size if num_samples == recorded_size else num_samples, *args)
 
-    # An emulated GPU replaces some of these functions.
     choices = [(linear, "_is_small"), (linear_triton, "choose_tile"), (linear_triton, "choose_block_tile")]
-    patches = [mock.patch.object(owner, name, choose(getattr(owner, name))) for owner, name in choices]
-    with ExitStack() as stack:
-        yield lambda: [stack.enter_context(patch) for patch in patches]
+    return [mock.patch.object(owner, name, choose(getattr(owner, name))) for owner, name in choices]
 
 
 def record_launches(shape: Dcnv2Shape, batch_size: int) -> list[Launch]:
     """Train for two steps on an emulated GPU. Return the kernels of the second one, as for `batch_size` samples."""
-    with (
-        count_requests(UPDATE_KERNEL) as requests,
-        kernels_of(batch_size, shape.batch_size) as choose,
-        emulated_gpu() as gpu,
-    ):
-        choose()
+    patches = kernels_of(batch_size, shape.batch_size)
+    with count_requests(UPDATE_KERNEL) as requests, emulated_gpu() as gpu, ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patch)
         training = Training(StepCase(shape), "cuda")
         [recording] = record_steps(gpu, training, num_warm_up_steps=1)
     records = recording.select("kernel")
