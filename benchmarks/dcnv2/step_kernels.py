@@ -21,7 +21,6 @@ from gpu_path.training import Training, record_steps
 from dcnv2.requests import LaunchRequests, Signature, count_requests
 from dcnv2.shape import Dcnv2Shape
 from dcnv2.training import UniformBatches, make_dcnv2
-from meseta.data import Batch
 from meseta.ops import linear
 from meseta.ops.linear import triton as linear_triton
 
@@ -29,7 +28,6 @@ BLOCK_SAMPLES, MIN_LONG_RUN = 256, 16
 """Samples whose contributions to a row are added first, and the number of contributions that are added ahead."""
 ROW_SOURCES = ("ops/row_update/", "ops/pooled_lookup/", "ops/id_policy/", "data/read/")
 """Sources of the kernels whose work depends on the number of ids."""
-FIRST_BATCH_SIZE = 4
 UPDATE_KERNEL = "update"
 """Kernel of the row update. Its programs are many and slow in the interpreter, and equal in distribution."""
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm")
@@ -57,21 +55,17 @@ class StepKernel:
 
 
 class StepCase:
-    """Case of a `Training` with a shape's model and batches. The first batch is small, because it is not recorded."""
+    """Case of a `Training` with a shape's model and batches."""
 
     dense_optimizer = "adam"
 
     def __init__(self, shape: Dcnv2Shape) -> None:
         self._shape = shape
+        self.make_batch = UniformBatches(shape).make
 
     def make_model(self, device: str) -> Any:
         """Create the model on a device."""
         return make_dcnv2(self._shape, device)
-
-    def make_batch(self, number: int) -> Batch:
-        """Create the batch of a step on the host."""
-        size = self._shape.batch_size if number else min(FIRST_BATCH_SIZE, self._shape.batch_size)
-        return UniformBatches(replace(self._shape, batch_size=size)).make(number)
 
 
 @dataclass(frozen=True)
