@@ -66,6 +66,7 @@ CHECKS = (
     part("dcnv2_adagrad", "dcnv2.check_adagrad", 40),
     part("tests", "gpu_tests.check", 100),
     part("replay", "replay.check", 40),
+    part("linear", "linear.check", 25),
     part("models_2048", "models.check_2048", 55),
     part("step_time", "step_time.check", 20),
     part("memcheck", "memcheck.check", 45),
