@@ -13,16 +13,20 @@ from gpu_parts.rows import RowWriter
 from meseta.ops.linear import mask_and_sum, new_block_sums
 from meseta.ops.product import product
 
-SIZES = ((2048, 432, 512), (55_296, 512, 3456), (55_296, 3456, 1024))
-"""(samples, inputs, outputs) of layers."""
-DTYPES = (torch.float32, torch.bfloat16)
+CASES = (
+    (torch.float32, (256, 432, 512)),
+    (torch.float32, (2048, 432, 512)),
+    (torch.bfloat16, (2048, 432, 512)),
+    (torch.bfloat16, (55_296, 512, 3456)),
+    (torch.bfloat16, (55_296, 3456, 1024)),
+)
+"""Data types and (samples, inputs, outputs) of layers on both sides of the limits."""
 
 
 def check(rows: RowWriter) -> None:
-    for sizes in SIZES:
-        for dtype in DTYPES:
-            compare(rows, sizes, dtype, "cuda")
-            torch.cuda.empty_cache()
+    for dtype, sizes in CASES:
+        compare(rows, sizes, dtype, "cuda")
+        torch.cuda.empty_cache()
 
 
 def compare(rows: RowWriter, sizes: tuple[int, int, int], dtype: torch.dtype, device: str) -> None:
