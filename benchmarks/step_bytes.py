@@ -5,8 +5,8 @@
 No GPU is needed: steps run on the emulated GPU of count_step.py, and Triton's interpreter counts the bytes of loads and
 stores that are not masked. An element that several programs load counts several times, though caches serve some of
 these loads. Kernels of torch have computed bytes only. Triton compiles its kernels for an H100, and the table has the
-bytes that a lane loads and stores with the widest instruction. Kernels of less than a megabyte share a row. Sizes are
-MLPerf's, 55,296 samples. It takes some minutes.
+bytes that a lane loads and stores with the widest instruction. Kernels of less than 20 MB share a row. Sizes are
+MLPerf's, 55,296 samples. It takes a few minutes.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from dcnv2.compiled import widest_accesses
 from dcnv2.shape import MLPERF, TINY
 from dcnv2.step_kernels import StepKernel, step_kernels, total
 
-NUM_ROW_SAMPLES, NUM_DENSE_SAMPLES = 160, 1536
+NUM_ROW_SAMPLES, NUM_DENSE_SAMPLES = 40, 768
 """Numbers of recorded samples."""
-MIN_MB = 1.0
+MIN_MB = 20.0
 """Megabytes below which kernels share a row, except for the small model."""
 HEAD = ("kernel", "launches", "MB", "requested MB (ratio)", "GFLOP", "widest load; store")
 

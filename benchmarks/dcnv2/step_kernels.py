@@ -19,13 +19,11 @@ from gpu_path.records import Record, TensorRecord
 from gpu_path.training import Training, record_steps
 
 from dcnv2.requests import LaunchRequests, Signature, count_requests
-from dcnv2.shape import Dcnv2Shape
+from dcnv2.shape import BLOCK_SAMPLES, Dcnv2Shape
 from dcnv2.training import UniformBatches, make_dcnv2
 from meseta.ops import linear
 from meseta.ops.linear import triton as linear_triton
 
-BLOCK_SAMPLES, MIN_LONG_RUN = 256, 16
-"""Samples whose contributions to a row are added first, and the number of contributions that are added ahead."""
 ROW_SOURCES = ("ops/row_update/", "ops/pooled_lookup/", "ops/id_policy/", "data/read/")
 """Sources of the kernels whose work depends on the number of ids."""
 UPDATE_KERNEL = "update"
@@ -210,18 +208,8 @@ def row_kernel_bytes(record: Record, shape: Dcnv2Shape) -> float | None:
     if record.name == "aten::sort":
         return work["sort of ids"].num_bytes - shape.num_ids * (8 + 4)
     if record.name == "sum_long_runs":
-        return long_run_bytes(shape)
+        return shape.long_run_bytes
     return None
-
-
-def long_run_bytes(shape: Dcnv2Shape) -> float:
-    """Return the bytes of sums over long runs: keys, items, and the gradients and sums of tables with few rows."""
-    num_bytes = shape.num_ids * 20.0
-    for rows, count in zip(shape.rows, shape.ids, strict=True):
-        if BLOCK_SAMPLES * count >= MIN_LONG_RUN * rows:
-            num_sums = rows * math.ceil(shape.batch_size / BLOCK_SAMPLES)
-            num_bytes += 4 * shape.dim * (shape.batch_size * count + num_sums)
-    return num_bytes
 
 
 def dense_kernel_bytes(record: Record, shape: Dcnv2Shape) -> float | None:
