@@ -21,11 +21,14 @@ from gpu_path.training import Training, record_steps
 from dcnv2.requests import LaunchRequests, Signature, count_requests
 from dcnv2.shape import BLOCK_SAMPLES, Dcnv2Shape
 from dcnv2.training import UniformBatches, make_dcnv2
+from meseta.data import Batch
 from meseta.ops import linear
 from meseta.ops.linear import triton as linear_triton
 
 ROW_SOURCES = ("ops/row_update/", "ops/pooled_lookup/", "ops/id_policy/", "data/read/")
 """Sources of the kernels whose work depends on the number of ids."""
+FIRST_BATCH_SIZE = 4
+"""Number of samples of the step before that of the dense part."""
 UPDATE_KERNEL = "update"
 """Kernel of the row update. Its programs are many and slow in the interpreter, and equal in distribution."""
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm")
@@ -53,17 +56,21 @@ class StepKernel:
 
 
 class StepCase:
-    """Case of a `Training` with a shape's model and batches."""
+    """Case of a `Training` with a shape's model and batches. The first batch has `first_size` samples."""
 
     dense_optimizer = "adam"
 
-    def __init__(self, shape: Dcnv2Shape) -> None:
-        self._shape = shape
-        self.make_batch = UniformBatches(shape).make
+    def __init__(self, shape: Dcnv2Shape, first_size: int) -> None:
+        self._shape, self._first_size = shape, first_size
 
     def make_model(self, device: str) -> Any:
         """Create the model on a device."""
         return make_dcnv2(self._shape, device)
+
+    def make_batch(self, number: int) -> Batch:
+        """Create the batch of a step on the host."""
+        size = self._shape.batch_size if number else self._first_size
+        return UniformBatches(replace(self._shape, batch_size=size)).make(number)
 
 
 @dataclass(frozen=True)
@@ -85,20 +92,23 @@ def kernels_of(batch_size: int, recorded_size: int) -> list[AbstractContextManag
     return [mock.patch.object(owner, name, choose(getattr(owner, name))) for owner, name in choices]
 
 
-def record_launches(shape: Dcnv2Shape, batch_size: int) -> list[Launch]:
-    """Train for two steps on an emulated GPU. Return the kernels of the second one, as for `batch_size` samples."""
+def record_launches(shape: Dcnv2Shape, batch_size: int, *, selects_rows: bool) -> list[Launch]:
+    """Train for two steps on an emulated GPU. Return the kernels for ids and rows of the second one, or all others, as
+    for `batch_size` samples."""
+    # The dense part may be computed with wrong numbers, and without those that the first batch of a layout prepares.
+    case = StepCase(shape, shape.batch_size if selects_rows else min(FIRST_BATCH_SIZE, shape.batch_size))
     patches = kernels_of(batch_size, shape.batch_size)
-    with count_requests(UPDATE_KERNEL) as requests, emulated_gpu() as gpu, ExitStack() as stack:
+    sampled = (UPDATE_KERNEL,) if selects_rows else None
+    with count_requests(sampled) as requests, emulated_gpu() as gpu, ExitStack() as stack:
         for patch in patches:
             stack.enter_context(patch)
-        training = Training(StepCase(shape), "cuda")
-        [recording] = record_steps(gpu, training, num_warm_up_steps=1)
+        [recording] = record_steps(gpu, Training(case, "cuda"), num_warm_up_steps=1)
     records = recording.select("kernel")
     num_triton = sum(not is_torch(record) for record in records)
     counted = iter(requests[len(requests) - num_triton :])
     launches = [Launch(record, None if is_torch(record) else next(counted)) for record in records]
     assert all(launch.requests is None or launch.requests.kernel == launch.record.name for launch in launches)
-    return launches
+    return [launch for launch in launches if is_row_kernel(launch.record) == selects_rows]
 
 
 def is_torch(record: Record) -> bool:
@@ -114,16 +124,16 @@ def step_kernels(shape: Dcnv2Shape, num_row_samples: int, num_dense_samples: int
     width of the model may be a multiple of one of these numbers, or one more.
     """
     row_shape = shape.with_batch_size(num_row_samples)
-    dense_shape = replace(shape, rows=(64,) * len(shape.rows), ids=(1,) * len(shape.ids), batch_size=num_dense_samples)
+    dense_shape = replace(
+        shape, rows=(4096,) * len(shape.rows), ids=(1,) * len(shape.ids), batch_size=num_dense_samples
+    )
     parts = [
-        (recorded, record_launches(recorded, shape.batch_size), selects_rows)
+        (recorded, record_launches(recorded, shape.batch_size, selects_rows=selects_rows))
         for recorded, selects_rows in ((row_shape, True), (dense_shape, False))
     ]
     kernels: dict[tuple[str, str], StepKernel] = {}
-    for recorded, launches, selects_rows in parts:
+    for recorded, launches in parts:
         for launch in launches:
-            if is_row_kernel(launch.record) != selects_rows:
-                continue
             one = scale_launch(launch, recorded, shape)
             key = one.name, one.stage
             kernels[key] = merge(kernels[key], one) if key in kernels else one

@@ -49,7 +49,7 @@ def test_requests_are_counted() -> None:
 
 def test_sampled_programs_represent_all() -> None:
     x, out = torch.ones(32_768), torch.zeros(32_768)
-    with count_requests("copy") as launches:
+    with count_requests(["copy"]) as launches:
         copy[(1024,)](out, x, 32_768, SIZE=32)
     assert launches[0].num_bytes == pytest.approx(2 * 4 * (32_768 + 1024) + 4 * 1024, rel=1e-6)
     assert out[32:64].sum() == 0.0 and out[9 * 32 : 10 * 32].equal(torch.ones(32))
