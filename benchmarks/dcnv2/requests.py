@@ -79,8 +79,8 @@ class LaunchRequests:
 def count_requests(sampled: Container[str] | None = ()) -> Iterator[list[LaunchRequests]]:
     """Context manager that returns a list, to which each later launch adds its requests.
 
-    Of the kernels `sampled`, all if it is `None`, only some programs run, at equal distances in the first dimension of the grid. Their
-    counts are scaled to all programs, and their results are incomplete.
+    Only some programs of the kernels `sampled` run, at equal distances in the first dimension of the grid. `None` means
+    all kernels. Their counts are scaled to all programs, and their results are incomplete.
     """
     from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder
 
