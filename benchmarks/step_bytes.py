@@ -5,8 +5,8 @@
 No GPU is needed: steps run on the emulated GPU of count_step.py, and Triton's interpreter counts the bytes of loads and
 stores that are not masked. An element that several programs load counts several times, though caches serve some of
 these loads. Kernels of torch have computed bytes only. Triton compiles its kernels for an H100, and the table has the
-bytes that a lane loads and stores with the widest instruction. Kernels of less than a megabyte share a row. Sizes are
-MLPerf's, 55,296 samples. It takes some minutes.
+bytes that a lane loads and stores with the widest instruction. Kernels of less than 20 MB share a row. Sizes are
+MLPerf's, 55,296 samples. It takes a few minutes.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from dcnv2.compiled import widest_accesses
 from dcnv2.shape import MLPERF, TINY
 from dcnv2.step_kernels import StepKernel, step_kernels, total
 
-NUM_ROW_SAMPLES, NUM_DENSE_SAMPLES = 160, 1536
+NUM_ROW_SAMPLES, NUM_DENSE_SAMPLES = 40, 768
 """Numbers of recorded samples."""
-MIN_MB = 1.0
-"""Megabytes below which kernels share a row."""
+MIN_MB = 20.0
+"""Megabytes below which kernels share a row, except for the small model."""
 HEAD = ("kernel", "launches", "MB", "requested MB (ratio)", "GFLOP", "widest load; store")
 
 
@@ -56,9 +56,9 @@ def cells(kernel: StepKernel, widths: str, *, is_named_once: bool) -> tuple[str,
     return name, str(kernel.count), f"{kernel.num_bytes / 1e6:,.0f}", requested, flops, widths
 
 
-def make_rows(kernels: Sequence[StepKernel], optimizer: str) -> list[tuple[str, ...]]:
-    """Return the rows of kernels with at least `MIN_MB`, then one of all others, and one of the totals."""
-    large = [kernel for kernel in kernels if max(kernel.num_bytes, kernel.num_requested or 0.0) >= 1e6 * MIN_MB]
+def make_rows(kernels: Sequence[StepKernel], optimizer: str, min_mb: float) -> list[tuple[str, ...]]:
+    """Return the rows of kernels with at least `min_mb` megabytes, then one of all others, and one of the totals."""
+    large = [kernel for kernel in kernels if max(kernel.num_bytes, kernel.num_requested or 0.0) >= 1e6 * min_mb]
     small = [kernel for kernel in kernels if kernel not in large]
     names = Counter(kernel.name for kernel in large)
     rows = [
@@ -77,9 +77,11 @@ def main() -> None:
     chosen = parser.parse_args()
     warnings.filterwarnings("ignore", category=RuntimeWarning, module="triton")  # NaN and infinity in masked lanes.
     torch.set_num_threads(1)
-    shape, sizes = (TINY, (11, 11)) if chosen.tiny else (MLPERF, (NUM_ROW_SAMPLES, NUM_DENSE_SAMPLES))
+    shape, sizes, min_mb = MLPERF, (NUM_ROW_SAMPLES, NUM_DENSE_SAMPLES), MIN_MB
+    if chosen.tiny:
+        shape, sizes, min_mb = TINY, (11, 11), 0.0
     kernels = step_kernels(shape, *sizes)
-    table(f"One step of {shape.batch_size:,} samples", HEAD, make_rows(kernels, shape.optimizer))
+    table(f"One step of {shape.batch_size:,} samples", HEAD, make_rows(kernels, shape.optimizer, min_mb))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from inspect import signature
@@ -76,11 +76,11 @@ class LaunchRequests:
 
 
 @contextmanager
-def count_requests(*sampled: str) -> Iterator[list[LaunchRequests]]:
+def count_requests(sampled: Container[str] | None = ()) -> Iterator[list[LaunchRequests]]:
     """Context manager that returns a list, to which each later launch adds its requests.
 
-    Of the kernels `sampled`, only some programs run, at equal distances in the first dimension of the grid. Their
-    counts are scaled to all programs, and their results are incomplete.
+    Only some programs of the kernels `sampled` run, at equal distances in the first dimension of the grid. `None` means
+    all kernels. Their counts are scaled to all programs, and their results are incomplete.
     """
     from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder
 
@@ -93,7 +93,7 @@ def count_requests(*sampled: str) -> Iterator[list[LaunchRequests]]:
         launch = LaunchRequests(name, Signature.from_launch(kernel, named))
         launches.append(launch)
         # Neighboring programs may differ by their number modulo a power of two.
-        step = min(prod(grid) // MAX_PROGRAMS | 1, grid[0]) if name in sampled else 1
+        step = min(prod(grid) // MAX_PROGRAMS | 1, grid[0]) if sampled is None or name in sampled else 1
         num_runs = -(-grid[0] // step)
         with _every(step, grid):
             result = run(kernel, *args, grid=(num_runs, *grid[1:]), warmup=warmup, **kwargs)

@@ -22,6 +22,8 @@ RowDtype = Literal["float32", "bfloat16", "float16"]
 NUM_DENSE = 13
 LR = 0.005
 MARK_BITS_PER_ROW = 2
+BLOCK_SAMPLES, MIN_LONG_RUN = 256, 16
+"""Samples whose contributions to a row are added first, and the number of contributions that are added ahead."""
 SORT_DIGIT_BITS = 8
 """Number of bits of a key that a pass of the radix sort orders."""
 
@@ -60,9 +62,27 @@ class Dcnv2Shape:
         return replace(self, rows=tuple(min(rows, max_rows) for rows in self.rows))
 
     def with_batch_size(self, batch_size: int) -> Dcnv2Shape:
-        """Return a shape with another batch size, and as many rows per sample, so that ids repeat as often."""
-        rows = tuple(max(1, round(rows * batch_size / self.batch_size)) for rows in self.rows)
-        return replace(self, rows=rows, batch_size=batch_size)
+        """Return a shape with another batch size, and as many rows per sample, so that ids repeat as often.
+
+        Tables have more rows if their ids would otherwise repeat often within a block of samples, but do not in this
+        shape.
+        """
+        rows = []
+        for num_rows, count in zip(self.rows, self.ids, strict=True):
+            scaled = max(1, round(num_rows * batch_size / self.batch_size))
+            has_long_runs = BLOCK_SAMPLES * count >= MIN_LONG_RUN * num_rows
+            rows.append(scaled if has_long_runs else max(scaled, 2 * batch_size * count // MIN_LONG_RUN))
+        return replace(self, rows=tuple(rows), batch_size=batch_size)
+
+    @property
+    def long_run_bytes(self) -> float:
+        """Bytes of the sums of long runs: keys, positions, and the gradients and sums of tables with few rows."""
+        num_bytes = self.num_ids * 8.0
+        for num_rows, count in zip(self.rows, self.ids, strict=True):
+            if BLOCK_SAMPLES * count >= MIN_LONG_RUN * num_rows:
+                num_sums = num_rows * math.ceil(self.batch_size / BLOCK_SAMPLES)
+                num_bytes += 4 * self.dim * (self.batch_size * count + num_sums)
+        return num_bytes
 
     @property
     def specs(self) -> tuple[list[TableSpec], list[FeatureSpec]]:

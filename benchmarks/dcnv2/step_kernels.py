@@ -7,8 +7,8 @@ have such tensors, are scaled to the wanted batch size.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
@@ -19,17 +19,16 @@ from gpu_path.records import Record, TensorRecord
 from gpu_path.training import Training, record_steps
 
 from dcnv2.requests import LaunchRequests, Signature, count_requests
-from dcnv2.shape import Dcnv2Shape
+from dcnv2.shape import BLOCK_SAMPLES, Dcnv2Shape
 from dcnv2.training import UniformBatches, make_dcnv2
 from meseta.data import Batch
 from meseta.ops import linear
 from meseta.ops.linear import triton as linear_triton
 
-BLOCK_SAMPLES, MIN_LONG_RUN = 256, 16
-"""Samples whose contributions to a row are added first, and the number of contributions that are added ahead."""
 ROW_SOURCES = ("ops/row_update/", "ops/pooled_lookup/", "ops/id_policy/", "data/read/")
 """Sources of the kernels whose work depends on the number of ids."""
 FIRST_BATCH_SIZE = 4
+"""Number of samples of the step before that of the dense part."""
 UPDATE_KERNEL = "update"
 """Kernel of the row update. Its programs are many and slow in the interpreter, and equal in distribution."""
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm")
@@ -57,12 +56,12 @@ class StepKernel:
 
 
 class StepCase:
-    """Case of a `Training` with a shape's model and batches. The first batch is small, because it is not recorded."""
+    """Case of a `Training` with a shape's model and batches. The first batch has `first_size` samples."""
 
     dense_optimizer = "adam"
 
-    def __init__(self, shape: Dcnv2Shape) -> None:
-        self._shape = shape
+    def __init__(self, shape: Dcnv2Shape, first_size: int) -> None:
+        self._shape, self._first_size = shape, first_size
 
     def make_model(self, device: str) -> Any:
         """Create the model on a device."""
@@ -70,7 +69,7 @@ class StepCase:
 
     def make_batch(self, number: int) -> Batch:
         """Create the batch of a step on the host."""
-        size = self._shape.batch_size if number else min(FIRST_BATCH_SIZE, self._shape.batch_size)
+        size = self._shape.batch_size if number else self._first_size
         return UniformBatches(replace(self._shape, batch_size=size)).make(number)
 
 
@@ -82,37 +81,34 @@ class Launch:
     requests: LaunchRequests | None
 
 
-@contextmanager
-def kernels_of(batch_size: int, recorded_size: int) -> Iterator[Callable[[], object]]:
-    """Context manager that returns a function. Linear layers of `recorded_size` samples later choose the kernels and
-    tiles of `batch_size` samples."""
+def kernels_of(batch_size: int, recorded_size: int) -> list[AbstractContextManager[Any]]:
+    """Return context managers in which linear layers of `recorded_size` samples have the kernels and tiles of
+    `batch_size` samples. Enter them on an emulated GPU, which has other tiles."""
 
     def choose(function: Callable[..., Any]) -> Callable[..., Any]:
         return lambda num_samples, *args: function(batch_size if num_samples == recorded_size else num_samples, *args)
 
-    # An emulated GPU replaces some of these functions.
     choices = [(linear, "_is_small"), (linear_triton, "choose_tile"), (linear_triton, "choose_block_tile")]
-    patches = [mock.patch.object(owner, name, choose(getattr(owner, name))) for owner, name in choices]
-    with ExitStack() as stack:
-        yield lambda: [stack.enter_context(patch) for patch in patches]
+    return [mock.patch.object(owner, name, choose(getattr(owner, name))) for owner, name in choices]
 
 
-def record_launches(shape: Dcnv2Shape, batch_size: int) -> list[Launch]:
-    """Train for two steps on an emulated GPU. Return the kernels of the second one, as for `batch_size` samples."""
-    with (
-        count_requests(UPDATE_KERNEL) as requests,
-        kernels_of(batch_size, shape.batch_size) as choose,
-        emulated_gpu() as gpu,
-    ):
-        choose()
-        training = Training(StepCase(shape), "cuda")
-        [recording] = record_steps(gpu, training, num_warm_up_steps=1)
+def record_launches(shape: Dcnv2Shape, batch_size: int, *, selects_rows: bool) -> list[Launch]:
+    """Train for two steps on an emulated GPU. Return the kernels for ids and rows of the second one, or all others, as
+    for `batch_size` samples."""
+    # The dense part may be computed with wrong numbers, and without those that the first batch of a layout prepares.
+    case = StepCase(shape, shape.batch_size if selects_rows else min(FIRST_BATCH_SIZE, shape.batch_size))
+    patches = kernels_of(batch_size, shape.batch_size)
+    sampled = (UPDATE_KERNEL,) if selects_rows else None
+    with count_requests(sampled) as requests, emulated_gpu() as gpu, ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patch)
+        [recording] = record_steps(gpu, Training(case, "cuda"), num_warm_up_steps=1)
     records = recording.select("kernel")
     num_triton = sum(not is_torch(record) for record in records)
     counted = iter(requests[len(requests) - num_triton :])
     launches = [Launch(record, None if is_torch(record) else next(counted)) for record in records]
     assert all(launch.requests is None or launch.requests.kernel == launch.record.name for launch in launches)
-    return launches
+    return [launch for launch in launches if is_row_kernel(launch.record) == selects_rows]
 
 
 def is_torch(record: Record) -> bool:
@@ -128,16 +124,16 @@ def step_kernels(shape: Dcnv2Shape, num_row_samples: int, num_dense_samples: int
     width of the model may be a multiple of one of these numbers, or one more.
     """
     row_shape = shape.with_batch_size(num_row_samples)
-    dense_shape = replace(shape, rows=(64,) * len(shape.rows), ids=(1,) * len(shape.ids), batch_size=num_dense_samples)
+    dense_shape = replace(
+        shape, rows=(4096,) * len(shape.rows), ids=(1,) * len(shape.ids), batch_size=num_dense_samples
+    )
     parts = [
-        (recorded, record_launches(recorded, shape.batch_size), selects_rows)
+        (recorded, record_launches(recorded, shape.batch_size, selects_rows=selects_rows))
         for recorded, selects_rows in ((row_shape, True), (dense_shape, False))
     ]
     kernels: dict[tuple[str, str], StepKernel] = {}
-    for recorded, launches, selects_rows in parts:
+    for recorded, launches in parts:
         for launch in launches:
-            if is_row_kernel(launch.record) != selects_rows:
-                continue
             one = scale_launch(launch, recorded, shape)
             key = one.name, one.stage
             kernels[key] = merge(kernels[key], one) if key in kernels else one
@@ -222,18 +218,8 @@ def row_kernel_bytes(record: Record, shape: Dcnv2Shape) -> float | None:
     if record.name == "aten::sort":
         return work["sort of ids"].num_bytes - shape.num_ids * (8 + 4)
     if record.name == "sum_long_runs":
-        return long_run_bytes(shape)
+        return shape.long_run_bytes
     return None
-
-
-def long_run_bytes(shape: Dcnv2Shape) -> float:
-    """Return the bytes of sums over long runs: keys, items, and the gradients and sums of tables with few rows."""
-    num_bytes = shape.num_ids * 20.0
-    for rows, count in zip(shape.rows, shape.ids, strict=True):
-        if BLOCK_SAMPLES * count >= MIN_LONG_RUN * rows:
-            num_sums = rows * math.ceil(shape.batch_size / BLOCK_SAMPLES)
-            num_bytes += 4 * shape.dim * (shape.batch_size * count + num_sums)
-    return num_bytes
 
 
 def dense_kernel_bytes(record: Record, shape: Dcnv2Shape) -> float | None:

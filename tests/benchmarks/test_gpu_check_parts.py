@@ -19,8 +19,9 @@ if torch.cuda.is_available():
 import bench_dcnv2
 import bench_gpu
 from dcnv2.shape import TINY
-from gpu_parts import kernels, replay, step_time
+from gpu_parts import kernels, linear, replay, step_time
 from gpu_parts.rows import Row, RowWriter, read_rows
+from gpu_path.arguments import leaves
 from gpu_path.patches import emulated_gpu
 from gpu_path.training import Training, TrainingCase
 
@@ -115,3 +116,13 @@ def test_kernels_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         touched = sum(len({*ids.tolist()}) for ids in job.batches[0].cpu().view(2, -1))
     assert job.update_bytes("rowwise_adagrad") == touched * 17 * 8 + 48 * 8 + 8 * 32 * 4
     assert len(read_rows(tmp_path / "rows")) == 5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fused_layers_equal_others(dtype: torch.dtype) -> None:
+    with emulated_gpu():
+        pairs = linear.make_pairs((7, 16, 8), dtype, "cuda")
+        assert len(pairs) == 3
+        for fused, plain in pairs.values():
+            some, other = ([leaf.cpu() for leaf in leaves(function(0))] for function in (fused, plain))
+            torch.testing.assert_close(some, other, rtol=1e-5 if dtype == torch.float32 else 0.02, atol=0.02)

@@ -49,7 +49,7 @@ def test_requests_are_counted() -> None:
 
 def test_sampled_programs_represent_all() -> None:
     x, out = torch.ones(32_768), torch.zeros(32_768)
-    with count_requests("copy") as launches:
+    with count_requests(["copy"]) as launches:
         copy[(1024,)](out, x, 32_768, SIZE=32)
     assert launches[0].num_bytes == pytest.approx(2 * 4 * (32_768 + 1024) + 4 * 1024, rel=1e-6)
     assert out[32:64].sum() == 0.0 and out[9 * 32 : 10 * 32].equal(torch.ones(32))
@@ -112,7 +112,8 @@ def test_the_command_prints_each_kernel() -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     rows = [[cell.strip() for cell in line.split("|")] for line in done.stdout.splitlines()]
-    assert [row[1] for row in rows if row[1:2] in (["others"], ["total"])] == ["others", "total"]
+    [update] = [row for row in rows if row[1:2] == ["update"]]
+    assert update[2] == "1" and update[-2] == "16; 16"
 
 
 def test_small_kernels_share_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +124,7 @@ def test_small_kernels_share_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
         StepKernel("aten::mm", "backward", 1, 2e6, 1e9, None),
         StepKernel("_small", "agree", 3, 5e5, 0.0, 5e5, (SIGNATURE,)),
     ]
-    assert step_bytes.make_rows(kernels, "sgd") == [
+    assert step_bytes.make_rows(kernels, "sgd", 1.0) == [
         ("_pool", "1", "4", "5 (1.25)", "", "16; 8"),
         ("mm, forward", "2", "2", "", "3", ""),
         ("mm, backward", "1", "2", "", "1", ""),
