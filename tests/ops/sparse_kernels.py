@@ -88,14 +88,21 @@ def lists() -> Kernels:
         ),
         "long runs": (
             update_kernels.sum_long_runs,
-            numbers | {"sorted_ids": SORTED, "lines": LINES, "FORM": (14, 128, 4, 8, True)},
+            numbers | {"sorted_ids": SORTED, "lines": LINES, "FORM": (14, 128, 4, 8, True), "num_warps": 1},
         ),
     }
 
 
 def updates() -> Kernels:
     common = {"lines": LINES, "uniforms": "*fp64", "CHUNK": update_kernels.CHUNK.value, "SHIFT": 0, "INDEX": tl.int32}
-    common |= {"num_bags": "i32", "limit": "i32", "first_key": "i64", "end_key": "i64", "HAS_MARKS": True}
+    common |= {
+        "stride": "i32",
+        "num_bags": "i32",
+        "limit": "i32",
+        "first_key": "i64",
+        "end_key": "i64",
+        "HAS_MARKS": True,
+    }
     common |= {"num_warps": 1, "maxnreg": MAX_REGISTERS}
     programs: Kernels = {}
     for name, row, vector, blocks in (
