@@ -34,10 +34,10 @@ def choose_large_tile(num_rows: int, num_columns: int, num_terms: int, dtype: to
     """Return a tile for the interpreter, whose time is that of the number of programs."""
     import triton
 
-    from meseta.ops.linear.triton import Tile
+    from meseta.ops.linear.triton import ProductTile
 
     sizes = zip((num_rows, num_columns, num_terms), MAX_TILE, strict=True)
-    return Tile(*(min(triton.next_power_of_2(max(size, 1)), limit) for size, limit in sizes), num_warps=4)
+    return ProductTile(*(min(triton.next_power_of_2(max(size, 1)), limit) for size, limit in sizes), num_warps=4)
 
 
 def _multiply_to_dtype(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:

@@ -74,7 +74,7 @@ def backward_kernels(
     return kernels
 
 
-def tile_options(tile: linear.Tile) -> dict[str, Any]:
+def tile_options(tile: linear.ProductTile) -> dict[str, Any]:
     options = {"TILE": tile[:3], "num_warps": tile.num_warps, "num_stages": linear.NUM_STAGES}
     # An A100 would spill up to 64 bytes.
     return options | {"architecture": 90} if tile.rows * tile.columns == 256 * 128 else options

@@ -25,7 +25,12 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NaN and inf
 FUSED_DTYPES = [torch.float32, torch.bfloat16]
 SIZES = [(1, 1, 1), (9, 13, 70), (70, 64, 16), (3, 20, 40), (300, 5, 33), (40, 200, 3)]
 OPTIONS = [(), ("input",), ("input", "mask"), ("input", "residual"), ("input", "mask", "residual")]
-TILES = [None, triton.Tile(64, 32, 64, 4), triton.Tile(128, 128, 64, 8), triton.Tile(256, 128, 16, 8)]
+TILES = [
+    None,
+    triton.ProductTile(64, 32, 64, 4),
+    triton.ProductTile(128, 128, 64, 8),
+    triton.ProductTile(256, 128, 16, 8),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +38,7 @@ def bfloat16_products(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(InterpreterBuilder, "create_dot", multiply)
 
 
-def use_tile(tile: triton.Tile | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def use_tile(tile: triton.ProductTile | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Use a tile for all products, or those of their shapes if it is `None`."""
     if tile is not None:
         monkeypatch.setattr(triton, "choose_tile", lambda *shape: tile)

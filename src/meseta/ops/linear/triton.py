@@ -26,7 +26,7 @@ MAX_COLUMNS = 64
 """Maximum number of columns per program of an element-wise kernel."""
 
 
-class Tile(NamedTuple):
+class ProductTile(NamedTuple):
     """Part of a product that a program computes, and the number of terms that it adds at a time."""
 
     rows: int
@@ -35,40 +35,42 @@ class Tile(NamedTuple):
     num_warps: int
 
 
-def choose_tile(num_rows: int, num_columns: int, num_terms: int, dtype: torch.dtype) -> Tile:
+def choose_tile(num_rows: int, num_columns: int, num_terms: int, dtype: torch.dtype) -> ProductTile:
     """Return the tile of a product [num_rows, num_terms] times [num_terms, num_columns]."""
     # An H100 has 132 multiprocessors. Smaller products have smaller tiles, so that all of them have a program.
     size = num_rows * num_columns
     terms = max(triton.next_power_of_2(num_terms), 16)
     if dtype == torch.float32:  # CUDA cores multiply.
-        return Tile(64, 64, 16, 4) if size >= 64 * 64 * 128 else Tile(32, 32, min(terms, 32), 4)
+        return ProductTile(64, 64, 16, 4) if size >= 64 * 64 * 128 else ProductTile(32, 32, min(terms, 32), 4)
     if size >= 256 * 128 * 128:
-        return Tile(256, 128, min(terms, 64), 8)
-    return Tile(128, 128, min(terms, 64), 8) if size >= 128 * 128 * 64 else Tile(64, 32, min(terms, 64), 4)
+        return ProductTile(256, 128, min(terms, 64), 8)
+    return (
+        ProductTile(128, 128, min(terms, 64), 8) if size >= 128 * 128 * 64 else ProductTile(64, 32, min(terms, 64), 4)
+    )
 
 
-def choose_forward_tile(num_rows: int, num_columns: int, num_terms: int, dtype: torch.dtype) -> Tile:
+def choose_forward_tile(num_rows: int, num_columns: int, num_terms: int, dtype: torch.dtype) -> ProductTile:
     """Return the tile of x W^T."""
     tile = choose_tile(num_rows, num_columns, num_terms, dtype)
     # In float32, conflicts between the threads of a multiprocessor determine the time, see MAX_FUSED_FLOPS.
     is_tiny = dtype == torch.float32 and num_rows * num_columns < 16 * 16 * 264
-    return Tile(16, 16, tile.terms, 2) if is_tiny else tile
+    return ProductTile(16, 16, tile.terms, 2) if is_tiny else tile
 
 
-def limit_rows(tile: Tile) -> Tile:
+def limit_rows(tile: ProductTile) -> ProductTile:
     """Return the tile of a product that is followed by reads of other matrices."""
     # Two programs fit on a multiprocessor, so that one multiplies while the other one reads.
     return tile._replace(rows=min(tile.rows, 128))
 
 
-def choose_block_tile(num_rows: int, num_columns: int, num_terms: int, dtype: torch.dtype) -> Tile:
+def choose_block_tile(num_rows: int, num_columns: int, num_terms: int, dtype: torch.dtype) -> ProductTile:
     """Return the tile of a product whose columns are summed over blocks of samples: a program has a whole block."""
     rows = min(max(triton.next_power_of_2(num_rows), 64), BLOCK_SAMPLES.value)
     terms = max(triton.next_power_of_2(num_terms), 16)
     if dtype == torch.float32:
-        return Tile(rows, 16, min(terms, 32), 8 if rows == BLOCK_SAMPLES.value else 4)
+        return ProductTile(rows, 16, min(terms, 32), 8 if rows == BLOCK_SAMPLES.value else 4)
     is_large = num_rows * num_columns >= 256 * 128 * 64
-    return Tile(rows, 128, min(terms, 64), 8) if is_large else Tile(rows, 32, min(terms, 64), 4)
+    return ProductTile(rows, 128, min(terms, 64), 8) if is_large else ProductTile(rows, 32, min(terms, 64), 4)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, relu: bool) -> Tensor:
@@ -88,7 +90,7 @@ def linear_cross(t: Tensor, weight: Tensor, bias: Tensor | None, x0: Tensor, x: 
     return out, p
 
 
-def _launch_linear(outputs: Any, operands: Any, factors: Any, tile: Tile, *, relu: bool = False) -> None:
+def _launch_linear(outputs: Any, operands: Any, factors: Any, tile: ProductTile, *, relu: bool = False) -> None:
     x, weight, bias = operands
     x, weight = _with_contiguous_rows(x), weight.contiguous()
     (num_samples, num_terms), num_outputs = x.shape, len(weight)
@@ -205,7 +207,7 @@ def block_grid(matrix: Tensor) -> tuple[int, int]:
     return triton.cdiv(num_samples, reference.BLOCK_SAMPLES), triton.cdiv(width, _num_columns(width))
 
 
-def _num_tiles(num_rows: int, num_columns: int, tile: Tile) -> int:
+def _num_tiles(num_rows: int, num_columns: int, tile: ProductTile) -> int:
     return int(triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_columns, tile.columns))
 
 
