@@ -25,20 +25,25 @@ WORDS, INTS, FLOATS = "*i64", "*i32", "*fp32"
 
 
 def lookups() -> Kernels:
-    common = {"out": FLOATS, "features": WORDS, "offsets": WORDS, "num_bags": "i32"}
-    cases: dict[str, dict[str, Any]] = {
-        "lookup fp32": {"ids": WORDS, "weights": FLOATS, "VECTOR": 4, "ROW": tl.float32},
-        "lookup fp16": {"ids": INTS, "weights": None, "VECTOR": 8, "ROW": tl.float16},
-        "lookup bf16, odd": {"ids": INTS, "weights": FLOATS, "VECTOR": 1, "ROW": tl.bfloat16},
-    }
-    return {name: (lookup._pool, common | case) for name, case in cases.items()}
+    common = {"out": FLOATS, "words": WORDS, "offsets": WORDS, "num_bags": "i32", "num_units": "i32"}
+    common |= {"num_warps": 1, "maxnreg": lookup.MAX_REGISTERS}
+    kernels: Kernels = {}
+    for row, bags, ids in ((tl.float32, 4, WORDS), (tl.float16, 2, WORDS), (tl.bfloat16, 2, INTS)):
+        for weights, first_suffix in ((None, ""), (FLOATS, " weighted")):
+            for aligned, suffix in ((True, ""), (False, " odd widths")):
+                for count in (1, bags):
+                    name = f"lookup {row}{first_suffix}{suffix}, {count} bags per lane"
+                    types = common | {"ids": ids, "weights": weights, "FORM": (row, count, aligned)}
+                    kernels[name] = (lookup._pool, types)
+    return kernels
 
 
 def rows() -> Kernels:
     kernels: Kernels = {}
-    for row, vector in ((tl.float32, 4), (tl.float16, 8), (tl.bfloat16, 1)):
-        types = {"addresses": WORDS, "features": WORDS, "ids": INTS, "VECTOR": vector, "ROW": row}
-        kernels[f"rows {row}"] = (row_lookup._copy_rows, types)
+    for row in (tl.float32, tl.float16, tl.bfloat16):
+        types: dict[str, Any] = {"addresses": WORDS, "features": WORDS, "ids": INTS, "ROW": row}
+        kernels[f"rows {row}"] = (row_lookup._copy_rows, types | {"ALL_ALIGNED": True})
+        kernels[f"rows {row}, odd widths"] = (row_lookup._copy_rows, types | {"ALL_ALIGNED": False})
         types = {"out": FLOATS, "words": WORDS, "ids": INTS, "offsets": WORDS, "gradient": FLOATS, "ROW": row}
         kernels[f"weights {row}"] = (weight_gradient._dots, types)
     return kernels

@@ -10,7 +10,9 @@ from __future__ import annotations
 import io
 import json
 import re
+import subprocess
 import sys
+import tempfile
 from collections import Counter
 from contextlib import redirect_stdout
 from typing import Any
@@ -25,7 +27,7 @@ from triton.compiler import ASTSource
 GROUPS = {**sparse_kernels.GROUPS, **dense_kernels.GROUPS}
 """Functions that return the kernels of a group: (kernel, types) by name. `types` has the type of each argument, or the
 value of a constant or of one of `OPTIONS`. Other names are ignored."""
-OPTIONS = {"num_warps": 4, "num_stages": 3, "enable_fp_fusion": False}
+OPTIONS = {"num_warps": 4, "num_stages": 3, "enable_fp_fusion": False, "maxnreg": None}
 """Options of the compiler and their defaults."""
 # ld.global.L1::evict_last.v4.b32 moves 4 x 32 bits.
 ACCESS = r"\b(ld|st)\.global(?:\.[a-zA-Z_]\S*?)??(?:\.v(\d))?\.[a-z]+(\d+)\b"
@@ -57,6 +59,7 @@ def compiled(kernel: Any, types: dict[str, Any], architecture: int) -> dict[str,
         "registers": logged(log.getvalue(), r"Used (\d+) registers"),
         "spilled_bytes": logged(log.getvalue(), r"(\d+) bytes spill (?:stores|loads)"),
         "shared_bytes": built.metadata.shared,
+        "wide_loads_in_flight": count_wide_destinations(built.asm["cubin"]),
     }
 
 
@@ -68,6 +71,17 @@ def count_instructions(ptx: str) -> dict[str, dict[str, int]]:
     counts["ld"].update(str(int(size, 16)) for size in re.findall(ASYNC_COPY, ptx))
     arithmetic = Counter(name.rstrip(".") for name in re.findall(ARITHMETIC, ptx))
     return {"loads": dict(counts["ld"]), "stores": dict(counts["st"]), "arithmetic": dict(arithmetic)}
+
+
+def count_wide_destinations(cubin: bytes) -> int:
+    """Return the number of different registers that receive 16 bytes: the maximum number of such loads in flight."""
+    # The assembler may let a load wait until the result of an earlier one was used, and reuse its register.
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "-sass", file.name]
+        sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return len(set(re.findall(r"\bLDG\.E\S*\.128\S* (R\d+)", sass)))
 
 
 def logged(log: str, pattern: str) -> int:
