@@ -26,15 +26,15 @@ WORDS, INTS, FLOATS = "*i64", "*i32", "*fp32"
 
 def lookups() -> Kernels:
     common = {"out": FLOATS, "words": WORDS, "offsets": WORDS, "num_bags": "i32", "num_units": "i32"}
-    common |= {"num_warps": 1, "maxnreg": lookup.MAX_REGISTERS}
     kernels: Kernels = {}
     for row, bags, ids in ((tl.float32, 4, WORDS), (tl.float16, 2, WORDS), (tl.bfloat16, 2, INTS)):
         for weights, first_suffix in ((None, ""), (FLOATS, " weighted")):
             for aligned, suffix in ((True, ""), (False, " odd widths")):
-                for count in (1, bags):
+                for warps, count in ((4, 1), (1, bags)):
+                    types = {"ids": ids, "weights": weights, "FORM": (row, 32 * warps, count, aligned)}
+                    types |= {"num_warps": warps, "maxnreg": lookup.MAX_REGISTERS}
                     name = f"lookup {row}{first_suffix}{suffix}, {count} bags per lane"
-                    types = common | {"ids": ids, "weights": weights, "FORM": (row, count, aligned)}
-                    kernels[name] = (lookup._pool, types)
+                    kernels[name] = (lookup._pool, common | types)
     return kernels
 
 

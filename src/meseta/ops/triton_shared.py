@@ -119,12 +119,12 @@ def load_row_parts(address, num_bytes, live, ROW: tl.constexpr, IS_ALIGNED: tl.c
 
     The rows have `num_bytes` [A, B] left at the address. Elements after them are undefined.
     """
-    # Rows are read once. The first-level cache evicts them before ids and offsets.
     VECTOR: tl.constexpr = 128 // ROW.primitive_bitwidth
     if IS_ALIGNED:
         place = tl.multiple_of(address.to(tl.pointer_type(ROW)), [16, 16])[:, :, None]
         lane = tl.arange(0, VECTOR)[None, None, :]
-        values = tl.load(place + lane, mask=live[:, :, None], other=0.0, eviction_policy="evict_first")
+        # Each word is read once, so the first-level cache is left to ids. The second one keeps frequent rows.
+        values = tl.load(place + lane, mask=live[:, :, None], other=0.0, cache_modifier=".cg")
     else:
         w0, w1, w2, w3, w4 = _load_words(address, num_bytes, live)
         if VECTOR == 4:

@@ -1,10 +1,10 @@
 """Pooled lookup on a GPU: one launch for all features, in which each lane pools a few columns of a few bags."""
-# A lane adds 16 bytes of each row of its bags in float32, from left to right. A program is one warp, so that it loops
-# only as often as the longest of its own bags needs, without barriers.
+# A lane adds 16 bytes of each row of its bags in float32, from left to right. A program of a large launch is one warp.
+# It loops only as often as the longest of its own bags needs, without barriers.
 #
-# Bandwidth B needs B * latency bytes in flight: 4.8 TB/s * 600 ns / 132 multiprocessors = 22 KB on an H200. Programs have
-# at most 128 registers per lane, so that at least 16 of them, each with 2 KB of rows in flight, run on a multiprocessor.
-# Of float32 rows without weights, 20 to 25 run. The ids of the next rows are loaded before the rows.
+# Bandwidth B needs B * latency bytes in flight: 4.8 TB/s * 600 ns / 132 multiprocessors = 22 KB on an H200. A lane has
+# four loads of 16 bytes in flight, so a warp has 2 KB. At least 16 warps run on a multiprocessor, because lanes have at
+# most 128 registers. The ids of the next rows are loaded before the rows.
 
 from __future__ import annotations
 
@@ -31,24 +31,27 @@ from meseta.spec import MesetaError
 WEIGHTED, MEAN, ALIGNED, WIDE = 1, 2, 4, 8
 """Flags of a feature: rows have weights; the sum is divided by the length of the bag; rows are aligned to 16 bytes;
 the output is aligned to 16 bytes."""
-LANES = tl.constexpr(32)
-"""Number of lanes per program."""
+WARP = 32
+"""Number of lanes per warp."""
 LOADS = tl.constexpr(4)
-"""Number of rows that a lane loads before it adds them: of several bags, or of one bag if there are few programs."""
+"""Number of rows that a lane loads before it adds them: of several bags in large launches, else of one bag."""
 MAX_COLUMNS_PER_LANE = 16
 """Maximum number of columns, in several bags, that a lane sums. They are in registers."""
 MAX_REGISTERS = 128
 """Maximum number of registers per lane. Without this number the assembler saves registers at the cost of loads: it adds
 a row before it loads the next one."""
-MIN_PROGRAMS = 4096
-"""Number of programs that fill a GPU: 32 for each of 128 multiprocessors."""
-FEATURE_WORDS = tl.constexpr(8)
+MIN_WARPS = 4096
+"""Number of warps that fill a GPU: 32 for each of 128 multiprocessors."""
+FEATURE_WORDS = tl.constexpr(7)
 """Words per feature: address, rows and columns of its table, first column and row stride of the output, flags, first
-unit, unused."""
+unit."""
 
 
 class LaunchPlan(NamedTuple):
-    """Parameters of a launch. A unit is a block of lanes: a feature whose rows have n parts of 16 bytes has n units."""
+    """Parameters of a launch.
+
+    A unit is a program of one block of bags. A feature whose rows have n parts of 16 bytes has n units per block.
+    """
 
     words: tuple[int, ...]
     """Feature of each unit, then the words of the features."""
@@ -77,11 +80,11 @@ def pooled_lookup(
     out = torch.empty((num_bags, plan.width), dtype=torch.float32, device=ids.device)
     if out.numel() == 0:
         return out
-    bags_per_lane = MAX_COLUMNS_PER_LANE // (VECTOR_BYTES // tables[0].dtype.itemsize)
-    if plan.num_units * num_bags < MIN_PROGRAMS * LANES.value * bags_per_lane:
-        bags_per_lane = 1
+    lanes, bags_per_lane = WARP, MAX_COLUMNS_PER_LANE // (VECTOR_BYTES // tables[0].dtype.itemsize)
+    if plan.num_units * num_bags < MIN_WARPS * WARP * bags_per_lane:
+        lanes, bags_per_lane = 4 * WARP, 1
     with torch.cuda.device_of(ids):
-        _pool[(triton.cdiv(num_bags, LANES.value * bags_per_lane) * plan.num_units,)](
+        _pool[(triton.cdiv(num_bags, lanes * bags_per_lane) * plan.num_units,)](
             out,
             device_constant(plan.words, ids.device),
             ids.contiguous(),
@@ -89,8 +92,8 @@ def pooled_lookup(
             None if weights is None else weights.to(torch.float32).contiguous(),
             num_bags,
             plan.num_units,
-            FORM=(ROW_TYPES[tables[0].dtype], bags_per_lane, plan.all_aligned),
-            num_warps=1,
+            FORM=(ROW_TYPES[tables[0].dtype], lanes, bags_per_lane, plan.all_aligned),
+            num_warps=lanes // WARP,
             maxnreg=MAX_REGISTERS,
             enable_fp_fusion=False,
         )
@@ -117,7 +120,7 @@ def _plan_launch(tables: tuple[TensorMetadata, ...], flags: tuple[int, ...]) -> 
         dim = table.shape[1]
         has_aligned_rows = is_aligned(table.address, dim * dtype.itemsize)
         kind = flags[f] | ALIGNED * has_aligned_rows | WIDE * is_aligned(4 * dim, 4 * column, 4 * width)
-        words += [table.address, *table.shape, column, width, kind, len(units), 0]
+        words += [table.address, *table.shape, column, width, kind, len(units)]
         units += [f] * triton.cdiv(dim * dtype.itemsize, VECTOR_BYTES)
         column += dim
         all_aligned &= has_aligned_rows
@@ -127,9 +130,10 @@ def _plan_launch(tables: tuple[TensorMetadata, ...], flags: tuple[int, ...]) -> 
 @triton.jit(do_not_specialize=["num_bags", "num_units"])
 @no_type_check  # Triton parses the source, so that no decorator that checks types may wrap the function.
 def _pool(out, words, ids, offsets, weights, num_bags, num_units, FORM: tl.constexpr):
-    """FORM has the type of rows, the number of bags per lane, and whether the rows of all tables are aligned."""
+    """FORM has the type of rows, numbers of lanes and bags per lane, and whether the rows of all tables are aligned."""
     ROW: tl.constexpr = FORM[0]
-    BAGS: tl.constexpr = FORM[1]
+    LANES: tl.constexpr = FORM[1]
+    BAGS: tl.constexpr = FORM[2]
     VECTOR: tl.constexpr = 128 // ROW.primitive_bitwidth
     # Programs of all features handle the same bags at about the same time, so that long features do not run alone.
     unit = tl.program_id(0) % num_units
@@ -147,7 +151,7 @@ def _pool(out, words, ids, offsets, weights, num_bags, num_units, FORM: tl.const
     start = tl.load(offsets, mask=live, other=0)
     length = (tl.load(offsets + 1, mask=live, other=0) - start).to(tl.int32)
 
-    if FORM[2]:
+    if FORM[3]:
         total = _sum_rows(feature, ids, weights, start, length, first_column, ROW, True)
     elif (flags & 4) == 0:
         total = _sum_rows(feature, ids, weights, start, length, first_column, ROW, False)
@@ -171,39 +175,52 @@ def _pool(out, words, ids, offsets, weights, num_bags, num_units, FORM: tl.const
 @no_type_check
 def _sum_rows(feature, ids, weights, start, length, first_column, ROW: tl.constexpr, IS_ALIGNED: tl.constexpr):
     """Return the sums of bags, [BAGS, LANES, VECTOR], from `first_column` on."""
-    ROWS: tl.constexpr = LOADS // length.shape[0]
     SIZE: tl.constexpr = ROW.primitive_bitwidth // 8
+    BAGS: tl.constexpr = length.shape[0]
+    LANES: tl.constexpr = length.shape[1]
+    ROWS: tl.constexpr = LOADS // BAGS
     num_rows, row_bytes = tl.load(feature + 1), tl.load(feature + 2) * SIZE
-    weighted_length = length * (tl.load(feature + 5) & 1).to(tl.int32)
+    is_weighted = (tl.load(feature + 5) & 1) != 0
     first_byte = first_column * SIZE
     table = tl.load(feature) + first_byte
-    total = tl.zeros([length.shape[0], length.shape[1], 16 // SIZE], dtype=tl.float32)
-    # Pointers advance instead of being computed from `first`, which would become a number of 64 bits.
-    ids += start
-    rows = _load_ids(ids, length, 0, ROWS)
+    # Slot s of a lane holds rows s % ROWS, s % ROWS + ROWS, ... of its bag s // ROWS. `left` is the number of ids from
+    # the first of these rows to the end of the bag. Pointers advance, because an offset would need 64 bits.
+    step = tl.arange(0, ROWS)[None, :, None]
+    left = tl.reshape(length[:, None, :] - step, [LOADS, LANES])
+    place = tl.reshape(start[:, None, :] + step, [LOADS, LANES])
+    ids += place
+    row = tl.load(ids, mask=left > 0, other=-1).to(tl.int64)
+    total = tl.zeros([BAGS, LANES, 16 // SIZE], dtype=tl.float32)
     for first in range(0, tl.max(tl.max(length, axis=1), axis=0), ROWS):
         # Ids are checked one iteration after their load, so that nothing waits for them before.
         ids += ROWS
-        next_rows = _load_ids(ids, length, first + ROWS, ROWS)
-        values = ()
-        for k in tl.static_range(ROWS):
-            is_valid = (rows[k] >= 0) & (rows[k] < num_rows)
-            values += (load_row_parts(table + rows[k] * row_bytes, row_bytes - first_byte, is_valid, ROW, IS_ALIGNED),)
-        for k in tl.static_range(ROWS):
-            term = values[k]
-            if weights is not None:
-                is_weighted = (first + k < weighted_length) & (rows[k] >= 0) & (rows[k] < num_rows)
-                term = term * tl.load(weights + (start + first + k), mask=is_weighted, other=1.0)[:, :, None]
-            total += term
-        rows = next_rows
+        next_row = tl.load(ids, mask=first + ROWS < left, other=-1).to(tl.int64)
+        is_valid = (row >= 0) & (row < num_rows)
+        values = load_row_parts(table + row * row_bytes, row_bytes - first_byte, is_valid, ROW, IS_ALIGNED)
+        if weights is not None:
+            values *= tl.load(weights + (place + first), mask=is_valid & is_weighted, other=1.0)[:, :, None]
+        total = _add_slots(total, values)
+        row = next_row
     return total
 
 
 @triton.jit
 @no_type_check
-def _load_ids(ids, length, first, COUNT: tl.constexpr):
-    """Return the ids of bags at `first` and the next positions, as COUNT tensors. Missing ids are -1."""
-    rows = ()
-    for k in tl.static_range(COUNT):
-        rows += (tl.load(ids + k, mask=first + k < length, other=-1).to(tl.int64),)
-    return rows
+def _add_slots(total, values):
+    """Add the slots [LOADS, LANES, VECTOR] of each bag to its sum, from left to right."""
+    BAGS: tl.constexpr = total.shape[0]
+    LANES: tl.constexpr = total.shape[1]
+    VECTOR: tl.constexpr = total.shape[2]
+    ROWS: tl.constexpr = values.shape[0] // BAGS
+    rows = tl.permute(tl.reshape(values, [BAGS, ROWS, LANES, VECTOR]), [0, 2, 3, 1])
+    if ROWS == 1:
+        total += values
+    elif ROWS == 2:
+        a, b = tl.split(rows)
+        total = total + a + b
+    else:
+        even, odd = tl.split(tl.reshape(rows, [BAGS, LANES, VECTOR, 2, 2]))
+        a, c = tl.split(even)
+        b, d = tl.split(odd)
+        total = total + a + b + c + d
+    return total
