@@ -33,6 +33,7 @@ from triton_cases import (
     check_marks,
     check_repaired_ids,
     check_row_lookup,
+    check_surrounded_rows,
     check_update,
     check_weight_gradient,
     copied,
@@ -45,7 +46,7 @@ from triton_cases import (
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU here")
 
 LOOKUPS = product(
-    dims=[[16], [1], [33, 4], [20, 64, 8], [300], [2, 6, 130], [128] * 5],
+    dims=[[16], [1], [17, 16, 4], [20, 64, 8], [300], [2, 6, 130], [128] * 5],
     dtype=TYPES,
     integers=[torch.int64, torch.int32],
     num_samples=[1, 40, 3000],
@@ -125,6 +126,13 @@ def test_lookups(case: dict[str, Any]) -> None:
     check_row_lookup(problem, "cuda")
     check_weight_gradient(problem, "cuda")
     check_repaired_ids(problem, "cuda", case["seed"])
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("shift", [0, 1, 2, 3, 7])
+@pytest.mark.parametrize("dims", [[16, 17], [3], [40, 1, 5]], ids=str)
+def test_lookups_of_rows_that_do_not_start_at_16_bytes(dims: list[int], shift: int, dtype: torch.dtype) -> None:
+    check_surrounded_rows(dims, dtype, shift, "cuda")
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)

@@ -21,7 +21,7 @@ from meseta.ops.weight_gradient import triton as weights
 from triton_cases import TYPES, check_repaired_ids, check_row_lookup, check_weight_gradient, lookup_case
 
 MATRIX = product(
-    dims=[[16], [1], [33, 4], [20, 64, 8], [300], [2, 6, 130], [8] * 9],
+    dims=[[16], [1], [17, 16, 4], [20, 64, 8], [300], [2, 6, 130], [8] * 9],
     dtype=TYPES,
     integers=[torch.int64, torch.int32],
     num_samples=[0, 1, 9, 30],
