@@ -20,7 +20,7 @@ from meseta.ops.row_lookup import triton as rows
 from triton_cases import TYPES, check_lookup, check_surrounded_rows, lookup_case
 
 MATRIX = product(
-    dims=[[16], [1], [17, 16, 4], [20, 64, 8], [300], [2, 6, 130], [128] * 5],
+    dims=[[16], [1], [17, 16, 4], [20, 64, 8], [100], [2, 6, 130], [128] * 2],
     dtype=TYPES,
     integers=[torch.int64, torch.int32],
     num_samples=[1, 9, 40],
@@ -28,7 +28,7 @@ MATRIX = product(
 )
 
 
-@pytest.mark.parametrize("case", sample(MATRIX, 20, seed=0))
+@pytest.mark.parametrize("case", sample(MATRIX, 16, seed=0))
 def test_ragged_batches(case: dict[str, Any]) -> None:
     check_lookup(lookup_case(**case), "cpu")
 
@@ -36,13 +36,13 @@ def test_ragged_batches(case: dict[str, Any]) -> None:
 def test_no_samples_only_empty_bags_and_long_bags() -> None:
     check_lookup(lookup_case(0, [16, 3], num_samples=0), "cpu")
     check_lookup(lookup_case(0, [16, 3], max_length=0), "cpu")
-    check_lookup(lookup_case(3, [16, 20], num_samples=5, max_length=200), "cpu")
+    check_lookup(lookup_case(3, [16, 20], num_samples=5, max_length=70), "cpu")
 
 
 ODD = product(dims=[[16, 17], [3], [40, 1, 5]], dtype=TYPES, shift=[0, 1, 3, 6])
 
 
-@pytest.mark.parametrize("case", sample(ODD, 8, seed=3))
+@pytest.mark.parametrize("case", sample(ODD, 5, seed=3))
 def test_rows_and_tables_that_do_not_start_at_16_bytes(case: dict[str, Any]) -> None:
     check_surrounded_rows(**case, device="cpu")
 

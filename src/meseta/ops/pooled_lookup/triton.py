@@ -1,6 +1,6 @@
 """Pooled lookup on a GPU: one launch for all features, in which each lane pools a few columns of a few bags."""
 # A lane adds 16 bytes of each row of its bags in float32, from left to right. A program of a large launch is one warp.
-# It loops only as often as the longest of its own bags needs, without barriers.
+# It loops as often as its longest bag needs, without barriers.
 #
 # Bandwidth B needs B * latency bytes in flight: 4.8 TB/s * 600 ns / 132 multiprocessors = 22 KB on an H200. A lane has
 # four loads of 16 bytes in flight, so a warp has 2 KB. At least 16 warps run on a multiprocessor, because lanes have at
@@ -47,7 +47,7 @@ FEATURE_WORDS = tl.constexpr(7)
 unit."""
 
 
-class LaunchPlan(NamedTuple):
+class LookupLaunch(NamedTuple):
     """Parameters of a launch.
 
     A unit is a program of one block of bags. A feature whose rows have n parts of 16 bytes has n units per block.
@@ -101,7 +101,7 @@ def pooled_lookup(
 
 
 @lru_cache(maxsize=256)
-def _plan_launch(tables: tuple[TensorMetadata, ...], flags: tuple[int, ...]) -> LaunchPlan:
+def _plan_launch(tables: tuple[TensorMetadata, ...], flags: tuple[int, ...]) -> LookupLaunch:
     """Return the parameters of a launch. They are cached, because tables do not change between steps.
 
     Raises MesetaError if tables do not match each other.
@@ -124,7 +124,7 @@ def _plan_launch(tables: tuple[TensorMetadata, ...], flags: tuple[int, ...]) -> 
         units += [f] * triton.cdiv(dim * dtype.itemsize, VECTOR_BYTES)
         column += dim
         all_aligned &= has_aligned_rows
-    return LaunchPlan((*units, *words), len(units), width, all_aligned)
+    return LookupLaunch((*units, *words), len(units), width, all_aligned)
 
 
 @triton.jit(do_not_specialize=["num_bags", "num_units"])
@@ -158,8 +158,8 @@ def _pool(out, words, ids, offsets, weights, num_bags, num_units, FORM: tl.const
     else:
         total = _sum_rows(feature, ids, weights, start, length, first_column, ROW, True)
     if (flags & 2) != 0:
-        count = tl.maximum(length, 1).to(tl.float32)[:, :, None] + tl.zeros_like(total)
-        total = tl.div_rn(total, count)
+        count = tl.maximum(length, 1).to(tl.float32)[:, :, None]
+        total = tl.div_rn(total, tl.broadcast_to(count, total.shape))
 
     column = first_column[:, :, None] + tl.arange(0, VECTOR)[None, None, :]
     bag = bag.to(tl.int64)[:, :, None]
@@ -190,8 +190,8 @@ def _sum_rows(feature, ids, weights, start, length, first_column, ROW: tl.conste
     place = tl.reshape(start[:, None, :] + step, [LOADS, LANES])
     ids += place
     row = tl.load(ids, mask=left > 0, other=-1).to(tl.int64)
-    total = tl.zeros([BAGS, LANES, 16 // SIZE], dtype=tl.float32)
-    for first in range(0, tl.max(tl.max(length, axis=1), axis=0), ROWS):
+    total = tl.full([BAGS, LANES, 16 // SIZE], 0.0, dtype=tl.float32)
+    for first in range(0, tl.max(length), ROWS):
         # Ids are checked one iteration after their load, so that nothing waits for them before.
         ids += ROWS
         next_row = tl.load(ids, mask=first + ROWS < left, other=-1).to(tl.int64)
