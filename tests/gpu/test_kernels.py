@@ -245,6 +245,31 @@ def test_a_captured_update_takes_new_gradients_and_a_new_step() -> None:
         assert torch.equal(result, other.cpu())
 
 
+def test_ids_are_sorted_on_another_stream_of_a_captured_update() -> None:
+    from meseta.ops.row_update import triton
+
+    first_call = update_case(make_row_optimizer(SPECS["rowwise_adagrad"]), dims=(16, 40), num_samples=3000)
+    call, side = on_device(copied(first_call, "cuda"), step=3), torch.cuda.Stream()
+    before = [tensor.clone() for tensor in (*call.tables, *call.states)]
+
+    def update() -> None:
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            sorted_ids = triton.sort_row_ids(
+                call.tables, call.features, call.ids, call.offsets, call.num_bags, call.weights
+            )
+        assert sorted_ids is not None
+        torch.cuda.current_stream().wait_stream(side)
+        triton.apply_row_update(call, sorted_ids)
+
+    graph = captured(update)
+    for tensor, old in zip((*call.tables, *call.states), before, strict=True):
+        tensor.copy_(old)
+    graph.replay()
+    for result, other in zip((*call.tables, *call.states), updated(first_call, "cuda"), strict=True):
+        assert torch.equal(result.cpu(), other)
+
+
 def test_a_first_use_inside_a_capture_is_refused() -> None:
     case = lookup_case(77, [16, 4], num_samples=3).to("cuda")
     pooled_lookup(case.tables[:1], case.ids[:0], torch.zeros(4, dtype=torch.int64, device="cuda"))

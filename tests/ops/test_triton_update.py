@@ -27,7 +27,10 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 MATRIX = product(optimizer=list(SPECS), dtype=TYPES, seed=[0, 1, 2])
 SHAPES = product(
-    dims=[(1,), (16, 40), (3, 130, 20), (300,), (8, 8, 8)], num_samples=[1, 9, 30], dtype=TYPES, seed=[0, 1, 2]
+    dims=[(1,), (64, 64), (16, 40), (3, 130, 20), (300,), (8, 8, 8)],
+    num_samples=[1, 9, 30],
+    dtype=TYPES,
+    seed=[0, 1, 2],
 )
 
 
@@ -49,7 +52,7 @@ def test_ragged_batches(case: dict[str, Any]) -> None:
 @pytest.mark.parametrize("weighted", [False, True])
 def test_hot_rows(weighted: bool) -> None:
     # Runs of all lengths around the one from which they are summed beforehand, in several blocks of samples.
-    call = update_case(make_row_optimizer(SPECS["adagrad"]), 1, dims=(8,), num_samples=600, max_length=2, max_rows=3)
+    call = update_case(make_row_optimizer(SPECS["adagrad"]), 1, dims=(16,), num_samples=600, max_length=2, max_rows=3)
     check_update(call if weighted else replace(call, weights=None), "cpu")
 
 
@@ -136,7 +139,7 @@ def test_wide_keys_and_numbers_give_the_same_bits(case: tuple[int, ...], monkeyp
 
 @pytest.mark.parametrize("weighted", [False, True])
 def test_ids_may_be_sorted_before_gradients_exist(weighted: bool) -> None:
-    call = update_case(make_row_optimizer(SPECS["adam"]), 7, dims=(8, 20), num_samples=40, max_rows=9)
+    call = update_case(make_row_optimizer(SPECS["adam"]), 7, dims=(32, 32), num_samples=40, max_rows=9)
     call = copied(call if weighted else replace(call, weights=None))
     expected = updated(call, "cpu")
     sorted_ids = kernel.sort_row_ids(call.tables, call.features, call.ids, call.offsets, call.num_bags, call.weights)

@@ -49,8 +49,8 @@ INT16_ROWS, INT32_ROWS = 2**16, 2**31
 """Number of rows of all tables from which keys need more than 16 and 32 bits."""
 INT32_BAGS = 2**31
 """Number of bags of all features from which their numbers need more than 32 bits."""
-INT32_ITEMS = 2**31 - 2**12
-"""Number of contributions from which their numbers need more than 32 bits. Programs round it up."""
+INT32_ITEMS = 2**30
+"""Number of contributions from which their numbers have 64 bits. Below, sums of two numbers fit 32 bits."""
 
 
 def row_update(call: UpdateCall) -> None:
@@ -152,7 +152,7 @@ def _key_ranges(shapes: Sequence[tuple[int, int]]) -> tuple[list[int], list[tupl
 def _sort(plan: _SortPlan, ids: Tensor, offsets: Tensor, weights: Tensor | None) -> SortedRowIds:
     device, limit = ids.device, ids.numel() * plan.max_tables_per_feature
     grid = (triton.cdiv(limit, CHUNK.value),)
-    # torch sorts in passes over all bits of the keys, so that narrow keys need fewer passes.
+    # torch sorts in one pass per eight bits of the keys. Each reads and writes key and int64 number, such as 24 bytes.
     narrow, small = plan.num_rows < INT16_ROWS, plan.num_rows < INT32_ROWS
     key_type = torch.int16 if narrow else torch.int32 if small else torch.int64
     bag_type = torch.int32 if plan.num_features * plan.num_bags < INT32_BAGS else torch.int64
