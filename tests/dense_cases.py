@@ -134,8 +134,8 @@ def check_linear_backward(
         check_accuracy(*result)
     if mask is not None:
         check_masked_sums(triton.linear_backward(*moved, got_sums, 2)[0], got_sums, 2)
-    if mask is not None and residual is None:
-        check_accuracy(triton.masked_input_gradient(*moved[:1], moved[2], moved[4], got_sums, 2), plain[0], exact[0])
+    if "input" in options:
+        check_accuracy(triton.input_gradient(*moved[:3], *moved[4:], got_sums, 2), plain[0], exact[0])
     assert got_sums[:, :2].eq(7.0).all() and got_sums[:, 2 if mask is None else -1 :].eq(7.0).all()
 
 

@@ -15,7 +15,7 @@ from gpu_path.arguments import leaves
 from gpu_path.dispatch import CPU, GPU, EmulatedGpu
 from gpu_path.fakes import FakeCuda
 from gpu_path.memory import has_storage
-from gpu_path.products import choose_large_tile, multiply
+from gpu_path.products import TILE_CHOICES, choose_large_tile, multiply
 
 
 @contextmanager
@@ -57,7 +57,7 @@ def emulated_gpu() -> Iterator[EmulatedGpu]:
         replace(torch._C, _group_tensors_by_device_and_dtype=grouping(gpu))
         replace(InterpretedFunction, run=launcher(gpu, InterpretedFunction.run))
         replace(InterpreterBuilder, create_dot=multiply)
-        replace(linear, choose_tile=choose_large_tile, choose_block_tile=choose_large_tile)
+        replace(linear, **dict.fromkeys(TILE_CHOICES, choose_large_tile))
         stack.enter_context(gpu)
         yield gpu
 

@@ -10,6 +10,8 @@ from torch import Tensor
 
 MAX_TILE = 256, 512, 512
 """Maximum numbers of rows, columns and terms of a tile in the interpreter."""
+TILE_CHOICES = "choose_tile", "choose_forward_tile", "choose_block_tile"
+"""Functions of `meseta.ops.linear.triton` that `choose_large_tile` replaces."""
 LIBRARY = torch.library.Library("aten", "IMPL")
 """Implementations for CPUs of operators that torch has for GPUs only."""
 
@@ -29,13 +31,13 @@ def _float_array(matrix: Any) -> Any:
 
 
 def choose_large_tile(num_rows: int, num_columns: int, num_terms: int, dtype: torch.dtype) -> Any:
-    """Replace `meseta.ops.linear.triton.choose_tile`: the time of the interpreter is that of the number of programs."""
+    """Return a tile for the interpreter, whose time is that of the number of programs."""
     import triton
 
-    from meseta.ops.linear.triton import Tile
+    from meseta.ops.linear.triton import ProductTile
 
     sizes = zip((num_rows, num_columns, num_terms), MAX_TILE, strict=True)
-    return Tile(*(min(triton.next_power_of_2(max(size, 1)), limit) for size, limit in sizes), num_warps=4)
+    return ProductTile(*(min(triton.next_power_of_2(max(size, 1)), limit) for size, limit in sizes), num_warps=4)
 
 
 def _multiply_to_dtype(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:

@@ -30,7 +30,7 @@ def forward_kernels(
 ) -> dict[str, tuple[Any, dict[str, Any]]]:
     """Return the kernels of a layer with ReLU and of the last steps of a cross layer."""
     pointer = f"*{dtype}"
-    tile = linear.choose_tile(num_samples, num_outputs, num_inputs, DTYPES[dtype])
+    tile = linear.choose_forward_tile(num_samples, num_outputs, num_inputs, DTYPES[dtype])
     alignment = 16 // DTYPES[dtype].itemsize
     common = {
         "operands": (pointer, pointer, pointer),
@@ -65,18 +65,16 @@ def backward_kernels(
     masked = {"outputs": (pointer, weight_gradient, "*fp32"), "terms": (pointer, None)}
     masked |= tile_options(linear.choose_block_tile(num_samples, num_inputs, num_outputs, kind))
     kernels = {f"mask {name}": (linear._linear_backward, common | masked)}
+    added = {"outputs": (pointer, weight_gradient, None), "terms": (None, pointer)}
+    added |= tile_options(linear.limit_rows(linear.choose_tile(num_samples, num_inputs, num_outputs, kind)))
+    kernels[f"residual {name}"] = (linear._linear_backward, common | added)
     if not is_large:
-        added = {"outputs": (pointer, weight_gradient, None), "terms": (None, pointer)}
-        added |= tile_options(linear.choose_tile(num_samples, num_inputs, num_outputs, kind))
-        kernels[f"residual {name}"] = (linear._linear_backward, common | added)
-        kernels[f"weight {name}"] = (
-            linear._linear_backward,
-            common | added | {"outputs": (None, weight_gradient, None), "terms": (None, None)},
-        )
+        weight_only = {"outputs": (None, weight_gradient, None), "terms": (None, None)}
+        kernels[f"weight {name}"] = (linear._linear_backward, common | added | weight_only)
     return kernels
 
 
-def tile_options(tile: linear.Tile) -> dict[str, Any]:
+def tile_options(tile: linear.ProductTile) -> dict[str, Any]:
     options = {"TILE": tile[:3], "num_warps": tile.num_warps, "num_stages": linear.NUM_STAGES}
     # An A100 would spill up to 64 bytes.
     return options | {"architecture": 90} if tile.rows * tile.columns == 256 * 128 else options

@@ -14,7 +14,7 @@ pytest.importorskip("gpu_path", reason="the products of the interpreter are in b
 if torch.cuda.is_available():
     pytest.skip("Triton compiles for the GPU here: see tests/gpu", allow_module_level=True)
 
-from gpu_path.products import choose_large_tile, multiply
+from gpu_path.products import TILE_CHOICES, choose_large_tile, multiply
 from triton.runtime.interpreter import InterpreterBuilder
 
 from dense_cases import check_extremes, check_linear, check_linear_backward, layer
@@ -25,7 +25,12 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NaN and inf
 FUSED_DTYPES = [torch.float32, torch.bfloat16]
 SIZES = [(1, 1, 1), (9, 13, 70), (70, 64, 16), (3, 20, 40), (300, 5, 33), (40, 200, 3)]
 OPTIONS = [(), ("input",), ("input", "mask"), ("input", "residual"), ("input", "mask", "residual")]
-TILES = [None, triton.Tile(64, 32, 64, 4), triton.Tile(128, 128, 64, 8), triton.Tile(256, 128, 16, 8)]
+TILES = [
+    None,
+    triton.ProductTile(64, 32, 64, 4),
+    triton.ProductTile(128, 128, 64, 8),
+    triton.ProductTile(256, 128, 16, 8),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -33,10 +38,11 @@ def bfloat16_products(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(InterpreterBuilder, "create_dot", multiply)
 
 
-def use_tile(tile: triton.Tile | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def use_tile(tile: triton.ProductTile | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Use a tile for all products, or those of their shapes if it is `None`."""
     if tile is not None:
         monkeypatch.setattr(triton, "choose_tile", lambda *shape: tile)
+        monkeypatch.setattr(triton, "choose_forward_tile", lambda *shape: tile)
         monkeypatch.setattr(triton, "choose_block_tile", lambda *shape: tile._replace(rows=256))
 
 
@@ -71,7 +77,7 @@ def test_all_paths_give_the_results_of_the_reference(
 ) -> None:
     monkeypatch.setattr(operators, "MAX_FUSED_FLOPS", limits[0])
     monkeypatch.setattr(operators, "MAX_FUSED_TERMS", limits[1])
-    for name in ("choose_tile", "choose_block_tile"):
+    for name in TILE_CHOICES:
         monkeypatch.setattr(triton, name, choose_large_tile)
     for num_samples in (0, 300):
         results = [call_all(num_samples, dtype)]

@@ -60,7 +60,7 @@ def use_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(gpu, f"_{name}", getattr(triton, name))
     for name in ("linear", "linear_backward", "mask_and_sum"):
         monkeypatch.setattr(linear, f"_{name}", getattr(linear, f"_{name}_gpu"))
-    for name in ("choose_tile", "choose_block_tile"):
+    for name in products.TILE_CHOICES:
         monkeypatch.setattr(linear_kernels, name, products.choose_large_tile)
     monkeypatch.setattr(InterpreterBuilder, "create_dot", products.multiply)
 

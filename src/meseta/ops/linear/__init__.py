@@ -13,10 +13,11 @@ from meseta.ops.linear.reference import new_block_sums as new_block_sums
 from meseta.ops.product import product
 from meseta.sparse.shapes import Float
 
-MAX_FUSED_FLOPS = 200_000_000
+MAX_FUSED_FLOPS = 50_000_000
 """Maximum number of operations of a product that is computed in one launch with the other steps of a layer."""
-# In float32 these launches use CUDA cores, with perhaps 30 TFLOP/s on an H100, where cuBLAS has 50: 0.2 GFLOP take 3 us
-# longer. This is the time to launch the kernels that they replace.
+# In float32 these launches use CUDA cores. The terms of x and W are contiguous, so that threads read the same banks of
+# shared memory: perhaps 12 TFLOP/s on an H100, where cuBLAS has 50. 50 MFLOP take 3 us longer. This is the time to
+# launch the kernels that they replace.
 MAX_FUSED_TERMS = 1024
 """Maximum number of terms of a sum of such a product."""
 # One program computes a sum, so that long sums take long if there are few of them. With bfloat16, products with fewer
@@ -135,9 +136,9 @@ def _linear_backward_gpu(
     weight_gradient = _weight_gradient(gradient, x)
     if not needs_input:
         return gradient.new_empty(0, 0), weight_gradient
-    if mask is not None and sums is not None and residual is None and has_fused_input:
-        return triton.masked_input_gradient(gradient, weight, mask, sums, column), weight_gradient
-    # cuBLAS adds the residual.
+    # A product without mask and residual is faster in cuBLAS. `addmm` copies the residual before cuBLAS adds to it.
+    if has_fused_input and (mask is not None or residual is not None):
+        return triton.input_gradient(gradient, x, weight, mask, residual, sums, column), weight_gradient
     result = product(gradient, weight) if residual is None else torch.addmm(residual, gradient, weight)
     return result if mask is None else _mask_and_sum(result, mask, sums, column), weight_gradient
 

@@ -26,7 +26,7 @@ MAX_COLUMNS = 64
 """Maximum number of columns per program of an element-wise kernel."""
 
 
-class Tile(NamedTuple):
+class ProductTile(NamedTuple):
     """Part of a product that a program computes, and the number of terms that it adds at a time."""
 
     rows: int
@@ -35,32 +35,42 @@ class Tile(NamedTuple):
     num_warps: int
 
 
-def choose_tile(num_rows: int, num_columns: int, num_terms: int, dtype: torch.dtype) -> Tile:
+def choose_tile(num_rows: int, num_columns: int, num_terms: int, dtype: torch.dtype) -> ProductTile:
     """Return the tile of a product [num_rows, num_terms] times [num_terms, num_columns]."""
     # An H100 has 132 multiprocessors. Smaller products have smaller tiles, so that all of them have a program.
     size = num_rows * num_columns
     terms = max(triton.next_power_of_2(num_terms), 16)
     if dtype == torch.float32:  # CUDA cores multiply.
-        return Tile(64, 64, 16, 4) if size >= 64 * 64 * 128 else Tile(32, 32, min(terms, 32), 4)
+        return ProductTile(64, 64, 16, 4) if size >= 64 * 64 * 128 else ProductTile(32, 32, min(terms, 32), 4)
     if size >= 256 * 128 * 128:
-        return Tile(256, 128, min(terms, 64), 8)
-    return Tile(128, 128, min(terms, 64), 8) if size >= 128 * 128 * 64 else Tile(64, 32, min(terms, 64), 4)
+        return ProductTile(256, 128, min(terms, 64), 8)
+    return (
+        ProductTile(128, 128, min(terms, 64), 8) if size >= 128 * 128 * 64 else ProductTile(64, 32, min(terms, 64), 4)
+    )
 
 
-def limit_rows(tile: Tile) -> Tile:
-    """Return the tile of a product that is followed by reads of two matrices."""
+def choose_forward_tile(num_rows: int, num_columns: int, num_terms: int, dtype: torch.dtype) -> ProductTile:
+    """Return the tile of x W^T."""
+    tile = choose_tile(num_rows, num_columns, num_terms, dtype)
+    # In float32, conflicts between the threads of a multiprocessor determine the time, see MAX_FUSED_FLOPS.
+    is_tiny = dtype == torch.float32 and num_rows * num_columns < 16 * 16 * 264
+    return ProductTile(16, 16, tile.terms, 2) if is_tiny else tile
+
+
+def limit_rows(tile: ProductTile) -> ProductTile:
+    """Return the tile of a product that is followed by reads of other matrices."""
     # Two programs fit on a multiprocessor, so that one multiplies while the other one reads.
     return tile._replace(rows=min(tile.rows, 128))
 
 
-def choose_block_tile(num_rows: int, num_columns: int, num_terms: int, dtype: torch.dtype) -> Tile:
+def choose_block_tile(num_rows: int, num_columns: int, num_terms: int, dtype: torch.dtype) -> ProductTile:
     """Return the tile of a product whose columns are summed over blocks of samples: a program has a whole block."""
     rows = min(max(triton.next_power_of_2(num_rows), 64), BLOCK_SAMPLES.value)
     terms = max(triton.next_power_of_2(num_terms), 16)
     if dtype == torch.float32:
-        return Tile(rows, 16, min(terms, 32), 8 if rows == BLOCK_SAMPLES.value else 4)
+        return ProductTile(rows, 16, min(terms, 32), 8 if rows == BLOCK_SAMPLES.value else 4)
     is_large = num_rows * num_columns >= 256 * 128 * 64
-    return Tile(rows, 128, min(terms, 64), 8) if is_large else Tile(rows, 32, min(terms, 64), 4)
+    return ProductTile(rows, 128, min(terms, 64), 8) if is_large else ProductTile(rows, 32, min(terms, 64), 4)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, relu: bool) -> Tensor:
@@ -75,12 +85,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, relu: bool) -> Tensor
 def linear_cross(t: Tensor, weight: Tensor, bias: Tensor | None, x0: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     """Implement `meseta.ops.linear.reference.linear_cross` on a GPU for float32 and bfloat16."""
     out, p = (t.new_empty(len(t), len(weight)) for _ in range(2))
-    tile = limit_rows(choose_tile(len(t), len(weight), t.shape[1], t.dtype))
+    tile = limit_rows(choose_forward_tile(len(t), len(weight), t.shape[1], t.dtype))
     _launch_linear((out, p), (t, weight, bias), (x0.contiguous(), x.contiguous()), tile)
     return out, p
 
 
-def _launch_linear(outputs: Any, operands: Any, factors: Any, tile: Tile, *, relu: bool = False) -> None:
+def _launch_linear(outputs: Any, operands: Any, factors: Any, tile: ProductTile, *, relu: bool = False) -> None:
     x, weight, bias = operands
     x, weight = _with_contiguous_rows(x), weight.contiguous()
     (num_samples, num_terms), num_outputs = x.shape, len(weight)
@@ -120,10 +130,19 @@ def linear_backward(
     return x_gradient, weight_gradient[0] if num_chunks == 1 else weight_gradient.sum(dim=0)
 
 
-def masked_input_gradient(gradient: Tensor, weight: Tensor, mask: Tensor, sums: Tensor, column: int) -> Tensor:
+def input_gradient(
+    gradient: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    mask: Tensor | None,
+    residual: Tensor | None,
+    sums: Tensor | None,
+    column: int,
+) -> Tensor:
     """Return the gradient of the input as `linear_backward` does, without the gradient of the weight."""
-    x_gradient = torch.empty_like(mask, memory_format=torch.contiguous_format)
-    _launch_backward((x_gradient, None, sums[:, column:]), (gradient, mask, weight), (mask, None))
+    x_gradient = x.new_empty(x.shape)
+    sums = None if sums is None or mask is None else sums[:, column:]
+    _launch_backward((x_gradient, None, sums), (gradient, x, weight), (mask, residual))
     return x_gradient
 
 
@@ -135,6 +154,7 @@ def _launch_backward(outputs: Any, operands: Any, terms: Any) -> None:
     gradient, x, weight = _with_contiguous_rows(gradient), _with_contiguous_rows(x), weight.contiguous()
     (num_samples, num_inputs), num_outputs = x.shape, len(weight)
     tile = (choose_tile if mask is None else choose_block_tile)(num_samples, num_inputs, num_outputs, x.dtype)
+    tile = tile if residual is None or mask is not None else limit_rows(tile)
     num_chunks = 0 if weight_gradient is None else len(weight_gradient)
     weight_tile = choose_tile(num_chunks * num_outputs, num_inputs, num_samples, x.dtype)
     num_input_tiles = 0 if x_gradient is None else _num_tiles(num_samples, num_inputs, tile)
@@ -187,7 +207,7 @@ def block_grid(matrix: Tensor) -> tuple[int, int]:
     return triton.cdiv(num_samples, reference.BLOCK_SAMPLES), triton.cdiv(width, _num_columns(width))
 
 
-def _num_tiles(num_rows: int, num_columns: int, tile: Tile) -> int:
+def _num_tiles(num_rows: int, num_columns: int, tile: ProductTile) -> int:
     return int(triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_columns, tile.columns))
 
 
