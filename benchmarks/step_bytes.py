@@ -25,7 +25,7 @@ from dcnv2.compiled import widest_accesses
 from dcnv2.shape import MLPERF, TINY
 from dcnv2.step_kernels import StepKernel, step_kernels, total
 
-NUM_ROW_SAMPLES, NUM_DENSE_SAMPLES = 40, 768
+NUM_ROW_SAMPLES, NUM_DENSE_SAMPLES = 20, 768
 """Numbers of recorded samples."""
 MIN_MB = 20.0
 """Megabytes below which kernels share a row, except for the small model."""
