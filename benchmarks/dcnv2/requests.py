@@ -75,16 +75,23 @@ class LaunchRequests:
         return self.load_bytes + self.store_bytes
 
 
-@contextmanager
-def count_requests(sampled: Container[str] | None = ()) -> Iterator[list[LaunchRequests]]:
-    """Context manager that returns a list, to which each later launch adds its requests.
+class RequestCounter:
+    """Requests of launches. Only some programs of the kernels `sampled` run, at equal distances in the first dimension
+    of the grid. Their counts are scaled to all programs, and their results are incomplete."""
 
-    Only some programs of the kernels `sampled` run, at equal distances in the first dimension of the grid. `None` means
-    all kernels. Their counts are scaled to all programs, and their results are incomplete.
-    """
+    def __init__(self, sampled: Container[str] | None) -> None:
+        self.sampled = sampled
+        """Names of kernels. `None` means all."""
+        self.launches: list[LaunchRequests] = []
+
+
+@contextmanager
+def count_requests(sampled: Container[str] | None = ()) -> Iterator[RequestCounter]:
+    """Context manager that returns a counter of the requests of later launches."""
     from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder
 
-    launches: list[LaunchRequests] = []
+    counter = RequestCounter(sampled)
+    launches = counter.launches
     run: Any = InterpretedFunction.run
 
     def counted_run(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
@@ -93,7 +100,7 @@ def count_requests(sampled: Container[str] | None = ()) -> Iterator[list[LaunchR
         launch = LaunchRequests(name, Signature.from_launch(kernel, named))
         launches.append(launch)
         # Neighboring programs may differ by their number modulo a power of two.
-        step = min(prod(grid) // MAX_PROGRAMS | 1, grid[0]) if sampled is None or name in sampled else 1
+        step = min(prod(grid) // MAX_PROGRAMS | 1, grid[0]) if counter.sampled is None or name in counter.sampled else 1
         num_runs = -(-grid[0] // step)
         with _every(step, grid):
             result = run(kernel, *args, grid=(num_runs, *grid[1:]), warmup=warmup, **kwargs)
@@ -125,7 +132,7 @@ def count_requests(sampled: Container[str] | None = ()) -> Iterator[list[LaunchR
         for name, (loads, stores) in accesses.items():
             access = counting(getattr(InterpreterBuilder, name), loads=loads, stores=stores)
             stack.enter_context(mock.patch.object(InterpreterBuilder, name, access))
-        yield launches
+        yield counter
 
 
 @contextmanager

@@ -37,21 +37,21 @@ def copy(out, x, n, SIZE: tl.constexpr) -> None:  # type: ignore[no-untyped-def]
 
 def test_requests_are_counted() -> None:
     x, out = torch.ones(1000, dtype=torch.bfloat16), torch.zeros(1000)
-    with count_requests() as launches:
+    with count_requests() as counter:
         copy[(8,)](out, x, 1000, SIZE=128)
         copy[(1,)](out, x, 10, SIZE=128)
-    assert [launch.kernel for launch in launches] == ["copy", "copy"]
-    assert launches[0].signature.arguments == {"out": "*fp32", "x": "*bf16", "n": "i32", "SIZE": 128}
-    assert (launches[0].load_bytes, launches[0].store_bytes) == (2 * 1008 + 4 * 8, 4 * 1008)
-    assert launches[1].num_bytes == 2 * 11 + 4 + 4 * 11
+    assert [launch.kernel for launch in counter.launches] == ["copy", "copy"]
+    assert counter.launches[0].signature.arguments == {"out": "*fp32", "x": "*bf16", "n": "i32", "SIZE": 128}
+    assert (counter.launches[0].load_bytes, counter.launches[0].store_bytes) == (2 * 1008 + 4 * 8, 4 * 1008)
+    assert counter.launches[1].num_bytes == 2 * 11 + 4 + 4 * 11
     assert out[1:].equal(torch.ones(999)) and out[0] == 2.0
 
 
 def test_sampled_programs_represent_all() -> None:
     x, out = torch.ones(32_768), torch.zeros(32_768)
-    with count_requests(["copy"]) as launches:
+    with count_requests(["copy"]) as counter:
         copy[(1024,)](out, x, 32_768, SIZE=32)
-    assert launches[0].num_bytes == pytest.approx(2 * 4 * (32_768 + 1024) + 4 * 1024, rel=1e-6)
+    assert counter.launches[0].num_bytes == pytest.approx(2 * 4 * (32_768 + 1024) + 4 * 1024, rel=1e-6)
     assert out[32:64].sum() == 0.0 and out[9 * 32 : 10 * 32].equal(torch.ones(32))
 
 
