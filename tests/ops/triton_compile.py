@@ -140,7 +140,7 @@ def updates(architecture: int) -> dict[str, Any]:
         kernel = update_kernel(instructions, tuple(kind == "row" for kind in program.state_kinds))
         form = (NUM_WORDS.value + len(program.state_kinds), blocks * 16, min(vector, 4), blocks, vector > 1)
         types: dict[str, Any] = common | {"ROW": row, "ROWS": max(1, 32 // blocks), "BLOCKS": blocks, "FORM": form}
-        types |= {"sorted_ids": SORTED, "VECTOR": vector, "NUM_UNIFORMS": len(program.uniforms) + 1}
+        types |= {"sorted_ids": SORTED, "VECTOR": vector, "NUM_UNIFORMS": len(program.uniforms) + 1, "STRIDE": 0}
         for found_inf, suffix in ((None, ""), (FLOATS, " found_inf")):
             types["found_inf"] = found_inf
             programs[f"{name} {row}{suffix}"] = compiled(kernel, types, architecture, num_warps=1, maxnreg=168)

@@ -175,7 +175,7 @@ class UpdateGroup:
         # The scalars keep this group, so that no other group gets its id.
         by_width = scalars.view(("row update", id(self)), torch.float64, compute).view(len(widths), -1)
         if len(widths) == 1:
-            return by_width.expand(len(self.tables), -1).contiguous()
+            return by_width.expand(len(self.tables), -1)
         return by_width[device_constant(tuple(map(widths.index, self.embedding_dims)), by_width.device)]
 
 

@@ -310,7 +310,7 @@ def _uniforms_on_device(call: UpdateCall) -> Tensor:
     """Return float64 uniforms [tables, uniforms + 1] on the device. The last column is the step."""
     device = call.tables[0].device
     if device.type == "cuda" and call.uniforms.device == device:
-        return call.uniforms.contiguous()
+        return call.uniforms if call.uniforms.stride(1) == 1 else call.uniforms.contiguous()
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise MesetaError(
             "row_update: a CUDA graph is being captured, and every replay would use the learning rate and step of this "
@@ -363,6 +363,7 @@ def _launch_updates(plan: _UpdatePlan, sorted_ids: SortedRowIds, lines: Lines, c
             first_key,
             end_key,
             NUM_UNIFORMS=uniforms.shape[1],
+            STRIDE=uniforms.stride(0),  # 0 if all tables have the same uniforms
             ROW=ROW_TYPES[call.tables[0].dtype],
             ROWS=rows,
             BLOCKS=blocks,

@@ -23,8 +23,9 @@ Instructions = tuple[tuple[int, int, int, int, int], ...]
 # sums need no barriers.
 KERNEL_PROLOGUE = """@triton.jit(do_not_specialize=["num_bags", "limit", "first_key", "end_key"])
 def update(sorted_ids, lines, uniforms, found_inf, num_bags, limit, first_key, end_key, NUM_UNIFORMS: tl.constexpr,
-           ROW: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, CHUNK: tl.constexpr, SHIFT: tl.constexpr,
-           VECTOR: tl.constexpr, HAS_MARKS: tl.constexpr, FORM: tl.constexpr, INDEX: tl.constexpr):
+           STRIDE: tl.constexpr, ROW: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, CHUNK: tl.constexpr,
+           SHIFT: tl.constexpr, VECTOR: tl.constexpr, HAS_MARKS: tl.constexpr, FORM: tl.constexpr,
+           INDEX: tl.constexpr):
     chunk = (tl.program_id(0) // (CHUNK // ROWS)).to(INDEX)
     first_slot = chunk * CHUNK + tl.program_id(0) % (CHUNK // ROWS) * ROWS
     start = tl.load(sorted_ids.starts + first_slot + tl.arange(0, ROWS))
@@ -41,7 +42,7 @@ def update(sorted_ids, lines, uniforms, found_inf, num_bags, limit, first_key, e
     key = tl.load(sorted_ids.keys + n).to(tl.int64) + SHIFT
     live = live & (key >= first_key) & (key < end_key)
     words = lines.plan + tl.where(bag < 0, ~bag, bag) // num_bags * FORM[0]
-    numbers = uniforms + tl.load(words + parts.TABLE) * NUM_UNIFORMS
+    numbers = uniforms + tl.load(words + parts.TABLE) * STRIDE
     dim = tl.multiple_of(tl.load(words + parts.WIDTH), VECTOR)
     row = key - tl.load(words + parts.FIRST_KEY)
     column = tl.arange(0, BLOCKS)[:, None, None] * 16 + tl.arange(0, 16)[None, None, :]
