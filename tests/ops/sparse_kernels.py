@@ -106,7 +106,9 @@ def updates() -> Kernels:
     common |= {"num_warps": 1, "maxnreg": MAX_REGISTERS}
     programs: Kernels = {}
     for name, row, vector, blocks in (
-        ("rowwise_adagrad", tl.float32, 4, 4),
+        ("sgd", tl.float32, 4, 8),
+        ("rowwise_adagrad", tl.float32, 4, 1),
+        ("rowwise_adagrad", tl.float32, 4, 8),
         ("adam", tl.bfloat16, 8, 4),
         ("rowwise_adagrad", tl.float16, 1, 32),
     ):
@@ -115,9 +117,9 @@ def updates() -> Kernels:
         kernel = update_kernel(instructions, tuple(kind == "row" for kind in program.state_kinds))
         form = (NUM_WORDS.value + len(program.state_kinds), blocks * 16, min(vector, 4), blocks, vector > 1)
         types: dict[str, Any] = common | {"ROW": row, "ROWS": max(1, 32 // blocks), "BLOCKS": blocks, "FORM": form}
-        types |= {"sorted_ids": SORTED, "VECTOR": vector, "NUM_UNIFORMS": len(program.uniforms) + 1}
+        types |= {"sorted_ids": SORTED, "VECTOR": vector, "NUM_UNIFORMS": len(program.uniforms) + 1, "STRIDE": 0}
         for found_inf, suffix in ((None, ""), (FLOATS, " found_inf")):
-            programs[f"{name} {row}{suffix}"] = (kernel, types | {"found_inf": found_inf})
+            programs[f"{name} {row} {16 * blocks}{suffix}"] = (kernel, types | {"found_inf": found_inf})
     return programs
 
 

@@ -30,7 +30,7 @@ WIDE_LOADS = {
     "lookups": LOOKUPS,
     "rows": tuple(f"rows {row}{suffix}" for row in BAGS for suffix in ("", ", odd widths")),
     "lists": (),
-    "updates": ("rowwise_adagrad fp32", "adam bf16"),
+    "updates": ("sgd fp32 128", "rowwise_adagrad fp32 16", "rowwise_adagrad fp32 128", "adam bf16 64"),
     "codecs": tuple(f"encode {name} 0" for name in FORMS),
     "dense": (
         "cross *fp32 inner",

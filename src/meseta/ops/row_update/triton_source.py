@@ -21,9 +21,9 @@ Instructions = tuple[tuple[int, int, int, int, int], ...]
 # Selects the rows of a program and sums their gradients. A tile is [BLOCKS, ROWS, 16]. Programs of one chunk of
 # contributions share its first contributions of rows, so that they have no idle lanes. Programs have one warp: their
 # sums need no barriers.
-KERNEL_PROLOGUE = """@triton.jit(do_not_specialize=["stride", "num_bags", "limit", "first_key", "end_key"])
-def update(sorted_ids, lines, uniforms, stride, found_inf, num_bags, limit, first_key, end_key,
-           NUM_UNIFORMS: tl.constexpr, ROW: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, CHUNK: tl.constexpr,
+KERNEL_PROLOGUE = """@triton.jit(do_not_specialize=["num_bags", "limit", "first_key", "end_key"])
+def update(sorted_ids, lines, uniforms, found_inf, num_bags, limit, first_key, end_key, NUM_UNIFORMS: tl.constexpr,
+           STRIDE: tl.constexpr, ROW: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, CHUNK: tl.constexpr,
            SHIFT: tl.constexpr, VECTOR: tl.constexpr, HAS_MARKS: tl.constexpr, FORM: tl.constexpr,
            INDEX: tl.constexpr):
     chunk = (tl.program_id(0) // (CHUNK // ROWS)).to(INDEX)
@@ -42,7 +42,7 @@ def update(sorted_ids, lines, uniforms, stride, found_inf, num_bags, limit, firs
     key = tl.load(sorted_ids.keys + n).to(tl.int64) + SHIFT
     live = live & (key >= first_key) & (key < end_key)
     words = lines.plan + tl.where(bag < 0, ~bag, bag) // num_bags * FORM[0]
-    numbers = uniforms + tl.load(words + parts.TABLE) * stride
+    numbers = uniforms + tl.load(words + parts.TABLE) * STRIDE
     dim = tl.multiple_of(tl.load(words + parts.WIDTH), VECTOR)
     row = key - tl.load(words + parts.FIRST_KEY)
     column = tl.arange(0, BLOCKS)[:, None, None] * 16 + tl.arange(0, 16)[None, None, :]
