@@ -95,14 +95,7 @@ def lists() -> Kernels:
 
 def updates() -> Kernels:
     common = {"lines": LINES, "uniforms": "*fp64", "CHUNK": update_kernels.CHUNK.value, "SHIFT": 0, "INDEX": tl.int32}
-    common |= {
-        "stride": "i32",
-        "num_bags": "i32",
-        "limit": "i32",
-        "first_key": "i64",
-        "end_key": "i64",
-        "HAS_MARKS": True,
-    }
+    common |= {"num_bags": "i32", "limit": "i32", "first_key": "i64", "end_key": "i64", "HAS_MARKS": True}
     common |= {"num_warps": 1, "maxnreg": MAX_REGISTERS}
     programs: Kernels = {}
     for name, row, vector, blocks in (
