@@ -15,6 +15,7 @@ from unittest import mock
 
 import torch
 from gpu_path.patches import emulated_gpu
+from gpu_path.products import TILE_CHOICES
 from gpu_path.records import Record, TensorRecord
 from gpu_path.training import Training, record_steps
 
@@ -90,7 +91,7 @@ def kernels_of(batch_size: int, recorded_size: int) -> list[AbstractContextManag
         return lambda num_samples, *args: function(batch_size if num_samples in sizes else num_samples, *args)
 
     sizes = recorded_size, FIRST_BATCH_SIZE
-    choices = [(linear, "_is_small"), (linear_triton, "choose_tile"), (linear_triton, "choose_block_tile")]
+    choices = [(linear, "_is_small"), *((linear_triton, name) for name in TILE_CHOICES)]
     return [mock.patch.object(owner, name, choose(getattr(owner, name))) for owner, name in choices]
 
 
