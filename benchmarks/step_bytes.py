@@ -5,7 +5,7 @@
 No GPU is needed: steps run on the emulated GPU of count_step.py, and Triton's interpreter counts the bytes of loads and
 stores that are not masked. An element that several programs load counts several times, though caches serve some of
 these loads. Kernels of torch have computed bytes only. Triton compiles its kernels for an H100, and the table has the
-bytes that a lane loads and stores with the widest instruction. Kernels of less than 20 MB share a row. Sizes are
+bytes that a lane loads and stores with the widest instruction. Kernels of less than 120 MB share a row. Sizes are
 MLPerf's, 55,296 samples. It takes a few minutes.
 """
 
@@ -27,7 +27,7 @@ from dcnv2.step_kernels import StepKernel, step_kernels, total
 
 NUM_ROW_SAMPLES, NUM_DENSE_SAMPLES = 20, 768
 """Numbers of recorded samples."""
-MIN_MB = 20.0
+MIN_MB = 120.0
 """Megabytes below which kernels share a row, except for the small model."""
 HEAD = ("kernel", "launches", "MB", "requested MB (ratio)", "GFLOP", "widest load; store")
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
 import torch
 from gpu_path.patches import emulated_gpu
+from gpu_path.products import TILE_CHOICES
 from gpu_path.records import Record, TensorRecord
 from gpu_path.training import Training, record_steps
 
@@ -24,6 +25,7 @@ from dcnv2.training import UniformBatches, make_dcnv2
 from meseta.data import Batch
 from meseta.ops import linear
 from meseta.ops.linear import triton as linear_triton
+from meseta.spec import MesetaError
 
 ROW_SOURCES = ("ops/row_update/", "ops/pooled_lookup/", "ops/id_policy/", "data/read/")
 """Sources of the kernels whose work depends on the number of ids."""
@@ -89,7 +91,7 @@ def kernels_of(batch_size: int, recorded_size: int) -> list[AbstractContextManag
         return lambda num_samples, *args: function(batch_size if num_samples in sizes else num_samples, *args)
 
     sizes = recorded_size, FIRST_BATCH_SIZE
-    choices = [(linear, "_is_small"), (linear_triton, "choose_tile"), (linear_triton, "choose_block_tile")]
+    choices = [(linear, "_is_small"), *((linear_triton, name) for name in TILE_CHOICES)]
     return [mock.patch.object(owner, name, choose(getattr(owner, name))) for owner, name in choices]
 
 
@@ -107,6 +109,8 @@ def record_launches(shape: Dcnv2Shape, batch_size: int, *, selects_rows: bool) -
         if not selects_rows:
             requests.sampled = None  # The numbers of the last step do not matter.
         [recording] = record_steps(gpu, training, num_warm_up_steps=0)
+        with suppress(MesetaError):  # The loss of sampled kernels may be NaN.
+            training.pipeline.synchronize()
     records = recording.select("kernel")
     num_triton = sum(not is_torch(record) for record in records)
     counted = iter(requests.launches[len(requests.launches) - num_triton :])
