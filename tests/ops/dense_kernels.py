@@ -31,11 +31,12 @@ def dense() -> Kernels:
         ]
         if dtype != "*fp64":  # Other products are those of plain PyTorch.
             pooled = {"pooled": FLOATS, "pooled_gradient": FLOATS, "enable_fp_fusion": True, **dot_interaction.OPTIONS}
-            for shape in ({"FEATURES": 7, "DIM": 16}, {"FEATURES": 26, "DIM": 64}, {"FEATURES": 100, "DIM": 128}):
-                cases += [(dot_interaction._multiply_pairs, pooled | shape)]
-                cases += [(dot_interaction._sum_scaled_vectors, pooled | shape)]
+            for num_features, dim in ((7, 16), (26, 16), (26, 64), (100, 128)):
+                shape = pooled | {"FEATURES": num_features, "DIM": dim}
+                for kernel in (dot_interaction._multiply_pairs, dot_interaction._sum_scaled_vectors):
+                    kernels[f"{kernel.__name__} {dtype} {num_features} x {dim}"] = (kernel, common | shape)
         for kernel, types in cases:
-            kernels[f"{kernel.__name__} {dtype} {types.get('DIM')}"] = (kernel, common | types)
+            kernels[f"{kernel.__name__} {dtype}"] = (kernel, common | types)
         # Columns of DLRM-DCNv2 with 26 tables of 16 columns.
         columns = dict.fromkeys(("product_gradient", "x0_gradient", "x0", "product"), dtype)
         for position, flags in (("inner", 0), ("only", 3)):

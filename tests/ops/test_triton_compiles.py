@@ -37,10 +37,10 @@ WIDE_LOADS = {
         "cross *bf16 inner",
         "concat *bf16",
         *(
-            f"{name} {dtype} {dim}"
+            f"{name} {dtype} {shape}"
             for name in ("_multiply_pairs", "_sum_scaled_vectors")
             for dtype in ("*fp32", "*bf16")
-            for dim in (16, 64, 128)
+            for shape in ("7 x 16", "26 x 16", "26 x 64", "100 x 128")
         ),
     ),
     "products": tuple(

@@ -17,7 +17,7 @@ TILE_COLUMNS = tl.constexpr(64)
 """Number of columns of all samples of a program, per tile."""
 INNER = tl.constexpr(16)
 """Number of vectors by whose products a gradient is summed at a time."""
-OPTIONS = {"num_stages": 1, "maxnreg": 128}
+OPTIONS = {"num_stages": 1, "maxnreg": 168}
 """Options of both launches. With a free choice of registers, the assembler spills some for more programs per
 multiprocessor."""
 
