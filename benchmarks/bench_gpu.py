@@ -2,17 +2,18 @@
 
     PYTHONPATH=src python benchmarks/bench_gpu.py
 
-Bytes of a lookup are the necessary ones: rows, ids and outputs once.
+Bytes of a lookup are the necessary ones: rows, ids and outputs once. Those of an update are different rows and their
+states, read and written, and ids and gradients once.
 """
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from common.command import make_parser
+from common.device_rates import copy_rate, device_seconds
 from common.processes import check_tests
 from record import record
 from torch import Tensor, nn
@@ -23,8 +24,6 @@ from meseta.optim import make_row_optimizer
 from meseta.spec import OptimizerSpec
 
 NUM_BATCHES = 8
-NUM_ROUNDS = 15
-COPY_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -55,9 +54,21 @@ class Job:
         self.offsets = torch.arange(shape.num_tables * shape.batch_size + 1, device="cuda") * shape.bag_size
         self.gradient = torch.randn(shape.batch_size, shape.num_tables * shape.dim, device="cuda").mul_(0.01)
 
+    def ids(self, number: int) -> Tensor:
+        """Return the ids of a batch. Batches repeat."""
+        return self.batches[number % NUM_BATCHES]
+
     def lookup_bytes(self) -> int:
         row_bytes = 4 * self.shape.dim
         return self.batches[0].numel() * (row_bytes + 8) + self.offsets.numel() * 8 + self.gradient.numel() * 4
+
+    def update_bytes(self, name: str) -> int:
+        """Return the bytes of different rows and their states, read and written, and of ids and gradients."""
+        shape = self.shape
+        by_table = self.batches[0].view(shape.num_tables, -1)
+        num_touched = sum(table_ids.unique().numel() for table_ids in by_table)
+        num_values = {"sgd": shape.dim, "rowwise_adagrad": shape.dim + 1, "adam": 3 * shape.dim}[name]
+        return 2 * 4 * num_touched * num_values + 8 * by_table.numel() + 4 * self.gradient.numel()
 
     def update(self, name: str) -> Callable[[int], None]:
         optimizer = make_row_optimizer(OptimizerSpec(name=name, lr=0.01))  # type: ignore[arg-type]
@@ -66,7 +77,7 @@ class Job:
         group = UpdateGroup(optimizer, rows, (self.shape.dim,) * len(rows), features)
 
         def run(number: int) -> None:
-            bags = Bags(self.batches[number], self.offsets, self.shape.batch_size)
+            bags = Bags(self.ids(number), self.offsets, self.shape.batch_size)
             row_update(group, 0.01, 1, bags, [self.gradient])
 
         return run
@@ -82,7 +93,7 @@ class Peer:
 
     def lookup(self, number: int) -> None:
         shape = self.job.shape
-        ids = self.job.batches[number].view(shape.num_tables, shape.batch_size, shape.bag_size)
+        ids = self.job.ids(number).view(shape.num_tables, shape.batch_size, shape.bag_size)
         self.outputs = [bag(part) for bag, part in zip(self.bags, ids, strict=True)]
 
     def step(self, name: str) -> Callable[[int], None]:
@@ -100,43 +111,34 @@ class Peer:
         return run
 
 
-def seconds(run: Callable[[int], object]) -> float:
-    """Return the median seconds of a call, measured by the device."""
-    times = []
-    for number in range(2 * NUM_BATCHES + NUM_ROUNDS):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        run(number % NUM_BATCHES)
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) / 1000)
-    return statistics.median(times[2 * NUM_BATCHES :])
-
-
-def copy_bandwidth() -> float:
-    """Return the bytes per second that a copy reads and writes."""
-    source = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda").random_()
-    target = torch.empty_like(source)
-    return 2 * COPY_BYTES / seconds(lambda _: target.copy_(source))
-
-
 def measure(shape: Shape, copy: float) -> None:
     job = Job(shape)
     case = f"{shape.name} B {shape.batch_size} float32, {torch.cuda.get_device_name()}"
     peer = Peer(job)
 
     def lookup(number: int) -> Tensor:
-        return pooled_lookup(job.tables, job.batches[number], job.offsets)
+        return pooled_lookup(job.tables, job.ids(number), job.offsets)
 
-    ours_s, peer_s = seconds(lookup), seconds(peer.lookup)
+    ours_s, peer_s = device_seconds(lookup), device_seconds(peer.lookup)
     record("gpu", case, "lookup", job.lookup_bytes() / ours_s / 1e9, "GB/s", peer="device-to-device copy",
            peer_value=copy / 1e9)  # fmt: skip
     record("gpu", case, "lookup", ours_s * 1000, "ms", peer="nn.EmbeddingBag", peer_value=peer_s * 1000)
     for name, peer_name in (("sgd", "SGD"), ("rowwise_adagrad", "Adagrad"), ("adam", "SparseAdam")):
         update = job.update(name)
-        step = seconds(lambda number, update=update: (lookup(number), update(number)))
+        update_s = device_seconds(update)
+        record("gpu", case, f"update {name}", job.update_bytes(name) / update_s / 1e9, "GB/s",
+               peer="device-to-device copy", peer_value=copy / 1e9)  # fmt: skip
+        step = device_seconds(lambda number, update=update: (lookup(number), update(number)))
         label = f"nn.EmbeddingBag(sparse) + {peer_name}"
-        record("gpu", case, f"step {name}", step * 1000, "ms", peer=label, peer_value=seconds(peer.step(name)) * 1000)
+        record(
+            "gpu",
+            case,
+            f"step {name}",
+            step * 1000,
+            "ms",
+            peer=label,
+            peer_value=device_seconds(peer.step(name)) * 1000,
+        )
 
 
 def main() -> None:
@@ -145,7 +147,7 @@ def main() -> None:
         print("bench_gpu: torch sees no GPU here, so nothing was measured")
         return
     check_tests("tests/gpu/test_kernels.py")
-    copy = copy_bandwidth()
+    copy = copy_rate()
     print(f"{torch.cuda.get_device_name()}: a copy moves {copy / 1e9:,.0f} GB/s, read and written")
     for shape in SHAPES:
         measure(shape, copy)

@@ -83,7 +83,7 @@ class OurTraining:
 
     def __init__(self, model: Any, samples: list[TrainingBatch], device: str) -> None:
         world = World.single(device)
-        self._batches = PackedBatches(map(make_batch, cycle(samples)), world.device)
+        self._batches = PackedBatches(cycle(samples), make_batch, world.device)
         self._steps = make_pipeline(model, LR, world).steps(self._batches)
 
     def prepare(self, num_steps: int) -> None:
@@ -188,6 +188,12 @@ def make_workload(batch_size: int, *, quick: bool = False) -> DlrmWorkload:
     return replace(training, lookups=replace(training.lookups, batch_size=batch_size))
 
 
+def result_case(name: str, batch_size: int, dtype: str, card: str) -> str:
+    """Return the case of a stored result. `card` is empty for a CPU."""
+    parts = "" if batch_size == 2048 else f"B {batch_size}", card, name, dtype
+    return " ".join(filter(None, parts))
+
+
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("models", nargs="*", default=list(PLAIN))
@@ -199,9 +205,7 @@ def main() -> None:
     keep_freed_memory()
     training = make_workload(chosen.batch, quick=chosen.quick)
     samples = make_training_batches(training)
-    case = "" if chosen.batch == 2048 else f"B {chosen.batch} "
-    if chosen.device == "cuda":
-        case += f"{torch.cuda.get_device_name()} "
+    card = torch.cuda.get_device_name() if chosen.device == "cuda" else ""
     peers = {"float32": "torch", "bfloat16": "torch autocast" if chosen.device == "cuda" else "torch"}
     implementations = list(dict.fromkeys([*peers, *peers.values()]))
     for name in chosen.models:
@@ -210,7 +214,7 @@ def main() -> None:
             if chosen.quick:
                 print(name, {who: round(rate) for who, rate in rates.items()})
             else:
-                record("models", case + f"{name} {dtype}", "training", rates[dtype], "samples/s",
+                record("models", result_case(name, chosen.batch, dtype, card), "training", rates[dtype], "samples/s",
                        peer=peer.replace("torch", "torch modules"), peer_value=rates[peer])  # fmt: skip
 
 

@@ -5,8 +5,7 @@
 Steps run as in `meseta train` on one rank, with 26 tables of 16 columns, on an emulated GPU: operators on host memory,
 and Triton's kernels in its interpreter. A sort counts as one kernel. Python calls are those of the training thread,
 without those inside Triton's launcher. Batches of more than 256 samples need one more kernel per MLP, for the gradients
-of its biases, and those of more than 4,096 samples one for the loss. With --replay the step is a CUDA graph, whose
-operators are listed but not counted.
+of its biases. With --replay the step is a CUDA graph, whose operators are listed but not counted.
 """
 
 from __future__ import annotations

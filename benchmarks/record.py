@@ -13,6 +13,7 @@ from pathlib import Path
 from meseta.system import git_version, hardware_summary
 
 ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results.csv"
 
 HISTORY_COLUMNS = (
     "date", "commit", "benchmark", "case", "metric", "value", "unit", "peer", "ratio", "hardware", "versions",
@@ -83,7 +84,7 @@ def record(
         f"x {comparison.ratio:.2f}"
     )
     if _settings["record"]:
-        append_comparisons(ROOT / "benchmarks" / "results.csv", [comparison])
+        append_comparisons(RESULTS, [comparison])
 
 
 def _row(c: PeerComparison, when: tuple[str, str], machine: str) -> list[str]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -91,16 +92,50 @@ def lookup_case(
 
 
 def check_lookup(case: Lookup, device: str) -> None:
-    """Compare the kernel on `device` with the reference and float64."""
+    """Compare the kernel on `device` with the reference and float64, with one bag and with several bags per lane."""
     from meseta.ops.pooled_lookup import triton
 
     moved = case.to(device)
-    got = triton.pooled_lookup(moved.tables, moved.ids, moved.offsets, moved.weights, moved.flags).cpu()
     plain, exact = case.by_reference(), case.by_reference(torch.float64)
-    assert got.shape == plain.shape and got.dtype == torch.float32
-    if got.numel():
-        assert (got.double() - exact).abs().max() <= allowed_error(plain, exact)
-    assert torch.equal(got, plain), "the reference adds in the same order, and nothing is fused"
+    for min_warps in (0, triton.MIN_WARPS):
+        with mock.patch.object(triton, "MIN_WARPS", min_warps):
+            got = triton.pooled_lookup(moved.tables, moved.ids, moved.offsets, moved.weights, moved.flags).cpu()
+        assert got.shape == plain.shape and got.dtype == torch.float32
+        if got.numel():
+            assert (got.double() - exact).abs().max() <= allowed_error(plain, exact)
+        assert torch.equal(got, plain), "the reference adds in the same order, and nothing is fused"
+
+
+def check_surrounded_rows(dims: Sequence[int], dtype: torch.dtype, shift: int, device: str) -> None:
+    """Check tables that start `shift` elements after a multiple of 16 bytes. Their neighbors in memory, and some of the
+    rows, are NaN or infinite."""
+    from meseta.ops.pooled_lookup import triton
+    from meseta.ops.row_lookup import triton as rows
+
+    case = lookup_case(shift, dims, dtype)
+    for table in case.tables:
+        table[1::3] = torch.nan
+        table[2::3, ::2] = torch.inf
+    moved = case.to(device)
+    tables = [surrounded(table, shift) for table in moved.tables]
+    expected, exactly = case.by_reference(), {"rtol": 0.0, "atol": 0.0, "equal_nan": True}
+    for min_warps in (0, triton.MIN_WARPS):
+        # numpy, which computes for the interpreter, warns of inf - inf.
+        with mock.patch.object(triton, "MIN_WARPS", min_warps), np.errstate(invalid="ignore"):
+            got = triton.pooled_lookup(tables, moved.ids, moved.offsets, moved.weights, moved.flags)
+        torch.testing.assert_close(got.cpu(), expected, **exactly)
+    bounds = case.offsets[:: (case.offsets.numel() - 1) // len(dims)].tolist()
+    expected_rows = rows_reference.row_lookup(case.tables, case.ids, bounds)
+    for result, plain in zip(rows.row_lookup(tables, moved.ids, bounds), expected_rows, strict=True):
+        torch.testing.assert_close(result.cpu(), plain, **exactly)
+
+
+def surrounded(table: Tensor, shift: int) -> Tensor:
+    """Return a copy of the table that starts `shift` elements after a multiple of 16 bytes, between NaN."""
+    end = shift + table.numel()
+    memory = torch.full((end + 16,), torch.nan, dtype=table.dtype, device=table.device)
+    memory[shift:end] = table.flatten()
+    return memory[shift:end].view(table.shape)
 
 
 def check_repaired_ids(case: Lookup, device: str, seed: int = 0) -> None:
@@ -125,6 +160,11 @@ def check_repaired_ids(case: Lookup, device: str, seed: int = 0) -> None:
         assert len(got[0]) == len(padded)
         for result, plain in zip((got[0][: len(ids)], *got[1:]), expected, strict=True):
             assert result.dtype == torch.int64 and torch.equal(result.cpu(), plain)
+        # The offsets are known.
+        numbers = bags, [int(expected[1][bag]) for bag in bags], *rest[2:]
+        zeros = torch.zeros_like(expected[2]).to(device)
+        fixed, report = triton.check_placed_ids(padded.to(device), zeros, expected[1].to(device), numbers)
+        assert torch.equal(fixed[: len(ids)].cpu(), expected[0]) and torch.equal(report.cpu(), expected[2])
 
 
 def check_row_lookup(case: Lookup, device: str) -> None:

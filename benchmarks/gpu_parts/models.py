@@ -1,14 +1,16 @@
-"""Speed of the models relative to the same models in torch modules."""
+"""Speed of the models relative to the same models in torch modules, and to stored results of the same card."""
 
 from __future__ import annotations
 
+import csv
 import gc
 import traceback
 from collections.abc import Mapping, Sequence
 
 import torch
-from bench_models import make_workload, measure
+from bench_models import make_workload, measure, result_case
 from peers.plain_models import PLAIN
+from record import RESULTS
 
 from gpu_parts.rows import RowWriter
 from meseta.measure.synthetic_batches import make_training_batches
@@ -16,11 +18,9 @@ from meseta.measure.synthetic_batches import make_training_batches
 PEERS = {"float32": "torch", "bfloat16": "torch autocast"}
 COMPILED = ("dlrm", "dcnv2")
 MIN_RATIOS_2048 = {"float32": dict.fromkeys(PLAIN, 3.0) | {"dlrm": 5.0, "dcnv2": 5.0}}
-MIN_RATIOS_65536 = {
-    # Limits of wukong and dhen are set after their first measurement.
-    "float32": {name: 1.1 for name in PLAIN if name not in ("wukong", "dhen")} | {"masknet": 1.0},
-    "bfloat16": dict.fromkeys(PLAIN, 1.1),
-}
+MIN_RATIOS_65536 = {"float32": dict.fromkeys(PLAIN, 1.3), "bfloat16": dict.fromkeys(PLAIN, 1.1)}
+MIN_FORMER_RATIO = 0.97
+"""Smallest speed relative to the last stored result. The difference to 1 is the error of a measurement."""
 NUM_ROUNDS = {2048: 8, 65536: 5}
 
 
@@ -47,8 +47,13 @@ def compare(
             gc.collect()
             torch.cuda.empty_cache()
         for dtype, peer in peers.items():
-            add_ratio(rows, f"{name}, {batch_size:,}, {dtype}", rates[dtype], peer, rates[peer],
-                      min_ratios.get(dtype, {}).get(name))  # fmt: skip
+            quantity = f"{name}, {batch_size:,}, {dtype}"
+            add_ratio(rows, quantity, rates[dtype], peer, rates[peer], min_ratios.get(dtype, {}).get(name))
+            former = former_rates().get(result_case(name, batch_size, dtype, torch.cuda.get_device_name()))
+            if former is not None:
+                rows.at_least(
+                    f"{quantity}: former", rates[dtype] / former, MIN_FORMER_RATIO, f"x {former:,.0f} samples/s"
+                )
 
 
 def add_ratio(
@@ -59,6 +64,12 @@ def add_ratio(
         rows.measured(quantity, rate / peer_rate, unit)
     else:
         rows.at_least(quantity, rate / peer_rate, min_ratio, unit)
+
+
+def former_rates() -> dict[str, float]:
+    """Return the last stored samples per second of each case."""
+    with RESULTS.open(newline="") as file:
+        return {line["case"]: float(line["value"]) for line in csv.DictReader(file) if line["benchmark"] == "models"}
 
 
 def check_2048(rows: RowWriter) -> None:

@@ -23,8 +23,7 @@ class TimedSteps:
     """Steps of a training with packed batches. Predictions are copied for metrics, as in `meseta train`."""
 
     def __init__(self, training: Training, case: TrainingCase, device: str) -> None:
-        batches = [case.make_batch(number) for number in range(NUM_BATCHES)]
-        self.batches = PackedBatches(cycle(batches), torch.device(device))
+        self.batches = PackedBatches(cycle(range(NUM_BATCHES)), case.make_batch, torch.device(device))
         factors = (1 / number for number in count(1))
         self._steps = training.pipeline.steps(self.batches, schedule=factors.__next__)
         self._predictions: StepPredictions | None = None

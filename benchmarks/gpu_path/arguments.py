@@ -27,7 +27,8 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     if isinstance(value, list):
         return [map_leaves(function, member) for member in value]
     if isinstance(value, tuple):
-        return tuple(map_leaves(function, member) for member in value)
+        members = [map_leaves(function, member) for member in value]
+        return type(value)(*members) if hasattr(value, "_fields") else tuple(members)
     return function(value)
 
 

@@ -15,6 +15,7 @@ from gpu_path.arguments import leaves
 from gpu_path.dispatch import CPU, GPU, EmulatedGpu
 from gpu_path.fakes import FakeCuda
 from gpu_path.memory import has_storage
+from gpu_path.products import TILE_CHOICES, choose_large_tile, multiply
 
 
 @contextmanager
@@ -23,7 +24,9 @@ def emulated_gpu() -> Iterator[EmulatedGpu]:
 
     Triton must have been imported with TRITON_INTERPRET=1.
     """
-    from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder
+
+    from meseta.ops.linear import triton as linear
 
     gpu = EmulatedGpu()
     cuda = FakeCuda(gpu)
@@ -53,6 +56,8 @@ def emulated_gpu() -> Iterator[EmulatedGpu]:
         replace(torch, **constructors(gpu))
         replace(torch._C, _group_tensors_by_device_and_dtype=grouping(gpu))
         replace(InterpretedFunction, run=launcher(gpu, InterpretedFunction.run))
+        replace(InterpreterBuilder, create_dot=multiply)
+        replace(linear, **dict.fromkeys(TILE_CHOICES, choose_large_tile))
         stack.enter_context(gpu)
         yield gpu
 

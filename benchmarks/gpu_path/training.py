@@ -96,7 +96,8 @@ class TrainingCase:
 class Training:
     """Training of a case on a device. Batches, learning rates and votes differ between steps."""
 
-    def __init__(self, case: TrainingCase, device: str, *, uses_graphs: bool = False) -> None:
+    def __init__(self, case: Any, device: str, *, uses_graphs: bool = False) -> None:
+        """Create the training of a TrainingCase, or of an object with its methods and `dense_optimizer`."""
         self.model = case.make_model(device)
         world = World.single(device)
         config = DenseOptimizerConfig(name=case.dense_optimizer, lr=0.01)  # type: ignore[arg-type]
@@ -135,10 +136,12 @@ class Training:
         return factor
 
 
-def record_steps(gpu: EmulatedGpu, training: Training, num_steps: int = 1) -> list[StepRecording]:
+def record_steps(
+    gpu: EmulatedGpu, training: Training, num_steps: int = 1, num_warm_up_steps: int = NUM_WARM_UP_STEPS
+) -> list[StepRecording]:
     """Record steps of a training on an emulated GPU, after steps in which it allocates constants and moments."""
     track_stages(gpu, training.pipeline.stage_times)
-    for _ in range(NUM_WARM_UP_STEPS):
+    for _ in range(num_warm_up_steps):
         training.step()
     recordings = []
     for _ in range(num_steps):

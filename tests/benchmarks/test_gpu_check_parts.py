@@ -16,8 +16,12 @@ pytest.importorskip("triton")
 if torch.cuda.is_available():
     pytest.skip("Triton compiles for the GPU here", allow_module_level=True)
 
-from gpu_parts import replay, step_time
+import bench_dcnv2
+import bench_gpu
+from dcnv2.shape import TINY
+from gpu_parts import kernels, linear, replay, step_time
 from gpu_parts.rows import Row, RowWriter, read_rows
+from gpu_path.arguments import leaves
 from gpu_path.patches import emulated_gpu
 from gpu_path.training import Training, TrainingCase
 
@@ -85,9 +89,40 @@ def test_timed_steps_pack_no_batch() -> None:
         steps = step_time.TimedSteps(Training(CASE, "cuda", uses_graphs=True), CASE, "cuda")
         assert step_time.time_steps(steps, 3) > 0 and step_time.time_host(steps) > 0
         steps.batches.pack(2)
-        steps.batches._batches = iter(())  # Packing another batch would end the loop.
+        steps.batches._arguments = iter(())  # Packing another batch would end the loop.
         gpu.begin()
         steps()
         steps()
         records = gpu.end()
     assert [record.kind for record in records].count("graph replay") == 2
+
+
+@pytest.mark.soak
+def test_dcnv2_is_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_dcnv2, "NUM_WARM_UP_STEPS", 3)
+    with emulated_gpu():
+        result = bench_dcnv2.measure(TINY, "cuda", num_steps=2, num_rounds=2)
+    assert result.num_replayed >= 4 and result.rate > 0
+
+
+def test_kernels_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    shape = bench_gpu.Shape("small", 2, 50, 16, 8, 3)
+    monkeypatch.setattr(kernels, "SHAPES", [shape])
+    monkeypatch.setattr(kernels, "copy_rate", lambda: 1e9)
+    monkeypatch.setattr(kernels, "device_seconds", lambda run: 1.0 if run(3) is None else 2.0)
+    with emulated_gpu():
+        kernels.check(RowWriter(tmp_path / "rows"))
+        job = bench_gpu.Job(shape)
+        touched = sum(len({*ids.tolist()}) for ids in job.batches[0].cpu().view(2, -1))
+    assert job.update_bytes("rowwise_adagrad") == touched * 17 * 8 + 48 * 8 + 8 * 32 * 4
+    assert len(read_rows(tmp_path / "rows")) == 5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fused_layers_equal_others(dtype: torch.dtype) -> None:
+    with emulated_gpu():
+        pairs = linear.make_pairs((7, 16, 8), dtype, "cuda")
+        assert len(pairs) == 3
+        for fused, plain in pairs.values():
+            some, other = ([leaf.cpu() for leaf in leaves(function(0))] for function in (fused, plain))
+            torch.testing.assert_close(some, other, rtol=1e-5 if dtype == torch.float32 else 0.02, atol=0.02)

@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import sys
 import time
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import bench_dcnv2
+import bench_gpu
 import bench_models
 import gpu_checks
 import pytest
 import torch
+from dcnv2.shape import MLPERF
 from gpu_checks import CHECKS, MAX_TOTAL_S, Check, ResultTable, run_checks
-from gpu_parts import gpu_tests, main_job, memcheck, models
+from gpu_parts import dcnv2, gpu_tests, kernels, main_job, memcheck, models
 from gpu_parts.rows import Row, RowWriter, read_rows
 from peers.plain_models import PLAIN
 
@@ -52,8 +56,8 @@ def is_alive(process_id: int) -> bool:
     return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
-def test_all_checks_take_eight_minutes_at_most() -> None:
-    assert sum(check.time_limit_s for check in CHECKS) <= MAX_TOTAL_S == 8 * 60
+def test_all_checks_take_ten_minutes_at_most() -> None:
+    assert sum(check.time_limit_s for check in CHECKS) <= MAX_TOTAL_S == 10 * 60
     for check in CHECKS:
         module, function = check.command[-1].split(".")
         assert callable(getattr(import_module(f"gpu_parts.{module}"), function))
@@ -118,12 +122,41 @@ def test_the_table_is_written_after_each_check(tmp_path: Path) -> None:
     text = f"""
 from pathlib import Path
 stored = json.loads(Path({str(tmp_path)!r}, "results.json").read_text())
-write(quantity="checks before", value=" ".join(stored["checks"]))
+results = [check["rows"][0]["result"] for check in stored["checks"].values()]
+write(quantity="results before", value=" ".join(results))
 write(quantity="is in the table", value=str("first, " in Path({str(tmp_path)!r}, "table.md").read_text()))
 """
     _, rows = run(tmp_path, good("first"), script("second", text))
-    assert [row.value for row in rows["second"]] == ["first", "True"]
+    assert [row.value for row in rows["second"]] == ["met skipped", "True"]
     assert {path.name for path in tmp_path.iterdir()} == {"table.md", "results.json", "first.log", "second.log"}
+
+
+def test_a_run_without_time_names_the_skipped_checks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results = ResultTable(tmp_path, MACHINE, keep=False)
+    assert not run_checks([good("first"), good("second")], tmp_path, results, max_total_s=0.0)
+    printed = capsys.readouterr().out
+    assert printed.endswith("skipped: first, second\n")
+    for name in ("first", "second"):
+        assert f"| {name}, 0 s " in printed
+    assert printed.count("no time was left of 0 s | ") == 2 and (tmp_path / "table.md").read_text() in printed
+
+
+def test_an_interrupted_run_names_the_skipped_checks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_check = gpu_checks.run_check
+
+    def interrupt(check: Check, *arguments: Any) -> list[Row]:
+        # As the handler of SIGTERM does.
+        return sys.exit(1) if check.name == "second" else run_check(check, *arguments)
+
+    monkeypatch.setattr(gpu_checks, "run_check", interrupt)
+    results = ResultTable(tmp_path, MACHINE, keep=False)
+    with pytest.raises(SystemExit):
+        run_checks([good("first"), good("second"), good("third")], tmp_path, results)
+    assert capsys.readouterr().out.endswith("skipped: second, third\n")
+    stored = json.loads((tmp_path / "results.json").read_text())["checks"]
+    assert [stored[name]["rows"][0]["result"] for name in stored] == ["met", "skipped", "skipped"]
 
 
 def start(monkeypatch: pytest.MonkeyPatch, *arguments: object, has_gpu: bool = True) -> Any:
@@ -216,33 +249,82 @@ def test_memcheck_is_skipped_without_the_tool(monkeypatch: pytest.MonkeyPatch, t
     assert [row.result for row in read_rows(tmp_path / "rows")] == ["skipped"]
 
 
-def test_a_model_that_fails_is_a_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_models_are_compared_with_torch_and_stored_results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def measure(name: str, *_: object) -> dict[str, float]:
         if name == "gdcn":
             raise RuntimeError("planted\nin two lines")
-        return {"float32": 120.0, "bfloat16": 330.0, "torch": 100.0, "torch autocast": 300.0}
+        return {"float32": 130.0, "bfloat16": 330.0, "torch": 100.0, "torch autocast": 300.0}
 
     monkeypatch.setattr(models, "measure", measure)
     monkeypatch.setattr(models, "make_training_batches", lambda _: [])
-    models.compare(
-        RowWriter(tmp_path / "rows"), 65536, ["gdcn", "masknet", "dhen"], models.PEERS, models.MIN_RATIOS_65536
-    )
+    monkeypatch.setattr(models, "RESULTS", tmp_path / "results.csv")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "planted card")
+    lines = ["models,B 65536 planted card dhen float32,500", "models,B 65536 planted card dhen float32,100"]
+    lines += ["models,B 65536 other card dhen bfloat16,1", "gpu,B 65536 planted card dhen bfloat16,1"]
+    models.RESULTS.write_text("\n".join(["benchmark,case,value", *lines, ""]))
+    models.compare(RowWriter(tmp_path / "rows"), 65536, ["gdcn", "dhen"], models.PEERS, models.MIN_RATIOS_65536)
     rows = read_rows(tmp_path / "rows")
     assert [(row.quantity, row.limit, row.result) for row in rows] == [
         ("gdcn, 65,536", "", "missed"),
-        ("masknet, 65,536, float32", ">= 1", "met"),
-        ("masknet, 65,536, bfloat16", ">= 1.1", "met"),
-        ("dhen, 65,536, float32", "", "measured"),
+        ("dhen, 65,536, float32", ">= 1.3", "met"),
+        ("dhen, 65,536, float32: former", ">= 0.97", "met"),
         ("dhen, 65,536, bfloat16", ">= 1.1", "met"),
     ]
     assert rows[0].value == "RuntimeError: planted"
-    assert [row.value for row in rows[1:]] == pytest.approx([1.2, 1.1, 1.2, 1.1])
+    assert [row.value for row in rows[1:]] == pytest.approx([1.3, 1.3, 1.1])
+
+
+def test_stored_results_are_found() -> None:
+    case = bench_models.result_case("dcnv2", 65536, "float32", "NVIDIA H100 80GB HBM3")
+    assert models.former_rates()[case] > 0
+    assert bench_models.result_case("dcnv2", 2048, "float32", "") == "dcnv2 float32"
 
 
 def test_the_limits_name_every_model() -> None:
     assert len(PLAIN) == 8 and set(models.MIN_RATIOS_2048["float32"]) == set(PLAIN)
-    assert set(PLAIN) - set(models.MIN_RATIOS_65536["float32"]) == {"wukong", "dhen"}
+    assert all(set(ratios) == set(PLAIN) for ratios in models.MIN_RATIOS_65536.values())
     assert set(models.COMPILED) <= set(PLAIN)
+
+
+def test_kernels_are_compared_with_a_copy(tmp_path: Path) -> None:
+    class Job:
+        shape = bench_gpu.SHAPES[1]
+
+        def lookup_bytes(self) -> int:
+            return 400
+
+        def update_bytes(self, name: str) -> int:
+            return 600
+
+    rows = RowWriter(tmp_path / "rows")
+    kernels.add_rates(rows, Job(), 100.0, 5.0, {"sgd": 10.0, "rowwise_adagrad": 12.0})
+    lookup, sgd, adagrad, ratio = read_rows(tmp_path / "rows")
+    assert (lookup.value, lookup.limit, lookup.result) == (80.0, ">= 80", "met")
+    assert (sgd.value, sgd.result) == (60.0, "measured")
+    assert (adagrad.value, adagrad.limit, adagrad.result) == (50.0, ">= 55", "missed")
+    assert (ratio.value, ratio.limit, ratio.result) == (1.2, "<= 1.15", "missed")
+
+
+@pytest.mark.parametrize(
+    ("card", "dtype", "optimizer", "step_s", "expected"),
+    [
+        ("NVIDIA H200", "float32", "rowwise_adagrad", 0.03, (">= 1.81e+06", "met")),
+        ("NVIDIA H200", "float32", "rowwise_adagrad", 0.031, (">= 1.81e+06", "missed")),
+        ("NVIDIA H200", "float32", "adagrad", 0.031, ("", "measured")),
+        ("NVIDIA H100 80GB HBM3", "bfloat16", "rowwise_adagrad", 0.034, (">= 1.6e+06", "met")),
+        ("another", "float32", "rowwise_adagrad", 1.0, ("", "measured")),
+    ],
+)
+def test_dcnv2_has_a_limit_for_each_card(
+    card: str, dtype: Any, optimizer: Any, step_s: float, expected: tuple[str, str], tmp_path: Path
+) -> None:
+    shape = replace(MLPERF, rows_dtype=dtype, optimizer=optimizer)
+    result = bench_dcnv2.Result(shape, step_s, {"lookup": 2.0, "backward": 9.5}, 12)
+    rates = bench_dcnv2.CardRates(copy=4e12, matrix=7e14)
+    dcnv2.add_outcome(RowWriter(tmp_path / "rows"), card, result, rates)
+    rate, share, stages = read_rows(tmp_path / "rows")
+    assert (rate.limit, rate.result) == expected and rate.value == pytest.approx(MLPERF.batch_size / step_s)
+    assert 0 < float(share.value) < 100 and "backward 9.50 ms; 12 replayed steps" in str(stages.value)
 
 
 @pytest.mark.parametrize("name", ["dlrm", "dhen"])

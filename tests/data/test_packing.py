@@ -26,6 +26,7 @@ from meseta.data.read.packing import (
     ceil_capacity,
 )
 from meseta.data.read.tensors import pad_batch
+from meseta.ops.id_policy.reference import NUM_REPORT_WORDS
 from meseta.pipeline.device_copy import BatchPacker
 from meseta.sparse import KeyedJaggedTensor
 
@@ -262,6 +263,21 @@ def test_the_number_of_features_whose_lengths_are_stored_is_a_power_of_two() -> 
         check_equal(layout.unpack(batch, on_device), batch)
         counts.append(layout.lengths.shape[0] // 2)
     assert counts == [0, 1, 2, 4, 4, 6, 6]
+
+
+def test_bags_of_constant_length_are_computed_once() -> None:
+    batches, layouts = [make([[2, 2], [0, 0], [1, 1]], ids) for ids in ([1, 2, 3, 4, 5, 6], [6, 5, 4, 3, 2, 1])], []
+    unpacked = []
+    for batch in batches:
+        layout, on_device = pack_and_copy(batch)
+        unpacked.append(layout.unpack(batch, on_device).sparse)
+        layouts.append(layout)
+    assert layouts[0] == layouts[1] and layouts[0].fixed_lengths.num_bytes == layouts[0].lengths.num_bytes == 0
+    for ids in unpacked:
+        assert ids.offsets.tolist() == [0, 2, 4, 4, 4, 5, 6] and ids.offsets is unpacked[0].offsets
+        assert ids.lengths.tolist() == [2, 2, 0, 0, 1, 1] and ids.lengths is unpacked[0].lengths
+        zeros = ids.pop_zeros()
+        assert zeros is not None and zeros.tolist() == [0] * (3 + NUM_REPORT_WORDS) and ids.pop_zeros() is None
 
 
 @pytest.mark.parametrize("wide", [2**31, -(2**31) - 1])

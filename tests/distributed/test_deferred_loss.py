@@ -157,7 +157,7 @@ def test_a_dense_step_that_the_device_skips(dense: str) -> None:
             for p, q in zip(parameters, expected, strict=True):
                 p.grad = torch.randn(p.shape) if number not in (0, 3) else torch.full(p.shape, torch.nan)
                 q.grad = p.grad.clone()
-            undo = step_if_finite(optimizers[0], torch.tensor(float(number in (0, 3))))
+            undo = step_if_finite(optimizers[0], torch.tensor([1.0, 0.0] if number in (0, 3) else [0.0, 1.0]))
             if number in (0, 3):
                 undo()
             else:

@@ -12,12 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from cross_cases import LAYERS as CROSS_LAYERS
+from cross_cases import NETWORKS, check_concat, check_cross_backward, check_cross_network
 from dense_cases import (
     DTYPES,
     check_cross_entropy,
     check_dot_interaction,
+    check_extremes,
     check_gpu_mlp,
-    check_linear_relu,
+    check_linear,
+    check_linear_backward,
     check_mask_and_sum,
     check_scalar_linear,
 )
@@ -33,6 +37,7 @@ from triton_cases import (
     check_marks,
     check_repaired_ids,
     check_row_lookup,
+    check_surrounded_rows,
     check_update,
     check_weight_gradient,
     copied,
@@ -45,7 +50,7 @@ from triton_cases import (
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU here")
 
 LOOKUPS = product(
-    dims=[[16], [1], [33, 4], [20, 64, 8], [300], [2, 6, 130], [128] * 5],
+    dims=[[16], [1], [17, 16, 4], [20, 64, 8], [300], [2, 6, 130], [128] * 5],
     dtype=TYPES,
     integers=[torch.int64, torch.int32],
     num_samples=[1, 40, 3000],
@@ -60,6 +65,18 @@ UPDATES = product(
 
 
 LAYERS = product(num_samples=[1, 256, 600, 5000], width=[1, 7, 64, 513], dtype=DTYPES)
+PRODUCTS = product(
+    sizes=[
+        (1, 1, 1),
+        (64, 432, 512),
+        (300, 40, 37),
+        (2100, 13, 512),
+        (700, 512, 256),
+        (5000, 64, 16),
+        (9000, 520, 1000),
+    ],
+    dtype=DTYPES[:2],
+)
 STACKS = product(
     num_samples=[1, 300, 5000],
     widths=[(13, 512, 256, 16), (5, 1), (367, 512, 256, 1), (3, 4, 1), (66, 8, 5)],
@@ -97,13 +114,39 @@ def test_layers(case: dict[str, Any]) -> None:
     check_mask_and_sum(**case, device="cuda")
     for relu in (False, True):
         check_scalar_linear(**case, relu=relu, device="cuda")
-    if case["width"] <= 64:
-        check_linear_relu(case["num_samples"], case["width"], 100, "cuda")
+
+
+@pytest.mark.parametrize("case", sample(PRODUCTS, 30, seed=5))
+def test_products(case: dict[str, Any]) -> None:
+    sizes, dtype = case["sizes"], case["dtype"]
+    check_linear(*sizes, dtype=dtype, device="cuda")
+    for options in ((), ("input",), ("input", "mask"), ("input", "residual"), ("input", "mask", "residual")):
+        check_linear_backward(*sizes, dtype=dtype, options=options, device="cuda")
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+def test_nan_and_infinity_come_out(dtype: torch.dtype) -> None:
+    check_extremes(dtype, "cuda")
 
 
 @pytest.mark.parametrize("case", sample(STACKS, 30, seed=4))
 def test_stacks_of_layers(case: dict[str, Any]) -> None:
     check_gpu_mlp(**case, device="cuda")
+
+
+@pytest.mark.parametrize("case", sample(CROSS_LAYERS, 20, seed=5))
+def test_cross_layers(case: dict[str, Any]) -> None:
+    check_cross_backward(**case, device="cuda")
+
+
+@pytest.mark.parametrize("case", sample(NETWORKS, 20, seed=6))
+def test_cross_networks(case: dict[str, Any]) -> None:
+    check_cross_network(**case, device="cuda")
+
+
+@pytest.mark.parametrize("widths", [(0, 5), (13, 200), (128, 3328)])
+def test_concatenated_columns(widths: tuple[int, int]) -> None:
+    check_concat(1000, widths, torch.bfloat16, "cuda")
 
 
 @pytest.mark.parametrize("case", PAIRS)
@@ -125,6 +168,13 @@ def test_lookups(case: dict[str, Any]) -> None:
     check_row_lookup(problem, "cuda")
     check_weight_gradient(problem, "cuda")
     check_repaired_ids(problem, "cuda", case["seed"])
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("shift", [0, 1, 2, 3, 7])
+@pytest.mark.parametrize("dims", [[16, 17], [3], [40, 1, 5]], ids=str)
+def test_lookups_of_rows_that_do_not_start_at_16_bytes(dims: list[int], shift: int, dtype: torch.dtype) -> None:
+    check_surrounded_rows(dims, dtype, shift, "cuda")
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
@@ -193,6 +243,31 @@ def test_a_captured_update_takes_new_gradients_and_a_new_step() -> None:
     triton.row_update(expected)
     for result, other in zip(got, (*expected.tables, *expected.states), strict=True):
         assert torch.equal(result, other.cpu())
+
+
+def test_ids_are_sorted_on_another_stream_of_a_captured_update() -> None:
+    from meseta.ops.row_update import triton
+
+    first_call = update_case(make_row_optimizer(SPECS["rowwise_adagrad"]), dims=(16, 40), num_samples=3000)
+    call, side = on_device(copied(first_call, "cuda"), step=3), torch.cuda.Stream()
+    before = [tensor.clone() for tensor in (*call.tables, *call.states)]
+
+    def update() -> None:
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            sorted_ids = triton.sort_row_ids(
+                call.tables, call.features, call.ids, call.offsets, call.num_bags, call.weights
+            )
+        assert sorted_ids is not None
+        torch.cuda.current_stream().wait_stream(side)
+        triton.apply_row_update(call, sorted_ids)
+
+    graph = captured(update)
+    for tensor, old in zip((*call.tables, *call.states), before, strict=True):
+        tensor.copy_(old)
+    graph.replay()
+    for result, other in zip((*call.tables, *call.states), updated(first_call, "cuda"), strict=True):
+        assert torch.equal(result.cpu(), other)
 
 
 def test_a_first_use_inside_a_capture_is_refused() -> None:

@@ -11,9 +11,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meseta.ops.id_policy.reference import make_report
 from meseta.ops.step_scalars import StepNumbers, StepScalars
 from meseta.ops.step_scalars import reference as scalars_reference
-from meseta.ops.step_verdict import NON_FINITE_LOSS, REJECTED_ID, RejectedPlace, StepReport, record_verdict
+from meseta.ops.step_verdict import (
+    NON_FINITE_LOSS,
+    REJECTED_ID,
+    RejectedPlace,
+    StepReport,
+    VerdictMemory,
+    record_verdict,
+)
 from meseta.spec import MesetaError
 
 CPU = torch.device("cpu")
@@ -69,26 +77,30 @@ def test_a_new_number_in_a_capture_is_refused(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("was_refused", [False, True])
 def test_verdict(loss: float, places: Sequence[tuple[int, int, int]], was_refused: bool) -> None:
     sums = torch.tensor([loss, 2.5, math.nan], dtype=torch.float64)
-    errors = [torch.tensor(place) for place in places]
-    found_inf = torch.tensor(float(was_refused))
-    report = StepReport.from_words(record_verdict(found_inf, sums, errors).numpy(), 3)
+    counts = [torch.arange(group, 2 * group + 1) for group in range(len(places))]
+    reports = [make_report(torch.tensor(place), count) for place, count in zip(places, counts, strict=True)]
+    memory = VerdictMemory.create(CPU)
+    memory.set_flags(found_inf=was_refused)
+    report = StepReport.from_words(record_verdict(memory, sums, reports).numpy(), [len(count) for count in counts])
     is_rejected = any(feature >= 0 for feature, _, _ in places)
     assert report.verdict == (not math.isfinite(loss)) * NON_FINITE_LOSS + is_rejected * REJECTED_ID
-    assert found_inf.item() == (was_refused or report.verdict > 0)
+    is_refused = was_refused or report.verdict > 0
+    assert memory.flags.tolist() == [float(is_refused), float(not is_refused)]
     assert report.rejected == [RejectedPlace(*place) for place in places]
+    assert [one.tolist() for one in report.num_outside] == [count.tolist() for count in counts]
     assert struct.pack("<3d", *report.sums) == sums.numpy().tobytes()
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("num_errors", [0, 1, 2])
-def test_verdict_of_the_kernel(loss: float, num_errors: int) -> None:
+@pytest.mark.parametrize("num_groups", [0, 1, 2])
+def test_verdict_of_the_kernel(loss: float, num_groups: int) -> None:
     triton = pytest.importorskip("meseta.ops.step_verdict.triton")
     if torch.cuda.is_available():
         pytest.skip("Triton compiles for the GPU here")
     sums = torch.tensor([loss, -3.0], dtype=torch.float64)
-    errors = [torch.tensor([-1, 0, 0]), torch.tensor([1, 2, 3])][:num_errors]
-    flags = torch.zeros(()), torch.zeros(())
-    expected = record_verdict(flags[0], sums, errors)
-    assert torch.equal(triton.record_verdict(flags[1], sums, errors), expected)
-    assert flags[0] == flags[1]
+    reports = [torch.tensor([0, 0, -1, 0, 0, 7]), torch.tensor([REJECTED_ID, 0, 1, 2, 3, *range(300)])][:num_groups]
+    memories = [VerdictMemory.create(CPU) for _ in range(2)]
+    expected = record_verdict(memories[0], sums, reports)
+    assert torch.equal(triton.record_verdict(memories[1].words, sums, reports), expected)
+    assert torch.equal(memories[0].words, memories[1].words)

@@ -27,7 +27,10 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 MATRIX = product(optimizer=list(SPECS), dtype=TYPES, seed=[0, 1, 2])
 SHAPES = product(
-    dims=[(1,), (16, 40), (3, 130, 20), (300,), (8, 8, 8)], num_samples=[1, 9, 30], dtype=TYPES, seed=[0, 1, 2]
+    dims=[(1,), (64, 64), (16, 40), (3, 130, 20), (300,), (8, 8, 8)],
+    num_samples=[1, 9, 30],
+    dtype=TYPES,
+    seed=[0, 1, 2],
 )
 
 
@@ -49,7 +52,7 @@ def test_ragged_batches(case: dict[str, Any]) -> None:
 @pytest.mark.parametrize("weighted", [False, True])
 def test_hot_rows(weighted: bool) -> None:
     # Runs of all lengths around the one from which they are summed beforehand, in several blocks of samples.
-    call = update_case(make_row_optimizer(SPECS["adagrad"]), 1, dims=(8,), num_samples=600, max_length=2, max_rows=3)
+    call = update_case(make_row_optimizer(SPECS["adagrad"]), 1, dims=(16,), num_samples=600, max_length=2, max_rows=3)
     check_update(call if weighted else replace(call, weights=None), "cpu")
 
 
@@ -120,8 +123,30 @@ def test_many_rows_features_and_gradients() -> None:
     call = update_case(
         make_row_optimizer(SPECS["rowwise_adagrad"]), 4, dims=(1, 20) * 10, num_samples=150, max_rows=300
     )
-    assert len(call.gradients) > 8 and call.ids.numel() > 2 * kernel.SEGMENT_ITEMS.value
+    assert len(call.gradients) > 8 and call.ids.numel() > 2 * kernel.CHUNK.value
     check_update(call, "cpu")
+
+
+@pytest.mark.parametrize("case", [(0, 2**31, 2**31, 2**31), (0, 0, 0, 0)])
+def test_wide_keys_and_numbers_give_the_same_bits(case: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    # Rows, bags and contributions of large batches need 32 or 64 bits, which small batches do not use.
+    call = update_case(make_row_optimizer(SPECS["adam"]), 1, dims=(8, 20), num_samples=300, max_rows=9)
+    expected = updated(call, "cpu")
+    for name, limit in zip(("INT16_ROWS", "INT32_ROWS", "INT32_BAGS", "INT32_ITEMS"), case, strict=True):
+        monkeypatch.setattr(kernel, name, limit)
+    assert all(torch.equal(a, b) for a, b in zip(updated(call, "cpu"), expected, strict=True))
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_ids_may_be_sorted_before_gradients_exist(weighted: bool) -> None:
+    call = update_case(make_row_optimizer(SPECS["adam"]), 7, dims=(32, 32), num_samples=40, max_rows=9)
+    call = copied(call if weighted else replace(call, weights=None))
+    expected = updated(call, "cpu")
+    sorted_ids = kernel.sort_row_ids(call.tables, call.features, call.ids, call.offsets, call.num_bags, call.weights)
+    assert sorted_ids is not None
+    call.ids.fill_(-1)  # The update reads only sorted ids.
+    kernel.apply_row_update(call, sorted_ids)
+    assert all(torch.equal(a, b) for a, b in zip((*call.tables, *call.states), expected, strict=True))
 
 
 def test_tables_of_more_than_two_billion_elements() -> None:
@@ -173,7 +198,7 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
     with pytest.raises(MesetaError, match="weights for"):
         kernel.row_update(replace(call, weights=torch.ones(1)))
     pooled = next(f for f in range(0, 24, 6) if not call.features[f + 4])
-    for field, value, match in ((0, 99, "is outside"), (0, -1, "is outside"), (3, 10**6, "needs 9 gradients")):
+    for field, value, match in ((0, 99, "is outside"), (0, -1, "is outside"), (3, 10**6, "needs gradients of")):
         features = call.features[pooled : pooled + 6]
         features[field] = value
         with pytest.raises(MesetaError, match=match):

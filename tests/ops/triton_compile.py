@@ -1,176 +1,112 @@
-"""Compile a group of the Triton kernels for a GPU architecture and print the relevant instructions of each as JSON.
+"""Compile a group of the Triton kernels for a GPU architecture and print the resources of each as JSON.
 
-No GPU is needed."""
+    python tests/ops/triton_compile.py 90 lookups
+
+No GPU is needed. Loads and stores are instructions of the compiled code for global memory, by the bytes of one lane.
+"""
 
 from __future__ import annotations
 
+import io
 import json
 import re
+import subprocess
 import sys
+import tempfile
 from collections import Counter
+from contextlib import redirect_stdout
 from typing import Any
 
+import dense_kernels
+import linear_kernels
+import sparse_kernels
 import triton
-import triton.language as tl
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from meseta.ops import triton_shared
-from meseta.ops.codec import triton_kernels as codec
-from meseta.ops.cross_entropy import triton as cross_entropy
-from meseta.ops.dot_interaction import triton as dot_interaction
-from meseta.ops.id_policy import triton as id_policy
-from meseta.ops.mlp import triton as mlp
-from meseta.ops.pooled_lookup import triton as lookup
-from meseta.ops.row_lookup import triton as row_lookup
-from meseta.ops.row_program.program import trace
-from meseta.ops.row_update import triton_kernels as kernels
-from meseta.ops.row_update.triton_source import update_kernel
-from meseta.ops.step_scalars import triton as step_scalars
-from meseta.ops.step_verdict import triton as step_verdict
-from meseta.ops.weight_gradient import triton as weight_gradient
-from meseta.optim import make_row_optimizer
-from meseta.spec import OptimizerSpec
-
-WORDS, INTS, FLOATS = "*i64", "*i32", "*fp32"
-INSTRUCTIONS = r"(?:ld|st)\.global(?:\.v\d)?\.\w+|fma\.\w+\.f32|(?:div|sqrt)\.\w+(?:\.ftz)?\.f32"
+GROUPS = {**sparse_kernels.GROUPS, **dense_kernels.GROUPS, **linear_kernels.GROUPS}
+"""Functions that return the kernels of a group: (kernel, types) by name. `types` has the type of each argument, or the
+value of a constant or of one of `OPTIONS`, and "architecture", the lowest one for this kernel. Other names are
+ignored. The type of a tuple, which may be named, has those of its members."""
+OPTIONS = {"num_warps": 4, "num_stages": 3, "enable_fp_fusion": False, "maxnreg": None}
+"""Options of the compiler and their defaults."""
+# ld.global.L1::evict_last.v4.b32 moves 4 x 32 bits.
+ACCESS = r"\b(ld|st)\.global(?:\.[a-zA-Z_]\S*?)??(?:\.v(\d))?\.[a-z]+(\d+)\b"
+ASYNC_COPY = r"\bcp\.async\.c[ag]\.shared\.global\S* \[[^]]*\], \[[^]]*\], 0x(\w+)"
+ARITHMETIC = r"\b(fma\.\w+\.(?:ftz\.)?f32|(?:div|sqrt)\.\w+(?:\.ftz)?\.f32|(?:mma\.sync|wgmma\.mma_async)\.)"
 
 
-def compiled(kernel: Any, types: dict[str, Any], architecture: int, num_warps: int = 4) -> dict[str, int]:
-    """Compile a kernel and count its instructions. `types` has the type of each argument, or the value of a
-    constant."""
-    constants = {name: kind for name, kind in types.items() if not isinstance(kind, str)}
-    signature = {name: types[name] if name not in constants else "constexpr" for name in kernel.arg_names}
-    pointers = [i for i, name in enumerate(kernel.arg_names) if signature[name].startswith("*")]
-    source = ASTSource(
-        fn=kernel,
-        signature=signature,
-        constexprs=constants,
-        attrs={(i,): [["tt.divisibility", 16]] for i in pointers},
-    )
-    options = {"num_warps": num_warps, "enable_fp_fusion": False}
-    built = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+def compiled(kernel: Any, types: dict[str, Any], architecture: int) -> dict[str, Any]:
+    """Compile a kernel and return its resources."""
+    types = {name: kind for name, kind in types.items() if name in kernel.arg_names or name in OPTIONS}
+    options = {name: types.pop(name, default) for name, default in OPTIONS.items()}
+    signature: dict[str, Any] = {}
+    constants: dict[tuple[int, ...], Any] = {}
+    attributes: dict[tuple[int, ...], Any] = {}
+
+    def describe(path: tuple[int, ...], kind: Any) -> Any:
+        if isinstance(kind, tuple) and not kernel.params[path[0]].is_constexpr:
+            members = [describe((*path, index), member) for index, member in enumerate(kind)]
+            return type(kind)(*members) if hasattr(kind, "_fields") else tuple(members)
+        if not isinstance(kind, str):
+            constants[path] = kind
+            return "constexpr"
+        if kind.startswith("*"):
+            attributes[path] = [["tt.divisibility", 16]]
+        return kind
+
+    for index, name in enumerate(kernel.arg_names):
+        signature[name] = describe((index,), types.get(name))
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    # The log of the assembler has the registers. It is printed only if the kernel is compiled.
+    log = io.StringIO()
+    with knobs.nvidia.scope(), knobs.compilation.scope(), redirect_stdout(log):
+        knobs.nvidia.dump_ptxas_log = knobs.compilation.always_compile = True
+        built = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
     assert built.asm["cubin"]
-    return dict(Counter(re.findall(INSTRUCTIONS, built.asm["ptx"])))
-
-
-def lookups(architecture: int) -> dict[str, Any]:
-    common = {"out": FLOATS, "features": WORDS, "offsets": WORDS, "num_bags": "i32"}
-    cases = {
-        "lookup fp32": {"ids": WORDS, "weights": FLOATS, "VECTOR": 4, "ROW": tl.float32},
-        "lookup fp16": {"ids": INTS, "weights": None, "VECTOR": 8, "ROW": tl.float16},
-        "lookup bf16, odd": {"ids": INTS, "weights": FLOATS, "VECTOR": 1, "ROW": tl.bfloat16},
+    return {
+        **count_instructions(built.asm["ptx"]),
+        "registers": logged(log.getvalue(), r"Used (\d+) registers"),
+        "spilled_bytes": logged(log.getvalue(), r"(\d+) bytes spill (?:stores|loads)"),
+        "shared_bytes": built.metadata.shared,
+        "wide_loads_in_flight": count_wide_destinations(built.asm["cubin"]),
     }
-    return {name: compiled(lookup._pool, common | case, architecture) for name, case in cases.items()}
 
 
-def rows(architecture: int) -> dict[str, Any]:
-    kernels = {}
-    for row, vector in ((tl.float32, 4), (tl.float16, 8), (tl.bfloat16, 1)):
-        types = {"addresses": WORDS, "features": WORDS, "ids": INTS, "VECTOR": vector, "ROW": row}
-        kernels[f"rows {row}"] = compiled(row_lookup._copy_rows, types, architecture)
-        types = {"out": FLOATS, "words": WORDS, "ids": INTS, "offsets": WORDS, "gradient": FLOATS, "ROW": row}
-        kernels[f"weights {row}"] = compiled(weight_gradient._dots, types, architecture)
-    return kernels
+def count_instructions(ptx: str) -> dict[str, dict[str, int]]:
+    """Return the number of loads and stores by bytes, and of arithmetic instructions that round or use tensor cores."""
+    counts: dict[str, Counter[str]] = {"ld": Counter(), "st": Counter()}
+    for kind, vector, bits in re.findall(ACCESS, ptx):
+        counts[kind][str(int(vector or 1) * int(bits) // 8)] += 1
+    counts["ld"].update(str(int(size, 16)) for size in re.findall(ASYNC_COPY, ptx))
+    arithmetic = Counter(name.rstrip(".") for name in re.findall(ARITHMETIC, ptx))
+    return {"loads": dict(counts["ld"]), "stores": dict(counts["st"]), "arithmetic": dict(arithmetic)}
 
 
-def lists(architecture: int) -> dict[str, Any]:
-    many = {"plan": WORDS, "items": WORDS, "limit": "i32"}
-    report = {"report": WORDS, "found_inf": FLOATS, "sums": "*fp64", "at": "i32", "NUM_SUMS": 2}
-    cases: dict[str, tuple[Any, dict[str, Any]]] = {
-        "lengths": (id_policy._sum_lengths, {"work": WORDS, "lengths": INTS, "words": WORDS}),
-        "ids": (
-            id_policy._check,
-            dict.fromkeys(("fixed", "work", "lengths", "words"), WORDS) | {"ids": INTS, "num_ids": "i32"},
-        ),
-        "addresses": (triton_shared._write_addresses, {"out": WORDS, **dict.fromkeys("abcdefg", FLOATS)}),
-        "scalars": (step_scalars._write_words, {"out": WORDS, **dict.fromkeys("abcdefg", "i64")}),
-        "verdict": (step_verdict._record, report | {"first_error": None, "IS_FIRST": True}),
-        "verdict of ids": (step_verdict._record, report | {"first_error": WORDS, "IS_FIRST": False}),
-        "items": (
-            kernels.list_items,
-            many | {"keys": INTS, "ids": INTS, "offsets": WORDS, "weights": FLOATS, "gradients": FLOATS},
-        ),
-        "items, several gradients": (
-            kernels.list_items,
-            many | {"keys": INTS, "ids": INTS, "offsets": WORDS, "weights": None, "gradients": WORDS},
-        ),
-        "order": (
-            kernels.order_items,
-            many | {"ordered": WORDS, "scales": None, "num_keys": INTS, "keys": WORDS, "order": WORDS},
-        ),
-        "segments": (
-            kernels.mark_segments,
-            {"segments": WORDS, "ranges": WORDS, "keys": INTS, "num_keys": INTS, "plan": WORDS, "limit": "i32"},
-        ),
-        "long runs": (
-            kernels.sum_long_runs,
-            many | {"sums": FLOATS, "scales": FLOATS, "keys": INTS, "COLUMNS": 128, "VECTOR": 4},
-        ),
-    }
-    return {name: compiled(kernel, types, architecture) for name, (kernel, types) in cases.items()}
+def count_wide_destinations(cubin: bytes) -> int:
+    """Return the number of different registers that receive 16 bytes: the maximum number of such loads in flight."""
+    # The assembler may let a load wait until the result of an earlier one was used, and reuse its register.
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "-sass", file.name]
+        sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return len(set(re.findall(r"\bLDG\.E\S*\.128\S* (R\d+)", sass)))
 
 
-def updates(architecture: int) -> dict[str, Any]:
-    common = {"plan": WORDS, "uniforms": "*fp64", "keys": INTS, "items": WORDS, "segments": WORDS, "ranges": WORDS}
-    programs = {}
-    for name, row, vector, blocks in (
-        ("rowwise_adagrad", tl.float32, 4, 4),
-        ("adam", tl.bfloat16, 8, 4),
-        ("rowwise_adagrad", tl.float16, 1, 32),
-    ):
-        program = trace(make_row_optimizer(OptimizerSpec(name=name, lr=0.1)))  # type: ignore[arg-type]
-        instructions = tuple(map(tuple, program.fused_update.instructions.tolist()))
-        kernel = update_kernel(instructions, tuple(kind == "row" for kind in program.state_kinds))
-        types: dict[str, Any] = common | {"scales": FLOATS, "group": "i32", "NUM_UNIFORMS": len(program.uniforms) + 1}
-        types |= {"ROW": row, "ROWS": max(1, 32 // blocks), "BLOCKS": blocks}
-        types |= {"VECTOR": vector, "LINE_VECTOR": min(vector, 4)}
-        for found_inf, suffix in ((None, ""), (FLOATS, " found_inf")):
-            programs[f"{name} {row}{suffix}"] = compiled(kernel, types | {"found_inf": found_inf}, architecture)
-    return programs
+def logged(log: str, pattern: str) -> int:
+    """Return the sum of a number in the log of the assembler."""
+    numbers = re.findall(pattern, log)
+    assert numbers, f"no {pattern!r} in the log of ptxas: {log}"
+    return sum(map(int, numbers))
 
-
-def codecs(architecture: int) -> dict[str, Any]:
-    kernels = {}
-    common = {"addresses": WORDS, "plan": WORDS, "num_rows": "i32"}
-    for index, name in enumerate(("fp16", "bf16", "fp8", "int8"), start=1):
-        for drawn in (0, 1, 2) if index > 2 else (0,):
-            types = common | {"out": "*u8", "overflows": WORDS if name == "fp16" else None}
-            types |= {"keys": WORDS if drawn else None, "rows": WORDS if drawn == 2 else None}
-            types["FORM"] = codec.kernel_variant(index, drawn, 4, 4)
-            kernels[f"encode {name} {drawn}"] = compiled(codec.encode_blocks, types, architecture)
-        types = common | {"out": FLOATS, "stride": "i32", "FORM": codec.kernel_variant(index, 0, 4, 4)}
-        kernels[f"decode {name}"] = compiled(codec.decode_blocks, types, architecture)
-    return kernels
-
-
-def dense(architecture: int) -> dict[str, Any]:
-    sizes = dict.fromkeys(("num_samples", "num_logits", "stride", "gradient_stride"), "i32")
-    names = ("x", "out", "x_gradient", "gradient", "output", "masked", "logits", "label", "factor", "weight", "bias")
-    kernels = {}
-    for dtype in ("*fp32", "*bf16", "*fp64"):
-        common = sizes | dict.fromkeys(names, dtype) | {"sums": "*fp64" if dtype == "*fp64" else FLOATS}
-        cases: list[tuple[Any, dict[str, Any]]] = [
-            (mlp._mask_and_sum, {"WIDTH": 512}),
-            (mlp._scalar_linear, {"WIDTH": 250, "RELU": True}),
-            (mlp._scalar_linear_backward, {"FORM": 2 * 250 + 1}),
-            (cross_entropy._sum_losses, {"sums": "*fp64"}),
-            (cross_entropy._scale_gradients, {"gradient": "*fp64", "factor": None}),
-        ]
-        if dtype == FLOATS:
-            cases.append((mlp._linear_relu, {"INPUTS": 13, "OUTPUTS": 512}))
-        if dtype != "*fp64":  # Other products are those of plain PyTorch.
-            pooled = {"pooled": FLOATS, "pooled_gradient": FLOATS}
-            for shape in ({"FEATURES": 7, "DIM": 16}, {"FEATURES": 100, "DIM": 128}):
-                cases += [(dot_interaction._multiply_pairs, pooled | shape)]
-                cases += [(dot_interaction._sum_scaled_vectors, pooled | shape)]
-        for kernel, types in cases:
-            used = {name: kind for name, kind in (common | types).items() if name in kernel.arg_names}
-            kernels[f"{kernel.__name__} {dtype} {types.get('DIM')}"] = compiled(kernel, used, architecture)
-    return kernels
-
-
-GROUPS = {"lookups": lookups, "rows": rows, "lists": lists, "updates": updates, "codecs": codecs, "dense": dense}
 
 if __name__ == "__main__":
-    print(json.dumps(GROUPS[sys.argv[2]](int(sys.argv[1]))))
+    architecture = int(sys.argv[1])
+    kernels = {
+        name: compiled(kernel, types, architecture)
+        for name, (kernel, types) in GROUPS[sys.argv[2]]().items()
+        if types.get("architecture", architecture) <= architecture
+    }
+    print(json.dumps(kernels))

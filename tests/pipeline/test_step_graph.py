@@ -113,10 +113,11 @@ def keep_host_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def keep_host_divisor(monkeypatch: pytest.MonkeyPatch) -> None:
-    def gradient(_: Pipeline, loss: Tensor, divisor: float, num_parts: int) -> Tensor:
-        return torch.full_like(loss, 1.0 / divisor)
+    def scale(pipeline: Pipeline, dtype: torch.dtype) -> Tensor:
+        assert pipeline.scalars is not None
+        return torch.full((), 1.0 / pipeline.scalars._numbers.divisor, dtype=dtype, device="cuda")
 
-    monkeypatch.setattr(Pipeline, "_loss_gradient", gradient)
+    monkeypatch.setattr(Pipeline, "_device_scale", scale)
 
 
 def keep_number_of_ids(monkeypatch: pytest.MonkeyPatch) -> None:

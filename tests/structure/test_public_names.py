@@ -46,7 +46,8 @@ PUBLIC = {
         fill_glorot make_model
     """,
     "meseta.ops.row_file": "DiskEngine EngineInfo RowFileSnapshot RowFile RowFileCounters PendingRowRead probe_engine",
-    "meseta.ops.row_update": "Bags FeatureGradient TableRows UpdateGroup row_update",
+    "meseta.ops.row_update": "Bags FeatureGradient SortedRowIds TableRows UpdateGroup apply_row_update row_update "
+    "sort_row_ids",
     "meseta.optim": "Hyper RowOptimizer element_state make_dense_optimizer make_row_optimizer row_state where",
     "meseta.pipeline": "LateNonFiniteLoss Pipeline StageTimes StepResult ahead choose_overlap",
     "meseta.planner": """

@@ -24,11 +24,12 @@ from meseta.embedding.batch_context import (
     no_op,
     null_timer,
 )
-from meseta.embedding.update import GradientSegment
+from meseta.embedding.sort_ahead import SortAhead
+from meseta.embedding.update import FusedShards, GradientSegment, step_shards
 from meseta.ops.common import device_constant
 from meseta.ops.id_policy import CheckedIds
 from meseta.ops.row_program.optimizer import compute_dtype
-from meseta.ops.row_update import TableRows
+from meseta.ops.row_update import Bags, TableRows
 from meseta.sparse import Embeddings, JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from meseta.sparse.shapes import Int
 from meseta.spec import FeatureSpec, MesetaError, Plan, TableSpec, check_features
@@ -90,11 +91,13 @@ class BaseEmbeddingCollection(nn.Module, ABC, Generic[GroupStateT]):
         """Factor of the learning rates of all tables. A batch may have another factor."""
         self.num_clamped: Tensor | None = None
         """Total number [1] of values that overflowed fp16 in exchanges, or `None` if no exchange uses fp16."""
-        self._out_of_range_ids = OutOfRangeIds()
+        self.out_of_range_ids = OutOfRangeIds()
         self._active_batch: BatchContext[GroupStateT] | None = None
         self._last_slice: BatchSlice | None = None
         """Slice of the batch that was looked up last."""
         self._num_started = 0
+        self._fused_shards: tuple[FusedShards, ...] = ()
+        """Shards updated without data of other ranks."""
         self._acquired_rows: tuple[TableRows, ...] | None = None
         """Rows of each shard that operators use. `None` before the first lookup."""
         self._last_backward: tuple[int, BatchSlice | None] = (NO_BACKWARD, None)
@@ -235,7 +238,7 @@ class BaseEmbeddingCollection(nn.Module, ABC, Generic[GroupStateT]):
             local_totals=local_totals,
             accumulates_gradients=accumulates_gradients,
             stage_timer=stage_timer,
-            out_of_range_ids=self._out_of_range_ids if out_of_range_ids is None else out_of_range_ids,
+            out_of_range_ids=self.out_of_range_ids if out_of_range_ids is None else out_of_range_ids,
         )
         self._start_input_dist(flight, kjt)
         self._num_started += 1
@@ -262,13 +265,43 @@ class BaseEmbeddingCollection(nn.Module, ABC, Generic[GroupStateT]):
             if flight.output_dist_callback is not no_op:
                 self.start_second_hop(flight)
                 flight.output_dist_callback()
-            if flight.num_out_of_range is not None:
+            if flight.num_out_of_range is not None and not flight.defers_id_check:
                 flight.out_of_range_ids.add(flight.num_out_of_range)
-            return self._output_dist(flight)
+            embeddings = self._output_dist(flight)
+            self._start_sort(flight)
+        return embeddings
 
     @abstractmethod
     def _output_dist(self, flight: BatchContext[GroupStateT]) -> Embeddings:
         """Implement `output_dist` after the checks."""
+
+    def _start_sort(self, flight: BatchContext[GroupStateT]) -> None:
+        """Start to sort the ids on a GPU, if the update has no other ids."""
+        # Only one group has the same ids in the update. Accumulated batches are merged.
+        if not torch.is_grad_enabled() or len(flight.group_states) > 1 or self.has_offloaded_rows:
+            return
+        if flight.clip is not None or self._accumulated_segments or self._accumulates_gradients(flight):
+            return
+        bags = self._bags(flight.group_states[0])
+        groups = [f.group for f in self._fused_shards if f.spec.optimizer.stepped_rows == "touched"]
+        if groups and bags.ids.is_cuda:
+            flight.sort_ahead = SortAhead.start(self._sort_stream, groups, bags)
+
+    @cached_property
+    def _sort_stream(self) -> Any:
+        return torch.cuda.Stream(self.shards[0].device)
+
+    @abstractmethod
+    def _bags(self, state: GroupStateT) -> Bags:
+        """Return the bags that the update of a batch with one feature group reads."""
+
+    def _step_fused(self, flight: BatchContext[GroupStateT], bags: Bags, gradients: Sequence[Tensor]) -> None:
+        """Update the shards that need no data of other ranks."""
+        sort, step = flight.pop_sort(), self.step + 1
+        for fused in self._fused_shards:
+            sorted_ids = None if sort is None else sort.select(fused.group, bags)
+            rate = self.lr(flight, fused.spec)
+            step_shards(fused, rate, step, bags, gradients, flight.found_inf, flight.scalars, sorted_ids)
 
     def wait_for_embeddings(self, flight: BatchContext[GroupStateT]) -> Sequence[Tensor]:
         """Wait for the embeddings of a batch after `lookup`. The stage of the batch does not change."""
@@ -312,18 +345,17 @@ class BaseEmbeddingCollection(nn.Module, ABC, Generic[GroupStateT]):
     @property
     def num_out_of_range(self) -> Int[Tensor, " F"] | None:
         """Total out-of-range ids per feature with policy drop, clamp or hash. `None` before the first batch."""
-        return self._out_of_range_ids.counts
+        return self.out_of_range_ids.counts
 
     def set_resume_state(self, step: int, num_outside: Int[Tensor, " F"] | None) -> None:
         """Set the number of updates and of out-of-range ids, for example of a saved run."""
         self.step = step
-        self._out_of_range_ids.counts = num_outside
+        self.out_of_range_ids.counts = num_outside
 
-    def count_replayed_step(self, num_out_of_range: Int[Tensor, " F"]) -> None:
+    def count_replayed_step(self) -> None:
         """Count a batch that a CUDA graph has trained."""
         self.step += 1
         self._num_started += 1
-        self._out_of_range_ids.add(num_out_of_range)
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
@@ -370,6 +402,7 @@ class BaseEmbeddingCollection(nn.Module, ABC, Generic[GroupStateT]):
         try:
             update()
         finally:
+            flight.pop_sort()
             # Rows of accumulated passes are updated with the last micro-batch, and must stay in the cache until then.
             if accumulates and flight.lease is not None:
                 self._accumulated_leases.append(flight.lease)

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from meseta.comm import BatchSlice, BatchTotals
+from meseta.embedding.sort_ahead import SortAhead
 from meseta.ops.id_policy import CheckedIds, apply_id_policy
+from meseta.ops.id_policy.reference import NUM_REPORT_WORDS
 from meseta.ops.step_scalars import StepScalars
 from meseta.ops.step_verdict import RejectedPlace
 from meseta.sparse import KeyedJaggedTensor
@@ -96,13 +98,13 @@ class FeatureGroup:
 
 
 RejectedId = tuple[FeatureGroup, Tensor]
-"""Feature group with the `CheckedIds.first_error` of its ids."""
+"""Feature group with the `CheckedIds.report` of its ids."""
 
 
 def raise_rejected_id(rejected_ids: Sequence[RejectedId]) -> None:
     """Raise the error of the first rejected id in `BatchContext.rejected_ids`. Waits for a GPU."""
-    for group, first_error in rejected_ids:
-        group.raise_rejected(RejectedPlace(*first_error.tolist()))
+    for group, report in rejected_ids:
+        group.raise_rejected(RejectedPlace(*report[2:NUM_REPORT_WORDS].tolist()))
 
 
 def group_features(features: Sequence[FeatureSpec], tables: Mapping[str, TableSpec]) -> tuple[FeatureGroup, ...]:
@@ -154,7 +156,8 @@ class OutOfRangeIds:
         """Number of ids per feature, or `None` before the first batch."""
 
     def add(self, counts: Int[Tensor, " F"]) -> None:
-        self.counts = counts if self.counts is None else self.counts + counts
+        # The counts of a deferred check are on the host.
+        self.counts = counts if self.counts is None else self.counts.to(counts.device) + counts
 
 
 UNEVEN_POLICIES = ("error", "join", "drop")
@@ -226,8 +229,8 @@ class BatchContext(Generic[GroupStateT]):
     clip: Clip | None = None
     """Gradient clipping in one process. `None` means no clipping."""
     defers_id_check: bool = False
-    """Whether the caller raises errors for rejected ids later, by `rejected_ids`. Only for a collection in one process.
-    A rejected id reads row 0."""
+    """Whether the caller raises errors for rejected ids later, by `rejected_ids`, and counts out-of-range ids then.
+    Only a collection in one process defers errors. A rejected id reads row 0."""
     rejected_ids: tuple[RejectedId, ...] = ()
     found_inf: Float[Tensor, ""] | None = None
     """Device scalar (float32). If nonzero, kernels skip the row update without a host sync. `None` means always
@@ -237,7 +240,7 @@ class BatchContext(Generic[GroupStateT]):
     stage_timer: StageTimer = null_timer
     """Timer of the stages 'output_dist', 'gradient_dist' and 'table_update'."""
     out_of_range_ids: OutOfRangeIds = field(default_factory=OutOfRangeIds)
-    """Counter to which `output_dist` adds the out-of-range ids of this batch."""
+    """Counter to which `output_dist` adds the out-of-range ids of this batch, unless `defers_id_check`."""
     num_out_of_range: Int[Tensor, " F"] | None = None
     """Number of out-of-range ids of this batch per feature. `None` if its ids were rejected."""
     lease: Lease | None = None
@@ -247,6 +250,8 @@ class BatchContext(Generic[GroupStateT]):
     set before `lookup`, from an earlier lookup of the same ids, they are used instead of a new lookup."""
     group_states: tuple[GroupStateT, ...] = ()
     """State of each feature group. Released in the backward pass."""
+    sort_ahead: SortAhead | None = None
+    """Sort of the ids in progress on a GPU. `None` if the update sorts them."""
     batch_slice: BatchSlice | None = None
     """Slice of this rank in the global batch. `None` before the lookup."""
     stage: BatchStage = "started"
@@ -290,8 +295,16 @@ class BatchContext(Generic[GroupStateT]):
             self.drop()
             raise
 
+    def pop_sort(self) -> SortAhead | None:
+        """Return the sort of the ids. The current stream waits for it."""
+        sort, self.sort_ahead = self.sort_ahead, None
+        if sort is not None:
+            sort.wait()
+        return sort
+
     def drop(self) -> None:
         self.stage, self.group_states, self.embeddings = "dropped", (), None
+        self.pop_sort()
         self.release()
 
     def release(self) -> None:

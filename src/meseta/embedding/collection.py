@@ -18,9 +18,9 @@ from meseta.embedding.routes import GradientRounding, MessageFormat, gradient_ex
 from meseta.embedding.update import (
     GradientSegment,
     group_shards,
+    local_bags,
     local_segment,
     merge_backward_passes,
-    step_shards,
     sum_gradients,
     update_rows,
 )
@@ -29,7 +29,7 @@ from meseta.ops.id_policy import NO_ERROR, CheckedIds
 from meseta.ops.pooled_lookup import LookupGroup, lookup_group
 from meseta.ops.row_lookup import row_lookup
 from meseta.ops.row_program.optimizer import Hyper
-from meseta.ops.row_update import FeatureGradient, TableRows
+from meseta.ops.row_update import Bags, FeatureGradient, TableRows
 from meseta.ops.weight_gradient import weight_gradient
 from meseta.sparse import Embeddings, KeyedJaggedTensor
 from meseta.spec import Communication, FeatureSpec, MesetaError, Plan, Shard, ShardingType, TablePlan, TableSpec
@@ -237,7 +237,7 @@ class EmbeddingBagCollection(BaseEmbeddingCollection[CheckedIds]):
         flight.enter_stage("exchanged", after="started")
         with flight.drop_on_error():
             flight.rejected_ids = tuple(
-                (group, group_ids.first_error)
+                (group, group_ids.report)
                 for group, group_ids in zip(self.groups, flight.group_states, strict=True)
                 if group_ids.first_error is not NO_ERROR
             )
@@ -292,6 +292,9 @@ class EmbeddingBagCollection(BaseEmbeddingCollection[CheckedIds]):
         embeddings, update = flight.pop_embeddings(), partial(self._run_backward, flight)
         outputs = OptimizerInBackward.apply(self._anchor, embeddings, update, *(group_ids.weights for group_ids in ids))
         return self._make_embeddings(flight, ids, outputs)
+
+    def _bags(self, state: CheckedIds) -> Bags:
+        return local_bags(state.kjt)
 
     def emulate_rounding(self, comm: Communication, at_home: Iterable[str] = ()) -> None:
         """Round data in training as several ranks with `comm` do before sending it.
@@ -357,9 +360,7 @@ class EmbeddingBagCollection(BaseEmbeddingCollection[CheckedIds]):
             if flight.clip is not None:
                 self._update_clipped(flight, flight.clip, whole, moved)
             else:
-                for fused in self._fused_shards:
-                    lr, step = self.lr(flight, fused.spec), self.step + 1
-                    step_shards(fused, lr, step, whole.bags, moved, flight.found_inf, flight.scalars)
+                self._step_fused(flight, whole.bags, moved)
         self.step += 1
 
     def _update_clipped(

@@ -22,14 +22,13 @@ from meseta.embedding.update import (
     GradientSegment,
     group_shards,
     merge_backward_passes,
-    step_shards,
     sum_gradients,
     update_rows,
 )
 from meseta.ops.codec import HalfRange
 from meseta.ops.id_policy import CheckedIds
 from meseta.ops.row_program.optimizer import Hyper
-from meseta.ops.row_update import FeatureGradient, TableRows
+from meseta.ops.row_update import Bags, FeatureGradient, TableRows
 from meseta.optim import make_row_optimizer
 from meseta.sparse import Embeddings, KeyedJaggedTensor
 from meseta.spec import MesetaError, Plan, Shard
@@ -118,7 +117,6 @@ class ShardedEmbeddingBagCollection(BaseEmbeddingCollection[GroupState]):
         self.replicas.bind_rows(by_shard)
         layout = [place for place in self._gradient_layout if place.table not in self._staged_shards]
         self._fused_shards = group_shards(self.shards, rows, layout)
-        """Shards that are updated without data of other ranks."""
 
     def _start_input_dist(
         self, flight: BatchContext[GroupState], kjt: KeyedJaggedTensor | ExhaustedInput | Exception
@@ -267,6 +265,9 @@ class ShardedEmbeddingBagCollection(BaseEmbeddingCollection[GroupState]):
             outputs = OptimizerInBackward.apply(self._anchor, flight.pop_embeddings(), update)
         return self._make_embeddings(flight, [state.input_dist.ids for state in flight.group_states], outputs)
 
+    def _bags(self, state: GroupState) -> Bags:
+        return state.owned_ids.bags
+
     def _start_gradient_dist(
         self, flight: BatchContext[GroupState], *gradients: Tensor
     ) -> tuple[Sequence[Tensor | None], Callable[[], None]]:
@@ -301,9 +302,7 @@ class ShardedEmbeddingBagCollection(BaseEmbeddingCollection[GroupState]):
         with flight.stage_timer("table_update"):
             whole, row_gradients = merge_backward_passes(received)
             self._discard_row_gradients()
-            for fused in self._fused_shards:
-                lr, step = self.lr(flight, fused.spec), self.step + 1
-                step_shards(fused, lr, step, whole.bags, row_gradients, flight.found_inf, flight.scalars)
+            self._step_fused(flight, whole.bags, row_gradients)
             self._update_staged(flight, whole, row_gradients)
             if replicated is not None:
                 self.replicas.finish_update(replicated, partial(self.lr, flight), self.step + 1, flight.found_inf)

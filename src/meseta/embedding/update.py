@@ -15,7 +15,15 @@ from meseta.ops.coalesce import BLOCK_SAMPLES, coalesce
 from meseta.ops.common import device_constant
 from meseta.ops.jagged import lengths_to_offsets, permute_segments
 from meseta.ops.row_program.optimizer import Hyper, compute_dtype, sum_across_blocks
-from meseta.ops.row_update import Bags, FeatureGradient, TableRows, UpdateGroup, row_update
+from meseta.ops.row_update import (
+    Bags,
+    FeatureGradient,
+    SortedRowIds,
+    TableRows,
+    UpdateGroup,
+    apply_row_update,
+    row_update,
+)
 from meseta.ops.row_update.staged import TouchedRows, stage_block_sums, update_with_stats
 from meseta.ops.step_scalars import StepScalars
 from meseta.sparse import KeyedJaggedTensor
@@ -65,10 +73,11 @@ def step_shards(
     gradients: Sequence[Tensor],
     found_inf: Float[Tensor, ""] | None = None,
     scalars: StepScalars | None = None,
+    sorted_ids: SortedRowIds | None = None,
 ) -> None:
     """Update the touched rows, or all rows if the optimizer requires it, unless `found_inf` is nonzero.
 
-    Kernels read rate and step from `scalars`, if there are any.
+    Kernels read rate and step from `scalars`, if there are any. `sorted_ids` is the result of an earlier sort.
     """
     group, output_gradients, optimizer = fused.group, list(gradients), fused.spec.optimizer
     if optimizer.stepped_rows == "looked_up" and bags.num_samples:
@@ -87,7 +96,10 @@ def step_shards(
     uniforms = None
     if scalars is not None and group.weights[0].dtype != torch.float64:
         uniforms = group.uniforms_on_device(scalars, optimizer.lr)
-    row_update(group, lr, step, bags, output_gradients, found_inf, uniforms)
+    if sorted_ids is None:
+        row_update(group, lr, step, bags, output_gradients, found_inf, uniforms)
+    else:
+        apply_row_update(sorted_ids, group, lr, step, bags, output_gradients, found_inf, uniforms)
 
 
 def ids_by_table(features: Sequence[FeatureGradient], bags: Bags, num_tables: int) -> list[Int[Tensor, " nnz"]]:
@@ -304,13 +316,17 @@ class GradientSegment:
     unpooled_routes: tuple[int, ...]
 
 
+def local_bags(ids: KeyedJaggedTensor) -> Bags:
+    """Return the bags of one rank."""
+    return Bags(ids.values, ids.offsets, ids.batch_size, ids.weights)
+
+
 def local_segment(ids: KeyedJaggedTensor, gradients: Sequence[Tensor], unpooled: Sequence[int]) -> GradientSegment:
     """Return the segment of one rank's samples, by feature."""
     # No caller needs the sizes of a single segment.
     sizes = () if ids.is_padded else tuple(b - a for a, b in pairwise(ids.key_offsets))
-    bags = Bags(ids.values, ids.offsets, ids.batch_size, ids.weights)
     return GradientSegment(
-        ids=OwnedIds(bags=bags, lengths=ids.lengths, sizes=sizes),
+        ids=OwnedIds(bags=local_bags(ids), lengths=ids.lengths, sizes=sizes),
         batch_size_per_rank=(ids.batch_size,),
         counts=(sizes,),
         gradients=tuple(gradients),

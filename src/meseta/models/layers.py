@@ -19,6 +19,7 @@ from meseta.comm import BatchSlice
 from meseta.embedding.batch_context import BatchContext
 from meseta.models.global_layers import SyncBatchNorm, dropout
 from meseta.ops.common import repeat, softmax
+from meseta.ops.concat import concat
 from meseta.ops.mlp import mlp
 from meseta.ops.product import batched_product
 from meseta.sparse import KeyedJaggedTensor
@@ -377,6 +378,11 @@ class MLPOptions:
     def cast(self, x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
         """Cast `x` to the data type of the activations."""
         return x.to(torch.bfloat16) if self.dtype == "bfloat16" else x
+
+    def concat(self, a: Float[Tensor, "B N"], b: Float[Tensor, "B M"]) -> Float[Tensor, "B N_plus_M"]:
+        """Concatenate columns and cast them to the data type of the activations."""
+        dtype = torch.promote_types(a.dtype, b.dtype)
+        return concat(a, b, torch.bfloat16 if self.dtype == "bfloat16" else dtype)
 
 
 class HiddenLayers(nn.Module):

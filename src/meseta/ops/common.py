@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -211,6 +211,18 @@ class _Softmax(torch.autograd.Function):
         (out,) = ctx.saved_tensors
         weighted: Tensor = out * gradient
         return weighted.addcmul_(out, weighted.sum(dim=-1, keepdim=True), value=-1)
+
+
+def cast_all(tensors: Sequence[Tensor | None], dtype: torch.dtype) -> list[Any]:
+    """Cast tensors to `dtype`. `None` stays `None`. On a GPU, one kernel casts all tensors of one dtype."""
+    results = [
+        tensor if tensor is None or tensor.dtype == dtype else tensor.new_empty(tensor.shape, dtype=dtype)
+        for tensor in tensors
+    ]
+    pairs = [(to, tensor) for to, tensor in zip(results, tensors, strict=True) if to is not None and to is not tensor]
+    if pairs:
+        torch._foreach_copy_([to for to, _ in pairs], [cast(Tensor, tensor) for _, tensor in pairs])
+    return results
 
 
 def device_constant(words: tuple[int, ...], device: torch.device) -> Tensor:

@@ -32,6 +32,11 @@ def tensor_metadata(tensors: Sequence[Tensor]) -> tuple[TensorMetadata, ...]:
     return tuple(TensorMetadata(t.data_ptr(), t.dtype, tuple(t.shape), t.is_contiguous()) for t in tensors)
 
 
+def is_aligned(*numbers: int) -> bool:
+    """Whether all addresses or sizes, in bytes, are multiples of `VECTOR_BYTES`."""
+    return all(number % VECTOR_BYTES == 0 for number in numbers)
+
+
 def write_addresses(out: Tensor, tensors: Sequence[Tensor]) -> None:
     """Write the address of each tensor to `out`, int64 [padded_address_count(len(tensors))], without a host sync."""
     # A kernel writes the addresses, because these tensors are reallocated in every step. CUDA graphs can replay it.
@@ -105,3 +110,75 @@ def philox(c0, c1, c2, c3, k0, k1):
         k0 += 0x9E3779B9
         k1 += 0xBB67AE85
     return c0, c1, c2, c3
+
+
+@triton.jit
+@no_type_check
+def load_row_parts(address, num_bytes, live, ROW: tl.constexpr, IS_ALIGNED: tl.constexpr):
+    """Load 16 bytes of rows from each address: [A, B] -> float32 [A, B, VECTOR]. Parts that are not live are 0.
+
+    The rows have `num_bytes` [A, B] left at the address. Elements after them are undefined.
+    """
+    VECTOR: tl.constexpr = 128 // ROW.primitive_bitwidth
+    if IS_ALIGNED:
+        place = tl.multiple_of(address.to(tl.pointer_type(ROW)), [16, 16])[:, :, None]
+        lane = tl.arange(0, VECTOR)[None, None, :]
+        # Each word is read once, so the first-level cache is left to ids. The second one keeps frequent rows.
+        values = tl.load(place + lane, mask=live[:, :, None], other=0.0, cache_modifier=".cg")
+    else:
+        w0, w1, w2, w3, w4 = _load_words(address, num_bytes, live)
+        if VECTOR == 4:
+            values = _join_four(w0, w1, w2, w3)
+        else:
+            bits = ((address & 2) * 8).to(tl.int32)
+            w0, w1 = _shift_right(w0, w1, bits), _shift_right(w1, w2, bits)
+            w2, w3 = _shift_right(w2, w3, bits), _shift_right(w3, w4, bits)
+            words = _join_four(w0, w1, w2, w3)
+            halves = tl.join(words.to(tl.int16), (words >> 16).to(tl.int16))
+            values = tl.reshape(halves, [words.shape[0], words.shape[1], VECTOR])
+        values = values.to(ROW, bitcast=True)
+    return values.to(tl.float32)
+
+
+@triton.jit
+@no_type_check
+def _load_words(address, num_bytes, live):
+    """Return the five words of 4 bytes from the last multiple of 4 on that is at most `address` [A, B]."""
+    # They are in one or two words of 16 bytes. If one of these has a byte of the row, all of it can be read.
+    shift = (address & 15).to(tl.int32)
+    place = tl.multiple_of((address - shift).to(tl.pointer_type(tl.int32)), [16, 16])[:, :, None]
+    lane = tl.arange(0, 4)[None, None, :]
+    w0, w1, w2, w3 = _split_in_four(tl.load(place + lane, mask=live[:, :, None], other=0))
+    live = live & (shift + num_bytes > 16)
+    w4, w5, w6, w7 = _split_in_four(tl.load(place + (lane + 4), mask=live[:, :, None], other=0))
+    two = (shift & 8) != 0
+    w0, w1, w2 = tl.where(two, w2, w0), tl.where(two, w3, w1), tl.where(two, w4, w2)
+    w3, w4, w5 = tl.where(two, w5, w3), tl.where(two, w6, w4), tl.where(two, w7, w5)
+    one = (shift & 4) != 0
+    w0, w1, w2 = tl.where(one, w1, w0), tl.where(one, w2, w1), tl.where(one, w3, w2)
+    return w0, w1, w2, tl.where(one, w4, w3), tl.where(one, w5, w4)
+
+
+@triton.jit
+@no_type_check
+def _split_in_four(words):
+    """Split [A, B, 4] into four tensors [A, B]."""
+    even, odd = tl.split(tl.reshape(words, [words.shape[0], words.shape[1], 2, 2]))
+    w0, w2 = tl.split(even)
+    w1, w3 = tl.split(odd)
+    return w0, w1, w2, w3
+
+
+@triton.jit
+@no_type_check
+def _join_four(w0, w1, w2, w3):
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
+    return tl.reshape(words, [w0.shape[0], w0.shape[1], 4])
+
+
+@triton.jit
+@no_type_check
+def _shift_right(low, high, bits):
+    """Return the lower 32 bits of the int64 with these int32 words, shifted right by `bits`."""
+    pair = (high.to(tl.int64) << 32) | (low.to(tl.int64) & 0xFFFFFFFF)
+    return (pair >> bits).to(tl.int32)

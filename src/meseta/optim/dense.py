@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from meseta.ops.step_scalars import StepNumbers, StepScalars
+from meseta.sparse.shapes import Float
 from meseta.spec import MesetaError
 
 if TYPE_CHECKING:  # Operators are tested without pydantic.
@@ -281,17 +282,48 @@ def keep_former(tensor: Tensor, former: Tensor, found_inf: Tensor) -> None:
     tensor.copy_(torch.where(found_inf == 0, tensor, former))
 
 
-def step_if_finite(
-    optimizer: torch.optim.Optimizer, found_inf: Tensor, scalars: StepScalars | None = None
-) -> Callable[[], None]:
-    """Run an optimizer step unless `found_inf`, a device scalar (float32), is nonzero. There is no host sync.
+@torch.no_grad()
+def _step_adam(optimizer: torch.optim.Optimizer, found_inf: Tensor, accepted: Tensor) -> None:
+    """Run a step of a fused Adam or AdamW whose moments exist. `accepted` is 1 - `found_inf`."""
+    # Torch's own step first adds 1 to the step counts, and finally subtracts `found_inf` in another kernel.
+    update = torch._fused_adamw_ if isinstance(optimizer, torch.optim.AdamW) else torch._fused_adam_
+    for group in optimizer.param_groups:
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                by_dtype.setdefault(parameter.dtype, []).append(parameter)
+        for parameters in by_dtype.values():
+            states = [optimizer.state[parameter] for parameter in parameters]
+            steps = [state["step"] for state in states]
+            torch.ops.aten._foreach_add_.Tensor(steps, accepted)  # Another overload would read the scalar on the host.
+            update(
+                parameters,
+                [cast(Tensor, parameter.grad) for parameter in parameters],
+                [state["exp_avg"] for state in states],
+                [state["exp_avg_sq"] for state in states],
+                [state["max_exp_avg_sq"] for state in states] if group["amsgrad"] else [],
+                steps,
+                lr=group["lr"],
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                **{name: group[name] for name in ("weight_decay", "eps", "amsgrad", "maximize")},
+                found_inf=found_inf,
+            )
 
-    If it is nonzero, parameters, moments and step counts keep their bits. The returned function undoes the changes that
-    only the host can undo: moments created by this step, and step counts on the CPU. Call it once the host knows that
-    `found_inf` was nonzero. Fused optimizers read their rates from `scalars` if given, see `rates_on_device`.
+
+def step_if_finite(
+    optimizer: torch.optim.Optimizer, flags: Float[Tensor, " 2"], scalars: StepScalars | None = None
+) -> Callable[[], None]:
+    """Run an optimizer step unless `found_inf` is 1. There is no host sync.
+
+    `flags` are the device scalars `found_inf` and 1 - `found_inf`, 0 or 1. If `found_inf` is 1, parameters, moments and
+    step counts keep their bits. The returned function undoes the changes that only the host can undo: moments created
+    by this step, and step counts on the CPU. Call it once the host knows that `found_inf` was 1. Fused optimizers read
+    their rates from `scalars` if given, see `rates_on_device`.
     """
     # Fused optimizers read `found_inf` themselves, as with torch.amp.GradScaler. Other optimizers always step, so their
     # tensors are copied before and restored on the device.
+    found_inf, accepted = flags.unbind()
     parameters = dense_parameters(optimizer)
     fresh = [parameter for parameter in parameters if not optimizer.state.get(parameter)]
 
@@ -304,7 +336,11 @@ def step_if_finite(
         optimizer.found_inf = found_inf  # type: ignore[attr-defined]
         try:
             with nullcontext() if scalars is None else rates_on_device(optimizer, scalars):
-                optimizer.step()
+                has_moments = all(parameter.grad is None for parameter in fresh)
+                if has_moments and type(optimizer) in (torch.optim.Adam, torch.optim.AdamW):
+                    _step_adam(optimizer, found_inf, accepted)
+                else:
+                    optimizer.step()
         finally:
             del optimizer.found_inf  # type: ignore[attr-defined]
         return forget_fresh

@@ -17,7 +17,7 @@ from meseta.embedding.base import BaseEmbeddingCollection
 from meseta.embedding.batch_context import BatchContext
 from meseta.models.layers import GLOBAL_LOSS_HOOKS, loss_term_names
 from meseta.ops.common import copy_to_device, total
-from meseta.ops.cross_entropy import cross_entropy
+from meseta.ops.cross_entropy import StepLoss, cross_entropy
 from meseta.ops.step_scalars import StepNumbers
 from meseta.sparse.shapes import Float
 from meseta.spec import MesetaError
@@ -40,6 +40,8 @@ class Model(Protocol):
         """Compute logits, of shape [B], or [B, T] for T > 1 tasks."""
 
 
+LossKernel = Callable[[Tensor, Tensor, Tensor | None], StepLoss]
+"""Function of logits, labels and factors of the losses, see `cross_entropy_step`."""
 CROSS_ENTROPY = "cross_entropy"
 """Name of a loss term that replaces the default cross-entropy."""
 
@@ -88,8 +90,14 @@ class BatchLosses:
         self._task_weights = task_weights
 
     def __call__(
-        self, dense: Any, pooled: Any, batch: Batch, flight: BatchContext[Any], task_factors: Tensor | None = None
-    ) -> tuple[Float[Tensor, " B *T"], Float[Tensor, ""], Float[Tensor, " _losses"]]:
+        self,
+        dense: Any,
+        pooled: Any,
+        batch: Batch,
+        flight: BatchContext[Any],
+        task_factors: Tensor | None = None,
+        loss_kernel: LossKernel | None = None,
+    ) -> tuple[Float[Tensor, " B *T"], Float[Tensor, ""] | StepLoss, Float[Tensor, " _losses"]]:
         """Compute the losses of a batch. Collective if there is a loss of the global batch.
 
         Args:
@@ -98,6 +106,7 @@ class BatchLosses:
             batch: Samples of this rank. With a mask of known labels, only these count.
             flight: Context of the batch.
             task_factors: Factors [T] of the task losses for a batch with missing labels, see `start_task_factors`.
+            loss_kernel: Function that computes a loss without terms. The second result is then that of the function.
 
         Returns (logits, differentiable weighted sum of the loss, detached float64 sums of the loss and of each term).
         Raises MesetaError if logits or terms have unexpected names or shapes.
@@ -108,6 +117,10 @@ class BatchLosses:
         else:
             logits, terms = model.score(dense, pooled), {}
         weigh = _LossWeights(batch, self._task_weights, task_factors)
+        if loss_kernel is not None:
+            _check_label(logits, batch.label)
+            loss = loss_kernel(logits.detach(), batch.label, weigh(logits, is_of_tasks=True))
+            return logits, loss, loss.sums
         sums = [
             self._weighted_sum(name, one, logits, weigh)
             for name, one in self._ordered_terms("score_with_losses", terms)
@@ -201,16 +214,20 @@ class _LossWeights:
 
 
 def _cross_entropy(logits: Tensor, batch: Batch, weigh: _LossWeights) -> Tensor:
+    _check_label(logits, batch.label)
     label = batch.label.to(logits.dtype)
+    factor = weigh(logits, is_of_tasks=True)
+    if logits.is_cuda:
+        return cross_entropy(logits, label, factor)
+    return total(functional.binary_cross_entropy_with_logits(logits, label, factor, reduction="none"))
+
+
+def _check_label(logits: Tensor, label: Tensor) -> None:
     if label.shape != logits.shape:
         raise MesetaError(
             f"the model returned logits {list(logits.shape)} for labels {list(label.shape)}; it must return one output "
             "per label of the dataset"
         )
-    factor = weigh(logits, is_of_tasks=True)
-    if logits.is_cuda:
-        return cross_entropy(logits, label, factor)
-    return total(functional.binary_cross_entropy_with_logits(logits, label, factor, reduction="none"))
 
 
 def make_batch_totals(batch: Batch) -> BatchTotals:

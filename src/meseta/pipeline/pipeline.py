@@ -15,14 +15,15 @@ from torch import Tensor
 from meseta.comm import BatchTotals, DenseGradients, World, retain_until_exit
 from meseta.comm.dense import fsdp_parameter_error_context
 from meseta.data.read.batch import Batch
-from meseta.embedding.batch_context import OutOfRangeIds, no_op
+from meseta.embedding.batch_context import no_op
 from meseta.models.layers import find_dense_forward, select_score_input
 from meseta.ops.allocator import keep_freed_memory
+from meseta.ops.cross_entropy import StepLoss, cross_entropy_step
 from meseta.ops.step_scalars import StepNumbers, StepScalars
 from meseta.optim.dense import GradientClipper, dense_parameters
 from meseta.pipeline.device_copy import DeviceCopier, PackedBatch, PendingCopy, StaticPart
 from meseta.pipeline.lookahead import LookaheadQueue, MicroBatch, QueuedBatch
-from meseta.pipeline.losses import BatchLosses, Model, SkippedUpdate, inverse_divisor, loss_divisor
+from meseta.pipeline.losses import BatchLosses, LossKernel, Model, SkippedUpdate, inverse_divisor, loss_divisor
 from meseta.pipeline.prefetch import PrefetchedEmbeddings
 from meseta.pipeline.step_graph import (
     CapturedStep,
@@ -231,8 +232,7 @@ class Pipeline:
         votes: Callable[[], Sequence[float]],
     ) -> StepResult:
         embeddings, check, hides_embeddings = self.model.embeddings, self.update_check, "embeddings" in self.overlap
-        logits, losses = list[Tensor](), list[Tensor]()
-        step, num_out_of_range = embeddings.step, embeddings.num_out_of_range
+        logits, losses, step = list[Tensor](), list[Tensor](), embeddings.step
         self._start_input_dist(queue, queued)
         micro_batches = queued.micro_batches
         try:
@@ -266,11 +266,12 @@ class Pipeline:
                         if self.uses_stale_embeddings:
                             queue.lookup_next(self._num_steps_after(part))
                     if part.is_last:
-                        agreement = check.start(micro_batches, sum(losses[1:], losses[0]), votes())
-                    self._backward(part, loss)
+                        report = loss.report if isinstance(loss, StepLoss) else None
+                        agreement = check.start(micro_batches, sum(losses[1:], losses[0]), votes(), report)
+                    self._backward(part, part_logits, loss)
         finally:
             embeddings.discard_accumulated()
-        check.finish(agreement, queued, step, num_out_of_range)
+        check.finish(agreement, queued, step)
         totals = agreement.global_totals
         self._has_pending_dense_update = totals.weight > 0
         if "dense" not in self.overlap:
@@ -316,14 +317,29 @@ class Pipeline:
         with self.stage_times.stage("lookup"):
             return select_score_input(self.model, self.model.embeddings.output_dist(part.context))
 
-    def _score(self, queued: QueuedBatch, part: MicroBatch, dense: Any, pooled: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def _score(
+        self, queued: QueuedBatch, part: MicroBatch, dense: Any, pooled: Any
+    ) -> tuple[Tensor, Tensor | StepLoss, Tensor]:
         totals, factors = part.context.global_totals, queued.task_factors
         assert totals is not None
         with self.stage_times.stage("dense_forward"), fsdp_parameter_error_context():
             task_factors = None if factors is None else factors(totals.weight)
-            return self._losses(dense, pooled, part.device_batch, part.context, task_factors)
+            loss_kernel = self._find_loss_kernel(part)
+            return self._losses(dense, pooled, part.device_batch, part.context, task_factors, loss_kernel)
 
-    def _backward(self, part: MicroBatch, loss: Tensor) -> None:
+    def _find_loss_kernel(self, part: MicroBatch) -> LossKernel | None:
+        """Return the function that computes the loss, its gradient and the verdict together, if one kernel can."""
+        reports = [report for _, report in part.context.rejected_ids]
+        # In other cases, the loss is a sum over terms, micro-batches or ranks.
+        if self.scalars is None or self._losses.term_names or not part.num_parts == self.world.size == 1:
+            return None
+        if not self.update_check.is_deferred or len(reports) > 1:
+            return None
+        [report] = reports or [torch.zeros(2, dtype=torch.int64, device=self.world.device)]
+        scale = self._device_scale(torch.float64)
+        return partial(cross_entropy_step, scale=scale, memory=self.update_check.memory, report=report)
+
+    def _backward(self, part: MicroBatch, logits: Tensor, loss: Tensor | StepLoss) -> None:
         context = part.context
         assert context.global_totals is not None
         weight, num_samples = context.global_totals.weight, sum(context.batch_size_per_rank)
@@ -338,16 +354,24 @@ class Pipeline:
                 context.clip = partial(self.clip, dense_parameters(self.optimizer))
             divisor = loss_divisor(part.device_batch.batch_size, weight, num_samples)
             with keep_running_stats(self._running_stats, context.found_inf):
-                loss.backward(self._loss_gradient(loss, divisor, part.num_parts))
+                if isinstance(loss, StepLoss):
+                    logits.backward(loss.gradient)
+                else:
+                    loss.backward(self._loss_gradient(loss, divisor, part.num_parts))
 
     def _loss_gradient(self, loss: Tensor, divisor: float, num_parts: int) -> Tensor:
         if self.scalars is not None and num_parts == 1:
             dtype = torch.float64 if loss.dtype == torch.float64 else torch.float32
-            return self.scalars.view(("divisor", dtype), dtype, partial(inverse_divisor, dtype))[0].to(loss.dtype)
+            return self._device_scale(dtype).to(loss.dtype)
         # The same in each step of full batches without weights, so that it is computed once.
         if divisor != self._divisor or self._inverse_divisor.dtype != loss.dtype:
             self._divisor, self._inverse_divisor = divisor, torch.ones_like(loss) / divisor
         return self._inverse_divisor
+
+    def _device_scale(self, dtype: torch.dtype) -> Tensor:
+        """Return 1 / divisor of the step, float32 or float64, on the device."""
+        assert self.scalars is not None
+        return self.scalars.view(("divisor", dtype), dtype, partial(inverse_divisor, dtype))[0]
 
     def _finish_dense_update(self) -> None:
         if not self._has_pending_dense_update:
@@ -414,21 +438,19 @@ class Pipeline:
                 self.graphs.capturing() as graph,
             ):
                 queue.start_input_dist(queued)
-                [part] = queued.micro_batches
-                part.context.out_of_range_ids = OutOfRangeIds()  # Each replay adds them.
                 step = self._train_step(queue, queued, lambda: None, tuple)
                 self._finish_dense_update()
         finally:
             self._is_capturing, self._has_pending_dense_update = False, False
-        report, num_out_of_range = step.agreement.report, part.context.num_out_of_range
-        assert report is not None and num_out_of_range is not None
+        report = step.agreement.report
+        assert report is not None
         return CapturedStep(
             graph=graph,
             buffer=buffer,
+            batch=queued.micro_batches[0].device_batch,
             logits=step.logits,
             report=report,
             rejected_ids=step.agreement.rejected_ids,
-            num_out_of_range=num_out_of_range,
             stages=stages if is_timed else None,
         )
 
@@ -443,20 +465,20 @@ class Pipeline:
         assert self.graphs is not None
         embeddings, check, [copy] = self.model.embeddings, self.update_check, queued.pending_copies
         assert isinstance(copy, PendingCopy)
-        step, num_out_of_range, totals = embeddings.step, embeddings.num_out_of_range, copy.totals
+        step, totals = embeddings.step, copy.totals
         self._finish_dense_update()  # of an eager step
         self._write_scalars(schedule(), totals, (totals.num_samples,))
         captured.replay(copy.wait_buffer())
         if captured.stages is not None:
             self.stage_times.add_replay(captured.stages, self.graphs.pop_num_timed())
         agreement = LossAgreement.of_report(totals, captured.report, captured.rejected_ids, check.term_names, votes())
-        embeddings.count_replayed_step(captured.num_out_of_range)
+        embeddings.count_replayed_step()
         # The next replay overwrites the results, so they are copied.
         logits = captured.logits.clone()
         queue.fill()
         # If the previous step was refused, the device has skipped this one too, and it is dropped.
         self._resolve_check()
-        check.defer(agreement, queued.batch, step, num_out_of_range)
+        check.pending = DeferredCheck(agreement, queued.batch, step, embeddings.out_of_range_ids)
         return StepResult(
             agreement=agreement,
             num_samples=totals.num_samples - totals.num_padding,
@@ -490,7 +512,7 @@ class Pipeline:
             # Restore the state before the skipped step.
             skipped = cast(DeferredCheck, self.update_check.skipped)
             self.batch = skipped.batch
-            self.model.embeddings.set_resume_state(skipped.step, skipped.num_out_of_range)
+            self.model.embeddings.step = skipped.step
             self._drop_graphs()
             raise
 

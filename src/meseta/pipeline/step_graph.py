@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from meseta.comm import World
+from meseta.data.read.batch import Batch
 from meseta.data.read.packing import PackedLayout
 from meseta.embedding.base import BaseEmbeddingCollection
 from meseta.embedding.batch_context import RejectedId
@@ -41,12 +42,12 @@ class CapturedStep:
     graph: Any
     buffer: Tensor
     """Packed batch on the device, uint8."""
+    batch: Batch
+    """Batch of which `buffer` has the tensors that differ between replays."""
     logits: Tensor
     report: Tensor
     """See `LossAgreement.report`."""
     rejected_ids: Sequence[Sequence[RejectedId]]
-    num_out_of_range: Tensor
-    """Number of out-of-range ids per feature."""
     stages: CapturedStages | None
     """Stages with events in the graph. `None` if it is not timed."""
 

@@ -9,15 +9,16 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from meseta.comm import BatchTotals, World
 from meseta.data.read.batch import Batch
-from meseta.embedding.batch_context import BatchContext, RejectedId, no_op
+from meseta.embedding.batch_context import BatchContext, OutOfRangeIds, RejectedId, no_op
 from meseta.ops.common import AsyncHostCopy, copy_to_device
 from meseta.ops.step_scalars import StepScalars
-from meseta.ops.step_verdict import REJECTED_ID, StepReport, record_verdict
+from meseta.ops.step_verdict import REJECTED_ID, StepReport, VerdictMemory, record_verdict
 from meseta.optim.dense import keep_former, step_if_finite
 from meseta.pipeline.lookahead import MicroBatch, QueuedBatch, micro_batch_error_context
 from meseta.pipeline.losses import LateNonFiniteLoss, NonFiniteLoss, SkippedUpdate
@@ -39,6 +40,8 @@ class LossAgreement:
     """`BatchContext.rejected_ids` of each micro-batch."""
     report: Int[Tensor, " words"] | None = None
     """Result of `record_verdict` on the device. `None` if the host checks the sums."""
+    num_out_of_range: Int[Tensor, " F"] | None = field(default=None, init=False)
+    """Number of out-of-range ids per feature in the report, after `check`. `None` if the report has none."""
     _report_copy: AsyncHostCopy | None = field(default=None, init=False)
     _sums: list[float] | None = field(default=None, init=False)
 
@@ -65,12 +68,13 @@ class LossAgreement:
         agreement.start_report_copy()
         return agreement
 
-    def record_verdict(self, found_inf: Float[Tensor, ""]) -> None:
-        """Set `found_inf`, a float32 device scalar, to 1 if `check` will raise an error. The host does not wait."""
-        first_errors = [first_error for of_part in self.rejected_ids for _, first_error in of_part]
-        self.report = record_verdict(found_inf, self.wait(), first_errors)
+    def record_verdict(self, memory: VerdictMemory) -> None:
+        """Set the flags in `memory` if `check` will raise an error. The host does not wait."""
+        if self.report is None:
+            id_reports = [report for of_part in self.rejected_ids for _, report in of_part]
+            self.report = record_verdict(memory, self.wait(), id_reports)
         if not math.isfinite(self.global_totals.weight):
-            found_inf.fill_(1.0)
+            memory.set_flags(found_inf=True)
 
     def start_report_copy(self) -> None:
         """Start to copy the report, which `check` reads, to the host."""
@@ -91,14 +95,19 @@ class LossAgreement:
         return self._sums
 
     def _read_report(self, copy: AsyncHostCopy) -> list[float]:
-        words, num_errors = copy.read().numpy(), sum(map(len, self.rejected_ids))
-        report = StepReport.from_words(words, len(words) - 1 - 3 * num_errors)
+        groups = [group for of_part in self.rejected_ids for group, _ in of_part]
+        report = StepReport.from_words(copy.read().numpy(), [len(group.features) for group in groups])
         if report.verdict & REJECTED_ID:
             places = iter(report.rejected)
             for index, of_part in enumerate(self.rejected_ids):
                 with micro_batch_error_context(index, len(self.rejected_ids)):
                     for group, _ in of_part:
                         group.raise_rejected(next(places))
+        if groups:
+            counts = np.zeros(1 + max(index for group in groups for index in group.feature_indices), np.int64)
+            for group, num_outside in zip(groups, report.num_outside, strict=True):
+                counts[list(group.feature_indices)] += num_outside
+            self.num_out_of_range = torch.from_numpy(counts)
         return report.sums
 
     @property
@@ -128,19 +137,26 @@ class DeferredCheck:
     batch: Batch | None
     step: int
     """Number of updates before this step."""
-    num_out_of_range: Int[Tensor, " F"] | None
-    """Number of out-of-range ids before this step."""
+    out_of_range_ids: OutOfRangeIds
+    """Counter to which a completed check adds the out-of-range ids."""
+    num_out_of_range: Int[Tensor, " F"] | None = None
+    """Number of out-of-range ids per feature, unless the report has them."""
     undo_host_update: Callable[[], None] = no_op
 
     def complete(self) -> tuple[float, ...]:
-        """Return the votes. Raises SkippedUpdate."""
+        """Return the votes, and count the out-of-range ids. Raises SkippedUpdate."""
         try:
-            return self.agreement.votes
+            votes = self.agreement.votes
         except MesetaError as error:
             # The device has skipped its part of the update.
             self.undo_host_update()
             kind = LateNonFiniteLoss if isinstance(error, NonFiniteLoss) else SkippedUpdate
             raise kind(error.reason, remedy=error.remedy) from None
+        reported = self.agreement.num_out_of_range
+        counts = self.num_out_of_range if reported is None else reported
+        if counts is not None:
+            self.out_of_range_ids.add(counts)
+        return votes
 
 
 class UpdateCheck:
@@ -165,17 +181,32 @@ class UpdateCheck:
         self._votes: tuple[float, ...] = ()
 
     @cached_property
+    def memory(self) -> VerdictMemory:
+        """Memory whose flags are set from a refused step until `resolve` has raised its error."""
+        return VerdictMemory.create(self._world.device)
+
+    @cached_property
     def found_inf(self) -> Float[Tensor, ""]:
         """Device scalar (float32). It is 1 from a refused step until `resolve` has raised its error, else 0."""
-        return torch.zeros((), device=self._world.device)
+        return self.memory.flags[0]
 
-    def start(self, micro_batches: Sequence[MicroBatch], local_losses: Tensor, votes: Sequence[float]) -> LossAgreement:
-        """Start the sums over all ranks. No row is updated before they are known. Raises NonFiniteLoss."""
+    def start(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        local_losses: Tensor,
+        votes: Sequence[float],
+        report: Int[Tensor, " words"] | None = None,
+    ) -> LossAgreement:
+        """Start the sums over all ranks. No row is updated before they are known. Raises NonFiniteLoss.
+
+        `report` is the result of `record_verdict` if the kernel of the loss has made it.
+        """
         context = micro_batches[-1].context
         assert context.global_totals is not None
         with self._stage_times.stage("agree"):
             agreement = LossAgreement.start(self._world, context.global_totals, local_losses, votes, self.term_names)
             agreement.rejected_ids = [part.context.rejected_ids for part in micro_batches]
+            agreement.report = report
         if not self._overlaps_backward:
             self._guard_update(agreement, context)
         context.pre_update_hook = partial(self._guard_update, agreement, context)
@@ -188,23 +219,23 @@ class UpdateCheck:
                 agreement.check()
             elif context.found_inf is None:
                 context.found_inf = self.found_inf
-                agreement.record_verdict(self.found_inf)
+                agreement.record_verdict(self.memory)
                 if self._copies_reports:
                     agreement.start_report_copy()
 
-    def finish(
-        self, agreement: LossAgreement, queued: QueuedBatch, step: int, num_out_of_range: Int[Tensor, " F"] | None
-    ) -> None:
+    def finish(self, agreement: LossAgreement, queued: QueuedBatch, step: int) -> None:
         """Complete the check after the backward pass, or leave it to `resolve`. Raises NonFiniteLoss.
 
-        `step` and `num_out_of_range` are the numbers of updates and out-of-range ids before this step.
+        `step` is the number of updates before this step.
         """
         context = queued.micro_batches[-1].context
         self._guard_update(agreement, context)
         if context.found_inf is None:
             self._votes = agreement.votes
-        else:
-            self.defer(agreement, queued.batch, step, num_out_of_range)
+            return
+        counts = [cast(Tensor, part.context.num_out_of_range) for part in queued.micro_batches]
+        unreported = None if any(agreement.rejected_ids) else sum(counts[1:], counts[0])
+        self.pending = DeferredCheck(agreement, queued.batch, step, context.out_of_range_ids, unreported)
 
     def resolve(self) -> None:
         """Complete a deferred check of the previous step. Raises SkippedUpdate."""
@@ -214,15 +245,9 @@ class UpdateCheck:
                 try:
                     self._votes = self.skipped.complete()
                 except SkippedUpdate:
-                    self.found_inf.zero_()
+                    self.memory.set_flags(found_inf=False)
                     raise
             self.skipped = None
-
-    def defer(
-        self, agreement: LossAgreement, batch: Batch | None, step: int, num_out_of_range: Int[Tensor, " F"] | None
-    ) -> None:
-        """Leave the check of a step to `resolve`. See `finish` for the arguments."""
-        self.pending = DeferredCheck(agreement, batch, step, num_out_of_range)
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
@@ -245,7 +270,7 @@ class UpdateCheck:
         if self.pending is None:
             optimizer.step()
         else:
-            self.pending.undo_host_update = step_if_finite(optimizer, self.found_inf, scalars)
+            self.pending.undo_host_update = step_if_finite(optimizer, self.memory.flags, scalars)
 
 
 def find_running_stats(model: Any) -> list[Tensor]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 from numbers import Integral
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -268,7 +268,7 @@ class KeyedJaggedTensor:
         )
 
     def as_padded(self) -> KeyedJaggedTensor:
-        """Return the batch on a device with `is_padded`, and without stored `key_offsets`."""
+        """Return the batch with `is_padded`, and without stored `key_offsets`."""
         return self._unchecked(
             keys=self.keys,
             values=self.values,
@@ -277,6 +277,17 @@ class KeyedJaggedTensor:
             batch_sizes=self.batch_sizes,
             is_padded=True,
         )
+
+    def with_constant_bags(
+        self, offsets: Int[Tensor, " F_times_B_plus_1"], zeros: Int[Tensor, " words"]
+    ) -> KeyedJaggedTensor:
+        """Return a batch with `offsets`, and `zeros` for `pop_zeros`."""
+        return self._unchecked(**{**self.__dict__, "offsets": offsets, "zeros": zeros})
+
+    def pop_zeros(self) -> Int[Tensor, " words"] | None:
+        """Return zeros [F + 5] once, or `None`."""
+        # The check of the ids overwrites them.
+        return cast("Tensor | None", self.__dict__.pop("zeros", None))
 
     @cached_property
     def is_padded(self) -> bool:

@@ -1,9 +1,10 @@
 """Compact layout of a batch in one buffer, so that a single copy moves it to a device.
 
     tensors          dense inputs, ids, weights of ids, labels, sample weights, groups and label mask
-    fixed lengths    number of ids per sample of each feature, unless the lengths of all features are stored
+    fixed lengths    number of ids per sample of each feature, if the lengths of some features are stored
     varying          indices of the features whose lengths are stored
     lengths          numbers of ids of these features
+    zeros            words that the check of the ids may overwrite, if no lengths are stored
 
 Ids are int32 if all of them fit. Stored lengths have 8, 16 or 32 bits. If the number of ids varies between batches, the
 sections of ids and their weights have a capacity, and end with zeros. All sections have the same place in most batches,
@@ -15,7 +16,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from functools import lru_cache
+from itertools import accumulate, pairwise
 from math import prod
 from typing import Any, NamedTuple
 
@@ -25,6 +27,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from meseta.data.read.batch import Batch
+from meseta.ops.common import device_constant
+from meseta.ops.id_policy.reference import NUM_REPORT_WORDS
+from meseta.spec import MesetaError
 
 ALIGNMENT = 256
 """Alignment of sections in bytes, as in torch's allocator."""
@@ -32,6 +37,8 @@ MIN_CAPACITY = 64
 """Minimum capacity for a varying number of ids."""
 MAX_KINDS = 64
 """Number of kinds of batches whose layouts are remembered."""
+MAX_CONSTANT_BAGS = 16
+"""Number of combinations of lengths whose bags remain on a device."""
 # Other tensors are copied as bytes.
 _NUMPY_INTEGERS = {torch.uint8: np.uint8, torch.int16: np.int16, torch.int32: np.int32, torch.int64: np.int64}
 
@@ -99,6 +106,7 @@ class PackedLayout:
     fixed_lengths: PackedSection
     varying: PackedSection
     lengths: PackedSection
+    zeros: PackedSection
     key_offsets: tuple[int, ...] | None
     """`KeyedJaggedTensor.key_offsets` of all batches with this layout. `None` if lengths vary."""
     num_bytes: int
@@ -114,13 +122,16 @@ class PackedLayout:
         ids, tensors = batch.sparse, batch.tensors
         fixed = varying = np.empty(0, np.int64)
         lengths = ids.lengths.numpy()
-        if self.fixed_lengths.num_bytes:
+        if self.key_offsets is not None:
+            lengths = fixed
+        elif self.fixed_lengths.num_bytes:
             by_feature = lengths.reshape(len(ids.keys), -1)
             # Features of constant length fill the rest of the section.
             varying = np.argsort(~varies, kind="stable")[: self.varying.shape[0]]
             fixed, lengths = by_feature[:, :1].sum(1), by_feature[varying].reshape(-1)
-        sections = (*self.tensors, self.fixed_lengths, self.varying, self.lengths)
+        sections = (*self.tensors, self.fixed_lengths, self.varying, self.lengths, self.zeros)
         sources = [_numbers(tensors[0]), ids.values.numpy(), *map(_numbers, tensors[3:]), fixed, varying, lengths]
+        sources.append(np.empty(0, np.int64))
         for section, source in zip(sections, sources, strict=True):
             section.write(memory, source)
 
@@ -137,10 +148,12 @@ class PackedLayout:
         id_sections = [section._replace(shape=(num_ids,)) for section in self.tensors[1:end]]
         sections = (self.tensors[0], *id_sections, *self.tensors[end:])
         dense, ids, *others = (section.view(buffer) for section in sections)
+        if self.key_offsets is not None:
+            lengths, offsets = _constant_bags(self.key_offsets, self.kind, buffer.device)
+            unpacked = batch.with_tensors([dense, ids, lengths, *others])
+            return replace(unpacked, sparse=unpacked.sparse.with_constant_bags(offsets, self.zeros.view(buffer)))
         unpacked = batch.with_tensors([dense, ids, self._unpack_lengths(buffer), *others])
-        if padded and self.key_offsets is None:
-            return replace(unpacked, sparse=unpacked.sparse.as_padded())
-        return unpacked
+        return replace(unpacked, sparse=unpacked.sparse.as_padded()) if padded else unpacked
 
     def _unpack_lengths(self, buffer: Tensor) -> Tensor:
         dtype, varying = self.kind.length_dtype, self.lengths.view(buffer)
@@ -149,9 +162,7 @@ class PackedLayout:
         num_keys, batch_size = len(self.kind.keys), self.kind.batch_sizes[0]
         lengths = torch.empty(num_keys, batch_size, dtype=dtype, device=buffer.device)
         lengths.copy_(self.fixed_lengths.view(buffer)[:, None])
-        if varying.numel():
-            rows = varying.view(-1, batch_size).to(dtype)
-            lengths.index_copy_(0, self.varying.view(buffer), rows)
+        lengths.index_copy_(0, self.varying.view(buffer), varying.view(-1, batch_size).to(dtype))
         return lengths.flatten()
 
 
@@ -216,16 +227,17 @@ class _Extremes(NamedTuple):
         longest = int(self.longest.max()) if num_varying else 0
         types += [
             *others,
-            (torch.int64, (0 if is_all else num_keys,)),
+            (torch.int64, (0 if is_all or not num_varying else num_keys,)),
             (torch.int64, (0 if is_all else num_varying,)),
             (_smallest_type(0, longest, torch.uint8, torch.int16, torch.int32), (num_lengths,)),
+            (torch.int64, (0 if num_varying else num_keys + NUM_REPORT_WORDS,)),
         ]
         sections, end = list[PackedSection](), 0
         for dtype, shape in filter(None, types):
             sections.append(PackedSection(end, dtype, shape))
             end += -(-sections[-1].num_bytes // ALIGNMENT) * ALIGNMENT
-        *tensors, fixed, varying, lengths = sections
-        return PackedLayout(kind, tuple(tensors), fixed, varying, lengths, key_offsets, end)
+        *tensors, fixed, varying, lengths, zeros = sections
+        return PackedLayout(kind, tuple(tensors), fixed, varying, lengths, zeros, key_offsets, end)
 
 
 class PackedLayouts:
@@ -279,6 +291,27 @@ def ceil_capacity(num_ids: int) -> int:
     num_ids = max(num_ids, MIN_CAPACITY)
     quarter = 1 << (num_ids.bit_length() - 3)
     return -(-num_ids // quarter) * quarter
+
+
+def _constant_bags(key_offsets: tuple[int, ...], kind: BatchKind, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return lengths and offsets of bags if all bags of a feature have as many ids. The first call computes them."""
+    size = max(kind.batch_sizes, default=0)
+    by_feature = tuple((stop - start) // max(size, 1) for start, stop in pairwise(key_offsets))
+    return _repeat_lengths(by_feature, size, kind.length_dtype, device)
+
+
+@lru_cache(maxsize=MAX_CONSTANT_BAGS)
+def _repeat_lengths(
+    by_feature: tuple[int, ...], batch_size: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise MesetaError(
+            "a batch with new lengths of bags was unpacked while a CUDA graph is captured; train on a batch with the "
+            "same lengths once before the capture"
+        )
+    lengths = device_constant(by_feature, device)[:, None].expand(-1, batch_size).flatten().contiguous()
+    offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+    return lengths.to(dtype), offsets
 
 
 def _smallest_type(low: int, high: int, *dtypes: torch.dtype) -> torch.dtype:

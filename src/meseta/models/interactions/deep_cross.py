@@ -22,6 +22,7 @@ from meseta.models.layers import (
     fill_normal,
 )
 from meseta.ops.common import add_product, softmax
+from meseta.ops.cross_network import cross_network
 from meseta.ops.mlp import mlp
 from meseta.sparse.shapes import Float
 from meseta.spec import MesetaError
@@ -65,10 +66,8 @@ class FullCross(nn.Module):
         self.layers = nn.ModuleList(SkipInitLinear(num_inputs, num_inputs) for _ in range(num_layers))
 
     def forward(self, x0: Float[Tensor, "B N"]) -> Float[Tensor, "B N"]:
-        x = x0
-        for layer in self.layers:
-            x = add_product(x, x0, layer(x))
-        return x
+        layers = cast(Sequence[nn.Linear], self.layers)
+        return cross_network(x0, [], [layer.weight for layer in layers], [layer.bias for layer in layers])
 
 
 class LowRankCross(nn.Module):
@@ -80,10 +79,10 @@ class LowRankCross(nn.Module):
         self.up = nn.ModuleList(SkipInitLinear(low_rank, num_inputs) for _ in range(num_layers))
 
     def forward(self, x0: Float[Tensor, "B N"]) -> Float[Tensor, "B N"]:
-        x = x0
-        for down, up in zip(self.down, self.up, strict=True):
-            x = add_product(x, x0, up(down(x)))
-        return x
+        down, up = cast(Sequence[nn.Linear], self.down), cast(Sequence[nn.Linear], self.up)
+        return cross_network(
+            x0, [layer.weight for layer in down], [layer.weight for layer in up], [layer.bias for layer in up]
+        )
 
 
 class MixtureCross(nn.Module):
@@ -173,7 +172,7 @@ class DeepCrossModel(ScoringModel):
         fill_linear(self, seed)
 
     def logits(self, x: Tensor, pooled: Float[Tensor, "B sum_of_D"]) -> Float[Tensor, " B"]:
-        x0 = self.options.cast(torch.cat([x, pooled], dim=1))
+        x0 = self.options.concat(x, pooled)
         crossed = self.cross(x0)
         if self.head is None:
             return cast(Tensor, self.deep_mlp(crossed, self.batch_slice)).squeeze(1)

@@ -147,7 +147,7 @@ class FinalMLP(ScoringModel):
         self._set_initial_weights(seed)
 
     def logits(self, x: Tensor, pooled: Float[Tensor, "B sum_of_D"]) -> Float[Tensor, " B"]:
-        e = self.options.cast(torch.cat([x, pooled], dim=1))
+        e = self.options.concat(x, pooled)
         weighed = [gate(e, self._gate_context(cast(FeatureGate, gate), pooled)) for gate in self.gates] or [e, e]
         first, second = (
             stream(h, self.batch_slice).to(self.fusion.heads.dtype)

@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Literal, cast
 
-import torch
 from torch import Tensor, nn
 
 from meseta.config.models.classic import DLRMConfig
 from meseta.models.layers import MLP, MLPOptions, ModelBuildArgs, ScoringModel, check_widths, fill_normal
+from meseta.ops.concat import concat
 from meseta.ops.dot_interaction import dot_interaction
 from meseta.sparse.shapes import Float
 from meseta.spec import MesetaError
@@ -96,7 +96,7 @@ class DLRM(DLRMBase):
 
     def _interact(self, x: Tensor, pooled: Tensor) -> Tensor:
         if not self.has_pairs:
-            return torch.cat([x, pooled.to(x.dtype)], dim=1)
+            return concat(x, pooled, x.dtype)
         if self.bottom_mlp is not None:
             return dot_interaction(x, pooled)
         width = self.pooled_width // len(self.dims)

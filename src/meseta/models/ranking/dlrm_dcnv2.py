@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor, nn
 
 from meseta.config.models.classic import DLRMDCNv2Config
 from meseta.models.interactions.deep_cross import LowRankCross
 from meseta.models.layers import MLP, MLPOptions, ModelBuildArgs, check_widths, fill_linear, fill_uniform
 from meseta.models.ranking.dlrm import DLRMBase
+from meseta.ops.concat import concat
 from meseta.sparse.shapes import Float
 from meseta.spec import MesetaError
 
@@ -63,7 +63,7 @@ class DLRMDCNv2(DLRMBase):
         self._set_initial_weights(seed)
 
     def logits(self, x: Tensor, pooled: Float[Tensor, "B sum_of_D"]) -> Float[Tensor, " B"]:
-        return self.top_mlp(self.cross(torch.cat([x, pooled.to(x.dtype)], dim=1)), self.batch_slice).squeeze(1)
+        return self.top_mlp(self.cross(concat(x, pooled, x.dtype)), self.batch_slice).squeeze(1)
 
     def _set_initial_weights(self, seed: int) -> None:
         # MLPs: weights and biases uniform within 1 / sqrt(inputs), the default of torch.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,8 +10,24 @@ from torch import Tensor
 
 from meseta.ops.common import LIBRARY, register
 from meseta.ops.cross_entropy import reference
-from meseta.sparse.shapes import Float
+from meseta.ops.step_verdict import VerdictMemory
+from meseta.sparse.shapes import Float, Int
 from meseta.spec import MesetaError
+
+
+@dataclass(frozen=True)
+class StepLoss:
+    """Loss of a step, for which its kernel has made the report."""
+
+    gradient: Float[Tensor, "*shape"]
+    """Gradient of the logits, in their dtype."""
+    report: Int[Tensor, " words"]
+    """See `record_verdict`."""
+
+    @property
+    def sums(self) -> Float[Tensor, " 1"]:
+        """Sum of the losses, float64."""
+        return self.report[1:2].view(torch.float64)
 
 
 def cross_entropy(
@@ -30,6 +47,35 @@ def cross_entropy(
         result: Tensor = _forward(logits, label, factor)
         return result
     return reference.cross_entropy(logits, label, factor)
+
+
+def cross_entropy_step(
+    logits: Float[Tensor, "*shape"],
+    label: Float[Tensor, "*shape"],
+    factor: Float[Tensor, "*_shape"] | None,
+    scale: Float[Tensor, ""],
+    memory: VerdictMemory,
+    report: Int[Tensor, " words"],
+) -> StepLoss:
+    """Compute the loss of a step, the gradient of its logits and the verdict, on a GPU in one launch.
+
+    Args:
+        logits: Logits of one or two dimensions.
+        label: Probabilities of the positive class.
+        factor: Factors of the losses, as in `cross_entropy`.
+        scale: Gradient of the sum of the losses, float64.
+        memory: Memory whose flags are set if the loss is not finite or an id is rejected.
+        report: `CheckedIds.report` of all features, or two zeros. It becomes the report of the step, like that of
+            `record_verdict`.
+    """
+    _check(logits, label, factor)
+    if not logits.is_cuda:
+        gradient = reference.cross_entropy_step(logits, label, factor, scale, memory.flags, report)
+    else:
+        from meseta.ops.cross_entropy import triton
+
+        gradient = triton.cross_entropy_step(logits, label, factor, scale, memory.words, report)
+    return StepLoss(gradient, report)
 
 
 def _check(logits: Tensor, label: Tensor, factor: Tensor | None) -> None:

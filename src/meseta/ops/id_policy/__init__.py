@@ -12,6 +12,7 @@ from torch import Tensor
 from meseta.ops.common import contiguous_ids, register
 from meseta.ops.core import core
 from meseta.ops.id_policy import reference
+from meseta.ops.id_policy.reference import NUM_REPORT_WORDS
 from meseta.sparse import KeyedJaggedTensor
 from meseta.sparse.shapes import Int
 from meseta.spec import IdPolicy, MesetaError
@@ -30,6 +31,15 @@ class CheckedIds:
 
     Ids with this policy read row 0 until the caller raises the error, which must happen before rows are updated.
     """
+    joint_report: Int[Tensor, " words"] | None = None
+    """Tensor of which `first_error` and `num_outside` are views, if there is one."""
+
+    @property
+    def report(self) -> Int[Tensor, " words"]:
+        """The verdict, REJECTED_ID or 0, a word for the loss of a step, `first_error` and `num_outside`."""
+        if self.joint_report is None:
+            return reference.make_report(self.first_error, self.num_outside)
+        return self.joint_report
 
 
 NO_ERROR = torch.tensor([-1, 0, 0])
@@ -62,10 +72,14 @@ def apply_id_policy(kjt: KeyedJaggedTensor, num_rows: Sequence[int], policies: S
     if kjt.values.is_cuda and "drop" not in policies:
         from meseta.ops.id_policy import triton
 
-        ids, offsets, num_outside, first_error = triton.check_ids(
-            kjt.values, kjt.lengths, first_bags, num_rows, numbers
-        )
-        return CheckedIds(kjt=kjt.with_values(ids, offsets), num_outside=num_outside, first_error=first_error)
+        zeros = kjt.pop_zeros()
+        if zeros is None:
+            ids, offsets, report = triton.check_ids(kjt.values, kjt.lengths, first_bags, num_rows, numbers)
+        else:
+            offsets, bounds = kjt.offsets, kjt.key_offsets
+            ids, report = triton.check_placed_ids(kjt.values, zeros, offsets, (first_bags, bounds, num_rows, numbers))
+        first_error, num_outside = report[2:NUM_REPORT_WORDS], report[NUM_REPORT_WORDS:]
+        return CheckedIds(kjt.with_values(ids, offsets), num_outside, first_error, report)
     num_outside = _count(kjt.values, kjt.key_offsets, list(num_rows))
     if kjt.values.is_cpu and not num_outside.any():
         return CheckedIds(kjt=kjt, num_outside=num_outside, first_error=NO_ERROR)

@@ -10,8 +10,11 @@ from torch import Tensor
 
 from meseta.ops.common import copy_to_device, device_constant
 from meseta.ops.hash_ids.reference import splitmix64
+from meseta.ops.step_verdict import REJECTED_ID
 
 ERROR, DROP, CLAMP, HASH = range(4)
+NUM_REPORT_WORDS = 5
+"""Number of words of a `CheckedIds.report` before the numbers of out-of-range ids."""
 
 
 def count_outside(ids: Tensor, bounds: Sequence[int], num_rows: Sequence[int]) -> Tensor:
@@ -61,8 +64,8 @@ def fix_ids(
 
 def check_ids(
     ids: Tensor, lengths: Tensor, first_bags: Sequence[int], num_rows: Sequence[int], policies: Sequence[int]
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Apply policies other than DROP. Returns int64 (ids, offsets, num_outside, first_error).
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Apply policies other than DROP. Returns int64 (ids, offsets, report), see `CheckedIds.report`.
 
     Feature f starts at bag first_bags[f]. Ids behind the last bag are padding, which is not in the result.
     """
@@ -70,7 +73,13 @@ def check_ids(
     bounds = offsets[torch.tensor(list(first_bags), device=offsets.device)].tolist()
     ids = ids[: bounds[-1]]
     fixed, _, _, first_error = fix_ids(ids, lengths, first_bags, num_rows, policies)
-    return fixed, offsets, count_outside(ids, bounds, num_rows), first_error
+    return fixed, offsets, make_report(first_error, count_outside(ids, bounds, num_rows))
+
+
+def make_report(first_error: Tensor, num_outside: Tensor) -> Tensor:
+    """Implement `CheckedIds.report`."""
+    verdict = (first_error[:1] >= 0).long() * REJECTED_ID
+    return torch.cat([verdict, torch.zeros_like(verdict), first_error, num_outside])
 
 
 def mix_bits(ids: Tensor) -> Tensor:

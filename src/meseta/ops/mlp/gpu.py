@@ -10,13 +10,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from meseta.ops.common import register
+from meseta.ops.common import cast_all, register
+from meseta.ops.linear import linear, linear_backward, mask_and_sum, new_block_sums
 from meseta.ops.mlp import reference
-from meseta.ops.product import product
-
-MAX_FUSED_INPUTS, MAX_FUSED_WEIGHTS = 64, 8192
-"""Maximum numbers of inputs and weights of a layer that is computed together with its ReLU. The time of such a layer is
-that of its memory accesses. cuBLAS computes larger ones faster."""
 
 
 class GpuMlp(torch.autograd.Function):
@@ -25,23 +21,17 @@ class GpuMlp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, relu_last: bool, *parameters: Any) -> Tensor:
         depth = len(parameters) // 2
-        weights = [weight.to(x.dtype) for weight in parameters[:depth]]
-        biases = [None if bias is None else bias.to(x.dtype) for bias in parameters[depth:]]
+        cast = cast_all(parameters, x.dtype)
+        weights, biases = cast[:depth], cast[depth:]
         ctx.ends_in_scalar = not relu_last and len(weights[-1]) == 1
         num_products = depth - ctx.ends_in_scalar
         inputs: list[Tensor] = []
-        output = x.contiguous()
+        output = x
         for index in range(num_products):
             inputs.append(output)
             # A last layer with one output applies the ReLU to its input.
             has_relu = relu_last or index < num_products - 1
-            if has_relu and _is_fused(weights[index]):
-                output = _linear_relu(output, weights[index], biases[index])
-                continue
-            output = product(output, weights[index].t(), biases[index])
-            # cuBLASLt could fuse the ReLU, but its ReLU turns NaN into 0, and training would continue unnoticed.
-            if has_relu:
-                output.relu_()
+            output = linear(output, weights[index], biases[index], relu=has_relu)
         if ctx.ends_in_scalar:
             inputs.append(output)
             output = _scalar_linear(output, weights[-1][0], biases[-1], depth > 1)
@@ -51,13 +41,13 @@ class GpuMlp(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Any) -> tuple[Tensor | None, ...]:
         depth = len(ctx.dtypes) // 2
         saved = ctx.saved_tensors  # Unpacked only once, as torch.utils.checkpoint requires.
         inputs, weights, outputs = saved[:depth], saved[depth : 2 * depth], saved[2 * depth :]
         columns = list(accumulate((len(weight) for weight in weights), initial=0))
         width = columns[-1] + (weights[-1].numel() if ctx.ends_in_scalar else 0)
-        sums = reference.new_block_sums(gradient, width)
+        sums = new_block_sums(gradient, width)
         weight_gradients: list[Any] = [None] * depth
         bias_gradients: list[Any] = [None] * depth
         num_products = depth - ctx.ends_in_scalar
@@ -66,15 +56,19 @@ class GpuMlp(torch.autograd.Function):
                 gradient, inputs[-1], weights[-1][0], depth > 1, sums, columns[num_products]
             )
         elif outputs:
-            gradient = _mask_and_sum(gradient, outputs[0], sums, columns[depth - 1])
+            gradient = mask_and_sum(gradient, outputs[0], sums, columns[depth - 1])
         elif ctx.dtypes[-1] is not None:
             bias_gradients[-1] = gradient.sum(dim=0, dtype=sums.dtype)
         for index in reversed(range(num_products)):
-            weight_gradients[index] = product(gradient.t(), inputs[index])
-            if index or ctx.needs_input_grad[0]:
-                gradient = product(gradient, weights[index])
-            if index:
-                gradient = _mask_and_sum(gradient, inputs[index], sums, columns[index - 1])
+            gradient, weight_gradients[index] = linear_backward(
+                gradient,
+                inputs[index],
+                weights[index],
+                needs_input=index > 0 or ctx.needs_input_grad[0],
+                mask=inputs[index] if index else None,
+                sums=sums,
+                column=columns[index - 1] if index else 0,
+            )
         if ctx.ends_in_scalar or outputs or depth > 1:
             totals = sums[0] if len(sums) == 1 else sums.sum(dim=0)
             if ctx.ends_in_scalar:
@@ -87,25 +81,9 @@ class GpuMlp(torch.autograd.Function):
         return x_gradient, None, *_cast([*weight_gradients, *bias_gradients], ctx.dtypes)
 
 
-def _is_fused(weight: Tensor) -> bool:
-    return weight.dtype == torch.float32 and weight.shape[1] <= MAX_FUSED_INPUTS and weight.numel() <= MAX_FUSED_WEIGHTS
-
-
 def _cast(gradients: Sequence[Any], dtypes: Sequence[torch.dtype | None]) -> list[Tensor | None]:
     """Cast gradients to the dtypes of their parameters. A parameter that is `None` has no gradient."""
     return [None if dtype is None else one.to(dtype) for one, dtype in zip(gradients, dtypes, strict=True)]
-
-
-def _linear_relu_gpu(*arguments: Any) -> Tensor:
-    from meseta.ops.mlp import triton
-
-    return triton.linear_relu(*arguments)
-
-
-def _mask_and_sum_gpu(*arguments: Any) -> Tensor:
-    from meseta.ops.mlp import triton
-
-    return triton.mask_and_sum(*arguments)
 
 
 def _scalar_linear_gpu(*arguments: Any) -> Tensor:
@@ -120,19 +98,6 @@ def _scalar_linear_backward_gpu(*arguments: Any) -> Tensor:
     return triton.scalar_linear_backward(*arguments)
 
 
-_linear_relu = register(
-    "linear_relu(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
-    cpu=reference.linear_relu,
-    cuda=_linear_relu_gpu,
-    fake=lambda x, weight, bias: x.new_empty(x.shape[0], weight.shape[0]),
-    flops=lambda x, weight, bias: 2 * x.numel() * weight.shape[0],
-)
-_mask_and_sum = register(
-    "mask_and_sum(Tensor gradient, Tensor output, Tensor(a!) sums, int column) -> Tensor",
-    cpu=reference.mask_and_sum,
-    cuda=_mask_and_sum_gpu,
-    fake=lambda gradient, output, sums, column: gradient.new_empty(gradient.shape),
-)
 _scalar_linear = register(
     "scalar_linear(Tensor x, Tensor weight, Tensor? bias, bool relu) -> Tensor",
     cpu=reference.scalar_linear,

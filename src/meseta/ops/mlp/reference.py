@@ -9,10 +9,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from meseta.ops.common import column_sums
+from meseta.ops.linear.reference import write_block_sums
 from meseta.sparse.shapes import Float
-
-BLOCK_SAMPLES = 256
-"""Number of samples per block of `new_block_sums`."""
 
 
 def mlp(
@@ -40,28 +38,6 @@ def relu_backward(
     return transposed, column_sums(gradient)
 
 
-def new_block_sums(gradient: Float[Tensor, "B N"], width: int) -> Float[Tensor, "blocks _width"]:
-    """Return uninitialized sums over blocks of 256 samples, float32 or for a float64 gradient float64."""
-    dtype = torch.float64 if gradient.dtype == torch.float64 else torch.float32
-    return gradient.new_empty(-(-len(gradient) // BLOCK_SAMPLES), width, dtype=dtype)
-
-
-def mask_and_sum(
-    gradient: Float[Tensor, "B N"], output: Float[Tensor, "B N"], sums: Float[Tensor, "blocks width"], column: int
-) -> Float[Tensor, "B N"]:
-    """Return the gradient before a ReLU with `output`. Its block sums are written to N columns from `column` on."""
-    masked = torch.where(output > 0, gradient, 0)
-    _write_block_sums(sums[:, column:], masked)
-    return masked
-
-
-def linear_relu(
-    x: Float[Tensor, "B N"], weight: Float[Tensor, "outputs N"], bias: Float[Tensor, " outputs"] | None
-) -> Float[Tensor, "B outputs"]:
-    """Return the output of a linear layer with ReLU."""
-    return functional.relu(functional.linear(x, weight, bias))
-
-
 def scalar_linear(
     x: Float[Tensor, "B N"], weight: Float[Tensor, " N"], bias: Float[Tensor, " one"] | None, relu: bool
 ) -> Float[Tensor, "B one"]:
@@ -82,12 +58,7 @@ def scalar_linear_backward(
     x_gradient, activation = gradient * weight, x
     if relu:
         x_gradient, activation = torch.where(x > 0, x_gradient, 0), functional.relu(x)
-        _write_block_sums(sums[:, column - len(weight) :], x_gradient)
-    _write_block_sums(sums[:, column:], gradient)
-    _write_block_sums(sums[:, column + 1 :], gradient.to(sums.dtype) * activation.to(sums.dtype))
+        write_block_sums(sums[:, column - len(weight) :], x_gradient)
+    write_block_sums(sums[:, column:], gradient)
+    write_block_sums(sums[:, column + 1 :], gradient.to(sums.dtype) * activation.to(sums.dtype))
     return x_gradient
-
-
-def _write_block_sums(sums: Tensor, values: Tensor) -> None:
-    for index, block in enumerate(values.split(BLOCK_SAMPLES)):
-        torch.sum(block, dim=0, dtype=sums.dtype, out=sums[index, : values.shape[1]])

@@ -1,4 +1,4 @@
-"""Triton kernels of `mlp`: ReLU and bias gradients backward, and linear layers with few inputs or one output."""
+"""Triton kernels of `mlp`: linear layers with one output."""
 # Backward, a program handles BLOCK_SAMPLES samples and some columns, so that its sums need no atomics. Triton parses
 # the source of these functions, so that no decorator that checks types may wrap them.
 
@@ -11,45 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from meseta.ops.mlp import reference
+from meseta.ops.linear.triton import BLOCK_SAMPLES, block_grid
 
-BLOCK_SAMPLES = tl.constexpr(reference.BLOCK_SAMPLES)
 NUM_ROWS = tl.constexpr(64)
 """Number of samples per program of the forward pass."""
-MAX_COLUMNS = 64
-"""Maximum number of columns per program."""
-
-
-def linear_relu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Implement `meseta.ops.mlp.reference.linear_relu` on a GPU, for float32 and at most 64 inputs."""
-    (num_samples, num_inputs), num_outputs = x.shape, len(weight)
-    out = x.new_empty(num_samples, num_outputs)
-    grid = triton.cdiv(num_samples, NUM_ROWS.value), triton.cdiv(num_outputs, _num_columns(num_outputs))
-    with torch.cuda.device_of(x):
-        _linear_relu[grid](
-            out, x.contiguous(), weight.contiguous(), bias, num_samples, INPUTS=num_inputs, OUTPUTS=num_outputs
-        )
-    return out
-
-
-def mask_and_sum(gradient: Tensor, output: Tensor, sums: Tensor, column: int) -> Tensor:
-    """Implement `meseta.ops.mlp.reference.mask_and_sum` on a GPU."""
-    masked = gradient.new_empty(gradient.shape)
-    if gradient.stride(1) != 1:
-        gradient = gradient.contiguous()
-    num_samples, width = gradient.shape
-    with torch.cuda.device_of(gradient):
-        _mask_and_sum[_block_grid(gradient)](
-            masked,
-            sums[:, column:],
-            gradient,
-            output.contiguous(),
-            num_samples,
-            sums.stride(0),
-            gradient.stride(0),
-            WIDTH=width,
-        )
-    return masked
 
 
 def scalar_linear(x: Tensor, weight: Tensor, bias: Tensor | None, relu: bool) -> Tensor:
@@ -71,7 +36,7 @@ def scalar_linear_backward(
     x_gradient = torch.empty_like(x)
     num_samples, width = x.shape
     with torch.cuda.device_of(x):
-        _scalar_linear_backward[_block_grid(x)](
+        _scalar_linear_backward[block_grid(x)](
             x_gradient,
             sums[:, column:],
             gradient.contiguous(),
@@ -82,55 +47,6 @@ def scalar_linear_backward(
             FORM=2 * width + relu,
         )
     return x_gradient
-
-
-def _num_columns(width: int) -> int:
-    # The kernels compute it too.
-    return 16 if width <= 16 else MAX_COLUMNS
-
-
-def _block_grid(matrix: Tensor) -> tuple[int, int]:
-    num_samples, width = matrix.shape
-    return triton.cdiv(num_samples, reference.BLOCK_SAMPLES), triton.cdiv(width, _num_columns(width))
-
-
-@triton.jit(do_not_specialize=["num_samples"])
-@no_type_check
-def _linear_relu(out, x, weight, bias, num_samples, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr):
-    COLUMNS: tl.constexpr = 16 if OUTPUTS <= 16 else 64
-    PADDED: tl.constexpr = 16 if INPUTS <= 16 else 64
-    row = (tl.program_id(0).to(tl.int64) * NUM_ROWS + tl.arange(0, NUM_ROWS))[:, None]
-    column = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
-    k = tl.arange(0, PADDED)
-    is_sample, is_output = row < num_samples, column < OUTPUTS
-    inputs = tl.load(x + row * INPUTS + k[None, :], mask=is_sample & (k < INPUTS)[None, :], other=0.0)
-    weights = tl.load(weight + column * INPUTS + k[:, None], mask=is_output & (k < INPUTS)[:, None], other=0.0)
-    result = tl.dot(inputs, weights, input_precision="ieee")
-    if bias is not None:
-        result += tl.load(bias + column, mask=is_output, other=0.0)
-    result = tl.where(result <= 0, 0.0, result)  # NaN stays NaN.
-    tl.store(out + row * OUTPUTS + column, result, mask=is_sample & is_output)
-
-
-@triton.jit(do_not_specialize=["num_samples"])
-@no_type_check
-def _mask_and_sum(masked, sums, gradient, output, num_samples, stride, gradient_stride, WIDTH: tl.constexpr):
-    """`sums` has a row for each block of samples, and `stride` is the distance of its rows."""
-    COLUMNS: tl.constexpr = 16 if WIDTH <= 16 else 64
-    ROWS: tl.constexpr = 2048 // COLUMNS
-    block = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    total = tl.zeros([ROWS, COLUMNS], dtype=sums.dtype.element_ty)
-    for first in range(0, tl.minimum(num_samples - block * BLOCK_SAMPLES, BLOCK_SAMPLES), ROWS):
-        row = (block * BLOCK_SAMPLES + first + tl.arange(0, ROWS))[:, None]
-        inside = (row < num_samples) & (column < WIDTH)[None, :]
-        place = row * WIDTH + column[None, :]
-        is_active = tl.load(output + place, mask=inside, other=0.0) > 0
-        values = tl.load(gradient + row * gradient_stride + column[None, :], mask=inside, other=0.0)
-        values = tl.where(is_active, values, 0.0)
-        tl.store(masked + place, values, mask=inside)
-        total += values.to(total.dtype)
-    tl.store(sums + block * stride + column, tl.sum(total, axis=0), mask=column < WIDTH)
 
 
 @triton.jit(do_not_specialize=["num_samples"])
@@ -156,7 +72,7 @@ def _scalar_linear(out, x, weight, bias, num_samples, WIDTH: tl.constexpr, RELU:
 @triton.jit(do_not_specialize=["num_samples"])
 @no_type_check
 def _scalar_linear_backward(x_gradient, sums, gradient, x, weight, num_samples, stride, FORM: tl.constexpr):
-    """FORM is 2 * width + relu. `sums` and `stride` are those of `_mask_and_sum`."""
+    """FORM is 2 * width + relu. `sums` and `stride` are those of `linear.triton._mask_and_sum`."""
     WIDTH: tl.constexpr = FORM // 2
     RELU: tl.constexpr = FORM % 2
     COLUMNS: tl.constexpr = 16 if WIDTH <= 16 else 64

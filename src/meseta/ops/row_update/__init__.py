@@ -16,6 +16,7 @@ from meseta.ops.row_update.call import (
     Bags,
     CoreFields,
     FeatureGradient,
+    SortedRowIds,
     TableRows,
     UpdateCall,
     UpdateGroup,
@@ -25,7 +26,16 @@ from meseta.ops.row_update.call import (
 from meseta.sparse.shapes import Float
 from meseta.spec import MesetaError
 
-__all__ = ["Bags", "FeatureGradient", "TableRows", "UpdateGroup", "row_update"]
+__all__ = [
+    "Bags",
+    "FeatureGradient",
+    "SortedRowIds",
+    "TableRows",
+    "UpdateGroup",
+    "apply_row_update",
+    "row_update",
+    "sort_row_ids",
+]
 
 CHECK_ONLY_CODE = 3
 """Code for dtypes that the core does not update. It only checks the call, and the reference updates the rows."""
@@ -67,7 +77,56 @@ def row_update(
     # TableRows.row_ids.
     if not group.features or bags.ids.numel() == 0:
         return
-    call = (
+    call = _pack(group, lr, step, bags, gradients, found_inf, uniforms)
+    if can_bypass_dispatcher(bags.ids):
+        _run_core(UpdateCall(*call), group.core_fields)
+    else:
+        _operator(*call)
+
+
+def sort_row_ids(group: UpdateGroup, bags: Bags) -> SortedRowIds | None:
+    """Sort the ids of a batch by row on a GPU, ahead of `apply_row_update`. Needs no gradients and reads no rows.
+
+    Returns `None` if `row_update` needs no such sort: on a CPU, for float64 rows, and without ids. Raises MesetaError
+    if ids, offsets and weights do not match each other.
+    """
+    if not bags.ids.is_cuda or group.weights[0].dtype not in DTYPE_CODES:
+        return None
+    from meseta.ops.row_update import triton
+
+    return triton.sort_row_ids(
+        group.weights, group.feature_fields, bags.ids, bags.offsets, bags.num_samples, bags.weights
+    )
+
+
+def apply_row_update(
+    sorted_ids: SortedRowIds,
+    group: UpdateGroup,
+    lr: float,
+    step: int,
+    bags: Bags,
+    gradients: Sequence[Tensor],
+    found_inf: Float[Tensor, ""] | None = None,
+    uniforms: Float[Tensor, "tables n"] | None = None,
+) -> None:
+    """Do `row_update` with the result of `sort_row_ids` for the same group and bags, with the same bits."""
+    from meseta.ops.row_update import triton
+
+    call = UpdateCall(*_pack(group, lr, step, bags, gradients, found_inf, uniforms))
+    triton.apply_row_update(call, sorted_ids)
+
+
+def _pack(
+    group: UpdateGroup,
+    lr: float,
+    step: int,
+    bags: Bags,
+    gradients: Sequence[Tensor],
+    found_inf: Tensor | None,
+    uniforms: Tensor | None,
+) -> tuple[Any, ...]:
+    """Return the arguments of the operator."""
+    return (
         group.weights,
         group.states,
         group.program.fused_update.instructions,
@@ -85,10 +144,6 @@ def row_update(
         group.row_ids,
         group.marks,
     )
-    if can_bypass_dispatcher(bags.ids):
-        _run_core(UpdateCall(*call), group.core_fields)
-    else:
-        _operator(*call)
 
 
 def _cpu(*arguments: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -72,6 +73,23 @@ class Bags:
     """Number of samples B."""
     weights: Float[Tensor, " nnz"] | None = None
     """Weight of each id, read for weighted features only."""
+
+
+class SortedRowIds(NamedTuple):
+    """Contributions of ids to rows on a GPU, ordered by (row, feature, sample, id). Created by `sort_row_ids`."""
+
+    keys: Int[Tensor, " n"]
+    """Number of the row among the rows of all tables, int16, int32 or int64. Ids outside their table come last."""
+    bags: Int[Tensor, " n"]
+    """feature * num_samples + sample, int32 or int64. The first contribution of a long run has the complement."""
+    starts: Int[Tensor, " n_rounded_up"] | None = None
+    """Offset of the first contribution of each row in its chunk of contributions, int16, chunk by chunk. Then -1."""
+    order: Int[Tensor, " n"] | None = None
+    """Number of each contribution before the sort. `None` in an update without gradients per id."""
+    begins: Int[Tensor, " F"] | None = None
+    """First contribution of each feature before the sort, int64. `None` in an update without gradients per id."""
+    scales: Float[Tensor, " n"] | None = None
+    """Weight of each contribution. `None` without weights."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +175,7 @@ class UpdateGroup:
         # The scalars keep this group, so that no other group gets its id.
         by_width = scalars.view(("row update", id(self)), torch.float64, compute).view(len(widths), -1)
         if len(widths) == 1:
-            return by_width.expand(len(self.tables), -1).contiguous()
+            return by_width.expand(len(self.tables), -1)
         return by_width[device_constant(tuple(map(widths.index, self.embedding_dims)), by_width.device)]
 
 

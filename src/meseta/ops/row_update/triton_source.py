@@ -18,30 +18,39 @@ from meseta.ops.row_update import triton_parts as parts
 Instructions = tuple[tuple[int, int, int, int, int], ...]
 """Rows of `RowCode.instructions`."""
 
-# Selects the rows of a program and sums their gradients. A tile is [ROWS, BLOCKS, 16].
-KERNEL_PROLOGUE = """@triton.jit(do_not_specialize=["group"])
-def update(plan, uniforms, keys, items, scales, segments, ranges, found_inf, group, NUM_UNIFORMS: tl.constexpr,
-           ROW: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, VECTOR: tl.constexpr,
-           LINE_VECTOR: tl.constexpr):
-    first = tl.load(ranges + group) + tl.program_id(0) * ROWS
-    last = tl.load(ranges + group + 1)
+# Selects the rows of a program and sums their gradients. A tile is [BLOCKS, ROWS, 16]. Programs of one chunk of
+# contributions share its first contributions of rows, so that they have no idle lanes. Programs have one warp: their
+# sums need no barriers.
+KERNEL_PROLOGUE = """@triton.jit(do_not_specialize=["num_bags", "limit", "first_key", "end_key"])
+def update(sorted_ids, lines, uniforms, found_inf, num_bags, limit, first_key, end_key, NUM_UNIFORMS: tl.constexpr,
+           STRIDE: tl.constexpr, ROW: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, CHUNK: tl.constexpr,
+           SHIFT: tl.constexpr, VECTOR: tl.constexpr, HAS_MARKS: tl.constexpr, FORM: tl.constexpr,
+           INDEX: tl.constexpr):
+    chunk = (tl.program_id(0) // (CHUNK // ROWS)).to(INDEX)
+    first_slot = chunk * CHUNK + tl.program_id(0) % (CHUNK // ROWS) * ROWS
+    start = tl.load(sorted_ids.starts + first_slot + tl.arange(0, ROWS))
+    first_start = tl.load(sorted_ids.starts + first_slot)
+    is_stored = first_start >= 0
     if found_inf is not None:
-        last = tl.where(tl.load(found_inf) == 0.0, last, first)
-    if first >= last:
+        is_stored = is_stored & (tl.load(found_inf) == 0.0)
+    if not is_stored:
         return
-    segment = first + tl.arange(0, ROWS)
-    live = segment < last
-    begin = tl.load(segments + segment, mask=live, other=0)
-    end = tl.load(segments + segment + 1, mask=live, other=0)
-    feature = (tl.load(items + 2 * begin + 1, mask=live, other=0) & 0xFFFFFFFF) // tl.load(plan + 3)
-    table = tl.load(plan + parts.PLAN_WORDS + feature * parts.FEATURE_WORDS + 1, mask=live, other=0)
-    words = plan + tl.load(plan + 4) + table * tl.load(plan + 5)
-    numbers = uniforms + table * NUM_UNIFORMS
-    dim = tl.multiple_of(tl.load(words + 1, mask=live, other=0), VECTOR)
-    row = tl.load(keys + begin, mask=live, other=0).to(tl.int64) - tl.load(words + 3, mask=live, other=0)
-    column = (tl.arange(0, BLOCKS)[:, None] * 16 + tl.arange(0, 16)[None, :])[None, :, :]
-    inside = column < dim[:, None, None]
-    e0 = parts.sum_lines(items, scales, begin, end, inside, LINE_VECTOR)
+    # Idle lanes load the first row again, so that loads need no mask.
+    live = start >= 0
+    n = chunk * CHUNK + tl.where(live, start, first_start)
+    bag = tl.load(sorted_ids.bags + n)
+    key = tl.load(sorted_ids.keys + n).to(tl.int64) + SHIFT
+    live = live & (key >= first_key) & (key < end_key)
+    words = lines.plan + tl.where(bag < 0, ~bag, bag) // num_bags * FORM[0]
+    numbers = uniforms + tl.load(words + parts.TABLE) * STRIDE
+    dim = tl.multiple_of(tl.load(words + parts.WIDTH), VECTOR)
+    row = key - tl.load(words + parts.FIRST_KEY)
+    column = tl.arange(0, BLOCKS)[:, None, None] * 16 + tl.arange(0, 16)[None, None, :]
+    stored = tl.broadcast_to(live[None, :, None], [BLOCKS, ROWS, 16])
+    if not FORM[4]:
+        stored = column < tl.multiple_of(tl.where(live, dim, 0), VECTOR)[None, :, None]
+    inside = None if FORM[4] else stored
+    e0 = parts.sum_lines(sorted_ids, lines, bag, n, live, inside, (num_bags, limit), FORM)
 """
 """First part of each kernel, up to the summed gradient in register e0."""
 
@@ -60,6 +69,10 @@ COMPUTE_TEMPLATES = BINARY_TEMPLATES | {
 }
 
 
+LOAD_OPS = (Op.LOAD_WEIGHT, Op.LOAD_STATE)
+"""Operations that load a row or a state, each at most once."""
+
+
 @cache
 def update_kernel(instructions: Instructions, state_is_row: tuple[bool, ...]) -> Any:
     """Return the kernel for a program. Kernels are cached, so that equal programs share one."""
@@ -75,24 +88,26 @@ def kernel_source(instructions: Instructions, state_is_row: Sequence[bool]) -> s
     """Return the Python source of the kernel `update`."""
     lines = [KERNEL_PROLOGUE, _pointer_statements(state_is_row)]
     lines += [
-        f"    u{register} = tl.load(numbers + {register - FIRST_UNIFORM}, mask=live, other=0.0).to(tl.float32)\n"
+        f"    u{register} = tl.load(numbers + {register - FIRST_UNIFORM}).to(tl.float32)\n"
         for register in sorted({r for code in instructions for r in _operands(code) if r >= FIRST_UNIFORM})
     ]
+    # Rows and states are loaded before the gradient is used. Stores would keep the compiler from doing that.
+    lines += [f"    {_load_statement(code, state_is_row)}\n" for code in instructions if code[0] in LOAD_OPS]
     lines += [f"    {_statement(code, state_is_row)}\n" for code in instructions]
-    lines.append("    parts.mark_rows(words, live, row)\n")
+    lines.append("    if HAS_MARKS:\n        parts.mark_rows(words, live, row)\n")
     return "".join(lines)
 
 
 def _pointer_statements(state_is_row: Sequence[bool]) -> str:
     """Return statements that compute pointers to the rows of the weight and of each state."""
-    text = "    weight = parts.row_pointers(words, row * dim, live, ROW, VECTOR)[:, None, None] + column\n"
+    text = "    weight = parts.row_pointers(words + parts.WEIGHT, row * dim, ROW, VECTOR)[None, :, None] + column\n"
     for state, is_row in enumerate(state_is_row):
-        at = f"words + (parts.TABLE_WORDS + {state})"
+        at = f"words + (parts.NUM_WORDS + {state})"
         if is_row:
-            text += f"    state{state} = parts.row_pointers({at}, row, live, tl.float32, 1)\n"
+            text += f"    state{state} = parts.row_pointers({at}, row, tl.float32, 1)\n"
         else:
-            text += f"    state{state} = parts.row_pointers({at}, row * dim, live, tl.float32, VECTOR)"
-            text += "[:, None, None] + column\n"
+            text += f"    state{state} = parts.row_pointers({at}, row * dim, tl.float32, VECTOR)"
+            text += "[None, :, None] + column\n"
     return text
 
 
@@ -104,28 +119,33 @@ def _operands(code: Sequence[int]) -> list[int]:
 
 
 def _register_name(register: int, is_tile: bool) -> str:
-    """Return the name of a register or uniform. `is_tile` broadcasts it to [ROWS, 1, 1]."""
+    """Return the name of a register or uniform. `is_tile` broadcasts it to [1, ROWS, 1]."""
     if register < FIRST_ROW:
         return f"e{register}"
     name = f"r{register}" if register < FIRST_UNIFORM else f"u{register}"
-    return f"{name}[:, None, None]" if is_tile else name
+    return f"{name}[None, :, None]" if is_tile else name
+
+
+def _load_statement(code: Sequence[int], state_is_row: Sequence[bool]) -> str:
+    op, _, state, _, _ = code
+    if op == Op.LOAD_WEIGHT:
+        return "loaded_weight = parts.load_tile(weight, inside).to(tl.float32)"
+    load = "tl.load(state{0})" if state_is_row[state] else "parts.load_tile(state{0}, inside)"
+    return f"loaded_state{state} = {load.format(state)}"
 
 
 def _statement(code: Sequence[int], state_is_row: Sequence[bool]) -> str:
     op, dst, a, b, _ = code
-    if op == Op.LOAD_WEIGHT:
-        return f"e{dst} = tl.load(weight, mask=inside, other=0.0).to(tl.float32)"
-    if op == Op.LOAD_STATE:
-        mask = "live" if state_is_row[a] else "inside"
-        return f"{_register_name(dst, False)} = tl.load(state{a}, mask={mask}, other=0.0)"
+    if op in LOAD_OPS:
+        return f"{_register_name(dst, False)} = loaded_{'weight' if op == Op.LOAD_WEIGHT else f'state{a}'}"
     if op == Op.SUM:
-        return f"r{dst} = parts.sum_columns(tl.where(inside, {_register_name(a, True)}, 0.0))"
+        return f"r{dst} = parts.sum_columns(tl.where(stored, {_register_name(a, True)}, 0.0))"
     if op == Op.STORE_STATE:
         is_row = state_is_row[b]
-        return f"tl.store(state{b}, {_register_name(a, not is_row)}, mask={'live' if is_row else 'inside'})"
+        return f"tl.store(state{b}, {_register_name(a, not is_row)}, mask={'live' if is_row else 'stored'})"
     if op == Op.STORE_WEIGHT:
-        value = f"tl.broadcast_to({_register_name(a, True)}, [ROWS, BLOCKS, 16])"
-        return f"parts.store_rows(weight, {value}, inside, words, live, row, numbers + NUM_UNIFORMS - 1)"
+        value = f"tl.broadcast_to({_register_name(a, True)}, [BLOCKS, ROWS, 16])"
+        return f"parts.store_rows(weight, {value}, stored, words, live, row, numbers + NUM_UNIFORMS - 1)"
     is_tile = dst < FIRST_ROW
     return (
         f"{_register_name(dst, False)} = "
