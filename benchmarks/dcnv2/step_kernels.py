@@ -25,6 +25,7 @@ from dcnv2.training import UniformBatches, make_dcnv2
 from meseta.data import Batch
 from meseta.ops import linear
 from meseta.ops.linear import triton as linear_triton
+from meseta.ops.row_update import triton as row_update
 from meseta.spec import MesetaError
 
 ROW_SOURCES = ("ops/row_update/", "ops/pooled_lookup/", "ops/id_policy/", "data/read/")
@@ -85,14 +86,17 @@ class Launch:
 
 def kernels_of(batch_size: int, recorded_size: int) -> list[AbstractContextManager[Any]]:
     """Return context managers in which linear layers of `recorded_size` samples have the kernels and tiles of
-    `batch_size` samples. Enter them on an emulated GPU, which has other tiles."""
+    `batch_size` samples, and row updates those of a GPU. Enter them on an emulated GPU, which has other tiles."""
 
     def choose(function: Callable[..., Any]) -> Callable[..., Any]:
         return lambda num_samples, *args: function(batch_size if num_samples in sizes else num_samples, *args)
 
     sizes = recorded_size, FIRST_BATCH_SIZE
     choices = [(linear, "_is_small"), *((linear_triton, name) for name in TILE_CHOICES)]
-    return [mock.patch.object(owner, name, choose(getattr(owner, name))) for owner, name in choices]
+    return [
+        mock.patch.object(row_update, "TILE_ELEMENTS", row_update.TILE_ELEMENTS),
+        *(mock.patch.object(owner, name, choose(getattr(owner, name))) for owner, name in choices),
+    ]
 
 
 def record_launches(shape: Dcnv2Shape, batch_size: int, *, selects_rows: bool) -> list[Launch]:

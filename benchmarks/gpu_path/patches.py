@@ -14,8 +14,9 @@ from torch import Tensor
 from gpu_path.arguments import leaves
 from gpu_path.dispatch import CPU, GPU, EmulatedGpu
 from gpu_path.fakes import FakeCuda
+from gpu_path.interpreter import fast_interpreter
 from gpu_path.memory import has_storage
-from gpu_path.products import TILE_CHOICES, choose_large_tile, multiply
+from gpu_path.products import TILE_CHOICES, UPDATE_TILE_ELEMENTS, choose_large_tile, multiply
 
 
 @contextmanager
@@ -27,10 +28,11 @@ def emulated_gpu() -> Iterator[EmulatedGpu]:
     from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder
 
     from meseta.ops.linear import triton as linear
+    from meseta.ops.row_update import triton as row_update
 
     gpu = EmulatedGpu()
     cuda = FakeCuda(gpu)
-    with ExitStack() as stack:
+    with fast_interpreter(), ExitStack() as stack:
 
         def replace(owner: Any, **members: Any) -> None:
             for name, member in members.items():
@@ -58,6 +60,7 @@ def emulated_gpu() -> Iterator[EmulatedGpu]:
         replace(InterpretedFunction, run=launcher(gpu, InterpretedFunction.run))
         replace(InterpreterBuilder, create_dot=multiply)
         replace(linear, **dict.fromkeys(TILE_CHOICES, choose_large_tile))
+        replace(row_update, TILE_ELEMENTS=UPDATE_TILE_ELEMENTS)
         stack.enter_context(gpu)
         yield gpu
 

@@ -12,6 +12,8 @@ MAX_TILE = 256, 512, 512
 """Maximum numbers of rows, columns and terms of a tile in the interpreter."""
 TILE_CHOICES = "choose_tile", "choose_forward_tile", "choose_block_tile"
 """Functions of `meseta.ops.linear.triton` that `choose_large_tile` replaces."""
+UPDATE_TILE_ELEMENTS = 8192
+"""`TILE_ELEMENTS` of `meseta.ops.row_update.triton` in the interpreter."""
 LIBRARY = torch.library.Library("aten", "IMPL")
 """Implementations for CPUs of operators that torch has for GPUs only."""
 

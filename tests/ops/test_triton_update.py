@@ -120,9 +120,7 @@ def test_padding_ids_change_nothing(padding: int) -> None:
 
 def test_many_rows_features_and_gradients() -> None:
     # More items and features than a program handles at a time, and more gradients than a launch takes addresses of.
-    call = update_case(
-        make_row_optimizer(SPECS["rowwise_adagrad"]), 4, dims=(1, 20) * 10, num_samples=150, max_rows=300
-    )
+    call = update_case(make_row_optimizer(SPECS["rowwise_adagrad"]), 4, dims=(1, 20) * 6, num_samples=60, max_rows=300)
     assert len(call.gradients) > 8 and call.ids.numel() > 2 * kernel.CHUNK.value
     check_update(call, "cpu")
 
@@ -130,7 +128,7 @@ def test_many_rows_features_and_gradients() -> None:
 @pytest.mark.parametrize("case", [(0, 2**31, 2**31, 2**31), (0, 0, 0, 0)])
 def test_wide_keys_and_numbers_give_the_same_bits(case: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     # Rows, bags and contributions of large batches need 32 or 64 bits, which small batches do not use.
-    call = update_case(make_row_optimizer(SPECS["adam"]), 1, dims=(8, 20), num_samples=300, max_rows=9)
+    call = update_case(make_row_optimizer(SPECS["adam"]), 1, dims=(8, 20), num_samples=60, max_rows=9)
     expected = updated(call, "cpu")
     for name, limit in zip(("INT16_ROWS", "INT32_ROWS", "INT32_BAGS", "INT32_ITEMS"), case, strict=True):
         monkeypatch.setattr(kernel, name, limit)
