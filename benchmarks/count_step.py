@@ -4,8 +4,11 @@
 
 Steps run as in `meseta train` on one rank, with 26 tables of 16 columns, on an emulated GPU: operators on host memory,
 and Triton's kernels in its interpreter. A sort counts as one kernel. Python calls are those of the training thread,
-without those inside Triton's launcher. Batches of more than 256 samples need one more kernel per MLP, for the gradients
-of its biases. With --replay the step is a CUDA graph, whose operators are listed but not counted.
+without those inside Triton's launcher. With --replay the step is a CUDA graph, whose operators are listed but
+not counted.
+
+Large batches need more kernels: above 256 samples one per MLP, for the gradients of its biases, and above 1024 samples
+one per fused layer, which adds the chunks of a weight gradient. Layers that are left to cuBLAS need several.
 """
 
 from __future__ import annotations
