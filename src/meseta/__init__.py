@@ -22,6 +22,9 @@ _LAZY_IMPORTS = {
     "EmbeddingBagCollection": "meseta.embedding",
     "shard": "meseta.embedding",
     "ahead": "meseta.pipeline",
+    "fit": "meseta.api",
+    "open_run": "meseta.api",
+    "Run": "meseta.api",
 }
 
 __all__ = [*_LAZY_IMPORTS, "__version__"]  # noqa: PLE0604

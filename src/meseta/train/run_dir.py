@@ -51,6 +51,8 @@ from meseta.train.setup.source import make_row_source
 
 TRIALS_FOLDER = "trials"
 """Folder of the trials before a run, see meseta.train.sweep."""
+SPOOL_FOLDER = "spool"
+"""Folder of rows from memory until they are prepared, see meseta.api.fit."""
 
 
 class RunDir:
@@ -92,6 +94,7 @@ class RunDir:
                 path.unlink()
             if plan["num_ranks"] > 1:
                 (self.path / RANKS_FOLDER).mkdir(exist_ok=True)
+            shutil.rmtree(self.path / SPOOL_FOLDER, ignore_errors=True)  # The rows are prepared now.
             for path in self.path.glob(".*.tmp"):  # Incomplete files of killed runs.
                 if not path.is_dir():
                     path.unlink()

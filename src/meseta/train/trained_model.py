@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+import torch
 from numpy.typing import NDArray
 
 from meseta import checkpoint
@@ -96,6 +97,19 @@ def open_for_raw_rows(
     options: dict[str, Any] = {"keys": keys, "best": best, "storage_dir": storage_dir, "encoding": encoding}
     with session(RunDir(run_dir).load_config()) as world:
         yield load_for_raw_rows(run_dir, patterns, world, allow_unseen=allow_unseen, **options)
+
+
+def load_model(run_dir: Path, world: World, *, best: bool = False) -> torch.nn.Module:
+    """Load the final checkpoint of a run, or the one of its best evaluation, without the training data.
+
+    Tables get a plan for these ranks, with the tiers that they had in training.
+    Raises MesetaError if there is no run or checkpoint.
+    """
+    run = RunDir(run_dir)
+    config, path = _find_checkpoint(run, best=best)
+    dataset = _load_training_dataset(run, config).with_labels(config.data.labels)
+    model, _ = _restore_weights(_with_plan(config, path, None, world), path, dataset, world)
+    return model
 
 
 def load_trained(
@@ -228,12 +242,17 @@ def _check_same_files(rows: NewRows, world: World) -> None:
 def _restore_model(
     config: RunConfig, path: Location, dataset: Dataset, reader: ReaderT, world: World
 ) -> TrainedModel[ReaderT]:
+    model, step = _restore_weights(config, path, dataset, world)
+    return TrainedModel(model=model, reader=reader, world=world, step=step, config=config)
+
+
+def _restore_weights(config: RunConfig, path: Location, dataset: Dataset, world: World) -> tuple[torch.nn.Module, int]:
+    """Return the model of a checkpoint, and its number of steps."""
     if (note := bfloat16_note(config, world)) and world.rank == 0:
         print(note, file=sys.stderr)
-    model = make_sharded_model(config, dataset, world).eval()
+    model: torch.nn.Module = make_sharded_model(config, dataset, world).eval()
     # No optimizer is made: torch imports its compiler for the first one, which takes longer than a small evaluation.
-    state = restore(path, model, None, world)
-    return TrainedModel(model=model, reader=reader, world=world, step=state["step"], config=config)
+    return model, restore(path, model, None, world)["step"]
 
 
 def _with_plan(config: RunConfig, path: Location, storage_dir: Path | None, world: World) -> RunConfig:

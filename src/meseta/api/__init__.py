@@ -1,0 +1,6 @@
+"""Python interface of whole jobs: train, evaluate and predict with files, Arrow data or data frames."""
+
+from meseta.api.fit import fit
+from meseta.api.run import Run, open_run
+
+__all__ = ["Run", "fit", "open_run"]

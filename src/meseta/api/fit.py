@@ -1,0 +1,174 @@
+"""Train a model on files or on rows in memory."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from datetime import date, datetime
+from itertools import count
+from pathlib import Path
+from typing import Any, Literal, TypeGuard
+
+import yaml
+
+from meseta.api.command import run_command
+from meseta.api.rows import Rows, as_paths, file_paths, renamed_errors, spooled_names
+from meseta.api.run import Run
+from meseta.config import RunConfig, read_config_document
+from meseta.config.load import get_value
+from meseta.data.prepare.staging import load_record
+from meseta.errors import format_value
+from meseta.spec import MesetaError
+from meseta.train.interop.default_settings import default_run_dir
+from meseta.train.run_dir import SPOOL_FOLDER
+
+Files = str | Path | Sequence[str | Path]
+"""Files, folders, URLs or patterns of raw files."""
+HeldOut = float | int | date | str | Path | Sequence[str | Path] | Rows | None
+"""Rows of a split: a share between 0 and 1, the time (a number, a date or ISO 8601) at which it begins, files, or
+rows in memory."""
+
+
+def fit(
+    data: Files | Rows,
+    label: str | Sequence[str] | None = None,
+    *,
+    time: str | None = None,
+    valid: HeldOut = None,
+    test: HeldOut = None,
+    schema: str | Path | None = None,
+    dense: Sequence[str] = (),
+    sparse: Sequence[str] = (),
+    ignore: Sequence[str] = (),
+    split_by: Literal["time", "group"] | None = None,
+    bad_rows: Literal["error", "skip"] = "error",
+    config: str | Path | Mapping[str, Any] | RunConfig | None = None,
+    run_dir: str | Path | None = None,
+    nproc: int = 1,
+) -> Run:
+    """Prepare data, train a model, evaluate it, and return the run.
+
+    It runs `meseta train --data` in a child process, and the result has the same bits. The same call with the same
+    `run_dir` resumes a run that was interrupted. Rows in memory are copied to a Parquet file in `run_dir`, block by
+    block, which is removed once they are prepared, or after an error.
+    Raises MesetaError for invalid data or options, and KeyboardInterrupt after Ctrl-C, when all ranks have ended.
+
+    Args:
+        data: Files, or rows in memory.
+        label: Columns of labels, as names or patterns. `None` finds the label by its name.
+        time: Column of times. `None` finds it by its name.
+        valid: Validation split. `None` takes a share, or none if `split_by` or `test` define other splits.
+        test: Test split. `None` takes 10 % of the rows.
+        schema: File that describes the columns, in place of `label`, `time`, `dense`, `sparse` and `ignore`.
+        dense: Numeric columns, as names or patterns.
+        sparse: Categorical columns, as names or patterns.
+        ignore: Columns that are left out, as names or patterns.
+        split_by: Whether shares are the last rows by time, or whole groups. `None` draws rows.
+        bad_rows: Whether rows of files that cannot be parsed are an error or skipped.
+        config: Settings of the run, as for `meseta train`.
+        run_dir: Folder of the run. `None` takes that of `config`, or a new folder below runs/.
+        nproc: Number of ranks on this machine.
+    """
+    document = _config_document(config)
+    folder = _choose_run_dir(run_dir, document, data)
+    document["run_dir"] = str(folder)
+    spool = folder / SPOOL_FOLDER
+    columns = {"label": label, "time": time, "dense": dense, "sparse": sparse, "ignore": ignore}
+    options = {**columns, "schema": schema, "split_by": split_by, "bad_rows": bad_rows, "nproc": nproc}
+    shutil.rmtree(spool, ignore_errors=True)  # The rows of a process that was killed.
+    try:
+        spool.mkdir(parents=True)
+        arguments = ["train", str(spool / "config.yaml")]
+        paths = file_paths(data, spool)
+        arguments += [part for path in paths for part in ("--data", path)]
+        for name, value in options.items():
+            arguments += _option(name, value)
+        for split, rows in (("valid", valid), ("test", test)):
+            arguments += _split_options(split, rows, spool)
+        (spool / "config.yaml").write_text(yaml.safe_dump(document, sort_keys=False))
+        _check_same_rows(document, spool)
+        names = spooled_names(paths, spool)
+        names[f"config {str(spool / 'config.yaml')!r}"] = f"config {str(config)!r}" if _is_path(config) else "config"
+        with renamed_errors(names):
+            run_command(arguments)
+    except OSError as error:
+        raise MesetaError(f"fit: {error.filename or str(folder)!r}: {error.strerror}; choose another run_dir") from None
+    finally:
+        shutil.rmtree(spool, ignore_errors=True)
+    return Run(folder)
+
+
+def _config_document(config: str | Path | Mapping[str, Any] | RunConfig | None) -> dict[str, Any]:
+    if isinstance(config, RunConfig):
+        return config.model_dump(mode="json", exclude_unset=True)
+    if config is None or _is_path(config):
+        return read_config_document(config)
+    if isinstance(config, Mapping):
+        return dict(config)
+    raise MesetaError(f"fit: config {format_value(config)} must be a path, a dict or a RunConfig")
+
+
+def _is_path(value: Any) -> TypeGuard[str | Path]:
+    return isinstance(value, (str, Path))
+
+
+def _choose_run_dir(run_dir: str | Path | None, document: Mapping[str, Any], data: Any) -> Path:
+    given = run_dir or get_value(dict(document), "run_dir")
+    if given is not None:
+        return Path(str(given))
+    first = Path(default_run_dir(as_paths(data) or ["rows"]))
+    for number in count(1):
+        folder = first if number == 1 else first.with_name(f"{first.name}-{number}")
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise MesetaError(f"fit: {str(folder)!r}: {error.strerror}; choose a run_dir") from None
+        return folder
+    raise AssertionError
+
+
+def _option(name: str, value: Any) -> list[str]:
+    """Return the command-line option of an argument, or nothing for its default."""
+    values = [value] if isinstance(value, (str, Path, int)) else value or ()
+    return [part for one in values for part in (f"--{name.replace('_', '-')}", str(one))]
+
+
+def _split_options(split: str, value: HeldOut, spool: Path) -> list[str]:
+    """Return the option that defines a held-out split."""
+    if value is None:
+        return []
+    if isinstance(value, bool):
+        raise MesetaError(f"fit: {split}={value} must be a share, a time, files or rows")
+    if isinstance(value, float) and 0 <= value < 1:
+        return [f"--{split}-fraction", str(value)]
+    if isinstance(value, (int, float)):
+        return [f"--{split}-after", str(value)]
+    if isinstance(value, date):
+        return [f"--{split}-after", value.isoformat()]
+    if isinstance(value, str) and _is_time(value):
+        return [f"--{split}-after", value]
+    return [part for path in file_paths(value, spool) for part in (f"--{split}-files", path)]
+
+
+def _is_time(text: str) -> bool:
+    try:
+        datetime.fromisoformat(text)
+    except ValueError:
+        return text.replace(".", "", 1).isdigit()
+    return True
+
+
+def _check_same_rows(document: Mapping[str, Any], spool: Path) -> None:
+    """Raise MesetaError if the run was prepared from other rows in memory."""
+    record = load_record(Path(get_value(dict(document), "data.dir") or spool.parent / "data"))
+    known = {
+        Path(path).name for path in (record or {"sources": ()})["sources"] if Path(path).parent == spool.absolute()
+    }
+    given = {path.name for path in spool.glob("*.parquet")}
+    if known and known != given:
+        raise MesetaError(
+            f"fit: run_dir {str(spool.parent)!r} has a run on other rows than these (hash {', '.join(sorted(known))}, "
+            f"now {', '.join(sorted(given)) or 'files'}); choose another run_dir, or pass the same rows"
+        )

@@ -1,0 +1,238 @@
+"""A job that Python starts has the result of the command, also after an interruption."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+import meseta
+from api.test_rows import KINDS
+from meseta.cli.main import main
+from meseta.errors import MesetaError
+from meseta.train.run_dir import SPOOL_FOLDER
+from sampling import sample
+from small_run import final_checksum, tiny_data
+
+CONFIG = {
+    "model": {"name": "deepfm", "embedding_dim": 4, "deep_mlp": [8]},
+    "embedding": {"optimizer": {"lr": 0.05}},
+    "train": {"batch_size": 64, "log_every_steps": 5},
+}
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory: pytest.TempPathFactory) -> pa.Table:
+    """1,500 rows with columns of six kinds: booleans, floats, integers, text, and lists of ids and of weights."""
+    return pq.read_table(tiny_data(tmp_path_factory.getbasetemp()).with_name("tiny.parquet"))
+
+
+@pytest.fixture(scope="module")
+def trained(table: pa.Table, tmp_path_factory: pytest.TempPathFactory) -> meseta.Run:
+    """A run on rows in memory."""
+    return meseta.fit(table, "label", config=CONFIG, run_dir=tmp_path_factory.mktemp("fit") / "run")
+
+
+@pytest.fixture
+def run_command(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """`run_command("train", ...)` runs a command of `meseta` in this process; it must succeed."""
+    handler = signal.getsignal(signal.SIGINT)
+
+    def run(*arguments: object) -> None:
+        monkeypatch.setattr(sys, "argv", ["meseta", *map(str, arguments)])
+        with pytest.raises(SystemExit) as left:
+            main()
+        assert not left.value.code
+
+    yield run
+    signal.signal(signal.SIGINT, handler)
+
+
+def test_rows_in_memory_give_the_checkpoint_of_the_command(
+    table: pa.Table, trained: meseta.Run, tmp_path: Path, run_command: Callable[..., None]
+) -> None:
+    pq.write_table(table, tmp_path / "rows.parquet")
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(CONFIG))
+    run_dir = tmp_path / "run"
+    data = "--data", tmp_path / "rows.parquet", "--label", "label"
+    run_command("train", tmp_path / "config.yaml", f"run_dir={run_dir}", *data)
+    assert final_checksum(trained.path) == final_checksum(run_dir)
+    assert not (trained.path / SPOOL_FOLDER).exists()
+
+
+@pytest.mark.parametrize("kind", sample([*KINDS, "file"], k=0, seed=0))
+def test_all_kinds_of_rows_give_the_same_checkpoint(
+    kind: str, table: pa.Table, trained: meseta.Run, tmp_path: Path
+) -> None:
+    if kind == "file":
+        pq.write_table(table, tmp_path / "rows.parquet")
+    if kind == "categories":
+        table = table.set_column(5, "city", table["city"].dictionary_encode())
+    data = tmp_path / "rows.parquet" if kind == "file" else KINDS.get(kind, KINDS["stream"])(table)
+    run = meseta.fit(data, "label", config=CONFIG, run_dir=tmp_path / "run", nproc=1)
+    assert final_checksum(run.path) == final_checksum(trained.path)
+
+
+def test_a_run_knows_its_result(trained: meseta.Run) -> None:
+    assert set(trained.metrics) == {"valid", "test"} and 0.5 < trained.metrics["test"]["auc"] < 1
+    history = trained.history.to_pylist()
+    steps = [row["step"] for row in history if row["split"] == "train"]
+    assert steps == sorted(steps) and steps[:2] == [5, 10] and history[0]["loss"] > 0
+    assert {"train", "valid", "test"} == {row["split"] for row in history}
+    assert trained.evaluate() == pytest.approx(
+        {name: trained.metrics["test"][name] for name in trained.evaluate()}, nan_ok=True
+    )
+    assert trained.config.model.name == "deepfm" and trained.checkpoints[-1].summary is not None
+    assert f"<code>{trained.path}</code>" in trained._repr_html_() and trained.report().read_text().startswith("<!")
+    assert sum(p.numel() for p in trained.model.parameters()) > 0 and not trained.model.training
+
+
+def test_predictions_are_those_of_the_command(
+    table: pa.Table, trained: meseta.Run, tmp_path: Path, run_command: Callable[..., None]
+) -> None:
+    pq.write_table(table.slice(0, 300), tmp_path / "rows.parquet")
+    out = tmp_path / "predictions.parquet"
+    run_command("predict", trained.path, "--out", out, "--data", tmp_path / "rows.parquet")
+    expected = pq.read_table(out)["prediction"]
+    assert trained.predict(tmp_path / "rows.parquet")["prediction"].equals(expected)
+    # Without labels, with other columns, in another order.
+    shuffled = table.slice(0, 300).drop_columns("label").append_column("other", pa.array(["x"] * 300))
+    assert trained.predict(shuffled.select(shuffled.column_names[::-1]))["prediction"].equals(expected)
+
+
+def test_rows_without_a_column_or_of_another_type_are_refused(table: pa.Table, trained: meseta.Run) -> None:
+    some = table.slice(0, 5)
+    with pytest.raises(MesetaError, match=r"^data lacks 'city'"):
+        trained.predict(some.drop_columns("city"))
+    with pytest.raises(MesetaError, match=r"^data: column 'price' must be a number"):
+        trained.predict(some.set_column(1, "price", pa.array(["a"] * 5)))
+
+
+def test_a_moved_run_opens(table: pa.Table, trained: meseta.Run, tmp_path: Path) -> None:
+    moved = Path(shutil.copytree(trained.path, tmp_path / "moved"))
+    shutil.rmtree(moved / "data")
+    run = meseta.open_run(moved)
+    rows = table.slice(0, 9)
+    assert run.predict(rows).equals(trained.predict(rows)) and run.metrics == trained.metrics
+    with pytest.raises(MesetaError, match="nothing"):
+        meseta.open_run(tmp_path / "nothing")
+
+
+@pytest.mark.soak
+def test_the_same_rows_resume(table: pa.Table, trained: meseta.Run) -> None:
+    before = final_checksum(trained.path)
+    again = meseta.fit(KINDS["stream"](table), "label", config=CONFIG, run_dir=trained.path)
+    assert final_checksum(again.path) == before
+
+
+def test_other_rows_are_refused(table: pa.Table, trained: meseta.Run) -> None:
+    with pytest.raises(MesetaError, match="has a run on other rows than these"):
+        meseta.fit(table.slice(1), "label", config=CONFIG, run_dir=trained.path)
+    assert not (trained.path / SPOOL_FOLDER).exists()
+
+
+def test_errors_of_the_command_are_raised(table: pa.Table, tmp_path: Path) -> None:
+    with pytest.raises(MesetaError, match=r"^config: key 'train': early_stopping.patience needs evaluations"):
+        meseta.fit(table, "label", config={"train": {"early_stopping": {"patience": 2}}}, run_dir=tmp_path / "a")
+    with pytest.raises(MesetaError, match="valid=True must be a share"):
+        meseta.fit(table, "label", valid=True, run_dir=tmp_path / "b")
+    assert not list(tmp_path.glob(f"*/{SPOOL_FOLDER}"))
+
+
+JOB = """
+import sys, pyarrow.parquet as pq, meseta
+config = {config}
+config["train"] = {{**config["train"], "epochs": 24, "eval_every_epochs": 8, "early_stopping": {{"patience": 100}}}}
+config["checkpoint"] = {{"every_steps": 20}}
+try:
+    meseta.fit(pq.read_table({data!r}), "label", config=config, run_dir={run_dir!r}, nproc={nproc})
+except KeyboardInterrupt:
+    print("interrupted by the user")
+"""
+
+
+def start_job(table: pa.Table, folder: Path, nproc: int) -> tuple[subprocess.Popen[str], Path]:
+    """Start a job of many steps in another process, and wait for its first checkpoint."""
+    pq.write_table(table, folder / "rows.parquet")
+    run_dir = folder / "run"
+    text = JOB.format(config=CONFIG, data=str(folder / "rows.parquet"), run_dir=str(run_dir), nproc=nproc)
+    job = subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, text=True)
+    while not list(run_dir.glob("checkpoints/step-*/manifest.json")):
+        assert job.poll() is None
+        time.sleep(0.05)
+    assert not (run_dir / SPOOL_FOLDER).exists()
+    return job, run_dir
+
+
+def processes_of(run_dir: Path) -> list[str]:
+    """Return the command lines of all processes that name a run folder."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            text = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if str(run_dir) in text and str(os.getpid()) != path.parent.name:
+            found.append(text)
+    return found
+
+
+@pytest.mark.parametrize("nproc", [1, pytest.param(2, marks=pytest.mark.soak)])
+def test_an_interrupted_job_leaves_no_process_and_resumes(nproc: int, table: pa.Table, tmp_path: Path) -> None:
+    job, run_dir = start_job(table, tmp_path, nproc)
+    job.send_signal(signal.SIGINT)
+    out, _ = job.communicate(timeout=60)
+    assert "interrupted by the user" in out and processes_of(run_dir) == []
+    run = meseta.open_run(run_dir)
+    before = run.checkpoints[-1].summary
+    assert before is not None and run.history.num_rows > 0 and "test" not in run.metrics
+    (tmp_path / "rows.parquet").unlink()
+    run.resume(nproc)
+    after = run.checkpoints[-1].summary
+    assert after is not None and after.step > before.step and "test" in run.metrics
+
+
+@pytest.mark.soak
+def test_the_job_stops_if_its_process_is_killed(table: pa.Table, tmp_path: Path) -> None:
+    job, run_dir = start_job(table, tmp_path, 2)
+    job.kill()
+    job.wait()
+    deadline = time.monotonic() + 60
+    while processes_of(run_dir) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert processes_of(run_dir) == []
+
+
+def test_a_killed_preparation_leaves_rows_only_until_the_next_command(
+    table: pa.Table, trained: meseta.Run, tmp_path: Path
+) -> None:
+    run_dir = Path(shutil.copytree(trained.path, tmp_path / "run"))
+    (run_dir / SPOOL_FOLDER).mkdir()
+    (run_dir / SPOOL_FOLDER / "abc.parquet").write_bytes(b"rows")
+    run = meseta.open_run(run_dir).resume()
+    assert not (run_dir / SPOOL_FOLDER).exists() and run.metrics == trained.metrics
+    np.testing.assert_equal(run.predict({n: table[n] for n in table.column_names})["prediction"].shape, (1500,))
+
+
+def test_a_new_folder_below_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from meseta.api.fit import _choose_run_dir
+
+    monkeypatch.chdir(tmp_path)
+    cases: list[tuple[Any, str]] = [(7, "runs/rows"), (7, "runs/rows-2"), ("a/clicks.csv", "runs/clicks")]
+    for data, expected in cases:
+        assert str(_choose_run_dir(None, {}, data)) == expected
+    assert (
+        str(_choose_run_dir("x", {"run_dir": "y"}, 7)) == "x" and str(_choose_run_dir(None, {"run_dir": "y"}, 7)) == "y"
+    )
