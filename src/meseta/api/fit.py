@@ -113,9 +113,9 @@ def _is_path(value: Any) -> TypeGuard[str | Path]:
 
 
 def _choose_run_dir(run_dir: str | Path | None, document: Mapping[str, Any], data: Any) -> Path:
-    given = run_dir or get_value(dict(document), "run_dir")
-    if given is not None:
-        return Path(str(given))
+    chosen = run_dir or get_value(dict(document), "run_dir")
+    if chosen is not None:
+        return Path(str(chosen))
     first = Path(default_run_dir(as_paths(data) or ["rows"]))
     for number in count(1):
         folder = first if number == 1 else first.with_name(f"{first.name}-{number}")
@@ -166,9 +166,9 @@ def _check_same_rows(document: Mapping[str, Any], spool: Path) -> None:
     known = {
         Path(path).name for path in (record or {"sources": ()})["sources"] if Path(path).parent == spool.absolute()
     }
-    given = {path.name for path in spool.glob("*.parquet")}
-    if known and known != given:
+    digests = {path.name for path in spool.glob("*.parquet")}
+    if known and known != digests:
         raise MesetaError(
             f"fit: run_dir {str(spool.parent)!r} has a run on other rows than these (hash {', '.join(sorted(known))}, "
-            f"now {', '.join(sorted(given)) or 'files'}); choose another run_dir, or pass the same rows"
+            f"now {', '.join(sorted(digests)) or 'files'}); choose another run_dir, or pass the same rows"
         )

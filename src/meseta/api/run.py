@@ -64,10 +64,10 @@ class Run:
         Raises MesetaError if files of the run cannot be read.
         """
         summary = self._folder.read_summary()
-        found = {line.split: line for line in self._folder.evaluations()}
+        lines = {line.split: line for line in self._folder.evaluations()}
         if summary is not None:
-            found |= {split: line for split in EVALUATED_SPLITS if (line := summary.evaluation(split)) is not None}
-        return {split: _metrics_of(line) for split, line in found.items()}
+            lines |= {split: line for split in EVALUATED_SPLITS if (line := summary.evaluation(split)) is not None}
+        return {split: _metrics_of(line) for split, line in lines.items()}
 
     @property
     def history(self) -> pa.Table:

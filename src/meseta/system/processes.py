@@ -133,6 +133,7 @@ def start_program(
     stdin: int = subprocess.DEVNULL,
     stdout: int | IO[bytes],
     stderr: int | IO[bytes],
+    start_new_session: bool = False,
 ) -> Program:
     """Start a program with additional environment variables and inherited file descriptors.
 
@@ -140,7 +141,14 @@ def start_program(
     """
     environment = {**environ, **extra_environ}
     return subprocess.Popen(
-        command, env=environment, pass_fds=pass_fds, stdin=stdin, stdout=stdout, stderr=stderr, bufsize=0
+        command,
+        env=environment,
+        pass_fds=pass_fds,
+        stdin=stdin,
+        stdout=stdout,
+        stderr=stderr,
+        bufsize=0,
+        start_new_session=start_new_session,
     )
 
 
@@ -161,7 +169,7 @@ def _run_child(work: Callable[[], object], added: Mapping[str, str], out: int, e
     read, write = _lifeline_pipe()
     os.close(write)
     _lifeline_pipe.cache_clear()  # Children of this process get a lifeline to this process.
-    threading.Thread(target=_exit_with_parent, args=(read,), name="meseta-lifeline", daemon=True).start()
+    exit_with_parent(read)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
@@ -173,7 +181,12 @@ def _run_child(work: Callable[[], object], added: Mapping[str, str], out: int, e
     work()
 
 
-def _exit_with_parent(lifeline: int) -> None:
+def exit_with_parent(lifeline: int) -> None:
+    """Make this process exit when the parent closes its end of a pipe to which it never writes."""
+    threading.Thread(target=_wait_for_parent, args=(lifeline,), name="meseta-lifeline", daemon=True).start()
+
+
+def _wait_for_parent(lifeline: int) -> None:
     os.read(lifeline, 1)  # Returns when the parent's end of the pipe is closed, also if the parent was killed.
     exit_immediately(1)
 
