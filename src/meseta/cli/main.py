@@ -24,7 +24,7 @@ from meseta.cli.doctor import doctor
 from meseta.cli.evaluate import evaluate
 from meseta.cli.launch import LOST_CONNECTION_EXIT_CODE, is_peer_loss, resume_hint
 from meseta.cli.lazy_dynamo import defer_dynamo_import
-from meseta.cli.plan import plan
+from meseta.cli.plan import app as plan_app
 from meseta.cli.predict import predict
 from meseta.cli.prepare import prepare
 from meseta.cli.readers import app as readers_app
@@ -66,7 +66,7 @@ COMMANDS: dict[str, dict[str, typer.Typer | Callable[..., None]]] = {
         "verify": verify,
         "doctor": doctor,
     },
-    "Plans": {"plan": plan, "calibrate": calibrate, "topology": topology_app},
+    "Plans": {"plan": plan_app, "calibrate": calibrate, "topology": topology_app},
     "Checkpoints": {"checkpoint": checkpoint_app},
     "Services": {"readers": readers_app},
 }
