@@ -78,13 +78,15 @@ def test_ranks_at_work_stopped_and_ended(
     run: Run, ranks: list[BaseProcess], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "run"
-    monkeypatch.setattr(
-        importlib.import_module("meseta.cli.status"), "STUCK_TIMEOUT_S", 60.0
-    )  # the machine may be slow
-    code, out, _ = run("status", folder)
-    assert code == 0 and "stacks of rank" not in out and "metrics.jsonl" not in out
-    (folder / METRICS_FILE).write_text(LINES)
-    code, out, _ = run("status", folder, "--stacks")
+    # The machine may be slow.
+    command = importlib.import_module("meseta.cli.status")
+    monkeypatch.setattr(command, "STUCK_TIMEOUT_S", 60.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(command, "MISSED_HEARTBEAT_TIMEOUT_S", 60.0)
+        code, out, _ = run("status", folder)
+        assert code == 0 and "stacks of rank" not in out and "metrics.jsonl" not in out
+        (folder / METRICS_FILE).write_text(LINES)
+        code, out, _ = run("status", folder, "--stacks")
     assert re.fullmatch(PROGRESS, out.splitlines()[1]), out
     assert (code, out.splitlines()[0].endswith(", running")) == (0, True), out
     for rank, process in enumerate(ranks):
@@ -96,7 +98,7 @@ def test_ranks_at_work_stopped_and_ended(
     pid = ranks[2].pid
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
-    time.sleep(2)
+    time.sleep(3)
     code, out, _ = run("hang", folder)
     assert (code, out.splitlines()[0].endswith(", stuck")) == (HANG_EXIT_CODE, True), out
     line = r"^silent: rank 2 on \S+ \(process \d+\) has been silent for [\d.]+ s, stopped by a signal, at step 7, "
