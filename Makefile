@@ -18,7 +18,7 @@ CORE := $(wildcard src/meseta/*.cpp src/meseta/*/*.h src/meseta/*/*/*.cpp src/me
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
-.PHONY: train test soak quality sanitize lint type docs wheel bench clean
+.PHONY: train test soak quality sanitize lint type docs site wheel bench clean
 .DELETE_ON_ERROR:
 
 # The main job: raw log -> Parquet -> trained model. A finished run is shown again, an interrupted one goes on.
@@ -64,9 +64,13 @@ lint: .venv/installed
 type: .venv/installed
 	$(BIN)/mypy
 
-# The pages' code runs, then the site is built; open site/index.html.
+# The pages' code runs, then the site is built.
 docs: .venv/installed
 	$(PYTEST) -m 'not soak' tests/docs tests/examples $(TEST_ARGS)
+	$(MAKE) site
+
+# Open site/index.html.
+site: .venv/installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 # dist/ gets the sdist and, made from it, a wheel that installs without a compiler. No torch is needed to make them.

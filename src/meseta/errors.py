@@ -78,9 +78,12 @@ class StorageError(MesetaError):
 class UnknownColumnError(MesetaError):
     """Reference to a column that the data does not have."""
 
-    def __init__(self, where: str, column: str, known: Iterable[str]) -> None:
-        """Create an error whose remedy suggests the closest column in `known`, or lists all of them."""
-        super().__init__(f"{where} has no column {column!r}", remedy=suggest(column, [name for name in known if name]))
+    def __init__(self, where: str, column: str, known: Iterable[str], *, option: str | None = None) -> None:
+        """Create an error whose remedy suggests the closest column in `known`, or lists all of them. `option` named the
+        column."""
+        user = "" if option is None else f" for {option}"
+        remedy = suggest(column, [name for name in known if name])
+        super().__init__(f"{where} has no column {column!r}{user}", remedy=remedy)
         self.column = column
         """Name or pattern that the user specified."""
 

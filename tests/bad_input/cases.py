@@ -410,7 +410,7 @@ def advice_on_codes(place: Place) -> list[Any]:
 
 
 def no_records_of_ranks(place: Place) -> list[Any]:
-    return ["hang", place.run()]
+    return ["status", place.folder]
 
 
 def foreign_record_of_a_rank(place: Place) -> list[Any]:
@@ -418,7 +418,7 @@ def foreign_record_of_a_rank(place: Place) -> list[Any]:
     path = record_path(run, 0)
     path.parent.mkdir()
     path.write_bytes(b"PK" * RECORD_BYTES)
-    return ["hang", run]
+    return ["status", run]
 
 
 def limit_without_a_disk(place: Place) -> list[Any]:

@@ -1,7 +1,7 @@
 """Message of each bad input, by the name of its case. `...` matches any text."""
 
 MESSAGES = {
-    "missing column": "source '...' has no column '...'; available: ...",
+    "missing column": "source '...' has no column '...' for --label; available: ...",
     "unparsable row": (
         "source '...', line ..., column '...': '...' is not a number; ...fix or remove the line, or leave such "
         "rows out with --bad-rows skip"

@@ -166,8 +166,24 @@ def test_bad_calls_are_refused(error_of, files, tmp_path: Path) -> None:
     assert "specify the hosts with --topology" in error_of("plan", workload)
     assert "overrides a key of a config" in error_of("plan", workload, "seed=1", "--topology", machines)
     assert "no such file" in error_of("plan", tmp_path / "none.yaml", "--topology", machines).lower()
-    assert "specify two plan files" in error_of("plan", "diff", machines)
     assert "must have num_ranks and tables" in error_of("plan", "diff", machines, machines)
+
+
+def test_subcommands_have_their_own_help(run, output_of, files, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    for words, usage in ((["create"], "{config} [KEY=VALUE]..."), (["diff"], "{before} {after} [config]"),
+                         (["check"], "{run_dir}"), ([], "COMMAND|CONFIG [ARGS]...")):  # fmt: skip
+        out = output_of("plan", *words, "--help")
+        assert f"Usage: {' '.join(['meseta plan', *words])} [OPTIONS] {usage}" in out
+        assert ("--topology" in out) == (words == ["create"])
+    for words, missing in ((["diff", "a.yaml"], "after"), (["check"], "run_dir"), (["--all"], "config")):
+        code, out, err = run("plan", *words)
+        assert (code, out) == (2, "") and f"Missing argument '{missing}'" in err
+
+
+def test_options_may_precede_the_config(output_of, files) -> None:
+    workload, hosts = files("model.yaml", WORKLOAD), ("--topology", topology(files))
+    assert output_of("plan", *hosts, workload) == output_of("plan", "create", workload, *hosts)
 
 
 def test_networks_and_the_bound_of_the_constants(output_of, files, tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import typer
 from typer.testing import CliRunner
@@ -60,3 +62,20 @@ def test_bad_rows_are_skipped_and_reported(
     assert "needs --bad-rows skip" in error_of("prepare", log, "--out", out, "--max-bad-rows", "3")
     assert "must be a number of rows, or a share" in error_of(*skip, "--max-bad-rows", "few")
     assert "must be error or skip, got 'drop'" in error_of("prepare", log, "--out", out, "--bad-rows", "drop")
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
+def test_errors_about_a_missing_label_name_the_option(kind: str, error_of: Callable[..., str], tmp_path: Path) -> None:
+    log = tmp_path / f"log.{kind}"
+    texts = {"csv": "price,city\n1.5,a\n2,b\n", "jsonl": '{"price": 1.5, "city": "a"}\n{"price": 2, "city": "b"}\n'}
+    if kind == "parquet":
+        pq.write_table(pa.table({"price": [1.5, 2.0], "city": ["a", "b"]}), log)
+    else:
+        log.write_text(texts[kind])
+    for command in (("prepare", log, "--out", tmp_path / "out"), ("train", "--data", log)):
+        assert "none of 'price', 'city' has the name of a label; choose one with --label" in error_of(*command)
+        assert "has no column 'clicked' for --label; available: city, price" in error_of(*command, "--label", "clicked")
+        unknown = (
+            "has no column 'prize', which label 'prize >= 2' uses (from --label or a schema file); did you mean 'pri"
+        )
+        assert unknown in error_of(*command, "--label", "prize >= 2")

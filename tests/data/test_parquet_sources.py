@@ -128,9 +128,9 @@ def test_bad_values_are_named(tmp_path: Path, column: str, values: list[Any], me
 
 def test_unknown_columns_are_named(tmp_path: Path) -> None:
     table = {"click": [0.0, 1.0], "price": [1.0, 2.0]}
-    with pytest.raises(MesetaError, match="no column 'prize'; did you mean 'price'"):
+    with pytest.raises(MesetaError, match="no column 'prize' for --dense; did you mean 'price'"):
         run(tmp_path, table, dense=["prize"])
-    with pytest.raises(MesetaError, match="no column 'label'"):
+    with pytest.raises(MesetaError, match="no column 'label' for --label"):
         run(tmp_path, table, label="label")
     with pytest.raises(MesetaError, match="column 'price' is named by --ignore and as a feature"):
         run(tmp_path, table, dense=["price"], ignore=["price"])

@@ -49,7 +49,7 @@ SLOW_TO_LOAD = ["torch", "pyarrow", "scipy", "pandas", "matplotlib"]
     ("command", "printed"),
     [
         (["--help"], "train"),
-        (["plan", "--help"], "--topology"),
+        (["plan", "create", "--help"], "--topology"),
         (["plan", "model.yaml", "--topology", "machines.yaml", "--html", "plan.html", "--out", "plan.json"], "user_2"),
     ],
 )

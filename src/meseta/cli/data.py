@@ -1,4 +1,4 @@
-"""`meseta data`: commands that create synthetic click logs, and check and describe prepared datasets."""
+"""`meseta data`: commands that prepare, check and describe datasets, and create synthetic click logs."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from meseta.cli.prepare import prepare
+
 if TYPE_CHECKING:
     from meseta.data.dataset.describe import DatasetSummary
 
 MAX_SHOWN_FAULTS = 50
 
-app = typer.Typer(help="Create synthetic click logs; check and describe prepared datasets.", no_args_is_help=True)
+app = typer.Typer(help="Prepare, check and describe datasets; create synthetic click logs.", no_args_is_help=True)
+app.command()(prepare)
 
 
 @app.command()

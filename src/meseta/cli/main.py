@@ -6,11 +6,13 @@ import signal
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from contextlib import nullcontext
 from types import FrameType
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 import meseta
 from meseta.cli import launch
@@ -20,14 +22,14 @@ from meseta.cli.config import config
 from meseta.cli.data import app as data_app
 from meseta.cli.doctor import doctor
 from meseta.cli.evaluate import evaluate
-from meseta.cli.hang import hang
 from meseta.cli.launch import LOST_CONNECTION_EXIT_CODE, is_peer_loss, resume_hint
 from meseta.cli.lazy_dynamo import defer_dynamo_import
-from meseta.cli.plan import plan
+from meseta.cli.plan import app as plan_app
 from meseta.cli.predict import predict
 from meseta.cli.prepare import prepare
 from meseta.cli.readers import app as readers_app
 from meseta.cli.report import report
+from meseta.cli.status import status
 from meseta.cli.sweep import sweep
 from meseta.cli.topology import app as topology_app
 from meseta.cli.train import train
@@ -50,28 +52,51 @@ MOVED_COMMANDS = {
 PEER_LOSS_GRACE_S = 5.0
 """Seconds that a rank waits after a peer was lost, so that its watchdog can report which rank it was."""
 
+COMMANDS: dict[str, dict[str, typer.Typer | Callable[..., None]]] = {
+    "Data": {"data": data_app, "prepare": prepare},
+    "Runs": {
+        "train": train,
+        "sweep": sweep,
+        "config": config,
+        "eval": evaluate,
+        "predict": predict,
+        "report": report,
+        "status": status,
+        "hang": status,
+        "verify": verify,
+        "doctor": doctor,
+    },
+    "Plans": {"plan": plan_app, "calibrate": calibrate, "topology": topology_app},
+    "Checkpoints": {"checkpoint": checkpoint_app},
+    "Services": {"readers": readers_app},
+}
+"""Commands by name, in the groups and the order of `meseta --help`."""
+ALIASES = {"prepare": "data prepare", "hang": "status"}
+"""Names of commands that have another name, which `meseta --help` prints."""
+
+
+class GroupedCommands(TyperGroup):
+    """Root command, which lists commands in the order of `COMMANDS`. typer lists those with subcommands last."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names of all commands."""
+        return [name for commands in COMMANDS.values() for name in commands]
+
+
 app = typer.Typer(
     name="meseta",
+    cls=GroupedCommands,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.add_typer(data_app, name="data")
-app.command()(prepare)
-app.command()(train)
-app.command()(sweep)
-app.command()(config)
-app.command()(plan)
-app.command()(verify)
-app.command(name="eval")(evaluate)
-app.command()(predict)
-app.command()(report)
-app.command()(hang)
-app.add_typer(checkpoint_app, name="checkpoint")
-app.add_typer(readers_app, name="readers")
-app.add_typer(topology_app, name="topology")
-app.command()(calibrate)
-app.command()(doctor)
+for panel, commands in COMMANDS.items():
+    for name, command in commands.items():
+        if isinstance(command, typer.Typer):
+            app.add_typer(command, name=name, rich_help_panel=panel)
+        else:
+            short_help = f"Alias of `meseta {ALIASES[name]}`." if name in ALIASES else None
+            app.command(name, rich_help_panel=panel, short_help=short_help)(command)
 
 
 def _show_version(asked: bool) -> bool:

@@ -1,5 +1,4 @@
-"""`meseta plan CONFIG`, `meseta plan diff A B` and `meseta plan check RUN`: sharding plans with reasons and costs.
-Workload files need no torch."""
+"""`meseta plan`: makes, compares and checks sharding plans, with reasons and costs. Workload files need no torch."""
 
 from __future__ import annotations
 
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from meseta.cli.report import plain_console
 from meseta.errors import MesetaError
@@ -30,15 +30,30 @@ MAX_TABLES = 40
 """Maximum number of tables to print without --all."""
 
 
+class _PlanGroup(TyperGroup):
+    """Group of the commands of `meseta plan`. A first word that names none of them belongs to `create`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and args[0] not in (*self.commands, *self.get_help_option_names(ctx)):
+            args = ["create", *args]
+        return super().parse_args(ctx, args)
+
+
+app = typer.Typer(
+    cls=_PlanGroup,
+    short_help="Choose a sharding type, a tier and ranks for each table; compare plans, and check them with a run.",
+    help="Create, check and compare plans. `meseta plan CONFIG` is short for `meseta plan create CONFIG`.",
+    subcommand_metavar="COMMAND|CONFIG [ARGS]...",
+    no_args_is_help=True,
+)
+
+
+@app.command("create")
 def plan(
-    what: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="CONFIG [KEY=VALUE]... | diff A B [CONFIG] | check RUN",
-            help="Config of a run with prepared data, or a workload file. With diff: two plan files to compare. With "
-            "check: folder of a run whose predicted and measured times are compared.",
-        ),
-    ],
+    config: Annotated[str, typer.Argument(help="Config of a run with prepared data, or a workload file.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings such as train.batch_size=4096.")
+    ] = None,
     topology: Annotated[
         Path | None, typer.Option(help="YAML file of hosts and devices. Default: planner.topology of the config.")
     ] = None,
@@ -58,17 +73,11 @@ def plan(
     ] = False,
 ) -> None:
     """Choose a sharding type, a tier and ranks for each table, and explain the choices."""
-    if what[0] == "diff":
-        _print_difference(what[1:])
-        return
-    if what[0] == "check":
-        _print_check(what[1:])
-        return
     from meseta.planner import DoesNotFitError
     from meseta.planner.explain.tables import explain_tables
 
     console = plain_console()
-    task = _read_request(what[0], what[1:], topology, cost, constraints)
+    task = _read_request(config, overrides or [], topology, cost, constraints)
     if task.note is not None:
         console.print(task.note, soft_wrap=True)
     try:
@@ -282,20 +291,19 @@ def _print_overlap(console: Console, planned: PlanResult) -> None:
     console.print(table)
 
 
-def _print_check(names: list[str]) -> None:
-    """Print predicted and measured milliseconds of a run by component and rank, and by transfer with its bytes."""
+@app.command()
+def check(run_dir: Annotated[Path, typer.Argument(help="Folder of a run that has ended.")]) -> None:
+    """Compare predicted and measured times of a run by component, rank and transfer."""
     from meseta.report.prediction import compare_components
     from meseta.report.record import read_run
 
-    if len(names) != 1:
-        raise MesetaError(f"plan check: specify the folder of one run, got {len(names)} names")
-    record = read_run(Path(names[0]))
+    record = read_run(run_dir)
     summary = record.summary
     comparisons = compare_components(summary)
     if not comparisons or summary is None or summary.predicted is None:
         raise MesetaError(
-            f"plan check: run {names[0]!r} has no predicted and measured times in its summary.json; they are written "
-            "when a run of this version of Meseta ends"
+            f"plan check: run {str(run_dir)!r} has no predicted and measured times in its summary.json; they are "
+            "written when a run of this version of Meseta ends"
         )
     console = plain_console()
     table = _table("ms per step", ["component", "rank", "predicted", "measured", "measured / predicted"])
@@ -379,20 +387,27 @@ def _print_codecs(console: Console, planned: PlanResult) -> None:
         console.print(table)
 
 
-def _print_difference(files: list[str]) -> None:
-    """Print the number of rows and bytes that move between two plan files."""
+@app.command()
+def diff(
+    before: Annotated[Path, typer.Argument(help="Plan file.")],
+    after: Annotated[Path, typer.Argument(help="Plan file to compare with the first one.")],
+    config: Annotated[
+        str | None,
+        typer.Argument(
+            help="Config or workload file with the data types and optimizers of the tables.",
+            show_default="float32 rows with row-wise Adagrad",
+        ),
+    ] = None,
+) -> None:
+    """Count the rows and bytes that move between two plans, by table."""
     from meseta.planner.explain.tables import diff_plans
     from meseta.planner.search.kept_tables import read_plan_file
 
-    if len(files) not in (2, 3):
-        raise MesetaError(
-            f"plan diff: specify two plan files, and optionally the config of their tables, got {len(files)} names"
-        )
-    (before, old_tables), (after, new_tables) = read_plan_file(files[0]), read_plan_file(files[1])
+    (old_plan, old_tables), (new_plan, new_tables) = read_plan_file(str(before)), read_plan_file(str(after))
     specs = {table.name: table for table in (*old_tables, *new_tables)}
-    if len(files) == 3:
-        specs = {table.name: table for table in _load_tables(files[2])}
-    differences = diff_plans(before, after, specs)
+    if config is not None:
+        specs = {table.name: table for table in _load_tables(config)}
+    differences = diff_plans(old_plan, new_plan, specs)
     console = plain_console()
     table = _table("", ["table", "before", "after", "rows moved", "MB moved"])
     for one in differences:
@@ -403,9 +418,9 @@ def _print_difference(files: list[str]) -> None:
         console.print(table)
     total = sum(one.num_bytes for one in differences)
     # Plan files do not contain the data types and optimizers of the tables.
-    taken = "" if len(files) == 3 else ", for float32 rows with row-wise Adagrad; add the config to use its types"
+    taken = "" if config is not None else ", for float32 rows with row-wise Adagrad; add the config to use its types"
     console.print(
-        f"{len(differences):,} of {len(after.tables):,} tables differ; "
+        f"{len(differences):,} of {len(new_plan.tables):,} tables differ; "
         f"{sum(one.num_rows for one in differences):,} rows and {total / 1e6:,.1f} MB move{taken}",
         soft_wrap=True,
     )

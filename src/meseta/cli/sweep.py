@@ -33,7 +33,7 @@ def sweep(
         list[str],
         typer.Argument(
             metavar="KEY=VALUES...",
-            help="Search space: 'key=[a,b,c]', with --random also 'key=loguniform(1e-4,1e-1)', uniform(a,b) and "
+            help="Search space: 'key=\\[a,b,c]', with --random also 'key=loguniform(1e-4,1e-1)', uniform(a,b) and "
             "randint(a,b). Any other key=value applies to all trials.",
         ),
     ],

@@ -48,7 +48,7 @@ def start_record(folder: Path | None = None) -> None:
 
 
 def publish_record(run_dir: Path, first_step: int) -> None:
-    """Link the record of this rank into `run_dir`, where `meseta hang` reads it. `first_step` is the number of steps
+    """Link the record of this rank into `run_dir`, where `meseta status` reads it. `first_step` is the number of steps
     before this process."""
     if CurrentRankRecord.record is not None:
         CurrentRankRecord.record.num_previous_steps = first_step

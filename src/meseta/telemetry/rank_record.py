@@ -45,7 +45,7 @@ from meseta.system.waits import (
 # 1024          awaited transfer of each lane                at each wait
 # 1536          activities: phases, requests to storage      at each change, see meseta.system.waits
 # 4096          ring buffer of the last transfers            at each transfer
-# RECORD_BYTES  Python stacks, appended                      at a request of `meseta hang`
+# RECORD_BYTES  Python stacks, appended                      at a request of `meseta status`
 #
 # Writing to the mapped file needs no system call and no flush. Each part except the heartbeat ends in a CRC-32, so that
 # readers detect partly written and damaged parts.

@@ -56,10 +56,10 @@ from meseta.data.schema.infer import (
     ColumnRole,
     add_whole_numbers,
     holds_whole_numbers,
-    infer_label,
     infer_role,
     infer_time_role,
     parse_number,
+    require_label,
     secondary_label_role,
 )
 from meseta.data.schema.layout import RawLayout, RawRows, RawSparse, SparseColumn, find_value_row
@@ -148,7 +148,7 @@ def _infer_schema(
 ) -> tuple[Schema, dict[str, ColumnRole], dict[str, list[str]]]:
     schema = types.common_schema
     where = f"source {str(sources[0].path)!r}"
-    labels = named.labels(where, schema.names) or (infer_label(schema.names) or "label",)
+    labels = named.labels(where, schema.names) or (require_label(where, schema.names),)
     raw_labels = raw_label_columns(where, labels, schema.names)
     check_names(where, raw_labels, schema.names)
     names = _exclude(schema.names, raw_labels)

@@ -21,7 +21,7 @@ from meseta.data.formats.format import (
     open_text,
     wrap_source_errors,
 )
-from meseta.data.schema.infer import ColumnRole, infer_label, infer_label_from_values, infer_role
+from meseta.data.schema.infer import ColumnRole, infer_label_from_values, infer_role, require_label
 from meseta.data.schema.layout import RawLayout, RawRows, SparseColumn
 from meseta.data.schema.roles import NamedColumns, other_times_of, role_reasons, schema_from_roles
 from meseta.data.schema.schema import Schema, check_names, layout_from_schema, raw_label_columns
@@ -98,11 +98,7 @@ def add_list_columns(layout: RawLayout, separators: Mapping[str, str | None]) ->
 
 
 def _infer_labels(where: str, columns: Mapping[str, Sequence[str]], *, has_names: bool) -> tuple[str]:
-    label = infer_label(list(columns)) if has_names else infer_label_from_values(columns)
-    if label is None and has_names:
-        raise MesetaError(
-            f"{where}: none of {join_names([*map(repr, columns)], 10)} has the name of a label; choose one with --label"
-        )
+    label = require_label(where, list(columns)) if has_names else infer_label_from_values(columns)
     if label is None:
         raise MesetaError(
             f"{where}: its first line has no names, so its columns are called {join_names([*map(repr, columns)], 10)}; "

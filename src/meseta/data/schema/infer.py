@@ -13,6 +13,8 @@ from typing import Literal, NamedTuple
 from meseta.data.schema.layout import MAX_WEIGHT, MIN_WEIGHT, RawLayout
 from meseta.data.schema.text_syntax import format_hint
 from meseta.data.whole_numbers import are_whole_numbers
+from meseta.errors import join_names
+from meseta.spec import MesetaError
 
 Role = Literal["dense", "categorical", "both", "weight", "group", "time", "ignore"]
 
@@ -102,6 +104,16 @@ def infer_label(names: Sequence[str]) -> str | None:
     """Return the most likely label among the columns, or `None`."""
     by_name = {name.lower(): name for name in reversed(names)}
     return next((by_name[name] for name in LABEL_NAMES if name in by_name), None)
+
+
+def require_label(where: str, names: Sequence[str]) -> str:
+    """Return the most likely label among the columns. Raises MesetaError, with the prefix `where`, if there is none."""
+    label = infer_label(names)
+    if label is None:
+        raise MesetaError(
+            f"{where}: none of {join_names([*map(repr, names)], 10)} has the name of a label; choose one with --label"
+        )
+    return label
 
 
 def is_header(first: Sequence[str], rows: Sequence[Sequence[str]] = ()) -> bool:

@@ -34,7 +34,7 @@ class NamedColumns:
             name
             for entry in self.label
             for name in (
-                [entry] if entry not in known and is_condition(entry) else _matches(where, entry, names, known)
+                [entry] if entry not in known and is_condition(entry) else _matches(where, entry, names, known, "label")
             )
         ]
         return tuple(dict.fromkeys(chosen))
@@ -51,7 +51,7 @@ class NamedColumns:
         for role in ("dense", "sparse", "ignore", "time"):
             for entry in getattr(self, role):
                 table = by_name if entry in known else by_pattern
-                for name in _matches(where, entry, names, known):
+                for name in _matches(where, entry, names, known, role):
                     table.setdefault(name, set()).add(role)
         for name, roles in by_name.items():
             for alone in ("ignore", "time"):
@@ -66,10 +66,10 @@ class NamedColumns:
         return {name: _merge_roles(roles) for name, roles in chosen.items()}
 
 
-def _matches(where: str, entry: str, names: Sequence[str], known: Collection[str]) -> list[str]:
+def _matches(where: str, entry: str, names: Sequence[str], known: Collection[str], option: str) -> list[str]:
     matching = [entry] if entry in known else fnmatch.filter(names, entry)
     if not matching:
-        raise UnknownColumnError(where, entry, names)
+        raise UnknownColumnError(where, entry, names, option=f"--{option}")
     return matching
 
 

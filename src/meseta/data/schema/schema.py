@@ -80,7 +80,10 @@ def _parse_condition(where: str, entry: str, names: Sequence[str]) -> LabelRule 
     if left not in names and "=" in left:
         name, left = (part.strip() for part in left.split("=", 1))
     if left not in names:
-        raise MesetaError(f"{where} has no column {left!r}, which label {entry!r} uses; choose one of its columns")
+        raise MesetaError(
+            f"{where} has no column {left!r}, which label {entry!r} uses (from --label or a schema file); "
+            f"{suggest(left, filter(None, names))}"
+        )
     rule = LabelRule(name=name or left, column=left, operator=operator, threshold=threshold)
     return rule if name else rule.model_copy(update={"name": rule.condition})
 

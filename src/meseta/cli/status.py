@@ -1,4 +1,4 @@
-"""`meseta hang RUN`: state of the ranks of a run, the rank that others wait for, and Python stacks."""
+"""`meseta status RUN`: progress of a run, state of its ranks, the rank that others wait for, and Python stacks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from meseta.telemetry.diagnosis import (
     find_stuck,
     find_unresponsive,
 )
-from meseta.telemetry.rank_record import RankProcess, collect_stacks, read_rank_records
+from meseta.telemetry.formatting import format_decimal, format_duration
+from meseta.telemetry.rank_record import RANKS_FOLDER, RankProcess, collect_stacks, read_rank_records
 
 POLL_INTERVAL_S = 1.5
 """Seconds between two reads of the rank records. Each rank sends a heartbeat in this time."""
@@ -27,14 +28,23 @@ STUCK_TIMEOUT_S = 5.0
 """Seconds of waiting for one transfer after which a rank counts as stuck. Most transfers take milliseconds."""
 
 
-def hang(
-    run_dir: Annotated[Path, typer.Argument(help="Folder of a training run on several ranks.")],
-    stacks: Annotated[bool, typer.Option(help="Request Python stacks from the ranks of this host.")] = True,
+def status(
+    run_dir: Annotated[Path, typer.Argument(help="Folder of a training run.")],
+    stacks: Annotated[
+        bool | None,
+        typer.Option(
+            help="Request Python stacks from the ranks of this host.", show_default="--stacks if the run is stuck"
+        ),
+    ] = None,
 ) -> None:
-    """Show the state of each rank of a run, and the rank that others wait for.
+    """Show the progress of a run, the state of each rank, and the rank that others wait for.
 
     Exits with 76 if the run is stuck, and with 0 if it is running or has ended.
     """
+    if not (run_dir / RANKS_FOLDER).exists() and (progress := _read_progress(run_dir)):
+        print(f"{run_dir}: no rank records, which only runs on several ranks write, on a file system of their hosts")
+        print(*progress, sep="\n")
+        return
     # Report missing records before the wait.
     read_rank_records(run_dir)
     time.sleep(POLL_INTERVAL_S)
@@ -43,12 +53,13 @@ def hang(
     trouble, how = _diagnose(ranks, now_ns)
     state = next(iter(ranks.values())).state
     absent = f", of which {len(ranks)} have a record" if len(ranks) != state.num_ranks else ""
-    print(f"{run_dir}: {state.num_ranks} ranks of `{state.command}`{absent}, {how}")
+    print(f"{run_dir}: {state.num_ranks} ranks of `{state.command}`{absent}, {how}", *_read_progress(run_dir), sep="\n")
     for number, rank in ranks.items():
         print(f"rank {number} on {rank.state.host}, process {rank.state.pid}: {_describe_rank(rank, now_ns)}")
     if trouble is not None:
         print(f"{trouble.kind}: {trouble.text}")
-    for number, text in (collect_stacks(ranks) if stacks else {}).items():
+    wants_stacks = how == "stuck" if stacks is None else stacks
+    for number, text in (collect_stacks(ranks) if wants_stacks else {}).items():
         print(
             f"\nstacks of rank {number}:"
             if text
@@ -57,6 +68,35 @@ def hang(
         if text:
             print(text.rstrip())
     raise typer.Exit(HANG_EXIT_CODE if how == "stuck" else 0)
+
+
+def _read_progress(run_dir: Path) -> list[str]:
+    """Return one line of text about the newest training line and the newest evaluation in metrics.jsonl, if any."""
+    # Pydantic takes as long to import as everything else here.
+    from meseta.telemetry.metrics import METRICS
+    from meseta.telemetry.metrics_file import METRICS_FILE, EvalLine, TrainLine, read_metrics_lines
+
+    train, evaluation = None, None
+    try:
+        for line in read_metrics_lines(run_dir / METRICS_FILE):
+            train = line.record if isinstance(line.record, TrainLine) else train
+            evaluation = line.record if isinstance(line.record, EvalLine) else evaluation
+        age_s = time.time() - (run_dir / METRICS_FILE).stat().st_mtime
+    except OSError:  # Training writes the file at its first log.
+        return []
+    texts = []
+    if train is not None:
+        speed = f", {train.samples_per_s:,.0f} samples/s" if train.samples_per_s is not None else ""
+        values = {"log loss": train.label_loss, "NE": train.ne, "AUC": train.auc}
+        texts.append(f"step {train.step:,}{speed}{_format_metrics(values)}")
+    if evaluation is not None:
+        values = {metric.name: metric.value_in(evaluation) for metric in METRICS if metric.is_main}
+        texts.append(f"{evaluation.split} at step {evaluation.step:,}{_format_metrics(values)}")
+    return [f"{METRICS_FILE}, written {format_duration(max(age_s, 0.0))} ago: {'; '.join(texts)}"] if texts else []
+
+
+def _format_metrics(values: Mapping[str, float | None]) -> str:
+    return "".join(f", {name} {format_decimal(value)}" for name, value in values.items() if value is not None)
 
 
 def _diagnose(ranks: Mapping[int, RankProcess], now_ns: int) -> tuple[Diagnosis | None, str]:

@@ -1,4 +1,5 @@
-"""Tests of `meseta hang` for running ranks, a stopped rank, a run that has ended, and folders without records."""
+"""Tests of `meseta status` for running ranks, a stopped rank, a run that has ended, one process, and folders without
+records."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ import pytest
 
 from forked import forking
 from meseta.system.time_limits import HANG_EXIT_CODE
+from meseta.telemetry.metrics_file import METRICS_FILE
 from meseta.telemetry.rank_record import (
     RANK_RECORD_VARIABLE,
     RANKS_FOLDER,
@@ -26,6 +28,14 @@ from meseta.telemetry.rank_record import (
 )
 
 Run = Callable[..., tuple[int, str, str]]
+LINES = """{"kind": "train", "step": 1000, "num_samples": 64000, "loss": 0.61, "ne": 0.95, "samples_per_s": 4321.2}
+{"kind": "eval", "step": 1000, "split": "valid", "logloss": 0.62, "auc": 0.7}
+{"kind": "train", "step": 2000, "num_samples": 128000, "loss": 0.5, "logloss": 0.4, "auc": 0.71, "samples_per_s": 4322}
+{"kind": "tr"""
+PROGRESS = (
+    r"metrics\.jsonl, written [\d.]+ s ago: step 2,000, 4,322 samples/s, log loss 0\.4000, AUC 0\.7100; "
+    r"valid at step 1,000, log loss 0\.6200, AUC 0\.7000"
+)
 
 
 def be_rank(rank: int, run_dir: Path) -> None:
@@ -68,8 +78,16 @@ def test_ranks_at_work_stopped_and_ended(
     run: Run, ranks: list[BaseProcess], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "run"
-    monkeypatch.setattr(importlib.import_module("meseta.cli.hang"), "STUCK_TIMEOUT_S", 60.0)  # the machine may be slow
-    code, out, _ = run("hang", folder)
+    # The machine may be slow.
+    command = importlib.import_module("meseta.cli.status")
+    monkeypatch.setattr(command, "STUCK_TIMEOUT_S", 60.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(command, "MISSED_HEARTBEAT_TIMEOUT_S", 60.0)
+        code, out, _ = run("status", folder)
+        assert code == 0 and "stacks of rank" not in out and "metrics.jsonl" not in out
+        (folder / METRICS_FILE).write_text(LINES)
+        code, out, _ = run("status", folder, "--stacks")
+    assert re.fullmatch(PROGRESS, out.splitlines()[1]), out
     assert (code, out.splitlines()[0].endswith(", running")) == (0, True), out
     for rank, process in enumerate(ranks):
         assert re.search(
@@ -80,7 +98,7 @@ def test_ranks_at_work_stopped_and_ended(
     pid = ranks[2].pid
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
-    time.sleep(2)
+    time.sleep(3)
     code, out, _ = run("hang", folder)
     assert (code, out.splitlines()[0].endswith(", stuck")) == (HANG_EXIT_CODE, True), out
     line = r"^silent: rank 2 on \S+ \(process \d+\) has been silent for [\d.]+ s, stopped by a signal, at step 7, "
@@ -97,6 +115,14 @@ def test_ranks_at_work_stopped_and_ended(
         "rank 0 on" in out
         and "ended, last at step 7, stage input_dist, waiting for 'counts' of tables user, item" in out
     )
+
+
+def test_one_process_has_metrics_but_no_records(run: Run, tmp_path: Path) -> None:
+    (tmp_path / METRICS_FILE).write_text(LINES)
+    for command in ("status", "hang"):
+        code, out, _ = run(command, tmp_path)
+        first, second = out.splitlines()
+        assert code == 0 and first.startswith(f"{tmp_path}: no rank records") and re.fullmatch(PROGRESS, second)
 
 
 @pytest.mark.parametrize("kind", ["nothing", "another number", "another size", "a link", "a folder", "short"])
