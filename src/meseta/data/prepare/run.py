@@ -31,7 +31,7 @@ from meseta.data.schema.find_layout import find_layout
 from meseta.data.schema.layout import RawLayout
 from meseta.data.schema.schema import Schema, format_schema
 from meseta.spec import MesetaError, suggest
-from meseta.system.processors import num_cores
+from meseta.system.processors import choose_num_threads
 
 
 class TwoPassPreparation:
@@ -137,7 +137,7 @@ def prepare(
         on_layout(layout)
     splitter = _make_splitter(options, layout)
     hash_rows = _hash_rows(options, layout)
-    num_threads = options.num_threads or num_cores()
+    num_threads = choose_num_threads(options.num_threads, num_sharing=1).number  # Other ranks wait.
     record = make_record(options, sources)
     columns = sha256(format_schema(layout).encode()).hexdigest()
     with staged_folder(options.out, record, force=options.force, columns=columns) as staging:
