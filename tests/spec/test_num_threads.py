@@ -5,11 +5,18 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
 from meseta.system import processors
 from meseta.system.kernel import KernelFiles
-from meseta.system.processors import bind_to_processors, choose_num_threads, num_cores, undo_binding
+from meseta.system.processors import (
+    bind_to_processors,
+    choose_num_threads,
+    limit_arrow_threads,
+    num_cores,
+    undo_binding,
+)
 
 VARIABLES = (
     "LOCAL_WORLD_SIZE", "MESETA_RENDEZVOUS", "OMP_NUM_THREADS", "SLURM_CPUS_PER_TASK", "SLURM_PROCID",
@@ -109,6 +116,18 @@ def test_one_process_does_not_share(machine: set[int], monkeypatch: pytest.Monke
     machine.intersection_update(range(12))
     assert choose_num_threads(num_sharing=1, system=KernelFiles(tmp_path / "none")).number == 11
     assert num_cores(KernelFiles(tmp_path / "none")) == 12  # threads per process do not limit the cores
+
+
+def test_arrow_uses_at_most_the_usable_cores(machine: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    before = pa.cpu_count()
+    try:
+        for num_threads, variable, expected in ((5, "3", 3), (2, "3", 2)):
+            pa.set_cpu_count(num_threads)
+            monkeypatch.setenv("SLURM_CPUS_PER_TASK", variable)
+            limit_arrow_threads()
+            assert pa.cpu_count() == expected
+    finally:
+        pa.set_cpu_count(before)
 
 
 def test_a_bound_rank_keeps_its_share(machine: set[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -139,6 +139,13 @@ def num_cores(system: KernelFiles | None = None) -> int:
     return min(limit.number for limit, _ in _core_limits(system or KernelFiles(), 1))
 
 
+def limit_arrow_threads() -> None:
+    """Limit pyarrow's pool of threads to `num_cores`, because pyarrow knows only the CPU affinity."""
+    import pyarrow as pa
+
+    pa.set_cpu_count(min(pa.cpu_count(), num_cores()))
+
+
 def choose_num_threads(
     configured: int | None = None, *, num_sharing: int | None = None, system: KernelFiles | None = None
 ) -> ThreadCount:

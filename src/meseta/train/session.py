@@ -12,7 +12,7 @@ from meseta.comm.peer_watchdog import start_peer_watchdog
 from meseta.comm.recording import start_record
 from meseta.config import RunConfig
 from meseta.measure.threads import adaptive_wait_policy
-from meseta.system.processors import choose_num_threads
+from meseta.system.processors import choose_num_threads, limit_arrow_threads
 from meseta.system.time_limits import ProcessTimeouts
 from meseta.train.setup.build import choose_device
 
@@ -25,6 +25,7 @@ def session(config: RunConfig) -> Iterator[World]:
     """
     num_threads = choose_num_threads(config.num_threads).number
     torch.set_num_threads(num_threads)
+    limit_arrow_threads()
     ProcessTimeouts.limits = config.comm.time_limits
     start_record(config.run_dir)
     world = World.current(choose_device(config))

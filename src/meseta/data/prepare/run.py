@@ -31,7 +31,7 @@ from meseta.data.schema.find_layout import find_layout
 from meseta.data.schema.layout import RawLayout
 from meseta.data.schema.schema import Schema, format_schema
 from meseta.spec import MesetaError, suggest
-from meseta.system.processors import choose_num_threads
+from meseta.system.processors import choose_num_threads, limit_arrow_threads
 
 
 class TwoPassPreparation:
@@ -128,6 +128,7 @@ def prepare(
     Raises MesetaError if a source is missing, empty or truncated, sources have different formats, a row cannot be
     parsed (with file, line and field), `out` exists, or no row is left for training.
     """
+    limit_arrow_threads()
     progress = progress or _no_progress
     schema = _load_schema(options)
     sources = _find_sources(options, schema)
