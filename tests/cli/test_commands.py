@@ -9,15 +9,18 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+import torch
 import yaml
 
 import meseta
+from meseta.measure.threads import use_num_threads
 from meseta.system.environment_variables import WAIT_POLICY, WAIT_POLICY_VARIABLES
 from small_run import metrics, settings, write_config
 from source_tree import ROOT
@@ -43,6 +46,32 @@ def error_of(run: Run, *arguments: object) -> str:
     [line] = err.splitlines()
     assert line.startswith("error: ")
     return line
+
+
+def test_train_and_prepare_use_the_number_of_threads_of_doctor(
+    run: Run, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_threads: list[int] = []
+
+    class Pool(ThreadPoolExecutor):
+        def __init__(self, max_workers: int, thread_name_prefix: str) -> None:
+            num_threads.append(max_workers)
+            super().__init__(max_workers, thread_name_prefix)
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "3")
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setattr("meseta.data.prepare.run.ThreadPoolExecutor", Pool)
+    set_num_threads = torch.set_num_threads
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: (num_threads.append(count), set_num_threads(count)))
+    (tmp_path / "log.csv").write_text("label,color\n" + "1,red\n0,blue\n" * 20)
+    assert run("prepare", tmp_path / "log.csv", "--out", tmp_path / "data", "--label", "label")[0] == 0
+    config = write_config(tmp_path / "c.yaml", settings(tiny, tmp_path / "run", num_threads=None))
+    assert num_threads == [3]
+    with use_num_threads(1):
+        assert run("train", config)[0] == 0
+    assert 3 in num_threads[1:] and max(num_threads) == 3
+    assert json.loads((tmp_path / "run/environment.json").read_text())["num_threads"] == 3
 
 
 def test_train_prints_the_result_and_where_the_report_is(run: Run, tiny: Path, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from meseta.cli import doctor as command
 from meseta.cli.main import main
 from meseta.measure.doctor import checks, probe
 from meseta.measure.doctor.packages import Finding, note, ok, problem
+from meseta.system.processors import choose_num_threads
 from source_tree import ROOT
 
 TOPICS = [
@@ -40,6 +41,8 @@ def test_this_machine(tmp_path: Path) -> None:
     for topic in ("meseta", "torch", "packages", "core", "gloo"):
         assert by_topic[topic]["state"] == "ok", by_topic[topic]
     assert by_topic["cores"]["figures"]["num_usable"] == len(os.sched_getaffinity(0))
+    threads = choose_num_threads()
+    assert by_topic["cores"]["figures"]["num_threads"] == threads.number and str(threads) in by_topic["cores"]["text"]
     assert by_topic["memory"]["figures"]["total_bytes"] == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert 0 < by_topic["disk"]["figures"]["write_bytes_per_s"] < 1e12
     assert (done.code == 0) == document["ok"]

@@ -94,13 +94,12 @@ def test_the_picture_in_the_docstring() -> None:
     assert kjt["a"].values.data_ptr() == kjt.values.data_ptr()  # a view
 
 
-@pytest.mark.usefixtures("as_for_users")
 def test_keys_and_batch_sizes_may_be_lists() -> None:
     kjt = KeyedJaggedTensor(
-        keys=["a", "b"],  # type: ignore[arg-type]
+        keys=["a", "b"],
         values=torch.tensor([1, 2]),
         lengths=torch.tensor([1, 1]),
-        batch_sizes=[1, 1],  # type: ignore[arg-type]
+        batch_sizes=[1, 1],
     )
     assert kjt.keys == ("a", "b") and kjt.batch_sizes == (1, 1)
     assert kjt.select(["a", "b"]) is kjt
@@ -136,6 +135,7 @@ GOOD: dict[str, Any] = {"keys": ("a", "b"), "values": torch.tensor([1, 2, 3]), "
         ({"lengths": torch.tensor([1, 1, 1])}, ["3 lengths cannot be split over 2 keys", "batch_sizes"]),
         ({"batch_sizes": (2,)}, ["batch_sizes [2] do not match 2 keys"]),
         ({"batch_sizes": (2, 1)}, ["batch_sizes [2, 1] do not match", "2 lengths"]),
+        ({"keys": "ab"}, ["keys must be a sequence of names", "give ['ab']"]),
         ({"keys": ("a", "a")}, ["keys ['a', 'a'] name a feature twice"]),
         ({"weights": torch.ones(2)}, ["2 weights do not match 3 values"]),
         ({"weights": torch.ones(3, dtype=torch.int64)}, ["weights must be floating-point numbers", "int64"]),

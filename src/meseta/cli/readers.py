@@ -128,9 +128,11 @@ def work(
     from meseta.data.service.dispatcher_client import DispatcherClient
     from meseta.data.service.server.endpoint_server import Endpoint, run_server
     from meseta.data.service.server.window_reader import ReadServer, WindowReader, disable_allocator_caching
+    from meseta.system.processors import limit_arrow_threads
 
     # Must be called before threads are started.
     disable_allocator_caching()
+    limit_arrow_threads()
     token = _read_token(keys) if token_stdin else None if keys else credentials_for(dispatcher)
     endpoint = Endpoint.from_options(listen, advertise, keys, token)
     known = DispatcherClient(dispatcher, endpoint.credentials)

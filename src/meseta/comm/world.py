@@ -41,7 +41,7 @@ from meseta.spec.codecs import (
 )
 from meseta.spec.transfer import NON_STEP_TRANSFERS, STEP_TRANSFERS
 from meseta.system.environment_variables import environ
-from meseta.system.processors import batch_scheduled_threads
+from meseta.system.processors import batch_scheduled_threads, bind_to_processors, undo_binding
 from meseta.system.ranks import RENDEZVOUS_VARIABLE
 from meseta.system.time_limits import transport_timeout
 from meseta.telemetry.rank_record import CurrentRankRecord, TransferInfo
@@ -201,8 +201,7 @@ class World:
             _sum_lanes.popitem()[1].shutdown()
         if dist.is_initialized():
             dist.destroy_process_group()
-        while _previous_affinity:
-            os.sched_setaffinity(0, _previous_affinity.pop())
+        undo_binding()
 
     def all_to_all(
         self,
@@ -531,10 +530,6 @@ def _get_sum_lane(group: Any) -> Lane:
     return _sum_lanes[group]
 
 
-_previous_affinity: list[set[int]] = []
-"""Processors of this process before `_bind_to_cpu_share`, if it bound the process."""
-
-
 def _bind_to_cpu_share() -> None:
     # Otherwise a transport thread wakes up on a processor on which another rank computes, and waits for the end of its
     # time slice. This takes some milliseconds in every collective.
@@ -544,8 +539,7 @@ def _bind_to_cpu_share() -> None:
     processors = sorted(os.sched_getaffinity(0))
     share = len(processors) // num_ranks
     if share >= torch.get_num_threads():
-        _previous_affinity.append(set(processors))
-        os.sched_setaffinity(0, processors[rank * share : (rank + 1) * share])
+        bind_to_processors(processors[rank * share : (rank + 1) * share])
 
 
 @dataclass(frozen=True)

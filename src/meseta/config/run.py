@@ -453,8 +453,8 @@ class RunConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device for training. 'auto' selects GPUs if there is one for each rank of the host."""
     num_threads: int | None = Field(default=None, ge=1, le=1024)
-    """Number of CPU threads of each rank; None: cores divided by ranks on this host, or fewer while other programs
-    compete for the processors."""
+    """Number of CPU threads of each rank; None: as `meseta doctor` reports, divided by ranks, or fewer while other
+    programs compete for the processors."""
     check_memory: bool = True
     """Whether to refuse a run that is predicted to need more memory than is free."""
     data: DataConfig

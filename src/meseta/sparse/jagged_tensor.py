@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from meseta.sparse.arrow_columns import read_id_columns
 from meseta.sparse.shapes import Float, Int, Shaped
 from meseta.spec import MesetaError, suggest
 
@@ -32,6 +33,15 @@ def _contiguous_runs(order: Sequence[int]) -> list[tuple[int, int]]:
         else:
             runs.append((f, f + 1))
     return runs
+
+
+def _check_keys(name: str, keys: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(keys, str):
+        raise MesetaError(f"{name} must be a sequence of names, got the string {keys!r}; give [{keys!r}]")
+    keys = tuple(keys)
+    if len(set(keys)) != len(keys):
+        raise MesetaError(f"{name} {list(keys)} name a feature twice; keys must be unique")
+    return keys
 
 
 def _check_types(kjt: KeyedJaggedTensor) -> None:
@@ -76,7 +86,7 @@ class JaggedTensor:
         return _offsets(self.lengths)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, init=False)
 class KeyedJaggedTensor:
     """Ids of F features for B samples. All samples of the first feature come first, then those of the second.
 
@@ -95,28 +105,35 @@ class KeyedJaggedTensor:
     batch_sizes: tuple[int, ...] = ()
     """Number of samples of each feature. By default all features have the same number."""
 
-    def __post_init__(self) -> None:
-        if not self.batch_sizes:
-            num_keys = max(len(self.keys), 1)
-            if self.lengths.numel() % num_keys:
+    # The generated constructor would accept tuples only.
+    def __init__(
+        self,
+        keys: Sequence[str],
+        values: Int[Tensor, " nnz"],
+        lengths: Int[Tensor, " F_times_B"],
+        weights: Float[Tensor, " nnz"] | None = None,
+        batch_sizes: Sequence[int] = (),
+    ) -> None:
+        """Raises MesetaError if the arguments do not match."""
+        keys, batch_sizes = _check_keys("KeyedJaggedTensor: keys", keys), tuple(batch_sizes)
+        if not batch_sizes:
+            num_keys = max(len(keys), 1)
+            if lengths.numel() % num_keys:
                 raise MesetaError(
-                    f"KeyedJaggedTensor: {self.lengths.numel()} lengths cannot be split over {len(self.keys)} keys; "
+                    f"KeyedJaggedTensor: {lengths.numel()} lengths cannot be split over {len(keys)} keys; "
                     "give one length per (key, sample), or batch_sizes"
                 )
-            # The dataclass is frozen.
-            object.__setattr__(self, "batch_sizes", (self.lengths.numel() // num_keys,) * len(self.keys))
-        object.__setattr__(self, "keys", tuple(self.keys))
-        object.__setattr__(self, "batch_sizes", tuple(self.batch_sizes))
-        if len(set(self.keys)) != len(self.keys):
-            raise MesetaError(f"KeyedJaggedTensor: keys {list(self.keys)} name a feature twice; keys must be unique")
-        if len(self.batch_sizes) != len(self.keys) or sum(self.batch_sizes) != self.lengths.numel():
+            batch_sizes = (lengths.numel() // num_keys,) * len(keys)
+        # The dataclass is frozen.
+        self.__dict__.update(keys=keys, values=values, lengths=lengths, weights=weights, batch_sizes=batch_sizes)
+        if len(batch_sizes) != len(keys) or sum(batch_sizes) != lengths.numel():
             raise MesetaError(
-                f"KeyedJaggedTensor: batch_sizes {list(self.batch_sizes)} do not match {len(self.keys)} keys "
-                f"and {self.lengths.numel()} lengths; give one size per key, with the number of lengths as their sum"
+                f"KeyedJaggedTensor: batch_sizes {list(batch_sizes)} do not match {len(keys)} keys "
+                f"and {lengths.numel()} lengths; give one size per key, with the number of lengths as their sum"
             )
-        if self.weights is not None and self.weights.shape != self.values.shape:
+        if weights is not None and weights.shape != values.shape:
             raise MesetaError(
-                f"KeyedJaggedTensor: {self.weights.numel()} weights do not match {self.values.numel()} values; "
+                f"KeyedJaggedTensor: {weights.numel()} weights do not match {values.numel()} values; "
                 "give one weight per value"
             )
         _check_types(self)
@@ -134,6 +151,20 @@ class KeyedJaggedTensor:
             lengths=torch.tensor([len(bag) for bag in bags], dtype=torch.int64),
             batch_sizes=tuple(len(feature) for feature in samples.values()),
         )
+
+    @staticmethod
+    def from_arrow(table: Any, features: Sequence[str]) -> KeyedJaggedTensor:
+        """Create a CPU batch from `features`, columns of an Arrow table. Ids become int64.
+
+        A column has an integer or a list of integers per sample. Null is an empty bag. `table` is a pyarrow Table or
+        RecordBatch, or has the method `__arrow_c_stream__`.
+
+        Raises MesetaError if `table` is none of these, `features` has a name twice, a column is missing, occurs twice
+        or has another type, an id inside a list is null, or an id does not fit into int64.
+        """
+        features = _check_keys("KeyedJaggedTensor.from_arrow: features", features)
+        values, lengths = read_id_columns(table, features)
+        return KeyedJaggedTensor(keys=features, values=values, lengths=lengths)
 
     @staticmethod
     def from_single_ids(keys: Sequence[str], values: Tensor) -> KeyedJaggedTensor:
@@ -200,11 +231,10 @@ class KeyedJaggedTensor:
 
     def key_indices(self, keys: Sequence[str]) -> list[int]:
         """Return the indices of features. Raises MesetaError if a key is missing or occurs twice."""
+        keys = _check_keys("KeyedJaggedTensor: keys", keys)
         missing = [key for key in keys if key not in self._key_index]
         if missing:
             raise MesetaError(f"KeyedJaggedTensor: no key {missing[0]!r}; {suggest(missing[0], self.keys)}")
-        if len(set(keys)) != len(keys):
-            raise MesetaError(f"KeyedJaggedTensor: keys {list(keys)} name a feature twice; keys must be unique")
         return [self._key_index[key] for key in keys]
 
     def select(self, keys: Sequence[str]) -> KeyedJaggedTensor:

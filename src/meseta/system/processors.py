@@ -1,4 +1,4 @@
-"""Processors that this process may use: number, name and instruction sets."""
+"""Processors that this process may use: number, name and instruction sets, and the number of threads on them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meseta.system.environment_variables import environ
+from meseta.system.kernel import KernelFiles, read_cgroup_limits
+from meseta.system.ranks import RENDEZVOUS_VARIABLE, num_local_ranks
 
 _X86_LEVELS = (
     ("AVX2", ("avx2", "fma")),
@@ -98,9 +100,100 @@ def read_processor(cpuinfo: str | None = None) -> Processor:
     return Processor(name, frozenset((fields.get("flags") or fields.get("Features") or "").split()))
 
 
-def num_cores() -> int:
-    """Return the number of cores that this process may use, or of all cores if the system has no CPU affinity."""
+_affinity_before_binding: list[set[int]] = []
+
+
+def bind_to_processors(processors: Sequence[int]) -> None:
+    """Restrict this process to `processors` until `undo_binding`. `num_cores` does not change."""
+    _affinity_before_binding.append(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, processors)
+
+
+def undo_binding() -> None:
+    """Undo `bind_to_processors`."""
+    while _affinity_before_binding:
+        os.sched_setaffinity(0, _affinity_before_binding.pop())
+
+
+@dataclass(frozen=True)
+class ThreadCount:
+    """Number of threads and its source."""
+
+    number: int
+    source: str
+    """Name of the setting, environment variable or limit, such as 'control group'."""
+
+    def __str__(self) -> str:
+        return f"{self.number} thread{'s' * (self.number != 1)}: {self.source}"
+
+
+def num_affine_cores() -> int:
+    """Return the number of cores in the CPU affinity of this process, or of all cores if the system has none."""
+    if _affinity_before_binding:
+        return len(_affinity_before_binding[0])
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def num_cores(system: KernelFiles | None = None) -> int:
+    """Return the number of cores that this process may use, within the CPU quota and SLURM_CPUS_PER_TASK."""
+    return min(limit.number for limit, _ in _core_limits(system or KernelFiles(), 1))
+
+
+def limit_arrow_threads() -> None:
+    """Limit pyarrow's pool of threads to `num_cores`, because pyarrow knows only the CPU affinity."""
+    import pyarrow as pa
+
+    pa.set_cpu_count(min(pa.cpu_count(), num_cores()))
+
+
+def choose_num_threads(
+    configured: int | None = None, *, num_sharing: int | None = None, system: KernelFiles | None = None
+) -> ThreadCount:
+    """Return `configured`, or the number of threads that suits this process, at least 1.
+
+    It is the least of CPU affinity, CPU quota of control groups and SLURM_CPUS_PER_TASK, divided by `num_sharing`
+    processes (by default the ranks of this host), and of OMP_NUM_THREADS.
+
+    Raises MesetaError if LOCAL_WORLD_SIZE is not an integer.
+    """
+    if configured is not None:
+        return ThreadCount(configured, "num_threads")
+    ranks = max(1, num_local_ranks() if num_sharing is None else num_sharing)
+    limits = [_divide(limit, sharing) for limit, sharing in _core_limits(system or KernelFiles(), ranks)]
+    omp = _read_count("OMP_NUM_THREADS")
+    # torchrun sets the variable to 1 if it is not set and there are several ranks.
+    is_by_torchrun = omp == 1 and "TORCHELASTIC_RUN_ID" in environ and num_local_ranks() > 1
+    if omp is not None and not is_by_torchrun:
+        limits.append(ThreadCount(omp, "OMP_NUM_THREADS"))
+    return min(limits, key=lambda limit: limit.number)  # the first of equal limits
+
+
+def _core_limits(system: KernelFiles, ranks: int) -> list[tuple[ThreadCount, int]]:
+    # Returns each limit, and how many of `ranks` share it.
+    affine, quota = num_affine_cores(), read_cgroup_limits(system).num_cores
+    slurm = _read_count("SLURM_CPUS_PER_TASK")
+    # srun starts a task for each rank. Tasks do not share cores.
+    is_task = "SLURM_PROCID" in environ and not {"TORCHELASTIC_RUN_ID", RENDEZVOUS_VARIABLE} & environ.keys()
+    has_own_cores = is_task and slurm is not None and affine <= slurm
+    name = "CPU affinity" if affine < (os.cpu_count() or 1) else "cores"
+    limits = [(ThreadCount(affine, name), 1 if has_own_cores else ranks)]
+    if quota is not None:
+        limits.append((ThreadCount(max(1, int(quota)), "control group"), ranks))
+    if slurm is not None:
+        limits.append((ThreadCount(slurm, "SLURM_CPUS_PER_TASK"), 1 if is_task else ranks))
+    return limits
+
+
+def _divide(limit: ThreadCount, ranks: int) -> ThreadCount:
+    if ranks == 1:
+        return limit
+    return ThreadCount(max(1, limit.number // ranks), f"{limit.source}, shared by {ranks} ranks")
+
+
+def _read_count(variable: str) -> int | None:
+    # For OMP_NUM_THREADS, OpenMP allows a list with a number per level of nesting, and ignores invalid values.
+    text = environ.get(variable, "").partition(",")[0].strip()
+    return int(text) if text.isascii() and text.isdigit() and 0 < len(text) < 10 and int(text) else None
 
 
 @contextmanager

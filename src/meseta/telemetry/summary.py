@@ -151,6 +151,8 @@ class RunEnvironment(Entry):
 
     versions: PackageVersions = PackageVersions()
     num_cores: Count | None = None
+    num_threads: Count | None = None
+    """Number of threads of each rank."""
     processor: str | None = None
     instructions: str | None = None
     device: str | None = None

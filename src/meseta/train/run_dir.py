@@ -25,7 +25,7 @@ from meseta.spec.tiers import DISK
 from meseta.system.environment import git_commit, package_version
 from meseta.system.files import append_atomic, format_json, is_folder, is_read_failure, move, path_exists
 from meseta.system.locks import FolderLock
-from meseta.system.processors import num_cores, read_processor
+from meseta.system.processors import choose_num_threads, num_cores, read_processor
 from meseta.system.ranks import print_note
 from meseta.system.remote import Location, location_is_folder
 from meseta.telemetry.metrics_file import (
@@ -105,7 +105,7 @@ class RunDir:
         self.write("config.yaml", yaml.safe_dump(document, sort_keys=False))
         self.write_json(DATASET_FILE, dataset.to_dict())
         self.write_json("plan.json", plan)
-        noted = describe_environment(device, plan["num_ranks"])
+        noted = describe_environment(device, plan["num_ranks"], choose_num_threads(config.num_threads).number)
         if any(shard["tier"] == DISK for entry in plan["tables"].values() for shard in entry["shards"]):
             assert config.storage.dir is not None
             facts = DiskEngine(config.storage.dir, config.storage.engine).info  # Creates the folder.
@@ -267,13 +267,14 @@ def clear_run(config: RunConfig, world: World) -> None:
     world.run_on_rank_0(RunDir(config.run_dir, config.checkpoint_location).clear)
 
 
-def describe_environment(device: str, num_ranks: int) -> RunEnvironment:
+def describe_environment(device: str, num_ranks: int, num_threads: int) -> RunEnvironment:
     """Return the software and hardware that measurements of this run depend on."""
     versions = {package: package_version(package) for package in ("meseta", "torch", "numpy", "pyarrow")}
     processor = read_processor()
     return RunEnvironment(
         versions=PackageVersions(python=platform.python_version(), **versions),
         num_cores=num_cores(),
+        num_threads=num_threads,
         processor=processor.name,
         instructions=processor.instruction_set(),
         device=device,

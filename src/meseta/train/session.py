@@ -12,8 +12,7 @@ from meseta.comm.peer_watchdog import start_peer_watchdog
 from meseta.comm.recording import start_record
 from meseta.config import RunConfig
 from meseta.measure.threads import adaptive_wait_policy
-from meseta.system.processors import num_cores
-from meseta.system.ranks import num_local_ranks
+from meseta.system.processors import choose_num_threads, limit_arrow_threads
 from meseta.system.time_limits import ProcessTimeouts
 from meseta.train.setup.build import choose_device
 
@@ -24,8 +23,9 @@ def session(config: RunConfig) -> Iterator[World]:
 
     It destroys the process group, unless an error is raised.
     """
-    num_threads = config.num_threads or max(1, num_cores() // num_local_ranks())
+    num_threads = choose_num_threads(config.num_threads).number
     torch.set_num_threads(num_threads)
+    limit_arrow_threads()
     ProcessTimeouts.limits = config.comm.time_limits
     start_record(config.run_dir)
     world = World.current(choose_device(config))

@@ -12,6 +12,7 @@ from meseta.measure.doctor import checks
 from meseta.measure.doctor.packages import Finding, note, problem
 from meseta.system.environment_variables import WAIT_POLICY
 from meseta.system.kernel import CgroupLimits, KernelFiles, read_cgroup_limits
+from meseta.system.processors import ThreadCount
 from meseta.telemetry.formatting import format_bytes
 
 Make = Callable[[dict[str, str]], KernelFiles]
@@ -134,16 +135,19 @@ def test_waiting() -> None:
 
 
 def test_cores() -> None:
-    torch = {"num_threads": 1, "omp_num_threads": "1"}
-    assert checks.check_cores(2, 2, NO_LIMITS, torch).text == (
-        "2, all usable; torch alone uses 1 thread (OMP_NUM_THREADS=1), `meseta train` 2"
+    torch, quota = {"num_threads": 1, "omp_num_threads": "1"}, CgroupLimits(2.5, None, None)
+    assert checks.check_cores(ThreadCount(1, "OMP_NUM_THREADS"), 2, 2, NO_LIMITS, torch).text == (
+        "2, all usable; torch alone uses 1 thread (OMP_NUM_THREADS=1); "
+        "`meseta train` and `meseta prepare` use 1 thread: OMP_NUM_THREADS"
     )
-    assert checks.check_cores(4, 64, NO_LIMITS, {"error": "no torch"}).text == "4 of 64 usable"
-    tight = checks.check_cores(64, 64, CgroupLimits(2.5, None, None), {"num_threads": 64})
-    assert (tight.state, tight.figures["cgroup_cores"]) == ("note", 2.5)
-    assert "num_threads=2" in tight.way_out and "the CPU time of 2.5 of them" in tight.text
-    assert "num_threads=1 " in checks.check_cores(4, 4, CgroupLimits(0.5, None, None), {}).way_out
-    assert checks.check_cores(2, 64, CgroupLimits(8.0, None, None), {}).state == "ok"
+    some = checks.check_cores(ThreadCount(4, "CPU affinity"), 4, 64, NO_LIMITS, {"error": "no torch"})
+    assert some.text == "4 of 64 usable; `meseta train` and `meseta prepare` use 4 threads: CPU affinity"
+    tight = checks.check_cores(ThreadCount(2, "control group"), 64, 64, quota, {"num_threads": 64})
+    assert (tight.state, tight.figures["cgroup_cores"], tight.figures["num_threads"]) == ("note", 2.5, 2)
+    assert "use 2 threads: control group, which allows the CPU time of 2.5 cores" in tight.text
+    assert tight.way_out.endswith("export OMP_NUM_THREADS=2")
+    loose = checks.check_cores(ThreadCount(2, "CPU affinity"), 2, 64, CgroupLimits(8.0, None, None), {"num_threads": 2})
+    assert loose.state == "ok"
 
 
 @pytest.mark.parametrize(

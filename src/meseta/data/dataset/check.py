@@ -24,7 +24,7 @@ from meseta.data.prepare.staging import PREPARE_RECORD_FILE
 from meseta.errors import error_summary
 from meseta.spec import MesetaError
 from meseta.system.files import resolve_inside
-from meseta.system.processors import num_cores
+from meseta.system.processors import choose_num_threads
 
 STATISTICS_PAGE = "statistics.html"
 """Page that `meseta data stats` writes into the dataset folder."""
@@ -78,7 +78,8 @@ def check_dataset(path: str | Path, on_rows: Callable[[int, int], None] | None =
     faults = [*_stray_files(dataset), *_vocabulary_faults(dataset), *_touched_faults(dataset)]
     total = sum(split.num_rows for split in dataset.splits.values())
     num_rows = 0
-    with ThreadPoolExecutor(num_cores(), thread_name_prefix="meseta-check") as pool:
+    num_threads = choose_num_threads().number
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="meseta-check") as pool:
         for name, split in dataset.splits.items():
             seen = _GroupCheck()
             in_split: list[Fault] = []
@@ -87,7 +88,7 @@ def check_dataset(path: str | Path, on_rows: Callable[[int, int], None] | None =
                 file_faults: dict[tuple[str, str], Fault] = {}
                 if metadata is not None:
                     # At most this many row groups are in memory.
-                    for group in run_in_order(pool, _jobs(dataset, file, metadata), 2 * num_cores()):
+                    for group in run_in_order(pool, _jobs(dataset, file, metadata), 2 * num_threads):
                         seen.sums = {key: seen.sums.get(key, 0.0) + more for key, more in group.sums.items()}
                         seen.label_counts += group.label_counts
                         seen.lookups += group.lookups

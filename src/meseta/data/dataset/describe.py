@@ -21,7 +21,7 @@ from meseta.data.schema.layout import signed_expm1, signed_log1p
 from meseta.errors import error_summary
 from meseta.spec import MesetaError, Reuse
 from meseta.system.files import resolve_inside
-from meseta.system.processors import num_cores
+from meseta.system.processors import choose_num_threads
 
 NUM_BINS = 24
 NUM_TOP_IDS = 5
@@ -142,7 +142,7 @@ def describe(dataset: Dataset, on_rows: RowsReadCallback | None = None) -> Datas
     jobs += [partial(_summarize_dense, dataset, feature) for feature in dataset.dense]
     jobs += [partial(_summarize_split, dataset, name) for name in dataset.splits]
     num_rows = sum(split.num_rows for split in dataset.splits.values())
-    with ThreadPoolExecutor(num_cores(), thread_name_prefix="meseta-stats") as pool:
+    with ThreadPoolExecutor(choose_num_threads().number, thread_name_prefix="meseta-stats") as pool:
         try:
             futures = [pool.submit(job) for job in jobs]
             for future in as_completed(futures):

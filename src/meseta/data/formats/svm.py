@@ -39,7 +39,7 @@ from meseta.data.schema.layout import RawLayout, RawRows, RawSparse, SparseColum
 from meseta.data.schema.schema import check_names
 from meseta.errors import error_summary
 from meseta.spec import MesetaError
-from meseta.system.processors import num_cores
+from meseta.system.processors import choose_num_threads
 
 LIBSVM_FEATURE = "features"
 """Name of the only feature of libsvm files."""
@@ -241,10 +241,11 @@ def _scan(
     done_bytes: dict[str, int] = {}
     num_rows = 0
     has_groups = False
-    pool = ThreadPoolExecutor(num_cores(), thread_name_prefix="meseta-scan")
+    num_threads = choose_num_threads(num_sharing=1).number  # Other ranks wait while one prepares.
+    pool = ThreadPoolExecutor(num_threads, thread_name_prefix="meseta-scan")
     jobs = (partial(scan_block, block) for source in sources for block in read_blocks(source, []))
     try:
-        for scanned in chain.from_iterable(run_in_order(pool, jobs, num_cores() + 1)):
+        for scanned in chain.from_iterable(run_in_order(pool, jobs, num_threads + 1)):
             block = scanned.block
             # The first block determines whether rows have groups.
             has_groups = scanned.has_groups if num_rows == 0 else has_groups

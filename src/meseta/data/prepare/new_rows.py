@@ -20,7 +20,7 @@ from meseta.data.prepare.earlier_dataset import find_matching_sources, make_enco
 from meseta.data.prepare.encode import TEST, Splitter
 from meseta.data.prepare.write import flatten_lists
 from meseta.spec import MesetaError
-from meseta.system.processors import num_cores
+from meseta.system.processors import choose_num_threads
 
 
 class RawKeyColumns:
@@ -160,7 +160,7 @@ class NewRows:
         Raises MesetaError if a file is damaged, a row cannot be parsed, too many rows are skipped, or, after the last
         row, if too many values are unseen.
         """
-        num_threads = num_threads or num_cores()
+        num_threads = choose_num_threads(num_threads).number
         total_bytes = sum(source.size_bytes for source in self.sources)
         if progress is not None:
             progress(0, 0.0)

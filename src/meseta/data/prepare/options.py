@@ -78,8 +78,8 @@ class PrepareOptions:
     """Whether to write a recipe without rows, see `meseta.data.recipe`."""
     force: bool = False
     num_threads: int | None = None
-    """Number of worker threads, which does not affect the result. `None` means one per core that the process may
-    use."""
+    """Number of worker threads, which does not affect the result. `None` means the number of
+    `meseta doctor`."""
 
     def __post_init__(self) -> None:
         check_not_url("prepare: --out", self.out)

@@ -45,8 +45,8 @@ class PrepareLikeOptions:
     force: bool = False
     """Whether `out` is replaced if it is a prepared dataset."""
     num_threads: int | None = None
-    """Number of worker threads, which does not affect the result. `None` means one per core that the process may
-    use."""
+    """Number of worker threads, which does not affect the result. `None` means the number of
+    `meseta doctor`."""
 
 
 def prepare_like(options: PrepareLikeOptions, progress: NewRowsProgress | None = None) -> tuple[Dataset, UnseenValues]:

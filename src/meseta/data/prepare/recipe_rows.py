@@ -23,7 +23,7 @@ from meseta.data.prepare.recipe import REMAKE_REMEDY, Recipe
 from meseta.data.prepare.recipe_index import RowRange, SourceIndex
 from meseta.data.prepare.write import RowFinalizer
 from meseta.errors import MesetaError, reading_error
-from meseta.system.processors import num_cores
+from meseta.system.processors import choose_num_threads
 from meseta.system.remote import file_status
 
 MAX_IDLE_CURSORS = 32
@@ -134,7 +134,7 @@ class RowMaker:
         self._encoder, self._finalizer = encoder, finisher
         self._skips_bad_rows = skips_bad_rows
         self._cursors = CursorPool(sources, encoder.layout.columns)
-        self._num_threads = num_threads or num_cores()
+        self._num_threads = choose_num_threads(num_threads).number
         self._pool = ThreadPoolExecutor(self._num_threads, thread_name_prefix="meseta-make")
 
     @staticmethod

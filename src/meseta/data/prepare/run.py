@@ -31,7 +31,7 @@ from meseta.data.schema.find_layout import find_layout
 from meseta.data.schema.layout import RawLayout
 from meseta.data.schema.schema import Schema, format_schema
 from meseta.spec import MesetaError, suggest
-from meseta.system.processors import num_cores
+from meseta.system.processors import choose_num_threads, limit_arrow_threads
 
 
 class TwoPassPreparation:
@@ -128,6 +128,7 @@ def prepare(
     Raises MesetaError if a source is missing, empty or truncated, sources have different formats, a row cannot be
     parsed (with file, line and field), `out` exists, or no row is left for training.
     """
+    limit_arrow_threads()
     progress = progress or _no_progress
     schema = _load_schema(options)
     sources = _find_sources(options, schema)
@@ -137,7 +138,7 @@ def prepare(
         on_layout(layout)
     splitter = _make_splitter(options, layout)
     hash_rows = _hash_rows(options, layout)
-    num_threads = options.num_threads or num_cores()
+    num_threads = choose_num_threads(options.num_threads, num_sharing=1).number  # Other ranks wait.
     record = make_record(options, sources)
     columns = sha256(format_schema(layout).encode()).hexdigest()
     with staged_folder(options.out, record, force=options.force, columns=columns) as staging:

@@ -18,7 +18,7 @@ from meseta.data.read.options import CancellationCheck, never_cancelled
 from meseta.data.read.rows import Rows, WindowTimer, decode_rows
 from meseta.data.read.selection import ExcludedRows, RowSelection
 from meseta.spec import MesetaError
-from meseta.system.processors import num_cores
+from meseta.system.processors import choose_num_threads
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class SplitFiles:
             mask, left_out = self._selection.mask(table, group.first_split_row)
             return int(mask.sum()), left_out
 
-        with ThreadPoolExecutor(num_cores(), thread_name_prefix="meseta-select") as pool:
+        with ThreadPoolExecutor(choose_num_threads().number, thread_name_prefix="meseta-select") as pool:
             counted = list(pool.map(count_of, groups))
         self.excluded_rows = ExcludedRows(
             sum(left_out.by_filter for _, left_out in counted),

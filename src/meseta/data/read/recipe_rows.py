@@ -33,7 +33,7 @@ class RecipeRows:
     ) -> None:
         """Check the sources against the recipe and, if the selection depends on columns, count the selected rows.
 
-        Counting makes all rows once. `num_threads` of `None` means one per core that the process may use. See
+        Counting makes all rows once. `num_threads` of `None` means the number of `meseta doctor`. See
         `open_split_rows` for the other arguments. Raises MesetaError if a file is missing, damaged or has changed, or
         if `shuffle` is set, but a file cannot be read in any order.
         """

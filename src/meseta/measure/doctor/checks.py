@@ -20,7 +20,7 @@ from meseta.ops.core import InstructionSetError
 from meseta.system.environment_variables import WAIT_POLICY_VARIABLES, environ, has_default_policy, threads_spin
 from meseta.system.files import direct_io_block_bytes
 from meseta.system.kernel import CgroupLimits, KernelFiles, free_memory_bytes, read_cgroup_limits
-from meseta.system.processors import num_cores, read_processor
+from meseta.system.processors import ThreadCount, choose_num_threads, num_affine_cores, read_processor
 from meseta.system.ranks import Rendezvous
 from meseta.telemetry.formatting import format_bytes
 
@@ -62,24 +62,27 @@ def check_bfloat16(system: KernelFiles, environment: Mapping[str, str]) -> Findi
     return ok("bfloat16", text, **values)
 
 
-def check_cores(num_usable: int, num_all: int, limits: CgroupLimits, torch: Mapping[str, Any]) -> Finding:
-    """Compare the usable cores with the CPU time limit of control groups. `torch` is the result of its probe."""
-    threads = torch.get("num_threads")
+def check_cores(
+    chosen: ThreadCount, num_usable: int, num_all: int, limits: CgroupLimits, torch: Mapping[str, Any]
+) -> Finding:
+    """Report the threads of training, and compare the CPU quota with those of torch. `torch` is its probe's result."""
+    alone, quota = torch.get("num_threads"), limits.num_cores
     values: dict[str, Any] = {
         "num_usable": num_usable,
         "num_all": num_all,
-        "cgroup_cores": limits.num_cores,
-        "torch_threads": threads,
+        "cgroup_cores": quota,
+        "torch_threads": alone,
+        "num_threads": chosen.number,
+        "num_threads_source": chosen.source,
     }
     text = f"{num_usable} of {num_all} usable" if num_usable < num_all else f"{num_all}, all usable"
-    if threads is not None:
+    if alone is not None:
         why = f" (OMP_NUM_THREADS={torch['omp_num_threads']})" if torch.get("omp_num_threads") else ""
-        text += f"; torch alone uses {threads} thread{'s' * (threads != 1)}{why}, `meseta train` {num_usable}"
-    if limits.num_cores is not None and limits.num_cores < num_usable:
-        fits = max(1, int(limits.num_cores))
-        text += f"; a control group allows the CPU time of {limits.num_cores:g} of them, so more threads only wait"
-        way = f"set num_threads={fits} in the config (divided by the number of ranks)"
-        return note("cores", text, way, **values)
+        text += f"; torch alone uses {alone} thread{'s' * (alone != 1)}{why}"
+    text += f"; `meseta train` and `meseta prepare` use {chosen}"
+    if alone is not None and quota is not None and max(1, int(quota)) < alone:
+        text = f"{text}, which allows the CPU time of {quota:g} cores" if chosen.source == "control group" else text
+        return note("cores", text, f"for other programs: export OMP_NUM_THREADS={max(1, int(quota))}", **values)
     return ok("cores", text, **values)
 
 
@@ -426,7 +429,9 @@ def run_checks(folder: Path, system: KernelFiles | None = None) -> Iterator[Find
         "core": lambda: check_core(core),
         "processor": lambda: check_processor(system, facts["processor"]),
         "bfloat16": lambda: check_bfloat16(system, environ),
-        "cores": lambda: check_cores(num_cores(), os.cpu_count() or 1, limits, torch),
+        "cores": lambda: check_cores(
+            choose_num_threads(system=system), num_affine_cores(), os.cpu_count() or 1, limits, torch
+        ),
         "waiting": lambda: check_wait_policy(environ),
         "memory": lambda: check_memory(system, limits),
         "pages": lambda: check_huge_pages(system, facts["pages"].get("huge_share")),
