@@ -23,7 +23,7 @@ EVALUATION_TEXT = "test at step 2: AUC 0.7500, 1,200 samples"
 
 
 def lines(capsys: pytest.CaptureFixture[str], *, trial: bool = False, visible: bool = True) -> list[str]:
-    """Return what is printed at a logged step, an evaluation, a note, a result and a warning."""
+    """Return the lines of a logged step, an evaluation, a note, a result and a warning."""
     progress = TrainProgress(4, 40, first_sample=0, visible=visible, trial=trial)
     with progress:
         progress.log(STEP)

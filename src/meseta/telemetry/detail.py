@@ -1,4 +1,4 @@
-"""Amount of progress that a command prints, chosen by `--quiet` and `--verbose`."""
+"""Amount of progress that a command prints."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import time
 from meseta.errors import MesetaError
 
 LIFE_SIGN_S = 60.0
-"""Seconds without a line after which a log gets one that shows progress."""
+"""Seconds without a line after which a log gets one."""
 
 
 class Detail(enum.IntEnum):
-    """Levels of detail. Each one includes those below it."""
+    """Level of detail, including those below it."""
 
     QUIET = 0
     """Errors, warnings and results."""
@@ -23,20 +23,20 @@ class Detail(enum.IntEnum):
 
 
 class CurrentDetail:
-    """Level of detail of this process."""
+    """Level of this process."""
 
     level = Detail.NORMAL
 
     @classmethod
     def choose(cls, command: str, *, quiet: bool, verbose: bool) -> None:
-        """Set the level by the options of a command. Raises MesetaError if they contradict each other."""
+        """Set the level. Raises MesetaError if the options contradict each other."""
         if quiet and verbose:
             raise MesetaError(f"{command}: --quiet and --verbose contradict each other; omit one of them")
         cls.level = Detail.QUIET if quiet else Detail.VERBOSE if verbose else Detail.NORMAL
 
     @classmethod
     def is_quiet(cls) -> bool:
-        """Whether to print only errors, warnings and results."""
+        """Whether the level is QUIET."""
         return cls.level == Detail.QUIET
 
 
@@ -47,7 +47,7 @@ class LifeSignTimer:
         self.restart()
 
     def restart(self) -> None:
-        """Note that a line was printed."""
+        """Restart at a printed line."""
         self._line_at_s = time.monotonic()
 
     def is_due(self) -> bool:
