@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from meseta.cli.main import main
+from meseta.telemetry.detail import CurrentDetail, Detail
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -17,6 +18,7 @@ Run = Callable[..., tuple[int, str, str]]
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Run]:
     """`run("train", config)` -> (exit code, standard output, standard error)."""
     handler = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(CurrentDetail, "level", Detail.NORMAL)  # Commands change it.
 
     def call(*arguments: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["meseta", *map(str, arguments)])

@@ -44,6 +44,8 @@ class Command:
         folder.mkdir(parents=True, exist_ok=True)
         self.out, self.err = folder / "out.txt", folder / "err.txt"
         words = [*map(str, arguments)]
+        if (program, words[:1]) == ("meseta", ["train"]):
+            words.append("--verbose")  # Tests wait for the lines of steps.
         self.process = forking().Process(target=_run, args=(program, launcher, words, folder, self.out, self.err))
         self.out.touch()
         self.err.touch()

@@ -76,7 +76,7 @@ def test_train_and_prepare_use_the_number_of_threads_of_doctor(
 
 def test_train_prints_the_result_and_where_the_report_is(run: Run, tiny: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path / "c.yaml", settings(tiny, tmp_path / "run"))
-    code, out, err = run("train", config, "train.epochs=2", "seed=3")
+    code, out, err = run("train", config, "train.epochs=2", "seed=3", "--verbose")
     assert code == 0
     first, speed, report = out.splitlines()
     summary = json.loads((tmp_path / "run/summary.json").read_text())
@@ -89,6 +89,34 @@ def test_train_prints_the_result_and_where_the_report_is(run: Run, tiny: Path, t
     again = run("train", config, "train.epochs=2", "seed=3")
     assert again[0] == 0 and again[1].splitlines()[0] == first
     assert "resuming from step 28" in again[2]
+
+
+def test_quiet_and_usual_output(run: Run, tiny: Path, tmp_path: Path) -> None:
+    schedule = {"kind": "step", "step_every": 4, "step_factor": 0.5}
+    document = settings(tiny, tmp_path / "run", train__epochs=1, train__eval_every_steps=8, schedule=schedule)
+    config = write_config(tmp_path / "c.yaml", document)
+    code, out, err = run("train", config)
+    assert code == 0 and len(out.splitlines()) == 3
+    words = [line.split(":")[0] for line in err.splitlines()]
+    assert words == [
+        "learning rate from step 5",
+        "test at step 8",
+        "learning rate from step 9",
+        "learning rate from step 13",
+        "test at step 14",
+    ]
+    assert "tables 0.1 -> 0.05, dense part 0.01 -> 0.005" in err.splitlines()[0]
+    code, quiet_out, err = run("train", config, "--force", "--quiet")
+    assert (code, err) == (0, "") and quiet_out.splitlines()[0] == out.splitlines()[0]
+    assert len(quiet_out.splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    "command", [("train",), ("prepare", "log", "--out", "x"), ("sweep", "c", "a=[1]", "--out", "x")]
+)
+def test_quiet_and_verbose_contradict_each_other(run: Run, command: tuple[str, ...]) -> None:
+    line = error_of(run, *command, "--quiet", "--verbose")
+    assert line == f"error: {command[0]}: --quiet and --verbose contradict each other; omit one of them"
 
 
 def test_the_teacher_and_ids_outside_are_printed(run: Run, tiny: Path, tmp_path: Path) -> None:

@@ -44,7 +44,9 @@ def test_each_side_names_the_unresponsive_ranks(case: dict[str, Any], tmp_path: 
         try:
             for rank in range(hosts.num_ranks):
                 added = {**environment(), **hosts.variables(rank)}
-                ranks.append(hosts._start([*COMMAND, "train", str(config)], added, tmp_path / str(rank), rank))
+                ranks.append(
+                    hosts._start([*COMMAND, "train", str(config), "--verbose"], added, tmp_path / str(rank), rank)
+                )
             wait_for(lambda: "step 4/" in words(tmp_path, 0), "the first line")
             time.sleep(draw.uniform(0, 2))
             host, begun_s = draw.randrange(num_hosts), time.monotonic()

@@ -29,7 +29,9 @@ def start(folder: Path, tiny: Path, group: MemoryGroup, *words: object, **change
     config = write_config(folder / "c.yaml", settings(tiny, folder / "run", **changes))
     joins = f"import os; open({str(group.folder / 'cgroup.procs')!r}, 'w').write(str(os.getpid())); "
     runs = "import sys; sys.argv[0] = 'meseta'; from meseta.cli.main import main; main()"
-    return Command(folder, "-P", "-c", joins + runs, "train", config, *words, launcher=("exec",), program="python")
+    return Command(
+        folder, "-P", "-c", joins + runs, "train", config, "--verbose", *words, launcher=("exec",), program="python"
+    )
 
 
 def lines_of(command: Command) -> list[str]:

@@ -15,7 +15,7 @@ from meseta.data import Dataset
 from meseta.spec import MesetaError
 
 
-def run(*arguments: str) -> str:
+def invoke(*arguments: str) -> str:
     app = typer.Typer()
     app.command()(prepare)
     result = CliRunner().invoke(app, arguments)
@@ -30,20 +30,36 @@ def test_options_reach_the_work(tmp_path: Path) -> None:
     write_tsv(tmp_path / "b.tsv", make_lines(40))
     out = str(tmp_path / "out")
     options = ["--test-files", f"{tmp_path}/b.tsv", "--hash-rows", "1_000", "--hash-rows", "cat_2=50", "--seed", "7"]
-    assert "100 rows in" in run(f"{tmp_path}/a.tsv", "--out", out, *options)
+    assert "100 rows in" in invoke(f"{tmp_path}/a.tsv", "--out", out, *options)
     dataset = Dataset.load(out)
     assert [s.num_embeddings for s in dataset.sparse][1:4] == [1000, 50, 1000]
     assert (dataset.seed, dataset.splits["train"].num_rows, dataset.splits["test"].num_rows) == (7, 60, 40)
-    run(f"{tmp_path}/a.tsv", "--out", out, "--force", "--vocabulary", "--min-count", "3", "--test-fraction", "0.5")
+    invoke(f"{tmp_path}/a.tsv", "--out", out, "--force", "--vocabulary", "--min-count", "3", "--test-fraction", "0.5")
     dataset = Dataset.load(out)
     assert {s.encoding for s in dataset.sparse} == {"vocabulary"}
     assert dataset.test_fraction == 0.5
 
 
+def test_lines_of_a_log(
+    tmp_path: Path, run: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_tsv(tmp_path / "a.tsv", make_lines(60))
+    command = ("prepare", tmp_path / "a.tsv", "--out", tmp_path / "out", "--force")
+    code, out, err = run(*command)
+    assert code == 0 and [line.split(" rows in ")[0] for line in err.splitlines()] == ["read: 60", "write: 60"]
+    assert out.startswith("60 rows in") and "  test " in out
+    code, out, err = run(*command, "--quiet")
+    assert (code, err) == (0, "") and len(out.splitlines()) == 1 and out.startswith("60 rows in")
+    code, _, err = run(*command, "--verbose")
+    assert code == 0 and "read: 60 rows in" in err
+    monkeypatch.setattr("meseta.telemetry.detail.LIFE_SIGN_S", 0.0)
+    assert "read: 0 rows, 0%" in run(*command)[2].splitlines()
+
+
 @pytest.mark.parametrize("rows", ["many", "cat_1=", "cat_1=x"])
 def test_bad_hash_rows_are_named(tmp_path: Path, rows: str) -> None:
     with pytest.raises(MesetaError, match=f"--hash-rows '{rows}' must be a number of rows, or NAME=ROWS"):
-        run("x", "--out", str(tmp_path / "out"), "--hash-rows", rows)
+        invoke("x", "--out", str(tmp_path / "out"), "--hash-rows", rows)
 
 
 def test_bad_rows_are_skipped_and_reported(

@@ -85,7 +85,10 @@ def test_a_failed_trial_is_reported_and_finished_ones_are_kept(
     arguments = ("sweep", config, "seed=[4,5,7]", "--out", out)
     code, text, _ = run(*arguments)
     assert code == 0 and len(started) == 3
-    assert "trial 2/3  seed=5  failed with exit code 1: five is not liked" in text
+    first, second, third, fourth = text.splitlines()[:4]
+    assert first.split() == ["trial", "seed", "ne"] and second.endswith("  best so far")
+    assert third.split(maxsplit=2) == ["2/3", "5", "failed with exit code 1: five is not liked"]
+    assert fourth.split()[:2] == ["3/3", "7"]
     assert [row["seed"] for row in rows(out)][2] == "5" and "five is not liked" in rows(out)[2]["problem"]
     code, text, _ = run(*arguments)
     assert code == 0 and [path.name for path in started[3:]] == ["trial-001"]

@@ -13,6 +13,7 @@ import pytest
 
 from meseta.config import load_config
 from meseta.spec import MesetaError
+from meseta.telemetry.detail import CurrentDetail, Detail
 from meseta.telemetry.metrics_file import EvalLine
 from meseta.telemetry.summary import RunSummary
 from meseta.train.sweep import (
@@ -21,6 +22,7 @@ from meseta.train.sweep import (
     Sweep,
     Trial,
     TrialResult,
+    TrialTable,
     grid_settings,
     open_sweep,
     parse_space,
@@ -136,6 +138,28 @@ def test_a_wrong_trial_is_named_before_files_are_written(config: Path, tmp_path:
 def result(number: int, **test: Any) -> TrialResult:
     summary = RunSummary(test=EvalLine(**test), num_steps=4) if test else None
     return TrialResult(Trial(number, {"lr": number}, Path(f"trial-{number:03d}")), summary)
+
+
+@pytest.mark.parametrize(("metric", "best"), [("ne", [1, 3]), ("auc", [1, 2])])
+def test_the_table_of_trials_marks_the_best_so_far(
+    capsys: pytest.CaptureFixture[str], metric: str, best: list[int]
+) -> None:
+    table = TrialTable([{"lr": 0.5, "model": [8, 8]}, *[{"lr": 0.25, "model": [8]}] * 4], metric)
+    for number, value in enumerate((None, 0.5, 0.75, 0.25, math.nan)):
+        table.print_row(number, value, *["stopped"] * (number == 0))
+    head, *rows = capsys.readouterr().out.splitlines()
+    assert head == f"trial    lr   model  {metric:>7}"
+    assert rows[0] == "  1/5   0.5  [8, 8]           stopped"
+    assert rows[1] == "  2/5  0.25     [8]  0.50000  best so far"
+    assert [number for number, row in enumerate(rows) if row.endswith("best so far")] == best
+
+
+def test_a_quiet_command_prints_no_table_of_trials(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CurrentDetail, "level", Detail.QUIET)
+    TrialTable([{"lr": 0.5}], "ne").print_row(0, 0.5)
+    assert capsys.readouterr().out == ""
 
 
 def test_ranks_and_tables(tmp_path: Path) -> None:

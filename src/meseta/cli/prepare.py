@@ -13,8 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from meseta.errors import MesetaError
+from meseta.telemetry.detail import CurrentDetail, Detail, LifeSignTimer
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from meseta.data.dataset.dataset import Dataset
     from meseta.data.dataset.statistics import UnseenValues
     from meseta.data.prepare.first_pass import Progress
@@ -153,7 +156,8 @@ MaxBadRowsOption = Annotated[
     ),
 ]
 
-
+QuietOption = Annotated[bool, typer.Option("--quiet", help="Print only errors, warnings and results.")]
+VerboseOption = Annotated[bool, typer.Option("--verbose", help="Print more lines of progress, also in logs.")]
 _LikeOption = Annotated[
     Path | None,
     typer.Option(
@@ -174,7 +178,7 @@ _RecipeOnlyOption = Annotated[
         "--recipe-only", help="Write no rows, only a recipe by which readers encode the raw files on the fly."
     ),
 ]
-_LIKE_OPTIONS = {"sources", "out", "like", "force", "encoding", "bad_rows", "max_bad_rows"}
+_LIKE_OPTIONS = {"sources", "out", "like", "force", "encoding", "bad_rows", "max_bad_rows", "quiet", "verbose"}
 """Options that may be combined with --like."""
 
 
@@ -205,8 +209,11 @@ def prepare(
     max_bad_rows: MaxBadRowsOption = None,
     recipe_only: _RecipeOnlyOption = False,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing dataset in the folder.")] = False,
+    quiet: QuietOption = False,
+    verbose: VerboseOption = False,
 ) -> None:
     """Convert raw click logs to a dataset for `meseta train`: Parquet files and a dataset.json."""
+    CurrentDetail.choose("prepare", quiet=quiet, verbose=verbose)
     if like is not None:
         _check_like_options(locals())
         _prepare_like(sources, out, like, force, {"encoding": encoding, **bad_row_options(bad_rows, max_bad_rows)})
@@ -262,6 +269,16 @@ def _prepare_like(sources: list[str], out: Path, like: Path, force: bool, chosen
 
 def print_unseen(unseen: UnseenValues) -> None:
     """Print the share of values per feature that training did not see, largest first, and warnings."""
+    if not CurrentDetail.is_quiet():
+        _print_unseen_shares(unseen)
+    warnings = unseen.warnings()
+    for line in warnings[:MAX_SHOWN_SHARES]:
+        typer.echo(f"warning: {line}", err=True)
+    if len(warnings) > MAX_SHOWN_SHARES:
+        typer.echo(f"warning: and {len(warnings) - MAX_SHOWN_SHARES} more features with this problem", err=True)
+
+
+def _print_unseen_shares(unseen: UnseenValues) -> None:
     shares = unseen.shares()
     shown = [(name, share) for name, share in shares[:MAX_SHOWN_SHARES] if share]
     if shown:
@@ -278,11 +295,6 @@ def print_unseen(unseen: UnseenValues) -> None:
             ", ..." if len(unseen.uncounted_features) > MAX_SHOWN_SHARES else ""
         )
         typer.echo(f"  unknown share of unseen values for {names}: the earlier dataset has no record of its values")
-    warnings = unseen.warnings()
-    for line in warnings[:MAX_SHOWN_SHARES]:
-        typer.echo(f"warning: {line}", err=True)
-    if len(warnings) > MAX_SHOWN_SHARES:
-        typer.echo(f"warning: and {len(warnings) - MAX_SHOWN_SHARES} more features with this problem", err=True)
 
 
 def _print_schema(options: PrepareOptions) -> None:
@@ -292,16 +304,19 @@ def _print_schema(options: PrepareOptions) -> None:
     typer.echo(format_schema(read_layout(options)), nl=False)
 
 
-def run_prepare(options: PrepareOptions, command: str = "the same command") -> Dataset:
-    """Prepare a dataset. Prints the column types, how to change them with `command`, and a summary."""
+def run_prepare(options: PrepareOptions, command: str = "the same command", *, is_result: bool = True) -> Dataset:
+    """Prepare a dataset. Prints the column types, how to change them with `command`, and a summary.
+
+    A quiet command prints one line if `is_result`, and which rows and values it omitted.
+    """
     from meseta.data.prepare.run import prepare
 
     start_s = time.perf_counter()
     with progress_bar() as progress:
         by_chance = options.split_rule("test") == "fraction" and options.split_by is None
         show = partial(print_layout, has_schema=options.schema is not None, is_random_split=by_chance, command=command)
-        dataset = prepare(options, progress, show)
-    print_summary(dataset, options.out, time.perf_counter() - start_s)
+        dataset = prepare(options, progress, None if CurrentDetail.is_quiet() else show)
+    print_summary(dataset, options.out, time.perf_counter() - start_s, is_result=is_result)
     return dataset
 
 
@@ -355,9 +370,28 @@ def _read_hash_rows(entries: Sequence[str]) -> tuple[int, dict[str, int]]:
 
 @contextmanager
 def progress_bar() -> Iterator[Progress]:
-    """Context manager that shows a progress bar per stage on stderr: share, rows, rows/s and remaining time."""
+    """Context manager that shows the progress of preparation on stderr.
+
+    On a terminal, one updating line has the phase, its share, rows, rows/s and remaining time. Elsewhere each phase
+    prints a line at its end, and one after each minute. A quiet command prints nothing.
+    """
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    if CurrentDetail.is_quiet():
+        yield lambda phase, rows, share: None
+    elif console.is_terminal and not console.is_dumb_terminal:
+        with _phase_bar(console) as update:
+            yield update
+    else:
+        lines = _PhaseLines()
+        yield lines.update
+        lines.end()
+
+
+@contextmanager
+def _phase_bar(console: Console) -> Iterator[Progress]:
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
     columns = (
         TextColumn("{task.description:5}"),
@@ -367,26 +401,54 @@ def progress_bar() -> Iterator[Progress]:
         TextColumn("{task.fields[rate]:>9,.0f} rows/s"),
         TimeRemainingColumn(),
     )
-    bar = Progress(*columns, console=Console(stderr=True), refresh_per_second=4)
-    tasks: dict[str, TaskID] = {}
-    begun_at: dict[str, int] = {}
+    bar = Progress(*columns, console=console, refresh_per_second=4, transient=True)
+    task = bar.add_task("", total=1.0, rows=0, rate=0.0)
+    first_rows = 0
 
-    def update(stage: str, rows: int, share: float) -> None:
-        # Add stages when they start, because some file formats need no scan.
-        if stage not in tasks:
+    def update(phase: str, rows: int, share: float) -> None:
+        nonlocal first_rows
+        if phase != bar.tasks[task].description:
+            bar.reset(task, description=phase, rows=rows, rate=0.0)
             bar.start()
-            tasks[stage] = bar.add_task(stage, total=1.0, rows=0, rate=0.0)
-            begun_at[stage] = rows
-        task = bar.tasks[tasks[stage]]
-        # The rate is that of the current stage. `rows` may start above 0.
-        rate = (rows - begun_at[stage]) / max(task.elapsed or 0.0, 1e-3)
-        bar.update(task.id, completed=share, rows=rows, rate=rate)
+            first_rows = rows
+        # The rate is that of the current phase. `rows` may start above 0.
+        rate = (rows - first_rows) / max(bar.tasks[task].elapsed or 0.0, 1e-3)
+        bar.update(task, completed=share, rows=rows, rate=rate)
 
     try:
         yield update
     finally:
-        if tasks:
+        if bar.tasks[task].description:
             bar.stop()
+
+
+class _PhaseLines:
+    """Lines of progress for logs. With `--verbose`, there is one per tenth of a phase."""
+
+    def __init__(self) -> None:
+        self._phase, self._rows, self._tenth = "", 0, 0
+        self._start_s = 0.0
+        self._timer = LifeSignTimer()
+
+    def update(self, phase: str, rows: int, share: float) -> None:
+        """Set the rows and the completed share of a phase."""
+        if phase != self._phase:
+            self.end()
+            self._phase, self._tenth, self._start_s = phase, 0, time.perf_counter()
+        tenth, self._rows = int(share * 10), rows
+        is_next = CurrentDetail.level == Detail.VERBOSE and self._tenth < tenth < 10
+        if is_next or self._timer.is_due():
+            self._print(f"{phase}: {rows:,} rows, {share:.0%}")
+        self._tenth = tenth
+
+    def end(self) -> None:
+        """Print the result of the last phase, if there is one."""
+        if self._phase:
+            self._print(f"{self._phase}: {self._rows:,} rows in {time.perf_counter() - self._start_s:.1f} s")
+
+    def _print(self, text: str) -> None:
+        self._timer.restart()
+        typer.echo(text, err=True)
 
 
 def print_layout(
@@ -415,21 +477,16 @@ def print_layout(
         )
 
 
-def print_summary(dataset: Dataset, out: Path, elapsed_s: float) -> None:
-    """Print the rows, splits and features of a dataset. `elapsed_s` is the time of its preparation."""
-    from rich import print as show
+def print_summary(dataset: Dataset, out: Path, elapsed_s: float, *, is_result: bool = True) -> None:
+    """Print the rows, splits and features of a dataset. `elapsed_s` is the time of its preparation.
 
-    from meseta.data.schema.layout import NO_CATEGORY
-
+    A quiet command prints the number of rows if `is_result`, and which rows and values were omitted.
+    """
     num_rows = sum(split.num_rows for split in dataset.splits.values())
-    show(f"{num_rows:,} rows in {elapsed_s:.1f} s ({num_rows / elapsed_s:,.0f} rows/s) to {out}")
-    for name, split in dataset.splits.items():
-        shares = ", ".join(f"{label} {rate:.4f}".strip() for label, rate in split.base_rates.items())
-        labels = f"{shares} positive" if dataset.has_labels else "without labels"
-        where = f"{len(split.files)} files" if dataset.recipe is None else "encoded on the fly"
-        show(f"  {name:5} {split.num_rows:>13,} rows, {where}, {labels}")
-    num_sparse = sum(feature.name != NO_CATEGORY.name for feature in dataset.sparse)
-    show(f"  {len(dataset.dense)} dense and {num_sparse} sparse features")
+    if is_result or not CurrentDetail.is_quiet():
+        typer.echo(f"{num_rows:,} rows in {elapsed_s:.1f} s ({num_rows / elapsed_s:,.0f} rows/s) to {out}")
+    if not CurrentDetail.is_quiet():
+        _print_splits(dataset)
     if dataset.num_unlabelled:
         typer.echo(f"  {dataset.num_unlabelled:,} rows have no label and were omitted")
     for name, number in dataset.not_finite.items():
@@ -440,3 +497,17 @@ def print_summary(dataset: Dataset, out: Path, elapsed_s: float) -> None:
             typer.echo(f"    {place}")
         if dataset.bad_rows.num_rows > len(dataset.bad_rows.first):
             typer.echo("    ...")
+
+
+def _print_splits(dataset: Dataset) -> None:
+    from rich import print as show
+
+    from meseta.data.schema.layout import NO_CATEGORY
+
+    for name, split in dataset.splits.items():
+        shares = ", ".join(f"{label} {rate:.4f}".strip() for label, rate in split.base_rates.items())
+        labels = f"{shares} positive" if dataset.has_labels else "without labels"
+        where = f"{len(split.files)} files" if dataset.recipe is None else "encoded on the fly"
+        show(f"  {name:5} {split.num_rows:>13,} rows, {where}, {labels}")
+    num_sparse = sum(feature.name != NO_CATEGORY.name for feature in dataset.sparse)
+    show(f"  {len(dataset.dense)} dense and {num_sparse} sparse features")

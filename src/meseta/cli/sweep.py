@@ -12,10 +12,12 @@ import typer
 
 from meseta.cli.jobs import CommandJob, command_step, last_output_line, run_jobs
 from meseta.cli.launch import StopSignals
+from meseta.cli.prepare import QuietOption, VerboseOption
 from meseta.errors import MesetaError
+from meseta.telemetry.detail import CurrentDetail, Detail
 
 if TYPE_CHECKING:
-    from meseta.train.sweep import Sweep, Trial, TrialResult
+    from meseta.train.sweep import Sweep, Trial, TrialResult, TrialTable
 
 
 class SweepMetric(enum.StrEnum):
@@ -45,11 +47,14 @@ def sweep(
         SweepMetric, typer.Option(help="Metric by which trials are ranked, on the split valid, or on test without it.")
     ] = SweepMetric.NE,
     nproc: Annotated[int, typer.Option(min=1, help="Number of ranks of each trial.")] = 1,
+    quiet: QuietOption = False,
+    verbose: VerboseOption = False,
 ) -> None:
     """Train once per combination of settings and rank the runs. A restarted sweep keeps its finished trials."""
     from meseta.telemetry.metrics import selection_on_test_warning
     from meseta.train.sweep import (
         TrialResult,
+        TrialTable,
         grid_settings,
         open_sweep,
         parse_space,
@@ -59,6 +64,7 @@ def sweep(
         write_tables,
     )
 
+    CurrentDetail.choose("sweep", quiet=quiet, verbose=verbose)
     if random_search != (trials is not None):
         raise MesetaError("sweep: --random and --trials N need each other; a grid runs each combination once")
     space, fixed = parse_space(settings)
@@ -67,8 +73,9 @@ def sweep(
     signals = StopSignals()
     signals.install()
     results = [TrialResult(trial, trial.summary(), "not run yet") for trial in plan.trials]
+    table = TrialTable(chosen, metric.value)
     for index, trial in enumerate(plan.trials):
-        results[index] = _finish_trial(plan, trial, nproc, signals, metric.value)
+        results[index] = _finish_trial(plan, trial, nproc, signals, table)
         # An interrupted sweep keeps the results so far.
         write_tables(plan, rank_trials(results, metric.value))
         if signals.first_signal is not None:
@@ -87,14 +94,13 @@ def sweep(
     print(f"report: {page}")
 
 
-def _finish_trial(plan: Sweep, trial: Trial, nproc: int, signals: StopSignals, metric: str) -> TrialResult:
-    """Run a trial if it is not finished, and print its result as one line."""
-    from meseta.train.sweep import TrialResult, format_cell, metric_column
+def _finish_trial(plan: Sweep, trial: Trial, nproc: int, signals: StopSignals, table: TrialTable) -> TrialResult:
+    """Run a trial if it is not finished, and print its result as a row of `table`."""
+    from meseta.train.sweep import TrialResult
 
-    head = f"trial {trial.number + 1}/{len(plan.trials)}  {trial.title}"
-    summary, problem, kept = trial.summary(), "", "  (kept)"
+    summary, problem = trial.summary(), ""
+    kept = summary is not None
     if summary is None:
-        kept = ""
         # The test split must not influence the ranking. Only the best trial is evaluated on it.
         code = _run_training([*_train_command(plan, trial, nproc), "--no-test"], plan.log(trial), signals)
         summary = trial.summary()
@@ -104,8 +110,7 @@ def _finish_trial(plan: Sweep, trial: Trial, nproc: int, signals: StopSignals, m
             summary, problem = None, f"failed with exit code {code}: {last_output_line(plan.log(trial))}"
     result = TrialResult(trial, summary, problem)
     if signals.first_signal is None:
-        figure = f"{metric} {format_cell(metric_column(metric), result.metric(metric)) or 'undefined'}"
-        print(f"{head}  {problem or figure}{kept}", flush=True)
+        table.print_row(trial.number, result.metric(table.metric), *[problem] * bool(problem), *["(kept)"] * kept)
     return result
 
 
@@ -131,7 +136,8 @@ def _evaluate_best(plan: Sweep, result: TrialResult, nproc: int, signals: StopSi
 
 
 def _train_command(plan: Sweep, trial: Trial, nproc: int) -> list[str]:
-    return ["train", str(plan.config), *trial.overrides, "--nproc", str(nproc)]
+    more = ["--verbose"] if CurrentDetail.level == Detail.VERBOSE else []
+    return ["train", str(plan.config), *trial.overrides, *more, "--nproc", str(nproc)]
 
 
 def _run_training(arguments: Sequence[str], log: Path, signals: StopSignals) -> int:

@@ -22,6 +22,7 @@ from meseta.cli.prepare import (
     IgnoreOption,
     LabelOption,
     MaxBadRowsOption,
+    QuietOption,
     SchemaOption,
     SparseOption,
     SplitByOption,
@@ -32,6 +33,7 @@ from meseta.cli.prepare import (
     ValidAfterOption,
     ValidFilesOption,
     ValidFractionOption,
+    VerboseOption,
     bad_row_options,
     column_options,
     run_prepare,
@@ -39,6 +41,7 @@ from meseta.cli.prepare import (
 from meseta.cli.restarts import RestartPolicy, run_with_restarts
 from meseta.errors import FormerNameWarning, MesetaError, format_value
 from meseta.system.ranks import is_distributed, is_first_rank
+from meseta.telemetry.detail import CurrentDetail
 
 if TYPE_CHECKING:
     from meseta.config import RunConfig
@@ -127,11 +130,14 @@ def train(
     profile: _ProfileOption = False,
     profile_steps: _ProfileStepsOption = None,
     force: _ForceOption = False,
+    quiet: QuietOption = False,
+    verbose: VerboseOption = False,
 ) -> None:
     """Train a model, evaluate it and write a report. If started again, resumes from the newest checkpoint."""
     from meseta.config import read_config_document, validate_document
     from meseta.telemetry.timeline import StepRange
 
+    CurrentDetail.choose("train", quiet=quiet, verbose=verbose)
     profiled = profile if profile_steps is None else StepRange.parse(profile_steps)
     config, overrides = _split_arguments(arguments or [])
     document = read_config_document(config, overrides)
@@ -226,7 +232,7 @@ def _prepare_and_choose_settings(document: dict[str, Any], settings: RunConfig, 
     assert settings.data.dir is not None  # Checked by `_choose_folders`.
     dataset = _ensure_prepared(with_training_defaults(PrepareOptions(out=settings.data.dir, **options)))
     chosen = choose_settings(document, dataset)
-    if chosen and is_first_rank():
+    if chosen and is_first_rank() and not CurrentDetail.is_quiet():
         _print_chosen(chosen, dataset)
     return dataset if "embedding.optimizer.lr" in chosen and can_tune_table_rate(dataset) else None
 
@@ -302,7 +308,7 @@ def _ensure_prepared(options: PrepareOptions) -> Dataset:
     prepares = is_first_rank()
     while (dataset := _load_prepared(options)) is None:
         if prepares:
-            return run_prepare(options, command="`meseta prepare FILE --out DIR`")
+            return run_prepare(options, command="`meseta prepare FILE --out DIR`", is_result=False)
         time.sleep(0.2)  # If the first rank fails, the launcher ends this one.
     return dataset
 

@@ -10,7 +10,6 @@ import math
 import random
 import re
 import shutil
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from meseta.spec import MesetaError
 from meseta.system.files import parse_json, path_exists, read_if_exists, to_json_types, write_atomic
 from meseta.system.user_code import log_user_code
 from meseta.system.yaml_text import parse_yaml
+from meseta.telemetry.detail import CurrentDetail
 from meseta.telemetry.metrics import HIGHER_IS_BETTER, TEST, VALID, validation_split
 from meseta.telemetry.metrics_file import EvalLine
 from meseta.telemetry.summary import RunSummary, read_summary
@@ -55,12 +55,16 @@ def choose_table_rate(config: RunConfig, dataset: Dataset, world: World) -> RunC
     previous_rate = world.broadcast_from_rank_0(lambda: _load_table_rate(config.run_dir))
     if previous_rate is not None:
         return _with_rate(config, previous_rate)
-    auc_by_rate = {rate: _run_trial(config, dataset, rate, world) for rate in CANDIDATE_RATES}
+    table = TrialTable([{"embedding.optimizer.lr": rate} for rate in CANDIDATE_RATES], "auc")
+    auc_by_rate: dict[float, float | None] = {}
+    for number, rate in enumerate(CANDIDATE_RATES):
+        auc_by_rate[rate] = _run_trial(config, dataset, rate, world)
+        if world.rank == 0:
+            table.print_row(number, auc_by_rate[rate])
     tried = {rate: auc for rate, auc in auc_by_rate.items() if auc is not None}
     best = max(tried, key=lambda rate: tried[rate]) if tried else config.embedding.optimizer.lr
-    if world.rank == 0:
-        formatted = ", ".join(f"{rate:g}: {auc:.4f}" for rate, auc in tried.items()) or "undefined"
-        print(f"validation AUC by learning rate of the tables: {formatted}; embedding.optimizer.lr={best:g}")
+    if world.rank == 0 and not CurrentDetail.is_quiet():
+        print(f"chosen by the validation AUC: embedding.optimizer.lr={best:g}")
     world.run_on_rank_0(lambda: shutil.rmtree(config.run_dir / TRIALS_FOLDER, ignore_errors=True))
     return _with_rate(config, best)
 
@@ -76,8 +80,6 @@ def _run_trial(config: RunConfig, dataset: Dataset, rate: float, world: World) -
     trial = RunDir(config.run_dir / TRIALS_FOLDER / f"rate-{rate:g}")
     evaluation = world.broadcast_from_rank_0(lambda: _load_result(trial))
     if evaluation is None:
-        if world.rank == 0:
-            print(f"trial: embedding.optimizer.lr={rate:g}", file=sys.stderr, flush=True)
         trainer = Trainer(_trial_config(config, dataset, rate, trial.path), world, with_test=False)
         evaluation = trainer.run_trial(best=config.train.finish == "best")
         line = evaluation
@@ -416,6 +418,43 @@ class TrialResult:
             TrialColumn("samples_per_s", "speed"): self.summary and self.summary.samples_per_s,
             PROBLEM: self.problem,
         }
+
+
+class TrialTable:
+    """Table of trials on stdout, to which each finished trial adds a row. Prints nothing if the command is quiet."""
+
+    def __init__(self, settings: Sequence[Mapping[str, Any]], metric: str) -> None:
+        """Create the table of trials with `settings`, which all have the same keys, and a metric of METRICS."""
+        self._cells = [
+            [f"{number}/{len(settings)}", *map(str, trial.values())] for number, trial in enumerate(settings, start=1)
+        ]
+        self._names = ["trial", *settings[0], metric]
+        self._widths = [max(map(len, column)) for column in zip(self._names[:-1], *self._cells, strict=True)]
+        self._widths.append(max(len(metric), len("0.00000")))
+        self.metric = metric
+        self._best: float | None = None
+        self._has_head = False
+
+    def print_row(self, number: int, value: float | None, *notes: str) -> None:
+        """Print a row with `notes` at its end for trial `number`, counted from 0, whose metric is `value`."""
+        if CurrentDetail.is_quiet():
+            return
+        if not self._has_head:
+            print(self._format(self._names))
+            self._has_head = True
+        is_best = self._is_best(value)
+        self._best = value if is_best else self._best
+        shown = format_cell(metric_column(self.metric), value)
+        print(self._format([*self._cells[number], shown, *["best so far"] * is_best, *notes]), flush=True)
+
+    def _is_best(self, value: float | None) -> bool:
+        if value is None or math.isnan(value) or self._best is None:
+            return value is not None and not math.isnan(value)
+        return value > self._best if self.metric in HIGHER_IS_BETTER else value < self._best
+
+    def _format(self, cells: Sequence[str]) -> str:
+        in_columns = [f"{cell:>{width}}" for cell, width in zip(cells, self._widths, strict=False)]
+        return "  ".join([*in_columns, *cells[len(self._widths) :]]).rstrip()
 
 
 def rank_trials(results: Sequence[TrialResult], metric: str) -> list[TrialResult]:

@@ -31,13 +31,14 @@ from meseta.train.evaluation_tracker import (
 )
 from meseta.train.interop.profile import ProfiledSteps, Profiler, choose_profiled_steps
 from meseta.train.interop.tensorboard import TensorBoardWriter
-from meseta.train.progress import TrainProgress
+from meseta.train.progress import RateDrops, TrainProgress
 from meseta.train.run_dir import RunDir
 from meseta.train.run_summary import RunSummary, num_unknown_collectives, write_summary
 from meseta.train.running_metrics import RunningMetrics, TrainingClock
 from meseta.train.saving import CheckpointManager
 from meseta.train.setup.build import (
     count_steps,
+    estimate_remaining_samples,
     make_pipeline,
     make_reader,
     place_model,
@@ -152,7 +153,7 @@ class Trainer:
         split. Raises as `run` does."""
         with self._resources:
             self.world.run_on_rank_0(self._prepare_run_dir)
-            with TrainProgress(self.num_steps, first_step=self.step, visible=self.world.rank == 0) as progress:
+            with self._open_progress(trial=True) as progress:
                 with self.checkpoint_manager.signal_listener:
                     self._train(progress)
                 if self.checkpoint_manager.is_stopping:
@@ -177,7 +178,7 @@ class Trainer:
         self.world.run_on_rank_0(self._prepare_run_dir)
         publish_record(self.run_dir.path, self.step)
         first = self.step
-        with TrainProgress(self.num_steps, first_step=first, visible=self.world.rank == 0) as progress:
+        with self._open_progress() as progress:
             if first:
                 is_past_best = self.config.train.finish == "best" and self.early_stopping.best_step not in (None, first)
                 other = f" (the last; the best so far is step {self.early_stopping.best_step})" if is_past_best else ""
@@ -193,7 +194,7 @@ class Trainer:
             if self.checkpoint_manager.is_stopping:
                 self.checkpoint_manager.sync_mirror()
                 saved = checkpoint.latest_complete(self.run_dir.checkpoints)
-                progress.print_line(
+                progress.print_result(
                     f"stopped after step {self.step}, saved in {saved}; the same command resumes from there"
                 )
                 raise self.checkpoint_manager.make_interrupt()
@@ -202,6 +203,16 @@ class Trainer:
         summary = write_summary(self, former, evaluations, outside)
         self.checkpoint_manager.sync_mirror()
         return summary
+
+    def _open_progress(self, *, trial: bool = False) -> TrainProgress:
+        num_left = estimate_remaining_samples(self.reader, self.config.train.epochs, self.num_steps - self.step)
+        return TrainProgress(
+            self.num_steps,
+            self.num_samples + num_left,
+            first_sample=self.num_samples,
+            visible=self.world.rank == 0,
+            trial=trial,
+        )
 
     def _prepare_run_dir(self) -> None:
         """Write the files that are known before the first step, and truncate metrics.jsonl to that step. Only for rank
@@ -246,6 +257,7 @@ class Trainer:
     def _train(self, progress: TrainProgress) -> None:
         self._last_logged = (self.step, self.num_samples)
         self.clock.start()
+        drops = RateDrops(self.config)
         batches = islice(self._batches, self.num_steps - self.step + self.config.pipeline.staleness)
         with closing(
             self.pipeline.steps(batches, schedule=self._set_learning_rates, votes=self.checkpoint_manager.flags)
@@ -255,9 +267,11 @@ class Trainer:
             ):
                 self.profiler.on_step(self.step, progress.print_line)
                 self._record(self._run_step(steps))
+                if drop := drops.poll(self.step, *self._learning_rates()):
+                    progress.print_line(drop)
                 if self.step % self.config.train.log_every_steps == 0 or self.step == self.num_steps:
                     self._log(progress)
-                progress.step(self.step)
+                progress.step(self.step, self.num_samples)
                 progress.warn(self.checkpoint_manager.pop_warnings())
                 is_due = self.step < self.num_steps
                 if is_due and self._is_evaluation_due():
@@ -279,6 +293,10 @@ class Trainer:
         falls = self.evaluation_tracker.num_reductions
         self._lr_factor = set_learning_rates(self.config, self.optimizer, self.step, self.num_steps, falls)
         return self._lr_factor
+
+    def _learning_rates(self) -> tuple[float, float]:
+        """Return the current learning rates of (tables, dense part)."""
+        return self.config.embedding.optimizer.lr * self._lr_factor, self.optimizer.param_groups[0]["lr"]
 
     def _is_evaluation_due(self) -> bool:
         num_read = self.reader.num_batches_until(self._trained_position)
@@ -324,14 +342,15 @@ class Trainer:
             measured["transfers"] = self.world.transfers.pop_means()
         measured |= self.running_metrics.pop_row_traffic(self.model.embeddings, num_steps)
         measured |= {"row_waits": waits} if (waits := self.reader.row_waits.pop_means(num_steps)) else {}
+        rate_of_tables, rate_of_dense = self._learning_rates()
         measured |= {
             "step": self.step,
             "num_samples": self.num_samples,
             "time_s": self.clock.train_s,
             "samples_per_s": (self.num_samples - first_sample) / elapsed_s,
             "seconds_per_step": elapsed_s / max(num_steps, 1),
-            "lr_dense": self.optimizer.param_groups[0]["lr"],
-            "lr_sparse": self.config.embedding.optimizer.lr * self._lr_factor,
+            "lr_dense": rate_of_dense,
+            "lr_sparse": rate_of_tables,
             "stages_s": self.pipeline.stage_times.pop_means(),
         }
         self.background_metrics.write(

@@ -185,6 +185,14 @@ def count_steps(config: RunConfig, reader: BatchReader, num_done_steps: int) -> 
     return num_steps
 
 
+def estimate_remaining_samples(reader: BatchReader, num_epochs: int, num_steps: int) -> int:
+    """Return the number of samples of the next `num_steps` steps of a run with `num_epochs` epochs. Filters may leave
+    out some of them."""
+    epoch, row = reader.position
+    rows_left = (num_epochs - epoch) * reader.num_rows - row
+    return max(min(num_steps * reader.options.batch_size, rows_left), 0)
+
+
 def task_weights(config: RunConfig, dataset: Dataset) -> list[float] | None:
     """Return one weight per label, or `None` if all are 1. Raises MesetaError for an unknown label or only zeros."""
     weight_by_label = config.train.task_weights
