@@ -1,5 +1,5 @@
-"""The wheel contains every module and type and no source of the core, and the sdist contains all that the wheel is
-built from."""
+"""The wheel contains every module, type and example, and no source of the core. The sdist contains all that the wheel
+is built from."""
 
 import shutil
 import subprocess
@@ -33,6 +33,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """
     tree, folder = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("package")
     shutil.copytree(SOURCE.parent, tree / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "examples", tree / "examples")
     for name in BUILD_FILES:
         shutil.copy(ROOT / name, tree)
     for name in OUTPUT_FOLDERS:
@@ -50,18 +51,25 @@ def package_files() -> set[str]:
     return {path.relative_to(SOURCE.parent).as_posix() for path in paths}
 
 
+def examples() -> set[str]:
+    """Return the examples that `meseta config` prints, relative to the folder examples/."""
+    files = (path.relative_to(ROOT / "examples") for path in (ROOT / "examples").rglob("*.yaml"))
+    return {path.as_posix() for path in files if path.parts[0] in {"configs", "schemas"}}
+
+
 def test_the_wheel_has_every_module_and_no_source_of_the_core(built: Path) -> None:
     [wheel] = built.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         packed = {name for name in archive.namelist() if ".dist-info/" not in name}
     assert "meseta/data/read/reader.py" in packed and "meseta/py.typed" in packed
-    assert packed == {name for name in package_files() if Path(name).suffix not in CORE_SOURCES}
+    modules = {name for name in package_files() if Path(name).suffix not in CORE_SOURCES}
+    assert packed == modules | {f"meseta/config/examples/{name}" for name in examples()}
 
 
 def test_the_sdist_has_all_that_the_wheel_is_built_from(built: Path) -> None:
     [sdist] = built.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         packed = {name.partition("/")[2] for name in archive.getnames()}
-    needed = {*BUILD_FILES, *(f"src/{name}" for name in package_files())}
+    needed = {*BUILD_FILES, *(f"src/{name}" for name in package_files()), *(f"examples/{name}" for name in examples())}
     assert needed <= packed, needed - packed
     assert not {name for name in packed if name.startswith(tuple(f"{folder}/" for folder in OUTPUT_FOLDERS))}
