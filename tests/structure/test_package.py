@@ -1,11 +1,14 @@
 """The wheel contains every module, type and example, and no source of the core. The sdist contains all that the wheel
 is built from."""
 
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
 import zipfile
+from email import message_from_bytes
+from email.message import Message
 from pathlib import Path
 
 import pytest
@@ -64,6 +67,37 @@ def test_the_wheel_has_every_module_and_no_source_of_the_core(built: Path) -> No
     assert "meseta/data/read/reader.py" in packed and "meseta/py.typed" in packed
     modules = {name for name in package_files() if Path(name).suffix not in CORE_SOURCES}
     assert packed == modules | {f"meseta/config/examples/{name}" for name in examples()}
+
+
+def metadata(built: Path) -> list[Message]:
+    """Return the metadata of the wheel and of the sdist."""
+    [wheel], [sdist] = built.glob("*.whl"), built.glob("*.tar.gz")
+    with zipfile.ZipFile(wheel) as archive:
+        [name] = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        of_wheel = message_from_bytes(archive.read(name))
+    with tarfile.open(sdist) as archive:
+        file = archive.extractfile(f"{sdist.name.removesuffix('.tar.gz')}/PKG-INFO")
+        assert file is not None
+        return [of_wheel, message_from_bytes(file.read())]
+
+
+def test_the_description_has_no_link_that_an_index_cannot_follow(built: Path) -> None:
+    for message in metadata(built):
+        assert message["Description-Content-Type"] == "text/markdown"
+        text = message.get_payload(decode=True).decode()
+        prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+        links = re.findall(r"\]\(([^)]*)\)", prose)
+        assert links and all(link.startswith("https://") for link in links)
+        # All but the links, the image and its caption is README.
+        assert "`meseta verify` checks that" in prose and 'model["head"](model["tables"](ids)' in text
+        assert len((ROOT / "README.md").read_text().splitlines()) - len(text.splitlines()) == 5
+
+
+def test_metadata_for_an_index(built: Path) -> None:
+    classifiers = pytest.importorskip("trove_classifiers").classifiers
+    for message in metadata(built):
+        assert message["Author"] and message["Keywords"] and message["License-Expression"] == "Apache-2.0"
+        assert set(message.get_all("Classifier", [])) <= classifiers and message.get_all("Project-URL")
 
 
 def test_the_sdist_has_all_that_the_wheel_is_built_from(built: Path) -> None:
