@@ -12,7 +12,9 @@ from email.message import Message
 from pathlib import Path
 
 import pytest
+import yaml
 
+import meseta
 from source_tree import ROOT, SOURCE
 
 CORE_SOURCES = {".cpp", ".h", ".hpp"}
@@ -95,7 +97,9 @@ def test_the_description_has_no_link_that_an_index_cannot_follow(built: Path) ->
 
 def test_metadata_for_an_index(built: Path) -> None:
     classifiers = pytest.importorskip("trove_classifiers").classifiers
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"]
     for message in metadata(built):
+        assert message["Version"] == cited == meseta.__version__
         assert message["Author"] and message["Keywords"] and message["License-Expression"] == "Apache-2.0"
         assert set(message.get_all("Classifier", [])) <= classifiers and message.get_all("Project-URL")
 
