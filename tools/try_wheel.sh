@@ -36,10 +36,11 @@ mkdir empty
     cd empty
     python -P -c 'import meseta, sys; assert meseta.__file__.startswith(sys.prefix), meseta.__file__'
     meseta doctor
+    meseta config --example main >main.yaml
     meseta data synth --out data/raw --rows 20000
     meseta prepare 'data/raw/*.tsv' --out data/click
     for ranks in 1 2; do
-        meseta train data.dir=data/click run_dir="runs/$ranks" model.name=dlrm --nproc "$ranks"
+        meseta train dlrm data.dir=data/click run_dir="runs/$ranks" --nproc "$ranks"
     done
     meseta predict runs/1 --out predictions.parquet
     meseta report runs/1

@@ -1,4 +1,4 @@
-"""`meseta config [KEY]`: the keys of a config file, or an example file for a model."""
+"""`meseta config [KEY]`: the keys of a config file, or an example file."""
 
 from __future__ import annotations
 
@@ -23,16 +23,18 @@ def config(
     ] = None,
     example: Annotated[
         str | None,
-        typer.Option("--example", metavar="MODEL", help="Print a complete config file for a model, such as dlrm."),
+        typer.Option(
+            "--example",
+            metavar="NAME",
+            help="Print an example: a model, such as dlrm, for all its keys, or a file, such as main. list: all names.",
+        ),
     ] = None,
 ) -> None:
     """Print the keys of a config with their values, defaults and meanings."""
     if example is not None:
-        from meseta.config.keys import example_config as text_of
-
         if key is not None:
             raise MesetaError(f"config: --example prints a complete file; omit the key {key!r}")
-        typer.echo(text_of(example), nl=False)
+        _print_example(example)
         return
     from meseta.config.keys import find_keys, key_sections
 
@@ -44,15 +46,36 @@ def config(
         _print_keys(keys)
 
 
+def _print_example(name: str) -> None:
+    """Print the example `name`, or the names of all examples if it is 'list'."""
+    from meseta.config.example_files import example_text, file_examples, model_examples
+
+    if name != "list":
+        typer.echo(example_text(name), nl=False)
+        return
+    for title, examples in (
+        ("Models: configs with all keys", model_examples()),
+        ("Files: configs and schemas", file_examples()),
+    ):
+        typer.secho(f"{title}\n", underline=True)
+        for one, text in examples:
+            typer.echo(typer.style(one, bold=True))
+            _print_indented(text)
+
+
 def _print_keys(keys: list[ConfigKey]) -> None:
     """Print each key with its type and default on one line and its meaning below."""
     from meseta.config.keys import strip_markdown
 
-    width = min(shutil.get_terminal_size().columns, MAX_WIDTH)
     for key in keys:
         default = strip_markdown(key.default)
         if default and not key.is_required:
             default = f"default {default}"
         facts = "; ".join(filter(None, (strip_markdown(key.kind), default)))
         typer.echo(f"{typer.style(key.path, bold=True)}: {facts}")
-        typer.echo(textwrap.fill(key.full_text, width, initial_indent="    ", subsequent_indent="    ") + "\n")
+        _print_indented(key.full_text)
+
+
+def _print_indented(text: str) -> None:
+    width = min(shutil.get_terminal_size().columns, MAX_WIDTH)
+    typer.echo(textwrap.fill(text, width, initial_indent="    ", subsequent_indent="    ") + "\n")

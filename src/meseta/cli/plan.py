@@ -148,11 +148,11 @@ def _find_plan(task: _PlanRequest) -> PlanResult:
 def _read_config(path: str, overrides: list[str]) -> RunConfig | None:
     """Return the config in a file, or `None` if the file describes a workload."""
     from meseta.config import load_config
-    from meseta.spec.documents import read_mapping
+    from meseta.config.load import read_file_or_example
     from meseta.spec.workload import is_workload_document
 
     try:
-        document = read_mapping(path)
+        document = read_file_or_example(path)
     except MesetaError as error:
         raise MesetaError(f"config {path!r}: {error}") from None
     if not is_workload_document(document):

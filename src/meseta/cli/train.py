@@ -51,7 +51,9 @@ if TYPE_CHECKING:
 _SettingsArgument = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[CONFIG] [KEY=VALUE]...", help="YAML config of the run, and settings such as train.batch_size=4096."
+        metavar="[CONFIG] [KEY=VALUE]...",
+        help="YAML config of the run, or the name of an example (`meseta config --example list`), and settings such as "
+        "train.batch_size=4096.",
     ),
 ]
 _RAW_FILES_PANEL = "Raw files, which are prepared before training"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -23,8 +24,9 @@ from meseta.system.yaml_text import parse_yaml
 def load_config(path: str | Path, overrides: Sequence[str] = (), *, is_stored: bool = False) -> RunConfig:
     """Load a config file and apply overrides such as `train.batch_size=4096`, whose values are YAML.
 
-    If `is_stored`, a run has written the file, and former names in it cause no warning. Raises MesetaError if the file
-    is missing, a key is unknown or a value is invalid.
+    `path` may be the name of an example, such as dlrm, unless a file has that name. If `is_stored`, a run has written
+    the file: `path` is no example, and former names cause no warning. Raises MesetaError if the file is missing, a key
+    is unknown or a value is invalid.
     """
     return validate_document(read_config_document(path, overrides, is_stored=is_stored), path)
 
@@ -34,10 +36,10 @@ def read_config_document(
 ) -> dict[str, Any]:
     """Read a config file and overrides without validation. If `path` is `None`, read the overrides only.
 
-    See `load_config` for `is_stored`. Raises MesetaError if the file or an override cannot be read.
+    See `load_config` for `path` and `is_stored`. Raises MesetaError if the file or an override cannot be read.
     """
     try:
-        document = {} if path is None else read_mapping(path)
+        document = {} if path is None else read_mapping(path) if is_stored else read_file_or_example(path)
         former_keys.rename_keys(document, warns=not is_stored)
     except MesetaError as error:
         raise error.with_prefix(f"config {str(path)!r}: ") from None
@@ -45,6 +47,25 @@ def read_config_document(
         _apply_override(document, override)
     former_keys.rename_values(document, warns=not is_stored)
     return document
+
+
+def read_file_or_example(path: str | Path) -> dict[Any, Any]:
+    """Load a mapping from a file or, if no file has that name, from the example config with that name.
+
+    Raises MesetaError, without the path, if there is neither, or if reading fails.
+    """
+    if os.path.isfile(path):
+        return read_mapping(path)
+    from meseta.config.example_files import example_text, has_example_config  # Rarely needed.
+
+    if has_example_config(str(path)):
+        return dict(parse_yaml(example_text(str(path))))
+    try:
+        return read_mapping(path)
+    except MesetaError as error:
+        if Path(path).suffix or os.path.lexists(path):
+            raise
+        raise error.with_suffix("; `meseta config --example list` lists the names of examples") from None
 
 
 def checkpoint_location(run_dir: Path) -> Location:
