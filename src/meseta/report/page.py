@@ -12,6 +12,7 @@ from meseta.report.charts.markup import escape, html_document, table, tag
 from meseta.report.charts.plan_treemap import plan_section
 from meseta.report.data_statistics import data_section
 from meseta.report.evaluation import Headline, evaluation_section, final_evaluation, headline
+from meseta.report.importance import importance_section
 from meseta.report.prediction import predicted_section
 from meseta.report.record import RUN_FILES, RunRecord, flatten, read_run
 from meseta.report.step_tables import stages_section
@@ -49,6 +50,12 @@ def render_report(record: RunRecord) -> str:
     sections: list[tuple[str, Callable[[RunRecord], str], str, str]] = [
         ("Curves", curves_section, "metrics.jsonl", "no training step has been logged"),
         ("Evaluation", evaluation_section, "metrics.jsonl", "no evaluation has been recorded"),
+        (
+            "Importance",
+            importance_section,
+            "summary.json",
+            "the run has not ended, or measured no importance of features",
+        ),
         ("Plan", plan_section, "plan.json", "the run has no plan with tables"),
         ("Step time", stages_section, "metrics.jsonl", "no stage times have been logged"),
         ("Predicted", predicted_section, "summary.json", "the run has not ended, or has no prediction"),

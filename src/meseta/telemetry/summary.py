@@ -82,6 +82,36 @@ class GraphSummary(Entry):
     """Number of steps that ran eagerly, by reason."""
 
 
+class FeatureImportance(Entry):
+    """Permutation importance of a feature."""
+
+    name: str
+    kind: str
+    """'dense' or 'sparse'."""
+    logloss: float
+    """Increase of the log loss, in nats, if the column is permuted between rows."""
+    low: float
+    """Lower bound of the 95% interval of `logloss`."""
+    high: float
+    """Upper bound of the 95% interval of `logloss`."""
+
+
+class ImportanceSummary(Entry):
+    """Permutation importance of all features for one label, and the baseline, on the same rows."""
+
+    split: str
+    label: str
+    num_rows: Count
+    num_permutations: Count
+    """Number of permutations of each column, over which differences are averaged."""
+    logloss: float
+    """Log loss of the model, in nats."""
+    constant_logloss: float
+    """Log loss of the constant prediction that equals the rate of positives. NE is the log loss divided by it."""
+    features: list[FeatureImportance]
+    """Dense features, then sparse ones, in the order of the dataset."""
+
+
 class RunSummary(Entry):
     """Summary of a completed run."""
 
@@ -120,6 +150,8 @@ class RunSummary(Entry):
     predicted: PredictedStep | None = None
     graphs: GraphSummary | None = None
     """CUDA graphs. `None` on a CPU, and for `pipeline.graph: off`."""
+    importance: ImportanceSummary | None = None
+    """Importance of features. `None` without evaluated rows, and for `report.importance: false`."""
 
     @property
     def timings(self) -> dict[str, Any]:

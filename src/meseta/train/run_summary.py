@@ -14,11 +14,14 @@ from meseta.telemetry.summary import (
     SUMMARY_FILE,
     BestEvaluation,
     GraphSummary,
+    ImportanceSummary,
     RunSummary,
     SelectionRecord,
     TeacherSummary,
 )
+from meseta.train.evaluate import logit_shift
 from meseta.train.evaluation_tracker import decisions_from_evaluations
+from meseta.train.importance import measure_importance
 from meseta.train.state import sum_clamped
 
 if TYPE_CHECKING:
@@ -60,6 +63,13 @@ def _timings(trainer: Trainer, former: RunSummary | None) -> dict[str, Any]:
     return {} if former is None or former.num_steps != trainer.step else former.timings
 
 
+def _measure_importance(trainer: Trainer) -> ImportanceSummary | None:
+    config, reader = trainer.config, trainer.eval_readers.get(trainer.evaluation_tracker.split)
+    if reader is None or not config.report.importance:
+        return None
+    return measure_importance(trainer.model, reader, trainer.world, seed=config.seed, logit_shift=logit_shift(config))
+
+
 def _build_summary(
     trainer: Trainer, evaluations: Mapping[str, EvalLine], outside: dict[str, int], timed: Mapping[str, Any]
 ) -> RunSummary:
@@ -77,6 +87,8 @@ def _build_summary(
         )
     if any(astuple(trainer.reader.excluded_rows)):
         parts["excluded_rows"] = asdict(trainer.reader.excluded_rows)
+    if (importance := _measure_importance(trainer)) is not None:
+        parts["importance"] = importance
     best, newest = trainer.best_position, checkpoint.newest(trainer.run_dir.checkpoints)
     train_s = trainer.clock.train_s
     return RunSummary(
