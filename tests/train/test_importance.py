@@ -87,9 +87,6 @@ def test_importances_are_those_of_permuted_lists(run_dir: Path) -> None:
         assert feature.logloss == pytest.approx(mean, abs=1e-6)
         assert feature.low == pytest.approx(mean - half, abs=1e-5)
         assert feature.high == pytest.approx(mean + half, abs=1e-5)
-            pytest.approx(mean - half, abs=1e-5),
-            pytest.approx(mean + half, abs=1e-5),
-        )
     assert max(feature.logloss for feature in measured.features) > 0.001
 
 
