@@ -103,7 +103,7 @@ def test_a_run_is_the_same_without(run_dir: Path, tiny: Path, tmp_path: Path) ->
 
 
 def test_rows_are_evenly_spaced_parts_of_the_split(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of three batches of at most 130 rows, the limit of 150 rows reads the first two completely and partly."""
+    """The limit of 150 rows takes the first batch of 130 rows and a part of the second of three."""
     monkeypatch.setattr(importance, "MAX_ROWS", 150)
     monkeypatch.setattr(importance, "MIN_ROWS", 1)
     trained = load_trained(run_dir, "valid", World.single())

@@ -270,6 +270,25 @@ def test_importances_are_sorted_and_in_units_of_ne(tmp_path: Path) -> None:
     assert "f49: 0.049 (0.045 to 0.053)" in page.texts and "Increase of log loss" in page.text
 
 
+def test_trials_memory_and_stages_are_described(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path)
+    page = report(run_dir)
+    assert "Trials before the run" not in page.texts
+    assert ": read and pool owned rows" in page.texts and ": update dense parameters" not in page.texts
+    assert page.texts[page.texts.index("memory") + 1] == "–"
+    summary = json.loads((run_dir / "summary.json").read_text()) | {"peak_memory_bytes_by_rank": [5 * 10**8, 2 * 10**9]}
+    (run_dir / "summary.json").write_text(json.dumps(summary))
+    trials = [{"value": 0.005, "auc": 0.7123}, {"value": 0.05, "auc": None}]
+    record = {"setting": "a.lr<b>", "selected": 0.005, "trials": trials}
+    (run_dir / "trials.json").write_text(json.dumps(record))
+    page = report(run_dir)
+    assert page.texts[page.texts.index("memory") + 1 :][:2] == ["2.00 GB", "peak of a rank"]
+    at = page.texts.index("a.lr<b>")
+    assert page.texts[at + 1 : at + 7] == ["validation AUC", "0.005", " selected", "0.7123", "0.05", "–"]
+    (run_dir / "trials.json").write_text('{"setting": "a"}')
+    assert "trials.json: key 'selected': field required." in report(run_dir).texts
+
+
 def test_labels_and_segments_have_their_rows(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path)
     summary = json.loads((run_dir / "summary.json").read_text())

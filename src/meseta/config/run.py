@@ -447,7 +447,7 @@ class StorageConfig(Section):
 
 class ReportConfig(Section):
     importance: bool = True
-    """Whether to measure the importance of features at the end of the run, see docs/report.md."""
+    """Whether to measure the importance of features at the end, see docs/report.md."""
 
 
 class RunConfig(Section):
@@ -490,7 +490,7 @@ class RunConfig(Section):
     pipeline: PipelineConfig = PipelineConfig()
     """Overlap of communication with computation."""
     report: ReportConfig = ReportConfig()
-    """Measurements for the report of the run."""
+    """Measurements for the report."""
 
     @property
     def checkpoint_location(self) -> Location:

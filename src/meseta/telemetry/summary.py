@@ -14,6 +14,7 @@ from meseta.telemetry.metrics import EVALUATED_SPLITS, TEST, VALID
 from meseta.telemetry.metrics_file import Count, Entry, EvalLine, RowWaits, StageSeconds, Transfers, renames
 
 SUMMARY_FILE = "summary.json"
+TRIALS_FILE = "trials.json"
 ENVIRONMENT_FILE = "environment.json"
 
 OverlapName = Annotated[str, BeforeValidator(lambda name: rename_value(name, FORMER_OVERLAPS))]
@@ -91,25 +92,23 @@ class FeatureImportance(Entry):
     logloss: float
     """Increase of the log loss, in nats, if the column is permuted between rows."""
     low: float
-    """Lower bound of the 95% interval of `logloss`."""
     high: float
-    """Upper bound of the 95% interval of `logloss`."""
+    """Bounds of the 95% interval of `logloss`."""
 
 
 class ImportanceSummary(Entry):
-    """Permutation importance of all features for one label, and the baseline, on the same rows."""
+    """Permutation importances for one label, and the baseline on the same rows."""
 
     split: str
     label: str
     num_rows: Count
     num_permutations: Count
-    """Number of permutations of each column, over which differences are averaged."""
+    """Permutations per column, over which differences are averaged."""
     logloss: float
     """Log loss of the model, in nats."""
     constant_logloss: float
     """Log loss of the constant prediction that equals the rate of positives. NE is the log loss divided by it."""
     features: list[FeatureImportance]
-    """Dense features, then sparse ones, in the order of the dataset."""
 
 
 class RunSummary(Entry):
@@ -150,6 +149,8 @@ class RunSummary(Entry):
     predicted: PredictedStep | None = None
     graphs: GraphSummary | None = None
     """CUDA graphs. `None` on a CPU, and for `pipeline.graph: off`."""
+    peak_memory_bytes_by_rank: list[Count] = Field(default=[])
+    """Peak memory of each rank: of its GPU, or else of its process."""
     importance: ImportanceSummary | None = None
     """Importance of features. `None` without evaluated rows, and for `report.importance: false`."""
 
@@ -166,6 +167,22 @@ class RunSummary(Entry):
     @property
     def evaluated_splits(self) -> tuple[str, ...]:
         return tuple(split for split in EVALUATED_SPLITS if self.evaluation(split))
+
+
+class RateTrial(Entry):
+    """Result of a short run with one value of the searched setting."""
+
+    value: float
+    auc: float | None = None
+    """Validation AUC. `None` if undefined."""
+
+
+class TrialsRecord(Entry):
+    """Trials that selected the value of a setting before a run."""
+
+    setting: str
+    selected: float
+    trials: list[RateTrial]
 
 
 class PackageVersions(Entry):
