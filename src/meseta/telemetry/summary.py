@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, BeforeValidator, Field
 
@@ -83,12 +83,14 @@ class GraphSummary(Entry):
     """Number of steps that ran eagerly, by reason."""
 
 
+FeatureKind = Literal["dense", "sparse"]
+
+
 class FeatureImportance(Entry):
     """Permutation importance of a feature."""
 
     name: str
-    kind: str
-    """'dense' or 'sparse'."""
+    kind: FeatureKind
     logloss: float
     """Increase of the log loss, in nats, if the column is permuted between rows."""
     low: float
@@ -97,17 +99,16 @@ class FeatureImportance(Entry):
 
 
 class ImportanceSummary(Entry):
-    """Permutation importances for one label, and the baseline on the same rows."""
+    """Permutation importances for one label, and the baseline."""
 
     split: str
     label: str
     num_rows: Count
     num_permutations: Count
-    """Permutations per column, over which differences are averaged."""
     logloss: float
     """Log loss of the model, in nats."""
     constant_logloss: float
-    """Log loss of the constant prediction that equals the rate of positives. NE is the log loss divided by it."""
+    """Log loss of the rate of positives as prediction. NE is the log loss divided by it."""
     features: list[FeatureImportance]
 
 
@@ -150,7 +151,7 @@ class RunSummary(Entry):
     graphs: GraphSummary | None = None
     """CUDA graphs. `None` on a CPU, and for `pipeline.graph: off`."""
     peak_memory_bytes_by_rank: list[Count] = Field(default=[])
-    """Peak memory of each rank: of its GPU, or else of its process."""
+    """Peak memory of the GPU, or else of the process."""
     importance: ImportanceSummary | None = None
     """Importance of features. `None` without evaluated rows, and for `report.importance: false`."""
 
@@ -170,7 +171,7 @@ class RunSummary(Entry):
 
 
 class RateTrial(Entry):
-    """Result of a short run with one value of the searched setting."""
+    """Result of a trial with one value."""
 
     value: float
     auc: float | None = None
@@ -178,7 +179,7 @@ class RateTrial(Entry):
 
 
 class TrialsRecord(Entry):
-    """Trials that selected the value of a setting before a run."""
+    """Trials before a run."""
 
     setting: str
     selected: float

@@ -20,7 +20,7 @@ from meseta.measure.threads import StepThreads
 from meseta.pipeline.losses import Model
 from meseta.sparse import JaggedTensor, KeyedJaggedTensor
 from meseta.system.waits import track_activity
-from meseta.telemetry.summary import FeatureImportance, ImportanceSummary
+from meseta.telemetry.summary import FeatureImportance, FeatureKind, ImportanceSummary
 from meseta.train.evaluate import evaluation_mode, score_batch
 from meseta.train.metrics import base_rate_entropy
 
@@ -53,6 +53,7 @@ def measure_importance(
         Importances, or `None` if no row has a weight, or there are no features.
     """
     dataset = reader.dataset
+    columns: list[tuple[str, FeatureKind, int]]
     columns = [(feature.name, "dense", place) for place, feature in enumerate(dataset.dense)]
     columns += [(feature.name, "sparse", place) for place, feature in enumerate(dataset.sparse)]
     num_rows = min(max(min(MAX_ROWS, MAX_SCORED_ROWS // max(len(columns), 1)), MIN_ROWS), reader.num_rows)
@@ -90,7 +91,7 @@ def measure_importance(
 
 
 def _summarize_differences(
-    name: str, kind: str, differences: NDArray[np.float64], weights: NDArray[np.float64]
+    name: str, kind: FeatureKind, differences: NDArray[np.float64], weights: NDArray[np.float64]
 ) -> FeatureImportance:
     total, num_used = weights.sum(), np.count_nonzero(weights)
     mean = float(differences @ weights / total)
@@ -118,11 +119,11 @@ class _Scorer:
         self._threads, self._outside = StepThreads(), OutOfRangeIds()
         self._losses = [[self._compute_losses([batch])[0] for _, batch in self._slices]]
 
-    def score(self, kind: str, column: int, order: Tensor) -> None:
+    def score(self, kind: FeatureKind, column: int, order: Tensor) -> None:
         """Compute the losses with a permuted column. Row i gets the value of row `order[i]`."""
         self._losses.append(self._compute_losses(self._permuted_slices(kind, column, order)))
 
-    def _permuted_slices(self, kind: str, column: int, order: Tensor) -> Iterator[Batch]:
+    def _permuted_slices(self, kind: FeatureKind, column: int, order: Tensor) -> Iterator[Batch]:
         for place, batch in self._slices:
             if kind == "dense":
                 dense = batch.dense.clone()
