@@ -92,7 +92,7 @@ class FeatureImportance(Entry):
     name: str
     kind: FeatureKind
     logloss: float
-    """Increase of the log loss, in nats, if the column is permuted between rows."""
+    """Increase of the log loss, in nats."""
     low: float
     high: float
     """Bounds of the 95% interval of `logloss`."""
@@ -106,7 +106,6 @@ class ImportanceSummary(Entry):
     num_rows: Count
     num_permutations: Count
     logloss: float
-    """Log loss of the model, in nats."""
     constant_logloss: float
     """Log loss of the rate of positives as prediction. NE is the log loss divided by it."""
     features: list[FeatureImportance]
@@ -175,7 +174,6 @@ class RateTrial(Entry):
 
     value: float
     auc: float | None = None
-    """Validation AUC. `None` if undefined."""
 
 
 class TrialsRecord(Entry):
