@@ -114,6 +114,7 @@ def settings(data: Path, run_dir: Path, **changes: Any) -> dict[str, Any]:
         },
         "dense": {"optimizer": {"name": "adam", "lr": 0.01}},
         "train": {"batch_size": 90, "log_every_steps": 4, "eval_batch_size": 130},
+        "report": {"importance": False},
     }
     for key, value in changes.items():
         *parents, last = key.split("__")

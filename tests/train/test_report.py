@@ -25,7 +25,7 @@ from meseta.spec.plan import read_explicit_plan
 from meseta.telemetry.formatting import format_bytes, format_duration, format_percent, format_si
 from meseta.train.metrics import compute_metrics
 
-SECTIONS = ["Curves", "Evaluation", "Plan", "Step time", "Data", "Config", "Environment"]
+SECTIONS = ["Curves", "Evaluation", "Importance", "Plan", "Step time", "Data", "Config", "Environment"]
 FILES = ["config.yaml", "dataset.json", "plan.json", "environment.json", "metrics.jsonl", "summary.json"]
 ROWS = {"user": 50_000, "item": 20_000, "city": 40, "day": 7}
 HOSTILE = '<script>alert("x")</script>&\'\x00'
@@ -144,8 +144,19 @@ def make_run(run_dir: Path, num_ranks: int = 2, names: dict[str, int] = ROWS) ->
         "seconds": seconds | {"dense": [0.012] * num_ranks},
         "constants": "of c.yaml",
     }
+    summary["importance"] = importance({"age": 0.02, **dict.fromkeys(names, -0.001)})
     (run_dir / "summary.json").write_text(json.dumps(summary))
     return run_dir
+
+
+def importance(increases: dict[str, float]) -> dict[str, Any]:
+    """Return importances with intervals of 0.004 around them, the first one of a dense feature."""
+    features = [
+        {"name": name, "kind": "sparse" if i else "dense", "logloss": v, "low": v - 0.004, "high": v + 0.004}
+        for i, (name, v) in enumerate(increases.items())
+    ]
+    rows = {"split": "valid", "label": "click<b>", "num_rows": 6410, "num_permutations": 1}
+    return {**rows, "logloss": 0.4321, "constant_logloss": 0.5, "features": features}
 
 
 def report(run_dir: Path) -> Page:
@@ -239,6 +250,43 @@ def test_selection_on_the_test_split_is_reported(tmp_path: Path) -> None:
     page = report(run_dir)
     assert "The test split decided early stopping, so its figures are flattered" in page.text
     assert page.texts.count("best") == 3  # a mark in each chart
+
+
+def test_importances_are_sorted_and_in_units_of_ne(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path)
+    page = report(run_dir)
+    assert "Label 'click<b>', 6,410 rows of the valid split, each column permuted once." in page.text
+    assert "age: 0.04 (0.032 to 0.048)" in page.texts and "city: -0.002 (-0.01 to 0.006)" in page.texts
+    at = page.texts.index("constant")
+    assert page.texts[at - 3 : at + 3] == ["model", "0.4321", "0.8642", "constant", "0.5000", "1.0000"]
+    whiskers = [attributes for _, attributes in page.tags if attributes.get("class") == "whisker"]
+    assert len(whiskers) == 1 + len(ROWS)
+    summary = json.loads((run_dir / "summary.json").read_text())
+    summary["importance"] = importance({f"f{i}": 0.001 * i for i in range(50)}) | {"constant_logloss": 0.0}
+    (run_dir / "summary.json").write_text(json.dumps(summary))
+    page = report(run_dir)
+    names = [name for name in page.texts if re.fullmatch(r"f\d+", name)]
+    assert names == [f"f{i}" for i in range(49, 9, -1)] and "10 less important features are not shown." in page.texts
+    assert "f49: 0.049 (0.045 to 0.053)" in page.texts and "Increase of log loss" in page.text
+
+
+def test_trials_memory_and_stages_are_described(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path)
+    page = report(run_dir)
+    assert "Trials before the run" not in page.texts
+    assert ": read and pool owned rows" in page.texts and ": update dense parameters" not in page.texts
+    assert page.texts[page.texts.index("memory") + 1] == "–"
+    summary = json.loads((run_dir / "summary.json").read_text()) | {"peak_memory_bytes_by_rank": [5 * 10**8, 2 * 10**9]}
+    (run_dir / "summary.json").write_text(json.dumps(summary))
+    trials = [{"value": 0.005, "auc": 0.7123}, {"value": 0.05, "auc": None}]
+    record = {"setting": "a.lr<b>", "selected": 0.005, "trials": trials}
+    (run_dir / "trials.json").write_text(json.dumps(record))
+    page = report(run_dir)
+    assert page.texts[page.texts.index("memory") + 1 :][:2] == ["2.00 GB", "peak of a rank"]
+    at = page.texts.index("a.lr<b>")
+    assert page.texts[at + 1 : at + 7] == ["validation AUC", "0.005", " selected", "0.7123", "0.05", "–"]
+    (run_dir / "trials.json").write_text('{"setting": "a"}')
+    assert "trials.json: key 'selected': field required." in report(run_dir).texts
 
 
 def test_labels_and_segments_have_their_rows(tmp_path: Path) -> None:
@@ -346,7 +394,7 @@ def test_an_interrupted_run(tmp_path: Path) -> None:
 def test_a_run_that_has_just_begun(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("run_dir: x\n")
     page = report(tmp_path)
-    assert page.text.count("Not shown") == 7
+    assert page.text.count("Not shown") == 8
     assert "no evaluation yet" in page.texts
 
 

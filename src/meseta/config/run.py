@@ -445,6 +445,11 @@ class StorageConfig(Section):
         )
 
 
+class ReportConfig(Section):
+    importance: bool = True
+    """Whether to measure the importance of features at the end, see docs/report.md."""
+
+
 class RunConfig(Section):
     run_dir: LocalPath
     """Folder for all files of the run."""
@@ -484,6 +489,8 @@ class RunConfig(Section):
     """Communication between ranks, and its timeouts."""
     pipeline: PipelineConfig = PipelineConfig()
     """Overlap of communication with computation."""
+    report: ReportConfig = ReportConfig()
+    """Measurements for the report."""
 
     @property
     def checkpoint_location(self) -> Location:

@@ -29,6 +29,8 @@ class Headline:
     train_s: float | None
     """Seconds of training, without evaluations and checkpoints."""
     num_ranks: int | None
+    peak_memory_bytes: int | None
+    """Largest peak memory of a rank. `None` before the end of the run."""
 
 
 def headline(record: RunRecord, splits: Sequence[str] = EVALUATED_SPLITS) -> Headline:
@@ -46,6 +48,7 @@ def headline(record: RunRecord, splits: Sequence[str] = EVALUATED_SPLITS) -> Hea
         num_samples=summary.num_samples if summary else last.num_samples if last else None,
         train_s=summary.train_s if summary else last.time_s if last else None,
         num_ranks=num_ranks,
+        peak_memory_bytes=max(summary.peak_memory_bytes_by_rank, default=None) if summary else None,
     )
 
 
@@ -101,7 +104,23 @@ def evaluation_section(record: RunRecord) -> str:
         else tag("p", "No reliability curve was recorded.", class_="absent")
     )
     whole = tag("div", drawn, tag("div", tag("h3", "Metrics"), *parts), class_="narrow-wide")
-    return whole + _tasks_table(final) + "".join(_segments_table(final, feature) for feature in final.segments)
+    segments = "".join(_segments_table(final, feature) for feature in final.segments)
+    return whole + _tasks_table(final) + segments + _trials_table(record)
+
+
+def _trials_table(record: RunRecord) -> str:
+    if record.trials is None:
+        return ""
+    rows = [
+        [
+            escape(f"{trial.value:g}") + tag("b", " selected") * (trial.value == record.trials.selected),
+            escape(format_decimal(trial.auc)),
+        ]
+        for trial in record.trials.trials
+    ]
+    return tag("h3", "Trials before the run") + table(
+        [escape(record.trials.setting), "validation AUC"], rows, {1}, "compact"
+    )
 
 
 def _split_cell(line: EvalLine, record: RunRecord) -> str:

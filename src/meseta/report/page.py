@@ -12,13 +12,23 @@ from meseta.report.charts.markup import escape, html_document, table, tag
 from meseta.report.charts.plan_treemap import plan_section
 from meseta.report.data_statistics import data_section
 from meseta.report.evaluation import Headline, evaluation_section, final_evaluation, headline
+from meseta.report.importance import importance_section
 from meseta.report.prediction import predicted_section
 from meseta.report.record import RUN_FILES, RunRecord, flatten, read_run
 from meseta.report.step_tables import stages_section
 from meseta.spec import MesetaError
 from meseta.system.files import write_atomic
-from meseta.telemetry.formatting import format_count, format_decimal, format_duration, format_si, is_drawable
+from meseta.telemetry.formatting import (
+    NO_VALUE,
+    format_bytes,
+    format_count,
+    format_decimal,
+    format_duration,
+    format_si,
+    is_drawable,
+)
 from meseta.telemetry.metrics import TEST, VALID
+from meseta.telemetry.summary import TRIALS_FILE
 from meseta.telemetry.timeline import TIMELINE_FILE
 
 
@@ -26,7 +36,7 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
     """Write the page about a run atomically and return its path.
 
     Only these files of the run folder are read: config.yaml, dataset.json, plan.json, environment.json, metrics.jsonl,
-    summary.json, and timeline.json if it exists. The page names missing and invalid files.
+    summary.json, and timeline.json and trials.json if they exist. The page names missing and invalid files.
 
     Args:
         run_dir: Run folder. The run may be unfinished.
@@ -49,6 +59,12 @@ def render_report(record: RunRecord) -> str:
     sections: list[tuple[str, Callable[[RunRecord], str], str, str]] = [
         ("Curves", curves_section, "metrics.jsonl", "no training step has been logged"),
         ("Evaluation", evaluation_section, "metrics.jsonl", "no evaluation has been recorded"),
+        (
+            "Importance",
+            importance_section,
+            "summary.json",
+            "the run has not ended, or measured no importance of features",
+        ),
         ("Plan", plan_section, "plan.json", "the run has no plan with tables"),
         ("Step time", stages_section, "metrics.jsonl", "no stage times have been logged"),
         ("Predicted", predicted_section, "summary.json", "the run has not ended, or has no prediction"),
@@ -89,6 +105,11 @@ def tiles(record: RunRecord) -> list[Tile]:
             note=f"{format_si(head.num_samples)} samples" if head.num_samples is not None else "",
         ),
         Tile(name="ranks", value=format_count(head.num_ranks)),
+        Tile(
+            name="memory",
+            value=NO_VALUE if head.peak_memory_bytes is None else format_bytes(head.peak_memory_bytes),
+            note="" if head.peak_memory_bytes is None else "peak of a rank",
+        ),
         Tile(name="training time", value=format_duration(head.train_s), note="" if is_done else "so far"),
     ]
 
@@ -135,7 +156,7 @@ def _problems(record: RunRecord) -> str:
     if record.is_unfinished:
         step = f"Its last logged step is {record.train_lines[-1].step:,}. " if record.train_lines else ""
         notes.append(f"This run has not ended, or was interrupted. {step}Metrics and times are preliminary.")
-    files = (*RUN_FILES, TIMELINE_FILE)
+    files = (*RUN_FILES, TIMELINE_FILE, TRIALS_FILE)
     notes += [f"{name}: {record.problems[name].text}." for name in files if name in record.problems]
     return tag("ul", *(tag("li", escape(note)) for note in notes), class_="problems") if notes else ""
 

@@ -17,7 +17,15 @@ from meseta.spec.plan import PLAN_FILE, read_explicit_plan
 from meseta.system.files import parse_json, read_bounded
 from meseta.system.yaml_text import parse_yaml
 from meseta.telemetry.metrics_file import METRICS_FILE, EvalLine, TrainLine, corrupt_lines_message, read_metrics_lines
-from meseta.telemetry.summary import ENVIRONMENT_FILE, SUMMARY_FILE, BestEvaluation, RunEnvironment, RunSummary
+from meseta.telemetry.summary import (
+    ENVIRONMENT_FILE,
+    SUMMARY_FILE,
+    TRIALS_FILE,
+    BestEvaluation,
+    RunEnvironment,
+    RunSummary,
+    TrialsRecord,
+)
 from meseta.telemetry.timeline import TIMELINE_FILE, Timeline, TraceDocument
 
 RUN_FILES = ("config.yaml", DATASET_FILE, PLAN_FILE, ENVIRONMENT_FILE, METRICS_FILE, SUMMARY_FILE)
@@ -59,6 +67,8 @@ class RunRecord:
     """Lines about evaluations, one per step and split, in the order of steps."""
     timeline: Timeline | None
     """Timeline of profiled steps. `None` if no step was profiled."""
+    trials: TrialsRecord | None
+    """Trials before the run. `None` if there were none."""
     problems: Problems
 
     @property
@@ -101,6 +111,7 @@ def read_run(run_dir: Path) -> RunRecord:
         train_lines=train,
         eval_lines=evals,
         timeline=_read_timeline(run_dir, problems),
+        trials=_read_optional(run_dir, TRIALS_FILE, TrialsRecord, problems),
         problems=problems,
     )
 
@@ -162,11 +173,13 @@ def _read_plan(run_dir: Path, problems: Problems) -> Plan | None:
 
 
 def _read_timeline(run_dir: Path, problems: Problems) -> Timeline | None:
-    # A missing timeline is not a problem, because most runs profile no step.
-    if not os.path.lexists(run_dir / TIMELINE_FILE):
-        return None
-    document = _read_record(run_dir, TIMELINE_FILE, TraceDocument, problems)
+    document = _read_optional(run_dir, TIMELINE_FILE, TraceDocument, problems)
     return None if document is None else document.to_timeline()
+
+
+def _read_optional(run_dir: Path, name: str, kind: type[T], problems: Problems) -> T | None:
+    # A missing file is not a problem, because most runs profile no step and have no trials.
+    return _read_record(run_dir, name, kind, problems) if os.path.lexists(run_dir / name) else None
 
 
 def _validation_message(error: ValidationError) -> str:

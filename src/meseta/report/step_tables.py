@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from meseta.report.charts.chart import stacked_bars
 from meseta.report.charts.markup import escape, table, tag
 from meseta.report.charts.timeline_chart import timeline_section
-from meseta.spec.stages import STAGE_NAMES
+from meseta.spec.stages import STAGE_NAMES, STAGES
 from meseta.telemetry.formatting import format_bytes, format_count, format_percent, is_drawable
 from meseta.telemetry.metrics_file import TrainLine
 from meseta.telemetry.row_traffic import RowTraffic
@@ -56,7 +56,16 @@ def stages_section(record: RunRecord) -> str:
     waited = row_waits_table(record, groups, spans)
     over_time = transfers_table(record) + row_traffic_table(record) + timeline_section(record.timeline)
     graphs = "".join(tag("p", escape(line)) for line in _graph_lines(record))
-    return tag("p", escape(_intro(record, total))) + graphs + pictures + waited + over_time
+    return tag("p", escape(_intro(record, total))) + graphs + pictures + _stages_legend(names) + waited + over_time
+
+
+def _stages_legend(names: Sequence[str]) -> str:
+    entries = [
+        tag("li", tag("b", escape(stage.name)), escape(f": {stage.description}"))
+        for stage in STAGES
+        if stage.name in names
+    ]
+    return tag("ul", *entries, class_="legend")
 
 
 def mean_stages_s(record: RunRecord) -> dict[str, float]:

@@ -32,20 +32,21 @@ class Stage(NamedTuple):
     name: StageName
     component: StepComponent | None
     """Component whose prediction includes this stage, or `None` if the stage is not predicted."""
+    description: str
 
 
 STAGES = (
-    Stage("data", None),  # wait for a batch from the reader
-    Stage("copy", None),  # copy the batch to the device
-    Stage("input_dist", "input_dist"),  # send ids to the owners of their rows
-    Stage("lookup", "lookup"),  # read and pool owned rows
-    Stage("output_dist", "output_dist"),  # wait for the embeddings of this rank's samples
-    Stage("dense_forward", "dense"),  # compute logits
-    Stage("agree", "dense"),  # sum losses and weights over ranks
-    Stage("backward", "dense"),  # compute gradients, and sum the dense ones over ranks
-    Stage("gradient_dist", "gradient_dist"),  # send gradients to the owners of the rows
-    Stage("table_update", "table_update"),  # update owned rows
-    Stage("dense_update", "dense"),  # update dense parameters
+    Stage("data", None, "wait for a batch from the reader"),
+    Stage("copy", None, "copy the batch to the device"),
+    Stage("input_dist", "input_dist", "send ids to the owners of their rows"),
+    Stage("lookup", "lookup", "read and pool owned rows"),
+    Stage("output_dist", "output_dist", "wait for the embeddings of this rank's samples"),
+    Stage("dense_forward", "dense", "compute logits"),
+    Stage("agree", "dense", "sum losses and weights over ranks"),
+    Stage("backward", "dense", "compute gradients, and sum the dense ones over ranks"),
+    Stage("gradient_dist", "gradient_dist", "send gradients to the owners of the rows"),
+    Stage("table_update", "table_update", "update owned rows"),
+    Stage("dense_update", "dense", "update dense parameters"),
 )
 """All stages, in the order in which a batch passes through them."""
 FORMER_STAGES = {"update": "dense_update"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, BeforeValidator, Field
 
@@ -14,6 +14,7 @@ from meseta.telemetry.metrics import EVALUATED_SPLITS, TEST, VALID
 from meseta.telemetry.metrics_file import Count, Entry, EvalLine, RowWaits, StageSeconds, Transfers, renames
 
 SUMMARY_FILE = "summary.json"
+TRIALS_FILE = "trials.json"
 ENVIRONMENT_FILE = "environment.json"
 
 OverlapName = Annotated[str, BeforeValidator(lambda name: rename_value(name, FORMER_OVERLAPS))]
@@ -82,6 +83,34 @@ class GraphSummary(Entry):
     """Number of steps that ran eagerly, by reason."""
 
 
+FeatureKind = Literal["dense", "sparse"]
+
+
+class FeatureImportance(Entry):
+    """Permutation importance of a feature."""
+
+    name: str
+    kind: FeatureKind
+    logloss: float
+    """Increase of the log loss, in nats."""
+    low: float
+    high: float
+    """Bounds of the 95% interval of `logloss`."""
+
+
+class ImportanceSummary(Entry):
+    """Permutation importances for one label, and the baseline."""
+
+    split: str
+    label: str
+    num_rows: Count
+    num_permutations: Count
+    logloss: float
+    constant_logloss: float
+    """Log loss of the rate of positives as prediction. NE is the log loss divided by it."""
+    features: list[FeatureImportance]
+
+
 class RunSummary(Entry):
     """Summary of a completed run."""
 
@@ -120,6 +149,10 @@ class RunSummary(Entry):
     predicted: PredictedStep | None = None
     graphs: GraphSummary | None = None
     """CUDA graphs. `None` on a CPU, and for `pipeline.graph: off`."""
+    peak_memory_bytes_by_rank: list[Count] = Field(default=[])
+    """Peak memory of the GPU, or else of the process."""
+    importance: ImportanceSummary | None = None
+    """Importance of features. `None` without evaluated rows, and for `report.importance: false`."""
 
     @property
     def timings(self) -> dict[str, Any]:
@@ -134,6 +167,21 @@ class RunSummary(Entry):
     @property
     def evaluated_splits(self) -> tuple[str, ...]:
         return tuple(split for split in EVALUATED_SPLITS if self.evaluation(split))
+
+
+class RateTrial(Entry):
+    """Result of a trial with one value."""
+
+    value: float
+    auc: float | None = None
+
+
+class TrialsRecord(Entry):
+    """Trials before a run."""
+
+    setting: str
+    selected: float
+    trials: list[RateTrial]
 
 
 class PackageVersions(Entry):

@@ -81,16 +81,25 @@ def predict(
     step_threads, outside = StepThreads(), outside or OutOfRangeIds()
     with torch.no_grad(), evaluation_mode(model), closing(reader.epoch()) as batches:
         for batch in batches:
-            num_rows = batch.batch_size
             with step_threads:
-                # Matrix products of few rows add in another order, so pad small slices.
-                padded = pad_batch(batch, MIN_PADDED_ROWS) if 0 < num_rows < MIN_PADDED_ROWS else batch
-                on_device = padded.to(world.device, non_blocking=True)
-                context = model.embeddings.start_input_dist(on_device.sparse, out_of_range_ids=outside)
-                pooled = select_score_input(model, model.embeddings(model.embeddings.input_dist(context)))
-                logits = model.score(on_device.dense, pooled)
-                scores = logits[:num_rows].cpu().numpy()
+                scores = score_batch(model, batch, world, outside)
             yield (scores + scores.dtype.type(logit_shift) if logit_shift else scores), batch
+
+
+def score_batch(model: Model, batch: Batch, world: World, outside: OutOfRangeIds) -> NDArray[Any]:
+    """Return the logits [B] or [B, T] of this rank's slice of a global batch, in CPU memory. Collective.
+
+    The caller sets the evaluation mode and disables gradients. `outside` counts out-of-range ids.
+    """
+    num_rows = batch.batch_size
+    # Matrix products of few rows add in another order, so pad small slices.
+    padded = pad_batch(batch, MIN_PADDED_ROWS) if 0 < num_rows < MIN_PADDED_ROWS else batch
+    on_device = padded.to(world.device, non_blocking=True)
+    context = model.embeddings.start_input_dist(on_device.sparse, out_of_range_ids=outside)
+    pooled = select_score_input(model, model.embeddings(model.embeddings.input_dist(context)))
+    logits: torch.Tensor = model.score(on_device.dense, pooled)
+    scores: NDArray[Any] = logits[:num_rows].cpu().numpy()
+    return scores
 
 
 @contextmanager

@@ -41,6 +41,7 @@ from meseta.telemetry.rank_record import RANKS_FOLDER
 from meseta.telemetry.summary import (
     ENVIRONMENT_FILE,
     SUMMARY_FILE,
+    TRIALS_FILE,
     PackageVersions,
     RunEnvironment,
     RunSummary,
@@ -136,7 +137,7 @@ class RunDir:
             with self._wrap_write_errors():
                 make_store(self.checkpoints).remove_all()
                 shutil.rmtree(self.path / TRIALS_FOLDER, ignore_errors=True)
-                for name in (METRICS_FILE, SUMMARY_FILE, TIMELINE_FILE, "report.html"):
+                for name in (METRICS_FILE, SUMMARY_FILE, TIMELINE_FILE, TRIALS_FILE, "report.html"):
                     (self.path / name).unlink(missing_ok=True)
         finally:
             self.unlock()

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Mapping
 from dataclasses import asdict, astuple
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from meseta import checkpoint
+from meseta.comm import World
 from meseta.comm.world import UnknownCollectives
 from meseta.report import write_report
 from meseta.telemetry.metrics_file import EvalLine
@@ -14,11 +18,14 @@ from meseta.telemetry.summary import (
     SUMMARY_FILE,
     BestEvaluation,
     GraphSummary,
+    ImportanceSummary,
     RunSummary,
     SelectionRecord,
     TeacherSummary,
 )
+from meseta.train.evaluate import logit_shift
 from meseta.train.evaluation_tracker import decisions_from_evaluations
+from meseta.train.importance import measure_importance
 from meseta.train.state import sum_clamped
 
 if TYPE_CHECKING:
@@ -60,6 +67,19 @@ def _timings(trainer: Trainer, former: RunSummary | None) -> dict[str, Any]:
     return {} if former is None or former.num_steps != trainer.step else former.timings
 
 
+def _peak_memory_bytes(world: World) -> int:
+    if world.device.type == "cuda":
+        return torch.cuda.max_memory_allocated(world.device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # In KiB on Linux.
+
+
+def _measure_importance(trainer: Trainer) -> ImportanceSummary | None:
+    config, reader = trainer.config, trainer.eval_readers.get(trainer.evaluation_tracker.split)
+    if reader is None or not config.report.importance:
+        return None
+    return measure_importance(trainer.model, reader, trainer.world, seed=config.seed, logit_shift=logit_shift(config))
+
+
 def _build_summary(
     trainer: Trainer, evaluations: Mapping[str, EvalLine], outside: dict[str, int], timed: Mapping[str, Any]
 ) -> RunSummary:
@@ -77,6 +97,9 @@ def _build_summary(
         )
     if any(astuple(trainer.reader.excluded_rows)):
         parts["excluded_rows"] = asdict(trainer.reader.excluded_rows)
+    if (importance := _measure_importance(trainer)) is not None:
+        parts["importance"] = importance
+    parts["peak_memory_bytes_by_rank"] = trainer.world.all_gather_object(_peak_memory_bytes(trainer.world))
     best, newest = trainer.best_position, checkpoint.newest(trainer.run_dir.checkpoints)
     train_s = trainer.clock.train_s
     return RunSummary(

@@ -29,7 +29,7 @@ from meseta.system.yaml_text import parse_yaml
 from meseta.telemetry.detail import CurrentDetail
 from meseta.telemetry.metrics import HIGHER_IS_BETTER, TEST, VALID, validation_split
 from meseta.telemetry.metrics_file import EvalLine
-from meseta.telemetry.summary import RunSummary, read_summary
+from meseta.telemetry.summary import TRIALS_FILE, RateTrial, RunSummary, TrialsRecord, read_summary
 from meseta.train.run_dir import TRIALS_FOLDER, RunDir
 from meseta.train.setup.source import make_row_source
 from meseta.train.trainer import Trainer
@@ -65,8 +65,15 @@ def choose_table_rate(config: RunConfig, dataset: Dataset, world: World) -> RunC
     best = max(tried, key=lambda rate: tried[rate]) if tried else config.embedding.optimizer.lr
     if world.rank == 0 and not CurrentDetail.is_quiet():
         print(f"chosen by the validation AUC: embedding.optimizer.lr={best:g}")
-    world.run_on_rank_0(lambda: shutil.rmtree(config.run_dir / TRIALS_FOLDER, ignore_errors=True))
+    world.run_on_rank_0(lambda: _finish_trials(config.run_dir, best, auc_by_rate))
     return _with_rate(config, best)
+
+
+def _finish_trials(run_dir: Path, selected: float, auc_by_rate: Mapping[float, float | None]) -> None:
+    results = [RateTrial(value=rate, auc=auc) for rate, auc in auc_by_rate.items()]
+    record = TrialsRecord(setting="embedding.optimizer.lr", selected=selected, trials=results)
+    RunDir(run_dir).write_json(TRIALS_FILE, record.to_dict())
+    shutil.rmtree(run_dir / TRIALS_FOLDER, ignore_errors=True)
 
 
 def _load_table_rate(run_dir: Path) -> float | None:

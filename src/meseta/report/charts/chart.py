@@ -214,6 +214,32 @@ def horizontal_bars(title: str, rows: Sequence[tuple[str, Sequence[tuple[str, st
     return svg(width, height, title, *marks, class_="chart rows")
 
 
+def interval_bars(title: str, rows: Sequence[tuple[str, str, tuple[float, float, float]]]) -> str:
+    """Draw one horizontal bar per row with an interval.
+
+    Args:
+        title: Description for screen readers.
+        rows: Name, CSS class and (value, lower bound, upper bound) of each bar. Values may be negative.
+    """
+    width, height, row_height, left = 720, len(rows) * 22 + 34, 22, 150
+    x_axis = make_axis([0.0, *(value for *_, values in rows for value in values)], left, width - 30, num_ticks=6)
+    zero, marks = x_axis.to_pixel(0.0), []
+    for tick, label in zip(x_axis.ticks, x_axis.labels, strict=True):
+        x = x_axis.to_pixel(tick)
+        marks.append(tag("path", d=f"M{coordinate(x)} 0V{height - 28}", class_="grid"))
+        marks.append(svg_text(x, height - 12, label, anchor="middle"))
+    for i, (name, class_, (value, low, high)) in enumerate(rows):
+        y, x = float(i * row_height + 4), x_axis.to_pixel(value)
+        shown = name if len(name) <= 24 else name[:23] + "…"
+        marks.append(svg_text(left - 8, y + 11, shown, "row-name", "end"))
+        hover = tag("title", escape(f"{name}: {value:.3g} ({low:.3g} to {high:.3g})"))
+        size = {"width": abs(x - zero), "height": row_height - 8.0}
+        marks.append(tag("rect", hover, x=min(x, zero), y=y, class_=f"stage {class_}", **size))
+        ends = f"M{coordinate(x_axis.to_pixel(low))} {coordinate(y + 7)}H{coordinate(x_axis.to_pixel(high))}"
+        marks.append(tag("path", d=ends, class_="whisker"))
+    return svg(width, height, title, *marks, class_="chart rows")
+
+
 def reliability_plot(points: Sequence[ReliabilityPoint]) -> str:
     """Plot observed rates over mean predictions with 95% intervals (Wilson 1927) and diagonal. Empty without bins."""
     size = 330
