@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from meseta.errors import ERROR_PREFIX, MesetaError
 from meseta.system.processes import Program, start_program
@@ -39,14 +39,15 @@ def run_command(arguments: Sequence[str]) -> None:
         stderr=subprocess.STDOUT,
         start_new_session=True,
     )
-    with child:
+    assert child.stdout is not None
+    with child, io.TextIOWrapper(io.BufferedReader(child.stdout), errors="replace") as output:  # type: ignore[type-var]
         try:
-            lines, error = _print_lines(child)
+            lines, error = _print_lines(output)
             code = child.wait()
         except BaseException as stopped:
             # Ctrl-C in a terminal reaches a whole process group, so that all ranks save and stop.
             os.killpg(child.pid, signal.SIGINT if isinstance(stopped, KeyboardInterrupt) else signal.SIGTERM)
-            _drain(child)
+            _drain(child, output)
             raise
     if code in (130, -signal.SIGINT):
         raise KeyboardInterrupt
@@ -54,11 +55,10 @@ def run_command(arguments: Sequence[str]) -> None:
         raise MesetaError(error or f"meseta {arguments[0]} ended with code {code}: {' | '.join(lines)}")
 
 
-def _print_lines(child: Program) -> tuple[Sequence[str], str | None]:
-    """Print the output of a process. Return its last lines, and its last error line without the prefix."""
+def _print_lines(output: Iterable[str]) -> tuple[Sequence[str], str | None]:
+    """Print the output of a command. Return its last lines, and its last error line without the prefix."""
     lines, error = deque[str](maxlen=NUM_LAST_LINES), None
-    assert child.stdout is not None
-    for line in io.TextIOWrapper(io.BufferedReader(child.stdout), errors="replace"):  # type: ignore[type-var]
+    for line in output:
         if line.startswith(ERROR_PREFIX):
             error = line.removeprefix(ERROR_PREFIX).rstrip("\n")
             continue
@@ -67,10 +67,10 @@ def _print_lines(child: Program) -> tuple[Sequence[str], str | None]:
     return lines, error
 
 
-def _drain(child: Program) -> None:
+def _drain(child: Program, output: Iterable[str]) -> None:
     """Print what a process says until it ends. A second Ctrl-C kills its process group."""
     try:
-        _print_lines(child)
+        _print_lines(output)
         child.wait()
     except KeyboardInterrupt:
         os.killpg(child.pid, signal.SIGKILL)
