@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import yaml
 
 import meseta
 from api.test_rows import KINDS
+from meseta.api.fit import _choose_run_dir, _split_options
 from meseta.cli.main import main
 from meseta.errors import MesetaError
 from meseta.train.run_dir import SPOOL_FOLDER
@@ -146,6 +148,8 @@ def test_errors_of_the_command_are_raised(table: pa.Table, tmp_path: Path) -> No
         meseta.fit(table, "label", config={"train": {"early_stopping": {"patience": 2}}}, run_dir=tmp_path / "a")
     with pytest.raises(MesetaError, match="valid=True must be a share"):
         meseta.fit(table, "label", valid=True, run_dir=tmp_path / "b")
+    with pytest.raises(MesetaError, match=r"dense 'price,age' has a comma"):
+        meseta.fit(table, "label", dense=["price,age"], run_dir=tmp_path / "c")
     assert not list(tmp_path.glob(f"*/{SPOOL_FOLDER}"))
 
 
@@ -224,9 +228,36 @@ def test_a_killed_preparation_leaves_rows_only_until_the_next_command(
     np.testing.assert_equal(run.predict({n: table[n] for n in table.column_names})["prediction"].shape, (1500,))
 
 
-def test_a_new_folder_below_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from meseta.api.fit import _choose_run_dir
+def test_held_out_rows_are_shares_times_files_or_rows(table: pa.Table, tmp_path: Path) -> None:
+    cases: list[tuple[Any, list[str]]] = [
+        (None, []),
+        (0.2, ["--valid-fraction", "0.2"]),
+        (1700000000, ["--valid-after", "1700000000"]),
+        (date(2026, 11, 1), ["--valid-after", "2026-11-01"]),
+        ("2026-11-01T12:00:00", ["--valid-after", "2026-11-01T12:00:00"]),
+        ("a.csv", ["--valid-files", "a.csv"]),
+        ([Path("a.csv"), "b.csv"], ["--valid-files", "a.csv", "--valid-files", "b.csv"]),
+    ]
+    for value, expected in cases:
+        assert _split_options("valid", value, tmp_path) == expected
+    option, path = _split_options("valid", table, tmp_path)
+    assert option == "--valid-files" and pq.read_table(path).num_rows == table.num_rows
 
+
+@pytest.mark.soak
+def test_a_split_of_rows_in_memory_is_that_of_a_file(table: pa.Table, tmp_path: Path) -> None:
+    runs = []
+    for name in ("rows", "file"):
+        data, valid = table.slice(0, 1200), table.slice(1200)
+        if name == "file":
+            pq.write_table(valid, tmp_path / "valid.parquet")
+        held_out = valid if name == "rows" else tmp_path / "valid.parquet"
+        runs.append(meseta.fit(data, "label", valid=held_out, config=CONFIG, run_dir=tmp_path / name))
+    assert final_checksum(runs[0].path) == final_checksum(runs[1].path)
+    assert runs[0].metrics["valid"]["num_samples"] == 300
+
+
+def test_a_new_folder_below_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     cases: list[tuple[Any, str]] = [(7, "runs/rows"), (7, "runs/rows-2"), ("a/clicks.csv", "runs/clicks")]
     for data, expected in cases:

@@ -27,6 +27,8 @@ Files = str | Path | Sequence[str | Path]
 HeldOut = float | int | date | str | Path | Sequence[str | Path] | Rows | None
 """Rows of a split: a share between 0 and 1, the time (a number, a date or ISO 8601) at which it begins, files, or
 rows in memory."""
+COLUMN_OPTIONS = ("label", "time", "dense", "sparse", "ignore")
+"""Arguments of `fit` that name columns."""
 
 
 def fit(
@@ -73,7 +75,7 @@ def fit(
     folder = _choose_run_dir(run_dir, document, data)
     document["run_dir"] = str(folder)
     spool = folder / SPOOL_FOLDER
-    columns = {"label": label, "time": time, "dense": dense, "sparse": sparse, "ignore": ignore}
+    columns = dict(zip(COLUMN_OPTIONS, (label, time, dense, sparse, ignore), strict=True))
     options = {**columns, "schema": schema, "split_by": split_by, "bad_rows": bad_rows, "nproc": nproc}
     shutil.rmtree(spool, ignore_errors=True)  # The rows of a process that was killed.
     try:
@@ -132,6 +134,8 @@ def _choose_run_dir(run_dir: str | Path | None, document: Mapping[str, Any], dat
 def _option(name: str, value: Any) -> list[str]:
     """Return the command-line option of an argument, or nothing for its default."""
     values = [value] if isinstance(value, (str, Path, int)) else value or ()
+    if name in COLUMN_OPTIONS and (names := [one for one in values if "," in str(one)]):
+        raise MesetaError(f"fit: {name} {names[0]!r} has a comma, which separates names; use a schema for such columns")
     return [part for one in values for part in (f"--{name.replace('_', '-')}", str(one))]
 
 
