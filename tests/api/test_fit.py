@@ -210,7 +210,7 @@ def test_an_interrupted_job_leaves_no_process_and_resumes(nproc: int, table: pa.
 def test_the_job_stops_if_its_process_is_killed(table: pa.Table, tmp_path: Path) -> None:
     job, run_dir = start_job(table, tmp_path, 2)
     job.kill()
-    job.wait()
+    job.communicate(timeout=60)
     deadline = time.monotonic() + 60
     while processes_of(run_dir) and time.monotonic() < deadline:
         time.sleep(0.1)
