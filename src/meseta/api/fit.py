@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping, Sequence
-from datetime import date, datetime
+from datetime import date
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal, TypeGuard
 
+import numpy as np
+import pyarrow as pa
 import yaml
 
 from meseta.api.command import run_command
@@ -16,6 +18,7 @@ from meseta.api.rows import Rows, as_paths, file_paths, renamed_errors, spooled_
 from meseta.api.run import Run
 from meseta.config import RunConfig, read_config_document
 from meseta.config.load import get_value
+from meseta.data.formats.table_rows import parse_times
 from meseta.data.prepare.staging import load_record
 from meseta.errors import format_value
 from meseta.spec import MesetaError
@@ -158,10 +161,9 @@ def _split_options(split: str, value: HeldOut, spool: Path) -> list[str]:
 
 def _is_time(text: str) -> bool:
     try:
-        datetime.fromisoformat(text)
-    except ValueError:
-        return text.replace(".", "", 1).isdigit()
-    return True
+        return not np.isnan(parse_times(pa.array([text]))[0])
+    except pa.ArrowInvalid:
+        return False
 
 
 def _check_same_rows(document: Mapping[str, Any], spool: Path) -> None:

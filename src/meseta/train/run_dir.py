@@ -52,7 +52,7 @@ from meseta.train.setup.source import make_row_source
 
 TRIALS_FOLDER = "trials"
 """Folder of the trials before a run, see meseta.train.sweep."""
-SPOOL_FOLDER = "spool"
+SPOOL_FOLDER = ".meseta-spool"
 """Folder of rows from memory until they are prepared, see meseta.api.fit."""
 
 
