@@ -22,6 +22,7 @@ _LAZY_IMPORTS = {
     "EmbeddingBagCollection": "meseta.embedding",
     "shard": "meseta.embedding",
     "ahead": "meseta.pipeline",
+    "Callback": "meseta.api",
     "fit": "meseta.api",
     "open_run": "meseta.api",
     "Run": "meseta.api",

@@ -20,31 +20,14 @@ import pytest
 import yaml
 
 import meseta
+from api.conftest import CONFIG
 from api.test_rows import KINDS
 from meseta.api.fit import _choose_run_dir, _split_options
 from meseta.cli.main import main
 from meseta.errors import MesetaError
 from meseta.train.run_dir import SPOOL_FOLDER
 from sampling import sample
-from small_run import final_checksum, tiny_data
-
-CONFIG = {
-    "model": {"name": "deepfm", "embedding_dim": 4, "deep_mlp": [8]},
-    "embedding": {"optimizer": {"lr": 0.05}},
-    "train": {"batch_size": 64, "log_every_steps": 5},
-}
-
-
-@pytest.fixture(scope="module")
-def table(tmp_path_factory: pytest.TempPathFactory) -> pa.Table:
-    """1,500 rows with columns of six kinds: booleans, floats, integers, text, and lists of ids and of weights."""
-    return pq.read_table(tiny_data(tmp_path_factory.getbasetemp()).with_name("tiny.parquet"))
-
-
-@pytest.fixture(scope="module")
-def trained(table: pa.Table, tmp_path_factory: pytest.TempPathFactory) -> meseta.Run:
-    """A run on rows in memory."""
-    return meseta.fit(table, "label", config=CONFIG, run_dir=tmp_path_factory.mktemp("fit") / "run")
+from small_run import final_checksum
 
 
 @pytest.fixture

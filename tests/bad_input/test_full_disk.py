@@ -118,7 +118,7 @@ def test_training_on_a_full_disk(tiny: Path, tmp_path: Path, case: dict[str, Any
     changes = {"train__max_steps": 8, "checkpoint__every_steps": 2, "checkpoint__keep_last": 3}
     if case["board"]:
         pytest.importorskip("tensorboard")
-    document = settings(tiny, run, **changes, train__tensorboard=case["board"], train__log_every_steps=1)
+    document = settings(tiny, run, **changes, train__loggers=["tensorboard"] * case["board"], train__log_every_steps=1)
     config = write_config(tmp_path / "c.yaml", document)
     with small_disk(folder, 5_000 + 20_000 * case["size"]):
         ended = run_here("train", config)

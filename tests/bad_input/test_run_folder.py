@@ -315,7 +315,10 @@ def test_an_untrusted_file_in_a_run_is_refused_in_one_line_or_left_alone(
     monkeypatch.chdir(home)
     (home / OUTSIDE).write_text("mine\n")
     (home / "other").symlink_to(trained)
-    write_config(home / "c.yaml", settings(tiny, run, **EVERY_4, train__tensorboard=case["name"] == "tensorboard"))
+    write_config(
+        home / "c.yaml",
+        settings(tiny, run, **EVERY_4, train__loggers=["tensorboard"] * (case["name"] == "tensorboard")),
+    )
     HARMS[case["harm"]](run / case["name"])
     before = tree(home)
     with within(LIMIT_S, str(case)):

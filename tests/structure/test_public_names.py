@@ -9,11 +9,11 @@ from source_tree import SOURCE
 
 PUBLIC = {
     "meseta": """
-        Communication EmbeddingBagCollection FeatureLoad FeatureSpec InitSpec JaggedTensor KeyedJaggedTensor
+        Callback Communication EmbeddingBagCollection FeatureLoad FeatureSpec InitSpec JaggedTensor KeyedJaggedTensor
         OptimizerSpec Plan Run Shard ShardingType TableSpec Topology Workload __version__ ahead fit make_plan open_run
         shard
     """,
-    "meseta.api": "Run fit open_run",
+    "meseta.api": "Callback Run fit open_run",
     "meseta.checkpoint": """
         CheckpointDifference CheckpointSummary DamagedCheckpoint LoadedCheckpoint Mirror SaveOptions WriteRateLimiter
         compact compare export fallback_checkpoint_error fetch find_checkpoint latest_complete list_checkpoints load

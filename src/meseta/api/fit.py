@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import yaml
 
+from meseta.api.callbacks import Callback
 from meseta.api.command import run_command
 from meseta.api.rows import Rows, as_paths, file_paths, renamed_errors, spooled_names
 from meseta.api.run import Run
@@ -50,13 +51,15 @@ def fit(
     config: str | Path | Mapping[str, Any] | RunConfig | None = None,
     run_dir: str | Path | None = None,
     nproc: int = 1,
+    callbacks: Sequence[Callback] = (),
 ) -> Run:
     """Prepare data, train a model, evaluate it, and return the run.
 
     It runs `meseta train --data` in a child process, and the result has the same bits. The same call with the same
     `run_dir` resumes a run that was interrupted. Rows in memory are copied to a Parquet file in `run_dir`, block by
     block, which is removed once they are prepared, or after an error.
-    Raises MesetaError for invalid data or options, and KeyboardInterrupt after Ctrl-C, when all ranks have ended.
+    Raises MesetaError for invalid data or options, KeyboardInterrupt after Ctrl-C, when all ranks have ended, and
+    errors of callbacks.
 
     Args:
         data: Files, or rows in memory.
@@ -73,6 +76,7 @@ def fit(
         config: Settings of the run, as for `meseta train`.
         run_dir: Folder of the run. `None` takes that of `config`, or a new folder below runs/.
         nproc: Number of ranks on this machine.
+        callbacks: Objects that this process calls with the events of the run. They may stop it.
     """
     document = _config_document(config)
     folder = _choose_run_dir(run_dir, document, data)
@@ -95,7 +99,7 @@ def fit(
         names = spooled_names(paths, spool)
         names[f"config {str(spool / 'config.yaml')!r}"] = f"config {str(config)!r}" if _is_path(config) else "config"
         with renamed_errors(names):
-            run_command(arguments)
+            run_command(arguments, callbacks)
     except OSError as error:
         raise MesetaError(f"fit: {error.filename or str(folder)!r}: {error.strerror}; choose another run_dir") from None
     finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from meseta.api.callbacks import Callback
 from meseta.api.command import run_command
 from meseta.api.rows import Rows, file_paths, like_rows, renamed_errors, spooled_names
 from meseta.checkpoint.listing import CheckpointInfo, list_checkpoints
@@ -153,9 +154,10 @@ class Run:
 
         return write_report(self.path)
 
-    def resume(self, nproc: int = 1) -> Run:
+    def resume(self, nproc: int = 1, callbacks: Sequence[Callback] = ()) -> Run:
         """Continue a run that was interrupted, without the raw data, and return it. See `fit` for errors."""
-        run_command(["train", str(self.path / "config.yaml"), f"run_dir={self.path}", "--nproc", str(nproc)])
+        config = str(self.path / "config.yaml")
+        run_command(["train", config, f"run_dir={self.path}", "--nproc", str(nproc)], callbacks)
         return Run(self.path)
 
     def __repr__(self) -> str:

@@ -40,6 +40,7 @@ from meseta.cli.prepare import (
 )
 from meseta.cli.restarts import RestartPolicy, run_with_restarts
 from meseta.errors import FormerNameWarning, MesetaError, format_value
+from meseta.system.environment import check_extras
 from meseta.system.ranks import is_distributed, is_first_rank
 from meseta.telemetry.detail import CurrentDetail
 
@@ -158,6 +159,7 @@ def train(
     )
     _choose_folders(document, data or [], said)
     settings = validate_document(document, config)
+    check_extras(settings.train.loggers, "train.loggers")  # Before data are prepared, which may take hours.
     with ExitStack() as stack:
         if not is_nproc_rank():
             if readers != "0":

@@ -19,6 +19,8 @@ KEYS = {
     "storage.near_bytes": "storage.cache_bytes",
 }
 """Current path of each former key."""
+FLAGS = {"train.tensorboard": ("train.loggers", "tensorboard")}
+"""(current key, entry that `true` adds to its list) of each former key with a truth value."""
 VALUES = {
     "comm.exchange": FORMER_EXCHANGES,
     "comm.dense_exchange": FORMER_DENSE_EXCHANGES,
@@ -56,6 +58,7 @@ def rename_values(document: dict[str, Any], *, warns: bool) -> None:
     """Rename the former values of a config document, and former keys in its plan, in place. If `warns`, warn about
     each."""
     _rename_plan_keys(document, warns=warns)
+    _move_flags(document, warns=warns)
     for path, former in VALUES.items():
         section, key = _section_with(document, path)
         if section is None:
@@ -67,6 +70,20 @@ def rename_values(document: dict[str, Any], *, warns: bool) -> None:
         for name in value if isinstance(value, list) else [value]:
             if warns and (current := rename_value(name, former)) != name:
                 _warn(f"value {name!r} of config key {path!r} is now {current!r}; rename it")
+
+
+def _move_flags(document: dict[str, Any], *, warns: bool) -> None:
+    """Replace former keys with a truth value by entries of lists, in place. Other values are left to the validation."""
+    for path, (current_path, entry) in FLAGS.items():
+        section, former = _section_with(document, path)
+        if section is None or not isinstance(section[former], bool):
+            continue
+        if warns:
+            _warn(f"config key {path!r} is now an entry of {current_path!r}; write {current_path}: [{entry}]")
+        key = current_path.rpartition(".")[2]
+        entries = section.get(key) or []
+        if section.pop(former) and entry not in entries:
+            section[key] = [*entries, entry]
 
 
 def _rename_plan_keys(document: dict[str, Any], *, warns: bool) -> None:

@@ -217,8 +217,9 @@ class TrainConfig(Section):
     """Number of steps after which training stops; None: after `epochs`."""
     log_every_steps: PositiveInt = 50
     """Number of steps between lines of metrics.jsonl."""
-    tensorboard: bool = False
-    """Whether to also write the values of metrics.jsonl to run_dir/tensorboard. Requires the extra 'tensorboard'."""
+    loggers: tuple[Literal["tensorboard", "mlflow", "wandb"], ...] = ()
+    """Programs that also receive the values of metrics.jsonl. Each requires the extra of its name. 'tensorboard' writes
+    to run_dir/tensorboard. The environment variables of MLflow and of Weights & Biases choose server and project."""
     eval_every_steps: PositiveInt | None = None
     """Number of steps between evaluations on the split valid, or on test if there is no valid; None: see
     eval_every_epochs."""

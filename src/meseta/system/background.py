@@ -28,21 +28,30 @@ class BackgroundJobs:
 
     def submit(self, job: Callable[[], object]) -> None:
         """Queue a job. Waits while the queue is full."""
+        self._submit(job, None)
+
+    def try_submit(self, job: Callable[[], object]) -> bool:
+        """Queue a job, unless the queue is full. Return whether it was not full."""
+        return self._submit(job, 0.0)
+
+    def _submit(self, job: Callable[[], object], timeout_s: float | None) -> bool:
         with self._changed:
-            self._changed.wait_for(lambda: len(self._pending) < self._max_pending)
+            if not self._changed.wait_for(lambda: len(self._pending) < self._max_pending, timeout_s):
+                return False
             if self.has_failed:
-                return
+                return True
             self._pending.append(job)
             self._changed.notify_all()
         if self._thread is None:
             # A daemon, so that a job that never ends does not keep the process alive.
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
+        return True
 
-    def wait(self) -> None:
-        """Wait until all jobs have ended. Raises no error of a job."""
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until all jobs have ended. Return whether they have, within `timeout_s`. Raises no error of a job."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._pending)
+            return self._changed.wait_for(lambda: not self._pending, timeout_s)
 
     def join(self) -> None:
         """Wait until all jobs and the thread have ended. Raises no error of a job."""

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import subprocess
+from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 
+from meseta.errors import MesetaError
 from meseta.system.processes import run_program
 from meseta.system.processors import read_processor
 
@@ -17,6 +20,17 @@ def package_version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "not installed"
+
+
+def check_extras(names: Iterable[str], setting: str) -> None:
+    """Raise MesetaError, which mentions `setting`, if a package is not installed whose extra has the same name."""
+    for name in names:
+        spec = find_spec(name)
+        if spec is None or spec.origin is None:  # A folder of the name is no package.
+            raise MesetaError(
+                f"{setting} has {name!r}, but the package {name} is not installed; "
+                f"pip install 'meseta[{name}]', or remove {name!r} from {setting}"
+            )
 
 
 def git_commit() -> str:

@@ -52,6 +52,8 @@ from meseta.train.setup.source import make_row_source
 
 TRIALS_FOLDER = "trials"
 """Folder of the trials before a run, see meseta.train.sweep."""
+LOGGER_FILES = {"mlflow": "mlflow.json", "wandb": "wandb.json"}
+"""Files with the id of the run in each logger, see meseta.train.interop.loggers."""
 SPOOL_FOLDER = ".meseta-spool"
 """Folder of rows from memory until they are prepared, see meseta.api.fit."""
 
@@ -137,7 +139,8 @@ class RunDir:
             with self._wrap_write_errors():
                 make_store(self.checkpoints).remove_all()
                 shutil.rmtree(self.path / TRIALS_FOLDER, ignore_errors=True)
-                for name in (METRICS_FILE, SUMMARY_FILE, TIMELINE_FILE, TRIALS_FILE, "report.html"):
+                names = METRICS_FILE, SUMMARY_FILE, TIMELINE_FILE, TRIALS_FILE, "report.html", *LOGGER_FILES.values()
+                for name in names:
                     (self.path / name).unlink(missing_ok=True)
         finally:
             self.unlock()

@@ -7,7 +7,7 @@ import secrets
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from meseta.checkpoint.background import BackgroundSaver, select_in_place
 from meseta.checkpoint.delta_tracker import DeltaTracker
 from meseta.checkpoint.failures import run_on_all_ranks
 from meseta.checkpoint.files.direct_io import MIN_BYTES_PER_S
-from meseta.checkpoint.files.paths import checkpoint_name
+from meseta.checkpoint.files.paths import checkpoint_name, checkpoint_path
 from meseta.checkpoint.manifest import RUN_ID
 from meseta.checkpoint.policy import is_cumulative
 from meseta.checkpoint.store.store import make_store
@@ -52,7 +52,14 @@ NUM_FLAGS = 3
 class CheckpointManager:
     """Checkpoints of one run. Every rank has a manager, and all ranks make the same calls."""
 
-    def __init__(self, config: CheckpointConfig, folder: Location, world: World) -> None:
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        folder: Location,
+        world: World,
+        on_saved: Callable[[int, Location], object] | None = None,
+    ) -> None:
+        """Create a manager that calls `on_saved` on rank 0, in any thread, with step and path of a new checkpoint."""
         self.saved_step = 0
         """Step of the newest checkpoint. 0 if there is none."""
         self.is_stopping = False
@@ -64,6 +71,7 @@ class CheckpointManager:
         self._folder = folder
         self._store = make_store(folder)
         self._world = world
+        self._on_saved = on_saved
         self._last_save_s = time.monotonic()
         self._is_interval_due = False
         # Whether rank 0 has reported the end of the current interval. The sums may arrive one step later, and it must
@@ -168,7 +176,7 @@ class CheckpointManager:
             is_last: Whether the run ends with this checkpoint.
             prefetched: Prefetched embeddings, in tensors that are not modified later.
         """
-        prune = partial(self._prune_on_rank_0, best_step if self._config.keep_best else None)
+        finish = partial(self._finish_on_rank_0, step, best_step if self._config.keep_best else None)
         self._finish_background_save()
         ends = is_last or self.is_stopping
         self._last_save_s, self._has_reported_interval = time.monotonic(), False
@@ -191,11 +199,11 @@ class CheckpointManager:
         try:
             if not ends and self._should_save_in_background(shards, rows):
                 self._background_saver.start(
-                    self._store, shards=shards, rows=rows, dense=dense, on_saved=prune, **arguments
+                    self._store, shards=shards, rows=rows, dense=dense, on_saved=finish, **arguments
                 )
             else:
                 self._save_now(shards, rows, dense, arguments)
-                prune(self._world)
+                finish(self._world)
         except MesetaError as error:
             self._delta_tracker.restore_marks(shards)
             self._handle_save_error(error, ends)
@@ -291,8 +299,13 @@ class CheckpointManager:
             self._mirror.get(self._folder, best)  # Fetched first, so that a run killed in between can resume from it.
         self._mirror.get(self._folder)
 
-    def _prune_on_rank_0(self, kept: int | None, world: World) -> None:
-        world.run_on_rank_0(lambda: self._prune_and_mirror(kept))
+    def _finish_on_rank_0(self, step: int, kept: int | None, world: World) -> None:
+        world.run_on_rank_0(lambda: self._finish_save(step, kept))
+
+    def _finish_save(self, step: int, kept: int | None) -> None:
+        if self._on_saved is not None:
+            self._on_saved(step, checkpoint_path(self._folder, step))
+        self._prune_and_mirror(kept)
 
     def _prune_and_mirror(self, kept: int | None) -> None:
         try:

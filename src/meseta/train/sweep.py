@@ -111,7 +111,7 @@ def _trial_config(config: RunConfig, dataset: Dataset, rate: float, run_dir: Pat
         "checkpoint": None,
         "check_memory": config.check_memory and rate == CANDIDATE_RATES[0],
     }
-    document["train"] |= {"finish": "last", "epochs": min(config.train.epochs, math.ceil(epochs)), "tensorboard": False}
+    document["train"] |= {"finish": "last", "epochs": min(config.train.epochs, math.ceil(epochs)), "loggers": ()}
     if config.train.early_stopping.patience is not None:
         document["train"]["early_stopping"]["patience"] = 1
     if epochs < 1:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from itertools import islice
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -30,7 +30,7 @@ from meseta.train.evaluation_tracker import (
     is_evaluation_due,
 )
 from meseta.train.interop.profile import ProfiledSteps, Profiler, choose_profiled_steps
-from meseta.train.interop.tensorboard import TensorBoardWriter
+from meseta.train.observers import RunObservers
 from meseta.train.progress import RateDrops, TrainProgress
 from meseta.train.run_dir import RunDir
 from meseta.train.run_summary import RunSummary, num_unknown_collectives, write_summary
@@ -103,8 +103,7 @@ class Trainer:
             self._start_reading()  # Reads while the model is created.
             self._build(with_test)
             held.callback(self.checkpoint_manager.close)
-            if self.tensorboard is not None:
-                held.callback(self.tensorboard.close)
+            held.callback(self.observers.close)
             held.callback(self.background_metrics.close)  # Before an error, write the lines of completed steps.
             self._saved_optimizers = resuming.resume(self, newest, start_position)
             self.num_steps = count_steps(config, self.reader, self.step)
@@ -135,9 +134,11 @@ class Trainer:
         check_early_stopping(config.train.early_stopping, self.dataset)
         self.running_metrics = RunningMetrics(self.dataset.labels, task_weights(config, self.dataset), world)
         self.background_metrics = BackgroundMetrics(self.running_metrics, world)
-        self.tensorboard = TensorBoardWriter(self.run_dir.path / "tensorboard") if config.train.tensorboard else None
+        self.observers = RunObservers(config, self.run_dir, world)
         kept = config.checkpoint.model_copy(update={"keep_best": config.keeps_best})
-        self.checkpoint_manager = CheckpointManager(kept, self.run_dir.checkpoints, world)
+        self.checkpoint_manager = CheckpointManager(
+            kept, self.run_dir.checkpoints, world, on_saved=self.observers.add_checkpoint
+        )
 
     def run(self) -> dict[str, Any]:
         """Train to the end, save, evaluate and write the report. Return the content of summary.json.
@@ -177,6 +178,7 @@ class Trainer:
         former = self.world.broadcast_from_rank_0(self.run_dir.read_summary)
         self.world.run_on_rank_0(self._prepare_run_dir)
         publish_record(self.run_dir.path, self.step)
+        self.observers.begin(self.step, self.num_steps, self.num_samples)
         first = self.step
         with self._open_progress() as progress:
             if first:
@@ -197,11 +199,14 @@ class Trainer:
                 progress.print_result(
                     f"stopped after step {self.step}, saved in {saved}; the same command resumes from there"
                 )
+                progress.warn(self.observers.close("interrupted"))
                 raise self.checkpoint_manager.make_interrupt()
             outside = self._sum_out_of_range_ids()
             evaluations = self._evaluate_final_weights(progress)
+            progress.warn(self.observers.close("completed"))
         summary = write_summary(self, former, evaluations, outside)
         self.checkpoint_manager.sync_mirror()
+        self.observers.end(self.step, self.num_samples)
         return summary
 
     def _open_progress(self, *, trial: bool = False) -> TrainProgress:
@@ -225,8 +230,6 @@ class Trainer:
                 resuming.report_topology_change(self.run_dir, plan)
         self.run_dir.begin(config, self.dataset, plan.to_dict(), str(self.world.device))
         self.run_dir.truncate_metrics(self.step, self.num_steps)
-        if self.tensorboard is not None:
-            self.tensorboard.begin(self.run_dir.lines())
 
     def _evaluate_final_weights(self, progress: TrainProgress) -> dict[str, EvalLine]:
         """Return the evaluations of the final weights by split. These are the last weights, or the best evaluated
@@ -262,9 +265,7 @@ class Trainer:
         with closing(
             self.pipeline.steps(batches, schedule=self._set_learning_rates, votes=self.checkpoint_manager.flags)
         ) as steps:
-            while self.step < self.num_steps and not (
-                self.early_stopping.should_stop or self.checkpoint_manager.is_stopping
-            ):
+            while self.step < self.num_steps and not (self._ends_early or self.checkpoint_manager.is_stopping):
                 self.profiler.on_step(self.step, progress.print_line)
                 self._record(self._run_step(steps))
                 if drop := drops.poll(self.step, *self._learning_rates()):
@@ -272,7 +273,9 @@ class Trainer:
                 if self.step % self.config.train.log_every_steps == 0 or self.step == self.num_steps:
                     self._log(progress)
                 progress.step(self.step, self.num_samples)
-                progress.warn(self.checkpoint_manager.pop_warnings())
+                self.observers.add_step(self.step, self.num_samples)
+                self._wait_for_callbacks("step")
+                progress.warn([*self.checkpoint_manager.pop_warnings(), *self.observers.pop_warnings()])
                 is_due = self.step < self.num_steps
                 if is_due and self._is_evaluation_due():
                     with self.clock.pause():
@@ -284,10 +287,22 @@ class Trainer:
                         self._save()
             self._synchronize()
             self.pipeline.snapshot_prefetched()
+        self.clock.lap()  # Of the steps after the last log line, if a run ends between two.
+        self.clock.start()
         self.background_metrics.wait()
         self.profiler.close(self.step, progress.print_line)
-        if self.early_stopping.should_stop and self.step < self.num_steps:
-            progress.print_line(f"stopped at step {self.step}: {self.early_stopping}")
+        if self._ends_early and self.step < self.num_steps:
+            reason = self.early_stopping if self.early_stopping.should_stop else "a callback returned True"
+            progress.print_line(f"stopped at step {self.step}: {reason}")
+
+    @property
+    def _ends_early(self) -> bool:
+        return self.early_stopping.should_stop or self.observers.should_stop
+
+    def _wait_for_callbacks(self, kind: Literal["step", "train"]) -> None:
+        if self.observers.waits_for(kind):
+            with self.clock.pause():
+                self.observers.wait(kind)
 
     def _set_learning_rates(self) -> float:
         falls = self.evaluation_tracker.num_reductions
@@ -356,6 +371,9 @@ class Trainer:
         self.background_metrics.write(
             lambda: self._write(TrainLine(kind="train", **measured, **compute_metrics()), progress)
         )
+        if self.observers.waits_for("train"):
+            self.background_metrics.wait()
+            self._wait_for_callbacks("train")
         self._last_logged = (self.step, self.num_samples)
         self.clock.start()
 
@@ -377,6 +395,7 @@ class Trainer:
         )
         self._write(line, progress)
         self._track_evaluation(line)
+        self.observers.wait("eval")
         return line
 
     def _track_evaluation(self, line: EvalLine) -> None:
@@ -385,8 +404,7 @@ class Trainer:
     def _write(self, line: Line, progress: TrainProgress) -> None:
         if self.world.rank == 0:
             self.run_dir.append_metrics(line)
-            if self.tensorboard is not None:
-                self.tensorboard.add(line)
+            self.observers.add(line)
         progress.log(line)
 
     def _sum_out_of_range_ids(self) -> dict[str, int]:
@@ -412,7 +430,7 @@ class Trainer:
             **self.evaluation_tracker.get_state(),
         }
         dense = {**dense_tensors(self.model, self.optimizer, self.world), **self.running_metrics.get_tensors()}
-        is_last = self.step == self.num_steps or self.early_stopping.should_stop
+        is_last = self.step == self.num_steps or self._ends_early
         prefetched = self.pipeline.snapshot_prefetched()
         prefetched_tensors = None if prefetched is None else prefetched.to_tensors()
         self.checkpoint_manager.save(

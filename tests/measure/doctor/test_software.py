@@ -20,7 +20,7 @@ GOOD = {
     "torch": "2.13.0+cpu", "numpy": "2.4.6", "pyarrow": "26.0.1", "pydantic": "2.14.3", "typer": "0.29.2",
     "rich": "15.0.0", "fsspec": "2026.9.0", "safetensors": "0.8.0", "jaxtyping": "0.3.11", "pyyaml": "6.0.3",
     "cryptography": "50.0.2", "polars": "2.1.0", "tensorboard": "2.21.0", "s3fs": "2026.9.0", "gcsfs": "2026.9.0",
-    "onnx": "1.22.0", "onnxscript": "0.7.1", "triton": "3.9.0",
+    "onnx": "1.22.0", "onnxscript": "0.7.1", "triton": "3.9.0", "mlflow-skinny": "3.17.2", "wandb": "0.31.0",
 }  # fmt: skip
 TORCH: dict[str, Any] = {"version": "2.13.0+cpu", "cuda": None, "hip": None}
 CUDA = TORCH | {"cuda": "13.0"}
@@ -77,9 +77,8 @@ def test_torch() -> None:
 
 def test_extras() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    named = {
-        re.split(">=", entry)[0] for extra in ("bench", "tensorboard", "onnx", "s3", "gcs") for entry in extras[extra]
-    }
+    optional = ("bench", "tensorboard", "mlflow", "wandb", "onnx", "s3", "gcs")
+    named = {re.split(">=", entry)[0] for extra in optional for entry in extras[extra]}
     assert packages.OPTIONAL.keys() == named
     assert packages.check_optional(GOOD.get).state == "ok"
     finding = packages.check_optional(without("polars"))

@@ -77,7 +77,9 @@ OPTIONAL = {
     "gcsfs": "files and checkpoints at gs://",
     "onnx": "`checkpoint export --format onnx`",
     "onnxscript": "`checkpoint export --format onnx`",
-    "tensorboard": "`train.tensorboard`",
+    "tensorboard": "`train.loggers`",
+    "mlflow-skinny": "`train.loggers`",
+    "wandb": "`train.loggers`",
     "polars": "a peer in `benchmarks/`",
 }
 """Purpose of each optional package."""

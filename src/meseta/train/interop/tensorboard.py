@@ -45,15 +45,10 @@ class TensorBoardWriter:
     """Writes run_dir/tensorboard from the lines of metrics.jsonl, on one rank."""
 
     def __init__(self, folder: Path) -> None:
-        """Create a writer. Raises MesetaError if the package tensorboard is not installed."""
-        try:
-            from tensorboard.compat.proto import event_pb2, summary_pb2
-            from tensorboard.summary.writer.record_writer import RecordWriter
-        except ImportError as error:
-            raise MesetaError(
-                f"train.tensorboard is set, but the package tensorboard cannot be imported ({error}); "
-                "pip install 'meseta[tensorboard]', or set train.tensorboard=false"
-            ) from None
+        """Create a writer. Requires the package tensorboard."""
+        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
         self._event, self._log = event_pb2.Event, event_pb2.SessionLog
         self._summary, self._record_writer = summary_pb2.Summary, RecordWriter
         self._folder = folder
@@ -84,8 +79,8 @@ class TensorBoardWriter:
         with self._wrap_write_errors():
             self._add(line)
 
-    def close(self) -> None:
-        """Close the file if it is open."""
+    def close(self, outcome: str = "completed") -> None:
+        """Close the file if it is open, whatever the outcome of the run."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -109,6 +104,6 @@ class TensorBoardWriter:
             yield
         except OSError as error:
             raise MesetaError(
-                f"train.tensorboard: folder {str(self._folder)!r} cannot be written: {error.strerror}; free space "
-                "there, or set train.tensorboard=false"
+                f"folder {str(self._folder)!r} cannot be written: {error.strerror}; free space there, or remove "
+                "'tensorboard' from train.loggers"
             ) from None
