@@ -142,12 +142,3 @@ def test_predictions_have_the_form_of_the_rows() -> None:
     assert type(got) is type(frame) and got.index.equals(frame.index) and got["prediction"].dtype == np.float32
     polars = polars_frame(table)
     assert type(rows.like_rows(predictions, polars)) is type(polars)
-
-
-def test_errors_about_spooled_files_name_the_data(tmp_path: Path) -> None:
-    path = str(tmp_path / "abc.parquet")
-    names = rows.spooled_names([path, "x.csv"], tmp_path)
-    with pytest.raises(MesetaError, match=r"^data lacks 'city' of data$"), rows.renamed_errors(names):
-        raise MesetaError(f"source {path!r} lacks 'city' of {path!r}")
-    with pytest.raises(MesetaError, match=r"^source 'x.csv' lacks 'city'; add it$"), rows.renamed_errors(names):
-        raise MesetaError("source 'x.csv' lacks 'city'", remedy="add it")
