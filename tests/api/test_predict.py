@@ -58,6 +58,7 @@ REFUSED = {
     "missing price": "'price'",
     "missing tags": "'tags'",
     "missing tags.weight": "'tags.weight'",
+    "age as text": "'age'",
     "price as words": "'price'",
     "tags as text": "'tags'",
 }
@@ -103,14 +104,18 @@ def test_rows_of_every_kind_are_predicted_as_a_file(
 ) -> None:
     changed = CHANGES[change](table.slice(0, 300))
     expected = predict_file(trained, changed, tmp_path)
-    assert isinstance(expected, str) == (change in REFUSED) and REFUSED.get(change, "") in expected
+    if change in REFUSED:
+        assert isinstance(expected, str) and REFUSED[change] in expected
+    has_text = "city" in changed.column_names and not pa.types.is_dictionary(changed.schema.field("city").type)
     for kind, convert in KINDS.items():
-        rows: Any = convert(changed) if kind != "categories" or "city" in changed.column_names else changed
+        rows: Any = convert(changed) if kind != "categories" or has_text else changed
         if isinstance(expected, str):
             with pytest.raises(MesetaError) as raised:
                 trained.predict(rows)
-            assert str(raised.value) == expected, kind
+            # Frames of pandas and polars have large text.
+            assert str(raised.value).replace("large_string", "string") == expected, kind
             continue
+        assert change not in REFUSED
         predictions = trained.predict(rows)
         np.testing.assert_array_equal(predictions["prediction"], expected, kind)
         assert type(predictions) is (type(rows) if kind in {"dict", "pandas", "polars"} else pa.Table), kind

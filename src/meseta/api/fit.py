@@ -180,7 +180,7 @@ def _split_options(split: str, value: HeldOut, spool: Path) -> list[str]:
         return []
     if isinstance(value, bool):
         raise MesetaError(f"fit: {split}={value} must be a share, a time, files or rows")
-    if isinstance(value, Real) and 0 <= value < 1:
+    if isinstance(value, Real) and 0 <= float(value) < 1:
         return [f"--{split}-fraction", str(value)]
     if isinstance(value, Real):
         return [f"--{split}-after", str(value)]
