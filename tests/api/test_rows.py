@@ -53,16 +53,23 @@ def pandas_frame(table: pa.Table) -> Any:
     return frame.set_axis(frame.index[::-1])
 
 
+def encode_city(table: pa.Table) -> pa.Table:
+    """Return a table whose column "city", if it is text, is a dictionary."""
+    index = table.column_names.index("city") if "city" in table.column_names else -1
+    if index < 0 or not pa.types.is_string(table.schema.field(index).type):
+        return table
+    return table.set_column(index, "city", table["city"].dictionary_encode())
+
+
 KINDS: dict[str, Callable[[pa.Table], Any]] = {
     "pyarrow table": lambda table: table,
     "record batch": lambda table: table.to_batches()[0],
     "stream": lambda table: batches_of(table, 7),
     "dict": lambda table: {name: table[name] for name in table.column_names},
-    "categories": lambda table: table.set_column(
-        table.column_names.index("city"), "city", table["city"].dictionary_encode()
-    ),
+    "categories": encode_city,
     "pandas": pandas_frame,
     "polars": polars_frame,
+    "polars categories": lambda table: polars_frame(encode_city(table)),
     "DuckDB": duckdb_relation,
 }
 

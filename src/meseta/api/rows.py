@@ -144,7 +144,19 @@ def _blocks(stream: pa.RecordBatchReader, schema: pa.Schema) -> Iterator[pa.Reco
 
 def _join(batches: Sequence[pa.RecordBatch], schema: pa.Schema) -> list[pa.RecordBatch]:
     """Return one batch, or several if a column has more than 2 GB of text."""
-    return pa.Table.from_batches(batches).cast(schema).combine_chunks().to_batches()
+    table = pa.Table.from_batches([_with_plain_categories(batch) for batch in batches])
+    return table.cast(schema).combine_chunks().to_batches()
+
+
+def _with_plain_categories(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Return a batch without string views in dictionaries, which Arrow cannot decode. Frames of polars have them."""
+    columns = [
+        pa.DictionaryArray.from_arrays(column.indices, column.dictionary.cast(_stored_type(column.type)))
+        if pa.types.is_dictionary(column.type)
+        else column
+        for column in batch.columns
+    ]
+    return pa.RecordBatch.from_arrays(columns, names=batch.schema.names)
 
 
 def like_rows(predictions: pa.Table, data: Any) -> Any:
