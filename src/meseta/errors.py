@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import difflib
 import math
+import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
 from numbers import Real
+from pathlib import Path
 from typing import Any, TypeVar
 
 # `Self` would be shorter, but the type checks of `make soak` cannot resolve it.
@@ -35,6 +37,15 @@ class MesetaError(ValueError):
 
     def __str__(self) -> str:
         return self.reason if self.remedy is None else f"{self.reason}; {self.remedy}"
+
+    def _render_traceback_(self) -> list[str]:
+        """Return what notebooks show: the lines of the user's code and the message, without frames of this package."""
+        import traceback
+
+        hidden = re.compile(rf"{re.escape(str(Path(__file__).parent))}/|{re.escape(contextlib.__file__)}|.*/IPython/")
+        frames = [frame for frame in traceback.extract_tb(self.__traceback__) if not hidden.match(frame.filename)]
+        text = "".join([*traceback.format_list(frames), f"{type(self).__name__}: {self}"])
+        return text.splitlines()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _copy_of, (type(self), self.reason), self.__dict__
@@ -142,7 +153,7 @@ def check_choice(owner: str, name: str, value: object, known: Collection[str]) -
 def check_number(owner: str, name: str, value: object) -> float:
     """Return `value` as a float. Raises MesetaError if it is not a finite number."""
     if not isinstance(value, bool) and isinstance(value, Real):
-        with suppress(OverflowError):  # An int may exceed the range of float.
+        with contextlib.suppress(OverflowError):  # An int may exceed the range of float.
             if math.isfinite(number := float(value)):
                 return number
     raise MesetaError(f"{owner}: {name} must be a finite number, got {format_value(value)}")

@@ -24,8 +24,8 @@ from api.conftest import CONFIG
 from api.test_rows import KINDS
 from meseta.api.fit import _choose_run_dir, _split_options
 from meseta.cli.main import main
+from meseta.data.prepare.staging import SPOOL_FOLDER
 from meseta.errors import MesetaError
-from meseta.train.run_dir import SPOOL_FOLDER
 from sampling import sample
 from small_run import final_checksum
 
@@ -126,6 +126,77 @@ def test_other_rows_are_refused(table: pa.Table, trained: meseta.Run) -> None:
     assert not (trained.path / SPOOL_FOLDER).exists()
 
 
+@pytest.mark.soak
+def test_a_moved_run_continues_with_the_same_rows(table: pa.Table, trained: meseta.Run, tmp_path: Path) -> None:
+    moved = Path(shutil.copytree(trained.path, tmp_path / "moved"))
+    config = moved / "config.yaml"
+    config.write_text(config.read_text().replace(str(trained.path), "/nowhere/run"))
+    with pytest.raises(MesetaError, match=r"has a run on other rows than these \(hash \w+, now \w+\)"):
+        meseta.fit(table.slice(1), "label", config=CONFIG, run_dir=moved)
+    # Nothing is prepared or trained again.
+    files = {path: path.stat().st_mtime_ns for path in moved.glob("data/**/*")}
+    assert files and meseta.open_run(moved).evaluate() == trained.evaluate()
+    run = meseta.fit(table, "label", config=CONFIG, run_dir=moved)
+    assert run.metrics == trained.metrics and final_checksum(moved) == final_checksum(trained.path)
+    assert {path: path.stat().st_mtime_ns for path in moved.glob("data/**/*")} == files
+
+
+@pytest.mark.soak
+def test_an_interrupted_run_resumes_after_it_was_moved(table: pa.Table, tmp_path: Path) -> None:
+    job, run_dir = start_job(table, tmp_path, 1)
+    job.send_signal(signal.SIGINT)
+    job.communicate(timeout=60)
+    before = meseta.open_run(run_dir).checkpoints[-1].summary
+    for name in ("fit", "resume"):
+        shutil.copytree(run_dir, tmp_path / name / "run")
+    run_dir.rename(tmp_path / "away")
+    exec(JOB.format(config=CONFIG, data=str(tmp_path / "rows.parquet"), run_dir=str(tmp_path / "fit/run"), nproc=1))
+    meseta.open_run(tmp_path / "resume/run").resume()
+    for name in ("fit", "resume"):
+        run = meseta.open_run(tmp_path / name / "run")
+        after = run.checkpoints[-1].summary
+        assert before is not None and after is not None and after.step > before.step and "test" in run.metrics
+        assert not run_dir.exists()
+    assert final_checksum(tmp_path / "fit/run") == final_checksum(tmp_path / "resume/run")
+
+
+def test_a_second_fit_in_a_folder_is_refused(table: pa.Table, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        yield table.to_batches()[0]
+        with pytest.raises(MesetaError, match=rf"/run' is in use: another fit of process {os.getpid()} on "):
+            meseta.fit(table, "label", run_dir=run_dir)
+        assert (run_dir / SPOOL_FOLDER).exists()
+        raise OSError("the database is gone")
+
+    with pytest.raises(OSError, match="the database is gone"):
+        meseta.fit(pa.RecordBatchReader.from_batches(table.schema, batches()), "label", run_dir=run_dir)
+    assert list(run_dir.iterdir()) == []
+
+
+@pytest.mark.soak
+def test_a_killed_fit_leaves_no_lock(table: pa.Table, tmp_path: Path) -> None:
+    pq.write_table(table, tmp_path / "rows.parquet")
+    text = f"""
+import time, pyarrow as pa, pyarrow.parquet as pq, meseta
+def batches():
+    yield table.to_batches()[0]
+    print("spooled", flush=True)
+    time.sleep(600)
+table = pq.read_table({str(tmp_path / "rows.parquet")!r})
+meseta.fit(pa.RecordBatchReader.from_batches(table.schema, batches()), run_dir={str(tmp_path / "run")!r})
+"""
+    with subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, text=True) as job:
+        assert job.stdout is not None and job.stdout.readline() == "spooled\n"
+        with pytest.raises(MesetaError, match=f"is in use: another fit of process {job.pid} on "):
+            meseta.fit(table, "label", config=CONFIG, run_dir=tmp_path / "run")
+        job.kill()
+    assert (tmp_path / "run" / SPOOL_FOLDER).exists()
+    run = meseta.fit(table, "label", config=CONFIG, run_dir=tmp_path / "run")
+    assert "test" in run.metrics and not list(run.path.glob(f"{SPOOL_FOLDER}*"))
+
+
 def test_errors_of_the_command_are_raised(table: pa.Table, tmp_path: Path) -> None:
     with pytest.raises(MesetaError, match=r"^config: key 'train': early_stopping.patience needs evaluations"):
         meseta.fit(table, "label", config={"train": {"early_stopping": {"patience": 2}}}, run_dir=tmp_path / "a")
@@ -215,7 +286,9 @@ def test_held_out_rows_are_shares_times_files_or_rows(table: pa.Table, tmp_path:
     cases: list[tuple[Any, list[str]]] = [
         (None, []),
         (0.2, ["--valid-fraction", "0.2"]),
+        (0, ["--valid-fraction", "0"]),
         (1700000000, ["--valid-after", "1700000000"]),
+        (np.int64(1700000000), ["--valid-after", "1700000000"]),
         (date(2026, 11, 1), ["--valid-after", "2026-11-01"]),
         ("2026-11-01T12:00:00", ["--valid-after", "2026-11-01T12:00:00"]),
         ("a.csv", ["--valid-files", "a.csv"]),

@@ -69,9 +69,21 @@ def test_a_silent_minute_ends_with_a_line(
     assert STEP_TEXT not in lines(capsys, trial=trial)
 
 
+class Screen(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_forced_colors_make_no_bar(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    # Notebooks set these variables.
+    for name, value in {"FORCE_COLOR": "1", "TERM": "xterm-color"}.items():
+        monkeypatch.setenv(name, value)
+    assert lines(capsys)[:-2] == [EVALUATION_TEXT, "note"]
+
+
 def test_a_terminal_has_a_bar_of_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     for level, shown in ((Detail.NORMAL, True), (Detail.QUIET, False)):
-        screen = io.StringIO()
+        screen = Screen()
         terminal = partial(
             Console, file=screen, force_terminal=True, width=100, _environ={"TERM": "xterm"}, color_system=None
         )

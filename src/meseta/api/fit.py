@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import date
+from functools import partial
 from itertools import count
+from numbers import Real
 from pathlib import Path
 from typing import Any, Literal, TypeGuard
 
@@ -15,22 +18,22 @@ import yaml
 
 from meseta.api.callbacks import Callback
 from meseta.api.command import run_command
-from meseta.api.rows import Rows, as_paths, file_paths, renamed_errors, spooled_names
+from meseta.api.errors import argument_errors, spooled_names
+from meseta.api.rows import Rows, as_paths, file_paths, storage_errors
 from meseta.api.run import Run
 from meseta.config import RunConfig, read_config_document
 from meseta.config.load import get_value
 from meseta.data.formats.table_rows import parse_times
-from meseta.data.prepare.staging import load_record
+from meseta.data.prepare.staging import SPOOL_FOLDER, load_record
 from meseta.errors import format_value
 from meseta.spec import MesetaError
+from meseta.system.locks import FolderLock
 from meseta.train.interop.default_settings import default_run_dir
-from meseta.train.run_dir import SPOOL_FOLDER
 
 Files = str | Path | Sequence[str | Path]
 """Files, folders, URLs or patterns of raw files."""
 HeldOut = float | int | date | str | Path | Sequence[str | Path] | Rows | None
-"""Rows of a split: a share between 0 and 1, the time (a number, a date or ISO 8601) at which it begins, files, or
-rows in memory."""
+"""Rows of a split, see `fit`."""
 COLUMN_OPTIONS = ("label", "time", "dense", "sparse", "ignore")
 """Arguments of `fit` that name columns."""
 
@@ -65,8 +68,14 @@ def fit(
         data: Files, or rows in memory.
         label: Columns of labels, as names or patterns. `None` finds the label by its name.
         time: Column of times. `None` finds it by its name.
-        valid: Validation split. `None` takes a share, or none if `split_by` or `test` define other splits.
-        test: Test split. `None` takes 10 % of the rows.
+        valid: Validation split, by which settings and the best weights are selected. It is one of:
+            a number from 0 to below 1, the share of rows (0 means no split);
+            the time at which the split begins: a larger number (s, ms, us or ns since 1970, by its size), a date, a
+            datetime, or text in ISO 8601 such as "2026-01-31";
+            a file, folder, URL or pattern, or a list of them, whose rows may also be in `data`;
+            rows in memory, in any form of `data`.
+            `None` means 0.1.
+        test: Test split, in the same forms. By time, it follows the validation split. `None` means 0.1.
         schema: File that describes the columns, in place of `label`, `time`, `dense`, `sparse` and `ignore`.
         dense: Numeric columns, as names or patterns.
         sparse: Categorical columns, as names or patterns.
@@ -81,30 +90,53 @@ def fit(
     document = _config_document(config)
     folder = _choose_run_dir(run_dir, document, data)
     document["run_dir"] = str(folder)
-    spool = folder / SPOOL_FOLDER
     columns = dict(zip(COLUMN_OPTIONS, (label, time, dense, sparse, ignore), strict=True))
     options = {**columns, "schema": schema, "split_by": split_by, "bad_rows": bad_rows, "nproc": nproc}
-    shutil.rmtree(spool, ignore_errors=True)  # The rows of a process that was killed.
-    try:
-        spool.mkdir(parents=True)
+    with _open_spool(folder) as spool:
         arguments = ["train", str(spool / "config.yaml")]
         paths = file_paths(data, spool)
+        names = spooled_names(paths, spool)
         arguments += [part for path in paths for part in ("--data", path)]
         for name, value in options.items():
             arguments += _option(name, value)
         for split, rows in (("valid", valid), ("test", test)):
-            arguments += _split_options(split, rows, spool)
-        (spool / "config.yaml").write_text(yaml.safe_dump(document, sort_keys=False))
+            split_options = _split_options(split, rows, spool)
+            names |= spooled_names(split_options[1::2], spool, split)
+            arguments += split_options
+        with storage_errors(spool):
+            (spool / "config.yaml").write_text(yaml.safe_dump(document, sort_keys=False))
         _check_same_rows(document, spool)
-        names = spooled_names(paths, spool)
         names[f"config {str(spool / 'config.yaml')!r}"] = f"config {str(config)!r}" if _is_path(config) else "config"
-        with renamed_errors(names):
+        with argument_errors("fit", names):
             run_command(arguments, callbacks)
+    return Run(folder)
+
+
+@contextmanager
+def _open_spool(run_dir: Path) -> Iterator[Path]:
+    """Context manager around an empty folder in `run_dir`. Raises MesetaError if another `fit` uses `run_dir`."""
+    lock = FolderLock(run_dir, partial(_in_use_text, run_dir), file=f"{SPOOL_FOLDER}.lock")
+    spool = run_dir / SPOOL_FOLDER
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
     except OSError as error:
-        raise MesetaError(f"fit: {error.filename or str(folder)!r}: {error.strerror}; choose another run_dir") from None
+        raise MesetaError(f"fit: {str(run_dir)!r}: {error.strerror}; choose another run_dir") from None
+    try:
+        shutil.rmtree(spool, ignore_errors=True)  # The rows of a process that was killed.
+        with storage_errors(spool):
+            spool.mkdir()
+        yield spool
     finally:
         shutil.rmtree(spool, ignore_errors=True)
-    return Run(folder)
+        lock.release()
+
+
+def _in_use_text(run_dir: Path, holder: str) -> str:
+    return (
+        f"fit: run_dir {str(run_dir)!r} is in use: another fit of {holder} prepares or trains in it; wait until it has "
+        "ended, or choose another run_dir"
+    )
 
 
 def _config_document(config: str | Path | Mapping[str, Any] | RunConfig | None) -> dict[str, Any]:
@@ -152,15 +184,17 @@ def _split_options(split: str, value: HeldOut, spool: Path) -> list[str]:
         return []
     if isinstance(value, bool):
         raise MesetaError(f"fit: {split}={value} must be a share, a time, files or rows")
-    if isinstance(value, float) and 0 <= value < 1:
+    if isinstance(value, Real) and 0 <= float(value) < 1:
         return [f"--{split}-fraction", str(value)]
-    if isinstance(value, (int, float)):
+    if isinstance(value, Real):
         return [f"--{split}-after", str(value)]
     if isinstance(value, date):
         return [f"--{split}-after", value.isoformat()]
     if isinstance(value, str) and _is_time(value):
         return [f"--{split}-after", value]
-    return [part for path in file_paths(value, spool) for part in (f"--{split}-files", path)]
+    with argument_errors("fit", {"data: ": f"{split}: "}):
+        paths = file_paths(value, spool)
+    return [part for path in paths for part in (f"--{split}-files", path)]
 
 
 def _is_time(text: str) -> bool:
@@ -173,12 +207,14 @@ def _is_time(text: str) -> bool:
 def _check_same_rows(document: Mapping[str, Any], spool: Path) -> None:
     """Raise MesetaError if the run was prepared from other rows in memory."""
     record = load_record(Path(get_value(dict(document), "data.dir") or spool.parent / "data"))
-    known = {
-        Path(path).name for path in (record or {"sources": ()})["sources"] if Path(path).parent == spool.absolute()
-    }
-    digests = {path.name for path in spool.glob("*.parquet")}
-    if known and known != digests:
+    if record is None:
+        return
+    sources = [Path(path) for path in record["sources"]]
+    earlier = {path.stem for path in sources if path.parent.name == SPOOL_FOLDER}
+    digests = {path.stem for path in spool.glob("*.parquet")}
+    if earlier != digests:
+        before, now = (", ".join(sorted(hashes)) or "files" for hashes in (earlier, digests))
         raise MesetaError(
-            f"fit: run_dir {str(spool.parent)!r} has a run on other rows than these (hash {', '.join(sorted(known))}, "
-            f"now {', '.join(sorted(digests)) or 'files'}); choose another run_dir, or pass the same rows"
+            f"fit: run_dir {str(spool.parent)!r} has a run on other rows than these (hash {before}, now {now}); choose "
+            "another run_dir, or pass the same rows"
         )

@@ -41,25 +41,6 @@ def file_paths(data: Any, folder: Path) -> list[str]:
     return [str(spool_rows(open_stream(data), folder))] if paths is None else paths
 
 
-def spooled_names(paths: Sequence[str], folder: Path) -> dict[str, str]:
-    """Return the names of spooled files in errors, each with the text that users understand."""
-    return {old: "data" for path in paths if Path(path).parent == folder for old in (f"source {path!r}", repr(path))}
-
-
-@contextmanager
-def renamed_errors(names: Mapping[str, str]) -> Iterator[None]:
-    """Context manager that replaces the keys of `names` by their values in the text of a MesetaError."""
-    try:
-        yield
-    except MesetaError as error:
-        text = str(error)
-        for old, new in names.items():
-            text = text.replace(old, new)
-        if text == str(error):
-            raise
-        raise MesetaError(text) from None
-
-
 def open_stream(data: Rows) -> pa.RecordBatchReader:
     """Open rows as an Arrow stream. The index of a pandas frame is no column.
 
@@ -95,11 +76,11 @@ def spool_rows(stream: pa.RecordBatchReader, folder: Path) -> Path:
     digest, num_rows = hashlib.sha256(repr([(field.name, str(field.type)) for field in schema]).encode()), 0
     temporary = folder / ".rows.tmp"
     try:
-        with _storage_errors(folder):
+        with storage_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
             writer = pq.ParquetWriter(temporary, schema)
         for block in _blocks(stream, schema):
-            with _storage_errors(folder):
+            with storage_errors(folder):
                 _check_free_space(folder, block.nbytes, num_rows)
                 writer.write_batch(block)
             # A copy has no bytes of other rows, and zeros in place of nulls.
@@ -108,7 +89,7 @@ def spool_rows(stream: pa.RecordBatchReader, folder: Path) -> Path:
         if not num_rows:
             raise MesetaError("data: there are no rows; pass at least one")
         path = folder / f"{digest.hexdigest()[:32]}.parquet"
-        with _storage_errors(folder):
+        with storage_errors(folder):
             writer.close()
             os.utime(temporary, (0, 0))  # Preparation knows files by path, size and change time.
             move(temporary, path)
@@ -118,7 +99,8 @@ def spool_rows(stream: pa.RecordBatchReader, folder: Path) -> Path:
 
 
 @contextmanager
-def _storage_errors(folder: Path) -> Iterator[None]:
+def storage_errors(folder: Path) -> Iterator[None]:
+    """Context manager that raises errors of writing rows to `folder` as a MesetaError."""
     try:
         yield
     except pa.ArrowException as error:
@@ -162,7 +144,19 @@ def _blocks(stream: pa.RecordBatchReader, schema: pa.Schema) -> Iterator[pa.Reco
 
 def _join(batches: Sequence[pa.RecordBatch], schema: pa.Schema) -> list[pa.RecordBatch]:
     """Return one batch, or several if a column has more than 2 GB of text."""
-    return pa.Table.from_batches(batches).cast(schema).combine_chunks().to_batches()
+    table = pa.Table.from_batches([_with_plain_categories(batch) for batch in batches])
+    return table.cast(schema).combine_chunks().to_batches()
+
+
+def _with_plain_categories(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Return a batch without string views in dictionaries, which Arrow cannot decode. Frames of polars have them."""
+    columns = [
+        pa.DictionaryArray.from_arrays(column.indices, column.dictionary.cast(_stored_type(column.type)))
+        if pa.types.is_dictionary(column.type)
+        else column
+        for column in batch.columns
+    ]
+    return pa.RecordBatch.from_arrays(columns, names=batch.schema.names)
 
 
 def like_rows(predictions: pa.Table, data: Any) -> Any:

@@ -15,7 +15,8 @@ import pyarrow.parquet as pq
 
 from meseta.api.callbacks import Callback
 from meseta.api.command import run_command
-from meseta.api.rows import Rows, file_paths, like_rows, renamed_errors, spooled_names
+from meseta.api.errors import argument_errors, spooled_names
+from meseta.api.rows import Rows, file_paths, like_rows
 from meseta.checkpoint.listing import CheckpointInfo, list_checkpoints
 from meseta.config import RunConfig
 from meseta.telemetry.metrics import EVALUATED_SPLITS
@@ -125,12 +126,10 @@ class Run:
         if data is not None:
             _, metrics = self._predict(data, best=best)
             return next(iter(metrics.values())) if len(metrics) == 1 else metrics
-        from meseta.train.evaluate import evaluate
         from meseta.train.trained_model import open_trained
 
-        with _same_threads(), open_trained(self.path, split, best=best) as trained:
-            result = evaluate(trained.model, trained.reader, trained.world, self.config.metrics, trained.logit_shift)
-        return result.to_dict(include_reliability=False)
+        with _same_threads(), argument_errors("evaluate"), open_trained(self.path, split, best=best) as trained:
+            return trained.evaluate().to_dict(include_reliability=False)
 
     def _predict(self, data: Any, **options: Any) -> tuple[pa.Table, dict[str, dict[str, Any]]]:
         """Return predictions and, for labeled rows, metrics by label."""
@@ -140,7 +139,7 @@ class Run:
         with tempfile.TemporaryDirectory(prefix="meseta-predict-") as folder, _same_threads():
             paths, out = file_paths(data, Path(folder)), Path(folder) / "predictions.out.parquet"
             named = spooled_names(paths, Path(folder))
-            with renamed_errors(named), open_for_raw_rows(self.path, paths, **options) as trained:
+            with argument_errors("predict", named), open_for_raw_rows(self.path, paths, **options) as trained:
                 predicted = write_raw_predictions(
                     trained.model, trained.reader, trained.world, out, trained.logit_shift
                 )
@@ -156,8 +155,11 @@ class Run:
 
     def resume(self, nproc: int = 1, callbacks: Sequence[Callback] = ()) -> Run:
         """Continue a run that was interrupted, without the raw data, and return it. See `fit` for errors."""
-        config = str(self.path / "config.yaml")
-        run_command(["train", config, f"run_dir={self.path}", "--nproc", str(nproc)], callbacks)
+        arguments = ["train", str(self.path / "config.yaml"), f"run_dir={self.path}", "--nproc", str(nproc)]
+        if self.config.data.dir is not None:  # The run may have been moved, with its data.
+            arguments.append(f"data.dir={self.config.data.dir}")
+        with argument_errors("resume"):
+            run_command(arguments, callbacks)
         return Run(self.path)
 
     def __repr__(self) -> str:

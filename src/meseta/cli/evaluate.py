@@ -60,13 +60,10 @@ def evaluate(
     if nproc != 1 and not is_distributed():
         sys.exit(run_ranks(sys.argv[1:], nproc, load_time_limits(run_dir)))
 
-    from meseta.train.evaluate import evaluate as run
     from meseta.train.trained_model import open_trained
 
     with open_trained(run_dir, split, data, best=best, storage_dir=storage_dir) as trained:
-        config = trained.config.metrics
-        config = config.model_copy(update={"segments": tuple(by)}) if by else config
-        evaluation = run(trained.model, trained.reader, trained.world, config, trained.logit_shift)
+        evaluation = trained.evaluate(by or ())
     if trained.world.rank == 0:
         line = {
             "run": str(run_dir),

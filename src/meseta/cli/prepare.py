@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from meseta.errors import MesetaError
-from meseta.telemetry.detail import CurrentDetail, Detail, LifeSignTimer
+from meseta.telemetry.detail import CurrentDetail, Detail, LifeSignTimer, can_redraw
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -380,7 +380,7 @@ def progress_bar() -> Iterator[Progress]:
     console = Console(stderr=True)
     if CurrentDetail.is_quiet():
         yield lambda phase, rows, share: None
-    elif console.is_terminal and not console.is_dumb_terminal:
+    elif can_redraw(console):
         with _phase_bar(console) as update:
             yield update
     else:

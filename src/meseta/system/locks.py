@@ -37,14 +37,15 @@ def try_lock(descriptor: int, *, if_unsupported: bool = True) -> bool:
 
 
 class FolderLock:
-    """Lock on a folder by its file `.lock`. A file left behind by a killed process does not lock the folder."""
+    """Lock on a folder by a file in it. A file left behind by a killed process does not lock the folder."""
 
-    def __init__(self, folder: Path, in_use: Callable[[str], str] | None = None) -> None:
+    def __init__(self, folder: Path, in_use: Callable[[str], str] | None = None, *, file: str = LOCK_FILE) -> None:
         """Create a lock without acquiring it.
 
-        `in_use` is a function from the lock's holder to an error message.
+        `in_use` is a function from the lock's holder to an error message. Locks with different names of `file` are
+        independent.
         """
-        self._path = folder / LOCK_FILE
+        self._path = folder / file
         self._format_refusal = in_use or f"{str(folder)!r} is in use by {{}}; wait until it has ended".format
         self._descriptor: int | None = None
 
@@ -59,7 +60,7 @@ class FolderLock:
             descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
             try:
                 if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                    raise OSError(errno.EINVAL, f"{LOCK_FILE} is not a regular file", str(self._path))
+                    raise OSError(errno.EINVAL, f"{self._path.name} is not a regular file", str(self._path))
                 if not self._try_acquire(descriptor):
                     continue
                 with contextlib.suppress(OSError):  # The disk may be full. The lock works without a name.

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import enum
 import time
+from typing import TYPE_CHECKING
 
 from meseta.errors import MesetaError
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 LIFE_SIGN_S = 60.0
 """Seconds without a line after which a log gets one."""
@@ -38,6 +42,11 @@ class CurrentDetail:
     def is_quiet(cls) -> bool:
         """Whether the level is QUIET."""
         return cls.level == Detail.QUIET
+
+
+def can_redraw(console: Console) -> bool:
+    """Whether a console can redraw its lines. Logs and notebooks cannot, although FORCE_COLOR may be set there."""
+    return console.is_interactive and console.file.isatty()
 
 
 class LifeSignTimer:

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from meseta.config import RunConfig
-from meseta.telemetry.detail import CurrentDetail, Detail, LifeSignTimer
+from meseta.telemetry.detail import CurrentDetail, Detail, LifeSignTimer, can_redraw
 from meseta.telemetry.metrics_file import Line, TrainLine
 
 
@@ -41,8 +41,7 @@ class TrainProgress:
         self._num_steps = num_steps
         self._is_visible = visible
         self._prints_lines = visible and CurrentDetail.level > (Detail.NORMAL if trial else Detail.QUIET)
-        is_terminal = self._console.is_terminal and not self._console.is_dumb_terminal
-        self._is_live = visible and is_terminal and not CurrentDetail.is_quiet()
+        self._is_live = visible and can_redraw(self._console) and not CurrentDetail.is_quiet()
         # Trials show that they live, although they print no evaluations.
         self._gives_life_signs = visible and not self._is_live and not CurrentDetail.is_quiet()
         self._timer = LifeSignTimer()

@@ -18,6 +18,7 @@ from meseta.comm import World
 from meseta.config import RunConfig, load_config
 from meseta.config.load import checkpoint_location
 from meseta.data.dataset.dataset import DATASET_FILE, Dataset
+from meseta.data.prepare.staging import SPOOL_FOLDER
 from meseta.errors import StorageError
 from meseta.ops.row_file import DiskEngine
 from meseta.spec import MesetaError
@@ -54,8 +55,6 @@ TRIALS_FOLDER = "trials"
 """Folder of the trials before a run, see meseta.train.sweep."""
 LOGGER_FILES = {"mlflow": "mlflow.json", "wandb": "wandb.json"}
 """Files with the id of the run in each logger, see meseta.train.interop.loggers."""
-SPOOL_FOLDER = ".meseta-spool"
-"""Folder of rows from memory until they are prepared, see meseta.api.fit."""
 
 
 class RunDir:
@@ -254,11 +253,23 @@ class RunDir:
         return lines
 
     def load_config(self) -> RunConfig:
-        """Load the config with which the run was started. Raises MesetaError if there is none."""
+        """Load the config with which the run was started. If the run was moved with its data, so is `data.dir`.
+
+        Raises MesetaError if there is none.
+        """
         file = self.path / "config.yaml"
         if not path_exists(file):
             raise MesetaError(f"{str(self.path)!r} is not a run: it has no config.yaml; pass the run_dir of a training")
-        return load_config(file, is_stored=True)
+        return self._with_moved_data(load_config(file, is_stored=True))
+
+    def _with_moved_data(self, config: RunConfig) -> RunConfig:
+        data_dir = config.data.dir
+        if data_dir is None or not data_dir.is_relative_to(config.run_dir) or path_exists(data_dir):
+            return config
+        moved = self.path / data_dir.relative_to(config.run_dir)
+        if not path_exists(moved):
+            return config
+        return config.model_copy(update={"data": config.data.model_copy(update={"dir": moved})})
 
 
 def clear_run(config: RunConfig, world: World) -> None:

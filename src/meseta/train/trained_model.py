@@ -33,7 +33,7 @@ from meseta.system.files import path_exists
 from meseta.system.remote import Location
 from meseta.telemetry.metrics import validation_split
 from meseta.train.dataset_checks import check_same_encoding, open_dataset
-from meseta.train.evaluate import logit_shift, predict
+from meseta.train.evaluate import Evaluation, evaluate, logit_shift, predict
 from meseta.train.evaluation_tracker import EarlyStopping
 from meseta.train.run_dir import RunDir
 from meseta.train.session import session
@@ -65,6 +65,12 @@ class TrainedModel(Generic[ReaderT]):
     def predict(self) -> Iterator[tuple[NDArray[Any], Batch]]:
         """Yield (logits [B] or [B, T], batch) for this rank's slice of each global batch, in the order of the rows."""
         return predict(self.model, self.reader, self.world, self.logit_shift)
+
+    def evaluate(self: TrainedModel[BatchReader], segments: Sequence[str] = ()) -> Evaluation:
+        """Return the metrics over all rows. Empty `segments` means those of the run. See `meseta.train.evaluate`."""
+        config = self.config.metrics
+        config = config.model_copy(update={"segments": tuple(segments)}) if segments else config
+        return evaluate(self.model, self.reader, self.world, config, self.logit_shift)
 
 
 @contextmanager

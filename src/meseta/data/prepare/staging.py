@@ -23,6 +23,8 @@ from meseta.system.locks import try_lock
 from meseta.system.remote import is_url
 
 PREPARE_RECORD_FILE = "prepare.json"
+SPOOL_FOLDER = ".meseta-spool"
+"""Folder in a run folder with rows from memory until they are prepared. A hash of its rows is the name of a file."""
 _IRRELEVANT_OPTIONS = {"sources", "test_files", "valid_files", "out", "force", "num_threads"}
 
 
@@ -48,10 +50,9 @@ def make_record(options: PrepareOptions, sources: Sequence[Source]) -> dict[str,
 
 
 def source_entries(sources: Sequence[Source]) -> dict[str, dict[str, Any]]:
-    """Return the recorded properties of each file by absolute path or URL."""
+    """Return the recorded properties of each file by absolute path or URL, or by the name of spooled rows."""
     return {
-        # Absolute paths, so that a file matches from another working directory.
-        (source.path if is_url(source.path) else os.path.abspath(source.path)): {
+        _recorded_path(source.path): {
             "split": source.split,
             "size_bytes": source.size_bytes,
             "changed": source.changed,
@@ -59,6 +60,15 @@ def source_entries(sources: Sequence[Source]) -> dict[str, dict[str, Any]]:
         }
         for source in sources
     }
+
+
+def _recorded_path(path: str) -> str:
+    if is_url(path):
+        return path
+    folder, name = os.path.split(os.path.abspath(path))  # A file matches from another working directory.
+    if os.path.basename(folder) == SPOOL_FOLDER:
+        return f"{SPOOL_FOLDER}/{name}"  # Rows match in another run folder.
+    return os.path.join(folder, name)
 
 
 def load_record(folder: Path) -> dict[str, Any] | None:

@@ -1,0 +1,78 @@
+"""Errors of commands in the words of Python: arguments in place of options, and data in place of spooled files."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from meseta.spec import MesetaError
+
+ARGUMENTS = {
+    **{name: name for name in ("data", "label", "time", "dense", "sparse", "ignore", "schema", "nproc", "best")},
+    **{f"{split}-{rule}": split for split in ("valid", "test") for rule in ("fraction", "after", "files")},
+    **{name: name.replace("-", "_") for name in ("split-by", "bad-rows", "allow-unseen")},
+}
+"""Argument of a function by the name of the command-line option."""
+FLAGS = {"best", "allow-unseen"}
+"""Options without value."""
+PHRASES = {
+    "use --force to prepare it again and restart the run, choose": "choose",
+    "omit --data to use it unchanged": "continue the run with meseta.open_run(run_dir).resume()",
+    "start from the beginning with --force": "delete the run",
+    "--schema file": "schema file",
+    "--data data": "data",
+}
+"""Remedies that differ between a command and a function."""
+_VALUE = r"'[^']*'|\d[\d.]*\b|skip\b|group\b|time\b"
+_OPTION = re.compile(rf"(?<![\w-])--(?P<name>[a-z]+(?:-[a-z]+)*)\b(?: (?P<value>{_VALUE}))?")
+_FIELD = re.compile(r"\bthe option (?P<name>\w+)")
+
+
+def spooled_names(paths: Sequence[str], folder: Path, argument: str = "data") -> dict[str, str]:
+    """Return the names of spooled files in errors, each with the name of the argument that the rows were passed as."""
+    spooled = [path for path in paths if Path(path).parent == folder]
+    return {old: argument for path in spooled for old in (f"source {path!r}", repr(path))}
+
+
+@contextmanager
+def argument_errors(function: str, names: Mapping[str, str] | None = None) -> Iterator[None]:
+    """Context manager in which a MesetaError names arguments of `function` in place of options of the command.
+
+    The keys of `names` are replaced by their values. Options without an argument are shown as those of `meseta train`.
+    """
+    try:
+        yield
+    except MesetaError as error:
+        text = _as_arguments(function, str(error), names or {})
+        if text == str(error):
+            raise
+        raise MesetaError(text) from None
+
+
+def _as_arguments(function: str, text: str, names: Mapping[str, str]) -> str:
+    for old, new in {**names, **PHRASES}.items():
+        text = text.replace(old, new)
+    if function == "fit":
+        text = re.sub(r"^(prepare|train): ", "fit: ", text)
+    # Commands in backticks keep their options.
+    parts = text.split("`")
+    parts[::2] = [_FIELD.sub(_argument_of_field, _OPTION.sub(_argument, part)) for part in parts[::2]]
+    return "`".join(parts)
+
+
+def _argument(match: re.Match[str]) -> str:
+    name, value = match["name"], match["value"]
+    if name not in ARGUMENTS:
+        return f"`meseta train {match[0]}`"
+    if name in FLAGS:
+        return f"{ARGUMENTS[name]}=True"
+    if value and value.isalpha():
+        value = repr(value)
+    return f"{ARGUMENTS[name]}={value or ''}"
+
+
+def _argument_of_field(match: re.Match[str]) -> str:
+    name = match["name"]
+    return f"the argument {ARGUMENTS.get(name.replace('_', '-'), name)}"
