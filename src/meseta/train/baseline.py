@@ -15,6 +15,7 @@ from meseta.data.dataset.records import SparseFeature
 from meseta.data.read.batch import Batch, split_batch
 from meseta.data.read.batch_reader import BatchReader
 from meseta.embedding import EmbeddingBagCollection
+from meseta.measure.threads import use_num_threads
 from meseta.models.ranking.linear import LogisticRegression
 from meseta.spec import FeatureSpec, InitSpec, OptimizerSpec, TableSpec
 from meseta.train.sampled_rows import first_column, first_label_weights, gather_rows, take_rows
@@ -35,7 +36,8 @@ def sample_training_rows(reader: BatchReader, world: World) -> Batch:
     dataset = reader.dataset
     values_per_row = len(dataset.dense) + sum(feature.statistics.mean_pooling_factor for feature in dataset.sparse)
     limit = max(int(MAX_VALUES / max(values_per_row, 1.0)), 1)
-    return gather_rows(reader, min(limit, MAX_ROWS, reader.num_rows), world)
+    with use_num_threads(1):
+        return gather_rows(reader, min(limit, MAX_ROWS, reader.num_rows), world)
 
 
 def score_logistic_regression(
@@ -47,6 +49,15 @@ def score_logistic_regression(
     Adagrad from zero without regularization, in an order drawn from `seed`, whose learning rate falls linearly to 0. It
     does not converge completely, and a fit to all training rows may be better. No random state of torch is used.
     """
+    # The operators are so small that a second thread would cost more than it saves.
+    with use_num_threads(1):
+        model = _fit_logistic_regression(training, features, seed)
+        with torch.no_grad():
+            scores: NDArray[np.float64] = model(rows.dense, rows.sparse).double().numpy()
+    return scores
+
+
+def _fit_logistic_regression(training: Batch, features: Sequence[SparseFeature], seed: int) -> LogisticRegression:
     num_rows, embeddings = training.batch_size, _make_weights(features)
     model = LogisticRegression(embeddings, num_dense=training.dense.shape[1])
     order = torch.from_numpy(np.random.default_rng(seed).permutation(num_rows))
@@ -65,9 +76,7 @@ def score_logistic_regression(
             (loss / weights.sum().clamp(min=1e-9)).backward()  # Also updates the weights of ids.
             optimizer.step()
             decay.step()
-    with torch.no_grad():
-        scores: NDArray[np.float64] = model(rows.dense, rows.sparse).double().numpy()
-    return scores
+    return model
 
 
 def _make_weights(features: Sequence[SparseFeature]) -> EmbeddingBagCollection:
